@@ -1,0 +1,347 @@
+"""Every knob and every recipe, in one place. Only the standard library is imported here.
+
+    python configs.py               list the recipes
+    python configs.py small_c4      print one, field by field
+
+A recipe is a value of type Config. The command line of every script changes single fields of it
+(`--train.steps 500`), and the result is written to RUN_DIR/config.json, from where every other
+script reads it back: no flag is ever repeated. The comment beside a field is its help text.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import importlib.util
+import inspect
+import json
+import os
+import re
+import sys
+import types
+from dataclasses import dataclass, field, replace
+
+
+class UserError(Exception):
+    """A mistake of the user's: one sentence and what to do next; no traceback, exit status 2."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    vocab_size: int = 32128  # rows of the embedding: the vocabulary's ids, rounded up to 128
+    d_model: int = 512  # width of the residual stream
+    d_ff: int = 1024  # width inside the feed-forward layer
+    d_kv: int = 64  # width of one attention head; num_heads * d_kv need not be d_model
+    num_heads: int = 6  # attention heads
+    num_layers: int = 8  # encoder layers
+    num_decoder_layers: int = 8  # decoder layers
+    activation: str = "gated_gelu"  # gated_gelu (T5 1.1), relu (T5 1.0) or gated_silu
+    tied: bool = False  # T5 1.0: the embedding is the output layer too, scaled by d_model^-0.5
+    relative_buckets: int = 32  # rows of the table of relative-position biases
+    relative_max_distance: int = 128  # all distances from here on share the last bucket
+    dropout: float = 0.0  # 0 to pretrain T5 1.1, 0.1 to fine-tune it
+    dtype: str = "auto"  # of the computation: auto is bfloat16 on GPU and TPU, float32 on CPU
+    remat: str = "dots"  # kept for the backward pass: none = all, dots = products, full = nothing
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    source: str = "python:"  # python:, text:GLOB, jsonl:GLOB or random:
+    validation_source: str = ""  # empty: the last 1 % of the source's documents are held out
+    task: str = "span_corruption"  # what is made of a document
+    vocab: str = "train:4000"  # train:PIECES (from the source) or the path of a SentencePiece model
+    inputs_length: int = 512  # tokens of a row of inputs, EOS included
+    targets_length: int = 114  # tokens of a row of targets, EOS included
+    noise_density: float = 0.15  # part of the tokens that span corruption removes
+    mean_span_length: float = 3.0  # tokens of a removed span, on average
+    prepared_dir: str = "prepared"  # where token files lie, a folder for each source and vocabulary
+    on_error: str = "stop"  # at a malformed line: stop, or skip it and count
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    steps: int = 10_000  # the last step, absolute: start_step included
+    start_step: int = 0  # 1,000,000 where a recipe continues a published checkpoint
+    batch_size: int = 128  # rows of a step, over all devices and microbatches
+    microbatches: int = 1  # the step's rows go through the model in this many parts
+    optimizer: str = "adafactor"  # adafactor or adamw
+    learning_rate: float = 1.0  # the schedule's factor "constant"
+    schedule: str = "constant * rsqrt_decay"  # product of T5X's factors, see train.py
+    warmup_steps: int = 10_000  # rsqrt_decay is flat until here, linear_warmup climbs until here
+    schedule_offset: int = 0  # subtracted from the step before the schedule sees it
+    decay_factor: float = 0.5  # of decay_every, and the slope of linear_decay
+    steps_per_decay: int = 20_000  # of decay_every
+    steps_per_cycle: int = 100_000  # of cosine_decay
+    weight_decay: float = 0.0  # adamw: times the learning rate; adafactor: not, as in T5X
+    z_loss: float = 1e-4  # weight of log(Z)^2, which keeps the logits near zero
+    label_smoothing: float = 0.0  # part of the target's probability spread over the vocabulary
+    loss_divisor: float | None = None  # none: real target tokens; T5X's checkpoints want 233472
+    log_every: int = 10  # steps between two lines of metrics
+    eval_every: int = 1000  # steps between two evaluations, 0 for none
+    eval_batches: int = 20  # batches of one evaluation; 0 for the whole split
+    save_every: int = 1000  # steps between two checkpoints, 0 for none
+    async_save: bool = True  # write checkpoints in the background, from one copy in memory
+    keep: int = 3  # checkpoints that stay
+    seed: int = 0  # of the weights, the order of the data, the noise and dropout
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    max_len: int | None = None  # tokens generated at most, EOS included; none: data.targets_length
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    model: int = 1  # devices that share one copy of the model: tensor parallelism
+    fsdp: bool = False  # split weights and optimizer over the data axis too (ZeRO-3)
+
+
+@dataclass(frozen=True)
+class Config:
+    name: str
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+
+
+SECTIONS = ("model", "data", "train", "decode", "mesh")
+
+# ---- recipes -------------------------------------------------------------------------------------
+
+SIZES = {  # T5 1.1, t5x/examples/t5/t5_1_1/{size}.gin
+    "small": ModelConfig(),
+    "base": ModelConfig(d_model=768, d_ff=2048, num_heads=12, num_layers=12, num_decoder_layers=12),
+    "large": ModelConfig(d_model=1024, d_ff=2816, num_heads=16, num_layers=24, num_decoder_layers=24),
+    "xl": ModelConfig(d_model=2048, d_ff=5120, num_heads=32, num_layers=24, num_decoder_layers=24),
+    "xxl": ModelConfig(d_model=4096, d_ff=10240, num_heads=64, num_layers=24, num_decoder_layers=24),
+}
+
+# The five published sizes on C4: t5x/examples/t5/t5_1_1/examples/{small,base}_c4_pretrain.gin. The
+# rate is 0.01 for 10,000 steps and 1/sqrt(step) from there on, by t5x/configs/runs/pretrain.gin.
+C4 = DataConfig(source="tfds:c4/en:3.1.0", vocab="cc_all.32000/sentencepiece.model")
+RECIPES = {
+    # The first impression: learns for two to three minutes on two CPU cores, downloads nothing.
+    "tiny": Config(
+        "tiny",
+        ModelConfig(vocab_size=2176, d_model=128, d_ff=256, d_kv=32, num_heads=4, num_layers=2,
+                    num_decoder_layers=2),
+        DataConfig(vocab="train:2000", inputs_length=64, targets_length=14),
+        TrainConfig(steps=2000, batch_size=64, learning_rate=0.05, warmup_steps=50,
+                    schedule="constant * linear_warmup * cosine_decay", steps_per_cycle=2000,
+                    eval_every=500, save_every=500),
+    ),
+    # The benchmark of train.py itself: T5 1.1 small on random ids, nothing evaluated or saved.
+    "small_bench": Config(
+        "small_bench",
+        replace(SIZES["small"], dtype="float32"),
+        DataConfig(source="random:"),
+        TrainConfig(steps=10, batch_size=8, log_every=1, eval_every=0, save_every=0),
+    ),
+    "small_c4": Config("small_c4", SIZES["small"], C4, TrainConfig(steps=10_000, batch_size=256)),
+    "base_c4": Config("base_c4", SIZES["base"], C4,
+                      TrainConfig(steps=100_000, batch_size=256, eval_every=2000)),
+}
+
+
+# ---- command line --------------------------------------------------------------------------------
+
+# What may change when a run goes on; any other difference is another run.
+FREE = {"mesh", "decode", *(f"train.{name}" for name in (
+    "steps", "log_every", "eval_every", "eval_batches", "save_every", "async_save", "keep",
+    "microbatches"))}
+NOT_READ_BACK = ("mesh",)  # belongs to the machine, not to the run
+
+
+def fields(cfg):
+    """Config -> (section, dataclass field, value) of every knob."""
+    for section in SECTIONS:
+        part = getattr(cfg, section)
+        for knob in dataclasses.fields(part):
+            yield section, knob, getattr(part, knob.name)
+
+
+def differences(cfg, other):
+    """Two Configs -> {"section.field": (value, other value)} where they differ."""
+    pairs = zip(fields(cfg), fields(other))
+    return {f"{section}.{knob.name}": (value, old)
+            for (section, knob, value), (_, _, old) in pairs if value != old}
+
+
+def override(cfg, changes):
+    """Config and {"section.field": value} -> Config."""
+    for name, value in changes.items():
+        section, knob = name.split(".")
+        cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{knob: value})})
+    return cfg
+
+
+def parse_value(name, kind, text):
+    """The text of a flag -> a value of the field's type."""
+    if isinstance(kind, types.UnionType):  # int | None
+        return None if text.lower() == "none" else parse_value(name, kind.__args__[0], text)
+    try:
+        return {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
+    except (ValueError, KeyError):
+        wanted = "true or false" if kind is bool else kind.__name__
+        raise UserError(f"--{name} takes {wanted}, not {text!r}.") from None
+
+
+def nearest(word, known):
+    """", did you mean X?" or nothing."""
+    close = difflib.get_close_matches(word, known, 1, 0.4)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def help_of(section):
+    """{field: the comment beside it} of a section's dataclass."""
+    source = inspect.getsource(type(section))
+    return dict(re.findall(r"^    (\w+):.*?  # (.*)$", source, re.MULTILINE))
+
+
+def parse_args(description, argv, **flags):
+    """Command line -> (Namespace of config, run_dir and `flags`, {"section.field": value}).
+
+    flags: name=dict of argparse's add_argument; a name that ends in "_" is positional.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter)
+    parser.error = lambda message: raise_(UserError(f"{message}; --help lists what there is."))
+    parser.add_argument("--config", help="a recipe's name, or a Python file that defines CONFIG")
+    parser.add_argument("--run_dir", help="folder of the run; by default runs/NAME")
+    for name, options in flags.items():
+        parser.add_argument(*([name[:-1]] if name[-1] == "_" else [f"--{name}"]), **options)
+    blank, kinds = Config(""), {}
+    for section, knob, value in fields(blank):
+        name = f"{section}.{knob.name}"
+        kinds[name] = knob.type
+        text = help_of(getattr(blank, section)).get(knob.name, "").replace("%", "%%")
+        parser.add_argument(f"--{name}", metavar="", default=argparse.SUPPRESS, help=text)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        known = [*kinds, *(name for name in vars(args))]
+        hint = nearest(unknown[0].lstrip("-").split("=")[0], known)
+        raise UserError(f"Unknown argument {unknown[0]}{hint or '; --help lists what there is'}.")
+    given = {name: vars(args).pop(name) for name in kinds if name in args}
+    return args, {name: parse_value(name, kinds[name], text) for name, text in given.items()}
+
+
+def raise_(error):
+    raise error
+
+
+def load_recipe(name):
+    """A recipe's name, or the path of a Python file that defines CONFIG -> Config."""
+    if not name.endswith(".py"):
+        if name not in RECIPES:
+            raise UserError(f"Unknown recipe {name}{nearest(name, RECIPES) or ';'} "
+                            f"python configs.py lists them.")
+        return RECIPES[name]
+    if not os.path.exists(name):
+        raise UserError(f"There is no file {name}: --config takes a recipe's name or a Python file.")
+    module_spec = importlib.util.spec_from_file_location("recipe", name)
+    module = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
+    if not isinstance(getattr(module, "CONFIG", None), Config):
+        raise UserError(f"{name} does not define CONFIG, a value of configs.Config.")
+    return module.CONFIG
+
+
+def load_run(run_dir):
+    """Run directory -> the Config it was trained with."""
+    path = os.path.join(run_dir, "config.json")
+    if not os.path.exists(path):
+        raise UserError(f"There is no run in {run_dir} (no config.json): --run_dir names a folder that "
+                        f"train.py made.")
+    with open(path) as file:
+        stored = json.load(file)
+    cfg, known = Config(stored["name"]), {f"{s}.{knob.name}" for s, knob, _ in fields(Config(""))}
+    values = {f"{section}.{knob}": value for section in SECTIONS
+              for knob, value in stored.get(section, {}).items()}
+    strange = [name for name in values if name not in known]
+    if strange:
+        raise UserError(f"{path} has fields that this version does not know: {', '.join(strange)}.")
+    return override(cfg, values)
+
+
+def save_run(cfg, run_dir):
+    """Write RUN_DIR/config.json, which load_run reads."""
+    resolved = {section: dataclasses.asdict(getattr(cfg, section)) for section in SECTIONS
+                if section not in NOT_READ_BACK}
+    write_file(os.path.join(run_dir, "config.json"), json.dumps({"name": cfg.name, **resolved}, indent=1))
+
+
+def resolve(args, changes):
+    """What parse_args returned -> (Config, run directory).
+
+    A run directory that exists is its own recipe. With another --config or other flags the fields
+    that differ are listed and refused, except those in FREE.
+    """
+    run_dir = args.run_dir or os.path.join("runs", load_recipe(args.config or "tiny").name)
+    stored = load_run(run_dir) if os.path.exists(os.path.join(run_dir, "config.json")) else None
+    base = stored if stored and not args.config else load_recipe(args.config or "tiny")
+    cfg = override(base, changes)
+    if stored:
+        changed = {name: values for name, values in differences(cfg, stored).items()
+                   if not {name, name.split(".")[0]} & FREE}
+        if changed:
+            listed = ", ".join(f"{name} {new} (was {old})" for name, (new, old) in changed.items())
+            raise UserError(f"{run_dir} holds a run with another configuration: {listed}. Go on without "
+                            f"these flags, or name another --run_dir.")
+    return cfg, run_dir
+
+
+def show_changes(cfg):
+    """Lines that say what differs from the recipe."""
+    recipe = RECIPES.get(cfg.name, cfg)
+    changed = differences(cfg, recipe)
+    return [f"recipe {cfg.name}" + ("" if changed else ", unchanged"),
+            *(f"  {name} {new} (recipe: {old})" for name, (new, old) in changed.items())]
+
+
+def write_file(path, content):
+    """Write bytes or text whole or not at all: to a temporary name, synced, then renamed."""
+    path = os.fspath(path)
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    temporary = f"{path}.tmp{os.getpid()}"
+    with open(temporary, "w" if isinstance(content, str) else "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def note(text):
+    """Tell the user something that is not a result."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def run_command(main):
+    """Run main(argv) as a command: a UserError is one sentence on standard error and status 2."""
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except UserError as error:
+        note(f"{os.path.basename(sys.argv[0])}: {error}")
+        sys.exit(2)
+
+
+def main(argv):
+    if not argv:
+        print("recipe          T5 1.1              task                lengths  batch    steps")
+        for name, cfg in RECIPES.items():
+            m, d, t = cfg.model, cfg.data, cfg.train
+            print(f"{name:15} {m.num_layers}+{m.num_decoder_layers} layers of {m.d_model:<6}"
+                  f" {d.task:18} {d.inputs_length:>4}/{d.targets_length:<4} {t.batch_size:>4} {t.steps:>9,}")
+        print("\npython configs.py NAME prints one; python train.py --config NAME runs it.")
+        return
+    cfg = load_recipe(argv[0])
+    for section in SECTIONS:
+        print(f"{section}")
+        texts = help_of(getattr(cfg, section))
+        for s, knob, value in fields(cfg):
+            if s == section:
+                print(f"  {knob.name:22} {value!s:26} {texts.get(knob.name, '')}")
+
+
+if __name__ == "__main__":
+    run_command(main)

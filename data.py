@@ -1,0 +1,664 @@
+"""What a training example is: text -> tokens -> spans -> rows -> the batch of a step.
+
+    python data.py --show 3                     three real rows as the model sees them
+    python data.py --config small_c4 --prepare  write the token files and stop
+
+NumPy only, never jax. Everything random here is a pure function of (seed, epoch, row): the batch
+of a step needs no state, so a run resumes by its step alone and any process can make any row.
+"""
+
+import ast
+import functools
+import glob
+import gzip
+import hashlib
+import io
+import itertools
+import json
+import os
+import re
+import sys
+import sysconfig
+import time
+import zlib
+from pathlib import Path
+from typing import Callable, NamedTuple
+
+import numpy as np
+import sentencepiece
+from sentencepiece import sentencepiece_model_pb2
+from tqdm import tqdm
+
+import configs
+from configs import UserError
+
+PAD, EOS, UNK = 0, 1, 2
+SENTINELS = 100  # <extra_id_0> ... <extra_id_99>
+
+
+class Batch(NamedTuple):
+    """One batch, int32. Segment 0 is padding; packed examples of a row count from 1.
+
+    inputs, input_segments: [B, S]; decoder_inputs, targets, target_segments: [B, T]. The decoder's
+    inputs are the targets moved right by one, with the start token 0 at each segment's beginning.
+    """
+
+    inputs: np.ndarray
+    input_segments: np.ndarray
+    decoder_inputs: np.ndarray
+    targets: np.ndarray
+    target_segments: np.ndarray
+
+
+# ---- random numbers without state ----------------------------------------------------------------
+
+
+def random_bits(*key):
+    """64 random bits for each element of the broadcast integers `key`, a pure function of them.
+
+    SplitMix64's finalizer (Steele, Lea and Flood 2014), applied once for each part of the key.
+    """
+    bits = np.zeros((), np.uint64)
+    with np.errstate(over="ignore"):  # multiplication modulo 2^64 is meant
+        for part in key:
+            bits = (bits + np.uint64(0x9E3779B97F4A7C15)) ^ np.asarray(part).astype(np.uint64)
+            bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            bits = bits ^ (bits >> np.uint64(31))
+    return bits
+
+
+def permute(index, size, *key):
+    """Where `index` lands in a random permutation of range(size), without storing the permutation.
+
+    index: integers in [0, size), any shape; key: integers, or arrays of that shape. A Feistel
+    network permutes the next power of four; whoever lands outside range(size) walks on from there.
+    """
+    half = np.uint64(max(1, (size - 1).bit_length() + 1 >> 1))  # bits of one half of a number
+    low = np.uint64((1 << int(half)) - 1)
+    index = np.asarray(index).astype(np.uint64)
+    outside = np.ones(index.shape, bool)
+    while outside.any():
+        left, right = index >> half, index & low
+        for turn in range(4):
+            left, right = right, left ^ (random_bits(*key, turn, right) & low)
+        index = np.where(outside, left << half | right, index)
+        outside = index >= size
+    return index.astype(np.int64)
+
+
+# ---- vocabulary ----------------------------------------------------------------------------------
+
+
+class Tokenizer:
+    """Text <-> ids by a SentencePiece model: 0 pad, 1 EOS, 2 unknown, sentinels on top.
+
+    <extra_id_0> has the highest id, `size - 1`, as in T5. A model file without these pieces gets
+    them here, in memory; `serialized` is the file as it was, which is what a run directory keeps.
+    """
+
+    def __init__(self, serialized, name="the vocabulary"):
+        model = sentencepiece_model_pb2.ModelProto()
+        try:
+            model.ParseFromString(serialized)
+        except Exception as error:  # protobuf's DecodeError, whose place differs between versions
+            raise UserError(f"{name} is not a SentencePiece model ({error}).") from error
+        special = [piece.piece for piece in model.pieces[:3]]
+        if special != ["<pad>", "</s>", "<unk>"]:
+            raise UserError(
+                f"{name} begins with the pieces {special}, but T5 needs <pad>, </s>, <unk> as ids 0, 1 "
+                f"and 2: train it with pad_id=0, eos_id=1, unk_id=2, bos_id=-1."
+            )
+        if model.pieces[-1].piece not in ("▁<extra_id_0>", "<extra_id_0>"):
+            for k in reversed(range(SENTINELS)):
+                piece = sentencepiece_model_pb2.ModelProto.SentencePiece
+                model.pieces.add(piece=f"▁<extra_id_{k}>", score=0.0, type=piece.USER_DEFINED)
+        self.serialized = serialized
+        self.sha256 = hashlib.sha256(serialized).hexdigest()
+        self.size = len(model.pieces)
+        self.processor = sentencepiece.SentencePieceProcessor(
+            model_proto=model.SerializeToString(), num_threads=os.cpu_count()
+        )
+
+    def encode(self, text):
+        """Text -> list of ids, without EOS. "<extra_id_0>" after a space is the sentinel."""
+        return self.processor.encode(text)
+
+    def encode_batch(self, texts):
+        """Texts -> list of int32 arrays, on all cores."""
+        return self.processor.encode(list(texts), return_type="numpy")
+
+    def decode(self, ids):
+        """Ids -> text, up to the first EOS; padding is left out, unused rows are unknown."""
+        ids = [int(i) if i < self.size else UNK for i in ids]
+        return self.processor.decode([i for i in ids[: ids.index(EOS) if EOS in ids else None] if i])
+
+
+def load_tokenizer(path):
+    """Path of a SentencePiece model -> Tokenizer."""
+    try:
+        return Tokenizer(Path(path).read_bytes(), str(path))
+    except OSError as error:
+        raise UserError(
+            f"No vocabulary at {path} ({error.strerror}): give --data.vocab the path of a SentencePiece "
+            f"model, or train one on the source with --data.vocab train:32000."
+        ) from error
+
+
+def train_tokenizer(texts, pieces):
+    """Train a unigram vocabulary of `pieces` pieces, sentinels not counted, on an iterable of texts.
+
+    The thread count is fixed because the pieces found depend on it.
+    """
+    lines = (line[start : start + 4000] for text in texts for line in text.splitlines()
+             for start in range(0, len(line), 4000))
+    out = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=lines, model_writer=out, vocab_size=pieces, model_type="unigram",
+            pad_id=PAD, eos_id=EOS, unk_id=UNK, bos_id=-1, num_threads=4, minloglevel=2,
+            max_sentence_length=16_000,
+        )
+    except RuntimeError as error:
+        most = re.search(r"<= (\d+)", str(error))
+        raise UserError(
+            f"The source has too little text for a vocabulary of {pieces} pieces"
+            + (f": set --data.vocab train:{most[1]} or fewer." if most else f" ({error}).")
+        ) from error
+    return Tokenizer(out.getvalue())
+
+
+# ---- sources -------------------------------------------------------------------------------------
+# A source is a list of parts, each of them read from its beginning as dicts of fields. What cannot
+# be read is reported by calling `bad(where, what)`, which raises or counts as data.on_error says.
+
+
+class Part(NamedTuple):
+    name: str
+    stamp: list  # size and time of a file: when these change, the source has changed
+    read: Callable  # bad -> iterator of dicts
+
+
+@functools.cache
+def python_documents():
+    """The language manual and the docstrings of Python itself, one document for each file.
+
+    Read from the standard library's source files by `ast`: nothing is imported, nothing downloaded.
+    """
+    library = Path(sysconfig.get_paths()["stdlib"])
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    documents = []
+    for path in sorted(library.rglob("*.py")):
+        if left_out & set(path.relative_to(library).parts):
+            continue
+        tree = ast.parse(path.read_bytes())
+        if path.parts[-2:] == ("pydoc_data", "topics.py"):  # topics = {"assert": "The ...", ...}
+            topics = next(node.value for node in tree.body if isinstance(node, ast.Assign))
+            documents.extend(ast.literal_eval(topics).values())
+            continue
+        kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        docs = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
+        documents.append("\n\n".join(filter(None, docs)))
+    return [document for document in documents if document.strip()]
+
+
+def python_source(name, split, cfg):
+    """python:, the text that comes with Python itself."""
+
+    def read(bad):
+        return ({"text": document} for document in python_documents())
+
+    return [Part("the manual and docstrings of Python", [sys.version], read)]
+
+
+def read_lines(path, bad):
+    """(line number, line) of a text file, plain or .gz; a line that is not UTF-8 is bad."""
+    with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+        try:
+            for number, line in enumerate(file, 1):
+                try:
+                    yield number, line.decode()
+                except UnicodeDecodeError:
+                    bad(f"{path}:{number}", "is not UTF-8")
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            bad(str(path), f"is damaged ({error})")
+
+
+def file_source(pattern, read):
+    """One part for each file that matches the glob."""
+    paths = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
+    if not paths:
+        raise UserError(f"No file matches {pattern}: give --data.source a path or a quoted glob.")
+    stats = [(Path(path), os.stat(path)) for path in paths]
+    return [Part(str(path), [stat.st_size, stat.st_mtime_ns], functools.partial(read, path))
+            for path, stat in stats]
+
+
+def text_source(name, split, cfg):
+    """text:GLOB, a document a file, or text:GLOB:lines, a document a line."""
+    pattern = name.removesuffix(":lines")
+
+    def read(path, bad):
+        lines = (line for _, line in read_lines(path, bad))
+        documents = [" ".join(lines)] if pattern == name else lines
+        return ({"text": document} for document in documents if document.strip())
+
+    return file_source(pattern, read)
+
+
+def jsonl_source(name, split, cfg):
+    """jsonl:GLOB, a JSON object a line, plain or .gz, as C4 is published."""
+
+    def read(path, bad):
+        for number, line in read_lines(path, bad):
+            try:
+                example = json.loads(line)
+            except ValueError as error:
+                bad(f"{path}:{number}", f"is not JSON ({error})")
+                continue
+            if isinstance(example, dict):
+                yield example
+            else:
+                bad(f"{path}:{number}", "is not a JSON object")
+
+    return file_source(name, read)
+
+
+def tfds_source(name, split, cfg):
+    """tfds:NAME[/CONFIG][:VERSION], a TFDS dataset on disk, in array_record form."""
+    home = cfg.tfds_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
+    dataset, _, version = name.partition(":")
+    folder = Path(os.path.expanduser(home), dataset)
+    found = sorted(folder.glob(f"{version or '*'}/dataset_info.json"))
+    if not found:
+        raise UserError(
+            f"{name} is not in {folder / version}: name the folder of your TFDS datasets (array_record) "
+            f"with --data.tfds_dir or TFDS_DATA_DIR, or read C4's own files with --data.source "
+            f"'jsonl:DIR/c4-train.*.json.gz', or any text with --data.source 'text:DIR/*.txt'.")
+    import tensorflow_datasets as tfds  # half a second, and no other source needs it
+
+    builder = tfds.builder_from_directory(found[-1].parent)
+
+    def read(bad):
+        for example in builder.as_data_source(split):
+            yield {key: value.decode() if isinstance(value, bytes) else value
+                   for key, value in example.items()}
+
+    return [Part(f"{found[-1].parent} {split}", [builder.info.splits[split].num_examples], read)]
+
+
+SOURCES = {"python": python_source, "text": text_source, "jsonl": jsonl_source, "tfds": tfds_source}
+
+
+def open_source(source, split, cfg):
+    """"KIND:NAME", a split, DataConfig -> the source's parts."""
+    kind, _, name = source.partition(":")
+    if kind not in SOURCES:
+        raise UserError(f"Unknown kind of source in {source!r}: it begins with one of "
+                        f"{', '.join(f'{known}:' for known in [*SOURCES, 'random'])}.")
+    return SOURCES[kind](name, split, cfg)
+
+
+class Complaints:
+    """Called with what cannot be read: stops at the first, or skips and counts (data.on_error)."""
+
+    def __init__(self, on_error):
+        self.stop, self.count = on_error == "stop", 0
+
+    def __call__(self, where, what):
+        if self.stop:
+            raise UserError(f"{where} {what}: mend it, or leave such lines out with "
+                            f"--data.on_error skip.")
+        self.count += 1
+
+
+# ---- prepared corpora ----------------------------------------------------------------------------
+# prepared/SOURCE-HASH/00000-000.ids.npy    the tokens of part 0, shard 0, document after document
+#                      00000-000.ends.npy   where in the shard each document ends
+#                      00000.json           counts of part 0, written when its shards are whole
+#                      index.json           all counts, written last: the corpus is complete
+
+SHARD_TOKENS = 1 << 26
+
+
+def prepared_path(source, identity, cfg):
+    """A path in data.prepared_dir that is readable and changes with `identity` (JSON values)."""
+    slug = re.sub(r"[^\w.]+", "-", source).strip("-")[-40:]
+    digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:10]
+    return Path(cfg.prepared_dir, f"{slug}-{digest}")
+
+
+def load_vocabulary(cfg):
+    """DataConfig -> Tokenizer: the model file that data.vocab names, or one trained on the source.
+
+    A vocabulary trained here is kept in data.prepared_dir, for this source as it is now.
+    """
+    if not cfg.vocab.startswith("train:"):
+        return load_tokenizer(cfg.vocab)
+    pieces = cfg.vocab.removeprefix("train:")
+    if not pieces.isdecimal():
+        raise UserError(f"--data.vocab {cfg.vocab}: write train:PIECES, for instance train:32000.")
+    parts = open_source(cfg.source, "train", cfg)
+    path = prepared_path(cfg.source, [pieces, [part.stamp for part in parts]], cfg)
+    path = path.with_name(f"{path.name}.{pieces}.model")
+    if not path.exists():
+        configs.note(f"training a vocabulary of {pieces} pieces on {cfg.source}")
+        bad = Complaints(cfg.on_error)
+        texts = (text_of(example, part) for part in parts for example in part.read(bad))
+        configs.write_file(path, train_tokenizer(texts, int(pieces)).serialized)
+    return load_tokenizer(path)
+
+
+def text_of(example, part):
+    if not isinstance(example.get("text"), str):
+        raise UserError(f"{part.name} has no field `text`; its fields are {', '.join(example)}.")
+    return example["text"]
+
+
+def prepare(source, split, tokenizer, cfg):
+    """Tokenize a source, if that has not been done yet -> the folder of its token files.
+
+    source: as data.source; cfg: DataConfig. A part that is whole is never read again, so after a
+    kill the work goes on where it was.
+    """
+    parts = open_source(source, split, cfg)
+    folder = prepared_path(source, [split, tokenizer.sha256, [part.stamp for part in parts]], cfg)
+    if (folder / "index.json").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    dtype = np.uint16 if tokenizer.size <= 1 << 16 else np.uint32
+    counts = []
+    for number, part in enumerate(tqdm(parts, f"preparing {source}", unit="part", leave=False)):
+        mark = folder / f"{number:05}.json"
+        if not mark.exists():
+            part_counts = prepare_part(part, folder / f"{number:05}", tokenizer, dtype, cfg.on_error)
+            configs.write_file(mark, json.dumps(part_counts))
+        counts.append(json.loads(mark.read_text()))
+    total = {key: sum(count[key] for count in counts) for key in ("documents", "tokens", "unknown", "skipped")}
+    if not total["tokens"]:
+        raise UserError(f"{source} holds no text: nothing to train on.")
+    index = {"format": 1, "source": source, "split": split, "vocabulary": tokenizer.sha256, **total,
+             "parts": [{"name": part.name} | count for part, count in zip(parts, counts)]}
+    configs.write_file(folder / "index.json", json.dumps(index, indent=1))
+    configs.note(f"prepared {source}: {total['documents']:,} documents, {total['tokens']:,} tokens, "
+                 f"{total['unknown'] / total['tokens']:.3%} unknown, {total['skipped']:,} skipped")
+    return folder
+
+
+def prepare_part(part, stem, tokenizer, dtype, on_error):
+    """Tokenize one part of a source into shards of at most SHARD_TOKENS tokens -> its counts."""
+    bad = Complaints(on_error)
+    counts = {"documents": 0, "tokens": 0, "unknown": 0, "shards": []}
+    held = []
+
+    def flush():
+        ids = np.concatenate(held).astype(dtype)
+        name = f"{stem}-{len(counts['shards']):03}"
+        for kind, array in (("ids", ids), ("ends", np.cumsum([len(a) for a in held]))):
+            out = io.BytesIO()
+            np.save(out, array)
+            configs.write_file(f"{name}.{kind}.npy", out.getbuffer())
+        counts["shards"].append({"name": Path(name).name, "tokens": len(ids), "documents": len(held)})
+        counts["documents"] += len(held)
+        counts["tokens"] += len(ids)
+        counts["unknown"] += int((ids == UNK).sum())
+        held.clear()
+
+    texts = (text_of(example, part) for example in part.read(bad))
+    while batch := list(itertools.islice(texts, 1024)):
+        held.extend(ids for ids in tokenizer.encode_batch(batch) if len(ids))
+        if sum(map(len, held)) >= SHARD_TOKENS:
+            flush()
+    if held:
+        flush()
+    return counts | {"skipped": bad.count}
+
+
+class Corpus:
+    """The tokens of a prepared folder, read as one long stream."""
+
+    def __init__(self, folder):
+        self.folder, self.index = folder, json.loads((folder / "index.json").read_text())
+        self.shards = [shard for part in self.index["parts"] for shard in part["shards"]]
+        self.starts = np.cumsum([0] + [shard["tokens"] for shard in self.shards])
+        self.tokens, self.documents = self.index["tokens"], self.index["documents"]
+        self.ids = [self.load(k, "ids") for k in range(len(self.shards))]
+
+    def load(self, shard, kind):
+        return np.load(self.folder / f"{self.shards[shard]['name']}.{kind}.npy", mmap_mode="r")
+
+    def read(self, start, stop):
+        """Tokens start to stop of the stream, across shards."""
+        pieces = []
+        while start < stop:
+            shard = np.searchsorted(self.starts, start, "right") - 1
+            end = min(stop, self.starts[shard + 1])
+            pieces.append(self.ids[shard][start - self.starts[shard] : end - self.starts[shard]])
+            start = end
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def document_start(self, document):
+        """Where in the stream a document begins."""
+        for shard, start in zip(range(len(self.shards)), self.starts):
+            if document == 0:
+                return int(start)
+            if document < self.shards[shard]["documents"]:
+                return int(start) + int(self.load(shard, "ends")[document - 1])
+            document -= self.shards[shard]["documents"]
+        return self.tokens
+
+
+class RandomTokens:
+    """The source random: endless uniformly random ids, for benchmarks."""
+
+    tokens = 1 << 40
+
+    def __init__(self, size, seed):
+        self.size, self.seed = size, seed
+
+    def read(self, start, stop):
+        return (3 + random_bits(self.seed, np.arange(start, stop)) % (self.size - 3)).astype(np.uint16)
+
+
+# ---- span corruption -----------------------------------------------------------------------------
+# Raffel et al. 2020, section 3.1.4. About 15 % of the tokens are removed in spans of 3 on average.
+# Each span leaves one sentinel in the inputs; the targets are the sentinels with what they hide:
+#
+#     raw      Thank you for inviting me to your party last week
+#     inputs   Thank you <extra_id_0> me to your party <extra_id_1> </s>
+#     targets  <extra_id_0> for inviting <extra_id_1> last week </s>
+
+
+def noise_counts(length, cfg):
+    """Raw tokens -> (tokens removed, spans they are removed in). Rounding as in t5, half to even."""
+    noise = int(np.round(np.float32(length) * np.float32(cfg.noise_density)))
+    noise = min(max(noise, 1), length - 1)
+    return noise, max(1, round(noise / cfg.mean_span_length))
+
+
+def raw_length(cfg):
+    """How many raw tokens give at most `inputs_length` inputs: the largest, 568 for 512."""
+
+    def inputs_of(length):
+        noise = round(length * cfg.noise_density)
+        return length - noise + round(noise / cfg.mean_span_length) + 1
+
+    length = cfg.inputs_length - 1
+    while inputs_of(length + 1) <= cfg.inputs_length:
+        length += 1
+    return length
+
+
+def compositions(total, parts, keys):
+    """For each key one way to write `total` as a sum of `parts` positive numbers: [N, parts].
+
+    All ways are equally likely. The parts - 1 cut points are a random subset of the total - 1 gaps:
+    the first draws of a Fisher-Yates shuffle, done for all N rows at once.
+    """
+    rows, cuts = len(keys), parts - 1
+    small = np.min_scalar_type(total)  # a quarter of the memory traffic of int32, or half
+    gaps = np.repeat(np.arange(1, total, dtype=small), rows)  # [total - 1, N], flat
+    draw = np.arange(cuts, dtype=np.uint64)[:, None]
+    uniform = random_bits(keys, draw) >> np.uint64(32)
+    among = draw + (uniform * (np.uint64(total - 1) - draw) >> np.uint64(32))
+    among = (among * np.uint64(rows) + np.arange(rows, dtype=np.uint64)).astype(np.intp)
+    points = np.empty((cuts + 2, rows), small)
+    points[0], points[-1] = 0, total
+    for k in range(cuts):
+        points[k + 1] = gaps[among[k]]
+        gaps[among[k]] = gaps[k * rows : (k + 1) * rows]
+    return np.diff(np.sort(np.ascontiguousarray(points.T))).astype(np.int32)
+
+
+def take_runs(tokens, starts, lengths, slab=64):
+    """Join runs of each row: tokens [N, n], starts and lengths [N, K] -> [N, sum of lengths].
+
+    The index is made for `slab` rows at a time: twice as fast as one that leaves the cache.
+    """
+    ends = np.cumsum(lengths, axis=1, dtype=np.int32)
+    width = ends[0, -1]
+    shift = starts - (ends - lengths)
+    row = np.arange(slab, dtype=np.int32)[:, None] * tokens.shape[1]
+    place = row + np.arange(width, dtype=np.int32)
+    runs = np.empty((len(tokens), width), tokens.dtype)
+    for i in range(0, len(tokens), slab):
+        index = np.repeat(shift[i : i + slab].ravel(), lengths[i : i + slab].ravel())
+        index = index.reshape(-1, width)
+        index += place[: len(index)]
+        tokens[i : i + slab].ravel().take(index, mode="clip", out=runs[i : i + slab])
+    return runs  # mode "clip" is the fastest; no index is outside
+
+
+def span_corruption(tokens, keys, sentinel, cfg):
+    """Remove spans: tokens [N, n], keys [N] -> inputs [N, ...], targets [N, ...], int32, with EOS.
+
+    sentinel: id of <extra_id_0>; the next spans get the ids below it. Row i is a function of
+    tokens[i] and keys[i] alone. A row begins with clean text and ends with a removed span, and
+    there is no sentinel after the last one (t5/data/preprocessors.py, random_spans_noise_mask).
+    """
+    rows, length = tokens.shape
+    noise, spans = noise_counts(length, cfg)
+    removed = compositions(noise, spans, random_bits(keys, 0))  # [N, spans] tokens of each span
+    clean = compositions(length - noise, spans, random_bits(keys, 1))  # and of the text before it
+    span_ends = np.cumsum(clean + removed, axis=1, dtype=np.int32)
+    # Every run is taken with one token more, whose place the sentinel gets: in the inputs the token
+    # after the clean text, in the targets the token before the removed span.
+    inputs = np.empty((rows, length - noise + spans + 1), np.int32)
+    targets = np.empty((rows, noise + spans + 1), np.int32)
+    inputs[:, :-1] = take_runs(tokens, span_ends - removed - clean, clean + 1)
+    targets[:, :-1] = take_runs(tokens, span_ends - removed - 1, removed + 1)
+    ids = np.tile(sentinel - np.arange(spans, dtype=np.int32), rows)
+    for side, places in ((inputs, np.cumsum(clean + 1, axis=1) - 1),
+                         (targets, np.cumsum(removed + 1, axis=1) - removed - 1)):
+        side.ravel()[(places + side.shape[1] * np.arange(rows)[:, None]).ravel()] = ids
+    inputs[:, -1] = targets[:, -1] = EOS
+    return inputs, targets
+
+
+# ---- batches -------------------------------------------------------------------------------------
+
+ORDER, NOISE = 1, 2  # what random bits are for: the first part of their key
+
+
+class Rows:
+    """A corpus cut into rows of `length` raw tokens; the last row may be shorter."""
+
+    def __init__(self, corpus, start, stop, length):
+        self.corpus, self.start, self.stop, self.length = corpus, start, stop, length
+        self.count = -(-(stop - start) // length)
+        if (stop - start) % length == 1:  # one token cannot be corrupted
+            self.count -= 1
+
+    def read(self, row):
+        start = self.start + int(row) * self.length
+        return self.corpus.read(start, min(start + self.length, self.stop))
+
+
+@functools.lru_cache(maxsize=8)
+def open_rows(cfg, split):
+    """Config, "train" or "validation" -> (Rows, id of the first sentinel); prepares what is missing."""
+    if cfg.data.source == "random:":
+        tokens = RandomTokens(cfg.model.vocab_size - SENTINELS, cfg.train.seed)
+        start, stop, size = 0, tokens.tokens, cfg.model.vocab_size
+    else:
+        tokenizer = load_vocabulary(cfg.data)
+        size = tokenizer.size
+        if not size <= cfg.model.vocab_size < size + 128:
+            raise UserError(
+                f"The vocabulary has {size} ids (its pieces and {SENTINELS} sentinels) and the model "
+                f"{cfg.model.vocab_size}: set --model.vocab_size {-(-size // 128) * 128}.")
+        own = split == "validation" and cfg.data.validation_source
+        tokens = Corpus(prepare(own or cfg.data.source, split, tokenizer, cfg.data))
+        start, stop = 0, tokens.tokens
+        if not cfg.data.validation_source:
+            held_out = tokens.document_start(tokens.documents - max(1, tokens.documents // 100))
+            start, stop = (0, held_out) if split == "train" else (held_out, tokens.tokens)
+    length = raw_length(cfg.data)
+    noise, spans = noise_counts(length, cfg.data)
+    if noise + spans + 1 > cfg.data.targets_length:
+        raise UserError(
+            f"Span corruption of {cfg.data.inputs_length} inputs makes {noise + spans + 1} targets: set "
+            f"--data.targets_length to {noise + spans + 1} or more (it is {cfg.data.targets_length}).")
+    if spans > SENTINELS:
+        raise UserError(
+            f"Span corruption of {cfg.data.inputs_length} inputs needs {spans} sentinels and the "
+            f"vocabulary has {SENTINELS}: set --data.inputs_length lower or --data.mean_span_length higher.")
+    rows = Rows(tokens, start, stop, length)
+    if rows.count < 1:
+        raise UserError(f"The {split} split of {cfg.data.source} is empty: it needs two documents or more.")
+    return rows, size - 1
+
+
+def number_of_batches(cfg, split):
+    """Batches of one pass over a split; the last may be partly padding."""
+    return -(-open_rows(cfg, split)[0].count // cfg.train.batch_size)
+
+
+def make_batch(cfg, split, step, rows=None):
+    """The batch of a step, a pure function: Batch of [B, S] and [B, T] int32 arrays.
+
+    split: "train" goes through the rows in a new random order each epoch, with fresh noise;
+    "validation" in order, always with the same noise, and past the end the rows are padding.
+    rows: which of the batch's rows to make, by default all; a process asks for those it holds.
+    """
+    source, sentinel = open_rows(cfg, split)
+    batch_rows = np.arange(cfg.train.batch_size) if rows is None else np.asarray(rows)
+    position = step * cfg.train.batch_size + batch_rows
+    epoch, row = np.divmod(position, source.count)
+    if split == "train":
+        row = permute(row, source.count, ORDER, cfg.train.seed, epoch)
+    keys = random_bits(NOISE, cfg.train.seed, epoch, row)
+    inputs = np.zeros((len(row), cfg.data.inputs_length), np.int32)
+    targets = np.zeros((len(row), cfg.data.targets_length), np.int32)
+    raw = [source.read(r) if split == "train" or e == 0 else () for r, e in zip(row, epoch)]
+    lengths = np.array([len(tokens) for tokens in raw])
+    for length in np.unique(lengths[lengths > 0]):  # one, or two where the short last row is here
+        where = np.flatnonzero(lengths == length)
+        tokens = np.stack([raw[i] for i in where])
+        some_inputs, some_targets = span_corruption(tokens, keys[where], sentinel, cfg.data)
+        inputs[where, : some_inputs.shape[1]] = some_inputs
+        targets[where, : some_targets.shape[1]] = some_targets
+    return complete_batch(inputs, targets, inputs != PAD, targets != PAD)
+
+
+def complete_batch(inputs, targets, input_segments, target_segments):
+    """Rows of tokens and their segments -> Batch, with the decoder's inputs."""
+    decoder_inputs = np.zeros_like(targets)
+    decoder_inputs[:, 1:] = targets[:, :-1]
+    target_segments = target_segments.astype(np.int32)
+    decoder_inputs[:, 1:][target_segments[:, 1:] != target_segments[:, :-1]] = PAD
+    return Batch(inputs, input_segments.astype(np.int32), decoder_inputs, targets, target_segments)
+
+
+def unigram_loss(cfg, batches):
+    """Nats per content token of held-out batches under the frequencies of the training tokens.
+
+    Content is all but sentinels and EOS. It is what a model reaches that ignores the context, so
+    the number to beat. At most 10 million training tokens are counted.
+    """
+    rows, sentinel = open_rows(cfg, "train")
+    tokens = rows.corpus.read(rows.start, min(rows.stop, rows.start + 10_000_000))
+    counts = np.bincount(tokens, minlength=cfg.model.vocab_size) + 1.0
+    targets = np.concatenate([batch.targets.ravel() for batch in batches])
+    content = targets[(targets > EOS) & (targets <= sentinel - SENTINELS)]
+    return float(np.mean(np.log(counts.sum()) - np.log(counts[content])))

@@ -1,0 +1,477 @@
+"""T5 1.1, all of it: parameters, encoder, decoder, cache, loss. Pure functions over a nested dict.
+
+    python model.py --config small_c4      the table of parameters, their number, FLOPs
+
+Shapes are written in the letters of the einsums:
+
+    B batch   Q query position   K key position   D d_model   H heads   C channels of a head (d_kv)
+    F d_ff    V vocabulary       L layers         R relative-position buckets
+
+Architecture: Raffel et al. 2020 (arXiv:1910.10683), section 2.1, with the changes of version 1.1:
+gated GELU, no tied output layer, no dropout in pre-training. Numbers are T5X's
+(t5x/examples/t5/network.py and layers.py).
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from partition import RULES, spec
+
+# ---- parameters ----------------------------------------------------------------------------------
+
+
+class Param(NamedTuple):
+    """Shape, what each axis means, initial distribution: all that is said about a parameter."""
+
+    shape: tuple
+    axes: tuple
+    init: str = "ones"  # ones, normal, truncated_normal or uniform
+    scale: float = 1.0  # standard deviation; of uniform, the bound
+
+
+def param_table(cfg):
+    """ModelConfig -> the nested dict of Params. Init, layouts, checkpoints and counts follow from it.
+
+    Attention weights are matrices [D, H*C] and [H*C, D], as Adafactor must factor them. There is no
+    1/sqrt(d_kv) in the attention: it is in the initial scale of `query`.
+    """
+    D, F, V, R, C = cfg.d_model, cfg.d_ff, cfg.vocab_size, cfg.relative_buckets, cfg.d_kv
+    H, A = cfg.num_heads, cfg.num_heads * cfg.d_kv
+
+    def norm():
+        return Param((D,), ("embed",))
+
+    def attention():
+        return {
+            "norm": norm(),
+            "query": Param((D, A), ("embed", "heads"), "normal", (D * C) ** -0.5),
+            "key": Param((D, A), ("embed", "heads"), "normal", D**-0.5),
+            "value": Param((D, A), ("embed", "heads"), "normal", D**-0.5),
+            "out": Param((A, D), ("heads", "embed"), "normal", A**-0.5),
+        }
+
+    def mlp():
+        up = Param((D, F), ("embed", "mlp"), "truncated_normal", D**-0.5)
+        down = Param((F, D), ("mlp", "embed"), "truncated_normal", F**-0.5)
+        gate = {"gate": up} if cfg.activation.startswith("gated_") else {}
+        return {"norm": norm(), **gate, "up": up, "down": down}
+
+    def stack(layers, layer):
+        stacked = jax.tree.map(
+            lambda p: Param((layers, *p.shape), ("layers", *p.axes), p.init, p.scale), layer,
+            is_leaf=is_param)
+        bias = Param((H, R), ("heads", "buckets"), "uniform", math.sqrt(6 / (H + R)))
+        return {"layers": stacked, "relative_bias": bias, "norm": norm()}
+
+    table = {
+        "embed": Param((V, D), ("vocab", "embed"), "normal", 1.0),
+        "encoder": stack(cfg.num_layers, {"attention": attention(), "mlp": mlp()}),
+        "decoder": stack(cfg.num_decoder_layers, {
+            "self_attention": attention(), "cross_attention": attention(), "mlp": mlp()}),
+    }
+    if not cfg.tied:
+        table["unembed"] = Param((D, V), ("embed", "vocab"), "truncated_normal", D**-0.5)
+    return table
+
+
+def is_param(x):
+    return isinstance(x, Param)
+
+
+def param_specs(cfg, rules=RULES):
+    """ModelConfig -> the nested dict of PartitionSpecs."""
+    return jax.tree.map(lambda p: spec(p.axes, rules), param_table(cfg), is_leaf=is_param)
+
+
+def init_params(cfg, key, rules=RULES):
+    """Fresh parameters, float32; the same values on every mesh."""
+
+    def draw(p, key):
+        layout = spec(p.axes, rules)
+        if p.init == "ones":
+            return jnp.ones(p.shape, out_sharding=layout)
+        if p.init == "uniform":
+            return jax.random.uniform(key, p.shape, minval=-p.scale, maxval=p.scale, out_sharding=layout)
+        if p.init == "normal":
+            return p.scale * jax.random.normal(key, p.shape, out_sharding=layout)
+        cut = 0.87962566103423978  # standard deviation of a normal cut off at +-2
+        return p.scale / cut * jax.random.truncated_normal(key, -2, 2, p.shape, out_sharding=layout)
+
+    table, tree = jax.tree.flatten(param_table(cfg), is_leaf=is_param)
+    return jax.tree.unflatten(tree, map(draw, table, jax.random.split(key, len(table))))
+
+
+def count_params(cfg):
+    return sum(math.prod(p.shape) for p in jax.tree.leaves(param_table(cfg), is_leaf=is_param))
+
+
+def train_flops(cfg, S, T):
+    """Floating-point operations to train on one example of S inputs and T targets.
+
+    Every matrix product, forward once and backward twice; nothing that is computed again is counted.
+    """
+    D, F, A = cfg.d_model, cfg.d_ff, cfg.num_heads * cfg.d_kv
+    matrices = 3 if cfg.activation.startswith("gated_") else 2
+    encoder = S * (4 * D * A + matrices * D * F) + 2 * S * S * A
+    decoder = T * (6 * D * A + matrices * D * F) + S * 2 * D * A + 2 * T * T * A + 2 * T * S * A
+    forward = cfg.num_layers * encoder + cfg.num_decoder_layers * decoder + T * D * cfg.vocab_size
+    return 3 * 2 * forward
+
+
+# ---- building blocks -----------------------------------------------------------------------------
+
+
+def compute_dtype(cfg):
+    """ModelConfig -> the dtype of activations; parameters, statistics, logits, loss are float32."""
+    if cfg.dtype == "auto":
+        return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    return jnp.dtype(cfg.dtype)
+
+
+def in_use(weights, table, dtype):
+    """Weights at rest -> in the dtype and layout they compute in; FSDP gathers them here.
+
+    Cast first: half as many bytes travel.
+    """
+    return jax.tree.map(
+        lambda p, w: jax.reshard(w.astype(dtype), spec([a for a in p.axes if a != "layers"])),
+        table, weights, is_leaf=is_param)
+
+
+def layout(x):
+    """The layout of an array, which is part of its type."""
+    return jax.typeof(x).sharding.spec
+
+
+def dense(x, w, dtype=None):
+    """x [B, Q, D] @ w [D, F] -> [B, Q, F], as one flat matrix product; dtype: of the result.
+
+    Flat, because the backward pass of "bqd,df->bqf" takes 1.4 times as long on a CPU. Contracting
+    an axis that is split over "model" sums over devices; out_sharding says that the sum is wanted.
+    """
+    rows, columns = layout(x)[0], layout(w)[1]
+    y = jnp.einsum("nd,df->nf", x.reshape(-1, x.shape[-1]), w, out_sharding=P(rows, columns),
+                   preferred_element_type=dtype)
+    return y.reshape(*x.shape[:-1], w.shape[1], out_sharding=P(rows, None, columns))
+
+
+def rms_norm(x, scale):
+    """T5's layer norm: no mean, no bias (Zhang and Sennrich 2019). Statistics in float32."""
+    x32 = x.astype(jnp.float32)
+    y = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + 1e-6)
+    return y.astype(x.dtype) * scale
+
+
+def keep_mask(key, rate, shape, layout, dtype):
+    """1 / (1 - rate) where dropout keeps, 0 where it drops."""
+    keep = jax.random.bernoulli(key, 1 - rate, shape, out_sharding=layout)
+    return keep.astype(dtype) / (1 - rate)
+
+
+def dropout(x, rate, key, shared_length=True):
+    """x [B, Q, D]; no key, no dropout. T5 drops the same channels at all positions of a row."""
+    if key is None or rate == 0:
+        return x
+    B, Q, D = x.shape
+    return x * keep_mask(key, rate, (B, 1 if shared_length else Q, D), layout(x), x.dtype)
+
+
+def split_key(key, n):
+    """n keys, or n times None: dropout is off."""
+    return (None,) * n if key is None else jax.random.split(key, n)
+
+
+# ---- attention -----------------------------------------------------------------------------------
+
+
+def relative_bucket(distance, bidirectional, cfg):
+    """Bucket of the bias for a key `distance` positions after the query (NumPy, any shape).
+
+    The nearest have a bucket each, the further ones share logarithmically wider ones up to
+    relative_max_distance. The encoder uses half of the buckets for each direction.
+    """
+    buckets, bucket = cfg.relative_buckets, 0
+    if bidirectional:
+        buckets //= 2
+        bucket = (distance > 0) * buckets
+        distance = np.abs(distance)
+    else:
+        distance = np.maximum(-distance, 0)
+    exact = buckets // 2
+    scaled = np.log(np.float32(distance) / exact + np.finfo(np.float32).eps)
+    scaled = scaled / np.log(cfg.relative_max_distance / exact) * (buckets - exact)
+    far = np.minimum(exact + scaled.astype(np.int32), buckets - 1)
+    return bucket + np.where(distance < exact, distance, far)
+
+
+def relative_bias(table, Q, K, bidirectional, cfg):
+    """table [H, R] -> float32 [1, H, Q, K], shared by all layers of a stack."""
+    bucket = relative_bucket(np.arange(K) - np.arange(Q)[:, None], bidirectional, cfg)
+    # a product with one-hot rows, because the gradient of a gather is a slow scatter
+    one_hot = jax.nn.one_hot(bucket, cfg.relative_buckets, dtype=jnp.float32)
+    return jnp.einsum("hr,qkr->hqk", table, one_hot)[None]
+
+
+def mask_of(query_segments, key_segments, causal=False):
+    """[B, Q], [B, K] -> float32 [B, 1, Q, K]: 0 within a segment, -1e10 elsewhere.
+
+    Segment 0 is padding: real queries never see it, and what padding itself sees does not matter.
+    """
+    seen = query_segments[:, None, :, None] == key_segments[:, None, None, :]
+    if causal:
+        seen &= np.tri(query_segments.shape[1], key_segments.shape[1], dtype=bool)
+    return jnp.where(seen, 0.0, -1e10)
+
+
+def split_heads(x, cfg):
+    """[B, K, H*C] -> [B, K, H, C]."""
+    rows, _, columns = layout(x)
+    return x.reshape(*x.shape[:2], cfg.num_heads, cfg.d_kv, out_sharding=P(rows, None, columns, None))
+
+
+def keys_values(w, x, cfg):
+    """What attention reads: x [B, K, D] -> keys and values [B, K, H, C]."""
+    return split_heads(dense(x, w["key"]), cfg), split_heads(dense(x, w["value"]), cfg)
+
+
+@jax.custom_vjp
+def add_bias(scores, bias):
+    """scores [B, H, Q, K] + bias [1, H, Q, K].
+
+    The gradient of the bias is a sum over the batch. Written as a product with ones it takes XLA's
+    CPU backend a fiftieth of the time of its reduction over a leading axis: 15 % of a whole step.
+    """
+    return scores + bias
+
+
+def add_bias_backward(_, g):
+    ones = jnp.ones(g.shape[0], g.dtype, out_sharding=P(layout(g)[0]))
+    total = jnp.einsum("b,bn->n", ones, g.reshape(g.shape[0], -1), out_sharding=P(layout(g)[1]))
+    return g, total.reshape(1, *g.shape[1:])
+
+
+add_bias.defvjp(lambda scores, bias: (scores + bias, None), add_bias_backward)
+
+
+def attend(q, k, v, bias, mask):
+    """q [B, Q, H, C]; k, v [B, K, H, C]; bias [1, H, Q, K] or None; mask [B, 1, Q, K]: softmax(q k) v."""
+    scores = jnp.einsum("bqhc,bkhc->bhqk", q, k, preferred_element_type=jnp.float32)
+    scores = mask + (scores if bias is None else add_bias(scores, bias))
+    probabilities = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("bhqk,bkhc->bqhc", probabilities, v)
+
+
+def attention(w, x, keys_values, bias, mask, cfg, key):
+    """Multi-head attention, with its dropout: x [B, Q, D] (normalized) -> [B, Q, D]."""
+    key_probabilities, key_out = split_key(key, 2)
+    k, v = keys_values
+    if key is not None and cfg.dropout:
+        # T5 drops a key for all queries at once; that is the same as dropping its value
+        B, K, H, _ = v.shape
+        v = v * keep_mask(key_probabilities, cfg.dropout, (B, K, H, 1), layout(v), v.dtype)
+    out = attend(split_heads(dense(x, w["query"]), cfg), k, v, bias, mask)
+    rows, _, heads, _ = layout(out)
+    out = out.reshape(*x.shape[:2], w["out"].shape[0], out_sharding=P(rows, None, heads))
+    return dropout(dense(out, w["out"]), cfg.dropout, key_out)
+
+
+def mlp(w, x, cfg, key):
+    """Feed-forward layer, with its dropout: x [B, Q, D] (normalized) -> [B, Q, D]."""
+    key_hidden, key_out = split_key(key, 2)
+    activate = {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "silu": jax.nn.silu}[
+        cfg.activation.removeprefix("gated_")]  # gelu in its tanh form, as in T5
+    if "gate" in w:
+        hidden = activate(dense(x, w["gate"])) * dense(x, w["up"])
+    else:
+        hidden = activate(dense(x, w["up"]))
+    return dropout(dense(dropout(hidden, cfg.dropout, key_hidden), w["down"]), cfg.dropout, key_out)
+
+
+# ---- encoder and decoder -------------------------------------------------------------------------
+
+
+def embed(params, ids, cfg, key):
+    """ids [B, Q] -> [B, Q, D]. The table is not scaled; it is read in float32, so that its gradient
+    is summed in float32."""
+    table = jax.reshard(params["embed"], spec(("vocab", "embed")))
+    x = table.at[ids].get(out_sharding=P("data", None, None)).astype(compute_dtype(cfg))
+    return dropout(x, cfg.dropout, key)
+
+
+def scan_layers(layer, x, name, scanned, cfg):
+    """Run `layer(weights, x, ...)` for each layer of a stack, as one compiled loop body.
+
+    name: encoder or decoder; scanned: the stack's weights and what else each layer gets its part of.
+
+    What the backward pass keeps is cfg.remat: "dots" keeps the products with weights, which cost
+    the time, and computes the attention scores again, which cost the memory.
+    """
+
+    def body(x, xs):
+        return layer(in_use(xs[0], table, compute_dtype(cfg)), x, *xs[1:])
+
+    table = param_table(cfg)[name]["layers"]
+    gathers = ("reshard", "convert_element_type")
+    policy = {"none": lambda primitive, *_, **__: primitive.name not in gathers,
+              "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+              "full": jax.checkpoint_policies.nothing_saveable}[cfg.remat]
+    return lax.scan(jax.checkpoint(body, policy=policy, prevent_cse=False), x, scanned)
+
+
+def layer_keys(key, layers):
+    return None if key is None else jax.random.split(key, layers)
+
+
+def encode(params, cfg, inputs, segments, key=None):
+    """inputs, segments [B, S] -> [B, S, D]. key: of dropout, None for none."""
+    key_embed, key_layers, key_end = split_key(key, 3)
+    stack = params["encoder"]
+    S = inputs.shape[1]
+    bias = relative_bias(stack["relative_bias"], S, S, True, cfg)
+    mask = mask_of(segments, segments)
+
+    def layer(w, x, key):
+        key_attention, key_mlp = split_key(key, 2)
+        h = rms_norm(x, w["attention"]["norm"])
+        x += attention(w["attention"], h, keys_values(w["attention"], h, cfg), bias, mask, cfg, key_attention)
+        return x + mlp(w["mlp"], rms_norm(x, w["mlp"]["norm"]), cfg, key_mlp), None
+
+    x = embed(params, inputs, cfg, key_embed)
+    keys = layer_keys(key_layers, cfg.num_layers)
+    x, _ = scan_layers(layer, x, "encoder", (stack["layers"], keys), cfg)
+    return dropout(final_norm(x, stack), cfg.dropout, key_end, shared_length=False)
+
+
+def final_norm(x, stack):
+    return rms_norm(x, jax.reshard(stack["norm"], P()).astype(x.dtype))
+
+
+def decoder_layer(w, x, bias, self_mask, cross_kv, cross_mask, cfg, key=None, cache=None, at=None):
+    """One decoder layer: x [B, Q, D] -> ([B, Q, D], cache).
+
+    cache: keys and values [B, K, H, C] of the positions before `at`, to which x's own are added.
+    """
+    key_self, key_cross, key_mlp = split_key(key, 3)
+    h = rms_norm(x, w["self_attention"]["norm"])
+    kv = keys_values(w["self_attention"], h, cfg)
+    if cache is not None:
+        kv = cache = tuple(lax.dynamic_update_slice_in_dim(c, n, at, axis=1) for c, n in zip(cache, kv))
+    x += attention(w["self_attention"], h, kv, bias, self_mask, cfg, key_self)
+    h = rms_norm(x, w["cross_attention"]["norm"])
+    x += attention(w["cross_attention"], h, cross_kv, None, cross_mask, cfg, key_cross)
+    return x + mlp(w["mlp"], rms_norm(x, w["mlp"]["norm"]), cfg, key_mlp), cache
+
+
+def decode(params, cfg, decoder_inputs, segments, encoded, input_segments, key=None):
+    """All positions at once: decoder_inputs, segments [B, T], encoded [B, S, D] -> [B, T, D]."""
+    key_embed, key_layers, key_end = split_key(key, 3)
+    stack = params["decoder"]
+    T = decoder_inputs.shape[1]
+    bias = relative_bias(stack["relative_bias"], T, T, False, cfg)
+    self_mask = mask_of(segments, segments, causal=True)
+    cross_mask = mask_of(segments, input_segments)
+
+    def layer(w, x, key):
+        cross = keys_values(w["cross_attention"], encoded, cfg)
+        return decoder_layer(w, x, bias, self_mask, cross, cross_mask, cfg, key)
+
+    x = embed(params, decoder_inputs, cfg, key_embed)
+    keys = layer_keys(key_layers, cfg.num_decoder_layers)
+    x, _ = scan_layers(layer, x, "decoder", (stack["layers"], keys), cfg)
+    return dropout(final_norm(x, stack), cfg.dropout, key_end)
+
+
+def unembed(params, cfg, x):
+    """x [B, T, D] -> logits [B, T, V], float32."""
+    if cfg.tied:  # T5 1.0
+        w = jax.reshard(params["embed"], spec(("vocab", "embed"))).T
+        x = x * cfg.d_model**-0.5
+    else:
+        w = jax.reshard(params["unembed"], spec(("embed", "vocab")))
+    return dense(x, w.astype(x.dtype), jnp.float32)
+
+
+def init_cache(params, cfg, encoded, length):
+    """What decoding reads: encoded [B, S, D] -> (self, cross), each keys and values of all layers.
+
+    self [L, B, length, H, C] is empty; cross [L, B, S, H, C] is computed here, once.
+    """
+    stack = params["decoder"]["layers"]["cross_attention"]
+    table = param_table(cfg)["decoder"]["layers"]["cross_attention"]
+
+    def cross(_, w):
+        return None, keys_values(in_use(w, table, encoded.dtype), encoded, cfg)
+
+    _, cross_kv = lax.scan(cross, None, stack)
+    shape = (cfg.num_decoder_layers, encoded.shape[0], length, cfg.num_heads, cfg.d_kv)
+    empty = jnp.zeros(shape, encoded.dtype, out_sharding=layout(cross_kv[0]))
+    return (empty, empty), cross_kv
+
+
+def decode_step(params, cfg, ids, at, cache, input_segments):
+    """One position: ids [B] at position `at` -> (logits [B, V], cache)."""
+    stack = params["decoder"]
+    own, cross = cache
+    T = own[0].shape[2]
+    bias = relative_bias(stack["relative_bias"], T, T, False, cfg)
+    bias = lax.dynamic_slice_in_dim(bias, at, 1, axis=2)
+    self_mask = jnp.where(jnp.arange(T) <= at, 0.0, -1e10)[None, None, None]
+    cross_mask = jnp.where(input_segments > 0, 0.0, -1e10)[:, None, None]
+
+    def layer(w, x, own, cross):
+        return decoder_layer(w, x, bias, self_mask, cross, cross_mask, cfg, cache=own, at=at)
+
+    x = embed(params, ids[:, None], cfg, None)
+    x, own = scan_layers(layer, x, "decoder", (stack["layers"], own, cross), cfg)
+    return unembed(params, cfg, final_norm(x, stack))[:, 0], (own, cross)
+
+
+# ---- loss ----------------------------------------------------------------------------------------
+
+
+def cross_entropy(logits, targets, z_loss=0.0, label_smoothing=0.0):
+    """logits [B, T, V] float32, targets [B, T] -> (cross entropy, z-loss), both [B, T], in nats.
+
+    z_loss * log(Z)^2 keeps the logits from drifting. With label smoothing the target has
+    probability 1 - label_smoothing, the others share the rest, and the entropy of that
+    distribution is subtracted, so that a perfect prediction costs nothing (t5x/losses.py).
+    """
+    V = logits.shape[-1]
+    log_z = jax.nn.logsumexp(logits, axis=-1)
+    # a comparison, not a gather: it works where the vocabulary is split over devices
+    is_target = targets[..., None] == lax.broadcasted_iota(targets.dtype, logits.shape, 2, out_sharding=layout(logits))
+    expected = jnp.where(is_target, logits, 0).sum(-1)
+    constant = 0.0
+    if label_smoothing:
+        on, off = 1 - label_smoothing, label_smoothing / (V - 1)
+        expected = (on - off) * expected + off * logits.sum(-1)
+        constant = -(on * math.log(on) + (V - 1) * off * math.log(off + 1e-20))
+    return log_z - expected - constant, z_loss * log_z**2
+
+
+def token_losses(params, batch, cfg, key=None):
+    """Config, Batch -> cross entropy, z-loss (nats) and whether argmax is the target, each [B, T]."""
+    key_encoder, key_decoder = split_key(key, 2)
+    encoded = encode(params, cfg.model, batch.inputs, batch.input_segments, key_encoder)
+    x = decode(params, cfg.model, batch.decoder_inputs, batch.target_segments, encoded,
+               batch.input_segments, key_decoder)
+    logits = unembed(params, cfg.model, x)
+    loss, z_loss = cross_entropy(logits, batch.targets, cfg.train.z_loss, cfg.train.label_smoothing)
+    return loss, z_loss, jnp.argmax(logits, axis=-1) == batch.targets
+
+
+def loss_fn(params, batch, cfg, key=None):
+    """Sums over the real target tokens of a batch -> (loss, {cross_ent_loss, z_loss, correct, tokens}).
+
+    The loss is cross entropy plus z-loss, in nats, summed as well: whoever calls divides.
+    """
+    weight = (batch.target_segments > 0).astype(jnp.float32)
+    loss, z_loss, correct = (jnp.sum(x * weight) for x in token_losses(params, batch, cfg, key))
+    sums = {"cross_ent_loss": loss, "z_loss": z_loss, "correct": correct, "tokens": jnp.sum(weight)}
+    return loss + z_loss, sums
