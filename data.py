@@ -145,13 +145,15 @@ def load_tokenizer(path):
         ) from error
 
 
-def train_tokenizer(texts, pieces):
+def train_tokenizer(texts, pieces, most_lines=1_000_000):
     """Train a unigram vocabulary of `pieces` pieces, sentinels not counted, on an iterable of texts.
 
+    Of a large source the first `most_lines` lines are enough; a million need about 10 GB of memory.
     The thread count is fixed because the pieces found depend on it.
     """
     lines = (line[start : start + 4000] for text in texts for line in text.splitlines()
              for start in range(0, len(line), 4000))
+    lines = itertools.islice(lines, most_lines)
     out = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -651,7 +653,7 @@ def complete_batch(inputs, targets, input_segments, target_segments):
 
 
 def unigram_loss(cfg, batches):
-    """Nats per content token of held-out batches under the frequencies of the training tokens.
+    """Nats per content token of the first held-out batches under the training tokens' frequencies.
 
     Content is all but sentinels and EOS. It is what a model reaches that ignores the context, so
     the number to beat. At most 10 million training tokens are counted.
@@ -659,6 +661,85 @@ def unigram_loss(cfg, batches):
     rows, sentinel = open_rows(cfg, "train")
     tokens = rows.corpus.read(rows.start, min(rows.stop, rows.start + 10_000_000))
     counts = np.bincount(tokens, minlength=cfg.model.vocab_size) + 1.0
-    targets = np.concatenate([batch.targets.ravel() for batch in batches])
+    targets = np.concatenate(
+        [make_batch(cfg, "validation", i).targets.ravel() for i in range(batches)])
     content = targets[(targets > EOS) & (targets <= sentinel - SENTINELS)]
     return float(np.mean(np.log(counts.sum()) - np.log(counts[content])))
+
+
+# ---- what the screen shows -----------------------------------------------------------------------
+
+
+def describe_spans(cfg):
+    """DataConfig -> one line of arithmetic: how raw tokens become inputs and targets."""
+    raw = raw_length(cfg)
+    noise, spans = noise_counts(raw, cfg)
+    return (f"{raw} raw tokens, {noise} of them removed in {spans} spans: {raw - noise} kept + {spans} "
+            f"sentinels + EOS = {raw - noise + spans + 1} inputs, {noise} + {spans} + EOS = "
+            f"{noise + spans + 1} targets")
+
+
+def show_row(ids, segments, tokenizer):
+    """One row -> text: sentinels in reverse, EOS and unknown pieces faint, segments in colours."""
+    words = []
+    for i, segment in zip(map(int, ids), segments):
+        if segment == 0:
+            continue
+        if tokenizer is None:  # random ids
+            piece, style = f" {i}", ""
+        else:
+            piece = tokenizer.processor.id_to_piece(i) if i < tokenizer.size else f"<row {i}>"
+            style = "7" if i >= tokenizer.size - SENTINELS else "2" if i <= UNK else ""
+        colour = str(31 + int(segment) % 6) if max(segments) > 1 else ""
+        codes = ";".join(filter(None, (style, colour)))
+        piece = piece.replace("\u2581", " ")
+        words.append(f"\x1b[{codes}m{piece}\x1b[0m" if codes and sys.stdout.isatty() else piece)
+    return "".join(words).strip()
+
+
+def tokens_per_second(work, tokens, seconds=1.0):
+    """Run `work` for about a second -> how many of its `tokens` it does in one."""
+    work(0)
+    start, done = time.perf_counter(), 0
+    while (spent := time.perf_counter() - start) < seconds:
+        done += 1
+        work(done)
+    return done * tokens / spent
+
+
+def show(cfg, count):
+    """Print `count` rows of the first training batch, and how fast batches are made."""
+    rows, sentinel = open_rows(cfg, "train")
+    tokenizer = None if cfg.data.source == "random:" else load_vocabulary(cfg.data)
+    print(f"source   {cfg.data.source} {rows.stop - rows.start:,} tokens to train on, "
+          f"{rows.count:,} rows of {rows.length}")
+    print(f"spans    {describe_spans(cfg.data)}")
+    batch = make_batch(cfg, "train", 0, range(min(count, cfg.train.batch_size)))
+    for i, (inputs, targets) in enumerate(zip(batch.inputs, batch.targets)):
+        print(f"\nrow {i}, inputs\n  {show_row(inputs, batch.input_segments[i], tokenizer)}")
+        print(f"row {i}, targets\n  {show_row(targets, batch.target_segments[i], tokenizer)}")
+    size = cfg.train.batch_size * rows.length
+    whole = tokens_per_second(lambda step: make_batch(cfg, "train", step), size)
+    raw = random_bits(np.arange(1024 * rows.length)).reshape(1024, -1).astype(np.uint16)
+    keys = random_bits(1, np.arange(1024))
+    spans = tokens_per_second(lambda _: span_corruption(raw, keys, sentinel, cfg.data), raw.size)
+    print(f"\nspeed    {whole / 1e6:.1f} M raw tokens/s become batches of {cfg.train.batch_size}; "
+          f"span corruption alone, on 1,024 rows, {spans / 1e6:.1f} M (one core)")
+
+
+def main(argv):
+    args, changes = configs.parse_args(
+        __doc__, argv, show=dict(type=int, metavar="N", help="print N rows of the first batch"),
+        prepare=dict(action="store_true", help="write the token files and stop"))
+    if args.show is None and not args.prepare:
+        raise UserError("Say what to do: --show N or --prepare.")
+    cfg, _ = configs.resolve(args, changes)
+    for split in ("train", "validation") if args.prepare else ():
+        rows, _ = open_rows(cfg, split)
+        print(f"{split:10} {rows.stop - rows.start:,} tokens, {rows.count:,} rows of {rows.length}")
+    if args.show is not None:
+        show(cfg, args.show)
+
+
+if __name__ == "__main__":
+    configs.run_command(main)

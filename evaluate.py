@@ -4,15 +4,18 @@
 """
 
 import functools
+import time
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+import configs
 import data
 import infer
 import model
 import partition
+from configs import UserError
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -31,23 +34,46 @@ def batch_sums(params, batch, cfg, first_sentinel):
     }
 
 
-def teacher_forced(params, cfg, mesh, split="validation"):
-    """Loss over data.eval_batches of a split, each row once -> {metric: nats per token or 0-1}."""
-    batches = data.number_of_batches(cfg, split)
-    batches = min(batches, cfg.train.eval_batches) if cfg.train.eval_batches else batches
-    rows = partition.local_rows(cfg.train.batch_size, mesh)
+def teacher_forced(params, cfg, mesh, split, batches):
+    """Loss over the first `batches` of a split, each row once -> {metric: nats per token, or 0-1}."""
+    B = cfg.train.batch_size
+    rows = partition.local_rows(B, mesh)
     _, sentinel = data.open_rows(cfg, split)
     total = None
     for i in range(batches):
-        batch = data.make_batch(cfg, split, i, rows)
-        batch = partition.put_batch(batch, cfg.train.batch_size, mesh)
+        batch = partition.put_batch(data.make_batch(cfg, split, i, rows), B, mesh)
         sums = batch_sums(params, batch, cfg, sentinel + 1 - data.SENTINELS)
         total = sums if total is None else jax.tree.map(jnp.add, total, sums)
     total = {name: float(value) for name, value in jax.device_get(total).items()}
     tokens = total["tokens"]
     return {
         "loss": (total["cross_ent_loss"] + total["z_loss"]) / tokens,
-        "cross_ent_loss": total["cross_ent_loss"] / tokens, "z_loss": total["z_loss"] / tokens,
+        "cross_ent_loss": total["cross_ent_loss"] / tokens,
+        "z_loss": total["z_loss"] / tokens,
         "accuracy": total["correct"] / tokens,
         "content_loss": total["content_loss"] / max(total["content_tokens"], 1),
     }
+
+
+def main(argv):
+    args, changes = configs.parse_args(__doc__, argv)
+    if not args.run_dir:
+        raise UserError("--run_dir names the run to evaluate, for instance runs/tiny.")
+    cfg = configs.override(configs.load_run(args.run_dir), changes)
+    cfg = replace(cfg, data=replace(cfg.data, vocab=f"{args.run_dir}/spiece.model"))
+    partition.start_jax()
+    mesh = partition.set_mesh(cfg)
+    step, params = infer.load_params(cfg, args.run_dir)
+    batches = data.number_of_batches(cfg, "validation")
+    start = time.perf_counter()
+    metrics = teacher_forced(params, cfg, mesh, "validation", batches)
+    seconds = time.perf_counter() - start
+    rows = data.open_rows(cfg, "validation")[0].count
+    print(f"{args.run_dir}, step {step:,}: the whole held-out split, {rows:,} rows, "
+          f"{rows / seconds:.4g} examples/s")
+    for name, value in {**metrics, "unigram_content_loss": data.unigram_loss(cfg, batches)}.items():
+        print(f"  {name:22} {value:.4f}")
+
+
+if __name__ == "__main__":
+    configs.run_command(main)

@@ -65,7 +65,8 @@ def fill_blanks(inputs, spans, tokenizer):
             continue
         if number < data.SENTINELS:
             filled = "".join(map(tokenizer.processor.id_to_piece, spans.get(number, [])))
-            text += f"[{filled}]" if number in spans else " ____ "
+            word = "\u2581" * filled.startswith("\u2581")  # the space before a word stays outside
+            text += f"{word}[{filled.removeprefix(word)}]" if number in spans else " ____ "
         else:
             text += tokenizer.processor.id_to_piece(i)
     return " ".join(text.replace("\u2581", " ").split())

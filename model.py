@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from configs import parse_args, resolve, run_command
 from partition import RULES, spec
 
 # ---- parameters ----------------------------------------------------------------------------------
@@ -107,8 +108,9 @@ def init_params(cfg, key, rules=RULES):
     return jax.tree.unflatten(tree, map(draw, table, jax.random.split(key, len(table))))
 
 
-def count_params(cfg):
-    return sum(math.prod(p.shape) for p in jax.tree.leaves(param_table(cfg), is_leaf=is_param))
+def count_params(table):
+    """Number of parameters of a table, or of a part of one."""
+    return sum(math.prod(p.shape) for p in jax.tree.leaves(table, is_leaf=is_param))
 
 
 def train_flops(cfg, S, T):
@@ -398,9 +400,10 @@ def unembed(params, cfg, x):
 
 
 def init_cache(params, cfg, encoded, length):
-    """What decoding reads: encoded [B, S, D] -> (self, cross), each keys and values of all layers.
+    """What decoding reads: encoded [B, S, D] -> (self, cross, bias).
 
-    self [L, B, length, H, C] is empty; cross [L, B, S, H, C] is computed here, once.
+    self and cross are the keys and values of all layers; self [L, B, length, H, C] is empty, cross
+    [L, B, S, H, C] is computed here, once. bias [1, H, length, length] is the relative bias.
     """
     stack = params["decoder"]["layers"]["cross_attention"]
     table = param_table(cfg)["decoder"]["layers"]["cross_attention"]
@@ -411,17 +414,16 @@ def init_cache(params, cfg, encoded, length):
     _, cross_kv = lax.scan(cross, None, stack)
     shape = (cfg.num_decoder_layers, encoded.shape[0], length, cfg.num_heads, cfg.d_kv)
     empty = jnp.zeros(shape, encoded.dtype, out_sharding=layout(cross_kv[0]))
-    return (empty, empty), cross_kv
+    bias = relative_bias(params["decoder"]["relative_bias"], length, length, False, cfg)
+    return (empty, empty), cross_kv, bias
 
 
 def decode_step(params, cfg, ids, at, cache, input_segments):
     """One position: ids [B] at position `at` -> (logits [B, V], cache)."""
     stack = params["decoder"]
-    own, cross = cache
-    T = own[0].shape[2]
-    bias = relative_bias(stack["relative_bias"], T, T, False, cfg)
-    bias = lax.dynamic_slice_in_dim(bias, at, 1, axis=2)
-    self_mask = jnp.where(jnp.arange(T) <= at, 0.0, -1e10)[None, None, None]
+    own, cross, biases = cache
+    bias = lax.dynamic_slice_in_dim(biases, at, 1, axis=2)
+    self_mask = jnp.where(jnp.arange(biases.shape[-1]) <= at, 0.0, -1e10)[None, None, None]
     cross_mask = jnp.where(input_segments > 0, 0.0, -1e10)[:, None, None]
 
     def layer(w, x, own, cross):
@@ -429,7 +431,7 @@ def decode_step(params, cfg, ids, at, cache, input_segments):
 
     x = embed(params, ids[:, None], cfg, None)
     x, own = scan_layers(layer, x, "decoder", (stack["layers"], own, cross), cfg)
-    return unembed(params, cfg, final_norm(x, stack))[:, 0], (own, cross)
+    return unembed(params, cfg, final_norm(x, stack))[:, 0], (own, cross, biases)
 
 
 # ---- loss ----------------------------------------------------------------------------------------
@@ -475,3 +477,31 @@ def loss_fn(params, batch, cfg, key=None):
     loss, z_loss, correct = (jnp.sum(x * weight) for x in token_losses(params, batch, cfg, key))
     sums = {"cross_ent_loss": loss, "z_loss": z_loss, "correct": correct, "tokens": jnp.sum(weight)}
     return loss + z_loss, sums
+
+
+# ---- what the screen shows -----------------------------------------------------------------------
+
+
+def describe(cfg):
+    """Config -> one line: how many parameters, and where, and what an example costs."""
+    table, lengths = param_table(cfg.model), (cfg.data.inputs_length, cfg.data.targets_length)
+    parts = ", ".join(f"{name} {count_params(part):,}" for name, part in table.items())
+    return (f"{count_params(table):,} parameters ({parts}); {train_flops(cfg.model, *lengths) / 1e9:.5g} "
+            f"GFLOP to train on one example of {lengths[0]} + {lengths[1]} tokens")
+
+
+def main(argv):
+    args, changes = parse_args(__doc__, argv)
+    cfg, _ = resolve(args, changes)
+    table = param_table(cfg.model)
+    print(f"{'parameter':44} {'shape':20} {'axes':22} {'initial':>24} {'number':>14}")
+    for path, p in jax.tree_util.tree_leaves_with_path(table, is_leaf=is_param):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        initial = p.init if p.init == "ones" else f"{p.init} {p.scale:.4g}"
+        print(f"{name:44} {' x '.join(map(str, p.shape)):20} {' '.join(p.axes):22} {initial:>24} "
+              f"{math.prod(p.shape):>14,}")
+    print("\n" + describe(cfg))
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -220,17 +220,20 @@ def train_step(cfg, state, batch):
 # ---- what the screen shows -----------------------------------------------------------------------
 
 
-def matmul_flops():
-    """Matrix-product operations per second of this CPU, measured: what a step is held against."""
-    a = jnp.ones((1024, 1024))
-    product = jax.jit(jnp.matmul)
-    product(a, a).block_until_ready()
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        product(a, a).block_until_ready()
-        seconds.append(time.perf_counter() - start)
-    return 2 * 1024**3 / min(seconds)
+def describe(cfg, mesh):
+    """The lines a run begins with."""
+    t, devices = cfg.train, jax.devices()
+    shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    batch = f"batch {t.batch_size} = {t.batch_size // mesh.shape['data']} rows on each device"
+    if t.microbatches > 1:
+        batch += f", in {t.microbatches} microbatches"
+    return [
+        *configs.show_changes(cfg),
+        f"model    {model.describe(cfg)}",
+        f"devices  {len(devices)} x {devices[0].device_kind}, mesh {shape}, "
+        f"{jnp.dtype(model.compute_dtype(cfg.model)).name}, {batch}",
+        f"spans    {data.describe_spans(cfg.data)}",
+    ]
 
 
 def peak_flops():
@@ -238,34 +241,31 @@ def peak_flops():
     kind = jax.devices()[0].device_kind
     for name, teraflops in partition.CHIPS.items():
         if name in kind:
-            return teraflops * 1e12 * jax.device_count(), f"{name}, {teraflops} TFLOP/s by its data sheet"
-    rate = matmul_flops() * jax.process_count()
-    return rate, f"{rate / 1e9:.0f} GFLOP/s in a 1024 x 1024 matrix product"
+            return teraflops * 1e12 * jax.device_count(), f"{teraflops} TFLOP/s, by {name}'s data sheet"
+    a = jnp.ones((1024, 1024))
+    product = jax.jit(jnp.matmul)
+    seconds = []
+    for _ in range(6):  # the first compiles
+        start = time.perf_counter()
+        product(a, a).block_until_ready()
+        seconds.append(time.perf_counter() - start)
+    rate = 2 * 1024**3 / min(seconds) * jax.process_count()
+    return rate, f"{rate / 1e9:.0f} GFLOP/s, measured in a 1024 x 1024 matrix product"
 
 
-def describe(cfg, mesh):
-    """The lines a run begins with."""
-    m, d = cfg.model, cfg.data
-    table = model.param_table(m)
-    sizes = {name: sum(math.prod(p.shape) for p in jax.tree.leaves(part, is_leaf=model.is_param))
-             for name, part in table.items()}
-    raw = data.raw_length(d)
-    noise, spans = data.noise_counts(raw, d)
-    devices = jax.devices()
-    shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
-    per_device = cfg.train.batch_size // mesh.shape["data"]
-    return [
-        *configs.show_changes(cfg),
-        f"model    {sum(sizes.values()):,} parameters ("
-        + ", ".join(f"{name} {size:,}" for name, size in sizes.items())
-        + f"); {model.train_flops(m, d.inputs_length, d.targets_length) / 1e9:.4g} GFLOP to train on one example",
-        f"devices  {len(devices)} x {devices[0].device_kind}, mesh {shape}, "
-        f"{model.compute_dtype(m).__name__}, batch {cfg.train.batch_size} = {per_device} rows on each device"
-        + (f" in {cfg.train.microbatches} microbatches" if cfg.train.microbatches > 1 else ""),
-        f"spans    {raw} raw tokens, {noise} of them removed in {spans} spans: {raw - noise} kept + {spans} "
-        f"sentinels + EOS = {raw - noise + spans + 1} inputs, {noise} + {spans} + EOS = "
-        f"{noise + spans + 1} targets",
-    ]
+def held_out_passage(params, cfg, mesh):
+    """One held-out row -> lines: with blanks, the truth, and what the model wrote into the blanks."""
+    tokenizer = data.load_vocabulary(cfg.data)
+    rows = mesh.shape["data"]  # a row for each device; the first is shown
+    batch = data.make_batch(cfg, "validation", 0, partition.local_rows(rows, mesh))
+    batch = partition.put_batch(batch, rows, mesh)
+    written = infer.generate(params, batch.inputs, batch.input_segments, cfg.model,
+                             cfg.data.targets_length)
+    inputs, truth, written = (
+        np.asarray(a.addressable_data(0))[0] for a in (batch.inputs, batch.targets, written))
+    truth, written = (infer.split_spans(ids, tokenizer) for ids in (truth, written))
+    return [f"  {label:8} {infer.fill_blanks(inputs, spans, tokenizer)}"
+            for label, spans in (("blanks", {}), ("truth", truth), ("model", written))]
 
 
 class MetricsFile:
@@ -278,44 +278,110 @@ class MetricsFile:
     def __init__(self, path, step):
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         whole = [line for line in lines if line.endswith("}\n")]
-        configs.write_file(path, "".join(line for line in whole if json.loads(line)["step"] <= step))
+        configs.write_file(path, "".join(x for x in whole if json.loads(x)["step"] <= step))
         self.file = open(path, "a")
 
     def write(self, step, **groups):
         """groups: prefix={name: number}."""
-        line = {"step": step, **{f"{prefix}/{name}": float(value) for prefix, metrics in groups.items()
-                                 for name, value in metrics.items()}}
-        self.file.write(json.dumps(line) + "\n")
+        line = {f"{prefix}/{name}": float(value) for prefix, metrics in groups.items()
+                for name, value in metrics.items()}
+        self.file.write(json.dumps({"step": step, **line}) + "\n")
         self.file.flush()
 
 
-def held_out_passage(params, cfg, mesh):
-    """One held-out row -> lines: with blanks, the truth, and what the model wrote into the blanks."""
-    tokenizer = data.load_vocabulary(cfg.data)
-    rows = mesh.shape["data"]  # a row for each device; the first is shown
-    mine = partition.local_rows(rows, mesh)
-    batch = partition.put_batch(data.make_batch(cfg, "validation", 0, mine), rows, mesh)
-    written = infer.generate(params, batch.inputs, batch.input_segments, cfg.model, cfg.data.targets_length)
-    inputs, truth, written = (np.asarray(a.addressable_data(0))[0] for a in (batch.inputs, batch.targets, written))
-    truth, written = (infer.split_spans(ids, tokenizer) for ids in (truth, written))
-    return [f"  {label:8} {infer.fill_blanks(inputs, spans, tokenizer)}"
-            for label, spans in (("blanks", {}), ("truth", truth), ("model", written))]
+class Progress:
+    """The bar, the speed since the last look, and the lines of metrics.jsonl about training.
+
+    Where standard output is no terminal, a plain line every ten seconds takes the bar's place.
+    """
+
+    def __init__(self, cfg, run_dir, start):
+        self.cfg, self.file = cfg, MetricsFile(run_dir / "metrics.jsonl", start)
+        lengths = cfg.data.inputs_length, cfg.data.targets_length
+        self.flops = cfg.train.batch_size * model.train_flops(cfg.model, *lengths)
+        self.peak, source = peak_flops()
+        print(f"peak     {source}", flush=True)
+        self.bar = tqdm(
+            total=cfg.train.steps, initial=start, dynamic_ncols=True, disable=not sys.stdout.isatty(),
+            file=sys.stdout,
+            bar_format="{percentage:3.0f}% {bar:8} {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}")
+        self.printed = 0.0
+        self.restart(start)
+
+    def restart(self, step):
+        """Measure from here on: what came before, an evaluation or a save, was not training."""
+        self.step, self.clock, self.waited = step, time.perf_counter(), 0.0
+
+    def wait(self, future):
+        """The result of a future; the time this takes counts as waiting for data."""
+        asked = time.perf_counter()
+        result = future.result()
+        self.waited += time.perf_counter() - asked
+        return result
+
+    def log(self, step, metrics):
+        """Write and show the metrics of a step and the speed of the steps since the last one."""
+        seconds, rows = time.perf_counter() - self.clock, self.cfg.train.batch_size
+        steps = (step - self.step) / seconds
+        timing = {
+            "seconds": seconds, "steps_per_second": steps, "seqs_per_second": steps * rows,
+            "target_tokens_per_second": steps * rows * self.cfg.data.targets_length,
+            "model_flops_per_second": steps * self.flops,
+            "model_flops_fraction": steps * self.flops / self.peak,
+            "data_wait_fraction": self.waited / seconds}
+        self.file.write(step, train=metrics, timing=timing)
+        text = (f"loss {metrics['loss']:.3f}  accuracy {metrics['accuracy']:.3f}  "
+                f"rate {metrics['learning_rate']:.1e}  {steps * rows:.4g} examples/s  "
+                f"{steps * self.flops / 1e9:.4g} GFLOP/s ({steps * self.flops / self.peak:.0%})")
+        self.bar.set_postfix_str(f" {text}")
+        now = time.perf_counter()
+        if self.bar.disable and (now - self.printed > 10 or step == self.cfg.train.steps):
+            self.printed = now
+            print(f"step {step:,}/{self.cfg.train.steps:,}  {text}", flush=True)
+
+
+class HeldOut:
+    """Evaluation during training; does nothing where there is nothing to evaluate."""
+
+    def __init__(self, cfg, mesh, progress):
+        self.cfg, self.mesh, self.progress = cfg, mesh, progress
+        self.every = 0 if cfg.data.source == "random:" else cfg.train.eval_every
+        if self.every:
+            self.batches = data.number_of_batches(cfg, "validation")
+            self.batches = min(self.batches, cfg.train.eval_batches or self.batches)
+            self.baseline = data.unigram_loss(cfg, self.batches)
+            print(f"unigram  {self.baseline:.3f} nats per content token of the held-out text "
+                  f"(neither sentinel nor EOS): the number to beat", flush=True)
+
+    def evaluate(self, step, params):
+        """Write the metrics of the held-out batches, show them and one passage."""
+        metrics = evaluate.teacher_forced(params, self.cfg, self.mesh, "validation", self.batches)
+        self.progress.file.write(step, **{f"training_eval/{self.cfg.data.task}": metrics})
+        content = metrics["content_loss"]
+        self.progress.bar.write("\n".join([
+            f"step {step:,}: held-out loss {metrics['loss']:.3f}, accuracy {metrics['accuracy']:.3f}; "
+            f"content {content:.3f} nats per token, {self.baseline - content:.2f} under the unigram",
+            *held_out_passage(params, self.cfg, self.mesh)]))
 
 
 # ---- the run -------------------------------------------------------------------------------------
 
 
-def open_run(cfg, run_dir):
+def open_run(cfg, run_dir, recipe=None):
     """Lock a run directory, prepare its data, write what other scripts read -> (Config, lock).
 
-    The Config that comes back takes its vocabulary from the run directory.
+    The Config that comes back takes its vocabulary from the run directory. recipe: path of the
+    user's recipe file, which is copied there.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     lock = open(run_dir / ".lock", "w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError(f"Another process trains in {run_dir}: stop it, or name another --run_dir.") from None
+        raise UserError(f"Another process trains in {run_dir}: stop it, or name another --run_dir."
+                        ) from None
+    except OSError as error:
+        configs.note(f"{run_dir} cannot be locked ({error}): see to it that one process trains here.")
     vocabulary = run_dir / "spiece.model"
     run_cfg = replace(cfg, data=replace(cfg.data, vocab=str(vocabulary)))
     if cfg.data.source != "random:" and not vocabulary.exists():
@@ -323,108 +389,87 @@ def open_run(cfg, run_dir):
         configs.write_file(vocabulary, data.load_vocabulary(cfg.data).serialized)
     data.open_rows(run_cfg, "train")
     configs.save_run(cfg, run_dir)
+    if recipe:
+        configs.write_file(run_dir / "recipe.py", Path(recipe).read_text())
     return run_cfg, lock
 
 
-def train(cfg, run_dir):
+def compile_and_load(cfg, mesh, checkpoints, batch):
+    """The compiled training step, and the state it starts from -> (program, TrainState, step).
+
+    The state is the newest checkpoint's or a fresh one; the step compiles in a thread meanwhile.
+    """
+    init = functools.partial(init_state, cfg)
+    template = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, a.sharding.spec)),
+        jax.eval_shape(init))
+    step = jax.jit(functools.partial(train_step, cfg), donate_argnums=0).lower(template, batch)
+    with ThreadPoolExecutor(1) as thread:
+        program = thread.submit(step.compile)
+        restored = checkpoints.load(flax.serialization.to_state_dict(template))
+        if restored is None:
+            return program.result(), jax.jit(init)(), cfg.train.start_step
+        start, arrays = restored
+        print(f"resumed  {checkpoints.path(start)}", flush=True)
+        return program.result(), flax.serialization.from_state_dict(template, arrays), start
+
+
+def train(cfg, run_dir, recipe=None):
     """Train a run from where it stands to train.steps -> exit status."""
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
     mesh = partition.set_mesh(cfg)
     print("\n".join(describe(cfg, mesh)), flush=True)
-    cfg, lock = open_run(cfg, run_dir)
-    t, background = cfg.train, ThreadPoolExecutor(1)
+    cfg, lock = open_run(cfg, run_dir, recipe)
+    t, stop = cfg.train, threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    checkpoints = partition.Checkpoints(run_dir, t.keep, t.async_save)
     rows = partition.local_rows(t.batch_size, mesh)
 
     def load(step):
         return partition.put_batch(data.make_batch(cfg, "train", step, rows), t.batch_size, mesh)
 
-    # The step is compiled in the background while the weights are made or read.
-    template = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, a.sharding.spec)),
-        jax.eval_shape(functools.partial(init_state, cfg)))
-    step_program = jax.jit(functools.partial(train_step, cfg), donate_argnums=0).lower(template, load(0))
-    compiling = background.submit(step_program.compile)
-    checkpoints = partition.Checkpoints(run_dir, t.keep, t.async_save)
-    restored = checkpoints.load(flax.serialization.to_state_dict(template))
-    if restored:
-        start, arrays = restored
-        state = flax.serialization.from_state_dict(template, arrays)
-        print(f"resumed  {checkpoints.path(start)}")
-        if start >= t.steps:
-            print(f"{run_dir} is finished: {start:,} steps. --train.steps {2 * start} would go on.")
-            return 0
-    else:
-        start, state = t.start_step, jax.jit(functools.partial(init_state, cfg))()
-    metrics_file = MetricsFile(run_dir / "metrics.jsonl", start)
-    step_program = compiling.result()
-
-    evaluates = t.eval_every > 0 and cfg.data.source != "random:"
-    baseline = None
-    if evaluates:
-        held_out = range(min(data.number_of_batches(cfg, "validation"), t.eval_batches or sys.maxsize))
-        baseline = data.unigram_loss(cfg, [data.make_batch(cfg, "validation", i) for i in held_out])
-        print(f"unigram  {baseline:.3f} nats per content token of the held-out text: the number to beat")
-    peak, peak_source = peak_flops()
-    print(f"peak     {peak_source}", flush=True)
-    flops = t.batch_size * model.train_flops(cfg.model, cfg.data.inputs_length, cfg.data.targets_length)
-
-    bar = tqdm(total=t.steps, initial=start, unit="step", dynamic_ncols=True, disable=None,
-               bar_format="{percentage:3.0f}% {bar:10} {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}")
-    next_batch = background.submit(load, start)
-    clock, clock_step, waited = time.perf_counter(), start, 0.0
+    program, state, start = compile_and_load(cfg, mesh, checkpoints, load(0))
+    if start >= t.steps:
+        print(f"finished {run_dir} has its {start:,} steps; --train.steps {2 * start} would go on.")
+        return 0
+    progress = Progress(cfg, run_dir, start)
+    held_out = HeldOut(cfg, mesh, progress)
+    loader = ThreadPoolExecutor(1)
+    batch = loader.submit(load, start)
+    progress.restart(start)
     for step in range(start + 1, t.steps + 1):
-        asked = time.perf_counter()
-        batch = next_batch.result()
-        waited += time.perf_counter() - asked
-        next_batch = background.submit(load, step)
-        state, metrics = step_program(state, batch)
-        bar.update()
-        last = step == t.steps or stop.is_set()
-        if step % t.log_every == 0 or last:
-            metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}  # waits
-            now = time.perf_counter()
-            per_second = (step - clock_step) / (now - clock)
-            timing = {
-                "seconds": now - clock, "steps_per_second": per_second,
-                "seqs_per_second": per_second * t.batch_size,
-                "target_tokens_per_second": per_second * t.batch_size * cfg.data.targets_length,
-                "model_flops_per_second": per_second * flops, "model_flops_fraction": per_second * flops / peak,
-                "data_wait_fraction": waited / (now - clock)}
-            metrics_file.write(step, train=metrics, timing=timing)
-            bar.set_postfix_str(
-                f" loss {metrics['loss']:.3f} accuracy {metrics['accuracy']:.3f} rate {metrics['learning_rate']:.2e} "
-                f"{timing['seqs_per_second']:.4g} examples/s {timing['model_flops_per_second'] / 1e9:.4g} GFLOP/s "
-                f"({timing['model_flops_fraction']:.0%} of peak)")
-            skipped = int(state.skipped)
-            if skipped >= 3:
-                configs.note(f"The loss or a gradient was not finite in steps {step - skipped + 1} to {step}; their "
-                             f"updates were skipped. The last checkpoint is whole: lower --train.learning_rate.")
+        ready = progress.wait(batch)
+        batch = loader.submit(load, step)
+        state, metrics = program(state, ready)
+        progress.bar.update()
+        stopping = stop.is_set()  # by SIGTERM: only the save is extra, the metrics stay as they were
+        logs, evaluates, saves = (
+            every > 0 and (step % every == 0 or step == t.steps)
+            for every in (t.log_every, held_out.every, t.save_every))
+        if logs:
+            progress.log(step, {name: float(x) for name, x in jax.device_get(metrics).items()})
+            if (skipped := int(state.skipped)) >= 3:
+                configs.note(f"Loss or gradients of steps {step - skipped + 1:,} to {step:,} were not "
+                             f"finite and their updates were skipped: the last checkpoint is whole; go "
+                             f"on from it with a lower --train.learning_rate.")
                 checkpoints.wait()
                 return 1
-            clock, clock_step, waited = now, step, 0.0
-        if evaluates and (step % t.eval_every == 0 or last):
-            held_out = evaluate.teacher_forced(state.params, cfg, mesh)
-            metrics_file.write(step, **{f"training_eval/{cfg.data.task}": held_out})
-            below = baseline - held_out["content_loss"]
-            bar.write(f"step {step:,}: held-out loss {held_out['loss']:.3f}, accuracy {held_out['accuracy']:.3f}; content "
-                      f"{held_out['content_loss']:.3f} nats per token, {below:.2f} below unigram")
-            bar.write("\n".join(held_out_passage(state.params, cfg, mesh)))
-        if t.save_every and (step % t.save_every == 0 or last):
+        if evaluates:
+            held_out.evaluate(step, state.params)
+        if saves or (stopping and t.save_every):
             checkpoints.save(flax.serialization.to_state_dict(state), step)
-        if step % t.log_every == 0 or last:
-            clock = time.perf_counter()
-        if last:
+        if logs or evaluates or saves:
+            progress.restart(step)
+        if stopping:
             break
-    bar.close()
+    progress.bar.close()
     checkpoints.wait()
-    if stop.is_set():
+    if step < t.steps:
         print(f"stopped  at step {step:,}, as asked; the same command goes on from here.")
         return 0
     print(f"""done     {run_dir}: {step:,} steps. Next:
   python infer.py --run_dir {run_dir} "Return the <extra_id_0> of the list."
   python evaluate.py --run_dir {run_dir}
-  python train.py --run_dir {run_dir} --train.steps {2 * step}""")
+  python train.py --run_dir {run_dir} --train.steps {2 * t.steps}""")
     return 0
 
 
@@ -432,7 +477,8 @@ def main(argv):
     args, changes = configs.parse_args(__doc__, argv)
     cfg, run_dir = configs.resolve(args, changes)
     partition.start_jax()
-    return train(cfg, Path(run_dir))
+    recipe = args.config if args.config and args.config.endswith(".py") else None
+    return train(cfg, Path(run_dir), recipe)
 
 
 if __name__ == "__main__":
