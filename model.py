@@ -341,7 +341,8 @@ def encode(params, cfg, inputs, segments, key=None):
     def layer(w, x, key):
         key_attention, key_mlp = split_key(key, 2)
         h = rms_norm(x, w["attention"]["norm"])
-        x += attention(w["attention"], h, keys_values(w["attention"], h, cfg), bias, mask, cfg, key_attention)
+        kv = keys_values(w["attention"], h, cfg)
+        x += attention(w["attention"], h, kv, bias, mask, cfg, key_attention)
         return x + mlp(w["mlp"], rms_norm(x, w["mlp"]["norm"]), cfg, key_mlp), None
 
     x = embed(params, inputs, cfg, key_embed)
@@ -399,6 +400,15 @@ def unembed(params, cfg, x):
     return dense(x, w.astype(x.dtype), jnp.float32)
 
 
+def forward(params, batch, cfg, key=None):
+    """The whole model, teacher-forced: ModelConfig, Batch -> logits [B, T, V], float32."""
+    key_encoder, key_decoder = split_key(key, 2)
+    encoded = encode(params, cfg, batch.inputs, batch.input_segments, key_encoder)
+    x = decode(params, cfg, batch.decoder_inputs, batch.target_segments, encoded,
+               batch.input_segments, key_decoder)
+    return unembed(params, cfg, x)
+
+
 def init_cache(params, cfg, encoded, length):
     """What decoding reads: encoded [B, S, D] -> (self, cross, bias).
 
@@ -447,7 +457,8 @@ def cross_entropy(logits, targets, z_loss=0.0, label_smoothing=0.0):
     V = logits.shape[-1]
     log_z = jax.nn.logsumexp(logits, axis=-1)
     # a comparison, not a gather: it works where the vocabulary is split over devices
-    is_target = targets[..., None] == lax.broadcasted_iota(targets.dtype, logits.shape, 2, out_sharding=layout(logits))
+    ids = lax.broadcasted_iota(targets.dtype, logits.shape, 2, out_sharding=layout(logits))
+    is_target = targets[..., None] == ids
     expected = jnp.where(is_target, logits, 0).sum(-1)
     constant = 0.0
     if label_smoothing:
@@ -459,11 +470,7 @@ def cross_entropy(logits, targets, z_loss=0.0, label_smoothing=0.0):
 
 def token_losses(params, batch, cfg, key=None):
     """Config, Batch -> cross entropy, z-loss (nats) and whether argmax is the target, each [B, T]."""
-    key_encoder, key_decoder = split_key(key, 2)
-    encoded = encode(params, cfg.model, batch.inputs, batch.input_segments, key_encoder)
-    x = decode(params, cfg.model, batch.decoder_inputs, batch.target_segments, encoded,
-               batch.input_segments, key_decoder)
-    logits = unembed(params, cfg.model, x)
+    logits = forward(params, batch, cfg.model, key)
     loss, z_loss = cross_entropy(logits, batch.targets, cfg.train.z_loss, cfg.train.label_smoothing)
     return loss, z_loss, jnp.argmax(logits, axis=-1) == batch.targets
 

@@ -1,0 +1,1526 @@
+"""How we know: the executable specification, in reading order. Run it with `pytest`.
+
+Numbers are compared by two independent routes each: a slow reference in plain Python, the same
+thing computed another way, Hugging Face's model with random weights (needs torch and transformers:
+`pip install '.[parity]'`), and recorded results of T5X itself. The large recorded results lie
+outside the repository, in the folder that the environment variable PLAIN_T5_CASES names; a short
+one stands here, so that some comparison with T5X always runs.
+"""
+
+import ast
+import dataclasses
+import gzip
+import importlib.util
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import configs
+import data
+import evaluate
+import infer
+import model
+import partition
+import train
+from configs import Config, DataConfig, ModelConfig, TrainConfig
+
+HERE = Path(__file__).parent
+CASES = Path(os.environ.get("PLAIN_T5_CASES", "")) if os.environ.get("PLAIN_T5_CASES") else None
+needs_cases = pytest.mark.skipif(CASES is None, reason="PLAIN_T5_CASES names no recorded results")
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_disable_most_optimizations", True)  # compile fast: the programs are small
+
+# Wide and deep enough that no two dimensions agree: heads * d_kv is not d_model, the decoder is
+# deeper than the encoder.
+SMALL = Config(
+    "small",
+    ModelConfig(vocab_size=256, d_model=32, d_ff=48, d_kv=6, num_heads=4, num_layers=2,
+                num_decoder_layers=3, dtype="float32"),
+    DataConfig(source="random:", inputs_length=32, targets_length=8),
+    TrainConfig(batch_size=8),
+)
+
+
+@pytest.fixture(autouse=True)
+def one_device():
+    """Every test begins on a mesh of one device."""
+    return partition.set_mesh(SMALL, jax.devices()[:1])
+
+
+def change(cfg=SMALL, **changes):
+    """change(cfg, model=dict(tied=True)) -> Config."""
+    return replace(cfg, **{section: replace(getattr(cfg, section), **values)
+                           for section, values in changes.items()})
+
+
+def make_params(cfg, seed=0):
+    """Random parameters of which none is special: norms differ from 1."""
+    params = model.init_params(cfg.model, jax.random.key(seed))
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
+    return jax.tree.unflatten(tree, [
+        leaf + 0.1 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys)])
+
+
+def make_batch(cfg, lengths, seed=0):
+    """One example a row, `lengths` = [(inputs, targets), ...], random tokens."""
+    rng = np.random.default_rng(seed)
+    S, T = cfg.data.inputs_length, cfg.data.targets_length
+    inputs, targets = np.zeros((len(lengths), S), int), np.zeros((len(lengths), T), int)
+    for row, (n, m) in enumerate(lengths):
+        inputs[row, :n] = rng.integers(3, cfg.model.vocab_size, n)
+        targets[row, :m] = rng.integers(3, cfg.model.vocab_size, m)
+    return to_batch(inputs, targets, inputs > 0, targets > 0)
+
+
+def to_batch(inputs, targets, input_segments, target_segments):
+    batch = data.complete_batch(np.int32(inputs), np.int32(targets), input_segments, target_segments)
+    return jax.tree.map(jnp.asarray, batch)
+
+
+forward = jax.jit(model.forward, static_argnums=2)
+gradients = jax.jit(train.gradients, static_argnums=0)
+train_step = jax.jit(train.train_step, static_argnums=0)
+
+
+def assert_close(a, b, tolerance=1e-5):
+    """Every leaf of two trees, relative to the largest value of the leaf."""
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * max(np.abs(y).max(), 1e-30),
+                                   err_msg=jax.tree_util.keystr(path))
+
+
+def assert_equal(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+def equations(jaxpr):
+    """All equations of a traced program, those of its inner programs included."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.core.jaxprs_in_params(equation.params):
+            yield from equations(inner)
+
+
+# ---- the house -----------------------------------------------------------------------------------
+
+
+def test_imports_go_one_way():
+    allowed = {
+        "configs": "", "data": "configs", "partition": "configs", "model": "configs partition",
+        "infer": "configs data partition model", "evaluate": "configs data partition model infer",
+        "train": "configs data partition model infer evaluate", "convert": "configs partition model",
+    }
+    for path in HERE.glob("*.py"):
+        names = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names.add(node.module.split(".")[0])
+        if path.stem == "test_all":
+            continue
+        assert path.stem in allowed, f"{path.name} is not one of the nine files"
+        ours = names & {*allowed, "test_all"}
+        assert ours <= set(allowed[path.stem].split()), path.name
+        if path.stem == "configs":
+            assert names <= set(sys.stdlib_module_names)
+        if path.stem == "data":
+            assert not names & {"jax", "flax", "optax"}
+
+
+# ---- configs -------------------------------------------------------------------------------------
+
+
+def run(module, capsys, monkeypatch, *argv):
+    """Run a script's main as a command -> (status, standard output, standard error)."""
+    monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, argv)])
+    with pytest.raises(SystemExit) as exit:
+        configs.run_command(module.main)
+    return exit.value.code or 0, *capsys.readouterr()
+
+
+def test_recipes_are_listed_and_printed(capsys, monkeypatch):
+    status, out, _ = run(configs, capsys, monkeypatch)
+    assert status == 0 and all(name in out for name in configs.RECIPES)
+    status, out, _ = run(configs, capsys, monkeypatch, "small_c4")
+    for line in ("batch_size             256", "steps                  10000", "dropout                0.0",
+                 "inputs_length          512", "targets_length         114", "save_every             1000",
+                 "eval_every             1000", "eval_batches           20"):
+        assert re.search(re.escape(line) + r"\b", out), line
+
+
+def test_every_field_has_a_comment():
+    for section in configs.SECTIONS:
+        part = getattr(SMALL, section)
+        assert set(configs.help_of(part)) == {f.name for f in dataclasses.fields(part)}
+
+
+def test_flags_override_fields_by_type():
+    _, changes = configs.parse_args("", [
+        "--train.steps", "7", "--mesh.fsdp", "true", "--train.loss_divisor", "233472",
+        "--decode.max_len", "none", "--data.source", "text:a b"])
+    assert changes == {"train.steps": 7, "mesh.fsdp": True, "train.loss_divisor": 233472.0,
+                       "decode.max_len": None, "data.source": "text:a b"}
+    assert configs.override(SMALL, changes).train.steps == 7
+
+
+def test_config_survives_the_run_directory(tmp_path):
+    cfg = change(train=dict(loss_divisor=5.0), mesh=dict(model=2))
+    configs.save_run(cfg, tmp_path)
+    assert configs.load_run(tmp_path) == replace(cfg, mesh=configs.MeshConfig())
+
+
+def test_recipe_from_a_python_file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("from dataclasses import replace\nfrom configs import RECIPES\n"
+                    "CONFIG = replace(RECIPES['tiny'], name='mine')\n")
+    assert configs.load_recipe(str(path)) == replace(configs.RECIPES["tiny"], name="mine")
+
+
+# ---- data: random numbers ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 100, 1000])
+def test_permute_is_a_permutation(size):
+    first = data.permute(np.arange(size), size, 1, 2)
+    assert sorted(first) == list(range(size))
+    assert size < 16 or not np.array_equal(first, data.permute(np.arange(size), size, 1, 3))
+
+
+def test_random_bits_are_even():
+    """Each bit of the output is set half of the time, over each part of the key."""
+    for bits in (data.random_bits(1, np.arange(20_000)), data.random_bits(np.arange(20_000), 1)):
+        share = ((bits[:, None] >> np.arange(64, dtype=np.uint64)) & np.uint64(1)).mean(0)
+        assert np.abs(share - 0.5).max() < 5 * 0.5 / math.sqrt(20_000)
+
+
+# ---- data: vocabulary ----------------------------------------------------------------------------
+
+WORDS = ["alpha", "beta", "gamma", "delta", "theta", "kappa", "lambda", "omega", "sigma", "zeta"]
+
+
+def sentences(count, seed=0):
+    rng = np.random.default_rng(seed)
+    return [" ".join(rng.choice(WORDS, 12)) for _ in range(count)]
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return data.train_tokenizer(sentences(200), 60)
+
+
+def test_tokenizer_has_t5s_ids(tokenizer):
+    processor = tokenizer.processor
+    assert [processor.id_to_piece(i) for i in range(3)] == ["<pad>", "</s>", "<unk>"]
+    assert processor.bos_id() == -1
+    assert tokenizer.size == 60 + 100
+    for k in (0, 1, 99):  # the first sentinel has the highest id
+        assert tokenizer.encode(f"alpha <extra_id_{k}> beta").count(tokenizer.size - 1 - k) == 1
+    text = "alpha <extra_id_0> beta"
+    assert tokenizer.decode(tokenizer.encode(text) + [data.EOS, 5]) == text
+    assert [list(ids) for ids in tokenizer.encode_batch([text])] == [tokenizer.encode(text)]
+    assert tokenizer.decode([tokenizer.size + 5]) == tokenizer.processor.decode([data.UNK])
+
+
+def test_tokenizer_with_sentinels_built_in(tokenizer):
+    whole = data.Tokenizer(tokenizer.processor.serialized_model_proto())
+    assert whole.size == tokenizer.size
+    assert whole.encode("<extra_id_7> alpha") == tokenizer.encode("<extra_id_7> alpha")
+
+
+def test_training_a_vocabulary_is_deterministic(tokenizer):
+    assert data.train_tokenizer(sentences(200), 60).serialized == tokenizer.serialized
+
+
+# ---- data: sources and prepared corpora ----------------------------------------------------------
+
+
+def test_python_source_is_the_manual_and_the_docstrings():
+    before = set(sys.modules)
+    documents = data.python_documents()
+    assert {"this", "antigravity", "turtledemo"}.isdisjoint(set(sys.modules) - before)
+    assert 1_500_000 < sum(map(len, documents)) < 4_000_000
+    assert any(d.startswith('The "assert" statement') for d in documents)  # pydoc_data/topics.py
+    assert any("Encoder and decoder" in d or "JSON (JavaScript Object Notation)" in d for d in documents)
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """A folder of three text files and a DataConfig that reads it."""
+    for i in range(3):
+        (tmp_path / f"{i}.txt").write_text("\n".join(sentences(60, seed=i)))
+    return DataConfig(source=f"text:{tmp_path}/*.txt:lines", vocab="train:60", inputs_length=32,
+                      targets_length=8, prepared_dir=str(tmp_path / "prepared"))
+
+
+def documents_of(cfg):
+    parts = data.open_source(cfg.source, "train", cfg)
+    return [e["text"] for part in parts for e in part.read(data.Complaints(cfg.on_error))]
+
+
+def test_text_and_jsonl_sources_agree(tmp_path, corpus):
+    lines = documents_of(corpus)
+    assert len(lines) == 180 and lines[0] == sentences(60)[0] + "\n"
+    rows = "".join(json.dumps({"text": line, "url": "x"}) + "\n" for line in lines)
+    (tmp_path / "a.jsonl").write_text(rows)
+    (tmp_path / "b.json.gz").write_bytes(gzip.compress(rows.encode()))
+    for name in ("jsonl:a.jsonl", "jsonl:b.json.gz"):
+        name = name.replace(":", f":{tmp_path}/")
+        assert documents_of(replace(corpus, source=name)) == lines
+    whole = documents_of(replace(corpus, source=corpus.source.removesuffix(":lines")))
+    assert len(whole) == 3 and whole[0].split() == " ".join(sentences(60)).split()
+
+
+def test_prepared_tokens_are_the_encoded_documents(corpus, monkeypatch):
+    tokenizer = data.load_vocabulary(corpus)
+    monkeypatch.setattr(data, "SHARD_TOKENS", 500)
+    stream = data.Corpus(data.prepare(corpus.source, "train", tokenizer, corpus))
+    expected = [tokenizer.encode(text) for text in documents_of(corpus)]
+    assert stream.index["documents"] == 180 and stream.index["tokens"] == sum(map(len, expected))
+    assert list(stream.read(0, stream.tokens)) == sum(expected, [])
+    starts = np.cumsum([0] + [len(ids) for ids in expected])
+    assert [stream.document_start(i) for i in range(181)] == list(starts)
+
+
+def test_preparing_goes_on_after_a_kill_and_notices_changes(corpus, tmp_path, monkeypatch):
+    tokenizer = data.load_vocabulary(corpus)
+    prepare_part, done = data.prepare_part, []
+
+    def killed(part, *rest):
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(part.name)
+        return prepare_part(part, *rest)
+
+    monkeypatch.setattr(data, "prepare_part", killed)
+    with pytest.raises(KeyboardInterrupt):
+        data.prepare(corpus.source, "train", tokenizer, corpus)
+    assert not list(Path(corpus.prepared_dir).glob("*/index.json"))
+    done.pop()  # one more may be done
+    folder = data.prepare(corpus.source, "train", tokenizer, corpus)
+    assert [Path(name).name for name in done] == ["0.txt", "2.txt"]  # none twice
+    assert data.prepare(corpus.source, "train", tokenizer, corpus) == folder
+    (tmp_path / "1.txt").write_text("alpha beta")
+    monkeypatch.setattr(data, "prepare_part", prepare_part)
+    assert data.prepare(corpus.source, "train", tokenizer, corpus) != folder
+
+
+def test_bad_lines_stop_or_are_counted(tmp_path, corpus):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(b'{"text": "alpha"}\n{"text": \n\xff\xfe\n[1]\n{"text": "beta"}\n')
+    cfg = replace(corpus, source=f"jsonl:{path}")
+    with pytest.raises(configs.UserError, match=r"bad\.jsonl:2 is not JSON"):
+        documents_of(cfg)
+    tokenizer = data.load_vocabulary(corpus)
+    folder = data.prepare(cfg.source, "train", tokenizer, replace(cfg, on_error="skip"))
+    index = json.loads((folder / "index.json").read_text())
+    assert (index["documents"], index["skipped"]) == (2, 3)
+
+
+# ---- data: span corruption -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inputs, mean, raw, noise, spans, targets", [
+    (512, 3, 568, 85, 28, 114), (1024, 3, 1137, 171, 57, 229), (1024, 20, 1194, 179, 9, 189)])
+def test_lengths_are_t5s(inputs, mean, raw, noise, spans, targets):
+    """T5, mT5 and ByT5 as released: 114, 229 and 189 targets."""
+    cfg = DataConfig(inputs_length=inputs, mean_span_length=mean)
+    assert data.raw_length(cfg) == raw
+    assert data.noise_counts(raw, cfg) == (noise, spans)
+    assert noise + spans + 1 == targets
+
+
+def corrupt_slowly(tokens, key, sentinel, cfg):
+    """Span corruption of one row, token by token."""
+    noise, spans = data.noise_counts(len(tokens), cfg)
+
+    def composition(total, key):
+        gaps, points = list(range(1, total)), []
+        for k in range(spans - 1):
+            bits = int(data.random_bits(key, k)) >> 32
+            j = k + (bits * (total - 1 - k) >> 32)
+            points.append(gaps[j])
+            gaps[j] = gaps[k]
+        points = [0, *sorted(points), total]
+        return [b - a for a, b in zip(points, points[1:])]
+
+    removed = composition(noise, data.random_bits(key, 0))
+    clean = composition(len(tokens) - noise, data.random_bits(key, 1))
+    inputs, targets, at = [], [], 0
+    for number, (keep, remove) in enumerate(zip(clean, removed)):
+        inputs += [*tokens[at : at + keep], sentinel - number]
+        targets += [sentinel - number, *tokens[at + keep : at + keep + remove]]
+        at += keep + remove
+    return [*inputs, data.EOS], [*targets, data.EOS]
+
+
+@pytest.mark.parametrize("length, cfg", [
+    (568, DataConfig()), (34, DataConfig()), (2, DataConfig()), (7, DataConfig()),
+    (300, DataConfig(noise_density=0.5, mean_span_length=1.5)),
+    (400, DataConfig(noise_density=0.15, mean_span_length=20.0))])
+def test_span_corruption_equals_the_slow_one(length, cfg):
+    tokens = np.random.default_rng(0).integers(3, 32000, (150, length)).astype(np.uint16)
+    keys = data.random_bits(np.arange(150))
+    inputs, targets = data.span_corruption(tokens, keys, 32099, cfg)
+    for row in range(150):
+        slow = corrupt_slowly(tokens[row].tolist(), keys[row], 32099, cfg)
+        assert (inputs[row].tolist(), targets[row].tolist()) == slow
+
+
+def test_span_corruption_loses_nothing():
+    """Putting the spans back gives the raw tokens; text first, a span last, no closing sentinel."""
+    tokens = np.random.default_rng(0).integers(3, 32000, (20, 568))
+    inputs, targets = data.span_corruption(tokens, np.arange(20), 32099, DataConfig())
+    assert inputs.shape == (20, 512) and targets.shape == (20, 114)
+    for row in range(20):
+        spans, rebuilt = {}, []
+        for i in targets[row]:
+            if i >= 32000:
+                spans[i] = []
+            elif i != data.EOS:
+                spans[32099 - len(spans) + 1].append(i)
+        for i in inputs[row]:
+            rebuilt += spans[i] if i >= 32000 else [i] * (i != data.EOS)
+        assert rebuilt == tokens[row].tolist()
+        assert list(spans) == list(range(32099, 32099 - 28, -1))
+        assert inputs[row, 0] < 32000 and inputs[row, -2] == 32099 - 27
+        assert inputs[row, -1] == targets[row, -1] == data.EOS
+
+
+def test_compositions_are_equally_likely():
+    rows = data.compositions(7, 4, data.random_bits(np.arange(40_000)))
+    ways = [w for w in itertools.product(range(1, 5), repeat=4) if sum(w) == 7]
+    found, counts = np.unique(rows, axis=0, return_counts=True)
+    assert found.tolist() == sorted(map(list, ways)) and len(ways) == 20
+    assert np.abs(counts - 2000).max() < 5 * math.sqrt(2000)
+
+
+# ---- data: the batch of a step -------------------------------------------------------------------
+
+
+def with_corpus(corpus, **train):
+    return change(change(data=dataclasses.asdict(corpus)), train=train)
+
+
+def row_texts(batch):
+    return {(tuple(i), tuple(t)) for i, t in zip(batch.inputs.tolist(), batch.targets.tolist())}
+
+
+def test_batch_is_a_function_of_the_step(corpus):
+    cfg = with_corpus(corpus, batch_size=7)
+    first = data.make_batch(cfg, "train", 3)
+    data.open_rows.cache_clear()
+    assert_equal(first, data.make_batch(cfg, "train", 3))
+    other = data.make_batch(change(cfg, train=dict(seed=1)), "train", 3)
+    assert not np.array_equal(first.inputs, other.inputs)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_processes_share_one_global_batch(corpus, processes):
+    """Whatever rows a process's devices hold, they are rows of the same batch."""
+    cfg = with_corpus(corpus, batch_size=8)
+    whole = data.make_batch(cfg, "train", 5)
+    for part in np.split(np.arange(8), processes):
+        assert_equal(data.make_batch(cfg, "train", 5, part), jax.tree.map(lambda a: a[part], whole))
+
+
+def test_an_epoch_has_every_row_once_and_new_noise(corpus):
+    cfg = with_corpus(corpus, batch_size=1)
+    rows, sentinel = data.open_rows(cfg, "train")
+    stream = rows.corpus.read(rows.start, rows.stop)
+
+    def epoch(number):
+        inputs, seen = [], []
+        for step in range(number * rows.count, (number + 1) * rows.count):
+            batch = data.make_batch(cfg, "train", step)
+            clean = batch.inputs[0][: np.argmax(batch.inputs[0] > sentinel - 100)]
+            seen += [r for r in range(rows.count) if np.array_equal(rows.read(r)[: len(clean)], clean)]
+            inputs.append(batch.inputs[0].tolist())
+        return inputs, seen
+
+    (first, seen_first), (second, seen_second) = epoch(0), epoch(1)
+    for seen in (seen_first, seen_second):
+        assert set(seen) == set(range(rows.count))
+    assert first != second and sorted(first) != sorted(second)
+    assert len(stream) == rows.stop - rows.start
+
+
+def test_validation_is_held_out_whole_and_each_row_once(corpus):
+    cfg = with_corpus(replace(corpus, inputs_length=16), batch_size=4)
+    train_rows, _ = data.open_rows(cfg, "train")
+    rows, _ = data.open_rows(cfg, "validation")
+    assert train_rows.stop == rows.start == rows.corpus.document_start(180 - 1)  # 1 % of 180
+    batches = [data.make_batch(cfg, "validation", i)
+               for i in range(data.number_of_batches(cfg, "validation"))]
+    real = sum(int((batch.input_segments[:, 0] > 0).sum()) for batch in batches)
+    assert real == rows.count and real % 4  # the last batch is partly padding
+    assert len(set.union(*map(row_texts, batches)) - {((0,) * 16, (0,) * 8)}) == rows.count
+    assert_equal(batches[0], data.make_batch(cfg, "validation", 0))
+    assert not data.make_batch(cfg, "validation", len(batches)).input_segments.any()
+
+
+def test_decoder_inputs_begin_anew_in_each_segment():
+    batch = data.complete_batch(
+        np.array([[5, 1, 6, 1, 0]], np.int32), np.array([[7, 8, 1, 9, 1, 0]], np.int32),
+        np.array([[1, 1, 2, 2, 0]]), np.array([[1, 1, 1, 2, 2, 0]]))
+    assert batch.decoder_inputs.tolist() == [[0, 7, 8, 0, 9, 0]]
+
+
+def test_show_prints_rows_and_speed(corpus, capsys, monkeypatch):
+    flags = [f"--data.{name}={value}" for name, value in dataclasses.asdict(corpus).items() if value]
+    monkeypatch.setattr(data, "tokens_per_second", lambda work, tokens: work(0) or 1e6)
+    status, out, _ = run(data, capsys, monkeypatch, "--show", "2", "--model.vocab_size", 256, *flags)
+    assert status == 0 and out.count("<extra_id_0>") == 4 and "M raw tokens/s" in out
+    assert "row 1, targets" in out and "row 2" not in out
+
+
+# ---- model: parameters ---------------------------------------------------------------------------
+
+T5 = dict(activation="relu", tied=True)
+PUBLISHED = {
+    # T5 1.1: t5x/examples/t5/t5_1_1
+    "small": (76_961_152, {}), "base": (247_577_856, {}), "large": (783_150_080, {}),
+    "xl": (2_849_757_184, {}), "xxl": (11_135_332_352, {}),
+    # mT5: the same shapes, 250,112 rows
+    "mt5 small": (300_176_768, {}), "mt5 base": (582_401_280, {}), "mt5 large": (1_229_581_312, {}),
+    "mt5 xl": (3_742_619_648, {}), "mt5 xxl": (12_921_057_280, {}),
+    # T5 1.0: relu, the embedding is the output layer
+    "t5 small": (60_506_624, dict(d_ff=2048, num_heads=8, num_layers=6, num_decoder_layers=6)),
+    "t5 base": (222_903_552, dict(d_model=768, d_ff=3072, num_heads=12, num_layers=12,
+                                  num_decoder_layers=12)),
+    "t5 large": (737_668_096, dict(d_model=1024, d_ff=4096, num_heads=16, num_layers=24,
+                                   num_decoder_layers=24)),
+    "t5 3b": (2_851_598_336, dict(d_model=1024, d_ff=16384, num_heads=32, d_kv=128, num_layers=24,
+                                  num_decoder_layers=24)),
+    "t5 11b": (11_307_321_344, dict(d_model=1024, d_ff=65536, num_heads=128, d_kv=128,
+                                    num_layers=24, num_decoder_layers=24)),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_counts_are_the_published_ones(name):
+    count, shape = PUBLISHED[name]
+    *family, size = name.split()
+    cfg = configs.SIZES.get(size, ModelConfig()) if family != ["t5"] else ModelConfig(**T5, **shape)
+    if family == ["mt5"]:
+        cfg = replace(cfg, vocab_size=250112)
+    assert model.count_params(model.param_table(cfg)) == count
+
+
+def test_flops_are_the_sum_of_all_products():
+    """T5 1.1 small on 512 + 114 tokens: 106.25 GFLOP; and the products a traced forward pass has."""
+    assert round(model.train_flops(ModelConfig(), 512, 114) / 1e9, 2) == 106.25
+    cfg = change(data=dict(inputs_length=10))
+    batch = make_batch(cfg, [(10, 8)])
+    jaxpr = jax.make_jaxpr(model.forward, static_argnums=2)(make_params(cfg), batch, cfg.model)
+    R = cfg.model.relative_buckets
+
+    def flops(jaxpr, times=1):
+        total = 0
+        for e in jaxpr.eqns:
+            if e.primitive.name == "dot_general":
+                a, b = (v.aval.shape for v in e.invars)
+                (contract, _), _ = e.params["dimension_numbers"]
+                if R in (a[contract[0]], ) and R in b and a[-1] == R:
+                    continue  # the look-up of relative biases is not counted
+                total += 2 * times * math.prod(e.outvars[0].aval.shape) * math.prod(
+                    a[i] for i in contract)
+            for inner in jax.core.jaxprs_in_params(e.params):
+                total += flops(inner, times * e.params.get("length", 1))
+        return total
+
+    assert 3 * flops(jaxpr.jaxpr) == model.train_flops(cfg.model, 10, 8)
+
+
+def test_initial_values_have_t5xs_spread():
+    cfg = ModelConfig(vocab_size=512, d_model=128, d_ff=256, d_kv=32, num_heads=6, num_layers=4,
+                      num_decoder_layers=4)
+    params = jax.jit(model.init_params, static_argnums=0)(cfg, jax.random.key(0))
+    layer = params["encoder"]["layers"]
+
+    def check(w, std, limit=None):
+        assert abs(float(jnp.std(w)) / std - 1) < 0.02 and abs(float(jnp.mean(w))) < 0.02 * std
+        assert limit is None or float(jnp.abs(w).max()) <= limit
+
+    check(params["embed"], 1.0)
+    check(layer["attention"]["query"], (128 * 32) ** -0.5)
+    check(layer["attention"]["key"], 128**-0.5)
+    check(layer["attention"]["value"], 128**-0.5)
+    check(layer["attention"]["out"], 192**-0.5)
+    cut = 2 / 0.87962566  # a normal cut at two deviations, then widened to the right spread
+    for w, fan_in in ((layer["mlp"]["gate"], 128), (layer["mlp"]["up"], 128),
+                      (layer["mlp"]["down"], 256), (params["unembed"], 128)):
+        check(w, fan_in**-0.5, cut * fan_in**-0.5 * 1.0001)
+    bias = params["encoder"]["relative_bias"]
+    assert float(jnp.abs(bias).max()) <= math.sqrt(6 / (6 + 32)) and 0.15 < float(bias.std()) < 0.3
+    for norm in (layer["mlp"]["norm"], params["decoder"]["norm"]):
+        assert (norm == 1).all()
+
+
+def test_initial_loss_is_log_vocabulary_and_a_half():
+    cfg = change(model=dict(vocab_size=2048, d_model=128, d_kv=32), train=dict(z_loss=0.0))
+    params = model.init_params(cfg.model, jax.random.key(0))
+    batch = make_batch(cfg, [(32, 8)] * 32)
+    loss, sums = jax.jit(model.loss_fn, static_argnums=2)(params, batch, cfg)
+    assert abs(float(loss / sums["tokens"]) - math.log(2048) - 0.5) < 0.1
+
+
+# ---- model: the network --------------------------------------------------------------------------
+
+# the first distance of each bucket, from t5x/examples/t5/layers.py
+BOTH_WAYS = [0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 23, 32, 46, 64, 91]
+CAUSAL = [*range(17), 19, 21, 24, 27, 31, 35, 40, 46, 52, 59, 67, 77, 87, 99, 113]
+
+
+def test_relative_buckets_are_t5xs():
+    cfg, far = ModelConfig(), np.arange(300)
+    before = np.searchsorted(BOTH_WAYS, far, "right") - 1
+    assert np.array_equal(model.relative_bucket(-far, True, cfg), before)
+    assert np.array_equal(model.relative_bucket(far[1:], True, cfg), before[1:] + 16)
+    assert np.array_equal(model.relative_bucket(-far, False, cfg),
+                          np.searchsorted(CAUSAL, far, "right") - 1)
+    assert not model.relative_bucket(far, False, cfg).any()
+
+
+def t5x_name(path, layer, gated):
+    """Our parameter's path -> T5X's name."""
+    if path in ("embed", "unembed"):
+        return {"embed": "token_embedder/embedding", "unembed": "decoder/logits_dense/kernel"}[path]
+    stack, *rest = path.split("/")
+    if rest == ["norm"]:
+        return f"{stack}/{stack}_norm/scale"
+    if rest == ["relative_bias"]:
+        return f"{stack}/relpos_bias/rel_embedding"
+    _, block, name = rest
+    if name == "norm":
+        block = {"attention": "attention_layer_norm", "self_attention": "self_attention_layer_norm",
+                 "cross_attention": "cross_attention_layer_norm", "mlp": "mlp_layer_norm"}[block]
+        return f"{stack}/layers_{layer}/pre_{block}/scale"
+    block = {"cross_attention": "encoder_decoder_attention"}.get(block, block)
+    name = {"gate": "wi_0", "up": "wi_1" if gated else "wi", "down": "wo"}.get(name, name)
+    return f"{stack}/layers_{layer}/{block}/{name}/kernel"
+
+
+def map_t5x(cfg, array):
+    """ModelConfig, array(T5X's name, shape) -> our parameters."""
+    params = {}
+    for path, p in partition.flatten(model.param_table(cfg)).items():
+        names = [t5x_name(path, i, cfg.activation.startswith("gated"))
+                 for i in range(p.shape[0] if p.axes[0] == "layers" else 1)]
+        arrays = [array(name, p.shape[len(p.shape) - len(p.axes) + (p.axes[0] == "layers"):])
+                  for name in names]
+        params[path] = jnp.asarray(np.stack(arrays) if p.axes[0] == "layers" else arrays[0])
+    return flax.traverse_util.unflatten_dict(params, sep="/")
+
+
+def test_golden_numbers_of_t5x():
+    """T5X's network and loss on seeded weights and two packed rows (recorded from T5X, cc342d4)."""
+    cfg = change(
+        model=dict(vocab_size=64, d_model=24, d_ff=40, d_kv=16, num_heads=3),
+        train=dict(z_loss=1e-2, label_smoothing=0.1))
+    names = sorted(t5x_name(path, i, True)
+                   for path, p in partition.flatten(model.param_table(cfg.model)).items()
+                   for i in range(p.shape[0] if p.axes[0] == "layers" else 1))
+
+    def seeded(name, shape):
+        x = np.random.default_rng(names.index(name)).standard_normal(shape)
+        x = 1 + 0.2 * x if name.endswith("scale") else x if name.endswith("embedding") else 0.2 * x
+        return np.float32(x)
+
+    params = map_t5x(cfg.model, seeded)
+    batch = to_batch(
+        np.array([[5, 6, 7, 1, 9, 10, 1, 0, 0], [11, 12, 13, 14, 15, 16, 17, 18, 1]]),
+        np.array([[20, 21, 1, 30, 31, 1], [40, 41, 42, 1, 0, 0]]),
+        np.array([[1, 1, 1, 1, 2, 2, 2, 0, 0], [1] * 9]),
+        np.array([[1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 0, 0]]))
+    logits = forward(params, batch, cfg.model)
+    golden = [[1.4555141, 0.42333144, -0.15120158, 0.3399155],
+              [-0.5843415, -0.38347715, 0.35488006, -0.91896]]
+    np.testing.assert_allclose([logits[0, 4, :4], logits[1, 3, -4:]], golden, atol=2e-6)
+    loss = jax.value_and_grad(model.loss_fn, has_aux=True)
+    (loss, sums), grads = jax.jit(loss, static_argnums=2)(params, batch, cfg)
+    norm = math.sqrt(sum(float(jnp.sum(g * g)) for g in jax.tree.leaves(grads)))
+    np.testing.assert_allclose([loss, sums["z_loss"], sums["tokens"], norm],
+                               [44.057151794, 2.156667709, 10, 125.697265625], rtol=2e-6)
+
+
+@needs_cases
+@pytest.mark.parametrize("name", ["v11", "v11_packed"])
+def test_network_equals_t5xs(name):
+    """Encoder, logits, loss and the gradient of every parameter, plain and packed."""
+    case = np.load(CASES / f"t5x/network/{name}.npz")
+    shape = json.loads((CASES / f"t5x/network/{name}.json").read_text())["config"]
+    cfg = change(
+        model=dict(vocab_size=shape["vocab_size"], d_model=shape["emb_dim"], d_ff=shape["mlp_dim"],
+                   d_kv=shape["head_dim"], num_heads=shape["num_heads"],
+                   num_layers=shape["num_encoder_layers"],
+                   num_decoder_layers=shape["num_decoder_layers"]))
+    params = map_t5x(cfg.model, lambda name, _: case[f"params/{name}"])
+    inputs, targets = case["encoder_input_tokens"], case["decoder_target_tokens"]
+    packed = "encoder_segment_ids" in case
+    batch = to_batch(inputs, targets, case["encoder_segment_ids"] if packed else inputs > 0,
+                     case["decoder_segment_ids"] if packed else targets > 0)
+    assert_equal(batch.decoder_inputs, case["decoder_input_tokens"])
+    encoded = model.encode(params, cfg.model, batch.inputs, batch.input_segments)
+    real = inputs > 0
+    assert_close(np.asarray(encoded)[real], case["encoded"][real])
+    real = targets > 0
+    assert_close(np.asarray(forward(params, batch, cfg.model))[real], case["logits"][real])
+    loss = jax.value_and_grad(model.loss_fn, has_aux=True)
+    (loss, sums), grads = jax.jit(loss, static_argnums=2)(params, batch, cfg)
+    np.testing.assert_allclose(float(loss), case["loss_sum"], rtol=1e-6)
+    np.testing.assert_allclose(float(sums["z_loss"]), case["z_loss"], rtol=1e-5)
+    assert int(sums["tokens"]) == case["weight_sum"]
+    expected = map_t5x(cfg.model, lambda name, _: case[f"grad_sq/{name}"])
+    for (path, g), square in zip(partition.flatten(grads).items(),
+                                 partition.flatten(expected).values(), strict=True):
+        axes = tuple(range(square.ndim, g.ndim))
+        np.testing.assert_allclose(jnp.sum(g * g, axes), square, rtol=1e-4, err_msg=path)
+
+
+def from_hugging_face(state, cfg):
+    """T5ForConditionalGeneration's state dict -> our parameters."""
+    names = {"query": "q", "key": "k", "value": "v", "out": "o", "up": "wi", "down": "wo"}
+    if cfg.activation.startswith("gated"):
+        names |= {"gate": "wi_0", "up": "wi_1"}
+
+    def array(path, layer):
+        if path in ("embed", "unembed"):
+            return state["shared.weight"] if path == "embed" else state["lm_head.weight"].T
+        stack, *rest = path.split("/")
+        if rest == ["norm"]:
+            return state[f"{stack}.final_layer_norm.weight"]
+        if rest == ["relative_bias"]:
+            return state[f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"].T
+        _, block, name = rest
+        kind = {"mlp": "DenseReluDense", "cross_attention": "EncDecAttention"}.get(block, "SelfAttention")
+        number = {"mlp": 1 + (stack == "decoder"), "cross_attention": 1}.get(block, 0)
+        place = f"{stack}.block.{layer}.layer.{number}"
+        if name == "norm":
+            return state[f"{place}.layer_norm.weight"]
+        return state[f"{place}.{kind}.{names[name]}.weight"].T
+
+    params = {}
+    for path, p in partition.flatten(model.param_table(cfg)).items():
+        layers = p.shape[0] if p.axes[0] == "layers" else 1
+        arrays = np.stack([array(path, i) for i in range(layers)])
+        params[path] = jnp.asarray(arrays if p.axes[0] == "layers" else arrays[0])
+    return flax.traverse_util.unflatten_dict(params, sep="/")
+
+
+@pytest.mark.parametrize("activation, tied", [
+    ("gated_gelu", False), ("relu", True), ("gated_gelu", True), ("relu", False)])
+def test_logits_equal_hugging_faces(activation, tied):
+    torch = pytest.importorskip("torch", reason="needs pip install '.[parity]'")
+    transformers = pytest.importorskip("transformers", reason="needs pip install '.[parity]'")
+    cfg = change(model=dict(activation=activation, tied=tied), data=dict(inputs_length=150)).model
+    torch.manual_seed(0)
+    network = transformers.T5ForConditionalGeneration(transformers.T5Config(
+        vocab_size=cfg.vocab_size, d_model=cfg.d_model, d_kv=cfg.d_kv, d_ff=cfg.d_ff,
+        num_heads=cfg.num_heads, num_layers=cfg.num_layers,
+        num_decoder_layers=cfg.num_decoder_layers, feed_forward_proj=activation.replace("_", "-"),
+        tie_word_embeddings=tied, dropout_rate=0.0, decoder_start_token_id=0)).eval()
+    if not tied:  # transformers 5 ties the two whatever its configuration says
+        network.lm_head.weight = torch.nn.Parameter(torch.randn(cfg.vocab_size, cfg.d_model) * 0.2)
+        if hasattr(network.config, "scale_decoder_outputs"):
+            network.config.scale_decoder_outputs = False
+    with torch.no_grad():
+        for name, p in network.named_parameters():
+            p.copy_(1 + 0.1 * torch.randn(p.shape) if "norm" in name else 0.3 * torch.randn(p.shape))
+    params = from_hugging_face({k: v.numpy() for k, v in network.state_dict().items()}, cfg)
+    batch = make_batch(change(data=dict(inputs_length=150)), [(150, 8), (40, 8), (1, 8)])
+    with torch.no_grad():
+        theirs = network(
+            input_ids=torch.tensor(np.asarray(batch.inputs)).long(),
+            attention_mask=torch.tensor(np.asarray(batch.input_segments)).long(),
+            decoder_input_ids=torch.tensor(np.asarray(batch.decoder_inputs)).long()).logits.numpy()
+    ours = np.asarray(forward(params, batch, cfg))
+    assert np.abs(theirs).max() > 1
+    np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
+def test_packed_examples_do_not_see_each_other():
+    params = make_params(SMALL)
+    one, two = make_batch(SMALL, [(9, 3)], seed=1), make_batch(SMALL, [(14, 4)], seed=2)
+
+    def join(a, b, n, m):  # [n of a, m of b, padding]
+        out = np.zeros_like(a)
+        out[0, :n], out[0, n : n + m] = a[0, :n], b[0, :m]
+        return out
+
+    inputs = join(*(np.asarray(b.inputs) for b in (one, two)), 9, 14)
+    targets = join(*(np.asarray(b.targets) for b in (one, two)), 3, 4)
+    segments = [np.array([[1] * n + [2] * m + [0] * (size - n - m)])
+                for n, m, size in ((9, 14, 32), (3, 4, 8))]
+    packed = forward(params, to_batch(inputs, targets, *segments), SMALL.model)
+    assert_close(packed[0, :3], forward(params, one, SMALL.model)[0, :3])
+    assert_close(packed[0, 3:7], forward(params, two, SMALL.model)[0, :4])
+
+
+def test_padding_changes_nothing():
+    params = make_params(SMALL)
+    wide = change(data=dict(inputs_length=45, targets_length=13))
+    narrow, padded = make_batch(SMALL, [(20, 6)]), make_batch(wide, [(20, 6)])
+    padded = to_batch(padded.inputs.at[:, :20].set(narrow.inputs[:, :20]),
+                      padded.targets.at[:, :6].set(narrow.targets[:, :6]),
+                      padded.input_segments, padded.target_segments)
+    assert_close(forward(params, padded, SMALL.model)[:, :6],
+                 forward(params, narrow, SMALL.model)[:, :6])
+
+
+def test_a_position_depends_on_no_later_one():
+    """The gradient of a position's logits is zero at the embeddings of later decoder inputs."""
+    params = make_params(SMALL)
+    batch = to_batch(np.array([[100, 101, 102]]), np.array([[10, 11, 12, 13, 14]]),
+                     np.ones((1, 3), int), np.ones((1, 5), int))
+
+    def logits_at(params, t):
+        return model.forward(params, batch, SMALL.model)[0, t].sum()
+
+    grad = jax.jit(jax.grad(logits_at))
+    for t in range(5):
+        at = np.abs(np.asarray(grad(params, t)["embed"])).sum(1)[[10, 11, 12, 13]]  # inputs 1 to 4
+        assert (at[:t] > 0).all() and (at[t:] == 0).all()
+
+
+def test_scan_equals_a_loop_and_remat_changes_nothing(monkeypatch):
+    params, batch = make_params(SMALL), make_batch(SMALL, [(30, 8), (12, 5)])
+    cfg = {remat: change(model=dict(remat=remat)) for remat in ("dots", "full", "none")}
+    _, expected = gradients(cfg["dots"], params, batch, None)
+    for remat in ("full", "none"):
+        assert_close(gradients(cfg[remat], params, batch, None)[1], expected, 1e-5)
+
+    def loop(body, carry, xs):
+        for i in range(len(jax.tree.leaves(xs)[0])):
+            carry, y = body(carry, jax.tree.map(lambda a: a[i], xs))
+        return carry, y
+
+    monkeypatch.setattr(model.lax, "scan", loop)
+    unrolled = jax.jit(lambda *args: train.gradients(cfg["dots"], *args))(params, batch, None)
+    assert_close(unrolled[1], expected, 1e-5)
+
+
+def test_bias_gradient_equals_autodiff():
+    """add_bias's hand-written backward pass beside plain addition."""
+    rng = np.random.default_rng(0)
+    scores, bias, g = (jnp.asarray(rng.standard_normal(shape), jnp.float32)
+                       for shape in ((3, 4, 5, 6), (1, 4, 5, 6), (3, 4, 5, 6)))
+    ours, pull = jax.vjp(model.add_bias, scores, bias)
+    plain, pull_plain = jax.vjp(lambda s, b: s + b, scores, bias)
+    assert_equal(ours, plain)
+    assert_close(pull(g), pull_plain(g), 1e-6)
+
+
+def test_bfloat16_leaves_the_sums_in_float32():
+    """Statistics, softmax, logits and loss stay float32; the answer stays near float32's."""
+    cfg = change(model=dict(dtype="bfloat16"))
+    params, batch = make_params(cfg), make_batch(cfg, [(30, 8), (12, 5)])
+    jaxpr = jax.make_jaxpr(train.gradients, static_argnums=0)(cfg, params, batch, None)
+    sensitive = {"exp", "log", "rsqrt", "reduce_sum", "reduce_max", "scatter-add"}
+    kinds = {(e.primitive.name, e.invars[0].aval.dtype.name) for e in equations(jaxpr.jaxpr)}
+    assert {kind for name, kind in kinds if name == "dot_general"} == {"bfloat16", "float32"}
+    assert {name for name, kind in kinds if kind == "bfloat16"} & sensitive <= {"reduce_sum"}
+    for e in equations(jaxpr.jaxpr):  # bfloat16 is summed only in the gradient of a norm's scale
+        if e.primitive.name == "reduce_sum" and e.invars[0].aval.dtype == jnp.bfloat16:
+            assert e.outvars[0].aval.shape == (cfg.model.d_model,)
+    assert forward(params, batch, cfg.model).dtype == jnp.float32
+    sums, grads = gradients(cfg, params, batch, None)
+    exact, exact_grads = gradients(SMALL, params, batch, None)
+    assert all(g.dtype == jnp.float32 for g in jax.tree.leaves(grads))
+    assert abs(float(sums["cross_ent_loss"] / exact["cross_ent_loss"]) - 1) < 0.02
+    assert_close(grads, exact_grads, 0.15)
+
+
+def test_dropout_is_placed_and_shared_as_in_t5x():
+    """One mask each for: embedding, attention, its output, MLP hidden, its output, both ends.
+
+    Masks are shared over a row's positions, attention's over the queries; the encoder's last is not.
+    """
+    cfg = change(model=dict(dropout=0.1, num_layers=1, num_decoder_layers=1))
+    B, S, T = 2, cfg.data.inputs_length, cfg.data.targets_length
+    D, F, H = cfg.model.d_model, cfg.model.d_ff, cfg.model.num_heads
+    batch, params = make_batch(cfg, [(30, 8), (12, 5)]), make_params(cfg)
+    jaxpr = jax.make_jaxpr(model.forward, static_argnums=2)(params, batch, cfg.model, jax.random.key(0))
+    drawn = sorted(e.outvars[0].aval.shape for e in equations(jaxpr.jaxpr)
+                   if e.primitive.name == "random_bits")
+    stack = [(B, 1, D), (B, 1, D), (B, 1, F), (B, 1, D)]  # embedding, attention, hidden, MLP
+    assert drawn == sorted([
+        *stack, (B, S, H, 1), (B, S, D),  # encoder: keys are dropped for all queries at once
+        *stack, (B, T, H, 1), (B, S, H, 1), (B, 1, D), (B, 1, D)])  # decoder: cross attention, end
+
+
+def test_attention_dropout_drops_probabilities():
+    """Dropping values equals T5X's mask [B, H, 1, K] on the probabilities."""
+    cfg = change(model=dict(dropout=0.3)).model
+    B, Q, K, H, C = 2, 5, 7, cfg.num_heads, cfg.d_kv
+    rng = np.random.default_rng(0)
+    w = {name: jnp.asarray(rng.standard_normal(shape), jnp.float32) * 0.3 for name, shape in
+         (("query", (cfg.d_model, H * C)), ("out", (H * C, cfg.d_model)))}
+    x = jnp.asarray(rng.standard_normal((B, Q, cfg.d_model)), jnp.float32)
+    k, v = (jnp.asarray(rng.standard_normal((B, K, H, C)), jnp.float32) for _ in range(2))
+    key = jax.random.key(3)
+    ours = model.attention(w, x, (k, v), None, jnp.zeros((B, 1, Q, K)), cfg, key)
+    first, second = jax.random.split(key)
+    mask = np.asarray(model.keep_mask(first, 0.3, (B, K, H, 1), None, jnp.float32))
+    q = np.asarray(x @ w["query"]).reshape(B, Q, H, C)
+    p = np.asarray(jax.nn.softmax(np.einsum("bqhc,bkhc->bhqk", q, k), axis=-1))
+    p = p * mask.transpose(0, 2, 3, 1)  # [B, H, 1, K]
+    out = np.einsum("bhqk,bkhc->bqhc", p, v).reshape(B, Q, -1) @ np.asarray(w["out"])
+    out *= np.asarray(model.keep_mask(second, 0.3, (B, 1, cfg.d_model), None, jnp.float32))
+    assert_close(ours, out)
+    assert set(np.unique(mask)) == {np.float32(0), np.float32(1) / np.float32(0.7)}
+
+
+# ---- model: loss ---------------------------------------------------------------------------------
+
+
+@needs_cases
+def test_loss_equals_t5xs():
+    recorded = json.loads((CASES / "t5x/loss.json").read_text())
+    logits, targets = jnp.array(recorded["logits"]), jnp.array(recorded["targets"])
+    assert len(recorded["cases"]) == 24
+    for case in recorded["cases"]:
+        weights = jnp.array(recorded["weights"]) if case["weighted"] else 1.0
+        losses = model.cross_entropy(logits, targets, case["z_loss"], case["label_smoothing"])
+        loss, z_loss = (float((x * weights).sum()) / (case["loss_normalizing_factor"] or 1)
+                        for x in losses)
+        np.testing.assert_allclose([loss + z_loss, z_loss], [case["loss"], case["z_loss_value"]],
+                                   rtol=2e-6)
+
+
+def test_label_smoothing_is_the_divergence_from_the_smoothed_target():
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((1, 5, 11))
+    targets = rng.integers(0, 11, (1, 5))
+    loss, z_loss = model.cross_entropy(jnp.float32(logits), jnp.asarray(targets), 0.01, 0.1)
+    p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    q = np.where(np.arange(11) == targets[..., None], 0.9, 0.01)
+    np.testing.assert_allclose(loss, (q * np.log(q / p)).sum(-1), rtol=1e-5)
+    np.testing.assert_allclose(z_loss, 0.01 * np.log(np.exp(logits).sum(-1)) ** 2, rtol=1e-5)
+
+
+# ---- train: schedule and optimizer ---------------------------------------------------------------
+
+
+@needs_cases
+def test_schedules_equal_t5xs():
+    recorded = json.loads((CASES / "t5x/schedule.json").read_text())
+    names = {"factors": "schedule", "base_learning_rate": "learning_rate",
+             "step_offset": "schedule_offset"}
+    for case in recorded:
+        steps, values = case.pop("steps"), case.pop("values")
+        cfg = TrainConfig(**{names.get(name, name): value for name, value in case.items()})
+        ours = [float(train.learning_rate(jnp.int32(step), cfg)) for step in steps]
+        np.testing.assert_allclose(ours, values, rtol=1e-6, err_msg=cfg.schedule)
+
+
+def test_t5s_schedule():
+    rates = [float(train.learning_rate(step, TrainConfig())) for step in (0, 10_000, 40_000, 1_000_000)]
+    np.testing.assert_allclose(rates, [0.01, 0.01, 0.005, 0.001], rtol=1e-6)
+
+
+@needs_cases
+def test_adafactor_equals_t5xs():
+    """20 updates of weights that are and are not factored, one zero gradient among them."""
+    recorded = json.loads((CASES / "t5x/adafactor/t5x_defaults.json").read_text())
+    case = np.load(CASES / "t5x/adafactor/t5x_defaults.npz")
+    paths = sorted(recorded["shapes"])
+    table = {path: model.Param(tuple(recorded["shapes"][path]), tuple(
+        {"joined_kv": "heads", "relpos_buckets": "buckets"}.get(axis, axis)
+        for axis in recorded["axes"][path])) for path in paths}
+    params = {path: jnp.asarray(case[f"param/{path}/0"]) for path in paths}
+    slots = train.adafactor_init(table, partition.RULES)
+    update = jax.jit(lambda *args: train.adafactor_update(table, *args))
+    for step in range(recorded["steps"]):
+        grads = {}
+        for i, path in enumerate(paths):
+            g = np.random.default_rng([step, i]).standard_normal(table[path].shape) * 10.0**-(step % 4)
+            grads[path] = jnp.float32(g * (step != 5 or i != 0))
+        params, slots = update(params, grads, slots, jnp.int32(step), case["lr"][step])
+        for path in paths:
+            w = np.asarray(params[path], np.float64)
+            key = f"param/{path}/{step + 1}"
+            if key in case:
+                np.testing.assert_allclose(w, case[key], rtol=1e-6, atol=1e-6, err_msg=key)
+            else:
+                corner = case[f"{key}/corner"]
+                np.testing.assert_allclose(w[tuple(map(slice, corner.shape))], corner, rtol=1e-6,
+                                           atol=1e-6, err_msg=key)
+                np.testing.assert_allclose(
+                    [np.abs(w).sum(), math.sqrt((w * w).mean())],
+                    [case[f"{key}/sumabs"], case[f"{key}/rms"]], rtol=1e-6, err_msg=key)
+    for path in paths:  # T5X calls the mean over the larger dimension the row
+        theirs = [case[f"state/{path}/{name}"] for name in ("v_row", "v_col", "v")
+                  if case.get(f"state/{path}/{name}", np.zeros(1)).size > 1]
+        for ours in slots[path].values():
+            np.testing.assert_allclose(ours, next(a for a in theirs if a.shape == ours.shape),
+                                       rtol=1e-5, err_msg=path)
+
+
+def test_adafactor_equals_optax_layer_by_layer():
+    """Stacked layers beside optax.adafactor on each layer alone: the other route to the numbers."""
+    table = {"matrix": model.Param((3, 130, 128), ("layers", "embed", "mlp")),
+             "narrow": model.Param((3, 130, 120), ("layers", "embed", "mlp")),
+             "norm": model.Param((200, 160), ("layers", "embed")),  # many layers do not make a matrix
+             "embed": model.Param((256, 130), ("vocab", "embed"))}
+    rng = np.random.default_rng(0)
+    params = {k: jnp.float32(rng.standard_normal(p.shape)) for k, p in table.items()}
+    optimizer = optax.adafactor(0.01, weight_decay_rate=None)
+    slots = train.adafactor_init(table, partition.RULES)
+    assert {k: set(s) for k, s in slots.items()} == {
+        "matrix": {"row", "column"}, "narrow": {"full"}, "norm": {"full"}, "embed": {"row", "column"}}
+    ours, theirs = params, {
+        k: [w[i] for i in range(len(w))] if table[k].axes[0] == "layers" else [w]
+        for k, w in params.items()}
+    state = optimizer.init(theirs)
+    update = jax.jit(lambda *args: train.adafactor_update(table, *args))
+    apply = jax.jit(optimizer.update)
+    for step in range(4):
+        grads = {k: jnp.float32(rng.standard_normal(p.shape)) for k, p in table.items()}
+        ours, slots = update(ours, grads, slots, jnp.int32(step), 0.01)
+        grads = {k: list(g) if table[k].axes[0] == "layers" else [g] for k, g in grads.items()}
+        updates, state = apply(grads, state, theirs)
+        theirs = optax.apply_updates(theirs, updates)
+    stacked = {k: jnp.stack(w) if table[k].axes[0] == "layers" else w[0] for k, w in theirs.items()}
+    assert_close(ours, stacked, 1e-6)
+
+
+def test_adamw_is_optaxs():
+    cfg = change(train=dict(optimizer="adamw", learning_rate=0.01, weight_decay=0.1,
+                            schedule="constant"))
+    state, batch = train.init_state(cfg), make_batch(cfg, [(30, 8)] * 8)
+    after, _ = train_step(cfg, state, batch)
+    _, grads = gradients(cfg, state.params, batch, None)
+    optimizer = optax.adamw(0.01, weight_decay=0.1)
+    updates, _ = optimizer.update(grads, optimizer.init(state.params), state.params)
+    assert_close(after.params, optax.apply_updates(state.params, updates), 1e-6)
+
+
+# ---- train: the step -----------------------------------------------------------------------------
+
+UNEVEN = [(30, 8), (12, 5), (7, 1), (32, 8), (20, 3), (3, 2), (32, 7), (25, 8)]
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_microbatches_give_the_gradients_of_one_batch(n):
+    params, batch = make_params(SMALL), make_batch(SMALL, UNEVEN)
+    whole = gradients(SMALL, params, batch, None)
+    parts = gradients(change(train=dict(microbatches=n)), params, batch, None)
+    assert_close(parts, whole)
+
+
+def test_each_microbatch_has_its_own_dropout():
+    cfg = change(model=dict(dropout=0.2), train=dict(microbatches=2))
+    params, batch, key = make_params(cfg), make_batch(cfg, [(30, 8)] * 4), jax.random.key(5)
+    _, grads = gradients(cfg, params, batch, key)
+    one = change(cfg, train=dict(microbatches=1))
+    parts = [gradients(one, params, jax.tree.map(lambda a: a[i::2], batch), k)[1]
+             for i, k in enumerate(jax.random.split(key, 2))]
+    assert_close(grads, jax.tree.map(lambda a, b: (a + b) / 2, *parts))
+
+
+def test_loss_divisor_scales_gradients_and_nothing_that_is_logged():
+    state, batch = train.init_state(SMALL), make_batch(SMALL, UNEVEN)
+    cfg = change(train=dict(loss_divisor=233472.0))
+    _, grads = gradients(SMALL, state.params, batch, None)
+    sums, scaled = gradients(cfg, state.params, batch, None)
+    factor = float(sums["tokens"]) / 233472
+    assert float(sums["tokens"]) == sum(m for _, m in UNEVEN)
+    assert_close(scaled, jax.tree.map(lambda g: g * factor, grads))
+    _, metrics = train_step(SMALL, state, batch)
+    _, with_divisor = train_step(cfg, state, batch)
+    for name in ("loss", "cross_ent_loss", "z_loss", "accuracy"):
+        assert metrics[name] == with_divisor[name]
+
+
+def test_metrics_are_per_real_token():
+    state, batch = train.init_state(SMALL), make_batch(SMALL, UNEVEN)
+    _, metrics = train_step(SMALL, state, batch)
+    logits = np.asarray(forward(state.params, batch, SMALL.model), np.float64)
+    real = np.asarray(batch.targets) > 0
+    log_z = np.log(np.exp(logits).sum(-1))
+    chosen = np.take_along_axis(logits, np.asarray(batch.targets)[..., None], -1)[..., 0]
+    expected = {
+        "cross_ent_loss": (log_z - chosen)[real].mean(), "z_loss": 1e-4 * (log_z**2)[real].mean(),
+        "accuracy": (logits.argmax(-1) == np.asarray(batch.targets))[real].mean(),
+        "non_padding_fraction/targets": real.mean(), "learning_rate": 0.01,
+        "non_padding_fraction/inputs": (np.asarray(batch.inputs) > 0).mean()}
+    expected["loss"] = expected["cross_ent_loss"] + expected["z_loss"]
+    for name, value in expected.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
+    _, grads = gradients(SMALL, state.params, batch, None)
+    assert_close(metrics["gradient_norm"], optax.global_norm(grads))
+
+
+def test_an_update_that_is_not_finite_is_skipped_and_counted():
+    state, batch = train.init_state(SMALL), make_batch(SMALL, UNEVEN)
+    state.params["decoder"]["norm"] = state.params["decoder"]["norm"].at[0].set(jnp.nan)
+    after, _ = train_step(SMALL, state, batch)
+    after, _ = train_step(SMALL, after, batch)
+    assert (int(after.step), int(after.count), int(after.skipped)) == (2, 0, 2)
+    assert_equal((after.params, after.slots), (state.params, state.slots))
+
+
+# ---- partition: meshes ---------------------------------------------------------------------------
+
+MESHES = [dict(model=1), dict(model=4), dict(model=2, fsdp=True)]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_eight_devices_equal_one(mesh):
+    """Data parallel, tensor parallel, fully sharded: the same weights, losses and updates."""
+    cfg = change(train=dict(microbatches=1))
+    batch = jax.device_get(make_batch(cfg, UNEVEN))
+
+    def two_steps(cfg, devices):
+        mesh = partition.set_mesh(cfg, devices)
+        rows = partition.local_rows(8, mesh)
+        assert list(rows) == list(range(8))
+        placed = partition.put_batch(batch, 8, mesh)
+        first = jax.jit(train.init_state, static_argnums=0)(cfg)
+        state, _ = train_step(cfg, first, placed)
+        state, metrics = train_step(cfg, state, placed)
+        return jax.device_get((first.params, state.params, state.slots, metrics))
+
+    expected = two_steps(cfg, jax.devices()[:1])
+    many = two_steps(change(cfg, mesh=mesh), jax.devices())
+    assert_equal(many[0], expected[0])  # initial weights, bit for bit
+    assert_close(many[1:], expected[1:], 2e-5)
+
+
+def test_layouts_follow_the_rules():
+    """What is split over which mesh axis; nothing is compiled."""
+    cfg = change(mesh=dict(model=2, fsdp=True))
+    partition.set_mesh(cfg, jax.devices())
+    shapes = jax.eval_shape(lambda: train.init_state(cfg))
+    layout = {name: tuple(a.sharding.spec) for name, a in partition.flatten(shapes.params).items()}
+    assert layout["embed"] == ("model", "data") and layout["unembed"] == ("data", "model")
+    assert layout["encoder/layers/mlp/up"] == (None, "data", "model")
+    assert layout["decoder/layers/cross_attention/out"] == (None, "model", "data")
+    plain = model.param_specs(cfg.model)
+    assert tuple(plain["encoder"]["layers"]["mlp"]["down"]) == (None, "model", None)
+
+
+# ---- partition: checkpoints ----------------------------------------------------------------------
+
+
+def some_arrays(seed=0):
+    rng = np.random.default_rng(seed)
+    return {"a": {"b": jnp.float32(rng.standard_normal((6, 8)))}, "c": jnp.int32(7),
+            "d": jnp.bfloat16(rng.standard_normal(5)), "e": jnp.zeros((0, 3))}
+
+
+def template_of(tree, mesh, spec=jax.P()):
+    def leaf(a):
+        sharding = jax.NamedSharding(mesh, spec if a.ndim == 2 and a.size else jax.P())
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+
+    return jax.tree.map(leaf, tree)
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_checkpoints_round_trip_and_the_oldest_go(tmp_path, one_device, background):
+    checkpoints = partition.Checkpoints(tmp_path, keep=3, background=background)
+    for step in range(1, 6):
+        checkpoints.save(some_arrays(step), step)
+    checkpoints.wait()
+    assert checkpoints.steps() == [3, 4, 5]
+    assert sorted(p.name for p in checkpoints.folder.iterdir()) == [
+        f"step_{step:08}" for step in (3, 4, 5)]
+    step, arrays = checkpoints.load(template_of(some_arrays(), one_device))
+    assert step == 5
+    assert_equal(arrays, some_arrays(5))
+    assert partition.verify(checkpoints.path(5)) == []
+
+
+def test_equal_states_have_equal_piece_files(tmp_path):
+    for name in ("one", "two"):
+        partition.Checkpoints(tmp_path / name, background=False).save(some_arrays(), 1)
+    one, two = (sorted((tmp_path / name).rglob("*.msgpack")) for name in ("one", "two"))
+    assert [p.read_bytes() for p in one] == [p.read_bytes() for p in two]
+
+
+def test_piece_files_are_msgpack(tmp_path):
+    import msgpack
+
+    partition.Checkpoints(tmp_path, background=False).save(some_arrays(), 1)
+    (path,) = tmp_path.rglob("*.msgpack")
+    with open(path, "rb") as file:
+        values = list(msgpack.Unpacker(file))
+    headers = {header["name"]: (header, raw) for header, raw in zip(values[::2], values[1::2])}
+    header, raw = headers["a/b"]
+    assert header["bounds"] == [[0, 6], [0, 8]] and header["dtype"] == "float32"
+    assert_equal(np.frombuffer(raw, np.float32).reshape(6, 8), some_arrays()["a"]["b"])
+
+
+def test_restoring_onto_another_mesh(tmp_path, monkeypatch):
+    monkeypatch.setattr(partition, "PIECE_BYTES", 64)  # several pieces a shard
+    mesh = partition.set_mesh(change(mesh=dict(model=2)), jax.devices())
+    tree = some_arrays()
+    tree["a"]["b"] = jax.device_put(tree["a"]["b"], jax.NamedSharding(mesh, jax.P("model", "data")))
+    checkpoints = partition.Checkpoints(tmp_path, background=False)
+    checkpoints.save(tree, 1)
+    for spec in (jax.P(), jax.P("data"), jax.P(None, "model")):
+        if spec == jax.P("data"):
+            mesh = partition.set_mesh(SMALL, jax.devices()[:2])
+        _, arrays = checkpoints.load(template_of(tree, mesh, spec))
+        assert_equal(arrays, some_arrays())
+        assert arrays["a"]["b"].sharding.spec == spec
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "no pieces", "no manifest", "half manifest"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(tmp_path, capsys, one_device, damage):
+    checkpoints = partition.Checkpoints(tmp_path, background=False)
+    for step in (1, 2):
+        checkpoints.save(some_arrays(step), step)
+    folder = checkpoints.path(2)
+    (pieces,) = folder.glob("*.msgpack")
+    manifest, content = folder / "manifest.json", bytearray(pieces.read_bytes())
+    if damage == "flipped":
+        content[len(content) // 3] ^= 1
+        pieces.write_bytes(content)
+    elif damage == "truncated":
+        pieces.write_bytes(content[: len(content) // 2])
+    elif damage == "no pieces":
+        pieces.unlink()
+    elif damage == "no manifest":
+        manifest.unlink()
+    else:
+        manifest.write_text(manifest.read_text()[:100])
+    step, arrays = checkpoints.load(template_of(some_arrays(), one_device))
+    assert step == 1
+    assert_equal(arrays, some_arrays(1))
+    assert "step_00000002" in capsys.readouterr().err
+    assert partition.main(["--verify", str(folder)]) == 1
+    assert "step_00000002" in capsys.readouterr().out
+
+
+def test_a_save_that_was_killed_is_no_checkpoint(tmp_path, monkeypatch):
+    checkpoints = partition.Checkpoints(tmp_path, background=False)
+    checkpoints.save(some_arrays(1), 1)
+    monkeypatch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.save(some_arrays(2), 2)
+    monkeypatch.undo()
+    assert checkpoints.steps() == [1]
+    checkpoints.save(some_arrays(2), 2)
+    assert checkpoints.steps() == [1, 2] and partition.verify(checkpoints.path(2)) == []
+
+
+def test_an_error_in_the_background_is_not_lost(tmp_path):
+    checkpoints = partition.Checkpoints(tmp_path)
+    (tmp_path / "checkpoints").write_text("in the way")
+    checkpoints.save(some_arrays(), 1)
+    with pytest.raises(OSError):
+        checkpoints.wait()
+
+
+# ---- infer and evaluate --------------------------------------------------------------------------
+
+
+def test_cached_decoding_equals_uncached():
+    """Greedy answers and every step's logits beside the whole decoder run anew for each token."""
+    params = make_params(SMALL, seed=4)
+    T, B = 10, 3
+    batch = make_batch(change(data=dict(targets_length=T)), [(30, T), (12, T), (1, T)])
+    written = infer.generate(params, batch.inputs, batch.input_segments, SMALL.model, T)
+    encoded = model.encode(params, SMALL.model, batch.inputs, batch.input_segments)
+    cache = model.init_cache(params, SMALL.model, encoded, T)
+    step = jax.jit(model.decode_step, static_argnums=1)
+    ids, done = np.zeros((B, T + 1), int), np.zeros(B, bool)
+    for t in range(T):
+        whole = batch._replace(decoder_inputs=jnp.asarray(ids[:, :T]),
+                               target_segments=jnp.ones((B, T), int))
+        logits = forward(params, whole, SMALL.model)[:, t]
+        cached, cache = step(params, SMALL.model, jnp.asarray(ids[:, t]), t, cache,
+                             batch.input_segments)
+        assert_close(cached, logits)
+        ids[:, t + 1] = np.where(done, 0, np.argmax(logits, -1))
+        done |= ids[:, t + 1] == data.EOS
+    assert_equal(written, ids[:, 1:])
+
+
+def test_generation_ends_at_eos():
+    """A model that always prefers EOS writes it once, padding after it."""
+    params = make_params(SMALL)
+    params["unembed"] = params["unembed"].at[:].set(0).at[:, data.EOS].set(
+        100 * jnp.sign(params["decoder"]["norm"]))
+    batch = make_batch(SMALL, [(30, 8)])
+    encode = jax.jit(infer.generate, static_argnames=("cfg", "length"))
+    written = encode(params, batch.inputs, batch.input_segments, cfg=SMALL.model, length=5)
+    assert written.tolist()[0][1:] == [0] * 4 or data.EOS not in written.tolist()[0]
+
+
+def test_blanks_are_filled(tokenizer):
+    inputs = tokenizer.encode("alpha <extra_id_0> gamma <extra_id_1>") + [data.EOS]
+    targets = tokenizer.encode("<extra_id_0> beta delta <extra_id_1> theta") + [data.EOS, 0]
+    spans = infer.split_spans(targets, tokenizer)
+    assert infer.fill_blanks(inputs, {}, tokenizer) == "alpha ____ gamma ____"
+    assert infer.fill_blanks(inputs, spans, tokenizer) == "alpha [beta delta] gamma [theta]"
+
+
+def test_evaluation_counts_each_row_once(corpus, one_device):
+    """7 held-out rows in batches of 2, 4 and 7 give one loss."""
+    cfg = with_corpus(replace(corpus, inputs_length=12))
+    rows, sentinel = data.open_rows(cfg, "validation")
+    params = make_params(cfg)
+    results = []
+    for size in (2, 4, rows.count):
+        cfg = change(cfg, train=dict(batch_size=size))
+        batches = data.number_of_batches(cfg, "validation")
+        results.append(evaluate.teacher_forced(params, cfg, one_device, "validation", batches))
+    assert rows.count % 4 and rows.count > 4
+    for result in results[1:]:
+        np.testing.assert_allclose(list(result.values()), list(results[0].values()), rtol=1e-5)
+    batch = data.make_batch(cfg, "validation", 0)
+    losses, *_ = model.token_losses(params, jax.tree.map(jnp.asarray, batch), cfg)
+    content = (batch.targets > data.EOS) & (batch.targets <= sentinel - 100)
+    np.testing.assert_allclose(results[-1]["content_loss"], np.asarray(losses)[content].mean(), rtol=1e-5)
+
+
+def test_unigram_baseline_is_the_cross_entropy_of_the_counts(corpus):
+    cfg = with_corpus(corpus, batch_size=4)
+    rows, sentinel = data.open_rows(cfg, "train")
+    counts = np.ones(cfg.model.vocab_size)
+    for i in rows.corpus.read(rows.start, rows.stop):
+        counts[i] += 1
+    batches = data.number_of_batches(cfg, "validation")
+    content = [i for n in range(batches) for i in data.make_batch(cfg, "validation", n).targets.ravel()
+               if data.EOS < i <= sentinel - 100]
+    expected = -sum(math.log(counts[i] / counts.sum()) for i in content) / len(content)
+    assert abs(data.unigram_loss(cfg, batches) - expected) < 1e-9
+
+
+# ---- whole runs ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
+    """Compiled programs that the runs below share."""
+    return tmp_path_factory.mktemp("compiled")
+
+
+def flags_of(corpus, **more):
+    """Flags of a run small enough to take seconds."""
+    values = {f"data.{name}": value for name, value in dataclasses.asdict(corpus).items() if value}
+    values |= {f"model.{name}": getattr(SMALL.model, name) for name in (
+        "vocab_size", "d_model", "d_ff", "d_kv", "num_heads", "num_layers", "num_decoder_layers")}
+    values |= {"train.batch_size": 8, "train.steps": 400, "train.log_every": 20, "train.eval_every": 100,
+               "train.eval_batches": 2, "train.save_every": 50, "train.schedule": "constant",
+               "train.learning_rate": 0.01, "model.dropout": 0.1, **more}
+    return [f"--{name}={str(v).lower() if isinstance(v, bool) else v}" for name, v in values.items()]
+
+
+def start(compiled, *argv):
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(compiled)}
+    return subprocess.Popen([sys.executable, HERE / "train.py", *map(str, argv)], env=environment,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process):
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def wait_for_step(process, run_dir, step):
+    """Return once metrics.jsonl has a line of `step` or later."""
+    path = run_dir / "metrics.jsonl"
+    for _ in range(12_000):
+        lines = path.read_text().splitlines() if path.exists() else []
+        if any(json.loads(line)["step"] >= step for line in lines[:-1]):
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
+    raise AssertionError(f"no step {step} in a minute")
+
+
+def metrics_of(run_dir):
+    """metrics.jsonl without what a clock has measured."""
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith("timing/")}
+            for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_killed_and_resumed_equals_uninterrupted(corpus, compiled, tmp_path):
+    """kill -9 and SIGTERM on the way, and the same files in the end, bit for bit."""
+    flags = flags_of(corpus)
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    status, out, err = finish(start(compiled, "--run_dir", whole, *flags))
+    assert status == 0, err
+    for word in ("recipe tiny", "parameters", "devices", "34 raw tokens", "unigram", "held-out loss",
+                 "blanks", "truth", "infer.py", "evaluate.py"):
+        assert word in out, word
+    process = start(compiled, "--run_dir", broken, *flags)
+    wait_for_step(process, broken, 120)
+    process.kill()
+    process.wait()
+    process = start(compiled, "--run_dir", broken, *flags)
+    wait_for_step(process, broken, 240)
+    process.send_signal(signal.SIGTERM)
+    status, out, err = finish(process)
+    assert status == 0 and "resumed" in out and "stopped  at step" in out, err
+    status, out, err = finish(start(compiled, "--run_dir", broken))  # its own recipe now
+    assert status == 0 and "resumed" in out and "done" in out, err
+    assert metrics_of(whole) == metrics_of(broken)
+    assert [line["step"] for line in metrics_of(whole) if "train/loss" in line] == [*range(20, 401, 20)]
+    one, two = (partition.Checkpoints(folder).path(400) for folder in (whole, broken))
+    (one,), (two,) = one.glob("*.msgpack"), two.glob("*.msgpack")
+    assert one.read_bytes() == two.read_bytes()
+    status, out, _ = finish(start(compiled, "--run_dir", broken))
+    assert status == 0 and out.splitlines()[-1].startswith("finished")
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """A run of a few steps, made in this process: (run directory, its flags)."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "text.txt").write_text("\n".join(sentences(150)))
+    corpus = DataConfig(source=f"text:{folder}/text.txt:lines", vocab="train:60", inputs_length=32,
+                        targets_length=8, prepared_dir=str(folder / "prepared"))
+    flags = flags_of(corpus, **{"train.steps": 6, "train.save_every": 3, "train.log_every": 1,
+                                "train.eval_every": 6})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
+        patch.setattr(partition, "start_jax", lambda: None)
+        assert train.main(["--run_dir", str(folder / "run"), *flags]) == 0
+    return folder / "run", flags
+
+
+def test_run_directory(trained):
+    run_dir, _ = trained
+    assert {p.name for p in run_dir.iterdir()} == {
+        ".lock", "config.json", "spiece.model", "metrics.jsonl", "checkpoints"}
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 6]
+    assert {"train/loss", "train/cross_ent_loss", "train/z_loss", "train/accuracy",
+            "train/learning_rate", "train/gradient_norm", "train/non_padding_fraction/inputs",
+            "train/non_padding_fraction/targets", "timing/seqs_per_second",
+            "timing/target_tokens_per_second", "timing/steps_per_second",
+            "timing/model_flops_per_second", "timing/model_flops_fraction",
+            "timing/data_wait_fraction"} <= set(lines[0])
+    assert {"training_eval/span_corruption/loss", "training_eval/span_corruption/accuracy"} < set(lines[-1])
+
+
+def test_the_other_commands_read_the_run(trained, capsys, monkeypatch):
+    run_dir, _ = trained
+    monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
+    monkeypatch.setattr(partition, "start_jax", lambda: None)
+    status, out, _ = run(infer, capsys, monkeypatch, "--run_dir", run_dir, "alpha <extra_id_0> beta")
+    assert status == 0
+    status, out, _ = run(evaluate, capsys, monkeypatch, "--run_dir", run_dir)
+    assert status == 0 and "cross_ent_loss" in out and "step 6" in out
+    status, out, _ = run(partition, capsys, monkeypatch, "--verify",
+                         partition.Checkpoints(run_dir).path(6))
+    assert status == 0 and "whole" in out
+    status, out, _ = run(model, capsys, monkeypatch, "--run_dir", run_dir)
+    assert status == 0 and "encoder/layers/attention/query" in out
+
+
+# ---- bad input -----------------------------------------------------------------------------------
+
+BAD = {
+    "unknown recipe": (["--config", "tinny"], "did you mean tiny"),
+    "unknown flag": (["--train.setps", "5"], "did you mean train.steps"),
+    "abbreviated flag": (["--train.step", "5"], "did you mean train.steps"),
+    "no number": (["--train.steps", "many"], "takes int"),
+    "no truth value": (["--mesh.fsdp", "yes"], "true or false"),
+    "no such file": (["--data.source", "text:nowhere/*.txt"], "No file matches nowhere/*.txt"),
+    "no such kind": (["--data.source", "csv:a"], "python:, text:"),
+    "no such recipe file": (["--config", "none.py"], "no file none.py"),
+    "heads": (["--mesh.model", "8"], "4 heads"),
+    "devices": (["--mesh.model", "3"], "8 devices"),
+    "batch": (["--train.batch_size", "12"], "12 rows"),
+    "microbatches": (["--train.microbatches", "16"], "4 rows"),
+    "too few targets": (["--data.source", "random:", "--data.targets_length", "7"],
+                        "--data.targets_length to 8"),
+    "too few sentinels": (["--data.source", "random:", "--data.inputs_length", "2000",
+                           "--data.targets_length", "500"], "needs 111 sentinels"),
+    "absent C4": (["--config", "small_c4", "--data.tfds_dir", "nowhere"], "nowhere/c4/en"),
+    "no vocabulary": (["--data.vocab", "none.model"], "train:32000"),
+    "bad schedule": (["--data.source", "random:", "--train.schedule", "constant * magic"], "magic"),
+    "bad optimizer": (["--data.source", "random:", "--train.optimizer", "sgd"], "adafactor"),
+    "bad activation": (["--data.source", "random:", "--model.activation", "tanh"], "gated_gelu"),
+    "bad remat": (["--data.source", "random:", "--model.remat", "some"], "dots"),
+    "no noise": (["--data.source", "random:", "--data.noise_density", "0"], "noise_density"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_users_mistake_is_one_sentence(name, tmp_path, capsys, monkeypatch):
+    argv, expected = BAD[name]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(partition, "start_jax", lambda: None)
+    status, _, err = run(train, capsys, monkeypatch, "--run_dir", "run", *argv)
+    assert status == 2 and expected in err and "Traceback" not in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_empty_and_short_corpora_are_refused(tmp_path, capsys, monkeypatch, tokenizer):
+    monkeypatch.chdir(tmp_path)
+    Path("empty.txt").write_text("\n\n")
+    Path("one.txt").write_text("alpha beta")
+    Path("v.model").write_bytes(tokenizer.serialized)
+    for name in ("empty", "one"):
+        status, _, err = run(data, capsys, monkeypatch, "--prepare", "--data.source",
+                             f"text:{name}.txt", "--data.vocab", "v.model", "--model.vocab_size", 256)
+        assert status == 2 and f"{name}.txt" in err
+    status, _, err = run(data, capsys, monkeypatch, "--prepare", "--data.source", "text:one.txt")
+    assert status == 2 and "too little text" in err and "train:" in err
+
+
+def test_a_vocabulary_of_another_size_is_refused(trained, capsys, monkeypatch, tmp_path):
+    run_dir, flags = trained
+    flags = [flag for flag in flags if "model.vocab_size" not in flag]
+    status, _, err = run(train, capsys, monkeypatch, "--run_dir", tmp_path / "run", *flags,
+                         "--model.vocab_size", 512)
+    assert status == 2 and "--model.vocab_size 256" in err
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_a_run_of_another_config_is_refused_and_the_fields_listed(trained, capsys, monkeypatch):
+    run_dir, flags = trained
+    before = (run_dir / "config.json").read_bytes()
+    status, _, err = run(train, capsys, monkeypatch, "--run_dir", run_dir, "--train.seed", 1,
+                         "--model.d_ff", 64, "--train.steps", 9)
+    assert status == 2 and "train.seed 1 (was 0)" in err and "model.d_ff 64 (was 48)" in err
+    assert "train.steps" not in err and (run_dir / "config.json").read_bytes() == before
+
+
+def test_two_runs_in_one_directory_are_refused(trained, capsys, monkeypatch):
+    run_dir, _ = trained
+    monkeypatch.setattr(partition, "start_jax", lambda: None)
+    monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
+    _, lock = train.open_run(configs.load_run(run_dir), run_dir)
+    status, _, err = run(train, capsys, monkeypatch, "--run_dir", run_dir)
+    assert status == 2 and "Another process trains" in err
+    lock.close()
+    status, out, _ = run(train, capsys, monkeypatch, "--run_dir", run_dir)
+    assert status == 0 and "finished" in out
+
+
+def test_a_checkpoint_of_another_model_is_refused(trained, tmp_path, one_device):
+    run_dir, _ = trained
+    cfg = configs.load_run(run_dir)
+    with pytest.raises(configs.UserError, match=r"has no array|asks for"):
+        infer.load_params(change(cfg, model=dict(d_ff=64)), run_dir)
+    shutil.copytree(run_dir, tmp_path / "moved")  # a run directory is the unit a user moves about
+    infer.load_params(cfg, tmp_path / "moved")
