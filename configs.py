@@ -14,6 +14,7 @@ import difflib
 import importlib.util
 import inspect
 import json
+import math
 import os
 import re
 import sys
@@ -48,7 +49,7 @@ class DataConfig:
     source: str = "python:"  # python:, text:GLOB, jsonl:GLOB or random:
     validation_source: str = ""  # empty: the last 1 % of the source's documents are held out
     task: str = "span_corruption"  # what is made of a document
-    vocab: str = "train:32000"  # train:PIECES (from the source) or the path of a SentencePiece model
+    vocab: str = "train:32000"  # train:PIECES, from the source, or a SentencePiece model's path
     inputs_length: int = 512  # tokens of a row of inputs, EOS included
     targets_length: int = 114  # tokens of a row of targets, EOS included
     noise_density: float = 0.15  # part of the tokens that span corruption removes
@@ -113,9 +114,11 @@ SECTIONS = ("model", "data", "train", "decode", "mesh")
 SIZES = {  # T5 1.1, t5x/examples/t5/t5_1_1/{size}.gin
     "small": ModelConfig(),
     "base": ModelConfig(d_model=768, d_ff=2048, num_heads=12, num_layers=12, num_decoder_layers=12),
-    "large": ModelConfig(d_model=1024, d_ff=2816, num_heads=16, num_layers=24, num_decoder_layers=24),
+    "large": ModelConfig(d_model=1024, d_ff=2816, num_heads=16, num_layers=24,
+                         num_decoder_layers=24),
     "xl": ModelConfig(d_model=2048, d_ff=5120, num_heads=32, num_layers=24, num_decoder_layers=24),
-    "xxl": ModelConfig(d_model=4096, d_ff=10240, num_heads=64, num_layers=24, num_decoder_layers=24),
+    "xxl": ModelConfig(d_model=4096, d_ff=10240, num_heads=64, num_layers=24,
+                       num_decoder_layers=24),
 }
 
 C4 = DataConfig(source="tfds:c4/en")
@@ -138,7 +141,7 @@ RECIPES = {
         DataConfig(source="random:"),
         TrainConfig(steps=10, batch_size=8, log_every=1, eval_every=0, save_every=0),
     ),
-    # Pretraining on C4: t5x/examples/t5/t5_1_1/examples/{small,base}_c4_pretrain.gin, and the larger
+    # Pretraining on C4: t5x/examples/t5/t5_1_1/examples/{small,base}_c4_pretrain.gin, the larger
     # sizes likewise. By t5x/configs/runs/pretrain.gin the rate is 0.01 for 10,000 steps, then
     # 1 / sqrt(step).
     "small_c4": Config("small_c4", SIZES["small"], C4, TrainConfig(steps=10_000, batch_size=256)),
@@ -242,7 +245,8 @@ def load_recipe(name):
                             f"python configs.py lists them.")
         return RECIPES[name]
     if not os.path.exists(name):
-        raise UserError(f"There is no file {name}: --config takes a recipe's name or a Python file.")
+        raise UserError(
+            f"There is no file {name}: --config takes a recipe's name or a Python file.")
     module_spec = importlib.util.spec_from_file_location("recipe", name)
     module = importlib.util.module_from_spec(module_spec)
     module_spec.loader.exec_module(module)
@@ -255,8 +259,8 @@ def load_run(run_dir):
     """Run directory -> the Config it was trained with."""
     path = os.path.join(run_dir, "config.json")
     if not os.path.exists(path):
-        raise UserError(f"There is no run in {run_dir} (no config.json): --run_dir names a folder that "
-                        f"train.py made.")
+        raise UserError(f"There is no run in {run_dir} (no config.json): --run_dir names a folder "
+                        f"that train.py made.")
     with open(path) as file:
         stored = json.load(file)
     cfg, known = Config(stored["name"]), {f"{s}.{knob.name}" for s, knob, _ in fields(Config(""))}
@@ -272,7 +276,8 @@ def save_run(cfg, run_dir):
     """Write RUN_DIR/config.json, which load_run reads."""
     resolved = {section: dataclasses.asdict(getattr(cfg, section)) for section in SECTIONS
                 if section not in NOT_READ_BACK}
-    write_file(os.path.join(run_dir, "config.json"), json.dumps({"name": cfg.name, **resolved}, indent=1))
+    content = json.dumps({"name": cfg.name, **resolved}, indent=1)
+    write_file(os.path.join(run_dir, "config.json"), content)
 
 
 def resolve(args, changes):
@@ -290,9 +295,43 @@ def resolve(args, changes):
                    if not {name, name.split(".")[0]} & FREE}
         if changed:
             listed = ", ".join(f"{name} {new} (was {old})" for name, (new, old) in changed.items())
-            raise UserError(f"{run_dir} holds a run with another configuration: {listed}. Go on without "
-                            f"these flags, or name another --run_dir.")
+            raise UserError(f"{run_dir} holds a run with another configuration: {listed}. Go on "
+                            f"without these flags, or name another --run_dir.")
+    check(cfg)
     return cfg, run_dir
+
+
+CHOICES = {
+    "model.activation": ("gated_gelu", "gated_silu", "relu"),
+    "model.dtype": ("auto", "float32", "bfloat16"),
+    "model.remat": ("none", "dots", "full"),
+    "data.task": ("span_corruption",),
+    "data.on_error": ("stop", "skip"),
+    "train.optimizer": ("adafactor", "adamw"),
+}
+RANGES = {  # lowest and highest value; whole numbers not named here are at least 1
+    "model.dropout": (0, 0.99), "data.noise_density": (0.001, 0.999),
+    "data.mean_span_length": (1, 1000), "train.label_smoothing": (0, 0.99),
+    **{f"train.{name}": (0, math.inf) for name in (
+        "start_step", "schedule_offset", "log_every", "eval_every", "eval_batches", "save_every")},
+    "train.seed": (0, 2**31 - 1),
+}
+
+
+def check(cfg):
+    """Refuse values that no run can have, before anything is begun."""
+    for section, knob, value in fields(cfg):
+        name = f"{section}.{knob.name}"
+        low, high = RANGES.get(name, (1 if knob.type in (int, int | None) else -math.inf, math.inf))
+        if name in CHOICES and value not in CHOICES[name]:
+            raise UserError(f"--{name} is one of {', '.join(CHOICES[name])}, not {value!r}.")
+        if isinstance(value, int | float) and not low <= value <= high:
+            bounds = f"at least {low}" if high == math.inf else f"between {low} and {high}"
+            raise UserError(f"--{name} must be {bounds}; it is {value}.")
+    if cfg.train.batch_size % cfg.train.microbatches:
+        raise UserError(f"--train.microbatches {cfg.train.microbatches} does not divide "
+                        f"the {cfg.train.batch_size} rows of --train.batch_size: change one of "
+                        f"the two.")
 
 
 def show_changes(cfg):
@@ -339,11 +378,12 @@ def run_command(main):
 
 def main(argv):
     if not argv:
-        print("recipe          T5 1.1              task                lengths  batch    steps")
+        print("recipe       T5 1.1                 task               lengths batch     steps")
         for name, cfg in RECIPES.items():
             m, d, t = cfg.model, cfg.data, cfg.train
-            print(f"{name:15} {m.num_layers}+{m.num_decoder_layers} layers of {m.d_model:<6}"
-                  f" {d.task:18} {d.inputs_length:>4}/{d.targets_length:<4} {t.batch_size:>4} {t.steps:>9,}")
+            size = f"{m.num_layers}+{m.num_decoder_layers} layers of {m.d_model}"
+            print(f"{name:12} {size:22} {d.task:17} {d.inputs_length:>4}/{d.targets_length:<4} "
+                  f"{t.batch_size:>4} {t.steps:>9,}")
         print("\npython configs.py NAME prints one; python train.py --config NAME runs it.")
         return
     cfg = load_recipe(argv[0])

@@ -106,8 +106,8 @@ class Tokenizer:
         special = [piece.piece for piece in model.pieces[:3]]
         if special != ["<pad>", "</s>", "<unk>"]:
             raise UserError(
-                f"{name} begins with the pieces {special}, but T5 needs <pad>, </s>, <unk> as ids 0, 1 "
-                f"and 2: train it with pad_id=0, eos_id=1, unk_id=2, bos_id=-1."
+                f"{name} begins with the pieces {special}, but T5 needs <pad>, </s>, <unk> as ids "
+                f"0, 1 and 2: train it with pad_id=0, eos_id=1, unk_id=2, bos_id=-1."
             )
         if model.pieces[-1].piece not in ("▁<extra_id_0>", "<extra_id_0>"):
             for k in reversed(range(SENTINELS)):
@@ -131,7 +131,8 @@ class Tokenizer:
     def decode(self, ids):
         """Ids -> text, up to the first EOS; padding is left out, unused rows are unknown."""
         ids = [int(i) if i < self.size else UNK for i in ids]
-        return self.processor.decode([i for i in ids[: ids.index(EOS) if EOS in ids else None] if i])
+        end = ids.index(EOS) if EOS in ids else None
+        return self.processor.decode([i for i in ids[:end] if i != PAD])
 
 
 def load_tokenizer(path):
@@ -140,13 +141,13 @@ def load_tokenizer(path):
         return Tokenizer(Path(path).read_bytes(), str(path))
     except OSError as error:
         raise UserError(
-            f"No vocabulary at {path} ({error.strerror}): give --data.vocab the path of a SentencePiece "
-            f"model, or train one on the source with --data.vocab train:32000."
+            f"No vocabulary at {path} ({error.strerror}): give --data.vocab the path of a "
+            f"SentencePiece model, or train one on the source with --data.vocab train:32000."
         ) from error
 
 
 def train_tokenizer(texts, pieces, most_lines=1_000_000):
-    """Train a unigram vocabulary of `pieces` pieces, sentinels not counted, on an iterable of texts.
+    """Train a unigram vocabulary of `pieces` pieces, sentinels not counted, on texts.
 
     Of a large source the first `most_lines` lines are enough; a million need about 10 GB of memory.
     The thread count is fixed because the pieces found depend on it.
@@ -274,9 +275,10 @@ def tfds_source(name, split, cfg):
     found = sorted(folder.glob(f"{version or '*'}/dataset_info.json"))
     if not found:
         raise UserError(
-            f"{name} is not in {folder / version}: name the folder of your TFDS datasets (array_record) "
-            f"with --data.tfds_dir or TFDS_DATA_DIR, or read C4's own files with --data.source "
-            f"'jsonl:DIR/c4-train.*.json.gz', or any text with --data.source 'text:DIR/*.txt'.")
+            f"{name} is not in {folder / version}: name the folder of your TFDS datasets "
+            f"(array_record) with --data.tfds_dir or TFDS_DATA_DIR, or read C4's own files with "
+            f"--data.source 'jsonl:DIR/c4-train.*.json.gz', or any text with --data.source "
+            f"'text:DIR/*.txt'.")
     import tensorflow_datasets as tfds  # half a second, and no other source needs it
 
     builder = tfds.builder_from_directory(found[-1].parent)
@@ -373,17 +375,20 @@ def prepare(source, split, tokenizer, cfg):
     for number, part in enumerate(tqdm(parts, f"preparing {source}", unit="part", leave=False)):
         mark = folder / f"{number:05}.json"
         if not mark.exists():
-            part_counts = prepare_part(part, folder / f"{number:05}", tokenizer, dtype, cfg.on_error)
-            configs.write_file(mark, json.dumps(part_counts))
+            stem = folder / f"{number:05}"
+            configs.write_file(mark, json.dumps(
+                prepare_part(part, stem, tokenizer, dtype, cfg.on_error)))
         counts.append(json.loads(mark.read_text()))
-    total = {key: sum(count[key] for count in counts) for key in ("documents", "tokens", "unknown", "skipped")}
+    total = {key: sum(count[key] for count in counts)
+             for key in ("documents", "tokens", "unknown", "skipped")}
     if not total["tokens"]:
         raise UserError(f"{source} holds no text: nothing to train on.")
     index = {"format": 1, "source": source, "split": split, "vocabulary": tokenizer.sha256, **total,
              "parts": [{"name": part.name} | count for part, count in zip(parts, counts)]}
     configs.write_file(folder / "index.json", json.dumps(index, indent=1))
-    configs.note(f"prepared {source}: {total['documents']:,} documents, {total['tokens']:,} tokens, "
-                 f"{total['unknown'] / total['tokens']:.3%} unknown, {total['skipped']:,} skipped")
+    configs.note(f"prepared {source}: {total['documents']:,} documents, {total['tokens']:,} "
+                 f"tokens, {total['unknown'] / total['tokens']:.3%} unknown, {total['skipped']:,} "
+                 f"lines skipped")
     return folder
 
 
@@ -400,7 +405,8 @@ def prepare_part(part, stem, tokenizer, dtype, on_error):
             out = io.BytesIO()
             np.save(out, array)
             configs.write_file(f"{name}.{kind}.npy", out.getbuffer())
-        counts["shards"].append({"name": Path(name).name, "tokens": len(ids), "documents": len(held)})
+        counts["shards"].append(
+            {"name": Path(name).name, "tokens": len(ids), "documents": len(held)})
         counts["documents"] += len(held)
         counts["tokens"] += len(ids)
         counts["unknown"] += int((ids == UNK).sum())
@@ -459,7 +465,8 @@ class RandomTokens:
         self.size, self.seed = size, seed
 
     def read(self, start, stop):
-        return (3 + random_bits(self.seed, np.arange(start, stop)) % (self.size - 3)).astype(np.uint16)
+        bits = random_bits(self.seed, np.arange(start, stop))
+        return (3 + bits % (self.size - 3)).astype(np.int32)
 
 
 # ---- span corruption -----------------------------------------------------------------------------
@@ -472,7 +479,7 @@ class RandomTokens:
 
 
 def noise_counts(length, cfg):
-    """Raw tokens -> (tokens removed, spans they are removed in). Rounding as in t5, half to even."""
+    """Raw tokens -> (tokens removed, spans they are removed in), rounded as in t5, half to even."""
     noise = int(np.round(np.float32(length) * np.float32(cfg.noise_density)))
     noise = min(max(noise, 1), length - 1)
     return noise, max(1, round(noise / cfg.mean_span_length))
@@ -578,7 +585,7 @@ class Rows:
 
 @functools.lru_cache(maxsize=8)
 def open_rows(cfg, split):
-    """Config, "train" or "validation" -> (Rows, id of the first sentinel); prepares what is missing."""
+    """Config, "train" or "validation" -> (Rows, id of <extra_id_0>). Prepares what is missing."""
     if cfg.data.source == "random:":
         tokens = RandomTokens(cfg.model.vocab_size - SENTINELS, cfg.train.seed)
         start, stop, size = 0, tokens.tokens, cfg.model.vocab_size
@@ -587,7 +594,7 @@ def open_rows(cfg, split):
         size = tokenizer.size
         if not size <= cfg.model.vocab_size < size + 128:
             raise UserError(
-                f"The vocabulary has {size} ids (its pieces and {SENTINELS} sentinels) and the model "
+                f"The vocabulary has {size} ids (its pieces and {SENTINELS} sentinels), the model "
                 f"{cfg.model.vocab_size}: set --model.vocab_size {-(-size // 128) * 128}.")
         own = split == "validation" and cfg.data.validation_source
         tokens = Corpus(prepare(own or cfg.data.source, split, tokenizer, cfg.data))
@@ -599,15 +606,18 @@ def open_rows(cfg, split):
     noise, spans = noise_counts(length, cfg.data)
     if noise + spans + 1 > cfg.data.targets_length:
         raise UserError(
-            f"Span corruption of {cfg.data.inputs_length} inputs makes {noise + spans + 1} targets: set "
-            f"--data.targets_length to {noise + spans + 1} or more (it is {cfg.data.targets_length}).")
+            f"Span corruption of {cfg.data.inputs_length} inputs makes {noise + spans + 1} "
+            f"targets; set --data.targets_length to {noise + spans + 1} or more (it is "
+            f"{cfg.data.targets_length}).")
     if spans > SENTINELS:
         raise UserError(
             f"Span corruption of {cfg.data.inputs_length} inputs needs {spans} sentinels and the "
-            f"vocabulary has {SENTINELS}: set --data.inputs_length lower or --data.mean_span_length higher.")
+            f"vocabulary has {SENTINELS}: set --data.inputs_length lower or "
+            f"--data.mean_span_length higher.")
     rows = Rows(tokens, start, stop, length)
     if rows.count < 1:
-        raise UserError(f"The {split} split of {cfg.data.source} is empty: it needs two documents or more.")
+        raise UserError(f"The {split} split of {cfg.data.source} is empty: give it two documents "
+                        f"or more.")
     return rows, size - 1
 
 
@@ -674,9 +684,10 @@ def describe_spans(cfg):
     """DataConfig -> one line of arithmetic: how raw tokens become inputs and targets."""
     raw = raw_length(cfg)
     noise, spans = noise_counts(raw, cfg)
-    return (f"{raw} raw tokens, {noise} of them removed in {spans} spans: {raw - noise} kept + {spans} "
-            f"sentinels + EOS = {raw - noise + spans + 1} inputs, {noise} + {spans} + EOS = "
-            f"{noise + spans + 1} targets")
+    inputs, targets = raw - noise + spans + 1, noise + spans + 1
+    return (f"{raw} raw tokens, {noise} of them removed in {spans} spans: {raw - noise} kept + "
+            f"{spans} sentinels + EOS = {inputs} inputs, {noise} + {spans} + EOS = "
+            f"{targets} targets")
 
 
 def show_row(ids, segments, tokenizer):

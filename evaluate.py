@@ -35,7 +35,7 @@ def batch_sums(params, batch, cfg, first_sentinel):
 
 
 def teacher_forced(params, cfg, mesh, split, batches):
-    """Loss over the first `batches` of a split, each row once -> {metric: nats per token, or 0-1}."""
+    """Loss over the first batches of a split, each row once -> {metric: nats per token, or 0-1}."""
     B = cfg.train.batch_size
     rows = partition.local_rows(B, mesh)
     _, sentinel = data.open_rows(cfg, split)

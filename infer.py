@@ -21,7 +21,7 @@ from configs import UserError
 
 @functools.partial(jax.jit, static_argnames=("cfg", "length"))
 def generate(params, inputs, input_segments, cfg, length):
-    """Greedy decoding: ModelConfig, inputs, input_segments [B, S] -> ids [B, length], EOS then 0."""
+    """Greedy decoding: inputs, input_segments [B, S] -> ids [B, length], 0 after EOS."""
     encoded = model.encode(params, cfg, inputs, input_segments)
     cache = model.init_cache(params, cfg, encoded, length)
 
@@ -89,7 +89,8 @@ def load_params(cfg, run_dir):
 
 
 def main(argv):
-    args, changes = configs.parse_args(__doc__, argv, text_=dict(help="text with <extra_id_0> blanks"))
+    args, changes = configs.parse_args(
+        __doc__, argv, text_=dict(help="text with <extra_id_0> blanks"))
     if not args.run_dir:
         raise UserError("--run_dir names the run whose model answers, for instance runs/tiny.")
     cfg = configs.override(configs.load_run(args.run_dir), changes)

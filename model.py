@@ -37,7 +37,7 @@ class Param(NamedTuple):
 
 
 def param_table(cfg):
-    """ModelConfig -> the nested dict of Params. Init, layouts, checkpoints and counts follow from it.
+    """ModelConfig -> the nested dict of Params. Init, layouts, checkpoints and counts follow.
 
     Attention weights are matrices [D, H*C] and [H*C, D], as Adafactor must factor them. There is no
     1/sqrt(d_kv) in the attention: it is in the initial scale of `query`.
@@ -98,7 +98,8 @@ def init_params(cfg, key, rules=RULES):
         if p.init == "ones":
             return jnp.ones(p.shape, out_sharding=layout)
         if p.init == "uniform":
-            return jax.random.uniform(key, p.shape, minval=-p.scale, maxval=p.scale, out_sharding=layout)
+            return jax.random.uniform(key, p.shape, minval=-p.scale, maxval=p.scale,
+                                      out_sharding=layout)
         if p.init == "normal":
             return p.scale * jax.random.normal(key, p.shape, out_sharding=layout)
         cut = 0.87962566103423978  # standard deviation of a normal cut off at +-2
@@ -116,7 +117,7 @@ def count_params(table):
 def train_flops(cfg, S, T):
     """Floating-point operations to train on one example of S inputs and T targets.
 
-    Every matrix product, forward once and backward twice; nothing that is computed again is counted.
+    Every matrix product, forward once and backward twice; what is computed again is not counted.
     """
     D, F, A = cfg.d_model, cfg.d_ff, cfg.num_heads * cfg.d_kv
     matrices = 3 if cfg.activation.startswith("gated_") else 2
@@ -234,7 +235,8 @@ def mask_of(query_segments, key_segments, causal=False):
 def split_heads(x, cfg):
     """[B, K, H*C] -> [B, K, H, C]."""
     rows, _, columns = layout(x)
-    return x.reshape(*x.shape[:2], cfg.num_heads, cfg.d_kv, out_sharding=P(rows, None, columns, None))
+    return x.reshape(*x.shape[:2], cfg.num_heads, cfg.d_kv,
+                     out_sharding=P(rows, None, columns, None))
 
 
 def keys_values(w, x, cfg):
@@ -262,7 +264,8 @@ add_bias.defvjp(lambda scores, bias: (scores + bias, None), add_bias_backward)
 
 
 def attend(q, k, v, bias, mask):
-    """q [B, Q, H, C]; k, v [B, K, H, C]; bias [1, H, Q, K] or None; mask [B, 1, Q, K]: softmax(q k) v."""
+    """softmax(q k + bias + mask) v: q [B, Q, H, C]; k, v [B, K, H, C]; bias [1, H, Q, K] or None;
+    mask [B, 1, Q, K] -> [B, Q, H, C]. The softmax is float32."""
     scores = jnp.einsum("bqhc,bkhc->bhqk", q, k, preferred_element_type=jnp.float32)
     scores = mask + (scores if bias is None else add_bias(scores, bias))
     probabilities = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
@@ -309,7 +312,7 @@ def embed(params, ids, cfg, key):
 def scan_layers(layer, x, name, scanned, cfg):
     """Run `layer(weights, x, ...)` for each layer of a stack, as one compiled loop body.
 
-    name: encoder or decoder; scanned: the stack's weights and what else each layer gets its part of.
+    name: encoder or decoder; scanned: the stack's weights, and what else each layer gets a part of.
 
     What the backward pass keeps is cfg.remat: "dots" keeps the products with weights, which cost
     the time, and computes the attention scores again, which cost the memory.
@@ -364,7 +367,8 @@ def decoder_layer(w, x, bias, self_mask, cross_kv, cross_mask, cfg, key=None, ca
     h = rms_norm(x, w["self_attention"]["norm"])
     kv = keys_values(w["self_attention"], h, cfg)
     if cache is not None:
-        kv = cache = tuple(lax.dynamic_update_slice_in_dim(c, n, at, axis=1) for c, n in zip(cache, kv))
+        kv = cache = tuple(
+            lax.dynamic_update_slice_in_dim(old, new, at, axis=1) for old, new in zip(cache, kv))
     x += attention(w["self_attention"], h, kv, bias, self_mask, cfg, key_self)
     h = rms_norm(x, w["cross_attention"]["norm"])
     x += attention(w["cross_attention"], h, cross_kv, None, cross_mask, cfg, key_cross)
@@ -469,14 +473,14 @@ def cross_entropy(logits, targets, z_loss=0.0, label_smoothing=0.0):
 
 
 def token_losses(params, batch, cfg, key=None):
-    """Config, Batch -> cross entropy, z-loss (nats) and whether argmax is the target, each [B, T]."""
+    """Config, Batch -> cross entropy, z-loss (nats), whether argmax is the target: each [B, T]."""
     logits = forward(params, batch, cfg.model, key)
     loss, z_loss = cross_entropy(logits, batch.targets, cfg.train.z_loss, cfg.train.label_smoothing)
     return loss, z_loss, jnp.argmax(logits, axis=-1) == batch.targets
 
 
 def loss_fn(params, batch, cfg, key=None):
-    """Sums over the real target tokens of a batch -> (loss, {cross_ent_loss, z_loss, correct, tokens}).
+    """Sums over a batch's real target tokens -> (loss, {cross_ent_loss, z_loss, correct, tokens}).
 
     The loss is cross entropy plus z-loss, in nats, summed as well: whoever calls divides.
     """
@@ -493,8 +497,9 @@ def describe(cfg):
     """Config -> one line: how many parameters, and where, and what an example costs."""
     table, lengths = param_table(cfg.model), (cfg.data.inputs_length, cfg.data.targets_length)
     parts = ", ".join(f"{name} {count_params(part):,}" for name, part in table.items())
-    return (f"{count_params(table):,} parameters ({parts}); {train_flops(cfg.model, *lengths) / 1e9:.5g} "
-            f"GFLOP to train on one example of {lengths[0]} + {lengths[1]} tokens")
+    flops = train_flops(cfg.model, *lengths) / 1e9
+    return (f"{count_params(table):,} parameters ({parts}); {flops:.5g} GFLOP to train on one "
+            f"example of {lengths[0]} + {lengths[1]} tokens")
 
 
 def main(argv):

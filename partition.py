@@ -43,7 +43,7 @@ RULES = {
 RULES_AT_REST = {**RULES, "embed": "data"}
 
 
-# Peak TFLOP/s of one device in bfloat16 (dense), by its data sheet; the names are jax's device_kind.
+# Peak TFLOP/s of one device in bfloat16 (dense), by its data sheet; names as in jax's device_kind.
 CHIPS = {
     "H200": 989.5, "H100": 989.5, "A100": 312.0, "V100": 125.0,
     "TPU v3": 61.5, "TPU v4": 275.0, "TPU v5 lite": 197.0, "TPU v5p": 459.0, "TPU v6 lite": 918.0,
@@ -58,7 +58,8 @@ def spec(axes, rules=RULES):
 def start_jax():
     """Before the first device is touched: keep compiled programs between runs."""
     if not jax.config.jax_compilation_cache_dir:
-        jax.config.update("jax_compilation_cache_dir", os.path.expanduser("~/.cache/plain_t5/compiled"))
+        jax.config.update("jax_compilation_cache_dir",
+                          os.path.expanduser("~/.cache/plain_t5/compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
@@ -74,12 +75,12 @@ def set_mesh(cfg, devices=None):
         (cfg.model.d_ff % cfg.mesh.model == 0,
          f"--mesh.model {cfg.mesh.model} does not divide d_ff {cfg.model.d_ff}"),
         (cfg.model.vocab_size % cfg.mesh.model == 0,
-         f"--mesh.model {cfg.mesh.model} does not divide the vocabulary's {cfg.model.vocab_size} rows"),
+         f"--mesh.model {cfg.mesh.model} does not divide the {cfg.model.vocab_size} embeddings"),
         (micro % max(data, 1) == 0,
          f"{micro} rows (--train.batch_size over --train.microbatches) cannot be dealt evenly to "
          f"{data} data-parallel devices"),
         (not cfg.mesh.fsdp or cfg.model.d_model % max(data, 1) == 0,
-         f"--mesh.fsdp splits d_model {cfg.model.d_model} over {data} devices, which does not divide it"),
+         f"--mesh.fsdp cannot split d_model {cfg.model.d_model} evenly over {data} devices"),
     ):
         if not good:
             raise UserError(f"{sentence}: change one of the two.")
@@ -97,18 +98,20 @@ def local_rows(batch_size, mesh):
 
 def put_batch(batch, batch_size, mesh):
     """This process's rows of a batch (arrays [rows, length]) -> global arrays split over "data"."""
+    def put(a):
+        return jax.make_array_from_process_local_data(sharding, a, (batch_size, *a.shape[1:]))
+
     sharding = NamedSharding(mesh, P("data"))
-    return jax.tree.map(
-        lambda a: jax.make_array_from_process_local_data(sharding, a, (batch_size, *a.shape[1:])), batch)
+    return jax.tree.map(put, batch)
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
 # run_dir/checkpoints/step_00001000/pieces-00000-of-00001.msgpack   the pieces that process 0 holds
-#                                   manifest.json   step, shapes, dtypes, place and crc32 of each piece
+#                                   manifest.json   step, shapes, dtypes, place and crc32 of pieces
 #
-# A piece file is a valid msgpack stream: a header, the bytes of a piece, a header, ... It is written
-# straight from the arrays' memory. The manifest is written last and the folder gets its name after
-# that: what has the name is whole.
+# A piece file is a valid msgpack stream: a header, the bytes of a piece, a header, ... It is
+# written straight from the arrays' memory. The manifest is written last and the folder gets its
+# name after that: what has the name is whole.
 
 FORMAT = 1
 PIECE_BYTES = 1 << 30  # msgpack's limit for one value is 4 GiB
@@ -203,7 +206,8 @@ class Checkpoints:
     def save(self, tree, step):
         """Start to write a nested dict of arrays; waits for the checkpoint before it."""
         self.wait()
-        arrays = {name: {"shape": a.shape, "dtype": a.dtype.name} for name, a in flatten(tree).items()}
+        arrays = {name: {"shape": a.shape, "dtype": a.dtype.name}
+                  for name, a in flatten(tree).items()}
         pieces = own_pieces(tree)
         if self.background:
             self.writing = self.writer.submit(self.commit, arrays, list(pieces), step)
@@ -216,7 +220,7 @@ class Checkpoints:
             shutil.rmtree(self.path(old))
 
     def wait(self):
-        """Return when nothing is being written; what went wrong in the background is raised here."""
+        """Return when nothing is being written; an error in the background is raised here."""
         writing, self.writing = self.writing, None
         if writing:
             writing.result()
@@ -241,15 +245,16 @@ def read_manifest(folder):
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder / 'manifest.json'} cannot be read ({error})") from error
     if manifest["format"] > FORMAT:
-        raise CheckpointError(f"{folder} has format {manifest['format']}, this version reads {FORMAT}")
+        raise CheckpointError(
+            f"{folder} has format {manifest['format']}, this version reads {FORMAT}")
     return manifest
 
 
 def read_piece(folder, place, shape, dtype):
     """One piece as an array over its file, its checksum verified."""
-    path, count = folder / place["file"], math.prod(shape)
+    path, size = folder / place["file"], math.prod(shape) * dtype.itemsize
     try:
-        data = np.memmap(path, np.uint8, "r", place["offset"], (count * dtype.itemsize,)) if count else b""
+        data = np.memmap(path, np.uint8, "r", place["offset"], (size,)) if size else b""
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is missing or too short ({error})") from error
     if zlib.crc32(data) != place["crc32"]:
@@ -286,7 +291,7 @@ def read_checkpoint(folder, template):
                     return np.array(piece)  # a copy: jax may keep the memory it is given
                 out = np.empty([c - a for a, c in cuts], dtype) if out is None else out
                 out[tuple(slice(a - b, c - b) for (a, c), (b, _) in zip(inside, cuts))] = piece
-            return out
+            return np.empty([c - a for a, c in cuts], dtype) if out is None else out  # of size 0
 
         return jax.make_array_from_callback(shape, wanted.sharding, part)
 

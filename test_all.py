@@ -91,8 +91,15 @@ def make_batch(cfg, lengths, seed=0):
 
 
 def to_batch(inputs, targets, input_segments, target_segments):
-    batch = data.complete_batch(np.int32(inputs), np.int32(targets), input_segments, target_segments)
-    return jax.tree.map(jnp.asarray, batch)
+    tokens = np.int32(inputs), np.int32(targets)
+    return jax.tree.map(jnp.asarray, data.complete_batch(*tokens, input_segments, target_segments))
+
+
+def place(params, cfg):
+    """Nested dict of NumPy arrays -> parameters in the layout of the current mesh."""
+    mesh = jax.sharding.get_mesh()
+    return jax.tree.map(lambda w, spec: jax.device_put(w, jax.NamedSharding(mesh, spec)),
+                        params, model.param_specs(cfg))
 
 
 forward = jax.jit(model.forward, static_argnums=2)
@@ -102,7 +109,8 @@ train_step = jax.jit(train.train_step, static_argnums=0)
 
 def assert_close(a, b, tolerance=1e-5):
     """Every leaf of two trees, relative to the largest value of the leaf."""
-    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
+    leaves = zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True)
+    for (path, x), y in leaves:
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
         np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * max(np.abs(y).max(), 1e-30),
                                    err_msg=jax.tree_util.keystr(path))
@@ -128,7 +136,8 @@ def test_imports_go_one_way():
     allowed = {
         "configs": "", "data": "configs", "partition": "configs", "model": "configs partition",
         "infer": "configs data partition model", "evaluate": "configs data partition model infer",
-        "train": "configs data partition model infer evaluate", "convert": "configs partition model",
+        "train": "configs data partition model infer evaluate",
+        "convert": "configs partition model",
     }
     for path in HERE.glob("*.py"):
         names = set()
@@ -163,10 +172,10 @@ def test_recipes_are_listed_and_printed(capsys, monkeypatch):
     status, out, _ = run(configs, capsys, monkeypatch)
     assert status == 0 and all(name in out for name in configs.RECIPES)
     status, out, _ = run(configs, capsys, monkeypatch, "small_c4")
-    for line in ("batch_size             256", "steps                  10000", "dropout                0.0",
-                 "inputs_length          512", "targets_length         114", "save_every             1000",
-                 "eval_every             1000", "eval_batches           20"):
-        assert re.search(re.escape(line) + r"\b", out), line
+    values = dict(re.findall(r"^  (\w+) +(\S+)", out, re.MULTILINE))
+    for name, value in dict(batch_size=256, steps=10000, dropout=0.0, inputs_length=512, keep=3,
+                            targets_length=114, save_every=1000, eval_every=1000).items():
+        assert values[name] == str(value)
 
 
 def test_every_field_has_a_comment():
@@ -216,7 +225,8 @@ def test_random_bits_are_even():
 
 # ---- data: vocabulary ----------------------------------------------------------------------------
 
-WORDS = ["alpha", "beta", "gamma", "delta", "theta", "kappa", "lambda", "omega", "sigma", "zeta"]
+WORDS = ["".join(np.random.default_rng(i).choice(list("abcdefghijklmnopqrstuvwxyz"), 5))
+         for i in range(200)] + ["alpha", "beta", "gamma", "delta", "theta"] * 10
 
 
 def sentences(count, seed=0):
@@ -261,7 +271,7 @@ def test_python_source_is_the_manual_and_the_docstrings():
     assert {"this", "antigravity", "turtledemo"}.isdisjoint(set(sys.modules) - before)
     assert 1_500_000 < sum(map(len, documents)) < 4_000_000
     assert any(d.startswith('The "assert" statement') for d in documents)  # pydoc_data/topics.py
-    assert any("Encoder and decoder" in d or "JSON (JavaScript Object Notation)" in d for d in documents)
+    assert any("JSON (JavaScript Object Notation)" in d for d in documents)  # json/__init__.py
 
 
 @pytest.fixture
@@ -341,7 +351,7 @@ def test_bad_lines_stop_or_are_counted(tmp_path, corpus):
 
 
 @pytest.mark.parametrize("inputs, mean, raw, noise, spans, targets", [
-    (512, 3, 568, 85, 28, 114), (1024, 3, 1137, 171, 57, 229), (1024, 20, 1194, 179, 9, 189)])
+    (512, 3, 568, 85, 28, 114), (1024, 3, 1137, 171, 57, 229), (1024, 20, 1193, 179, 9, 189)])
 def test_lengths_are_t5s(inputs, mean, raw, noise, spans, targets):
     """T5, mT5 and ByT5 as released: 114, 229 and 189 targets."""
     cfg = DataConfig(inputs_length=inputs, mean_span_length=mean)
@@ -400,7 +410,7 @@ def test_span_corruption_loses_nothing():
             elif i != data.EOS:
                 spans[32099 - len(spans) + 1].append(i)
         for i in inputs[row]:
-            rebuilt += spans[i] if i >= 32000 else [i] * (i != data.EOS)
+            rebuilt += spans[i] if i >= 32000 else [i] if i != data.EOS else []
         assert rebuilt == tokens[row].tolist()
         assert list(spans) == list(range(32099, 32099 - 28, -1))
         assert inputs[row, 0] < 32000 and inputs[row, -2] == 32099 - 27
@@ -454,7 +464,8 @@ def test_an_epoch_has_every_row_once_and_new_noise(corpus):
         for step in range(number * rows.count, (number + 1) * rows.count):
             batch = data.make_batch(cfg, "train", step)
             clean = batch.inputs[0][: np.argmax(batch.inputs[0] > sentinel - 100)]
-            seen += [r for r in range(rows.count) if np.array_equal(rows.read(r)[: len(clean)], clean)]
+            seen += [row for row in range(rows.count)
+                     if np.array_equal(rows.read(row)[: len(clean)], clean)]
             inputs.append(batch.inputs[0].tolist())
         return inputs, seen
 
@@ -487,9 +498,10 @@ def test_decoder_inputs_begin_anew_in_each_segment():
 
 
 def test_show_prints_rows_and_speed(corpus, capsys, monkeypatch):
-    flags = [f"--data.{name}={value}" for name, value in dataclasses.asdict(corpus).items() if value]
-    monkeypatch.setattr(data, "tokens_per_second", lambda work, tokens: work(0) or 1e6)
-    status, out, _ = run(data, capsys, monkeypatch, "--show", "2", "--model.vocab_size", 256, *flags)
+    values = dataclasses.asdict(corpus) | {"tfds_dir": ".", "validation_source": ""}
+    flags = [f"--data.{name}={value}" for name, value in values.items()]
+    monkeypatch.setattr(data, "tokens_per_second", lambda work, tokens: len(work(0)) * 1e6)
+    status, out, _ = run(data, capsys, monkeypatch, "--show", 2, "--model.vocab_size", 256, *flags)
     assert status == 0 and out.count("<extra_id_0>") == 4 and "M raw tokens/s" in out
     assert "row 1, targets" in out and "row 2" not in out
 
@@ -528,9 +540,9 @@ def test_parameter_counts_are_the_published_ones(name):
 
 
 def test_flops_are_the_sum_of_all_products():
-    """T5 1.1 small on 512 + 114 tokens: 106.25 GFLOP; and the products a traced forward pass has."""
+    """T5 1.1 small on 512 + 114 tokens: 106.25 GFLOP; and those of a traced forward pass."""
     assert round(model.train_flops(ModelConfig(), 512, 114) / 1e9, 2) == 106.25
-    cfg = change(data=dict(inputs_length=10))
+    cfg = change(data=dict(inputs_length=10), model=dict(relative_buckets=20))
     batch = make_batch(cfg, [(10, 8)])
     jaxpr = jax.make_jaxpr(model.forward, static_argnums=2)(make_params(cfg), batch, cfg.model)
     R = cfg.model.relative_buckets
@@ -539,9 +551,9 @@ def test_flops_are_the_sum_of_all_products():
         total = 0
         for e in jaxpr.eqns:
             if e.primitive.name == "dot_general":
-                a, b = (v.aval.shape for v in e.invars)
+                a = e.invars[0].aval.shape
                 (contract, _), _ = e.params["dimension_numbers"]
-                if R in (a[contract[0]], ) and R in b and a[-1] == R:
+                if a[contract[0]] == R:
                     continue  # the look-up of relative biases is not counted
                 total += 2 * times * math.prod(e.outvars[0].aval.shape) * math.prod(
                     a[i] for i in contract)
@@ -627,9 +639,8 @@ def map_t5x(cfg, array):
     for path, p in partition.flatten(model.param_table(cfg)).items():
         names = [t5x_name(path, i, cfg.activation.startswith("gated"))
                  for i in range(p.shape[0] if p.axes[0] == "layers" else 1)]
-        arrays = [array(name, p.shape[len(p.shape) - len(p.axes) + (p.axes[0] == "layers"):])
-                  for name in names]
-        params[path] = jnp.asarray(np.stack(arrays) if p.axes[0] == "layers" else arrays[0])
+        arrays = [array(name, p.shape[p.axes[0] == "layers" :]) for name in names]
+        params[path] = np.stack(arrays) if p.axes[0] == "layers" else arrays[0]
     return flax.traverse_util.unflatten_dict(params, sep="/")
 
 
@@ -647,7 +658,7 @@ def test_golden_numbers_of_t5x():
         x = 1 + 0.2 * x if name.endswith("scale") else x if name.endswith("embedding") else 0.2 * x
         return np.float32(x)
 
-    params = map_t5x(cfg.model, seeded)
+    params = place(map_t5x(cfg.model, seeded), cfg.model)
     batch = to_batch(
         np.array([[5, 6, 7, 1, 9, 10, 1, 0, 0], [11, 12, 13, 14, 15, 16, 17, 18, 1]]),
         np.array([[20, 21, 1, 30, 31, 1], [40, 41, 42, 1, 0, 0]]),
@@ -656,7 +667,7 @@ def test_golden_numbers_of_t5x():
     logits = forward(params, batch, cfg.model)
     golden = [[1.4555141, 0.42333144, -0.15120158, 0.3399155],
               [-0.5843415, -0.38347715, 0.35488006, -0.91896]]
-    np.testing.assert_allclose([logits[0, 4, :4], logits[1, 3, -4:]], golden, atol=2e-6)
+    np.testing.assert_allclose([logits[0, 4, :4], logits[1, 3, -4:]], golden, atol=1e-5)
     loss = jax.value_and_grad(model.loss_fn, has_aux=True)
     (loss, sums), grads = jax.jit(loss, static_argnums=2)(params, batch, cfg)
     norm = math.sqrt(sum(float(jnp.sum(g * g)) for g in jax.tree.leaves(grads)))
@@ -675,7 +686,7 @@ def test_network_equals_t5xs(name):
                    d_kv=shape["head_dim"], num_heads=shape["num_heads"],
                    num_layers=shape["num_encoder_layers"],
                    num_decoder_layers=shape["num_decoder_layers"]))
-    params = map_t5x(cfg.model, lambda name, _: case[f"params/{name}"])
+    params = place(map_t5x(cfg.model, lambda name, _: case[f"params/{name}"]), cfg.model)
     inputs, targets = case["encoder_input_tokens"], case["decoder_target_tokens"]
     packed = "encoder_segment_ids" in case
     batch = to_batch(inputs, targets, case["encoder_segment_ids"] if packed else inputs > 0,
@@ -691,11 +702,10 @@ def test_network_equals_t5xs(name):
     np.testing.assert_allclose(float(loss), case["loss_sum"], rtol=1e-6)
     np.testing.assert_allclose(float(sums["z_loss"]), case["z_loss"], rtol=1e-5)
     assert int(sums["tokens"]) == case["weight_sum"]
-    expected = map_t5x(cfg.model, lambda name, _: case[f"grad_sq/{name}"])
-    for (path, g), square in zip(partition.flatten(grads).items(),
-                                 partition.flatten(expected).values(), strict=True):
-        axes = tuple(range(square.ndim, g.ndim))
-        np.testing.assert_allclose(jnp.sum(g * g, axes), square, rtol=1e-4, err_msg=path)
+    expected = partition.flatten(map_t5x(cfg.model, lambda name, _: case[f"grad_sq/{name}"]))
+    for path, g in partition.flatten(grads).items():
+        axes = tuple(range(expected[path].ndim, g.ndim))
+        np.testing.assert_allclose(jnp.sum(g * g, axes), expected[path], rtol=1e-4, err_msg=path)
 
 
 def from_hugging_face(state, cfg):
@@ -713,7 +723,8 @@ def from_hugging_face(state, cfg):
         if rest == ["relative_bias"]:
             return state[f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"].T
         _, block, name = rest
-        kind = {"mlp": "DenseReluDense", "cross_attention": "EncDecAttention"}.get(block, "SelfAttention")
+        kind = {"mlp": "DenseReluDense", "cross_attention": "EncDecAttention"}.get(
+            block, "SelfAttention")
         number = {"mlp": 1 + (stack == "decoder"), "cross_attention": 1}.get(block, 0)
         place = f"{stack}.block.{layer}.layer.{number}"
         if name == "norm":
@@ -724,8 +735,8 @@ def from_hugging_face(state, cfg):
     for path, p in partition.flatten(model.param_table(cfg)).items():
         layers = p.shape[0] if p.axes[0] == "layers" else 1
         arrays = np.stack([array(path, i) for i in range(layers)])
-        params[path] = jnp.asarray(arrays if p.axes[0] == "layers" else arrays[0])
-    return flax.traverse_util.unflatten_dict(params, sep="/")
+        params[path] = arrays if p.axes[0] == "layers" else arrays[0]
+    return place(flax.traverse_util.unflatten_dict(params, sep="/"), cfg)
 
 
 @pytest.mark.parametrize("activation, tied", [
@@ -746,7 +757,8 @@ def test_logits_equal_hugging_faces(activation, tied):
             network.config.scale_decoder_outputs = False
     with torch.no_grad():
         for name, p in network.named_parameters():
-            p.copy_(1 + 0.1 * torch.randn(p.shape) if "norm" in name else 0.3 * torch.randn(p.shape))
+            noise = torch.randn(p.shape)
+            p.copy_(1 + 0.1 * noise if "norm" in name else 0.3 * noise)
     params = from_hugging_face({k: v.numpy() for k, v in network.state_dict().items()}, cfg)
     batch = make_batch(change(data=dict(inputs_length=150)), [(150, 8), (40, 8), (1, 8)])
     with torch.no_grad():
@@ -795,7 +807,7 @@ def test_a_position_depends_on_no_later_one():
                      np.ones((1, 3), int), np.ones((1, 5), int))
 
     def logits_at(params, t):
-        return model.forward(params, batch, SMALL.model)[0, t].sum()
+        return (model.forward(params, batch, SMALL.model).sum(-1) * (jnp.arange(5) == t)).sum()
 
     grad = jax.jit(jax.grad(logits_at))
     for t in range(5):
@@ -837,7 +849,8 @@ def test_bfloat16_leaves_the_sums_in_float32():
     params, batch = make_params(cfg), make_batch(cfg, [(30, 8), (12, 5)])
     jaxpr = jax.make_jaxpr(train.gradients, static_argnums=0)(cfg, params, batch, None)
     sensitive = {"exp", "log", "rsqrt", "reduce_sum", "reduce_max", "scatter-add"}
-    kinds = {(e.primitive.name, e.invars[0].aval.dtype.name) for e in equations(jaxpr.jaxpr)}
+    kinds = {(e.primitive.name, e.invars[0].aval.dtype.name) for e in equations(jaxpr.jaxpr)
+             if e.invars and hasattr(e.invars[0].aval, "dtype")}
     assert {kind for name, kind in kinds if name == "dot_general"} == {"bfloat16", "float32"}
     assert {name for name, kind in kinds if kind == "bfloat16"} & sensitive <= {"reduce_sum"}
     for e in equations(jaxpr.jaxpr):  # bfloat16 is summed only in the gradient of a norm's scale
@@ -854,13 +867,14 @@ def test_bfloat16_leaves_the_sums_in_float32():
 def test_dropout_is_placed_and_shared_as_in_t5x():
     """One mask each for: embedding, attention, its output, MLP hidden, its output, both ends.
 
-    Masks are shared over a row's positions, attention's over the queries; the encoder's last is not.
+    Masks are shared over a row's positions, attention's over queries; the encoder's last is not.
     """
     cfg = change(model=dict(dropout=0.1, num_layers=1, num_decoder_layers=1))
     B, S, T = 2, cfg.data.inputs_length, cfg.data.targets_length
     D, F, H = cfg.model.d_model, cfg.model.d_ff, cfg.model.num_heads
     batch, params = make_batch(cfg, [(30, 8), (12, 5)]), make_params(cfg)
-    jaxpr = jax.make_jaxpr(model.forward, static_argnums=2)(params, batch, cfg.model, jax.random.key(0))
+    trace = jax.make_jaxpr(model.forward, static_argnums=2)
+    jaxpr = trace(params, batch, cfg.model, jax.random.key(0))
     drawn = sorted(e.outvars[0].aval.shape for e in equations(jaxpr.jaxpr)
                    if e.primitive.name == "random_bits")
     stack = [(B, 1, D), (B, 1, D), (B, 1, F), (B, 1, D)]  # embedding, attention, hidden, MLP
@@ -935,7 +949,8 @@ def test_schedules_equal_t5xs():
 
 
 def test_t5s_schedule():
-    rates = [float(train.learning_rate(step, TrainConfig())) for step in (0, 10_000, 40_000, 1_000_000)]
+    steps = (0, 10_000, 40_000, 1_000_000)
+    rates = [float(train.learning_rate(step, TrainConfig())) for step in steps]
     np.testing.assert_allclose(rates, [0.01, 0.01, 0.005, 0.001], rtol=1e-6)
 
 
@@ -954,41 +969,44 @@ def test_adafactor_equals_t5xs():
     for step in range(recorded["steps"]):
         grads = {}
         for i, path in enumerate(paths):
-            g = np.random.default_rng([step, i]).standard_normal(table[path].shape) * 10.0**-(step % 4)
-            grads[path] = jnp.float32(g * (step != 5 or i != 0))
+            g = np.random.default_rng([step, i]).standard_normal(table[path].shape)
+            grads[path] = jnp.float32(g * 10.0**-(step % 4) * (step != 5 or i != 0))
         params, slots = update(params, grads, slots, jnp.int32(step), case["lr"][step])
         for path in paths:
             w = np.asarray(params[path], np.float64)
             key = f"param/{path}/{step + 1}"
             if key in case:
                 np.testing.assert_allclose(w, case[key], rtol=1e-6, atol=1e-6, err_msg=key)
-            else:
+            elif f"{key}/corner" in case:  # of the large ones a part, at some steps
                 corner = case[f"{key}/corner"]
                 np.testing.assert_allclose(w[tuple(map(slice, corner.shape))], corner, rtol=1e-6,
                                            atol=1e-6, err_msg=key)
                 np.testing.assert_allclose(
                     [np.abs(w).sum(), math.sqrt((w * w).mean())],
                     [case[f"{key}/sumabs"], case[f"{key}/rms"]], rtol=1e-6, err_msg=key)
-    for path in paths:  # T5X calls the mean over the larger dimension the row
-        theirs = [case[f"state/{path}/{name}"] for name in ("v_row", "v_col", "v")
-                  if case.get(f"state/{path}/{name}", np.zeros(1)).size > 1]
-        for ours in slots[path].values():
-            np.testing.assert_allclose(ours, next(a for a in theirs if a.shape == ours.shape),
-                                       rtol=1e-5, err_msg=path)
+    compared = 0
+    for path in paths:  # which of the two means T5X calls the row depends on the sizes
+        theirs = [case.get(f"state/{path}/{name}", np.zeros(0)) for name in ("v_row", "v_col", "v")]
+        for ours, a in itertools.product(slots[path].values(), theirs):
+            if ours.shape == a.shape:
+                np.testing.assert_allclose(ours, a, rtol=1e-5, err_msg=path)
+                compared += 1
+    assert compared == 10  # three matrices by two means, four whole
 
 
 def test_adafactor_equals_optax_layer_by_layer():
     """Stacked layers beside optax.adafactor on each layer alone: the other route to the numbers."""
     table = {"matrix": model.Param((3, 130, 128), ("layers", "embed", "mlp")),
              "narrow": model.Param((3, 130, 120), ("layers", "embed", "mlp")),
-             "norm": model.Param((200, 160), ("layers", "embed")),  # many layers do not make a matrix
+             "norm": model.Param((200, 160), ("layers", "embed")),  # layers make no matrix
              "embed": model.Param((256, 130), ("vocab", "embed"))}
     rng = np.random.default_rng(0)
     params = {k: jnp.float32(rng.standard_normal(p.shape)) for k, p in table.items()}
     optimizer = optax.adafactor(0.01, weight_decay_rate=None)
     slots = train.adafactor_init(table, partition.RULES)
     assert {k: set(s) for k, s in slots.items()} == {
-        "matrix": {"row", "column"}, "narrow": {"full"}, "norm": {"full"}, "embed": {"row", "column"}}
+        "matrix": {"row", "column"}, "narrow": {"full"}, "norm": {"full"},
+        "embed": {"row", "column"}}
     ours, theirs = params, {
         k: [w[i] for i in range(len(w))] if table[k].axes[0] == "layers" else [w]
         for k, w in params.items()}
@@ -1039,24 +1057,12 @@ def test_each_microbatch_has_its_own_dropout():
     assert_close(grads, jax.tree.map(lambda a, b: (a + b) / 2, *parts))
 
 
-def test_loss_divisor_scales_gradients_and_nothing_that_is_logged():
-    state, batch = train.init_state(SMALL), make_batch(SMALL, UNEVEN)
+def test_loss_divisor_scales_the_gradients_alone():
+    """With T5X's divisor the gradients are smaller; what is logged stays per real target token."""
     cfg = change(train=dict(loss_divisor=233472.0))
-    _, grads = gradients(SMALL, state.params, batch, None)
-    sums, scaled = gradients(cfg, state.params, batch, None)
-    factor = float(sums["tokens"]) / 233472
-    assert float(sums["tokens"]) == sum(m for _, m in UNEVEN)
-    assert_close(scaled, jax.tree.map(lambda g: g * factor, grads))
-    _, metrics = train_step(SMALL, state, batch)
-    _, with_divisor = train_step(cfg, state, batch)
-    for name in ("loss", "cross_ent_loss", "z_loss", "accuracy"):
-        assert metrics[name] == with_divisor[name]
-
-
-def test_metrics_are_per_real_token():
-    state, batch = train.init_state(SMALL), make_batch(SMALL, UNEVEN)
-    _, metrics = train_step(SMALL, state, batch)
-    logits = np.asarray(forward(state.params, batch, SMALL.model), np.float64)
+    state, batch = train.init_state(cfg), make_batch(cfg, UNEVEN)
+    _, metrics = train_step(cfg, state, batch)
+    logits = np.asarray(forward(state.params, batch, cfg.model), np.float64)
     real = np.asarray(batch.targets) > 0
     log_z = np.log(np.exp(logits).sum(-1))
     chosen = np.take_along_axis(logits, np.asarray(batch.targets)[..., None], -1)[..., 0]
@@ -1066,10 +1072,12 @@ def test_metrics_are_per_real_token():
         "non_padding_fraction/targets": real.mean(), "learning_rate": 0.01,
         "non_padding_fraction/inputs": (np.asarray(batch.inputs) > 0).mean()}
     expected["loss"] = expected["cross_ent_loss"] + expected["z_loss"]
+    _, grads = gradients(SMALL, state.params, batch, None)  # divided by the real target tokens
+    tokens = sum(m for _, m in UNEVEN)
+    expected["gradient_norm"] = float(optax.global_norm(grads)) * tokens / 233472
+    assert set(metrics) == set(expected)
     for name, value in expected.items():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
-    _, grads = gradients(SMALL, state.params, batch, None)
-    assert_close(metrics["gradient_norm"], optax.global_norm(grads))
 
 
 def test_an_update_that_is_not_finite_is_skipped_and_counted():
@@ -1188,8 +1196,10 @@ def test_restoring_onto_another_mesh(tmp_path, monkeypatch):
         assert arrays["a"]["b"].sharding.spec == spec
 
 
-@pytest.mark.parametrize("damage", ["flipped", "truncated", "no pieces", "no manifest", "half manifest"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(tmp_path, capsys, one_device, damage):
+@pytest.mark.parametrize(
+    "damage", ["flipped", "truncated", "no pieces", "no manifest", "half manifest"])
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys, one_device, damage):
+    """It is named, and the one before is taken."""
     checkpoints = partition.Checkpoints(tmp_path, background=False)
     for step in (1, 2):
         checkpoints.save(some_arrays(step), step)
@@ -1262,13 +1272,19 @@ def test_cached_decoding_equals_uncached():
 
 def test_generation_ends_at_eos():
     """A model that always prefers EOS writes it once, padding after it."""
-    params = make_params(SMALL)
-    params["unembed"] = params["unembed"].at[:].set(0).at[:, data.EOS].set(
-        100 * jnp.sign(params["decoder"]["norm"]))
-    batch = make_batch(SMALL, [(30, 8)])
-    encode = jax.jit(infer.generate, static_argnames=("cfg", "length"))
-    written = encode(params, batch.inputs, batch.input_segments, cfg=SMALL.model, length=5)
-    assert written.tolist()[0][1:] == [0] * 4 or data.EOS not in written.tolist()[0]
+    params = jax.device_get(make_params(SMALL))
+    batch = make_batch(SMALL, [(30, 8), (4, 8)])
+    for sign in (1, -1):  # the column is parallel to the first decoder output, or opposed to it
+        x = model.decode(place(params, SMALL.model), SMALL.model, jnp.zeros((2, 1), jnp.int32),
+                         jnp.ones((2, 1), jnp.int32), model.encode(
+                             place(params, SMALL.model), SMALL.model, batch.inputs,
+                             batch.input_segments), batch.input_segments)
+        params["unembed"] = 0 * params["unembed"]
+        params["unembed"][:, data.EOS] = sign * np.asarray(x[0, 0])
+        params["unembed"][:, 7] = -params["unembed"][:, data.EOS]
+        written = infer.generate(place(params, SMALL.model), batch.inputs, batch.input_segments,
+                                 SMALL.model, 5).tolist()
+        assert written[0] == [data.EOS, 0, 0, 0, 0] if sign > 0 else written[0][0] == 7
 
 
 def test_blanks_are_filled(tokenizer):
@@ -1280,8 +1296,10 @@ def test_blanks_are_filled(tokenizer):
 
 
 def test_evaluation_counts_each_row_once(corpus, one_device):
-    """7 held-out rows in batches of 2, 4 and 7 give one loss."""
-    cfg = with_corpus(replace(corpus, inputs_length=12))
+    """The rows of a held-out source in batches of 2, of 4 and in one give one loss."""
+    held_out = Path(corpus.prepared_dir).with_name("held_out.text")
+    held_out.write_text("\n".join(sentences(5, seed=9)))
+    cfg = with_corpus(replace(corpus, validation_source=f"text:{held_out}"))
     rows, sentinel = data.open_rows(cfg, "validation")
     params = make_params(cfg)
     results = []
@@ -1295,7 +1313,8 @@ def test_evaluation_counts_each_row_once(corpus, one_device):
     batch = data.make_batch(cfg, "validation", 0)
     losses, *_ = model.token_losses(params, jax.tree.map(jnp.asarray, batch), cfg)
     content = (batch.targets > data.EOS) & (batch.targets <= sentinel - 100)
-    np.testing.assert_allclose(results[-1]["content_loss"], np.asarray(losses)[content].mean(), rtol=1e-5)
+    np.testing.assert_allclose(results[-1]["content_loss"], np.asarray(losses)[content].mean(),
+                               rtol=1e-5)
 
 
 def test_unigram_baseline_is_the_cross_entropy_of_the_counts(corpus):
@@ -1305,8 +1324,9 @@ def test_unigram_baseline_is_the_cross_entropy_of_the_counts(corpus):
     for i in rows.corpus.read(rows.start, rows.stop):
         counts[i] += 1
     batches = data.number_of_batches(cfg, "validation")
-    content = [i for n in range(batches) for i in data.make_batch(cfg, "validation", n).targets.ravel()
-               if data.EOS < i <= sentinel - 100]
+    content = [
+        i for n in range(batches) for i in data.make_batch(cfg, "validation", n).targets.ravel()
+        if data.EOS < i <= sentinel - 100]
     expected = -sum(math.log(counts[i] / counts.sum()) for i in content) / len(content)
     assert abs(data.unigram_loss(cfg, batches) - expected) < 1e-9
 
@@ -1325,10 +1345,11 @@ def flags_of(corpus, **more):
     values = {f"data.{name}": value for name, value in dataclasses.asdict(corpus).items() if value}
     values |= {f"model.{name}": getattr(SMALL.model, name) for name in (
         "vocab_size", "d_model", "d_ff", "d_kv", "num_heads", "num_layers", "num_decoder_layers")}
-    values |= {"train.batch_size": 8, "train.steps": 400, "train.log_every": 20, "train.eval_every": 100,
-               "train.eval_batches": 2, "train.save_every": 50, "train.schedule": "constant",
-               "train.learning_rate": 0.01, "model.dropout": 0.1, **more}
-    return [f"--{name}={str(v).lower() if isinstance(v, bool) else v}" for name, v in values.items()]
+    values |= {"train.batch_size": 8, "train.steps": 400, "train.log_every": 20,
+               "train.eval_every": 100, "train.eval_batches": 2, "train.save_every": 50,
+               "train.schedule": "constant", "train.learning_rate": 0.01, "model.dropout": 0.1,
+               **more}
+    return [f"--{name}={value}" for name, value in values.items()]
 
 
 def start(compiled, *argv):
@@ -1366,9 +1387,10 @@ def test_killed_and_resumed_equals_uninterrupted(corpus, compiled, tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     status, out, err = finish(start(compiled, "--run_dir", whole, *flags))
     assert status == 0, err
-    for word in ("recipe tiny", "parameters", "devices", "34 raw tokens", "unigram", "held-out loss",
-                 "blanks", "truth", "infer.py", "evaluate.py"):
-        assert word in out, word
+    said = [out.index(words) for words in (
+        "recipe tiny", "parameters", "devices", "34 raw tokens", "unigram", "held-out loss",
+        "blanks", "truth", "infer.py", "evaluate.py", "train.py")]
+    assert said == sorted(said)
     process = start(compiled, "--run_dir", broken, *flags)
     wait_for_step(process, broken, 120)
     process.kill()
@@ -1381,7 +1403,8 @@ def test_killed_and_resumed_equals_uninterrupted(corpus, compiled, tmp_path):
     status, out, err = finish(start(compiled, "--run_dir", broken))  # its own recipe now
     assert status == 0 and "resumed" in out and "done" in out, err
     assert metrics_of(whole) == metrics_of(broken)
-    assert [line["step"] for line in metrics_of(whole) if "train/loss" in line] == [*range(20, 401, 20)]
+    steps = [line["step"] for line in metrics_of(whole) if "train/loss" in line]
+    assert steps == [*range(20, 401, 20)]
     one, two = (partition.Checkpoints(folder).path(400) for folder in (whole, broken))
     (one,), (two,) = one.glob("*.msgpack"), two.glob("*.msgpack")
     assert one.read_bytes() == two.read_bytes()
@@ -1417,14 +1440,16 @@ def test_run_directory(trained):
             "timing/target_tokens_per_second", "timing/steps_per_second",
             "timing/model_flops_per_second", "timing/model_flops_fraction",
             "timing/data_wait_fraction"} <= set(lines[0])
-    assert {"training_eval/span_corruption/loss", "training_eval/span_corruption/accuracy"} < set(lines[-1])
+    assert {"training_eval/span_corruption/loss", "training_eval/span_corruption/accuracy",
+            "training_eval/span_corruption/z_loss"} < set(lines[-1])
 
 
 def test_the_other_commands_read_the_run(trained, capsys, monkeypatch):
     run_dir, _ = trained
     monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
     monkeypatch.setattr(partition, "start_jax", lambda: None)
-    status, out, _ = run(infer, capsys, monkeypatch, "--run_dir", run_dir, "alpha <extra_id_0> beta")
+    text = "alpha <extra_id_0> beta"
+    status, out, _ = run(infer, capsys, monkeypatch, "--run_dir", run_dir, text)
     assert status == 0
     status, out, _ = run(evaluate, capsys, monkeypatch, "--run_dir", run_dir)
     assert status == 0 and "cross_ent_loss" in out and "step 6" in out
@@ -1480,8 +1505,9 @@ def test_empty_and_short_corpora_are_refused(tmp_path, capsys, monkeypatch, toke
     Path("one.txt").write_text("alpha beta")
     Path("v.model").write_bytes(tokenizer.serialized)
     for name in ("empty", "one"):
-        status, _, err = run(data, capsys, monkeypatch, "--prepare", "--data.source",
-                             f"text:{name}.txt", "--data.vocab", "v.model", "--model.vocab_size", 256)
+        status, _, err = run(
+            data, capsys, monkeypatch, "--prepare", "--data.source", f"text:{name}.txt",
+            "--data.vocab", "v.model", "--model.vocab_size", 256)
         assert status == 2 and f"{name}.txt" in err
     status, _, err = run(data, capsys, monkeypatch, "--prepare", "--data.source", "text:one.txt")
     assert status == 2 and "too little text" in err and "train:" in err
