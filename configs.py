@@ -46,8 +46,8 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    source: str = "python:"  # python:, text:GLOB, jsonl:GLOB or random:
-    validation_source: str = ""  # empty: the last 1 % of the source's documents are held out
+    source: str = "python:"  # python:, text:GLOB, jsonl:GLOB, tfds:NAME or random:
+    validation_source: str = ""  # empty: the source's validation split, or its last 1 %, held out
     task: str = "span_corruption"  # what is made of a document
     vocab: str = "train:32000"  # train:PIECES, from the source, or a SentencePiece model's path
     inputs_length: int = 512  # tokens of a row of inputs, EOS included

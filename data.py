@@ -282,6 +282,9 @@ def tfds_source(name, split, cfg):
     import tensorflow_datasets as tfds  # half a second, and no other source needs it
 
     builder = tfds.builder_from_directory(found[-1].parent)
+    if split not in builder.info.splits:
+        raise UserError(f"{found[-1].parent} has no split {split} (it has "
+                        f"{', '.join(builder.info.splits)}): name a --data.validation_source.")
 
     def read(bad):
         for example in builder.as_data_source(split):
@@ -292,6 +295,7 @@ def tfds_source(name, split, cfg):
 
 
 SOURCES = {"python": python_source, "text": text_source, "jsonl": jsonl_source, "tfds": tfds_source}
+WITH_SPLITS = ("tfds:",)  # have a validation split of their own
 
 
 def open_source(source, split, cfg):
@@ -596,10 +600,14 @@ def open_rows(cfg, split):
             raise UserError(
                 f"The vocabulary has {size} ids (its pieces and {SENTINELS} sentinels), the model "
                 f"{cfg.model.vocab_size}: set --model.vocab_size {-(-size // 128) * 128}.")
-        own = split == "validation" and cfg.data.validation_source
-        tokens = Corpus(prepare(own or cfg.data.source, split, tokenizer, cfg.data))
+        source, shared = cfg.data.source, False
+        if split == "validation" and cfg.data.validation_source:
+            source = cfg.data.validation_source
+        elif not (cfg.data.validation_source or source.startswith(WITH_SPLITS)):
+            shared = True  # the last 1 % of the documents are held out
+        tokens = Corpus(prepare(source, "train" if shared else split, tokenizer, cfg.data))
         start, stop = 0, tokens.tokens
-        if not cfg.data.validation_source:
+        if shared:
             held_out = tokens.document_start(tokens.documents - max(1, tokens.documents // 100))
             start, stop = (0, held_out) if split == "train" else (held_out, tokens.tokens)
     length = raw_length(cfg.data)

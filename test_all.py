@@ -301,6 +301,34 @@ def test_text_and_jsonl_sources_agree(tmp_path, corpus):
     assert len(whole) == 3 and whole[0].split() == " ".join(sentences(60)).split()
 
 
+def test_tfds_source_reads_what_tfds_writes(tmp_path, corpus):
+    """C4 as TFDS keeps it (array_record), with a validation split of its own; no TensorFlow."""
+    import tensorflow_datasets as tfds
+    from tensorflow_datasets.core import dataset_info, file_adapters, sequential_writer
+
+    folder = tmp_path / "c4" / "en" / "3.1.0"
+    folder.mkdir(parents=True)
+    info = dataset_info.DatasetInfo(
+        builder=dataset_info.DatasetIdentity(
+            name="c4", version=tfds.core.Version("3.1.0"), data_dir=str(folder), module_name="m"),
+        features=tfds.features.FeaturesDict({"text": tfds.features.Text()}))
+    info.set_file_format(file_adapters.FileFormat.ARRAY_RECORD)
+    writer = sequential_writer.SequentialWriter(
+        ds_info=info, max_examples_per_shard=50, file_format="array_record")
+    writer.initialize_splits(["train", "validation"])
+    texts = {"train": sentences(120), "validation": sentences(9, seed=5)}
+    for split, lines in texts.items():
+        writer.add_examples({split: [{"text": line} for line in lines]})
+    writer.close_all()
+    cfg = with_corpus(replace(corpus, source="tfds:c4/en", tfds_dir=str(tmp_path)))
+    tokenizer = data.load_vocabulary(cfg.data)
+    for split, lines in texts.items():
+        rows, _ = data.open_rows(cfg, split)
+        expected = sum(map(tokenizer.encode, lines), [])
+        assert rows.corpus.read(rows.start, rows.stop).tolist() == expected
+    assert "tensorflow" not in sys.modules
+
+
 def test_prepared_tokens_are_the_encoded_documents(corpus, monkeypatch):
     tokenizer = data.load_vocabulary(corpus)
     monkeypatch.setattr(data, "SHARD_TOKENS", 500)
