@@ -373,6 +373,7 @@ def run_command(main):
         status = 130
     except BrokenPipeError:  # whoever read the output, head for instance, has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
     sys.exit(status)
 
 

@@ -118,7 +118,7 @@ PIECE_BYTES = 1 << 30  # msgpack's limit for one value is 4 GiB
 
 
 class CheckpointError(Exception):
-    """A checkpoint that cannot be read; says which file or array and why."""
+    """A checkpoint that cannot be read or written; says which file and why."""
 
 
 def flatten(tree):
@@ -215,7 +215,10 @@ class Checkpoints:
             self.commit(arrays, pieces, step)
 
     def commit(self, arrays, pieces, step):
-        write_checkpoint(self.path(step), arrays, pieces, step)
+        try:
+            write_checkpoint(self.path(step), arrays, pieces, step)
+        except OSError as error:  # a full disk, for instance
+            raise CheckpointError(f"{self.path(step)} could not be written ({error})") from error
         for old in self.steps()[: -self.keep]:
             shutil.rmtree(self.path(old))
 

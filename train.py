@@ -490,7 +490,12 @@ def main(argv):
     cfg, run_dir = configs.resolve(args, changes)
     partition.start_jax()
     recipe = args.config if args.config and args.config.endswith(".py") else None
-    return train(cfg, Path(run_dir), recipe)
+    try:
+        return train(cfg, Path(run_dir), recipe)
+    except partition.CheckpointError as error:
+        configs.note(f"{error}: training stopped. The checkpoint before it is whole; make room and "
+                     f"run the same command again.")
+        return 1
 
 
 if __name__ == "__main__":
