@@ -795,7 +795,7 @@ def test_logits_equal_hugging_faces(activation, tied):
             attention_mask=torch.tensor(np.asarray(batch.input_segments)).long(),
             decoder_input_ids=torch.tensor(np.asarray(batch.decoder_inputs)).long()).logits.numpy()
     ours = np.asarray(forward(params, batch, cfg))
-    assert np.abs(theirs).max() > 1
+    assert theirs.std() > 0.05
     np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
