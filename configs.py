@@ -11,6 +11,7 @@ script reads it back: no flag is ever repeated. The comment beside a field is it
 import argparse
 import dataclasses
 import difflib
+import glob
 import importlib.util
 import inspect
 import json
@@ -195,7 +196,7 @@ def parse_value(name, kind, text):
 
 
 def nearest(word, known):
-    """", did you mean X?" or nothing."""
+    """A word -> "; did you mean X?", or nothing where no known word is near."""
     close = difflib.get_close_matches(word, known, 1, 0.4)
     return f"; did you mean {close[0]}?" if close else ""
 
@@ -228,7 +229,7 @@ def parse_args(description, argv, **flags):
     if unknown:
         known = [*kinds, *(name for name in vars(args))]
         hint = nearest(unknown[0].lstrip("-").split("=")[0], known)
-        raise UserError(f"Unknown argument {unknown[0]}{hint or '; --help lists what there is'}.")
+        raise UserError(f"Unknown argument {unknown[0]}{hint or '; --help lists what there is.'}")
     given = {name: vars(args).pop(name) for name in kinds if name in args}
     return args, {name: parse_value(name, kinds[name], text) for name, text in given.items()}
 
@@ -249,7 +250,10 @@ def load_recipe(name):
             f"There is no file {name}: --config takes a recipe's name or a Python file.")
     module_spec = importlib.util.spec_from_file_location("recipe", name)
     module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:
+        raise UserError(f"{name} cannot be loaded ({type(error).__name__}: {error}).") from error
     if not isinstance(getattr(module, "CONFIG", None), Config):
         raise UserError(f"{name} does not define CONFIG, a value of configs.Config.")
     return module.CONFIG
@@ -258,11 +262,14 @@ def load_recipe(name):
 def load_run(run_dir):
     """Run directory -> the Config it was trained with."""
     path = os.path.join(run_dir, "config.json")
-    if not os.path.exists(path):
-        raise UserError(f"There is no run in {run_dir} (no config.json): --run_dir names a folder "
-                        f"that train.py made.")
-    with open(path) as file:
-        stored = json.load(file)
+    try:
+        with open(path) as file:
+            stored = json.load(file)
+    except OSError as error:
+        raise UserError(f"There is no run in {run_dir} ({error.strerror}: config.json): --run_dir "
+                        f"names a folder that train.py made.") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}): restore it from a copy.") from error
     cfg, known = Config(stored["name"]), {f"{s}.{knob.name}" for s, knob, _ in fields(Config(""))}
     values = {f"{section}.{knob}": value for section in SECTIONS
               for knob, value in stored.get(section, {}).items()}
@@ -272,25 +279,40 @@ def load_run(run_dir):
     return override(cfg, values)
 
 
-def save_run(cfg, run_dir):
-    """Write RUN_DIR/config.json, which load_run reads."""
+def save_run(cfg, run_dir, corpus=""):
+    """Write RUN_DIR/config.json, which load_run reads. corpus: a digest of the training tokens."""
     resolved = {section: dataclasses.asdict(getattr(cfg, section)) for section in SECTIONS
                 if section not in NOT_READ_BACK}
-    content = json.dumps({"name": cfg.name, **resolved}, indent=1)
+    content = json.dumps({"name": cfg.name, "corpus": corpus, **resolved}, indent=1)
     write_file(os.path.join(run_dir, "config.json"), content)
 
 
 def resolve(args, changes):
-    """What parse_args returned -> (Config, run directory).
+    """What parse_args returned -> Config: of the run, if --run_dir names one, or of the recipe."""
+    if args.run_dir and args.config:
+        raise UserError("--run_dir names a run, and that has its own configuration: leave out "
+                        "--config.")
+    cfg = load_run(args.run_dir) if args.run_dir else load_recipe(args.config or "tiny")
+    cfg = override(cfg, changes)
+    check(cfg)
+    return cfg
 
-    A run directory that exists is its own recipe. With another --config or other flags the fields
-    that differ are listed and refused, except those in FREE.
+
+def resolve_run(args, changes):
+    """What parse_args returned -> (Config, run directory, recipe it began from), for training.
+
+    A run directory that has checkpoints is its own recipe. With another --config or other flags the
+    fields that differ are listed and refused, except those in FREE.
     """
     run_dir = args.run_dir or os.path.join("runs", load_recipe(args.config or "tiny").name)
     stored = load_run(run_dir) if os.path.exists(os.path.join(run_dir, "config.json")) else None
-    base = stored if stored and not args.config else load_recipe(args.config or "tiny")
+    if args.config or not stored:
+        base = recipe = load_recipe(args.config or "tiny")
+    else:
+        base, copied = stored, os.path.join(run_dir, "recipe.py")
+        recipe = load_recipe(copied) if os.path.exists(copied) else RECIPES.get(stored.name, stored)
     cfg = override(base, changes)
-    if stored:
+    if stored and glob.glob(os.path.join(run_dir, "checkpoints", "step_*")):
         changed = {name: values for name, values in differences(cfg, stored).items()
                    if not {name, name.split(".")[0]} & FREE}
         if changed:
@@ -298,7 +320,7 @@ def resolve(args, changes):
             raise UserError(f"{run_dir} holds a run with another configuration: {listed}. Go on "
                             f"without these flags, or name another --run_dir.")
     check(cfg)
-    return cfg, run_dir
+    return cfg, run_dir, recipe
 
 
 CHOICES = {
@@ -313,7 +335,8 @@ RANGES = {  # lowest and highest value; whole numbers not named here are at leas
     "model.dropout": (0, 0.99), "data.noise_density": (0.001, 0.999),
     "data.mean_span_length": (1, 1000), "train.label_smoothing": (0, 0.99),
     **{f"train.{name}": (0, math.inf) for name in (
-        "start_step", "schedule_offset", "log_every", "eval_every", "eval_batches", "save_every")},
+        "start_step", "schedule_offset", "log_every", "eval_every", "eval_batches", "save_every",
+        "learning_rate", "weight_decay", "z_loss")}, "train.loss_divisor": (1e-6, math.inf),
     "train.seed": (0, 2**31 - 1),
 }
 
@@ -334,9 +357,8 @@ def check(cfg):
                         f"the two.")
 
 
-def show_changes(cfg):
+def show_changes(cfg, recipe):
     """Lines that say what differs from the recipe."""
-    recipe = RECIPES.get(cfg.name, cfg)
     changed = differences(cfg, recipe)
     return [f"recipe {cfg.name}" + ("" if changed else ", unchanged"),
             *(f"  {name} {new} (recipe: {old})" for name, (new, old) in changed.items())]
@@ -368,12 +390,15 @@ def run_command(main):
     except UserError as error:
         note(f"{os.path.basename(sys.argv[0])}: {error}")
         status = 2
-    except KeyboardInterrupt:
-        note("interrupted")
-        status = 130
     except BrokenPipeError:  # whoever read the output, head for instance, has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
+    except OSError as error:
+        note(f"{os.path.basename(sys.argv[0])}: {error}")
+        status = 1
+    except KeyboardInterrupt:
+        note("interrupted")
+        status = 130
     sys.exit(status)
 
 
@@ -387,6 +412,9 @@ def main(argv):
                   f"{t.batch_size:>4} {t.steps:>9,}")
         print("\npython configs.py NAME prints one; python train.py --config NAME runs it.")
         return
+    if argv[0].startswith("-"):
+        print(__doc__.strip())
+        return
     cfg = load_recipe(argv[0])
     for section in SECTIONS:
         print(f"{section}")
@@ -397,4 +425,5 @@ def main(argv):
 
 
 if __name__ == "__main__":
+    sys.modules["configs"] = sys.modules["__main__"]  # a recipe file's Config is this file's
     run_command(main)

@@ -154,15 +154,24 @@ def train_tokenizer(texts, pieces, most_lines=1_000_000):
     """
     lines = (line[start : start + 4000] for text in texts for line in text.splitlines()
              for start in range(0, len(line), 4000))
-    lines = itertools.islice(lines, most_lines)
-    out = io.BytesIO()
+    out, refused = io.BytesIO(), []
+
+    def guarded():  # SentencePiece makes a RuntimeError of what its iterator raises
+        try:
+            yield from itertools.islice(lines, most_lines)
+        except UserError as error:
+            refused.append(error)
+            raise
+
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=lines, model_writer=out, vocab_size=pieces, model_type="unigram",
+            sentence_iterator=guarded(), model_writer=out, vocab_size=pieces, model_type="unigram",
             pad_id=PAD, eos_id=EOS, unk_id=UNK, bos_id=-1, num_threads=4, minloglevel=2,
             max_sentence_length=16_000,
         )
     except RuntimeError as error:
+        if refused:
+            raise refused[0] from None
         most = re.search(r"<= (\d+)", str(error))
         raise UserError(
             f"The source has too little text for a vocabulary of {pieces} pieces"
@@ -172,14 +181,15 @@ def train_tokenizer(texts, pieces, most_lines=1_000_000):
 
 
 # ---- sources -------------------------------------------------------------------------------------
-# A source is a list of parts, each of them read from its beginning as dicts of fields. What cannot
-# be read is reported by calling `bad(where, what)`, which raises or counts as data.on_error says.
+# A source is a list of parts, each of them read from its beginning as (where it stands, dict of
+# fields). What cannot be read is reported by calling `bad(where, what)`, which raises or counts as
+# data.on_error says.
 
 
 class Part(NamedTuple):
     name: str
     stamp: list  # size and time of a file: when these change, the source has changed
-    read: Callable  # bad -> iterator of dicts
+    read: Callable  # bad -> iterator of (where, dict)
 
 
 @functools.cache
@@ -209,7 +219,7 @@ def python_source(name, split, cfg):
     """python:, the text that comes with Python itself."""
 
     def read(bad):
-        return ({"text": document} for document in python_documents())
+        return ((f"document {i}", {"text": text}) for i, text in enumerate(python_documents()))
 
     return [Part("the manual and docstrings of Python", [sys.version], read)]
 
@@ -229,9 +239,12 @@ def read_lines(path, bad):
 
 def file_source(pattern, read):
     """One part for each file that matches the glob."""
-    paths = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
+    found = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
+    paths = [path for path in found if not os.path.isdir(path)]
     if not paths:
-        raise UserError(f"No file matches {pattern}: give --data.source a path or a quoted glob.")
+        hint = f"{pattern} is a folder: write '{pattern}/*'" if found else (
+            f"No file matches {pattern}: give --data.source a path or a quoted glob")
+        raise UserError(f"{hint}.")
     stats = [(Path(path), os.stat(path)) for path in paths]
     return [Part(str(path), [stat.st_size, stat.st_mtime_ns], functools.partial(read, path))
             for path, stat in stats]
@@ -242,9 +255,10 @@ def text_source(name, split, cfg):
     pattern = name.removesuffix(":lines")
 
     def read(path, bad):
-        lines = (line for _, line in read_lines(path, bad))
-        documents = [" ".join(lines)] if pattern == name else lines
-        return ({"text": document} for document in documents if document.strip())
+        lines = read_lines(path, bad)
+        if pattern == name:
+            lines = [(1, " ".join(line for _, line in lines))]
+        return ((f"{path}:{number}", {"text": text}) for number, text in lines if text.strip())
 
     return file_source(pattern, read)
 
@@ -254,15 +268,16 @@ def jsonl_source(name, split, cfg):
 
     def read(path, bad):
         for number, line in read_lines(path, bad):
+            where = f"{path}:{number}"
             try:
-                example = json.loads(line)
+                example = json.loads(line) if line.strip() else None
             except ValueError as error:
-                bad(f"{path}:{number}", f"is not JSON ({error})")
+                bad(where, f"is not JSON ({error})")
                 continue
             if isinstance(example, dict):
-                yield example
-            else:
-                bad(f"{path}:{number}", "is not a JSON object")
+                yield where, example
+            elif line.strip():
+                bad(where, "is not a JSON object")
 
     return file_source(name, read)
 
@@ -286,12 +301,21 @@ def tfds_source(name, split, cfg):
         raise UserError(f"{found[-1].parent} has no split {split} (it has "
                         f"{', '.join(builder.info.splits)}): name a --data.validation_source.")
 
-    def read(bad):
-        for example in builder.as_data_source(split):
-            yield {key: value.decode() if isinstance(value, bytes) else value
-                   for key, value in example.items()}
+    examples = builder.as_data_source(split)
 
-    return [Part(f"{found[-1].parent} {split}", [builder.info.splits[split].num_examples], read)]
+    def read(numbers, bad):
+        for number in numbers:
+            where = f"{found[-1].parent} {split} {number}"
+            try:
+                yield where, {key: value.decode() if isinstance(value, bytes) else value
+                              for key, value in examples[number].items()}
+            except UnicodeDecodeError:
+                bad(where, "is not UTF-8")
+
+    count, size = len(examples), 1 << 17  # examples of a part
+    parts = (range(start, min(start + size, count)) for start in range(0, count, size))
+    return [Part(f"{found[-1].parent} {split} {numbers.start}", [len(examples)],
+                 functools.partial(read, numbers)) for numbers in parts]
 
 
 SOURCES = {"python": python_source, "text": text_source, "jsonl": jsonl_source, "tfds": tfds_source}
@@ -321,7 +345,7 @@ class Complaints:
 
 
 # ---- prepared corpora ----------------------------------------------------------------------------
-# prepared/SOURCE-HASH/00000-000.ids.npy    the tokens of part 0, shard 0, document after document
+# prepared/SOURCE-HASH/00000-000.ids.npy    tokens of part 0, shard 0, document after document
 #                      00000-000.ends.npy   where in the shard each document ends
 #                      00000.json           counts of part 0, written when its shards are whole
 #                      index.json           all counts, written last: the corpus is complete
@@ -329,9 +353,10 @@ class Complaints:
 SHARD_TOKENS = 1 << 26
 
 
-def prepared_path(source, identity, cfg):
-    """A path in data.prepared_dir that is readable and changes with `identity` (JSON values)."""
+def prepared_path(source, parts, identity, cfg):
+    """A readable path in data.prepared_dir; changes with the source, its parts and `identity`."""
     slug = re.sub(r"[^\w.]+", "-", source).strip("-")[-40:]
+    identity = [source, [[part.name, part.stamp] for part in parts], identity]
     digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:10]
     return Path(cfg.prepared_dir, f"{slug}-{digest}")
 
@@ -347,20 +372,26 @@ def load_vocabulary(cfg):
     if not pieces.isdecimal():
         raise UserError(f"--data.vocab {cfg.vocab}: write train:PIECES, for instance train:32000.")
     parts = open_source(cfg.source, "train", cfg)
-    path = prepared_path(cfg.source, [pieces, [part.stamp for part in parts]], cfg)
+    path = prepared_path(cfg.source, parts, pieces, cfg)
     path = path.with_name(f"{path.name}.{pieces}.model")
     if not path.exists():
         configs.note(f"training a vocabulary of {pieces} pieces on {cfg.source}")
         bad = Complaints(cfg.on_error)
-        texts = (text_of(example, part) for part in parts for example in part.read(bad))
+        texts = (text for part in parts for text in read_texts(part, bad))
         configs.write_file(path, train_tokenizer(texts, int(pieces)).serialized)
     return load_tokenizer(path)
 
 
-def text_of(example, part):
-    if not isinstance(example.get("text"), str):
-        raise UserError(f"{part.name} has no field `text`; its fields are {', '.join(example)}.")
-    return example["text"]
+def read_texts(part, bad):
+    """The documents of a part: the field `text` of its examples."""
+    for where, example in part.read(bad):
+        text = example.get("text")
+        if not isinstance(text, str):
+            bad(where, f"has no text in a field `text` (its fields: {', '.join(example)})")
+        elif not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
+            bad(where, "has half of a character (a lone surrogate)")
+        else:
+            yield text
 
 
 def prepare(source, split, tokenizer, cfg):
@@ -370,7 +401,7 @@ def prepare(source, split, tokenizer, cfg):
     kill the work goes on where it was.
     """
     parts = open_source(source, split, cfg)
-    folder = prepared_path(source, [split, tokenizer.sha256, [part.stamp for part in parts]], cfg)
+    folder = prepared_path(source, parts, [split, tokenizer.sha256], cfg)
     if (folder / "index.json").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -397,10 +428,10 @@ def prepare(source, split, tokenizer, cfg):
 
 
 def prepare_part(part, stem, tokenizer, dtype, on_error):
-    """Tokenize one part of a source into shards of at most SHARD_TOKENS tokens -> its counts."""
+    """Tokenize one part of a source into shards of about SHARD_TOKENS tokens -> its counts."""
     bad = Complaints(on_error)
     counts = {"documents": 0, "tokens": 0, "unknown": 0, "shards": []}
-    held = []
+    held, held_tokens = [], 0
 
     def flush():
         ids = np.concatenate(held).astype(dtype)
@@ -409,18 +440,21 @@ def prepare_part(part, stem, tokenizer, dtype, on_error):
             out = io.BytesIO()
             np.save(out, array)
             configs.write_file(f"{name}.{kind}.npy", out.getbuffer())
-        counts["shards"].append(
-            {"name": Path(name).name, "tokens": len(ids), "documents": len(held)})
+        counts["shards"].append({"name": Path(name).name, "tokens": len(ids),
+                                 "documents": len(held), "crc32": zlib.crc32(ids)})
         counts["documents"] += len(held)
         counts["tokens"] += len(ids)
         counts["unknown"] += int((ids == UNK).sum())
         held.clear()
 
-    texts = (text_of(example, part) for example in part.read(bad))
+    texts = read_texts(part, bad)
     while batch := list(itertools.islice(texts, 1024)):
-        held.extend(ids for ids in tokenizer.encode_batch(batch) if len(ids))
-        if sum(map(len, held)) >= SHARD_TOKENS:
+        batch = [ids for ids in tokenizer.encode_batch(batch) if len(ids)]
+        held += batch
+        held_tokens += sum(map(len, batch))
+        if held_tokens >= SHARD_TOKENS:
             flush()
+            held_tokens = 0
     if held:
         flush()
     return counts | {"skipped": bad.count}
@@ -434,6 +468,7 @@ class Corpus:
         self.shards = [shard for part in self.index["parts"] for shard in part["shards"]]
         self.starts = np.cumsum([0] + [shard["tokens"] for shard in self.shards])
         self.tokens, self.documents = self.index["tokens"], self.index["documents"]
+        self.digest = f"{self.tokens}-{zlib.crc32(str([s['crc32'] for s in self.shards]).encode())}"
         self.ids = [self.load(k, "ids") for k in range(len(self.shards))]
 
     def load(self, shard, kind):
@@ -463,7 +498,7 @@ class Corpus:
 class RandomTokens:
     """The source random: endless uniformly random ids, for benchmarks."""
 
-    tokens = 1 << 40
+    tokens, digest = 1 << 40, "random"
 
     def __init__(self, size, seed):
         self.size, self.seed = size, seed
@@ -486,17 +521,20 @@ def noise_counts(length, cfg):
     """Raw tokens -> (tokens removed, spans they are removed in), rounded as in t5, half to even."""
     noise = int(np.round(np.float32(length) * np.float32(cfg.noise_density)))
     noise = min(max(noise, 1), length - 1)
-    return noise, max(1, round(noise / cfg.mean_span_length))
+    return noise, min(max(1, round(noise / cfg.mean_span_length)), length - noise)
 
 
 def raw_length(cfg):
     """How many raw tokens give at most `inputs_length` inputs: the largest, 568 for 512."""
 
     def inputs_of(length):
-        noise = round(length * cfg.noise_density)
-        return length - noise + round(noise / cfg.mean_span_length) + 1
+        noise, spans = noise_counts(length, cfg)
+        return length - noise + spans + 1
 
-    length = cfg.inputs_length - 1
+    if inputs_of(2) > cfg.inputs_length:
+        raise UserError(f"--data.inputs_length {cfg.inputs_length} is too short for spans, "
+                        f"set {inputs_of(2)} or more.")
+    length = 2
     while inputs_of(length + 1) <= cfg.inputs_length:
         length += 1
     return length
@@ -625,7 +663,7 @@ def open_rows(cfg, split):
     rows = Rows(tokens, start, stop, length)
     if rows.count < 1:
         raise UserError(f"The {split} split of {cfg.data.source} is empty: give it two documents "
-                        f"or more.")
+                        f"or more (text:FILE:lines makes one of each line).")
     return rows, size - 1
 
 
@@ -752,7 +790,7 @@ def main(argv):
         prepare=dict(action="store_true", help="write the token files and stop"))
     if args.show is None and not args.prepare:
         raise UserError("Say what to do: --show N or --prepare.")
-    cfg, _ = configs.resolve(args, changes)
+    cfg = configs.resolve(args, changes)
     for split in ("train", "validation") if args.prepare else ():
         rows, _ = open_rows(cfg, split)
         print(f"{split:10} {rows.stop - rows.start:,} tokens, {rows.count:,} rows of {rows.length}")

@@ -59,7 +59,9 @@ def main(argv):
     args, changes = configs.parse_args(__doc__, argv)
     if not args.run_dir:
         raise UserError("--run_dir names the run to evaluate, for instance runs/tiny.")
-    cfg = configs.override(configs.load_run(args.run_dir), changes)
+    cfg = configs.resolve(args, changes)
+    if cfg.data.source == "random:":
+        raise UserError(f"{args.run_dir} was trained on random ids: there is nothing held out.")
     cfg = replace(cfg, data=replace(cfg.data, vocab=f"{args.run_dir}/spiece.model"))
     partition.start_jax()
     mesh = partition.set_mesh(cfg)

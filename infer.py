@@ -73,7 +73,7 @@ def fill_blanks(inputs, spans, tokenizer):
 
 
 def load_params(cfg, run_dir):
-    """The newest parameters of a run, in the dtype they compute in -> (step, params)."""
+    """The newest parameters of a run, float32 -> (step, params)."""
     mesh = jax.sharding.get_mesh()
 
     def template(p):
@@ -93,12 +93,15 @@ def main(argv):
         __doc__, argv, text_=dict(help="text with <extra_id_0> blanks"))
     if not args.run_dir:
         raise UserError("--run_dir names the run whose model answers, for instance runs/tiny.")
-    cfg = configs.override(configs.load_run(args.run_dir), changes)
+    cfg = configs.resolve(args, changes)
     partition.start_jax()
     partition.set_mesh(cfg, jax.devices()[:1])
     tokenizer = data.load_tokenizer(f"{args.run_dir}/spiece.model")
     _, params = load_params(cfg, args.run_dir)
-    ids = tokenizer.encode(args.text)[: cfg.data.inputs_length - 1] + [data.EOS]
+    ids, most = tokenizer.encode(args.text), cfg.data.inputs_length - 1
+    if len(ids) > most:
+        configs.note(f"cut from {len(ids)} tokens to the {most} that --data.inputs_length leaves")
+    ids = ids[:most] + [data.EOS]
     inputs = np.zeros((1, cfg.data.inputs_length), np.int32)
     inputs[0, : len(ids)] = ids
     length = cfg.decode.max_len or cfg.data.targets_length

@@ -152,15 +152,14 @@ def layout(x):
     return jax.typeof(x).sharding.spec
 
 
-def dense(x, w, dtype=None):
-    """x [B, Q, D] @ w [D, F] -> [B, Q, F], as one flat matrix product; dtype: of the result.
+def dense(x, w):
+    """x [B, Q, D] @ w [D, F] -> [B, Q, F], as one flat matrix product.
 
     Flat, because the backward pass of "bqd,df->bqf" takes 1.4 times as long on a CPU. Contracting
     an axis that is split over "model" sums over devices; out_sharding says that the sum is wanted.
     """
     rows, columns = layout(x)[0], layout(w)[1]
-    y = jnp.einsum("nd,df->nf", x.reshape(-1, x.shape[-1]), w, out_sharding=P(rows, columns),
-                   preferred_element_type=dtype)
+    y = jnp.einsum("nd,df->nf", x.reshape(-1, x.shape[-1]), w, out_sharding=P(rows, columns))
     return y.reshape(*x.shape[:-1], w.shape[1], out_sharding=P(rows, None, columns))
 
 
@@ -395,13 +394,12 @@ def decode(params, cfg, decoder_inputs, segments, encoded, input_segments, key=N
 
 
 def unembed(params, cfg, x):
-    """x [B, T, D] -> logits [B, T, V], float32."""
+    """x [B, T, D] -> logits [B, T, V]; operands and product float32, whatever the model's dtype."""
+    x = x.astype(jnp.float32)
     if cfg.tied:  # T5 1.0
-        w = jax.reshard(params["embed"], spec(("vocab", "embed"))).T
-        x = x * cfg.d_model**-0.5
-    else:
-        w = jax.reshard(params["unembed"], spec(("embed", "vocab")))
-    return dense(x, w.astype(x.dtype), jnp.float32)
+        w = jax.reshard(params["embed"], spec(("vocab", "embed")))
+        return dense(x, w.T) * cfg.d_model**-0.5
+    return dense(x, jax.reshard(params["unembed"], spec(("embed", "vocab"))))
 
 
 def forward(params, batch, cfg, key=None):
@@ -504,7 +502,7 @@ def describe(cfg):
 
 def main(argv):
     args, changes = parse_args(__doc__, argv)
-    cfg, _ = resolve(args, changes)
+    cfg = resolve(args, changes)
     table = param_table(cfg.model)
     print(f"{'parameter':44} {'shape':20} {'axes':22} {'initial':>24} {'number':>14}")
     for path, p in jax.tree_util.tree_leaves_with_path(table, is_leaf=is_param):

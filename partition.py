@@ -46,7 +46,7 @@ RULES_AT_REST = {**RULES, "embed": "data"}
 # Peak TFLOP/s of one device in bfloat16 (dense), by its data sheet; names as in jax's device_kind.
 CHIPS = {
     "H200": 989.5, "H100": 989.5, "A100": 312.0, "V100": 125.0,
-    "TPU v3": 61.5, "TPU v4": 275.0, "TPU v5 lite": 197.0, "TPU v5p": 459.0, "TPU v6 lite": 918.0,
+    "TPU v3": 61.5, "TPU v4": 275.0, "TPU v5 lite": 197.0, "TPU v5": 459.0, "TPU v6 lite": 918.0,
 }
 
 
@@ -174,17 +174,23 @@ def sync_folder(path):
     os.close(handle)
 
 
+def crc32_of(value):
+    """Checksum of a JSON value."""
+    return zlib.crc32(json.dumps(value, sort_keys=True).encode())
+
+
 def write_checkpoint(folder, arrays, pieces, step):
     """Write the checkpoint folder: pieces first, the manifest after them, its name last."""
     temporary = folder.with_name(f"tmp-{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     places = write_pieces(temporary / "pieces-00000-of-00001.msgpack", pieces)
-    manifest = {
-        "format": FORMAT, "step": step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "arrays": {name: {**arrays[name], "pieces": places[name]} for name in sorted(arrays)}}
+    arrays = {name: {**arrays[name], "pieces": places[name]} for name in sorted(arrays)}
+    manifest = {"format": FORMAT, "step": step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                "crc32": crc32_of(arrays), "arrays": arrays}
     write_file(temporary / "manifest.json", json.dumps(manifest, indent=1))
     sync_folder(temporary)
+    shutil.rmtree(folder, ignore_errors=True)  # a damaged one of this step, which was passed over
     temporary.rename(folder)
     sync_folder(folder.parent)
 
@@ -219,8 +225,13 @@ class Checkpoints:
             write_checkpoint(self.path(step), arrays, pieces, step)
         except OSError as error:  # a full disk, for instance
             raise CheckpointError(f"{self.path(step)} could not be written ({error})") from error
-        for old in self.steps()[: -self.keep]:
+        for old in [s for s in self.steps() if s <= step][: -self.keep]:
             shutil.rmtree(self.path(old))
+
+    def discard_unfinished(self):
+        """Remove what a save that was killed has left; only for the one process that writes."""
+        for path in self.folder.glob("tmp-step_*"):
+            shutil.rmtree(path)
 
     def wait(self):
         """Return when nothing is being written; an error in the background is raised here."""
@@ -232,13 +243,17 @@ class Checkpoints:
         """The newest whole checkpoint -> (step, tree like `template`), or None if there is none.
 
         template: nested dict of ShapeDtypeStructs with their layouts; what else a checkpoint holds
-        is left alone. A damaged one is named and the one before it is taken.
+        is left alone. A damaged one is named and the one before it is taken; raises a UserError
+        where all are damaged.
         """
         for step in reversed(self.steps() if steps is None else steps):
             try:
                 return step, read_checkpoint(self.path(step), template)
             except CheckpointError as error:
                 note(f"{error}; trying the checkpoint before it")
+        if self.steps():
+            raise UserError(f"None of the checkpoints in {self.folder} is whole: restore one from "
+                            f"a copy, or move the folder away to begin anew.")
         return None
 
 
@@ -247,9 +262,11 @@ def read_manifest(folder):
         manifest = json.loads((folder / "manifest.json").read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder / 'manifest.json'} cannot be read ({error})") from error
-    if manifest["format"] > FORMAT:
-        raise CheckpointError(
-            f"{folder} has format {manifest['format']}, this version reads {FORMAT}")
+    if manifest.get("format", 0) > FORMAT:
+        raise UserError(f"{folder} has format {manifest['format']} and this version of plain T5 "
+                        f"reads {FORMAT}: use a newer one.")
+    if manifest.get("crc32") != crc32_of(manifest.get("arrays")):
+        raise CheckpointError(f"{folder / 'manifest.json'} is damaged")
     return manifest
 
 
@@ -317,6 +334,9 @@ def verify(folder):
 
 def main(argv):
     args, _ = parse_args(__doc__, argv, verify=dict(metavar="CHECKPOINT", required=True))
+    if not os.path.isdir(args.verify):
+        raise UserError(f"There is no folder {args.verify}: --verify names a checkpoint, such as "
+                        f"runs/tiny/checkpoints/step_00001500.")
     try:
         problems = verify(Path(args.verify))
     except CheckpointError as error:

@@ -9,6 +9,7 @@ one stands here, so that some comparison with T5X always runs.
 
 import ast
 import dataclasses
+import functools
 import gzip
 import importlib.util
 import itertools
@@ -204,6 +205,9 @@ def test_recipe_from_a_python_file(tmp_path):
     path.write_text("from dataclasses import replace\nfrom configs import RECIPES\n"
                     "CONFIG = replace(RECIPES['tiny'], name='mine')\n")
     assert configs.load_recipe(str(path)) == replace(configs.RECIPES["tiny"], name="mine")
+    printed = subprocess.run([sys.executable, HERE / "configs.py", path], capture_output=True,
+                             text=True, cwd=HERE)
+    assert printed.returncode == 0 and "d_model                128" in printed.stdout
 
 
 # ---- data: random numbers ------------------------------------------------------------------------
@@ -285,7 +289,8 @@ def corpus(tmp_path):
 
 def documents_of(cfg):
     parts = data.open_source(cfg.source, "train", cfg)
-    return [e["text"] for part in parts for e in part.read(data.Complaints(cfg.on_error))]
+    return [example["text"] for part in parts
+            for _, example in part.read(data.Complaints(cfg.on_error))]
 
 
 def test_text_and_jsonl_sources_agree(tmp_path, corpus):
@@ -365,14 +370,15 @@ def test_preparing_goes_on_after_a_kill_and_notices_changes(corpus, tmp_path, mo
 
 def test_bad_lines_stop_or_are_counted(tmp_path, corpus):
     path = tmp_path / "bad.jsonl"
-    path.write_bytes(b'{"text": "alpha"}\n{"text": \n\xff\xfe\n[1]\n{"text": "beta"}\n')
+    path.write_bytes(b'{"text": "alpha"}\n{"text": \n\xff\xfe\n[1]\n\n{"text": null}\n'
+                     b'{"text": "\\ud800"}\n{"text": "beta"}\n')
     cfg = replace(corpus, source=f"jsonl:{path}")
     with pytest.raises(configs.UserError, match=r"bad\.jsonl:2 is not JSON"):
-        documents_of(cfg)
+        data.load_vocabulary(cfg)  # not what SentencePiece makes of it
     tokenizer = data.load_vocabulary(corpus)
     folder = data.prepare(cfg.source, "train", tokenizer, replace(cfg, on_error="skip"))
     index = json.loads((folder / "index.json").read_text())
-    assert (index["documents"], index["skipped"]) == (2, 3)
+    assert (index["documents"], index["skipped"]) == (2, 5)
 
 
 # ---- data: span corruption -----------------------------------------------------------------------
@@ -410,6 +416,23 @@ def corrupt_slowly(tokens, key, sentinel, cfg):
         targets += [sentinel - number, *tokens[at + keep : at + keep + remove]]
         at += keep + remove
     return [*inputs, data.EOS], [*targets, data.EOS]
+
+
+@pytest.mark.parametrize("density, mean", [(0.15, 3), (0.5, 1), (0.9, 1), (0.3, 20)])
+def test_lengths_fit_whatever_they_are(density, mean):
+    """Neither the full rows nor a short last one overflow; too short a length is refused."""
+    for inputs_length in range(1, 80):
+        cfg = DataConfig(inputs_length=inputs_length, noise_density=density, mean_span_length=mean)
+        if inputs_length < 3:  # one kept token, one sentinel, EOS
+            with pytest.raises(configs.UserError, match="inputs_length"):
+                data.raw_length(cfg)
+            continue
+        lengths = range(2, data.raw_length(cfg) + 2)
+        sizes = [length - noise + spans + 1 for length in lengths
+                 for noise, spans in [data.noise_counts(length, cfg)]]
+        assert max(sizes[:-1]) <= inputs_length < sizes[-1]
+        for length in lengths:
+            data.span_corruption(np.zeros((1, length), int), np.zeros(1, int), 99, cfg)
 
 
 @pytest.mark.parametrize("length, cfg", [
@@ -483,25 +506,29 @@ def test_processes_share_one_global_batch(corpus, processes):
 
 
 def test_an_epoch_has_every_row_once_and_new_noise(corpus):
+    """Rows are told apart by their raw tokens, which the spans put back into the inputs give."""
     cfg = with_corpus(corpus, batch_size=1)
     rows, sentinel = data.open_rows(cfg, "train")
-    stream = rows.corpus.read(rows.start, rows.stop)
+    expected = sorted(rows.read(row).tolist() for row in range(rows.count))
 
-    def epoch(number):
-        inputs, seen = [], []
-        for step in range(number * rows.count, (number + 1) * rows.count):
-            batch = data.make_batch(cfg, "train", step)
-            clean = batch.inputs[0][: np.argmax(batch.inputs[0] > sentinel - 100)]
-            seen += [row for row in range(rows.count)
-                     if np.array_equal(rows.read(row)[: len(clean)], clean)]
-            inputs.append(batch.inputs[0].tolist())
-        return inputs, seen
+    def raw(batch):
+        spans, tokens = {}, []
+        for i in batch.targets[0]:
+            if i > sentinel - 100:
+                spans[i] = current = []
+            elif i > data.EOS:
+                current.append(i)
+        for i in batch.inputs[0]:
+            tokens += spans[i] if i > sentinel - 100 else [i] if i > data.EOS else []
+        return [int(i) for i in tokens]
 
-    (first, seen_first), (second, seen_second) = epoch(0), epoch(1)
-    for seen in (seen_first, seen_second):
-        assert set(seen) == set(range(rows.count))
-    assert first != second and sorted(first) != sorted(second)
-    assert len(stream) == rows.stop - rows.start
+    epochs = [[data.make_batch(cfg, "train", n * rows.count + i) for i in range(rows.count)]
+              for n in range(2)]
+    orders = [[raw(batch) for batch in epoch] for epoch in epochs]
+    assert sorted(orders[0]) == sorted(orders[1]) == expected and orders[0] != orders[1]
+    inputs = [sorted(batch.inputs[0].tolist() for batch in epoch) for epoch in epochs]
+    same = sum(a == b for a, b in zip(*inputs))
+    assert same < rows.count / 4
 
 
 def test_validation_is_held_out_whole_and_each_row_once(corpus):
@@ -889,7 +916,9 @@ def test_bfloat16_leaves_the_sums_in_float32():
     exact, exact_grads = gradients(SMALL, params, batch, None)
     assert all(g.dtype == jnp.float32 for g in jax.tree.leaves(grads))
     assert abs(float(sums["cross_ent_loss"] / exact["cross_ent_loss"]) - 1) < 0.02
-    assert_close(grads, exact_grads, 0.15)
+    for g, exact in zip(jax.tree.leaves(grads), jax.tree.leaves(exact_grads), strict=True):
+        g, exact = np.asarray(g), np.asarray(exact)
+        assert np.linalg.norm(g - exact) < 0.1 * np.linalg.norm(exact)
 
 
 def test_dropout_is_placed_and_shared_as_in_t5x():
@@ -1052,14 +1081,18 @@ def test_adafactor_equals_optax_layer_by_layer():
 
 
 def test_adamw_is_optaxs():
-    cfg = change(train=dict(optimizer="adamw", learning_rate=0.01, weight_decay=0.1,
-                            schedule="constant"))
-    state, batch = train.init_state(cfg), make_batch(cfg, [(30, 8)] * 8)
-    after, _ = train_step(cfg, state, batch)
-    _, grads = gradients(cfg, state.params, batch, None)
+    cfg = change(train=dict(optimizer="adamw", weight_decay=0.1))
+    state = train.init_state(cfg)
     optimizer = optax.adamw(0.01, weight_decay=0.1)
-    updates, _ = optimizer.update(grads, optimizer.init(state.params), state.params)
-    assert_close(after.params, optax.apply_updates(state.params, updates), 1e-6)
+    theirs, memory = state.params, optimizer.init(state.params)
+    apply = jax.jit(functools.partial(train.apply_gradients, cfg))
+    for seed in range(3):
+        grads = make_params(cfg, seed)
+        params, slots = apply(state, grads, 0.01)
+        state = state.replace(params=params, slots=slots)
+        updates, memory = optimizer.update(grads, memory, theirs)
+        theirs = optax.apply_updates(theirs, updates)
+    assert_close(state.params, theirs, 1e-6)
 
 
 # ---- train: the step -----------------------------------------------------------------------------
@@ -1124,8 +1157,8 @@ MESHES = [dict(model=4), dict(model=2, fsdp=True)]  # 2 x 4, and 4 x 2 fully sha
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_eight_devices_equal_one(mesh):
-    """Data parallel, tensor parallel, fully sharded: the same weights, losses and updates."""
-    cfg = change(train=dict(microbatches=1))
+    """Data and tensor parallel, fully sharded, in microbatches: the same weights and updates."""
+    cfg = SMALL
     batch = jax.device_get(make_batch(cfg, UNEVEN))
 
     def two_steps(cfg, devices):
@@ -1139,7 +1172,7 @@ def test_eight_devices_equal_one(mesh):
         return jax.device_get((first.params, state.params, state.slots, metrics))
 
     expected = two_steps(cfg, jax.devices()[:1])
-    many = two_steps(change(cfg, mesh=mesh), jax.devices())
+    many = two_steps(change(cfg, mesh=mesh, train=dict(microbatches=2)), jax.devices())
     assert_equal(many[0], expected[0])  # initial weights, bit for bit
     assert_close(many[1:], expected[1:], 2e-5)
 
@@ -1251,6 +1284,17 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys, one_device, damag
     assert "step_00000002" in capsys.readouterr().err
     assert partition.main(["--verify", str(folder)]) == 1
     assert "step_00000002" in capsys.readouterr().out
+    partition.Checkpoints(tmp_path, keep=1, background=False).save(some_arrays(2), 2)  # once more
+    assert checkpoints.steps() == [2] and partition.verify(folder) == []
+
+
+def test_without_a_whole_checkpoint_nothing_is_begun_anew(tmp_path, one_device):
+    checkpoints = partition.Checkpoints(tmp_path, keep=1, background=False)
+    checkpoints.save(some_arrays(), 1)
+    manifest = checkpoints.path(1) / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"float32"', '"int32"'))  # JSON, but not ours
+    with pytest.raises(configs.UserError, match="None of the checkpoints"):
+        checkpoints.load(template_of(some_arrays(), one_device))
 
 
 def test_a_save_that_was_killed_is_no_checkpoint(tmp_path, monkeypatch):
@@ -1261,6 +1305,9 @@ def test_a_save_that_was_killed_is_no_checkpoint(tmp_path, monkeypatch):
         checkpoints.save(some_arrays(2), 2)
     monkeypatch.undo()
     assert checkpoints.steps() == [1]
+    assert [p.name for p in checkpoints.folder.glob("tmp-*")]
+    checkpoints.discard_unfinished()
+    assert not [p.name for p in checkpoints.folder.glob("tmp-*")]
     checkpoints.save(some_arrays(2), 2)
     assert checkpoints.steps() == [1, 2] and partition.verify(checkpoints.path(2)) == []
 
@@ -1452,11 +1499,13 @@ def trained(tmp_path_factory):
     corpus = DataConfig(source=f"text:{folder}/text.txt:lines", vocab="train:60", inputs_length=32,
                         targets_length=8, prepared_dir=str(folder / "prepared"))
     flags = flags_of(corpus, **{"train.steps": 6, "train.save_every": 3, "train.log_every": 1,
-                                "train.eval_every": 6})
+                                "train.eval_every": 6, "train.optimizer": "adamw"})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
         patch.setattr(partition, "start_jax", lambda: None)
-        assert train.main(["--run_dir", str(folder / "run"), *flags]) == 0
+        run_dir = ["--run_dir", str(folder / "run")]
+        assert train.main([*run_dir, *flags, "--train.steps", "3"]) == 0
+        assert train.main([*run_dir, "--train.steps", "6"]) == 0  # goes on
     return folder / "run", flags
 
 
@@ -1465,7 +1514,7 @@ def test_run_directory(trained):
     assert {p.name for p in run_dir.iterdir()} == {
         ".lock", "config.json", "spiece.model", "metrics.jsonl", "checkpoints"}
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 6]
+    assert [line["step"] for line in lines] == [1, 2, 3, 3, 4, 5, 6, 6]  # 3 was the end at first
     assert {"train/loss", "train/cross_ent_loss", "train/z_loss", "train/accuracy",
             "train/learning_rate", "train/gradient_norm", "train/non_padding_fraction/inputs",
             "train/non_padding_fraction/targets", "timing/seqs_per_second",
@@ -1518,17 +1567,33 @@ BAD = {
     "bad activation": (["--data.source", "random:", "--model.activation", "tanh"], "gated_gelu"),
     "bad remat": (["--data.source", "random:", "--model.remat", "some"], "dots"),
     "no noise": (["--data.source", "random:", "--data.noise_density", "0"], "noise_density"),
+    "short inputs": (["--data.source", "random:", "--data.inputs_length", "2"], "inputs_length"),
+    "a folder": (["--data.source", "text:."], "./*"),
+    "absent held-out text": (["--data.vocab", "v.model", "--model.vocab_size", "256",
+                              "--data.source", "text:a.txt:lines",
+                              "--data.validation_source", "text:nope"], "No file matches nope"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_users_mistake_is_one_sentence(name, tmp_path, capsys, monkeypatch):
+def test_a_users_mistake_is_one_sentence(name, tmp_path, capsys, monkeypatch, tokenizer):
     argv, expected = BAD[name]
     monkeypatch.chdir(tmp_path)
+    Path("v.model").write_bytes(tokenizer.serialized)
+    Path("a.txt").write_text("\n".join(sentences(3)))
     monkeypatch.setattr(partition, "start_jax", lambda: None)
     status, _, err = run(train, capsys, monkeypatch, "--run_dir", "run", *argv)
     assert status == 2 and expected in err and "Traceback" not in err
-    assert len(err.strip().splitlines()) == 1
+    assert len([line for line in err.splitlines() if expected in line]) == 1
+    assert not (tmp_path / "run" / "config.json").exists()  # the corrected command will do
+
+
+def test_looking_at_data_and_model_asks_no_run(trained, capsys, monkeypatch):
+    """A run directory's configuration counts only where --run_dir names it."""
+    run_dir, _ = trained
+    for flags, status in ((["--model.num_layers", 3], 0), (["--run_dir", run_dir], 0),
+                          (["--run_dir", run_dir, "--config", "tiny"], 2)):
+        assert run(model, capsys, monkeypatch, *flags)[0] == status
 
 
 def test_empty_and_short_corpora_are_refused(tmp_path, capsys, monkeypatch, tokenizer):
@@ -1567,7 +1632,7 @@ def test_two_runs_in_one_directory_are_refused(trained, capsys, monkeypatch):
     run_dir, _ = trained
     monkeypatch.setattr(partition, "start_jax", lambda: None)
     monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
-    _, lock = train.open_run(configs.load_run(run_dir), run_dir)
+    _, lock = train.open_run(configs.load_run(run_dir), run_dir, partition.Checkpoints(run_dir))
     status, _, err = run(train, capsys, monkeypatch, "--run_dir", run_dir)
     assert status == 2 and "Another process trains" in err
     lock.close()

@@ -138,10 +138,6 @@ class TrainState:
     slots: dict
 
 
-def adamw(cfg):
-    return optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(cfg.weight_decay))
-
-
 def init_state(cfg):
     """Config -> fresh TrainState, in its layout at rest."""
     rules = partition.RULES_AT_REST if cfg.mesh.fsdp else partition.RULES
@@ -149,7 +145,7 @@ def init_state(cfg):
     if cfg.train.optimizer == "adafactor":
         slots = adafactor_init(model.param_table(cfg.model), rules)
     else:
-        slots = flax.serialization.to_state_dict(adamw(cfg.train).init(params))
+        slots = flax.serialization.to_state_dict(optax.scale_by_adam().init(params))
     zero = jnp.zeros((), jnp.int32, out_sharding=jax.P())
     return TrainState(zero + cfg.train.start_step, zero, zero, params, slots)
 
@@ -185,6 +181,19 @@ def gradients(cfg, params, batch, key):
     return lax.scan(add, zeros[::-1], (parts, keys))[0]
 
 
+def apply_gradients(cfg, state, grads, rate):
+    """One update of the optimizer -> (params, slots)."""
+    decay = cfg.train.weight_decay
+    if cfg.train.optimizer == "adafactor":
+        return adafactor_update(model.param_table(cfg.model), state.params, grads, state.slots,
+                                state.count, rate, decay)
+    adam = optax.scale_by_adam()
+    slots = flax.serialization.from_state_dict(adam.init(state.params), state.slots)
+    updates, slots = adam.update(grads, slots)
+    params = jax.tree.map(lambda w, u: w - rate * (u + decay * w), state.params, updates)
+    return params, flax.serialization.to_state_dict(slots)
+
+
 def train_step(cfg, state, batch):
     """One update: TrainState, Batch -> (TrainState, metrics). A function of its arguments alone."""
     key = None
@@ -192,16 +201,7 @@ def train_step(cfg, state, batch):
         key = jax.random.fold_in(jax.random.key(cfg.train.seed + 1), state.step)
     sums, grads = gradients(cfg, state.params, batch, key)
     rate = learning_rate(state.step, cfg.train)
-    if cfg.train.optimizer == "adafactor":
-        params, slots = adafactor_update(
-            model.param_table(cfg.model), state.params, grads, state.slots, state.count, rate,
-            cfg.train.weight_decay)
-    else:
-        optimizer = adamw(cfg.train)
-        slots = flax.serialization.from_state_dict(optimizer.init(state.params), state.slots)
-        updates, slots = optimizer.update(grads, slots, state.params)
-        params = jax.tree.map(lambda w, u: w - rate * u, state.params, updates)
-        slots = flax.serialization.to_state_dict(slots)
+    params, slots = apply_gradients(cfg, state, grads, rate)
     grad_norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums["cross_ent_loss"])
     params, slots = jax.tree.map(lambda new, old: jnp.where(finite, new, old), (params, slots),
@@ -224,7 +224,7 @@ def train_step(cfg, state, batch):
 # ---- what the screen shows -----------------------------------------------------------------------
 
 
-def describe(cfg, mesh):
+def describe(cfg, recipe, mesh):
     """The lines a run begins with."""
     t, devices = cfg.train, jax.devices()
     shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
@@ -232,7 +232,7 @@ def describe(cfg, mesh):
     if t.microbatches > 1:
         batch += f", in {t.microbatches} microbatches"
     return [
-        *configs.show_changes(cfg),
+        *configs.show_changes(cfg, recipe),
         f"model    {model.describe(cfg)}",
         f"devices  {len(devices)} x {devices[0].device_kind}, mesh {shape}, "
         f"{jnp.dtype(model.compute_dtype(cfg.model)).name}, {batch}",
@@ -246,7 +246,7 @@ def peak_flops():
     for name, teraflops in partition.CHIPS.items():
         if name in kind:
             peak = teraflops * 1e12 * jax.device_count()
-            return peak, f"{peak / 1e12:,} TFLOP/s, by the data sheet of {name}"
+            return peak, f"{peak / 1e12:,} TFLOP/s in bfloat16, by the data sheet of {name}"
     a = jnp.ones((1024, 1024))
     product = jax.jit(jnp.matmul)
     seconds = []
@@ -292,6 +292,10 @@ class MetricsFile:
                 for name, value in metrics.items()}
         self.file.write(json.dumps({"step": step, **line}) + "\n")
         self.file.flush()
+
+    def sync(self):
+        """Make sure that what was written survives a power cut."""
+        os.fsync(self.file.fileno())
 
 
 class Progress:
@@ -373,14 +377,18 @@ class HeldOut:
 # ---- the run -------------------------------------------------------------------------------------
 
 
-def open_run(cfg, run_dir, recipe=None):
+def open_run(cfg, run_dir, checkpoints, recipe_file=None):
     """Lock a run directory, prepare its data, write what other scripts read -> (Config, lock).
 
-    The Config that comes back takes its vocabulary from the run directory. recipe: path of the
-    user's recipe file, which is copied there.
+    The Config that comes back takes its vocabulary from the run directory. recipe_file: path of the
+    user's recipe, which is copied there.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    lock = open(run_dir / ".lock", "w")
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = open(run_dir / ".lock", "w")
+    except OSError as error:
+        raise UserError(f"--run_dir {run_dir} cannot be written ({error.strerror}): name another."
+                        ) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -389,15 +397,23 @@ def open_run(cfg, run_dir, recipe=None):
     except OSError as error:
         configs.note(f"{run_dir} cannot be locked ({error}): see to it that only one process "
                      f"trains here.")
+    checkpoints.discard_unfinished()
     vocabulary = run_dir / "spiece.model"
     run_cfg = replace(cfg, data=replace(cfg.data, vocab=str(vocabulary)))
-    if cfg.data.source != "random:" and not vocabulary.exists():
+    if cfg.data.source != "random:" and not checkpoints.steps():
         data.open_rows(cfg, "train")  # refuses what does not fit before anything is written
         configs.write_file(vocabulary, data.load_vocabulary(cfg.data).serialized)
-    data.open_rows(run_cfg, "train")
-    configs.save_run(cfg, run_dir)
-    if recipe:
-        configs.write_file(run_dir / "recipe.py", Path(recipe).read_text())
+    digest = data.open_rows(run_cfg, "train")[0].corpus.digest
+    if cfg.train.eval_every and cfg.data.source != "random:":
+        data.open_rows(run_cfg, "validation")
+    if checkpoints.steps():
+        before = json.loads((run_dir / "config.json").read_text()).get("corpus")
+        if before != digest:
+            configs.note(f"{cfg.data.source} has changed since {run_dir} began: the run goes on "
+                         f"with other data.")
+    configs.save_run(cfg, run_dir, digest)
+    if recipe_file and Path(recipe_file) != run_dir / "recipe.py":
+        configs.write_file(run_dir / "recipe.py", Path(recipe_file).read_text())
     return run_cfg, lock
 
 
@@ -407,9 +423,12 @@ def compile_and_load(cfg, mesh, checkpoints, batch):
     The state is the newest checkpoint's or a fresh one; the step compiles in a thread meanwhile.
     """
     init = functools.partial(init_state, cfg)
-    template = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(
-            a.shape, a.dtype, sharding=NamedSharding(mesh, a.sharding.spec)), jax.eval_shape(init))
+
+    def placed(a):  # optax's counters have no layout yet
+        layout = a.sharding.spec if a.sharding else jax.P()
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, layout))
+
+    template = jax.tree.map(placed, jax.eval_shape(init))
     step = jax.jit(functools.partial(train_step, cfg), donate_argnums=0).lower(template, batch)
     with ThreadPoolExecutor(1) as thread:
         program = thread.submit(step.compile)
@@ -417,21 +436,23 @@ def compile_and_load(cfg, mesh, checkpoints, batch):
         if restored is None:
             # hardly optimized: it runs once, and compiles in half the time
             options = {"xla_backend_optimization_level": "1"}
-            state = jax.jit(init).lower().compile(options)()
+            shardings = jax.tree.map(lambda a: a.sharding, template)
+            state = jax.jit(init, out_shardings=shardings).lower().compile(options)()
             return program.result(), state, cfg.train.start_step
         start, arrays = restored
         print(f"resumed  {checkpoints.path(start)}", flush=True)
         return program.result(), flax.serialization.from_state_dict(template, arrays), start
 
 
-def train(cfg, run_dir, recipe=None):
+def train(cfg, run_dir, recipe, recipe_file=None):
     """Train a run from where it stands to train.steps -> exit status."""
     mesh = partition.set_mesh(cfg)
-    print("\n".join(describe(cfg, mesh)), flush=True)
-    cfg, lock = open_run(cfg, run_dir, recipe)
+    learning_rate(0, cfg.train)  # refuses an unknown factor before anything is written
+    print("\n".join(describe(cfg, recipe, mesh)), flush=True)
     t, stop = cfg.train, threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
     checkpoints = partition.Checkpoints(run_dir, t.keep, t.async_save)
+    cfg, lock = open_run(cfg, run_dir, checkpoints, recipe_file)
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
     rows = partition.local_rows(t.batch_size, mesh)
 
     def load(step):
@@ -457,15 +478,16 @@ def train(cfg, run_dir, recipe=None):
             for every in (t.log_every, held_out.every, t.save_every))
         if logs:
             progress.log(step, {name: float(x) for name, x in jax.device_get(metrics).items()})
-            if (skipped := int(state.skipped)) >= 3:
-                configs.note(f"Loss or gradients of steps {step - skipped + 1:,} to {step:,} were "
-                             f"not finite and their updates were skipped: the last checkpoint is "
-                             f"whole; go on from it with a lower --train.learning_rate.")
-                checkpoints.wait()
-                return 1
+        if (logs or saves) and (skipped := int(state.skipped)) >= 3:
+            checkpoints.wait()
+            configs.note(f"Loss or gradients of steps {step - skipped + 1:,} to {step:,} were not "
+                         f"finite; their updates were skipped. Begin another run with a lower "
+                         f"--train.learning_rate.")
+            return 1
         if evaluates:
             held_out.evaluate(step, state.params)
         if saves or (stopping and t.save_every):
+            progress.file.sync()
             checkpoints.save(flax.serialization.to_state_dict(state), step)
         if logs or evaluates or saves:
             progress.restart(step)
@@ -474,7 +496,8 @@ def train(cfg, run_dir, recipe=None):
     progress.bar.close()
     checkpoints.wait()
     if step < t.steps:
-        print(f"stopped  at step {step:,}, as asked; the same command goes on from here.")
+        print(f"stopped  at step {step:,}, as asked; " + (
+            "the same command goes on from here." if t.save_every else "nothing was saved."))
         return 0
     print(f"done     {run_dir}: {step:,} steps.")
     if t.save_every and held_out.every:
@@ -487,11 +510,11 @@ def train(cfg, run_dir, recipe=None):
 
 def main(argv):
     args, changes = configs.parse_args(__doc__, argv)
-    cfg, run_dir = configs.resolve(args, changes)
+    cfg, run_dir, recipe = configs.resolve_run(args, changes)
+    recipe_file = args.config if args.config and args.config.endswith(".py") else None
     partition.start_jax()
-    recipe = args.config if args.config and args.config.endswith(".py") else None
     try:
-        return train(cfg, Path(run_dir), recipe)
+        return train(cfg, Path(run_dir), recipe, recipe_file)
     except partition.CheckpointError as error:
         configs.note(f"{error}: training stopped. The checkpoint before it is whole; make room and "
                      f"run the same command again.")
