@@ -49,10 +49,11 @@ class ModelConfig:
 class DataConfig:
     source: str = "python:"  # python:, text:GLOB, jsonl:GLOB, tfds:NAME or random:
     validation_source: str = ""  # empty: the source's validation split, or its last 1 %, held out
-    task: str = "span_corruption"  # what is made of a document
+    task: str = "span_corruption"  # of documents; or text_to_text, of inputs with targets
     vocab: str = "train:32000"  # train:PIECES, from the source, or a SentencePiece model's path
     inputs_length: int = 512  # tokens of a row of inputs, EOS included
     targets_length: int = 114  # tokens of a row of targets, EOS included
+    pack: bool = True  # text_to_text: several examples in a row of a training batch
     noise_density: float = 0.15  # part of the tokens that span corruption removes
     mean_span_length: float = 3.0  # tokens of a removed span, on average
     prepared_dir: str = "prepared"  # where token files lie, a folder for each source and vocabulary
@@ -327,7 +328,7 @@ CHOICES = {
     "model.activation": ("gated_gelu", "gated_silu", "relu"),
     "model.dtype": ("auto", "float32", "bfloat16"),
     "model.remat": ("none", "dots", "full"),
-    "data.task": ("span_corruption",),
+    "data.task": ("span_corruption", "text_to_text"),
     "data.on_error": ("stop", "skip"),
     "train.optimizer": ("adafactor", "adamw"),
 }
@@ -355,6 +356,10 @@ def check(cfg):
         raise UserError(f"--train.microbatches {cfg.train.microbatches} does not divide "
                         f"the {cfg.train.batch_size} rows of --train.batch_size: change one of "
                         f"the two.")
+    without_fields = ("python:", "text:", "random:")
+    if cfg.data.task == "text_to_text" and cfg.data.source.startswith(without_fields):
+        raise UserError("--data.task text_to_text needs a --data.source with the fields inputs and "
+                        "targets, such as jsonl:FILE.")
 
 
 def show_changes(cfg, recipe):

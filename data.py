@@ -1,4 +1,4 @@
-"""What a training example is: text -> tokens -> spans -> rows -> the batch of a step.
+"""What a training example is: text -> tokens -> spans or pairs -> rows -> the batch of a step.
 
     python data.py --show 3                     three real rows as the model sees them
     python data.py --config small_c4 --prepare  write the token files and stop
@@ -76,15 +76,17 @@ def permute(index, size, *key):
     """
     half = np.uint64(max(1, (size - 1).bit_length() + 1 >> 1))  # bits of one half of a number
     low = np.uint64((1 << int(half)) - 1)
-    index = np.asarray(index).astype(np.uint64)
-    outside = np.ones(index.shape, bool)
-    while outside.any():
-        left, right = index >> half, index & low
+    *key, out = np.broadcast_arrays(*key, np.asarray(index).astype(np.uint64))
+    key, out = [part.ravel() for part in key], out.flatten()
+    outside = np.arange(out.size)
+    while outside.size:
+        left, right = out[outside] >> half, out[outside] & low
         for turn in range(4):
             left, right = right, left ^ (random_bits(*key, turn, right) & low)
-        index = np.where(outside, left << half | right, index)
-        outside = index >= size
-    return index.astype(np.int64)
+        out[outside] = left << half | right
+        walks = out[outside] >= size
+        outside, key = outside[walks], [part[walks] for part in key]
+    return out.astype(np.int64).reshape(np.shape(index))
 
 
 # ---- vocabulary ----------------------------------------------------------------------------------
@@ -377,21 +379,27 @@ def load_vocabulary(cfg):
     if not path.exists():
         configs.note(f"training a vocabulary of {pieces} pieces on {cfg.source}")
         bad = Complaints(cfg.on_error)
-        texts = (text for part in parts for text in read_texts(part, bad))
+        features = FEATURES[cfg.task]
+        examples = (example for part in parts for example in read_texts(part, bad, features))
+        texts = itertools.chain.from_iterable(examples)
         configs.write_file(path, train_tokenizer(texts, int(pieces)).serialized)
     return load_tokenizer(path)
 
 
-def read_texts(part, bad):
-    """The documents of a part: the field `text` of its examples."""
+FEATURES = {"span_corruption": ("text",), "text_to_text": ("inputs", "targets")}
+
+
+def read_texts(part, bad, features):
+    """The texts of a part: for each example the tuple of its `features`."""
     for where, example in part.read(bad):
-        text = example.get("text")
-        if not isinstance(text, str):
-            bad(where, f"has no text in a field `text` (its fields: {', '.join(example)})")
-        elif not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
+        texts = tuple(example.get(feature) for feature in features)
+        if not all(isinstance(text, str) for text in texts):
+            bad(where, f"has no text in {' and '.join(features)} (fields: {', '.join(example)})")
+        elif any(not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text)
+                 for text in texts):
             bad(where, "has half of a character (a lone surrogate)")
         else:
-            yield text
+            yield texts
 
 
 def prepare(source, split, tokenizer, cfg):
@@ -401,7 +409,8 @@ def prepare(source, split, tokenizer, cfg):
     kill the work goes on where it was.
     """
     parts = open_source(source, split, cfg)
-    folder = prepared_path(source, parts, [split, tokenizer.sha256], cfg)
+    features = FEATURES[cfg.task]
+    folder = prepared_path(source, parts, [split, features, tokenizer.sha256], cfg)
     if (folder / "index.json").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -412,7 +421,7 @@ def prepare(source, split, tokenizer, cfg):
         if not mark.exists():
             stem = folder / f"{number:05}"
             configs.write_file(mark, json.dumps(
-                prepare_part(part, stem, tokenizer, dtype, cfg.on_error)))
+                prepare_part(part, stem, features, tokenizer, dtype, cfg.on_error)))
         counts.append(json.loads(mark.read_text()))
     total = {key: sum(count[key] for count in counts)
              for key in ("documents", "tokens", "unknown", "skipped")}
@@ -427,31 +436,34 @@ def prepare(source, split, tokenizer, cfg):
     return folder
 
 
-def prepare_part(part, stem, tokenizer, dtype, on_error):
+def prepare_part(part, stem, features, tokenizer, dtype, on_error):
     """Tokenize one part of a source into shards of about SHARD_TOKENS tokens -> its counts."""
     bad = Complaints(on_error)
     counts = {"documents": 0, "tokens": 0, "unknown": 0, "shards": []}
-    held, held_tokens = [], 0
+    held, held_tokens = [], 0  # examples: one array of ids for each feature
 
     def flush():
-        ids = np.concatenate(held).astype(dtype)
         name = f"{stem}-{len(counts['shards']):03}"
-        for kind, array in (("ids", ids), ("ends", np.cumsum([len(a) for a in held]))):
-            out = io.BytesIO()
-            np.save(out, array)
-            configs.write_file(f"{name}.{kind}.npy", out.getbuffer())
-        counts["shards"].append({"name": Path(name).name, "tokens": len(ids),
-                                 "documents": len(held), "crc32": zlib.crc32(ids)})
+        shard = {"name": Path(name).name, "documents": len(held), "tokens": {}, "crc32": {}}
+        for feature, arrays in zip(features, zip(*held)):
+            ids = np.concatenate(arrays).astype(dtype)
+            for kind, array in (("ids", ids), ("ends", np.cumsum([len(a) for a in arrays]))):
+                out = io.BytesIO()
+                np.save(out, array)
+                configs.write_file(f"{name}.{feature}.{kind}.npy", out.getbuffer())
+            shard["tokens"][feature], shard["crc32"][feature] = len(ids), zlib.crc32(ids)
+            counts["tokens"] += len(ids)
+            counts["unknown"] += int((ids == UNK).sum())
+        counts["shards"].append(shard)
         counts["documents"] += len(held)
-        counts["tokens"] += len(ids)
-        counts["unknown"] += int((ids == UNK).sum())
         held.clear()
 
-    texts = read_texts(part, bad)
-    while batch := list(itertools.islice(texts, 1024)):
-        batch = [ids for ids in tokenizer.encode_batch(batch) if len(ids)]
+    examples = read_texts(part, bad, features)
+    while batch := list(itertools.islice(examples, 1024)):
+        sides = [tokenizer.encode_batch(texts) for texts in zip(*batch)]
+        batch = [example for example in zip(*sides) if sum(map(len, example))]
         held += batch
-        held_tokens += sum(map(len, batch))
+        held_tokens += sum(len(ids) for example in batch for ids in example)
         if held_tokens >= SHARD_TOKENS:
             flush()
             held_tokens = 0
@@ -460,19 +472,28 @@ def prepare_part(part, stem, tokenizer, dtype, on_error):
     return counts | {"skipped": bad.count}
 
 
-class Corpus:
-    """The tokens of a prepared folder, read as one long stream."""
+def runs(starts, lengths):
+    """[5, 9], [3, 2] -> [5, 6, 7, 9, 10]: the numbers of several runs, one after the other."""
+    ends = np.cumsum(lengths)
+    return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)
 
-    def __init__(self, folder):
-        self.folder, self.index = folder, json.loads((folder / "index.json").read_text())
+
+class Corpus:
+    """The tokens of one feature of a prepared folder, read as one long stream."""
+
+    def __init__(self, folder, feature="text"):
+        self.folder, self.feature = folder, feature
+        self.index = json.loads((folder / "index.json").read_text())
         self.shards = [shard for part in self.index["parts"] for shard in part["shards"]]
-        self.starts = np.cumsum([0] + [shard["tokens"] for shard in self.shards])
-        self.tokens, self.documents = self.index["tokens"], self.index["documents"]
-        self.digest = f"{self.tokens}-{zlib.crc32(str([s['crc32'] for s in self.shards]).encode())}"
+        self.starts = np.cumsum([0] + [shard["tokens"][feature] for shard in self.shards])
+        self.tokens, self.documents = int(self.starts[-1]), self.index["documents"]
+        checksums = str([shard["crc32"] for shard in self.shards]).encode()
+        self.digest = f"{self.index['tokens']}-{zlib.crc32(checksums)}"
         self.ids = [self.load(k, "ids") for k in range(len(self.shards))]
 
     def load(self, shard, kind):
-        return np.load(self.folder / f"{self.shards[shard]['name']}.{kind}.npy", mmap_mode="r")
+        name = f"{self.shards[shard]['name']}.{self.feature}.{kind}.npy"
+        return np.load(self.folder / name, mmap_mode="r")
 
     def read(self, start, stop):
         """Tokens start to stop of the stream, across shards."""
@@ -483,6 +504,23 @@ class Corpus:
             pieces.append(self.ids[shard][start - self.starts[shard] : end - self.starts[shard]])
             start = end
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def document_starts(self):
+        """Where in the stream each document begins, and where the last one ends."""
+        ends = [start + self.load(k, "ends") for k, start in enumerate(self.starts[:-1])]
+        return np.concatenate([[0], *ends])
+
+    def gather(self, starts, lengths):
+        """The tokens of several runs of the stream, one after the other; no run crosses a shard."""
+        shards = np.searchsorted(self.starts, starts, "right") - 1
+        if len(self.shards) == 1:
+            return self.ids[0][runs(starts, lengths)]
+        tokens, firsts = np.empty(lengths.sum(), self.ids[0].dtype), np.cumsum(lengths) - lengths
+        for shard in np.unique(shards[lengths > 0]):
+            here = (shards == shard) & (lengths > 0)
+            tokens[runs(firsts[here], lengths[here])] = self.ids[shard][
+                runs(starts[here] - self.starts[shard], lengths[here])]
+        return tokens
 
     def document_start(self, document):
         """Where in the stream a document begins."""
@@ -608,63 +646,253 @@ def span_corruption(tokens, keys, sentinel, cfg):
 
 # ---- batches -------------------------------------------------------------------------------------
 
-ORDER, NOISE = 1, 2  # what random bits are for: the first part of their key
+ORDER, NOISE, PACKING = 1, 2, 3  # what random bits are for: the first part of their key
 
 
-class Rows:
-    """A corpus cut into rows of `length` raw tokens; the last row may be shorter."""
+class SpanRows:
+    """A corpus cut into rows of raw tokens, which span corruption makes into inputs and targets.
 
-    def __init__(self, corpus, start, stop, length):
-        self.corpus, self.start, self.stop, self.length = corpus, start, stop, length
-        self.count = -(-(stop - start) // length)
-        if (stop - start) % length == 1:  # one token cannot be corrupted
+    The last row may be shorter; a single token at the end, which cannot be corrupted, is left out.
+    """
+
+    def __init__(self, corpus, start, stop, sentinel, cfg):
+        self.corpus, self.start, self.stop = corpus, start, stop
+        self.sentinel, self.cfg = sentinel, cfg
+        self.length = raw_length(cfg.data)
+        self.count = -(-(stop - start) // self.length)
+        if (stop - start) % self.length == 1:
             self.count -= 1
+
+    def __str__(self):
+        return f"{self.stop - self.start:,} tokens, {self.count:,} rows of {self.length}"
+
+    def sample(self, most):
+        """At most `most` tokens, of which frequencies are taken."""
+        return self.corpus.read(self.start, min(self.stop, self.start + most))
 
     def read(self, row):
         start = self.start + int(row) * self.length
         return self.corpus.read(start, min(start + self.length, self.stop))
 
+    def make(self, numbers, training):
+        """Numbers of rows, counted through all epochs -> inputs, targets and their segments.
+
+        In training each epoch has an order and noise of its own. Otherwise the order is that of the
+        corpus, the noise always the same, and past the end the rows are padding.
+        """
+        data, seed = self.cfg.data, self.cfg.train.seed
+        epoch, row = np.divmod(numbers, self.count)
+        if training:
+            row = permute(row, self.count, ORDER, seed, epoch)
+        keys = random_bits(NOISE, seed, epoch, row)
+        inputs = np.zeros((len(row), data.inputs_length), np.int32)
+        targets = np.zeros((len(row), data.targets_length), np.int32)
+        raw = [self.read(r) if training or e == 0 else () for r, e in zip(row, epoch)]
+        lengths = np.array([len(tokens) for tokens in raw])
+        for length in np.unique(lengths[lengths > 0]):  # one, or two with the short last row
+            where = np.flatnonzero(lengths == length)
+            some = span_corruption(
+                np.stack([raw[i] for i in where]), keys[where], self.sentinel, data)
+            inputs[where, : some[0].shape[1]], targets[where, : some[1].shape[1]] = some
+        return inputs, targets, inputs != PAD, targets != PAD
+
+
+class PairRows:
+    """Examples of inputs and targets; in training, if data.pack says so, several in a row.
+
+    Each is cut to its length and gets EOS. Packing is planned for blocks of BLOCK examples in the
+    order of training, which is a new one each epoch; a block's plan is kept beside the tokens.
+    """
+
+    BLOCK = 1 << 16
+
+    def __init__(self, folder, start, stop, cfg):
+        self.cfg, self.start, self.count = cfg, start, stop - start
+        self.corpora = [Corpus(folder, feature) for feature in FEATURES["text_to_text"]]
+        self.corpus = self.corpora[1]  # the targets: what is learned
+        self.limits = cfg.data.inputs_length, cfg.data.targets_length
+        self.starts = [corpus.document_starts() for corpus in self.corpora]
+        whole = [np.diff(starts)[start:stop] for starts in self.starts]
+        self.lengths = [np.minimum(n, limit - 1) for n, limit in zip(whole, self.limits)]
+        self.cut = [int((n >= limit).sum()) for n, limit in zip(whole, self.limits)]
+        plan = "-".join(map(str, ("plan", start, stop, *self.limits, cfg.train.seed)))
+        self.plans, self.row_starts = folder / plan, [0]
+        self.plan = functools.lru_cache(maxsize=4)(self.read_plan)
+
+    def __str__(self):
+        return f"{self.count:,} examples" + ", packed into rows" * self.cfg.data.pack
+
+    def sample(self, most):
+        """At most about `most` tokens of the targets, of which frequencies are taken."""
+        return self.corpus.read(int(self.starts[1][self.start]), min(
+            int(self.starts[1][self.start + self.count]), int(self.starts[1][self.start]) + most))
+
+    def example(self, position):
+        """Positions in the order of training -> numbers of examples."""
+        epoch, number = np.divmod(position, self.count)
+        return permute(number, self.count, ORDER, self.cfg.train.seed, epoch)
+
+    def read_plan(self, block):
+        """A block of the order of training -> (examples, row after row; where each row ends)."""
+        path = self.plans / f"{block:06}.npz"
+        if not path.exists():
+            examples = self.example(np.arange(block * self.BLOCK, (block + 1) * self.BLOCK))
+            row = plan_packing(*(n[examples] + 1 for n in self.lengths), *self.limits)
+            row = permute(row, int(row.max()) + 1, PACKING, self.cfg.train.seed, block)
+            out = io.BytesIO()
+            np.savez(out, examples=examples[np.argsort(row, kind="stable")],
+                     ends=np.cumsum(np.bincount(row)))
+            configs.write_file(path, out.getbuffer())
+        with np.load(path) as plan:
+            return plan["examples"], plan["ends"]
+
+    def members(self, numbers, training):
+        """Numbers of rows -> (examples, the row in the batch and the segment of each)."""
+        if not training:
+            within = np.flatnonzero(numbers < self.count)
+            return numbers[within], within, np.ones(len(within), int)
+        if not self.cfg.data.pack:
+            return self.example(numbers), np.arange(len(numbers)), np.ones(len(numbers), int)
+        while self.row_starts[-1] <= numbers.max():
+            ends = self.plan(len(self.row_starts) - 1)[1]
+            self.row_starts.append(self.row_starts[-1] + len(ends))
+        blocks = np.searchsorted(self.row_starts, numbers, "right") - 1
+        members = {}  # block -> (its examples, where the rows begin, how many members they have)
+        for block in np.unique(blocks):
+            examples, ends = self.plan(int(block))
+            row = numbers[blocks == block] - self.row_starts[block]
+            sizes = np.diff(ends, prepend=0)[row]
+            members[block] = examples, ends[row] - sizes, sizes
+        sizes = np.empty(len(numbers), int)
+        for block, (_, _, part) in members.items():
+            sizes[blocks == block] = part
+        firsts, flat = np.cumsum(sizes) - sizes, np.empty(sizes.sum(), int)
+        for block, (examples, begins, part) in members.items():
+            flat[runs(firsts[blocks == block], part)] = examples[runs(begins, part)]
+        rows = np.repeat(np.arange(len(numbers)), sizes)
+        return flat, rows, runs(np.ones(len(sizes), int), sizes)
+
+    def make(self, numbers, training):
+        """Numbers of rows, counted through all epochs -> inputs, targets and their segments."""
+        examples, row, segment = self.members(np.asarray(numbers), training)
+        opens = segment == 1  # the first of its row
+        tokens, segments = [], []
+        for corpus, starts, lengths, limit in zip(
+                self.corpora, self.starts, self.lengths, self.limits):
+            kept = lengths[examples]
+            size = kept + 1  # with EOS
+            place = np.cumsum(size) - size
+            place += row * limit - place[opens][np.cumsum(opens) - 1]
+            out, marks = np.zeros((2, len(numbers) * limit), np.int32)
+            out[runs(place, kept)] = corpus.gather(starts[self.start + examples], kept)
+            out[place + kept] = EOS
+            marks[runs(place, size)] = np.repeat(segment, size)
+            tokens.append(out.reshape(-1, limit))
+            segments.append(marks.reshape(-1, limit))
+        return *tokens, *segments
+
+
+def plan_packing(inputs, targets, inputs_limit, targets_limit):
+    """Lengths of examples [N], EOS counted -> the row [N] each goes into. Nothing is split or lost.
+
+    One row after the other is filled with the largest example that still fits, where "largest"
+    weighs the side of which the row has more room left. Examples wait in a grid of cells by their
+    two lengths, exact for short ones and 5 % wide for long ones.
+    """
+    sides = []
+    for limit in (inputs_limit, targets_limit):
+        edges = [1]
+        while edges[-1] < limit:
+            edges.append(min(limit, max(edges[-1] + 1, int(edges[-1] * 1.05))))
+        sides.append(np.array(edges))
+    cell = np.searchsorted(sides[0], inputs) * len(sides[1]) + np.searchsorted(sides[1], targets)
+    order = np.lexsort((inputs + targets, cell))
+    bounds = np.searchsorted(cell[order], np.arange(len(sides[0]) * len(sides[1]) + 1))
+    waiting, first, end = order.tolist(), bounds[:-1].tolist(), bounds[1:].tolist()
+    weights = np.linspace(0, 1, 9)  # of the inputs; -1 marks an empty cell
+    grids = [np.add.outer(w * sides[0] / inputs_limit, (1 - w) * sides[1] / targets_limit)
+             for w in weights]
+    for grid in grids:
+        grid[(np.diff(bounds) == 0).reshape(grid.shape)] = -1
+    fitting = [np.searchsorted(edges, np.arange(limit + 1), "right").tolist()
+               for edges, limit in zip(sides, (inputs_limit, targets_limit))]
+    inputs, targets = inputs.tolist(), targets.tolist()
+    rows, row, left = np.empty(len(inputs), np.int64), 0, len(inputs)
+    while left:
+        room, target_room = inputs_limit, targets_limit
+        while room and target_room:
+            x, y = room / inputs_limit, target_room / targets_limit
+            grid = grids[int((0.5 + 0.3 * (x - y) / (x + y)) * 9)]
+            view = grid[: fitting[0][room], : fitting[1][target_room]]
+            i, j = divmod(int(view.argmax()), view.shape[1])
+            if view[i, j] < 0:
+                break
+            c = i * grid.shape[1] + j
+            end[c] -= 1
+            example = waiting[end[c]]
+            if end[c] == first[c]:
+                for grid in grids:
+                    grid[i, j] = -1
+            rows[example] = row
+            room -= inputs[example]
+            target_room -= targets[example]
+            left -= 1
+        row += 1
+    return rows
+
 
 @functools.lru_cache(maxsize=8)
 def open_rows(cfg, split):
-    """Config, "train" or "validation" -> (Rows, id of <extra_id_0>). Prepares what is missing."""
+    """Config, "train" or "validation" -> (rows, id of <extra_id_0>). Prepares what is missing."""
     if cfg.data.source == "random:":
-        tokens = RandomTokens(cfg.model.vocab_size - SENTINELS, cfg.train.seed)
-        start, stop, size = 0, tokens.tokens, cfg.model.vocab_size
-    else:
-        tokenizer = load_vocabulary(cfg.data)
-        size = tokenizer.size
-        if not size <= cfg.model.vocab_size < size + 128:
-            raise UserError(
-                f"The vocabulary has {size} ids (its pieces and {SENTINELS} sentinels), the model "
-                f"{cfg.model.vocab_size}: set --model.vocab_size {-(-size // 128) * 128}.")
-        source, shared = cfg.data.source, False
-        if split == "validation" and cfg.data.validation_source:
-            source = cfg.data.validation_source
-        elif not (cfg.data.validation_source or source.startswith(WITH_SPLITS)):
-            shared = True  # the last 1 % of the documents are held out
-        tokens = Corpus(prepare(source, "train" if shared else split, tokenizer, cfg.data))
-        start, stop = 0, tokens.tokens
-        if shared:
-            held_out = tokens.document_start(tokens.documents - max(1, tokens.documents // 100))
-            start, stop = (0, held_out) if split == "train" else (held_out, tokens.tokens)
-    length = raw_length(cfg.data)
-    noise, spans = noise_counts(length, cfg.data)
-    if noise + spans + 1 > cfg.data.targets_length:
+        size = cfg.model.vocab_size
+        tokens = RandomTokens(size - SENTINELS, cfg.train.seed)
+        return check_spans(SpanRows(tokens, 0, tokens.tokens, size - 1, cfg), cfg.data), size - 1
+    tokenizer = load_vocabulary(cfg.data)
+    size = tokenizer.size
+    if not size <= cfg.model.vocab_size < size + 128:
         raise UserError(
-            f"Span corruption of {cfg.data.inputs_length} inputs makes {noise + spans + 1} "
-            f"targets; set --data.targets_length to {noise + spans + 1} or more (it is "
-            f"{cfg.data.targets_length}).")
-    if spans > SENTINELS:
-        raise UserError(
-            f"Span corruption of {cfg.data.inputs_length} inputs needs {spans} sentinels and the "
-            f"vocabulary has {SENTINELS}: set --data.inputs_length lower or "
-            f"--data.mean_span_length higher.")
-    rows = Rows(tokens, start, stop, length)
-    if rows.count < 1:
+            f"The vocabulary has {size} ids (its pieces and {SENTINELS} sentinels), the model "
+            f"{cfg.model.vocab_size}: set --model.vocab_size {-(-size // 128) * 128}.")
+    source, shared = cfg.data.source, False
+    if split == "validation" and cfg.data.validation_source:
+        source = cfg.data.validation_source
+    elif not (cfg.data.validation_source or source.startswith(WITH_SPLITS)):
+        shared = True  # the last 1 % of the documents are held out
+    folder = prepare(source, "train" if shared else split, tokenizer, cfg.data)
+    documents = json.loads((folder / "index.json").read_text())["documents"]
+    start, stop = 0, documents
+    if shared:
+        held_out = documents - max(1, documents // 100)
+        start, stop = (0, held_out) if split == "train" else (held_out, documents)
+    if start == stop:
         raise UserError(f"The {split} split of {cfg.data.source} is empty: give it two documents "
                         f"or more (text:FILE:lines makes one of each line).")
-    return rows, size - 1
+    if cfg.data.task == "text_to_text":
+        rows = PairRows(folder, start, stop, cfg)
+        if any(rows.cut):
+            configs.note(f"{split}: {rows.cut[0]:,} inputs and {rows.cut[1]:,} targets of "
+                         f"{rows.count:,} are longer than {rows.limits[0]} and {rows.limits[1]} "
+                         f"tokens and are cut")
+        return rows, size - 1
+    corpus = Corpus(folder)
+    start, stop = (corpus.document_start(document) for document in (start, stop))
+    return check_spans(SpanRows(corpus, start, stop, size - 1, cfg), cfg.data), size - 1
+
+
+def check_spans(rows, cfg):
+    """Refuse rows whose spans do not fit the targets, or outnumber the sentinels."""
+    noise, spans = noise_counts(rows.length, cfg)
+    if noise + spans + 1 > cfg.targets_length:
+        raise UserError(
+            f"Span corruption of {cfg.inputs_length} inputs makes {noise + spans + 1} targets; set "
+            f"--data.targets_length to {noise + spans + 1} or more (it is {cfg.targets_length}).")
+    if spans > SENTINELS:
+        raise UserError(
+            f"Span corruption of {cfg.inputs_length} inputs needs {spans} sentinels and the "
+            f"vocabulary has {SENTINELS}: set --data.inputs_length lower or "
+            f"--data.mean_span_length higher.")
+    return rows
 
 
 def number_of_batches(cfg, split):
@@ -675,28 +903,13 @@ def number_of_batches(cfg, split):
 def make_batch(cfg, split, step, rows=None):
     """The batch of a step, a pure function: Batch of [B, S] and [B, T] int32 arrays.
 
-    split: "train" goes through the rows in a new random order each epoch, with fresh noise;
-    "validation" in order, always with the same noise, and past the end the rows are padding.
+    split: "train" goes through the examples in a new random order each epoch; "validation" in their
+    own, each once, and past the end the rows are padding.
     rows: which of the batch's rows to make, by default all; a process asks for those it holds.
     """
-    source, sentinel = open_rows(cfg, split)
     batch_rows = np.arange(cfg.train.batch_size) if rows is None else np.asarray(rows)
-    position = step * cfg.train.batch_size + batch_rows
-    epoch, row = np.divmod(position, source.count)
-    if split == "train":
-        row = permute(row, source.count, ORDER, cfg.train.seed, epoch)
-    keys = random_bits(NOISE, cfg.train.seed, epoch, row)
-    inputs = np.zeros((len(row), cfg.data.inputs_length), np.int32)
-    targets = np.zeros((len(row), cfg.data.targets_length), np.int32)
-    raw = [source.read(r) if split == "train" or e == 0 else () for r, e in zip(row, epoch)]
-    lengths = np.array([len(tokens) for tokens in raw])
-    for length in np.unique(lengths[lengths > 0]):  # one, or two where the short last row is here
-        where = np.flatnonzero(lengths == length)
-        tokens = np.stack([raw[i] for i in where])
-        some_inputs, some_targets = span_corruption(tokens, keys[where], sentinel, cfg.data)
-        inputs[where, : some_inputs.shape[1]] = some_inputs
-        targets[where, : some_targets.shape[1]] = some_targets
-    return complete_batch(inputs, targets, inputs != PAD, targets != PAD)
+    numbers = step * cfg.train.batch_size + batch_rows
+    return complete_batch(*open_rows(cfg, split)[0].make(numbers, split == "train"))
 
 
 def complete_batch(inputs, targets, input_segments, target_segments):
@@ -715,8 +928,7 @@ def unigram_loss(cfg, batches):
     the number to beat. At most 10 million training tokens are counted.
     """
     rows, sentinel = open_rows(cfg, "train")
-    tokens = rows.corpus.read(rows.start, min(rows.stop, rows.start + 10_000_000))
-    counts = np.bincount(tokens, minlength=cfg.model.vocab_size) + 1.0
+    counts = np.bincount(rows.sample(10_000_000), minlength=cfg.model.vocab_size) + 1.0
     targets = np.concatenate(
         [make_batch(cfg, "validation", i).targets.ravel() for i in range(batches)])
     content = targets[(targets > EOS) & (targets <= sentinel - SENTINELS)]
@@ -726,13 +938,16 @@ def unigram_loss(cfg, batches):
 # ---- what the screen shows -----------------------------------------------------------------------
 
 
-def describe_spans(cfg):
-    """DataConfig -> one line of arithmetic: how raw tokens become inputs and targets."""
+def describe_rows(cfg):
+    """DataConfig -> what a row is; of span corruption, how raw tokens become inputs and targets."""
+    if cfg.task == "text_to_text":
+        return (f"rows     {cfg.inputs_length} inputs and {cfg.targets_length} targets, "
+                + ("several examples packed into a row" if cfg.pack else "an example each"))
     raw = raw_length(cfg)
     noise, spans = noise_counts(raw, cfg)
     inputs, targets = raw - noise + spans + 1, noise + spans + 1
-    return (f"{raw} raw tokens, {noise} of them removed in {spans} spans: {raw - noise} kept + "
-            f"{spans} sentinels + EOS = {inputs} inputs, {noise} + {spans} + EOS = "
+    return (f"spans    {raw} raw tokens, {noise} of them removed in {spans} spans: {raw - noise} "
+            f"kept + {spans} sentinels + EOS = {inputs} inputs, {noise} + {spans} + EOS = "
             f"{targets} targets")
 
 
@@ -768,20 +983,24 @@ def show(cfg, count):
     """Print `count` rows of the first training batch, and how fast batches are made."""
     rows, sentinel = open_rows(cfg, "train")
     tokenizer = None if cfg.data.source == "random:" else load_vocabulary(cfg.data)
-    print(f"source   {cfg.data.source} {rows.stop - rows.start:,} tokens to train on, "
-          f"{rows.count:,} rows of {rows.length}")
-    print(f"spans    {describe_spans(cfg.data)}")
-    batch = make_batch(cfg, "train", 0, range(min(count, cfg.train.batch_size)))
-    for i, (inputs, targets) in enumerate(zip(batch.inputs, batch.targets)):
-        print(f"\nrow {i}, inputs\n  {show_row(inputs, batch.input_segments[i], tokenizer)}")
-        print(f"row {i}, targets\n  {show_row(targets, batch.target_segments[i], tokenizer)}")
-    size = cfg.train.batch_size * rows.length
-    whole = tokens_per_second(lambda step: make_batch(cfg, "train", step), size)
-    raw = random_bits(np.arange(1024 * rows.length)).reshape(1024, -1).astype(np.uint16)
-    keys = random_bits(1, np.arange(1024))
-    spans = tokens_per_second(lambda _: span_corruption(raw, keys, sentinel, cfg.data), raw.size)
-    print(f"\nspeed    {whole / 1e6:.1f} M raw tokens/s become batches of {cfg.train.batch_size}; "
-          f"span corruption alone, on 1,024 rows, {spans / 1e6:.1f} M (one core)")
+    print(f"source   {cfg.data.source} {rows}\n{describe_rows(cfg.data)}")
+    batch = make_batch(cfg, "train", 0)
+    for i in range(min(count, cfg.train.batch_size)):
+        inputs = show_row(batch.inputs[i], batch.input_segments[i], tokenizer)
+        targets = show_row(batch.targets[i], batch.target_segments[i], tokenizer)
+        print(f"\nrow {i}, inputs\n  {inputs}\nrow {i}, targets\n  {targets}")
+    real = [(segments > 0).sum() for segments in (batch.input_segments, batch.target_segments)]
+    rate = tokens_per_second(lambda step: make_batch(cfg, "train", step), sum(real))
+    print(f"\nfilled   {real[0] / batch.inputs.size:.1%} of the inputs, "
+          f"{real[1] / batch.targets.size:.1%} of the targets")
+    print(f"speed    {rate / 1e6:.1f} M tokens/s in batches of {cfg.train.batch_size}", end="")
+    if cfg.data.task == "span_corruption":
+        raw = random_bits(np.arange(1024 * rows.length)).reshape(1024, -1).astype(np.uint16)
+        keys = random_bits(1, np.arange(1024))
+        spans = tokens_per_second(
+            lambda _: span_corruption(raw, keys, sentinel, cfg.data), raw.size)
+        print(f"; span corruption alone, on 1,024 rows, {spans / 1e6:.1f} M raw tokens/s", end="")
+    print(" (one core)")
 
 
 def main(argv):
@@ -792,8 +1011,7 @@ def main(argv):
         raise UserError("Say what to do: --show N or --prepare.")
     cfg = configs.resolve(args, changes)
     for split in ("train", "validation") if args.prepare else ():
-        rows, _ = open_rows(cfg, split)
-        print(f"{split:10} {rows.stop - rows.start:,} tokens, {rows.count:,} rows of {rows.length}")
+        print(f"{split:10} {open_rows(cfg, split)[0]}")
     if args.show is not None:
         show(cfg, args.show)
 

@@ -236,7 +236,7 @@ def describe(cfg, recipe, mesh):
         f"model    {model.describe(cfg)}",
         f"devices  {len(devices)} x {devices[0].device_kind}, mesh {shape}, "
         f"{jnp.dtype(model.compute_dtype(cfg.model)).name}, {batch}",
-        f"spans    {data.describe_spans(cfg.data)}",
+        data.describe_rows(cfg.data),
     ]
 
 
@@ -259,7 +259,7 @@ def peak_flops():
 
 
 def held_out_passage(params, cfg, mesh):
-    """One held-out row -> lines: with blanks, the truth, what the model wrote into the blanks."""
+    """One held-out row -> lines: with blanks, or its inputs; the truth; what the model wrote."""
     tokenizer = data.load_vocabulary(cfg.data)
     rows = mesh.shape["data"]  # a row for each device; the first is shown
     batch = data.make_batch(cfg, "validation", 0, partition.local_rows(rows, mesh))
@@ -268,6 +268,9 @@ def held_out_passage(params, cfg, mesh):
                              cfg.data.targets_length)
     inputs, truth, written = (
         np.asarray(a.addressable_data(0))[0] for a in (batch.inputs, batch.targets, written))
+    if cfg.data.task == "text_to_text":
+        return [f"  {label:8} {tokenizer.decode(ids)}"
+                for label, ids in (("inputs", inputs), ("truth", truth), ("model", written))]
     truth, written = (infer.split_spans(ids, tokenizer) for ids in (truth, written))
     return [f"  {label:8} {infer.fill_blanks(inputs, spans, tokenizer)}"
             for label, spans in (("blanks", {}), ("truth", truth), ("model", written))]
