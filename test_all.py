@@ -27,6 +27,7 @@ from pathlib import Path
 
 import flax
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -126,7 +127,7 @@ def equations(jaxpr):
     """All equations of a traced program, those of its inner programs included."""
     for equation in jaxpr.eqns:
         yield equation
-        for inner in jax.core.jaxprs_in_params(equation.params):
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
             yield from equations(inner)
 
 
@@ -696,7 +697,7 @@ def test_flops_are_the_sum_of_all_products():
                     continue  # the look-up of relative biases is not counted
                 total += 2 * times * math.prod(e.outvars[0].aval.shape) * math.prod(
                     a[i] for i in contract)
-            for inner in jax.core.jaxprs_in_params(e.params):
+            for inner in jax.extend.core.jaxprs_in_params(e.params):
                 total += flops(inner, times * e.params.get("length", 1))
         return total
 
@@ -1219,7 +1220,7 @@ def test_loss_divisor_scales_the_gradients_alone():
     expected["loss"] = expected["cross_ent_loss"] + expected["z_loss"]
     _, grads = gradients(SMALL, state.params, batch, None)  # divided by the real target tokens
     tokens = sum(m for _, m in UNEVEN)
-    expected["gradient_norm"] = float(optax.global_norm(grads)) * tokens / 233472
+    expected["gradient_norm"] = float(optax.tree.norm(grads)) * tokens / 233472
     assert set(metrics) == set(expected)
     for name, value in expected.items():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
