@@ -47,7 +47,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    source: str = "python:"  # python:, text:GLOB, jsonl:GLOB, tfds:NAME or random:
+    source: str = "python:"  # python:, text:GLOB, jsonl:GLOB, parquet:GLOB, tfds:NAME or random:
     validation_source: str = ""  # empty: the source's validation split, or its last 1 %, held out
     task: str = "span_corruption"  # of documents; or text_to_text, of inputs with targets
     vocab: str = "train:32000"  # train:PIECES, from the source, or a SentencePiece model's path

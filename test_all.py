@@ -294,15 +294,22 @@ def documents_of(cfg):
             for _, example in part.read(data.Complaints(cfg.on_error))]
 
 
-def test_text_and_jsonl_sources_agree(tmp_path, corpus):
+def test_text_jsonl_and_parquet_sources_agree(tmp_path, corpus):
+    import pyarrow.parquet
+
     lines = documents_of(corpus)
     assert len(lines) == 180 and lines[0] == sentences(60)[0] + "\n"
     rows = "".join(json.dumps({"text": line, "url": "x"}) + "\n" for line in lines)
     (tmp_path / "a.jsonl").write_text(rows)
     (tmp_path / "b.json.gz").write_bytes(gzip.compress(rows.encode()))
-    for name in ("jsonl:a.jsonl", "jsonl:b.json.gz"):
+    table = pyarrow.table({"text": lines, "url": ["x"] * len(lines)})
+    pyarrow.parquet.write_table(table, tmp_path / "c.parquet", row_group_size=50)
+    for name in ("jsonl:a.jsonl", "jsonl:b.json.gz", "parquet:c.parquet"):
         name = name.replace(":", f":{tmp_path}/")
         assert documents_of(replace(corpus, source=name)) == lines
+    (tmp_path / "c.parquet").write_bytes((tmp_path / "c.parquet").read_bytes()[:-9])
+    with pytest.raises(configs.UserError, match="c.parquet is damaged"):
+        documents_of(replace(corpus, source=f"parquet:{tmp_path}/c.parquet"))
     whole = documents_of(replace(corpus, source=corpus.source.removesuffix(":lines")))
     assert len(whole) == 3 and whole[0].split() == " ".join(sentences(60)).split()
 
