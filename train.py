@@ -507,8 +507,10 @@ def train(cfg, run_dir, recipe, recipe_file=None):
         return 0
     print(f"done     {run_dir}: {step:,} steps.")
     if t.save_every and held_out.every:
+        spans = cfg.data.task == "span_corruption"
+        text = "Return the <extra_id_0> of the list." if spans else "some inputs"
         print(f"""Next:
-  python infer.py --run_dir {run_dir} "Return the <extra_id_0> of the list."
+  python infer.py --run_dir {run_dir} "{text}"
   python evaluate.py --run_dir {run_dir}
   python train.py --run_dir {run_dir} --train.steps {2 * t.steps}""")
     return 0
