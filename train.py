@@ -371,10 +371,11 @@ class HeldOut:
         metrics = evaluate.teacher_forced(params, self.cfg, self.mesh, "validation", self.batches)
         self.progress.file.write(step, **{f"training_eval/{self.cfg.data.task}": metrics})
         content = metrics["content_loss"]
+        below = self.baseline - content
         self.progress.bar.write("\n".join([
             f"step {step:,}: held-out loss {metrics['loss']:.3f}, accuracy "
             f"{metrics['accuracy']:.3f}; content {content:.3f} nats per token, "
-            f"{self.baseline - content:.2f} under the unigram baseline",
+            f"{abs(below):.2f} {'under' if below > 0 else 'above'} the unigram baseline",
             *held_out_passage(params, self.cfg, self.mesh)]))
 
 
