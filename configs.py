@@ -221,7 +221,7 @@ def parse_args(description, argv, **flags):
     for name, options in flags.items():
         parser.add_argument(*([name[:-1]] if name[-1] == "_" else [f"--{name}"]), **options)
     blank, kinds = Config(""), {}
-    for section, knob, value in fields(blank):
+    for section, knob, _ in fields(blank):
         name = f"{section}.{knob.name}"
         kinds[name] = knob.type
         text = help_of(getattr(blank, section)).get(knob.name, "").replace("%", "%%")

@@ -8,7 +8,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import traverse_util
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -52,7 +51,7 @@ def split_spans(ids, tokenizer):
             number = tokenizer.size - 1 - i
             spans[number] = []
         elif number is not None:
-            spans[number].append(i)
+            spans[number].append(i if i < tokenizer.size else data.UNK)  # a row without a piece
     return spans
 
 
@@ -76,12 +75,12 @@ def load_params(cfg, run_dir):
     """The newest parameters of a run, float32 -> (step, params)."""
     mesh = jax.sharding.get_mesh()
 
-    def template(p):
-        sharding = jax.sharding.NamedSharding(mesh, partition.spec(p.axes))
+    def template(p, layout):
+        sharding = jax.sharding.NamedSharding(mesh, layout)
         return jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=sharding)
 
-    table = model.param_table(cfg.model)
-    wanted = {"params": jax.tree.map(template, table, is_leaf=model.is_param)}
+    wanted = {"params": jax.tree.map(template, model.param_table(cfg.model),
+                                     model.param_specs(cfg.model), is_leaf=model.is_param)}
     found = partition.Checkpoints(run_dir).load(wanted)
     if not found:
         raise UserError(f"{run_dir} has no whole checkpoint yet: train.py writes them.")

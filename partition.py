@@ -239,14 +239,14 @@ class Checkpoints:
         if writing:
             writing.result()
 
-    def load(self, template, steps=None):
+    def load(self, template):
         """The newest whole checkpoint -> (step, tree like `template`), or None if there is none.
 
         template: nested dict of ShapeDtypeStructs with their layouts; what else a checkpoint holds
         is left alone. A damaged one is named and the one before it is taken; raises a UserError
         where all are damaged.
         """
-        for step in reversed(self.steps() if steps is None else steps):
+        for step in reversed(self.steps()):
             try:
                 return step, read_checkpoint(self.path(step), template)
             except CheckpointError as error:

@@ -11,7 +11,6 @@ import ast
 import dataclasses
 import functools
 import gzip
-import importlib.util
 import itertools
 import json
 import math
@@ -1464,6 +1463,8 @@ def test_blanks_are_filled(tokenizer):
     spans = infer.split_spans(targets, tokenizer)
     assert infer.fill_blanks(inputs, {}, tokenizer) == "alpha ____ gamma ____"
     assert infer.fill_blanks(inputs, spans, tokenizer) == "alpha [beta delta] gamma [theta]"
+    spans = infer.split_spans([tokenizer.size - 1, tokenizer.size + 3], tokenizer)
+    assert infer.fill_blanks(inputs, spans, tokenizer) == "alpha[<unk>] gamma ____"
 
 
 def test_evaluation_counts_each_row_once(corpus, one_device):
