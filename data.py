@@ -775,18 +775,16 @@ class PairRows:
             ends = self.plan(len(self.row_starts) - 1)[1]
             self.row_starts.append(self.row_starts[-1] + len(ends))
         blocks = np.searchsorted(self.row_starts, numbers, "right") - 1
-        members = {}  # block -> (its examples, where the rows begin, how many members they have)
+        sizes, begins = np.empty((2, len(numbers)), int)  # of each row's members in its block's plan
         for block in np.unique(blocks):
-            examples, ends = self.plan(int(block))
-            row = numbers[blocks == block] - self.row_starts[block]
-            sizes = np.diff(ends, prepend=0)[row]
-            members[block] = examples, ends[row] - sizes, sizes
-        sizes = np.empty(len(numbers), int)
-        for block, (_, _, part) in members.items():
-            sizes[blocks == block] = part
-        firsts, flat = np.cumsum(sizes) - sizes, np.empty(sizes.sum(), int)
-        for block, (examples, begins, part) in members.items():
-            flat[runs(firsts[blocks == block], part)] = examples[runs(begins, part)]
+            here, ends = blocks == block, self.plan(int(block))[1]
+            row = numbers[here] - self.row_starts[block]
+            sizes[here] = np.diff(ends, prepend=0)[row]
+            begins[here] = ends[row] - sizes[here]
+        flat, firsts = np.empty(sizes.sum(), int), np.cumsum(sizes) - sizes
+        for block in np.unique(blocks):
+            here, examples = blocks == block, self.plan(int(block))[0]
+            flat[runs(firsts[here], sizes[here])] = examples[runs(begins[here], sizes[here])]
         rows = np.repeat(np.arange(len(numbers)), sizes)
         return flat, rows, runs(np.ones(len(sizes), int), sizes)
 
