@@ -775,7 +775,7 @@ class PairRows:
             ends = self.plan(len(self.row_starts) - 1)[1]
             self.row_starts.append(self.row_starts[-1] + len(ends))
         blocks = np.searchsorted(self.row_starts, numbers, "right") - 1
-        sizes, begins = np.empty((2, len(numbers)), int)  # of each row's members in its block's plan
+        sizes, begins = np.empty((2, len(numbers)), int)  # of a row's members in its block's plan
         for block in np.unique(blocks):
             here, ends = blocks == block, self.plan(int(block))[1]
             row = numbers[here] - self.row_starts[block]
