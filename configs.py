@@ -47,18 +47,21 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    source: str = "python:"  # python:, text:GLOB, jsonl:GLOB, parquet:GLOB, tfds:NAME or random:
+    source: str = ""  # KIND:NAME (see README); empty: the task's own, python: for span_corruption
     validation_source: str = ""  # empty: the source's validation split, or its last 1 %, held out
-    task: str = "span_corruption"  # of documents; or text_to_text, of inputs with targets
-    vocab: str = "train:32000"  # train:PIECES, from the source, or a SentencePiece model's path
+    task: str = "span_corruption"  # a task or mixture; python data.py --list prints their names
+    eval_tasks: str = ""  # tasks or mixtures, with commas, to evaluate while training; empty: task
+    fields: str = ""  # what fields are called in the source: text=content or inputs=q,targets=a
+    vocab: str = "train:32000"  # train:PIECES, from the source, a SentencePiece model or bytes
     inputs_length: int = 512  # tokens of a row of inputs, EOS included
     targets_length: int = 114  # tokens of a row of targets, EOS included
-    pack: bool = True  # text_to_text: several examples in a row of a training batch
+    pack: bool = True  # several examples in a row of a training batch, where they fit
+    streaming: bool = False  # tokenize while training, in the source's order; nothing on disk
     noise_density: float = 0.15  # part of the tokens that span corruption removes
     mean_span_length: float = 3.0  # tokens of a removed span, on average
     prepared_dir: str = "prepared"  # where token files lie, a folder for each source and vocabulary
     tfds_dir: str = ""  # where TFDS datasets lie; empty: TFDS_DATA_DIR or ~/tensorflow_datasets
-    on_error: str = "stop"  # at a malformed line: stop, or skip it and count
+    on_error: str = "stop"  # at what cannot be read: stop, or skip it and count
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,9 @@ class Config:
 
 
 SECTIONS = ("model", "data", "train", "decode", "mesh")
+
+# What a recipe file adds with its own TASKS and MIXTURES; data.py puts T5's here and explains them.
+TASKS, MIXTURES = {}, {}
 
 # ---- recipes -------------------------------------------------------------------------------------
 
@@ -257,6 +263,8 @@ def load_recipe(name):
         raise UserError(f"{name} cannot be loaded ({type(error).__name__}: {error}).") from error
     if not isinstance(getattr(module, "CONFIG", None), Config):
         raise UserError(f"{name} does not define CONFIG, a value of configs.Config.")
+    TASKS.update(getattr(module, "TASKS", {}))
+    MIXTURES.update(getattr(module, "MIXTURES", {}))
     return module.CONFIG
 
 
@@ -277,6 +285,8 @@ def load_run(run_dir):
     strange = [name for name in values if name not in known]
     if strange:
         raise UserError(f"{path} has fields that this version does not know: {', '.join(strange)}.")
+    if os.path.exists(recipe := os.path.join(run_dir, "recipe.py")):
+        load_recipe(recipe)  # for its TASKS and MIXTURES
     return override(cfg, values)
 
 
@@ -328,7 +338,6 @@ CHOICES = {
     "model.activation": ("gated_gelu", "gated_silu", "relu"),
     "model.dtype": ("auto", "float32", "bfloat16"),
     "model.remat": ("none", "dots", "full"),
-    "data.task": ("span_corruption", "text_to_text"),
     "data.on_error": ("stop", "skip"),
     "train.optimizer": ("adafactor", "adamw"),
 }
@@ -356,10 +365,6 @@ def check(cfg):
         raise UserError(f"--train.microbatches {cfg.train.microbatches} does not divide "
                         f"the {cfg.train.batch_size} rows of --train.batch_size: change one of "
                         f"the two.")
-    without_fields = ("python:", "text:", "random:")
-    if cfg.data.task == "text_to_text" and cfg.data.source.startswith(without_fields):
-        raise UserError("--data.task text_to_text needs a --data.source with the fields inputs and "
-                        "targets, such as jsonl:FILE.")
 
 
 def show_changes(cfg, recipe):

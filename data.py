@@ -8,19 +8,24 @@ of a step needs no state, so a run resumes by its step alone and any process can
 """
 
 import ast
+import collections
 import functools
 import glob
 import gzip
 import hashlib
+import inspect
 import io
 import itertools
 import json
+import math
 import os
 import re
 import sys
 import sysconfig
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -130,6 +135,10 @@ class Tokenizer:
         """Texts -> list of int32 arrays, on all cores."""
         return self.processor.encode(list(texts), return_type="numpy")
 
+    def pieces(self, ids):
+        """Ids below `size` -> text as it is, unknown pieces and sentinels included."""
+        return "".join(map(self.processor.id_to_piece, ids)).replace("\u2581", " ")
+
     def decode(self, ids):
         """Ids -> text, up to the first EOS; padding is left out, unused rows are unknown."""
         ids = [int(i) if i < self.size else UNK for i in ids]
@@ -137,15 +146,58 @@ class Tokenizer:
         return self.processor.decode([i for i in ids[:end] if i != PAD])
 
 
+class ByteTokenizer(Tokenizer):
+    """Text <-> its UTF-8 bytes, byte b as id b + 3 (ByT5, Xue et al. 2022).
+
+    Without extra ids the sentinels are the ids of the highest bytes, as in the published ByT5.
+    """
+
+    def __init__(self, extra_ids=0):
+        self.serialized = f"bytes:{extra_ids}\n".encode()
+        self.sha256 = hashlib.sha256(self.serialized).hexdigest()
+        self.size, self.extra_ids = 3 + 256 + extra_ids, extra_ids
+
+    def encode(self, text):
+        pieces = re.split(r"<extra_id_(\d+)>", text)
+        for k in range(1, len(pieces), 2):
+            pieces[k] = [self.size - 1 - int(pieces[k])]
+        pieces[::2] = [[byte + 3 for byte in piece.encode()] for piece in pieces[::2]]
+        return list(itertools.chain.from_iterable(pieces))
+
+    def encode_batch(self, texts):
+        return [np.frombuffer(text.encode(), np.uint8) + np.int32(3) for text in texts]
+
+    def pieces(self, ids):
+        text = b"".join(
+            bytes([i - 3]) if 3 <= i < 3 + 256 else
+            (b"<pad>", b"</s>", b"<unk>")[i] if i < 3 else b"<extra_id_%d>" % (self.size - 1 - i)
+            for i in map(int, ids))
+        return text.decode(errors="replace")
+
+    def decode(self, ids):
+        """Ids -> text, up to the first EOS; what is no byte, or no UTF-8, is left out."""
+        ids = list(map(int, ids))
+        ids = ids[: ids.index(EOS)] if EOS in ids else ids
+        return bytes(i - 3 for i in ids if 3 <= i < 3 + 256).decode(errors="ignore")
+
+
 def load_tokenizer(path):
-    """Path of a SentencePiece model -> Tokenizer."""
+    """Path of a SentencePiece model, local or remote, or "bytes[:EXTRA]" -> Tokenizer."""
+    path = str(path)
     try:
-        return Tokenizer(Path(path).read_bytes(), str(path))
+        if re.fullmatch(r"bytes(:\d+)?", path):
+            serialized = path.encode()
+        else:
+            with open_file(path) as file:
+                serialized = file.read()
     except OSError as error:
         raise UserError(
-            f"No vocabulary at {path} ({error.strerror}): give --data.vocab the path of a "
+            f"No vocabulary at {path} ({error.strerror or error}): give --data.vocab the path of a "
             f"SentencePiece model, or train one on the source with --data.vocab train:32000."
         ) from error
+    if found := re.fullmatch(rb"bytes(?::(\d+))?\s*", serialized):
+        return ByteTokenizer(int(found[1] or 0))
+    return Tokenizer(serialized, path)
 
 
 def train_tokenizer(texts, pieces, most_lines=1_000_000):
@@ -169,7 +221,7 @@ def train_tokenizer(texts, pieces, most_lines=1_000_000):
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=guarded(), model_writer=out, vocab_size=pieces, model_type="unigram",
             pad_id=PAD, eos_id=EOS, unk_id=UNK, bos_id=-1, num_threads=4, minloglevel=2,
-            max_sentence_length=16_000,
+            max_sentence_length=16_000, character_coverage=0.9999,
         )
     except RuntimeError as error:
         if refused:
@@ -185,13 +237,17 @@ def train_tokenizer(texts, pieces, most_lines=1_000_000):
 # ---- sources -------------------------------------------------------------------------------------
 # A source is a list of parts, each of them read from its beginning as (where it stands, dict of
 # fields). What cannot be read is reported by calling `bad(where, what)`, which raises or counts as
-# data.on_error says.
+# data.on_error says. Paths may be remote ("gs://bucket/*.gz"): fsspec reads them.
 
 
 class Part(NamedTuple):
     name: str
     stamp: list  # size and time of a file: when these change, the source has changed
     read: Callable  # bad -> iterator of (where, dict)
+
+
+class NoSplit(UserError):
+    """The source has splits, but not this one."""
 
 
 @functools.cache
@@ -226,9 +282,47 @@ def python_source(name, split, cfg):
     return [Part("the manual and docstrings of Python", [sys.version], read)]
 
 
+def open_file(path):
+    """A local or remote file, opened to read bytes."""
+    if "://" not in path:
+        return open(path, "rb")
+    import fsspec  # a tenth of a second, for remote files only
+
+    return fsspec.open(path, "rb").open()
+
+
+def find_files(pattern):
+    """A glob -> sorted [(path, [size and time])] of the files it matches."""
+    if "://" in pattern:
+        import fsspec
+
+        try:
+            system, inner = fsspec.core.url_to_fs(pattern)
+            infos = {system.unstrip_protocol(path): info for path, info in
+                     system.glob(inner, detail=True).items() if info["type"] == "file"}
+        except (ImportError, ValueError, OSError) as error:
+            raise UserError(f"{pattern} cannot be read ({error}).") from error
+        times = "etag", "mtime", "updated", "created"
+        return sorted((path, [info["size"], str([info.get(key) for key in times])])
+                      for path, info in infos.items())
+    paths = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
+    stats = {path: os.stat(path) for path in paths if not os.path.isdir(path)}
+    return [(path, [stat.st_size, stat.st_mtime_ns]) for path, stat in stats.items()]
+
+
+def file_source(pattern, read):
+    """One part for each file that matches the glob."""
+    found = find_files(pattern)
+    if not found:
+        hint = f"{pattern} is a folder: write '{pattern}/*'" if os.path.isdir(pattern) else (
+            f"No file matches {pattern}: give --data.source a path or a quoted glob")
+        raise UserError(f"{hint}.")
+    return [Part(path, stamp, functools.partial(read, path)) for path, stamp in found]
+
+
 def read_lines(path, bad):
     """(line number, line) of a text file, plain or .gz; a line that is not UTF-8 is bad."""
-    with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+    with open_file(path) as raw, gzip.open(raw) if path.endswith(".gz") else raw as file:
         try:
             for number, line in enumerate(file, 1):
                 try:
@@ -236,20 +330,7 @@ def read_lines(path, bad):
                 except UnicodeDecodeError:
                     bad(f"{path}:{number}", "is not UTF-8")
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            bad(str(path), f"is damaged ({error})")
-
-
-def file_source(pattern, read):
-    """One part for each file that matches the glob."""
-    found = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
-    paths = [path for path in found if not os.path.isdir(path)]
-    if not paths:
-        hint = f"{pattern} is a folder: write '{pattern}/*'" if found else (
-            f"No file matches {pattern}: give --data.source a path or a quoted glob")
-        raise UserError(f"{hint}.")
-    stats = [(Path(path), os.stat(path)) for path in paths]
-    return [Part(str(path), [stat.st_size, stat.st_mtime_ns], functools.partial(read, path))
-            for path, stat in stats]
+            bad(path, f"is damaged ({error})")
 
 
 def text_source(name, split, cfg):
@@ -291,55 +372,157 @@ def parquet_source(name, split, cfg):
         import pyarrow.parquet  # a fifth of a second, and no other source needs it
 
         try:
-            batches = pyarrow.parquet.ParquetFile(path).iter_batches(1024)
-            examples = (example for batch in batches for example in batch.to_pylist())
-            for number, example in enumerate(examples):
-                yield f"{path} row {number}", example
+            with open_file(path) as file:
+                batches = pyarrow.parquet.ParquetFile(file).iter_batches(1024)
+                examples = (example for batch in batches for example in batch.to_pylist())
+                for number, example in enumerate(examples):
+                    yield f"{path} row {number}", example
         except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-            bad(str(path), f"is damaged ({error})")
+            bad(path, f"is damaged ({error})")
 
     return file_source(name, read)
 
 
+def as_text(value):
+    """Bytes anywhere in a value of TFDS -> text."""
+    if isinstance(value, bytes):
+        return value.decode()
+    if isinstance(value, dict):
+        return {key: as_text(inner) for key, inner in value.items()}
+    if isinstance(value, list) or isinstance(value, np.ndarray) and value.dtype == object:
+        return [as_text(inner) for inner in value]
+    return value
+
+
 def tfds_source(name, split, cfg):
-    """tfds:NAME[/CONFIG][:VERSION], a TFDS dataset on disk, in array_record form."""
+    """tfds:NAME[/CONFIG][:VERSION] or tfds:FOLDER, a TFDS dataset on disk in array_record form."""
+    from etils import epath  # its folders may be remote
+
     home = cfg.tfds_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
-    dataset, _, version = name.partition(":")
-    folder = Path(os.path.expanduser(home), dataset)
-    found = sorted(folder.glob(f"{version or '*'}/dataset_info.json"))
+    dataset, _, version = name.partition(":") if "://" not in name else (name, "", "")
+    folder = epath.Path(home).expanduser() / dataset
+    found = [folder] if (folder / "dataset_info.json").exists() else [
+        path.parent for path in folder.glob(f"{version or '*'}/dataset_info.json")]
     if not found:
         raise UserError(
             f"{name} is not in {folder / version}: name the folder of your TFDS datasets "
             f"(array_record) with --data.tfds_dir or TFDS_DATA_DIR, or read C4's own files with "
             f"--data.source 'jsonl:DIR/c4-train.*.json.gz', or any text with --data.source "
             f"'text:DIR/*.txt'.")
+    folder = max(found, key=lambda path: [int(n) for n in re.findall(r"\d+", path.name)])
+    form = json.loads((folder / "dataset_info.json").read_text()).get("fileFormat", "tfrecord")
+    if form != "array_record":
+        raise UserError(
+            f"{folder} is stored as {form}, which only TensorFlow reads: prepare it again on a "
+            f"machine with TensorFlow, by tfds.builder({name.partition(':')[0]!r}, file_format="
+            f"'array_record').download_and_prepare().")
     import tensorflow_datasets as tfds  # half a second, and no other source needs it
 
-    builder = tfds.builder_from_directory(found[-1].parent)
-    if split not in builder.info.splits:
-        raise UserError(f"{found[-1].parent} has no split {split} (it has "
-                        f"{', '.join(builder.info.splits)}): name a --data.validation_source.")
-
-    examples = builder.as_data_source(split)
+    info = tfds.builder_from_directory(folder).info
+    if split not in info.splits:
+        raise NoSplit(f"{folder} has no split {split} (it has {', '.join(info.splits)}): name a "
+                      f"--data.validation_source.")
+    count, size = info.splits[split].num_examples, 1 << 17  # examples of a part
 
     def read(numbers, bad):
+        examples = tfds.builder_from_directory(folder).as_data_source(split)
         for number in numbers:
-            where = f"{found[-1].parent} {split} {number}"
+            where = f"{folder} {split} {number}"
             try:
-                yield where, {key: value.decode() if isinstance(value, bytes) else value
-                              for key, value in examples[number].items()}
+                yield where, as_text(examples[number])
             except UnicodeDecodeError:
                 bad(where, "is not UTF-8")
+            except (IndexError, ValueError, RuntimeError) as error:
+                bad(where, f"is missing or damaged: dataset_info.json promises {count:,} examples "
+                           f"({error})")
 
-    count, size = len(examples), 1 << 17  # examples of a part
     parts = (range(start, min(start + size, count)) for start in range(0, count, size))
-    return [Part(f"{found[-1].parent} {split} {numbers.start}", [len(examples)],
-                 functools.partial(read, numbers)) for numbers in parts]
+    return [Part(f"{folder} {split} {numbers.start}", [count], functools.partial(read, numbers))
+            for numbers in parts]
+
+
+def hf_source(name, split, cfg):
+    """hf:NAME[:CONFIG], a dataset of the Hugging Face hub or a folder of one, streamed."""
+    try:
+        import datasets
+    except ImportError:
+        raise UserError("hf: needs the library datasets: pip install '.[hf]'.") from None
+    dataset, _, config = name.partition(":")
+    try:
+        stream = datasets.load_dataset(dataset, config or None, split=split, streaming=True)
+    except Exception as error:  # of the library, the network, the dataset's own files
+        kind = NoSplit if "split" in str(error) else UserError
+        raise kind(f"hf:{name} cannot be opened, split {split} ({error}).") from error
+
+    def read(shard, bad):
+        examples = enumerate(stream.shard(stream.num_shards, shard))
+        return ((f"hf:{name} {split} shard {shard} row {i}", example) for i, example in examples)
+
+    return [Part(f"shard {shard}", [stream.num_shards], functools.partial(read, shard))
+            for shard in range(stream.num_shards)]
+
+
+def read_tfrecords(path, bad):
+    """The records of a tfrecord file: length (8 bytes), its checksum, the record, its checksum."""
+    with open_file(path) as file:
+        while head := file.read(12):
+            size = int.from_bytes(head[:8], "little")
+            record = file.read(min(size, 1 << 31) + 4)
+            if len(head) < 12 or len(record) != size + 4:
+                return bad(path, "is cut off")
+            yield record[:-4]
+
+
+def seqio_source(name, split, cfg):
+    """seqio:FOLDER (or a glob of them), a task cached by SeqIO, as P3 is published."""
+    infos = find_files(f"{name}/info.{split}.json")
+    if not infos:
+        others = [os.path.basename(path) for path, _ in find_files(f"{name}/info.*.json")]
+        if others:
+            raise NoSplit(f"{name} has no info.{split}.json (it has {', '.join(others)}).")
+        raise UserError(f"{name} has no info.{split}.json: seqio: names a folder that SeqIO's "
+                        f"caching wrote.")
+
+    def read(path, features, bad):
+        from google.protobuf.message import DecodeError
+        from tensorflow_datasets.proto import tf_example_generated_pb2
+
+        for number, record in enumerate(read_tfrecords(path, bad)):
+            where = f"{path} record {number}"
+            try:
+                stored = tf_example_generated_pb2.Example.FromString(record).features.feature
+                example = {}
+                for key, feature in stored.items():
+                    kind = feature.WhichOneof("kind")
+                    values = getattr(feature, kind).value if kind else ()
+                    values = [v.decode() for v in values] if kind == "bytes_list" else (
+                        np.array(values))
+                    scalar = features.get(key, {}).get("shape") == []
+                    example[key.replace("_plaintext", "_pretokenized")] = (
+                        values[0] if scalar else values)
+                yield where, example
+            except (DecodeError, UnicodeDecodeError, IndexError) as error:
+                bad(where, f"is damaged ({error})")
+
+    parts = []
+    for path, _ in infos:
+        folder = os.path.dirname(path)
+        if not find_files(f"{folder}/COMPLETED"):
+            raise UserError(f"{folder} has no file COMPLETED: its caching did not finish.")
+        with open_file(path) as file:
+            info = json.load(file)
+        shards = find_files(f"{glob.escape(folder)}/{split}.tfrecord-*-of-*")
+        if len(shards) != info["num_shards"]:
+            raise UserError(f"{folder} has {len(shards)} shards of {split}, its info promises "
+                            f"{info['num_shards']}: copy the missing ones.")
+        parts += [Part(path, stamp, functools.partial(read, path, info["features"]))
+                  for path, stamp in shards]
+    return parts
 
 
 SOURCES = {"python": python_source, "text": text_source, "jsonl": jsonl_source,
-           "parquet": parquet_source, "tfds": tfds_source}
-WITH_SPLITS = ("tfds:",)  # have a validation split of their own
+           "parquet": parquet_source, "tfds": tfds_source, "hf": hf_source, "seqio": seqio_source}
+WITH_SPLITS = ("tfds:", "hf:", "seqio:")  # have a validation split of their own
 
 
 def open_source(source, split, cfg):
@@ -359,22 +542,416 @@ class Complaints:
 
     def __call__(self, where, what):
         if self.stop:
-            raise UserError(f"{where} {what}: mend it, or leave such lines out with "
+            raise UserError(f"{where} {what}: mend it, or leave such examples out with "
                             f"--data.on_error skip.")
         self.count += 1
 
 
+# ---- tasks ---------------------------------------------------------------------------------------
+# The text-to-text formats of T5 (Raffel et al. 2020, appendix D; t5/data/preprocessors.py), string
+# for string. A format makes a list of examples of one: fields inputs and targets, and what the
+# metrics need. A postprocessor makes of an answer, or of a target, what the metrics compare.
+
+
+def answer_itself(text, example=None, is_target=False):
+    return text
+
+
+def text_to_text(example):
+    """Fields inputs and targets as they are: texts, or ids. Of a SeqIO cache the texts, if kept."""
+    texts = {key: example.get(f"{key}_pretokenized", example.get(key)) for key in PAIR}
+    return [example | {key: text for key, text in texts.items() if text is not None}]
+
+
+def label_text(labels, label):
+    return "<unk>" if label == -1 else labels[label]  # -1: the label is not public
+
+
+def glue(benchmark, labels, keys, example):
+    """"mnli hypothesis: ... premise: ...": without `keys` the fields in the order of the alphabet.
+
+    MultiRC's markup goes, and its three numbers are kept to group answers by.
+    """
+    keys = keys or sorted(example.keys() - {"label", "idx"})
+    text = " ".join([benchmark, *(f"{key}: {example[key]}" for key in keys)])
+    index = {"idx": example["idx"]} if "idx" in example else {}
+    if benchmark == "multirc":
+        text = re.sub("</?b>", "", text.replace("<br>", " "))
+        index = {f"idx/{key}": example["idx"][key] for key in ("paragraph", "question", "answer")}
+    return [{"inputs": text, "targets": label_text(labels, example["label"]), **index}]
+
+
+def stsb(example):
+    """A similarity between 0 and 5 is rounded to the nearest fifth: "3.8"."""
+    score = np.round(np.float32(example["label"]) * np.float32(5)) / np.float32(5)
+    text = f"stsb sentence1: {example['sentence1']} sentence2: {example['sentence2']}"
+    return [{"inputs": text, "targets": f"{score:.1f}", "idx": example.get("idx")}]
+
+
+def rte_of_axb(example):
+    """SuperGLUE's broad diagnostics, as RTE."""
+    renamed = {"premise": example["sentence1"], "hypothesis": example["sentence2"]}
+    kept = {key: example[key] for key in ("label", "idx") if key in example}
+    return glue("rte", ENTAILMENT, (), renamed | kept)
+
+
+def record(example):
+    """ReCoRD: an example for each answer; bullet points become sentences."""
+    passage = re.sub(r"([.?!\"'])\n@highlight\n", r"\1 ", example["passage"])
+    passage = passage.replace("\n@highlight\n", ". ")
+    text = (f"record query: {example['query']} entities: {', '.join(example['entities'])} "
+            f"passage: {passage}")
+    answers = list(example["answers"])
+    kept = {"answers": answers, "idx/passage": example["idx"]["passage"],
+            "idx/query": example["idx"]["query"]}
+    return [{"inputs": text, "targets": answer, **kept} for answer in answers or ["<unk>"]]
+
+
+def wsc(only_true, example):
+    """Winograd schemas: "wsc: ... *it* ...", and what the pronoun may stand for.
+
+    Two of the published examples are marked wrongly, one word too early or with the punctuation.
+    """
+    if only_true and not example["label"]:
+        return []
+    words, at, pronoun = example["text"].split(" "), example["span2_index"], example["span2_text"]
+    if words[at] != pronoun:
+        if words[at].startswith(pronoun):
+            words[at : at + 1] = [pronoun, words[at].removeprefix(pronoun)]
+            words = " ".join(words).rstrip().split(" ")
+        elif words[at + 1] == pronoun:
+            at += 1
+        else:
+            raise ValueError(f"word {at} is {words[at]!r}, not {pronoun!r}")
+    text = f"{' '.join(words[:at])} X {' '.join(words[at + 1 :])}".replace(" X ", f" *{pronoun}* ")
+    return [{"inputs": f"wsc: {text}", "targets": example["span1_text"],
+             "label": example.get("label", 0), "idx": example.get("idx")}]
+
+
+def definite_pronoun(example):
+    """Definite pronoun resolution, written as WSC is; the first such pronoun is the one."""
+    text = re.sub(rf" ({example['pronoun']})( |\.|,)", r" *\1*\2", example["sentence"], count=1)
+    return [{"inputs": f"wsc: {text}", "targets": example["candidates"][example["label"]]}]
+
+
+def spaced(text):
+    """ASCII punctuation between spaces, and no two spaces in a row."""
+    return re.sub(r"[ \t\n\f\r]+", " ", re.sub(r"([!-/:-@\[-`{-~])", r" \1 ", text))
+
+
+def squad(example):
+    """SQuAD: punctuation stands alone in question, context and answers; the first is learned."""
+    question, context = spaced(example["question"]), spaced(example["context"])
+    answers = [spaced(answer) for answer in example["answers"]["text"]]
+    text = re.sub(r"[ \t\n\f\r]+", " ", f"question: {question} context: {context}")
+    return [{"inputs": text, "targets": answers[0], "answers": answers, "id": example.get("id"),
+             "question": question, "context": context}]
+
+
+def summarize(example):
+    return [{"inputs": f"summarize: {example['article']}", "targets": example["highlights"]}]
+
+
+LANGUAGES = {"de": "German", "en": "English", "fr": "French", "ro": "Romanian"}
+
+
+def translate(source, target, example):
+    names = f"translate {LANGUAGES[source]} to {LANGUAGES[target]}"
+    return [{"inputs": f"{names}: {example[source]}", "targets": example[target]}]
+
+
+def label_number(labels, text, example=None, is_target=False):
+    """A label's text -> its number, -1 if there is no such label."""
+    return labels.index(text) if text in labels else -1
+
+
+def number(text, example=None, is_target=False):
+    try:
+        return float(text)
+    except ValueError:
+        return -1.0
+
+
+def multirc_answer(text, example=None, is_target=False):
+    """The answer's number, and for a target the question it belongs to."""
+    value = {"value": label_number(("False", "True"), text)}
+    return value | {"group": example["idx/question"]} if is_target else value
+
+
+def record_answers(text, example=None, is_target=False):
+    """All answers of a target, and the query they belong to."""
+    if not is_target:
+        return {"value": text}
+    return {"value": list(example["answers"]),
+            "group": (example["idx/passage"], example["idx/query"])}
+
+
+def all_answers(text, example=None, is_target=False):
+    return list(example["answers"]) if is_target else text
+
+
+def wsc_answer(text, example=None, is_target=False):
+    """1 if the answer names the candidate, but for case and determiners, else 0; -1 if empty."""
+    if is_target:
+        return example["label"]
+    determiners = set("a an few her his each every many much my our some that the their these "
+                      "this those which whose your".split())
+
+    def bare(text):
+        return " ".join(w for w in text.strip().lower().split(" ") if w not in determiners)
+
+    answer = bare(text)
+    candidate = bare(example.get("targets_pretokenized", example["targets"]))
+    if not answer:
+        return -1
+    if ("'" in answer) != ("'" in candidate):
+        return 0  # "Bob" is not "Bob's hat"
+    answer, candidate = set(answer.split(" ")), set(candidate.split(" "))
+    return int(answer <= candidate or candidate <= answer)
+
+
+class Task(NamedTuple):
+    """What is learned from a source, and how answers are judged (names as in t5's registry)."""
+
+    source: str = ""  # KIND:NAME, as data.source
+    format: Callable = text_to_text  # example of the source -> list of {"inputs", "targets", ...}
+    metrics: tuple = ()  # names
+    choices: tuple = ()  # all possible answers, where they are few
+    postprocess: Callable = answer_itself  # (text, example=..., is_target=...) -> what is compared
+    splits: tuple = ("train", "validation", "test")  # that the source has
+    objective: str = "text_to_text"  # or span_corruption, prefix_lm: of the field text
+    inputs_eos: bool = True  # the inputs end with EOS; T0's do not
+    eos_after_trim: bool = True  # a text that is cut has EOS too; T0's have not
+
+
+PAIR = ("inputs", "targets")
+ENTAILMENT = ("entailment", "not_entailment")
+NLI = ("entailment", "neutral", "contradiction")
+TRUTH = ("False", "True")
+TASKS, MIXTURES = configs.TASKS, configs.MIXTURES  # to which a recipe file adds its own
+
+
+def classify(source, benchmark, labels, metrics=("accuracy",), keys=(), **more):
+    """The task of a GLUE or SuperGLUE benchmark with these labels."""
+    return Task(source, functools.partial(glue, benchmark, labels, keys), metrics, labels,
+                functools.partial(label_number, labels), **more)
+
+
+def glue_task(name, *args, **more):
+    return {f"glue_{name}_v002": classify(f"tfds:glue/{name}:1.0.0", *args, **more)}
+
+
+def super_glue_task(name, *args, **more):
+    return {f"super_glue_{name}_v102": classify(f"tfds:super_glue/{name}:1.0.2", *args, **more)}
+
+
+def wmt_tasks(name, other):
+    """Both directions of a pair with English: wmt14_ende_v003, wmt14_deen_v003."""
+    return {f"{name}_{a}{b}_v003": Task(f"tfds:{name}_translate/{other}-en:1.0.0",
+                                        functools.partial(translate, a, b), ("bleu",))
+            for a, b in (("en", other), (other, "en"))}
+
+
+F1 = ("f1", "accuracy")
+HELD_OUT = ("validation", "test")
+WSC = "tfds:super_glue/wsc.fixed:1.0.2"
+TASKS |= {
+    "span_corruption": Task("python:", objective="span_corruption"),
+    "prefix_lm": Task("python:", objective="prefix_lm"),
+    "text_to_text": Task(),
+    "c4_v220_span_corruption": Task("tfds:c4/en:2.2.0", objective="span_corruption"),
+    "c4_v220_prefix_lm": Task("tfds:c4/en:2.2.0", objective="prefix_lm"),
+    **wmt_tasks("wmt14", "de"), **wmt_tasks("wmt14", "fr"), **wmt_tasks("wmt15", "fr"),
+    **wmt_tasks("wmt16", "ro"), **wmt_tasks("wmt19", "de"), **wmt_tasks("wmt_t2t", "de"),
+    "cnn_dailymail_v002": Task("tfds:cnn_dailymail:3.4.0", summarize, ("rouge",)),
+    "squad_v010_allanswers": Task("tfds:squad/v1.1:3.0.0", squad, ("squad",),
+                                  postprocess=all_answers),
+    **glue_task("cola", "cola", ("unacceptable", "acceptable"), ("matthews_corrcoef",)),
+    **glue_task("sst2", "sst2", ("negative", "positive")),
+    **glue_task("mrpc", "mrpc", ("not_equivalent", "equivalent"), F1),
+    **glue_task("qqp", "qqp", ("not_duplicate", "duplicate"), F1),
+    "glue_stsb_v002": Task("tfds:glue/stsb:1.0.0", stsb, ("pearson_corrcoef", "spearman_corrcoef"),
+                           postprocess=number),
+    **glue_task("mnli", "mnli", NLI, splits=("train",)),
+    **glue_task("mnli_matched", "mnli", NLI, splits=HELD_OUT),
+    **glue_task("mnli_mismatched", "mnli", NLI, splits=HELD_OUT),
+    **glue_task("qnli", "qnli", ENTAILMENT), **glue_task("rte", "rte", ENTAILMENT),
+    **glue_task("wnli", "wnli", ("not_entailment", "entailment")),
+    **glue_task("ax", "mnli", NLI, (), splits=("test",)),
+    **super_glue_task("boolq", "boolq", TRUTH),
+    **super_glue_task("cb", "cb", ("entailment", "contradiction", "neutral"),
+                      ("mean_3class_f1", "accuracy")),
+    **super_glue_task("copa", "copa", ("choice1", "choice2")),
+    "super_glue_multirc_v102": classify(
+        "tfds:super_glue/multirc:1.0.2", "multirc", TRUTH, ("multirc_f1", "exact_match"),
+        ("question", "answer", "paragraph"))._replace(postprocess=multirc_answer),
+    "super_glue_record_v102": Task("tfds:super_glue/record:1.0.2", record, ("record",),
+                                   postprocess=record_answers),
+    **super_glue_task("rte", "rte", ENTAILMENT),
+    **super_glue_task("wic", "wic", TRUTH, keys=("sentence1", "sentence2", "word")),
+    "super_glue_axb_v102": classify("tfds:super_glue/axb:1.0.2", "rte", ENTAILMENT, (),
+                                    splits=("test",))._replace(format=rte_of_axb),
+    **super_glue_task("axg", "rte", ENTAILMENT, (), splits=("test",)),
+    "super_glue_wsc_v102_simple_train": Task(WSC, functools.partial(wsc, True), splits=("train",)),
+    "super_glue_wsc_v102_simple_eval": Task(WSC, functools.partial(wsc, False), ("accuracy",),
+                                            postprocess=wsc_answer, splits=HELD_OUT),
+    "dpr_v001_simple": Task("tfds:definite_pronoun_resolution:1.1.0", definite_pronoun,
+                            ("accuracy",), splits=("train", "test")),
+}
+
+
+# ---- mixtures ------------------------------------------------------------------------------------
+# A mixture is a dict: a task's name, or another mixture's -> its rate, a number or BySize. Tasks of
+# rate 0 are evaluated with it. Rates need not add up to anything.
+
+
+class BySize(NamedTuple):
+    """A rate by the number of training examples, as Raffel et al. 2020 mix, section 3.5.2."""
+
+    maximum: float = math.inf  # examples that count at most
+    temperature: float = 1.0  # above 1 small tasks come more often
+    scale: float = 1.0
+
+    def of(self, examples):
+        return min(examples * self.scale, self.maximum) ** (1 / self.temperature)
+
+
+# T0's datasets with their training examples (Sanh et al. 2022; bigscience-workshop/t-zero,
+# datasets.csv), by the role in which they are used.
+T0 = {
+    "train": """glue_mrpc 3668, glue_qqp 363846, paws_labeled_final 49401, kilt_tasks_hotpotqa
+        88869, wiki_qa 20360, adversarial_qa_dbidaf 10000, adversarial_qa_dbert 10000,
+        adversarial_qa_droberta 10000, duorc_SelfRC 60721, duorc_ParaphraseRC 69524, ropes 10924,
+        quoref 19399, cos_e_v1.11 9741, cosmos_qa 25262, dream 6116, qasc 8134, quail 10246,
+        quarel 1941, quartz 2696, sciq 11679, social_i_qa 33410, wiki_hop_original 43738, wiqa
+        29808, amazon_polarity 3600000, app_reviews 288065, imdb 25000, rotten_tomatoes 8530,
+        yelp_review_full 650000, common_gen 67389, wiki_bio 582659, cnn_dailymail_3.0.0 287113,
+        gigaword 3803957, multi_news 44972, samsum 14732, xsum 204045, ag_news 120000, dbpedia_14
+        560000, trec 5452""",
+    "gpt": """ai2_arc_ARC_Challenge 1119, ai2_arc_ARC_Easy 2251, trivia_qa_unfiltered 87622,
+        web_questions 3778, squad_v2 130319, openbookqa_main 4957, race_high 62445, race_middle
+        25421, piqa 16113, hellaswag 39905""",
+    "super_glue": """super_glue_wsc.fixed 554, super_glue_record 100730, super_glue_boolq 9427,
+        super_glue_copa 400, super_glue_multirc 27243, super_glue_wic 5428""",
+    "eval": """super_glue_wsc.fixed 554, winogrande_winogrande_xl 40398, super_glue_cb 250,
+        super_glue_rte 2490, anli 162865, super_glue_copa 400, story_cloze_2016 0, hellaswag 39905,
+        super_glue_wic 5428""",
+    "bias": """crows_pairs 0, jigsaw_toxicity_pred 0, super_glue_axg 0, wino_bias_type1_anti 0,
+        wino_bias_type2_anti 0, wino_bias_type1_pro 0, wino_bias_type2_pro 0""",
+}
+T0 = {role: {name: int(size) for name, size in re.findall(r"(\S+)\s+(\d+)", text)}
+      for role, text in T0.items()}
+T0_CAP = 500_000
+T0_LEFT_OUT = {"gigaword_summarize_"}  # by T0's authors: its cache is broken
+
+
+def t0_mixture(roles, score_eval, cfg):
+    """The folders of P3 that belong to the datasets of these roles -> rates.
+
+    cfg.source: "seqio:" and the folder in which P3's tasks lie. A dataset of more than T0_CAP
+    examples counts as T0_CAP, divided among its templates; a smaller one counts once for each.
+    """
+    sizes = {name: size for role in roles for name, size in T0[role].items()}
+    known = {name for role in T0.values() for name in role}
+    members = {}
+    for folder in p3_folders(cfg):
+        name = max((name for name in known if folder.startswith(f"{name}_")), key=len, default="")
+        if name in sizes and folder.endswith("_score_eval") == score_eval:
+            members.setdefault(name, []).append(folder)
+    return {folder: BySize(T0_CAP) if score_eval else (
+                sizes[name] if sizes[name] <= T0_CAP else T0_CAP // len(folders))
+            for name, folders in members.items() for folder in folders
+            if folder not in T0_LEFT_OUT}
+
+
+def p3_folders(cfg):
+    """Names of the task folders in the folder that data.source names."""
+    root = cfg.source.removeprefix("seqio:").removesuffix("*").rstrip("/")
+    infos = find_files(f"{root}/*/info.*.json") if cfg.source.startswith("seqio:") else []
+    if not infos:
+        raise UserError("T0's mixtures are made of the folders of P3 (bigscience/P3, a folder for "
+                        "each prompt): name the one that holds them with --data.source seqio:DIR.")
+    return sorted({os.path.basename(os.path.dirname(path)) for path, _ in infos})
+
+
+MIXTURES |= {
+    "glue_v002_proportional": {
+        "glue_cola_v002": 8_551, "glue_sst2_v002": 67_349, "glue_mrpc_v002": 3_668,
+        "glue_qqp_v002": 363_849, "glue_stsb_v002": 5_749, "glue_mnli_v002": 392_702,
+        "glue_qnli_v002": 104_743, "glue_rte_v002": 2_490, "glue_mnli_mismatched_v002": 0,
+        "glue_mnli_matched_v002": 0, "glue_ax_v002": 0},
+    "super_glue_v102_proportional": {
+        "dpr_v001_simple": 1_322, "super_glue_wsc_v102_simple_train": 259,
+        "super_glue_wsc_v102_simple_eval": 0, "super_glue_boolq_v102": 9_427,
+        "super_glue_cb_v102": 250, "super_glue_copa_v102": 400, "super_glue_multirc_v102": 27_243,
+        "super_glue_record_v102": 138_854, "super_glue_rte_v102": 2_490,
+        "super_glue_wic_v102": 5_428, "super_glue_axb_v102": 0, "super_glue_axg_v102": 0},
+    "t0_train": functools.partial(t0_mixture, ("train",), False),
+    "t0+_train": functools.partial(t0_mixture, ("train", "gpt"), False),
+    "t0++_train": functools.partial(t0_mixture, ("train", "gpt", "super_glue"), False),
+    "t0_train_score_eval": functools.partial(t0_mixture, ("train",), True),
+    "t0_eval_score_eval": functools.partial(t0_mixture, ("eval",), True),
+    "bias_fairness_eval_score_eval": functools.partial(t0_mixture, ("bias",), True),
+}
+
+
+def mixture_rates(name, cfg, examples=lambda task: 1):
+    """A task's or mixture's name, DataConfig -> {task: rate}, mixtures in it taken apart.
+
+    examples: a task's name -> how many it has to train on, which BySize asks.
+    """
+    if name not in MIXTURES:
+        return {name: 1.0}
+    rates, entries = {}, MIXTURES[name]
+    for member, rate in (entries(cfg) if callable(entries) else entries).items():
+        rate = rate.of(examples(member)) if isinstance(rate, BySize) else rate
+        inside = mixture_rates(member, cfg, examples)
+        total = sum(inside.values())
+        for task, part in inside.items():
+            rates[task] = rates.get(task, 0.0) + rate * part / (total or 1)
+    if not any(rates.values()):
+        raise UserError(f"The mixture {name} has no task with a rate above 0.")
+    return rates
+
+
+def find_task(name, cfg):
+    """A task's name, or KIND:NAME of a source with inputs and targets, DataConfig -> Task."""
+    if name.partition(":")[0] in SOURCES:
+        return TASKS["text_to_text"]._replace(source=name)
+    if name not in TASKS and cfg.source.startswith("seqio:"):  # a folder of P3
+        root = cfg.source.removeprefix("seqio:").removesuffix("*").rstrip("/")
+        if find_files(f"{root}/{name}/info.*.json"):
+            return Task(f"seqio:{root}/{name}", inputs_eos=False, eos_after_trim=False)
+    if name not in TASKS:
+        hint = configs.nearest(name, [*TASKS, *MIXTURES])
+        raise UserError(f"Unknown task {name}{hint or ';'} python data.py --list lists them.")
+    task = TASKS[name]
+    if cfg.source:
+        task = task._replace(source=cfg.source, splits=Task().splits)
+    if not task.source:
+        raise UserError(f"--data.task {name} needs a --data.source, such as jsonl:FILE.")
+    return task
+
+
 # ---- prepared corpora ----------------------------------------------------------------------------
-# prepared/SOURCE-HASH/00000-000.ids.npy    tokens of part 0, shard 0, document after document
-#                      00000-000.ends.npy   where in the shard each document ends
-#                      00000.json           counts of part 0, written when its shards are whole
-#                      index.json           all counts, written last: the corpus is complete
+# prepared/SOURCE-HASH/00000-000.text.ids.npy   tokens of part 0, shard 0, document after document
+#                      00000-000.text.ends.npy  where in the shard each document ends
+#                      00000.json               counts of part 0, written when its shards are whole
+#                      index.json               all counts, written last: the corpus is complete
 
 SHARD_TOKENS = 1 << 26
+# A large corpus is prepared, and gone through, chapter by chapter: as many parts of the source as
+# have these tokens. A run prepares only the chapters it comes to, and its batches do not depend on
+# how many there are.
+CHAPTER_TOKENS = 1 << 30
+ENDLESS = math.inf
 
 
 def prepared_path(source, parts, identity, cfg):
     """A readable path in data.prepared_dir; changes with the source, its parts and `identity`."""
+    if "://" in cfg.prepared_dir:
+        raise UserError(f"--data.prepared_dir {cfg.prepared_dir} is remote, and token files are "
+                        f"memory-mapped: name a local folder.")
     slug = re.sub(r"[^\w.]+", "-", source).strip("-")[-40:]
     identity = [source, [[part.name, part.stamp] for part in parts], identity]
     digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:10]
@@ -382,7 +959,7 @@ def prepared_path(source, parts, identity, cfg):
 
 
 def load_vocabulary(cfg):
-    """DataConfig -> Tokenizer: the model file that data.vocab names, or one trained on the source.
+    """DataConfig -> Tokenizer: the one that data.vocab names, or one trained on the source.
 
     A vocabulary trained here is kept in data.prepared_dir, for this source as it is now.
     """
@@ -391,73 +968,186 @@ def load_vocabulary(cfg):
     pieces = cfg.vocab.removeprefix("train:")
     if not pieces.isdecimal():
         raise UserError(f"--data.vocab {cfg.vocab}: write train:PIECES, for instance train:32000.")
-    parts = open_source(cfg.source, "train", cfg)
-    path = prepared_path(cfg.source, parts, pieces, cfg)
+    tasks = [find_task(name, cfg) for name, rate in mixture_rates(cfg.task, cfg).items() if rate]
+    parts = [open_source(task.source, "train", cfg) for task in tasks]
+    names = cfg.task if len(tasks) > 1 else tasks[0].source
+    path = prepared_path(names, sum(parts, []), [pieces, *map(identity_of, tasks), cfg.fields], cfg)
     path = path.with_name(f"{path.name}.{pieces}.model")
     if not path.exists():
-        configs.note(f"training a vocabulary of {pieces} pieces on {cfg.source}")
+        configs.note(f"training a vocabulary of {pieces} pieces on {names}")
         bad = Complaints(cfg.on_error)
-        features = FEATURES[cfg.task]
-        examples = (example for part in parts for example in read_texts(part, bad, features))
-        texts = itertools.chain.from_iterable(examples)
+
+        def read(task, parts):
+            return (text for part in parts for _, texts in read_texts(part, bad, task, cfg)
+                    for text in texts if isinstance(text, str))
+
+        texts = itertools.zip_longest(*map(read, tasks, parts), fillvalue="")  # a text of each task
+        texts = itertools.chain.from_iterable(texts)
         configs.write_file(path, train_tokenizer(texts, int(pieces)).serialized)
     return load_tokenizer(path)
 
 
-FEATURES = {"span_corruption": ("text",), "text_to_text": ("inputs", "targets")}
+def features_of(task):
+    """What is tokenized of an example."""
+    return PAIR if task.objective == "text_to_text" else ("text",)
 
 
-def read_texts(part, bad, features):
-    """The texts of a part: for each example the tuple of its `features`."""
-    for where, example in part.read(bad):
+def identity_of(task):
+    """What decides which texts a task makes of its source: changes when its format is rewritten."""
+    function, parts = task.format, []
+    while isinstance(function, functools.partial):
+        parts += [repr(function.args), repr(function.keywords)]
+        function = function.func
+    try:
+        parts.append(inspect.getsource(function))
+    except (OSError, TypeError):
+        parts.append(repr(function))
+    return [*features_of(task), hashlib.sha256("\n".join(parts).encode()).hexdigest()]
+
+
+def read_formatted(part, bad, task, cfg):
+    """The examples of a part, as the task formats them: (where, number in the part, dict).
+
+    data.fields says what a field of the task is called in the source: "text=content".
+    """
+    names = dict(pair.split("=", 1) for pair in cfg.fields.split(",") if "=" in pair)
+    for number, (where, example) in enumerate(part.read(bad)):
+        renamed = {ours: example[theirs] for ours, theirs in names.items() if theirs in example}
+        try:
+            made = task.format({**example, **renamed})
+        except Exception as error:  # a format is anyone's code
+            what = f"no {error}" if isinstance(error, KeyError) else repr(error)
+            bad(where, f"does not suit the task: {what} (fields: {', '.join(example)})")
+            continue
+        for one in [made] if isinstance(made, dict) else made:
+            yield where, number, one
+
+
+def read_texts(part, bad, task, cfg):
+    """The texts, or ids, of a part's examples: (number in the part, a tuple of the features)."""
+    features = features_of(task)
+    for where, number, example in read_formatted(part, bad, task, cfg):
         texts = tuple(example.get(feature) for feature in features)
-        if not all(isinstance(text, str) for text in texts):
-            bad(where, f"has no text in {' and '.join(features)} (fields: {', '.join(example)})")
-        elif any(not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text)
-                 for text in texts):
+        if not all(isinstance(text, str) or is_ids(text) for text in texts):
+            bad(where, f"has no text in {' and '.join(features)} (fields: {', '.join(example)}): "
+                       f"--data.fields {features[0]}=NAME says which field it is")
+        elif any(isinstance(text, str) and not text.isascii()
+                 and any("\ud800" <= c <= "\udfff" for c in text) for text in texts):
             bad(where, "has half of a character (a lone surrogate)")
         else:
-            yield texts
+            yield number, texts
 
 
-def prepare(source, split, tokenizer, cfg):
-    """Tokenize a source, if that has not been done yet -> the folder of its token files.
+def is_ids(value):
+    return isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu" or (
+        isinstance(value, list) and all(type(i) is int for i in value))
 
-    source: as data.source; cfg: DataConfig. A part that is whole is never read again, so after a
-    kill the work goes on where it was.
+
+def encode_ahead(examples, tokenizer, size=1024):
+    """(key, texts) of each example -> lists of (key, a tuple of int32 arrays).
+
+    While a batch is encoded the next is read.
     """
-    parts = open_source(source, split, cfg)
-    features = FEATURES[cfg.task]
-    folder = prepared_path(source, parts, [split, features, tokenizer.sha256], cfg)
+    def encode(batch):
+        sides = []
+        for side in zip(*(texts for _, texts in batch)):
+            ids = iter(tokenizer.encode_batch([text for text in side if isinstance(text, str)]))
+            sides.append([next(ids) if isinstance(text, str) else cached_ids(text, tokenizer)
+                          for text in side])
+        return [(key, texts) for (key, _), texts in zip(batch, zip(*sides))]
+
+    with ThreadPoolExecutor(1) as thread:
+        ahead = None
+        while True:
+            batch = list(itertools.islice(examples, size))
+            done, ahead = ahead, thread.submit(encode, batch) if batch else None
+            if done:
+                yield done.result()
+            if not batch:
+                return
+
+
+def cached_ids(ids, tokenizer):
+    """The ids of an example that came tokenized, without EOS."""
+    ids = np.asarray(ids, np.int32)
+    if len(ids) and not 0 <= ids.min() <= ids.max() < tokenizer.size:
+        raise UserError(f"An example holds the id {ids.max()}, and the vocabulary has "
+                        f"{tokenizer.size}: name the vocabulary it was made with (--data.vocab).")
+    return ids[:-1] if len(ids) and ids[-1] == EOS else ids
+
+
+def prepare(task, split, tokenizer, cfg, needed=ENDLESS, shard=(0, 1)):
+    """Tokenize a task's source, as far as that has not been done -> the folder of its token files.
+
+    needed: tokens, in whole chapters; cfg: DataConfig; shard: (i, n), only every n-th part. A part
+    that is whole is never read again, so after a kill the work goes on where it was.
+    """
+    parts = open_source(task.source, split, cfg)
+    identity = [split, *identity_of(task), cfg.fields, tokenizer.sha256]
+    folder = prepared_path(task.source, parts, identity, cfg)
     if (folder / "index.json").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    dtype = np.uint16 if tokenizer.size <= 1 << 16 else np.uint32
-    counts = []
-    for number, part in enumerate(tqdm(parts, f"preparing {source}", unit="part", leave=False)):
-        mark = folder / f"{number:05}.json"
-        if not mark.exists():
-            stem = folder / f"{number:05}"
-            configs.write_file(mark, json.dumps(
-                prepare_part(part, stem, features, tokenizer, dtype, cfg.on_error)))
-        counts.append(json.loads(mark.read_text()))
-    total = {key: sum(count[key] for count in counts)
-             for key in ("documents", "tokens", "unknown", "skipped")}
-    if not total["tokens"]:
-        raise UserError(f"{source} holds no text: nothing to train on.")
-    index = {"format": 1, "source": source, "split": split, "vocabulary": tokenizer.sha256, **total,
-             "parts": [{"name": part.name} | count for part, count in zip(parts, counts)]}
-    configs.write_file(folder / "index.json", json.dumps(index, indent=1))
-    configs.note(f"prepared {source}: {total['documents']:,} documents, {total['tokens']:,} "
-                 f"tokens, {total['unknown'] / total['tokens']:.3%} unknown, {total['skipped']:,} "
-                 f"lines skipped")
+    tokens, chapter, fresh = 0, 0, False
+    with tqdm(unit="token", unit_scale=True, leave=False, disable=None) as bar:
+        for number in range(shard[0], len(parts), shard[1]):
+            counts = read_mark(folder, number)
+            if not counts:
+                bar.set_description(f"preparing {task.source}, part {number + 1} of {len(parts)}")
+                counts = prepare_part(parts[number], folder / f"{number:05}", task, tokenizer, cfg,
+                                      bar.update)
+                configs.write_file(folder / f"{number:05}.json", json.dumps(counts))
+                fresh = True
+            tokens += counts["tokens"]
+            chapter += counts["tokens"]
+            if chapter >= CHAPTER_TOKENS:
+                chapter = 0
+                if tokens >= needed:
+                    break
+    if not fresh and shard == (0, 1) and tokens >= needed:
+        return folder
+    marks = [read_mark(folder, number) for number in range(len(parts))]
+    done = list(itertools.takewhile(bool, marks))
+    complete = len(done) == len(parts)
+    total = {key: sum(count[key] for count in done)
+             for key in ("documents", "tokens", "unknown", "only_unknown", "skipped")}
+    if complete and not total["documents"]:
+        raise UserError(f"{task.source} holds no text: nothing to train on.")
+    strange = collections.Counter()
+    for count in done:
+        strange.update(count["characters"])
+    unknown = total["unknown"] / max(total["tokens"], 1)
+    if complete:
+        configs.write_file(folder / "index.json", json.dumps(
+            {"format": 2, "source": task.source, "split": split, "vocabulary": tokenizer.sha256,
+             **total, "characters": dict(strange.most_common(100)),
+             "parts": [{"name": part.name} | count for part, count in zip(parts, done)]}, indent=1))
+    state = "" if complete else f", {len(done)} of {len(parts)} parts so far"
+    bare = f", {total['only_unknown']:,} examples of only unknown tokens"
+    configs.note(f"prepared {task.source}: {total['documents']:,} documents, {total['tokens']:,} "
+                 f"tokens, {unknown:.3%} unknown, {total['skipped']:,} lines skipped"
+                 f"{bare if total['only_unknown'] else ''}{state}")
+    if unknown > 0.001:
+        listed = " ".join(f"{c!r} x{n:,}" for c, n in strange.most_common(12))
+        configs.note(f"warning: more than 0.1 % of the tokens are unknown to the vocabulary; the "
+                     f"characters that cause it: {listed}")
     return folder
 
 
-def prepare_part(part, stem, features, tokenizer, dtype, on_error):
+def read_mark(folder, number):
+    """The counts of a part that is whole, or None."""
+    try:
+        return json.loads((folder / f"{number:05}.json").read_text())
+    except FileNotFoundError:
+        return None
+
+
+def prepare_part(part, stem, task, tokenizer, cfg, progress):
     """Tokenize one part of a source into shards of about SHARD_TOKENS tokens -> its counts."""
-    bad = Complaints(on_error)
-    counts = {"documents": 0, "tokens": 0, "unknown": 0, "shards": []}
+    bad, features = Complaints(cfg.on_error), features_of(task)
+    dtype = np.uint16 if tokenizer.size <= 1 << 16 else np.uint32
+    counts = {"documents": 0, "tokens": 0, "unknown": 0, "only_unknown": 0, "shards": []}
+    strange = collections.Counter()
     held, held_tokens = [], 0  # examples: one array of ids for each feature
 
     def flush():
@@ -470,24 +1160,43 @@ def prepare_part(part, stem, features, tokenizer, dtype, on_error):
                 np.save(out, array)
                 configs.write_file(f"{name}.{feature}.{kind}.npy", out.getbuffer())
             shard["tokens"][feature], shard["crc32"][feature] = len(ids), zlib.crc32(ids)
-            counts["tokens"] += len(ids)
-            counts["unknown"] += int((ids == UNK).sum())
         counts["shards"].append(shard)
         counts["documents"] += len(held)
         held.clear()
 
-    examples = read_texts(part, bad, features)
-    while batch := list(itertools.islice(examples, 1024)):
-        sides = [tokenizer.encode_batch(texts) for texts in zip(*batch)]
-        batch = [example for example in zip(*sides) if sum(map(len, example))]
-        held += batch
-        held_tokens += sum(len(ids) for example in batch for ids in example)
+    examples = ((texts, texts) for _, texts in read_texts(part, bad, task, cfg))
+    for batch in encode_ahead(examples, tokenizer):
+        batch = [(texts, ids) for texts, ids in batch if sum(map(len, ids))]
+        for texts, ids in batch:
+            unknown = [int((side == UNK).sum()) for side in ids]
+            if any(unknown):
+                counts["unknown"] += sum(unknown)
+                counts["only_unknown"] += all(
+                    n > 0 and n >= len(side) - 1 or len(side) == 0  # the first may be a space
+                    for n, side in zip(unknown, ids))
+                for text in texts:
+                    strange.update(unknown_characters(text, tokenizer))
+        held += [ids for _, ids in batch]
+        size = sum(len(side) for _, ids in batch for side in ids)
+        counts["tokens"] += size
+        held_tokens += size
+        progress(size)
         if held_tokens >= SHARD_TOKENS:
             flush()
             held_tokens = 0
     if held:
         flush()
-    return counts | {"skipped": bad.count}
+    return counts | {"skipped": bad.count, "characters": dict(strange.most_common(100))}
+
+
+def unknown_characters(text, tokenizer):
+    """A text -> those of its characters, as often as they occur, that the vocabulary lacks."""
+    if not isinstance(text, str):
+        return ()
+    known = tokenizer.__dict__.setdefault("known_characters", {})
+    for c in set(text) - known.keys():
+        known[c] = UNK not in tokenizer.encode(c)
+    return (c for c in text if not known[c])
 
 
 def runs(starts, lengths):
@@ -497,21 +1206,50 @@ def runs(starts, lengths):
 
 
 class Corpus:
-    """The tokens of one feature of a prepared folder, read as one long stream."""
+    """The tokens of one feature, document after document, read as one long stream.
 
-    def __init__(self, folder, feature="text"):
-        self.folder, self.feature = folder, feature
-        self.index = json.loads((folder / "index.json").read_text())
-        self.shards = [shard for part in self.index["parts"] for shard in part["shards"]]
-        self.starts = np.cumsum([0] + [shard["tokens"][feature] for shard in self.shards])
-        self.tokens, self.documents = int(self.starts[-1]), self.index["documents"]
-        checksums = str([shard["crc32"] for shard in self.shards]).encode()
-        self.digest = f"{self.index['tokens']}-{zlib.crc32(checksums)}"
-        self.ids = [self.load(k, "ids") for k in range(len(self.shards))]
+    Of a prepared folder, or of arrays: ids and ends, each a list with one array for each shard.
+    chapters: the numbers of the documents [start, stop) of each.
+    """
 
-    def load(self, shard, kind):
-        name = f"{self.shards[shard]['name']}.{self.feature}.{kind}.npy"
-        return np.load(self.folder / name, mmap_mode="r")
+    def __init__(self, ids, ends, documents, chapters, digest=""):
+        self.ids, self.ends, self.chapters, self.digest = ids, ends, chapters, digest
+        self.first = np.cumsum([0, *documents])  # document of each shard
+        self.starts = np.cumsum([0, *map(len, ids)])  # token of each shard
+        self.tokens, self.documents = int(self.starts[-1]), int(self.first[-1])
+
+    @classmethod
+    def of(cls, documents):
+        """A list of arrays of ids, held in memory."""
+        ids = np.concatenate([np.zeros(0, np.int32), *documents])
+        ends = np.cumsum([len(document) for document in documents])
+        return cls([ids], [ends], [len(documents)], [(0, len(documents))])
+
+    @classmethod
+    def open(cls, folder, feature="text"):
+        """The parts of a prepared folder that are whole, up to the last whole chapter."""
+        try:
+            parts = json.loads((folder / "index.json").read_text())["parts"]
+            complete = True
+        except FileNotFoundError:
+            marks = (read_mark(folder, number) for number in itertools.count())
+            parts, complete = list(itertools.takewhile(bool, marks)), False
+        digest = ""
+        chapters, tokens, start, stop, shards, waiting = [], 0, 0, 0, [], []
+        for number, part in enumerate(parts):
+            tokens, stop = tokens + part["tokens"], stop + part["documents"]
+            waiting += part["shards"]
+            if tokens >= CHAPTER_TOKENS or (complete and number == len(parts) - 1):
+                chapters.append((start, stop))
+                digest = digest or str(zlib.crc32(str([s["crc32"] for s in waiting]).encode()))
+                shards, waiting, tokens, start = shards + waiting, [], 0, stop
+
+        def load(shard, kind):
+            return np.load(folder / f"{shard['name']}.{feature}.{kind}.npy", mmap_mode="r")
+
+        return cls([load(shard, "ids") for shard in shards],
+                   [load(shard, "ends") for shard in shards],
+                   [shard["documents"] for shard in shards], chapters, digest)
 
     def read(self, start, stop):
         """Tokens start to stop of the stream, across shards."""
@@ -521,18 +1259,13 @@ class Corpus:
             end = min(stop, self.starts[shard + 1])
             pieces.append(self.ids[shard][start - self.starts[shard] : end - self.starts[shard]])
             start = end
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-
-    def document_starts(self):
-        """Where in the stream each document begins, and where the last one ends."""
-        ends = [start + self.load(k, "ends") for k, start in enumerate(self.starts[:-1])]
-        return np.concatenate([[0], *ends])
+        return pieces[0] if len(pieces) == 1 else np.concatenate([np.zeros(0, np.int32), *pieces])
 
     def gather(self, starts, lengths):
         """The tokens of several runs of the stream, one after the other; no run crosses a shard."""
-        shards = np.searchsorted(self.starts, starts, "right") - 1
-        if len(self.shards) == 1:
+        if len(self.ids) == 1:
             return self.ids[0][runs(starts, lengths)]
+        shards = np.searchsorted(self.starts, starts, "right") - 1
         tokens, firsts = np.empty(lengths.sum(), self.ids[0].dtype), np.cumsum(lengths) - lengths
         for shard in np.unique(shards[lengths > 0]):
             here = (shards == shard) & (lengths > 0)
@@ -540,15 +1273,21 @@ class Corpus:
                 runs(starts[here] - self.starts[shard], lengths[here])]
         return tokens
 
+    def bounds(self, documents):
+        """Numbers of documents -> where in the stream each begins, and its length."""
+        starts, lengths = np.zeros((2, len(documents)), int)
+        shards = np.searchsorted(self.first, documents, "right") - 1
+        for shard in np.unique(shards):
+            here = slice(None) if len(self.ids) == 1 else shards == shard
+            number, ends = documents[here] - self.first[shard], self.ends[shard]
+            begin = np.where(number > 0, ends[number - 1], 0)
+            starts[here], lengths[here] = begin + self.starts[shard], ends[number] - begin
+        return starts, lengths
+
     def document_start(self, document):
-        """Where in the stream a document begins."""
-        for shard, start in zip(range(len(self.shards)), self.starts):
-            if document == 0:
-                return int(start)
-            if document < self.shards[shard]["documents"]:
-                return int(start) + int(self.load(shard, "ends")[document - 1])
-            document -= self.shards[shard]["documents"]
-        return self.tokens
+        """Where in the stream a document begins, or the last one ends."""
+        return int(self.bounds(np.array([document]))[0][0]) if document < self.documents else (
+            self.tokens)
 
 
 class RandomTokens:
@@ -662,150 +1401,191 @@ def span_corruption(tokens, keys, sentinel, cfg):
     return inputs, targets
 
 
-# ---- batches -------------------------------------------------------------------------------------
+# ---- examples ------------------------------------------------------------------------------------
+# What a task makes of a corpus. Examples have numbers; `sizes` and `write` work on many at once,
+# given by their numbers and the epochs they are seen in.
 
-ORDER, NOISE, PACKING = 1, 2, 3  # what random bits are for: the first part of their key
+ORDER, NOISE, PACKING, MIXING, PREFIX = range(1, 6)  # the first part of the key of random bits
 
 
-class SpanRows:
+class Examples:
+    """The examples of a task: how many there are, in chapters, and their order in an epoch."""
+
+    def __init__(self, task, cfg, counts):
+        self.task, self.cfg, self.seed = task, cfg.data, cfg.train.seed
+        self.limits = cfg.data.inputs_length, cfg.data.targets_length
+        self.eos = (task.inputs_eos, True)
+        self.first = np.cumsum([0, *counts])
+        self.count = int(self.first[-1])
+
+    def locate(self, draws):
+        """Numbers of draws -> (epoch, example). An epoch has every example, in an order of its own.
+
+        Large corpora are gone through chapter by chapter, in a random order within each.
+        """
+        epochs, examples = np.divmod(draws, max(self.count, 1))
+        chapters = np.searchsorted(self.first, examples, "right") - 1
+        for chapter in np.unique(chapters):
+            here, first = chapters == chapter, self.first[chapter]
+            size = int(self.first[chapter + 1] - first)
+            examples[here] = first + permute(
+                examples[here] - first, size, ORDER, self.seed, epochs[here])
+        return epochs, examples
+
+    def keep(self, side, lengths):
+        """Tokens of inputs (side 0) or targets (1) -> (tokens that stay, size with EOS)."""
+        eos, limit = self.eos[side], self.limits[side]
+        kept = np.minimum(lengths, limit - (eos and self.task.eos_after_trim))
+        return kept, np.minimum(kept + eos, limit)
+
+
+class SpanExamples(Examples):
     """A corpus cut into rows of raw tokens, which span corruption makes into inputs and targets.
 
     The last row may be shorter; a single token at the end, which cannot be corrupted, is left out.
+    spans: [start, stop) of each chapter in the corpus's stream.
     """
 
-    def __init__(self, corpus, start, stop, sentinel, cfg):
-        self.corpus, self.start, self.stop = corpus, start, stop
-        self.sentinel, self.cfg = sentinel, cfg
+    packs = False  # they fill their rows
+
+    def __init__(self, task, cfg, corpus, spans, sentinel):
+        self.corpus, self.spans, self.sentinel = corpus, spans, sentinel
         self.length = raw_length(cfg.data)
-        self.count = -(-(stop - start) // self.length)
-        if (stop - start) % self.length == 1:
-            self.count -= 1
+        sizes = [stop - start for start, stop in spans]
+        super().__init__(task, cfg, [-(-n // self.length) - (n % self.length == 1) for n in sizes])
+        noise, pieces = noise_counts(self.length, cfg.data)
+        if noise + pieces + 1 > cfg.data.targets_length:
+            raise UserError(
+                f"Span corruption of {cfg.data.inputs_length} inputs makes {noise + pieces + 1} "
+                f"targets; set --data.targets_length to {noise + pieces + 1} or more (it is "
+                f"{cfg.data.targets_length}).")
+        if pieces > SENTINELS:
+            raise UserError(
+                f"Span corruption of {cfg.data.inputs_length} inputs needs {pieces} sentinels and "
+                f"the vocabulary has {SENTINELS}: set --data.inputs_length lower or "
+                f"--data.mean_span_length higher.")
 
     def __str__(self):
-        return f"{self.stop - self.start:,} tokens, {self.count:,} rows of {self.length}"
+        tokens = sum(stop - start for start, stop in self.spans)
+        return f"{tokens:,} tokens, {self.count:,} rows of {self.length}"
 
     def sample(self, most):
-        """At most `most` tokens, of which frequencies are taken."""
-        return self.corpus.read(self.start, min(self.stop, self.start + most))
+        """At most about `most` tokens, of which frequencies are taken."""
+        start, stop = self.spans[0]
+        return self.corpus.read(start, min(stop, start + most))
 
-    def read(self, row):
-        start = self.start + int(row) * self.length
-        return self.corpus.read(start, min(start + self.length, self.stop))
+    def place(self, examples):
+        """Where each row of raw tokens begins in the stream, and its length."""
+        chapter = np.searchsorted(self.first, examples, "right") - 1
+        begin, end = np.array(self.spans)[chapter].T
+        starts = begin + (examples - self.first[chapter]) * self.length
+        return starts, np.minimum(self.length, end - starts)
 
-    def make(self, numbers, training):
-        """Numbers of rows, counted through all epochs -> inputs, targets and their segments.
+    def sizes(self, epochs, examples):
+        _, lengths = self.place(examples)
+        out = np.empty((2, len(examples)), int)
+        for length in np.unique(lengths):
+            noise, spans = noise_counts(int(length), self.cfg)
+            out[0, lengths == length] = length - noise + spans + self.task.inputs_eos
+            out[1, lengths == length] = noise + spans + 1
+        return out
 
-        In training each epoch has an order and noise of its own. Otherwise the order is that of the
-        corpus, the noise always the same, and past the end the rows are padding.
-        """
-        data, seed = self.cfg.data, self.cfg.train.seed
-        epoch, row = np.divmod(numbers, self.count)
-        if training:
-            row = permute(row, self.count, ORDER, seed, epoch)
-        keys = random_bits(NOISE, seed, epoch, row)
-        inputs = np.zeros((len(row), data.inputs_length), np.int32)
-        targets = np.zeros((len(row), data.targets_length), np.int32)
-        raw = [self.read(r) if training or e == 0 else () for r, e in zip(row, epoch)]
-        lengths = np.array([len(tokens) for tokens in raw])
-        for length in np.unique(lengths[lengths > 0]):  # one, or two with the short last row
-            where = np.flatnonzero(lengths == length)
-            some = span_corruption(
-                np.stack([raw[i] for i in where]), keys[where], self.sentinel, data)
-            inputs[where, : some[0].shape[1]], targets[where, : some[1].shape[1]] = some
-        return inputs, targets, inputs != PAD, targets != PAD
+    def write(self, sides, places, epochs, examples):
+        """Write inputs and targets into flat arrays, each example at its place."""
+        keys = random_bits(NOISE, self.seed, epochs, examples)
+        starts, lengths = self.place(examples)
+        for length in np.unique(lengths):
+            here = np.flatnonzero(lengths == length)
+            raw = np.stack([self.corpus.read(int(start), int(start + length))
+                            for start in starts[here]])
+            made = span_corruption(raw, keys[here], self.sentinel, self.cfg)
+            for out, place, tokens, eos in zip(sides, places, made, self.eos):
+                tokens = tokens if eos else tokens[:, :-1]
+                out[place[here, None] + np.arange(tokens.shape[1])] = tokens
 
 
-class PairRows:
-    """Examples of inputs and targets; in training, if data.pack says so, several in a row.
+class RunExamples(Examples):
+    """Examples whose inputs and targets are runs of a corpus; `runs_of` says which."""
 
-    Each is cut to its length and gets EOS. Packing is planned for blocks of BLOCK examples in the
-    order of training, which is a new one each epoch; a block's plan is kept beside the tokens.
-    """
+    packs = True
 
-    BLOCK = 1 << 16
+    def sizes(self, epochs, examples):
+        return np.stack([self.keep(side, lengths)[1] for side, (_, _, lengths)
+                         in enumerate(self.runs_of(epochs, examples))])
 
-    def __init__(self, folder, start, stop, cfg):
-        self.cfg, self.start, self.count = cfg, start, stop - start
-        self.corpora = [Corpus(folder, feature) for feature in FEATURES["text_to_text"]]
-        self.corpus = self.corpora[1]  # the targets: what is learned
-        self.limits = cfg.data.inputs_length, cfg.data.targets_length
-        self.starts = [corpus.document_starts() for corpus in self.corpora]
-        whole = [np.diff(starts)[start:stop] for starts in self.starts]
-        self.lengths = [np.minimum(n, limit - 1) for n, limit in zip(whole, self.limits)]
-        self.cut = [int((n >= limit).sum()) for n, limit in zip(whole, self.limits)]
-        plan = "-".join(map(str, ("plan", start, stop, *self.limits, cfg.train.seed)))
-        self.plans, self.row_starts = folder / plan, [0]
-        self.plan = functools.lru_cache(maxsize=4)(self.read_plan)
+    def write(self, sides, places, epochs, examples):
+        for side, (corpus, starts, lengths) in enumerate(self.runs_of(epochs, examples)):
+            kept, size = self.keep(side, lengths)
+            sides[side][runs(places[side], kept)] = corpus.gather(starts, kept)
+            sides[side][(places[side] + kept)[size > kept]] = EOS
+
+
+class PairExamples(RunExamples):
+    """Inputs with targets. chapters: [start, stop) of each in the corpora's documents."""
+
+    def __init__(self, task, cfg, corpora, chapters):
+        super().__init__(task, cfg, [stop - start for start, stop in chapters])
+        self.corpora, self.chapters, self.corpus = corpora, chapters, corpora[1]
 
     def __str__(self):
-        return f"{self.count:,} examples" + ", packed into rows" * self.cfg.data.pack
+        return f"{self.count:,} examples"
+
+    def documents(self, examples):
+        chapter = np.searchsorted(self.first, examples, "right") - 1
+        return np.array(self.chapters)[:, 0][chapter] + examples - self.first[chapter]
+
+    def runs_of(self, epochs, examples):
+        documents = self.documents(examples)
+        return [(corpus, *corpus.bounds(documents)) for corpus in self.corpora]
+
+    def cut(self):
+        """How many inputs and how many targets are longer than their limits."""
+        counts = np.zeros(2, int)
+        for start in range(0, self.count, 1 << 20):
+            examples = np.arange(start, min(start + (1 << 20), self.count))
+            for side, (_, _, lengths) in enumerate(self.runs_of(0, examples)):
+                counts[side] += (lengths > self.keep(side, lengths)[0]).sum()
+        return counts
 
     def sample(self, most):
         """At most about `most` tokens of the targets, of which frequencies are taken."""
-        return self.corpus.read(int(self.starts[1][self.start]), min(
-            int(self.starts[1][self.start + self.count]), int(self.starts[1][self.start]) + most))
+        start, stop = map(self.corpus.document_start, self.chapters[0])
+        return self.corpus.read(start, min(stop, start + most))
 
-    def example(self, position):
-        """Positions in the order of training -> numbers of examples."""
-        epoch, number = np.divmod(position, self.count)
-        return permute(number, self.count, ORDER, self.cfg.train.seed, epoch)
 
-    def read_plan(self, block):
-        """A block of the order of training -> (examples, row after row; where each row ends)."""
-        path = self.plans / f"{block:06}.npz"
-        if not path.exists():
-            examples = self.example(np.arange(block * self.BLOCK, (block + 1) * self.BLOCK))
-            row = plan_packing(*(n[examples] + 1 for n in self.lengths), *self.limits)
-            row = permute(row, int(row.max()) + 1, PACKING, self.cfg.train.seed, block)
-            out = io.BytesIO()
-            np.savez(out, examples=examples[np.argsort(row, kind="stable")],
-                     ends=np.cumsum(np.bincount(row)))
-            configs.write_file(path, out.getbuffer())
-        with np.load(path) as plan:
-            return plan["examples"], plan["ends"]
+class PrefixExamples(RunExamples):
+    """Prefix language modelling: a document's pieces, cut in two at random (t5's prefix_lm).
 
-    def members(self, numbers, training):
-        """Numbers of rows -> (examples, the row in the batch and the segment of each)."""
-        if not training:
-            within = np.flatnonzero(numbers < self.count)
-            return numbers[within], within, np.ones(len(within), int)
-        if not self.cfg.data.pack:
-            return self.example(numbers), np.arange(len(numbers)), np.ones(len(numbers), int)
-        while self.row_starts[-1] <= numbers.max():
-            ends = self.plan(len(self.row_starts) - 1)[1]
-            self.row_starts.append(self.row_starts[-1] + len(ends))
-        blocks = np.searchsorted(self.row_starts, numbers, "right") - 1
-        sizes, begins = np.empty((2, len(numbers)), int)  # of a row's members in its block's plan
-        for block in np.unique(blocks):
-            here, ends = blocks == block, self.plan(int(block))[1]
-            row = numbers[here] - self.row_starts[block]
-            sizes[here] = np.diff(ends, prepend=0)[row]
-            begins[here] = ends[row] - sizes[here]
-        flat, firsts = np.empty(sizes.sum(), int), np.cumsum(sizes) - sizes
-        for block in np.unique(blocks):
-            here, examples = blocks == block, self.plan(int(block))[0]
-            flat[runs(firsts[here], sizes[here])] = examples[runs(begins[here], sizes[here])]
-        rows = np.repeat(np.arange(len(numbers)), sizes)
-        return flat, rows, runs(np.ones(len(sizes), int), sizes)
+    A piece has at most as many tokens as the inputs; each epoch cuts it elsewhere.
+    """
 
-    def make(self, numbers, training):
-        """Numbers of rows, counted through all epochs -> inputs, targets and their segments."""
-        examples, row, segment = self.members(np.asarray(numbers), training)
-        opens = segment == 1  # the first of its row
-        tokens, segments = [], []
-        for corpus, starts, lengths, limit in zip(
-                self.corpora, self.starts, self.lengths, self.limits):
-            kept = lengths[examples]
-            size = kept + 1  # with EOS
-            place = np.cumsum(size) - size
-            place += row * limit - place[opens][np.cumsum(opens) - 1]
-            out, marks = np.zeros((2, len(numbers) * limit), np.int32)
-            out[runs(place, kept)] = corpus.gather(starts[self.start + examples], kept)
-            out[place + kept] = EOS
-            marks[runs(place, size)] = np.repeat(segment, size)
-            tokens.append(out.reshape(-1, limit))
-            segments.append(marks.reshape(-1, limit))
-        return *tokens, *segments
+    def __init__(self, task, cfg, corpus, chapters):
+        self.length = cfg.data.inputs_length - 1
+        pieces = [-(-corpus.bounds(np.arange(*chapter))[1] // self.length) for chapter in chapters]
+        super().__init__(task, cfg, [int(some.sum()) for some in pieces])
+        self.corpus, self.chapters = corpus, chapters
+        self.pieces = np.cumsum(np.concatenate([[0], *pieces]))  # before each document
+        self.documents = np.concatenate([np.arange(*chapter) for chapter in chapters])
+
+    def __str__(self):
+        return f"{self.count:,} pieces of at most {self.length} tokens"
+
+    def runs_of(self, epochs, examples):
+        index = np.searchsorted(self.pieces, examples, "right") - 1
+        starts, lengths = self.corpus.bounds(self.documents[index])
+        skipped = (examples - self.pieces[index]) * self.length
+        starts, lengths = starts + skipped, np.minimum(lengths - skipped, self.length)
+        uniform = random_bits(PREFIX, self.seed, epochs, examples) >> np.uint64(32)
+        cuts = (uniform * np.maximum(lengths - 1, 0).astype(np.uint64) >> np.uint64(32)).astype(int)
+        cuts = np.minimum(1 + cuts, lengths - 1)  # of a single token nothing is the inputs
+        return [(self.corpus, starts, cuts), (self.corpus, starts + cuts, lengths - cuts)]
+
+    def sample(self, most):
+        start, stop = map(self.corpus.document_start, self.chapters[0])
+        return self.corpus.read(start, min(stop, start + most))
+
+
+# ---- rows ----------------------------------------------------------------------------------------
 
 
 def plan_packing(inputs, targets, inputs_limit, targets_limit):
@@ -857,58 +1637,413 @@ def plan_packing(inputs, targets, inputs_limit, targets_limit):
     return rows
 
 
-@functools.lru_cache(maxsize=8)
+class Rows:
+    """The rows of batches: examples of one task or a mixture; in training, several in a row.
+
+    Training goes through positions. In each block of BLOCK positions every task has its part, to
+    one example exactly; which position falls to which is random, a pure function of the seed. A
+    task's own draws go through its examples epoch by epoch. Packing is planned for each block; the
+    plan is kept beside the prepared tokens.
+    """
+
+    BLOCK = 1 << 16
+
+    def __init__(self, tasks, rates, cfg, plans=None):
+        self.tasks, self.cfg, self.plans = tasks, cfg, plans
+        self.limits = cfg.data.inputs_length, cfg.data.targets_length
+        self.edges = np.cumsum([0, *rates]) / sum(rates)  # each task's part of 0 to 1
+        self.packs = cfg.data.pack and any(task.packs for task in tasks)
+        self.count = tasks[0].count  # of a validation split
+        self.first_block, self.row_starts = 0, [0]  # row with which the blocks begin
+        self.block = functools.lru_cache(maxsize=4)(self.read_block)
+
+    def __str__(self):
+        mixed = f"{len(self.tasks)} tasks, " if len(self.tasks) > 1 else ""
+        return mixed + "; ".join(str(task) for task in self.tasks[:3]) + (
+            "; ..." if len(self.tasks) > 3 else "") + ", packed into rows" * self.packs
+
+    @property
+    def digest(self):
+        """Changes when the tokens change that a run has begun with."""
+        return "-".join(task.corpus.digest for task in self.tasks)
+
+    def sample(self, most):
+        """At most about `most` tokens of all tasks, of which frequencies are taken."""
+        return np.concatenate([task.sample(most // len(self.tasks)) for task in self.tasks])
+
+    def shares(self, blocks):
+        """Numbers of blocks -> where in each block's lot every task begins: [blocks, tasks + 1].
+
+        The edges on a grid that a low-discrepancy sequence shifts from block to block: each task
+        gets the next lower or the next higher whole number, and in the long run its rate.
+        """
+        shift = np.array([int(f"{b:064b}"[::-1], 2) / 2**64 for b in np.atleast_1d(blocks)])
+        lots = np.ceil(self.edges * self.BLOCK - shift[:, None]).astype(int)
+        lots[:, 0], lots[:, -1] = 0, self.BLOCK
+        return lots
+
+    def draw(self, block):
+        """A block -> (examples, which of them, epochs, numbers) of its positions."""
+        lots = self.shares(block)[0]
+        drawn = np.diff(self.shares(np.arange(block)), axis=1).sum(0)
+        lot = permute(np.arange(self.BLOCK), self.BLOCK, MIXING, self.cfg.train.seed, block)
+        task = np.searchsorted(lots, lot, "right") - 1
+        epochs, examples = np.empty((2, self.BLOCK), int)
+        for number in np.unique(task):
+            here = np.flatnonzero(task == number)
+            epochs[here], examples[here] = self.tasks[number].locate(
+                drawn[number] + np.arange(len(here)))
+        return self.tasks, task, epochs, examples
+
+    def read_block(self, block):
+        """A block, row after row: (examples, which of them, epochs, numbers, ends of the rows)."""
+        pool, task, epochs, examples = self.draw(block)
+        if not self.packs:
+            return pool, task, epochs, examples, np.arange(1, self.BLOCK + 1)
+        path = self.plans and self.plans / f"{block:06}.npz"
+        if path and path.exists():
+            with np.load(path) as plan:
+                order, ends = plan["order"], plan["ends"]
+        else:
+            sizes = np.empty((2, self.BLOCK), int)
+            for number in np.unique(task):
+                here = task == number
+                sizes[:, here] = pool[number].sizes(epochs[here], examples[here])
+            row = plan_packing(*sizes, *self.limits)
+            row = permute(row, int(row.max()) + 1, PACKING, self.cfg.train.seed, block)
+            order, ends = np.argsort(row, kind="stable"), np.cumsum(np.bincount(row))
+            if path:
+                out = io.BytesIO()
+                np.savez(out, order=order.astype(np.uint16), ends=ends)
+                configs.write_file(path, out.getbuffer())
+        return pool, task[order], epochs[order], examples[order], ends
+
+    def members(self, numbers, training):
+        """Numbers of rows -> (examples, which of them, epochs, numbers, rows, segments)."""
+        if not training:
+            row = np.flatnonzero(numbers < self.count)
+            zero = np.zeros(len(row), int)
+            return self.tasks, zero, zero, numbers[row], row, zero + 1
+        while self.packs and self.row_starts[-1] <= numbers.max():
+            ends = self.block(self.first_block + len(self.row_starts) - 1)[-1]
+            self.row_starts.append(self.row_starts[-1] + len(ends))
+        blocks = np.searchsorted(self.row_starts, numbers, "right") - 1 + self.first_block if (
+            self.packs) else numbers // self.BLOCK
+        pools, found = [], []
+        for block in np.unique(blocks):
+            rows = np.flatnonzero(blocks == block)
+            pool, *members, ends = self.block(int(block))
+            inside = numbers[rows] - (self.row_starts[block - self.first_block] if self.packs
+                                      else block * self.BLOCK)
+            stop = ends[inside]
+            size = stop - np.where(inside > 0, ends[inside - 1], 0)
+            which, *rest = (part[runs(stop - size, size)] for part in members)
+            same = pools == list(pool)  # the prepared tasks are the same in every block
+            found.append((which + (0 if same else len(pools)), *rest, np.repeat(rows, size),
+                          runs(np.ones(len(size), int), size)))
+            pools = pools if same else pools + list(pool)
+        which, epochs, examples, rows, segments = map(np.concatenate, zip(*found))
+        if len(found) > 1:
+            order = np.argsort(rows, kind="stable")
+            which, epochs, examples, rows, segments = (
+                part[order] for part in (which, epochs, examples, rows, segments))
+        return pools, which, epochs, examples, rows, segments
+
+    def make(self, numbers, training):
+        """Numbers of rows, counted through all epochs -> inputs, targets and their segments.
+
+        Otherwise than in training the order is that of the corpus, the noise always the same, one
+        example has a row, and past the end the rows are padding.
+        """
+        pools, which, epochs, examples, rows, segments = self.members(
+            np.asarray(numbers), training)
+        groups = [(pools[k], slice(None) if len(pools) == 1 else which == k)
+                  for k in np.unique(which)]
+        sizes = np.zeros((2, len(rows)), int)
+        for pool, here in groups:
+            sizes[:, here] = pool.sizes(epochs[here], examples[here])
+        sides, marks, places = [], [], []
+        opens = segments == 1  # the first of its row
+        for size, limit in zip(sizes, self.limits):
+            place = np.cumsum(size) - size
+            place += rows * limit - place[opens][np.cumsum(opens) - 1]
+            out, mark = np.zeros((2, len(numbers) * limit), np.int32)
+            mark[runs(place, size)] = np.repeat(segments, size)
+            for parts, part in ((sides, out), (marks, mark), (places, place)):
+                parts.append(part)
+        for pool, here in groups:
+            pool.write(sides, [place[here] for place in places], epochs[here], examples[here])
+        return [part.reshape(-1, limit)
+                for parts in (sides, marks) for part, limit in zip(parts, self.limits)]
+
+
+# ---- streaming -----------------------------------------------------------------------------------
+
+
+class Reader:
+    """Tokenized examples of a task in the order of its source, again and again.
+
+    position: the pass through the source, the part, the example's number there, which one of those
+    the task makes of it, and how many of its tokens have been given away: from there on it reads.
+    A source without splits holds out one example in a hundred.
+    """
+
+    def __init__(self, task, split, tokenizer, cfg, hold_out):
+        self.task, self.split, self.tokenizer, self.cfg = task, split, tokenizer, cfg
+        self.hold_out, self.bad = hold_out, Complaints(cfg.data.on_error)
+        self.parts = open_source(task.source, "train" if hold_out else split, cfg.data)
+        self.packs = task.objective != "span_corruption"
+        self.count, self.pending = 0, None
+        self.seek([0, 0, 0, 0, 0])
+
+    def __str__(self):
+        return f"{self.task.source} streamed"
+
+    def seek(self, position):
+        self.position, self.pending, self.stream = list(position), None, self.read()
+
+    def read(self):
+        """(key, ids) from the position on; key: the position but for its last number."""
+        turn, first, *start, skipped = self.position
+        while True:
+            found = False
+            for part in range(first, len(self.parts)):
+                numbered = self.texts(turn, part, tuple(start))
+                for batch in encode_ahead(numbered, self.tokenizer, 256):
+                    for key, ids in batch:
+                        if any(map(len, ids)):
+                            found = True
+                            yield key, ids
+                start = 0, 0
+            if self.split != "train" or not (found or any(self.position)):
+                return
+            turn, first = turn + 1, 0
+
+    def texts(self, turn, part, start):
+        last = made = -1
+        for number, texts in read_texts(self.parts[part], self.bad, self.task, self.cfg.data):
+            last, made = number, made + 1 if number == last else 0
+            held_out = self.hold_out and random_bits(part, number) % np.uint64(100) == 0
+            if (number, made) >= start and (not self.hold_out or (
+                    held_out == (self.split != "train"))):
+                yield (turn, part, number, made), texts
+
+    def take(self, count):
+        """The next `count` examples (fewer at the end of a held-out split) -> Examples."""
+        pairs, held, have = self.task.objective == "text_to_text", [], 0
+        spans = self.task.objective == "span_corruption"
+        unit = raw_length(self.cfg.data) if spans else self.cfg.data.inputs_length - 1
+        while have < count * (unit if spans else 1):
+            found = self.pending or next(self.stream, None)
+            self.pending = None
+            if not found:
+                break
+            key, ids = found
+            used = 0
+            if not pairs:
+                done = self.position[4] if list(key) == self.position[:4] else 0
+                ids = ids[0][done:]
+                amount = len(ids) if spans else -(-len(ids) // unit)
+                left = count * (unit if spans else 1) - have
+                if amount > left:  # the rest of the document is for the next time
+                    used = done + left * (1 if spans else unit)
+                    self.pending, ids, amount = found, ids[: used - done], left
+            held.append(ids)
+            have += amount if not pairs else 1
+            self.position = [*key, used] if used else [*key[:3], key[3] + 1, 0]
+        if pairs:
+            corpora = [Corpus.of([ids[side] for ids in held]) for side in range(2)]
+        else:
+            corpora = [Corpus.of(held)]
+        return make_examples(self.task, self.cfg, corpora, corpora[0].chapters,
+                             self.tokenizer.size - 1)
+
+
+class StreamedRows(Rows):
+    """Rows of sources that are tokenized while training goes on; nothing is written to disk.
+
+    Examples come in the order of their sources, shuffled within blocks; the next block is read in
+    the background. All processes read everything and make their own rows of it. What a run needs to
+    go on is where the readers stood at the beginning of a block.
+    """
+
+    BLOCK = 1 << 13
+
+    def __init__(self, readers, rates, cfg):
+        super().__init__(readers, rates, cfg)
+        self.thread, self.ahead, self.marks = ThreadPoolExecutor(1), {}, {}
+        self.block = self.next_block
+        self.digest_of = ""
+
+    digest = "streamed"
+
+    def next_block(self, block):
+        for number in (block, block + 1):
+            if number not in self.ahead:
+                self.ahead[number] = self.thread.submit(self.read_block, number)
+        for old in [number for number in self.ahead if number < block - 1]:
+            del self.ahead[old], self.marks[old]
+        return self.ahead[block].result()
+
+    def draw(self, block):
+        self.marks[block] = [reader.position for reader in self.tasks]
+        lots = self.shares(block)[0]
+        pool = [reader.take(int(n)) for reader, n in zip(self.tasks, np.diff(lots))]
+        lot = permute(np.arange(self.BLOCK), self.BLOCK, MIXING, self.cfg.train.seed, block)
+        task = np.searchsorted(lots, lot, "right") - 1
+        return pool, task, np.full(self.BLOCK, block), lot - lots[task]
+
+    def sample(self, most):
+        """The targets of the first block."""
+        pool = self.next_block(self.first_block)[0]
+        return np.concatenate([task.sample(most // len(pool)) for task in pool])
+
+    def state(self, row):
+        """What a run needs to go on with this row: a value for JSON."""
+        self.members(np.array([row]), True)
+        block = (int(np.searchsorted(self.row_starts, row, "right")) - 1 + self.first_block
+                 if self.packs else row // self.BLOCK)
+        start = self.row_starts[block - self.first_block] if self.packs else block * self.BLOCK
+        return {"block": block, "row": int(start), "readers": self.marks[block]}
+
+    def seek(self, state):
+        """Go on where `state` was taken."""
+        self.ahead, self.marks = {}, {}
+        self.first_block, self.row_starts = state["block"], [state["row"]]
+        for reader, position in zip(self.tasks, state["readers"]):
+            reader.seek(position)
+
+
+# ---- batches -------------------------------------------------------------------------------------
+
+
+def make_examples(task, cfg, corpora, chapters, sentinel):
+    """A task's corpora, and chapters [start, stop) of their documents -> its Examples."""
+    if task.objective == "text_to_text":
+        return PairExamples(task, cfg, corpora, chapters)
+    corpus, = corpora
+    if task.objective == "prefix_lm":
+        return PrefixExamples(task, cfg, corpus, chapters)
+    spans = [tuple(map(corpus.document_start, chapter)) for chapter in chapters]
+    return SpanExamples(task, cfg, corpus, spans, sentinel)
+
+
+def find_source(name, cfg, split):
+    """A task's name -> (Task, whether its validation split is held out of the training split)."""
+    task = find_task(name, cfg.data)
+    if split == "validation" and cfg.data.validation_source:
+        return task._replace(source=cfg.data.validation_source), False
+    if not task.source.startswith(WITH_SPLITS):
+        return task, not cfg.data.validation_source
+    if split not in task.splits:
+        raise NoSplit(f"{name} has no {split} split.")
+    return task, False
+
+
+def open_examples(name, cfg, split, tokenizer, share=1.0, shard=(0, 1)):
+    """A task's Examples in a split, prepared as far as is missing.
+
+    share: the part that the task has in the run's rows, of which follows how much is needed.
+    """
+    task, shared = find_source(name, cfg, split)
+    needed, t = ENDLESS, cfg.train
+    if task.objective != "text_to_text" and shard == (0, 1):
+        row = raw_length(cfg.data) if task.objective == "span_corruption" else (
+            cfg.data.inputs_length + cfg.data.targets_length)
+        needed = max(1, t.steps - t.start_step) * t.batch_size * row * share
+        needed = 1 if split == "validation" and shared else needed
+    folder = prepare(task, "train" if shared else split, tokenizer, cfg.data, needed, shard)
+    corpora = [Corpus.open(folder, feature) for feature in features_of(task)]
+    chapters = corpora[0].chapters
+    if shared and chapters:  # the last 1 % of the documents of the first chapter
+        (start, stop), *rest = chapters
+        held_out = stop - max(1, (stop - start) // 100)
+        chapters = [(start, held_out), *rest] if split == "train" else [(held_out, stop)]
+    examples = make_examples(task, cfg, corpora, chapters, tokenizer.size - 1)
+    if not examples.count:
+        raise UserError(f"The {split} split of {task.source} is empty: give it two documents or "
+                        f"more (text:FILE:lines makes one of each line).")
+    return examples
+
+
+@functools.lru_cache(maxsize=1024)
 def open_rows(cfg, split):
     """Config, "train" or "validation" -> (rows, id of <extra_id_0>). Prepares what is missing."""
     if cfg.data.source == "random:":
         size = cfg.model.vocab_size
         tokens = RandomTokens(size - SENTINELS, cfg.train.seed)
-        return check_spans(SpanRows(tokens, 0, tokens.tokens, size - 1, cfg), cfg.data), size - 1
+        spans = SpanExamples(Task(), cfg, tokens, [(0, tokens.tokens)], size - 1)
+        return Rows([spans], [1.0], cfg), size - 1
     tokenizer = load_vocabulary(cfg.data)
     size = tokenizer.size
     if not size <= cfg.model.vocab_size < size + 128:
         raise UserError(
-            f"The vocabulary has {size} ids (its pieces and {SENTINELS} sentinels), the model "
+            f"The vocabulary has {size} ids (with {SENTINELS} sentinels), the model "
             f"{cfg.model.vocab_size}: set --model.vocab_size {-(-size // 128) * 128}.")
-    source, shared = cfg.data.source, False
-    if split == "validation" and cfg.data.validation_source:
-        source = cfg.data.validation_source
-    elif not (cfg.data.validation_source or source.startswith(WITH_SPLITS)):
-        shared = True  # the last 1 % of the documents are held out
-    folder = prepare(source, "train" if shared else split, tokenizer, cfg.data)
-    documents = json.loads((folder / "index.json").read_text())["documents"]
-    start, stop = 0, documents
-    if shared:
-        held_out = documents - max(1, documents // 100)
-        start, stop = (0, held_out) if split == "train" else (held_out, documents)
-    if start == stop:
-        raise UserError(f"The {split} split of {cfg.data.source} is empty: give it two documents "
-                        f"or more (text:FILE:lines makes one of each line).")
-    if cfg.data.task == "text_to_text":
-        rows = PairRows(folder, start, stop, cfg)
-        if any(rows.cut):
-            configs.note(f"{split}: {rows.cut[0]:,} inputs and {rows.cut[1]:,} targets of "
-                         f"{rows.count:,} are longer than {rows.limits[0]} and {rows.limits[1]} "
-                         f"tokens and are cut")
-        return rows, size - 1
-    corpus = Corpus(folder)
-    start, stop = (corpus.document_start(document) for document in (start, stop))
-    return check_spans(SpanRows(corpus, start, stop, size - 1, cfg), cfg.data), size - 1
+    if split == "validation":
+        if cfg.data.task in MIXTURES:
+            raise UserError(f"{cfg.data.task} is a mixture: its tasks are evaluated one by one.")
+        if cfg.data.streaming:
+            reader = Reader(*find_source(cfg.data.task, cfg, split)[:1], split, tokenizer, cfg,
+                            find_source(cfg.data.task, cfg, split)[1])
+            examples = reader.take((cfg.train.eval_batches or math.inf) * cfg.train.batch_size)
+            if not examples.count:
+                raise UserError(f"{cfg.data.task} has no held-out examples in {reader.task.source}:"
+                                f" name a --data.validation_source, or set --train.eval_every 0.")
+        else:
+            examples = open_examples(cfg.data.task, cfg, split, tokenizer)
+        return Rows([examples], [1.0], cfg), size - 1
+
+    def size_of(name):
+        return open_examples(name, cfg, "train", tokenizer).count
+
+    rates = {name: rate for name, rate in mixture_rates(cfg.data.task, cfg.data, size_of).items()
+             if rate}
+    total = sum(rates.values())
+    if cfg.data.streaming:
+        readers = []
+        for name in rates:
+            task, shared = find_source(name, cfg, split)
+            readers.append(Reader(task, split, tokenizer, cfg, shared))
+        return StreamedRows(readers, list(rates.values()), cfg), size - 1
+    tasks = [open_examples(name, cfg, split, tokenizer, rate / total)
+             for name, rate in rates.items()]
+    rows = Rows(tasks, list(rates.values()), cfg)
+    if rows.packs:
+        identity = [rows.digest, list(rates.items()), rows.limits, cfg.train.seed,
+                    [[task.count, *task.task[-3:]] for task in tasks]]
+        digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:10]
+        rows.plans = Path(cfg.data.prepared_dir, f"plans-{digest}")
+    cut = sum([task.cut() for task in tasks if isinstance(task, PairExamples)], np.zeros(2, int))
+    if any(cut):
+        configs.note(f"{split}: {cut[0]:,} inputs and {cut[1]:,} targets of "
+                     f"{sum(task.count for task in tasks):,} are longer than {rows.limits[0]} and "
+                     f"{rows.limits[1]} tokens and are cut")
+    return rows, size - 1
 
 
-def check_spans(rows, cfg):
-    """Refuse rows whose spans do not fit the targets, or outnumber the sentinels."""
-    noise, spans = noise_counts(rows.length, cfg)
-    if noise + spans + 1 > cfg.targets_length:
-        raise UserError(
-            f"Span corruption of {cfg.inputs_length} inputs makes {noise + spans + 1} targets; set "
-            f"--data.targets_length to {noise + spans + 1} or more (it is {cfg.targets_length}).")
-    if spans > SENTINELS:
-        raise UserError(
-            f"Span corruption of {cfg.inputs_length} inputs needs {spans} sentinels and the "
-            f"vocabulary has {SENTINELS}: set --data.inputs_length lower or "
-            f"--data.mean_span_length higher.")
-    return rows
+def evaluations(cfg):
+    """Config -> {task: its Config}: what is evaluated while training, each task by itself.
+
+    Those of data.eval_tasks, or else all of data.task; tasks without a validation split are left
+    out, unless there is no other.
+    """
+    names = [name.strip() for name in (cfg.data.eval_tasks or cfg.data.task).split(",")]
+    found, without = {}, []
+    for task in [task for name in names for task in mixture_rates(name, cfg.data)]:
+        own = task == cfg.data.task or cfg.data.source.startswith("seqio:")
+        sources = {} if own else {"source": "", "validation_source": ""}
+        one = replace(cfg, data=replace(cfg.data, task=task, eval_tasks="", **sources))
+        try:
+            open_rows(one, "validation")
+            found[task] = one
+        except NoSplit as error:
+            without.append(str(error))
+    if not found:
+        raise UserError(" ".join(without))
+    if without:
+        configs.note(f"not evaluated: {' '.join(without)}")
+    return found
 
 
 def number_of_batches(cfg, split):
@@ -937,26 +2072,40 @@ def complete_batch(inputs, targets, input_segments, target_segments):
     return Batch(inputs, input_segments.astype(np.int32), decoder_inputs, targets, target_segments)
 
 
-def unigram_loss(cfg, batches):
+def reader_state(cfg, step):
+    """Where the readers of a streamed run stand at a step, for its checkpoint; else None."""
+    rows = open_rows(cfg, "train")[0] if cfg.data.streaming else None
+    return rows and rows.state(step * cfg.train.batch_size)
+
+
+def unigram_loss(cfg, batches, evaluated=None):
     """Nats per content token of the first held-out batches under the training tokens' frequencies.
 
     Content is all but sentinels and EOS. It is what a model reaches that ignores the context, so
-    the number to beat. At most 10 million training tokens are counted.
+    the number to beat. At most 10 million training tokens are counted. evaluated: the Config of the
+    held-out task, if it is not cfg.
     """
     rows, sentinel = open_rows(cfg, "train")
     counts = np.bincount(rows.sample(10_000_000), minlength=cfg.model.vocab_size) + 1.0
-    targets = np.concatenate(
-        [make_batch(cfg, "validation", i).targets.ravel() for i in range(batches)])
+    targets = np.concatenate([make_batch(evaluated or cfg, "validation", i).targets.ravel()
+                              for i in range(batches)])
     content = targets[(targets > EOS) & (targets <= sentinel - SENTINELS)]
-    return float(np.mean(np.log(counts.sum()) - np.log(counts[content])))
+    return float(np.mean(np.log(counts.sum()) - np.log(counts[content]))) if len(content) else 0.0
 
 
 # ---- what the screen shows -----------------------------------------------------------------------
 
 
+def objectives(cfg):
+    """DataConfig -> the objectives of its task, or of the tasks of its mixture."""
+    if cfg.source == "random:":
+        return {"span_corruption"}
+    return {find_task(name, cfg).objective for name in mixture_rates(cfg.task, cfg)}
+
+
 def describe_rows(cfg):
     """DataConfig -> what a row is; of span corruption, how raw tokens become inputs and targets."""
-    if cfg.task == "text_to_text":
+    if objectives(cfg) != {"span_corruption"}:
         return (f"rows     {cfg.inputs_length} inputs and {cfg.targets_length} targets, "
                 + ("several examples packed into a row" if cfg.pack else "an example each"))
     raw = raw_length(cfg)
@@ -969,20 +2118,20 @@ def describe_rows(cfg):
 
 def show_row(ids, segments, tokenizer):
     """One row -> text: sentinels in reverse, EOS and unknown pieces faint, segments in colours."""
-    words = []
-    for i, segment in zip(map(int, ids), segments):
-        if segment == 0:
-            continue
-        if tokenizer is None:  # random ids
-            piece, style = f" {i}", ""
-        else:
-            piece = tokenizer.processor.id_to_piece(i) if i < tokenizer.size else f"<row {i}>"
-            style = "7" if i >= tokenizer.size - SENTINELS else "2" if i <= UNK else ""
-        colour = str(31 + int(segment) % 6) if max(segments) > 1 else ""
-        codes = ";".join(filter(None, (style, colour)))
-        piece = piece.replace("\u2581", " ")
-        words.append(f"\x1b[{codes}m{piece}\x1b[0m" if codes and sys.stdout.isatty() else piece)
-    return "".join(words).strip()
+    def style(pair):
+        i, segment = pair
+        kind = "" if tokenizer is None else (
+            "7" if i >= tokenizer.size - SENTINELS else "2" if i <= UNK else "")
+        colour = str(31 + segment % 6) if segments.max() > 1 else ""
+        return segment, ";".join(filter(None, (kind, colour)))
+
+    real = [pair for pair in zip(ids.tolist(), segments.tolist()) if pair[1]]
+    text = ""
+    for (_, codes), pairs in itertools.groupby(real, style):
+        ids = [i for i, _ in pairs]
+        part = " ".join(map(str, ["", *ids])) if tokenizer is None else tokenizer.pieces(ids)
+        text += f"\x1b[{codes}m{part}\x1b[0m" if codes and sys.stdout.isatty() else part
+    return text.strip()
 
 
 def tokens_per_second(work, tokens, seconds=1.0):
@@ -999,19 +2148,23 @@ def show(cfg, count):
     """Print `count` rows of the first training batch, and how fast batches are made."""
     rows, sentinel = open_rows(cfg, "train")
     tokenizer = None if cfg.data.source == "random:" else load_vocabulary(cfg.data)
-    print(f"source   {cfg.data.source} {rows}\n{describe_rows(cfg.data)}")
+    print(f"task     {cfg.data.task}: {rows}\n{describe_rows(cfg.data)}")
     batch = make_batch(cfg, "train", 0)
+    sides = (("inputs", batch.inputs, batch.input_segments),
+             ("targets", batch.targets, batch.target_segments))
     for i in range(min(count, cfg.train.batch_size)):
-        inputs = show_row(batch.inputs[i], batch.input_segments[i], tokenizer)
-        targets = show_row(batch.targets[i], batch.target_segments[i], tokenizer)
-        print(f"\nrow {i}, inputs\n  {inputs}\nrow {i}, targets\n  {targets}")
-    real = [(segments > 0).sum() for segments in (batch.input_segments, batch.target_segments)]
+        for side, ids, segments in sides:
+            lengths = np.bincount(segments[i])[1:]
+            print(f"\nrow {i}, {side}: {' + '.join(map(str, lengths))} of {ids.shape[1]} tokens\n"
+                  f"  {show_row(ids[i], segments[i], tokenizer)}")
+    real = [(segments > 0).sum() for _, _, segments in sides]
     rate = tokens_per_second(lambda step: make_batch(cfg, "train", step), sum(real))
     print(f"\nfilled   {real[0] / batch.inputs.size:.1%} of the inputs, "
           f"{real[1] / batch.targets.size:.1%} of the targets")
     print(f"speed    {rate / 1e6:.1f} M tokens/s in batches of {cfg.train.batch_size}", end="")
-    if cfg.data.task == "span_corruption":
-        raw = random_bits(np.arange(1024 * rows.length)).reshape(1024, -1).astype(np.uint16)
+    if objectives(cfg.data) == {"span_corruption"}:
+        length = raw_length(cfg.data)
+        raw = random_bits(np.arange(1024 * length)).reshape(1024, -1).astype(np.uint16)
         keys = random_bits(1, np.arange(1024))
         spans = tokens_per_second(
             lambda _: span_corruption(raw, keys, sentinel, cfg.data), raw.size)
@@ -1019,18 +2172,70 @@ def show(cfg, count):
     print(" (one core)")
 
 
+def list_mixture(name, cfg):
+    """Print the tasks of a mixture with their rates, or all names where none is given."""
+    if not name:
+        for title, known in (("tasks", TASKS), ("mixtures", MIXTURES)):
+            print(f"{title}")
+            for one in known:
+                source = known[one].source if title == "tasks" else ""
+                print(f"  {one:36} {source}".rstrip())
+        return
+    data = replace(cfg.data, task=name)
+
+    def size_of(task):
+        one = replace(cfg, data=replace(data, task=task))
+        return open_examples(task, one, "train", load_vocabulary(data)).count
+
+    rates = mixture_rates(name, data, size_of)
+    total = sum(rates.values())
+    width = max(map(len, rates))
+    print(f"{name}: {len(rates)} tasks, {sum(rate > 0 for rate in rates.values())} of them trained "
+          f"on\n{'task':{width}} {'rate':>12} {'of all':>9}  source")
+    for task, rate in sorted(rates.items(), key=lambda item: -item[1]):
+        print(f"{task:{width}} {rate:>12,.6g} {rate / total:>9.4%}  {find_task(task, data).source}")
+
+
 def main(argv):
     args, changes = configs.parse_args(
         __doc__, argv, show=dict(type=int, metavar="N", help="print N rows of the first batch"),
-        prepare=dict(action="store_true", help="write the token files and stop"))
-    if args.show is None and not args.prepare:
-        raise UserError("Say what to do: --show N or --prepare.")
+        prepare=dict(action="store_true", help="write the token files a run needs, and stop"),
+        shard=dict(metavar="I/N", help="with --prepare: every N-th part of the sources, whole\n"
+                   "corpora; N machines that share a disk do it together"),
+        list=dict(nargs="?", const="", metavar="MIXTURE", help="print a mixture's tasks and rates,"
+                  "\nor the names of all tasks and mixtures"))
+    if args.show is None and not args.prepare and args.list is None:
+        raise UserError("Say what to do: --show N, --prepare or --list [MIXTURE].")
     cfg = configs.resolve(args, changes)
-    for split in ("train", "validation") if args.prepare else ():
-        print(f"{split:10} {open_rows(cfg, split)[0]}")
+    if args.list is not None:
+        list_mixture(args.list, cfg)
+    if args.shard:
+        prepare_shard(cfg, args.shard)
+    elif args.prepare:
+        print(f"{'train':10} {open_rows(cfg, 'train')[0]}")
+        for task, one in evaluations(cfg).items():
+            print(f"{'validation':10} {task}: {open_rows(one, 'validation')[0]}")
     if args.show is not None:
         show(cfg, args.show)
 
 
+def prepare_shard(cfg, shard):
+    """Tokenize every n-th part of all sources of a run, "i/n", i from 0."""
+    found = re.fullmatch(r"(\d+)/(\d+)", shard)
+    if not found or int(found[1]) >= int(found[2]):
+        raise UserError(f"--shard {shard}: write I/N, from 0/N to N-1/N.")
+    tokenizer = load_vocabulary(cfg.data)
+    splits = [("train", name) for name in mixture_rates(cfg.data.task, cfg.data)]
+    for split, name in splits + [("validation", name) for _, name in splits]:
+        try:
+            task, shared = find_source(name, cfg, split)
+        except NoSplit:
+            continue
+        if split == "train" or not shared:
+            prepare(task, split, tokenizer, cfg.data, shard=(int(found[1]), int(found[2])))
+    print(f"shard {shard} of {cfg.data.task} is prepared")
+
+
 if __name__ == "__main__":
+    sys.modules["data"] = sys.modules["__main__"]  # a recipe file's Task is this file's
     configs.run_command(main)

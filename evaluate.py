@@ -66,15 +66,17 @@ def main(argv):
     partition.start_jax()
     mesh = partition.set_mesh(cfg)
     step, params = infer.load_params(cfg, args.run_dir)
-    batches = data.number_of_batches(cfg, "validation")
-    start = time.perf_counter()
-    metrics = teacher_forced(params, cfg, mesh, "validation", batches)
-    seconds = time.perf_counter() - start
-    rows = data.open_rows(cfg, "validation")[0].count
-    print(f"{args.run_dir}, step {step:,}: the whole held-out split, {rows:,} rows, "
-          f"{rows / seconds:.4g} examples/s")
-    for name, value in {**metrics, "unigram_content_loss": data.unigram_loss(cfg, batches)}.items():
-        print(f"  {name:22} {value:.4f}")
+    for task, one in data.evaluations(cfg).items():
+        batches = data.number_of_batches(one, "validation")
+        start = time.perf_counter()
+        metrics = teacher_forced(params, one, mesh, "validation", batches)
+        seconds = time.perf_counter() - start
+        metrics["unigram_content_loss"] = data.unigram_loss(cfg, batches, one)
+        rows = data.open_rows(one, "validation")[0].count
+        print(f"{args.run_dir}, step {step:,}, {task}: the whole held-out split, {rows:,} rows, "
+              f"{rows / seconds:.4g} examples/s")
+        for name, value in metrics.items():
+            print(f"  {name:22} {value:.4f}")
 
 
 if __name__ == "__main__":

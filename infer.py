@@ -57,18 +57,19 @@ def split_spans(ids, tokenizer):
 
 def fill_blanks(inputs, spans, tokenizer):
     """Ids of inputs with sentinels -> text, [what spans say] or ____ in a sentinel's place."""
-    text = ""
-    for i in map(int, inputs):
+    text, words = "", []
+    for i in [*map(int, inputs), data.EOS]:
         number = tokenizer.size - 1 - i
-        if i <= data.EOS:
+        if i > data.EOS and number >= data.SENTINELS:
+            words.append(i)
             continue
-        if number < data.SENTINELS:
-            filled = "".join(map(tokenizer.processor.id_to_piece, spans.get(number, [])))
-            word = "\u2581" * filled.startswith("\u2581")  # the space before a word stays outside
-            text += f"{word}[{filled.removeprefix(word)}]" if number in spans else " ____ "
-        else:
-            text += tokenizer.processor.id_to_piece(i)
-    return " ".join(text.replace("\u2581", " ").split())
+        text += tokenizer.pieces(words)
+        words = []
+        if i > data.EOS:
+            filled = tokenizer.pieces(spans.get(number, []))
+            space = " " * filled.startswith(" ")  # stays outside the brackets
+            text += f"{space}[{filled.removeprefix(space)}]" if number in spans else " ____ "
+    return " ".join(text.split())
 
 
 def load_params(cfg, run_dir):

@@ -287,6 +287,10 @@ def corpus(tmp_path):
                       targets_length=8, prepared_dir=str(tmp_path / "prepared"))
 
 
+def prepare(cfg, tokenizer, **more):
+    return data.prepare(data.find_task(cfg.task, cfg), "train", tokenizer, cfg, **more)
+
+
 def documents_of(cfg):
     parts = data.open_source(cfg.source, "train", cfg)
     return [example["text"] for part in parts
@@ -335,18 +339,18 @@ def test_tfds_source_reads_what_tfds_writes(tmp_path, corpus):
     cfg = with_corpus(replace(corpus, source="tfds:c4/en", tfds_dir=str(tmp_path)))
     tokenizer = data.load_vocabulary(cfg.data)
     for split, lines in texts.items():
-        rows, _ = data.open_rows(cfg, split)
+        task, = data.open_rows(cfg, split)[0].tasks
         expected = sum(map(tokenizer.encode, lines), [])
-        assert rows.corpus.read(rows.start, rows.stop).tolist() == expected
+        assert task.corpus.read(*task.spans[0]).tolist() == expected
     assert "tensorflow" not in sys.modules
 
 
 def test_prepared_tokens_are_the_encoded_documents(corpus, monkeypatch):
     tokenizer = data.load_vocabulary(corpus)
     monkeypatch.setattr(data, "SHARD_TOKENS", 500)
-    stream = data.Corpus(data.prepare(corpus.source, "train", tokenizer, corpus))
+    stream = data.Corpus.open(prepare(corpus, tokenizer))
     expected = [tokenizer.encode(text) for text in documents_of(corpus)]
-    assert stream.index["documents"] == 180 and stream.index["tokens"] == sum(map(len, expected))
+    assert stream.documents == 180 and stream.tokens == sum(map(len, expected))
     assert list(stream.read(0, stream.tokens)) == sum(expected, [])
     starts = np.cumsum([0] + [len(ids) for ids in expected])
     assert [stream.document_start(i) for i in range(181)] == list(starts)
@@ -364,15 +368,15 @@ def test_preparing_goes_on_after_a_kill_and_notices_changes(corpus, tmp_path, mo
 
     monkeypatch.setattr(data, "prepare_part", killed)
     with pytest.raises(KeyboardInterrupt):
-        data.prepare(corpus.source, "train", tokenizer, corpus)
+        prepare(corpus, tokenizer)
     assert not list(Path(corpus.prepared_dir).glob("*/index.json"))
     done.pop()  # one more may be done
-    folder = data.prepare(corpus.source, "train", tokenizer, corpus)
+    folder = prepare(corpus, tokenizer)
     assert [Path(name).name for name in done] == ["0.txt", "2.txt"]  # none twice
-    assert data.prepare(corpus.source, "train", tokenizer, corpus) == folder
+    assert prepare(corpus, tokenizer) == folder
     (tmp_path / "1.txt").write_text("alpha beta")
     monkeypatch.setattr(data, "prepare_part", prepare_part)
-    assert data.prepare(corpus.source, "train", tokenizer, corpus) != folder
+    assert prepare(corpus, tokenizer) != folder
 
 
 def test_bad_lines_stop_or_are_counted(tmp_path, corpus):
@@ -383,7 +387,7 @@ def test_bad_lines_stop_or_are_counted(tmp_path, corpus):
     with pytest.raises(configs.UserError, match=r"bad\.jsonl:2 is not JSON"):
         data.load_vocabulary(cfg)  # not what SentencePiece makes of it
     tokenizer = data.load_vocabulary(corpus)
-    folder = data.prepare(cfg.source, "train", tokenizer, replace(cfg, on_error="skip"))
+    folder = prepare(replace(cfg, on_error="skip"), tokenizer)
     index = json.loads((folder / "index.json").read_text())
     assert (index["documents"], index["skipped"]) == (2, 5)
 
@@ -516,7 +520,9 @@ def test_an_epoch_has_every_row_once_and_new_noise(corpus):
     """Rows are told apart by their raw tokens, which the spans put back into the inputs give."""
     cfg = with_corpus(corpus, batch_size=1)
     rows, sentinel = data.open_rows(cfg, "train")
-    expected = sorted(rows.read(row).tolist() for row in range(rows.count))
+    task, = rows.tasks
+    places = zip(*task.place(np.arange(rows.count)))
+    expected = sorted(task.corpus.read(start, start + n).tolist() for start, n in places)
 
     def raw(batch):
         spans, tokens = {}, []
@@ -542,7 +548,9 @@ def test_validation_is_held_out_whole_and_each_row_once(corpus):
     cfg = with_corpus(replace(corpus, inputs_length=16), batch_size=4)
     train_rows, _ = data.open_rows(cfg, "train")
     rows, _ = data.open_rows(cfg, "validation")
-    assert train_rows.stop == rows.start == rows.corpus.document_start(180 - 1)  # 1 % of 180
+    (_, stop), = train_rows.tasks[0].spans
+    (start, _), = rows.tasks[0].spans
+    assert stop == start == rows.tasks[0].corpus.document_start(180 - 1)  # 1 % of 180
     batches = [data.make_batch(cfg, "validation", i)
                for i in range(data.number_of_batches(cfg, "validation"))]
     real = sum(int((batch.input_segments[:, 0] > 0).sum()) for batch in batches)
@@ -566,7 +574,7 @@ def pairs(tmp_path, corpus, monkeypatch):
     monkeypatch.setattr(data, "SHARD_TOKENS", 1)  # a shard for each 1,024 examples or less
     monkeypatch.setattr(data.itertools, "islice", lambda it, n, islice=itertools.islice: islice(
         it, min(n, 60)))
-    monkeypatch.setattr(data.PairRows, "BLOCK", 64)
+    monkeypatch.setattr(data.Rows, "BLOCK", 64)
     cfg = with_corpus(
         replace(corpus, source=f"jsonl:{tmp_path}/pairs.jsonl", task="text_to_text",
                 vocab=f"{tmp_path}/v.model", targets_length=16), batch_size=8)
@@ -592,7 +600,8 @@ def test_packed_rows_hold_every_example_whole(pairs):
     cfg, examples = pairs
     rows, _ = data.open_rows(cfg, "train")
     known = examples[: rows.count]
-    assert len(rows.corpora[0].shards) == 3 and rows.count == 149 and any(rows.cut)
+    task, = rows.tasks
+    assert len(task.corpus.ids) == 3 and rows.count == 149 and any(task.cut())
     seen, step = [], 0
     while len(seen) < 7 * 64:
         batch = data.make_batch(cfg, "train", step)
@@ -602,10 +611,11 @@ def test_packed_rows_hold_every_example_whole(pairs):
         step += 1
     assert set(seen) == set(known)
     for block in range(6):  # blocks of 64 positions are packed one after the other
-        expected = [known[i] for i in rows.example(np.arange(block * 64, (block + 1) * 64))]
+        expected = [known[i] for i in rows.draw(block)[3]]
         assert sorted(seen[block * 64 : (block + 1) * 64]) == sorted(expected)
-    epoch = [int(i) for i in rows.example(np.arange(149))]
-    assert sorted(epoch) == list(range(149)) != epoch
+    epochs, epoch = (part[:149].tolist() for part in np.hstack([
+        rows.draw(block)[2:] for block in range(3)]))
+    assert sorted(epoch) == list(range(149)) != epoch and not any(epochs)
     data.open_rows.cache_clear()  # the plan is read back, not made again
     assert_equal(data.make_batch(cfg, "train", step - 1), batch)
 
@@ -644,7 +654,7 @@ def test_decoder_inputs_begin_anew_in_each_segment():
 
 
 def test_show_prints_rows_and_speed(corpus, capsys, monkeypatch):
-    values = dataclasses.asdict(corpus) | {"tfds_dir": ".", "validation_source": ""}
+    values = dataclasses.asdict(corpus) | {"tfds_dir": "."}
     flags = [f"--data.{name}={value}" for name, value in values.items()]
     monkeypatch.setattr(data, "tokens_per_second", lambda work, tokens: len(work(0)) * 1e6)
     status, out, _ = run(data, capsys, monkeypatch, "--show", 2, "--model.vocab_size", 256, *flags)
@@ -1493,7 +1503,7 @@ def test_unigram_baseline_is_the_cross_entropy_of_the_counts(corpus):
     cfg = with_corpus(corpus, batch_size=4)
     rows, sentinel = data.open_rows(cfg, "train")
     counts = np.ones(cfg.model.vocab_size)
-    for i in rows.corpus.read(rows.start, rows.stop):
+    for i in rows.tasks[0].corpus.read(*rows.tasks[0].spans[0]):
         counts[i] += 1
     batches = data.number_of_batches(cfg, "validation")
     content = [
@@ -1661,7 +1671,12 @@ BAD = {
     "bad remat": (["--data.source", "random:", "--model.remat", "some"], "dots"),
     "no noise": (["--data.source", "random:", "--data.noise_density", "0"], "noise_density"),
     "short inputs": (["--data.source", "random:", "--data.inputs_length", "2"], "inputs_length"),
-    "no pairs": (["--data.task", "text_to_text"], "inputs and targets"),
+    "no pairs": (["--data.task", "text_to_text", "--data.source", "python:"],
+                 "no text in inputs and targets"),
+    "no source of pairs": (["--data.task", "text_to_text", "--data.source", ""], "jsonl:FILE"),
+    "unknown task": (["--data.task", "glue_cola"], "did you mean glue_cola_v002"),
+    "T0 without P3": (["--data.task", "t0_train", "--data.source", ""], "seqio:DIR"),
+    "a remote folder of tokens": (["--data.prepared_dir", "gs://bucket/x"], "memory-mapped"),
     "a folder": (["--data.source", "text:."], "./*"),
     "absent held-out text": (["--data.vocab", "v.model", "--model.vocab_size", "256",
                               "--data.source", "text:a.txt:lines",

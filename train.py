@@ -269,7 +269,7 @@ def held_out_passage(params, cfg, mesh):
                              cfg.data.targets_length)
     inputs, truth, written = (
         np.asarray(a.addressable_data(0))[0] for a in (batch.inputs, batch.targets, written))
-    if cfg.data.task == "text_to_text":
+    if data.objectives(cfg.data) != {"span_corruption"}:
         return [f"  {label:8} {tokenizer.decode(ids)}"
                 for label, ids in (("inputs", inputs), ("truth", truth), ("model", written))]
     truth, written = (infer.split_spans(ids, tokenizer) for ids in (truth, written))
@@ -359,24 +359,29 @@ class HeldOut:
     def __init__(self, cfg, mesh, progress):
         self.cfg, self.mesh, self.progress = cfg, mesh, progress
         self.every = 0 if cfg.data.source == "random:" else cfg.train.eval_every
-        if self.every:
-            self.batches = data.number_of_batches(cfg, "validation")
-            self.batches = min(self.batches, cfg.train.eval_batches or self.batches)
-            self.baseline = data.unigram_loss(cfg, self.batches)
-            print(f"unigram  {self.baseline:.3f} nats per content token of the held-out text "
+        self.tasks = []  # (name, Config, batches, unigram loss)
+        for name, one in data.evaluations(cfg).items() if self.every else ():
+            batches = data.number_of_batches(one, "validation")
+            batches = min(batches, cfg.train.eval_batches or batches)
+            baseline = data.unigram_loss(cfg, batches, one)
+            self.tasks.append((name, one, batches, baseline))
+            print(f"unigram  {baseline:.3f} nats per content token of the held-out text of {name} "
                   f"(neither sentinel nor EOS): the number to beat", flush=True)
 
     def evaluate(self, step, params):
-        """Write the metrics of the held-out batches, show them and one passage."""
-        metrics = evaluate.teacher_forced(params, self.cfg, self.mesh, "validation", self.batches)
-        self.progress.file.write(step, **{f"training_eval/{self.cfg.data.task}": metrics})
-        content = metrics["content_loss"]
-        below = self.baseline - content
-        self.progress.bar.write("\n".join([
-            f"step {step:,}: held-out loss {metrics['loss']:.3f}, accuracy "
-            f"{metrics['accuracy']:.3f}; content {content:.3f} nats per token, "
-            f"{abs(below):.2f} {'under' if below > 0 else 'above'} the unigram baseline",
-            *held_out_passage(params, self.cfg, self.mesh)]))
+        """Write the metrics of each task's held-out batches, show them and one passage."""
+        for name, cfg, batches, baseline in self.tasks:
+            metrics = evaluate.teacher_forced(params, cfg, self.mesh, "validation", batches)
+            self.progress.file.write(step, **{f"training_eval/{name}": metrics})
+            content = metrics["content_loss"]
+            below = baseline - content
+            title = f"{name}: " if len(self.tasks) > 1 else ""
+            self.progress.bar.write(
+                f"step {step:,}: {title}held-out loss {metrics['loss']:.3f}, accuracy "
+                f"{metrics['accuracy']:.3f}; content {content:.3f} nats per token, "
+                f"{abs(below):.2f} {'under' if below > 0 else 'above'} the unigram baseline")
+        lines = held_out_passage(params, self.tasks[0][1], self.mesh)
+        self.progress.bar.write("\n".join(lines))
 
 
 # ---- the run -------------------------------------------------------------------------------------
@@ -408,9 +413,9 @@ def open_run(cfg, run_dir, checkpoints, recipe_file=None):
     if cfg.data.source != "random:" and not checkpoints.steps():
         data.open_rows(cfg, "train")  # refuses what does not fit before anything is written
         configs.write_file(vocabulary, data.load_vocabulary(cfg.data).serialized)
-    digest = data.open_rows(run_cfg, "train")[0].corpus.digest
+    digest = data.open_rows(run_cfg, "train")[0].digest
     if cfg.train.eval_every and cfg.data.source != "random:":
-        data.open_rows(run_cfg, "validation")
+        data.evaluations(run_cfg)
     if checkpoints.steps():
         before = json.loads((run_dir / "config.json").read_text()).get("corpus")
         if before != digest:
@@ -508,7 +513,7 @@ def train(cfg, run_dir, recipe, recipe_file=None):
         return 0
     print(f"done     {run_dir}: {step:,} steps.")
     if t.save_every and held_out.every:
-        spans = cfg.data.task == "span_corruption"
+        spans = data.objectives(cfg.data) == {"span_corruption"}
         text = "Return the <extra_id_0> of the list." if spans else "some inputs"
         print(f"""Next:
   python infer.py --run_dir {run_dir} "{text}"
