@@ -557,6 +557,10 @@ def answer_itself(text, example=None, is_target=False):
     return text
 
 
+def as_it_is(example):
+    return [example]
+
+
 def text_to_text(example):
     """Fields inputs and targets as they are: texts, or ids. Of a SeqIO cache the texts, if kept."""
     texts = {key: example.get(f"{key}_pretokenized", example.get(key)) for key in PAIR}
@@ -756,11 +760,11 @@ F1 = ("f1", "accuracy")
 HELD_OUT = ("validation", "test")
 WSC = "tfds:super_glue/wsc.fixed:1.0.2"
 TASKS |= {
-    "span_corruption": Task("python:", objective="span_corruption"),
-    "prefix_lm": Task("python:", objective="prefix_lm"),
+    "span_corruption": Task("python:", as_it_is, objective="span_corruption"),
+    "prefix_lm": Task("python:", as_it_is, objective="prefix_lm"),
     "text_to_text": Task(),
-    "c4_v220_span_corruption": Task("tfds:c4/en:2.2.0", objective="span_corruption"),
-    "c4_v220_prefix_lm": Task("tfds:c4/en:2.2.0", objective="prefix_lm"),
+    "c4_v220_span_corruption": Task("tfds:c4/en:2.2.0", as_it_is, objective="span_corruption"),
+    "c4_v220_prefix_lm": Task("tfds:c4/en:2.2.0", as_it_is, objective="prefix_lm"),
     **wmt_tasks("wmt14", "de"), **wmt_tasks("wmt14", "fr"), **wmt_tasks("wmt15", "fr"),
     **wmt_tasks("wmt16", "ro"), **wmt_tasks("wmt19", "de"), **wmt_tasks("wmt_t2t", "de"),
     "cnn_dailymail_v002": Task("tfds:cnn_dailymail:3.4.0", summarize, ("rouge",)),
@@ -926,6 +930,9 @@ def find_task(name, cfg):
         hint = configs.nearest(name, [*TASKS, *MIXTURES])
         raise UserError(f"Unknown task {name}{hint or ';'} python data.py --list lists them.")
     task = TASKS[name]
+    if cfg.source and cfg.task in MIXTURES:
+        raise UserError(f"--data.source {cfg.source} is for one task, and {cfg.task} is a mixture: "
+                        f"a mixture's tasks have their own.")
     if cfg.source:
         task = task._replace(source=cfg.source, splits=Task().splits)
     if not task.source:
@@ -940,6 +947,7 @@ def find_task(name, cfg):
 #                      index.json               all counts, written last: the corpus is complete
 
 SHARD_TOKENS = 1 << 26
+ENCODED = 1024  # examples that are encoded together
 # A large corpus is prepared, and gone through, chapter by chapter: as many parts of the source as
 # have these tokens. A run prepares only the chapters it comes to, and its batches do not depend on
 # how many there are.
@@ -1012,9 +1020,11 @@ def read_formatted(part, bad, task, cfg):
     """
     names = dict(pair.split("=", 1) for pair in cfg.fields.split(",") if "=" in pair)
     for number, (where, example) in enumerate(part.read(bad)):
-        renamed = {ours: example[theirs] for ours, theirs in names.items() if theirs in example}
+        if names:
+            found = {ours: example[theirs] for ours, theirs in names.items() if theirs in example}
+            example = {**example, **found}
         try:
-            made = task.format({**example, **renamed})
+            made = task.format(example)
         except Exception as error:  # a format is anyone's code
             what = f"no {error}" if isinstance(error, KeyError) else repr(error)
             bad(where, f"does not suit the task: {what} (fields: {', '.join(example)})")
@@ -1027,26 +1037,31 @@ def read_texts(part, bad, task, cfg):
     """The texts, or ids, of a part's examples: (number in the part, a tuple of the features)."""
     features = features_of(task)
     for where, number, example in read_formatted(part, bad, task, cfg):
-        texts = tuple(example.get(feature) for feature in features)
-        if not all(isinstance(text, str) or is_ids(text) for text in texts):
-            bad(where, f"has no text in {' and '.join(features)} (fields: {', '.join(example)}): "
-                       f"--data.fields {features[0]}=NAME says which field it is")
-        elif any(isinstance(text, str) and not text.isascii()
-                 and any("\ud800" <= c <= "\udfff" for c in text) for text in texts):
-            bad(where, "has half of a character (a lone surrogate)")
-        else:
+        texts = tuple([example.get(feature) for feature in features])
+        wrong = next(filter(None, map(unfit, texts)), None)
+        if wrong is None:
             yield number, texts
+        else:
+            bad(where, f"has {wrong} in {' and '.join(features)} but the fields "
+                       f"{', '.join(example)} (--data.fields {features[0]}=NAME names another)")
 
 
-def is_ids(value):
-    return isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu" or (
-        isinstance(value, list) and all(type(i) is int for i in value))
+def unfit(value):
+    """What keeps a value from being tokenized, or None: it is text, or a list of ids."""
+    if isinstance(value, str):
+        try:
+            value.isascii() or value.encode()
+        except UnicodeEncodeError:
+            return "half of a character (a lone surrogate)"
+        return None
+    ids = isinstance(value, list | np.ndarray) and np.asarray(value)
+    return None if ids is not False and ids.ndim == 1 and ids.dtype.kind in "iu" else "no text"
 
 
-def encode_ahead(examples, tokenizer, size=1024):
+def encode_ahead(examples, tokenizer, size):
     """(key, texts) of each example -> lists of (key, a tuple of int32 arrays).
 
-    While a batch is encoded the next is read.
+    While a batch is encoded the next ones are read.
     """
     def encode(batch):
         sides = []
@@ -1056,15 +1071,14 @@ def encode_ahead(examples, tokenizer, size=1024):
                           for text in side])
         return [(key, texts) for (key, _), texts in zip(batch, zip(*sides))]
 
-    with ThreadPoolExecutor(1) as thread:
-        ahead = None
-        while True:
-            batch = list(itertools.islice(examples, size))
-            done, ahead = ahead, thread.submit(encode, batch) if batch else None
-            if done:
-                yield done.result()
-            if not batch:
-                return
+    with ThreadPoolExecutor(2) as threads:
+        ahead = collections.deque()
+        while batch := list(itertools.islice(examples, size)):
+            ahead.append(threads.submit(encode, batch))
+            if len(ahead) > 2:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
 
 
 def cached_ids(ids, tokenizer):
@@ -1128,7 +1142,7 @@ def prepare(task, split, tokenizer, cfg, needed=ENDLESS, shard=(0, 1)):
                  f"tokens, {unknown:.3%} unknown, {total['skipped']:,} lines skipped"
                  f"{bare if total['only_unknown'] else ''}{state}")
     if unknown > 0.001:
-        listed = " ".join(f"{c!r} x{n:,}" for c, n in strange.most_common(12))
+        listed = " ".join(repr(c) for c, _ in strange.most_common(12))
         configs.note(f"warning: more than 0.1 % of the tokens are unknown to the vocabulary; the "
                      f"characters that cause it: {listed}")
     return folder
@@ -1147,7 +1161,7 @@ def prepare_part(part, stem, task, tokenizer, cfg, progress):
     bad, features = Complaints(cfg.on_error), features_of(task)
     dtype = np.uint16 if tokenizer.size <= 1 << 16 else np.uint32
     counts = {"documents": 0, "tokens": 0, "unknown": 0, "only_unknown": 0, "shards": []}
-    strange = collections.Counter()
+    strange, looked = collections.Counter(), 0
     held, held_tokens = [], 0  # examples: one array of ids for each feature
 
     def flush():
@@ -1165,19 +1179,22 @@ def prepare_part(part, stem, task, tokenizer, cfg, progress):
         held.clear()
 
     examples = ((texts, texts) for _, texts in read_texts(part, bad, task, cfg))
-    for batch in encode_ahead(examples, tokenizer):
+    for batch in encode_ahead(examples, tokenizer, ENCODED):
         batch = [(texts, ids) for texts, ids in batch if sum(map(len, ids))]
-        for texts, ids in batch:
-            unknown = [int((side == UNK).sum()) for side in ids]
-            if any(unknown):
-                counts["unknown"] += sum(unknown)
-                counts["only_unknown"] += all(
-                    n > 0 and n >= len(side) - 1 or len(side) == 0  # the first may be a space
-                    for n, side in zip(unknown, ids))
-                for text in texts:
-                    strange.update(unknown_characters(text, tokenizer))
         held += [ids for _, ids in batch]
-        size = sum(len(side) for _, ids in batch for side in ids)
+        sizes = [sum(map(len, ids)) for _, ids in batch]
+        size = sum(sizes)
+        flat = np.concatenate([side for _, ids in batch for side in ids] or [np.zeros(0)])
+        unknown = np.bincount(np.repeat(np.arange(len(batch)), sizes)[flat == UNK],
+                              minlength=len(batch))
+        counts["unknown"] += int(unknown.sum())
+        for example in np.flatnonzero(unknown):
+            texts, ids = batch[example]
+            spaces = len(ids)  # a text of one unknown character begins with a space
+            counts["only_unknown"] += bool(unknown[example] >= sizes[example] - spaces)
+            looked += 1
+            for text in texts if looked <= 1000 else ():  # enough to say which they are
+                strange.update(unknown_characters(text, tokenizer))
         counts["tokens"] += size
         held_tokens += size
         progress(size)
@@ -1190,19 +1207,28 @@ def prepare_part(part, stem, task, tokenizer, cfg, progress):
 
 
 def unknown_characters(text, tokenizer):
-    """A text -> those of its characters, as often as they occur, that the vocabulary lacks."""
-    if not isinstance(text, str):
-        return ()
+    """A text -> {character that the vocabulary lacks: how often it occurs}."""
     known = tokenizer.__dict__.setdefault("known_characters", {})
-    for c in set(text) - known.keys():
+    found = set(text) if isinstance(text, str) else set()
+    for c in found - known.keys():
         known[c] = UNK not in tokenizer.encode(c)
-    return (c for c in text if not known[c])
+    return {c: text.count(c) for c in found if not known[c]}
 
 
 def runs(starts, lengths):
     """[5, 9], [3, 2] -> [5, 6, 7, 9, 10]: the numbers of several runs, one after the other."""
     ends = np.cumsum(lengths)
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)
+
+
+def present(numbers):
+    """The different ones of some small numbers, rising; np.unique sorts."""
+    return np.flatnonzero(np.bincount(numbers))
+
+
+def alternate(values, others, lengths, gaps):
+    """values[0] lengths[0] times, others[0] gaps[0] times, values[1] lengths[1] times, ..."""
+    return np.repeat(np.stack([values, others], 1).ravel(), np.stack([lengths, gaps], 1).ravel())
 
 
 class Corpus:
@@ -1245,7 +1271,8 @@ class Corpus:
                 shards, waiting, tokens, start = shards + waiting, [], 0, stop
 
         def load(shard, kind):
-            return np.load(folder / f"{shard['name']}.{feature}.{kind}.npy", mmap_mode="r")
+            name = f"{shard['name']}.{feature}.{kind}.npy"
+            return np.load(folder / name, mmap_mode="r").view(np.ndarray)  # faster to index
 
         return cls([load(shard, "ids") for shard in shards],
                    [load(shard, "ends") for shard in shards],
@@ -1261,23 +1288,28 @@ class Corpus:
             start = end
         return pieces[0] if len(pieces) == 1 else np.concatenate([np.zeros(0, np.int32), *pieces])
 
-    def gather(self, starts, lengths):
-        """The tokens of several runs of the stream, one after the other; no run crosses a shard."""
-        if len(self.ids) == 1:
-            return self.ids[0][runs(starts, lengths)]
+    def copy(self, starts, lengths, out, places):
+        """Runs of the stream to their places in `out`, which rise; no run crosses a shard."""
         shards = np.searchsorted(self.starts, starts, "right") - 1
-        tokens, firsts = np.empty(lengths.sum(), self.ids[0].dtype), np.cumsum(lengths) - lengths
-        for shard in np.unique(shards[lengths > 0]):
-            here = (shards == shard) & (lengths > 0)
-            tokens[runs(firsts[here], lengths[here])] = self.ids[shard][
-                runs(starts[here] - self.starts[shard], lengths[here])]
-        return tokens
+        starts = starts - self.starts[shards]
+        for shard in present(shards):
+            ids, here = self.ids[shard], shards == shard
+            start, length, place = starts[here], lengths[here], places[here]
+            if len(start) * 256 < len(out):  # few: a plain loop
+                for a, n, b in zip(start.tolist(), length.tolist(), place.tolist()):
+                    out[b : b + n] = ids[a : a + n]
+                continue
+            gaps = np.append(place[1:], len(out)) - place - length
+            index = alternate(start - place, 0 * place, length, gaps)
+            index += np.arange(place[0], len(out))
+            np.copyto(out[place[0] :], ids.take(index, mode="clip"), where=alternate(
+                np.ones(len(place), bool), np.zeros(len(place), bool), length, gaps))
 
     def bounds(self, documents):
         """Numbers of documents -> where in the stream each begins, and its length."""
         starts, lengths = np.zeros((2, len(documents)), int)
         shards = np.searchsorted(self.first, documents, "right") - 1
-        for shard in np.unique(shards):
+        for shard in present(shards):
             here = slice(None) if len(self.ids) == 1 else shards == shard
             number, ends = documents[here] - self.first[shard], self.ends[shard]
             begin = np.where(number > 0, ends[number - 1], 0)
@@ -1425,7 +1457,7 @@ class Examples:
         """
         epochs, examples = np.divmod(draws, max(self.count, 1))
         chapters = np.searchsorted(self.first, examples, "right") - 1
-        for chapter in np.unique(chapters):
+        for chapter in present(chapters):
             here, first = chapters == chapter, self.first[chapter]
             size = int(self.first[chapter + 1] - first)
             examples[here] = first + permute(
@@ -1484,7 +1516,7 @@ class SpanExamples(Examples):
     def sizes(self, epochs, examples):
         _, lengths = self.place(examples)
         out = np.empty((2, len(examples)), int)
-        for length in np.unique(lengths):
+        for length in present(lengths):
             noise, spans = noise_counts(int(length), self.cfg)
             out[0, lengths == length] = length - noise + spans + self.task.inputs_eos
             out[1, lengths == length] = noise + spans + 1
@@ -1494,7 +1526,7 @@ class SpanExamples(Examples):
         """Write inputs and targets into flat arrays, each example at its place."""
         keys = random_bits(NOISE, self.seed, epochs, examples)
         starts, lengths = self.place(examples)
-        for length in np.unique(lengths):
+        for length in present(lengths):
             here = np.flatnonzero(lengths == length)
             raw = np.stack([self.corpus.read(int(start), int(start + length))
                             for start in starts[here]])
@@ -1516,7 +1548,7 @@ class RunExamples(Examples):
     def write(self, sides, places, epochs, examples):
         for side, (corpus, starts, lengths) in enumerate(self.runs_of(epochs, examples)):
             kept, size = self.keep(side, lengths)
-            sides[side][runs(places[side], kept)] = corpus.gather(starts, kept)
+            corpus.copy(starts, kept, sides[side], places[side])
             sides[side][(places[side] + kept)[size > kept]] = EOS
 
 
@@ -1689,7 +1721,7 @@ class Rows:
         lot = permute(np.arange(self.BLOCK), self.BLOCK, MIXING, self.cfg.train.seed, block)
         task = np.searchsorted(lots, lot, "right") - 1
         epochs, examples = np.empty((2, self.BLOCK), int)
-        for number in np.unique(task):
+        for number in present(task):
             here = np.flatnonzero(task == number)
             epochs[here], examples[here] = self.tasks[number].locate(
                 drawn[number] + np.arange(len(here)))
@@ -1706,7 +1738,7 @@ class Rows:
                 order, ends = plan["order"], plan["ends"]
         else:
             sizes = np.empty((2, self.BLOCK), int)
-            for number in np.unique(task):
+            for number in present(task):
                 here = task == number
                 sizes[:, here] = pool[number].sizes(epochs[here], examples[here])
             row = plan_packing(*sizes, *self.limits)
@@ -1718,17 +1750,22 @@ class Rows:
                 configs.write_file(path, out.getbuffer())
         return pool, task[order], epochs[order], examples[order], ends
 
+    def block_of(self, rows):
+        """Numbers of rows -> the blocks they are in; packed blocks differ in their rows."""
+        if not self.packs:
+            return rows // self.BLOCK
+        while self.row_starts[-1] <= np.max(rows):
+            ends = self.block(self.first_block + len(self.row_starts) - 1)[-1]
+            self.row_starts.append(self.row_starts[-1] + len(ends))
+        return np.searchsorted(self.row_starts, rows, "right") - 1 + self.first_block
+
     def members(self, numbers, training):
         """Numbers of rows -> (examples, which of them, epochs, numbers, rows, segments)."""
         if not training:
             row = np.flatnonzero(numbers < self.count)
             zero = np.zeros(len(row), int)
             return self.tasks, zero, zero, numbers[row], row, zero + 1
-        while self.packs and self.row_starts[-1] <= numbers.max():
-            ends = self.block(self.first_block + len(self.row_starts) - 1)[-1]
-            self.row_starts.append(self.row_starts[-1] + len(ends))
-        blocks = np.searchsorted(self.row_starts, numbers, "right") - 1 + self.first_block if (
-            self.packs) else numbers // self.BLOCK
+        blocks = self.block_of(numbers)
         pools, found = [], []
         for block in np.unique(blocks):
             rows = np.flatnonzero(blocks == block)
@@ -1758,19 +1795,22 @@ class Rows:
         pools, which, epochs, examples, rows, segments = self.members(
             np.asarray(numbers), training)
         groups = [(pools[k], slice(None) if len(pools) == 1 else which == k)
-                  for k in np.unique(which)]
+                  for k in present(which)]
         sizes = np.zeros((2, len(rows)), int)
         for pool, here in groups:
             sizes[:, here] = pool.sizes(epochs[here], examples[here])
-        sides, marks, places = [], [], []
+        sides = [np.zeros(len(numbers) * limit, np.int32) for limit in self.limits]
+        marks, places = [], []
         opens = segments == 1  # the first of its row
         for size, limit in zip(sizes, self.limits):
             place = np.cumsum(size) - size
             place += rows * limit - place[opens][np.cumsum(opens) - 1]
-            out, mark = np.zeros((2, len(numbers) * limit), np.int32)
-            mark[runs(place, size)] = np.repeat(segments, size)
-            for parts, part in ((sides, out), (marks, mark), (places, place)):
-                parts.append(part)
+            gaps = np.append(place, len(numbers) * limit)[1:] - place - size
+            mark = np.zeros(len(numbers) * limit, np.int32)
+            mark[len(mark) - (size + gaps).sum() :] = alternate(
+                segments, 0 * segments, size, gaps)
+            marks.append(mark)
+            places.append(place)
         for pool, here in groups:
             pool.write(sides, [place[here] for place in places], epochs[here], examples[here])
         return [part.reshape(-1, limit)
@@ -1823,9 +1863,8 @@ class Reader:
         last = made = -1
         for number, texts in read_texts(self.parts[part], self.bad, self.task, self.cfg.data):
             last, made = number, made + 1 if number == last else 0
-            held_out = self.hold_out and random_bits(part, number) % np.uint64(100) == 0
-            if (number, made) >= start and (not self.hold_out or (
-                    held_out == (self.split != "train"))):
+            held_out = self.hold_out and (part + number) % 100 == 0
+            if (number, made) >= start and held_out == (self.hold_out and self.split != "train"):
                 yield (turn, part, number, made), texts
 
     def take(self, count):
@@ -1836,6 +1875,8 @@ class Reader:
         while have < count * (unit if spans else 1):
             found = self.pending or next(self.stream, None)
             self.pending = None
+            if not found and self.split == "train":
+                raise UserError(f"{self.task.source} holds no text: nothing to train on.")
             if not found:
                 break
             key, ids = found
@@ -1871,9 +1912,9 @@ class StreamedRows(Rows):
 
     def __init__(self, readers, rates, cfg):
         super().__init__(readers, rates, cfg)
-        self.thread, self.ahead, self.marks = ThreadPoolExecutor(1), {}, {}
+        self.thread, self.ahead = ThreadPoolExecutor(1), {}
+        self.marks = {}  # where the readers stood at the beginning of each block
         self.block = self.next_block
-        self.digest_of = ""
 
     digest = "streamed"
 
@@ -1881,9 +1922,14 @@ class StreamedRows(Rows):
         for number in (block, block + 1):
             if number not in self.ahead:
                 self.ahead[number] = self.thread.submit(self.read_block, number)
-        for old in [number for number in self.ahead if number < block - 1]:
-            del self.ahead[old], self.marks[old]
         return self.ahead[block].result()
+
+    def make(self, numbers, training):
+        made = super().make(numbers, training)
+        first = self.block_of(np.min(numbers))
+        for old in [block for block in self.ahead if block < first]:
+            del self.ahead[old]
+        return made
 
     def draw(self, block):
         self.marks[block] = [reader.position for reader in self.tasks]
@@ -1900,9 +1946,9 @@ class StreamedRows(Rows):
 
     def state(self, row):
         """What a run needs to go on with this row: a value for JSON."""
-        self.members(np.array([row]), True)
-        block = (int(np.searchsorted(self.row_starts, row, "right")) - 1 + self.first_block
-                 if self.packs else row // self.BLOCK)
+        block = int(self.block_of(row))
+        if block not in self.marks:
+            self.next_block(block)
         start = self.row_starts[block - self.first_block] if self.packs else block * self.BLOCK
         return {"block": block, "row": int(start), "readers": self.marks[block]}
 
@@ -2072,10 +2118,23 @@ def complete_batch(inputs, targets, input_segments, target_segments):
     return Batch(inputs, input_segments.astype(np.int32), decoder_inputs, targets, target_segments)
 
 
-def reader_state(cfg, step):
+def empty_batch(cfg, rows):
+    """DataConfig, number of rows -> Batch of padding."""
+    inputs, targets = (np.zeros((rows, length), np.int32)
+                       for length in (cfg.inputs_length, cfg.targets_length))
+    return complete_batch(inputs, targets, inputs, targets)
+
+
+def stream_state(cfg, step):
     """Where the readers of a streamed run stand at a step, for its checkpoint; else None."""
-    rows = open_rows(cfg, "train")[0] if cfg.data.streaming else None
-    return rows and rows.state(step * cfg.train.batch_size)
+    if cfg.data.streaming and cfg.data.source != "random:":
+        return open_rows(cfg, "train")[0].state(step * cfg.train.batch_size)
+    return None
+
+
+def seek_stream(cfg, state):
+    """Let the readers of a streamed run go on where `state` was taken."""
+    open_rows(cfg, "train")[0].seek(state)
 
 
 def unigram_loss(cfg, batches, evaluated=None):

@@ -179,15 +179,18 @@ def crc32_of(value):
     return zlib.crc32(json.dumps(value, sort_keys=True).encode())
 
 
-def write_checkpoint(folder, arrays, pieces, step):
-    """Write the checkpoint folder: pieces first, the manifest after them, its name last."""
+def write_checkpoint(folder, arrays, pieces, step, reader=None):
+    """Write the checkpoint folder: pieces first, the manifest after them, its name last.
+
+    reader: where the readers of a streamed run stand, a value for JSON.
+    """
     temporary = folder.with_name(f"tmp-{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     places = write_pieces(temporary / "pieces-00000-of-00001.msgpack", pieces)
     arrays = {name: {**arrays[name], "pieces": places[name]} for name in sorted(arrays)}
     manifest = {"format": FORMAT, "step": step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-                "crc32": crc32_of(arrays), "arrays": arrays}
+                "crc32": crc32_of([arrays, reader]), "reader": reader, "arrays": arrays}
     write_file(temporary / "manifest.json", json.dumps(manifest, indent=1))
     sync_folder(temporary)
     shutil.rmtree(folder, ignore_errors=True)  # a damaged one of this step, which was passed over
@@ -209,20 +212,20 @@ class Checkpoints:
     def path(self, step):
         return self.folder / f"step_{step:08}"
 
-    def save(self, tree, step):
+    def save(self, tree, step, reader=None):
         """Start to write a nested dict of arrays; waits for the checkpoint before it."""
         self.wait()
         arrays = {name: {"shape": a.shape, "dtype": a.dtype.name}
                   for name, a in flatten(tree).items()}
         pieces = own_pieces(tree)
         if self.background:
-            self.writing = self.writer.submit(self.commit, arrays, list(pieces), step)
+            self.writing = self.writer.submit(self.commit, arrays, list(pieces), step, reader)
         else:
-            self.commit(arrays, pieces, step)
+            self.commit(arrays, pieces, step, reader)
 
-    def commit(self, arrays, pieces, step):
+    def commit(self, arrays, pieces, step, reader):
         try:
-            write_checkpoint(self.path(step), arrays, pieces, step)
+            write_checkpoint(self.path(step), arrays, pieces, step, reader)
         except OSError as error:  # a full disk, for instance
             raise CheckpointError(f"{self.path(step)} could not be written ({error})") from error
         for old in [s for s in self.steps() if s <= step][: -self.keep]:
@@ -265,7 +268,7 @@ def read_manifest(folder):
     if manifest.get("format", 0) > FORMAT:
         raise UserError(f"{folder} has format {manifest['format']} and this version of plain T5 "
                         f"reads {FORMAT}: use a newer one.")
-    if manifest.get("crc32") != crc32_of(manifest.get("arrays")):
+    if manifest.get("crc32") != crc32_of([manifest.get("arrays"), manifest.get("reader")]):
         raise CheckpointError(f"{folder / 'manifest.json'} is damaged")
     return manifest
 

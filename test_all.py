@@ -291,9 +291,9 @@ def prepare(cfg, tokenizer, **more):
     return data.prepare(data.find_task(cfg.task, cfg), "train", tokenizer, cfg, **more)
 
 
-def documents_of(cfg):
+def documents_of(cfg, field="text"):
     parts = data.open_source(cfg.source, "train", cfg)
-    return [example["text"] for part in parts
+    return [example[field] for part in parts
             for _, example in part.read(data.Complaints(cfg.on_error))]
 
 
@@ -317,25 +317,30 @@ def test_text_jsonl_and_parquet_sources_agree(tmp_path, corpus):
     assert len(whole) == 3 and whole[0].split() == " ".join(sentences(60)).split()
 
 
-def test_tfds_source_reads_what_tfds_writes(tmp_path, corpus):
-    """C4 as TFDS keeps it (array_record), with a validation split of its own; no TensorFlow."""
+def write_tfds(folder, texts):
+    """Write {split: texts} as TFDS does (array_record), without TensorFlow."""
     import tensorflow_datasets as tfds
     from tensorflow_datasets.core import dataset_info, file_adapters, sequential_writer
 
-    folder = tmp_path / "c4" / "en" / "3.1.0"
     folder.mkdir(parents=True)
     info = dataset_info.DatasetInfo(
         builder=dataset_info.DatasetIdentity(
-            name="c4", version=tfds.core.Version("3.1.0"), data_dir=str(folder), module_name="m"),
+            name="c4", version=tfds.core.Version(folder.name), data_dir=str(folder),
+            module_name="m"),
         features=tfds.features.FeaturesDict({"text": tfds.features.Text()}))
     info.set_file_format(file_adapters.FileFormat.ARRAY_RECORD)
     writer = sequential_writer.SequentialWriter(
         ds_info=info, max_examples_per_shard=50, file_format="array_record")
-    writer.initialize_splits(["train", "validation"])
-    texts = {"train": sentences(120), "validation": sentences(9, seed=5)}
+    writer.initialize_splits(list(texts))
     for split, lines in texts.items():
         writer.add_examples({split: [{"text": line} for line in lines]})
     writer.close_all()
+
+
+def test_tfds_source_reads_what_tfds_writes(tmp_path, corpus):
+    """C4 as TFDS keeps it (array_record), with a validation split of its own; no TensorFlow."""
+    texts = {"train": sentences(120), "validation": sentences(9, seed=5)}
+    write_tfds(tmp_path / "c4" / "en" / "3.1.0", texts)
     cfg = with_corpus(replace(corpus, source="tfds:c4/en", tfds_dir=str(tmp_path)))
     tokenizer = data.load_vocabulary(cfg.data)
     for split, lines in texts.items():
@@ -390,6 +395,190 @@ def test_bad_lines_stop_or_are_counted(tmp_path, corpus):
     folder = prepare(replace(cfg, on_error="skip"), tokenizer)
     index = json.loads((folder / "index.json").read_text())
     assert (index["documents"], index["skipped"]) == (2, 5)
+
+
+def test_bytes_are_a_vocabulary(tmp_path, corpus):
+    """ByT5's ids; with extra ids the sentinels lie above the bytes."""
+    plain, extra = data.load_tokenizer("bytes"), data.load_tokenizer("bytes:100")
+    assert (plain.size, extra.size) == (259, 359)
+    assert plain.encode("aé") == [100, 198, 172] and plain.decode([100, 198, 172, 1, 99]) == "aé"
+    assert plain.decode([0, 198, 100, 2, 258]) == "a"  # no UTF-8, no bytes
+    assert extra.encode("a<extra_id_0>b") == [100, 358, 101]
+    assert [ids.tolist() for ids in extra.encode_batch(["a", ""])] == [[100], []]
+    assert extra.pieces([100, 358, 1, 198, 172]) == "a<extra_id_0></s>é"
+    (tmp_path / "spiece.model").write_bytes(extra.serialized)  # what a run directory keeps
+    assert data.load_tokenizer(tmp_path / "spiece.model").size == 359
+    cfg = change(with_corpus(replace(corpus, vocab="bytes:100")), model=dict(vocab_size=384))
+    batch = data.make_batch(cfg, "train", 0)
+    assert extra.decode(batch.inputs[0][:5]) in "".join(documents_of(corpus))
+
+
+def test_unknown_characters_are_reported(tmp_path, corpus, capsys, tokenizer):
+    (tmp_path / "odd.txt").write_text("alpha ☃ beta\n☃\n" + "\n".join(sentences(30)))
+    cfg = replace(corpus, source=f"text:{tmp_path}/odd.txt:lines")
+    prepare(cfg, tokenizer)
+    err = capsys.readouterr().err
+    assert "warning: more than 0.1 %" in err and "'☃'" in err
+    assert "1 examples of only unknown tokens" in err
+    prepare(corpus, tokenizer)
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_paths_may_be_remote(corpus):
+    """Files, a vocabulary and a SeqIO cache on a file system that only fsspec knows."""
+    import fsspec
+
+    disk = fsspec.filesystem("memory")
+    lines = documents_of(corpus)
+    rows = "".join(json.dumps({"content": line}) + "\n" for line in lines)
+    disk.pipe("/bucket/a.json.gz", gzip.compress(rows.encode()))
+    disk.pipe("/bucket/v.model", data.load_vocabulary(corpus).serialized)
+    remote = replace(corpus, source="jsonl:memory://bucket/*.json.gz", fields="text=content",
+                     vocab="memory://bucket/v.model")
+    assert documents_of(remote, "content") == lines
+    tokenizer = data.load_vocabulary(remote)
+    streams = [data.Corpus.open(prepare(cfg, tokenizer)) for cfg in (corpus, remote)]
+    assert_equal(*(stream.read(0, stream.tokens) for stream in streams))
+    with pytest.raises(configs.UserError, match="No file matches memory://bucket/b"):
+        documents_of(replace(remote, source="jsonl:memory://bucket/b*"))
+    with pytest.raises(configs.UserError, match="No vocabulary at memory://bucket/w.model"):
+        data.load_tokenizer("memory://bucket/w.model")
+    with pytest.raises(configs.UserError, match="nosuch"):
+        documents_of(replace(remote, source="text:nosuch://bucket/*"))
+
+
+def test_hugging_face_datasets_are_streamed(tmp_path, corpus):
+    pytest.importorskip("datasets", reason="needs pip install '.[hf]'")
+    (tmp_path / "hub").mkdir()
+    for split, count in (("train", 30), ("validation", 4)):
+        lines = [json.dumps({"content": text}) for text in sentences(count, seed=count)]
+        (tmp_path / "hub" / f"{split}.jsonl").write_text("\n".join(lines))
+    cfg = replace(corpus, source=f"hf:{tmp_path}/hub", fields="text=content")
+    assert documents_of(cfg, "content") == sentences(30, seed=30)
+    with pytest.raises(data.NoSplit):
+        data.open_source(cfg.source, "test", cfg)
+    cfg = change(with_corpus(replace(cfg, vocab="bytes:100", streaming=True)),
+                 model=dict(vocab_size=384), train=dict(batch_size=2, eval_batches=0))
+    held_out, _ = data.open_rows(cfg, "validation")
+    text = "".join(sentences(4, seed=4)).encode()
+    assert held_out.tasks[0].corpus.read(0, len(text)).tolist() == [byte + 3 for byte in text]
+
+
+def test_a_large_corpus_is_prepared_as_far_as_the_run_needs(corpus, tokenizer, monkeypatch):
+    """Chapter by chapter; what a step sees does not depend on how much is prepared."""
+    monkeypatch.setattr(data, "CHAPTER_TOKENS", 1000)  # each file has about 3,000 tokens
+    cfg = with_corpus(corpus, batch_size=8, steps=10)
+    rows, _ = data.open_rows(cfg, "train")
+    folder, = (path.parent for path in Path(corpus.prepared_dir).glob("*/00000.json"))
+    assert not (folder / "index.json").exists() and not (folder / "00001.json").exists()
+    first = [data.make_batch(cfg, "train", step) for step in range(10)]
+    longer = change(cfg, train=dict(steps=100))
+    assert_equal(first, [data.make_batch(longer, "train", step) for step in range(10)])
+    assert (folder / "index.json").exists() and rows.digest == data.open_rows(
+        longer, "train")[0].digest
+    task, = data.open_rows(longer, "train")[0].tasks
+    assert len(task.spans) == 3 and task.count > 2 * rows.tasks[0].count
+    epochs, examples = task.locate(np.arange(2 * task.count))
+    for chapter in range(3):  # one after the other, each in a random order of its own
+        inside = examples[task.first[chapter] : task.first[chapter + 1]]
+        assert sorted(inside) == list(range(task.first[chapter], task.first[chapter + 1]))
+        assert list(inside) != sorted(inside)
+    assert epochs.tolist() == [0] * task.count + [1] * task.count
+    raw = [task.corpus.read(*span).tolist() for span in task.spans]
+    held_out, _ = data.open_rows(longer, "validation")
+    last = held_out.tasks[0].corpus.read(*held_out.tasks[0].spans[0]).tolist()
+    stream = data.Corpus.open(folder)
+    assert raw[0] + last + raw[1] + raw[2] == stream.read(0, stream.tokens).tolist()
+
+
+def test_machines_share_the_work(corpus, capsys, monkeypatch, tmp_path):
+    flags = [f"--data.{name}={value}" for name, value in dataclasses.asdict(corpus).items()]
+    flags += ["--model.vocab_size", 256, "--prepare"]
+    for shard in ("1/2", "0/2"):
+        assert not list(Path(corpus.prepared_dir).glob("*/index.json"))
+        assert run(data, capsys, monkeypatch, *flags, "--shard", shard)[0] == 0
+    monkeypatch.setattr(data, "prepare_part", None)  # nothing is left to do
+    status, out, _ = run(data, capsys, monkeypatch, *flags)
+    assert status == 0 and "validation span_corruption: " in out
+    assert run(data, capsys, monkeypatch, *flags, "--shard", "2/2")[0] == 2
+
+
+def test_prefixes_and_suffixes_make_whole_pieces(corpus):
+    """prefix_lm: no piece crosses a document, each epoch cuts it elsewhere, anywhere alike."""
+    cfg = with_corpus(replace(corpus, task="prefix_lm", inputs_length=16, targets_length=16,
+                              pack=False), batch_size=64)
+    rows, _ = data.open_rows(cfg, "train")
+    task, = rows.tasks
+    tokenizer = data.load_vocabulary(corpus)
+    documents = [tokenizer.encode(text) for text in documents_of(corpus)][:179]
+    pieces = [tuple(ids[i : i + 15]) for ids in documents for i in range(0, len(ids), 15)]
+    seen, cuts = [], []
+    for step in itertools.count():
+        for inputs, targets in unpack(data.make_batch(cfg, "train", step)):
+            assert inputs[-1] == targets[-1] == data.EOS
+            seen.append(inputs[:-1] + targets[:-1])
+            cuts += [len(inputs) - 1] if len(seen[-1]) == 15 else []
+        if len(seen) > 2 * len(pieces):
+            break
+    assert task.count == len(pieces) and set(seen) == set(pieces)
+    assert sorted(set(cuts)) == list(range(1, 15))
+    assert np.bincount(cuts)[1:].min() > len(cuts) / 14 / 2
+    one = data.PrefixExamples(task.task, cfg, data.Corpus.of([np.arange(16)]), [(0, 1)])
+    (_, _, kept), (_, _, left) = one.runs_of(np.arange(3), np.ones(3, int))
+    assert kept.tolist() == [0] * 3 and left.tolist() == [1] * 3  # of one token, as in t5
+
+
+def test_damaged_tfds_datasets_are_named(tmp_path, corpus):
+    write_tfds(tmp_path / "x" / "1.0.0", {"train": sentences(60)})
+    write_tfds(tmp_path / "x" / "1.10.0", {"train": sentences(70)})
+    cfg = replace(corpus, source="tfds:x", tfds_dir=str(tmp_path))
+    assert len(documents_of(cfg)) == 70  # the newest version
+    assert len(documents_of(replace(cfg, source="tfds:x:1.0.0"))) == 60
+    assert len(documents_of(replace(cfg, source=f"tfds:{tmp_path}/x/1.0.0", tfds_dir=""))) == 60
+    path = tmp_path / "x" / "1.10.0" / "dataset_info.json"
+    info = json.loads(path.read_text())
+    shards = info["splits"][0]["shardLengths"]
+    path.write_text(json.dumps(info | {"splits": [
+        info["splits"][0] | {"shardLengths": [*shards[:-1], str(int(shards[-1]) + 5)]}]}))
+    with pytest.raises(configs.UserError, match="promises 75 examples"):
+        documents_of(cfg)
+    assert len(documents_of(replace(cfg, on_error="skip"))) == 70
+    path.write_text(json.dumps(info | {"fileFormat": "tfrecord"}))
+    with pytest.raises(configs.UserError, match="file_format='array_record'"):
+        documents_of(cfg)
+    with pytest.raises(data.NoSplit, match="has no split validation"):
+        data.open_source("tfds:x:1.0.0", "validation", cfg)
+
+
+BAD_FILES = {
+    "cut.txt.gz": (gzip.compress(b"alpha beta\n" * 999)[:-30], "text:cut.txt.gz:lines",
+                   "cut.txt.gz is damaged"),
+    "utf.txt": (b"alpha\n\xff\xfe\n", "text:utf.txt:lines", "utf.txt:2 is not UTF-8"),
+    "bad.jsonl": (b'{"text": "alpha"}\n{"text": \n', "jsonl:bad.jsonl",
+                  "bad.jsonl:2 is not JSON"),
+    "other.jsonl": (b'{"title": "a", "body": "b"}\n', "jsonl:other.jsonl",
+                    "no text in text but the fields title, body"),
+    "half.jsonl": (b'{"text": "\\ud800"}\n', "jsonl:half.jsonl", "lone surrogate"),
+    "number.jsonl": (b'{"text": 3}\n', "jsonl:number.jsonl", "no text in text"),
+    "empty.jsonl": (b"", "jsonl:empty.jsonl", "holds no text"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_bad_input_is_named_or_skipped_and_counted(name, tmp_path, corpus, tokenizer, capsys,
+                                                   monkeypatch):
+    content, source, expected = BAD_FILES[name]
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_bytes(content)
+    cfg = replace(corpus, source=source)
+    with pytest.raises(configs.UserError, match=re.escape(expected)):
+        prepare(cfg, tokenizer)
+    if name != "empty.jsonl":
+        try:
+            prepare(replace(cfg, on_error="skip"), tokenizer)
+            assert "1 lines skipped" in capsys.readouterr().err
+        except configs.UserError as error:  # nothing else was in the file
+            assert "holds no text" in str(error)
 
 
 # ---- data: span corruption -----------------------------------------------------------------------
@@ -571,9 +760,8 @@ def pairs(tmp_path, corpus, monkeypatch):
                  "targets": " ".join(rng.choice(WORDS, rng.integers(1, 4)))} for _ in range(150)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, examples)))
     (tmp_path / "v.model").write_bytes(data.load_vocabulary(corpus).serialized)
-    monkeypatch.setattr(data, "SHARD_TOKENS", 1)  # a shard for each 1,024 examples or less
-    monkeypatch.setattr(data.itertools, "islice", lambda it, n, islice=itertools.islice: islice(
-        it, min(n, 60)))
+    monkeypatch.setattr(data, "SHARD_TOKENS", 1)  # a shard for each 60 examples
+    monkeypatch.setattr(data, "ENCODED", 60)
     monkeypatch.setattr(data.Rows, "BLOCK", 64)
     cfg = with_corpus(
         replace(corpus, source=f"jsonl:{tmp_path}/pairs.jsonl", task="text_to_text",
@@ -660,6 +848,328 @@ def test_show_prints_rows_and_speed(corpus, capsys, monkeypatch):
     status, out, _ = run(data, capsys, monkeypatch, "--show", 2, "--model.vocab_size", 256, *flags)
     assert status == 0 and out.count("<extra_id_0>") == 4 and "M raw tokens/s" in out
     assert "row 1, targets" in out and "row 2" not in out
+
+
+# ---- data: tasks ---------------------------------------------------------------------------------
+
+# Raw examples with what t5's own preprocessors (t5 0.9.4) make of them.
+FORMATS = [
+    ("glue_cola_v002", {"sentence": "Zoë  ran\n", "label": -1, "idx": 3},
+     [{"inputs": "cola sentence: Zoë  ran\n", "targets": "<unk>", "idx": 3}]),
+    ("glue_mnli_v002", {"premise": "p\u201d <br>", "hypothesis": "", "label": 2, "idx": 0},
+     [{"inputs": "mnli hypothesis:  premise: p\u201d <br>", "targets": "contradiction",
+       "idx": 0}]),
+    ("glue_rte_v002", {"sentence1": "a", "sentence2": "b", "label": 1, "idx": 0},
+     [{"inputs": "rte sentence1: a sentence2: b", "targets": "not_entailment", "idx": 0}]),
+    ("glue_wnli_v002", {"sentence1": "a", "sentence2": "b", "label": 1, "idx": 0},
+     [{"inputs": "wnli sentence1: a sentence2: b", "targets": "entailment", "idx": 0}]),
+    ("glue_stsb_v002", {"sentence1": "a", "sentence2": "b", "label": 2.5, "idx": 0},
+     [{"inputs": "stsb sentence1: a sentence2: b", "targets": "2.4", "idx": 0}]),
+    ("super_glue_cb_v102", {"premise": "p", "hypothesis": "h", "label": 1, "idx": 0},
+     [{"inputs": "cb hypothesis: h premise: p", "targets": "contradiction", "idx": 0}]),
+    ("super_glue_axb_v102", {"sentence1": "p", "sentence2": "h", "label": 0, "idx": 0},
+     [{"inputs": "rte hypothesis: h premise: p", "targets": "entailment", "idx": 0}]),
+    ("super_glue_wic_v102", {"sentence1": "a", "sentence2": "b", "word": "bank", "start1": 0,
+                             "label": 1, "idx": 0},
+     [{"inputs": "wic sentence1: a sentence2: b word: bank", "targets": "True", "idx": 0}]),
+    ("super_glue_multirc_v102",
+     {"paragraph": "a<br><br>b<b>c</b><br/>", "question": "q<br>?", "answer": "<b>x</b>",
+      "label": 1, "idx": {"paragraph": 1, "question": 2, "answer": 3}},
+     [{"inputs": "multirc question: q ? answer: x paragraph: a  bc<br/>", "targets": "True",
+       "idx/paragraph": 1, "idx/question": 2, "idx/answer": 3}]),
+    ("super_glue_record_v102",
+     {"passage": "First.\n@highlight\nSecond\n@highlight\nend?\n@highlight\n", "query": "A @p",
+      "entities": ["penguin", "ü"], "answers": ["penguin", "ü"], "idx": {"passage": 3, "query": 7}},
+     [{"inputs": "record query: A @p entities: penguin, ü passage: First. Second. end? ",
+       "targets": answer, "answers": ["penguin", "ü"], "idx/passage": 3, "idx/query": 7}
+      for answer in ("penguin", "ü")]),
+    ("super_glue_record_v102", {"passage": "p", "query": "q", "entities": [], "answers": [],
+                                "idx": {"passage": 4, "query": 8}},
+     [{"inputs": "record query: q entities:  passage: p", "targets": "<unk>", "answers": [],
+       "idx/passage": 4, "idx/query": 8}]),
+    ("super_glue_wsc_v102_simple_eval",
+     {"text": "Ann saw X it X there", "span1_text": "Ann", "span2_text": "it", "span2_index": 3,
+      "label": 0, "idx": 5},
+     [{"inputs": "wsc: Ann saw *it* X *it* there", "targets": "Ann", "label": 0, "idx": 5}]),
+    ("super_glue_wsc_v102_simple_eval",  # like two published examples: punctuation, one too early
+     {"text": 'Good for him,", he said. ', "span1_text": "Ann", "span2_text": "him",
+      "span2_index": 2, "label": 0, "idx": 5},
+     [{"inputs": 'wsc: Good for *him* ,", he said.', "targets": "Ann", "label": 0, "idx": 5}]),
+    ("super_glue_wsc_v102_simple_eval",
+     {"text": "want to use it , but", "span1_text": "a pen", "span2_text": "it", "span2_index": 2,
+      "label": 1, "idx": 5},
+     [{"inputs": "wsc: want to use *it* , but", "targets": "a pen", "label": 1, "idx": 5}]),
+    ("super_glue_wsc_v102_simple_train",
+     {"text": "Ann saw it", "span1_text": "Ann", "span2_text": "it", "span2_index": 2, "label": 0,
+      "idx": 5}, []),
+    ("dpr_v001_simple", {"sentence": "Zoë fed the dog, it, was hungry it.", "pronoun": "it",
+                         "candidates": ["Zoë", "the dog"], "label": 1},
+     [{"inputs": "wsc: Zoë fed the dog, *it*, was hungry it.", "targets": "the dog"}]),
+    ("squad_v010_allanswers",
+     {"id": "1", "context": " it's\t(a)\u00a0b\n~`", "question": "What's  up?",
+      "answers": {"text": ["U.S.", "ü-ber"]}},
+     [{"inputs": "question: What ' s up ? context: it ' s ( a ) \u00a0b ~ ` ",
+       "targets": "U . S . ", "answers": ["U . S . ", "ü - ber"], "id": "1",
+       "context": " it ' s ( a ) \u00a0b ~ ` ", "question": "What ' s up ? "}]),
+    ("cnn_dailymail_v002", {"article": "a\nb", "highlights": "c .\nd .", "id": "x"},
+     [{"inputs": "summarize: a\nb", "targets": "c .\nd ."}]),
+    ("wmt16_enro_v003", {"en": "Good.", "ro": "Bun."},
+     [{"inputs": "translate English to Romanian: Good.", "targets": "Bun."}]),
+    ("wmt_t2t_deen_v003", {"en": "Good.", "de": "Gut."},
+     [{"inputs": "translate German to English: Gut.", "targets": "Good."}]),
+]
+
+
+@pytest.mark.parametrize("number", range(len(FORMATS)))
+def test_formats_are_t5s(number):
+    name, raw, expected = FORMATS[number]
+    assert data.TASKS[name].format(raw) == expected
+
+
+def test_answers_are_judged_as_in_t5():
+    def post(name, *args, **more):
+        return data.TASKS[name].postprocess(*args, **more)
+
+    assert [post("glue_mnli_v002", x) for x in ("neutral", "Neutral", "")] == [1, -1, -1]
+    assert [post("glue_stsb_v002", x) for x in ("3.8", "x", "")] == [3.8, -1.0, -1.0]
+    ids = {"idx/question": 7, "idx/passage": 1, "idx/query": 2, "answers": ["a", "b"]}
+    assert post("super_glue_multirc_v102", "True", example=ids, is_target=True) == {
+        "value": 1, "group": 7}
+    assert post("super_glue_multirc_v102", "yes") == {"value": -1}
+    assert post("super_glue_record_v102", "a", example=ids, is_target=True) == {
+        "value": ["a", "b"], "group": (1, 2)}
+    assert post("squad_v010_allanswers", "a", example=ids, is_target=True) == ["a", "b"]
+    assert post("squad_v010_allanswers", "a b", example=ids) == "a b"
+    bob = {"targets": "Bob's hat", "label": 1}
+    wsc = "super_glue_wsc_v102_simple_eval"
+    answers = ["the hat", "his Bob's HAT", "Bob's", "Bob", "cat's", "a", ""]
+    assert [post(wsc, x, example=bob) for x in answers] == [0, 1, 1, 0, 0, -1, -1]
+    assert post(wsc, "x", example=bob, is_target=True) == 1
+    # a candidate that is a determiner only is no part of every answer
+    assert post(wsc, "dog", example={"targets": "the", "label": 0}) == 0
+
+
+def test_tasks_of_a_recipe_file_are_known_to_every_command(tmp_path, monkeypatch, tokenizer):
+    monkeypatch.chdir(tmp_path)
+    Path("v.model").write_bytes(tokenizer.serialized)
+    Path("a.jsonl").write_text("\n".join(json.dumps({"q": w, "a": 2}) for w in WORDS))
+    Path("mine.py").write_text("""
+from configs import Config, DataConfig, ModelConfig, TrainConfig
+from data import Task
+
+TASKS = {"twice": Task("jsonl:a.jsonl", lambda x: [
+    {"inputs": x["q"], "targets": " ".join([x["q"]] * x["a"])}])}
+CONFIG = Config("mine", ModelConfig(vocab_size=256),
+                DataConfig(task="twice", vocab="v.model", inputs_length=16, targets_length=16),
+                TrainConfig(batch_size=4))
+""")
+    script = [sys.executable, str(HERE / "data.py"), "--config", "mine.py", "--show", "1"]
+    done = subprocess.run(script, capture_output=True, text=True)
+    assert done.returncode == 0 and re.search(r"targets: .*\n  (\w+) \1</s>", done.stdout)
+    Path("a.jsonl").write_text('{"q": "alpha"}\n')
+    done = subprocess.run(script, capture_output=True, text=True)
+    assert done.returncode == 2 and "a.jsonl:1 does not suit the task: no 'a' (fields: q)" in (
+        done.stderr)
+
+
+# ---- data: mixtures ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mixture(tmp_path, pairs, monkeypatch):
+    """A nested mixture of four tasks, one of them of rate 0; blocks of 64 positions."""
+    cfg, _ = pairs
+    tasks = dict(data.TASKS)
+    for name, count in (("few", 5), ("some", 40), ("many", 90)):
+        lines = [json.dumps({"inputs": f"{name} {word} {i}", "targets": word})
+                 for i, word in zip(range(count), itertools.cycle(WORDS))]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+        tasks[name] = data.Task(f"jsonl:{tmp_path}/{name}.jsonl")
+    tasks["documents"] = data.Task(f"text:{tmp_path}/0.txt:lines", data.as_it_is,
+                                   objective="span_corruption")
+    monkeypatch.setattr(data, "TASKS", tasks)
+    monkeypatch.setattr(data, "MIXTURES", {
+        "inner": {"few": 1, "some": 3}, "outer": {"inner": 2.0, "many": 1.3, "documents": 0},
+        "sized": {"few": data.BySize(), "some": data.BySize(maximum=30),
+                  "many": data.BySize(temperature=2)},
+        "both": {"many": 1, "documents": 1}})
+    return change(cfg, data=dict(task="outer", source=""))
+
+
+def test_rates_are_flattened_and_come_from_sizes(mixture):
+    rates = data.mixture_rates("outer", mixture.data)
+    assert rates == {"few": 0.5, "some": 1.5, "many": 1.3, "documents": 0}
+    sizes = {"few": 5, "some": 40, "many": 90}
+    assert data.mixture_rates("sized", mixture.data, sizes.get) == {
+        "few": 5, "some": 30, "many": 90**0.5}
+    rows, _ = data.open_rows(change(mixture, data=dict(task="sized")), "train")
+    assert [task.count for task in rows.tasks] == [4, 39, 89]  # one of each is held out
+    np.testing.assert_allclose(np.diff(rows.edges), np.array([4, 30, 89**0.5]) / (34 + 89**0.5))
+    assert list(data.evaluations(mixture)) == ["few", "some", "many", "documents"]
+
+
+def test_mixtures_keep_their_proportions_and_lose_nothing(mixture):
+    """In each block to one example, in the long run exactly; each task epoch by epoch."""
+    rows, _ = data.open_rows(mixture, "train")
+    shares, drawn = np.diff(rows.edges), [[], [], []]
+    for block in range(40):
+        _, task, epochs, examples = rows.draw(block)
+        counts = np.bincount(task, minlength=3)
+        assert (abs(counts - 64 * shares) < 1).all()
+        for number in range(3):
+            here = task == number
+            drawn[number] += zip(epochs[here].tolist(), examples[here].tolist())
+    assert (abs(np.array([len(some) for some in drawn]) - 40 * 64 * shares) < 4).all()
+    for task, some in zip(rows.tasks, drawn):
+        assert len(set(some)) == len(some)
+        for epoch in range(len(some) // task.count):
+            seen = [example for _, example in some[epoch * task.count : (epoch + 1) * task.count]]
+            assert sorted(seen) == list(range(task.count))
+    names = [[], []]
+    for step in range(6):
+        batch = data.make_batch(mixture, "train", step)
+        parts = [data.make_batch(mixture, "train", step, part) for part in ([6, 1], [3])]
+        assert_equal(parts, [jax.tree.map(lambda a: a[part], batch) for part in ([6, 1], [3])])
+        names[0] += unpack(batch)
+    data.open_rows.cache_clear()
+    for step in reversed(range(6)):
+        names[1] += unpack(data.make_batch(mixture, "train", step))
+    assert sorted(names[0]) == sorted(names[1]) and len(names[0]) > 90
+
+
+def test_documents_and_pairs_share_a_batch(mixture):
+    """Span corruption next to supervised examples: each as it would be alone."""
+    cfg = change(mixture, data=dict(task="both", targets_length=16))
+    rows, sentinel = data.open_rows(cfg, "train")
+    batches = [data.make_batch(cfg, "train", step) for step in range(8)]
+    seen = [pair for batch in batches for pair in unpack(batch)]
+    alone = change(cfg, data=dict(task="many"))
+    many = {pair for step in range(12) for pair in unpack(data.make_batch(alone, "train", step))}
+    spans = [pair for pair in seen if pair[1][0] == sentinel]
+    assert many >= set(seen) - set(spans) and 20 < len(spans) < len(seen) - 20
+    assert {len(inputs) for inputs, _ in spans} <= {32, *range(2, 32)}
+    with pytest.raises(configs.UserError, match="a mixture's tasks"):
+        data.open_rows(change(cfg, data=dict(source="python:")), "train")
+
+
+def write_seqio_cache(folder, split, examples, shards=2):
+    """A cache as seqio.scripts.cache_tasks_main writes it, without the checksums of records."""
+    from tensorflow_datasets.proto import tf_example_generated_pb2
+
+    folder.mkdir(parents=True, exist_ok=True)
+    kinds = {key: "string" if isinstance(value, str) else "int32"
+             for key, value in examples[0].items()}
+    features = {key: {"dtype": kind, "shape": [] if kind == "string" else [None]}
+                for key, kind in kinds.items()}
+    (folder / f"info.{split}.json").write_text(json.dumps(
+        {"features": features, "num_shards": shards, "seqio_version": "0.0.20"}))
+    for shard in range(shards):
+        records = b""
+        for example in examples[shard::shards]:
+            record = tf_example_generated_pb2.Example()
+            for key, value in example.items():
+                if kinds[key] == "string":
+                    record.features.feature[key].bytes_list.value.append(value.encode())
+                else:
+                    record.features.feature[key].int64_list.value.extend(value)
+            raw = record.SerializeToString()
+            records += len(raw).to_bytes(8, "little") + bytes(4) + raw + bytes(4)
+        (folder / f"{split}.tfrecord-{shard:05}-of-{shards:05}").write_bytes(records)
+    (folder / "COMPLETED").write_text("tfrecord")
+
+
+def test_t0_mixtures_are_made_of_the_folders_of_p3(tmp_path, pairs, tokenizer, capsys, monkeypatch):
+    root, cfg = tmp_path / "p3", pairs[0]
+    for name in ("imdb_a", "imdb_a_score_eval", "gigaword_x", "gigaword_summarize_", "trec_b",
+                 "race_high_c", "anli_d_r1_score_eval", "super_glue_copa_e"):
+        texts = [(f"{name} {word}", word) for word in WORDS]
+        examples = [{"inputs": tokenizer.encode(a), "inputs_pretokenized": a,
+                     "targets": [*tokenizer.encode(b), data.EOS], "targets_pretokenized": b}
+                    for a, b in texts]
+        write_seqio_cache(root / name, "train", examples)
+        write_seqio_cache(root / name, "validation", examples[:2], shards=1)
+    cfg = change(cfg, data=dict(source=f"seqio:{root}", task="t0_train"))
+    assert data.mixture_rates("t0_train", cfg.data) == {
+        "gigaword_x": 250_000, "imdb_a": 25_000, "trec_b": 5452}  # 500,000 / 2 templates
+    assert "race_high_c" in data.mixture_rates("t0+_train", cfg.data)
+    assert data.mixture_rates("t0++_train", cfg.data)["super_glue_copa_e"] == 400
+    assert set(data.mixture_rates("t0_eval_score_eval", cfg.data)) == {"anli_d_r1_score_eval"}
+    rows, _ = data.open_rows(cfg, "train")
+    pair = next(unpack(data.make_batch(cfg, "train", 0)))
+    assert pair[0][-1] != data.EOS == pair[1][-1]  # T0's inputs have no EOS
+    assert list(data.evaluations(cfg)) == ["gigaword_x", "imdb_a", "trec_b"]
+    status, out, _ = run(data, capsys, monkeypatch, "--list", "t0_train", "--data.source",
+                         cfg.data.source)
+    assert status == 0 and re.search(r"gigaword_x +250,000 +89\.14", out)
+    (root / "trec_b" / "COMPLETED").unlink()
+    with pytest.raises(configs.UserError, match="trec_b has no file COMPLETED"):
+        data.open_source(f"seqio:{root}/trec_b", "train", cfg.data)
+    shard = root / "imdb_a" / "train.tfrecord-00001-of-00002"
+    shard.write_bytes(shard.read_bytes()[:-9])
+    with pytest.raises(configs.UserError, match="00001-of-00002 is cut off"):
+        documents_of(replace(cfg.data, source=f"seqio:{root}/imdb_a"), "inputs_pretokenized")
+    shard.unlink()
+    with pytest.raises(configs.UserError, match="has 1 shards of train, its info promises 2"):
+        data.open_source(f"seqio:{root}/imdb_a", "train", cfg.data)
+
+
+def test_cached_ids_are_taken_as_they_are(tmp_path, pairs, tokenizer):
+    """A SeqIO cache without texts; a cut target of T0's keeps no EOS, another's does."""
+    ids = list(range(5, 25))
+    write_seqio_cache(tmp_path / "cache", "train", [{"inputs": ids[:3], "targets": ids}] * 4)
+    for task, ends in (("text_to_text", True), ("cache", False)):
+        source = f"seqio:{tmp_path}/cache" if ends else f"seqio:{tmp_path}"
+        cfg = change(pairs[0], data=dict(source=source, task=task, pack=False))
+        batch = data.make_batch(cfg, "train", 0)
+        assert batch.targets[0].tolist() == ids[: 16 - ends] + [data.EOS] * ends
+        assert batch.inputs[0, :5].tolist() == ids[:3] + [ends, 0]
+    with pytest.raises(configs.UserError, match="holds the id 24, and the vocabulary has 20"):
+        data.cached_ids(ids, type("Small", (), {"size": 20}))
+
+
+# ---- data: streaming -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task, pack", [
+    ("documents", True), ("outer", True), ("outer", False), ("both", True), ("prefixes", True)])
+def test_a_streamed_run_goes_on_exactly(mixture, monkeypatch, tmp_path, task, pack):
+    """From where the readers stood: the same rows, whatever task; nothing is written."""
+    monkeypatch.setattr(data.StreamedRows, "BLOCK", 64)
+    data.TASKS["prefixes"] = data.TASKS["documents"]._replace(objective="prefix_lm")
+    cfg = change(mixture, data=dict(task=task, pack=pack, streaming=True, targets_length=16,
+                                    prepared_dir=str(tmp_path / "none")))
+    data.open_rows.cache_clear()
+    batches, states = [], []
+    for step in range(24):
+        states.append(data.stream_state(cfg, step))
+        batches.append(data.make_batch(cfg, "train", step))
+    assert states[-1]["block"] > 1 or task == "documents"
+    for step in (20, 3):
+        data.open_rows.cache_clear()
+        data.seek_stream(cfg, json.loads(json.dumps(states[step])))
+        for later in range(step, 24):
+            assert_equal(data.make_batch(cfg, "train", later), batches[later])
+        part = data.make_batch(cfg, "train", 23, [5])
+        assert_equal(part, jax.tree.map(lambda a: a[[5]], batches[23]))
+    assert not (tmp_path / "none").exists()
+
+
+def test_streaming_and_preparing_make_the_same_examples(mixture, monkeypatch):
+    """Two passes over a source hold each of its training examples twice."""
+    monkeypatch.setattr(data.StreamedRows, "BLOCK", 64)
+    cfg = change(mixture, data=dict(task="many", pack=False, streaming=True))
+    data.open_rows.cache_clear()
+    held_out = list(unpack(data.make_batch(cfg, "validation", 0)))
+    prepared = change(cfg, data=dict(streaming=False))
+    known = {pair for split in ("train", "validation") for step in range(13)
+             for pair in unpack(data.make_batch(prepared, split, step))}
+    seen = [pair for step in range(24) for pair in unpack(data.make_batch(cfg, "train", step))]
+    assert set(seen) == known - set(held_out) and held_out and len(known) == 90
+    counts = [seen.count(pair) for pair in set(seen)]
+    assert min(counts) >= 1 and max(counts) <= 3  # 192 of 89 examples
+    (Path(cfg.data.prepared_dir).parent / "many.jsonl").write_text('{"inputs": "a", "targets": ""}')
+    with pytest.raises(configs.UserError, match="many.jsonl holds no text"):
+        data.make_batch(change(cfg, train=dict(seed=1)), "train", 0)
 
 
 # ---- model: parameters ---------------------------------------------------------------------------

@@ -450,6 +450,8 @@ def compile_and_load(cfg, mesh, checkpoints, batch):
             state = jax.jit(init, out_shardings=shardings).lower().compile(options)()
             return program.result(), state, cfg.train.start_step
         start, arrays = restored
+        if reader := partition.read_manifest(checkpoints.path(start))["reader"]:
+            data.seek_stream(cfg, reader)
         print(f"resumed  {checkpoints.path(start)}", flush=True)
         return program.result(), flax.serialization.from_state_dict(template, arrays), start
 
@@ -466,9 +468,11 @@ def train(cfg, run_dir, recipe, recipe_file=None):
     rows = partition.local_rows(t.batch_size, mesh)
 
     def load(step):
-        return partition.put_batch(data.make_batch(cfg, "train", step, rows), t.batch_size, mesh)
+        batch = data.make_batch(cfg, "train", step - t.start_step, rows)
+        return partition.put_batch(batch, t.batch_size, mesh)
 
-    program, state, start = compile_and_load(cfg, mesh, checkpoints, load(0))
+    shape = partition.put_batch(data.empty_batch(cfg.data, len(rows)), t.batch_size, mesh)
+    program, state, start = compile_and_load(cfg, mesh, checkpoints, shape)
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)  # glibc keeps what the compiler freed: half a gigabyte at the peak
     if start >= t.steps:
@@ -500,7 +504,9 @@ def train(cfg, run_dir, recipe, recipe_file=None):
             held_out.evaluate(step, state.params)
         if saves or (stopping and t.save_every):
             progress.file.sync()
-            checkpoints.save(flax.serialization.to_state_dict(state), step)
+            batch.result()  # the reader stands still
+            reader = data.stream_state(cfg, step - t.start_step)
+            checkpoints.save(flax.serialization.to_state_dict(state), step, reader)
         if logs or evaluates or saves:
             progress.restart(step)
         if stopping:
