@@ -1139,7 +1139,7 @@ def prepare(task, split, tokenizer, cfg, needed=ENDLESS, shard=(0, 1)):
     state = "" if complete else f", {len(done)} of {len(parts)} parts so far"
     bare = f", {total['only_unknown']:,} examples of only unknown tokens"
     configs.note(f"prepared {task.source}: {total['documents']:,} documents, {total['tokens']:,} "
-                 f"tokens, {unknown:.3%} unknown, {total['skipped']:,} lines skipped"
+                 f"tokens, {unknown:.3%} unknown, {total['skipped']:,} skipped"
                  f"{bare if total['only_unknown'] else ''}{state}")
     if unknown > 0.001:
         listed = " ".join(repr(c) for c, _ in strange.most_common(12))
@@ -1502,7 +1502,7 @@ class SpanExamples(Examples):
         return f"{tokens:,} tokens, {self.count:,} rows of {self.length}"
 
     def sample(self, most):
-        """At most about `most` tokens, of which frequencies are taken."""
+        """At most `most` tokens, of which frequencies are taken."""
         start, stop = self.spans[0]
         return self.corpus.read(start, min(stop, start + most))
 
@@ -1540,6 +1540,11 @@ class RunExamples(Examples):
     """Examples whose inputs and targets are runs of a corpus; `runs_of` says which."""
 
     packs = True
+
+    def sample(self, most):
+        """At most `most` tokens, of the targets of pairs, of which frequencies are taken."""
+        start, stop = map(self.corpus.document_start, self.chapters[0])
+        return self.corpus.read(start, min(stop, start + most))
 
     def sizes(self, epochs, examples):
         return np.stack([self.keep(side, lengths)[1] for side, (_, _, lengths)
@@ -1579,11 +1584,6 @@ class PairExamples(RunExamples):
                 counts[side] += (lengths > self.keep(side, lengths)[0]).sum()
         return counts
 
-    def sample(self, most):
-        """At most about `most` tokens of the targets, of which frequencies are taken."""
-        start, stop = map(self.corpus.document_start, self.chapters[0])
-        return self.corpus.read(start, min(stop, start + most))
-
 
 class PrefixExamples(RunExamples):
     """Prefix language modelling: a document's pieces, cut in two at random (t5's prefix_lm).
@@ -1611,10 +1611,6 @@ class PrefixExamples(RunExamples):
         cuts = (uniform * np.maximum(lengths - 1, 0).astype(np.uint64) >> np.uint64(32)).astype(int)
         cuts = np.minimum(1 + cuts, lengths - 1)  # of a single token nothing is the inputs
         return [(self.corpus, starts, cuts), (self.corpus, starts + cuts, lengths - cuts)]
-
-    def sample(self, most):
-        start, stop = map(self.corpus.document_start, self.chapters[0])
-        return self.corpus.read(start, min(stop, start + most))
 
 
 # ---- rows ----------------------------------------------------------------------------------------
@@ -1828,12 +1824,14 @@ class Reader:
     A source without splits holds out one example in a hundred.
     """
 
-    def __init__(self, task, split, tokenizer, cfg, hold_out):
-        self.task, self.split, self.tokenizer, self.cfg = task, split, tokenizer, cfg
-        self.hold_out, self.bad = hold_out, Complaints(cfg.data.on_error)
-        self.parts = open_source(task.source, "train" if hold_out else split, cfg.data)
-        self.packs = task.objective != "span_corruption"
-        self.count, self.pending = 0, None
+    def __init__(self, name, split, tokenizer, cfg):
+        self.split, self.tokenizer, self.cfg = split, tokenizer, cfg
+        self.task, self.hold_out = find_source(name, cfg, split)
+        self.bad = Complaints(cfg.data.on_error)
+        self.parts = open_source(
+            self.task.source, "train" if self.hold_out else split, cfg.data)
+        self.packs = self.task.objective != "span_corruption"
+        self.count = 0
         self.seek([0, 0, 0, 0, 0])
 
     def __str__(self):
@@ -1995,9 +1993,9 @@ def open_examples(name, cfg, split, tokenizer, share=1.0, shard=(0, 1)):
     needed, t = ENDLESS, cfg.train
     if task.objective != "text_to_text" and shard == (0, 1):
         row = raw_length(cfg.data) if task.objective == "span_corruption" else (
-            cfg.data.inputs_length + cfg.data.targets_length)
-        needed = max(1, t.steps - t.start_step) * t.batch_size * row * share
-        needed = 1 if split == "validation" and shared else needed
+            2 * cfg.data.inputs_length + cfg.data.targets_length)  # of prefix_lm at most
+        rows = max(1, t.steps - t.start_step) * t.batch_size + Rows.BLOCK  # the last may be begun
+        needed = 1 if split == "validation" and shared else rows * row * share
     folder = prepare(task, "train" if shared else split, tokenizer, cfg.data, needed, shard)
     corpora = [Corpus.open(folder, feature) for feature in features_of(task)]
     chapters = corpora[0].chapters
@@ -2030,12 +2028,11 @@ def open_rows(cfg, split):
         if cfg.data.task in MIXTURES:
             raise UserError(f"{cfg.data.task} is a mixture: its tasks are evaluated one by one.")
         if cfg.data.streaming:
-            reader = Reader(*find_source(cfg.data.task, cfg, split)[:1], split, tokenizer, cfg,
-                            find_source(cfg.data.task, cfg, split)[1])
+            reader = Reader(cfg.data.task, split, tokenizer, cfg)
             examples = reader.take((cfg.train.eval_batches or math.inf) * cfg.train.batch_size)
             if not examples.count:
-                raise UserError(f"{cfg.data.task} has no held-out examples in {reader.task.source}:"
-                                f" name a --data.validation_source, or set --train.eval_every 0.")
+                raise UserError(f"{reader.task.source} has no held-out examples: name a "
+                                f"--data.validation_source, or set --train.eval_every 0.")
         else:
             examples = open_examples(cfg.data.task, cfg, split, tokenizer)
         return Rows([examples], [1.0], cfg), size - 1
@@ -2047,10 +2044,7 @@ def open_rows(cfg, split):
              if rate}
     total = sum(rates.values())
     if cfg.data.streaming:
-        readers = []
-        for name in rates:
-            task, shared = find_source(name, cfg, split)
-            readers.append(Reader(task, split, tokenizer, cfg, shared))
+        readers = [Reader(name, split, tokenizer, cfg) for name in rates]
         return StreamedRows(readers, list(rates.values()), cfg), size - 1
     tasks = [open_examples(name, cfg, split, tokenizer, rate / total)
              for name, rate in rates.items()]

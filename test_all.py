@@ -467,6 +467,7 @@ def test_hugging_face_datasets_are_streamed(tmp_path, corpus):
 def test_a_large_corpus_is_prepared_as_far_as_the_run_needs(corpus, tokenizer, monkeypatch):
     """Chapter by chapter; what a step sees does not depend on how much is prepared."""
     monkeypatch.setattr(data, "CHAPTER_TOKENS", 1000)  # each file has about 3,000 tokens
+    monkeypatch.setattr(data.Rows, "BLOCK", 8)
     cfg = with_corpus(corpus, batch_size=8, steps=10)
     rows, _ = data.open_rows(cfg, "train")
     folder, = (path.parent for path in Path(corpus.prepared_dir).glob("*/00000.json"))
@@ -576,7 +577,7 @@ def test_bad_input_is_named_or_skipped_and_counted(name, tmp_path, corpus, token
     if name != "empty.jsonl":
         try:
             prepare(replace(cfg, on_error="skip"), tokenizer)
-            assert "1 lines skipped" in capsys.readouterr().err
+            assert "1 skipped" in capsys.readouterr().err
         except configs.UserError as error:  # nothing else was in the file
             assert "holds no text" in str(error)
 

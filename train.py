@@ -318,7 +318,7 @@ class Progress:
             total=cfg.train.steps, initial=start, file=sys.stdout, disable=not sys.stdout.isatty(),
             dynamic_ncols=True, bar_format="{percentage:3.0f}% {bar:8} {n_fmt}/{total_fmt} "
                                            "[{elapsed}<{remaining}]{postfix}")
-        self.printed = 0.0
+        self.printed, self.warned = 0.0, False
         self.restart(start)
 
     def restart(self, step):
@@ -343,6 +343,11 @@ class Progress:
             "model_flops_fraction": steps * self.flops / self.peak,
             "data_wait_fraction": self.waited / seconds}
         self.file.write(step, train=metrics, timing=timing)
+        if timing["data_wait_fraction"] > 0.05 and not self.warned:
+            self.warned = True
+            self.bar.write(f"warning: {timing['data_wait_fraction']:.0%} of the time up to step "
+                           f"{step:,} was waiting for data (timing/data_wait_fraction in "
+                           f"metrics.jsonl)", file=sys.stderr)
         text = (f"loss {metrics['loss']:.3f}  accuracy {metrics['accuracy']:.3f}  "
                 f"rate {metrics['learning_rate']:.1e}  {steps * rows:.4g} examples/s  "
                 f"{steps * self.flops / 1e9:.4g} GFLOP/s ({steps * self.flops / self.peak:.0%})")
@@ -365,7 +370,8 @@ class HeldOut:
             batches = min(batches, cfg.train.eval_batches or batches)
             baseline = data.unigram_loss(cfg, batches, one)
             self.tasks.append((name, one, batches, baseline))
-            print(f"unigram  {baseline:.3f} nats per content token of the held-out text of {name} "
+            of = f" of {name}" if name != cfg.data.task else ""
+            print(f"unigram  {baseline:.3f} nats per content token of the held-out text{of} "
                   f"(neither sentinel nor EOS): the number to beat", flush=True)
 
     def evaluate(self, step, params):
