@@ -13,7 +13,6 @@ import functools
 import glob
 import gzip
 import hashlib
-import inspect
 import io
 import itertools
 import json
@@ -122,7 +121,7 @@ class Tokenizer:
                 model.pieces.add(piece=f"▁<extra_id_{k}>", score=0.0, type=piece.USER_DEFINED)
         self.serialized = serialized
         self.sha256 = hashlib.sha256(serialized).hexdigest()
-        self.size = len(model.pieces)
+        self.size, self.sentinels = len(model.pieces), SENTINELS
         self.processor = sentencepiece.SentencePieceProcessor(
             model_proto=model.SerializeToString(), num_threads=os.cpu_count()
         )
@@ -155,17 +154,19 @@ class ByteTokenizer(Tokenizer):
     def __init__(self, extra_ids=0):
         self.serialized = f"bytes:{extra_ids}\n".encode()
         self.sha256 = hashlib.sha256(self.serialized).hexdigest()
-        self.size, self.extra_ids = 3 + 256 + extra_ids, extra_ids
+        self.size = 3 + 256 + extra_ids
+        self.sentinels = extra_ids or 11  # which are surely none of the text: no UTF-8 has them
 
     def encode(self, text):
-        pieces = re.split(r"<extra_id_(\d+)>", text)
+        pieces = re.split(r"<extra_id_(\d\d?)>", text)
         for k in range(1, len(pieces), 2):
             pieces[k] = [self.size - 1 - int(pieces[k])]
         pieces[::2] = [[byte + 3 for byte in piece.encode()] for piece in pieces[::2]]
         return list(itertools.chain.from_iterable(pieces))
 
     def encode_batch(self, texts):
-        return [np.frombuffer(text.encode(), np.uint8) + np.int32(3) for text in texts]
+        return [np.array(self.encode(text), np.int32) if "<extra_id_" in text else
+                np.frombuffer(text.encode(), np.uint8) + np.int32(3) for text in texts]
 
     def pieces(self, ids):
         text = b"".join(
@@ -310,14 +311,35 @@ def find_files(pattern):
     return [(path, [stat.st_size, stat.st_mtime_ns]) for path, stat in stats.items()]
 
 
+PART_BYTES = 1 << 26
+
+
+def file_parts(found, read):
+    """[(path, [size, time])], (path, bad) -> examples: parts, small files together in one."""
+    groups, size = [], math.inf
+    for path, stamp in found:
+        if size + stamp[0] > PART_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append((path, stamp))
+        size += stamp[0]
+
+    def read_all(paths, bad):
+        return itertools.chain.from_iterable(read(path, bad) for path in paths)
+
+    return [Part(group[0][0], group, functools.partial(read_all, [path for path, _ in group]))
+            for group in groups]
+
+
 def file_source(pattern, read):
-    """One part for each file that matches the glob."""
+    """The files that match a glob."""
     found = find_files(pattern)
     if not found:
         hint = f"{pattern} is a folder: write '{pattern}/*'" if os.path.isdir(pattern) else (
-            f"No file matches {pattern}: give --data.source a path or a quoted glob")
+            f"No file matches {pattern or 'an empty name'}: give --data.source a path or a quoted "
+            f"glob")
         raise UserError(f"{hint}.")
-    return [Part(path, stamp, functools.partial(read, path)) for path, stamp in found]
+    return file_parts(found, read)
 
 
 def read_lines(path, bad):
@@ -340,7 +362,7 @@ def text_source(name, split, cfg):
     def read(path, bad):
         lines = read_lines(path, bad)
         if pattern == name:
-            lines = [(1, " ".join(line for _, line in lines))]
+            lines = [(1, "".join(line for _, line in lines))]
         return ((f"{path}:{number}", {"text": text}) for number, text in lines if text.strip())
 
     return file_source(pattern, read)
@@ -354,7 +376,7 @@ def jsonl_source(name, split, cfg):
             where = f"{path}:{number}"
             try:
                 example = json.loads(line) if line.strip() else None
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 bad(where, f"is not JSON ({error})")
                 continue
             if isinstance(example, dict):
@@ -410,15 +432,18 @@ def tfds_source(name, split, cfg):
             f"--data.source 'jsonl:DIR/c4-train.*.json.gz', or any text with --data.source "
             f"'text:DIR/*.txt'.")
     folder = max(found, key=lambda path: [int(n) for n in re.findall(r"\d+", path.name)])
-    form = json.loads((folder / "dataset_info.json").read_text()).get("fileFormat", "tfrecord")
-    if form != "array_record":
+    import tensorflow_datasets as tfds  # half a second, and no other source needs it
+
+    try:
+        form = json.loads((folder / "dataset_info.json").read_text()).get("fileFormat", "tfrecord")
+        info = tfds.builder_from_directory(folder).info if form == "array_record" else None
+    except Exception as error:  # of JSON, protobuf or TFDS itself
+        raise UserError(f"{folder / 'dataset_info.json'} is damaged ({error}).") from error
+    if not info:
         raise UserError(
             f"{folder} is stored as {form}, which only TensorFlow reads: prepare it again on a "
             f"machine with TensorFlow, by tfds.builder({name.partition(':')[0]!r}, file_format="
             f"'array_record').download_and_prepare().")
-    import tensorflow_datasets as tfds  # half a second, and no other source needs it
-
-    info = tfds.builder_from_directory(folder).info
     if split not in info.splits:
         raise NoSplit(f"{folder} has no split {split} (it has {', '.join(info.splits)}): name a "
                       f"--data.validation_source.")
@@ -437,7 +462,8 @@ def tfds_source(name, split, cfg):
                            f"({error})")
 
     parts = (range(start, min(start + size, count)) for start in range(0, count, size))
-    return [Part(f"{folder} {split} {numbers.start}", [count], functools.partial(read, numbers))
+    stamp = [info.splits[split].shard_lengths, info.splits[split].num_bytes]
+    return [Part(f"{folder} {split} {numbers.start}", stamp, functools.partial(read, numbers))
             for numbers in parts]
 
 
@@ -483,7 +509,7 @@ def seqio_source(name, split, cfg):
         raise UserError(f"{name} has no info.{split}.json: seqio: names a folder that SeqIO's "
                         f"caching wrote.")
 
-    def read(path, features, bad):
+    def read(features, path, bad):
         from google.protobuf.message import DecodeError
         from tensorflow_datasets.proto import tf_example_generated_pb2
 
@@ -509,14 +535,17 @@ def seqio_source(name, split, cfg):
         folder = os.path.dirname(path)
         if not find_files(f"{folder}/COMPLETED"):
             raise UserError(f"{folder} has no file COMPLETED: its caching did not finish.")
-        with open_file(path) as file:
-            info = json.load(file)
+        try:
+            with open_file(path) as file:
+                info = json.load(file)
+            features, promised = info["features"], info["num_shards"]
+        except (ValueError, KeyError) as error:
+            raise UserError(f"{path} is damaged ({error!r}).") from error
         shards = find_files(f"{glob.escape(folder)}/{split}.tfrecord-*-of-*")
-        if len(shards) != info["num_shards"]:
+        if len(shards) != promised:
             raise UserError(f"{folder} has {len(shards)} shards of {split}, its info promises "
-                            f"{info['num_shards']}: copy the missing ones.")
-        parts += [Part(path, stamp, functools.partial(read, path, info["features"]))
-                  for path, stamp in shards]
+                            f"{promised}: copy the missing ones.")
+        parts += file_parts(shards, functools.partial(read, features))
     return parts
 
 
@@ -852,30 +881,43 @@ T0_LEFT_OUT = {"gigaword_summarize_"}  # by T0's authors: its cache is broken
 def t0_mixture(roles, score_eval, cfg):
     """The folders of P3 that belong to the datasets of these roles -> rates.
 
-    cfg.source: "seqio:" and the folder in which P3's tasks lie. A dataset of more than T0_CAP
-    examples counts as T0_CAP, divided among its templates; a smaller one counts once for each.
+    A dataset of more than T0_CAP examples counts as T0_CAP, divided among its templates; a smaller
+    one counts once for each. For evaluation a folder counts by what it holds.
     """
     sizes = {name: size for role in roles for name, size in T0[role].items()}
     known = {name for role in T0.values() for name in role}
-    members = {}
-    for folder in p3_folders(cfg):
+    members, root = {}, p3_root(cfg)
+    for folder in p3_folders(root):
         name = max((name for name in known if folder.startswith(f"{name}_")), key=len, default="")
         if name in sizes and folder.endswith("_score_eval") == score_eval:
             members.setdefault(name, []).append(folder)
-    return {folder: BySize(T0_CAP) if score_eval else (
+    return {folder: min(T0_CAP, p3_size(root, folder)) if score_eval else (
                 sizes[name] if sizes[name] <= T0_CAP else T0_CAP // len(folders))
             for name, folders in members.items() for folder in folders
             if folder not in T0_LEFT_OUT}
 
 
-def p3_folders(cfg):
-    """Names of the task folders in the folder that data.source names."""
-    root = cfg.source.removeprefix("seqio:").removesuffix("*").rstrip("/")
-    infos = find_files(f"{root}/*/info.*.json") if cfg.source.startswith("seqio:") else []
+def p3_root(cfg):
+    """DataConfig -> the folder with P3's task folders, of which data.source is "seqio:FOLDER"."""
+    return cfg.source.removeprefix("seqio:").removesuffix("*").rstrip("/") if (
+        cfg.source.startswith("seqio:")) else ""
+
+
+def p3_folders(root):
+    infos = find_files(f"{root}/*/info.*.json") if root else []
     if not infos:
         raise UserError("T0's mixtures are made of the folders of P3 (bigscience/P3, a folder for "
                         "each prompt): name the one that holds them with --data.source seqio:DIR.")
     return sorted({os.path.basename(os.path.dirname(path)) for path, _ in infos})
+
+
+def p3_size(root, folder):
+    """Examples of a folder, by what SeqIO counted; 1 where it did not."""
+    for split in ("train", "validation", "test"):
+        for path, _ in find_files(f"{root}/{folder}/stats.{split}.json"):
+            with open_file(path) as file:
+                return json.load(file).get("examples", 1)
+    return 1
 
 
 MIXTURES |= {
@@ -899,45 +941,63 @@ MIXTURES |= {
 }
 
 
-def mixture_rates(name, cfg, examples=lambda task: 1):
+def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
     """A task's or mixture's name, DataConfig -> {task: rate}, mixtures in it taken apart.
 
-    examples: a task's name -> how many it has to train on, which BySize asks.
+    examples: a task's name -> how many it has to train on, which BySize asks. within: the mixtures
+    that are being taken apart.
     """
     if name not in MIXTURES:
         return {name: 1.0}
+    if name in within:
+        raise UserError(f"The mixture {name} contains itself.")
     rates, entries = {}, MIXTURES[name]
     for member, rate in (entries(cfg) if callable(entries) else entries).items():
-        rate = rate.of(examples(member)) if isinstance(rate, BySize) else rate
-        inside = mixture_rates(member, cfg, examples)
+        if isinstance(rate, BySize) and member not in MIXTURES:
+            rate = rate.of(examples(member))
+        if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
+            raise UserError(f"The rate of {member} in {name} is {rate}: give it a number, or, if "
+                            f"it is one task, BySize with a maximum.")
+        inside = mixture_rates(member, cfg, examples, (*within, name))
         total = sum(inside.values())
         for task, part in inside.items():
-            rates[task] = rates.get(task, 0.0) + rate * part / (total or 1)
+            rates[task] = rates.get(task, 0.0) + rate * part / total
     if not any(rates.values()):
         raise UserError(f"The mixture {name} has no task with a rate above 0.")
     return rates
 
 
 def find_task(name, cfg):
-    """A task's name, or KIND:NAME of a source with inputs and targets, DataConfig -> Task."""
-    if name.partition(":")[0] in SOURCES:
+    """A task's name, or KIND:NAME of a source with inputs and targets, DataConfig -> Task.
+
+    data.source takes the place of the task's own source, if it is data.task.
+    """
+    task, root = TASKS.get(name), p3_root(cfg)
+    if not task and name.partition(":")[0] in SOURCES:
         return TASKS["text_to_text"]._replace(source=name)
-    if name not in TASKS and cfg.source.startswith("seqio:"):  # a folder of P3
-        root = cfg.source.removeprefix("seqio:").removesuffix("*").rstrip("/")
-        if find_files(f"{root}/{name}/info.*.json"):
-            return Task(f"seqio:{root}/{name}", inputs_eos=False, eos_after_trim=False)
-    if name not in TASKS:
+    if not task and root and find_files(f"{root}/{name}/info.*.json"):
+        return Task(f"seqio:{root}/{name}", inputs_eos=False, eos_after_trim=False)
+    if not task:
         hint = configs.nearest(name, [*TASKS, *MIXTURES])
         raise UserError(f"Unknown task {name}{hint or ';'} python data.py --list lists them.")
-    task = TASKS[name]
-    if cfg.source and cfg.task in MIXTURES:
-        raise UserError(f"--data.source {cfg.source} is for one task, and {cfg.task} is a mixture: "
-                        f"a mixture's tasks have their own.")
-    if cfg.source:
+    if not isinstance(task, Task):
+        raise UserError(f"The task {name} is {task!r}, not a value of data.Task.")
+    if cfg.source and cfg.task == name:
         task = task._replace(source=cfg.source, splits=Task().splits)
     if not task.source:
         raise UserError(f"--data.task {name} needs a --data.source, such as jsonl:FILE.")
     return task
+
+
+def check_tasks(cfg):
+    """Refuse what data.task, eval_tasks and the sources cannot mean, before anything is prepared.
+    """
+    if cfg.task in MIXTURES and (cfg.validation_source or cfg.source and not p3_root(cfg)):
+        raise UserError(f"--data.source and --data.validation_source are for one task, and "
+                        f"{cfg.task} is a mixture: a mixture's tasks have their own.")
+    for name in filter(None, [cfg.task, *cfg.eval_tasks.split(",")]):
+        for task in mixture_rates(name.strip(), cfg):
+            find_task(task, cfg)
 
 
 # ---- prepared corpora ----------------------------------------------------------------------------
@@ -979,7 +1039,8 @@ def load_vocabulary(cfg):
     tasks = [find_task(name, cfg) for name, rate in mixture_rates(cfg.task, cfg).items() if rate]
     parts = [open_source(task.source, "train", cfg) for task in tasks]
     names = cfg.task if len(tasks) > 1 else tasks[0].source
-    path = prepared_path(names, sum(parts, []), [pieces, *map(identity_of, tasks), cfg.fields], cfg)
+    identity = [identity_of(task, some, cfg) for task, some in zip(tasks, parts)]
+    path = prepared_path(names, sum(parts, []), [pieces, identity], cfg)
     path = path.with_name(f"{path.name}.{pieces}.model")
     if not path.exists():
         configs.note(f"training a vocabulary of {pieces} pieces on {names}")
@@ -1000,17 +1061,15 @@ def features_of(task):
     return PAIR if task.objective == "text_to_text" else ("text",)
 
 
-def identity_of(task):
-    """What decides which texts a task makes of its source: changes when its format is rewritten."""
-    function, parts = task.format, []
-    while isinstance(function, functools.partial):
-        parts += [repr(function.args), repr(function.keywords)]
-        function = function.func
-    try:
-        parts.append(inspect.getsource(function))
-    except (OSError, TypeError):
-        parts.append(repr(function))
-    return [*features_of(task), hashlib.sha256("\n".join(parts).encode()).hexdigest()]
+def identity_of(task, parts, cfg):
+    """What decides which texts a task makes of its source: what its format makes of the first."""
+    identity = [*features_of(task), cfg.fields]
+    if task.format in (as_it_is, text_to_text):
+        return identity
+    firsts = read_formatted(parts[0], lambda where, what: None, task, cfg) if parts else ()
+    made = [[str(example.get(feature)) for feature in features_of(task)]
+            for _, _, example in itertools.islice(firsts, 100)]
+    return [*identity, made]
 
 
 def read_formatted(part, bad, task, cfg):
@@ -1018,7 +1077,11 @@ def read_formatted(part, bad, task, cfg):
 
     data.fields says what a field of the task is called in the source: "text=content".
     """
-    names = dict(pair.split("=", 1) for pair in cfg.fields.split(",") if "=" in pair)
+    pairs = [pair.partition("=") for pair in cfg.fields.split(",") if cfg.fields]
+    if not all(ours and theirs for ours, _, theirs in pairs):
+        raise UserError(f"--data.fields {cfg.fields}: write text=NAME, or "
+                        f"inputs=NAME,targets=NAME.")
+    names = {ours.strip(): theirs.strip() for ours, _, theirs in pairs}
     for number, (where, example) in enumerate(part.read(bad)):
         if names:
             found = {ours: example[theirs] for ours, theirs in names.items() if theirs in example}
@@ -1033,12 +1096,15 @@ def read_formatted(part, bad, task, cfg):
             yield where, number, one
 
 
-def read_texts(part, bad, task, cfg):
-    """The texts, or ids, of a part's examples: (number in the part, a tuple of the features)."""
+def read_texts(part, bad, task, cfg, size=math.inf):
+    """The texts, or ids, of a part's examples: (number in the part, a tuple of the features).
+
+    size: of the vocabulary, below which ids must lie.
+    """
     features = features_of(task)
     for where, number, example in read_formatted(part, bad, task, cfg):
         texts = tuple([example.get(feature) for feature in features])
-        wrong = next(filter(None, map(unfit, texts)), None)
+        wrong = next(filter(None, (unfit(text, size) for text in texts)), None)
         if wrong is None:
             yield number, texts
         else:
@@ -1046,7 +1112,7 @@ def read_texts(part, bad, task, cfg):
                        f"{', '.join(example)} (--data.fields {features[0]}=NAME names another)")
 
 
-def unfit(value):
+def unfit(value, size):
     """What keeps a value from being tokenized, or None: it is text, or a list of ids."""
     if isinstance(value, str):
         try:
@@ -1054,8 +1120,18 @@ def unfit(value):
         except UnicodeEncodeError:
             return "half of a character (a lone surrogate)"
         return None
-    ids = isinstance(value, list | np.ndarray) and np.asarray(value)
-    return None if ids is not False and ids.ndim == 1 and ids.dtype.kind in "iu" else "no text"
+    ids = np.asarray(value) if isinstance(value, list | np.ndarray) else np.zeros(1)
+    if ids.ndim != 1 or len(ids) and ids.dtype.kind not in "iu":
+        return "no text"
+    if len(ids) and not 0 <= ids.min() <= ids.max() < size:
+        return f"ids from {ids.min()} to {ids.max()}, where the vocabulary ends at {size - 1},"
+    return None
+
+
+def without_eos(ids):
+    """The ids of an example that came tokenized; EOS is added where the batch is made."""
+    ids = np.asarray(ids, np.int32)
+    return ids[:-1] if len(ids) and ids[-1] == EOS else ids
 
 
 def encode_ahead(examples, tokenizer, size):
@@ -1067,7 +1143,7 @@ def encode_ahead(examples, tokenizer, size):
         sides = []
         for side in zip(*(texts for _, texts in batch)):
             ids = iter(tokenizer.encode_batch([text for text in side if isinstance(text, str)]))
-            sides.append([next(ids) if isinstance(text, str) else cached_ids(text, tokenizer)
+            sides.append([next(ids) if isinstance(text, str) else without_eos(text)
                           for text in side])
         return [(key, texts) for (key, _), texts in zip(batch, zip(*sides))]
 
@@ -1081,15 +1157,6 @@ def encode_ahead(examples, tokenizer, size):
             yield ahead.popleft().result()
 
 
-def cached_ids(ids, tokenizer):
-    """The ids of an example that came tokenized, without EOS."""
-    ids = np.asarray(ids, np.int32)
-    if len(ids) and not 0 <= ids.min() <= ids.max() < tokenizer.size:
-        raise UserError(f"An example holds the id {ids.max()}, and the vocabulary has "
-                        f"{tokenizer.size}: name the vocabulary it was made with (--data.vocab).")
-    return ids[:-1] if len(ids) and ids[-1] == EOS else ids
-
-
 def prepare(task, split, tokenizer, cfg, needed=ENDLESS, shard=(0, 1)):
     """Tokenize a task's source, as far as that has not been done -> the folder of its token files.
 
@@ -1097,7 +1164,7 @@ def prepare(task, split, tokenizer, cfg, needed=ENDLESS, shard=(0, 1)):
     that is whole is never read again, so after a kill the work goes on where it was.
     """
     parts = open_source(task.source, split, cfg)
-    identity = [split, *identity_of(task), cfg.fields, tokenizer.sha256]
+    identity = [split, identity_of(task, parts, cfg), tokenizer.sha256]
     folder = prepared_path(task.source, parts, identity, cfg)
     if (folder / "index.json").exists():
         return folder
@@ -1124,7 +1191,7 @@ def prepare(task, split, tokenizer, cfg, needed=ENDLESS, shard=(0, 1)):
     done = list(itertools.takewhile(bool, marks))
     complete = len(done) == len(parts)
     total = {key: sum(count[key] for count in done)
-             for key in ("documents", "tokens", "unknown", "only_unknown", "skipped")}
+             for key in ("documents", "tokens", "unknown", "only_unknown", "empty", "skipped")}
     if complete and not total["documents"]:
         raise UserError(f"{task.source} holds no text: nothing to train on.")
     strange = collections.Counter()
@@ -1136,11 +1203,12 @@ def prepare(task, split, tokenizer, cfg, needed=ENDLESS, shard=(0, 1)):
             {"format": 2, "source": task.source, "split": split, "vocabulary": tokenizer.sha256,
              **total, "characters": dict(strange.most_common(100)),
              "parts": [{"name": part.name} | count for part, count in zip(parts, done)]}, indent=1))
-    state = "" if complete else f", {len(done)} of {len(parts)} parts so far"
-    bare = f", {total['only_unknown']:,} examples of only unknown tokens"
+    more = [f"{total['skipped']:,} skipped"]
+    more += [f"{total['empty']:,} empty"] * bool(total["empty"])
+    more += [f"{total['only_unknown']:,} of only unknown tokens"] * bool(total["only_unknown"])
+    more += [f"{len(done)} of {len(parts)} parts so far"] * (not complete)
     configs.note(f"prepared {task.source}: {total['documents']:,} documents, {total['tokens']:,} "
-                 f"tokens, {unknown:.3%} unknown, {total['skipped']:,} skipped"
-                 f"{bare if total['only_unknown'] else ''}{state}")
+                 f"tokens, {unknown:.3%} unknown, {', '.join(more)}")
     if unknown > 0.001:
         listed = " ".join(repr(c) for c, _ in strange.most_common(12))
         configs.note(f"warning: more than 0.1 % of the tokens are unknown to the vocabulary; the "
@@ -1160,7 +1228,8 @@ def prepare_part(part, stem, task, tokenizer, cfg, progress):
     """Tokenize one part of a source into shards of about SHARD_TOKENS tokens -> its counts."""
     bad, features = Complaints(cfg.on_error), features_of(task)
     dtype = np.uint16 if tokenizer.size <= 1 << 16 else np.uint32
-    counts = {"documents": 0, "tokens": 0, "unknown": 0, "only_unknown": 0, "shards": []}
+    counts = {"documents": 0, "tokens": 0, "unknown": 0, "only_unknown": 0, "empty": 0,
+              "shards": []}
     strange, looked = collections.Counter(), 0
     held, held_tokens = [], 0  # examples: one array of ids for each feature
 
@@ -1178,9 +1247,11 @@ def prepare_part(part, stem, task, tokenizer, cfg, progress):
         counts["documents"] += len(held)
         held.clear()
 
-    examples = ((texts, texts) for _, texts in read_texts(part, bad, task, cfg))
+    examples = ((texts, texts) for _, texts in read_texts(part, bad, task, cfg, tokenizer.size))
     for batch in encode_ahead(examples, tokenizer, ENCODED):
+        read = len(batch)
         batch = [(texts, ids) for texts, ids in batch if sum(map(len, ids))]
+        counts["empty"] += read - len(batch)
         held += [ids for _, ids in batch]
         sizes = [sum(map(len, ids)) for _, ids in batch]
         size = sum(sizes)
@@ -1190,8 +1261,8 @@ def prepare_part(part, stem, task, tokenizer, cfg, progress):
         counts["unknown"] += int(unknown.sum())
         for example in np.flatnonzero(unknown):
             texts, ids = batch[example]
-            spaces = len(ids)  # a text of one unknown character begins with a space
-            counts["only_unknown"] += bool(unknown[example] >= sizes[example] - spaces)
+            known = [i for side in ids for i in side.tolist() if i != UNK]
+            counts["only_unknown"] += not tokenizer.pieces(known).strip()
             looked += 1
             for text in texts if looked <= 1000 else ():  # enough to say which they are
                 strange.update(unknown_characters(text, tokenizer))
@@ -1238,8 +1309,9 @@ class Corpus:
     chapters: the numbers of the documents [start, stop) of each.
     """
 
-    def __init__(self, ids, ends, documents, chapters, digest=""):
+    def __init__(self, ids, ends, documents, chapters, digest="", complete=True):
         self.ids, self.ends, self.chapters, self.digest = ids, ends, chapters, digest
+        self.complete = complete  # no chapters are missing
         self.first = np.cumsum([0, *documents])  # document of each shard
         self.starts = np.cumsum([0, *map(len, ids)])  # token of each shard
         self.tokens, self.documents = int(self.starts[-1]), int(self.first[-1])
@@ -1271,12 +1343,14 @@ class Corpus:
                 shards, waiting, tokens, start = shards + waiting, [], 0, stop
 
         def load(shard, kind):
-            name = f"{shard['name']}.{feature}.{kind}.npy"
-            return np.load(folder / name, mmap_mode="r").view(np.ndarray)  # faster to index
+            path = folder / f"{shard['name']}.{feature}.{kind}.npy"
+            if path.stat().st_size < 1 << 20:  # a mapping would keep a file open
+                return np.load(path)
+            return np.load(path, mmap_mode="r").view(np.ndarray)  # faster to index
 
         return cls([load(shard, "ids") for shard in shards],
                    [load(shard, "ends") for shard in shards],
-                   [shard["documents"] for shard in shards], chapters, digest)
+                   [shard["documents"] for shard in shards], chapters, digest, complete)
 
     def read(self, start, stop):
         """Tokens start to stop of the stream, across shards."""
@@ -1546,6 +1620,15 @@ class RunExamples(Examples):
         start, stop = map(self.corpus.document_start, self.chapters[0])
         return self.corpus.read(start, min(stop, start + most))
 
+    def cut(self):
+        """How many inputs and how many targets are longer than their limits."""
+        counts = np.zeros(2, int)
+        for start in range(0, self.count, 1 << 20):
+            examples = np.arange(start, min(start + (1 << 20), self.count))
+            for side, (_, _, lengths) in enumerate(self.runs_of(0 * examples, examples)):
+                counts[side] += (lengths > self.keep(side, lengths)[0]).sum()
+        return counts
+
     def sizes(self, epochs, examples):
         return np.stack([self.keep(side, lengths)[1] for side, (_, _, lengths)
                          in enumerate(self.runs_of(epochs, examples))])
@@ -1574,15 +1657,6 @@ class PairExamples(RunExamples):
     def runs_of(self, epochs, examples):
         documents = self.documents(examples)
         return [(corpus, *corpus.bounds(documents)) for corpus in self.corpora]
-
-    def cut(self):
-        """How many inputs and how many targets are longer than their limits."""
-        counts = np.zeros(2, int)
-        for start in range(0, self.count, 1 << 20):
-            examples = np.arange(start, min(start + (1 << 20), self.count))
-            for side, (_, _, lengths) in enumerate(self.runs_of(0, examples)):
-                counts[side] += (lengths > self.keep(side, lengths)[0]).sum()
-        return counts
 
 
 class PrefixExamples(RunExamples):
@@ -1677,12 +1751,13 @@ class Rows:
     BLOCK = 1 << 16
 
     def __init__(self, tasks, rates, cfg, plans=None):
-        self.tasks, self.cfg, self.plans = tasks, cfg, plans
+        self.tasks, self.cfg, self.plans = tasks, cfg, plans  # plans: a folder
         self.limits = cfg.data.inputs_length, cfg.data.targets_length
         self.edges = np.cumsum([0, *rates]) / sum(rates)  # each task's part of 0 to 1
         self.packs = cfg.data.pack and any(task.packs for task in tasks)
         self.count = tasks[0].count  # of a validation split
         self.first_block, self.row_starts = 0, [0]  # row with which the blocks begin
+        self.drawn = 0, np.zeros(len(tasks), int)  # a block, draws of each task before it
         self.block = functools.lru_cache(maxsize=4)(self.read_block)
 
     def __str__(self):
@@ -1713,7 +1788,9 @@ class Rows:
     def draw(self, block):
         """A block -> (examples, which of them, epochs, numbers) of its positions."""
         lots = self.shares(block)[0]
-        drawn = np.diff(self.shares(np.arange(block)), axis=1).sum(0)
+        start, drawn = self.drawn if self.drawn[0] <= block else (0, 0 * self.drawn[1])
+        drawn = drawn + np.diff(self.shares(np.arange(start, block)), axis=1).sum(0)
+        self.drawn = block, drawn
         lot = permute(np.arange(self.BLOCK), self.BLOCK, MIXING, self.cfg.train.seed, block)
         task = np.searchsorted(lots, lot, "right") - 1
         epochs, examples = np.empty((2, self.BLOCK), int)
@@ -1728,17 +1805,19 @@ class Rows:
         pool, task, epochs, examples = self.draw(block)
         if not self.packs:
             return pool, task, epochs, examples, np.arange(1, self.BLOCK + 1)
-        path = self.plans and self.plans / f"{block:06}.npz"
+        sizes = np.empty((2, self.BLOCK), int)
+        for number in present(task):
+            here = task == number
+            sizes[:, here] = pool[number].sizes(epochs[here], examples[here])
+        seed = self.cfg.train.seed
+        key = "-".join(map(str, (block, *self.limits, seed, zlib.crc32(sizes))))
+        path = self.plans and self.plans / f"{key}.npz"
         if path and path.exists():
             with np.load(path) as plan:
                 order, ends = plan["order"], plan["ends"]
         else:
-            sizes = np.empty((2, self.BLOCK), int)
-            for number in present(task):
-                here = task == number
-                sizes[:, here] = pool[number].sizes(epochs[here], examples[here])
             row = plan_packing(*sizes, *self.limits)
-            row = permute(row, int(row.max()) + 1, PACKING, self.cfg.train.seed, block)
+            row = permute(row, int(row.max()) + 1, PACKING, seed, block)
             order, ends = np.argsort(row, kind="stable"), np.cumsum(np.bincount(row))
             if path:
                 out = io.BytesIO()
@@ -1853,13 +1932,16 @@ class Reader:
                             found = True
                             yield key, ids
                 start = 0, 0
+            if turn == 0 and self.bad.count:
+                configs.note(f"{self.task.source}: {self.bad.count:,} skipped in the first pass")
             if self.split != "train" or not (found or any(self.position)):
                 return
             turn, first = turn + 1, 0
 
     def texts(self, turn, part, start):
         last = made = -1
-        for number, texts in read_texts(self.parts[part], self.bad, self.task, self.cfg.data):
+        for number, texts in read_texts(self.parts[part], self.bad, self.task, self.cfg.data,
+                                        self.tokenizer.size):
             last, made = number, made + 1 if number == last else 0
             held_out = self.hold_out and (part + number) % 100 == 0
             if (number, made) >= start and held_out == (self.hold_out and self.split != "train"):
@@ -1874,7 +1956,9 @@ class Reader:
             found = self.pending or next(self.stream, None)
             self.pending = None
             if not found and self.split == "train":
-                raise UserError(f"{self.task.source} holds no text: nothing to train on.")
+                raise UserError(f"{self.task.source} holds no text to train on"
+                                + (", but for the first document, which is held out."
+                                   if self.hold_out else "."))
             if not found:
                 break
             key, ids = found
@@ -1914,7 +1998,10 @@ class StreamedRows(Rows):
         self.marks = {}  # where the readers stood at the beginning of each block
         self.block = self.next_block
 
-    digest = "streamed"
+    @property
+    def digest(self):
+        stamps = [[part.name, part.stamp] for reader in self.tasks for part in reader.parts]
+        return f"streamed-{zlib.crc32(json.dumps(stamps).encode())}"
 
     def next_block(self, block):
         for number in (block, block + 1):
@@ -1933,6 +2020,8 @@ class StreamedRows(Rows):
         self.marks[block] = [reader.position for reader in self.tasks]
         lots = self.shares(block)[0]
         pool = [reader.take(int(n)) for reader, n in zip(self.tasks, np.diff(lots))]
+        if block == self.first_block:
+            report_cut(pool, "the first block")
         lot = permute(np.arange(self.BLOCK), self.BLOCK, MIXING, self.cfg.train.seed, block)
         task = np.searchsorted(lots, lot, "right") - 1
         return pool, task, np.full(self.BLOCK, block), lot - lots[task]
@@ -1964,12 +2053,14 @@ class StreamedRows(Rows):
 def make_examples(task, cfg, corpora, chapters, sentinel):
     """A task's corpora, and chapters [start, stop) of their documents -> its Examples."""
     if task.objective == "text_to_text":
-        return PairExamples(task, cfg, corpora, chapters)
-    corpus, = corpora
-    if task.objective == "prefix_lm":
-        return PrefixExamples(task, cfg, corpus, chapters)
-    spans = [tuple(map(corpus.document_start, chapter)) for chapter in chapters]
-    return SpanExamples(task, cfg, corpus, spans, sentinel)
+        examples = PairExamples(task, cfg, corpora, chapters)
+    elif task.objective == "prefix_lm":
+        examples = PrefixExamples(task, cfg, corpora[0], chapters)
+    else:
+        spans = [tuple(map(corpora[0].document_start, chapter)) for chapter in chapters]
+        examples = SpanExamples(task, cfg, corpora[0], spans, sentinel)
+    examples.size = sum(stop - start for start, stop in chapters)  # in the source's documents
+    return examples
 
 
 def find_source(name, cfg, split):
@@ -1984,19 +2075,18 @@ def find_source(name, cfg, split):
     return task, False
 
 
-def open_examples(name, cfg, split, tokenizer, share=1.0, shard=(0, 1)):
-    """A task's Examples in a split, prepared as far as is missing.
-
-    share: the part that the task has in the run's rows, of which follows how much is needed.
-    """
+def open_examples(name, cfg, split, tokenizer):
+    """A task's Examples in a split, prepared as far as is missing and the run needs."""
     task, shared = find_source(name, cfg, split)
     needed, t = ENDLESS, cfg.train
-    if task.objective != "text_to_text" and shard == (0, 1):
+    if split == "validation" and shared:
+        needed = 1  # the first chapter
+    elif task.objective != "text_to_text":
         row = raw_length(cfg.data) if task.objective == "span_corruption" else (
             2 * cfg.data.inputs_length + cfg.data.targets_length)  # of prefix_lm at most
-        rows = max(1, t.steps - t.start_step) * t.batch_size + Rows.BLOCK  # the last may be begun
-        needed = 1 if split == "validation" and shared else rows * row * share
-    folder = prepare(task, "train" if shared else split, tokenizer, cfg.data, needed, shard)
+        # whole blocks are drawn, and 1 % may be held out
+        needed = ((t.steps - t.start_step) * t.batch_size + 2 * Rows.BLOCK) * row * 1.02
+    folder = prepare(task, "train" if shared else split, tokenizer, cfg.data, needed)
     corpora = [Corpus.open(folder, feature) for feature in features_of(task)]
     chapters = corpora[0].chapters
     if shared and chapters:  # the last 1 % of the documents of the first chapter
@@ -2010,6 +2100,17 @@ def open_examples(name, cfg, split, tokenizer, share=1.0, shard=(0, 1)):
     return examples
 
 
+def report_cut(tasks, split):
+    """Say how many inputs and targets of RunExamples do not fit into a row."""
+    tasks = [task for task in tasks if isinstance(task, RunExamples)]
+    cut = sum([task.cut() for task in tasks], np.zeros(2, int))
+    if any(cut):
+        limits = tasks[0].limits
+        configs.note(f"{split}: {cut[0]:,} inputs and {cut[1]:,} targets of "
+                     f"{sum(task.count for task in tasks):,} are longer than {limits[0]} and "
+                     f"{limits[1]} tokens and are cut")
+
+
 @functools.lru_cache(maxsize=1024)
 def open_rows(cfg, split):
     """Config, "train" or "validation" -> (rows, id of <extra_id_0>). Prepares what is missing."""
@@ -2018,11 +2119,12 @@ def open_rows(cfg, split):
         tokens = RandomTokens(size - SENTINELS, cfg.train.seed)
         spans = SpanExamples(Task(), cfg, tokens, [(0, tokens.tokens)], size - 1)
         return Rows([spans], [1.0], cfg), size - 1
+    check_tasks(cfg.data)
     tokenizer = load_vocabulary(cfg.data)
     size = tokenizer.size
     if not size <= cfg.model.vocab_size < size + 128:
         raise UserError(
-            f"The vocabulary has {size} ids (with {SENTINELS} sentinels), the model "
+            f"The vocabulary has {size} ids (with its sentinels), the model "
             f"{cfg.model.vocab_size}: set --model.vocab_size {-(-size // 128) * 128}.")
     if split == "validation":
         if cfg.data.task in MIXTURES:
@@ -2035,44 +2137,41 @@ def open_rows(cfg, split):
                                 f"--data.validation_source, or set --train.eval_every 0.")
         else:
             examples = open_examples(cfg.data.task, cfg, split, tokenizer)
+        report_cut([examples], f"{cfg.data.task}, {split}")
         return Rows([examples], [1.0], cfg), size - 1
 
     def size_of(name):
-        return open_examples(name, cfg, "train", tokenizer).count
+        examples = open_examples(name, cfg, "train", tokenizer)
+        return examples.size if examples.corpus.complete else math.inf
 
     rates = {name: rate for name, rate in mixture_rates(cfg.data.task, cfg.data, size_of).items()
              if rate}
-    total = sum(rates.values())
     if cfg.data.streaming:
         readers = [Reader(name, split, tokenizer, cfg) for name in rates]
         return StreamedRows(readers, list(rates.values()), cfg), size - 1
-    tasks = [open_examples(name, cfg, split, tokenizer, rate / total)
-             for name, rate in rates.items()]
-    rows = Rows(tasks, list(rates.values()), cfg)
-    if rows.packs:
-        identity = [rows.digest, list(rates.items()), rows.limits, cfg.train.seed,
-                    [[task.count, *task.task[-3:]] for task in tasks]]
-        digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:10]
-        rows.plans = Path(cfg.data.prepared_dir, f"plans-{digest}")
-    cut = sum([task.cut() for task in tasks if isinstance(task, PairExamples)], np.zeros(2, int))
-    if any(cut):
-        configs.note(f"{split}: {cut[0]:,} inputs and {cut[1]:,} targets of "
-                     f"{sum(task.count for task in tasks):,} are longer than {rows.limits[0]} and "
-                     f"{rows.limits[1]} tokens and are cut")
-    return rows, size - 1
+    tasks = [open_examples(name, cfg, split, tokenizer) for name in rates]
+    report_cut(tasks, split)
+    plans = Path(cfg.data.prepared_dir, "plans")
+    return Rows(tasks, list(rates.values()), cfg, plans), size - 1
 
 
 def evaluations(cfg):
     """Config -> {task: its Config}: what is evaluated while training, each task by itself.
 
     Those of data.eval_tasks, or else all of data.task; tasks without a validation split are left
-    out, unless there is no other.
+    out, unless there is no other. A source that has no splits and is not trained on is held out
+    whole.
     """
     names = [name.strip() for name in (cfg.data.eval_tasks or cfg.data.task).split(",")]
+    trained = mixture_rates(cfg.data.task, cfg.data)
     found, without = {}, []
     for task in [task for name in names for task in mixture_rates(name, cfg.data)]:
-        own = task == cfg.data.task or cfg.data.source.startswith("seqio:")
-        sources = {} if own else {"source": "", "validation_source": ""}
+        sources = {}
+        if task != cfg.data.task:
+            source = find_task(task, cfg.data).source
+            whole = task not in trained and not source.startswith(WITH_SPLITS)
+            sources = {"source": "" if task in TASKS else p3_root(cfg.data) and cfg.data.source,
+                       "validation_source": source if whole else ""}
         one = replace(cfg, data=replace(cfg.data, task=task, eval_tasks="", **sources))
         try:
             open_rows(one, "validation")
@@ -2174,7 +2273,7 @@ def show_row(ids, segments, tokenizer):
     def style(pair):
         i, segment = pair
         kind = "" if tokenizer is None else (
-            "7" if i >= tokenizer.size - SENTINELS else "2" if i <= UNK else "")
+            "7" if i >= tokenizer.size - tokenizer.sentinels else "2" if i <= UNK else "")
         colour = str(31 + segment % 6) if segments.max() > 1 else ""
         return segment, ";".join(filter(None, (kind, colour)))
 
@@ -2235,10 +2334,11 @@ def list_mixture(name, cfg):
                 print(f"  {one:36} {source}".rstrip())
         return
     data = replace(cfg.data, task=name)
+    check_tasks(data)
 
     def size_of(task):
-        one = replace(cfg, data=replace(data, task=task))
-        return open_examples(task, one, "train", load_vocabulary(data)).count
+        examples = open_examples(task, replace(cfg, data=data), "train", load_vocabulary(data))
+        return examples.size if examples.corpus.complete else math.inf
 
     rates = mixture_rates(name, data, size_of)
     total = sum(rates.values())
@@ -2260,6 +2360,9 @@ def main(argv):
     if args.show is None and not args.prepare and args.list is None:
         raise UserError("Say what to do: --show N, --prepare or --list [MIXTURE].")
     cfg = configs.resolve(args, changes)
+    if (args.prepare or args.shard) and (cfg.data.streaming or cfg.data.source == "random:"):
+        raise UserError("There is nothing to prepare: neither with --data.streaming true nor of "
+                        "random: are tokens kept.")
     if args.list is not None:
         list_mixture(args.list, cfg)
     if args.shard:
@@ -2277,15 +2380,15 @@ def prepare_shard(cfg, shard):
     found = re.fullmatch(r"(\d+)/(\d+)", shard)
     if not found or int(found[1]) >= int(found[2]):
         raise UserError(f"--shard {shard}: write I/N, from 0/N to N-1/N.")
-    tokenizer = load_vocabulary(cfg.data)
-    splits = [("train", name) for name in mixture_rates(cfg.data.task, cfg.data)]
-    for split, name in splits + [("validation", name) for _, name in splits]:
+    check_tasks(cfg.data)
+    tokenizer, rates = load_vocabulary(cfg.data), mixture_rates(cfg.data.task, cfg.data)
+    for split, name in [(split, name) for split in ("train", "validation") for name in rates]:
         try:
             task, shared = find_source(name, cfg, split)
+            if rates[name] if split == "train" else not shared:
+                prepare(task, split, tokenizer, cfg.data, shard=(int(found[1]), int(found[2])))
         except NoSplit:
             continue
-        if split == "train" or not shared:
-            prepare(task, split, tokenizer, cfg.data, shard=(int(found[1]), int(found[2])))
     print(f"shard {shard} of {cfg.data.task} is prepared")
 
 

@@ -71,9 +71,9 @@ def main(argv):
         start = time.perf_counter()
         metrics = teacher_forced(params, one, mesh, "validation", batches)
         seconds = time.perf_counter() - start
-        metrics["unigram_content_loss"] = data.unigram_loss(cfg, batches, one)
         rows = data.open_rows(one, "validation")[0].count
-        print(f"{args.run_dir}, step {step:,}, {task}: the whole held-out split, {rows:,} rows, "
+        part = "held-out rows streamed" if cfg.data.streaming else "the whole held-out split"
+        print(f"{args.run_dir}, step {step:,}, {task}: {part}, {rows:,} rows, "
               f"{rows / seconds:.4g} examples/s")
         for name, value in metrics.items():
             print(f"  {name:22} {value:.4f}")

@@ -47,7 +47,7 @@ def split_spans(ids, tokenizer):
     for i in map(int, ids):
         if i == data.EOS:
             break
-        if tokenizer.size - data.SENTINELS <= i < tokenizer.size:
+        if tokenizer.size - tokenizer.sentinels <= i < tokenizer.size:
             number = tokenizer.size - 1 - i
             spans[number] = []
         elif number is not None:
@@ -60,7 +60,7 @@ def fill_blanks(inputs, spans, tokenizer):
     text, words = "", []
     for i in [*map(int, inputs), data.EOS]:
         number = tokenizer.size - 1 - i
-        if i > data.EOS and number >= data.SENTINELS:
+        if i > data.EOS and number >= tokenizer.sentinels:
             words.append(i)
             continue
         text += tokenizer.pieces(words)

@@ -279,8 +279,9 @@ def test_python_source_is_the_manual_and_the_docstrings():
 
 
 @pytest.fixture
-def corpus(tmp_path):
-    """A folder of three text files and a DataConfig that reads it."""
+def corpus(tmp_path, monkeypatch):
+    """A folder of three text files, each a part of its own, and a DataConfig that reads it."""
+    monkeypatch.setattr(data, "PART_BYTES", 1)
     for i in range(3):
         (tmp_path / f"{i}.txt").write_text("\n".join(sentences(60, seed=i)))
     return DataConfig(source=f"text:{tmp_path}/*.txt:lines", vocab="train:60", inputs_length=32,
@@ -403,8 +404,9 @@ def test_bytes_are_a_vocabulary(tmp_path, corpus):
     assert (plain.size, extra.size) == (259, 359)
     assert plain.encode("aé") == [100, 198, 172] and plain.decode([100, 198, 172, 1, 99]) == "aé"
     assert plain.decode([0, 198, 100, 2, 258]) == "a"  # no UTF-8, no bytes
-    assert extra.encode("a<extra_id_0>b") == [100, 358, 101]
-    assert [ids.tolist() for ids in extra.encode_batch(["a", ""])] == [[100], []]
+    texts = ["a<extra_id_0>b", "a", "", "<extra_id_100>"]
+    assert [ids.tolist() for ids in extra.encode_batch(texts)] == list(map(extra.encode, texts))
+    assert extra.encode(texts[0]) == [100, 358, 101] and len(extra.encode(texts[3])) == 14
     assert extra.pieces([100, 358, 1, 198, 172]) == "a<extra_id_0></s>é"
     (tmp_path / "spiece.model").write_bytes(extra.serialized)  # what a run directory keeps
     assert data.load_tokenizer(tmp_path / "spiece.model").size == 359
@@ -419,7 +421,7 @@ def test_unknown_characters_are_reported(tmp_path, corpus, capsys, tokenizer):
     prepare(cfg, tokenizer)
     err = capsys.readouterr().err
     assert "warning: more than 0.1 %" in err and "'☃'" in err
-    assert "1 examples of only unknown tokens" in err
+    assert "1 of only unknown tokens" in err
     prepare(corpus, tokenizer)
     assert "warning" not in capsys.readouterr().err
 
@@ -464,32 +466,34 @@ def test_hugging_face_datasets_are_streamed(tmp_path, corpus):
     assert held_out.tasks[0].corpus.read(0, len(text)).tolist() == [byte + 3 for byte in text]
 
 
-def test_a_large_corpus_is_prepared_as_far_as_the_run_needs(corpus, tokenizer, monkeypatch):
+@pytest.mark.parametrize("task, steps", [("span_corruption", 8), ("prefix_lm", 2)])
+def test_a_large_corpus_is_prepared_as_far_as_the_run_needs(corpus, monkeypatch, task, steps):
     """Chapter by chapter; what a step sees does not depend on how much is prepared."""
     monkeypatch.setattr(data, "CHAPTER_TOKENS", 1000)  # each file has about 3,000 tokens
     monkeypatch.setattr(data.Rows, "BLOCK", 8)
-    cfg = with_corpus(corpus, batch_size=8, steps=10)
+    cfg = with_corpus(replace(corpus, task=task), batch_size=8, steps=steps)
     rows, _ = data.open_rows(cfg, "train")
     folder, = (path.parent for path in Path(corpus.prepared_dir).glob("*/00000.json"))
     assert not (folder / "index.json").exists() and not (folder / "00001.json").exists()
-    first = [data.make_batch(cfg, "train", step) for step in range(10)]
+    first = [data.make_batch(cfg, "train", step) for step in range(steps)]
     longer = change(cfg, train=dict(steps=100))
-    assert_equal(first, [data.make_batch(longer, "train", step) for step in range(10)])
+    assert_equal(first, [data.make_batch(longer, "train", step) for step in range(steps)])
     assert (folder / "index.json").exists() and rows.digest == data.open_rows(
         longer, "train")[0].digest
     task, = data.open_rows(longer, "train")[0].tasks
-    assert len(task.spans) == 3 and task.count > 2 * rows.tasks[0].count
+    assert len(task.first) == 4 and task.count > 2 * rows.tasks[0].count
     epochs, examples = task.locate(np.arange(2 * task.count))
     for chapter in range(3):  # one after the other, each in a random order of its own
         inside = examples[task.first[chapter] : task.first[chapter + 1]]
         assert sorted(inside) == list(range(task.first[chapter], task.first[chapter + 1]))
         assert list(inside) != sorted(inside)
     assert epochs.tolist() == [0] * task.count + [1] * task.count
-    raw = [task.corpus.read(*span).tolist() for span in task.spans]
-    held_out, _ = data.open_rows(longer, "validation")
-    last = held_out.tasks[0].corpus.read(*held_out.tasks[0].spans[0]).tolist()
-    stream = data.Corpus.open(folder)
-    assert raw[0] + last + raw[1] + raw[2] == stream.read(0, stream.tokens).tolist()
+    if isinstance(task, data.SpanExamples):
+        raw = [task.corpus.read(*span).tolist() for span in task.spans]
+        held_out, = data.open_rows(longer, "validation")[0].tasks
+        last = held_out.corpus.read(*held_out.spans[0]).tolist()
+        stream = data.Corpus.open(folder)
+        assert raw[0] + last + raw[1] + raw[2] == stream.read(0, stream.tokens).tolist()
 
 
 def test_machines_share_the_work(corpus, capsys, monkeypatch, tmp_path):
@@ -1049,8 +1053,58 @@ def test_documents_and_pairs_share_a_batch(mixture):
     spans = [pair for pair in seen if pair[1][0] == sentinel]
     assert many >= set(seen) - set(spans) and 20 < len(spans) < len(seen) - 20
     assert {len(inputs) for inputs, _ in spans} <= {32, *range(2, 32)}
-    with pytest.raises(configs.UserError, match="a mixture's tasks"):
+    with pytest.raises(configs.UserError, match="a mixture's tasks have their own"):
         data.open_rows(change(cfg, data=dict(source="python:")), "train")
+
+
+def test_what_is_evaluated_is_never_trained_on(mixture, tmp_path):
+    """Members hold out their own; a file that is not trained on is used whole."""
+    (tmp_path / "val.jsonl").write_text("\n".join(
+        json.dumps({"inputs": f"val {i}", "targets": "x"}) for i in range(50)))
+    for eval_tasks, count in (("", 4), (f"jsonl:{tmp_path}/val.jsonl", 50), ("few, inner", 2)):
+        cfg = change(mixture, data=dict(eval_tasks=eval_tasks, pack=False))
+        trained = {pair for i in range(64) for pair in unpack(data.make_batch(cfg, "train", i))}
+        held_out = [pair for one in data.evaluations(cfg).values()
+                    for i in range(data.number_of_batches(one, "validation"))
+                    for pair in unpack(data.make_batch(one, "validation", i))]
+        assert len(held_out) >= count and trained.isdisjoint(held_out)
+    with pytest.raises(configs.UserError, match="a mixture's tasks have their own"):
+        data.open_rows(change(mixture, data=dict(validation_source="jsonl:v")), "train")
+    with pytest.raises(configs.UserError, match="Unknown task nope"):
+        data.open_rows(change(mixture, data=dict(eval_tasks="nope")), "train")
+
+
+def test_tasks_of_one_source_do_not_share_tokens(mixture, tmp_path):
+    """A format is known by what it makes: closures, defaults and edited constants differ."""
+    def make(prompt):
+        return lambda example: [{"inputs": prompt + example["inputs"], "targets": "x"}]
+
+    tokenizer, folders = data.load_vocabulary(mixture.data), set()
+    for prompt in ("alpha ", "beta ", "alpha "):
+        task = data.Task(f"jsonl:{tmp_path}/some.jsonl", make(prompt))
+        folders.add(data.prepare(task, "train", tokenizer, mixture.data))
+    assert len(folders) == 2
+
+
+def test_packing_is_planned_anew_when_lengths_change(mixture):
+    cfg = change(mixture, data=dict(task="both", targets_length=16))
+    for density in (0.1, 0.2):
+        changed = change(cfg, data=dict(noise_density=density))
+        seen = [pair for i in range(4) for pair in unpack(data.make_batch(changed, "train", i))]
+        assert all(pair[0][-1] == pair[1][-1] == data.EOS for pair in seen)
+
+
+def test_strange_mixtures_are_refused(mixture):
+    for name, entries, sentence in (
+            ("self", {"self": 1}, "contains itself"), ("minus", {"few": -1}, "is -1"),
+            ("none", {"few": 0}, "no task with a rate above 0"),
+            ("deep", {"inner": data.BySize()}, "it is one task"), ("text", {"few": "1"}, "is 1")):
+        data.MIXTURES[name] = entries
+        with pytest.raises(configs.UserError, match=sentence):
+            data.mixture_rates(name, mixture.data)
+    data.TASKS["string"] = "jsonl:a"
+    with pytest.raises(configs.UserError, match="not a value of data.Task"):
+        data.find_task("string", mixture.data)
 
 
 def write_seqio_cache(folder, split, examples, shards=2):
@@ -1102,6 +1156,15 @@ def test_t0_mixtures_are_made_of_the_folders_of_p3(tmp_path, pairs, tokenizer, c
     status, out, _ = run(data, capsys, monkeypatch, "--list", "t0_train", "--data.source",
                          cfg.data.source)
     assert status == 0 and re.search(r"gigaword_x +250,000 +89\.14", out)
+    mixed = change(cfg, data=dict(eval_tasks="imdb_a, glue_stsb_v002"))
+    with pytest.raises(configs.UserError, match="glue/stsb:1.0.0 is not in"):
+        data.evaluations(mixed)  # that is: it is looked for where TFDS keeps it
+    data.MIXTURES["with_t0"] = {"t0_train": 2, "span_corruption": 1}
+    try:
+        rows, _ = data.open_rows(change(cfg, data=dict(task="with_t0")), "train")
+        assert len(rows.tasks) == 4
+    finally:
+        del data.MIXTURES["with_t0"]
     (root / "trec_b" / "COMPLETED").unlink()
     with pytest.raises(configs.UserError, match="trec_b has no file COMPLETED"):
         data.open_source(f"seqio:{root}/trec_b", "train", cfg.data)
@@ -1124,8 +1187,11 @@ def test_cached_ids_are_taken_as_they_are(tmp_path, pairs, tokenizer):
         batch = data.make_batch(cfg, "train", 0)
         assert batch.targets[0].tolist() == ids[: 16 - ends] + [data.EOS] * ends
         assert batch.inputs[0, :5].tolist() == ids[:3] + [ends, 0]
-    with pytest.raises(configs.UserError, match="holds the id 24, and the vocabulary has 20"):
-        data.cached_ids(ids, type("Small", (), {"size": 20}))
+    wrong = [{"inputs": [5], "targets": [5]}, {"inputs": [5], "targets": [2**32 + 5]}]
+    write_seqio_cache(tmp_path / "wrong", "train", wrong, shards=1)
+    cfg = replace(pairs[0].data, source=f"seqio:{tmp_path}/wrong", task="text_to_text")
+    with pytest.raises(configs.UserError, match="record 1 has ids from 4294967301 to 4294967301"):
+        prepare(cfg, tokenizer)
 
 
 # ---- data: streaming -----------------------------------------------------------------------------
@@ -1169,7 +1235,7 @@ def test_streaming_and_preparing_make_the_same_examples(mixture, monkeypatch):
     counts = [seen.count(pair) for pair in set(seen)]
     assert min(counts) >= 1 and max(counts) <= 3  # 192 of 89 examples
     (Path(cfg.data.prepared_dir).parent / "many.jsonl").write_text('{"inputs": "a", "targets": ""}')
-    with pytest.raises(configs.UserError, match="many.jsonl holds no text"):
+    with pytest.raises(configs.UserError, match="holds no text to train on, but"):
         data.make_batch(change(cfg, train=dict(seed=1)), "train", 0)
 
 
@@ -2184,6 +2250,7 @@ BAD = {
     "short inputs": (["--data.source", "random:", "--data.inputs_length", "2"], "inputs_length"),
     "no pairs": (["--data.task", "text_to_text", "--data.source", "python:"],
                  "no text in inputs and targets"),
+    "no field": (["--data.fields", "text"], "text=NAME"),
     "no source of pairs": (["--data.task", "text_to_text", "--data.source", ""], "jsonl:FILE"),
     "unknown task": (["--data.task", "glue_cola"], "did you mean glue_cola_v002"),
     "T0 without P3": (["--data.task", "t0_train", "--data.source", ""], "seqio:DIR"),
