@@ -1261,8 +1261,9 @@ def prepare_part(part, stem, task, tokenizer, cfg, progress):
         counts["unknown"] += int(unknown.sum())
         for example in np.flatnonzero(unknown):
             texts, ids = batch[example]
-            known = [i for side in ids for i in side.tolist() if i != UNK]
-            counts["only_unknown"] += not tokenizer.pieces(known).strip()
+            known = np.concatenate(ids)
+            known = known[known != UNK][:20]  # spaces may be among them
+            counts["only_unknown"] += not tokenizer.pieces(known.tolist()).strip()
             looked += 1
             for text in texts if looked <= 1000 else ():  # enough to say which they are
                 strange.update(unknown_characters(text, tokenizer))
