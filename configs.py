@@ -93,7 +93,16 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class DecodeConfig:
+    beams: int = 0  # 0: greedy, or sampling; 1 or more: T5X's beam search (1 is not greedy)
+    alpha: float = 0.6  # exponent of the beams' length penalty
+    penalty: str = "gnmt"  # ((5 + tokens) / 6) ** alpha as in T5X, or length: tokens ** alpha
     max_len: int | None = None  # tokens generated at most, EOS included; none: data.targets_length
+    temperature: float = 0.0  # of sampling; 0 is greedy, or 1 where top_k or top_p is given
+    top_k: int = 0  # sample from the k likeliest tokens; 0: from all
+    top_p: float = 0.0  # sample from the likeliest that together have this probability; 0: all
+    num_return: int = 1  # answers to an example: samples, or the best beams
+    return_all: bool = False  # write all of them with their scores, even if it is one
+    batch_size: int = 32  # examples decoded together; changes no result
 
 
 @dataclass(frozen=True)
@@ -340,6 +349,7 @@ CHOICES = {
     "model.remat": ("none", "dots", "full"),
     "data.on_error": ("stop", "skip"),
     "train.optimizer": ("adafactor", "adamw"),
+    "decode.penalty": ("gnmt", "length"),
 }
 RANGES = {  # lowest and highest value; whole numbers not named here are at least 1
     "model.dropout": (0, 0.99), "data.noise_density": (0.001, 0.999),
@@ -347,7 +357,8 @@ RANGES = {  # lowest and highest value; whole numbers not named here are at leas
     **{f"train.{name}": (0, math.inf) for name in (
         "start_step", "schedule_offset", "log_every", "eval_every", "eval_batches", "save_every",
         "learning_rate", "weight_decay", "z_loss")}, "train.loss_divisor": (1e-6, math.inf),
-    "train.seed": (0, 2**31 - 1),
+    "train.seed": (0, 2**31 - 1), "decode.beams": (0, 1024), "decode.top_k": (0, math.inf),
+    "decode.top_p": (0, 1), "decode.temperature": (0, math.inf),
 }
 
 
@@ -365,6 +376,10 @@ def check(cfg):
         raise UserError(f"--train.microbatches {cfg.train.microbatches} does not divide "
                         f"the {cfg.train.batch_size} rows of --train.batch_size: change one of "
                         f"the two.")
+    if cfg.decode.num_return > max(1, cfg.decode.beams) and not (
+            cfg.decode.temperature or cfg.decode.top_k or cfg.decode.top_p):
+        raise UserError(f"--decode.num_return {cfg.decode.num_return} asks for as many "
+                        f"--decode.beams, or for sampling (--decode.temperature 1).")
 
 
 def show_changes(cfg, recipe):

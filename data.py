@@ -2156,6 +2156,25 @@ def open_rows(cfg, split):
     return Rows(tasks, list(rates.values()), cfg, plans), size - 1
 
 
+def with_vocabulary(cfg, run_dir):
+    """Config of a run -> the same with the vocabulary that the run directory keeps."""
+    return replace(cfg, data=replace(cfg.data, vocab=os.path.join(run_dir, "spiece.model")))
+
+
+def read_task(name, split, cfg, bad):
+    """The formatted examples of a task's split: (where, dict). What is held out of the training
+    split is the validation split here too."""
+    task, shared = find_source(name, cfg, split)
+    parts = open_source(task.source, "train" if shared else split, cfg.data)
+    examples = ((where, example) for part in parts
+                for where, _, example in read_formatted(part, bad, task, cfg.data))
+    if shared:
+        examples = list(examples)
+        held_out = len(examples) - max(1, len(examples) // 100)
+        examples = examples[held_out:] if split == "validation" else examples[:held_out]
+    yield from examples
+
+
 def evaluations(cfg):
     """Config -> {task: its Config}: what is evaluated while training, each task by itself.
 

@@ -1,44 +1,297 @@
-"""How a trained model answers.
+"""How a trained model answers: greedy, by sampling, by beam search; and how it scores answers.
 
     python infer.py --run_dir runs/tiny "Return the <extra_id_0> of the list."
+    python infer.py --run_dir runs/tiny                   answers each line of standard input
+    python infer.py --run_dir RUN --input IN.jsonl --output OUT.jsonl [--mode score] [--shard 0/4]
+    python infer.py --run_dir RUN --input task:glue_rte_v002:validation --output OUT.jsonl
+
+A line of IN.jsonl has "inputs" and, to score, "targets": texts, or lists of ids, which are used
+exactly as they are. OUT.jsonl has the same lines with "prediction" or "score" added.
 """
 
 import functools
+import itertools
+import json
+import os
+import re
+import sys
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from tqdm import tqdm
 
 import configs
 import data
 import model
 import partition
-from configs import UserError
+from configs import DecodeConfig, UserError
+
+LOW = -1e7  # T5X's score of what is not to be chosen; added, not assigned
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "length"))
-def generate(params, inputs, input_segments, cfg, length):
-    """Greedy decoding: inputs, input_segments [B, S] -> ids [B, length], 0 after EOS."""
+# ---- decoding ------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "length", "decode"))
+def generate(params, inputs, input_segments, cfg, length, decode=DecodeConfig(), rows=None, seed=0,
+             prefix=None):
+    """inputs, input_segments [B, S] -> (ids [B, N, length], scores [B, N]), the best answer first.
+
+    After EOS ids are 0. decode.beams 0 is greedy or, with a temperature, top_k or top_p, sampling
+    of num_return answers; 1 or more is T5X's beam search, N = beams. rows [B]: numbers that tell
+    examples apart, which the samples depend on, not on the batch. prefix [B, P]: ids with which
+    answers must begin, then 0.
+    """
+    beams = decode.beams or (decode.num_return if samples(decode) else 1)
     encoded = model.encode(params, cfg, inputs, input_segments)
-    cache = model.init_cache(params, cfg, encoded, length)
+    cache = model.init_cache(params, cfg, encoded, length, beams)
+    B, batch = inputs.shape[0], P("data")
 
-    def unfinished(state):
-        at, _, done, _, _ = state
-        return (at < length) & ~jnp.all(done)
+    def rows_of(value, *shape, dtype=jnp.float32):
+        return jnp.full((B, *shape), value, dtype, out_sharding=batch)
 
-    def step(state):
-        at, ids, done, out, cache = state
-        logits, cache = model.decode_step(params, cfg, ids, at, cache, input_segments)
-        ids = jnp.where(done, data.PAD, jnp.argmax(logits, axis=-1).astype(jnp.int32))
-        out = lax.dynamic_update_slice_in_dim(out, ids[:, None], at, axis=1)
-        return at + 1, ids, done | (ids == data.EOS), out, cache
+    forced = rows_of(0, length, dtype=jnp.int32)
+    if prefix is not None:
+        prefix = jax.reshard(prefix.astype(jnp.int32), batch)
+        forced = lax.dynamic_update_slice(forced, prefix, (0, 0))
+    rows = rows_of(0, dtype=jnp.uint32) if rows is None else jax.reshard(
+        rows.astype(jnp.uint32), batch)
+    if decode.beams:
+        first = rows_of(LOW, beams) + jnp.where(jnp.arange(beams) > 0, 0.0, -LOW)
+        state = Beams(first, rows_of(0, beams, length, dtype=jnp.int32), rows_of(LOW, beams),
+                      rows_of(0, beams, length, dtype=jnp.int32), rows_of(False, beams, dtype=bool),
+                      rows_of(0, beams, length, dtype=jnp.int32) + jnp.arange(beams)[:, None],
+                      rows_of(False, dtype=bool))
+        choose = functools.partial(beam_step, decode=decode, length=length)
+    else:
+        state = Samples(rows_of(0, beams, length, dtype=jnp.int32), rows_of(0.0, beams),
+                        rows_of(False, beams, dtype=bool))
+        choose = functools.partial(sample_step, decode=decode, seed=seed)
+    # which id comes next is decided row by row, on the device that has the row
+    choose = jax.shard_map(choose, in_specs=(P(), batch, batch, batch, batch),
+                           out_specs=(batch, batch))
 
-    B, rows = inputs.shape[0], P("data")
-    start = jnp.zeros(B, jnp.int32, out_sharding=rows)
-    out = jnp.zeros((B, length), jnp.int32, out_sharding=rows)
-    return lax.while_loop(unfinished, step, (0, start, start > 0, out, cache))[3]
+    def unfinished(carry):
+        at, _, state, _ = carry
+        return (at < length) & ~jnp.all(state.done)
+
+    def step(carry):
+        at, ids, state, cache = carry
+        ancestors = state.ancestors if decode.beams else None
+        logits, cache = model.decode_step(params, cfg, ids, at, cache, input_segments, ancestors)
+        logits = jax.reshard(logits, P("data", None, None))
+        ids, state = choose(at, logits, state, forced, rows)
+        return at + 1, ids, state, cache
+
+    start = rows_of(0, beams, dtype=jnp.int32)
+    state = lax.while_loop(unfinished, step, (0, start, state, cache))[2]
+    if not decode.beams:
+        return state.ids, state.scores
+    any_finished = state.finished.any(1, keepdims=True)
+    return (jnp.where(any_finished[..., None], state.found, state.live),
+            jnp.where(any_finished, state.scores, state.live_scores))
+
+
+def samples(decode):
+    """Whether a DecodeConfig asks for sampling."""
+    return bool(decode.temperature or decode.top_k or decode.top_p)
+
+
+class Samples(NamedTuple):
+    """Greedy answers or samples so far, N of each row."""
+
+    ids: jax.Array  # [B, N, L]
+    scores: jax.Array  # [B, N] sums of log-probabilities
+    done: jax.Array  # [B, N]
+
+
+def sample_step(at, logits, state, forced, rows, *, decode, seed):
+    """logits [B, N, V] of position `at` -> (ids [B, N], Samples)."""
+    if samples(decode):
+        chances = restrict(logits / (decode.temperature or 1.0), decode.top_k, decode.top_p)
+
+        def draw(row, answer, chances):
+            key = jax.random.key(seed)
+            for number in (row, answer, at):
+                key = jax.random.fold_in(key, number)
+            return jax.random.categorical(key, chances)
+
+        answers = jnp.arange(logits.shape[1], dtype=jnp.uint32)
+        ids = jax.vmap(jax.vmap(draw, (None, 0, 0)), (0, None, 0))(rows, answers, chances)
+    else:
+        ids = jnp.argmax(logits, axis=-1)
+    must = forced[:, at][:, None]
+    ids = jnp.where(state.done, data.PAD, jnp.where(must > 0, must, ids)).astype(jnp.int32)
+    chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), ids[..., None], axis=-1)[..., 0]
+    scores = state.scores + jnp.where(state.done | (must > 0), 0.0, chosen)
+    return ids, Samples(state.ids.at[:, :, at].set(ids), scores,
+                        state.done | ((ids == data.EOS) & (must == 0)))
+
+
+def restrict(logits, top_k, top_p):
+    """Leave the top_k likeliest ids, and of them those that together have probability top_p."""
+    if top_k:
+        least = lax.top_k(logits, min(top_k, logits.shape[-1]))[0][..., -1:]
+        logits = jnp.where(logits < least, -jnp.inf, logits)  # ties stay, as in T5X
+    if 0 < top_p < 1:
+        ordered = -jnp.sort(-logits, axis=-1)
+        likelihood = jax.nn.softmax(ordered)
+        kept = jnp.cumsum(likelihood, axis=-1) - likelihood < top_p
+        least = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    return logits
+
+
+class Beams(NamedTuple):
+    """Beam search so far, N beams of each row, best first."""
+
+    live_scores: jax.Array  # [B, N] sums of log-probabilities
+    live: jax.Array  # [B, N, L]
+    scores: jax.Array  # [B, N] of finished answers, with the length penalty
+    found: jax.Array  # [B, N, L]
+    finished: jax.Array  # [B, N] whether there is one in this place
+    ancestors: jax.Array  # [B, N, L] which beam wrote the keys that this one reads
+    done: jax.Array  # [B] nothing better can be found
+
+
+def length_penalty(tokens, decode):
+    """What the log-probability of an answer of so many tokens, EOS counted, is divided by."""
+    return ((5 + tokens) / 6) ** decode.alpha if decode.penalty == "gnmt" else tokens**decode.alpha
+
+
+def beam_step(at, logits, state, forced, rows, *, decode, length):
+    """logits [B, N, V] of position `at` -> (ids [B, N], Beams), by T5X's rules (decoding.py).
+
+    The 2N best continuations are looked at; those that end compete with the finished ones by their
+    penalized scores, the N best of the others live on.
+    """
+    B, N, V = logits.shape
+    take = functools.partial(jnp.take_along_axis, axis=1)
+    values = jax.nn.log_softmax(logits) + state.live_scores[..., None]
+    values, ids = lax.top_k(values, min(2 * N, V))  # of each beam, then of all
+    width = values.shape[-1]
+    values, best = lax.top_k(values.reshape(B, -1), min(2 * N, N * width))
+    parents, ids = best // width, take(ids.reshape(B, -1), best)
+    answers = take(state.live, parents[..., None]).at[:, :, at].set(ids)
+    ends = ids == data.EOS
+    live_scores, kept = lax.top_k(values + jnp.where(ends, LOW, 0.0), N)
+    parents, live = take(parents, kept), take(answers, kept[..., None])
+    scores = values / length_penalty(at + 1.0, decode) + jnp.where(ends, 0.0, LOW)
+    scores, finished = (jnp.concatenate(pair, 1) for pair in (
+        (state.scores, scores), (state.finished, ends)))
+    scores, best = lax.top_k(scores, N)
+    found = take(jnp.concatenate([state.found, answers], 1), best[..., None])
+    finished = take(finished, best)
+    # no live beam can overtake the worst finished one any more, whatever comes
+    bound = live_scores[:, 0] / length_penalty(length + 1.0, decode)
+    done = finished.all(1) & (scores[:, -1] > bound)
+    own = jnp.arange(N)[:, None]
+    place = jnp.arange(length)
+    ancestors = jnp.where(place < at, take(state.ancestors, parents[..., None]),
+                          jnp.where(place == at, parents[..., None], own))
+    new = Beams(live_scores, live, scores, found, finished, ancestors, done)
+    must = forced[:, at]
+    told = state._replace(live=state.live.at[:, :, at].set(must[:, None]))
+    new = jax.tree.map(lambda a, b: jnp.where(
+        (must > 0).reshape(-1, *[1] * (a.ndim - 1)), a, b), told, new)
+    return new.live[:, :, at], new
+
+
+@functools.partial(jax.jit, static_argnames="cfg")
+def score(params, batch, cfg):
+    """Batch, ModelConfig -> [B] sums of the target tokens' log-probabilities."""
+    logits = model.forward(params, batch, cfg)
+    loss, _ = model.cross_entropy(logits, batch.targets)
+    return -jnp.sum(loss * (batch.target_segments > 0), axis=1)
+
+
+# ---- many examples -------------------------------------------------------------------------------
+
+
+class Example(NamedTuple):
+    """Ids of inputs, of targets to score and of a prefix of the answer; EOS is theirs to have."""
+
+    inputs: list
+    targets: list = ()
+    prefix: list = ()
+
+
+def bucket(length):
+    """The next power of two: few lengths, so that few programs are compiled."""
+    return max(16, 1 << (length - 1).bit_length())
+
+
+def padded(sequences, rows, length):
+    """Lists of ids -> [rows, length], 0 after their ends."""
+    out = np.zeros((rows, length), np.int32)
+    for row, ids in zip(out, sequences):
+        row[: len(ids)] = ids
+    return out
+
+
+def answer(params, cfg, mesh, examples, mode="predict", first=0):
+    """Config, iterable of Examples -> for each, in their order, its score, or (ids, scores) of its
+    answers: lists of ids without EOS, best first.
+
+    What an example gets does not depend on the others: they are sorted by length in windows only to
+    be padded less. first: number of the first example, on which samples depend.
+    """
+    B = -(-cfg.decode.batch_size // mesh.shape["data"]) * mesh.shape["data"]
+    examples = enumerate(examples, first)
+    while window := list(itertools.islice(examples, 16 * B)):
+        window.sort(key=lambda item: (len(item[1].inputs), len(item[1].targets)))
+        results = {}
+        for start in range(0, len(window), B):
+            numbers, group = zip(*window[start : start + B])
+            results |= zip(numbers, answer_batch(params, cfg, mesh, numbers, group, mode, B))
+        yield from (results[number] for number in sorted(results))
+
+
+def answer_batch(params, cfg, mesh, numbers, group, mode, B):
+    """At most B examples -> their results; the batch is filled up with padding."""
+    local = partition.local_rows(B, mesh)
+    inputs = padded([one.inputs for one in group], B, bucket(max(len(x.inputs) for x in group)))
+    wanted = max(1, *(len(one.targets) for one in group))
+    targets = padded([one.targets for one in group], B, bucket(wanted))
+    real = [np.arange(side.shape[1]) < np.array(
+        [len(ids) for ids in ids_of] + [0] * (B - len(group)))[:, None]
+        for side, ids_of in ((inputs, [x.inputs for x in group]),
+                             (targets, [x.targets for x in group]))]
+    batch = data.complete_batch(inputs, targets, *real)
+    batch = partition.put_batch(jax.tree.map(lambda a: a[local], batch), B, mesh)
+    if mode == "score":
+        return fetch(score(params, batch, cfg.model)).tolist()[: len(group)]
+    rows, prefix = np.zeros((B, 1), np.uint32), None
+    rows[: len(group), 0] = numbers
+    if any(one.prefix for one in group):
+        longest = bucket(max(len(one.prefix) for one in group))
+        prefix = padded([one.prefix for one in group], B, longest)
+    length = cfg.decode.max_len or cfg.data.targets_length
+    rows, prefix = partition.put_batch((rows[local], None if prefix is None else
+                                        prefix[local][:, :length]), B, mesh)
+    ids, scores = map(fetch, generate(
+        params, batch.inputs, batch.input_segments, cfg.model, length, cfg.decode, rows[:, 0],
+        cfg.train.seed, prefix))
+    n = cfg.decode.num_return
+    return [([without_eos(one) for one in some[:n].tolist()], some_scores[:n].tolist())
+            for some, some_scores in zip(ids[: len(group)], scores)]
+
+
+def fetch(array):
+    """A global array -> NumPy, on every process."""
+    return np.asarray(jax.reshard(array, P()).addressable_data(0))
+
+
+def without_eos(ids):
+    """Ids up to EOS or padding."""
+    return list(itertools.takewhile(lambda i: i > data.EOS, ids))
+
+
+# ---- blanks --------------------------------------------------------------------------------------
 
 
 def split_spans(ids, tokenizer):
@@ -72,8 +325,11 @@ def fill_blanks(inputs, spans, tokenizer):
     return " ".join(text.split())
 
 
-def load_params(cfg, run_dir):
-    """The newest parameters of a run, float32 -> (step, params)."""
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def load_params(cfg, run_dir, step=None):
+    """The newest parameters of a run, or those of a step, float32 -> (step, params)."""
     mesh = jax.sharding.get_mesh()
 
     def template(p, layout):
@@ -82,33 +338,173 @@ def load_params(cfg, run_dir):
 
     wanted = {"params": jax.tree.map(template, model.param_table(cfg.model),
                                      model.param_specs(cfg.model), is_leaf=model.is_param)}
-    found = partition.Checkpoints(run_dir).load(wanted)
+    found = partition.Checkpoints(run_dir).load(wanted, step)
     if not found:
         raise UserError(f"{run_dir} has no whole checkpoint yet: train.py writes them.")
     return found[0], found[1]["params"]
 
 
+def open_model(args, changes):
+    """--run_dir and --step -> (Config with the run's vocabulary, mesh, Tokenizer, step, params)."""
+    if not args.run_dir:
+        raise UserError("--run_dir names the run whose model is wanted, for instance runs/tiny.")
+    if not re.fullmatch(r"latest|\d+", args.step):
+        raise UserError(f"--step takes a step or latest, not {args.step!r}.")
+    cfg = configs.resolve(args, changes)
+    cfg = data.with_vocabulary(cfg, args.run_dir)
+    partition.start_jax()
+    mesh = partition.set_mesh(cfg)
+    tokenizer = None if cfg.data.source == "random:" else data.load_vocabulary(cfg.data)
+    step, params = load_params(
+        cfg, args.run_dir, None if args.step == "latest" else int(args.step))
+    return cfg, mesh, tokenizer, step, params
+
+
+class Encoder:
+    """Lines with inputs and targets -> Examples; counts the texts that were cut."""
+
+    def __init__(self, cfg, tokenizer, scoring):
+        self.cfg, self.tokenizer, self.scoring, self.cut = cfg, tokenizer, scoring, 0
+
+    def ids(self, line, key, limit):
+        """The ids of a field: given ones as they are, those of a text cut and with EOS."""
+        value = line.get(key)
+        if isinstance(value, str):
+            if self.tokenizer is None:
+                raise ValueError("this run has no vocabulary: give lists of ids")
+            ids = self.tokenizer.encode(value)
+            self.cut += len(ids) >= limit
+            return ids[: limit - 1] + [data.EOS]
+        if not isinstance(value, list) or not all(type(i) is int for i in value):
+            raise ValueError(f"has no text and no list of ids in {key} "
+                             f"(fields: {', '.join(line)})")
+        if not all(0 <= i < self.cfg.model.vocab_size for i in value):
+            raise ValueError(f"has an id outside the model's {self.cfg.model.vocab_size} in {key}")
+        return value
+
+    def __call__(self, line):
+        lengths = self.cfg.data
+        targets = self.ids(line, "targets", lengths.targets_length) if self.scoring else ()
+        prefix = self.ids(line, "prefix", lengths.targets_length) if "prefix" in line else ()
+        if isinstance(line.get("prefix"), str):
+            prefix = prefix[:-1]
+        return Example(self.ids(line, "inputs", lengths.inputs_length), targets, prefix)
+
+
+def read_input(name, cfg, bad):
+    """--input: (where, dict) of a JSONL file, or of the examples of task:NAME[:SPLIT]."""
+    if not name.startswith("task:"):
+        for part in data.open_source(f"jsonl:{name}", "", cfg.data):
+            yield from part.read(bad)
+        return
+    _, task, *split = name.split(":")
+    for where, example in data.read_task(task, split[0] if split else "validation", cfg, bad):
+        yield where, {key: value.tolist() if isinstance(value, np.generic | np.ndarray) else value
+                      for key, value in example.items()}
+
+
+def answer_file(args, cfg, mesh, tokenizer, params):
+    """--input to --output, line by line in order; goes on where a killed one stopped.
+
+    Lines are appended to OUTPUT.partial, which becomes OUTPUT at the end.
+    """
+    partial, skip = f"{args.output}.partial", cfg.data.on_error == "skip"
+    encode, wrong = Encoder(cfg, tokenizer, args.mode == "score"), []
+
+    def complain(where, what):
+        if not skip:
+            raise UserError(f"{where} {what}: mend it, or let such lines through with an error "
+                            f"field by --data.on_error skip.")
+        wrong.append(({"error": f"{where} {what}"}, None))
+
+    def examples():  # (line, Example or None)
+        for where, line in read_input(args.input, cfg, complain):
+            yield from wrong
+            wrong.clear()
+            try:
+                yield line, encode(line)
+            except ValueError as error:
+                complain(where, str(error))
+                yield {**line, **wrong.pop()[0]}, None
+        yield from wrong
+
+    turn, parts = (int(n) for n in args.shard.split("/"))
+    lines = itertools.islice(examples(), turn, None, parts)
+    with open(partial, "a+b") as file:
+        file.seek(0)
+        whole = [line for line in file.read().splitlines(keepends=True) if line.endswith(b"\n")]
+        file.truncate(sum(map(len, whole)))
+        if whole:
+            configs.note(f"{partial} has {len(whole):,} lines: going on behind them")
+        lines = itertools.islice(lines, len(whole), None)
+        lines, seen = itertools.tee(lines)
+        first = turn + parts * len(whole)
+        results = answer(params, cfg, mesh, (x for _, x in lines if x), args.mode, first)
+        for line, example in tqdm(seen, unit=" examples", disable=None, initial=len(whole)):
+            if example:
+                line = {**line, **result_of(next(results), line, args.mode, cfg, tokenizer)}
+            file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+            file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, args.output)
+    if encode.cut:
+        configs.note(f"{encode.cut:,} texts were longer than --data.inputs_length or "
+                     f"--data.targets_length and were cut")
+
+
+def result_of(result, line, mode, cfg, tokenizer):
+    """What is added to a line: texts where a text came in, ids where ids did."""
+    if mode == "score":
+        return {"score": result}
+    ids, scores = result
+    texts = ids if isinstance(line["inputs"], list) else [tokenizer.decode(one) for one in ids]
+    added = {"prediction": texts[0]}
+    if cfg.decode.return_all or len(texts) > 1:
+        added |= {"predictions": texts, "scores": scores}
+    return added
+
+
+def answer_text(text, cfg, mesh, tokenizer, params):
+    """Print the answers to one text; of span corruption, also the text with its blanks filled."""
+    encode = Encoder(cfg, tokenizer, False)
+    example = encode({"inputs": text})
+    if encode.cut:
+        configs.note(f"cut to the {len(example.inputs) - 1} tokens that --data.inputs_length "
+                     f"leaves")
+    (ids, _), = answer(params, cfg, mesh, [example])
+    for one in ids:
+        print(tokenizer.decode(one))
+        if spans := split_spans(one, tokenizer):
+            print(fill_blanks(example.inputs, spans, tokenizer))
+    sys.stdout.flush()
+
+
 def main(argv):
     args, changes = configs.parse_args(
-        __doc__, argv, text_=dict(help="text with <extra_id_0> blanks"))
-    if not args.run_dir:
-        raise UserError("--run_dir names the run whose model answers, for instance runs/tiny.")
-    cfg = configs.resolve(args, changes)
-    partition.start_jax()
-    partition.set_mesh(cfg, jax.devices()[:1])
-    tokenizer = data.load_tokenizer(f"{args.run_dir}/spiece.model")
-    _, params = load_params(cfg, args.run_dir)
-    ids, most = tokenizer.encode(args.text), cfg.data.inputs_length - 1
-    if len(ids) > most:
-        configs.note(f"cut from {len(ids)} tokens to the {most} that --data.inputs_length leaves")
-    ids = ids[:most] + [data.EOS]
-    inputs = np.zeros((1, cfg.data.inputs_length), np.int32)
-    inputs[0, : len(ids)] = ids
-    length = cfg.decode.max_len or cfg.data.targets_length
-    out = np.asarray(generate(params, inputs, inputs > 0, cfg.model, length))[0]
-    print(tokenizer.decode(out))
-    if spans := split_spans(out, tokenizer):
-        print(fill_blanks(ids, spans, tokenizer))
+        __doc__, argv, text_=dict(nargs="?", help="a text to answer"),
+        input=dict(help="a JSONL file, or task:NAME[:SPLIT]"),
+        output=dict(help="the JSONL file to write"),
+        mode=dict(default="predict", choices=("predict", "score")),
+        step=dict(default="latest", help="a checkpoint's step"),
+        shard=dict(default="0/1", metavar="I/N", help="only every N-th line, from line I on"))
+    if bool(args.input) != bool(args.output) or args.input and args.text:
+        raise UserError("Give a text, or --input and --output, or neither to answer the lines of "
+                        "standard input.")
+    found = re.fullmatch(r"(\d+)/(\d+)", args.shard)
+    if not found or int(found[1]) >= int(found[2]):
+        raise UserError(f"--shard {args.shard}: write I/N, from 0/N to N-1/N.")
+    if args.output and os.path.exists(args.output):
+        raise UserError(f"{args.output} is there already: name another, or move it away.")
+    cfg, mesh, tokenizer, _, params = open_model(args, changes)
+    if args.input:
+        answer_file(args, cfg, mesh, tokenizer, params)
+        return
+    if tokenizer is None:
+        raise UserError("This run was trained on random ids and has no vocabulary: give --input "
+                        "with lists of ids.")
+    for line in [args.text] if args.text is not None else sys.stdin:
+        if line.strip():
+            answer_text(line.strip(), cfg, mesh, tokenizer, params)
 
 
 if __name__ == "__main__":

@@ -360,7 +360,7 @@ def final_norm(x, stack):
 def decoder_layer(w, x, bias, self_mask, cross_kv, cross_mask, cfg, key=None, cache=None, at=None):
     """One decoder layer: x [B, Q, D] -> ([B, Q, D], cache).
 
-    cache: keys and values [B, K, H, C] of the positions before `at`, to which x's own are added.
+    cache: keys and values [B, K, H, C], into which x's own are written from place `at` on.
     """
     key_self, key_cross, key_mlp = split_key(key, 3)
     h = rms_norm(x, w["self_attention"]["norm"])
@@ -411,11 +411,12 @@ def forward(params, batch, cfg, key=None):
     return unembed(params, cfg, x)
 
 
-def init_cache(params, cfg, encoded, length):
+def init_cache(params, cfg, encoded, length, beams=1):
     """What decoding reads: encoded [B, S, D] -> (self, cross, bias).
 
-    self and cross are the keys and values of all layers; self [L, B, length, H, C] is empty, cross
-    [L, B, S, H, C] is computed here, once. bias [1, H, length, length] is the relative bias.
+    self and cross are the keys and values of all layers; self [L, B, length * beams, H, C] is
+    empty, cross [L, B, S, H, C] is computed here, once, and shared by all beams. bias [1, H,
+    length, length] is the relative bias.
     """
     stack = params["decoder"]["layers"]["cross_attention"]
     table = param_table(cfg)["decoder"]["layers"]["cross_attention"]
@@ -424,26 +425,37 @@ def init_cache(params, cfg, encoded, length):
         return None, keys_values(in_use(w, table, encoded.dtype), encoded, cfg)
 
     _, cross_kv = lax.scan(cross, None, stack)
-    shape = (cfg.num_decoder_layers, encoded.shape[0], length, cfg.num_heads, cfg.d_kv)
+    shape = (cfg.num_decoder_layers, encoded.shape[0], length * beams, cfg.num_heads, cfg.d_kv)
     empty = jnp.zeros(shape, encoded.dtype, out_sharding=layout(cross_kv[0]))
     bias = relative_bias(params["decoder"]["relative_bias"], length, length, False, cfg)
     return (empty, empty), cross_kv, bias
 
 
-def decode_step(params, cfg, ids, at, cache, input_segments):
-    """One position: ids [B] at position `at` -> (logits [B, V], cache)."""
+def decode_step(params, cfg, ids, at, cache, input_segments, ancestors=None):
+    """One position of all beams: ids [B, N] at position `at` -> (logits [B, N, V], cache).
+
+    The beams of an example are the queries of one attention: the keys of all of them stay where
+    they were written, and ancestors [B, N, K] says whose key, 0 to N - 1, each beam reads at each
+    position. So reordering beams moves no cache. None: each reads its own.
+    """
     stack = params["decoder"]
     own, cross, biases = cache
-    bias = lax.dynamic_slice_in_dim(biases, at, 1, axis=2)
-    self_mask = jnp.where(jnp.arange(biases.shape[-1]) <= at, 0.0, -1e10)[None, None, None]
+    N, K = ids.shape[1], biases.shape[-1]
+    bias = jnp.repeat(lax.dynamic_slice_in_dim(biases, at, 1, axis=2), N, axis=3)
+    if ancestors is None:
+        ancestors = jnp.arange(N)[None, :, None]
+    past = (jnp.arange(K) <= at)[:, None]
+    seen = past & (ancestors[..., None] == jnp.arange(N))  # [B or 1, N, K, N]
+    seen = seen.reshape(seen.shape[0], 1, N, K * N, out_sharding=P(layout(seen)[0]))
+    self_mask = jnp.where(seen, 0.0, -1e10)
     cross_mask = jnp.where(input_segments > 0, 0.0, -1e10)[:, None, None]
 
     def layer(w, x, own, cross):
-        return decoder_layer(w, x, bias, self_mask, cross, cross_mask, cfg, cache=own, at=at)
+        return decoder_layer(w, x, bias, self_mask, cross, cross_mask, cfg, cache=own, at=at * N)
 
-    x = embed(params, ids[:, None], cfg, None)
+    x = embed(params, ids, cfg, None)
     x, own = scan_layers(layer, x, "decoder", (stack["layers"], own, cross), cfg)
-    return unembed(params, cfg, final_norm(x, stack))[:, 0], (own, cross, biases)
+    return unembed(params, cfg, final_norm(x, stack)), (own, cross, biases)
 
 
 # ---- loss ----------------------------------------------------------------------------------------

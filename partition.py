@@ -242,13 +242,21 @@ class Checkpoints:
         if writing:
             writing.result()
 
-    def load(self, template):
+    def load(self, template, step=None):
         """The newest whole checkpoint -> (step, tree like `template`), or None if there is none.
 
         template: nested dict of ShapeDtypeStructs with their layouts; what else a checkpoint holds
         is left alone. A damaged one is named and the one before it is taken; raises a UserError
-        where all are damaged.
+        where all are damaged. step: that checkpoint and no other.
         """
+        if step is not None:
+            if step not in self.steps():
+                raise UserError(f"{self.folder} has no step {step:,}; it has "
+                                f"{', '.join(map(str, self.steps())) or 'none'}.")
+            try:
+                return step, read_checkpoint(self.path(step), template)
+            except CheckpointError as error:
+                raise UserError(f"{error}: name another --step.") from error
         for step in reversed(self.steps()):
             try:
                 return step, read_checkpoint(self.path(step), template)

@@ -39,7 +39,7 @@ import infer
 import model
 import partition
 import train
-from configs import Config, DataConfig, ModelConfig, TrainConfig
+from configs import Config, DataConfig, DecodeConfig, ModelConfig, TrainConfig
 
 HERE = Path(__file__).parent
 CASES = Path(os.environ.get("PLAIN_T5_CASES", "")) if os.environ.get("PLAIN_T5_CASES") else None
@@ -1408,10 +1408,8 @@ def test_golden_numbers_of_t5x():
                                [44.057151794, 2.156667709, 10, 125.697265625], rtol=2e-6)
 
 
-@needs_cases
-@pytest.mark.parametrize("name", ["v11", "v11_packed"])
-def test_network_equals_t5xs(name):
-    """Encoder, logits, loss and the gradient of every parameter, plain and packed."""
+def recorded_network(name):
+    """A network that T5X ran: (its arrays, Config, parameters)."""
     case = np.load(CASES / f"t5x/network/{name}.npz")
     shape = json.loads((CASES / f"t5x/network/{name}.json").read_text())["config"]
     cfg = change(
@@ -1419,7 +1417,14 @@ def test_network_equals_t5xs(name):
                    d_kv=shape["head_dim"], num_heads=shape["num_heads"],
                    num_layers=shape["num_encoder_layers"],
                    num_decoder_layers=shape["num_decoder_layers"]))
-    params = place(map_t5x(cfg.model, lambda name, _: case[f"params/{name}"]), cfg.model)
+    return case, cfg, place(map_t5x(cfg.model, lambda name, _: case[f"params/{name}"]), cfg.model)
+
+
+@needs_cases
+@pytest.mark.parametrize("name", ["v11", "v11_packed"])
+def test_network_equals_t5xs(name):
+    """Encoder, logits, loss and the gradient of every parameter, plain and packed."""
+    case, cfg, params = recorded_network(name)
     inputs, targets = case["encoder_input_tokens"], case["decoder_target_tokens"]
     packed = "encoder_segment_ids" in case
     batch = to_batch(inputs, targets, case["encoder_segment_ids"] if packed else inputs > 0,
@@ -2010,7 +2015,7 @@ def test_cached_decoding_equals_uncached():
     params = make_params(SMALL, seed=4)
     T, B = 10, 3
     batch = make_batch(change(data=dict(targets_length=T)), [(30, T), (12, T), (1, T)])
-    written = infer.generate(params, batch.inputs, batch.input_segments, SMALL.model, T)
+    written, scores = infer.generate(params, batch.inputs, batch.input_segments, SMALL.model, T)
     encoded = model.encode(params, SMALL.model, batch.inputs, batch.input_segments)
     cache = model.init_cache(params, SMALL.model, encoded, T)
     step = jax.jit(model.decode_step, static_argnums=1)
@@ -2019,12 +2024,14 @@ def test_cached_decoding_equals_uncached():
         whole = batch._replace(decoder_inputs=jnp.asarray(ids[:, :T]),
                                target_segments=jnp.ones((B, T), int))
         logits = forward(params, whole, SMALL.model)[:, t]
-        cached, cache = step(params, SMALL.model, jnp.asarray(ids[:, t]), t, cache,
+        cached, cache = step(params, SMALL.model, jnp.asarray(ids[:, t, None]), t, cache,
                              batch.input_segments)
-        assert_close(cached, logits)
+        assert_close(cached[:, 0], logits)
         ids[:, t + 1] = np.where(done, 0, np.argmax(logits, -1))
         done |= ids[:, t + 1] == data.EOS
-    assert_equal(written, ids[:, 1:])
+    assert_equal(written[:, 0], ids[:, 1:])
+    answers = to_batch(batch.inputs, ids[:, 1:], batch.input_segments, ids[:, 1:] > 0)
+    np.testing.assert_allclose(scores[:, 0], infer.score(params, answers, SMALL.model), rtol=1e-5)
 
 
 def test_generation_ends_at_eos():
@@ -2039,9 +2046,141 @@ def test_generation_ends_at_eos():
         params["unembed"] = 0 * params["unembed"]
         params["unembed"][:, data.EOS] = sign * np.asarray(x[0, 0])
         params["unembed"][:, 7] = -params["unembed"][:, data.EOS]
-        written = infer.generate(place(params, SMALL.model), batch.inputs, batch.input_segments,
-                                 SMALL.model, 5).tolist()
+        written, _ = infer.generate(place(params, SMALL.model), batch.inputs, batch.input_segments,
+                                    SMALL.model, 5)
+        written = written[:, 0].tolist()
         assert written[0] == [data.EOS, 0, 0, 0, 0] if sign > 0 else written[0][0] == 7
+
+
+@needs_cases
+def test_decoding_equals_t5xs():
+    """Greedy, beams at several alphas and scores, recorded from T5X."""
+    case, cfg, params = recorded_network("v11")
+    inputs = jnp.asarray(case["encoder_input_tokens"])
+    length = case["greedy"].shape[-1]
+    ids, _ = infer.generate(params, inputs, inputs > 0, cfg.model, length)
+    assert_equal(ids[:, 0], case["greedy"].reshape(ids[:, 0].shape))
+    searches = [name for name in case if name.startswith("beam") and "scores" not in name]
+    assert len(searches) >= 3
+    for name in searches:
+        beams, alpha = re.fullmatch(r"beam(\d+)_alpha([\d.]+)", name).groups()
+        ids, scores = infer.generate(params, inputs, inputs > 0, cfg.model, length,
+                                     DecodeConfig(beams=int(beams), alpha=float(alpha)))
+        assert_equal(ids[:, ::-1], case[name])  # T5X has the best last
+        np.testing.assert_allclose(scores[:, ::-1], case[f"{name}_scores"], rtol=1e-4)
+    targets = case["decoder_target_tokens"]
+    batch = to_batch(inputs, targets, inputs > 0, targets > 0)
+    np.testing.assert_allclose(infer.score(params, batch, cfg.model), case["target_scores"],
+                               rtol=1e-5)
+
+
+def search_slowly(params, cfg, batch, row, length, decode):
+    """T5X's beam search for one example in plain Python, the whole decoder run for each prefix."""
+    one = jax.tree.map(lambda a: a[row : row + 1], batch)
+    N = decode.beams
+
+    def continuations(ids):
+        inputs = np.zeros((1, length), np.int32)
+        inputs[0, 1 : len(ids) + 1] = ids[: length - 1]
+        whole = one._replace(decoder_inputs=jnp.asarray(inputs),
+                             target_segments=jnp.ones((1, length), int))
+        return np.asarray(jax.nn.log_softmax(forward(params, whole, cfg)[0, len(ids)]))
+
+    live, finished = [(0.0, [])], []
+    for step in range(length):
+        found = sorted(((total + float(p), [*ids, token]) for total, ids in live
+                        for token, p in enumerate(continuations(ids))), reverse=True)[: 2 * N]
+        ends = [(total / infer.length_penalty(step + 1, decode), ids) for total, ids in found
+                if ids[-1] == data.EOS]
+        finished = sorted(finished + ends, reverse=True)[:N]
+        live = [(total, ids) for total, ids in found if ids[-1] != data.EOS][:N]
+        best = live[0][0] / infer.length_penalty(length + 1, decode)
+        if len(finished) == N and finished[-1][0] > best:
+            break
+    return finished or live
+
+
+@pytest.mark.parametrize("beams, alpha, penalty", [
+    (1, 0.6, "gnmt"), (2, 0.0, "gnmt"), (4, 1.0, "gnmt"), (3, 1.0, "length")])
+def test_beam_search_equals_the_slow_one(beams, alpha, penalty):
+    cfg = replace(SMALL.model, vocab_size=12, num_decoder_layers=2)
+    params = make_params(change(model=dataclasses.asdict(cfg)), seed=8)
+    batch = jax.tree.map(lambda a: a % 12, make_batch(SMALL, [(30, 5), (9, 5), (1, 5)], seed=3))
+    decode = DecodeConfig(beams=beams, alpha=alpha, penalty=penalty)
+    ids, scores = infer.generate(params, batch.inputs, batch.input_segments, cfg, 5, decode)
+    for row in range(3):
+        expected = search_slowly(params, cfg, batch, row, 5, decode)
+        for (total, answer), got, score in zip(expected, ids[row], scores[row]):
+            assert got.tolist() == answer + [0] * (5 - len(answer))
+            np.testing.assert_allclose(score, total, rtol=1e-4)
+
+
+def test_samples_follow_the_model_and_not_the_batch():
+    """The first token of many samples has the model's distribution, restricted as asked."""
+    cfg = replace(SMALL.model, vocab_size=12)
+    params = make_params(change(model=dataclasses.asdict(cfg)), seed=8)
+    batch = jax.tree.map(lambda a: a[:1] % 12, make_batch(SMALL, [(30, 5), (9, 5)], seed=3))
+    inputs = jnp.repeat(batch.inputs, 8, axis=0)
+    first = DecodeConfig(num_return=250, temperature=0.7)
+    logits = np.asarray(forward(params, batch._replace(
+        input_segments=(batch.inputs > 0).astype(int), decoder_inputs=jnp.zeros((1, 1), int),
+        target_segments=jnp.ones((1, 1), int)), cfg))[0, 0]
+    order = np.argsort(-logits)
+    share = np.exp(logits / 0.7) / np.exp(logits / 0.7).sum()
+    nucleus = order[: 1 + int((np.cumsum(share[order]) < 0.5).sum())]
+    for decode, kept in ((first, order), (replace(first, top_k=3), order[:3]),
+                         (replace(first, top_p=0.5), nucleus)):
+        ids, _ = infer.generate(params, inputs, inputs > 0, cfg, 1, decode, jnp.arange(8), 5)
+        expected = np.zeros(12)
+        expected[kept] = share[kept] / share[kept].sum()
+        counts = np.bincount(np.asarray(ids).ravel(), minlength=12) / 2000
+        assert abs(counts - expected).max() < 0.05 and not counts[expected == 0].any()
+    part, _ = infer.generate(params, inputs[2:4], inputs[2:4] > 0, cfg, 3, first,
+                             jnp.array([3, 1]), 5)
+    whole, _ = infer.generate(params, inputs, inputs > 0, cfg, 3, first, jnp.arange(8), 5)
+    assert_equal(part, np.asarray(whole)[[3, 1]])
+    assert len({tuple(ids) for ids in np.asarray(part[0]).tolist()}) > 5
+
+
+def test_a_prefix_is_kept_and_scored_as_nothing():
+    params = make_params(SMALL, seed=4)
+    batch = make_batch(SMALL, [(30, 8), (12, 8)])
+    prefix = jnp.array([[9, 8, 7], [5, 0, 0]])
+    for decode in (DecodeConfig(), DecodeConfig(beams=3)):
+        ids, scores = infer.generate(params, batch.inputs, batch.input_segments, SMALL.model, 8,
+                                     decode, None, 0, prefix)
+        assert (ids[0, :, :3] == prefix[0]).all() and ids[1, 0, 0] == 5
+        answers = to_batch(batch.inputs, ids[:, 0], batch.input_segments, ids[:, 0] > 0)
+        losses, *_ = model.token_losses(params, answers, SMALL)
+        own = (answers.targets > 0) & (jnp.arange(8) >= jnp.array([[3], [1]]))
+        expected = np.asarray(-(losses * own).sum(1))
+        ended = np.asarray(answers.targets == data.EOS).any(1)
+        sizes = np.asarray(answers.targets > 0).sum(1)
+        penalty = infer.length_penalty(sizes, decode) if decode.beams else 1.0
+        expected = np.where(ended, expected / penalty, expected)
+        np.testing.assert_allclose(scores[:, 0], expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("decode", [
+    dict(), dict(beams=3, num_return=2), dict(temperature=0.8, top_k=20, num_return=2)], ids=str)
+def test_answers_do_not_depend_on_the_batch(decode):
+    """7 examples in batches of 4, of 7 and one by one, and on 8 devices."""
+    rng = np.random.default_rng(0)
+    examples = [infer.Example(rng.integers(3, 256, n).tolist(), rng.integers(3, 256, m).tolist())
+                for n, m in ((5, 3), (30, 8), (17, 1), (1, 5), (16, 2), (25, 7), (9, 4))]
+    results, weights = [], jax.device_get(make_params(SMALL))
+    for devices, size, axes in ((1, 4, {}), (1, 7, {}), (1, 1, {}), (8, 4, {}),
+                                (8, 8, dict(model=2))):
+        cfg = change(data=dict(targets_length=6), decode=dict(batch_size=size, **decode), mesh=axes)
+        mesh = partition.set_mesh(cfg, jax.devices()[:devices])
+        params = place(weights, SMALL.model)
+        results.append((list(infer.answer(params, cfg, mesh, examples)),
+                        list(infer.answer(params, cfg, mesh, examples, "score"))))
+    for answers, scores in results[1:]:
+        for (ids, likelihood), (first_ids, first_likelihood) in zip(answers, results[0][0]):
+            assert ids == first_ids
+            np.testing.assert_allclose(likelihood, first_likelihood, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(scores, results[0][1], rtol=1e-4)
 
 
 def test_blanks_are_filled(tokenizer):

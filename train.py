@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import flax
@@ -265,10 +264,11 @@ def held_out_passage(params, cfg, mesh):
     rows = mesh.shape["data"]  # a row for each device; the first is shown
     batch = data.make_batch(cfg, "validation", 0, partition.local_rows(rows, mesh))
     batch = partition.put_batch(batch, rows, mesh)
-    written = infer.generate(params, batch.inputs, batch.input_segments, cfg.model,
-                             cfg.data.targets_length)
+    written, _ = infer.generate(params, batch.inputs, batch.input_segments, cfg.model,
+                                cfg.data.targets_length)
     inputs, truth, written = (
-        np.asarray(a.addressable_data(0))[0] for a in (batch.inputs, batch.targets, written))
+        np.asarray(a.addressable_data(0))[0]
+        for a in (batch.inputs, batch.targets, written[:, 0]))
     if data.objectives(cfg.data) != {"span_corruption"}:
         return [f"  {label:8} {tokenizer.decode(ids)}"
                 for label, ids in (("inputs", inputs), ("truth", truth), ("model", written))]
@@ -415,7 +415,7 @@ def open_run(cfg, run_dir, checkpoints, recipe_file=None):
                      f"trains here.")
     checkpoints.discard_unfinished()
     vocabulary = run_dir / "spiece.model"
-    run_cfg = replace(cfg, data=replace(cfg.data, vocab=str(vocabulary)))
+    run_cfg = data.with_vocabulary(cfg, run_dir)
     if cfg.data.source != "random:" and not checkpoints.steps():
         data.open_rows(cfg, "train")  # refuses what does not fit before anything is written
         configs.write_file(vocabulary, data.load_vocabulary(cfg.data).serialized)
