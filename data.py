@@ -1097,19 +1097,26 @@ def read_formatted(part, bad, task, cfg):
 
 
 def read_texts(part, bad, task, cfg, size=math.inf):
-    """The texts, or ids, of a part's examples: (number in the part, a tuple of the features).
+    """The texts, or ids, of a part's examples: (number in the part, a tuple of the features)."""
+    for number, _, texts in read_fitting(part, bad, task, cfg, size):
+        yield number, texts
 
-    size: of the vocabulary, below which ids must lie.
+
+def read_fitting(part, bad, task, cfg, size=math.inf):
+    """The examples of a part that can be tokenized: (number in the part, dict, its texts or ids).
+
+    size: of the vocabulary, below which ids must lie. Examples without any text are left out.
     """
     features = features_of(task)
     for where, number, example in read_formatted(part, bad, task, cfg):
         texts = tuple([example.get(feature) for feature in features])
         wrong = next(filter(None, (unfit(text, size) for text in texts)), None)
-        if wrong is None:
-            yield number, texts
-        else:
+        if wrong is not None:
             bad(where, f"has {wrong} in {' and '.join(features)} but the fields "
                        f"{', '.join(example)} (--data.fields {features[0]}=NAME names another)")
+        elif any(len(text) and (not isinstance(text, str) or not text.isspace())
+                 for text in texts):
+            yield number, example, texts
 
 
 def unfit(value, size):
@@ -1191,7 +1198,7 @@ def prepare(task, split, tokenizer, cfg, needed=ENDLESS, shard=(0, 1)):
     done = list(itertools.takewhile(bool, marks))
     complete = len(done) == len(parts)
     total = {key: sum(count[key] for count in done)
-             for key in ("documents", "tokens", "unknown", "only_unknown", "empty", "skipped")}
+             for key in ("documents", "tokens", "unknown", "only_unknown", "skipped")}
     if complete and not total["documents"]:
         raise UserError(f"{task.source} holds no text: nothing to train on.")
     strange = collections.Counter()
@@ -1204,7 +1211,6 @@ def prepare(task, split, tokenizer, cfg, needed=ENDLESS, shard=(0, 1)):
              **total, "characters": dict(strange.most_common(100)),
              "parts": [{"name": part.name} | count for part, count in zip(parts, done)]}, indent=1))
     more = [f"{total['skipped']:,} skipped"]
-    more += [f"{total['empty']:,} empty"] * bool(total["empty"])
     more += [f"{total['only_unknown']:,} of only unknown tokens"] * bool(total["only_unknown"])
     more += [f"{len(done)} of {len(parts)} parts so far"] * (not complete)
     configs.note(f"prepared {task.source}: {total['documents']:,} documents, {total['tokens']:,} "
@@ -1228,8 +1234,7 @@ def prepare_part(part, stem, task, tokenizer, cfg, progress):
     """Tokenize one part of a source into shards of about SHARD_TOKENS tokens -> its counts."""
     bad, features = Complaints(cfg.on_error), features_of(task)
     dtype = np.uint16 if tokenizer.size <= 1 << 16 else np.uint32
-    counts = {"documents": 0, "tokens": 0, "unknown": 0, "only_unknown": 0, "empty": 0,
-              "shards": []}
+    counts = {"documents": 0, "tokens": 0, "unknown": 0, "only_unknown": 0, "shards": []}
     strange, looked = collections.Counter(), 0
     held, held_tokens = [], 0  # examples: one array of ids for each feature
 
@@ -1249,9 +1254,6 @@ def prepare_part(part, stem, task, tokenizer, cfg, progress):
 
     examples = ((texts, texts) for _, texts in read_texts(part, bad, task, cfg, tokenizer.size))
     for batch in encode_ahead(examples, tokenizer, ENCODED):
-        read = len(batch)
-        batch = [(texts, ids) for texts, ids in batch if sum(map(len, ids))]
-        counts["empty"] += read - len(batch)
         held += [ids for _, ids in batch]
         sizes = [sum(map(len, ids)) for _, ids in batch]
         size = sum(sizes)
@@ -2060,6 +2062,7 @@ def make_examples(task, cfg, corpora, chapters, sentinel):
     else:
         spans = [tuple(map(corpora[0].document_start, chapter)) for chapter in chapters]
         examples = SpanExamples(task, cfg, corpora[0], spans, sentinel)
+    examples.chapters = chapters
     examples.size = sum(stop - start for start, stop in chapters)  # in the source's documents
     return examples
 
@@ -2070,6 +2073,8 @@ def find_source(name, cfg, split):
     if split == "validation" and cfg.data.validation_source:
         return task._replace(source=cfg.data.validation_source), False
     if not task.source.startswith(WITH_SPLITS):
+        if split not in ("train", "validation"):
+            raise NoSplit(f"{task.source} has no splits, so no {split} split.")
         return task, not cfg.data.validation_source
     if split not in task.splits:
         raise NoSplit(f"{name} has no {split} split.")
@@ -2127,7 +2132,7 @@ def open_rows(cfg, split):
         raise UserError(
             f"The vocabulary has {size} ids (with its sentinels), the model "
             f"{cfg.model.vocab_size}: set --model.vocab_size {-(-size // 128) * 128}.")
-    if split == "validation":
+    if split != "train":
         if cfg.data.task in MIXTURES:
             raise UserError(f"{cfg.data.task} is a mixture: its tasks are evaluated one by one.")
         if cfg.data.streaming:
@@ -2162,20 +2167,26 @@ def with_vocabulary(cfg, run_dir):
 
 
 def read_task(name, split, cfg, bad):
-    """The formatted examples of a task's split: (where, dict). What is held out of the training
-    split is the validation split here too."""
+    """The formatted examples of a task's split: (where, dict), as they were before tokenizing.
+
+    What a source without splits holds out are the same examples as in batches.
+    """
     task, shared = find_source(name, cfg, split)
     parts = open_source(task.source, "train" if shared else split, cfg.data)
-    examples = ((where, example) for part in parts
-                for where, _, example in read_formatted(part, bad, task, cfg.data))
-    if shared:
-        examples = list(examples)
-        held_out = len(examples) - max(1, len(examples) // 100)
-        examples = examples[held_out:] if split == "validation" else examples[:held_out]
-    yield from examples
+    found = ((part, number, example) for part in range(len(parts))
+             for number, example, _ in read_fitting(parts[part], bad, task, cfg.data))
+    if shared and cfg.data.streaming:
+        found = (one for one in found if (sum(one[:2]) % 100 == 0) == (split != "train"))
+    elif shared:
+        one = replace(cfg, data=replace(cfg.data, task=name))
+        held_out = open_examples(name, one, "validation", load_vocabulary(cfg.data)).chapters[0]
+        numbered = enumerate(itertools.islice(found, held_out[1]) if split != "train" else found)
+        found = (one for i, one in numbered if (i in range(*held_out)) == (split != "train"))
+    return ((f"{name} {split} {parts[part].name} {number}", example)
+            for part, number, example in found)
 
 
-def evaluations(cfg):
+def evaluations(cfg, split="validation"):
     """Config -> {task: its Config}: what is evaluated while training, each task by itself.
 
     Those of data.eval_tasks, or else all of data.task; tasks without a validation split are left
@@ -2194,7 +2205,7 @@ def evaluations(cfg):
                        "validation_source": source if whole else ""}
         one = replace(cfg, data=replace(cfg.data, task=task, eval_tasks="", **sources))
         try:
-            open_rows(one, "validation")
+            next(read_task(task, split, one, Complaints("skip")), None)
             found[task] = one
         except NoSplit as error:
             without.append(str(error))

@@ -1,14 +1,28 @@
-"""How good a model is: teacher-forced loss on held-out data.
+"""How good a model is: teacher-forced loss, metrics on decoded text, answers chosen by score.
 
     python evaluate.py --run_dir runs/tiny
+    python evaluate.py --run_dir RUN --tasks glue_rte_v002,glue_stsb_v002 --mode predict --step all
+    python evaluate.py --run_dir RUN --tasks super_glue_copa_v102 --mode rank
+
+The default mode is predict where a task has metrics, loss where it has none. Metrics, predictions
+and scores go to RUN/eval, or to --output DIR.
 """
 
+import collections
+import csv
 import functools
+import importlib
+import itertools
+import json
+import math
+import re
+import string
 import time
-from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import configs
 import data
@@ -16,6 +30,9 @@ import infer
 import model
 import partition
 from configs import UserError
+
+
+# ---- teacher-forced ------------------------------------------------------------------------------
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -55,28 +72,449 @@ def teacher_forced(params, cfg, mesh, split, batches):
     }
 
 
+# ---- metrics -------------------------------------------------------------------------------------
+# t5/evaluation/metrics.py: lists of targets and predictions, as the task's postprocessor leaves
+# them -> {name: 0 to 100}.
+
+
+def needs(module):
+    """Import an optional library, or say in one sentence how to get it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise UserError(f"This metric needs {module.split('.')[0]}: pip install '.[metrics]'."
+                        ) from None
+
+
+def bleu(targets, predictions):
+    """Corpus BLEU by sacrebleu, tokenized "intl". A target may be a list of references."""
+    references = targets if isinstance(targets[0], list) else [targets]
+    score = needs("sacrebleu").corpus_bleu(
+        predictions, references, smooth_method="exp", smooth_value=0.0, force=False,
+        lowercase=False, tokenize="intl", use_effective_order=False)
+    return {"bleu": score.score}
+
+
+def rouge(targets, predictions):
+    """Mean F-measures of ROUGE-1, -2 and -Lsum by rouge-score, without stemming.
+
+    t5 takes the middle of bootstrap samples, which differs from the mean by chance.
+    """
+    names = "rouge1", "rouge2", "rougeLsum"
+    scorer = needs("rouge_score.rouge_scorer").RougeScorer(names)
+    scores = [scorer.score(*(text.replace(" . ", " .\n") for text in pair))
+              for pair in zip(targets, predictions)]
+    return {name: 100 * float(np.mean([score[name].fmeasure for score in scores]))
+            for name in names}
+
+
+def accuracy(targets, predictions):
+    return {"accuracy": 100 * float(np.mean([t == p for t, p in zip(targets, predictions)]))}
+
+
+def class_f1(targets, predictions, label, weights=1.0):
+    """F1 of one class, 0 to 1; 0 where it is neither there nor predicted."""
+    target, predicted = np.asarray(targets) == label, np.asarray(predictions) == label
+    both, either = (weights * (target & predicted)).sum(), (weights * target).sum() + (
+        weights * predicted).sum()
+    return 2 * both / either if either else 0.0
+
+
+def f1(targets, predictions):
+    """F1 of class 1; a prediction that is neither 0 nor 1 counts as the wrong one."""
+    targets, predictions = np.array(targets), np.array(predictions)
+    invalid = (predictions != 0) & (predictions != 1)
+    predictions[invalid] = 1 - targets[invalid]
+    return {"f1": 100 * class_f1(targets, predictions, 1)}
+
+
+def mean_multiclass_f1(classes, targets, predictions):
+    """Mean of the classes' F1; other predictions are misses."""
+    scores = [class_f1(targets, predictions, label) for label in range(classes)]
+    return {f"mean_{classes}class_f1": 100 * float(np.mean(scores))}
+
+
+def correlation(x, y):
+    x, y = (np.asarray(values, np.float64) for values in (x, y))
+    x, y = x - x.mean(), y - y.mean()
+    with np.errstate(invalid="ignore"):  # of a constant there is none: nan
+        return 100 * float(np.clip(np.dot(x, y) / (np.linalg.norm(x) * np.linalg.norm(y)), -1, 1))
+
+
+def pearson_corrcoef(targets, predictions):
+    return {"pearson_corrcoef": correlation(targets, predictions)}
+
+
+def ranks(values):
+    """Ranks from 1; equal values share the mean of theirs."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[inverse]
+
+
+def spearman_corrcoef(targets, predictions):
+    return {"spearman_corrcoef": correlation(ranks(targets), ranks(predictions))}
+
+
+def matthews_corrcoef(targets, predictions):
+    """The coefficient for any number of classes: an invalid prediction is a class of its own."""
+    labels = sorted({*targets, *predictions})
+    t, p = (np.array([[value == label for label in labels] for value in values], float)
+            for values in (targets, predictions))
+    n, t_sums, p_sums = len(t), t.sum(0), p.sum(0)
+    spread = (n**2 - p_sums @ p_sums) * (n**2 - t_sums @ t_sums)
+    together = (t * p).sum() * n - t_sums @ p_sums
+    return {"matthews_corrcoef": 100 * float(together / spread**0.5) if spread else 0.0}
+
+
+def normalize_answer(text):
+    """SQuAD's: lower case, no punctuation, no articles, single spaces."""
+    text = "".join(c for c in text.lower() if c not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def token_f1(target, prediction):
+    """Harmonic mean of precision and recall of words, 0 to 1."""
+    target, prediction = target.split(), prediction.split()
+    same = sum((collections.Counter(target) & collections.Counter(prediction)).values())
+    return 2 * same / (len(target) + len(prediction)) if same else 0.0
+
+
+def squad(targets, predictions):
+    """Exact match and word F1, the best over the answers of a question. targets: lists of texts."""
+    pairs = [([normalize_answer(answer) for answer in answers], normalize_answer(prediction))
+             for answers, prediction in zip(targets, predictions)]
+    return {"em": 100 * float(np.mean([max(a == p for a in answers) for answers, p in pairs])),
+            "f1": 100 * float(np.mean([max(token_f1(a, p) for a in answers)
+                                       for answers, p in pairs]))}
+
+
+def record(targets, predictions):
+    """squad, of the examples of one query only the first."""
+    firsts = {}
+    for target, prediction in zip(targets, predictions):
+        firsts.setdefault(target["group"], (target["value"], prediction["value"]))
+    return squad(*zip(*firsts.values()))
+
+
+def multirc_f1(targets, predictions):
+    """F1 over all answers of all questions."""
+    return f1(*([one["value"] for one in side] for side in (targets, predictions)))
+
+
+def exact_match(targets, predictions):
+    """Part of the groups, MultiRC's questions, of which all answers are right."""
+    groups = collections.defaultdict(list)
+    for target, prediction in zip(targets, predictions):
+        groups[target["group"]].append(target["value"] == prediction["value"])
+    return {"exact_match": 100 * float(np.mean([all(group) for group in groups.values()]))}
+
+
+METRICS = {
+    "bleu": bleu, "rouge": rouge, "accuracy": accuracy, "f1": f1,
+    "mean_3class_f1": functools.partial(mean_multiclass_f1, 3),
+    "pearson_corrcoef": pearson_corrcoef, "spearman_corrcoef": spearman_corrcoef,
+    "matthews_corrcoef": matthews_corrcoef, "squad": squad, "record": record,
+    "multirc_f1": multirc_f1, "exact_match": exact_match,
+}
+
+
+def rank_classification(targets, scores, num_classes=None, normalize=False):
+    """Answers chosen by score (t5/evaluation/metrics.py).
+
+    targets: (index, is_correct, weight, length in tokens) of each choice, index (example, choice);
+    scores: log-likelihoods. num_classes: choices of every example; none where their number varies,
+    which leaves the accuracy alone. normalize: divide scores by lengths.
+    """
+    if len({index for index, *_ in targets}) < len(targets):
+        raise ValueError("a choice of an example occurs twice")
+    rows = sorted(zip(targets, scores))
+    values = np.array([score / (row[3] if normalize else 1) for row, score in rows], np.float32)
+    correct = np.array([bool(row[1]) for row, _ in rows])
+    weights = np.array([row[2] for row, _ in rows], float)
+    if not num_classes:
+        examples = [index[0] for (index, *_), _ in rows]
+        starts = [i for i, one in enumerate(examples) if not i or one != examples[i - 1]]
+        best = [start + int(np.argmax(values[start:stop]))
+                for start, stop in zip(starts, [*starts[1:], len(rows)])]
+        return {"accuracy": 100 * float(correct[best] @ weights[best] / weights[best].sum())}
+    correct, values = correct.reshape(-1, num_classes), values.reshape(-1, num_classes)
+    weights, chosen = weights.reshape(-1, num_classes)[:, 0], values.argmax(-1)
+    right = correct[np.arange(len(chosen)), chosen]
+    several = (correct.sum(1) > 1).any()  # any of them will do
+    right = right if several else right & (correct.sum(1) == 1)
+    metrics = {"accuracy": 100 * float(np.average(right, weights=weights))}
+    if several:
+        return metrics
+    labels = correct.argmax(-1)
+    if num_classes > 2:
+        scores = [class_f1(np.where(correct.any(1), labels, -1), chosen, label, weights)
+                  for label in range(num_classes)]
+        return metrics | {f"mean_{num_classes}class_f1": 100 * float(np.mean(scores))}
+    likelihood = np.exp(values - values.max(-1, keepdims=True))
+    probability = (likelihood / likelihood.sum(-1, keepdims=True))[:, 1]
+    return metrics | {"f1": 100 * class_f1(labels, chosen, 1, weights),
+                      **curve_areas(correct[:, 1], probability, weights)}
+
+
+def curve_areas(positive, scores, weights):
+    """Areas under the ROC curve (trapezoids) and the precision-recall curve (steps), 0 to 100."""
+    order = np.argsort(-scores, kind="stable")
+    last = np.append(np.diff(scores[order]) != 0, True)  # equal scores are one threshold
+    hits = np.cumsum((positive * weights)[order])[last]
+    misses = np.cumsum((~positive * weights)[order])[last]
+    if not hits[-1] or not misses[-1]:
+        roc = math.nan  # there is only one class
+    else:
+        roc = np.trapezoid(np.append(0, hits) / hits[-1], np.append(0, misses) / misses[-1])
+    steps = np.diff(hits, prepend=0) / hits[-1] if hits[-1] else 0 * hits
+    precision = np.divide(hits, hits + misses, out=0 * hits, where=hits + misses > 0)
+    return {"auc-roc": 100 * float(roc), "auc-pr": 100 * float(steps @ precision)}
+
+
+# ---- a task --------------------------------------------------------------------------------------
+
+
+def loss_of(params, cfg, mesh, split):
+    """Teacher-forced metrics of all examples of a split, each counted once."""
+    batches = data.number_of_batches(cfg, split)
+    metrics = teacher_forced(params, cfg, mesh, split, batches)
+    return {**metrics, "perplexity": math.exp(min(metrics["cross_ent_loss"], 700))}, []
+
+
+def read_examples(cfg, tokenizer, split, scoring=False, most=None):
+    """A task's formatted examples with what the model reads of them: [(dict, infer.Example)]."""
+    task, _ = data.find_source(cfg.data.task, cfg, split)
+    bad = data.Complaints(cfg.data.on_error)
+    encode = infer.Encoder(cfg, tokenizer, scoring, task)
+    found = itertools.islice(data.read_task(cfg.data.task, split, cfg, bad), most)
+    pairs = []
+    for where, example in found:
+        try:
+            pairs.append((example, encode(example)))
+        except ValueError as error:
+            bad(where, str(error))
+    if not pairs:
+        raise UserError(f"{cfg.data.task} has no {split} examples.")
+    if bad.count or encode.cut:
+        configs.note(f"{cfg.data.task}, {split}: {bad.count:,} skipped, {encode.cut:,} texts cut")
+    return task, pairs
+
+
+def predict(params, cfg, mesh, split, tokenizer, most=None):
+    """Metrics on decoded text -> (metrics, a line for each example)."""
+    task, pairs = read_examples(cfg, tokenizer, split, most=most)
+    found = infer.answer(params, cfg, mesh, (example for _, example in pairs))
+    lines, targets, predictions = [], [], []
+    for (example, _), (ids, _) in zip(pairs, found):
+        text = tokenizer.decode(ids[0])
+        target = example["targets"]
+        target = target if isinstance(target, str) else tokenizer.decode(target)
+        targets.append(task.postprocess(target, example=example, is_target=True))
+        predictions.append(task.postprocess(text, example=example, is_target=False))
+        lines.append({**example, "target": targets[-1], "output": text,
+                      "prediction": predictions[-1]})
+    metrics = {}
+    for name in task.metrics or ("accuracy",):
+        metrics |= METRICS[name](targets, predictions)
+    return metrics, lines
+
+
+def choices_of(task, example):
+    """The answers to choose from: of the example, or of the task."""
+    choices = example.get("answer_choices", task.choices)
+    if not len(choices):
+        raise UserError("--mode rank needs answer choices: a task's `choices`, or a field "
+                        "answer_choices in its examples.")
+    return list(choices)
+
+
+def rank(params, cfg, mesh, split, tokenizer, normalize=False):
+    """Answers chosen by their log-probability -> (metrics, a line for each choice).
+
+    Examples of P3's score_eval tasks are choices already, with idx, is_correct and weight.
+    """
+    task, _ = data.find_source(cfg.data.task, cfg, split)
+    rows, bad = [], data.Complaints(cfg.data.on_error)
+    for number, (_, example) in enumerate(data.read_task(cfg.data.task, split, cfg, bad)):
+        if "is_correct" in example:
+            index, weight = tuple(map(int, example["idx"])), float(example.get("weight", 1))
+            rows.append((example, index, bool(example["is_correct"]), weight))
+            continue
+        for j, choice in enumerate(choices_of(task, example)):
+            correct = choice == example["targets"].strip()
+            rows.append(({**example, "targets": choice}, (number, j), correct, 1.0))
+    if not rows:
+        raise UserError(f"{cfg.data.task} has no {split} examples.")
+    encode = infer.Encoder(cfg, tokenizer, True, task)
+    examples = [encode(example) for example, *_ in rows]
+    scores = list(infer.answer(params, cfg, mesh, examples, "score"))
+    targets = [(index, correct, weight, len(one.targets))
+               for (_, index, correct, weight), one in zip(rows, examples)]
+    counts = collections.Counter(index[0] for index, *_ in targets)
+    fixed = len(task.choices) if set(counts.values()) == {len(task.choices)} else None
+    lines = [{**example, "idx": index, "is_correct": correct, "score": score}
+             for (example, index, correct, _), score in zip(rows, scores)]
+    return rank_classification(targets, scores, fixed, normalize), lines
+
+
+def evaluate_task(params, cfg, mesh, split, mode, tokenizer, normalize=False):
+    """One task in one mode -> (metrics, lines to keep, examples/s)."""
+    start = time.perf_counter()
+    if mode == "loss":
+        metrics, lines = loss_of(params, cfg, mesh, split)
+        count = data.open_rows(cfg, split)[0].count
+    elif mode == "predict":
+        metrics, lines = predict(params, cfg, mesh, split, tokenizer)
+        count = len(lines)
+    else:
+        metrics, lines = rank(params, cfg, mesh, split, tokenizer, normalize)
+        count = len({line["idx"][0] for line in lines})
+    return metrics, lines, count, count / (time.perf_counter() - start)
+
+
+def plain(value):
+    """What JSON can hold of NumPy's values."""
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else str(value)
+
+
+def write_lines(path, lines):
+    content = "".join(json.dumps(line, ensure_ascii=False, default=plain) + "\n" for line in lines)
+    configs.write_file(path, content)
+
+
+# ---- tables and curves ---------------------------------------------------------------------------
+
+# What GLUE and SuperGLUE average: the metrics of a benchmark first, then the benchmarks.
+AVERAGES = {
+    "glue_average": {"cola": ("matthews_corrcoef",), "sst2": ("accuracy",),
+                     "mrpc": ("f1", "accuracy"), "qqp": ("f1", "accuracy"),
+                     "stsb": ("pearson_corrcoef", "spearman_corrcoef"),
+                     "mnli": ("matched/accuracy", "mismatched/accuracy"), "qnli": ("accuracy",),
+                     "rte": ("accuracy",)},
+    "super_glue_average": {"boolq": ("accuracy",), "cb": ("mean_3class_f1", "accuracy"),
+                           "copa": ("accuracy",), "multirc": ("f1", "exact_match"),
+                           "record": ("f1", "em"), "rte": ("accuracy",), "wic": ("accuracy",),
+                           "wsc": ("accuracy",)},
+}
+
+
+def column_of(suite, benchmark, metric):
+    """A benchmark's metric -> the column TASK/METRIC."""
+    if suite == "glue_average":
+        part, _, metric = metric.rpartition("/")
+        return f"glue_{benchmark}{'_' * bool(part)}{part}_v002/{metric}"
+    task = "wsc_v102_simple_eval" if benchmark == "wsc" else f"{benchmark}_v102"
+    return f"super_glue_{task}/{metric}"
+
+
+def read_metrics(folders, prefix):
+    """metrics.jsonl of some folders -> {step: {name behind the prefix: value}}."""
+    table = {}
+    for folder in folders:
+        path = Path(folder, "metrics.jsonl")
+        for line in path.read_text().splitlines() if path.exists() else ():
+            line = json.loads(line)
+            values = {key.removeprefix(prefix): value for key, value in line.items()
+                      if key.startswith(prefix)}
+            table.setdefault(line["step"], {}).update(values)
+    return {step: table[step] for step in sorted(table) if table[step]}
+
+
+def write_csv(path, table):
+    """A row for each step, and for each column the best value and its step, as t5's parse_tb.
+
+    GLUE's and SuperGLUE's averages are added where all their columns are there.
+    """
+    for suite, benchmarks in AVERAGES.items():
+        groups = [[column_of(suite, name, metric) for metric in metrics]
+                  for name, metrics in benchmarks.items()]
+        for values in table.values():
+            if all(column in values for group in groups for column in group):
+                values[suite] = float(np.mean([np.mean([values[c] for c in g]) for g in groups]))
+    columns = sorted({name for values in table.values() for name in values})
+    best = {name: max((values[name], -step) for step, values in table.items() if name in values)
+            for name in columns}
+    with open(path, "w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["step", *columns])
+        for step, values in table.items():
+            rows.writerow([step, *(f"{values[c]:.3f}" if c in values else "" for c in columns)])
+        rows.writerow(["max", *(f"{best[name][0]:.3f}" for name in columns)])
+        rows.writerow(["step", *(-best[name][1] for name in columns)])
+
+
+def write_plot(path, folders):
+    """Losses, accuracies and the learning rate over the steps."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise UserError("--plot needs matplotlib: pip install '.[plot]'.") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    table = read_metrics(folders, "")
+    panels = {"loss": "nats per token", "accuracy": "", "learning_rate": ""}
+    figure, axes = pyplot.subplots(len(panels), 1, figsize=(8, 9), sharex=True)
+    for axis, (metric, unit) in zip(axes, panels.items()):
+        names = sorted({name for values in table.values() for name in values
+                        if name.rpartition("/")[2] == metric})
+        for name in names:
+            points = [(step, values[name]) for step, values in table.items() if name in values]
+            axis.plot(*zip(*points), label=name, marker="." if len(points) < 40 else None)
+        axis.set_ylabel(f"{metric.replace('_', ' ')}{f', {unit}' if unit else ''}")
+        if names:
+            axis.legend(fontsize="small")
+    axes[-1].set_xlabel("step")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
 def main(argv):
-    args, changes = configs.parse_args(__doc__, argv)
-    if not args.run_dir:
-        raise UserError("--run_dir names the run to evaluate, for instance runs/tiny.")
-    cfg = configs.resolve(args, changes)
-    if cfg.data.source == "random:":
+    args, changes = configs.parse_args(
+        __doc__, argv, tasks=dict(help="tasks or mixtures, with commas; default: the run's"),
+        split=dict(default="validation", help="of the tasks' sources"),
+        mode=dict(choices=("predict", "rank", "loss"), help="what to evaluate"),
+        step=dict(default="latest", help="a checkpoint's step, latest or all"),
+        output=dict(metavar="DIR", help="folder to write to; default: RUN/eval"),
+        normalize=dict(action="store_true", help="rank: divide scores by the answers' lengths"),
+        csv=dict(metavar="FILE", help="write a table of the metrics on text of all steps"),
+        plot=dict(metavar="FILE", help="draw losses, accuracies and the learning rate"))
+    steps = [args.step]
+    if args.step == "all" and args.run_dir:
+        steps = list(map(str, partition.Checkpoints(args.run_dir).steps())) or ["latest"]
+    args.step = steps[0]
+    changes = {**changes, **({"data.eval_tasks": args.tasks} if args.tasks else {})}
+    cfg, mesh, tokenizer, step, params = infer.open_model(args, changes)
+    if tokenizer is None:
         raise UserError(f"{args.run_dir} was trained on random ids: there is nothing held out.")
-    cfg = replace(cfg, data=replace(cfg.data, vocab=f"{args.run_dir}/spiece.model"))
-    partition.start_jax()
-    mesh = partition.set_mesh(cfg)
-    step, params = infer.load_params(cfg, args.run_dir)
-    for task, one in data.evaluations(cfg).items():
-        batches = data.number_of_batches(one, "validation")
-        start = time.perf_counter()
-        metrics = teacher_forced(params, one, mesh, "validation", batches)
-        seconds = time.perf_counter() - start
-        rows = data.open_rows(one, "validation")[0].count
-        part = "held-out rows streamed" if cfg.data.streaming else "the whole held-out split"
-        print(f"{args.run_dir}, step {step:,}, {task}: {part}, {rows:,} rows, "
-              f"{rows / seconds:.4g} examples/s")
-        for name, value in metrics.items():
-            print(f"  {name:22} {value:.4f}")
+    folder = Path(args.output or Path(args.run_dir, "eval"))
+    tasks = data.evaluations(cfg, args.split)
+    for number, wanted in enumerate(steps):
+        if number:
+            step, params = infer.load_params(cfg, args.run_dir, int(wanted))
+        for name, one in tasks.items():
+            task, _ = data.find_source(name, one, args.split)
+            mode = args.mode or ("predict" if task.metrics else "loss")
+            metrics, lines, count, rate = evaluate_task(
+                params, one, mesh, args.split, mode, tokenizer, args.normalize)
+            print(f"{args.run_dir}, step {step:,}, {name}, {args.split}, {mode}: "
+                  f"{count:,} {'rows' if mode == 'loss' else 'examples'}, {rate:.4g} a second")
+            for metric, value in metrics.items():
+                print(f"  {metric:22} {value:.4f}")
+            group = "training_eval" if mode == "loss" else "inference_eval"
+            folder.mkdir(parents=True, exist_ok=True)
+            if lines:
+                write_lines(folder / f"{name.replace('/', '-')}-{mode}-{step:08}.jsonl", lines)
+            with open(folder / "metrics.jsonl", "a") as file:
+                values = {f"{group}/{name}/{key}": value for key, value in metrics.items()}
+                file.write(json.dumps({"step": step, **values}) + "\n")
+    if args.csv:
+        write_csv(args.csv, read_metrics([args.run_dir, folder], "inference_eval/"))
+    if args.plot:
+        write_plot(args.plot, [args.run_dir, folder])
 
 
 if __name__ == "__main__":

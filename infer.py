@@ -363,18 +363,25 @@ def open_model(args, changes):
 class Encoder:
     """Lines with inputs and targets -> Examples; counts the texts that were cut."""
 
-    def __init__(self, cfg, tokenizer, scoring):
-        self.cfg, self.tokenizer, self.scoring, self.cut = cfg, tokenizer, scoring, 0
+    def __init__(self, cfg, tokenizer, scoring, task=data.Task()):
+        self.cfg, self.tokenizer, self.scoring, self.task = cfg, tokenizer, scoring, task
+        self.cut = 0
 
     def ids(self, line, key, limit):
-        """The ids of a field: given ones as they are, those of a text cut and with EOS."""
+        """The ids of a field: given ones as they are, those of a text cut and with EOS.
+
+        T0's inputs have none, see data.Task.
+        """
         value = line.get(key)
         if isinstance(value, str):
             if self.tokenizer is None:
                 raise ValueError("this run has no vocabulary: give lists of ids")
             ids = self.tokenizer.encode(value)
-            self.cut += len(ids) >= limit
-            return ids[: limit - 1] + [data.EOS]
+            eos = key != "inputs" or self.task.inputs_eos
+            kept = ids[: limit - (eos and self.task.eos_after_trim)]
+            self.cut += len(kept) < len(ids)
+            return (kept + [data.EOS] * eos)[:limit]
+        value = value.tolist() if isinstance(value, np.ndarray) else value
         if not isinstance(value, list) or not all(type(i) is int for i in value):
             raise ValueError(f"has no text and no list of ids in {key} "
                              f"(fields: {', '.join(line)})")

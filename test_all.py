@@ -173,7 +173,7 @@ def test_recipes_are_listed_and_printed(capsys, monkeypatch):
     status, out, _ = run(configs, capsys, monkeypatch)
     assert status == 0 and all(name in out for name in configs.RECIPES)
     status, out, _ = run(configs, capsys, monkeypatch, "small_c4")
-    values = dict(re.findall(r"^  (\w+) +(\S+)", out, re.MULTILINE))
+    values = dict(reversed(re.findall(r"^  (\w+) +(\S+)", out, re.MULTILINE)))
     for name, value in dict(batch_size=256, steps=10000, dropout=0.0, inputs_length=512, keep=3,
                             targets_length=114, save_every=1000, eval_every=1000).items():
         assert values[name] == str(value)
@@ -2227,6 +2227,173 @@ def test_unigram_baseline_is_the_cross_entropy_of_the_counts(corpus):
         if data.EOS < i <= sentinel - 100]
     expected = -sum(math.log(counts[i] / counts.sum()) for i in content) / len(content)
     assert abs(data.unigram_loss(cfg, batches) - expected) < 1e-9
+
+
+# ---- evaluate ------------------------------------------------------------------------------------
+
+# What t5's own metrics (t5 0.9.4) make of these.
+METRIC_CASES = [
+    ("accuracy", ["a", "b", "c"], ["a", "b", "x"], {"accuracy": 66.66666666666666}),
+    ("f1", [1, 0, 1, 0], [1, -1, -1, 0], {"f1": 50.0}),
+    ("f1", [0, 0], [0, 0], {"f1": 0.0}),
+    ("matthews_corrcoef", [0, 1, 0, 1, 1], [0, 1, 1, -1, 1],
+     {"matthews_corrcoef": 30.860669992418384}),
+    ("matthews_corrcoef", [0, 1], [1, 1], {"matthews_corrcoef": 0.0}),
+    ("pearson_corrcoef", [1.0, 2.0, 4.0], [1.0, 3.0, 3.5], {"pearson_corrcoef": 86.60254037844388}),
+    ("spearman_corrcoef", [1.0, 2.0, 2.0, 4.0], [2.0, 1.0, 3.0, 4.0],
+     {"spearman_corrcoef": 63.24555320336759}),
+    ("pearson_corrcoef", [1.0, 2.0], [1.0, 1.0], {"pearson_corrcoef": math.nan}),
+    ("mean_3class_f1", [0, 1, 2, 2], [0, 2, 2, -1], {"mean_3class_f1": 50.0}),
+    ("squad", [["The cat", "a dog!"], ["x y"], [""]], ["cat", "y z", ""],
+     {"em": 66.66666666666666, "f1": 50.0}),
+    ("record", [{"value": ["a b"], "group": (1, 2)}, {"value": ["c"], "group": (1, 2)}],
+     [{"value": "b"}, {"value": "c"}], {"em": 100.0, "f1": 100.0}),
+    ("multirc_f1", [{"value": 1, "group": 0}, {"value": 0, "group": 0}],
+     [{"value": 1}, {"value": -1}], {"f1": 66.66666666666666}),
+    ("exact_match", [{"value": 1, "group": 0}, {"value": 0, "group": 0}, {"value": 1, "group": 1}],
+     [{"value": 1}, {"value": 1}, {"value": 1}], {"exact_match": 50.0}),
+]
+
+
+@pytest.mark.parametrize("number", range(len(METRIC_CASES)))
+def test_metrics_are_t5s(number):
+    name, targets, predictions, expected = METRIC_CASES[number]
+    found = evaluate.METRICS[name](targets, predictions)
+    assert found.keys() == expected.keys()
+    np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-9)
+
+
+def test_bleu_and_rouge_come_from_their_libraries(monkeypatch):
+    for library in ("sacrebleu", "rouge_score"):
+        pytest.importorskip(library, reason="needs pip install '.[metrics]'")
+    targets, answers = ["the cat sat .", "naïve 東京 x y z"], ["the cat sat .", "naïve 東京 x y"]
+    assert evaluate.METRICS["bleu"](targets, targets)["bleu"] == pytest.approx(100)
+    assert 50 < evaluate.METRICS["bleu"](targets, answers)["bleu"] < 100
+    rouge = evaluate.METRICS["rouge"](["a b c d", "x"], ["a b c e", "y"])
+    assert rouge == pytest.approx({"rouge1": 37.5, "rouge2": 100 / 3, "rougeLsum": 37.5})
+    monkeypatch.setitem(sys.modules, "sacrebleu", None)
+    with pytest.raises(configs.UserError, match="pip install"):
+        evaluate.METRICS["bleu"](targets, answers)
+
+
+def test_rank_classification_is_t5s():
+    """Two and three choices, ties, weights, several right ones, uneven numbers of choices."""
+    def rows(correct, weights=None):
+        return [((i, j), j in right, (weights or {}).get(i, 1.0), j + 1)
+                for i, (right, n) in enumerate(correct) for j in range(n)]
+
+    two = rows([({0}, 2), ({1}, 2), ({1}, 2), ({0}, 2)], {0: 0.5})
+    scores = [-1.0, -2.0, -3.0, -1.0, -1.0, -1.0, -2.0, -1.5]
+    found = evaluate.rank_classification(two, scores, 2)
+    assert found == pytest.approx({"accuracy": 100 * 1.5 / 3.5, "f1": 50.0,
+                                   "auc-roc": 100 * 2 / 3, "auc-pr": 250 / 3}, abs=1e-3)
+    shuffled = [3, 0, 7, 2, 1, 6, 5, 4]
+    assert evaluate.rank_classification(
+        [two[i] for i in shuffled], [scores[i] for i in shuffled], 2) == found
+    assert evaluate.rank_classification(two, scores)["accuracy"] == found["accuracy"]
+    uneven = rows([({0}, 2), ({2}, 3), ({0}, 1)])
+    assert evaluate.rank_classification(uneven, [-2, -1, -3, -2, -1, 0]) == {
+        "accuracy": pytest.approx(200 / 3)}
+    normalized = evaluate.rank_classification(uneven, [-2, -3, -3, -2, -3, 0], normalize=True)
+    assert normalized["accuracy"] == pytest.approx(100 / 3)  # by length: -2 -1.5, -3 -1 -1
+    several = rows([({0, 1}, 3), ({2}, 3)])
+    assert evaluate.rank_classification(several, [0, 1, -1, 0, 1, 0], 3) == {"accuracy": 50.0}
+    assert "mean_3class_f1" in evaluate.rank_classification(rows([({0}, 3)]), [1, 0, 0], 3)
+    with pytest.raises(ValueError, match="twice"):
+        evaluate.rank_classification(two + two[:1], scores + [0.0])
+
+
+def test_tasks_are_evaluated_on_text_and_by_rank(mixture, tmp_path, one_device):
+    """What is decoded is the held-out split; ranks are those of the scores; T0's rows are one."""
+    data.TASKS["yes"] = data.TASKS["some"]._replace(
+        format=lambda x: [{"inputs": x["inputs"], "targets": ("yes", "no")[len(x["inputs"]) % 2]}],
+        choices=("yes", "no"), metrics=("accuracy",))
+    cfg = change(mixture, data=dict(task="yes"), train=dict(batch_size=4), decode=dict(max_len=4))
+    params, (one,) = make_params(cfg), data.evaluations(cfg).values()
+    tokenizer = data.load_vocabulary(cfg.data)
+    held_out = [pair for i in range(data.number_of_batches(one, "validation"))
+                for pair in unpack(data.make_batch(one, "validation", i))]
+    metrics, lines = evaluate.predict(params, one, one_device, "validation", tokenizer)
+    assert [tuple(tokenizer.encode(line["inputs"]) + [data.EOS]) for line in lines] == [
+        inputs for inputs, _ in held_out]
+    assert metrics == evaluate.accuracy([line["target"] for line in lines],
+                                        [line["prediction"] for line in lines])
+    metrics, lines = evaluate.rank(params, one, one_device, "validation", tokenizer)
+    assert len(lines) == 2 * len(held_out) and set(metrics) == {"accuracy", "f1", "auc-roc",
+                                                                "auc-pr"}
+    best = [max(pair, key=lambda line: line["score"]) for pair in zip(lines[::2], lines[1::2])]
+    assert metrics["accuracy"] == 100 * np.mean([line["is_correct"] for line in best])
+    encoded = [infer.Example(tokenizer.encode(line["inputs"]) + [1],
+                             tokenizer.encode(line["targets"]) + [1]) for line in lines]
+    scores = list(infer.answer(params, one, one_device, encoded, "score"))
+    np.testing.assert_allclose([line["score"] for line in lines], scores, rtol=1e-5)
+    rows = [{"inputs": [5, 6], "inputs_pretokenized": line["inputs"], "targets": [7, 1],
+             "targets_pretokenized": line["targets"], "idx": list(line["idx"]),
+             "is_correct": [int(line["is_correct"])]} for line in lines]
+    write_seqio_cache(tmp_path / "imdb_x_score_eval", "validation", rows, shards=1)
+    p3 = change(one, data=dict(source=f"seqio:{tmp_path}", task="imdb_x_score_eval"))
+    again, ranked = evaluate.rank(params, p3, one_device, "validation", tokenizer)
+    assert len(ranked) == len(lines) and "accuracy" in again
+    assert ranked[0]["score"] != lines[0]["score"]  # T0's inputs have no EOS
+    with pytest.raises(configs.UserError, match="needs answer choices"):
+        evaluate.rank(params, change(mixture, data=dict(task="few")), one_device, "validation",
+                      tokenizer)
+
+
+def test_the_table_is_parse_tbs(tmp_path):
+    """A row per step, the best rows, averages over groups where all columns are there."""
+    table = {}
+    for step in (10, 20):
+        table[step] = {evaluate.column_of(suite, name, metric): step + i
+                       for suite, names in evaluate.AVERAGES.items()
+                       for i, (name, metrics) in enumerate(names.items()) for metric in metrics}
+    del table[20]["super_glue_wic_v102/accuracy"]
+    evaluate.write_csv(tmp_path / "t.csv", table)
+    rows = [line.split(",") for line in (tmp_path / "t.csv").read_text().splitlines()]
+    columns = dict(zip(rows[0], zip(*rows[1:])))
+    assert columns["step"] == ("10", "20", "max", "step")
+    assert columns["glue_average"] == ("13.500", "23.500", "23.500", "20")
+    assert columns["super_glue_average"] == ("13.500", "", "13.500", "10")
+    assert "glue_mnli_mismatched_v002/accuracy" in columns
+    assert "super_glue_wsc_v102_simple_eval/accuracy" in columns
+
+
+def test_files_are_answered_line_by_line(trained, tmp_path, capsys, monkeypatch):
+    """Order and fields stay; a killed job goes on; shards share the lines; bad lines are named."""
+    run_dir, _ = trained
+    monkeypatch.setattr(partition, "start_jax", lambda: None)
+    monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
+    monkeypatch.chdir(tmp_path)
+    lines = [{"inputs": text, "targets": "beta", "id": i} for i, text in enumerate(sentences(9))]
+    lines[4] = {"inputs": [5, 6, 1], "targets": [7, 1]}
+    Path("in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+
+    def answer(*argv):
+        return run(infer, capsys, monkeypatch, "--run_dir", run_dir, "--input", "in.jsonl",
+                   "--decode.batch_size", 4, *argv)
+
+    assert answer("--output", "out.jsonl")[0] == 0
+    text = Path("out.jsonl").read_text()
+    out = [json.loads(line) for line in text.splitlines()]
+    assert [{**line, "prediction": 0} for line in lines] == [{**x, "prediction": 0} for x in out]
+    assert isinstance(out[4]["prediction"], list) and isinstance(out[0]["prediction"], str)
+    Path("b.jsonl.partial").write_text("".join(text.splitlines(keepends=True)[:3]) + '{"inp')
+    status, _, err = answer("--output", "b.jsonl")
+    assert status == 0 and "has 3 lines" in err and Path("b.jsonl").read_text() == text
+    for i in range(2):
+        assert answer("--output", f"{i}.jsonl", "--shard", f"{i}/2")[0] == 0
+    parts = [Path(f"{i}.jsonl").read_text().splitlines(keepends=True) for i in range(2)]
+    assert [parts[i % 2][i // 2] for i in range(9)] == text.splitlines(keepends=True)
+    assert answer("--output", "s.jsonl", "--mode", "score")[0] == 0
+    assert all(json.loads(line)["score"] < 0 for line in Path("s.jsonl").read_text().splitlines())
+    assert answer("--output", "out.jsonl")[0] == 2  # is there already
+    Path("in.jsonl").write_text('{"inputs": "alpha"}\nnope\n{"inputs": [999]}\n{"x": 1}\n')
+    status, _, err = answer("--output", "c.jsonl")
+    assert status == 2 and "in.jsonl:2 is not JSON" in err
+    assert answer("--output", "d.jsonl", "--data.on_error", "skip")[0] == 0
+    out = [json.loads(line) for line in Path("d.jsonl").read_text().splitlines()]
+    assert "prediction" in out[0] and [sorted(line) for line in out[1:]] == [
+        ["error"], ["error", "inputs"], ["error", "x"]]
 
 
 # ---- whole runs ----------------------------------------------------------------------------------
