@@ -68,6 +68,7 @@ class DataConfig:
 class TrainConfig:
     steps: int = 10_000  # the last step, absolute: start_step included
     start_step: int = 0  # 1,000,000 where a recipe continues a published checkpoint
+    restore: str = "params"  # what --init_from takes: params, or all with the optimizer's slots
     batch_size: int = 128  # rows of a step, over all devices and microbatches
     microbatches: int = 1  # the step's rows go through the model in this many parts
     optimizer: str = "adafactor"  # adafactor or adamw
@@ -84,6 +85,7 @@ class TrainConfig:
     loss_divisor: float | None = None  # none: real target tokens; T5X's checkpoints want 233472
     log_every: int = 10  # steps between two lines of metrics
     eval_every: int = 1000  # steps between two evaluations, 0 for none
+    infer_every: int = 0  # steps between two evaluations on decoded text, 0 for none
     eval_batches: int = 20  # batches of one evaluation; 0 for the whole split
     save_every: int = 1000  # steps between two checkpoints, 0 for none
     async_save: bool = True  # write checkpoints in the background, from one copy in memory
@@ -151,6 +153,17 @@ RECIPES = {
                     schedule="constant * linear_warmup * cosine_decay", steps_per_cycle=1500,
                     eval_every=300, save_every=500),
     ),
+    # Fine-tunes the tiny run on tasks made by rule, which it learns to answer without a mistake:
+    # python train.py --config tiny_finetune --init_from runs/tiny
+    "tiny_finetune": Config(
+        "tiny_finetune",
+        ModelConfig(vocab_size=2176, d_model=128, d_ff=256, d_kv=32, num_heads=4, num_layers=2,
+                    num_decoder_layers=2),
+        DataConfig(task="by_rule", vocab="train:2000", inputs_length=64, targets_length=64),
+        TrainConfig(steps=700, batch_size=32, learning_rate=0.02, warmup_steps=50,
+                    schedule="constant * linear_warmup * cosine_decay", steps_per_cycle=700,
+                    eval_every=350, infer_every=700, eval_batches=0, save_every=350),
+    ),
     # The benchmark of train.py itself: T5 1.1 small on random ids, nothing evaluated or saved.
     "small_bench": Config(
         "small_bench",
@@ -172,8 +185,8 @@ RECIPES = {
 
 # What may change when a run goes on; any other difference is another run.
 FREE = {"mesh", "decode", *(f"train.{name}" for name in (
-    "steps", "log_every", "eval_every", "eval_batches", "save_every", "async_save", "keep",
-    "microbatches"))}
+    "steps", "log_every", "eval_every", "infer_every", "eval_batches", "save_every", "async_save",
+    "keep", "microbatches"))}
 NOT_READ_BACK = ("mesh",)  # belongs to the machine, not to the run
 
 
@@ -348,15 +361,16 @@ CHOICES = {
     "model.dtype": ("auto", "float32", "bfloat16"),
     "model.remat": ("none", "dots", "full"),
     "data.on_error": ("stop", "skip"),
-    "train.optimizer": ("adafactor", "adamw"),
+    "train.optimizer": ("adafactor", "adamw"), "train.restore": ("params", "all"),
     "decode.penalty": ("gnmt", "length"),
 }
 RANGES = {  # lowest and highest value; whole numbers not named here are at least 1
     "model.dropout": (0, 0.99), "data.noise_density": (0.001, 0.999),
     "data.mean_span_length": (1, 1000), "train.label_smoothing": (0, 0.99),
     **{f"train.{name}": (0, math.inf) for name in (
-        "start_step", "schedule_offset", "log_every", "eval_every", "eval_batches", "save_every",
-        "learning_rate", "weight_decay", "z_loss")}, "train.loss_divisor": (1e-6, math.inf),
+        "start_step", "schedule_offset", "log_every", "eval_every", "infer_every", "eval_batches",
+        "save_every", "learning_rate", "weight_decay", "z_loss")},
+    "train.loss_divisor": (1e-6, math.inf),
     "train.seed": (0, 2**31 - 1), "decode.beams": (0, 1024), "decode.top_k": (0, math.inf),
     "decode.top_p": (0, 1), "decode.temperature": (0, math.inf),
 }

@@ -9,6 +9,7 @@ of a step needs no state, so a run resumes by its step alone and any process can
 
 import ast
 import collections
+import datetime
 import functools
 import glob
 import gzip
@@ -275,12 +276,19 @@ def python_documents():
 
 
 def python_source(name, split, cfg):
-    """python:, the text that comes with Python itself."""
+    """python:, the text that comes with Python itself; python:COUNT, the numbers below COUNT."""
 
     def read(bad):
-        return ((f"document {i}", {"text": text}) for i, text in enumerate(python_documents()))
+        if name:  # in no order, so that any may be held out
+            for n in permute(np.arange(int(name)), int(name), 0).tolist():
+                yield f"number {n}", {"number": n}
+        else:
+            for i, text in enumerate(python_documents()):
+                yield f"document {i}", {"text": text}
 
-    return [Part("the manual and docstrings of Python", [sys.version], read)]
+    if name and not name.isdecimal():
+        raise UserError(f"python:{name} is no source: write python: or python:COUNT.")
+    return [Part(f"python:{name}", [sys.version], read)]
 
 
 def open_file(path):
@@ -693,6 +701,33 @@ def translate(source, target, example):
     return [{"inputs": f"{names}: {example[source]}", "targets": example[target]}]
 
 
+ONES = ("zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
+        "fifteen sixteen seventeen eighteen nineteen").split()
+TENS = "- - twenty thirty forty fifty sixty seventy eighty ninety".split()
+
+
+def words_of(n):
+    """A number below a million in English words."""
+    if n < 20:
+        return ONES[n]
+    if n < 100:
+        return TENS[n // 10] + (f"-{ONES[n % 10]}" if n % 10 else "")
+    size, name = (1000, "thousand") if n >= 1000 else (100, "hundred")
+    return f"{words_of(n // size)} {name}" + (f" {words_of(n % size)}" if n % size else "")
+
+
+def by_rule(kind, example):
+    """The tasks of the recipe tiny_finetune, made of a number."""
+    n = example["number"]
+    day = datetime.date(1970, 1, 1) + datetime.timedelta(n)
+    written = f"{day.day} {day:%B} {day.year}"
+    inputs, targets = {
+        "words": (f"number: {n}", words_of(n)), "digits": (f"words: {words_of(n)}", f"{n}"),
+        "date": (f"date: {day}", written), "day": (f"day: {written}", f"{day}"),
+        "even": (f"is {n} even?", ("yes", "no")[n % 2])}[kind]
+    return [{"inputs": inputs, "targets": targets}]
+
+
 def label_number(labels, text, example=None, is_target=False):
     """A label's text -> its number, -1 if there is no such label."""
     return labels.index(text) if text in labels else -1
@@ -830,6 +865,10 @@ TASKS |= {
                                             postprocess=wsc_answer, splits=HELD_OUT),
     "dpr_v001_simple": Task("tfds:definite_pronoun_resolution:1.1.0", definite_pronoun,
                             ("accuracy",), splits=("train", "test")),
+    **{f"by_rule_{kind}": Task("python:10000", functools.partial(by_rule, kind), ("accuracy",))
+       for kind in ("words", "digits", "date", "day")},
+    "by_rule_even": classify("python:10000", "", ("no", "yes"))._replace(
+        format=functools.partial(by_rule, "even")),
 }
 
 
@@ -932,6 +971,8 @@ MIXTURES |= {
         "super_glue_cb_v102": 250, "super_glue_copa_v102": 400, "super_glue_multirc_v102": 27_243,
         "super_glue_record_v102": 138_854, "super_glue_rte_v102": 2_490,
         "super_glue_wic_v102": 5_428, "super_glue_axb_v102": 0, "super_glue_axg_v102": 0},
+    "by_rule": {"by_rule_words": 2, "by_rule_digits": 2, "by_rule_date": 1, "by_rule_day": 1,
+                "by_rule_even": 1},
     "t0_train": functools.partial(t0_mixture, ("train",), False),
     "t0+_train": functools.partial(t0_mixture, ("train", "gpt"), False),
     "t0++_train": functools.partial(t0_mixture, ("train", "gpt", "super_glue"), False),
@@ -1761,7 +1802,7 @@ class Rows:
         self.count = tasks[0].count  # of a validation split
         self.first_block, self.row_starts = 0, [0]  # row with which the blocks begin
         self.drawn = 0, np.zeros(len(tasks), int)  # a block, draws of each task before it
-        self.block = functools.lru_cache(maxsize=4)(self.read_block)
+        self.thread, self.ahead, self.kept = ThreadPoolExecutor(1), {}, 4
 
     def __str__(self):
         mixed = f"{len(self.tasks)} tasks, " if len(self.tasks) > 1 else ""
@@ -1827,6 +1868,16 @@ class Rows:
                 np.savez(out, order=order.astype(np.uint16), ends=ends)
                 configs.write_file(path, out.getbuffer())
         return pool, task[order], epochs[order], examples[order], ends
+
+    def block(self, block):
+        """What read_block returns; if it takes long, the next one is read in the background."""
+        for number in (block, block + 1) if self.packs or self.kept > 4 else (block,):
+            if number not in self.ahead:
+                self.ahead[number] = self.thread.submit(self.read_block, number)
+        found = self.ahead[block].result()
+        for old in sorted(self.ahead, key=lambda number: abs(number - block))[self.kept :]:
+            del self.ahead[old]
+        return found
 
     def block_of(self, rows):
         """Numbers of rows -> the blocks they are in; packed blocks differ in their rows."""
@@ -1997,20 +2048,13 @@ class StreamedRows(Rows):
 
     def __init__(self, readers, rates, cfg):
         super().__init__(readers, rates, cfg)
-        self.thread, self.ahead = ThreadPoolExecutor(1), {}
+        self.kept = 1 << 30  # no block can be read again; make() lets them go
         self.marks = {}  # where the readers stood at the beginning of each block
-        self.block = self.next_block
 
     @property
     def digest(self):
         stamps = [[part.name, part.stamp] for reader in self.tasks for part in reader.parts]
         return f"streamed-{zlib.crc32(json.dumps(stamps).encode())}"
-
-    def next_block(self, block):
-        for number in (block, block + 1):
-            if number not in self.ahead:
-                self.ahead[number] = self.thread.submit(self.read_block, number)
-        return self.ahead[block].result()
 
     def make(self, numbers, training):
         made = super().make(numbers, training)
@@ -2031,14 +2075,14 @@ class StreamedRows(Rows):
 
     def sample(self, most):
         """The targets of the first block."""
-        pool = self.next_block(self.first_block)[0]
+        pool = self.block(self.first_block)[0]
         return np.concatenate([task.sample(most // len(pool)) for task in pool])
 
     def state(self, row):
         """What a run needs to go on with this row: a value for JSON."""
         block = int(self.block_of(row))
         if block not in self.marks:
-            self.next_block(block)
+            self.block(block)
         start = self.row_starts[block - self.first_block] if self.packs else block * self.BLOCK
         return {"block": block, "row": int(start), "readers": self.marks[block]}
 

@@ -48,7 +48,7 @@ def generate(params, inputs, input_segments, cfg, length, decode=DecodeConfig(),
     """
     beams = decode.beams or (decode.num_return if samples(decode) else 1)
     encoded = model.encode(params, cfg, inputs, input_segments)
-    cache = model.init_cache(params, cfg, encoded, length, beams)
+    cache, fixed = model.init_cache(params, cfg, encoded, length, beams)
     B, batch = inputs.shape[0], P("data")
 
     def rows_of(value, *shape, dtype=jnp.float32):
@@ -82,7 +82,8 @@ def generate(params, inputs, input_segments, cfg, length, decode=DecodeConfig(),
     def step(carry):
         at, ids, state, cache = carry
         ancestors = state.ancestors if decode.beams else None
-        logits, cache = model.decode_step(params, cfg, ids, at, cache, input_segments, ancestors)
+        logits, cache = model.decode_step(
+            params, cfg, ids, at, cache, fixed, input_segments, ancestors)
         logits = jax.reshard(logits, P("data", None, None))
         ids, state = choose(at, logits, state, forced, rows)
         return at + 1, ids, state, cache

@@ -357,21 +357,15 @@ def final_norm(x, stack):
     return rms_norm(x, jax.reshard(stack["norm"], P()).astype(x.dtype))
 
 
-def decoder_layer(w, x, bias, self_mask, cross_kv, cross_mask, cfg, key=None, cache=None, at=None):
-    """One decoder layer: x [B, Q, D] -> ([B, Q, D], cache).
-
-    cache: keys and values [B, K, H, C], into which x's own are written from place `at` on.
-    """
+def decoder_layer(w, x, bias, self_mask, cross_kv, cross_mask, cfg, key=None):
+    """One decoder layer: x [B, T, D] -> [B, T, D]."""
     key_self, key_cross, key_mlp = split_key(key, 3)
     h = rms_norm(x, w["self_attention"]["norm"])
     kv = keys_values(w["self_attention"], h, cfg)
-    if cache is not None:
-        kv = cache = tuple(
-            lax.dynamic_update_slice_in_dim(old, new, at, axis=1) for old, new in zip(cache, kv))
     x += attention(w["self_attention"], h, kv, bias, self_mask, cfg, key_self)
     h = rms_norm(x, w["cross_attention"]["norm"])
     x += attention(w["cross_attention"], h, cross_kv, None, cross_mask, cfg, key_cross)
-    return x + mlp(w["mlp"], rms_norm(x, w["mlp"]["norm"]), cfg, key_mlp), cache
+    return x + mlp(w["mlp"], rms_norm(x, w["mlp"]["norm"]), cfg, key_mlp)
 
 
 def decode(params, cfg, decoder_inputs, segments, encoded, input_segments, key=None):
@@ -385,7 +379,7 @@ def decode(params, cfg, decoder_inputs, segments, encoded, input_segments, key=N
 
     def layer(w, x, key):
         cross = keys_values(w["cross_attention"], encoded, cfg)
-        return decoder_layer(w, x, bias, self_mask, cross, cross_mask, cfg, key)
+        return decoder_layer(w, x, bias, self_mask, cross, cross_mask, cfg, key), None
 
     x = embed(params, decoder_inputs, cfg, key_embed)
     keys = layer_keys(key_layers, cfg.num_decoder_layers)
@@ -411,35 +405,57 @@ def forward(params, batch, cfg, key=None):
     return unembed(params, cfg, x)
 
 
+# ---- one position at a time ----------------------------------------------------------------------
+# Decoding reads all decoder weights and all keys and values for each token: memory traffic is what
+# it costs. So the layers are taken apart once instead of being cut out of the stack at each step,
+# keys and values lie as their products read them, and nothing is copied.
+
+
+def heads_first(x):
+    """[B, K, H, C] -> [B, H, K, C]."""
+    return x.transpose(0, 2, 1, 3)
+
+
 def init_cache(params, cfg, encoded, length, beams=1):
-    """What decoding reads: encoded [B, S, D] -> (self, cross, bias).
+    """What decoding reads: encoded [B, S, D] -> (cache, fixed).
 
-    self and cross are the keys and values of all layers; self [L, B, length * beams, H, C] is
-    empty, cross [L, B, S, H, C] is computed here, once, and shared by all beams. bias [1, H,
-    length, length] is the relative bias.
+    cache: for each layer the keys and values [B, H, length * beams, C] of what has been decoded,
+    empty. fixed: for each layer its weights and the keys and values [B, H, S, C] of the encoder,
+    which all beams share; and the relative bias [1, H, length, length].
     """
-    stack = params["decoder"]["layers"]["cross_attention"]
-    table = param_table(cfg)["decoder"]["layers"]["cross_attention"]
-
-    def cross(_, w):
-        return None, keys_values(in_use(w, table, encoded.dtype), encoded, cfg)
-
-    _, cross_kv = lax.scan(cross, None, stack)
-    shape = (cfg.num_decoder_layers, encoded.shape[0], length * beams, cfg.num_heads, cfg.d_kv)
-    empty = jnp.zeros(shape, encoded.dtype, out_sharding=layout(cross_kv[0]))
+    stack, table = params["decoder"]["layers"], param_table(cfg)["decoder"]["layers"]
+    cache, fixed = [], []
+    for i in range(cfg.num_decoder_layers):
+        w = in_use(jax.tree.map(lambda a: a[i], stack), table, encoded.dtype)
+        cross = tuple(map(heads_first, keys_values(w["cross_attention"], encoded, cfg)))
+        fixed.append((w, cross))
+        B, H, _, C = cross[0].shape
+        empty = jnp.zeros((B, H, length * beams, C), encoded.dtype, out_sharding=layout(cross[0]))
+        cache.append((empty, empty))
     bias = relative_bias(params["decoder"]["relative_bias"], length, length, False, cfg)
-    return (empty, empty), cross_kv, bias
+    return cache, (fixed, bias)
 
 
-def decode_step(params, cfg, ids, at, cache, input_segments, ancestors=None):
+def read_cache(w, h, keys, values, bias, mask, cfg):
+    """Attention of h [B, N, D] to cached keys and values [B, H, K, C] -> [B, N, D]."""
+    q = heads_first(split_heads(dense(h, w["query"]), cfg))
+    scores = jnp.einsum("bhnc,bhkc->bhnk", q, keys, preferred_element_type=jnp.float32)
+    scores = mask + (scores if bias is None else scores + bias)
+    probabilities = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
+    out = jnp.einsum("bhnk,bhkc->bhnc", probabilities, values).transpose(0, 2, 1, 3)
+    rows, _, heads, _ = layout(out)
+    out = out.reshape(*h.shape[:2], w["out"].shape[0], out_sharding=P(rows, None, heads))
+    return dense(out, w["out"])
+
+
+def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=None):
     """One position of all beams: ids [B, N] at position `at` -> (logits [B, N, V], cache).
 
     The beams of an example are the queries of one attention: the keys of all of them stay where
     they were written, and ancestors [B, N, K] says whose key, 0 to N - 1, each beam reads at each
     position. So reordering beams moves no cache. None: each reads its own.
     """
-    stack = params["decoder"]
-    own, cross, biases = cache
+    fixed, biases = fixed
     N, K = ids.shape[1], biases.shape[-1]
     bias = jnp.repeat(lax.dynamic_slice_in_dim(biases, at, 1, axis=2), N, axis=3)
     if ancestors is None:
@@ -449,13 +465,18 @@ def decode_step(params, cfg, ids, at, cache, input_segments, ancestors=None):
     seen = seen.reshape(seen.shape[0], 1, N, K * N, out_sharding=P(layout(seen)[0]))
     self_mask = jnp.where(seen, 0.0, -1e10)
     cross_mask = jnp.where(input_segments > 0, 0.0, -1e10)[:, None, None]
-
-    def layer(w, x, own, cross):
-        return decoder_layer(w, x, bias, self_mask, cross, cross_mask, cfg, cache=own, at=at * N)
-
-    x = embed(params, ids, cfg, None)
-    x, own = scan_layers(layer, x, "decoder", (stack["layers"], own, cross), cfg)
-    return unembed(params, cfg, final_norm(x, stack)), (own, cross, biases)
+    x, written = embed(params, ids, cfg, None), []
+    for (w, cross), own in zip(fixed, cache):
+        h = rms_norm(x, w["self_attention"]["norm"])
+        new = map(heads_first, keys_values(w["self_attention"], h, cfg))
+        own = tuple(lax.dynamic_update_slice_in_dim(old, more, at * N, axis=2)
+                    for old, more in zip(own, new))
+        x += read_cache(w["self_attention"], h, *own, bias, self_mask, cfg)
+        h = rms_norm(x, w["cross_attention"]["norm"])
+        x += read_cache(w["cross_attention"], h, *cross, None, cross_mask, cfg)
+        x += mlp(w["mlp"], rms_norm(x, w["mlp"]["norm"]), cfg, None)
+        written.append(own)
+    return unembed(params, cfg, final_norm(x, params["decoder"])), written
 
 
 # ---- loss ----------------------------------------------------------------------------------------

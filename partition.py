@@ -268,6 +268,22 @@ class Checkpoints:
         return None
 
 
+def load_from(source, template):
+    """A run's directory, its newest checkpoint, or one checkpoint -> (step, tree like `template`).
+    """
+    source = Path(source)
+    if not (source / "manifest.json").exists():
+        found = Checkpoints(source).load(template)
+        if not found:
+            raise UserError(f"{source} is neither a run with checkpoints nor a checkpoint: name "
+                            f"one, or convert other weights first.")
+        return found
+    try:
+        return read_manifest(source)["step"], read_checkpoint(source, template)
+    except CheckpointError as error:
+        raise UserError(f"{error}: name another checkpoint.") from error
+
+
 def read_manifest(folder):
     try:
         manifest = json.loads((folder / "manifest.json").read_text())

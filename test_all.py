@@ -2017,14 +2017,14 @@ def test_cached_decoding_equals_uncached():
     batch = make_batch(change(data=dict(targets_length=T)), [(30, T), (12, T), (1, T)])
     written, scores = infer.generate(params, batch.inputs, batch.input_segments, SMALL.model, T)
     encoded = model.encode(params, SMALL.model, batch.inputs, batch.input_segments)
-    cache = model.init_cache(params, SMALL.model, encoded, T)
+    cache, fixed = model.init_cache(params, SMALL.model, encoded, T)
     step = jax.jit(model.decode_step, static_argnums=1)
     ids, done = np.zeros((B, T + 1), int), np.zeros(B, bool)
     for t in range(T):
         whole = batch._replace(decoder_inputs=jnp.asarray(ids[:, :T]),
                                target_segments=jnp.ones((B, T), int))
         logits = forward(params, whole, SMALL.model)[:, t]
-        cached, cache = step(params, SMALL.model, jnp.asarray(ids[:, t, None]), t, cache,
+        cached, cache = step(params, SMALL.model, jnp.asarray(ids[:, t, None]), t, cache, fixed,
                              batch.input_segments)
         assert_close(cached[:, 0], logits)
         ids[:, t + 1] = np.where(done, 0, np.argmax(logits, -1))
@@ -2164,13 +2164,12 @@ def test_a_prefix_is_kept_and_scored_as_nothing():
 @pytest.mark.parametrize("decode", [
     dict(), dict(beams=3, num_return=2), dict(temperature=0.8, top_k=20, num_return=2)], ids=str)
 def test_answers_do_not_depend_on_the_batch(decode):
-    """7 examples in batches of 4, of 7 and one by one, and on 8 devices."""
+    """7 examples in batches of 4, of 7, and on 8 devices."""
     rng = np.random.default_rng(0)
     examples = [infer.Example(rng.integers(3, 256, n).tolist(), rng.integers(3, 256, m).tolist())
                 for n, m in ((5, 3), (30, 8), (17, 1), (1, 5), (16, 2), (25, 7), (9, 4))]
     results, weights = [], jax.device_get(make_params(SMALL))
-    for devices, size, axes in ((1, 4, {}), (1, 7, {}), (1, 1, {}), (8, 4, {}),
-                                (8, 8, dict(model=2))):
+    for devices, size, axes in ((1, 4, {}), (1, 7, {}), (8, 8, dict(model=2))):
         cfg = change(data=dict(targets_length=6), decode=dict(batch_size=size, **decode), mesh=axes)
         mesh = partition.set_mesh(cfg, jax.devices()[:devices])
         params = place(weights, SMALL.model)
@@ -2640,3 +2639,47 @@ def test_a_checkpoint_of_another_model_is_refused(trained, tmp_path, one_device)
         infer.load_params(change(cfg, model=dict(d_ff=64)), run_dir)
     shutil.copytree(run_dir, tmp_path / "moved")  # a run directory is the unit a user moves about
     infer.load_params(cfg, tmp_path / "moved")
+
+
+def test_a_run_starts_from_anothers_weights(trained, tmp_path, capsys, monkeypatch, tokenizer):
+    """--init_from: a run or a checkpoint; its weights, or all; its vocabulary; what it trains."""
+    run_dir, flags = trained
+    monkeypatch.setattr(partition, "start_jax", lambda: None)
+    monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
+    newest = partition.Checkpoints(run_dir).steps()[-1]
+
+    def start(name, source, *more):
+        monkeypatch.chdir(tmp_path)
+        return run(train, capsys, monkeypatch, "--run_dir", tmp_path / name, "--init_from", source,
+                   *flags, *more)
+
+    lines = [json.dumps({"inputs": " ".join(pair), "targets": pair[0]})
+             for pair in itertools.permutations(WORDS[:9], 2)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    task = ["--data.task", "text_to_text", "--data.source", f"jsonl:{tmp_path}/pairs.jsonl",
+            "--train.steps", 2, "--train.save_every", 2, "--train.eval_every", 2,
+            "--train.infer_every", 2, "--train.log_every", 1, "--train.learning_rate", 0]
+    status, out, err = start("new", run_dir, *task)
+    assert status == 0 and f"the weights of step {newest}" in out and "accuracy" in out
+    cfg = configs.load_run(tmp_path / "new")
+    mesh = partition.set_mesh(cfg, jax.local_devices()[:1])
+    old, new = (infer.load_params(cfg, folder)[1] for folder in (run_dir, tmp_path / "new"))
+    jax.tree.map(assert_close, old, new)
+    assert (tmp_path / "new" / "spiece.model").read_bytes() == (
+        run_dir / "spiece.model").read_bytes()
+    metrics = metrics_of(tmp_path / "new")
+    assert any("inference_eval/text_to_text/accuracy" in line for line in metrics)
+    assert any("training_eval/text_to_text/loss" in line for line in metrics)
+    predictions = (tmp_path / "new" / "eval" / "text_to_text-00000002.jsonl").read_text()
+    assert all(key in json.loads(predictions.splitlines()[0]) for key in ("output", "target"))
+    checkpoint = partition.Checkpoints(run_dir).path(newest)
+    status, out, _ = start("all", checkpoint, "--train.restore", "all", "--train.steps",
+                           newest + 1, "--train.eval_every", 0)
+    assert status == 0 and "with its optimizer" in out
+    assert [line["step"] for line in metrics_of(tmp_path / "all")][-1] == newest + 1
+    (tmp_path / "other.model").write_bytes(
+        data.train_tokenizer(sentences(50, seed=7), 50).serialized)
+    other = [*task, "--data.vocab", tmp_path / "other.model"]
+    status, _, err = start("other", run_dir, *other)
+    assert status == 2 and "is not the vocabulary of" in err
+    assert start("none", tmp_path, *task)[0] == 2 and mesh

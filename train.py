@@ -7,6 +7,7 @@ Running the same command again goes on where the run stopped.
 """
 
 import ctypes
+import dataclasses
 import fcntl
 import functools
 import json
@@ -35,6 +36,11 @@ import infer
 import model
 import partition
 from configs import UserError
+
+try:
+    import tensorboardX
+except ImportError:  # an extra
+    tensorboardX = None
 
 # ---- learning rate -------------------------------------------------------------------------------
 
@@ -281,14 +287,15 @@ class MetricsFile:
     """RUN_DIR/metrics.jsonl, one flat JSON object a line, `step` first.
 
     What was written after `step` is cut off: a run that was killed and went on leaves the file of
-    one that never stopped.
+    one that never stopped. Where tensorboardX is installed, the same goes to RUN_DIR/tensorboard.
     """
 
     def __init__(self, path, step):
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         whole = [line for line in lines if line.endswith("}\n")]
         configs.write_file(path, "".join(x for x in whole if json.loads(x)["step"] <= step))
-        self.file = open(path, "a")
+        self.file, self.folder, self.start = open(path, "a"), path.parent / "tensorboard", step
+        self.writers = {}  # of event files, one for each group
 
     def write(self, step, **groups):
         """groups: prefix={name: number}."""
@@ -296,6 +303,13 @@ class MetricsFile:
                 for name, value in metrics.items()}
         self.file.write(json.dumps({"step": step, **line}) + "\n")
         self.file.flush()
+        for prefix, metrics in groups.items() if tensorboardX else ():
+            if prefix not in self.writers:
+                self.writers[prefix] = tensorboardX.SummaryWriter(
+                    str(self.folder / prefix), purge_step=self.start + 1)
+            for name, value in metrics.items():
+                self.writers[prefix].add_scalar(name, float(value), step)
+            self.writers[prefix].flush()
 
     def sync(self):
         """Make sure that what was written survives a power cut."""
@@ -363,9 +377,10 @@ class HeldOut:
 
     def __init__(self, cfg, mesh, progress):
         self.cfg, self.mesh, self.progress = cfg, mesh, progress
-        self.every = 0 if cfg.data.source == "random:" else cfg.train.eval_every
+        every = cfg.train.eval_every, cfg.train.infer_every
+        self.every, self.infer_every = (0, 0) if cfg.data.source == "random:" else every
         self.tasks = []  # (name, Config, batches, unigram loss)
-        for name, one in data.evaluations(cfg).items() if self.every else ():
+        for name, one in data.evaluations(cfg).items() if self.every or self.infer_every else ():
             batches = data.number_of_batches(one, "validation")
             batches = min(batches, cfg.train.eval_batches or batches)
             baseline = data.unigram_loss(cfg, batches, one)
@@ -389,15 +404,45 @@ class HeldOut:
         lines = held_out_passage(params, self.tasks[0][1], self.mesh)
         self.progress.bar.write("\n".join(lines))
 
+    def predict(self, step, params, run_dir):
+        """The same on decoded text, by each task's metrics; what was predicted goes to eval/."""
+        most = self.cfg.train.eval_batches * self.cfg.train.batch_size or None
+        for name, cfg, *_ in self.tasks:
+            if data.objectives(cfg.data) != {"text_to_text"}:
+                continue
+            tokenizer = data.load_vocabulary(cfg.data)
+            metrics, lines = evaluate.predict(
+                params, cfg, self.mesh, "validation", tokenizer, most)
+            self.progress.file.write(step, **{f"inference_eval/{name}": metrics})
+            evaluate.write_lines(run_dir / "eval" / f"{name.replace('/', '-')}-{step:08}.jsonl",
+                                 lines)
+            self.progress.bar.write(f"step {step:,}: {name}: " + ", ".join(
+                f"{metric} {value:.2f}" for metric, value in metrics.items()))
+
 
 # ---- the run -------------------------------------------------------------------------------------
 
 
-def open_run(cfg, run_dir, checkpoints, recipe_file=None):
+def with_vocabulary_of(source, cfg):
+    """Config, with the vocabulary of the run whose weights it starts from; refuses another."""
+    path = next((folder / "spiece.model" for folder in (Path(source), *Path(source).parents[:2])
+                 if (folder / "spiece.model").exists()), None)
+    if not path:
+        configs.note(f"{source} has no vocabulary beside it: see to it that --data.vocab is the "
+                     f"one it was trained with.")
+        return cfg
+    if not cfg.data.vocab.startswith("train:") and (
+            data.load_vocabulary(cfg.data).sha256 != data.load_tokenizer(path).sha256):
+        raise UserError(f"--data.vocab {cfg.data.vocab} is not the vocabulary of {source}: leave "
+                        f"it out.")
+    return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, vocab=str(path)))
+
+
+def open_run(cfg, run_dir, checkpoints, recipe_file=None, source=None):
     """Lock a run directory, prepare its data, write what other scripts read -> (Config, lock).
 
     The Config that comes back takes its vocabulary from the run directory. recipe_file: path of the
-    user's recipe, which is copied there.
+    user's recipe, which is copied there. source: the run or checkpoint that a new run starts from.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -415,6 +460,8 @@ def open_run(cfg, run_dir, checkpoints, recipe_file=None):
                      f"trains here.")
     checkpoints.discard_unfinished()
     vocabulary = run_dir / "spiece.model"
+    if source and not checkpoints.steps():
+        cfg = with_vocabulary_of(source, cfg)
     run_cfg = data.with_vocabulary(cfg, run_dir)
     if cfg.data.source != "random:" and not checkpoints.steps():
         data.open_rows(cfg, "train")  # refuses what does not fit before anything is written
@@ -433,10 +480,11 @@ def open_run(cfg, run_dir, checkpoints, recipe_file=None):
     return run_cfg, lock
 
 
-def compile_and_load(cfg, mesh, checkpoints, batch):
+def compile_and_load(cfg, mesh, checkpoints, batch, source=None):
     """The compiled training step, and the state it starts from -> (program, TrainState, step).
 
-    The state is the newest checkpoint's or a fresh one; the step compiles in a thread meanwhile.
+    The state is the newest checkpoint's or a fresh one, or takes its weights, or all, from
+    `source`, another run or checkpoint. The step compiles in a thread meanwhile.
     """
     init = functools.partial(init_state, cfg)
 
@@ -448,12 +496,21 @@ def compile_and_load(cfg, mesh, checkpoints, batch):
     step = jax.jit(functools.partial(train_step, cfg), donate_argnums=0).lower(template, batch)
     with ThreadPoolExecutor(1) as thread:
         program = thread.submit(step.compile)
-        restored = checkpoints.load(flax.serialization.to_state_dict(template))
+        wanted = flax.serialization.to_state_dict(template)
+        restored = checkpoints.load(wanted)
+        if restored is None and source and cfg.train.restore == "all":
+            start, arrays = partition.load_from(source, wanted)
+            print(f"started  {source}, step {start:,}, with its optimizer", flush=True)
+            return program.result(), flax.serialization.from_state_dict(template, arrays), start
         if restored is None:
             # hardly optimized: it runs once, and compiles in half the time
             options = {"xla_backend_optimization_level": "1"}
             shardings = jax.tree.map(lambda a: a.sharding, template)
             state = jax.jit(init, out_shardings=shardings).lower().compile(options)()
+            if source:
+                found, arrays = partition.load_from(source, {"params": wanted["params"]})
+                state = dataclasses.replace(state, params=arrays["params"])
+                print(f"started  {source}, the weights of step {found:,}", flush=True)
             return program.result(), state, cfg.train.start_step
         start, arrays = restored
         if reader := partition.read_manifest(checkpoints.path(start))["reader"]:
@@ -462,14 +519,14 @@ def compile_and_load(cfg, mesh, checkpoints, batch):
         return program.result(), flax.serialization.from_state_dict(template, arrays), start
 
 
-def train(cfg, run_dir, recipe, recipe_file=None):
+def train(cfg, run_dir, recipe, recipe_file=None, source=None):
     """Train a run from where it stands to train.steps -> exit status."""
     mesh = partition.set_mesh(cfg)
     learning_rate(0, cfg.train)  # refuses an unknown factor before anything is written
     print("\n".join(describe(cfg, recipe, mesh)), flush=True)
     t, stop = cfg.train, threading.Event()
     checkpoints = partition.Checkpoints(run_dir, t.keep, t.async_save)
-    cfg, lock = open_run(cfg, run_dir, checkpoints, recipe_file)
+    cfg, lock = open_run(cfg, run_dir, checkpoints, recipe_file, source)
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     rows = partition.local_rows(t.batch_size, mesh)
 
@@ -478,7 +535,7 @@ def train(cfg, run_dir, recipe, recipe_file=None):
         return partition.put_batch(batch, t.batch_size, mesh)
 
     shape = partition.put_batch(data.empty_batch(cfg.data, len(rows)), t.batch_size, mesh)
-    program, state, start = compile_and_load(cfg, mesh, checkpoints, shape)
+    program, state, start = compile_and_load(cfg, mesh, checkpoints, shape, source)
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)  # glibc keeps what the compiler freed: half a gigabyte at the peak
     if start >= t.steps:
@@ -495,9 +552,9 @@ def train(cfg, run_dir, recipe, recipe_file=None):
         state, metrics = program(state, ready)
         progress.bar.update()
         stopping = stop.is_set()  # by SIGTERM: a save is added, the metrics stay as they were
-        logs, evaluates, saves = (
+        logs, evaluates, infers, saves = (
             every > 0 and (step % every == 0 or step == t.steps)
-            for every in (t.log_every, held_out.every, t.save_every))
+            for every in (t.log_every, held_out.every, held_out.infer_every, t.save_every))
         if logs:
             progress.log(step, {name: float(x) for name, x in jax.device_get(metrics).items()})
         if (logs or saves) and (skipped := int(state.skipped)) >= 3:
@@ -508,12 +565,14 @@ def train(cfg, run_dir, recipe, recipe_file=None):
             return 1
         if evaluates:
             held_out.evaluate(step, state.params)
+        if infers:
+            held_out.predict(step, state.params, run_dir)
         if saves or (stopping and t.save_every):
             progress.file.sync()
             batch.result()  # the reader stands still
             reader = data.stream_state(cfg, step - t.start_step)
             checkpoints.save(flax.serialization.to_state_dict(state), step, reader)
-        if logs or evaluates or saves:
+        if logs or evaluates or infers or saves:
             progress.restart(step)
         if stopping:
             break
@@ -535,12 +594,14 @@ def train(cfg, run_dir, recipe, recipe_file=None):
 
 
 def main(argv):
-    args, changes = configs.parse_args(__doc__, argv)
+    args, changes = configs.parse_args(
+        __doc__, argv, init_from=dict(metavar="RUN", help="a run or a checkpoint whose weights a "
+                                      "new run\nstarts from (all of it with --train.restore all)"))
     cfg, run_dir, recipe = configs.resolve_run(args, changes)
     recipe_file = args.config if args.config and args.config.endswith(".py") else None
     partition.start_jax()
     try:
-        return train(cfg, Path(run_dir), recipe, recipe_file)
+        return train(cfg, Path(run_dir), recipe, recipe_file, args.init_from)
     except partition.CheckpointError as error:
         configs.note(f"{error}: training stopped. The checkpoint before it is whole; make room and "
                      f"run the same command again.")
