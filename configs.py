@@ -390,10 +390,14 @@ def check(cfg):
         raise UserError(f"--train.microbatches {cfg.train.microbatches} does not divide "
                         f"the {cfg.train.batch_size} rows of --train.batch_size: change one of "
                         f"the two.")
-    if cfg.decode.num_return > max(1, cfg.decode.beams) and not (
-            cfg.decode.temperature or cfg.decode.top_k or cfg.decode.top_p):
-        raise UserError(f"--decode.num_return {cfg.decode.num_return} asks for as many "
-                        f"--decode.beams, or for sampling (--decode.temperature 1).")
+    d = cfg.decode
+    samples = d.temperature or d.top_k or d.top_p
+    if d.beams and samples:
+        raise UserError("--decode.beams searches and --decode.temperature, top_k and top_p sample: "
+                        "leave out the one or the others.")
+    if not samples and d.num_return > max(1, d.beams):
+        raise UserError(f"--decode.num_return {d.num_return} asks for as many --decode.beams, or "
+                        f"for sampling (--decode.temperature 1).")
 
 
 def show_changes(cfg, recipe):

@@ -2217,8 +2217,9 @@ def read_task(name, split, cfg, bad):
     """
     task, shared = find_source(name, cfg, split)
     parts = open_source(task.source, "train" if shared else split, cfg.data)
+    size = load_vocabulary(cfg.data).size  # without it other examples would be left out
     found = ((part, number, example) for part in range(len(parts))
-             for number, example, _ in read_fitting(parts[part], bad, task, cfg.data))
+             for number, example, _ in read_fitting(parts[part], bad, task, cfg.data, size))
     if shared and cfg.data.streaming:
         found = (one for one in found if (sum(one[:2]) % 100 == 0) == (split != "train"))
     elif shared:
@@ -2230,26 +2231,36 @@ def read_task(name, split, cfg, bad):
             for part, number, example in found)
 
 
+def evaluation_of(task, cfg):
+    """A task's name, Config of a run -> the Config that evaluates this task by itself.
+
+    A source that has no splits and is not trained on is held out whole.
+    """
+    if task in MIXTURES:
+        raise UserError(f"{task} is a mixture: name one of its tasks.")
+    if task == cfg.data.task:
+        return cfg
+    trained = {find_task(name, cfg.data).source for name, rate
+               in mixture_rates(cfg.data.task, cfg.data).items() if rate}
+    source = find_task(task, cfg.data).source
+    whole = source not in trained and not source.startswith(WITH_SPLITS)
+    return replace(cfg, data=replace(
+        cfg.data, task=task, eval_tasks="", validation_source=source if whole else "",
+        source="" if task in TASKS else p3_root(cfg.data) and cfg.data.source))
+
+
 def evaluations(cfg, split="validation"):
     """Config -> {task: its Config}: what is evaluated while training, each task by itself.
 
     Those of data.eval_tasks, or else all of data.task; tasks without a validation split are left
-    out, unless there is no other. A source that has no splits and is not trained on is held out
-    whole.
+    out, unless there is no other.
     """
     names = [name.strip() for name in (cfg.data.eval_tasks or cfg.data.task).split(",")]
-    trained = mixture_rates(cfg.data.task, cfg.data)
     found, without = {}, []
     for task in [task for name in names for task in mixture_rates(name, cfg.data)]:
-        sources = {}
-        if task != cfg.data.task:
-            source = find_task(task, cfg.data).source
-            whole = task not in trained and not source.startswith(WITH_SPLITS)
-            sources = {"source": "" if task in TASKS else p3_root(cfg.data) and cfg.data.source,
-                       "validation_source": source if whole else ""}
-        one = replace(cfg, data=replace(cfg.data, task=task, eval_tasks="", **sources))
+        one = evaluation_of(task, cfg)
         try:
-            next(read_task(task, split, one, Complaints("skip")), None)
+            next(iter(read_task(task, split, one, Complaints("skip"))), None)
             found[task] = one
         except NoSplit as error:
             without.append(str(error))

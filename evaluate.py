@@ -86,6 +86,9 @@ def needs(module):
                         ) from None
 
 
+LIBRARIES = {"bleu": ("sacrebleu",), "rouge": ("rouge_score.rouge_scorer",)}
+
+
 def bleu(targets, predictions):
     """Corpus BLEU by sacrebleu, tokenized "intl". A target may be a list of references."""
     references = targets if isinstance(targets[0], list) else [targets]
@@ -276,9 +279,24 @@ def curve_areas(positive, scores, weights):
 
 def loss_of(params, cfg, mesh, split):
     """Teacher-forced metrics of all examples of a split, each counted once."""
+    if split == "train":
+        raise UserError("--mode loss is for held-out splits: rows of a training split hold several "
+                        "examples and come again; --mode predict reads them one by one.")
     batches = data.number_of_batches(cfg, split)
     metrics = teacher_forced(params, cfg, mesh, split, batches)
     return {**metrics, "perplexity": math.exp(min(metrics["cross_ent_loss"], 700))}, []
+
+
+def check_metrics(tasks, split):
+    """Refuse a metric that is unknown or whose library is missing, before anything is decoded."""
+    for name, cfg in tasks.items():
+        for metric in data.find_source(name, cfg, split)[0].metrics:
+            if metric not in METRICS:
+                raise UserError(f"The task {name} asks for the metric {metric}"
+                                f"{configs.nearest(metric, METRICS) or '; '}"
+                                f"evaluate.METRICS has {', '.join(METRICS)}.")
+            for library in LIBRARIES.get(metric, ()):
+                needs(library)
 
 
 def read_examples(cfg, tokenizer, split, scoring=False, most=None):
@@ -322,7 +340,7 @@ def predict(params, cfg, mesh, split, tokenizer, most=None):
 def choices_of(task, example):
     """The answers to choose from: of the example, or of the task."""
     choices = example.get("answer_choices", task.choices)
-    if not len(choices):
+    if not isinstance(choices, list | tuple | np.ndarray) or not len(choices):
         raise UserError("--mode rank needs answer choices: a task's `choices`, or a field "
                         "answer_choices in its examples.")
     return list(choices)
@@ -336,22 +354,32 @@ def rank(params, cfg, mesh, split, tokenizer, normalize=False):
     task, _ = data.find_source(cfg.data.task, cfg, split)
     rows, bad = [], data.Complaints(cfg.data.on_error)
     for number, (_, example) in enumerate(data.read_task(cfg.data.task, split, cfg, bad)):
-        if "is_correct" in example:
+        if "is_correct" in example and "idx" in example:
             index, weight = tuple(map(int, example["idx"])), float(example.get("weight", 1))
             rows.append((example, index, bool(example["is_correct"]), weight))
             continue
         for j, choice in enumerate(choices_of(task, example)):
-            correct = choice == example["targets"].strip()
+            correct = choice == str(example["targets"]).strip()
             rows.append(({**example, "targets": choice}, (number, j), correct, 1.0))
     if not rows:
         raise UserError(f"{cfg.data.task} has no {split} examples.")
     encode = infer.Encoder(cfg, tokenizer, True, task)
-    examples = [encode(example) for example, *_ in rows]
+    try:
+        examples = [encode(example) for example, *_ in rows]
+    except ValueError as error:
+        raise UserError(f"An example of {cfg.data.task} {error}.") from error
+    if len({index for _, index, *_ in rows}) < len(rows):
+        raise UserError(f"{cfg.data.task}, {split}: two choices have the same idx.")
+    if encode.cut:
+        configs.note(f"{cfg.data.task}, {split}: {encode.cut:,} texts cut")
     scores = list(infer.answer(params, cfg, mesh, examples, "score"))
     targets = [(index, correct, weight, len(one.targets))
                for (_, index, correct, weight), one in zip(rows, examples)]
     counts = collections.Counter(index[0] for index, *_ in targets)
-    fixed = len(task.choices) if set(counts.values()) == {len(task.choices)} else None
+    shared = {tuple(choices_of(task, row[0])) if "is_correct" not in row[0] else None
+              for row in rows}
+    fixed = counts[0] if len(set(counts.values())) == len(shared) == 1 and None not in shared else (
+        None)
     lines = [{**example, "idx": index, "is_correct": correct, "score": score}
              for (example, index, correct, _), score in zip(rows, scores)]
     return rank_classification(targets, scores, fixed, normalize), lines
@@ -372,14 +400,8 @@ def evaluate_task(params, cfg, mesh, split, mode, tokenizer, normalize=False):
     return metrics, lines, count, count / (time.perf_counter() - start)
 
 
-def plain(value):
-    """What JSON can hold of NumPy's values."""
-    return value.tolist() if isinstance(value, np.generic | np.ndarray) else str(value)
-
-
 def write_lines(path, lines):
-    content = "".join(json.dumps(line, ensure_ascii=False, default=plain) + "\n" for line in lines)
-    configs.write_file(path, content)
+    configs.write_file(path, "".join(map(infer.json_line, lines)))
 
 
 # ---- tables and curves ---------------------------------------------------------------------------
@@ -413,6 +435,8 @@ def read_metrics(folders, prefix):
     for folder in folders:
         path = Path(folder, "metrics.jsonl")
         for line in path.read_text().splitlines() if path.exists() else ():
+            if not line.endswith("}"):
+                continue  # torn by a kill
             line = json.loads(line)
             values = {key.removeprefix(prefix): value for key, value in line.items()
                       if key.startswith(prefix)}
@@ -432,15 +456,23 @@ def write_csv(path, table):
             if all(column in values for group in groups for column in group):
                 values[suite] = float(np.mean([np.mean([values[c] for c in g]) for g in groups]))
     columns = sorted({name for values in table.values() for name in values})
-    best = {name: max((values[name], -step) for step, values in table.items() if name in values)
-            for name in columns}
+    groups = [group for suite, names in AVERAGES.items() for group in (
+        [column_of(suite, name, metric) for metric in metrics] for name, metrics in names.items())]
+    best = {}
+    for name in columns:  # where the mean of its benchmark's metrics is best
+        group = next((group for group in groups if name in group and set(group) <= set(columns)),
+                     [name])
+        found = [(float(np.mean([values[c] for c in group])), -step) for step, values
+                 in table.items() if all(not math.isnan(values.get(c, math.nan)) for c in group)]
+        step = -max(found)[1] if found else None
+        best[name] = (table[step][name], step) if found else (math.nan, "")
     with open(path, "w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(["step", *columns])
         for step, values in table.items():
             rows.writerow([step, *(f"{values[c]:.3f}" if c in values else "" for c in columns)])
         rows.writerow(["max", *(f"{best[name][0]:.3f}" for name in columns)])
-        rows.writerow(["step", *(-best[name][1] for name in columns)])
+        rows.writerow(["step", *(best[name][1] for name in columns)])
 
 
 def write_plot(path, folders):
@@ -492,6 +524,7 @@ def main(argv):
         raise UserError(f"{args.run_dir} was trained on random ids: there is nothing held out.")
     folder = Path(args.output or Path(args.run_dir, "eval"))
     tasks = data.evaluations(cfg, args.split)
+    check_metrics(tasks, args.split)
     for number, wanted in enumerate(steps):
         if number:
             step, params = infer.load_params(cfg, args.run_dir, int(wanted))
@@ -505,9 +538,11 @@ def main(argv):
             for metric, value in metrics.items():
                 print(f"  {metric:22} {value:.4f}")
             group = "training_eval" if mode == "loss" else "inference_eval"
+            name += ("-rank" if mode == "rank" else "") + (
+                f"-{args.split}" if args.split != "validation" else "")
             folder.mkdir(parents=True, exist_ok=True)
             if lines:
-                write_lines(folder / f"{name.replace('/', '-')}-{mode}-{step:08}.jsonl", lines)
+                write_lines(folder / f"{name.replace('/', '-')}-{step:08}.jsonl", lines)
             with open(folder / "metrics.jsonl", "a") as file:
                 values = {f"{group}/{name}/{key}": value for key, value in metrics.items()}
                 file.write(json.dumps({"step": step, **values}) + "\n")

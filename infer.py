@@ -12,6 +12,7 @@ exactly as they are. OUT.jsonl has the same lines with "prediction" or "score" a
 import functools
 import itertools
 import json
+import math
 import os
 import re
 import sys
@@ -60,6 +61,7 @@ def generate(params, inputs, input_segments, cfg, length, decode=DecodeConfig(),
         forced = lax.dynamic_update_slice(forced, prefix, (0, 0))
     rows = rows_of(0, dtype=jnp.uint32) if rows is None else jax.reshard(
         rows.astype(jnp.uint32), batch)
+    padding = ~jnp.any(input_segments > 0, axis=1)  # rows without inputs have no answer
     if decode.beams:
         first = rows_of(LOW, beams) + jnp.where(jnp.arange(beams) > 0, 0.0, -LOW)
         state = Beams(first, rows_of(0, beams, length, dtype=jnp.int32), rows_of(LOW, beams),
@@ -77,7 +79,8 @@ def generate(params, inputs, input_segments, cfg, length, decode=DecodeConfig(),
 
     def unfinished(carry):
         at, _, state, _ = carry
-        return (at < length) & ~jnp.all(state.done)
+        done = state.done.reshape(B, -1, out_sharding=batch) | padding[:, None]
+        return (at < length) & ~jnp.all(done)
 
     def step(carry):
         at, ids, state, cache = carry
@@ -91,7 +94,12 @@ def generate(params, inputs, input_segments, cfg, length, decode=DecodeConfig(),
     start = rows_of(0, beams, dtype=jnp.int32)
     state = lax.while_loop(unfinished, step, (0, start, state, cache))[2]
     if not decode.beams:
-        return state.ids, state.scores
+        def ordered(state):
+            best = jnp.argsort(-state.scores, axis=1)
+            return (jnp.take_along_axis(state.ids, best[..., None], axis=1),
+                    jnp.take_along_axis(state.scores, best, axis=1))
+
+        return jax.shard_map(ordered, in_specs=(batch,), out_specs=(batch, batch))(state)
     any_finished = state.finished.any(1, keepdims=True)
     return (jnp.where(any_finished[..., None], state.found, state.live),
             jnp.where(any_finished, state.scores, state.live_scores))
@@ -99,7 +107,7 @@ def generate(params, inputs, input_segments, cfg, length, decode=DecodeConfig(),
 
 def samples(decode):
     """Whether a DecodeConfig asks for sampling."""
-    return bool(decode.temperature or decode.top_k or decode.top_p)
+    return bool(decode.temperature > 1e-4 or decode.top_k or decode.top_p)  # as T5X
 
 
 class Samples(NamedTuple):
@@ -113,7 +121,8 @@ class Samples(NamedTuple):
 def sample_step(at, logits, state, forced, rows, *, decode, seed):
     """logits [B, N, V] of position `at` -> (ids [B, N], Samples)."""
     if samples(decode):
-        chances = restrict(logits / (decode.temperature or 1.0), decode.top_k, decode.top_p)
+        chances = restrict(logits / max(decode.temperature or 1.0, 1e-4), decode.top_k,
+                           decode.top_p)
 
         def draw(row, answer, chances):
             key = jax.random.key(seed)
@@ -214,11 +223,15 @@ def score(params, batch, cfg):
 
 
 class Example(NamedTuple):
-    """Ids of inputs, of targets to score and of a prefix of the answer; EOS is theirs to have."""
+    """Ids of inputs, of targets to score and of a prefix of the answer; EOS is theirs to have.
+
+    number: tells examples apart, for samples.
+    """
 
     inputs: list
     targets: list = ()
     prefix: list = ()
+    number: int = 0
 
 
 def bucket(length):
@@ -234,25 +247,25 @@ def padded(sequences, rows, length):
     return out
 
 
-def answer(params, cfg, mesh, examples, mode="predict", first=0):
+def answer(params, cfg, mesh, examples, mode="predict"):
     """Config, iterable of Examples -> for each, in their order, its score, or (ids, scores) of its
     answers: lists of ids without EOS, best first.
 
     What an example gets does not depend on the others: they are sorted by length in windows only to
-    be padded less. first: number of the first example, on which samples depend.
+    be padded less.
     """
     B = -(-cfg.decode.batch_size // mesh.shape["data"]) * mesh.shape["data"]
-    examples = enumerate(examples, first)
+    examples = enumerate(examples)
     while window := list(itertools.islice(examples, 16 * B)):
         window.sort(key=lambda item: (len(item[1].inputs), len(item[1].targets)))
         results = {}
         for start in range(0, len(window), B):
             numbers, group = zip(*window[start : start + B])
-            results |= zip(numbers, answer_batch(params, cfg, mesh, numbers, group, mode, B))
+            results |= zip(numbers, answer_batch(params, cfg, mesh, group, mode, B))
         yield from (results[number] for number in sorted(results))
 
 
-def answer_batch(params, cfg, mesh, numbers, group, mode, B):
+def answer_batch(params, cfg, mesh, group, mode, B):
     """At most B examples -> their results; the batch is filled up with padding."""
     local = partition.local_rows(B, mesh)
     inputs = padded([one.inputs for one in group], B, bucket(max(len(x.inputs) for x in group)))
@@ -267,7 +280,7 @@ def answer_batch(params, cfg, mesh, numbers, group, mode, B):
     if mode == "score":
         return fetch(score(params, batch, cfg.model)).tolist()[: len(group)]
     rows, prefix = np.zeros((B, 1), np.uint32), None
-    rows[: len(group), 0] = numbers
+    rows[: len(group), 0] = [one.number for one in group]
     if any(one.prefix for one in group):
         longest = bucket(max(len(one.prefix) for one in group))
         prefix = padded([one.prefix for one in group], B, longest)
@@ -374,6 +387,8 @@ class Encoder:
         T0's inputs have none, see data.Task.
         """
         value = line.get(key)
+        if isinstance(value, str) and (wrong := data.unfit(value, math.inf)):
+            raise ValueError(f"has {wrong} in {key}")
         if isinstance(value, str):
             if self.tokenizer is None:
                 raise ValueError("this run has no vocabulary: give lists of ids")
@@ -390,13 +405,19 @@ class Encoder:
             raise ValueError(f"has an id outside the model's {self.cfg.model.vocab_size} in {key}")
         return value
 
-    def __call__(self, line):
+    def __call__(self, line, number=0):
         lengths = self.cfg.data
         targets = self.ids(line, "targets", lengths.targets_length) if self.scoring else ()
         prefix = self.ids(line, "prefix", lengths.targets_length) if "prefix" in line else ()
         if isinstance(line.get("prefix"), str):
             prefix = prefix[:-1]
-        return Example(self.ids(line, "inputs", lengths.inputs_length), targets, prefix)
+        return Example(self.ids(line, "inputs", lengths.inputs_length), targets, prefix, number)
+
+
+def task_and_split(name):
+    """"task:NAME[:SPLIT]" -> (NAME, SPLIT)."""
+    task, _, split = name.removeprefix("task:").partition(":")
+    return task, split or "validation"
 
 
 def read_input(name, cfg, bad):
@@ -405,10 +426,9 @@ def read_input(name, cfg, bad):
         for part in data.open_source(f"jsonl:{name}", "", cfg.data):
             yield from part.read(bad)
         return
-    _, task, *split = name.split(":")
-    for where, example in data.read_task(task, split[0] if split else "validation", cfg, bad):
-        yield where, {key: value.tolist() if isinstance(value, np.generic | np.ndarray) else value
-                      for key, value in example.items()}
+    task, split = task_and_split(name)
+    for where, example in data.read_task(task, split, data.evaluation_of(task, cfg), bad):
+        yield where, example
 
 
 def answer_file(args, cfg, mesh, tokenizer, params):
@@ -417,7 +437,12 @@ def answer_file(args, cfg, mesh, tokenizer, params):
     Lines are appended to OUTPUT.partial, which becomes OUTPUT at the end.
     """
     partial, skip = f"{args.output}.partial", cfg.data.on_error == "skip"
-    encode, wrong = Encoder(cfg, tokenizer, args.mode == "score"), []
+    os.makedirs(os.path.dirname(args.output) or ".", exist_ok=True)
+    task, wrong = data.Task(), []
+    if args.input.startswith("task:"):
+        name, split = task_and_split(args.input)
+        task, _ = data.find_source(name, data.evaluation_of(name, cfg), split)
+    encode = Encoder(cfg, tokenizer, args.mode == "score", task)
 
     def complain(where, what):
         if not skip:
@@ -426,11 +451,11 @@ def answer_file(args, cfg, mesh, tokenizer, params):
         wrong.append(({"error": f"{where} {what}"}, None))
 
     def examples():  # (line, Example or None)
-        for where, line in read_input(args.input, cfg, complain):
+        for number, (where, line) in enumerate(read_input(args.input, cfg, complain)):
             yield from wrong
             wrong.clear()
             try:
-                yield line, encode(line)
+                yield line, encode(line, number)
             except ValueError as error:
                 complain(where, str(error))
                 yield {**line, **wrong.pop()[0]}, None
@@ -446,18 +471,28 @@ def answer_file(args, cfg, mesh, tokenizer, params):
             configs.note(f"{partial} has {len(whole):,} lines: going on behind them")
         lines = itertools.islice(lines, len(whole), None)
         lines, seen = itertools.tee(lines)
-        first = turn + parts * len(whole)
-        results = answer(params, cfg, mesh, (x for _, x in lines if x), args.mode, first)
+        results = answer(params, cfg, mesh, (x for _, x in lines if x), args.mode)
         for line, example in tqdm(seen, unit=" examples", disable=None, initial=len(whole)):
             if example:
                 line = {**line, **result_of(next(results), line, args.mode, cfg, tokenizer)}
-            file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+            file.write(json_line(line).encode())
             file.flush()
         os.fsync(file.fileno())
     os.replace(partial, args.output)
     if encode.cut:
         configs.note(f"{encode.cut:,} texts were longer than --data.inputs_length or "
                      f"--data.targets_length and were cut")
+
+
+def json_line(line):
+    """A dict -> its line of a JSONL file, with escapes only where UTF-8 has no bytes for it."""
+    text = json.dumps(line, ensure_ascii=False, default=plain)
+    return (text if data.unfit(text, math.inf) is None else json.dumps(line, default=plain)) + "\n"
+
+
+def plain(value):
+    """What JSON can hold of NumPy's values."""
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else str(value)
 
 
 def result_of(result, line, mode, cfg, tokenizer):
@@ -472,10 +507,10 @@ def result_of(result, line, mode, cfg, tokenizer):
     return added
 
 
-def answer_text(text, cfg, mesh, tokenizer, params):
+def answer_text(text, number, cfg, mesh, tokenizer, params):
     """Print the answers to one text; of span corruption, also the text with its blanks filled."""
     encode = Encoder(cfg, tokenizer, False)
-    example = encode({"inputs": text})
+    example = encode({"inputs": text}, number)
     if encode.cut:
         configs.note(f"cut to the {len(example.inputs) - 1} tokens that --data.inputs_length "
                      f"leaves")
@@ -510,9 +545,12 @@ def main(argv):
     if tokenizer is None:
         raise UserError("This run was trained on random ids and has no vocabulary: give --input "
                         "with lists of ids.")
-    for line in [args.text] if args.text is not None else sys.stdin:
+    if args.mode != "predict":
+        raise UserError("--mode score needs --input, with inputs and targets.")
+    sys.stdin.reconfigure(errors="replace")
+    for number, line in enumerate([args.text] if args.text is not None else sys.stdin):
         if line.strip():
-            answer_text(line.strip(), cfg, mesh, tokenizer, params)
+            answer_text(line.strip(), number, cfg, mesh, tokenizer, params)
 
 
 if __name__ == "__main__":

@@ -268,18 +268,23 @@ class Checkpoints:
         return None
 
 
+def find_checkpoint(source):
+    """A run's directory or a checkpoint -> whether it is a run; refuses what is neither."""
+    if (Path(source) / "manifest.json").exists():
+        return False
+    if not Checkpoints(source).steps():
+        raise UserError(f"{source} is neither a run with checkpoints nor a checkpoint: name one, "
+                        f"or convert other weights first.")
+    return True
+
+
 def load_from(source, template):
     """A run's directory, its newest checkpoint, or one checkpoint -> (step, tree like `template`).
     """
-    source = Path(source)
-    if not (source / "manifest.json").exists():
-        found = Checkpoints(source).load(template)
-        if not found:
-            raise UserError(f"{source} is neither a run with checkpoints nor a checkpoint: name "
-                            f"one, or convert other weights first.")
-        return found
+    if find_checkpoint(source):
+        return Checkpoints(source).load(template)
     try:
-        return read_manifest(source)["step"], read_checkpoint(source, template)
+        return read_manifest(Path(source))["step"], read_checkpoint(Path(source), template)
     except CheckpointError as error:
         raise UserError(f"{error}: name another checkpoint.") from error
 

@@ -1061,13 +1061,15 @@ def test_what_is_evaluated_is_never_trained_on(mixture, tmp_path):
     """Members hold out their own; a file that is not trained on is used whole."""
     (tmp_path / "val.jsonl").write_text("\n".join(
         json.dumps({"inputs": f"val {i}", "targets": "x"}) for i in range(50)))
-    for eval_tasks, count in (("", 4), (f"jsonl:{tmp_path}/val.jsonl", 50), ("few, inner", 2)):
+    trained = f"jsonl:{tmp_path}/many.jsonl"
+    for eval_tasks, count in (("", 4), (f"jsonl:{tmp_path}/val.jsonl", 50), ("few, inner", 2),
+                              (trained, 1)):
         cfg = change(mixture, data=dict(eval_tasks=eval_tasks, pack=False))
-        trained = {pair for i in range(64) for pair in unpack(data.make_batch(cfg, "train", i))}
+        seen = {pair for i in range(64) for pair in unpack(data.make_batch(cfg, "train", i))}
         held_out = [pair for one in data.evaluations(cfg).values()
                     for i in range(data.number_of_batches(one, "validation"))
                     for pair in unpack(data.make_batch(one, "validation", i))]
-        assert len(held_out) >= count and trained.isdisjoint(held_out)
+        assert len(held_out) >= count and seen.isdisjoint(held_out)
     with pytest.raises(configs.UserError, match="a mixture's tasks have their own"):
         data.open_rows(change(mixture, data=dict(validation_source="jsonl:v")), "train")
     with pytest.raises(configs.UserError, match="Unknown task nope"):
@@ -2307,7 +2309,9 @@ def test_tasks_are_evaluated_on_text_and_by_rank(mixture, tmp_path, one_device):
     data.TASKS["yes"] = data.TASKS["some"]._replace(
         format=lambda x: [{"inputs": x["inputs"], "targets": ("yes", "no")[len(x["inputs"]) % 2]}],
         choices=("yes", "no"), metrics=("accuracy",))
-    cfg = change(mixture, data=dict(task="yes"), train=dict(batch_size=4), decode=dict(max_len=4))
+    (tmp_path / "some.jsonl").write_text((tmp_path / "some.jsonl").read_text() + "\nnone")
+    cfg = change(mixture, data=dict(task="yes", on_error="skip"), train=dict(batch_size=4),
+                 decode=dict(max_len=4))
     params, (one,) = make_params(cfg), data.evaluations(cfg).values()
     tokenizer = data.load_vocabulary(cfg.data)
     held_out = [pair for i in range(data.number_of_batches(one, "validation"))
@@ -2347,11 +2351,16 @@ def test_the_table_is_parse_tbs(tmp_path):
                        for suite, names in evaluate.AVERAGES.items()
                        for i, (name, metrics) in enumerate(names.items()) for metric in metrics}
     del table[20]["super_glue_wic_v102/accuracy"]
+    table[10]["x/pearson_corrcoef"], table[20]["x/pearson_corrcoef"] = math.nan, 7.0
+    table[10]["glue_mrpc_v002/f1"] = 99.0  # with a mean below that of step 20
+    table[10]["glue_mrpc_v002/accuracy"] = -99.0
     evaluate.write_csv(tmp_path / "t.csv", table)
     rows = [line.split(",") for line in (tmp_path / "t.csv").read_text().splitlines()]
     columns = dict(zip(rows[0], zip(*rows[1:])))
     assert columns["step"] == ("10", "20", "max", "step")
-    assert columns["glue_average"] == ("13.500", "23.500", "23.500", "20")
+    assert columns["x/pearson_corrcoef"] == ("nan", "7.000", "7.000", "20")
+    assert columns["glue_mrpc_v002/f1"] == ("99.000", "22.000", "22.000", "20")
+    assert columns["glue_average"][1:] == ("23.500", "23.500", "20")
     assert columns["super_glue_average"] == ("13.500", "", "13.500", "10")
     assert "glue_mnli_mismatched_v002/accuracy" in columns
     assert "super_glue_wsc_v102_simple_eval/accuracy" in columns
@@ -2383,16 +2392,22 @@ def test_files_are_answered_line_by_line(trained, tmp_path, capsys, monkeypatch)
         assert answer("--output", f"{i}.jsonl", "--shard", f"{i}/2")[0] == 0
     parts = [Path(f"{i}.jsonl").read_text().splitlines(keepends=True) for i in range(2)]
     assert [parts[i % 2][i // 2] for i in range(9)] == text.splitlines(keepends=True)
+    flags = ["--decode.temperature", 2.0]
+    assert answer("--output", "w.jsonl", *flags)[0] == 0
+    assert answer("--output", "x.jsonl", "--shard", "1/2", *flags)[0] == 0
+    whole = Path("w.jsonl").read_text().splitlines()
+    assert Path("x.jsonl").read_text().splitlines() == whole[1::2] and whole != text.splitlines()
     assert answer("--output", "s.jsonl", "--mode", "score")[0] == 0
     assert all(json.loads(line)["score"] < 0 for line in Path("s.jsonl").read_text().splitlines())
     assert answer("--output", "out.jsonl")[0] == 2  # is there already
-    Path("in.jsonl").write_text('{"inputs": "alpha"}\nnope\n{"inputs": [999]}\n{"x": 1}\n')
+    Path("in.jsonl").write_text('{"inputs": "alpha"}\nnope\n{"inputs": [999]}\n{"x": 1}\n'
+                                '{"inputs": "\\ud800"}')
     status, _, err = answer("--output", "c.jsonl")
     assert status == 2 and "in.jsonl:2 is not JSON" in err
     assert answer("--output", "d.jsonl", "--data.on_error", "skip")[0] == 0
     out = [json.loads(line) for line in Path("d.jsonl").read_text().splitlines()]
     assert "prediction" in out[0] and [sorted(line) for line in out[1:]] == [
-        ["error"], ["error", "inputs"], ["error", "x"]]
+        ["error"], ["error", "inputs"], ["error", "x"], ["error", "inputs"]]
 
 
 # ---- whole runs ----------------------------------------------------------------------------------
@@ -2559,6 +2574,7 @@ BAD = {
     "no source of pairs": (["--data.task", "text_to_text", "--data.source", ""], "jsonl:FILE"),
     "unknown task": (["--data.task", "glue_cola"], "did you mean glue_cola_v002"),
     "T0 without P3": (["--data.task", "t0_train", "--data.source", ""], "seqio:DIR"),
+    "beams and samples": (["--decode.beams", "2", "--decode.top_k", "3"], "leave out the one"),
     "a remote folder of tokens": (["--data.prepared_dir", "gs://bucket/x"], "memory-mapped"),
     "a folder": (["--data.source", "text:."], "./*"),
     "absent held-out text": (["--data.vocab", "v.model", "--model.vocab_size", "256",
@@ -2661,6 +2677,8 @@ def test_a_run_starts_from_anothers_weights(trained, tmp_path, capsys, monkeypat
             "--train.infer_every", 2, "--train.log_every", 1, "--train.learning_rate", 0]
     status, out, err = start("new", run_dir, *task)
     assert status == 0 and f"the weights of step {newest}" in out and "accuracy" in out
+    status, out, _ = start("new", run_dir, *task)  # the same command again
+    assert status == 0 and "finished" in out
     cfg = configs.load_run(tmp_path / "new")
     mesh = partition.set_mesh(cfg, jax.local_devices()[:1])
     old, new = (infer.load_params(cfg, folder)[1] for folder in (run_dir, tmp_path / "new"))
@@ -2683,3 +2701,6 @@ def test_a_run_starts_from_anothers_weights(trained, tmp_path, capsys, monkeypat
     status, _, err = start("other", run_dir, *other)
     assert status == 2 and "is not the vocabulary of" in err
     assert start("none", tmp_path, *task)[0] == 2 and mesh
+    assert not (tmp_path / "none" / "config.json").exists()
+    status, _, err = start("late", checkpoint, "--train.restore", "all", "--train.steps", 2)
+    assert status == 2 and "goes on from there" in err

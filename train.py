@@ -357,7 +357,7 @@ class Progress:
             "model_flops_fraction": steps * self.flops / self.peak,
             "data_wait_fraction": self.waited / seconds}
         self.file.write(step, train=metrics, timing=timing)
-        if timing["data_wait_fraction"] > 0.05 and not self.warned:
+        if timing["data_wait_fraction"] > 0.05 and seconds > 1 and not self.warned:
             self.warned = True
             self.bar.write(f"warning: {timing['data_wait_fraction']:.0%} of the time up to step "
                            f"{step:,} was waiting for data (timing/data_wait_fraction in "
@@ -380,6 +380,8 @@ class HeldOut:
         every = cfg.train.eval_every, cfg.train.infer_every
         self.every, self.infer_every = (0, 0) if cfg.data.source == "random:" else every
         self.tasks = []  # (name, Config, batches, unigram loss)
+        if self.infer_every:
+            evaluate.check_metrics(data.evaluations(cfg), "validation")
         for name, one in data.evaluations(cfg).items() if self.every or self.infer_every else ():
             batches = data.number_of_batches(one, "validation")
             batches = min(batches, cfg.train.eval_batches or batches)
@@ -460,7 +462,9 @@ def open_run(cfg, run_dir, checkpoints, recipe_file=None, source=None):
                      f"trains here.")
     checkpoints.discard_unfinished()
     vocabulary = run_dir / "spiece.model"
+    named = cfg  # what config.json keeps
     if source and not checkpoints.steps():
+        partition.find_checkpoint(source)  # refuses what is none
         cfg = with_vocabulary_of(source, cfg)
     run_cfg = data.with_vocabulary(cfg, run_dir)
     if cfg.data.source != "random:" and not checkpoints.steps():
@@ -474,7 +478,7 @@ def open_run(cfg, run_dir, checkpoints, recipe_file=None, source=None):
         if before != digest:
             configs.note(f"{cfg.data.source} has changed since {run_dir} began: the run goes on "
                          f"with other data.")
-    configs.save_run(cfg, run_dir, digest)
+    configs.save_run(named, run_dir, digest)
     if recipe_file and Path(recipe_file) != run_dir / "recipe.py":
         configs.write_file(run_dir / "recipe.py", Path(recipe_file).read_text())
     return run_cfg, lock
@@ -500,6 +504,10 @@ def compile_and_load(cfg, mesh, checkpoints, batch, source=None):
         restored = checkpoints.load(wanted)
         if restored is None and source and cfg.train.restore == "all":
             start, arrays = partition.load_from(source, wanted)
+            if not cfg.train.start_step <= start < cfg.train.steps:
+                raise UserError(f"{source} is at step {start:,}: --train.restore all goes on from "
+                                f"there, so --train.start_step must not be higher, and "
+                                f"--train.steps must be.")
             print(f"started  {source}, step {start:,}, with its optimizer", flush=True)
             return program.result(), flax.serialization.from_state_dict(template, arrays), start
         if restored is None:
