@@ -485,17 +485,21 @@ def write_plot(path, folders):
     from matplotlib import pyplot
 
     table = read_metrics(folders, "")
-    panels = {"loss": "nats per token", "accuracy": "", "learning_rate": ""}
+    panels = {"loss": "nats per token", "accuracy": "%", "learning_rate": ""}
     figure, axes = pyplot.subplots(len(panels), 1, figsize=(8, 9), sharex=True)
     for axis, (metric, unit) in zip(axes, panels.items()):
         names = sorted({name for values in table.values() for name in values
                         if name.rpartition("/")[2] == metric})
         for name in names:
-            points = [(step, values[name]) for step, values in table.items() if name in values]
+            percent = metric == "accuracy" and not name.startswith("inference_eval/")
+            points = [(step, values[name] * (100 if percent else 1))
+                      for step, values in table.items() if name in values]
             axis.plot(*zip(*points), label=name, marker="." if len(points) < 40 else None)
         axis.set_ylabel(f"{metric.replace('_', ' ')}{f', {unit}' if unit else ''}")
         if names:
             axis.legend(fontsize="small")
+        if metric == "loss":
+            axis.set_yscale("log")
     axes[-1].set_xlabel("step")
     figure.tight_layout()
     figure.savefig(path, dpi=120)

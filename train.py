@@ -308,7 +308,8 @@ class MetricsFile:
                 self.writers[prefix] = tensorboardX.SummaryWriter(
                     str(self.folder / prefix), purge_step=self.start + 1)
             for name, value in metrics.items():
-                self.writers[prefix].add_scalar(name, float(value), step)
+                tag = f"eval/{name}" if prefix.startswith("inference_eval/") else name  # as SeqIO
+                self.writers[prefix].add_scalar(tag, float(value), step)
             self.writers[prefix].flush()
 
     def sync(self):
