@@ -16,6 +16,7 @@ import math
 import os
 import re
 import sys
+import time
 from typing import NamedTuple
 
 import jax
@@ -472,13 +473,20 @@ def answer_file(args, cfg, mesh, tokenizer, params):
         lines = itertools.islice(lines, len(whole), None)
         lines, seen = itertools.tee(lines)
         results = answer(params, cfg, mesh, (x for _, x in lines if x), args.mode)
-        for line, example in tqdm(seen, unit=" examples", disable=None, initial=len(whole)):
+        count, began = 0, time.perf_counter()
+        bar = tqdm(seen, unit=" examples", disable=None, initial=len(whole))
+        for count, (line, example) in enumerate(bar, 1):
             if example:
                 line = {**line, **result_of(next(results), line, args.mode, cfg, tokenizer)}
             file.write(json_line(line).encode())
             file.flush()
         os.fsync(file.fileno())
+    if not count and not whole:
+        os.remove(partial)
+        raise UserError(f"{args.input} holds no line: there is nothing to answer.")
     os.replace(partial, args.output)
+    seconds = time.perf_counter() - began
+    configs.note(f"{args.output}: {count:,} examples, {count / seconds:.4g} a second")
     if encode.cut:
         configs.note(f"{encode.cut:,} texts were longer than --data.inputs_length or "
                      f"--data.targets_length and were cut")

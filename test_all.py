@@ -2400,6 +2400,9 @@ def test_files_are_answered_line_by_line(trained, tmp_path, capsys, monkeypatch)
     assert answer("--output", "s.jsonl", "--mode", "score")[0] == 0
     assert all(json.loads(line)["score"] < 0 for line in Path("s.jsonl").read_text().splitlines())
     assert answer("--output", "out.jsonl")[0] == 2  # is there already
+    Path("in.jsonl").write_text("")
+    status, _, err = answer("--output", "e.jsonl")
+    assert status == 2 and "holds no line" in err and not list(tmp_path.glob("e.jsonl*"))
     Path("in.jsonl").write_text('{"inputs": "alpha"}\nnope\n{"inputs": [999]}\n{"x": 1}\n'
                                 '{"inputs": "\\ud800"}')
     status, _, err = answer("--output", "c.jsonl")
