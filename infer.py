@@ -10,6 +10,7 @@ exactly as they are. OUT.jsonl has the same lines with "prediction" or "score" a
 """
 
 import functools
+import io
 import itertools
 import json
 import math
@@ -555,8 +556,9 @@ def main(argv):
                         "with lists of ids.")
     if args.mode != "predict":
         raise UserError("--mode score needs --input, with inputs and targets.")
-    sys.stdin.reconfigure(errors="replace")
-    for number, line in enumerate([args.text] if args.text is not None else sys.stdin):
+    lines = [args.text] if args.text is not None else io.TextIOWrapper(
+        sys.stdin.buffer, "utf-8", "replace")
+    for number, line in enumerate(lines):
         if line.strip():
             answer_text(line.strip(), number, cfg, mesh, tokenizer, params)
 
