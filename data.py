@@ -1803,6 +1803,7 @@ class Rows:
         self.first_block, self.row_starts = 0, [0]  # row with which the blocks begin
         self.drawn = 0, np.zeros(len(tasks), int)  # a block, draws of each task before it
         self.thread, self.ahead, self.kept = ThreadPoolExecutor(1), {}, 4
+        self.reads_ahead = self.packs  # planning a block takes a third of a second
 
     def __str__(self):
         mixed = f"{len(self.tasks)} tasks, " if len(self.tasks) > 1 else ""
@@ -1871,12 +1872,13 @@ class Rows:
 
     def block(self, block):
         """What read_block returns; if it takes long, the next one is read in the background."""
-        for number in (block, block + 1) if self.packs or self.kept > 4 else (block,):
+        for number in (block, block + 1) if self.reads_ahead else (block,):
             if number not in self.ahead:
                 self.ahead[number] = self.thread.submit(self.read_block, number)
         found = self.ahead[block].result()
-        for old in sorted(self.ahead, key=lambda number: abs(number - block))[self.kept :]:
-            del self.ahead[old]
+        if self.kept:
+            for old in sorted(self.ahead, key=lambda number: abs(number - block))[self.kept :]:
+                del self.ahead[old]
         return found
 
     def block_of(self, rows):
@@ -1975,7 +1977,7 @@ class Reader:
 
     def read(self):
         """(key, ids) from the position on; key: the position but for its last number."""
-        turn, first, *start, skipped = self.position
+        turn, first, *start, _ = self.position
         while True:
             found = False
             for part in range(first, len(self.parts)):
@@ -2048,7 +2050,8 @@ class StreamedRows(Rows):
 
     def __init__(self, readers, rates, cfg):
         super().__init__(readers, rates, cfg)
-        self.kept = 1 << 30  # no block can be read again; make() lets them go
+        self.reads_ahead = True
+        self.kept = None  # no block can be read again; make() lets them go
         self.marks = {}  # where the readers stood at the beginning of each block
 
     @property
