@@ -183,6 +183,10 @@ class ByteTokenizer(Tokenizer):
         return bytes(i - 3 for i in ids if 3 <= i < 3 + 256).decode(errors="ignore")
 
 
+# a mixture's hundreds of tasks share one
+parse_vocabulary = functools.lru_cache(maxsize=4)(Tokenizer)
+
+
 def load_tokenizer(path):
     """Path of a SentencePiece model, local or remote, or "bytes[:EXTRA]" -> Tokenizer."""
     path = str(path)
@@ -199,7 +203,7 @@ def load_tokenizer(path):
         ) from error
     if found := re.fullmatch(rb"bytes(?::(\d+))?\s*", serialized):
         return ByteTokenizer(int(found[1] or 0))
-    return Tokenizer(serialized, path)
+    return parse_vocabulary(serialized, path)
 
 
 def train_tokenizer(texts, pieces, most_lines=1_000_000):

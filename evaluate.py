@@ -11,10 +11,11 @@ and scores go to RUN/eval, or to --output DIR.
 import collections
 import csv
 import functools
-import importlib
+import importlib.util
 import itertools
 import json
 import math
+import os
 import re
 import string
 import time
@@ -299,31 +300,36 @@ def check_metrics(tasks, split):
                 needs(library)
 
 
-def read_examples(cfg, tokenizer, split, scoring=False, most=None):
-    """A task's formatted examples with what the model reads of them: [(dict, infer.Example)]."""
+def read_examples(cfg, tokenizer, split, choices=None, most=None):
+    """A task's formatted examples with what the model reads of them: [(row, infer.Example)].
+
+    A row begins with the formatted dict. choices(number, example): the rows to score instead.
+    """
     task, _ = data.find_source(cfg.data.task, cfg, split)
     bad = data.Complaints(cfg.data.on_error)
-    encode = infer.Encoder(cfg, tokenizer, scoring, task)
+    encode = infer.Encoder(cfg, tokenizer, choices is not None, task)
     found = itertools.islice(data.read_task(cfg.data.task, split, cfg, bad), most)
     pairs = []
-    for where, example in found:
+    for number, (where, example) in enumerate(found):
+        rows = choices(number, example) if choices else [(example,)]
         try:
-            pairs.append((example, encode(example)))
+            pairs += [(row, encode(row[0])) for row in rows]
         except ValueError as error:
             bad(where, str(error))
     if not pairs:
         raise UserError(f"{cfg.data.task} has no {split} examples.")
     if bad.count or encode.cut:
         configs.note(f"{cfg.data.task}, {split}: {bad.count:,} skipped, {encode.cut:,} texts cut")
-    return task, pairs
+    return pairs
 
 
 def predict(params, cfg, mesh, split, tokenizer, most=None):
     """Metrics on decoded text -> (metrics, a line for each example)."""
-    task, pairs = read_examples(cfg, tokenizer, split, most=most)
+    task, _ = data.find_source(cfg.data.task, cfg, split)
+    pairs = read_examples(cfg, tokenizer, split, most=most)
     found = infer.answer(params, cfg, mesh, (example for _, example in pairs))
     lines, targets, predictions = [], [], []
-    for (example, _), (ids, _) in zip(pairs, found):
+    for ((example,), _), (ids, _) in zip(pairs, found):
         text = tokenizer.decode(ids[0])
         target = example["targets"]
         target = target if isinstance(target, str) else tokenizer.decode(target)
@@ -352,26 +358,18 @@ def rank(params, cfg, mesh, split, tokenizer, normalize=False):
     Examples of P3's score_eval tasks are choices already, with idx, is_correct and weight.
     """
     task, _ = data.find_source(cfg.data.task, cfg, split)
-    rows, bad = [], data.Complaints(cfg.data.on_error)
-    for number, (_, example) in enumerate(data.read_task(cfg.data.task, split, cfg, bad)):
+
+    def choices(number, example):  # (dict, (example, choice), whether it is right, weight)
         if "is_correct" in example and "idx" in example:
             index, weight = tuple(map(int, example["idx"])), float(example.get("weight", 1))
-            rows.append((example, index, bool(example["is_correct"]), weight))
-            continue
-        for j, choice in enumerate(choices_of(task, example)):
-            correct = choice == str(example["targets"]).strip()
-            rows.append(({**example, "targets": choice}, (number, j), correct, 1.0))
-    if not rows:
-        raise UserError(f"{cfg.data.task} has no {split} examples.")
-    encode = infer.Encoder(cfg, tokenizer, True, task)
-    try:
-        examples = [encode(example) for example, *_ in rows]
-    except ValueError as error:
-        raise UserError(f"An example of {cfg.data.task} {error}.") from error
+            return [(example, index, bool(example["is_correct"]), weight)]
+        right = str(example["targets"]).strip()
+        return [({**example, "targets": choice}, (number, j), choice == right, 1.0)
+                for j, choice in enumerate(choices_of(task, example))]
+
+    rows, examples = zip(*read_examples(cfg, tokenizer, split, choices))
     if len({index for _, index, *_ in rows}) < len(rows):
         raise UserError(f"{cfg.data.task}, {split}: two choices have the same idx.")
-    if encode.cut:
-        configs.note(f"{cfg.data.task}, {split}: {encode.cut:,} texts cut")
     scores = list(infer.answer(params, cfg, mesh, examples, "score"))
     targets = [(index, correct, weight, len(one.targets))
                for (_, index, correct, weight), one in zip(rows, examples)]
@@ -475,12 +473,21 @@ def write_csv(path, table):
         rows.writerow(["step", *(best[name][1] for name in columns)])
 
 
+def check_outputs(args):
+    """Refuse what cannot be written at the end, before anything is evaluated."""
+    for flag in ("csv", "plot"):
+        path = getattr(args, flag)
+        if path and (os.path.isdir(path) or not Path(path).parent.is_dir()):
+            raise UserError(f"--{flag} {path} cannot be written there: name a file in a folder "
+                            f"that exists.")
+    if args.plot and not importlib.util.find_spec("matplotlib"):
+        raise UserError("--plot needs matplotlib: pip install '.[plot]'.")
+
+
 def write_plot(path, folders):
     """Losses, accuracies and the learning rate over the steps."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise UserError("--plot needs matplotlib: pip install '.[plot]'.") from None
+    import matplotlib  # an extra
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -518,20 +525,23 @@ def main(argv):
         normalize=dict(action="store_true", help="rank: divide scores by the answers' lengths"),
         csv=dict(metavar="FILE", help="write a table of the metrics on text of all steps"),
         plot=dict(metavar="FILE", help="draw losses, accuracies and the learning rate"))
-    steps = [args.step]
-    if args.step == "all" and args.run_dir:
-        steps = list(map(str, partition.Checkpoints(args.run_dir).steps())) or ["latest"]
-    args.step = steps[0]
+    check_outputs(args)
     changes = {**changes, **({"data.eval_tasks": args.tasks} if args.tasks else {})}
-    cfg, mesh, tokenizer, step, params = infer.open_model(args, changes)
+    cfg, mesh, tokenizer = infer.open_model(args, changes)
     if tokenizer is None:
         raise UserError(f"{args.run_dir} was trained on random ids: there is nothing held out.")
     folder = Path(args.output or Path(args.run_dir, "eval"))
     tasks = data.evaluations(cfg, args.split)
     check_metrics(tasks, args.split)
-    for number, wanted in enumerate(steps):
-        if number:
-            step, params = infer.load_params(cfg, args.run_dir, int(wanted))
+    several = args.step == "all"
+    for wanted in partition.Checkpoints(args.run_dir).steps() if several else [args.step]:
+        try:
+            step, params = infer.load_params(cfg, args.run_dir, wanted)
+        except UserError as error:  # damaged, or removed while others were evaluated
+            if not several:
+                raise
+            configs.note(f"step {wanted:,} is left out: {error}")
+            continue
         for name, one in tasks.items():
             task, _ = data.find_source(name, one, args.split)
             mode = args.mode or ("predict" if task.metrics else "loss")

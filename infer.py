@@ -9,6 +9,7 @@ A line of IN.jsonl has "inputs" and, to score, "targets": texts, or lists of ids
 exactly as they are. OUT.jsonl has the same lines with "prediction" or "score" added.
 """
 
+import fcntl
 import functools
 import io
 import itertools
@@ -344,8 +345,8 @@ def fill_blanks(inputs, spans, tokenizer):
 # ---- the command ---------------------------------------------------------------------------------
 
 
-def load_params(cfg, run_dir, step=None):
-    """The newest parameters of a run, or those of a step, float32 -> (step, params)."""
+def load_params(cfg, run_dir, step="latest"):
+    """The parameters of a run's newest checkpoint, or of a step's, float32 -> (step, params)."""
     mesh = jax.sharding.get_mesh()
 
     def template(p, layout):
@@ -354,26 +355,24 @@ def load_params(cfg, run_dir, step=None):
 
     wanted = {"params": jax.tree.map(template, model.param_table(cfg.model),
                                      model.param_specs(cfg.model), is_leaf=model.is_param)}
-    found = partition.Checkpoints(run_dir).load(wanted, step)
+    found = partition.Checkpoints(run_dir).load(wanted, None if step == "latest" else int(step))
     if not found:
         raise UserError(f"{run_dir} has no whole checkpoint yet: train.py writes them.")
     return found[0], found[1]["params"]
 
 
 def open_model(args, changes):
-    """--run_dir and --step -> (Config with the run's vocabulary, mesh, Tokenizer, step, params)."""
+    """--run_dir -> (Config with the run's vocabulary, mesh, Tokenizer or None)."""
     if not args.run_dir:
         raise UserError("--run_dir names the run whose model is wanted, for instance runs/tiny.")
-    if not re.fullmatch(r"latest|\d+", args.step):
+    if not re.fullmatch(r"latest|all|\d+", args.step):
         raise UserError(f"--step takes a step or latest, not {args.step!r}.")
     cfg = configs.resolve(args, changes)
     cfg = data.with_vocabulary(cfg, args.run_dir)
     partition.start_jax()
     mesh = partition.set_mesh(cfg)
     tokenizer = None if cfg.data.source == "random:" else data.load_vocabulary(cfg.data)
-    step, params = load_params(
-        cfg, args.run_dir, None if args.step == "latest" else int(args.step))
-    return cfg, mesh, tokenizer, step, params
+    return cfg, mesh, tokenizer
 
 
 class Encoder:
@@ -418,13 +417,17 @@ class Encoder:
 
 def task_and_split(name):
     """"task:NAME[:SPLIT]" -> (NAME, SPLIT)."""
-    task, _, split = name.removeprefix("task:").partition(":")
+    name = name.removeprefix("task:")
+    task, _, split = (name, "", "") if name.partition(":")[0] in data.SOURCES else (
+        name.partition(":"))
     return task, split or "validation"
 
 
 def read_input(name, cfg, bad):
     """--input: (where, dict) of a JSONL file, or of the examples of task:NAME[:SPLIT]."""
     if not name.startswith("task:"):
+        if not data.find_files(name):
+            raise UserError(f"No file matches --input {name}.")
         for part in data.open_source(f"jsonl:{name}", "", cfg.data):
             yield from part.read(bad)
         return
@@ -466,12 +469,19 @@ def answer_file(args, cfg, mesh, tokenizer, params):
     turn, parts = (int(n) for n in args.shard.split("/"))
     lines = itertools.islice(examples(), turn, None, parts)
     with open(partial, "a+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UserError(f"Another process is writing {partial}: let it, or name another "
+                            f"--output.") from error
         file.seek(0)
         whole = [line for line in file.read().splitlines(keepends=True) if line.endswith(b"\n")]
+        if not all(is_answered(text, next(lines, None), args.mode) for text in whole):
+            raise UserError(f"{partial} holds other lines than this command writes: move it away, "
+                            f"or repeat the command that began it.")
         file.truncate(sum(map(len, whole)))
         if whole:
             configs.note(f"{partial} has {len(whole):,} lines: going on behind them")
-        lines = itertools.islice(lines, len(whole), None)
         lines, seen = itertools.tee(lines)
         results = answer(params, cfg, mesh, (x for _, x in lines if x), args.mode)
         count, began = 0, time.perf_counter()
@@ -491,6 +501,17 @@ def answer_file(args, cfg, mesh, tokenizer, params):
     if encode.cut:
         configs.note(f"{encode.cut:,} texts were longer than --data.inputs_length or "
                      f"--data.targets_length and were cut")
+
+
+def is_answered(text, asked, mode):
+    """Whether a line of OUTPUT.partial answers what is asked, (line, Example), in this mode."""
+    try:
+        answered = json.loads(text)
+        added = "score" if mode == "score" else "prediction"
+        return bool({"error", added} & set(answered)) and (
+            {**answered, **json.loads(json_line(asked[0]))} == answered)
+    except (ValueError, TypeError):  # no JSON object, or nothing was asked
+        return False
 
 
 def json_line(line):
@@ -547,7 +568,10 @@ def main(argv):
         raise UserError(f"--shard {args.shard}: write I/N, from 0/N to N-1/N.")
     if args.output and os.path.exists(args.output):
         raise UserError(f"{args.output} is there already: name another, or move it away.")
-    cfg, mesh, tokenizer, _, params = open_model(args, changes)
+    if args.step == "all":
+        raise UserError("--step takes one step, or latest.")
+    cfg, mesh, tokenizer = open_model(args, changes)
+    _, params = load_params(cfg, args.run_dir, args.step)
     if args.input:
         answer_file(args, cfg, mesh, tokenizer, params)
         return

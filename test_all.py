@@ -9,6 +9,7 @@ one stands here, so that some comparison with T5X always runs.
 
 import ast
 import dataclasses
+import fcntl
 import functools
 import gzip
 import itertools
@@ -1479,19 +1480,17 @@ def from_hugging_face(state, cfg):
     return place(flax.traverse_util.unflatten_dict(params, sep="/"), cfg)
 
 
-@pytest.mark.parametrize("activation, tied", [
-    ("gated_gelu", False), ("relu", True), ("gated_gelu", True), ("relu", False)])
-def test_logits_equal_hugging_faces(activation, tied):
+def hugging_face(cfg):
+    """ModelConfig -> (a T5ForConditionalGeneration with random weights, our parameters of it)."""
     torch = pytest.importorskip("torch", reason="needs pip install '.[parity]'")
     transformers = pytest.importorskip("transformers", reason="needs pip install '.[parity]'")
-    cfg = change(model=dict(activation=activation, tied=tied), data=dict(inputs_length=150)).model
     torch.manual_seed(0)
     network = transformers.T5ForConditionalGeneration(transformers.T5Config(
         vocab_size=cfg.vocab_size, d_model=cfg.d_model, d_kv=cfg.d_kv, d_ff=cfg.d_ff,
         num_heads=cfg.num_heads, num_layers=cfg.num_layers,
-        num_decoder_layers=cfg.num_decoder_layers, feed_forward_proj=activation.replace("_", "-"),
-        tie_word_embeddings=tied, dropout_rate=0.0, decoder_start_token_id=0)).eval()
-    if not tied:  # transformers 5 ties the two whatever its configuration says
+        num_decoder_layers=cfg.num_decoder_layers, dropout_rate=0.0, decoder_start_token_id=0,
+        feed_forward_proj=cfg.activation.replace("_", "-"), tie_word_embeddings=cfg.tied)).eval()
+    if not cfg.tied:  # transformers 5 ties the two whatever its configuration says
         network.lm_head.weight = torch.nn.Parameter(torch.randn(cfg.vocab_size, cfg.d_model) * 0.2)
         if hasattr(network.config, "scale_decoder_outputs"):
             network.config.scale_decoder_outputs = False
@@ -1499,7 +1498,15 @@ def test_logits_equal_hugging_faces(activation, tied):
         for name, p in network.named_parameters():
             noise = torch.randn(p.shape)
             p.copy_(1 + 0.1 * noise if "norm" in name else 0.2 * noise)
-    params = from_hugging_face({k: v.numpy() for k, v in network.state_dict().items()}, cfg)
+    return network, from_hugging_face({k: v.numpy() for k, v in network.state_dict().items()}, cfg)
+
+
+@pytest.mark.parametrize("activation, tied", [
+    ("gated_gelu", False), ("relu", True), ("gated_gelu", True), ("relu", False)])
+def test_logits_equal_hugging_faces(activation, tied):
+    torch = pytest.importorskip("torch", reason="needs pip install '.[parity]'")
+    cfg = change(model=dict(activation=activation, tied=tied)).model
+    network, params = hugging_face(cfg)
     batch = make_batch(change(data=dict(inputs_length=150)), [(150, 8), (40, 8), (1, 8)])
     with torch.no_grad():
         theirs = network(
@@ -2076,6 +2083,40 @@ def test_decoding_equals_t5xs():
                                rtol=1e-5)
 
 
+def test_decoding_beside_hugging_faces():
+    """Greedy answers are equal. Beam search has the same scores by the penalty called length, but
+    other rules: there an answer ends only from the N best continuations, and at the last position
+    what has not ended competes too. So where theirs ended, ours is equal or better."""
+    torch = pytest.importorskip("torch", reason="needs pip install '.[parity]'")
+    cfg = change(model=dict(vocab_size=12, num_decoder_layers=2)).model
+    network, params = hugging_face(cfg)
+    batch = make_batch(change(model=dict(vocab_size=12)), [(n, 8) for n in range(1, 17)])
+
+    def compare(beams, alpha):  # (ours, theirs), (our scores, theirs), up to EOS
+        theirs = network.generate(
+            input_ids=torch.tensor(np.asarray(batch.inputs)).long(),
+            attention_mask=torch.tensor(np.asarray(batch.input_segments)).long(),
+            num_beams=max(1, beams), length_penalty=alpha, max_new_tokens=24, do_sample=False,
+            early_stopping="never", eos_token_id=1, pad_token_id=0, output_scores=True,
+            return_dict_in_generate=True)
+        ids, scores = infer.generate(
+            params, batch.inputs, batch.input_segments, cfg, 24,
+            DecodeConfig(beams=beams, alpha=alpha, penalty="length"))
+        rows = [[row[: row.index(1) + 1] if 1 in row else row for row in side.tolist()]
+                for side in (np.asarray(ids[:, 0]), theirs.sequences[:, 1:])]
+        return rows, (np.asarray(scores[:, 0]), beams and theirs.sequences_scores.numpy())
+
+    (ours, theirs), _ = compare(0, 0.0)
+    assert ours == theirs
+    for beams, alpha in ((2, 0.0), (4, 0.6)):
+        rows, scores = compare(beams, alpha)
+        ended = [row[-1] == data.EOS for row in rows[1]]
+        equal = [a == b for a, b in zip(*rows)]
+        assert sum(equal) > 8 and sum(np.logical_and(equal, ended)) >= 2
+        for ours, theirs, same in zip(*(s[ended] for s in scores), np.array(equal)[ended]):
+            assert ours == pytest.approx(theirs, rel=1e-4) if same else ours > theirs
+
+
 def search_slowly(params, cfg, batch, row, length, decode):
     """T5X's beam search for one example in plain Python, the whole decoder run for each prefix."""
     one = jax.tree.map(lambda a: a[row : row + 1], batch)
@@ -2388,6 +2429,16 @@ def test_files_are_answered_line_by_line(trained, tmp_path, capsys, monkeypatch)
     Path("b.jsonl.partial").write_text("".join(text.splitlines(keepends=True)[:3]) + '{"inp')
     status, _, err = answer("--output", "b.jsonl")
     assert status == 0 and "has 3 lines" in err and Path("b.jsonl").read_text() == text
+    begun = "".join(text.splitlines(keepends=True)[:3])
+    for flags, content in ((["--mode", "score"], begun), (["--shard", "1/2"], begun),
+                           ([], "nope\n"), ([], text + begun)):
+        Path("o.jsonl.partial").write_text(content)
+        status, _, err = answer("--output", "o.jsonl", *flags)
+        assert status == 2 and "other lines" in err
+        assert Path("o.jsonl.partial").read_text() == content
+    with open("o.jsonl.partial") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert "Another process" in answer("--output", "o.jsonl")[2]
     for i in range(2):
         assert answer("--output", f"{i}.jsonl", "--shard", f"{i}/2")[0] == 0
     parts = [Path(f"{i}.jsonl").read_text().splitlines(keepends=True) for i in range(2)]
