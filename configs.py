@@ -11,6 +11,7 @@ script reads it back: no flag is ever repeated. The comment beside a field is it
 import argparse
 import dataclasses
 import difflib
+import fcntl
 import glob
 import importlib.util
 import inspect
@@ -114,6 +115,14 @@ class MeshConfig:
 
 
 @dataclass(frozen=True)
+class DistributedConfig:
+    coordinator: str = ""  # HOST:PORT of process 0; empty: as the cluster says, or one process
+    processes: int | None = None  # how many there are
+    process: int | None = None  # which of them this one is, from 0
+    timeout: int = 100  # seconds without a sign of life after which a process counts as dead
+
+
+@dataclass(frozen=True)
 class Config:
     name: str
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -121,9 +130,10 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
 
-SECTIONS = ("model", "data", "train", "decode", "mesh")
+SECTIONS = ("model", "data", "train", "decode", "mesh", "distributed")
 
 # What a recipe file adds with its own TASKS and MIXTURES; data.py puts T5's here and explains them.
 TASKS, MIXTURES = {}, {}
@@ -184,10 +194,10 @@ RECIPES = {
 # ---- command line --------------------------------------------------------------------------------
 
 # What may change when a run goes on; any other difference is another run.
-FREE = {"mesh", "decode", *(f"train.{name}" for name in (
+FREE = {"mesh", "distributed", "decode", *(f"train.{name}" for name in (
     "steps", "log_every", "eval_every", "infer_every", "eval_batches", "save_every", "async_save",
     "keep", "microbatches"))}
-NOT_READ_BACK = ("mesh",)  # belongs to the machine, not to the run
+NOT_READ_BACK = ("mesh", "distributed")  # belong to the machine, not to the run
 
 
 def fields(cfg):
@@ -370,7 +380,7 @@ RANGES = {  # lowest and highest value; whole numbers not named here are at leas
     **{f"train.{name}": (0, math.inf) for name in (
         "start_step", "schedule_offset", "log_every", "eval_every", "infer_every", "eval_batches",
         "save_every", "learning_rate", "weight_decay", "z_loss")},
-    "train.loss_divisor": (1e-6, math.inf),
+    "train.loss_divisor": (1e-6, math.inf), "distributed.process": (0, math.inf),
     "train.seed": (0, 2**31 - 1), "decode.beams": (0, 1024), "decode.top_k": (0, math.inf),
     "decode.top_p": (0, 1), "decode.temperature": (0, math.inf),
 }
@@ -390,6 +400,11 @@ def check(cfg):
         raise UserError(f"--train.microbatches {cfg.train.microbatches} does not divide "
                         f"the {cfg.train.batch_size} rows of --train.batch_size: change one of "
                         f"the two.")
+    d = cfg.distributed
+    named = [d.coordinator, d.processes is not None, d.process is not None]
+    if any(named) and not (all(named) and d.process < d.processes):
+        raise UserError("--distributed.coordinator HOST:PORT, --distributed.processes N and "
+                        "--distributed.process I, from 0 to N - 1, go together.")
     d = cfg.decode
     samples = d.temperature or d.top_k or d.top_p
     if d.beams and samples:
@@ -419,9 +434,28 @@ def write_file(path, content):
     os.replace(temporary, path)
 
 
-def note(text):
+def lock(path, wait=False):
+    """A file that is locked until it is closed, by the kernel after a kill.
+
+    Where another process has the lock, waits or raises BlockingIOError.
+    """
+    file = open(path, "a+b")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        raise
+    except OSError as error:  # a filesystem without locks
+        note(f"{path} cannot be locked ({error}): see to it that only one process works there.")
+    return file
+
+
+speaks = True  # of several processes the first alone does, see partition.start_jax
+
+
+def note(text, always=False):
     """Tell the user something that is not a result."""
-    print(text, file=sys.stderr, flush=True)
+    if speaks or always:
+        print(text, file=sys.stderr, flush=True)
 
 
 def run_command(main):
@@ -431,13 +465,13 @@ def run_command(main):
         status = main(sys.argv[1:])
         sys.stdout.flush()
     except UserError as error:
-        note(f"{os.path.basename(sys.argv[0])}: {error}")
+        note(f"{os.path.basename(sys.argv[0])}: {error}", always=True)
         status = 2
     except BrokenPipeError:  # whoever read the output, head for instance, has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     except OSError as error:
-        note(f"{os.path.basename(sys.argv[0])}: {error}")
+        note(f"{os.path.basename(sys.argv[0])}: {error}", always=True)
         status = 1
     except KeyboardInterrupt:
         note("interrupted")

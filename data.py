@@ -1227,10 +1227,15 @@ def prepare(task, split, tokenizer, cfg, needed=ENDLESS, shard=(0, 1)):
             counts = read_mark(folder, number)
             if not counts:
                 bar.set_description(f"preparing {task.source}, part {number + 1} of {len(parts)}")
-                counts = prepare_part(parts[number], folder / f"{number:05}", task, tokenizer, cfg,
-                                      bar.update)
-                configs.write_file(folder / f"{number:05}.json", json.dumps(counts))
-                fresh = True
+                stem = folder / f"{number:05}"
+                with configs.lock(f"{stem}.lock", wait=True):
+                    counts = read_mark(folder, number)  # another process may have made it meanwhile
+                    if not counts:
+                        counts = prepare_part(
+                            parts[number], stem, task, tokenizer, cfg, bar.update)
+                        configs.write_file(f"{stem}.json", json.dumps(counts))
+                        fresh = True
+                    Path(f"{stem}.lock").unlink(missing_ok=True)
             tokens += counts["tokens"]
             chapter += counts["tokens"]
             if chapter >= CHAPTER_TOKENS:

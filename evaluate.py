@@ -398,8 +398,11 @@ def evaluate_task(params, cfg, mesh, split, mode, tokenizer, normalize=False):
     return metrics, lines, count, count / (time.perf_counter() - start)
 
 
-def write_lines(path, lines):
-    configs.write_file(path, "".join(map(infer.json_line, lines)))
+def write_lines(folder, name, step, lines):
+    """What was predicted at a step -> FOLDER/NAME-STEP.jsonl."""
+    if lines and partition.is_first():
+        configs.write_file(Path(folder, f"{name.replace('/', '-')}-{step:08}.jsonl"),
+                           "".join(map(infer.json_line, lines)))
 
 
 # ---- tables and curves ---------------------------------------------------------------------------
@@ -554,12 +557,15 @@ def main(argv):
             group = "training_eval" if mode == "loss" else "inference_eval"
             name += ("-rank" if mode == "rank" else "") + (
                 f"-{args.split}" if args.split != "validation" else "")
+            write_lines(folder, name, step, lines)
+            if not partition.is_first():
+                continue
             folder.mkdir(parents=True, exist_ok=True)
-            if lines:
-                write_lines(folder / f"{name.replace('/', '-')}-{step:08}.jsonl", lines)
             with open(folder / "metrics.jsonl", "a") as file:
                 values = {f"{group}/{name}/{key}": value for key, value in metrics.items()}
                 file.write(json.dumps({"step": step, **values}) + "\n")
+    if not partition.is_first():
+        return
     if args.csv:
         write_csv(args.csv, read_metrics([args.run_dir, folder], "inference_eval/"))
     if args.plot:

@@ -9,7 +9,6 @@ A line of IN.jsonl has "inputs" and, to score, "targets": texts, or lists of ids
 exactly as they are. OUT.jsonl has the same lines with "prediction" or "score" added.
 """
 
-import fcntl
 import functools
 import io
 import itertools
@@ -369,7 +368,7 @@ def open_model(args, changes):
         raise UserError(f"--step takes a step or latest, not {args.step!r}.")
     cfg = configs.resolve(args, changes)
     cfg = data.with_vocabulary(cfg, args.run_dir)
-    partition.start_jax()
+    partition.start_jax(cfg)
     mesh = partition.set_mesh(cfg)
     tokenizer = None if cfg.data.source == "random:" else data.load_vocabulary(cfg.data)
     return cfg, mesh, tokenizer
@@ -439,10 +438,10 @@ def read_input(name, cfg, bad):
 def answer_file(args, cfg, mesh, tokenizer, params):
     """--input to --output, line by line in order; goes on where a killed one stopped.
 
-    Lines are appended to OUTPUT.partial, which becomes OUTPUT at the end.
+    Lines are appended to OUTPUT.partial, which becomes OUTPUT at the end. Of several processes all
+    read the lines and compute, and the first writes.
     """
     partial, skip = f"{args.output}.partial", cfg.data.on_error == "skip"
-    os.makedirs(os.path.dirname(args.output) or ".", exist_ok=True)
     task, wrong = data.Task(), []
     if args.input.startswith("task:"):
         name, split = task_and_split(args.input)
@@ -468,39 +467,56 @@ def answer_file(args, cfg, mesh, tokenizer, params):
 
     turn, parts = (int(n) for n in args.shard.split("/"))
     lines = itertools.islice(examples(), turn, None, parts)
-    with open(partial, "a+b") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UserError(f"Another process is writing {partial}: let it, or name another "
-                            f"--output.") from error
-        file.seek(0)
-        whole = [line for line in file.read().splitlines(keepends=True) if line.endswith(b"\n")]
-        if not all(is_answered(text, next(lines, None), args.mode) for text in whole):
-            raise UserError(f"{partial} holds other lines than this command writes: move it away, "
-                            f"or repeat the command that began it.")
-        file.truncate(sum(map(len, whole)))
-        if whole:
-            configs.note(f"{partial} has {len(whole):,} lines: going on behind them")
-        lines, seen = itertools.tee(lines)
-        results = answer(params, cfg, mesh, (x for _, x in lines if x), args.mode)
-        count, began = 0, time.perf_counter()
-        bar = tqdm(seen, unit=" examples", disable=None, initial=len(whole))
-        for count, (line, example) in enumerate(bar, 1):
+    file, done = partition.first_then_others(lambda: open_partial(partial, lines, args.mode))
+    done, count, began = partition.from_first(done), 0, time.perf_counter()
+    if not partition.is_first():
+        lines = itertools.islice(lines, done, None)
+    lines, seen = itertools.tee(lines)
+    results = answer(params, cfg, mesh, (x for _, x in lines if x), args.mode)
+    bar = tqdm(seen, unit=" examples", initial=done, disable=None if configs.speaks else True)
+    with file:
+        for line, example in bar:
             if example:
                 line = {**line, **result_of(next(results), line, args.mode, cfg, tokenizer)}
             file.write(json_line(line).encode())
             file.flush()
-        os.fsync(file.fileno())
-    if not count and not whole:
-        os.remove(partial)
+            count += 1
+        if partition.is_first():
+            os.fsync(file.fileno())
+            os.replace(partial, args.output) if count + done else os.remove(partial)
+    if not count + done:
         raise UserError(f"{args.input} holds no line: there is nothing to answer.")
-    os.replace(partial, args.output)
     seconds = time.perf_counter() - began
     configs.note(f"{args.output}: {count:,} examples, {count / seconds:.4g} a second")
     if encode.cut:
         configs.note(f"{encode.cut:,} texts were longer than --data.inputs_length or "
                      f"--data.targets_length and were cut")
+
+
+def open_partial(path, lines, mode):
+    """OUTPUT.partial, locked and opened to append -> (file, how many lines it has).
+
+    The iterator `lines` is moved on by as many; a file that does not answer them is refused. On
+    other processes than the first, a file that keeps nothing.
+    """
+    if not partition.is_first():
+        return open(os.devnull, "ab"), 0
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    try:
+        file = configs.lock(path)
+    except BlockingIOError:
+        raise UserError(f"Another process is writing {path}: let it, or name another --output."
+                        ) from None
+    file.seek(0)
+    whole = [line for line in file.read().splitlines(keepends=True) if line.endswith(b"\n")]
+    if not all(is_answered(text, next(lines, None), mode) for text in whole):
+        file.close()
+        raise UserError(f"{path} holds other lines than this command writes: move it away, or "
+                        f"repeat the command that began it.")
+    file.truncate(sum(map(len, whole)))
+    if whole:
+        configs.note(f"{path} has {len(whole):,} lines: going on behind them")
+    return file, len(whole)
 
 
 def is_answered(text, asked, mode):

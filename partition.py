@@ -13,6 +13,7 @@ import math
 import os
 import shutil
 import struct
+import sys
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -22,9 +23,11 @@ import flax.traverse_util
 import jax
 import msgpack
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import configs
 from configs import UserError, note, parse_args, run_command, write_file
 
 # What an axis means -> the mesh axis it is split over while the model computes (Megatron's layout:
@@ -55,12 +58,57 @@ def spec(axes, rules=RULES):
     return P(*(rules[axis] for axis in axes))
 
 
-def start_jax():
-    """Before the first device is touched: keep compiled programs between runs."""
+def start_jax(cfg):
+    """Before the first device is touched: join the other processes of the run, if there are any;
+    keep compiled programs between runs."""
+    d = cfg.distributed
+    try:
+        jax.distributed.initialize(d.coordinator or None, d.processes, d.process,
+                                   heartbeat_timeout_seconds=d.timeout)
+    except ValueError:  # nothing was named, and no cluster (Cloud TPU, SLURM, ...) was found
+        if d.coordinator:
+            raise
+    if not is_first():
+        configs.speaks = False  # the first process says it for all
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if not jax.config.jax_compilation_cache_dir:
         jax.config.update("jax_compilation_cache_dir",
                           os.path.expanduser("~/.cache/plain_t5/compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def is_first():
+    """Whether this is the process that writes files and speaks."""
+    return jax.process_index() == 0
+
+
+def all_agree(good):
+    """Whether `good` is true on every process: the same answer on all of them."""
+    return bool(good) if jax.process_count() == 1 else bool(
+        multihost_utils.process_allgather(np.array(bool(good))).all())
+
+
+def from_first(number):
+    """A whole number as the first process knows it, on all of them."""
+    return number if jax.process_count() == 1 else int(
+        multihost_utils.broadcast_one_to_all(np.array(number)))
+
+
+def first_then_others(work):
+    """work() on the first process, which may write files, then on the others, which find them.
+
+    A UserError on one process ends them all.
+    """
+    result = error = None
+    for turn in (True, False):
+        try:
+            if is_first() == turn:
+                result = work()
+        except UserError as raised:
+            error = raised
+        if not all_agree(not error):
+            raise error or UserError("another process of this run found a mistake.")
+    return result
 
 
 def set_mesh(cfg, devices=None):
@@ -182,12 +230,24 @@ def crc32_of(value):
 def write_checkpoint(folder, arrays, pieces, step, reader=None):
     """Write the checkpoint folder: pieces first, the manifest after them, its name last.
 
-    reader: where the readers of a streamed run stand, a value for JSON.
+    Every process writes its own pieces, and beside them where they lie; the first, which sees when
+    the last has done so, writes the manifest. That takes no communication, which could get in the
+    way of the training that goes on meanwhile. reader: where the readers of a streamed run stand, a
+    value for JSON.
     """
     temporary = folder.with_name(f"tmp-{folder.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    places = write_pieces(temporary / "pieces-00000-of-00001.msgpack", pieces)
+    temporary.mkdir(parents=True, exist_ok=True)
+    count = jax.process_count()
+    files = [temporary / f"pieces-{i:05}-of-{count:05}.msgpack" for i in range(count)]
+    own = files[jax.process_index()]
+    places = write_pieces(own, pieces)
+    if not is_first():
+        write_file(own.with_suffix(".json"), json.dumps(places))
+        return
+    for path in (path.with_suffix(".json") for path in files[1:]):
+        for name, more in json.loads(wait_for(path)).items():
+            places[name] = places.get(name, []) + more
+        path.unlink()
     arrays = {name: {**arrays[name], "pieces": places[name]} for name in sorted(arrays)}
     manifest = {"format": FORMAT, "step": step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
                 "crc32": crc32_of([arrays, reader]), "reader": reader, "arrays": arrays}
@@ -196,6 +256,17 @@ def write_checkpoint(folder, arrays, pieces, step, reader=None):
     shutil.rmtree(folder, ignore_errors=True)  # a damaged one of this step, which was passed over
     temporary.rename(folder)
     sync_folder(folder.parent)
+
+
+def wait_for(path, seconds=600):
+    """The text of a file that another process writes."""
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise CheckpointError(f"{path} has not come in {seconds} s: every process must write "
+                                  f"to the same --run_dir, and the first must see it")
+        time.sleep(0.05)
+    return path.read_text()
 
 
 class Checkpoints:
@@ -228,6 +299,8 @@ class Checkpoints:
             write_checkpoint(self.path(step), arrays, pieces, step, reader)
         except OSError as error:  # a full disk, for instance
             raise CheckpointError(f"{self.path(step)} could not be written ({error})") from error
+        if not is_first():
+            return
         for old in [s for s in self.steps() if s <= step][: -self.keep]:
             shutil.rmtree(self.path(old))
 
@@ -258,10 +331,13 @@ class Checkpoints:
             except CheckpointError as error:
                 raise UserError(f"{error}: name another --step.") from error
         for step in reversed(self.steps()):
+            found = None
             try:
-                return step, read_checkpoint(self.path(step), template)
+                found = step, read_checkpoint(self.path(step), template)
             except CheckpointError as error:
-                note(f"{error}; trying the checkpoint before it")
+                note(f"{error}; trying the checkpoint before it", always=True)
+            if all_agree(found):
+                return found
         if self.steps():
             raise UserError(f"None of the checkpoints in {self.folder} is whole: restore one from "
                             f"a copy, or move the folder away to begin anew.")

@@ -2410,7 +2410,7 @@ def test_the_table_is_parse_tbs(tmp_path):
 def test_files_are_answered_line_by_line(trained, tmp_path, capsys, monkeypatch):
     """Order and fields stay; a killed job goes on; shards share the lines; bad lines are named."""
     run_dir, _ = trained
-    monkeypatch.setattr(partition, "start_jax", lambda: None)
+    monkeypatch.setattr(partition, "start_jax", lambda cfg: None)
     monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
     monkeypatch.chdir(tmp_path)
     lines = [{"inputs": text, "targets": "beta", "id": i} for i, text in enumerate(sentences(9))]
@@ -2437,7 +2437,7 @@ def test_files_are_answered_line_by_line(trained, tmp_path, capsys, monkeypatch)
         assert status == 2 and "other lines" in err
         assert Path("o.jsonl.partial").read_text() == content
     with open("o.jsonl.partial") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
         assert "Another process" in answer("--output", "o.jsonl")[2]
     for i in range(2):
         assert answer("--output", f"{i}.jsonl", "--shard", f"{i}/2")[0] == 0
@@ -2556,7 +2556,7 @@ def trained(tmp_path_factory):
                                 "train.eval_every": 6, "train.optimizer": "adamw"})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
-        patch.setattr(partition, "start_jax", lambda: None)
+        patch.setattr(partition, "start_jax", lambda cfg: None)
         run_dir = ["--run_dir", str(folder / "run")]
         assert train.main([*run_dir, *flags, "--train.steps", "3"]) == 0
         assert train.main([*run_dir, "--train.steps", "6"]) == 0  # goes on
@@ -2582,7 +2582,7 @@ def test_run_directory(trained):
 def test_the_other_commands_read_the_run(trained, capsys, monkeypatch):
     run_dir, _ = trained
     monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
-    monkeypatch.setattr(partition, "start_jax", lambda: None)
+    monkeypatch.setattr(partition, "start_jax", lambda cfg: None)
     text = "alpha <extra_id_0> beta"
     status, out, _ = run(infer, capsys, monkeypatch, "--run_dir", run_dir, text)
     assert status == 0
@@ -2643,7 +2643,7 @@ def test_a_users_mistake_is_one_sentence(name, tmp_path, capsys, monkeypatch, to
     monkeypatch.chdir(tmp_path)
     Path("v.model").write_bytes(tokenizer.serialized)
     Path("a.txt").write_text("\n".join(sentences(3)))
-    monkeypatch.setattr(partition, "start_jax", lambda: None)
+    monkeypatch.setattr(partition, "start_jax", lambda cfg: None)
     status, _, err = run(train, capsys, monkeypatch, "--run_dir", "run", *argv)
     assert status == 2 and expected in err and "Traceback" not in err
     assert len([line for line in err.splitlines() if expected in line]) == 1
@@ -2692,7 +2692,7 @@ def test_a_run_of_another_config_is_refused_and_the_fields_listed(trained, capsy
 
 def test_two_runs_in_one_directory_are_refused(trained, capsys, monkeypatch):
     run_dir, _ = trained
-    monkeypatch.setattr(partition, "start_jax", lambda: None)
+    monkeypatch.setattr(partition, "start_jax", lambda cfg: None)
     monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
     _, lock = train.open_run(configs.load_run(run_dir), run_dir, partition.Checkpoints(run_dir))
     status, _, err = run(train, capsys, monkeypatch, "--run_dir", run_dir)
@@ -2714,7 +2714,7 @@ def test_a_checkpoint_of_another_model_is_refused(trained, tmp_path, one_device)
 def test_a_run_starts_from_anothers_weights(trained, tmp_path, capsys, monkeypatch, tokenizer):
     """--init_from: a run or a checkpoint; its weights, or all; its vocabulary; what it trains."""
     run_dir, flags = trained
-    monkeypatch.setattr(partition, "start_jax", lambda: None)
+    monkeypatch.setattr(partition, "start_jax", lambda cfg: None)
     monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
     newest = partition.Checkpoints(run_dir).steps()[-1]
 

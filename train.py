@@ -8,7 +8,6 @@ Running the same command again goes on where the run stopped.
 
 import ctypes
 import dataclasses
-import fcntl
 import functools
 import json
 import math
@@ -26,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from tqdm import tqdm
 
@@ -291,14 +291,19 @@ class MetricsFile:
     """
 
     def __init__(self, path, step):
+        self.writers = {}  # of event files, one for each group
+        self.file = None
+        if not partition.is_first():
+            return
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         whole = [line for line in lines if line.endswith("}\n")]
         configs.write_file(path, "".join(x for x in whole if json.loads(x)["step"] <= step))
         self.file, self.folder, self.start = open(path, "a"), path.parent / "tensorboard", step
-        self.writers = {}  # of event files, one for each group
 
     def write(self, step, **groups):
         """groups: prefix={name: number}."""
+        if not self.file:
+            return
         line = {f"{prefix}/{name}": float(value) for prefix, metrics in groups.items()
                 for name, value in metrics.items()}
         self.file.write(json.dumps({"step": step, **line}) + "\n")
@@ -314,7 +319,8 @@ class MetricsFile:
 
     def sync(self):
         """Make sure that what was written survives a power cut."""
-        os.fsync(self.file.fileno())
+        if self.file:
+            os.fsync(self.file.fileno())
 
 
 class Progress:
@@ -417,8 +423,7 @@ class HeldOut:
             metrics, lines = evaluate.predict(
                 params, cfg, self.mesh, "validation", tokenizer, most)
             self.progress.file.write(step, **{f"inference_eval/{name}": metrics})
-            evaluate.write_lines(run_dir / "eval" / f"{name.replace('/', '-')}-{step:08}.jsonl",
-                                 lines)
+            evaluate.write_lines(run_dir / "eval", name, step, lines)
             self.progress.bar.write(f"step {step:,}: {name}: " + ", ".join(
                 f"{metric} {value:.2f}" for metric, value in metrics.items()))
 
@@ -449,31 +454,29 @@ def open_run(cfg, run_dir, checkpoints, recipe_file=None, source=None):
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        lock = open(run_dir / ".lock", "w")
-    except OSError as error:
-        raise UserError(f"--run_dir {run_dir} cannot be written ({error.strerror}): name another."
-                        ) from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock = configs.lock(run_dir / ".lock") if partition.is_first() else None
     except BlockingIOError:
         raise UserError(f"Another process trains in {run_dir}: stop it, or name another --run_dir."
                         ) from None
     except OSError as error:
-        configs.note(f"{run_dir} cannot be locked ({error}): see to it that only one process "
-                     f"trains here.")
-    checkpoints.discard_unfinished()
+        raise UserError(f"--run_dir {run_dir} cannot be written ({error.strerror}): name another."
+                        ) from error
+    if partition.is_first():
+        checkpoints.discard_unfinished()
     vocabulary = run_dir / "spiece.model"
     named = cfg  # what config.json keeps
     if source and not checkpoints.steps():
         partition.find_checkpoint(source)  # refuses what is none
         cfg = with_vocabulary_of(source, cfg)
     run_cfg = data.with_vocabulary(cfg, run_dir)
-    if cfg.data.source != "random:" and not checkpoints.steps():
+    if cfg.data.source != "random:" and not checkpoints.steps() and partition.is_first():
         data.open_rows(cfg, "train")  # refuses what does not fit before anything is written
         configs.write_file(vocabulary, data.load_vocabulary(cfg.data).serialized)
     digest = data.open_rows(run_cfg, "train")[0].digest
     if cfg.train.eval_every and cfg.data.source != "random:":
         data.evaluations(run_cfg)
+    if not partition.is_first():
+        return run_cfg, lock
     if checkpoints.steps():
         before = json.loads((run_dir / "config.json").read_text()).get("corpus")
         if before != digest:
@@ -535,8 +538,10 @@ def train(cfg, run_dir, recipe, recipe_file=None, source=None):
     print("\n".join(describe(cfg, recipe, mesh)), flush=True)
     t, stop = cfg.train, threading.Event()
     checkpoints = partition.Checkpoints(run_dir, t.keep, t.async_save)
-    cfg, lock = open_run(cfg, run_dir, checkpoints, recipe_file, source)
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    cfg, lock = partition.first_then_others(
+        functools.partial(open_run, cfg, run_dir, checkpoints, recipe_file, source))
+    if jax.process_count() == 1:
+        signal.signal(signal.SIGTERM, lambda *_: stop.set())
     rows = partition.local_rows(t.batch_size, mesh)
 
     def load(step):
@@ -560,7 +565,9 @@ def train(cfg, run_dir, recipe, recipe_file=None, source=None):
         batch = loader.submit(load, step)
         state, metrics = program(state, ready)
         progress.bar.update()
-        stopping = stop.is_set()  # by SIGTERM: a save is added, the metrics stay as they were
+        # by SIGTERM: a save is added, the metrics stay as they were
+        stopping = stop.is_set() if jax.process_count() == 1 else (
+            multihost_utils.reached_preemption_sync_point(step))  # where all processes stop
         logs, evaluates, infers, saves = (
             every > 0 and (step % every == 0 or step == t.steps)
             for every in (t.log_every, held_out.every, held_out.infer_every, t.save_every))
@@ -608,7 +615,7 @@ def main(argv):
                                       "new run\nstarts from (all of it with --train.restore all)"))
     cfg, run_dir, recipe = configs.resolve_run(args, changes)
     recipe_file = args.config if args.config and args.config.endswith(".py") else None
-    partition.start_jax()
+    partition.start_jax(cfg)
     try:
         return train(cfg, Path(run_dir), recipe, recipe_file, args.init_from)
     except partition.CheckpointError as error:
