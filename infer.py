@@ -217,7 +217,7 @@ def beam_step(at, logits, state, forced, rows, *, decode, length):
 def score(params, batch, cfg):
     """Batch, ModelConfig -> [B] sums of the target tokens' log-probabilities."""
     logits = model.forward(params, batch, cfg)
-    loss, _ = model.cross_entropy(logits, batch.targets)
+    loss, *_ = model.cross_entropy(logits, batch.targets)
     return -jnp.sum(loss * (batch.target_segments > 0), axis=1)
 
 

@@ -12,6 +12,7 @@ gated GELU, no tied output layer, no dropout in pre-training. Numbers are T5X's
 (t5x/examples/t5/network.py and layers.py).
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -482,32 +483,49 @@ def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=No
 # ---- loss ----------------------------------------------------------------------------------------
 
 
+def vocabulary_losses(logits, targets, z_loss, label_smoothing):
+    """One device's part of cross_entropy, inside shard_map: its columns of the logits [B, T, V/n].
+
+    The logits of a position are the largest array of the model. No device ever sees all columns of
+    them: what travels are a few numbers for each position, the maximum, the sums over the columns,
+    and the first column that has the maximum.
+    """
+    columns = logits.shape[-1]
+    V = columns * lax.axis_size("model")
+    first = lax.axis_index("model") * columns
+    local = lax.stop_gradient(logits)
+    top = lax.pmax(local.max(-1), "model")
+    log_z = top + jnp.log(lax.psum(jnp.exp(logits - top[..., None]).sum(-1), "model"))
+    # a comparison, not a gather, whose gradient would be a slow scatter
+    is_target = targets[..., None] == first + jnp.arange(columns)
+    expected = lax.psum(jnp.where(is_target, logits, 0).sum(-1), "model")
+    constant = 0.0
+    if label_smoothing:
+        on, off = 1 - label_smoothing, label_smoothing / (V - 1)
+        expected = (on - off) * expected + off * lax.psum(logits.sum(-1), "model")
+        constant = -(on * math.log(on) + (V - 1) * off * math.log(off + 1e-20))
+    best = jnp.where(local.max(-1) == top, first + jnp.argmax(local, -1), V)
+    correct = lax.pmin(best, "model") == targets
+    return log_z - expected - constant, z_loss * log_z**2, correct
+
+
 def cross_entropy(logits, targets, z_loss=0.0, label_smoothing=0.0):
-    """logits [B, T, V] float32, targets [B, T] -> (cross entropy, z-loss), both [B, T], in nats.
+    """logits [B, T, V] float32, targets [B, T] -> (cross entropy, z-loss, whether the likeliest id
+    is the target), each [B, T], in nats.
 
     z_loss * log(Z)^2 keeps the logits from drifting. With label smoothing the target has
     probability 1 - label_smoothing, the others share the rest, and the entropy of that
     distribution is subtracted, so that a perfect prediction costs nothing (t5x/losses.py).
     """
-    V = logits.shape[-1]
-    log_z = jax.nn.logsumexp(logits, axis=-1)
-    # a comparison, not a gather: it works where the vocabulary is split over devices
-    ids = lax.broadcasted_iota(targets.dtype, logits.shape, 2, out_sharding=layout(logits))
-    is_target = targets[..., None] == ids
-    expected = jnp.where(is_target, logits, 0).sum(-1)
-    constant = 0.0
-    if label_smoothing:
-        on, off = 1 - label_smoothing, label_smoothing / (V - 1)
-        expected = (on - off) * expected + off * logits.sum(-1)
-        constant = -(on * math.log(on) + (V - 1) * off * math.log(off + 1e-20))
-    return log_z - expected - constant, z_loss * log_z**2
+    losses = functools.partial(vocabulary_losses, z_loss=z_loss, label_smoothing=label_smoothing)
+    logits, targets = jax.reshard((logits, targets), (P("data", None, "model"), P("data", None)))
+    return jax.shard_map(losses, out_specs=(P("data"),) * 3)(logits, targets)
 
 
 def token_losses(params, batch, cfg, key=None):
     """Config, Batch -> cross entropy, z-loss (nats), whether argmax is the target: each [B, T]."""
     logits = forward(params, batch, cfg.model, key)
-    loss, z_loss = cross_entropy(logits, batch.targets, cfg.train.z_loss, cfg.train.label_smoothing)
-    return loss, z_loss, jnp.argmax(logits, axis=-1) == batch.targets
+    return cross_entropy(logits, batch.targets, cfg.train.z_loss, cfg.train.label_smoothing)
 
 
 def loss_fn(params, batch, cfg, key=None):

@@ -1666,7 +1666,7 @@ def test_loss_equals_t5xs():
         weights = jnp.array(recorded["weights"]) if case["weighted"] else 1.0
         losses = model.cross_entropy(logits, targets, case["z_loss"], case["label_smoothing"])
         loss, z_loss = (float((x * weights).sum()) / (case["loss_normalizing_factor"] or 1)
-                        for x in losses)
+                        for x in losses[:2])
         np.testing.assert_allclose([loss + z_loss, z_loss], [case["loss"], case["z_loss_value"]],
                                    rtol=2e-6)
 
@@ -1675,11 +1675,49 @@ def test_label_smoothing_is_the_divergence_from_the_smoothed_target():
     rng = np.random.default_rng(0)
     logits = rng.standard_normal((1, 5, 11))
     targets = rng.integers(0, 11, (1, 5))
-    loss, z_loss = model.cross_entropy(jnp.float32(logits), jnp.asarray(targets), 0.01, 0.1)
+    loss, z_loss, correct = model.cross_entropy(
+        jnp.float32(logits), jnp.asarray(targets), 0.01, 0.1)
+    assert_equal(correct, logits.argmax(-1) == targets)
     p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     q = np.where(np.arange(11) == targets[..., None], 0.9, 0.01)
     np.testing.assert_allclose(loss, (q * np.log(q / p)).sum(-1), rtol=1e-5)
     np.testing.assert_allclose(z_loss, 0.01 * np.log(np.exp(logits).sum(-1)) ** 2, rtol=1e-5)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_split_vocabulary_gives_the_plain_loss(smoothing):
+    """On a mesh of 2 x 4, values, gradients and ties; and no device gets another's columns."""
+    mesh = partition.set_mesh(change(mesh=dict(model=4)), jax.devices())
+    rng = np.random.default_rng(0)
+    logits = np.float32(4 * rng.standard_normal((4, 5, 32)))
+    logits[0, :, [3, 20]] = 20  # a tie between two devices: the first counts, as in argmax
+    targets = rng.integers(0, 32, (4, 5))
+    targets[0, :2] = 3, 20
+
+    def plain(logits, targets):
+        log_z = jax.nn.logsumexp(logits, -1)
+        on, off = 1 - smoothing, smoothing / 31
+        q = jnp.where(targets[..., None] == jnp.arange(32), on, off)
+        constant = -jnp.sum(q * jnp.log(q + 1e-20), -1)
+        return (log_z - (q * logits).sum(-1) - constant, 0.1 * log_z**2,
+                jnp.argmax(logits, -1) == targets)
+
+    def split(logits, targets):
+        return model.cross_entropy(logits, targets, 0.1, smoothing)
+
+    def total(losses, *args):
+        loss, z_loss, correct = losses(*args)
+        return jnp.sum(jnp.sin(loss) + z_loss), correct
+
+    place = [jax.device_put(a, jax.NamedSharding(mesh, spec)) for a, spec in (
+        (logits, jax.P("data", None, "model")), (targets, jax.P("data")))]
+    ours = jax.jit(jax.value_and_grad(functools.partial(total, split), has_aux=True))
+    expected = jax.value_and_grad(functools.partial(total, plain), has_aux=True)(logits, targets)
+    assert_close(ours(*place), expected)
+    assert_equal(np.asarray(ours(*place)[0][1]), expected[0][1])
+    for kind, shape in re.findall(r"= (?:\()?(\w+\[[\d,]*\]).*? (all-\w+|collective-\w+)\(",
+                                  ours.lower(*place).compile().as_text()):
+        assert kind.endswith(("[2,5]", "[]")), (kind, shape)
 
 
 # ---- train: schedule and optimizer ---------------------------------------------------------------
