@@ -11,13 +11,16 @@ program is traced, on one device as well as on a thousand.
 import json
 import math
 import os
+import re
 import shutil
 import struct
 import sys
+import tempfile
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import flax.traverse_util
 import jax
@@ -46,10 +49,19 @@ RULES = {
 RULES_AT_REST = {**RULES, "embed": "data"}
 
 
-# Peak TFLOP/s of one device in bfloat16 (dense), by its data sheet; names as in jax's device_kind.
-CHIPS = {
-    "H200": 989.5, "H100": 989.5, "A100": 312.0, "V100": 125.0,
-    "TPU v3": 61.5, "TPU v4": 275.0, "TPU v5 lite": 197.0, "TPU v5": 459.0, "TPU v6 lite": 918.0,
+class Chip(NamedTuple):
+    """A device by its data sheet, dense bfloat16; links: to its neighbours, in one direction."""
+
+    teraflops: float
+    memory: float  # GB
+    links: float  # GB/s
+
+
+CHIPS = {  # names as in jax's device_kind; a device of v3 is half a chip
+    "H200": Chip(989.5, 141, 450), "H100": Chip(989.5, 80, 450), "A100": Chip(312, 80, 300),
+    "V100": Chip(125, 32, 150), "TPU v3": Chip(61.5, 16, 41), "TPU v4": Chip(275, 32, 150),
+    "TPU v5 lite": Chip(197, 16, 100), "TPU v5": Chip(459, 95, 300),
+    "TPU v6 lite": Chip(918, 32, 224),
 }
 
 
@@ -151,6 +163,82 @@ def put_batch(batch, batch_size, mesh):
 
     sharding = NamedSharding(mesh, P("data"))
     return jax.tree.map(put, batch)
+
+
+# ---- what a layout costs -------------------------------------------------------------------------
+
+
+def bytes_on_device(tree):
+    """Arrays or ShapeDtypeStructs with layouts -> bytes that one device holds of them."""
+    return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
+               for a in jax.tree.leaves(tree))
+
+
+def collectives(program):
+    """What devices tell one another in a lowered program -> [(kind, mesh axis, count, bytes)].
+
+    bytes: sent by each device, by the best algorithm on a ring. Read from what XLA's partitioner
+    leaves, where dtypes are still the program's own (later XLA's CPU backend turns bfloat16 into
+    float32). A loop's body stands there once and runs as often as the constant in its condition.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        program.compile({"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning",
+                         "xla_backend_optimization_level": "0"})
+        path, = Path(folder).glob("*after_spmd-partitioning*.txt")
+        text = path.read_text()
+    mesh = jax.sharding.get_mesh()
+    bodies, found = {}, {}
+    for name, body in re.findall(r"^(?:ENTRY )?%(\S+) \(.*?\{\n(.*?)^\}", text, re.M | re.S):
+        bodies[name] = body
+        entry = name  # the last one is the program itself
+
+    def visit(name, times):
+        for line in bodies[name].splitlines():
+            if loop := re.search(r"\bwhile\(.*condition=%(\S+?), body=%(\S+?)[,\s]", line + " "):
+                turns = max(map(int, re.findall(r"constant\((\d+)\)", bodies[loop[1]])))
+                visit(loop[2], times * turns)
+            elif call := re.search(r"\bcall\(.*to_apply=%(\S+?)[,\s]", line + " "):
+                visit(call[1], times)
+            elif one := re.search(r" = (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|"
+                                  r"collective-permute)\(", line):
+                size, axis = group_of(line, mesh)
+                result = sum(np.dtype(kind.replace("pred", "bool")).itemsize * math.prod(
+                    map(int, filter(None, shape.split(",")))) for kind, shape in (
+                    (DTYPES.get(kind, kind), shape)
+                    for kind, shape in re.findall(r"(\w+)\[([\d,]*)\]", one[1])))
+                part = (size - 1) / size
+                sent = {"all-reduce": 2 * part, "reduce-scatter": size - 1,
+                        "collective-permute": 1}.get(one[2], part)
+                if size > 1:
+                    total = found.setdefault((one[2], axis), [0, 0])
+                    total[0] += times
+                    total[1] += times * result * sent
+
+    visit(entry, 1)
+    return [(*key, count, moved) for key, (count, moved) in sorted(found.items())]
+
+
+DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "s32": "int32", "u32": "uint32",
+          "pred": "bool", "s8": "int8", "u8": "uint8", "s64": "int64", "u64": "uint64"}
+
+
+def group_of(line, mesh):
+    """A collective of HLO -> (devices that take part, the mesh axis they lie along)."""
+    if groups := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?",
+                           line):
+        shape = list(map(int, groups[3].split(",")))
+        order = list(map(int, groups[4].split(","))) if groups[4] else range(len(shape))
+        devices = np.arange(math.prod(shape)).reshape(shape).transpose(order)
+        first = devices.reshape(int(groups[1]), -1)[0]
+    elif groups := re.search(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}", line):
+        first = np.array(list(map(int, groups[1].split(","))))
+    else:  # all of them
+        first = np.arange(mesh.size)
+    if len(first) < 2:
+        return 1, ""
+    whole = len(first) == mesh.size and min(mesh.shape.values()) > 1
+    near = abs(first[1] - first[0]) < mesh.shape["model"]
+    return len(first), "both" if whole else "model" if near else "data"
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------

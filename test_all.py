@@ -1715,9 +1715,9 @@ def test_a_split_vocabulary_gives_the_plain_loss(smoothing):
     expected = jax.value_and_grad(functools.partial(total, plain), has_aux=True)(logits, targets)
     assert_close(ours(*place), expected)
     assert_equal(np.asarray(ours(*place)[0][1]), expected[0][1])
-    for kind, shape in re.findall(r"= (?:\()?(\w+\[[\d,]*\]).*? (all-\w+|collective-\w+)\(",
-                                  ours.lower(*place).compile().as_text()):
-        assert kind.endswith(("[2,5]", "[]")), (kind, shape)
+    travels = re.findall(r"= \(?(\w+\[[\d,]*\]).*? (?:all-\w+|collective-\w+)\(",
+                         ours.lower(*place).compile().as_text())
+    assert travels and all(shape.endswith(("[2,5]", "[]")) for shape in travels)
 
 
 # ---- train: schedule and optimizer ---------------------------------------------------------------
@@ -1918,6 +1918,77 @@ def test_layouts_follow_the_rules():
     assert layout["decoder/layers/cross_attention/out"] == (None, "model", "data")
     plain = model.param_specs(cfg.model)
     assert tuple(plain["encoder"]["layers"]["mlp"]["down"]) == (None, "model", None)
+
+
+def lowered_gradients(cfg):
+    mesh = partition.set_mesh(cfg, jax.devices())
+    template, layout = train.state_template(cfg, mesh), jax.NamedSharding(mesh, jax.P("data"))
+    batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((8, a.shape[1]), a.dtype, sharding=layout),
+                         data.empty_batch(cfg.data, 1))
+    program = jax.jit(functools.partial(train.gradients, cfg)).lower(template.params, batch, None)
+    return program, template, batch
+
+
+def test_layouts_communicate_what_they_must():
+    """Megatron's layout sums activations, data parallelism gradients; FSDP gathers weights."""
+    def sent(**mesh):  # {(kind, axis): (count, bytes)}
+        cfg = change(model=dict(num_heads=8, remat="none"), mesh=mesh)
+        found = partition.collectives(lowered_gradients(cfg)[0])
+        return {key: (count, size) for *key, count, size in found for key in [tuple(key)]}, cfg
+
+    (tensor, cfg), ring = sent(model=8), 2 * 7 / 8
+    B, S, T, D = 8, cfg.data.inputs_length, cfg.data.targets_length, cfg.model.d_model
+    L, M = cfg.model.num_layers, cfg.model.num_decoder_layers
+    # forward: the ends of attention and MLP; backward: the inputs of each of their products
+    inputs = 1 + L * (2 + 3 + 2) + M * 2  # the embedding; layers; keys and values of cross-attention
+    targets = 2 + M * (3 + 3 + 1 + 2)  # the embedding and the logits' product; layers
+    activations = 4 * B * D * (inputs * S + targets * T) * ring
+    assert [*tensor] == [("all-reduce", "model")]
+    assert activations <= tensor["all-reduce", "model"][1] < 1.01 * activations
+    (parallel, _), weights = sent(model=1), 4 * model.count_params(model.param_table(cfg.model))
+    assert [*parallel] == [("all-reduce", "data")]
+    assert weights * ring < parallel["all-reduce", "data"][1] < 1.3 * weights * ring
+    (sharded, _) = sent(model=1, fsdp=True)[:2]
+    gathered = sharded["all-gather", "data"][1] / (weights * 7 / 8)
+    assert 1 < gathered < 2  # forward, and layers again backward: none keeps no gathered weight
+
+
+def test_the_plan_counts_what_the_program_holds():
+    """Bytes by the layouts, against those that the compiled program takes."""
+    cfg = change(mesh=dict(model=2, fsdp=True))
+    program, template, batch = lowered_gradients(cfg)
+    table = train.memory_table(cfg, jax.sharding.get_mesh())
+    held = table["parameters"] + partition.bytes_on_device(batch)
+    assert program.compile().memory_analysis().argument_size_in_bytes == held
+    for remat in ("none", "dots", "full"):
+        now = train.memory_table(change(cfg, model=dict(remat=remat)), jax.sharding.get_mesh())
+        assert remat == "none" or now["activations"] < before
+        before = now["activations"]
+    info = train.model_info(cfg, jax.sharding.get_mesh())
+    assert re.search(r"params/encoder/layers/mlp/up +size +\d[\d,]* +shape \(layers=2, embed=32, "
+                     r"mlp=48\) +partition \(None, 'data', 'model'\)", info)
+    assert f"parameters: {model.count_params(model.param_table(cfg.model)):,}\n" in info
+
+
+def test_out_of_memory_names_the_levers():
+    """In order, each with what it leaves; the sizes fall."""
+    cfg = change(model=dict(remat="none"))
+    partition.set_mesh(cfg, jax.devices()[:4])
+    text = train.out_of_memory(cfg)
+    assert re.search(r"microbatches 2 .*remat full .*fsdp true .*batch_size", text)
+    sizes = [float(size) for size in re.findall(r"([\d.e-]+) GB", text)]
+    assert len(sizes) == 4 and sizes == sorted(sizes, reverse=True)
+
+
+def test_a_plan_for_other_machines(tmp_path):
+    """As a command; xxl on 512 devices takes ten seconds, and this less."""
+    out = subprocess.run([sys.executable, HERE / "train.py", "--config", "small_c4", "--plan", "64",
+                          "--mesh.model", "2"], capture_output=True, text=True, cwd=tmp_path)
+    assert out.returncode == 0 and not list(tmp_path.iterdir()), out.stderr
+    assert "mesh data 32 x model 2" in out.stdout
+    parameters = re.search(r"parameters +([\d.]+) GB", out.stdout)[1]
+    assert float(parameters) == pytest.approx(4 * 76.96e6 / 2 / 1e9, rel=0.01)
+    assert re.search(r"all-reduce +over model +\d", out.stdout) and "TPU v4" in out.stdout
 
 
 # ---- partition: checkpoints ----------------------------------------------------------------------

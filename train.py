@@ -21,6 +21,7 @@ from pathlib import Path
 
 import flax
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -249,9 +250,9 @@ def describe(cfg, recipe, mesh):
 def peak_flops():
     """Operations per second of all devices at their best -> (number, where it comes from)."""
     kind = jax.devices()[0].device_kind
-    for name, teraflops in partition.CHIPS.items():
+    for name, chip in partition.CHIPS.items():
         if name in kind:
-            peak = teraflops * 1e12 * jax.device_count()
+            peak = chip.teraflops * 1e12 * jax.device_count()
             return peak, f"{peak / 1e12:,} TFLOP/s in bfloat16, by the data sheet of {name}"
     a = jnp.ones((1024, 1024))
     product = jax.jit(jnp.matmul)
@@ -428,6 +429,127 @@ class HeldOut:
                 f"{metric} {value:.2f}" for metric, value in metrics.items()))
 
 
+# ---- a plan for machines one does not have -------------------------------------------------------
+
+
+def activation_bytes(cfg, params, batch):
+    """Bytes that one device keeps of a forward pass for the backward pass, in their own dtypes.
+
+    params, batch: ShapeDtypeStructs. What jax.vjp keeps, without what was there before.
+    """
+    key = jax.random.key(0) if cfg.model.dropout else None
+
+    def kept(params, batch):
+        return jax.vjp(lambda params: model.loss_fn(params, batch, cfg, key)[0], params)[1]
+
+    program = jax.make_jaxpr(kept)(params, batch).jaxpr
+    found = {v for v in program.outvars if isinstance(v, jax.extend.core.Var)} - {*program.invars}
+    mesh = jax.sharding.get_mesh()
+    return partition.bytes_on_device([
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype,
+                             sharding=NamedSharding(mesh, v.aval.sharding.spec)) for v in found])
+
+
+def memory_table(cfg, mesh):
+    """Config -> {what: bytes on one device} of a training step."""
+    template, t = state_template(cfg, mesh), cfg.train
+    rows = t.batch_size // t.microbatches
+    layout = NamedSharding(mesh, jax.P("data"))
+    batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((rows, a.shape[1]), a.dtype, sharding=layout),
+                         data.empty_batch(cfg.data, 1))
+    parameters = partition.bytes_on_device(template.params)
+    return {"parameters": parameters, "optimizer": partition.bytes_on_device(template.slots),
+            "gradients": parameters, "activations": activation_bytes(cfg, template.params, batch)}
+
+
+def out_of_memory(cfg):
+    """What to do about it, in the order of what it costs, with what each would leave."""
+    mesh, t = jax.sharding.get_mesh(), cfg.train
+    memory, lines = memory_table(cfg, mesh), []
+    held = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in memory.items())
+    levers = {f"--train.microbatches {2 * t.microbatches}": (
+                  t.batch_size % (2 * t.microbatches * mesh.shape["data"]) == 0),
+              "--model.remat full": cfg.model.remat != "full",
+              "--mesh.fsdp true": not cfg.mesh.fsdp and mesh.shape["data"] > 1
+              and cfg.model.d_model % mesh.shape["data"] == 0}
+    changes = {}
+    for flag in [flag for flag, useful in levers.items() if useful]:
+        name, value = flag.removeprefix("--").split()
+        changes[name] = {"true": True}.get(value, int(value) if value.isdigit() else value)
+        total = sum(memory_table(configs.override(cfg, changes), mesh).values())
+        lines.append(f"{flag} ({total / 1e9:.3g} GB)")
+    return (f"Out of memory: a step keeps at least {sum(memory.values()) / 1e9:.3g} GB on each "
+            f"device ({held}). Add, one after the other, {', '.join(lines) or 'more devices'}; "
+            f"then a smaller --train.batch_size.")
+
+
+def model_info(cfg, mesh):
+    """The text of model-info.txt: every parameter and optimizer slot, as T5X writes it."""
+    template = state_template(cfg, mesh)
+    table = {f"params/{name}": p.axes
+             for name, p in partition.flatten(model.param_table(cfg.model)).items()}
+    shorter = {"row": lambda axes: axes[:-1], "column": lambda axes: (*axes[:-2], axes[-1])}
+
+    def axes_of(name):
+        if name in table:
+            return table[name]
+        for path, axes in table.items():  # slots/PATH/row in Adafactor, slots/mu/PATH in Adam
+            path = path.removeprefix("params")
+            if name.endswith(path) or name.rpartition("/")[0].endswith(path):
+                return shorter.get(name.rpartition("/")[2], lambda axes: axes)(axes)
+        return ()
+
+    lines, total = [], 0
+    state = flax.serialization.to_state_dict(template)
+    arrays = partition.flatten({"params": state["params"], "slots": state["slots"]})
+    for name, a in arrays.items():
+        shape = ", ".join(f"{axis}={size}" for axis, size in zip(axes_of(name), a.shape))
+        lines.append(f"{name:60} size {math.prod(a.shape):>12,}   shape ({shape})   "
+                     f"partition {tuple(a.sharding.spec)}")
+        total += math.prod(a.shape) * name.startswith("params/")
+    return "\n".join([*lines, f"Total number of parameters: {total:,}", ""])
+
+
+def plan(cfg, count):
+    """Print what a training step would be on `count` devices, which need not be there."""
+    if count > 2048:
+        raise UserError("--plan takes at most 2048 devices; a plan for a part of them, with a part "
+                        "of the --train.batch_size, says the same of each device.")
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", count)
+    if cfg.model.dtype == "auto":
+        cfg = configs.override(cfg, {"model.dtype": "bfloat16"})
+    mesh, t = partition.set_mesh(cfg), cfg.train
+    print(f"plan     {count} devices, mesh data {mesh.shape['data']} x model "
+          f"{mesh.shape['model']}{', fully sharded' * cfg.mesh.fsdp}, {cfg.model.dtype}, remat "
+          f"{cfg.model.remat}, batch {t.batch_size} in {t.microbatches} microbatches")
+    memory = memory_table(cfg, mesh)
+    total = sum(memory.values())
+    for name, size in {**memory, "together": total}.items():
+        print(f"  {name:14} {size / 1e9:10.3f} GB on each device")
+    template = state_template(cfg, mesh)
+    layout = NamedSharding(mesh, jax.P("data"))
+    batch = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct((t.batch_size, a.shape[1]), a.dtype, sharding=layout),
+        data.empty_batch(cfg.data, 1))
+    step = jax.jit(functools.partial(train_step, cfg), donate_argnums=0).lower(template, batch)
+    moved = 0
+    for kind, axis, number, size in partition.collectives(step):
+        print(f"  {kind:18} over {axis:5} {number:>7,} times a step, {size / 1e9:10.3f} GB sent")
+        moved += size
+    flops = t.batch_size * model.train_flops(
+        cfg.model, cfg.data.inputs_length, cfg.data.targets_length) / count
+    again = flops * (4 / 3 if cfg.model.remat == "full" else 1)
+    print(f"  {flops / 1e12:.4g} TFLOP a step on each device, {again / 1e12:.4g} with what is "
+          f"computed again")
+    print("chip            memory          fits   step at least   arithmetic     network")
+    for name, chip in partition.CHIPS.items():
+        work, talk = again / chip.teraflops / 1e12, moved / chip.links / 1e9
+        fits = "yes" if total < 0.9e9 * chip.memory else "no"  # the rest is for what comes and goes
+        print(f"{name:12} {chip.memory:>6} GB {fits:>12} {max(work, talk):>13.4g} s "
+              f"{work:>10.4g} s {talk:>9.4g} s")
+
+
 # ---- the run -------------------------------------------------------------------------------------
 
 
@@ -488,19 +610,22 @@ def open_run(cfg, run_dir, checkpoints, recipe_file=None, source=None):
     return run_cfg, lock
 
 
+def state_template(cfg, mesh):
+    """Config -> TrainState of ShapeDtypeStructs with their layouts; nothing is computed."""
+    def placed(a):  # optax's counters have no layout yet
+        layout = a.sharding.spec if a.sharding else jax.P()
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, layout))
+
+    return jax.tree.map(placed, jax.eval_shape(functools.partial(init_state, cfg)))
+
+
 def compile_and_load(cfg, mesh, checkpoints, batch, source=None):
     """The compiled training step, and the state it starts from -> (program, TrainState, step).
 
     The state is the newest checkpoint's or a fresh one, or takes its weights, or all, from
     `source`, another run or checkpoint. The step compiles in a thread meanwhile.
     """
-    init = functools.partial(init_state, cfg)
-
-    def placed(a):  # optax's counters have no layout yet
-        layout = a.sharding.spec if a.sharding else jax.P()
-        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, layout))
-
-    template = jax.tree.map(placed, jax.eval_shape(init))
+    template = state_template(cfg, mesh)
     step = jax.jit(functools.partial(train_step, cfg), donate_argnums=0).lower(template, batch)
     with ThreadPoolExecutor(1) as thread:
         program = thread.submit(step.compile)
@@ -518,7 +643,8 @@ def compile_and_load(cfg, mesh, checkpoints, batch, source=None):
             # hardly optimized: it runs once, and compiles in half the time
             options = {"xla_backend_optimization_level": "1"}
             shardings = jax.tree.map(lambda a: a.sharding, template)
-            state = jax.jit(init, out_shardings=shardings).lower().compile(options)()
+            init = jax.jit(functools.partial(init_state, cfg), out_shardings=shardings)
+            state = init.lower().compile(options)()
             if source:
                 found, arrays = partition.load_from(source, {"params": wanted["params"]})
                 state = dataclasses.replace(state, params=arrays["params"])
@@ -550,6 +676,8 @@ def train(cfg, run_dir, recipe, recipe_file=None, source=None):
 
     shape = partition.put_batch(data.empty_batch(cfg.data, len(rows)), t.batch_size, mesh)
     program, state, start = compile_and_load(cfg, mesh, checkpoints, shape, source)
+    if partition.is_first():
+        configs.write_file(run_dir / "model-info.txt", model_info(cfg, mesh))
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)  # glibc keeps what the compiler freed: half a gigabyte at the peak
     if start >= t.steps:
@@ -612,16 +740,30 @@ def train(cfg, run_dir, recipe, recipe_file=None, source=None):
 def main(argv):
     args, changes = configs.parse_args(
         __doc__, argv, init_from=dict(metavar="RUN", help="a run or a checkpoint whose weights a "
-                                      "new run\nstarts from (all of it with --train.restore all)"))
+                                      "new run\nstarts from (all of it with --train.restore all)"),
+        plan=dict(metavar="N", type=int, help="print what a step would be on N devices, and exit"))
     cfg, run_dir, recipe = configs.resolve_run(args, changes)
+    if args.plan is not None:
+        return plan(cfg, args.plan)
     recipe_file = args.config if args.config and args.config.endswith(".py") else None
     partition.start_jax(cfg)
     try:
         return train(cfg, Path(run_dir), recipe, recipe_file, args.init_from)
     except partition.CheckpointError as error:
         configs.note(f"{error}: training stopped. The checkpoint before it is whole; make room and "
-                     f"run the same command again.")
+                     f"run the same command again.", always=True)
         return 1
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            configs.note(out_of_memory(cfg), always=True)
+        elif jax.process_count() > 1:
+            configs.note(f"Another process of this run has ended or cannot be reached "
+                         f"({str(error).splitlines()[0]}). Run the same command again everywhere: "
+                         f"it goes on from the last checkpoint.", always=True)
+        else:
+            raise
+        sys.stdout.flush()
+        os._exit(1)  # at a usual exit the processes would wait for one another
 
 
 if __name__ == "__main__":
