@@ -1,23 +1,25 @@
 """How weights come and go: Hugging Face, T5X, Mesh TensorFlow.
 
-    python convert.py google-t5/ runs/t5_1_1_small       any of these -> a run directory
-    python convert.py runs/tiny tiny_hf --to hf          a run, or any of these -> Hugging Face
-    python convert.py runs/tiny checkpoint_1500 --to t5x                        -> T5X
+    python convert.py t5-v1_1-small/ runs/t5_1_1_small     any of these -> a run directory
+    python convert.py runs/tiny tiny_hf --to hf            a run, or any of these -> Hugging Face
+    python convert.py runs/tiny checkpoint_1500 --to t5x                          -> T5X
 
-What SRC is, and all dimensions, are found in SRC. A model passes layer by layer, so one far larger
-than memory can be converted. What was written is read again and compared before it gets its name:
-DST is there whole, or not at all.
+What SRC is, and all dimensions, are found in SRC. A model passes layer by layer, so one larger than
+memory can be converted. What was written is read again and compared before it gets its name: DST is
+there whole, or not at all.
 """
 
 import contextlib
 import functools
 import itertools
 import json
+import math
 import os
 import re
 import shutil
 import struct
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,38 +38,33 @@ import model
 import partition
 from configs import Config, DataConfig, ModelConfig, TrainConfig, UserError, note
 
-try:
-    from safetensors import SafetensorError, safe_open
-except ImportError:  # an extra
-    safe_open, SafetensorError = None, ()
+
+class Tensors(NamedTuple):
+    """What lies in a file of another library: {its name: shape}, and read(its name) -> array."""
+
+    shapes: dict
+    read: Callable
 
 
 class Weights(NamedTuple):
     """A model that lies somewhere: what every reader returns and every writer takes.
 
-    shapes: {name in our checkpoints: shape}, parameters and, where there are any, slots.
-    read(name, layer): a float array, one layer of a stacked one; layer is None for the others.
+    shapes: {name in our checkpoints: shape}, of parameters and, where there are any, slots.
+    read(name, layer): a float array, one layer of a stacked one; of the others the layer is None.
     """
 
     cfg: Config
     step: int
     shapes: dict
     read: Callable
-    vocabulary: bytes | None
-    folder: Path  # where it lies
-
-
-class Tensors(NamedTuple):
-    """The same in the words of another library: {its name: shape}, and read(its name)."""
-
-    shapes: dict
-    read: Callable
+    vocabulary: bytes | None  # what a run keeps as spiece.model
 
 
 # ---- names ---------------------------------------------------------------------------------------
-# The one table. Hugging Face's names are Mesh TensorFlow's in other spelling.
+# The one table. Mesh TensorFlow's names and those of flax_model.msgpack are Hugging Face's, spelled
+# otherwise.
 
-BLOCKS = {  # ours: (Hugging Face's and Mesh TensorFlow's, T5X's)
+BLOCKS = {  # ours: (Hugging Face's, T5X's)
     "encoder/layers/attention": ("layer.0.SelfAttention", "attention"),
     "encoder/layers/mlp": ("layer.1.DenseReluDense", "mlp"),
     "decoder/layers/self_attention": ("layer.0.SelfAttention", "self_attention"),
@@ -94,11 +91,11 @@ def names(path, layer, gated):
     if path in OTHERS:
         return OTHERS[path]
     block, name = path.rsplit("/", 1)
-    stack, (hf, t5x) = block.split("/")[0], BLOCKS[block]
+    stack, ours = block.split("/layers/")
+    hf, t5x = BLOCKS[block]
     if name == "norm":
-        place, block = hf.rsplit(".", 1)[0], block.rsplit("/", 1)[1]
-        return (f"{stack}.block.{layer}.{place}.layer_norm.weight",
-                f"{stack}/layers_{layer}/pre_{block}_layer_norm/scale")
+        return (f"{stack}.block.{layer}.{hf.rsplit('.', 1)[0]}.layer_norm.weight",
+                f"{stack}/layers_{layer}/pre_{ours}_layer_norm/scale")
     hf_matrix, t5x_matrix = ("wi", "wi") if name == "up" and not gated else MATRICES[name]
     return (f"{stack}.block.{layer}.{hf}.{hf_matrix}.weight",
             f"{stack}/layers_{layer}/{t5x}/{t5x_matrix}/kernel")
@@ -113,14 +110,14 @@ def t5x_name(path, layer, gated):
 
 
 def flax_name(path, layer, gated):
-    """In flax_model.msgpack: shared/embedding, encoder/block/0/layer/0/SelfAttention/q/kernel."""
+    """encoder/block/0/layer/0/SelfAttention/q/kernel"""
     table = path == "embed" or path.endswith("relative_bias")
     last = "embedding" if table else "weight" if path.endswith("norm") else "kernel"
     return hf_name(path, layer, gated).removesuffix("weight").replace(".", "/") + last
 
 
 def mtf_name(path, layer, gated):
-    """shared/embedding, encoder/block_000/layer_000/SelfAttention/q."""
+    """encoder/block_000/layer_000/SelfAttention/q"""
     name = hf_name(path, layer, gated).removesuffix(".weight").replace(".", "/")
     name = re.sub(r"(block|layer)/(\d+)", lambda m: f"{m[1]}_{int(m[2]):03}", name)
     name = {"shared": "shared/embedding", "lm_head": "decoder/logits/kernel"}.get(name, name)
@@ -132,156 +129,146 @@ def t5x_slot(name, slot):
 
 
 def mtf_slot(name, slot):
-    return f"{name}_slot_{ {'v': 'v', 'v_row': 'vr', 'v_col': 'vc'}[slot]}"
+    return name + {"v": "_slot_v", "v_row": "_slot_vr", "v_col": "_slot_vc", "m": "_slot_m"}[slot]
 
 
 class Format(NamedTuple):
-    """How a library calls a parameter, whether its matrix is ours transposed, its slots, step."""
-
-    title: str
-    name: Callable
-    transposed: Callable = lambda path: False
-    slot: Callable | None = None
-    step: str = ""
-
-
-HF = Format("Hugging Face", hf_name, lambda path: path != "embed")
-FLAX = Format("Hugging Face", flax_name, lambda path: path.endswith("relative_bias"))
-T5X = Format("T5X", t5x_name, slot=t5x_slot, step="state/step")
-MTF = Format("Mesh TensorFlow", mtf_name, slot=mtf_slot, step="global_step")
-
-
-def slots_of(shape, factored):
-    """Shape of one layer's parameter -> {our slot: (T5X's slot, shape)} of Adafactor.
-
-    T5X's v_row is the mean over the longer of a matrix's axes, over the second where they are
-    equal; our row is the mean over the second always.
+    """A library's names of a parameter, an optimizer's slot, the step; the one rule of its arrays.
     """
-    if not factored:
-        return {"full": ("v", shape)}
-    row, column = ("v_row", "v_col") if shape[1] >= shape[0] else ("v_col", "v_row")
-    return {"row": (row, shape[:1]), "column": (column, shape[1:])}
+
+    name: Callable
+    turned: Callable = lambda path: False  # whether its matrix is ours transposed
+    slot: Callable | None = None
+    step: str | None = None
+
+
+HF = Format(hf_name, lambda path: path != "embed")
+FLAX = Format(flax_name, lambda path: path.endswith("relative_bias"))
+T5X = Format(t5x_name, slot=t5x_slot, step="state/step")
+MTF = Format(mtf_name, slot=mtf_slot, step="global_step")
 
 
 def layers_of(name, shape):
-    """The layers of an array of ours, [None] if it is not stacked."""
+    """The layers of an array of ours; [None] if it is not stacked."""
     return range(shape[0]) if "layers" in name.split("/") else [None]
 
 
-def mapping(cfg, form, factored):
-    """ModelConfig, Format -> {our name: (shape, [its name of each layer], whether transposed)}.
+def of_layer(name, shape):
+    """The shape of one layer."""
+    return shape[1:] if "layers" in name.split("/") else shape
 
-    factored(path, name of its first layer): whether its slots are; None where it has none.
+
+def parameters(cfg, form):
+    """ModelConfig, Format -> {our name: (shape, [its name of each layer], whether turned)}."""
+    gated = cfg.activation.startswith("gated_")
+    return {f"params/{path}": (
+        p.shape, [form.name(path, layer, gated) for layer in layers_of(path, p.shape)],
+        len(of_layer(path, p.shape)) == 2 and form.turned(path))
+        for path, p in partition.flatten(model.param_table(cfg)).items()}
+
+
+def adafactor_slots(params, form, factored):
+    """The same for the slots of the parameters; factored(our path, its first name) -> bool.
+
+    T5X's v_row is the mean over the longer axis of a matrix, over the second of equal ones; our row
+    is the mean over the second always.
     """
-    found = {}
-    for path, p in partition.flatten(model.param_table(cfg)).items():
-        layers = layers_of(path, p.shape)
-        theirs = [form.name(path, i, cfg.activation.startswith("gated_")) for i in layers]
-        turned = len(p.shape) - (layers != [None]) == 2 and form.transposed(path)
-        found[f"params/{path}"] = p.shape, theirs, turned
-        if (how := factored(path, theirs[0])) is None:
-            continue
-        stack = p.shape[: layers != [None]]
-        for slot, (name, shape) in slots_of(p.shape[len(stack) :], how).items():
-            found[f"slots/{path}/{slot}"] = (*stack, *shape), [form.slot(n, name) for n in theirs], False
-    return found
+    slots = {}
+    for ours, (shape, theirs, _) in params.items():
+        path, one = ours.removeprefix("params/"), of_layer(ours, shape)
+        names = {"full": ("v", one)}
+        if len(one) == 2 and factored(path, theirs[0]):
+            row, column = ("v_row", "v_col") if one[1] >= one[0] else ("v_col", "v_row")
+            names = {"row": (row, one[:1]), "column": (column, one[1:])}
+        for slot, (name, size) in names.items():
+            slots[f"slots/{path}/{slot}"] = (
+                shape[: len(shape) - len(one)] + size, [form.slot(n, name) for n in theirs], False)
+    return slots
 
 
-def plural(names):
-    """A list of names -> "NAME" or "NAME and 3 more"."""
-    names = sorted(names)
-    return names[0] + (f" and {len(names) - 1:,} more" if len(names) > 1 else "")
+def first_of(names):
+    """Names -> "NAME" or "NAME and 3 more"."""
+    first, *others = sorted(names)
+    return first + (f" and {len(others):,} more" if others else "")
 
 
-# ---- what the weights say ------------------------------------------------------------------------
+# ---- what the tensors say ------------------------------------------------------------------------
 
 
-def derive(tensors, form, folder):
-    """Tensors -> ModelConfig, as far as shapes tell; raises a UserError where they cannot be T5."""
-    shapes = tensors.shapes
+def derive(tensors, form, source):
+    """Tensors -> ModelConfig, as far as shapes tell; raises a UserError where they are not T5's."""
 
     def shape(path):
         name = form.name(path, 0, gated)
-        if name not in shapes:
-            raise UserError(f"{folder} has no {name}: it is incomplete, or not a T5 model.")
-        if len(shapes[name]) != 2:
-            raise UserError(f"{folder}: {name} has shape {list(shapes[name])}, not two axes: it is "
-                            f"not a T5 model.")
-        return shapes[name][::-1] if form.transposed(path) else shapes[name]
+        if name not in tensors.shapes:
+            raise UserError(f"{source} has no {name}: it is incomplete, or not a T5 model.")
+        if len(tensors.shapes[name]) != 2:
+            raise UserError(f"{source}: {name} has shape {list(tensors.shapes[name])}, and a T5 "
+                            f"model's has two axes: convert a T5 model.")
+        return tensors.shapes[name][:: -1 if form.turned(path) else 1]
 
     def depth(stack):
         paths = [f"{block}/{name}" for block in BLOCKS if block.startswith(stack)
                  for name in ("norm", *MATRICES)]
-        return next(i for i in itertools.count()
-                    if not any(form.name(path, i, True) in shapes for path in paths))
+        return next(i for i in itertools.count() if not any(
+            form.name(path, i, True) in tensors.shapes for path in paths))
 
-    layers, decoder_layers = depth("encoder"), depth("decoder")
-    for number, missing, other in ((layers, "encoder", "decoder"), (decoder_layers, "decoder", "encoder")):
-        if not number:
-            raise UserError(f"{folder} has no {missing} layers" + (
-                f", only {article(other)}: plain T5 converts encoder-decoders."
-                if layers or decoder_layers else ": it is not a T5 model."))
-    gated = form.name("encoder/layers/mlp/gate", 0, True) in shapes
+    depths = {stack: depth(stack) for stack in ("encoder", "decoder")}
+    for stack, other in (("encoder", "decoder"), ("decoder", "encoder")):
+        if not depths[stack]:
+            raise UserError(f"{source} has no {stack} layers" + (
+                f", it is the {other} alone: plain T5 converts models that have both."
+                if depths[other] else ": it is not a T5 model."))
+    gated = form.name("encoder/layers/mlp/gate", 0, True) in tensors.shapes
     heads, buckets = shape("encoder/relative_bias")
     vocab_size, d_model = shape("embed")
     width = shape("encoder/layers/attention/query")[1]
     if width % heads:
-        raise UserError(f"{folder}: the attention's width {width} is no multiple of its {heads} "
-                        f"heads: it is not a T5 model.")
+        raise UserError(f"{source}: {heads} heads cannot share the attention's width {width}: it "
+                        f"is not a T5 model.")
     return ModelConfig(
         vocab_size=vocab_size, d_model=d_model, d_ff=shape("encoder/layers/mlp/up")[1],
-        d_kv=width // heads, num_heads=heads, num_layers=layers,
-        num_decoder_layers=decoder_layers, relative_buckets=buckets,
+        d_kv=width // heads, num_heads=heads, num_layers=depths["encoder"],
+        num_decoder_layers=depths["decoder"], relative_buckets=buckets,
         activation="gated_gelu" if gated else "relu",
-        tied=form.name("unembed", 0, gated) not in shapes)
+        tied=form.name("unembed", 0, gated) not in tensors.shapes)
 
 
-def article(stack):
-    return f"an {stack}" if stack[0] in "aeiou" else f"a {stack}"
+def to_weights(tensors, form, source, cfg, vocabulary, family="", ignored=()):
+    """Tensors and the ModelConfig they should have -> Weights; refuses what does not fit."""
+    found = parameters(cfg, form)
 
+    def expected(places):
+        return {name: of_layer(ours, shape)[:: -1 if turned else 1]
+                for ours, (shape, theirs, turned) in places.items() for name in theirs}
 
-def has_slots(tensors, form):
-    """Function for `mapping`: whether a parameter's slots are factored in these tensors."""
-    def factored(path, name):
-        if not form.slot:
-            return None
-        row = tensors.shapes.get(form.slot(name, "v_row"), (1,))
-        if row != (1,):
-            return True
-        return False if form.slot(name, "v") in tensors.shapes else None
-    return factored
+    def differing(wanted):
+        return [name for name in wanted if tensors.shapes[name] != wanted[name]]
 
+    wanted = expected(found)
+    if missing := set(wanted) - set(tensors.shapes):
+        raise UserError(f"{source} has no {first_of(missing)}: it is incomplete; fetch it again.")
+    for name in differing(wanted):
+        raise UserError(f"{source}: {name} has shape {list(tensors.shapes[name])}, and the others "
+                        f"ask for {list(wanted[name])}: fetch it again.")
+    rest = set(tensors.shapes) - set(wanted) - {form.step, *ignored}
+    of_optimizer = {name for name in rest if name.startswith("state/") or "_slot_" in name}
+    if unknown := rest - of_optimizer:
+        raise UserError(f"{source} has {first_of(unknown)}, which no T5 model has: plain T5 "
+                        f"converts T5 1.0, T5 1.1, mT5, ByT5 and what descends from them.")
+    if of_optimizer:
+        def size(name, slot):
+            return math.prod(tensors.shapes.get(form.slot(name, slot), (1,)))
 
-def weights_of(tensors, form, folder, cfg, vocabulary, ignored=()):
-    """Tensors of a library and the ModelConfig they have -> Weights; refuses what does not fit."""
-    found = mapping(cfg, form, has_slots(tensors, form))
-    wanted = {}  # its name: (our name, shape of one layer in its orientation)
-    for ours, (shape, theirs, turned) in found.items():
-        one = tuple(shape[layers_of(ours, shape) != [None] :])
-        wanted |= {name: one[::-1] if turned else one for name in theirs}
-    params = {name for ours, (_, theirs, _) in found.items() if ours.startswith("params/")
-              for name in theirs}
-    if missing := params - set(tensors.shapes):
-        raise UserError(f"{folder} has no {plural(missing)}: it is incomplete; fetch it again.")
-    wrong = [name for name, shape in wanted.items() if tensors.shapes.get(name, shape) != shape]
-    if wrong_params := sorted(params.intersection(wrong)):
-        name = wrong_params[0]
-        raise UserError(f"{folder}: {name} has shape {list(tensors.shapes[name])}, and the others "
-                        f"ask for {list(wanted[name])}: it is damaged, or not a T5 model.")
-    slots = bool(form.slot) and len(found) > len(partition.flatten(model.param_table(cfg)))
-    others = {name for name in set(tensors.shapes) - set(wanted) - {form.step, *ignored}
-              if not name.startswith("state/") and "_slot_" not in name}
-    if others:
-        raise UserError(f"{folder} has {plural(others)}, which no T5 model has: plain T5 converts "
-                        f"T5 1.0, T5 1.1, mT5, ByT5 and their descendants.")
-    momentum = [name for name, shape in tensors.shapes.items()
-                if name.endswith(("/m", "_slot_m")) and shape != (1,)]
-    if slots and (momentum or wrong or set(wanted) - set(tensors.shapes)
-                  or not all(f"slots/{path}/full" in found or f"slots/{path}/row" in found
-                             for path in partition.flatten(model.param_table(cfg)))):
-        slots = False
-        note(f"{folder}: the optimizer's slots are not those of Adafactor without momentum: "
-             f"parameters only.")
+        slots = adafactor_slots(found, form, lambda path, name: size(name, "v_row") > 1)
+        wanted = expected(slots)
+        if (set(wanted) <= of_optimizer and not differing(wanted)
+                and all(size(name, "m") == 1 for _, theirs, _ in found.values()
+                        for name in theirs)):
+            found |= slots
+        else:
+            note(f"{source}: its optimizer is not Adafactor without momentum; the parameters alone "
+                 f"are converted.")
     step = int(tensors.read(form.step)) if form.step in tensors.shapes else 0
 
     def read(name, layer):
@@ -289,35 +276,45 @@ def weights_of(tensors, form, folder, cfg, vocabulary, ignored=()):
         array = tensors.read(theirs[layer or 0])
         return array.T if turned else array
 
-    shapes = {name: shape for name, (shape, _, _) in found.items()
-              if slots or name.startswith("params/")}
-    return Weights(config_of(cfg, step, vocabulary), step, shapes, read, vocabulary, folder)
-
-
-def config_of(cfg, step, vocabulary, family=None):
-    """ModelConfig -> Config of a run that stands at this step."""
     family = family or {250112: "mt5", 384: "byt5"}.get(cfg.vocab_size, "t5")
-    data = DataConfig(source="python:", vocab="bytes" if family == "byt5" else "spiece.model")
-    return Config(family, cfg, data, TrainConfig(steps=max(step, 1)))
+    data = DataConfig(source="python:", vocab="bytes" if cfg.vocab_size == 384 else "spiece.model")
+    run = Config(family, cfg, data, TrainConfig(steps=max(step, 1)))
+    shapes = {name: shape for name, (shape, _, _) in found.items()}
+    return Weights(run, step, shapes, read, vocabulary)
+
+
+def find_vocabulary(folders, cfg):
+    """A spiece.model in one of the folders -> its bytes; what stands for ByT5's; or None."""
+    path = next((folder / "spiece.model" for folder in folders
+                 if (folder / "spiece.model").is_file()), None)
+    if not path:
+        return b"bytes:0\n" if cfg.vocab_size == 384 else None
+    vocabulary = path.read_bytes()
+    pieces = 0 if vocabulary.startswith(b"bytes") else len(pieces_of(vocabulary, path).pieces)
+    if pieces > cfg.vocab_size:
+        raise UserError(f"{path} has {pieces:,} pieces and the model {cfg.vocab_size:,} "
+                        f"embeddings: it is of another model.")
+    return vocabulary
+
+
+def pieces_of(vocabulary, path="spiece.model"):
+    """Bytes of a SentencePiece model -> its ModelProto."""
+    proto = sentencepiece_model_pb2.ModelProto()
+    try:
+        proto.ParseFromString(vocabulary)
+    except Exception as error:  # protobuf's DecodeError, whose place differs between versions
+        raise UserError(f"{path} is not a SentencePiece model: fetch it again.") from error
+    return proto
 
 
 # ---- Hugging Face, read --------------------------------------------------------------------------
 
+FILES = ("model.safetensors", "flax_model.msgpack", "pytorch_model.bin")
+DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
 
-def shard_files(folder, name):
-    """model.safetensors, or the shards that model.safetensors.index.json lists -> {tensor: file}.
 
-    A file that is not sharded comes as {None: file}. None if there is neither.
-    """
-    if (folder / name).exists():
-        return {None: folder / name}
-    index = folder / f"{name}.index.json"
-    if not index.exists():
-        return None
-    places = {tensor: folder / file for tensor, file in read_json(index)["weight_map"].items()}
-    if missing := {path.name for path in places.values() if not path.exists()}:
-        raise UserError(f"{index} names {plural(missing)}, which is not there: fetch it again.")
-    return places
+def is_hf(folder):
+    return any((folder / f"{name}{end}").exists() for name in FILES for end in ("", ".index.json"))
 
 
 def read_json(path):
@@ -327,51 +324,67 @@ def read_json(path):
         raise UserError(f"{path} cannot be read ({error}): fetch it again.") from error
 
 
-def read_safetensors(folder, places):
-    """-> Tensors. A file is opened for each tensor: pages that were read would stay in memory."""
-    if not safe_open:
-        raise UserError("Reading safetensors needs its library: pip install '.[hf]'.")
-    shapes, where = {}, {}
-    for file in sorted(set(places.values())):
+def shards(folder, name):
+    """[the file], or the files that NAME.index.json lists; and the tensors that it promises."""
+    if (folder / name).exists():
+        return [folder / name], set()
+    promised = read_json(folder / f"{name}.index.json")["weight_map"]
+    files = sorted({folder / file for file in promised.values()})
+    if missing := {file.name for file in files if not file.exists()}:
+        raise UserError(f"{folder} has no {first_of(missing)}, which its index lists: fetch it "
+                        f"again.")
+    return files, set(promised)
+
+
+def read_safetensors(files):
+    """-> Tensors, views of the files. The library's own reader copies, and keeps pages in memory:
+    the format is a header in JSON, and arrays at the places it names."""
+    places, shapes = {}, {}
+    for file in files:
         try:
-            with safe_open(file, "numpy") as opened:
-                for name in opened.keys():
-                    part = opened.get_slice(name)
-                    if part.get_dtype() not in ("F64", "F32", "F16", "BF16"):
-                        raise UserError(f"{file}: {name} holds {part.get_dtype()}, not floating "
-                                        f"point: convert a model that is not quantized.")
-                    shapes[name], where[name] = tuple(part.get_shape()), file
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{file} is incomplete or damaged ({error}): fetch it again.") from error
-    if lost := set(places) - {None} - set(shapes):
-        raise UserError(f"{folder}: the index promises {plural(lost)}, which no shard has: fetch "
-                        f"it again.")
+            with open(file, "rb") as opened:
+                size = struct.unpack("<Q", opened.read(8))[0]
+                header = json.loads(opened.read(size))
+            header.pop("__metadata__", None)
+            for name, entry in header.items():
+                places[name] = file, entry["dtype"], 8 + size + entry["data_offsets"][0]
+                shapes[name] = tuple(entry["shape"])
+            whole = 8 + size + max(entry["data_offsets"][1] for entry in header.values())
+        except (ValueError, KeyError, TypeError, AttributeError, struct.error, OverflowError,
+                MemoryError) as error:
+            raise UserError(f"{file} is not a whole safetensors file ({error}): fetch it again."
+                            ) from error
+        if whole != file.stat().st_size:
+            raise UserError(f"{file} has {file.stat().st_size:,} bytes, not {whole:,}: fetch it "
+                            f"again.")
+    for name, (file, dtype, _) in places.items():
+        if dtype not in DTYPES:
+            raise UserError(f"{file}: {name} holds {dtype}, not floating point: convert the model "
+                            f"that was not quantized.")
 
     def read(name):
-        with safe_open(where[name], "numpy") as opened:
-            return opened.get_tensor(name)
+        file, dtype, start = places[name]
+        return np.memmap(file, DTYPES[dtype], "r", start, shapes[name])
 
     return Tensors(shapes, read)
 
 
-def read_pickle(folder, places, allow_pickle):
-    if not allow_pickle:
-        raise UserError(f"{folder} has its weights in a pickle, which can run any program: if you "
-                        f"trust where it comes from, add --allow_pickle.")
+def read_pickle(files, allowed):
+    """pytorch_model.bin -> Tensors."""
+    if not allowed:
+        raise UserError(f"{files[0]} is a pickle, which can run any program: add --allow_pickle if "
+                        f"you trust where it comes from.")
     try:
         import torch
     except ImportError as error:
         raise UserError("Reading pytorch_model.bin needs torch: pip install torch.") from error
     tensors = {}
-    for file in sorted(set(places.values())):
+    for file in files:
         try:
             tensors |= torch.load(file, "cpu", weights_only=True, mmap=True)
-        except Exception as error:  # torch raises what it likes
+        except Exception as error:  # of many kinds
             raise UserError(f"{file} cannot be read ({str(error).splitlines()[0]}): fetch it "
                             f"again.") from error
-    if lost := set(places) - {None} - set(tensors):
-        raise UserError(f"{folder}: the index promises {plural(lost)}, which no shard has: fetch "
-                        f"it again.")
     return Tensors({name: tuple(tensor.shape) for name, tensor in tensors.items()},
                    lambda name: tensors[name].float().numpy())
 
@@ -379,423 +392,375 @@ def read_pickle(folder, places, allow_pickle):
 def open_hf(folder, allow_pickle=False):
     """Hugging Face directory -> Weights."""
     config = read_json(folder / "config.json")
-    kind = config.get("model_type", "t5")
-    if kind not in ("t5", "mt5"):
+    if (kind := config.get("model_type", "t5")) not in ("t5", "mt5"):
         raise UserError(f"{folder} holds a model of type {kind}: plain T5 converts t5 and mt5.")
-    form = HF
-    if places := shard_files(folder, "model.safetensors"):
-        tensors = read_safetensors(folder, places)
-    elif (folder / "flax_model.msgpack").exists():
-        form, tensors = FLAX, read_msgpack(folder / "flax_model.msgpack")
+    form, promised = HF, set()
+    name = next(name for name in FILES
+                if (folder / name).exists() or (folder / f"{name}.index.json").exists())
+    if name == "flax_model.msgpack":
+        form, tensors = FLAX, read_msgpack(folder / name)
     else:
-        tensors = read_pickle(folder, shard_files(folder, "pytorch_model.bin"), allow_pickle)
+        files, promised = shards(folder, name)
+        tensors = (read_safetensors(files) if name == FILES[0] else
+                   read_pickle(files, allow_pickle))
+    if lost := promised - set(tensors.shapes):
+        raise UserError(f"{folder} has no {first_of(lost)}, which its index lists: fetch it again.")
     tensors, ignored = settle_embeddings(tensors, form, config, folder)
-    cfg = derive(tensors, form, folder)
-    cfg = settle_config(cfg, config, folder)
-    weights = weights_of(tensors, form, folder, cfg, hf_vocabulary(folder, cfg), ignored)
-    return weights._replace(cfg=config_of(cfg, 0, weights.vocabulary, None if kind == "t5" else kind))
+    cfg = settle_config(derive(tensors, form, folder), config, folder)
+    tokenizer = folder / "tokenizer_config.json"
+    byt5 = tokenizer.exists() and "ByT5" in str(read_json(tokenizer).get("tokenizer_class"))
+    vocabulary = b"bytes:0\n" if byt5 else find_vocabulary([folder], cfg)
+    return to_weights(tensors, form, folder, cfg, vocabulary, "mt5" * (kind == "mt5"), ignored)
 
 
 def settle_embeddings(tensors, form, config, folder):
-    """Find the embedding, and the output layer where it is another -> (Tensors, names to ignore).
+    """-> (Tensors with one embedding, and an output layer unless it is tied; names to ignore).
 
-    Whether the two are one is decided by the tensors; config.json says only whether the decoder's
-    output is scaled by d_model^-0.5. Ours is scaled if and only if the two are one, so a matrix is
-    written out where Hugging Face's is otherwise.
+    Whether the two are one is decided by the tensors; config.json says whether the logits are
+    scaled by d_model^-0.5. Ours are if and only if the two are one, so an output layer is made where
+    Hugging Face's model is otherwise.
     """
-    shapes = dict(tensors.shapes)
     embed, head = form.name("embed", 0, True), form.name("unembed", 0, True)
-    last = embed.rsplit(embed[6], 1)[1]  # weight or embedding
-    copies = [f"{stack}{embed[6]}embed_tokens{embed[6]}{last}" for stack in ("encoder", "decoder")]
-    present = [name for name in (embed, *copies) if name in shapes]
-    if not present:
+    copies = {embed.replace("shared", stack + embed[6] + "embed_tokens")
+              for stack in ("encoder", "decoder")}
+    tables = [name for name in (embed, *sorted(copies)) if name in tensors.shapes]
+    if not tables:
         raise UserError(f"{folder} has no {embed}: it is incomplete, or not a T5 model.")
-    table = present[0]
-    for name in present[1:]:
-        if not equal(tensors, table, name):
+    table = tables[0]
+    for name in tables[1:]:
+        if not np.array_equal(tensors.read(name), tensors.read(table)):
             raise UserError(f"{folder}: {table} and {name} differ: plain T5 has one embedding for "
                             f"encoder and decoder.")
-    if table != embed:
-        shapes[embed] = shapes.pop(table)
-    own = head in shapes and not (form is HF and equal(tensors, table, head))
-    if not own:
-        shapes.pop(head, None)
-    flag = config.get("tie_word_embeddings", not own)
+
+    def as_head():
+        array = tensors.read(table)
+        return array if form.turned("unembed") else array.T
+
+    tied = head not in tensors.shapes or np.array_equal(tensors.read(head), as_head())
+    flag = config.get("tie_word_embeddings", tied)
+    if head not in tensors.shapes and not flag and "scale_decoder_outputs" not in config:
+        raise UserError(f"{folder} has no {head}, and by its config.json the output layer is not "
+                        f"the embedding: fetch it again.")
     scaled = config.get("scale_decoder_outputs", flag and config.get("model_type") != "mt5")
-    if not own and head not in tensors.shapes and not scaled and "scale_decoder_outputs" not in config \
-            and config.get("tie_word_embeddings") is False:
-        raise UserError(f"{folder} has no {head}, and its config.json says that it is not the "
-                        f"embedding: it is incomplete; fetch it again.")
-    factor = 1.0
-    if own and scaled:
-        factor = shapes[embed][1] ** -0.5
-    if not own and not scaled:
-        shapes[head] = shapes[embed] if form is HF else shapes[embed][::-1]
+    shapes = dict(tensors.shapes)
+    shapes[embed] = shapes.pop(table)
+    if tied:
+        shapes.pop(head, None)
+        if not scaled:
+            shapes[head] = as_head().shape
 
     def read(name):
-        if name == embed:
-            return tensors.read(table)
-        if name == head and not own:
-            return tensors.read(table) if form is HF else tensors.read(table).T
-        if name == head and factor != 1:
-            return np.float32(factor) * tensors.read(head)
-        return tensors.read(name)
+        if name == head and not tied and scaled:
+            return tensors.read(name) * np.float32(shapes[embed][1] ** -0.5)
+        return as_head() if name == head and tied else tensors.read(
+            table if name == embed else name)
 
-    # what T5 1.0's first files hold, which no code ever read
+    # the last is in T5 1.0's first files and was never used
     unused = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
     return Tensors(shapes, read), {*copies, unused}
 
 
-def equal(tensors, one, other):
-    return tensors.shapes[one] == tensors.shapes[other] and np.array_equal(
-        tensors.read(one), tensors.read(other))
-
-
 def settle_config(cfg, config, folder):
-    """ModelConfig of the weights and config.json -> ModelConfig; refuses what contradicts it."""
+    """ModelConfig of the tensors, and config.json -> ModelConfig; refuses what contradicts it."""
     said = {"num_decoder_layers": config.get("num_layers"), **config,
-            "relative_buckets": config.get("relative_attention_num_buckets")}
+            "relative_buckets": config.get("relative_attention_num_buckets"),
+            "activation": config.get("feed_forward_proj", "relu").replace("-", "_")}
     for name in ("vocab_size", "d_model", "d_ff", "d_kv", "num_heads", "num_layers",
                  "num_decoder_layers", "relative_buckets"):
         if said.get(name) not in (None, getattr(cfg, name)):
-            raise UserError(f"{folder}: config.json says {name} {said[name]}, and the weights have "
+            raise UserError(f"{folder}: config.json says {name} {said[name]}, the weights have "
                             f"{getattr(cfg, name)}: fetch both again.")
-    if config.get("layer_norm_epsilon", 1e-6) != 1e-6:
-        raise UserError(f"{folder}: layer_norm_epsilon is {config['layer_norm_epsilon']}; plain T5 "
-                        f"knows 1e-6 only.")
-    activation = config.get("feed_forward_proj", "relu").replace("-", "_")
-    gated = cfg.activation.startswith("gated_")
-    if activation not in configs.CHOICES["model.activation"] or (
-            activation.startswith("gated_") != gated):
-        raise UserError(f"{folder}: config.json says feed_forward_proj {activation}, which plain "
-                        f"T5 does not know or its weights do not have.")
-    return replace(cfg, activation=activation, dropout=config.get("dropout_rate", 0.1),
-                   relative_max_distance=config.get("relative_attention_max_distance", 128))
-
-
-def hf_vocabulary(folder, cfg):
-    """spiece.model, or ByT5's bytes -> the bytes of a run's spiece.model, or None."""
-    tokenizer = folder / "tokenizer_config.json"
-    if tokenizer.exists() and "ByT5" in str(read_json(tokenizer).get("tokenizer_class")):
-        return b"bytes:0\n"
-    return find_vocabulary(folder, cfg)
-
-
-def find_vocabulary(folder, cfg):
-    """A spiece.model in the folder or above it -> its bytes; ByT5's; or None with a warning."""
-    for place in (folder, folder.parent, folder.parent.parent):
-        if (place / "spiece.model").is_file():
-            return check_vocabulary((place / "spiece.model").read_bytes(), cfg, place)
-    if cfg.vocab_size == 384:
-        return b"bytes:0\n"
-    note(f"{folder} has no vocabulary: what is written answers ids alone until a spiece.model is "
-         f"put beside it.")
-    return None
-
-
-def pieces_of(vocabulary):
-    """Bytes of a SentencePiece model -> its ModelProto."""
-    proto = sentencepiece_model_pb2.ModelProto()
-    proto.ParseFromString(vocabulary)
-    return proto
-
-
-def check_vocabulary(vocabulary, cfg, folder):
-    if vocabulary.startswith(b"bytes"):
-        return vocabulary
-    try:
-        number = len(pieces_of(vocabulary).pieces)
-    except Exception as error:  # protobuf's DecodeError, whose place differs between versions
-        raise UserError(f"{folder / 'spiece.model'} is not a SentencePiece model: fetch it again."
-                        ) from error
-    if number > cfg.vocab_size:
-        raise UserError(f"{folder / 'spiece.model'} has {number:,} pieces and the model only "
-                        f"{cfg.vocab_size:,} embeddings: it is of another model.")
-    return vocabulary
-
-
-# ---- msgpack, T5X, Mesh TensorFlow, read ---------------------------------------------------------
+    if said["activation"] not in configs.CHOICES["model.activation"]:
+        raise UserError(f"{folder}: its activation is {said['activation']}; plain T5 knows "
+                        f"{', '.join(configs.CHOICES['model.activation'])}.")
+    if said["activation"].startswith("gated_") != cfg.activation.startswith("gated_"):
+        raise UserError(f"{folder}: config.json says feed_forward_proj {said['activation']}, and "
+                        f"the weights have {cfg.activation}'s matrices: fetch both again.")
+    if said.get("layer_norm_epsilon", 1e-6) != 1e-6:
+        raise UserError(f"{folder}: layer_norm_epsilon is {said['layer_norm_epsilon']}; plain T5 "
+                        f"has 1e-6 alone.")
+    return replace(cfg, activation=said["activation"], dropout=said.get("dropout_rate", 0.1),
+                   relative_max_distance=said.get("relative_attention_max_distance", 128))
 
 
 def read_msgpack(path):
-    """Flax's msgpack file -> Tensors, read one by one; leaves that are no arrays are values."""
+    """A msgpack file of Flax -> Tensors. Only places are kept; a map that stands for one array, and
+    a leaf that is no array, are read as what they are."""
     places = {}
-    file = open(path, "rb")
-    unpacker = msgpack.Unpacker(file, max_buffer_size=0, strict_map_key=False)
 
-    def span(start, stop):
-        file_bytes = os.pread(file.fileno(), stop - start, start)
-        while len(file_bytes) < stop - start:  # Linux reads 2 GiB at a time
-            file_bytes += os.pread(file.fileno(), stop - start - len(file_bytes),
-                                   start + len(file_bytes))
-        return file_bytes
+    def part(start, stop):
+        with open(path, "rb") as file:
+            file.seek(start)
+            return file.read(stop - start)
 
-    def walk(prefix):
+    def walk(unpacker, prefix):
         start, keys = unpacker.tell(), set()
         for _ in range(unpacker.read_map_header()):
             key, at = unpacker.unpack(), unpacker.tell()
             keys.add(key)
-            name = f"{prefix}/{key}" if prefix else str(key)
-            first = span(at, at + 1)[0]
-            if first >> 4 == 8 or first in (0xDE, 0xDF):  # a map
-                walk(name)
+            first = part(at, at + 1)[0]
+            if first >> 4 == 8 or first in (0xDE, 0xDF):
+                walk(unpacker, f"{prefix}{key}/")
             else:
                 unpacker.skip()
-                places[name] = at, unpacker.tell()
-        if keys & {"driver", "__msgpack_chunked_array__"}:  # a map that stands for one array
-            for name in [name for name in places if name.startswith(f"{prefix}/")]:
+                places[f"{prefix}{key}"] = at, unpacker.tell()
+        if keys & {"driver", "__msgpack_chunked_array__"}:
+            for name in [name for name in places if name.startswith(prefix)]:
                 del places[name]
-            places[prefix] = start, unpacker.tell()
-
-    try:
-        walk("")
-    except (ValueError, msgpack.exceptions.UnpackException, IndexError) as error:
-        raise UserError(f"{path} is incomplete or damaged ({error}): fetch it again.") from error
-
-    def read(name):
-        return flax.serialization.msgpack_restore(span(*places[name]))
+            places[prefix.removesuffix("/")] = start, unpacker.tell()
 
     def shape(name):
         start, stop = places[name]
-        head = span(start, min(stop, start + 200))
-        if head[0] not in range(0xC7, 0xCA) and head[0] not in range(0xD4, 0xD9):
+        head = part(start, min(stop, start + 200))
+        if head[0] not in (*range(0xC7, 0xCA), *range(0xD4, 0xD9)):  # no extension: not an array
             value = read(name)
             return tuple(value["metadata"]["shape"]) if isinstance(value, dict) else np.shape(value)
-        skip = {0xC7: 3, 0xC8: 4, 0xC9: 6}.get(head[0], 2)  # type, length and code
         inner = msgpack.Unpacker()
-        inner.feed(head[skip:])
+        inner.feed(head[{0xC7: 3, 0xC8: 4, 0xC9: 6}.get(head[0], 2) :])
         inner.read_array_header()
         return tuple(inner.unpack())
 
-    return Tensors({name: shape(name) for name in places}, read)
+    def read(name):
+        return flax.serialization.msgpack_restore(part(*places[name]))
+
+    try:
+        with open(path, "rb") as file:
+            walk(msgpack.Unpacker(file, max_buffer_size=0, strict_map_key=False), "")
+        return Tensors({name: shape(name) for name in places}, read)
+    except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
+        raise UserError(f"{path} is not a whole msgpack file ({error}): fetch it again.") from error
 
 
-def open_legacy_t5x(folder):
-    """T5X's own checkpoint, version 3: `checkpoint`, a msgpack file, beside zarr arrays."""
+# ---- T5X and Mesh TensorFlow, read ---------------------------------------------------------------
+
+
+def read_t5x(folder):
+    """T5X's own checkpoint: the msgpack file `checkpoint`, and zarr arrays that it points to."""
     path = folder / "checkpoint" if folder.is_dir() else folder
     tensors = read_msgpack(path)
-    if "version" not in tensors.shapes or tensors.read("version") != 3:
-        version = tensors.read("version") if "version" in tensors.shapes else "1"
-        raise UserError(f"{path} is a T5X checkpoint of version {version}: plain T5 reads version "
-                        f"3; load and save it again with T5X of 2022 or later.")
+    version = tensors.read("version") if "version" in tensors.shapes else "unknown"
+    if version != 3:
+        raise UserError(f"{path} is a T5X checkpoint of version {version}, and plain T5 reads "
+                        f"version 3: restore and save it with a newer T5X.")
 
     def read(name):
         value = tensors.read(f"optimizer/{name}")
         if not isinstance(value, dict):
             return np.asarray(value)
-        place = value.get("kvstore", value)["path"]  # where TensorStore before 0.1.14 has it
-        return read_store({"driver": value["driver"], "fill_missing_data_reads": False,
-                           "kvstore": {"driver": "file", "path": str(path.parent / place)}})
+        place = value.get("kvstore", value)["path"]  # before TensorStore 0.1.14 without kvstore
+        return read_store(value["driver"], {"driver": "file", "path": str(path.parent / place)},
+                          fill_missing_data_reads=False)
 
-    prefix = "optimizer/"
-    return Tensors({name.removeprefix(prefix): shape for name, shape in tensors.shapes.items()
-                    if name.startswith(prefix)}, read)
-
-
-def open_orbax_t5x(folder):
-    """T5X's checkpoint as Orbax writes it: the folder that has _METADATA."""
-    metadata = read_json(folder / "_METADATA")
-    driver = "zarr3" if metadata.get("use_zarr3") else "zarr"
-    keys = {"/".join(part["key"] for part in entry["key_metadata"]):
-            ".".join(part["key"] for part in entry["key_metadata"])
-            for entry in metadata["tree_metadata"].values()}
-
-    def spec(name):
-        place = {"driver": "file", "path": str(folder / keys[name])}
-        if metadata.get("use_ocdbt"):
-            place = {"driver": "ocdbt", "base": f"file://{folder.resolve()}/", "path": keys[name] + "/"}
-        return {"driver": driver, "kvstore": place}
-
-    shapes = {name: open_store(spec(name)).shape for name in keys}
-    return Tensors(shapes, lambda name: read_store(spec(name)))
+    return Tensors({name.removeprefix("optimizer/"): shape
+                    for name, shape in tensors.shapes.items() if "/" in name}, read)
 
 
-def open_store(spec):
+def read_orbax(folder):
+    """T5X's checkpoint as Orbax writes it today."""
+    about = read_json(folder / "_METADATA")
+    keys = [[part["key"] for part in entry["key_metadata"]]
+            for entry in about["tree_metadata"].values()]
+    driver = "zarr3" if about.get("use_zarr3") else "zarr"
+
+    def place(name):
+        name = name.replace("/", ".")
+        if about.get("use_ocdbt"):
+            return {"driver": "ocdbt", "base": f"file://{folder.resolve()}/", "path": f"{name}/"}
+        return {"driver": "file", "path": str(folder / name)}
+
+    return Tensors({"/".join(key): open_store(driver, place("/".join(key))).shape for key in keys},
+                   lambda name: read_store(driver, place(name)))
+
+
+def open_store(driver, place, **options):
     try:
-        return tensorstore.open(spec, open=True).result()
-    except (ValueError, OSError, KeyError) as error:
-        raise UserError(f"{spec['kvstore']['path']} cannot be read ({str(error)[:200]}): the "
-                        f"checkpoint is incomplete; fetch it again.") from error
-
-
-def read_store(spec):
-    """A TensorStore spec -> NumPy array."""
-    try:
-        return open_store(spec).read().result()
+        return tensorstore.open({"driver": driver, "kvstore": place, **options}, open=True).result()
     except (ValueError, OSError) as error:
-        raise UserError(f"{spec['kvstore']['path']} is incomplete or damaged ({str(error)[:200]}): "
-                        f"fetch the checkpoint again.") from error
+        raise UserError(f"{place['path']} cannot be read: the checkpoint is incomplete or damaged; "
+                        f"fetch it again. ({str(error)[:200]})") from error
 
 
-def open_mtf(prefix):
-    """Prefix of a Mesh TensorFlow checkpoint -> Tensors."""
+def read_store(driver, place, **options):
+    store = open_store(driver, place, **options)
     try:
-        import tensorflow
+        return store.read().result()
+    except (ValueError, OSError) as error:
+        raise UserError(f"{place['path']} is incomplete or damaged: fetch the checkpoint again. "
+                        f"({str(error)[:200]})") from error
+
+
+def read_mtf(prefix):
+    """Mesh TensorFlow's checkpoint -> Tensors; its norms have had several names."""
+    try:
+        from tensorflow.train import load_checkpoint
     except ImportError as error:
-        raise UserError("Reading Mesh TensorFlow's checkpoints needs TensorFlow: pip install "
+        raise UserError("Reading a Mesh TensorFlow checkpoint needs TensorFlow: pip install "
                         "tensorflow-cpu.") from error
+
+    def plain(name):
+        name = re.sub(r"^(encoder|decoder)/(rms|layer)_norm", r"\1/final_layer_norm", name)
+        return re.sub(r"(layer_\d+)/rms_norm", r"\1/layer_norm", name)
+
     try:
-        reader = tensorflow.train.load_checkpoint(str(prefix))
-        known = {}  # ours and theirs: norms have had several names
-        for name in reader.get_variable_to_shape_map():
-            plain = re.sub(r"^(encoder|decoder)/(rms_norm|layer_norm)/", r"\1/final_layer_norm/", name)
-            known[re.sub(r"(layer_\d+)/rms_norm", r"\1/layer_norm", plain)] = name
-        shapes = {plain: tuple(reader.get_variable_to_shape_map()[name])
-                  for plain, name in known.items()}
-    except Exception as error:  # TensorFlow's own kinds
-        raise UserError(f"{prefix} cannot be read ({str(error)[:200]}): fetch it again.") from error
+        reader = load_checkpoint(str(prefix))
+        shapes = reader.get_variable_to_shape_map()
+    except Exception as error:  # of TensorFlow's kinds
+        raise UserError(f"{prefix}.index cannot be read ({str(error)[:200]}): fetch it again."
+                        ) from error
+    theirs = {plain(name): name for name in shapes}
 
     def read(name):
         try:
-            return np.asarray(reader.get_tensor(known[name]))
+            return np.asarray(reader.get_tensor(theirs[name]))
         except Exception as error:
-            raise UserError(f"{prefix} has no data for {known[name]} ({str(error)[:200]}): fetch "
+            raise UserError(f"{prefix} has no data of {theirs[name]} ({str(error)[:200]}): fetch "
                             f"it again.") from error
 
-    return Tensors(shapes, read)
+    return Tensors({name: tuple(shapes[old]) for name, old in theirs.items()}, read)
 
 
-def open_t5x_or_mtf(tensors, form, folder):
-    cfg = derive(tensors, form, folder)
-    place = Path(folder) if Path(folder).is_dir() else Path(folder).parent
-    cfg = replace(cfg, activation=activation_of(place, cfg.activation))
-    return weights_of(tensors, form, folder, cfg, find_vocabulary(place, cfg))
+def open_google(source, tensors, form):
+    """A checkpoint of T5X or Mesh TensorFlow -> Weights."""
+    folders = [source if source.is_dir() else source.parent, source.parent]
+    cfg = derive(tensors, form, source)
+    cfg = replace(cfg, activation=gin_activation(folders) or cfg.activation)
+    return to_weights(tensors, form, source, cfg, find_vocabulary(folders, cfg))
 
 
-def activation_of(folder, derived):
-    """The activation that a Gin file beside the checkpoint names, else what T5 has."""
-    for path in (folder / "config.gin", folder / "operative_config.gin",
-                 folder.parent / "config.gin"):
-        found = path.exists() and re.search(
-            r"(?:mlp_activations|DenseReluDense\.activation) *= *[\[(]?(.*?)[\])]?$",
-            path.read_text(), re.MULTILINE)
-        if found:
-            words = re.findall(r"\w+", found[1])
-            name = "gated_" * ("linear" in words) + words[0].replace("swish", "silu")
+def gin_activation(folders):
+    """What a Gin file beside the checkpoint says of the activation, or None."""
+    for path in (folder / name for folder in folders for name in (
+            "config.gin", "operative_config.gin")):
+        text = path.read_text() if path.exists() else ""
+        if found := re.search(r"(mlp_activations|DenseReluDense\.activation) *= *(.*)", text):
+            words = re.findall(r"\w+", found[2].replace("swish", "silu"))
+            name = "gated_" * ("linear" in words) + words[0]
             if name not in configs.CHOICES["model.activation"]:
-                raise UserError(f"{path} says that the activation is {found[1]}, which plain T5 "
-                                f"does not have.")
+                raise UserError(f"{path} says {found[0]}, an activation that plain T5 has not.")
             return name
-    return derived
+    return None
 
 
 # ---- a run, read ---------------------------------------------------------------------------------
 
 
 def open_plain(folder, step=None):
-    """A run directory or one of its checkpoints -> Weights."""
+    """A run directory, or one of its checkpoints -> Weights."""
+    run_dir, checkpoint = folder.resolve().parents[1], folder
     try:
         if partition.find_checkpoint(folder):
-            checkpoints = partition.Checkpoints(folder)
-            step = checkpoints.steps()[-1] if step is None else step
-            run_dir, checkpoint = folder, checkpoints.path(step)
-            if step not in checkpoints.steps():
-                raise UserError(f"{folder} has no step {step:,}; it has "
-                                f"{', '.join(map(str, checkpoints.steps()))}.")
-        else:
-            run_dir, checkpoint = folder.resolve().parents[1], folder
+            steps = partition.Checkpoints(folder).steps()
+            run_dir, checkpoint = folder, partition.Checkpoints(folder).path(
+                of_steps(folder, steps, step))
         manifest = partition.read_manifest(checkpoint)
     except partition.CheckpointError as error:
-        raise UserError(f"{error}: name another checkpoint.") from error
-    stored = {name: tuple(a["shape"]) for name, a in manifest["arrays"].items()}
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+        raise UserError(f"{error}: name another --step.") from error
+    arrays, cfg = manifest["arrays"], configs.load_run(run_dir)
+    shapes = {name: tuple(array["shape"]) for name, array in arrays.items()}
+    for name, (shape, _, _) in parameters(cfg.model, HF).items():
+        if shapes.get(name) != shape:
+            raise UserError(f"{checkpoint}: {name} has shape {shapes.get(name)}, and config.json "
+                            f"asks for {shape}: they are of two runs.")
 
-    @functools.lru_cache(1)
-    def whole(name):
-        """One array, through the code that every other script reads it by."""
-        wanted = jax.ShapeDtypeStruct(stored[name], manifest["arrays"][name]["dtype"],
-                                      sharding=sharding)
-        try:
-            tree = partition.read_checkpoint(
-                checkpoint, flax.traverse_util.unflatten_dict({name: wanted}, sep="/"))
-        except partition.CheckpointError as error:
-            raise UserError(f"{error}: name another checkpoint.") from error
-        return np.asarray(partition.flatten(tree)[name])
+    @functools.lru_cache(2)
+    def verified(name):
+        return {}
 
     def read(name, layer):
-        return whole(name) if layer is None else whole(name)[layer]
+        index = [slice(None)] * len(shapes[name])
+        if layer is not None:
+            index[0] = slice(layer, layer + 1)
+        try:
+            part = partition.read_part(checkpoint, arrays[name], index, verified(name))
+        except partition.CheckpointError as error:
+            raise UserError(f"{error}: name another --step.") from error
+        return part if layer is None else part[0]
 
-    cfg = configs.load_run(run_dir)
-    shapes = {name: shape for name, shape in stored.items() if "/" in name}
     file = run_dir / "spiece.model"
-    vocabulary = file.read_bytes() if file.exists() else None
-    weights = Weights(cfg, manifest["step"], shapes, read, vocabulary, run_dir)
-    table = partition.flatten(model.param_table(cfg.model))
-    for path, p in table.items():
-        if shapes.get(f"params/{path}") != p.shape:
-            raise UserError(f"{checkpoint}: params/{path} is {shapes.get(f'params/{path}')}, and "
-                            f"config.json asks for {p.shape}: they are of two runs.")
-    return weights
+    return Weights(cfg, manifest["step"], shapes, read,
+                   file.read_bytes() if file.exists() else None)
 
 
-# ---- what SRC is ---------------------------------------------------------------------------------
+def of_steps(source, steps, step):
+    """The newest of the steps, or the one that is asked for."""
+    if step is not None and step not in steps:
+        raise UserError(f"{source} has no step {step:,}; it has {', '.join(map(str, steps))}.")
+    return max(steps) if step is None else step
 
 
 def open_any(source, step=None, allow_pickle=False):
-    """A path -> Weights; finds out by the files that lie there what it is."""
+    """Path of anything -> Weights; what it is is seen by the files that lie there."""
     path = Path(source)
     if os.path.exists(f"{source}.index"):
-        return open_t5x_or_mtf(open_mtf(path), MTF, path)
-    if not path.exists():
-        raise UserError(f"There is nothing at {source}: SRC names a folder, or the prefix of a "
-                        f"Mesh TensorFlow checkpoint.")
+        return open_google(path, read_mtf(path), MTF)
     if path.is_file():
-        return open_t5x_or_mtf(open_legacy_t5x(path), T5X, path)
+        return open_google(path, read_t5x(path), T5X)
     if (path / "manifest.json").exists() or partition.Checkpoints(path).steps():
         return open_plain(path, step)
-    weights = ("model.safetensors", "flax_model.msgpack", "pytorch_model.bin")
-    if any((path / f"{name}{end}").exists() for name in weights for end in ("", ".index.json")):
+    if is_hf(path):
         return open_hf(path, allow_pickle)
-    found = {int(re.search(r"\d+$", one.name)[0]): one for one in path.glob("checkpoint_*")
-             if re.fullmatch(r"checkpoint_\d+", one.name)}
-    found |= {int(re.search(r"-(\d+)\.index$", one.name)[1]): one.with_suffix("")
-              for one in path.glob("model.ckpt-*.index")}
-    if found:  # T5X's or Mesh TensorFlow's run
-        step = max(found) if step is None else step
-        if step not in found:
-            raise UserError(f"{source} has no step {step:,}; it has "
-                            f"{', '.join(map(str, sorted(found)))}.")
-        return open_any(found[step])
-    for place in (path / "state", path):
-        if (place / "_METADATA").exists():
-            return open_t5x_or_mtf(open_orbax_t5x(place), T5X, path)
+    for folder in (path / "state", path):
+        if (folder / "_METADATA").exists():
+            return open_google(path, read_orbax(folder), T5X)
+    inside = {int(one.name[11:]): one for one in path.glob("checkpoint_*")
+              if one.name[11:].isdecimal()}
+    inside |= {int(one.stem.rsplit("-", 1)[1]): one.with_suffix("")
+               for one in path.glob("model.ckpt-*.index")}
+    if inside:
+        return open_any(inside[of_steps(source, sorted(inside), step)])
     if (path / "checkpoint").is_file():
-        return open_t5x_or_mtf(open_legacy_t5x(path), T5X, path)
-    raise UserError(f"{source} is none of these: a run directory, a Hugging Face directory with "
-                    f"weights, a T5X checkpoint, a Mesh TensorFlow checkpoint.")
+        return open_google(path, read_t5x(path), T5X)
+    raise UserError(f"{source} is no run directory, no Hugging Face directory with weights, and no "
+                    f"checkpoint of T5X or Mesh TensorFlow: name one.")
 
 
 # ---- written: a run ------------------------------------------------------------------------------
 
 
+def rows_of(array):
+    """Slices of an array's rows, each of at most a piece's bytes."""
+    rows = max(1, len(array) * partition.PIECE_BYTES // max(1, 4 * array.size))
+    return [slice(start, start + rows) for start in range(0, len(array), rows)]
+
+
+def ahead(items):
+    """The items of an iterator, each made in a thread while the one before it is used."""
+    items, end = iter(items), object()
+    with ThreadPoolExecutor(1) as thread:
+        following = thread.submit(next, items, end)
+        while (item := following.result()) is not end:
+            following = thread.submit(next, items, end)
+            yield item
+
+
 def write_plain(folder, weights, dtype):
     """Weights -> a run directory."""
-    arrays = {name: {"shape": shape, "dtype": "float32"} for name, shape in weights.shapes.items()}
+    arrays = {name: {"shape": shape, "dtype": "float32"}
+              for name, shape in weights.shapes.items() if "/" in name}
     scalars = {}
-    if slots := [name for name in arrays if name.startswith("slots/")]:
-        count = int(weights.read("slots/count", None)) if "slots/count" in slots else weights.step
-        scalars = {"step": weights.step, "count": count, "skipped": 0}
-        arrays |= {name: {"shape": (), "dtype": "int32"} for name in scalars}
+    if any(name.startswith("slots/") for name in arrays):
+        scalars = {name: int(weights.read(name, None)) if name in weights.shapes else value
+                   for name, value in (("step", weights.step), ("count", weights.step),
+                                       ("skipped", 0), ("slots/count", None))
+                   if name in weights.shapes or value is not None}
+    arrays |= {name: {"shape": (), "dtype": "int32"} for name in scalars}
 
     def pieces():
         for name in sorted(arrays):
+            shape = arrays[name]["shape"]
             if name in scalars:
                 yield name, [], np.array(scalars[name], np.int32)
                 continue
-            shape = arrays[name]["shape"]
             for layer in layers_of(name, shape):
                 array = weights.read(name, layer)
-                bounds = [[0, size] for size in shape]
-                if layer is not None:
-                    array, bounds[0] = array[None], [layer, layer + 1]
-                rows = max(1, len(array) * partition.PIECE_BYTES // (4 * array.size))
-                for start in range(0, len(array), rows):
-                    part = np.ascontiguousarray(array[start : start + rows], np.float32)
-                    first = bounds[0][0] + start
-                    yield name, [[first, first + len(part)], *bounds[1:]], part
+                array = array if layer is None else array[None]
+                for rows in rows_of(array):
+                    part = np.ascontiguousarray(array[rows], np.float32)
+                    first = rows.start + (layer or 0)
+                    yield name, [[first, first + len(part)], *([0, n] for n in shape[1:])], part
 
     path = partition.Checkpoints(folder).path(weights.step)
-    partition.write_checkpoint(path, arrays, pieces(), weights.step)
+    partition.write_checkpoint(path, arrays, ahead(pieces()), weights.step)
     configs.save_run(weights.cfg, folder)
     if weights.vocabulary:
         configs.write_file(folder / "spiece.model", weights.vocabulary)
@@ -809,60 +774,60 @@ SHARD_BYTES = 5_000_000_000
 def write_hf(folder, weights, dtype):
     """Weights -> a directory that transformers reads."""
     cfg = weights.cfg.model
-    found = mapping(cfg, HF, lambda path, name: None)
-    parts = [(name, ours, layer, shape[layer is not None :], turned)
-             for ours, (shape, theirs, turned) in found.items()
-             for layer, name in zip(layers_of(ours, shape), theirs)]
-    shards, size = [[]], 0
-    for part in parts:
-        nbytes = np.prod(part[3], dtype=int) * dtype.itemsize
-        if shards[-1] and size + nbytes > SHARD_BYTES:
-            shards, size = [*shards, []], 0
-        shards[-1].append(part)
-        size += nbytes
+    files, size = [[]], 0
+    for ours, (shape, theirs, turned) in parameters(cfg, HF).items():
+        one = of_layer(ours, shape)
+        for layer, name in zip(layers_of(ours, shape), theirs):
+            size += math.prod(one) * dtype.itemsize
+            if files[-1] and size > SHARD_BYTES:
+                files, size = [*files, []], math.prod(one) * dtype.itemsize
+            files[-1].append((name, ours, layer, one[:: -1 if turned else 1], turned))
     places, total = {}, 0
-    for number, shard in enumerate(shards, 1):
-        file = "model.safetensors"
-        if len(shards) > 1:
-            file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        total += write_safetensors(folder / file, shard, weights, dtype)
-        places |= {part[0]: file for part in shard}
-    if len(shards) > 1:
+    for number, tensors in enumerate(files, 1):
+        file = ("model.safetensors" if len(files) == 1 else
+                f"model-{number:05}-of-{len(files):05}.safetensors")
+        total += write_safetensors(folder / file, tensors, weights, dtype)
+        places |= {tensor[0]: file for tensor in tensors}
+    if len(files) > 1:
         write_json(folder / "model.safetensors.index.json",
                    {"metadata": {"total_size": total}, "weight_map": places})
+    # transformers 5 does not scale a tied MT5's logits
     family = "mt5" if weights.cfg.name.startswith("mt5") and not cfg.tied else "t5"
     ids = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
     write_json(folder / "config.json", {
         "architectures": [f"{family.upper()}ForConditionalGeneration"], "model_type": family,
-        "is_encoder_decoder": True, "vocab_size": cfg.vocab_size, "d_model": cfg.d_model,
-        "d_ff": cfg.d_ff, "d_kv": cfg.d_kv, "num_heads": cfg.num_heads,
-        "num_layers": cfg.num_layers, "num_decoder_layers": cfg.num_decoder_layers,
+        "is_encoder_decoder": True, "use_cache": True, "dtype": dtype.name, **ids,
+        **{name: getattr(cfg, name) for name in (
+            "vocab_size", "d_model", "d_ff", "d_kv", "num_heads", "num_layers",
+            "num_decoder_layers")},
         "feed_forward_proj": cfg.activation.replace("_", "-"), "tie_word_embeddings": cfg.tied,
         "relative_attention_num_buckets": cfg.relative_buckets,
         "relative_attention_max_distance": cfg.relative_max_distance,
-        "dropout_rate": cfg.dropout, "layer_norm_epsilon": 1e-6, "use_cache": True,
-        "dtype": dtype.name, **ids})
+        "dropout_rate": cfg.dropout, "layer_norm_epsilon": 1e-6})
     write_json(folder / "generation_config.json", ids)
     write_tokenizer(folder, weights.vocabulary, cfg)
-    (folder / "README.md").write_text(model_card(weights))
 
 
-def write_safetensors(path, parts, weights, dtype):
-    """Stream tensors into a file -> bytes of the data. The library's writer wants all in memory."""
+def write_safetensors(path, tensors, weights, dtype):
+    """Stream tensors into a file -> their bytes. The library's writer wants all in memory."""
     header, at = {"__metadata__": {"format": "pt"}}, 0
-    for name, _, _, shape, turned in parts:
-        end = at + int(np.prod(shape)) * dtype.itemsize
-        header[name] = {"dtype": {4: "F32", 2: "BF16"}[dtype.itemsize],
-                        "shape": shape[::-1] if turned else shape, "data_offsets": [at, end]}
+    for name, _, _, shape, _ in tensors:
+        end = at + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": {4: "F32", 2: "BF16"}[dtype.itemsize], "shape": shape,
+                        "data_offsets": [at, end]}
         at = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for _, ours, layer, _, turned in parts:
+        for _, ours, layer, _, turned in tensors:
             array = weights.read(ours, layer)
-            array = np.ascontiguousarray(array.T if turned else array, dtype)
-            file.write(array.reshape(-1).view(np.uint8).data)
+            array = array.T if turned else array
+            for rows in rows_of(array):
+                part = np.ascontiguousarray(array[rows], dtype)
+                file.write(part.reshape(-1).view(np.uint8).data)
+        file.flush()
+        os.fsync(file.fileno())
     return at
 
 
@@ -871,160 +836,151 @@ def write_json(path, value):
 
 
 def write_tokenizer(folder, vocabulary, cfg):
-    """spiece.model and tokenizer_config.json; says where Hugging Face would read text otherwise."""
-    tokens = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    """spiece.model and tokenizer_config.json; says where Hugging Face reads text otherwise."""
+    about = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
     if vocabulary is None:
-        note("this run has no vocabulary: the directory has no tokenizer.")
         return
     if vocabulary.startswith(b"bytes"):
-        note("ByT5's tokenizer at Hugging Face numbers <extra_id_0> ... otherwise: give such inputs "
-             "as ids.")
-        write_json(folder / "tokenizer_config.json", {
-            "tokenizer_class": "ByT5Tokenizer", "extra_ids": max(0, cfg.vocab_size - 259), **tokens})
-        return
-    proto = pieces_of(vocabulary)
-    if proto.trainer_spec.model_type != proto.trainer_spec.UNIGRAM:
-        raise UserError("This run's vocabulary is not a unigram model, and Hugging Face's T5Tokenizer "
-                        "would read most text otherwise: move spiece.model out of the run to write "
-                        "the weights alone.")
-    if proto.trainer_spec.byte_fallback:
-        note("warning: Hugging Face's T5Tokenizer has no byte fallback: rare characters are <unk> "
-             "there.")
-    if proto.normalizer_spec.name == "identity" or not proto.normalizer_spec.precompiled_charsmap:
-        note("warning: this vocabulary does not normalise text, and Hugging Face's T5Tokenizer does "
-             "with spaces: ids can differ.")
-    built_in = proto.pieces[-1].piece.endswith("<extra_id_0>")
-    (folder / "spiece.model").write_bytes(vocabulary)
-    write_json(folder / "tokenizer_config.json", {
-        "tokenizer_class": "T5Tokenizer", "extra_ids": 0 if built_in else 100, "legacy": True, **tokens})
+        note("warning: Hugging Face's ByT5Tokenizer gives <extra_id_0> and its like other ids.")
+        about |= {"tokenizer_class": "ByT5Tokenizer", "extra_ids": max(0, cfg.vocab_size - 259)}
+    else:
+        proto = pieces_of(vocabulary)
+        if proto.trainer_spec.model_type != proto.trainer_spec.UNIGRAM:
+            raise UserError("The vocabulary is no unigram model, and Hugging Face's T5Tokenizer "
+                            "would read nearly all text otherwise: move spiece.model out of the "
+                            "run to write the weights alone.")
+        if proto.trainer_spec.byte_fallback:
+            note("warning: Hugging Face's T5Tokenizer has no byte fallback: what the vocabulary "
+                 "writes in bytes is <unk> there.")
+        if not proto.normalizer_spec.precompiled_charsmap:
+            note("warning: the vocabulary does not normalise text; Hugging Face's T5Tokenizer "
+                 "treats some of it otherwise.")
+        built_in = proto.pieces[-1].piece.endswith("<extra_id_0>")
+        about |= {"tokenizer_class": "T5Tokenizer", "extra_ids": 0 if built_in else 100,
+                  "legacy": True}
+        (folder / "spiece.model").write_bytes(vocabulary)
+    write_json(folder / "tokenizer_config.json", about)
 
 
-def model_card(weights):
-    """README.md of a Hugging Face directory."""
-    cfg, metrics = weights.cfg, last_metrics(weights.folder)
+def model_card(weights, run_dir):
+    """README.md of a Hugging Face directory, from the run's configuration and metrics."""
+    cfg, metrics, path = weights.cfg, {}, Path(run_dir, "metrics.jsonl")
+    for line in path.read_text().splitlines() if path.exists() else ():
+        metrics |= {name: value for name, value in json.loads(line).items() if "_eval/" in name}
+    number = model.count_params(model.param_table(cfg.model))
+    settings = "\n".join(
+        f"- `{section}.{knob.name}`: {value}" for section, knob, value in configs.fields(cfg)
+        if section in ("model", "data", "train") and (section == "model" or value != knob.default))
     rows = "\n".join(f"| {name} | {value:.4g} |" for name, value in metrics.items())
-    table = f"\n## Last evaluation\n\n| metric | value |\n|---|---|\n{rows}\n" if rows else ""
-    settings = "\n".join(f"- {section}.{knob.name}: {value}"
-                         for section, knob, value in configs.fields(cfg)
-                         if section in ("model", "data", "train") and value != knob.default)
     return f"""---
 library_name: transformers
 pipeline_tag: text2text-generation
 tags:
 - t5
-- plain-t5
 ---
 
 # {cfg.name}
 
-An encoder-decoder of the T5 family, {model.count_params(model.param_table(cfg.model)):,} parameters,
-at step {weights.step:,}. Converted from a run of plain T5.
+A T5 encoder-decoder with {number:,} parameters, at step {weights.step:,}; converted by plain T5.
 
-## Settings that are not the defaults
+## Settings
 
 {settings}
-{table}"""
 
+## Last evaluation
 
-def last_metrics(run_dir):
-    """A run's last evaluation of each task -> {name: value}."""
-    path, found = Path(run_dir, "metrics.jsonl"), {}
-    for line in path.read_text().splitlines() if path.exists() else ():
-        found |= {name: value for name, value in json.loads(line).items()
-                  if name.startswith(("training_eval/", "inference_eval/"))}
-    return found
+""" + (f"| metric | value |\n|---|---|\n{rows}\n" if rows else "None was recorded.\n")
 
 
 # ---- written: T5X --------------------------------------------------------------------------------
 
 
 def write_t5x(folder, weights, dtype):
-    """Weights -> a checkpoint directory of T5X, version 3: a msgpack file beside zarr arrays."""
-    factored = {name.split("/", 1)[1].rsplit("/", 1)[0]: name.endswith("/row")
-                for name in weights.shapes if name.endswith(("/row", "/full"))}
-    found = mapping(weights.cfg.model, T5X, lambda path, name: factored.get(path))
-    tree = {T5X.step: np.int32(weights.step).reshape(())}
-    if not factored:
-        note("this has no slots of Adafactor: T5X can evaluate it, and fine-tunes from it with "
-             "fallback_to_scratch.")
-    for ours, (shape, theirs, _) in found.items():
+    """Weights -> a checkpoint directory of T5X: version 3, a msgpack file beside zarr arrays."""
+    places = parameters(weights.cfg.model, T5X)
+    tree = {T5X.step: np.array(weights.step, np.int32)}
+    slots = adafactor_slots(places, T5X, lambda path, name: f"slots/{path}/row" in weights.shapes)
+    if set(slots) <= set(weights.shapes):
+        for _, theirs, _ in places.values():  # T5X has all four of every parameter
+            tree |= {t5x_slot(name, slot): np.zeros(1, np.float32)
+                     for name in theirs for slot in ("m", "v", "v_row", "v_col")}
+        places |= slots
+    else:
+        note("There are no slots of Adafactor: T5X evaluates the checkpoint, and fine-tunes from "
+             "it with fallback_to_scratch.")
+    for ours, (shape, theirs, _) in places.items():
         for layer, name in zip(layers_of(ours, shape), theirs):
             array = weights.read(ours, layer)
             if name.endswith(("v_row", "v_col")):
                 tree[name] = np.array(array)
             else:
-                kind = dtype if ours.startswith("params/") else np.dtype(np.float32)
-                tree[name] = write_store(folder, name.replace("/", "."), array.astype(kind))
-    for path in factored:  # T5X has all four slots of every parameter
-        for name in found[f"params/{path}"][1]:
-            for slot in ("m", "v", "v_row", "v_col"):
-                tree.setdefault(t5x_slot(name, slot), np.zeros(1, np.float32))
+                kind = dtype if ours in parameters(weights.cfg.model, T5X) else np.float32
+                tree[name] = write_store(folder, name.replace("/", "."), np.asarray(array, kind))
     tree = flax.traverse_util.unflatten_dict(tree, sep="/")
-    content = flax.serialization.msgpack_serialize({"version": 3, "optimizer": tree})
-    configs.write_file(folder / "checkpoint", content)
+    configs.write_file(folder / "checkpoint", flax.serialization.msgpack_serialize(
+        {"version": 3, "optimizer": tree}))
     if weights.vocabulary:
         configs.write_file(folder / "spiece.model", weights.vocabulary)
 
 
 def write_store(folder, name, array):
-    """Write one zarr array -> what T5X's index says about it."""
-    rows = max(1, len(array) * (1 << 26) // max(1, array.nbytes))  # chunks of 64 MiB
-    metadata = {"shape": array.shape, "chunks": [min(rows, len(array)), *array.shape[1:]],
-                "compressor": {"id": "gzip", "level": 1}}
-    spec = {"driver": "zarr", "dtype": array.dtype.name, "metadata": metadata}
-    store = tensorstore.open({**spec, "kvstore": {"driver": "file", "path": str(folder / name)}},
-                             create=True).result()
-    store.write(array).result()
-    return {**spec, "kvstore": {"driver": "file", "path": f"{name}/"}}
+    """Write a zarr array -> what T5X's index says about it."""
+    rows = min(len(array), max(1, len(array) * (1 << 26) // array.nbytes))  # chunks of 64 MiB
+    spec = {"driver": "zarr", "dtype": array.dtype.name, "metadata": {
+        "shape": list(array.shape), "chunks": [rows, *array.shape[1:]],
+        "compressor": {"id": "gzip", "level": 1}}}
+    place = {"driver": "file", "path": str(folder / name)}
+    tensorstore.open({**spec, "kvstore": place}, create=True).result().write(array).result()
+    return {**spec, "kvstore": {**place, "path": f"{name}/"}}
 
 
 # ---- compared ------------------------------------------------------------------------------------
 
 
 def compare(weights, written, dtype):
-    """Read both again, array by array -> the largest difference; raises where one is not as it
-    should be."""
-    largest, arrays = 0.0, 0
-    for name, shape in written.shapes.items():
-        for layer in layers_of(name, shape):
-            ours = np.asarray(weights.read(name, layer), np.float32)
-            kind = dtype if name.startswith("params/") else np.float32
-            theirs = written.read(name, layer)
-            arrays += 1
-            if np.array_equal(ours, theirs):
+    """Read both, array by array -> (largest difference, arrays); raises where one is damaged."""
+    def difference(name, layer):
+        ours, theirs = weights.read(name, layer), written.read(name, layer)
+        kind, largest = dtype if name.startswith("params/") else np.float32, 0.0
+        for rows in rows_of(np.atleast_1d(ours)):
+            a, b = np.atleast_1d(ours)[rows], np.atleast_1d(theirs)[rows]
+            if np.array_equal(a, b):
                 continue
-            if not np.array_equal(ours.astype(kind).astype(np.float32), theirs, equal_nan=True):
-                raise OSError(f"{name} was not written as it was read: the disk or the source is "
-                              f"damaged; nothing was kept")
-            largest = max(largest, float(np.nanmax(np.abs(ours - theirs))))
-    return largest, arrays
+            a, b = a.astype(np.float32), b.astype(np.float32)
+            if not np.array_equal(a.astype(kind).astype(np.float32), b, equal_nan=True):
+                raise OSError(f"{name} is not what was read a moment ago: the disk or the memory "
+                              f"is damaged, nothing was kept")
+            largest = max(largest, float(np.nanmax(np.abs(a - b), initial=0.0)))
+        return largest
+
+    arrays = [(name, layer) for name, shape in written.shapes.items() if name in weights.shapes
+              for layer in layers_of(name, shape)]
+    with ThreadPoolExecutor(2) as threads:
+        return max(threads.map(lambda array: difference(*array), arrays)), len(arrays)
 
 
 def compare_logits(folder, weights):
-    """Hugging Face directory and the Weights it should equal -> the largest difference of logits
-    and the largest logit, or None where transformers is not installed."""
+    """A Hugging Face directory and the Weights it should equal -> (largest difference of logits,
+    largest logit) on random ids, or None where transformers is not installed."""
     try:
         import torch
         import transformers
     except ImportError:
         return None
     cfg = replace(weights.cfg.model, dtype="float32", dropout=0.0)
-    partition.set_mesh(Config(""), jax.devices()[:1])
+    mesh = partition.set_mesh(Config(""), jax.devices()[:1])
     params = {}
-    for name, shape in weights.shapes.items():
-        if name.startswith("params/"):
-            layers = [weights.read(name, i) for i in layers_of(name, shape)]
-            params[name[7:]] = np.float32(np.stack(layers) if "/layers/" in name else layers[0])
+    for path, p in partition.flatten(model.param_table(cfg)).items():
+        layers = [weights.read(f"params/{path}", layer) for layer in layers_of(path, p.shape)]
+        array = np.float32(layers[0] if "layers" not in p.axes else np.stack(layers))
+        params[path] = jax.device_put(array, jax.NamedSharding(mesh, partition.spec(p.axes)))
     params = flax.traverse_util.unflatten_dict(params, sep="/")
-    layouts = jax.tree.map(lambda s: jax.NamedSharding(jax.sharding.get_mesh(), s),
-                           model.param_specs(cfg))
-    params = jax.device_put(params, layouts)
     rng = np.random.default_rng(0)
     inputs, targets = (rng.integers(2, cfg.vocab_size, (2, n), np.int32) for n in (48, 16))
     targets[:, 0] = 0
     batch = SimpleNamespace(inputs=inputs, input_segments=np.ones_like(inputs),
                             decoder_inputs=targets, target_segments=np.ones_like(targets))
-    ours = np.asarray(jax.jit(lambda p: model.forward(p, batch, cfg))(params))
+    ours = np.asarray(jax.jit(lambda params: model.forward(params, batch, cfg))(params))
     network = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         theirs = network(input_ids=torch.tensor(inputs).long(),
@@ -1035,15 +991,15 @@ def compare_logits(folder, weights):
 # ---- the command ---------------------------------------------------------------------------------
 
 WRITERS = {"plain": write_plain, "hf": write_hf, "t5x": write_t5x}
-LOGITS_BYTES = 1 << 29  # both models are whole in memory to compare logits
+LOGITS_BYTES = 1 << 29  # to compare logits, both models are whole in memory
 
 
 @contextlib.contextmanager
 def written_whole(destination):
     """A folder to write into, which becomes `destination` if nothing goes wrong."""
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise UserError(f"{destination} is there already and not empty: name another DST.")
-    temporary = destination.with_name(f".{destination.name}.{os.getpid()}.tmp")
+        raise UserError(f"{destination} is there already: name another DST, or move it away.")
+    temporary = destination.with_name(f".{destination.name}.tmp{os.getpid()}")
     try:
         temporary.mkdir(parents=True)
         yield temporary
@@ -1053,50 +1009,48 @@ def written_whole(destination):
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def convert(source, destination, to, dtype, step, allow_pickle):
+def convert(source, destination, to, dtype, step=None, allow_pickle=False):
+    """Read, write, compare, and give the result its name."""
     began = time.perf_counter()
     with written_whole(destination) as folder:
         weights = open_any(source, step, allow_pickle)
-        print(f"source   {source}: {model.describe(weights.cfg)}; step {weights.step:,}", flush=True)
+        number = model.count_params(model.param_table(weights.cfg.model))
+        print(f"source   {source}: {number:,} parameters, step {weights.step:,}", flush=True)
+        if weights.vocabulary is None:
+            note(f"warning: {source} has no vocabulary: what is written takes ids alone until a "
+                 f"spiece.model is put there.")
         WRITERS[to](folder, weights, dtype)
-        print(f"written  in {time.perf_counter() - began:.2f} s", flush=True)
+        if to == "hf":
+            (folder / "README.md").write_text(model_card(weights, source))
         largest, arrays = compare(weights, open_any(folder), dtype)
-        print(f"compared {arrays:,} arrays with the source: largest difference {largest:g}", flush=True)
-        reference = folder if to == "hf" else weights.folder
-        size = 4 * model.count_params(model.param_table(weights.cfg.model))
-        if (reference / "generation_config.json").exists() or (reference / "pytorch_model.bin").exists():
-            report_logits(reference, weights, size)
-    print(f"done     {destination}, {time.perf_counter() - began:.2f} s")
-
-
-def report_logits(reference, weights, size):
-    if size > LOGITS_BYTES:
-        print("logits   not compared: both models would be whole in memory")
-    elif found := compare_logits(reference, weights):
-        print(f"logits   as transformers': largest difference {found[0]:g} of {found[1]:.3g}")
-        if not found[0] <= 1e-3 * max(found[1], 1):
-            note("warning: transformers answers otherwise with the Hugging Face directory.")
-    else:
-        print("logits   not compared: transformers is not installed")
+        print(f"compared {arrays:,} arrays with the source: largest difference {largest:g}")
+        print(f"seconds  {time.perf_counter() - began:.2f}", flush=True)
+        reference = folder if to == "hf" else Path(source)
+        if is_hf(reference) and 4 * number > LOGITS_BYTES:
+            print("logits   not compared: two such models would have to be in memory")
+        elif is_hf(reference) and (found := compare_logits(reference, weights)):
+            print(f"logits   largest difference {found[0]:.2g} to transformers', of {found[1]:.3g}")
+            if not found[0] <= 1e-3 * max(1.0, found[1]):
+                note("warning: transformers reads the Hugging Face directory as another model.")
+    print(f"done     {destination}")
 
 
 def main(argv):
     args, changes = configs.parse_args(
         __doc__, argv, src_=dict(help="what to convert"), dst_=dict(help="a new folder"),
         to=dict(default="plain", choices=tuple(WRITERS)),
-        dtype=dict(default="float32", choices=("float32", "bfloat16")),
-        step=dict(default="latest", help="of several checkpoints"),
+        dtype=dict(default="float32", choices=("float32", "bfloat16"), help="of the weights"),
+        step=dict(default="latest", help="which of several checkpoints"),
         allow_pickle=dict(action="store_true", help="read pytorch_model.bin"))
     if changes or args.config or args.run_dir:
-        raise UserError("convert takes SRC, DST, --to, --dtype, --step and --allow_pickle alone: "
-                        "what a model is, it finds in SRC.")
+        raise UserError("What a model is, convert.py finds in SRC: leave out --config, --run_dir "
+                        "and --SECTION.FIELD.")
     if not re.fullmatch(r"latest|\d+", args.step):
         raise UserError(f"--step takes a step or latest, not {args.step!r}.")
     if args.to == "plain" and args.dtype != "float32":
-        raise UserError("A run keeps its weights in float32: leave out --dtype, or write --to hf.")
-    step = None if args.step == "latest" else int(args.step)
-    convert(args.src, Path(args.dst), args.to, np.dtype(jnp.dtype(args.dtype)), step,
-            args.allow_pickle)
+        raise UserError("A run keeps its weights in float32: leave out --dtype, or add --to hf.")
+    convert(args.src, Path(args.dst), args.to, np.dtype(jnp.dtype(args.dtype)),
+            None if args.step == "latest" else int(args.step), args.allow_pickle)
 
 
 if __name__ == "__main__":
