@@ -1025,13 +1025,14 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False):
         WRITERS[to](folder, weights, dtype)
         if to == "hf":
             (folder / "README.md").write_text(model_card(weights, source))
-        largest, arrays = compare(weights, open_any(folder), dtype)
+        written = open_any(folder)
+        largest, arrays = compare(weights, written, dtype)
         print(f"compared {arrays:,} arrays with the source: largest difference {largest:g}")
         print(f"seconds  {time.perf_counter() - began:.2f}", flush=True)
         reference = folder if to == "hf" else Path(source)
         if is_hf(reference) and 4 * number > LOGITS_BYTES:
             print("logits   not compared: two such models would have to be in memory")
-        elif is_hf(reference) and (found := compare_logits(reference, weights)):
+        elif is_hf(reference) and (found := compare_logits(reference, written)):
             print(f"logits   largest difference {found[0]:.2g} to transformers', of {found[1]:.3g}")
             if not found[0] <= 1e-3 * max(1.0, found[1]):
                 note("warning: transformers reads the Hugging Face directory as another model.")
