@@ -101,35 +101,22 @@ def names(path, layer, gated):
             f"{stack}/layers_{layer}/{t5x}/{t5x_matrix}/kernel")
 
 
-def hf_name(path, layer, gated):
-    return names(path, layer, gated)[0]
-
-
-def t5x_name(path, layer, gated):
-    return "target/" + names(path, layer, gated)[1]
-
-
 def flax_name(path, layer, gated):
     """encoder/block/0/layer/0/SelfAttention/q/kernel"""
     table = path == "embed" or path.endswith("relative_bias")
     last = "embedding" if table else "weight" if path.endswith("norm") else "kernel"
-    return hf_name(path, layer, gated).removesuffix("weight").replace(".", "/") + last
+    return names(path, layer, gated)[0].removesuffix("weight").replace(".", "/") + last
 
 
 def mtf_name(path, layer, gated):
     """encoder/block_000/layer_000/SelfAttention/q"""
-    name = hf_name(path, layer, gated).removesuffix(".weight").replace(".", "/")
+    name = names(path, layer, gated)[0].removesuffix(".weight").replace(".", "/")
     name = re.sub(r"(block|layer)/(\d+)", lambda m: f"{m[1]}_{int(m[2]):03}", name)
     name = {"shared": "shared/embedding", "lm_head": "decoder/logits/kernel"}.get(name, name)
     return name + ("/scale" if "norm" in name else "/kernel" if "Dense" in name else "")
 
 
-def t5x_slot(name, slot):
-    return f"state/param_states/{name.removeprefix('target/')}/{slot}"
-
-
-def mtf_slot(name, slot):
-    return name + {"v": "_slot_v", "v_row": "_slot_vr", "v_col": "_slot_vc", "m": "_slot_m"}[slot]
+MTF_SLOTS = {"v": "_slot_v", "v_row": "_slot_vr", "v_col": "_slot_vc", "m": "_slot_m"}
 
 
 class Format(NamedTuple):
@@ -142,10 +129,11 @@ class Format(NamedTuple):
     step: str | None = None
 
 
-HF = Format(hf_name, lambda path: path != "embed")
+HF = Format(lambda *path: names(*path)[0], lambda path: path != "embed")
 FLAX = Format(flax_name, lambda path: path.endswith("relative_bias"))
-T5X = Format(t5x_name, slot=t5x_slot, step="state/step")
-MTF = Format(mtf_name, slot=mtf_slot, step="global_step")
+T5X = Format(lambda *path: f"target/{names(*path)[1]}", step="state/step",
+             slot=lambda name, slot: f"{name.replace('target', 'state/param_states', 1)}/{slot}")
+MTF = Format(mtf_name, step="global_step", slot=lambda name, slot: name + MTF_SLOTS[slot])
 
 
 def layers_of(name, shape):
@@ -234,7 +222,7 @@ def derive(tensors, form, source):
         tied=form.name("unembed", 0, gated) not in tensors.shapes)
 
 
-def to_weights(tensors, form, source, cfg, vocabulary, family="", ignored=()):
+def to_weights(tensors, form, source, cfg, vocabulary, name="t5", ignored=()):
     """Tensors and the ModelConfig they should have -> Weights; refuses what does not fit."""
     found = parameters(cfg, form)
 
@@ -248,9 +236,9 @@ def to_weights(tensors, form, source, cfg, vocabulary, family="", ignored=()):
     wanted = expected(found)
     if missing := set(wanted) - set(tensors.shapes):
         raise UserError(f"{source} has no {first_of(missing)}: it is incomplete; fetch it again.")
-    for name in differing(wanted):
-        raise UserError(f"{source}: {name} has shape {list(tensors.shapes[name])}, and the others "
-                        f"ask for {list(wanted[name])}: fetch it again.")
+    if wrong := differing(wanted):
+        raise UserError(f"{source}: {wrong[0]} has shape {list(tensors.shapes[wrong[0]])}, and the "
+                        f"others ask for {list(wanted[wrong[0]])}: fetch it again.")
     rest = set(tensors.shapes) - set(wanted) - {form.step, *ignored}
     of_optimizer = {name for name in rest if name.startswith("state/") or "_slot_" in name}
     if unknown := rest - of_optimizer:
@@ -276,9 +264,9 @@ def to_weights(tensors, form, source, cfg, vocabulary, family="", ignored=()):
         array = tensors.read(theirs[layer or 0])
         return array.T if turned else array
 
-    family = family or {250112: "mt5", 384: "byt5"}.get(cfg.vocab_size, "t5")
-    data = DataConfig(source="python:", vocab="bytes" if cfg.vocab_size == 384 else "spiece.model")
-    run = Config(family, cfg, data, TrainConfig(steps=max(step, 1)))
+    bytes_of = vocabulary is not None and vocabulary.startswith(b"bytes")
+    data = DataConfig(source="python:", vocab="bytes" if bytes_of else "spiece.model")
+    run = Config(name, cfg, data, TrainConfig(steps=max(step, 1)))
     shapes = {name: shape for name, (shape, _, _) in found.items()}
     return Weights(run, step, shapes, read, vocabulary)
 
@@ -328,7 +316,7 @@ def shards(folder, name):
     """[the file], or the files that NAME.index.json lists; and the tensors that it promises."""
     if (folder / name).exists():
         return [folder / name], set()
-    promised = read_json(folder / f"{name}.index.json")["weight_map"]
+    promised = read_json(folder / f"{name}.index.json").get("weight_map", {})
     files = sorted({folder / file for file in promised.values()})
     if missing := {file.name for file in files if not file.exists()}:
         raise UserError(f"{folder} has no {first_of(missing)}, which its index lists: fetch it "
@@ -410,7 +398,7 @@ def open_hf(folder, allow_pickle=False):
     tokenizer = folder / "tokenizer_config.json"
     byt5 = tokenizer.exists() and "ByT5" in str(read_json(tokenizer).get("tokenizer_class"))
     vocabulary = b"bytes:0\n" if byt5 else find_vocabulary([folder], cfg)
-    return to_weights(tensors, form, folder, cfg, vocabulary, "mt5" * (kind == "mt5"), ignored)
+    return to_weights(tensors, form, folder, cfg, vocabulary, kind, ignored)
 
 
 def settle_embeddings(tensors, form, config, folder):
@@ -548,8 +536,8 @@ def read_t5x(folder):
         if not isinstance(value, dict):
             return np.asarray(value)
         place = value.get("kvstore", value)["path"]  # before TensorStore 0.1.14 without kvstore
-        return read_store(value["driver"], {"driver": "file", "path": str(path.parent / place)},
-                          fill_missing_data_reads=False)
+        return stored(value["driver"], {"driver": "file", "path": str(path.parent / place)},
+                      fill_missing_data_reads=False)
 
     return Tensors({name.removeprefix("optimizer/"): shape
                     for name, shape in tensors.shapes.items() if "/" in name}, read)
@@ -558,8 +546,8 @@ def read_t5x(folder):
 def read_orbax(folder):
     """T5X's checkpoint as Orbax writes it today."""
     about = read_json(folder / "_METADATA")
-    keys = [[part["key"] for part in entry["key_metadata"]]
-            for entry in about["tree_metadata"].values()]
+    names = ["/".join(part["key"] for part in entry["key_metadata"])
+             for entry in about["tree_metadata"].values()]
     driver = "zarr3" if about.get("use_zarr3") else "zarr"
 
     def place(name):
@@ -568,22 +556,15 @@ def read_orbax(folder):
             return {"driver": "ocdbt", "base": f"file://{folder.resolve()}/", "path": f"{name}/"}
         return {"driver": "file", "path": str(folder / name)}
 
-    return Tensors({"/".join(key): open_store(driver, place("/".join(key))).shape for key in keys},
-                   lambda name: read_store(driver, place(name)))
+    return Tensors({name: stored(driver, place(name), read=False) for name in names},
+                   lambda name: stored(driver, place(name)))
 
 
-def open_store(driver, place, **options):
+def stored(driver, place, read=True, **options):
+    """A zarr array of TensorStore's -> NumPy array, or its shape."""
     try:
-        return tensorstore.open({"driver": driver, "kvstore": place, **options}, open=True).result()
-    except (ValueError, OSError) as error:
-        raise UserError(f"{place['path']} cannot be read: the checkpoint is incomplete or damaged; "
-                        f"fetch it again. ({str(error)[:200]})") from error
-
-
-def read_store(driver, place, **options):
-    store = open_store(driver, place, **options)
-    try:
-        return store.read().result()
+        store = tensorstore.open({"driver": driver, "kvstore": place, **options}, open=True).result()
+        return store.read().result() if read else store.shape
     except (ValueError, OSError) as error:
         raise UserError(f"{place['path']} is incomplete or damaged: fetch the checkpoint again. "
                         f"({str(error)[:200]})") from error
@@ -646,12 +627,12 @@ def gin_activation(folders):
 
 def open_plain(folder, step=None):
     """A run directory, or one of its checkpoints -> Weights."""
-    run_dir, checkpoint = folder.resolve().parents[1], folder
+    run_dir, checkpoint = folder / ".." / "..", folder
     try:
         if partition.find_checkpoint(folder):
-            steps = partition.Checkpoints(folder).steps()
-            run_dir, checkpoint = folder, partition.Checkpoints(folder).path(
-                of_steps(folder, steps, step))
+            checkpoints = partition.Checkpoints(folder)
+            step = of_steps(folder, checkpoints.steps(), step)
+            run_dir, checkpoint = folder, checkpoints.path(step)
         manifest = partition.read_manifest(checkpoint)
     except partition.CheckpointError as error:
         raise UserError(f"{error}: name another --step.") from error
@@ -741,11 +722,10 @@ def write_plain(folder, weights, dtype):
     arrays = {name: {"shape": shape, "dtype": "float32"}
               for name, shape in weights.shapes.items() if "/" in name}
     scalars = {}
-    if any(name.startswith("slots/") for name in arrays):
-        scalars = {name: int(weights.read(name, None)) if name in weights.shapes else value
-                   for name, value in (("step", weights.step), ("count", weights.step),
-                                       ("skipped", 0), ("slots/count", None))
-                   if name in weights.shapes or value is not None}
+    if any(name.startswith("slots/") for name in arrays):  # T5X counts updates by the step
+        scalars = {"step": weights.step, "count": weights.step, "skipped": 0}
+    scalars |= {name: int(weights.read(name, None))
+                for name, shape in weights.shapes.items() if shape == ()}
     arrays |= {name: {"shape": (), "dtype": "int32"} for name in scalars}
 
     def pieces():
@@ -795,7 +775,8 @@ def write_hf(folder, weights, dtype):
         write_json(folder / "model.safetensors.index.json",
                    {"metadata": {"total_size": total}, "weight_map": places})
     # transformers 5 does not scale a tied MT5's logits
-    family = "mt5" if weights.cfg.name.startswith("mt5") and not cfg.tied else "t5"
+    mt5 = weights.cfg.name.startswith("mt5") or cfg.vocab_size == 250112
+    family = "mt5" if mt5 and not cfg.tied else "t5"
     ids = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
     write_json(folder / "config.json", {
         "architectures": [f"{family.upper()}ForConditionalGeneration"], "model_type": family,
@@ -905,8 +886,8 @@ def write_t5x(folder, weights, dtype):
     slots = adafactor_slots(places, T5X, lambda path, name: f"slots/{path}/row" in weights.shapes)
     if set(slots) <= set(weights.shapes):
         for _, theirs, _ in places.values():  # T5X has all four of every parameter
-            tree |= {t5x_slot(name, slot): np.zeros(1, np.float32)
-                     for name in theirs for slot in ("m", "v", "v_row", "v_col")}
+            tree |= {T5X.slot(name, slot): np.zeros(1, np.float32)
+                     for name in theirs for slot in MTF_SLOTS}
         places |= slots
     else:
         note("There are no slots of Adafactor: T5X evaluates the checkpoint, and fine-tunes from "
@@ -984,7 +965,12 @@ def compare_logits(folder, weights):
     batch = SimpleNamespace(inputs=inputs, input_segments=np.ones_like(inputs),
                             decoder_inputs=targets, target_segments=np.ones_like(targets))
     ours = np.asarray(jax.jit(lambda params: model.forward(params, batch, cfg))(params))
-    network = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.float32).eval()
+    try:
+        network = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.float32)
+    except (OSError, ValueError, RuntimeError) as error:
+        note(f"warning: transformers cannot read {folder} ({error}).")
+        return None
+    network.eval()
     with torch.no_grad():
         theirs = network(input_ids=torch.tensor(inputs).long(),
                          decoder_input_ids=torch.tensor(targets).long()).logits.numpy()
@@ -1025,18 +1011,16 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False):
         WRITERS[to](folder, weights, dtype)
         if to == "hf":
             (folder / "README.md").write_text(model_card(weights, source))
-        written = open_any(folder)
-        largest, arrays = compare(weights, written, dtype)
+        largest, arrays = compare(weights, open_any(folder), dtype)
         print(f"compared {arrays:,} arrays with the source: largest difference {largest:g}")
-        print(f"seconds  {time.perf_counter() - began:.2f}", flush=True)
-        reference = folder if to == "hf" else Path(source)
-        if is_hf(reference) and 4 * number > LOGITS_BYTES:
-            print("logits   not compared: two such models would have to be in memory")
-        elif is_hf(reference) and (found := compare_logits(reference, written)):
-            print(f"logits   largest difference {found[0]:.2g} to transformers', of {found[1]:.3g}")
-            if not found[0] <= 1e-3 * max(1.0, found[1]):
-                note("warning: transformers reads the Hugging Face directory as another model.")
-    print(f"done     {destination}")
+    print(f"done     {destination}, in {time.perf_counter() - began:.2f} s", flush=True)
+    reference = destination if to == "hf" else Path(source)
+    if is_hf(reference) and 4 * number > LOGITS_BYTES:
+        print("logits   not compared: two such models would have to be in memory")
+    elif is_hf(reference) and (found := compare_logits(reference, open_any(destination))):
+        print(f"logits   largest difference {found[0]:.2g} to transformers', of {found[1]:.3g}")
+        if not found[0] <= 1e-3 * max(1.0, found[1]):
+            note("warning: transformers reads the Hugging Face directory as another model.")
 
 
 def main(argv):
