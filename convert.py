@@ -563,7 +563,8 @@ def read_orbax(folder):
 def stored(driver, place, read=True, **options):
     """A zarr array of TensorStore's -> NumPy array, or its shape."""
     try:
-        store = tensorstore.open({"driver": driver, "kvstore": place, **options}, open=True).result()
+        spec = {"driver": driver, "kvstore": place, **options}
+        store = tensorstore.open(spec, open=True).result()
         return store.read().result() if read else store.shape
     except (ValueError, OSError) as error:
         raise UserError(f"{place['path']} is incomplete or damaged: fetch the checkpoint again. "
@@ -602,7 +603,8 @@ def read_mtf(prefix):
 
 def open_google(source, tensors, form):
     """A checkpoint of T5X or Mesh TensorFlow -> Weights."""
-    folders = [source if source.is_dir() else source.parent, source.parent]
+    folders = [source if source.is_dir() else source.parent]
+    folders += [source.parent] if source.name.startswith("checkpoint_") else []  # its run
     cfg = derive(tensors, form, source)
     cfg = replace(cfg, activation=gin_activation(folders) or cfg.activation)
     return to_weights(tensors, form, source, cfg, find_vocabulary(folders, cfg))
@@ -696,7 +698,6 @@ def open_any(source, step=None, allow_pickle=False):
 
 
 # ---- written: a run ------------------------------------------------------------------------------
-
 
 CHUNK_BYTES = 1 << 24  # large arrays pass in parts: one is turned while another is written
 

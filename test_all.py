@@ -3072,6 +3072,29 @@ def test_transformers_reads_what_is_written(name, tmp_path, capsys, caplog, monk
     assert not [w for w in warnings if "so we will NOT tie them" not in w]
 
 
+def test_vocabularies_that_hugging_face_reads_otherwise(tmp_path, tokenizer, capsys):
+    def written(vocabulary=None, **changes):
+        if vocabulary is None:
+            proto = convert.pieces_of(tokenizer.serialized)
+            for name, value in changes.items():
+                spec = proto.normalizer_spec if name == "precompiled_charsmap" else (
+                    proto.trainer_spec)
+                setattr(spec, name, value)
+            vocabulary = proto.SerializeToString()
+        convert.write_tokenizer(tmp_path, vocabulary, ODD.model)
+        about = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        return about["tokenizer_class"], about["extra_ids"], capsys.readouterr().err
+
+    assert written() == ("T5Tokenizer", 100, "")
+    built_in = tokenizer.processor.serialized_model_proto()
+    assert written(built_in) == ("T5Tokenizer", 0, "")
+    assert "byte fallback" in written(byte_fallback=True)[2]
+    assert "does not normalise" in written(precompiled_charsmap=b"")[2]
+    assert written(b"bytes:0\n")[0] == "ByT5Tokenizer"
+    with pytest.raises(configs.UserError, match="no unigram model"):
+        written(model_type=2)
+
+
 def damage_shard(folder):
     path = folder / "part-1.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
