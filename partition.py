@@ -318,7 +318,7 @@ def read_part(folder, array, index, verified):
     """A part of a stored array, which may be a view of its file.
 
     array: what the manifest says about it; index: a slice for each axis; verified: a dict that
-    keeps the pieces that were read and found whole.
+    keeps the pieces that were read and found whole, or None to keep none.
     """
     dtype = np.dtype(array["dtype"])
     cuts = [cut.indices(size)[:2] for cut, size in zip(index, array["shape"])]
@@ -327,10 +327,13 @@ def read_part(folder, array, index, verified):
         inside = [(max(a, b), min(c, d)) for (a, c), (b, d) in zip(cuts, place["bounds"])]
         if any(a >= b for a, b in inside):
             continue
-        if number not in verified:
+        whole = None if verified is None else verified.get(number)
+        if whole is None:
             size = [stop - start for start, stop in place["bounds"]]
-            verified[number] = read_piece(folder, place, size, dtype)
-        piece = verified[number][tuple(
+            whole = read_piece(folder, place, size, dtype)
+            if verified is not None:
+                verified[number] = whole
+        piece = whole[tuple(
             slice(a - b, c - b) for (a, c), (b, _) in zip(inside, place["bounds"]))]
         if piece.shape == tuple(c - a for a, c in cuts):
             return piece
