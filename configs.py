@@ -259,10 +259,11 @@ def parse_args(description, argv, **flags):
     for name, options in flags.items():
         parser.add_argument(*([name[:-1]] if name[-1] == "_" else [f"--{name}"]), **options)
     blank, kinds = Config(""), {}
+    texts = {section: help_of(getattr(blank, section)) for section in SECTIONS}
     for section, knob, _ in fields(blank):
         name = f"{section}.{knob.name}"
         kinds[name] = knob.type
-        text = help_of(getattr(blank, section)).get(knob.name, "").replace("%", "%%")
+        text = texts[section].get(knob.name, "").replace("%", "%%")
         parser.add_argument(f"--{name}", metavar="", default=argparse.SUPPRESS, help=text)
     args, unknown = parser.parse_known_args(argv)
     if unknown:

@@ -532,7 +532,8 @@ def main(argv):
     changes = {**changes, **({"data.eval_tasks": args.tasks} if args.tasks else {})}
     cfg, mesh, tokenizer = infer.open_model(args, changes)
     if tokenizer is None:
-        raise UserError(f"{args.run_dir} was trained on random ids: there is nothing held out.")
+        raise UserError(f"{args.run_dir} has no vocabulary, so no text can be evaluated: put its "
+                        f"spiece.model there.")
     folder = Path(args.output or Path(args.run_dir, "eval"))
     tasks = data.evaluations(cfg, args.split)
     check_metrics(tasks, args.split)

@@ -370,8 +370,8 @@ def open_model(args, changes):
     cfg = data.with_vocabulary(cfg, args.run_dir)
     partition.start_jax(cfg)
     mesh = partition.set_mesh(cfg)
-    tokenizer = None if cfg.data.source == "random:" else data.load_vocabulary(cfg.data)
-    return cfg, mesh, tokenizer
+    known = os.path.exists(cfg.data.vocab)  # neither random ids nor converted weights need one
+    return cfg, mesh, data.load_vocabulary(cfg.data) if known else None
 
 
 class Encoder:
@@ -592,8 +592,8 @@ def main(argv):
         answer_file(args, cfg, mesh, tokenizer, params)
         return
     if tokenizer is None:
-        raise UserError("This run was trained on random ids and has no vocabulary: give --input "
-                        "with lists of ids.")
+        raise UserError("This run has no vocabulary: put its spiece.model into the run directory, "
+                        "or give --input with lists of ids.")
     if args.mode != "predict":
         raise UserError("--mode score needs --input, with inputs and targets.")
     lines = [args.text] if args.text is not None else io.TextIOWrapper(

@@ -478,6 +478,34 @@ def read_piece(folder, place, shape, dtype):
     return np.frombuffer(data, dtype).reshape(shape)
 
 
+def read_part(folder, array, index, verified):
+    """A part of a stored array, which may be a view of its file.
+
+    array: what the manifest says about it; index: a slice for each axis; verified: a dict that
+    keeps the pieces that were read and found whole, or None to keep none.
+    """
+    dtype = np.dtype(array["dtype"])
+    cuts = [cut.indices(size)[:2] for cut, size in zip(index, array["shape"])]
+    out = None
+    for number, place in enumerate(array["pieces"]):
+        inside = [(max(a, b), min(c, d)) for (a, c), (b, d) in zip(cuts, place["bounds"])]
+        if any(a >= b for a, b in inside):
+            continue
+        whole = None if verified is None else verified.get(number)
+        if whole is None:
+            size = [stop - start for start, stop in place["bounds"]]
+            whole = read_piece(folder, place, size, dtype)
+            if verified is not None:
+                verified[number] = whole
+        piece = whole[tuple(
+            slice(a - b, c - b) for (a, c), (b, _) in zip(inside, place["bounds"]))]
+        if piece.shape == tuple(c - a for a, c in cuts):
+            return piece
+        out = np.empty([c - a for a, c in cuts], dtype) if out is None else out
+        out[tuple(slice(a - b, c - b) for (a, c), (b, _) in zip(inside, cuts))] = piece
+    return np.empty([c - a for a, c in cuts], dtype) if out is None else out  # of size 0
+
+
 def read_checkpoint(folder, template):
     """Read the arrays of `template` (nested dict of ShapeDtypeStructs), in its layouts."""
     stored = read_manifest(folder)["arrays"]
@@ -492,22 +520,8 @@ def read_checkpoint(folder, template):
         verified = {}
 
         def part(index):  # the slice of the array that one device holds
-            cuts = [cut.indices(size)[:2] for cut, size in zip(index, shape)]
-            out = None
-            for number, place in enumerate(stored[name]["pieces"]):
-                inside = [(max(a, b), min(c, d)) for (a, c), (b, d) in zip(cuts, place["bounds"])]
-                if any(a >= b for a, b in inside):
-                    continue
-                if number not in verified:
-                    size = [stop - start for start, stop in place["bounds"]]
-                    verified[number] = read_piece(folder, place, size, dtype)
-                piece = verified[number][tuple(
-                    slice(a - b, c - b) for (a, c), (b, _) in zip(inside, place["bounds"]))]
-                if piece.shape == tuple(c - a for a, c in cuts):
-                    return np.array(piece)  # a copy: jax may keep the memory it is given
-                out = np.empty([c - a for a, c in cuts], dtype) if out is None else out
-                out[tuple(slice(a - b, c - b) for (a, c), (b, _) in zip(inside, cuts))] = piece
-            return np.empty([c - a for a, c in cuts], dtype) if out is None else out  # of size 0
+            found = read_part(folder, stored[name], index, verified)
+            return found if found.base is None else np.array(found)  # jax may keep the memory
 
         return jax.make_array_from_callback(shape, wanted.sharding, part)
 

@@ -34,6 +34,7 @@ import optax
 import pytest
 
 import configs
+import convert
 import data
 import evaluate
 import infer
@@ -2867,3 +2868,485 @@ def test_a_run_starts_from_anothers_weights(trained, tmp_path, capsys, monkeypat
     assert not (tmp_path / "none" / "config.json").exists()
     status, _, err = start("late", checkpoint, "--train.restore", "all", "--train.steps", 2)
     assert status == 2 and "goes on from there" in err
+
+
+# ---- convert -------------------------------------------------------------------------------------
+
+# no two dimensions agree, the decoder is deeper, heads * d_kv is not d_model, 20 buckets up to 40
+ODD = change(model=dict(vocab_size=201, relative_buckets=20, relative_max_distance=40, dropout=0.1))
+
+
+def hf_state(m, seed=0):
+    """ModelConfig -> {Hugging Face's name: random float32 array}, as transformers names them."""
+    rng, state = np.random.default_rng(seed), {}
+    A, gated = m.num_heads * m.d_kv, m.activation.startswith("gated")
+
+    def add(name, *shape):
+        state[f"{name}.weight"] = rng.standard_normal(shape, dtype=np.float32)
+
+    def attention(place):
+        for name in "qkv":
+            add(f"{place}.{name}", A, m.d_model)
+        add(f"{place}.o", m.d_model, A)
+
+    add("shared", m.vocab_size, m.d_model)
+    for stack, layers in (("encoder", m.num_layers), ("decoder", m.num_decoder_layers)):
+        parts = ["SelfAttention", "EncDecAttention", "DenseReluDense"]
+        parts = parts if stack == "decoder" else parts[::2]
+        for i, (number, part) in itertools.product(range(layers), enumerate(parts)):
+            place = f"{stack}.block.{i}.layer.{number}"
+            add(f"{place}.layer_norm", m.d_model)
+            if part != "DenseReluDense":
+                attention(f"{place}.{part}")
+                continue
+            for name in ("wi_0", "wi_1") if gated else ("wi",):
+                add(f"{place}.{part}.{name}", m.d_ff, m.d_model)
+            add(f"{place}.{part}.wo", m.d_model, m.d_ff)
+        add(f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias",
+            m.relative_buckets, m.num_heads)
+        add(f"{stack}.final_layer_norm", m.d_model)
+    if not m.tied:
+        add("lm_head", m.vocab_size, m.d_model)
+    return state
+
+
+def hf_config(m, **more):
+    """What transformers 4 writes."""
+    return {"model_type": "t5", "is_encoder_decoder": True, "tie_word_embeddings": m.tied,
+            "feed_forward_proj": m.activation.replace("_", "-"), "dropout_rate": m.dropout,
+            "relative_attention_num_buckets": m.relative_buckets, "layer_norm_epsilon": 1e-6,
+            "relative_attention_max_distance": m.relative_max_distance,
+            **{name: getattr(m, name) for name in (
+                "vocab_size", "d_model", "d_ff", "d_kv", "num_heads", "num_layers",
+                "num_decoder_layers")}, **more}
+
+
+def write_hf(folder, m, kind="safetensors", state=None, **more):
+    """A Hugging Face directory, by the formats' own writers -> its state dict."""
+    state = hf_state(m) if state is None else state
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(hf_config(m, **more)))
+    if kind == "flax_model.msgpack":
+        tree = {}
+        for name, array in state.items():
+            path, kernel = name.removesuffix(".weight").replace(".", "/"), "norm" not in name
+            table = name == "shared.weight" or "bias" in name
+            last = "embedding" if table else "kernel" if kernel else "weight"
+            tree[f"{path}/{last}"] = array if table or not kernel else array.T.copy()
+        tree = flax.traverse_util.unflatten_dict(tree, sep="/")
+        (folder / kind).write_bytes(flax.serialization.msgpack_serialize(tree))
+    elif kind == "pytorch_model.bin":
+        torch = pytest.importorskip("torch", reason="needs pip install '.[parity]'")
+        torch.save({name: torch.tensor(array) for name, array in state.items()}, folder / kind)
+    else:
+        numpy = pytest.importorskip("safetensors.numpy", reason="needs pip install '.[hf]'")
+        names = sorted(state)
+        parts = [names[::2], names[1::2]] if kind == "sharded" else [names]
+        for number, part in enumerate(parts):
+            file = f"part-{number}.safetensors" if kind == "sharded" else "model.safetensors"
+            numpy.save_file({name: state[name] for name in part}, folder / file, {"format": "pt"})
+        if kind == "sharded":
+            index = {name: f"part-{n}.safetensors" for n, part in enumerate(parts) for name in part}
+            (folder / "model.safetensors.index.json").write_text(
+                json.dumps({"metadata": {}, "weight_map": index}))
+    return state
+
+
+def load_safetensors(folder):
+    numpy = pytest.importorskip("safetensors.numpy", reason="needs pip install '.[hf]'")
+    return {name: array for file in sorted(folder.glob("*.safetensors"))
+            for name, array in numpy.load_file(file).items()}
+
+
+@pytest.fixture
+def no_logits(monkeypatch):
+    """Spares the seconds that transformers takes."""
+    monkeypatch.setattr(convert, "compare_logits", lambda *_: None)
+
+
+def params_of(run_dir):
+    cfg = configs.load_run(run_dir)
+    return cfg.model, infer.load_params(cfg, run_dir)[1]
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "sharded", "flax_model.msgpack",
+                                  "pytorch_model.bin"])
+@pytest.mark.parametrize("activation, tied", [("gated_gelu", False), ("relu", True)])
+def test_hugging_face_and_back(kind, activation, tied, tmp_path, no_logits):
+    m = replace(ODD.model, activation=activation, tied=tied)
+    state = write_hf(tmp_path / "hf", m, kind)
+    convert.main([str(tmp_path / "hf"), str(tmp_path / "run"), "--allow_pickle"])
+    found, params = params_of(tmp_path / "run")
+    assert found == replace(m, dtype="auto")
+    assert_equal(params, from_hugging_face(state, m))
+    convert.main([str(tmp_path / "run"), str(tmp_path / "back"), "--to", "hf"])
+    back = load_safetensors(tmp_path / "back")
+    assert set(back) == set(state) and all(np.array_equal(back[n], state[n]) for n in state)
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert hf_config(m).items() <= config.items()
+    convert.main([str(tmp_path / "back"), str(tmp_path / "again")])
+    assert configs.load_run(tmp_path / "again") == configs.load_run(tmp_path / "run")
+    assert_equal(params_of(tmp_path / "again")[1], params)
+
+
+def test_large_models_are_written_in_shards(tmp_path, no_logits, monkeypatch):
+    state = write_hf(tmp_path / "hf", ODD.model)
+    monkeypatch.setattr(convert, "SHARD_BYTES", 60_000)
+    monkeypatch.setattr(convert, "CHUNK_BYTES", 1000)
+    convert.main([str(tmp_path / "hf"), str(tmp_path / "back"), "--to", "hf"])
+    files = sorted(tmp_path.glob("back/*.safetensors"))
+    assert len(files) > 3 and max(file.stat().st_size for file in files) < 70_000
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(state)
+    assert index["metadata"]["total_size"] == sum(array.nbytes for array in state.values())
+    back = load_safetensors(tmp_path / "back")
+    assert all(np.array_equal(back[name], state[name]) for name in state)
+    convert.main([str(tmp_path / "back"), str(tmp_path / "run")])
+    assert_equal(params_of(tmp_path / "run")[1], from_hugging_face(state, ODD.model))
+
+
+@pytest.mark.parametrize("head, flags, tied, factor", [
+    ("other", {"tie_word_embeddings": False}, False, 1),
+    ("none", {}, True, None),
+    ("same", {"tie_word_embeddings": True}, True, None),
+    ("other", {"tie_word_embeddings": True, "scale_decoder_outputs": False}, False, 1),  # v5
+    ("none", {"tie_word_embeddings": True, "scale_decoder_outputs": False}, False, 1),
+    ("other", {"tie_word_embeddings": True}, False, 32**-0.5),
+    ("other", {"tie_word_embeddings": True, "model_type": "mt5"}, False, 1),  # v5's mT5
+])
+def test_tied_is_what_the_tensors_say(head, flags, tied, factor, tmp_path, no_logits):
+    state = hf_state(ODD.model)
+    if head != "other":
+        state["lm_head.weight"] = state["shared.weight"].copy()
+    expected = state["lm_head.weight"]
+    if head == "none":
+        del state["lm_head.weight"]
+    write_hf(tmp_path / "hf", ODD.model, state=state)
+    config = hf_config(ODD.model)
+    del config["tie_word_embeddings"]
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({**config, **flags}))
+    convert.main([str(tmp_path / "hf"), str(tmp_path / "run")])
+    m, params = params_of(tmp_path / "run")
+    assert m.tied == tied
+    if not tied:
+        np.testing.assert_array_equal(params["unembed"], expected.T * np.float32(factor))
+
+
+def t5x_state(m, seed=0):
+    """ModelConfig -> (T5X's state dict with Adafactor's slots, our params, our slots).
+
+    The slots are means of one random array for each parameter, by T5X's rule and by ours.
+    """
+    rng, tree, squares = np.random.default_rng(seed), {}, {}
+
+    def draw(name, shape):
+        tree[f"target/{name}"] = rng.standard_normal(shape, dtype=np.float32)
+        squares[name] = rng.random(shape, dtype=np.float32)
+        slots = dict.fromkeys(("m", "v", "v_row", "v_col"), np.zeros(1, np.float32))
+        order = np.argsort(shape, kind="stable")
+        if len(shape) == 2 and shape[order[0]] >= 128:
+            slots |= {"v_row": squares[name].mean(order[1]), "v_col": squares[name].mean(order[0])}
+        else:
+            slots["v"] = squares[name]
+        tree.update({f"state/param_states/{name}/{slot}": a for slot, a in slots.items()})
+        return tree[f"target/{name}"]
+
+    params = map_t5x(m, draw)
+    tree["state/step"] = np.array(1000, np.int32)
+
+    def ours(p, square):
+        if train.is_factored(p):
+            return {"row": square.mean(-1), "column": square.mean(-2)}
+        return {"full": square}
+
+    slots = jax.tree.map(ours, model.param_table(m), map_t5x(m, lambda name, _: squares[name]),
+                         is_leaf=model.is_param)
+    return flax.traverse_util.unflatten_dict(tree, sep="/"), params, slots
+
+
+def read_t5x(folder):
+    """A T5X checkpoint -> {name: array}, as T5X reads it: flax's msgpack and TensorStore."""
+    import tensorstore
+    tree = flax.serialization.msgpack_restore((folder / "checkpoint").read_bytes())
+    assert tree["version"] == 3 and set(tree) == {"version", "optimizer"}
+    leaves = flax.traverse_util.flatten_dict(
+        tree["optimizer"], is_leaf=lambda _, x: "driver" in x, sep="/")
+
+    def value(leaf):
+        if not isinstance(leaf, dict):
+            return leaf
+        leaf["kvstore"]["path"] = str(folder / leaf["kvstore"]["path"])
+        del leaf["metadata"]["chunks"], leaf["metadata"]["compressor"]  # as T5X does
+        return tensorstore.open(leaf, open=True).result().read().result()
+
+    return {name: value(leaf) for name, leaf in leaves.items()}
+
+
+def assert_same_arrays(a, b):
+    assert set(a) == set(b)
+    for name in a:
+        assert np.asarray(a[name]).dtype == b[name].dtype, name
+        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+
+
+def restored(run_dir, optimizer="adafactor"):
+    """What --train.restore all takes from a run."""
+    cfg = change(configs.load_run(run_dir), train=dict(optimizer=optimizer))
+    shapes = jax.eval_shape(lambda: train.init_state(cfg))
+    mesh = jax.sharding.get_mesh()
+    template = flax.serialization.to_state_dict(jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype,
+                                       sharding=jax.NamedSharding(mesh, jax.P())), shapes))
+    return partition.load_from(run_dir, template)
+
+
+def test_t5x_and_back_with_optimizer(tmp_path):
+    """Matrices longer and shorter than wide, square ones, and such as are not factored."""
+    m = ModelConfig(vocab_size=300, d_model=128, d_ff=130, d_kv=33, num_heads=4, num_layers=1,
+                    num_decoder_layers=2, relative_buckets=20)
+    tree, params, slots = t5x_state(m)
+    (tmp_path / "checkpoint_1000").mkdir()
+    (tmp_path / "checkpoint_1000" / "checkpoint").write_bytes(
+        flax.serialization.msgpack_serialize({"version": 3, "optimizer": tree}))
+    convert.main([str(tmp_path), str(tmp_path / "run"), "--step", "1000"])
+    assert configs.load_run(tmp_path / "run").model == m
+    step, state = restored(tmp_path / "run")
+    assert step == state["step"] == state["count"] == 1000 and state["skipped"] == 0
+    assert_equal(state["params"], params)
+    assert_close(state["slots"], slots, 1e-6)
+    convert.main([str(tmp_path / "run"), str(tmp_path / "back"), "--to", "t5x"])
+    tree = flax.traverse_util.flatten_dict(tree, sep="/")
+    assert_same_arrays(tree, read_t5x(tmp_path / "back"))
+    convert.main([str(tmp_path / "back"), str(tmp_path / "half"), "--to", "t5x", "--dtype",
+                  "bfloat16"])
+    half = read_t5x(tmp_path / "half")
+    assert half["target/decoder/decoder_norm/scale"].dtype == jnp.bfloat16
+    convert.main([str(tmp_path / "half"), str(tmp_path / "rounded")])
+    assert_equal(params_of(tmp_path / "rounded")[1],
+                 jax.tree.map(lambda a: np.float32(a.astype(jnp.bfloat16)), params))
+
+
+@needs_cases
+@pytest.mark.parametrize("source", ["checkpoint_1000", "orbax"])
+def test_t5xs_own_checkpoints_and_back(source, tmp_path):
+    folder = CASES / "t5x/checkpoint/v11"
+    convert.main([str(folder / source), str(tmp_path / "run")])
+    m, params = params_of(tmp_path / "run")
+    wanted = {name.removeprefix("target/"): a for name, a in np.load(folder / "params.npz").items()}
+    assert_equal(params, map_t5x(m, lambda name, _: wanted[name]))
+    convert.main([str(tmp_path / "run"), str(tmp_path / "back"), "--to", "t5x"])
+    assert_same_arrays(read_t5x(folder / "checkpoint_1000"), read_t5x(tmp_path / "back"))
+    assert restored(tmp_path / "run")[0] == 1000
+
+
+def test_mesh_tensorflow(tmp_path):
+    tf = pytest.importorskip("tensorflow", reason="needs pip install tensorflow-cpu").compat.v1
+    m = replace(ODD.model, dropout=0.0, relative_max_distance=128)
+    state, rng = hf_state(m), np.random.default_rng(1)
+
+    def name_of(name):
+        name = name.removesuffix(".weight").replace(".", "/").replace("layer_norm", "rms_norm")
+        name = re.sub(r"(block|layer)/(\d+)", lambda x: f"{x[1]}_{int(x[2]):03}", name)
+        name = name.replace("final_rms_norm", "rms_norm")
+        name = {"shared": "shared/embedding", "lm_head": "decoder/logits/kernel"}.get(name, name)
+        return name + ("/scale" if "norm" in name else "/kernel" if "Dense" in name else "")
+
+    arrays = {name_of(name): a if name == "shared.weight" else a.T for name, a in state.items()}
+    slots = {f"{name}_slot_v": rng.random(a.shape, np.float32) for name, a in arrays.items()}
+    with tf.Graph().as_default(), tf.Session() as session:
+        values = {**arrays, **slots, "global_step": np.int64(1234)}
+        variables = [tf.Variable(value, name=name) for name, value in values.items()]
+        session.run(tf.global_variables_initializer())
+        tf.train.Saver(variables).save(session, str(tmp_path / "model.ckpt"), 1234)
+    convert.main([str(tmp_path / "model.ckpt-1234"), str(tmp_path / "run")])
+    found, params = params_of(tmp_path / "run")
+    assert found == replace(m, dtype="auto")
+    assert_equal(params, from_hugging_face(state, m))
+    step, all_of_it = restored(tmp_path / "run")
+    assert step == 1234
+    np.testing.assert_array_equal(all_of_it["slots"]["embed"]["full"],
+                                  slots["shared/embedding_slot_v"])
+    np.testing.assert_array_equal(
+        all_of_it["slots"]["decoder"]["layers"]["cross_attention"]["key"]["full"][2],
+        slots["decoder/block_002/layer_001/EncDecAttention/k_slot_v"])
+
+
+def test_a_run_goes_out_and_comes_back(trained, tmp_path, capsys, monkeypatch, no_logits):
+    """Our run -> Hugging Face -> a run that infer, evaluate and train use."""
+    run_dir, flags = trained
+    monkeypatch.setattr(partition, "start_jax", lambda: None)
+    monkeypatch.setattr(partition.jax, "devices", lambda *_: jax.local_devices()[:1])
+    status, out, err = run(convert, capsys, monkeypatch, run_dir, tmp_path / "hf", "--to", "hf")
+    assert status == 0 and "largest difference 0" in out, err
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    assert "training_eval/span_corruption/loss" in card and "step 6" in card
+    status, out, _ = run(convert, capsys, monkeypatch, tmp_path / "hf", tmp_path / "run")
+    assert status == 0
+    (_, params), (_, again) = params_of(run_dir), params_of(tmp_path / "run")
+    assert_equal(again, params)
+    assert (tmp_path / "run/spiece.model").read_bytes() == (run_dir / "spiece.model").read_bytes()
+    status, _, err = run(infer, capsys, monkeypatch, "--run_dir", tmp_path / "run",
+                         "--decode.max_len", 8, "alpha <extra_id_0> beta")
+    assert status == 0, err
+    status, out, _ = run(train, capsys, monkeypatch, "--run_dir", tmp_path / "tuned", "--init_from",
+                         tmp_path / "run", *flags, "--train.steps", 2, "--train.eval_every", 0)
+    assert status == 0 and "the weights of step 0" in out
+    status, _, err = run(convert, capsys, monkeypatch, run_dir, tmp_path / "t5x", "--to", "t5x")
+    assert status == 0 and "no slots of Adafactor" in err  # the run's optimizer is AdamW
+    assert "target/token_embedder/embedding" in read_t5x(tmp_path / "t5x")
+    (tmp_path / "run" / "spiece.model").unlink()  # ids are answered without a vocabulary
+    (tmp_path / "in.jsonl").write_text('{"inputs": [5, 6, 1]}\n')
+    status, _, err = run(infer, capsys, monkeypatch, "--run_dir", tmp_path / "run", "--input",
+                         tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl",
+                         "--decode.max_len", 8)
+    assert status == 0 and "prediction" in (tmp_path / "out.jsonl").read_text(), err
+
+
+@pytest.mark.parametrize("name", ["t5 1.1", "t5 1.0", "mt5", "bfloat16"])
+def test_transformers_reads_what_is_written(name, tmp_path, capsys, caplog, monkeypatch, tokenizer):
+    pytest.importorskip("torch", reason="needs pip install '.[parity]'")
+    transformers = pytest.importorskip("transformers", reason="needs pip install '.[parity]'")
+    tied = name == "t5 1.0"
+    cfg = change(model=dict(tied=tied, activation="relu" if tied else "gated_gelu"))
+    cfg = replace(cfg, name="mt5" if name == "mt5" else "mine")
+    partition.Checkpoints(tmp_path / "run", background=False).save({"params": make_params(cfg)}, 3)
+    configs.save_run(cfg, tmp_path / "run")
+    (tmp_path / "run" / "spiece.model").write_bytes(tokenizer.serialized)
+    transformers.logging.enable_propagation()
+    transformers.logging.set_verbosity_warning()
+    status, out, err = run(convert, capsys, monkeypatch, tmp_path / "run", tmp_path / "hf",
+                           "--to", "hf", *(["--dtype", name] if name == "bfloat16" else []))
+    assert status == 0 and "as another model" not in err, err
+    difference = float(re.search(r"logits   largest difference (\S+)", out)[1])
+    assert difference < 1e-4
+    kind = transformers.MT5ForConditionalGeneration if name == "mt5" else (
+        transformers.T5ForConditionalGeneration)
+    network, info = kind.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(info.values())
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    for text in ("alpha <extra_id_0> beta", "gamma <extra_id_99>", "  delta\tbeta ß<"):
+        assert theirs(text).input_ids == [*tokenizer.encode(text), data.EOS]
+    # transformers 5 says of every untied T5, its own included, that it is not tied
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert not [w for w in warnings if "so we will NOT tie them" not in w]
+
+
+def test_vocabularies_that_hugging_face_reads_otherwise(tmp_path, tokenizer, capsys):
+    def written(vocabulary=None, **changes):
+        if vocabulary is None:
+            proto = convert.pieces_of(tokenizer.serialized)
+            for name, value in changes.items():
+                spec = proto.normalizer_spec if name == "precompiled_charsmap" else (
+                    proto.trainer_spec)
+                setattr(spec, name, value)
+            vocabulary = proto.SerializeToString()
+        convert.write_tokenizer(tmp_path, vocabulary, ODD.model)
+        about = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        return about["tokenizer_class"], about["extra_ids"], capsys.readouterr().err
+
+    assert written() == ("T5Tokenizer", 100, "")
+    built_in = tokenizer.processor.serialized_model_proto()
+    assert written(built_in) == ("T5Tokenizer", 0, "")
+    assert "byte fallback" in written(byte_fallback=True)[2]
+    assert "does not normalise" in written(precompiled_charsmap=b"")[2]
+    assert written(b"bytes:0\n")[0] == "ByT5Tokenizer"
+    with pytest.raises(configs.UserError, match="no unigram model"):
+        written(model_type=2)
+
+
+def damage_shard(folder):
+    path = folder / "part-1.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+BAD_WEIGHTS = {  # kind of directory, what is done to its state dict or folder, config, the reason
+    "missing": ("safetensors", lambda s: s.pop("encoder.block.1.layer.1.DenseReluDense.wo.weight"),
+                None, {}, "has no encoder.block.1.layer.1.DenseReluDense.wo.weight"),
+    "no head": ("safetensors", lambda s: s.pop("lm_head.weight"), None, {}, "has no lm_head"),
+    "shape": ("safetensors", lambda s: s.update({"decoder.block.1.layer.0.SelfAttention.q.weight":
+                                                 np.ones((3, 32), np.float32)}), None, {},
+              "decoder.block.1.layer.0.SelfAttention.q.weight has shape [3, 32]"),
+    "unknown": ("safetensors", lambda s: s.update({"pooler.weight": np.ones(3, np.float32)}),
+                None, {}, "has pooler.weight"),
+    "integers": ("safetensors", lambda s: s.update({"shared.weight": np.ones((201, 32), np.int8)}),
+                 None, {}, "I8"),
+    "encoder alone": ("safetensors", lambda s: [s.pop(n) for n in list(s) if "decoder" in n], None,
+                      {}, "it is the encoder alone"),
+    "decoder alone": ("safetensors", lambda s: [s.pop(n) for n in list(s) if "encoder" in n], None,
+                      {}, "it is the decoder alone"),
+    "shard missing": ("sharded", None, lambda f: (f / "part-1.safetensors").unlink(), {},
+                      "has no part-1.safetensors"),
+    "shard cut": ("sharded", None, damage_shard, {}, "part-1.safetensors has"),
+    "shard empty": ("sharded", None, lambda f: (f / "part-1.safetensors").write_bytes(b""), {},
+                    "part-1.safetensors is not a whole"),
+    "flax cut": ("flax_model.msgpack", None, lambda f: (f / "flax_model.msgpack").write_bytes(
+        (f / "flax_model.msgpack").read_bytes()[:-5000]), {}, "is not a whole msgpack file"),
+    "another config": ("safetensors", None, None, {"d_ff": 99}, "config.json says d_ff 99"),
+    "no config": ("safetensors", None, lambda f: (f / "config.json").unlink(), {}, "config.json"),
+    "another type": ("safetensors", None, None, {"model_type": "umt5"}, "of type umt5"),
+    "activation": ("safetensors", None, None, {"feed_forward_proj": "gated-tanh"}, "gated_tanh"),
+    "epsilon": ("safetensors", None, None, {"layer_norm_epsilon": 1e-5}, "layer_norm_epsilon"),
+    "vocabulary": ("safetensors", None, lambda f: (f / "spiece.model").write_bytes(b"no model"), {},
+                   "spiece.model is not a SentencePiece model"),
+    "pickle": ("pytorch_model.bin", None, None, {}, "--allow_pickle"),
+    "no weights": ("safetensors", None, lambda f: (f / "model.safetensors").unlink(), {},
+                   "is no run directory"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_WEIGHTS)
+def test_bad_weights_are_named_and_nothing_is_written(name, tmp_path, capsys, monkeypatch):
+    kind, spoil, damage, config, expected = BAD_WEIGHTS[name]
+    state = hf_state(ODD.model)
+    if spoil:
+        spoil(state)
+    write_hf(tmp_path / "hf", ODD.model, kind, state, **config)
+    if damage:
+        damage(tmp_path / "hf")
+    (tmp_path / "run").mkdir()  # an empty folder is a fine DST
+    status, _, err = run(convert, capsys, monkeypatch, tmp_path / "hf", tmp_path / "run")
+    assert status == 2 and expected in err and "Traceback" not in err, err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "run"]
+    assert not any((tmp_path / "run").iterdir())
+
+
+def test_strange_sources_and_destinations_are_refused(tmp_path, capsys, monkeypatch, no_logits):
+    write_hf(tmp_path / "hf", ODD.model)
+    m = ModelConfig(vocab_size=40, d_model=8, d_ff=12, d_kv=2, num_heads=2, num_layers=1,
+                    num_decoder_layers=1)
+    for name, version in (("old", 2), ("new", 3)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "checkpoint").write_bytes(flax.serialization.msgpack_serialize(
+            {"version": version, "optimizer": t5x_state(m)[0]}))
+    convert.main([str(tmp_path / "new"), str(tmp_path / "zarr"), "--to", "t5x"])
+    next((tmp_path / "zarr" / "target.token_embedder.embedding").glob("0.0")).unlink()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("precious")
+    before = sorted(p.name for p in tmp_path.iterdir())
+    for *argv, expected in (
+            (tmp_path / "old", tmp_path / "a", "version 2"),
+            (tmp_path / "zarr", tmp_path / "a", "token_embedder.embedding"),
+            (tmp_path / "full", tmp_path / "a", "is no run directory"),
+            (tmp_path / "nowhere", tmp_path / "a", "nowhere is no run directory"),
+            (tmp_path / "hf", tmp_path / "full", "is there already"),
+            (tmp_path / "hf", tmp_path / "full" / "mine", "is there already"),
+            (tmp_path / "hf", tmp_path / "a", "--dtype", "bfloat16", "float32"),
+            (tmp_path / "hf", tmp_path / "a", "--step", "x", "--step takes"),
+            (tmp_path / "hf", tmp_path / "a", "--model.d_ff", "7", "leave out")):
+        status, _, err = run(convert, capsys, monkeypatch, *argv)
+        assert status == 2 and expected in err and "Traceback" not in err, err
+    monkeypatch.setattr(convert, "compare", lambda *_: (_ for _ in ()).throw(OSError("disk")))
+    assert run(convert, capsys, monkeypatch, tmp_path / "hf", tmp_path / "a")[0] == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+    assert (tmp_path / "full" / "mine").read_text() == "precious"
+
+
+def test_what_was_written_wrongly_is_found(tmp_path, monkeypatch, no_logits):
+    write_hf(tmp_path / "hf", ODD.model)
+    weights = convert.open_any(tmp_path / "hf")
+    flipped = weights._replace(read=lambda name, layer: weights.read(name, layer) + (
+        np.float32(1e-7) if (name, layer) == ("params/decoder/layers/mlp/norm", 2) else 0))
+    convert.write_plain(tmp_path / "run", flipped, np.dtype(np.float32))
+    with pytest.raises(OSError, match="decoder/layers/mlp/norm"):
+        convert.compare(weights, convert.open_any(tmp_path / "run"), np.dtype(np.float32))

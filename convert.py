@@ -1,0 +1,1050 @@
+"""How weights come and go: Hugging Face, T5X, Mesh TensorFlow.
+
+    python convert.py t5-v1_1-small/ runs/t5_1_1_small     any of these -> a run directory
+    python convert.py runs/tiny tiny_hf --to hf            a run, or any of these -> Hugging Face
+    python convert.py runs/tiny checkpoint_1500 --to t5x                          -> T5X
+
+What SRC is, and all dimensions, are found in SRC. A model passes layer by layer, so one larger than
+memory can be converted. What was written is read again and compared before it gets its name: DST is
+there whole, or not at all.
+"""
+
+import contextlib
+import functools
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import struct
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Callable, NamedTuple
+
+import flax
+import jax
+import jax.numpy as jnp
+import msgpack
+import numpy as np
+import tensorstore
+from sentencepiece import sentencepiece_model_pb2
+
+import configs
+import model
+import partition
+from configs import Config, DataConfig, ModelConfig, TrainConfig, UserError, note
+
+
+class Tensors(NamedTuple):
+    """What lies in a file of another library: {its name: shape}, and read(its name) -> array."""
+
+    shapes: dict
+    read: Callable
+
+
+class Weights(NamedTuple):
+    """A model that lies somewhere: what every reader returns and every writer takes.
+
+    shapes: {name in our checkpoints: shape}, of parameters and, where there are any, slots.
+    read(name, layer): a float array, one layer of a stacked one; of the others the layer is None.
+    """
+
+    cfg: Config
+    step: int
+    shapes: dict
+    read: Callable
+    vocabulary: bytes | None  # what a run keeps as spiece.model
+
+
+# ---- names ---------------------------------------------------------------------------------------
+# The one table. Mesh TensorFlow's names and those of flax_model.msgpack are Hugging Face's, spelled
+# otherwise.
+
+BLOCKS = {  # ours: (Hugging Face's, T5X's)
+    "encoder/layers/attention": ("layer.0.SelfAttention", "attention"),
+    "encoder/layers/mlp": ("layer.1.DenseReluDense", "mlp"),
+    "decoder/layers/self_attention": ("layer.0.SelfAttention", "self_attention"),
+    "decoder/layers/cross_attention": ("layer.1.EncDecAttention", "encoder_decoder_attention"),
+    "decoder/layers/mlp": ("layer.2.DenseReluDense", "mlp"),
+}
+MATRICES = {
+    "query": ("q", "query"), "key": ("k", "key"), "value": ("v", "value"), "out": ("o", "out"),
+    "gate": ("wi_0", "wi_0"), "up": ("wi_1", "wi_1"), "down": ("wo", "wo"),
+}
+OTHERS = {
+    "embed": ("shared.weight", "token_embedder/embedding"),
+    "unembed": ("lm_head.weight", "decoder/logits_dense/kernel"),
+    **{f"{stack}/norm": (f"{stack}.final_layer_norm.weight", f"{stack}/{stack}_norm/scale")
+       for stack in ("encoder", "decoder")},
+    **{f"{stack}/relative_bias": (
+        f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+        f"{stack}/relpos_bias/rel_embedding") for stack in ("encoder", "decoder")},
+}
+
+
+def names(path, layer, gated):
+    """Our path of a parameter -> (Hugging Face's name, T5X's name)."""
+    if path in OTHERS:
+        return OTHERS[path]
+    block, name = path.rsplit("/", 1)
+    stack, ours = block.split("/layers/")
+    hf, t5x = BLOCKS[block]
+    if name == "norm":
+        return (f"{stack}.block.{layer}.{hf.rsplit('.', 1)[0]}.layer_norm.weight",
+                f"{stack}/layers_{layer}/pre_{ours}_layer_norm/scale")
+    hf_matrix, t5x_matrix = ("wi", "wi") if name == "up" and not gated else MATRICES[name]
+    return (f"{stack}.block.{layer}.{hf}.{hf_matrix}.weight",
+            f"{stack}/layers_{layer}/{t5x}/{t5x_matrix}/kernel")
+
+
+def flax_name(path, layer, gated):
+    """encoder/block/0/layer/0/SelfAttention/q/kernel"""
+    table = path == "embed" or path.endswith("relative_bias")
+    last = "embedding" if table else "weight" if path.endswith("norm") else "kernel"
+    return names(path, layer, gated)[0].removesuffix("weight").replace(".", "/") + last
+
+
+def mtf_name(path, layer, gated):
+    """encoder/block_000/layer_000/SelfAttention/q"""
+    name = names(path, layer, gated)[0].removesuffix(".weight").replace(".", "/")
+    name = re.sub(r"(block|layer)/(\d+)", lambda m: f"{m[1]}_{int(m[2]):03}", name)
+    name = {"shared": "shared/embedding", "lm_head": "decoder/logits/kernel"}.get(name, name)
+    return name + ("/scale" if "norm" in name else "/kernel" if "Dense" in name else "")
+
+
+MTF_SLOTS = {"v": "_slot_v", "v_row": "_slot_vr", "v_col": "_slot_vc", "m": "_slot_m"}
+
+
+class Format(NamedTuple):
+    """A library's names of a parameter, an optimizer's slot, the step; the one rule of its arrays.
+    """
+
+    name: Callable
+    turned: Callable = lambda path: False  # whether its matrix is ours transposed
+    slot: Callable | None = None
+    step: str | None = None
+
+
+HF = Format(lambda *path: names(*path)[0], lambda path: path != "embed")
+FLAX = Format(flax_name, lambda path: path.endswith("relative_bias"))
+T5X = Format(lambda *path: f"target/{names(*path)[1]}", step="state/step",
+             slot=lambda name, slot: f"{name.replace('target', 'state/param_states', 1)}/{slot}")
+MTF = Format(mtf_name, step="global_step", slot=lambda name, slot: name + MTF_SLOTS[slot])
+
+
+def layers_of(name, shape):
+    """The layers of an array of ours; [None] if it is not stacked."""
+    return range(shape[0]) if "layers" in name.split("/") else [None]
+
+
+def of_layer(name, shape):
+    """The shape of one layer."""
+    return shape[1:] if "layers" in name.split("/") else shape
+
+
+def parameters(cfg, form):
+    """ModelConfig, Format -> {our name: (shape, [its name of each layer], whether turned)}."""
+    gated = cfg.activation.startswith("gated_")
+    return {f"params/{path}": (
+        p.shape, [form.name(path, layer, gated) for layer in layers_of(path, p.shape)],
+        len(of_layer(path, p.shape)) == 2 and form.turned(path))
+        for path, p in partition.flatten(model.param_table(cfg)).items()}
+
+
+def adafactor_slots(params, form, factored):
+    """The same for the slots of the parameters; factored(our path, its first name) -> bool.
+
+    T5X's v_row is the mean over the longer axis of a matrix, over the second of equal ones; our row
+    is the mean over the second always.
+    """
+    slots = {}
+    for ours, (shape, theirs, _) in params.items():
+        path, one = ours.removeprefix("params/"), of_layer(ours, shape)
+        names = {"full": ("v", one)}
+        if len(one) == 2 and factored(path, theirs[0]):
+            row, column = ("v_row", "v_col") if one[1] >= one[0] else ("v_col", "v_row")
+            names = {"row": (row, one[:1]), "column": (column, one[1:])}
+        for slot, (name, size) in names.items():
+            slots[f"slots/{path}/{slot}"] = (
+                shape[: len(shape) - len(one)] + size, [form.slot(n, name) for n in theirs], False)
+    return slots
+
+
+def first_of(names):
+    """Names -> "NAME" or "NAME and 3 more"."""
+    first, *others = sorted(names)
+    return first + (f" and {len(others):,} more" if others else "")
+
+
+# ---- what the tensors say ------------------------------------------------------------------------
+
+
+def derive(tensors, form, source):
+    """Tensors -> ModelConfig, as far as shapes tell; raises a UserError where they are not T5's."""
+
+    def shape(path):
+        name = form.name(path, 0, gated)
+        if name not in tensors.shapes:
+            raise UserError(f"{source} has no {name}: it is incomplete, or not a T5 model.")
+        if len(tensors.shapes[name]) != 2:
+            raise UserError(f"{source}: {name} has shape {list(tensors.shapes[name])}, and a T5 "
+                            f"model's has two axes: convert a T5 model.")
+        return tensors.shapes[name][:: -1 if form.turned(path) else 1]
+
+    def depth(stack):
+        paths = [f"{block}/{name}" for block in BLOCKS if block.startswith(stack)
+                 for name in ("norm", *MATRICES)]
+        return next(i for i in itertools.count() if not any(
+            form.name(path, i, True) in tensors.shapes for path in paths))
+
+    depths = {stack: depth(stack) for stack in ("encoder", "decoder")}
+    for stack, other in (("encoder", "decoder"), ("decoder", "encoder")):
+        if not depths[stack]:
+            raise UserError(f"{source} has no {stack} layers" + (
+                f", it is the {other} alone: plain T5 converts models that have both."
+                if depths[other] else ": it is not a T5 model."))
+    gated = form.name("encoder/layers/mlp/gate", 0, True) in tensors.shapes
+    heads, buckets = shape("encoder/relative_bias")
+    vocab_size, d_model = shape("embed")
+    width = shape("encoder/layers/attention/query")[1]
+    if width % heads:
+        raise UserError(f"{source}: {heads} heads cannot share the attention's width {width}: it "
+                        f"is not a T5 model.")
+    return ModelConfig(
+        vocab_size=vocab_size, d_model=d_model, d_ff=shape("encoder/layers/mlp/up")[1],
+        d_kv=width // heads, num_heads=heads, num_layers=depths["encoder"],
+        num_decoder_layers=depths["decoder"], relative_buckets=buckets,
+        activation="gated_gelu" if gated else "relu",
+        tied=form.name("unembed", 0, gated) not in tensors.shapes)
+
+
+def to_weights(tensors, form, source, cfg, vocabulary, name="t5", ignored=()):
+    """Tensors and the ModelConfig they should have -> Weights; refuses what does not fit."""
+    found = parameters(cfg, form)
+
+    def expected(places):
+        return {name: of_layer(ours, shape)[:: -1 if turned else 1]
+                for ours, (shape, theirs, turned) in places.items() for name in theirs}
+
+    def differing(wanted):
+        return [name for name in wanted if tensors.shapes[name] != wanted[name]]
+
+    wanted = expected(found)
+    if missing := set(wanted) - set(tensors.shapes):
+        raise UserError(f"{source} has no {first_of(missing)}: it is incomplete; fetch it again.")
+    if wrong := differing(wanted):
+        raise UserError(f"{source}: {wrong[0]} has shape {list(tensors.shapes[wrong[0]])}, and the "
+                        f"others ask for {list(wanted[wrong[0]])}: fetch it again.")
+    rest = set(tensors.shapes) - set(wanted) - {form.step, *ignored}
+    of_optimizer = {name for name in rest if name.startswith("state/") or "_slot_" in name}
+    if unknown := rest - of_optimizer:
+        raise UserError(f"{source} has {first_of(unknown)}, which no T5 model has: plain T5 "
+                        f"converts T5 1.0, T5 1.1, mT5, ByT5 and what descends from them.")
+    if of_optimizer:
+        def size(name, slot):
+            return math.prod(tensors.shapes.get(form.slot(name, slot), (1,)))
+
+        slots = adafactor_slots(found, form, lambda path, name: size(name, "v_row") > 1)
+        wanted = expected(slots)
+        if (set(wanted) <= of_optimizer and not differing(wanted)
+                and all(size(name, "m") == 1 for _, theirs, _ in found.values()
+                        for name in theirs)):
+            found |= slots
+        else:
+            note(f"{source}: its optimizer is not Adafactor without momentum; the parameters alone "
+                 f"are converted.")
+    step = int(tensors.read(form.step)) if form.step in tensors.shapes else 0
+
+    def read(name, layer):
+        _, theirs, turned = found[name]
+        array = tensors.read(theirs[layer or 0])
+        return array.T if turned else array
+
+    bytes_of = vocabulary is not None and vocabulary.startswith(b"bytes")
+    data = DataConfig(source="python:", vocab="bytes" if bytes_of else "spiece.model")
+    run = Config(name, cfg, data, TrainConfig(steps=max(step, 1)))
+    shapes = {name: shape for name, (shape, _, _) in found.items()}
+    return Weights(run, step, shapes, read, vocabulary)
+
+
+def find_vocabulary(folders, cfg):
+    """A spiece.model in one of the folders -> its bytes; what stands for ByT5's; or None."""
+    path = next((folder / "spiece.model" for folder in folders
+                 if (folder / "spiece.model").is_file()), None)
+    if not path:
+        return b"bytes:0\n" if cfg.vocab_size == 384 else None
+    vocabulary = path.read_bytes()
+    pieces = 0 if vocabulary.startswith(b"bytes") else len(pieces_of(vocabulary, path).pieces)
+    if pieces > cfg.vocab_size:
+        raise UserError(f"{path} has {pieces:,} pieces and the model {cfg.vocab_size:,} "
+                        f"embeddings: it is of another model.")
+    return vocabulary
+
+
+def pieces_of(vocabulary, path="spiece.model"):
+    """Bytes of a SentencePiece model -> its ModelProto."""
+    proto = sentencepiece_model_pb2.ModelProto()
+    try:
+        proto.ParseFromString(vocabulary)
+    except Exception as error:  # protobuf's DecodeError, whose place differs between versions
+        raise UserError(f"{path} is not a SentencePiece model: fetch it again.") from error
+    return proto
+
+
+# ---- Hugging Face, read --------------------------------------------------------------------------
+
+FILES = ("model.safetensors", "flax_model.msgpack", "pytorch_model.bin")
+DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
+
+
+def is_hf(folder):
+    return any((folder / f"{name}{end}").exists() for name in FILES for end in ("", ".index.json"))
+
+
+def read_json(path):
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}): fetch it again.") from error
+
+
+def shards(folder, name):
+    """[the file], or the files that NAME.index.json lists; and the tensors that it promises."""
+    if (folder / name).exists():
+        return [folder / name], set()
+    promised = read_json(folder / f"{name}.index.json").get("weight_map", {})
+    files = sorted({folder / file for file in promised.values()})
+    if missing := {file.name for file in files if not file.exists()}:
+        raise UserError(f"{folder} has no {first_of(missing)}, which its index lists: fetch it "
+                        f"again.")
+    return files, set(promised)
+
+
+def read_safetensors(files):
+    """-> Tensors, views of the files. The library's own reader copies, and keeps pages in memory:
+    the format is a header in JSON, and arrays at the places it names."""
+    places, shapes = {}, {}
+    for file in files:
+        try:
+            with open(file, "rb") as opened:
+                size = struct.unpack("<Q", opened.read(8))[0]
+                header = json.loads(opened.read(size))
+            header.pop("__metadata__", None)
+            for name, entry in header.items():
+                places[name] = file, entry["dtype"], 8 + size + entry["data_offsets"][0]
+                shapes[name] = tuple(entry["shape"])
+            whole = 8 + size + max(entry["data_offsets"][1] for entry in header.values())
+        except (ValueError, KeyError, TypeError, AttributeError, struct.error, OverflowError,
+                MemoryError) as error:
+            raise UserError(f"{file} is not a whole safetensors file ({error}): fetch it again."
+                            ) from error
+        if whole != file.stat().st_size:
+            raise UserError(f"{file} has {file.stat().st_size:,} bytes, not {whole:,}: fetch it "
+                            f"again.")
+    for name, (file, dtype, _) in places.items():
+        if dtype not in DTYPES:
+            raise UserError(f"{file}: {name} holds {dtype}, not floating point: convert the model "
+                            f"that was not quantized.")
+
+    def read(name):
+        file, dtype, start = places[name]
+        return np.memmap(file, DTYPES[dtype], "r", start, shapes[name])
+
+    return Tensors(shapes, read)
+
+
+def read_pickle(files, allowed):
+    """pytorch_model.bin -> Tensors."""
+    if not allowed:
+        raise UserError(f"{files[0]} is a pickle, which can run any program: add --allow_pickle if "
+                        f"you trust where it comes from.")
+    try:
+        import torch
+    except ImportError as error:
+        raise UserError("Reading pytorch_model.bin needs torch: pip install torch.") from error
+    tensors = {}
+    for file in files:
+        try:
+            tensors |= torch.load(file, "cpu", weights_only=True, mmap=True)
+        except Exception as error:  # of many kinds
+            raise UserError(f"{file} cannot be read ({str(error).splitlines()[0]}): fetch it "
+                            f"again.") from error
+    return Tensors({name: tuple(tensor.shape) for name, tensor in tensors.items()},
+                   lambda name: tensors[name].float().numpy())
+
+
+def open_hf(folder, allow_pickle=False):
+    """Hugging Face directory -> Weights."""
+    config = read_json(folder / "config.json")
+    if (kind := config.get("model_type", "t5")) not in ("t5", "mt5"):
+        raise UserError(f"{folder} holds a model of type {kind}: plain T5 converts t5 and mt5.")
+    form, promised = HF, set()
+    name = next(name for name in FILES
+                if (folder / name).exists() or (folder / f"{name}.index.json").exists())
+    if name == "flax_model.msgpack":
+        form, tensors = FLAX, read_msgpack(folder / name)
+    else:
+        files, promised = shards(folder, name)
+        tensors = (read_safetensors(files) if name == FILES[0] else
+                   read_pickle(files, allow_pickle))
+    if lost := promised - set(tensors.shapes):
+        raise UserError(f"{folder} has no {first_of(lost)}, which its index lists: fetch it again.")
+    tensors, ignored = settle_embeddings(tensors, form, config, folder)
+    cfg = settle_config(derive(tensors, form, folder), config, folder)
+    tokenizer = folder / "tokenizer_config.json"
+    byt5 = tokenizer.exists() and "ByT5" in str(read_json(tokenizer).get("tokenizer_class"))
+    vocabulary = b"bytes:0\n" if byt5 else find_vocabulary([folder], cfg)
+    return to_weights(tensors, form, folder, cfg, vocabulary, kind, ignored)
+
+
+def settle_embeddings(tensors, form, config, folder):
+    """-> (Tensors with one embedding, and an output layer unless it is tied; names to ignore).
+
+    Whether the two are one is decided by the tensors; config.json says whether the logits are
+    scaled by d_model^-0.5. Ours are if and only if the two are one, so an output layer is made
+    where Hugging Face's model is otherwise.
+    """
+    embed, head = form.name("embed", 0, True), form.name("unembed", 0, True)
+    copies = {embed.replace("shared", stack + embed[6] + "embed_tokens")
+              for stack in ("encoder", "decoder")}
+    tables = [name for name in (embed, *sorted(copies)) if name in tensors.shapes]
+    if not tables:
+        raise UserError(f"{folder} has no {embed}: it is incomplete, or not a T5 model.")
+    table = tables[0]
+    for name in tables[1:]:
+        if not np.array_equal(tensors.read(name), tensors.read(table)):
+            raise UserError(f"{folder}: {table} and {name} differ: plain T5 has one embedding for "
+                            f"encoder and decoder.")
+
+    def as_head():
+        array = tensors.read(table)
+        return array if form.turned("unembed") else array.T
+
+    tied = head not in tensors.shapes or np.array_equal(tensors.read(head), as_head())
+    flag = config.get("tie_word_embeddings", tied)
+    if head not in tensors.shapes and not flag and "scale_decoder_outputs" not in config:
+        raise UserError(f"{folder} has no {head}, and by its config.json the output layer is not "
+                        f"the embedding: fetch it again.")
+    scaled = config.get("scale_decoder_outputs", flag and config.get("model_type") != "mt5")
+    shapes = dict(tensors.shapes)
+    shapes[embed] = shapes.pop(table)
+    if tied:
+        shapes.pop(head, None)
+        if not scaled:
+            shapes[head] = as_head().shape
+
+    def read(name):
+        if name == head and not tied and scaled:
+            return tensors.read(name) * np.float32(shapes[embed][1] ** -0.5)
+        return as_head() if name == head and tied else tensors.read(
+            table if name == embed else name)
+
+    # the last is in T5 1.0's first files and was never used
+    unused = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+    return Tensors(shapes, read), {*copies, unused}
+
+
+def settle_config(cfg, config, folder):
+    """ModelConfig of the tensors, and config.json -> ModelConfig; refuses what contradicts it."""
+    said = {"num_decoder_layers": config.get("num_layers"), **config,
+            "relative_buckets": config.get("relative_attention_num_buckets"),
+            "activation": config.get("feed_forward_proj", "relu").replace("-", "_")}
+    for name in ("vocab_size", "d_model", "d_ff", "d_kv", "num_heads", "num_layers",
+                 "num_decoder_layers", "relative_buckets"):
+        if said.get(name) not in (None, getattr(cfg, name)):
+            raise UserError(f"{folder}: config.json says {name} {said[name]}, the weights have "
+                            f"{getattr(cfg, name)}: fetch both again.")
+    if said["activation"] not in configs.CHOICES["model.activation"]:
+        raise UserError(f"{folder}: its activation is {said['activation']}; plain T5 knows "
+                        f"{', '.join(configs.CHOICES['model.activation'])}.")
+    if said["activation"].startswith("gated_") != cfg.activation.startswith("gated_"):
+        raise UserError(f"{folder}: config.json says feed_forward_proj {said['activation']}, and "
+                        f"the weights have {cfg.activation}'s matrices: fetch both again.")
+    if said.get("layer_norm_epsilon", 1e-6) != 1e-6:
+        raise UserError(f"{folder}: layer_norm_epsilon is {said['layer_norm_epsilon']}; plain T5 "
+                        f"has 1e-6 alone.")
+    return replace(cfg, activation=said["activation"], dropout=said.get("dropout_rate", 0.1),
+                   relative_max_distance=said.get("relative_attention_max_distance", 128))
+
+
+def read_msgpack(path):
+    """A msgpack file of Flax -> Tensors. Only places are kept; a map that stands for one array, and
+    a leaf that is no array, are read as what they are."""
+    places = {}
+
+    def part(start, stop):
+        with open(path, "rb") as file:
+            file.seek(start)
+            return file.read(stop - start)
+
+    def walk(unpacker, prefix):
+        start, keys = unpacker.tell(), set()
+        for _ in range(unpacker.read_map_header()):
+            key, at = unpacker.unpack(), unpacker.tell()
+            keys.add(key)
+            first = part(at, at + 1)[0]
+            if first >> 4 == 8 or first in (0xDE, 0xDF):
+                walk(unpacker, f"{prefix}{key}/")
+            else:
+                unpacker.skip()
+                places[f"{prefix}{key}"] = at, unpacker.tell()
+        if keys & {"driver", "__msgpack_chunked_array__"}:
+            for name in [name for name in places if name.startswith(prefix)]:
+                del places[name]
+            places[prefix.removesuffix("/")] = start, unpacker.tell()
+
+    def shape(name):
+        start, stop = places[name]
+        head = part(start, min(stop, start + 200))
+        if head[0] not in (*range(0xC7, 0xCA), *range(0xD4, 0xD9)):  # no extension: not an array
+            value = read(name)
+            return tuple(value["metadata"]["shape"]) if isinstance(value, dict) else np.shape(value)
+        inner = msgpack.Unpacker()
+        inner.feed(head[{0xC7: 3, 0xC8: 4, 0xC9: 6}.get(head[0], 2) :])
+        inner.read_array_header()
+        return tuple(inner.unpack())
+
+    def read(name):
+        return flax.serialization.msgpack_restore(part(*places[name]))
+
+    try:
+        with open(path, "rb") as file:
+            walk(msgpack.Unpacker(file, max_buffer_size=0, strict_map_key=False), "")
+        return Tensors({name: shape(name) for name in places}, read)
+    except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
+        raise UserError(f"{path} is not a whole msgpack file ({error}): fetch it again.") from error
+
+
+# ---- T5X and Mesh TensorFlow, read ---------------------------------------------------------------
+
+
+def read_t5x(folder):
+    """T5X's own checkpoint: the msgpack file `checkpoint`, and zarr arrays that it points to."""
+    path = folder / "checkpoint" if folder.is_dir() else folder
+    tensors = read_msgpack(path)
+    version = tensors.read("version") if "version" in tensors.shapes else "unknown"
+    if version != 3:
+        raise UserError(f"{path} is a T5X checkpoint of version {version}, and plain T5 reads "
+                        f"version 3: restore and save it with a newer T5X.")
+
+    def read(name):
+        value = tensors.read(f"optimizer/{name}")
+        if not isinstance(value, dict):
+            return np.asarray(value)
+        place = value.get("kvstore", value)["path"]  # before TensorStore 0.1.14 without kvstore
+        return stored(value["driver"], {"driver": "file", "path": str(path.parent / place)},
+                      fill_missing_data_reads=False)
+
+    return Tensors({name.removeprefix("optimizer/"): shape
+                    for name, shape in tensors.shapes.items() if "/" in name}, read)
+
+
+def read_orbax(folder):
+    """T5X's checkpoint as Orbax writes it today."""
+    about = read_json(folder / "_METADATA")
+    names = ["/".join(part["key"] for part in entry["key_metadata"])
+             for entry in about["tree_metadata"].values()]
+    driver = "zarr3" if about.get("use_zarr3") else "zarr"
+
+    def place(name):
+        name = name.replace("/", ".")
+        if about.get("use_ocdbt"):
+            return {"driver": "ocdbt", "base": f"file://{folder.resolve()}/", "path": f"{name}/"}
+        return {"driver": "file", "path": str(folder / name)}
+
+    return Tensors({name: stored(driver, place(name), read=False) for name in names},
+                   lambda name: stored(driver, place(name)))
+
+
+def stored(driver, place, read=True, **options):
+    """A zarr array of TensorStore's -> NumPy array, or its shape."""
+    try:
+        spec = {"driver": driver, "kvstore": place, **options}
+        store = tensorstore.open(spec, open=True).result()
+        return store.read().result() if read else store.shape
+    except (ValueError, OSError) as error:
+        raise UserError(f"{place['path']} is incomplete or damaged: fetch the checkpoint again. "
+                        f"({str(error)[:200]})") from error
+
+
+def read_mtf(prefix):
+    """Mesh TensorFlow's checkpoint -> Tensors; its norms have had several names."""
+    try:
+        from tensorflow.train import load_checkpoint
+    except ImportError as error:
+        raise UserError("Reading a Mesh TensorFlow checkpoint needs TensorFlow: pip install "
+                        "tensorflow-cpu.") from error
+
+    def plain(name):
+        name = re.sub(r"^(encoder|decoder)/(rms|layer)_norm", r"\1/final_layer_norm", name)
+        return re.sub(r"(layer_\d+)/rms_norm", r"\1/layer_norm", name)
+
+    try:
+        reader = load_checkpoint(str(prefix))
+        shapes = reader.get_variable_to_shape_map()
+    except Exception as error:  # of TensorFlow's kinds
+        raise UserError(f"{prefix}.index cannot be read ({str(error)[:200]}): fetch it again."
+                        ) from error
+    theirs = {plain(name): name for name in shapes}
+
+    def read(name):
+        try:
+            return np.asarray(reader.get_tensor(theirs[name]))
+        except Exception as error:
+            raise UserError(f"{prefix} has no data of {theirs[name]} ({str(error)[:200]}): fetch "
+                            f"it again.") from error
+
+    return Tensors({name: tuple(shapes[old]) for name, old in theirs.items()}, read)
+
+
+def open_google(source, tensors, form):
+    """A checkpoint of T5X or Mesh TensorFlow -> Weights."""
+    folders = [source if source.is_dir() else source.parent]
+    folders += [source.parent] if source.name.startswith("checkpoint_") else []  # its run
+    cfg = derive(tensors, form, source)
+    cfg = replace(cfg, activation=gin_activation(folders) or cfg.activation)
+    return to_weights(tensors, form, source, cfg, find_vocabulary(folders, cfg))
+
+
+def gin_activation(folders):
+    """What a Gin file beside the checkpoint says of the activation, or None."""
+    for path in (folder / name for folder in folders for name in (
+            "config.gin", "operative_config.gin")):
+        text = path.read_text() if path.exists() else ""
+        if found := re.search(r"(mlp_activations|DenseReluDense\.activation) *= *(.*)", text):
+            words = re.findall(r"\w+", found[2].replace("swish", "silu"))
+            name = "gated_" * ("linear" in words) + words[0]
+            if name not in configs.CHOICES["model.activation"]:
+                raise UserError(f"{path} says {found[0]}, an activation that plain T5 has not.")
+            return name
+    return None
+
+
+# ---- a run, read ---------------------------------------------------------------------------------
+
+
+def open_plain(folder, step=None):
+    """A run directory, or one of its checkpoints -> Weights."""
+    run_dir, checkpoint = folder / ".." / "..", folder
+    try:
+        if partition.find_checkpoint(folder):
+            checkpoints = partition.Checkpoints(folder)
+            step = of_steps(folder, checkpoints.steps(), step)
+            run_dir, checkpoint = folder, checkpoints.path(step)
+        manifest = partition.read_manifest(checkpoint)
+    except partition.CheckpointError as error:
+        raise UserError(f"{error}: name another --step.") from error
+    arrays, cfg = manifest["arrays"], configs.load_run(run_dir)
+    shapes = {name: tuple(array["shape"]) for name, array in arrays.items()}
+    for name, (shape, _, _) in parameters(cfg.model, HF).items():
+        if shapes.get(name) != shape:
+            raise UserError(f"{checkpoint}: {name} has shape {shapes.get(name)}, and config.json "
+                            f"asks for {shape}: they are of two runs.")
+
+    @functools.lru_cache(1)
+    def verified(name):
+        """The pieces of a stacked array, which are read layer by layer."""
+        return {}
+
+    def read(name, layer):
+        index, kept = [slice(None)] * len(shapes[name]), None
+        if layer is not None:
+            index[0], kept = slice(layer, layer + 1), verified(name)
+        try:
+            part = partition.read_part(checkpoint, arrays[name], index, kept)
+        except partition.CheckpointError as error:
+            raise UserError(f"{error}: name another --step.") from error
+        return part if layer is None else part[0]
+
+    file = run_dir / "spiece.model"
+    return Weights(cfg, manifest["step"], shapes, read,
+                   file.read_bytes() if file.exists() else None)
+
+
+def of_steps(source, steps, step):
+    """The newest of the steps, or the one that is asked for."""
+    if step is not None and step not in steps:
+        raise UserError(f"{source} has no step {step:,}; it has {', '.join(map(str, steps))}.")
+    return max(steps) if step is None else step
+
+
+def open_any(source, step=None, allow_pickle=False):
+    """Path of anything -> Weights; what it is is seen by the files that lie there."""
+    path = Path(source)
+    if os.path.exists(f"{source}.index"):
+        return open_google(path, read_mtf(path), MTF)
+    if path.is_file():
+        return open_google(path, read_t5x(path), T5X)
+    if (path / "manifest.json").exists() or partition.Checkpoints(path).steps():
+        return open_plain(path, step)
+    if is_hf(path):
+        return open_hf(path, allow_pickle)
+    for folder in (path / "state", path):
+        if (folder / "_METADATA").exists():
+            return open_google(path, read_orbax(folder), T5X)
+    inside = {int(one.name[11:]): one for one in path.glob("checkpoint_*")
+              if one.name[11:].isdecimal()}
+    inside |= {int(one.stem.rsplit("-", 1)[1]): one.with_suffix("")
+               for one in path.glob("model.ckpt-*.index")}
+    if inside:
+        return open_any(inside[of_steps(source, sorted(inside), step)])
+    if (path / "checkpoint").is_file():
+        return open_google(path, read_t5x(path), T5X)
+    raise UserError(f"{source} is no run directory, no Hugging Face directory with weights, and no "
+                    f"checkpoint of T5X or Mesh TensorFlow: name one.")
+
+
+# ---- written: a run ------------------------------------------------------------------------------
+
+CHUNK_BYTES = 1 << 24  # large arrays pass in parts: one is turned while another is written
+
+
+def rows_of(array):
+    """Slices of an array's rows, each of at most CHUNK_BYTES, or one row."""
+    rows = max(1, len(array) * CHUNK_BYTES // max(1, 4 * array.size))
+    return [slice(start, start + rows) for start in range(0, len(array), rows)]
+
+
+def ahead(items):
+    """The items of an iterator, each made in a thread while the one before it is used."""
+    items, end = iter(items), object()
+    with ThreadPoolExecutor(1) as thread:
+        following = thread.submit(next, items, end)
+        while (item := following.result()) is not end:
+            following = thread.submit(next, items, end)
+            yield item
+
+
+def write_plain(folder, weights, dtype):
+    """Weights -> a run directory."""
+    arrays = {name: {"shape": shape, "dtype": "float32"}
+              for name, shape in weights.shapes.items() if "/" in name}
+    scalars = {}
+    if any(name.startswith("slots/") for name in arrays):  # T5X counts updates by the step
+        scalars = {"step": weights.step, "count": weights.step, "skipped": 0}
+    scalars |= {name: int(weights.read(name, None))
+                for name, shape in weights.shapes.items() if shape == ()}
+    arrays |= {name: {"shape": (), "dtype": "int32"} for name in scalars}
+
+    def pieces():
+        for name in sorted(arrays):
+            shape = arrays[name]["shape"]
+            if name in scalars:
+                yield name, [], np.array(scalars[name], np.int32)
+                continue
+            for layer in layers_of(name, shape):
+                array = weights.read(name, layer)
+                array = array if layer is None else array[None]
+                for rows in rows_of(array):
+                    part = np.ascontiguousarray(array[rows], np.float32)
+                    first = rows.start + (layer or 0)
+                    yield name, [[first, first + len(part)], *([0, n] for n in shape[1:])], part
+
+    path = partition.Checkpoints(folder).path(weights.step)
+    partition.write_checkpoint(path, arrays, ahead(pieces()), weights.step)
+    configs.save_run(weights.cfg, folder)
+    if weights.vocabulary:
+        configs.write_file(folder / "spiece.model", weights.vocabulary)
+
+
+# ---- written: Hugging Face -----------------------------------------------------------------------
+
+SHARD_BYTES = 5_000_000_000
+
+
+def write_hf(folder, weights, dtype):
+    """Weights -> a directory that transformers reads."""
+    cfg = weights.cfg.model
+    files, size = [[]], 0
+    for ours, (shape, theirs, turned) in parameters(cfg, HF).items():
+        one = of_layer(ours, shape)
+        for layer, name in zip(layers_of(ours, shape), theirs):
+            size += math.prod(one) * dtype.itemsize
+            if files[-1] and size > SHARD_BYTES:
+                files, size = [*files, []], math.prod(one) * dtype.itemsize
+            files[-1].append((name, ours, layer, one[:: -1 if turned else 1], turned))
+    places, total = {}, 0
+    for number, tensors in enumerate(files, 1):
+        file = ("model.safetensors" if len(files) == 1 else
+                f"model-{number:05}-of-{len(files):05}.safetensors")
+        total += write_safetensors(folder / file, tensors, weights, dtype)
+        places |= {tensor[0]: file for tensor in tensors}
+    if len(files) > 1:
+        write_json(folder / "model.safetensors.index.json",
+                   {"metadata": {"total_size": total}, "weight_map": places})
+    # transformers 5 does not scale a tied MT5's logits
+    mt5 = weights.cfg.name.startswith("mt5") or cfg.vocab_size == 250112
+    family = "mt5" if mt5 and not cfg.tied else "t5"
+    ids = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+    write_json(folder / "config.json", {
+        "architectures": [f"{family.upper()}ForConditionalGeneration"], "model_type": family,
+        "is_encoder_decoder": True, "use_cache": True, "dtype": dtype.name, **ids,
+        **{name: getattr(cfg, name) for name in (
+            "vocab_size", "d_model", "d_ff", "d_kv", "num_heads", "num_layers",
+            "num_decoder_layers")},
+        "feed_forward_proj": cfg.activation.replace("_", "-"), "tie_word_embeddings": cfg.tied,
+        "relative_attention_num_buckets": cfg.relative_buckets,
+        "relative_attention_max_distance": cfg.relative_max_distance,
+        "dropout_rate": cfg.dropout, "layer_norm_epsilon": 1e-6})
+    write_json(folder / "generation_config.json", ids)
+    write_tokenizer(folder, weights.vocabulary, cfg)
+
+
+def write_safetensors(path, tensors, weights, dtype):
+    """Stream tensors into a file -> their bytes. The library's writer wants all in memory."""
+    header, at = {"__metadata__": {"format": "pt"}}, 0
+    for name, _, _, shape, _ in tensors:
+        end = at + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": {4: "F32", 2: "BF16"}[dtype.itemsize], "shape": shape,
+                        "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for _, ours, layer, _, turned in tensors:
+            array = weights.read(ours, layer)
+            array = array.T if turned else array
+            for rows in rows_of(array):
+                part = np.ascontiguousarray(array[rows], dtype)
+                file.write(part.reshape(-1).view(np.uint8).data)
+        file.flush()
+        os.fsync(file.fileno())
+    return at
+
+
+def write_json(path, value):
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def write_tokenizer(folder, vocabulary, cfg):
+    """spiece.model and tokenizer_config.json; says where Hugging Face reads text otherwise."""
+    about = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    if vocabulary is None:
+        return
+    if vocabulary.startswith(b"bytes"):
+        note("warning: Hugging Face's ByT5Tokenizer gives <extra_id_0> and its like other ids.")
+        about |= {"tokenizer_class": "ByT5Tokenizer", "extra_ids": max(0, cfg.vocab_size - 259)}
+    else:
+        proto = pieces_of(vocabulary)
+        if proto.trainer_spec.model_type != proto.trainer_spec.UNIGRAM:
+            raise UserError("The vocabulary is no unigram model, and Hugging Face's T5Tokenizer "
+                            "would read nearly all text otherwise: move spiece.model out of the "
+                            "run to write the weights alone.")
+        if proto.trainer_spec.byte_fallback:
+            note("warning: Hugging Face's T5Tokenizer has no byte fallback: what the vocabulary "
+                 "writes in bytes is <unk> there.")
+        if not proto.normalizer_spec.precompiled_charsmap:
+            note("warning: the vocabulary does not normalise text; Hugging Face's T5Tokenizer "
+                 "treats some of it otherwise.")
+        built_in = proto.pieces[-1].piece.endswith("<extra_id_0>")
+        about |= {"tokenizer_class": "T5Tokenizer", "extra_ids": 0 if built_in else 100,
+                  "legacy": True}
+        (folder / "spiece.model").write_bytes(vocabulary)
+    write_json(folder / "tokenizer_config.json", about)
+
+
+def model_card(weights, run_dir):
+    """README.md of a Hugging Face directory, from the run's configuration and metrics."""
+    cfg, metrics, path = weights.cfg, {}, Path(run_dir, "metrics.jsonl")
+    for line in path.read_text().splitlines() if path.exists() else ():
+        metrics |= {name: value for name, value in json.loads(line).items() if "_eval/" in name}
+    number = model.count_params(model.param_table(cfg.model))
+    settings = "\n".join(
+        f"- `{section}.{knob.name}`: {value}" for section, knob, value in configs.fields(cfg)
+        if section in ("model", "data", "train") and (section == "model" or value != knob.default))
+    rows = "\n".join(f"| {name} | {value:.4g} |" for name, value in metrics.items())
+    return f"""---
+library_name: transformers
+pipeline_tag: text2text-generation
+tags:
+- t5
+---
+
+# {cfg.name}
+
+A T5 encoder-decoder with {number:,} parameters, at step {weights.step:,}; converted by plain T5.
+
+## Settings
+
+{settings}
+
+## Last evaluation
+
+""" + (f"| metric | value |\n|---|---|\n{rows}\n" if rows else "None was recorded.\n")
+
+
+# ---- written: T5X --------------------------------------------------------------------------------
+
+
+def write_t5x(folder, weights, dtype):
+    """Weights -> a checkpoint directory of T5X: version 3, a msgpack file beside zarr arrays."""
+    places = parameters(weights.cfg.model, T5X)
+    tree = {T5X.step: np.array(weights.step, np.int32)}
+    slots = adafactor_slots(places, T5X, lambda path, name: f"slots/{path}/row" in weights.shapes)
+    if set(slots) <= set(weights.shapes):
+        for _, theirs, _ in places.values():  # T5X has all four of every parameter
+            tree |= {T5X.slot(name, slot): np.zeros(1, np.float32)
+                     for name in theirs for slot in MTF_SLOTS}
+        places |= slots
+    else:
+        note("There are no slots of Adafactor: T5X evaluates the checkpoint, and fine-tunes from "
+             "it with fallback_to_scratch.")
+    for ours, (shape, theirs, _) in places.items():
+        for layer, name in zip(layers_of(ours, shape), theirs):
+            array = weights.read(ours, layer)
+            if name.endswith(("v_row", "v_col")):
+                tree[name] = np.array(array)
+            else:
+                kind = dtype if ours in parameters(weights.cfg.model, T5X) else np.float32
+                tree[name] = write_store(folder, name.replace("/", "."), np.asarray(array, kind))
+    tree = flax.traverse_util.unflatten_dict(tree, sep="/")
+    configs.write_file(folder / "checkpoint", flax.serialization.msgpack_serialize(
+        {"version": 3, "optimizer": tree}))
+    if weights.vocabulary:
+        configs.write_file(folder / "spiece.model", weights.vocabulary)
+
+
+def write_store(folder, name, array):
+    """Write a zarr array -> what T5X's index says about it."""
+    rows = min(len(array), max(1, len(array) * (1 << 26) // array.nbytes))  # chunks of 64 MiB
+    spec = {"driver": "zarr", "dtype": array.dtype.name, "metadata": {
+        "shape": list(array.shape), "chunks": [rows, *array.shape[1:]],
+        "compressor": None}}  # T5X's own gzip saves 7 % and takes ten times as long
+    place = {"driver": "file", "path": str(folder / name)}
+    tensorstore.open({**spec, "kvstore": place}, create=True).result().write(array).result()
+    return {**spec, "kvstore": {**place, "path": f"{name}/"}}
+
+
+# ---- compared ------------------------------------------------------------------------------------
+
+
+def compare(weights, written, dtype):
+    """Read both, array by array -> (largest difference, arrays); raises where one is damaged."""
+    def difference(name, layer):
+        ours, theirs = weights.read(name, layer), written.read(name, layer)
+        kind, largest = dtype if name.startswith("params/") else np.float32, 0.0
+        for rows in rows_of(np.atleast_1d(ours)):
+            a, b = np.atleast_1d(ours)[rows], np.atleast_1d(theirs)[rows]
+            if np.array_equal(a, b):
+                continue
+            a, b = a.astype(np.float32), b.astype(np.float32)
+            if not np.array_equal(a.astype(kind).astype(np.float32), b, equal_nan=True):
+                raise OSError(f"{name} is not what was read a moment ago: the disk or the memory "
+                              f"is damaged, nothing was kept")
+            largest = max(largest, float(np.nanmax(np.abs(a - b), initial=0.0)))
+        return largest
+
+    differences = []
+    with ThreadPoolExecutor(2) as threads:
+        for name in written.shapes.keys() & weights.shapes.keys():
+            layers = layers_of(name, written.shapes[name])
+            differences += threads.map(difference, [name] * len(layers), layers)
+    return max(differences), len(differences)
+
+
+def compare_logits(folder, weights):
+    """A Hugging Face directory and the Weights it should equal -> (largest difference of logits,
+    largest logit) on random ids, or None where transformers is not installed."""
+    try:
+        import torch
+        import transformers
+    except ImportError:
+        return None
+    cfg = replace(weights.cfg.model, dtype="float32", dropout=0.0)
+    mesh = partition.set_mesh(Config(""), jax.devices()[:1])
+    params = {}
+    for path, p in partition.flatten(model.param_table(cfg)).items():
+        layers = [weights.read(f"params/{path}", layer) for layer in layers_of(path, p.shape)]
+        array = np.float32(layers[0] if "layers" not in p.axes else np.stack(layers))
+        params[path] = jax.device_put(array, jax.NamedSharding(mesh, partition.spec(p.axes)))
+    params = flax.traverse_util.unflatten_dict(params, sep="/")
+    rng = np.random.default_rng(0)
+    inputs, targets = (rng.integers(2, cfg.vocab_size, (2, n), np.int32) for n in (48, 16))
+    targets[:, 0] = 0
+    batch = SimpleNamespace(inputs=inputs, input_segments=np.ones_like(inputs),
+                            decoder_inputs=targets, target_segments=np.ones_like(targets))
+    ours = np.asarray(jax.jit(lambda params: model.forward(params, batch, cfg))(params))
+    try:
+        network = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.float32)
+    except (OSError, ValueError, RuntimeError) as error:
+        note(f"warning: transformers cannot read {folder} ({error}).")
+        return None
+    network.eval()
+    with torch.no_grad():
+        theirs = network(input_ids=torch.tensor(inputs).long(),
+                         decoder_input_ids=torch.tensor(targets).long()).logits.numpy()
+    return float(np.abs(ours - theirs).max()), float(np.abs(theirs).max())
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+WRITERS = {"plain": write_plain, "hf": write_hf, "t5x": write_t5x}
+LOGITS_BYTES = 1 << 29  # to compare logits, both models are whole in memory
+
+
+@contextlib.contextmanager
+def written_whole(destination):
+    """A folder to write into, which becomes `destination` if nothing goes wrong."""
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise UserError(f"{destination} is there already: name another DST, or move it away.")
+    temporary = destination.with_name(f".{destination.name}.tmp{os.getpid()}")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        os.rename(temporary, destination)
+        partition.sync_folder(destination.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def convert(source, destination, to, dtype, step=None, allow_pickle=False):
+    """Read, write, compare, and give the result its name."""
+    began = time.perf_counter()
+    with written_whole(destination) as folder:
+        weights = open_any(source, step, allow_pickle)
+        number = model.count_params(model.param_table(weights.cfg.model))
+        print(f"source   {source}: {number:,} parameters, step {weights.step:,}", flush=True)
+        if weights.vocabulary is None:
+            note(f"warning: {source} has no vocabulary: what is written takes ids alone until a "
+                 f"spiece.model is put there.")
+        WRITERS[to](folder, weights, dtype)
+        if to == "hf":
+            (folder / "README.md").write_text(model_card(weights, source))
+        largest, arrays = compare(weights, open_any(folder), dtype)
+        print(f"compared {arrays:,} arrays with the source: largest difference {largest:g}")
+    print(f"done     {destination}, in {time.perf_counter() - began:.2f} s", flush=True)
+    reference = destination if to == "hf" else Path(source)
+    if is_hf(reference) and 4 * number > LOGITS_BYTES:
+        print("logits   not compared: two such models would have to be in memory")
+    elif is_hf(reference) and (found := compare_logits(reference, open_any(destination))):
+        print(f"logits   largest difference {found[0]:.2g} to transformers', of {found[1]:.3g}")
+        if not found[0] <= 0.05 * found[1]:
+            note("warning: transformers reads the Hugging Face directory as another model.")
+
+
+def main(argv):
+    args, changes = configs.parse_args(
+        __doc__, argv, src_=dict(help="what to convert"), dst_=dict(help="a new folder"),
+        to=dict(default="plain", choices=tuple(WRITERS)),
+        dtype=dict(default="float32", choices=("float32", "bfloat16"), help="of the weights"),
+        step=dict(default="latest", help="which of several checkpoints"),
+        allow_pickle=dict(action="store_true", help="read pytorch_model.bin"))
+    if changes or args.config or args.run_dir:
+        raise UserError("What a model is, convert.py finds in SRC: leave out --config, --run_dir "
+                        "and --SECTION.FIELD.")
+    if not re.fullmatch(r"latest|\d+", args.step):
+        raise UserError(f"--step takes a step or latest, not {args.step!r}.")
+    if args.to == "plain" and args.dtype != "float32":
+        raise UserError("A run keeps its weights in float32: leave out --dtype, or add --to hf.")
+    convert(args.src, Path(args.dst), args.to, np.dtype(jnp.dtype(args.dtype)),
+            None if args.step == "latest" else int(args.step), args.allow_pickle)
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    configs.run_command(main)
