@@ -452,11 +452,8 @@ def activation_bytes(cfg, params, batch):
 
 def memory_table(cfg, mesh):
     """Config -> {what: bytes on one device} of a training step."""
-    template, t = state_template(cfg, mesh), cfg.train
-    rows = t.batch_size // t.microbatches
-    layout = NamedSharding(mesh, jax.P("data"))
-    batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((rows, a.shape[1]), a.dtype, sharding=layout),
-                         data.empty_batch(cfg.data, 1))
+    template = state_template(cfg, mesh)
+    batch = batch_template(cfg, mesh, cfg.train.batch_size // cfg.train.microbatches)
     parameters = partition.bytes_on_device(template.params)
     return {"parameters": parameters, "optimizer": partition.bytes_on_device(template.slots),
             "gradients": parameters, "activations": activation_bytes(cfg, template.params, batch)}
@@ -527,12 +524,8 @@ def plan(cfg, count):
     total = sum(memory.values())
     for name, size in {**memory, "together": total}.items():
         print(f"  {name:14} {size / 1e9:10.3f} GB on each device")
-    template = state_template(cfg, mesh)
-    layout = NamedSharding(mesh, jax.P("data"))
-    batch = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct((t.batch_size, a.shape[1]), a.dtype, sharding=layout),
-        data.empty_batch(cfg.data, 1))
-    step = jax.jit(functools.partial(train_step, cfg), donate_argnums=0).lower(template, batch)
+    step = jax.jit(functools.partial(train_step, cfg), donate_argnums=0).lower(
+        state_template(cfg, mesh), batch_template(cfg, mesh, t.batch_size))
     moved = 0
     for kind, axis, number, size in partition.collectives(step):
         print(f"  {kind:18} over {axis:5} {number:>7,} times a step, {size / 1e9:10.3f} GB sent")
@@ -619,14 +612,23 @@ def state_template(cfg, mesh):
     return jax.tree.map(placed, jax.eval_shape(functools.partial(init_state, cfg)))
 
 
-def compile_and_load(cfg, mesh, checkpoints, batch, source=None):
+def batch_template(cfg, mesh, rows):
+    """The same for a batch of so many rows."""
+    layout = NamedSharding(mesh, jax.P("data"))
+    return jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct((rows, a.shape[1]), a.dtype, sharding=layout),
+        data.empty_batch(cfg.data, 1))
+
+
+def compile_and_load(cfg, mesh, checkpoints, source=None):
     """The compiled training step, and the state it starts from -> (program, TrainState, step).
 
     The state is the newest checkpoint's or a fresh one, or takes its weights, or all, from
     `source`, another run or checkpoint. The step compiles in a thread meanwhile.
     """
     template = state_template(cfg, mesh)
-    step = jax.jit(functools.partial(train_step, cfg), donate_argnums=0).lower(template, batch)
+    step = jax.jit(functools.partial(train_step, cfg), donate_argnums=0).lower(
+        template, batch_template(cfg, mesh, cfg.train.batch_size))
     with ThreadPoolExecutor(1) as thread:
         program = thread.submit(step.compile)
         wanted = flax.serialization.to_state_dict(template)
@@ -674,8 +676,7 @@ def train(cfg, run_dir, recipe, recipe_file=None, source=None):
         batch = data.make_batch(cfg, "train", step - t.start_step, rows)
         return partition.put_batch(batch, t.batch_size, mesh)
 
-    shape = partition.put_batch(data.empty_batch(cfg.data, len(rows)), t.batch_size, mesh)
-    program, state, start = compile_and_load(cfg, mesh, checkpoints, shape, source)
+    program, state, start = compile_and_load(cfg, mesh, checkpoints, source)
     if partition.is_first():
         configs.write_file(run_dir / "model-info.txt", model_info(cfg, mesh))
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
@@ -703,9 +704,11 @@ def train(cfg, run_dir, recipe, recipe_file=None, source=None):
             progress.log(step, {name: float(x) for name, x in jax.device_get(metrics).items()})
         if (logs or saves) and (skipped := int(state.skipped)) >= 3:
             checkpoints.wait()
-            configs.note(f"Loss or gradients of steps {step - skipped + 1:,} to {step:,} were not "
-                         f"finite; their updates were skipped. Begin another run with a lower "
-                         f"--train.learning_rate.")
+            first = step - skipped + 1
+            configs.note(f"Loss or gradients of steps {first:,} to {step:,} (rows "
+                         f"{(first - 1) * t.batch_size:,} to {step * t.batch_size - 1:,} of the "
+                         f"run) were not finite; their updates were skipped. Begin another run "
+                         f"with a lower --train.learning_rate.")
             return 1
         if evaluates:
             held_out.evaluate(step, state.params)
