@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 import difflib
 import fcntl
-import glob
 import importlib.util
 import inspect
 import json
@@ -20,8 +19,10 @@ import math
 import os
 import re
 import sys
+import tempfile
 import types
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -303,13 +304,12 @@ def load_recipe(name):
 
 def load_run(run_dir):
     """Run directory -> the Config it was trained with."""
-    path = os.path.join(run_dir, "config.json")
+    path = to_path(run_dir) / "config.json"
     try:
-        with open(path) as file:
-            stored = json.load(file)
+        stored = json.loads(path.read_text())
     except OSError as error:
-        raise UserError(f"There is no run in {run_dir} ({error.strerror}: config.json): --run_dir "
-                        f"names a folder that train.py made.") from error
+        raise UserError(f"There is no run in {run_dir} ({error.strerror or error}: config.json): "
+                        f"--run_dir names a folder that train.py made.") from error
     except ValueError as error:
         raise UserError(f"{path} is not JSON ({error}): restore it from a copy.") from error
     cfg, known = Config(stored["name"]), {f"{s}.{knob.name}" for s, knob, _ in fields(Config(""))}
@@ -318,9 +318,20 @@ def load_run(run_dir):
     strange = [name for name in values if name not in known]
     if strange:
         raise UserError(f"{path} has fields that this version does not know: {', '.join(strange)}.")
-    if os.path.exists(recipe := os.path.join(run_dir, "recipe.py")):
-        load_recipe(recipe)  # for its TASKS and MIXTURES
+    load_copied_recipe(run_dir)  # for its TASKS and MIXTURES
     return override(cfg, values)
+
+
+def load_copied_recipe(run_dir):
+    """The CONFIG of the recipe file that a run directory keeps, or None."""
+    path = to_path(run_dir) / "recipe.py"
+    if not path.exists():
+        return None
+    if not is_remote(run_dir):
+        return load_recipe(str(path))
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "recipe.py").write_text(path.read_text())
+        return load_recipe(os.path.join(folder, "recipe.py"))
 
 
 def save_run(cfg, run_dir, corpus=""):
@@ -349,14 +360,15 @@ def resolve_run(args, changes):
     fields that differ are listed and refused, except those in FREE.
     """
     run_dir = args.run_dir or os.path.join("runs", load_recipe(args.config or "tiny").name)
-    stored = load_run(run_dir) if os.path.exists(os.path.join(run_dir, "config.json")) else None
+    stored = load_run(run_dir) if (to_path(run_dir) / "config.json").exists() else None
     if args.config or not stored:
         base = recipe = load_recipe(args.config or "tiny")
     else:
-        base, copied = stored, os.path.join(run_dir, "recipe.py")
-        recipe = load_recipe(copied) if os.path.exists(copied) else RECIPES.get(stored.name, stored)
+        base, recipe = stored, load_copied_recipe(run_dir) or RECIPES.get(stored.name, stored)
     cfg = override(base, changes)
-    if stored and glob.glob(os.path.join(run_dir, "checkpoints", "step_*")):
+    checkpoints = to_path(run_dir) / "checkpoints"
+    if stored and checkpoints.exists() and any(
+            path.name.startswith("step_") for path in checkpoints.iterdir()):
         changed = {name: values for name, values in differences(cfg, stored).items()
                    if not {name, name.split(".")[0]} & FREE}
         if changed:
@@ -423,8 +435,25 @@ def show_changes(cfg, recipe):
             *(f"  {name} {new} (recipe: {old})" for name, (new, old) in changed.items())]
 
 
+def is_remote(path):
+    return "://" in str(path)
+
+
+def to_path(name):
+    """A local path, or a remote one such as gs://bucket/run, with pathlib's methods."""
+    if not is_remote(name):
+        return Path(name)
+    from etils import epath  # for remote paths only
+
+    return epath.Path(name)
+
+
 def write_file(path, content):
     """Write bytes or text whole or not at all: to a temporary name, synced, then renamed."""
+    if is_remote(path):  # there a file is whole when it is closed
+        with to_path(path).open("w" if isinstance(content, str) else "wb") as file:
+            file.write(content)
+        return
     path = os.fspath(path)
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     temporary = f"{path}.tmp{os.getpid()}"

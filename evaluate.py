@@ -401,7 +401,7 @@ def evaluate_task(params, cfg, mesh, split, mode, tokenizer, normalize=False):
 def write_lines(folder, name, step, lines):
     """What was predicted at a step -> FOLDER/NAME-STEP.jsonl."""
     if lines and partition.is_first():
-        configs.write_file(Path(folder, f"{name.replace('/', '-')}-{step:08}.jsonl"),
+        configs.write_file(folder / f"{name.replace('/', '-')}-{step:08}.jsonl",
                            "".join(map(infer.json_line, lines)))
 
 
@@ -434,7 +434,7 @@ def read_metrics(folders, prefix):
     """metrics.jsonl of some folders -> {step: {name behind the prefix: value}}."""
     table = {}
     for folder in folders:
-        path = Path(folder, "metrics.jsonl")
+        path = configs.to_path(folder) / "metrics.jsonl"
         for line in path.read_text().splitlines() if path.exists() else ():
             if not line.endswith("}"):
                 continue  # torn by a kill
@@ -534,7 +534,7 @@ def main(argv):
     if tokenizer is None:
         raise UserError(f"{args.run_dir} has no vocabulary, so no text can be evaluated: put its "
                         f"spiece.model there.")
-    folder = Path(args.output or Path(args.run_dir, "eval"))
+    folder = configs.to_path(args.output or os.path.join(args.run_dir, "eval"))
     tasks = data.evaluations(cfg, args.split)
     check_metrics(tasks, args.split)
     several = args.step == "all"
@@ -561,10 +561,10 @@ def main(argv):
             write_lines(folder, name, step, lines)
             if not partition.is_first():
                 continue
-            folder.mkdir(parents=True, exist_ok=True)
-            with open(folder / "metrics.jsonl", "a") as file:
-                values = {f"{group}/{name}/{key}": value for key, value in metrics.items()}
-                file.write(json.dumps({"step": step, **values}) + "\n")
+            values = {f"{group}/{name}/{key}": value for key, value in metrics.items()}
+            path = folder / "metrics.jsonl"
+            before = path.read_text() if path.exists() else ""
+            configs.write_file(path, before + json.dumps({"step": step, **values}) + "\n")
     if not partition.is_first():
         return
     if args.csv:

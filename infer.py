@@ -370,7 +370,7 @@ def open_model(args, changes):
     cfg = data.with_vocabulary(cfg, args.run_dir)
     partition.start_jax(cfg)
     mesh = partition.set_mesh(cfg)
-    known = os.path.exists(cfg.data.vocab)  # neither random ids nor converted weights need one
+    known = configs.to_path(cfg.data.vocab).exists()  # neither random ids nor converted weights need one
     return cfg, mesh, data.load_vocabulary(cfg.data) if known else None
 
 

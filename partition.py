@@ -31,7 +31,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import configs
-from configs import UserError, note, parse_args, run_command, write_file
+from configs import UserError, is_remote, note, parse_args, run_command, to_path, write_file
 
 # What an axis means -> the mesh axis it is split over while the model computes (Megatron's layout:
 # the wide axis of every pair of matrices, so that attention and MLP each end in one all-reduce).
@@ -290,7 +290,7 @@ def own_pieces(tree):
 def write_pieces(path, pieces):
     """Stream pieces into a file -> {name: [place of each piece]}."""
     places = {}
-    with open(path, "wb", buffering=1 << 20) as file:
+    with open(path, "wb", 1 << 20) if not is_remote(path) else path.open("wb") as file:
         for name, bounds, data in pieces:
             crc = zlib.crc32(data)
             header = {"name": name, "bounds": bounds, "dtype": data.dtype.name, "crc32": crc}
@@ -298,8 +298,9 @@ def write_pieces(path, pieces):
             places.setdefault(name, []).append(
                 {"file": path.name, "offset": file.tell(), "bounds": bounds, "crc32": crc})
             file.write(data.reshape(-1).view(np.uint8).data)
-        file.flush()
-        os.fsync(file.fileno())
+        if not is_remote(path):
+            file.flush()
+            os.fsync(file.fileno())
     return places
 
 
@@ -321,9 +322,10 @@ def write_checkpoint(folder, arrays, pieces, step, reader=None):
     Every process writes its own pieces, and beside them where they lie; the first, which sees when
     the last has done so, writes the manifest. That takes no communication, which could get in the
     way of the training that goes on meanwhile. reader: where the readers of a streamed run stand, a
-    value for JSON.
+    value for JSON. Where folders cannot be renamed, at a remote place, the manifest alone says that
+    a checkpoint is whole.
     """
-    temporary = folder.with_name(f"tmp-{folder.name}")
+    temporary = folder if is_remote(folder) else folder.with_name(f"tmp-{folder.name}")
     temporary.mkdir(parents=True, exist_ok=True)
     count = jax.process_count()
     files = [temporary / f"pieces-{i:05}-of-{count:05}.msgpack" for i in range(count)]
@@ -340,6 +342,8 @@ def write_checkpoint(folder, arrays, pieces, step, reader=None):
     manifest = {"format": FORMAT, "step": step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
                 "crc32": crc32_of([arrays, reader]), "reader": reader, "arrays": arrays}
     write_file(temporary / "manifest.json", json.dumps(manifest, indent=1))
+    if is_remote(folder):
+        return
     sync_folder(temporary)
     shutil.rmtree(folder, ignore_errors=True)  # a damaged one of this step, which was passed over
     temporary.rename(folder)
@@ -361,12 +365,20 @@ class Checkpoints:
     """The checkpoints of a run. At most one is being written, in the background if so wished."""
 
     def __init__(self, run_dir, keep=3, background=True):
-        self.folder, self.keep, self.background = Path(run_dir, "checkpoints"), keep, background
+        self.folder = to_path(run_dir) / "checkpoints"
+        self.keep, self.background = keep, background
         self.writer, self.writing = ThreadPoolExecutor(1), None
 
     def steps(self):
         """Steps of the whole checkpoints, rising."""
-        return sorted(int(path.name[5:]) for path in self.folder.glob("step_[0-9]*"))
+        return sorted(int(path.name[5:]) for path in self.folders()
+                      if path.name.startswith("step_")
+                      and (not is_remote(path) or (path / "manifest.json").exists()))
+
+    def folders(self):
+        """What lies there: checkpoints, and what killed saves have left."""
+        found = self.folder.iterdir() if self.folder.exists() else ()
+        return [path for path in found if re.fullmatch(r"(tmp-)?step_\d+", path.name)]
 
     def path(self, step):
         return self.folder / f"step_{step:08}"
@@ -390,12 +402,14 @@ class Checkpoints:
         if not is_first():
             return
         for old in [s for s in self.steps() if s <= step][: -self.keep]:
-            shutil.rmtree(self.path(old))
+            remove(self.path(old))
 
     def discard_unfinished(self):
         """Remove what a save that was killed has left; only for the one process that writes."""
-        for path in self.folder.glob("tmp-step_*"):
-            shutil.rmtree(path)
+        whole = self.steps()
+        for path in self.folders():
+            if path.name.startswith("tmp-") or int(path.name[5:]) not in whole:
+                remove(path)
 
     def wait(self):
         """Return when nothing is being written; an error in the background is raised here."""
@@ -432,9 +446,18 @@ class Checkpoints:
         return None
 
 
+def remove(folder):
+    """Remove a checkpoint; what is left of it after a kill is none."""
+    if is_remote(folder):
+        (folder / "manifest.json").unlink(missing_ok=True)
+        folder.rmtree()
+    else:
+        shutil.rmtree(folder)
+
+
 def find_checkpoint(source):
     """A run's directory or a checkpoint -> whether it is a run; refuses what is neither."""
-    if (Path(source) / "manifest.json").exists():
+    if (to_path(source) / "manifest.json").exists():
         return False
     if not Checkpoints(source).steps():
         raise UserError(f"{source} is neither a run with checkpoints nor a checkpoint: name one, "
@@ -448,7 +471,8 @@ def load_from(source, template):
     if find_checkpoint(source):
         return Checkpoints(source).load(template)
     try:
-        return read_manifest(Path(source))["step"], read_checkpoint(Path(source), template)
+        source = to_path(source)
+        return read_manifest(source)["step"], read_checkpoint(source, template)
     except CheckpointError as error:
         raise UserError(f"{error}: name another checkpoint.") from error
 
@@ -470,7 +494,12 @@ def read_piece(folder, place, shape, dtype):
     """One piece as an array over its file, its checksum verified."""
     path, size = folder / place["file"], math.prod(shape) * dtype.itemsize
     try:
-        data = np.memmap(path, np.uint8, "r", place["offset"], (size,)) if size else b""
+        if is_remote(path):
+            with path.open("rb") as file:
+                file.seek(place["offset"])
+                data = file.read(size)
+        else:
+            data = np.memmap(path, np.uint8, "r", place["offset"], (size,)) if size else b""
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is missing or too short ({error})") from error
     if zlib.crc32(data) != place["crc32"]:
@@ -544,11 +573,11 @@ def verify(folder):
 
 def main(argv):
     args, _ = parse_args(__doc__, argv, verify=dict(metavar="CHECKPOINT", required=True))
-    if not os.path.isdir(args.verify):
+    if not to_path(args.verify).is_dir():
         raise UserError(f"There is no folder {args.verify}: --verify names a checkpoint, such as "
                         f"runs/tiny/checkpoints/step_00001500.")
     try:
-        problems = verify(Path(args.verify))
+        problems = verify(to_path(args.verify))
     except CheckpointError as error:
         problems = [str(error)]
     print("\n".join(problems) or f"{args.verify} is whole.")

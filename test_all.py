@@ -28,6 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import flax
+import fsspec
 import jax
 import jax.extend
 import jax.numpy as jnp
@@ -2927,12 +2928,44 @@ def test_sigterm_outside_the_steps(corpus, compiled, tmp_path, where, step):
 
 
 @slow
+def test_a_run_may_lie_at_a_remote_place(corpus, capsys, monkeypatch, tmp_path):
+    """On a bucket that is kept in memory: the same run, resumed too; the manifest is the commit."""
+    from fsspec.implementations.memory import MemoryFileSystem
+    for protocol in ("gs", "gcs"):
+        fsspec.register_implementation(protocol, MemoryFileSystem, clobber=True)
+    monkeypatch.setattr(partition, "start_jax", lambda cfg: None)
+    monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
+    place, flags = "gs://bucket/run", flags_of(corpus, **SHORT)
+    for run_dir in (tmp_path / "run", place):
+        status, out, err = run(train, capsys, monkeypatch, "--run_dir", run_dir, *flags)
+        assert status == 0, err
+    checkpoints = partition.Checkpoints(place)
+    assert checkpoints.steps() == [8, 16, 24] and partition.verify(checkpoints.path(24)) == []
+    names = {path.name for path in configs.to_path(place).iterdir()}
+    assert {"config.json", "spiece.model", "metrics.jsonl", "model-info.txt"} <= names
+    one, two = (partition.Checkpoints(run_dir).path(24) / "pieces-00000-of-00001.msgpack"
+                for run_dir in (place, tmp_path / "run"))
+    assert one.read_bytes() == two.read_bytes()
+    (checkpoints.path(24) / "manifest.json").unlink()  # as a kill before the end leaves it
+    status, out, err = run(train, capsys, monkeypatch, "--run_dir", place)
+    assert status == 0 and "step_00000016" in out and checkpoints.steps() == [8, 16, 24], err
+    timeless = [[{k: v for k, v in json.loads(line).items() if not k.startswith("timing/")}
+                 for line in (configs.to_path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+                for run_dir in (place, tmp_path / "run")]
+    assert timeless[0] == timeless[1]
+    for module, text in ((evaluate, []), (infer, ["alpha <extra_id_0>"])):
+        status, out, err = run(module, capsys, monkeypatch, "--run_dir", place, *text)
+        assert status == 0 and out, err
+    assert (configs.to_path(place) / "eval" / "metrics.jsonl").exists()
+
+
+@slow
 def test_what_is_not_finite_stops_the_run(corpus, compiled, tmp_path):
     """Three updates in a row are skipped; then the steps and their rows are named."""
     patch = ("old = train.learning_rate\ntrain.learning_rate = lambda step, cfg: "
              "old(step, cfg) * train.jnp.where(step == 9, 1e38, 1.0) * 1e38 ** (step == 9)")
     status, _, err = finish(start_patched(compiled, patch, "--run_dir", tmp_path,
-                                          *flags_of(corpus, **SHORT, **{"train.log_every": 1})))
+                                          *flags_of(corpus, **{**SHORT, "train.log_every": 1})))
     assert status == 1 and re.search(r"steps 11 to 13 \(rows 80 to 103", err), err
     assert partition.Checkpoints(tmp_path).steps() == [8]
 

@@ -9,6 +9,7 @@ Running the same command again goes on where the run stopped.
 import ctypes
 import dataclasses
 import functools
+import io
 import json
 import math
 import os
@@ -298,8 +299,12 @@ class MetricsFile:
             return
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         whole = [line for line in lines if line.endswith("}\n")]
-        configs.write_file(path, "".join(x for x in whole if json.loads(x)["step"] <= step))
-        self.file, self.folder, self.start = open(path, "a"), path.parent / "tensorboard", step
+        before = "".join(x for x in whole if json.loads(x)["step"] <= step)
+        configs.write_file(path, before)
+        self.path, self.folder, self.start = path, path.parent / "tensorboard", step
+        self.file = io.StringIO() if configs.is_remote(path) else open(path, "a")
+        if configs.is_remote(path):  # nothing can be appended there: written whole at each save
+            self.file.write(before)
 
     def write(self, step, **groups):
         """groups: prefix={name: number}."""
@@ -309,7 +314,8 @@ class MetricsFile:
                 for name, value in metrics.items()}
         self.file.write(json.dumps({"step": step, **line}) + "\n")
         self.file.flush()
-        for prefix, metrics in groups.items() if tensorboardX else ():
+        for prefix, metrics in groups.items() if tensorboardX and not configs.is_remote(
+                self.path) else ():
             if prefix not in self.writers:
                 self.writers[prefix] = tensorboardX.SummaryWriter(
                     str(self.folder / prefix), purge_step=self.start + 1)
@@ -320,7 +326,9 @@ class MetricsFile:
 
     def sync(self):
         """Make sure that what was written survives a power cut."""
-        if self.file:
+        if self.file and configs.is_remote(self.path):
+            configs.write_file(self.path, self.file.getvalue())
+        elif self.file:
             os.fsync(self.file.fileno())
 
 
@@ -548,7 +556,8 @@ def plan(cfg, count):
 
 def with_vocabulary_of(source, cfg):
     """Config, with the vocabulary of the run whose weights it starts from; refuses another."""
-    path = next((folder / "spiece.model" for folder in (Path(source), *Path(source).parents[:2])
+    source = configs.to_path(source)
+    path = next((folder / "spiece.model" for folder in (source, *source.parents[:2])
                  if (folder / "spiece.model").exists()), None)
     if not path:
         configs.note(f"{source} has no vocabulary beside it: see to it that --data.vocab is the "
@@ -569,7 +578,8 @@ def open_run(cfg, run_dir, checkpoints, recipe_file=None, source=None):
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        lock = configs.lock(run_dir / ".lock") if partition.is_first() else None
+        remote = configs.is_remote(run_dir)
+        lock = configs.lock(run_dir / ".lock") if partition.is_first() and not remote else None
     except BlockingIOError:
         raise UserError(f"Another process trains in {run_dir}: stop it, or name another --run_dir."
                         ) from None
@@ -598,7 +608,7 @@ def open_run(cfg, run_dir, checkpoints, recipe_file=None, source=None):
             configs.note(f"{cfg.data.source} has changed since {run_dir} began: the run goes on "
                          f"with other data.")
     configs.save_run(named, run_dir, digest)
-    if recipe_file and Path(recipe_file) != run_dir / "recipe.py":
+    if recipe_file and str(recipe_file) != str(run_dir / "recipe.py"):
         configs.write_file(run_dir / "recipe.py", Path(recipe_file).read_text())
     return run_cfg, lock
 
@@ -724,6 +734,7 @@ def train(cfg, run_dir, recipe, recipe_file=None, source=None):
         if stopping:
             break
     progress.bar.close()
+    progress.file.sync()
     checkpoints.wait()
     if step < t.steps:
         print(f"stopped  at step {step:,}, as asked; " + (
@@ -751,7 +762,7 @@ def main(argv):
     recipe_file = args.config if args.config and args.config.endswith(".py") else None
     partition.start_jax(cfg)
     try:
-        return train(cfg, Path(run_dir), recipe, recipe_file, args.init_from)
+        return train(cfg, configs.to_path(run_dir), recipe, recipe_file, args.init_from)
     except partition.CheckpointError as error:
         configs.note(f"{error}: training stopped. The checkpoint before it is whole; make room and "
                      f"run the same command again.", always=True)
