@@ -1,4 +1,4 @@
-"""Every knob and every recipe, in one place. Only the standard library is imported here.
+"""Every knob and every recipe, in one place, with nothing but the standard library.
 
     python configs.py               list the recipes
     python configs.py small_c4      print one, field by field

@@ -370,8 +370,8 @@ def open_model(args, changes):
     cfg = data.with_vocabulary(cfg, args.run_dir)
     partition.start_jax(cfg)
     mesh = partition.set_mesh(cfg)
-    known = configs.to_path(cfg.data.vocab).exists()  # neither random ids nor converted weights need one
-    return cfg, mesh, data.load_vocabulary(cfg.data) if known else None
+    known = configs.to_path(cfg.data.vocab).exists()  # runs on ids, and converted ones, may do
+    return cfg, mesh, data.load_vocabulary(cfg.data) if known else None  # without a vocabulary
 
 
 class Encoder:
