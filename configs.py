@@ -20,6 +20,7 @@ import os
 import re
 import sys
 import tempfile
+import traceback
 import types
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -368,7 +369,8 @@ def resolve_run(args, changes):
     cfg = override(base, changes)
     checkpoints = to_path(run_dir) / "checkpoints"
     if stored and checkpoints.exists() and any(
-            path.name.startswith("step_") for path in checkpoints.iterdir()):
+            path.name.startswith("step_") and (path / "manifest.json").exists()
+            for path in checkpoints.iterdir()):
         changed = {name: values for name, values in differences(cfg, stored).items()
                    if not {name, name.split(".")[0]} & FREE}
         if changed:
@@ -464,6 +466,16 @@ def write_file(path, content):
     os.replace(temporary, path)
 
 
+def append_file(path, text):
+    """Append text to a file; at a remote place, where that cannot be, write the file anew."""
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True) if not is_remote(path) else None
+    if is_remote(path):
+        write_file(path, (path.read_text() if path.exists() else "") + text)
+        return
+    with open(path, "a") as file:
+        file.write(text)
+
+
 def lock(path, wait=False):
     """A file that is locked until it is closed, by the kernel after a kill.
 
@@ -479,7 +491,9 @@ def lock(path, wait=False):
     return file
 
 
-speaks = True  # of several processes the first alone does, see partition.start_jax
+# Of several processes the first alone speaks, and none waits for the others when it fails; see
+# partition.start_jax.
+speaks = alone = True
 
 
 def note(text, always=False):
@@ -506,6 +520,14 @@ def run_command(main):
     except KeyboardInterrupt:
         note("interrupted")
         status = 130
+    except Exception:
+        if alone:
+            raise
+        traceback.print_exc()
+        status = 1
+    if status and not alone:  # at a usual exit the processes would wait for one another
+        sys.stderr.flush()
+        os._exit(status)
     sys.exit(status)
 
 

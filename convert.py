@@ -58,6 +58,8 @@ class Weights(NamedTuple):
     shapes: dict
     read: Callable
     vocabulary: bytes | None  # what a run keeps as spiece.model
+    recipe: bytes | None = None  # what it keeps as recipe.py
+    reader: dict | None = None  # where the readers of a streamed run stand
 
 
 # ---- names ---------------------------------------------------------------------------------------
@@ -660,9 +662,9 @@ def open_plain(folder, step=None):
             raise UserError(f"{error}: name another --step.") from error
         return part if layer is None else part[0]
 
-    file = run_dir / "spiece.model"
-    return Weights(cfg, manifest["step"], shapes, read,
-                   file.read_bytes() if file.exists() else None)
+    vocabulary, recipe = (path.read_bytes() if path.exists() else None for path in (
+        run_dir / "spiece.model", run_dir / "recipe.py"))
+    return Weights(cfg, manifest["step"], shapes, read, vocabulary, recipe, manifest["reader"])
 
 
 def of_steps(source, steps, step):
@@ -672,9 +674,21 @@ def of_steps(source, steps, step):
     return max(steps) if step is None else step
 
 
+def steps_in(folder):
+    """{step: path} of the checkpoints of a run of ours, of T5X or of Mesh TensorFlow."""
+    runs = partition.Checkpoints(folder)
+    return {**{int(one.name[11:]): one for one in folder.glob("checkpoint_*")
+               if one.name[11:].isdecimal()},
+            **{int(one.stem.rsplit("-", 1)[1]): one.with_suffix("")
+               for one in folder.glob("model.ckpt-*.index")},
+            **{step: runs.path(step) for step in runs.steps()}}
+
+
 def open_any(source, step=None, allow_pickle=False):
     """Path of anything -> Weights; what it is is seen by the files that lie there."""
     path = Path(source)
+    if step is not None and not steps_in(path):
+        raise UserError(f"{source} holds one set of weights: leave out --step.")
     if os.path.exists(f"{source}.index"):
         return open_google(path, read_mtf(path), MTF)
     if path.is_file():
@@ -686,11 +700,7 @@ def open_any(source, step=None, allow_pickle=False):
     for folder in (path / "state", path):
         if (folder / "_METADATA").exists():
             return open_google(path, read_orbax(folder), T5X)
-    inside = {int(one.name[11:]): one for one in path.glob("checkpoint_*")
-              if one.name[11:].isdecimal()}
-    inside |= {int(one.stem.rsplit("-", 1)[1]): one.with_suffix("")
-               for one in path.glob("model.ckpt-*.index")}
-    if inside:
+    if inside := steps_in(path):
         return open_any(inside[of_steps(source, sorted(inside), step)])
     if (path / "checkpoint").is_file():
         return open_google(path, read_t5x(path), T5X)
@@ -745,8 +755,10 @@ def write_plain(folder, weights, dtype):
                     yield name, [[first, first + len(part)], *([0, n] for n in shape[1:])], part
 
     path = partition.Checkpoints(folder).path(weights.step)
-    partition.write_checkpoint(path, arrays, ahead(pieces()), weights.step)
+    partition.write_checkpoint(path, arrays, ahead(pieces()), weights.step, weights.reader)
     configs.save_run(weights.cfg, folder)
+    if weights.recipe:
+        configs.write_file(folder / "recipe.py", weights.recipe)
     if weights.vocabulary:
         configs.write_file(folder / "spiece.model", weights.vocabulary)
 
@@ -852,7 +864,8 @@ def model_card(weights, run_dir):
     """README.md of a Hugging Face directory, from the run's configuration and metrics."""
     cfg, metrics, path = weights.cfg, {}, Path(run_dir, "metrics.jsonl")
     for line in path.read_text().splitlines() if path.exists() else ():
-        metrics |= {name: value for name, value in json.loads(line).items() if "_eval/" in name}
+        if line.endswith("}") and (line := json.loads(line))["step"] <= weights.step:
+            metrics |= {name: value for name, value in line.items() if "_eval/" in name}
     number = model.count_params(model.param_table(cfg.model))
     settings = "\n".join(
         f"- `{section}.{knob.name}`: {value}" for section, knob, value in configs.fields(cfg)
@@ -1037,11 +1050,14 @@ def main(argv):
     if changes or args.config or args.run_dir:
         raise UserError("What a model is, convert.py finds in SRC: leave out --config, --run_dir "
                         "and --SECTION.FIELD.")
+    for path in (args.src, args.dst):
+        if configs.is_remote(path):
+            raise UserError(f"convert.py reads and writes local folders: copy {path}.")
     if not re.fullmatch(r"latest|\d+", args.step):
         raise UserError(f"--step takes a step or latest, not {args.step!r}.")
     if args.to == "plain" and args.dtype != "float32":
         raise UserError("A run keeps its weights in float32: leave out --dtype, or add --to hf.")
-    convert(args.src, Path(args.dst), args.to, np.dtype(jnp.dtype(args.dtype)),
+    convert(args.src, Path(os.path.abspath(args.dst)), args.to, np.dtype(jnp.dtype(args.dtype)),
             None if args.step == "latest" else int(args.step), args.allow_pickle)
 
 

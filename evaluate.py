@@ -313,7 +313,7 @@ def read_examples(cfg, tokenizer, split, choices=None, most=None):
     for number, (where, example) in enumerate(found):
         rows = choices(number, example) if choices else [(example,)]
         try:
-            pairs += [(row, encode(row[0])) for row in rows]
+            pairs += [(row, encode(row[0], number)) for row in rows]
         except ValueError as error:
             bad(where, str(error))
     if not pairs:
@@ -538,7 +538,8 @@ def main(argv):
     tasks = data.evaluations(cfg, args.split)
     check_metrics(tasks, args.split)
     several = args.step == "all"
-    for wanted in partition.Checkpoints(args.run_dir).steps() if several else [args.step]:
+    steps = partition.from_first(partition.Checkpoints(args.run_dir).steps())
+    for wanted in steps if several else [args.step]:
         try:
             step, params = infer.load_params(cfg, args.run_dir, wanted)
         except UserError as error:  # damaged, or removed while others were evaluated
@@ -562,9 +563,8 @@ def main(argv):
             if not partition.is_first():
                 continue
             values = {f"{group}/{name}/{key}": value for key, value in metrics.items()}
-            path = folder / "metrics.jsonl"
-            before = path.read_text() if path.exists() else ""
-            configs.write_file(path, before + json.dumps({"step": step, **values}) + "\n")
+            configs.append_file(folder / "metrics.jsonl",
+                                json.dumps({"step": step, **values}) + "\n")
     if not partition.is_first():
         return
     if args.csv:

@@ -425,14 +425,23 @@ def task_and_split(name):
 def read_input(name, cfg, bad):
     """--input: (where, dict) of a JSONL file, or of the examples of task:NAME[:SPLIT]."""
     if not name.startswith("task:"):
-        if not data.find_files(name):
-            raise UserError(f"No file matches --input {name}.")
         for part in data.open_source(f"jsonl:{name}", "", cfg.data):
             yield from part.read(bad)
         return
     task, split = task_and_split(name)
     for where, example in data.read_task(task, split, data.evaluation_of(task, cfg), bad):
         yield where, example
+
+
+def check_files(args):
+    """Refuse an output that is there, an input that is not, and lines that processes do not share.
+    """
+    if args.output and partition.is_first() and os.path.exists(args.output):
+        raise UserError(f"{args.output} is there already: name another, or move it away.")
+    if args.input and not args.input.startswith("task:") and not data.find_files(args.input):
+        raise UserError(f"No file matches --input {args.input}.")
+    if not args.input and args.text is None and jax.process_count() > 1:
+        raise UserError("Several processes do not share one standard input: give --input.")
 
 
 def answer_file(args, cfg, mesh, tokenizer, params):
@@ -582,11 +591,10 @@ def main(argv):
     found = re.fullmatch(r"(\d+)/(\d+)", args.shard)
     if not found or int(found[1]) >= int(found[2]):
         raise UserError(f"--shard {args.shard}: write I/N, from 0/N to N-1/N.")
-    if args.output and os.path.exists(args.output):
-        raise UserError(f"{args.output} is there already: name another, or move it away.")
     if args.step == "all":
         raise UserError("--step takes one step, or latest.")
     cfg, mesh, tokenizer = open_model(args, changes)
+    partition.first_then_others(lambda: check_files(args))
     _, params = load_params(cfg, args.run_dir, args.step)
     if args.input:
         answer_file(args, cfg, mesh, tokenizer, params)

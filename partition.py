@@ -74,15 +74,20 @@ def start_jax(cfg):
     """Before the first device is touched: join the other processes of the run, if there are any;
     keep compiled programs between runs."""
     d = cfg.distributed
+    if d.process == 0:
+        note(f"waiting for {d.processes} processes to meet at {d.coordinator}")
     try:
         jax.distributed.initialize(d.coordinator or None, d.processes, d.process,
                                    heartbeat_timeout_seconds=d.timeout)
     except ValueError:  # nothing was named, and no cluster (Cloud TPU, SLURM, ...) was found
         if d.coordinator:
             raise
-    if not is_first():
-        configs.speaks = False  # the first process says it for all
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if jax.process_count() > 1:
+        configs.alone = False
+        if not is_first():
+            configs.speaks = False  # the first process says it for all
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        all_agree(True)  # Gloo must have met within 30 s; from here on it waits as long as it takes
     if not jax.config.jax_compilation_cache_dir:
         jax.config.update("jax_compilation_cache_dir",
                           os.path.expanduser("~/.cache/plain_t5/compiled"))
@@ -100,27 +105,36 @@ def all_agree(good):
         multihost_utils.process_allgather(np.array(bool(good))).all())
 
 
-def from_first(number):
-    """A whole number as the first process knows it, on all of them."""
-    return number if jax.process_count() == 1 else int(
-        multihost_utils.broadcast_one_to_all(np.array(number)))
+def from_first(value):
+    """A value for JSON as the first process knows it, on all of them."""
+    if jax.process_count() == 1:
+        return value
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.array(len(text))))
+    text = multihost_utils.broadcast_one_to_all(np.resize(text, size))
+    return json.loads(bytes(text))
+
+
+def together(work, elsewhere=UserError):
+    """work() on every process -> its result; what it raises on one, it raises on all.
+
+    elsewhere: the kind of exception on those processes where all went well.
+    """
+    result = error = None
+    try:
+        result = work()
+    except (UserError, CheckpointError, OSError) as raised:
+        error = raised
+    if not all_agree(not error):
+        raise error or elsewhere("another process of this run could not do its part")
+    return result
 
 
 def first_then_others(work):
-    """work() on the first process, which may write files, then on the others, which find them.
-
-    A UserError on one process ends them all.
-    """
-    result = error = None
-    for turn in (True, False):
-        try:
-            if is_first() == turn:
-                result = work()
-        except UserError as raised:
-            error = raised
-        if not all_agree(not error):
-            raise error or UserError("another process of this run found a mistake.")
-    return result
+    """work() on the first process, which may write files, then on the others, which find them."""
+    result = together(lambda: work() if is_first() else None)
+    others = together(lambda: None if is_first() else work())
+    return result if is_first() else others
 
 
 def set_mesh(cfg, devices=None):
@@ -181,12 +195,14 @@ def collectives(program):
     leaves, where dtypes are still the program's own (later XLA's CPU backend turns bfloat16 into
     float32). A loop's body stands there once and runs as often as the constant in its condition.
     """
+    mesh = jax.sharding.get_mesh()
+    if mesh.size == 1:
+        return []
     with tempfile.TemporaryDirectory() as folder:
         program.compile({"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning",
                          "xla_backend_optimization_level": "0"})
         path, = Path(folder).glob("*after_spmd-partitioning*.txt")
         text = path.read_text()
-    mesh = jax.sharding.get_mesh()
     bodies, found = {}, {}
     for name, body in re.findall(r"^(?:ENTRY )?%(\S+) \(.*?\{\n(.*?)^\}", text, re.M | re.S):
         bodies[name] = body
@@ -327,6 +343,8 @@ def write_checkpoint(folder, arrays, pieces, step, reader=None):
     """
     temporary = folder if is_remote(folder) else folder.with_name(f"tmp-{folder.name}")
     temporary.mkdir(parents=True, exist_ok=True)
+    if is_remote(folder) and is_first():  # a damaged one of this step is none from here on
+        (folder / "manifest.json").unlink(missing_ok=True)
     count = jax.process_count()
     files = [temporary / f"pieces-{i:05}-of-{count:05}.msgpack" for i in range(count)]
     own = files[jax.process_index()]
@@ -424,23 +442,25 @@ class Checkpoints:
         is left alone. A damaged one is named and the one before it is taken; raises a UserError
         where all are damaged. step: that checkpoint and no other.
         """
+        def read(step):
+            return step, together(lambda: read_checkpoint(self.path(step), template),
+                                  CheckpointError)
+
+        steps = from_first(self.steps())
         if step is not None:
-            if step not in self.steps():
+            if step not in steps:
                 raise UserError(f"{self.folder} has no step {step:,}; it has "
-                                f"{', '.join(map(str, self.steps())) or 'none'}.")
+                                f"{', '.join(map(str, steps)) or 'none'}.")
             try:
-                return step, read_checkpoint(self.path(step), template)
+                return read(step)
             except CheckpointError as error:
                 raise UserError(f"{error}: name another --step.") from error
-        for step in reversed(self.steps()):
-            found = None
+        for step in reversed(steps):
             try:
-                found = step, read_checkpoint(self.path(step), template)
+                return read(step)
             except CheckpointError as error:
                 note(f"{error}; trying the checkpoint before it", always=True)
-            if all_agree(found):
-                return found
-        if self.steps():
+        if steps:
             raise UserError(f"None of the checkpoints in {self.folder} is whole: restore one from "
                             f"a copy, or move the folder away to begin anew.")
         return None
@@ -472,7 +492,8 @@ def load_from(source, template):
         return Checkpoints(source).load(template)
     try:
         source = to_path(source)
-        return read_manifest(source)["step"], read_checkpoint(source, template)
+        return together(lambda: (read_manifest(source)["step"], read_checkpoint(source, template)),
+                        CheckpointError)
     except CheckpointError as error:
         raise UserError(f"{error}: name another checkpoint.") from error
 
@@ -541,7 +562,8 @@ def read_checkpoint(folder, template):
 
     def read(name, wanted):
         if name not in stored:
-            raise UserError(f"{folder} has no array {name}: it is of another model or optimizer.")
+            raise UserError(f"{folder} has no array {name}: it is of another model or optimizer, "
+                            f"or holds weights alone, from which --init_from begins a run.")
         shape, dtype = tuple(stored[name]["shape"]), np.dtype(stored[name]["dtype"])
         if shape != wanted.shape or dtype != wanted.dtype:
             raise UserError(f"{folder}: {name} is {dtype}{list(shape)}, the configuration asks for "

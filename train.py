@@ -517,8 +517,8 @@ def model_info(cfg, mesh):
 
 def plan(cfg, count):
     """Print what a training step would be on `count` devices, which need not be there."""
-    if count > 2048:
-        raise UserError("--plan takes at most 2048 devices; a plan for a part of them, with a part "
+    if not 1 <= count <= 2048:
+        raise UserError("--plan takes 1 to 2048 devices; a plan for a part of them, with a part "
                         "of the --train.batch_size, says the same of each device.")
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
@@ -588,6 +588,10 @@ def open_run(cfg, run_dir, checkpoints, recipe_file=None, source=None):
                         ) from error
     if partition.is_first():
         checkpoints.discard_unfinished()
+    elif not (run_dir / "config.json").exists():
+        raise UserError(f"--run_dir {run_dir} must be one folder that all processes see.")
+    if remote:
+        configs.note(f"{run_dir} cannot be locked: see to it that one run at a time goes on there.")
     vocabulary = run_dir / "spiece.model"
     named = cfg  # what config.json keeps
     if source and not checkpoints.steps():
@@ -604,7 +608,7 @@ def open_run(cfg, run_dir, checkpoints, recipe_file=None, source=None):
         return run_cfg, lock
     if checkpoints.steps():
         before = json.loads((run_dir / "config.json").read_text()).get("corpus")
-        if before != digest:
+        if before and before != digest:
             configs.note(f"{cfg.data.source} has changed since {run_dir} began: the run goes on "
                          f"with other data.")
     configs.save_run(named, run_dir, digest)
@@ -678,6 +682,9 @@ def train(cfg, run_dir, recipe, recipe_file=None, source=None):
     checkpoints = partition.Checkpoints(run_dir, t.keep, t.async_save)
     cfg, lock = partition.first_then_others(
         functools.partial(open_run, cfg, run_dir, checkpoints, recipe_file, source))
+    written = (run_dir / "config.json").read_text()
+    if not partition.all_agree(partition.from_first(written) == written):
+        raise UserError(f"--run_dir {run_dir} must be one folder that all processes see.")
     if jax.process_count() == 1:
         signal.signal(signal.SIGTERM, lambda *_: stop.set())
     rows = partition.local_rows(t.batch_size, mesh)
@@ -776,8 +783,7 @@ def main(argv):
                          f"it goes on from the last checkpoint.", always=True)
         else:
             raise
-        sys.stdout.flush()
-        os._exit(1)  # at a usual exit the processes would wait for one another
+        return 1
 
 
 if __name__ == "__main__":
