@@ -183,15 +183,38 @@ class ByteTokenizer(Tokenizer):
         return bytes(i - 3 for i in ids if 3 <= i < 3 + 256).decode(errors="ignore")
 
 
+class IdTokenizer(Tokenizer):
+    """No text at all but ids below `size`, shown as numbers between spaces; no sentinels."""
+
+    def __init__(self, size):
+        self.serialized = f"ids:{size}\n".encode()
+        self.sha256 = hashlib.sha256(self.serialized).hexdigest()
+        self.size, self.sentinels = size, 0
+
+    def encode(self, text):
+        return [int(word) if word.isdecimal() and int(word) < self.size else UNK
+                for word in text.split()]
+
+    def encode_batch(self, texts):
+        return [np.array(self.encode(text), np.int32) for text in texts]
+
+    def pieces(self, ids):
+        return "".join(f" {i}" for i in ids)
+
+    def decode(self, ids):
+        """Ids -> text, up to the first EOS; padding is left out."""
+        return " ".join(str(i) for i in itertools.takewhile(lambda i: i != EOS, ids) if i != PAD)
+
+
 # a mixture's hundreds of tasks share one
 parse_vocabulary = functools.lru_cache(maxsize=4)(Tokenizer)
 
 
 def load_tokenizer(path):
-    """Path of a SentencePiece model, local or remote, or "bytes[:EXTRA]" -> Tokenizer."""
+    """Path of a SentencePiece model, local or remote, "bytes[:EXTRA]" or "ids:SIZE" -> Tokenizer."""
     path = str(path)
     try:
-        if re.fullmatch(r"bytes(:\d+)?", path):
+        if re.fullmatch(r"bytes(:\d+)?|ids:\d+", path):
             serialized = path.encode()
         else:
             with open_file(path) as file:
@@ -201,8 +224,8 @@ def load_tokenizer(path):
             f"No vocabulary at {path} ({error.strerror or error}): give --data.vocab the path of a "
             f"SentencePiece model, or train one on the source with --data.vocab train:32000."
         ) from error
-    if found := re.fullmatch(rb"bytes(?::(\d+))?\s*", serialized):
-        return ByteTokenizer(int(found[1] or 0))
+    if found := re.fullmatch(rb"(bytes|ids):?(\d*)\s*", serialized):
+        return (ByteTokenizer if found[1] == b"bytes" else IdTokenizer)(int(found[2] or 0))
     return parse_vocabulary(serialized, path)
 
 
@@ -293,6 +316,22 @@ def python_source(name, split, cfg):
     if name and not name.isdecimal():
         raise UserError(f"python:{name} is no source: write python: or python:COUNT.")
     return [Part(f"python:{name}", [sys.version], read)]
+
+
+def reverse_source(name, split, cfg):
+    """reverse:, sequences of 4 to 12 random ids and the same backwards, for toy_reverse."""
+    splits = {"train": (0, 20_000), "validation": (1, 512)}
+    if split not in splits:
+        raise NoSplit(f"reverse: has no split {split}.")
+    seed, count = splits[split]
+
+    def read(bad):
+        for i in range(count):
+            random = np.random.default_rng([seed, i])
+            ids = random.integers(3, 35, random.integers(4, 13)).tolist()
+            yield f"example {i}", {"inputs": [*ids, EOS], "targets": [*ids[::-1], EOS]}
+
+    return [Part("reverse:", [seed, count], read)]
 
 
 def open_file(path):
@@ -561,9 +600,10 @@ def seqio_source(name, split, cfg):
     return parts
 
 
-SOURCES = {"python": python_source, "text": text_source, "jsonl": jsonl_source,
-           "parquet": parquet_source, "tfds": tfds_source, "hf": hf_source, "seqio": seqio_source}
-WITH_SPLITS = ("tfds:", "hf:", "seqio:")  # have a validation split of their own
+SOURCES = {"python": python_source, "reverse": reverse_source, "text": text_source,
+           "jsonl": jsonl_source, "parquet": parquet_source, "tfds": tfds_source, "hf": hf_source,
+           "seqio": seqio_source}
+WITH_SPLITS = ("tfds:", "hf:", "seqio:", "reverse:")  # have a validation split of their own
 
 
 def open_source(source, split, cfg):
