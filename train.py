@@ -318,6 +318,19 @@ class MetricsFile:
                 self.writers[prefix].add_scalar(tag, float(value), step)
             self.writers[prefix].flush()
 
+    def best(self, metric, steps):
+        """Of these steps the one with the best value of a metric, the lowest of a loss, or None."""
+        if not self.file or not metric:
+            return None
+        lines = map(json.loads, Path(self.file.name).read_text().splitlines())
+        found = {line["step"]: line[metric] for line in lines if metric in line}
+        if not found:
+            configs.note(f"--train.keep_best {metric}: metrics.jsonl has no such value so far.")
+        sign = -1 if metric.endswith("loss") else 1
+        found = {step: sign * found[step] for step in steps
+                 if not math.isnan(found.get(step, math.nan))}
+        return max(found, key=found.get, default=None)
+
     def sync(self):
         """Make sure that what was written survives a power cut."""
         if self.file:
@@ -715,7 +728,8 @@ def train(cfg, run_dir, recipe, recipe_file=None, source=None):
             progress.file.sync()
             batch.result()  # the reader stands still
             reader = data.stream_state(cfg, step - t.start_step)
-            checkpoints.save(flax.serialization.to_state_dict(state), step, reader)
+            best = progress.file.best(t.keep_best, [*checkpoints.steps(), step])
+            checkpoints.save(flax.serialization.to_state_dict(state), step, reader, best)
         if logs or evaluates or infers or saves:
             progress.restart(step)
         if stopping:
