@@ -600,9 +600,9 @@ def seqio_source(name, split, cfg):
     return parts
 
 
-SOURCES = {"python": python_source, "reverse": reverse_source, "text": text_source,
-           "jsonl": jsonl_source, "parquet": parquet_source, "tfds": tfds_source, "hf": hf_source,
-           "seqio": seqio_source}
+SOURCES = {"python": python_source, "text": text_source, "jsonl": jsonl_source,
+           "parquet": parquet_source, "tfds": tfds_source, "hf": hf_source, "seqio": seqio_source,
+           "reverse": reverse_source}
 
 
 def open_source(source, split, cfg):

@@ -728,6 +728,7 @@ def train(cfg, run_dir, recipe, recipe_file=None, source=None):
             progress.file.sync()
             batch.result()  # the reader stands still
             reader = data.stream_state(cfg, step - t.start_step)
+            checkpoints.wait()
             best = progress.file.best(t.keep_best, [*checkpoints.steps(), step])
             checkpoints.save(flax.serialization.to_state_dict(state), step, reader, best)
         if logs or evaluates or infers or saves:
