@@ -2597,8 +2597,9 @@ def flags_of(corpus, **more):
     return [f"--{name}={value}" for name, value in values.items()]
 
 
-def start(compiled, *argv, script="train.py"):
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(compiled)}
+def start(compiled, *argv, script="train.py", **more):
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(compiled),
+                                **more}
     return subprocess.Popen([sys.executable, HERE / script, *map(str, argv)], env=environment,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -3357,17 +3358,19 @@ def test_what_was_written_wrongly_is_found(tmp_path, monkeypatch, no_logits):
 # ---- the jobs ------------------------------------------------------------------------------------
 # What the recipes are for, each as its command at toy size, on files as its users have them.
 
-ENCODER = {f"--model.{name}": getattr(SMALL.model, name) for name in (
-    "vocab_size", "d_model", "d_ff", "d_kv", "num_heads", "num_layers", "num_decoder_layers")}
-
-
 def job(compiled, run_dir, *flags, script="train.py", **more):
     """Run a command at toy size -> (what it printed, metrics.jsonl); more: train.FIELD=value."""
-    shared = {**ENCODER, "--train.batch_size": 8, "--train.log_every": 1, "--train.eval_batches": 2,
-              "--data.prepared_dir": run_dir.parent / "prepared"} if script == "train.py" else {}
-    shared |= {f"--train.{name}": value for name, value in more.items()}
-    argv = ["--run_dir", run_dir, *flags, *itertools.chain.from_iterable(shared.items())]
-    status, out, err = finish(start(compiled, *argv, script=script))
+    if script == "train.py":
+        values = {f"model.{name}": getattr(SMALL.model, name) for name in (
+            "vocab_size", "d_model", "d_ff", "d_kv", "num_heads", "num_layers",
+            "num_decoder_layers")}
+        values |= {f"train.{name}": value for name, value in dict(
+            batch_size=8, log_every=1, eval_batches=2, **more).items()}
+        flags += *(f"--{name}={value}" for name, value in values.items()),
+        flags += f"--data.prepared_dir={run_dir.parent}/prepared",
+    process = start(compiled, "--run_dir", run_dir, *flags, script=script,
+                    JAX_DISABLE_MOST_OPTIMIZATIONS="1")
+    status, out, err = finish(process)
     assert status == 0, err
     return out, metrics_of(run_dir)
 
@@ -3436,9 +3439,9 @@ def test_job_translation(pretrained, compiled, tmp_path, capsys, monkeypatch):
     run_dir = tmp_path / "run"
     flags = ["--config", "small_wmt_finetune", "--init_from", tmp_path / "start",
              "--data.tfds_dir", tmp_path, *short(64, 24)]
-    more = dict(start_step=1_000_000, keep=1, eval_every=8, infer_every=8, save_every=4)
+    more = dict(keep=1, eval_every=0, infer_every=8, save_every=4)
     out, metrics = job(compiled, run_dir, *flags, steps=1_000_016, **more)
-    assert "weights of step 40" in out and "held-out loss" in out
+    assert "weights of step 40" in out
     bleu = "inference_eval/wmt_t2t_ende_v003/bleu"
     assert len(values_of(metrics, bleu)) == 2
     assert values_of(metrics, "train/learning_rate") == pytest.approx([1e-3] * 16)
@@ -3470,11 +3473,10 @@ CONFIG = replace(base, name="de_en", data=replace(base.data, task="wmt_t2t_de_en
 """)
     _, metrics = job(compiled, Path("run").absolute(), "--config", "de_en.py",
                      "--data.tfds_dir", tmp_path, "--data.vocab", pretrained[0] / "spiece.model",
-                     *short(64, 24), steps=12, eval_every=12, infer_every=12)
+                     *short(64, 24), steps=12, eval_every=0, infer_every=12)
     assert_learns(metrics, 1, 12)
     assert values_of(metrics, "inference_eval/wmt_t2t_de_en_v003/accuracy")
-    out, _ = job(compiled, Path("run").absolute(), script="evaluate.py")
-    assert "wmt_t2t_de_en_v003, validation, predict: 8 examples" in out  # by the run's recipe.py
+    assert Path("run/recipe.py").read_text() == Path("de_en.py").read_text()
 
 
 def test_job_glue(compiled, tmp_path, pretrained):
@@ -3494,14 +3496,14 @@ def test_job_glue(compiled, tmp_path, pretrained):
     run_dir = tmp_path / "run"
     _, metrics = job(compiled, run_dir, "--config", "small_glue_finetune", "--data.tfds_dir",
                      tmp_path, "--data.vocab", pretrained[0] / "spiece.model", *short(64, 12),
-                     steps=1_000_012, eval_every=12, infer_every=12)
+                     steps=1_000_012, eval_every=0, infer_every=12)
     assert_learns(metrics, 1_000_001, 1_000_012)
     evaluated = {name for name in set().union(*metrics) if "_eval/" in name}
     assert {name.split("/")[1] for name in evaluated} == {"glue_stsb_v002"}
     assert "inference_eval/glue_stsb_v002/spearman_corrcoef" in evaluated
 
 
-def test_job_questions(compiled, tmp_path, pretrained):
+def test_job_questions(compiled, tmp_path, pretrained, capsys, monkeypatch):
     """SQuAD; and a SuperGLUE task by rank, of the same run."""
     import tensorflow_datasets as tfds
 
@@ -3512,23 +3514,25 @@ def test_job_questions(compiled, tmp_path, pretrained):
     write_tfds(tmp_path / "squad/v1.1/3.0.0", {"train": rows, "validation": rows[:4]}, id=text,
                title=text, question=text, context=text,
                answers=tfds.features.Sequence({"text": text, "answer_start": np.int32}))
-    rows = [{"premise": a, "choice1": b, "choice2": a, "question": "cause", "label": np.int64(i % 2),
-             "idx": np.int32(i)} for i, (a, b) in enumerate(zip(sentences(9, 1), sentences(9, 2)))]
+    rows = [{"premise": a, "choice1": b, "choice2": a, "question": "cause",
+             "label": np.int64(i % 2), "idx": np.int32(i)}
+            for i, (a, b) in enumerate(zip(sentences(9, 1), sentences(9, 2)))]
     write_tfds(tmp_path / "super_glue/copa/1.0.2", {"validation": rows}, premise=text,
                choice1=text, choice2=text, question=text, label=np.int64, idx=np.int32)
     run_dir = tmp_path / "run"
     _, metrics = job(compiled, run_dir, "--config", "base_squad", "--init_from", pretrained[0],
-                     "--data.tfds_dir", tmp_path, *short(64, 24), steps=1_000_012, eval_every=12,
+                     "--data.tfds_dir", tmp_path, *short(64, 24), steps=1_000_012, eval_every=0,
                      infer_every=12)
     assert_learns(metrics, 1_000_001, 1_000_012)
     assert values_of(metrics, "inference_eval/squad_v010_allanswers/f1")
-    out, _ = job(compiled, run_dir, "--tasks", "super_glue_copa_v102", "--mode", "rank",
-                 script="evaluate.py")
-    assert "super_glue_copa_v102, validation, rank: 18 examples" in out and "accuracy" in out
+    monkeypatch.setattr(partition, "start_jax", lambda cfg: None)
+    monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
+    status, out, err = run(evaluate, capsys, monkeypatch, "--run_dir", run_dir, "--tasks",
+                           "super_glue_copa_v102", "--mode", "rank")
+    assert status == 0 and "super_glue_copa_v102, validation, rank: 9 examples" in out, err
 
 
-@pytest.mark.parametrize("kind", ["seqio", "parquet"])
-def test_job_t0(kind, compiled, tmp_path, pretrained):
+def test_job_t0(compiled, tmp_path, pretrained):
     """T0's mixture of the folders of P3, as SeqIO caches and as parquet; judged by rank."""
     import pyarrow.parquet
 
@@ -3539,30 +3543,36 @@ def test_job_t0(kind, compiled, tmp_path, pretrained):
                 "targets": [*tokenizer.encode(targets), data.EOS],
                 "targets_pretokenized": targets, **more}
 
-    folders = {f"{name}_template": {"train": [
-        example(f"{name} {line[:30]}", line[:5]) for line in sentences(30, i)]}
+    folders = {f"{name}_template": ("train", [
+        example(f"{name} {line[:30]}", line[:5]) for line in sentences(30, i)])
         for i, name in enumerate(("imdb", "trec", "ag_news"))}
-    folders["super_glue_copa_choose_score_eval"] = {"validation": [
-        example(line[:30], line[j : j + 5], idx=[i, j], is_correct=[j == i % 2] if kind == "seqio"
-                else j == i % 2) for i, line in enumerate(sentences(6, 9)) for j in (0, 1)]}
-    for name, splits in folders.items():
-        for split, examples in splits.items():
-            if kind == "seqio":
-                write_seqio_cache(tmp_path / "P3" / name, split, examples)
-                continue
-            (tmp_path / "P3" / name).mkdir(parents=True)
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(examples),
-                                        tmp_path / f"P3/{name}/{split}-00000-of-00001.parquet")
+    folders["super_glue_copa_choose_score_eval"] = "validation", [
+        example(line[:30], line[j : j + 5], idx=[i, j], is_correct=[int(j == i % 2)])
+        for i, line in enumerate(sentences(6, 9)) for j in (0, 1)]
+    for i, (name, (split, examples)) in enumerate(folders.items()):
+        write_seqio_cache(tmp_path / "P3" / name, split, examples)
+        table = pyarrow.Table.from_pylist([
+            {**row, "is_correct": row.get("is_correct") == [1]} for row in examples])
+        file = tmp_path / "parquet" / name / (
+            f"{split}-00000-of-00001.parquet", f"{split}/0000.parquet")[i % 2]  # the hub has both
+        file.parent.mkdir(parents=True)
+        pyarrow.parquet.write_table(table, file)
     run_dir = tmp_path / "run"
     out, metrics = job(
         compiled, run_dir, "--config", "small_t0", "--init_from", pretrained[0], "--data.source",
-        f"{kind}:{tmp_path}/P3", *short(64, 16), microbatches=2, steps=1_100_010)
+        f"seqio:{tmp_path}/P3", *short(64, 16), microbatches=2, steps=1_100_010)
     assert "in 2 microbatches" in out
     assert_learns(metrics, 1_100_001, 1_100_010)
     assert metrics[0]["train/non_padding_fraction/inputs"] > 0.8  # packed
+    cfg = data.with_vocabulary(configs.load_run(run_dir), run_dir)
+    parquet = change(cfg, data=dict(source=f"parquet:{tmp_path}/parquet"))
+    rates = data.mixture_rates("t0_train", parquet.data)
+    assert rates == data.mixture_rates("t0_train", cfg.data) == {
+        "imdb_template": 25_000, "trec_template": 5_452, "ag_news_template": 120_000}
+    assert data.make_batch(parquet, "train", 0).inputs.any()
     out, _ = job(compiled, run_dir, "--tasks", "t0_eval_score_eval", "--mode", "rank",
-                 script="evaluate.py")
-    assert "super_glue_copa_choose_score_eval, validation, rank: 12 examples" in out
+                 "--data.source", parquet.data.source, script="evaluate.py")
+    assert "super_glue_copa_choose_score_eval, validation, rank: 6 examples" in out
 
 
 def test_job_own_language(compiled, tmp_path, capsys, monkeypatch):
