@@ -211,7 +211,7 @@ parse_vocabulary = functools.lru_cache(maxsize=4)(Tokenizer)
 
 
 def load_tokenizer(path):
-    """Path of a SentencePiece model, local or remote, "bytes[:EXTRA]" or "ids:SIZE" -> Tokenizer."""
+    """Path of a SentencePiece model, local or remote, bytes[:EXTRA] or ids:SIZE -> Tokenizer."""
     path = str(path)
     try:
         if re.fullmatch(r"bytes(:\d+)?|ids:\d+", path):

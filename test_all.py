@@ -179,6 +179,12 @@ def test_recipes_are_listed_and_printed(capsys, monkeypatch):
     for name, value in dict(batch_size=256, steps=10000, dropout=0.0, inputs_length=512, keep=3,
                             targets_length=114, save_every=1000, eval_every=1000).items():
         assert values[name] == str(value)
+    for name, cfg in configs.RECIPES.items():
+        configs.check(cfg)
+        assert name == cfg.name and cfg.data.task in {*data.TASKS, *data.MIXTURES}
+        assert cfg.train.start_step < cfg.train.steps and not cfg.model.vocab_size % 128
+        metric = cfg.train.keep_best.split("/")  # inference_eval/TASK/METRIC
+        assert metric == [""] or metric[1] in (cfg.data.eval_tasks or cfg.data.task)
 
 
 def test_every_field_has_a_comment():

@@ -658,6 +658,9 @@ def compile_and_load(cfg, mesh, checkpoints, batch, source=None):
             shardings = jax.tree.map(lambda a: a.sharding, template)
             init = jax.jit(functools.partial(init_state, cfg), out_shardings=shardings)
             state = init.lower().compile(options)()
+            if cfg.train.start_step and not source:
+                configs.note(f"warning: step {cfg.train.start_step:,} of fresh weights: --init_from "
+                             f"names the run whose steps these are.")
             if source:
                 found, arrays = partition.load_from(source, {"params": wanted["params"]})
                 state = dataclasses.replace(state, params=arrays["params"])
