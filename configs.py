@@ -216,7 +216,7 @@ RECIPES = {cfg.name: cfg for cfg in (
         TrainConfig(steps=10, batch_size=8, log_every=1, eval_every=0, save_every=0)),
     # Pretraining on C4: t5x/examples/t5/t5_1_1/examples/{small,base}_c4_pretrain.gin, the larger
     # sizes likewise. By t5x/configs/runs/pretrain.gin the rate is 0.01 for 10,000 steps, then
-    # 1 / sqrt(step).
+    # 1 / sqrt(step). allenai's files: --data.source 'jsonl:en/c4-{split}.*.json.gz'
     Config("small_c4", SIZES["small"], C4, TrainConfig(steps=10_000, batch_size=256)),
     *(Config(f"{size}_c4", SIZES[size], C4,
              TrainConfig(steps=100_000, batch_size=256, eval_every=2000))

@@ -3610,11 +3610,14 @@ def test_job_lm_adaptation(pretrained, compiled, tmp_path):
     assert values_of(metrics, "train/learning_rate") == pytest.approx([1e-3] * 12, rel=1e-3)
 
 
-def test_toy_reverse_learns_as_t5x_does(compiled, tmp_path):
-    """The recipe's first 400 of 1,000 steps."""
-    argv = ["--config", "toy_reverse", "--run_dir", tmp_path / "run", "--train.steps", 400,
+@pytest.mark.parametrize("steps", [400, pytest.param(1000, marks=pytest.mark.slow)])
+def test_toy_reverse_learns_as_t5x_does(steps, compiled, tmp_path):
+    """The first steps of the recipe, or all of it: within what T5X reaches over 5 seeds."""
+    argv = ["--config", "toy_reverse", "--run_dir", tmp_path / "run", "--train.steps", steps,
             "--train.infer_every", 0, "--data.prepared_dir", tmp_path / "prepared"]
     status, out, err = finish(start(compiled, *argv))
     assert status == 0, err
-    early, late = values_of(metrics_of(tmp_path / "run"), "training_eval/text_to_text/accuracy")
-    assert early > 0.3 and late > 0.75
+    name = "training_eval/text_to_text/accuracy"
+    reached = {line["step"]: line[name] for line in metrics_of(tmp_path / "run") if name in line}
+    for step, least in {200: 0.32, 400: 0.75, 600: 0.95, 1000: 0.989}.items():
+        assert step > steps or reached[step] >= least

@@ -658,13 +658,13 @@ def compile_and_load(cfg, mesh, checkpoints, batch, source=None):
             shardings = jax.tree.map(lambda a: a.sharding, template)
             init = jax.jit(functools.partial(init_state, cfg), out_shardings=shardings)
             state = init.lower().compile(options)()
-            if cfg.train.start_step and not source:
-                configs.note(f"warning: step {cfg.train.start_step:,} of fresh weights: --init_from "
-                             f"names the run whose steps these are.")
             if source:
                 found, arrays = partition.load_from(source, {"params": wanted["params"]})
                 state = dataclasses.replace(state, params=arrays["params"])
                 print(f"started  {source}, the weights of step {found:,}", flush=True)
+            elif cfg.train.start_step:
+                configs.note(f"warning: step {cfg.train.start_step:,} of fresh weights; --init_from "
+                             f"names the run whose steps these are.")
             return program.result(), state, cfg.train.start_step
         start, arrays = restored
         if reader := partition.read_manifest(checkpoints.path(start))["reader"]:
@@ -731,7 +731,7 @@ def train(cfg, run_dir, recipe, recipe_file=None, source=None):
             progress.file.sync()
             batch.result()  # the reader stands still
             reader = data.stream_state(cfg, step - t.start_step)
-            checkpoints.wait()
+            checkpoints.wait()  # the one before may be the best
             best = progress.file.best(t.keep_best, [*checkpoints.steps(), step])
             checkpoints.save(flax.serialization.to_state_dict(state), step, reader, best)
         if logs or evaluates or infers or saves:
