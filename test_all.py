@@ -3600,13 +3600,12 @@ def test_job_own_language(compiled, tmp_path, capsys, monkeypatch):
 
 
 def test_job_lm_adaptation(pretrained, compiled, tmp_path):
-    """Prefix LM from a pretrained run, with its optimizer and at its step."""
+    """Prefix LM from a pretrained run, at the rate and the step where pretraining ended."""
     source = pretrained[0].parent / "tfds"
     _, metrics = job(compiled, tmp_path / "run", "--config", "small_lm_adapt", "--init_from",
                      pretrained[0], "--data.tfds_dir", source, *short(32, 32), steps=1_000_012,
-                     eval_every=12)
+                     eval_every=0)
     assert_learns(metrics, 1_000_001, 1_000_012)
-    assert values_of(metrics, "training_eval/prefix_lm/loss")
     assert values_of(metrics, "train/learning_rate") == pytest.approx([1e-3] * 12, rel=1e-3)
 
 

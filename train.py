@@ -663,8 +663,8 @@ def compile_and_load(cfg, mesh, checkpoints, batch, source=None):
                 state = dataclasses.replace(state, params=arrays["params"])
                 print(f"started  {source}, the weights of step {found:,}", flush=True)
             elif cfg.train.start_step:
-                configs.note(f"warning: step {cfg.train.start_step:,} of fresh weights; --init_from "
-                             f"names the run whose steps these are.")
+                configs.note(f"warning: fresh weights at step {cfg.train.start_step:,}: name the "
+                             f"run that they should continue by --init_from.")
             return program.result(), state, cfg.train.start_step
         start, arrays = restored
         if reader := partition.read_manifest(checkpoints.path(start))["reader"]:
