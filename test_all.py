@@ -3364,6 +3364,7 @@ def test_what_was_written_wrongly_is_found(tmp_path, monkeypatch, no_logits):
 # ---- the jobs ------------------------------------------------------------------------------------
 # What the recipes are for, each as its command at toy size, on files as its users have them.
 
+
 def job(compiled, run_dir, *flags, script="train.py", **more):
     """Run a command at toy size -> (what it printed, metrics.jsonl); more: train.FIELD=value."""
     if script == "train.py":
