@@ -836,7 +836,7 @@ def write_json(path, value):
 def write_tokenizer(folder, vocabulary, cfg):
     """spiece.model and tokenizer_config.json; says where Hugging Face reads text otherwise."""
     about = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
-    if vocabulary is None:
+    if vocabulary is None or vocabulary.startswith(b"ids:"):  # nothing that is text
         return
     if vocabulary.startswith(b"bytes"):
         note("warning: Hugging Face's ByT5Tokenizer gives <extra_id_0> and its like other ids.")

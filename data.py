@@ -183,15 +183,38 @@ class ByteTokenizer(Tokenizer):
         return bytes(i - 3 for i in ids if 3 <= i < 3 + 256).decode(errors="ignore")
 
 
+class IdTokenizer(Tokenizer):
+    """No text at all but ids below `size`, shown as numbers between spaces; no sentinels."""
+
+    def __init__(self, size):
+        self.serialized = f"ids:{size}\n".encode()
+        self.sha256 = hashlib.sha256(self.serialized).hexdigest()
+        self.size, self.sentinels = size, 0
+
+    def encode(self, text):
+        return [int(word) if word.isdecimal() and int(word) < self.size else UNK
+                for word in text.split()]
+
+    def encode_batch(self, texts):
+        return [np.array(self.encode(text), np.int32) for text in texts]
+
+    def pieces(self, ids):
+        return "".join(f" {i}" for i in ids)
+
+    def decode(self, ids):
+        """Ids -> text, up to the first EOS; padding is left out."""
+        return " ".join(str(i) for i in itertools.takewhile(lambda i: i != EOS, ids) if i != PAD)
+
+
 # a mixture's hundreds of tasks share one
 parse_vocabulary = functools.lru_cache(maxsize=4)(Tokenizer)
 
 
 def load_tokenizer(path):
-    """Path of a SentencePiece model, local or remote, or "bytes[:EXTRA]" -> Tokenizer."""
+    """Path of a SentencePiece model, local or remote, bytes[:EXTRA] or ids:SIZE -> Tokenizer."""
     path = str(path)
     try:
-        if re.fullmatch(r"bytes(:\d+)?", path):
+        if re.fullmatch(r"bytes(:\d+)?|ids:\d+", path):
             serialized = path.encode()
         else:
             with open_file(path) as file:
@@ -201,8 +224,8 @@ def load_tokenizer(path):
             f"No vocabulary at {path} ({error.strerror or error}): give --data.vocab the path of a "
             f"SentencePiece model, or train one on the source with --data.vocab train:32000."
         ) from error
-    if found := re.fullmatch(rb"bytes(?::(\d+))?\s*", serialized):
-        return ByteTokenizer(int(found[1] or 0))
+    if found := re.fullmatch(rb"(bytes|ids):?(\d*)\s*", serialized):
+        return (ByteTokenizer if found[1] == b"bytes" else IdTokenizer)(int(found[2] or 0))
     return parse_vocabulary(serialized, path)
 
 
@@ -293,6 +316,22 @@ def python_source(name, split, cfg):
     if name and not name.isdecimal():
         raise UserError(f"python:{name} is no source: write python: or python:COUNT.")
     return [Part(f"python:{name}", [sys.version], read)]
+
+
+def reverse_source(name, split, cfg):
+    """reverse:, sequences of 4 to 12 random ids and the same backwards, for toy_reverse."""
+    splits = {"train": (0, 20_000), "validation": (1, 512)}
+    if split not in splits:
+        raise NoSplit(f"reverse: has no split {split}.")
+    seed, count = splits[split]
+
+    def read(bad):
+        for i in range(count):
+            random = np.random.default_rng([seed, i])
+            ids = random.integers(3, 35, random.integers(4, 13)).tolist()
+            yield f"example {i}", {"inputs": [*ids, EOS], "targets": [*ids[::-1], EOS]}
+
+    return [Part("reverse:", [seed, count], read)]
 
 
 def open_file(path):
@@ -562,8 +601,8 @@ def seqio_source(name, split, cfg):
 
 
 SOURCES = {"python": python_source, "text": text_source, "jsonl": jsonl_source,
-           "parquet": parquet_source, "tfds": tfds_source, "hf": hf_source, "seqio": seqio_source}
-WITH_SPLITS = ("tfds:", "hf:", "seqio:")  # have a validation split of their own
+           "parquet": parquet_source, "tfds": tfds_source, "hf": hf_source, "seqio": seqio_source,
+           "reverse": reverse_source}
 
 
 def open_source(source, split, cfg):
@@ -572,7 +611,16 @@ def open_source(source, split, cfg):
     if kind not in SOURCES:
         raise UserError(f"Unknown kind of source in {source!r}: it begins with one of "
                         f"{', '.join(f'{known}:' for known in [*SOURCES, 'random'])}.")
-    return SOURCES[kind](name, split, cfg)
+    named = name.replace("{split}", split)
+    if named != name and not find_files(named.removesuffix(":lines")):
+        raise NoSplit(f"No file matches {named}: there is no split {split}.")
+    return SOURCES[kind](named, split, cfg)
+
+
+def has_splits(source):
+    """Whether a source has a validation split of its own; files have by "{split}" in their names.
+    """
+    return source.startswith(("tfds:", "hf:", "seqio:", "reverse:")) or "{split}" in source
 
 
 class Complaints:
@@ -929,8 +977,12 @@ def t0_mixture(roles, score_eval, cfg):
     """
     sizes = {name: size for role in roles for name, size in T0[role].items()}
     known = {name for role in T0.values() for name in role}
-    members, root = {}, p3_root(cfg)
-    for folder in p3_folders(root):
+    members, root, folders = {}, p3_root(cfg), sorted(p3_sources(cfg))
+    if not folders:
+        raise UserError("T0's mixtures are made of the folders of P3 (bigscience/P3, a folder for "
+                        "each prompt): name the one that holds them with --data.source seqio:DIR "
+                        "or parquet:DIR.")
+    for folder in folders:
         name = max((name for name in known if folder.startswith(f"{name}_")), key=len, default="")
         if name in sizes and folder.endswith("_score_eval") == score_eval:
             members.setdefault(name, []).append(folder)
@@ -941,17 +993,24 @@ def t0_mixture(roles, score_eval, cfg):
 
 
 def p3_root(cfg):
-    """DataConfig -> the folder with P3's task folders, of which data.source is "seqio:FOLDER"."""
-    return cfg.source.removeprefix("seqio:").removesuffix("*").rstrip("/") if (
-        cfg.source.startswith("seqio:")) else ""
+    """DataConfig -> the folder with P3's folders: data.source is seqio:FOLDER or parquet:FOLDER."""
+    kind, _, name = cfg.source.partition(":")
+    return name.removesuffix("*").rstrip("/") if kind in ("seqio", "parquet") else ""
 
 
-def p3_folders(root):
-    infos = find_files(f"{root}/*/info.*.json") if root else []
-    if not infos:
-        raise UserError("T0's mixtures are made of the folders of P3 (bigscience/P3, a folder for "
-                        "each prompt): name the one that holds them with --data.source seqio:DIR.")
-    return sorted({os.path.basename(os.path.dirname(path)) for path, _ in infos})
+# What a folder of P3 holds, as SeqIO cached it or as parquet files, and where its splits are.
+P3_FILES = (("seqio", "info.*.json", ""), ("parquet", "*.parquet", "/*{split}*.parquet"),
+            ("parquet", "*/*.parquet", "/{split}/*.parquet"))
+
+
+def p3_sources(cfg, folder="*"):
+    """The folders of P3, or one of them -> {name: source}."""
+    kind, found = cfg.source.partition(":")[0], {}
+    for of_kind, files, splits in P3_FILES:
+        for path, _ in find_files(f"{p3_root(cfg)}/{folder}/{files}") if kind == of_kind else ():
+            name = path.split("/")[-2 - files.count("/")]
+            found[name] = f"{kind}:{p3_root(cfg)}/{name}{splits}"
+    return found
 
 
 def p3_size(root, folder):
@@ -1017,11 +1076,11 @@ def find_task(name, cfg):
 
     data.source takes the place of the task's own source, if it is data.task.
     """
-    task, root = TASKS.get(name), p3_root(cfg)
+    task = TASKS.get(name)
     if not task and name.partition(":")[0] in SOURCES:
         return TASKS["text_to_text"]._replace(source=name)
-    if not task and root and find_files(f"{root}/{name}/info.*.json"):
-        return Task(f"seqio:{root}/{name}", inputs_eos=False, eos_after_trim=False)
+    if not task and (found := p3_sources(cfg, name).get(name)):
+        return Task(found, inputs_eos=False, eos_after_trim=False)
     if not task:
         hint = configs.nearest(name, [*TASKS, *MIXTURES])
         raise UserError(f"Unknown task {name}{hint or ';'} python data.py --list lists them.")
@@ -2128,7 +2187,7 @@ def find_source(name, cfg, split):
     task = find_task(name, cfg.data)
     if split == "validation" and cfg.data.validation_source:
         return task._replace(source=cfg.data.validation_source), False
-    if not task.source.startswith(WITH_SPLITS):
+    if not has_splits(task.source):
         if split not in ("train", "validation"):
             raise NoSplit(f"{task.source} has no splits, so no {split} split.")
         return task, not cfg.data.validation_source
@@ -2255,7 +2314,7 @@ def evaluation_of(task, cfg):
     trained = {find_task(name, cfg.data).source for name, rate
                in mixture_rates(cfg.data.task, cfg.data).items() if rate}
     source = find_task(task, cfg.data).source
-    whole = source not in trained and not source.startswith(WITH_SPLITS)
+    whole = source not in trained and not has_splits(source)
     return replace(cfg, data=replace(
         cfg.data, task=task, eval_tasks="", validation_source=source if whole else "",
         source="" if task in TASKS else p3_root(cfg.data) and cfg.data.source))

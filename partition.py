@@ -401,18 +401,21 @@ class Checkpoints:
     def path(self, step):
         return self.folder / f"step_{step:08}"
 
-    def save(self, tree, step, reader=None):
-        """Start to write a nested dict of arrays; waits for the checkpoint before it."""
+    def save(self, tree, step, reader=None, best=None):
+        """Start to write a nested dict of arrays; waits for the checkpoint before it.
+
+        best: the step of a checkpoint that stays however old it is.
+        """
         self.wait()
         arrays = {name: {"shape": a.shape, "dtype": a.dtype.name}
                   for name, a in flatten(tree).items()}
         pieces = own_pieces(tree)
         if self.background:
-            self.writing = self.writer.submit(self.commit, arrays, list(pieces), step, reader)
+            self.writing = self.writer.submit(self.commit, arrays, list(pieces), step, reader, best)
         else:
-            self.commit(arrays, pieces, step, reader)
+            self.commit(arrays, pieces, step, reader, best)
 
-    def commit(self, arrays, pieces, step, reader):
+    def commit(self, arrays, pieces, step, reader, best=None):
         try:
             write_checkpoint(self.path(step), arrays, pieces, step, reader)
         except OSError as error:  # a full disk, for instance
@@ -420,7 +423,8 @@ class Checkpoints:
         if not is_first():
             return
         for old in [s for s in self.steps() if s <= step][: -self.keep]:
-            remove(self.path(old))
+            if old != best:
+                remove(self.path(old))
 
     def discard_unfinished(self):
         """Remove what a save that was killed has left; only for the one process that writes."""

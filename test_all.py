@@ -184,6 +184,12 @@ def test_recipes_are_listed_and_printed(capsys, monkeypatch):
     for name, value in dict(batch_size=256, steps=10000, dropout=0.0, inputs_length=512, keep=3,
                             targets_length=114, save_every=1000, eval_every=1000).items():
         assert values[name] == str(value)
+    for name, cfg in configs.RECIPES.items():
+        configs.check(cfg)
+        assert name == cfg.name and cfg.data.task in {*data.TASKS, *data.MIXTURES}
+        assert cfg.train.start_step < cfg.train.steps and not cfg.model.vocab_size % 128
+        metric = cfg.train.keep_best.split("/")  # inference_eval/TASK/METRIC
+        assert metric == [""] or metric[1] in (cfg.data.eval_tasks or cfg.data.task)
 
 
 def test_every_field_has_a_comment():
@@ -325,8 +331,9 @@ def test_text_jsonl_and_parquet_sources_agree(tmp_path, corpus):
     assert len(whole) == 3 and whole[0].split() == " ".join(sentences(60)).split()
 
 
-def write_tfds(folder, texts):
-    """Write {split: texts} as TFDS does (array_record), without TensorFlow."""
+def write_tfds(folder, texts, **features):
+    """Write {split: texts, or dicts of features} as TFDS does (array_record), without TensorFlow.
+    """
     import tensorflow_datasets as tfds
     from tensorflow_datasets.core import dataset_info, file_adapters, sequential_writer
 
@@ -335,13 +342,14 @@ def write_tfds(folder, texts):
         builder=dataset_info.DatasetIdentity(
             name="c4", version=tfds.core.Version(folder.name), data_dir=str(folder),
             module_name="m"),
-        features=tfds.features.FeaturesDict({"text": tfds.features.Text()}))
+        features=tfds.features.FeaturesDict(features or {"text": tfds.features.Text()}))
     info.set_file_format(file_adapters.FileFormat.ARRAY_RECORD)
     writer = sequential_writer.SequentialWriter(
         ds_info=info, max_examples_per_shard=50, file_format="array_record")
     writer.initialize_splits(list(texts))
     for split, lines in texts.items():
-        writer.add_examples({split: [{"text": line} for line in lines]})
+        writer.add_examples({split: [{"text": line} if isinstance(line, str) else line
+                                     for line in lines]})
     writer.close_all()
 
 
@@ -2621,9 +2629,10 @@ def flags_of(corpus, **more):
     return [f"--{name}={value}" for name, value in values.items()]
 
 
-def start(compiled, *argv):
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(compiled)}
-    return subprocess.Popen([sys.executable, HERE / "train.py", *map(str, argv)], env=environment,
+def start(compiled, *argv, script="train.py", **more):
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(compiled),
+                                **more}
+    return subprocess.Popen([sys.executable, HERE / script, *map(str, argv)], env=environment,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -3636,3 +3645,265 @@ def test_what_was_written_wrongly_is_found(tmp_path, monkeypatch, no_logits):
     convert.write_plain(tmp_path / "run", flipped, np.dtype(np.float32))
     with pytest.raises(OSError, match="decoder/layers/mlp/norm"):
         convert.compare(weights, convert.open_any(tmp_path / "run"), np.dtype(np.float32))
+
+
+# ---- the jobs ------------------------------------------------------------------------------------
+# What the recipes are for, each as its command at toy size, on files as its users have them.
+
+
+def job(compiled, run_dir, *flags, script="train.py", **more):
+    """Run a command at toy size -> (what it printed, metrics.jsonl); more: train.FIELD=value."""
+    if script == "train.py":
+        values = {f"model.{name}": getattr(SMALL.model, name) for name in (
+            "vocab_size", "d_model", "d_ff", "d_kv", "num_heads", "num_layers",
+            "num_decoder_layers")}
+        values |= {f"train.{name}": value for name, value in dict(
+            batch_size=8, log_every=1, eval_batches=2, **more).items()}
+        flags += *(f"--{name}={value}" for name, value in values.items()),
+        flags += f"--data.prepared_dir={run_dir.parent}/prepared",
+    process = start(compiled, "--run_dir", run_dir, *flags, script=script,
+                    JAX_DISABLE_MOST_OPTIMIZATIONS="1")
+    status, out, err = finish(process)
+    assert status == 0, err
+    return out, metrics_of(run_dir)
+
+
+def values_of(metrics, name):
+    return [line[name] for line in metrics if name in line]
+
+
+def assert_learns(metrics, first, last):
+    """The loss falls, and the steps are `first` to `last`."""
+    losses = values_of(metrics, "train/loss")
+    assert [line["step"] for line in metrics if "train/loss" in line] == [*range(first, last + 1)]
+    assert np.mean(losses[-3:]) < np.mean(losses[:3]), losses
+
+
+def short(inputs, targets):
+    return ["--data.inputs_length", inputs, "--data.targets_length", targets]
+
+
+@pytest.fixture(scope="session")
+def pretrained(compiled, tmp_path_factory):
+    """small_c4 on C4 as TFDS keeps it: (run directory, what it printed, metrics)."""
+    folder = tmp_path_factory.mktemp("jobs")
+    write_tfds(folder / "tfds/c4/en/3.1.0", {"train": sentences(300), "validation": sentences(20)})
+    run_dir = folder / "c4"
+    return run_dir, *job(
+        compiled, run_dir, "--config", "small_c4", "--data.tfds_dir", folder / "tfds",
+        "--data.vocab", "train:60", *short(32, 8), steps=40, eval_every=20, save_every=20)
+
+
+def write_wmt(folder):
+    """wmt_t2t_translate/de-en as TFDS keeps it; the German is the English backwards."""
+    import tensorflow_datasets as tfds
+
+    pairs = {split: [{"en": " ".join(words), "de": " ".join(words[::-1])}
+                     for words in (line.split()[:4] for line in sentences(count, count))]
+             for split, count in (("train", 60), ("validation", 8))}
+    text = tfds.features.Text()
+    write_tfds(folder / "wmt_t2t_translate/de-en/1.0.0", pairs, en=text, de=text)
+
+
+def test_job_pretraining(pretrained, compiled, tmp_path):
+    """C4 from TFDS, and from the files that allenai publishes."""
+    run_dir, out, metrics = pretrained
+    assert "recipe small_c4\n" in out and f"done     {run_dir}: 40 steps." in out
+    assert_learns(metrics, 1, 40)
+    assert len(values_of(metrics, "training_eval/span_corruption/loss")) == 2
+    rows = {"train": sentences(300), "validation": sentences(20)}
+    for split, lines in rows.items():
+        objects = "".join(json.dumps({"text": x, "timestamp": "", "url": ""}) + "\n" for x in lines)
+        (tmp_path / f"c4-{split}.00000-of-00001.json.gz").write_bytes(
+            gzip.compress(objects.encode()))
+    out, again = job(compiled, tmp_path / "gz", "--config", "small_c4", "--data.source",
+                     f"jsonl:{tmp_path}/c4-{{split}}.*.json.gz", "--data.vocab", "train:60",
+                     *short(32, 8), steps=40, eval_every=20, save_every=0)
+    assert again == metrics  # the same texts, so the same batches
+
+
+def test_job_translation(pretrained, compiled, tmp_path, capsys, monkeypatch):
+    """Fine-tuned from a T5X checkpoint, with BLEU; the best checkpoint stays; goes on."""
+    pytest.importorskip("sacrebleu", reason="needs pip install '.[metrics]'")
+    write_wmt(tmp_path)
+    for source, folder, to in ((pretrained[0], "t5x", "t5x"), (tmp_path / "t5x", "start", "plain")):
+        status, _, err = run(convert, capsys, monkeypatch, source, tmp_path / folder, "--to", to)
+        assert status == 0, err
+    run_dir = tmp_path / "run"
+    flags = ["--config", "small_wmt_finetune", "--init_from", tmp_path / "start",
+             "--data.tfds_dir", tmp_path, *short(64, 24)]
+    more = dict(keep=1, eval_every=0, infer_every=8, save_every=4)
+    out, metrics = job(compiled, run_dir, *flags, steps=1_000_016, **more)
+    assert "weights of step 40" in out
+    bleu = "inference_eval/wmt_t2t_ende_v003/bleu"
+    assert len(values_of(metrics, bleu)) == 2
+    assert values_of(metrics, "train/learning_rate") == pytest.approx([1e-3] * 16)
+    first = (run_dir / "eval/wmt_t2t_ende_v003-01000008.jsonl").read_text().splitlines()
+    assert json.loads(first[0])["inputs"].startswith("translate English to German: ")
+    out, metrics = job(compiled, run_dir, *flags, steps=1_000_020, **more)
+    assert "resumed" in out
+    assert_learns(metrics, 1_000_001, 1_000_020)
+    best = {line["step"]: line[bleu] for line in metrics if bleu in line}
+    assert set(partition.Checkpoints(run_dir).steps()) == {1_000_020, max(best, key=best.get)}
+
+
+def test_job_custom_task(compiled, tmp_path, monkeypatch, pretrained):
+    """A user's own folder: a recipe file that adds WMT from German to English."""
+    write_wmt(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    Path("de_en.py").write_text("""
+import functools
+from dataclasses import replace
+
+from configs import RECIPES
+from data import Task, translate
+
+TASKS = {"wmt_t2t_de_en_v003": Task(
+    "tfds:wmt_t2t_translate/de-en:1.0.0", functools.partial(translate, "de", "en"), ("accuracy",))}
+base = RECIPES["base_wmt_scratch"]
+CONFIG = replace(base, name="de_en", data=replace(base.data, task="wmt_t2t_de_en_v003"),
+                 train=replace(base.train, keep_best=""))
+""")
+    _, metrics = job(compiled, Path("run").absolute(), "--config", "de_en.py",
+                     "--data.tfds_dir", tmp_path, "--data.vocab", pretrained[0] / "spiece.model",
+                     *short(64, 24), steps=12, eval_every=0, infer_every=12)
+    assert_learns(metrics, 1, 12)
+    assert values_of(metrics, "inference_eval/wmt_t2t_de_en_v003/accuracy")
+    assert Path("run/recipe.py").read_text() == Path("de_en.py").read_text()
+
+
+def test_job_glue(compiled, tmp_path, pretrained):
+    """Trained on all of GLUE, evaluated on one of its tasks."""
+    import tensorflow_datasets as tfds
+
+    fields = {"cola": "sentence", "sst2": "sentence", "mrpc": "sentence1 sentence2",
+              "qqp": "question1 question2", "stsb": "sentence1 sentence2",
+              "mnli": "premise hypothesis", "qnli": "question sentence",
+              "rte": "sentence1 sentence2"}
+    for name, keys in fields.items():
+        kind = np.float32 if name == "stsb" else np.int64
+        rows = [{**{key: line[i : i + 20] for i, key in enumerate(keys.split())},
+                 "label": kind(i % 2), "idx": np.int32(i)} for i, line in enumerate(sentences(30))]
+        write_tfds(tmp_path / f"glue/{name}/1.0.0", {"train": rows, "validation": rows[:4]},
+                   **{key: tfds.features.Text() for key in keys.split()}, label=kind, idx=np.int32)
+    run_dir = tmp_path / "run"
+    _, metrics = job(compiled, run_dir, "--config", "small_glue_finetune", "--data.tfds_dir",
+                     tmp_path, "--data.vocab", pretrained[0] / "spiece.model", *short(64, 12),
+                     steps=1_000_012, eval_every=0, infer_every=12)
+    assert_learns(metrics, 1_000_001, 1_000_012)
+    evaluated = {name for name in set().union(*metrics) if "_eval/" in name}
+    assert {name.split("/")[1] for name in evaluated} == {"glue_stsb_v002"}
+    assert "inference_eval/glue_stsb_v002/spearman_corrcoef" in evaluated
+
+
+def test_job_questions(compiled, tmp_path, pretrained, capsys, monkeypatch):
+    """SQuAD; and a SuperGLUE task by rank, of the same run."""
+    import tensorflow_datasets as tfds
+
+    text = tfds.features.Text()
+    rows = [{"id": str(i), "title": "", "question": line[:11], "context": line,
+             "answers": {"text": [line[:5], line[:11]], "answer_start": [0, 0]}}
+            for i, line in enumerate(sentences(40))]
+    write_tfds(tmp_path / "squad/v1.1/3.0.0", {"train": rows, "validation": rows[:4]}, id=text,
+               title=text, question=text, context=text,
+               answers=tfds.features.Sequence({"text": text, "answer_start": np.int32}))
+    rows = [{"premise": a, "choice1": b, "choice2": a, "question": "cause",
+             "label": np.int64(i % 2), "idx": np.int32(i)}
+            for i, (a, b) in enumerate(zip(sentences(9, 1), sentences(9, 2)))]
+    write_tfds(tmp_path / "super_glue/copa/1.0.2", {"validation": rows}, premise=text,
+               choice1=text, choice2=text, question=text, label=np.int64, idx=np.int32)
+    run_dir = tmp_path / "run"
+    _, metrics = job(compiled, run_dir, "--config", "base_squad", "--init_from", pretrained[0],
+                     "--data.tfds_dir", tmp_path, *short(64, 24), steps=1_000_012, eval_every=0,
+                     infer_every=12)
+    assert_learns(metrics, 1_000_001, 1_000_012)
+    assert values_of(metrics, "inference_eval/squad_v010_allanswers/f1")
+    monkeypatch.setattr(partition, "start_jax", lambda cfg: None)
+    monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
+    status, out, err = run(evaluate, capsys, monkeypatch, "--run_dir", run_dir, "--tasks",
+                           "super_glue_copa_v102", "--mode", "rank")
+    assert status == 0 and "super_glue_copa_v102, validation, rank: 9 examples" in out, err
+
+
+def test_job_t0(compiled, tmp_path, pretrained):
+    """T0's mixture of the folders of P3, as SeqIO caches and as parquet; judged by rank."""
+    import pyarrow.parquet
+
+    tokenizer = data.load_tokenizer(pretrained[0] / "spiece.model")
+
+    def example(inputs, targets, **more):
+        return {"inputs": tokenizer.encode(inputs), "inputs_pretokenized": inputs,
+                "targets": [*tokenizer.encode(targets), data.EOS],
+                "targets_pretokenized": targets, **more}
+
+    folders = {f"{name}_template": ("train", [
+        example(f"{name} {line[:30]}", line[:5]) for line in sentences(30, i)])
+        for i, name in enumerate(("imdb", "trec", "ag_news"))}
+    folders["super_glue_copa_choose_score_eval"] = "validation", [
+        example(line[:30], line[j : j + 5], idx=[i, j], is_correct=[int(j == i % 2)])
+        for i, line in enumerate(sentences(6, 9)) for j in (0, 1)]
+    for i, (name, (split, examples)) in enumerate(folders.items()):
+        write_seqio_cache(tmp_path / "P3" / name, split, examples)
+        table = pyarrow.Table.from_pylist([
+            {**row, "is_correct": row.get("is_correct") == [1]} for row in examples])
+        file = tmp_path / "parquet" / name / (
+            f"{split}-00000-of-00001.parquet", f"{split}/0000.parquet")[i % 2]  # the hub has both
+        file.parent.mkdir(parents=True)
+        pyarrow.parquet.write_table(table, file)
+    run_dir = tmp_path / "run"
+    out, metrics = job(
+        compiled, run_dir, "--config", "small_t0", "--init_from", pretrained[0], "--data.source",
+        f"seqio:{tmp_path}/P3", *short(64, 16), microbatches=2, steps=1_100_010)
+    assert "in 2 microbatches" in out
+    assert_learns(metrics, 1_100_001, 1_100_010)
+    assert metrics[0]["train/non_padding_fraction/inputs"] > 0.8  # packed
+    cfg = data.with_vocabulary(configs.load_run(run_dir), run_dir)
+    parquet = change(cfg, data=dict(source=f"parquet:{tmp_path}/parquet"))
+    rates = data.mixture_rates("t0_train", parquet.data)
+    assert rates == data.mixture_rates("t0_train", cfg.data) == {
+        "imdb_template": 25_000, "trec_template": 5_452, "ag_news_template": 120_000}
+    assert data.make_batch(parquet, "train", 0).inputs.any()
+    out, _ = job(compiled, run_dir, "--tasks", "t0_eval_score_eval", "--mode", "rank",
+                 "--data.source", parquet.data.source, script="evaluate.py")
+    assert "super_glue_copa_choose_score_eval, validation, rank: 6 examples" in out
+
+
+def test_job_own_language(compiled, tmp_path, capsys, monkeypatch):
+    """Romanian: text streamed, an own vocabulary, made longer by one flag, then Hugging Face."""
+    for i in range(4):
+        (tmp_path / f"{i}.txt").write_text("\n".join(sentences(100, i)))
+    flags = ["--config", "base_ro", "--data.source", f"text:{tmp_path}/*.txt:lines",
+             "--data.vocab", "train:60", *short(32, 8)]
+    more = dict(keep=2, save_every=5, eval_every=10)
+    run_dir = tmp_path / "run"
+    job(compiled, run_dir, *flags, steps=20, **more)
+    out, metrics = job(compiled, run_dir, *flags, steps=30, **more)
+    assert "resumed" in out and partition.Checkpoints(run_dir).steps() == [25, 30]
+    assert_learns(metrics, 1, 30)
+    assert not list(tmp_path.glob("prepared/*/*.npy"))  # nothing was kept on disk
+    status, out, err = run(convert, capsys, monkeypatch, run_dir, tmp_path / "hf", "--to", "hf")
+    assert status == 0 and "largest difference 0" in out, err
+    assert json.loads((tmp_path / "hf/config.json").read_text())["model_type"] == "t5"
+
+
+def test_job_lm_adaptation(pretrained, compiled, tmp_path):
+    """Prefix LM from a pretrained run, at the rate and the step where pretraining ended."""
+    source = pretrained[0].parent / "tfds"
+    _, metrics = job(compiled, tmp_path / "run", "--config", "small_lm_adapt", "--init_from",
+                     pretrained[0], "--data.tfds_dir", source, *short(32, 32), steps=1_000_012,
+                     eval_every=0)
+    assert_learns(metrics, 1_000_001, 1_000_012)
+    assert values_of(metrics, "train/learning_rate") == pytest.approx([1e-3] * 12, rel=1e-3)
+
+
+@pytest.mark.parametrize("steps", [400, pytest.param(1000, marks=pytest.mark.slow)])
+def test_toy_reverse_learns_as_t5x_does(steps, compiled, tmp_path):
+    """The first steps of the recipe, or all of it: within what T5X reaches over 5 seeds."""
+    argv = ["--config", "toy_reverse", "--run_dir", tmp_path / "run", "--train.steps", steps,
+            "--train.infer_every", 0, "--data.prepared_dir", tmp_path / "prepared"]
+    status, out, err = finish(start(compiled, *argv))
+    assert status == 0, err
+    name = "training_eval/text_to_text/accuracy"
+    reached = {line["step"]: line[name] for line in metrics_of(tmp_path / "run") if name in line}
+    for step, least in {200: 0.32, 400: 0.75, 600: 0.95, 1000: 0.989}.items():
+        assert step > steps or reached[step] >= least

@@ -324,6 +324,21 @@ class MetricsFile:
                 self.writers[prefix].add_scalar(tag, float(value), step)
             self.writers[prefix].flush()
 
+    def best(self, metric, steps):
+        """Of these steps the one with the best value of a metric, the lowest of a loss, or None."""
+        if not self.file or not metric:
+            return None
+        remote = configs.is_remote(self.path)
+        text = self.file.getvalue() if remote else self.path.read_text()
+        lines = map(json.loads, text.splitlines())
+        found = {line["step"]: line[metric] for line in lines if metric in line}
+        if not found:
+            configs.note(f"--train.keep_best {metric}: metrics.jsonl has no such value so far.")
+        sign = -1 if metric.endswith(("loss", "perplexity")) else 1
+        found = {step: sign * found[step] for step in steps
+                 if not math.isnan(found.get(step, math.nan))}
+        return max(found, key=found.get, default=None)
+
     def sync(self):
         """Make sure that what was written survives a power cut."""
         if self.file and configs.is_remote(self.path):
@@ -665,6 +680,9 @@ def compile_and_load(cfg, mesh, checkpoints, source=None):
                 found, arrays = partition.load_from(source, {"params": wanted["params"]})
                 state = dataclasses.replace(state, params=arrays["params"])
                 print(f"started  {source}, the weights of step {found:,}", flush=True)
+            elif cfg.train.start_step:
+                configs.note(f"warning: fresh weights at step {cfg.train.start_step:,}: name the "
+                             f"run that they should continue by --init_from.")
             return program.result(), state, cfg.train.start_step
         start, arrays = restored
         if reader := partition.read_manifest(checkpoints.path(start))["reader"]:
@@ -735,7 +753,9 @@ def train(cfg, run_dir, recipe, recipe_file=None, source=None):
             progress.file.sync()
             batch.result()  # the reader stands still
             reader = data.stream_state(cfg, step - t.start_step)
-            checkpoints.save(flax.serialization.to_state_dict(state), step, reader)
+            checkpoints.wait()  # the one before may be the best
+            best = progress.file.best(t.keep_best, [*checkpoints.steps(), step])
+            checkpoints.save(flax.serialization.to_state_dict(state), step, reader, best)
         if logs or evaluates or infers or saves:
             progress.restart(step)
         if stopping:
