@@ -49,6 +49,7 @@ from configs import Config, DataConfig, DecodeConfig, ModelConfig, TrainConfig
 
 HERE = Path(__file__).parent
 CASES = Path(os.environ.get("PLAIN_T5_CASES", "")) if os.environ.get("PLAIN_T5_CASES") else None
+slow = pytest.mark.slow  # kills and starves processes, or takes its time: pytest -m slow
 needs_cases = pytest.mark.skipif(CASES is None, reason="PLAIN_T5_CASES names no recorded results")
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -1897,7 +1898,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted():
 
 # ---- partition: meshes ---------------------------------------------------------------------------
 
-MESHES = [dict(model=4), dict(model=2, fsdp=True)]  # 2 x 4, and 4 x 2 fully sharded
+MESHES = [pytest.param(dict(model=4), marks=slow), dict(model=2, fsdp=True)]  # 2 x 4, 4 x 2
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -1941,6 +1942,7 @@ def lowered_gradients(cfg):
     return jax.jit(functools.partial(train.gradients, cfg)).lower(params, batch, None), batch
 
 
+@slow
 def test_layouts_communicate_what_they_must():
     """Megatron's layout sums activations, data parallelism gradients; FSDP gathers weights."""
     def sent(**mesh):  # {(kind, axis): (count, bytes)}
@@ -1991,6 +1993,7 @@ def test_out_of_memory_names_the_levers():
     assert len(sizes) == 4 and sizes == sorted(sizes, reverse=True)
 
 
+@slow
 def test_a_plan_for_other_machines(tmp_path):
     """As a command; xxl on 512 devices takes ten seconds, and this less."""
     out = subprocess.run([sys.executable, HERE / "train.py", "--config", "small_c4", "--plan", "64",
@@ -2637,7 +2640,7 @@ def start(compiled, *argv, script="train.py", **more):
 
 
 def finish(process):
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     return process.returncode, out, err
 
 
@@ -2659,6 +2662,7 @@ def metrics_of(run_dir):
             for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+@slow
 def test_killed_and_resumed_equals_uninterrupted(corpus, compiled, tmp_path):
     """kill -9 and SIGTERM on the way, and the same files in the end, bit for bit."""
     flags = flags_of(corpus)
@@ -2742,9 +2746,6 @@ def test_the_other_commands_read_the_run(trained, capsys, monkeypatch):
 # ---- survival ------------------------------------------------------------------------------------
 # Real processes that are killed, frozen and starved: pytest -m slow.
 
-slow = pytest.mark.slow
-
-
 def start_all(compiled, count, *argv, script="train.py", devices=1, timeout=20):
     """The processes of one run on this machine."""
     with socket.socket() as probe:
@@ -2810,26 +2811,20 @@ def test_processes_share_one_run(corpus, compiled, tmp_path):
         assert {**a} == {name: pytest.approx(value, rel=2e-3) for name, value in b.items()}
     lines = [{"inputs": text, "targets": "beta"} for text in sentences(7)]
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    for mode in ("predict", "score"):
-        answers = []
-        for count in (1, 2):
-            output = tmp_path / f"{mode}{count}.jsonl"
-            results = finish_all(start_all(
-                compiled, count, "--run_dir", runs[4], "--input", tmp_path / "in.jsonl", "--output",
-                output, "--mode", mode, "--decode.batch_size", 4, script="infer.py"))
-            assert not any(status for status, *_ in results), results
-            answers.append([json.loads(line) for line in output.read_text().splitlines()])
-        assert len(answers[0]) == 7
-        for a, b in zip(*answers):
-            assert a == {**b, **({"score": pytest.approx(b["score"], rel=1e-4)} if mode == "score"
-                                 else {})}
-    results = finish_all(start_all(compiled, 2, "--run_dir", runs[4], "--output", tmp_path / "e",
-                                   script="evaluate.py"))
-    one, = finish_all(start_all(compiled, 1, "--run_dir", runs[4], "--output", tmp_path / "f",
-                                script="evaluate.py"))
-    assert results[0][0] == one[0] == 0 and not spoken(results[1][1])
-    ours, theirs = (json.loads((tmp_path / name / "metrics.jsonl").read_text()) for name in "ef")
-    assert ours == {name: pytest.approx(value, rel=1e-4) for name, value in theirs.items()}
+    for count in (1, 2):
+        results = finish_all(start_all(
+            compiled, count, "--run_dir", runs[4], "--input", tmp_path / "in.jsonl", "--output",
+            tmp_path / f"out{count}.jsonl", "--decode.batch_size", 4, script="infer.py"))
+        assert not any(status for status, *_ in results), results
+    one, two = ((tmp_path / f"out{count}.jsonl").read_text() for count in (1, 2))
+    assert one == two and len(one.splitlines()) == 7
+    results = finish_all(start_all(
+        compiled, 2, "--run_dir", runs[4], "--output", tmp_path / "eval", "--mode", "loss",
+        script="evaluate.py"))
+    assert results[0][0] == 0 and not spoken(results[1][1]), results
+    found = json.loads((tmp_path / "eval/metrics.jsonl").read_text())
+    assert found["training_eval/span_corruption/loss"] == pytest.approx(
+        metrics_of(runs[4])[-1]["training_eval/span_corruption/loss"], rel=1e-3)
 
 
 @slow
@@ -3118,6 +3113,7 @@ def test_a_checkpoint_of_another_model_is_refused(trained, tmp_path, one_device)
     infer.load_params(cfg, tmp_path / "moved")
 
 
+@slow
 def test_a_run_starts_from_anothers_weights(trained, tmp_path, capsys, monkeypatch, tokenizer):
     """--init_from: a run or a checkpoint; its weights, or all; its vocabulary; what it trains."""
     run_dir, flags = trained
@@ -3705,6 +3701,7 @@ def write_wmt(folder):
     write_tfds(folder / "wmt_t2t_translate/de-en/1.0.0", pairs, en=text, de=text)
 
 
+@slow
 def test_job_pretraining(pretrained, compiled, tmp_path):
     """C4 from TFDS, and from the files that allenai publishes."""
     run_dir, out, metrics = pretrained
@@ -3722,6 +3719,7 @@ def test_job_pretraining(pretrained, compiled, tmp_path):
     assert again == metrics  # the same texts, so the same batches
 
 
+@slow
 def test_job_translation(pretrained, compiled, tmp_path, capsys, monkeypatch):
     """Fine-tuned from a T5X checkpoint, with BLEU; the best checkpoint stays; goes on."""
     pytest.importorskip("sacrebleu", reason="needs pip install '.[metrics]'")
@@ -3747,6 +3745,7 @@ def test_job_translation(pretrained, compiled, tmp_path, capsys, monkeypatch):
     assert set(partition.Checkpoints(run_dir).steps()) == {1_000_020, max(best, key=best.get)}
 
 
+@slow
 def test_job_custom_task(compiled, tmp_path, monkeypatch, pretrained):
     """A user's own folder: a recipe file that adds WMT from German to English."""
     write_wmt(tmp_path)
@@ -3772,6 +3771,7 @@ CONFIG = replace(base, name="de_en", data=replace(base.data, task="wmt_t2t_de_en
     assert Path("run/recipe.py").read_text() == Path("de_en.py").read_text()
 
 
+@slow
 def test_job_glue(compiled, tmp_path, pretrained):
     """Trained on all of GLUE, evaluated on one of its tasks."""
     import tensorflow_datasets as tfds
@@ -3796,6 +3796,7 @@ def test_job_glue(compiled, tmp_path, pretrained):
     assert "inference_eval/glue_stsb_v002/spearman_corrcoef" in evaluated
 
 
+@slow
 def test_job_questions(compiled, tmp_path, pretrained, capsys, monkeypatch):
     """SQuAD; and a SuperGLUE task by rank, of the same run."""
     import tensorflow_datasets as tfds
@@ -3825,6 +3826,7 @@ def test_job_questions(compiled, tmp_path, pretrained, capsys, monkeypatch):
     assert status == 0 and "super_glue_copa_v102, validation, rank: 9 examples" in out, err
 
 
+@slow
 def test_job_t0(compiled, tmp_path, pretrained):
     """T0's mixture of the folders of P3, as SeqIO caches and as parquet; judged by rank."""
     import pyarrow.parquet
@@ -3868,6 +3870,7 @@ def test_job_t0(compiled, tmp_path, pretrained):
     assert "super_glue_copa_choose_score_eval, validation, rank: 6 examples" in out
 
 
+@slow
 def test_job_own_language(compiled, tmp_path, capsys, monkeypatch):
     """Romanian: text streamed, an own vocabulary, made longer by one flag, then Hugging Face."""
     for i in range(4):
@@ -3886,6 +3889,7 @@ def test_job_own_language(compiled, tmp_path, capsys, monkeypatch):
     assert json.loads((tmp_path / "hf/config.json").read_text())["model_type"] == "t5"
 
 
+@slow
 def test_job_lm_adaptation(pretrained, compiled, tmp_path):
     """Prefix LM from a pretrained run, at the rate and the step where pretraining ended."""
     source = pretrained[0].parent / "tfds"
@@ -3896,14 +3900,14 @@ def test_job_lm_adaptation(pretrained, compiled, tmp_path):
     assert values_of(metrics, "train/learning_rate") == pytest.approx([1e-3] * 12, rel=1e-3)
 
 
-@pytest.mark.parametrize("steps", [400, pytest.param(1000, marks=pytest.mark.slow)])
-def test_toy_reverse_learns_as_t5x_does(steps, compiled, tmp_path):
-    """The first steps of the recipe, or all of it: within what T5X reaches over 5 seeds."""
-    argv = ["--config", "toy_reverse", "--run_dir", tmp_path / "run", "--train.steps", steps,
-            "--train.infer_every", 0, "--data.prepared_dir", tmp_path / "prepared"]
+@slow
+def test_toy_reverse_learns_as_t5x_does(compiled, tmp_path):
+    """Within what T5X reaches over 5 seeds, or better."""
+    argv = ["--config", "toy_reverse", "--run_dir", tmp_path / "run", "--train.infer_every", 0,
+            "--data.prepared_dir", tmp_path / "prepared"]
     status, out, err = finish(start(compiled, *argv))
     assert status == 0, err
     name = "training_eval/text_to_text/accuracy"
     reached = {line["step"]: line[name] for line in metrics_of(tmp_path / "run") if name in line}
     for step, least in {200: 0.32, 400: 0.75, 600: 0.95, 1000: 0.989}.items():
-        assert step > steps or reached[step] >= least
+        assert reached[step] >= least
