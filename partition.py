@@ -188,6 +188,16 @@ def bytes_on_device(tree):
                for a in jax.tree.leaves(tree))
 
 
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8,
+         "u64": 8, "f64": 8}
+
+
+def bytes_of(shapes):
+    """HLO's "(f32[2,3]{1,0}, s32[4])" -> bytes."""
+    return sum(BYTES[kind] * math.prod(map(int, filter(None, dimensions.split(","))))
+               for kind, dimensions in re.findall(r"(\w+)\[([\d,]*)\]", shapes))
+
+
 def collectives(program):
     """What devices tell one another in a lowered program -> [(kind, mesh axis, count, bytes)].
 
@@ -218,24 +228,17 @@ def collectives(program):
             elif one := re.search(r" = (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|"
                                   r"collective-permute)\(", line):
                 size, axis = group_of(line, mesh)
-                result = sum(np.dtype(kind.replace("pred", "bool")).itemsize * math.prod(
-                    map(int, filter(None, shape.split(",")))) for kind, shape in (
-                    (DTYPES.get(kind, kind), shape)
-                    for kind, shape in re.findall(r"(\w+)\[([\d,]*)\]", one[1])))
-                part = (size - 1) / size
+                if size == 1:
+                    continue
+                part = (size - 1) / size  # a ring sends all but one's own
                 sent = {"all-reduce": 2 * part, "reduce-scatter": size - 1,
                         "collective-permute": 1}.get(one[2], part)
-                if size > 1:
-                    total = found.setdefault((one[2], axis), [0, 0])
-                    total[0] += times
-                    total[1] += times * result * sent
+                total = found.setdefault((one[2], axis), [0, 0])
+                total[0] += times
+                total[1] += times * sent * bytes_of(one[1])
 
     visit(entry, 1)
     return [(*key, count, moved) for key, (count, moved) in sorted(found.items())]
-
-
-DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "s32": "int32", "u32": "uint32",
-          "pred": "bool", "s8": "int8", "u8": "uint8", "s64": "int64", "u64": "uint64"}
 
 
 def group_of(line, mesh):

@@ -546,7 +546,7 @@ def plan(cfg, count):
     memory = memory_table(cfg, mesh)
     total = sum(memory.values())
     for name, size in {**memory, "together": total}.items():
-        print(f"  {name:14} {size / 1e9:10.3f} GB on each device")
+        print(f"  {name:14} {size / 1e9:10.4g} GB on each device")
     step = jax.jit(functools.partial(train_step, cfg), donate_argnums=0).lower(
         state_template(cfg, mesh), batch_template(cfg, mesh, t.batch_size))
     moved = 0
