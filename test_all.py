@@ -2862,7 +2862,7 @@ def test_processes_share_one_run(corpus, compiled, tmp_path):
 def test_what_happens_to_one_process_ends_both(corpus, compiled, tmp_path, number, victim):
     """SIGTERM: both stop at one step, saved. Killed or frozen: the other ends soon, and says so."""
     flags = flags_of(corpus, **{**SHORT, "train.steps": 100_000, "train.eval_every": 0})
-    both = start_all(compiled, 2, "--run_dir", tmp_path / "run", *flags)
+    both = start_all(compiled, 2, "--run_dir", tmp_path / "run", *flags, timeout=10)
     wait_for_step(both[0], tmp_path / "run", 16)
     both[victim].send_signal(number)
     if number == signal.SIGTERM:
