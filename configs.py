@@ -537,10 +537,10 @@ def write_file(path, content):
 
 def append_file(path, text):
     """Append text to a file; at a remote place, where that cannot be, write the file anew."""
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True) if not is_remote(path) else None
     if is_remote(path):
         write_file(path, (path.read_text() if path.exists() else "") + text)
         return
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     with open(path, "a") as file:
         file.write(text)
 

@@ -376,8 +376,8 @@ def rank(params, cfg, mesh, split, tokenizer, normalize=False):
     counts = collections.Counter(index[0] for index, *_ in targets)
     shared = {tuple(choices_of(task, row[0])) if "is_correct" not in row[0] else None
               for row in rows}
-    fixed = counts[0] if len(set(counts.values())) == len(shared) == 1 and None not in shared else (
-        None)
+    sizes = {*counts.values()}
+    fixed = max(sizes) if len(sizes) == len(shared) == 1 and None not in shared else None
     lines = [{**example, "idx": index, "is_correct": correct, "score": score}
              for (example, index, correct, _), score in zip(rows, scores)]
     return rank_classification(targets, scores, fixed, normalize), lines
@@ -537,7 +537,7 @@ def main(argv):
     folder = configs.to_path(args.output or os.path.join(args.run_dir, "eval"))
     tasks = data.evaluations(cfg, args.split)
     check_metrics(tasks, args.split)
-    several = args.step == "all"
+    several, evaluated = args.step == "all", False
     steps = partition.from_first(partition.Checkpoints(args.run_dir).steps())
     for wanted in steps if several else [args.step]:
         try:
@@ -547,6 +547,7 @@ def main(argv):
                 raise
             configs.note(f"step {wanted:,} is left out: {error}")
             continue
+        evaluated = True
         for name, one in tasks.items():
             task, _ = data.find_source(name, one, args.split)
             mode = args.mode or ("predict" if task.metrics else "loss")
@@ -565,6 +566,8 @@ def main(argv):
             values = {f"{group}/{name}/{key}": value for key, value in metrics.items()}
             configs.append_file(folder / "metrics.jsonl",
                                 json.dumps({"step": step, **values}) + "\n")
+    if not evaluated:
+        raise UserError(f"{args.run_dir} has no whole checkpoint: train.py writes them.")
     if not partition.is_first():
         return
     if args.csv:

@@ -492,7 +492,10 @@ def answer_file(args, cfg, mesh, tokenizer, params):
             count += 1
         if partition.is_first():
             os.fsync(file.fileno())
-            os.replace(partial, args.output) if count + done else os.remove(partial)
+            if count + done:
+                os.replace(partial, args.output)
+            else:
+                os.remove(partial)
     if not count + done:
         raise UserError(f"{args.input} holds no line: there is nothing to answer.")
     seconds = time.perf_counter() - began

@@ -2543,6 +2543,11 @@ def test_tasks_are_evaluated_on_text_and_by_rank(mixture, tmp_path, one_device):
                                                                 "auc-pr"}
     best = [max(pair, key=lambda line: line["score"]) for pair in zip(lines[::2], lines[1::2])]
     assert metrics["accuracy"] == 100 * np.mean([line["is_correct"] for line in best])
+    with pytest.MonkeyPatch.context() as patch:  # the first cannot be read: the others are ranked
+        read = [("x", {"inputs": line["inputs"], "targets": "yes"}) for line in lines[::2]]
+        patch.setattr(data, "read_task", lambda *_: [("x", {"inputs": 5, "targets": "no"}), *read])
+        metrics, fewer = evaluate.rank(params, one, one_device, "validation", tokenizer)
+        assert len(fewer) == len(lines) and "f1" in metrics
     encoded = [infer.Example(tokenizer.encode(line["inputs"]) + [1],
                              tokenizer.encode(line["targets"]) + [1]) for line in lines]
     scores = list(infer.answer(params, one, one_device, encoded, "score"))
@@ -2558,6 +2563,19 @@ def test_tasks_are_evaluated_on_text_and_by_rank(mixture, tmp_path, one_device):
     with pytest.raises(configs.UserError, match="needs answer choices"):
         evaluate.rank(params, change(mixture, data=dict(task="few")), one_device, "validation",
                       tokenizer)
+
+
+def test_all_steps_pass_over_damaged_ones(trained, tmp_path, capsys, monkeypatch):
+    """Each is named; where none is whole, that is no success."""
+    monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
+    run_dir = tmp_path / "run"
+    shutil.copytree(trained[0], run_dir)
+    command = ["--run_dir", run_dir, "--step", "all", "--mode", "loss"]
+    for number, step in enumerate((3, 6)):
+        (partition.Checkpoints(run_dir).path(step) / "manifest.json").write_text("{")
+        status, out, err = run(evaluate, capsys, monkeypatch, *command)
+        assert f"step {step} is left out" in err and status == (0, 2)[number], err
+        assert ("step 6, span_corruption" in out) == (number == 0)
 
 
 def test_the_table_is_parse_tbs(tmp_path):

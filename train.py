@@ -739,9 +739,11 @@ def train(cfg, run_dir, recipe, recipe_file=None, source=None):
             progress.log(step, {name: float(x) for name, x in jax.device_get(metrics).items()})
         if (logs or saves) and (skipped := int(state.skipped)) >= 3:
             checkpoints.wait()
-            first = step - skipped + 1
+            progress.file.sync()
+            first, done = step - skipped + 1, step - t.start_step
             configs.note(f"Loss or gradients of steps {first:,} to {step:,} (rows "
-                         f"{(first - 1) * t.batch_size:,} to {step * t.batch_size - 1:,} of the "
+                         f"{(done - skipped) * t.batch_size:,} to "
+                         f"{done * t.batch_size - 1:,} of the "
                          f"run) were not finite; their updates were skipped. Begin another run "
                          f"with a lower --train.learning_rate.")
             return 1
