@@ -1,11 +1,15 @@
 """Every knob and every recipe, in one place, with nothing but the standard library.
 
+- A recipe is a value of the frozen dataclass Config: six sections of plain fields.
+- The comment beside a field is its help text; its choices or its range stand in its default.
+- Every script takes `--config RECIPE` and changes single fields: `--train.steps 500`.
+- The result is written to RUN_DIR/config.json, where every other script reads it: no flag twice.
+- A Python file that defines CONFIG is a recipe too, and may add to the tables named below.
+
     python configs.py               list the recipes
     python configs.py small_c4      print one, field by field
 
-A recipe is a value of type Config. The command line of every script changes single fields of it
-(`--train.steps 500`), and the result is written to RUN_DIR/config.json, from where every other
-script reads it back: no flag is ever repeated. The comment beside a field is its help text.
+One machine or many, the recipe is the same: sections mesh and distributed belong to the machines.
 """
 
 import argparse
@@ -22,12 +26,27 @@ import sys
 import tempfile
 import traceback
 import types
+import zlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 
 class UserError(Exception):
     """A mistake of the user's: one sentence and what to do next; no traceback, exit status 2."""
+
+
+def one_of(default, *others):
+    """A field that takes one of these values."""
+    return field(default=default, metadata={"choices": (default, *others)})
+
+
+def between(low, high, default):
+    """A field whose number has bounds; a whole number without bounds is at least 1."""
+    return field(default=default, metadata={"bounds": (low, high)})
+
+
+def at_least(low, default):
+    return between(low, math.inf, default)
 
 
 @dataclass(frozen=True)
@@ -39,19 +58,19 @@ class ModelConfig:
     num_heads: int = 6  # attention heads
     num_layers: int = 8  # encoder layers
     num_decoder_layers: int = 8  # decoder layers
-    activation: str = "gated_gelu"  # gated_gelu (T5 1.1), relu (T5 1.0) or gated_silu
+    activation: str = "gated_gelu"  # [gated_]NAME of model.ACTIVATIONS; T5 1.0: relu
     tied: bool = False  # T5 1.0: the embedding is the output layer too, scaled by d_model^-0.5
-    relative_buckets: int = 32  # rows of the table of relative-position biases
+    relative_buckets: int = at_least(4, 32)  # rows of the table of relative-position biases
     relative_max_distance: int = 128  # all distances from here on share the last bucket
-    dropout: float = 0.0  # 0 to pretrain T5 1.1, 0.1 to fine-tune it
-    dtype: str = "auto"  # of the computation: auto is bfloat16 on GPU and TPU, float32 on CPU
-    remat: str = "dots"  # kept for the backward pass: none = all, dots = products, full = nothing
+    dropout: float = between(0, 0.99, 0.0)  # 0 to pretrain T5 1.1, 0.1 to fine-tune it
+    dtype: str = one_of("auto", "float32", "bfloat16")  # auto: bfloat16, on a CPU float32
+    remat: str = one_of("dots", "none", "full")  # what the backward pass finds kept
 
 
 @dataclass(frozen=True)
 class DataConfig:
     source: str = ""  # KIND:NAME, see README; empty: the task's own, python: for span_corruption
-    validation_source: str = ""  # empty: the source's validation split, or its last 1 %, held out
+    validation_source: str = ""  # empty: the source's validation split, or its first 1 %, held out
     task: str = "span_corruption"  # a task or mixture; python data.py --list prints their names
     eval_tasks: str = ""  # tasks or mixtures, with commas, to evaluate while training; empty: task
     fields: str = ""  # what fields are called in the source: text=content or inputs=q,targets=a
@@ -59,55 +78,55 @@ class DataConfig:
     inputs_length: int = 512  # tokens of a row of inputs, EOS included
     targets_length: int = 114  # tokens of a row of targets, EOS included
     pack: bool = True  # several examples in a row of a training batch, where they fit
-    streaming: bool = False  # tokenize while training, in the source's order; nothing on disk
-    noise_density: float = 0.15  # part of the tokens that span corruption removes
-    mean_span_length: float = 3.0  # tokens of a removed span, on average
+    keep_tokens: bool = True  # false: token files that training has left behind are removed
+    noise_density: float = between(0.001, 0.999, 0.15)  # part of the tokens that spans remove
+    mean_span_length: float = between(1, 1000, 3.0)  # tokens of a removed span, on average
     prepared_dir: str = "prepared"  # where token files lie, a folder for each source and vocabulary
     tfds_dir: str = ""  # where TFDS datasets lie; empty: TFDS_DATA_DIR or ~/tensorflow_datasets
-    on_error: str = "stop"  # at what cannot be read: stop, or skip it and count
+    on_error: str = one_of("stop", "skip")  # at what cannot be read: stop, or skip it and count
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     steps: int = 10_000  # the last step, absolute: start_step included
-    start_step: int = 0  # 1,000,000 where a recipe continues a published checkpoint
-    restore: str = "params"  # what --init_from takes: params, or all with the optimizer's slots
+    start_step: int = at_least(0, 0)  # 1,000,000 where a recipe continues a published checkpoint
+    restore: str = one_of("params", "all")  # what --init_from takes: all is with optimizer and step
     batch_size: int = 128  # rows of a step, over all devices and microbatches
     microbatches: int = 1  # the step's rows go through the model in this many parts
-    optimizer: str = "adafactor"  # adafactor or adamw
-    learning_rate: float = 1.0  # the schedule's factor "constant"
+    optimizer: str = "adafactor"  # an entry of train.OPTIMIZERS
+    learning_rate: float = at_least(0, 1.0)  # the schedule's factor "constant"
     schedule: str = "constant * rsqrt_decay"  # product of T5X's factors, see train.py
     warmup_steps: int = 10_000  # rsqrt_decay is flat until here, linear_warmup climbs until here
-    schedule_offset: int = 0  # subtracted from the step before the schedule sees it
+    schedule_offset: int = at_least(0, 0)  # subtracted from the step before the schedule sees it
     decay_factor: float = 0.5  # of decay_every, and the slope of linear_decay
     steps_per_decay: int = 20_000  # of decay_every
     steps_per_cycle: int = 100_000  # of cosine_decay
-    weight_decay: float = 0.0  # adamw: times the learning rate; adafactor: not, as in T5X
-    z_loss: float = 1e-4  # weight of log(Z)^2, which keeps the logits near zero
-    label_smoothing: float = 0.0  # part of the target's probability spread over the vocabulary
-    loss_divisor: float | None = None  # none: real target tokens; T5X's checkpoints want 233472
-    log_every: int = 10  # steps between two lines of metrics
-    eval_every: int = 1000  # steps between two evaluations, 0 for none
-    infer_every: int = 0  # steps between two evaluations on decoded text, 0 for none
-    eval_batches: int = 20  # batches of one evaluation; 0 for the whole split
-    save_every: int = 1000  # steps between two checkpoints, 0 for none
+    weight_decay: float = at_least(0, 0.0)  # adamw: times the learning rate; adafactor: not, as T5X
+    z_loss: float = at_least(0, 1e-4)  # weight of log(Z)^2, which keeps the logits near zero
+    label_smoothing: float = between(0, 0.99, 0.0)  # of the target's probability, to all others
+    loss_divisor: float | None = at_least(1e-6, None)  # none: real target tokens; T5X's: 233472
+    log_every: int = at_least(0, 10)  # steps between two lines of metrics
+    eval_every: int = at_least(0, 1000)  # steps between two evaluations, 0 for none
+    infer_every: int = at_least(0, 0)  # steps between two evaluations on decoded text, 0 for none
+    eval_batches: int = at_least(0, 20)  # batches of one evaluation; 0 for the whole split
+    save_every: int = at_least(0, 1000)  # steps between two checkpoints, 0 for none
     async_save: bool = True  # write checkpoints in the background, from one copy in memory
     keep: int = 3  # checkpoints that stay, the newest
     keep_best: str = ""  # a metric, as in metrics.jsonl, whose best checkpoint stays beside them
-    seed: int = 0  # of the weights, the order of the data, the noise and dropout
+    seed: int = between(0, 2**31 - 1, 0)  # of weights, order of the data, noise and dropout
 
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    beams: int = 0  # 0: greedy, or sampling; 1 or more: T5X's beam search (1 is not greedy)
+    beams: int = between(0, 1024, 0)  # 0: greedy, or sampling; from 1 on T5X's beam search
     alpha: float = 0.6  # exponent of the beams' length penalty
-    penalty: str = "gnmt"  # ((5 + tokens) / 6) ** alpha as in T5X, or length: tokens ** alpha
+    penalty: str = one_of("gnmt", "length")  # ((5 + n) / 6) ** alpha as in T5X, or n ** alpha
     max_len: int | None = None  # tokens generated at most, EOS included; none: data.targets_length
-    temperature: float = 0.0  # of sampling; 0 is greedy, or 1 where top_k or top_p is given
-    top_k: int = 0  # sample from the k likeliest tokens; 0: from all
-    top_p: float = 0.0  # sample from the likeliest that together have this probability; 0: all
+    temperature: float = at_least(0, 0.0)  # of sampling; 0 is greedy, or 1 with top_k or top_p
+    top_k: int = at_least(0, 0)  # sample from the k likeliest tokens; 0: from all
+    top_p: float = between(0, 1, 0.0)  # sample from the likeliest of this probability; 0: all
     num_return: int = 1  # answers to an example: samples, or the best beams
-    return_all: bool = False  # write all of them with their scores, even if it is one
+    return_all: bool = False  # write all of them with their scores, even if it is a single answer
     batch_size: int = 32  # examples decoded together; changes no result
 
 
@@ -119,9 +138,9 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class DistributedConfig:
-    coordinator: str = ""  # HOST:PORT of process 0; empty: as the cluster says, or one process
-    processes: int | None = None  # how many there are
-    process: int | None = None  # which of them this one is, from 0
+    coordinator: str = ""  # HOST:PORT of process 0; empty: as the cluster says, or a single process
+    processes: int | None = None  # how many processes there are
+    process: int | None = at_least(0, None)  # which of them this process is, from 0
     timeout: int = 100  # seconds without a sign of life after which a process counts as dead
 
 
@@ -138,8 +157,28 @@ class Config:
 
 SECTIONS = ("model", "data", "train", "decode", "mesh", "distributed")
 
-# What a recipe file adds with its own TASKS and MIXTURES; data.py puts T5's here and explains them.
-TASKS, MIXTURES = {}, {}
+# What a recipe file may add to, under the same names; the modules put plain T5's own entries here:
+# data.py TASKS and MIXTURES, model.py ACTIVATIONS, evaluate.py METRICS, train.py OPTIMIZERS.
+TASKS, MIXTURES, ACTIVATIONS, METRICS, OPTIMIZERS = {}, {}, {}, {}, {}
+
+# Of several processes the first alone speaks, and none waits for the others when it fails; see
+# partition.start_jax.
+speaks = alone = True
+
+
+def visible(text):
+    """Text with its control characters written out: a terminal shows them and does not obey."""
+    return re.sub(r"[^\n\t\x20-\x7e\xa0-\U0010ffff]",
+                  lambda found: found[0].encode("unicode_escape").decode(), str(text))
+
+
+def note(text, always=False):
+    """Tell the user something that is not a result, on standard error."""
+    if speaks or always:
+        print(visible(text), file=sys.stderr, flush=True)
+
+
+# ====== below: recipes, the command line, run directories, checks, files ==========================
 
 # ---- recipes -------------------------------------------------------------------------------------
 
@@ -164,7 +203,7 @@ C4 = DataConfig(source="tfds:c4/en")
 WMT = DataConfig(task="wmt_t2t_ende_v003", inputs_length=256, targets_length=256)
 P3 = DataConfig(task="t0_train", inputs_length=1024, targets_length=256)
 RO = DataConfig(source="hf:dumitrescustefan/rlm", vocab="train:63900", targets_length=256,
-                streaming=True)  # 63,900 pieces and 100 sentinels: 64,000 rows
+                keep_tokens=False)  # 63,900 pieces and 100 sentinels: 64,000 rows
 
 BLEU = "inference_eval/wmt_t2t_ende_v003/bleu"
 BEAMS = DecodeConfig(beams=4, batch_size=64)
@@ -252,7 +291,7 @@ RECIPES = {cfg.name: cfg for cfg in (
            replace(PAPER, keep_best="inference_eval/cnn_dailymail_v002/rougeLsum"), BEAMS),
     # --data.source seqio:P3, or parquet:P3; --data.task t0+_train or t0++_train
     *(Config(f"{size}_t0", replace(SIZES[size], dropout=0.1), P3, T0) for size in ("small", "xxl")),
-    # Text is streamed; any other does: --data.source 'text:DIR/*.txt'
+    # The text is streamed; any other will do: --data.source 'text:DIR/*.txt'
     Config("base_ro", replace(SIZES["base"], vocab_size=64_000), RO, RO_TRAIN),
     Config("large_ro", replace(SIZES["large"], vocab_size=64_000),
            replace(RO, targets_length=512), RO_TRAIN),
@@ -265,10 +304,13 @@ RECIPES = {cfg.name: cfg for cfg in (
 # ---- command line --------------------------------------------------------------------------------
 
 # What may change when a run goes on; any other difference is another run.
-FREE = {"mesh", "distributed", "decode", *(f"train.{name}" for name in (
+FREE = {"mesh", "distributed", "decode", "data.keep_tokens", *(f"train.{name}" for name in (
     "steps", "log_every", "eval_every", "infer_every", "eval_batches", "save_every", "async_save",
     "keep", "keep_best", "microbatches"))}
 NOT_READ_BACK = ("mesh", "distributed")  # belong to the machine, not to the run
+# Names that fields once had -> the field of today, and its value for theirs.
+RENAMED = {"data.streaming": ("data.keep_tokens", lambda streaming: not streaming)}
+DATA_FORMAT = 2  # changes when the batches of a step, or what is held out, change
 
 
 def fields(cfg):
@@ -292,6 +334,12 @@ def override(cfg, changes):
         section, knob = name.split(".")
         cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{knob: value})})
     return cfg
+
+
+def renamed(values):
+    """{"section.field": value}, old names among them -> the same in the names of today."""
+    return dict((RENAMED[name][0], RENAMED[name][1](value)) if name in RENAMED else (name, value)
+                for name, value in values.items())
 
 
 def parse_value(name, kind, text):
@@ -324,25 +372,27 @@ def parse_args(description, argv, **flags):
     """
     parser = argparse.ArgumentParser(
         description=description, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter)
-    parser.error = lambda message: raise_(UserError(f"{message}; --help lists what there is."))
+    parser.error = lambda message: raise_(UserError(f"{message}; --help lists all flags."))
     parser.add_argument("--config", help="a recipe's name, or a Python file that defines CONFIG")
     parser.add_argument("--run_dir", help="folder of the run; by default runs/NAME")
     for name, options in flags.items():
         parser.add_argument(*([name[:-1]] if name[-1] == "_" else [f"--{name}"]), **options)
-    blank, kinds = Config(""), {}
+    blank, kinds = Config(""), dict.fromkeys(RENAMED, bool)
     texts = {section: help_of(getattr(blank, section)) for section in SECTIONS}
     for section, knob, _ in fields(blank):
         name = f"{section}.{knob.name}"
         kinds[name] = knob.type
         text = texts[section].get(knob.name, "").replace("%", "%%")
         parser.add_argument(f"--{name}", metavar="", default=argparse.SUPPRESS, help=text)
+    for name in RENAMED:
+        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        known = [*kinds, *(name for name in vars(args))]
-        hint = nearest(unknown[0].lstrip("-").split("=")[0], known)
-        raise UserError(f"Unknown argument {unknown[0]}{hint or '; --help lists what there is.'}")
+        hint = nearest(unknown[0].lstrip("-").split("=")[0], [*kinds, *vars(args)])
+        raise UserError(f"Unknown argument {unknown[0]}{hint or '; --help lists all flags.'}")
     given = {name: vars(args).pop(name) for name in kinds if name in args}
-    return args, {name: parse_value(name, kinds[name], text) for name, text in given.items()}
+    return args, renamed({name: parse_value(name, kinds[name], text)
+                          for name, text in given.items()})
 
 
 def raise_(error):
@@ -363,40 +413,56 @@ def load_recipe(name):
     module = importlib.util.module_from_spec(module_spec)
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"{name} cannot be loaded ({type(error).__name__}: {error}).") from error
-    if not isinstance(getattr(module, "CONFIG", None), Config):
+    cfg = getattr(module, "CONFIG", None)
+    if not isinstance(cfg, Config):
         raise UserError(f"{name} does not define CONFIG, a value of configs.Config.")
-    TASKS.update(getattr(module, "TASKS", {}))
-    MIXTURES.update(getattr(module, "MIXTURES", {}))
-    return module.CONFIG
+    tables = {"TASKS": TASKS, "MIXTURES": MIXTURES, "ACTIVATIONS": ACTIVATIONS,
+              "METRICS": METRICS, "OPTIMIZERS": OPTIMIZERS}
+    for title, table in tables.items():
+        added = getattr(module, title, {})
+        if not isinstance(added, dict) or not all(isinstance(key, str) for key in added):
+            raise UserError(f"{name}: {title} must be a dict whose keys are names.")
+        table.update(added)
+    check_types(cfg, name)
+    return cfg
+
+
+def read_run(run_dir):
+    """Run directory -> (the Config it was trained with, config.json as it is)."""
+    path = to_path(run_dir) / "config.json"
+    if not path.exists():
+        raise UserError(f"There is no run in {run_dir} (no config.json): --run_dir names a folder "
+                        f"that train.py made.")
+    form = {"name": str, "data_format?": int, "corpus?": str,
+            **{f"{section}?": dict for section in SECTIONS}}
+    stored = read_json(path, form, "restore it from a copy")
+    values = renamed({f"{section}.{knob}": value for section in SECTIONS
+                      for knob, value in stored.get(section, {}).items()})
+    known = {f"{section}.{knob.name}" for section, knob, _ in fields(Config(""))}
+    if strange := [name for name in values if name not in known]:
+        raise UserError(f"{path} has fields that this version does not know: {', '.join(strange)}.")
+    cfg = override(Config(stored["name"]), values)
+    check_types(cfg, path)
+    return cfg, stored
 
 
 def load_run(run_dir):
-    """Run directory -> the Config it was trained with."""
-    path = to_path(run_dir) / "config.json"
-    try:
-        stored = json.loads(path.read_text())
-    except OSError as error:
-        raise UserError(f"There is no run in {run_dir} ({error.strerror or error}: config.json): "
-                        f"--run_dir names a folder that train.py made.") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}): restore it from a copy.") from error
-    cfg, known = Config(stored["name"]), {f"{s}.{knob.name}" for s, knob, _ in fields(Config(""))}
-    values = {f"{section}.{knob}": value for section in SECTIONS
-              for knob, value in stored.get(section, {}).items()}
-    strange = [name for name in values if name not in known]
-    if strange:
-        raise UserError(f"{path} has fields that this version does not know: {', '.join(strange)}.")
-    load_copied_recipe(run_dir)  # for its TASKS and MIXTURES
-    return override(cfg, values)
+    """Run directory -> the Config it was trained with; its recipe file is not run."""
+    return read_run(run_dir)[0]
 
 
-def load_copied_recipe(run_dir):
-    """The CONFIG of the recipe file that a run directory keeps, or None."""
+def load_run_recipe(run_dir):
+    """Run the recipe file that a run directory keeps, for its tables -> its CONFIG, or None.
+
+    The file is a program, so this is said, and done only where tasks, an objective or an optimizer
+    are asked for.
+    """
     path = to_path(run_dir) / "recipe.py"
     if not path.exists():
         return None
+    note(f"running {path}, the recipe of this run")
     if not is_remote(run_dir):
         return load_recipe(str(path))
     with tempfile.TemporaryDirectory() as folder:
@@ -408,16 +474,21 @@ def save_run(cfg, run_dir, corpus=""):
     """Write RUN_DIR/config.json, which load_run reads. corpus: a digest of the training tokens."""
     resolved = {section: dataclasses.asdict(getattr(cfg, section)) for section in SECTIONS
                 if section not in NOT_READ_BACK}
-    content = json.dumps({"name": cfg.name, "corpus": corpus, **resolved}, indent=1)
-    write_file(os.path.join(run_dir, "config.json"), content)
+    content = {"name": cfg.name, "data_format": DATA_FORMAT, "corpus": corpus, **resolved}
+    write_file(os.path.join(run_dir, "config.json"), json.dumps(content, indent=1))
 
 
-def resolve(args, changes):
-    """What parse_args returned -> Config: of the run, if --run_dir names one, or of the recipe."""
+def resolve(args, changes, recipe=False):
+    """What parse_args returned -> Config: of the run, if --run_dir names one, or of the recipe.
+
+    recipe: whether the run's own recipe file is needed, for its tasks.
+    """
     if args.run_dir and args.config:
         raise UserError("--run_dir names a run, and that has its own configuration: leave out "
                         "--config.")
     cfg = load_run(args.run_dir) if args.run_dir else load_recipe(args.config or "tiny")
+    if args.run_dir and recipe:
+        load_run_recipe(args.run_dir)
     cfg = override(cfg, changes)
     check(cfg)
     return cfg
@@ -430,63 +501,131 @@ def resolve_run(args, changes):
     fields that differ are listed and refused, except those in FREE.
     """
     run_dir = args.run_dir or os.path.join("runs", load_recipe(args.config or "tiny").name)
-    stored = load_run(run_dir) if (to_path(run_dir) / "config.json").exists() else None
-    if args.config or not stored:
+    begun = (to_path(run_dir) / "config.json").exists()
+    old, stored = read_run(run_dir) if begun else (None, {})
+    if args.config or not begun:
         base = recipe = load_recipe(args.config or "tiny")
     else:
-        base, recipe = stored, load_copied_recipe(run_dir) or RECIPES.get(stored.name, stored)
+        base, recipe = old, load_run_recipe(run_dir) or RECIPES.get(old.name, old)
     cfg = override(base, changes)
     checkpoints = to_path(run_dir) / "checkpoints"
-    if stored and checkpoints.exists() and any(
+    if begun and checkpoints.exists() and any(
             path.name.startswith("step_") and (path / "manifest.json").exists()
             for path in checkpoints.iterdir()):
-        changed = {name: values for name, values in differences(cfg, stored).items()
+        changed = {name: values for name, values in differences(cfg, old).items()
                    if not {name, name.split(".")[0]} & FREE}
         if changed:
-            listed = ", ".join(f"{name} {new} (was {old})" for name, (new, old) in changed.items())
+            listed = ", ".join(f"{name} {new} (was {was})" for name, (new, was) in changed.items())
             raise UserError(f"{run_dir} holds a run with another configuration: {listed}. Go on "
                             f"without these flags, or name another --run_dir.")
+        if stored.get("data_format", 1) != DATA_FORMAT:
+            raise UserError(f"{run_dir} was begun by a version of plain T5 that made other batches "
+                            f"and held out other examples (data format "
+                            f"{stored.get('data_format', 1)}, now {DATA_FORMAT}): take its weights "
+                            f"into a new run with --init_from {run_dir}.")
     check(cfg)
     return cfg, run_dir, recipe
 
 
-CHOICES = {
-    "model.activation": ("gated_gelu", "gated_silu", "relu"),
-    "model.dtype": ("auto", "float32", "bfloat16"),
-    "model.remat": ("none", "dots", "full"),
-    "data.on_error": ("stop", "skip"),
-    "train.optimizer": ("adafactor", "adamw"), "train.restore": ("params", "all"),
-    "decode.penalty": ("gnmt", "length"),
-}
-RANGES = {  # lowest and highest value; whole numbers not named here are at least 1
-    "model.dropout": (0, 0.99), "data.noise_density": (0.001, 0.999),
-    "data.mean_span_length": (1, 1000), "train.label_smoothing": (0, 0.99),
-    **{f"train.{name}": (0, math.inf) for name in (
-        "start_step", "schedule_offset", "log_every", "eval_every", "infer_every", "eval_batches",
-        "save_every", "learning_rate", "weight_decay", "z_loss")},
-    "train.loss_divisor": (1e-6, math.inf), "distributed.process": (0, math.inf),
-    "train.seed": (0, 2**31 - 1), "decode.beams": (0, 1024), "decode.top_k": (0, math.inf),
-    "decode.top_p": (0, 1), "decode.temperature": (0, math.inf),
-}
+# ---- checks --------------------------------------------------------------------------------------
+
+
+def conform(value, form, at="it"):
+    """Raise a ValueError that says where a JSON value has not this form.
+
+    form: a type, or a tuple of types; [form] for a list; {str: form} for a dict of any names;
+    {name: form} for a dict of these, where "name?" may be missing and others do not matter.
+    """
+    if isinstance(form, dict) and isinstance(value, dict):
+        for name, inner in form.items():
+            if name is str:
+                for key in value:
+                    conform(value[key], inner, f"{at}/{key}")
+            elif name.removesuffix("?") in value:
+                name = name.removesuffix("?")
+                conform(value[name], inner, f"{at}/{name}")
+            elif not name.endswith("?"):
+                raise ValueError(f"{at} has no {name!r}")
+    elif isinstance(form, list) and isinstance(value, list):
+        for number, inner in enumerate(value):
+            conform(inner, form[0], f"{at}/{number}")
+    elif isinstance(form, dict | list) or not isinstance(value, form) or (
+            isinstance(value, bool) and bool not in (form if isinstance(form, tuple) else (form,))):
+        raise ValueError(f"{at} is {json.dumps(value, default=str):.60}")
+
+
+def read_json(path, form, cure="fetch it again"):
+    """A JSON file -> its value, which has this form; else a UserError names the file and the cure.
+    """
+    try:
+        value = json.loads(path.read_text())
+        conform(value, form)
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be used ({error}): {cure}.") from error
+    return value
+
+
+def checksum(value):
+    """CRC-32 of a JSON value."""
+    return zlib.crc32(json.dumps(value, sort_keys=True).encode())
+
+
+def write_checked(path, value):
+    """Write a dict as JSON with its checksum; read_checked reads it."""
+    write_file(path, json.dumps(value | {"check": checksum(value)}, indent=1))
+
+
+def read_checked(path, form, cure="remove it, and it is made again"):
+    """A dict that write_checked wrote, every byte of it verified."""
+    value = read_json(path, form | {"check": int}, cure)
+    if value.pop("check") != checksum(value):
+        raise UserError(f"{path} is damaged: {cure}.")
+    return value
+
+
+def check_types(cfg, origin):
+    """Refuse a section that is none, or a value of another type than its field's."""
+    for section in SECTIONS:
+        if type(getattr(cfg, section)) is not type(getattr(Config(""), section)):
+            raise UserError(f"{origin}: {section} is {getattr(cfg, section)!r:.60}, not a "
+                            f"{type(getattr(Config(''), section)).__name__}.")
+    for section, knob, value in fields(cfg):
+        kinds = getattr(knob.type, "__args__", (knob.type,))
+        right = type(value) in (*kinds, *[int] * (float in kinds))
+        if not right or isinstance(value, float) and math.isnan(value):
+            raise UserError(f"{origin}: {section}.{knob.name} is {value!r:.60}, not "
+                            f"{' or '.join(kind.__name__ for kind in kinds)}.")
 
 
 def check(cfg):
     """Refuse values that no run can have, before anything is begun."""
     for section, knob, value in fields(cfg):
-        name = f"{section}.{knob.name}"
-        low, high = RANGES.get(name, (1 if knob.type in (int, int | None) else -math.inf, math.inf))
-        if name in CHOICES and value not in CHOICES[name]:
-            raise UserError(f"--{name} is one of {', '.join(CHOICES[name])}, not {value!r}.")
-        if isinstance(value, int | float) and not low <= value <= high:
+        name, choices = f"{section}.{knob.name}", knob.metadata.get("choices")
+        whole = knob.type in (int, int | None)
+        low, high = knob.metadata.get("bounds", (1 if whole else -math.inf, math.inf))
+        high = min(high, 2**31 - 1) if whole else high
+        if choices and value not in choices:
+            raise UserError(f"--{name} is one of {', '.join(choices)}, not {value!r}.")
+        if type(value) in (int, float) and not low <= value <= high:
             bounds = f"at least {low}" if high == math.inf else f"between {low} and {high}"
             raise UserError(f"--{name} must be {bounds}; it is {value}.")
+    for name, value, table in (
+            ("model.activation", cfg.model.activation.removeprefix("gated_"), ACTIVATIONS),
+            ("train.optimizer", cfg.train.optimizer, OPTIMIZERS)):
+        if table and value not in table:  # empty in commands that need none
+            raise UserError(f"--{name} {value} is unknown{nearest(value, table) or '; '}there are "
+                            f"{', '.join(table)}, and a recipe may define others.")
+    if cfg.model.relative_max_distance <= cfg.model.relative_buckets // 2:
+        raise UserError(f"--model.relative_max_distance must be above half of the "
+                        f"{cfg.model.relative_buckets} --model.relative_buckets.")
     if cfg.train.batch_size % cfg.train.microbatches:
         raise UserError(f"--train.microbatches {cfg.train.microbatches} does not divide "
                         f"the {cfg.train.batch_size} rows of --train.batch_size: change one of "
                         f"the two.")
     d = cfg.distributed
     named = [d.coordinator, d.processes is not None, d.process is not None]
-    if any(named) and not (all(named) and d.process < d.processes):
+    if any(named) and not (all(named) and d.process < d.processes
+                           and re.fullmatch(r"\S+:\d{1,5}", d.coordinator)):
         raise UserError("--distributed.coordinator HOST:PORT, --distributed.processes N and "
                         "--distributed.process I, from 0 to N - 1, go together.")
     d = cfg.decode
@@ -499,11 +638,22 @@ def check(cfg):
                         f"for sampling (--decode.temperature 1).")
 
 
+def parse_shard(text):
+    """"I/N" -> (I, N), I from 0."""
+    found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
+    if not found or int(found[1]) >= int(found[2]):
+        raise UserError(f"--shard {text}: write I/N, from 0/N to N-1/N.")
+    return int(found[1]), int(found[2])
+
+
 def show_changes(cfg, recipe):
     """Lines that say what differs from the recipe."""
     changed = differences(cfg, recipe)
     return [f"recipe {cfg.name}" + ("" if changed else ", unchanged"),
             *(f"  {name} {new} (recipe: {old})" for name, (new, old) in changed.items())]
+
+
+# ---- files ---------------------------------------------------------------------------------------
 
 
 def is_remote(path):
@@ -528,11 +678,15 @@ def write_file(path, content):
     path = os.fspath(path)
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     temporary = f"{path}.tmp{os.getpid()}"
-    with open(temporary, "w" if isinstance(content, str) else "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w" if isinstance(content, str) else "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        Path(temporary).unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, path) from error
 
 
 def append_file(path, text):
@@ -560,31 +714,26 @@ def lock(path, wait=False):
     return file
 
 
-# Of several processes the first alone speaks, and none waits for the others when it fails; see
-# partition.start_jax.
-speaks = alone = True
-
-
-def note(text, always=False):
-    """Tell the user something that is not a result."""
-    if speaks or always:
-        print(text, file=sys.stderr, flush=True)
+# ---- a command -----------------------------------------------------------------------------------
 
 
 def run_command(main):
     """Run main(argv) as a command: a UserError is one sentence on standard error and status 2."""
+    script = os.path.basename(sys.argv[0])
+    if vars(sys.modules["__main__"]).get("main") is main:
+        sys.modules[script.removesuffix(".py")] = sys.modules["__main__"]  # for a recipe's imports
     status = 0
     try:
         status = main(sys.argv[1:])
         sys.stdout.flush()
     except UserError as error:
-        note(f"{os.path.basename(sys.argv[0])}: {error}", always=True)
+        note(f"{script}: {error}", always=True)
         status = 2
     except BrokenPipeError:  # whoever read the output, head for instance, has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     except OSError as error:
-        note(f"{os.path.basename(sys.argv[0])}: {error}", always=True)
+        note(f"{script}: {error}", always=True)
         status = 1
     except KeyboardInterrupt:
         note("interrupted")
@@ -623,5 +772,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.modules["configs"] = sys.modules["__main__"]  # a recipe file's Config is this file's
     run_command(main)

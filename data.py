@@ -1,15 +1,19 @@
 """What a training example is: text -> tokens -> spans or pairs -> rows -> the batch of a step.
 
-    python data.py --show 3                     three real rows as the model sees them
-    python data.py --config small_c4 --prepare  write the token files and stop
+- A vocabulary makes ids of texts; token files keep them, chapter by chapter of the source.
+- An objective cuts chapters into pieces, and makes of a piece an example's inputs and targets.
+- Draw n of a task is the same example everywhere: its place in a permutation that a key gives.
+- A block of draws, of each task by its rate, is packed into rows: several examples in a row.
+- `Dataset.batch(step)` is a pure function: a run resumes by its step alone. NumPy only, no jax.
 
-NumPy only, never jax. Everything random here is a pure function of (seed, epoch, row): the batch
-of a step needs no state, so a run resumes by its step alone and any process can make any row.
+    python data.py --show 3                                  three real rows as the model sees them
+    python data.py --config small_c4 --prepare               write a run's token files, and stop
+    python data.py --config small_c4 --prepare --shard 0/4   the first of four machines' share
 """
 
 import ast
 import collections
-import datetime
+import contextlib
 import functools
 import glob
 import gzip
@@ -21,7 +25,7 @@ import math
 import os
 import re
 import sys
-import sysconfig
+import threading
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -35,14 +39,14 @@ from sentencepiece import sentencepiece_model_pb2
 from tqdm import tqdm
 
 import configs
-from configs import UserError
+from configs import UserError, note
 
 PAD, EOS, UNK = 0, 1, 2
 SENTINELS = 100  # <extra_id_0> ... <extra_id_99>
 
 
 class Batch(NamedTuple):
-    """One batch, int32. Segment 0 is padding; packed examples of a row count from 1.
+    """The rows of a step, int32. Segment 0 is padding; the examples of a row count from 1.
 
     inputs, input_segments: [B, S]; decoder_inputs, targets, target_segments: [B, T]. The decoder's
     inputs are the targets moved right by one, with the start token 0 at each segment's beginning.
@@ -59,10 +63,8 @@ class Batch(NamedTuple):
 
 
 def random_bits(*key):
-    """64 random bits for each element of the broadcast integers `key`, a pure function of them.
-
-    SplitMix64's finalizer (Steele, Lea and Flood 2014), applied once for each part of the key.
-    """
+    """64 random bits for each element of the broadcast integers `key`, a pure function of them:
+    SplitMix64's finalizer (Steele, Lea and Flood 2014), applied once for each part of the key."""
     bits = np.zeros((), np.uint64)
     with np.errstate(over="ignore"):  # multiplication modulo 2^64 is meant
         for part in key:
@@ -81,16 +83,15 @@ def permute(index, size, *key):
     """
     half = np.uint64(max(1, (size - 1).bit_length() + 1 >> 1))  # bits of one half of a number
     low = np.uint64((1 << int(half)) - 1)
-    *key, out = np.broadcast_arrays(*key, np.asarray(index).astype(np.uint64))
-    key, out = [part.ravel() for part in key], out.flatten()
+    out = np.asarray(index).astype(np.uint64).flatten()
+    key = np.broadcast_to(random_bits(*key), np.shape(index)).ravel()
     outside = np.arange(out.size)
     while outside.size:
         left, right = out[outside] >> half, out[outside] & low
         for turn in range(4):
-            left, right = right, left ^ (random_bits(*key, turn, right) & low)
+            left, right = right, left ^ (random_bits(key[outside], turn, right) & low)
         out[outside] = left << half | right
-        walks = out[outside] >= size
-        outside, key = outside[walks], [part[walks] for part in key]
+        outside = outside[out[outside] >= size]
     return out.astype(np.int64).reshape(np.shape(index))
 
 
@@ -100,32 +101,15 @@ def permute(index, size, *key):
 class Tokenizer:
     """Text <-> ids by a SentencePiece model: 0 pad, 1 EOS, 2 unknown, sentinels on top.
 
-    <extra_id_0> has the highest id, `size - 1`, as in T5. A model file without these pieces gets
-    them here, in memory; `serialized` is the file as it was, which is what a run directory keeps.
+    <extra_id_0> has the highest id, `size - 1`, as in T5. model: a ModelProto that has sentinels;
+    serialized: the file as it was, perhaps without them, which is what a run directory keeps.
     """
 
-    def __init__(self, serialized, name="the vocabulary"):
-        model = sentencepiece_model_pb2.ModelProto()
-        try:
-            model.ParseFromString(serialized)
-        except Exception as error:  # protobuf's DecodeError, whose place differs between versions
-            raise UserError(f"{name} is not a SentencePiece model ({error}).") from error
-        special = [piece.piece for piece in model.pieces[:3]]
-        if special != ["<pad>", "</s>", "<unk>"]:
-            raise UserError(
-                f"{name} begins with the pieces {special}, but T5 needs <pad>, </s>, <unk> as ids "
-                f"0, 1 and 2: train it with pad_id=0, eos_id=1, unk_id=2, bos_id=-1."
-            )
-        if model.pieces[-1].piece not in ("▁<extra_id_0>", "<extra_id_0>"):
-            for k in reversed(range(SENTINELS)):
-                piece = sentencepiece_model_pb2.ModelProto.SentencePiece
-                model.pieces.add(piece=f"▁<extra_id_{k}>", score=0.0, type=piece.USER_DEFINED)
-        self.serialized = serialized
-        self.sha256 = hashlib.sha256(serialized).hexdigest()
+    def __init__(self, model, serialized):
+        self.serialized, self.sha256 = serialized, hashlib.sha256(serialized).hexdigest()
         self.size, self.sentinels = len(model.pieces), SENTINELS
         self.processor = sentencepiece.SentencePieceProcessor(
-            model_proto=model.SerializeToString(), num_threads=os.cpu_count()
-        )
+            model_proto=model.SerializeToString(), num_threads=os.cpu_count())
 
     def encode(self, text):
         """Text -> list of ids, without EOS. "<extra_id_0>" after a space is the sentinel."""
@@ -144,6 +128,325 @@ class Tokenizer:
         ids = [int(i) if i < self.size else UNK for i in ids]
         end = ids.index(EOS) if EOS in ids else None
         return self.processor.decode([i for i in ids[:end] if i != PAD])
+
+
+# ---- span corruption -----------------------------------------------------------------------------
+# Raffel et al. 2020, section 3.1.4. About 15 % of the tokens are removed in spans of 3 on average.
+# Each span leaves one sentinel in the inputs; the targets are the sentinels with what they hide:
+#
+#     raw      Thank you for inviting me to your party last week
+#     inputs   Thank you <extra_id_0> me to your party <extra_id_1> </s>
+#     targets  <extra_id_0> for inviting <extra_id_1> last week </s>
+
+
+def noise_counts(length, data):
+    """Raw tokens -> (tokens removed, spans of them), rounded as in t5: float32, half to even."""
+    noise = int(np.round(np.float32(length) * np.float32(data.noise_density)))
+    noise = min(max(noise, 1), length - 1)
+    spans = int(np.round(np.float32(noise) / np.float32(data.mean_span_length)))
+    return noise, min(max(spans, 1), length - noise)
+
+
+def raw_length(data):
+    """How many raw tokens give at most `inputs_length` inputs: the largest, 568 for 512."""
+
+    def inputs_of(length):
+        noise, spans = noise_counts(length, data)
+        return length - noise + spans + 1
+
+    return next(n for n in itertools.count(2) if inputs_of(n + 1) > data.inputs_length)
+
+
+def compositions(total, parts, keys):
+    """For each key a way to write `total` as a sum of `parts` positive numbers: [N, parts].
+
+    All ways are equally likely: of the total - 1 gaps between ones, those with the lowest random
+    numbers are cut.
+    """
+    lots = random_bits(keys[:, None], np.arange(total // 2)).view(np.uint32)[:, : total - 1]
+    cuts = np.argpartition(lots, min(parts - 1, total - 2), axis=1)[:, : parts - 1] + 1
+    edges = np.zeros((len(keys), parts + 1), np.int64)
+    edges[:, 1:-1], edges[:, -1] = np.sort(cuts, axis=1), total
+    return np.diff(edges)
+
+
+def span_corruption(tokens, keys, sentinel, data):
+    """Remove spans: tokens [N, n], keys [N] -> inputs [N, ...], targets [N, ...], int32, with EOS.
+
+    sentinel: id of <extra_id_0>; the next spans get the ids below it. data: DataConfig. Row i is a
+    function of tokens[i] and keys[i] alone. A row begins with clean text and ends with a removed
+    span, without another sentinel (t5/data/preprocessors.py, random_spans_noise_mask).
+    """
+    rows, length = tokens.shape
+    noise, spans = noise_counts(length, data)
+    lengths = np.stack([compositions(length - noise, spans, random_bits(keys, 1)),
+                        compositions(noise, spans, random_bits(keys, 0))], axis=2)
+    noisy = np.tile([False, True], rows * spans).repeat(lengths.ravel()).reshape(rows, length)
+    first = noisy & ~np.roll(noisy, 1, axis=1)  # where a span begins: its room in the inputs,
+    before = np.roll(first, -1, axis=1)  # the token before it: that in the targets
+    sentinels, sides = np.tile(sentinel - np.arange(spans), rows), []
+    for room, kept in ((first, ~noisy | first), (before, noisy | before)):
+        marked = tokens.astype(np.int32)
+        marked[room] = sentinels
+        side = np.full((rows, np.count_nonzero(kept[0]) + 1), EOS, np.int32)
+        side[:, :-1] = marked[kept].reshape(rows, -1)
+        sides.append(side)
+    return sides
+
+
+# ---- objectives ----------------------------------------------------------------------------------
+
+
+class Objective:
+    """What is learned from tokens: a value, the field `objective` of a Task. A recipe may have its
+    own. Documents are cut into pieces, and a piece becomes an example, without EOS.
+
+    keys: 64 random bits for each piece, others in each epoch. data: DataConfig. Where documents are
+    cut, length(data) says how many tokens a piece has at most.
+    """
+
+    features = ("text",)  # fields of the source that are tokenized; of two, no document is cut
+    across = False  # whether pieces go on across the ends of documents
+    shortest = 1  # shorter pieces are left out
+    packs = True  # whether several may share a row
+
+    def sizes(self, lengths, keys, tokenizer, data):
+        """Tokens of N pieces [features, N] -> tokens of their inputs and targets [2, N]; unless it
+        is said, tried on zeros."""
+        pieces = [[np.zeros(n, np.int32) for n in piece] for piece in lengths.T]
+        made = self.make(pieces, keys, tokenizer, data)
+        return np.array([[len(side) for side in pair] for pair in made]).T
+
+    def make(self, pieces, keys, tokenizer, data):
+        """N pieces, an array of ids for each feature -> N pairs of arrays (inputs, targets)."""
+        return pieces
+
+
+class Pairs(Objective):
+    """Inputs and targets as they are in the source."""
+
+    features = ("inputs", "targets")
+
+    def sizes(self, lengths, keys, tokenizer, data):
+        return lengths
+
+
+class SpanCorruption(Objective):
+    """Pieces of the stream of all documents, as many tokens as fill the inputs."""
+
+    across, shortest, packs = True, 2, False
+
+    def length(self, data):
+        return raw_length(data)
+
+    def sizes(self, lengths, keys, tokenizer, data):
+        noise, spans = np.array([noise_counts(n, data) for n in lengths[0].tolist()]).T
+        return np.stack([lengths[0] - noise + spans, noise + spans])
+
+    def make(self, pieces, keys, tokenizer, data):
+        made, lengths = [None] * len(pieces), np.array([len(ids) for ids, in pieces])
+        for length in np.unique(lengths):
+            here = np.flatnonzero(lengths == length)
+            if (spans := noise_counts(length, data)[1]) > tokenizer.sentinels:
+                raise UserError(f"{length} tokens lose {spans} spans, but there are "
+                                f"{tokenizer.sentinels} sentinels: raise --data.mean_span_length.")
+            sides = span_corruption(np.stack([pieces[i][0] for i in here]), keys[here],
+                                    tokenizer.size - 1, data)
+            for i, inputs, targets in zip(here, *sides):
+                made[i] = inputs[:-1], targets[:-1]
+        return made
+
+
+ORDER, NOISE, PACKING = range(1, 4)  # the first part of a key of random bits
+
+
+class Examples:
+    """The examples of a task, each named by its epoch and its number: the piece it is made of.
+
+    corpus: the pieces of the task's token files. An epoch has each of them once, chapter after
+    chapter of the source, in a random order within each.
+    """
+
+    def __init__(self, task, corpus, tokenizer, cfg):
+        self.task, self.corpus, self.tokenizer, self.cfg = task, corpus, tokenizer, cfg
+
+    def locate(self, draws):
+        """Numbers of draws [N] -> examples: epochs and numbers [2, N]."""
+        first = self.corpus.chapters(int(draws.max()) + 1)  # the piece each chapter begins with
+        epochs, numbers = np.divmod(draws, max(1, first[-1]))
+        chapters = np.searchsorted(first, numbers, "right") - 1
+        for chapter in np.unique(chapters):
+            here, start, stop = chapters == chapter, *first[chapter : chapter + 2]
+            numbers[here] = start + permute(numbers[here] - start, stop - start, ORDER,
+                                            self.cfg.train.seed, epochs[here], chapter)
+        return np.stack([epochs, numbers])
+
+    def sides(self):
+        """Of inputs and targets: the limit, EOS if it ends them, and how many tokens stay."""
+        data, task = self.cfg.data, self.task
+        for limit, eos in ((data.inputs_length, task.inputs_eos), (data.targets_length, True)):
+            yield limit, np.array([EOS] * eos, int), limit - (eos and task.eos_after_trim)
+
+    def sizes(self, examples):
+        """Examples -> the tokens of their inputs and targets, EOS not counted: [2, N]."""
+        keys = random_bits(NOISE, self.cfg.train.seed, *examples)
+        return self.task.objective.sizes(
+            self.corpus.lengths(examples[1]), keys, self.tokenizer, self.cfg.data)
+
+    def make(self, examples):
+        """Examples -> [(inputs, targets)], cut to their limits, with EOS."""
+        keys = random_bits(NOISE, self.cfg.train.seed, *examples)
+        pairs = self.task.objective.make(
+            self.corpus.pieces(examples[1]), keys, self.tokenizer, self.cfg.data)
+        sides = list(self.sides())
+        return [[np.concatenate([ids[:kept], eos])[:limit]
+                 for ids, (limit, eos, kept) in zip(pair, sides)] for pair in pairs]
+
+
+# ---- packing -------------------------------------------------------------------------------------
+
+
+def pack(sizes, limits):
+    """Tokens of inputs and targets of examples [2, N] -> the row of each [N]; none is split.
+
+    A row takes the example that leaves least room in it, on both sides alike: room is measured by
+    what an average row has to hold. Examples of the same sizes wait together.
+    """
+    pairs, which = np.unique(sizes, axis=1, return_inverse=True)  # rising by inputs
+    waiting = [[] for _ in pairs[0]]
+    for example, pair in enumerate(which.ravel().tolist()):
+        waiting[pair].append(example)
+    limits, load = np.array(limits), sizes.sum(1) / limits
+    average = limits * load / load.max()
+    x, y = (pairs / average[:, None]).astype(np.float32)
+    targets, short = pairs[1].copy(), np.searchsorted(pairs[0], np.arange(limits[0] + 1), "right")
+    rows, row, left = np.zeros(sizes.shape[1], int), -1, sizes.shape[1]
+    while left:
+        row, room = row + 1, limits.copy()
+        while fit := short[room[0]]:
+            a, b = (1 - (limits - room) / average).astype(np.float32)
+            a, b = a - x[:fit], b - y[:fit]
+            rest = np.where(targets[:fit] > room[1], np.inf, a + b + np.abs(a - b) / 2)
+            if rest[best := int(rest.argmin())] == np.inf:
+                break
+            rows[waiting[best].pop()] = row
+            room, left = room - pairs[:, best], left - 1
+            targets[best] = targets[best] if waiting[best] else limits[1] + 1
+    return rows
+
+
+def fill_rows(examples, rows, count, limits):
+    """[(inputs, targets)], the row of each (rising), number of rows -> Batch."""
+    tokens, segments = ([np.zeros((count, limit), np.int32) for limit in limits] for _ in range(2))
+    last = -1
+    for row, pair in zip(rows.tolist(), examples):
+        if row != last:
+            last, segment, places = row, 0, [0, 0]
+        segment += 1
+        for side, ids in enumerate(pair):
+            here = slice(places[side], places[side] + len(ids))
+            tokens[side][row, here], segments[side][row, here] = ids, segment
+            places[side] = here.stop
+    return complete_batch(*tokens, *segments)
+
+
+def complete_batch(inputs, targets, input_segments, target_segments):
+    """Rows of tokens and their segments -> Batch, with the decoder's inputs."""
+    decoder_inputs = np.zeros_like(targets)
+    decoder_inputs[:, 1:] = targets[:, :-1]
+    target_segments = target_segments.astype(np.int32)
+    decoder_inputs[:, 1:][target_segments[:, 1:] != target_segments[:, :-1]] = PAD
+    return Batch(inputs, input_segments.astype(np.int32), decoder_inputs, targets, target_segments)
+
+
+# ---- the batch of a step -------------------------------------------------------------------------
+
+
+class Dataset:
+    """The rows of a split. Training goes through blocks of about BLOCK draws, of each task as many
+    as its rate says; the draws of a block are packed into rows, which come in a random order.
+
+    starts: how many rows lie before each block, as far as that is known from earlier.
+    """
+
+    BLOCK = 1 << 14
+
+    def __init__(self, tasks, rates, cfg, starts=(0,)):
+        self.tasks, self.cfg, self.starts = tasks, cfg, list(starts)
+        self.rates = np.array(rates) / sum(rates)
+        self.packs = cfg.data.pack and any(examples.task.objective.packs for examples in tasks)
+        self.thread, self.plans = ThreadPoolExecutor(1), {}
+
+    def batch(self, step, rows=None):
+        """The Batch of a step, a pure function. rows: which of its rows to make, all by default."""
+        size, data = self.cfg.train.batch_size, self.cfg.data
+        numbers = step * size + (np.arange(size) if rows is None else np.asarray(rows))
+        row, task, draw = self.members(numbers)
+        made = [None] * len(row)
+        for k in np.unique(task):
+            here = np.flatnonzero(task == k)
+            for i, pair in zip(here.tolist(), self.tasks[k].make(self.tasks[k].locate(draw[here]))):
+                made[i] = pair
+        return fill_rows(made, row, len(numbers), (data.inputs_length, data.targets_length))
+
+    def members(self, numbers):
+        """Numbers of rows -> (row, task, draw) of the examples in them."""
+        self.extend(int(numbers.max()))
+        found, blocks = [], np.searchsorted(self.starts, numbers, "right") - 1
+        for block in np.unique(blocks).tolist():
+            task, draw, ends = self.planned(block)
+            row = np.flatnonzero(blocks == block)
+            stop = ends[numbers[row] - self.starts[block]]
+            size = np.diff(ends, prepend=0)[numbers[row] - self.starts[block]]
+            index = np.repeat(stop - np.cumsum(size), size) + np.arange(size.sum())
+            found.append((np.repeat(row, size), task[index], draw[index]))
+        row, task, draw = map(np.concatenate, zip(*found))
+        order = np.argsort(row, kind="stable")
+        return row[order], task[order], draw[order]
+
+    def drawn(self, block):
+        """How many examples of each task are drawn before a block."""
+        phase = (np.arange(len(self.rates)) + 0.5) / len(self.rates)  # not all round up at once
+        return np.floor(self.rates * block * self.BLOCK + phase).astype(int)
+
+    def plan(self, block):
+        """A block -> (task, draw) of its examples, row after row, and where each row ends."""
+        first, count = self.drawn(block), self.drawn(block + 1) - self.drawn(block)
+        task = np.repeat(np.arange(len(count)), count)
+        inside = np.arange(len(task)) - np.repeat(np.cumsum(count) - count, count)
+        order = np.argsort((inside + 0.5) / count[task], kind="stable")  # evenly interleaved
+        task, draw = task[order], (first[task] + inside)[order]
+        if not self.packs:
+            return task, draw, np.arange(1, len(task) + 1)
+        sizes = np.zeros((2, len(task)), int)
+        for k in np.unique(task):
+            here, examples = task == k, self.tasks[k].locate(draw[task == k])
+            for size, found, (limit, eos, kept) in zip(
+                    sizes, self.tasks[k].sizes(examples), self.tasks[k].sides()):
+                size[here] = np.minimum(np.minimum(found, kept) + len(eos), limit)
+        row = pack(sizes, (self.cfg.data.inputs_length, self.cfg.data.targets_length))
+        row = permute(row, int(row.max()) + 1, PACKING, self.cfg.train.seed, block)
+        order = np.argsort(row, kind="stable")
+        return task[order], draw[order], np.cumsum(np.bincount(row))
+
+    def planned(self, block):
+        """plan(block); the next block is planned in the background meanwhile."""
+        for number in (block, block + 1):
+            if number not in self.plans:
+                self.plans[number] = self.thread.submit(self.plan, number)
+        self.plans = {number: self.plans[number] for number in (block, block + 1)}
+        return self.plans[block].result()
+
+    def extend(self, row):
+        """Find where the blocks begin, up to the one that has this row."""
+        while self.starts[-1] <= row:
+            block = len(self.starts) - 1
+            rows = len(self.planned(block)[-1]) if self.packs else (
+                sum(self.drawn(block + 1)) - sum(self.drawn(block)))
+            self.starts.append(self.starts[-1] + int(rows))
+
+
+# ====== below: vocabularies, sources, tasks, mixtures, token files, the screen ====================
 
 
 class ByteTokenizer(Tokenizer):
@@ -178,18 +481,17 @@ class ByteTokenizer(Tokenizer):
 
     def decode(self, ids):
         """Ids -> text, up to the first EOS; what is no byte, or no UTF-8, is left out."""
-        ids = list(map(int, ids))
-        ids = ids[: ids.index(EOS)] if EOS in ids else ids
+        ids = itertools.takewhile(lambda i: i != EOS, map(int, ids))
         return bytes(i - 3 for i in ids if 3 <= i < 3 + 256).decode(errors="ignore")
 
 
 class IdTokenizer(Tokenizer):
-    """No text at all but ids below `size`, shown as numbers between spaces; no sentinels."""
+    """No text at all but ids below `size`, shown as numbers; the highest ones may be sentinels."""
 
-    def __init__(self, size):
-        self.serialized = f"ids:{size}\n".encode()
+    def __init__(self, size, sentinels=0):
+        self.serialized = f"ids:{size}:{sentinels}\n".encode()
         self.sha256 = hashlib.sha256(self.serialized).hexdigest()
-        self.size, self.sentinels = size, 0
+        self.size, self.sentinels = size, sentinels
 
     def encode(self, text):
         return [int(word) if word.isdecimal() and int(word) < self.size else UNK
@@ -206,67 +508,92 @@ class IdTokenizer(Tokenizer):
         return " ".join(str(i) for i in itertools.takewhile(lambda i: i != EOS, ids) if i != PAD)
 
 
-# a mixture's hundreds of tasks share one
-parse_vocabulary = functools.lru_cache(maxsize=4)(Tokenizer)
+@functools.lru_cache(maxsize=4)  # a mixture's hundreds of tasks share one
+def parse_vocabulary(serialized, name="the vocabulary"):
+    """The bytes of a SentencePiece model -> Tokenizer, with sentinels where it has none."""
+    model = sentencepiece_model_pb2.ModelProto()
+    try:
+        model.ParseFromString(serialized)
+    except Exception as error:  # protobuf's DecodeError, whose place differs between versions
+        raise UserError(f"{name} is not a SentencePiece model ({error}).") from error
+    special = [piece.piece for piece in model.pieces[:3]]
+    if special != ["<pad>", "</s>", "<unk>"]:
+        raise UserError(
+            f"{name} begins with the pieces {special}, but T5 needs <pad>, </s>, <unk> as ids "
+            f"0, 1 and 2: train it with pad_id=0, eos_id=1, unk_id=2, bos_id=-1.")
+    if model.pieces[-1].piece not in ("▁<extra_id_0>", "<extra_id_0>"):
+        for k in reversed(range(SENTINELS)):
+            piece = sentencepiece_model_pb2.ModelProto.SentencePiece
+            model.pieces.add(piece=f"▁<extra_id_{k}>", score=0.0, type=piece.USER_DEFINED)
+    try:
+        return Tokenizer(model, serialized)
+    except RuntimeError as error:
+        raise UserError(f"{name} is damaged ({error}): fetch it again.") from error
 
 
 def load_tokenizer(path):
-    """Path of a SentencePiece model, local or remote, bytes[:EXTRA] or ids:SIZE -> Tokenizer."""
-    path = str(path)
-    try:
-        if re.fullmatch(r"bytes(:\d+)?|ids:\d+", path):
-            serialized = path.encode()
-        else:
-            with open_file(path) as file:
+    """Path of a SentencePiece model, local or remote; bytes[:EXTRA]; ids:SIZE[:SENTINELS]."""
+    form = r"(bytes)(?::(\d{1,9}))?|(ids):(\d{1,9})(?::(\d{1,9}))?"
+    found, serialized = re.fullmatch(form, str(path)), b""
+    if not found:
+        try:
+            with open_file(str(path)) as file:
                 serialized = file.read()
-    except OSError as error:
-        raise UserError(
-            f"No vocabulary at {path} ({error.strerror or error}): give --data.vocab the path of a "
-            f"SentencePiece model, or train one on the source with --data.vocab train:32000."
-        ) from error
-    if found := re.fullmatch(rb"(bytes|ids):?(\d*)\s*", serialized):
-        return (ByteTokenizer if found[1] == b"bytes" else IdTokenizer)(int(found[2] or 0))
-    return parse_vocabulary(serialized, path)
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"No vocabulary at {path} ({getattr(error, 'strerror', 0) or error}): give "
+                f"--data.vocab the path of a SentencePiece model, or train one on the source with "
+                f"--data.vocab train:32000.") from error
+        if len(serialized) < 40 and serialized[:4] in (b"byte", b"ids:"):  # what a run keeps
+            found = re.fullmatch(form, serialized.decode(errors="replace").strip())
+    if found:
+        return ByteTokenizer(int(found[2] or 0)) if found[1] else (
+            IdTokenizer(int(found[4]), int(found[5] or 0)))
+    return parse_vocabulary(serialized, str(path))
 
 
-def train_tokenizer(texts, pieces, most_lines=1_000_000):
+def train_tokenizer(texts, pieces, most=1 << 27):
     """Train a unigram vocabulary of `pieces` pieces, sentinels not counted, on texts.
 
-    Of a large source the first `most_lines` lines are enough; a million need about 10 GB of memory.
-    The thread count is fixed because the pieces found depend on it.
+    Of a large source the first `most` characters are enough, which take one or two minutes. The
+    thread count is fixed because the pieces found depend on it.
     """
-    lines = (line[start : start + 4000] for text in texts for line in text.splitlines()
-             for start in range(0, len(line), 4000))
     out, refused = io.BytesIO(), []
 
-    def guarded():  # SentencePiece makes a RuntimeError of what its iterator raises
+    def lines():
+        read = 0
         try:
-            yield from itertools.islice(lines, most_lines)
-        except UserError as error:
+            for text in texts:
+                for line in text.splitlines():
+                    yield from (line[start : start + 4000] for start in range(0, len(line), 4000))
+                read += len(text)
+                if read >= most:
+                    return
+        except UserError as error:  # SentencePiece would make a RuntimeError of it
             refused.append(error)
             raise
 
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=guarded(), model_writer=out, vocab_size=pieces, model_type="unigram",
+            sentence_iterator=lines(), model_writer=out, vocab_size=pieces, model_type="unigram",
             pad_id=PAD, eos_id=EOS, unk_id=UNK, bos_id=-1, num_threads=4, minloglevel=2,
-            max_sentence_length=16_000, character_coverage=0.9999,
-        )
+            max_sentence_length=16_000, character_coverage=0.9999)
     except RuntimeError as error:
         if refused:
             raise refused[0] from None
         most = re.search(r"<= (\d+)", str(error))
         raise UserError(
-            f"The source has too little text for a vocabulary of {pieces} pieces"
-            + (f": set --data.vocab train:{most[1]} or fewer." if most else f" ({error}).")
-        ) from error
-    return Tokenizer(out.getvalue())
+            f"The source has too little text for a vocabulary of {pieces} pieces: "
+            + (f"set --data.vocab train:{most[1]} or fewer." if most else
+               "give it more, or a smaller --data.vocab train:PIECES.")) from error
+    return parse_vocabulary(out.getvalue())
 
 
 # ---- sources -------------------------------------------------------------------------------------
 # A source is a list of parts, each of them read from its beginning as (where it stands, dict of
 # fields). What cannot be read is reported by calling `bad(where, what)`, which raises or counts as
-# data.on_error says. Paths may be remote ("gs://bucket/*.gz"): fsspec reads them.
+# data.on_error says. Paths may be remote ("gs://bucket/*.gz"): fsspec reads them. The split is
+# settled here: "train", "validation", ..., or None for all of it.
 
 
 class Part(NamedTuple):
@@ -285,7 +612,7 @@ def python_documents():
 
     Read from the standard library's source files by `ast`: nothing is imported, nothing downloaded.
     """
-    library = Path(sysconfig.get_paths()["stdlib"])
+    library = Path(os.__file__).parent
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     documents = []
     for path in sorted(library.rglob("*.py")):
@@ -302,36 +629,62 @@ def python_documents():
     return [document for document in documents if document.strip()]
 
 
+def in_memory(name, stamp, splits, split):
+    """{split: function that makes its examples} -> the parts of a split, or of all for None."""
+    if split and split not in splits:
+        raise NoSplit(f"{name} has no split {split}.")
+
+    def read(split, bad):
+        return ((f"{name} {split} {i}", example) for i, example in enumerate(splits[split]()))
+
+    return [Part(f"{name} {one}", stamp, functools.partial(read, one))
+            for one in splits if split in (one, None)]
+
+
 def python_source(name, split, cfg):
-    """python:, the text that comes with Python itself; python:COUNT, the numbers below COUNT."""
+    """python:, the text that comes with Python itself; python:COUNT, the numbers below COUNT.
 
-    def read(bad):
-        if name:  # in no order, so that any may be held out
-            for n in permute(np.arange(int(name)), int(name), 0).tolist():
-                yield f"number {n}", {"number": n}
-        else:
-            for i, text in enumerate(python_documents()):
-                yield f"document {i}", {"text": text}
-
-    if name and not name.isdecimal():
+    In no order, of which the first 1 % are held out.
+    """
+    if name and not re.fullmatch(r"[1-9]\d{1,8}", name):
         raise UserError(f"python:{name} is no source: write python: or python:COUNT.")
-    return [Part(f"python:{name}", [sys.version], read)]
+
+    def examples(held_out):
+        count = int(name) if name else len(python_documents())
+        order = permute(np.arange(count), count, 6).tolist()
+        for n in order[: max(1, count // 100)] if held_out else order[max(1, count // 100) :]:
+            yield {"number": n} if name else {"text": python_documents()[n]}
+
+    splits = {split: functools.partial(examples, split == "validation")
+              for split in ("train", "validation")}
+    return in_memory(f"python:{name}", [sys.version], splits, split)
 
 
 def reverse_source(name, split, cfg):
     """reverse:, sequences of 4 to 12 random ids and the same backwards, for toy_reverse."""
-    splits = {"train": (0, 20_000), "validation": (1, 512)}
-    if split not in splits:
-        raise NoSplit(f"reverse: has no split {split}.")
-    seed, count = splits[split]
-
-    def read(bad):
+    def examples(seed, count):
         for i in range(count):
             random = np.random.default_rng([seed, i])
             ids = random.integers(3, 35, random.integers(4, 13)).tolist()
-            yield f"example {i}", {"inputs": [*ids, EOS], "targets": [*ids[::-1], EOS]}
+            yield {"inputs": [*ids, EOS], "targets": [*ids[::-1], EOS]}
 
-    return [Part("reverse:", [seed, count], read)]
+    return in_memory("reverse:", [1], {
+        "train": functools.partial(examples, 0, 20_000),
+        "validation": functools.partial(examples, 1, 512)}, split)
+
+
+def random_source(name, split, cfg):
+    """random:, documents of 4096 random ids without end, for benchmarks."""
+    size = cfg.model.vocab_size - SENTINELS - 3
+
+    def examples(seed, count):
+        for i in itertools.islice(itertools.count(), count):
+            ids = random_bits(seed, i, np.arange(4096)) % np.uint64(size)
+            yield {"text": ids.astype(int) + 3}
+
+    return in_memory("random:", [size], {
+        "train": functools.partial(examples, 0, None),
+        "validation": functools.partial(examples, 1, 64)}, split)
 
 
 def open_file(path):
@@ -363,13 +716,14 @@ def find_files(pattern):
 
 
 PART_BYTES = 1 << 26
+HELD_OUT_BYTES = 1 << 25  # of text that are held out, at most
 
 
 def file_parts(found, read):
     """[(path, [size, time])], (path, bad) -> examples: parts, small files together in one."""
     groups, size = [], math.inf
     for path, stamp in found:
-        if size + stamp[0] > PART_BYTES:
+        if size >= PART_BYTES:
             groups.append([])
             size = 0
         groups[-1].append((path, stamp))
@@ -382,15 +736,36 @@ def file_parts(found, read):
             for group in groups]
 
 
-def file_source(pattern, read):
-    """The files that match a glob."""
+def file_source(pattern, split, read):
+    """The files that match a glob; read: (path, bad) -> examples of a file.
+
+    Files without splits are divided: the first 1 % of the text, at least an example, is for
+    validation, in one stretch, so that it has no neighbours in training but at its end.
+    """
     found = find_files(pattern)
     if not found:
         hint = f"{pattern} is a folder: write '{pattern}/*'" if os.path.isdir(pattern) else (
             f"No file matches {pattern or 'an empty name'}: give --data.source a path or a quoted "
             f"glob")
         raise UserError(f"{hint}.")
-    return file_parts(found, read)
+    first, *rest = parts = file_parts(found, read)
+    if split is None:
+        return parts
+    if split not in ("train", "validation"):
+        raise NoSplit(f"{pattern} has no splits, so no {split} split.")
+    held_out = min(HELD_OUT_BYTES, sum(stamp[0] for _, stamp in found) // 100)
+
+    def read_first(bad):
+        seen = 0
+        for where, example in first.read(bad):
+            if (seen <= held_out) == (split == "validation"):
+                yield where, example
+            elif split == "validation":
+                return
+            seen += sum(len(value) for value in example.values() if isinstance(value, str | list))
+
+    divided = first._replace(read=read_first)
+    return [divided, *rest] if split == "train" else [divided]
 
 
 def read_lines(path, bad):
@@ -416,7 +791,7 @@ def text_source(name, split, cfg):
             lines = [(1, "".join(line for _, line in lines))]
         return ((f"{path}:{number}", {"text": text}) for number, text in lines if text.strip())
 
-    return file_source(pattern, read)
+    return file_source(pattern, split, read)
 
 
 def jsonl_source(name, split, cfg):
@@ -435,7 +810,7 @@ def jsonl_source(name, split, cfg):
             elif line.strip():
                 bad(where, "is not a JSON object")
 
-    return file_source(name, read)
+    return file_source(name, split, read)
 
 
 def parquet_source(name, split, cfg):
@@ -450,10 +825,10 @@ def parquet_source(name, split, cfg):
                 examples = (example for batch in batches for example in batch.to_pylist())
                 for number, example in enumerate(examples):
                     yield f"{path} row {number}", example
-        except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
             bad(path, f"is damaged ({error})")
 
-    return file_source(name, read)
+    return file_source(name, split, read)
 
 
 def as_text(value):
@@ -471,7 +846,7 @@ def tfds_source(name, split, cfg):
     """tfds:NAME[/CONFIG][:VERSION] or tfds:FOLDER, a TFDS dataset on disk in array_record form."""
     from etils import epath  # its folders may be remote
 
-    home = cfg.tfds_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
+    home = cfg.data.tfds_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
     dataset, _, version = name.partition(":") if "://" not in name else (name, "", "")
     folder = epath.Path(home).expanduser() / dataset
     found = [folder] if (folder / "dataset_info.json").exists() else [
@@ -485,16 +860,17 @@ def tfds_source(name, split, cfg):
     folder = max(found, key=lambda path: [int(n) for n in re.findall(r"\d+", path.name)])
     import tensorflow_datasets as tfds  # half a second, and no other source needs it
 
-    try:
-        form = json.loads((folder / "dataset_info.json").read_text()).get("fileFormat", "tfrecord")
-        info = tfds.builder_from_directory(folder).info if form == "array_record" else None
-    except Exception as error:  # of JSON, protobuf or TFDS itself
-        raise UserError(f"{folder / 'dataset_info.json'} is damaged ({error}).") from error
-    if not info:
+    about = configs.read_json(folder / "dataset_info.json", {"fileFormat?": str})
+    form = about.get("fileFormat", "tfrecord")
+    if form != "array_record":
         raise UserError(
             f"{folder} is stored as {form}, which only TensorFlow reads: prepare it again on a "
             f"machine with TensorFlow, by tfds.builder({name.partition(':')[0]!r}, file_format="
             f"'array_record').download_and_prepare().")
+    try:
+        info = tfds.builder_from_directory(folder).info
+    except Exception as error:  # of protobuf or TFDS itself
+        raise UserError(f"{folder / 'dataset_info.json'} is damaged ({error}).") from error
     if split not in info.splits:
         raise NoSplit(f"{folder} has no split {split} (it has {', '.join(info.splits)}): name a "
                       f"--data.validation_source.")
@@ -586,41 +962,32 @@ def seqio_source(name, split, cfg):
         folder = os.path.dirname(path)
         if not find_files(f"{folder}/COMPLETED"):
             raise UserError(f"{folder} has no file COMPLETED: its caching did not finish.")
-        try:
-            with open_file(path) as file:
-                info = json.load(file)
-            features, promised = info["features"], info["num_shards"]
-        except (ValueError, KeyError) as error:
-            raise UserError(f"{path} is damaged ({error!r}).") from error
+        info = configs.read_json(
+            configs.to_path(path), {"features": {str: {"shape?": list}}, "num_shards": int})
         shards = find_files(f"{glob.escape(folder)}/{split}.tfrecord-*-of-*")
-        if len(shards) != promised:
+        if len(shards) != info["num_shards"]:
             raise UserError(f"{folder} has {len(shards)} shards of {split}, its info promises "
-                            f"{promised}: copy the missing ones.")
-        parts += file_parts(shards, functools.partial(read, features))
+                            f"{info['num_shards']}: copy the missing ones.")
+        parts += file_parts(shards, functools.partial(read, info["features"]))
     return parts
 
 
 SOURCES = {"python": python_source, "text": text_source, "jsonl": jsonl_source,
            "parquet": parquet_source, "tfds": tfds_source, "hf": hf_source, "seqio": seqio_source,
-           "reverse": reverse_source}
+           "reverse": reverse_source, "random": random_source}
 
 
-def open_source(source, split, cfg):
-    """"KIND:NAME", a split, DataConfig -> the source's parts."""
+def open_source(source, split, cfg, whole=False):
+    """"KIND:NAME", a split -> the source's parts. whole: files without splits are not divided."""
     kind, _, name = source.partition(":")
     if kind not in SOURCES:
         raise UserError(f"Unknown kind of source in {source!r}: it begins with one of "
-                        f"{', '.join(f'{known}:' for known in [*SOURCES, 'random'])}.")
+                        f"{', '.join(f'{known}:' for known in SOURCES)}.")
     named = name.replace("{split}", split)
     if named != name and not find_files(named.removesuffix(":lines")):
         raise NoSplit(f"No file matches {named}: there is no split {split}.")
-    return SOURCES[kind](named, split, cfg)
-
-
-def has_splits(source):
-    """Whether a source has a validation split of its own; files have by "{split}" in their names.
-    """
-    return source.startswith(("tfds:", "hf:", "seqio:", "reverse:")) or "{split}" in source
+    whole = kind in ("python", "text", "jsonl", "parquet") and (whole or named != name)
+    return SOURCES[kind](named, None if whole else split, cfg)
 
 
 class Complaints:
@@ -637,13 +1004,24 @@ class Complaints:
 
 
 # ---- tasks ---------------------------------------------------------------------------------------
+
+
+class PrefixLM(Objective):
+    """A piece of a document, cut in two at random (t5's prefix_lm)."""
+
+    def length(self, data):
+        return data.inputs_length - 1
+
+    def make(self, pieces, keys, tokenizer, data):
+        lengths = np.array([len(ids) for ids, in pieces])
+        below = (keys >> np.uint64(32)) * np.maximum(lengths - 1, 0).astype(np.uint64)
+        cuts = np.minimum(1 + (below >> np.uint64(32)).astype(int), lengths - 1)
+        return [(ids[:cut], ids[cut:]) for (ids,), cut in zip(pieces, cuts.tolist())]
+
+
 # The text-to-text formats of T5 (Raffel et al. 2020, appendix D; t5/data/preprocessors.py), string
 # for string. A format makes a list of examples of one: fields inputs and targets, and what the
-# metrics need. A postprocessor makes of an answer, or of a target, what the metrics compare.
-
-
-def answer_itself(text, example=None, is_target=False):
-    return text
+# metrics need. Where no more than words is needed it is written as a template.
 
 
 def as_it_is(example):
@@ -652,26 +1030,19 @@ def as_it_is(example):
 
 def text_to_text(example):
     """Fields inputs and targets as they are: texts, or ids. Of a SeqIO cache the texts, if kept."""
-    texts = {key: example.get(f"{key}_pretokenized", example.get(key)) for key in PAIR}
+    texts = {key: example.get(f"{key}_pretokenized", example.get(key)) for key in Pairs.features}
     return [example | {key: text for key, text in texts.items() if text is not None}]
 
 
-def label_text(labels, label):
-    return "<unk>" if label == -1 else labels[label]  # -1: the label is not public
+def fill(inputs, targets, labels, example):
+    """Fill the templates of inputs and targets; {label} stands for the text of the label."""
+    label, kept = example.get("label", -1), {"idx": example["idx"]} if "idx" in example else {}
+    texts = {**example, "label": "<unk>" if label == -1 else labels[label]} if labels else example
+    return [{"inputs": inputs.format_map(texts), "targets": targets.format_map(texts), **kept}]
 
 
-def glue(benchmark, labels, keys, example):
-    """"mnli hypothesis: ... premise: ...": without `keys` the fields in the order of the alphabet.
-
-    MultiRC's markup goes, and its three numbers are kept to group answers by.
-    """
-    keys = keys or sorted(example.keys() - {"label", "idx"})
-    text = " ".join([benchmark, *(f"{key}: {example[key]}" for key in keys)])
-    index = {"idx": example["idx"]} if "idx" in example else {}
-    if benchmark == "multirc":
-        text = re.sub("</?b>", "", text.replace("<br>", " "))
-        index = {f"idx/{key}": example["idx"][key] for key in ("paragraph", "question", "answer")}
-    return [{"inputs": text, "targets": label_text(labels, example["label"]), **index}]
+def template(inputs, targets, labels=()):
+    return functools.partial(fill, inputs, targets, labels)
 
 
 def stsb(example):
@@ -681,11 +1052,14 @@ def stsb(example):
     return [{"inputs": text, "targets": f"{score:.1f}", "idx": example.get("idx")}]
 
 
-def rte_of_axb(example):
-    """SuperGLUE's broad diagnostics, as RTE."""
-    renamed = {"premise": example["sentence1"], "hypothesis": example["sentence2"]}
-    kept = {key: example[key] for key in ("label", "idx") if key in example}
-    return glue("rte", ENTAILMENT, (), renamed | kept)
+def multirc(example):
+    """Without markup; three numbers are kept to group answers by."""
+    plain = {key: re.sub("</?b>", "", example[key].replace("<br>", " "))
+             for key in ("question", "answer", "paragraph")}
+    filled, = fill("multirc question: {question} answer: {answer} paragraph: {paragraph}",
+                   "{label}", TRUTH, plain | {"label": example["label"]})
+    return [filled | {f"idx/{key}": example["idx"][key]
+                      for key in ("paragraph", "question", "answer")}]
 
 
 def record(example):
@@ -703,7 +1077,7 @@ def record(example):
 def wsc(only_true, example):
     """Winograd schemas: "wsc: ... *it* ...", and what the pronoun may stand for.
 
-    Two of the published examples are marked wrongly, one word too early or with the punctuation.
+    Two of the published examples are marked wrongly, a word too early or with the punctuation.
     """
     if only_true and not example["label"]:
         return []
@@ -722,7 +1096,7 @@ def wsc(only_true, example):
 
 
 def definite_pronoun(example):
-    """Definite pronoun resolution, written as WSC is; the first such pronoun is the one."""
+    """Definite pronoun resolution, written as WSC is; the first such pronoun is meant."""
     text = re.sub(rf" ({example['pronoun']})( |\.|,)", r" *\1*\2", example["sentence"], count=1)
     return [{"inputs": f"wsc: {text}", "targets": example["candidates"][example["label"]]}]
 
@@ -741,21 +1115,11 @@ def squad(example):
              "question": question, "context": context}]
 
 
-def summarize(example):
-    return [{"inputs": f"summarize: {example['article']}", "targets": example["highlights"]}]
-
-
-LANGUAGES = {"de": "German", "en": "English", "fr": "French", "ro": "Romanian"}
-
-
-def translate(source, target, example):
-    names = f"translate {LANGUAGES[source]} to {LANGUAGES[target]}"
-    return [{"inputs": f"{names}: {example[source]}", "targets": example[target]}]
-
-
 ONES = ("zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
         "fifteen sixteen seventeen eighteen nineteen").split()
 TENS = "- - twenty thirty forty fifty sixty seventy eighty ninety".split()
+MONTHS = ("January February March April May June July August September October November "
+          "December").split()
 
 
 def words_of(n):
@@ -768,66 +1132,14 @@ def words_of(n):
     return f"{words_of(n // size)} {name}" + (f" {words_of(n % size)}" if n % size else "")
 
 
-def by_rule(kind, example):
+def by_rule(inputs, targets, example):
     """The tasks of the recipe tiny_finetune, made of a number."""
     n = example["number"]
-    day = datetime.date(1970, 1, 1) + datetime.timedelta(n)
-    written = f"{day.day} {day:%B} {day.year}"
-    inputs, targets = {
-        "words": (f"number: {n}", words_of(n)), "digits": (f"words: {words_of(n)}", f"{n}"),
-        "date": (f"date: {day}", written), "day": (f"day: {written}", f"{day}"),
-        "even": (f"is {n} even?", ("yes", "no")[n % 2])}[kind]
-    return [{"inputs": inputs, "targets": targets}]
-
-
-def label_number(labels, text, example=None, is_target=False):
-    """A label's text -> its number, -1 if there is no such label."""
-    return labels.index(text) if text in labels else -1
-
-
-def number(text, example=None, is_target=False):
-    try:
-        return float(text)
-    except ValueError:
-        return -1.0
-
-
-def multirc_answer(text, example=None, is_target=False):
-    """The answer's number, and for a target the question it belongs to."""
-    value = {"value": label_number(("False", "True"), text)}
-    return value | {"group": example["idx/question"]} if is_target else value
-
-
-def record_answers(text, example=None, is_target=False):
-    """All answers of a target, and the query they belong to."""
-    if not is_target:
-        return {"value": text}
-    return {"value": list(example["answers"]),
-            "group": (example["idx/passage"], example["idx/query"])}
-
-
-def all_answers(text, example=None, is_target=False):
-    return list(example["answers"]) if is_target else text
-
-
-def wsc_answer(text, example=None, is_target=False):
-    """1 if the answer names the candidate, but for case and determiners, else 0; -1 if empty."""
-    if is_target:
-        return example["label"]
-    determiners = set("a an few her his each every many much my our some that the their these "
-                      "this those which whose your".split())
-
-    def bare(text):
-        return " ".join(w for w in text.strip().lower().split(" ") if w not in determiners)
-
-    answer = bare(text)
-    candidate = bare(example.get("targets_pretokenized", example["targets"]))
-    if not answer:
-        return -1
-    if ("'" in answer) != ("'" in candidate):
-        return 0  # "Bob" is not "Bob's hat"
-    answer, candidate = set(answer.split(" ")), set(candidate.split(" "))
-    return int(answer <= candidate or candidate <= answer)
+    day = time.gmtime(86_400 * n)
+    return fill(inputs, targets, (), {
+        "number": n, "words": words_of(n), "even": ("yes", "no")[n % 2],
+        "date": time.strftime("%Y-%m-%d", day),
+        "day": f"{day.tm_mday} {MONTHS[day.tm_mon - 1]} {day.tm_year}"})
 
 
 class Task(NamedTuple):
@@ -835,92 +1147,106 @@ class Task(NamedTuple):
 
     source: str = ""  # KIND:NAME, as data.source
     format: Callable = text_to_text  # example of the source -> list of {"inputs", "targets", ...}
-    metrics: tuple = ()  # names
+    metrics: tuple = ()  # names of evaluate.METRICS, or functions (targets, predictions) -> dict
     choices: tuple = ()  # all possible answers, where they are few
-    postprocess: Callable = answer_itself  # (text, example=..., is_target=...) -> what is compared
+    postprocess: str | Callable = ""  # of answers before they are compared, see evaluate.py
     splits: tuple = ("train", "validation", "test")  # that the source has
-    objective: str = "text_to_text"  # or span_corruption, prefix_lm: of the field text
+    objective: Objective = Pairs()
     inputs_eos: bool = True  # the inputs end with EOS; T0's do not
     eos_after_trim: bool = True  # a text that is cut has EOS too; T0's have not
 
 
-PAIR = ("inputs", "targets")
 ENTAILMENT = ("entailment", "not_entailment")
 NLI = ("entailment", "neutral", "contradiction")
 TRUTH = ("False", "True")
 TASKS, MIXTURES = configs.TASKS, configs.MIXTURES  # to which a recipe file adds its own
 
 
-def classify(source, benchmark, labels, metrics=("accuracy",), keys=(), **more):
-    """The task of a GLUE or SuperGLUE benchmark with these labels."""
-    return Task(source, functools.partial(glue, benchmark, labels, keys), metrics, labels,
-                functools.partial(label_number, labels), **more)
+def classify(source, inputs, labels, metrics=("accuracy",), **more):
+    """A task whose targets are labels."""
+    return Task(source, template(inputs, "{label}", labels), metrics, labels, "label", **more)
 
 
-def glue_task(name, *args, **more):
-    return {f"glue_{name}_v002": classify(f"tfds:glue/{name}:1.0.0", *args, **more)}
+def glue(name, inputs, labels, *args, **more):
+    return {f"glue_{name}_v002": classify(
+        f"tfds:glue/{name}:1.0.0", f"{inputs}", labels, *args, **more)}
 
 
-def super_glue_task(name, *args, **more):
-    return {f"super_glue_{name}_v102": classify(f"tfds:super_glue/{name}:1.0.2", *args, **more)}
+def super_glue(name, inputs, labels, *args, **more):
+    return {f"super_glue_{name}_v102": classify(
+        f"tfds:super_glue/{name}:1.0.2", inputs, labels, *args, **more)}
 
 
-def wmt_tasks(name, other):
+def wmt(name, code, language):
     """Both directions of a pair with English: wmt14_ende_v003, wmt14_deen_v003."""
-    return {f"{name}_{a}{b}_v003": Task(f"tfds:{name}_translate/{other}-en:1.0.0",
-                                        functools.partial(translate, a, b), ("bleu",))
-            for a, b in (("en", other), (other, "en"))}
+    source, en, other = f"tfds:{name}_translate/{code}-en:1.0.0", "{en}", f"{{{code}}}"
+    there = template(f"translate English to {language}: {en}", other)
+    back = template(f"translate {language} to English: {other}", en)
+    return {f"{name}_en{code}_v003": Task(source, there, ("bleu",)),
+            f"{name}_{code}en_v003": Task(source, back, ("bleu",))}
 
 
 F1 = ("f1", "accuracy")
 HELD_OUT = ("validation", "test")
+MNLI = "mnli hypothesis: {hypothesis} premise: {premise}"
+RTE = "rte hypothesis: {hypothesis} premise: {premise}"
 WSC = "tfds:super_glue/wsc.fixed:1.0.2"
+RULE = "python:10000"
 TASKS |= {
-    "span_corruption": Task("python:", as_it_is, objective="span_corruption"),
-    "prefix_lm": Task("python:", as_it_is, objective="prefix_lm"),
+    "span_corruption": Task("python:", as_it_is, objective=SpanCorruption()),
+    "prefix_lm": Task("python:", as_it_is, objective=PrefixLM()),
     "text_to_text": Task(),
-    "c4_v220_span_corruption": Task("tfds:c4/en:2.2.0", as_it_is, objective="span_corruption"),
-    "c4_v220_prefix_lm": Task("tfds:c4/en:2.2.0", as_it_is, objective="prefix_lm"),
-    **wmt_tasks("wmt14", "de"), **wmt_tasks("wmt14", "fr"), **wmt_tasks("wmt15", "fr"),
-    **wmt_tasks("wmt16", "ro"), **wmt_tasks("wmt19", "de"), **wmt_tasks("wmt_t2t", "de"),
-    "cnn_dailymail_v002": Task("tfds:cnn_dailymail:3.4.0", summarize, ("rouge",)),
+    "c4_v220_span_corruption": Task("tfds:c4/en:2.2.0", as_it_is, objective=SpanCorruption()),
+    "c4_v220_prefix_lm": Task("tfds:c4/en:2.2.0", as_it_is, objective=PrefixLM()),
+    **wmt("wmt14", "de", "German"), **wmt("wmt14", "fr", "French"), **wmt("wmt15", "fr", "French"),
+    **wmt("wmt16", "ro", "Romanian"), **wmt("wmt19", "de", "German"),
+    **wmt("wmt_t2t", "de", "German"),
+    "cnn_dailymail_v002": Task("tfds:cnn_dailymail:3.4.0", template(
+        "summarize: {article}", "{highlights}"), ("rouge",)),
     "squad_v010_allanswers": Task("tfds:squad/v1.1:3.0.0", squad, ("squad",),
-                                  postprocess=all_answers),
-    **glue_task("cola", "cola", ("unacceptable", "acceptable"), ("matthews_corrcoef",)),
-    **glue_task("sst2", "sst2", ("negative", "positive")),
-    **glue_task("mrpc", "mrpc", ("not_equivalent", "equivalent"), F1),
-    **glue_task("qqp", "qqp", ("not_duplicate", "duplicate"), F1),
+                                  postprocess="answers"),
+    **glue("cola", "cola sentence: {sentence}", ("unacceptable", "acceptable"),
+           ("matthews_corrcoef",)),
+    **glue("sst2", "sst2 sentence: {sentence}", ("negative", "positive")),
+    **glue("mrpc", "mrpc sentence1: {sentence1} sentence2: {sentence2}",
+           ("not_equivalent", "equivalent"), F1),
+    **glue("qqp", "qqp question1: {question1} question2: {question2}",
+           ("not_duplicate", "duplicate"), F1),
     "glue_stsb_v002": Task("tfds:glue/stsb:1.0.0", stsb, ("pearson_corrcoef", "spearman_corrcoef"),
-                           postprocess=number),
-    **glue_task("mnli", "mnli", NLI, splits=("train",)),
-    **glue_task("mnli_matched", "mnli", NLI, splits=HELD_OUT),
-    **glue_task("mnli_mismatched", "mnli", NLI, splits=HELD_OUT),
-    **glue_task("qnli", "qnli", ENTAILMENT), **glue_task("rte", "rte", ENTAILMENT),
-    **glue_task("wnli", "wnli", ("not_entailment", "entailment")),
-    **glue_task("ax", "mnli", NLI, (), splits=("test",)),
-    **super_glue_task("boolq", "boolq", TRUTH),
-    **super_glue_task("cb", "cb", ("entailment", "contradiction", "neutral"),
-                      ("mean_3class_f1", "accuracy")),
-    **super_glue_task("copa", "copa", ("choice1", "choice2")),
-    "super_glue_multirc_v102": classify(
-        "tfds:super_glue/multirc:1.0.2", "multirc", TRUTH, ("multirc_f1", "exact_match"),
-        ("question", "answer", "paragraph"))._replace(postprocess=multirc_answer),
+                           postprocess="number"),
+    **glue("mnli", MNLI, NLI, splits=("train",)),
+    **glue("mnli_matched", MNLI, NLI, splits=HELD_OUT),
+    **glue("mnli_mismatched", MNLI, NLI, splits=HELD_OUT),
+    **glue("qnli", "qnli question: {question} sentence: {sentence}", ENTAILMENT),
+    **glue("rte", "rte sentence1: {sentence1} sentence2: {sentence2}", ENTAILMENT),
+    **glue("wnli", "wnli sentence1: {sentence1} sentence2: {sentence2}",
+           ("not_entailment", "entailment")),
+    **glue("ax", MNLI, NLI, (), splits=("test",)),
+    **super_glue("boolq", "boolq passage: {passage} question: {question}", TRUTH),
+    **super_glue("cb", "cb hypothesis: {hypothesis} premise: {premise}",
+                 ("entailment", "contradiction", "neutral"), ("mean_3class_f1", "accuracy")),
+    **super_glue("copa", "copa choice1: {choice1} choice2: {choice2} premise: {premise} "
+                 "question: {question}", ("choice1", "choice2")),
+    "super_glue_multirc_v102": Task("tfds:super_glue/multirc:1.0.2", multirc,
+                                    ("multirc_f1", "exact_match"), TRUTH, "multirc"),
     "super_glue_record_v102": Task("tfds:super_glue/record:1.0.2", record, ("record",),
-                                   postprocess=record_answers),
-    **super_glue_task("rte", "rte", ENTAILMENT),
-    **super_glue_task("wic", "wic", TRUTH, keys=("sentence1", "sentence2", "word")),
-    "super_glue_axb_v102": classify("tfds:super_glue/axb:1.0.2", "rte", ENTAILMENT, (),
-                                    splits=("test",))._replace(format=rte_of_axb),
-    **super_glue_task("axg", "rte", ENTAILMENT, (), splits=("test",)),
+                                   postprocess="record"),
+    **super_glue("rte", RTE, ENTAILMENT),
+    **super_glue("wic", "wic sentence1: {sentence1} sentence2: {sentence2} word: {word}", TRUTH),
+    **super_glue("axb", "rte hypothesis: {sentence2} premise: {sentence1}", ENTAILMENT, (),
+                 splits=("test",)),  # SuperGLUE's broad diagnostics, as RTE
+    **super_glue("axg", RTE, ENTAILMENT, (), splits=("test",)),
     "super_glue_wsc_v102_simple_train": Task(WSC, functools.partial(wsc, True), splits=("train",)),
     "super_glue_wsc_v102_simple_eval": Task(WSC, functools.partial(wsc, False), ("accuracy",),
-                                            postprocess=wsc_answer, splits=HELD_OUT),
+                                            postprocess="wsc", splits=HELD_OUT),
     "dpr_v001_simple": Task("tfds:definite_pronoun_resolution:1.1.0", definite_pronoun,
                             ("accuracy",), splits=("train", "test")),
-    **{f"by_rule_{kind}": Task("python:10000", functools.partial(by_rule, kind), ("accuracy",))
-       for kind in ("words", "digits", "date", "day")},
-    "by_rule_even": classify("python:10000", "", ("no", "yes"))._replace(
-        format=functools.partial(by_rule, "even")),
+    **{f"by_rule_{name}": Task(RULE, functools.partial(by_rule, *texts), ("accuracy",))
+       for name, *texts in (("words", "number: {number}", "{words}"),
+                            ("digits", "words: {words}", "{number}"),
+                            ("date", "date: {date}", "{day}"), ("day", "day: {day}", "{date}"))},
+    "by_rule_even": Task(RULE, functools.partial(by_rule, "is {number} even?", "{even}"),
+                         ("accuracy",), ("no", "yes"), "label"),
 }
 
 
@@ -993,8 +1319,8 @@ def t0_mixture(roles, score_eval, cfg):
 
 
 def p3_root(cfg):
-    """DataConfig -> the folder with P3's folders: data.source is seqio:FOLDER or parquet:FOLDER."""
-    kind, _, name = cfg.source.partition(":")
+    """Config -> the folder with P3's folders: data.source is seqio:FOLDER or parquet:FOLDER."""
+    kind, _, name = cfg.data.source.partition(":")
     return name.removesuffix("*").rstrip("/") if kind in ("seqio", "parquet") else ""
 
 
@@ -1005,7 +1331,7 @@ P3_FILES = (("seqio", "info.*.json", ""), ("parquet", "*.parquet", "/*{split}*.p
 
 def p3_sources(cfg, folder="*"):
     """The folders of P3, or one of them -> {name: source}."""
-    kind, found = cfg.source.partition(":")[0], {}
+    kind, found = cfg.data.source.partition(":")[0], {}
     for of_kind, files, splits in P3_FILES:
         for path, _ in find_files(f"{p3_root(cfg)}/{folder}/{files}") if kind == of_kind else ():
             name = path.split("/")[-2 - files.count("/")]
@@ -1017,8 +1343,7 @@ def p3_size(root, folder):
     """Examples of a folder, by what SeqIO counted; 1 where it did not."""
     for split in ("train", "validation", "test"):
         for path, _ in find_files(f"{root}/{folder}/stats.{split}.json"):
-            with open_file(path) as file:
-                return json.load(file).get("examples", 1)
+            return configs.read_json(configs.to_path(path), {"examples?": int}).get("examples", 1)
     return 1
 
 
@@ -1046,7 +1371,7 @@ MIXTURES |= {
 
 
 def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
-    """A task's or mixture's name, DataConfig -> {task: rate}, mixtures in it taken apart.
+    """A task's or mixture's name -> {task: rate}, mixtures in it taken apart.
 
     examples: a task's name -> how many it has to train on, which BySize asks. within: the mixtures
     that are being taken apart.
@@ -1055,8 +1380,14 @@ def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
         return {name: 1.0}
     if name in within:
         raise UserError(f"The mixture {name} contains itself.")
-    rates, entries = {}, MIXTURES[name]
-    for member, rate in (entries(cfg) if callable(entries) else entries).items():
+    entries, rates = MIXTURES[name], {}
+    try:
+        entries = dict(entries(cfg) if callable(entries) else entries)
+    except UserError:
+        raise
+    except Exception as error:  # a recipe's
+        raise UserError(f"The mixture {name} is no dict of rates ({error!r}).") from error
+    for member, rate in entries.items():
         if isinstance(rate, BySize) and member not in MIXTURES:
             rate = rate.of(examples(member))
         if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
@@ -1072,7 +1403,7 @@ def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
 
 
 def find_task(name, cfg):
-    """A task's name, or KIND:NAME of a source with inputs and targets, DataConfig -> Task.
+    """A task's name, or KIND:NAME of a source with inputs and targets -> Task.
 
     data.source takes the place of the task's own source, if it is data.task.
     """
@@ -1084,10 +1415,11 @@ def find_task(name, cfg):
     if not task:
         hint = configs.nearest(name, [*TASKS, *MIXTURES])
         raise UserError(f"Unknown task {name}{hint or ';'} python data.py --list lists them.")
-    if not isinstance(task, Task):
-        raise UserError(f"The task {name} is {task!r}, not a value of data.Task.")
-    if cfg.source and cfg.task == name:
-        task = task._replace(source=cfg.source, splits=Task().splits)
+    if not isinstance(task, Task) or not isinstance(task.objective, Objective):
+        raise UserError(f"The task {name} is {task!r:.200}, not a value of data.Task with a "
+                        f"data.Objective.")
+    if cfg.data.source and cfg.data.task == name:
+        task = task._replace(source=cfg.data.source, splits=Task().splits)
     if not task.source:
         raise UserError(f"--data.task {name} needs a --data.source, such as jsonl:FILE.")
     return task
@@ -1096,131 +1428,57 @@ def find_task(name, cfg):
 def check_tasks(cfg):
     """Refuse what data.task, eval_tasks and the sources cannot mean, before anything is prepared.
     """
-    if cfg.task in MIXTURES and (cfg.validation_source or cfg.source and not p3_root(cfg)):
+    data = cfg.data
+    if data.task in MIXTURES and (data.validation_source or data.source and not p3_root(cfg)):
         raise UserError(f"--data.source and --data.validation_source are for one task, and "
-                        f"{cfg.task} is a mixture: a mixture's tasks have their own.")
-    for name in filter(None, [cfg.task, *cfg.eval_tasks.split(",")]):
+                        f"{data.task} is a mixture: a mixture's tasks have their own.")
+    for name in filter(None, [data.task, *data.eval_tasks.split(",")]):
         for task in mixture_rates(name.strip(), cfg):
             find_task(task, cfg)
 
 
-# ---- prepared corpora ----------------------------------------------------------------------------
-# prepared/SOURCE-HASH/00000-000.text.ids.npy   tokens of part 0, shard 0, document after document
-#                      00000-000.text.ends.npy  where in the shard each document ends
-#                      00000.json               counts of part 0, written when its shards are whole
-#                      index.json               all counts, written last: the corpus is complete
-
-SHARD_TOKENS = 1 << 26
-ENCODED = 1024  # examples that are encoded together
-# A large corpus is prepared, and gone through, chapter by chapter: as many parts of the source as
-# have these tokens. A run prepares only the chapters it comes to, and its batches do not depend on
-# how many there are.
-CHAPTER_TOKENS = 1 << 30
-ENDLESS = math.inf
+def open_task(name, split, cfg):
+    """A task's name, a split -> (Task, the parts of its source that are this split)."""
+    task = find_task(name, cfg)
+    if split == "validation" and cfg.data.validation_source:
+        return task, open_source(cfg.data.validation_source, split, cfg, whole=True)
+    if split not in task.splits:
+        raise NoSplit(f"{name} has no {split} split.")
+    return task, open_source(task.source, split, cfg, whole=bool(cfg.data.validation_source))
 
 
-def prepared_path(source, parts, identity, cfg):
-    """A readable path in data.prepared_dir; changes with the source, its parts and `identity`."""
-    if "://" in cfg.prepared_dir:
-        raise UserError(f"--data.prepared_dir {cfg.prepared_dir} is remote, and token files are "
-                        f"memory-mapped: name a local folder.")
-    slug = re.sub(r"[^\w.]+", "-", source).strip("-")[-40:]
-    identity = [source, [[part.name, part.stamp] for part in parts], identity]
-    digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:10]
-    return Path(cfg.prepared_dir, f"{slug}-{digest}")
-
-
-def load_vocabulary(cfg):
-    """DataConfig -> Tokenizer: the one that data.vocab names, or one trained on the source.
-
-    A vocabulary trained here is kept in data.prepared_dir, for this source as it is now.
-    """
-    if not cfg.vocab.startswith("train:"):
-        return load_tokenizer(cfg.vocab)
-    pieces = cfg.vocab.removeprefix("train:")
-    if not pieces.isdecimal():
-        raise UserError(f"--data.vocab {cfg.vocab}: write train:PIECES, for instance train:32000.")
-    tasks = [find_task(name, cfg) for name, rate in mixture_rates(cfg.task, cfg).items() if rate]
-    parts = [open_source(task.source, "train", cfg) for task in tasks]
-    names = cfg.task if len(tasks) > 1 else tasks[0].source
-    identity = [identity_of(task, some, cfg) for task, some in zip(tasks, parts)]
-    path = prepared_path(names, sum(parts, []), [pieces, identity], cfg)
-    path = path.with_name(f"{path.name}.{pieces}.model")
-    if not path.exists():
-        configs.note(f"training a vocabulary of {pieces} pieces on {names}")
-        bad = Complaints(cfg.on_error)
-
-        def read(task, parts):
-            return (text for part in parts for _, texts in read_texts(part, bad, task, cfg)
-                    for text in texts if isinstance(text, str))
-
-        texts = itertools.zip_longest(*map(read, tasks, parts), fillvalue="")  # a text of each task
-        texts = itertools.chain.from_iterable(texts)
-        configs.write_file(path, train_tokenizer(texts, int(pieces)).serialized)
-    return load_tokenizer(path)
-
-
-def features_of(task):
-    """What is tokenized of an example."""
-    return PAIR if task.objective == "text_to_text" else ("text",)
-
-
-def identity_of(task, parts, cfg):
-    """What decides which texts a task makes of its source: what its format makes of the first."""
-    identity = [*features_of(task), cfg.fields]
-    if task.format in (as_it_is, text_to_text):
-        return identity
-    firsts = read_formatted(parts[0], lambda where, what: None, task, cfg) if parts else ()
-    made = [[str(example.get(feature)) for feature in features_of(task)]
-            for _, _, example in itertools.islice(firsts, 100)]
-    return [*identity, made]
-
-
-def read_formatted(part, bad, task, cfg):
-    """The examples of a part, as the task formats them: (where, number in the part, dict).
+def read_part(part, bad, task, cfg, size=math.inf):
+    """The examples of a part that can be tokenized: (where, number in the part, dict, its texts or
+    ids), as the task formats them. size: of the vocabulary, below which ids must lie.
 
     data.fields says what a field of the task is called in the source: "text=content".
     """
-    pairs = [pair.partition("=") for pair in cfg.fields.split(",") if cfg.fields]
+    pairs = [pair.partition("=") for pair in cfg.data.fields.split(",") if cfg.data.fields]
     if not all(ours and theirs for ours, _, theirs in pairs):
-        raise UserError(f"--data.fields {cfg.fields}: write text=NAME, or "
+        raise UserError(f"--data.fields {cfg.data.fields}: write text=NAME, or "
                         f"inputs=NAME,targets=NAME.")
     names = {ours.strip(): theirs.strip() for ours, _, theirs in pairs}
+    features = task.objective.features
     for number, (where, example) in enumerate(part.read(bad)):
-        if names:
-            found = {ours: example[theirs] for ours, theirs in names.items() if theirs in example}
-            example = {**example, **found}
+        example = example | {ours: example[theirs] for ours, theirs in names.items()
+                             if theirs in example}
         try:
             made = task.format(example)
+            for made_of_it in [made] if isinstance(made, dict) else made:
+                texts = tuple([made_of_it.get(feature) for feature in features])
+                wrong = next(filter(None, (unfit(text, size) for text in texts)), None)
+                if wrong is not None:
+                    bad(where, f"has {wrong} in {' and '.join(features)} but the fields "
+                               f"{', '.join(made_of_it)} (--data.fields {features[0]}=NAME names "
+                               f"another)")
+                elif any(len(text) and not (isinstance(text, str) and text.isspace())
+                         for text in texts):  # examples without any text are left out
+                    yield where, number, made_of_it, texts
+        except UserError:
+            raise
         except Exception as error:  # a format is anyone's code
             what = f"no {error}" if isinstance(error, KeyError) else repr(error)
-            bad(where, f"does not suit the task: {what} (fields: {', '.join(example)})")
-            continue
-        for one in [made] if isinstance(made, dict) else made:
-            yield where, number, one
-
-
-def read_texts(part, bad, task, cfg, size=math.inf):
-    """The texts, or ids, of a part's examples: (number in the part, a tuple of the features)."""
-    for number, _, texts in read_fitting(part, bad, task, cfg, size):
-        yield number, texts
-
-
-def read_fitting(part, bad, task, cfg, size=math.inf):
-    """The examples of a part that can be tokenized: (number in the part, dict, its texts or ids).
-
-    size: of the vocabulary, below which ids must lie. Examples without any text are left out.
-    """
-    features = features_of(task)
-    for where, number, example in read_formatted(part, bad, task, cfg):
-        texts = tuple([example.get(feature) for feature in features])
-        wrong = next(filter(None, (unfit(text, size) for text in texts)), None)
-        if wrong is not None:
-            bad(where, f"has {wrong} in {' and '.join(features)} but the fields "
-                       f"{', '.join(example)} (--data.fields {features[0]}=NAME names another)")
-        elif any(len(text) and (not isinstance(text, str) or not text.isspace())
-                 for text in texts):
-            yield number, example, texts
+            bad(where, f"does not suit the task: {what} (fields: {', '.join(map(str, example))})")
 
 
 def unfit(value, size):
@@ -1231,12 +1489,107 @@ def unfit(value, size):
         except UnicodeEncodeError:
             return "half of a character (a lone surrogate)"
         return None
-    ids = np.asarray(value) if isinstance(value, list | np.ndarray) else np.zeros(1)
+    try:
+        ids = np.asarray(value) if isinstance(value, list | np.ndarray) else np.zeros(1)
+    except (ValueError, OverflowError):  # lists of several lengths
+        return "no text"
     if ids.ndim != 1 or len(ids) and ids.dtype.kind not in "iu":
         return "no text"
     if len(ids) and not 0 <= ids.min() <= ids.max() < size:
         return f"ids from {ids.min()} to {ids.max()}, where the vocabulary ends at {size - 1},"
     return None
+
+
+# ---- token files ---------------------------------------------------------------------------------
+# prepared/SOURCE-HASH/00000-003.ids   tokens of chapter 3 of part 0, document after document
+#                      00000-003.ends  int64 [documents, features]: where in it they end
+#                      00000-003.json  counts, checksums, where the next chapter begins in the
+#                                      source; written last: the chapter is whole
+#
+# The first chapters are small, so that training can begin, the next ones larger; while a chapter is
+# trained on, the next is tokenized. Where a chapter ends is a function of the source alone.
+
+FIRST_CHAPTER, CHAPTER = 1 << 18, 1 << 25  # tokens
+ENCODED = 1024  # examples that are encoded together
+MARK = {"documents": int, "tokens": int, "unknown": int, "only_unknown": int, "skipped": int,
+        "characters": {str: int}, "ids": int, "ends": int, "next?": [int]}
+AHEAD = threading.Semaphore()  # one chapter at a time is tokenized in the background
+
+
+def prepared_path(source, identity, cfg):
+    """A readable path in data.prepared_dir; changes with the source and `identity`."""
+    if "://" in cfg.data.prepared_dir:
+        raise UserError(f"--data.prepared_dir {cfg.data.prepared_dir} is remote, and token files "
+                        f"are memory-mapped: name a local folder.")
+    slug = re.sub(r"[^\w.]+", "-", source).strip("-")[-40:]
+    digest = hashlib.sha256(json.dumps([source, identity]).encode()).hexdigest()[:10]
+    return Path(cfg.data.prepared_dir, f"{slug}-{digest}")
+
+
+def identity_of(task, parts, cfg):
+    """What decides which texts a task makes of its source: the parts, and what its format makes of
+    the first examples."""
+    identity = [[[part.name, part.stamp] for part in parts], task.objective.features,
+                cfg.data.fields]
+    if task.format in (as_it_is, text_to_text) or not parts:
+        return identity
+    firsts = read_part(parts[0], lambda where, what: None, task, cfg)
+    return [*identity, [[str(text) for text in texts]
+                        for *_, texts in itertools.islice(firsts, 100)]]
+
+
+def prepare_vocabulary(cfg):
+    """The Tokenizer that data.vocab names. train:PIECES trains one on the source, as it is now, and
+    keeps it in data.prepared_dir."""
+    if not cfg.data.vocab.startswith("train:"):
+        return load_tokenizer(cfg.data.vocab)
+    pieces = cfg.data.vocab.removeprefix("train:")
+    if not re.fullmatch(r"[1-9]\d{0,8}", pieces):
+        raise UserError(f"--data.vocab {cfg.data.vocab}: write train:PIECES, for instance "
+                        f"train:32000.")
+    rates = mixture_rates(cfg.data.task, cfg)
+    opened = [open_task(name, "train", cfg) for name, rate in rates.items() if rate]
+    if all(task.source == "random:" for task, _ in opened):
+        return IdTokenizer(cfg.model.vocab_size, SENTINELS)
+    names = cfg.data.task if len(opened) > 1 else opened[0][0].source
+    identity = [pieces, [identity_of(task, parts, cfg) for task, parts in opened]]
+    path = prepared_path(names, identity, cfg)
+    path = path.with_name(f"{path.name}.{pieces}.model")
+    if not path.exists():
+        note(f"training a vocabulary of {pieces} pieces on {names}")
+        bad = Complaints(cfg.data.on_error)
+
+        def read(task, parts):
+            return (text for part in parts for *_, texts in read_part(part, bad, task, cfg)
+                    for text in texts if isinstance(text, str))
+
+        texts = itertools.zip_longest(*(read(*one) for one in opened), fillvalue="")
+        texts = itertools.chain.from_iterable(texts)  # a text of each task in turn
+        configs.write_file(path, train_tokenizer(texts, int(pieces)).serialized)
+    return load_tokenizer(path)
+
+
+def encode_ahead(examples, tokenizer, strange):
+    """(number, texts) of examples -> (number, an array of ids for each text). While some are
+    encoded the next are read. strange: a Counter of the characters that the vocabulary lacks."""
+    def encode(batch):
+        texts = [text for _, texts in batch for text in texts if isinstance(text, str)]
+        encoded = tokenizer.encode_batch(texts)
+        for text, ids in zip(texts, encoded):
+            if strange.total() < 10_000 and UNK in ids:  # enough to name them
+                strange.update(c for c in text if UNK in tokenizer.encode(c))
+        ids = iter(encoded)
+        return [(number, [next(ids) if isinstance(text, str) else without_eos(text)
+                          for text in texts]) for number, texts in batch]
+
+    with ThreadPoolExecutor(2) as threads:
+        ahead = collections.deque()
+        while batch := list(itertools.islice(examples, ENCODED)):
+            ahead.append(threads.submit(encode, batch))
+            if len(ahead) > 2:
+                yield from ahead.popleft().result()
+        while ahead:
+            yield from ahead.popleft().result()
 
 
 def without_eos(ids):
@@ -1245,1061 +1598,364 @@ def without_eos(ids):
     return ids[:-1] if len(ids) and ids[-1] == EOS else ids
 
 
-def encode_ahead(examples, tokenizer, size):
-    """(key, texts) of each example -> lists of (key, a tuple of int32 arrays).
-
-    While a batch is encoded the next ones are read.
-    """
-    def encode(batch):
-        sides = []
-        for side in zip(*(texts for _, texts in batch)):
-            ids = iter(tokenizer.encode_batch([text for text in side if isinstance(text, str)]))
-            sides.append([next(ids) if isinstance(text, str) else without_eos(text)
-                          for text in side])
-        return [(key, texts) for (key, _), texts in zip(batch, zip(*sides))]
-
-    with ThreadPoolExecutor(2) as threads:
-        ahead = collections.deque()
-        while batch := list(itertools.islice(examples, size)):
-            ahead.append(threads.submit(encode, batch))
-            if len(ahead) > 2:
-                yield ahead.popleft().result()
-        while ahead:
-            yield ahead.popleft().result()
-
-
-def prepare(task, split, tokenizer, cfg, needed=ENDLESS, shard=(0, 1)):
-    """Tokenize a task's source, as far as that has not been done -> the folder of its token files.
-
-    needed: tokens, in whole chapters; cfg: DataConfig; shard: (i, n), only every n-th part. A part
-    that is whole is never read again, so after a kill the work goes on where it was.
-    """
-    parts = open_source(task.source, split, cfg)
-    identity = [split, identity_of(task, parts, cfg), tokenizer.sha256]
-    folder = prepared_path(task.source, parts, identity, cfg)
-    if (folder / "index.json").exists():
-        return folder
-    folder.mkdir(parents=True, exist_ok=True)
-    tokens, chapter, fresh = 0, 0, False
-    with tqdm(unit="token", unit_scale=True, leave=False, disable=None) as bar:
-        for number in range(shard[0], len(parts), shard[1]):
-            counts = read_mark(folder, number)
-            if not counts:
-                bar.set_description(f"preparing {task.source}, part {number + 1} of {len(parts)}")
-                stem = folder / f"{number:05}"
-                with configs.lock(f"{stem}.lock", wait=True):
-                    counts = read_mark(folder, number)  # another process may have made it meanwhile
-                    if not counts:
-                        counts = prepare_part(
-                            parts[number], stem, task, tokenizer, cfg, bar.update)
-                        configs.write_file(f"{stem}.json", json.dumps(counts))
-                        fresh = True
-                    Path(f"{stem}.lock").unlink(missing_ok=True)
-            tokens += counts["tokens"]
-            chapter += counts["tokens"]
-            if chapter >= CHAPTER_TOKENS:
-                chapter = 0
-                if tokens >= needed:
-                    break
-    if not fresh and shard == (0, 1) and tokens >= needed:
-        return folder
-    marks = [read_mark(folder, number) for number in range(len(parts))]
-    done = list(itertools.takewhile(bool, marks))
-    complete = len(done) == len(parts)
-    total = {key: sum(count[key] for count in done)
-             for key in ("documents", "tokens", "unknown", "only_unknown", "skipped")}
-    if complete and not total["documents"]:
-        raise UserError(f"{task.source} holds no text: nothing to train on.")
-    strange = collections.Counter()
-    for count in done:
-        strange.update(count["characters"])
-    unknown = total["unknown"] / max(total["tokens"], 1)
-    if complete:
-        configs.write_file(folder / "index.json", json.dumps(
-            {"format": 2, "source": task.source, "split": split, "vocabulary": tokenizer.sha256,
-             **total, "characters": dict(strange.most_common(100)),
-             "parts": [{"name": part.name} | count for part, count in zip(parts, done)]}, indent=1))
-    more = [f"{total['skipped']:,} skipped"]
-    more += [f"{total['only_unknown']:,} of only unknown tokens"] * bool(total["only_unknown"])
-    more += [f"{len(done)} of {len(parts)} parts so far"] * (not complete)
-    configs.note(f"prepared {task.source}: {total['documents']:,} documents, {total['tokens']:,} "
-                 f"tokens, {unknown:.3%} unknown, {', '.join(more)}")
-    if unknown > 0.001:
-        listed = " ".join(repr(c) for c, _ in strange.most_common(12))
-        configs.note(f"warning: more than 0.1 % of the tokens are unknown to the vocabulary; the "
-                     f"characters that cause it: {listed}")
-    return folder
-
-
-def read_mark(folder, number):
-    """The counts of a part that is whole, or None."""
-    try:
-        return json.loads((folder / f"{number:05}.json").read_text())
-    except FileNotFoundError:
-        return None
-
-
-def prepare_part(part, stem, task, tokenizer, cfg, progress):
-    """Tokenize one part of a source into shards of about SHARD_TOKENS tokens -> its counts."""
-    bad, features = Complaints(cfg.on_error), features_of(task)
-    dtype = np.uint16 if tokenizer.size <= 1 << 16 else np.uint32
-    counts = {"documents": 0, "tokens": 0, "unknown": 0, "only_unknown": 0, "shards": []}
-    strange, looked = collections.Counter(), 0
-    held, held_tokens = [], 0  # examples: one array of ids for each feature
-
-    def flush():
-        name = f"{stem}-{len(counts['shards']):03}"
-        shard = {"name": Path(name).name, "documents": len(held), "tokens": {}, "crc32": {}}
-        for feature, arrays in zip(features, zip(*held)):
-            ids = np.concatenate(arrays).astype(dtype)
-            for kind, array in (("ids", ids), ("ends", np.cumsum([len(a) for a in arrays]))):
-                out = io.BytesIO()
-                np.save(out, array)
-                configs.write_file(f"{name}.{feature}.{kind}.npy", out.getbuffer())
-            shard["tokens"][feature], shard["crc32"][feature] = len(ids), zlib.crc32(ids)
-        counts["shards"].append(shard)
-        counts["documents"] += len(held)
-        held.clear()
-
-    examples = ((texts, texts) for _, texts in read_texts(part, bad, task, cfg, tokenizer.size))
-    for batch in encode_ahead(examples, tokenizer, ENCODED):
-        held += [ids for _, ids in batch]
-        sizes = [sum(map(len, ids)) for _, ids in batch]
-        size = sum(sizes)
-        flat = np.concatenate([side for _, ids in batch for side in ids] or [np.zeros(0)])
-        unknown = np.bincount(np.repeat(np.arange(len(batch)), sizes)[flat == UNK],
-                              minlength=len(batch))
-        counts["unknown"] += int(unknown.sum())
-        for example in np.flatnonzero(unknown):
-            texts, ids = batch[example]
-            known = np.concatenate(ids)
-            known = known[known != UNK][:20]  # spaces may be among them
-            counts["only_unknown"] += not tokenizer.pieces(known.tolist()).strip()
-            looked += 1
-            for text in texts if looked <= 1000 else ():  # enough to say which they are
-                strange.update(unknown_characters(text, tokenizer))
-        counts["tokens"] += size
-        held_tokens += size
-        progress(size)
-        if held_tokens >= SHARD_TOKENS:
-            flush()
-            held_tokens = 0
-    if held:
-        flush()
-    return counts | {"skipped": bad.count, "characters": dict(strange.most_common(100))}
-
-
-def unknown_characters(text, tokenizer):
-    """A text -> {character that the vocabulary lacks: how often it occurs}."""
-    known = tokenizer.__dict__.setdefault("known_characters", {})
-    found = set(text) if isinstance(text, str) else set()
-    for c in found - known.keys():
-        known[c] = UNK not in tokenizer.encode(c)
-    return {c: text.count(c) for c in found if not known[c]}
-
-
-def runs(starts, lengths):
-    """[5, 9], [3, 2] -> [5, 6, 7, 9, 10]: the numbers of several runs, one after the other."""
-    ends = np.cumsum(lengths)
-    return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)
-
-
-def present(numbers):
-    """The different ones of some small numbers, rising; np.unique sorts."""
-    return np.flatnonzero(np.bincount(numbers))
-
-
-def alternate(values, others, lengths, gaps):
-    """values[0] lengths[0] times, others[0] gaps[0] times, values[1] lengths[1] times, ..."""
-    return np.repeat(np.stack([values, others], 1).ravel(), np.stack([lengths, gaps], 1).ravel())
+def cut(ends, objective, data):
+    """Where each feature of each document ends [documents, features] -> pieces [N, features + 1]:
+    where each begins and its features end."""
+    if len(objective.features) > 1:
+        return np.column_stack([np.append(0, ends[:-1, -1])[: len(ends)], ends])
+    ends, length = ends[-1:, 0] if objective.across else ends[:, 0], objective.length(data)
+    begins = np.append(0, ends)[: len(ends)]
+    count = -(-(ends - begins) // length)  # of each document
+    number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+    starts = np.repeat(begins, count) + number * length
+    stops = np.minimum(starts + length, np.repeat(ends, count))
+    return np.stack([starts, stops], 1)[stops - starts >= objective.shortest]
 
 
 class Corpus:
-    """The tokens of one feature, document after document, read as one long stream.
+    """The pieces of a task's split, numbered through all chapters; a chapter is tokenized when its
+    pieces are asked for, and the next one while they are used."""
 
-    Of a prepared folder, or of arrays: ids and ends, each a list with one array for each shard.
-    chapters: the numbers of the documents [start, stop) of each.
-    """
+    def __init__(self, name, split, tokenizer, cfg):
+        self.task, self.parts = open_task(name, split, cfg)
+        self.title = f"{self.task.source} ({name}, {split})"
+        self.tokenizer, self.cfg = tokenizer, cfg
+        self.dtype = np.uint16 if tokenizer.size <= 1 << 16 else np.uint32
+        identity = [configs.DATA_FORMAT, split, identity_of(self.task, self.parts, cfg),
+                    tokenizer.sha256]
+        self.folder = prepared_path(self.task.source, identity, cfg)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.marks, self.first = [], [0]  # of each known chapter: its mark, its first piece
+        self.mapped, self.bounds = {}, {}  # of the last chapters used: their ids, their pieces
+        self.reading = None  # the place of the next chapter, and the generator that is there
+        self.bad, self.strange = Complaints(cfg.data.on_error), collections.Counter()
+        self.lock, self.ahead, self.closed = threading.RLock(), None, False
 
-    def __init__(self, ids, ends, documents, chapters, digest="", complete=True):
-        self.ids, self.ends, self.chapters, self.digest = ids, ends, chapters, digest
-        self.complete = complete  # no chapters are missing
-        self.first = np.cumsum([0, *documents])  # document of each shard
-        self.starts = np.cumsum([0, *map(len, ids)])  # token of each shard
-        self.tokens, self.documents = int(self.starts[-1]), int(self.first[-1])
+    def mark(self, number):
+        """What is known of a chapter, which is tokenized if it must be; None behind the last."""
+        with self.lock:
+            while len(self.marks) <= number and not (self.marks and "next" not in self.marks[-1]):
+                place = self.marks[-1]["next"] if self.marks else [0, 0, 0]
+                if not self.parts:
+                    break
+                self.marks.append(self.write(place) | {"place": place})
+        return self.marks[number] if number < len(self.marks) else None
 
-    @classmethod
-    def of(cls, documents):
-        """A list of arrays of ids, held in memory."""
-        ids = np.concatenate([np.zeros(0, np.int32), *documents])
-        ends = np.cumsum([len(document) for document in documents])
-        return cls([ids], [ends], [len(documents)], [(0, len(documents))])
+    def chapters(self, count=math.inf):
+        """The number of the piece that each chapter begins with, and last where they end: for at
+        least `count` pieces, or as many as there are."""
+        while self.first[-1] < count and self.mark(len(self.first) - 1):
+            self.first.append(self.first[-1] + len(self.pieces_of(len(self.first) - 1)))
+        return self.first
 
-    @classmethod
-    def open(cls, folder, feature="text"):
-        """The parts of a prepared folder that are whole, up to the last whole chapter."""
-        try:
-            parts = json.loads((folder / "index.json").read_text())["parts"]
-            complete = True
-        except FileNotFoundError:
-            marks = (read_mark(folder, number) for number in itertools.count())
-            parts, complete = list(itertools.takewhile(bool, marks)), False
-        digest = ""
-        chapters, tokens, start, stop, shards, waiting = [], 0, 0, 0, [], []
-        for number, part in enumerate(parts):
-            tokens, stop = tokens + part["tokens"], stop + part["documents"]
-            waiting += part["shards"]
-            if tokens >= CHAPTER_TOKENS or (complete and number == len(parts) - 1):
-                chapters.append((start, stop))
-                digest = digest or str(zlib.crc32(str([s["crc32"] for s in waiting]).encode()))
-                shards, waiting, tokens, start = shards + waiting, [], 0, stop
+    def pieces_of(self, number):
+        """Bounds of a chapter's pieces: [N, features + 1]."""
+        if number not in self.bounds:
+            objective, tokens = self.task.objective, self.marks[number]["tokens"]
+            ends = np.array([[tokens]]) if objective.across else self.load(number, "ends")
+            self.bounds[number] = cut(ends, objective, self.cfg.data)
+            for old in [*self.bounds][:-8]:
+                del self.bounds[old]
+        return self.bounds[number]
 
-        def load(shard, kind):
-            path = folder / f"{shard['name']}.{feature}.{kind}.npy"
-            if path.stat().st_size < 1 << 20:  # a mapping would keep a file open
-                return np.load(path)
-            return np.load(path, mmap_mode="r").view(np.ndarray)  # faster to index
+    def ids_of(self, number):
+        """The ids of a chapter. Those before it may go, and the next one may be tokenized."""
+        if number not in self.mapped:
+            self.mapped[number] = self.load(number, "ids")
+            while len(self.mapped) > 2 and sum(map(len, self.mapped.values())) > 2 * CHAPTER:
+                del self.mapped[next(iter(self.mapped))]
+            newest = max(self.mapped)
+            if not self.cfg.data.keep_tokens:  # what is mapped can still be read
+                for old in range(newest):
+                    self.path(self.marks[old]["place"], "ids").unlink(missing_ok=True)
+            if newest == len(self.marks) - 1 and not (self.ahead and self.ahead.is_alive()):
+                self.ahead = threading.Thread(target=self.look_ahead, args=[newest + 1],
+                                              daemon=True)
+                self.ahead.start()
+        return self.mapped[number]
 
-        return cls([load(shard, "ids") for shard in shards],
-                   [load(shard, "ends") for shard in shards],
-                   [shard["documents"] for shard in shards], chapters, digest, complete)
+    def look_ahead(self, number):
+        with AHEAD, contextlib.suppress(Exception):  # it comes again where the chapter is asked for
+            self.mark(number)
 
-    def read(self, start, stop):
-        """Tokens start to stop of the stream, across shards."""
-        pieces = []
-        while start < stop:
-            shard = np.searchsorted(self.starts, start, "right") - 1
-            end = min(stop, self.starts[shard + 1])
-            pieces.append(self.ids[shard][start - self.starts[shard] : end - self.starts[shard]])
-            start = end
-        return pieces[0] if len(pieces) == 1 else np.concatenate([np.zeros(0, np.int32), *pieces])
+    def by_chapter(self, numbers):
+        """Numbers of pieces -> for each chapter they are in: it, which of them, their bounds."""
+        chapters = np.searchsorted(self.first, numbers, "right") - 1
+        for chapter in np.unique(chapters).tolist():
+            here = np.flatnonzero(chapters == chapter)
+            yield chapter, here, self.pieces_of(chapter)[numbers[here] - self.first[chapter]]
 
-    def copy(self, starts, lengths, out, places):
-        """Runs of the stream to their places in `out`, which rise; no run crosses a shard."""
-        shards = np.searchsorted(self.starts, starts, "right") - 1
-        starts = starts - self.starts[shards]
-        for shard in present(shards):
-            ids, here = self.ids[shard], shards == shard
-            start, length, place = starts[here], lengths[here], places[here]
-            if len(start) * 256 < len(out):  # few: a plain loop
-                for a, n, b in zip(start.tolist(), length.tolist(), place.tolist()):
-                    out[b : b + n] = ids[a : a + n]
-                continue
-            gaps = np.append(place[1:], len(out)) - place - length
-            index = alternate(start - place, 0 * place, length, gaps)
-            index += np.arange(place[0], len(out))
-            np.copyto(out[place[0] :], ids.take(index, mode="clip"), where=alternate(
-                np.ones(len(place), bool), np.zeros(len(place), bool), length, gaps))
-
-    def bounds(self, documents):
-        """Numbers of documents -> where in the stream each begins, and its length."""
-        starts, lengths = np.zeros((2, len(documents)), int)
-        shards = np.searchsorted(self.first, documents, "right") - 1
-        for shard in present(shards):
-            here = slice(None) if len(self.ids) == 1 else shards == shard
-            number, ends = documents[here] - self.first[shard], self.ends[shard]
-            begin = np.where(number > 0, ends[number - 1], 0)
-            starts[here], lengths[here] = begin + self.starts[shard], ends[number] - begin
-        return starts, lengths
-
-    def document_start(self, document):
-        """Where in the stream a document begins, or the last one ends."""
-        return int(self.bounds(np.array([document]))[0][0]) if document < self.documents else (
-            self.tokens)
-
-
-class RandomTokens:
-    """The source random: endless uniformly random ids, for benchmarks."""
-
-    tokens, digest = 1 << 40, "random"
-
-    def __init__(self, size, seed):
-        self.size, self.seed = size, seed
-
-    def read(self, start, stop):
-        bits = random_bits(self.seed, np.arange(start, stop))
-        return (3 + bits % (self.size - 3)).astype(np.int32)
-
-
-# ---- span corruption -----------------------------------------------------------------------------
-# Raffel et al. 2020, section 3.1.4. About 15 % of the tokens are removed in spans of 3 on average.
-# Each span leaves one sentinel in the inputs; the targets are the sentinels with what they hide:
-#
-#     raw      Thank you for inviting me to your party last week
-#     inputs   Thank you <extra_id_0> me to your party <extra_id_1> </s>
-#     targets  <extra_id_0> for inviting <extra_id_1> last week </s>
-
-
-def noise_counts(length, cfg):
-    """Raw tokens -> (tokens removed, spans they are removed in), rounded as in t5, half to even."""
-    noise = int(np.round(np.float32(length) * np.float32(cfg.noise_density)))
-    noise = min(max(noise, 1), length - 1)
-    return noise, min(max(1, round(noise / cfg.mean_span_length)), length - noise)
-
-
-def raw_length(cfg):
-    """How many raw tokens give at most `inputs_length` inputs: the largest, 568 for 512."""
-
-    def inputs_of(length):
-        noise, spans = noise_counts(length, cfg)
-        return length - noise + spans + 1
-
-    if inputs_of(2) > cfg.inputs_length:
-        raise UserError(f"--data.inputs_length {cfg.inputs_length} is too short for spans, "
-                        f"set {inputs_of(2)} or more.")
-    length = 2
-    while inputs_of(length + 1) <= cfg.inputs_length:
-        length += 1
-    return length
-
-
-def compositions(total, parts, keys):
-    """For each key one way to write `total` as a sum of `parts` positive numbers: [N, parts].
-
-    All ways are equally likely. The parts - 1 cut points are a random subset of the total - 1 gaps:
-    the first draws of a Fisher-Yates shuffle, done for all N rows at once.
-    """
-    rows, cuts = len(keys), parts - 1
-    small = np.min_scalar_type(total)  # a quarter of the memory traffic of int32, or half
-    gaps = np.repeat(np.arange(1, total, dtype=small), rows)  # [total - 1, N], flat
-    draw = np.arange(cuts, dtype=np.uint64)[:, None]
-    uniform = random_bits(keys, draw) >> np.uint64(32)
-    among = draw + (uniform * (np.uint64(total - 1) - draw) >> np.uint64(32))
-    among = (among * np.uint64(rows) + np.arange(rows, dtype=np.uint64)).astype(np.intp)
-    points = np.empty((cuts + 2, rows), small)
-    points[0], points[-1] = 0, total
-    for k in range(cuts):
-        points[k + 1] = gaps[among[k]]
-        gaps[among[k]] = gaps[k * rows : (k + 1) * rows]
-    return np.diff(np.sort(np.ascontiguousarray(points.T))).astype(np.int32)
-
-
-def take_runs(tokens, starts, lengths, slab=64):
-    """Join runs of each row: tokens [N, n], starts and lengths [N, K] -> [N, sum of lengths].
-
-    The index is made for `slab` rows at a time: twice as fast as one that leaves the cache.
-    """
-    ends = np.cumsum(lengths, axis=1, dtype=np.int32)
-    width = ends[0, -1]
-    shift = starts - (ends - lengths)
-    row = np.arange(slab, dtype=np.int32)[:, None] * tokens.shape[1]
-    place = row + np.arange(width, dtype=np.int32)
-    runs = np.empty((len(tokens), width), tokens.dtype)
-    for i in range(0, len(tokens), slab):
-        index = np.repeat(shift[i : i + slab].ravel(), lengths[i : i + slab].ravel())
-        index = index.reshape(-1, width)
-        index += place[: len(index)]
-        tokens[i : i + slab].ravel().take(index, mode="clip", out=runs[i : i + slab])
-    return runs  # mode "clip" is the fastest; no index is outside
-
-
-def span_corruption(tokens, keys, sentinel, cfg):
-    """Remove spans: tokens [N, n], keys [N] -> inputs [N, ...], targets [N, ...], int32, with EOS.
-
-    sentinel: id of <extra_id_0>; the next spans get the ids below it. Row i is a function of
-    tokens[i] and keys[i] alone. A row begins with clean text and ends with a removed span, and
-    there is no sentinel after the last one (t5/data/preprocessors.py, random_spans_noise_mask).
-    """
-    rows, length = tokens.shape
-    noise, spans = noise_counts(length, cfg)
-    removed = compositions(noise, spans, random_bits(keys, 0))  # [N, spans] tokens of each span
-    clean = compositions(length - noise, spans, random_bits(keys, 1))  # and of the text before it
-    span_ends = np.cumsum(clean + removed, axis=1, dtype=np.int32)
-    # Every run is taken with one token more, whose place the sentinel gets: in the inputs the token
-    # after the clean text, in the targets the token before the removed span.
-    inputs = np.empty((rows, length - noise + spans + 1), np.int32)
-    targets = np.empty((rows, noise + spans + 1), np.int32)
-    inputs[:, :-1] = take_runs(tokens, span_ends - removed - clean, clean + 1)
-    targets[:, :-1] = take_runs(tokens, span_ends - removed - 1, removed + 1)
-    ids = np.tile(sentinel - np.arange(spans, dtype=np.int32), rows)
-    for side, places in ((inputs, np.cumsum(clean + 1, axis=1) - 1),
-                         (targets, np.cumsum(removed + 1, axis=1) - removed - 1)):
-        side.ravel()[(places + side.shape[1] * np.arange(rows)[:, None]).ravel()] = ids
-    inputs[:, -1] = targets[:, -1] = EOS
-    return inputs, targets
-
-
-# ---- examples ------------------------------------------------------------------------------------
-# What a task makes of a corpus. Examples have numbers; `sizes` and `write` work on many at once,
-# given by their numbers and the epochs they are seen in.
-
-ORDER, NOISE, PACKING, MIXING, PREFIX = range(1, 6)  # the first part of the key of random bits
-
-
-class Examples:
-    """The examples of a task: how many there are, in chapters, and their order in an epoch."""
-
-    def __init__(self, task, cfg, counts):
-        self.task, self.cfg, self.seed = task, cfg.data, cfg.train.seed
-        self.limits = cfg.data.inputs_length, cfg.data.targets_length
-        self.eos = (task.inputs_eos, True)
-        self.first = np.cumsum([0, *counts])
-        self.count = int(self.first[-1])
-
-    def locate(self, draws):
-        """Numbers of draws -> (epoch, example). An epoch has every example, in an order of its own.
-
-        Large corpora are gone through chapter by chapter, in a random order within each.
-        """
-        epochs, examples = np.divmod(draws, max(self.count, 1))
-        chapters = np.searchsorted(self.first, examples, "right") - 1
-        for chapter in present(chapters):
-            here, first = chapters == chapter, self.first[chapter]
-            size = int(self.first[chapter + 1] - first)
-            examples[here] = first + permute(
-                examples[here] - first, size, ORDER, self.seed, epochs[here])
-        return epochs, examples
-
-    def keep(self, side, lengths):
-        """Tokens of inputs (side 0) or targets (1) -> (tokens that stay, size with EOS)."""
-        eos, limit = self.eos[side], self.limits[side]
-        kept = np.minimum(lengths, limit - (eos and self.task.eos_after_trim))
-        return kept, np.minimum(kept + eos, limit)
-
-
-class SpanExamples(Examples):
-    """A corpus cut into rows of raw tokens, which span corruption makes into inputs and targets.
-
-    The last row may be shorter; a single token at the end, which cannot be corrupted, is left out.
-    spans: [start, stop) of each chapter in the corpus's stream.
-    """
-
-    packs = False  # they fill their rows
-
-    def __init__(self, task, cfg, corpus, spans, sentinel):
-        self.corpus, self.spans, self.sentinel = corpus, spans, sentinel
-        self.length = raw_length(cfg.data)
-        sizes = [stop - start for start, stop in spans]
-        super().__init__(task, cfg, [-(-n // self.length) - (n % self.length == 1) for n in sizes])
-        noise, pieces = noise_counts(self.length, cfg.data)
-        if noise + pieces + 1 > cfg.data.targets_length:
-            raise UserError(
-                f"Span corruption of {cfg.data.inputs_length} inputs makes {noise + pieces + 1} "
-                f"targets; set --data.targets_length to {noise + pieces + 1} or more (it is "
-                f"{cfg.data.targets_length}).")
-        if pieces > SENTINELS:
-            raise UserError(
-                f"Span corruption of {cfg.data.inputs_length} inputs needs {pieces} sentinels and "
-                f"the vocabulary has {SENTINELS}: set --data.inputs_length lower or "
-                f"--data.mean_span_length higher.")
-
-    def __str__(self):
-        tokens = sum(stop - start for start, stop in self.spans)
-        return f"{tokens:,} tokens, {self.count:,} rows of {self.length}"
-
-    def sample(self, most):
-        """At most `most` tokens, of which frequencies are taken."""
-        start, stop = self.spans[0]
-        return self.corpus.read(start, min(stop, start + most))
-
-    def place(self, examples):
-        """Where each row of raw tokens begins in the stream, and its length."""
-        chapter = np.searchsorted(self.first, examples, "right") - 1
-        begin, end = np.array(self.spans)[chapter].T
-        starts = begin + (examples - self.first[chapter]) * self.length
-        return starts, np.minimum(self.length, end - starts)
-
-    def sizes(self, epochs, examples):
-        _, lengths = self.place(examples)
-        out = np.empty((2, len(examples)), int)
-        for length in present(lengths):
-            noise, spans = noise_counts(int(length), self.cfg)
-            out[0, lengths == length] = length - noise + spans + self.task.inputs_eos
-            out[1, lengths == length] = noise + spans + 1
+    def lengths(self, numbers):
+        """Numbers of pieces -> their tokens: [features, N]."""
+        out = np.zeros((len(self.task.objective.features), len(numbers)), int)
+        for _, here, bounds in self.by_chapter(numbers):
+            out[:, here] = np.diff(bounds).T
         return out
 
-    def write(self, sides, places, epochs, examples):
-        """Write inputs and targets into flat arrays, each example at its place."""
-        keys = random_bits(NOISE, self.seed, epochs, examples)
-        starts, lengths = self.place(examples)
-        for length in present(lengths):
-            here = np.flatnonzero(lengths == length)
-            raw = np.stack([self.corpus.read(int(start), int(start + length))
-                            for start in starts[here]])
-            made = span_corruption(raw, keys[here], self.sentinel, self.cfg)
-            for out, place, tokens, eos in zip(sides, places, made, self.eos):
-                tokens = tokens if eos else tokens[:, :-1]
-                out[place[here, None] + np.arange(tokens.shape[1])] = tokens
+    def pieces(self, numbers):
+        """Numbers of pieces -> an array of ids for each feature of each."""
+        out = [None] * len(numbers)
+        for chapter, here, bounds in self.by_chapter(numbers):
+            ids = self.ids_of(chapter)
+            for i, row in zip(here.tolist(), bounds.tolist()):
+                out[i] = [ids[a:b] for a, b in zip(row, row[1:])]
+        return out
+
+    def path(self, place, end):
+        return self.folder / "{:05}-{:03}.{}".format(*place[:2], end)
+
+    def load(self, number, kind):
+        """An array of a chapter, compared with its checksum; a damaged one is made again."""
+        mark = self.marks[number]
+        path = self.path(mark["place"], kind)
+        for attempt in range(2):
+            with contextlib.suppress(OSError, ValueError):
+                if kind == "ends":
+                    array = np.fromfile(path, np.int64).reshape(mark["documents"], -1)
+                elif mark["tokens"]:  # an array of its own is faster to index than a memmap
+                    array = np.memmap(path, self.dtype, "r").view(np.ndarray)
+                else:
+                    array = np.zeros(0, self.dtype)
+                if zlib.crc32(array) == mark[kind]:
+                    return array
+            if path.exists():
+                note(f"{path} is damaged: tokenizing this chapter again")
+            self.write(mark["place"], again=True)
+        raise UserError(f"{path} is not what was written a moment ago: the disk or the memory is "
+                        f"damaged, or another program writes there.")
+
+    def write(self, place, again=False):
+        """Tokenize the chapter that begins at a place (part of the source, number of the chapter in
+        it, example in it), unless that has been done -> its mark."""
+        path = self.path(place, "json")
+        with self.lock, configs.lock(path.with_suffix(".lock"), wait=True):
+            with contextlib.suppress(UserError):  # missing, or damaged
+                if not again:
+                    return configs.read_checked(path, MARK)
+            if not self.reading or self.reading[0] != place:
+                self.reading = [place, self.tokenized(*place)]
+            documents, following = next(self.reading[1])
+            if following is not None:
+                following = [place[0], place[1] + 1, following]
+                self.reading[0] = following
+            else:
+                self.reading = None
+                following = [place[0] + 1, 0, 0] if place[0] + 1 < len(self.parts) else None
+            arrays = [ids for document in documents for ids in document]
+            ids = np.concatenate([np.zeros(0, self.dtype), *arrays], dtype=self.dtype,
+                                 casting="unsafe")
+            ends = np.cumsum([len(part) for part in arrays], dtype=np.int64)
+            unknown = np.searchsorted(ends, np.flatnonzero(ids == UNK), "right")  # the arrays
+            alone = {i for i in np.unique(unknown).tolist() if not self.tokenizer.pieces(
+                arrays[i][arrays[i] != UNK][:20].tolist()).strip()}  # spaces may be among them
+            ends = ends.reshape(len(documents), len(self.task.objective.features))
+            for kind, array in (("ids", ids), ("ends", ends)):
+                configs.write_file(self.path(place, kind), array.tobytes())
+            mark = {"documents": len(documents), "tokens": len(ids), "unknown": len(unknown),
+                    "only_unknown": len(alone), "skipped": self.bad.count,
+                    "characters": dict(self.strange.most_common(100)), "ids": zlib.crc32(ids),
+                    "ends": zlib.crc32(ends), **({"next": following} if following else {})}
+            configs.write_checked(path, mark)
+            path.with_suffix(".lock").unlink(missing_ok=True)
+            self.bad.count = 0
+            self.strange.clear()
+            if not again and (place == [0, 0, 0] or not following):
+                self.report([*self.marks, mark])
+        return mark
+
+    def tokenized(self, part, number, start):
+        """The chapters of a part from an example on, one after the other: (documents, an array of
+        ids for each feature; the example that the next one begins with, or None)."""
+        texts = ((number, texts) for _, number, _, texts in read_part(
+            self.parts[part], self.bad, self.task, self.cfg, self.tokenizer.size)
+            if number >= start)
+        held, tokens, last = [], 0, None
+        foreground = threading.current_thread() is threading.main_thread()
+        with tqdm(desc=f"tokenizing {self.title}", unit="token", unit_scale=True, leave=False,
+                  disable=None if foreground else True) as bar:
+            for example, ids in encode_ahead(texts, self.tokenizer, self.strange):
+                limit = CHAPTER if part else min(CHAPTER, FIRST_CHAPTER << number)
+                if tokens >= limit and example != last:
+                    yield held, example
+                    held, tokens, number = [], 0, number + 1
+                if self.closed:
+                    raise RuntimeError(f"{self.title} is closed")
+                held.append(ids)
+                size, last = sum(map(len, ids)), example
+                tokens += size
+                bar.update(size)
+        yield held, None
+
+    def report(self, marks):
+        """Say what has been tokenized so far, or all in all."""
+        documents, tokens, unknown, blank, skipped = (
+            sum(mark[key] for mark in marks)
+            for key in ("documents", "tokens", "unknown", "only_unknown", "skipped"))
+        more = [f"{blank:,} of only unknown tokens"] * bool(blank)
+        more += ["the rest follows when it is needed"] * ("next" in marks[-1])
+        note(", ".join([f"prepared {self.title}: {documents:,} documents", f"{tokens:,} tokens",
+                        f"{unknown / max(tokens, 1):.3%} unknown", f"{skipped:,} skipped", *more]))
+        if unknown > 0.001 * tokens:
+            strange = sum((collections.Counter(mark["characters"]) for mark in marks),
+                          collections.Counter())
+            listed = " ".join(repr(c) for c, _ in strange.most_common(12))
+            note(f"warning: more than 0.1 % of the tokens are unknown to the vocabulary; the "
+                 f"characters that cause it: {listed}")
 
 
-class RunExamples(Examples):
-    """Examples whose inputs and targets are runs of a corpus; `runs_of` says which."""
+class InOrder(Examples):
+    """Examples of a held-out split: a draw is the piece of that number."""
 
-    packs = True
-
-    def sample(self, most):
-        """At most `most` tokens, of the targets of pairs, of which frequencies are taken."""
-        start, stop = map(self.corpus.document_start, self.chapters[0])
-        return self.corpus.read(start, min(stop, start + most))
-
-    def cut(self):
-        """How many inputs and how many targets are longer than their limits."""
-        counts = np.zeros(2, int)
-        for start in range(0, self.count, 1 << 20):
-            examples = np.arange(start, min(start + (1 << 20), self.count))
-            for side, (_, _, lengths) in enumerate(self.runs_of(0 * examples, examples)):
-                counts[side] += (lengths > self.keep(side, lengths)[0]).sum()
-        return counts
-
-    def sizes(self, epochs, examples):
-        return np.stack([self.keep(side, lengths)[1] for side, (_, _, lengths)
-                         in enumerate(self.runs_of(epochs, examples))])
-
-    def write(self, sides, places, epochs, examples):
-        for side, (corpus, starts, lengths) in enumerate(self.runs_of(epochs, examples)):
-            kept, size = self.keep(side, lengths)
-            corpus.copy(starts, kept, sides[side], places[side])
-            sides[side][(places[side] + kept)[size > kept]] = EOS
+    def locate(self, draws):
+        return np.stack([0 * draws, draws])
 
 
-class PairExamples(RunExamples):
-    """Inputs with targets. chapters: [start, stop) of each in the corpora's documents."""
+class Prepared(Dataset):
+    """A Dataset that keeps on disk how many rows its packed blocks have, so that a run that goes on
+    need not plan those that are behind it.
 
-    def __init__(self, task, cfg, corpora, chapters):
-        super().__init__(task, cfg, [stop - start for start, stop in chapters])
-        self.corpora, self.chapters, self.corpus = corpora, chapters, corpora[1]
-
-    def __str__(self):
-        return f"{self.count:,} examples"
-
-    def documents(self, examples):
-        chapter = np.searchsorted(self.first, examples, "right") - 1
-        return np.array(self.chapters)[:, 0][chapter] + examples - self.first[chapter]
-
-    def runs_of(self, epochs, examples):
-        documents = self.documents(examples)
-        return [(corpus, *corpus.bounds(documents)) for corpus in self.corpora]
-
-
-class PrefixExamples(RunExamples):
-    """Prefix language modelling: a document's pieces, cut in two at random (t5's prefix_lm).
-
-    A piece has at most as many tokens as the inputs; each epoch cuts it elsewhere.
+    A held-out split has one task, whose examples come as in the source, one in a row, and past the
+    end rows are padding.
     """
 
-    def __init__(self, task, cfg, corpus, chapters):
-        self.length = cfg.data.inputs_length - 1
-        pieces = [-(-corpus.bounds(np.arange(*chapter))[1] // self.length) for chapter in chapters]
-        super().__init__(task, cfg, [int(some.sum()) for some in pieces])
-        self.corpus, self.chapters = corpus, chapters
-        self.pieces = np.cumsum(np.concatenate([[0], *pieces]))  # before each document
-        self.documents = np.concatenate([np.arange(*chapter) for chapter in chapters])
+    def __init__(self, tasks, rates, cfg):
+        folders = [(task.corpus.folder.name, type(task.task.objective).__name__,
+                    vars(task.task.objective)) for task in tasks]
+        key = repr([folders, rates, cfg.data, cfg.train.seed, self.BLOCK, FIRST_CHAPTER, CHAPTER])
+        name = f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+        self.path, starts = Path(cfg.data.prepared_dir, "plans", name), [0]
+        with contextlib.suppress(UserError):  # missing, or damaged
+            starts = configs.read_checked(self.path, {"starts": [int]})["starts"]
+        super().__init__(tasks, rates, cfg, starts)
 
     def __str__(self):
-        return f"{self.count:,} pieces of at most {self.length} tokens"
+        def title(task):
+            chapters = task.corpus.chapters(1)
+            more = " so far" * bool(task.corpus.marks and "next" in task.corpus.marks[-1])
+            return f"{task.corpus.title}: {chapters[-1]:,} examples{more}"
 
-    def runs_of(self, epochs, examples):
-        index = np.searchsorted(self.pieces, examples, "right") - 1
-        starts, lengths = self.corpus.bounds(self.documents[index])
-        skipped = (examples - self.pieces[index]) * self.length
-        starts, lengths = starts + skipped, np.minimum(lengths - skipped, self.length)
-        uniform = random_bits(PREFIX, self.seed, epochs, examples) >> np.uint64(32)
-        cuts = (uniform * np.maximum(lengths - 1, 0).astype(np.uint64) >> np.uint64(32)).astype(int)
-        cuts = np.minimum(1 + cuts, lengths - 1)  # of a single token nothing is the inputs
-        return [(self.corpus, starts, cuts), (self.corpus, starts + cuts, lengths - cuts)]
-
-
-# ---- rows ----------------------------------------------------------------------------------------
-
-
-def plan_packing(inputs, targets, inputs_limit, targets_limit):
-    """Lengths of examples [N], EOS counted -> the row [N] each goes into. Nothing is split or lost.
-
-    One row after the other is filled with the largest example that still fits, where "largest"
-    weighs the side of which the row has more room left. Examples wait in a grid of cells by their
-    two lengths, exact for short ones and 5 % wide for long ones.
-    """
-    sides = []
-    for limit in (inputs_limit, targets_limit):
-        edges = [1]
-        while edges[-1] < limit:
-            edges.append(min(limit, max(edges[-1] + 1, int(edges[-1] * 1.05))))
-        sides.append(np.array(edges))
-    cell = np.searchsorted(sides[0], inputs) * len(sides[1]) + np.searchsorted(sides[1], targets)
-    order = np.lexsort((inputs + targets, cell))
-    bounds = np.searchsorted(cell[order], np.arange(len(sides[0]) * len(sides[1]) + 1))
-    waiting, first, end = order.tolist(), bounds[:-1].tolist(), bounds[1:].tolist()
-    weights = np.linspace(0, 1, 9)  # of the inputs; -1 marks an empty cell
-    grids = [np.add.outer(w * sides[0] / inputs_limit, (1 - w) * sides[1] / targets_limit)
-             for w in weights]
-    for grid in grids:
-        grid[(np.diff(bounds) == 0).reshape(grid.shape)] = -1
-    fitting = [np.searchsorted(edges, np.arange(limit + 1), "right").tolist()
-               for edges, limit in zip(sides, (inputs_limit, targets_limit))]
-    inputs, targets = inputs.tolist(), targets.tolist()
-    rows, row, left = np.empty(len(inputs), np.int64), 0, len(inputs)
-    while left:
-        room, target_room = inputs_limit, targets_limit
-        while room and target_room:
-            x, y = room / inputs_limit, target_room / targets_limit
-            grid = grids[int((0.5 + 0.3 * (x - y) / (x + y)) * 9)]
-            view = grid[: fitting[0][room], : fitting[1][target_room]]
-            i, j = divmod(int(view.argmax()), view.shape[1])
-            if view[i, j] < 0:
-                break
-            c = i * grid.shape[1] + j
-            end[c] -= 1
-            example = waiting[end[c]]
-            if end[c] == first[c]:
-                for grid in grids:
-                    grid[i, j] = -1
-            rows[example] = row
-            room -= inputs[example]
-            target_room -= targets[example]
-            left -= 1
-        row += 1
-    return rows
-
-
-class Rows:
-    """The rows of batches: examples of one task or a mixture; in training, several in a row.
-
-    Training goes through positions. In each block of BLOCK positions every task has its part, to
-    one example exactly; which position falls to which is random, a pure function of the seed. A
-    task's own draws go through its examples epoch by epoch. Packing is planned for each block; the
-    plan is kept beside the prepared tokens.
-    """
-
-    BLOCK = 1 << 16
-
-    def __init__(self, tasks, rates, cfg, plans=None):
-        self.tasks, self.cfg, self.plans = tasks, cfg, plans  # plans: a folder
-        self.limits = cfg.data.inputs_length, cfg.data.targets_length
-        self.edges = np.cumsum([0, *rates]) / sum(rates)  # each task's part of 0 to 1
-        self.packs = cfg.data.pack and any(task.packs for task in tasks)
-        self.count = tasks[0].count  # of a validation split
-        self.first_block, self.row_starts = 0, [0]  # row with which the blocks begin
-        self.drawn = 0, np.zeros(len(tasks), int)  # a block, draws of each task before it
-        self.thread, self.ahead, self.kept = ThreadPoolExecutor(1), {}, 4
-        self.reads_ahead = self.packs  # planning a block takes a third of a second
-
-    def __str__(self):
-        mixed = f"{len(self.tasks)} tasks, " if len(self.tasks) > 1 else ""
-        return mixed + "; ".join(str(task) for task in self.tasks[:3]) + (
-            "; ..." if len(self.tasks) > 3 else "") + ", packed into rows" * self.packs
+        return "; ".join(map(title, self.tasks[:3])) + "; ..." * (len(self.tasks) > 3) + (
+            ", packed into rows" * self.packs)
 
     @property
     def digest(self):
         """Changes when the tokens change that a run has begun with."""
-        return "-".join(task.corpus.digest for task in self.tasks)
+        return "-".join(str(task.corpus.mark(0)["ids"]) for task in self.tasks)
+
+    def members(self, numbers):
+        if not isinstance(self.tasks[0], InOrder):
+            return super().members(numbers)
+        row = np.flatnonzero(numbers < self.tasks[0].corpus.chapters(numbers.max() + 1)[-1])
+        return row, 0 * row, numbers[row]
+
+    def extend(self, row):
+        known = len(self.starts)
+        super().extend(row)
+        if self.packs and len(self.starts) > known:
+            configs.write_checked(self.path, {"starts": self.starts})
+
+    def batches(self, most=0):
+        """How many batches a held-out split has, the last of them perhaps partly padding; at most
+        `most`, if it is not 0."""
+        size = self.cfg.train.batch_size
+        count = self.tasks[0].corpus.chapters(most * size or math.inf)[-1]
+        return min(-(-count // size), most or math.inf)
 
     def sample(self, most):
-        """At most about `most` tokens of all tasks, of which frequencies are taken."""
-        return np.concatenate([task.sample(most // len(self.tasks)) for task in self.tasks])
+        """About `most` tokens of the first chapters, of the targets of pairs, for frequencies."""
+        found = []
+        for task in self.tasks:
+            number, tokens = 0, 0
+            while tokens < most / len(self.tasks) and task.corpus.mark(number):
+                ids, bounds = task.corpus.ids_of(number), task.corpus.pieces_of(number)
+                pairs = len(task.task.objective.features) > 1
+                found += [ids[a:b] for a, b in bounds[:, -2:].tolist()] if pairs else [ids]
+                number, tokens = number + 1, tokens + len(ids)
+        return np.concatenate(found)[: 2 * most]
 
-    def shares(self, blocks):
-        """Numbers of blocks -> where in each block's lot every task begins: [blocks, tasks + 1].
-
-        The edges on a grid that a low-discrepancy sequence shifts from block to block: each task
-        gets the next lower or the next higher whole number, and in the long run its rate.
-        """
-        shift = np.array([int(f"{b:064b}"[::-1], 2) / 2**64 for b in np.atleast_1d(blocks)])
-        lots = np.ceil(self.edges * self.BLOCK - shift[:, None]).astype(int)
-        lots[:, 0], lots[:, -1] = 0, self.BLOCK
-        return lots
-
-    def draw(self, block):
-        """A block -> (examples, which of them, epochs, numbers) of its positions."""
-        lots = self.shares(block)[0]
-        start, drawn = self.drawn if self.drawn[0] <= block else (0, 0 * self.drawn[1])
-        drawn = drawn + np.diff(self.shares(np.arange(start, block)), axis=1).sum(0)
-        self.drawn = block, drawn
-        lot = permute(np.arange(self.BLOCK), self.BLOCK, MIXING, self.cfg.train.seed, block)
-        task = np.searchsorted(lots, lot, "right") - 1
-        epochs, examples = np.empty((2, self.BLOCK), int)
-        for number in present(task):
-            here = np.flatnonzero(task == number)
-            epochs[here], examples[here] = self.tasks[number].locate(
-                drawn[number] + np.arange(len(here)))
-        return self.tasks, task, epochs, examples
-
-    def read_block(self, block):
-        """A block, row after row: (examples, which of them, epochs, numbers, ends of the rows)."""
-        pool, task, epochs, examples = self.draw(block)
-        if not self.packs:
-            return pool, task, epochs, examples, np.arange(1, self.BLOCK + 1)
-        sizes = np.empty((2, self.BLOCK), int)
-        for number in present(task):
-            here = task == number
-            sizes[:, here] = pool[number].sizes(epochs[here], examples[here])
-        seed = self.cfg.train.seed
-        key = "-".join(map(str, (block, *self.limits, seed, zlib.crc32(sizes))))
-        path = self.plans and self.plans / f"{key}.npz"
-        if path and path.exists():
-            with np.load(path) as plan:
-                order, ends = plan["order"], plan["ends"]
-        else:
-            row = plan_packing(*sizes, *self.limits)
-            row = permute(row, int(row.max()) + 1, PACKING, seed, block)
-            order, ends = np.argsort(row, kind="stable"), np.cumsum(np.bincount(row))
-            if path:
-                out = io.BytesIO()
-                np.savez(out, order=order.astype(np.uint16), ends=ends)
-                configs.write_file(path, out.getbuffer())
-        return pool, task[order], epochs[order], examples[order], ends
-
-    def block(self, block):
-        """What read_block returns; if it takes long, the next one is read in the background."""
-        for number in (block, block + 1) if self.reads_ahead else (block,):
-            if number not in self.ahead:
-                self.ahead[number] = self.thread.submit(self.read_block, number)
-        found = self.ahead[block].result()
-        if self.kept:
-            for old in sorted(self.ahead, key=lambda number: abs(number - block))[self.kept :]:
-                del self.ahead[old]
-        return found
-
-    def block_of(self, rows):
-        """Numbers of rows -> the blocks they are in; packed blocks differ in their rows."""
-        if not self.packs:
-            return rows // self.BLOCK
-        while self.row_starts[-1] <= np.max(rows):
-            ends = self.block(self.first_block + len(self.row_starts) - 1)[-1]
-            self.row_starts.append(self.row_starts[-1] + len(ends))
-        return np.searchsorted(self.row_starts, rows, "right") - 1 + self.first_block
-
-    def members(self, numbers, training):
-        """Numbers of rows -> (examples, which of them, epochs, numbers, rows, segments)."""
-        if not training:
-            row = np.flatnonzero(numbers < self.count)
-            zero = np.zeros(len(row), int)
-            return self.tasks, zero, zero, numbers[row], row, zero + 1
-        blocks = self.block_of(numbers)
-        pools, found = [], []
-        for block in np.unique(blocks):
-            rows = np.flatnonzero(blocks == block)
-            pool, *members, ends = self.block(int(block))
-            inside = numbers[rows] - (self.row_starts[block - self.first_block] if self.packs
-                                      else block * self.BLOCK)
-            stop = ends[inside]
-            size = stop - np.where(inside > 0, ends[inside - 1], 0)
-            which, *rest = (part[runs(stop - size, size)] for part in members)
-            same = pools == list(pool)  # the prepared tasks are the same in every block
-            found.append((which + (0 if same else len(pools)), *rest, np.repeat(rows, size),
-                          runs(np.ones(len(size), int), size)))
-            pools = pools if same else pools + list(pool)
-        which, epochs, examples, rows, segments = map(np.concatenate, zip(*found))
-        if len(found) > 1:
-            order = np.argsort(rows, kind="stable")
-            which, epochs, examples, rows, segments = (
-                part[order] for part in (which, epochs, examples, rows, segments))
-        return pools, which, epochs, examples, rows, segments
-
-    def make(self, numbers, training):
-        """Numbers of rows, counted through all epochs -> inputs, targets and their segments.
-
-        Otherwise than in training the order is that of the corpus, the noise always the same, one
-        example has a row, and past the end the rows are padding.
-        """
-        pools, which, epochs, examples, rows, segments = self.members(
-            np.asarray(numbers), training)
-        groups = [(pools[k], slice(None) if len(pools) == 1 else which == k)
-                  for k in present(which)]
-        sizes = np.zeros((2, len(rows)), int)
-        for pool, here in groups:
-            sizes[:, here] = pool.sizes(epochs[here], examples[here])
-        sides = [np.zeros(len(numbers) * limit, np.int32) for limit in self.limits]
-        marks, places = [], []
-        opens = segments == 1  # the first of its row
-        for size, limit in zip(sizes, self.limits):
-            place = np.cumsum(size) - size
-            place += rows * limit - place[opens][np.cumsum(opens) - 1]
-            gaps = np.append(place, len(numbers) * limit)[1:] - place - size
-            mark = np.zeros(len(numbers) * limit, np.int32)
-            mark[len(mark) - (size + gaps).sum() :] = alternate(
-                segments, 0 * segments, size, gaps)
-            marks.append(mark)
-            places.append(place)
-        for pool, here in groups:
-            pool.write(sides, [place[here] for place in places], epochs[here], examples[here])
-        return [part.reshape(-1, limit)
-                for parts in (sides, marks) for part, limit in zip(parts, self.limits)]
+    def close(self):
+        """Let the tokenizing in the background end."""
+        for task in self.tasks:
+            task.corpus.closed = True
 
 
-# ---- streaming -----------------------------------------------------------------------------------
-
-
-class Reader:
-    """Tokenized examples of a task in the order of its source, again and again.
-
-    position: the pass through the source, the part, the example's number there, which one of those
-    the task makes of it, and how many of its tokens have been given away: from there on it reads.
-    A source without splits holds out one example in a hundred.
-    """
-
-    def __init__(self, name, split, tokenizer, cfg):
-        self.split, self.tokenizer, self.cfg = split, tokenizer, cfg
-        self.task, self.hold_out = find_source(name, cfg, split)
-        self.bad = Complaints(cfg.data.on_error)
-        self.parts = open_source(
-            self.task.source, "train" if self.hold_out else split, cfg.data)
-        self.packs = self.task.objective != "span_corruption"
-        self.count = 0
-        self.seek([0, 0, 0, 0, 0])
-
-    def __str__(self):
-        return f"{self.task.source} streamed"
-
-    def seek(self, position):
-        self.position, self.pending, self.stream = list(position), None, self.read()
-
-    def read(self):
-        """(key, ids) from the position on; key: the position but for its last number."""
-        turn, first, *start, _ = self.position
-        while True:
-            found = False
-            for part in range(first, len(self.parts)):
-                numbered = self.texts(turn, part, tuple(start))
-                for batch in encode_ahead(numbered, self.tokenizer, 256):
-                    for key, ids in batch:
-                        if any(map(len, ids)):
-                            found = True
-                            yield key, ids
-                start = 0, 0
-            if turn == 0 and self.bad.count:
-                configs.note(f"{self.task.source}: {self.bad.count:,} skipped in the first pass")
-            if self.split != "train" or not (found or any(self.position)):
-                return
-            turn, first = turn + 1, 0
-
-    def texts(self, turn, part, start):
-        last = made = -1
-        for number, texts in read_texts(self.parts[part], self.bad, self.task, self.cfg.data,
-                                        self.tokenizer.size):
-            last, made = number, made + 1 if number == last else 0
-            held_out = self.hold_out and (part + number) % 100 == 0
-            if (number, made) >= start and held_out == (self.hold_out and self.split != "train"):
-                yield (turn, part, number, made), texts
-
-    def take(self, count):
-        """The next `count` examples (fewer at the end of a held-out split) -> Examples."""
-        pairs, held, have = self.task.objective == "text_to_text", [], 0
-        spans = self.task.objective == "span_corruption"
-        unit = raw_length(self.cfg.data) if spans else self.cfg.data.inputs_length - 1
-        while have < count * (unit if spans else 1):
-            found = self.pending or next(self.stream, None)
-            self.pending = None
-            if not found and self.split == "train":
-                raise UserError(f"{self.task.source} holds no text to train on"
-                                + (", but for the first document, which is held out."
-                                   if self.hold_out else "."))
-            if not found:
-                break
-            key, ids = found
-            used = 0
-            if not pairs:
-                done = self.position[4] if list(key) == self.position[:4] else 0
-                ids = ids[0][done:]
-                amount = len(ids) if spans else -(-len(ids) // unit)
-                left = count * (unit if spans else 1) - have
-                if amount > left:  # the rest of the document is for the next time
-                    used = done + left * (1 if spans else unit)
-                    self.pending, ids, amount = found, ids[: used - done], left
-            held.append(ids)
-            have += amount if not pairs else 1
-            self.position = [*key, used] if used else [*key[:3], key[3] + 1, 0]
-        if pairs:
-            corpora = [Corpus.of([ids[side] for ids in held]) for side in range(2)]
-        else:
-            corpora = [Corpus.of(held)]
-        return make_examples(self.task, self.cfg, corpora, corpora[0].chapters,
-                             self.tokenizer.size - 1)
-
-
-class StreamedRows(Rows):
-    """Rows of sources that are tokenized while training goes on; nothing is written to disk.
-
-    Examples come in the order of their sources, shuffled within blocks; the next block is read in
-    the background. All processes read everything and make their own rows of it. What a run needs to
-    go on is where the readers stood at the beginning of a block.
-    """
-
-    BLOCK = 1 << 13
-
-    def __init__(self, readers, rates, cfg):
-        super().__init__(readers, rates, cfg)
-        self.reads_ahead = True
-        self.kept = None  # no block can be read again; make() lets them go
-        self.marks = {}  # where the readers stood at the beginning of each block
-
-    @property
-    def digest(self):
-        stamps = [[part.name, part.stamp] for reader in self.tasks for part in reader.parts]
-        return f"streamed-{zlib.crc32(json.dumps(stamps).encode())}"
-
-    def make(self, numbers, training):
-        made = super().make(numbers, training)
-        first = self.block_of(np.min(numbers))
-        for old in [block for block in self.ahead if block < first]:
-            del self.ahead[old]
-        return made
-
-    def draw(self, block):
-        self.marks[block] = [reader.position for reader in self.tasks]
-        lots = self.shares(block)[0]
-        pool = [reader.take(int(n)) for reader, n in zip(self.tasks, np.diff(lots))]
-        if block == self.first_block:
-            report_cut(pool, "the first block")
-        lot = permute(np.arange(self.BLOCK), self.BLOCK, MIXING, self.cfg.train.seed, block)
-        task = np.searchsorted(lots, lot, "right") - 1
-        return pool, task, np.full(self.BLOCK, block), lot - lots[task]
-
-    def sample(self, most):
-        """The targets of the first block."""
-        pool = self.block(self.first_block)[0]
-        return np.concatenate([task.sample(most // len(pool)) for task in pool])
-
-    def state(self, row):
-        """What a run needs to go on with this row: a value for JSON."""
-        block = int(self.block_of(row))
-        if block not in self.marks:
-            self.block(block)
-        start = self.row_starts[block - self.first_block] if self.packs else block * self.BLOCK
-        return {"block": block, "row": int(start), "readers": self.marks[block]}
-
-    def seek(self, state):
-        """Go on where `state` was taken."""
-        self.ahead, self.marks = {}, {}
-        self.first_block, self.row_starts = state["block"], [state["row"]]
-        for reader, position in zip(self.tasks, state["readers"]):
-            reader.seek(position)
-
-
-# ---- batches -------------------------------------------------------------------------------------
-
-
-def make_examples(task, cfg, corpora, chapters, sentinel):
-    """A task's corpora, and chapters [start, stop) of their documents -> its Examples."""
-    if task.objective == "text_to_text":
-        examples = PairExamples(task, cfg, corpora, chapters)
-    elif task.objective == "prefix_lm":
-        examples = PrefixExamples(task, cfg, corpora[0], chapters)
-    else:
-        spans = [tuple(map(corpora[0].document_start, chapter)) for chapter in chapters]
-        examples = SpanExamples(task, cfg, corpora[0], spans, sentinel)
-    examples.chapters = chapters
-    examples.size = sum(stop - start for start, stop in chapters)  # in the source's documents
-    return examples
-
-
-def find_source(name, cfg, split):
-    """A task's name -> (Task, whether its validation split is held out of the training split)."""
-    task = find_task(name, cfg.data)
-    if split == "validation" and cfg.data.validation_source:
-        return task._replace(source=cfg.data.validation_source), False
-    if not has_splits(task.source):
-        if split not in ("train", "validation"):
-            raise NoSplit(f"{task.source} has no splits, so no {split} split.")
-        return task, not cfg.data.validation_source
-    if split not in task.splits:
-        raise NoSplit(f"{name} has no {split} split.")
-    return task, False
-
-
-def open_examples(name, cfg, split, tokenizer):
-    """A task's Examples in a split, prepared as far as is missing and the run needs."""
-    task, shared = find_source(name, cfg, split)
-    needed, t = ENDLESS, cfg.train
-    if split == "validation" and shared:
-        needed = 1  # the first chapter
-    elif task.objective != "text_to_text":
-        row = raw_length(cfg.data) if task.objective == "span_corruption" else (
-            2 * cfg.data.inputs_length + cfg.data.targets_length)  # of prefix_lm at most
-        # whole blocks are drawn, and 1 % may be held out
-        needed = ((t.steps - t.start_step) * t.batch_size + 2 * Rows.BLOCK) * row * 1.02
-    folder = prepare(task, "train" if shared else split, tokenizer, cfg.data, needed)
-    corpora = [Corpus.open(folder, feature) for feature in features_of(task)]
-    chapters = corpora[0].chapters
-    if shared and chapters:  # the last 1 % of the documents of the first chapter
-        (start, stop), *rest = chapters
-        held_out = stop - max(1, (stop - start) // 100)
-        chapters = [(start, held_out), *rest] if split == "train" else [(held_out, stop)]
-    examples = make_examples(task, cfg, corpora, chapters, tokenizer.size - 1)
-    if not examples.count:
-        raise UserError(f"The {split} split of {task.source} is empty: give it two documents or "
-                        f"more (text:FILE:lines makes one of each line).")
-    return examples
-
-
-def report_cut(tasks, split):
-    """Say how many inputs and targets of RunExamples do not fit into a row."""
-    tasks = [task for task in tasks if isinstance(task, RunExamples)]
-    cut = sum([task.cut() for task in tasks], np.zeros(2, int))
-    if any(cut):
-        limits = tasks[0].limits
-        configs.note(f"{split}: {cut[0]:,} inputs and {cut[1]:,} targets of "
-                     f"{sum(task.count for task in tasks):,} are longer than {limits[0]} and "
-                     f"{limits[1]} tokens and are cut")
-
-
-@functools.lru_cache(maxsize=1024)
-def open_rows(cfg, split):
-    """Config, "train" or "validation" -> (rows, id of <extra_id_0>). Prepares what is missing."""
-    if cfg.data.source == "random:":
-        size = cfg.model.vocab_size
-        tokens = RandomTokens(size - SENTINELS, cfg.train.seed)
-        spans = SpanExamples(Task(), cfg, tokens, [(0, tokens.tokens)], size - 1)
-        return Rows([spans], [1.0], cfg), size - 1
-    check_tasks(cfg.data)
-    tokenizer = load_vocabulary(cfg.data)
+def prepare(cfg, split, tokenizer):
+    """The Dataset of a run's split. Its first token files are written now, if they are missing, the
+    others when they are needed."""
+    check_tasks(cfg)
     size = tokenizer.size
     if not size <= cfg.model.vocab_size < size + 128:
         raise UserError(
             f"The vocabulary has {size} ids (with its sentinels), the model "
             f"{cfg.model.vocab_size}: set --model.vocab_size {-(-size // 128) * 128}.")
-    if split != "train":
-        if cfg.data.task in MIXTURES:
-            raise UserError(f"{cfg.data.task} is a mixture: its tasks are evaluated one by one.")
-        if cfg.data.streaming:
-            reader = Reader(cfg.data.task, split, tokenizer, cfg)
-            examples = reader.take((cfg.train.eval_batches or math.inf) * cfg.train.batch_size)
-            if not examples.count:
-                raise UserError(f"{reader.task.source} has no held-out examples: name a "
-                                f"--data.validation_source, or set --train.eval_every 0.")
-        else:
-            examples = open_examples(cfg.data.task, cfg, split, tokenizer)
-        report_cut([examples], f"{cfg.data.task}, {split}")
-        return Rows([examples], [1.0], cfg), size - 1
+    if split != "train" and cfg.data.task in MIXTURES:
+        raise UserError(f"{cfg.data.task} is a mixture: its tasks are evaluated one by one.")
+    corpora = {}
 
-    def size_of(name):
-        examples = open_examples(name, cfg, "train", tokenizer)
-        return examples.size if examples.corpus.complete else math.inf
+    def open_corpus(name):
+        if name not in corpora:
+            corpora[name] = Corpus(name, split, tokenizer, cfg)
+            if not corpora[name].chapters(1)[-1]:
+                raise UserError(f"{corpora[name].task.source} holds no text for its {split} split: "
+                                f"give it two documents or more (text:FILE:lines makes one of each "
+                                f"line).")
+        return corpora[name]
 
-    rates = {name: rate for name, rate in mixture_rates(cfg.data.task, cfg.data, size_of).items()
-             if rate}
-    if cfg.data.streaming:
-        readers = [Reader(name, split, tokenizer, cfg) for name in rates]
-        return StreamedRows(readers, list(rates.values()), cfg), size - 1
-    tasks = [open_examples(name, cfg, split, tokenizer) for name in rates]
-    report_cut(tasks, split)
-    plans = Path(cfg.data.prepared_dir, "plans")
-    return Rows(tasks, list(rates.values()), cfg, plans), size - 1
+    def count(name):
+        open_corpus(name).chapters()
+        return sum(mark["documents"] for mark in corpora[name].marks)
+
+    rates = mixture_rates(cfg.data.task, cfg, count)
+    rates = {name: rate for name, rate in rates.items() if rate}
+    kind = Examples if split == "train" else InOrder
+    tasks = [kind(open_corpus(name).task, corpora[name], tokenizer, cfg) for name in rates]
+    for task in tasks:
+        check_lengths(task, cfg.data)
+    report_cut(tasks, f"{cfg.data.task}, {split}")
+    return Prepared(tasks, list(rates.values()), cfg)
 
 
-def with_vocabulary(cfg, run_dir):
-    """Config of a run -> the same with the vocabulary that the run directory keeps."""
-    return replace(cfg, data=replace(cfg.data, vocab=os.path.join(run_dir, "spiece.model")))
+def check_lengths(examples, data):
+    """Refuse an objective whose pieces do not fit into a row, before anything is written."""
+    examples.make(examples.locate(np.zeros(1, int)))
+    objective = examples.task.objective
+    if objective.across:
+        length = objective.length(data)
+        sizes = objective.sizes(np.full((1, 64), length), random_bits(np.arange(64)),
+                                examples.tokenizer, data).max(1)
+        for side, size, (limit, eos, _) in zip(Pairs.features, sizes, examples.sides()):
+            if size + len(eos) > limit:
+                raise UserError(f"A row of {length} tokens becomes {size + len(eos)} {side}: set "
+                                f"--data.{side}_length to {size + len(eos)} or more (it is "
+                                f"{limit}).")
 
 
-def read_task(name, split, cfg, bad):
-    """The formatted examples of a task's split: (where, dict), as they were before tokenizing.
+def report_cut(tasks, title):
+    """Say how many of the first inputs and targets do not fit into a row."""
+    counts, total = np.zeros(2, int), 0
+    for task in tasks:
+        if not task.task.objective.across:
+            numbers = np.arange(task.corpus.first[-1])
+            sizes = task.sizes(np.stack([0 * numbers, numbers]))
+            counts += [(size > kept).sum() for size, (_, _, kept) in zip(sizes, task.sides())]
+            total += len(numbers)
+    if any(counts):
+        data = tasks[0].cfg.data
+        note(f"{title}: {counts[0]:,} inputs and {counts[1]:,} targets of the first {total:,} are "
+             f"longer than {data.inputs_length} and {data.targets_length} tokens and are cut")
 
-    What a source without splits holds out are the same examples as in batches.
+
+# ---- what is evaluated ---------------------------------------------------------------------------
+
+
+def read_task(name, split, cfg, bad, size=math.inf):
+    """The examples of a task's split as its format makes them, before tokenizing: (where, dict).
+
+    size: of the vocabulary, so that the examples are those of the batches.
     """
-    task, shared = find_source(name, cfg, split)
-    parts = open_source(task.source, "train" if shared else split, cfg.data)
-    size = load_vocabulary(cfg.data).size  # without it other examples would be left out
-    found = ((part, number, example) for part in range(len(parts))
-             for number, example, _ in read_fitting(parts[part], bad, task, cfg.data, size))
-    if shared and cfg.data.streaming:
-        found = (one for one in found if (sum(one[:2]) % 100 == 0) == (split != "train"))
-    elif shared:
-        one = replace(cfg, data=replace(cfg.data, task=name))
-        held_out = open_examples(name, one, "validation", load_vocabulary(cfg.data)).chapters[0]
-        numbered = enumerate(itertools.islice(found, held_out[1]) if split != "train" else found)
-        found = (one for i, one in numbered if (i in range(*held_out)) == (split != "train"))
-    return ((f"{name} {split} {parts[part].name} {number}", example)
-            for part, number, example in found)
+    task, parts = open_task(name, split, cfg)
+    return ((where, example) for part in parts
+            for where, _, example, _ in read_part(part, bad, task, cfg, size))
 
 
 def evaluation_of(task, cfg):
@@ -2311,94 +1967,47 @@ def evaluation_of(task, cfg):
         raise UserError(f"{task} is a mixture: name one of its tasks.")
     if task == cfg.data.task:
         return cfg
-    trained = {find_task(name, cfg.data).source for name, rate
-               in mixture_rates(cfg.data.task, cfg.data).items() if rate}
-    source = find_task(task, cfg.data).source
-    whole = source not in trained and not has_splits(source)
+    trained = {find_task(name, cfg).source for name, rate
+               in mixture_rates(cfg.data.task, cfg).items() if rate}
+    source = find_task(task, cfg).source
+    files = source.startswith(("text:", "jsonl:", "parquet:")) and "{split}" not in source
     return replace(cfg, data=replace(
-        cfg.data, task=task, eval_tasks="", validation_source=source if whole else "",
-        source="" if task in TASKS else p3_root(cfg.data) and cfg.data.source))
+        cfg.data, task=task, eval_tasks="",
+        validation_source=source if files and source not in trained else "",
+        source="" if task in TASKS else p3_root(cfg) and cfg.data.source))
 
 
 def evaluations(cfg, split="validation"):
     """Config -> {task: its Config}: what is evaluated while training, each task by itself.
 
-    Those of data.eval_tasks, or else all of data.task; tasks without a validation split are left
-    out, unless there is no other.
+    Those of data.eval_tasks, or else all of data.task; tasks without such a split are left out,
+    unless there is no other.
     """
     names = [name.strip() for name in (cfg.data.eval_tasks or cfg.data.task).split(",")]
     found, without = {}, []
-    for task in [task for name in names for task in mixture_rates(name, cfg.data)]:
-        one = evaluation_of(task, cfg)
+    for task in [task for name in names for task in mixture_rates(name, cfg)]:
+        alone = evaluation_of(task, cfg)
         try:
-            next(iter(read_task(task, split, one, Complaints("skip"))), None)
-            found[task] = one
+            open_task(task, split, alone)
+            found[task] = alone
         except NoSplit as error:
             without.append(str(error))
     if not found:
         raise UserError(" ".join(without))
     if without:
-        configs.note(f"not evaluated: {' '.join(without)}")
+        note(f"not evaluated: {' '.join(without)}")
     return found
 
 
-def number_of_batches(cfg, split):
-    """Batches of one pass over a split; the last may be partly padding."""
-    return -(-open_rows(cfg, split)[0].count // cfg.train.batch_size)
-
-
-def make_batch(cfg, split, step, rows=None):
-    """The batch of a step, a pure function: Batch of [B, S] and [B, T] int32 arrays.
-
-    split: "train" goes through the examples in a new random order each epoch; "validation" in their
-    own, each once, and past the end the rows are padding.
-    rows: which of the batch's rows to make, by default all; a process asks for those it holds.
-    """
-    batch_rows = np.arange(cfg.train.batch_size) if rows is None else np.asarray(rows)
-    numbers = step * cfg.train.batch_size + batch_rows
-    return complete_batch(*open_rows(cfg, split)[0].make(numbers, split == "train"))
-
-
-def complete_batch(inputs, targets, input_segments, target_segments):
-    """Rows of tokens and their segments -> Batch, with the decoder's inputs."""
-    decoder_inputs = np.zeros_like(targets)
-    decoder_inputs[:, 1:] = targets[:, :-1]
-    target_segments = target_segments.astype(np.int32)
-    decoder_inputs[:, 1:][target_segments[:, 1:] != target_segments[:, :-1]] = PAD
-    return Batch(inputs, input_segments.astype(np.int32), decoder_inputs, targets, target_segments)
-
-
-def empty_batch(cfg, rows):
-    """DataConfig, number of rows -> Batch of padding."""
-    inputs, targets = (np.zeros((rows, length), np.int32)
-                       for length in (cfg.inputs_length, cfg.targets_length))
-    return complete_batch(inputs, targets, inputs, targets)
-
-
-def stream_state(cfg, step):
-    """Where the readers of a streamed run stand at a step, for its checkpoint; else None."""
-    if cfg.data.streaming and cfg.data.source != "random:":
-        return open_rows(cfg, "train")[0].state(step * cfg.train.batch_size)
-    return None
-
-
-def seek_stream(cfg, state):
-    """Let the readers of a streamed run go on where `state` was taken."""
-    open_rows(cfg, "train")[0].seek(state)
-
-
-def unigram_loss(cfg, batches, evaluated=None):
-    """Nats per content token of the first held-out batches under the training tokens' frequencies.
+def unigram_loss(counts, batches, tokenizer):
+    """Nats per content token of held-out batches under the frequencies of training tokens [V].
 
     Content is all but sentinels and EOS. It is what a model reaches that ignores the context, so
-    the number to beat. At most 10 million training tokens are counted. evaluated: the Config of the
-    held-out task, if it is not cfg.
+    the number to beat.
     """
-    rows, sentinel = open_rows(cfg, "train")
-    counts = np.bincount(rows.sample(10_000_000), minlength=cfg.model.vocab_size) + 1.0
-    targets = np.concatenate([make_batch(evaluated or cfg, "validation", i).targets.ravel()
-                              for i in range(batches)])
-    content = targets[(targets > EOS) & (targets <= sentinel - SENTINELS)]
+    targets = np.concatenate([batch.targets.ravel() for batch in batches])
+    content = targets[(targets > EOS) & (targets < tokenizer.size - tokenizer.sentinels)]
+    counts = counts + 1.0
     return float(np.mean(np.log(counts.sum()) - np.log(counts[content]))) if len(content) else 0.0
 
 
@@ -2406,19 +2015,23 @@ def unigram_loss(cfg, batches, evaluated=None):
 
 
 def objectives(cfg):
-    """DataConfig -> the objectives of its task, or of the tasks of its mixture."""
-    if cfg.source == "random:":
-        return {"span_corruption"}
-    return {find_task(name, cfg).objective for name in mixture_rates(cfg.task, cfg)}
+    return [find_task(name, cfg).objective for name in mixture_rates(cfg.data.task, cfg)]
+
+
+def fills_spans(cfg):
+    """Whether span corruption is all that is learned."""
+    return all(type(objective) is SpanCorruption for objective in objectives(cfg))
 
 
 def describe_rows(cfg):
-    """DataConfig -> what a row is; of span corruption, how raw tokens become inputs and targets."""
-    if objectives(cfg) != {"span_corruption"}:
-        return (f"rows     {cfg.inputs_length} inputs and {cfg.targets_length} targets, "
-                + ("several examples packed into a row" if cfg.pack else "an example each"))
-    raw = raw_length(cfg)
-    noise, spans = noise_counts(raw, cfg)
+    """Config -> what a row is; of span corruption, how raw tokens become inputs and targets."""
+    data = cfg.data
+    if not fills_spans(cfg):
+        packs = data.pack and any(objective.packs for objective in objectives(cfg))
+        return (f"rows     {data.inputs_length} inputs and {data.targets_length} targets, "
+                + ("several examples packed into a row" if packs else "an example each"))
+    raw = raw_length(data)
+    noise, spans = noise_counts(raw, data)
     inputs, targets = raw - noise + spans + 1, noise + spans + 1
     return (f"spans    {raw} raw tokens, {noise} of them removed in {spans} spans: {raw - noise} "
             f"kept + {spans} sentinels + EOS = {inputs} inputs, {noise} + {spans} + EOS = "
@@ -2429,16 +2042,14 @@ def show_row(ids, segments, tokenizer):
     """One row -> text: sentinels in reverse, EOS and unknown pieces faint, segments in colours."""
     def style(pair):
         i, segment = pair
-        kind = "" if tokenizer is None else (
-            "7" if i >= tokenizer.size - tokenizer.sentinels else "2" if i <= UNK else "")
+        kind = "7" if i >= tokenizer.size - tokenizer.sentinels else "2" if i <= UNK else ""
         colour = str(31 + segment % 6) if segments.max() > 1 else ""
         return segment, ";".join(filter(None, (kind, colour)))
 
     real = [pair for pair in zip(ids.tolist(), segments.tolist()) if pair[1]]
     text = ""
     for (_, codes), pairs in itertools.groupby(real, style):
-        ids = [i for i, _ in pairs]
-        part = " ".join(map(str, ["", *ids])) if tokenizer is None else tokenizer.pieces(ids)
+        part = configs.visible(tokenizer.pieces([i for i, _ in pairs]))
         text += f"\x1b[{codes}m{part}\x1b[0m" if codes and sys.stdout.isatty() else part
     return text.strip()
 
@@ -2455,10 +2066,10 @@ def tokens_per_second(work, tokens, seconds=1.0):
 
 def show(cfg, count):
     """Print `count` rows of the first training batch, and how fast batches are made."""
-    rows, sentinel = open_rows(cfg, "train")
-    tokenizer = None if cfg.data.source == "random:" else load_vocabulary(cfg.data)
-    print(f"task     {cfg.data.task}: {rows}\n{describe_rows(cfg.data)}")
-    batch = make_batch(cfg, "train", 0)
+    tokenizer = prepare_vocabulary(cfg)
+    dataset = prepare(cfg, "train", tokenizer)
+    print(f"task     {cfg.data.task}: {dataset}\n{describe_rows(cfg)}")
+    batch = dataset.batch(0)
     sides = (("inputs", batch.inputs, batch.input_segments),
              ("targets", batch.targets, batch.target_segments))
     for i in range(min(count, cfg.train.batch_size)):
@@ -2467,18 +2078,22 @@ def show(cfg, count):
             print(f"\nrow {i}, {side}: {' + '.join(map(str, lengths))} of {ids.shape[1]} tokens\n"
                   f"  {show_row(ids[i], segments[i], tokenizer)}")
     real = [(segments > 0).sum() for _, _, segments in sides]
-    rate = tokens_per_second(lambda step: make_batch(cfg, "train", step), sum(real))
+    rate = tokens_per_second(lambda step: dataset.batch(step % 8), sum(real))
     print(f"\nfilled   {real[0] / batch.inputs.size:.1%} of the inputs, "
           f"{real[1] / batch.targets.size:.1%} of the targets")
     print(f"speed    {rate / 1e6:.1f} M tokens/s in batches of {cfg.train.batch_size}", end="")
-    if objectives(cfg.data) == {"span_corruption"}:
+    if dataset.packs:
+        plans = tokens_per_second(lambda step: dataset.plan(0), dataset.BLOCK)
+        print(f"; rows planned for {plans:,.0f} examples/s", end="")
+    if fills_spans(cfg):
         length = raw_length(cfg.data)
         raw = random_bits(np.arange(1024 * length)).reshape(1024, -1).astype(np.uint16)
         keys = random_bits(1, np.arange(1024))
         spans = tokens_per_second(
-            lambda _: span_corruption(raw, keys, sentinel, cfg.data), raw.size)
+            lambda _: span_corruption(raw, keys, tokenizer.size - 1, cfg.data), raw.size)
         print(f"; span corruption alone, on 1,024 rows, {spans / 1e6:.1f} M raw tokens/s", end="")
     print(" (one core)")
+    dataset.close()
 
 
 def list_mixture(name, cfg):
@@ -2486,24 +2101,55 @@ def list_mixture(name, cfg):
     if not name:
         for title, known in (("tasks", TASKS), ("mixtures", MIXTURES)):
             print(f"{title}")
-            for one in known:
-                source = known[one].source if title == "tasks" else ""
-                print(f"  {one:36} {source}".rstrip())
+            for entry in known:
+                source = known[entry].source if title == "tasks" else ""
+                print(f"  {entry:36} {source}".rstrip())
         return
-    data = replace(cfg.data, task=name)
-    check_tasks(data)
+    cfg = replace(cfg, data=replace(cfg.data, task=name))
+    check_tasks(cfg)
 
-    def size_of(task):
-        examples = open_examples(task, replace(cfg, data=data), "train", load_vocabulary(data))
-        return examples.size if examples.corpus.complete else math.inf
+    def count(task):
+        corpus = Corpus(task, "train", prepare_vocabulary(cfg), cfg)
+        corpus.chapters()
+        return sum(mark["documents"] for mark in corpus.marks)
 
-    rates = mixture_rates(name, data, size_of)
+    rates = mixture_rates(name, cfg, count)
     total = sum(rates.values())
     width = max(map(len, rates))
     print(f"{name}: {len(rates)} tasks, {sum(rate > 0 for rate in rates.values())} of them trained "
           f"on\n{'task':{width}} {'rate':>12} {'of all':>9}  source")
     for task, rate in sorted(rates.items(), key=lambda item: -item[1]):
-        print(f"{task:{width}} {rate:>12,.6g} {rate / total:>9.4%}  {find_task(task, data).source}")
+        print(f"{task:{width}} {rate:>12,.6g} {rate / total:>9.4%}  {find_task(task, cfg).source}")
+
+
+def prepare_all(cfg, tokenizer):
+    """Write the token files that a run needs: of rows that are not packed, as many as it has steps;
+    else all."""
+    dataset, t = prepare(cfg, "train", tokenizer), cfg.train
+    blocks = (t.steps - t.start_step) * t.batch_size // dataset.BLOCK + 2
+    for task, count in zip(dataset.tasks, dataset.drawn(blocks).tolist()):
+        task.corpus.chapters(math.inf if dataset.packs else count)
+    print(f"{'train':10} {dataset}")
+    for task, alone in evaluations(cfg).items():
+        held_out = prepare(alone, "validation", tokenizer)
+        held_out.batches(t.eval_batches)
+        print(f"{'validation':10} {task}: {held_out}")
+
+
+def prepare_shard(cfg, shard, tokenizer):
+    """Tokenize every n-th part of all sources of a run, "i/n", i from 0."""
+    turn, machines = configs.parse_shard(shard)
+    rates = mixture_rates(cfg.data.task, cfg)
+    for split, name in [(split, name) for split in ("train", "validation") for name in rates]:
+        with contextlib.suppress(NoSplit):
+            if not rates[name] and split == "train":
+                continue
+            corpus = Corpus(name, split, tokenizer, cfg)
+            for part in range(turn, len(corpus.parts), machines):
+                place = [part, 0, 0]
+                while place and place[0] == part:
+                    place = corpus.write(place).get("next")
+    print(f"shard {shard} of {cfg.data.task} is prepared")
 
 
 def main(argv):
@@ -2516,39 +2162,19 @@ def main(argv):
                   "\nor the names of all tasks and mixtures"))
     if args.show is None and not args.prepare and args.list is None:
         raise UserError("Say what to do: --show N, --prepare or --list [MIXTURE].")
-    cfg = configs.resolve(args, changes)
-    if (args.prepare or args.shard) and (cfg.data.streaming or cfg.data.source == "random:"):
-        raise UserError("There is nothing to prepare: neither with --data.streaming true nor of "
-                        "random: are tokens kept.")
+    cfg = configs.resolve(args, changes, recipe=True)
+    check_tasks(cfg)
     if args.list is not None:
         list_mixture(args.list, cfg)
-    if args.shard:
-        prepare_shard(cfg, args.shard)
-    elif args.prepare:
-        print(f"{'train':10} {open_rows(cfg, 'train')[0]}")
-        for task, one in evaluations(cfg).items():
-            print(f"{'validation':10} {task}: {open_rows(one, 'validation')[0]}")
+    if args.prepare or args.shard:
+        tokenizer = prepare_vocabulary(cfg)
+        if args.shard:
+            prepare_shard(cfg, args.shard, tokenizer)
+        else:
+            prepare_all(cfg, tokenizer)
     if args.show is not None:
         show(cfg, args.show)
 
 
-def prepare_shard(cfg, shard):
-    """Tokenize every n-th part of all sources of a run, "i/n", i from 0."""
-    found = re.fullmatch(r"(\d+)/(\d+)", shard)
-    if not found or int(found[1]) >= int(found[2]):
-        raise UserError(f"--shard {shard}: write I/N, from 0/N to N-1/N.")
-    check_tasks(cfg.data)
-    tokenizer, rates = load_vocabulary(cfg.data), mixture_rates(cfg.data.task, cfg.data)
-    for split, name in [(split, name) for split in ("train", "validation") for name in rates]:
-        try:
-            task, shared = find_source(name, cfg, split)
-            if rates[name] if split == "train" else not shared:
-                prepare(task, split, tokenizer, cfg.data, shard=(int(found[1]), int(found[2])))
-        except NoSplit:
-            continue
-    print(f"shard {shard} of {cfg.data.task} is prepared")
-
-
 if __name__ == "__main__":
-    sys.modules["data"] = sys.modules["__main__"]  # a recipe file's Task is this file's
     configs.run_command(main)
