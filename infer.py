@@ -1,12 +1,18 @@
 """How a trained model answers: greedy, by sampling, by beam search; and how it scores answers.
 
+- The encoder runs once; the decoder a position at a time, over cached keys and values.
+- generate() is one compiled loop; which id comes next is decided by sample_step or beam_step.
+- answer() takes any number of examples, sorts them by length in windows, and keeps their order.
+- An answer never depends on what else is in the batch, nor on its size.
+
     python infer.py --run_dir runs/tiny "Return the <extra_id_0> of the list."
-    python infer.py --run_dir runs/tiny                   answers each line of standard input
+    python infer.py --run_dir runs/tiny < texts                a line out for each line in
     python infer.py --run_dir RUN --input IN.jsonl --output OUT.jsonl [--mode score] [--shard 0/4]
     python infer.py --run_dir RUN --input task:glue_rte_v002:validation --output OUT.jsonl
 
 A line of IN.jsonl has "inputs" and, to score, "targets": texts, or lists of ids, which are used
-exactly as they are. OUT.jsonl has the same lines with "prediction" or "score" added.
+exactly as they are. OUT.jsonl has the same lines with "prediction" or "score" added. On several
+machines each takes a --shard.
 """
 
 import functools
@@ -31,12 +37,66 @@ import configs
 import data
 import model
 import partition
-from configs import DecodeConfig, UserError
+from configs import DecodeConfig, UserError, note
 
-LOW = -1e7  # T5X's score of what is not to be chosen; added, not assigned
+# ---- a position at a time ------------------------------------------------------------------------
+# Decoding reads all decoder weights and all keys and values for each token: memory traffic is what
+# it costs. So the layers are taken apart once instead of being cut out of the stack at each step,
+# keys and values lie as their products read them, and nothing is copied.
+
+
+def init_cache(params, cfg, encoded, length, beams=1):
+    """What decoding reads: encoded [B, S, D] -> (cache, fixed).
+
+    cache: for each layer the keys and values [B, H, length * beams, C] of what has been decoded,
+    empty. fixed: for each layer its weights and the keys and values [B, H, S, C] of the encoder,
+    which all beams share; and the relative bias [1, H, length, length].
+    """
+    stack, table = params["decoder"]["layers"], model.param_table(cfg)["decoder"]["layers"]
+    cache, fixed = [], []
+    for i in range(cfg.num_decoder_layers):
+        w = model.in_use(jax.tree.map(lambda a: a[i], stack), table, encoded.dtype)
+        cross = model.keys_values(w["cross_attention"], encoded, cfg)
+        fixed.append((w, cross))
+        B, H, _, C = cross[0].shape
+        empty = jnp.zeros((B, H, length * beams, C), encoded.dtype,
+                          out_sharding=model.layout(cross[0]))
+        cache.append((empty, empty))
+    bias = model.relative_bias(params["decoder"]["relative_bias"], length, length, False, cfg)
+    return cache, (fixed, bias)
+
+
+def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=None):
+    """One position of all beams: ids [B, N] at position `at` -> (logits [B, N, V], cache).
+
+    The beams of an example are the queries of one attention: the keys of all of them stay where
+    they were written, and ancestors [B, N, K] says whose key, 0 to N - 1, each beam reads at each
+    position. So reordering beams moves no cache. None: each reads its own.
+    """
+    fixed, biases = fixed
+    N, K = ids.shape[1], biases.shape[-1]
+    bias = jnp.repeat(lax.dynamic_slice_in_dim(biases, at, 1, axis=2), N, axis=3)
+    bias = jnp.repeat(bias, N, axis=2)
+    if ancestors is None:
+        ancestors = jnp.arange(N)[None, :, None]
+    past = (jnp.arange(K) <= at)[:, None]
+    seen = past & (ancestors[..., None] == jnp.arange(N))  # [B or 1, N, K, N]
+    seen = seen.reshape(seen.shape[0], 1, N, K * N, out_sharding=P(model.layout(seen)[0]))
+    self_mask = jnp.where(seen, 0.0, -1e10)
+    cross_mask = jnp.where(input_segments > 0, 0.0, -1e10)[:, None, None]
+    x, written = model.embed(params, ids, cfg, None), []
+    for (w, cross), own in zip(fixed, cache):
+        h = model.rms_norm(x, w["self_attention"]["norm"])
+        own = tuple(lax.dynamic_update_slice_in_dim(old, new, at * N, axis=2)
+                    for old, new in zip(own, model.keys_values(w["self_attention"], h, cfg)))
+        written.append(own)
+        x = model.decoder_layer(w, x, h, own, bias, self_mask, cross, cross_mask, cfg)
+    return model.unembed(params, cfg, model.final_norm(x, params["decoder"])), written
 
 
 # ---- decoding ------------------------------------------------------------------------------------
+
+LOW = -1e7  # T5X's score of what is not to be chosen; added, not assigned
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "length", "decode"))
@@ -51,7 +111,7 @@ def generate(params, inputs, input_segments, cfg, length, decode=DecodeConfig(),
     """
     beams = decode.beams or (decode.num_return if samples(decode) else 1)
     encoded = model.encode(params, cfg, inputs, input_segments)
-    cache, fixed = model.init_cache(params, cfg, encoded, length, beams)
+    cache, fixed = init_cache(params, cfg, encoded, length, beams)
     B, batch = inputs.shape[0], P("data")
 
     def rows_of(value, *shape, dtype=jnp.float32):
@@ -87,7 +147,7 @@ def generate(params, inputs, input_segments, cfg, length, decode=DecodeConfig(),
     def step(carry):
         at, ids, state, cache = carry
         ancestors = state.ancestors if decode.beams else None
-        logits, cache = model.decode_step(
+        logits, cache = decode_step(
             params, cfg, ids, at, cache, fixed, input_segments, ancestors)
         logits = jax.reshard(logits, P("data", None, None))
         ids, state = choose(at, logits, state, forced, rows)
@@ -221,8 +281,7 @@ def score(params, batch, cfg):
     return -jnp.sum(loss * (batch.target_segments > 0), axis=1)
 
 
-# ---- many examples -------------------------------------------------------------------------------
-
+# ====== below: many examples, blanks, files, the command ==========================================
 
 class Example(NamedTuple):
     """Ids of inputs, of targets to score and of a prefix of the answer; EOS is theirs to have.
@@ -325,7 +384,7 @@ def split_spans(ids, tokenizer):
 
 
 def fill_blanks(inputs, spans, tokenizer):
-    """Ids of inputs with sentinels -> text, [what spans say] or ____ in a sentinel's place."""
+    """Ids of inputs with sentinels -> text, [what its span says] or ____ in a sentinel's place."""
     text, words = "", []
     for i in [*map(int, inputs), data.EOS]:
         number = tokenizer.size - 1 - i
@@ -360,18 +419,19 @@ def load_params(cfg, run_dir, step="latest"):
     return found[0], found[1]["params"]
 
 
-def open_model(args, changes):
-    """--run_dir -> (Config with the run's vocabulary, mesh, Tokenizer or None)."""
+def open_model(args, changes, recipe=False):
+    """--run_dir -> (Config, mesh, the run's Tokenizer or None). recipe: whether its tasks are asked
+    for, so that its recipe file must be run."""
     if not args.run_dir:
         raise UserError("--run_dir names the run whose model is wanted, for instance runs/tiny.")
-    if not re.fullmatch(r"latest|all|\d+", args.step):
+    if not re.fullmatch(r"latest|all|\d{1,12}", args.step):
         raise UserError(f"--step takes a step or latest, not {args.step!r}.")
-    cfg = configs.resolve(args, changes)
-    cfg = data.with_vocabulary(cfg, args.run_dir)
+    cfg = configs.resolve(args, changes, recipe)
     partition.start_jax(cfg)
     mesh = partition.set_mesh(cfg)
-    known = configs.to_path(cfg.data.vocab).exists()  # runs on ids, and converted ones, may do
-    return cfg, mesh, data.load_vocabulary(cfg.data) if known else None  # without a vocabulary
+    vocabulary = configs.to_path(args.run_dir) / "spiece.model"
+    # runs on ids, and converted ones, may do without a vocabulary
+    return cfg, mesh, data.load_tokenizer(vocabulary) if vocabulary.exists() else None
 
 
 class Encoder:
@@ -423,14 +483,18 @@ def task_and_split(name):
 
 
 def read_input(name, cfg, bad):
-    """--input: (where, dict) of a JSONL file, or of the examples of task:NAME[:SPLIT]."""
+    """--input: (where, dict) of a JSONL file, of the lines of a .txt file, or of the examples of
+    task:NAME[:SPLIT]."""
+    if name.endswith(".txt"):
+        yield from ((f"{name}:{number}", {"inputs": line.rstrip("\r\n")})
+                    for number, line in data.read_lines(name, bad))
+        return
     if not name.startswith("task:"):
-        for part in data.open_source(f"jsonl:{name}", "", cfg.data):
+        for part in data.open_source(f"jsonl:{name}", "train", cfg, whole=True):
             yield from part.read(bad)
         return
     task, split = task_and_split(name)
-    for where, example in data.read_task(task, split, data.evaluation_of(task, cfg), bad):
-        yield where, example
+    yield from data.read_task(task, split, data.evaluation_of(task, cfg), bad)
 
 
 def check_files(args):
@@ -453,8 +517,8 @@ def answer_file(args, cfg, mesh, tokenizer, params):
     partial, skip = f"{args.output}.partial", cfg.data.on_error == "skip"
     task, wrong = data.Task(), []
     if args.input.startswith("task:"):
-        name, split = task_and_split(args.input)
-        task, _ = data.find_source(name, data.evaluation_of(name, cfg), split)
+        name, _ = task_and_split(args.input)
+        task = data.find_task(name, data.evaluation_of(name, cfg))
     encode = Encoder(cfg, tokenizer, args.mode == "score", task)
 
     def complain(where, what):
@@ -474,7 +538,7 @@ def answer_file(args, cfg, mesh, tokenizer, params):
                 yield {**line, **wrong.pop()[0]}, None
         yield from wrong
 
-    turn, parts = (int(n) for n in args.shard.split("/"))
+    turn, parts = configs.parse_shard(args.shard)
     lines = itertools.islice(examples(), turn, None, parts)
     file, done = partition.first_then_others(lambda: open_partial(partial, lines, args.mode))
     done, count, began = partition.from_first(done), 0, time.perf_counter()
@@ -499,9 +563,9 @@ def answer_file(args, cfg, mesh, tokenizer, params):
     if not count + done:
         raise UserError(f"{args.input} holds no line: there is nothing to answer.")
     seconds = time.perf_counter() - began
-    configs.note(f"{args.output}: {count:,} examples, {count / seconds:.4g} a second")
+    note(f"{args.output}: {count:,} examples, {count / seconds:.4g} a second")
     if encode.cut:
-        configs.note(f"{encode.cut:,} texts were longer than --data.inputs_length or "
+        note(f"{encode.cut:,} texts were longer than --data.inputs_length or "
                      f"--data.targets_length and were cut")
 
 
@@ -527,7 +591,7 @@ def open_partial(path, lines, mode):
                         f"repeat the command that began it.")
     file.truncate(sum(map(len, whole)))
     if whole:
-        configs.note(f"{path} has {len(whole):,} lines: going on behind them")
+        note(f"{path} has {len(whole):,} lines: going on behind them")
     return file, len(whole)
 
 
@@ -565,38 +629,49 @@ def result_of(result, line, mode, cfg, tokenizer):
     return added
 
 
-def answer_text(text, number, cfg, mesh, tokenizer, params):
-    """Print the answers to one text; of span corruption, also the text with its blanks filled."""
+def answer_lines(lines, cfg, mesh, tokenizer, params, raw):
+    """Print a line for each line: its answer; where it has blanks, itself with them filled; nothing
+    for nothing. With several answers or their scores asked for, a line for each of these."""
     encode = Encoder(cfg, tokenizer, False)
-    example = encode({"inputs": text}, number)
-    if encode.cut:
-        configs.note(f"cut to the {len(example.inputs) - 1} tokens that --data.inputs_length "
-                     f"leaves")
-    (ids, _), = answer(params, cfg, mesh, [example])
-    for one in ids:
-        print(tokenizer.decode(one))
-        if spans := split_spans(one, tokenizer):
-            print(fill_blanks(example.inputs, spans, tokenizer))
-    sys.stdout.flush()
+    for number, line in enumerate(lines):
+        cut, text = encode.cut, line.strip()
+        if not text:
+            print(flush=True)
+            continue
+        try:
+            example = encode({"inputs": text}, number)
+        except ValueError as error:
+            raise UserError(f"Line {number + 1} {error}.") from error
+        if encode.cut > cut:
+            note(f"line {number + 1} is cut to the {len(example.inputs) - 1} tokens that "
+                 f"--data.inputs_length leaves")
+        (answers, scores), = answer(params, cfg, mesh, [example])
+        blanks = split_spans(example.inputs, tokenizer) and not raw
+        for ids, score in zip(answers, scores):
+            text = tokenizer.decode(ids) if not blanks else fill_blanks(
+                example.inputs, split_spans(ids, tokenizer), tokenizer)
+            text = configs.visible(text.replace("\n", " "))
+            print(f"{score:.4f}\t{text}" if cfg.decode.return_all else text, flush=True)
 
 
 def main(argv):
     args, changes = configs.parse_args(
         __doc__, argv, text_=dict(nargs="?", help="a text to answer"),
-        input=dict(help="a JSONL file, or task:NAME[:SPLIT]"),
+        input=dict(help="a JSONL or .txt file, or task:NAME[:SPLIT]"),
         output=dict(help="the JSONL file to write"),
         mode=dict(default="predict", choices=("predict", "score")),
+        raw=dict(action="store_true", help="print what the model wrote, not the text with its "
+                 "blanks filled"),
         step=dict(default="latest", help="a checkpoint's step"),
         shard=dict(default="0/1", metavar="I/N", help="only every N-th line, from line I on"))
-    if bool(args.input) != bool(args.output) or args.input and args.text:
+    if bool(args.input) != bool(args.output) or args.input and args.text is not None:
         raise UserError("Give a text, or --input and --output, or neither to answer the lines of "
                         "standard input.")
-    found = re.fullmatch(r"(\d+)/(\d+)", args.shard)
-    if not found or int(found[1]) >= int(found[2]):
-        raise UserError(f"--shard {args.shard}: write I/N, from 0/N to N-1/N.")
+    configs.parse_shard(args.shard)
     if args.step == "all":
         raise UserError("--step takes one step, or latest.")
-    cfg, mesh, tokenizer = open_model(args, changes)
+    task = bool(args.input) and args.input.startswith("task:")
+    cfg, mesh, tokenizer = open_model(args, changes, task)
     partition.first_then_others(lambda: check_files(args))
     _, params = load_params(cfg, args.run_dir, args.step)
     if args.input:
@@ -609,9 +684,7 @@ def main(argv):
         raise UserError("--mode score needs --input, with inputs and targets.")
     lines = [args.text] if args.text is not None else io.TextIOWrapper(
         sys.stdin.buffer, "utf-8", "replace")
-    for number, line in enumerate(lines):
-        if line.strip():
-            answer_text(line.strip(), number, cfg, mesh, tokenizer, params)
+    answer_lines(lines, cfg, mesh, tokenizer, params, args.raw)
 
 
 if __name__ == "__main__":

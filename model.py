@@ -1,18 +1,23 @@
 """T5 1.1, all of it: parameters, encoder, decoder, cache, loss. Pure functions over a nested dict.
 
+- A table declares every parameter: shape, what each axis means, initial distribution. Initial
+  values, layouts, counts, checkpoints and conversion follow from it.
+- Layers of a stack are one array for each weight, and run as one loop body by a scan.
+- The same attention serves training, scoring and cached decoding (infer.py).
+- Weights, statistics, softmax, logits and loss are float32; products run in model.dtype.
+
     python model.py --config small_c4      the table of parameters, their number, FLOPs
 
+On many devices the code is the same: a few out_sharding annotations say which layout is meant.
 Shapes are written in the letters of the einsums:
 
     B batch   Q query position   K key position   D d_model   H heads   C channels of a head (d_kv)
     F d_ff    V vocabulary       L layers         R relative-position buckets
 
-Architecture: Raffel et al. 2020 (arXiv:1910.10683), section 2.1, with the changes of version 1.1:
-gated GELU, no tied output layer, no dropout in pre-training. Numbers are T5X's
-(t5x/examples/t5/network.py and layers.py).
+Raffel et al. 2020 (arXiv:1910.10683), section 2.1, with the changes of version 1.1: gated GELU, no
+tied output layer, no dropout in pre-training. Numbers are T5X's (t5x/examples/t5/network.py).
 """
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -20,8 +25,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+import configs
 from configs import parse_args, resolve, run_command
 from partition import RULES, spec
 
@@ -33,7 +40,7 @@ class Param(NamedTuple):
 
     shape: tuple
     axes: tuple
-    init: str = "ones"  # ones, normal, truncated_normal or uniform
+    init: str = "ones"  # ones, zeros, normal, truncated_normal or uniform
     scale: float = 1.0  # standard deviation; of uniform, the bound
 
 
@@ -86,18 +93,13 @@ def is_param(x):
     return isinstance(x, Param)
 
 
-def param_specs(cfg, rules=RULES):
-    """ModelConfig -> the nested dict of PartitionSpecs."""
-    return jax.tree.map(lambda p: spec(p.axes, rules), param_table(cfg), is_leaf=is_param)
-
-
 def init_params(cfg, key, rules=RULES):
     """Fresh parameters, float32; the same values on every mesh."""
 
     def draw(p, key):
         layout = spec(p.axes, rules)
-        if p.init == "ones":
-            return jnp.ones(p.shape, out_sharding=layout)
+        if p.init in ("ones", "zeros"):
+            return jnp.full(p.shape, float(p.init == "ones"), out_sharding=layout)
         if p.init == "uniform":
             return jax.random.uniform(key, p.shape, minval=-p.scale, maxval=p.scale,
                                       out_sharding=layout)
@@ -110,31 +112,21 @@ def init_params(cfg, key, rules=RULES):
     return jax.tree.unflatten(tree, map(draw, table, jax.random.split(key, len(table))))
 
 
-def count_params(table):
-    """Number of parameters of a table, or of a part of one."""
-    return sum(math.prod(p.shape) for p in jax.tree.leaves(table, is_leaf=is_param))
-
-
-def train_flops(cfg, S, T):
-    """Floating-point operations to train on one example of S inputs and T targets.
-
-    Every matrix product, forward once and backward twice; what is computed again is not counted.
-    """
-    D, F, A = cfg.d_model, cfg.d_ff, cfg.num_heads * cfg.d_kv
-    matrices = 3 if cfg.activation.startswith("gated_") else 2
-    encoder = S * (4 * D * A + matrices * D * F) + 2 * S * S * A
-    decoder = T * (6 * D * A + matrices * D * F) + S * 2 * D * A + 2 * T * T * A + 2 * T * S * A
-    forward = cfg.num_layers * encoder + cfg.num_decoder_layers * decoder + T * D * cfg.vocab_size
-    return 3 * 2 * forward
-
-
 # ---- building blocks -----------------------------------------------------------------------------
+
+ACTIVATIONS = configs.ACTIVATIONS  # to which a recipe file may add its own
+ACTIVATIONS |= {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "silu": jax.nn.silu}  # gelu by tanh
+
+
+def on_cpu():
+    """Whether the program is compiled for CPUs, by the devices of the current mesh."""
+    return jax.sharding.get_abstract_mesh().abstract_device.platform == "cpu"
 
 
 def compute_dtype(cfg):
     """ModelConfig -> the dtype of activations; parameters, statistics, logits, loss are float32."""
     if cfg.dtype == "auto":
-        return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+        return jnp.float32 if on_cpu() else jnp.bfloat16
     return jnp.dtype(cfg.dtype)
 
 
@@ -154,12 +146,15 @@ def layout(x):
 
 
 def dense(x, w):
-    """x [B, Q, D] @ w [D, F] -> [B, Q, F], as one flat matrix product.
+    """x [B, Q, D] @ w [D, F] -> [B, Q, F].
 
-    Flat, because the backward pass of "bqd,df->bqf" takes 1.4 times as long on a CPU. Contracting
-    an axis that is split over "model" sums over devices; out_sharding says that the sum is wanted.
+    Contracting an axis that is split over "model" sums over devices; out_sharding says that the sum
+    is wanted. On a CPU the product is a flat one, because the backward pass of "bqd,df->bqf" takes
+    1.4 times as long there; on a TPU the flat one takes longer.
     """
     rows, columns = layout(x)[0], layout(w)[1]
+    if not on_cpu():
+        return jnp.einsum("bqd,df->bqf", x, w, out_sharding=P(rows, None, columns))
     y = jnp.einsum("nd,df->nf", x.reshape(-1, x.shape[-1]), w, out_sharding=P(rows, columns))
     return y.reshape(*x.shape[:-1], w.shape[1], out_sharding=P(rows, None, columns))
 
@@ -233,64 +228,64 @@ def mask_of(query_segments, key_segments, causal=False):
 
 
 def split_heads(x, cfg):
-    """[B, K, H*C] -> [B, K, H, C]."""
+    """[B, K, H*C] -> [B, H, K, C]."""
     rows, _, columns = layout(x)
-    return x.reshape(*x.shape[:2], cfg.num_heads, cfg.d_kv,
-                     out_sharding=P(rows, None, columns, None))
+    x = x.reshape(*x.shape[:2], cfg.num_heads, cfg.d_kv,
+                  out_sharding=P(rows, None, columns, None))
+    return x.transpose(0, 2, 1, 3)
+
+
+def join_heads(x):
+    """[B, H, Q, C] -> [B, Q, H*C]."""
+    rows, heads, *_ = layout(x)
+    B, H, Q, C = x.shape
+    return x.transpose(0, 2, 1, 3).reshape(B, Q, H * C, out_sharding=P(rows, None, heads))
 
 
 def keys_values(w, x, cfg):
-    """What attention reads: x [B, K, D] -> keys and values [B, K, H, C]."""
+    """What attention reads: x [B, K, D] -> keys and values [B, H, K, C]."""
     return split_heads(dense(x, w["key"]), cfg), split_heads(dense(x, w["value"]), cfg)
 
 
-@jax.custom_vjp
-def add_bias(scores, bias):
-    """scores [B, H, Q, K] + bias [1, H, Q, K].
-
-    The gradient of the bias is a sum over the batch. Written as a product with ones it takes XLA's
-    CPU backend a fiftieth of the time of its reduction over a leading axis: 15 % of a whole step.
-    """
-    return scores + bias
-
-
-def add_bias_backward(_, g):
-    ones = jnp.ones(g.shape[0], g.dtype, out_sharding=P(layout(g)[0]))
-    total = jnp.einsum("b,bn->n", ones, g.reshape(g.shape[0], -1), out_sharding=P(layout(g)[1]))
-    return g, total.reshape(1, *g.shape[1:])
-
-
-add_bias.defvjp(lambda scores, bias: (scores + bias, None), add_bias_backward)
-
-
 def attend(q, k, v, bias, mask):
-    """softmax(q k + bias + mask) v: q [B, Q, H, C]; k, v [B, K, H, C]; bias [1, H, Q, K] or None;
-    mask [B, 1, Q, K] -> [B, Q, H, C]. The softmax is float32."""
-    scores = jnp.einsum("bqhc,bkhc->bhqk", q, k, preferred_element_type=jnp.float32)
-    scores = mask + (scores if bias is None else add_bias(scores, bias))
-    probabilities = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("bhqk,bkhc->bqhc", probabilities, v)
+    """softmax(q k + bias + mask) v: q [B, H, Q, C]; k, v [B, H, K, C]; bias [1, H, Q, K] or None;
+    mask [B or 1, 1, Q, K] -> [B, H, Q, C]. Scores and softmax are float32.
+
+    A column of ones beside the values gives the sum of the exponentials in the same product, by
+    which its result is divided. Both are kept for the backward pass, which then needs neither the
+    maximum nor this product again.
+    """
+    scores = mask + jnp.einsum("bhqc,bhkc->bhqk", q, k, preferred_element_type=jnp.float32)
+    if bias is not None:
+        # written as a product with ones, because so is its gradient then: on a CPU a sum over the
+        # batch takes fifty times as long, 15 % of a whole step
+        ones = jnp.ones(len(scores), out_sharding=P(layout(scores)[0]))
+        scores += jnp.einsum("b,hqk->bhqk", ones, bias[0], out_sharding=layout(scores))
+    top = lax.stop_gradient(scores.max(-1, keepdims=True))
+    weights = jnp.exp(scores - top).astype(v.dtype)
+    ones = jnp.ones((*v.shape[:-1], 1), v.dtype, out_sharding=layout(v))
+    both = jnp.einsum("bhqk,bhkc->bhqc", weights, jnp.concatenate([v, ones], -1),
+                      preferred_element_type=jnp.float32)
+    both = checkpoint_name(both, "attended")
+    return (both[..., :-1] / both[..., -1:]).astype(v.dtype)
 
 
-def attention(w, x, keys_values, bias, mask, cfg, key):
+def attention(w, x, keys_values, bias, mask, cfg, key=None):
     """Multi-head attention, with its dropout: x [B, Q, D] (normalized) -> [B, Q, D]."""
     key_probabilities, key_out = split_key(key, 2)
     k, v = keys_values
     if key is not None and cfg.dropout:
         # T5 drops a key for all queries at once; that is the same as dropping its value
-        B, K, H, _ = v.shape
-        v = v * keep_mask(key_probabilities, cfg.dropout, (B, K, H, 1), layout(v), v.dtype)
-    out = attend(split_heads(dense(x, w["query"]), cfg), k, v, bias, mask)
-    rows, _, heads, _ = layout(out)
-    out = out.reshape(*x.shape[:2], w["out"].shape[0], out_sharding=P(rows, None, heads))
+        B, H, K, _ = v.shape
+        v = v * keep_mask(key_probabilities, cfg.dropout, (B, H, K, 1), layout(v), v.dtype)
+    out = join_heads(attend(split_heads(dense(x, w["query"]), cfg), k, v, bias, mask))
     return dropout(dense(out, w["out"]), cfg.dropout, key_out)
 
 
-def mlp(w, x, cfg, key):
+def mlp(w, x, cfg, key=None):
     """Feed-forward layer, with its dropout: x [B, Q, D] (normalized) -> [B, Q, D]."""
     key_hidden, key_out = split_key(key, 2)
-    activate = {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "silu": jax.nn.silu}[
-        cfg.activation.removeprefix("gated_")]  # gelu in its tanh form, as in T5
+    activate = ACTIVATIONS[cfg.activation.removeprefix("gated_")]
     if "gate" in w:
         hidden = activate(dense(x, w["gate"])) * dense(x, w["up"])
     else:
@@ -309,28 +304,30 @@ def embed(params, ids, cfg, key):
     return dropout(x, cfg.dropout, key)
 
 
-def scan_layers(layer, x, name, scanned, cfg):
-    """Run `layer(weights, x, ...)` for each layer of a stack, as one compiled loop body.
+def run_layers(layer, x, name, params, cfg, key):
+    """x [B, Q, D] through all of a stack's layers, as one compiled loop body -> [B, Q, D].
 
-    name: encoder or decoder; scanned: the stack's weights, and what else each layer gets a part of.
+    name: encoder or decoder; layer(weights, x, key) -> x.
 
-    What the backward pass keeps is cfg.remat: "dots" keeps the products with weights, which cost
-    the time, and computes the attention scores again, which cost the memory.
+    What the backward pass finds kept is cfg.remat: "dots" keeps the products with weights, which
+    cost the time, and computes the attention scores again, which cost the memory; "full" keeps what
+    attention returns and computes the rest again.
     """
 
-    def body(x, xs):
-        return layer(in_use(xs[0], table, compute_dtype(cfg)), x, *xs[1:])
+    def body(x, weights_and_key):
+        weights, key = weights_and_key
+        return layer(in_use(weights, table, compute_dtype(cfg)), x, key), None
 
-    table = param_table(cfg)[name]["layers"]
-    gathers = ("reshard", "convert_element_type")
+    table, weights = param_table(cfg)[name]["layers"], params[name]["layers"]
+    keys = None if key is None else jax.random.split(key, len(jax.tree.leaves(weights)[0]))
+    policies, gathers = jax.checkpoint_policies, ("reshard", "convert_element_type")
+    attended = policies.save_only_these_names("attended")
     policy = {"none": lambda primitive, *_, **__: primitive.name not in gathers,
-              "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-              "full": jax.checkpoint_policies.nothing_saveable}[cfg.remat]
-    return lax.scan(jax.checkpoint(body, policy=policy, prevent_cse=False), x, scanned)
-
-
-def layer_keys(key, layers):
-    return None if key is None else jax.random.split(key, layers)
+              "dots": policies.save_from_both_policies(
+                  policies.dots_with_no_batch_dims_saveable, attended),
+              "full": attended}[cfg.remat]
+    body = jax.checkpoint(body, policy=policy, prevent_cse=False)
+    return lax.scan(body, x, (weights, keys))[0]
 
 
 def encode(params, cfg, inputs, segments, key=None):
@@ -346,11 +343,10 @@ def encode(params, cfg, inputs, segments, key=None):
         h = rms_norm(x, w["attention"]["norm"])
         kv = keys_values(w["attention"], h, cfg)
         x += attention(w["attention"], h, kv, bias, mask, cfg, key_attention)
-        return x + mlp(w["mlp"], rms_norm(x, w["mlp"]["norm"]), cfg, key_mlp), None
+        return x + mlp(w["mlp"], rms_norm(x, w["mlp"]["norm"]), cfg, key_mlp)
 
     x = embed(params, inputs, cfg, key_embed)
-    keys = layer_keys(key_layers, cfg.num_layers)
-    x, _ = scan_layers(layer, x, "encoder", (stack["layers"], keys), cfg)
+    x = run_layers(layer, x, "encoder", params, cfg, key_layers)
     return dropout(final_norm(x, stack), cfg.dropout, key_end, shared_length=False)
 
 
@@ -358,14 +354,12 @@ def final_norm(x, stack):
     return rms_norm(x, jax.reshard(stack["norm"], P()).astype(x.dtype))
 
 
-def decoder_layer(w, x, bias, self_mask, cross_kv, cross_mask, cfg, key=None):
-    """One decoder layer: x [B, T, D] -> [B, T, D]."""
+def decoder_layer(w, x, h, own, bias, self_mask, cross, cross_mask, cfg, key=None):
+    """One decoder layer: x [B, T, D], h its norm, own and cross: keys and values -> [B, T, D]."""
     key_self, key_cross, key_mlp = split_key(key, 3)
-    h = rms_norm(x, w["self_attention"]["norm"])
-    kv = keys_values(w["self_attention"], h, cfg)
-    x += attention(w["self_attention"], h, kv, bias, self_mask, cfg, key_self)
+    x += attention(w["self_attention"], h, own, bias, self_mask, cfg, key_self)
     h = rms_norm(x, w["cross_attention"]["norm"])
-    x += attention(w["cross_attention"], h, cross_kv, None, cross_mask, cfg, key_cross)
+    x += attention(w["cross_attention"], h, cross, None, cross_mask, cfg, key_cross)
     return x + mlp(w["mlp"], rms_norm(x, w["mlp"]["norm"]), cfg, key_mlp)
 
 
@@ -379,12 +373,13 @@ def decode(params, cfg, decoder_inputs, segments, encoded, input_segments, key=N
     cross_mask = mask_of(segments, input_segments)
 
     def layer(w, x, key):
+        h = rms_norm(x, w["self_attention"]["norm"])
+        own = keys_values(w["self_attention"], h, cfg)
         cross = keys_values(w["cross_attention"], encoded, cfg)
-        return decoder_layer(w, x, bias, self_mask, cross, cross_mask, cfg, key), None
+        return decoder_layer(w, x, h, own, bias, self_mask, cross, cross_mask, cfg, key)
 
     x = embed(params, decoder_inputs, cfg, key_embed)
-    keys = layer_keys(key_layers, cfg.num_decoder_layers)
-    x, _ = scan_layers(layer, x, "decoder", (stack["layers"], keys), cfg)
+    x = run_layers(layer, x, "decoder", params, cfg, key_layers)
     return dropout(final_norm(x, stack), cfg.dropout, key_end)
 
 
@@ -406,107 +401,7 @@ def forward(params, batch, cfg, key=None):
     return unembed(params, cfg, x)
 
 
-# ---- one position at a time ----------------------------------------------------------------------
-# Decoding reads all decoder weights and all keys and values for each token: memory traffic is what
-# it costs. So the layers are taken apart once instead of being cut out of the stack at each step,
-# keys and values lie as their products read them, and nothing is copied.
-
-
-def heads_first(x):
-    """[B, K, H, C] -> [B, H, K, C]."""
-    return x.transpose(0, 2, 1, 3)
-
-
-def init_cache(params, cfg, encoded, length, beams=1):
-    """What decoding reads: encoded [B, S, D] -> (cache, fixed).
-
-    cache: for each layer the keys and values [B, H, length * beams, C] of what has been decoded,
-    empty. fixed: for each layer its weights and the keys and values [B, H, S, C] of the encoder,
-    which all beams share; and the relative bias [1, H, length, length].
-    """
-    stack, table = params["decoder"]["layers"], param_table(cfg)["decoder"]["layers"]
-    cache, fixed = [], []
-    for i in range(cfg.num_decoder_layers):
-        w = in_use(jax.tree.map(lambda a: a[i], stack), table, encoded.dtype)
-        cross = tuple(map(heads_first, keys_values(w["cross_attention"], encoded, cfg)))
-        fixed.append((w, cross))
-        B, H, _, C = cross[0].shape
-        empty = jnp.zeros((B, H, length * beams, C), encoded.dtype, out_sharding=layout(cross[0]))
-        cache.append((empty, empty))
-    bias = relative_bias(params["decoder"]["relative_bias"], length, length, False, cfg)
-    return cache, (fixed, bias)
-
-
-def read_cache(w, h, keys, values, bias, mask, cfg):
-    """Attention of h [B, N, D] to cached keys and values [B, H, K, C] -> [B, N, D]."""
-    q = heads_first(split_heads(dense(h, w["query"]), cfg))
-    scores = jnp.einsum("bhnc,bhkc->bhnk", q, keys, preferred_element_type=jnp.float32)
-    scores = mask + (scores if bias is None else scores + bias)
-    probabilities = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
-    out = jnp.einsum("bhnk,bhkc->bhnc", probabilities, values).transpose(0, 2, 1, 3)
-    rows, _, heads, _ = layout(out)
-    out = out.reshape(*h.shape[:2], w["out"].shape[0], out_sharding=P(rows, None, heads))
-    return dense(out, w["out"])
-
-
-def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=None):
-    """One position of all beams: ids [B, N] at position `at` -> (logits [B, N, V], cache).
-
-    The beams of an example are the queries of one attention: the keys of all of them stay where
-    they were written, and ancestors [B, N, K] says whose key, 0 to N - 1, each beam reads at each
-    position. So reordering beams moves no cache. None: each reads its own.
-    """
-    fixed, biases = fixed
-    N, K = ids.shape[1], biases.shape[-1]
-    bias = jnp.repeat(lax.dynamic_slice_in_dim(biases, at, 1, axis=2), N, axis=3)
-    if ancestors is None:
-        ancestors = jnp.arange(N)[None, :, None]
-    past = (jnp.arange(K) <= at)[:, None]
-    seen = past & (ancestors[..., None] == jnp.arange(N))  # [B or 1, N, K, N]
-    seen = seen.reshape(seen.shape[0], 1, N, K * N, out_sharding=P(layout(seen)[0]))
-    self_mask = jnp.where(seen, 0.0, -1e10)
-    cross_mask = jnp.where(input_segments > 0, 0.0, -1e10)[:, None, None]
-    x, written = embed(params, ids, cfg, None), []
-    for (w, cross), own in zip(fixed, cache):
-        h = rms_norm(x, w["self_attention"]["norm"])
-        new = map(heads_first, keys_values(w["self_attention"], h, cfg))
-        own = tuple(lax.dynamic_update_slice_in_dim(old, more, at * N, axis=2)
-                    for old, more in zip(own, new))
-        x += read_cache(w["self_attention"], h, *own, bias, self_mask, cfg)
-        h = rms_norm(x, w["cross_attention"]["norm"])
-        x += read_cache(w["cross_attention"], h, *cross, None, cross_mask, cfg)
-        x += mlp(w["mlp"], rms_norm(x, w["mlp"]["norm"]), cfg, None)
-        written.append(own)
-    return unembed(params, cfg, final_norm(x, params["decoder"])), written
-
-
 # ---- loss ----------------------------------------------------------------------------------------
-
-
-def vocabulary_losses(logits, targets, z_loss, label_smoothing):
-    """One device's part of cross_entropy, inside shard_map: its columns of the logits [B, T, V/n].
-
-    The logits of a position are the largest array of the model. No device ever sees all columns of
-    them: what travels are a few numbers for each position, the maximum, the sums over the columns,
-    and the first column that has the maximum.
-    """
-    columns = logits.shape[-1]
-    V = columns * lax.axis_size("model")
-    first = lax.axis_index("model") * columns
-    local = lax.stop_gradient(logits)
-    top = lax.pmax(local.max(-1), "model")
-    log_z = top + jnp.log(lax.psum(jnp.exp(logits - top[..., None]).sum(-1), "model"))
-    # a comparison, not a gather, whose gradient would be a slow scatter
-    is_target = targets[..., None] == first + jnp.arange(columns)
-    expected = lax.psum(jnp.where(is_target, logits, 0).sum(-1), "model")
-    constant = 0.0
-    if label_smoothing:
-        on, off = 1 - label_smoothing, label_smoothing / (V - 1)
-        expected = (on - off) * expected + off * lax.psum(logits.sum(-1), "model")
-        constant = -(on * math.log(on) + (V - 1) * off * math.log(off + 1e-20))
-    best = jnp.where(local.max(-1) == top, first + jnp.argmax(local, -1), V)
-    correct = lax.pmin(best, "model") == targets
-    return log_z - expected - constant, z_loss * log_z**2, correct
 
 
 def cross_entropy(logits, targets, z_loss=0.0, label_smoothing=0.0):
@@ -516,10 +411,23 @@ def cross_entropy(logits, targets, z_loss=0.0, label_smoothing=0.0):
     z_loss * log(Z)^2 keeps the logits from drifting. With label smoothing the target has
     probability 1 - label_smoothing, the others share the rest, and the entropy of that
     distribution is subtracted, so that a perfect prediction costs nothing (t5x/losses.py).
+
+    Where the vocabulary is split, no device sees all logits: a few numbers a position travel.
     """
-    losses = functools.partial(vocabulary_losses, z_loss=z_loss, label_smoothing=label_smoothing)
     logits, targets = jax.reshard((logits, targets), (P("data", None, "model"), P("data", None)))
-    return jax.shard_map(losses, out_specs=(P("data"),) * 3)(logits, targets)
+    V = logits.shape[-1]
+    top = lax.stop_gradient(logits.max(-1))
+    log_z = top + jnp.log(jnp.exp(logits - top[..., None]).sum(-1))
+    # comparisons, not gathers, whose gradient would be a slow scatter
+    column = lax.broadcasted_iota(jnp.int32, logits.shape, 2, out_sharding=layout(logits))
+    expected = jnp.where(column == targets[..., None], logits, 0).sum(-1)
+    correct = jnp.where(logits == top[..., None], column, V).min(-1) == targets
+    constant = 0.0
+    if label_smoothing:
+        on, off = 1 - label_smoothing, label_smoothing / (V - 1)
+        expected = (on - off) * expected + off * logits.sum(-1)
+        constant = -(on * math.log(on) + (V - 1) * off * math.log(off + 1e-20))
+    return log_z - expected - constant, z_loss * log_z**2, correct
 
 
 def token_losses(params, batch, cfg, key=None):
@@ -539,7 +447,30 @@ def loss_fn(params, batch, cfg, key=None):
     return loss + z_loss, sums
 
 
-# ---- what the screen shows -----------------------------------------------------------------------
+# ====== below: sizes, the command =================================================================
+
+
+def param_specs(cfg, rules=RULES):
+    """ModelConfig -> the nested dict of PartitionSpecs."""
+    return jax.tree.map(lambda p: spec(p.axes, rules), param_table(cfg), is_leaf=is_param)
+
+
+def count_params(table):
+    """Number of parameters of a table, or of a part of one."""
+    return sum(math.prod(p.shape) for p in jax.tree.leaves(table, is_leaf=is_param))
+
+
+def train_flops(cfg, S, T):
+    """Floating-point operations to train on one example of S inputs and T targets.
+
+    Every matrix product, forward once and backward twice; what is computed again is not counted.
+    """
+    D, F, A = cfg.d_model, cfg.d_ff, cfg.num_heads * cfg.d_kv
+    matrices = 3 if cfg.activation.startswith("gated_") else 2
+    encoder = S * (4 * D * A + matrices * D * F) + 2 * S * S * A
+    decoder = T * (6 * D * A + matrices * D * F) + S * 2 * D * A + 2 * T * T * A + 2 * T * S * A
+    forward = cfg.num_layers * encoder + cfg.num_decoder_layers * decoder + T * D * cfg.vocab_size
+    return 3 * 2 * forward
 
 
 def describe(cfg):

@@ -1,11 +1,16 @@
-"""Where every array lives: the mesh, the layout rules, checkpoints.
+"""Where every array lives: the mesh, the layout rules, checkpoints, several processes.
+
+- The devices form a mesh with two axes, "data" and "model".
+- What an axis of an array means (batch, heads, ...) decides by RULES which mesh axis splits it;
+  nothing else decides layouts. A pod and a laptop run the same program.
+- The mesh is of jax's Explicit kind: the layout is part of an array's type, and a wrong one fails
+  when the program is traced, on one device as on a thousand.
+- A checkpoint is a folder of pieces, of which each process writes those it holds, and a manifest,
+  written last. It can be read on any other mesh.
 
     python partition.py --verify RUN_DIR/checkpoints/step_00001000    name what is damaged
 
-The devices form a mesh with two axes, "data" and "model". What an axis of an array means (batch,
-heads, mlp, ...) decides by RULES which mesh axis it is split over; nothing else decides layouts.
-The mesh is of jax's Explicit kind: the layout is part of an array's type, wrong ones fail when the
-program is traced, on one device as well as on a thousand.
+On several machines run the same command on each: see start_jax.
 """
 
 import json
@@ -43,31 +48,61 @@ RULES = {
     "embed": None,
     "layers": None,
     "buckets": None,
+    None: None,
 }
 # Fully sharded (ZeRO-3): at rest, weights and optimizer are split over the data axis as well, and
 # each layer's weights are gathered when it is their turn.
 RULES_AT_REST = {**RULES, "embed": "data"}
 
 
-class Chip(NamedTuple):
-    """A device by its data sheet, dense bfloat16; links: to its neighbours, in one direction."""
-
-    teraflops: float
-    memory: float  # GB
-    links: float  # GB/s
-
-
-CHIPS = {  # names as in jax's device_kind; a device of v3 is half a chip
-    "H200": Chip(989.5, 141, 450), "H100": Chip(989.5, 80, 450), "A100": Chip(312, 80, 300),
-    "V100": Chip(125, 32, 150), "TPU v3": Chip(61.5, 16, 41), "TPU v4": Chip(275, 32, 150),
-    "TPU v5 lite": Chip(197, 16, 100), "TPU v5": Chip(459, 95, 300),
-    "TPU v6 lite": Chip(918, 32, 224),
-}
-
-
 def spec(axes, rules=RULES):
     """("embed", "mlp") -> PartitionSpec(None, "model")."""
     return P(*(rules[axis] for axis in axes))
+
+
+def set_mesh(cfg, devices=None):
+    """Config -> the mesh ("data", "model") over all devices, made the current one."""
+    devices = jax.devices() if devices is None else devices
+    data, rest = divmod(len(devices), cfg.mesh.model)
+    micro = cfg.train.batch_size // cfg.train.microbatches
+    for good, sentence in (
+        (rest == 0, f"{len(devices)} devices cannot be shared by --mesh.model {cfg.mesh.model}"),
+        (cfg.model.num_heads % cfg.mesh.model == 0,
+         f"--mesh.model {cfg.mesh.model} does not divide the model's {cfg.model.num_heads} heads"),
+        (cfg.model.d_ff % cfg.mesh.model == 0,
+         f"--mesh.model {cfg.mesh.model} does not divide d_ff {cfg.model.d_ff}"),
+        (cfg.model.vocab_size % cfg.mesh.model == 0,
+         f"--mesh.model {cfg.mesh.model} does not divide the {cfg.model.vocab_size} embeddings"),
+        (micro % max(data, 1) == 0,
+         f"{micro} rows (--train.batch_size over --train.microbatches) cannot be dealt evenly to "
+         f"{data} data-parallel devices"),
+        (not cfg.mesh.fsdp or cfg.model.d_model % max(data, 1) == 0,
+         f"--mesh.fsdp cannot split d_model {cfg.model.d_model} evenly over {data} devices"),
+    ):
+        if not good:
+            raise UserError(f"{sentence}: change one of the two.")
+    mesh = jax.make_mesh((data, cfg.mesh.model), ("data", "model"), (AxisType.Explicit,) * 2,
+                         devices=devices)
+    jax.set_mesh(mesh)
+    return mesh
+
+
+def local_rows(batch_size, mesh):
+    """Which rows of a global batch this process's devices hold: asked of the layout."""
+    indices = NamedSharding(mesh, P("data")).addressable_devices_indices_map((batch_size,)).values()
+    return np.unique([row for (span,) in indices for row in range(batch_size)[span]])
+
+
+def put_batch(batch, batch_size, mesh):
+    """This process's rows of a batch (arrays [rows, length]) -> global arrays split over "data"."""
+    def put(a):
+        return jax.make_array_from_process_local_data(sharding, a, (batch_size, *a.shape[1:]))
+
+    sharding = NamedSharding(mesh, P("data"))
+    return jax.tree.map(put, batch)
+
+
+# ---- several processes ---------------------------------------------------------------------------
 
 
 def start_jax(cfg):
@@ -137,49 +172,368 @@ def first_then_others(work):
     return result if is_first() else others
 
 
-def set_mesh(cfg, devices=None):
-    """Config -> the mesh ("data", "model") over all devices, made the current one."""
-    devices = jax.devices() if devices is None else devices
-    data, rest = divmod(len(devices), cfg.mesh.model)
-    micro = cfg.train.batch_size // cfg.train.microbatches
-    for good, sentence in (
-        (rest == 0, f"{len(devices)} devices cannot be shared by --mesh.model {cfg.mesh.model}"),
-        (cfg.model.num_heads % cfg.mesh.model == 0,
-         f"--mesh.model {cfg.mesh.model} does not divide the model's {cfg.model.num_heads} heads"),
-        (cfg.model.d_ff % cfg.mesh.model == 0,
-         f"--mesh.model {cfg.mesh.model} does not divide d_ff {cfg.model.d_ff}"),
-        (cfg.model.vocab_size % cfg.mesh.model == 0,
-         f"--mesh.model {cfg.mesh.model} does not divide the {cfg.model.vocab_size} embeddings"),
-        (micro % max(data, 1) == 0,
-         f"{micro} rows (--train.batch_size over --train.microbatches) cannot be dealt evenly to "
-         f"{data} data-parallel devices"),
-        (not cfg.mesh.fsdp or cfg.model.d_model % max(data, 1) == 0,
-         f"--mesh.fsdp cannot split d_model {cfg.model.d_model} evenly over {data} devices"),
-    ):
-        if not good:
-            raise UserError(f"{sentence}: change one of the two.")
-    mesh = jax.make_mesh((data, cfg.mesh.model), ("data", "model"), (AxisType.Explicit,) * 2,
-                         devices=devices)
-    jax.set_mesh(mesh)
-    return mesh
+# ---- checkpoints ---------------------------------------------------------------------------------
+# run_dir/checkpoints/step_00001000/pieces-00000-of-00001.msgpack   the pieces that process 0 holds
+#                                   manifest.json   step, shapes, dtypes, place and crc32 of pieces
+#
+# A piece file is a valid msgpack stream: a header, the bytes of a piece, a header, ... It is
+# written straight from the arrays' memory. The manifest is written last and the folder gets its
+# name after that: what has the name is whole.
+
+FORMAT = 2
+PIECE_BYTES = 1 << 30  # msgpack's limit for one value is 4 GiB
 
 
-def local_rows(batch_size, mesh):
-    """Which rows of a global batch this process's devices hold: asked of the layout."""
-    indices = NamedSharding(mesh, P("data")).addressable_devices_indices_map((batch_size,)).values()
-    return np.unique([row for (span,) in indices for row in range(batch_size)[span]])
+PIECES = [{"file": str, "offset": int, "bounds": [[int]], "crc32": int}]
+ARRAYS = {str: {"shape": [int], "dtype": str, "pieces": PIECES}}
 
 
-def put_batch(batch, batch_size, mesh):
-    """This process's rows of a batch (arrays [rows, length]) -> global arrays split over "data"."""
-    def put(a):
-        return jax.make_array_from_process_local_data(sharding, a, (batch_size, *a.shape[1:]))
+class CheckpointError(Exception):
+    """A checkpoint that cannot be read or written; says which file and why."""
 
-    sharding = NamedSharding(mesh, P("data"))
-    return jax.tree.map(put, batch)
+
+def flatten(tree):
+    """Nested dict of arrays -> {"params/encoder/...": array}."""
+    return flax.traverse_util.flatten_dict(tree, sep="/")
+
+
+def own_pieces(tree):
+    """(name, [[start, stop] of each axis], NumPy array) for all that this process must write.
+
+    Of copies on several devices one is written. The arrays are views of the live memory on a CPU
+    and copies elsewhere; either way they keep their values while training goes on.
+    """
+    arrays = flatten(tree)
+    for array in arrays.values():
+        array.copy_to_host_async()
+    for name, array in sorted(arrays.items()):
+        for shard in array.addressable_shards:
+            if shard.replica_id:
+                continue
+            bounds = [list(cut.indices(size)[:2]) for cut, size in zip(shard.index, array.shape)]
+            data = np.ascontiguousarray(shard.data)
+            if data.nbytes <= PIECE_BYTES:
+                yield name, bounds, data
+                continue
+            rows = max(1, len(data) * PIECE_BYTES // data.nbytes)
+            for start in range(0, len(data), rows):
+                part = data[start : start + rows]
+                first = bounds[0][0] + start
+                yield name, [[first, first + len(part)], *bounds[1:]], part
+
+
+def write_pieces(path, pieces):
+    """Stream pieces into a file -> {name: [place of each piece]}."""
+    places = {}
+    with open(path, "wb", 1 << 20) if not is_remote(path) else path.open("wb") as file:
+        for name, bounds, data in pieces:
+            crc = zlib.crc32(data)
+            header = {"name": name, "bounds": bounds, "dtype": data.dtype.name, "crc32": crc}
+            file.write(msgpack.packb(header) + b"\xc6" + struct.pack(">I", data.nbytes))  # bin 32
+            places.setdefault(name, []).append(
+                {"file": path.name, "offset": file.tell(), "bounds": bounds, "crc32": crc})
+            file.write(data.reshape(-1).view(np.uint8).data)
+        if not is_remote(path):
+            file.flush()
+            os.fsync(file.fileno())
+    return places
+
+
+def sync_folder(path):
+    """Make the names in a folder survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+def write_checkpoint(folder, arrays, pieces, step):
+    """Write the checkpoint folder: pieces first, the manifest after them, its name last.
+
+    Every process writes its own pieces, and beside them where they lie; the first, which sees when
+    the last has done so, writes the manifest. That takes no communication, which could get in the
+    way of the training that goes on meanwhile. Where folders cannot be renamed, at a remote place,
+    the manifest alone says that a checkpoint is whole.
+    """
+    temporary = folder if is_remote(folder) else folder.with_name(f"tmp-{folder.name}")
+    temporary.mkdir(parents=True, exist_ok=True)
+    if is_remote(folder) and is_first():  # a damaged checkpoint of this step is none from here on
+        (folder / "manifest.json").unlink(missing_ok=True)
+    count = jax.process_count()
+    files = [temporary / f"pieces-{i:05}-of-{count:05}.msgpack" for i in range(count)]
+    own = files[jax.process_index()]
+    places = write_pieces(own, pieces)
+    if not is_first():
+        write_file(own.with_suffix(".json"), json.dumps(places))
+        return
+    for path in (path.with_suffix(".json") for path in files[1:]):
+        for name, more in json.loads(wait_for(path)).items():
+            places[name] = places.get(name, []) + more
+        path.unlink()
+    arrays = {name: {"shape": list(arrays[name]["shape"]), "dtype": arrays[name]["dtype"],
+                     "pieces": places[name]} for name in sorted(arrays)}
+    configs.write_checked(temporary / "manifest.json", {
+        "format": FORMAT, "step": step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "arrays": arrays})
+    if is_remote(folder):
+        return
+    sync_folder(temporary)
+    remove(folder)  # a damaged one of this step, which was passed over
+    temporary.rename(folder)
+    sync_folder(folder.parent)
+
+
+def wait_for(path, seconds=600):
+    """The text of a file that another process writes."""
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise CheckpointError(f"{path} has not come in {seconds} s: every process must write "
+                                  f"to the same --run_dir, and the first must see it")
+        time.sleep(0.05)
+    return path.read_text()
+
+
+def remove(path):
+    """Remove a checkpoint, or whatever lies in its place; what is left of it after a kill is none.
+    """
+    if is_remote(path):
+        (path / "manifest.json").unlink(missing_ok=True)
+        path.rmtree()
+    elif path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+# ====== below: reading checkpoints, those of a run, what a layout costs, the command ==============
+
+
+def read_manifest(folder, step=None):
+    """A checkpoint's manifest, verified. step: what it must be of."""
+    path = folder / "manifest.json"
+    try:
+        form = {"format": int, "step": int, "arrays": ARRAYS}
+        manifest = configs.read_json(path, {"format": int})
+        if manifest["format"] > FORMAT:
+            raise UserError(f"{folder} has format {manifest['format']} and this version of plain "
+                            f"T5 reads {FORMAT}: use a newer one.")
+        if manifest["format"] > 1:
+            manifest = configs.read_checked(path, form)
+        else:  # its checksum covers less, so the name of the folder must say the same
+            configs.conform(manifest, form)
+            covered = [manifest["arrays"], manifest.get("reader")]
+            step = int(folder.name[5:]) if re.fullmatch(r"step_\d+", folder.name) else step
+            if manifest.get("crc32") != configs.checksum(covered):
+                raise ValueError("its checksum differs")
+        if step not in (None, manifest["step"]):
+            raise ValueError(f"it is of step {manifest['step']}")
+    except (UserError, ValueError) as error:
+        if "use a newer one" in str(error):
+            raise
+        raise CheckpointError(f"{path} is damaged ({error})") from error
+    return manifest
+
+
+def read_piece(folder, place, shape, dtype):
+    """One piece as an array over its file, its checksum verified."""
+    path, size = folder / Path(place["file"]).name, math.prod(shape) * dtype.itemsize
+    try:
+        if is_remote(path):
+            with path.open("rb") as file:
+                file.seek(place["offset"])
+                data = file.read(size)
+        else:
+            data = np.memmap(path, np.uint8, "r", place["offset"], (size,)) if size else b""
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is missing or too short ({error})") from error
+    if zlib.crc32(data) != place["crc32"]:
+        raise CheckpointError(f"{path} is damaged at byte {place['offset']}")
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+def read_part(folder, array, index, verified):
+    """A part of a stored array, which may be a view of its file.
+
+    array: what the manifest says about it; index: a slice for each axis; verified: a dict that
+    keeps the pieces that were read and found whole, or None to keep none.
+    """
+    dtype = np.dtype(array["dtype"])
+    cuts = [cut.indices(size)[:2] for cut, size in zip(index, array["shape"])]
+    out = None
+    for number, place in enumerate(array["pieces"]):
+        inside = [(max(a, b), min(c, d)) for (a, c), (b, d) in zip(cuts, place["bounds"])]
+        if any(a >= b for a, b in inside):
+            continue
+        whole = None if verified is None else verified.get(number)
+        if whole is None:
+            size = [stop - start for start, stop in place["bounds"]]
+            whole = read_piece(folder, place, size, dtype)
+            if verified is not None:
+                verified[number] = whole
+        piece = whole[tuple(
+            slice(a - b, c - b) for (a, c), (b, _) in zip(inside, place["bounds"]))]
+        if piece.shape == tuple(c - a for a, c in cuts):
+            return piece
+        out = np.empty([c - a for a, c in cuts], dtype) if out is None else out
+        out[tuple(slice(a - b, c - b) for (a, c), (b, _) in zip(inside, cuts))] = piece
+    return np.empty([c - a for a, c in cuts], dtype) if out is None else out  # of size 0
+
+
+def read_checkpoint(folder, template, step=None):
+    """Read the arrays of `template` (nested dict of ShapeDtypeStructs), in its layouts."""
+    stored = read_manifest(folder, step)["arrays"]
+
+    def read(name, wanted):
+        if name not in stored:
+            raise UserError(f"{folder} has no array {name}: it is of another model or optimizer, "
+                            f"or holds weights alone, from which --init_from begins a run.")
+        shape, dtype = tuple(stored[name]["shape"]), np.dtype(stored[name]["dtype"])
+        if shape != wanted.shape or dtype != wanted.dtype:
+            raise UserError(f"{folder}: {name} is {dtype}{list(shape)}, the configuration asks for "
+                            f"{wanted.dtype}{list(wanted.shape)}.")
+        verified = {}
+
+        def part(index):  # the slice of the array that one device holds
+            found = read_part(folder, stored[name], index, verified)
+            return found if found.base is None else np.array(found)  # jax may keep the memory
+
+        return jax.make_array_from_callback(shape, wanted.sharding, part)
+
+    arrays = {name: read(name, wanted) for name, wanted in flatten(template).items()}
+    return flax.traverse_util.unflatten_dict(arrays, sep="/")
+
+
+class Checkpoints:
+    """The checkpoints of a run. At most one is being written, in the background if so wished."""
+
+    def __init__(self, run_dir, keep=3, background=True):
+        self.folder = to_path(run_dir) / "checkpoints"
+        self.keep, self.background = keep, background
+        self.writer, self.writing = ThreadPoolExecutor(1), None
+
+    def steps(self):
+        """Steps of the whole checkpoints, rising."""
+        return sorted(int(path.name[5:]) for path in self.folders()
+                      if path.name.startswith("step_") and path.is_dir()
+                      and (not is_remote(path) or (path / "manifest.json").exists()))
+
+    def folders(self):
+        """The paths of checkpoints, and of what killed saves have left."""
+        found = self.folder.iterdir() if self.folder.exists() else ()
+        return [path for path in found if re.fullmatch(r"(tmp-)?step_\d{1,12}", path.name)]
+
+    def path(self, step):
+        return self.folder / f"step_{step:08}"
+
+    def save(self, tree, step, best=None):
+        """Start to write a nested dict of arrays; waits for the checkpoint before it.
+
+        best: the step of a checkpoint that stays however old it is.
+        """
+        self.wait()
+        arrays = {name: {"shape": a.shape, "dtype": a.dtype.name}
+                  for name, a in flatten(tree).items()}
+        pieces = own_pieces(tree)
+        if self.background:
+            self.writing = self.writer.submit(self.commit, arrays, list(pieces), step, best)
+        else:
+            self.commit(arrays, pieces, step, best)
+
+    def commit(self, arrays, pieces, step, best=None):
+        try:
+            write_checkpoint(self.path(step), arrays, pieces, step)
+        except OSError as error:  # a full disk, for instance
+            raise CheckpointError(f"{self.path(step)} could not be written ({error})") from error
+        if not is_first():
+            return
+        for old in [s for s in self.steps() if s <= step][: -self.keep]:
+            if old != best:
+                remove(self.path(old))
+
+    def discard_unfinished(self):
+        """Remove what a save that was killed has left; only for the one process that writes."""
+        whole = self.steps()
+        for path in self.folders():
+            if path.name.startswith("tmp-") or int(path.name[5:]) not in whole:
+                remove(path)
+
+    def wait(self):
+        """Return when nothing is being written; an error in the background is raised here."""
+        writing, self.writing = self.writing, None
+        if writing:
+            writing.result()
+
+    def load(self, template, step=None):
+        """The newest whole checkpoint -> (step, tree like `template`), or None if there is none.
+
+        template: nested dict of ShapeDtypeStructs with their layouts; what else a checkpoint holds
+        is left alone. A damaged one is named and the one before it is taken; raises a UserError
+        where all are damaged. step: that checkpoint and no other.
+        """
+        def read(step):
+            return step, together(lambda: read_checkpoint(self.path(step), template, step),
+                                  CheckpointError)
+
+        steps = from_first(self.steps())
+        if step is not None:
+            if step not in steps:
+                raise UserError(f"{self.folder} has no step {step:,}; it has "
+                                f"{', '.join(map(str, steps)) or 'none'}.")
+            try:
+                return read(step)
+            except CheckpointError as error:
+                raise UserError(f"{error}: name another --step.") from error
+        for step in reversed(steps):
+            try:
+                return read(step)
+            except CheckpointError as error:
+                note(f"{error}; trying the checkpoint before it", always=True)
+        if steps:
+            raise UserError(f"None of the checkpoints in {self.folder} is whole: restore one from "
+                            f"a copy, or move the folder away to begin anew.")
+        return None
+
+
+def find_checkpoint(source):
+    """A run's directory or a checkpoint -> whether it is a run; refuses what is neither."""
+    if (to_path(source) / "manifest.json").exists():
+        return False
+    if not Checkpoints(source).steps():
+        raise UserError(f"{source} is neither a run with checkpoints nor a checkpoint: name one, "
+                        f"or convert other weights first.")
+    return True
+
+
+def load_from(source, template):
+    """A run's directory, its newest checkpoint, or one checkpoint -> (step, tree like `template`).
+    """
+    if find_checkpoint(source):
+        return Checkpoints(source).load(template)
+    try:
+        source = to_path(source)
+        return together(lambda: (read_manifest(source)["step"], read_checkpoint(source, template)),
+                        CheckpointError)
+    except CheckpointError as error:
+        raise UserError(f"{error}: name another checkpoint.") from error
 
 
 # ---- what a layout costs -------------------------------------------------------------------------
+
+
+class Chip(NamedTuple):
+    """A device by its data sheet, dense bfloat16; links: to its neighbours, in one direction."""
+
+    teraflops: float
+    memory: float  # GB
+    links: float  # GB/s
+
+
+CHIPS = {  # names as in jax's device_kind; a device of v3 is half a chip
+    "H200": Chip(989.5, 141, 450), "H100": Chip(989.5, 80, 450), "A100": Chip(312, 80, 300),
+    "V100": Chip(125, 32, 150), "TPU v3": Chip(61.5, 16, 41), "TPU v4": Chip(275, 32, 150),
+    "TPU v5 lite": Chip(197, 16, 100), "TPU v5": Chip(459, 95, 300),
+    "TPU v6 lite": Chip(918, 32, 224),
+}
 
 
 def bytes_on_device(tree):
@@ -260,331 +614,7 @@ def group_of(line, mesh):
     return len(first), "both" if whole else "model" if near else "data"
 
 
-# ---- checkpoints ---------------------------------------------------------------------------------
-# run_dir/checkpoints/step_00001000/pieces-00000-of-00001.msgpack   the pieces that process 0 holds
-#                                   manifest.json   step, shapes, dtypes, place and crc32 of pieces
-#
-# A piece file is a valid msgpack stream: a header, the bytes of a piece, a header, ... It is
-# written straight from the arrays' memory. The manifest is written last and the folder gets its
-# name after that: what has the name is whole.
-
-FORMAT = 1
-PIECE_BYTES = 1 << 30  # msgpack's limit for one value is 4 GiB
-
-
-class CheckpointError(Exception):
-    """A checkpoint that cannot be read or written; says which file and why."""
-
-
-def flatten(tree):
-    """Nested dict of arrays -> {"params/encoder/...": array}."""
-    return flax.traverse_util.flatten_dict(tree, sep="/")
-
-
-def own_pieces(tree):
-    """(name, [[start, stop] of each axis], NumPy array) for all that this process must write.
-
-    Of copies on several devices one is written. The arrays are views of the live memory on a CPU
-    and copies elsewhere; either way they keep their values while training goes on.
-    """
-    arrays = flatten(tree)
-    for array in arrays.values():
-        array.copy_to_host_async()
-    for name, array in sorted(arrays.items()):
-        for shard in array.addressable_shards:
-            if shard.replica_id:
-                continue
-            bounds = [list(cut.indices(size)[:2]) for cut, size in zip(shard.index, array.shape)]
-            data = np.ascontiguousarray(shard.data)
-            if data.nbytes <= PIECE_BYTES:
-                yield name, bounds, data
-                continue
-            rows = max(1, len(data) * PIECE_BYTES // data.nbytes)
-            for start in range(0, len(data), rows):
-                part = data[start : start + rows]
-                first = bounds[0][0] + start
-                yield name, [[first, first + len(part)], *bounds[1:]], part
-
-
-def write_pieces(path, pieces):
-    """Stream pieces into a file -> {name: [place of each piece]}."""
-    places = {}
-    with open(path, "wb", 1 << 20) if not is_remote(path) else path.open("wb") as file:
-        for name, bounds, data in pieces:
-            crc = zlib.crc32(data)
-            header = {"name": name, "bounds": bounds, "dtype": data.dtype.name, "crc32": crc}
-            file.write(msgpack.packb(header) + b"\xc6" + struct.pack(">I", data.nbytes))  # bin 32
-            places.setdefault(name, []).append(
-                {"file": path.name, "offset": file.tell(), "bounds": bounds, "crc32": crc})
-            file.write(data.reshape(-1).view(np.uint8).data)
-        if not is_remote(path):
-            file.flush()
-            os.fsync(file.fileno())
-    return places
-
-
-def sync_folder(path):
-    """Make the names in a folder survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
-
-
-def crc32_of(value):
-    """Checksum of a JSON value."""
-    return zlib.crc32(json.dumps(value, sort_keys=True).encode())
-
-
-def write_checkpoint(folder, arrays, pieces, step, reader=None):
-    """Write the checkpoint folder: pieces first, the manifest after them, its name last.
-
-    Every process writes its own pieces, and beside them where they lie; the first, which sees when
-    the last has done so, writes the manifest. That takes no communication, which could get in the
-    way of the training that goes on meanwhile. reader: where the readers of a streamed run stand, a
-    value for JSON. Where folders cannot be renamed, at a remote place, the manifest alone says that
-    a checkpoint is whole.
-    """
-    temporary = folder if is_remote(folder) else folder.with_name(f"tmp-{folder.name}")
-    temporary.mkdir(parents=True, exist_ok=True)
-    if is_remote(folder) and is_first():  # a damaged one of this step is none from here on
-        (folder / "manifest.json").unlink(missing_ok=True)
-    count = jax.process_count()
-    files = [temporary / f"pieces-{i:05}-of-{count:05}.msgpack" for i in range(count)]
-    own = files[jax.process_index()]
-    places = write_pieces(own, pieces)
-    if not is_first():
-        write_file(own.with_suffix(".json"), json.dumps(places))
-        return
-    for path in (path.with_suffix(".json") for path in files[1:]):
-        for name, more in json.loads(wait_for(path)).items():
-            places[name] = places.get(name, []) + more
-        path.unlink()
-    arrays = {name: {**arrays[name], "pieces": places[name]} for name in sorted(arrays)}
-    manifest = {"format": FORMAT, "step": step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-                "crc32": crc32_of([arrays, reader]), "reader": reader, "arrays": arrays}
-    write_file(temporary / "manifest.json", json.dumps(manifest, indent=1))
-    if is_remote(folder):
-        return
-    sync_folder(temporary)
-    shutil.rmtree(folder, ignore_errors=True)  # a damaged one of this step, which was passed over
-    temporary.rename(folder)
-    sync_folder(folder.parent)
-
-
-def wait_for(path, seconds=600):
-    """The text of a file that another process writes."""
-    deadline = time.monotonic() + seconds
-    while not path.exists():
-        if time.monotonic() > deadline:
-            raise CheckpointError(f"{path} has not come in {seconds} s: every process must write "
-                                  f"to the same --run_dir, and the first must see it")
-        time.sleep(0.05)
-    return path.read_text()
-
-
-class Checkpoints:
-    """The checkpoints of a run. At most one is being written, in the background if so wished."""
-
-    def __init__(self, run_dir, keep=3, background=True):
-        self.folder = to_path(run_dir) / "checkpoints"
-        self.keep, self.background = keep, background
-        self.writer, self.writing = ThreadPoolExecutor(1), None
-
-    def steps(self):
-        """Steps of the whole checkpoints, rising."""
-        return sorted(int(path.name[5:]) for path in self.folders()
-                      if path.name.startswith("step_")
-                      and (not is_remote(path) or (path / "manifest.json").exists()))
-
-    def folders(self):
-        """What lies there: checkpoints, and what killed saves have left."""
-        found = self.folder.iterdir() if self.folder.exists() else ()
-        return [path for path in found if re.fullmatch(r"(tmp-)?step_\d+", path.name)]
-
-    def path(self, step):
-        return self.folder / f"step_{step:08}"
-
-    def save(self, tree, step, reader=None, best=None):
-        """Start to write a nested dict of arrays; waits for the checkpoint before it.
-
-        best: the step of a checkpoint that stays however old it is.
-        """
-        self.wait()
-        arrays = {name: {"shape": a.shape, "dtype": a.dtype.name}
-                  for name, a in flatten(tree).items()}
-        pieces = own_pieces(tree)
-        if self.background:
-            self.writing = self.writer.submit(self.commit, arrays, list(pieces), step, reader, best)
-        else:
-            self.commit(arrays, pieces, step, reader, best)
-
-    def commit(self, arrays, pieces, step, reader, best=None):
-        try:
-            write_checkpoint(self.path(step), arrays, pieces, step, reader)
-        except OSError as error:  # a full disk, for instance
-            raise CheckpointError(f"{self.path(step)} could not be written ({error})") from error
-        if not is_first():
-            return
-        for old in [s for s in self.steps() if s <= step][: -self.keep]:
-            if old != best:
-                remove(self.path(old))
-
-    def discard_unfinished(self):
-        """Remove what a save that was killed has left; only for the one process that writes."""
-        whole = self.steps()
-        for path in self.folders():
-            if path.name.startswith("tmp-") or int(path.name[5:]) not in whole:
-                remove(path)
-
-    def wait(self):
-        """Return when nothing is being written; an error in the background is raised here."""
-        writing, self.writing = self.writing, None
-        if writing:
-            writing.result()
-
-    def load(self, template, step=None):
-        """The newest whole checkpoint -> (step, tree like `template`), or None if there is none.
-
-        template: nested dict of ShapeDtypeStructs with their layouts; what else a checkpoint holds
-        is left alone. A damaged one is named and the one before it is taken; raises a UserError
-        where all are damaged. step: that checkpoint and no other.
-        """
-        def read(step):
-            return step, together(lambda: read_checkpoint(self.path(step), template),
-                                  CheckpointError)
-
-        steps = from_first(self.steps())
-        if step is not None:
-            if step not in steps:
-                raise UserError(f"{self.folder} has no step {step:,}; it has "
-                                f"{', '.join(map(str, steps)) or 'none'}.")
-            try:
-                return read(step)
-            except CheckpointError as error:
-                raise UserError(f"{error}: name another --step.") from error
-        for step in reversed(steps):
-            try:
-                return read(step)
-            except CheckpointError as error:
-                note(f"{error}; trying the checkpoint before it", always=True)
-        if steps:
-            raise UserError(f"None of the checkpoints in {self.folder} is whole: restore one from "
-                            f"a copy, or move the folder away to begin anew.")
-        return None
-
-
-def remove(folder):
-    """Remove a checkpoint; what is left of it after a kill is none."""
-    if is_remote(folder):
-        (folder / "manifest.json").unlink(missing_ok=True)
-        folder.rmtree()
-    else:
-        shutil.rmtree(folder)
-
-
-def find_checkpoint(source):
-    """A run's directory or a checkpoint -> whether it is a run; refuses what is neither."""
-    if (to_path(source) / "manifest.json").exists():
-        return False
-    if not Checkpoints(source).steps():
-        raise UserError(f"{source} is neither a run with checkpoints nor a checkpoint: name one, "
-                        f"or convert other weights first.")
-    return True
-
-
-def load_from(source, template):
-    """A run's directory, its newest checkpoint, or one checkpoint -> (step, tree like `template`).
-    """
-    if find_checkpoint(source):
-        return Checkpoints(source).load(template)
-    try:
-        source = to_path(source)
-        return together(lambda: (read_manifest(source)["step"], read_checkpoint(source, template)),
-                        CheckpointError)
-    except CheckpointError as error:
-        raise UserError(f"{error}: name another checkpoint.") from error
-
-
-def read_manifest(folder):
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / 'manifest.json'} cannot be read ({error})") from error
-    if manifest.get("format", 0) > FORMAT:
-        raise UserError(f"{folder} has format {manifest['format']} and this version of plain T5 "
-                        f"reads {FORMAT}: use a newer one.")
-    if manifest.get("crc32") != crc32_of([manifest.get("arrays"), manifest.get("reader")]):
-        raise CheckpointError(f"{folder / 'manifest.json'} is damaged")
-    return manifest
-
-
-def read_piece(folder, place, shape, dtype):
-    """One piece as an array over its file, its checksum verified."""
-    path, size = folder / place["file"], math.prod(shape) * dtype.itemsize
-    try:
-        if is_remote(path):
-            with path.open("rb") as file:
-                file.seek(place["offset"])
-                data = file.read(size)
-        else:
-            data = np.memmap(path, np.uint8, "r", place["offset"], (size,)) if size else b""
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is missing or too short ({error})") from error
-    if zlib.crc32(data) != place["crc32"]:
-        raise CheckpointError(f"{path} is damaged at byte {place['offset']}")
-    return np.frombuffer(data, dtype).reshape(shape)
-
-
-def read_part(folder, array, index, verified):
-    """A part of a stored array, which may be a view of its file.
-
-    array: what the manifest says about it; index: a slice for each axis; verified: a dict that
-    keeps the pieces that were read and found whole, or None to keep none.
-    """
-    dtype = np.dtype(array["dtype"])
-    cuts = [cut.indices(size)[:2] for cut, size in zip(index, array["shape"])]
-    out = None
-    for number, place in enumerate(array["pieces"]):
-        inside = [(max(a, b), min(c, d)) for (a, c), (b, d) in zip(cuts, place["bounds"])]
-        if any(a >= b for a, b in inside):
-            continue
-        whole = None if verified is None else verified.get(number)
-        if whole is None:
-            size = [stop - start for start, stop in place["bounds"]]
-            whole = read_piece(folder, place, size, dtype)
-            if verified is not None:
-                verified[number] = whole
-        piece = whole[tuple(
-            slice(a - b, c - b) for (a, c), (b, _) in zip(inside, place["bounds"]))]
-        if piece.shape == tuple(c - a for a, c in cuts):
-            return piece
-        out = np.empty([c - a for a, c in cuts], dtype) if out is None else out
-        out[tuple(slice(a - b, c - b) for (a, c), (b, _) in zip(inside, cuts))] = piece
-    return np.empty([c - a for a, c in cuts], dtype) if out is None else out  # of size 0
-
-
-def read_checkpoint(folder, template):
-    """Read the arrays of `template` (nested dict of ShapeDtypeStructs), in its layouts."""
-    stored = read_manifest(folder)["arrays"]
-
-    def read(name, wanted):
-        if name not in stored:
-            raise UserError(f"{folder} has no array {name}: it is of another model or optimizer, "
-                            f"or holds weights alone, from which --init_from begins a run.")
-        shape, dtype = tuple(stored[name]["shape"]), np.dtype(stored[name]["dtype"])
-        if shape != wanted.shape or dtype != wanted.dtype:
-            raise UserError(f"{folder}: {name} is {dtype}{list(shape)}, the configuration asks for "
-                            f"{wanted.dtype}{list(wanted.shape)}.")
-        verified = {}
-
-        def part(index):  # the slice of the array that one device holds
-            found = read_part(folder, stored[name], index, verified)
-            return found if found.base is None else np.array(found)  # jax may keep the memory
-
-        return jax.make_array_from_callback(shape, wanted.sharding, part)
-
-    arrays = {name: read(name, wanted) for name, wanted in flatten(template).items()}
-    return flax.traverse_util.unflatten_dict(arrays, sep="/")
+# ---- the command ---------------------------------------------------------------------------------
 
 
 def verify(folder):
