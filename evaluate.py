@@ -1,16 +1,22 @@
 """How good a model is: teacher-forced loss, metrics on decoded text, answers chosen by score.
 
+- loss: the loss of held-out rows, each counted once, in nats per real target token.
+- predict: answers are decoded, postprocessed as the task says, and given to its metrics (t5's).
+- rank: of the answers to choose from the likeliest is taken, as T0 is judged.
+- The default is predict where a task has metrics, else loss.
+
     python evaluate.py --run_dir runs/tiny
     python evaluate.py --run_dir RUN --tasks glue_rte_v002,glue_stsb_v002 --mode predict --step all
     python evaluate.py --run_dir RUN --tasks super_glue_copa_v102 --mode rank
 
-The default mode is predict where a task has metrics, loss where it has none. Metrics, predictions
-and scores go to RUN/eval, or to --output DIR.
+Metrics, predictions and scores go to RUN/eval, or to --output DIR. On several machines the same
+command runs on each.
 """
 
 import collections
 import csv
 import functools
+import hashlib
 import importlib.util
 import itertools
 import json
@@ -30,8 +36,10 @@ import data
 import infer
 import model
 import partition
-from configs import UserError
+from configs import UserError, note
 
+METRICS = configs.METRICS  # names -> functions, see below; a recipe file may add its own
+POSTPROCESSORS = {}
 
 # ---- teacher-forced ------------------------------------------------------------------------------
 
@@ -52,15 +60,13 @@ def batch_sums(params, batch, cfg, first_sentinel):
     }
 
 
-def teacher_forced(params, cfg, mesh, split, batches):
-    """Loss over the first batches of a split, each row once -> {metric: nats per token, or 0-1}."""
-    B = cfg.train.batch_size
+def teacher_forced(params, cfg, mesh, dataset, batches):
+    """Loss over the first batches of a held-out Dataset -> {metric: nats per token, or 0-1}."""
+    B, tokenizer, total = cfg.train.batch_size, dataset.tasks[0].tokenizer, None
     rows = partition.local_rows(B, mesh)
-    _, sentinel = data.open_rows(cfg, split)
-    total = None
     for i in range(batches):
-        batch = partition.put_batch(data.make_batch(cfg, split, i, rows), B, mesh)
-        sums = batch_sums(params, batch, cfg, sentinel + 1 - data.SENTINELS)
+        batch = partition.put_batch(dataset.batch(i, rows), B, mesh)
+        sums = batch_sums(params, batch, cfg, tokenizer.size - tokenizer.sentinels)
         total = sums if total is None else jax.tree.map(jnp.add, total, sums)
     total = {name: float(value) for name, value in jax.device_get(total).items()}
     tokens = total["tokens"]
@@ -73,7 +79,64 @@ def teacher_forced(params, cfg, mesh, split, batches):
     }
 
 
-# ---- metrics -------------------------------------------------------------------------------------
+# ---- on decoded text -----------------------------------------------------------------------------
+
+
+def read_examples(cfg, tokenizer, split, choices=None, most=None):
+    """A task's formatted examples with what the model reads of them: [(row, infer.Example)].
+
+    A row begins with the formatted dict. choices(number, example): the rows to score instead.
+    """
+    task = data.find_task(cfg.data.task, cfg)
+    if len(task.objective.features) < 2:
+        raise UserError(f"{cfg.data.task} has no inputs and targets: --mode loss is for it.")
+    bad = data.Complaints(cfg.data.on_error)
+    encode = infer.Encoder(cfg, tokenizer, choices is not None, task)
+    found = itertools.islice(
+        data.read_task(cfg.data.task, split, cfg, bad, tokenizer.size), most)
+    pairs = []
+    for number, (where, example) in enumerate(found):
+        try:
+            rows = choices(number, example) if choices else [(example,)]
+            pairs += [(row, encode(row[0], number)) for row in rows]
+        except ValueError as error:
+            bad(where, str(error))
+    if not pairs:
+        raise UserError(f"{cfg.data.task} has no {split} examples.")
+    if bad.count or encode.cut:
+        note(f"{cfg.data.task}, {split}: {bad.count:,} skipped, {encode.cut:,} texts cut")
+    return pairs
+
+
+def postprocess(task, text, example, is_target):
+    """A target or an answer -> what the task's metrics compare."""
+    how = task.postprocess
+    if callable(how):
+        return how(text, example=example, is_target=is_target)
+    return POSTPROCESSORS[how](task, text, example, is_target) if how else text
+
+
+def predict(params, cfg, mesh, split, tokenizer, most=None):
+    """Metrics on decoded text -> (metrics, a line for each example)."""
+    task = data.find_task(cfg.data.task, cfg)
+    pairs = read_examples(cfg, tokenizer, split, most=most)
+    found = infer.answer(params, cfg, mesh, (example for _, example in pairs))
+    lines, targets, predictions = [], [], []
+    for ((example,), _), (ids, _) in zip(pairs, found):
+        text = tokenizer.decode(ids[0])
+        target = example["targets"]
+        target = target if isinstance(target, str) else tokenizer.decode(target)
+        targets.append(postprocess(task, target, example, True))
+        predictions.append(postprocess(task, text, example, False))
+        lines.append({**example, "target": targets[-1], "output": text,
+                      "prediction": predictions[-1]})
+    metrics = {}
+    for metric in task.metrics or ("accuracy",):
+        metrics |= (METRICS[metric] if isinstance(metric, str) else metric)(targets, predictions)
+    return metrics, lines
+
+
+# ====== below: metrics, postprocessors, tables and curves, the command ============================
 # t5/evaluation/metrics.py: lists of targets and predictions, as the task's postprocessor leaves
 # them -> {name: 0 to 100}.
 
@@ -213,13 +276,91 @@ def exact_match(targets, predictions):
     return {"exact_match": 100 * float(np.mean([all(group) for group in groups.values()]))}
 
 
-METRICS = {
+METRICS |= {
     "bleu": bleu, "rouge": rouge, "accuracy": accuracy, "f1": f1,
     "mean_3class_f1": functools.partial(mean_multiclass_f1, 3),
     "pearson_corrcoef": pearson_corrcoef, "spearman_corrcoef": spearman_corrcoef,
     "matthews_corrcoef": matthews_corrcoef, "squad": squad, "record": record,
     "multirc_f1": multirc_f1, "exact_match": exact_match,
 }
+
+
+# ---- postprocessors ------------------------------------------------------------------------------
+# t5/data/postprocessors.py: (Task, text of a target or an answer, example, is_target) -> what the
+# metrics compare.
+
+
+def label(task, text, example, is_target):
+    """A label's text -> its number, -1 if there is no such label."""
+    return task.choices.index(text) if text in task.choices else -1
+
+
+def number(task, text, example, is_target):
+    try:
+        return float(text)
+    except ValueError:
+        return -1.0
+
+
+def multirc_answer(task, text, example, is_target):
+    """The answer's number, and for a target the question it belongs to."""
+    value = {"value": label(task, text, example, is_target)}
+    return value | {"group": example["idx/question"]} if is_target else value
+
+
+def record_answers(task, text, example, is_target):
+    """All answers of a target, and the query they belong to."""
+    if not is_target:
+        return {"value": text}
+    return {"value": list(example["answers"]),
+            "group": (example["idx/passage"], example["idx/query"])}
+
+
+def all_answers(task, text, example, is_target):
+    return list(example["answers"]) if is_target else text
+
+
+def wsc_answer(task, text, example, is_target):
+    """1 if the answer names the candidate, but for case and determiners, else 0; -1 if empty."""
+    if is_target:
+        return example["label"]
+    determiners = set("a an few her his each every many much my our some that the their these "
+                      "this those which whose your".split())
+
+    def bare(text):
+        return " ".join(w for w in text.strip().lower().split(" ") if w not in determiners)
+
+    answer = bare(text)
+    candidate = bare(example.get("targets_pretokenized", example["targets"]))
+    if not answer:
+        return -1
+    if ("'" in answer) != ("'" in candidate):
+        return 0  # "Bob" is not "Bob's hat"
+    answer, candidate = set(answer.split(" ")), set(candidate.split(" "))
+    return int(answer <= candidate or candidate <= answer)
+
+
+POSTPROCESSORS |= {"label": label, "number": number, "multirc": multirc_answer,
+                   "record": record_answers, "answers": all_answers, "wsc": wsc_answer}
+
+
+def check_metrics(tasks, split):
+    """Refuse a metric that is unknown or whose library is missing, before anything is decoded."""
+    for name, cfg in tasks.items():
+        task = data.find_task(name, cfg)
+        if isinstance(task.postprocess, str) and task.postprocess not in {"", *POSTPROCESSORS}:
+            raise UserError(f"The task {name} asks for the postprocessor {task.postprocess}; there "
+                            f"are {', '.join(POSTPROCESSORS)}, and functions.")
+        for metric in task.metrics:
+            if isinstance(metric, str) and metric not in METRICS:
+                raise UserError(f"The task {name} asks for the metric {metric}"
+                                f"{configs.nearest(metric, METRICS) or '; '}"
+                                f"evaluate.METRICS has {', '.join(METRICS)}.")
+            for library in LIBRARIES.get(metric, ()):
+                needs(library)
+
+
+# ---- chosen by score -----------------------------------------------------------------------------
 
 
 def rank_classification(targets, scores, num_classes=None, normalize=False):
@@ -275,74 +416,6 @@ def curve_areas(positive, scores, weights):
     return {"auc-roc": 100 * float(roc), "auc-pr": 100 * float(steps @ precision)}
 
 
-# ---- a task --------------------------------------------------------------------------------------
-
-
-def loss_of(params, cfg, mesh, split):
-    """Teacher-forced metrics of all examples of a split, each counted once."""
-    if split == "train":
-        raise UserError("--mode loss is for held-out splits: rows of a training split hold several "
-                        "examples and come again; --mode predict reads them one by one.")
-    batches = data.number_of_batches(cfg, split)
-    metrics = teacher_forced(params, cfg, mesh, split, batches)
-    return {**metrics, "perplexity": math.exp(min(metrics["cross_ent_loss"], 700))}, []
-
-
-def check_metrics(tasks, split):
-    """Refuse a metric that is unknown or whose library is missing, before anything is decoded."""
-    for name, cfg in tasks.items():
-        for metric in data.find_source(name, cfg, split)[0].metrics:
-            if metric not in METRICS:
-                raise UserError(f"The task {name} asks for the metric {metric}"
-                                f"{configs.nearest(metric, METRICS) or '; '}"
-                                f"evaluate.METRICS has {', '.join(METRICS)}.")
-            for library in LIBRARIES.get(metric, ()):
-                needs(library)
-
-
-def read_examples(cfg, tokenizer, split, choices=None, most=None):
-    """A task's formatted examples with what the model reads of them: [(row, infer.Example)].
-
-    A row begins with the formatted dict. choices(number, example): the rows to score instead.
-    """
-    task, _ = data.find_source(cfg.data.task, cfg, split)
-    bad = data.Complaints(cfg.data.on_error)
-    encode = infer.Encoder(cfg, tokenizer, choices is not None, task)
-    found = itertools.islice(data.read_task(cfg.data.task, split, cfg, bad), most)
-    pairs = []
-    for number, (where, example) in enumerate(found):
-        rows = choices(number, example) if choices else [(example,)]
-        try:
-            pairs += [(row, encode(row[0], number)) for row in rows]
-        except ValueError as error:
-            bad(where, str(error))
-    if not pairs:
-        raise UserError(f"{cfg.data.task} has no {split} examples.")
-    if bad.count or encode.cut:
-        configs.note(f"{cfg.data.task}, {split}: {bad.count:,} skipped, {encode.cut:,} texts cut")
-    return pairs
-
-
-def predict(params, cfg, mesh, split, tokenizer, most=None):
-    """Metrics on decoded text -> (metrics, a line for each example)."""
-    task, _ = data.find_source(cfg.data.task, cfg, split)
-    pairs = read_examples(cfg, tokenizer, split, most=most)
-    found = infer.answer(params, cfg, mesh, (example for _, example in pairs))
-    lines, targets, predictions = [], [], []
-    for ((example,), _), (ids, _) in zip(pairs, found):
-        text = tokenizer.decode(ids[0])
-        target = example["targets"]
-        target = target if isinstance(target, str) else tokenizer.decode(target)
-        targets.append(task.postprocess(target, example=example, is_target=True))
-        predictions.append(task.postprocess(text, example=example, is_target=False))
-        lines.append({**example, "target": targets[-1], "output": text,
-                      "prediction": predictions[-1]})
-    metrics = {}
-    for name in task.metrics or ("accuracy",):
-        metrics |= METRICS[name](targets, predictions)
-    return metrics, lines
-
-
 def choices_of(task, example):
     """The answers to choose from: of the example, or of the task."""
     choices = example.get("answer_choices", task.choices)
@@ -357,11 +430,16 @@ def rank(params, cfg, mesh, split, tokenizer, normalize=False):
 
     Examples of P3's score_eval tasks are choices already, with idx, is_correct and weight.
     """
-    task, _ = data.find_source(cfg.data.task, cfg, split)
+    task = data.find_task(cfg.data.task, cfg)
 
     def choices(number, example):  # (dict, (example, choice), whether it is right, weight)
         if "is_correct" in example and "idx" in example:
-            index, weight = tuple(map(int, example["idx"])), float(example.get("weight", 1))
+            try:
+                index, weight = tuple(map(int, example["idx"])), float(example.get("weight", 1))
+            except (TypeError, ValueError):
+                index = ()
+            if len(index) != 2:
+                raise ValueError("has an idx or a weight that is no (example, choice), no number")
             return [(example, index, bool(example["is_correct"]), weight)]
         right = str(example["targets"]).strip()
         return [({**example, "targets": choice}, (number, j), choice == right, 1.0)
@@ -371,8 +449,8 @@ def rank(params, cfg, mesh, split, tokenizer, normalize=False):
     if len({index for _, index, *_ in rows}) < len(rows):
         raise UserError(f"{cfg.data.task}, {split}: two choices have the same idx.")
     scores = list(infer.answer(params, cfg, mesh, examples, "score"))
-    targets = [(index, correct, weight, len(one.targets))
-               for (_, index, correct, weight), one in zip(rows, examples)]
+    targets = [(index, correct, weight, len(example.targets))
+               for (_, index, correct, weight), example in zip(rows, examples)]
     counts = collections.Counter(index[0] for index, *_ in targets)
     shared = {tuple(choices_of(task, row[0])) if "is_correct" not in row[0] else None
               for row in rows}
@@ -383,12 +461,25 @@ def rank(params, cfg, mesh, split, tokenizer, normalize=False):
     return rank_classification(targets, scores, fixed, normalize), lines
 
 
+# ---- a task --------------------------------------------------------------------------------------
+
+
+def loss_of(params, cfg, mesh, split, tokenizer):
+    """Teacher-forced metrics of all examples of a split, each counted once -> (metrics, rows)."""
+    if split == "train":
+        raise UserError("--mode loss is for held-out splits: rows of a training split hold several "
+                        "examples and come again; --mode predict reads them one by one.")
+    dataset = data.prepare(cfg, split, tokenizer)
+    metrics = teacher_forced(params, cfg, mesh, dataset, dataset.batches())
+    rows = dataset.tasks[0].corpus.chapters()[-1]
+    return {**metrics, "perplexity": math.exp(min(metrics["cross_ent_loss"], 700))}, rows
+
+
 def evaluate_task(params, cfg, mesh, split, mode, tokenizer, normalize=False):
-    """One task in one mode -> (metrics, lines to keep, examples/s)."""
-    start = time.perf_counter()
+    """A task in a mode -> (metrics, lines to keep, number of examples, examples/s)."""
+    start, lines = time.perf_counter(), []
     if mode == "loss":
-        metrics, lines = loss_of(params, cfg, mesh, split)
-        count = data.open_rows(cfg, split)[0].count
+        metrics, count = loss_of(params, cfg, mesh, split, tokenizer)
     elif mode == "predict":
         metrics, lines = predict(params, cfg, mesh, split, tokenizer)
         count = len(lines)
@@ -398,10 +489,18 @@ def evaluate_task(params, cfg, mesh, split, mode, tokenizer, normalize=False):
     return metrics, lines, count, count / (time.perf_counter() - start)
 
 
+def file_name(name, step):
+    """A task's name as part of a file's, safe and short, and a step."""
+    plain = re.sub(r"[^\w.+-]+", "-", name)
+    if len(plain) > 100:
+        plain = f"{plain[:80]}-{hashlib.sha256(name.encode()).hexdigest()[:10]}"
+    return f"{plain}-{step:08}.jsonl"
+
+
 def write_lines(folder, name, step, lines):
     """What was predicted at a step -> FOLDER/NAME-STEP.jsonl."""
     if lines and partition.is_first():
-        configs.write_file(folder / f"{name.replace('/', '-')}-{step:08}.jsonl",
+        configs.write_file(folder / file_name(name, step),
                            "".join(map(infer.json_line, lines)))
 
 
@@ -430,17 +529,26 @@ def column_of(suite, benchmark, metric):
     return f"super_glue_{task}/{metric}"
 
 
+def read_metrics_lines(path):
+    """metrics.jsonl -> its lines that are whole: flat dicts with a step."""
+    form, found = {"step": int, str: (int, float)}, []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            value = json.loads(line)
+            configs.conform(value, form)
+            found.append(value)
+        except (ValueError, RecursionError):
+            continue  # torn by a kill, or damaged
+    return found
+
+
 def read_metrics(folders, prefix):
     """metrics.jsonl of some folders -> {step: {name behind the prefix: value}}."""
     table = {}
     for folder in folders:
-        path = configs.to_path(folder) / "metrics.jsonl"
-        for line in path.read_text().splitlines() if path.exists() else ():
-            if not line.endswith("}"):
-                continue  # torn by a kill
-            line = json.loads(line)
+        for line in read_metrics_lines(configs.to_path(folder) / "metrics.jsonl"):
             values = {key.removeprefix(prefix): value for key, value in line.items()
-                      if key.startswith(prefix)}
+                      if key.startswith(prefix) and key != "step"}
             table.setdefault(line["step"], {}).update(values)
     return {step: table[step] for step in sorted(table) if table[step]}
 
@@ -450,19 +558,18 @@ def write_csv(path, table):
 
     GLUE's and SuperGLUE's averages are added where all their columns are there.
     """
-    for suite, benchmarks in AVERAGES.items():
-        groups = [[column_of(suite, name, metric) for metric in metrics]
-                  for name, metrics in benchmarks.items()]
+    suites = {suite: [[column_of(suite, name, metric) for metric in metrics]
+                      for name, metrics in benchmarks.items()]
+              for suite, benchmarks in AVERAGES.items()}
+    for suite, groups in suites.items():
         for values in table.values():
             if all(column in values for group in groups for column in group):
                 values[suite] = float(np.mean([np.mean([values[c] for c in g]) for g in groups]))
     columns = sorted({name for values in table.values() for name in values})
-    groups = [group for suite, names in AVERAGES.items() for group in (
-        [column_of(suite, name, metric) for metric in metrics] for name, metrics in names.items())]
     best = {}
     for name in columns:  # where the mean of its benchmark's metrics is best
-        group = next((group for group in groups if name in group and set(group) <= set(columns)),
-                     [name])
+        group = next((group for group in itertools.chain(*suites.values())
+                      if name in group and set(group) <= set(columns)), [name])
         found = [(float(np.mean([values[c] for c in group])), -step) for step, values
                  in table.items() if all(not math.isnan(values.get(c, math.nan)) for c in group)]
         step = -max(found)[1] if found else None
@@ -530,7 +637,7 @@ def main(argv):
         plot=dict(metavar="FILE", help="draw losses, accuracies and the learning rate"))
     check_outputs(args)
     changes = {**changes, **({"data.eval_tasks": args.tasks} if args.tasks else {})}
-    cfg, mesh, tokenizer = infer.open_model(args, changes)
+    cfg, mesh, tokenizer = infer.open_model(args, changes, recipe=True)
     if tokenizer is None:
         raise UserError(f"{args.run_dir} has no vocabulary, so no text can be evaluated: put its "
                         f"spiece.model there.")
@@ -545,14 +652,14 @@ def main(argv):
         except UserError as error:  # damaged, or removed while others were evaluated
             if not several:
                 raise
-            configs.note(f"step {wanted:,} is left out: {error}")
+            note(f"step {wanted:,} is left out: {error}")
             continue
         evaluated = True
-        for name, one in tasks.items():
-            task, _ = data.find_source(name, one, args.split)
+        for name, alone in tasks.items():
+            task = data.find_task(name, alone)
             mode = args.mode or ("predict" if task.metrics else "loss")
             metrics, lines, count, rate = evaluate_task(
-                params, one, mesh, args.split, mode, tokenizer, args.normalize)
+                params, alone, mesh, args.split, mode, tokenizer, args.normalize)
             print(f"{args.run_dir}, step {step:,}, {name}, {args.split}, {mode}: "
                   f"{count:,} {'rows' if mode == 'loss' else 'examples'}, {rate:.4g} a second")
             for metric, value in metrics.items():

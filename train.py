@@ -1,24 +1,31 @@
-"""How a model learns: schedule, optimizer, step, loop.
+"""How a model learns: schedule, optimizers, step, run.
+
+- The rate of a step is a product of named factors, T5X's.
+- An optimizer is an entry of a table: slots declared like parameters, and one function.
+- train_step is a pure function of a TrainState and a Batch, compiled once.
+- run() is the loop: load, step, log, evaluate, save. What it needs to go on is the step alone.
+- A killed run goes on from its last checkpoint as if it had never stopped, by the same command.
 
     python train.py                        the tiny recipe: about two minutes on a CPU
-    python train.py --config small_c4      T5 1.1 small on C4
+    python train.py --config small_c4      T5 1.1 small on C4, on all devices of this machine
 
-Running the same command again goes on where the run stopped.
+On several machines the same command runs on each; see README.
 """
 
 import ctypes
 import dataclasses
 import functools
-import io
 import json
 import math
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Callable, NamedTuple
 
 import flax
 import jax
@@ -26,6 +33,8 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax.serialization import from_state_dict, to_state_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
@@ -37,7 +46,7 @@ import evaluate
 import infer
 import model
 import partition
-from configs import UserError
+from configs import UserError, note
 
 try:
     import tensorboardX
@@ -76,11 +85,25 @@ def learning_rate(step, cfg):
     return jnp.maximum(rate, 1e-8)
 
 
-# ---- Adafactor -----------------------------------------------------------------------------------
-# Shazeer and Stern 2018 (arXiv:1804.04235) with T5X's settings: no momentum, updates scaled by the
-# parameter's own size and clipped at an RMS of 1. Written out because optax's takes 1.6 times as
-# long on a CPU; test_all.py holds the two against each other. Layers are stacked in one array, but
-# every statistic is one layer's own.
+# ---- optimizers ----------------------------------------------------------------------------------
+
+
+class Optimizer(NamedTuple):
+    """slots(table of Params) -> the nested dict of the slots' Params; they begin with what init
+    makes of the parameters, without it with zeros.
+
+    update(table, params, grads, slots, updates so far, rate, TrainConfig) -> (params, slots)
+    """
+
+    slots: Callable
+    update: Callable
+    init: Callable | None = None
+
+
+# Adafactor: Shazeer and Stern 2018 (arXiv:1804.04235) with T5X's settings: no momentum, updates
+# scaled by the parameter's own size and clipped at an RMS of 1. Written out because optax's takes
+# 1.6 times as long on a CPU; test_all.py holds the two against each other. Layers are stacked in
+# one array, but every statistic is one layer's own.
 
 
 def is_factored(p):
@@ -89,23 +112,18 @@ def is_factored(p):
     return len(shape) == 2 and min(shape) >= 128
 
 
-def adafactor_init(table, rules):
-    """Table of Params -> zero slots: {row [..., a], column [..., b]} of a matrix, or {full}."""
-
-    def zeros(shape, axes):
-        return jnp.zeros(shape, out_sharding=partition.spec(axes, rules))
-
+def adafactor_slots(table):
+    """{row [..., a], column [..., b]} of a matrix, or {full}."""
     def slots(p):
         if not is_factored(p):
-            return {"full": zeros(p.shape, p.axes)}
-        return {"row": zeros(p.shape[:-1], p.axes[:-1]),
-                "column": zeros(p.shape[:-2] + p.shape[-1:], p.axes[:-2] + p.axes[-1:])}
+            return {"full": p}
+        return {"row": model.Param(p.shape[:-1], p.axes[:-1]),
+                "column": model.Param(p.shape[:-2] + p.shape[-1:], p.axes[:-2] + p.axes[-1:])}
 
     return jax.tree.map(slots, table, is_leaf=model.is_param)
 
 
-def adafactor_update(table, params, grads, slots, count, rate, weight_decay=0.0):
-    """count: updates done so far -> (params, slots)."""
+def adafactor_update(table, params, grads, slots, count, rate, train):
     beta = 1 - (count + 1.0) ** -0.8
 
     def update(p, w, g, s):
@@ -127,11 +145,15 @@ def adafactor_update(table, params, grads, slots, count, rate, weight_decay=0.0)
             row = s["row"] / s["row"].mean(-1, keepdims=True)
             u = g * lax.rsqrt(row)[..., None] * lax.rsqrt(s["column"])[..., None, :]
         size = jnp.maximum(rms(w), 1e-3)
-        return w * (1 - weight_decay) - rate * size / jnp.maximum(1.0, rms(u)) * u, s
+        return w * (1 - train.weight_decay) - rate * size / jnp.maximum(1.0, rms(u)) * u, s
 
     both = jax.tree.map(update, table, params, grads, slots, is_leaf=model.is_param)
     return tuple(jax.tree.map(lambda _, pair: pair[i], table, both, is_leaf=model.is_param)
                  for i in (0, 1))
+
+
+OPTIMIZERS = configs.OPTIMIZERS  # to which a recipe file may add its own
+OPTIMIZERS["adafactor"] = Optimizer(adafactor_slots, adafactor_update)
 
 
 # ---- state and step ------------------------------------------------------------------------------
@@ -149,11 +171,11 @@ class TrainState:
 def init_state(cfg):
     """Config -> fresh TrainState, in its layout at rest."""
     rules = partition.RULES_AT_REST if cfg.mesh.fsdp else partition.RULES
+    optimizer = OPTIMIZERS[cfg.train.optimizer]
     params = model.init_params(cfg.model, jax.random.key(cfg.train.seed), rules)
-    if cfg.train.optimizer == "adafactor":
-        slots = adafactor_init(model.param_table(cfg.model), rules)
-    else:
-        slots = flax.serialization.to_state_dict(optax.scale_by_adam().init(params))
+    slots = optimizer.init(params) if optimizer.init else jax.tree.map(
+        lambda p: jnp.zeros(p.shape, out_sharding=partition.spec(p.axes, rules)),
+        optimizer.slots(model.param_table(cfg.model)), is_leaf=model.is_param)
     zero = jnp.zeros((), jnp.int32, out_sharding=jax.P())
     return TrainState(zero + cfg.train.start_step, zero, zero, params, slots)
 
@@ -182,24 +204,11 @@ def gradients(cfg, params, batch, key):
         return jax.tree.map(jnp.add, total, (sums, grads)), None
 
     parts = jax.tree.map(lambda a: a.reshape(-1, n, a.shape[1]).swapaxes(0, 1), batch)
-    keys = model.layer_keys(key, n)
+    keys = None if key is None else jax.random.split(key, n)
     first = jax.tree.map(lambda a: a[0], (parts, keys))
     shapes = jax.eval_shape(lambda *part: grad(params, *part), *first)
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, out_sharding=s.sharding), shapes)
     return lax.scan(add, zeros[::-1], (parts, keys))[0]
-
-
-def apply_gradients(cfg, state, grads, rate):
-    """One update of the optimizer -> (params, slots)."""
-    decay = cfg.train.weight_decay
-    if cfg.train.optimizer == "adafactor":
-        return adafactor_update(model.param_table(cfg.model), state.params, grads, state.slots,
-                                state.count, rate, decay)
-    adam = optax.scale_by_adam()
-    slots = flax.serialization.from_state_dict(adam.init(state.params), state.slots)
-    updates, slots = adam.update(grads, slots)
-    params = jax.tree.map(lambda w, u: w - rate * (u + decay * w), state.params, updates)
-    return params, flax.serialization.to_state_dict(slots)
 
 
 def train_step(cfg, state, batch):
@@ -209,7 +218,9 @@ def train_step(cfg, state, batch):
         key = jax.random.fold_in(jax.random.key(cfg.train.seed + 1), state.step)
     sums, grads = gradients(cfg, state.params, batch, key)
     rate = learning_rate(state.step, cfg.train)
-    params, slots = apply_gradients(cfg, state, grads, rate)
+    table, update = model.param_table(cfg.model), OPTIMIZERS[cfg.train.optimizer].update
+    params, slots = update(
+        table, state.params, grads, state.slots, state.count, rate, cfg.train)
     grad_norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums["cross_ent_loss"])
     params, slots = jax.tree.map(lambda new, old: jnp.where(finite, new, old), (params, slots),
@@ -229,6 +240,83 @@ def train_step(cfg, state, batch):
     return TrainState(state.step + 1, state.count + finite, skipped, params, slots), metrics
 
 
+# ---- the run -------------------------------------------------------------------------------------
+
+
+def run(cfg, program, state, start, load, screen, save, stops):
+    """Train from step `start` to train.steps -> (the last step, TrainState).
+
+    program: train_step, compiled; load(step): the Batch that follows this step, on the devices;
+    screen: what shows, logs and evaluates (see Screen); save(step, state): begins a checkpoint;
+    stops(step): whether somebody asks to stop here.
+    """
+    t, loader, step = cfg.train, ThreadPoolExecutor(1), start
+    batch = loader.submit(load, start)
+    for step in range(start + 1, t.steps + 1):
+        ready = screen.wait(batch)
+        if step < t.steps:
+            batch = loader.submit(load, step)
+        state, metrics = program(state, ready)
+        asked = stops(step)
+        logs, evaluates, infers, saves = (
+            every > 0 and (step % every == 0 or step == t.steps)
+            for every in (t.log_every, screen.eval_every, screen.infer_every, t.save_every))
+        if logs:
+            screen.log(step, metrics)
+        if logs or saves:
+            screen.check(step, int(state.skipped))
+        if evaluates:
+            screen.evaluate(step, state.params)
+        if infers:
+            screen.predict(step, state.params)
+        if saves or (asked and t.save_every):
+            save(step, state)
+        if logs or evaluates or infers or saves:
+            screen.restart(step)
+        if asked:
+            break
+    return step, state
+
+
+# ====== below: other optimizers, the screen, the steps of a run, plans, the command ===============
+
+
+def from_optax(make):
+    """(rate, TrainConfig) -> optax.GradientTransformation, as an Optimizer."""
+    def slots(table):
+        blank = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), table,
+                             is_leaf=model.is_param)
+        optimizer, found = make(0.0, configs.TrainConfig()), []
+
+        def declare(a, p=None):
+            known = p is not None and a.shape == p.shape
+            found.append(model.Param(a.shape, p.axes if known else (None,) * len(a.shape)))
+            return len(found) - 1
+
+        numbers = optax.tree_map_params(
+            optimizer, declare, jax.eval_shape(optimizer.init, blank), table,
+            transform_non_params=declare, is_leaf=model.is_param)
+        return jax.tree.map(lambda number: found[number], pruned(numbers))
+
+    def pruned(state):  # without the empty states of transformations that have none
+        return unflatten_dict(flatten_dict(to_state_dict(state)))
+
+    def update(table, params, grads, slots, count, rate, train):
+        optimizer = make(rate, train)
+        state = optimizer.init(params)
+        whole = flatten_dict(to_state_dict(state), keep_empty_nodes=True) | flatten_dict(slots)
+        updates, state = optimizer.update(
+            grads, from_state_dict(state, unflatten_dict(whole)), params)
+        return optax.apply_updates(params, updates), pruned(state)
+
+    return Optimizer(slots, update, lambda params: pruned(
+        make(0.0, configs.TrainConfig()).init(params)))
+
+
+OPTIMIZERS["adamw"] = from_optax(
+    lambda rate, train: optax.adamw(rate, weight_decay=train.weight_decay))
+
+
 # ---- what the screen shows -----------------------------------------------------------------------
 
 
@@ -244,7 +332,7 @@ def describe(cfg, recipe, mesh):
         f"model    {model.describe(cfg)}",
         f"devices  {len(devices)} x {devices[0].device_kind}, mesh {shape}, "
         f"{jnp.dtype(model.compute_dtype(cfg.model)).name}, {batch}",
-        data.describe_rows(cfg.data),
+        data.describe_rows(cfg),
     ]
 
 
@@ -266,104 +354,110 @@ def peak_flops():
     return rate, f"{rate / 1e9:.0f} GFLOP/s, measured in a 1024 x 1024 matrix product"
 
 
-def held_out_passage(params, cfg, mesh):
-    """One held-out row -> lines: with blanks, or its inputs; the truth; what the model wrote."""
-    tokenizer = data.load_vocabulary(cfg.data)
+def held_out_passage(params, cfg, mesh, dataset):
+    """A held-out row -> lines: with blanks, or its inputs; the truth; what the model wrote."""
+    tokenizer = dataset.tasks[0].tokenizer
     rows = mesh.shape["data"]  # a row for each device; the first is shown
-    batch = data.make_batch(cfg, "validation", 0, partition.local_rows(rows, mesh))
+    batch = dataset.batch(0, partition.local_rows(rows, mesh))
     batch = partition.put_batch(batch, rows, mesh)
     written, _ = infer.generate(params, batch.inputs, batch.input_segments, cfg.model,
                                 cfg.data.targets_length)
     inputs, truth, written = (
         np.asarray(a.addressable_data(0))[0]
         for a in (batch.inputs, batch.targets, written[:, 0]))
-    if data.objectives(cfg.data) != {"span_corruption"}:
-        return [f"  {label:8} {tokenizer.decode(ids)}"
-                for label, ids in (("inputs", inputs), ("truth", truth), ("model", written))]
-    truth, written = (infer.split_spans(ids, tokenizer) for ids in (truth, written))
-    return [f"  {label:8} {infer.fill_blanks(inputs, spans, tokenizer)}"
-            for label, spans in (("blanks", {}), ("truth", truth), ("model", written))]
+    if not data.fills_spans(cfg):
+        lines = [f"  {label:8} {tokenizer.decode(ids)}"
+                 for label, ids in (("inputs", inputs), ("truth", truth), ("model", written))]
+    else:
+        truth, written = (infer.split_spans(ids, tokenizer) for ids in (truth, written))
+        lines = [f"  {label:8} {infer.fill_blanks(inputs, spans, tokenizer)}"
+                 for label, spans in (("blanks", {}), ("truth", truth), ("model", written))]
+    return list(map(configs.visible, lines))
 
 
 class MetricsFile:
-    """RUN_DIR/metrics.jsonl, one flat JSON object a line, `step` first.
+    """RUN_DIR/metrics.jsonl, a flat JSON object a line, `step` first; of the first process alone.
 
     What was written after `step` is cut off: a run that was killed and went on leaves the file of
     one that never stopped. Where tensorboardX is installed, the same goes to RUN_DIR/tensorboard.
+    A remote file is kept here and copied there by sync().
     """
 
     def __init__(self, path, step):
-        self.writers = {}  # of event files, one for each group
-        self.file = None
-        if not partition.is_first():
-            return
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        whole = [line for line in lines if line.endswith("}\n")]
-        before = "".join(x for x in whole if json.loads(x)["step"] <= step)
-        configs.write_file(path, before)
-        self.path, self.folder, self.start = path, path.parent / "tensorboard", step
-        self.file = io.StringIO() if configs.is_remote(path) else open(path, "a")
-        if configs.is_remote(path):  # nothing can be appended there: written whole at each save
-            self.file.write(before)
+        self.remote = path if configs.is_remote(path) else None
+        self.start, self.writers = step, {}  # of event files, one for each group
+        self.folder = tensorboardX and not self.remote and path.parent / "tensorboard"
+        lines = evaluate.read_metrics_lines(path)
+        self.path = Path(tempfile.mkdtemp(), "metrics.jsonl") if self.remote else path
+        configs.write_file(self.path, "".join(
+            json.dumps(line) + "\n" for line in lines if line["step"] <= step))
+        self.file = open(self.path, "a")
 
     def write(self, step, **groups):
         """groups: prefix={name: number}."""
-        if not self.file:
-            return
         line = {f"{prefix}/{name}": float(value) for prefix, metrics in groups.items()
                 for name, value in metrics.items()}
         self.file.write(json.dumps({"step": step, **line}) + "\n")
         self.file.flush()
-        for prefix, metrics in groups.items() if tensorboardX and not configs.is_remote(
-                self.path) else ():
+        for prefix, metrics in groups.items() if self.folder else ():
             if prefix not in self.writers:
                 self.writers[prefix] = tensorboardX.SummaryWriter(
                     str(self.folder / prefix), purge_step=self.start + 1)
             for name, value in metrics.items():
                 tag = f"eval/{name}" if prefix.startswith("inference_eval/") else name  # as SeqIO
-                self.writers[prefix].add_scalar(tag, float(value), step)
+                if math.isfinite(value):
+                    self.writers[prefix].add_scalar(tag, float(value), step)
             self.writers[prefix].flush()
 
     def best(self, metric, steps):
-        """Of these steps the one with the best value of a metric, the lowest of a loss, or None."""
-        if not self.file or not metric:
-            return None
-        remote = configs.is_remote(self.path)
-        text = self.file.getvalue() if remote else self.path.read_text()
-        lines = map(json.loads, text.splitlines())
-        found = {line["step"]: line[metric] for line in lines if metric in line}
-        if not found:
-            configs.note(f"--train.keep_best {metric}: metrics.jsonl has no such value so far.")
+        """Of these steps (step, value) with the best of a metric, the lowest of a loss, or None."""
+        found = {line["step"]: line[metric] for line in evaluate.read_metrics_lines(self.path)
+                 if metric in line}
         sign = -1 if metric.endswith(("loss", "perplexity")) else 1
-        found = {step: sign * found[step] for step in steps
-                 if not math.isnan(found.get(step, math.nan))}
-        return max(found, key=found.get, default=None)
+        known = [step for step in steps if not math.isnan(found.get(step, math.nan))]
+        best = max(known, key=lambda step: sign * found[step], default=None)
+        return None if best is None else (best, found[best])
 
     def sync(self):
         """Make sure that what was written survives a power cut."""
-        if self.file and configs.is_remote(self.path):
-            configs.write_file(self.path, self.file.getvalue())
-        elif self.file:
-            os.fsync(self.file.fileno())
+        os.fsync(self.file.fileno())
+        if self.remote:
+            configs.write_file(self.remote, self.path.read_text())
 
 
-class Progress:
-    """The bar, the speed since the last look, and the lines of metrics.jsonl about training.
+class NotFinite(Exception):
+    """Loss or gradients were not finite several times in a row."""
+
+
+class Screen:
+    """What a run shows and records while it goes on: a bar, its speed, metrics.jsonl, evaluations.
 
     Where standard output is no terminal, a plain line every ten seconds takes the bar's place.
+    held_out: {task: (Config, Dataset)}; counts: frequencies of training tokens, for the baseline.
     """
 
-    def __init__(self, cfg, run_dir, start):
-        self.cfg, self.file = cfg, MetricsFile(run_dir / "metrics.jsonl", start)
-        lengths = cfg.data.inputs_length, cfg.data.targets_length
-        self.flops = cfg.train.batch_size * model.train_flops(cfg.model, *lengths)
+    def __init__(self, cfg, mesh, run_dir, start, held_out, counts):
+        self.cfg, self.mesh, self.run_dir, t = cfg, mesh, run_dir, cfg.train
+        self.file = MetricsFile(run_dir / "metrics.jsonl", start) if partition.is_first() else None
+        self.eval_every, self.infer_every = (t.eval_every, t.infer_every) if held_out else (0, 0)
+        self.flops = t.batch_size * model.train_flops(
+            cfg.model, cfg.data.inputs_length, cfg.data.targets_length)
         self.peak, source = peak_flops()
         print(f"peak     {source}", flush=True)
+        self.tasks = []  # (name, Config, Dataset, batches, unigram loss)
+        for name, (alone, dataset) in held_out.items():
+            batches = dataset.batches(t.eval_batches)
+            baseline = data.unigram_loss(counts, [dataset.batch(i) for i in range(batches)],
+                                         dataset.tasks[0].tokenizer)
+            self.tasks.append((name, alone, dataset, batches, baseline))
+            of = f" of {name}" if name != cfg.data.task else ""
+            print(f"unigram  {baseline:.3f} nats per content token of the held-out text{of} "
+                  f"(neither sentinel nor EOS): the number to beat", flush=True)
         self.bar = tqdm(
-            total=cfg.train.steps, initial=start, file=sys.stdout, disable=not sys.stdout.isatty(),
+            total=t.steps, initial=start, file=sys.stdout, disable=not sys.stdout.isatty(),
             dynamic_ncols=True, bar_format="{percentage:3.0f}% {bar:8} {n_fmt}/{total_fmt} "
                                            "[{elapsed}<{remaining}]{postfix}")
-        self.printed, self.warned = 0.0, False
+        self.printed, self.warned, self.began, self.first = 0.0, False, time.perf_counter(), start
         self.restart(start)
 
     def restart(self, step):
@@ -377,8 +471,13 @@ class Progress:
         self.waited += time.perf_counter() - asked
         return result
 
+    def write(self, step, **groups):
+        if self.file:
+            self.file.write(step, **groups)
+
     def log(self, step, metrics):
         """Write and show the metrics of a step and the speed of the steps since the last one."""
+        metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
         seconds, rows = time.perf_counter() - self.clock, self.cfg.train.batch_size
         steps = (step - self.step) / seconds
         timing = {
@@ -387,7 +486,7 @@ class Progress:
             "model_flops_per_second": steps * self.flops,
             "model_flops_fraction": steps * self.flops / self.peak,
             "data_wait_fraction": self.waited / seconds}
-        self.file.write(step, train=metrics, timing=timing)
+        self.write(step, train=metrics, timing=timing)
         if timing["data_wait_fraction"] > 0.05 and seconds > 1 and not self.warned:
             self.warned = True
             self.bar.write(f"warning: {timing['data_wait_fraction']:.0%} of the time up to step "
@@ -396,63 +495,293 @@ class Progress:
         text = (f"loss {metrics['loss']:.3f}  accuracy {metrics['accuracy']:.3f}  "
                 f"rate {metrics['learning_rate']:.1e}  {steps * rows:.4g} examples/s  "
                 f"{steps * self.flops / 1e9:.4g} GFLOP/s ({steps * self.flops / self.peak:.0%})")
+        self.bar.update(step - self.bar.n)
         self.bar.set_postfix_str(f" {text}")
         now = time.perf_counter()
         if self.bar.disable and (now - self.printed > 10 or step == self.cfg.train.steps):
             self.printed = now
-            print(f"step {step:,}/{self.cfg.train.steps:,}  {text}", flush=True)
+            left = (now - self.began) / (step - self.first) * (self.cfg.train.steps - step)
+            print(f"step {step:,}/{self.cfg.train.steps:,}  {text}  "
+                  f"{tqdm.format_interval(left)} left", flush=True)
 
-
-class HeldOut:
-    """Evaluation during training; does nothing where there is nothing to evaluate."""
-
-    def __init__(self, cfg, mesh, progress):
-        self.cfg, self.mesh, self.progress = cfg, mesh, progress
-        every = cfg.train.eval_every, cfg.train.infer_every
-        self.every, self.infer_every = (0, 0) if cfg.data.source == "random:" else every
-        self.tasks = []  # (name, Config, batches, unigram loss)
-        if self.infer_every:
-            evaluate.check_metrics(data.evaluations(cfg), "validation")
-        for name, one in data.evaluations(cfg).items() if self.every or self.infer_every else ():
-            batches = data.number_of_batches(one, "validation")
-            batches = min(batches, cfg.train.eval_batches or batches)
-            baseline = data.unigram_loss(cfg, batches, one)
-            self.tasks.append((name, one, batches, baseline))
-            of = f" of {name}" if name != cfg.data.task else ""
-            print(f"unigram  {baseline:.3f} nats per content token of the held-out text{of} "
-                  f"(neither sentinel nor EOS): the number to beat", flush=True)
+    def check(self, step, skipped):
+        """Raise NotFinite where several updates in a row were skipped."""
+        if skipped < 3:
+            return
+        first, done = step - skipped + 1, step - self.cfg.train.start_step
+        rows = self.cfg.train.batch_size
+        raise NotFinite(
+            f"Loss or gradients of steps {first:,} to {step:,} (rows {(done - skipped) * rows:,} "
+            f"to {done * rows - 1:,} of the run) were not finite; their updates were skipped. "
+            f"Begin another run with a lower --train.learning_rate.")
 
     def evaluate(self, step, params):
-        """Write the metrics of each task's held-out batches, show them and one passage."""
-        for name, cfg, batches, baseline in self.tasks:
-            metrics = evaluate.teacher_forced(params, cfg, self.mesh, "validation", batches)
-            self.progress.file.write(step, **{f"training_eval/{name}": metrics})
+        """Write the metrics of each task's held-out batches, show them and a passage."""
+        for name, cfg, dataset, batches, baseline in self.tasks:
+            metrics = evaluate.teacher_forced(params, cfg, self.mesh, dataset, batches)
+            self.write(step, **{f"training_eval/{name}": metrics})
             content = metrics["content_loss"]
             below = baseline - content
             title = f"{name}: " if len(self.tasks) > 1 else ""
-            self.progress.bar.write(
+            self.bar.write(
                 f"step {step:,}: {title}held-out loss {metrics['loss']:.3f}, accuracy "
                 f"{metrics['accuracy']:.3f}; content {content:.3f} nats per token, "
                 f"{abs(below):.2f} {'under' if below > 0 else 'above'} the unigram baseline")
-        lines = held_out_passage(params, self.tasks[0][1], self.mesh)
-        self.progress.bar.write("\n".join(lines))
+        _, cfg, dataset, *_ = self.tasks[0]
+        self.bar.write("\n".join(held_out_passage(params, cfg, self.mesh, dataset)))
 
-    def predict(self, step, params, run_dir):
+    def predict(self, step, params):
         """The same on decoded text, by each task's metrics; what was predicted goes to eval/."""
         most = self.cfg.train.eval_batches * self.cfg.train.batch_size or None
-        for name, cfg, *_ in self.tasks:
-            if data.objectives(cfg.data) != {"text_to_text"}:
+        for name, cfg, dataset, *_ in self.tasks:
+            if len(dataset.tasks[0].task.objective.features) < 2:
                 continue
-            tokenizer = data.load_vocabulary(cfg.data)
             metrics, lines = evaluate.predict(
-                params, cfg, self.mesh, "validation", tokenizer, most)
-            self.progress.file.write(step, **{f"inference_eval/{name}": metrics})
-            evaluate.write_lines(run_dir / "eval", name, step, lines)
-            self.progress.bar.write(f"step {step:,}: {name}: " + ", ".join(
+                params, cfg, self.mesh, "validation", dataset.tasks[0].tokenizer, most)
+            self.write(step, **{f"inference_eval/{name}": metrics})
+            evaluate.write_lines(self.run_dir / "eval", name, step, lines)
+            self.bar.write(f"step {step:,}: {name}: " + ", ".join(
                 f"{metric} {value:.2f}" for metric, value in metrics.items()))
 
+    def best(self, steps):
+        """By train.keep_best the best of these steps and its value, or None."""
+        metric = self.cfg.train.keep_best
+        return self.file.best(metric, steps) if self.file and metric else None
 
-# ---- a plan for machines one does not have -------------------------------------------------------
+
+# ---- the steps of a run --------------------------------------------------------------------------
+
+
+def lock_run(run_dir, checkpoints):
+    """Take a run directory for this process alone, the first of a run -> the lock."""
+    if not partition.is_first():
+        return None
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if configs.is_remote(run_dir):
+            note(f"{run_dir} cannot be locked: see to it that one run at a time goes on there.")
+            lock = None
+        else:
+            lock = configs.lock(run_dir / ".lock")
+    except BlockingIOError:
+        raise UserError(f"Another process trains in {run_dir}: stop it, or name another --run_dir."
+                        ) from None
+    except OSError as error:
+        raise UserError(f"--run_dir {run_dir} cannot be written ({error.strerror}): name another."
+                        ) from error
+    checkpoints.discard_unfinished()
+    return lock
+
+
+def find_vocabulary(cfg, run_dir, begun, source):
+    """The Tokenizer of a run: its own, that of the run whose weights it starts from, or the one
+    that data.vocab names, which may have to be trained."""
+    if begun or not partition.is_first():
+        return data.load_tokenizer(run_dir / "spiece.model")
+    if not source:
+        return data.prepare_vocabulary(cfg)
+    partition.find_checkpoint(source)  # refuses what is none
+    source, train = configs.to_path(source), cfg.data.vocab.startswith("train:")
+    path = next((folder / "spiece.model" for folder in (source, *source.parents[:2])
+                 if (folder / "spiece.model").exists()), None)
+    if not path and train:
+        raise UserError(f"{source} has no vocabulary, and its weights mean nothing with another: "
+                        f"put the spiece.model that it was trained with there, or name it with "
+                        f"--data.vocab.")
+    tokenizer = data.load_tokenizer(path if path and train else cfg.data.vocab)
+    if path and tokenizer.sha256 != data.load_tokenizer(path).sha256:
+        raise UserError(f"--data.vocab {cfg.data.vocab} is not the vocabulary of {source}: leave "
+                        f"it out.")
+    return tokenizer
+
+
+def open_data(cfg, run_dir, begun, source):
+    """-> (Tokenizer, training Dataset, {task: (Config, Dataset)} of what is evaluated)."""
+    tokenizer, t = find_vocabulary(cfg, run_dir, begun, source), cfg.train
+    dataset, tasks = data.prepare(cfg, "train", tokenizer), {}
+    if t.eval_every or t.infer_every:
+        tasks = data.evaluations(cfg)
+        if t.infer_every:
+            evaluate.check_metrics(tasks, "validation")
+    return tokenizer, dataset, {name: (alone, data.prepare(alone, "validation", tokenizer))
+                                for name, alone in tasks.items()}
+
+
+def record_run(cfg, run_dir, tokenizer, dataset, begun, recipe_file):
+    """Write what the other scripts read of a run: config.json, spiece.model, recipe.py."""
+    if begun:
+        before = configs.read_run(run_dir)[1].get("corpus")
+        if before and before != dataset.digest:
+            note(f"{cfg.data.source} has changed since {run_dir} began: the run goes on with other "
+                 f"data.")
+    else:
+        configs.write_file(run_dir / "spiece.model", tokenizer.serialized)
+    configs.save_run(cfg, run_dir, dataset.digest)
+    if recipe_file and str(recipe_file) != str(run_dir / "recipe.py"):
+        configs.write_file(run_dir / "recipe.py", Path(recipe_file).read_text())
+
+
+def state_template(cfg, mesh):
+    """Config -> TrainState of ShapeDtypeStructs with their layouts; nothing is computed."""
+    def placed(a):  # optax's counters have no layout yet
+        layout = a.sharding.spec if a.sharding else jax.P()
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, layout))
+
+    return jax.tree.map(placed, jax.eval_shape(functools.partial(init_state, cfg)))
+
+
+def batch_template(cfg, mesh, rows):
+    """The same for a batch of so many rows."""
+    layout = NamedSharding(mesh, jax.P("data"))
+    return jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct((rows, a.shape[1]), a.dtype, sharding=layout),
+        data.fill_rows([], np.zeros(0, int), 1, (cfg.data.inputs_length, cfg.data.targets_length)))
+
+
+def compile_and_load(cfg, mesh, checkpoints, source=None):
+    """The compiled training step, and the state it starts from -> (program, TrainState, step).
+
+    The state is the newest checkpoint's or a fresh one, or takes its weights, or all, from
+    `source`, another run or checkpoint. The step compiles in a thread meanwhile.
+    """
+    template = state_template(cfg, mesh)
+    step = jax.jit(functools.partial(train_step, cfg), donate_argnums=0).lower(
+        template, batch_template(cfg, mesh, cfg.train.batch_size))
+    with ThreadPoolExecutor(1) as thread:
+        program = thread.submit(step.compile)
+        wanted, t = to_state_dict(template), cfg.train
+        restored, said = checkpoints.load(wanted), "resumed  {path}"
+        if restored is None and source and t.restore == "all":
+            restored, said = partition.load_from(source, wanted), (
+                f"started  {source}, step {{start:,}}, with its optimizer")
+            if not t.start_step <= restored[0] < t.steps:
+                raise UserError(f"{source} is at step {restored[0]:,}: --train.restore all goes on "
+                                f"from there, so --train.start_step must not be higher, and "
+                                f"--train.steps must be.")
+        if restored:
+            start, arrays = restored
+            print(said.format(path=checkpoints.path(start), start=start), flush=True)
+            return program.result(), from_state_dict(template, arrays), start
+        # hardly optimized: it runs once, and compiles in half the time
+        options = {"xla_backend_optimization_level": "1"} if model.on_cpu() else {}
+        shardings = jax.tree.map(lambda a: a.sharding, template)
+        init = jax.jit(functools.partial(init_state, cfg), out_shardings=shardings)
+        state = init.lower().compile(options)()
+        if source:
+            found, arrays = partition.load_from(source, {"params": wanted["params"]})
+            state = dataclasses.replace(state, params=arrays["params"])
+            print(f"started  {source}, the weights of step {found:,}", flush=True)
+        elif t.start_step:
+            note(f"warning: fresh weights at step {t.start_step:,}: name the run that they should "
+                 f"continue by --init_from.")
+        return program.result(), state, t.start_step
+
+
+def train(cfg, run_dir, recipe, recipe_file=None, source=None):
+    """Train a run from where it stands to train.steps -> exit status."""
+    mesh, t, stop = partition.set_mesh(cfg), cfg.train, threading.Event()
+    learning_rate(0, t)  # refuses an unknown factor before anything is written
+    print("\n".join(describe(cfg, recipe, mesh)), flush=True)
+    checkpoints = partition.Checkpoints(run_dir, t.keep, t.async_save)
+    lock = partition.together(lambda: lock_run(run_dir, checkpoints))
+    begun = bool(partition.from_first(checkpoints.steps()))
+
+    def prepare():
+        opened = open_data(cfg, run_dir, begun, source)
+        if partition.is_first():
+            record_run(cfg, run_dir, *opened[:2], begun, recipe_file)
+        return opened
+
+    if not partition.is_first() and not run_dir.exists():
+        raise UserError(f"--run_dir {run_dir} must be one folder that all processes see.")
+    tokenizer, dataset, held_out = partition.first_then_others(prepare)
+    written = (run_dir / "config.json").read_text()
+    if not partition.all_agree(partition.from_first(written) == written):
+        raise UserError(f"--run_dir {run_dir} must be one folder that all processes see.")
+    if jax.process_count() == 1:
+        signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    try:
+        program, state, start = compile_and_load(cfg, mesh, checkpoints, source)
+        if partition.is_first():
+            configs.write_file(run_dir / "model-info.txt", model_info(cfg, mesh))
+        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+            trim(0)  # glibc keeps what the compiler freed: half a gigabyte at the peak
+        if start >= t.steps:
+            print(f"finished {run_dir} has its {start:,} steps; --train.steps {2 * start} would go "
+                  f"on.")
+            return 0
+        counts = np.bincount(dataset.sample(1 << 20), minlength=cfg.model.vocab_size)
+        screen = Screen(cfg, mesh, run_dir, start, held_out, counts)
+        return go_on(cfg, mesh, run_dir, checkpoints, dataset, screen, program, state, start, stop)
+    finally:
+        for opened in (dataset, *(opened for _, opened in held_out.values())):
+            opened.close()
+        if lock:
+            lock.close()
+
+
+def go_on(cfg, mesh, run_dir, checkpoints, dataset, screen, program, state, start, stop):
+    """The run itself, and what the screen says at its end -> exit status."""
+    t, rows = cfg.train, partition.local_rows(cfg.train.batch_size, mesh)
+    alone = jax.process_count() == 1
+
+    def load(step):
+        return partition.put_batch(dataset.batch(step - t.start_step, rows), t.batch_size, mesh)
+
+    def stops(step):  # by SIGTERM: a save is added, the metrics stay as they were
+        return stop.is_set() if alone else multihost_utils.reached_preemption_sync_point(step)
+
+    def save(step, state):
+        if screen.file:
+            screen.file.sync()
+        checkpoints.wait()  # the one before may be the best
+        best = screen.best([*checkpoints.steps(), step])
+        checkpoints.save(to_state_dict(state), step, best and best[0])
+
+    try:
+        step, state = run(cfg, program, state, start, load, screen, save, stops)
+    except NotFinite as error:
+        checkpoints.wait()
+        note(error)
+        return 1
+    finally:
+        screen.bar.close()
+        if screen.file:
+            screen.file.sync()
+    checkpoints.wait()
+    if step < t.steps:
+        print(f"stopped  at step {step:,}, as asked; " + (
+            "the same command goes on from here." if t.save_every else "nothing was saved."))
+        return 0
+    if best := screen.best(checkpoints.steps()):
+        print(f"best     step {best[0]:,}: {t.keep_best} {best[1]:.4g}")
+    print(f"done     {run_dir}: {step:,} steps.")
+    if t.save_every and screen.eval_every:
+        spans = data.fills_spans(cfg)
+        text = "Return the <extra_id_0> of the list." if spans else "some inputs"
+        print(f"""Next:
+  python infer.py --run_dir {run_dir} "{text}"
+  python evaluate.py --run_dir {run_dir}
+  python train.py --run_dir {run_dir} --train.steps {2 * t.steps}""")
+    return 0
+
+
+# ---- a plan for machines that are not at hand ----------------------------------------------------
+
+
+def model_info(cfg, mesh):
+    """The text of model-info.txt: every parameter and optimizer slot, as T5X writes it."""
+    template, table = state_template(cfg, mesh), model.param_table(cfg.model)
+    slots = OPTIMIZERS[cfg.train.optimizer].slots(table)
+    axes = partition.flatten({"params": table, "slots": slots})
+    arrays = partition.flatten({"params": template.params, "slots": template.slots})
+    lines, total = [], 0
+    for name, a in arrays.items():
+        shape = ", ".join(f"{axis}={size}" for axis, size in zip(axes[name].axes, a.shape))
+        lines.append(f"{name:60} size {math.prod(a.shape):>12,}   shape ({shape})   "
+                     f"partition {tuple(a.sharding.spec)}")
+        total += math.prod(a.shape) * name.startswith("params/")
+    return "\n".join([*lines, f"Total number of parameters: {total:,}", ""])
 
 
 def activation_bytes(cfg, params, batch):
@@ -503,33 +832,6 @@ def out_of_memory(cfg):
             f"then a smaller --train.batch_size.")
 
 
-def model_info(cfg, mesh):
-    """The text of model-info.txt: every parameter and optimizer slot, as T5X writes it."""
-    template = state_template(cfg, mesh)
-    table = {f"params/{name}": p.axes
-             for name, p in partition.flatten(model.param_table(cfg.model)).items()}
-    shorter = {"row": lambda axes: axes[:-1], "column": lambda axes: (*axes[:-2], axes[-1])}
-
-    def axes_of(name):
-        if name in table:
-            return table[name]
-        for path, axes in table.items():  # slots/PATH/row in Adafactor, slots/mu/PATH in Adam
-            path = path.removeprefix("params")
-            if name.endswith(path) or name.rpartition("/")[0].endswith(path):
-                return shorter.get(name.rpartition("/")[2], lambda axes: axes)(axes)
-        return ()
-
-    lines, total = [], 0
-    state = flax.serialization.to_state_dict(template)
-    arrays = partition.flatten({"params": state["params"], "slots": state["slots"]})
-    for name, a in arrays.items():
-        shape = ", ".join(f"{axis}={size}" for axis, size in zip(axes_of(name), a.shape))
-        lines.append(f"{name:60} size {math.prod(a.shape):>12,}   shape ({shape})   "
-                     f"partition {tuple(a.sharding.spec)}")
-        total += math.prod(a.shape) * name.startswith("params/")
-    return "\n".join([*lines, f"Total number of parameters: {total:,}", ""])
-
-
 def plan(cfg, count):
     """Print what a training step would be on `count` devices, which need not be there."""
     if not 1 <= count <= 2048:
@@ -566,220 +868,6 @@ def plan(cfg, count):
               f"{work:>10.4g} s {talk:>9.4g} s")
 
 
-# ---- the run -------------------------------------------------------------------------------------
-
-
-def with_vocabulary_of(source, cfg):
-    """Config, with the vocabulary of the run whose weights it starts from; refuses another."""
-    source = configs.to_path(source)
-    path = next((folder / "spiece.model" for folder in (source, *source.parents[:2])
-                 if (folder / "spiece.model").exists()), None)
-    if not path:
-        configs.note(f"{source} has no vocabulary beside it: see to it that --data.vocab is the "
-                     f"one it was trained with.")
-        return cfg
-    if not cfg.data.vocab.startswith("train:") and (
-            data.load_vocabulary(cfg.data).sha256 != data.load_tokenizer(path).sha256):
-        raise UserError(f"--data.vocab {cfg.data.vocab} is not the vocabulary of {source}: leave "
-                        f"it out.")
-    return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, vocab=str(path)))
-
-
-def open_run(cfg, run_dir, checkpoints, recipe_file=None, source=None):
-    """Lock a run directory, prepare its data, write what other scripts read -> (Config, lock).
-
-    The Config that comes back takes its vocabulary from the run directory. recipe_file: path of the
-    user's recipe, which is copied there. source: the run or checkpoint that a new run starts from.
-    """
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        remote = configs.is_remote(run_dir)
-        lock = configs.lock(run_dir / ".lock") if partition.is_first() and not remote else None
-    except BlockingIOError:
-        raise UserError(f"Another process trains in {run_dir}: stop it, or name another --run_dir."
-                        ) from None
-    except OSError as error:
-        raise UserError(f"--run_dir {run_dir} cannot be written ({error.strerror}): name another."
-                        ) from error
-    if partition.is_first():
-        checkpoints.discard_unfinished()
-    elif not (run_dir / "config.json").exists():
-        raise UserError(f"--run_dir {run_dir} must be one folder that all processes see.")
-    if remote:
-        configs.note(f"{run_dir} cannot be locked: see to it that one run at a time goes on there.")
-    vocabulary = run_dir / "spiece.model"
-    named = cfg  # what config.json keeps
-    if source and not checkpoints.steps():
-        partition.find_checkpoint(source)  # refuses what is none
-        cfg = with_vocabulary_of(source, cfg)
-    run_cfg = data.with_vocabulary(cfg, run_dir)
-    if cfg.data.source != "random:" and not checkpoints.steps() and partition.is_first():
-        data.open_rows(cfg, "train")  # refuses what does not fit before anything is written
-        configs.write_file(vocabulary, data.load_vocabulary(cfg.data).serialized)
-    digest = data.open_rows(run_cfg, "train")[0].digest
-    if cfg.train.eval_every and cfg.data.source != "random:":
-        data.evaluations(run_cfg)
-    if not partition.is_first():
-        return run_cfg, lock
-    if checkpoints.steps():
-        before = json.loads((run_dir / "config.json").read_text()).get("corpus")
-        if before and before != digest:
-            configs.note(f"{cfg.data.source} has changed since {run_dir} began: the run goes on "
-                         f"with other data.")
-    configs.save_run(named, run_dir, digest)
-    if recipe_file and str(recipe_file) != str(run_dir / "recipe.py"):
-        configs.write_file(run_dir / "recipe.py", Path(recipe_file).read_text())
-    return run_cfg, lock
-
-
-def state_template(cfg, mesh):
-    """Config -> TrainState of ShapeDtypeStructs with their layouts; nothing is computed."""
-    def placed(a):  # optax's counters have no layout yet
-        layout = a.sharding.spec if a.sharding else jax.P()
-        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, layout))
-
-    return jax.tree.map(placed, jax.eval_shape(functools.partial(init_state, cfg)))
-
-
-def batch_template(cfg, mesh, rows):
-    """The same for a batch of so many rows."""
-    layout = NamedSharding(mesh, jax.P("data"))
-    return jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct((rows, a.shape[1]), a.dtype, sharding=layout),
-        data.empty_batch(cfg.data, 1))
-
-
-def compile_and_load(cfg, mesh, checkpoints, source=None):
-    """The compiled training step, and the state it starts from -> (program, TrainState, step).
-
-    The state is the newest checkpoint's or a fresh one, or takes its weights, or all, from
-    `source`, another run or checkpoint. The step compiles in a thread meanwhile.
-    """
-    template = state_template(cfg, mesh)
-    step = jax.jit(functools.partial(train_step, cfg), donate_argnums=0).lower(
-        template, batch_template(cfg, mesh, cfg.train.batch_size))
-    with ThreadPoolExecutor(1) as thread:
-        program = thread.submit(step.compile)
-        wanted = flax.serialization.to_state_dict(template)
-        restored = checkpoints.load(wanted)
-        if restored is None and source and cfg.train.restore == "all":
-            start, arrays = partition.load_from(source, wanted)
-            if not cfg.train.start_step <= start < cfg.train.steps:
-                raise UserError(f"{source} is at step {start:,}: --train.restore all goes on from "
-                                f"there, so --train.start_step must not be higher, and "
-                                f"--train.steps must be.")
-            print(f"started  {source}, step {start:,}, with its optimizer", flush=True)
-            return program.result(), flax.serialization.from_state_dict(template, arrays), start
-        if restored is None:
-            # hardly optimized: it runs once, and compiles in half the time
-            options = {"xla_backend_optimization_level": "1"}
-            shardings = jax.tree.map(lambda a: a.sharding, template)
-            init = jax.jit(functools.partial(init_state, cfg), out_shardings=shardings)
-            state = init.lower().compile(options)()
-            if source:
-                found, arrays = partition.load_from(source, {"params": wanted["params"]})
-                state = dataclasses.replace(state, params=arrays["params"])
-                print(f"started  {source}, the weights of step {found:,}", flush=True)
-            elif cfg.train.start_step:
-                configs.note(f"warning: fresh weights at step {cfg.train.start_step:,}: name the "
-                             f"run that they should continue by --init_from.")
-            return program.result(), state, cfg.train.start_step
-        start, arrays = restored
-        if reader := partition.read_manifest(checkpoints.path(start))["reader"]:
-            data.seek_stream(cfg, reader)
-        print(f"resumed  {checkpoints.path(start)}", flush=True)
-        return program.result(), flax.serialization.from_state_dict(template, arrays), start
-
-
-def train(cfg, run_dir, recipe, recipe_file=None, source=None):
-    """Train a run from where it stands to train.steps -> exit status."""
-    mesh = partition.set_mesh(cfg)
-    learning_rate(0, cfg.train)  # refuses an unknown factor before anything is written
-    print("\n".join(describe(cfg, recipe, mesh)), flush=True)
-    t, stop = cfg.train, threading.Event()
-    checkpoints = partition.Checkpoints(run_dir, t.keep, t.async_save)
-    cfg, lock = partition.first_then_others(
-        functools.partial(open_run, cfg, run_dir, checkpoints, recipe_file, source))
-    written = (run_dir / "config.json").read_text()
-    if not partition.all_agree(partition.from_first(written) == written):
-        raise UserError(f"--run_dir {run_dir} must be one folder that all processes see.")
-    if jax.process_count() == 1:
-        signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    rows = partition.local_rows(t.batch_size, mesh)
-
-    def load(step):
-        batch = data.make_batch(cfg, "train", step - t.start_step, rows)
-        return partition.put_batch(batch, t.batch_size, mesh)
-
-    program, state, start = compile_and_load(cfg, mesh, checkpoints, source)
-    if partition.is_first():
-        configs.write_file(run_dir / "model-info.txt", model_info(cfg, mesh))
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-        trim(0)  # glibc keeps what the compiler freed: half a gigabyte at the peak
-    if start >= t.steps:
-        print(f"finished {run_dir} has its {start:,} steps; --train.steps {2 * start} would go on.")
-        return 0
-    progress = Progress(cfg, run_dir, start)
-    held_out = HeldOut(cfg, mesh, progress)
-    loader = ThreadPoolExecutor(1)
-    batch = loader.submit(load, start)
-    progress.restart(start)
-    for step in range(start + 1, t.steps + 1):
-        ready = progress.wait(batch)
-        batch = loader.submit(load, step)
-        state, metrics = program(state, ready)
-        progress.bar.update()
-        # by SIGTERM: a save is added, the metrics stay as they were
-        stopping = stop.is_set() if jax.process_count() == 1 else (
-            multihost_utils.reached_preemption_sync_point(step))  # where all processes stop
-        logs, evaluates, infers, saves = (
-            every > 0 and (step % every == 0 or step == t.steps)
-            for every in (t.log_every, held_out.every, held_out.infer_every, t.save_every))
-        if logs:
-            progress.log(step, {name: float(x) for name, x in jax.device_get(metrics).items()})
-        if (logs or saves) and (skipped := int(state.skipped)) >= 3:
-            checkpoints.wait()
-            progress.file.sync()
-            first, done = step - skipped + 1, step - t.start_step
-            configs.note(f"Loss or gradients of steps {first:,} to {step:,} (rows "
-                         f"{(done - skipped) * t.batch_size:,} to "
-                         f"{done * t.batch_size - 1:,} of the "
-                         f"run) were not finite; their updates were skipped. Begin another run "
-                         f"with a lower --train.learning_rate.")
-            return 1
-        if evaluates:
-            held_out.evaluate(step, state.params)
-        if infers:
-            held_out.predict(step, state.params, run_dir)
-        if saves or (stopping and t.save_every):
-            progress.file.sync()
-            batch.result()  # the reader stands still
-            reader = data.stream_state(cfg, step - t.start_step)
-            checkpoints.wait()  # the one before may be the best
-            best = progress.file.best(t.keep_best, [*checkpoints.steps(), step])
-            checkpoints.save(flax.serialization.to_state_dict(state), step, reader, best)
-        if logs or evaluates or infers or saves:
-            progress.restart(step)
-        if stopping:
-            break
-    progress.bar.close()
-    progress.file.sync()
-    checkpoints.wait()
-    if step < t.steps:
-        print(f"stopped  at step {step:,}, as asked; " + (
-            "the same command goes on from here." if t.save_every else "nothing was saved."))
-        return 0
-    print(f"done     {run_dir}: {step:,} steps.")
-    if t.save_every and held_out.every:
-        spans = data.objectives(cfg.data) == {"span_corruption"}
-        text = "Return the <extra_id_0> of the list." if spans else "some inputs"
-        print(f"""Next:
-  python infer.py --run_dir {run_dir} "{text}"
-  python evaluate.py --run_dir {run_dir}
-  python train.py --run_dir {run_dir} --train.steps {2 * t.steps}""")
-    return 0
-
-
 def main(argv):
     args, changes = configs.parse_args(
         __doc__, argv, init_from=dict(metavar="RUN", help="a run or a checkpoint whose weights a "
@@ -793,16 +881,16 @@ def main(argv):
     try:
         return train(cfg, configs.to_path(run_dir), recipe, recipe_file, args.init_from)
     except partition.CheckpointError as error:
-        configs.note(f"{error}: training stopped. The checkpoint before it is whole; make room and "
-                     f"run the same command again.", always=True)
+        note(f"{error}: training stopped. The checkpoint before it is whole; make room and run the "
+             f"same command again.", always=True)
         return 1
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" in str(error):
-            configs.note(out_of_memory(cfg), always=True)
+            note(out_of_memory(cfg), always=True)
         elif jax.process_count() > 1:
-            configs.note(f"Another process of this run has ended or cannot be reached "
-                         f"({str(error).splitlines()[0]}). Run the same command again everywhere: "
-                         f"it goes on from the last checkpoint.", always=True)
+            note(f"Another process of this run has ended or cannot be reached "
+                 f"({str(error).splitlines()[0]}). Run the same command again everywhere: it goes "
+                 f"on from the last checkpoint.", always=True)
         else:
             raise
         return 1
