@@ -13,9 +13,11 @@ One machine or many, the recipe is the same: sections mesh and distributed belon
 """
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import fcntl
+import functools
 import importlib.util
 import inspect
 import json
@@ -359,6 +361,7 @@ def nearest(word, known):
     return f"; did you mean {close[0]}?" if close else ""
 
 
+@functools.cache
 def help_of(section):
     """{field: the comment beside it} of a section's dataclass."""
     source = inspect.getsource(type(section))
@@ -483,11 +486,13 @@ def resolve(args, changes, recipe=False):
 
     recipe: whether the run's own recipe file is needed, for its tasks.
     """
-    if args.run_dir and args.config:
+    if args.run_dir and args.config and not args.config.endswith(".py"):
         raise UserError("--run_dir names a run, and that has its own configuration: leave out "
-                        "--config.")
+                        "--config, unless it names the recipe file to run for its tables.")
     cfg = load_run(args.run_dir) if args.run_dir else load_recipe(args.config or "tiny")
-    if args.run_dir and recipe:
+    if args.run_dir and args.config:
+        load_recipe(args.config)
+    elif args.run_dir and recipe:
         load_run_recipe(args.run_dir)
     cfg = override(cfg, changes)
     check(cfg)
@@ -613,11 +618,15 @@ def check(cfg):
             ("model.activation", cfg.model.activation.removeprefix("gated_"), ACTIVATIONS),
             ("train.optimizer", cfg.train.optimizer, OPTIMIZERS)):
         if table and value not in table:  # empty in commands that need none
-            raise UserError(f"--{name} {value} is unknown{nearest(value, table) or '; '}there are "
-                            f"{', '.join(table)}, and a recipe may define others.")
+            raise UserError(f"--{name} {value} is unknown{nearest(value, table)}; there are "
+                            f"{', '.join(table)}, and a recipe file that you trust may define "
+                            f"others: --config RUN/recipe.py runs it.")
     if cfg.model.relative_max_distance <= cfg.model.relative_buckets // 2:
         raise UserError(f"--model.relative_max_distance must be above half of the "
                         f"{cfg.model.relative_buckets} --model.relative_buckets.")
+    check_memory({"the rows of a step": 16 * cfg.train.batch_size * (
+        cfg.data.inputs_length + cfg.data.targets_length)}, machine_memory(),
+        "--train.batch_size, --data.inputs_length or --data.targets_length")
     if cfg.train.batch_size % cfg.train.microbatches:
         raise UserError(f"--train.microbatches {cfg.train.microbatches} does not divide "
                         f"the {cfg.train.batch_size} rows of --train.batch_size: change one of "
@@ -636,6 +645,25 @@ def check(cfg):
     if not samples and d.num_return > max(1, d.beams):
         raise UserError(f"--decode.num_return {d.num_return} asks for as many --decode.beams, or "
                         f"for sampling (--decode.temperature 1).")
+
+
+def machine_memory():
+    """Bytes of memory that this machine, or this container, has."""
+    bounds = [math.inf]
+    with contextlib.suppress(OSError, ValueError):  # "max", or not Linux
+        bounds.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    with contextlib.suppress(OSError, ValueError):
+        bounds.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return min(bounds)
+
+
+def check_memory(parts, there, levers):
+    """Refuse what needs more bytes at once than are there. parts: {what: bytes}."""
+    total = sum(parts.values())
+    if total > there:
+        held = ", ".join(f"{name} {size / 1e9:,.3g}" for name, size in parts.items() if size)
+        raise UserError(f"This holds at least {total / 1e9:,.3g} GB at once ({held}), and there "
+                        f"are {there / 1e9:,.3g}: lower {levers}.")
 
 
 def parse_shard(text):
@@ -733,7 +761,8 @@ def run_command(main):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     except OSError as error:
-        note(f"{script}: {error}", always=True)
+        note(f"{script}: {error.filename or 'a file'} cannot be read or written "
+             f"({error.strerror or error}): see to it, or name another.", always=True)
         status = 1
     except KeyboardInterrupt:
         note("interrupted")

@@ -470,6 +470,9 @@ def loss_of(params, cfg, mesh, split, tokenizer):
         raise UserError("--mode loss is for held-out splits: rows of a training split hold several "
                         "examples and come again; --mode predict reads them one by one.")
     dataset = data.prepare(cfg, split, tokenizer)
+    partition.check_memory(model.least_bytes(
+        cfg.model, cfg.train.batch_size, cfg.data.inputs_length, cfg.data.targets_length),
+        "--train.batch_size, --data.inputs_length or --data.targets_length")
     metrics = teacher_forced(params, cfg, mesh, dataset, dataset.batches())
     rows = dataset.tasks[0].corpus.chapters()[-1]
     return {**metrics, "perplexity": math.exp(min(metrics["cross_ent_loss"], 700))}, rows

@@ -296,8 +296,8 @@ class Example(NamedTuple):
 
 
 def bucket(length):
-    """The next power of two: few lengths, so that few programs are compiled."""
-    return max(16, 1 << (length - 1).bit_length())
+    """The next power of two, or of 512: few lengths, so that few programs are compiled."""
+    return max(16, 1 << (length - 1).bit_length()) if length <= 512 else -(-length // 512) * 512
 
 
 def padded(sequences, rows, length):
@@ -313,16 +313,21 @@ def answer(params, cfg, mesh, examples, mode="predict"):
     answers: lists of ids without EOS, best first.
 
     What an example gets does not depend on the others: they are sorted by length in windows only to
-    be padded less.
+    be padded less. Inputs longer than data.inputs_length come fewer at a time.
     """
-    B = -(-cfg.decode.batch_size // mesh.shape["data"]) * mesh.shape["data"]
+    most, devices = cfg.decode.batch_size, mesh.shape["data"]
     examples = enumerate(examples)
-    while window := list(itertools.islice(examples, 16 * B)):
+    while window := list(itertools.islice(examples, 16 * most)):
         window.sort(key=lambda item: (len(item[1].inputs), len(item[1].targets)))
         results = {}
-        for start in range(0, len(window), B):
-            numbers, group = zip(*window[start : start + B])
-            results |= zip(numbers, answer_batch(params, cfg, mesh, group, mode, B))
+        while window:
+            longest = max(bucket(len(window[-1][1].inputs)), cfg.data.inputs_length)
+            rows = max(1, most * cfg.data.inputs_length // longest)
+            numbers, group = zip(*window[-rows:])
+            del window[-rows:]
+            rows = min(rows, 1 << (len(group) - 1).bit_length())  # a single text is a single row
+            results |= zip(numbers, answer_batch(
+                params, cfg, mesh, group, mode, -(-rows // devices) * devices))
         yield from (results[number] for number in sorted(results))
 
 
@@ -336,6 +341,12 @@ def answer_batch(params, cfg, mesh, group, mode, B):
         [len(ids) for ids in ids_of] + [0] * (B - len(group)))[:, None]
         for side, ids_of in ((inputs, [x.inputs for x in group]),
                              (targets, [x.targets for x in group]))]
+    length, beams = cfg.decode.max_len or cfg.data.targets_length, max(
+        1, cfg.decode.beams, cfg.decode.num_return)
+    partition.check_memory(model.least_bytes(
+        cfg.model, B, inputs.shape[1], *([targets.shape[1]] if mode == "score" else
+                                         [length, 1, beams])),
+        "--decode.batch_size, --decode.beams, --decode.max_len or the length of the inputs")
     batch = data.complete_batch(inputs, targets, *real)
     batch = partition.put_batch(jax.tree.map(lambda a: a[local], batch), B, mesh)
     if mode == "score":
@@ -345,7 +356,6 @@ def answer_batch(params, cfg, mesh, group, mode, B):
     if any(one.prefix for one in group):
         longest = bucket(max(len(one.prefix) for one in group))
         prefix = padded([one.prefix for one in group], B, longest)
-    length = cfg.decode.max_len or cfg.data.targets_length
     rows, prefix = partition.put_batch((rows[local], None if prefix is None else
                                         prefix[local][:, :length]), B, mesh)
     ids, scores = map(fetch, generate(

@@ -473,6 +473,22 @@ def train_flops(cfg, S, T):
     return 3 * 2 * forward
 
 
+def least_bytes(cfg, rows, S, T, copies=1, beams=0):
+    """ModelConfig -> {what: bytes} that rows of S inputs and T targets hold at the very least.
+
+    copies: of the parameters, in float32. beams: of a cached decoding; 0 is a whole forward pass.
+    """
+    size, A = jnp.dtype(compute_dtype(cfg)).itemsize, cfg.num_heads * cfg.d_kv
+    lengths = S * S, *([] if beams else [S * T, T * T])
+    return {
+        "parameters": 4 * copies * count_params(param_table(cfg)),
+        "attention scores of a layer": size * rows * cfg.num_heads * max(lengths),
+        "a layer's activations": size * rows * S * max(cfg.d_ff, cfg.d_model),
+        "cached keys and values": 2 * size * rows * cfg.num_decoder_layers * A * (S + beams * T)
+        if beams else 0,
+        "logits": 4 * rows * (beams or T) * cfg.vocab_size}
+
+
 def describe(cfg):
     """Config -> one line: how many parameters, and where, and what an example costs."""
     table, lengths = param_table(cfg.model), (cfg.data.inputs_length, cfg.data.targets_length)

@@ -21,6 +21,7 @@ import shutil
 import struct
 import sys
 import tempfile
+import threading
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -111,12 +112,17 @@ def start_jax(cfg):
     d = cfg.distributed
     if d.process == 0:
         note(f"waiting for {d.processes} processes to meet at {d.coordinator}")
+    alone = threading.Timer(d.timeout, stay_alone, [d.timeout])  # JAX itself would abort
+    alone.start()
     try:
-        jax.distributed.initialize(d.coordinator or None, d.processes, d.process,
-                                   heartbeat_timeout_seconds=d.timeout)
+        jax.distributed.initialize(
+            d.coordinator or None, d.processes, d.process, initialization_timeout=d.timeout + 60,
+            heartbeat_timeout_seconds=d.timeout)
     except ValueError:  # nothing was named, and no cluster (Cloud TPU, SLURM, ...) was found
         if d.coordinator:
             raise
+    finally:
+        alone.cancel()
     if jax.process_count() > 1:
         configs.alone = False
         if not is_first():
@@ -534,6 +540,23 @@ CHIPS = {  # names as in jax's device_kind; a device of v3 is half a chip
     "TPU v5 lite": Chip(197, 16, 100), "TPU v5": Chip(459, 95, 300),
     "TPU v6 lite": Chip(918, 32, 224),
 }
+
+
+def stay_alone(seconds):
+    """The end of a process whose partners did not come."""
+    note(f"The processes did not meet within {seconds} s: start the same command on all machines, "
+         f"or raise --distributed.timeout.", always=True)
+    os._exit(2)
+
+
+def check_memory(parts, levers):
+    """Refuse what all devices together cannot hold. parts: {what: bytes}."""
+    device = jax.local_devices()[0]
+    if device.platform == "cpu":  # CPU devices share what the machine has
+        there = configs.machine_memory() * jax.process_count()
+    else:
+        there = (device.memory_stats() or {}).get("bytes_limit", math.inf) * jax.device_count()
+    configs.check_memory(parts, there, f"{levers}, or take more devices")
 
 
 def bytes_on_device(tree):

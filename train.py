@@ -551,6 +551,9 @@ class Screen:
 
 # ---- the steps of a run --------------------------------------------------------------------------
 
+LEVERS = ("--train.batch_size, --data.inputs_length, --data.targets_length or the model's sizes, "
+          "raise --train.microbatches, add --model.remat full")
+
 
 def lock_run(run_dir, checkpoints):
     """Take a run directory for this process alone, the first of a run -> the lock."""
@@ -647,8 +650,16 @@ def compile_and_load(cfg, mesh, checkpoints, source=None):
     template = state_template(cfg, mesh)
     step = jax.jit(functools.partial(train_step, cfg), donate_argnums=0).lower(
         template, batch_template(cfg, mesh, cfg.train.batch_size))
+    def compiled():
+        program = step.compile()
+        if sizes := program.memory_analysis():
+            held = {"weights and optimizer": sizes.argument_size_in_bytes,
+                    "a step": sizes.temp_size_in_bytes}
+            partition.check_memory({k: mesh.size * v for k, v in held.items()}, LEVERS)
+        return program
+
     with ThreadPoolExecutor(1) as thread:
-        program = thread.submit(step.compile)
+        program = thread.submit(compiled)
         wanted, t = to_state_dict(template), cfg.train
         restored, said = checkpoints.load(wanted), "resumed  {path}"
         if restored is None and source and t.restore == "all":
@@ -681,6 +692,9 @@ def train(cfg, run_dir, recipe, recipe_file=None, source=None):
     """Train a run from where it stands to train.steps -> exit status."""
     mesh, t, stop = partition.set_mesh(cfg), cfg.train, threading.Event()
     learning_rate(0, t)  # refuses an unknown factor before anything is written
+    partition.check_memory(model.least_bytes(
+        cfg.model, t.batch_size // t.microbatches, cfg.data.inputs_length,
+        cfg.data.targets_length, copies=2), LEVERS)
     print("\n".join(describe(cfg, recipe, mesh)), flush=True)
     checkpoints = partition.Checkpoints(run_dir, t.keep, t.async_save)
     lock = partition.together(lambda: lock_run(run_dir, checkpoints))
