@@ -22,6 +22,7 @@ import os
 import re
 import shutil
 import time
+import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Callable, NamedTuple
@@ -271,6 +272,10 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5", ignored=()):
     bytes_of = vocabulary is not None and vocabulary.startswith(b"bytes")
     data = DataConfig(source="python:", vocab="bytes" if bytes_of else "spiece.model")
     run = Config(name, cfg, data, TrainConfig(steps=max(step, 1)))
+    try:
+        configs.check(run)
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from error
     shapes = {name: shape for name, (shape, _, _) in found.items()}
     return Weights(run, step, shapes, read, vocabulary)
 
@@ -282,7 +287,8 @@ def find_vocabulary(folders, cfg):
     if not path:
         return b"bytes:0\n" if cfg.vocab_size == 384 else None
     vocabulary = path.read_bytes()
-    pieces = 0 if vocabulary.startswith(b"bytes") else len(pieces_of(vocabulary, path).pieces)
+    spelled = vocabulary[:4] in (b"byte", b"ids:")  # a run's, without pieces
+    pieces = 0 if spelled else len(pieces_of(vocabulary, path).pieces)
     if pieces > cfg.vocab_size:
         raise UserError(f"{path} has {pieces:,} pieces and the model {cfg.vocab_size:,} "
                         f"embeddings: it is of another model.")
@@ -294,6 +300,7 @@ def pieces_of(vocabulary, path="spiece.model"):
     proto = sentencepiece_model_pb2.ModelProto()
     try:
         proto.ParseFromString(vocabulary)
+        proto.pieces[0]
     except Exception as error:  # protobuf's DecodeError, whose place differs between versions
         raise UserError(f"{path} is not a SentencePiece model: fetch it again.") from error
     return proto
@@ -361,9 +368,18 @@ def read_pickle(files, allowed):
                    lambda name: tensors[name].float().numpy())
 
 
+WHOLE, NUMBER = (int, types.NoneType), (int, float)
+HF_CONFIG = {  # what config.json may say of what is asked here
+    "model_type?": str, "feed_forward_proj?": str, "tie_word_embeddings?": bool,
+    "scale_decoder_outputs?": bool, "dropout_rate?": NUMBER, "layer_norm_epsilon?": NUMBER,
+    "relative_attention_num_buckets?": WHOLE, "relative_attention_max_distance?": int,
+    **{f"{name}?": WHOLE for name in ("vocab_size", "d_model", "d_ff", "d_kv", "num_heads",
+                                      "num_layers", "num_decoder_layers")}}
+
+
 def open_hf(folder, allow_pickle=False):
     """Hugging Face directory -> Weights."""
-    config = configs.read_json(folder / "config.json", dict)
+    config = configs.read_json(folder / "config.json", HF_CONFIG)
     if (kind := config.get("model_type", "t5")) not in ("t5", "mt5"):
         raise UserError(f"{folder} holds a model of type {kind}: plain T5 converts t5 and mt5.")
     form, promised = HF, set()
@@ -668,8 +684,30 @@ def steps_in(folder):
             **{step: runs.path(step) for step in runs.steps()}}
 
 
+@contextlib.contextmanager
+def naming(source):
+    """What a reader stumbles over in a file of another library is a sentence that names it."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, MemoryError,
+            RecursionError) as error:
+        raise UserError(f"{source} is damaged, or not what its name says ({type(error).__name__}: "
+                        f"{str(error):.100}): fetch it again.") from error
+
+
 def open_any(source, step=None, allow_pickle=False):
     """Path of anything -> Weights; what it is is seen by the files that lie there."""
+    with naming(source):
+        weights = reader_of(source, step, allow_pickle)
+
+    def read(name, layer):
+        with naming(source):
+            return weights.read(name, layer)
+
+    return weights._replace(read=read)
+
+
+def reader_of(source, step, allow_pickle):
     path = Path(source)
     if step is not None and not steps_in(path):
         raise UserError(f"{source} holds one set of weights: leave out --step.")
@@ -685,7 +723,7 @@ def open_any(source, step=None, allow_pickle=False):
         if (folder / "_METADATA").exists():
             return open_google(path, read_orbax(folder), T5X)
     if inside := steps_in(path):
-        return open_any(inside[of_steps(source, sorted(inside), step)])
+        return reader_of(inside[of_steps(source, sorted(inside), step)], None, allow_pickle)
     if (path / "checkpoint").is_file():
         return open_google(path, read_t5x(path), T5X)
     raise UserError(f"{source} is no run directory, no Hugging Face directory with weights, and no "
