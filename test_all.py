@@ -3355,6 +3355,104 @@ def test_a_run_starts_from_anothers_weights(trained, tmp_path, capsys, monkeypat
     assert status == 2 and "goes on from there" in err
 
 
+# ---- fuzz ----------------------------------------------------------------------------------------
+
+OTHER_JSON = b"[]", b"{}", b"null", b"5", b'"x"', b'{"a": ' * 3000, b'[[[{"name": 1}]]]'
+
+
+def damages(path, count, rng):
+    """Contents that take a file's place: bits flipped, cut, emptied, other JSON."""
+    whole = path.read_bytes()
+    last = len(whole)
+    if path.suffix == ".safetensors":  # what follows the header has no checksum
+        last = 8 + int.from_bytes(whole[:8], "little")
+    for at in rng.integers(0, last, count).tolist():
+        yield whole[:at] + bytes([whole[at] ^ 1 << int(rng.integers(8))]) + whole[at + 1 :]
+    yield from (whole[: int(len(whole) * part)] for part in (0, 0.3, 0.7))
+    yield whole[:-1]
+    if path.suffix in (".json", ".jsonl"):
+        yield from OTHER_JSON
+
+
+def all_arrays(folder):
+    weights = convert.open_any(folder)
+    return {(name, layer): np.asarray(weights.read(name, layer)) for name in sorted(weights.shapes)
+            for layer in convert.layers_of(name, weights.shapes[name])}
+
+
+@pytest.mark.parametrize("to, flips", [("hf", 12), ("t5x", 8), ("plain", 6)])
+def test_damaged_weights_are_refused_or_equal(trained, tmp_path, to, flips):
+    """Of every file of a model: never a traceback, never other numbers, and the file is named."""
+    convert.convert(trained[0], tmp_path / "model", to, np.dtype(np.float32))
+    expected, rng = all_arrays(tmp_path / "model"), np.random.default_rng(0)
+    files = [path for path in sorted((tmp_path / "model").rglob("*")) if path.is_file()]
+    kinds = list({path.suffix or path.name[:9]: path for path in files}.values())
+    refused = 0
+    for path in {*kinds, *[path for path in files if path.suffix == ".json"]}:
+        whole = path.read_bytes()
+        for content in damages(path, flips, rng):
+            path.write_bytes(content)
+            try:
+                found = all_arrays(tmp_path / "model")
+            except (configs.UserError, OSError) as error:
+                assert path.name[:10] in str(error) or str(tmp_path / "model") in str(error)
+                refused += 1
+                continue
+            if to != "t5x":  # whose arrays have no checksum
+                assert found.keys() == expected.keys(), path
+                assert all(np.array_equal(found[key], expected[key]) for key in expected), path
+        path.write_bytes(whole)
+    assert refused > 15
+
+
+def test_damaged_files_of_a_run_are_refused_or_equal(trained, tmp_path):
+    """config.json, checkpoints, metrics: what is read is what was written, or a sentence."""
+    shutil.copytree(trained[0], tmp_path / "run")
+    rng, mesh = np.random.default_rng(1), partition.set_mesh(configs.load_run(trained[0]),
+                                                             jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        cfg = configs.load_run(tmp_path / "run")
+        steps = {step: jax.tree.leaves(infer.load_params(cfg, tmp_path / "run", str(step))[1])
+                 for step in partition.Checkpoints(tmp_path / "run").steps()}
+        latest, refused = max(steps), 0
+        folder = partition.Checkpoints(tmp_path / "run").path(latest)
+        for path in [tmp_path / "run/config.json", tmp_path / "run/metrics.jsonl",
+                     folder / "manifest.json", *sorted(folder.glob("*.msgpack"))[:1]]:
+            whole = path.read_bytes()
+            for content in damages(path, 12, rng):
+                path.write_bytes(content)
+                try:
+                    evaluate.read_metrics_lines(tmp_path / "run/metrics.jsonl")
+                    configs.load_run(tmp_path / "run")
+                    step, params = infer.load_params(cfg, tmp_path / "run")
+                except configs.UserError as error:
+                    assert path.name in str(error)
+                    refused += 1
+                    continue
+                assert all(np.array_equal(a, b)
+                           for a, b in zip(jax.tree.leaves(params), steps[step])), path
+            path.write_bytes(whole)
+        assert refused > 15 and len(steps) > 1
+
+
+def test_any_command_line_ends_in_a_sentence(capsys, monkeypatch):
+    """Hundreds of flags and values, right and wrong: status 0, or 2 and one sentence."""
+    rng = np.random.default_rng(2)
+    names = [f"{section}.{knob.name}" for section, knob, _ in configs.fields(Config(""))]
+    values = ["0", "-1", "1", "2", "64", "1e9", "1000000000", "2147483648", "1e400", "nan", "inf",
+              "none", "true", "x", "", "-", "ü\x1b", "0.1", "[]", "../..", "a" * 300]
+    ended = collections.Counter()
+    for _ in range(300):
+        flags = [part for name in rng.choice(names, rng.integers(1, 4))
+                 for part in (f"--{name}" if rng.random() < 0.9 else f"--{name[:-1]}",
+                              str(rng.choice(values)))]
+        status, out, err = run(model, capsys, monkeypatch, "--config", "tiny", *flags)
+        assert status in (0, 2) and "Traceback" not in err and "\x1b" not in err, flags
+        assert status == 0 or err.startswith("model.py: ") and len(err.splitlines()) == 1, flags
+        ended[status] += 1
+    assert ended[0] > 20 and ended[2] > 100
+
+
 # ---- convert -------------------------------------------------------------------------------------
 
 # no two dimensions agree, the decoder is deeper, heads * d_kv is not d_model, 20 buckets up to 40
