@@ -247,27 +247,27 @@ def keys_values(w, x, cfg):
     return split_heads(dense(x, w["key"]), cfg), split_heads(dense(x, w["value"]), cfg)
 
 
+@jax.custom_vjp
 def attend(q, k, v, bias, mask):
     """softmax(q k + bias + mask) v: q [B, H, Q, C]; k, v [B, H, K, C]; bias [1, H, Q, K] or None;
-    mask [B or 1, 1, Q, K] -> [B, H, Q, C]. Scores and softmax are float32.
+    mask [B or 1, 1, Q, K] -> [B, H, Q, C]. Scores are rounded once, sums are float32.
 
-    A column of ones beside the values gives the sum of the exponentials in the same product, by
-    which its result is divided. Both are kept for the backward pass, which then needs neither the
-    maximum nor this product again.
+    A column of ones beside the values gives the sum of the exponentials in the same product; from
+    its logarithm the backward pass makes the probabilities again (Rabe and Staats 2021).
     """
+    return attend_forward(q, k, v, bias, mask)[0]
+
+
+def attend_forward(q, k, v, bias, mask):
     scores = mask + jnp.einsum("bhqc,bhkc->bhqk", q, k, preferred_element_type=jnp.float32)
-    if bias is not None:
-        # written as a product with ones, because so is its gradient then: on a CPU a sum over the
-        # batch takes fifty times as long, 15 % of a whole step
-        ones = jnp.ones(len(scores), out_sharding=P(layout(scores)[0]))
-        scores += jnp.einsum("b,hqk->bhqk", ones, bias[0], out_sharding=layout(scores))
-    top = lax.stop_gradient(scores.max(-1, keepdims=True))
-    weights = jnp.exp(scores - top).astype(v.dtype)
+    scores = checkpoint_name((scores if bias is None else scores + bias).astype(q.dtype), "scores")
+    top = scores.max(-1, keepdims=True).astype(jnp.float32)
     ones = jnp.ones((*v.shape[:-1], 1), v.dtype, out_sharding=layout(v))
-    both = jnp.einsum("bhqk,bhkc->bhqc", weights, jnp.concatenate([v, ones], -1),
-                      preferred_element_type=jnp.float32)
-    both = checkpoint_name(both, "attended")
-    return (both[..., :-1] / both[..., -1:]).astype(v.dtype)
+    both = jnp.einsum("bhqk,bhkc->bhqc", jnp.exp(scores - top).astype(v.dtype),
+                      jnp.concatenate([v, ones], -1), preferred_element_type=jnp.float32)
+    out = checkpoint_name((both[..., :-1] / both[..., -1:]).astype(v.dtype), "attended")
+    log_sum = checkpoint_name(top + jnp.log(both[..., -1:]), "attended")
+    return out, (q, k, v, bias, scores, out, log_sum)
 
 
 def attention(w, x, keys_values, bias, mask, cfg, key=None):
@@ -307,11 +307,11 @@ def embed(params, ids, cfg, key):
 def run_layers(layer, x, name, params, cfg, key):
     """x [B, Q, D] through all of a stack's layers, as one compiled loop body -> [B, Q, D].
 
-    name: encoder or decoder; layer(weights, x, key) -> x.
-
+    name: encoder or decoder; layer(weights, x, key) -> x. On a TPU the layers of a shallow stack
+    stand one after the other, without the copies of what a loop takes apart.
     What the backward pass finds kept is cfg.remat: "dots" keeps the products with weights, which
-    cost the time, and computes the attention scores again, which cost the memory; "full" keeps what
-    attention returns and computes the rest again.
+    cost the time, and computes the attention scores again, which cost the memory (but on a TPU);
+    "full" keeps what attention returns and computes the rest again.
     """
 
     def body(x, weights_and_key):
@@ -321,13 +321,14 @@ def run_layers(layer, x, name, params, cfg, key):
     table, weights = param_table(cfg)[name]["layers"], params[name]["layers"]
     keys = None if key is None else jax.random.split(key, len(jax.tree.leaves(weights)[0]))
     policies, gathers = jax.checkpoint_policies, ("reshard", "convert_element_type")
-    attended = policies.save_only_these_names("attended")
+    unroll = not on_cpu() and len(jax.tree.leaves(weights)[0]) <= 12
+    names = policies.save_only_these_names("attended", *["scores"] * (not on_cpu()))
     policy = {"none": lambda primitive, *_, **__: primitive.name not in gathers,
               "dots": policies.save_from_both_policies(
-                  policies.dots_with_no_batch_dims_saveable, attended),
-              "full": attended}[cfg.remat]
-    body = jax.checkpoint(body, policy=policy, prevent_cse=False)
-    return lax.scan(body, x, (weights, keys))[0]
+                  policies.dots_with_no_batch_dims_saveable, names),
+              "full": policies.save_only_these_names("attended")}[cfg.remat]
+    body = jax.checkpoint(body, policy=policy, prevent_cse=unroll)
+    return lax.scan(body, x, (weights, keys), unroll=unroll)[0]
 
 
 def encode(params, cfg, inputs, segments, key=None):
@@ -447,7 +448,27 @@ def loss_fn(params, batch, cfg, key=None):
     return loss + z_loss, sums
 
 
-# ====== below: sizes, the command =================================================================
+# ====== below: attention's gradient, sizes, the command ===========================================
+
+
+def attend_backward(kept, d_out):
+    """What attend_forward kept, gradient of its result -> those of q, k, v and bias."""
+    q, k, v, bias, scores, out, log_sum = kept
+    p = jnp.exp(scores - log_sum)
+    d_p = jnp.einsum("bhqc,bhkc->bhqk", d_out, v, preferred_element_type=jnp.float32)
+    inner = jnp.einsum("bhqc,bhqc->bhq", d_out, out, preferred_element_type=jnp.float32)
+    d_scores = (p * (d_p - inner[..., None])).astype(v.dtype)
+    d_bias = None
+    if bias is not None:  # a product with ones: on a CPU a sum over the batch takes fifty times as
+        ones = jnp.ones(len(q), v.dtype, out_sharding=P(layout(q)[0]))  # long, 15 % of a step
+        d_bias = jnp.einsum("b,bhqk->hqk", ones, d_scores, out_sharding=P(*layout(bias)[1:]),
+                            preferred_element_type=jnp.float32)[None]
+    return (jnp.einsum("bhqk,bhkc->bhqc", d_scores, k), jnp.einsum("bhqk,bhqc->bhkc", d_scores, q),
+            jnp.einsum("bhqk,bhqc->bhkc", p.astype(v.dtype), d_out), d_bias, None)
+
+
+attend.defvjp(attend_forward, attend_backward)
+
 
 
 def param_specs(cfg, rules=RULES):

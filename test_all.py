@@ -1733,7 +1733,7 @@ def test_scan_equals_a_loop_and_remat_changes_nothing(monkeypatch):
     for remat in ("full", "none"):
         assert_close(gradients(cfg[remat], params, batch, None)[1], expected, 1e-5)
 
-    def loop(body, carry, xs):
+    def loop(body, carry, xs, unroll):
         for i in range(len(jax.tree.leaves(xs)[0])):
             carry, y = body(carry, jax.tree.map(lambda a: a[i], xs))
         return carry, y
@@ -1762,11 +1762,12 @@ def test_attention_equals_the_softmax():
 
 
 def test_bfloat16_leaves_the_sums_in_float32():
-    """Statistics, softmax, logits and loss stay float32; the answer stays near float32's."""
+    """Statistics, softmax, logits and loss stay float32; the answer stays near float32's. The
+    scores are rounded, once; a maximum rounds nothing."""
     cfg = change(model=dict(dtype="bfloat16"))
     params, batch = make_params(cfg), make_batch(cfg, [(30, 8), (12, 5)])
     jaxpr = jax.make_jaxpr(train.gradients, static_argnums=0)(cfg, params, batch, None)
-    sensitive = {"exp", "log", "rsqrt", "reduce_sum", "reduce_max", "scatter-add"}
+    sensitive = {"exp", "log", "rsqrt", "reduce_sum", "scatter-add"}
     kinds = {(e.primitive.name, e.invars[0].aval.dtype.name) for e in equations(jaxpr.jaxpr)
              if e.invars and hasattr(e.invars[0].aval, "dtype")}
     assert {kind for name, kind in kinds if name == "dot_general"} == {"bfloat16", "float32"}
