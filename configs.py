@@ -115,6 +115,7 @@ class TrainConfig:
     async_save: bool = True  # write checkpoints in the background, from one copy in memory
     keep: int = 3  # checkpoints that stay, the newest
     keep_best: str = ""  # a metric, as in metrics.jsonl, whose best checkpoint stays beside them
+    profile: str = ""  # FIRST:LAST, steps whose trace jax.profiler writes to RUN_DIR/profile
     seed: int = between(0, 2**31 - 1, 0)  # of weights, order of the data, noise and dropout
 
 
@@ -308,7 +309,7 @@ RECIPES = {cfg.name: cfg for cfg in (
 # What may change when a run goes on; any other difference is another run.
 FREE = {"mesh", "distributed", "decode", "data.keep_tokens", *(f"train.{name}" for name in (
     "steps", "log_every", "eval_every", "infer_every", "eval_batches", "save_every", "async_save",
-    "keep", "keep_best", "microbatches"))}
+    "keep", "keep_best", "microbatches", "profile"))}
 NOT_READ_BACK = ("mesh", "distributed")  # belong to the machine, not to the run
 # Names that fields once had -> the field of today, and its value for theirs.
 RENAMED = {"data.streaming": ("data.keep_tokens", lambda streaming: not streaming)}
@@ -631,6 +632,9 @@ def check(cfg):
         raise UserError(f"--train.microbatches {cfg.train.microbatches} does not divide "
                         f"the {cfg.train.batch_size} rows of --train.batch_size: change one of "
                         f"the two.")
+    steps = re.fullmatch(r"(?:([1-9]\d{0,8}):(\d{1,9}))?", cfg.train.profile)
+    if not steps or steps[1] and int(steps[1]) > int(steps[2]):
+        raise UserError(f"--train.profile {cfg.train.profile}: write FIRST:LAST, such as 10:13.")
     d = cfg.distributed
     named = [d.coordinator, d.processes is not None, d.process is not None]
     if any(named) and not (all(named) and d.process < d.processes

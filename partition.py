@@ -13,6 +13,7 @@
 On several machines run the same command on each: see start_jax.
 """
 
+import collections
 import json
 import math
 import os
@@ -532,13 +533,14 @@ class Chip(NamedTuple):
     teraflops: float
     memory: float  # GB
     links: float  # GB/s
+    clock: float = 0.0  # GHz, of a TPU
 
 
 CHIPS = {  # names as in jax's device_kind; a device of v3 is half a chip
     "H200": Chip(989.5, 141, 450), "H100": Chip(989.5, 80, 450), "A100": Chip(312, 80, 300),
-    "V100": Chip(125, 32, 150), "TPU v3": Chip(61.5, 16, 41), "TPU v4": Chip(275, 32, 150),
-    "TPU v5 lite": Chip(197, 16, 100), "TPU v5": Chip(459, 95, 300),
-    "TPU v6 lite": Chip(918, 32, 224),
+    "V100": Chip(125, 32, 150), "TPU v3": Chip(61.5, 16, 41, 0.94),
+    "TPU v4": Chip(275, 32, 150, 1.05), "TPU v5 lite": Chip(197, 16, 100, 1.503),
+    "TPU v5": Chip(459, 95, 300, 1.75), "TPU v6 lite": Chip(918, 32, 224, 1.75),
 }
 
 
@@ -590,32 +592,58 @@ def collectives(program):
                          "xla_backend_optimization_level": "0"})
         path, = Path(folder).glob("*after_spmd-partitioning*.txt")
         text = path.read_text()
-    bodies, found = {}, {}
-    for name, body in re.findall(r"^(?:ENTRY )?%(\S+) \(.*?\{\n(.*?)^\}", text, re.M | re.S):
-        bodies[name] = body
-        entry = name  # the last one is the program itself
+    found = {}
+    for line, times in instructions(text):
+        if one := re.search(rf" = (.*?) ({COLLECTIVES})\(", line):
+            size, axis = group_of(line, mesh)
+            if size == 1:
+                continue
+            part = (size - 1) / size  # a ring sends all but one's own
+            sent = {"all-reduce": 2 * part, "reduce-scatter": size - 1,
+                    "collective-permute": 1}.get(one[2], part)
+            total = found.setdefault((one[2], axis), [0, 0])
+            total[0] += times
+            total[1] += times * sent * bytes_of(one[1])
+    return [(*key, count, moved) for key, (count, moved) in sorted(found.items())]
+
+
+COLLECTIVES = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+
+
+def instructions(text):
+    """HLO -> (line, how often it runs) of each instruction; a loop's turns are counted."""
+    bodies = {name: body for name, body in re.findall(
+        r"^(?:ENTRY )?%(\S+) \(.*?\{\n(.*?)^\}", text, re.M | re.S)}
 
     def visit(name, times):
         for line in bodies[name].splitlines():
             if loop := re.search(r"\bwhile\(.*condition=%(\S+?), body=%(\S+?)[,\s]", line + " "):
-                turns = max(map(int, re.findall(r"constant\((\d+)\)", bodies[loop[1]])))
-                visit(loop[2], times * turns)
+                known = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+                turns = [known[1]] if known else re.findall(r"constant\((\d+)\)", bodies[loop[1]])
+                yield from visit(loop[2], times * max(map(int, turns)))
             elif call := re.search(r"\bcall\(.*to_apply=%(\S+?)[,\s]", line + " "):
-                visit(call[1], times)
-            elif one := re.search(r" = (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|"
-                                  r"collective-permute)\(", line):
-                size, axis = group_of(line, mesh)
-                if size == 1:
-                    continue
-                part = (size - 1) / size  # a ring sends all but one's own
-                sent = {"all-reduce": 2 * part, "reduce-scatter": size - 1,
-                        "collective-permute": 1}.get(one[2], part)
-                total = found.setdefault((one[2], axis), [0, 0])
-                total[0] += times
-                total[1] += times * sent * bytes_of(one[1])
+                yield from visit(call[1], times)
+            else:
+                yield line, times
 
-    visit(entry, 1)
-    return [(*key, count, moved) for key, (count, moved) in sorted(found.items())]
+    return visit([*bodies][-1], 1)  # the last one is the program itself
+
+
+def cycles(text):
+    """Compiled for a TPU: its HLO -> {part of the step: cycles}, by the compiler's own estimate,
+    and {collective: times}, "overlapped" where others go on meanwhile."""
+    parts, talk = collections.Counter(), collections.Counter()
+    for line, times in instructions(text):
+        if price := re.search(r'"estimated_cycles":"(\d+)"', line):
+            path = (re.search(r'op_name="([^"]*)"', line) or [""] * 2)[1]
+            part = next((name for name in ("attention", "mlp", "logits and loss", "norm")
+                         if f"/{name}/" in path or f"({name})" in path), "the rest")
+            kind = "" if "jvp" in path else "optimizer" if path else "copies"
+            parts[kind or part + ", again" * ("rematted" in path) + (
+                ", gradient" * ("transpose(" in path))] += int(price[1]) * times
+        if one := re.search(rf"%(async-collective-)?\S* = .*?({COLLECTIVES})(-start)?\(", line):
+            talk[one[2] + ", overlapped" * bool(one[1] or one[3])] += times
+    return parts, talk
 
 
 def group_of(line, mesh):

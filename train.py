@@ -18,6 +18,7 @@ import functools
 import json
 import math
 import os
+import os
 import signal
 import sys
 import tempfile
@@ -742,7 +743,16 @@ def go_on(cfg, mesh, run_dir, checkpoints, dataset, screen, program, state, star
     def load(step):
         return partition.put_batch(dataset.batch(step - t.start_step, rows), t.batch_size, mesh)
 
+    first, last = map(int, (t.profile or "0:0").split(":"))
+
+    def profile(step):  # one step more, so that the last one is over
+        if step == first - 1:
+            jax.profiler.start_trace(run_dir / "profile")
+        if start < first <= t.steps and step == min(last + 1, t.steps):
+            jax.profiler.stop_trace()
+
     def stops(step):  # by SIGTERM: a save is added, the metrics stay as they were
+        profile(step)
         return stop.is_set() if alone else multihost_utils.reached_preemption_sync_point(step)
 
     def save(step, state):
@@ -753,6 +763,7 @@ def go_on(cfg, mesh, run_dir, checkpoints, dataset, screen, program, state, star
         checkpoints.save(to_state_dict(state), step, best and best[0])
 
     try:
+        profile(start)
         step, state = run(cfg, program, state, start, load, screen, save, stops)
     except NotFinite as error:
         checkpoints.wait()
@@ -846,6 +857,49 @@ def out_of_memory(cfg):
             f"then a smaller --train.batch_size.")
 
 
+def compile_for(cfg, topology):
+    """Compile a step by a TPU's own compiler, without a TPU -> (mesh, compiled program)."""
+    from jax.experimental import topologies
+
+    os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost")
+    jax.config.update("jax_platforms", "cpu")
+    try:
+        chips = {"chip_config_name": "megacore"} if topology.startswith("v4") else {}
+        devices = topologies.get_topology_desc(
+            platform="tpu", topology_name=topology, **chips).devices
+    except Exception as error:  # of many kinds
+        raise UserError(f"--plan {topology}: the compiler for it is libtpu, pip install '.[tpu]' on "
+                        f"Linux ({str(error).splitlines()[0]:.120}). --plan N needs nothing."
+                        ) from error
+    mesh = partition.set_mesh(cfg, devices)
+    return mesh, jax.jit(functools.partial(train_step, cfg), donate_argnums=0).lower(
+        state_template(cfg, mesh), batch_template(cfg, mesh, cfg.train.batch_size)).compile()
+
+
+def plan_tpu(cfg, topology):
+    """Print what its own compiler says of a training step on a TPU topology such as v5e:2x4."""
+    mesh, program = compile_for(cfg, topology)
+    kind, held = mesh.devices.flat[0].device_kind, program.memory_analysis()
+    chip = next(chip for name, chip in partition.CHIPS.items() if name in kind)
+    peak = held.peak_memory_in_bytes or held.argument_size_in_bytes + held.temp_size_in_bytes
+    print(f"plan     {topology}, {mesh.size} x {kind}, mesh data {mesh.shape['data']} x model "
+          f"{mesh.shape['model']}, remat {cfg.model.remat}, batch {cfg.train.batch_size}")
+    print(f"memory   {held.argument_size_in_bytes / 1e9:.3g} GB of weights and optimizer, "
+          f"{held.temp_size_in_bytes / 1e9:.3g} GB of temporaries, peak {peak / 1e9:.3g} GB: "
+          f"{'fits' if peak < 0.95e9 * chip.memory else 'does not fit'} into {chip.memory} GB")
+    parts, talk = partition.cycles(program.as_text())
+    seconds = parts.total() / chip.clock / 1e9
+    flops = cfg.train.batch_size / mesh.size * model.train_flops(
+        cfg.model, cfg.data.inputs_length, cfg.data.targets_length)
+    print(f"time     {seconds:.4g} s a step, {flops / seconds / chip.teraflops / 1e12:.1%} of the "
+          f"peak, {parts.total() / 1e6:.1f} million cycles by the compiler's estimate, which leaves "
+          f"out collectives and the host")
+    for part, number in parts.most_common(6):
+        print(f"  {number / parts.total():6.1%}  {part}")
+    for name, times in sorted(talk.items()):
+        print(f"  {times:>6,} times a step {name}")
+
+
 def plan(cfg, count):
     """Print what a training step would be on `count` devices, which need not be there."""
     if not 1 <= count <= 2048:
@@ -886,10 +940,11 @@ def main(argv):
     args, changes = configs.parse_args(
         __doc__, argv, init_from=dict(metavar="RUN", help="a run or a checkpoint whose weights a "
                                       "new run\nstarts from (all of it with --train.restore all)"),
-        plan=dict(metavar="N", type=int, help="print what a step would be on N devices, and exit"))
+        plan=dict(metavar="N", help="print what a step would be on N devices, or on a TPU\n"
+                  "topology such as v5e:2x4 by its own compiler, and exit"))
     cfg, run_dir, recipe = configs.resolve_run(args, changes)
     if args.plan is not None:
-        return plan(cfg, args.plan)
+        return plan(cfg, int(args.plan)) if args.plan.isdecimal() else plan_tpu(cfg, args.plan)
     recipe_file = args.config if args.config and args.config.endswith(".py") else None
     partition.start_jax(cfg)
     try:
