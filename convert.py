@@ -210,7 +210,8 @@ def derive(tensors, form, source):
     for stack, other in (("encoder", "decoder"), ("decoder", "encoder")):
         if not depths[stack]:
             raise UserError(f"{source} has no {stack} layers" + (
-                f", it is the {other} alone: plain T5 converts models that have both."
+                f", it is the {other} alone: plain T5 converts models that have both; "
+                f"transformers serves it."
                 if depths[other] else ": it is not a T5 model."))
     gated = form.name("encoder/layers/mlp/gate", 0, True) in tensors.shapes
     heads, buckets = shape("encoder/relative_bias")
@@ -377,11 +378,20 @@ HF_CONFIG = {  # what config.json may say of what is asked here
                                       "num_layers", "num_decoder_layers")}}
 
 
+SPECIAL = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+
+
 def open_hf(folder, allow_pickle=False):
     """Hugging Face directory -> Weights."""
     config = configs.read_json(folder / "config.json", HF_CONFIG)
     if (kind := config.get("model_type", "t5")) not in ("t5", "mt5"):
         raise UserError(f"{folder} holds a model of type {kind}: plain T5 converts t5 and mt5.")
+    generation = folder / "generation_config.json"
+    also = configs.read_json(generation, dict) if generation.exists() else {}
+    for about, (token, wanted) in itertools.product((config, also), SPECIAL.items()):
+        if (said := about.get(token)) not in (None, wanted, [wanted]):
+            raise UserError(f"{folder} says {token} {said}, and plain T5's is {wanted}, so its "
+                            f"answers would be others: serve it with transformers.")
     form, promised = HF, set()
     name = next(name for name in FILES
                 if (folder / name).exists() or (folder / f"{name}.index.json").exists())
@@ -427,7 +437,8 @@ def settle_embeddings(tensors, form, config, folder):
 
     tied = head not in tensors.shapes or np.array_equal(tensors.read(head), as_head())
     flag = config.get("tie_word_embeddings", tied)
-    if head not in tensors.shapes and not flag and "scale_decoder_outputs" not in config:
+    if (head not in tensors.shapes and not flag and "scale_decoder_outputs" not in config
+            and any(name.startswith("decoder") for name in tensors.shapes)):
         raise UserError(f"{folder} has no {head}, and by its config.json the output layer is not "
                         f"the embedding: fetch it again.")
     scaled = config.get("scale_decoder_outputs", flag and config.get("model_type") != "mt5")
@@ -796,10 +807,9 @@ def write_hf(folder, weights, dtype):
     # transformers 5 does not scale a tied MT5's logits
     mt5 = weights.cfg.name.startswith("mt5") or cfg.vocab_size == 250112
     family = "mt5" if mt5 and not cfg.tied else "t5"
-    ids = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
     write_json(folder / "config.json", {
         "architectures": [f"{family.upper()}ForConditionalGeneration"], "model_type": family,
-        "is_encoder_decoder": True, "use_cache": True, "dtype": dtype.name, **ids,
+        "is_encoder_decoder": True, "use_cache": True, "dtype": dtype.name, **SPECIAL,
         **{name: getattr(cfg, name) for name in (
             "vocab_size", "d_model", "d_ff", "d_kv", "num_heads", "num_layers",
             "num_decoder_layers")},
@@ -807,7 +817,7 @@ def write_hf(folder, weights, dtype):
         "relative_attention_num_buckets": cfg.relative_buckets,
         "relative_attention_max_distance": cfg.relative_max_distance,
         "dropout_rate": cfg.dropout, "layer_norm_epsilon": 1e-6})
-    write_json(folder / "generation_config.json", ids)
+    write_json(folder / "generation_config.json", SPECIAL)
     write_tokenizer(folder, weights.vocabulary, cfg)
 
 
@@ -976,7 +986,7 @@ def main(argv):
         __doc__, argv, src_=dict(help="what to convert"), dst_=dict(help="a new folder"),
         to=dict(default="plain", choices=tuple(WRITERS)),
         dtype=dict(default="float32", choices=("float32", "bfloat16"), help="of the weights"),
-        step=dict(default="latest", help="which of several checkpoints"),
+        step=dict(default="latest", help="which of several checkpoints: a number, latest or best"),
         allow_pickle=dict(action="store_true", help="read pytorch_model.bin"))
     if changes or args.config or args.run_dir:
         raise UserError("What a model is, convert.py finds in SRC: leave out --config, --run_dir "
@@ -984,12 +994,10 @@ def main(argv):
     for path in (args.src, args.dst):
         if configs.is_remote(path):
             raise UserError(f"convert.py reads and writes local folders: copy {path}.")
-    if not re.fullmatch(r"latest|\d+", args.step):
-        raise UserError(f"--step takes a step or latest, not {args.step!r}.")
     if args.to == "plain" and args.dtype != "float32":
         raise UserError("A run keeps its weights in float32: leave out --dtype, or add --to hf.")
     convert(args.src, Path(os.path.abspath(args.dst)), args.to, np.dtype(jnp.dtype(args.dtype)),
-            None if args.step == "latest" else int(args.step), args.allow_pickle)
+            partition.named_step(args.src, args.step), args.allow_pickle)
 
 
 if __name__ == "__main__":

@@ -1538,6 +1538,26 @@ def identity_of(task, parts, cfg):
                         for *_, texts in itertools.islice(firsts, 100)]]
 
 
+def sized(changes):
+    """The changes of a new model's command line: where they name the vocabulary and not the model's
+    size, the size follows."""
+    vocab = changes.get("data.vocab", "")
+    if not vocab or "model.vocab_size" in changes:
+        return changes
+    trained = re.fullmatch(r"train:(\d{1,9})", vocab)
+    size = int(trained[1]) + SENTINELS if trained else (
+        1 if vocab.startswith("train:") else load_tokenizer(vocab).size)
+    return changes | {"model.vocab_size": -(-size // 128) * 128}
+
+
+def check_size(size, cfg):
+    """Refuse a vocabulary of so many ids that the model's embedding does not fit."""
+    if not size <= cfg.model.vocab_size < size + 128:
+        raise UserError(
+            f"The vocabulary has {size} ids (with its sentinels), the model "
+            f"{cfg.model.vocab_size}: set --model.vocab_size {-(-size // 128) * 128}.")
+
+
 def prepare_vocabulary(cfg):
     """The Tokenizer that data.vocab names. train:PIECES trains one on the source, as it is now, and
     keeps it in data.prepared_dir."""
@@ -1547,6 +1567,7 @@ def prepare_vocabulary(cfg):
     if not re.fullmatch(r"[1-9]\d{0,8}", pieces):
         raise UserError(f"--data.vocab {cfg.data.vocab}: write train:PIECES, for instance "
                         f"train:32000.")
+    check_size(int(pieces) + SENTINELS, cfg)
     rates = mixture_rates(cfg.data.task, cfg)
     opened = [open_task(name, "train", cfg) for name, rate in rates.items() if rate]
     if all(task.source == "random:" for task, _ in opened):
@@ -1883,11 +1904,7 @@ def prepare(cfg, split, tokenizer):
     """The Dataset of a run's split. Its first token files are written now, if they are missing, the
     others when they are needed."""
     check_tasks(cfg)
-    size = tokenizer.size
-    if not size <= cfg.model.vocab_size < size + 128:
-        raise UserError(
-            f"The vocabulary has {size} ids (with its sentinels), the model "
-            f"{cfg.model.vocab_size}: set --model.vocab_size {-(-size // 128) * 128}.")
+    check_size(tokenizer.size, cfg)
     if split != "train" and cfg.data.task in MIXTURES:
         raise UserError(f"{cfg.data.task} is a mixture: its tasks are evaluated one by one.")
     corpora = {}
@@ -2162,7 +2179,7 @@ def main(argv):
                   "\nor the names of all tasks and mixtures"))
     if args.show is None and not args.prepare and args.list is None:
         raise UserError("Say what to do: --show N, --prepare or --list [MIXTURE].")
-    cfg = configs.resolve(args, changes, recipe=True)
+    cfg = configs.resolve(args, changes if args.run_dir else sized(changes), recipe=True)
     check_tasks(cfg)
     if args.list is not None:
         list_mixture(args.list, cfg)

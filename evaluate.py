@@ -532,24 +532,11 @@ def column_of(suite, benchmark, metric):
     return f"super_glue_{task}/{metric}"
 
 
-def read_metrics_lines(path):
-    """metrics.jsonl -> its lines that are whole: flat dicts with a step."""
-    form, found = {"step": int, str: (int, float)}, []
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        try:
-            value = json.loads(line)
-            configs.conform(value, form)
-            found.append(value)
-        except (ValueError, RecursionError):
-            continue  # torn by a kill, or damaged
-    return found
-
-
 def read_metrics(folders, prefix):
     """metrics.jsonl of some folders -> {step: {name behind the prefix: value}}."""
     table = {}
     for folder in folders:
-        for line in read_metrics_lines(configs.to_path(folder) / "metrics.jsonl"):
+        for line in partition.metrics_lines(configs.to_path(folder) / "metrics.jsonl"):
             values = {key.removeprefix(prefix): value for key, value in line.items()
                       if key.startswith(prefix) and key != "step"}
             table.setdefault(line["step"], {}).update(values)
@@ -633,7 +620,7 @@ def main(argv):
         __doc__, argv, tasks=dict(help="tasks or mixtures, with commas; default: the run's"),
         split=dict(default="validation", help="of the tasks' sources"),
         mode=dict(choices=("predict", "rank", "loss"), help="what to evaluate"),
-        step=dict(default="latest", help="a checkpoint's step, latest or all"),
+        step=dict(default="latest", help="a checkpoint's step, latest, best or all"),
         output=dict(metavar="DIR", help="folder to write to; default: RUN/eval"),
         normalize=dict(action="store_true", help="rank: divide scores by the answers' lengths"),
         csv=dict(metavar="FILE", help="write a table of the metrics on text of all steps"),

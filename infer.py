@@ -21,7 +21,6 @@ import itertools
 import json
 import math
 import os
-import re
 import sys
 import time
 from typing import NamedTuple
@@ -413,7 +412,7 @@ def fill_blanks(inputs, spans, tokenizer):
 # ---- the command ---------------------------------------------------------------------------------
 
 
-def load_params(cfg, run_dir, step="latest"):
+def load_params(cfg, run_dir, step=None):
     """The parameters of a run's newest checkpoint, or of a step's, float32 -> (step, params)."""
     mesh = jax.sharding.get_mesh()
 
@@ -423,7 +422,7 @@ def load_params(cfg, run_dir, step="latest"):
 
     wanted = {"params": jax.tree.map(template, model.param_table(cfg.model),
                                      model.param_specs(cfg.model), is_leaf=model.is_param)}
-    found = partition.Checkpoints(run_dir).load(wanted, None if step == "latest" else int(step))
+    found = partition.Checkpoints(run_dir).load(wanted, step)
     if not found:
         raise UserError(f"{run_dir} has no whole checkpoint yet: train.py writes them.")
     return found[0], found[1]["params"]
@@ -434,9 +433,8 @@ def open_model(args, changes, recipe=False):
     for, so that its recipe file must be run."""
     if not args.run_dir:
         raise UserError("--run_dir names the run whose model is wanted, for instance runs/tiny.")
-    if not re.fullmatch(r"latest|all|\d{1,12}", args.step):
-        raise UserError(f"--step takes a step or latest, not {args.step!r}.")
     cfg = configs.resolve(args, changes, recipe)
+    args.step = args.step if args.step == "all" else partition.named_step(args.run_dir, args.step)
     partition.start_jax(cfg)
     mesh = partition.set_mesh(cfg)
     vocabulary = configs.to_path(args.run_dir) / "spiece.model"
@@ -672,14 +670,14 @@ def main(argv):
         mode=dict(default="predict", choices=("predict", "score")),
         raw=dict(action="store_true", help="print what the model wrote, not the text with its "
                  "blanks filled"),
-        step=dict(default="latest", help="a checkpoint's step"),
+        step=dict(default="latest", help="a checkpoint's step, latest or best"),
         shard=dict(default="0/1", metavar="I/N", help="only every N-th line, from line I on"))
     if bool(args.input) != bool(args.output) or args.input and args.text is not None:
         raise UserError("Give a text, or --input and --output, or neither to answer the lines of "
                         "standard input.")
     configs.parse_shard(args.shard)
     if args.step == "all":
-        raise UserError("--step takes one step, or latest.")
+        raise UserError("--step takes one step, latest or best.")
     task = bool(args.input) and args.input.startswith("task:")
     cfg, mesh, tokenizer = open_model(args, changes, task)
     partition.first_then_others(lambda: check_files(args))

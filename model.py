@@ -503,6 +503,7 @@ def least_bytes(cfg, rows, S, T, copies=1, beams=0):
     return {
         "parameters": 4 * copies * count_params(param_table(cfg)),
         "attention scores of a layer": size * rows * cfg.num_heads * max(lengths),
+        "position biases": 4 * (cfg.num_heads + cfg.relative_buckets + 4) * max(S, T) ** 2,
         "a layer's activations": size * rows * S * max(cfg.d_ff, cfg.d_model),
         "cached keys and values": 2 * size * rows * cfg.num_decoder_layers * A * (S + beams * T)
         if beams else 0,

@@ -410,6 +410,45 @@ def read_checkpoint(folder, template, step=None):
     return flax.traverse_util.unflatten_dict(arrays, sep="/")
 
 
+def metrics_lines(path):
+    """metrics.jsonl -> its lines that are whole: flat dicts with a step."""
+    form, found = {"step": int, str: (int, float)}, []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            value = json.loads(line)
+            configs.conform(value, form)
+            found.append(value)
+        except (ValueError, RecursionError):
+            continue  # torn by a kill, or damaged
+    return found
+
+
+def best_of(path, metric, steps):
+    """Of these steps in a metrics.jsonl (step, value) with the best of a metric, the lowest of a
+    loss, or None."""
+    found = {line["step"]: line[metric] for line in metrics_lines(path) if metric in line}
+    sign = -1 if metric.endswith(("loss", "perplexity")) else 1
+    known = [step for step in steps if not math.isnan(found.get(step, math.nan))]
+    best = max(known, key=lambda step: sign * found[step], default=None)
+    return None if best is None else (best, found[best])
+
+
+def named_step(run_dir, name):
+    """--step: a number; latest, which is None; best, by the run's train.keep_best."""
+    if re.fullmatch(r"\d{1,12}", name):
+        return int(name)
+    if name == "latest":
+        return None
+    if name != "best":
+        raise UserError(f"--step takes a step, latest or best, not {name!r}.")
+    metric = configs.load_run(run_dir).train.keep_best
+    found = metric and best_of(
+        to_path(run_dir) / "metrics.jsonl", metric, Checkpoints(run_dir).steps())
+    if not found:
+        raise UserError(f"{run_dir} has no best step: it was not trained with --train.keep_best.")
+    return found[0]
+
+
 class Checkpoints:
     """The checkpoints of a run. At most one is being written, in the background if so wished."""
 

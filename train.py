@@ -18,7 +18,6 @@ import functools
 import json
 import math
 import os
-import os
 import signal
 import sys
 import tempfile
@@ -388,7 +387,7 @@ class MetricsFile:
         self.remote = path if configs.is_remote(path) else None
         self.start, self.writers = step, {}  # of event files, one for each group
         self.folder = tensorboardX and not self.remote and path.parent / "tensorboard"
-        lines = evaluate.read_metrics_lines(path)
+        lines = partition.metrics_lines(path)
         self.path = Path(tempfile.mkdtemp(), "metrics.jsonl") if self.remote else path
         configs.write_file(self.path, "".join(
             json.dumps(line) + "\n" for line in lines if line["step"] <= step))
@@ -409,15 +408,6 @@ class MetricsFile:
                 if math.isfinite(value):
                     self.writers[prefix].add_scalar(tag, float(value), step)
             self.writers[prefix].flush()
-
-    def best(self, metric, steps):
-        """Of these steps (step, value) with the best of a metric, the lowest of a loss, or None."""
-        found = {line["step"]: line[metric] for line in evaluate.read_metrics_lines(self.path)
-                 if metric in line}
-        sign = -1 if metric.endswith(("loss", "perplexity")) else 1
-        known = [step for step in steps if not math.isnan(found.get(step, math.nan))]
-        best = max(known, key=lambda step: sign * found[step], default=None)
-        return None if best is None else (best, found[best])
 
     def sync(self):
         """Make sure that what was written survives a power cut."""
@@ -547,7 +537,7 @@ class Screen:
     def best(self, steps):
         """By train.keep_best the best of these steps and its value, or None."""
         metric = self.cfg.train.keep_best
-        return self.file.best(metric, steps) if self.file and metric else None
+        return partition.best_of(self.file.path, metric, steps) if self.file and metric else None
 
 
 # ---- the steps of a run --------------------------------------------------------------------------
@@ -607,6 +597,11 @@ def open_data(cfg, run_dir, begun, source):
         tasks = data.evaluations(cfg)
         if t.infer_every:
             evaluate.check_metrics(tasks, "validation")
+    wanted = [f"{kind}_eval/{name}/" for kind, every in (
+        ("training", t.eval_every), ("inference", t.infer_every)) if every for name in tasks]
+    if t.keep_best and not t.keep_best.startswith(tuple(wanted)):
+        raise UserError(f"--train.keep_best {t.keep_best}: no evaluation of this run writes it; "
+                        f"there are {', '.join(f'{name}...' for name in wanted) or 'none'}.")
     return tokenizer, dataset, {name: (alone, data.prepare(alone, "validation", tokenizer))
                                 for name, alone in tasks.items()}
 
@@ -868,8 +863,8 @@ def compile_for(cfg, topology):
         devices = topologies.get_topology_desc(
             platform="tpu", topology_name=topology, **chips).devices
     except Exception as error:  # of many kinds
-        raise UserError(f"--plan {topology}: the compiler for it is libtpu, pip install '.[tpu]' on "
-                        f"Linux ({str(error).splitlines()[0]:.120}). --plan N needs nothing."
+        raise UserError(f"--plan {topology}: its compiler is libtpu, pip install '.[tpu]' on Linux "
+                        f"({str(error).splitlines()[0]:.120}). --plan N needs nothing."
                         ) from error
     mesh = partition.set_mesh(cfg, devices)
     return mesh, jax.jit(functools.partial(train_step, cfg), donate_argnums=0).lower(
@@ -892,8 +887,8 @@ def plan_tpu(cfg, topology):
     flops = cfg.train.batch_size / mesh.size * model.train_flops(
         cfg.model, cfg.data.inputs_length, cfg.data.targets_length)
     print(f"time     {seconds:.4g} s a step, {flops / seconds / chip.teraflops / 1e12:.1%} of the "
-          f"peak, {parts.total() / 1e6:.1f} million cycles by the compiler's estimate, which leaves "
-          f"out collectives and the host")
+          f"peak, {parts.total() / 1e6:.1f} million cycles, as the compiler estimates without "
+          f"collectives and the host")
     for part, number in parts.most_common(6):
         print(f"  {number / parts.total():6.1%}  {part}")
     for name, times in sorted(talk.items()):
@@ -942,7 +937,8 @@ def main(argv):
                                       "new run\nstarts from (all of it with --train.restore all)"),
         plan=dict(metavar="N", help="print what a step would be on N devices, or on a TPU\n"
                   "topology such as v5e:2x4 by its own compiler, and exit"))
-    cfg, run_dir, recipe = configs.resolve_run(args, changes)
+    cfg, run_dir, recipe = configs.resolve_run(
+        args, changes if args.init_from else data.sized(changes))
     if args.plan is not None:
         return plan(cfg, int(args.plan)) if args.plan.isdecimal() else plan_tpu(cfg, args.plan)
     recipe_file = args.config if args.config and args.config.endswith(".py") else None
