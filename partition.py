@@ -113,7 +113,13 @@ def start_jax(cfg):
     d = cfg.distributed
     if d.process == 0:
         note(f"waiting for {d.processes} processes to meet at {d.coordinator}")
-    alone = threading.Timer(d.timeout, stay_alone, [d.timeout])  # JAX itself would abort
+
+    def give_up():
+        note(f"The processes did not meet within {d.timeout} s: start the same command on all "
+             f"machines, or raise --distributed.timeout.", always=True)
+        os._exit(2)
+
+    alone = threading.Timer(d.timeout, give_up)  # JAX itself would abort
     alone.start()
     try:
         jax.distributed.initialize(
@@ -581,13 +587,6 @@ CHIPS = {  # names as in jax's device_kind; a device of v3 is half a chip
     "TPU v4": Chip(275, 32, 150, 1.05), "TPU v5 lite": Chip(197, 16, 100, 1.503),
     "TPU v5": Chip(459, 95, 300, 1.75), "TPU v6 lite": Chip(918, 32, 224, 1.75),
 }
-
-
-def stay_alone(seconds):
-    """The end of a process whose partners did not come."""
-    note(f"The processes did not meet within {seconds} s: start the same command on all machines, "
-         f"or raise --distributed.timeout.", always=True)
-    os._exit(2)
 
 
 def check_memory(parts, levers):
