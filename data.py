@@ -852,8 +852,10 @@ def tfds_source(name, split, cfg):
     found = [folder] if (folder / "dataset_info.json").exists() else [
         path.parent for path in folder.glob(f"{version or '*'}/dataset_info.json")]
     if not found:
+        others = ", ".join(path.parent.name for path in folder.glob("*/dataset_info.json"))
+        other = f" (there is {others}: --data.source tfds:{dataset}:VERSION takes it)" * bool(others)
         raise UserError(
-            f"{name} is not in {folder / version}: name the folder of your TFDS datasets "
+            f"{name} is not in {folder / version}{other}: name the folder of your TFDS datasets "
             f"(array_record) with --data.tfds_dir or TFDS_DATA_DIR, or read C4's own files with "
             f"--data.source 'jsonl:DIR/c4-train.*.json.gz', or any text with --data.source "
             f"'text:DIR/*.txt'.")
@@ -2081,10 +2083,10 @@ def tokens_per_second(work, tokens, seconds=1.0):
     return done * tokens / spent
 
 
-def show(cfg, count):
-    """Print `count` rows of the first training batch, and how fast batches are made."""
+def show(cfg, count, split):
+    """Print `count` rows of a split's first batch, and how fast batches are made."""
     tokenizer = prepare_vocabulary(cfg)
-    dataset = prepare(cfg, "train", tokenizer)
+    dataset = prepare(cfg, split, tokenizer)
     print(f"task     {cfg.data.task}: {dataset}\n{describe_rows(cfg)}")
     batch = dataset.batch(0)
     sides = (("inputs", batch.inputs, batch.input_segments),
@@ -2172,6 +2174,7 @@ def prepare_shard(cfg, shard, tokenizer):
 def main(argv):
     args, changes = configs.parse_args(
         __doc__, argv, show=dict(type=int, metavar="N", help="print N rows of the first batch"),
+        split=dict(default="train", help="of which --show prints rows"),
         prepare=dict(action="store_true", help="write the token files a run needs, and stop"),
         shard=dict(metavar="I/N", help="with --prepare: every N-th part of the sources, whole\n"
                    "corpora; N machines that share a disk do it together"),
@@ -2190,7 +2193,7 @@ def main(argv):
         else:
             prepare_all(cfg, tokenizer)
     if args.show is not None:
-        show(cfg, args.show)
+        show(cfg, args.show, args.split)
 
 
 if __name__ == "__main__":

@@ -614,6 +614,10 @@ def write_plot(path, folders):
 
 # ---- the command ---------------------------------------------------------------------------------
 
+# Settings that change what is decoded: where they are not the run's own, a task's metrics are
+# recorded under a name of their own, and no table mixes them.
+DECODER = ("beams", "alpha", "penalty", "max_len", "temperature", "top_k", "top_p")
+
 
 def main(argv):
     args, changes = configs.parse_args(
@@ -634,6 +638,9 @@ def main(argv):
     folder = configs.to_path(args.output or os.path.join(args.run_dir, "eval"))
     tasks = data.evaluations(cfg, args.split)
     check_metrics(tasks, args.split)
+    changed = configs.differences(cfg, configs.load_run(args.run_dir))
+    decoder = "".join(f"-{knob}={changed[f'decode.{knob}'][0]}" for knob in DECODER
+                      if f"decode.{knob}" in changed)
     several, evaluated = args.step == "all", False
     steps = partition.from_first(partition.Checkpoints(args.run_dir).steps())
     for wanted in steps if several else [args.step]:
@@ -655,8 +662,8 @@ def main(argv):
             for metric, value in metrics.items():
                 print(f"  {metric:22} {value:.4f}")
             group = "training_eval" if mode == "loss" else "inference_eval"
-            name += ("-rank" if mode == "rank" else "") + (
-                f"-{args.split}" if args.split != "validation" else "")
+            name += {"rank": "-rank" + "-normalized" * args.normalize, "predict": decoder}.get(
+                mode, "") + (f"-{args.split}" if args.split != "validation" else "")
             write_lines(folder, name, step, lines)
             if not partition.is_first():
                 continue

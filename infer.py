@@ -316,6 +316,8 @@ def answer(params, cfg, mesh, examples, mode="predict"):
     """
     most, devices = cfg.decode.batch_size, mesh.shape["data"]
     examples = enumerate(examples)
+    bar = tqdm(desc={"score": "scored"}.get(mode, "answered"), unit=" examples", leave=False,
+               delay=1, disable=None if configs.speaks else True)
     while window := list(itertools.islice(examples, 16 * most)):
         window.sort(key=lambda item: (len(item[1].inputs), len(item[1].targets)))
         results = {}
@@ -327,7 +329,9 @@ def answer(params, cfg, mesh, examples, mode="predict"):
             rows = min(rows, 1 << (len(group) - 1).bit_length())  # a single text is a single row
             results |= zip(numbers, answer_batch(
                 params, cfg, mesh, group, mode, -(-rows // devices) * devices))
+            bar.update(len(group))
         yield from (results[number] for number in sorted(results))
+    bar.close()
 
 
 def answer_batch(params, cfg, mesh, group, mode, B):
@@ -554,9 +558,8 @@ def answer_file(args, cfg, mesh, tokenizer, params):
         lines = itertools.islice(lines, done, None)
     lines, seen = itertools.tee(lines)
     results = answer(params, cfg, mesh, (x for _, x in lines if x), args.mode)
-    bar = tqdm(seen, unit=" examples", initial=done, disable=None if configs.speaks else True)
     with file:
-        for line, example in bar:
+        for line, example in seen:
             if example:
                 line = {**line, **result_of(next(results), line, args.mode, cfg, tokenizer)}
             file.write(json_line(line).encode())
