@@ -701,6 +701,15 @@ def to_path(name):
     return epath.Path(name)
 
 
+@contextlib.contextmanager
+def writing(path):
+    """What goes wrong while a file is written names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), os.fspath(path)) from error
+
+
 def write_file(path, content):
     """Write bytes or text whole or not at all: to a temporary name, synced, then renamed."""
     if is_remote(path):  # there a file is whole when it is closed
@@ -711,14 +720,14 @@ def write_file(path, content):
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     temporary = f"{path}.tmp{os.getpid()}"
     try:
-        with open(temporary, "w" if isinstance(content, str) else "wb") as file:
+        with writing(path), open(temporary, "w" if isinstance(content, str) else "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
+            os.replace(temporary, path)
+    except OSError:
         Path(temporary).unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, path) from error
+        raise
 
 
 def append_file(path, text):
@@ -727,7 +736,7 @@ def append_file(path, text):
         write_file(path, (path.read_text() if path.exists() else "") + text)
         return
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    with open(path, "a") as file:
+    with writing(path), open(path, "a") as file:
         file.write(text)
 
 

@@ -14,6 +14,7 @@ What SRC is, and all dimensions, are found in SRC. It runs on one machine, on it
 """
 
 import contextlib
+import errno
 import functools
 import itertools
 import json
@@ -958,7 +959,10 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False):
         if weights.vocabulary is None:
             note(f"warning: {source} has no vocabulary: what is written takes ids alone until a "
                  f"spiece.model is put there.")
-        WRITERS[to](folder, weights, dtype)
+        try:
+            WRITERS[to](folder, weights, dtype)
+        except (OSError, ValueError, safetensors.SafetensorError) as error:  # names of a full disk
+            raise OSError(errno.EIO, str(error)[:200], str(destination)) from error
         if to == "hf":
             (folder / "README.md").write_text(model_card(weights, source))
         largest, arrays = compare(weights, open_any(folder), dtype)

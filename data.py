@@ -853,9 +853,9 @@ def tfds_source(name, split, cfg):
         path.parent for path in folder.glob(f"{version or '*'}/dataset_info.json")]
     if not found:
         others = ", ".join(path.parent.name for path in folder.glob("*/dataset_info.json"))
-        other = f" (there is {others}: --data.source tfds:{dataset}:VERSION takes it)" * bool(others)
+        there = f" (there is {others}: --data.source tfds:{dataset}:VERSION)" * bool(others)
         raise UserError(
-            f"{name} is not in {folder / version}{other}: name the folder of your TFDS datasets "
+            f"{name} is not in {folder / version}{there}: name the folder of your TFDS datasets "
             f"(array_record) with --data.tfds_dir or TFDS_DATA_DIR, or read C4's own files with "
             f"--data.source 'jsonl:DIR/c4-train.*.json.gz', or any text with --data.source "
             f"'text:DIR/*.txt'.")

@@ -558,7 +558,7 @@ def answer_file(args, cfg, mesh, tokenizer, params):
         lines = itertools.islice(lines, done, None)
     lines, seen = itertools.tee(lines)
     results = answer(params, cfg, mesh, (x for _, x in lines if x), args.mode)
-    with file:
+    with configs.writing(partial), file:
         for line, example in seen:
             if example:
                 line = {**line, **result_of(next(results), line, args.mode, cfg, tokenizer)}

@@ -3504,6 +3504,21 @@ def test_a_table_does_not_mix_decoders(trained, tmp_path, capsys, monkeypatch):
     assert {"pairs/accuracy", "pairs-beams=2/accuracy"} <= set(columns)
 
 
+def test_a_full_disk_is_named(trained, tmp_path, capsys, monkeypatch):
+    """/dev/full takes nothing: the sentence names the file that could not be written."""
+    def full(*args):
+        raise convert.safetensors.SafetensorError("No space left on device")
+
+    monkeypatch.setattr(convert.safetensors.numpy, "save_file", full)
+    status, _, err = run(convert, capsys, monkeypatch, trained[0], tmp_path / "hf", "--to", "hf")
+    assert status == 1 and f"{tmp_path}/hf cannot be read or written (No space" in err
+    assert not (tmp_path / "hf").exists() and len(list(tmp_path.iterdir())) == 0
+    with pytest.raises(OSError) as error, configs.writing("/dev/full"), open("/dev/full", "w") as f:
+        f.write("x" * 100)
+        f.flush()
+    assert error.value.filename == "/dev/full"
+
+
 def test_the_models_size_follows_the_vocabulary():
     assert data.sized({"data.vocab": "train:1000"})["model.vocab_size"] == 1152
     assert data.sized({"data.vocab": "bytes:100"})["model.vocab_size"] == 384

@@ -397,8 +397,9 @@ class MetricsFile:
         """groups: prefix={name: number}."""
         line = {f"{prefix}/{name}": float(value) for prefix, metrics in groups.items()
                 for name, value in metrics.items()}
-        self.file.write(json.dumps({"step": step, **line}) + "\n")
-        self.file.flush()
+        with configs.writing(self.path):
+            self.file.write(json.dumps({"step": step, **line}) + "\n")
+            self.file.flush()
         for prefix, metrics in groups.items() if self.folder else ():
             if prefix not in self.writers:
                 self.writers[prefix] = tensorboardX.SummaryWriter(
