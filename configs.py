@@ -651,6 +651,7 @@ def check(cfg):
                         f"for sampling (--decode.temperature 1).")
 
 
+@functools.cache  # it is asked for every batch that is decoded
 def machine_memory():
     """Bytes of memory that this machine, or this container, has."""
     bounds = [math.inf]

@@ -925,7 +925,10 @@ def write_store(folder, name, array):
         "shape": list(array.shape), "chunks": [rows, *array.shape[1:]],
         "compressor": None}}  # T5X's own gzip saves 7 % and takes ten times as long
     place = {"driver": "file", "path": str(folder / name)}
-    tensorstore.open({**spec, "kvstore": place}, create=True).result().write(array).result()
+    try:
+        tensorstore.open({**spec, "kvstore": place}, create=True).result().write(array).result()
+    except ValueError as error:  # TensorStore's name of what the disk refuses
+        raise OSError(str(error)) from error
     return {**spec, "kvstore": {**place, "path": f"{name}/"}}
 
 
@@ -961,7 +964,7 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False):
                  f"spiece.model is put there.")
         try:
             WRITERS[to](folder, weights, dtype)
-        except (OSError, ValueError, safetensors.SafetensorError) as error:  # names of a full disk
+        except (OSError, safetensors.SafetensorError) as error:  # such as a full disk
             raise OSError(errno.EIO, str(error)[:200], str(destination)) from error
         if to == "hf":
             (folder / "README.md").write_text(model_card(weights, source))

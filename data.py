@@ -1755,15 +1755,15 @@ class Corpus:
             with contextlib.suppress(UserError):  # missing, or damaged
                 if not again:
                     return configs.read_checked(path, MARK)
-            if not self.reading or self.reading[0] != place:
-                self.reading = [place, self.tokenized(*place)]
-            documents, following = next(self.reading[1])
+            at, reader = self.reading or (None, None)
+            self.reading = None  # a reader that has failed is never asked again
+            reader = reader if at == place else self.tokenized(*place)
+            documents, following = next(reader)
             if following is not None:
                 following = [place[0], place[1] + 1, following]
-                self.reading[0] = following
-            else:
-                self.reading = None
-                following = [place[0] + 1, 0, 0] if place[0] + 1 < len(self.parts) else None
+                self.reading = following, reader
+            elif place[0] + 1 < len(self.parts):
+                following = [place[0] + 1, 0, 0]
             arrays = [ids for document in documents for ids in document]
             ids = np.concatenate([np.zeros(0, self.dtype), *arrays], dtype=self.dtype,
                                  casting="unsafe")

@@ -118,15 +118,15 @@ ACTIVATIONS = configs.ACTIVATIONS  # to which a recipe file may add its own
 ACTIVATIONS |= {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "silu": jax.nn.silu}  # gelu by tanh
 
 
-def on_cpu():
-    """Whether the program is compiled for CPUs, by the devices of the current mesh."""
-    return jax.sharding.get_abstract_mesh().abstract_device.platform == "cpu"
+def platform():
+    """What the program is compiled for, by the devices of the current mesh: cpu, gpu or tpu."""
+    return jax.sharding.get_abstract_mesh().abstract_device.platform
 
 
 def compute_dtype(cfg):
     """ModelConfig -> the dtype of activations; parameters, statistics, logits, loss are float32."""
     if cfg.dtype == "auto":
-        return jnp.float32 if on_cpu() else jnp.bfloat16
+        return jnp.float32 if platform() == "cpu" else jnp.bfloat16
     return jnp.dtype(cfg.dtype)
 
 
@@ -152,7 +152,7 @@ def dense(x, w):
     CPU the product is flat: the gradient of "bqd,df->bqf" takes 1.4 times as long; not on a TPU.
     """
     rows, columns = layout(x)[0], layout(w)[1]
-    if not on_cpu():
+    if platform() != "cpu":
         return jnp.einsum("bqd,df->bqf", x, w, out_sharding=P(rows, None, columns))
     y = jnp.einsum("nd,df->nf", x.reshape(-1, x.shape[-1]), w, out_sharding=P(rows, columns))
     return y.reshape(*x.shape[:-1], w.shape[1], out_sharding=P(rows, None, columns))
@@ -320,8 +320,8 @@ def run_layers(layer, x, name, params, cfg, key):
     table, weights = param_table(cfg)[name]["layers"], params[name]["layers"]
     keys = None if key is None else jax.random.split(key, len(jax.tree.leaves(weights)[0]))
     policies, gathers = jax.checkpoint_policies, ("reshard", "convert_element_type")
-    unroll = not on_cpu() and len(jax.tree.leaves(weights)[0]) <= 12
-    names = policies.save_only_these_names("attended", *["scores"] * (not on_cpu()))
+    unroll = platform() == "tpu" and len(jax.tree.leaves(weights)[0]) <= 12
+    names = policies.save_only_these_names("attended", *["scores"] * (platform() == "tpu"))
     policy = {"none": lambda primitive, *_, **__: primitive.name not in gathers,
               "dots": policies.save_from_both_policies(
                   policies.dots_with_no_batch_dims_saveable, names),
@@ -467,7 +467,6 @@ def attend_backward(kept, d_out):
 
 
 attend.defvjp(attend_forward, attend_backward)
-
 
 
 def param_specs(cfg, rules=RULES):

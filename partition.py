@@ -674,7 +674,7 @@ def cycles(text):
     for line, times in instructions(text):
         if price := re.search(r'"estimated_cycles":"(\d+)"', line):
             path = (re.search(r'op_name="([^"]*)"', line) or [""] * 2)[1]
-            part = next((name for name in ("attention", "mlp", "logits and loss", "norm")
+            part = next((name for name in ("attention", "mlp", "logits and loss")
                          if f"/{name}/" in path or f"({name})" in path), "the rest")
             kind = "" if "jvp" in path else "optimizer" if path else "copies"
             parts[kind or part + ", again" * ("rematted" in path) + (

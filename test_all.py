@@ -539,6 +539,18 @@ def test_damaged_token_files_are_named_and_made_again(corpus, small_chapters, ca
         assert kind == "json" or at == 8 or "00000-001" in capsys.readouterr().err
 
 
+def test_a_bad_line_that_was_met_ahead_is_still_named(tmp_path, corpus, small_chapters):
+    """The thread that tokenizes ahead stumbles first; whoever asks then hears the sentence."""
+    lines = [json.dumps({"text": "alpha beta gamma " * 3})] * 400
+    (tmp_path / "bad.jsonl").write_text("\n".join([*lines[:300], "{broken", *lines[300:]]))
+    cfg = sourced(corpus, f"jsonl:{tmp_path}/bad.jsonl", validation_source="python:")
+    found = data.Corpus("span_corruption", "train", data.prepare_vocabulary(corpus), cfg)
+    with pytest.raises(configs.UserError, match="bad.jsonl:301 is not JSON"):
+        for number in range(100):
+            found.look_ahead(number)
+            assert found.mark(number)
+
+
 def test_bad_lines_stop_or_are_counted(tmp_path, corpus, capsys):
     path = tmp_path / "bad.jsonl"
     path.write_bytes(b'{"text": "alpha"}\n{"text": \n\xff\xfe\n[1]\n\n{"text": null}\n'
@@ -3456,7 +3468,7 @@ def test_what_memory_cannot_hold_is_refused(trained, tmp_path, capsys, monkeypat
     assert status == 2 and "This holds at least" in err and "lower --" in err, err
 
 
-def test_a_long_line_comes_with_fewer_others(trained):
+def test_a_long_line_comes_with_fewer_others(trained, monkeypatch):
     """Rows at a time shrink as lines grow; what each gets does not depend on it."""
     cfg = configs.load_run(trained[0])
     cfg = change(cfg, decode=dict(batch_size=8, max_len=6), data=dict(inputs_length=32))
@@ -3465,7 +3477,16 @@ def test_a_long_line_comes_with_fewer_others(trained):
     rng = np.random.default_rng(0)
     examples = [infer.Example([*rng.integers(3, 60, n).tolist(), data.EOS], number=i)
                 for i, n in enumerate((5, 300, 9, 31, 70, 3, 600, 12, 20, 8))]
+    sizes, answer_batch = [], infer.answer_batch
+
+    def counted(params, cfg, mesh, group, mode, B):
+        sizes.append((B, infer.bucket(max(len(one.inputs) for one in group))))
+        return answer_batch(params, cfg, mesh, group, mode, B)
+
+    monkeypatch.setattr(infer, "answer_batch", counted)
     together = list(infer.answer(params, cfg, mesh, examples))
+    assert sum(B for B, _ in sizes) >= 10 and {B for B, length in sizes if length > 256} == {1}
+    assert all(B * max(length, 32) <= 8 * 32 or B == 1 for B, length in sizes)
     alone = [next(infer.answer(params, cfg, mesh, [one])) for one in examples]
     assert [ids for ids, _ in together] == [ids for ids, _ in alone]
 

@@ -647,6 +647,7 @@ def compile_and_load(cfg, mesh, checkpoints, source=None):
     template = state_template(cfg, mesh)
     step = jax.jit(functools.partial(train_step, cfg), donate_argnums=0).lower(
         template, batch_template(cfg, mesh, cfg.train.batch_size))
+
     def compiled():
         program = step.compile()
         if sizes := program.memory_analysis():
@@ -671,7 +672,7 @@ def compile_and_load(cfg, mesh, checkpoints, source=None):
             print(said.format(path=checkpoints.path(start), start=start), flush=True)
             return program.result(), from_state_dict(template, arrays), start
         # hardly optimized: it runs once, and compiles in half the time
-        options = {"xla_backend_optimization_level": "1"} if model.on_cpu() else {}
+        options = {"xla_backend_optimization_level": "1"} if model.platform() == "cpu" else {}
         shardings = jax.tree.map(lambda a: a.sharding, template)
         init = jax.jit(functools.partial(init_state, cfg), out_shardings=shardings)
         state = init.lower().compile(options)()
