@@ -3108,9 +3108,10 @@ def test_killed_while_preparing_and_while_answering(corpus, compiled, tmp_path):
     """Token files and answers are those of one that was not killed."""
     flags = ["--data.prepared_dir", tmp_path / "prep", *flags_of(corpus, **SHORT)]
     flags = [flag for flag in flags if not str(flag).startswith("--data.prepared_dir=")]
-    patch = ("data.PART_BYTES = 1\nold, marks = configs.write_checked, []\n"
-             "def write_checked(*args):\n    marks.append(1)\n"
-             "    return old(*args) if len(marks) < 3 else die()\n"
+    patch = ("import threading\ndata.PART_BYTES = 1\nold, marks = configs.write_checked, []\n"
+             "one_at_a_time = threading.Lock()\n"  # two threads tokenize
+             "def write_checked(*args):\n    with one_at_a_time:\n        marks.append(1)\n"
+             "        return old(*args) if len(marks) < 3 else die()\n"
              "configs.write_checked = write_checked")
     one, other = tmp_path / "one", tmp_path / "other"
     process = start_patched(compiled, patch, "--run_dir", one, *flags)
