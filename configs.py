@@ -59,11 +59,12 @@ class ModelConfig:
     d_kv: int = 64  # width of one attention head; num_heads * d_kv need not be d_model
     num_heads: int = 6  # attention heads
     num_layers: int = 8  # encoder layers
-    num_decoder_layers: int = 8  # decoder layers
+    num_decoder_layers: int = at_least(0, 8)  # decoder layers; 0 is an encoder alone
     activation: str = "gated_gelu"  # [gated_]NAME of model.ACTIVATIONS; T5 1.0: relu
     tied: bool = False  # T5 1.0: the embedding is the output layer too, scaled by d_model^-0.5
     relative_buckets: int = at_least(4, 32)  # rows of the table of relative-position biases
     relative_max_distance: int = 128  # all distances from here on share the last bucket
+    layer_biases: bool = False  # UMT5: a table of biases for each layer, not one for a stack
     dropout: float = between(0, 0.99, 0.0)  # 0 to pretrain T5 1.1, 0.1 to fine-tune it
     dtype: str = one_of("auto", "float32", "bfloat16")  # auto: bfloat16, on a CPU float32
     remat: str = one_of("dots", "none", "full")  # what the backward pass finds kept
@@ -301,6 +302,10 @@ RECIPES = {cfg.name: cfg for cfg in (
     # Goes on with mT5, whose vocabulary comes with --init_from, at the rate it ended with.
     Config("mt5_base_ro", replace(SIZES["base"], vocab_size=250_112), RO,
            replace(RO_TRAIN, start_step=1_000_000, learning_rate=0.4, save_every=25_000, keep=3)),
+    # Fine-tunes UMT5 (Chung et al. 2023), which comes with --init_from, on pairs: --data.source
+    Config("umt5_small",
+           replace(SIZES["small"], vocab_size=256_384, layer_biases=True, dropout=0.1),
+           DataConfig(task="text_to_text"), FINETUNE),
 )}
 
 
@@ -530,6 +535,7 @@ def resolve_run(args, changes):
                             f"{stored.get('data_format', 1)}, now {DATA_FORMAT}): take its weights "
                             f"into a new run with --init_from {run_dir}.")
     check(cfg)
+    check_decoder(cfg)
     return cfg, run_dir, recipe
 
 
@@ -649,6 +655,13 @@ def check(cfg):
     if not samples and d.num_return > max(1, d.beams):
         raise UserError(f"--decode.num_return {d.num_return} asks for as many --decode.beams, or "
                         f"for sampling (--decode.temperature 1).")
+
+
+def check_decoder(cfg):
+    """Refuse an encoder alone."""
+    if not cfg.model.num_decoder_layers:
+        raise UserError("This model is an encoder alone: infer.py --mode encode gives its vectors, "
+                        "convert.py converts it, and nothing else can be done with it.")
 
 
 @functools.cache  # it is asked for every batch that is decoded

@@ -13,15 +13,18 @@
 What SRC is, and all dimensions, are found in SRC. It runs on one machine, on its CPU.
 """
 
+import base64
 import contextlib
 import errno
 import functools
+import io
 import itertools
 import json
 import math
 import os
 import re
 import shutil
+import tempfile
 import time
 import types
 from dataclasses import replace
@@ -35,10 +38,12 @@ import msgpack
 import numpy as np
 import safetensors
 import safetensors.numpy
+import sentencepiece
 import tensorstore
 from sentencepiece import sentencepiece_model_pb2
 
 import configs
+import data
 import model
 import partition
 from configs import Config, DataConfig, ModelConfig, TrainConfig, UserError, note
@@ -102,6 +107,9 @@ def names(path, layer, gated):
     if name == "norm":
         return (f"{stack}.block.{layer}.{hf.rsplit('.', 1)[0]}.layer_norm.weight",
                 f"{stack}/layers_{layer}/pre_{ours}_layer_norm/scale")
+    if name == "relative_bias":  # UMT5, which T5X's network is not
+        return (f"{stack}.block.{layer}.{hf}.relative_attention_bias.weight",
+                f"{stack}/layers_{layer}/relpos_bias/rel_embedding")
     hf_matrix, t5x_matrix = ("wi", "wi") if name == "up" and not gated else MATRICES[name]
     return (f"{stack}.block.{layer}.{hf}.{hf_matrix}.weight",
             f"{stack}/layers_{layer}/{t5x}/{t5x_matrix}/kernel")
@@ -208,12 +216,12 @@ def derive(tensors, form, source):
             form.name(path, i, True) in tensors.shapes for path in paths))
 
     depths = {stack: depth(stack) for stack in ("encoder", "decoder")}
-    for stack, other in (("encoder", "decoder"), ("decoder", "encoder")):
-        if not depths[stack]:
-            raise UserError(f"{source} has no {stack} layers" + (
-                f", it is the {other} alone: plain T5 converts models that have both; "
-                f"transformers serves it."
-                if depths[other] else ": it is not a T5 model."))
+    if not depths["encoder"]:
+        raise UserError(f"{source} has no encoder layers: it is not a T5 model" + (
+            ", but a decoder alone." if depths["decoder"] else "."))
+    if not depths["decoder"] and form.name("unembed", 0, True) in tensors.shapes:
+        raise UserError(f"{source} has an output layer and no decoder layers: it is incomplete; "
+                        f"fetch it again.")
     gated = form.name("encoder/layers/mlp/gate", 0, True) in tensors.shapes
     heads, buckets = shape("encoder/relative_bias")
     vocab_size, d_model = shape("embed")
@@ -225,6 +233,7 @@ def derive(tensors, form, source):
         vocab_size=vocab_size, d_model=d_model, d_ff=shape("encoder/layers/mlp/up")[1],
         d_kv=width // heads, num_heads=heads, num_layers=depths["encoder"],
         num_decoder_layers=depths["decoder"], relative_buckets=buckets,
+        layer_biases=form.name("encoder/layers/attention/relative_bias", 1, True) in tensors.shapes,
         activation="gated_gelu" if gated else "relu",
         tied=form.name("unembed", 0, gated) not in tensors.shapes)
 
@@ -250,7 +259,7 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5", ignored=()):
     of_optimizer = {name for name in rest if name.startswith("state/") or "_slot_" in name}
     if unknown := rest - of_optimizer:
         raise UserError(f"{source} has {first_of(unknown)}, which no T5 model has: plain T5 "
-                        f"converts T5 1.0, T5 1.1, mT5, ByT5 and what descends from them.")
+                        f"converts T5 1.0, T5 1.1, mT5, UMT5, ByT5 and what descends from them.")
     if of_optimizer:
         def size(name, slot):
             return math.prod(tensors.shapes.get(form.slot(name, slot), (1,)))
@@ -272,8 +281,8 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5", ignored=()):
         return array.T if turned else array
 
     bytes_of = vocabulary is not None and vocabulary.startswith(b"bytes")
-    data = DataConfig(source="python:", vocab="bytes" if bytes_of else "spiece.model")
-    run = Config(name, cfg, data, TrainConfig(steps=max(step, 1)))
+    texts = DataConfig(source="python:", vocab="bytes" if bytes_of else "spiece.model")
+    run = Config(name, cfg, texts, TrainConfig(steps=max(step, 1)))
     try:
         configs.check(run)
     except UserError as error:
@@ -282,19 +291,113 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5", ignored=()):
     return Weights(run, step, shapes, read, vocabulary)
 
 
-def find_vocabulary(folders, cfg):
-    """A spiece.model in one of the folders -> its bytes; what stands for ByT5's; or None."""
-    path = next((folder / "spiece.model" for folder in folders
-                 if (folder / "spiece.model").is_file()), None)
+def find_vocabulary(folders, cfg, sentinels=data.SENTINELS):
+    """spiece.model or tokenizer.json in one of the folders -> the bytes of a SentencePiece model;
+    what stands for ByT5's; or None. sentinels: how many there are where the file has none."""
+    path = next((folder / name for name in ("spiece.model", "tokenizer.json")
+                 for folder in folders if (folder / name).is_file()), None)
     if not path:
         return b"bytes:0\n" if cfg.vocab_size == 384 else None
-    vocabulary = path.read_bytes()
-    spelled = vocabulary[:4] in (b"byte", b"ids:")  # a run's, without pieces
-    pieces = 0 if spelled else len(pieces_of(vocabulary, path).pieces)
-    if pieces > cfg.vocab_size:
-        raise UserError(f"{path} has {pieces:,} pieces and the model {cfg.vocab_size:,} "
-                        f"embeddings: it is of another model.")
+    if path.suffix == ".json":
+        vocabulary = tokenizer_pieces(path).SerializeToString()
+    else:
+        vocabulary = path.read_bytes()
+        if vocabulary[:4] in (b"byte", b"ids:"):  # a run's, without pieces
+            return vocabulary
+    proto = pieces_of(vocabulary, path)
+    if sentinels != data.SENTINELS and "<extra_id_" not in proto.pieces[-1].piece:
+        data.add_sentinels(proto, sentinels)
+        vocabulary = proto.SerializeToString()
+    if len(proto.pieces) > cfg.vocab_size:
+        raise UserError(f"{path} has {len(proto.pieces):,} pieces and the model "
+                        f"{cfg.vocab_size:,} embeddings: it is of another model.")
     return vocabulary
+
+
+def tokenizer_pieces(path):
+    """The tokenizer.json of a Unigram model -> the ModelProto that gives the same ids, but where
+    </s>, <pad> or <unk> are spelled in the text, or it ends with white space other than a space.
+
+    Whatever a ModelProto cannot say is refused by name.
+    """
+    about = configs.read_json(path, {"model": {"vocab": list, "type?": str}})
+
+    def parts(key, inside):
+        part = about.get(key) or {"type": "Sequence", inside: []}
+        return part[inside] if part["type"] == "Sequence" else [part]
+
+    vocab = about["model"]
+    normalizers = parts("normalizer", "normalizers")
+    splits = [part["type"] for part in parts("pre_tokenizer", "pretokenizers")]
+    spaces = [{"Regex": pattern} for pattern in (" {2,}", "[ \u2581]{2,}", "[ \u2581]+$")]
+    strange = [vocab.get("type", "Unigram")] * (vocab.get("type", "Unigram") != "Unigram")
+    strange += ["byte_fallback"] * bool(vocab.get("byte_fallback"))
+    strange += [part["type"] for part in normalizers if part["type"] not in (
+        "Precompiled", "Strip") and part.get("pattern") not in spaces]
+    strange += [split for split in splits if split not in ("Metaspace", "WhitespaceSplit")]
+    strange += ["no Metaspace"] * ("Metaspace" not in splits)
+    if strange:
+        raise UserError(f"{path} has {first_of(set(strange))}, which a SentencePiece unigram model "
+                        f"cannot say: bring the model's spiece.model.")
+    pieces = [piece for piece, _ in vocab["vocab"]]
+    sentinels = len(list(itertools.takewhile(
+        lambda pair: pair[1].removeprefix("\u2581") == f"<extra_id_{pair[0]}>",
+        enumerate(reversed(pieces)))))
+    if any("<extra_id_" in piece for piece in pieces[: len(pieces) - sentinels]):
+        raise UserError(f"{path}: its sentinels do not count down to <extra_id_0>, the last piece.")
+    proto = sentencepiece_model_pb2.ModelProto()
+    kinds = {**dict.fromkeys(range(2), 3), vocab["unk_id"]: 2}  # CONTROL, UNKNOWN; NORMAL is 1
+    for number, (piece, score) in enumerate(vocab["vocab"][: len(pieces) - sentinels]):
+        proto.pieces.add(piece=piece, score=score, type=kinds.get(number, 1))
+    data.add_sentinels(proto, sentinels)
+    trainer = proto.trainer_spec
+    trainer.pad_id, trainer.eos_id, trainer.unk_id, trainer.bos_id = 0, 1, 2, -1
+    rules = {}
+    if "WhitespaceSplit" in splits:
+        rules |= dict.fromkeys("\t\n\v\f\r\x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000", " ")
+        rules |= {chr(i): " " for i in range(0x2000, 0x200B)}
+    for part in normalizers:
+        if part["type"] == "Precompiled":
+            rules |= rules_of(base64.b64decode(part["precompiled_charsmap"]))
+    behind = " " * ("first" not in str(about["pre_tokenizer"]))  # what follows begins a word
+    rules |= {f"<extra_id_{k}>": f" <extra_id_{k}>{behind}" for k in range(sentinels)}
+    proto.normalizer_spec.precompiled_charsmap = charsmap_of(rules)
+    return proto
+
+
+def rules_of(charsmap):
+    """SentencePiece's compiled normalization -> {text: what it becomes}. It is the size and the
+    units of a double-array trie (Darts-clone), then the texts that its leaves point to."""
+    size = int.from_bytes(charsmap[:4], "little")
+    units = np.frombuffer(charsmap, "<u4", size // 4, 4).astype(np.int64)
+    texts = charsmap[4 + size :]
+    rules, todo, labels = {}, [(b"", 0)], np.arange(1, 256)
+    while todo:
+        key, at = todo.pop()
+        base = at ^ (units[at] >> 10 << ((units[at] & 512) >> 6))
+        if units[at] & 256:
+            start = units[base] & 0x7FFFFFFF
+            rules[key.decode()] = texts[start : texts.index(b"\0", start)].decode()
+        children = base ^ labels
+        there = children < len(units)
+        there[there] = units[children[there]] & 0x800000FF == labels[there]
+        todo += [(key + bytes([label]), base ^ label) for label in labels[there].tolist()]
+    return rules
+
+
+def charsmap_of(rules):
+    """The inverse, by SentencePiece itself, which compiles rules when it trains a model."""
+    if not rules:
+        return b""
+    out = io.BytesIO()
+    with tempfile.NamedTemporaryFile("w", suffix=".tsv") as file:
+        for pair in rules.items():
+            file.write("\t".join(" ".join(f"{ord(c):X}" for c in text) for text in pair) + "\n")
+        file.flush()
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(["a b"]), model_writer=out, vocab_size=5, model_type="char",
+            normalization_rule_tsv=file.name, minloglevel=2, hard_vocab_limit=False)
+    return pieces_of(out.getvalue()).normalizer_spec.precompiled_charsmap
 
 
 def pieces_of(vocabulary, path="spiece.model"):
@@ -385,8 +488,9 @@ SPECIAL = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
 def open_hf(folder, allow_pickle=False):
     """Hugging Face directory -> Weights."""
     config = configs.read_json(folder / "config.json", HF_CONFIG)
-    if (kind := config.get("model_type", "t5")) not in ("t5", "mt5"):
-        raise UserError(f"{folder} holds a model of type {kind}: plain T5 converts t5 and mt5.")
+    if (kind := config.get("model_type", "t5")) not in ("t5", "mt5", "umt5"):
+        raise UserError(f"{folder} holds a model of type {kind}: plain T5 converts t5, mt5 and "
+                        f"umt5.")
     generation = folder / "generation_config.json"
     also = configs.read_json(generation, dict) if generation.exists() else {}
     for about, (token, wanted) in itertools.product((config, also), SPECIAL.items()):
@@ -408,8 +512,9 @@ def open_hf(folder, allow_pickle=False):
     cfg = settle_config(derive(tensors, form, folder), config, folder)
     tokenizer = folder / "tokenizer_config.json"
     about = configs.read_json(tokenizer, dict) if tokenizer.exists() else {}
-    byt5 = "ByT5" in str(about.get("tokenizer_class"))
-    vocabulary = b"bytes:0\n" if byt5 else find_vocabulary([folder], cfg)
+    byt5, extra = "ByT5" in str(about.get("tokenizer_class")), about.get("extra_ids")
+    vocabulary = b"bytes:0\n" if byt5 else find_vocabulary(
+        [folder], cfg, extra or data.SENTINELS)
     return to_weights(tensors, form, folder, cfg, vocabulary, kind, ignored)
 
 
@@ -437,12 +542,13 @@ def settle_embeddings(tensors, form, config, folder):
         return array if form.turned("unembed") else array.T
 
     tied = head not in tensors.shapes or np.array_equal(tensors.read(head), as_head())
-    flag = config.get("tie_word_embeddings", tied)
-    if (head not in tensors.shapes and not flag and "scale_decoder_outputs" not in config
-            and any(name.startswith("decoder") for name in tensors.shapes)):
+    alone = not any(name == head or name.startswith("decoder") for name in tensors.shapes)
+    flag = alone or config.get("tie_word_embeddings", tied)
+    if head not in tensors.shapes and not flag and "scale_decoder_outputs" not in config:
         raise UserError(f"{folder} has no {head}, and by its config.json the output layer is not "
                         f"the embedding: fetch it again.")
-    scaled = config.get("scale_decoder_outputs", flag and config.get("model_type") != "mt5")
+    scaled = alone or config.get("scale_decoder_outputs",
+                                 flag and config.get("model_type") != "mt5")
     shapes = dict(tensors.shapes)
     shapes[embed] = shapes.pop(table)
     if tied:
@@ -467,7 +573,7 @@ def settle_config(cfg, config, folder):
             "relative_buckets": config.get("relative_attention_num_buckets"),
             "activation": config.get("feed_forward_proj", "relu").replace("-", "_")}
     for name in ("vocab_size", "d_model", "d_ff", "d_kv", "num_heads", "num_layers",
-                 "num_decoder_layers", "relative_buckets"):
+                 "relative_buckets", *["num_decoder_layers"] * bool(cfg.num_decoder_layers)):
         if said.get(name) not in (None, getattr(cfg, name)):
             raise UserError(f"{folder}: config.json says {name} {said[name]}, the weights have "
                             f"{getattr(cfg, name)}: fetch both again.")
@@ -805,12 +911,17 @@ def write_hf(folder, weights, dtype):
     if len(files) > 1:
         write_json(folder / "model.safetensors.index.json",
                    {"metadata": {"total_size": total}, "weight_map": places})
-    # transformers 5 does not scale a tied MT5's logits
+    # transformers 5 does not scale a tied MT5's logits, and scales all of UMT5's
     mt5 = weights.cfg.name.startswith("mt5") or cfg.vocab_size == 250112
-    family = "mt5" if mt5 and not cfg.tied else "t5"
+    if cfg.layer_biases and not cfg.tied:
+        note("transformers 5 scales a UMT5's logits by d_model^-0.5, as if they were tied: greedy "
+             "answers are equal, beams and scores are not. transformers 4.57 is exact.")
+    family = "umt5" if cfg.layer_biases else "mt5" if mt5 and not cfg.tied else "t5"
+    whole = cfg.num_decoder_layers > 0
+    kind = "ForConditionalGeneration" if whole else "EncoderModel"
     write_json(folder / "config.json", {
-        "architectures": [f"{family.upper()}ForConditionalGeneration"], "model_type": family,
-        "is_encoder_decoder": True, "use_cache": True, "dtype": dtype.name, **SPECIAL,
+        "architectures": [family.upper() + kind], "model_type": family,
+        "is_encoder_decoder": whole, "use_cache": whole, "dtype": dtype.name, **SPECIAL,
         **{name: getattr(cfg, name) for name in (
             "vocab_size", "d_model", "d_ff", "d_kv", "num_heads", "num_layers",
             "num_decoder_layers")},
@@ -837,7 +948,7 @@ def write_json(path, value):
 
 
 def write_tokenizer(folder, vocabulary, cfg):
-    """spiece.model and tokenizer_config.json; says where Hugging Face reads text otherwise."""
+    """spiece.model, and tokenizer.json with the same ids; says where Hugging Face's differ."""
     about = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
     if vocabulary is None or vocabulary.startswith(b"ids:"):  # nothing that is text
         return
@@ -850,17 +961,47 @@ def write_tokenizer(folder, vocabulary, cfg):
             raise UserError("The vocabulary is no unigram model, and Hugging Face's T5Tokenizer "
                             "would read nearly all text otherwise: move spiece.model out of the "
                             "run to write the weights alone.")
-        if proto.trainer_spec.byte_fallback:
-            note("warning: Hugging Face's T5Tokenizer has no byte fallback: what the vocabulary "
-                 "writes in bytes is <unk> there.")
-        if not proto.normalizer_spec.precompiled_charsmap:
-            note("warning: the vocabulary does not normalise text; Hugging Face's T5Tokenizer "
-                 "treats some of it otherwise.")
-        built_in = proto.pieces[-1].piece.endswith("<extra_id_0>")
-        about |= {"tokenizer_class": "T5Tokenizer", "extra_ids": 0 if built_in else 100,
-                  "legacy": True}
         (folder / "spiece.model").write_bytes(vocabulary)
+        about["tokenizer_class"] = "PreTrainedTokenizerFast"
+        write_json(folder / "tokenizer.json", tokenizer_json(proto))
+        note("transformers gives the same ids but where a sentinel has no space before it, which "
+             "is text here, and where </s>, <pad> or <unk> are spelled in the text.")
     write_json(folder / "tokenizer_config.json", about)
+
+
+def tokenizer_json(proto):
+    """ModelProto -> what the library tokenizers reads. Sentinels take the space before them."""
+    begins = sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString()).encode(
+        "<extra_id_0>,", out_type=str)[1].startswith("\u2581")
+    if "<extra_id_" not in proto.pieces[-1].piece:
+        data.add_sentinels(proto, data.SENTINELS)
+    pieces = [piece.piece.replace("\u2581<extra_id_", "<extra_id_") for piece in proto.pieces]
+    special = [(number, piece) for number, piece in enumerate(pieces)
+               if number < 3 or "<extra_id_" in piece]
+    charsmap = base64.b64encode(proto.normalizer_spec.precompiled_charsmap).decode()
+    metaspace = {"type": "Metaspace", "replacement": "\u2581", "split": True,
+                 "prepend_scheme": "always" if begins else "first"}  # behind a sentinel
+
+    def replaced(pattern, content):
+        return {"type": "Replace", "pattern": {"Regex": pattern}, "content": content}
+
+    return {
+        "version": "1.0", "truncation": None, "padding": None,
+        "added_tokens": [{"id": number, "content": piece, "single_word": False,
+                          "lstrip": number > 2, "rstrip": False, "normalized": False,
+                          "special": True} for number, piece in special],
+        "normalizer": {"type": "Sequence", "normalizers": [
+            *[{"type": "Precompiled", "precompiled_charsmap": charsmap}] * bool(charsmap),
+            replaced("[ \u2581]+$", ""), replaced("[ \u2581]{2,}", " ")]},
+        "pre_tokenizer": metaspace, "decoder": metaspace,
+        "post_processor": {"type": "TemplateProcessing", "pair": [],
+                           "single": [{"Sequence": {"id": "A", "type_id": 0}},
+                                      {"SpecialToken": {"id": "</s>", "type_id": 0}}],
+                           "special_tokens": {"</s>": {
+                               "id": "</s>", "ids": [1], "tokens": ["</s>"]}}},
+        "model": {"type": "Unigram", "unk_id": 2,
+                  "byte_fallback": proto.trainer_spec.byte_fallback,
+                  "vocab": [[piece, one.score] for piece, one in zip(pieces, proto.pieces)]}}
 
 
 def model_card(weights, run_dir):
@@ -892,6 +1033,9 @@ transformers reads it where torch, sentencepiece and protobuf are installed.
 
 def write_t5x(folder, weights, dtype):
     """Weights -> a checkpoint directory of T5X: version 3, a msgpack file beside zarr arrays."""
+    if weights.cfg.model.layer_biases:
+        raise UserError("T5X's network has one table of position biases for a stack, and this "
+                        "UMT5 has one in each layer: convert it --to hf.")
     places = parameters(weights.cfg.model, T5X)
     tree = {T5X.step: np.array(weights.step, np.int32)}
     slots = adafactor_slots(places, T5X, lambda path, name: f"slots/{path}/row" in weights.shapes)

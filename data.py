@@ -107,7 +107,8 @@ class Tokenizer:
 
     def __init__(self, model, serialized):
         self.serialized, self.sha256 = serialized, hashlib.sha256(serialized).hexdigest()
-        self.size, self.sentinels = len(model.pieces), SENTINELS
+        self.size = len(model.pieces)
+        self.sentinels = sum("<extra_id_" in piece.piece for piece in model.pieces)
         self.processor = sentencepiece.SentencePieceProcessor(
             model_proto=model.SerializeToString(), num_threads=os.cpu_count())
 
@@ -508,6 +509,13 @@ class IdTokenizer(Tokenizer):
         return " ".join(str(i) for i in itertools.takewhile(lambda i: i != EOS, ids) if i != PAD)
 
 
+def add_sentinels(model, number):
+    """Give a ModelProto its last pieces, the sentinels."""
+    for k in reversed(range(number)):
+        piece = sentencepiece_model_pb2.ModelProto.SentencePiece
+        model.pieces.add(piece=f"▁<extra_id_{k}>", score=0.0, type=piece.USER_DEFINED)
+
+
 @functools.lru_cache(maxsize=4)  # a mixture's hundreds of tasks share one
 def parse_vocabulary(serialized, name="the vocabulary"):
     """The bytes of a SentencePiece model -> Tokenizer, with sentinels where it has none."""
@@ -522,9 +530,7 @@ def parse_vocabulary(serialized, name="the vocabulary"):
             f"{name} begins with the pieces {special}, but T5 needs <pad>, </s>, <unk> as ids "
             f"0, 1 and 2: train it with pad_id=0, eos_id=1, unk_id=2, bos_id=-1.")
     if model.pieces[-1].piece not in ("▁<extra_id_0>", "<extra_id_0>"):
-        for k in reversed(range(SENTINELS)):
-            piece = sentencepiece_model_pb2.ModelProto.SentencePiece
-            model.pieces.add(piece=f"▁<extra_id_{k}>", score=0.0, type=piece.USER_DEFINED)
+        add_sentinels(model, SENTINELS)
     try:
         return Tokenizer(model, serialized)
     except RuntimeError as error:

@@ -8,11 +8,14 @@
     python infer.py --run_dir runs/tiny "Return the <extra_id_0> of the list."
     python infer.py --run_dir runs/tiny < texts                a line out for each line in
     python infer.py --run_dir RUN --input IN.jsonl --output OUT.jsonl [--mode score] [--shard 0/4]
+    python infer.py --run_dir RUN --input IN.jsonl --output OUT.npz --mode encode --pool mean
     python infer.py --run_dir RUN --input task:glue_rte_v002:validation --output OUT.jsonl
 
 A line of IN.jsonl has "inputs" and, to score, "targets": texts, or lists of ids, which are used
-exactly as they are. OUT.jsonl has the same lines with "prediction" or "score" added. On several
-machines each takes a --shard.
+exactly as they are. OUT.jsonl has the same lines with "prediction" or "score" added, or "ids" and
+what the encoder makes of them: their "mean", the "first", or all "vectors" (--pool none). OUT.npz
+has all ids and vectors, one line's after another's, and lengths. Several machines take a --shard
+each.
 """
 
 import functools
@@ -48,21 +51,22 @@ def init_cache(params, cfg, encoded, length, beams=1):
     """What decoding reads: encoded [B, S, D] -> (cache, fixed).
 
     cache: for each layer the keys and values [B, H, length * beams, C] of what has been decoded,
-    empty. fixed: for each layer its weights and the keys and values [B, H, S, C] of the encoder,
-    which all beams share; and the relative bias [1, H, length, length].
+    empty. fixed: for each layer its weights, the keys and values [B, H, S, C] of the encoder, which
+    all beams share, and the relative bias [1, H, length, length].
     """
     stack, table = params["decoder"]["layers"], model.param_table(cfg)["decoder"]["layers"]
     cache, fixed = [], []
+    shared = model.relative_bias(params["decoder"], length, length, False, cfg)
     for i in range(cfg.num_decoder_layers):
         w = model.in_use(jax.tree.map(lambda a: a[i], stack), table, encoded.dtype)
         cross = model.keys_values(w["cross_attention"], encoded, cfg)
-        fixed.append((w, cross))
+        fixed.append((w, cross, model.relative_bias(
+            w["self_attention"], length, length, False, cfg, shared)))
         B, H, _, C = cross[0].shape
         empty = jnp.zeros((B, H, length * beams, C), encoded.dtype,
                           out_sharding=model.layout(cross[0]))
         cache.append((empty, empty))
-    bias = model.relative_bias(params["decoder"]["relative_bias"], length, length, False, cfg)
-    return cache, (fixed, bias)
+    return cache, fixed
 
 
 def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=None):
@@ -72,10 +76,7 @@ def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=No
     they were written, and ancestors [B, N, K] says whose key, 0 to N - 1, each beam reads at each
     position. So reordering beams moves no cache. None: each reads its own.
     """
-    fixed, biases = fixed
-    N, K = ids.shape[1], biases.shape[-1]
-    bias = jnp.repeat(lax.dynamic_slice_in_dim(biases, at, 1, axis=2), N, axis=3)
-    bias = jnp.repeat(bias, N, axis=2)
+    N, K = ids.shape[1], fixed[0][-1].shape[-1]
     if ancestors is None:
         ancestors = jnp.arange(N)[None, :, None]
     past = (jnp.arange(K) <= at)[:, None]
@@ -84,7 +85,9 @@ def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=No
     self_mask = jnp.where(seen, 0.0, -1e10)
     cross_mask = jnp.where(input_segments > 0, 0.0, -1e10)[:, None, None]
     x, written = model.embed(params, ids, cfg, None), []
-    for (w, cross), own in zip(fixed, cache):
+    for (w, cross, biases), own in zip(fixed, cache):
+        bias = jnp.repeat(lax.dynamic_slice_in_dim(biases, at, 1, axis=2), N, axis=3)
+        bias = jnp.repeat(bias, N, axis=2)
         h = model.rms_norm(x, w["self_attention"]["norm"])
         own = tuple(lax.dynamic_update_slice_in_dim(old, new, at * N, axis=2)
                     for old, new in zip(own, model.keys_values(w["self_attention"], h, cfg)))
@@ -280,7 +283,21 @@ def score(params, batch, cfg):
     return -jnp.sum(loss * (batch.target_segments > 0), axis=1)
 
 
+@functools.partial(jax.jit, static_argnames=("cfg", "pool"))
+def encode(params, inputs, segments, cfg, pool):
+    """inputs, segments [B, S] -> float32 [B, D], the mean over tokens or that of the first; with
+    pool "none" [B, S, D]."""
+    x = model.encode(params, cfg, inputs, segments).astype(jnp.float32)
+    if pool == "mean":
+        real = (segments > 0).astype(jnp.float32)[..., None]
+        return jnp.sum(x * real, axis=1) / jnp.maximum(jnp.sum(real, axis=1), 1)
+    return x[:, 0] if pool == "first" else x
+
+
 # ====== below: many examples, blanks, files, the command ==========================================
+
+ADDED = {"predict": "prediction", "score": "score",  # what a mode adds to a line
+         "mean": "mean", "first": "first", "none": "vectors"}
 
 class Example(NamedTuple):
     """Ids of inputs, of targets to score and of a prefix of the answer; EOS is theirs to have.
@@ -308,15 +325,17 @@ def padded(sequences, rows, length):
 
 
 def answer(params, cfg, mesh, examples, mode="predict"):
-    """Config, iterable of Examples -> for each, in their order, its score, or (ids, scores) of its
-    answers: lists of ids without EOS, best first.
+    """Config, iterable of Examples -> for each, in their order, (ids, scores) of its answers, which
+    are lists of ids without EOS, best first; or its score; or with mode mean, first or none its
+    vectors.
 
     What an example gets does not depend on the others: they are sorted by length in windows only to
     be padded less. Inputs longer than data.inputs_length come fewer at a time.
     """
     most, devices = cfg.decode.batch_size, mesh.shape["data"]
     examples = enumerate(examples)
-    bar = tqdm(desc={"score": "scored"}.get(mode, "answered"), unit=" examples", leave=False,
+    bar = tqdm(desc={"predict": "answered", "score": "scored"}.get(mode, "encoded"),
+               unit=" examples", leave=False,
                delay=1, disable=None if configs.speaks else True)
     while window := list(itertools.islice(examples, 16 * most)):
         window.sort(key=lambda item: (len(item[1].inputs), len(item[1].targets)))
@@ -347,13 +366,16 @@ def answer_batch(params, cfg, mesh, group, mode, B):
     length, beams = cfg.decode.max_len or cfg.data.targets_length, max(
         1, cfg.decode.beams, cfg.decode.num_return)
     partition.check_memory(model.least_bytes(
-        cfg.model, B, inputs.shape[1], *([targets.shape[1]] if mode == "score" else
-                                         [length, 1, beams])),
+        cfg.model, B, inputs.shape[1], *([length, 1, beams] if mode == "predict" else
+                                         [targets.shape[1]])),
         "--decode.batch_size, --decode.beams, --decode.max_len or the length of the inputs")
     batch = data.complete_batch(inputs, targets, *real)
     batch = partition.put_batch(jax.tree.map(lambda a: a[local], batch), B, mesh)
     if mode == "score":
         return fetch(score(params, batch, cfg.model)).tolist()[: len(group)]
+    if mode != "predict":
+        vectors = fetch(encode(params, batch.inputs, batch.input_segments, cfg.model, mode))
+        return [one[: len(x.inputs)] if mode == "none" else one for one, x in zip(vectors, group)]
     rows, prefix = np.zeros((B, 1), np.uint32), None
     rows[: len(group), 0] = [one.number for one in group]
     if any(one.prefix for one in group):
@@ -438,6 +460,8 @@ def open_model(args, changes, recipe=False):
     if not args.run_dir:
         raise UserError("--run_dir names the run whose model is wanted, for instance runs/tiny.")
     cfg = configs.resolve(args, changes, recipe)
+    if args.mode != "encode":
+        configs.check_decoder(cfg)
     args.step = args.step if args.step == "all" else partition.named_step(args.run_dir, args.step)
     partition.start_jax(cfg)
     mesh = partition.set_mesh(cfg)
@@ -561,16 +585,18 @@ def answer_file(args, cfg, mesh, tokenizer, params):
     with configs.writing(partial), file:
         for line, example in seen:
             if example:
-                line = {**line, **result_of(next(results), line, args.mode, cfg, tokenizer)}
+                line |= result_of(next(results), example, line, args.mode, cfg, tokenizer)
             file.write(json_line(line).encode())
             file.flush()
             count += 1
         if partition.is_first():
             os.fsync(file.fileno())
-            if count + done:
-                os.replace(partial, args.output)
-            else:
+            if not count + done:
                 os.remove(partial)
+            elif args.output.endswith(".npz"):
+                write_vectors(partial, args.output, ADDED[args.mode])
+            else:
+                os.replace(partial, args.output)
     if not count + done:
         raise UserError(f"{args.input} holds no line: there is nothing to answer.")
     seconds = time.perf_counter() - began
@@ -610,8 +636,7 @@ def is_answered(text, asked, mode):
     """Whether a line of OUTPUT.partial answers what is asked, (line, Example), in this mode."""
     try:
         answered = json.loads(text)
-        added = "score" if mode == "score" else "prediction"
-        return bool({"error", added} & set(answered)) and (
+        return bool({"error", ADDED[mode]} & set(answered)) and (
             {**answered, **json.loads(json_line(asked[0]))} == answered)
     except (ValueError, TypeError):  # no JSON object, or nothing was asked
         return False
@@ -628,10 +653,30 @@ def plain(value):
     return value.tolist() if isinstance(value, np.generic | np.ndarray) else str(value)
 
 
-def result_of(result, line, mode, cfg, tokenizer):
+def write_vectors(lines, path, field):
+    """Lines of JSON with ids and vectors -> an .npz file; those with an error have no ids."""
+    ids, vectors = [[]], []
+    with open(lines) as file:
+        for line in map(json.loads, file):
+            ids.append(line.get("ids", []))
+            vectors.append(np.array(line.get(field, []), np.float32))
+    width = max(one.shape[-1] for one in vectors)
+    pooled = any(one.ndim == 1 and len(one) for one in vectors)
+    vectors = [one if one.size else np.full((width,) if pooled else (0, width), np.nan, np.float32)
+               for one in vectors]
+    with open(lines, "wb") as file:
+        np.savez(file, ids=np.concatenate(ids).astype(np.int32), lengths=[*map(len, ids[1:])],
+                 vectors=(np.stack if pooled else np.concatenate)(vectors))
+    os.replace(lines, path)
+
+
+def result_of(result, example, line, mode, cfg, tokenizer):
     """What is added to a line: texts where a text came in, ids where ids did."""
     if mode == "score":
         return {"score": result}
+    if mode != "predict":  # nine digits tell any two numbers of float32 apart
+        numbers = np.array([float(f"{x:.9g}") for x in result.flat]).reshape(result.shape)
+        return {"ids": example.inputs, ADDED[mode]: numbers.tolist()}
     ids, scores = result
     texts = ids if isinstance(line["inputs"], list) else [tokenizer.decode(one) for one in ids]
     added = {"prediction": texts[0]}
@@ -670,7 +715,9 @@ def main(argv):
         __doc__, argv, text_=dict(nargs="?", help="a text to answer"),
         input=dict(help="a JSONL or .txt file, or task:NAME[:SPLIT]"),
         output=dict(help="the JSONL file to write"),
-        mode=dict(default="predict", choices=("predict", "score")),
+        mode=dict(default="predict", choices=("predict", "score", "encode")),
+        pool=dict(default="mean", choices=("mean", "first", "none"), help="of the encoder's "
+                  "vectors: one for each text, or (none) one for each token"),
         raw=dict(action="store_true", help="print what the model wrote, not the text with its "
                  "blanks filled"),
         step=dict(default="latest", help="a checkpoint's step, latest or best"),
@@ -681,9 +728,13 @@ def main(argv):
     configs.parse_shard(args.shard)
     if args.step == "all":
         raise UserError("--step takes one step, latest or best.")
+    if args.mode != "encode" and (args.output or "").endswith(".npz"):
+        raise UserError("--output OUT.npz is of --mode encode: name a JSONL file.")
     task = bool(args.input) and args.input.startswith("task:")
     cfg, mesh, tokenizer = open_model(args, changes, task)
     partition.first_then_others(lambda: check_files(args))
+    if args.mode == "encode":
+        args.mode = args.pool
     _, params = load_params(cfg, args.run_dir, args.step)
     if args.input:
         answer_file(args, cfg, mesh, tokenizer, params)
@@ -692,7 +743,7 @@ def main(argv):
         raise UserError("This run has no vocabulary: put its spiece.model into the run directory, "
                         "or give --input with lists of ids.")
     if args.mode != "predict":
-        raise UserError("--mode score needs --input, with inputs and targets.")
+        raise UserError(f"--mode {args.mode} needs --input and --output.")
     lines = [args.text] if args.text is not None else io.TextIOWrapper(
         sys.stdin.buffer, "utf-8", "replace")
     answer_lines(lines, cfg, mesh, tokenizer, params, args.raw)

@@ -56,9 +56,9 @@ def param_table(cfg):
     def norm():
         return Param((D,), ("embed",))
 
-    def attention():
+    def attention(**bias):
         return {
-            "norm": norm(),
+            "norm": norm(), **bias,
             "query": Param((D, A), ("embed", "heads"), "normal", (D * C) ** -0.5),
             "key": Param((D, A), ("embed", "heads"), "normal", D**-0.5),
             "value": Param((D, A), ("embed", "heads"), "normal", D**-0.5),
@@ -75,17 +75,17 @@ def param_table(cfg):
         stacked = jax.tree.map(
             lambda p: Param((layers, *p.shape), ("layers", *p.axes), p.init, p.scale), layer,
             is_leaf=is_param)
-        bias = Param((H, R), ("heads", "buckets"), "uniform", math.sqrt(6 / (H + R)))
-        return {"layers": stacked, "relative_bias": bias, "norm": norm()}
+        return {"layers": stacked, "norm": norm()} | ({} if cfg.layer_biases else bias)
 
-    table = {
-        "embed": Param((V, D), ("vocab", "embed"), "normal", 1.0),
-        "encoder": stack(cfg.num_layers, {"attention": attention(), "mlp": mlp()}),
-        "decoder": stack(cfg.num_decoder_layers, {
-            "self_attention": attention(), "cross_attention": attention(), "mlp": mlp()}),
-    }
-    if not cfg.tied:
-        table["unembed"] = Param((D, V), ("embed", "vocab"), "truncated_normal", D**-0.5)
+    bias = {"relative_bias": Param((H, R), ("heads", "buckets"), "uniform", (6 / (H + R)) ** 0.5)}
+    own = bias if cfg.layer_biases else {}
+    table = {"embed": Param((V, D), ("vocab", "embed"), "normal", 1.0),
+             "encoder": stack(cfg.num_layers, {"attention": attention(**own), "mlp": mlp()})}
+    if cfg.num_decoder_layers:
+        table["decoder"] = stack(cfg.num_decoder_layers, {
+            "self_attention": attention(**own), "cross_attention": attention(), "mlp": mlp()})
+        if not cfg.tied:
+            table["unembed"] = Param((D, V), ("embed", "vocab"), "truncated_normal", D**-0.5)
     return table
 
 
@@ -207,12 +207,15 @@ def relative_bucket(distance, bidirectional, cfg):
     return bucket + np.where(distance < exact, distance, far)
 
 
-def relative_bias(table, Q, K, bidirectional, cfg):
-    """table [H, R] -> float32 [1, H, Q, K], shared by all layers of a stack."""
+def relative_bias(w, Q, K, bidirectional, cfg, shared=None):
+    """The bias of a stack or a layer that has a table, [H, R] -> float32 [1, H, Q, K]; else the
+    shared one. T5's stacks have one table, UMT5's layers one each."""
+    if "relative_bias" not in w:
+        return shared
     bucket = relative_bucket(np.arange(K) - np.arange(Q)[:, None], bidirectional, cfg)
     # a product with one-hot rows, because the gradient of a gather is a slow scatter
     one_hot = jax.nn.one_hot(bucket, cfg.relative_buckets, dtype=jnp.float32)
-    return jnp.einsum("hr,qkr->hqk", table, one_hot)[None]
+    return jnp.einsum("hr,qkr->hqk", w["relative_bias"], one_hot)[None]
 
 
 def mask_of(query_segments, key_segments, causal=False):
@@ -335,13 +338,14 @@ def encode(params, cfg, inputs, segments, key=None):
     key_embed, key_layers, key_end = split_key(key, 3)
     stack = params["encoder"]
     S = inputs.shape[1]
-    bias = relative_bias(stack["relative_bias"], S, S, True, cfg)
+    shared = relative_bias(stack, S, S, True, cfg)
     mask = mask_of(segments, segments)
 
     def layer(w, x, key):
         key_attention, key_mlp = split_key(key, 2)
         h = rms_norm(x, w["attention"]["norm"])
         kv = keys_values(w["attention"], h, cfg)
+        bias = relative_bias(w["attention"], S, S, True, cfg, shared)
         x += attention(w["attention"], h, kv, bias, mask, cfg, key_attention)
         return x + mlp(w["mlp"], rms_norm(x, w["mlp"]["norm"]), cfg, key_mlp)
 
@@ -368,13 +372,14 @@ def decode(params, cfg, decoder_inputs, segments, encoded, input_segments, key=N
     key_embed, key_layers, key_end = split_key(key, 3)
     stack = params["decoder"]
     T = decoder_inputs.shape[1]
-    bias = relative_bias(stack["relative_bias"], T, T, False, cfg)
+    shared = relative_bias(stack, T, T, False, cfg)
     self_mask = mask_of(segments, segments, causal=True)
     cross_mask = mask_of(segments, input_segments)
 
     def layer(w, x, key):
         h = rms_norm(x, w["self_attention"]["norm"])
         own = keys_values(w["self_attention"], h, cfg)
+        bias = relative_bias(w["self_attention"], T, T, False, cfg, shared)
         cross = keys_values(w["cross_attention"], encoded, cfg)
         return decoder_layer(w, x, h, own, bias, self_mask, cross, cross_mask, cfg, key)
 

@@ -1645,6 +1645,9 @@ def from_hugging_face(state, cfg):
         if rest == ["relative_bias"]:
             return state[f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"].T
         _, block, name = rest
+        if name == "relative_bias":
+            return state[f"{stack}.block.{layer}.layer.0.SelfAttention.relative_attention_bias"
+                         ".weight"].T
         kind = {"mlp": "DenseReluDense", "cross_attention": "EncDecAttention"}.get(
             block, "SelfAttention")
         number = {"mlp": 1 + (stack == "decoder"), "cross_attention": 1}.get(block, 0)
@@ -1662,16 +1665,21 @@ def from_hugging_face(state, cfg):
 
 
 def hugging_face(cfg):
-    """ModelConfig -> (a T5ForConditionalGeneration with random weights, our parameters of it)."""
+    """ModelConfig -> (a model of transformers with random weights, our parameters of it)."""
     torch = pytest.importorskip("torch", reason="needs pip install '.[parity]'")
     transformers = pytest.importorskip("transformers", reason="needs pip install '.[parity]'")
     torch.manual_seed(0)
-    network = transformers.T5ForConditionalGeneration(transformers.T5Config(
+    family = "UMT5" if cfg.layer_biases else "T5"
+    kind = "ForConditionalGeneration" if cfg.num_decoder_layers else "EncoderModel"
+    network = getattr(transformers, family + kind)(getattr(transformers, f"{family}Config")(
         vocab_size=cfg.vocab_size, d_model=cfg.d_model, d_kv=cfg.d_kv, d_ff=cfg.d_ff,
         num_heads=cfg.num_heads, num_layers=cfg.num_layers,
         num_decoder_layers=cfg.num_decoder_layers, dropout_rate=0.0, decoder_start_token_id=0,
+        relative_attention_num_buckets=cfg.relative_buckets,
+        relative_attention_max_distance=cfg.relative_max_distance,
         feed_forward_proj=cfg.activation.replace("_", "-"), tie_word_embeddings=cfg.tied)).eval()
     if not cfg.tied:  # transformers 5 ties the two whatever its configuration says
+        network.config.tie_word_embeddings = not cfg.layer_biases
         network.lm_head.weight = torch.nn.Parameter(torch.randn(cfg.vocab_size, cfg.d_model) * 0.2)
         if hasattr(network.config, "scale_decoder_outputs"):
             network.config.scale_decoder_outputs = False
@@ -1696,10 +1704,11 @@ def assert_logits_equal(network, params, cfg):
     np.testing.assert_allclose(ours, theirs, atol=1e-4 * max(1, np.abs(theirs).max()))
 
 
-@pytest.mark.parametrize("activation, tied", [
-    ("gated_gelu", False), ("relu", True), ("gated_gelu", True), ("relu", False)])
-def test_logits_equal_hugging_faces(activation, tied):
-    cfg = change(model=dict(activation=activation, tied=tied))
+@pytest.mark.parametrize("activation, tied, layer_biases", [
+    ("gated_gelu", False, False), ("relu", True, False), ("gated_gelu", True, False),
+    ("relu", False, False), ("gated_gelu", False, True)])
+def test_logits_equal_hugging_faces(activation, tied, layer_biases):
+    cfg = change(model=dict(activation=activation, tied=tied, layer_biases=layer_biases))
     assert_logits_equal(*hugging_face(cfg.model), cfg)
 
 
@@ -2359,28 +2368,30 @@ def test_an_error_in_the_background_is_not_lost(tmp_path, monkeypatch):
 # ---- infer and evaluate --------------------------------------------------------------------------
 
 
-def test_cached_decoding_equals_uncached():
+@pytest.mark.parametrize("layer_biases", [False, True])
+def test_cached_decoding_equals_uncached(layer_biases):
     """Greedy answers and every step's logits beside the whole decoder run anew for each token."""
-    params = make_params(SMALL, seed=4)
+    cfg = change(model=dict(layer_biases=layer_biases))
+    params = make_params(cfg, seed=4)
     T, B = 10, 3
     batch = make_batch(change(data=dict(targets_length=T)), [(30, T), (12, T), (1, T)])
-    written, scores = infer.generate(params, batch.inputs, batch.input_segments, SMALL.model, T)
-    encoded = model.encode(params, SMALL.model, batch.inputs, batch.input_segments)
-    cache, fixed = infer.init_cache(params, SMALL.model, encoded, T)
+    written, scores = infer.generate(params, batch.inputs, batch.input_segments, cfg.model, T)
+    encoded = model.encode(params, cfg.model, batch.inputs, batch.input_segments)
+    cache, fixed = infer.init_cache(params, cfg.model, encoded, T)
     step = jax.jit(infer.decode_step, static_argnums=1)
     ids, done = np.zeros((B, T + 1), int), np.zeros(B, bool)
     for t in range(T):
         whole = batch._replace(decoder_inputs=jnp.asarray(ids[:, :T]),
                                target_segments=jnp.ones((B, T), int))
-        logits = forward(params, whole, SMALL.model)[:, t]
-        cached, cache = step(params, SMALL.model, jnp.asarray(ids[:, t, None]), t, cache, fixed,
+        logits = forward(params, whole, cfg.model)[:, t]
+        cached, cache = step(params, cfg.model, jnp.asarray(ids[:, t, None]), t, cache, fixed,
                              batch.input_segments)
         assert_close(cached[:, 0], logits)
         ids[:, t + 1] = np.where(done, 0, np.argmax(logits, -1))
         done |= ids[:, t + 1] == data.EOS
     assert_equal(written[:, 0], ids[:, 1:])
     answers = to_batch(batch.inputs, ids[:, 1:], batch.input_segments, ids[:, 1:] > 0)
-    np.testing.assert_allclose(scores[:, 0], infer.score(params, answers, SMALL.model), rtol=1e-5)
+    np.testing.assert_allclose(scores[:, 0], infer.score(params, answers, cfg.model), rtol=1e-5)
 
 
 def test_generation_ends_at_eos():
@@ -2422,12 +2433,13 @@ def test_decoding_equals_t5xs():
                                rtol=1e-5)
 
 
-def test_decoding_beside_hugging_faces():
+@pytest.mark.parametrize("layer_biases", [False, True])
+def test_decoding_beside_hugging_faces(layer_biases):
     """Greedy answers are equal. Beam search has the same scores by the penalty called length, but
     other rules: there an answer ends only from the N best continuations, and at the last position
     what has not ended competes too. So where theirs ended, ours is equal or better."""
     torch = pytest.importorskip("torch", reason="needs pip install '.[parity]'")
-    cfg = change(model=dict(vocab_size=12, num_decoder_layers=2)).model
+    cfg = change(model=dict(vocab_size=12, num_decoder_layers=2, layer_biases=layer_biases)).model
     network, params = hugging_face(cfg)
     batch = make_batch(change(model=dict(vocab_size=12)), [(n, 8) for n in range(1, 17)])
 
@@ -3923,6 +3935,174 @@ def test_transformers_reads_what_is_written(name, tmp_path, capsys, caplog, monk
     assert not [w for w in warnings if "so we will NOT tie them" not in w]
 
 
+def families(tokenizer):
+    """{family: (class of transformers, changes of ModelConfig, its vocabulary)}: what people bring,
+    as the libraries of their time wrote it."""
+    spm = convert.pieces_of(tokenizer.serialized)
+    built_in = convert.pieces_of(tokenizer.processor.serialized_model_proto())
+    literal = convert.pieces_of(tokenizer.serialized)
+    literal.normalizer_spec.precompiled_charsmap = b""
+    literal = convert.tokenizer_json(literal)
+    v5 = convert.tokenizer_json(spm)
+    v5["normalizer"] = v5["normalizer"]["normalizers"][0]
+    v5["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [
+        {"type": "WhitespaceSplit"}, {**v5["pre_tokenizer"], "prepend_scheme": "always"}]}
+    for token in v5["added_tokens"]:
+        token["lstrip"] = False
+    return {
+        "T5 1.0": (dict(activation="relu", tied=True), spm),
+        "T5 1.1, LM-adapted, FLAN, T0": (dict(), spm),
+        "saved by transformers 5": (dict(tied=True), v5),
+        "UL2": (dict(activation="gated_silu"), spm),
+        "mT5": (dict(), built_in),
+        "UMT5": (dict(layer_biases=True), literal),
+        "ByT5": (dict(vocab_size=384), "ByT5Tokenizer"),
+        "encoder alone": (dict(num_decoder_layers=0, tied=True), spm),
+        "encoder of UMT5": (dict(num_decoder_layers=0, tied=True, layer_biases=True), literal)}
+
+
+@pytest.mark.parametrize("family", [
+    "T5 1.0", "T5 1.1, LM-adapted, FLAN, T0", "saved by transformers 5", "UL2", "mT5", "UMT5",
+    "ByT5", "encoder alone", "encoder of UMT5"])
+def test_families(family, tmp_path, capsys, monkeypatch, tokenizer):
+    """A folder of transformers' is converted, asked, trained for a step and converted back."""
+    changes, vocabulary = families(tokenizer)[family]
+    cfg = change(model=dict(dropout=0.0, **changes))
+    network, params = hugging_face(cfg.model)
+    transformers, folder = sys.modules["transformers"], tmp_path / "theirs"
+    network.save_pretrained(folder)
+    about = json.loads((folder / "config.json").read_text())
+    if not cfg.model.tied:  # as they are published
+        about["tie_word_embeddings"] = False
+    if family == "mT5":
+        about["model_type"] = "mt5"
+    if family == "UMT5":  # Google's says none
+        del about["model_type"]
+    (folder / "config.json").write_text(json.dumps(about))
+    if isinstance(vocabulary, str):
+        (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": vocabulary}))
+        theirs = transformers.ByT5Tokenizer()
+    elif isinstance(vocabulary, dict):
+        (folder / "tokenizer.json").write_text(json.dumps(vocabulary))
+        theirs = transformers.PreTrainedTokenizerFast(
+            tokenizer_file=str(folder / "tokenizer.json"))
+    else:
+        (folder / "spiece.model").write_bytes(vocabulary.SerializeToString())
+        theirs = None
+    status, _, err = run(convert, capsys, monkeypatch, folder, tmp_path / "run")
+    assert status == 0, err
+    m, ours = params_of(tmp_path / "run")
+    assert replace(m, dtype="float32", relative_max_distance=128, dropout=0.0) == cfg.model
+    assert_equal(ours, params)
+    ids = data.load_tokenizer(tmp_path / "run" / "spiece.model")
+    lines = ["alpha beta", "gamma <extra_id_0> delta", "  a  b ", "", "x\u3000y \u00e9 \u4e2d"]
+    if isinstance(vocabulary, dict):  # in which sentinels stand anywhere
+        lines += ["a <extra_id_7>, b", "<extra_id_1>."]
+        lines += ["a<extra_id_7>b", "a\x85b"] * (family == "saved by transformers 5")
+    if theirs:
+        lines = [line for line in lines if family != "ByT5" or "extra_id" not in line]
+        assert [[*ids.encode(line), data.EOS] for line in lines] == [
+            theirs(line).input_ids for line in lines]
+    (tmp_path / "in.jsonl").write_text('{"inputs": "alpha beta"}\n{"inputs": "gamma"}\n')
+    asked = ["--run_dir", tmp_path / "run", "--input", tmp_path / "in.jsonl", "--output",
+             tmp_path / "out.jsonl", "--decode.max_len", 8]
+    monkeypatch.setattr(partition.jax, "devices", lambda *_: jax.local_devices()[:1])
+    status, _, err = run(infer, capsys, monkeypatch, *asked)
+    if not cfg.model.num_decoder_layers:
+        assert status == 2 and "--mode encode" in err
+        status, _, err = run(infer, capsys, monkeypatch, *asked, "--mode", "encode")
+        assert status == 0, err
+        assert '"mean": [' in (tmp_path / "out.jsonl").read_text()
+        status, _, err = run(train, capsys, monkeypatch, "--run_dir", tmp_path / "run")
+        assert status == 2 and "--mode encode" in err
+    else:
+        assert status == 0, err
+        assert_logits_equal(network, ours, cfg)
+        partition.set_mesh(SMALL, jax.devices()[:1])
+        status, out, err = run(
+            train, capsys, monkeypatch, "--config", "tiny", "--init_from", tmp_path / "run",
+            "--run_dir", tmp_path / "tuned", *(
+                f"--model.{field.name}={getattr(cfg.model, field.name)}"
+                for field in dataclasses.fields(ModelConfig)),
+            "--data.source", "python:", "--data.vocab", tmp_path / "run" / "spiece.model",
+            "--data.prepared_dir", tmp_path / "prepared", *short(32, 16), "--train.batch_size", 4,
+            "--train.steps", 1, "--train.eval_every", 0, "--train.log_every", 1)
+        assert status == 0 and "the weights of step 0" in out, err
+    status, _, err = run(convert, capsys, monkeypatch, tmp_path / "run", tmp_path / "back", "--to",
+                         "hf")
+    assert status == 0, err
+    again = getattr(transformers, type(network).__name__).from_pretrained(tmp_path / "back")
+    expected, found = network.state_dict(), again.state_dict()
+    assert set(expected) == set(found) and all(
+        np.array_equal(expected[name], found[name]) for name in found)
+    if theirs and family != "ByT5":
+        written = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
+        assert [written(line).input_ids for line in lines if "a<ex" not in line] == [
+            theirs(line).input_ids for line in lines if "a<ex" not in line]
+
+
+@pytest.mark.parametrize("change_it, expected", [
+    (lambda t: t["model"].update(type="BPE"), "BPE"),
+    (lambda t: t["model"].update(byte_fallback=True), "byte_fallback"),
+    (lambda t: t.update(normalizer={"type": "Lowercase"}), "Lowercase"),
+    (lambda t: t.update(pre_tokenizer={"type": "Digits"}), "Digits and 1 more"),
+    (lambda t: t.update(pre_tokenizer=None), "no Metaspace"),
+    (lambda t: t["model"]["vocab"].append(["more", -1.0]), "its sentinels"),
+    (lambda t: t["model"].pop("vocab"), "vocab"),
+    (lambda t: t["model"]["vocab"].insert(5, 7), "damaged")])
+def test_what_a_tokenizer_json_may_say(change_it, expected, tmp_path, tokenizer, capsys,
+                                       monkeypatch):
+    about = convert.tokenizer_json(convert.pieces_of(tokenizer.serialized))
+    change_it(about)
+    write_hf(tmp_path / "hf", change().model)
+    (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps(about))
+    status, _, err = run(convert, capsys, monkeypatch, tmp_path / "hf", tmp_path / "run")
+    assert status == 2 and expected in err and "Traceback" not in err, err
+
+
+@pytest.mark.parametrize("pool", ["mean", "first", "none"])
+def test_encoders_vectors(pool, tmp_path, tokenizer, capsys, monkeypatch):
+    """They equal T5EncoderModel's, in order, as JSONL and .npz; a killed job goes on."""
+    cfg = change(model=dict(num_decoder_layers=0, tied=True, relative_max_distance=128))
+    network, _ = hugging_face(cfg.model)
+    torch = sys.modules["torch"]
+    network.save_pretrained(tmp_path / "hf")
+    (tmp_path / "hf" / "spiece.model").write_bytes(tokenizer.serialized)
+    convert.main([str(tmp_path / "hf"), str(tmp_path / "run")])
+    texts = ["alpha beta gamma", "x", "delta " * 30, "beta", ""]
+    lines = [json.dumps({"inputs": text}) for text in texts]
+    (tmp_path / "in.jsonl").write_text("\n".join([*lines, '{"no": 1}']))
+    monkeypatch.setattr(partition.jax, "devices", lambda *_: jax.local_devices()[:1])
+
+    def ask(output):
+        status, _, err = run(
+            infer, capsys, monkeypatch, "--run_dir", tmp_path / "run", "--mode", "encode", "--pool",
+            pool, "--input", tmp_path / "in.jsonl", "--output", tmp_path / output,
+            "--data.on_error", "skip", "--data.inputs_length", 16, "--decode.batch_size", 2)
+        assert status == 0, err
+        return err
+
+    ask("a.jsonl")
+    whole = (tmp_path / "a.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "b.npz.partial").write_bytes(b"".join(whole[:2]) + whole[2][:50])
+    assert "has 2 lines" in ask("b.npz")
+    arrays = np.load(tmp_path / "b.npz")
+    places = np.cumsum([0, *arrays["lengths"]])
+    assert len(whole) == 6 == len(arrays["lengths"]) and arrays["lengths"][-1] == 0
+    for number, text in enumerate(texts):
+        ids = [*tokenizer.encode(text)[:15], data.EOS]
+        with torch.no_grad():
+            expected = network(input_ids=torch.tensor([ids])).last_hidden_state[0].numpy()
+        expected = {"mean": expected.mean(0), "first": expected[0], "none": expected}[pool]
+        part = slice(*places[number : number + 2])
+        line = json.loads(whole[number])
+        assert arrays["ids"][part].tolist() == ids == line["ids"]
+        found = arrays["vectors"][part] if pool == "none" else arrays["vectors"][number]
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+        np.testing.assert_array_equal(np.float32(line[infer.ADDED[pool]]), found)
+    assert "error" in json.loads(whole[-1])
+
+
 def test_vocabularies_that_hugging_face_reads_otherwise(tmp_path, tokenizer, capsys):
     def written(vocabulary=None, **changes):
         if vocabulary is None:
@@ -3934,13 +4114,13 @@ def test_vocabularies_that_hugging_face_reads_otherwise(tmp_path, tokenizer, cap
             vocabulary = proto.SerializeToString()
         convert.write_tokenizer(tmp_path, vocabulary, ODD.model)
         about = json.loads((tmp_path / "tokenizer_config.json").read_text())
-        return about["tokenizer_class"], about["extra_ids"], capsys.readouterr().err
+        return about["tokenizer_class"], capsys.readouterr().err
 
-    assert written() == ("T5Tokenizer", 100, "")
-    built_in = tokenizer.processor.serialized_model_proto()
-    assert written(built_in) == ("T5Tokenizer", 0, "")
-    assert "byte fallback" in written(byte_fallback=True)[2]
-    assert "does not normalise" in written(precompiled_charsmap=b"")[2]
+    for vocabulary in (None, tokenizer.processor.serialized_model_proto()):
+        kind, said = written(vocabulary)
+        about = json.loads((tmp_path / "tokenizer.json").read_text())
+        assert kind == "PreTrainedTokenizerFast" and "no space before it" in said
+        assert len(about["model"]["vocab"]) == tokenizer.size and len(about["added_tokens"]) == 103
     assert written(b"bytes:0\n")[0] == "ByT5Tokenizer"
     with pytest.raises(configs.UserError, match="no unigram model"):
         written(model_type=2)
@@ -3962,10 +4142,10 @@ BAD_WEIGHTS = {  # kind of directory, what is done to its state dict or folder, 
                 None, {}, "has pooler.weight"),
     "integers": ("safetensors", lambda s: s.update({"shared.weight": np.ones((201, 32), np.int8)}),
                  None, {}, "I8"),
-    "encoder alone": ("safetensors", lambda s: [s.pop(n) for n in list(s) if "decoder" in n], None,
-                      {}, "it is the encoder alone"),
+    "no decoder": ("safetensors", lambda s: [s.pop(n) for n in list(s) if "decoder" in n], None,
+                   {}, "has an output layer and no decoder layers"),
     "decoder alone": ("safetensors", lambda s: [s.pop(n) for n in list(s) if "encoder" in n], None,
-                      {}, "it is the decoder alone"),
+                      {}, "but a decoder alone"),
     "shard missing": ("sharded", None, lambda f: (f / "part-1.safetensors").unlink(), {},
                       "has no part-1.safetensors"),
     "shard cut": ("sharded", None, damage_shard, {}, "part-1.safetensors is not a whole"),
@@ -3974,9 +4154,6 @@ BAD_WEIGHTS = {  # kind of directory, what is done to its state dict or folder, 
     "flax cut": ("flax_model.msgpack", None, lambda f: (f / "flax_model.msgpack").write_bytes(
         (f / "flax_model.msgpack").read_bytes()[:-5000]), {}, "is not a whole msgpack file"),
     "another config": ("safetensors", None, None, {"d_ff": 99}, "config.json says d_ff 99"),
-    "encoder of T5 1.1 alone": (
-        "safetensors", lambda s: [s.pop(n) for n in list(s) if "decoder" in n or "head" in n],
-        None, {"tie_word_embeddings": False}, "it is the encoder alone"),
     "another EOS": ("safetensors", None, None, {"eos_token_id": 2}, "eos_token_id 2"),
     "several EOS": ("safetensors", None, lambda f: (f / "generation_config.json").write_text(
         '{"eos_token_id": [1, 7]}'), {}, "eos_token_id [1, 7]"),
@@ -3986,7 +4163,7 @@ BAD_WEIGHTS = {  # kind of directory, what is done to its state dict or folder, 
     "a list": ("safetensors", None, lambda f: (f / "config.json").write_text("[]"), {},
                "config.json"),
     "no config": ("safetensors", None, lambda f: (f / "config.json").unlink(), {}, "config.json"),
-    "another type": ("safetensors", None, None, {"model_type": "umt5"}, "of type umt5"),
+    "another type": ("safetensors", None, None, {"model_type": "longt5"}, "of type longt5"),
     "activation": ("safetensors", None, None, {"feed_forward_proj": "gated-tanh"}, "gated_tanh"),
     "epsilon": ("safetensors", None, None, {"layer_norm_epsilon": 1e-5}, "layer_norm_epsilon"),
     "vocabulary": ("safetensors", None, lambda f: (f / "spiece.model").write_bytes(b"no model"), {},
