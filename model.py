@@ -52,38 +52,33 @@ def param_table(cfg):
     """
     D, F, V, R, C = cfg.d_model, cfg.d_ff, cfg.vocab_size, cfg.relative_buckets, cfg.d_kv
     H, A = cfg.num_heads, cfg.num_heads * cfg.d_kv
-
-    def norm():
-        return Param((D,), ("embed",))
+    norm = Param((D,), ("embed",))
+    up = Param((D, F), ("embed", "mlp"), "truncated_normal", D**-0.5)
+    down = Param((F, D), ("mlp", "embed"), "truncated_normal", F**-0.5)
+    gate = {"gate": up} if cfg.activation.startswith("gated_") else {}
+    mlp = {"norm": norm, **gate, "up": up, "down": down}
 
     def attention(**bias):
         return {
-            "norm": norm(), **bias,
+            "norm": norm, **bias,
             "query": Param((D, A), ("embed", "heads"), "normal", (D * C) ** -0.5),
             "key": Param((D, A), ("embed", "heads"), "normal", D**-0.5),
             "value": Param((D, A), ("embed", "heads"), "normal", D**-0.5),
             "out": Param((A, D), ("heads", "embed"), "normal", A**-0.5),
         }
 
-    def mlp():
-        up = Param((D, F), ("embed", "mlp"), "truncated_normal", D**-0.5)
-        down = Param((F, D), ("mlp", "embed"), "truncated_normal", F**-0.5)
-        gate = {"gate": up} if cfg.activation.startswith("gated_") else {}
-        return {"norm": norm(), **gate, "up": up, "down": down}
-
     def stack(layers, layer):
-        stacked = jax.tree.map(
-            lambda p: Param((layers, *p.shape), ("layers", *p.axes), p.init, p.scale), layer,
-            is_leaf=is_param)
-        return {"layers": stacked, "norm": norm()} | ({} if cfg.layer_biases else bias)
+        stacked = jax.tree.map(lambda p: p._replace(
+            shape=(layers, *p.shape), axes=("layers", *p.axes)), layer, is_leaf=is_param)
+        return {"layers": stacked, "norm": norm} | ({} if cfg.layer_biases else bias)
 
     bias = {"relative_bias": Param((H, R), ("heads", "buckets"), "uniform", (6 / (H + R)) ** 0.5)}
     own = bias if cfg.layer_biases else {}
     table = {"embed": Param((V, D), ("vocab", "embed"), "normal", 1.0),
-             "encoder": stack(cfg.num_layers, {"attention": attention(**own), "mlp": mlp()})}
+             "encoder": stack(cfg.num_layers, {"attention": attention(**own), "mlp": mlp})}
     if cfg.num_decoder_layers:
         table["decoder"] = stack(cfg.num_decoder_layers, {
-            "self_attention": attention(**own), "cross_attention": attention(), "mlp": mlp()})
+            "self_attention": attention(**own), "cross_attention": attention(), "mlp": mlp})
         if not cfg.tied:
             table["unembed"] = Param((D, V), ("embed", "vocab"), "truncated_normal", D**-0.5)
     return table
