@@ -302,7 +302,10 @@ RECIPES = {cfg.name: cfg for cfg in (
     # Goes on with mT5, whose vocabulary comes with --init_from, at the rate it ended with.
     Config("mt5_base_ro", replace(SIZES["base"], vocab_size=250_112), RO,
            replace(RO_TRAIN, start_step=1_000_000, learning_rate=0.4, save_every=25_000, keep=3)),
-    # Fine-tunes UMT5 (Chung et al. 2023), which comes with --init_from, on pairs: --data.source
+    # Fine-tuning on pairs of one's own, --data.source jsonl:pairs.jsonl; the weights come with
+    # --init_from: T5 1.1, FLAN, T0, LM-adapted; UMT5 (Chung et al. 2023).
+    *(Config(f"{size}_pairs", replace(SIZES[size], dropout=0.1), DataConfig(task="text_to_text"),
+             FINETUNE) for size in ("small", "base", "large")),
     Config("umt5_small",
            replace(SIZES["small"], vocab_size=256_384, layer_biases=True, dropout=0.1),
            DataConfig(task="text_to_text"), FINETUNE),

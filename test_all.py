@@ -189,8 +189,11 @@ def test_the_readmes_commands_exist(capsys, monkeypatch):
         flags[name] = set(re.findall(r"^  (--[\w.]+)", capsys.readouterr().out, re.M))
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", README, re.M | re.S)
     plain = "\n".join(text for language, text in blocks if not language).replace("\\\n", " ")
+    cells = json.loads((HERE / "assets/notebook.ipynb").read_text())["cells"]
+    plain += "".join(line for cell in cells for line in ["\n", *cell["source"]])
+    plain += (HERE / "assets/slurm.sh").read_text()
     commands = re.findall(r"python (\w+)\.py(.*)", plain)
-    assert len(commands) > 30
+    assert len(commands) > 35
     for script, rest in commands:
         if script == "configs":
             continue
