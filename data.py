@@ -473,10 +473,9 @@ class ByteTokenizer(Tokenizer):
                 np.frombuffer(text.encode(), np.uint8) + np.int32(3) for text in texts]
 
     def pieces(self, ids):
-        text = b"".join(
-            bytes([i - 3]) if 3 <= i < 3 + 256 else
-            (b"<pad>", b"</s>", b"<unk>")[i] if i < 3 else b"<extra_id_%d>" % (self.size - 1 - i)
-            for i in map(int, ids))
+        known = [b"<pad>", b"</s>", b"<unk>", *(bytes([byte]) for byte in range(256))]
+        text = b"".join(known[i] if i < len(known) else b"<extra_id_%d>" % (self.size - 1 - i)
+                        for i in ids)
         return text.decode(errors="replace")
 
     def decode(self, ids):
@@ -533,23 +532,22 @@ def parse_vocabulary(serialized, name="the vocabulary"):
 
 def load_tokenizer(path):
     """Path of a SentencePiece model, local or remote; bytes[:EXTRA]; ids:SIZE[:SENTINELS]."""
-    form = r"(bytes)(?::(\d{1,9}))?|(ids):(\d{1,9})(?::(\d{1,9}))?"
-    found, serialized = re.fullmatch(form, str(path)), b""
-    if not found:
-        try:
-            with open_file(str(path)) as file:
-                serialized = file.read()
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"No vocabulary at {path} ({getattr(error, 'strerror', 0) or error}): give "
-                f"--data.vocab the path of a SentencePiece model, or train one on the source with "
-                f"--data.vocab train:32000.") from error
-        if len(serialized) < 40 and serialized[:4] in (b"byte", b"ids:"):  # what a run keeps
-            found = re.fullmatch(form, serialized.decode(errors="replace").strip())
-    if found:
-        return ByteTokenizer(int(found[2] or 0)) if found[1] else (
-            IdTokenizer(int(found[4]), int(found[5] or 0)))
-    return parse_vocabulary(serialized, str(path))
+    path = str(path)
+    if found := re.fullmatch(r"bytes(?::(\d{1,9}))?", path):
+        return ByteTokenizer(int(found[1] or 0))
+    if found := re.fullmatch(r"ids:(\d{1,9})(?::(\d{1,9}))?", path):
+        return IdTokenizer(int(found[1]), int(found[2] or 0))
+    try:
+        with open_file(path) as file:
+            serialized = file.read()
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"No vocabulary at {path} ({getattr(error, 'strerror', 0) or error}): give "
+            f"--data.vocab the path of a SentencePiece model, or train one on the source with "
+            f"--data.vocab train:32000.") from error
+    if re.fullmatch(rb"(bytes|ids:\d{1,9})(:\d{1,9})?\s*", serialized):  # what a run keeps of one
+        return load_tokenizer(serialized.decode().strip())
+    return parse_vocabulary(serialized, path)
 
 
 def train_tokenizer(texts, pieces, most=1 << 27):
@@ -558,29 +556,19 @@ def train_tokenizer(texts, pieces, most=1 << 27):
     Of a large source the first `most` characters are enough, which take one or two minutes. The
     thread count is fixed because the pieces found depend on it.
     """
-    out, refused = io.BytesIO(), []
-
-    def lines():
-        read = 0
-        try:
-            for text in texts:
-                for line in text.splitlines():
-                    yield from (line[start : start + 4000] for start in range(0, len(line), 4000))
-                read += len(text)
-                if read >= most:
-                    return
-        except UserError as error:  # SentencePiece would make a RuntimeError of it
-            refused.append(error)
-            raise
-
+    lines, read, out = [], 0, io.BytesIO()
+    for text in texts:
+        for line in text.splitlines():
+            lines += [line[start : start + 4000] for start in range(0, len(line), 4000)]
+        read += len(text)
+        if read >= most:
+            break
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=lines(), model_writer=out, vocab_size=pieces, model_type="unigram",
-            pad_id=PAD, eos_id=EOS, unk_id=UNK, bos_id=-1, num_threads=4, minloglevel=2,
-            max_sentence_length=16_000, character_coverage=0.9999)
+            sentence_iterator=iter(lines), model_writer=out, vocab_size=pieces,
+            model_type="unigram", pad_id=PAD, eos_id=EOS, unk_id=UNK, bos_id=-1, num_threads=4,
+            minloglevel=2, max_sentence_length=16_000, character_coverage=0.9999)
     except RuntimeError as error:
-        if refused:
-            raise refused[0] from None
         most = re.search(r"<= (\d+)", str(error))
         raise UserError(
             f"The source has too little text for a vocabulary of {pieces} pieces: "
