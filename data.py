@@ -617,16 +617,16 @@ def python_documents():
     return [document for document in documents if document.strip()]
 
 
-def in_memory(name, stamp, splits, split):
-    """{split: function that makes its examples} -> the parts of a split, or of all for None."""
-    if split and split not in splits:
+def in_memory(name, stamp, examples, split):
+    """examples: function of a split -> its examples. The parts of a split, or of both for None."""
+    if split not in ("train", "validation", None):
         raise NoSplit(f"{name} has no split {split}.")
 
     def read(split, bad):
-        return ((f"{name} {split} {i}", example) for i, example in enumerate(splits[split]()))
+        return ((f"{name} {split} {i}", example) for i, example in enumerate(examples(split)))
 
     return [Part(f"{name} {one}", stamp, functools.partial(read, one))
-            for one in splits if split in (one, None)]
+            for one in ("train", "validation") if split in (one, None)]
 
 
 def python_source(name, split, cfg):
@@ -637,42 +637,38 @@ def python_source(name, split, cfg):
     if name and not re.fullmatch(r"[1-9]\d{1,8}", name):
         raise UserError(f"python:{name} is no source: write python: or python:COUNT.")
 
-    def examples(held_out):
+    def examples(split):
         count = int(name) if name else len(python_documents())
-        order = permute(np.arange(count), count, 6).tolist()
-        for n in order[: max(1, count // 100)] if held_out else order[max(1, count // 100) :]:
+        order, held_out = permute(np.arange(count), count, 6).tolist(), max(1, count // 100)
+        for n in order[:held_out] if split == "validation" else order[held_out:]:
             yield {"number": n} if name else {"text": python_documents()[n]}
 
-    splits = {split: functools.partial(examples, split == "validation")
-              for split in ("train", "validation")}
-    return in_memory(f"python:{name}", [sys.version], splits, split)
+    return in_memory(f"python:{name}", [sys.version], examples, split)
 
 
 def reverse_source(name, split, cfg):
     """reverse:, sequences of 4 to 12 random ids and the same backwards, for toy_reverse."""
-    def examples(seed, count):
+    def examples(split):
+        seed, count = {"train": (0, 20_000), "validation": (1, 512)}[split]
         for i in range(count):
             random = np.random.default_rng([seed, i])
             ids = random.integers(3, 35, random.integers(4, 13)).tolist()
             yield {"inputs": [*ids, EOS], "targets": [*ids[::-1], EOS]}
 
-    return in_memory("reverse:", [1], {
-        "train": functools.partial(examples, 0, 20_000),
-        "validation": functools.partial(examples, 1, 512)}, split)
+    return in_memory("reverse:", [1], examples, split)
 
 
 def random_source(name, split, cfg):
     """random:, documents of 4096 random ids without end, for benchmarks."""
     size = cfg.model.vocab_size - SENTINELS - 3
 
-    def examples(seed, count):
-        for i in itertools.islice(itertools.count(), count):
+    def examples(split):
+        seed, numbers = {"train": (0, itertools.count()), "validation": (1, range(64))}[split]
+        for i in numbers:
             ids = random_bits(seed, i, np.arange(4096)) % np.uint64(size)
             yield {"text": ids.astype(int) + 3}
 
-    return in_memory("random:", [size], {
-        "train": functools.partial(examples, 0, None),
-        "validation": functools.partial(examples, 1, 64)}, split)
+    return in_memory("random:", [size], examples, split)
 
 
 def open_file(path):
@@ -724,19 +720,19 @@ def file_parts(found, read):
             for group in groups]
 
 
-def file_source(pattern, split, read):
+def file_source(read, pattern, split, cfg):
     """The files that match a glob; read: (path, bad) -> examples of a file.
 
     Files without splits are divided: the first 1 % of the text, at least an example, is for
     validation, in one stretch, so that it has no neighbours in training but at its end.
     """
     found = find_files(pattern)
+    if not found and os.path.isdir(pattern):
+        raise UserError(f"{pattern} is a folder: write '{pattern}/*'.")
     if not found:
-        hint = f"{pattern} is a folder: write '{pattern}/*'" if os.path.isdir(pattern) else (
-            f"No file matches {pattern or 'an empty name'}: give --data.source a path or a quoted "
-            f"glob")
-        raise UserError(f"{hint}.")
-    first, *rest = parts = file_parts(found, read)
+        raise UserError(f"No file matches {pattern or 'an empty name'}: give --data.source a path "
+                        f"or a quoted glob.")
+    parts = file_parts(found, read)
     if split is None:
         return parts
     if split not in ("train", "validation"):
@@ -745,15 +741,15 @@ def file_source(pattern, split, read):
 
     def read_first(bad):
         seen = 0
-        for where, example in first.read(bad):
+        for where, example in parts[0].read(bad):
             if (seen <= held_out) == (split == "validation"):
                 yield where, example
             elif split == "validation":
                 return
             seen += sum(len(value) for value in example.values() if isinstance(value, str | list))
 
-    divided = first._replace(read=read_first)
-    return [divided, *rest] if split == "train" else [divided]
+    divided = parts[0]._replace(read=read_first)
+    return [divided, *parts[1:]] if split == "train" else [divided]
 
 
 def read_lines(path, bad):
@@ -779,44 +775,36 @@ def text_source(name, split, cfg):
             lines = [(1, "".join(line for _, line in lines))]
         return ((f"{path}:{number}", {"text": text}) for number, text in lines if text.strip())
 
-    return file_source(pattern, split, read)
+    return file_source(read, pattern, split, cfg)
 
 
-def jsonl_source(name, split, cfg):
+def read_jsonl(path, bad):
     """jsonl:GLOB, a JSON object a line, plain or .gz, as C4 is published."""
-
-    def read(path, bad):
-        for number, line in read_lines(path, bad):
-            where = f"{path}:{number}"
-            try:
-                example = json.loads(line) if line.strip() else None
-            except (ValueError, RecursionError) as error:
-                bad(where, f"is not JSON ({error})")
-                continue
-            if isinstance(example, dict):
-                yield where, example
-            elif line.strip():
-                bad(where, "is not a JSON object")
-
-    return file_source(name, split, read)
-
-
-def parquet_source(name, split, cfg):
-    """parquet:GLOB, the rows of parquet files."""
-
-    def read(path, bad):
-        import pyarrow.parquet  # a fifth of a second, and no other source needs it
-
+    for number, line in read_lines(path, bad):
+        where = f"{path}:{number}"
         try:
-            with open_file(path) as file:
-                batches = pyarrow.parquet.ParquetFile(file).iter_batches(1024)
-                examples = (example for batch in batches for example in batch.to_pylist())
-                for number, example in enumerate(examples):
-                    yield f"{path} row {number}", example
-        except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
-            bad(path, f"is damaged ({error})")
+            example = json.loads(line) if line.strip() else None
+        except (ValueError, RecursionError) as error:
+            bad(where, f"is not JSON ({error})")
+            continue
+        if isinstance(example, dict):
+            yield where, example
+        elif line.strip():
+            bad(where, "is not a JSON object")
 
-    return file_source(name, split, read)
+
+def read_parquet(path, bad):
+    """parquet:GLOB, the rows of parquet files."""
+    import pyarrow.parquet  # a fifth of a second, and no other source needs it
+
+    try:
+        with open_file(path) as file:
+            batches = pyarrow.parquet.ParquetFile(file).iter_batches(1024)
+            examples = (example for batch in batches for example in batch.to_pylist())
+            for number, example in enumerate(examples):
+                yield f"{path} row {number}", example
+    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
+        bad(path, f"is damaged ({error})")
 
 
 def as_text(value):
@@ -850,17 +838,15 @@ def tfds_source(name, split, cfg):
     folder = max(found, key=lambda path: [int(n) for n in re.findall(r"\d+", path.name)])
     import tensorflow_datasets as tfds  # half a second, and no other source needs it
 
-    about = configs.read_json(folder / "dataset_info.json", {"fileFormat?": str})
-    form = about.get("fileFormat", "tfrecord")
-    if form != "array_record":
-        raise UserError(
-            f"{folder} is stored as {form}, which only TensorFlow reads: prepare it again on a "
-            f"machine with TensorFlow, by tfds.builder({name.partition(':')[0]!r}, file_format="
-            f"'array_record').download_and_prepare().")
     try:
         info = tfds.builder_from_directory(folder).info
     except Exception as error:  # of protobuf or TFDS itself
         raise UserError(f"{folder / 'dataset_info.json'} is damaged ({error}).") from error
+    if info.file_format.value != "array_record":
+        raise UserError(
+            f"{folder} is stored as {info.file_format.value}, which only TensorFlow reads: prepare "
+            f"it again on a machine with TensorFlow, by tfds.builder("
+            f"{name.partition(':')[0]!r}, file_format='array_record').download_and_prepare().")
     if split not in info.splits:
         raise NoSplit(f"{folder} has no split {split} (it has {', '.join(info.splits)}): name a "
                       f"--data.validation_source.")
@@ -962,9 +948,11 @@ def seqio_source(name, split, cfg):
     return parts
 
 
-SOURCES = {"python": python_source, "text": text_source, "jsonl": jsonl_source,
-           "parquet": parquet_source, "tfds": tfds_source, "hf": hf_source, "seqio": seqio_source,
-           "reverse": reverse_source, "random": random_source}
+SOURCES = {"python": python_source, "text": text_source,
+           "jsonl": functools.partial(file_source, read_jsonl),
+           "parquet": functools.partial(file_source, read_parquet), "tfds": tfds_source,
+           "hf": hf_source, "seqio": seqio_source, "reverse": reverse_source,
+           "random": random_source}
 
 
 def open_source(source, split, cfg, whole=False):
