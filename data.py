@@ -713,11 +713,10 @@ def file_parts(found, read):
         groups[-1].append((path, stamp))
         size += stamp[0]
 
-    def read_all(paths, bad):
-        return itertools.chain.from_iterable(read(path, bad) for path in paths)
+    def read_all(group, bad):
+        return itertools.chain.from_iterable(read(path, bad) for path, _ in group)
 
-    return [Part(group[0][0], group, functools.partial(read_all, [path for path, _ in group]))
-            for group in groups]
+    return [Part(group[0][0], group, functools.partial(read_all, group)) for group in groups]
 
 
 def file_source(read, pattern, split, cfg):
@@ -922,10 +921,8 @@ def seqio_source(name, split, cfg):
                 stored = tf_example_generated_pb2.Example.FromString(record).features.feature
                 example = {}
                 for key, feature in stored.items():
-                    kind = feature.WhichOneof("kind")
-                    values = getattr(feature, kind).value if kind else ()
-                    values = [v.decode() for v in values] if kind == "bytes_list" else (
-                        np.array(values))
+                    values = [v.decode() for v in feature.bytes_list.value] or np.array(
+                        [*feature.int64_list.value, *feature.float_list.value])
                     scalar = features.get(key, {}).get("shape") == []
                     example[key.replace("_plaintext", "_pretokenized")] = (
                         values[0] if scalar else values)
@@ -1012,15 +1009,17 @@ def text_to_text(example):
     return [example | {key: text for key, text in texts.items() if text is not None}]
 
 
-def fill(inputs, targets, labels, example):
-    """Fill the templates of inputs and targets; {label} stands for the text of the label."""
-    label, kept = example.get("label", -1), {"idx": example["idx"]} if "idx" in example else {}
-    texts = {**example, "label": "<unk>" if label == -1 else labels[label]} if labels else example
-    return [{"inputs": inputs.format_map(texts), "targets": targets.format_map(texts), **kept}]
-
-
 def template(inputs, targets, labels=()):
-    return functools.partial(fill, inputs, targets, labels)
+    """A format that fills two templates; {label} stands for the text of the label."""
+    def fill(example):
+        kept = {"idx": example["idx"]} if "idx" in example else {}
+        if labels:
+            label = example.get("label", -1)
+            example = {**example, "label": "<unk>" if label == -1 else labels[label]}
+        return [{side: text.format_map(example)
+                 for side, text in (("inputs", inputs), ("targets", targets))} | kept]
+
+    return fill
 
 
 def stsb(example):
@@ -1034,10 +1033,9 @@ def multirc(example):
     """Without markup; three numbers are kept to group answers by."""
     plain = {key: re.sub("</?b>", "", example[key].replace("<br>", " "))
              for key in ("question", "answer", "paragraph")}
-    filled, = fill("multirc question: {question} answer: {answer} paragraph: {paragraph}",
-                   "{label}", TRUTH, plain | {"label": example["label"]})
-    return [filled | {f"idx/{key}": example["idx"][key]
-                      for key in ("paragraph", "question", "answer")}]
+    filled, = template("multirc question: {question} answer: {answer} paragraph: {paragraph}",
+                       "{label}", TRUTH)(plain | {"label": example["label"]})
+    return [filled | {f"idx/{key}": example["idx"][key] for key in plain}]
 
 
 def record(example):
@@ -1114,7 +1112,7 @@ def by_rule(inputs, targets, example):
     """The tasks of the recipe tiny_finetune, made of a number."""
     n = example["number"]
     day = time.gmtime(86_400 * n)
-    return fill(inputs, targets, (), {
+    return template(inputs, targets)({
         "number": n, "words": words_of(n), "even": ("yes", "no")[n % 2],
         "date": time.strftime("%Y-%m-%d", day),
         "day": f"{day.tm_mday} {MONTHS[day.tm_mon - 1]} {day.tm_year}"})
@@ -1140,19 +1138,15 @@ TRUTH = ("False", "True")
 TASKS, MIXTURES = configs.TASKS, configs.MIXTURES  # to which a recipe file adds its own
 
 
-def classify(source, inputs, labels, metrics=("accuracy",), **more):
-    """A task whose targets are labels."""
-    return Task(source, template(inputs, "{label}", labels), metrics, labels, "label", **more)
+def glue(name, inputs, labels, metrics=("accuracy",), suite=("glue", "1.0.0", "v002"), **more):
+    """A task of GLUE, or of another suite like it: its targets are labels."""
+    folder, version, ours = suite
+    return {f"{folder}_{name}_{ours}": Task(
+        f"tfds:{folder}/{name}:{version}", template(inputs, "{label}", labels), metrics, labels,
+        "label", **more)}
 
 
-def glue(name, inputs, labels, *args, **more):
-    return {f"glue_{name}_v002": classify(
-        f"tfds:glue/{name}:1.0.0", f"{inputs}", labels, *args, **more)}
-
-
-def super_glue(name, inputs, labels, *args, **more):
-    return {f"super_glue_{name}_v102": classify(
-        f"tfds:super_glue/{name}:1.0.2", inputs, labels, *args, **more)}
+super_glue = functools.partial(glue, suite=("super_glue", "1.0.2", "v102"))
 
 
 def wmt(name, code, language):
