@@ -1016,8 +1016,8 @@ def template(inputs, targets, labels=()):
         if labels:
             label = example.get("label", -1)
             example = {**example, "label": "<unk>" if label == -1 else labels[label]}
-        return [{side: text.format_map(example)
-                 for side, text in (("inputs", inputs), ("targets", targets))} | kept]
+        filled = {"inputs": inputs.format_map(example), "targets": targets.format_map(example)}
+        return [filled | kept]
 
     return fill
 
@@ -1032,7 +1032,7 @@ def stsb(example):
 def multirc(example):
     """Without markup; three numbers are kept to group answers by."""
     plain = {key: re.sub("</?b>", "", example[key].replace("<br>", " "))
-             for key in ("question", "answer", "paragraph")}
+             for key in ("paragraph", "question", "answer")}
     filled, = template("multirc question: {question} answer: {answer} paragraph: {paragraph}",
                        "{label}", TRUTH)(plain | {"label": example["label"]})
     return [filled | {f"idx/{key}": example["idx"][key] for key in plain}]
@@ -1619,19 +1619,19 @@ class Corpus:
         self.folder = prepared_path(self.task.source, identity, cfg)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.marks, self.first = [], [0]  # of each known chapter: its mark, its first piece
-        self.mapped, self.bounds = {}, {}  # of the last chapters used: their ids, their pieces
-        self.reading = None  # the place of the next chapter, and the generator that is there
+        self.following = [0, 0, 0] if self.parts else None  # the place behind these chapters
+        self.mapped = {}  # the ids of the last chapters used
+        self.pieces_of = functools.lru_cache(8)(self.pieces_of)
+        self.reading = None, None  # the place of the next chapter, and the generator that is there
         self.bad, self.strange = Complaints(cfg.data.on_error), collections.Counter()
         self.lock, self.ahead, self.closed = threading.RLock(), None, False
 
     def mark(self, number):
         """What is known of a chapter, which is tokenized if it must be; None behind the last."""
         with self.lock:
-            while len(self.marks) <= number and not (self.marks and "next" not in self.marks[-1]):
-                place = self.marks[-1]["next"] if self.marks else [0, 0, 0]
-                if not self.parts:
-                    break
-                self.marks.append(self.write(place) | {"place": place})
+            while len(self.marks) <= number and self.following:
+                self.marks.append(self.write(self.following) | {"place": self.following})
+                self.following = self.marks[-1].get("next")
         return self.marks[number] if number < len(self.marks) else None
 
     def chapters(self, count=math.inf):
@@ -1641,15 +1641,16 @@ class Corpus:
             self.first.append(self.first[-1] + len(self.pieces_of(len(self.first) - 1)))
         return self.first
 
+    def documents(self):
+        """How many there are in all chapters."""
+        self.chapters()
+        return sum(mark["documents"] for mark in self.marks)
+
     def pieces_of(self, number):
         """Bounds of a chapter's pieces: [N, features + 1]."""
-        if number not in self.bounds:
-            objective, tokens = self.task.objective, self.marks[number]["tokens"]
-            ends = np.array([[tokens]]) if objective.across else self.load(number, "ends")
-            self.bounds[number] = cut(ends, objective, self.cfg.data)
-            for old in [*self.bounds][:-8]:
-                del self.bounds[old]
-        return self.bounds[number]
+        objective, tokens = self.task.objective, self.marks[number]["tokens"]
+        ends = np.array([[tokens]]) if objective.across else self.load(number, "ends")
+        return cut(ends, objective, self.cfg.data)
 
     def ids_of(self, number):
         """The ids of a chapter. Those before it may go, and the next one may be tokenized."""
@@ -1704,7 +1705,8 @@ class Corpus:
         for attempt in range(2):
             with contextlib.suppress(OSError, ValueError):
                 if kind == "ends":
-                    array = np.fromfile(path, np.int64).reshape(mark["documents"], -1)
+                    array = np.fromfile(path, np.int64)
+                    array = array.reshape(-1, len(self.task.objective.features))
                 elif mark["tokens"]:  # an array of its own is faster to index than a memmap
                     array = np.memmap(path, self.dtype, "r").view(np.ndarray)
                 else:
@@ -1725,15 +1727,12 @@ class Corpus:
             with contextlib.suppress(UserError):  # missing, or damaged
                 if not again:
                     return configs.read_checked(path, MARK)
-            at, reader = self.reading or (None, None)
-            self.reading = None  # a reader that has failed is never asked again
-            reader = reader if at == place else self.tokenized(*place)
+            at, reader = self.reading
+            self.reading = None, None  # a reader that has failed is never asked again
+            if at != place or place[1] == 0:  # each part of the source has a reader of its own
+                reader = self.tokenized(*place)
             documents, following = next(reader)
-            if following is not None:
-                following = [place[0], place[1] + 1, following]
-                self.reading = following, reader
-            elif place[0] + 1 < len(self.parts):
-                following = [place[0] + 1, 0, 0]
+            self.reading = following, reader
             arrays = [ids for document in documents for ids in document]
             ids = np.concatenate([np.zeros(0, self.dtype), *arrays], dtype=self.dtype,
                                  casting="unsafe")
@@ -1741,7 +1740,6 @@ class Corpus:
             unknown = np.searchsorted(ends, np.flatnonzero(ids == UNK), "right")  # the arrays
             alone = {i for i in np.unique(unknown).tolist() if not self.tokenizer.pieces(
                 arrays[i][arrays[i] != UNK][:20].tolist()).strip()}  # spaces may be among them
-            ends = ends.reshape(len(documents), len(self.task.objective.features))
             for kind, array in (("ids", ids), ("ends", ends)):
                 configs.write_file(self.path(place, kind), array.tobytes())
             mark = {"documents": len(documents), "tokens": len(ids), "unknown": len(unknown),
@@ -1757,8 +1755,8 @@ class Corpus:
         return mark
 
     def tokenized(self, part, number, start):
-        """The chapters of a part from an example on, one after the other: (documents, an array of
-        ids for each feature; the example that the next one begins with, or None)."""
+        """The chapters of a part from a place on, one after the other: (documents, an array of ids
+        for each feature; the place of the next chapter, or None)."""
         texts = ((number, texts) for _, number, _, texts in read_part(
             self.parts[part], self.bad, self.task, self.cfg, self.tokenizer.size)
             if number >= start)
@@ -1769,15 +1767,16 @@ class Corpus:
             for example, ids in encode_ahead(texts, self.tokenizer, self.strange):
                 limit = CHAPTER if part else min(CHAPTER, FIRST_CHAPTER << number)
                 if tokens >= limit and example != last:
-                    yield held, example
-                    held, tokens, number = [], 0, number + 1
+                    number += 1
+                    yield held, [part, number, example]
+                    held, tokens = [], 0
                 if self.closed:
                     raise RuntimeError(f"{self.title} is closed")
                 held.append(ids)
                 size, last = sum(map(len, ids)), example
                 tokens += size
                 bar.update(size)
-        yield held, None
+        yield held, [part + 1, 0, 0] if part + 1 < len(self.parts) else None
 
     def report(self, marks):
         """Say what has been tokenized so far, or all in all."""
@@ -1824,7 +1823,7 @@ class Prepared(Dataset):
     def __str__(self):
         def title(task):
             chapters = task.corpus.chapters(1)
-            more = " so far" * bool(task.corpus.marks and "next" in task.corpus.marks[-1])
+            more = " so far" * bool(task.corpus.following)
             return f"{task.corpus.title}: {chapters[-1]:,} examples{more}"
 
         return "; ".join(map(title, self.tasks[:3])) + "; ..." * (len(self.tasks) > 3) + (
@@ -1879,25 +1878,19 @@ def prepare(cfg, split, tokenizer):
     check_size(tokenizer.size, cfg)
     if split != "train" and cfg.data.task in MIXTURES:
         raise UserError(f"{cfg.data.task} is a mixture: its tasks are evaluated one by one.")
-    corpora = {}
 
+    @functools.cache
     def open_corpus(name):
-        if name not in corpora:
-            corpora[name] = Corpus(name, split, tokenizer, cfg)
-            if not corpora[name].chapters(1)[-1]:
-                raise UserError(f"{corpora[name].task.source} holds no text for its {split} split: "
-                                f"give it two documents or more (text:FILE:lines makes one of each "
-                                f"line).")
-        return corpora[name]
+        corpus = Corpus(name, split, tokenizer, cfg)
+        if not corpus.chapters(1)[-1]:
+            raise UserError(f"{corpus.task.source} holds no text for its {split} split: give it "
+                            f"two documents or more (text:FILE:lines makes one of each line).")
+        return corpus
 
-    def count(name):
-        open_corpus(name).chapters()
-        return sum(mark["documents"] for mark in corpora[name].marks)
-
-    rates = mixture_rates(cfg.data.task, cfg, count)
+    rates = mixture_rates(cfg.data.task, cfg, lambda name: open_corpus(name).documents())
     rates = {name: rate for name, rate in rates.items() if rate}
     kind = Examples if split == "train" else InOrder
-    tasks = [kind(open_corpus(name).task, corpora[name], tokenizer, cfg) for name in rates]
+    tasks = [kind(corpus.task, corpus, tokenizer, cfg) for corpus in map(open_corpus, rates)]
     for task in tasks:
         check_lengths(task, cfg.data)
     report_cut(tasks, f"{cfg.data.task}, {split}")
@@ -2096,13 +2089,8 @@ def list_mixture(name, cfg):
         return
     cfg = replace(cfg, data=replace(cfg.data, task=name))
     check_tasks(cfg)
-
-    def count(task):
-        corpus = Corpus(task, "train", prepare_vocabulary(cfg), cfg)
-        corpus.chapters()
-        return sum(mark["documents"] for mark in corpus.marks)
-
-    rates = mixture_rates(name, cfg, count)
+    rates = mixture_rates(name, cfg, lambda task: Corpus(
+        task, "train", prepare_vocabulary(cfg), cfg).documents())
     total = sum(rates.values())
     width = max(map(len, rates))
     print(f"{name}: {len(rates)} tasks, {sum(rate > 0 for rate in rates.values())} of them trained "
