@@ -12,7 +12,6 @@
 """
 
 import ast
-import collections
 import contextlib
 import functools
 import glob
@@ -27,7 +26,9 @@ import re
 import sys
 import threading
 import time
+import timeit
 import zlib
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -101,15 +102,13 @@ def permute(index, size, *key):
 class Tokenizer:
     """Text <-> ids by a SentencePiece model: 0 pad, 1 EOS, 2 unknown, sentinels on top.
 
-    <extra_id_0> has the highest id, `size - 1`, as in T5. model: a ModelProto that has sentinels;
-    serialized: the file as it was, perhaps without them, which is what a run directory keeps.
+    <extra_id_0> has the highest id, `size - 1`, as in T5. processor: SentencePiece's, which has
+    sentinels; serialized: the file, perhaps without them, which is what a run directory keeps.
     """
 
-    def __init__(self, model, serialized):
+    def __init__(self, serialized, size, sentinels, processor=None):
         self.serialized, self.sha256 = serialized, hashlib.sha256(serialized).hexdigest()
-        self.size, self.sentinels = len(model.pieces), SENTINELS
-        self.processor = sentencepiece.SentencePieceProcessor(
-            model_proto=model.SerializeToString(), num_threads=os.cpu_count())
+        self.size, self.sentinels, self.processor = size, sentinels, processor
 
     def encode(self, text):
         """Text -> list of ids, without EOS. "<extra_id_0>" after a space is the sentinel."""
@@ -125,9 +124,8 @@ class Tokenizer:
 
     def decode(self, ids):
         """Ids -> text, up to the first EOS; padding is left out, unused rows are unknown."""
-        ids = [int(i) if i < self.size else UNK for i in ids]
-        end = ids.index(EOS) if EOS in ids else None
-        return self.processor.decode([i for i in ids[:end] if i != PAD])
+        ids = itertools.takewhile(lambda i: i != EOS, map(int, ids))
+        return self.processor.decode([i if i < self.size else UNK for i in ids if i != PAD])
 
 
 # ---- span corruption -----------------------------------------------------------------------------
@@ -456,10 +454,8 @@ class ByteTokenizer(Tokenizer):
     """
 
     def __init__(self, extra_ids=0):
-        self.serialized = f"bytes:{extra_ids}\n".encode()
-        self.sha256 = hashlib.sha256(self.serialized).hexdigest()
-        self.size = 3 + 256 + extra_ids
-        self.sentinels = extra_ids or 11  # which are surely none of the text: no UTF-8 has them
+        sentinels = extra_ids or 11  # which are surely none of the text: no UTF-8 has them
+        super().__init__(f"bytes:{extra_ids}\n".encode(), 3 + 256 + extra_ids, sentinels)
 
     def encode(self, text):
         pieces = re.split(r"<extra_id_(\d\d?)>", text)
@@ -474,9 +470,8 @@ class ByteTokenizer(Tokenizer):
 
     def pieces(self, ids):
         known = [b"<pad>", b"</s>", b"<unk>", *(bytes([byte]) for byte in range(256))]
-        text = b"".join(known[i] if i < len(known) else b"<extra_id_%d>" % (self.size - 1 - i)
-                        for i in ids)
-        return text.decode(errors="replace")
+        text = (known[i] if i < 3 + 256 else b"<extra_id_%d>" % (self.size - 1 - i) for i in ids)
+        return b"".join(text).decode(errors="replace")
 
     def decode(self, ids):
         """Ids -> text, up to the first EOS; what is no byte, or no UTF-8, is left out."""
@@ -488,9 +483,7 @@ class IdTokenizer(Tokenizer):
     """No text at all but ids below `size`, shown as numbers; the highest ones may be sentinels."""
 
     def __init__(self, size, sentinels=0):
-        self.serialized = f"ids:{size}:{sentinels}\n".encode()
-        self.sha256 = hashlib.sha256(self.serialized).hexdigest()
-        self.size, self.sentinels = size, sentinels
+        super().__init__(f"ids:{size}:{sentinels}\n".encode(), size, sentinels)
 
     def encode(self, text):
         return [int(word) if word.isdecimal() and int(word) < self.size else UNK
@@ -525,9 +518,11 @@ def parse_vocabulary(serialized, name="the vocabulary"):
             piece = sentencepiece_model_pb2.ModelProto.SentencePiece
             model.pieces.add(piece=f"▁<extra_id_{k}>", score=0.0, type=piece.USER_DEFINED)
     try:
-        return Tokenizer(model, serialized)
+        processor = sentencepiece.SentencePieceProcessor(
+            model_proto=model.SerializeToString(), num_threads=os.cpu_count())
     except RuntimeError as error:
         raise UserError(f"{name} is damaged ({error}): fetch it again.") from error
+    return Tokenizer(serialized, len(model.pieces), SENTINELS, processor)
 
 
 def load_tokenizer(path):
@@ -569,11 +564,11 @@ def train_tokenizer(texts, pieces, most=1 << 27):
             model_type="unigram", pad_id=PAD, eos_id=EOS, unk_id=UNK, bos_id=-1, num_threads=4,
             minloglevel=2, max_sentence_length=16_000, character_coverage=0.9999)
     except RuntimeError as error:
-        most = re.search(r"<= (\d+)", str(error))
-        raise UserError(
-            f"The source has too little text for a vocabulary of {pieces} pieces: "
-            + (f"set --data.vocab train:{most[1]} or fewer." if most else
-               "give it more, or a smaller --data.vocab train:PIECES.")) from error
+        bound = re.search(r"<= (\d+)", str(error))
+        hint = f"set --data.vocab train:{bound[1]} or fewer" if bound else (
+            "give it more, or a smaller --data.vocab train:PIECES")
+        raise UserError(f"The source has too little text for a vocabulary of {pieces} pieces: "
+                        f"{hint}.") from error
     return parse_vocabulary(out.getvalue())
 
 
@@ -600,9 +595,9 @@ def python_documents():
 
     Read from the standard library's source files by `ast`: nothing is imported, nothing downloaded.
     """
-    library = Path(os.__file__).parent
+    library, documents = Path(os.__file__).parent, []
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-    documents = []
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for path in sorted(library.rglob("*.py")):
         if left_out & set(path.relative_to(library).parts):
             continue
@@ -610,8 +605,6 @@ def python_documents():
         if path.parts[-2:] == ("pydoc_data", "topics.py"):  # topics = {"assert": "The ...", ...}
             topics = next(node.value for node in tree.body if isinstance(node, ast.Assign))
             documents.extend(ast.literal_eval(topics).values())
-            continue
-        kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
         docs = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
         documents.append("\n\n".join(filter(None, docs)))
     return [document for document in documents if document.strip()]
@@ -832,8 +825,7 @@ def tfds_source(name, split, cfg):
         raise UserError(
             f"{name} is not in {folder / version}{there}: name the folder of your TFDS datasets "
             f"(array_record) with --data.tfds_dir or TFDS_DATA_DIR, or read C4's own files with "
-            f"--data.source 'jsonl:DIR/c4-train.*.json.gz', or any text with --data.source "
-            f"'text:DIR/*.txt'.")
+            f"--data.source 'jsonl:DIR/c4-train.*.json.gz', or any text with 'text:DIR/*.txt'.")
     folder = max(found, key=lambda path: [int(n) for n in re.findall(r"\d+", path.name)])
     import tensorflow_datasets as tfds  # half a second, and no other source needs it
 
@@ -851,9 +843,9 @@ def tfds_source(name, split, cfg):
                       f"--data.validation_source.")
     count, size = info.splits[split].num_examples, 1 << 17  # examples of a part
 
-    def read(numbers, bad):
+    def read(start, bad):
         examples = tfds.builder_from_directory(folder).as_data_source(split)
-        for number in numbers:
+        for number in range(start, min(start + size, count)):
             where = f"{folder} {split} {number}"
             try:
                 yield where, as_text(examples[number])
@@ -863,10 +855,9 @@ def tfds_source(name, split, cfg):
                 bad(where, f"is missing or damaged: dataset_info.json promises {count:,} examples "
                            f"({error})")
 
-    parts = (range(start, min(start + size, count)) for start in range(0, count, size))
     stamp = [info.splits[split].shard_lengths, info.splits[split].num_bytes]
-    return [Part(f"{folder} {split} {numbers.start}", stamp, functools.partial(read, numbers))
-            for numbers in parts]
+    return [Part(f"{folder} {split} {start}", stamp, functools.partial(read, start))
+            for start in range(0, count, size)]
 
 
 def hf_source(name, split, cfg):
@@ -908,8 +899,7 @@ def seqio_source(name, split, cfg):
         others = [os.path.basename(path) for path, _ in find_files(f"{name}/info.*.json")]
         if others:
             raise NoSplit(f"{name} has no info.{split}.json (it has {', '.join(others)}).")
-        raise UserError(f"{name} has no info.{split}.json: seqio: names a folder that SeqIO's "
-                        f"caching wrote.")
+        raise UserError(f"{name} has no info.{split}.json: name a folder that SeqIO has cached.")
 
     def read(features, path, bad):
         from google.protobuf.message import DecodeError
@@ -924,8 +914,8 @@ def seqio_source(name, split, cfg):
                     values = [v.decode() for v in feature.bytes_list.value] or np.array(
                         [*feature.int64_list.value, *feature.float_list.value])
                     scalar = features.get(key, {}).get("shape") == []
-                    example[key.replace("_plaintext", "_pretokenized")] = (
-                        values[0] if scalar else values)
+                    key = key.replace("_plaintext", "_pretokenized")
+                    example[key] = values[0] if scalar else values
                 yield where, example
             except (DecodeError, UnicodeDecodeError, IndexError) as error:
                 bad(where, f"is damaged ({error})")
@@ -935,8 +925,8 @@ def seqio_source(name, split, cfg):
         folder = os.path.dirname(path)
         if not find_files(f"{folder}/COMPLETED"):
             raise UserError(f"{folder} has no file COMPLETED: its caching did not finish.")
-        info = configs.read_json(
-            configs.to_path(path), {"features": {str: {"shape?": list}}, "num_shards": int})
+        form = {"features": {str: {"shape?": list}}, "num_shards": int}
+        info = configs.read_json(configs.to_path(path), form)
         shards = find_files(f"{glob.escape(folder)}/{split}.tfrecord-*-of-*")
         if len(shards) != info["num_shards"]:
             raise UserError(f"{folder} has {len(shards)} shards of {split}, its info promises "
@@ -1042,9 +1032,8 @@ def record(example):
     """ReCoRD: an example for each answer; bullet points become sentences."""
     passage = re.sub(r"([.?!\"'])\n@highlight\n", r"\1 ", example["passage"])
     passage = passage.replace("\n@highlight\n", ". ")
-    text = (f"record query: {example['query']} entities: {', '.join(example['entities'])} "
-            f"passage: {passage}")
-    answers = list(example["answers"])
+    entities, answers = ", ".join(example["entities"]), list(example["answers"])
+    text = f"record query: {example['query']} entities: {entities} passage: {passage}"
     kept = {"answers": answers, "idx/passage": example["idx"]["passage"],
             "idx/query": example["idx"]["query"]}
     return [{"inputs": text, "targets": answer, **kept} for answer in answers or ["<unk>"]]
@@ -1398,8 +1387,7 @@ def find_task(name, cfg):
 
 
 def check_tasks(cfg):
-    """Refuse what data.task, eval_tasks and the sources cannot mean, before anything is prepared.
-    """
+    """Refuse what data.task, eval_tasks and the sources cannot mean, before anything is made."""
     data = cfg.data
     if data.task in MIXTURES and (data.validation_source or data.source and not p3_root(cfg)):
         raise UserError(f"--data.source and --data.validation_source are for one task, and "
@@ -1427,8 +1415,7 @@ def read_part(part, bad, task, cfg, size=math.inf):
     """
     pairs = [pair.partition("=") for pair in cfg.data.fields.split(",") if cfg.data.fields]
     if not all(ours and theirs for ours, _, theirs in pairs):
-        raise UserError(f"--data.fields {cfg.data.fields}: write text=NAME, or "
-                        f"inputs=NAME,targets=NAME.")
+        raise UserError(f"--data.fields {cfg.data.fields}: write text=NAME or inputs=A,targets=B.")
     names = {ours.strip(): theirs.strip() for ours, _, theirs in pairs}
     features = task.objective.features
     for number, (where, example) in enumerate(part.read(bad)):
@@ -1501,18 +1488,16 @@ def prepared_path(source, identity, cfg):
 def identity_of(task, parts, cfg):
     """What decides which texts a task makes of its source: the parts, and what its format makes of
     the first examples."""
-    identity = [[[part.name, part.stamp] for part in parts], task.objective.features,
-                cfg.data.fields]
+    stamps = [[part.name, part.stamp] for part in parts]
+    identity = [stamps, task.objective.features, cfg.data.fields]
     if task.format in (as_it_is, text_to_text) or not parts:
         return identity
-    firsts = read_part(parts[0], lambda where, what: None, task, cfg)
-    return [*identity, [[str(text) for text in texts]
-                        for *_, texts in itertools.islice(firsts, 100)]]
+    firsts = itertools.islice(read_part(parts[0], Complaints("skip"), task, cfg), 100)
+    return [*identity, [[str(text) for text in texts] for *_, texts in firsts]]
 
 
 def sized(changes):
-    """The changes of a new model's command line: where they name the vocabulary and not the model's
-    size, the size follows."""
+    """A new model's changes on the command line, with its size where they name the vocabulary."""
     vocab = changes.get("data.vocab", "")
     if not vocab or "model.vocab_size" in changes:
         return changes
@@ -1525,9 +1510,8 @@ def sized(changes):
 def check_size(size, cfg):
     """Refuse a vocabulary of so many ids that the model's embedding does not fit."""
     if not size <= cfg.model.vocab_size < size + 128:
-        raise UserError(
-            f"The vocabulary has {size} ids (with its sentinels), the model "
-            f"{cfg.model.vocab_size}: set --model.vocab_size {-(-size // 128) * 128}.")
+        raise UserError(f"The vocabulary has {size} ids (with its sentinels), the model "
+                        f"{cfg.model.vocab_size}: set --model.vocab_size {-(-size // 128) * 128}.")
 
 
 def prepare_vocabulary(cfg):
@@ -1537,8 +1521,7 @@ def prepare_vocabulary(cfg):
         return load_tokenizer(cfg.data.vocab)
     pieces = cfg.data.vocab.removeprefix("train:")
     if not re.fullmatch(r"[1-9]\d{0,8}", pieces):
-        raise UserError(f"--data.vocab {cfg.data.vocab}: write train:PIECES, for instance "
-                        f"train:32000.")
+        raise UserError(f"--data.vocab {cfg.data.vocab}: write train:PIECES, such as train:32000.")
     check_size(int(pieces) + SENTINELS, cfg)
     rates = mixture_rates(cfg.data.task, cfg)
     opened = [open_task(name, "train", cfg) for name, rate in rates.items() if rate]
@@ -1576,7 +1559,7 @@ def encode_ahead(examples, tokenizer, strange):
                           for text in texts]) for number, texts in batch]
 
     with ThreadPoolExecutor(2) as threads:
-        ahead = collections.deque()
+        ahead = deque()
         while batch := list(itertools.islice(examples, ENCODED)):
             ahead.append(threads.submit(encode, batch))
             if len(ahead) > 2:
@@ -1596,7 +1579,7 @@ def cut(ends, objective, data):
     where each begins and its features end."""
     if len(objective.features) > 1:
         return np.column_stack([np.append(0, ends[:-1, -1])[: len(ends)], ends])
-    ends, length = ends[-1:, 0] if objective.across else ends[:, 0], objective.length(data)
+    ends, length = ends[:, 0], objective.length(data)
     begins = np.append(0, ends)[: len(ends)]
     count = -(-(ends - begins) // length)  # of each document
     number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
@@ -1623,7 +1606,7 @@ class Corpus:
         self.mapped = {}  # the ids of the last chapters used
         self.pieces_of = functools.lru_cache(8)(self.pieces_of)
         self.reading = None, None  # the place of the next chapter, and the generator that is there
-        self.bad, self.strange = Complaints(cfg.data.on_error), collections.Counter()
+        self.bad, self.strange = Complaints(cfg.data.on_error), Counter()
         self.lock, self.ahead, self.closed = threading.RLock(), None, False
 
     def mark(self, number):
@@ -1648,9 +1631,9 @@ class Corpus:
 
     def pieces_of(self, number):
         """Bounds of a chapter's pieces: [N, features + 1]."""
-        objective, tokens = self.task.objective, self.marks[number]["tokens"]
-        ends = np.array([[tokens]]) if objective.across else self.load(number, "ends")
-        return cut(ends, objective, self.cfg.data)
+        objective = self.task.objective
+        ends = self.marks[number]["tokens"] if objective.across else self.load(number, "ends")
+        return cut(np.reshape(ends, (-1, len(objective.features))), objective, self.cfg.data)
 
     def ids_of(self, number):
         """The ids of a chapter. Those before it may go, and the next one may be tokenized."""
@@ -1658,13 +1641,12 @@ class Corpus:
             self.mapped[number] = self.load(number, "ids")
             while len(self.mapped) > 2 and sum(map(len, self.mapped.values())) > 2 * CHAPTER:
                 del self.mapped[next(iter(self.mapped))]
-            newest = max(self.mapped)
+            last = max(self.mapped)
             if not self.cfg.data.keep_tokens:  # what is mapped can still be read
-                for old in range(newest):
+                for old in range(last):
                     self.path(self.marks[old]["place"], "ids").unlink(missing_ok=True)
-            if newest == len(self.marks) - 1 and not (self.ahead and self.ahead.is_alive()):
-                self.ahead = threading.Thread(target=self.look_ahead, args=[newest + 1],
-                                              daemon=True)
+            if last == len(self.marks) - 1 and not (self.ahead and self.ahead.is_alive()):
+                self.ahead = threading.Thread(target=self.look_ahead, args=[last + 1], daemon=True)
                 self.ahead.start()
         return self.mapped[number]
 
@@ -1672,28 +1654,25 @@ class Corpus:
         with AHEAD, contextlib.suppress(Exception):  # it comes again where the chapter is asked for
             self.mark(number)
 
-    def by_chapter(self, numbers):
-        """Numbers of pieces -> for each chapter they are in: it, which of them, their bounds."""
+    def find(self, numbers):
+        """Numbers of pieces -> the chapters they are in [N], their bounds [N, features + 1]."""
         chapters = np.searchsorted(self.first, numbers, "right") - 1
+        bounds = np.zeros((len(numbers), len(self.task.objective.features) + 1), int)
         for chapter in np.unique(chapters).tolist():
-            here = np.flatnonzero(chapters == chapter)
-            yield chapter, here, self.pieces_of(chapter)[numbers[here] - self.first[chapter]]
+            here = chapters == chapter
+            bounds[here] = self.pieces_of(chapter)[numbers[here] - self.first[chapter]]
+        return chapters, bounds
 
     def lengths(self, numbers):
         """Numbers of pieces -> their tokens: [features, N]."""
-        out = np.zeros((len(self.task.objective.features), len(numbers)), int)
-        for _, here, bounds in self.by_chapter(numbers):
-            out[:, here] = np.diff(bounds).T
-        return out
+        return np.diff(self.find(numbers)[1]).T
 
     def pieces(self, numbers):
         """Numbers of pieces -> an array of ids for each feature of each."""
-        out = [None] * len(numbers)
-        for chapter, here, bounds in self.by_chapter(numbers):
-            ids = self.ids_of(chapter)
-            for i, row in zip(here.tolist(), bounds.tolist()):
-                out[i] = [ids[a:b] for a, b in zip(row, row[1:])]
-        return out
+        chapters, bounds = self.find(numbers)
+        ids = {chapter: self.ids_of(chapter) for chapter in np.unique(chapters).tolist()}
+        return [[ids[chapter][a:b] for a, b in itertools.pairwise(row)]
+                for chapter, row in zip(chapters.tolist(), bounds.tolist())]
 
     def path(self, place, end):
         return self.folder / "{:05}-{:03}.{}".format(*place[:2], end)
@@ -1704,13 +1683,10 @@ class Corpus:
         path = self.path(mark["place"], kind)
         for attempt in range(2):
             with contextlib.suppress(OSError, ValueError):
-                if kind == "ends":
-                    array = np.fromfile(path, np.int64)
-                    array = array.reshape(-1, len(self.task.objective.features))
-                elif mark["tokens"]:  # an array of its own is faster to index than a memmap
+                if kind == "ends" or not mark["tokens"]:  # an empty file cannot be mapped
+                    array = np.fromfile(path, self.dtype if kind == "ids" else np.int64)
+                else:  # an array of its own is faster to index than a memmap
                     array = np.memmap(path, self.dtype, "r").view(np.ndarray)
-                else:
-                    array = np.zeros(0, self.dtype)
                 if zlib.crc32(array) == mark[kind]:
                     return array
             if path.exists():
@@ -1757,9 +1733,8 @@ class Corpus:
     def tokenized(self, part, number, start):
         """The chapters of a part from a place on, one after the other: (documents, an array of ids
         for each feature; the place of the next chapter, or None)."""
-        texts = ((number, texts) for _, number, _, texts in read_part(
-            self.parts[part], self.bad, self.task, self.cfg, self.tokenizer.size)
-            if number >= start)
+        examples = read_part(self.parts[part], self.bad, self.task, self.cfg, self.tokenizer.size)
+        texts = ((example, texts) for _, example, _, texts in examples if example >= start)
         held, tokens, last = [], 0, None
         foreground = threading.current_thread() is threading.main_thread()
         with tqdm(desc=f"tokenizing {self.title}", unit="token", unit_scale=True, leave=False,
@@ -1780,16 +1755,14 @@ class Corpus:
 
     def report(self, marks):
         """Say what has been tokenized so far, or all in all."""
-        documents, tokens, unknown, blank, skipped = (
-            sum(mark[key] for mark in marks)
-            for key in ("documents", "tokens", "unknown", "only_unknown", "skipped"))
+        keys = "documents", "tokens", "unknown", "only_unknown", "skipped"
+        documents, tokens, unknown, blank, skipped = (sum(m[key] for m in marks) for key in keys)
         more = [f"{blank:,} of only unknown tokens"] * bool(blank)
         more += ["the rest follows when it is needed"] * ("next" in marks[-1])
         note(", ".join([f"prepared {self.title}: {documents:,} documents", f"{tokens:,} tokens",
                         f"{unknown / max(tokens, 1):.3%} unknown", f"{skipped:,} skipped", *more]))
         if unknown > 0.001 * tokens:
-            strange = sum((collections.Counter(mark["characters"]) for mark in marks),
-                          collections.Counter())
+            strange = sum((Counter(mark["characters"]) for mark in marks), Counter())
             listed = " ".join(repr(c) for c, _ in strange.most_common(12))
             note(f"warning: more than 0.1 % of the tokens are unknown to the vocabulary; the "
                  f"characters that cause it: {listed}")
@@ -1872,8 +1845,7 @@ class Prepared(Dataset):
 
 
 def prepare(cfg, split, tokenizer):
-    """The Dataset of a run's split. Its first token files are written now, if they are missing, the
-    others when they are needed."""
+    """A run's Dataset of a split. Its first token files are written now, others when needed."""
     check_tasks(cfg)
     check_size(tokenizer.size, cfg)
     if split != "train" and cfg.data.task in MIXTURES:
@@ -1906,10 +1878,9 @@ def check_lengths(examples, data):
         sizes = objective.sizes(np.full((1, 64), length), random_bits(np.arange(64)),
                                 examples.tokenizer, data).max(1)
         for side, size, (limit, eos, _) in zip(Pairs.features, sizes, examples.sides()):
-            if size + len(eos) > limit:
-                raise UserError(f"A row of {length} tokens becomes {size + len(eos)} {side}: set "
-                                f"--data.{side}_length to {size + len(eos)} or more (it is "
-                                f"{limit}).")
+            if (need := size + len(eos)) > limit:
+                raise UserError(f"A row of {length} tokens becomes {need} {side}: set "
+                                f"--data.{side}_length to {need} or more (it is {limit}).")
 
 
 def report_cut(tasks, title):
@@ -2036,14 +2007,12 @@ def show_row(ids, segments, tokenizer):
     return text.strip()
 
 
-def tokens_per_second(work, tokens, seconds=1.0):
-    """Run `work` for about a second -> how many of its `tokens` it does in one."""
+def tokens_per_second(work, tokens):
+    """Run `work` a few times -> how many of its `tokens` it does in a second."""
     work(0)
-    start, done = time.perf_counter(), 0
-    while (spent := time.perf_counter() - start) < seconds:
-        done += 1
-        work(done)
-    return done * tokens / spent
+    numbers = itertools.count(1)
+    times, seconds = timeit.Timer(lambda: work(next(numbers))).autorange()
+    return times * tokens / seconds
 
 
 def show(cfg, count, split):
@@ -2063,18 +2032,18 @@ def show(cfg, count, split):
     rate = tokens_per_second(lambda step: dataset.batch(step % 8), sum(real))
     print(f"\nfilled   {real[0] / batch.inputs.size:.1%} of the inputs, "
           f"{real[1] / batch.targets.size:.1%} of the targets")
-    print(f"speed    {rate / 1e6:.1f} M tokens/s in batches of {cfg.train.batch_size}", end="")
+    speeds = [f"{rate / 1e6:.1f} M tokens/s in batches of {cfg.train.batch_size}"]
     if dataset.packs:
         plans = tokens_per_second(lambda step: dataset.plan(0), dataset.BLOCK)
-        print(f"; rows planned for {plans:,.0f} examples/s", end="")
+        speeds.append(f"rows planned for {plans:,.0f} examples/s")
     if fills_spans(cfg):
         length = raw_length(cfg.data)
         raw = random_bits(np.arange(1024 * length)).reshape(1024, -1).astype(np.uint16)
         keys = random_bits(1, np.arange(1024))
         spans = tokens_per_second(
             lambda _: span_corruption(raw, keys, tokenizer.size - 1, cfg.data), raw.size)
-        print(f"; span corruption alone, on 1,024 rows, {spans / 1e6:.1f} M raw tokens/s", end="")
-    print(" (one core)")
+        speeds.append(f"span corruption alone, on 1,024 rows, {spans / 1e6:.1f} M raw tokens/s")
+    print(f"speed    {'; '.join(speeds)} (one core)")
     dataset.close()
 
 
@@ -2082,10 +2051,9 @@ def list_mixture(name, cfg):
     """Print the tasks of a mixture with their rates, or all names where none is given."""
     if not name:
         for title, known in (("tasks", TASKS), ("mixtures", MIXTURES)):
-            print(f"{title}")
-            for entry in known:
-                source = known[entry].source if title == "tasks" else ""
-                print(f"  {entry:36} {source}".rstrip())
+            print(title)
+            for entry, value in known.items():
+                print(f"  {entry:36} {getattr(value, 'source', '')}".rstrip())
         return
     cfg = replace(cfg, data=replace(cfg.data, task=name))
     check_tasks(cfg)
@@ -2100,8 +2068,7 @@ def list_mixture(name, cfg):
 
 
 def prepare_all(cfg, tokenizer):
-    """Write the token files that a run needs: of rows that are not packed, as many as it has steps;
-    else all."""
+    """Write the token files that a run needs: all, or those of its steps if rows are not packed."""
     dataset, t = prepare(cfg, "train", tokenizer), cfg.train
     blocks = (t.steps - t.start_step) * t.batch_size // dataset.BLOCK + 2
     for task, count in zip(dataset.tasks, dataset.drawn(blocks).tolist()):
