@@ -30,7 +30,6 @@ import timeit
 import zlib
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -262,18 +261,19 @@ class Examples:
     """The examples of a task, each named by its epoch and its number: the piece it is made of.
 
     corpus: the pieces of the task's token files. An epoch has each of them once, chapter after
-    chapter of the source, in a random order within each.
+    chapter of the source, in a random order within each, unless it is not to be shuffled.
     """
 
-    def __init__(self, task, corpus, tokenizer, cfg):
+    def __init__(self, task, corpus, tokenizer, cfg, shuffled=True):
         self.task, self.corpus, self.tokenizer, self.cfg = task, corpus, tokenizer, cfg
+        self.shuffled = shuffled
 
     def locate(self, draws):
         """Numbers of draws [N] -> examples: epochs and numbers [2, N]."""
         first = self.corpus.chapters(int(draws.max()) + 1)  # the piece each chapter begins with
         epochs, numbers = np.divmod(draws, max(1, first[-1]))
         chapters = np.searchsorted(first, numbers, "right") - 1
-        for chapter in np.unique(chapters):
+        for chapter in np.unique(chapters) if self.shuffled else ():
             here, start, stop = chapters == chapter, *first[chapter : chapter + 2]
             numbers[here] = start + permute(numbers[here] - start, stop - start, ORDER,
                                             self.cfg.train.seed, epochs[here], chapter)
@@ -336,15 +336,11 @@ def pack(sizes, limits):
 def fill_rows(examples, rows, count, limits):
     """[(inputs, targets)], the row of each (rising), number of rows -> Batch."""
     tokens, segments = ([np.zeros((count, limit), np.int32) for limit in limits] for _ in range(2))
-    last = -1
-    for row, pair in zip(rows.tolist(), examples):
-        if row != last:
-            last, segment, places = row, 0, [0, 0]
-        segment += 1
-        for side, ids in enumerate(pair):
-            here = slice(places[side], places[side] + len(ids))
-            tokens[side][row, here], segments[side][row, here] = ids, segment
-            places[side] = here.stop
+    for row, members in itertools.groupby(zip(rows.tolist(), examples), lambda member: member[0]):
+        for side, parts in enumerate(zip(*(pair for _, pair in members))):
+            sizes = [len(ids) for ids in parts]
+            tokens[side][row, : sum(sizes)] = np.concatenate(parts)
+            segments[side][row, : sum(sizes)] = np.repeat(np.arange(len(parts)) + 1, sizes)
     return complete_batch(*tokens, *segments)
 
 
@@ -391,16 +387,12 @@ class Dataset:
         """Numbers of rows -> (row, task, draw) of the examples in them."""
         self.extend(int(numbers.max()))
         found, blocks = [], np.searchsorted(self.starts, numbers, "right") - 1
-        for block in np.unique(blocks).tolist():
-            task, draw, ends = self.planned(block)
-            row = np.flatnonzero(blocks == block)
-            stop = ends[numbers[row] - self.starts[block]]
-            size = np.diff(ends, prepend=0)[numbers[row] - self.starts[block]]
-            index = np.repeat(stop - np.cumsum(size), size) + np.arange(size.sum())
-            found.append((np.repeat(row, size), task[index], draw[index]))
-        row, task, draw = map(np.concatenate, zip(*found))
-        order = np.argsort(row, kind="stable")
-        return row[order], task[order], draw[order]
+        plans = {block: self.planned(block) for block in np.unique(blocks).tolist()}
+        for row, (number, block) in enumerate(zip(numbers.tolist(), blocks.tolist())):
+            task, draw, edges = plans[block]
+            start, stop = edges[number - self.starts[block] :][:2]
+            found.append((np.full(stop - start, row), task[start:stop], draw[start:stop]))
+        return map(np.concatenate, zip(*found))
 
     def drawn(self, block):
         """How many examples of each task are drawn before a block."""
@@ -408,14 +400,14 @@ class Dataset:
         return np.floor(self.rates * block * self.BLOCK + phase).astype(int)
 
     def plan(self, block):
-        """A block -> (task, draw) of its examples, row after row, and where each row ends."""
+        """A block -> (task, draw) of its examples, row after row, and the edges between rows."""
         first, count = self.drawn(block), self.drawn(block + 1) - self.drawn(block)
         task = np.repeat(np.arange(len(count)), count)
         inside = np.arange(len(task)) - np.repeat(np.cumsum(count) - count, count)
         order = np.argsort((inside + 0.5) / count[task], kind="stable")  # evenly interleaved
         task, draw = task[order], (first[task] + inside)[order]
         if not self.packs:
-            return task, draw, np.arange(1, len(task) + 1)
+            return task, draw, np.arange(len(task) + 1)
         sizes = np.zeros((2, len(task)), int)
         for k in np.unique(task):
             here, examples = task == k, self.tasks[k].locate(draw[task == k])
@@ -425,7 +417,7 @@ class Dataset:
         row = pack(sizes, (self.cfg.data.inputs_length, self.cfg.data.targets_length))
         row = permute(row, int(row.max()) + 1, PACKING, self.cfg.train.seed, block)
         order = np.argsort(row, kind="stable")
-        return task[order], draw[order], np.cumsum(np.bincount(row))
+        return task[order], draw[order], np.append(0, np.cumsum(np.bincount(row)))
 
     def planned(self, block):
         """plan(block); the next block is planned in the background meanwhile."""
@@ -439,7 +431,7 @@ class Dataset:
         """Find where the blocks begin, up to the one that has this row."""
         while self.starts[-1] <= row:
             block = len(self.starts) - 1
-            rows = len(self.planned(block)[-1]) if self.packs else (
+            rows = len(self.planned(block)[-1]) - 1 if self.packs else (
                 sum(self.drawn(block + 1)) - sum(self.drawn(block)))
             self.starts.append(self.starts[-1] + int(rows))
 
@@ -1282,19 +1274,19 @@ def t0_mixture(roles, score_eval, cfg):
 def p3_root(cfg):
     """Config -> the folder with P3's folders: data.source is seqio:FOLDER or parquet:FOLDER."""
     kind, _, name = cfg.data.source.partition(":")
-    return name.removesuffix("*").rstrip("/") if kind in ("seqio", "parquet") else ""
+    return name.removesuffix("*").rstrip("/") if kind in P3_FILES else ""
 
 
-# What a folder of P3 holds, as SeqIO cached it or as parquet files, and where its splits are.
-P3_FILES = (("seqio", "info.*.json", ""), ("parquet", "*.parquet", "/*{split}*.parquet"),
-            ("parquet", "*/*.parquet", "/{split}/*.parquet"))
+# What a folder of P3 holds, as SeqIO cached it or as parquet files: where its splits are.
+P3_FILES = {"seqio": {"info.*.json": ""},
+            "parquet": {"*.parquet": "/*{split}*.parquet", "*/*.parquet": "/{split}/*.parquet"}}
 
 
 def p3_sources(cfg, folder="*"):
     """The folders of P3, or one of them -> {name: source}."""
     kind, found = cfg.data.source.partition(":")[0], {}
-    for of_kind, files, splits in P3_FILES:
-        for path, _ in find_files(f"{p3_root(cfg)}/{folder}/{files}") if kind == of_kind else ():
+    for files, splits in P3_FILES.get(kind, {}).items():
+        for path, _ in find_files(f"{p3_root(cfg)}/{folder}/{files}"):
             name = path.split("/")[-2 - files.count("/")]
             found[name] = f"{kind}:{p3_root(cfg)}/{name}{splits}"
     return found
@@ -1425,8 +1417,7 @@ def read_part(part, bad, task, cfg, size=math.inf):
             made = task.format(example)
             for made_of_it in [made] if isinstance(made, dict) else made:
                 texts = tuple([made_of_it.get(feature) for feature in features])
-                wrong = next(filter(None, (unfit(text, size) for text in texts)), None)
-                if wrong is not None:
+                if wrong := next(filter(None, (unfit(text, size) for text in texts)), None):
                     bad(where, f"has {wrong} in {' and '.join(features)} but the fields "
                                f"{', '.join(made_of_it)} (--data.fields {features[0]}=NAME names "
                                f"another)")
@@ -1768,13 +1759,6 @@ class Corpus:
                  f"characters that cause it: {listed}")
 
 
-class InOrder(Examples):
-    """Examples of a held-out split: a draw is the piece of that number."""
-
-    def locate(self, draws):
-        return np.stack([0 * draws, draws])
-
-
 class Prepared(Dataset):
     """A Dataset that keeps on disk how many rows its packed blocks have, so that a run that goes on
     need not plan those that are behind it.
@@ -1794,13 +1778,11 @@ class Prepared(Dataset):
         super().__init__(tasks, rates, cfg, starts)
 
     def __str__(self):
-        def title(task):
-            chapters = task.corpus.chapters(1)
-            more = " so far" * bool(task.corpus.following)
-            return f"{task.corpus.title}: {chapters[-1]:,} examples{more}"
-
-        return "; ".join(map(title, self.tasks[:3])) + "; ..." * (len(self.tasks) > 3) + (
-            ", packed into rows" * self.packs)
+        titles = [f"{corpus.title}: {corpus.chapters(1)[-1]:,} examples"
+                  + " so far" * bool(corpus.following)
+                  for corpus in [task.corpus for task in self.tasks[:3]]]
+        titles += ["..."] * (len(self.tasks) > 3)
+        return "; ".join(titles) + ", packed into rows" * self.packs
 
     @property
     def digest(self):
@@ -1808,7 +1790,7 @@ class Prepared(Dataset):
         return "-".join(str(task.corpus.mark(0)["ids"]) for task in self.tasks)
 
     def members(self, numbers):
-        if not isinstance(self.tasks[0], InOrder):
+        if self.tasks[0].shuffled:
             return super().members(numbers)
         row = np.flatnonzero(numbers < self.tasks[0].corpus.chapters(numbers.max() + 1)[-1])
         return row, 0 * row, numbers[row]
@@ -1861,8 +1843,8 @@ def prepare(cfg, split, tokenizer):
 
     rates = mixture_rates(cfg.data.task, cfg, lambda name: open_corpus(name).documents())
     rates = {name: rate for name, rate in rates.items() if rate}
-    kind = Examples if split == "train" else InOrder
-    tasks = [kind(corpus.task, corpus, tokenizer, cfg) for corpus in map(open_corpus, rates)]
+    tasks = [Examples(corpus.task, corpus, tokenizer, cfg, shuffled=split == "train")
+             for corpus in map(open_corpus, rates)]
     for task in tasks:
         check_lengths(task, cfg.data)
     report_cut(tasks, f"{cfg.data.task}, {split}")
@@ -1924,10 +1906,10 @@ def evaluation_of(task, cfg):
                in mixture_rates(cfg.data.task, cfg).items() if rate}
     source = find_task(task, cfg).source
     files = source.startswith(("text:", "jsonl:", "parquet:")) and "{split}" not in source
-    return replace(cfg, data=replace(
-        cfg.data, task=task, eval_tasks="",
-        validation_source=source if files and source not in trained else "",
-        source="" if task in TASKS else p3_root(cfg) and cfg.data.source))
+    return configs.override(cfg, {
+        "data.task": task, "data.eval_tasks": "",
+        "data.validation_source": source if files and source not in trained else "",
+        "data.source": "" if task in TASKS else p3_root(cfg) and cfg.data.source})
 
 
 def evaluations(cfg, split="validation"):
@@ -2055,7 +2037,7 @@ def list_mixture(name, cfg):
             for entry, value in known.items():
                 print(f"  {entry:36} {getattr(value, 'source', '')}".rstrip())
         return
-    cfg = replace(cfg, data=replace(cfg.data, task=name))
+    cfg = configs.override(cfg, {"data.task": name})
     check_tasks(cfg)
     rates = mixture_rates(name, cfg, lambda task: Corpus(
         task, "train", prepare_vocabulary(cfg), cfg).documents())
@@ -2067,9 +2049,10 @@ def list_mixture(name, cfg):
         print(f"{task:{width}} {rate:>12,.6g} {rate / total:>9.4%}  {find_task(task, cfg).source}")
 
 
-def prepare_all(cfg, tokenizer):
+def prepare_all(cfg):
     """Write the token files that a run needs: all, or those of its steps if rows are not packed."""
-    dataset, t = prepare(cfg, "train", tokenizer), cfg.train
+    tokenizer, t = prepare_vocabulary(cfg), cfg.train
+    dataset = prepare(cfg, "train", tokenizer)
     blocks = (t.steps - t.start_step) * t.batch_size // dataset.BLOCK + 2
     for task, count in zip(dataset.tasks, dataset.drawn(blocks).tolist()):
         task.corpus.chapters(math.inf if dataset.packs else count)
@@ -2080,11 +2063,11 @@ def prepare_all(cfg, tokenizer):
         print(f"{'validation':10} {task}: {held_out}")
 
 
-def prepare_shard(cfg, shard, tokenizer):
+def prepare_shard(cfg, shard):
     """Tokenize every n-th part of all sources of a run, "i/n", i from 0."""
-    turn, machines = configs.parse_shard(shard)
+    tokenizer, (turn, machines) = prepare_vocabulary(cfg), configs.parse_shard(shard)
     rates = mixture_rates(cfg.data.task, cfg)
-    for split, name in [(split, name) for split in ("train", "validation") for name in rates]:
+    for split, name in itertools.product(("train", "validation"), rates):
         with contextlib.suppress(NoSplit):
             if not rates[name] and split == "train":
                 continue
@@ -2111,12 +2094,10 @@ def main(argv):
     check_tasks(cfg)
     if args.list is not None:
         list_mixture(args.list, cfg)
-    if args.prepare or args.shard:
-        tokenizer = prepare_vocabulary(cfg)
-        if args.shard:
-            prepare_shard(cfg, args.shard, tokenizer)
-        else:
-            prepare_all(cfg, tokenizer)
+    if args.shard:
+        prepare_shard(cfg, args.shard)
+    elif args.prepare:
+        prepare_all(cfg)
     if args.show is not None:
         show(cfg, args.show, args.split)
 
