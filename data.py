@@ -440,21 +440,18 @@ class Dataset:
 
 
 class ByteTokenizer(Tokenizer):
-    """Text <-> its UTF-8 bytes, byte b as id b + 3 (ByT5, Xue et al. 2022).
-
-    Without extra ids the sentinels are the ids of the highest bytes, as in the published ByT5.
-    """
+    """Text <-> its UTF-8 bytes, byte b as id b + 3 (ByT5, Xue et al. 2022). Without extra ids the
+    sentinels are the ids of the highest bytes, as in the published ByT5."""
 
     def __init__(self, extra_ids=0):
         sentinels = extra_ids or 11  # which are surely none of the text: no UTF-8 has them
         super().__init__(f"bytes:{extra_ids}\n".encode(), 3 + 256 + extra_ids, sentinels)
 
     def encode(self, text):
-        pieces = re.split(r"<extra_id_(\d\d?)>", text)
-        for k in range(1, len(pieces), 2):
-            pieces[k] = [self.size - 1 - int(pieces[k])]
-        pieces[::2] = [[byte + 3 for byte in piece.encode()] for piece in pieces[::2]]
-        return list(itertools.chain.from_iterable(pieces))
+        ids = []
+        for k, piece in enumerate(re.split(r"<extra_id_(\d\d?)>", text)):  # text, number, text ...
+            ids += [self.size - 1 - int(piece)] if k % 2 else [byte + 3 for byte in piece.encode()]
+        return ids
 
     def encode_batch(self, texts):
         return [np.array(self.encode(text), np.int32) if "<extra_id_" in text else
@@ -502,9 +499,8 @@ def parse_vocabulary(serialized, name="the vocabulary"):
         raise UserError(f"{name} is not a SentencePiece model ({error}).") from error
     special = [piece.piece for piece in model.pieces[:3]]
     if special != ["<pad>", "</s>", "<unk>"]:
-        raise UserError(
-            f"{name} begins with the pieces {special}, but T5 needs <pad>, </s>, <unk> as ids "
-            f"0, 1 and 2: train it with pad_id=0, eos_id=1, unk_id=2, bos_id=-1.")
+        raise UserError(f"{name} begins with the pieces {special}, but T5 needs <pad>, </s>, <unk> "
+                        f"as ids 0, 1, 2: train it with pad_id=0, eos_id=1, unk_id=2, bos_id=-1.")
     if model.pieces[-1].piece not in ("▁<extra_id_0>", "<extra_id_0>"):
         for k in reversed(range(SENTINELS)):
             piece = sentencepiece_model_pb2.ModelProto.SentencePiece
@@ -528,21 +524,18 @@ def load_tokenizer(path):
         with open_file(path) as file:
             serialized = file.read()
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"No vocabulary at {path} ({getattr(error, 'strerror', 0) or error}): give "
-            f"--data.vocab the path of a SentencePiece model, or train one on the source with "
-            f"--data.vocab train:32000.") from error
+        raise UserError(f"No vocabulary at {path} ({getattr(error, 'strerror', 0) or error}): give "
+                        f"--data.vocab the path of a SentencePiece model, or train one on the "
+                        f"source with --data.vocab train:32000.") from error
     if re.fullmatch(rb"(bytes|ids:\d{1,9})(:\d{1,9})?\s*", serialized):  # what a run keeps of one
         return load_tokenizer(serialized.decode().strip())
     return parse_vocabulary(serialized, path)
 
 
 def train_tokenizer(texts, pieces, most=1 << 27):
-    """Train a unigram vocabulary of `pieces` pieces, sentinels not counted, on texts.
-
-    Of a large source the first `most` characters are enough, which take one or two minutes. The
-    thread count is fixed because the pieces found depend on it.
-    """
+    """Train a unigram vocabulary of `pieces` pieces, sentinels not counted, on texts. Of a large
+    source the first `most` characters are enough, which take one or two minutes. The thread count
+    is fixed because the pieces found depend on it."""
     lines, read, out = [], 0, io.BytesIO()
     for text in texts:
         for line in text.splitlines():
@@ -583,10 +576,8 @@ class NoSplit(UserError):
 
 @functools.cache
 def python_documents():
-    """The language manual and the docstrings of Python itself, one document for each file.
-
-    Read from the standard library's source files by `ast`: nothing is imported, nothing downloaded.
-    """
+    """The language manual and the docstrings of Python itself, one document for each file, read
+    from the standard library's source files by `ast`: nothing is imported, nothing downloaded."""
     library, documents = Path(os.__file__).parent, []
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -615,10 +606,8 @@ def in_memory(name, stamp, examples, split):
 
 
 def python_source(name, split, cfg):
-    """python:, the text that comes with Python itself; python:COUNT, the numbers below COUNT.
-
-    In no order, of which the first 1 % are held out.
-    """
+    """python:, the text that comes with Python itself; python:COUNT, the numbers below COUNT. In no
+    order, of which the first 1 % are held out."""
     if name and not re.fullmatch(r"[1-9]\d{1,8}", name):
         raise UserError(f"python:{name} is no source: write python: or python:COUNT.")
 
@@ -705,11 +694,9 @@ def file_parts(found, read):
 
 
 def file_source(read, pattern, split, cfg):
-    """The files that match a glob; read: (path, bad) -> examples of a file.
-
-    Files without splits are divided: the first 1 % of the text, at least an example, is for
-    validation, in one stretch, so that it has no neighbours in training but at its end.
-    """
+    """The files that match a glob; read: (path, bad) -> examples of a file. Files without splits
+    are divided: the first 1 % of the text, at least an example, is for validation, in one stretch,
+    so that it has no neighbours in training but at its end."""
     found = find_files(pattern)
     if not found and os.path.isdir(pattern):
         raise UserError(f"{pattern} is a folder: write '{pattern}/*'.")
@@ -825,11 +812,10 @@ def tfds_source(name, split, cfg):
         info = tfds.builder_from_directory(folder).info
     except Exception as error:  # of protobuf or TFDS itself
         raise UserError(f"{folder / 'dataset_info.json'} is damaged ({error}).") from error
-    if info.file_format.value != "array_record":
-        raise UserError(
-            f"{folder} is stored as {info.file_format.value}, which only TensorFlow reads: prepare "
-            f"it again on a machine with TensorFlow, by tfds.builder("
-            f"{name.partition(':')[0]!r}, file_format='array_record').download_and_prepare().")
+    if (form := info.file_format.value) != "array_record":
+        raise UserError(f"{folder} is stored as {form}, which only TensorFlow reads: prepare it "
+                        f"again on a machine that has it, by tfds.builder({dataset!r}, "
+                        f"file_format='array_record').download_and_prepare().")
     if split not in info.splits:
         raise NoSplit(f"{folder} has no split {split} (it has {', '.join(info.splits)}): name a "
                       f"--data.validation_source.")
@@ -1032,10 +1018,8 @@ def record(example):
 
 
 def wsc(only_true, example):
-    """Winograd schemas: "wsc: ... *it* ...", and what the pronoun may stand for.
-
-    Two of the published examples are marked wrongly, a word too early or with the punctuation.
-    """
+    """Winograd schemas: "wsc: ... *it* ...", and what the pronoun may stand for. Two of the
+    published examples are marked wrongly, a word too early or with the punctuation."""
     if only_true and not example["label"]:
         return []
     words, at, pronoun = example["text"].split(" "), example["span2_index"], example["span2_text"]
@@ -1245,15 +1229,12 @@ T0 = {
 T0 = {role: {name: int(size) for name, size in re.findall(r"(\S+)\s+(\d+)", text)}
       for role, text in T0.items()}
 T0_CAP = 500_000
-T0_LEFT_OUT = {"gigaword_summarize_"}  # by T0's authors: its cache is broken
 
 
 def t0_mixture(roles, score_eval, cfg):
-    """The folders of P3 that belong to the datasets of these roles -> rates.
-
-    A dataset of more than T0_CAP examples counts as T0_CAP, divided among its templates; a smaller
-    one counts once for each. For evaluation a folder counts by what it holds.
-    """
+    """The folders of P3 that belong to the datasets of these roles -> rates. A dataset of more than
+    T0_CAP examples counts as T0_CAP, divided among its templates; a smaller one counts once for
+    each. For evaluation a folder counts by what it holds."""
     sizes = {name: size for role in roles for name, size in T0[role].items()}
     known = {name for role in T0.values() for name in role}
     members, root, folders = {}, p3_root(cfg), sorted(p3_sources(cfg))
@@ -1268,7 +1249,7 @@ def t0_mixture(roles, score_eval, cfg):
     return {folder: min(T0_CAP, p3_size(root, folder)) if score_eval else (
                 sizes[name] if sizes[name] <= T0_CAP else T0_CAP // len(folders))
             for name, folders in members.items() for folder in folders
-            if folder not in T0_LEFT_OUT}
+            if folder != "gigaword_summarize_"}  # left out by T0's authors: its cache is broken
 
 
 def p3_root(cfg):
@@ -1324,10 +1305,8 @@ MIXTURES |= {
 
 
 def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
-    """A task's or mixture's name -> {task: rate}, mixtures in it taken apart.
-
-    examples: a task's name -> how many it has to train on, which BySize asks. within: the mixtures
-    that are being taken apart.
+    """A task's or mixture's name -> {task: rate}, mixtures in it taken apart. examples: a task's
+    name -> how many it has to train on, which BySize asks. within: the mixtures being taken apart.
     """
     if name not in MIXTURES:
         return {name: 1.0}
@@ -1356,10 +1335,8 @@ def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
 
 
 def find_task(name, cfg):
-    """A task's name, or KIND:NAME of a source with inputs and targets -> Task.
-
-    data.source takes the place of the task's own source, if it is data.task.
-    """
+    """A task's name, or KIND:NAME of a source with inputs and targets -> Task. data.source takes
+    the place of the task's own source, if it is data.task."""
     task = TASKS.get(name)
     if not task and name.partition(":")[0] in SOURCES:
         return TASKS["text_to_text"]._replace(source=name)
@@ -1401,10 +1378,8 @@ def open_task(name, split, cfg):
 
 def read_part(part, bad, task, cfg, size=math.inf):
     """The examples of a part that can be tokenized: (where, number in the part, dict, its texts or
-    ids), as the task formats them. size: of the vocabulary, below which ids must lie.
-
-    data.fields says what a field of the task is called in the source: "text=content".
-    """
+    ids), as the task formats them. size: of the vocabulary, below which ids must lie. data.fields
+    says what a field of the task is called in the source: "text=content"."""
     pairs = [pair.partition("=") for pair in cfg.data.fields.split(",") if cfg.data.fields]
     if not all(ours and theirs for ours, _, theirs in pairs):
         raise UserError(f"--data.fields {cfg.data.fields}: write text=NAME or inputs=A,targets=B.")
@@ -1520,8 +1495,7 @@ def prepare_vocabulary(cfg):
         return IdTokenizer(cfg.model.vocab_size, SENTINELS)
     names = cfg.data.task if len(opened) > 1 else opened[0][0].source
     identity = [pieces, [identity_of(task, parts, cfg) for task, parts in opened]]
-    path = prepared_path(names, identity, cfg)
-    path = path.with_name(f"{path.name}.{pieces}.model")
+    path = Path(f"{prepared_path(names, identity, cfg)}.{pieces}.model")
     if not path.exists():
         note(f"training a vocabulary of {pieces} pieces on {names}")
         bad = Complaints(cfg.data.on_error)
@@ -1588,9 +1562,8 @@ class Corpus:
         self.title = f"{self.task.source} ({name}, {split})"
         self.tokenizer, self.cfg = tokenizer, cfg
         self.dtype = np.uint16 if tokenizer.size <= 1 << 16 else np.uint32
-        identity = [configs.DATA_FORMAT, split, identity_of(self.task, self.parts, cfg),
-                    tokenizer.sha256]
-        self.folder = prepared_path(self.task.source, identity, cfg)
+        identity = [configs.DATA_FORMAT, split, identity_of(self.task, self.parts, cfg)]
+        self.folder = prepared_path(self.task.source, [*identity, tokenizer.sha256], cfg)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.marks, self.first = [], [0]  # of each known chapter: its mark, its first piece
         self.following = [0, 0, 0] if self.parts else None  # the place behind these chapters
@@ -1696,10 +1669,10 @@ class Corpus:
                     return configs.read_checked(path, MARK)
             at, reader = self.reading
             self.reading = None, None  # a reader that has failed is never asked again
-            if at != place or place[1] == 0:  # each part of the source has a reader of its own
-                reader = self.tokenized(*place)
+            reader = reader if at == place else self.tokenized(*place)
             documents, following = next(reader)
-            self.reading = following, reader
+            if following and following[1]:  # the part goes on; the next has a reader of its own
+                self.reading = following, reader
             arrays = [ids for document in documents for ids in document]
             ids = np.concatenate([np.zeros(0, self.dtype), *arrays], dtype=self.dtype,
                                  casting="unsafe")
@@ -1761,11 +1734,8 @@ class Corpus:
 
 class Prepared(Dataset):
     """A Dataset that keeps on disk how many rows its packed blocks have, so that a run that goes on
-    need not plan those that are behind it.
-
-    A held-out split has one task, whose examples come as in the source, one in a row, and past the
-    end rows are padding.
-    """
+    need not plan those that are behind it. A held-out split has one task, whose examples come as in
+    the source, one in a row, and past the end rows are padding."""
 
     def __init__(self, tasks, rates, cfg):
         folders = [(task.corpus.folder.name, type(task.task.objective).__name__,
@@ -1778,9 +1748,9 @@ class Prepared(Dataset):
         super().__init__(tasks, rates, cfg, starts)
 
     def __str__(self):
+        corpora = [task.corpus for task in self.tasks[:3]]
         titles = [f"{corpus.title}: {corpus.chapters(1)[-1]:,} examples"
-                  + " so far" * bool(corpus.following)
-                  for corpus in [task.corpus for task in self.tasks[:3]]]
+                  + " so far" * bool(corpus.following) for corpus in corpora]
         titles += ["..."] * (len(self.tasks) > 3)
         return "; ".join(titles) + ", packed into rows" * self.packs
 
@@ -1845,37 +1815,30 @@ def prepare(cfg, split, tokenizer):
     rates = {name: rate for name, rate in rates.items() if rate}
     tasks = [Examples(corpus.task, corpus, tokenizer, cfg, shuffled=split == "train")
              for corpus in map(open_corpus, rates)]
-    for task in tasks:
-        check_lengths(task, cfg.data)
-    report_cut(tasks, f"{cfg.data.task}, {split}")
+    check_lengths(tasks, cfg.data, f"{cfg.data.task}, {split}")
     return Prepared(tasks, list(rates.values()), cfg)
 
 
-def check_lengths(examples, data):
-    """Refuse an objective whose pieces do not fit into a row, before anything is written."""
-    examples.make(examples.locate(np.zeros(1, int)))
-    objective = examples.task.objective
-    if objective.across:
-        length = objective.length(data)
-        sizes = objective.sizes(np.full((1, 64), length), random_bits(np.arange(64)),
-                                examples.tokenizer, data).max(1)
-        for side, size, (limit, eos, _) in zip(Pairs.features, sizes, examples.sides()):
-            if (need := size + len(eos)) > limit:
-                raise UserError(f"A row of {length} tokens becomes {need} {side}: set "
-                                f"--data.{side}_length to {need} or more (it is {limit}).")
-
-
-def report_cut(tasks, title):
-    """Say how many of the first inputs and targets do not fit into a row."""
+def check_lengths(tasks, data, title):
+    """Refuse an objective whose pieces do not fit into a row, before anything is written, and say
+    how many of the first inputs and targets do not."""
     counts, total = np.zeros(2, int), 0
     for task in tasks:
-        if not task.task.objective.across:
-            numbers = np.arange(task.corpus.first[-1])
+        task.make(task.locate(np.zeros(1, int)))  # the objective may refuse too
+        objective, numbers = task.task.objective, np.arange(task.corpus.first[-1])
+        if not objective.across:
             sizes = task.sizes(np.stack([0 * numbers, numbers]))
             counts += [(size > kept).sum() for size, (_, _, kept) in zip(sizes, task.sides())]
             total += len(numbers)
+            continue
+        length = objective.length(data)
+        sizes = objective.sizes(
+            np.full((1, 64), length), random_bits(np.arange(64)), task.tokenizer, data).max(1)
+        for side, size, (limit, eos, _) in zip(Pairs.features, sizes, task.sides()):
+            if (need := size + len(eos)) > limit:
+                raise UserError(f"A row of {length} tokens becomes {need} {side}: set "
+                                f"--data.{side}_length to {need} or more (it is {limit}).")
     if any(counts):
-        data = tasks[0].cfg.data
         note(f"{title}: {counts[0]:,} inputs and {counts[1]:,} targets of the first {total:,} are "
              f"longer than {data.inputs_length} and {data.targets_length} tokens and are cut")
 
@@ -1885,19 +1848,15 @@ def report_cut(tasks, title):
 
 def read_task(name, split, cfg, bad, size=math.inf):
     """The examples of a task's split as its format makes them, before tokenizing: (where, dict).
-
-    size: of the vocabulary, so that the examples are those of the batches.
-    """
+    size: of the vocabulary, so that the examples are those of the batches."""
     task, parts = open_task(name, split, cfg)
     return ((where, example) for part in parts
             for where, _, example, _ in read_part(part, bad, task, cfg, size))
 
 
 def evaluation_of(task, cfg):
-    """A task's name, Config of a run -> the Config that evaluates this task by itself.
-
-    A source that has no splits and is not trained on is held out whole.
-    """
+    """A task's name, Config of a run -> the Config that evaluates this task by itself. A source
+    that has no splits and is not trained on is held out whole."""
     if task in MIXTURES:
         raise UserError(f"{task} is a mixture: name one of its tasks.")
     if task == cfg.data.task:
@@ -1913,11 +1872,9 @@ def evaluation_of(task, cfg):
 
 
 def evaluations(cfg, split="validation"):
-    """Config -> {task: its Config}: what is evaluated while training, each task by itself.
-
-    Those of data.eval_tasks, or else all of data.task; tasks without such a split are left out,
-    unless there is no other.
-    """
+    """Config -> {task: its Config}: what is evaluated while training, each task by itself: those of
+    data.eval_tasks, or else all of data.task. Tasks without such a split are left out, unless there
+    is no other."""
     names = [name.strip() for name in (cfg.data.eval_tasks or cfg.data.task).split(",")]
     found, without = {}, []
     for task in [task for name in names for task in mixture_rates(name, cfg)]:
@@ -1936,10 +1893,8 @@ def evaluations(cfg, split="validation"):
 
 def unigram_loss(counts, batches, tokenizer):
     """Nats per content token of held-out batches under the frequencies of training tokens [V].
-
-    Content is all but sentinels and EOS. It is what a model reaches that ignores the context, so
-    the number to beat.
-    """
+    Content is all but sentinels and EOS. What a model reaches that ignores the context, so the
+    number to beat."""
     targets = np.concatenate([batch.targets.ravel() for batch in batches])
     content = targets[(targets > EOS) & (targets < tokenizer.size - tokenizer.sentinels)]
     counts = counts + 1.0
@@ -2019,9 +1974,8 @@ def show(cfg, count, split):
         plans = tokens_per_second(lambda step: dataset.plan(0), dataset.BLOCK)
         speeds.append(f"rows planned for {plans:,.0f} examples/s")
     if fills_spans(cfg):
-        length = raw_length(cfg.data)
-        raw = random_bits(np.arange(1024 * length)).reshape(1024, -1).astype(np.uint16)
-        keys = random_bits(1, np.arange(1024))
+        keys = random_bits(np.arange(1024))
+        raw = random_bits(keys[:, None], np.arange(raw_length(cfg.data))).astype(np.uint16)
         spans = tokens_per_second(
             lambda _: span_corruption(raw, keys, tokenizer.size - 1, cfg.data), raw.size)
         speeds.append(f"span corruption alone, on 1,024 rows, {spans / 1e6:.1f} M raw tokens/s")
