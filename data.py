@@ -552,8 +552,7 @@ def train_tokenizer(texts, pieces, most=1 << 27):
         bound = re.search(r"<= (\d+)", str(error))
         hint = f"set --data.vocab train:{bound[1]} or fewer" if bound else (
             "give it more, or a smaller --data.vocab train:PIECES")
-        raise UserError(f"The source has too little text for a vocabulary of {pieces} pieces: "
-                        f"{hint}.") from error
+        raise UserError(f"The source has too little text for {pieces} pieces: {hint}.") from error
     return parse_vocabulary(out.getvalue())
 
 
@@ -1569,7 +1568,7 @@ class Corpus:
         self.following = [0, 0, 0] if self.parts else None  # the place behind these chapters
         self.mapped = {}  # the ids of the last chapters used
         self.pieces_of = functools.lru_cache(8)(self.pieces_of)
-        self.reading = None, None  # the place of the next chapter, and the generator that is there
+        self.readers = {}  # the place of the next chapter: the generator that is there
         self.bad, self.strange = Complaints(cfg.data.on_error), Counter()
         self.lock, self.ahead, self.closed = threading.RLock(), None, False
 
@@ -1667,12 +1666,10 @@ class Corpus:
             with contextlib.suppress(UserError):  # missing, or damaged
                 if not again:
                     return configs.read_checked(path, MARK)
-            at, reader = self.reading
-            self.reading = None, None  # a reader that has failed is never asked again
-            reader = reader if at == place else self.tokenized(*place)
-            documents, following = next(reader)
+            reader = self.readers.pop(tuple(place), None) or self.tokenized(*place)
+            documents, following = next(reader)  # one that fails is never asked again
             if following and following[1]:  # the part goes on; the next has a reader of its own
-                self.reading = following, reader
+                self.readers = {tuple(following): reader}
             arrays = [ids for document in documents for ids in document]
             ids = np.concatenate([np.zeros(0, self.dtype), *arrays], dtype=self.dtype,
                                  casting="unsafe")
