@@ -1567,7 +1567,7 @@ class Corpus:
         self.marks, self.first = [], [0]  # of each known chapter: its mark, its first piece
         self.following = [0, 0, 0] if self.parts else None  # the place behind these chapters
         self.mapped = {}  # the ids of the last chapters used
-        self.pieces_of = functools.lru_cache(8)(self.pieces_of)
+        self.pieces_of = functools.lru_cache(8)(self.pieces_of)  # of the last chapters, too
         self.readers = {}  # the place of the next chapter: the generator that is there
         self.bad, self.strange = Complaints(cfg.data.on_error), Counter()
         self.lock, self.ahead, self.closed = threading.RLock(), None, False
