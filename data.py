@@ -12,7 +12,6 @@
 """
 
 import ast
-import collections
 import contextlib
 import functools
 import glob
@@ -27,9 +26,10 @@ import re
 import sys
 import threading
 import time
+import timeit
 import zlib
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -101,16 +101,13 @@ def permute(index, size, *key):
 class Tokenizer:
     """Text <-> ids by a SentencePiece model: 0 pad, 1 EOS, 2 unknown, sentinels on top.
 
-    <extra_id_0> has the highest id, `size - 1`, as in T5. model: a ModelProto that has sentinels;
-    serialized: the file as it was, perhaps without them, which is what a run directory keeps.
+    <extra_id_0> has the highest id, `size - 1`, as in T5. processor: SentencePiece's, which has
+    sentinels; serialized: the file, perhaps without them, which is what a run directory keeps.
     """
 
-    def __init__(self, model, serialized):
+    def __init__(self, serialized, size, sentinels, processor=None):
         self.serialized, self.sha256 = serialized, hashlib.sha256(serialized).hexdigest()
-        self.size = len(model.pieces)
-        self.sentinels = sum("<extra_id_" in piece.piece for piece in model.pieces)
-        self.processor = sentencepiece.SentencePieceProcessor(
-            model_proto=model.SerializeToString(), num_threads=os.cpu_count())
+        self.size, self.sentinels, self.processor = size, sentinels, processor
 
     def encode(self, text):
         """Text -> list of ids, without EOS. "<extra_id_0>" after a space is the sentinel."""
@@ -126,9 +123,8 @@ class Tokenizer:
 
     def decode(self, ids):
         """Ids -> text, up to the first EOS; padding is left out, unused rows are unknown."""
-        ids = [int(i) if i < self.size else UNK for i in ids]
-        end = ids.index(EOS) if EOS in ids else None
-        return self.processor.decode([i for i in ids[:end] if i != PAD])
+        ids = itertools.takewhile(lambda i: i != EOS, map(int, ids))
+        return self.processor.decode([i if i < self.size else UNK for i in ids if i != PAD])
 
 
 # ---- span corruption -----------------------------------------------------------------------------
@@ -265,18 +261,19 @@ class Examples:
     """The examples of a task, each named by its epoch and its number: the piece it is made of.
 
     corpus: the pieces of the task's token files. An epoch has each of them once, chapter after
-    chapter of the source, in a random order within each.
+    chapter of the source, in a random order within each, unless it is not to be shuffled.
     """
 
-    def __init__(self, task, corpus, tokenizer, cfg):
+    def __init__(self, task, corpus, tokenizer, cfg, shuffled=True):
         self.task, self.corpus, self.tokenizer, self.cfg = task, corpus, tokenizer, cfg
+        self.shuffled = shuffled
 
     def locate(self, draws):
         """Numbers of draws [N] -> examples: epochs and numbers [2, N]."""
         first = self.corpus.chapters(int(draws.max()) + 1)  # the piece each chapter begins with
         epochs, numbers = np.divmod(draws, max(1, first[-1]))
         chapters = np.searchsorted(first, numbers, "right") - 1
-        for chapter in np.unique(chapters):
+        for chapter in np.unique(chapters) if self.shuffled else ():
             here, start, stop = chapters == chapter, *first[chapter : chapter + 2]
             numbers[here] = start + permute(numbers[here] - start, stop - start, ORDER,
                                             self.cfg.train.seed, epochs[here], chapter)
@@ -339,15 +336,11 @@ def pack(sizes, limits):
 def fill_rows(examples, rows, count, limits):
     """[(inputs, targets)], the row of each (rising), number of rows -> Batch."""
     tokens, segments = ([np.zeros((count, limit), np.int32) for limit in limits] for _ in range(2))
-    last = -1
-    for row, pair in zip(rows.tolist(), examples):
-        if row != last:
-            last, segment, places = row, 0, [0, 0]
-        segment += 1
-        for side, ids in enumerate(pair):
-            here = slice(places[side], places[side] + len(ids))
-            tokens[side][row, here], segments[side][row, here] = ids, segment
-            places[side] = here.stop
+    for row, members in itertools.groupby(zip(rows.tolist(), examples), lambda member: member[0]):
+        for side, parts in enumerate(zip(*(pair for _, pair in members))):
+            sizes = [len(ids) for ids in parts]
+            tokens[side][row, : sum(sizes)] = np.concatenate(parts)
+            segments[side][row, : sum(sizes)] = np.repeat(np.arange(len(parts)) + 1, sizes)
     return complete_batch(*tokens, *segments)
 
 
@@ -394,16 +387,12 @@ class Dataset:
         """Numbers of rows -> (row, task, draw) of the examples in them."""
         self.extend(int(numbers.max()))
         found, blocks = [], np.searchsorted(self.starts, numbers, "right") - 1
-        for block in np.unique(blocks).tolist():
-            task, draw, ends = self.planned(block)
-            row = np.flatnonzero(blocks == block)
-            stop = ends[numbers[row] - self.starts[block]]
-            size = np.diff(ends, prepend=0)[numbers[row] - self.starts[block]]
-            index = np.repeat(stop - np.cumsum(size), size) + np.arange(size.sum())
-            found.append((np.repeat(row, size), task[index], draw[index]))
-        row, task, draw = map(np.concatenate, zip(*found))
-        order = np.argsort(row, kind="stable")
-        return row[order], task[order], draw[order]
+        plans = {block: self.planned(block) for block in np.unique(blocks).tolist()}
+        for row, (number, block) in enumerate(zip(numbers.tolist(), blocks.tolist())):
+            task, draw, edges = plans[block]
+            start, stop = edges[number - self.starts[block] :][:2]
+            found.append((np.full(stop - start, row), task[start:stop], draw[start:stop]))
+        return map(np.concatenate, zip(*found))
 
     def drawn(self, block):
         """How many examples of each task are drawn before a block."""
@@ -411,14 +400,14 @@ class Dataset:
         return np.floor(self.rates * block * self.BLOCK + phase).astype(int)
 
     def plan(self, block):
-        """A block -> (task, draw) of its examples, row after row, and where each row ends."""
+        """A block -> (task, draw) of its examples, row after row, and the edges between rows."""
         first, count = self.drawn(block), self.drawn(block + 1) - self.drawn(block)
         task = np.repeat(np.arange(len(count)), count)
         inside = np.arange(len(task)) - np.repeat(np.cumsum(count) - count, count)
         order = np.argsort((inside + 0.5) / count[task], kind="stable")  # evenly interleaved
         task, draw = task[order], (first[task] + inside)[order]
         if not self.packs:
-            return task, draw, np.arange(1, len(task) + 1)
+            return task, draw, np.arange(len(task) + 1)
         sizes = np.zeros((2, len(task)), int)
         for k in np.unique(task):
             here, examples = task == k, self.tasks[k].locate(draw[task == k])
@@ -428,7 +417,7 @@ class Dataset:
         row = pack(sizes, (self.cfg.data.inputs_length, self.cfg.data.targets_length))
         row = permute(row, int(row.max()) + 1, PACKING, self.cfg.train.seed, block)
         order = np.argsort(row, kind="stable")
-        return task[order], draw[order], np.cumsum(np.bincount(row))
+        return task[order], draw[order], np.append(0, np.cumsum(np.bincount(row)))
 
     def planned(self, block):
         """plan(block); the next block is planned in the background meanwhile."""
@@ -442,7 +431,7 @@ class Dataset:
         """Find where the blocks begin, up to the one that has this row."""
         while self.starts[-1] <= row:
             block = len(self.starts) - 1
-            rows = len(self.planned(block)[-1]) if self.packs else (
+            rows = len(self.planned(block)[-1]) - 1 if self.packs else (
                 sum(self.drawn(block + 1)) - sum(self.drawn(block)))
             self.starts.append(self.starts[-1] + int(rows))
 
@@ -451,34 +440,27 @@ class Dataset:
 
 
 class ByteTokenizer(Tokenizer):
-    """Text <-> its UTF-8 bytes, byte b as id b + 3 (ByT5, Xue et al. 2022).
-
-    Without extra ids the sentinels are the ids of the highest bytes, as in the published ByT5.
-    """
+    """Text <-> its UTF-8 bytes, byte b as id b + 3 (ByT5, Xue et al. 2022). Without extra ids the
+    sentinels are the ids of the highest bytes, as in the published ByT5."""
 
     def __init__(self, extra_ids=0):
-        self.serialized = f"bytes:{extra_ids}\n".encode()
-        self.sha256 = hashlib.sha256(self.serialized).hexdigest()
-        self.size = 3 + 256 + extra_ids
-        self.sentinels = extra_ids or 11  # which are surely none of the text: no UTF-8 has them
+        sentinels = extra_ids or 11  # which are surely none of the text: no UTF-8 has them
+        super().__init__(f"bytes:{extra_ids}\n".encode(), 3 + 256 + extra_ids, sentinels)
 
     def encode(self, text):
-        pieces = re.split(r"<extra_id_(\d\d?)>", text)
-        for k in range(1, len(pieces), 2):
-            pieces[k] = [self.size - 1 - int(pieces[k])]
-        pieces[::2] = [[byte + 3 for byte in piece.encode()] for piece in pieces[::2]]
-        return list(itertools.chain.from_iterable(pieces))
+        ids = []
+        for k, piece in enumerate(re.split(r"<extra_id_(\d\d?)>", text)):  # text, number, text ...
+            ids += [self.size - 1 - int(piece)] if k % 2 else [byte + 3 for byte in piece.encode()]
+        return ids
 
     def encode_batch(self, texts):
         return [np.array(self.encode(text), np.int32) if "<extra_id_" in text else
                 np.frombuffer(text.encode(), np.uint8) + np.int32(3) for text in texts]
 
     def pieces(self, ids):
-        text = b"".join(
-            bytes([i - 3]) if 3 <= i < 3 + 256 else
-            (b"<pad>", b"</s>", b"<unk>")[i] if i < 3 else b"<extra_id_%d>" % (self.size - 1 - i)
-            for i in map(int, ids))
-        return text.decode(errors="replace")
+        known = [b"<pad>", b"</s>", b"<unk>", *(bytes([byte]) for byte in range(256))]
+        text = (known[i] if i < 3 + 256 else b"<extra_id_%d>" % (self.size - 1 - i) for i in ids)
+        return b"".join(text).decode(errors="replace")
 
     def decode(self, ids):
         """Ids -> text, up to the first EOS; what is no byte, or no UTF-8, is left out."""
@@ -490,9 +472,7 @@ class IdTokenizer(Tokenizer):
     """No text at all but ids below `size`, shown as numbers; the highest ones may be sentinels."""
 
     def __init__(self, size, sentinels=0):
-        self.serialized = f"ids:{size}:{sentinels}\n".encode()
-        self.sha256 = hashlib.sha256(self.serialized).hexdigest()
-        self.size, self.sentinels = size, sentinels
+        super().__init__(f"ids:{size}:{sentinels}\n".encode(), size, sentinels)
 
     def encode(self, text):
         return [int(word) if word.isdecimal() and int(word) < self.size else UNK
@@ -526,72 +506,59 @@ def parse_vocabulary(serialized, name="the vocabulary"):
         raise UserError(f"{name} is not a SentencePiece model ({error}).") from error
     special = [piece.piece for piece in model.pieces[:3]]
     if special != ["<pad>", "</s>", "<unk>"]:
-        raise UserError(
-            f"{name} begins with the pieces {special}, but T5 needs <pad>, </s>, <unk> as ids "
-            f"0, 1 and 2: train it with pad_id=0, eos_id=1, unk_id=2, bos_id=-1.")
+        raise UserError(f"{name} begins with the pieces {special}, but T5 needs <pad>, </s>, <unk> "
+                        f"as ids 0, 1, 2: train it with pad_id=0, eos_id=1, unk_id=2, bos_id=-1.")
     if model.pieces[-1].piece not in ("▁<extra_id_0>", "<extra_id_0>"):
         add_sentinels(model, SENTINELS)
     try:
-        return Tokenizer(model, serialized)
+        processor = sentencepiece.SentencePieceProcessor(
+            model_proto=model.SerializeToString(), num_threads=os.cpu_count())
     except RuntimeError as error:
         raise UserError(f"{name} is damaged ({error}): fetch it again.") from error
+    sentinels = sum("<extra_id_" in piece.piece for piece in model.pieces)
+    return Tokenizer(serialized, len(model.pieces), sentinels, processor)
 
 
 def load_tokenizer(path):
     """Path of a SentencePiece model, local or remote; bytes[:EXTRA]; ids:SIZE[:SENTINELS]."""
-    form = r"(bytes)(?::(\d{1,9}))?|(ids):(\d{1,9})(?::(\d{1,9}))?"
-    found, serialized = re.fullmatch(form, str(path)), b""
-    if not found:
-        try:
-            with open_file(str(path)) as file:
-                serialized = file.read()
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"No vocabulary at {path} ({getattr(error, 'strerror', 0) or error}): give "
-                f"--data.vocab the path of a SentencePiece model, or train one on the source with "
-                f"--data.vocab train:32000.") from error
-        if len(serialized) < 40 and serialized[:4] in (b"byte", b"ids:"):  # what a run keeps
-            found = re.fullmatch(form, serialized.decode(errors="replace").strip())
-    if found:
-        return ByteTokenizer(int(found[2] or 0)) if found[1] else (
-            IdTokenizer(int(found[4]), int(found[5] or 0)))
-    return parse_vocabulary(serialized, str(path))
+    path = str(path)
+    if found := re.fullmatch(r"bytes(?::(\d{1,9}))?", path):
+        return ByteTokenizer(int(found[1] or 0))
+    if found := re.fullmatch(r"ids:(\d{1,9})(?::(\d{1,9}))?", path):
+        return IdTokenizer(int(found[1]), int(found[2] or 0))
+    try:
+        with open_file(path) as file:
+            serialized = file.read()
+    except (OSError, ValueError) as error:
+        raise UserError(f"No vocabulary at {path} ({getattr(error, 'strerror', 0) or error}): give "
+                        f"--data.vocab the path of a SentencePiece model, or train one on the "
+                        f"source with --data.vocab train:32000.") from error
+    if re.fullmatch(rb"(bytes|ids:\d{1,9})(:\d{1,9})?\s*", serialized):  # what a run keeps of one
+        return load_tokenizer(serialized.decode().strip())
+    return parse_vocabulary(serialized, path)
 
 
 def train_tokenizer(texts, pieces, most=1 << 27):
-    """Train a unigram vocabulary of `pieces` pieces, sentinels not counted, on texts.
-
-    Of a large source the first `most` characters are enough, which take one or two minutes. The
-    thread count is fixed because the pieces found depend on it.
-    """
-    out, refused = io.BytesIO(), []
-
-    def lines():
-        read = 0
-        try:
-            for text in texts:
-                for line in text.splitlines():
-                    yield from (line[start : start + 4000] for start in range(0, len(line), 4000))
-                read += len(text)
-                if read >= most:
-                    return
-        except UserError as error:  # SentencePiece would make a RuntimeError of it
-            refused.append(error)
-            raise
-
+    """Train a unigram vocabulary of `pieces` pieces, sentinels not counted, on texts. Of a large
+    source the first `most` characters are enough, which take one or two minutes. The thread count
+    is fixed because the pieces found depend on it."""
+    lines, read, out = [], 0, io.BytesIO()
+    for text in texts:
+        for line in text.splitlines():
+            lines += [line[start : start + 4000] for start in range(0, len(line), 4000)]
+        read += len(text)
+        if read >= most:
+            break
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=lines(), model_writer=out, vocab_size=pieces, model_type="unigram",
-            pad_id=PAD, eos_id=EOS, unk_id=UNK, bos_id=-1, num_threads=4, minloglevel=2,
-            max_sentence_length=16_000, character_coverage=0.9999)
+            sentence_iterator=iter(lines), model_writer=out, vocab_size=pieces,
+            model_type="unigram", pad_id=PAD, eos_id=EOS, unk_id=UNK, bos_id=-1, num_threads=4,
+            minloglevel=2, max_sentence_length=16_000, character_coverage=0.9999)
     except RuntimeError as error:
-        if refused:
-            raise refused[0] from None
-        most = re.search(r"<= (\d+)", str(error))
-        raise UserError(
-            f"The source has too little text for a vocabulary of {pieces} pieces: "
-            + (f"set --data.vocab train:{most[1]} or fewer." if most else
-               "give it more, or a smaller --data.vocab train:PIECES.")) from error
+        bound = re.search(r"<= (\d+)", str(error))
+        hint = f"set --data.vocab train:{bound[1]} or fewer" if bound else (
+            "give it more, or a smaller --data.vocab train:PIECES")
+        raise UserError(f"The source has too little text for {pieces} pieces: {hint}.") from error
     return parse_vocabulary(out.getvalue())
 
 
@@ -614,13 +581,11 @@ class NoSplit(UserError):
 
 @functools.cache
 def python_documents():
-    """The language manual and the docstrings of Python itself, one document for each file.
-
-    Read from the standard library's source files by `ast`: nothing is imported, nothing downloaded.
-    """
-    library = Path(os.__file__).parent
+    """The language manual and the docstrings of Python itself, one document for each file, read
+    from the standard library's source files by `ast`: nothing is imported, nothing downloaded."""
+    library, documents = Path(os.__file__).parent, []
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-    documents = []
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for path in sorted(library.rglob("*.py")):
         if left_out & set(path.relative_to(library).parts):
             continue
@@ -628,69 +593,61 @@ def python_documents():
         if path.parts[-2:] == ("pydoc_data", "topics.py"):  # topics = {"assert": "The ...", ...}
             topics = next(node.value for node in tree.body if isinstance(node, ast.Assign))
             documents.extend(ast.literal_eval(topics).values())
-            continue
-        kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
         docs = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
         documents.append("\n\n".join(filter(None, docs)))
     return [document for document in documents if document.strip()]
 
 
-def in_memory(name, stamp, splits, split):
-    """{split: function that makes its examples} -> the parts of a split, or of all for None."""
-    if split and split not in splits:
+def in_memory(name, stamp, examples, split):
+    """examples: function of a split -> its examples. The parts of a split, or of both for None."""
+    if split not in ("train", "validation", None):
         raise NoSplit(f"{name} has no split {split}.")
 
     def read(split, bad):
-        return ((f"{name} {split} {i}", example) for i, example in enumerate(splits[split]()))
+        return ((f"{name} {split} {i}", example) for i, example in enumerate(examples(split)))
 
     return [Part(f"{name} {one}", stamp, functools.partial(read, one))
-            for one in splits if split in (one, None)]
+            for one in ("train", "validation") if split in (one, None)]
 
 
 def python_source(name, split, cfg):
-    """python:, the text that comes with Python itself; python:COUNT, the numbers below COUNT.
-
-    In no order, of which the first 1 % are held out.
-    """
+    """python:, the text that comes with Python itself; python:COUNT, the numbers below COUNT. In no
+    order, of which the first 1 % are held out."""
     if name and not re.fullmatch(r"[1-9]\d{1,8}", name):
         raise UserError(f"python:{name} is no source: write python: or python:COUNT.")
 
-    def examples(held_out):
+    def examples(split):
         count = int(name) if name else len(python_documents())
-        order = permute(np.arange(count), count, 6).tolist()
-        for n in order[: max(1, count // 100)] if held_out else order[max(1, count // 100) :]:
+        order, held_out = permute(np.arange(count), count, 6).tolist(), max(1, count // 100)
+        for n in order[:held_out] if split == "validation" else order[held_out:]:
             yield {"number": n} if name else {"text": python_documents()[n]}
 
-    splits = {split: functools.partial(examples, split == "validation")
-              for split in ("train", "validation")}
-    return in_memory(f"python:{name}", [sys.version], splits, split)
+    return in_memory(f"python:{name}", [sys.version], examples, split)
 
 
 def reverse_source(name, split, cfg):
     """reverse:, sequences of 4 to 12 random ids and the same backwards, for toy_reverse."""
-    def examples(seed, count):
+    def examples(split):
+        seed, count = {"train": (0, 20_000), "validation": (1, 512)}[split]
         for i in range(count):
             random = np.random.default_rng([seed, i])
             ids = random.integers(3, 35, random.integers(4, 13)).tolist()
             yield {"inputs": [*ids, EOS], "targets": [*ids[::-1], EOS]}
 
-    return in_memory("reverse:", [1], {
-        "train": functools.partial(examples, 0, 20_000),
-        "validation": functools.partial(examples, 1, 512)}, split)
+    return in_memory("reverse:", [1], examples, split)
 
 
 def random_source(name, split, cfg):
     """random:, documents of 4096 random ids without end, for benchmarks."""
     size = cfg.model.vocab_size - SENTINELS - 3
 
-    def examples(seed, count):
-        for i in itertools.islice(itertools.count(), count):
+    def examples(split):
+        seed, numbers = {"train": (0, itertools.count()), "validation": (1, range(64))}[split]
+        for i in numbers:
             ids = random_bits(seed, i, np.arange(4096)) % np.uint64(size)
             yield {"text": ids.astype(int) + 3}
 
-    return in_memory("random:", [size], {
-        "train": functools.partial(examples, 0, None),
-        "validation": functools.partial(examples, 1, 64)}, split)
+    return in_memory("random:", [size], examples, split)
 
 
 def open_file(path):
@@ -735,26 +692,23 @@ def file_parts(found, read):
         groups[-1].append((path, stamp))
         size += stamp[0]
 
-    def read_all(paths, bad):
-        return itertools.chain.from_iterable(read(path, bad) for path in paths)
+    def read_all(group, bad):
+        return itertools.chain.from_iterable(read(path, bad) for path, _ in group)
 
-    return [Part(group[0][0], group, functools.partial(read_all, [path for path, _ in group]))
-            for group in groups]
+    return [Part(group[0][0], group, functools.partial(read_all, group)) for group in groups]
 
 
-def file_source(pattern, split, read):
-    """The files that match a glob; read: (path, bad) -> examples of a file.
-
-    Files without splits are divided: the first 1 % of the text, at least an example, is for
-    validation, in one stretch, so that it has no neighbours in training but at its end.
-    """
+def file_source(read, pattern, split, cfg):
+    """The files that match a glob; read: (path, bad) -> examples of a file. Files without splits
+    are divided: the first 1 % of the text, at least an example, is for validation, in one stretch,
+    so that it has no neighbours in training but at its end."""
     found = find_files(pattern)
+    if not found and os.path.isdir(pattern):
+        raise UserError(f"{pattern} is a folder: write '{pattern}/*'.")
     if not found:
-        hint = f"{pattern} is a folder: write '{pattern}/*'" if os.path.isdir(pattern) else (
-            f"No file matches {pattern or 'an empty name'}: give --data.source a path or a quoted "
-            f"glob")
-        raise UserError(f"{hint}.")
-    first, *rest = parts = file_parts(found, read)
+        raise UserError(f"No file matches {pattern or 'an empty name'}: give --data.source a path "
+                        f"or a quoted glob.")
+    parts = file_parts(found, read)
     if split is None:
         return parts
     if split not in ("train", "validation"):
@@ -763,15 +717,15 @@ def file_source(pattern, split, read):
 
     def read_first(bad):
         seen = 0
-        for where, example in first.read(bad):
+        for where, example in parts[0].read(bad):
             if (seen <= held_out) == (split == "validation"):
                 yield where, example
             elif split == "validation":
                 return
             seen += sum(len(value) for value in example.values() if isinstance(value, str | list))
 
-    divided = first._replace(read=read_first)
-    return [divided, *rest] if split == "train" else [divided]
+    divided = parts[0]._replace(read=read_first)
+    return [divided, *parts[1:]] if split == "train" else [divided]
 
 
 def read_lines(path, bad):
@@ -797,44 +751,36 @@ def text_source(name, split, cfg):
             lines = [(1, "".join(line for _, line in lines))]
         return ((f"{path}:{number}", {"text": text}) for number, text in lines if text.strip())
 
-    return file_source(pattern, split, read)
+    return file_source(read, pattern, split, cfg)
 
 
-def jsonl_source(name, split, cfg):
+def read_jsonl(path, bad):
     """jsonl:GLOB, a JSON object a line, plain or .gz, as C4 is published."""
-
-    def read(path, bad):
-        for number, line in read_lines(path, bad):
-            where = f"{path}:{number}"
-            try:
-                example = json.loads(line) if line.strip() else None
-            except (ValueError, RecursionError) as error:
-                bad(where, f"is not JSON ({error})")
-                continue
-            if isinstance(example, dict):
-                yield where, example
-            elif line.strip():
-                bad(where, "is not a JSON object")
-
-    return file_source(name, split, read)
-
-
-def parquet_source(name, split, cfg):
-    """parquet:GLOB, the rows of parquet files."""
-
-    def read(path, bad):
-        import pyarrow.parquet  # a fifth of a second, and no other source needs it
-
+    for number, line in read_lines(path, bad):
+        where = f"{path}:{number}"
         try:
-            with open_file(path) as file:
-                batches = pyarrow.parquet.ParquetFile(file).iter_batches(1024)
-                examples = (example for batch in batches for example in batch.to_pylist())
-                for number, example in enumerate(examples):
-                    yield f"{path} row {number}", example
-        except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
-            bad(path, f"is damaged ({error})")
+            example = json.loads(line) if line.strip() else None
+        except (ValueError, RecursionError) as error:
+            bad(where, f"is not JSON ({error})")
+            continue
+        if isinstance(example, dict):
+            yield where, example
+        elif line.strip():
+            bad(where, "is not a JSON object")
 
-    return file_source(name, split, read)
+
+def read_parquet(path, bad):
+    """parquet:GLOB, the rows of parquet files."""
+    import pyarrow.parquet  # a fifth of a second, and no other source needs it
+
+    try:
+        with open_file(path) as file:
+            batches = pyarrow.parquet.ParquetFile(file).iter_batches(1024)
+            examples = (example for batch in batches for example in batch.to_pylist())
+            for number, example in enumerate(examples):
+                yield f"{path} row {number}", example
+    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
+        bad(path, f"is damaged ({error})")
 
 
 def as_text(value):
@@ -863,30 +809,26 @@ def tfds_source(name, split, cfg):
         raise UserError(
             f"{name} is not in {folder / version}{there}: name the folder of your TFDS datasets "
             f"(array_record) with --data.tfds_dir or TFDS_DATA_DIR, or read C4's own files with "
-            f"--data.source 'jsonl:DIR/c4-train.*.json.gz', or any text with --data.source "
-            f"'text:DIR/*.txt'.")
+            f"--data.source 'jsonl:DIR/c4-train.*.json.gz', or any text with 'text:DIR/*.txt'.")
     folder = max(found, key=lambda path: [int(n) for n in re.findall(r"\d+", path.name)])
     import tensorflow_datasets as tfds  # half a second, and no other source needs it
 
-    about = configs.read_json(folder / "dataset_info.json", {"fileFormat?": str})
-    form = about.get("fileFormat", "tfrecord")
-    if form != "array_record":
-        raise UserError(
-            f"{folder} is stored as {form}, which only TensorFlow reads: prepare it again on a "
-            f"machine with TensorFlow, by tfds.builder({name.partition(':')[0]!r}, file_format="
-            f"'array_record').download_and_prepare().")
     try:
         info = tfds.builder_from_directory(folder).info
     except Exception as error:  # of protobuf or TFDS itself
         raise UserError(f"{folder / 'dataset_info.json'} is damaged ({error}).") from error
+    if (form := info.file_format.value) != "array_record":
+        raise UserError(f"{folder} is stored as {form}, which only TensorFlow reads: prepare it "
+                        f"again on a machine that has it, by tfds.builder({dataset!r}, "
+                        f"file_format='array_record').download_and_prepare().")
     if split not in info.splits:
         raise NoSplit(f"{folder} has no split {split} (it has {', '.join(info.splits)}): name a "
                       f"--data.validation_source.")
     count, size = info.splits[split].num_examples, 1 << 17  # examples of a part
 
-    def read(numbers, bad):
+    def read(start, bad):
         examples = tfds.builder_from_directory(folder).as_data_source(split)
-        for number in numbers:
+        for number in range(start, min(start + size, count)):
             where = f"{folder} {split} {number}"
             try:
                 yield where, as_text(examples[number])
@@ -896,10 +838,9 @@ def tfds_source(name, split, cfg):
                 bad(where, f"is missing or damaged: dataset_info.json promises {count:,} examples "
                            f"({error})")
 
-    parts = (range(start, min(start + size, count)) for start in range(0, count, size))
     stamp = [info.splits[split].shard_lengths, info.splits[split].num_bytes]
-    return [Part(f"{folder} {split} {numbers.start}", stamp, functools.partial(read, numbers))
-            for numbers in parts]
+    return [Part(f"{folder} {split} {start}", stamp, functools.partial(read, start))
+            for start in range(0, count, size)]
 
 
 def hf_source(name, split, cfg):
@@ -941,8 +882,7 @@ def seqio_source(name, split, cfg):
         others = [os.path.basename(path) for path, _ in find_files(f"{name}/info.*.json")]
         if others:
             raise NoSplit(f"{name} has no info.{split}.json (it has {', '.join(others)}).")
-        raise UserError(f"{name} has no info.{split}.json: seqio: names a folder that SeqIO's "
-                        f"caching wrote.")
+        raise UserError(f"{name} has no info.{split}.json: name a folder that SeqIO has cached.")
 
     def read(features, path, bad):
         from google.protobuf.message import DecodeError
@@ -954,13 +894,11 @@ def seqio_source(name, split, cfg):
                 stored = tf_example_generated_pb2.Example.FromString(record).features.feature
                 example = {}
                 for key, feature in stored.items():
-                    kind = feature.WhichOneof("kind")
-                    values = getattr(feature, kind).value if kind else ()
-                    values = [v.decode() for v in values] if kind == "bytes_list" else (
-                        np.array(values))
+                    values = [v.decode() for v in feature.bytes_list.value] or np.array(
+                        [*feature.int64_list.value, *feature.float_list.value])
                     scalar = features.get(key, {}).get("shape") == []
-                    example[key.replace("_plaintext", "_pretokenized")] = (
-                        values[0] if scalar else values)
+                    key = key.replace("_plaintext", "_pretokenized")
+                    example[key] = values[0] if scalar else values
                 yield where, example
             except (DecodeError, UnicodeDecodeError, IndexError) as error:
                 bad(where, f"is damaged ({error})")
@@ -970,8 +908,8 @@ def seqio_source(name, split, cfg):
         folder = os.path.dirname(path)
         if not find_files(f"{folder}/COMPLETED"):
             raise UserError(f"{folder} has no file COMPLETED: its caching did not finish.")
-        info = configs.read_json(
-            configs.to_path(path), {"features": {str: {"shape?": list}}, "num_shards": int})
+        form = {"features": {str: {"shape?": list}}, "num_shards": int}
+        info = configs.read_json(configs.to_path(path), form)
         shards = find_files(f"{glob.escape(folder)}/{split}.tfrecord-*-of-*")
         if len(shards) != info["num_shards"]:
             raise UserError(f"{folder} has {len(shards)} shards of {split}, its info promises "
@@ -980,9 +918,11 @@ def seqio_source(name, split, cfg):
     return parts
 
 
-SOURCES = {"python": python_source, "text": text_source, "jsonl": jsonl_source,
-           "parquet": parquet_source, "tfds": tfds_source, "hf": hf_source, "seqio": seqio_source,
-           "reverse": reverse_source, "random": random_source}
+SOURCES = {"python": python_source, "text": text_source,
+           "jsonl": functools.partial(file_source, read_jsonl),
+           "parquet": functools.partial(file_source, read_parquet), "tfds": tfds_source,
+           "hf": hf_source, "seqio": seqio_source, "reverse": reverse_source,
+           "random": random_source}
 
 
 def open_source(source, split, cfg, whole=False):
@@ -1042,15 +982,17 @@ def text_to_text(example):
     return [example | {key: text for key, text in texts.items() if text is not None}]
 
 
-def fill(inputs, targets, labels, example):
-    """Fill the templates of inputs and targets; {label} stands for the text of the label."""
-    label, kept = example.get("label", -1), {"idx": example["idx"]} if "idx" in example else {}
-    texts = {**example, "label": "<unk>" if label == -1 else labels[label]} if labels else example
-    return [{"inputs": inputs.format_map(texts), "targets": targets.format_map(texts), **kept}]
-
-
 def template(inputs, targets, labels=()):
-    return functools.partial(fill, inputs, targets, labels)
+    """A format that fills two templates; {label} stands for the text of the label."""
+    def fill(example):
+        kept = {"idx": example["idx"]} if "idx" in example else {}
+        if labels:
+            label = example.get("label", -1)
+            example = {**example, "label": "<unk>" if label == -1 else labels[label]}
+        filled = {"inputs": inputs.format_map(example), "targets": targets.format_map(example)}
+        return [filled | kept]
+
+    return fill
 
 
 def stsb(example):
@@ -1063,30 +1005,26 @@ def stsb(example):
 def multirc(example):
     """Without markup; three numbers are kept to group answers by."""
     plain = {key: re.sub("</?b>", "", example[key].replace("<br>", " "))
-             for key in ("question", "answer", "paragraph")}
-    filled, = fill("multirc question: {question} answer: {answer} paragraph: {paragraph}",
-                   "{label}", TRUTH, plain | {"label": example["label"]})
-    return [filled | {f"idx/{key}": example["idx"][key]
-                      for key in ("paragraph", "question", "answer")}]
+             for key in ("paragraph", "question", "answer")}
+    filled, = template("multirc question: {question} answer: {answer} paragraph: {paragraph}",
+                       "{label}", TRUTH)(plain | {"label": example["label"]})
+    return [filled | {f"idx/{key}": example["idx"][key] for key in plain}]
 
 
 def record(example):
     """ReCoRD: an example for each answer; bullet points become sentences."""
     passage = re.sub(r"([.?!\"'])\n@highlight\n", r"\1 ", example["passage"])
     passage = passage.replace("\n@highlight\n", ". ")
-    text = (f"record query: {example['query']} entities: {', '.join(example['entities'])} "
-            f"passage: {passage}")
-    answers = list(example["answers"])
+    entities, answers = ", ".join(example["entities"]), list(example["answers"])
+    text = f"record query: {example['query']} entities: {entities} passage: {passage}"
     kept = {"answers": answers, "idx/passage": example["idx"]["passage"],
             "idx/query": example["idx"]["query"]}
     return [{"inputs": text, "targets": answer, **kept} for answer in answers or ["<unk>"]]
 
 
 def wsc(only_true, example):
-    """Winograd schemas: "wsc: ... *it* ...", and what the pronoun may stand for.
-
-    Two of the published examples are marked wrongly, a word too early or with the punctuation.
-    """
+    """Winograd schemas: "wsc: ... *it* ...", and what the pronoun may stand for. Two of the
+    published examples are marked wrongly, a word too early or with the punctuation."""
     if only_true and not example["label"]:
         return []
     words, at, pronoun = example["text"].split(" "), example["span2_index"], example["span2_text"]
@@ -1144,7 +1082,7 @@ def by_rule(inputs, targets, example):
     """The tasks of the recipe tiny_finetune, made of a number."""
     n = example["number"]
     day = time.gmtime(86_400 * n)
-    return fill(inputs, targets, (), {
+    return template(inputs, targets)({
         "number": n, "words": words_of(n), "even": ("yes", "no")[n % 2],
         "date": time.strftime("%Y-%m-%d", day),
         "day": f"{day.tm_mday} {MONTHS[day.tm_mon - 1]} {day.tm_year}"})
@@ -1170,19 +1108,15 @@ TRUTH = ("False", "True")
 TASKS, MIXTURES = configs.TASKS, configs.MIXTURES  # to which a recipe file adds its own
 
 
-def classify(source, inputs, labels, metrics=("accuracy",), **more):
-    """A task whose targets are labels."""
-    return Task(source, template(inputs, "{label}", labels), metrics, labels, "label", **more)
+def glue(name, inputs, labels, metrics=("accuracy",), suite=("glue", "1.0.0", "v002"), **more):
+    """A task of GLUE, or of another suite like it: its targets are labels."""
+    folder, version, ours = suite
+    return {f"{folder}_{name}_{ours}": Task(
+        f"tfds:{folder}/{name}:{version}", template(inputs, "{label}", labels), metrics, labels,
+        "label", **more)}
 
 
-def glue(name, inputs, labels, *args, **more):
-    return {f"glue_{name}_v002": classify(
-        f"tfds:glue/{name}:1.0.0", f"{inputs}", labels, *args, **more)}
-
-
-def super_glue(name, inputs, labels, *args, **more):
-    return {f"super_glue_{name}_v102": classify(
-        f"tfds:super_glue/{name}:1.0.2", inputs, labels, *args, **more)}
+super_glue = functools.partial(glue, suite=("super_glue", "1.0.2", "v102"))
 
 
 def wmt(name, code, language):
@@ -1300,15 +1234,12 @@ T0 = {
 T0 = {role: {name: int(size) for name, size in re.findall(r"(\S+)\s+(\d+)", text)}
       for role, text in T0.items()}
 T0_CAP = 500_000
-T0_LEFT_OUT = {"gigaword_summarize_"}  # by T0's authors: its cache is broken
 
 
 def t0_mixture(roles, score_eval, cfg):
-    """The folders of P3 that belong to the datasets of these roles -> rates.
-
-    A dataset of more than T0_CAP examples counts as T0_CAP, divided among its templates; a smaller
-    one counts once for each. For evaluation a folder counts by what it holds.
-    """
+    """The folders of P3 that belong to the datasets of these roles -> rates. A dataset of more than
+    T0_CAP examples counts as T0_CAP, divided among its templates; a smaller one counts once for
+    each. For evaluation a folder counts by what it holds."""
     sizes = {name: size for role in roles for name, size in T0[role].items()}
     known = {name for role in T0.values() for name in role}
     members, root, folders = {}, p3_root(cfg), sorted(p3_sources(cfg))
@@ -1323,25 +1254,25 @@ def t0_mixture(roles, score_eval, cfg):
     return {folder: min(T0_CAP, p3_size(root, folder)) if score_eval else (
                 sizes[name] if sizes[name] <= T0_CAP else T0_CAP // len(folders))
             for name, folders in members.items() for folder in folders
-            if folder not in T0_LEFT_OUT}
+            if folder != "gigaword_summarize_"}  # left out by T0's authors: its cache is broken
 
 
 def p3_root(cfg):
     """Config -> the folder with P3's folders: data.source is seqio:FOLDER or parquet:FOLDER."""
     kind, _, name = cfg.data.source.partition(":")
-    return name.removesuffix("*").rstrip("/") if kind in ("seqio", "parquet") else ""
+    return name.removesuffix("*").rstrip("/") if kind in P3_FILES else ""
 
 
-# What a folder of P3 holds, as SeqIO cached it or as parquet files, and where its splits are.
-P3_FILES = (("seqio", "info.*.json", ""), ("parquet", "*.parquet", "/*{split}*.parquet"),
-            ("parquet", "*/*.parquet", "/{split}/*.parquet"))
+# What a folder of P3 holds, as SeqIO cached it or as parquet files: where its splits are.
+P3_FILES = {"seqio": {"info.*.json": ""},
+            "parquet": {"*.parquet": "/*{split}*.parquet", "*/*.parquet": "/{split}/*.parquet"}}
 
 
 def p3_sources(cfg, folder="*"):
     """The folders of P3, or one of them -> {name: source}."""
     kind, found = cfg.data.source.partition(":")[0], {}
-    for of_kind, files, splits in P3_FILES:
-        for path, _ in find_files(f"{p3_root(cfg)}/{folder}/{files}") if kind == of_kind else ():
+    for files, splits in P3_FILES.get(kind, {}).items():
+        for path, _ in find_files(f"{p3_root(cfg)}/{folder}/{files}"):
             name = path.split("/")[-2 - files.count("/")]
             found[name] = f"{kind}:{p3_root(cfg)}/{name}{splits}"
     return found
@@ -1379,10 +1310,8 @@ MIXTURES |= {
 
 
 def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
-    """A task's or mixture's name -> {task: rate}, mixtures in it taken apart.
-
-    examples: a task's name -> how many it has to train on, which BySize asks. within: the mixtures
-    that are being taken apart.
+    """A task's or mixture's name -> {task: rate}, mixtures in it taken apart. examples: a task's
+    name -> how many it has to train on, which BySize asks. within: the mixtures being taken apart.
     """
     if name not in MIXTURES:
         return {name: 1.0}
@@ -1411,10 +1340,8 @@ def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
 
 
 def find_task(name, cfg):
-    """A task's name, or KIND:NAME of a source with inputs and targets -> Task.
-
-    data.source takes the place of the task's own source, if it is data.task.
-    """
+    """A task's name, or KIND:NAME of a source with inputs and targets -> Task. data.source takes
+    the place of the task's own source, if it is data.task."""
     task = TASKS.get(name)
     if not task and name.partition(":")[0] in SOURCES:
         return TASKS["text_to_text"]._replace(source=name)
@@ -1434,8 +1361,7 @@ def find_task(name, cfg):
 
 
 def check_tasks(cfg):
-    """Refuse what data.task, eval_tasks and the sources cannot mean, before anything is prepared.
-    """
+    """Refuse what data.task, eval_tasks and the sources cannot mean, before anything is made."""
     data = cfg.data
     if data.task in MIXTURES and (data.validation_source or data.source and not p3_root(cfg)):
         raise UserError(f"--data.source and --data.validation_source are for one task, and "
@@ -1457,14 +1383,11 @@ def open_task(name, split, cfg):
 
 def read_part(part, bad, task, cfg, size=math.inf):
     """The examples of a part that can be tokenized: (where, number in the part, dict, its texts or
-    ids), as the task formats them. size: of the vocabulary, below which ids must lie.
-
-    data.fields says what a field of the task is called in the source: "text=content".
-    """
+    ids), as the task formats them. size: of the vocabulary, below which ids must lie. data.fields
+    says what a field of the task is called in the source: "text=content"."""
     pairs = [pair.partition("=") for pair in cfg.data.fields.split(",") if cfg.data.fields]
     if not all(ours and theirs for ours, _, theirs in pairs):
-        raise UserError(f"--data.fields {cfg.data.fields}: write text=NAME, or "
-                        f"inputs=NAME,targets=NAME.")
+        raise UserError(f"--data.fields {cfg.data.fields}: write text=NAME or inputs=A,targets=B.")
     names = {ours.strip(): theirs.strip() for ours, _, theirs in pairs}
     features = task.objective.features
     for number, (where, example) in enumerate(part.read(bad)):
@@ -1474,8 +1397,7 @@ def read_part(part, bad, task, cfg, size=math.inf):
             made = task.format(example)
             for made_of_it in [made] if isinstance(made, dict) else made:
                 texts = tuple([made_of_it.get(feature) for feature in features])
-                wrong = next(filter(None, (unfit(text, size) for text in texts)), None)
-                if wrong is not None:
+                if wrong := next(filter(None, (unfit(text, size) for text in texts)), None):
                     bad(where, f"has {wrong} in {' and '.join(features)} but the fields "
                                f"{', '.join(made_of_it)} (--data.fields {features[0]}=NAME names "
                                f"another)")
@@ -1537,18 +1459,16 @@ def prepared_path(source, identity, cfg):
 def identity_of(task, parts, cfg):
     """What decides which texts a task makes of its source: the parts, and what its format makes of
     the first examples."""
-    identity = [[[part.name, part.stamp] for part in parts], task.objective.features,
-                cfg.data.fields]
+    stamps = [[part.name, part.stamp] for part in parts]
+    identity = [stamps, task.objective.features, cfg.data.fields]
     if task.format in (as_it_is, text_to_text) or not parts:
         return identity
-    firsts = read_part(parts[0], lambda where, what: None, task, cfg)
-    return [*identity, [[str(text) for text in texts]
-                        for *_, texts in itertools.islice(firsts, 100)]]
+    firsts = itertools.islice(read_part(parts[0], Complaints("skip"), task, cfg), 100)
+    return [*identity, [[str(text) for text in texts] for *_, texts in firsts]]
 
 
 def sized(changes):
-    """The changes of a new model's command line: where they name the vocabulary and not the model's
-    size, the size follows."""
+    """A new model's changes on the command line, with its size where they name the vocabulary."""
     vocab = changes.get("data.vocab", "")
     if not vocab or "model.vocab_size" in changes:
         return changes
@@ -1561,9 +1481,8 @@ def sized(changes):
 def check_size(size, cfg):
     """Refuse a vocabulary of so many ids that the model's embedding does not fit."""
     if not size <= cfg.model.vocab_size < size + 128:
-        raise UserError(
-            f"The vocabulary has {size} ids (with its sentinels), the model "
-            f"{cfg.model.vocab_size}: set --model.vocab_size {-(-size // 128) * 128}.")
+        raise UserError(f"The vocabulary has {size} ids (with its sentinels), the model "
+                        f"{cfg.model.vocab_size}: set --model.vocab_size {-(-size // 128) * 128}.")
 
 
 def prepare_vocabulary(cfg):
@@ -1573,8 +1492,7 @@ def prepare_vocabulary(cfg):
         return load_tokenizer(cfg.data.vocab)
     pieces = cfg.data.vocab.removeprefix("train:")
     if not re.fullmatch(r"[1-9]\d{0,8}", pieces):
-        raise UserError(f"--data.vocab {cfg.data.vocab}: write train:PIECES, for instance "
-                        f"train:32000.")
+        raise UserError(f"--data.vocab {cfg.data.vocab}: write train:PIECES, such as train:32000.")
     check_size(int(pieces) + SENTINELS, cfg)
     rates = mixture_rates(cfg.data.task, cfg)
     opened = [open_task(name, "train", cfg) for name, rate in rates.items() if rate]
@@ -1582,8 +1500,7 @@ def prepare_vocabulary(cfg):
         return IdTokenizer(cfg.model.vocab_size, SENTINELS)
     names = cfg.data.task if len(opened) > 1 else opened[0][0].source
     identity = [pieces, [identity_of(task, parts, cfg) for task, parts in opened]]
-    path = prepared_path(names, identity, cfg)
-    path = path.with_name(f"{path.name}.{pieces}.model")
+    path = Path(f"{prepared_path(names, identity, cfg)}.{pieces}.model")
     if not path.exists():
         note(f"training a vocabulary of {pieces} pieces on {names}")
         bad = Complaints(cfg.data.on_error)
@@ -1612,7 +1529,7 @@ def encode_ahead(examples, tokenizer, strange):
                           for text in texts]) for number, texts in batch]
 
     with ThreadPoolExecutor(2) as threads:
-        ahead = collections.deque()
+        ahead = deque()
         while batch := list(itertools.islice(examples, ENCODED)):
             ahead.append(threads.submit(encode, batch))
             if len(ahead) > 2:
@@ -1632,7 +1549,7 @@ def cut(ends, objective, data):
     where each begins and its features end."""
     if len(objective.features) > 1:
         return np.column_stack([np.append(0, ends[:-1, -1])[: len(ends)], ends])
-    ends, length = ends[-1:, 0] if objective.across else ends[:, 0], objective.length(data)
+    ends, length = ends[:, 0], objective.length(data)
     begins = np.append(0, ends)[: len(ends)]
     count = -(-(ends - begins) // length)  # of each document
     number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
@@ -1650,24 +1567,23 @@ class Corpus:
         self.title = f"{self.task.source} ({name}, {split})"
         self.tokenizer, self.cfg = tokenizer, cfg
         self.dtype = np.uint16 if tokenizer.size <= 1 << 16 else np.uint32
-        identity = [configs.DATA_FORMAT, split, identity_of(self.task, self.parts, cfg),
-                    tokenizer.sha256]
-        self.folder = prepared_path(self.task.source, identity, cfg)
+        identity = [configs.DATA_FORMAT, split, identity_of(self.task, self.parts, cfg)]
+        self.folder = prepared_path(self.task.source, [*identity, tokenizer.sha256], cfg)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.marks, self.first = [], [0]  # of each known chapter: its mark, its first piece
-        self.mapped, self.bounds = {}, {}  # of the last chapters used: their ids, their pieces
-        self.reading = None  # the place of the next chapter, and the generator that is there
-        self.bad, self.strange = Complaints(cfg.data.on_error), collections.Counter()
+        self.following = [0, 0, 0] if self.parts else None  # the place behind these chapters
+        self.mapped = {}  # the ids of the last chapters used
+        self.pieces_of = functools.lru_cache(8)(self.pieces_of)  # of the last chapters, too
+        self.readers = {}  # the place of the next chapter: the generator that is there
+        self.bad, self.strange = Complaints(cfg.data.on_error), Counter()
         self.lock, self.ahead, self.closed = threading.RLock(), None, False
 
     def mark(self, number):
         """What is known of a chapter, which is tokenized if it must be; None behind the last."""
         with self.lock:
-            while len(self.marks) <= number and not (self.marks and "next" not in self.marks[-1]):
-                place = self.marks[-1]["next"] if self.marks else [0, 0, 0]
-                if not self.parts:
-                    break
-                self.marks.append(self.write(place) | {"place": place})
+            while len(self.marks) <= number and self.following:
+                self.marks.append(self.write(self.following) | {"place": self.following})
+                self.following = self.marks[-1].get("next")
         return self.marks[number] if number < len(self.marks) else None
 
     def chapters(self, count=math.inf):
@@ -1677,15 +1593,16 @@ class Corpus:
             self.first.append(self.first[-1] + len(self.pieces_of(len(self.first) - 1)))
         return self.first
 
+    def documents(self):
+        """How many there are in all chapters."""
+        self.chapters()
+        return sum(mark["documents"] for mark in self.marks)
+
     def pieces_of(self, number):
         """Bounds of a chapter's pieces: [N, features + 1]."""
-        if number not in self.bounds:
-            objective, tokens = self.task.objective, self.marks[number]["tokens"]
-            ends = np.array([[tokens]]) if objective.across else self.load(number, "ends")
-            self.bounds[number] = cut(ends, objective, self.cfg.data)
-            for old in [*self.bounds][:-8]:
-                del self.bounds[old]
-        return self.bounds[number]
+        objective = self.task.objective
+        ends = self.marks[number]["tokens"] if objective.across else self.load(number, "ends")
+        return cut(np.reshape(ends, (-1, len(objective.features))), objective, self.cfg.data)
 
     def ids_of(self, number):
         """The ids of a chapter. Those before it may go, and the next one may be tokenized."""
@@ -1693,13 +1610,12 @@ class Corpus:
             self.mapped[number] = self.load(number, "ids")
             while len(self.mapped) > 2 and sum(map(len, self.mapped.values())) > 2 * CHAPTER:
                 del self.mapped[next(iter(self.mapped))]
-            newest = max(self.mapped)
+            last = max(self.mapped)
             if not self.cfg.data.keep_tokens:  # what is mapped can still be read
-                for old in range(newest):
+                for old in range(last):
                     self.path(self.marks[old]["place"], "ids").unlink(missing_ok=True)
-            if newest == len(self.marks) - 1 and not (self.ahead and self.ahead.is_alive()):
-                self.ahead = threading.Thread(target=self.look_ahead, args=[newest + 1],
-                                              daemon=True)
+            if last == len(self.marks) - 1 and not (self.ahead and self.ahead.is_alive()):
+                self.ahead = threading.Thread(target=self.look_ahead, args=[last + 1], daemon=True)
                 self.ahead.start()
         return self.mapped[number]
 
@@ -1707,28 +1623,25 @@ class Corpus:
         with AHEAD, contextlib.suppress(Exception):  # it comes again where the chapter is asked for
             self.mark(number)
 
-    def by_chapter(self, numbers):
-        """Numbers of pieces -> for each chapter they are in: it, which of them, their bounds."""
+    def find(self, numbers):
+        """Numbers of pieces -> the chapters they are in [N], their bounds [N, features + 1]."""
         chapters = np.searchsorted(self.first, numbers, "right") - 1
+        bounds = np.zeros((len(numbers), len(self.task.objective.features) + 1), int)
         for chapter in np.unique(chapters).tolist():
-            here = np.flatnonzero(chapters == chapter)
-            yield chapter, here, self.pieces_of(chapter)[numbers[here] - self.first[chapter]]
+            here = chapters == chapter
+            bounds[here] = self.pieces_of(chapter)[numbers[here] - self.first[chapter]]
+        return chapters, bounds
 
     def lengths(self, numbers):
         """Numbers of pieces -> their tokens: [features, N]."""
-        out = np.zeros((len(self.task.objective.features), len(numbers)), int)
-        for _, here, bounds in self.by_chapter(numbers):
-            out[:, here] = np.diff(bounds).T
-        return out
+        return np.diff(self.find(numbers)[1]).T
 
     def pieces(self, numbers):
         """Numbers of pieces -> an array of ids for each feature of each."""
-        out = [None] * len(numbers)
-        for chapter, here, bounds in self.by_chapter(numbers):
-            ids = self.ids_of(chapter)
-            for i, row in zip(here.tolist(), bounds.tolist()):
-                out[i] = [ids[a:b] for a, b in zip(row, row[1:])]
-        return out
+        chapters, bounds = self.find(numbers)
+        ids = {chapter: self.ids_of(chapter) for chapter in np.unique(chapters).tolist()}
+        return [[ids[chapter][a:b] for a, b in itertools.pairwise(row)]
+                for chapter, row in zip(chapters.tolist(), bounds.tolist())]
 
     def path(self, place, end):
         return self.folder / "{:05}-{:03}.{}".format(*place[:2], end)
@@ -1739,12 +1652,10 @@ class Corpus:
         path = self.path(mark["place"], kind)
         for attempt in range(2):
             with contextlib.suppress(OSError, ValueError):
-                if kind == "ends":
-                    array = np.fromfile(path, np.int64).reshape(mark["documents"], -1)
-                elif mark["tokens"]:  # an array of its own is faster to index than a memmap
+                if kind == "ends" or not mark["tokens"]:  # an empty file cannot be mapped
+                    array = np.fromfile(path, self.dtype if kind == "ids" else np.int64)
+                else:  # an array of its own is faster to index than a memmap
                     array = np.memmap(path, self.dtype, "r").view(np.ndarray)
-                else:
-                    array = np.zeros(0, self.dtype)
                 if zlib.crc32(array) == mark[kind]:
                     return array
             if path.exists():
@@ -1761,15 +1672,10 @@ class Corpus:
             with contextlib.suppress(UserError):  # missing, or damaged
                 if not again:
                     return configs.read_checked(path, MARK)
-            at, reader = self.reading or (None, None)
-            self.reading = None  # a reader that has failed is never asked again
-            reader = reader if at == place else self.tokenized(*place)
-            documents, following = next(reader)
-            if following is not None:
-                following = [place[0], place[1] + 1, following]
-                self.reading = following, reader
-            elif place[0] + 1 < len(self.parts):
-                following = [place[0] + 1, 0, 0]
+            reader = self.readers.pop(tuple(place), None) or self.tokenized(*place)
+            documents, following = next(reader)  # one that fails is never asked again
+            if following and following[1]:  # the part goes on; the next has a reader of its own
+                self.readers = {tuple(following): reader}
             arrays = [ids for document in documents for ids in document]
             ids = np.concatenate([np.zeros(0, self.dtype), *arrays], dtype=self.dtype,
                                  casting="unsafe")
@@ -1777,7 +1683,6 @@ class Corpus:
             unknown = np.searchsorted(ends, np.flatnonzero(ids == UNK), "right")  # the arrays
             alone = {i for i in np.unique(unknown).tolist() if not self.tokenizer.pieces(
                 arrays[i][arrays[i] != UNK][:20].tolist()).strip()}  # spaces may be among them
-            ends = ends.reshape(len(documents), len(self.task.objective.features))
             for kind, array in (("ids", ids), ("ends", ends)):
                 configs.write_file(self.path(place, kind), array.tobytes())
             mark = {"documents": len(documents), "tokens": len(ids), "unknown": len(unknown),
@@ -1793,11 +1698,10 @@ class Corpus:
         return mark
 
     def tokenized(self, part, number, start):
-        """The chapters of a part from an example on, one after the other: (documents, an array of
-        ids for each feature; the example that the next one begins with, or None)."""
-        texts = ((number, texts) for _, number, _, texts in read_part(
-            self.parts[part], self.bad, self.task, self.cfg, self.tokenizer.size)
-            if number >= start)
+        """The chapters of a part from a place on, one after the other: (documents, an array of ids
+        for each feature; the place of the next chapter, or None)."""
+        examples = read_part(self.parts[part], self.bad, self.task, self.cfg, self.tokenizer.size)
+        texts = ((example, texts) for _, example, _, texts in examples if example >= start)
         held, tokens, last = [], 0, None
         foreground = threading.current_thread() is threading.main_thread()
         with tqdm(desc=f"tokenizing {self.title}", unit="token", unit_scale=True, leave=False,
@@ -1805,47 +1709,36 @@ class Corpus:
             for example, ids in encode_ahead(texts, self.tokenizer, self.strange):
                 limit = CHAPTER if part else min(CHAPTER, FIRST_CHAPTER << number)
                 if tokens >= limit and example != last:
-                    yield held, example
-                    held, tokens, number = [], 0, number + 1
+                    number += 1
+                    yield held, [part, number, example]
+                    held, tokens = [], 0
                 if self.closed:
                     raise RuntimeError(f"{self.title} is closed")
                 held.append(ids)
                 size, last = sum(map(len, ids)), example
                 tokens += size
                 bar.update(size)
-        yield held, None
+        yield held, [part + 1, 0, 0] if part + 1 < len(self.parts) else None
 
     def report(self, marks):
         """Say what has been tokenized so far, or all in all."""
-        documents, tokens, unknown, blank, skipped = (
-            sum(mark[key] for mark in marks)
-            for key in ("documents", "tokens", "unknown", "only_unknown", "skipped"))
+        keys = "documents", "tokens", "unknown", "only_unknown", "skipped"
+        documents, tokens, unknown, blank, skipped = (sum(m[key] for m in marks) for key in keys)
         more = [f"{blank:,} of only unknown tokens"] * bool(blank)
         more += ["the rest follows when it is needed"] * ("next" in marks[-1])
         note(", ".join([f"prepared {self.title}: {documents:,} documents", f"{tokens:,} tokens",
                         f"{unknown / max(tokens, 1):.3%} unknown", f"{skipped:,} skipped", *more]))
         if unknown > 0.001 * tokens:
-            strange = sum((collections.Counter(mark["characters"]) for mark in marks),
-                          collections.Counter())
+            strange = sum((Counter(mark["characters"]) for mark in marks), Counter())
             listed = " ".join(repr(c) for c, _ in strange.most_common(12))
             note(f"warning: more than 0.1 % of the tokens are unknown to the vocabulary; the "
                  f"characters that cause it: {listed}")
 
 
-class InOrder(Examples):
-    """Examples of a held-out split: a draw is the piece of that number."""
-
-    def locate(self, draws):
-        return np.stack([0 * draws, draws])
-
-
 class Prepared(Dataset):
     """A Dataset that keeps on disk how many rows its packed blocks have, so that a run that goes on
-    need not plan those that are behind it.
-
-    A held-out split has one task, whose examples come as in the source, one in a row, and past the
-    end rows are padding.
-    """
+    need not plan those that are behind it. A held-out split has one task, whose examples come as in
+    the source, one in a row, and past the end rows are padding."""
 
     def __init__(self, tasks, rates, cfg):
         folders = [(task.corpus.folder.name, type(task.task.objective).__name__,
@@ -1858,13 +1751,11 @@ class Prepared(Dataset):
         super().__init__(tasks, rates, cfg, starts)
 
     def __str__(self):
-        def title(task):
-            chapters = task.corpus.chapters(1)
-            more = " so far" * bool(task.corpus.marks and "next" in task.corpus.marks[-1])
-            return f"{task.corpus.title}: {chapters[-1]:,} examples{more}"
-
-        return "; ".join(map(title, self.tasks[:3])) + "; ..." * (len(self.tasks) > 3) + (
-            ", packed into rows" * self.packs)
+        corpora = [task.corpus for task in self.tasks[:3]]
+        titles = [f"{corpus.title}: {corpus.chapters(1)[-1]:,} examples"
+                  + " so far" * bool(corpus.following) for corpus in corpora]
+        titles += ["..."] * (len(self.tasks) > 3)
+        return "; ".join(titles) + ", packed into rows" * self.packs
 
     @property
     def digest(self):
@@ -1872,7 +1763,7 @@ class Prepared(Dataset):
         return "-".join(str(task.corpus.mark(0)["ids"]) for task in self.tasks)
 
     def members(self, numbers):
-        if not isinstance(self.tasks[0], InOrder):
+        if self.tasks[0].shuffled:
             return super().members(numbers)
         row = np.flatnonzero(numbers < self.tasks[0].corpus.chapters(numbers.max() + 1)[-1])
         return row, 0 * row, numbers[row]
@@ -1909,63 +1800,48 @@ class Prepared(Dataset):
 
 
 def prepare(cfg, split, tokenizer):
-    """The Dataset of a run's split. Its first token files are written now, if they are missing, the
-    others when they are needed."""
+    """A run's Dataset of a split. Its first token files are written now, others when needed."""
     check_tasks(cfg)
     check_size(tokenizer.size, cfg)
     if split != "train" and cfg.data.task in MIXTURES:
         raise UserError(f"{cfg.data.task} is a mixture: its tasks are evaluated one by one.")
-    corpora = {}
 
+    @functools.cache
     def open_corpus(name):
-        if name not in corpora:
-            corpora[name] = Corpus(name, split, tokenizer, cfg)
-            if not corpora[name].chapters(1)[-1]:
-                raise UserError(f"{corpora[name].task.source} holds no text for its {split} split: "
-                                f"give it two documents or more (text:FILE:lines makes one of each "
-                                f"line).")
-        return corpora[name]
+        corpus = Corpus(name, split, tokenizer, cfg)
+        if not corpus.chapters(1)[-1]:
+            raise UserError(f"{corpus.task.source} holds no text for its {split} split: give it "
+                            f"two documents or more (text:FILE:lines makes one of each line).")
+        return corpus
 
-    def count(name):
-        open_corpus(name).chapters()
-        return sum(mark["documents"] for mark in corpora[name].marks)
-
-    rates = mixture_rates(cfg.data.task, cfg, count)
+    rates = mixture_rates(cfg.data.task, cfg, lambda name: open_corpus(name).documents())
     rates = {name: rate for name, rate in rates.items() if rate}
-    kind = Examples if split == "train" else InOrder
-    tasks = [kind(open_corpus(name).task, corpora[name], tokenizer, cfg) for name in rates]
-    for task in tasks:
-        check_lengths(task, cfg.data)
-    report_cut(tasks, f"{cfg.data.task}, {split}")
+    tasks = [Examples(corpus.task, corpus, tokenizer, cfg, shuffled=split == "train")
+             for corpus in map(open_corpus, rates)]
+    check_lengths(tasks, cfg.data, f"{cfg.data.task}, {split}")
     return Prepared(tasks, list(rates.values()), cfg)
 
 
-def check_lengths(examples, data):
-    """Refuse an objective whose pieces do not fit into a row, before anything is written."""
-    examples.make(examples.locate(np.zeros(1, int)))
-    objective = examples.task.objective
-    if objective.across:
-        length = objective.length(data)
-        sizes = objective.sizes(np.full((1, 64), length), random_bits(np.arange(64)),
-                                examples.tokenizer, data).max(1)
-        for side, size, (limit, eos, _) in zip(Pairs.features, sizes, examples.sides()):
-            if size + len(eos) > limit:
-                raise UserError(f"A row of {length} tokens becomes {size + len(eos)} {side}: set "
-                                f"--data.{side}_length to {size + len(eos)} or more (it is "
-                                f"{limit}).")
-
-
-def report_cut(tasks, title):
-    """Say how many of the first inputs and targets do not fit into a row."""
+def check_lengths(tasks, data, title):
+    """Refuse an objective whose pieces do not fit into a row, before anything is written, and say
+    how many of the first inputs and targets do not."""
     counts, total = np.zeros(2, int), 0
     for task in tasks:
-        if not task.task.objective.across:
-            numbers = np.arange(task.corpus.first[-1])
+        task.make(task.locate(np.zeros(1, int)))  # the objective may refuse too
+        objective, numbers = task.task.objective, np.arange(task.corpus.first[-1])
+        if not objective.across:
             sizes = task.sizes(np.stack([0 * numbers, numbers]))
             counts += [(size > kept).sum() for size, (_, _, kept) in zip(sizes, task.sides())]
             total += len(numbers)
+            continue
+        length = objective.length(data)
+        sizes = objective.sizes(
+            np.full((1, 64), length), random_bits(np.arange(64)), task.tokenizer, data).max(1)
+        for side, size, (limit, eos, _) in zip(Pairs.features, sizes, task.sides()):
+            if (need := size + len(eos)) > limit:
+                raise UserError(f"A row of {length} tokens becomes {need} {side}: set "
+                                f"--data.{side}_length to {need} or more (it is {limit}).")
     if any(counts):
-        data = tasks[0].cfg.data
         note(f"{title}: {counts[0]:,} inputs and {counts[1]:,} targets of the first {total:,} are "
              f"longer than {data.inputs_length} and {data.targets_length} tokens and are cut")
 
@@ -1975,19 +1851,15 @@ def report_cut(tasks, title):
 
 def read_task(name, split, cfg, bad, size=math.inf):
     """The examples of a task's split as its format makes them, before tokenizing: (where, dict).
-
-    size: of the vocabulary, so that the examples are those of the batches.
-    """
+    size: of the vocabulary, so that the examples are those of the batches."""
     task, parts = open_task(name, split, cfg)
     return ((where, example) for part in parts
             for where, _, example, _ in read_part(part, bad, task, cfg, size))
 
 
 def evaluation_of(task, cfg):
-    """A task's name, Config of a run -> the Config that evaluates this task by itself.
-
-    A source that has no splits and is not trained on is held out whole.
-    """
+    """A task's name, Config of a run -> the Config that evaluates this task by itself. A source
+    that has no splits and is not trained on is held out whole."""
     if task in MIXTURES:
         raise UserError(f"{task} is a mixture: name one of its tasks.")
     if task == cfg.data.task:
@@ -1996,18 +1868,16 @@ def evaluation_of(task, cfg):
                in mixture_rates(cfg.data.task, cfg).items() if rate}
     source = find_task(task, cfg).source
     files = source.startswith(("text:", "jsonl:", "parquet:")) and "{split}" not in source
-    return replace(cfg, data=replace(
-        cfg.data, task=task, eval_tasks="",
-        validation_source=source if files and source not in trained else "",
-        source="" if task in TASKS else p3_root(cfg) and cfg.data.source))
+    return configs.override(cfg, {
+        "data.task": task, "data.eval_tasks": "",
+        "data.validation_source": source if files and source not in trained else "",
+        "data.source": "" if task in TASKS else p3_root(cfg) and cfg.data.source})
 
 
 def evaluations(cfg, split="validation"):
-    """Config -> {task: its Config}: what is evaluated while training, each task by itself.
-
-    Those of data.eval_tasks, or else all of data.task; tasks without such a split are left out,
-    unless there is no other.
-    """
+    """Config -> {task: its Config}: what is evaluated while training, each task by itself: those of
+    data.eval_tasks, or else all of data.task. Tasks without such a split are left out, unless there
+    is no other."""
     names = [name.strip() for name in (cfg.data.eval_tasks or cfg.data.task).split(",")]
     found, without = {}, []
     for task in [task for name in names for task in mixture_rates(name, cfg)]:
@@ -2026,10 +1896,8 @@ def evaluations(cfg, split="validation"):
 
 def unigram_loss(counts, batches, tokenizer):
     """Nats per content token of held-out batches under the frequencies of training tokens [V].
-
-    Content is all but sentinels and EOS. It is what a model reaches that ignores the context, so
-    the number to beat.
-    """
+    Content is all but sentinels and EOS. What a model reaches that ignores the context, so the
+    number to beat."""
     targets = np.concatenate([batch.targets.ravel() for batch in batches])
     content = targets[(targets > EOS) & (targets < tokenizer.size - tokenizer.sentinels)]
     counts = counts + 1.0
@@ -2079,14 +1947,12 @@ def show_row(ids, segments, tokenizer):
     return text.strip()
 
 
-def tokens_per_second(work, tokens, seconds=1.0):
-    """Run `work` for about a second -> how many of its `tokens` it does in one."""
+def tokens_per_second(work, tokens):
+    """Run `work` a few times -> how many of its `tokens` it does in a second."""
     work(0)
-    start, done = time.perf_counter(), 0
-    while (spent := time.perf_counter() - start) < seconds:
-        done += 1
-        work(done)
-    return done * tokens / spent
+    numbers = itertools.count(1)
+    times, seconds = timeit.Timer(lambda: work(next(numbers))).autorange()
+    return times * tokens / seconds
 
 
 def show(cfg, count, split):
@@ -2106,18 +1972,17 @@ def show(cfg, count, split):
     rate = tokens_per_second(lambda step: dataset.batch(step % 8), sum(real))
     print(f"\nfilled   {real[0] / batch.inputs.size:.1%} of the inputs, "
           f"{real[1] / batch.targets.size:.1%} of the targets")
-    print(f"speed    {rate / 1e6:.1f} M tokens/s in batches of {cfg.train.batch_size}", end="")
+    speeds = [f"{rate / 1e6:.1f} M tokens/s in batches of {cfg.train.batch_size}"]
     if dataset.packs:
         plans = tokens_per_second(lambda step: dataset.plan(0), dataset.BLOCK)
-        print(f"; rows planned for {plans:,.0f} examples/s", end="")
+        speeds.append(f"rows planned for {plans:,.0f} examples/s")
     if fills_spans(cfg):
-        length = raw_length(cfg.data)
-        raw = random_bits(np.arange(1024 * length)).reshape(1024, -1).astype(np.uint16)
-        keys = random_bits(1, np.arange(1024))
+        keys = random_bits(np.arange(1024))
+        raw = random_bits(keys[:, None], np.arange(raw_length(cfg.data))).astype(np.uint16)
         spans = tokens_per_second(
             lambda _: span_corruption(raw, keys, tokenizer.size - 1, cfg.data), raw.size)
-        print(f"; span corruption alone, on 1,024 rows, {spans / 1e6:.1f} M raw tokens/s", end="")
-    print(" (one core)")
+        speeds.append(f"span corruption alone, on 1,024 rows, {spans / 1e6:.1f} M raw tokens/s")
+    print(f"speed    {'; '.join(speeds)} (one core)")
     dataset.close()
 
 
@@ -2125,20 +1990,14 @@ def list_mixture(name, cfg):
     """Print the tasks of a mixture with their rates, or all names where none is given."""
     if not name:
         for title, known in (("tasks", TASKS), ("mixtures", MIXTURES)):
-            print(f"{title}")
-            for entry in known:
-                source = known[entry].source if title == "tasks" else ""
-                print(f"  {entry:36} {source}".rstrip())
+            print(title)
+            for entry, value in known.items():
+                print(f"  {entry:36} {getattr(value, 'source', '')}".rstrip())
         return
-    cfg = replace(cfg, data=replace(cfg.data, task=name))
+    cfg = configs.override(cfg, {"data.task": name})
     check_tasks(cfg)
-
-    def count(task):
-        corpus = Corpus(task, "train", prepare_vocabulary(cfg), cfg)
-        corpus.chapters()
-        return sum(mark["documents"] for mark in corpus.marks)
-
-    rates = mixture_rates(name, cfg, count)
+    rates = mixture_rates(name, cfg, lambda task: Corpus(
+        task, "train", prepare_vocabulary(cfg), cfg).documents())
     total = sum(rates.values())
     width = max(map(len, rates))
     print(f"{name}: {len(rates)} tasks, {sum(rate > 0 for rate in rates.values())} of them trained "
@@ -2147,10 +2006,10 @@ def list_mixture(name, cfg):
         print(f"{task:{width}} {rate:>12,.6g} {rate / total:>9.4%}  {find_task(task, cfg).source}")
 
 
-def prepare_all(cfg, tokenizer):
-    """Write the token files that a run needs: of rows that are not packed, as many as it has steps;
-    else all."""
-    dataset, t = prepare(cfg, "train", tokenizer), cfg.train
+def prepare_all(cfg):
+    """Write the token files that a run needs: all, or those of its steps if rows are not packed."""
+    tokenizer, t = prepare_vocabulary(cfg), cfg.train
+    dataset = prepare(cfg, "train", tokenizer)
     blocks = (t.steps - t.start_step) * t.batch_size // dataset.BLOCK + 2
     for task, count in zip(dataset.tasks, dataset.drawn(blocks).tolist()):
         task.corpus.chapters(math.inf if dataset.packs else count)
@@ -2161,11 +2020,11 @@ def prepare_all(cfg, tokenizer):
         print(f"{'validation':10} {task}: {held_out}")
 
 
-def prepare_shard(cfg, shard, tokenizer):
+def prepare_shard(cfg, shard):
     """Tokenize every n-th part of all sources of a run, "i/n", i from 0."""
-    turn, machines = configs.parse_shard(shard)
+    tokenizer, (turn, machines) = prepare_vocabulary(cfg), configs.parse_shard(shard)
     rates = mixture_rates(cfg.data.task, cfg)
-    for split, name in [(split, name) for split in ("train", "validation") for name in rates]:
+    for split, name in itertools.product(("train", "validation"), rates):
         with contextlib.suppress(NoSplit):
             if not rates[name] and split == "train":
                 continue
@@ -2192,12 +2051,10 @@ def main(argv):
     check_tasks(cfg)
     if args.list is not None:
         list_mixture(args.list, cfg)
-    if args.prepare or args.shard:
-        tokenizer = prepare_vocabulary(cfg)
-        if args.shard:
-            prepare_shard(cfg, args.shard, tokenizer)
-        else:
-            prepare_all(cfg, tokenizer)
+    if args.shard:
+        prepare_shard(cfg, args.shard)
+    elif args.prepare:
+        prepare_all(cfg)
     if args.show is not None:
         show(cfg, args.show, args.split)
 
