@@ -605,53 +605,76 @@ def bytes_on_device(tree):
                for a in jax.tree.leaves(tree))
 
 
-BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8,
-         "u64": 8, "f64": 8}
-
-
-def bytes_of(shapes):
-    """HLO's "(f32[2,3]{1,0}, s32[4])" -> bytes."""
-    return sum(BYTES[kind] * math.prod(map(int, filter(None, dimensions.split(","))))
-               for kind, dimensions in re.findall(r"(\w+)\[([\d,]*)\]", shapes))
-
-
-def collectives(program):
-    """What devices tell one another in a lowered program -> [(kind, mesh axis, count, bytes)].
-
-    bytes: sent by each device, by the best algorithm on a ring. Read from what XLA's partitioner
-    leaves, where dtypes are still the program's own (later XLA's CPU backend turns bfloat16 into
-    float32). A loop's body stands there once and runs as often as the constant in its condition.
-    """
-    mesh = jax.sharding.get_mesh()
-    if mesh.size == 1:
-        return []
-    with tempfile.TemporaryDirectory() as folder:
-        program.compile({"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning",
-                         "xla_backend_optimization_level": "0"})
-        path, = Path(folder).glob("*after_spmd-partitioning*.txt")
-        text = path.read_text()
-    found = {}
-    for line, times in instructions(text):
-        if one := re.search(rf" = (.*?) ({COLLECTIVES})\(", line):
-            size, axis = group_of(line, mesh)
-            if size == 1:
-                continue
-            part = (size - 1) / size  # a ring sends all but one's own
-            sent = {"all-reduce": 2 * part, "reduce-scatter": size - 1,
-                    "collective-permute": 1}.get(one[2], part)
-            total = found.setdefault((one[2], axis), [0, 0])
-            total[0] += times
-            total[1] += times * sent * bytes_of(one[1])
-    return [(*key, count, moved) for key, (count, moved) in sorted(found.items())]
-
-
 COLLECTIVES = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
 
 
+def collectives(lowered):
+    """Compile a program -> (what its devices tell one another, the compiled program).
+
+    The former is [(kind, mesh axis, count, bytes sent by each device, on a ring)], read from what
+    XLA's partitioner leaves, where dtypes are still the program's own (later XLA's CPU backend
+    turns bfloat16 into float32).
+    """
+    mesh, found = jax.sharding.get_mesh(), {}
+    nobody_runs_it = mesh.devices.flat[0].platform == "cpu"
+    with tempfile.TemporaryDirectory() as folder:
+        program = lowered.compile({
+            "xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning",
+            **({"xla_backend_optimization_level": "0"} if nobody_runs_it else {})})
+        if mesh.size == 1:
+            return [], program
+        path, = Path(folder).glob("*spmd-partitioning.before*.txt")
+        text = path.read_text()
+    for line, times in instructions(text):
+        if one := re.search(rf" = (.*?) ({COLLECTIVES})\(", line):
+            group = first_group(line, mesh.size)
+            if len(group) == 1:
+                continue
+            part = 1 - 1 / len(group)  # a ring sends all but one's own
+            sent = {"all-reduce": 2 * part, "reduce-scatter": len(group) - 1,
+                    "collective-permute": 1}.get(one[2], part)
+            whole = len(group) == mesh.size and min(mesh.shape.values()) > 1
+            near = abs(group[1] - group[0]) < mesh.shape["model"]
+            axis = "both" if whole else "model" if near else "data"
+            count, moved = found.get((one[2], axis), (0, 0))
+            found[one[2], axis] = count + times, moved + times * sent * bytes_of(one[1])
+    return [(*key, *total) for key, total in sorted(found.items())], program
+
+
+def bytes_of(shapes):
+    """HLO's "(f32[2,3]{1,0}, pred[4])" -> bytes."""
+    return sum(int(bits or 8) // 8 * math.prod(integers(sizes))
+               for bits, sizes in re.findall(r"\b[a-z]+(\d*)\w*\[([\d,]*)\]", shapes))
+
+
+def integers(text):
+    return list(map(int, re.findall(r"\d+", text)))
+
+
+def first_group(line, count):
+    """The devices, of so many, of the first group that a collective of HLO goes on among."""
+    if listed := re.search(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}", line):
+        return integers(listed[1])
+    devices = np.arange(count)
+    if order := re.search(r"(?:<=|device_ids=\()\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
+        devices = devices.reshape(integers(order[1]))
+        devices = devices.transpose(integers(order[2])) if order[2] else devices
+    if rows := re.search(r"replica_groups=\[(\d+,\d+)\]", line):  # [2,4]<=[4,2]T(1,0)
+        return devices.reshape(integers(rows[1]))[0]
+    if axes := re.search(r"replica_groups=mesh\[(.*?)\].*?\{(.*?)\}", line):
+        # mesh['axis_0'=2,'axis_1'=4], device_ids=([4,2]T(1,0)) {'axis_1'}
+        sizes = re.findall(r"('\w+')=(\d+)", axes[1])
+        inside = tuple(slice(None) if name in axes[2] else 0 for name, _ in sizes)
+        return devices.reshape([int(size) for _, size in sizes])[inside].ravel()
+    return devices.ravel()  # all of them
+
+
 def instructions(text):
-    """HLO -> (line, how often it runs) of each instruction; a loop's turns are counted."""
-    bodies = {name: body for name, body in re.findall(
-        r"^(?:ENTRY )?%(\S+) \(.*?\{\n(.*?)^\}", text, re.M | re.S)}
+    """HLO -> (line, how often it runs) of each instruction.
+
+    A loop's body stands there once and runs as often as the constant in its condition says.
+    """
+    bodies = dict(re.findall(r"^(?:ENTRY )?%(\S+) \(.*?\{\n(.*?)^\}", text, re.M | re.S))
 
     def visit(name, times):
         for line in bodies[name].splitlines():
@@ -679,28 +702,11 @@ def cycles(text):
             kind = "" if "jvp" in path else "optimizer" if path else "copies"
             parts[kind or part + ", again" * ("rematted" in path) + (
                 ", gradient" * ("transpose(" in path))] += int(price[1]) * times
-        if one := re.search(rf"%(async-collective-)?\S* = .*?({COLLECTIVES})(-start)?\(", line):
-            talk[one[2] + ", overlapped" * bool(one[1] or one[3])] += times
+        if one := re.search(rf" ({COLLECTIVES})(-start)?\(", line):
+            talk[one[1] + ", overlapped" * bool(one[2])] += times
+        elif fused := re.search(r"^ *%(async-collective)-start|calls=%(all-reduce-scatter)", line):
+            talk["reduce-scatter" if fused[2] else "fused collective, overlapped"] += times
     return parts, talk
-
-
-def group_of(line, mesh):
-    """A collective of HLO -> (devices that take part, the mesh axis they lie along)."""
-    if groups := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?",
-                           line):
-        shape = list(map(int, groups[3].split(",")))
-        order = list(map(int, groups[4].split(","))) if groups[4] else range(len(shape))
-        devices = np.arange(math.prod(shape)).reshape(shape).transpose(order)
-        first = devices.reshape(int(groups[1]), -1)[0]
-    elif groups := re.search(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}", line):
-        first = np.array(list(map(int, groups[1].split(","))))
-    else:  # all of them
-        first = np.arange(mesh.size)
-    if len(first) < 2:
-        return 1, ""
-    whole = len(first) == mesh.size and min(mesh.shape.values()) > 1
-    near = abs(first[1] - first[0]) < mesh.shape["model"]
-    return len(first), "both" if whole else "model" if near else "data"
 
 
 # ---- the command ---------------------------------------------------------------------------------
