@@ -323,32 +323,31 @@ def remove(path):
 
 def read_manifest(folder, step=None):
     """A checkpoint's manifest, verified. step: what it must be of."""
-    path = folder / "manifest.json"
+    path, form = folder / "manifest.json", {"format": int, "step": int, "arrays": ARRAYS}
     try:
-        form = {"format": int, "step": int, "arrays": ARRAYS}
         manifest = configs.read_json(path, {"format": int})
-        if manifest["format"] > FORMAT:
-            raise UserError(f"{folder} has format {manifest['format']} and this version of plain "
-                            f"T5 reads {FORMAT}: use a newer one.")
-        if manifest["format"] > 1:
-            manifest = configs.read_checked(path, form)
-        else:  # its checksum covers less, so the name of the folder must say the same
+        if manifest["format"] < 2:
+            # its checksum covers less, so the name of the folder must say the same
             configs.conform(manifest, form)
             covered = [manifest["arrays"], manifest.get("reader")]
             step = int(folder.name[5:]) if re.fullmatch(r"step_\d+", folder.name) else step
             if manifest.get("crc32") != configs.checksum(covered):
                 raise ValueError("its checksum differs")
-        if step not in (None, manifest["step"]):
+        elif manifest["format"] <= FORMAT:
+            manifest = configs.read_checked(path, form)
+        if manifest["format"] <= FORMAT and step not in (None, manifest["step"]):
             raise ValueError(f"it is of step {manifest['step']}")
     except (UserError, ValueError) as error:
-        if "use a newer one" in str(error):
-            raise
         raise CheckpointError(f"{path} is damaged ({error})") from error
+    if manifest["format"] > FORMAT:
+        raise UserError(f"{folder} has format {manifest['format']} and this version of plain T5 "
+                        f"reads {FORMAT}: use a newer one.")
     return manifest
 
 
-def read_piece(folder, place, shape, dtype):
+def read_piece(folder, place, dtype):
     """One piece as an array over its file, its checksum verified."""
+    shape = [stop - start for start, stop in place["bounds"]]
     path, size = folder / Path(place["file"]).name, math.prod(shape) * dtype.itemsize
     try:
         if is_remote(path):
@@ -370,26 +369,26 @@ def read_part(folder, array, index, verified):
     array: what the manifest says about it; index: a slice for each axis; verified: a dict that
     keeps the pieces that were read and found whole, or None to keep none.
     """
+    def within(part, bounds):
+        return tuple(slice(a - b, c - b) for (a, c), (b, _) in zip(part, bounds))
+
     dtype = np.dtype(array["dtype"])
     cuts = [cut.indices(size)[:2] for cut, size in zip(index, array["shape"])]
-    out = None
+    out = np.empty([stop - start for start, stop in cuts], dtype)
     for number, place in enumerate(array["pieces"]):
         inside = [(max(a, b), min(c, d)) for (a, c), (b, d) in zip(cuts, place["bounds"])]
         if any(a >= b for a, b in inside):
             continue
-        whole = None if verified is None else verified.get(number)
+        whole = (verified or {}).get(number)
         if whole is None:
-            size = [stop - start for start, stop in place["bounds"]]
-            whole = read_piece(folder, place, size, dtype)
-            if verified is not None:
-                verified[number] = whole
-        piece = whole[tuple(
-            slice(a - b, c - b) for (a, c), (b, _) in zip(inside, place["bounds"]))]
-        if piece.shape == tuple(c - a for a, c in cuts):
+            whole = read_piece(folder, place, dtype)
+        if verified is not None:
+            verified[number] = whole
+        piece = whole[within(inside, place["bounds"])]
+        if piece.shape == out.shape:
             return piece
-        out = np.empty([c - a for a, c in cuts], dtype) if out is None else out
-        out[tuple(slice(a - b, c - b) for (a, c), (b, _) in zip(inside, cuts))] = piece
-    return np.empty([c - a for a, c in cuts], dtype) if out is None else out  # of size 0
+        out[within(inside, cuts)] = piece
+    return out
 
 
 def read_checkpoint(folder, template, step=None):
@@ -717,9 +716,8 @@ def verify(folder):
     problems = []
     for name, array in read_manifest(folder)["arrays"].items():
         for place in array["pieces"]:
-            size = [stop - start for start, stop in place["bounds"]]
             try:
-                read_piece(folder, place, size, np.dtype(array["dtype"]))
+                read_piece(folder, place, np.dtype(array["dtype"]))
             except CheckpointError as error:
                 problems.append(f"{name}: {error}")
     return problems
