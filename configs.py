@@ -186,14 +186,11 @@ def note(text, always=False):
 # ---- recipes -------------------------------------------------------------------------------------
 
 SIZES = {  # T5 1.1, t5x/examples/t5/t5_1_1/{size}.gin
-    "small": ModelConfig(),
-    "base": ModelConfig(d_model=768, d_ff=2048, num_heads=12, num_layers=12, num_decoder_layers=12),
-    "large": ModelConfig(d_model=1024, d_ff=2816, num_heads=16, num_layers=24,
-                         num_decoder_layers=24),
-    "xl": ModelConfig(d_model=2048, d_ff=5120, num_heads=32, num_layers=24, num_decoder_layers=24),
-    "xxl": ModelConfig(d_model=4096, d_ff=10240, num_heads=64, num_layers=24,
-                       num_decoder_layers=24),
-}
+    size: ModelConfig(d_model=width, d_ff=inner, num_heads=heads, num_layers=layers,
+                      num_decoder_layers=layers)
+    for size, width, inner, heads, layers in (
+        ("small", 512, 1024, 6, 8), ("base", 768, 2048, 12, 12), ("large", 1024, 2816, 16, 24),
+        ("xl", 2048, 5120, 32, 24), ("xxl", 4096, 10240, 64, 24))}
 
 # T5 1.0 small, t5x/examples/t5/t5_1_0/small.gin
 T5_1_0_SMALL = ModelConfig(d_ff=2048, num_heads=8, num_layers=6, num_decoder_layers=6,
@@ -718,9 +715,8 @@ def write_file(path, content):
             file.flush()
             os.fsync(file.fileno())
             os.replace(temporary, path)
-    except OSError:
+    finally:
         Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def append_file(path, text):

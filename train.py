@@ -556,17 +556,15 @@ def lock_run(run_dir, checkpoints):
         return None
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        if configs.is_remote(run_dir):
-            note(f"{run_dir} cannot be locked: see to it that one run at a time goes on there.")
-            lock = None
-        else:
-            lock = configs.lock(run_dir / ".lock")
+        lock = None if configs.is_remote(run_dir) else configs.lock(run_dir / ".lock")
     except BlockingIOError:
         raise UserError(f"Another process trains in {run_dir}: stop it, or name another --run_dir."
                         ) from None
     except OSError as error:
         raise UserError(f"--run_dir {run_dir} cannot be written ({error.strerror}): name another."
                         ) from error
+    if not lock:
+        note(f"{run_dir} cannot be locked: see to it that one run at a time goes on there.")
     checkpoints.discard_unfinished()
     return lock
 
@@ -804,13 +802,12 @@ def model_info(cfg, mesh):
     slots = OPTIMIZERS[cfg.train.optimizer].slots(table)
     axes = partition.flatten({"params": table, "slots": slots})
     arrays = partition.flatten({"params": template.params, "slots": template.slots})
-    lines, total = [], 0
+    text = ""
     for name, a in arrays.items():
         shape = ", ".join(f"{axis}={size}" for axis, size in zip(axes[name].axes, a.shape))
-        lines.append(f"{name:60} size {math.prod(a.shape):>12,}   shape ({shape})   "
-                     f"partition {tuple(a.sharding.spec)}")
-        total += math.prod(a.shape) * name.startswith("params/")
-    return "\n".join([*lines, f"Total number of parameters: {total:,}", ""])
+        text += (f"{name:60} size {math.prod(a.shape):>12,}   shape ({shape})   "
+                 f"partition {tuple(a.sharding.spec)}\n")
+    return f"{text}Total number of parameters: {model.count_params(table):,}\n"
 
 
 def activation_bytes(cfg, params, batch):
@@ -825,10 +822,7 @@ def activation_bytes(cfg, params, batch):
 
     program = jax.make_jaxpr(kept)(params, batch).jaxpr
     found = {v for v in program.outvars if isinstance(v, jax.extend.core.Var)} - {*program.invars}
-    mesh = jax.sharding.get_mesh()
-    return partition.bytes_on_device([
-        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype,
-                             sharding=NamedSharding(mesh, v.aval.sharding.spec)) for v in found])
+    return partition.bytes_on_device([v.aval for v in found])
 
 
 def memory_table(cfg, mesh):
@@ -918,10 +912,11 @@ def plan(cfg, where):
     flops = step_flops(cfg) / mesh.size
     again = flops * (4 / 3 if cfg.model.remat == "full" else 1)
     seconds = {name: again / chip.teraflops / 1e12 for name, chip in partition.CHIPS.items()}
-    peak, room = sum(memory.values()), 0.9  # the rest is for what comes and goes
+    together = sum(memory.values())
+    needed = together / 0.9  # the rest is for what comes and goes
     tables = {  # title: [(what, number, unit and remarks)]
         "kept by each device, by the layouts": [
-            (name, size / 1e9, "GB") for name, size in {**memory, "together": peak}.items()],
+            (name, size / 1e9, "GB") for name, size in {**memory, "together": together}.items()],
         "sent by each device": [(f"{kind} over {axis}", size / 1e9, f"GB, {count:,} times")
                                 for kind, axis, count, size in talk],
         "computed by each device": [("once", flops / 1e12, "TFLOP"),
@@ -930,7 +925,7 @@ def plan(cfg, where):
     if name := next((name for name in partition.CHIPS if name in kind), None):  # it was compiled
         held, (parts, calls) = program.memory_analysis(), partition.cycles(program.as_text())
         peak = held.peak_memory_in_bytes or held.argument_size_in_bytes + held.temp_size_in_bytes
-        cycles, room = parts.total(), 0.95
+        needed, cycles = peak / 0.95, parts.total()
         seconds = {name: cycles / partition.CHIPS[name].clock / 1e9}
         tables[f"by the compiler of {mesh.size} x {kind}, without collectives and the host"] = [
             ("weights and optimizer", held.argument_size_in_bytes / 1e9, "GB"),
@@ -943,7 +938,7 @@ def plan(cfg, where):
         chip = partition.CHIPS[name]
         network = moved / chip.links / 1e9
         least = max(work, network)
-        fits = "fits" if peak < room * 1e9 * chip.memory else "does not fit"
+        fits = "fits" if needed < 1e9 * chip.memory else "does not fit"
         chips.append((name, least, f"s (arithmetic {work:.4g}, network {network:.4g}), at most "
                       f"{flops / least / chip.teraflops / 1e12:.1%} of the peak, {fits} into "
                       f"{chip.memory} GB"))
