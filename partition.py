@@ -65,25 +65,23 @@ def spec(axes, rules=RULES):
 def set_mesh(cfg, devices=None):
     """Config -> the mesh ("data", "model") over all devices, made the current one."""
     devices = jax.devices() if devices is None else devices
-    data, rest = divmod(len(devices), cfg.mesh.model)
-    micro = cfg.train.batch_size // cfg.train.microbatches
-    for good, sentence in (
-        (rest == 0, f"{len(devices)} devices cannot be shared by --mesh.model {cfg.mesh.model}"),
-        (cfg.model.num_heads % cfg.mesh.model == 0,
-         f"--mesh.model {cfg.mesh.model} does not divide the model's {cfg.model.num_heads} heads"),
-        (cfg.model.d_ff % cfg.mesh.model == 0,
-         f"--mesh.model {cfg.mesh.model} does not divide d_ff {cfg.model.d_ff}"),
-        (cfg.model.vocab_size % cfg.mesh.model == 0,
-         f"--mesh.model {cfg.mesh.model} does not divide the {cfg.model.vocab_size} embeddings"),
-        (micro % max(data, 1) == 0,
-         f"{micro} rows (--train.batch_size over --train.microbatches) cannot be dealt evenly to "
-         f"{data} data-parallel devices"),
-        (not cfg.mesh.fsdp or cfg.model.d_model % max(data, 1) == 0,
-         f"--mesh.fsdp cannot split d_model {cfg.model.d_model} evenly over {data} devices"),
+    m, parts = cfg.model, cfg.mesh.model
+    data = len(devices) // parts
+    rows = cfg.train.batch_size // cfg.train.microbatches
+    for number, divisor, sentence in (
+        (len(devices), parts, f"{len(devices)} devices cannot be shared by --mesh.model {parts}"),
+        (m.num_heads, parts, f"--mesh.model {parts} does not divide the {m.num_heads} heads"),
+        (m.d_ff, parts, f"--mesh.model {parts} does not divide d_ff {m.d_ff}"),
+        (m.vocab_size, parts,
+         f"--mesh.model {parts} does not divide the {m.vocab_size} embeddings"),
+        (rows, data, f"{rows} rows (--train.batch_size over --train.microbatches) cannot be dealt "
+                     f"evenly to {data} data-parallel devices"),
+        (m.d_model * cfg.mesh.fsdp, data,
+         f"--mesh.fsdp cannot split d_model {m.d_model} evenly over {data} devices"),
     ):
-        if not good:
+        if number % divisor:
             raise UserError(f"{sentence}: change one of the two.")
-    mesh = jax.make_mesh((data, cfg.mesh.model), ("data", "model"), (AxisType.Explicit,) * 2,
+    mesh = jax.make_mesh((data, parts), ("data", "model"), (AxisType.Explicit,) * 2,
                          devices=devices)
     jax.set_mesh(mesh)
     return mesh
@@ -97,11 +95,9 @@ def local_rows(batch_size, mesh):
 
 def put_batch(batch, batch_size, mesh):
     """This process's rows of a batch (arrays [rows, length]) -> global arrays split over "data"."""
-    def put(a):
-        return jax.make_array_from_process_local_data(sharding, a, (batch_size, *a.shape[1:]))
-
     sharding = NamedSharding(mesh, P("data"))
-    return jax.tree.map(put, batch)
+    return jax.tree.map(lambda a: jax.make_array_from_process_local_data(
+        sharding, a, (batch_size, *a.shape[1:])), batch)
 
 
 # ---- several processes ---------------------------------------------------------------------------
@@ -614,7 +610,7 @@ def collectives(lowered):
     XLA's partitioner leaves, where dtypes are still the program's own (later XLA's CPU backend
     turns bfloat16 into float32).
     """
-    mesh, found = jax.sharding.get_mesh(), {}
+    mesh, counts, moved = jax.sharding.get_mesh(), collections.Counter(), collections.Counter()
     nobody_runs_it = mesh.devices.flat[0].platform == "cpu"
     with tempfile.TemporaryDirectory() as folder:
         program = lowered.compile({
@@ -634,10 +630,10 @@ def collectives(lowered):
                     "collective-permute": 1}.get(one[2], part)
             whole = len(group) == mesh.size and min(mesh.shape.values()) > 1
             near = abs(group[1] - group[0]) < mesh.shape["model"]
-            axis = "both" if whole else "model" if near else "data"
-            count, moved = found.get((one[2], axis), (0, 0))
-            found[one[2], axis] = count + times, moved + times * sent * bytes_of(one[1])
-    return [(*key, *total) for key, total in sorted(found.items())], program
+            key = one[2], "both" if whole else "model" if near else "data"
+            counts[key] += times
+            moved[key] += times * sent * bytes_of(one[1])
+    return [(*key, counts[key], moved[key]) for key in sorted(counts)], program
 
 
 def bytes_of(shapes):
