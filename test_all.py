@@ -4213,7 +4213,8 @@ def test_a_tpus_compiler_takes_all_programs():
     script = """
 import functools, jax, configs, evaluate, infer, model, partition, train
 cfg = configs.RECIPES["small_c4"]
-mesh, program = train.compile_for(cfg, "v5e:2x4")
+mesh = train.plan_mesh(cfg, "v5e:2x4")
+program = train.lower_step(cfg, mesh)[1].compile()
 parts, _ = partition.cycles(program.as_text())
 print(parts.total())
 assert program.memory_analysis().peak_memory_in_bytes < 4e9

@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+import timeit
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Callable, NamedTuple
@@ -344,12 +345,9 @@ def peak_flops():
             return peak, f"{peak / 1e12:,} TFLOP/s in bfloat16, by the data sheet of {name}"
     a = jnp.ones((1024, 1024))
     product = jax.jit(jnp.matmul)
-    seconds = []
-    for _ in range(40):  # the first compiles; a quarter of a second finds the machine awake
-        start = time.perf_counter()
-        product(a, a).block_until_ready()
-        seconds.append(time.perf_counter() - start)
-    rate = 2 * 1024**3 / min(seconds) * jax.process_count()
+    # the first compiles; a quarter of a second finds the machine awake
+    seconds = min(timeit.repeat(lambda: product(a, a).block_until_ready(), number=1, repeat=40))
+    rate = 2 * 1024**3 / seconds * jax.process_count()
     return rate, f"{rate / 1e9:.0f} GFLOP/s, measured in a 1024 x 1024 matrix product"
 
 
@@ -389,8 +387,9 @@ class MetricsFile:
 
     def __init__(self, path, step):
         self.remote = path if configs.is_remote(path) else None
-        self.start, self.writers = step, {}  # of event files, one for each group
-        self.folder = tensorboardX and not self.remote and path.parent / "tensorboard"
+        self.events = tensorboardX and not self.remote and functools.cache(
+            lambda prefix: tensorboardX.SummaryWriter(  # a file for each group
+                str(path.parent / "tensorboard" / prefix), purge_step=step + 1))
         lines = partition.metrics_lines(path)
         self.path = Path(tempfile.mkdtemp(), "metrics.jsonl") if self.remote else path
         configs.write_file(self.path, "".join(
@@ -404,15 +403,12 @@ class MetricsFile:
         with configs.writing(self.path):
             self.file.write(json.dumps({"step": step, **line}) + "\n")
             self.file.flush()
-        for prefix, metrics in groups.items() if self.folder else ():
-            if prefix not in self.writers:
-                self.writers[prefix] = tensorboardX.SummaryWriter(
-                    str(self.folder / prefix), purge_step=self.start + 1)
+        for prefix, metrics in groups.items() if self.events else ():
             for name, value in metrics.items():
                 tag = f"eval/{name}" if prefix.startswith("inference_eval/") else name  # as SeqIO
                 if math.isfinite(value):
-                    self.writers[prefix].add_scalar(tag, float(value), step)
-            self.writers[prefix].flush()
+                    self.events(prefix).add_scalar(tag, float(value), step)
+            self.events(prefix).flush()
 
     def sync(self):
         """Make sure that what was written survives a power cut."""
@@ -594,11 +590,10 @@ def find_vocabulary(cfg, run_dir, begun, source):
 def open_data(cfg, run_dir, begun, source):
     """-> (Tokenizer, training Dataset, {task: (Config, Dataset)} of what is evaluated)."""
     tokenizer, t = find_vocabulary(cfg, run_dir, begun, source), cfg.train
-    dataset, tasks = data.prepare(cfg, "train", tokenizer), {}
-    if t.eval_every or t.infer_every:
-        tasks = data.evaluations(cfg)
-        if t.infer_every:
-            evaluate.check_metrics(tasks, "validation")
+    dataset = data.prepare(cfg, "train", tokenizer)
+    tasks = data.evaluations(cfg) if t.eval_every or t.infer_every else {}
+    if t.infer_every:
+        evaluate.check_metrics(tasks, "validation")
     wanted = [f"{kind}_eval/{name}/" for kind, every in (
         ("training", t.eval_every), ("inference", t.infer_every)) if every for name in tasks]
     if t.keep_best and not t.keep_best.startswith(tuple(wanted)):
@@ -640,9 +635,10 @@ def batch_template(cfg, mesh, rows):
 
 
 def lower_step(cfg, mesh):
-    """The training step for these devices, ready to be compiled."""
-    return jax.jit(functools.partial(train_step, cfg), donate_argnums=0).lower(
-        state_template(cfg, mesh), batch_template(cfg, mesh, cfg.train.batch_size))
+    """-> (state_template, the training step for these devices, ready to be compiled)."""
+    template = state_template(cfg, mesh)
+    return template, jax.jit(functools.partial(train_step, cfg), donate_argnums=0).lower(
+        template, batch_template(cfg, mesh, cfg.train.batch_size))
 
 
 def compile_and_load(cfg, mesh, checkpoints, source=None):
@@ -651,7 +647,7 @@ def compile_and_load(cfg, mesh, checkpoints, source=None):
     The state is the newest checkpoint's or a fresh one, or takes its weights, or all, from
     `source`, another run or checkpoint. The step compiles in a thread meanwhile.
     """
-    template, step = state_template(cfg, mesh), lower_step(cfg, mesh)
+    template, step = lower_step(cfg, mesh)
 
     def compiled():
         program = step.compile()
@@ -907,7 +903,7 @@ def plan(cfg, where):
     if cfg.model.dtype == "auto":
         cfg = configs.override(cfg, {"model.dtype": "bfloat16"})
     mesh, t = plan_mesh(cfg, where), cfg.train
-    talk, program = partition.collectives(lower_step(cfg, mesh))
+    talk, program = partition.collectives(lower_step(cfg, mesh)[1])
     memory, moved = memory_table(cfg, mesh), sum(size for *_, size in talk)
     flops = step_flops(cfg) / mesh.size
     again = flops * (4 / 3 if cfg.model.remat == "full" else 1)
