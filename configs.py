@@ -513,11 +513,10 @@ def resolve_run(args, changes):
             listed = ", ".join(f"{name} {new} (was {was})" for name, (new, was) in changed.items())
             raise UserError(f"{run_dir} holds a run with another configuration: {listed}. Go on "
                             f"without these flags, or name another --run_dir.")
-        if stored.get("data_format", 1) != DATA_FORMAT:
+        if (made := stored.get("data_format", 1)) != DATA_FORMAT:
             raise UserError(f"{run_dir} was begun by a version of plain T5 that made other batches "
-                            f"and held out other examples (data format "
-                            f"{stored.get('data_format', 1)}, now {DATA_FORMAT}): take its weights "
-                            f"into a new run with --init_from {run_dir}.")
+                            f"and held out other examples (data format {made}, now {DATA_FORMAT}): "
+                            f"take its weights into a new run with --init_from {run_dir}.")
     check(cfg)
     return cfg, run_dir, recipe
 

@@ -587,8 +587,8 @@ def find_vocabulary(cfg, run_dir, begun, source):
     return tokenizer
 
 
-def open_data(cfg, run_dir, begun, source):
-    """-> (Tokenizer, training Dataset, {task: (Config, Dataset)} of what is evaluated)."""
+def open_data(cfg, run_dir, begun, source, recipe_file):
+    """-> (training Dataset, {task: (Config, Dataset)} of what is evaluated); records the run."""
     tokenizer, t = find_vocabulary(cfg, run_dir, begun, source), cfg.train
     dataset = data.prepare(cfg, "train", tokenizer)
     tasks = data.evaluations(cfg) if t.eval_every or t.infer_every else {}
@@ -599,8 +599,11 @@ def open_data(cfg, run_dir, begun, source):
     if t.keep_best and not t.keep_best.startswith(tuple(wanted)):
         raise UserError(f"--train.keep_best {t.keep_best}: no evaluation of this run writes it; "
                         f"there are {', '.join(f'{name}...' for name in wanted) or 'none'}.")
-    return tokenizer, dataset, {name: (alone, data.prepare(alone, "validation", tokenizer))
-                                for name, alone in tasks.items()}
+    held_out = {name: (alone, data.prepare(alone, "validation", tokenizer))
+                for name, alone in tasks.items()}
+    if partition.is_first():
+        record_run(cfg, run_dir, tokenizer, dataset, begun, recipe_file)
+    return dataset, held_out
 
 
 def record_run(cfg, run_dir, tokenizer, dataset, begun, recipe_file):
@@ -660,18 +663,18 @@ def compile_and_load(cfg, mesh, checkpoints, source=None):
     with ThreadPoolExecutor(1) as thread:
         program = thread.submit(compiled)
         wanted, t = to_state_dict(template), cfg.train
-        restored, said = checkpoints.load(wanted), "resumed  {path}"
-        if restored is None and source and t.restore == "all":
-            restored, said = partition.load_from(source, wanted), (
-                f"started  {source}, step {{start:,}}, with its optimizer")
+        restored = checkpoints.load(wanted)
+        if restored:
+            print(f"resumed  {checkpoints.path(restored[0])}", flush=True)
+        elif source and t.restore == "all":
+            restored = partition.load_from(source, wanted)
             if not t.start_step <= restored[0] < t.steps:
                 raise UserError(f"{source} is at step {restored[0]:,}: --train.restore all goes on "
                                 f"from there, so --train.start_step must not be higher, and "
                                 f"--train.steps must be.")
+            print(f"started  {source}, step {restored[0]:,}, with its optimizer", flush=True)
         if restored:
-            start, arrays = restored
-            print(said.format(path=checkpoints.path(start), start=start), flush=True)
-            return program.result(), from_state_dict(template, arrays), start
+            return program.result(), from_state_dict(template, restored[1]), restored[0]
         # hardly optimized: it runs once, and compiles in half the time
         options = {"xla_backend_optimization_level": "1"} if model.platform() == "cpu" else {}
         shardings = jax.tree.map(lambda a: a.sharding, template)
@@ -699,15 +702,10 @@ def train(cfg, run_dir, recipe, recipe_file=None, source=None):
     lock = partition.together(lambda: lock_run(run_dir, checkpoints))
     begun = bool(partition.from_first(checkpoints.steps()))
 
-    def prepare():
-        opened = open_data(cfg, run_dir, begun, source)
-        if partition.is_first():
-            record_run(cfg, run_dir, *opened[:2], begun, recipe_file)
-        return opened
-
     if not partition.is_first() and not run_dir.exists():
         raise UserError(f"--run_dir {run_dir} must be one folder that all processes see.")
-    tokenizer, dataset, held_out = partition.first_then_others(prepare)
+    dataset, held_out = partition.first_then_others(
+        lambda: open_data(cfg, run_dir, begun, source, recipe_file))
     written = (run_dir / "config.json").read_text()
     if not partition.all_agree(partition.from_first(written) == written):
         raise UserError(f"--run_dir {run_dir} must be one folder that all processes see.")
@@ -911,24 +909,25 @@ def plan(cfg, where):
     together = sum(memory.values())
     needed = together / 0.9  # the rest is for what comes and goes
     tables = {  # title: [(what, number, unit and remarks)]
-        "kept by each device, by the layouts": [
+        "memory on each device, by the layouts": [
             (name, size / 1e9, "GB") for name, size in {**memory, "together": together}.items()],
-        "sent by each device": [(f"{kind} over {axis}", size / 1e9, f"GB, {count:,} times")
-                                for kind, axis, count, size in talk],
-        "computed by each device": [("once", flops / 1e12, "TFLOP"),
-                                    ("with what is repeated", again / 1e12, "TFLOP")]}
+        "sent by each device in a step": [
+            (f"{kind} over {axis}", size / 1e9, f"GB, {count:,} times")
+            for kind, axis, count, size in talk],
+        "computed by each device in a step": [
+            ("once", flops / 1e12, "TFLOP"), ("with what is repeated", again / 1e12, "TFLOP")]}
     kind = mesh.devices.flat[0].device_kind
     if name := next((name for name in partition.CHIPS if name in kind), None):  # it was compiled
         held, (parts, calls) = program.memory_analysis(), partition.cycles(program.as_text())
         peak = held.peak_memory_in_bytes or held.argument_size_in_bytes + held.temp_size_in_bytes
         needed, cycles = peak / 0.95, parts.total()
         seconds = {name: cycles / partition.CHIPS[name].clock / 1e9}
-        tables[f"by the compiler of {mesh.size} x {kind}, without collectives and the host"] = [
+        tables[f"by the compiler for {mesh.size} x {kind}, without collectives and the host"] = [
             ("weights and optimizer", held.argument_size_in_bytes / 1e9, "GB"),
             ("temporaries", held.temp_size_in_bytes / 1e9, "GB"), ("peak", peak / 1e9, "GB"),
             ("cycles", cycles / 1e6, "million, of which"),
             *((f"  {part}", 100 * n / cycles, "%") for part, n in parts.most_common(6)),
-            *((call, times, "times") for call, times in sorted(calls.items()))]
+            *((call, times, "times a step") for call, times in sorted(calls.items()))]
     chips = tables["time of a step, at least"] = []
     for name, work in seconds.items():
         chip = partition.CHIPS[name]
@@ -938,7 +937,7 @@ def plan(cfg, where):
         chips.append((name, least, f"s (arithmetic {work:.4g}, network {network:.4g}), at most "
                       f"{flops / least / chip.teraflops / 1e12:.1%} of the peak, {fits} into "
                       f"{chip.memory} GB"))
-    tables["kept with one change, by the layouts, and its price"] = [
+    tables["memory with one change, by the layouts, and its price"] = [
         (flag, size / 1e9, f"GB, {price}") for flag, size, price in levers(cfg)]
     print(f"plan     {where}{' devices' * where.isdecimal()}, mesh data {mesh.shape['data']} x "
           f"model {mesh.shape['model']}{', fully sharded' * cfg.mesh.fsdp}, {cfg.model.dtype}, "
