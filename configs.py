@@ -610,19 +610,18 @@ def check(cfg):
             raise UserError(f"--{name} {value} is unknown{nearest(value, table)}; there are "
                             f"{', '.join(table)}, and a recipe file that you trust may define "
                             f"others: --config RUN/recipe.py runs it.")
-    if cfg.model.relative_max_distance <= cfg.model.relative_buckets // 2:
+    m, t, length = cfg.model, cfg.train, cfg.data.inputs_length + cfg.data.targets_length
+    if m.relative_max_distance <= m.relative_buckets // 2:
         raise UserError(f"--model.relative_max_distance must be above half of the "
-                        f"{cfg.model.relative_buckets} --model.relative_buckets.")
-    check_memory({"the rows of a step": 16 * cfg.train.batch_size * (
-        cfg.data.inputs_length + cfg.data.targets_length)}, machine_memory(),
-        "--train.batch_size, --data.inputs_length or --data.targets_length")
-    if cfg.train.batch_size % cfg.train.microbatches:
-        raise UserError(f"--train.microbatches {cfg.train.microbatches} does not divide "
-                        f"the {cfg.train.batch_size} rows of --train.batch_size: change one of "
-                        f"the two.")
-    steps = re.fullmatch(r"(?:([1-9]\d{0,8}):(\d{1,9}))?", cfg.train.profile)
+                        f"{m.relative_buckets} --model.relative_buckets.")
+    check_memory({"the rows of a step": 16 * t.batch_size * length}, machine_memory(),
+                 "--train.batch_size, --data.inputs_length or --data.targets_length")
+    if t.batch_size % t.microbatches:
+        raise UserError(f"--train.microbatches {t.microbatches} does not divide the {t.batch_size} "
+                        f"rows of --train.batch_size: change one of the two.")
+    steps = re.fullmatch(r"(?:([1-9]\d{0,8}):(\d{1,9}))?", t.profile)
     if not steps or steps[1] and int(steps[1]) > int(steps[2]):
-        raise UserError(f"--train.profile {cfg.train.profile}: write FIRST:LAST, such as 10:13.")
+        raise UserError(f"--train.profile {t.profile}: write FIRST:LAST, such as 10:13.")
     d = cfg.distributed
     named = [d.coordinator, d.processes is not None, d.process is not None]
     if any(named) and not (all(named) and d.process < d.processes

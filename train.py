@@ -701,7 +701,6 @@ def train(cfg, run_dir, recipe, recipe_file=None, source=None):
     checkpoints = partition.Checkpoints(run_dir, t.keep, t.async_save)
     lock = partition.together(lambda: lock_run(run_dir, checkpoints))
     begun = bool(partition.from_first(checkpoints.steps()))
-
     if not partition.is_first() and not run_dir.exists():
         raise UserError(f"--run_dir {run_dir} must be one folder that all processes see.")
     dataset, held_out = partition.first_then_others(
