@@ -369,12 +369,12 @@ def held_out_passage(params, cfg, mesh, dataset):
         np.asarray(a.addressable_data(0))[0]
         for a in (batch.inputs, batch.targets, written[:, 0]))
     if data.fills_spans(cfg):
-        rows = {label: infer.fill_blanks(inputs, infer.split_spans(ids, tokenizer), tokenizer)
-                for label, ids in (("blanks", []), ("truth", truth), ("model", written))}
+        texts = {label: infer.fill_blanks(inputs, infer.split_spans(ids, tokenizer), tokenizer)
+                 for label, ids in (("blanks", []), ("truth", truth), ("model", written))}
     else:
-        rows = {label: tokenizer.decode(ids)
-                for label, ids in (("inputs", inputs), ("truth", truth), ("model", written))}
-    return [configs.visible(f"  {label:8} {text}") for label, text in rows.items()]
+        texts = {label: tokenizer.decode(ids)
+                 for label, ids in (("inputs", inputs), ("truth", truth), ("model", written))}
+    return [configs.visible(f"  {label:8} {text}") for label, text in texts.items()]
 
 
 class MetricsFile:
