@@ -192,7 +192,6 @@ def first_then_others(work):
 FORMAT = 2
 PIECE_BYTES = 1 << 30  # msgpack's limit for one value is 4 GiB
 
-
 PIECES = [{"file": str, "offset": int, "bounds": [[int]], "crc32": int}]
 ARRAYS = {str: {"shape": [int], "dtype": str, "pieces": PIECES}}
 

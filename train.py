@@ -38,7 +38,6 @@ from flax.serialization import from_state_dict, to_state_dict
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
 from tqdm import tqdm
 
 import configs
@@ -624,14 +623,14 @@ def state_template(cfg, mesh):
     """Config -> TrainState of ShapeDtypeStructs with their layouts; nothing is computed."""
     def placed(a):  # optax's counters have no layout yet
         layout = a.sharding.spec if a.sharding else jax.P()
-        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, layout))
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=jax.NamedSharding(mesh, layout))
 
     return jax.tree.map(placed, jax.eval_shape(functools.partial(init_state, cfg)))
 
 
 def batch_template(cfg, mesh, rows):
     """The same for a batch of so many rows."""
-    layout = NamedSharding(mesh, jax.P("data"))
+    layout = jax.NamedSharding(mesh, jax.P("data"))
     return jax.tree.map(
         lambda a: jax.ShapeDtypeStruct((rows, a.shape[1]), a.dtype, sharding=layout),
         data.fill_rows([], np.zeros(0, int), 1, (cfg.data.inputs_length, cfg.data.targets_length)))
