@@ -18,12 +18,12 @@ import dataclasses
 import difflib
 import fcntl
 import functools
-import importlib.util
 import inspect
 import json
 import math
 import os
 import re
+import runpy
 import sys
 import tempfile
 import traceback
@@ -187,14 +187,11 @@ def note(text, always=False):
 # ---- recipes -------------------------------------------------------------------------------------
 
 SIZES = {  # T5 1.1, t5x/examples/t5/t5_1_1/{size}.gin
-    "small": ModelConfig(),
-    "base": ModelConfig(d_model=768, d_ff=2048, num_heads=12, num_layers=12, num_decoder_layers=12),
-    "large": ModelConfig(d_model=1024, d_ff=2816, num_heads=16, num_layers=24,
-                         num_decoder_layers=24),
-    "xl": ModelConfig(d_model=2048, d_ff=5120, num_heads=32, num_layers=24, num_decoder_layers=24),
-    "xxl": ModelConfig(d_model=4096, d_ff=10240, num_heads=64, num_layers=24,
-                       num_decoder_layers=24),
-}
+    size: ModelConfig(d_model=width, d_ff=inner, num_heads=heads, num_layers=layers,
+                      num_decoder_layers=layers)
+    for size, width, inner, heads, layers in (
+        ("small", 512, 1024, 6, 8), ("base", 768, 2048, 12, 12), ("large", 1024, 2816, 16, 24),
+        ("xl", 2048, 5120, 32, 24), ("xxl", 4096, 10240, 64, 24))}
 
 # T5 1.0 small, t5x/examples/t5/t5_1_0/small.gin
 T5_1_0_SMALL = ModelConfig(d_ff=2048, num_heads=8, num_layers=6, num_decoder_layers=6,
@@ -325,18 +322,17 @@ DATA_FORMAT = 2  # changes when the batches of a step, or what is held out, chan
 
 
 def fields(cfg):
-    """Config -> (section, dataclass field, value) of every knob."""
+    """Config -> ("section.field", dataclass field, value) of every knob."""
     for section in SECTIONS:
         part = getattr(cfg, section)
         for knob in dataclasses.fields(part):
-            yield section, knob, getattr(part, knob.name)
+            yield f"{section}.{knob.name}", knob, getattr(part, knob.name)
 
 
 def differences(cfg, other):
     """Two Configs -> {"section.field": (value, other value)} where they differ."""
     pairs = zip(fields(cfg), fields(other))
-    return {f"{section}.{knob.name}": (value, old)
-            for (section, knob, value), (_, _, old) in pairs if value != old}
+    return {name: (value, old) for (name, _, value), (_, _, old) in pairs if value != old}
 
 
 def override(cfg, changes):
@@ -382,19 +378,20 @@ def parse_args(description, argv, **flags):
 
     flags: name=dict of argparse's add_argument; a name that ends in "_" is positional.
     """
+    def refuse(message):
+        raise UserError(f"{message}; --help lists all flags.")
+
     parser = argparse.ArgumentParser(
         description=description, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter)
-    parser.error = lambda message: raise_(UserError(f"{message}; --help lists all flags."))
+    parser.error = refuse
     parser.add_argument("--config", help="a recipe's name, or a Python file that defines CONFIG")
     parser.add_argument("--run_dir", help="folder of the run; by default runs/NAME")
     for name, options in flags.items():
         parser.add_argument(*([name[:-1]] if name[-1] == "_" else [f"--{name}"]), **options)
     blank, kinds = Config(""), dict.fromkeys(RENAMED, bool)
-    texts = {section: help_of(getattr(blank, section)) for section in SECTIONS}
-    for section, knob, _ in fields(blank):
-        name = f"{section}.{knob.name}"
+    for name, knob, _ in fields(blank):
         kinds[name] = knob.type
-        text = texts[section].get(knob.name, "").replace("%", "%%")
+        text = help_of(getattr(blank, name.split(".")[0]))[knob.name].replace("%", "%%")
         parser.add_argument(f"--{name}", metavar="", default=argparse.SUPPRESS, help=text)
     for name in RENAMED:
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
@@ -407,10 +404,6 @@ def parse_args(description, argv, **flags):
                           for name, text in given.items()})
 
 
-def raise_(error):
-    raise error
-
-
 def load_recipe(name):
     """A recipe's name, or the path of a Python file that defines CONFIG -> Config."""
     if not name.endswith(".py"):
@@ -421,19 +414,17 @@ def load_recipe(name):
     if not os.path.exists(name):
         raise UserError(
             f"There is no file {name}: --config takes a recipe's name or a Python file.")
-    module_spec = importlib.util.spec_from_file_location("recipe", name)
-    module = importlib.util.module_from_spec(module_spec)
     try:
-        module_spec.loader.exec_module(module)
+        defined = runpy.run_path(name, run_name="recipe")
     except (Exception, SystemExit) as error:
         raise UserError(f"{name} cannot be loaded ({type(error).__name__}: {error}).") from error
-    cfg = getattr(module, "CONFIG", None)
+    cfg = defined.get("CONFIG")
     if not isinstance(cfg, Config):
         raise UserError(f"{name} does not define CONFIG, a value of configs.Config.")
     tables = {"TASKS": TASKS, "MIXTURES": MIXTURES, "ACTIVATIONS": ACTIVATIONS,
               "METRICS": METRICS, "OPTIMIZERS": OPTIMIZERS}
     for title, table in tables.items():
-        added = getattr(module, title, {})
+        added = defined.get(title, {})
         if not isinstance(added, dict) or not all(isinstance(key, str) for key in added):
             raise UserError(f"{name}: {title} must be a dict whose keys are names.")
         table.update(added)
@@ -452,8 +443,7 @@ def read_run(run_dir):
     stored = read_json(path, form, "restore it from a copy")
     values = renamed({f"{section}.{knob}": value for section in SECTIONS
                       for knob, value in stored.get(section, {}).items()})
-    known = {f"{section}.{knob.name}" for section, knob, _ in fields(Config(""))}
-    if strange := [name for name in values if name not in known]:
+    if strange := sorted({*values} - {name for name, *_ in fields(Config(""))}):
         raise UserError(f"{path} has fields that this version does not know: {', '.join(strange)}.")
     cfg = override(Config(stored["name"]), values)
     check_types(cfg, path)
@@ -484,9 +474,10 @@ def load_run_recipe(run_dir):
 
 def save_run(cfg, run_dir, corpus=""):
     """Write RUN_DIR/config.json, which load_run reads. corpus: a digest of the training tokens."""
-    resolved = {section: dataclasses.asdict(getattr(cfg, section)) for section in SECTIONS
-                if section not in NOT_READ_BACK}
-    content = {"name": cfg.name, "data_format": DATA_FORMAT, "corpus": corpus, **resolved}
+    content = {"name": cfg.name, "data_format": DATA_FORMAT, "corpus": corpus,
+               **dataclasses.asdict(cfg)}
+    for section in NOT_READ_BACK:
+        del content[section]
     write_file(os.path.join(run_dir, "config.json"), json.dumps(content, indent=1))
 
 
@@ -515,28 +506,25 @@ def resolve_run(args, changes):
     fields that differ are listed and refused, except those in FREE.
     """
     run_dir = args.run_dir or os.path.join("runs", load_recipe(args.config or "tiny").name)
-    begun = (to_path(run_dir) / "config.json").exists()
+    folder = to_path(run_dir)
+    begun = (folder / "config.json").exists()
     old, stored = read_run(run_dir) if begun else (None, {})
     if args.config or not begun:
         base = recipe = load_recipe(args.config or "tiny")
     else:
         base, recipe = old, load_run_recipe(run_dir) or RECIPES.get(old.name, old)
     cfg = override(base, changes)
-    checkpoints = to_path(run_dir) / "checkpoints"
-    if begun and checkpoints.exists() and any(
-            path.name.startswith("step_") and (path / "manifest.json").exists()
-            for path in checkpoints.iterdir()):
+    if begun and any(folder.glob("checkpoints/step_*/manifest.json")):
         changed = {name: values for name, values in differences(cfg, old).items()
                    if not {name, name.split(".")[0]} & FREE}
         if changed:
             listed = ", ".join(f"{name} {new} (was {was})" for name, (new, was) in changed.items())
             raise UserError(f"{run_dir} holds a run with another configuration: {listed}. Go on "
                             f"without these flags, or name another --run_dir.")
-        if stored.get("data_format", 1) != DATA_FORMAT:
+        if (made := stored.get("data_format", 1)) != DATA_FORMAT:
             raise UserError(f"{run_dir} was begun by a version of plain T5 that made other batches "
-                            f"and held out other examples (data format "
-                            f"{stored.get('data_format', 1)}, now {DATA_FORMAT}): take its weights "
-                            f"into a new run with --init_from {run_dir}.")
+                            f"and held out other examples (data format {made}, now {DATA_FORMAT}): "
+                            f"take its weights into a new run with --init_from {run_dir}.")
     check(cfg)
     check_decoder(cfg)
     return cfg, run_dir, recipe
@@ -601,21 +589,21 @@ def read_checked(path, form, cure="remove it, and it is made again"):
 def check_types(cfg, origin):
     """Refuse a section that is none, or a value of another type than its field's."""
     for section in SECTIONS:
-        if type(getattr(cfg, section)) is not type(getattr(Config(""), section)):
-            raise UserError(f"{origin}: {section} is {getattr(cfg, section)!r:.60}, not a "
-                            f"{type(getattr(Config(''), section)).__name__}.")
-    for section, knob, value in fields(cfg):
+        found, kind = getattr(cfg, section), type(getattr(Config(""), section))
+        if type(found) is not kind:
+            raise UserError(f"{origin}: {section} is {found!r:.60}, not a {kind.__name__}.")
+    for name, knob, value in fields(cfg):
         kinds = getattr(knob.type, "__args__", (knob.type,))
         right = type(value) in (*kinds, *[int] * (float in kinds))
         if not right or isinstance(value, float) and math.isnan(value):
-            raise UserError(f"{origin}: {section}.{knob.name} is {value!r:.60}, not "
+            raise UserError(f"{origin}: {name} is {value!r:.60}, not "
                             f"{' or '.join(kind.__name__ for kind in kinds)}.")
 
 
 def check(cfg):
     """Refuse values that no run can have, before anything is begun."""
-    for section, knob, value in fields(cfg):
-        name, choices = f"{section}.{knob.name}", knob.metadata.get("choices")
+    for name, knob, value in fields(cfg):
+        choices = knob.metadata.get("choices")
         whole = knob.type in (int, int | None)
         low, high = knob.metadata.get("bounds", (1 if whole else -math.inf, math.inf))
         high = min(high, 2**31 - 1) if whole else high
@@ -631,19 +619,18 @@ def check(cfg):
             raise UserError(f"--{name} {value} is unknown{nearest(value, table)}; there are "
                             f"{', '.join(table)}, and a recipe file that you trust may define "
                             f"others: --config RUN/recipe.py runs it.")
-    if cfg.model.relative_max_distance <= cfg.model.relative_buckets // 2:
+    m, t, length = cfg.model, cfg.train, cfg.data.inputs_length + cfg.data.targets_length
+    if m.relative_max_distance <= m.relative_buckets // 2:
         raise UserError(f"--model.relative_max_distance must be above half of the "
-                        f"{cfg.model.relative_buckets} --model.relative_buckets.")
-    check_memory({"the rows of a step": 16 * cfg.train.batch_size * (
-        cfg.data.inputs_length + cfg.data.targets_length)}, machine_memory(),
-        "--train.batch_size, --data.inputs_length or --data.targets_length")
-    if cfg.train.batch_size % cfg.train.microbatches:
-        raise UserError(f"--train.microbatches {cfg.train.microbatches} does not divide "
-                        f"the {cfg.train.batch_size} rows of --train.batch_size: change one of "
-                        f"the two.")
-    steps = re.fullmatch(r"(?:([1-9]\d{0,8}):(\d{1,9}))?", cfg.train.profile)
+                        f"{m.relative_buckets} --model.relative_buckets.")
+    check_memory({"the rows of a step": 16 * t.batch_size * length}, machine_memory(),
+                 "--train.batch_size, --data.inputs_length or --data.targets_length")
+    if t.batch_size % t.microbatches:
+        raise UserError(f"--train.microbatches {t.microbatches} does not divide the {t.batch_size} "
+                        f"rows of --train.batch_size: change one of the two.")
+    steps = re.fullmatch(r"(?:([1-9]\d{0,8}):(\d{1,9}))?", t.profile)
     if not steps or steps[1] and int(steps[1]) > int(steps[2]):
-        raise UserError(f"--train.profile {cfg.train.profile}: write FIRST:LAST, such as 10:13.")
+        raise UserError(f"--train.profile {t.profile}: write FIRST:LAST, such as 10:13.")
     d = cfg.distributed
     named = [d.coordinator, d.processes is not None, d.process is not None]
     if any(named) and not (all(named) and d.process < d.processes
@@ -729,22 +716,21 @@ def writing(path):
 
 def write_file(path, content):
     """Write bytes or text whole or not at all: to a temporary name, synced, then renamed."""
+    content = content.encode() if isinstance(content, str) else content
     if is_remote(path):  # there a file is whole when it is closed
-        with to_path(path).open("w" if isinstance(content, str) else "wb") as file:
-            file.write(content)
+        to_path(path).write_bytes(content)
         return
     path = os.fspath(path)
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     temporary = f"{path}.tmp{os.getpid()}"
     try:
-        with writing(path), open(temporary, "w" if isinstance(content, str) else "wb") as file:
+        with writing(path), open(temporary, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
             os.replace(temporary, path)
-    except OSError:
+    finally:
         Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def append_file(path, text):
@@ -823,11 +809,10 @@ def main(argv):
         return
     cfg = load_recipe(argv[0])
     for section in SECTIONS:
-        print(f"{section}")
-        texts = help_of(getattr(cfg, section))
-        for s, knob, value in fields(cfg):
-            if s == section:
-                print(f"  {knob.name:22} {value!s:26} {texts.get(knob.name, '')}")
+        print(section)
+        part = getattr(cfg, section)
+        for name, text in help_of(part).items():
+            print(f"  {name:22} {getattr(part, name)!s:26} {text}")
 
 
 if __name__ == "__main__":

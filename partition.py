@@ -65,25 +65,23 @@ def spec(axes, rules=RULES):
 def set_mesh(cfg, devices=None):
     """Config -> the mesh ("data", "model") over all devices, made the current one."""
     devices = jax.devices() if devices is None else devices
-    data, rest = divmod(len(devices), cfg.mesh.model)
-    micro = cfg.train.batch_size // cfg.train.microbatches
-    for good, sentence in (
-        (rest == 0, f"{len(devices)} devices cannot be shared by --mesh.model {cfg.mesh.model}"),
-        (cfg.model.num_heads % cfg.mesh.model == 0,
-         f"--mesh.model {cfg.mesh.model} does not divide the model's {cfg.model.num_heads} heads"),
-        (cfg.model.d_ff % cfg.mesh.model == 0,
-         f"--mesh.model {cfg.mesh.model} does not divide d_ff {cfg.model.d_ff}"),
-        (cfg.model.vocab_size % cfg.mesh.model == 0,
-         f"--mesh.model {cfg.mesh.model} does not divide the {cfg.model.vocab_size} embeddings"),
-        (micro % max(data, 1) == 0,
-         f"{micro} rows (--train.batch_size over --train.microbatches) cannot be dealt evenly to "
-         f"{data} data-parallel devices"),
-        (not cfg.mesh.fsdp or cfg.model.d_model % max(data, 1) == 0,
-         f"--mesh.fsdp cannot split d_model {cfg.model.d_model} evenly over {data} devices"),
+    m, parts = cfg.model, cfg.mesh.model
+    data = len(devices) // parts
+    rows = cfg.train.batch_size // cfg.train.microbatches
+    for number, divisor, sentence in (
+        (len(devices), parts, f"{len(devices)} devices cannot be shared by --mesh.model {parts}"),
+        (m.num_heads, parts, f"--mesh.model {parts} does not divide the {m.num_heads} heads"),
+        (m.d_ff, parts, f"--mesh.model {parts} does not divide d_ff {m.d_ff}"),
+        (m.vocab_size, parts,
+         f"--mesh.model {parts} does not divide the {m.vocab_size} embeddings"),
+        (rows, data, f"{rows} rows (--train.batch_size over --train.microbatches) cannot be dealt "
+                     f"evenly to {data} data-parallel devices"),
+        (m.d_model * cfg.mesh.fsdp, data,
+         f"--mesh.fsdp cannot split d_model {m.d_model} evenly over {data} devices"),
     ):
-        if not good:
+        if number % divisor:
             raise UserError(f"{sentence}: change one of the two.")
-    mesh = jax.make_mesh((data, cfg.mesh.model), ("data", "model"), (AxisType.Explicit,) * 2,
+    mesh = jax.make_mesh((data, parts), ("data", "model"), (AxisType.Explicit,) * 2,
                          devices=devices)
     jax.set_mesh(mesh)
     return mesh
@@ -97,11 +95,9 @@ def local_rows(batch_size, mesh):
 
 def put_batch(batch, batch_size, mesh):
     """This process's rows of a batch (arrays [rows, length]) -> global arrays split over "data"."""
-    def put(a):
-        return jax.make_array_from_process_local_data(sharding, a, (batch_size, *a.shape[1:]))
-
     sharding = NamedSharding(mesh, P("data"))
-    return jax.tree.map(put, batch)
+    return jax.tree.map(lambda a: jax.make_array_from_process_local_data(
+        sharding, a, (batch_size, *a.shape[1:])), batch)
 
 
 # ---- several processes ---------------------------------------------------------------------------
@@ -195,7 +191,6 @@ def first_then_others(work):
 
 FORMAT = 2
 PIECE_BYTES = 1 << 30  # msgpack's limit for one value is 4 GiB
-
 
 PIECES = [{"file": str, "offset": int, "bounds": [[int]], "crc32": int}]
 ARRAYS = {str: {"shape": [int], "dtype": str, "pieces": PIECES}}
@@ -323,32 +318,31 @@ def remove(path):
 
 def read_manifest(folder, step=None):
     """A checkpoint's manifest, verified. step: what it must be of."""
-    path = folder / "manifest.json"
+    path, form = folder / "manifest.json", {"format": int, "step": int, "arrays": ARRAYS}
     try:
-        form = {"format": int, "step": int, "arrays": ARRAYS}
         manifest = configs.read_json(path, {"format": int})
-        if manifest["format"] > FORMAT:
-            raise UserError(f"{folder} has format {manifest['format']} and this version of plain "
-                            f"T5 reads {FORMAT}: use a newer one.")
-        if manifest["format"] > 1:
-            manifest = configs.read_checked(path, form)
-        else:  # its checksum covers less, so the name of the folder must say the same
+        if manifest["format"] < 2:
+            # its checksum covers less, so the name of the folder must say the same
             configs.conform(manifest, form)
             covered = [manifest["arrays"], manifest.get("reader")]
             step = int(folder.name[5:]) if re.fullmatch(r"step_\d+", folder.name) else step
             if manifest.get("crc32") != configs.checksum(covered):
                 raise ValueError("its checksum differs")
-        if step not in (None, manifest["step"]):
+        elif manifest["format"] <= FORMAT:
+            manifest = configs.read_checked(path, form)
+        if manifest["format"] <= FORMAT and step not in (None, manifest["step"]):
             raise ValueError(f"it is of step {manifest['step']}")
     except (UserError, ValueError) as error:
-        if "use a newer one" in str(error):
-            raise
         raise CheckpointError(f"{path} is damaged ({error})") from error
+    if manifest["format"] > FORMAT:
+        raise UserError(f"{folder} has format {manifest['format']} and this version of plain T5 "
+                        f"reads {FORMAT}: use a newer one.")
     return manifest
 
 
-def read_piece(folder, place, shape, dtype):
+def read_piece(folder, place, dtype):
     """One piece as an array over its file, its checksum verified."""
+    shape = [stop - start for start, stop in place["bounds"]]
     path, size = folder / Path(place["file"]).name, math.prod(shape) * dtype.itemsize
     try:
         if is_remote(path):
@@ -370,26 +364,26 @@ def read_part(folder, array, index, verified):
     array: what the manifest says about it; index: a slice for each axis; verified: a dict that
     keeps the pieces that were read and found whole, or None to keep none.
     """
+    def within(part, bounds):
+        return tuple(slice(a - b, c - b) for (a, c), (b, _) in zip(part, bounds))
+
     dtype = np.dtype(array["dtype"])
     cuts = [cut.indices(size)[:2] for cut, size in zip(index, array["shape"])]
-    out = None
+    out = np.empty([stop - start for start, stop in cuts], dtype)
     for number, place in enumerate(array["pieces"]):
         inside = [(max(a, b), min(c, d)) for (a, c), (b, d) in zip(cuts, place["bounds"])]
         if any(a >= b for a, b in inside):
             continue
-        whole = None if verified is None else verified.get(number)
+        whole = (verified or {}).get(number)
         if whole is None:
-            size = [stop - start for start, stop in place["bounds"]]
-            whole = read_piece(folder, place, size, dtype)
-            if verified is not None:
-                verified[number] = whole
-        piece = whole[tuple(
-            slice(a - b, c - b) for (a, c), (b, _) in zip(inside, place["bounds"]))]
-        if piece.shape == tuple(c - a for a, c in cuts):
+            whole = read_piece(folder, place, dtype)
+        if verified is not None:
+            verified[number] = whole
+        piece = whole[within(inside, place["bounds"])]
+        if piece.shape == out.shape:
             return piece
-        out = np.empty([c - a for a, c in cuts], dtype) if out is None else out
-        out[tuple(slice(a - b, c - b) for (a, c), (b, _) in zip(inside, cuts))] = piece
-    return np.empty([c - a for a, c in cuts], dtype) if out is None else out  # of size 0
+        out[within(inside, cuts)] = piece
+    return out
 
 
 def read_checkpoint(folder, template, step=None):
@@ -605,53 +599,76 @@ def bytes_on_device(tree):
                for a in jax.tree.leaves(tree))
 
 
-BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8,
-         "u64": 8, "f64": 8}
-
-
-def bytes_of(shapes):
-    """HLO's "(f32[2,3]{1,0}, s32[4])" -> bytes."""
-    return sum(BYTES[kind] * math.prod(map(int, filter(None, dimensions.split(","))))
-               for kind, dimensions in re.findall(r"(\w+)\[([\d,]*)\]", shapes))
-
-
-def collectives(program):
-    """What devices tell one another in a lowered program -> [(kind, mesh axis, count, bytes)].
-
-    bytes: sent by each device, by the best algorithm on a ring. Read from what XLA's partitioner
-    leaves, where dtypes are still the program's own (later XLA's CPU backend turns bfloat16 into
-    float32). A loop's body stands there once and runs as often as the constant in its condition.
-    """
-    mesh = jax.sharding.get_mesh()
-    if mesh.size == 1:
-        return []
-    with tempfile.TemporaryDirectory() as folder:
-        program.compile({"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning",
-                         "xla_backend_optimization_level": "0"})
-        path, = Path(folder).glob("*after_spmd-partitioning*.txt")
-        text = path.read_text()
-    found = {}
-    for line, times in instructions(text):
-        if one := re.search(rf" = (.*?) ({COLLECTIVES})\(", line):
-            size, axis = group_of(line, mesh)
-            if size == 1:
-                continue
-            part = (size - 1) / size  # a ring sends all but one's own
-            sent = {"all-reduce": 2 * part, "reduce-scatter": size - 1,
-                    "collective-permute": 1}.get(one[2], part)
-            total = found.setdefault((one[2], axis), [0, 0])
-            total[0] += times
-            total[1] += times * sent * bytes_of(one[1])
-    return [(*key, count, moved) for key, (count, moved) in sorted(found.items())]
-
-
 COLLECTIVES = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
 
 
+def collectives(lowered):
+    """Compile a program -> (what its devices tell one another, the compiled program).
+
+    The former is [(kind, mesh axis, count, bytes sent by each device, on a ring)], read from what
+    XLA's partitioner leaves, where dtypes are still the program's own (later XLA's CPU backend
+    turns bfloat16 into float32).
+    """
+    mesh, counts, moved = jax.sharding.get_mesh(), collections.Counter(), collections.Counter()
+    nobody_runs_it = mesh.devices.flat[0].platform == "cpu"
+    with tempfile.TemporaryDirectory() as folder:
+        program = lowered.compile({
+            "xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning",
+            **({"xla_backend_optimization_level": "0"} if nobody_runs_it else {})})
+        if mesh.size == 1:
+            return [], program
+        path, = Path(folder).glob("*spmd-partitioning.before*.txt")
+        text = path.read_text()
+    for line, times in instructions(text):
+        if one := re.search(rf" = (.*?) ({COLLECTIVES})\(", line):
+            group = first_group(line, mesh.size)
+            if len(group) == 1:
+                continue
+            part = 1 - 1 / len(group)  # a ring sends all but one's own
+            sent = {"all-reduce": 2 * part, "reduce-scatter": len(group) - 1,
+                    "collective-permute": 1}.get(one[2], part)
+            whole = len(group) == mesh.size and min(mesh.shape.values()) > 1
+            near = abs(group[1] - group[0]) < mesh.shape["model"]
+            key = one[2], "both" if whole else "model" if near else "data"
+            counts[key] += times
+            moved[key] += times * sent * bytes_of(one[1])
+    return [(*key, counts[key], moved[key]) for key in sorted(counts)], program
+
+
+def bytes_of(shapes):
+    """HLO's "(f32[2,3]{1,0}, pred[4])" -> bytes."""
+    return sum(int(bits or 8) // 8 * math.prod(integers(sizes))
+               for bits, sizes in re.findall(r"\b[a-z]+(\d*)\w*\[([\d,]*)\]", shapes))
+
+
+def integers(text):
+    return list(map(int, re.findall(r"\d+", text)))
+
+
+def first_group(line, count):
+    """The devices, of so many, of the first group that a collective of HLO goes on among."""
+    if listed := re.search(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}", line):
+        return integers(listed[1])
+    devices = np.arange(count)
+    if order := re.search(r"(?:<=|device_ids=\()\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
+        devices = devices.reshape(integers(order[1]))
+        devices = devices.transpose(integers(order[2])) if order[2] else devices
+    if rows := re.search(r"replica_groups=\[(\d+,\d+)\]", line):  # [2,4]<=[4,2]T(1,0)
+        return devices.reshape(integers(rows[1]))[0]
+    if axes := re.search(r"replica_groups=mesh\[(.*?)\].*?\{(.*?)\}", line):
+        # mesh['axis_0'=2,'axis_1'=4], device_ids=([4,2]T(1,0)) {'axis_1'}
+        sizes = re.findall(r"('\w+')=(\d+)", axes[1])
+        inside = tuple(slice(None) if name in axes[2] else 0 for name, _ in sizes)
+        return devices.reshape([int(size) for _, size in sizes])[inside].ravel()
+    return devices.ravel()  # all of them
+
+
 def instructions(text):
-    """HLO -> (line, how often it runs) of each instruction; a loop's turns are counted."""
-    bodies = {name: body for name, body in re.findall(
-        r"^(?:ENTRY )?%(\S+) \(.*?\{\n(.*?)^\}", text, re.M | re.S)}
+    """HLO -> (line, how often it runs) of each instruction.
+
+    A loop's body stands there once and runs as often as the constant in its condition says.
+    """
+    bodies = dict(re.findall(r"^(?:ENTRY )?%(\S+) \(.*?\{\n(.*?)^\}", text, re.M | re.S))
 
     def visit(name, times):
         for line in bodies[name].splitlines():
@@ -679,28 +696,11 @@ def cycles(text):
             kind = "" if "jvp" in path else "optimizer" if path else "copies"
             parts[kind or part + ", again" * ("rematted" in path) + (
                 ", gradient" * ("transpose(" in path))] += int(price[1]) * times
-        if one := re.search(rf"%(async-collective-)?\S* = .*?({COLLECTIVES})(-start)?\(", line):
-            talk[one[2] + ", overlapped" * bool(one[1] or one[3])] += times
+        if one := re.search(rf" ({COLLECTIVES})(-start)?\(", line):
+            talk[one[1] + ", overlapped" * bool(one[2])] += times
+        elif fused := re.search(r"^ *%(async-collective)-start|calls=%(all-reduce-scatter)", line):
+            talk["reduce-scatter" if fused[2] else "fused collective, overlapped"] += times
     return parts, talk
-
-
-def group_of(line, mesh):
-    """A collective of HLO -> (devices that take part, the mesh axis they lie along)."""
-    if groups := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?",
-                           line):
-        shape = list(map(int, groups[3].split(",")))
-        order = list(map(int, groups[4].split(","))) if groups[4] else range(len(shape))
-        devices = np.arange(math.prod(shape)).reshape(shape).transpose(order)
-        first = devices.reshape(int(groups[1]), -1)[0]
-    elif groups := re.search(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}", line):
-        first = np.array(list(map(int, groups[1].split(","))))
-    else:  # all of them
-        first = np.arange(mesh.size)
-    if len(first) < 2:
-        return 1, ""
-    whole = len(first) == mesh.size and min(mesh.shape.values()) > 1
-    near = abs(first[1] - first[0]) < mesh.shape["model"]
-    return len(first), "both" if whole else "model" if near else "data"
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -711,9 +711,8 @@ def verify(folder):
     problems = []
     for name, array in read_manifest(folder)["arrays"].items():
         for place in array["pieces"]:
-            size = [stop - start for start, stop in place["bounds"]]
             try:
-                read_piece(folder, place, size, np.dtype(array["dtype"]))
+                read_piece(folder, place, np.dtype(array["dtype"]))
             except CheckpointError as error:
                 problems.append(f"{name}: {error}")
     return problems

@@ -2151,7 +2151,7 @@ def test_layouts_communicate_what_they_must():
     """Megatron's layout sums activations, data parallelism gradients; FSDP gathers weights."""
     def sent(**mesh):  # {(kind, axis): (count, bytes)}
         cfg = change(model=dict(num_heads=8, remat="none"), mesh=mesh)
-        found = partition.collectives(lowered_gradients(cfg)[0])
+        found, _ = partition.collectives(lowered_gradients(cfg)[0])
         return {key: (count, size) for *key, count, size in found for key in [tuple(key)]}, cfg
 
     (tensor, cfg), ring = sent(model=8), 2 * 7 / 8
@@ -2197,6 +2197,30 @@ def test_out_of_memory_names_the_levers():
     assert len(sizes) == 4 and sizes == sorted(sizes, reverse=True)
 
 
+def test_a_plan_ranks_the_levers():
+    """Each by itself, the one that leaves least first; what does not divide is left out."""
+    cfg = change(model=dict(remat="none"), train=dict(batch_size=12, microbatches=3))
+    mesh = partition.set_mesh(cfg, jax.devices()[:4])
+    found = {flag: size for flag, size, _ in train.levers(cfg)}
+    assert jax.sharding.get_mesh() == mesh
+    assert [*found] == sorted(found, key=found.get)
+    assert {*found} == {"--model.remat full", "--mesh.fsdp true", "--mesh.model 2"}
+    full = sum(train.memory_table(change(cfg, model=dict(remat="full")), mesh).values())
+    assert found["--model.remat full"] == full < sum(train.memory_table(cfg, mesh).values())
+
+
+@pytest.mark.parametrize("groups, first", [
+    ("{{0,2,4,6},{1,3,5,7}}", [0, 2, 4, 6]), ("[2,4]<=[4,2]T(1,0)", [0, 2, 4, 6]),
+    ("[4,2]<=[8]", [0, 1]), ("{}", range(8)), ("mesh['axis_0'=4,'axis_1'=2] {'axis_0'}",
+    [0, 2, 4, 6]), ("mesh['axis_0'=1,'axis_1'=4,'axis_2'=2] {'axis_2'}", [0, 1]),
+    ("mesh['axis_0'=2,'axis_1'=4], device_ids=([4,2]T(1,0)) {'axis_0'}", [0, 1]),
+    ("mesh['axis_0'=2,'axis_1'=4], device_ids=([4,2]T(1,0)) {'axis_1'}", [0, 2, 4, 6])])
+def test_every_form_of_replica_groups_is_read(groups, first):
+    """As XLA writes them; a form that is not read would count as all devices."""
+    line = f"%a = f32[8]{{0}} all-gather(%b), replica_groups={groups}, dimensions={{0}}"
+    assert [*partition.first_group(line, 8)] == [*first]
+
+
 @slow
 def test_a_plan_for_other_machines(tmp_path):
     """As a command; xxl on 512 devices takes ten seconds, and this less."""
@@ -2207,6 +2231,7 @@ def test_a_plan_for_other_machines(tmp_path):
     parameters = re.search(r"parameters +([\d.]+) GB", out.stdout)[1]
     assert float(parameters) == pytest.approx(4 * 76.96e6 / 2 / 1e9, rel=0.01)
     assert re.search(r"all-reduce +over model +\d", out.stdout) and "TPU v4" in out.stdout
+    assert re.search(r"--model.remat full +[\d.]+ GB", out.stdout)
 
 
 # ---- partition: checkpoints ----------------------------------------------------------------------
@@ -3567,7 +3592,7 @@ def test_the_models_size_follows_the_vocabulary():
 def test_any_command_line_ends_in_a_sentence(capsys, monkeypatch):
     """Hundreds of flags and values, right and wrong: status 0, or 2 and one sentence."""
     rng = np.random.default_rng(2)
-    names = [f"{section}.{knob.name}" for section, knob, _ in configs.fields(Config(""))]
+    names = [name for name, *_ in configs.fields(Config(""))]
     values = ["0", "-1", "1", "2", "64", "1e9", "1000000000", "2147483648", "1e400", "nan", "inf",
               "none", "true", "x", "", "-", "ü\x1b", "0.1", "[]", "../..", "a" * 300]
     ended = collections.Counter()
@@ -4369,7 +4394,8 @@ def test_a_tpus_compiler_takes_all_programs():
     script = """
 import functools, jax, configs, evaluate, infer, model, partition, train
 cfg = configs.RECIPES["small_c4"]
-mesh, program = train.compile_for(cfg, "v5e:2x4")
+mesh = train.plan_mesh(cfg, "v5e:2x4")
+program = train.lower_step(cfg, mesh)[1].compile()
 parts, _ = partition.cycles(program.as_text())
 print(parts.total())
 assert program.memory_analysis().peak_memory_in_bytes < 4e9

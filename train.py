@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+import timeit
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Callable, NamedTuple
@@ -37,7 +38,6 @@ from flax.serialization import from_state_dict, to_state_dict
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
 from tqdm import tqdm
 
 import configs
@@ -77,11 +77,11 @@ def learning_rate(step, cfg):
         "cosine_decay": lambda: jnp.maximum(0.0, 0.5 * (1 + jnp.cos(jnp.pi * (cycle % 1.0)))),
     }
     rate = 1.0
-    for name in cfg.schedule.split("*"):
-        if name.strip() not in factors:
-            raise UserError(f"--train.schedule has the factor {name.strip()!r}; there are "
+    for name in map(str.strip, cfg.schedule.split("*")):
+        if name not in factors:
+            raise UserError(f"--train.schedule has the factor {name!r}; there are "
                             f"{', '.join(factors)}.")
-        rate = rate * factors[name.strip()]()
+        rate = rate * factors[name]()
     return jnp.maximum(rate, 1e-8)
 
 
@@ -286,17 +286,16 @@ def from_optax(make):
     def slots(table):
         blank = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), table,
                              is_leaf=model.is_param)
-        optimizer, found = make(0.0, configs.TrainConfig()), []
+        optimizer = make(0.0, configs.TrainConfig())
 
-        def declare(a, p=None):
-            known = p is not None and a.shape == p.shape
-            found.append(model.Param(a.shape, p.axes if known else (None,) * len(a.shape)))
-            return len(found) - 1
+        def declare(a, p=None):  # -> a function, as a Param is a tree itself
+            axes = p.axes if p and p.shape == a.shape else (None,) * len(a.shape)
+            return lambda: model.Param(a.shape, axes)
 
-        numbers = optax.tree_map_params(
+        declared = optax.tree_map_params(
             optimizer, declare, jax.eval_shape(optimizer.init, blank), table,
             transform_non_params=declare, is_leaf=model.is_param)
-        return jax.tree.map(lambda number: found[number], pruned(numbers))
+        return jax.tree.map(lambda param: param(), pruned(declared))
 
     def pruned(state):  # without the empty states of transformations that have none
         return unflatten_dict(flatten_dict(to_state_dict(state)))
@@ -345,13 +344,16 @@ def peak_flops():
             return peak, f"{peak / 1e12:,} TFLOP/s in bfloat16, by the data sheet of {name}"
     a = jnp.ones((1024, 1024))
     product = jax.jit(jnp.matmul)
-    seconds = []
-    for _ in range(40):  # the first compiles; a quarter of a second finds the machine awake
-        start = time.perf_counter()
-        product(a, a).block_until_ready()
-        seconds.append(time.perf_counter() - start)
-    rate = 2 * 1024**3 / min(seconds) * jax.process_count()
+    # the first compiles; a quarter of a second finds the machine awake
+    seconds = min(timeit.repeat(lambda: product(a, a).block_until_ready(), number=1, repeat=40))
+    rate = 2 * 1024**3 / seconds * jax.process_count()
     return rate, f"{rate / 1e9:.0f} GFLOP/s, measured in a 1024 x 1024 matrix product"
+
+
+def step_flops(cfg):
+    """Floating-point operations of a step, on all devices together."""
+    return cfg.train.batch_size * model.train_flops(
+        cfg.model, cfg.data.inputs_length, cfg.data.targets_length)
 
 
 def held_out_passage(params, cfg, mesh, dataset):
@@ -365,14 +367,13 @@ def held_out_passage(params, cfg, mesh, dataset):
     inputs, truth, written = (
         np.asarray(a.addressable_data(0))[0]
         for a in (batch.inputs, batch.targets, written[:, 0]))
-    if not data.fills_spans(cfg):
-        lines = [f"  {label:8} {tokenizer.decode(ids)}"
-                 for label, ids in (("inputs", inputs), ("truth", truth), ("model", written))]
+    if data.fills_spans(cfg):
+        texts = {label: infer.fill_blanks(inputs, infer.split_spans(ids, tokenizer), tokenizer)
+                 for label, ids in (("blanks", []), ("truth", truth), ("model", written))}
     else:
-        truth, written = (infer.split_spans(ids, tokenizer) for ids in (truth, written))
-        lines = [f"  {label:8} {infer.fill_blanks(inputs, spans, tokenizer)}"
-                 for label, spans in (("blanks", {}), ("truth", truth), ("model", written))]
-    return list(map(configs.visible, lines))
+        texts = {label: tokenizer.decode(ids)
+                 for label, ids in (("inputs", inputs), ("truth", truth), ("model", written))}
+    return [configs.visible(f"  {label:8} {text}") for label, text in texts.items()]
 
 
 class MetricsFile:
@@ -385,8 +386,9 @@ class MetricsFile:
 
     def __init__(self, path, step):
         self.remote = path if configs.is_remote(path) else None
-        self.start, self.writers = step, {}  # of event files, one for each group
-        self.folder = tensorboardX and not self.remote and path.parent / "tensorboard"
+        self.events = tensorboardX and not self.remote and functools.cache(
+            lambda prefix: tensorboardX.SummaryWriter(  # a file for each group
+                str(path.parent / "tensorboard" / prefix), purge_step=step + 1))
         lines = partition.metrics_lines(path)
         self.path = Path(tempfile.mkdtemp(), "metrics.jsonl") if self.remote else path
         configs.write_file(self.path, "".join(
@@ -400,15 +402,12 @@ class MetricsFile:
         with configs.writing(self.path):
             self.file.write(json.dumps({"step": step, **line}) + "\n")
             self.file.flush()
-        for prefix, metrics in groups.items() if self.folder else ():
-            if prefix not in self.writers:
-                self.writers[prefix] = tensorboardX.SummaryWriter(
-                    str(self.folder / prefix), purge_step=self.start + 1)
+        for prefix, metrics in groups.items() if self.events else ():
             for name, value in metrics.items():
                 tag = f"eval/{name}" if prefix.startswith("inference_eval/") else name  # as SeqIO
                 if math.isfinite(value):
-                    self.writers[prefix].add_scalar(tag, float(value), step)
-            self.writers[prefix].flush()
+                    self.events(prefix).add_scalar(tag, float(value), step)
+            self.events(prefix).flush()
 
     def sync(self):
         """Make sure that what was written survives a power cut."""
@@ -432,8 +431,7 @@ class Screen:
         self.cfg, self.mesh, self.run_dir, t = cfg, mesh, run_dir, cfg.train
         self.file = MetricsFile(run_dir / "metrics.jsonl", start) if partition.is_first() else None
         self.eval_every, self.infer_every = (t.eval_every, t.infer_every) if held_out else (0, 0)
-        self.flops = t.batch_size * model.train_flops(
-            cfg.model, cfg.data.inputs_length, cfg.data.targets_length)
+        self.flops = step_flops(cfg)
         self.peak, source = peak_flops()
         print(f"peak     {source}", flush=True)
         self.tasks = []  # (name, Config, Dataset, batches, unigram loss)
@@ -543,8 +541,8 @@ class Screen:
 
 # ---- the steps of a run --------------------------------------------------------------------------
 
-LEVERS = ("--train.batch_size, --data.inputs_length, --data.targets_length or the model's sizes, "
-          "raise --train.microbatches, add --model.remat full")
+SMALLER = ("--train.batch_size, --data.inputs_length, --data.targets_length or the model's sizes, "
+           "raise --train.microbatches, add --model.remat full")
 
 
 def lock_run(run_dir, checkpoints):
@@ -553,17 +551,15 @@ def lock_run(run_dir, checkpoints):
         return None
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        if configs.is_remote(run_dir):
-            note(f"{run_dir} cannot be locked: see to it that one run at a time goes on there.")
-            lock = None
-        else:
-            lock = configs.lock(run_dir / ".lock")
+        lock = None if configs.is_remote(run_dir) else configs.lock(run_dir / ".lock")
     except BlockingIOError:
         raise UserError(f"Another process trains in {run_dir}: stop it, or name another --run_dir."
                         ) from None
     except OSError as error:
         raise UserError(f"--run_dir {run_dir} cannot be written ({error.strerror}): name another."
                         ) from error
+    if not lock:
+        note(f"{run_dir} cannot be locked: see to it that one run at a time goes on there.")
     checkpoints.discard_unfinished()
     return lock
 
@@ -590,21 +586,23 @@ def find_vocabulary(cfg, run_dir, begun, source):
     return tokenizer
 
 
-def open_data(cfg, run_dir, begun, source):
-    """-> (Tokenizer, training Dataset, {task: (Config, Dataset)} of what is evaluated)."""
+def open_data(cfg, run_dir, begun, source, recipe_file):
+    """-> (training Dataset, {task: (Config, Dataset)} of what is evaluated); records the run."""
     tokenizer, t = find_vocabulary(cfg, run_dir, begun, source), cfg.train
-    dataset, tasks = data.prepare(cfg, "train", tokenizer), {}
-    if t.eval_every or t.infer_every:
-        tasks = data.evaluations(cfg)
-        if t.infer_every:
-            evaluate.check_metrics(tasks, "validation")
+    dataset = data.prepare(cfg, "train", tokenizer)
+    tasks = data.evaluations(cfg) if t.eval_every or t.infer_every else {}
+    if t.infer_every:
+        evaluate.check_metrics(tasks, "validation")
     wanted = [f"{kind}_eval/{name}/" for kind, every in (
         ("training", t.eval_every), ("inference", t.infer_every)) if every for name in tasks]
     if t.keep_best and not t.keep_best.startswith(tuple(wanted)):
         raise UserError(f"--train.keep_best {t.keep_best}: no evaluation of this run writes it; "
                         f"there are {', '.join(f'{name}...' for name in wanted) or 'none'}.")
-    return tokenizer, dataset, {name: (alone, data.prepare(alone, "validation", tokenizer))
-                                for name, alone in tasks.items()}
+    held_out = {name: (alone, data.prepare(alone, "validation", tokenizer))
+                for name, alone in tasks.items()}
+    if partition.is_first():
+        record_run(cfg, run_dir, tokenizer, dataset, begun, recipe_file)
+    return dataset, held_out
 
 
 def record_run(cfg, run_dir, tokenizer, dataset, begun, recipe_file):
@@ -625,17 +623,24 @@ def state_template(cfg, mesh):
     """Config -> TrainState of ShapeDtypeStructs with their layouts; nothing is computed."""
     def placed(a):  # optax's counters have no layout yet
         layout = a.sharding.spec if a.sharding else jax.P()
-        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, layout))
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=jax.NamedSharding(mesh, layout))
 
     return jax.tree.map(placed, jax.eval_shape(functools.partial(init_state, cfg)))
 
 
 def batch_template(cfg, mesh, rows):
     """The same for a batch of so many rows."""
-    layout = NamedSharding(mesh, jax.P("data"))
+    layout = jax.NamedSharding(mesh, jax.P("data"))
     return jax.tree.map(
         lambda a: jax.ShapeDtypeStruct((rows, a.shape[1]), a.dtype, sharding=layout),
         data.fill_rows([], np.zeros(0, int), 1, (cfg.data.inputs_length, cfg.data.targets_length)))
+
+
+def lower_step(cfg, mesh):
+    """-> (state_template, the training step for these devices, ready to be compiled)."""
+    template = state_template(cfg, mesh)
+    return template, jax.jit(functools.partial(train_step, cfg), donate_argnums=0).lower(
+        template, batch_template(cfg, mesh, cfg.train.batch_size))
 
 
 def compile_and_load(cfg, mesh, checkpoints, source=None):
@@ -644,33 +649,31 @@ def compile_and_load(cfg, mesh, checkpoints, source=None):
     The state is the newest checkpoint's or a fresh one, or takes its weights, or all, from
     `source`, another run or checkpoint. The step compiles in a thread meanwhile.
     """
-    template = state_template(cfg, mesh)
-    step = jax.jit(functools.partial(train_step, cfg), donate_argnums=0).lower(
-        template, batch_template(cfg, mesh, cfg.train.batch_size))
+    template, step = lower_step(cfg, mesh)
 
     def compiled():
         program = step.compile()
         if sizes := program.memory_analysis():
             held = {"weights and optimizer": sizes.argument_size_in_bytes,
                     "a step": sizes.temp_size_in_bytes}
-            partition.check_memory({k: mesh.size * v for k, v in held.items()}, LEVERS)
+            partition.check_memory({k: mesh.size * v for k, v in held.items()}, SMALLER)
         return program
 
     with ThreadPoolExecutor(1) as thread:
         program = thread.submit(compiled)
         wanted, t = to_state_dict(template), cfg.train
-        restored, said = checkpoints.load(wanted), "resumed  {path}"
-        if restored is None and source and t.restore == "all":
-            restored, said = partition.load_from(source, wanted), (
-                f"started  {source}, step {{start:,}}, with its optimizer")
+        restored = checkpoints.load(wanted)
+        if restored:
+            print(f"resumed  {checkpoints.path(restored[0])}", flush=True)
+        elif source and t.restore == "all":
+            restored = partition.load_from(source, wanted)
             if not t.start_step <= restored[0] < t.steps:
                 raise UserError(f"{source} is at step {restored[0]:,}: --train.restore all goes on "
                                 f"from there, so --train.start_step must not be higher, and "
                                 f"--train.steps must be.")
+            print(f"started  {source}, step {restored[0]:,}, with its optimizer", flush=True)
         if restored:
-            start, arrays = restored
-            print(said.format(path=checkpoints.path(start), start=start), flush=True)
-            return program.result(), from_state_dict(template, arrays), start
+            return program.result(), from_state_dict(template, restored[1]), restored[0]
         # hardly optimized: it runs once, and compiles in half the time
         options = {"xla_backend_optimization_level": "1"} if model.platform() == "cpu" else {}
         shardings = jax.tree.map(lambda a: a.sharding, template)
@@ -692,21 +695,15 @@ def train(cfg, run_dir, recipe, recipe_file=None, source=None):
     learning_rate(0, t)  # refuses an unknown factor before anything is written
     partition.check_memory(model.least_bytes(
         cfg.model, t.batch_size // t.microbatches, cfg.data.inputs_length,
-        cfg.data.targets_length, copies=2), LEVERS)
+        cfg.data.targets_length, copies=2), SMALLER)
     print("\n".join(describe(cfg, recipe, mesh)), flush=True)
     checkpoints = partition.Checkpoints(run_dir, t.keep, t.async_save)
     lock = partition.together(lambda: lock_run(run_dir, checkpoints))
     begun = bool(partition.from_first(checkpoints.steps()))
-
-    def prepare():
-        opened = open_data(cfg, run_dir, begun, source)
-        if partition.is_first():
-            record_run(cfg, run_dir, *opened[:2], begun, recipe_file)
-        return opened
-
     if not partition.is_first() and not run_dir.exists():
         raise UserError(f"--run_dir {run_dir} must be one folder that all processes see.")
-    tokenizer, dataset, held_out = partition.first_then_others(prepare)
+    dataset, held_out = partition.first_then_others(
+        lambda: open_data(cfg, run_dir, begun, source, recipe_file))
     written = (run_dir / "config.json").read_text()
     if not partition.all_agree(partition.from_first(written) == written):
         raise UserError(f"--run_dir {run_dir} must be one folder that all processes see.")
@@ -797,13 +794,12 @@ def model_info(cfg, mesh):
     slots = OPTIMIZERS[cfg.train.optimizer].slots(table)
     axes = partition.flatten({"params": table, "slots": slots})
     arrays = partition.flatten({"params": template.params, "slots": template.slots})
-    lines, total = [], 0
+    text = ""
     for name, a in arrays.items():
         shape = ", ".join(f"{axis}={size}" for axis, size in zip(axes[name].axes, a.shape))
-        lines.append(f"{name:60} size {math.prod(a.shape):>12,}   shape ({shape})   "
-                     f"partition {tuple(a.sharding.spec)}")
-        total += math.prod(a.shape) * name.startswith("params/")
-    return "\n".join([*lines, f"Total number of parameters: {total:,}", ""])
+        text += (f"{name:60} size {math.prod(a.shape):>12,}   shape ({shape})   "
+                 f"partition {tuple(a.sharding.spec)}\n")
+    return f"{text}Total number of parameters: {model.count_params(table):,}\n"
 
 
 def activation_bytes(cfg, params, batch):
@@ -818,10 +814,7 @@ def activation_bytes(cfg, params, batch):
 
     program = jax.make_jaxpr(kept)(params, batch).jaxpr
     found = {v for v in program.outvars if isinstance(v, jax.extend.core.Var)} - {*program.invars}
-    mesh = jax.sharding.get_mesh()
-    return partition.bytes_on_device([
-        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype,
-                             sharding=NamedSharding(mesh, v.aval.sharding.spec)) for v in found])
+    return partition.bytes_on_device([v.aval for v in found])
 
 
 def memory_table(cfg, mesh):
@@ -833,104 +826,124 @@ def memory_table(cfg, mesh):
             "gradients": parameters, "activations": activation_bytes(cfg, template.params, batch)}
 
 
+# What makes a step smaller: the next value of a field, and its price; the cheapest stand first.
+LEVERS = {
+    "train.microbatches": (lambda cfg: 2 * cfg.train.microbatches, "smaller products, more often"),
+    "model.remat": (lambda cfg: "full", "a third more arithmetic"),
+    "mesh.fsdp": (lambda cfg: True, "the weights of each layer are gathered"),
+    "mesh.model": (lambda cfg: 2 * cfg.mesh.model, "the activations of each layer are summed"),
+    "train.batch_size": (lambda cfg: cfg.train.batch_size // 2, "another run, of fewer examples"),
+}
+
+
+def levers(cfg, names=LEVERS, pile=False):
+    """[(flag, bytes on one device that it leaves, its price)] of the levers that help.
+
+    Each by itself, and the one that leaves least first; pile: each on top of those before it.
+    """
+    mesh, found = jax.sharding.get_mesh(), []
+    least = sum(memory_table(cfg, mesh).values())
+    for name in names:
+        following, price = LEVERS[name]
+        value = following(cfg)
+        changed = configs.override(cfg, {name: value})
+        try:
+            configs.check(changed)
+            there = partition.set_mesh(changed, mesh.devices.ravel())
+        except UserError:  # something does not divide
+            continue
+        size = sum(memory_table(changed, there).values())
+        if size < least:
+            found.append((f"--{name} {str(value).lower()}", size, price))
+            cfg, least = (changed, size) if pile else (cfg, least)
+    jax.set_mesh(mesh)
+    return found if pile else sorted(found, key=lambda lever: lever[1])
+
+
 def out_of_memory(cfg):
     """What to do about it, in the order of what it costs, with what each would leave."""
-    mesh, t = jax.sharding.get_mesh(), cfg.train
-    memory, lines = memory_table(cfg, mesh), []
+    memory = memory_table(cfg, jax.sharding.get_mesh())
     held = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in memory.items())
-    levers = {f"--train.microbatches {2 * t.microbatches}": (
-                  t.batch_size % (2 * t.microbatches * mesh.shape["data"]) == 0),
-              "--model.remat full": cfg.model.remat != "full",
-              "--mesh.fsdp true": not cfg.mesh.fsdp and mesh.shape["data"] > 1
-              and cfg.model.d_model % mesh.shape["data"] == 0}
-    changes = {}
-    for flag in [flag for flag, useful in levers.items() if useful]:
-        name, value = flag.removeprefix("--").split()
-        changes[name] = {"true": True}.get(value, int(value) if value.isdigit() else value)
-        total = sum(memory_table(configs.override(cfg, changes), mesh).values())
-        lines.append(f"{flag} ({total / 1e9:.3g} GB)")
+    helps = ", ".join(f"{flag} ({size / 1e9:.3g} GB)" for flag, size, _ in levers(
+        cfg, ("train.microbatches", "model.remat", "mesh.fsdp"), pile=True))
     return (f"Out of memory: a step keeps at least {sum(memory.values()) / 1e9:.3g} GB on each "
-            f"device ({held}). Add, one after the other, {', '.join(lines) or 'more devices'}; "
-            f"then a smaller --train.batch_size.")
+            f"device ({held}). Add, one after the other, {helps or 'more devices'}; then a higher "
+            f"--mesh.model or a smaller --train.batch_size.")
 
 
-def compile_for(cfg, topology):
-    """Compile a step by a TPU's own compiler, without a TPU -> (mesh, compiled program)."""
+def plan_mesh(cfg, where):
+    """The mesh of machines that need not be there: `where` devices, or a TPU topology."""
+    jax.config.update("jax_platforms", "cpu")
+    if where.isdecimal():
+        if not 1 <= int(where) <= 2048:
+            raise UserError("--plan takes 1 to 2048 devices; a plan for a part of them, with a "
+                            "part of the --train.batch_size, says the same of each device.")
+        jax.config.update("jax_num_cpu_devices", int(where))
+        return partition.set_mesh(cfg)
     from jax.experimental import topologies
 
     os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost")
-    jax.config.update("jax_platforms", "cpu")
+    chips = {"chip_config_name": "megacore"} if where.startswith("v4") else {}
     try:
-        chips = {"chip_config_name": "megacore"} if topology.startswith("v4") else {}
-        devices = topologies.get_topology_desc(
-            platform="tpu", topology_name=topology, **chips).devices
+        devices = topologies.get_topology_desc(where, "tpu", **chips).devices
     except Exception as error:  # of many kinds
-        raise UserError(f"--plan {topology}: its compiler is libtpu, pip install '.[tpu]' on Linux "
+        raise UserError(f"--plan {where}: its compiler is libtpu, pip install '.[tpu]' on Linux "
                         f"({str(error).splitlines()[0]:.120}). --plan N needs nothing."
                         ) from error
-    mesh = partition.set_mesh(cfg, devices)
-    return mesh, jax.jit(functools.partial(train_step, cfg), donate_argnums=0).lower(
-        state_template(cfg, mesh), batch_template(cfg, mesh, cfg.train.batch_size)).compile()
+    return partition.set_mesh(cfg, devices)
 
 
-def plan_tpu(cfg, topology):
-    """Print what its own compiler says of a training step on a TPU topology such as v5e:2x4."""
-    mesh, program = compile_for(cfg, topology)
-    kind, held = mesh.devices.flat[0].device_kind, program.memory_analysis()
-    chip = next(chip for name, chip in partition.CHIPS.items() if name in kind)
-    peak = held.peak_memory_in_bytes or held.argument_size_in_bytes + held.temp_size_in_bytes
-    print(f"plan     {topology}, {mesh.size} x {kind}, mesh data {mesh.shape['data']} x model "
-          f"{mesh.shape['model']}, remat {cfg.model.remat}, batch {cfg.train.batch_size}")
-    print(f"memory   {held.argument_size_in_bytes / 1e9:.3g} GB of weights and optimizer, "
-          f"{held.temp_size_in_bytes / 1e9:.3g} GB of temporaries, peak {peak / 1e9:.3g} GB: "
-          f"{'fits' if peak < 0.95e9 * chip.memory else 'does not fit'} into {chip.memory} GB")
-    parts, talk = partition.cycles(program.as_text())
-    seconds = parts.total() / chip.clock / 1e9
-    flops = cfg.train.batch_size / mesh.size * model.train_flops(
-        cfg.model, cfg.data.inputs_length, cfg.data.targets_length)
-    print(f"time     {seconds:.4g} s a step, {flops / seconds / chip.teraflops / 1e12:.1%} of the "
-          f"peak, {parts.total() / 1e6:.1f} million cycles, as the compiler estimates without "
-          f"collectives and the host")
-    for part, number in parts.most_common(6):
-        print(f"  {number / parts.total():6.1%}  {part}")
-    for name, times in sorted(talk.items()):
-        print(f"  {times:>6,} times a step {name}")
-
-
-def plan(cfg, count):
-    """Print what a training step would be on `count` devices, which need not be there."""
-    if not 1 <= count <= 2048:
-        raise UserError("--plan takes 1 to 2048 devices; a plan for a part of them, with a part "
-                        "of the --train.batch_size, says the same of each device.")
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", count)
+def plan(cfg, where):
+    """Print what a training step would be on so many devices of any kind, or on a TPU topology
+    such as v5e:2x4, of which its own compiler knows more."""
     if cfg.model.dtype == "auto":
         cfg = configs.override(cfg, {"model.dtype": "bfloat16"})
-    mesh, t = partition.set_mesh(cfg), cfg.train
-    print(f"plan     {count} devices, mesh data {mesh.shape['data']} x model "
-          f"{mesh.shape['model']}{', fully sharded' * cfg.mesh.fsdp}, {cfg.model.dtype}, remat "
-          f"{cfg.model.remat}, batch {t.batch_size} in {t.microbatches} microbatches")
-    memory = memory_table(cfg, mesh)
-    total = sum(memory.values())
-    for name, size in {**memory, "together": total}.items():
-        print(f"  {name:14} {size / 1e9:10.4g} GB on each device")
-    step = jax.jit(functools.partial(train_step, cfg), donate_argnums=0).lower(
-        state_template(cfg, mesh), batch_template(cfg, mesh, t.batch_size))
-    moved = 0
-    for kind, axis, number, size in partition.collectives(step):
-        print(f"  {kind:18} over {axis:5} {number:>7,} times a step, {size / 1e9:10.3f} GB sent")
-        moved += size
-    flops = t.batch_size * model.train_flops(
-        cfg.model, cfg.data.inputs_length, cfg.data.targets_length) / count
+    mesh, t = plan_mesh(cfg, where), cfg.train
+    talk, program = partition.collectives(lower_step(cfg, mesh)[1])
+    memory, moved = memory_table(cfg, mesh), sum(size for *_, size in talk)
+    flops = step_flops(cfg) / mesh.size
     again = flops * (4 / 3 if cfg.model.remat == "full" else 1)
-    print(f"  {flops / 1e12:.4g} TFLOP a step on each device, {again / 1e12:.4g} with what is "
-          f"computed again")
-    print("chip            memory          fits   step at least   arithmetic     network")
-    for name, chip in partition.CHIPS.items():
-        work, talk = again / chip.teraflops / 1e12, moved / chip.links / 1e9
-        fits = "yes" if total < 0.9e9 * chip.memory else "no"  # the rest is for what comes and goes
-        print(f"{name:12} {chip.memory:>6} GB {fits:>12} {max(work, talk):>13.4g} s "
-              f"{work:>10.4g} s {talk:>9.4g} s")
+    seconds = {name: again / chip.teraflops / 1e12 for name, chip in partition.CHIPS.items()}
+    together = sum(memory.values())
+    needed = together / 0.9  # the rest is for what comes and goes
+    tables = {  # title: [(what, number, unit and remarks)]
+        "memory on each device, by the layouts": [
+            (name, size / 1e9, "GB") for name, size in {**memory, "together": together}.items()],
+        "sent by each device in a step": [
+            (f"{kind} over {axis}", size / 1e9, f"GB, {count:,} times")
+            for kind, axis, count, size in talk],
+        "computed by each device in a step": [
+            ("once", flops / 1e12, "TFLOP"), ("with what is repeated", again / 1e12, "TFLOP")]}
+    kind = mesh.devices.flat[0].device_kind
+    if name := next((name for name in partition.CHIPS if name in kind), None):  # it was compiled
+        held, (parts, calls) = program.memory_analysis(), partition.cycles(program.as_text())
+        peak = held.peak_memory_in_bytes or held.argument_size_in_bytes + held.temp_size_in_bytes
+        needed, cycles = peak / 0.95, parts.total()
+        seconds = {name: cycles / partition.CHIPS[name].clock / 1e9}
+        tables[f"by the compiler for {mesh.size} x {kind}, without collectives and the host"] = [
+            ("weights and optimizer", held.argument_size_in_bytes / 1e9, "GB"),
+            ("temporaries", held.temp_size_in_bytes / 1e9, "GB"), ("peak", peak / 1e9, "GB"),
+            ("cycles", cycles / 1e6, "million, of which"),
+            *((f"  {part}", 100 * n / cycles, "%") for part, n in parts.most_common(6)),
+            *((call, times, "times a step") for call, times in sorted(calls.items()))]
+    chips = tables["time of a step, at least"] = []
+    for name, work in seconds.items():
+        chip = partition.CHIPS[name]
+        network = moved / chip.links / 1e9
+        least = max(work, network)
+        fits = "fits" if needed < 1e9 * chip.memory else "does not fit"
+        chips.append((name, least, f"s (arithmetic {work:.4g}, network {network:.4g}), at most "
+                      f"{flops / least / chip.teraflops / 1e12:.1%} of the peak, {fits} into "
+                      f"{chip.memory} GB"))
+    tables["memory with one change, by the layouts, and its price"] = [
+        (flag, size / 1e9, f"GB, {price}") for flag, size, price in levers(cfg)]
+    print(f"plan     {where}{' devices' * where.isdecimal()}, mesh data {mesh.shape['data']} x "
+          f"model {mesh.shape['model']}{', fully sharded' * cfg.mesh.fsdp}, {cfg.model.dtype}, "
+          f"remat {cfg.model.remat}, batch {t.batch_size} in {t.microbatches} microbatches")
+    for title, rows in tables.items():
+        print(f"{title}:")
+        for what, number, remark in rows:
+            print(f"  {what:28} {number:>10.4g} {remark}")
 
 
 def main(argv):
@@ -942,7 +955,7 @@ def main(argv):
     cfg, run_dir, recipe = configs.resolve_run(
         args, changes if args.init_from else data.sized(changes))
     if args.plan is not None:
-        return plan(cfg, int(args.plan)) if args.plan.isdecimal() else plan_tpu(cfg, args.plan)
+        return plan(cfg, args.plan)
     recipe_file = args.config if args.config and args.config.endswith(".py") else None
     partition.start_jax(cfg)
     try:
