@@ -266,7 +266,7 @@ def attend_forward(q, k, v, bias, mask):
 
 
 @jax.named_scope("attention")
-def attention(w, x, keys_values, bias, mask, cfg, key=None):
+def attention(w, x, keys_values, bias, mask, cfg, key=None, attend=attend):
     """Multi-head attention, with its dropout: x [B, Q, D] (normalized) -> [B, Q, D]."""
     key_probabilities, key_out = split_key(key, 2)
     k, v = keys_values
@@ -353,12 +353,12 @@ def final_norm(x, stack):
     return rms_norm(x, jax.reshard(stack["norm"], P()).astype(x.dtype))
 
 
-def decoder_layer(w, x, h, own, bias, self_mask, cross, cross_mask, cfg, key=None):
+def decoder_layer(w, x, h, own, bias, self_mask, cross, cross_mask, cfg, key=None, attend=attend):
     """One decoder layer: x [B, T, D], h its norm, own and cross: keys and values -> [B, T, D]."""
     key_self, key_cross, key_mlp = split_key(key, 3)
-    x += attention(w["self_attention"], h, own, bias, self_mask, cfg, key_self)
+    x += attention(w["self_attention"], h, own, bias, self_mask, cfg, key_self, attend)
     h = rms_norm(x, w["cross_attention"]["norm"])
-    x += attention(w["cross_attention"], h, cross, None, cross_mask, cfg, key_cross)
+    x += attention(w["cross_attention"], h, cross, None, cross_mask, cfg, key_cross, attend)
     return x + mlp(w["mlp"], rms_norm(x, w["mlp"]["norm"]), cfg, key_mlp)
 
 
