@@ -120,7 +120,7 @@ def predict(params, cfg, mesh, split, tokenizer, most=None):
     """Metrics on decoded text -> (metrics, a line for each example)."""
     task = data.find_task(cfg.data.task, cfg)
     pairs = read_examples(cfg, tokenizer, split, most=most)
-    found = infer.answer(params, cfg, mesh, (example for _, example in pairs))
+    found = infer.answer(params, cfg, mesh, [example for _, example in pairs])
     lines, targets, predictions = [], [], []
     for ((example,), _), (ids, _) in zip(pairs, found):
         text = tokenizer.decode(ids[0])
@@ -201,25 +201,13 @@ def mean_multiclass_f1(classes, targets, predictions):
     return {f"mean_{classes}class_f1": 100 * float(np.mean(scores))}
 
 
-def correlation(x, y):
-    x, y = (np.asarray(values, np.float64) for values in (x, y))
-    x, y = x - x.mean(), y - y.mean()
-    with np.errstate(invalid="ignore"):  # of a constant there is none: nan
-        return 100 * float(np.clip(np.dot(x, y) / (np.linalg.norm(x) * np.linalg.norm(y)), -1, 1))
+def correlation(name, targets, predictions):
+    """SciPy's pearsonr or spearmanr; nan where one side is constant."""
+    from scipy import stats  # takes half a second
 
-
-def pearson_corrcoef(targets, predictions):
-    return {"pearson_corrcoef": correlation(targets, predictions)}
-
-
-def ranks(values):
-    """Ranks from 1; equal values share the mean of theirs."""
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts - 1) / 2)[inverse]
-
-
-def spearman_corrcoef(targets, predictions):
-    return {"spearman_corrcoef": correlation(ranks(targets), ranks(predictions))}
+    if min(len(set(targets)), len(set(predictions))) < 2:
+        return {f"{name}_corrcoef": math.nan}
+    return {f"{name}_corrcoef": 100 * float(getattr(stats, f"{name}r")(targets, predictions)[0])}
 
 
 def matthews_corrcoef(targets, predictions):
@@ -276,13 +264,11 @@ def exact_match(targets, predictions):
     return {"exact_match": 100 * float(np.mean([all(group) for group in groups.values()]))}
 
 
-METRICS |= {
-    "bleu": bleu, "rouge": rouge, "accuracy": accuracy, "f1": f1,
-    "mean_3class_f1": functools.partial(mean_multiclass_f1, 3),
-    "pearson_corrcoef": pearson_corrcoef, "spearman_corrcoef": spearman_corrcoef,
-    "matthews_corrcoef": matthews_corrcoef, "squad": squad, "record": record,
-    "multirc_f1": multirc_f1, "exact_match": exact_match,
-}
+METRICS |= {metric.__name__: metric for metric in (
+    bleu, rouge, accuracy, f1, matthews_corrcoef, squad, record, multirc_f1, exact_match)}
+METRICS |= {f"{name}_corrcoef": functools.partial(correlation, name)
+            for name in ("pearson", "spearman")}
+METRICS["mean_3class_f1"] = functools.partial(mean_multiclass_f1, 3)
 
 
 # ---- postprocessors ------------------------------------------------------------------------------
@@ -454,8 +440,8 @@ def rank(params, cfg, mesh, split, tokenizer, normalize=False):
     counts = collections.Counter(index[0] for index, *_ in targets)
     shared = {tuple(choices_of(task, row[0])) if "is_correct" not in row[0] else None
               for row in rows}
-    sizes = {*counts.values()}
-    fixed = max(sizes) if len(sizes) == len(shared) == 1 and None not in shared else None
+    alike = len({*counts.values()}) == len(shared) == 1 and None not in shared
+    fixed = max(counts.values()) if alike else None
     lines = [{**example, "idx": index, "is_correct": correct, "score": score}
              for (example, index, correct, _), score in zip(rows, scores)]
     return rank_classification(targets, scores, fixed, normalize), lines
@@ -478,48 +464,29 @@ def loss_of(params, cfg, mesh, split, tokenizer):
     return {**metrics, "perplexity": math.exp(min(metrics["cross_ent_loss"], 700))}, rows
 
 
-def evaluate_task(params, cfg, mesh, split, mode, tokenizer, normalize=False):
-    """A task in a mode -> (metrics, lines to keep, number of examples, examples/s)."""
-    start, lines = time.perf_counter(), []
-    if mode == "loss":
-        metrics, count = loss_of(params, cfg, mesh, split, tokenizer)
-    elif mode == "predict":
-        metrics, lines = predict(params, cfg, mesh, split, tokenizer)
-        count = len(lines)
-    else:
-        metrics, lines = rank(params, cfg, mesh, split, tokenizer, normalize)
-        count = len({line["idx"][0] for line in lines})
-    return metrics, lines, count, count / (time.perf_counter() - start)
-
-
-def file_name(name, step):
-    """A task's name as part of a file's, safe and short, and a step."""
+def write_lines(folder, name, step, lines):
+    """What was predicted at a step -> FOLDER/NAME-STEP.jsonl, the name made safe and short."""
     plain = re.sub(r"[^\w.+-]+", "-", name)
     if len(plain) > 100:
         plain = f"{plain[:80]}-{hashlib.sha256(name.encode()).hexdigest()[:10]}"
-    return f"{plain}-{step:08}.jsonl"
-
-
-def write_lines(folder, name, step, lines):
-    """What was predicted at a step -> FOLDER/NAME-STEP.jsonl."""
     if lines and partition.is_first():
-        configs.write_file(folder / file_name(name, step),
+        configs.write_file(folder / f"{plain}-{step:08}.jsonl",
                            "".join(map(infer.json_line, lines)))
 
 
 # ---- tables and curves ---------------------------------------------------------------------------
 
 # What GLUE and SuperGLUE average: the metrics of a benchmark first, then the benchmarks.
+ACCURACY = ("accuracy",)
 AVERAGES = {
-    "glue_average": {"cola": ("matthews_corrcoef",), "sst2": ("accuracy",),
-                     "mrpc": ("f1", "accuracy"), "qqp": ("f1", "accuracy"),
-                     "stsb": ("pearson_corrcoef", "spearman_corrcoef"),
-                     "mnli": ("matched/accuracy", "mismatched/accuracy"), "qnli": ("accuracy",),
-                     "rte": ("accuracy",)},
-    "super_glue_average": {"boolq": ("accuracy",), "cb": ("mean_3class_f1", "accuracy"),
-                           "copa": ("accuracy",), "multirc": ("f1", "exact_match"),
-                           "record": ("f1", "em"), "rte": ("accuracy",), "wic": ("accuracy",),
-                           "wsc": ("accuracy",)},
+    "glue_average": {
+        "cola": ("matthews_corrcoef",), "sst2": ACCURACY, "mrpc": ("f1", "accuracy"),
+        "qqp": ("f1", "accuracy"), "stsb": ("pearson_corrcoef", "spearman_corrcoef"),
+        "mnli": ("matched/accuracy", "mismatched/accuracy"), "qnli": ACCURACY, "rte": ACCURACY},
+    "super_glue_average": {
+        "boolq": ACCURACY, "cb": ("mean_3class_f1", "accuracy"), "copa": ACCURACY,
+        "multirc": ("f1", "exact_match"), "record": ("f1", "em"), "rte": ACCURACY,
+        "wic": ACCURACY, "wsc": ACCURACY},
 }
 
 
@@ -595,18 +562,15 @@ def write_plot(path, folders):
     panels = {"loss": "nats per token", "accuracy": "%", "learning_rate": ""}
     figure, axes = pyplot.subplots(len(panels), 1, figsize=(8, 9), sharex=True)
     for axis, (metric, unit) in zip(axes, panels.items()):
-        names = sorted({name for values in table.values() for name in values
-                        if name.rpartition("/")[2] == metric})
-        for name in names:
+        for name in sorted({name for values in table.values() for name in values
+                            if name.rpartition("/")[2] == metric}):
             percent = metric == "accuracy" and not name.startswith("inference_eval/")
             points = [(step, values[name] * (100 if percent else 1))
                       for step, values in table.items() if name in values]
             axis.plot(*zip(*points), label=name, marker="." if len(points) < 40 else None)
-        axis.set_ylabel(f"{metric.replace('_', ' ')}{f', {unit}' if unit else ''}")
-        if names:
             axis.legend(fontsize="small")
-        if metric == "loss":
-            axis.set_yscale("log")
+        axis.set_ylabel(f"{metric.replace('_', ' ')}{f', {unit}' if unit else ''}")
+    axes[0].set_yscale("log")
     axes[-1].set_xlabel("step")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
@@ -655,8 +619,13 @@ def main(argv):
         for name, alone in tasks.items():
             task = data.find_task(name, alone)
             mode = args.mode or ("predict" if task.metrics else "loss")
-            metrics, lines, count, rate = evaluate_task(
-                params, alone, mesh, args.split, mode, tokenizer, args.normalize)
+            how = {"loss": loss_of, "predict": predict,
+                   "rank": functools.partial(rank, normalize=args.normalize)}[mode]
+            start = time.perf_counter()
+            metrics, found = how(params, alone, mesh, args.split, tokenizer)
+            lines, count = ([], found) if mode == "loss" else (found, len(found))
+            count = len({line["idx"][0] for line in lines}) if mode == "rank" else count
+            rate = count / (time.perf_counter() - start)
             print(f"{args.run_dir}, step {step:,}, {name}, {args.split}, {mode}: "
                   f"{count:,} {'rows' if mode == 'loss' else 'examples'}, {rate:.4g} a second")
             for metric, value in metrics.items():
@@ -665,11 +634,10 @@ def main(argv):
             name += {"rank": "-rank" + "-normalized" * args.normalize, "predict": decoder}.get(
                 mode, "") + (f"-{args.split}" if args.split != "validation" else "")
             write_lines(folder, name, step, lines)
-            if not partition.is_first():
-                continue
             values = {f"{group}/{name}/{key}": value for key, value in metrics.items()}
-            configs.append_file(folder / "metrics.jsonl",
-                                json.dumps({"step": step, **values}) + "\n")
+            if partition.is_first():
+                configs.append_file(folder / "metrics.jsonl",
+                                    json.dumps({"step": step, **values}) + "\n")
     if not evaluated:
         raise UserError(f"{args.run_dir} has no whole checkpoint: train.py writes them.")
     if not partition.is_first():
