@@ -336,9 +336,9 @@ def bucket(length):
     return max(16, 1 << (length - 1).bit_length()) if length <= 512 else -(-length // 512) * 512
 
 
-def padded(sequences, rows, length):
-    """Lists of ids -> [rows, length], 0 after their ends."""
-    out = np.zeros((rows, length), np.int32)
+def padded(sequences, rows):
+    """Lists of ids -> [rows, the bucket of the longest], 0 after their ends."""
+    out = np.zeros((rows, bucket(max(1, *map(len, sequences)))), np.int32)
     for row, ids in zip(out, sequences):
         row[: len(ids)] = ids
     return out
@@ -375,34 +375,24 @@ def answer(params, cfg, mesh, examples, mode="predict"):
 
 def answer_batch(params, cfg, mesh, group, mode, B):
     """At most B examples -> their results; the batch is filled up with padding."""
-    local = partition.local_rows(B, mesh)
-    inputs = padded([one.inputs for one in group], B, bucket(max(len(x.inputs) for x in group)))
-    wanted = max(1, *(len(one.targets) for one in group))
-    targets = padded([one.targets for one in group], B, bucket(wanted))
-    real = [np.arange(side.shape[1]) < np.array(
-        [len(ids) for ids in ids_of] + [0] * (B - len(group)))[:, None]
-        for side, ids_of in ((inputs, [x.inputs for x in group]),
-                             (targets, [x.targets for x in group]))]
-    length, beams = cfg.decode.max_len or cfg.data.targets_length, max(
-        1, cfg.decode.beams, cfg.decode.num_return)
+    length = cfg.decode.max_len or cfg.data.targets_length
+    beams = max(1, cfg.decode.beams, cfg.decode.num_return)
+    inputs, targets, prefix, number = zip(*group)
+    real = [padded([[1] * len(ids) for ids in side], B) > 0 for side in (inputs, targets)]
+    inputs, targets, prefix = (padded(side, B) for side in (inputs, targets, prefix))
+    rows = padded([[n] for n in number], B).astype(np.uint32)
     partition.check_memory(model.least_bytes(
         cfg.model, B, inputs.shape[1], *([length, 1, beams] if mode == "predict" else
                                          [targets.shape[1]])),
         "--decode.batch_size, --decode.beams, --decode.max_len or the length of the inputs")
-    batch = data.complete_batch(inputs, targets, *real)
-    batch = partition.put_batch(jax.tree.map(lambda a: a[local], batch), B, mesh)
+    local, batch = partition.local_rows(B, mesh), data.complete_batch(inputs, targets, *real)
+    batch, rows, prefix = partition.put_batch(jax.tree.map(
+        lambda a: a[local], (batch, rows[:, :1], prefix[:, :length])), B, mesh)
     if mode == "score":
         return fetch(score(params, batch, cfg.model)).tolist()[: len(group)]
     if mode != "predict":
         vectors = fetch(encode(params, batch.inputs, batch.input_segments, cfg.model, mode))
         return [one[: len(x.inputs)] if mode == "none" else one for one, x in zip(vectors, group)]
-    rows, prefix = np.zeros((B, 1), np.uint32), None
-    rows[: len(group), 0] = [one.number for one in group]
-    if any(one.prefix for one in group):
-        longest = bucket(max(len(one.prefix) for one in group))
-        prefix = padded([one.prefix for one in group], B, longest)
-    rows, prefix = partition.put_batch((rows[local], None if prefix is None else
-                                        prefix[local][:, :length]), B, mesh)
     ids, scores = map(fetch, generate(
         params, batch.inputs, batch.input_segments, cfg.model, length, cfg.decode, rows[:, 0],
         cfg.train.seed, prefix))
@@ -597,7 +587,7 @@ def answer_file(args, cfg, mesh, tokenizer, params):
     turn, parts = configs.parse_shard(args.shard)
     lines = itertools.islice(examples(), turn, None, parts)
     file, done = partition.first_then_others(lambda: open_partial(partial, lines, args.mode))
-    done, count, began = partition.from_first(done), 0, time.perf_counter()
+    done, count, tokens, began = partition.from_first(done), 0, 0, time.perf_counter()
     if not partition.is_first():
         lines = itertools.islice(lines, done, None)
     lines, seen = itertools.tee(lines)
@@ -605,7 +595,10 @@ def answer_file(args, cfg, mesh, tokenizer, params):
     with configs.writing(partial), file:
         for line, example in seen:
             if example:
-                line |= result_of(next(results), example, line, args.mode, cfg, tokenizer)
+                result = next(results)
+                line |= result_of(result, example, line, args.mode, cfg, tokenizer)
+                tokens += (sum(len(ids) + 1 for ids in result[0]) if args.mode == "predict" else
+                           len(example.targets or example.inputs))
             file.write(json_line(line).encode())
             file.flush()
             count += 1
@@ -620,7 +613,8 @@ def answer_file(args, cfg, mesh, tokenizer, params):
     if not count + done:
         raise UserError(f"{args.input} holds no line: there is nothing to answer.")
     seconds = time.perf_counter() - began
-    note(f"{args.output}: {count:,} examples, {count / seconds:.4g} a second")
+    note(f"{args.output}: {count:,} examples, {count / seconds:.4g} a second; {tokens:,} tokens, "
+         f"{tokens / seconds:.4g} a second")
     if encode.cut:
         note(f"{encode.cut:,} texts were longer than --data.inputs_length or "
                      f"--data.targets_length and were cut")

@@ -4088,6 +4088,19 @@ def test_what_a_tokenizer_json_may_say(change_it, expected, tmp_path, tokenizer,
     assert status == 2 and expected in err and "Traceback" not in err, err
 
 
+@pytest.mark.parametrize("sentinels", [100, 30])
+def test_a_vocabulary_has_as_many_sentinels_as_it_says(sentinels, tmp_path, tokenizer):
+    """UMT5 has 300, which its spiece.model leaves to tokenizer_config.json."""
+    write_hf(tmp_path / "hf", change().model)
+    (tmp_path / "hf" / "spiece.model").write_bytes(tokenizer.serialized)
+    (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps({"extra_ids": sentinels}))
+    convert.main([str(tmp_path / "hf"), str(tmp_path / "run")])
+    found = data.load_tokenizer(tmp_path / "run" / "spiece.model")
+    assert found.sentinels == sentinels
+    assert found.size == tokenizer.size - 100 + sentinels
+    assert found.encode("a <extra_id_3>")[-1] == found.size - 4
+
+
 @pytest.mark.parametrize("pool", ["mean", "first", "none"])
 def test_encoders_vectors(pool, tmp_path, tokenizer, capsys, monkeypatch):
     """They equal T5EncoderModel's, in order, as JSONL and .npz; a killed job goes on."""
