@@ -17,14 +17,12 @@ import base64
 import contextlib
 import errno
 import functools
-import io
 import itertools
 import json
 import math
 import os
 import re
 import shutil
-import tempfile
 import time
 import types
 from dataclasses import replace
@@ -352,52 +350,21 @@ def tokenizer_pieces(path):
     data.add_sentinels(proto, sentinels)
     trainer = proto.trainer_spec
     trainer.pad_id, trainer.eos_id, trainer.unk_id, trainer.bos_id = 0, 1, 2, -1
-    rules = {}
+    rules = {}  # {text: what SentencePiece's normalization makes of it}
     if "WhitespaceSplit" in splits:
         rules |= dict.fromkeys("\t\n\v\f\r\x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000", " ")
         rules |= {chr(i): " " for i in range(0x2000, 0x200B)}
     for part in normalizers:
         if part["type"] == "Precompiled":
-            rules |= rules_of(base64.b64decode(part["precompiled_charsmap"]))
+            spec = sentencepiece_model_pb2.NormalizerSpec(
+                precompiled_charsmap=base64.b64decode(part["precompiled_charsmap"]))
+            rules |= sentencepiece.SentencePieceNormalizer(normalizer_spec=spec).decompile()
     behind = " " * ("first" not in str(about["pre_tokenizer"]))  # what follows begins a word
     rules |= {f"<extra_id_{k}>": f" <extra_id_{k}>{behind}" for k in range(sentinels)}
-    proto.normalizer_spec.precompiled_charsmap = charsmap_of(rules)
+    if rules:
+        compiled = sentencepiece.SentencePieceNormalizer(norm_map=list(rules.items()))
+        proto.normalizer_spec.MergeFromString(compiled.serialized_normalizer_spec())
     return proto
-
-
-def rules_of(charsmap):
-    """SentencePiece's compiled normalization -> {text: what it becomes}. It is the size and the
-    units of a double-array trie (Darts-clone), then the texts that its leaves point to."""
-    size = int.from_bytes(charsmap[:4], "little")
-    units = np.frombuffer(charsmap, "<u4", size // 4, 4).astype(np.int64)
-    texts = charsmap[4 + size :]
-    rules, todo, labels = {}, [(b"", 0)], np.arange(1, 256)
-    while todo:
-        key, at = todo.pop()
-        base = at ^ (units[at] >> 10 << ((units[at] & 512) >> 6))
-        if units[at] & 256:
-            start = units[base] & 0x7FFFFFFF
-            rules[key.decode()] = texts[start : texts.index(b"\0", start)].decode()
-        children = base ^ labels
-        there = children < len(units)
-        there[there] = units[children[there]] & 0x800000FF == labels[there]
-        todo += [(key + bytes([label]), base ^ label) for label in labels[there].tolist()]
-    return rules
-
-
-def charsmap_of(rules):
-    """The inverse, by SentencePiece itself, which compiles rules when it trains a model."""
-    if not rules:
-        return b""
-    out = io.BytesIO()
-    with tempfile.NamedTemporaryFile("w", suffix=".tsv") as file:
-        for pair in rules.items():
-            file.write("\t".join(" ".join(f"{ord(c):X}" for c in text) for text in pair) + "\n")
-        file.flush()
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(["a b"]), model_writer=out, vocab_size=5, model_type="char",
-            normalization_rule_tsv=file.name, minloglevel=2, hard_vocab_limit=False)
-    return pieces_of(out.getvalue()).normalizer_spec.precompiled_charsmap
 
 
 def pieces_of(vocabulary, path="spiece.model"):
