@@ -195,6 +195,22 @@ def first_of(names):
 # ====== below: readers, writers, the command ======================================================
 
 
+@contextlib.contextmanager
+def naming(path, kind="what its name says, or damaged"):
+    """What a library stumbles over in somebody's file becomes a sentence that names the file."""
+    try:
+        yield
+    except ImportError as error:
+        raise UserError(f"Reading {path} needs a package ({error}): pip install it.") from error
+    except partition.CheckpointError as error:
+        raise UserError(f"{error}: name another --step.") from error
+    except Exception as error:  # there are as many kinds as libraries
+        if isinstance(error, UserError) or getattr(error, "filename", None):  # which name it
+            raise
+        said = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
+        raise UserError(f"{path} is not {kind} ({said}): fetch it again.") from error
+
+
 def derive(tensors, form, source):
     """Tensors -> ModelConfig, as far as shapes tell; raises a UserError where they are not T5's."""
 
@@ -370,11 +386,9 @@ def tokenizer_pieces(path):
 def pieces_of(vocabulary, path="spiece.model"):
     """Bytes of a SentencePiece model -> its ModelProto."""
     proto = sentencepiece_model_pb2.ModelProto()
-    try:
+    with naming(path, "a SentencePiece model"):
         proto.ParseFromString(vocabulary)
         proto.pieces[0]
-    except Exception as error:  # protobuf's DecodeError, whose place differs between versions
-        raise UserError(f"{path} is not a SentencePiece model: fetch it again.") from error
     return proto
 
 
@@ -406,7 +420,7 @@ def read_safetensors(files):
     """-> Tensors. The library validates what the header says of the bytes."""
     places, shapes = {}, {}
     for file in files:
-        try:
+        with naming(file, "a whole safetensors file"):
             opened = safetensors.safe_open(file, "numpy")
             for name in opened.keys():
                 part = opened.get_slice(name)
@@ -414,9 +428,6 @@ def read_safetensors(files):
                     raise UserError(f"{file}: {name} holds {part.get_dtype()}, not floating point: "
                                     f"convert the model that was not quantized.")
                 places[name], shapes[name] = opened, tuple(part.get_shape())
-        except (safetensors.SafetensorError, OSError, ValueError) as error:
-            raise UserError(f"{file} is not a whole safetensors file ({error}): fetch it again."
-                            ) from error
     return Tensors(shapes, lambda name: places[name].get_tensor(name))
 
 
@@ -425,17 +436,12 @@ def read_pickle(files, allowed):
     if not allowed:
         raise UserError(f"{files[0]} is a pickle, which can run any program: add --allow_pickle if "
                         f"you trust where it comes from.")
-    try:
-        import torch
-    except ImportError as error:
-        raise UserError("Reading pytorch_model.bin needs torch: pip install torch.") from error
     tensors = {}
     for file in files:
-        try:
+        with naming(file):
+            import torch
+
             tensors |= torch.load(file, "cpu", weights_only=True, mmap=True)
-        except Exception as error:  # of many kinds
-            raise UserError(f"{file} cannot be read ({str(error).splitlines()[0]}): fetch it "
-                            f"again.") from error
     return Tensors({name: tuple(tensor.shape) for name, tensor in tensors.items()},
                    lambda name: tensors[name].float().numpy())
 
@@ -597,12 +603,9 @@ def read_msgpack(path):
     def read(name):
         return flax.serialization.msgpack_restore(part(*places[name]))
 
-    try:
-        with open(path, "rb") as file:
-            walk(msgpack.Unpacker(file, max_buffer_size=0, strict_map_key=False), "")
+    with naming(path, "a whole msgpack file"), open(path, "rb") as file:
+        walk(msgpack.Unpacker(file, max_buffer_size=0, strict_map_key=False), "")
         return Tensors({name: shape(name) for name in places}, read)
-    except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
-        raise UserError(f"{path} is not a whole msgpack file ({error}): fetch it again.") from error
 
 
 # ---- T5X and Mesh TensorFlow, read ---------------------------------------------------------------
@@ -649,43 +652,25 @@ def read_orbax(folder):
 
 def stored(driver, place, read=True, **options):
     """A zarr array of TensorStore's -> NumPy array, or its shape."""
-    try:
-        spec = {"driver": driver, "kvstore": place, **options}
+    spec = {"driver": driver, "kvstore": place, **options}
+    with naming(place["path"], "a whole array"):
         store = tensorstore.open(spec, open=True).result()
         return store.read().result() if read else store.shape
-    except (ValueError, OSError) as error:
-        raise UserError(f"{place['path']} is incomplete or damaged: fetch the checkpoint again. "
-                        f"({str(error)[:200]})") from error
 
 
 def read_mtf(prefix):
     """Mesh TensorFlow's checkpoint -> Tensors; its norms have had several names."""
-    try:
-        from tensorflow.train import load_checkpoint
-    except ImportError as error:
-        raise UserError("Reading a Mesh TensorFlow checkpoint needs TensorFlow: pip install "
-                        "tensorflow-cpu.") from error
+    from tensorflow.train import load_checkpoint
 
     def plain(name):
         name = re.sub(r"^(encoder|decoder)/(rms|layer)_norm", r"\1/final_layer_norm", name)
         return re.sub(r"(layer_\d+)/rms_norm", r"\1/layer_norm", name)
 
-    try:
-        reader = load_checkpoint(str(prefix))
-        shapes = reader.get_variable_to_shape_map()
-    except Exception as error:  # of TensorFlow's kinds
-        raise UserError(f"{prefix}.index cannot be read ({str(error)[:200]}): fetch it again."
-                        ) from error
+    reader = load_checkpoint(str(prefix))
+    shapes = reader.get_variable_to_shape_map()
     theirs = {plain(name): name for name in shapes}
-
-    def read(name):
-        try:
-            return np.asarray(reader.get_tensor(theirs[name]))
-        except Exception as error:
-            raise UserError(f"{prefix} has no data of {theirs[name]} ({str(error)[:200]}): fetch "
-                            f"it again.") from error
-
-    return Tensors({name: tuple(shapes[old]) for name, old in theirs.items()}, read)
+    return Tensors({name: tuple(shapes[old]) for name, old in theirs.items()},
+                   lambda name: np.asarray(reader.get_tensor(theirs[name])))
 
 
 def open_google(source, tensors, form):
@@ -717,14 +702,11 @@ def gin_activation(folders):
 def open_plain(folder, step=None):
     """A run directory, or one of its checkpoints -> Weights."""
     run_dir, checkpoint = folder / ".." / "..", folder
-    try:
-        if partition.find_checkpoint(folder):
-            checkpoints = partition.Checkpoints(folder)
-            step = of_steps(folder, checkpoints.steps(), step)
-            run_dir, checkpoint = folder, checkpoints.path(step)
-        manifest = partition.read_manifest(checkpoint)
-    except partition.CheckpointError as error:
-        raise UserError(f"{error}: name another --step.") from error
+    if partition.find_checkpoint(folder):
+        checkpoints = partition.Checkpoints(folder)
+        step = of_steps(folder, checkpoints.steps(), step)
+        run_dir, checkpoint = folder, checkpoints.path(step)
+    manifest = partition.read_manifest(checkpoint)
     arrays, cfg = manifest["arrays"], configs.load_run(run_dir)
     shapes = {name: tuple(array["shape"]) for name, array in arrays.items()}
     for name, (shape, _, _) in parameters(cfg.model, HF).items():
@@ -741,10 +723,7 @@ def open_plain(folder, step=None):
         index, kept = [slice(None)] * len(shapes[name]), None
         if layer is not None:
             index[0], kept = slice(layer, layer + 1), verified(name)
-        try:
-            part = partition.read_part(checkpoint, arrays[name], index, kept)
-        except partition.CheckpointError as error:
-            raise UserError(f"{error}: name another --step.") from error
+        part = partition.read_part(checkpoint, arrays[name], index, kept)
         return part if layer is None else part[0]
 
     vocabulary, recipe = (path.read_bytes() if path.exists() else None for path in (
@@ -767,17 +746,6 @@ def steps_in(folder):
             **{int(one.stem.rsplit("-", 1)[1]): one.with_suffix("")
                for one in folder.glob("model.ckpt-*.index")},
             **{step: runs.path(step) for step in runs.steps()}}
-
-
-@contextlib.contextmanager
-def naming(source):
-    """What a reader stumbles over in a file of another library is a sentence that names it."""
-    try:
-        yield
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, MemoryError,
-            RecursionError) as error:
-        raise UserError(f"{source} is damaged, or not what its name says ({type(error).__name__}: "
-                        f"{str(error):.100}): fetch it again.") from error
 
 
 def open_any(source, step=None, allow_pickle=False):
