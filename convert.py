@@ -252,21 +252,20 @@ def derive(tensors, form, source):
         tied=form.name("unembed", 0, gated) not in tensors.shapes)
 
 
+def each(places):
+    """What parameters() returns -> (their name, our name, layer, their shape, turned) of each."""
+    for ours, (shape, theirs, turned) in places.items():
+        for layer, name in zip(layers_of(ours, shape), theirs):
+            yield name, ours, layer, of_layer(ours, shape)[:: -1 if turned else 1], turned
+
+
 def to_weights(tensors, form, source, cfg, vocabulary, name="t5", ignored=()):
     """Tensors and the ModelConfig they should have -> Weights; refuses what does not fit."""
     found = parameters(cfg, form)
-
-    def expected(places):
-        return {name: of_layer(ours, shape)[:: -1 if turned else 1]
-                for ours, (shape, theirs, turned) in places.items() for name in theirs}
-
-    def differing(wanted):
-        return [name for name in wanted if tensors.shapes[name] != wanted[name]]
-
-    wanted = expected(found)
-    if missing := set(wanted) - set(tensors.shapes):
+    wanted = {name: shape for name, _, _, shape, _ in each(found)}
+    if missing := wanted.keys() - tensors.shapes.keys():
         raise UserError(f"{source} has no {first_of(missing)}: it is incomplete; fetch it again.")
-    if wrong := differing(wanted):
+    if wrong := [name for name in wanted if tensors.shapes[name] != wanted[name]]:
         raise UserError(f"{source}: {wrong[0]} has shape {list(tensors.shapes[wrong[0]])}, and the "
                         f"others ask for {list(wanted[wrong[0]])}: fetch it again.")
     rest = set(tensors.shapes) - set(wanted) - {form.step, *ignored}
@@ -279,10 +278,8 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5", ignored=()):
             return math.prod(tensors.shapes.get(form.slot(name, slot), (1,)))
 
         slots = adafactor_slots(found, form, lambda path, name: size(name, "v_row") > 1)
-        wanted = expected(slots)
-        if (set(wanted) <= of_optimizer and not differing(wanted)
-                and all(size(name, "m") == 1 for _, theirs, _ in found.values()
-                        for name in theirs)):
+        if (all(tensors.shapes.get(name) == shape for name, _, _, shape, _ in each(slots))
+                and all(size(name, "m") == 1 for name in wanted)):
             found |= slots
         else:
             note(f"{source}: its optimizer is not Adafactor without momentum; the parameters alone "
@@ -522,18 +519,17 @@ def settle_embeddings(tensors, form, config, folder):
                         f"the embedding: fetch it again.")
     scaled = alone or config.get("scale_decoder_outputs",
                                  flag and config.get("model_type") != "mt5")
-    shapes = dict(tensors.shapes)
-    shapes[embed] = shapes.pop(table)
-    if tied:
+    shapes = tensors.shapes | {embed: tensors.shapes[table]}
+    made = {embed: lambda: tensors.read(table)}  # what is not read as it stands
+    if tied and scaled:
         shapes.pop(head, None)
-        if not scaled:
-            shapes[head] = as_head().shape
+    elif tied:
+        shapes[head], made[head] = as_head().shape, as_head
+    elif scaled:
+        made[head] = lambda: tensors.read(head) * np.float32(shapes[embed][1] ** -0.5)
 
     def read(name):
-        if name == head and not tied and scaled:
-            return tensors.read(name) * np.float32(shapes[embed][1] ** -0.5)
-        return as_head() if name == head and tied else tensors.read(
-            table if name == embed else name)
+        return made[name]() if name in made else tensors.read(name)
 
     # the last is in T5 1.0's first files and was never used
     unused = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
@@ -564,14 +560,20 @@ def settle_config(cfg, config, folder):
 
 
 def read_msgpack(path):
-    """A msgpack file of Flax -> Tensors. Only places are kept; a map that stands for one array, and
-    a leaf that is no array, are read as what they are."""
-    places = {}
+    """A msgpack file of Flax -> Tensors. Of arrays only places and shapes are kept; a map that
+    stands for one array, and a leaf that is no array, are read as what they are."""
+    places, shapes = {}, {}
 
     def part(start, stop):
         with open(path, "rb") as file:
             file.seek(start)
             return file.read(stop - start)
+
+    def read(name):
+        return flax.serialization.msgpack_restore(part(*places[name]))
+
+    def only_shape(code, data):
+        return np.broadcast_to(0, msgpack.unpackb(data, raw=True)[0])
 
     def walk(unpacker, prefix):
         start, keys = unpacker.tell(), set()
@@ -579,33 +581,23 @@ def read_msgpack(path):
             key, at = unpacker.unpack(), unpacker.tell()
             keys.add(key)
             first = part(at, at + 1)[0]
-            if first >> 4 == 8 or first in (0xDE, 0xDF):
+            if first >> 4 == 8 or first in (0xDE, 0xDF):  # a map
                 walk(unpacker, f"{prefix}{key}/")
             else:
-                unpacker.skip()
+                shapes[f"{prefix}{key}"] = np.shape(unpacker.unpack())
                 places[f"{prefix}{key}"] = at, unpacker.tell()
-        if keys & {"driver", "__msgpack_chunked_array__"}:
+        if keys & {"metadata", "__msgpack_chunked_array__"}:
             for name in [name for name in places if name.startswith(prefix)]:
-                del places[name]
-            places[prefix.removesuffix("/")] = start, unpacker.tell()
-
-    def shape(name):
-        start, stop = places[name]
-        head = part(start, min(stop, start + 200))
-        if head[0] not in (*range(0xC7, 0xCA), *range(0xD4, 0xD9)):  # no extension: not an array
-            value = read(name)
-            return tuple(value["metadata"]["shape"]) if isinstance(value, dict) else np.shape(value)
-        inner = msgpack.Unpacker()
-        inner.feed(head[{0xC7: 3, 0xC8: 4, 0xC9: 6}.get(head[0], 2) :])
-        inner.read_array_header()
-        return tuple(inner.unpack())
-
-    def read(name):
-        return flax.serialization.msgpack_restore(part(*places[name]))
+                del places[name], shapes[name]
+            name = prefix.removesuffix("/")
+            places[name] = start, unpacker.tell()
+            array = read(name)
+            shapes[name] = tuple(array["metadata"]["shape"]) if "metadata" in keys else array.shape
 
     with naming(path, "a whole msgpack file"), open(path, "rb") as file:
-        walk(msgpack.Unpacker(file, max_buffer_size=0, strict_map_key=False), "")
-        return Tensors({name: shape(name) for name in places}, read)
+        walk(msgpack.Unpacker(file, max_buffer_size=0, strict_map_key=False, ext_hook=only_shape),
+             "")
+    return Tensors(shapes, read)
 
 
 # ---- T5X and Mesh TensorFlow, read ---------------------------------------------------------------
@@ -740,12 +732,10 @@ def of_steps(source, steps, step):
 
 def steps_in(folder):
     """{step: path} of the checkpoints of a run of ours, of T5X or of Mesh TensorFlow."""
-    runs = partition.Checkpoints(folder)
-    return {**{int(one.name[11:]): one for one in folder.glob("checkpoint_*")
-               if one.name[11:].isdecimal()},
-            **{int(one.stem.rsplit("-", 1)[1]): one.with_suffix("")
-               for one in folder.glob("model.ckpt-*.index")},
-            **{step: runs.path(step) for step in runs.steps()}}
+    runs, google = partition.Checkpoints(folder), r"checkpoint_(\d+)|model\.ckpt-(\d+)\.index"
+    found = {int(number[1] or number[2]): path.with_suffix("") for path in folder.glob("*")
+             if (number := re.fullmatch(google, path.name))}
+    return found | {step: runs.path(step) for step in runs.steps()}
 
 
 def open_any(source, step=None, allow_pickle=False):
@@ -788,25 +778,21 @@ def reader_of(source, step, allow_pickle):
 
 def write_plain(folder, weights, dtype):
     """Weights -> a run directory."""
-    arrays = {name: {"shape": shape, "dtype": "float32"}
-              for name, shape in weights.shapes.items() if "/" in name}
-    scalars = {}
-    if any(name.startswith("slots/") for name in arrays):  # T5X counts updates by the step
-        scalars = {"step": weights.step, "count": weights.step, "skipped": 0}
-    scalars |= {name: int(weights.read(name, None))
-                for name, shape in weights.shapes.items() if shape == ()}
+    tables = {name: shape for name, shape in weights.shapes.items() if shape}
+    scalars = {name: int(weights.read(name, None)) for name in weights.shapes.keys() - tables}
+    if any(name.startswith("slots/") for name in tables):  # T5X counts updates by the step
+        scalars = {"step": weights.step, "count": weights.step, "skipped": 0, **scalars}
+    arrays = {name: {"shape": shape, "dtype": "float32"} for name, shape in tables.items()}
     arrays |= {name: {"shape": (), "dtype": "int32"} for name in scalars}
 
     def pieces():
-        for name in sorted(arrays):
-            shape = arrays[name]["shape"]
-            if name in scalars:
-                yield name, [], np.array(scalars[name], np.int32)
-                continue
+        for name, value in scalars.items():
+            yield name, [], np.array(value, np.int32)
+        for name, shape in tables.items():
             for layer in layers_of(name, shape):
                 array = np.asarray(weights.read(name, layer), np.float32)
                 array = array if layer is None else array[None]
-                rows = max(1, len(array) * partition.PIECE_BYTES // max(1, array.nbytes))
+                rows = max(1, len(array) * partition.PIECE_BYTES // array.nbytes)
                 for start in range(0, len(array), rows):
                     part = np.ascontiguousarray(array[start : start + rows])
                     first = start + (layer or 0)
@@ -830,19 +816,23 @@ def write_hf(folder, weights, dtype):
     """Weights -> a directory that transformers reads."""
     cfg = weights.cfg.model
     files, size = [[]], 0
-    for ours, (shape, theirs, turned) in parameters(cfg, HF).items():
-        one = of_layer(ours, shape)
-        for layer, name in zip(layers_of(ours, shape), theirs):
-            size += math.prod(one) * dtype.itemsize
-            if files[-1] and size > SHARD_BYTES:
-                files, size = [*files, []], math.prod(one) * dtype.itemsize
-            files[-1].append((name, ours, layer, one[:: -1 if turned else 1], turned))
+    for tensor in each(parameters(cfg, HF)):
+        nbytes = math.prod(tensor[3]) * dtype.itemsize
+        if files[-1] and size + nbytes > SHARD_BYTES:
+            files, size = [*files, []], 0
+        files[-1].append(tensor)
+        size += nbytes
     places, total = {}, 0
     for number, tensors in enumerate(files, 1):
         file = ("model.safetensors" if len(files) == 1 else
                 f"model-{number:05}-of-{len(files):05}.safetensors")
-        total += write_safetensors(folder / file, tensors, weights, dtype)
-        places |= {tensor[0]: file for tensor in tensors}
+        arrays = {}
+        for name, ours, layer, _, turned in tensors:
+            array = weights.read(ours, layer)
+            arrays[name] = np.ascontiguousarray(array.T if turned else array, dtype)
+        safetensors.numpy.save_file(arrays, folder / file, {"format": "pt"})
+        places |= dict.fromkeys(arrays, file)
+        total += sum(array.nbytes for array in arrays.values())
     if len(files) > 1:
         write_json(folder / "model.safetensors.index.json",
                    {"metadata": {"total_size": total}, "weight_map": places})
@@ -866,16 +856,6 @@ def write_hf(folder, weights, dtype):
         "dropout_rate": cfg.dropout, "layer_norm_epsilon": 1e-6})
     write_json(folder / "generation_config.json", SPECIAL)
     write_tokenizer(folder, weights.vocabulary, cfg)
-
-
-def write_safetensors(path, tensors, weights, dtype):
-    """Write the tensors of a file -> their bytes."""
-    arrays = {}
-    for name, ours, layer, _, turned in tensors:
-        array = weights.read(ours, layer)
-        arrays[name] = np.ascontiguousarray(array.T if turned else array, dtype)
-    safetensors.numpy.save_file(arrays, path, {"format": "pt"})
-    return sum(array.nbytes for array in arrays.values())
 
 
 def write_json(path, value):
@@ -941,12 +921,8 @@ def tokenizer_json(proto):
 
 def model_card(weights, run_dir):
     """README.md of a Hugging Face directory: what the model is, and its last evaluations."""
-    found, path = {}, Path(run_dir, "metrics.jsonl")
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # torn by a kill
-            line = json.loads(line)
-            found |= {name: value for name, value in line.items()
-                      if "_eval/" in name and line["step"] <= weights.step}
+    found = {name: value for line in partition.metrics_lines(Path(run_dir, "metrics.jsonl"))
+             for name, value in line.items() if "_eval/" in name and line["step"] <= weights.step}
     number = model.count_params(model.param_table(weights.cfg.model))
     rows = "".join(f"| {name} | {value:.4g} |\n" for name, value in found.items())
     return f"""---
@@ -982,14 +958,13 @@ def write_t5x(folder, weights, dtype):
     else:
         note("There are no slots of Adafactor: T5X evaluates the checkpoint, and fine-tunes from "
              "it with fallback_to_scratch.")
-    for ours, (shape, theirs, _) in places.items():
-        for layer, name in zip(layers_of(ours, shape), theirs):
-            array = weights.read(ours, layer)
-            if name.endswith(("v_row", "v_col")):
-                tree[name] = np.array(array)
-            else:
-                kind = dtype if ours in parameters(weights.cfg.model, T5X) else np.float32
-                tree[name] = write_store(folder, name.replace("/", "."), np.asarray(array, kind))
+    for name, ours, layer, _, _ in each(places):
+        array = weights.read(ours, layer)
+        if name.endswith(("v_row", "v_col")):
+            tree[name] = np.array(array)
+        else:
+            kind = dtype if ours.startswith("params/") else np.float32
+            tree[name] = write_store(folder, name.replace("/", "."), np.asarray(array, kind))
     tree = flax.traverse_util.unflatten_dict(tree, sep="/")
     configs.write_file(folder / "checkpoint", flax.serialization.msgpack_serialize(
         {"version": 3, "optimizer": tree}))
