@@ -24,7 +24,6 @@ import os
 import re
 import shutil
 import time
-import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Callable, NamedTuple
@@ -216,11 +215,8 @@ def derive(tensors, form, source):
 
     def shape(path):
         name = form.name(path, 0, gated)
-        if name not in tensors.shapes:
-            raise UserError(f"{source} has no {name}: it is incomplete, or not a T5 model.")
-        if len(tensors.shapes[name]) != 2:
-            raise UserError(f"{source}: {name} has shape {list(tensors.shapes[name])}, and a T5 "
-                            f"model's has two axes: convert a T5 model.")
+        if len(tensors.shapes.get(name, ())) != 2:
+            raise UserError(f"{source} has no matrix {name}: it is incomplete, or not a T5 model.")
         return tensors.shapes[name][:: -1 if form.turned(path) else 1]
 
     def depth(stack):
@@ -341,20 +337,17 @@ def tokenizer_pieces(path):
     normalizers = parts("normalizer", "normalizers")
     splits = [part["type"] for part in parts("pre_tokenizer", "pretokenizers")]
     spaces = [{"Regex": pattern} for pattern in (" {2,}", "[ \u2581]{2,}", "[ \u2581]+$")]
-    strange = [vocab.get("type", "Unigram")] * (vocab.get("type", "Unigram") != "Unigram")
-    strange += ["byte_fallback"] * bool(vocab.get("byte_fallback"))
-    strange += [part["type"] for part in normalizers if part["type"] not in (
-        "Precompiled", "Strip") and part.get("pattern") not in spaces]
-    strange += [split for split in splits if split not in ("Metaspace", "WhitespaceSplit")]
-    strange += ["no Metaspace"] * ("Metaspace" not in splits)
+    strange = {vocab.get("type", "Unigram"), *splits, *(
+        part["type"] for part in normalizers if part.get("pattern") not in spaces)}
+    strange -= {"Unigram", "Precompiled", "Strip", "Metaspace", "WhitespaceSplit"}
+    strange |= {"byte_fallback"} if vocab.get("byte_fallback") else set()
+    strange |= {"no Metaspace"} - {f"no {split}" for split in splits}
     if strange:
-        raise UserError(f"{path} has {first_of(set(strange))}, which a SentencePiece unigram model "
+        raise UserError(f"{path} has {first_of(strange)}, which a SentencePiece unigram model "
                         f"cannot say: bring the model's spiece.model.")
-    pieces = [piece for piece, _ in vocab["vocab"]]
-    sentinels = len(list(itertools.takewhile(
-        lambda pair: pair[1].removeprefix("\u2581") == f"<extra_id_{pair[0]}>",
-        enumerate(reversed(pieces)))))
-    if any("<extra_id_" in piece for piece in pieces[: len(pieces) - sentinels]):
+    pieces = [piece.removeprefix("\u2581") for piece, _ in vocab["vocab"]]
+    sentinels = sum("<extra_id_" in piece for piece in pieces)
+    if pieces[len(pieces) - sentinels :] != [f"<extra_id_{k}>" for k in reversed(range(sentinels))]:
         raise UserError(f"{path}: its sentinels do not count down to <extra_id_0>, the last piece.")
     proto = sentencepiece_model_pb2.ModelProto()
     kinds = {**dict.fromkeys(range(2), 3), vocab["unk_id"]: 2}  # CONTROL, UNKNOWN; NORMAL is 1
@@ -392,12 +385,13 @@ def pieces_of(vocabulary, path="spiece.model"):
 # ---- Hugging Face, read --------------------------------------------------------------------------
 
 FILES = ("model.safetensors", "flax_model.msgpack", "pytorch_model.bin")
-FLOATS = ("F64", "F32", "F16", "BF16")
 KNOWN = ("gated_gelu", "gated_silu", "relu")  # activations that mean the same elsewhere
 
 
-def is_hf(folder):
-    return any((folder / f"{name}{end}").exists() for name in FILES for end in ("", ".index.json"))
+def hf_file(folder):
+    """Which of these lies there, whole or in shards; or None."""
+    return next((name for name in FILES for end in ("", ".index.json")
+                 if (folder / f"{name}{end}").exists()), None)
 
 
 def shards(folder, name):
@@ -421,7 +415,7 @@ def read_safetensors(files):
             opened = safetensors.safe_open(file, "numpy")
             for name in opened.keys():
                 part = opened.get_slice(name)
-                if part.get_dtype() not in FLOATS:
+                if part.get_dtype() not in ("F64", "F32", "F16", "BF16"):
                     raise UserError(f"{file}: {name} holds {part.get_dtype()}, not floating point: "
                                     f"convert the model that was not quantized.")
                 places[name], shapes[name] = opened, tuple(part.get_shape())
@@ -443,15 +437,14 @@ def read_pickle(files, allowed):
                    lambda name: tensors[name].float().numpy())
 
 
-WHOLE, NUMBER = (int, types.NoneType), (int, float)
+DIMENSIONS = ("vocab_size", "d_model", "d_ff", "d_kv", "num_heads", "num_layers",
+              "num_decoder_layers")
+WHOLE, NUMBER = (int, type(None)), (int, float)
 HF_CONFIG = {  # what config.json may say of what is asked here
     "model_type?": str, "feed_forward_proj?": str, "tie_word_embeddings?": bool,
     "scale_decoder_outputs?": bool, "dropout_rate?": NUMBER, "layer_norm_epsilon?": NUMBER,
     "relative_attention_num_buckets?": WHOLE, "relative_attention_max_distance?": int,
-    **{f"{name}?": WHOLE for name in ("vocab_size", "d_model", "d_ff", "d_kv", "num_heads",
-                                      "num_layers", "num_decoder_layers")}}
-
-
+    **{f"{name}?": WHOLE for name in DIMENSIONS}}
 SPECIAL = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
 
 
@@ -461,15 +454,14 @@ def open_hf(folder, allow_pickle=False):
     if (kind := config.get("model_type", "t5")) not in ("t5", "mt5", "umt5"):
         raise UserError(f"{folder} holds a model of type {kind}: plain T5 converts t5, mt5 and "
                         f"umt5.")
-    generation = folder / "generation_config.json"
-    also = configs.read_json(generation, dict) if generation.exists() else {}
-    for about, (token, wanted) in itertools.product((config, also), SPECIAL.items()):
+    generation, tokenizer = (
+        configs.read_json(folder / name, dict) if (folder / name).exists() else {}
+        for name in ("generation_config.json", "tokenizer_config.json"))
+    for about, (token, wanted) in itertools.product((config, generation), SPECIAL.items()):
         if (said := about.get(token)) not in (None, wanted, [wanted]):
             raise UserError(f"{folder} says {token} {said}, and plain T5's is {wanted}, so its "
                             f"answers would be others: serve it with transformers.")
-    form, promised = HF, set()
-    name = next(name for name in FILES
-                if (folder / name).exists() or (folder / f"{name}.index.json").exists())
+    form, promised, name = HF, set(), hf_file(folder)
     if name == "flax_model.msgpack":
         form, tensors = FLAX, read_msgpack(folder / name)
     else:
@@ -480,11 +472,9 @@ def open_hf(folder, allow_pickle=False):
         raise UserError(f"{folder} has no {first_of(lost)}, which its index lists: fetch it again.")
     tensors, ignored = settle_embeddings(tensors, form, config, folder)
     cfg = settle_config(derive(tensors, form, folder), config, folder)
-    tokenizer = folder / "tokenizer_config.json"
-    about = configs.read_json(tokenizer, dict) if tokenizer.exists() else {}
-    byt5, extra = "ByT5" in str(about.get("tokenizer_class")), about.get("extra_ids")
+    byt5 = "ByT5" in str(tokenizer.get("tokenizer_class"))
     vocabulary = b"bytes:0\n" if byt5 else find_vocabulary(
-        [folder], cfg, extra or data.SENTINELS)
+        [folder], cfg, tokenizer.get("extra_ids") or data.SENTINELS)
     return to_weights(tensors, form, folder, cfg, vocabulary, kind, ignored)
 
 
@@ -541,8 +531,7 @@ def settle_config(cfg, config, folder):
     said = {"num_decoder_layers": config.get("num_layers"), **config,
             "relative_buckets": config.get("relative_attention_num_buckets"),
             "activation": config.get("feed_forward_proj", "relu").replace("-", "_")}
-    for name in ("vocab_size", "d_model", "d_ff", "d_kv", "num_heads", "num_layers",
-                 "relative_buckets", *["num_decoder_layers"] * bool(cfg.num_decoder_layers)):
+    for name in ("relative_buckets", *DIMENSIONS[: None if cfg.num_decoder_layers else -1]):
         if said.get(name) not in (None, getattr(cfg, name)):
             raise UserError(f"{folder}: config.json says {name} {said[name]}, the weights have "
                             f"{getattr(cfg, name)}: fetch both again.")
@@ -708,14 +697,14 @@ def open_plain(folder, step=None):
 
     @functools.lru_cache(1)
     def verified(name):
-        """The pieces of a stacked array, which are read layer by layer."""
+        """The pieces of the array that is being read, perhaps layer by layer."""
         return {}
 
     def read(name, layer):
-        index, kept = [slice(None)] * len(shapes[name]), None
+        index = [slice(None)] * len(shapes[name])
         if layer is not None:
-            index[0], kept = slice(layer, layer + 1), verified(name)
-        part = partition.read_part(checkpoint, arrays[name], index, kept)
+            index[0] = slice(layer, layer + 1)
+        part = partition.read_part(checkpoint, arrays[name], index, verified(name))
         return part if layer is None else part[0]
 
     vocabulary, recipe = (path.read_bytes() if path.exists() else None for path in (
@@ -760,7 +749,7 @@ def reader_of(source, step, allow_pickle):
         return open_google(path, read_t5x(path), T5X)
     if (path / "manifest.json").exists() or partition.Checkpoints(path).steps():
         return open_plain(path, step)
-    if is_hf(path):
+    if hf_file(path):
         return open_hf(path, allow_pickle)
     for folder in (path / "state", path):
         if (folder / "_METADATA").exists():
@@ -847,9 +836,7 @@ def write_hf(folder, weights, dtype):
     write_json(folder / "config.json", {
         "architectures": [family.upper() + kind], "model_type": family,
         "is_encoder_decoder": whole, "use_cache": whole, "dtype": dtype.name, **SPECIAL,
-        **{name: getattr(cfg, name) for name in (
-            "vocab_size", "d_model", "d_ff", "d_kv", "num_heads", "num_layers",
-            "num_decoder_layers")},
+        **{name: getattr(cfg, name) for name in DIMENSIONS},
         "feed_forward_proj": cfg.activation.replace("_", "-"), "tie_word_embeddings": cfg.tied,
         "relative_attention_num_buckets": cfg.relative_buckets,
         "relative_attention_max_distance": cfg.relative_max_distance,
