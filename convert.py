@@ -131,8 +131,7 @@ MTF_SLOTS = {"v": "_slot_v", "v_row": "_slot_vr", "v_col": "_slot_vc", "m": "_sl
 
 
 class Format(NamedTuple):
-    """A library's names of a parameter, an optimizer's slot, the step; the one rule of its arrays.
-    """
+    """A library's names of parameters, of an optimizer's slots, of the step; what it transposes."""
 
     name: Callable
     turned: Callable = lambda path: False  # whether its matrix is ours transposed
@@ -168,10 +167,8 @@ def parameters(cfg, form):
 
 def adafactor_slots(params, form, factored):
     """The same for the slots of the parameters; factored(our path, its first name) -> bool.
-
     T5X's v_row is the mean over the longer axis of a matrix, over the second of equal ones; our row
-    is the mean over the second always.
-    """
+    is the mean over the second always."""
     slots = {}
     for ours, (shape, theirs, _) in params.items():
         path, one = ours.removeprefix("params/"), of_layer(ours, shape)
@@ -324,9 +321,7 @@ def find_vocabulary(folders, cfg, sentinels=data.SENTINELS):
 def tokenizer_pieces(path):
     """The tokenizer.json of a Unigram model -> the ModelProto that gives the same ids, but where
     </s>, <pad> or <unk> are spelled in the text, or it ends with white space other than a space.
-
-    Whatever a ModelProto cannot say is refused by name.
-    """
+    Whatever a ModelProto cannot say is refused by name."""
     about = configs.read_json(path, {"model": {"vocab": list, "type?": str}})
 
     def parts(key, inside):
@@ -480,11 +475,9 @@ def open_hf(folder, allow_pickle=False):
 
 def settle_embeddings(tensors, form, config, folder):
     """-> (Tensors with one embedding, and an output layer unless it is tied; names to ignore).
-
     Whether the two are one is decided by the tensors; config.json says whether the logits are
     scaled by d_model^-0.5. Ours are if and only if the two are one, so an output layer is made
-    where Hugging Face's model is otherwise.
-    """
+    where Hugging Face's model is otherwise."""
     embed, head = form.name("embed", 0, True), form.name("unembed", 0, True)
     copies = {embed.replace("shared", stack + embed[6] + "embed_tokens")
               for stack in ("encoder", "decoder")}
@@ -680,13 +673,8 @@ def gin_activation(folders):
 # ---- a run, read ---------------------------------------------------------------------------------
 
 
-def open_plain(folder, step=None):
-    """A run directory, or one of its checkpoints -> Weights."""
-    run_dir, checkpoint = folder / ".." / "..", folder
-    if partition.find_checkpoint(folder):
-        checkpoints = partition.Checkpoints(folder)
-        step = of_steps(folder, checkpoints.steps(), step)
-        run_dir, checkpoint = folder, checkpoints.path(step)
+def open_plain(checkpoint, run_dir):
+    """One of a run's checkpoints -> Weights."""
     manifest = partition.read_manifest(checkpoint)
     arrays, cfg = manifest["arrays"], configs.load_run(run_dir)
     shapes = {name: tuple(array["shape"]) for name, array in arrays.items()}
@@ -712,50 +700,43 @@ def open_plain(folder, step=None):
     return Weights(cfg, manifest["step"], shapes, read, vocabulary, recipe)
 
 
-def of_steps(source, steps, step):
-    """The newest of the steps, or the one that is asked for."""
-    if step is not None and step not in steps:
-        raise UserError(f"{source} has no step {step:,}; it has {', '.join(map(str, steps))}.")
-    return max(steps) if step is None else step
-
-
 def steps_in(folder):
-    """{step: path} of the checkpoints of a run of ours, of T5X or of Mesh TensorFlow."""
-    runs, google = partition.Checkpoints(folder), r"checkpoint_(\d+)|model\.ckpt-(\d+)\.index"
-    found = {int(number[1] or number[2]): path.with_suffix("") for path in folder.glob("*")
-             if (number := re.fullmatch(google, path.name))}
-    return found | {step: runs.path(step) for step in runs.steps()}
+    """{step: path} of the checkpoints of a run of ours, or else of T5X or of Mesh TensorFlow."""
+    runs, theirs = partition.Checkpoints(folder), r"checkpoint_(\d+)|model\.ckpt-(\d+)\.index"
+    return {step: runs.path(step) for step in runs.steps()} or {
+        int(number[1] or number[2]): path.with_suffix("") for path in folder.glob("*")
+        if (number := re.fullmatch(theirs, path.name))}
 
 
 def open_any(source, step=None, allow_pickle=False):
-    """Path of anything -> Weights; what it is is seen by the files that lie there."""
+    """Path of anything -> Weights."""
     with naming(source):
         weights = reader_of(source, step, allow_pickle)
-
-    def read(name, layer):
-        with naming(source):
-            return weights.read(name, layer)
-
-    return weights._replace(read=read)
+    return weights._replace(read=naming(source)(weights.read))
 
 
 def reader_of(source, step, allow_pickle):
-    path = Path(source)
-    if step is not None and not steps_in(path):
-        raise UserError(f"{source} holds one set of weights: leave out --step.")
+    """What SRC is, is seen by the files that lie there."""
+    path, steps = Path(source), steps_in(Path(source))
+    if step is not None and step not in steps:
+        there = ", ".join(map(str, sorted(steps))) or "one set of weights: leave out --step"
+        raise UserError(f"{source} has no step {step:,}; it has {there}.")
+    chosen = steps.get(max(steps, default=None) if step is None else step)
     if os.path.exists(f"{source}.index"):
         return open_google(path, read_mtf(path), MTF)
     if path.is_file():
         return open_google(path, read_t5x(path), T5X)
-    if (path / "manifest.json").exists() or partition.Checkpoints(path).steps():
-        return open_plain(path, step)
+    if (path / "manifest.json").exists():
+        return open_plain(path, path / ".." / "..")
+    if partition.Checkpoints(path).steps():
+        return open_plain(chosen, path)
     if hf_file(path):
         return open_hf(path, allow_pickle)
     for folder in (path / "state", path):
         if (folder / "_METADATA").exists():
             return open_google(path, read_orbax(folder), T5X)
-    if inside := steps_in(path):
-        return reader_of(inside[of_steps(source, sorted(inside), step)], None, allow_pickle)
+    if chosen:
+        return reader_of(chosen, None, allow_pickle)
     if (path / "checkpoint").is_file():
         return open_google(path, read_t5x(path), T5X)
     raise UserError(f"{source} is no run directory, no Hugging Face directory with weights, and no "
@@ -938,9 +919,8 @@ def write_t5x(folder, weights, dtype):
     tree = {T5X.step: np.array(weights.step, np.int32)}
     slots = adafactor_slots(places, T5X, lambda path, name: f"slots/{path}/row" in weights.shapes)
     if set(slots) <= set(weights.shapes):
-        for _, theirs, _ in places.values():  # T5X has all four of every parameter
-            tree |= {T5X.slot(name, slot): np.zeros(1, np.float32)
-                     for name in theirs for slot in MTF_SLOTS}
+        tree |= {T5X.slot(name, slot): np.zeros(1, np.float32)  # it has all four of each
+                 for name, *_ in each(places) for slot in MTF_SLOTS}
         places |= slots
     else:
         note("There are no slots of Adafactor: T5X evaluates the checkpoint, and fine-tunes from "
@@ -966,10 +946,7 @@ def write_store(folder, name, array):
         "shape": list(array.shape), "chunks": [rows, *array.shape[1:]],
         "compressor": None}}  # T5X's own gzip saves 7 % and takes ten times as long
     place = {"driver": "file", "path": str(folder / name)}
-    try:
-        tensorstore.open({**spec, "kvstore": place}, create=True).result().write(array).result()
-    except ValueError as error:  # TensorStore's name of what the disk refuses
-        raise OSError(str(error)) from error
+    tensorstore.open({**spec, "kvstore": place}, create=True).result().write(array).result()
     return {**spec, "kvstore": {**place, "path": f"{name}/"}}
 
 
@@ -1005,7 +982,7 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False):
                  f"spiece.model is put there.")
         try:
             WRITERS[to](folder, weights, dtype)
-        except (OSError, safetensors.SafetensorError) as error:  # such as a full disk
+        except (OSError, ValueError, safetensors.SafetensorError) as error:  # such as a full disk
             raise OSError(errno.EIO, str(error)[:200], str(destination)) from error
         if to == "hf":
             (folder / "README.md").write_text(model_card(weights, source))
