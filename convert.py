@@ -17,16 +17,13 @@ import base64
 import contextlib
 import errno
 import functools
-import io
 import itertools
 import json
 import math
 import os
 import re
 import shutil
-import tempfile
 import time
-import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Callable, NamedTuple
@@ -134,8 +131,7 @@ MTF_SLOTS = {"v": "_slot_v", "v_row": "_slot_vr", "v_col": "_slot_vc", "m": "_sl
 
 
 class Format(NamedTuple):
-    """A library's names of a parameter, an optimizer's slot, the step; the one rule of its arrays.
-    """
+    """A library's names of parameters, of an optimizer's slots, of the step; what it transposes."""
 
     name: Callable
     turned: Callable = lambda path: False  # whether its matrix is ours transposed
@@ -171,10 +167,8 @@ def parameters(cfg, form):
 
 def adafactor_slots(params, form, factored):
     """The same for the slots of the parameters; factored(our path, its first name) -> bool.
-
     T5X's v_row is the mean over the longer axis of a matrix, over the second of equal ones; our row
-    is the mean over the second always.
-    """
+    is the mean over the second always."""
     slots = {}
     for ours, (shape, theirs, _) in params.items():
         path, one = ours.removeprefix("params/"), of_layer(ours, shape)
@@ -197,16 +191,29 @@ def first_of(names):
 # ====== below: readers, writers, the command ======================================================
 
 
+@contextlib.contextmanager
+def naming(path, kind="what its name says, or damaged"):
+    """What a library stumbles over in somebody's file becomes a sentence that names the file."""
+    try:
+        yield
+    except ImportError as error:
+        raise UserError(f"Reading {path} needs a package ({error}): pip install it.") from error
+    except partition.CheckpointError as error:
+        raise UserError(f"{error}: name another --step.") from error
+    except Exception as error:  # there are as many kinds as libraries
+        if isinstance(error, UserError) or getattr(error, "filename", None):  # which name it
+            raise
+        said = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
+        raise UserError(f"{path} is not {kind} ({said}): fetch it again.") from error
+
+
 def derive(tensors, form, source):
     """Tensors -> ModelConfig, as far as shapes tell; raises a UserError where they are not T5's."""
 
     def shape(path):
         name = form.name(path, 0, gated)
-        if name not in tensors.shapes:
-            raise UserError(f"{source} has no {name}: it is incomplete, or not a T5 model.")
-        if len(tensors.shapes[name]) != 2:
-            raise UserError(f"{source}: {name} has shape {list(tensors.shapes[name])}, and a T5 "
-                            f"model's has two axes: convert a T5 model.")
+        if len(tensors.shapes.get(name, ())) != 2:
+            raise UserError(f"{source} has no matrix {name}: it is incomplete, or not a T5 model.")
         return tensors.shapes[name][:: -1 if form.turned(path) else 1]
 
     def depth(stack):
@@ -238,21 +245,20 @@ def derive(tensors, form, source):
         tied=form.name("unembed", 0, gated) not in tensors.shapes)
 
 
+def each(places):
+    """What parameters() returns -> (their name, our name, layer, their shape, turned) of each."""
+    for ours, (shape, theirs, turned) in places.items():
+        for layer, name in zip(layers_of(ours, shape), theirs):
+            yield name, ours, layer, of_layer(ours, shape)[:: -1 if turned else 1], turned
+
+
 def to_weights(tensors, form, source, cfg, vocabulary, name="t5", ignored=()):
     """Tensors and the ModelConfig they should have -> Weights; refuses what does not fit."""
     found = parameters(cfg, form)
-
-    def expected(places):
-        return {name: of_layer(ours, shape)[:: -1 if turned else 1]
-                for ours, (shape, theirs, turned) in places.items() for name in theirs}
-
-    def differing(wanted):
-        return [name for name in wanted if tensors.shapes[name] != wanted[name]]
-
-    wanted = expected(found)
-    if missing := set(wanted) - set(tensors.shapes):
+    wanted = {name: shape for name, _, _, shape, _ in each(found)}
+    if missing := wanted.keys() - tensors.shapes.keys():
         raise UserError(f"{source} has no {first_of(missing)}: it is incomplete; fetch it again.")
-    if wrong := differing(wanted):
+    if wrong := [name for name in wanted if tensors.shapes[name] != wanted[name]]:
         raise UserError(f"{source}: {wrong[0]} has shape {list(tensors.shapes[wrong[0]])}, and the "
                         f"others ask for {list(wanted[wrong[0]])}: fetch it again.")
     rest = set(tensors.shapes) - set(wanted) - {form.step, *ignored}
@@ -265,10 +271,8 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5", ignored=()):
             return math.prod(tensors.shapes.get(form.slot(name, slot), (1,)))
 
         slots = adafactor_slots(found, form, lambda path, name: size(name, "v_row") > 1)
-        wanted = expected(slots)
-        if (set(wanted) <= of_optimizer and not differing(wanted)
-                and all(size(name, "m") == 1 for _, theirs, _ in found.values()
-                        for name in theirs)):
+        if (all(tensors.shapes.get(name) == shape for name, _, _, shape, _ in each(slots))
+                and all(size(name, "m") == 1 for name in wanted)):
             found |= slots
         else:
             note(f"{source}: its optimizer is not Adafactor without momentum; the parameters alone "
@@ -317,9 +321,7 @@ def find_vocabulary(folders, cfg, sentinels=data.SENTINELS):
 def tokenizer_pieces(path):
     """The tokenizer.json of a Unigram model -> the ModelProto that gives the same ids, but where
     </s>, <pad> or <unk> are spelled in the text, or it ends with white space other than a space.
-
-    Whatever a ModelProto cannot say is refused by name.
-    """
+    Whatever a ModelProto cannot say is refused by name."""
     about = configs.read_json(path, {"model": {"vocab": list, "type?": str}})
 
     def parts(key, inside):
@@ -330,20 +332,17 @@ def tokenizer_pieces(path):
     normalizers = parts("normalizer", "normalizers")
     splits = [part["type"] for part in parts("pre_tokenizer", "pretokenizers")]
     spaces = [{"Regex": pattern} for pattern in (" {2,}", "[ \u2581]{2,}", "[ \u2581]+$")]
-    strange = [vocab.get("type", "Unigram")] * (vocab.get("type", "Unigram") != "Unigram")
-    strange += ["byte_fallback"] * bool(vocab.get("byte_fallback"))
-    strange += [part["type"] for part in normalizers if part["type"] not in (
-        "Precompiled", "Strip") and part.get("pattern") not in spaces]
-    strange += [split for split in splits if split not in ("Metaspace", "WhitespaceSplit")]
-    strange += ["no Metaspace"] * ("Metaspace" not in splits)
+    strange = {vocab.get("type", "Unigram"), *splits, *(
+        part["type"] for part in normalizers if part.get("pattern") not in spaces)}
+    strange -= {"Unigram", "Precompiled", "Strip", "Metaspace", "WhitespaceSplit"}
+    strange |= {"byte_fallback"} if vocab.get("byte_fallback") else set()
+    strange |= {"no Metaspace"} - {f"no {split}" for split in splits}
     if strange:
-        raise UserError(f"{path} has {first_of(set(strange))}, which a SentencePiece unigram model "
+        raise UserError(f"{path} has {first_of(strange)}, which a SentencePiece unigram model "
                         f"cannot say: bring the model's spiece.model.")
-    pieces = [piece for piece, _ in vocab["vocab"]]
-    sentinels = len(list(itertools.takewhile(
-        lambda pair: pair[1].removeprefix("\u2581") == f"<extra_id_{pair[0]}>",
-        enumerate(reversed(pieces)))))
-    if any("<extra_id_" in piece for piece in pieces[: len(pieces) - sentinels]):
+    pieces = [piece.removeprefix("\u2581") for piece, _ in vocab["vocab"]]
+    sentinels = sum("<extra_id_" in piece for piece in pieces)
+    if pieces[len(pieces) - sentinels :] != [f"<extra_id_{k}>" for k in reversed(range(sentinels))]:
         raise UserError(f"{path}: its sentinels do not count down to <extra_id_0>, the last piece.")
     proto = sentencepiece_model_pb2.ModelProto()
     kinds = {**dict.fromkeys(range(2), 3), vocab["unk_id"]: 2}  # CONTROL, UNKNOWN; NORMAL is 1
@@ -352,74 +351,42 @@ def tokenizer_pieces(path):
     data.add_sentinels(proto, sentinels)
     trainer = proto.trainer_spec
     trainer.pad_id, trainer.eos_id, trainer.unk_id, trainer.bos_id = 0, 1, 2, -1
-    rules = {}
+    rules = {}  # {text: what SentencePiece's normalization makes of it}
     if "WhitespaceSplit" in splits:
         rules |= dict.fromkeys("\t\n\v\f\r\x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000", " ")
         rules |= {chr(i): " " for i in range(0x2000, 0x200B)}
     for part in normalizers:
         if part["type"] == "Precompiled":
-            rules |= rules_of(base64.b64decode(part["precompiled_charsmap"]))
+            spec = sentencepiece_model_pb2.NormalizerSpec(
+                precompiled_charsmap=base64.b64decode(part["precompiled_charsmap"]))
+            rules |= sentencepiece.SentencePieceNormalizer(normalizer_spec=spec).decompile()
     behind = " " * ("first" not in str(about["pre_tokenizer"]))  # what follows begins a word
     rules |= {f"<extra_id_{k}>": f" <extra_id_{k}>{behind}" for k in range(sentinels)}
-    proto.normalizer_spec.precompiled_charsmap = charsmap_of(rules)
+    if rules:
+        compiled = sentencepiece.SentencePieceNormalizer(norm_map=list(rules.items()))
+        proto.normalizer_spec.MergeFromString(compiled.serialized_normalizer_spec())
     return proto
-
-
-def rules_of(charsmap):
-    """SentencePiece's compiled normalization -> {text: what it becomes}. It is the size and the
-    units of a double-array trie (Darts-clone), then the texts that its leaves point to."""
-    size = int.from_bytes(charsmap[:4], "little")
-    units = np.frombuffer(charsmap, "<u4", size // 4, 4).astype(np.int64)
-    texts = charsmap[4 + size :]
-    rules, todo, labels = {}, [(b"", 0)], np.arange(1, 256)
-    while todo:
-        key, at = todo.pop()
-        base = at ^ (units[at] >> 10 << ((units[at] & 512) >> 6))
-        if units[at] & 256:
-            start = units[base] & 0x7FFFFFFF
-            rules[key.decode()] = texts[start : texts.index(b"\0", start)].decode()
-        children = base ^ labels
-        there = children < len(units)
-        there[there] = units[children[there]] & 0x800000FF == labels[there]
-        todo += [(key + bytes([label]), base ^ label) for label in labels[there].tolist()]
-    return rules
-
-
-def charsmap_of(rules):
-    """The inverse, by SentencePiece itself, which compiles rules when it trains a model."""
-    if not rules:
-        return b""
-    out = io.BytesIO()
-    with tempfile.NamedTemporaryFile("w", suffix=".tsv") as file:
-        for pair in rules.items():
-            file.write("\t".join(" ".join(f"{ord(c):X}" for c in text) for text in pair) + "\n")
-        file.flush()
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(["a b"]), model_writer=out, vocab_size=5, model_type="char",
-            normalization_rule_tsv=file.name, minloglevel=2, hard_vocab_limit=False)
-    return pieces_of(out.getvalue()).normalizer_spec.precompiled_charsmap
 
 
 def pieces_of(vocabulary, path="spiece.model"):
     """Bytes of a SentencePiece model -> its ModelProto."""
     proto = sentencepiece_model_pb2.ModelProto()
-    try:
+    with naming(path, "a SentencePiece model"):
         proto.ParseFromString(vocabulary)
         proto.pieces[0]
-    except Exception as error:  # protobuf's DecodeError, whose place differs between versions
-        raise UserError(f"{path} is not a SentencePiece model: fetch it again.") from error
     return proto
 
 
 # ---- Hugging Face, read --------------------------------------------------------------------------
 
 FILES = ("model.safetensors", "flax_model.msgpack", "pytorch_model.bin")
-FLOATS = ("F64", "F32", "F16", "BF16")
 KNOWN = ("gated_gelu", "gated_silu", "relu")  # activations that mean the same elsewhere
 
 
-def is_hf(folder):
-    return any((folder / f"{name}{end}").exists() for name in FILES for end in ("", ".index.json"))
+def hf_file(folder):
+    """Which of these lies there, whole or in shards; or None."""
+    return next((name for name in FILES for end in ("", ".index.json")
+                 if (folder / f"{name}{end}").exists()), None)
 
 
 def shards(folder, name):
@@ -439,17 +406,14 @@ def read_safetensors(files):
     """-> Tensors. The library validates what the header says of the bytes."""
     places, shapes = {}, {}
     for file in files:
-        try:
+        with naming(file, "a whole safetensors file"):
             opened = safetensors.safe_open(file, "numpy")
             for name in opened.keys():
                 part = opened.get_slice(name)
-                if part.get_dtype() not in FLOATS:
+                if part.get_dtype() not in ("F64", "F32", "F16", "BF16"):
                     raise UserError(f"{file}: {name} holds {part.get_dtype()}, not floating point: "
                                     f"convert the model that was not quantized.")
                 places[name], shapes[name] = opened, tuple(part.get_shape())
-        except (safetensors.SafetensorError, OSError, ValueError) as error:
-            raise UserError(f"{file} is not a whole safetensors file ({error}): fetch it again."
-                            ) from error
     return Tensors(shapes, lambda name: places[name].get_tensor(name))
 
 
@@ -458,30 +422,24 @@ def read_pickle(files, allowed):
     if not allowed:
         raise UserError(f"{files[0]} is a pickle, which can run any program: add --allow_pickle if "
                         f"you trust where it comes from.")
-    try:
-        import torch
-    except ImportError as error:
-        raise UserError("Reading pytorch_model.bin needs torch: pip install torch.") from error
     tensors = {}
     for file in files:
-        try:
+        with naming(file):
+            import torch
+
             tensors |= torch.load(file, "cpu", weights_only=True, mmap=True)
-        except Exception as error:  # of many kinds
-            raise UserError(f"{file} cannot be read ({str(error).splitlines()[0]}): fetch it "
-                            f"again.") from error
     return Tensors({name: tuple(tensor.shape) for name, tensor in tensors.items()},
                    lambda name: tensors[name].float().numpy())
 
 
-WHOLE, NUMBER = (int, types.NoneType), (int, float)
+DIMENSIONS = ("vocab_size", "d_model", "d_ff", "d_kv", "num_heads", "num_layers",
+              "num_decoder_layers")
+WHOLE, NUMBER = (int, type(None)), (int, float)
 HF_CONFIG = {  # what config.json may say of what is asked here
     "model_type?": str, "feed_forward_proj?": str, "tie_word_embeddings?": bool,
     "scale_decoder_outputs?": bool, "dropout_rate?": NUMBER, "layer_norm_epsilon?": NUMBER,
     "relative_attention_num_buckets?": WHOLE, "relative_attention_max_distance?": int,
-    **{f"{name}?": WHOLE for name in ("vocab_size", "d_model", "d_ff", "d_kv", "num_heads",
-                                      "num_layers", "num_decoder_layers")}}
-
-
+    **{f"{name}?": WHOLE for name in DIMENSIONS}}
 SPECIAL = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
 
 
@@ -491,15 +449,14 @@ def open_hf(folder, allow_pickle=False):
     if (kind := config.get("model_type", "t5")) not in ("t5", "mt5", "umt5"):
         raise UserError(f"{folder} holds a model of type {kind}: plain T5 converts t5, mt5 and "
                         f"umt5.")
-    generation = folder / "generation_config.json"
-    also = configs.read_json(generation, dict) if generation.exists() else {}
-    for about, (token, wanted) in itertools.product((config, also), SPECIAL.items()):
+    generation, tokenizer = (
+        configs.read_json(folder / name, dict) if (folder / name).exists() else {}
+        for name in ("generation_config.json", "tokenizer_config.json"))
+    for about, (token, wanted) in itertools.product((config, generation), SPECIAL.items()):
         if (said := about.get(token)) not in (None, wanted, [wanted]):
             raise UserError(f"{folder} says {token} {said}, and plain T5's is {wanted}, so its "
                             f"answers would be others: serve it with transformers.")
-    form, promised = HF, set()
-    name = next(name for name in FILES
-                if (folder / name).exists() or (folder / f"{name}.index.json").exists())
+    form, promised, name = HF, set(), hf_file(folder)
     if name == "flax_model.msgpack":
         form, tensors = FLAX, read_msgpack(folder / name)
     else:
@@ -510,21 +467,17 @@ def open_hf(folder, allow_pickle=False):
         raise UserError(f"{folder} has no {first_of(lost)}, which its index lists: fetch it again.")
     tensors, ignored = settle_embeddings(tensors, form, config, folder)
     cfg = settle_config(derive(tensors, form, folder), config, folder)
-    tokenizer = folder / "tokenizer_config.json"
-    about = configs.read_json(tokenizer, dict) if tokenizer.exists() else {}
-    byt5, extra = "ByT5" in str(about.get("tokenizer_class")), about.get("extra_ids")
+    byt5 = "ByT5" in str(tokenizer.get("tokenizer_class"))
     vocabulary = b"bytes:0\n" if byt5 else find_vocabulary(
-        [folder], cfg, extra or data.SENTINELS)
+        [folder], cfg, tokenizer.get("extra_ids") or data.SENTINELS)
     return to_weights(tensors, form, folder, cfg, vocabulary, kind, ignored)
 
 
 def settle_embeddings(tensors, form, config, folder):
     """-> (Tensors with one embedding, and an output layer unless it is tied; names to ignore).
-
     Whether the two are one is decided by the tensors; config.json says whether the logits are
     scaled by d_model^-0.5. Ours are if and only if the two are one, so an output layer is made
-    where Hugging Face's model is otherwise.
-    """
+    where Hugging Face's model is otherwise."""
     embed, head = form.name("embed", 0, True), form.name("unembed", 0, True)
     copies = {embed.replace("shared", stack + embed[6] + "embed_tokens")
               for stack in ("encoder", "decoder")}
@@ -549,18 +502,17 @@ def settle_embeddings(tensors, form, config, folder):
                         f"the embedding: fetch it again.")
     scaled = alone or config.get("scale_decoder_outputs",
                                  flag and config.get("model_type") != "mt5")
-    shapes = dict(tensors.shapes)
-    shapes[embed] = shapes.pop(table)
-    if tied:
+    shapes = tensors.shapes | {embed: tensors.shapes[table]}
+    made = {embed: lambda: tensors.read(table)}  # what is not read as it stands
+    if tied and scaled:
         shapes.pop(head, None)
-        if not scaled:
-            shapes[head] = as_head().shape
+    elif tied:
+        shapes[head], made[head] = as_head().shape, as_head
+    elif scaled:
+        made[head] = lambda: tensors.read(head) * np.float32(shapes[embed][1] ** -0.5)
 
     def read(name):
-        if name == head and not tied and scaled:
-            return tensors.read(name) * np.float32(shapes[embed][1] ** -0.5)
-        return as_head() if name == head and tied else tensors.read(
-            table if name == embed else name)
+        return made[name]() if name in made else tensors.read(name)
 
     # the last is in T5 1.0's first files and was never used
     unused = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
@@ -572,8 +524,7 @@ def settle_config(cfg, config, folder):
     said = {"num_decoder_layers": config.get("num_layers"), **config,
             "relative_buckets": config.get("relative_attention_num_buckets"),
             "activation": config.get("feed_forward_proj", "relu").replace("-", "_")}
-    for name in ("vocab_size", "d_model", "d_ff", "d_kv", "num_heads", "num_layers",
-                 "relative_buckets", *["num_decoder_layers"] * bool(cfg.num_decoder_layers)):
+    for name in ("relative_buckets", *DIMENSIONS[: None if cfg.num_decoder_layers else -1]):
         if said.get(name) not in (None, getattr(cfg, name)):
             raise UserError(f"{folder}: config.json says {name} {said[name]}, the weights have "
                             f"{getattr(cfg, name)}: fetch both again.")
@@ -591,14 +542,20 @@ def settle_config(cfg, config, folder):
 
 
 def read_msgpack(path):
-    """A msgpack file of Flax -> Tensors. Only places are kept; a map that stands for one array, and
-    a leaf that is no array, are read as what they are."""
-    places = {}
+    """A msgpack file of Flax -> Tensors. Of arrays only places and shapes are kept; a map that
+    stands for one array, and a leaf that is no array, are read as what they are."""
+    places, shapes = {}, {}
 
     def part(start, stop):
         with open(path, "rb") as file:
             file.seek(start)
             return file.read(stop - start)
+
+    def read(name):
+        return flax.serialization.msgpack_restore(part(*places[name]))
+
+    def only_shape(code, data):
+        return np.broadcast_to(0, msgpack.unpackb(data, raw=True)[0])
 
     def walk(unpacker, prefix):
         start, keys = unpacker.tell(), set()
@@ -606,36 +563,23 @@ def read_msgpack(path):
             key, at = unpacker.unpack(), unpacker.tell()
             keys.add(key)
             first = part(at, at + 1)[0]
-            if first >> 4 == 8 or first in (0xDE, 0xDF):
+            if first >> 4 == 8 or first in (0xDE, 0xDF):  # a map
                 walk(unpacker, f"{prefix}{key}/")
             else:
-                unpacker.skip()
+                shapes[f"{prefix}{key}"] = np.shape(unpacker.unpack())
                 places[f"{prefix}{key}"] = at, unpacker.tell()
-        if keys & {"driver", "__msgpack_chunked_array__"}:
+        if keys & {"metadata", "__msgpack_chunked_array__"}:
             for name in [name for name in places if name.startswith(prefix)]:
-                del places[name]
-            places[prefix.removesuffix("/")] = start, unpacker.tell()
+                del places[name], shapes[name]
+            name = prefix.removesuffix("/")
+            places[name] = start, unpacker.tell()
+            array = read(name)
+            shapes[name] = tuple(array["metadata"]["shape"]) if "metadata" in keys else array.shape
 
-    def shape(name):
-        start, stop = places[name]
-        head = part(start, min(stop, start + 200))
-        if head[0] not in (*range(0xC7, 0xCA), *range(0xD4, 0xD9)):  # no extension: not an array
-            value = read(name)
-            return tuple(value["metadata"]["shape"]) if isinstance(value, dict) else np.shape(value)
-        inner = msgpack.Unpacker()
-        inner.feed(head[{0xC7: 3, 0xC8: 4, 0xC9: 6}.get(head[0], 2) :])
-        inner.read_array_header()
-        return tuple(inner.unpack())
-
-    def read(name):
-        return flax.serialization.msgpack_restore(part(*places[name]))
-
-    try:
-        with open(path, "rb") as file:
-            walk(msgpack.Unpacker(file, max_buffer_size=0, strict_map_key=False), "")
-        return Tensors({name: shape(name) for name in places}, read)
-    except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
-        raise UserError(f"{path} is not a whole msgpack file ({error}): fetch it again.") from error
+    with naming(path, "a whole msgpack file"), open(path, "rb") as file:
+        walk(msgpack.Unpacker(file, max_buffer_size=0, strict_map_key=False, ext_hook=only_shape),
+             "")
+    return Tensors(shapes, read)
 
 
 # ---- T5X and Mesh TensorFlow, read ---------------------------------------------------------------
@@ -682,43 +626,25 @@ def read_orbax(folder):
 
 def stored(driver, place, read=True, **options):
     """A zarr array of TensorStore's -> NumPy array, or its shape."""
-    try:
-        spec = {"driver": driver, "kvstore": place, **options}
+    spec = {"driver": driver, "kvstore": place, **options}
+    with naming(place["path"], "a whole array"):
         store = tensorstore.open(spec, open=True).result()
         return store.read().result() if read else store.shape
-    except (ValueError, OSError) as error:
-        raise UserError(f"{place['path']} is incomplete or damaged: fetch the checkpoint again. "
-                        f"({str(error)[:200]})") from error
 
 
 def read_mtf(prefix):
     """Mesh TensorFlow's checkpoint -> Tensors; its norms have had several names."""
-    try:
-        from tensorflow.train import load_checkpoint
-    except ImportError as error:
-        raise UserError("Reading a Mesh TensorFlow checkpoint needs TensorFlow: pip install "
-                        "tensorflow-cpu.") from error
+    from tensorflow.train import load_checkpoint
 
     def plain(name):
         name = re.sub(r"^(encoder|decoder)/(rms|layer)_norm", r"\1/final_layer_norm", name)
         return re.sub(r"(layer_\d+)/rms_norm", r"\1/layer_norm", name)
 
-    try:
-        reader = load_checkpoint(str(prefix))
-        shapes = reader.get_variable_to_shape_map()
-    except Exception as error:  # of TensorFlow's kinds
-        raise UserError(f"{prefix}.index cannot be read ({str(error)[:200]}): fetch it again."
-                        ) from error
+    reader = load_checkpoint(str(prefix))
+    shapes = reader.get_variable_to_shape_map()
     theirs = {plain(name): name for name in shapes}
-
-    def read(name):
-        try:
-            return np.asarray(reader.get_tensor(theirs[name]))
-        except Exception as error:
-            raise UserError(f"{prefix} has no data of {theirs[name]} ({str(error)[:200]}): fetch "
-                            f"it again.") from error
-
-    return Tensors({name: tuple(shapes[old]) for name, old in theirs.items()}, read)
+    return Tensors({name: tuple(shapes[old]) for name, old in theirs.items()},
+                   lambda name: np.asarray(reader.get_tensor(theirs[name])))
 
 
 def open_google(source, tensors, form):
@@ -747,17 +673,9 @@ def gin_activation(folders):
 # ---- a run, read ---------------------------------------------------------------------------------
 
 
-def open_plain(folder, step=None):
-    """A run directory, or one of its checkpoints -> Weights."""
-    run_dir, checkpoint = folder / ".." / "..", folder
-    try:
-        if partition.find_checkpoint(folder):
-            checkpoints = partition.Checkpoints(folder)
-            step = of_steps(folder, checkpoints.steps(), step)
-            run_dir, checkpoint = folder, checkpoints.path(step)
-        manifest = partition.read_manifest(checkpoint)
-    except partition.CheckpointError as error:
-        raise UserError(f"{error}: name another --step.") from error
+def open_plain(checkpoint, run_dir):
+    """One of a run's checkpoints -> Weights."""
+    manifest = partition.read_manifest(checkpoint)
     arrays, cfg = manifest["arrays"], configs.load_run(run_dir)
     shapes = {name: tuple(array["shape"]) for name, array in arrays.items()}
     for name, (shape, _, _) in parameters(cfg.model, HF).items():
@@ -767,17 +685,14 @@ def open_plain(folder, step=None):
 
     @functools.lru_cache(1)
     def verified(name):
-        """The pieces of a stacked array, which are read layer by layer."""
+        """The pieces of the array that is being read, perhaps layer by layer."""
         return {}
 
     def read(name, layer):
-        index, kept = [slice(None)] * len(shapes[name]), None
+        index = [slice(None)] * len(shapes[name])
         if layer is not None:
-            index[0], kept = slice(layer, layer + 1), verified(name)
-        try:
-            part = partition.read_part(checkpoint, arrays[name], index, kept)
-        except partition.CheckpointError as error:
-            raise UserError(f"{error}: name another --step.") from error
+            index[0] = slice(layer, layer + 1)
+        part = partition.read_part(checkpoint, arrays[name], index, verified(name))
         return part if layer is None else part[0]
 
     vocabulary, recipe = (path.read_bytes() if path.exists() else None for path in (
@@ -785,63 +700,43 @@ def open_plain(folder, step=None):
     return Weights(cfg, manifest["step"], shapes, read, vocabulary, recipe)
 
 
-def of_steps(source, steps, step):
-    """The newest of the steps, or the one that is asked for."""
-    if step is not None and step not in steps:
-        raise UserError(f"{source} has no step {step:,}; it has {', '.join(map(str, steps))}.")
-    return max(steps) if step is None else step
-
-
 def steps_in(folder):
-    """{step: path} of the checkpoints of a run of ours, of T5X or of Mesh TensorFlow."""
-    runs = partition.Checkpoints(folder)
-    return {**{int(one.name[11:]): one for one in folder.glob("checkpoint_*")
-               if one.name[11:].isdecimal()},
-            **{int(one.stem.rsplit("-", 1)[1]): one.with_suffix("")
-               for one in folder.glob("model.ckpt-*.index")},
-            **{step: runs.path(step) for step in runs.steps()}}
-
-
-@contextlib.contextmanager
-def naming(source):
-    """What a reader stumbles over in a file of another library is a sentence that names it."""
-    try:
-        yield
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, MemoryError,
-            RecursionError) as error:
-        raise UserError(f"{source} is damaged, or not what its name says ({type(error).__name__}: "
-                        f"{str(error):.100}): fetch it again.") from error
+    """{step: path} of the checkpoints of a run of ours, or else of T5X or of Mesh TensorFlow."""
+    runs, theirs = partition.Checkpoints(folder), r"checkpoint_(\d+)|model\.ckpt-(\d+)\.index"
+    return {step: runs.path(step) for step in runs.steps()} or {
+        int(number[1] or number[2]): path.with_suffix("") for path in folder.glob("*")
+        if (number := re.fullmatch(theirs, path.name))}
 
 
 def open_any(source, step=None, allow_pickle=False):
-    """Path of anything -> Weights; what it is is seen by the files that lie there."""
+    """Path of anything -> Weights."""
     with naming(source):
         weights = reader_of(source, step, allow_pickle)
-
-    def read(name, layer):
-        with naming(source):
-            return weights.read(name, layer)
-
-    return weights._replace(read=read)
+    return weights._replace(read=naming(source)(weights.read))
 
 
 def reader_of(source, step, allow_pickle):
-    path = Path(source)
-    if step is not None and not steps_in(path):
-        raise UserError(f"{source} holds one set of weights: leave out --step.")
+    """What SRC is, is seen by the files that lie there."""
+    path, steps = Path(source), steps_in(Path(source))
+    if step is not None and step not in steps:
+        there = ", ".join(map(str, sorted(steps))) or "one set of weights: leave out --step"
+        raise UserError(f"{source} has no step {step:,}; it has {there}.")
+    chosen = steps.get(max(steps, default=None) if step is None else step)
     if os.path.exists(f"{source}.index"):
         return open_google(path, read_mtf(path), MTF)
     if path.is_file():
         return open_google(path, read_t5x(path), T5X)
-    if (path / "manifest.json").exists() or partition.Checkpoints(path).steps():
-        return open_plain(path, step)
-    if is_hf(path):
+    if (path / "manifest.json").exists():
+        return open_plain(path, path / ".." / "..")
+    if partition.Checkpoints(path).steps():
+        return open_plain(chosen, path)
+    if hf_file(path):
         return open_hf(path, allow_pickle)
     for folder in (path / "state", path):
         if (folder / "_METADATA").exists():
             return open_google(path, read_orbax(folder), T5X)
-    if inside := steps_in(path):
-        return reader_of(inside[of_steps(source, sorted(inside), step)], None, allow_pickle)
+    if chosen:
+        return reader_of(chosen, None, allow_pickle)
     if (path / "checkpoint").is_file():
         return open_google(path, read_t5x(path), T5X)
     raise UserError(f"{source} is no run directory, no Hugging Face directory with weights, and no "
@@ -853,25 +748,21 @@ def reader_of(source, step, allow_pickle):
 
 def write_plain(folder, weights, dtype):
     """Weights -> a run directory."""
-    arrays = {name: {"shape": shape, "dtype": "float32"}
-              for name, shape in weights.shapes.items() if "/" in name}
-    scalars = {}
-    if any(name.startswith("slots/") for name in arrays):  # T5X counts updates by the step
-        scalars = {"step": weights.step, "count": weights.step, "skipped": 0}
-    scalars |= {name: int(weights.read(name, None))
-                for name, shape in weights.shapes.items() if shape == ()}
+    tables = {name: shape for name, shape in weights.shapes.items() if shape}
+    scalars = {name: int(weights.read(name, None)) for name in weights.shapes.keys() - tables}
+    if any(name.startswith("slots/") for name in tables):  # T5X counts updates by the step
+        scalars = {"step": weights.step, "count": weights.step, "skipped": 0, **scalars}
+    arrays = {name: {"shape": shape, "dtype": "float32"} for name, shape in tables.items()}
     arrays |= {name: {"shape": (), "dtype": "int32"} for name in scalars}
 
     def pieces():
-        for name in sorted(arrays):
-            shape = arrays[name]["shape"]
-            if name in scalars:
-                yield name, [], np.array(scalars[name], np.int32)
-                continue
+        for name, value in scalars.items():
+            yield name, [], np.array(value, np.int32)
+        for name, shape in tables.items():
             for layer in layers_of(name, shape):
                 array = np.asarray(weights.read(name, layer), np.float32)
                 array = array if layer is None else array[None]
-                rows = max(1, len(array) * partition.PIECE_BYTES // max(1, array.nbytes))
+                rows = max(1, len(array) * partition.PIECE_BYTES // array.nbytes)
                 for start in range(0, len(array), rows):
                     part = np.ascontiguousarray(array[start : start + rows])
                     first = start + (layer or 0)
@@ -895,19 +786,23 @@ def write_hf(folder, weights, dtype):
     """Weights -> a directory that transformers reads."""
     cfg = weights.cfg.model
     files, size = [[]], 0
-    for ours, (shape, theirs, turned) in parameters(cfg, HF).items():
-        one = of_layer(ours, shape)
-        for layer, name in zip(layers_of(ours, shape), theirs):
-            size += math.prod(one) * dtype.itemsize
-            if files[-1] and size > SHARD_BYTES:
-                files, size = [*files, []], math.prod(one) * dtype.itemsize
-            files[-1].append((name, ours, layer, one[:: -1 if turned else 1], turned))
+    for tensor in each(parameters(cfg, HF)):
+        nbytes = math.prod(tensor[3]) * dtype.itemsize
+        if files[-1] and size + nbytes > SHARD_BYTES:
+            files, size = [*files, []], 0
+        files[-1].append(tensor)
+        size += nbytes
     places, total = {}, 0
     for number, tensors in enumerate(files, 1):
         file = ("model.safetensors" if len(files) == 1 else
                 f"model-{number:05}-of-{len(files):05}.safetensors")
-        total += write_safetensors(folder / file, tensors, weights, dtype)
-        places |= {tensor[0]: file for tensor in tensors}
+        arrays = {}
+        for name, ours, layer, _, turned in tensors:
+            array = weights.read(ours, layer)
+            arrays[name] = np.ascontiguousarray(array.T if turned else array, dtype)
+        safetensors.numpy.save_file(arrays, folder / file, {"format": "pt"})
+        places |= dict.fromkeys(arrays, file)
+        total += sum(array.nbytes for array in arrays.values())
     if len(files) > 1:
         write_json(folder / "model.safetensors.index.json",
                    {"metadata": {"total_size": total}, "weight_map": places})
@@ -922,25 +817,13 @@ def write_hf(folder, weights, dtype):
     write_json(folder / "config.json", {
         "architectures": [family.upper() + kind], "model_type": family,
         "is_encoder_decoder": whole, "use_cache": whole, "dtype": dtype.name, **SPECIAL,
-        **{name: getattr(cfg, name) for name in (
-            "vocab_size", "d_model", "d_ff", "d_kv", "num_heads", "num_layers",
-            "num_decoder_layers")},
+        **{name: getattr(cfg, name) for name in DIMENSIONS},
         "feed_forward_proj": cfg.activation.replace("_", "-"), "tie_word_embeddings": cfg.tied,
         "relative_attention_num_buckets": cfg.relative_buckets,
         "relative_attention_max_distance": cfg.relative_max_distance,
         "dropout_rate": cfg.dropout, "layer_norm_epsilon": 1e-6})
     write_json(folder / "generation_config.json", SPECIAL)
     write_tokenizer(folder, weights.vocabulary, cfg)
-
-
-def write_safetensors(path, tensors, weights, dtype):
-    """Write the tensors of a file -> their bytes."""
-    arrays = {}
-    for name, ours, layer, _, turned in tensors:
-        array = weights.read(ours, layer)
-        arrays[name] = np.ascontiguousarray(array.T if turned else array, dtype)
-    safetensors.numpy.save_file(arrays, path, {"format": "pt"})
-    return sum(array.nbytes for array in arrays.values())
 
 
 def write_json(path, value):
@@ -1006,12 +889,8 @@ def tokenizer_json(proto):
 
 def model_card(weights, run_dir):
     """README.md of a Hugging Face directory: what the model is, and its last evaluations."""
-    found, path = {}, Path(run_dir, "metrics.jsonl")
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # torn by a kill
-            line = json.loads(line)
-            found |= {name: value for name, value in line.items()
-                      if "_eval/" in name and line["step"] <= weights.step}
+    found = {name: value for line in partition.metrics_lines(Path(run_dir, "metrics.jsonl"))
+             for name, value in line.items() if "_eval/" in name and line["step"] <= weights.step}
     number = model.count_params(model.param_table(weights.cfg.model))
     rows = "".join(f"| {name} | {value:.4g} |\n" for name, value in found.items())
     return f"""---
@@ -1040,21 +919,19 @@ def write_t5x(folder, weights, dtype):
     tree = {T5X.step: np.array(weights.step, np.int32)}
     slots = adafactor_slots(places, T5X, lambda path, name: f"slots/{path}/row" in weights.shapes)
     if set(slots) <= set(weights.shapes):
-        for _, theirs, _ in places.values():  # T5X has all four of every parameter
-            tree |= {T5X.slot(name, slot): np.zeros(1, np.float32)
-                     for name in theirs for slot in MTF_SLOTS}
+        tree |= {T5X.slot(name, slot): np.zeros(1, np.float32)  # it has all four of each
+                 for name, *_ in each(places) for slot in MTF_SLOTS}
         places |= slots
     else:
         note("There are no slots of Adafactor: T5X evaluates the checkpoint, and fine-tunes from "
              "it with fallback_to_scratch.")
-    for ours, (shape, theirs, _) in places.items():
-        for layer, name in zip(layers_of(ours, shape), theirs):
-            array = weights.read(ours, layer)
-            if name.endswith(("v_row", "v_col")):
-                tree[name] = np.array(array)
-            else:
-                kind = dtype if ours in parameters(weights.cfg.model, T5X) else np.float32
-                tree[name] = write_store(folder, name.replace("/", "."), np.asarray(array, kind))
+    for name, ours, layer, _, _ in each(places):
+        array = weights.read(ours, layer)
+        if name.endswith(("v_row", "v_col")):
+            tree[name] = np.array(array)
+        else:
+            kind = dtype if ours.startswith("params/") else np.float32
+            tree[name] = write_store(folder, name.replace("/", "."), np.asarray(array, kind))
     tree = flax.traverse_util.unflatten_dict(tree, sep="/")
     configs.write_file(folder / "checkpoint", flax.serialization.msgpack_serialize(
         {"version": 3, "optimizer": tree}))
@@ -1069,10 +946,7 @@ def write_store(folder, name, array):
         "shape": list(array.shape), "chunks": [rows, *array.shape[1:]],
         "compressor": None}}  # T5X's own gzip saves 7 % and takes ten times as long
     place = {"driver": "file", "path": str(folder / name)}
-    try:
-        tensorstore.open({**spec, "kvstore": place}, create=True).result().write(array).result()
-    except ValueError as error:  # TensorStore's name of what the disk refuses
-        raise OSError(str(error)) from error
+    tensorstore.open({**spec, "kvstore": place}, create=True).result().write(array).result()
     return {**spec, "kvstore": {**place, "path": f"{name}/"}}
 
 
@@ -1108,7 +982,7 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False):
                  f"spiece.model is put there.")
         try:
             WRITERS[to](folder, weights, dtype)
-        except (OSError, safetensors.SafetensorError) as error:  # such as a full disk
+        except (OSError, ValueError, safetensors.SafetensorError) as error:  # such as a full disk
             raise OSError(errno.EIO, str(error)[:200], str(destination)) from error
         if to == "hf":
             (folder / "README.md").write_text(model_card(weights, source))
