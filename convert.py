@@ -24,6 +24,7 @@ import os
 import re
 import shutil
 import time
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Callable, NamedTuple
@@ -402,32 +403,25 @@ def shards(folder, name):
     return files, set(promised)
 
 
-def read_safetensors(files):
+def read_safetensors(file):
     """-> Tensors. The library validates what the header says of the bytes."""
-    places, shapes = {}, {}
-    for file in files:
-        with naming(file, "a whole safetensors file"):
-            opened = safetensors.safe_open(file, "numpy")
-            for name in opened.keys():
-                part = opened.get_slice(name)
-                if part.get_dtype() not in ("F64", "F32", "F16", "BF16"):
-                    raise UserError(f"{file}: {name} holds {part.get_dtype()}, not floating point: "
-                                    f"convert the model that was not quantized.")
-                places[name], shapes[name] = opened, tuple(part.get_shape())
-    return Tensors(shapes, lambda name: places[name].get_tensor(name))
+    with naming(file, "a whole safetensors file"):
+        opened, shapes = safetensors.safe_open(file, "numpy"), {}
+        for name in opened.keys():
+            part = opened.get_slice(name)
+            if part.get_dtype() not in ("F64", "F32", "F16", "BF16"):
+                raise UserError(f"{file}: {name} holds {part.get_dtype()}, not floating point: "
+                                f"convert the model that was not quantized.")
+            shapes[name] = tuple(part.get_shape())
+    return Tensors(shapes, opened.get_tensor)
 
 
-def read_pickle(files, allowed):
-    """pytorch_model.bin -> Tensors."""
-    if not allowed:
-        raise UserError(f"{files[0]} is a pickle, which can run any program: add --allow_pickle if "
-                        f"you trust where it comes from.")
-    tensors = {}
-    for file in files:
-        with naming(file):
-            import torch
+def read_pickle(file):
+    """pytorch_model.bin, of any version of torch -> Tensors."""
+    with naming(file):
+        import torch
 
-            tensors |= torch.load(file, "cpu", weights_only=True, mmap=True)
+        tensors = torch.load(file, "cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     return Tensors({name: tuple(tensor.shape) for name, tensor in tensors.items()},
                    lambda name: tensors[name].float().numpy())
 
@@ -456,13 +450,16 @@ def open_hf(folder, allow_pickle=False):
         if (said := about.get(token)) not in (None, wanted, [wanted]):
             raise UserError(f"{folder} says {token} {said}, and plain T5's is {wanted}, so its "
                             f"answers would be others: serve it with transformers.")
-    form, promised, name = HF, set(), hf_file(folder)
-    if name == "flax_model.msgpack":
-        form, tensors = FLAX, read_msgpack(folder / name)
-    else:
-        files, promised = shards(folder, name)
-        tensors = (read_safetensors(files) if name == FILES[0] else
-                   read_pickle(files, allow_pickle))
+    name = hf_file(folder)
+    files, promised = shards(folder, name)
+    if name.endswith(".bin") and not allow_pickle:
+        raise UserError(f"{files[0]} is a pickle, which can run any program: add --allow_pickle if "
+                        f"you trust where it comes from.")
+    form = FLAX if name.endswith(".msgpack") else HF
+    read = {".bin": read_pickle, ".msgpack": read_msgpack}.get(Path(name).suffix, read_safetensors)
+    parts = {name: part for part in map(read, files) for name in part.shapes}
+    tensors = Tensors({name: part.shapes[name] for name, part in parts.items()},
+                      lambda name: parts[name].read(name))
     if lost := promised - set(tensors.shapes):
         raise UserError(f"{folder} has no {first_of(lost)}, which its index lists: fetch it again.")
     tensors, ignored = settle_embeddings(tensors, form, config, folder)

@@ -3663,18 +3663,26 @@ def write_hf(folder, m, kind="safetensors", state=None, **more):
     state = hf_state(m) if state is None else state
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(hf_config(m, **more)))
-    if kind == "flax_model.msgpack":
+    if "flax" in kind:
         tree = {}
         for name, array in state.items():
             path, kernel = name.removesuffix(".weight").replace(".", "/"), "norm" not in name
             table = name == "shared.weight" or "bias" in name
             last = "embedding" if table else "kernel" if kernel else "weight"
             tree[f"{path}/{last}"] = array if table or not kernel else array.T.copy()
-        tree = flax.traverse_util.unflatten_dict(tree, sep="/")
-        (folder / kind).write_bytes(flax.serialization.msgpack_serialize(tree))
+        names = sorted(tree)
+        parts = {"flax_model.msgpack": names} if kind != "sharded flax" else {
+            "flax-1.msgpack": names[::2], "flax-2.msgpack": names[1::2]}
+        for file, part in parts.items():
+            (folder / file).write_bytes(flax.serialization.msgpack_serialize(
+                flax.traverse_util.unflatten_dict({n: tree[n] for n in part}, sep="/")))
+        if kind == "sharded flax":
+            index = {name: file for file, part in parts.items() for name in part}
+            (folder / "flax_model.msgpack.index.json").write_text(json.dumps({"weight_map": index}))
     elif kind == "pytorch_model.bin":
         torch = pytest.importorskip("torch", reason="needs pip install '.[parity]'")
-        torch.save({name: torch.tensor(array) for name, array in state.items()}, folder / kind)
+        torch.save({name: torch.tensor(array) for name, array in state.items()}, folder / kind,
+                   _use_new_zipfile_serialization=m.tied)  # as before torch 1.6, as T5 1.0's was
     else:
         names = sorted(state)
         parts = [names[::2], names[1::2]] if kind == "sharded" else [names]
@@ -3699,7 +3707,7 @@ def params_of(run_dir):
     return cfg.model, infer.load_params(cfg, run_dir)[1]
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "sharded", "flax_model.msgpack",
+@pytest.mark.parametrize("kind", ["safetensors", "sharded", "flax_model.msgpack", "sharded flax",
                                   "pytorch_model.bin"])
 @pytest.mark.parametrize("activation, tied", [("gated_gelu", False), ("relu", True)])
 def test_hugging_face_and_back(kind, activation, tied, tmp_path):
