@@ -163,10 +163,8 @@ def bleu(targets, predictions):
 
 
 def rouge(targets, predictions):
-    """Mean F-measures of ROUGE-1, -2 and -Lsum by rouge-score, without stemming.
-
-    t5 takes the middle of bootstrap samples, which differs from the mean by chance.
-    """
+    """Mean F-measures of ROUGE-1, -2 and -Lsum by rouge-score, without stemming. t5 takes the
+    middle of bootstrap samples, which differs from the mean by chance."""
     names = "rouge1", "rouge2", "rougeLsum"
     scorer = needs("rouge_score.rouge_scorer").RougeScorer(names)
     scores = [scorer.score(*(text.replace(" . ", " .\n") for text in pair))
@@ -350,12 +348,10 @@ def check_metrics(tasks, split):
 
 
 def rank_classification(targets, scores, num_classes=None, normalize=False):
-    """Answers chosen by score (t5/evaluation/metrics.py).
-
-    targets: (index, is_correct, weight, length in tokens) of each choice, index (example, choice);
-    scores: log-likelihoods. num_classes: choices of every example; none where their number varies,
-    which leaves the accuracy alone. normalize: divide scores by lengths.
-    """
+    """Answers chosen by score (t5/evaluation/metrics.py). targets: (index, is_correct, weight,
+    length in tokens) of each choice, index (example, choice); scores: log-likelihoods. num_classes:
+    choices of every example; none where their number varies, which leaves the accuracy alone.
+    normalize: divide scores by lengths."""
     if len({index for index, *_ in targets}) < len(targets):
         raise ValueError("a choice of an example occurs twice")
     rows = sorted(zip(targets, scores))
@@ -412,10 +408,8 @@ def choices_of(task, example):
 
 
 def rank(params, cfg, mesh, split, tokenizer, normalize=False):
-    """Answers chosen by their log-probability -> (metrics, a line for each choice).
-
-    Examples of P3's score_eval tasks are choices already, with idx, is_correct and weight.
-    """
+    """Answers chosen by their log-probability -> (metrics, a line for each choice). Examples of
+    P3's score_eval tasks are choices already, with idx, is_correct and weight."""
     task = data.find_task(cfg.data.task, cfg)
 
     def choices(number, example):  # (dict, (example, choice), whether it is right, weight)
@@ -512,9 +506,7 @@ def read_metrics(folders, prefix):
 
 def write_csv(path, table):
     """A row for each step, and for each column the best value and its step, as t5's parse_tb.
-
-    GLUE's and SuperGLUE's averages are added where all their columns are there.
-    """
+    GLUE's and SuperGLUE's averages are added where all their columns are there."""
     suites = {suite: [[column_of(suite, name, metric) for metric in metrics]
                       for name, metrics in benchmarks.items()]
               for suite, benchmarks in AVERAGES.items()}

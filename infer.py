@@ -321,9 +321,7 @@ ADDED = {"predict": "prediction", "score": "score",  # what a mode adds to a lin
 
 class Example(NamedTuple):
     """Ids of inputs, of targets to score and of a prefix of the answer; EOS is theirs to have.
-
-    number: tells examples apart, for samples.
-    """
+    number: tells examples apart, for samples."""
 
     inputs: list
     targets: list = ()
@@ -347,11 +345,8 @@ def padded(sequences, rows):
 def answer(params, cfg, mesh, examples, mode="predict"):
     """Config, iterable of Examples -> for each, in their order, (ids, scores) of its answers, which
     are lists of ids without EOS, best first; or its score; or with mode mean, first or none its
-    vectors.
-
-    What an example gets does not depend on the others: they are sorted by length in windows only to
-    be padded less. Inputs longer than data.inputs_length come fewer at a time.
-    """
+    vectors. What an example gets does not depend on the others: they are sorted by length in
+    windows only to be padded less. Inputs longer than data.inputs_length come fewer at a time."""
     most, devices = cfg.decode.batch_size, mesh.shape["data"]
     examples = enumerate(examples)
     bar = tqdm(desc={"predict": "answered", "score": "scored"}.get(mode, "encoded"),
@@ -488,10 +483,8 @@ class Encoder:
         self.cut = 0
 
     def ids(self, line, key, limit):
-        """The ids of a field: given ones as they are, those of a text cut and with EOS.
-
-        T0's inputs have none, see data.Task.
-        """
+        """The ids of a field: given ones as they are, those of a text cut and with EOS. T0's inputs
+        have none, see data.Task."""
         value = line.get(key)
         if isinstance(value, str) and (wrong := data.unfit(value, math.inf)):
             raise ValueError(f"has {wrong} in {key}")
@@ -555,11 +548,9 @@ def check_files(args):
 
 
 def answer_file(args, cfg, mesh, tokenizer, params):
-    """--input to --output, line by line in order; goes on where a killed one stopped.
-
-    Lines are appended to OUTPUT.partial, which becomes OUTPUT at the end. Of several processes all
-    read the lines and compute, and the first writes.
-    """
+    """--input to --output, line by line in order; goes on where a killed one stopped. Lines are
+    appended to OUTPUT.partial, which becomes OUTPUT at the end. Of several processes all read the
+    lines and compute, and the first writes."""
     partial, skip = f"{args.output}.partial", cfg.data.on_error == "skip"
     task, wrong = data.Task(), []
     if args.input.startswith("task:"):
@@ -621,11 +612,9 @@ def answer_file(args, cfg, mesh, tokenizer, params):
 
 
 def open_partial(path, lines, mode):
-    """OUTPUT.partial, locked and opened to append -> (file, how many lines it has).
-
-    The iterator `lines` is moved on by as many; a file that does not answer them is refused. On
-    other processes than the first, a file that keeps nothing.
-    """
+    """OUTPUT.partial, locked and opened to append -> (file, how many lines it has). The iterator
+    `lines` is moved on by as many; a file that does not answer them is refused. On other processes
+    than the first, a file that keeps nothing."""
     if not partition.is_first():
         return open(os.devnull, "ab"), 0
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)

@@ -480,10 +480,8 @@ def count_params(table):
 
 
 def train_flops(cfg, S, T):
-    """Floating-point operations to train on one example of S inputs and T targets.
-
-    Every matrix product, forward once and backward twice; what is computed again is not counted.
-    """
+    """Floating-point operations to train on one example of S inputs and T targets. Every matrix
+    product, forward once and backward twice; what is computed again is not counted."""
     D, F, A = cfg.d_model, cfg.d_ff, cfg.num_heads * cfg.d_kv
     matrices = 3 if cfg.activation.startswith("gated_") else 2
     encoder = S * (4 * D * A + matrices * D * F) + 2 * S * S * A
@@ -494,7 +492,6 @@ def train_flops(cfg, S, T):
 
 def least_bytes(cfg, rows, S, T, copies=1, beams=0):
     """ModelConfig -> {what: bytes} that rows of S inputs and T targets hold at the very least.
-
     copies: of the parameters, in float32. beams: of a cached decoding; 0 is a whole forward pass.
     """
     size, A = jnp.dtype(compute_dtype(cfg)).itemsize, cfg.num_heads * cfg.d_kv
