@@ -315,7 +315,6 @@ RECIPES = {cfg.name: cfg for cfg in (
 FREE = {"mesh", "distributed", "decode", "data.keep_tokens", *(f"train.{name}" for name in (
     "steps", "log_every", "eval_every", "infer_every", "eval_batches", "save_every", "async_save",
     "keep", "keep_best", "microbatches", "profile"))}
-NOT_READ_BACK = ("mesh", "distributed")  # belong to the machine, not to the run
 # Names that fields once had -> the field of today, and its value for theirs.
 RENAMED = {"data.streaming": ("data.keep_tokens", lambda streaming: not streaming)}
 DATA_FORMAT = 2  # changes when the batches of a step, or what is held out, change
@@ -374,10 +373,8 @@ def help_of(section):
 
 
 def parse_args(description, argv, **flags):
-    """Command line -> (Namespace of config, run_dir and `flags`, {"section.field": value}).
-
-    flags: name=dict of argparse's add_argument; a name that ends in "_" is positional.
-    """
+    """Command line -> (Namespace of config, run_dir and `flags`, {"section.field": value}). flags:
+    name=dict of argparse's add_argument; a name that ends in "_" is positional."""
     def refuse(message):
         raise UserError(f"{message}; --help lists all flags.")
 
@@ -456,10 +453,8 @@ def load_run(run_dir):
 
 
 def load_run_recipe(run_dir):
-    """Run the recipe file that a run directory keeps, for its tables -> its CONFIG, or None.
-
-    The file is a program, so this is said, and done only where tasks, an objective or an optimizer
-    are asked for.
+    """Run the recipe file that a run directory keeps, for its tables -> its CONFIG, or None. It is
+    a program: this is said, and done only where tasks, an objective or an optimizer are asked for.
     """
     path = to_path(run_dir) / "recipe.py"
     if not path.exists():
@@ -476,16 +471,13 @@ def save_run(cfg, run_dir, corpus=""):
     """Write RUN_DIR/config.json, which load_run reads. corpus: a digest of the training tokens."""
     content = {"name": cfg.name, "data_format": DATA_FORMAT, "corpus": corpus,
                **dataclasses.asdict(cfg)}
-    for section in NOT_READ_BACK:
-        del content[section]
+    del content["mesh"], content["distributed"]  # they belong to the machine, not to the run
     write_file(os.path.join(run_dir, "config.json"), json.dumps(content, indent=1))
 
 
 def resolve(args, changes, recipe=False):
     """What parse_args returned -> Config: of the run, if --run_dir names one, or of the recipe.
-
-    recipe: whether the run's own recipe file is needed, for its tasks.
-    """
+    recipe: whether the run's own recipe file is needed, for its tasks."""
     if args.run_dir and args.config and not args.config.endswith(".py"):
         raise UserError("--run_dir names a run, and that has its own configuration: leave out "
                         "--config, unless it names the recipe file to run for its tables.")
@@ -505,13 +497,12 @@ def resolve_run(args, changes):
     A run directory that has checkpoints is its own recipe. With another --config or other flags the
     fields that differ are listed and refused, except those in FREE.
     """
-    run_dir = args.run_dir or os.path.join("runs", load_recipe(args.config or "tiny").name)
+    base = recipe = load_recipe(args.config or "tiny")
+    run_dir = args.run_dir or os.path.join("runs", recipe.name)
     folder = to_path(run_dir)
     begun = (folder / "config.json").exists()
     old, stored = read_run(run_dir) if begun else (None, {})
-    if args.config or not begun:
-        base = recipe = load_recipe(args.config or "tiny")
-    else:
+    if begun and not args.config:
         base, recipe = old, load_run_recipe(run_dir) or RECIPES.get(old.name, old)
     cfg = override(base, changes)
     if begun and any(folder.glob("checkpoints/step_*/manifest.json")):
@@ -552,14 +543,12 @@ def conform(value, form, at="it"):
     elif isinstance(form, list) and isinstance(value, list):
         for number, inner in enumerate(value):
             conform(inner, form[0], f"{at}/{number}")
-    elif isinstance(form, dict | list) or not isinstance(value, form) or (
-            isinstance(value, bool) and bool not in (form if isinstance(form, tuple) else (form,))):
+    elif type(value) not in (form if isinstance(form, tuple) else (form,)):
         raise ValueError(f"{at} is {json.dumps(value, default=str):.60}")
 
 
 def read_json(path, form, cure="fetch it again"):
-    """A JSON file -> its value, which has this form; else a UserError names the file and the cure.
-    """
+    """A JSON file -> its value, of this form; else a UserError names the file and the cure."""
     try:
         value = json.loads(path.read_text())
         conform(value, form)
@@ -716,13 +705,12 @@ def writing(path):
 
 def write_file(path, content):
     """Write bytes or text whole or not at all: to a temporary name, synced, then renamed."""
-    content = content.encode() if isinstance(content, str) else content
+    path, content = to_path(path), content.encode() if isinstance(content, str) else content
     if is_remote(path):  # there a file is whole when it is closed
-        to_path(path).write_bytes(content)
+        path.write_bytes(content)
         return
-    path = os.fspath(path)
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    temporary = f"{path}.tmp{os.getpid()}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
     try:
         with writing(path), open(temporary, "wb") as file:
             file.write(content)
@@ -730,7 +718,7 @@ def write_file(path, content):
             os.fsync(file.fileno())
             os.replace(temporary, path)
     finally:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def append_file(path, text):
@@ -738,16 +726,14 @@ def append_file(path, text):
     if is_remote(path):
         write_file(path, (path.read_text() if path.exists() else "") + text)
         return
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with writing(path), open(path, "a") as file:
         file.write(text)
 
 
 def lock(path, wait=False):
-    """A file that is locked until it is closed, by the kernel after a kill.
-
-    Where another process has the lock, waits or raises BlockingIOError.
-    """
+    """A file that is locked until it is closed, by the kernel after a kill. Where another process
+    has the lock, waits or raises BlockingIOError."""
     file = open(path, "a+b")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

@@ -149,8 +149,6 @@ def all_agree(good):
 
 def from_first(value):
     """A value for JSON as the first process knows it, on all of them."""
-    if jax.process_count() == 1:
-        return value
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.array(len(text))))
     text = multihost_utils.broadcast_one_to_all(np.resize(text, size))
