@@ -492,11 +492,9 @@ def resolve(args, changes, recipe=False):
 
 
 def resolve_run(args, changes):
-    """What parse_args returned -> (Config, run directory, recipe it began from), for training.
-
-    A run directory that has checkpoints is its own recipe. With another --config or other flags the
-    fields that differ are listed and refused, except those in FREE.
-    """
+    """What parse_args returned -> (Config, run directory, recipe it began from), for training. A
+    run directory that has checkpoints is its own recipe: with another --config or other flags the
+    fields that differ are listed and refused, except those in FREE."""
     base = recipe = load_recipe(args.config or "tiny")
     run_dir = args.run_dir or os.path.join("runs", recipe.name)
     folder = to_path(run_dir)
@@ -525,11 +523,9 @@ def resolve_run(args, changes):
 
 
 def conform(value, form, at="it"):
-    """Raise a ValueError that says where a JSON value has not this form.
-
-    form: a type, or a tuple of types; [form] for a list; {str: form} for a dict of any names;
-    {name: form} for a dict of these, where "name?" may be missing and others do not matter.
-    """
+    """Raise a ValueError that says where a JSON value has not this form: a type, or a tuple of
+    types; [form] for a list; {str: form} for a dict of any names; {name: form} for a dict of these,
+    where "name?" may be missing and others do not matter."""
     if isinstance(form, dict) and isinstance(value, dict):
         for name, inner in form.items():
             if name is str:
@@ -669,13 +665,6 @@ def parse_shard(text):
     if not found or int(found[1]) >= int(found[2]):
         raise UserError(f"--shard {text}: write I/N, from 0/N to N-1/N.")
     return int(found[1]), int(found[2])
-
-
-def show_changes(cfg, recipe):
-    """Lines that say what differs from the recipe."""
-    changed = differences(cfg, recipe)
-    return [f"recipe {cfg.name}" + ("" if changed else ", unchanged"),
-            *(f"  {name} {new} (recipe: {old})" for name, (new, old) in changed.items())]
 
 
 # ---- files ---------------------------------------------------------------------------------------

@@ -200,11 +200,9 @@ def flatten(tree):
 
 
 def own_pieces(tree):
-    """(name, [[start, stop] of each axis], NumPy array) for all that this process must write.
-
-    Of copies on several devices one is written. The arrays are views of the live memory on a CPU
-    and copies elsewhere; either way they keep their values while training goes on.
-    """
+    """(name, [[start, stop] of each axis], NumPy array) for all that this process must write. Of
+    copies on several devices one is written. The arrays are views of the live memory on a CPU and
+    copies elsewhere; either way they keep their values while training goes on."""
     arrays = flatten(tree)
     for array in arrays.values():
         array.copy_to_host_async()

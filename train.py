@@ -182,10 +182,8 @@ def init_state(cfg):
 
 def gradients(cfg, params, batch, key):
     """Mean gradient over the batch's real target tokens -> (sums of model.loss_fn, gradients).
-
     Microbatches are summed and divided by the tokens of the whole batch once, so that their number
-    changes nothing. A microbatch takes every n-th row, which each device finds among its own.
-    """
+    changes nothing. A microbatch takes every n-th row, which each device finds among its own."""
     tokens = jnp.sum(batch.target_segments > 0)
     divisor = cfg.train.loss_divisor or jnp.maximum(tokens, 1).astype(jnp.float32)
 
@@ -260,7 +258,7 @@ def run(cfg, program, state, start, load, screen, save, stops):
         asked = stops(step)
         logs, evaluates, infers, saves = (
             every > 0 and (step % every == 0 or step == t.steps)
-            for every in (t.log_every, screen.eval_every, screen.infer_every, t.save_every))
+            for every in (t.log_every, t.eval_every, t.infer_every, t.save_every))
         if logs:
             screen.log(step, metrics)
         if logs or saves:
@@ -320,14 +318,15 @@ OPTIMIZERS["adamw"] = from_optax(
 
 
 def describe(cfg, recipe, mesh):
-    """The lines a run begins with."""
-    t, devices = cfg.train, jax.devices()
+    """The lines a run begins with: what differs from its recipe, the model, the devices, a row."""
+    t, devices, changed = cfg.train, jax.devices(), configs.differences(cfg, recipe)
     shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     batch = f"batch {t.batch_size} = {t.batch_size // mesh.shape['data']} rows on each device"
     if t.microbatches > 1:
         batch += f", in {t.microbatches} microbatches"
     return [
-        *configs.show_changes(cfg, recipe),
+        f"recipe {cfg.name}" + ("" if changed else ", unchanged"),
+        *(f"  {name} {new} (recipe: {old})" for name, (new, old) in changed.items()),
         f"model    {model.describe(cfg)}",
         f"devices  {len(devices)} x {devices[0].device_kind}, mesh {shape}, "
         f"{jnp.dtype(model.compute_dtype(cfg.model)).name}, {batch}",
@@ -422,7 +421,6 @@ class NotFinite(Exception):
 
 class Screen:
     """What a run shows and records while it goes on: a bar, its speed, metrics.jsonl, evaluations.
-
     Where standard output is no terminal, a plain line every ten seconds takes the bar's place.
     held_out: {task: (Config, Dataset)}; counts: frequencies of training tokens, for the baseline.
     """
@@ -430,7 +428,6 @@ class Screen:
     def __init__(self, cfg, mesh, run_dir, start, held_out, counts):
         self.cfg, self.mesh, self.run_dir, t = cfg, mesh, run_dir, cfg.train
         self.file = MetricsFile(run_dir / "metrics.jsonl", start) if partition.is_first() else None
-        self.eval_every, self.infer_every = (t.eval_every, t.infer_every) if held_out else (0, 0)
         self.flops = step_flops(cfg)
         self.peak, source = peak_flops()
         print(f"peak     {source}", flush=True)
@@ -644,11 +641,9 @@ def lower_step(cfg, mesh):
 
 
 def compile_and_load(cfg, mesh, checkpoints, source=None):
-    """The compiled training step, and the state it starts from -> (program, TrainState, step).
-
-    The state is the newest checkpoint's or a fresh one, or takes its weights, or all, from
-    `source`, another run or checkpoint. The step compiles in a thread meanwhile.
-    """
+    """The compiled training step, and the state it starts from -> (program, TrainState, step). The
+    state is the newest checkpoint's or a fresh one, or takes its weights, or all, from `source`,
+    another run or checkpoint. The step compiles in a thread meanwhile."""
     template, step = lower_step(cfg, mesh)
 
     def compiled():
@@ -775,7 +770,7 @@ def go_on(cfg, mesh, run_dir, checkpoints, dataset, screen, program, state, star
     if best := screen.best(checkpoints.steps()):
         print(f"best     step {best[0]:,}: {t.keep_best} {best[1]:.4g}")
     print(f"done     {run_dir}: {step:,} steps.")
-    if t.save_every and screen.eval_every:
+    if t.save_every and t.eval_every:
         spans = data.fills_spans(cfg)
         text = "Return the <extra_id_0> of the list." if spans else "some inputs"
         print(f"""Next:
@@ -803,10 +798,8 @@ def model_info(cfg, mesh):
 
 
 def activation_bytes(cfg, params, batch):
-    """Bytes that one device keeps of a forward pass for the backward pass, in their own dtypes.
-
-    params, batch: ShapeDtypeStructs. What jax.vjp keeps, without what was there before.
-    """
+    """Bytes that one device keeps of a forward pass for the backward pass, in their own dtypes:
+    what jax.vjp keeps, without what was there before. params, batch: ShapeDtypeStructs."""
     key = jax.random.key(0) if cfg.model.dropout else None
 
     def kept(params, batch):
@@ -837,10 +830,8 @@ LEVERS = {
 
 
 def levers(cfg, names=LEVERS, pile=False):
-    """[(flag, bytes on one device that it leaves, its price)] of the levers that help.
-
-    Each by itself, and the one that leaves least first; pile: each on top of those before it.
-    """
+    """[(flag, bytes on one device that it leaves, its price)] of the levers that help, each by
+    itself, the one that leaves least first; pile: each on top of those before it."""
     mesh, found = jax.sharding.get_mesh(), []
     least = sum(memory_table(cfg, mesh).values())
     for name in names:
