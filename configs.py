@@ -478,14 +478,17 @@ def save_run(cfg, run_dir, corpus=""):
 def resolve(args, changes, recipe=False):
     """What parse_args returned -> Config: of the run, if --run_dir names one, or of the recipe.
     recipe: whether the run's own recipe file is needed, for its tasks."""
-    if args.run_dir and args.config and not args.config.endswith(".py"):
+    if not args.run_dir:
+        cfg = load_recipe(args.config or "tiny")
+    elif args.config and not args.config.endswith(".py"):
         raise UserError("--run_dir names a run, and that has its own configuration: leave out "
                         "--config, unless it names the recipe file to run for its tables.")
-    cfg = load_run(args.run_dir) if args.run_dir else load_recipe(args.config or "tiny")
-    if args.run_dir and args.config:
-        load_recipe(args.config)
-    elif args.run_dir and recipe:
-        load_run_recipe(args.run_dir)
+    else:
+        cfg = load_run(args.run_dir)
+        if args.config:
+            load_recipe(args.config)
+        elif recipe:
+            load_run_recipe(args.run_dir)
     cfg = override(cfg, changes)
     check(cfg)
     return cfg
@@ -741,7 +744,6 @@ def run_command(main):
     script = os.path.basename(sys.argv[0])
     if vars(sys.modules["__main__"]).get("main") is main:
         sys.modules[script.removesuffix(".py")] = sys.modules["__main__"]  # for a recipe's imports
-    status = 0
     try:
         status = main(sys.argv[1:])
         sys.stdout.flush()

@@ -247,13 +247,11 @@ def sync_folder(path):
 
 
 def write_checkpoint(folder, arrays, pieces, step):
-    """Write the checkpoint folder: pieces first, the manifest after them, its name last.
-
-    Every process writes its own pieces, and beside them where they lie; the first, which sees when
-    the last has done so, writes the manifest. That takes no communication, which could get in the
-    way of the training that goes on meanwhile. Where folders cannot be renamed, at a remote place,
-    the manifest alone says that a checkpoint is whole.
-    """
+    """Write the checkpoint folder: pieces first, the manifest after them, its name last. Every
+    process writes its own pieces, and beside them where they lie; the first, which sees when the
+    last has done so, writes the manifest. That takes no communication, which could get in the way
+    of the training that goes on meanwhile. Where folders cannot be renamed, at a remote place, the
+    manifest alone says that a checkpoint is whole."""
     temporary = folder if is_remote(folder) else folder.with_name(f"tmp-{folder.name}")
     temporary.mkdir(parents=True, exist_ok=True)
     if is_remote(folder) and is_first():  # a damaged checkpoint of this step is none from here on
@@ -493,12 +491,10 @@ class Checkpoints:
             writing.result()
 
     def load(self, template, step=None):
-        """The newest whole checkpoint -> (step, tree like `template`), or None if there is none.
-
+        """The newest whole checkpoint -> (step, tree like `template`), or None if there is none. A
+        damaged one is named and the one before it is taken; a UserError where all are damaged.
         template: nested dict of ShapeDtypeStructs with their layouts; what else a checkpoint holds
-        is left alone. A damaged one is named and the one before it is taken; raises a UserError
-        where all are damaged. step: that checkpoint and no other.
-        """
+        is left alone. step: that checkpoint and no other."""
         steps = from_first(self.steps())
         if step not in (None, *steps):
             raise UserError(f"{self.folder} has no step {step:,}; it has "

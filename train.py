@@ -58,11 +58,9 @@ except ImportError:  # an extra
 
 def learning_rate(step, cfg):
     """The rate of update number `step`, counted from 0: the product of the schedule's factors.
-
     cfg: TrainConfig. The factors, and the floor of 1e-8, are those of t5x/utils.py,
     create_learning_rate_scheduler. "constant * rsqrt_decay" with learning_rate 1 and warmup_steps
-    10,000 is T5's: 0.01 for 10,000 steps, then 1 / sqrt(step).
-    """
+    10,000 is T5's: 0.01 for 10,000 steps, then 1 / sqrt(step)."""
     step = jnp.maximum(0.0, step - cfg.schedule_offset)
     base, warmup = cfg.learning_rate, cfg.warmup_steps
     cycle = jnp.maximum(0.0, (step - warmup) / cfg.steps_per_cycle)
@@ -242,12 +240,10 @@ def train_step(cfg, state, batch):
 
 
 def run(cfg, program, state, start, load, screen, save, stops):
-    """Train from step `start` to train.steps -> (the last step, TrainState).
-
-    program: train_step, compiled; load(step): the Batch that follows this step, on the devices;
-    screen: what shows, logs and evaluates (see Screen); save(step, state): begins a checkpoint;
-    stops(step): whether somebody asks to stop here.
-    """
+    """Train from step `start` to train.steps -> (the last step, TrainState). program: train_step,
+    compiled; load(step): the Batch that follows this step, on the devices; screen: what shows,
+    logs and evaluates (see Screen); save(step, state): begins a checkpoint; stops(step): whether
+    somebody asks to stop here."""
     t, loader, step = cfg.train, ThreadPoolExecutor(1), start
     batch = loader.submit(load, start)
     for step in range(start + 1, t.steps + 1):
@@ -377,11 +373,9 @@ def held_out_passage(params, cfg, mesh, dataset):
 
 class MetricsFile:
     """RUN_DIR/metrics.jsonl, a flat JSON object a line, `step` first; of the first process alone.
-
     What was written after `step` is cut off: a run that was killed and went on leaves the file of
     one that never stopped. Where tensorboardX is installed, the same goes to RUN_DIR/tensorboard.
-    A remote file is kept here and copied there by sync().
-    """
+    A remote file is kept here and copied there by sync()."""
 
     def __init__(self, path, step):
         self.remote = path if configs.is_remote(path) else None
@@ -420,10 +414,9 @@ class NotFinite(Exception):
 
 
 class Screen:
-    """What a run shows and records while it goes on: a bar, its speed, metrics.jsonl, evaluations.
-    Where standard output is no terminal, a plain line every ten seconds takes the bar's place.
-    held_out: {task: (Config, Dataset)}; counts: frequencies of training tokens, for the baseline.
-    """
+    """What a run shows and records while it goes on: a bar, its speed, metrics.jsonl, evaluations;
+    where standard output is no terminal, a plain line every ten seconds in the bar's place.
+    held_out: {task: (Config, Dataset)}; counts: how frequent training tokens are, a baseline."""
 
     def __init__(self, cfg, mesh, run_dir, start, held_out, counts):
         self.cfg, self.mesh, self.run_dir, t = cfg, mesh, run_dir, cfg.train
@@ -649,9 +642,9 @@ def compile_and_load(cfg, mesh, checkpoints, source=None):
     def compiled():
         program = step.compile()
         if sizes := program.memory_analysis():
-            held = {"weights and optimizer": sizes.argument_size_in_bytes,
-                    "a step": sizes.temp_size_in_bytes}
-            partition.check_memory({k: mesh.size * v for k, v in held.items()}, SMALLER)
+            partition.check_memory(
+                {"weights and optimizer": mesh.size * sizes.argument_size_in_bytes,
+                 "a step": mesh.size * sizes.temp_size_in_bytes}, SMALLER)
         return program
 
     with ThreadPoolExecutor(1) as thread:
