@@ -335,17 +335,14 @@ def differences(cfg, other):
 
 
 def override(cfg, changes):
-    """Config and {"section.field": value} -> Config."""
+    """Config and {"section.field": value}, old names among them -> Config."""
     for name, value in changes.items():
+        if name in RENAMED:
+            name, translated = RENAMED[name]
+            value = translated(value)
         section, knob = name.split(".")
         cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{knob: value})})
     return cfg
-
-
-def renamed(values):
-    """{"section.field": value}, old names among them -> the same in the names of today."""
-    return dict((RENAMED[name][0], RENAMED[name][1](value)) if name in RENAMED else (name, value)
-                for name, value in values.items())
 
 
 def parse_value(name, kind, text):
@@ -397,8 +394,7 @@ def parse_args(description, argv, **flags):
         hint = nearest(unknown[0].lstrip("-").split("=")[0], [*kinds, *vars(args)])
         raise UserError(f"Unknown argument {unknown[0]}{hint or '; --help lists all flags.'}")
     given = {name: vars(args).pop(name) for name in kinds if name in args}
-    return args, renamed({name: parse_value(name, kinds[name], text)
-                          for name, text in given.items()})
+    return args, {name: parse_value(name, kinds[name], text) for name, text in given.items()}
 
 
 def load_recipe(name):
@@ -438,9 +434,9 @@ def read_run(run_dir):
     form = {"name": str, "data_format?": int, "corpus?": str,
             **{f"{section}?": dict for section in SECTIONS}}
     stored = read_json(path, form, "restore it from a copy")
-    values = renamed({f"{section}.{knob}": value for section in SECTIONS
-                      for knob, value in stored.get(section, {}).items()})
-    if strange := sorted({*values} - {name for name, *_ in fields(Config(""))}):
+    values = {f"{section}.{knob}": value for section in SECTIONS
+              for knob, value in stored.get(section, {}).items()}
+    if strange := sorted({*values} - {name for name, *_ in fields(Config(""))} - {*RENAMED}):
         raise UserError(f"{path} has fields that this version does not know: {', '.join(strange)}.")
     cfg = override(Config(stored["name"]), values)
     check_types(cfg, path)
