@@ -211,8 +211,7 @@ BEAMS = DecodeConfig(beams=4, batch_size=64)
 # t5x/configs/runs/finetune.gin: a constant rate from a published checkpoint on, whose 1,000,000
 # steps count. Evaluated on whole splits; T5X's train_eval takes 20 batches, its infer_eval all.
 FINETUNE = TrainConfig(start_step=1_000_000, steps=1_020_000, learning_rate=1e-3,
-                       schedule="constant", infer_every=1000,
-                       eval_batches=0, save_every=5000)
+                       schedule="constant", infer_every=1000, eval_batches=0, save_every=5000)
 # Raffel et al. 2020, section 3.1.3: 2^18 steps, and the best of the checkpoints is reported.
 PAPER = replace(FINETUNE, steps=1_000_000 + 2**18, eval_every=5000, infer_every=5000)
 # T0, Sanh et al. 2022 and bigscience-workshop/t-zero, training/README.md: from the LM-adapted T5
@@ -226,36 +225,32 @@ RO_TRAIN = TrainConfig(steps=2_000_000, batch_size=128, save_every=10_000, keep=
 RECIPES = {cfg.name: cfg for cfg in (
     # The first impression: learns for about two minutes on two CPU cores, downloads nothing. Its
     # rows are short because blanks are filled from near words, and short rows make many of them.
-    Config(
-        "tiny", TINY, DataConfig(vocab="train:2000", inputs_length=32, targets_length=8),
-        TrainConfig(steps=1500, batch_size=64, learning_rate=0.05, warmup_steps=50,
-                    schedule="constant * linear_warmup * cosine_decay", steps_per_cycle=1500,
-                    eval_every=300, save_every=500)),
+    Config("tiny", TINY, DataConfig(vocab="train:2000", inputs_length=32, targets_length=8),
+           TrainConfig(steps=1500, batch_size=64, learning_rate=0.05, warmup_steps=50,
+                       schedule="constant * linear_warmup * cosine_decay", steps_per_cycle=1500,
+                       eval_every=300, save_every=500)),
     # Fine-tunes the tiny run on tasks made by rule, which it learns to answer without a mistake:
     # python train.py --config tiny_finetune --init_from runs/tiny
-    Config(
-        "tiny_finetune", TINY,
-        DataConfig(task="by_rule", vocab="train:2000", inputs_length=64, targets_length=64),
-        TrainConfig(steps=700, batch_size=32, learning_rate=0.02, warmup_steps=50,
-                    schedule="constant * linear_warmup * cosine_decay", steps_per_cycle=700,
-                    eval_every=350, infer_every=700, eval_batches=0, save_every=350)),
+    Config("tiny_finetune", TINY,
+           DataConfig(task="by_rule", vocab="train:2000", inputs_length=64, targets_length=64),
+           TrainConfig(steps=700, batch_size=32, learning_rate=0.02, warmup_steps=50,
+                       schedule="constant * linear_warmup * cosine_decay", steps_per_cycle=700,
+                       eval_every=350, infer_every=700, eval_batches=0, save_every=350)),
     # The proof that it learns as T5X does: on the same examples T5X's own train program reaches a
     # held-out accuracy of .32 to .48 at step 200, .75 to .88 at 400, .95 to .99 at 600 and .989 to
     # .997 at 1000, over 5 seeds. As there the loss is a plain sum: its scale matters to Adafactor
     # only where gradients come near its epsilon, as those of ids that never occur do.
-    Config(
-        "toy_reverse",
-        ModelConfig(vocab_size=128, d_model=64, d_ff=128, d_kv=16, num_heads=4, num_layers=2,
-                    num_decoder_layers=2, dtype="float32"),
-        DataConfig(source="reverse:", task="text_to_text", vocab="ids:128", inputs_length=16,
-                   targets_length=16, pack=False),
-        TrainConfig(steps=1000, batch_size=32, learning_rate=0.01, schedule="constant",
-                    loss_divisor=1.0, log_every=50, eval_every=200, infer_every=1000,
-                    eval_batches=0, save_every=500)),
+    Config("toy_reverse",
+           ModelConfig(vocab_size=128, d_model=64, d_ff=128, d_kv=16, num_heads=4, num_layers=2,
+                       num_decoder_layers=2, dtype="float32"),
+           DataConfig(source="reverse:", task="text_to_text", vocab="ids:128", inputs_length=16,
+                      targets_length=16, pack=False),
+           TrainConfig(steps=1000, batch_size=32, learning_rate=0.01, schedule="constant",
+                       loss_divisor=1.0, log_every=50, eval_every=200, infer_every=1000,
+                       eval_batches=0, save_every=500)),
     # The benchmark of train.py itself: T5 1.1 small on random ids, nothing evaluated or saved.
-    Config(
-        "small_bench", replace(SIZES["small"], dtype="float32"), DataConfig(source="random:"),
-        TrainConfig(steps=10, batch_size=8, log_every=1, eval_every=0, save_every=0)),
+    Config("small_bench", replace(SIZES["small"], dtype="float32"), DataConfig(source="random:"),
+           TrainConfig(steps=10, batch_size=8, log_every=1, eval_every=0, save_every=0)),
     # Pretraining on C4: t5x/examples/t5/t5_1_1/examples/{small,base}_c4_pretrain.gin, the larger
     # sizes likewise. By t5x/configs/runs/pretrain.gin the rate is 0.01 for 10,000 steps, then
     # 1 / sqrt(step). allenai's files: --data.source 'jsonl:en/c4-{split}.*.json.gz'
@@ -450,8 +445,7 @@ def load_run(run_dir):
 
 def load_run_recipe(run_dir):
     """Run the recipe file that a run directory keeps, for its tables -> its CONFIG, or None. It is
-    a program: this is said, and done only where tasks, an objective or an optimizer are asked for.
-    """
+    a program: that is said, and done only where tasks, objectives or optimizers are asked for."""
     path = to_path(run_dir) / "recipe.py"
     if not path.exists():
         return None
@@ -527,14 +521,11 @@ def conform(value, form, at="it"):
     where "name?" may be missing and others do not matter."""
     if isinstance(form, dict) and isinstance(value, dict):
         for name, inner in form.items():
-            if name is str:
-                for key in value:
+            for key in value if name is str else [name.removesuffix("?")]:
+                if key in value:
                     conform(value[key], inner, f"{at}/{key}")
-            elif name.removesuffix("?") in value:
-                name = name.removesuffix("?")
-                conform(value[name], inner, f"{at}/{name}")
-            elif not name.endswith("?"):
-                raise ValueError(f"{at} has no {name!r}")
+                elif not name.endswith("?"):
+                    raise ValueError(f"{at} has no {name!r}")
     elif isinstance(form, list) and isinstance(value, list):
         for number, inner in enumerate(value):
             conform(inner, form[0], f"{at}/{number}")

@@ -46,10 +46,7 @@ RULES = {
     "vocab": "model",
     "heads": "model",
     "mlp": "model",
-    "embed": None,
-    "layers": None,
-    "buckets": None,
-    None: None,
+    "embed": None, "layers": None, "buckets": None, None: None,  # are whole on every device
 }
 # Fully sharded (ZeRO-3): at rest, weights and optimizer are split over the data axis as well, and
 # each layer's weights are gathered when it is their turn.
@@ -143,8 +140,7 @@ def is_first():
 
 def all_agree(good):
     """Whether `good` is true on every process: the same answer on all of them."""
-    return bool(good) if jax.process_count() == 1 else bool(
-        multihost_utils.process_allgather(np.array(bool(good))).all())
+    return bool(multihost_utils.process_allgather(np.array(bool(good))).all())
 
 
 def from_first(value):
@@ -156,8 +152,8 @@ def from_first(value):
 
 
 def together(work, elsewhere=UserError):
-    """work() on every process -> its result; what it raises on one, it raises on all, where all
-    went well as an exception of the kind `elsewhere`."""
+    """work() on every process -> its result. Where it raises on one, all of them raise: those on
+    which all went well an exception of the kind `elsewhere`."""
     result = error = None
     try:
         result = work()
@@ -369,8 +365,7 @@ def read_part(folder, array, index, verified):
 
 
 def read_checkpoint(folder, template):
-    """Read the arrays of `template` (nested dict of ShapeDtypeStructs), in its layouts -> (step,
-    tree)."""
+    """Read the arrays of `template` (ShapeDtypeStructs), in its layouts -> (step, tree like it)."""
     manifest = read_manifest(folder)
     stored = manifest["arrays"]
 
@@ -411,9 +406,8 @@ def best_of(path, metric, steps):
     """Of these steps in a metrics.jsonl (step, value) with the best, or lowest loss, or None."""
     found = {line["step"]: line[metric] for line in metrics_lines(path) if metric in line}
     sign = -1 if metric.endswith(("loss", "perplexity")) else 1
-    known = [step for step in steps if not math.isnan(found.get(step, math.nan))]
-    best = max(known, key=lambda step: sign * found[step], default=None)
-    return None if best is None else (best, found[best])
+    known = [(step, found[step]) for step in steps if not math.isnan(found.get(step, math.nan))]
+    return max(known, key=lambda pair: sign * pair[1], default=None)
 
 
 def named_step(run_dir, name):

@@ -89,9 +89,7 @@ def learning_rate(step, cfg):
 class Optimizer(NamedTuple):
     """slots(table of Params) -> the nested dict of the slots' Params; they begin with what init
     makes of the parameters, without it with zeros.
-
-    update(table, params, grads, slots, updates so far, rate, TrainConfig) -> (params, slots)
-    """
+    update(table, params, grads, slots, updates so far, rate, TrainConfig) -> (params, slots)"""
 
     slots: Callable
     update: Callable
@@ -215,8 +213,7 @@ def train_step(cfg, state, batch):
     sums, grads = gradients(cfg, state.params, batch, key)
     rate = learning_rate(state.step, cfg.train)
     table, update = model.param_table(cfg.model), OPTIMIZERS[cfg.train.optimizer].update
-    params, slots = update(
-        table, state.params, grads, state.slots, state.count, rate, cfg.train)
+    params, slots = update(table, state.params, grads, state.slots, state.count, rate, cfg.train)
     grad_norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums["cross_ent_loss"])
     params, slots = jax.tree.map(lambda new, old: jnp.where(finite, new, old), (params, slots),
@@ -318,8 +315,7 @@ def describe(cfg, recipe, mesh):
     t, devices, changed = cfg.train, jax.devices(), configs.differences(cfg, recipe)
     shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     batch = f"batch {t.batch_size} = {t.batch_size // mesh.shape['data']} rows on each device"
-    if t.microbatches > 1:
-        batch += f", in {t.microbatches} microbatches"
+    batch += f", in {t.microbatches} microbatches" * (t.microbatches > 1)
     return [
         f"recipe {cfg.name}" + ("" if changed else ", unchanged"),
         *(f"  {name} {new} (recipe: {old})" for name, (new, old) in changed.items()),
@@ -360,8 +356,7 @@ def held_out_passage(params, cfg, mesh, dataset):
     written, _ = infer.generate(params, batch.inputs, batch.input_segments, cfg.model,
                                 cfg.data.targets_length)
     inputs, truth, written = (
-        np.asarray(a.addressable_data(0))[0]
-        for a in (batch.inputs, batch.targets, written[:, 0]))
+        np.asarray(a.addressable_data(0))[0] for a in (batch.inputs, batch.targets, written[:, 0]))
     if data.fills_spans(cfg):
         texts = {label: infer.fill_blanks(inputs, infer.split_spans(ids, tokenizer), tokenizer)
                  for label, ids in (("blanks", []), ("truth", truth), ("model", written))}
@@ -872,8 +867,7 @@ def plan_mesh(cfg, where):
         devices = topologies.get_topology_desc(where, "tpu", **chips).devices
     except Exception as error:  # of many kinds
         raise UserError(f"--plan {where}: its compiler is libtpu, pip install '.[tpu]' on Linux "
-                        f"({str(error).splitlines()[0]:.120}). --plan N needs nothing."
-                        ) from error
+                        f"({str(error).splitlines()[0]:.120}). --plan N needs nothing.") from error
     return partition.set_mesh(cfg, devices)
 
 
