@@ -274,18 +274,17 @@ def run(cfg, program, state, start, load, screen, save, stops):
 
 def from_optax(make):
     """(rate, TrainConfig) -> optax.GradientTransformation, as an Optimizer."""
-    any_rate = make(0.0, configs.TrainConfig())  # its slots are those of all rates
-
     def slots(table):
         blank = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), table,
                              is_leaf=model.is_param)
+        optimizer = make(0.0, configs.TrainConfig())
 
         def declare(a, p=None):  # -> a function, as a Param is a tree itself
             axes = p.axes if p and p.shape == a.shape else (None,) * len(a.shape)
             return lambda: model.Param(a.shape, axes)
 
         declared = optax.tree_map_params(
-            any_rate, declare, jax.eval_shape(any_rate.init, blank), table,
+            optimizer, declare, jax.eval_shape(optimizer.init, blank), table,
             transform_non_params=declare, is_leaf=model.is_param)
         return jax.tree.map(lambda param: param(), pruned(declared))
 
@@ -300,7 +299,8 @@ def from_optax(make):
             grads, from_state_dict(state, unflatten_dict(whole)), params)
         return optax.apply_updates(params, updates), pruned(state)
 
-    return Optimizer(slots, update, lambda params: pruned(any_rate.init(params)))
+    return Optimizer(slots, update, lambda params: pruned(
+        make(0.0, configs.TrainConfig()).init(params)))
 
 
 OPTIMIZERS["adamw"] = from_optax(
