@@ -211,8 +211,7 @@ BEAMS = DecodeConfig(beams=4, batch_size=64)
 # t5x/configs/runs/finetune.gin: a constant rate from a published checkpoint on, whose 1,000,000
 # steps count. Evaluated on whole splits; T5X's train_eval takes 20 batches, its infer_eval all.
 FINETUNE = TrainConfig(start_step=1_000_000, steps=1_020_000, learning_rate=1e-3,
-                       schedule="constant", infer_every=1000,
-                       eval_batches=0, save_every=5000)
+                       schedule="constant", infer_every=1000, eval_batches=0, save_every=5000)
 # Raffel et al. 2020, section 3.1.3: 2^18 steps, and the best of the checkpoints is reported.
 PAPER = replace(FINETUNE, steps=1_000_000 + 2**18, eval_every=5000, infer_every=5000)
 # T0, Sanh et al. 2022 and bigscience-workshop/t-zero, training/README.md: from the LM-adapted T5
@@ -226,36 +225,32 @@ RO_TRAIN = TrainConfig(steps=2_000_000, batch_size=128, save_every=10_000, keep=
 RECIPES = {cfg.name: cfg for cfg in (
     # The first impression: learns for about two minutes on two CPU cores, downloads nothing. Its
     # rows are short because blanks are filled from near words, and short rows make many of them.
-    Config(
-        "tiny", TINY, DataConfig(vocab="train:2000", inputs_length=32, targets_length=8),
-        TrainConfig(steps=1500, batch_size=64, learning_rate=0.05, warmup_steps=50,
-                    schedule="constant * linear_warmup * cosine_decay", steps_per_cycle=1500,
-                    eval_every=300, save_every=500)),
+    Config("tiny", TINY, DataConfig(vocab="train:2000", inputs_length=32, targets_length=8),
+           TrainConfig(steps=1500, batch_size=64, learning_rate=0.05, warmup_steps=50,
+                       schedule="constant * linear_warmup * cosine_decay", steps_per_cycle=1500,
+                       eval_every=300, save_every=500)),
     # Fine-tunes the tiny run on tasks made by rule, which it learns to answer without a mistake:
     # python train.py --config tiny_finetune --init_from runs/tiny
-    Config(
-        "tiny_finetune", TINY,
-        DataConfig(task="by_rule", vocab="train:2000", inputs_length=64, targets_length=64),
-        TrainConfig(steps=700, batch_size=32, learning_rate=0.02, warmup_steps=50,
-                    schedule="constant * linear_warmup * cosine_decay", steps_per_cycle=700,
-                    eval_every=350, infer_every=700, eval_batches=0, save_every=350)),
+    Config("tiny_finetune", TINY,
+           DataConfig(task="by_rule", vocab="train:2000", inputs_length=64, targets_length=64),
+           TrainConfig(steps=700, batch_size=32, learning_rate=0.02, warmup_steps=50,
+                       schedule="constant * linear_warmup * cosine_decay", steps_per_cycle=700,
+                       eval_every=350, infer_every=700, eval_batches=0, save_every=350)),
     # The proof that it learns as T5X does: on the same examples T5X's own train program reaches a
     # held-out accuracy of .32 to .48 at step 200, .75 to .88 at 400, .95 to .99 at 600 and .989 to
     # .997 at 1000, over 5 seeds. As there the loss is a plain sum: its scale matters to Adafactor
     # only where gradients come near its epsilon, as those of ids that never occur do.
-    Config(
-        "toy_reverse",
-        ModelConfig(vocab_size=128, d_model=64, d_ff=128, d_kv=16, num_heads=4, num_layers=2,
-                    num_decoder_layers=2, dtype="float32"),
-        DataConfig(source="reverse:", task="text_to_text", vocab="ids:128", inputs_length=16,
-                   targets_length=16, pack=False),
-        TrainConfig(steps=1000, batch_size=32, learning_rate=0.01, schedule="constant",
-                    loss_divisor=1.0, log_every=50, eval_every=200, infer_every=1000,
-                    eval_batches=0, save_every=500)),
+    Config("toy_reverse",
+           ModelConfig(vocab_size=128, d_model=64, d_ff=128, d_kv=16, num_heads=4, num_layers=2,
+                       num_decoder_layers=2, dtype="float32"),
+           DataConfig(source="reverse:", task="text_to_text", vocab="ids:128", inputs_length=16,
+                      targets_length=16, pack=False),
+           TrainConfig(steps=1000, batch_size=32, learning_rate=0.01, schedule="constant",
+                       loss_divisor=1.0, log_every=50, eval_every=200, infer_every=1000,
+                       eval_batches=0, save_every=500)),
     # The benchmark of train.py itself: T5 1.1 small on random ids, nothing evaluated or saved.
-    Config(
-        "small_bench", replace(SIZES["small"], dtype="float32"), DataConfig(source="random:"),
-        TrainConfig(steps=10, batch_size=8, log_every=1, eval_every=0, save_every=0)),
+    Config("small_bench", replace(SIZES["small"], dtype="float32"), DataConfig(source="random:"),
+           TrainConfig(steps=10, batch_size=8, log_every=1, eval_every=0, save_every=0)),
     # Pretraining on C4: t5x/examples/t5/t5_1_1/examples/{small,base}_c4_pretrain.gin, the larger
     # sizes likewise. By t5x/configs/runs/pretrain.gin the rate is 0.01 for 10,000 steps, then
     # 1 / sqrt(step). allenai's files: --data.source 'jsonl:en/c4-{split}.*.json.gz'
@@ -315,7 +310,6 @@ RECIPES = {cfg.name: cfg for cfg in (
 FREE = {"mesh", "distributed", "decode", "data.keep_tokens", *(f"train.{name}" for name in (
     "steps", "log_every", "eval_every", "infer_every", "eval_batches", "save_every", "async_save",
     "keep", "keep_best", "microbatches", "profile"))}
-NOT_READ_BACK = ("mesh", "distributed")  # belong to the machine, not to the run
 # Names that fields once had -> the field of today, and its value for theirs.
 RENAMED = {"data.streaming": ("data.keep_tokens", lambda streaming: not streaming)}
 DATA_FORMAT = 2  # changes when the batches of a step, or what is held out, change
@@ -336,17 +330,14 @@ def differences(cfg, other):
 
 
 def override(cfg, changes):
-    """Config and {"section.field": value} -> Config."""
+    """Config and {"section.field": value}, old names among them -> Config."""
     for name, value in changes.items():
+        if name in RENAMED:
+            name, translated = RENAMED[name]
+            value = translated(value)
         section, knob = name.split(".")
         cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{knob: value})})
     return cfg
-
-
-def renamed(values):
-    """{"section.field": value}, old names among them -> the same in the names of today."""
-    return dict((RENAMED[name][0], RENAMED[name][1](value)) if name in RENAMED else (name, value)
-                for name, value in values.items())
 
 
 def parse_value(name, kind, text):
@@ -374,10 +365,8 @@ def help_of(section):
 
 
 def parse_args(description, argv, **flags):
-    """Command line -> (Namespace of config, run_dir and `flags`, {"section.field": value}).
-
-    flags: name=dict of argparse's add_argument; a name that ends in "_" is positional.
-    """
+    """Command line -> (Namespace of config, run_dir and `flags`, {"section.field": value}). flags:
+    name=dict of argparse's add_argument; a name that ends in "_" is positional."""
     def refuse(message):
         raise UserError(f"{message}; --help lists all flags.")
 
@@ -400,8 +389,7 @@ def parse_args(description, argv, **flags):
         hint = nearest(unknown[0].lstrip("-").split("=")[0], [*kinds, *vars(args)])
         raise UserError(f"Unknown argument {unknown[0]}{hint or '; --help lists all flags.'}")
     given = {name: vars(args).pop(name) for name in kinds if name in args}
-    return args, renamed({name: parse_value(name, kinds[name], text)
-                          for name, text in given.items()})
+    return args, {name: parse_value(name, kinds[name], text) for name, text in given.items()}
 
 
 def load_recipe(name):
@@ -441,9 +429,9 @@ def read_run(run_dir):
     form = {"name": str, "data_format?": int, "corpus?": str,
             **{f"{section}?": dict for section in SECTIONS}}
     stored = read_json(path, form, "restore it from a copy")
-    values = renamed({f"{section}.{knob}": value for section in SECTIONS
-                      for knob, value in stored.get(section, {}).items()})
-    if strange := sorted({*values} - {name for name, *_ in fields(Config(""))}):
+    values = {f"{section}.{knob}": value for section in SECTIONS
+              for knob, value in stored.get(section, {}).items()}
+    if strange := sorted({*values} - {name for name, *_ in fields(Config(""))} - {*RENAMED}):
         raise UserError(f"{path} has fields that this version does not know: {', '.join(strange)}.")
     cfg = override(Config(stored["name"]), values)
     check_types(cfg, path)
@@ -456,11 +444,8 @@ def load_run(run_dir):
 
 
 def load_run_recipe(run_dir):
-    """Run the recipe file that a run directory keeps, for its tables -> its CONFIG, or None.
-
-    The file is a program, so this is said, and done only where tasks, an objective or an optimizer
-    are asked for.
-    """
+    """Run the recipe file that a run directory keeps, for its tables -> its CONFIG, or None. It is
+    a program: that is said, and done only where tasks, objectives or optimizers are asked for."""
     path = to_path(run_dir) / "recipe.py"
     if not path.exists():
         return None
@@ -476,42 +461,39 @@ def save_run(cfg, run_dir, corpus=""):
     """Write RUN_DIR/config.json, which load_run reads. corpus: a digest of the training tokens."""
     content = {"name": cfg.name, "data_format": DATA_FORMAT, "corpus": corpus,
                **dataclasses.asdict(cfg)}
-    for section in NOT_READ_BACK:
-        del content[section]
+    del content["mesh"], content["distributed"]  # they belong to the machine, not to the run
     write_file(os.path.join(run_dir, "config.json"), json.dumps(content, indent=1))
 
 
 def resolve(args, changes, recipe=False):
     """What parse_args returned -> Config: of the run, if --run_dir names one, or of the recipe.
-
-    recipe: whether the run's own recipe file is needed, for its tasks.
-    """
-    if args.run_dir and args.config and not args.config.endswith(".py"):
+    recipe: whether the run's own recipe file is needed, for its tasks."""
+    if not args.run_dir:
+        cfg = load_recipe(args.config or "tiny")
+    elif args.config and not args.config.endswith(".py"):
         raise UserError("--run_dir names a run, and that has its own configuration: leave out "
                         "--config, unless it names the recipe file to run for its tables.")
-    cfg = load_run(args.run_dir) if args.run_dir else load_recipe(args.config or "tiny")
-    if args.run_dir and args.config:
-        load_recipe(args.config)
-    elif args.run_dir and recipe:
-        load_run_recipe(args.run_dir)
+    else:
+        cfg = load_run(args.run_dir)
+        if args.config:
+            load_recipe(args.config)
+        elif recipe:
+            load_run_recipe(args.run_dir)
     cfg = override(cfg, changes)
     check(cfg)
     return cfg
 
 
 def resolve_run(args, changes):
-    """What parse_args returned -> (Config, run directory, recipe it began from), for training.
-
-    A run directory that has checkpoints is its own recipe. With another --config or other flags the
-    fields that differ are listed and refused, except those in FREE.
-    """
-    run_dir = args.run_dir or os.path.join("runs", load_recipe(args.config or "tiny").name)
+    """What parse_args returned -> (Config, run directory, recipe it began from), for training. A
+    run directory that has checkpoints is its own recipe: with another --config or other flags the
+    fields that differ are listed and refused, except those in FREE."""
+    base = recipe = load_recipe(args.config or "tiny")
+    run_dir = args.run_dir or os.path.join("runs", recipe.name)
     folder = to_path(run_dir)
     begun = (folder / "config.json").exists()
     old, stored = read_run(run_dir) if begun else (None, {})
-    if args.config or not begun:
-        base = recipe = load_recipe(args.config or "tiny")
-    else:
+    if begun and not args.config:
         base, recipe = old, load_run_recipe(run_dir) or RECIPES.get(old.name, old)
     cfg = override(base, changes)
     if begun and any(folder.glob("checkpoints/step_*/manifest.json")):
@@ -534,32 +516,25 @@ def resolve_run(args, changes):
 
 
 def conform(value, form, at="it"):
-    """Raise a ValueError that says where a JSON value has not this form.
-
-    form: a type, or a tuple of types; [form] for a list; {str: form} for a dict of any names;
-    {name: form} for a dict of these, where "name?" may be missing and others do not matter.
-    """
+    """Raise a ValueError that says where a JSON value has not this form: a type, or a tuple of
+    types; [form] for a list; {str: form} for a dict of any names; {name: form} for a dict of these,
+    where "name?" may be missing and others do not matter."""
     if isinstance(form, dict) and isinstance(value, dict):
         for name, inner in form.items():
-            if name is str:
-                for key in value:
+            for key in value if name is str else [name.removesuffix("?")]:
+                if key in value:
                     conform(value[key], inner, f"{at}/{key}")
-            elif name.removesuffix("?") in value:
-                name = name.removesuffix("?")
-                conform(value[name], inner, f"{at}/{name}")
-            elif not name.endswith("?"):
-                raise ValueError(f"{at} has no {name!r}")
+                elif not name.endswith("?"):
+                    raise ValueError(f"{at} has no {name!r}")
     elif isinstance(form, list) and isinstance(value, list):
         for number, inner in enumerate(value):
             conform(inner, form[0], f"{at}/{number}")
-    elif isinstance(form, dict | list) or not isinstance(value, form) or (
-            isinstance(value, bool) and bool not in (form if isinstance(form, tuple) else (form,))):
+    elif type(value) not in (form if isinstance(form, tuple) else (form,)):
         raise ValueError(f"{at} is {json.dumps(value, default=str):.60}")
 
 
 def read_json(path, form, cure="fetch it again"):
-    """A JSON file -> its value, which has this form; else a UserError names the file and the cure.
-    """
+    """A JSON file -> its value, of this form; else a UserError names the file and the cure."""
     try:
         value = json.loads(path.read_text())
         conform(value, form)
@@ -682,13 +657,6 @@ def parse_shard(text):
     return int(found[1]), int(found[2])
 
 
-def show_changes(cfg, recipe):
-    """Lines that say what differs from the recipe."""
-    changed = differences(cfg, recipe)
-    return [f"recipe {cfg.name}" + ("" if changed else ", unchanged"),
-            *(f"  {name} {new} (recipe: {old})" for name, (new, old) in changed.items())]
-
-
 # ---- files ---------------------------------------------------------------------------------------
 
 
@@ -716,13 +684,12 @@ def writing(path):
 
 def write_file(path, content):
     """Write bytes or text whole or not at all: to a temporary name, synced, then renamed."""
-    content = content.encode() if isinstance(content, str) else content
+    path, content = to_path(path), content.encode() if isinstance(content, str) else content
     if is_remote(path):  # there a file is whole when it is closed
-        to_path(path).write_bytes(content)
+        path.write_bytes(content)
         return
-    path = os.fspath(path)
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    temporary = f"{path}.tmp{os.getpid()}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
     try:
         with writing(path), open(temporary, "wb") as file:
             file.write(content)
@@ -730,7 +697,7 @@ def write_file(path, content):
             os.fsync(file.fileno())
             os.replace(temporary, path)
     finally:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def append_file(path, text):
@@ -738,16 +705,14 @@ def append_file(path, text):
     if is_remote(path):
         write_file(path, (path.read_text() if path.exists() else "") + text)
         return
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with writing(path), open(path, "a") as file:
         file.write(text)
 
 
 def lock(path, wait=False):
-    """A file that is locked until it is closed, by the kernel after a kill.
-
-    Where another process has the lock, waits or raises BlockingIOError.
-    """
+    """A file that is locked until it is closed, by the kernel after a kill. Where another process
+    has the lock, waits or raises BlockingIOError."""
     file = open(path, "a+b")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -766,7 +731,6 @@ def run_command(main):
     script = os.path.basename(sys.argv[0])
     if vars(sys.modules["__main__"]).get("main") is main:
         sys.modules[script.removesuffix(".py")] = sys.modules["__main__"]  # for a recipe's imports
-    status = 0
     try:
         status = main(sys.argv[1:])
         sys.stdout.flush()

@@ -33,9 +33,8 @@ import flax.traverse_util
 import jax
 import msgpack
 import numpy as np
+from jax import NamedSharding, P
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import configs
 from configs import UserError, is_remote, note, parse_args, run_command, to_path, write_file
@@ -47,10 +46,7 @@ RULES = {
     "vocab": "model",
     "heads": "model",
     "mlp": "model",
-    "embed": None,
-    "layers": None,
-    "buckets": None,
-    None: None,
+    "embed": None, "layers": None, "buckets": None, None: None,  # are whole on every device
 }
 # Fully sharded (ZeRO-3): at rest, weights and optimizer are split over the data axis as well, and
 # each layer's weights are gathered when it is their turn.
@@ -72,8 +68,7 @@ def set_mesh(cfg, devices=None):
         (len(devices), parts, f"{len(devices)} devices cannot be shared by --mesh.model {parts}"),
         (m.num_heads, parts, f"--mesh.model {parts} does not divide the {m.num_heads} heads"),
         (m.d_ff, parts, f"--mesh.model {parts} does not divide d_ff {m.d_ff}"),
-        (m.vocab_size, parts,
-         f"--mesh.model {parts} does not divide the {m.vocab_size} embeddings"),
+        (m.vocab_size, parts, f"--mesh.model {parts} does not divide vocab_size {m.vocab_size}"),
         (rows, data, f"{rows} rows (--train.batch_size over --train.microbatches) cannot be dealt "
                      f"evenly to {data} data-parallel devices"),
         (m.d_model * cfg.mesh.fsdp, data,
@@ -81,8 +76,8 @@ def set_mesh(cfg, devices=None):
     ):
         if number % divisor:
             raise UserError(f"{sentence}: change one of the two.")
-    mesh = jax.make_mesh((data, parts), ("data", "model"), (AxisType.Explicit,) * 2,
-                         devices=devices)
+    mesh = jax.make_mesh((data, parts), ("data", "model"), devices=devices,
+                         axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     jax.set_mesh(mesh)
     return mesh
 
@@ -145,14 +140,11 @@ def is_first():
 
 def all_agree(good):
     """Whether `good` is true on every process: the same answer on all of them."""
-    return bool(good) if jax.process_count() == 1 else bool(
-        multihost_utils.process_allgather(np.array(bool(good))).all())
+    return bool(multihost_utils.process_allgather(np.array(bool(good))).all())
 
 
 def from_first(value):
     """A value for JSON as the first process knows it, on all of them."""
-    if jax.process_count() == 1:
-        return value
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.array(len(text))))
     text = multihost_utils.broadcast_one_to_all(np.resize(text, size))
@@ -160,10 +152,8 @@ def from_first(value):
 
 
 def together(work, elsewhere=UserError):
-    """work() on every process -> its result; what it raises on one, it raises on all.
-
-    elsewhere: the kind of exception on those processes where all went well.
-    """
+    """work() on every process -> its result. Where it raises on one, all of them raise: those on
+    which all went well an exception of the kind `elsewhere`."""
     result = error = None
     try:
         result = work()
@@ -206,11 +196,9 @@ def flatten(tree):
 
 
 def own_pieces(tree):
-    """(name, [[start, stop] of each axis], NumPy array) for all that this process must write.
-
-    Of copies on several devices one is written. The arrays are views of the live memory on a CPU
-    and copies elsewhere; either way they keep their values while training goes on.
-    """
+    """(name, [[start, stop] of each axis], NumPy array) for all that this process must write. Of
+    copies on several devices one is written. The arrays are views of the live memory on a CPU and
+    copies elsewhere; either way they keep their values while training goes on."""
     arrays = flatten(tree)
     for array in arrays.values():
         array.copy_to_host_async()
@@ -233,7 +221,7 @@ def own_pieces(tree):
 def write_pieces(path, pieces):
     """Stream pieces into a file -> {name: [place of each piece]}."""
     places = {}
-    with open(path, "wb", 1 << 20) if not is_remote(path) else path.open("wb") as file:
+    with path.open("wb") as file:
         for name, bounds, data in pieces:
             crc = zlib.crc32(data)
             header = {"name": name, "bounds": bounds, "dtype": data.dtype.name, "crc32": crc}
@@ -255,13 +243,11 @@ def sync_folder(path):
 
 
 def write_checkpoint(folder, arrays, pieces, step):
-    """Write the checkpoint folder: pieces first, the manifest after them, its name last.
-
-    Every process writes its own pieces, and beside them where they lie; the first, which sees when
-    the last has done so, writes the manifest. That takes no communication, which could get in the
-    way of the training that goes on meanwhile. Where folders cannot be renamed, at a remote place,
-    the manifest alone says that a checkpoint is whole.
-    """
+    """Write the checkpoint folder: pieces first, the manifest after them, its name last. Every
+    process writes its own pieces, and beside them where they lie; the first, which sees when the
+    last has done so, writes the manifest. That takes no communication, which could get in the way
+    of the training that goes on meanwhile. Where folders cannot be renamed, at a remote place, the
+    manifest alone says that a checkpoint is whole."""
     temporary = folder if is_remote(folder) else folder.with_name(f"tmp-{folder.name}")
     temporary.mkdir(parents=True, exist_ok=True)
     if is_remote(folder) and is_first():  # a damaged checkpoint of this step is none from here on
@@ -282,12 +268,11 @@ def write_checkpoint(folder, arrays, pieces, step):
     configs.write_checked(temporary / "manifest.json", {
         "format": FORMAT, "step": step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "arrays": arrays})
-    if is_remote(folder):
-        return
-    sync_folder(temporary)
-    remove(folder)  # a damaged one of this step, which was passed over
-    temporary.rename(folder)
-    sync_folder(folder.parent)
+    if not is_remote(folder):
+        sync_folder(temporary)
+        remove(folder)  # a damaged one of this step, which was passed over
+        temporary.rename(folder)
+        sync_folder(folder.parent)
 
 
 def wait_for(path, seconds=600):
@@ -302,8 +287,7 @@ def wait_for(path, seconds=600):
 
 
 def remove(path):
-    """Remove a checkpoint, or whatever lies in its place; what is left of it after a kill is none.
-    """
+    """Remove a checkpoint, or what lies in its place; what is left of it after a kill is none."""
     if is_remote(path):
         (path / "manifest.json").unlink(missing_ok=True)
         path.rmtree()
@@ -316,21 +300,20 @@ def remove(path):
 # ====== below: reading checkpoints, those of a run, what a layout costs, the command ==============
 
 
-def read_manifest(folder, step=None):
-    """A checkpoint's manifest, verified. step: what it must be of."""
+def read_manifest(folder):
+    """A checkpoint's manifest, verified; a folder's name says of which step it must be."""
     path, form = folder / "manifest.json", {"format": int, "step": int, "arrays": ARRAYS}
     try:
         manifest = configs.read_json(path, {"format": int})
-        if manifest["format"] < 2:
-            # its checksum covers less, so the name of the folder must say the same
+        if manifest["format"] < 2:  # its checksum covers less
             configs.conform(manifest, form)
             covered = [manifest["arrays"], manifest.get("reader")]
-            step = int(folder.name[5:]) if re.fullmatch(r"step_\d+", folder.name) else step
             if manifest.get("crc32") != configs.checksum(covered):
                 raise ValueError("its checksum differs")
         elif manifest["format"] <= FORMAT:
             manifest = configs.read_checked(path, form)
-        if manifest["format"] <= FORMAT and step not in (None, manifest["step"]):
+        named = re.fullmatch(r"step_(\d+)", folder.name)
+        if manifest["format"] <= FORMAT and named and int(named[1]) != manifest["step"]:
             raise ValueError(f"it is of step {manifest['step']}")
     except (UserError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged ({error})") from error
@@ -359,36 +342,32 @@ def read_piece(folder, place, dtype):
 
 
 def read_part(folder, array, index, verified):
-    """A part of a stored array, which may be a view of its file.
-
-    array: what the manifest says about it; index: a slice for each axis; verified: a dict that
-    keeps the pieces that were read and found whole, or None to keep none.
-    """
+    """A part of a stored array, which may be a view of its file. array: what the manifest says
+    about it; index: a slice for each axis; verified: a dict that keeps the pieces that were read
+    and found whole, or None to keep none."""
     def within(part, bounds):
         return tuple(slice(a - b, c - b) for (a, c), (b, _) in zip(part, bounds))
 
-    dtype = np.dtype(array["dtype"])
+    dtype, verified = np.dtype(array["dtype"]), {} if verified is None else verified
     cuts = [cut.indices(size)[:2] for cut, size in zip(index, array["shape"])]
     out = np.empty([stop - start for start, stop in cuts], dtype)
     for number, place in enumerate(array["pieces"]):
         inside = [(max(a, b), min(c, d)) for (a, c), (b, d) in zip(cuts, place["bounds"])]
         if any(a >= b for a, b in inside):
             continue
-        whole = (verified or {}).get(number)
-        if whole is None:
-            whole = read_piece(folder, place, dtype)
-        if verified is not None:
-            verified[number] = whole
-        piece = whole[within(inside, place["bounds"])]
+        if number not in verified:
+            verified[number] = read_piece(folder, place, dtype)
+        piece = verified[number][within(inside, place["bounds"])]
         if piece.shape == out.shape:
             return piece
         out[within(inside, cuts)] = piece
     return out
 
 
-def read_checkpoint(folder, template, step=None):
-    """Read the arrays of `template` (nested dict of ShapeDtypeStructs), in its layouts."""
-    stored = read_manifest(folder, step)["arrays"]
+def read_checkpoint(folder, template):
+    """Read the arrays of `template` (ShapeDtypeStructs), in its layouts -> (step, tree like it)."""
+    manifest = read_manifest(folder)
+    stored = manifest["arrays"]
 
     def read(name, wanted):
         if name not in stored:
@@ -407,7 +386,7 @@ def read_checkpoint(folder, template, step=None):
         return jax.make_array_from_callback(shape, wanted.sharding, part)
 
     arrays = {name: read(name, wanted) for name, wanted in flatten(template).items()}
-    return flax.traverse_util.unflatten_dict(arrays, sep="/")
+    return manifest["step"], flax.traverse_util.unflatten_dict(arrays, sep="/")
 
 
 def metrics_lines(path):
@@ -424,13 +403,11 @@ def metrics_lines(path):
 
 
 def best_of(path, metric, steps):
-    """Of these steps in a metrics.jsonl (step, value) with the best of a metric, the lowest of a
-    loss, or None."""
+    """Of these steps in a metrics.jsonl (step, value) with the best, or lowest loss, or None."""
     found = {line["step"]: line[metric] for line in metrics_lines(path) if metric in line}
     sign = -1 if metric.endswith(("loss", "perplexity")) else 1
-    known = [step for step in steps if not math.isnan(found.get(step, math.nan))]
-    best = max(known, key=lambda step: sign * found[step], default=None)
-    return None if best is None else (best, found[best])
+    known = [(step, found[step]) for step in steps if not math.isnan(found.get(step, math.nan))]
+    return max(known, key=lambda pair: sign * pair[1], default=None)
 
 
 def named_step(run_dir, name):
@@ -472,10 +449,8 @@ class Checkpoints:
         return self.folder / f"step_{step:08}"
 
     def save(self, tree, step, best=None):
-        """Start to write a nested dict of arrays; waits for the checkpoint before it.
-
-        best: the step of a checkpoint that stays however old it is.
-        """
+        """Start to write a nested dict of arrays; waits for the checkpoint before it. best: the
+        step of a checkpoint that stays however old it is."""
         self.wait()
         arrays = {name: {"shape": a.shape, "dtype": a.dtype.name}
                   for name, a in flatten(tree).items()}
@@ -510,29 +485,20 @@ class Checkpoints:
             writing.result()
 
     def load(self, template, step=None):
-        """The newest whole checkpoint -> (step, tree like `template`), or None if there is none.
-
+        """The newest whole checkpoint -> (step, tree like `template`), or None if there is none. A
+        damaged one is named and the one before it is taken; a UserError where all are damaged.
         template: nested dict of ShapeDtypeStructs with their layouts; what else a checkpoint holds
-        is left alone. A damaged one is named and the one before it is taken; raises a UserError
-        where all are damaged. step: that checkpoint and no other.
-        """
-        def read(step):
-            return step, together(lambda: read_checkpoint(self.path(step), template, step),
-                                  CheckpointError)
-
+        is left alone. step: that checkpoint and no other."""
         steps = from_first(self.steps())
-        if step is not None:
-            if step not in steps:
-                raise UserError(f"{self.folder} has no step {step:,}; it has "
-                                f"{', '.join(map(str, steps)) or 'none'}.")
+        if step not in (None, *steps):
+            raise UserError(f"{self.folder} has no step {step:,}; it has "
+                            f"{', '.join(map(str, steps)) or 'none'}.")
+        for path in map(self.path, reversed(steps) if step is None else [step]):
             try:
-                return read(step)
+                return together(lambda: read_checkpoint(path, template), CheckpointError)
             except CheckpointError as error:
-                raise UserError(f"{error}: name another --step.") from error
-        for step in reversed(steps):
-            try:
-                return read(step)
-            except CheckpointError as error:
+                if step is not None:
+                    raise UserError(f"{error}: name another --step.") from error
                 note(f"{error}; trying the checkpoint before it", always=True)
         if steps:
             raise UserError(f"None of the checkpoints in {self.folder} is whole: restore one from "
@@ -551,14 +517,11 @@ def find_checkpoint(source):
 
 
 def load_from(source, template):
-    """A run's directory, its newest checkpoint, or one checkpoint -> (step, tree like `template`).
-    """
+    """The newest checkpoint of a run's directory, or one checkpoint -> as Checkpoints.load."""
     if find_checkpoint(source):
         return Checkpoints(source).load(template)
     try:
-        source = to_path(source)
-        return together(lambda: (read_manifest(source)["step"], read_checkpoint(source, template)),
-                        CheckpointError)
+        return together(lambda: read_checkpoint(to_path(source), template), CheckpointError)
     except CheckpointError as error:
         raise UserError(f"{error}: name another checkpoint.") from error
 
@@ -603,12 +566,9 @@ COLLECTIVES = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permut
 
 
 def collectives(lowered):
-    """Compile a program -> (what its devices tell one another, the compiled program).
-
-    The former is [(kind, mesh axis, count, bytes sent by each device, on a ring)], read from what
-    XLA's partitioner leaves, where dtypes are still the program's own (later XLA's CPU backend
-    turns bfloat16 into float32).
-    """
+    """Compile a program -> ([(kind of collective, mesh axis, count, bytes that each device sends,
+    on a ring)], the compiled program). Read from what XLA's partitioner leaves, where dtypes are
+    still the program's own: later XLA's CPU backend turns bfloat16 into float32."""
     mesh, counts, moved = jax.sharding.get_mesh(), collections.Counter(), collections.Counter()
     nobody_runs_it = mesh.devices.flat[0].platform == "cpu"
     with tempfile.TemporaryDirectory() as folder:
@@ -664,10 +624,8 @@ def first_group(line, count):
 
 
 def instructions(text):
-    """HLO -> (line, how often it runs) of each instruction.
-
-    A loop's body stands there once and runs as often as the constant in its condition says.
-    """
+    """HLO -> (line, how often it runs) of each instruction: a loop's body stands there once and
+    runs as often as the constant in its condition says."""
     bodies = dict(re.findall(r"^(?:ENTRY )?%(\S+) \(.*?\{\n(.*?)^\}", text, re.M | re.S))
 
     def visit(name, times):

@@ -58,11 +58,9 @@ except ImportError:  # an extra
 
 def learning_rate(step, cfg):
     """The rate of update number `step`, counted from 0: the product of the schedule's factors.
-
     cfg: TrainConfig. The factors, and the floor of 1e-8, are those of t5x/utils.py,
     create_learning_rate_scheduler. "constant * rsqrt_decay" with learning_rate 1 and warmup_steps
-    10,000 is T5's: 0.01 for 10,000 steps, then 1 / sqrt(step).
-    """
+    10,000 is T5's: 0.01 for 10,000 steps, then 1 / sqrt(step)."""
     step = jnp.maximum(0.0, step - cfg.schedule_offset)
     base, warmup = cfg.learning_rate, cfg.warmup_steps
     cycle = jnp.maximum(0.0, (step - warmup) / cfg.steps_per_cycle)
@@ -91,9 +89,7 @@ def learning_rate(step, cfg):
 class Optimizer(NamedTuple):
     """slots(table of Params) -> the nested dict of the slots' Params; they begin with what init
     makes of the parameters, without it with zeros.
-
-    update(table, params, grads, slots, updates so far, rate, TrainConfig) -> (params, slots)
-    """
+    update(table, params, grads, slots, updates so far, rate, TrainConfig) -> (params, slots)"""
 
     slots: Callable
     update: Callable
@@ -182,10 +178,8 @@ def init_state(cfg):
 
 def gradients(cfg, params, batch, key):
     """Mean gradient over the batch's real target tokens -> (sums of model.loss_fn, gradients).
-
     Microbatches are summed and divided by the tokens of the whole batch once, so that their number
-    changes nothing. A microbatch takes every n-th row, which each device finds among its own.
-    """
+    changes nothing. A microbatch takes every n-th row, which each device finds among its own."""
     tokens = jnp.sum(batch.target_segments > 0)
     divisor = cfg.train.loss_divisor or jnp.maximum(tokens, 1).astype(jnp.float32)
 
@@ -219,8 +213,7 @@ def train_step(cfg, state, batch):
     sums, grads = gradients(cfg, state.params, batch, key)
     rate = learning_rate(state.step, cfg.train)
     table, update = model.param_table(cfg.model), OPTIMIZERS[cfg.train.optimizer].update
-    params, slots = update(
-        table, state.params, grads, state.slots, state.count, rate, cfg.train)
+    params, slots = update(table, state.params, grads, state.slots, state.count, rate, cfg.train)
     grad_norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums["cross_ent_loss"])
     params, slots = jax.tree.map(lambda new, old: jnp.where(finite, new, old), (params, slots),
@@ -244,12 +237,10 @@ def train_step(cfg, state, batch):
 
 
 def run(cfg, program, state, start, load, screen, save, stops):
-    """Train from step `start` to train.steps -> (the last step, TrainState).
-
-    program: train_step, compiled; load(step): the Batch that follows this step, on the devices;
-    screen: what shows, logs and evaluates (see Screen); save(step, state): begins a checkpoint;
-    stops(step): whether somebody asks to stop here.
-    """
+    """Train from step `start` to train.steps -> (the last step, TrainState). program: train_step,
+    compiled; load(step): the Batch that follows this step, on the devices; screen: what shows,
+    logs and evaluates (see Screen); save(step, state): begins a checkpoint; stops(step): whether
+    somebody asks to stop here."""
     t, loader, step = cfg.train, ThreadPoolExecutor(1), start
     batch = loader.submit(load, start)
     for step in range(start + 1, t.steps + 1):
@@ -260,7 +251,7 @@ def run(cfg, program, state, start, load, screen, save, stops):
         asked = stops(step)
         logs, evaluates, infers, saves = (
             every > 0 and (step % every == 0 or step == t.steps)
-            for every in (t.log_every, screen.eval_every, screen.infer_every, t.save_every))
+            for every in (t.log_every, t.eval_every, t.infer_every, t.save_every))
         if logs:
             screen.log(step, metrics)
         if logs or saves:
@@ -320,14 +311,14 @@ OPTIMIZERS["adamw"] = from_optax(
 
 
 def describe(cfg, recipe, mesh):
-    """The lines a run begins with."""
-    t, devices = cfg.train, jax.devices()
+    """The lines a run begins with: what differs from its recipe, the model, the devices, a row."""
+    t, devices, changed = cfg.train, jax.devices(), configs.differences(cfg, recipe)
     shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     batch = f"batch {t.batch_size} = {t.batch_size // mesh.shape['data']} rows on each device"
-    if t.microbatches > 1:
-        batch += f", in {t.microbatches} microbatches"
+    batch += f", in {t.microbatches} microbatches" * (t.microbatches > 1)
     return [
-        *configs.show_changes(cfg, recipe),
+        f"recipe {cfg.name}" + ("" if changed else ", unchanged"),
+        *(f"  {name} {new} (recipe: {old})" for name, (new, old) in changed.items()),
         f"model    {model.describe(cfg)}",
         f"devices  {len(devices)} x {devices[0].device_kind}, mesh {shape}, "
         f"{jnp.dtype(model.compute_dtype(cfg.model)).name}, {batch}",
@@ -365,8 +356,7 @@ def held_out_passage(params, cfg, mesh, dataset):
     written, _ = infer.generate(params, batch.inputs, batch.input_segments, cfg.model,
                                 cfg.data.targets_length)
     inputs, truth, written = (
-        np.asarray(a.addressable_data(0))[0]
-        for a in (batch.inputs, batch.targets, written[:, 0]))
+        np.asarray(a.addressable_data(0))[0] for a in (batch.inputs, batch.targets, written[:, 0]))
     if data.fills_spans(cfg):
         texts = {label: infer.fill_blanks(inputs, infer.split_spans(ids, tokenizer), tokenizer)
                  for label, ids in (("blanks", []), ("truth", truth), ("model", written))}
@@ -378,11 +368,9 @@ def held_out_passage(params, cfg, mesh, dataset):
 
 class MetricsFile:
     """RUN_DIR/metrics.jsonl, a flat JSON object a line, `step` first; of the first process alone.
-
     What was written after `step` is cut off: a run that was killed and went on leaves the file of
     one that never stopped. Where tensorboardX is installed, the same goes to RUN_DIR/tensorboard.
-    A remote file is kept here and copied there by sync().
-    """
+    A remote file is kept here and copied there by sync()."""
 
     def __init__(self, path, step):
         self.remote = path if configs.is_remote(path) else None
@@ -421,16 +409,13 @@ class NotFinite(Exception):
 
 
 class Screen:
-    """What a run shows and records while it goes on: a bar, its speed, metrics.jsonl, evaluations.
-
-    Where standard output is no terminal, a plain line every ten seconds takes the bar's place.
-    held_out: {task: (Config, Dataset)}; counts: frequencies of training tokens, for the baseline.
-    """
+    """What a run shows and records while it goes on: a bar, its speed, metrics.jsonl, evaluations;
+    where standard output is no terminal, a plain line every ten seconds in the bar's place.
+    held_out: {task: (Config, Dataset)}; counts: how frequent training tokens are, a baseline."""
 
     def __init__(self, cfg, mesh, run_dir, start, held_out, counts):
         self.cfg, self.mesh, self.run_dir, t = cfg, mesh, run_dir, cfg.train
         self.file = MetricsFile(run_dir / "metrics.jsonl", start) if partition.is_first() else None
-        self.eval_every, self.infer_every = (t.eval_every, t.infer_every) if held_out else (0, 0)
         self.flops = step_flops(cfg)
         self.peak, source = peak_flops()
         print(f"peak     {source}", flush=True)
@@ -644,19 +629,17 @@ def lower_step(cfg, mesh):
 
 
 def compile_and_load(cfg, mesh, checkpoints, source=None):
-    """The compiled training step, and the state it starts from -> (program, TrainState, step).
-
-    The state is the newest checkpoint's or a fresh one, or takes its weights, or all, from
-    `source`, another run or checkpoint. The step compiles in a thread meanwhile.
-    """
+    """The compiled training step, and the state it starts from -> (program, TrainState, step). The
+    state is the newest checkpoint's or a fresh one, or takes its weights, or all, from `source`,
+    another run or checkpoint. The step compiles in a thread meanwhile."""
     template, step = lower_step(cfg, mesh)
 
     def compiled():
         program = step.compile()
         if sizes := program.memory_analysis():
-            held = {"weights and optimizer": sizes.argument_size_in_bytes,
-                    "a step": sizes.temp_size_in_bytes}
-            partition.check_memory({k: mesh.size * v for k, v in held.items()}, SMALLER)
+            partition.check_memory(
+                {"weights and optimizer": mesh.size * sizes.argument_size_in_bytes,
+                 "a step": mesh.size * sizes.temp_size_in_bytes}, SMALLER)
         return program
 
     with ThreadPoolExecutor(1) as thread:
@@ -775,7 +758,7 @@ def go_on(cfg, mesh, run_dir, checkpoints, dataset, screen, program, state, star
     if best := screen.best(checkpoints.steps()):
         print(f"best     step {best[0]:,}: {t.keep_best} {best[1]:.4g}")
     print(f"done     {run_dir}: {step:,} steps.")
-    if t.save_every and screen.eval_every:
+    if t.save_every and t.eval_every:
         spans = data.fills_spans(cfg)
         text = "Return the <extra_id_0> of the list." if spans else "some inputs"
         print(f"""Next:
@@ -803,10 +786,8 @@ def model_info(cfg, mesh):
 
 
 def activation_bytes(cfg, params, batch):
-    """Bytes that one device keeps of a forward pass for the backward pass, in their own dtypes.
-
-    params, batch: ShapeDtypeStructs. What jax.vjp keeps, without what was there before.
-    """
+    """Bytes that one device keeps of a forward pass for the backward pass, in their own dtypes:
+    what jax.vjp keeps, without what was there before. params, batch: ShapeDtypeStructs."""
     key = jax.random.key(0) if cfg.model.dropout else None
 
     def kept(params, batch):
@@ -837,10 +818,8 @@ LEVERS = {
 
 
 def levers(cfg, names=LEVERS, pile=False):
-    """[(flag, bytes on one device that it leaves, its price)] of the levers that help.
-
-    Each by itself, and the one that leaves least first; pile: each on top of those before it.
-    """
+    """[(flag, bytes on one device that it leaves, its price)] of the levers that help, each by
+    itself, the one that leaves least first; pile: each on top of those before it."""
     mesh, found = jax.sharding.get_mesh(), []
     least = sum(memory_table(cfg, mesh).values())
     for name in names:
@@ -888,8 +867,7 @@ def plan_mesh(cfg, where):
         devices = topologies.get_topology_desc(where, "tpu", **chips).devices
     except Exception as error:  # of many kinds
         raise UserError(f"--plan {where}: its compiler is libtpu, pip install '.[tpu]' on Linux "
-                        f"({str(error).splitlines()[0]:.120}). --plan N needs nothing."
-                        ) from error
+                        f"({str(error).splitlines()[0]:.120}). --plan N needs nothing.") from error
     return partition.set_mesh(cfg, devices)
 
 
