@@ -943,7 +943,10 @@ def write_store(folder, name, array):
         "shape": list(array.shape), "chunks": [rows, *array.shape[1:]],
         "compressor": None}}  # T5X's own gzip saves 7 % and takes ten times as long
     place = {"driver": "file", "path": str(folder / name)}
-    tensorstore.open({**spec, "kvstore": place}, create=True).result().write(array).result()
+    try:
+        tensorstore.open({**spec, "kvstore": place}, create=True).result().write(array).result()
+    except ValueError as error:  # TensorStore's name of what the disk refuses
+        raise OSError(str(error)) from error
     return {**spec, "kvstore": {**place, "path": f"{name}/"}}
 
 
@@ -977,13 +980,22 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False):
         if weights.vocabulary is None:
             note(f"warning: {source} has no vocabulary: what is written takes ids alone until a "
                  f"spiece.model is put there.")
+        bar = data.progress("converting", "array", 2 * sum(
+            len(layers_of(name, shape)) for name, shape in weights.shapes.items()))
+
+        def read(name, layer, read=weights.read):
+            bar.update()
+            return read(name, layer)
+
+        weights = weights._replace(read=read)
         try:
             WRITERS[to](folder, weights, dtype)
-        except (OSError, ValueError, safetensors.SafetensorError) as error:  # such as a full disk
+        except (OSError, safetensors.SafetensorError) as error:  # such as a full disk
             raise OSError(errno.EIO, str(error)[:200], str(destination)) from error
         if to == "hf":
             (folder / "README.md").write_text(model_card(weights, source))
         largest, arrays = compare(weights, open_any(folder), dtype)
+        bar.close()
         print(f"compared {arrays:,} arrays with the source: largest difference {largest:g}")
     print(f"done     {destination}, in {time.perf_counter() - began:.2f} s", flush=True)
 

@@ -542,13 +542,15 @@ def train_tokenizer(texts, pieces, most=1 << 27):
     """Train a unigram vocabulary of `pieces` pieces, sentinels not counted, on texts. Of a large
     source the first `most` characters are enough, which take one or two minutes. The thread count
     is fixed because the pieces found depend on it."""
-    lines, read, out = [], 0, io.BytesIO()
-    for text in texts:
-        for line in text.splitlines():
-            lines += [line[start : start + 4000] for start in range(0, len(line), 4000)]
-        read += len(text)
-        if read >= most:
-            break
+    lines, out = [], io.BytesIO()
+    with progress("reading for a vocabulary", "character") as bar:
+        for text in texts:
+            for line in text.splitlines():
+                lines += [line[start : start + 4000] for start in range(0, len(line), 4000)]
+            bar.update(len(text))
+            if bar.n >= most:
+                break
+        note(f"training a vocabulary of {pieces:,} pieces on {bar.n:,} characters")
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(lines), model_writer=out, vocab_size=pieces,
@@ -560,6 +562,23 @@ def train_tokenizer(texts, pieces, most=1 << 27):
             "give it more, or a smaller --data.vocab train:PIECES")
         raise UserError(f"The source has too little text for {pieces} pieces: {hint}.") from error
     return parse_vocabulary(out.getvalue())
+
+
+class Progress(tqdm):
+    """A bar on standard error; where that is no terminal a line every half minute."""
+
+    @staticmethod
+    def status_printer(file):
+        if file.isatty():
+            return tqdm.status_printer(file)
+        return lambda text: text and print(text, file=file, flush=True)
+
+
+def progress(what, unit, total=None, quiet=False):
+    """Shows how far a long job is; silent while it is short, and where others speak."""
+    seconds = 0.5 if sys.stderr.isatty() else 30
+    return Progress(desc=what, unit=f" {unit}s", unit_scale=True, total=total, leave=False,
+                    delay=seconds, mininterval=seconds, disable=quiet or not configs.speaks)
 
 
 # ---- sources -------------------------------------------------------------------------------------
@@ -1704,8 +1723,7 @@ class Corpus:
         texts = ((example, texts) for _, example, _, texts in examples if example >= start)
         held, tokens, last = [], 0, None
         foreground = threading.current_thread() is threading.main_thread()
-        with tqdm(desc=f"tokenizing {self.title}", unit="token", unit_scale=True, leave=False,
-                  disable=None if foreground else True) as bar:
+        with progress(f"tokenizing {self.title}", "token", quiet=not foreground) as bar:
             for example, ids in encode_ahead(texts, self.tokenizer, self.strange):
                 limit = CHAPTER if part else min(CHAPTER, FIRST_CHAPTER << number)
                 if tokens >= limit and example != last:

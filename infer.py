@@ -33,7 +33,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from tqdm import tqdm
 
 import configs
 import data
@@ -342,16 +341,16 @@ def padded(sequences, rows):
     return out
 
 
-def answer(params, cfg, mesh, examples, mode="predict"):
+def answer(params, cfg, mesh, examples, mode="predict", total=None):
     """Config, iterable of Examples -> for each, in their order, (ids, scores) of its answers, which
     are lists of ids without EOS, best first; or its score; or with mode mean, first or none its
     vectors. What an example gets does not depend on the others: they are sorted by length in
     windows only to be padded less. Inputs longer than data.inputs_length come fewer at a time."""
     most, devices = cfg.decode.batch_size, mesh.shape["data"]
+    total = len(examples) if isinstance(examples, list) else total
     examples = enumerate(examples)
-    bar = tqdm(desc={"predict": "answered", "score": "scored"}.get(mode, "encoded"),
-               unit=" examples", leave=False,
-               delay=1, disable=None if configs.speaks else True)
+    bar = data.progress({"predict": "answered", "score": "scored"}.get(mode, "encoded"), "example",
+                        total)
     while window := list(itertools.islice(examples, 16 * most)):
         window.sort(key=lambda item: (len(item[1].inputs), len(item[1].targets)))
         results = {}
@@ -582,7 +581,8 @@ def answer_file(args, cfg, mesh, tokenizer, params):
     if not partition.is_first():
         lines = itertools.islice(lines, done, None)
     lines, seen = itertools.tee(lines)
-    results = answer(params, cfg, mesh, (x for _, x in lines if x), args.mode)
+    total = sum(1 for _ in read_input(args.input, cfg, lambda *_: None)) // parts - done
+    results = answer(params, cfg, mesh, (x for _, x in lines if x), args.mode, total)
     with configs.writing(partial), file:
         for line, example in seen:
             if example:

@@ -643,6 +643,7 @@ def compile_and_load(cfg, mesh, checkpoints, source=None):
         return program
 
     with ThreadPoolExecutor(1) as thread:
+        note("compiling the training step")
         program = thread.submit(compiled)
         wanted, t = to_state_dict(template), cfg.train
         restored = checkpoints.load(wanted)
