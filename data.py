@@ -579,6 +579,14 @@ class NoSplit(UserError):
     """The source has splits, but not this one."""
 
 
+class Missing(UserError):
+    """{what is not on the disk: what to do about it}: those of a mixture are named together."""
+
+    def __str__(self):
+        cures = dict.fromkeys(self.args[0].values())  # each once
+        return ";\n".join(self.args[0]) + f": {' '.join(cures)}"
+
+
 @functools.cache
 def python_documents():
     """The language manual and the docstrings of Python itself, one document for each file, read
@@ -706,8 +714,8 @@ def file_source(read, pattern, split, cfg):
     if not found and os.path.isdir(pattern):
         raise UserError(f"{pattern} is a folder: write '{pattern}/*'.")
     if not found:
-        raise UserError(f"No file matches {pattern or 'an empty name'}: give --data.source a path "
-                        f"or a quoted glob.")
+        raise Missing({f"No file matches {pattern or 'an empty name'}":
+                       "give --data.source a path or a quoted glob."})
     parts = file_parts(found, read)
     if split is None:
         return parts
@@ -806,10 +814,11 @@ def tfds_source(name, split, cfg):
     if not found:
         others = ", ".join(path.parent.name for path in folder.glob("*/dataset_info.json"))
         there = f" (there is {others}: --data.source tfds:{dataset}:VERSION)" * bool(others)
-        raise UserError(
-            f"{name} is not in {folder / version}{there}: name the folder of your TFDS datasets "
-            f"(array_record) with --data.tfds_dir or TFDS_DATA_DIR, or read C4's own files with "
-            f"--data.source 'jsonl:DIR/c4-train.*.json.gz', or any text with 'text:DIR/*.txt'.")
+        raise Missing({f"{name} is not in {folder / version}{there}": (
+            "name the folder of your TFDS datasets with --data.tfds_dir or TFDS_DATA_DIR, or fill "
+            "it where TensorFlow is (tfds build NAME --data_dir DIR --file_format array_record), "
+            "or read C4's own files with --data.source 'jsonl:DIR/c4-train.*.json.gz', or any text "
+            "with 'text:DIR/*.txt'.")})
     folder = max(found, key=lambda path: [int(n) for n in re.findall(r"\d+", path.name)])
     import tensorflow_datasets as tfds  # half a second, and no other source needs it
 
@@ -882,7 +891,7 @@ def seqio_source(name, split, cfg):
         others = [os.path.basename(path) for path, _ in find_files(f"{name}/info.*.json")]
         if others:
             raise NoSplit(f"{name} has no info.{split}.json (it has {', '.join(others)}).")
-        raise UserError(f"{name} has no info.{split}.json: name a folder that SeqIO has cached.")
+        raise Missing({f"{name} has no info.{split}.json": "name a folder that SeqIO has cached."})
 
     def read(features, path, bad):
         from google.protobuf.message import DecodeError
@@ -933,7 +942,8 @@ def open_source(source, split, cfg, whole=False):
                         f"{', '.join(f'{known}:' for known in SOURCES)}.")
     named = name.replace("{split}", split)
     if named != name and not find_files(named.removesuffix(":lines")):
-        raise NoSplit(f"No file matches {named}: there is no split {split}.")
+        if find_files(name.replace("{split}", "*").removesuffix(":lines")):
+            raise NoSplit(f"No file matches {named}: there is no split {split}.")
     whole = kind in ("python", "text", "jsonl", "parquet") and (whole or named != name)
     return SOURCES[kind](named, None if whole else split, cfg)
 
@@ -1381,6 +1391,42 @@ def open_task(name, split, cfg):
     return task, open_source(task.source, split, cfg, whole=bool(cfg.data.validation_source))
 
 
+def open_all(wanted):
+    """[(task, split, Config)] -> {task: (Task, parts)}, and why the others have no such split. All
+    that is not on the disk is named at once."""
+    opened, without, missing = {}, [], {}
+    for name, split, cfg in wanted:
+        try:
+            opened[name] = open_task(name, split, cfg)
+        except NoSplit as error:
+            without.append(error)
+        except Missing as error:
+            missing.update(error.args[0])
+    if missing:
+        raise Missing(missing)
+    return opened, without
+
+
+def evaluated(cfg):
+    """Names of the tasks that are evaluated: those of data.eval_tasks, or else all of data.task."""
+    names = (cfg.data.eval_tasks or cfg.data.task).split(",")
+    return [task for name in names for task in mixture_rates(name.strip(), cfg)]
+
+
+def open_tasks(cfg, split="train"):
+    """The tasks of data.task that have a rate -> {task: (Task, parts)}. Of a run that trains, what
+    is missing of the tasks that it evaluates is named with the rest."""
+    names = [name for name, rate in mixture_rates(cfg.data.task, cfg).items() if rate]
+    wanted = [(name, split, cfg) for name in names]
+    if split == "train" and (cfg.train.eval_every or cfg.train.infer_every):
+        wanted += [(name, "validation", evaluation_of(name, cfg)) for name in evaluated(cfg)
+                   if name not in names]
+    opened, without = open_all(wanted)
+    if not opened.keys() >= set(names):
+        raise without[0]
+    return {name: opened[name] for name in names}
+
+
 def read_part(part, bad, task, cfg, size=math.inf):
     """The examples of a part that can be tokenized: (where, number in the part, dict, its texts or
     ids), as the task formats them. size: of the vocabulary, below which ids must lie. data.fields
@@ -1485,7 +1531,7 @@ def check_size(size, cfg):
                         f"{cfg.model.vocab_size}: set --model.vocab_size {-(-size // 128) * 128}.")
 
 
-def prepare_vocabulary(cfg):
+def prepare_vocabulary(cfg, split="train"):
     """The Tokenizer that data.vocab names. train:PIECES trains one on the source, as it is now, and
     keeps it in data.prepared_dir."""
     if not cfg.data.vocab.startswith("train:"):
@@ -1494,8 +1540,7 @@ def prepare_vocabulary(cfg):
     if not re.fullmatch(r"[1-9]\d{0,8}", pieces):
         raise UserError(f"--data.vocab {cfg.data.vocab}: write train:PIECES, such as train:32000.")
     check_size(int(pieces) + SENTINELS, cfg)
-    rates = mixture_rates(cfg.data.task, cfg)
-    opened = [open_task(name, "train", cfg) for name, rate in rates.items() if rate]
+    opened = list(open_tasks(cfg, split).values())
     if all(task.source == "random:" for task, _ in opened):
         return IdTokenizer(cfg.model.vocab_size, SENTINELS)
     names = cfg.data.task if len(opened) > 1 else opened[0][0].source
@@ -1562,8 +1607,8 @@ class Corpus:
     """The pieces of a task's split, numbered through all chapters; a chapter is tokenized when its
     pieces are asked for, and the next one while they are used."""
 
-    def __init__(self, name, split, tokenizer, cfg):
-        self.task, self.parts = open_task(name, split, cfg)
+    def __init__(self, name, split, tokenizer, cfg, opened=None):
+        self.task, self.parts = opened or open_task(name, split, cfg)
         self.title = f"{self.task.source} ({name}, {split})"
         self.tokenizer, self.cfg = tokenizer, cfg
         self.dtype = np.uint16 if tokenizer.size <= 1 << 16 else np.uint32
@@ -1805,10 +1850,11 @@ def prepare(cfg, split, tokenizer):
     check_size(tokenizer.size, cfg)
     if split != "train" and cfg.data.task in MIXTURES:
         raise UserError(f"{cfg.data.task} is a mixture: its tasks are evaluated one by one.")
+    opened = open_tasks(cfg, split)
 
     @functools.cache
     def open_corpus(name):
-        corpus = Corpus(name, split, tokenizer, cfg)
+        corpus = Corpus(name, split, tokenizer, cfg, opened.get(name))
         if not corpus.chapters(1)[-1]:
             raise UserError(f"{corpus.task.source} holds no text for its {split} split: give it "
                             f"two documents or more (text:FILE:lines makes one of each line).")
@@ -1864,34 +1910,26 @@ def evaluation_of(task, cfg):
         raise UserError(f"{task} is a mixture: name one of its tasks.")
     if task == cfg.data.task:
         return cfg
-    trained = {find_task(name, cfg).source for name, rate
-               in mixture_rates(cfg.data.task, cfg).items() if rate}
     source = find_task(task, cfg).source
     files = source.startswith(("text:", "jsonl:", "parquet:")) and "{split}" not in source
+    whole = files and source not in {find_task(name, cfg).source for name, rate
+                                     in mixture_rates(cfg.data.task, cfg).items() if rate}
     return configs.override(cfg, {
-        "data.task": task, "data.eval_tasks": "",
-        "data.validation_source": source if files and source not in trained else "",
+        "data.task": task, "data.eval_tasks": "", "data.validation_source": source * whole,
         "data.source": "" if task in TASKS else p3_root(cfg) and cfg.data.source})
 
 
 def evaluations(cfg, split="validation"):
-    """Config -> {task: its Config}: what is evaluated while training, each task by itself: those of
-    data.eval_tasks, or else all of data.task. Tasks without such a split are left out, unless there
-    is no other."""
-    names = [name.strip() for name in (cfg.data.eval_tasks or cfg.data.task).split(",")]
-    found, without = {}, []
-    for task in [task for name in names for task in mixture_rates(name, cfg)]:
-        alone = evaluation_of(task, cfg)
-        try:
-            open_task(task, split, alone)
-            found[task] = alone
-        except NoSplit as error:
-            without.append(str(error))
-    if not found:
-        raise UserError(" ".join(without))
+    """Config -> {task: its Config}: what is evaluated while training, each task by itself. Tasks
+    without such a split are left out, unless there is no other."""
+    alone = {task: evaluation_of(task, cfg) for task in evaluated(cfg)}
+    opened, without = open_all((task, split, its) for task, its in alone.items())
+    without = " ".join(map(str, without))
+    if not opened:
+        raise UserError(without)
     if without:
-        note(f"not evaluated: {' '.join(without)}")
-    return found
+        note(f"not evaluated: {without}")
+    return {task: alone[task] for task in opened}
 
 
 def unigram_loss(counts, batches, tokenizer):
@@ -1955,21 +1993,35 @@ def tokens_per_second(work, tokens):
     return times * tokens / seconds
 
 
+def first_split(cfg):
+    """Training's; of a task that is only evaluated, the first that it has."""
+    for split in Task().splits:
+        with contextlib.suppress(NoSplit):
+            open_tasks(cfg, split)
+            return split
+    return "train"  # which it is refused for
+
+
 def show(cfg, count, split):
     """Print `count` rows of a split's first batch, and how fast batches are made."""
-    tokenizer = prepare_vocabulary(cfg)
+    cfg = configs.override(cfg, {"train.eval_every": 0, "train.infer_every": 0})
+    if not split and (split := first_split(cfg)) != "train":
+        note(f"{cfg.data.task} is not trained on: these are examples of its {split} split")
+    tokenizer = prepare_vocabulary(cfg, split)
     dataset = prepare(cfg, split, tokenizer)
     print(f"task     {cfg.data.task}: {dataset}\n{describe_rows(cfg)}")
     batch = dataset.batch(0)
     sides = (("inputs", batch.inputs, batch.input_segments),
              ("targets", batch.targets, batch.target_segments))
-    for i in range(min(count, cfg.train.batch_size)):
+    filled = batch.target_segments.any(axis=1).sum()  # a held-out split may have fewer rows
+    for i in range(min(count, filled)):
         for side, ids, segments in sides:
             lengths = np.bincount(segments[i])[1:]
             print(f"\nrow {i}, {side}: {' + '.join(map(str, lengths))} of {ids.shape[1]} tokens\n"
                   f"  {show_row(ids[i], segments[i], tokenizer)}")
     real = [(segments > 0).sum() for _, _, segments in sides]
-    rate = tokens_per_second(lambda step: dataset.batch(step % 8), sum(real))
+    full = 8 if split == "train" else 1  # batches that surely are
+    rate = tokens_per_second(lambda step: dataset.batch(step % full), sum(real))
     print(f"\nfilled   {real[0] / batch.inputs.size:.1%} of the inputs, "
           f"{real[1] / batch.targets.size:.1%} of the targets")
     speeds = [f"{rate / 1e6:.1f} M tokens/s in batches of {cfg.train.batch_size}"]
@@ -2023,6 +2075,7 @@ def prepare_all(cfg):
 def prepare_shard(cfg, shard):
     """Tokenize every n-th part of all sources of a run, "i/n", i from 0."""
     tokenizer, (turn, machines) = prepare_vocabulary(cfg), configs.parse_shard(shard)
+    open_tasks(cfg)  # names at once what is missing
     rates = mixture_rates(cfg.data.task, cfg)
     for split, name in itertools.product(("train", "validation"), rates):
         with contextlib.suppress(NoSplit):
@@ -2039,7 +2092,7 @@ def prepare_shard(cfg, shard):
 def main(argv):
     args, changes = configs.parse_args(
         __doc__, argv, show=dict(type=int, metavar="N", help="print N rows of the first batch"),
-        split=dict(default="train", help="of which --show prints rows"),
+        split=dict(help="of which --show prints rows (train, where a task has it)"),
         prepare=dict(action="store_true", help="write the token files a run needs, and stop"),
         shard=dict(metavar="I/N", help="with --prepare: every N-th part of the sources, whole\n"
                    "corpora; N machines that share a disk do it together"),
