@@ -1005,20 +1005,26 @@ def template(inputs, targets, labels=()):
     return fill
 
 
+def listed(words):
+    """"rte hypothesis=sentence2 premise" -> "rte hypothesis: {sentence2} premise: {premise}"."""
+    first, *pairs = words.split()
+    pairs = [pair.partition("=") for pair in pairs]
+    return " ".join([first, *(f"{name}: {{{field or name}}}" for name, _, field in pairs)])
+
+
 def stsb(example):
     """A similarity between 0 and 5 is rounded to the nearest fifth: "3.8"."""
     score = np.round(np.float32(example["label"]) * np.float32(5)) / np.float32(5)
-    text = f"stsb sentence1: {example['sentence1']} sentence2: {example['sentence2']}"
-    return [{"inputs": text, "targets": f"{score:.1f}", "idx": example.get("idx")}]
+    return template(listed("stsb sentence1 sentence2"), "{score:.1f}")(example | {"score": score})
 
 
 def multirc(example):
     """Without markup; three numbers are kept to group answers by."""
     plain = {key: re.sub("</?b>", "", example[key].replace("<br>", " "))
              for key in ("paragraph", "question", "answer")}
-    filled, = template("multirc question: {question} answer: {answer} paragraph: {paragraph}",
-                       "{label}", TRUTH)(plain | {"label": example["label"]})
-    return [filled | {f"idx/{key}": example["idx"][key] for key in plain}]
+    fill = template(listed("multirc question answer paragraph"), "{label}", TRUTH)
+    kept = {f"idx/{key}": example["idx"][key] for key in plain}
+    return [filled | kept for filled in fill(plain | {"label": example["label"]})]
 
 
 def record(example):
@@ -1027,9 +1033,9 @@ def record(example):
     passage = passage.replace("\n@highlight\n", ". ")
     entities, answers = ", ".join(example["entities"]), list(example["answers"])
     text = f"record query: {example['query']} entities: {entities} passage: {passage}"
-    kept = {"answers": answers, "idx/passage": example["idx"]["passage"],
-            "idx/query": example["idx"]["query"]}
-    return [{"inputs": text, "targets": answer, **kept} for answer in answers or ["<unk>"]]
+    kept = {f"idx/{key}": example["idx"][key] for key in ("passage", "query")}
+    return [{"inputs": text, "targets": answer, "answers": answers, **kept}
+            for answer in answers or ["<unk>"]]
 
 
 def wsc(only_true, example):
@@ -1074,8 +1080,6 @@ def squad(example):
 ONES = ("zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
         "fifteen sixteen seventeen eighteen nineteen").split()
 TENS = "- - twenty thirty forty fifty sixty seventy eighty ninety".split()
-MONTHS = ("January February March April May June July August September October November "
-          "December").split()
 
 
 def words_of(n):
@@ -1095,7 +1099,7 @@ def by_rule(inputs, targets, example):
     return template(inputs, targets)({
         "number": n, "words": words_of(n), "even": ("yes", "no")[n % 2],
         "date": time.strftime("%Y-%m-%d", day),
-        "day": f"{day.tm_mday} {MONTHS[day.tm_mon - 1]} {day.tm_year}"})
+        "day": f"{day.tm_mday} {time.strftime('%B %Y', day)}"})
 
 
 class Task(NamedTuple):
@@ -1118,12 +1122,12 @@ TRUTH = ("False", "True")
 TASKS, MIXTURES = configs.TASKS, configs.MIXTURES  # to which a recipe file adds its own
 
 
-def glue(name, inputs, labels, metrics=("accuracy",), suite=("glue", "1.0.0", "v002"), **more):
+def glue(name, words, labels, metrics=("accuracy",), suite=("glue", "1.0.0", "v002"), **more):
     """A task of GLUE, or of another suite like it: its targets are labels."""
     folder, version, ours = suite
     return {f"{folder}_{name}_{ours}": Task(
-        f"tfds:{folder}/{name}:{version}", template(inputs, "{label}", labels), metrics, labels,
-        "label", **more)}
+        f"tfds:{folder}/{name}:{version}", template(listed(words), "{label}", labels), metrics,
+        labels, "label", **more)}
 
 
 super_glue = functools.partial(glue, suite=("super_glue", "1.0.2", "v102"))
@@ -1140,8 +1144,7 @@ def wmt(name, code, language):
 
 F1 = ("f1", "accuracy")
 HELD_OUT = ("validation", "test")
-MNLI = "mnli hypothesis: {hypothesis} premise: {premise}"
-RTE = "rte hypothesis: {hypothesis} premise: {premise}"
+MNLI = "mnli hypothesis premise"
 WSC = "tfds:super_glue/wsc.fixed:1.0.2"
 RULE = "python:10000"
 TASKS |= {
@@ -1157,37 +1160,32 @@ TASKS |= {
         "summarize: {article}", "{highlights}"), ("rouge",)),
     "squad_v010_allanswers": Task("tfds:squad/v1.1:3.0.0", squad, ("squad",),
                                   postprocess="answers"),
-    **glue("cola", "cola sentence: {sentence}", ("unacceptable", "acceptable"),
-           ("matthews_corrcoef",)),
-    **glue("sst2", "sst2 sentence: {sentence}", ("negative", "positive")),
-    **glue("mrpc", "mrpc sentence1: {sentence1} sentence2: {sentence2}",
-           ("not_equivalent", "equivalent"), F1),
-    **glue("qqp", "qqp question1: {question1} question2: {question2}",
-           ("not_duplicate", "duplicate"), F1),
+    **glue("cola", "cola sentence", ("unacceptable", "acceptable"), ("matthews_corrcoef",)),
+    **glue("sst2", "sst2 sentence", ("negative", "positive")),
+    **glue("mrpc", "mrpc sentence1 sentence2", ("not_equivalent", "equivalent"), F1),
+    **glue("qqp", "qqp question1 question2", ("not_duplicate", "duplicate"), F1),
     "glue_stsb_v002": Task("tfds:glue/stsb:1.0.0", stsb, ("pearson_corrcoef", "spearman_corrcoef"),
                            postprocess="number"),
     **glue("mnli", MNLI, NLI, splits=("train",)),
     **glue("mnli_matched", MNLI, NLI, splits=HELD_OUT),
     **glue("mnli_mismatched", MNLI, NLI, splits=HELD_OUT),
-    **glue("qnli", "qnli question: {question} sentence: {sentence}", ENTAILMENT),
-    **glue("rte", "rte sentence1: {sentence1} sentence2: {sentence2}", ENTAILMENT),
-    **glue("wnli", "wnli sentence1: {sentence1} sentence2: {sentence2}",
-           ("not_entailment", "entailment")),
+    **glue("qnli", "qnli question sentence", ENTAILMENT),
+    **glue("rte", "rte sentence1 sentence2", ENTAILMENT),
+    **glue("wnli", "wnli sentence1 sentence2", ("not_entailment", "entailment")),
     **glue("ax", MNLI, NLI, (), splits=("test",)),
-    **super_glue("boolq", "boolq passage: {passage} question: {question}", TRUTH),
-    **super_glue("cb", "cb hypothesis: {hypothesis} premise: {premise}",
-                 ("entailment", "contradiction", "neutral"), ("mean_3class_f1", "accuracy")),
-    **super_glue("copa", "copa choice1: {choice1} choice2: {choice2} premise: {premise} "
-                 "question: {question}", ("choice1", "choice2")),
+    **super_glue("boolq", "boolq passage question", TRUTH),
+    **super_glue("cb", "cb hypothesis premise", ("entailment", "contradiction", "neutral"),
+                 ("mean_3class_f1", "accuracy")),
+    **super_glue("copa", "copa choice1 choice2 premise question", ("choice1", "choice2")),
     "super_glue_multirc_v102": Task("tfds:super_glue/multirc:1.0.2", multirc,
                                     ("multirc_f1", "exact_match"), TRUTH, "multirc"),
     "super_glue_record_v102": Task("tfds:super_glue/record:1.0.2", record, ("record",),
                                    postprocess="record"),
-    **super_glue("rte", RTE, ENTAILMENT),
-    **super_glue("wic", "wic sentence1: {sentence1} sentence2: {sentence2} word: {word}", TRUTH),
-    **super_glue("axb", "rte hypothesis: {sentence2} premise: {sentence1}", ENTAILMENT, (),
+    **super_glue("rte", "rte hypothesis premise", ENTAILMENT),
+    **super_glue("wic", "wic sentence1 sentence2 word", TRUTH),
+    **super_glue("axb", "rte hypothesis=sentence2 premise=sentence1", ENTAILMENT, (),
                  splits=("test",)),  # SuperGLUE's broad diagnostics, as RTE
-    **super_glue("axg", RTE, ENTAILMENT, (), splits=("test",)),
+    **super_glue("axg", "rte hypothesis premise", ENTAILMENT, (), splits=("test",)),
     "super_glue_wsc_v102_simple_train": Task(WSC, functools.partial(wsc, True), splits=("train",)),
     "super_glue_wsc_v102_simple_eval": Task(WSC, functools.partial(wsc, False), ("accuracy",),
                                             postprocess="wsc", splits=HELD_OUT),
