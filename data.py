@@ -208,9 +208,8 @@ class Objective:
     packs = True  # whether several may share a row
 
     def sizes(self, lengths, keys, tokenizer, data):
-        """Tokens of N pieces [features, N] -> tokens of their inputs and targets [2, N]; unless it
-        is said, tried on zeros."""
-        pieces = [[np.zeros(n, np.int32) for n in piece] for piece in lengths.T]
+        """Tokens of N pieces [features, N] -> tokens of their inputs and targets [2, N]."""
+        pieces = [[np.zeros(n, np.int32) for n in piece] for piece in lengths.T]  # tried on zeros
         made = self.make(pieces, keys, tokenizer, data)
         return np.array([[len(side) for side in pair] for pair in made]).T
 
@@ -556,9 +555,8 @@ def train_tokenizer(texts, pieces, most=1 << 27):
             minloglevel=2, max_sentence_length=16_000, character_coverage=0.9999)
     except RuntimeError as error:
         bound = re.search(r"<= (\d+)", str(error))
-        hint = f"set --data.vocab train:{bound[1]} or fewer" if bound else (
-            "give it more, or a smaller --data.vocab train:PIECES")
-        raise UserError(f"The source has too little text for {pieces} pieces: {hint}.") from error
+        raise UserError(f"The source has too little text for {pieces} pieces: give it more, or set "
+                        f"--data.vocab train:{bound[1] if bound else 'N'} or fewer.") from error
     return parse_vocabulary(out.getvalue())
 
 
@@ -710,12 +708,9 @@ def file_source(read, pattern, split, cfg):
     """The files that match a glob; read: (path, bad) -> examples of a file. Files without splits
     are divided: the first 1 % of the text, at least an example, is for validation, in one stretch,
     so that it has no neighbours in training but at its end."""
-    found = find_files(pattern)
-    if not found and os.path.isdir(pattern):
-        raise UserError(f"{pattern} is a folder: write '{pattern}/*'.")
-    if not found:
-        raise Missing({f"No file matches {pattern or 'an empty name'}":
-                       "give --data.source a path or a quoted glob."})
+    if not (found := find_files(pattern)):
+        raise Missing({f"No file matches {pattern or 'an empty name'}": "give --data.source the "
+                       "path of a file, or a quoted glob, such as 'FOLDER/*'."})
     parts = file_parts(found, read)
     if split is None:
         return parts
@@ -809,10 +804,10 @@ def tfds_source(name, split, cfg):
     home = cfg.data.tfds_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
     dataset, _, version = name.partition(":") if "://" not in name else (name, "", "")
     folder = epath.Path(home).expanduser() / dataset
-    found = [folder] if (folder / "dataset_info.json").exists() else [
-        path.parent for path in folder.glob(f"{version or '*'}/dataset_info.json")]
+    infos = [*folder.glob("dataset_info.json")] or [*folder.glob("*/dataset_info.json")]
+    found = [path.parent for path in infos if version in ("", path.parent.name)]
     if not found:
-        others = ", ".join(path.parent.name for path in folder.glob("*/dataset_info.json"))
+        others = ", ".join(path.parent.name for path in infos)
         there = f" (there is {others}: --data.source tfds:{dataset}:VERSION)" * bool(others)
         raise Missing({f"{name} is not in {folder / version}{there}": (
             "name the folder of your TFDS datasets with --data.tfds_dir or TFDS_DATA_DIR, or fill "
@@ -956,8 +951,7 @@ class Complaints:
 
     def __call__(self, where, what):
         if self.stop:
-            raise UserError(f"{where} {what}: mend it, or leave such examples out with "
-                            f"--data.on_error skip.")
+            raise UserError(f"{where} {what}: mend it, or leave it out with --data.on_error skip.")
         self.count += 1
 
 
@@ -1133,15 +1127,9 @@ def glue(name, words, labels, metrics=("accuracy",), suite=("glue", "1.0.0", "v0
 super_glue = functools.partial(glue, suite=("super_glue", "1.0.2", "v102"))
 
 
-def wmt(name, code, language):
-    """Both directions of a pair with English: wmt14_ende_v003, wmt14_deen_v003."""
-    source, en, other = f"tfds:{name}_translate/{code}-en:1.0.0", "{en}", f"{{{code}}}"
-    there = template(f"translate English to {language}: {en}", other)
-    back = template(f"translate {language} to English: {other}", en)
-    return {f"{name}_en{code}_v003": Task(source, there, ("bleu",)),
-            f"{name}_{code}en_v003": Task(source, back, ("bleu",))}
-
-
+WMT = [("wmt14", "de"), ("wmt14", "fr"), ("wmt15", "fr"), ("wmt16", "ro"), ("wmt19", "de"),
+       ("wmt_t2t", "de")]  # in both directions
+LANGUAGES = {"en": "English", "de": "German", "fr": "French", "ro": "Romanian"}
 F1 = ("f1", "accuracy")
 HELD_OUT = ("validation", "test")
 MNLI = "mnli hypothesis premise"
@@ -1153,9 +1141,9 @@ TASKS |= {
     "text_to_text": Task(),
     "c4_v220_span_corruption": Task("tfds:c4/en:2.2.0", as_it_is, objective=SpanCorruption()),
     "c4_v220_prefix_lm": Task("tfds:c4/en:2.2.0", as_it_is, objective=PrefixLM()),
-    **wmt("wmt14", "de", "German"), **wmt("wmt14", "fr", "French"), **wmt("wmt15", "fr", "French"),
-    **wmt("wmt16", "ro", "Romanian"), **wmt("wmt19", "de", "German"),
-    **wmt("wmt_t2t", "de", "German"),
+    **{f"{name}_{a}{b}_v003": Task(f"tfds:{name}_translate/{code}-en:1.0.0", template(
+        f"translate {LANGUAGES[a]} to {LANGUAGES[b]}: {{{a}}}", f"{{{b}}}"), ("bleu",))
+       for name, code in WMT for a, b in (("en", code), (code, "en"))},
     "cnn_dailymail_v002": Task("tfds:cnn_dailymail:3.4.0", template(
         "summarize: {article}", "{highlights}"), ("rouge",)),
     "squad_v010_allanswers": Task("tfds:squad/v1.1:3.0.0", squad, ("squad",),
@@ -1252,9 +1240,8 @@ def t0_mixture(roles, score_eval, cfg):
     known = {name for role in T0.values() for name in role}
     members, root, folders = {}, p3_root(cfg), sorted(p3_sources(cfg))
     if not folders:
-        raise UserError("T0's mixtures are made of the folders of P3 (bigscience/P3, a folder for "
-                        "each prompt): name the one that holds them with --data.source seqio:DIR "
-                        "or parquet:DIR.")
+        raise UserError("T0's mixtures are made of P3 (bigscience/P3, a folder for each prompt): "
+                        "name where its folders are with --data.source seqio:DIR or parquet:DIR.")
     for folder in folders:
         name = max((name for name in known if folder.startswith(f"{name}_")), key=len, default="")
         if name in sizes and folder.endswith("_score_eval") == score_eval:
@@ -1319,8 +1306,7 @@ MIXTURES |= {
 
 def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
     """A task's or mixture's name -> {task: rate}, mixtures in it taken apart. examples: a task's
-    name -> how many it has to train on, which BySize asks. within: the mixtures being taken apart.
-    """
+    name -> how many it has to train on, which BySize asks. within: the mixtures around this one."""
     if name not in MIXTURES:
         return {name: 1.0}
     if name in within:
@@ -1374,9 +1360,8 @@ def check_tasks(cfg):
     if data.task in MIXTURES and (data.validation_source or data.source and not p3_root(cfg)):
         raise UserError(f"--data.source and --data.validation_source are for one task, and "
                         f"{data.task} is a mixture: a mixture's tasks have their own.")
-    for name in filter(None, [data.task, *data.eval_tasks.split(",")]):
-        for task in mixture_rates(name.strip(), cfg):
-            find_task(task, cfg)
+    for task in [*mixture_rates(data.task, cfg), *evaluated(cfg)]:
+        find_task(task, cfg)
 
 
 def open_task(name, split, cfg):
@@ -1443,8 +1428,7 @@ def read_part(part, bad, task, cfg, size=math.inf):
                 texts = tuple([made_of_it.get(feature) for feature in features])
                 if wrong := next(filter(None, (unfit(text, size) for text in texts)), None):
                     bad(where, f"has {wrong} in {' and '.join(features)} but the fields "
-                               f"{', '.join(made_of_it)} (--data.fields {features[0]}=NAME names "
-                               f"another)")
+                               f"{', '.join(made_of_it)} (--data.fields {features[0]}=NAME)")
                 elif any(len(text) and not (isinstance(text, str) and text.isspace())
                          for text in texts):  # examples without any text are left out
                     yield where, number, made_of_it, texts
@@ -1463,10 +1447,9 @@ def unfit(value, size):
         except UnicodeEncodeError:
             return "half of a character (a lone surrogate)"
         return None
-    try:
-        ids = np.asarray(value) if isinstance(value, list | np.ndarray) else np.zeros(1)
-    except (ValueError, OverflowError):  # lists of several lengths
-        return "no text"
+    ids = np.zeros(1)  # no ids: nor are lists of several lengths
+    with contextlib.suppress(ValueError, OverflowError):
+        ids = np.asarray(value) if isinstance(value, list | np.ndarray) else ids
     if ids.ndim != 1 or len(ids) and ids.dtype.kind not in "iu":
         return "no text"
     if len(ids) and not 0 <= ids.min() <= ids.max() < size:
@@ -1501,8 +1484,7 @@ def prepared_path(source, identity, cfg):
 
 
 def identity_of(task, parts, cfg):
-    """What decides which texts a task makes of its source: the parts, and what its format makes of
-    the first examples."""
+    """What decides a task's texts: its source's parts, what its format makes of the first ones."""
     stamps = [[part.name, part.stamp] for part in parts]
     identity = [stamps, task.objective.features, cfg.data.fields]
     if task.format in (as_it_is, text_to_text) or not parts:
@@ -1517,8 +1499,7 @@ def sized(changes):
     if not vocab or "model.vocab_size" in changes:
         return changes
     trained = re.fullmatch(r"train:(\d{1,9})", vocab)
-    size = int(trained[1]) + SENTINELS if trained else (
-        1 if vocab.startswith("train:") else load_tokenizer(vocab).size)
+    size = int(trained[1]) + SENTINELS if trained else load_tokenizer(vocab).size
     return changes | {"model.vocab_size": -(-size // 128) * 128}
 
 
@@ -1532,11 +1513,10 @@ def check_size(size, cfg):
 def prepare_vocabulary(cfg, split="train"):
     """The Tokenizer that data.vocab names. train:PIECES trains one on the source, as it is now, and
     keeps it in data.prepared_dir."""
-    if not cfg.data.vocab.startswith("train:"):
+    trained = re.fullmatch(r"train:([1-9]\d{0,8})", cfg.data.vocab)
+    if not trained:
         return load_tokenizer(cfg.data.vocab)
-    pieces = cfg.data.vocab.removeprefix("train:")
-    if not re.fullmatch(r"[1-9]\d{0,8}", pieces):
-        raise UserError(f"--data.vocab {cfg.data.vocab}: write train:PIECES, such as train:32000.")
+    pieces = trained[1]
     check_size(int(pieces) + SENTINELS, cfg)
     opened = list(open_tasks(cfg, split).values())
     if all(task.source == "random:" for task, _ in opened):
@@ -1720,8 +1700,7 @@ class Corpus:
             if following and following[1]:  # the part goes on; the next has a reader of its own
                 self.readers = {tuple(following): reader}
             arrays = [ids for document in documents for ids in document]
-            ids = np.concatenate([np.zeros(0, self.dtype), *arrays], dtype=self.dtype,
-                                 casting="unsafe")
+            ids = np.concatenate([np.zeros(0, np.int32), *arrays]).astype(self.dtype)
             ends = np.cumsum([len(part) for part in arrays], dtype=np.int64)
             unknown = np.searchsorted(ends, np.flatnonzero(ids == UNK), "right")  # the arrays
             alone = {i for i in np.unique(unknown).tolist() if not self.tokenizer.pieces(
@@ -1818,8 +1797,7 @@ class Prepared(Dataset):
             configs.write_checked(self.path, {"starts": self.starts})
 
     def batches(self, most=0):
-        """How many batches a held-out split has, the last of them perhaps partly padding; at most
-        `most`, if it is not 0."""
+        """How many a held-out split has, up to `most` if not 0; the last may be partly padding."""
         size = self.cfg.train.batch_size
         count = self.tasks[0].corpus.chapters(most * size or math.inf)[-1]
         return min(-(-count // size), most or math.inf)
@@ -1869,21 +1847,22 @@ def prepare(cfg, split, tokenizer):
 def check_lengths(tasks, data, title):
     """Refuse an objective whose pieces do not fit into a row, before anything is written, and say
     how many of the first inputs and targets do not."""
-    counts, total = np.zeros(2, int), 0
+    counts, total = [0, 0], 0
     for task in tasks:
         task.make(task.locate(np.zeros(1, int)))  # the objective may refuse too
         objective, numbers = task.task.objective, np.arange(task.corpus.first[-1])
-        if not objective.across:
+        if objective.across:  # all but the last are of one length
+            lengths, keys = np.full((1, 64), objective.length(data)), random_bits(np.arange(64))
+            sizes = objective.sizes(lengths, keys, task.tokenizer, data)
+        else:
             sizes = task.sizes(np.stack([0 * numbers, numbers]))
-            counts += [(size > kept).sum() for size, (_, _, kept) in zip(sizes, task.sides())]
             total += len(numbers)
-            continue
-        length = objective.length(data)
-        sizes = objective.sizes(
-            np.full((1, 64), length), random_bits(np.arange(64)), task.tokenizer, data).max(1)
-        for side, size, (limit, eos, _) in zip(Pairs.features, sizes, task.sides()):
-            if (need := size + len(eos)) > limit:
-                raise UserError(f"A row of {length} tokens becomes {need} {side}: set "
+        for i, (size, (limit, eos, kept)) in enumerate(zip(sizes, task.sides())):
+            if not objective.across:
+                counts[i] += (size > kept).sum()
+            elif (need := size.max() + len(eos)) > limit:
+                side = Pairs.features[i]
+                raise UserError(f"A row of {lengths[0, 0]} tokens becomes {need} {side}: set "
                                 f"--data.{side}_length to {need} or more (it is {limit}).")
     if any(counts):
         note(f"{title}: {counts[0]:,} inputs and {counts[1]:,} targets of the first {total:,} are "
@@ -1931,9 +1910,8 @@ def evaluations(cfg, split="validation"):
 
 
 def unigram_loss(counts, batches, tokenizer):
-    """Nats per content token of held-out batches under the frequencies of training tokens [V].
-    Content is all but sentinels and EOS. What a model reaches that ignores the context, so the
-    number to beat."""
+    """Nats per token of held-out batches, sentinels and EOS left out, under the frequencies of
+    training tokens [V]: what a model reaches that ignores the context, so the number to beat."""
     targets = np.concatenate([batch.targets.ravel() for batch in batches])
     content = targets[(targets > EOS) & (targets < tokenizer.size - tokenizer.sentinels)]
     counts = counts + 1.0
@@ -2039,17 +2017,15 @@ def show(cfg, count, split):
 def list_mixture(name, cfg):
     """Print the tasks of a mixture with their rates, or all names where none is given."""
     if not name:
-        for title, known in (("tasks", TASKS), ("mixtures", MIXTURES)):
-            print(title)
-            for entry, value in known.items():
-                print(f"  {entry:36} {getattr(value, 'source', '')}".rstrip())
+        print("tasks", *(f"  {entry:36} {getattr(task, 'source', '')}".rstrip()
+                      for entry, task in TASKS.items()),
+              "mixtures", *(f"  {entry}" for entry in MIXTURES), sep="\n")
         return
     cfg = configs.override(cfg, {"data.task": name})
     check_tasks(cfg)
     rates = mixture_rates(name, cfg, lambda task: Corpus(
         task, "train", prepare_vocabulary(cfg), cfg).documents())
-    total = sum(rates.values())
-    width = max(map(len, rates))
+    total, width = sum(rates.values()), max(map(len, rates))
     print(f"{name}: {len(rates)} tasks, {sum(rate > 0 for rate in rates.values())} of them trained "
           f"on\n{'task':{width}} {'rate':>12} {'of all':>9}  source")
     for task, rate in sorted(rates.items(), key=lambda item: -item[1]):
@@ -2073,17 +2049,14 @@ def prepare_all(cfg):
 def prepare_shard(cfg, shard):
     """Tokenize every n-th part of all sources of a run, "i/n", i from 0."""
     tokenizer, (turn, machines) = prepare_vocabulary(cfg), configs.parse_shard(shard)
-    open_tasks(cfg)  # names at once what is missing
-    rates = mixture_rates(cfg.data.task, cfg)
-    for split, name in itertools.product(("train", "validation"), rates):
-        with contextlib.suppress(NoSplit):
-            if not rates[name] and split == "train":
-                continue
-            corpus = Corpus(name, split, tokenizer, cfg)
-            for part in range(turn, len(corpus.parts), machines):
-                place = [part, 0, 0]
-                while place and place[0] == part:
-                    place = corpus.write(place).get("next")
+    wanted = [(name, "train", cfg) for name in open_tasks(cfg)]
+    wanted += [(name, "validation", alone) for name, alone in evaluations(cfg).items()]
+    for name, split, its in wanted:
+        corpus = Corpus(name, split, tokenizer, its)
+        for part in range(turn, len(corpus.parts), machines):
+            place = [part, 0, 0]
+            while place and place[0] == part:
+                place = corpus.write(place).get("next")
     print(f"shard {shard} of {cfg.data.task} is prepared")
 
 
