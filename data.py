@@ -922,11 +922,10 @@ def seqio_source(name, split, cfg):
     return parts
 
 
-SOURCES = {"python": python_source, "text": text_source,
+SOURCES = {"python": python_source, "text": text_source, "tfds": tfds_source, "hf": hf_source,
            "jsonl": functools.partial(file_source, read_jsonl),
-           "parquet": functools.partial(file_source, read_parquet), "tfds": tfds_source,
-           "hf": hf_source, "seqio": seqio_source, "reverse": reverse_source,
-           "random": random_source}
+           "parquet": functools.partial(file_source, read_parquet), "seqio": seqio_source,
+           "reverse": reverse_source, "random": random_source}
 
 
 def open_source(source, split, cfg, whole=False):
@@ -1295,12 +1294,10 @@ MIXTURES |= {
         "super_glue_wic_v102": 5_428, "super_glue_axb_v102": 0, "super_glue_axg_v102": 0},
     "by_rule": {"by_rule_words": 2, "by_rule_digits": 2, "by_rule_date": 1, "by_rule_day": 1,
                 "by_rule_even": 1},
-    "t0_train": functools.partial(t0_mixture, ("train",), False),
-    "t0+_train": functools.partial(t0_mixture, ("train", "gpt"), False),
-    "t0++_train": functools.partial(t0_mixture, ("train", "gpt", "super_glue"), False),
-    "t0_train_score_eval": functools.partial(t0_mixture, ("train",), True),
-    "t0_eval_score_eval": functools.partial(t0_mixture, ("eval",), True),
-    "bias_fairness_eval_score_eval": functools.partial(t0_mixture, ("bias",), True),
+    **{name: functools.partial(t0_mixture, roles, name.endswith("score_eval")) for name, *roles in (
+        ("t0_train", "train"), ("t0+_train", "train", "gpt"),
+        ("t0++_train", "train", "gpt", "super_glue"), ("t0_train_score_eval", "train"),
+        ("t0_eval_score_eval", "eval"), ("bias_fairness_eval_score_eval", "bias"))},
 }
 
 
@@ -1442,11 +1439,8 @@ def read_part(part, bad, task, cfg, size=math.inf):
 def unfit(value, size):
     """What keeps a value from being tokenized, or None: it is text, or a list of ids."""
     if isinstance(value, str):
-        try:
-            value.isascii() or value.encode()
-        except UnicodeEncodeError:
-            return "half of a character (a lone surrogate)"
-        return None
+        lone = not value.isascii() and re.search(r"[\ud800-\udfff]", value)
+        return "half of a character (a lone surrogate)" if lone else None
     ids = np.zeros(1)  # no ids: nor are lists of several lengths
     with contextlib.suppress(ValueError, OverflowError):
         ids = np.asarray(value) if isinstance(value, list | np.ndarray) else ids
@@ -1903,7 +1897,7 @@ def evaluations(cfg, split="validation"):
     opened, without = open_all((task, split, its) for task, its in alone.items())
     without = " ".join(map(str, without))
     if not opened:
-        raise UserError(without)
+        raise NoSplit(without)
     if without:
         note(f"not evaluated: {without}")
     return {task: alone[task] for task in opened}
@@ -1937,12 +1931,11 @@ def describe_rows(cfg):
         packs = data.pack and any(objective.packs for objective in objectives(cfg))
         return (f"rows     {data.inputs_length} inputs and {data.targets_length} targets, "
                 + ("several examples packed into a row" if packs else "an example each"))
-    raw = raw_length(data)
-    noise, spans = noise_counts(raw, data)
-    inputs, targets = raw - noise + spans + 1, noise + spans + 1
-    return (f"spans    {raw} raw tokens, {noise} of them removed in {spans} spans: {raw - noise} "
-            f"kept + {spans} sentinels + EOS = {inputs} inputs, {noise} + {spans} + EOS = "
-            f"{targets} targets")
+    noise, spans = noise_counts(raw_length(data), data)
+    kept = raw_length(data) - noise
+    return (f"spans    {kept + noise} raw tokens, {noise} of them removed in {spans} spans: {kept} "
+            f"kept + {spans} sentinels + EOS = {kept + spans + 1} inputs, {noise} + {spans} + EOS "
+            f"= {noise + spans + 1} targets")
 
 
 def show_row(ids, segments, tokenizer):
@@ -1983,6 +1976,8 @@ def show(cfg, count, split):
     cfg = configs.override(cfg, {"train.eval_every": 0, "train.infer_every": 0})
     if not split and (split := first_split(cfg)) != "train":
         note(f"{cfg.data.task} is not trained on: these are examples of its {split} split")
+    if split != "train":  # whose examples have a row each
+        cfg = configs.override(cfg, {"data.pack": False})
     tokenizer = prepare_vocabulary(cfg, split)
     dataset = prepare(cfg, split, tokenizer)
     print(f"task     {cfg.data.task}: {dataset}\n{describe_rows(cfg)}")
@@ -2005,10 +2000,9 @@ def show(cfg, count, split):
         plans = tokens_per_second(lambda step: dataset.plan(0), dataset.BLOCK)
         speeds.append(f"rows planned for {plans:,.0f} examples/s")
     if fills_spans(cfg):
-        keys = random_bits(np.arange(1024))
-        raw = random_bits(keys[:, None], np.arange(raw_length(cfg.data))).astype(np.uint16)
-        spans = tokens_per_second(
-            lambda _: span_corruption(raw, keys, tokenizer.size - 1, cfg.data), raw.size)
+        raw = np.zeros((1024, raw_length(cfg.data)), np.uint16)
+        spans = tokens_per_second(lambda _: span_corruption(
+            raw, np.arange(1024), tokenizer.size - 1, cfg.data), raw.size)
         speeds.append(f"span corruption alone, on 1,024 rows, {spans / 1e6:.1f} M raw tokens/s")
     print(f"speed    {'; '.join(speeds)} (one core)")
     dataset.close()
@@ -2050,7 +2044,8 @@ def prepare_shard(cfg, shard):
     """Tokenize every n-th part of all sources of a run, "i/n", i from 0."""
     tokenizer, (turn, machines) = prepare_vocabulary(cfg), configs.parse_shard(shard)
     wanted = [(name, "train", cfg) for name in open_tasks(cfg)]
-    wanted += [(name, "validation", alone) for name, alone in evaluations(cfg).items()]
+    with contextlib.suppress(NoSplit):
+        wanted += [(name, "validation", alone) for name, alone in evaluations(cfg).items()]
     for name, split, its in wanted:
         corpus = Corpus(name, split, tokenizer, its)
         for part in range(turn, len(corpus.parts), machines):
