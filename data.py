@@ -1357,7 +1357,7 @@ def check_tasks(cfg):
     if data.task in MIXTURES and (data.validation_source or data.source and not p3_root(cfg)):
         raise UserError(f"--data.source and --data.validation_source are for one task, and "
                         f"{data.task} is a mixture: a mixture's tasks have their own.")
-    for task in [*mixture_rates(data.task, cfg), *evaluated(cfg)]:
+    for task in dict.fromkeys([*mixture_rates(data.task, cfg), *evaluated(cfg)]):
         find_task(task, cfg)
 
 
