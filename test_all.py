@@ -638,6 +638,22 @@ def test_hugging_face_datasets_are_streamed(tmp_path, corpus):
     assert tokens_of(held_out).tolist() == [byte + 3 for byte in text]
 
 
+@pytest.mark.parametrize("task", ["prefix_lm", "pairs_of_lines"])
+def test_a_chapter_without_documents_is_no_trouble(mixture, tmp_path, monkeypatch, task):
+    """A blank file among three, each a part and so a chapter of its own."""
+    (tmp_path / "1.txt").write_text("\n \n\n")
+    source = f"text:{tmp_path}/*.txt:lines"
+    data.TASKS["pairs_of_lines"] = data.Task(source, lambda example: [
+        {"inputs": example["text"], "targets": example["text"]}])
+    data.TASKS["prefix_lm"] = data.TASKS["prefix_lm"]._replace(source=source)
+    dataset = open_dataset(change(mixture, data=dict(task=task, targets_length=32)))
+    corpus = dataset.tasks[0].corpus
+    pieces = np.diff(corpus.chapters())
+    assert len(pieces) >= 3 and (pieces == 0).sum() == 1
+    for step in range(2 * pieces.sum() // 8):  # whole epochs
+        assert dataset.batch(step).target_segments.any(axis=1).all()
+
+
 @pytest.mark.parametrize("task", ["span_corruption", "prefix_lm"])
 def test_training_begins_with_the_first_chapter(corpus, small_chapters, monkeypatch, task):
     """The next one is tokenized meanwhile; a batch does not depend on how far that is."""
@@ -1065,6 +1081,25 @@ def test_show_prints_rows_and_speed(corpus, capsys, monkeypatch):
     assert "row 1, targets" in out and "row 2" not in out
 
 
+def test_show_prints_what_a_task_without_training_has(mixture, tmp_path, capsys, monkeypatch):
+    """Of T0's and GLUE's tasks that are only evaluated: their validation or test examples."""
+    flags = [f"--data.{name}={value}" for name, value in dataclasses.asdict(mixture.data).items()]
+    monkeypatch.setattr(data, "tokens_per_second", lambda work, tokens: work(9) is None or 1e6)
+    for splits, split in ((("validation", "test"), "validation"), (("test",), "test")):
+        files = tmp_path / f"held-out-{split}"
+        files.with_suffix(".jsonl").write_text('{"inputs": "alpha", "targets": "beta"}\n')
+        data.TASKS["judged"] = data.Task(f"jsonl:{tmp_path}/held-out-{{split}}.jsonl",
+                                         splits=splits)
+        asked = "--show", 3, "--model.vocab_size", 256, *flags, "--data.task", "judged"
+        status, out, err = run(data, capsys, monkeypatch, *asked)
+        assert status == 0 and f"judged is not trained on: these are examples of its {split}" in err
+        assert "row 0, targets" in out and "row 1" not in out
+        status, _, err = run(data, capsys, monkeypatch, *asked, "--split", "train")
+        assert status == 2 and "judged has no train split" in err
+    status, out, err = run(data, capsys, monkeypatch, *asked, "--data.vocab", "train:60")
+    assert status == 2 and "too little text" in err  # of the split that is shown
+
+
 # ---- data: tasks ---------------------------------------------------------------------------------
 
 # Raw examples with what t5's own preprocessors (t5 0.9.4) make of them.
@@ -1314,6 +1349,38 @@ def test_tasks_of_one_source_do_not_share_tokens(mixture, tmp_path):
         data.TASKS["prompted"] = data.Task(f"jsonl:{tmp_path}/some.jsonl", make(prompt))
         folders.add(data.Corpus("prompted", "train", tokenizer, mixture).folder)
     assert len(folders) == 2
+
+
+def test_all_that_a_mixture_lacks_is_named_at_once(mixture, tmp_path, capsys):
+    """What it trains on and what it evaluates, each source once, another version beside it."""
+    write_tfds(tmp_path / "there" / "1.0.0", {"train": sentences(60)})
+    data.TASKS |= {
+        "gone": data.Task("tfds:gone/a:1.0.0"), "also_gone": data.Task("tfds:gone/a:1.0.0"),
+        "older": data.Task("tfds:there:2.0.0"), "uncached": data.Task(f"seqio:{tmp_path}/cache"),
+        "rows": data.Task(f"parquet:{tmp_path}/{{split}}-*.parquet"),
+        "judged": data.Task("tfds:held/out", splits=("validation",)),
+        "tested": data.Task("tfds:t", splits=("test",))}
+    data.MIXTURES["lacking"] = {"some": 1, "gone": 1, "also_gone": 1, "older": 1, "uncached": 1,
+                                "rows": 2, "judged": 0, "tested": 0}
+    cfg = change(mixture, data=dict(task="lacking", tfds_dir=str(tmp_path)))
+    trained = [f"gone/a:1.0.0 is not in {tmp_path}/gone/a/1.0.0",
+               f"there:2.0.0 is not in {tmp_path}/there/2.0.0 (there is 1.0.0: ",
+               f"{tmp_path}/cache has no info.train.json", f"{tmp_path}/train-*.parquet"]
+    judged = f"held/out is not in {tmp_path}/held/out"
+    alone = change(cfg, train=dict(eval_every=0, infer_every=0))
+    for attempt, named in (
+            (lambda: open_dataset(cfg), [*trained, judged]),
+            (lambda: open_dataset(sourced(cfg, "", vocab="train:60")), [*trained, judged]),
+            (lambda: open_dataset(alone), trained),
+            (lambda: data.evaluations(cfg), [trained[0], judged]),
+            (lambda: data.evaluations(cfg, "test"), ["t is not in "])):
+        with pytest.raises(configs.UserError) as error:
+            attempt()
+        text = str(error.value)
+        assert all(text.count(sentence) == 1 for sentence in named), text
+        assert (judged in text) == (judged in named)
+        assert text.count("tfds build NAME --data_dir DIR --file_format array_record") == 1
+    assert "prepared" not in capsys.readouterr().err  # nothing was tokenized before
 
 
 def test_packing_is_planned_anew_when_lengths_change(mixture):
