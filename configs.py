@@ -8,8 +8,6 @@
 
     python configs.py               list the recipes
     python configs.py small_c4      print one, field by field
-
-One machine or many, the recipe is the same: sections mesh and distributed belong to the machines.
 """
 
 import argparse
@@ -508,7 +506,6 @@ def resolve_run(args, changes):
                             f"and held out other examples (data format {made}, now {DATA_FORMAT}): "
                             f"take its weights into a new run with --init_from {run_dir}.")
     check(cfg)
-    check_decoder(cfg)
     return cfg, run_dir, recipe
 
 
@@ -620,13 +617,6 @@ def check(cfg):
     if not samples and d.num_return > max(1, d.beams):
         raise UserError(f"--decode.num_return {d.num_return} asks for as many --decode.beams, or "
                         f"for sampling (--decode.temperature 1).")
-
-
-def check_decoder(cfg):
-    """Refuse an encoder alone."""
-    if not cfg.model.num_decoder_layers:
-        raise UserError("This model is an encoder alone: infer.py --mode encode gives its vectors, "
-                        "convert.py converts it, and nothing else can be done with it.")
 
 
 @functools.cache  # it is asked for every batch that is decoded

@@ -3,14 +3,14 @@
 - Every format is a table of names: ours is one array for the layers of a stack, theirs an array for
   each layer, perhaps transposed.
 - A reader gives Weights: dimensions, and a function that reads one layer of one parameter.
-- A writer takes Weights; a model passes layer by layer, so it may be larger than memory.
-- What was written is read again and compared before it gets its name: DST is whole, or not there.
+- A writer takes Weights; a model passes layer by layer, so it may be larger than memory. What was
+  written is read again and compared before it gets its name.
 
     python convert.py t5-v1_1-small/ runs/t5_1_1_small     any of these -> a run directory
     python convert.py runs/tiny tiny_hf --to hf            a run, or any of these -> Hugging Face
     python convert.py runs/tiny checkpoint_1500 --to t5x                          -> T5X
 
-What SRC is, and all dimensions, are found in SRC. It runs on one machine, on its CPU.
+What SRC is, and all dimensions, are found in SRC.
 """
 
 import base64
@@ -55,11 +55,9 @@ class Tensors(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """A model on disk: what every reader returns and every writer takes.
-
-    shapes: {name in our checkpoints: shape}, of parameters and, where there are any, slots.
-    read(name, layer): a float array, one layer of a stacked one; of the others the layer is None.
-    """
+    """A model on disk: what every reader returns and every writer takes. shapes: {name in our
+    checkpoints: shape}, of parameters and, where there are any, slots. read(name, layer): a float
+    array, one layer of a stacked one; of the others the layer is None."""
 
     cfg: Config
     step: int

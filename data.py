@@ -46,11 +46,9 @@ SENTINELS = 100  # <extra_id_0> ... <extra_id_99>
 
 
 class Batch(NamedTuple):
-    """The rows of a step, int32. Segment 0 is padding; the examples of a row count from 1.
-
-    inputs, input_segments: [B, S]; decoder_inputs, targets, target_segments: [B, T]. The decoder's
-    inputs are the targets moved right by one, with the start token 0 at each segment's beginning.
-    """
+    """The rows of a step, int32. Segment 0 is padding; the examples of a row count from 1. inputs,
+    input_segments: [B, S]; decoder_inputs, targets, target_segments: [B, T]. The decoder's inputs
+    are the targets moved right by one, with the start token 0 at each segment's beginning."""
 
     inputs: np.ndarray
     input_segments: np.ndarray
@@ -77,7 +75,6 @@ def random_bits(*key):
 
 def permute(index, size, *key):
     """Where `index` lands in a random permutation of range(size), without storing the permutation.
-
     index: integers in [0, size), any shape; key: integers, or arrays of that shape. A Feistel
     network permutes the next power of four; whoever lands outside range(size) walks on from there.
     """
@@ -100,10 +97,8 @@ def permute(index, size, *key):
 
 class Tokenizer:
     """Text <-> ids by a SentencePiece model: 0 pad, 1 EOS, 2 unknown, sentinels on top.
-
     <extra_id_0> has the highest id, `size - 1`, as in T5. processor: SentencePiece's, which has
-    sentinels; serialized: the file, perhaps without them, which is what a run directory keeps.
-    """
+    sentinels; serialized: the file, perhaps without them, which is what a run directory keeps."""
 
     def __init__(self, serialized, size, sentinels, processor=None):
         self.serialized, self.sha256 = serialized, hashlib.sha256(serialized).hexdigest()
@@ -155,11 +150,9 @@ def raw_length(data):
 
 
 def compositions(total, parts, keys):
-    """For each key a way to write `total` as a sum of `parts` positive numbers: [N, parts].
-
-    All ways are equally likely: of the total - 1 gaps between ones, those with the lowest random
-    numbers are cut.
-    """
+    """For each key a way to write `total` as a sum of `parts` positive numbers: [N, parts]. All
+    ways are equally likely: of the total - 1 gaps between ones, those with the lowest random
+    numbers are cut."""
     lots = random_bits(keys[:, None], np.arange(total // 2)).view(np.uint32)[:, : total - 1]
     cuts = np.argpartition(lots, min(parts - 1, total - 2), axis=1)[:, : parts - 1] + 1
     edges = np.zeros((len(keys), parts + 1), np.int64)
@@ -169,11 +162,9 @@ def compositions(total, parts, keys):
 
 def span_corruption(tokens, keys, sentinel, data):
     """Remove spans: tokens [N, n], keys [N] -> inputs [N, ...], targets [N, ...], int32, with EOS.
-
     sentinel: id of <extra_id_0>; the next spans get the ids below it. data: DataConfig. Row i is a
     function of tokens[i] and keys[i] alone. A row begins with clean text and ends with a removed
-    span, without another sentinel (t5/data/preprocessors.py, random_spans_noise_mask).
-    """
+    span, without another sentinel (t5/data/preprocessors.py, random_spans_noise_mask)."""
     rows, length = tokens.shape
     noise, spans = noise_counts(length, data)
     lengths = np.stack([compositions(length - noise, spans, random_bits(keys, 1)),
@@ -196,11 +187,9 @@ def span_corruption(tokens, keys, sentinel, data):
 
 class Objective:
     """What is learned from tokens: a value, the field `objective` of a Task. A recipe may have its
-    own. Documents are cut into pieces, and a piece becomes an example, without EOS.
-
-    keys: 64 random bits for each piece, others in each epoch. data: DataConfig. Where documents are
-    cut, length(data) says how many tokens a piece has at most.
-    """
+    own. Documents are cut into pieces, and a piece becomes an example, without EOS. keys: 64 random
+    bits for each piece, others in each epoch. data: DataConfig. Where documents are cut,
+    length(data) says how many tokens a piece has at most."""
 
     features = ("text",)  # fields of the source that are tokenized; of two, no document is cut
     across = False  # whether pieces go on across the ends of documents
@@ -258,10 +247,8 @@ ORDER, NOISE, PACKING = range(1, 4)  # the first part of a key of random bits
 
 class Examples:
     """The examples of a task, each named by its epoch and its number: the piece it is made of.
-
     corpus: the pieces of the task's token files. An epoch has each of them once, chapter after
-    chapter of the source, in a random order within each, unless it is not to be shuffled.
-    """
+    chapter of the source, in a random order within each, unless it is not to be shuffled."""
 
     def __init__(self, task, corpus, tokenizer, cfg, shuffled=True):
         self.task, self.corpus, self.tokenizer, self.cfg = task, corpus, tokenizer, cfg
@@ -304,11 +291,9 @@ class Examples:
 
 
 def pack(sizes, limits):
-    """Tokens of inputs and targets of examples [2, N] -> the row of each [N]; none is split.
-
-    A row takes the example that leaves least room in it, on both sides alike: room is measured by
-    what an average row has to hold. Examples of the same sizes wait together.
-    """
+    """Tokens of inputs and targets of examples [2, N] -> the row of each [N]; none is split. A row
+    takes the example that leaves least room in it, on both sides alike: room is measured by what an
+    average row has to hold. Examples of the same sizes wait together."""
     pairs, which = np.unique(sizes, axis=1, return_inverse=True)  # rising by inputs
     waiting = [[] for _ in pairs[0]]
     for example, pair in enumerate(which.ravel().tolist()):
@@ -358,9 +343,7 @@ def complete_batch(inputs, targets, input_segments, target_segments):
 class Dataset:
     """The rows of a split. Training goes through blocks of about BLOCK draws, of each task as many
     as its rate says; the draws of a block are packed into rows, which come in a random order.
-
-    starts: how many rows lie before each block, as far as that is known from earlier.
-    """
+    starts: how many rows lie before each block, as far as that is known from earlier."""
 
     BLOCK = 1 << 14
 
@@ -728,8 +711,8 @@ def file_source(read, pattern, split, cfg):
     are divided: the first 1 % of the text, at least an example, is for validation, in one stretch,
     so that it has no neighbours in training but at its end."""
     if not (found := find_files(pattern)):
-        raise Missing({f"No file matches {pattern or 'an empty name'}": "give --data.source the "
-                       "path of a file, or a quoted glob, such as 'FOLDER/*'."})
+        raise Missing({f"No file matches {pattern or 'an empty name'}": "give the path of a file, "
+                       f"or a quoted glob, such as '{(pattern or 'FOLDER').rstrip('/')}/*'."})
     parts = file_parts(found, read)
     if split is None:
         return parts

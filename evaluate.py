@@ -9,8 +9,7 @@
     python evaluate.py --run_dir RUN --tasks glue_rte_v002,glue_stsb_v002 --mode predict --step all
     python evaluate.py --run_dir RUN --tasks super_glue_copa_v102 --mode rank
 
-Metrics, predictions and scores go to RUN/eval, or to --output DIR. On several machines the same
-command runs on each.
+What comes of it goes to RUN/eval, or to --output DIR. Several machines run the same command.
 """
 
 import collections
@@ -46,10 +45,8 @@ POSTPROCESSORS = {}
 
 @functools.partial(jax.jit, static_argnums=2)
 def batch_sums(params, batch, cfg, first_sentinel):
-    """Sums over the real target tokens of a batch, and over the content tokens alone.
-
-    Content is all but sentinels and EOS: what a unigram model can be compared with.
-    """
+    """Sums over the real target tokens of a batch, and over the content tokens alone. Content is
+    all but sentinels and EOS: what a unigram model can be compared with."""
     loss, z_loss, correct = model.token_losses(params, batch, cfg)
     real = batch.target_segments > 0
     content = real & (batch.targets > data.EOS) & (batch.targets < first_sentinel)
@@ -83,17 +80,14 @@ def teacher_forced(params, cfg, mesh, dataset, batches):
 
 
 def read_examples(cfg, tokenizer, split, choices=None, most=None):
-    """A task's formatted examples with what the model reads of them: [(row, infer.Example)].
-
-    A row begins with the formatted dict. choices(number, example): the rows to score instead.
-    """
+    """A task's formatted examples with what the model reads of them: [(row, infer.Example)]. A row
+    begins with the formatted dict. choices(number, example): the rows to score instead."""
     task = data.find_task(cfg.data.task, cfg)
     if len(task.objective.features) < 2:
         raise UserError(f"{cfg.data.task} has no inputs and targets: --mode loss is for it.")
     bad = data.Complaints(cfg.data.on_error)
     encode = infer.Encoder(cfg, tokenizer, choices is not None, task)
-    found = itertools.islice(
-        data.read_task(cfg.data.task, split, cfg, bad, tokenizer.size), most)
+    found = itertools.islice(data.read_task(cfg.data.task, split, cfg, bad, tokenizer.size), most)
     pairs = []
     for number, (where, example) in enumerate(found):
         try:
@@ -587,6 +581,7 @@ def main(argv):
         plot=dict(metavar="FILE", help="draw losses, accuracies and the learning rate"))
     check_outputs(args)
     changes = {**changes, **({"data.eval_tasks": args.tasks} if args.tasks else {})}
+    several, args.step = args.step == "all", args.step.replace("all", "latest")
     cfg, mesh, tokenizer = infer.open_model(args, changes, recipe=True)
     if tokenizer is None:
         raise UserError(f"{args.run_dir} has no vocabulary, so no text can be evaluated: put its "
@@ -597,7 +592,7 @@ def main(argv):
     changed = configs.differences(cfg, configs.load_run(args.run_dir))
     decoder = "".join(f"-{knob}={changed[f'decode.{knob}'][0]}" for knob in DECODER
                       if f"decode.{knob}" in changed)
-    several, evaluated = args.step == "all", False
+    evaluated = False
     steps = partition.from_first(partition.Checkpoints(args.run_dir).steps())
     for wanted in steps if several else [args.step]:
         try:
@@ -632,11 +627,9 @@ def main(argv):
                                     json.dumps({"step": step, **values}) + "\n")
     if not evaluated:
         raise UserError(f"{args.run_dir} has no whole checkpoint: train.py writes them.")
-    if not partition.is_first():
-        return
-    if args.csv:
+    if args.csv and partition.is_first():
         write_csv(args.csv, read_metrics([args.run_dir, folder], "inference_eval/"))
-    if args.plot:
+    if args.plot and partition.is_first():
         write_plot(args.plot, [args.run_dir, folder])
 
 

@@ -13,9 +13,8 @@
 
 A line of IN.jsonl has "inputs" and, to score, "targets": texts, or lists of ids, which are used
 exactly as they are. OUT.jsonl has the same lines with "prediction" or "score" added, or "ids" and
-what the encoder makes of them: their "mean", the "first", or all "vectors" (--pool none). OUT.npz
-has all ids and vectors, one line's after another's, and lengths. Several machines take a --shard
-each.
+what the encoder makes of them: their "mean", "first" or all "vectors" (--pool none); OUT.npz has
+all ids and vectors one after the other, and lengths. Several machines take a --shard each.
 """
 
 import functools
@@ -47,12 +46,10 @@ from configs import DecodeConfig, UserError, note
 
 
 def init_cache(params, cfg, encoded, length, beams=1):
-    """What decoding reads: encoded [B, S, D] -> (cache, fixed).
-
-    cache: for each layer the keys and values [B, H, length * beams, C] of what has been decoded,
-    empty. fixed: for each layer its weights, the keys and values [B, H, S, C] of the encoder, which
-    all beams share, and the relative bias [1, H, length, length].
-    """
+    """What decoding reads: encoded [B, S, D] -> (cache, fixed). cache: for each layer the keys and
+    values [B, H, length * beams, C] of what has been decoded, empty. fixed: for each layer its
+    weights, the keys and values [B, H, S, C] of the encoder, which all beams share, and the
+    relative bias [1, H, length, length]."""
     stack, table = params["decoder"]["layers"], model.param_table(cfg)["decoder"]["layers"]
     cache, fixed = [], []
     shared = model.relative_bias(params["decoder"], length, length, False, cfg)
@@ -88,12 +85,10 @@ def attend(q, k, v, bias, mask):
 
 
 def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=None):
-    """One position of all beams: ids [B, N] at position `at` -> (logits [B, N, V], cache).
-
-    The beams of an example are the queries of one attention: the keys of all of them stay where
-    they were written, and ancestors [B, N, K] says whose key, 0 to N - 1, each beam reads at each
-    position. So reordering beams moves no cache. None: each reads its own.
-    """
+    """One position of all beams: ids [B, N] at position `at` -> (logits [B, N, V], cache). The
+    beams of an example are the queries of one attention: the keys of all of them stay where they
+    were written, and ancestors [B, N, K] says whose key, 0 to N - 1, each beam reads at each
+    position. So reordering beams moves no cache. None: each reads its own."""
     N, K = ids.shape[1], fixed[0][-1].shape[-1]
     if ancestors is None:
         ancestors = jnp.arange(N)[None, :, None]
@@ -124,12 +119,10 @@ LOW = -1e7  # T5X's score of what is not to be chosen; added, not assigned
 def generate(params, inputs, input_segments, cfg, length, decode=DecodeConfig(), rows=None, seed=0,
              prefix=None):
     """inputs, input_segments [B, S] -> (ids [B, N, length], scores [B, N]), the best answer first.
-
     After EOS ids are 0. decode.beams 0 is greedy or, with a temperature, top_k or top_p, sampling
     of num_return answers; 1 or more is T5X's beam search, N = beams. rows [B]: numbers that tell
     examples apart, which the samples depend on, not on the batch. prefix [B, P]: ids with which
-    answers must begin, then 0.
-    """
+    answers must begin, then 0."""
     beams = decode.beams or (decode.num_return if samples(decode) else 1)
     encoded = model.encode(params, cfg, inputs, input_segments)
     cache, fixed = init_cache(params, cfg, encoded, length, beams)
@@ -168,8 +161,7 @@ def generate(params, inputs, input_segments, cfg, length, decode=DecodeConfig(),
     def step(carry):
         at, ids, state, cache = carry
         ancestors = state.ancestors if decode.beams else None
-        logits, cache = decode_step(
-            params, cfg, ids, at, cache, fixed, input_segments, ancestors)
+        logits, cache = decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors)
         logits = jax.reshard(logits, P("data", None, None))
         ids, state = choose(at, logits, state, forced, rows)
         return at + 1, ids, state, cache
@@ -257,11 +249,9 @@ def length_penalty(tokens, decode):
 
 
 def beam_step(at, logits, state, forced, rows, *, decode, length):
-    """logits [B, N, V] of position `at` -> (ids [B, N], Beams), by T5X's rules (decoding.py).
-
-    The 2N best continuations are looked at; those that end compete with the finished ones by their
-    penalized scores, the N best of the others live on.
-    """
+    """logits [B, N, V] of position `at` -> (ids [B, N], Beams), by T5X's rules (decoding.py). The
+    2N best continuations are looked at; those that end compete with the finished ones by their
+    penalized scores, the N best of the others live on."""
     B, N, V = logits.shape
     take = functools.partial(jnp.take_along_axis, axis=1)
     values = jax.nn.log_softmax(logits) + state.live_scores[..., None]
@@ -458,15 +448,20 @@ def load_params(cfg, run_dir, step=None):
     return found[0], found[1]["params"]
 
 
+def check_decoder(cfg, mode=None):
+    """Refuse an encoder alone, but in mode encode."""
+    if not cfg.model.num_decoder_layers and mode != "encode":
+        raise UserError("This model is an encoder alone: infer.py --mode encode gives its vectors.")
+
+
 def open_model(args, changes, recipe=False):
     """--run_dir -> (Config, mesh, the run's Tokenizer or None). recipe: whether its tasks are asked
     for, so that its recipe file must be run."""
     if not args.run_dir:
         raise UserError("--run_dir names the run whose model is wanted, for instance runs/tiny.")
     cfg = configs.resolve(args, changes, recipe)
-    if args.mode != "encode":
-        configs.check_decoder(cfg)
-    args.step = args.step if args.step == "all" else partition.named_step(args.run_dir, args.step)
+    check_decoder(cfg, args.mode)
+    args.step = partition.named_step(args.run_dir, args.step)
     partition.start_jax(cfg)
     mesh = partition.set_mesh(cfg)
     vocabulary = configs.to_path(args.run_dir) / "spiece.model"
@@ -588,8 +583,8 @@ def answer_file(args, cfg, mesh, tokenizer, params):
             if example:
                 result = next(results)
                 line |= result_of(result, example, line, args.mode, cfg, tokenizer)
-                tokens += (sum(len(ids) + 1 for ids in result[0]) if args.mode == "predict" else
-                           len(example.targets or example.inputs))
+                made = result[0] if args.mode == "predict" else [example.targets or example.inputs]
+                tokens += sum(map(len, made))
             file.write(json_line(line).encode())
             file.flush()
             count += 1
@@ -598,7 +593,7 @@ def answer_file(args, cfg, mesh, tokenizer, params):
             if not count + done:
                 os.remove(partial)
             elif args.output.endswith(".npz"):
-                write_vectors(partial, args.output, ADDED[args.mode])
+                write_vectors(partial, args.output, ADDED[args.mode], cfg.model.d_model)
             else:
                 os.replace(partial, args.output)
     if not count + done:
@@ -656,20 +651,17 @@ def plain(value):
     return value.tolist() if isinstance(value, np.generic | np.ndarray) else str(value)
 
 
-def write_vectors(lines, path, field):
-    """Lines of JSON with ids and vectors -> an .npz file; those with an error have no ids."""
-    ids, vectors = [[]], []
+def write_vectors(lines, path, field, width):
+    """Lines of JSON with ids and vectors -> an .npz file; where there is an error there are no ids,
+    and what stands for all of them is nan."""
+    ids, vectors, nothing = [], [], np.full((field != "vectors", width), np.nan, np.float32)
     with open(lines) as file:
         for line in map(json.loads, file):
-            ids.append(line.get("ids", []))
-            vectors.append(np.array(line.get(field, []), np.float32))
-    width = max(one.shape[-1] for one in vectors)
-    pooled = any(one.ndim == 1 and len(one) for one in vectors)
-    vectors = [one if one.size else np.full((width,) if pooled else (0, width), np.nan, np.float32)
-               for one in vectors]
+            ids.append(np.int32(line.get("ids", [])))
+            vectors.append(np.float32(line.get(field, nothing)).reshape(-1, width))
     with open(lines, "wb") as file:
-        np.savez(file, ids=np.concatenate(ids).astype(np.int32), lengths=[*map(len, ids[1:])],
-                 vectors=(np.stack if pooled else np.concatenate)(vectors))
+        np.savez(file, ids=np.concatenate(ids), lengths=[*map(len, ids)],
+                 vectors=np.concatenate(vectors))
     os.replace(lines, path)
 
 
@@ -729,8 +721,6 @@ def main(argv):
         raise UserError("Give a text, or --input and --output, or neither to answer the lines of "
                         "standard input.")
     configs.parse_shard(args.shard)
-    if args.step == "all":
-        raise UserError("--step takes one step, latest or best.")
     if args.mode != "encode" and (args.output or "").endswith(".npz"):
         raise UserError("--output OUT.npz is of --mode encode: name a JSONL file.")
     task = bool(args.input) and args.input.startswith("task:")

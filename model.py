@@ -46,10 +46,8 @@ class Param(NamedTuple):
 
 def param_table(cfg):
     """ModelConfig -> the nested dict of Params. Init, layouts, checkpoints and counts follow.
-
     Attention weights are matrices [D, H*C] and [H*C, D], as Adafactor must factor them. There is no
-    1/sqrt(d_kv) in the attention: it is in the initial scale of `query`.
-    """
+    1/sqrt(d_kv) in the attention: it is in the initial scale of `query`."""
     D, F, V, R, C = cfg.d_model, cfg.d_ff, cfg.vocab_size, cfg.relative_buckets, cfg.d_kv
     H, A = cfg.num_heads, cfg.num_heads * cfg.d_kv
     norm = Param((D,), ("embed",))
@@ -126,10 +124,8 @@ def compute_dtype(cfg):
 
 
 def in_use(weights, table, dtype):
-    """Weights at rest -> in the dtype and layout they compute in; FSDP gathers them here.
-
-    Cast first: half as many bytes travel.
-    """
+    """Weights at rest -> in the dtype and layout they compute in; FSDP gathers them here. Cast
+    first: half as many bytes travel."""
     return jax.tree.map(
         lambda p, w: jax.reshard(w.astype(dtype), spec([a for a in p.axes if a != "layers"])),
         table, weights, is_leaf=is_param)
@@ -141,11 +137,9 @@ def layout(x):
 
 
 def dense(x, w):
-    """x [B, Q, D] @ w [D, F] -> [B, Q, F].
-
-    Contracting an axis that is split over "model" sums over devices; out_sharding asks for it. On a
-    CPU the product is flat: the gradient of "bqd,df->bqf" takes 1.4 times as long; not on a TPU.
-    """
+    """x [B, Q, D] @ w [D, F] -> [B, Q, F]. Contracting an axis that is split over "model" sums over
+    devices; out_sharding asks for it. On a CPU the product is flat: the gradient of "bqd,df->bqf"
+    takes 1.4 times as long; not on a TPU."""
     rows, columns = layout(x)[0], layout(w)[1]
     if platform() != "cpu":
         return jnp.einsum("bqd,df->bqf", x, w, out_sharding=P(rows, None, columns))
@@ -183,11 +177,9 @@ def split_key(key, n):
 
 
 def relative_bucket(distance, bidirectional, cfg):
-    """Bucket of the bias for a key `distance` positions after the query (NumPy, any shape).
-
-    The nearest have a bucket each, the further ones share logarithmically wider ones up to
-    relative_max_distance. The encoder uses half of the buckets for each direction.
-    """
+    """Bucket of the bias for a key `distance` positions after the query (NumPy, any shape). The
+    nearest have a bucket each, the further ones share logarithmically wider ones up to
+    relative_max_distance. The encoder uses half of the buckets for each direction."""
     buckets, bucket = cfg.relative_buckets, 0
     if bidirectional:
         buckets //= 2
@@ -225,8 +217,7 @@ def mask_of(query_segments, key_segments, causal=False):
 def split_heads(x, cfg):
     """[B, K, H*C] -> [B, H, K, C]."""
     rows, _, columns = layout(x)
-    x = x.reshape(*x.shape[:2], cfg.num_heads, cfg.d_kv,
-                  out_sharding=P(rows, None, columns, None))
+    x = x.reshape(*x.shape[:2], cfg.num_heads, cfg.d_kv, out_sharding=P(rows, None, columns, None))
     return x.transpose(0, 2, 1, 3)
 
 
@@ -245,11 +236,9 @@ def keys_values(w, x, cfg):
 @jax.custom_vjp
 def attend(q, k, v, bias, mask):
     """softmax(q k + bias + mask) v: q [B, H, Q, C]; k, v [B, H, K, C]; bias [1, H, Q, K] or None;
-    mask [B or 1, 1, Q, K] -> [B, H, Q, C]. Scores are rounded once, sums are float32.
-
-    A column of ones beside the values gives the sum of the exponentials in the same product; from
-    its logarithm the backward pass makes the probabilities again (Rabe and Staats 2021).
-    """
+    mask [B or 1, 1, Q, K] -> [B, H, Q, C]. Scores are rounded once, sums are float32. A column of
+    ones beside the values gives the sum of the exponentials in the same product; from its logarithm
+    the backward pass makes the probabilities again (Rabe and Staats 2021)."""
     return attend_forward(q, k, v, bias, mask)[0]
 
 
@@ -302,14 +291,12 @@ def embed(params, ids, cfg, key):
 
 
 def run_layers(layer, x, name, params, cfg, key):
-    """x [B, Q, D] through all of a stack's layers, as one compiled loop body -> [B, Q, D].
-
-    name: encoder or decoder; layer(weights, x, key) -> x. On a TPU the layers of a shallow stack
-    stand one after the other, without the copies of what a loop takes apart.
-    What the backward pass finds kept is cfg.remat: "dots" keeps the products with weights, which
-    cost the time, and computes the attention scores again, which cost the memory (but on a TPU);
-    "full" keeps what attention returns and computes the rest again.
-    """
+    """x [B, Q, D] through all of a stack's layers, as one compiled loop body -> [B, Q, D]. name:
+    encoder or decoder; layer(weights, x, key) -> x. On a TPU the layers of a shallow stack stand
+    one after the other, without the copies of what a loop takes apart. What the backward pass finds
+    kept is cfg.remat: "dots" keeps the products with weights, which cost the time, and computes the
+    attention scores again, which cost the memory (but on a TPU); "full" keeps what attention
+    returns and computes the rest again."""
 
     def body(x, weights_and_key):
         weights, key = weights_and_key
@@ -408,12 +395,10 @@ def forward(params, batch, cfg, key=None):
 @jax.named_scope("logits and loss")
 def cross_entropy(logits, targets, z_loss=0.0, label_smoothing=0.0):
     """logits [B, T, V] float32, targets [B, T] -> (cross entropy, z-loss, whether the likeliest id
-    is the target), each [B, T], in nats.
-
-    z_loss * log(Z)^2 keeps the logits from drifting. With label smoothing the target has
-    probability 1 - label_smoothing, the others share the rest, and the entropy of that
-    distribution is subtracted, so that a perfect prediction costs nothing (t5x/losses.py).
-    """
+    is the target), each [B, T], in nats. z_loss * log(Z)^2 keeps the logits from drifting. With
+    label smoothing the target has probability 1 - label_smoothing, the others share the rest, and
+    the entropy of that distribution is subtracted, so that a perfect prediction costs nothing
+    (t5x/losses.py)."""
     logits, targets = jax.reshard((logits, targets), (P("data", None, "model"), P("data", None)))
     V = logits.shape[-1]
     top = lax.stop_gradient(logits.max(-1))
@@ -438,9 +423,7 @@ def token_losses(params, batch, cfg, key=None):
 
 def loss_fn(params, batch, cfg, key=None):
     """Sums over a batch's real target tokens -> (loss, {cross_ent_loss, z_loss, correct, tokens}).
-
-    The loss is cross entropy plus z-loss, in nats, summed as well: whoever calls divides.
-    """
+    The loss is cross entropy plus z-loss, in nats, summed as well: whoever calls divides."""
     weight = (batch.target_segments > 0).astype(jnp.float32)
     loss, z_loss, correct = (jnp.sum(x * weight) for x in token_losses(params, batch, cfg, key))
     sums = {"cross_ent_loss": loss, "z_loss": z_loss, "correct": correct, "tokens": jnp.sum(weight)}

@@ -9,8 +9,6 @@
   written last. It can be read on any other mesh.
 
     python partition.py --verify RUN_DIR/checkpoints/step_00001000    name what is damaged
-
-On several machines run the same command on each: see start_jax.
 """
 
 import collections

@@ -231,8 +231,8 @@ def test_each_file_teaches_above_its_banner():
     assert {name: (above and int(above), int(lines.replace(",", "")))
             for name, above, lines in rows} == counts
     assert len(README.splitlines()) <= 300
-    assert sum(above for above, _ in counts.values() if above) < 2_400
-    assert sum(counts[name][1] for name in COURSE) < 7_700
+    assert sum(above for above, _ in counts.values() if above) < 2_250
+    assert sum(counts[name][1] for name in COURSE) < 7_442
 
 
 # ---- configs -------------------------------------------------------------------------------------

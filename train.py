@@ -8,8 +8,6 @@
 
     python train.py                        the tiny recipe: about two minutes on a CPU
     python train.py --config small_c4      T5 1.1 small on C4, on all devices of this machine
-
-On several machines the same command runs on each; see README.
 """
 
 import ctypes
@@ -933,6 +931,7 @@ def main(argv):
                   "topology such as v5e:2x4 by its own compiler, and exit"))
     cfg, run_dir, recipe = configs.resolve_run(
         args, changes if args.init_from else data.sized(changes))
+    infer.check_decoder(cfg)
     if args.plan is not None:
         return plan(cfg, args.plan)
     recipe_file = args.config if args.config and args.config.endswith(".py") else None
