@@ -654,7 +654,7 @@ def plain(value):
 def write_vectors(lines, path, field, width):
     """Lines of JSON with ids and vectors -> an .npz file; where there is an error there are no ids,
     and what stands for all of them is nan."""
-    ids, vectors, nothing = [], [], np.full((field != "vectors", width), np.nan, np.float32)
+    ids, vectors, nothing = [], [], np.full((int(field != "vectors"), width), np.nan)
     with open(lines) as file:
         for line in map(json.loads, file):
             ids.append(np.int32(line.get("ids", [])))
