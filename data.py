@@ -711,8 +711,9 @@ def file_source(read, pattern, split, cfg):
     are divided: the first 1 % of the text, at least an example, is for validation, in one stretch,
     so that it has no neighbours in training but at its end."""
     if not (found := find_files(pattern)):
-        raise Missing({f"No file matches {pattern or 'an empty name'}": "give the path of a file, "
-                       f"or a quoted glob, such as '{(pattern or 'FOLDER').rstrip('/')}/*'."})
+        folder = pattern.rstrip("/") if os.path.isdir(pattern) else "FOLDER"
+        raise Missing({f"No file matches {pattern or 'an empty name'}": f"give --data.source the "
+                       f"path of a file, or a quoted glob, such as '{folder}/*'."})
     parts = file_parts(found, read)
     if split is None:
         return parts
