@@ -4134,6 +4134,9 @@ def test_families(family, tmp_path, capsys, monkeypatch, tokenizer):
     status, _, err = run(convert, capsys, monkeypatch, tmp_path / "run", tmp_path / "back", "--to",
                          "hf")
     assert status == 0, err
+    status, _, err = run(convert, capsys, monkeypatch, tmp_path / "run", tmp_path / "t5x", "--to",
+                         "t5x")
+    assert (status, "--to hf" in err) == ((2, True) if cfg.model.layer_biases else (0, False)), err
     again = getattr(transformers, type(network).__name__).from_pretrained(tmp_path / "back")
     expected, found = network.state_dict(), again.state_dict()
     assert set(expected) == set(found) and all(
