@@ -763,7 +763,7 @@ def go_on(cfg, mesh, run_dir, checkpoints, dataset, screen, program, state, star
         print(f"""Next:
   python infer.py --run_dir {run_dir} "{text}"
   python evaluate.py --run_dir {run_dir}
-  python train.py --run_dir {run_dir} --train.steps {2 * t.steps}""")
+  python train.py --run_dir {run_dir} --train.steps {2 * t.steps - t.start_step}""")
     return 0
 
 
