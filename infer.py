@@ -66,9 +66,8 @@ def init_cache(params, cfg, encoded, length, beams=1):
 
 
 def rows_product(form, rows, others):
-    """einsum of the few rows [B, H, N, ...] of a position, in float32. Of fewer than 8 a TPU makes
-    multiplications and sums, which last four times as long as reading `others`: they are filled up.
-    """
+    """einsum of the few rows [B, H, N, ...] of a position, in float32. Fewer than 8 a TPU would
+    multiply and add, which lasts four times as long as reading `others`: they are filled up."""
     N = rows.shape[2]
     if model.platform() == "tpu":
         rows = jnp.pad(rows, ((0, 0), (0, 0), (0, -N % 8), (0, 0)))
@@ -531,8 +530,7 @@ def read_input(name, cfg, bad):
 
 
 def check_files(args):
-    """Refuse an output that is there, an input that is not, and lines that processes do not share.
-    """
+    """Refuse an output that is there, an input that is not, lines that processes do not share."""
     if args.output and partition.is_first() and os.path.exists(args.output):
         raise UserError(f"{args.output} is there already: name another, or move it away.")
     if args.input and not args.input.startswith("task:") and not data.find_files(args.input):
@@ -576,7 +574,9 @@ def answer_file(args, cfg, mesh, tokenizer, params):
     if not partition.is_first():
         lines = itertools.islice(lines, done, None)
     lines, seen = itertools.tee(lines)
-    total = sum(1 for _ in read_input(args.input, cfg, lambda *_: None)) // parts - done
+    total = None  # only a plain file is cheap to read twice; a pipe cannot be
+    if os.path.isfile(args.input):
+        total = sum(1 for _ in read_input(args.input, cfg, lambda *_: None)) // parts - done
     results = answer(params, cfg, mesh, (x for _, x in lines if x), args.mode, total)
     with configs.writing(partial), file:
         for line, example in seen:

@@ -4166,6 +4166,22 @@ def test_what_a_tokenizer_json_may_say(change_it, expected, tmp_path, tokenizer,
     assert status == 2 and expected in err and "Traceback" not in err, err
 
 
+def test_an_input_that_is_a_pipe_is_read_once(trained, tmp_path, capsys, monkeypatch):
+    os.mkfifo(tmp_path / "in.jsonl")
+
+    def write():
+        for text in ('{"inputs": "alpha"}\n{"inputs": "beta"}\n', ""):  # the second time nothing
+            (tmp_path / "in.jsonl").write_text(text)
+
+    threading.Thread(target=write, daemon=True).start()
+    monkeypatch.setattr(partition.jax, "devices", lambda *_: jax.local_devices()[:1])
+    status, _, err = run(infer, capsys, monkeypatch, "--run_dir", trained[0], "--input",
+                         tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl",
+                         "--decode.max_len", 4)
+    assert status == 0 and "2 examples" in err, err
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
+
+
 @pytest.mark.parametrize("sentinels", [100, 30])
 def test_a_vocabulary_has_as_many_sentinels_as_it_says(sentinels, tmp_path, tokenizer):
     """UMT5 has 300, which its spiece.model leaves to tokenizer_config.json."""
