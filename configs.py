@@ -163,8 +163,7 @@ SECTIONS = ("model", "data", "train", "decode", "mesh", "distributed")
 # data.py TASKS and MIXTURES, model.py ACTIVATIONS, evaluate.py METRICS, train.py OPTIMIZERS.
 TASKS, MIXTURES, ACTIVATIONS, METRICS, OPTIMIZERS = {}, {}, {}, {}, {}
 
-# Of several processes the first alone speaks, and none waits for the others when it fails; see
-# partition.start_jax.
+# Of several processes the first alone speaks, and none that fails waits for the others.
 speaks = alone = True
 
 
@@ -422,8 +421,7 @@ def read_run(run_dir):
     """Run directory -> (the Config it was trained with, config.json as it is)."""
     path = to_path(run_dir) / "config.json"
     if not path.exists():
-        raise UserError(f"There is no run in {run_dir} (no config.json): --run_dir names a folder "
-                        f"that train.py made.")
+        raise UserError(f"There is no run in {run_dir} (no config.json): --run_dir names another.")
     form = {"name": str, "data_format?": int, "corpus?": str,
             **{f"{section}?": dict for section in SECTIONS}}
     stored = read_json(path, form, "restore it from a copy")

@@ -68,8 +68,7 @@ class Weights(NamedTuple):
 
 
 # ---- names ---------------------------------------------------------------------------------------
-# The one table. Mesh TensorFlow's names and those of flax_model.msgpack are Hugging Face's, spelled
-# otherwise.
+# The one table. Mesh TensorFlow's and flax_model.msgpack's names are Hugging Face's respelled.
 
 BLOCKS = {  # ours: (Hugging Face's, T5X's)
     "encoder/layers/attention": ("layer.0.SelfAttention", "attention"),
@@ -166,8 +165,7 @@ def parameters(cfg, form):
 
 def adafactor_slots(params, form, factored):
     """The same for the slots of the parameters; factored(our path, its first name) -> bool.
-    T5X's v_row is the mean over the longer axis of a matrix, over the second of equal ones; our row
-    is the mean over the second always."""
+    T5X's v_row is the mean over the longer axis of a matrix, else the second; ours the second."""
     slots = {}
     for ours, (shape, theirs, _) in params.items():
         path, one = ours.removeprefix("params/"), of_layer(ours, shape)
@@ -226,15 +224,13 @@ def derive(tensors, form, source):
         raise UserError(f"{source} has no encoder layers: it is not a T5 model" + (
             ", but a decoder alone." if depths["decoder"] else "."))
     if not depths["decoder"] and form.name("unembed", 0, True) in tensors.shapes:
-        raise UserError(f"{source} has an output layer and no decoder layers: it is incomplete; "
-                        f"fetch it again.")
+        raise UserError(f"{source} has an output layer and no decoder layers: fetch it again.")
     gated = form.name("encoder/layers/mlp/gate", 0, True) in tensors.shapes
     heads, buckets = shape("encoder/relative_bias")
     vocab_size, d_model = shape("embed")
     width = shape("encoder/layers/attention/query")[1]
     if width % heads:
-        raise UserError(f"{source}: {heads} heads cannot share the attention's width {width}: it "
-                        f"is not a T5 model.")
+        raise UserError(f"{source}: {heads} heads cannot share width {width}: it is no T5.")
     return ModelConfig(
         vocab_size=vocab_size, d_model=d_model, d_ff=shape("encoder/layers/mlp/up")[1],
         d_kv=width // heads, num_heads=heads, num_layers=depths["encoder"],
@@ -274,8 +270,7 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5", ignored=()):
                 and all(size(name, "m") == 1 for name in wanted)):
             found |= slots
         else:
-            note(f"{source}: its optimizer is not Adafactor without momentum; the parameters alone "
-                 f"are converted.")
+            note(f"{source}: not Adafactor without momentum; the parameters alone are converted.")
     step = int(tensors.read(form.step)) if form.step in tensors.shapes else 0
 
     def read(name, layer):
@@ -396,8 +391,7 @@ def shards(folder, name):
     promised = index["weight_map"]
     files = sorted({folder / Path(file).name for file in promised.values()})
     if missing := {file.name for file in files if not file.exists()}:
-        raise UserError(f"{folder} has no {first_of(missing)}, which its index lists: fetch it "
-                        f"again.")
+        raise UserError(f"{folder} has no {first_of(missing)}, which it lists: fetch it again.")
     return files, set(promised)
 
 
@@ -439,8 +433,7 @@ def open_hf(folder, allow_pickle=False):
     """Hugging Face directory -> Weights."""
     config = configs.read_json(folder / "config.json", HF_CONFIG)
     if (kind := config.get("model_type", "t5")) not in ("t5", "mt5", "umt5"):
-        raise UserError(f"{folder} holds a model of type {kind}: plain T5 converts t5, mt5 and "
-                        f"umt5.")
+        raise UserError(f"{folder} holds a model of type {kind}: convert.py knows t5, mt5, umt5.")
     generation, tokenizer = (
         configs.read_json(folder / name, dict) if (folder / name).exists() else {}
         for name in ("generation_config.json", "tokenizer_config.json"))
@@ -482,8 +475,7 @@ def settle_embeddings(tensors, form, config, folder):
     table = tables[0]
     for name in tables[1:]:
         if not np.array_equal(tensors.read(name), tensors.read(table)):
-            raise UserError(f"{folder}: {table} and {name} differ: plain T5 has one embedding for "
-                            f"encoder and decoder.")
+            raise UserError(f"{folder}: {table} and {name} differ: plain T5 has one embedding.")
 
     def as_head():
         array = tensors.read(table)
@@ -524,14 +516,12 @@ def settle_config(cfg, config, folder):
             raise UserError(f"{folder}: config.json says {name} {said[name]}, the weights have "
                             f"{getattr(cfg, name)}: fetch both again.")
     if said["activation"] not in KNOWN:
-        raise UserError(f"{folder}: its activation is {said['activation']}; plain T5 knows "
-                        f"{', '.join(KNOWN)}.")
+        raise UserError(f"{folder}: {said['activation']} is none of {', '.join(KNOWN)}.")
     if said["activation"].startswith("gated_") != cfg.activation.startswith("gated_"):
         raise UserError(f"{folder}: config.json says feed_forward_proj {said['activation']}, and "
                         f"the weights have {cfg.activation}'s matrices: fetch both again.")
     if said.get("layer_norm_epsilon", 1e-6) != 1e-6:
-        raise UserError(f"{folder}: layer_norm_epsilon is {said['layer_norm_epsilon']}; plain T5 "
-                        f"has 1e-6 alone.")
+        raise UserError(f"{folder}: layer_norm_epsilon {said['layer_norm_epsilon']} is not 1e-6.")
     return replace(cfg, activation=said["activation"], dropout=said.get("dropout_rate", 0.1),
                    relative_max_distance=said.get("relative_attention_max_distance", 128))
 
@@ -1021,8 +1011,7 @@ def main(argv):
         step=dict(default="latest", help="which of several checkpoints: a number, latest or best"),
         allow_pickle=dict(action="store_true", help="read pytorch_model.bin"))
     if changes or args.config or args.run_dir:
-        raise UserError("What a model is, convert.py finds in SRC: leave out --config, --run_dir "
-                        "and --SECTION.FIELD.")
+        raise UserError("What a model is, convert.py finds in SRC: leave out all other flags.")
     for path in (args.src, args.dst):
         if configs.is_remote(path):
             raise UserError(f"convert.py reads and writes local folders: copy {path}.")

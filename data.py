@@ -151,8 +151,7 @@ def raw_length(data):
 
 def compositions(total, parts, keys):
     """For each key a way to write `total` as a sum of `parts` positive numbers: [N, parts]. All
-    ways are equally likely: of the total - 1 gaps between ones, those with the lowest random
-    numbers are cut."""
+    ways are equally likely: of the total - 1 gaps between ones, lowest random ones are cut."""
     lots = random_bits(keys[:, None], np.arange(total // 2)).view(np.uint32)[:, : total - 1]
     cuts = np.argpartition(lots, min(parts - 1, total - 2), axis=1)[:, : parts - 1] + 1
     edges = np.zeros((len(keys), parts + 1), np.int64)
@@ -842,8 +841,7 @@ def tfds_source(name, split, cfg):
             except UnicodeDecodeError:
                 bad(where, "is not UTF-8")
             except (IndexError, ValueError, RuntimeError) as error:
-                bad(where, f"is missing or damaged: dataset_info.json promises {count:,} examples "
-                           f"({error})")
+                bad(where, f"is missing or damaged: its info promises {count:,} examples ({error})")
 
     stamp = [info.splits[split].shard_lengths, info.splits[split].num_bytes]
     return [Part(f"{folder} {split} {start}", stamp, functools.partial(read, start))
@@ -1345,8 +1343,7 @@ def find_task(name, cfg):
         hint = configs.nearest(name, [*TASKS, *MIXTURES])
         raise UserError(f"Unknown task {name}{hint or ';'} python data.py --list lists them.")
     if not isinstance(task, Task) or not isinstance(task.objective, Objective):
-        raise UserError(f"The task {name} is {task!r:.200}, not a value of data.Task with a "
-                        f"data.Objective.")
+        raise UserError(f"The task {name} is {task!r:.200}, no data.Task with an Objective.")
     if cfg.data.source and cfg.data.task == name:
         task = task._replace(source=cfg.data.source, splits=Task().splits)
     if not task.source:
@@ -1375,8 +1372,7 @@ def open_task(name, split, cfg):
 
 
 def open_all(wanted):
-    """[(task, split, Config)] -> {task: (Task, parts)}, and why the others have no such split. All
-    that is not on the disk is named at once."""
+    """[(task, split, Config)] -> {task: (Task, parts)}, and why others have none."""
     opened, without, missing = {}, [], {}
     for name, split, cfg in wanted:
         try:
@@ -1508,8 +1504,7 @@ def check_size(size, cfg):
 
 
 def prepare_vocabulary(cfg, split="train"):
-    """The Tokenizer that data.vocab names. train:PIECES trains one on the source, as it is now, and
-    keeps it in data.prepared_dir."""
+    """The Tokenizer that data.vocab names; train:PIECES trains one, kept in data.prepared_dir."""
     trained = re.fullmatch(r"train:([1-9]\d{0,8})", cfg.data.vocab)
     if not trained:
         return load_tokenizer(cfg.data.vocab)
@@ -1565,8 +1560,7 @@ def without_eos(ids):
 
 
 def cut(ends, objective, data):
-    """Where each feature of each document ends [documents, features] -> pieces [N, features + 1]:
-    where each begins and its features end."""
+    """Where features end [documents, features] -> pieces [N, features + 1], their start first."""
     if len(objective.features) > 1:
         return np.column_stack([np.append(0, ends[:-1, -1])[: len(ends)], ends])
     ends, length = ends[:, 0], objective.length(data)

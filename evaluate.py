@@ -69,8 +69,7 @@ def teacher_forced(params, cfg, mesh, dataset, batches):
     tokens = total["tokens"]
     return {
         "loss": (total["cross_ent_loss"] + total["z_loss"]) / tokens,
-        "cross_ent_loss": total["cross_ent_loss"] / tokens,
-        "z_loss": total["z_loss"] / tokens,
+        "cross_ent_loss": total["cross_ent_loss"] / tokens, "z_loss": total["z_loss"] / tokens,
         "accuracy": total["correct"] / tokens,
         "content_loss": total["content_loss"] / max(total["content_tokens"], 1),
     }
@@ -264,8 +263,7 @@ METRICS["mean_3class_f1"] = functools.partial(mean_multiclass_f1, 3)
 
 
 # ---- postprocessors ------------------------------------------------------------------------------
-# t5/data/postprocessors.py: (Task, text of a target or an answer, example, is_target) -> what the
-# metrics compare.
+# t5/data/postprocessors.py: (Task, text, example, is_target) -> what the metrics compare.
 
 
 def label(task, text, example, is_target):
@@ -344,8 +342,7 @@ def check_metrics(tasks, split):
 def rank_classification(targets, scores, num_classes=None, normalize=False):
     """Answers chosen by score (t5/evaluation/metrics.py). targets: (index, is_correct, weight,
     length in tokens) of each choice, index (example, choice); scores: log-likelihoods. num_classes:
-    choices of every example; none where their number varies, which leaves the accuracy alone.
-    normalize: divide scores by lengths."""
+    choices of every example; else none. normalize: divide scores by lengths."""
     if len({index for index, *_ in targets}) < len(targets):
         raise ValueError("a choice of an example occurs twice")
     rows = sorted(zip(targets, scores))
@@ -531,8 +528,7 @@ def check_outputs(args):
     for flag in ("csv", "plot"):
         path = getattr(args, flag)
         if path and (os.path.isdir(path) or not Path(path).parent.is_dir()):
-            raise UserError(f"--{flag} {path} cannot be written there: name a file in a folder "
-                            f"that exists.")
+            raise UserError(f"--{flag} {path} cannot be written there: name another file.")
     if args.plot and not importlib.util.find_spec("matplotlib"):
         raise UserError("--plot needs matplotlib: pip install '.[plot]'.")
 
@@ -584,8 +580,7 @@ def main(argv):
     several, args.step = args.step == "all", args.step.replace("all", "latest")
     cfg, mesh, tokenizer = infer.open_model(args, changes, recipe=True)
     if tokenizer is None:
-        raise UserError(f"{args.run_dir} has no vocabulary, so no text can be evaluated: put its "
-                        f"spiece.model there.")
+        raise UserError(f"{args.run_dir} has no vocabulary, put its spiece.model there.")
     folder = configs.to_path(args.output or os.path.join(args.run_dir, "eval"))
     tasks = data.evaluations(cfg, args.split)
     check_metrics(tasks, args.split)

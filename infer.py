@@ -293,8 +293,7 @@ def score(params, batch, cfg):
 
 @functools.partial(jax.jit, static_argnames=("cfg", "pool"))
 def encode(params, inputs, segments, cfg, pool):
-    """inputs, segments [B, S] -> float32 [B, D], the mean over tokens or that of the first; with
-    pool "none" [B, S, D]."""
+    """inputs, segments [B, S] -> float32 [B, D], of the mean or first token; of none [B, S, D]."""
     x = model.encode(params, cfg, inputs, segments).astype(jnp.float32)
     if pool == "mean":
         real = (segments > 0).astype(jnp.float32)[..., None]
@@ -454,8 +453,7 @@ def check_decoder(cfg, mode=None):
 
 
 def open_model(args, changes, recipe=False):
-    """--run_dir -> (Config, mesh, the run's Tokenizer or None). recipe: whether its tasks are asked
-    for, so that its recipe file must be run."""
+    """--run_dir -> (Config, mesh, the run's Tokenizer or None). recipe: run its file."""
     if not args.run_dir:
         raise UserError("--run_dir names the run whose model is wanted, for instance runs/tiny.")
     cfg = configs.resolve(args, changes, recipe)
@@ -476,8 +474,7 @@ class Encoder:
         self.cut = 0
 
     def ids(self, line, key, limit):
-        """The ids of a field: given ones as they are, those of a text cut and with EOS. T0's inputs
-        have none, see data.Task."""
+        """The ids of a field: given ones as they are; those of a text cut, with EOS but in T0."""
         value = line.get(key)
         if isinstance(value, str) and (wrong := data.unfit(value, math.inf)):
             raise ValueError(f"has {wrong} in {key}")
@@ -515,8 +512,7 @@ def task_and_split(name):
 
 
 def read_input(name, cfg, bad):
-    """--input: (where, dict) of a JSONL file, of the lines of a .txt file, or of the examples of
-    task:NAME[:SPLIT]."""
+    """--input: (where, dict) of a JSONL file, of a .txt file's lines, or of task:NAME[:SPLIT]."""
     if name.endswith(".txt"):
         yield from ((f"{name}:{number}", {"inputs": line.rstrip("\r\n")})
                     for number, line in data.read_lines(name, bad))
@@ -540,9 +536,8 @@ def check_files(args):
 
 
 def answer_file(args, cfg, mesh, tokenizer, params):
-    """--input to --output, line by line in order; goes on where a killed one stopped. Lines are
-    appended to OUTPUT.partial, which becomes OUTPUT at the end. Of several processes all read the
-    lines and compute, and the first writes."""
+    """--input to --output, line by line in order; goes on where a killed one stopped. Lines go
+    to OUTPUT.partial, in the end OUTPUT. All processes compute, the first one writes."""
     partial, skip = f"{args.output}.partial", cfg.data.on_error == "skip"
     task, wrong = data.Task(), []
     if args.input.startswith("task:"):
@@ -652,8 +647,7 @@ def plain(value):
 
 
 def write_vectors(lines, path, field, width):
-    """Lines of JSON with ids and vectors -> an .npz file; where there is an error there are no ids,
-    and what stands for all of them is nan."""
+    """Lines of JSON with ids and vectors -> an .npz file; an error has no ids, or nan."""
     ids, vectors, nothing = [], [], np.full((int(field != "vectors"), width), np.nan)
     with open(lines) as file:
         for line in map(json.loads, file):
@@ -713,13 +707,11 @@ def main(argv):
         mode=dict(default="predict", choices=("predict", "score", "encode")),
         pool=dict(default="mean", choices=("mean", "first", "none"), help="of the encoder's "
                   "vectors: one for each text, or (none) one for each token"),
-        raw=dict(action="store_true", help="print what the model wrote, not the text with its "
-                 "blanks filled"),
+        raw=dict(action="store_true", help="print what the model wrote, no blanks filled"),
         step=dict(default="latest", help="a checkpoint's step, latest or best"),
         shard=dict(default="0/1", metavar="I/N", help="only every N-th line, from line I on"))
     if bool(args.input) != bool(args.output) or args.input and args.text is not None:
-        raise UserError("Give a text, or --input and --output, or neither to answer the lines of "
-                        "standard input.")
+        raise UserError("Give a text, or --input and --output, or neither, for standard input.")
     configs.parse_shard(args.shard)
     if args.mode != "encode" and (args.output or "").endswith(".npz"):
         raise UserError("--output OUT.npz is of --mode encode: name a JSONL file.")

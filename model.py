@@ -124,8 +124,7 @@ def compute_dtype(cfg):
 
 
 def in_use(weights, table, dtype):
-    """Weights at rest -> in the dtype and layout they compute in; FSDP gathers them here. Cast
-    first: half as many bytes travel."""
+    """Weights at rest -> as they compute; FSDP gathers them here, cast: half as many bytes."""
     return jax.tree.map(
         lambda p, w: jax.reshard(w.astype(dtype), spec([a for a in p.axes if a != "layers"])),
         table, weights, is_leaf=is_param)
@@ -206,8 +205,7 @@ def relative_bias(w, Q, K, bidirectional, cfg, shared=None):
 
 
 def mask_of(query_segments, key_segments, causal=False):
-    """[B, Q], [B, K] -> float32 [B, 1, Q, K]: 0 within a segment, -1e10 elsewhere; segment 0 is
-    padding, which real queries never see."""
+    """[B, Q], [B, K] -> float32 [B, 1, Q, K]: 0 within a segment, else -1e10; 0 is padding."""
     seen = query_segments[:, None, :, None] == key_segments[:, None, None, :]
     if causal:
         seen &= np.tri(query_segments.shape[1], key_segments.shape[1], dtype=bool)
@@ -215,10 +213,10 @@ def mask_of(query_segments, key_segments, causal=False):
 
 
 def split_heads(x, cfg):
-    """[B, K, H*C] -> [B, H, K, C]."""
+    """[B, K, H*C] -> [B, H, K, C], which is what the backward pass finds kept."""
     rows, _, columns = layout(x)
     x = x.reshape(*x.shape[:2], cfg.num_heads, cfg.d_kv, out_sharding=P(rows, None, columns, None))
-    return x.transpose(0, 2, 1, 3)
+    return checkpoint_name(x.transpose(0, 2, 1, 3), "heads")
 
 
 def join_heads(x):
@@ -244,14 +242,14 @@ def attend(q, k, v, bias, mask):
 
 def attend_forward(q, k, v, bias, mask):
     scores = mask + jnp.einsum("bhqc,bhkc->bhqk", q, k, preferred_element_type=jnp.float32)
-    scores = checkpoint_name((scores if bias is None else scores + bias).astype(q.dtype), "scores")
+    name = "cross scores" if bias is None else "scores"
+    scores = checkpoint_name((scores if bias is None else scores + bias).astype(q.dtype), name)
     top = scores.max(-1, keepdims=True).astype(jnp.float32)
     ones = jnp.ones((*v.shape[:-1], 1), v.dtype, out_sharding=layout(v))
     both = jnp.einsum("bhqk,bhkc->bhqc", jnp.exp(scores - top).astype(v.dtype),
                       jnp.concatenate([v, ones], -1), preferred_element_type=jnp.float32)
-    out = checkpoint_name((both[..., :-1] / both[..., -1:]).astype(v.dtype), "attended")
     log_sum = checkpoint_name(top + jnp.log(both[..., -1:]), "attended")
-    return out, (q, k, v, bias, scores, out, log_sum)
+    return (both[..., :-1] / both[..., -1:]).astype(v.dtype), scores, log_sum
 
 
 @jax.named_scope("attention")
@@ -283,8 +281,7 @@ def mlp(w, x, cfg, key=None):
 
 
 def embed(params, ids, cfg, key):
-    """ids [B, Q] -> [B, Q, D]. The table is not scaled; it is read in float32, so that its gradient
-    is summed in float32."""
+    """ids [B, Q] -> [B, Q, D]. The table, not scaled, is read, its gradient summed, in float32."""
     table = jax.reshard(params["embed"], spec(("vocab", "embed")))
     x = table.at[ids].get(out_sharding=P("data", None, None)).astype(compute_dtype(cfg))
     return dropout(x, cfg.dropout, key)
@@ -306,10 +303,10 @@ def run_layers(layer, x, name, params, cfg, key):
     keys = None if key is None else jax.random.split(key, len(jax.tree.leaves(weights)[0]))
     policies, gathers = jax.checkpoint_policies, ("reshard", "convert_element_type")
     unroll = platform() == "tpu" and len(jax.tree.leaves(weights)[0]) <= 12
-    names = policies.save_only_these_names("attended", *["scores"] * (platform() == "tpu"))
+    kept = ["attended", "heads", *["scores"] * (platform() == "tpu")]
     policy = {"none": lambda primitive, *_, **__: primitive.name not in gathers,
               "dots": policies.save_from_both_policies(
-                  policies.dots_with_no_batch_dims_saveable, names),
+                  policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(*kept)),
               "full": policies.save_only_these_names("attended")}[cfg.remat]
     body = jax.checkpoint(body, policy=policy, prevent_cse=unroll)
     return lax.scan(body, x, (weights, keys), unroll=unroll)[0]
@@ -433,9 +430,43 @@ def loss_fn(params, batch, cfg, key=None):
 # ====== below: attention's gradient, sizes, the command ===========================================
 
 
+def count_groups(q, k):
+    """On v5e and v6e so many that scores of a group, 40 MB, stay in fast memory; elsewhere one."""
+    B, H, Q, _ = jax.typeof(q).sharding.shard_shape(q.shape)
+    if "lite" not in jax.sharding.get_abstract_mesh().abstract_device.device_kind:
+        return 1
+    size = B * H * Q * k.shape[2] * q.dtype.itemsize
+    return next((n for n in range(1, H) if H % n == 0 and size <= n * 40e6), H)
+
+
+def attend_in_groups(q, k, v, bias, mask):
+    """attend_forward of a group of heads after the other, and what the backward pass needs."""
+    groups = zip(*(heads_apart(x, count_groups(q, k)) for x in (q, k, v, bias)))
+    out, *kept = zip(*(attend_forward(*group, mask) for group in groups))
+    out = checkpoint_name(heads_together(out), "attended")
+    return out, (q, k, v, bias, out, kept)
+
+
+def heads_apart(x, n):
+    """[B, H, ...] -> n arrays [B, H/n, ...], on each device of its own heads; None -> n of them."""
+    return [None] * n if x is None else jax.shard_map(
+        lambda x: jnp.split(x, n, 1), in_specs=layout(x), out_specs=layout(x))(x)
+
+
+def heads_together(parts):
+    return None if parts[0] is None else jax.shard_map(
+        lambda *parts: jnp.concatenate(parts, 1), in_specs=layout(parts[0]),
+        out_specs=layout(parts[0]))(*parts)
+
+
 def attend_backward(kept, d_out):
-    """What attend_forward kept, gradient of its result -> those of q, k, v and bias."""
-    q, k, v, bias, scores, out, log_sum = kept
+    """What attend_in_groups kept, gradient of its result -> those of its arguments."""
+    *arrays, kept = kept
+    groups = zip(*(heads_apart(x, len(kept[0])) for x in (*arrays, d_out)), *kept)
+    return *map(heads_together, zip(*(group_backward(*group) for group in groups))), None
+
+
+def group_backward(q, k, v, bias, out, d_out, scores, log_sum):
     p = jnp.exp(scores - log_sum)
     d_p = jnp.einsum("bhqc,bhkc->bhqk", d_out, v, preferred_element_type=jnp.float32)
     inner = jnp.einsum("bhqc,bhqc->bhq", d_out, out, preferred_element_type=jnp.float32)
@@ -446,10 +477,10 @@ def attend_backward(kept, d_out):
         d_bias = jnp.einsum("b,bhqk->hqk", ones, d_scores, out_sharding=P(*layout(bias)[1:]),
                             preferred_element_type=jnp.float32)[None]
     return (jnp.einsum("bhqk,bhkc->bhqc", d_scores, k), jnp.einsum("bhqk,bhqc->bhkc", d_scores, q),
-            jnp.einsum("bhqk,bhqc->bhkc", p.astype(v.dtype), d_out), d_bias, None)
+            jnp.einsum("bhqk,bhqc->bhkc", p.astype(v.dtype), d_out), d_bias)
 
 
-attend.defvjp(attend_forward, attend_backward)
+attend.defvjp(attend_in_groups, attend_backward)
 
 
 def param_specs(cfg, rules=RULES):

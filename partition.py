@@ -40,14 +40,10 @@ from configs import UserError, is_remote, note, parse_args, run_command, to_path
 # What an axis means -> the mesh axis it is split over while the model computes (Megatron's layout:
 # the wide axis of every pair of matrices, so that attention and MLP each end in one all-reduce).
 RULES = {
-    "batch": "data",
-    "vocab": "model",
-    "heads": "model",
-    "mlp": "model",
+    "batch": "data", "vocab": "model", "heads": "model", "mlp": "model",
     "embed": None, "layers": None, "buckets": None, None: None,  # are whole on every device
 }
-# Fully sharded (ZeRO-3): at rest, weights and optimizer are split over the data axis as well, and
-# each layer's weights are gathered when it is their turn.
+# Fully sharded (ZeRO-3): at rest, weights and optimizer are split over the data axis as well.
 RULES_AT_REST = {**RULES, "embed": "data"}
 
 
@@ -74,8 +70,11 @@ def set_mesh(cfg, devices=None):
     ):
         if number % divisor:
             raise UserError(f"{sentence}: change one of the two.")
-    mesh = jax.make_mesh((data, parts), ("data", "model"), devices=devices,
-                         axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    try:
+        mesh = jax.make_mesh((data, parts), ("data", "model"), devices=devices,
+                             axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    except NotImplementedError as error:
+        raise UserError(f"--mesh.model {parts} does not fit the sides of this TPU.") from error
     jax.set_mesh(mesh)
     return mesh
 
@@ -97,8 +96,7 @@ def put_batch(batch, batch_size, mesh):
 
 
 def start_jax(cfg):
-    """Before the first device is touched: join the other processes of the run, if there are any;
-    keep compiled programs between runs."""
+    """Before the first device is touched: join other processes, keep compiled programs."""
     d = cfg.distributed
     if d.process == 0:
         note(f"waiting for {d.processes} processes to meet at {d.coordinator}")
@@ -542,6 +540,14 @@ CHIPS = {  # names as in jax's device_kind; a device of v3 is half a chip
     "TPU v4": Chip(275, 32, 150, 1.05), "TPU v5 lite": Chip(197, 16, 100, 1.503),
     "TPU v5": Chip(459, 95, 300, 1.75), "TPU v6 lite": Chip(918, 32, 224, 1.75),
 }
+
+
+# With all of these a TPU gathers split weights beside arithmetic, else by all-reduces before it.
+ASYNCHRONOUS = dict.fromkeys((
+    "xla_enable_async_all_gather", "xla_tpu_prefer_async_allgather_to_allreduce",
+    "xla_tpu_enable_async_collective_fusion", "xla_tpu_overlap_compute_collective_tc",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
+    "xla_tpu_enable_async_collective_fusion_multiple_steps"), True)
 
 
 def check_memory(parts, levers):

@@ -1861,6 +1861,22 @@ def test_attention_equals_the_softmax():
     assert_close(model.attend(q, k, v, None, mask), plain(q, k, v, 0), 1e-5)
 
 
+@pytest.mark.parametrize("groups, parts", [(2, 1), (4, 2), (4, 4)])
+def test_heads_attend_in_groups(groups, parts, monkeypatch):
+    """On v5e and v6e few heads at a time, on each device its own: loss and gradients stay equal."""
+    cfg = change(model=dict(num_heads=8), mesh=dict(model=parts))
+    results = []
+    for n in (1, groups):
+        monkeypatch.setattr(model, "count_groups", lambda q, k: min(n, q.shape[1] // parts))
+        partition.set_mesh(cfg, jax.devices()[: 2 * parts])
+        params = jax.jit(lambda: model.init_params(cfg.model, jax.random.key(0)))()
+        batch = partition.put_batch(make_batch(cfg, [(30, 8), (12, 5)] * 4), 8,
+                                    jax.sharding.get_mesh())
+        results.append(jax.device_get(jax.jit(
+            lambda params, batch: train.gradients(cfg, params, batch, None))(params, batch)))
+    assert_close(results[1], results[0], 1e-5)
+
+
 def test_bfloat16_leaves_the_sums_in_float32():
     """Statistics, softmax, logits and loss stay float32; the answer stays near float32's. The
     scores are rounded, once; a maximum rounds nothing."""
@@ -4496,7 +4512,7 @@ def test_the_readmes_recipe_is_ul2s_mixture(tmp_path, monkeypatch):
 @slow
 def test_a_tpus_compiler_takes_all_programs():
     """Without a TPU: training, evaluation and decoding compile for v5e:2x4, and the training step
-    of small takes less than 0.8 of the 113.1 million cycles of T5X's."""
+    of small takes less than 0.75 of the 113.1 million cycles of T5X's."""
     pytest.importorskip("libtpu", reason="needs pip install '.[tpu]'")
     script = """
 import functools, jax, configs, evaluate, infer, model, partition, train
@@ -4517,7 +4533,7 @@ for beams in (0, 4):
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=HERE,
                           env={**os.environ, "JAX_PLATFORMS": "cpu"})
     assert done.returncode == 0, done.stderr[-2000:]
-    assert int(done.stdout) < 0.8 * 113.1e6
+    assert int(done.stdout) < 0.75 * 113.1e6
 
 
 @slow

@@ -36,6 +36,7 @@ from flax.serialization import from_state_dict, to_state_dict
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 from jax.experimental import multihost_utils
+from jax.experimental.layout import Layout, with_layout_constraint
 from tqdm import tqdm
 
 import configs
@@ -75,8 +76,7 @@ def learning_rate(step, cfg):
     rate = 1.0
     for name in map(str.strip, cfg.schedule.split("*")):
         if name not in factors:
-            raise UserError(f"--train.schedule has the factor {name!r}; there are "
-                            f"{', '.join(factors)}.")
+            raise UserError(f"--train.schedule has {name!r}; there are {', '.join(factors)}.")
         rate = rate * factors[name]()
     return jnp.maximum(rate, 1e-8)
 
@@ -209,6 +209,8 @@ def train_step(cfg, state, batch):
     if cfg.model.dropout:
         key = jax.random.fold_in(jax.random.key(cfg.train.seed + 1), state.step)
     sums, grads = gradients(cfg, state.params, batch, key)
+    # row by row, as the weights lie: a TPU would turn these around for the update, and back again
+    grads = jax.tree.map(lambda g: with_layout_constraint(g, Layout(range(g.ndim))), grads)
     rate = learning_rate(state.step, cfg.train)
     table, update = model.param_table(cfg.model), OPTIMIZERS[cfg.train.optimizer].update
     params, slots = update(table, state.params, grads, state.slots, state.count, rate, cfg.train)
@@ -219,11 +221,9 @@ def train_step(cfg, state, batch):
     tokens = jnp.maximum(sums["tokens"], 1)
     metrics = {
         "loss": (sums["cross_ent_loss"] + sums["z_loss"]) / tokens,
-        "cross_ent_loss": sums["cross_ent_loss"] / tokens,
-        "z_loss": sums["z_loss"] / tokens,
+        "cross_ent_loss": sums["cross_ent_loss"] / tokens, "z_loss": sums["z_loss"] / tokens,
         "accuracy": sums["correct"] / tokens,
-        "learning_rate": rate,
-        "gradient_norm": grad_norm,
+        "learning_rate": rate, "gradient_norm": grad_norm,
         "non_padding_fraction/inputs": jnp.mean(batch.input_segments > 0),
         "non_padding_fraction/targets": jnp.mean(batch.target_segments > 0),
     }
@@ -560,12 +560,10 @@ def find_vocabulary(cfg, run_dir, begun, source):
                  if (folder / "spiece.model").exists()), None)
     if not path and train:
         raise UserError(f"{source} has no vocabulary, and its weights mean nothing with another: "
-                        f"put the spiece.model that it was trained with there, or name it with "
-                        f"--data.vocab.")
+                        f"put the spiece.model of its training there, or name it by --data.vocab.")
     tokenizer = data.load_tokenizer(path if path and train else cfg.data.vocab)
     if path and tokenizer.sha256 != data.load_tokenizer(path).sha256:
-        raise UserError(f"--data.vocab {cfg.data.vocab} is not the vocabulary of {source}: leave "
-                        f"it out.")
+        raise UserError(f"--data.vocab {cfg.data.vocab} is not the vocabulary of {source}.")
     return tokenizer
 
 
@@ -593,8 +591,7 @@ def record_run(cfg, run_dir, tokenizer, dataset, begun, recipe_file):
     if begun:
         before = configs.read_run(run_dir)[1].get("corpus")
         if before and before != dataset.digest:
-            note(f"{cfg.data.source} has changed since {run_dir} began: the run goes on with other "
-                 f"data.")
+            note(f"{cfg.data.source} has changed since {run_dir} began, and the run goes on.")
     else:
         configs.write_file(run_dir / "spiece.model", tokenizer.serialized)
     configs.save_run(cfg, run_dir, dataset.digest)
@@ -621,9 +618,10 @@ def batch_template(cfg, mesh, rows):
 
 def lower_step(cfg, mesh):
     """-> (state_template, the training step for these devices, ready to be compiled)."""
-    template = state_template(cfg, mesh)
-    return template, jax.jit(functools.partial(train_step, cfg), donate_argnums=0).lower(
-        template, batch_template(cfg, mesh, cfg.train.batch_size))
+    template, gathers = state_template(cfg, mesh), model.platform() == "tpu" and cfg.mesh.fsdp
+    step = jax.jit(functools.partial(train_step, cfg), donate_argnums=0,
+                   compiler_options=partition.ASYNCHRONOUS if gathers else None)
+    return template, step.lower(template, batch_template(cfg, mesh, cfg.train.batch_size))
 
 
 def compile_and_load(cfg, mesh, checkpoints, source=None):
@@ -651,8 +649,7 @@ def compile_and_load(cfg, mesh, checkpoints, source=None):
             restored = partition.load_from(source, wanted)
             if not t.start_step <= restored[0] < t.steps:
                 raise UserError(f"{source} is at step {restored[0]:,}: --train.restore all goes on "
-                                f"from there, so --train.start_step must not be higher, and "
-                                f"--train.steps must be.")
+                                f"there: --train.start_step at most that, --train.steps more.")
             print(f"started  {source}, step {restored[0]:,}, with its optimizer", flush=True)
         if restored:
             return program.result(), from_state_dict(template, restored[1]), restored[0]
@@ -698,8 +695,7 @@ def train(cfg, run_dir, recipe, recipe_file=None, source=None):
         if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
             trim(0)  # glibc keeps what the compiler freed: half a gigabyte at the peak
         if start >= t.steps:
-            print(f"finished {run_dir} has its {start:,} steps; --train.steps {2 * start} would go "
-                  f"on.")
+            print(f"finished {run_dir} has its {start:,} steps; --train.steps {2 * start} goes on.")
             return 0
         counts = np.bincount(dataset.sample(1 << 20), minlength=cfg.model.vocab_size)
         screen = Screen(cfg, mesh, run_dir, start, held_out, counts)
@@ -908,10 +904,9 @@ def plan(cfg, where):
         chip = partition.CHIPS[name]
         network = moved / chip.links / 1e9
         least = max(work, network)
-        fits = "fits" if needed < 1e9 * chip.memory else "does not fit"
+        fits = f"fits {chip.memory} GB" if needed < 1e9 * chip.memory else "does not fit"
         chips.append((name, least, f"s (arithmetic {work:.4g}, network {network:.4g}), at most "
-                      f"{flops / least / chip.teraflops / 1e12:.1%} of the peak, {fits} into "
-                      f"{chip.memory} GB"))
+                      f"{flops / least / chip.teraflops / 1e12:.1%} of the peak, {fits}"))
     tables["memory with one change, by the layouts, and its price"] = [
         (flag, size / 1e9, f"GB, {price}") for flag, size, price in levers(cfg)]
     print(f"plan     {where}{' devices' * where.isdecimal()}, mesh data {mesh.shape['data']} x "
