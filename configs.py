@@ -421,7 +421,7 @@ def read_run(run_dir):
     """Run directory -> (the Config it was trained with, config.json as it is)."""
     path = to_path(run_dir) / "config.json"
     if not path.exists():
-        raise UserError(f"There is no run in {run_dir} (no config.json): --run_dir names another.")
+        raise UserError(f"There is no run in {run_dir} (no config.json): train.py makes one.")
     form = {"name": str, "data_format?": int, "corpus?": str,
             **{f"{section}?": dict for section in SECTIONS}}
     stored = read_json(path, form, "restore it from a copy")

@@ -516,7 +516,7 @@ def settle_config(cfg, config, folder):
             raise UserError(f"{folder}: config.json says {name} {said[name]}, the weights have "
                             f"{getattr(cfg, name)}: fetch both again.")
     if said["activation"] not in KNOWN:
-        raise UserError(f"{folder}: {said['activation']} is none of {', '.join(KNOWN)}.")
+        raise UserError(f"{folder}: activation {said['activation']} is none of {', '.join(KNOWN)}.")
     if said["activation"].startswith("gated_") != cfg.activation.startswith("gated_"):
         raise UserError(f"{folder}: config.json says feed_forward_proj {said['activation']}, and "
                         f"the weights have {cfg.activation}'s matrices: fetch both again.")

@@ -1343,7 +1343,7 @@ def find_task(name, cfg):
         hint = configs.nearest(name, [*TASKS, *MIXTURES])
         raise UserError(f"Unknown task {name}{hint or ';'} python data.py --list lists them.")
     if not isinstance(task, Task) or not isinstance(task.objective, Objective):
-        raise UserError(f"The task {name} is {task!r:.200}, no data.Task with an Objective.")
+        raise UserError(f"{name} is {task!r:.200}, not a value of data.Task with an Objective.")
     if cfg.data.source and cfg.data.task == name:
         task = task._replace(source=cfg.data.source, splits=Task().splits)
     if not task.source:

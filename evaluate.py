@@ -580,7 +580,7 @@ def main(argv):
     several, args.step = args.step == "all", args.step.replace("all", "latest")
     cfg, mesh, tokenizer = infer.open_model(args, changes, recipe=True)
     if tokenizer is None:
-        raise UserError(f"{args.run_dir} has no vocabulary, put its spiece.model there.")
+        raise UserError(f"{args.run_dir} has no vocabulary: put its spiece.model there.")
     folder = configs.to_path(args.output or os.path.join(args.run_dir, "eval"))
     tasks = data.evaluations(cfg, args.split)
     check_metrics(tasks, args.split)

@@ -74,7 +74,7 @@ def set_mesh(cfg, devices=None):
         mesh = jax.make_mesh((data, parts), ("data", "model"), devices=devices,
                              axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     except NotImplementedError as error:
-        raise UserError(f"--mesh.model {parts} does not fit the sides of this TPU.") from error
+        raise UserError(f"--mesh.model {parts} is no product of this TPU's sides.") from error
     jax.set_mesh(mesh)
     return mesh
 

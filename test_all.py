@@ -2394,6 +2394,16 @@ def test_checkpoints_of_format_1_stay_readable(tmp_path, one_device):
         partition.Checkpoints(tmp_path).load(template)
 
 
+def test_a_torus_that_no_mesh_fits(monkeypatch):
+    """As two halves of a TPU's 4 x 4 x 4, which JAX does not split."""
+    def refuse(*_, **__):
+        raise NotImplementedError("Failed to find assignment")
+
+    monkeypatch.setattr(partition.jax, "make_mesh", refuse)
+    with pytest.raises(configs.UserError, match="--mesh.model 2 is no product"):
+        partition.set_mesh(change(mesh=dict(model=2)), jax.devices()[:2])
+
+
 def test_restoring_onto_another_mesh(tmp_path, monkeypatch):
     monkeypatch.setattr(partition, "PIECE_BYTES", 64)  # several pieces a shard
     mesh = partition.set_mesh(change(mesh=dict(model=2)), jax.devices())

@@ -76,7 +76,7 @@ def learning_rate(step, cfg):
     rate = 1.0
     for name in map(str.strip, cfg.schedule.split("*")):
         if name not in factors:
-            raise UserError(f"--train.schedule has {name!r}; there are {', '.join(factors)}.")
+            raise UserError(f"--train.schedule: no {name!r}; there are {', '.join(factors)}.")
         rate = rate * factors[name]()
     return jnp.maximum(rate, 1e-8)
 
@@ -563,7 +563,7 @@ def find_vocabulary(cfg, run_dir, begun, source):
                         f"put the spiece.model of its training there, or name it by --data.vocab.")
     tokenizer = data.load_tokenizer(path if path and train else cfg.data.vocab)
     if path and tokenizer.sha256 != data.load_tokenizer(path).sha256:
-        raise UserError(f"--data.vocab {cfg.data.vocab} is not the vocabulary of {source}.")
+        raise UserError(f"Leave out --data.vocab: it is not the vocabulary of {source}.")
     return tokenizer
 
 
@@ -591,7 +591,7 @@ def record_run(cfg, run_dir, tokenizer, dataset, begun, recipe_file):
     if begun:
         before = configs.read_run(run_dir)[1].get("corpus")
         if before and before != dataset.digest:
-            note(f"{cfg.data.source} has changed since {run_dir} began, and the run goes on.")
+            note(f"{cfg.data.source} changed since {run_dir} began: it goes on with other data.")
     else:
         configs.write_file(run_dir / "spiece.model", tokenizer.serialized)
     configs.save_run(cfg, run_dir, dataset.digest)
