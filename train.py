@@ -649,7 +649,7 @@ def compile_and_load(cfg, mesh, checkpoints, source=None):
             restored = partition.load_from(source, wanted)
             if not t.start_step <= restored[0] < t.steps:
                 raise UserError(f"{source} is at step {restored[0]:,}: --train.restore all goes on "
-                                f"there: --train.start_step at most that, --train.steps more.")
+                                f"from there: --train.start_step at most that, --train.steps more.")
             print(f"started  {source}, step {restored[0]:,}, with its optimizer", flush=True)
         if restored:
             return program.result(), from_state_dict(template, restored[1]), restored[0]
