@@ -270,7 +270,7 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5", ignored=()):
                 and all(size(name, "m") == 1 for name in wanted)):
             found |= slots
         else:
-            note(f"{source}: not Adafactor without momentum; the parameters alone are converted.")
+            note(f"{source}: no Adafactor without momentum, so its slots are not converted.")
     step = int(tensors.read(form.step)) if form.step in tensors.shapes else 0
 
     def read(name, layer):
@@ -391,7 +391,7 @@ def shards(folder, name):
     promised = index["weight_map"]
     files = sorted({folder / Path(file).name for file in promised.values()})
     if missing := {file.name for file in files if not file.exists()}:
-        raise UserError(f"{folder} has no {first_of(missing)}, which it lists: fetch it again.")
+        raise UserError(f"{folder} has no {first_of(missing)}, which its index lists: fetch it.")
     return files, set(promised)
 
 

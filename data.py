@@ -151,7 +151,7 @@ def raw_length(data):
 
 def compositions(total, parts, keys):
     """For each key a way to write `total` as a sum of `parts` positive numbers: [N, parts]. All
-    ways are equally likely: of the total - 1 gaps between ones, lowest random ones are cut."""
+    ways are equally likely: the gaps between ones with the lowest random numbers are cut."""
     lots = random_bits(keys[:, None], np.arange(total // 2)).view(np.uint32)[:, : total - 1]
     cuts = np.argpartition(lots, min(parts - 1, total - 2), axis=1)[:, : parts - 1] + 1
     edges = np.zeros((len(keys), parts + 1), np.int64)

@@ -342,7 +342,7 @@ def check_metrics(tasks, split):
 def rank_classification(targets, scores, num_classes=None, normalize=False):
     """Answers chosen by score (t5/evaluation/metrics.py). targets: (index, is_correct, weight,
     length in tokens) of each choice, index (example, choice); scores: log-likelihoods. num_classes:
-    choices of every example; else none. normalize: divide scores by lengths."""
+    choices of every example, None if they vary. normalize: divide scores by lengths."""
     if len({index for index, *_ in targets}) < len(targets):
         raise ValueError("a choice of an example occurs twice")
     rows = sorted(zip(targets, scores))

@@ -293,7 +293,7 @@ def score(params, batch, cfg):
 
 @functools.partial(jax.jit, static_argnames=("cfg", "pool"))
 def encode(params, inputs, segments, cfg, pool):
-    """inputs, segments [B, S] -> float32 [B, D], of the mean or first token; of none [B, S, D]."""
+    """inputs, segments [B, S] -> float32: of pool mean or first [B, D], of none [B, S, D]."""
     x = model.encode(params, cfg, inputs, segments).astype(jnp.float32)
     if pool == "mean":
         real = (segments > 0).astype(jnp.float32)[..., None]
@@ -453,7 +453,7 @@ def check_decoder(cfg, mode=None):
 
 
 def open_model(args, changes, recipe=False):
-    """--run_dir -> (Config, mesh, the run's Tokenizer or None). recipe: run its file."""
+    """--run_dir -> (Config, mesh, the run's Tokenizer or None). recipe: run its recipe.py too."""
     if not args.run_dir:
         raise UserError("--run_dir names the run whose model is wanted, for instance runs/tiny.")
     cfg = configs.resolve(args, changes, recipe)
@@ -537,7 +537,7 @@ def check_files(args):
 
 def answer_file(args, cfg, mesh, tokenizer, params):
     """--input to --output, line by line in order; goes on where a killed one stopped. Lines go
-    to OUTPUT.partial, in the end OUTPUT. All processes compute, the first one writes."""
+    to OUTPUT.partial, renamed at the end. All processes compute, the first one writes."""
     partial, skip = f"{args.output}.partial", cfg.data.on_error == "skip"
     task, wrong = data.Task(), []
     if args.input.startswith("task:"):
@@ -647,7 +647,7 @@ def plain(value):
 
 
 def write_vectors(lines, path, field, width):
-    """Lines of JSON with ids and vectors -> an .npz file; an error has no ids, or nan."""
+    """Lines of JSON with ids and vectors -> an .npz file; a line in error has no ids, or nan."""
     ids, vectors, nothing = [], [], np.full((int(field != "vectors"), width), np.nan)
     with open(lines) as file:
         for line in map(json.loads, file):

@@ -124,7 +124,7 @@ def compute_dtype(cfg):
 
 
 def in_use(weights, table, dtype):
-    """Weights at rest -> as they compute; FSDP gathers them here, cast: half as many bytes."""
+    """Weights at rest -> cast, then laid out as they compute: FSDP gathers here, half the bytes."""
     return jax.tree.map(
         lambda p, w: jax.reshard(w.astype(dtype), spec([a for a in p.axes if a != "layers"])),
         table, weights, is_leaf=is_param)
@@ -205,7 +205,7 @@ def relative_bias(w, Q, K, bidirectional, cfg, shared=None):
 
 
 def mask_of(query_segments, key_segments, causal=False):
-    """[B, Q], [B, K] -> float32 [B, 1, Q, K]: 0 within a segment, else -1e10; 0 is padding."""
+    """[B, Q], [B, K] -> float32 [B, 1, Q, K]: 0 within a segment, else -1e10. Segment 0 pads."""
     seen = query_segments[:, None, :, None] == key_segments[:, None, None, :]
     if causal:
         seen &= np.tri(query_segments.shape[1], key_segments.shape[1], dtype=bool)
@@ -281,7 +281,7 @@ def mlp(w, x, cfg, key=None):
 
 
 def embed(params, ids, cfg, key):
-    """ids [B, Q] -> [B, Q, D]. The table, not scaled, is read, its gradient summed, in float32."""
+    """ids [B, Q] -> [B, Q, D], not scaled; read in float32, so that the gradient sums in it."""
     table = jax.reshard(params["embed"], spec(("vocab", "embed")))
     x = table.at[ids].get(out_sharding=P("data", None, None)).astype(compute_dtype(cfg))
     return dropout(x, cfg.dropout, key)
@@ -292,8 +292,8 @@ def run_layers(layer, x, name, params, cfg, key):
     encoder or decoder; layer(weights, x, key) -> x. On a TPU the layers of a shallow stack stand
     one after the other, without the copies of what a loop takes apart. What the backward pass finds
     kept is cfg.remat: "dots" keeps the products with weights, which cost the time, and computes the
-    attention scores again, which cost the memory (but on a TPU); "full" keeps what attention
-    returns and computes the rest again."""
+    attention scores again, which cost the memory (on a TPU those of cross attention alone); "full"
+    keeps what attention returns and computes the rest again."""
 
     def body(x, weights_and_key):
         weights, key = weights_and_key
@@ -431,7 +431,7 @@ def loss_fn(params, batch, cfg, key=None):
 
 
 def count_groups(q, k):
-    """On v5e and v6e so many that scores of a group, 40 MB, stay in fast memory; elsewhere one."""
+    """On v5e and v6e so many that 40 MB of scores a group stay in fast memory; elsewhere one."""
     B, H, Q, _ = jax.typeof(q).sharding.shard_shape(q.shape)
     if "lite" not in jax.sharding.get_abstract_mesh().abstract_device.device_kind:
         return 1

@@ -1865,7 +1865,9 @@ def test_attention_equals_the_softmax():
 def test_heads_attend_in_groups(groups, parts, monkeypatch):
     """On v5e and v6e few heads at a time, on each device its own: loss and gradients stay equal."""
     cfg = change(model=dict(num_heads=8), mesh=dict(model=parts))
-    results = []
+    results, heads, whole = [], set(), model.attend_forward
+    monkeypatch.setattr(model, "attend_forward", lambda q, *rest: (
+        heads.add(q.shape[1]) or whole(q, *rest)))
     for n in (1, groups):
         monkeypatch.setattr(model, "count_groups", lambda q, k: min(n, q.shape[1] // parts))
         partition.set_mesh(cfg, jax.devices()[: 2 * parts])
@@ -1875,6 +1877,7 @@ def test_heads_attend_in_groups(groups, parts, monkeypatch):
         results.append(jax.device_get(jax.jit(
             lambda params, batch: train.gradients(cfg, params, batch, None))(params, batch)))
     assert_close(results[1], results[0], 1e-5)
+    assert heads == {8, 8 // min(groups, 8 // parts)}
 
 
 def test_bfloat16_leaves_the_sums_in_float32():
