@@ -539,9 +539,6 @@ def read_msgpack(path):
     def read(name):
         return flax.serialization.msgpack_restore(part(*places[name]))
 
-    def only_shape(code, data):
-        return np.broadcast_to(0, msgpack.unpackb(data, raw=True)[0])
-
     def walk(unpacker, prefix):
         start, keys = unpacker.tell(), set()
         for _ in range(unpacker.read_map_header()):
@@ -562,8 +559,8 @@ def read_msgpack(path):
             shapes[name] = tuple(array["metadata"]["shape"]) if "metadata" in keys else array.shape
 
     with naming(path, "a whole msgpack file"), open(path, "rb") as file:
-        walk(msgpack.Unpacker(file, max_buffer_size=0, strict_map_key=False, ext_hook=only_shape),
-             "")
+        walk(msgpack.Unpacker(file, max_buffer_size=0, strict_map_key=False, ext_hook=(
+            lambda _, data: np.broadcast_to(0, msgpack.unpackb(data, raw=True)[0]))), "")
     return Tensors(shapes, read)
 
 
@@ -685,14 +682,6 @@ def open_plain(checkpoint, run_dir):
     return Weights(cfg, manifest["step"], shapes, read, vocabulary, recipe)
 
 
-def steps_in(folder):
-    """{step: path} of the checkpoints of a run of ours, or else of T5X or of Mesh TensorFlow."""
-    runs, theirs = partition.Checkpoints(folder), r"checkpoint_(\d+)|model\.ckpt-(\d+)\.index"
-    return {step: runs.path(step) for step in runs.steps()} or {
-        int(number[1] or number[2]): path.with_suffix("") for path in folder.glob("*")
-        if (number := re.fullmatch(theirs, path.name))}
-
-
 def open_any(source, step=None, allow_pickle=False):
     """Path of anything -> Weights."""
     with naming(source):
@@ -702,7 +691,11 @@ def open_any(source, step=None, allow_pickle=False):
 
 def reader_of(source, step, allow_pickle):
     """What SRC is, is seen by the files that lie there."""
-    path, steps = Path(source), steps_in(Path(source))
+    path, theirs = Path(source), r"checkpoint_(\d+)|model\.ckpt-(\d+)\.index"  # T5X, Mesh TF
+    runs = partition.Checkpoints(path)
+    steps = {step: runs.path(step) for step in runs.steps()} or {
+        int(number[1] or number[2]): found.with_suffix("") for found in path.glob("*")
+        if (number := re.fullmatch(theirs, found.name))}
     if step is not None and step not in steps:
         there = ", ".join(map(str, sorted(steps))) or "one set of weights: leave out --step"
         raise UserError(f"{source} has no step {step:,}; it has {there}.")

@@ -549,9 +549,8 @@ class Progress(tqdm):
 
     @staticmethod
     def status_printer(file):
-        if file.isatty():
-            return tqdm.status_printer(file)
-        return lambda text: text and print(text, file=file, flush=True)
+        return tqdm.status_printer(file) if file.isatty() else (
+            lambda text: text and print(text, file=file, flush=True))
 
 
 def progress(what, unit, total=None, quiet=False):
@@ -698,11 +697,8 @@ def file_parts(found, read):
             size = 0
         groups[-1].append((path, stamp))
         size += stamp[0]
-
-    def read_all(group, bad):
-        return itertools.chain.from_iterable(read(path, bad) for path, _ in group)
-
-    return [Part(group[0][0], group, functools.partial(read_all, group)) for group in groups]
+    return [Part(group[0][0], group, lambda bad, group=group: itertools.chain.from_iterable(
+        read(path, bad) for path, _ in group)) for group in groups]
 
 
 def file_source(read, pattern, split, cfg):

@@ -286,14 +286,8 @@ def multirc_answer(task, text, example, is_target):
 
 def record_answers(task, text, example, is_target):
     """All answers of a target, and the query they belong to."""
-    if not is_target:
-        return {"value": text}
-    return {"value": list(example["answers"]),
-            "group": (example["idx/passage"], example["idx/query"])}
-
-
-def all_answers(task, text, example, is_target):
-    return list(example["answers"]) if is_target else text
+    return {"value": text} if not is_target else {
+        "value": list(example["answers"]), "group": (example["idx/passage"], example["idx/query"])}
 
 
 def wsc_answer(task, text, example, is_target):
@@ -316,8 +310,10 @@ def wsc_answer(task, text, example, is_target):
     return int(answer <= candidate or candidate <= answer)
 
 
-POSTPROCESSORS |= {"label": label, "number": number, "multirc": multirc_answer,
-                   "record": record_answers, "answers": all_answers, "wsc": wsc_answer}
+POSTPROCESSORS |= {
+    "label": label, "number": number, "multirc": multirc_answer, "record": record_answers,
+    "answers": lambda _, text, example, is_target: list(example["answers"]) if is_target else text,
+    "wsc": wsc_answer}
 
 
 def check_metrics(tasks, split):

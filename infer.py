@@ -76,8 +76,8 @@ def rows_product(form, rows, others):
 
 def attend(q, k, v, bias, mask):
     """model.attend of a position, of which no gradient is taken: q [B, H, N, C] -> [B, H, N, C]."""
-    scores = rows_product("bhqc,bhkc->bhqk", q, k) + mask
-    scores = scores if bias is None else scores + bias
+    scores = rows_product("bhqc,bhkc->bhqk", q, k)
+    scores = jnp.where(mask, scores if bias is None else scores + bias, -1e10)
     p = jnp.exp(scores - scores.max(-1, keepdims=True))
     out = rows_product("bhqk,bhkc->bhqc", p.astype(v.dtype), v)
     return (out / p.sum(-1, keepdims=True)).astype(v.dtype)
@@ -94,8 +94,7 @@ def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=No
     past = (jnp.arange(K) <= at)[:, None]
     seen = past & (ancestors[..., None] == jnp.arange(N))  # [B or 1, N, K, N]
     seen = seen.reshape(seen.shape[0], 1, N, K * N, out_sharding=P(model.layout(seen)[0]))
-    self_mask = jnp.where(seen, 0.0, -1e10)
-    cross_mask = jnp.where(input_segments > 0, 0.0, -1e10)[:, None, None]
+    cross_mask = (input_segments > 0)[:, None, None]
     x, written = model.embed(params, ids, cfg, None), []
     for (w, cross, biases), own in zip(fixed, cache):
         bias = jnp.repeat(lax.dynamic_slice_in_dim(biases, at, 1, axis=2), N, axis=3)
@@ -104,8 +103,7 @@ def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=No
         own = tuple(lax.dynamic_update_slice_in_dim(old, new, at * N, axis=2)
                     for old, new in zip(own, model.keys_values(w["self_attention"], h, cfg)))
         written.append(own)
-        x = model.decoder_layer(w, x, h, own, bias, self_mask, cross, cross_mask, cfg,
-                                attend=attend)
+        x = model.decoder_layer(w, x, h, own, bias, seen, cross, cross_mask, cfg, attend=attend)
     return model.unembed(params, cfg, model.final_norm(x, params["decoder"])), written
 
 
@@ -516,13 +514,12 @@ def read_input(name, cfg, bad):
     if name.endswith(".txt"):
         yield from ((f"{name}:{number}", {"inputs": line.rstrip("\r\n")})
                     for number, line in data.read_lines(name, bad))
-        return
-    if not name.startswith("task:"):
+    elif name.startswith("task:"):
+        task, split = task_and_split(name)
+        yield from data.read_task(task, split, data.evaluation_of(task, cfg), bad)
+    else:
         for part in data.open_source(f"jsonl:{name}", "train", cfg, whole=True):
             yield from part.read(bad)
-        return
-    task, split = task_and_split(name)
-    yield from data.read_task(task, split, data.evaluation_of(task, cfg), bad)
 
 
 def check_files(args):

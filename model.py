@@ -205,18 +205,18 @@ def relative_bias(w, Q, K, bidirectional, cfg, shared=None):
 
 
 def mask_of(query_segments, key_segments, causal=False):
-    """[B, Q], [B, K] -> float32 [B, 1, Q, K]: 0 within a segment, else -1e10. Segment 0 pads."""
+    """[B, Q], [B, K] -> [B, 1, Q, K], whether a query sees a key: within a segment. 0 pads."""
     seen = query_segments[:, None, :, None] == key_segments[:, None, None, :]
     if causal:
         seen &= np.tri(query_segments.shape[1], key_segments.shape[1], dtype=bool)
-    return jnp.where(seen, 0.0, -1e10)
+    return seen
 
 
 def split_heads(x, cfg):
-    """[B, K, H*C] -> [B, H, K, C], which is what the backward pass finds kept."""
+    """[B, K, H*C] -> [B, H, K, C]."""
     rows, _, columns = layout(x)
     x = x.reshape(*x.shape[:2], cfg.num_heads, cfg.d_kv, out_sharding=P(rows, None, columns, None))
-    return checkpoint_name(x.transpose(0, 2, 1, 3), "heads")
+    return x.transpose(0, 2, 1, 3)
 
 
 def join_heads(x):
@@ -233,23 +233,27 @@ def keys_values(w, x, cfg):
 
 @jax.custom_vjp
 def attend(q, k, v, bias, mask):
-    """softmax(q k + bias + mask) v: q [B, H, Q, C]; k, v [B, H, K, C]; bias [1, H, Q, K] or None;
-    mask [B or 1, 1, Q, K] -> [B, H, Q, C]. Scores are rounded once, sums are float32. A column of
-    ones beside the values gives the sum of the exponentials in the same product; from its logarithm
-    the backward pass makes the probabilities again (Rabe and Staats 2021)."""
-    return attend_forward(q, k, v, bias, mask)[0]
+    """softmax(q k + bias) v of the keys that are seen: q [B, H, Q, C]; k, v [B, H, K, C]; bias
+    [1, H, Q, K] or None; mask [B or 1, 1, Q, K] -> [B, H, Q, C]. A column of ones beside the values
+    gives the sum of the exponentials in the same product; from its logarithm the backward pass
+    makes the probabilities again (Rabe and Staats 2021)."""
+    sums, _ = weighted_sums(masked_scores(q, k, bias, mask), v)
+    return (sums[..., :-1] / sums[..., -1:]).astype(v.dtype)
 
 
-def attend_forward(q, k, v, bias, mask):
-    scores = mask + jnp.einsum("bhqc,bhkc->bhqk", q, k, preferred_element_type=jnp.float32)
-    name = "cross scores" if bias is None else "scores"
-    scores = checkpoint_name((scores if bias is None else scores + bias).astype(q.dtype), name)
+def masked_scores(q, k, bias, mask):
+    """-> [B, H, Q, K], summed in float32 and rounded once; -1e10 where a key is not seen."""
+    scores = jnp.einsum("bhqc,bhkc->bhqk", q, k, preferred_element_type=jnp.float32)
+    return jnp.where(mask, scores if bias is None else scores + bias, -1e10).astype(q.dtype)
+
+
+def weighted_sums(scores, v):
+    """Values times exp(score - top), summed, beside the sum of the exponentials, and top, the
+    largest score of each query -> float32 [B, H, Q, C + 1], [B, H, Q, 1]."""
     top = scores.max(-1, keepdims=True).astype(jnp.float32)
     ones = jnp.ones((*v.shape[:-1], 1), v.dtype, out_sharding=layout(v))
-    both = jnp.einsum("bhqk,bhkc->bhqc", jnp.exp(scores - top).astype(v.dtype),
-                      jnp.concatenate([v, ones], -1), preferred_element_type=jnp.float32)
-    log_sum = checkpoint_name(top + jnp.log(both[..., -1:]), "attended")
-    return (both[..., :-1] / both[..., -1:]).astype(v.dtype), scores, log_sum
+    return jnp.einsum("bhqk,bhkc->bhqc", jnp.exp(scores - top).astype(v.dtype),
+                      jnp.concatenate([v, ones], -1), preferred_element_type=jnp.float32), top
 
 
 @jax.named_scope("attention")
@@ -270,8 +274,9 @@ def mlp(w, x, cfg, key=None):
     """Feed-forward layer, with its dropout: x [B, Q, D] (normalized) -> [B, Q, D]."""
     key_hidden, key_out = split_key(key, 2)
     activate = ACTIVATIONS[cfg.activation.removeprefix("gated_")]
-    if "gate" in w:
-        hidden = activate(dense(x, w["gate"])) * dense(x, w["up"])
+    if "gate" in w:  # a TPU writes the gradients behind the barrier, instead of making them twice
+        gate, up = lax.optimization_barrier((dense(x, w["gate"]), dense(x, w["up"])))
+        hidden = activate(gate) * up
     else:
         hidden = activate(dense(x, w["up"]))
     return dropout(dense(dropout(hidden, cfg.dropout, key_hidden), w["down"]), cfg.dropout, key_out)
@@ -292,8 +297,8 @@ def run_layers(layer, x, name, params, cfg, key):
     encoder or decoder; layer(weights, x, key) -> x. On a TPU the layers of a shallow stack stand
     one after the other, without the copies of what a loop takes apart. What the backward pass finds
     kept is cfg.remat: "dots" keeps the products with weights, which cost the time, and computes the
-    attention scores again, which cost the memory (on a TPU those of cross attention alone); "full"
-    keeps what attention returns and computes the rest again."""
+    attention scores again, which cost the memory; "full" keeps what attention returns and computes
+    the rest again."""
 
     def body(x, weights_and_key):
         weights, key = weights_and_key
@@ -302,12 +307,12 @@ def run_layers(layer, x, name, params, cfg, key):
     table, weights = param_table(cfg)[name]["layers"], params[name]["layers"]
     keys = None if key is None else jax.random.split(key, len(jax.tree.leaves(weights)[0]))
     policies, gathers = jax.checkpoint_policies, ("reshard", "convert_element_type")
+    named = policies.save_only_these_names
     unroll = platform() == "tpu" and len(jax.tree.leaves(weights)[0]) <= 12
-    kept = ["attended", "heads", *["scores"] * (platform() == "tpu")]
     policy = {"none": lambda primitive, *_, **__: primitive.name not in gathers,
               "dots": policies.save_from_both_policies(
-                  policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(*kept)),
-              "full": policies.save_only_these_names("attended")}[cfg.remat]
+                  policies.dots_with_no_batch_dims_saveable, named("attended", "read")),
+              "full": named("attended")}[cfg.remat]
     body = jax.checkpoint(body, policy=policy, prevent_cse=unroll)
     return lax.scan(body, x, (weights, keys), unroll=unroll)[0]
 
@@ -400,10 +405,12 @@ def cross_entropy(logits, targets, z_loss=0.0, label_smoothing=0.0):
     V = logits.shape[-1]
     top = lax.stop_gradient(logits.max(-1))
     log_z = top + jnp.log(jnp.exp(logits - top[..., None]).sum(-1))
-    # comparisons, not gathers, whose gradient would be a slow scatter
+    # comparisons, not gathers, whose gradient would be a slow scatter; sums alone share a pass
     column = lax.broadcasted_iota(jnp.int32, logits.shape, 2, out_sharding=layout(logits))
-    expected = jnp.where(column == targets[..., None], logits, 0).sum(-1)
-    correct = jnp.where(logits == top[..., None], column, V).min(-1) == targets
+    target = targets[..., None]
+    expected = jnp.where(column == target, logits, 0).sum(-1)
+    earlier = jnp.where((column < target) & (logits == top[..., None]), 1.0, 0.0).sum(-1)
+    correct = (expected == top) & (earlier == 0)  # of equal logits argmax takes the first
     constant = 0.0
     if label_smoothing:
         on, off = 1 - label_smoothing, label_smoothing / (V - 1)
@@ -431,20 +438,29 @@ def loss_fn(params, batch, cfg, key=None):
 
 
 def count_groups(q, k):
-    """On v5e and v6e so many that 40 MB of scores a group stay in fast memory; elsewhere one."""
+    """On v5e and v6e so many that 48 MB of scores a group stay in fast memory; elsewhere one."""
     B, H, Q, _ = jax.typeof(q).sharding.shard_shape(q.shape)
-    if "lite" not in jax.sharding.get_abstract_mesh().abstract_device.device_kind:
-        return 1
-    size = B * H * Q * k.shape[2] * q.dtype.itemsize
-    return next((n for n in range(1, H) if H % n == 0 and size <= n * 40e6), H)
+    lite = "lite" in jax.sharding.get_abstract_mesh().abstract_device.device_kind
+    size = lite * B * H * Q * k.shape[2] * q.dtype.itemsize
+    return next((n for n in range(1, H) if H % n == 0 and size <= n * 48e6), H)
 
 
 def attend_in_groups(q, k, v, bias, mask):
-    """attend_forward of a group of heads after the other, and what the backward pass needs."""
-    groups = zip(*(heads_apart(x, count_groups(q, k)) for x in (q, k, v, bias)))
-    out, *kept = zip(*(attend_forward(*group, mask) for group in groups))
-    out = checkpoint_name(heads_together(out), "attended")
-    return out, (q, k, v, bias, out, kept)
+    """attend, a group of heads after the other (which the barriers say), and what the backward pass
+    needs: on a TPU the scores too, but for cross attention and many groups, whose scores cost less
+    made again than kept. Names stand behind all use: what has one is copied where it is used."""
+    n, done, all_scores = count_groups(q, k), [], []
+    for own, keys, values, own_bias in zip(*(heads_apart(x, n) for x in (q, k, v, bias))):
+        if done:
+            own, done[-1] = lax.optimization_barrier((own, done[-1]))
+        all_scores.append(masked_scores(own, keys, own_bias, mask))
+        done.append(weighted_sums(all_scores[-1], values))
+    sums, top = jax.tree.map(heads_together, *done)
+    out = checkpoint_name((sums[..., :-1] / sums[..., -1:]).astype(v.dtype), "attended")
+    log_sum = checkpoint_name(top + jnp.log(sums[..., -1:]), "attended")
+    keep = platform() == "tpu" and bias is not None and n < 4
+    read = q, k, v, all_scores if keep else None
+    return out, (jax.tree.map(lambda x: checkpoint_name(x, "read"), read), bias, mask, out, log_sum)
 
 
 def heads_apart(x, n):
@@ -453,29 +469,33 @@ def heads_apart(x, n):
         lambda x: jnp.split(x, n, 1), in_specs=layout(x), out_specs=layout(x))(x)
 
 
-def heads_together(parts):
-    return None if parts[0] is None else jax.shard_map(
-        lambda *parts: jnp.concatenate(parts, 1), in_specs=layout(parts[0]),
-        out_specs=layout(parts[0]))(*parts)
+def heads_together(*parts):
+    return jax.shard_map(lambda *parts: jnp.concatenate(parts, 1), in_specs=layout(parts[0]),
+                         out_specs=layout(parts[0]))(*parts)
 
 
 def attend_backward(kept, d_out):
     """What attend_in_groups kept, gradient of its result -> those of its arguments."""
-    *arrays, kept = kept
-    groups = zip(*(heads_apart(x, len(kept[0])) for x in (*arrays, d_out)), *kept)
-    return *map(heads_together, zip(*(group_backward(*group) for group in groups))), None
+    (q, k, v, scores), bias, mask, out, log_sum = kept
+    n, done = count_groups(q, k), []
+    groups = zip(*(heads_apart(x, n) for x in (q, k, v, bias, out, log_sum, d_out)))
+    for group, own in zip(groups, scores or [None] * n):
+        if done:
+            mask, _ = lax.optimization_barrier((mask, done[-1][-1]))
+        done.append(group_backward(*group, mask, own))
+    return *jax.tree.map(heads_together, *done), None
 
 
-def group_backward(q, k, v, bias, out, d_out, scores, log_sum):
-    p = jnp.exp(scores - log_sum)
+def group_backward(q, k, v, bias, out, log_sum, d_out, mask, scores):
+    p = jnp.exp((masked_scores(q, k, bias, mask) if scores is None else scores) - log_sum)
     d_p = jnp.einsum("bhqc,bhkc->bhqk", d_out, v, preferred_element_type=jnp.float32)
     inner = jnp.einsum("bhqc,bhqc->bhq", d_out, out, preferred_element_type=jnp.float32)
     d_scores = (p * (d_p - inner[..., None])).astype(v.dtype)
-    d_bias = None
-    if bias is not None:  # a product with ones: on a CPU a sum over the batch takes fifty times as
-        ones = jnp.ones(len(q), v.dtype, out_sharding=P(layout(q)[0]))  # long, 15 % of a step
-        d_bias = jnp.einsum("b,bhqk->hqk", ones, d_scores, out_sharding=P(*layout(bias)[1:]),
-                            preferred_element_type=jnp.float32)[None]
+    # on a CPU a sum over the batch would take fifty times as long as a product with ones
+    ones = jnp.ones(len(q), v.dtype, out_sharding=P(layout(q)[0]))
+    d_bias = None if bias is None else jnp.einsum(
+        "b,bhqk->hqk", ones, d_scores, out_sharding=P(*layout(bias)[1:]),
+        preferred_element_type=jnp.float32)[None]
     return (jnp.einsum("bhqk,bhkc->bhqc", d_scores, k), jnp.einsum("bhqk,bhqc->bhkc", d_scores, q),
             jnp.einsum("bhqk,bhqc->bhkc", p.astype(v.dtype), d_out), d_bias)
 

@@ -1849,10 +1849,10 @@ def test_attention_equals_the_softmax():
     q, k, v, g = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in (
         (3, 4, 5, 6), (3, 4, 7, 6), (3, 4, 7, 6), (3, 4, 5, 6)))
     bias = jnp.asarray(rng.standard_normal((1, 4, 5, 7)) * 90, jnp.float32)
-    mask = jnp.where(rng.random((3, 1, 5, 7)) < 0.7, 0.0, -1e10).at[..., 0].set(0)
+    mask = jnp.asarray(rng.random((3, 1, 5, 7)) < 0.7).at[..., 0].set(True)
 
     def plain(q, k, v, bias):
-        return jax.nn.softmax(q @ k.swapaxes(-1, -2) + bias + mask) @ v
+        return jax.nn.softmax(jnp.where(mask, q @ k.swapaxes(-1, -2) + bias, -1e10)) @ v
 
     ours, pull = jax.vjp(lambda *args: model.attend(*args, mask), q, k, v, bias)
     expected, pull_plain = jax.vjp(plain, q, k, v, bias)
@@ -1865,8 +1865,8 @@ def test_attention_equals_the_softmax():
 def test_heads_attend_in_groups(groups, parts, monkeypatch):
     """On v5e and v6e few heads at a time, on each device its own: loss and gradients stay equal."""
     cfg = change(model=dict(num_heads=8), mesh=dict(model=parts))
-    results, heads, whole = [], set(), model.attend_forward
-    monkeypatch.setattr(model, "attend_forward", lambda q, *rest: (
+    results, heads, whole = [], set(), model.masked_scores
+    monkeypatch.setattr(model, "masked_scores", lambda q, *rest: (
         heads.add(q.shape[1]) or whole(q, *rest)))
     for n in (1, groups):
         monkeypatch.setattr(model, "count_groups", lambda q, k: min(n, q.shape[1] // parts))
@@ -1933,7 +1933,7 @@ def test_attention_dropout_drops_probabilities():
     x = jnp.asarray(rng.standard_normal((B, Q, cfg.d_model)), jnp.float32)
     k, v = (jnp.asarray(rng.standard_normal((B, H, K, C)), jnp.float32) for _ in range(2))
     key = jax.random.key(3)
-    ours = model.attention(w, x, (k, v), None, jnp.zeros((B, 1, Q, K)), cfg, key)
+    ours = model.attention(w, x, (k, v), None, jnp.ones((B, 1, Q, K), bool), cfg, key)
     first, second = jax.random.split(key)
     mask = np.asarray(model.keep_mask(first, 0.3, (B, H, K, 1), None, jnp.float32))
     q = np.asarray(x @ w["query"]).reshape(B, Q, H, C)

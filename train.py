@@ -601,11 +601,9 @@ def record_run(cfg, run_dir, tokenizer, dataset, begun, recipe_file):
 
 def state_template(cfg, mesh):
     """Config -> TrainState of ShapeDtypeStructs with their layouts; nothing is computed."""
-    def placed(a):  # optax's counters have no layout yet
-        layout = a.sharding.spec if a.sharding else jax.P()
-        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=jax.NamedSharding(mesh, layout))
-
-    return jax.tree.map(placed, jax.eval_shape(functools.partial(init_state, cfg)))
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=jax.NamedSharding(
+        mesh, a.sharding.spec if a.sharding else jax.P())),  # optax's counters have no layout yet
+        jax.eval_shape(functools.partial(init_state, cfg)))
 
 
 def batch_template(cfg, mesh, rows):
