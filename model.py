@@ -447,19 +447,18 @@ def count_groups(q, k):
 
 def attend_in_groups(q, k, v, bias, mask):
     """attend, a group of heads after the other (which the barriers say), and what the backward pass
-    needs: on a TPU the scores too, but for cross attention and many groups, whose scores cost less
-    made again than kept. Names stand behind all use: what has one is copied where it is used."""
-    n, done, all_scores = count_groups(q, k), [], []
+    needs: on a TPU the scores too, but those of groups, which never leave fast memory, are made
+    again. Names stand behind all use: what has one would be copied where it is used."""
+    n, done = count_groups(q, k), []
     for own, keys, values, own_bias in zip(*(heads_apart(x, n) for x in (q, k, v, bias))):
         if done:
             own, done[-1] = lax.optimization_barrier((own, done[-1]))
-        all_scores.append(masked_scores(own, keys, own_bias, mask))
-        done.append(weighted_sums(all_scores[-1], values))
+        scores = masked_scores(own, keys, own_bias, mask)
+        done.append(weighted_sums(scores, values))
     sums, top = jax.tree.map(heads_together, *done)
     out = checkpoint_name((sums[..., :-1] / sums[..., -1:]).astype(v.dtype), "attended")
     log_sum = checkpoint_name(top + jnp.log(sums[..., -1:]), "attended")
-    keep = platform() == "tpu" and bias is not None and n < 4
-    read = q, k, v, all_scores if keep else None
+    read = q, k, v, scores if n == 1 and platform() == "tpu" else None
     return out, (jax.tree.map(lambda x: checkpoint_name(x, "read"), read), bias, mask, out, log_sum)
 
 
@@ -478,11 +477,10 @@ def attend_backward(kept, d_out):
     """What attend_in_groups kept, gradient of its result -> those of its arguments."""
     (q, k, v, scores), bias, mask, out, log_sum = kept
     n, done = count_groups(q, k), []
-    groups = zip(*(heads_apart(x, n) for x in (q, k, v, bias, out, log_sum, d_out)))
-    for group, own in zip(groups, scores or [None] * n):
+    for group in zip(*(heads_apart(x, n) for x in (q, k, v, bias, out, log_sum, d_out))):
         if done:
             mask, _ = lax.optimization_barrier((mask, done[-1][-1]))
-        done.append(group_backward(*group, mask, own))
+        done.append(group_backward(*group, mask, scores))
     return *jax.tree.map(heads_together, *done), None
 
 
