@@ -691,8 +691,7 @@ def write_file(path, content):
 def append_file(path, text):
     """Append text to a file; at a remote place, where that cannot be, write the file anew."""
     if is_remote(path):
-        write_file(path, (path.read_text() if path.exists() else "") + text)
-        return
+        return write_file(path, (path.read_text() if path.exists() else "") + text)
     path.parent.mkdir(parents=True, exist_ok=True)
     with writing(path), open(path, "a") as file:
         file.write(text)

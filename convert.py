@@ -165,7 +165,8 @@ def parameters(cfg, form):
 
 def adafactor_slots(params, form, factored):
     """The same for the slots of the parameters; factored(our path, its first name) -> bool.
-    T5X's v_row is the mean over the longer axis of a matrix, else the second; ours the second."""
+    T5X's v_row is the mean over a matrix's longer axis, and over the second if both are equal; our
+    row is the mean over the second always."""
     slots = {}
     for ours, (shape, theirs, _) in params.items():
         path, one = ours.removeprefix("params/"), of_layer(ours, shape)
@@ -270,7 +271,8 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5", ignored=()):
                 and all(size(name, "m") == 1 for name in wanted)):
             found |= slots
         else:
-            note(f"{source}: no Adafactor without momentum, so its slots are not converted.")
+            note(f"{source}: its optimizer is not Adafactor without momentum; the parameters alone "
+                 f"are converted.")
     step = int(tensors.read(form.step)) if form.step in tensors.shapes else 0
 
     def read(name, layer):
@@ -751,8 +753,6 @@ def write_plain(folder, weights, dtype):
     configs.save_run(weights.cfg, folder)
     if weights.recipe:
         configs.write_file(folder / "recipe.py", weights.recipe)
-    if weights.vocabulary:
-        configs.write_file(folder / "spiece.model", weights.vocabulary)
 
 
 # ---- written: Hugging Face -----------------------------------------------------------------------
@@ -913,8 +913,6 @@ def write_t5x(folder, weights, dtype):
     tree = flax.traverse_util.unflatten_dict(tree, sep="/")
     configs.write_file(folder / "checkpoint", flax.serialization.msgpack_serialize(
         {"version": 3, "optimizer": tree}))
-    if weights.vocabulary:
-        configs.write_file(folder / "spiece.model", weights.vocabulary)
 
 
 def write_store(folder, name, array):
@@ -975,6 +973,8 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False):
             raise OSError(errno.EIO, str(error)[:200], str(destination)) from error
         if to == "hf":
             (folder / "README.md").write_text(model_card(weights, source))
+        elif weights.vocabulary:
+            configs.write_file(folder / "spiece.model", weights.vocabulary)
         largest, arrays = compare(weights, open_any(folder), dtype)
         bar.close()
         print(f"compared {arrays:,} arrays with the source: largest difference {largest:g}")
@@ -1004,7 +1004,8 @@ def main(argv):
         step=dict(default="latest", help="which of several checkpoints: a number, latest or best"),
         allow_pickle=dict(action="store_true", help="read pytorch_model.bin"))
     if changes or args.config or args.run_dir:
-        raise UserError("What a model is, convert.py finds in SRC: leave out all other flags.")
+        raise UserError("What a model is, convert.py finds in SRC: leave out --config, --run_dir "
+                        "and --SECTION.FIELD.")
     for path in (args.src, args.dst):
         if configs.is_remote(path):
             raise UserError(f"convert.py reads and writes local folders: copy {path}.")

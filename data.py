@@ -608,12 +608,9 @@ def in_memory(name, stamp, examples, split):
     """examples: function of a split -> its examples. The parts of a split, or of both for None."""
     if split not in ("train", "validation", None):
         raise NoSplit(f"{name} has no split {split}.")
-
-    def read(split, bad):
-        return ((f"{name} {split} {i}", example) for i, example in enumerate(examples(split)))
-
-    return [Part(f"{name} {one}", stamp, functools.partial(read, one))
-            for one in ("train", "validation") if split in (one, None)]
+    return [Part(f"{name} {one}", stamp, lambda bad, one=one: (
+        (f"{name} {one} {i}", example) for i, example in enumerate(examples(one))))
+        for one in ("train", "validation") if split in (one, None)]
 
 
 def python_source(name, split, cfg):
@@ -1368,7 +1365,7 @@ def open_task(name, split, cfg):
 
 
 def open_all(wanted):
-    """[(task, split, Config)] -> {task: (Task, parts)}, and why others have none."""
+    """[(task, split, Config)] -> {task: (Task, parts)}, why others have none; names all missing."""
     opened, without, missing = {}, [], {}
     for name, split, cfg in wanted:
         try:

@@ -521,10 +521,9 @@ def write_csv(path, table):
 
 def check_outputs(args):
     """Refuse what cannot be written at the end, before anything is evaluated."""
-    for flag in ("csv", "plot"):
-        path = getattr(args, flag)
-        if path and (os.path.isdir(path) or not Path(path).parent.is_dir()):
-            raise UserError(f"--{flag} {path} cannot be written there: name another file.")
+    for path in filter(None, (args.csv, args.plot)):
+        if os.path.isdir(path) or not Path(path).parent.is_dir():
+            raise UserError(f"{path} cannot be written there: name a file in a folder that exists.")
     if args.plot and not importlib.util.find_spec("matplotlib"):
         raise UserError("--plot needs matplotlib: pip install '.[plot]'.")
 

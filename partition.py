@@ -74,7 +74,7 @@ def set_mesh(cfg, devices=None):
         mesh = jax.make_mesh((data, parts), ("data", "model"), devices=devices,
                              axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     except NotImplementedError as error:
-        raise UserError(f"--mesh.model {parts} is no product of this TPU's sides.") from error
+        raise UserError(f"--mesh.model {parts} is no product of TPU sides: change it.") from error
     jax.set_mesh(mesh)
     return mesh
 
@@ -253,8 +253,7 @@ def write_checkpoint(folder, arrays, pieces, step):
     own = files[jax.process_index()]
     places = write_pieces(own, pieces)
     if not is_first():
-        write_file(own.with_suffix(".json"), json.dumps(places))
-        return
+        return write_file(own.with_suffix(".json"), json.dumps(places))
     for path in (path.with_suffix(".json") for path in files[1:]):
         for name, more in json.loads(wait_for(path)).items():
             places[name] = places.get(name, []) + more
@@ -461,9 +460,7 @@ class Checkpoints:
             write_checkpoint(self.path(step), arrays, pieces, step)
         except OSError as error:  # a full disk, for instance
             raise CheckpointError(f"{self.path(step)} could not be written ({error})") from error
-        if not is_first():
-            return
-        for old in [s for s in self.steps() if s <= step][: -self.keep]:
+        for old in [s for s in self.steps() if s <= step][: -self.keep] if is_first() else ():
             if old != best:
                 remove(self.path(old))
 
