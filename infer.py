@@ -54,7 +54,7 @@ def init_cache(params, cfg, encoded, length, beams=1):
     cache, fixed = [], []
     shared = model.relative_bias(params["decoder"], length, length, False, cfg)
     for i in range(cfg.num_decoder_layers):
-        w = model.in_use(jax.tree.map(lambda a: a[i], stack), table, encoded.dtype)
+        w = model.in_use(jax.tree.map(lambda a: a[i].astype(encoded.dtype), stack), table)
         cross = model.keys_values(w["cross_attention"], encoded, cfg)
         fixed.append((w, cross, model.relative_bias(
             w["self_attention"], length, length, False, cfg, shared)))
@@ -430,14 +430,10 @@ def fill_blanks(inputs, spans, tokenizer):
 
 def load_params(cfg, run_dir, step=None):
     """The parameters of a run's newest checkpoint, or of a step's, float32 -> (step, params)."""
-    mesh = jax.sharding.get_mesh()
-
-    def template(p, layout):
-        sharding = jax.sharding.NamedSharding(mesh, layout)
-        return jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=sharding)
-
-    wanted = {"params": jax.tree.map(template, model.param_table(cfg.model),
-                                     model.param_specs(cfg.model), is_leaf=model.is_param)}
+    wanted = {"params": jax.tree.map(
+        lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=jax.NamedSharding(
+            jax.sharding.get_mesh(), partition.spec(p.axes))),
+        model.param_table(cfg.model), is_leaf=model.is_param)}
     found = partition.Checkpoints(run_dir).load(wanted, step)
     if not found:
         raise UserError(f"{run_dir} has no whole checkpoint yet: train.py writes them.")
@@ -486,8 +482,7 @@ class Encoder:
             return (kept + [data.EOS] * eos)[:limit]
         value = value.tolist() if isinstance(value, np.ndarray) else value
         if not isinstance(value, list) or not all(type(i) is int for i in value):
-            raise ValueError(f"has no text and no list of ids in {key} "
-                             f"(fields: {', '.join(line)})")
+            raise ValueError(f"has no text and no list of ids in {key} (fields: {', '.join(line)})")
         if not all(0 <= i < self.cfg.model.vocab_size for i in value):
             raise ValueError(f"has an id outside the model's {self.cfg.model.vocab_size} in {key}")
         return value
@@ -594,8 +589,7 @@ def answer_file(args, cfg, mesh, tokenizer, params):
     note(f"{args.output}: {count:,} examples, {count / seconds:.4g} a second; {tokens:,} tokens, "
          f"{tokens / seconds:.4g} a second")
     if encode.cut:
-        note(f"{encode.cut:,} texts were longer than --data.inputs_length or "
-                     f"--data.targets_length and were cut")
+        note(f"{encode.cut:,} texts were cut at --data.inputs_length or --data.targets_length")
 
 
 def open_partial(path, lines, mode):
@@ -719,8 +713,7 @@ def main(argv):
         args.mode = args.pool
     _, params = load_params(cfg, args.run_dir, args.step)
     if args.input:
-        answer_file(args, cfg, mesh, tokenizer, params)
-        return
+        return answer_file(args, cfg, mesh, tokenizer, params)
     if tokenizer is None:
         raise UserError("This run has no vocabulary: put its spiece.model into the run directory, "
                         "or give --input with lists of ids.")

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
 import configs
@@ -123,11 +124,10 @@ def compute_dtype(cfg):
     return jnp.dtype(cfg.dtype)
 
 
-def in_use(weights, table, dtype):
-    """Weights at rest -> cast, then laid out as they compute: FSDP gathers here, half the bytes."""
-    return jax.tree.map(
-        lambda p, w: jax.reshard(w.astype(dtype), spec([a for a in p.axes if a != "layers"])),
-        table, weights, is_leaf=is_param)
+def in_use(weights, table):
+    """A layer's weights, cast already -> laid out as they compute: FSDP gathers here."""
+    return jax.tree.map(lambda p, w: jax.reshard(w, spec([a for a in p.axes if a != "layers"])),
+                        table, weights, is_leaf=is_param)
 
 
 def layout(x):
@@ -141,9 +141,20 @@ def dense(x, w):
     takes 1.4 times as long; not on a TPU."""
     rows, columns = layout(x)[0], layout(w)[1]
     if platform() != "cpu":
-        return jnp.einsum("bqd,df->bqf", x, w, out_sharding=P(rows, None, columns))
+        return product(x, w)
     y = jnp.einsum("nd,df->nf", x.reshape(-1, x.shape[-1]), w, out_sharding=P(rows, columns))
     return y.reshape(*x.shape[:-1], w.shape[1], out_sharding=P(rows, None, columns))
+
+
+@jax.custom_gradient
+def product(x, w):
+    """dense, not flat. Its gradient gives that of the weights row by row, as they lie at rest."""
+    def gradient(d_y):
+        return (jnp.einsum("bqf,df->bqd", d_y, w, out_sharding=layout(x)),
+                jnp.einsum("bqd,bqf->df", x, d_y, out_sharding=layout(w)))
+
+    rows, columns = layout(x)[0], layout(w)[1]
+    return jnp.einsum("bqd,df->bqf", x, w, out_sharding=P(rows, None, columns)), gradient
 
 
 def rms_norm(x, scale):
@@ -200,8 +211,8 @@ def relative_bias(w, Q, K, bidirectional, cfg, shared=None):
         return shared
     bucket = relative_bucket(np.arange(K) - np.arange(Q)[:, None], bidirectional, cfg)
     # a product with one-hot rows, because the gradient of a gather is a slow scatter
-    one_hot = jax.nn.one_hot(bucket, cfg.relative_buckets, dtype=jnp.float32)
-    return jnp.einsum("hr,qkr->hqk", w["relative_bias"], one_hot)[None]
+    one_hot = jax.nn.one_hot(bucket, cfg.relative_buckets, axis=0, dtype=jnp.float32)
+    return jnp.einsum("hr,rqk->hqk", w["relative_bias"], one_hot)[None]
 
 
 def mask_of(query_segments, key_segments, causal=False):
@@ -294,22 +305,23 @@ def embed(params, ids, cfg, key):
 
 def run_layers(layer, x, name, params, cfg, key):
     """x [B, Q, D] through all of a stack's layers, as one compiled loop body -> [B, Q, D]. name:
-    encoder or decoder; layer(weights, x, key) -> x. On a TPU the layers of a shallow stack stand
+    encoder or decoder; layer(weights, x, key) -> x. On a TPU the layers of sizes up to large stand
     one after the other, without the copies of what a loop takes apart. What the backward pass finds
     kept is cfg.remat: "dots" keeps the products with weights, which cost the time, and computes the
-    attention scores again, which cost the memory; "full" keeps what attention returns and computes
-    the rest again."""
+    attention scores again, which cost the memory; "full" keeps what attention returns, no more."""
 
     def body(x, weights_and_key):
         weights, key = weights_and_key
-        return layer(in_use(weights, table, compute_dtype(cfg)), x, key), None
+        return layer(in_use(weights, table), x, key), None
 
-    table, weights = param_table(cfg)[name]["layers"], params[name]["layers"]
+    # all layers are cast at once: loop, gathers and gradients then move half the bytes
+    table, weights = param_table(cfg)[name]["layers"], jax.tree.map(
+        lambda w: w.astype(compute_dtype(cfg)), params[name]["layers"])
     keys = None if key is None else jax.random.split(key, len(jax.tree.leaves(weights)[0]))
-    policies, gathers = jax.checkpoint_policies, ("reshard", "convert_element_type")
-    named = policies.save_only_these_names
-    unroll = platform() == "tpu" and len(jax.tree.leaves(weights)[0]) <= 12
-    policy = {"none": lambda primitive, *_, **__: primitive.name not in gathers,
+    policies, named = jax.checkpoint_policies, jax.checkpoint_policies.save_only_these_names
+    unroll = (platform() == "tpu" and cfg.d_model <= 1024
+              and len(jax.tree.leaves(weights)[0]) <= 24)
+    policy = {"none": lambda primitive, *_, **__: primitive.name != "reshard",
               "dots": policies.save_from_both_policies(
                   policies.dots_with_no_batch_dims_saveable, named("attended", "read")),
               "full": named("attended")}[cfg.remat]
@@ -446,64 +458,72 @@ def count_groups(q, k):
 
 
 def attend_in_groups(q, k, v, bias, mask):
-    """attend, a group of heads after the other (which the barriers say), and what the backward pass
-    needs: on a TPU the scores too, but those of groups, which never leave fast memory, are made
-    again. Names stand behind all use: what has one would be copied where it is used."""
-    n, done = count_groups(q, k), []
-    for own, keys, values, own_bias in zip(*(heads_apart(x, n) for x in (q, k, v, bias))):
-        if done:
-            own, done[-1] = lax.optimization_barrier((own, done[-1]))
-        scores = masked_scores(own, keys, own_bias, mask)
-        done.append(weighted_sums(scores, values))
-    sums, top = jax.tree.map(heads_together, *done)
+    """attend, a group of heads after the other, and what the backward pass needs: on a TPU the
+    scores too, but those of groups, which never leave fast memory, are made again. Names stand
+    behind all use: what has one would be copied where it is used."""
+    n = count_groups(q, k)
+    queries, biases = heads_apart(q, n), heads_apart(bias, n)
+    if n > 1 and bias is not None:  # as the scores lie, or each layer would turn them around
+        biases = [with_layout_constraint(x, Layout((0, 1, 3, 2))) for x in biases]
+    sums, top = in_turn(lambda q, k, v, bias: weighted_sums(masked_scores(q, k, bias, mask), v),
+                        [*zip(queries, heads_apart(k, n), heads_apart(v, n), biases)])
     out = checkpoint_name((sums[..., :-1] / sums[..., -1:]).astype(v.dtype), "attended")
     log_sum = checkpoint_name(top + jnp.log(sums[..., -1:]), "attended")
-    read = q, k, v, scores if n == 1 and platform() == "tpu" else None
-    return out, (jax.tree.map(lambda x: checkpoint_name(x, "read"), read), bias, mask, out, log_sum)
+    scores = masked_scores(q, k, bias, mask) if n == 1 and platform() == "tpu" else None
+    read = jax.tree.map(lambda x: checkpoint_name(x, "read"), (queries, k, v, biases, scores))
+    return out, (read, mask, out, log_sum)
+
+
+def own_heads(f, x, *others):
+    """f of arrays [B, H, ...] as each device has them: of its own heads."""
+    return jax.shard_map(f, in_specs=layout(x), out_specs=layout(x))(x, *others)
 
 
 def heads_apart(x, n):
-    """[B, H, ...] -> n arrays [B, H/n, ...], on each device of its own heads; None -> n of them."""
-    return [None] * n if x is None else jax.shard_map(
-        lambda x: jnp.split(x, n, 1), in_specs=layout(x), out_specs=layout(x))(x)
+    """[B, H, ...] -> n arrays [B, H/n, ...]; None -> n of them."""
+    return [None] * n if x is None else own_heads(lambda x: jnp.split(x, n, 1), x)
 
 
-def heads_together(*parts):
-    return jax.shard_map(lambda *parts: jnp.concatenate(parts, 1), in_specs=layout(parts[0]),
-                         out_specs=layout(parts[0]))(*parts)
+def in_turn(step, groups):
+    """step(*group) -> [B, H/n, ...] arrays of each group of heads, begun when the one before is
+    done, which the barrier says, and written where it belongs -> [B, H, ...]: none is copied."""
+    n, whole = len(groups), None
+    for i, (first, *others) in enumerate(groups):
+        if i:
+            first, whole = lax.optimization_barrier((first, whole))
+        parts = step(first, *others)
+        if n == 1:
+            return parts
+        whole = whole or jax.tree.map(lambda x: lax.empty(
+            (x.shape[0], n * x.shape[1], *x.shape[2:]), x.dtype, out_sharding=layout(x)), parts)
+        whole = jax.tree.map(lambda *both: own_heads(
+            lambda x, part: lax.dynamic_update_slice_in_dim(x, part, i * part.shape[1], 1),
+            *both), whole, parts)
+    return whole
 
 
 def attend_backward(kept, d_out):
     """What attend_in_groups kept, gradient of its result -> those of its arguments."""
-    (q, k, v, scores), bias, mask, out, log_sum = kept
-    n, done = count_groups(q, k), []
-    for group in zip(*(heads_apart(x, n) for x in (q, k, v, bias, out, log_sum, d_out))):
-        if done:
-            mask, _ = lax.optimization_barrier((mask, done[-1][-1]))
-        done.append(group_backward(*group, mask, scores))
-    return *jax.tree.map(heads_together, *done), None
+    (queries, k, v, biases, scores), mask, out, log_sum = kept
+    apart = (heads_apart(x, len(queries)) for x in (k, v, out, log_sum, d_out))
+    return *in_turn(lambda *group: group_backward(*group, mask, scores),
+                    [*zip(queries, *apart, biases)]), None
 
 
-def group_backward(q, k, v, bias, out, log_sum, d_out, mask, scores):
+def group_backward(q, k, v, out, log_sum, d_out, bias, mask, scores):
     p = jnp.exp((masked_scores(q, k, bias, mask) if scores is None else scores) - log_sum)
     d_p = jnp.einsum("bhqc,bhkc->bhqk", d_out, v, preferred_element_type=jnp.float32)
     inner = jnp.einsum("bhqc,bhqc->bhq", d_out, out, preferred_element_type=jnp.float32)
     d_scores = (p * (d_p - inner[..., None])).astype(v.dtype)
     # on a CPU a sum over the batch would take fifty times as long as a product with ones
-    ones = jnp.ones(len(q), v.dtype, out_sharding=P(layout(q)[0]))
     d_bias = None if bias is None else jnp.einsum(
-        "b,bhqk->hqk", ones, d_scores, out_sharding=P(*layout(bias)[1:]),
-        preferred_element_type=jnp.float32)[None]
+        "ab,bhqk->ahqk", jnp.ones((1, len(q)), v.dtype, out_sharding=P(None, layout(q)[0])),
+        d_scores, out_sharding=layout(bias), preferred_element_type=jnp.float32)
     return (jnp.einsum("bhqk,bhkc->bhqc", d_scores, k), jnp.einsum("bhqk,bhqc->bhkc", d_scores, q),
             jnp.einsum("bhqk,bhqc->bhkc", p.astype(v.dtype), d_out), d_bias)
 
 
 attend.defvjp(attend_in_groups, attend_backward)
-
-
-def param_specs(cfg, rules=RULES):
-    """ModelConfig -> the nested dict of PartitionSpecs."""
-    return jax.tree.map(lambda p: spec(p.axes, rules), param_table(cfg), is_leaf=is_param)
 
 
 def count_params(table):
@@ -524,8 +544,7 @@ def train_flops(cfg, S, T):
 
 def least_bytes(cfg, rows, S, T, copies=1, beams=0):
     """ModelConfig -> {what: bytes} that rows of S inputs and T targets hold at the very least.
-    copies: of the parameters, in float32. beams: of a cached decoding; 0 is a whole forward pass.
-    """
+    copies: of the parameters, in float32. beams: of cached decoding; 0: a whole forward pass."""
     size, A = jnp.dtype(compute_dtype(cfg)).itemsize, cfg.num_heads * cfg.d_kv
     lengths = S * S, *([] if beams else [S * T, T * T])
     return {

@@ -36,7 +36,6 @@ from flax.serialization import from_state_dict, to_state_dict
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 from jax.experimental import multihost_utils
-from jax.experimental.layout import Layout, with_layout_constraint
 from tqdm import tqdm
 
 import configs
@@ -209,8 +208,6 @@ def train_step(cfg, state, batch):
     if cfg.model.dropout:
         key = jax.random.fold_in(jax.random.key(cfg.train.seed + 1), state.step)
     sums, grads = gradients(cfg, state.params, batch, key)
-    # row by row, as the weights lie: a TPU would turn these around for the update, and back again
-    grads = jax.tree.map(lambda g: with_layout_constraint(g, Layout(range(g.ndim))), grads)
     rate = learning_rate(state.step, cfg.train)
     table, update = model.param_table(cfg.model), OPTIMIZERS[cfg.train.optimizer].update
     params, slots = update(table, state.params, grads, state.slots, state.count, rate, cfg.train)
