@@ -969,12 +969,12 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False):
         weights = weights._replace(read=read)
         try:
             WRITERS[to](folder, weights, dtype)
+            if to == "hf":
+                (folder / "README.md").write_text(model_card(weights, source))
+            elif weights.vocabulary:
+                configs.write_file(folder / "spiece.model", weights.vocabulary)
         except (OSError, safetensors.SafetensorError) as error:  # such as a full disk
             raise OSError(errno.EIO, str(error)[:200], str(destination)) from error
-        if to == "hf":
-            (folder / "README.md").write_text(model_card(weights, source))
-        elif weights.vocabulary:
-            configs.write_file(folder / "spiece.model", weights.vocabulary)
         largest, arrays = compare(weights, open_any(folder), dtype)
         bar.close()
         print(f"compared {arrays:,} arrays with the source: largest difference {largest:g}")

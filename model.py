@@ -317,10 +317,10 @@ def run_layers(layer, x, name, params, cfg, key):
     # all layers are cast at once: loop, gathers and gradients then move half the bytes
     table, weights = param_table(cfg)[name]["layers"], jax.tree.map(
         lambda w: w.astype(compute_dtype(cfg)), params[name]["layers"])
-    keys = None if key is None else jax.random.split(key, len(jax.tree.leaves(weights)[0]))
+    depth = len(jax.tree.leaves(weights)[0])
+    keys = None if key is None else jax.random.split(key, depth)
+    unroll = platform() == "tpu" and depth <= 24 and cfg.d_model <= 1024
     policies, named = jax.checkpoint_policies, jax.checkpoint_policies.save_only_these_names
-    unroll = (platform() == "tpu" and cfg.d_model <= 1024
-              and len(jax.tree.leaves(weights)[0]) <= 24)
     policy = {"none": lambda primitive, *_, **__: primitive.name != "reshard",
               "dots": policies.save_from_both_policies(
                   policies.dots_with_no_batch_dims_saveable, named("attended", "read")),
