@@ -79,8 +79,7 @@ BLOCKS = {  # ours: (Hugging Face's, T5X's)
 }
 MATRICES = {
     "query": ("q", "query"), "key": ("k", "key"), "value": ("v", "value"), "out": ("o", "out"),
-    "gate": ("wi_0", "wi_0"), "up": ("wi_1", "wi_1"), "down": ("wo", "wo"),
-}
+    "gate": ("wi_0", "wi_0"), "up": ("wi_1", "wi_1"), "down": ("wo", "wo")}
 OTHERS = {
     "embed": ("shared.weight", "token_embedder/embedding"),
     "unembed": ("lm_head.weight", "decoder/logits_dense/kernel"),

@@ -53,8 +53,7 @@ def batch_sums(params, batch, cfg, first_sentinel):
     return {
         "cross_ent_loss": jnp.sum(loss * real), "z_loss": jnp.sum(z_loss * real),
         "correct": jnp.sum(correct * real), "tokens": jnp.sum(real),
-        "content_loss": jnp.sum(loss * content), "content_tokens": jnp.sum(content),
-    }
+        "content_loss": jnp.sum(loss * content), "content_tokens": jnp.sum(content)}
 
 
 def teacher_forced(params, cfg, mesh, dataset, batches):
@@ -71,8 +70,7 @@ def teacher_forced(params, cfg, mesh, dataset, batches):
         "loss": (total["cross_ent_loss"] + total["z_loss"]) / tokens,
         "cross_ent_loss": total["cross_ent_loss"] / tokens, "z_loss": total["z_loss"] / tokens,
         "accuracy": total["correct"] / tokens,
-        "content_loss": total["content_loss"] / max(total["content_tokens"], 1),
-    }
+        "content_loss": total["content_loss"] / max(total["content_tokens"], 1)}
 
 
 # ---- on decoded text -----------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def init_cache(params, cfg, encoded, length, beams=1):
     """What decoding reads: encoded [B, S, D] -> (cache, fixed). cache: for each layer the keys and
     values [B, H, length * beams, C] of what has been decoded, empty. fixed: for each layer its
     weights, the keys and values [B, H, S, C] of the encoder, which all beams share, and the
-    relative bias [1, H, length, length]."""
+    relative bias [N, H, length, length] (model.relative_bias)."""
     stack, table = params["decoder"]["layers"], model.param_table(cfg)["decoder"]["layers"]
     cache, fixed = [], []
     shared = model.relative_bias(params["decoder"], length, length, False, cfg)
@@ -94,7 +94,7 @@ def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=No
     past = (jnp.arange(K) <= at)[:, None]
     seen = past & (ancestors[..., None] == jnp.arange(N))  # [B or 1, N, K, N]
     seen = seen.reshape(seen.shape[0], 1, N, K * N, out_sharding=P(model.layout(seen)[0]))
-    cross_mask = (input_segments > 0)[:, None, None]
+    cross_mask = jax.reshard(input_segments > 0, P("data"))[:, None, None]
     x, written = model.embed(params, ids, cfg, None), []
     for (w, cross, biases), own in zip(fixed, cache):
         bias = jnp.repeat(lax.dynamic_slice_in_dim(biases, at, 1, axis=2), N, axis=3)

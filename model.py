@@ -205,14 +205,16 @@ def relative_bucket(distance, bidirectional, cfg):
 
 
 def relative_bias(w, Q, K, bidirectional, cfg, shared=None):
-    """The bias of a stack or a layer that has a table, [H, R] -> float32 [1, H, Q, K]; else the
-    shared one. T5's stacks have one table, UMT5's layers one each."""
+    """The bias of a stack or a layer that has a table, [H, R] -> float32 [N, H, Q, K]; else the
+    shared one. T5's stacks have one table, UMT5's layers one each. N: the parts of the batch, each
+    with its copy, whose gradients the layers add up before the devices do."""
     if "relative_bias" not in w:
         return shared
     bucket = relative_bucket(np.arange(K) - np.arange(Q)[:, None], bidirectional, cfg)
     # a product with one-hot rows, because the gradient of a gather is a slow scatter
     one_hot = jax.nn.one_hot(bucket, cfg.relative_buckets, axis=0, dtype=jnp.float32)
-    return jnp.einsum("hr,rqk->hqk", w["relative_bias"], one_hot)[None]
+    ones = jnp.ones((jax.sharding.get_abstract_mesh().shape["data"], 1, 1), out_sharding=P("data"))
+    return jnp.einsum("nhr,rqk->nhqk", ones * w["relative_bias"], one_hot)
 
 
 def mask_of(query_segments, key_segments, causal=False):
@@ -220,7 +222,7 @@ def mask_of(query_segments, key_segments, causal=False):
     seen = query_segments[:, None, :, None] == key_segments[:, None, None, :]
     if causal:
         seen &= np.tri(query_segments.shape[1], key_segments.shape[1], dtype=bool)
-    return seen
+    return jax.reshard(seen, P("data"))
 
 
 def split_heads(x, cfg):
@@ -262,7 +264,7 @@ def weighted_sums(scores, v):
     """Values times exp(score - top), summed, beside the sum of the exponentials, and top, the
     largest score of each query -> float32 [B, H, Q, C + 1], [B, H, Q, 1]."""
     top = scores.max(-1, keepdims=True).astype(jnp.float32)
-    ones = jnp.ones((*v.shape[:-1], 1), v.dtype, out_sharding=layout(v))
+    ones = jnp.ones((*v.shape[:-1], 1), v.dtype)
     return jnp.einsum("bhqk,bhkc->bhqc", jnp.exp(scores - top).astype(v.dtype),
                       jnp.concatenate([v, ones], -1), preferred_element_type=jnp.float32), top
 
@@ -274,8 +276,8 @@ def attention(w, x, keys_values, bias, mask, cfg, key=None, attend=attend):
     k, v = keys_values
     if key is not None and cfg.dropout:
         # T5 drops a key for all queries at once; that is the same as dropping its value
-        B, H, K, _ = v.shape
-        v = v * keep_mask(key_probabilities, cfg.dropout, (B, H, K, 1), layout(v), v.dtype)
+        v = v * keep_mask(key_probabilities, cfg.dropout, (*v.shape[:-1], 1), layout(v), v.dtype)
+    attend = jax.shard_map(attend, out_specs=layout(v))  # a device has rows and heads of its own
     out = join_heads(attend(split_heads(dense(x, w["query"]), cfg), k, v, bias, mask))
     return dropout(dense(out, w["out"]), cfg.dropout, key_out)
 
@@ -451,7 +453,7 @@ def loss_fn(params, batch, cfg, key=None):
 
 def count_groups(q, k):
     """On v5e and v6e so many that 48 MB of scores a group stay in fast memory; elsewhere one."""
-    B, H, Q, _ = jax.typeof(q).sharding.shard_shape(q.shape)
+    B, H, Q, _ = q.shape
     lite = "lite" in jax.sharding.get_abstract_mesh().abstract_device.device_kind
     size = lite * B * H * Q * k.shape[2] * q.dtype.itemsize
     return next((n for n in range(1, H) if H % n == 0 and size <= n * 48e6), H)
@@ -474,14 +476,9 @@ def attend_in_groups(q, k, v, bias, mask):
     return out, (read, mask, out, log_sum)
 
 
-def own_heads(f, x, *others):
-    """f of arrays [B, H, ...] as each device has them: of its own heads."""
-    return jax.shard_map(f, in_specs=layout(x), out_specs=layout(x))(x, *others)
-
-
 def heads_apart(x, n):
     """[B, H, ...] -> n arrays [B, H/n, ...]; None -> n of them."""
-    return [None] * n if x is None else own_heads(lambda x: jnp.split(x, n, 1), x)
+    return [None] * n if x is None else jnp.split(x, n, 1)
 
 
 def in_turn(step, groups):
@@ -494,11 +491,10 @@ def in_turn(step, groups):
         parts = step(first, *others)
         if n == 1:
             return parts
-        whole = whole or jax.tree.map(lambda x: lax.empty(
-            (x.shape[0], n * x.shape[1], *x.shape[2:]), x.dtype, out_sharding=layout(x)), parts)
-        whole = jax.tree.map(lambda *both: own_heads(
-            lambda x, part: lax.dynamic_update_slice_in_dim(x, part, i * part.shape[1], 1),
-            *both), whole, parts)
+        whole = whole or jax.tree.map(
+            lambda x: lax.empty((x.shape[0], n * x.shape[1], *x.shape[2:]), x.dtype), parts)
+        whole = jax.tree.map(lambda x, part: lax.dynamic_update_slice_in_dim(
+            x, part, i * part.shape[1], 1), whole, parts)
     return whole
 
 
@@ -515,12 +511,13 @@ def group_backward(q, k, v, out, log_sum, d_out, bias, mask, scores):
     d_p = jnp.einsum("bhqc,bhkc->bhqk", d_out, v, preferred_element_type=jnp.float32)
     inner = jnp.einsum("bhqc,bhqc->bhq", d_out, out, preferred_element_type=jnp.float32)
     d_scores = (p * (d_p - inner[..., None])).astype(v.dtype)
-    # on a CPU a sum over the batch would take fifty times as long as a product with ones
-    d_bias = None if bias is None else jnp.einsum(
-        "ab,bhqk->ahqk", jnp.ones((1, len(q)), v.dtype, out_sharding=P(None, layout(q)[0])),
-        d_scores, out_sharding=layout(bias), preferred_element_type=jnp.float32)
+    # over the batch; by a product with ones a CPU is forty times as fast
+    d_bias = (jnp.einsum("ab,bhqk->ahqk", jnp.ones((1, len(q)), v.dtype), d_scores,
+                         preferred_element_type=jnp.float32) if platform() == "cpu"
+              else d_scores.astype(jnp.float32).sum(0, keepdims=True))
     return (jnp.einsum("bhqk,bhkc->bhqc", d_scores, k), jnp.einsum("bhqk,bhqc->bhkc", d_scores, q),
-            jnp.einsum("bhqk,bhqc->bhkc", p.astype(v.dtype), d_out), d_bias)
+            jnp.einsum("bhqk,bhqc->bhkc", p.astype(v.dtype), d_out),
+            None if bias is None else d_bias)
 
 
 attend.defvjp(attend_in_groups, attend_backward)

@@ -535,16 +535,19 @@ CHIPS = {  # names as in jax's device_kind; a device of v3 is half a chip
     "H200": Chip(989.5, 141, 450), "H100": Chip(989.5, 80, 450), "A100": Chip(312, 80, 300),
     "V100": Chip(125, 32, 150), "TPU v3": Chip(61.5, 16, 41, 0.94),
     "TPU v4": Chip(275, 32, 150, 1.05), "TPU v5 lite": Chip(197, 16, 100, 1.503),
-    "TPU v5": Chip(459, 95, 300, 1.75), "TPU v6 lite": Chip(918, 32, 224, 1.75),
-}
+    "TPU v5": Chip(459, 95, 300, 1.75), "TPU v6 lite": Chip(918, 32, 224, 1.75)}
 
 
-# With all of these a TPU gathers split weights beside arithmetic, else by all-reduces before it.
-ASYNCHRONOUS = dict.fromkeys((
+# What lets a TPU send beside arithmetic. With all of GATHERS it gathers split weights so, else by
+# all-reduces before it; with SUMS each large gradient by itself, not all at the end. A v4's fast
+# memory is too small for these.
+GATHERS = dict.fromkeys((
     "xla_enable_async_all_gather", "xla_tpu_prefer_async_allgather_to_allreduce",
     "xla_tpu_enable_async_collective_fusion", "xla_tpu_overlap_compute_collective_tc",
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
     "xla_tpu_enable_async_collective_fusion_multiple_steps"), True)
+SUMS = {"xla_enable_async_all_reduce": True, "xla_jf_crs_combiner_threshold_in_bytes": 1_000_000,
+        "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True}
 
 
 def check_memory(parts, levers):
@@ -645,8 +648,9 @@ def instructions(text):
 
 def cycles(text):
     """Compiled for a TPU: its HLO -> {part of the step: cycles}, by the compiler's own estimate,
-    and {collective: times}, "overlapped" where others go on meanwhile."""
-    parts, talk = collections.Counter(), collections.Counter()
+    {collective: times}, {collective: bytes sent by each device}; "overlapped": beside others."""
+    parts, counts, sent = (collections.Counter() for _ in range(3))
+    factors = {"all-reduce": 2, "reduce-scatter": jax.sharding.get_mesh().shape["data"]}  # a ring's
     for line, times in instructions(text):
         if price := re.search(r'"estimated_cycles":"(\d+)"', line):
             path = (re.search(r'op_name="([^"]*)"', line) or [""] * 2)[1]
@@ -655,11 +659,12 @@ def cycles(text):
             kind = "" if "jvp" in path else "optimizer" if path else "copies"
             parts[kind or part + ", again" * ("rematted" in path) + (
                 ", gradient" * ("transpose(" in path))] += int(price[1]) * times
-        if one := re.search(rf" ({COLLECTIVES})(-start)?\(", line):
-            talk[one[1] + ", overlapped" * bool(one[2])] += times
-        elif fused := re.search(r"^ *%(async-collective)-start|calls=%(all-reduce-scatter)", line):
-            talk["reduce-scatter" if fused[2] else "fused collective, overlapped"] += times
-    return parts, talk
+        if one := re.search(rf" ({COLLECTIVES})(-start)?\(|calls=%all-(reduce-scatter)|"
+                            r"%async-collective(-start)\S* = ", line):
+            call = (one[1] or one[3] or "collectives") + ", overlapped" * bool(one[2] or one[4])
+            counts[call] += times
+            sent[call] += times * bytes_of(line.partition("(%")[0]) * factors.get(call, 1)
+    return parts, counts, sent
 
 
 # ---- the command ---------------------------------------------------------------------------------

@@ -1872,16 +1872,17 @@ def test_heads_attend_in_groups(groups, parts, monkeypatch):
         heads.add(q.shape[1]) or whole(q, *rest)))
     for platform, n in (("cpu", 1), ("tpu", 1), ("tpu", groups)):
         monkeypatch.setattr(model, "platform", lambda: platform)
-        monkeypatch.setattr(model, "count_groups", lambda q, k: min(n, q.shape[1] // parts))
+        monkeypatch.setattr(model, "count_groups", lambda q, k: min(n, q.shape[1]))
         partition.set_mesh(cfg, jax.devices()[: 2 * parts])
         params = jax.jit(lambda: model.init_params(cfg.model, jax.random.key(0)))()
-        batch = partition.put_batch(make_batch(cfg, [(30, 8), (12, 5)] * 4), 8,
-                                    jax.sharding.get_mesh())
+        batch = make_batch(cfg, [(30, 8), (12, 5)] * 4)
+        if platform == "tpu":  # which of the two it is makes no difference
+            batch = partition.put_batch(batch, 8, jax.sharding.get_mesh())
         results.append(jax.device_get(jax.jit(
             lambda params, batch: train.gradients(cfg, params, batch, None))(params, batch)))
     assert_close(results[1], results[0], 1e-5)
     assert_close(results[2], results[0], 1e-5)
-    assert heads == {8, 8 // min(groups, 8 // parts)}
+    assert heads == {8 // parts, 8 // parts // min(groups, 8 // parts)}
 
 
 def test_bfloat16_leaves_the_sums_in_float32():
@@ -2285,6 +2286,30 @@ def test_out_of_memory_names_the_levers():
     assert re.search(r"microbatches 2 .*remat full .*fsdp true .*batch_size", text)
     sizes = [float(size) for size in re.findall(r"([\d.e-]+) GB", text)]
     assert len(sizes) == 4 and sizes == sorted(sizes, reverse=True)
+
+
+def test_a_tpus_program_is_read():
+    """Cycles by part, collectives with their bytes; what a loop holds counts as often as it runs.
+    The lines are libtpu's."""
+    partition.set_mesh(SMALL, jax.devices()[:4])
+    priced = 'metadata={{op_name="jit(step)/{}"}}, backend_config={{"estimated_cycles":"500"}}'
+    gradient = priced.format("transpose(jvp())/attention/dot_general")
+    text = f"""%body (p: f32[2]) -> f32[2] {{
+  %fusion.1 = bf16[4,8]{{1,0:T(8,128)}} fusion(%p), kind=kLoop, calls=%f, {gradient}
+  %fusion.2 = bf16[4,8]{{1,0}} fusion(%fusion.1), kind=kCustom, calls=%all-reduce-scatter.3.clone
+  %async-collective-start.1 = (bf16[1,8]{{1,0}}, bf16[4,8]{{1,0}}, u32[]) fusion(%fusion.2)
+  %async-collective-done.1 = bf16[4,8]{{1,0}} fusion(%async-collective-start.1)
+}}
+ENTRY %main (p: f32[2]) -> f32[2] {{
+  %while.1 = f32[2] while(%p), condition=%c, body=%body, known_trip_count":{{"n":"3"}}
+  %all-reduce.1 = (f32[4], f32[2,2]) all-reduce(%p), attributes={{n="all-gather-start.1"}}
+  %fusion.4 = f32[2] fusion(%p), {priced.format("sub")}
+}}"""
+    parts, counts, sent = partition.cycles(text)
+    assert parts == {"attention, gradient": 1500, "optimizer": 500}
+    assert counts == {"reduce-scatter": 3, "collectives, overlapped": 3, "all-reduce": 1}
+    assert sent == {"reduce-scatter": 3 * 4 * 64, "collectives, overlapped": 3 * (16 + 64 + 4),
+                    "all-reduce": 2 * (16 + 16)}
 
 
 def test_a_plan_ranks_the_levers():
@@ -4536,7 +4561,7 @@ import functools, jax, configs, evaluate, infer, model, partition, train
 cfg = configs.RECIPES["small_c4"]
 mesh = train.plan_mesh(cfg, "v5e:2x4")
 program = train.lower_step(cfg, mesh)[1].compile()
-parts, _ = partition.cycles(program.as_text())
+parts, *_ = partition.cycles(program.as_text())
 print(parts.total())
 assert program.memory_analysis().peak_memory_in_bytes < 4e9
 params = train.state_template(cfg, mesh).params

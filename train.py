@@ -317,8 +317,7 @@ def describe(cfg, recipe, mesh):
         f"model    {model.describe(cfg)}",
         f"devices  {len(devices)} x {devices[0].device_kind}, mesh {shape}, "
         f"{jnp.dtype(model.compute_dtype(cfg.model)).name}, {batch}",
-        data.describe_rows(cfg),
-    ]
+        data.describe_rows(cfg)]
 
 
 def peak_flops():
@@ -613,9 +612,10 @@ def batch_template(cfg, mesh, rows):
 
 def lower_step(cfg, mesh):
     """-> (state_template, the training step for these devices, ready to be compiled)."""
-    template, gathers = state_template(cfg, mesh), model.platform() == "tpu" and cfg.mesh.fsdp
+    template, kind = state_template(cfg, mesh), mesh.devices.flat[0].device_kind
+    beside = partition.GATHERS | partition.SUMS if kind >= "TPU v5" else partition.GATHERS
     step = jax.jit(functools.partial(train_step, cfg), donate_argnums=0,
-                   compiler_options=partition.ASYNCHRONOUS if gathers else None)
+                   compiler_options=beside if model.platform() == "tpu" else None)
     return template, step.lower(template, batch_template(cfg, mesh, cfg.train.batch_size))
 
 
@@ -873,7 +873,7 @@ def plan(cfg, where):
     again = flops * (4 / 3 if cfg.model.remat == "full" else 1)
     seconds = {name: again / chip.teraflops / 1e12 for name, chip in partition.CHIPS.items()}
     together = sum(memory.values())
-    needed = together / 0.9  # the rest is for what comes and goes
+    needed, both = together / 0.9, max  # the rest is for what comes and goes
     tables = {  # title: [(what, number, unit and remarks)]
         "memory on each device, by the layouts": [
             (name, size / 1e9, "GB") for name, size in {**memory, "together": together}.items()],
@@ -884,21 +884,22 @@ def plan(cfg, where):
             ("once", flops / 1e12, "TFLOP"), ("with what is repeated", again / 1e12, "TFLOP")]}
     kind = mesh.devices.flat[0].device_kind
     if name := next((name for name in partition.CHIPS if name in kind), None):  # it was compiled
-        held, (parts, calls) = program.memory_analysis(), partition.cycles(program.as_text())
+        held, (parts, times, sent) = program.memory_analysis(), partition.cycles(program.as_text())
         peak = held.peak_memory_in_bytes or held.argument_size_in_bytes + held.temp_size_in_bytes
         needed, cycles = peak / 0.95, parts.total()
         seconds = {name: cycles / partition.CHIPS[name].clock / 1e9}
-        tables[f"by the compiler for {mesh.size} x {kind}, without collectives and the host"] = [
+        moved, both = sum(size for call, size in sent.items() if "overlapped" not in call), sum
+        tables[f"by the compiler for {mesh.size} x {kind}, cycles of the cores alone"] = [
             ("weights and optimizer", held.argument_size_in_bytes / 1e9, "GB"),
             ("temporaries", held.temp_size_in_bytes / 1e9, "GB"), ("peak", peak / 1e9, "GB"),
             ("cycles", cycles / 1e6, "million, of which"),
             *((f"  {part}", 100 * n / cycles, "%") for part, n in parts.most_common(6)),
-            *((call, times, "times a step") for call, times in sorted(calls.items()))]
+            *((call, sent[call] / 1e9, f"GB, {times[call]:,} times") for call in sorted(sent))]
     chips = tables["time of a step, at least"] = []
     for name, work in seconds.items():
         chip = partition.CHIPS[name]
         network = moved / chip.links / 1e9
-        least = max(work, network)
+        least = both((work, network))
         fits = f"fits {chip.memory} GB" if needed < 1e9 * chip.memory else "does not fit"
         chips.append((name, least, f"s (arithmetic {work:.4g}, network {network:.4g}), at most "
                       f"{flops / least / chip.teraflops / 1e12:.1%} of the peak, {fits}"))
