@@ -650,7 +650,7 @@ def cycles(text):
     """Compiled for a TPU: its HLO -> {part of the step: cycles}, by the compiler's own estimate,
     {collective: times}, {collective: bytes sent by each device}; "overlapped": beside others."""
     parts, counts, sent = (collections.Counter() for _ in range(3))
-    factors = {"all-reduce": 2, "reduce-scatter": jax.sharding.get_mesh().shape["data"]}  # a ring's
+    ring = {"all-reduce": 2, "reduce-scatter": jax.sharding.get_mesh().shape["data"]}
     for line, times in instructions(text):
         if price := re.search(r'"estimated_cycles":"(\d+)"', line):
             path = (re.search(r'op_name="([^"]*)"', line) or [""] * 2)[1]
@@ -662,8 +662,8 @@ def cycles(text):
         if one := re.search(rf" ({COLLECTIVES})(-start)?\(|calls=%all-(reduce-scatter)|"
                             r"%async-collective(-start)\S* = ", line):
             call = (one[1] or one[3] or "collectives") + ", overlapped" * bool(one[2] or one[4])
-            counts[call] += times
-            sent[call] += times * bytes_of(line.partition("(%")[0]) * factors.get(call, 1)
+            counts[call] += times  # below: of a fusion, what it takes and returns, not its counters
+            sent[call] += times * bytes_of(re.split(r"\(%| s32\[2\]", line)[0]) * ring.get(call, 1)
     return parts, counts, sent
 
 
