@@ -75,8 +75,7 @@ BLOCKS = {  # ours: (Hugging Face's, T5X's)
     "encoder/layers/mlp": ("layer.1.DenseReluDense", "mlp"),
     "decoder/layers/self_attention": ("layer.0.SelfAttention", "self_attention"),
     "decoder/layers/cross_attention": ("layer.1.EncDecAttention", "encoder_decoder_attention"),
-    "decoder/layers/mlp": ("layer.2.DenseReluDense", "mlp"),
-}
+    "decoder/layers/mlp": ("layer.2.DenseReluDense", "mlp")}
 MATRICES = {
     "query": ("q", "query"), "key": ("k", "key"), "value": ("v", "value"), "out": ("o", "out"),
     "gate": ("wi_0", "wi_0"), "up": ("wi_1", "wi_1"), "down": ("wo", "wo")}
@@ -87,8 +86,7 @@ OTHERS = {
        for stack in ("encoder", "decoder")},
     **{f"{stack}/relative_bias": (
         f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
-        f"{stack}/relpos_bias/rel_embedding") for stack in ("encoder", "decoder")},
-}
+        f"{stack}/relpos_bias/rel_embedding") for stack in ("encoder", "decoder")}}
 
 
 def names(path, layer, gated):

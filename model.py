@@ -8,7 +8,7 @@
 
     python model.py --config small_c4      the table of parameters, their number, FLOPs
 
-On many devices the code is the same: a few out_sharding annotations say which layout is meant.
+On many devices the code is the same: out_sharding says which layout is meant, each attends alone.
 Shapes are written in the letters of the einsums:
 
     B batch   Q query position   K key position   D d_model   H heads   C channels of a head (d_kv)
@@ -462,7 +462,7 @@ def count_groups(q, k):
 def attend_in_groups(q, k, v, bias, mask):
     """attend, a group of heads after the other, and what the backward pass needs: on a TPU the
     scores too, but those of groups, which never leave fast memory, are made again. Names stand
-    behind all use: what has one would be copied where it is used."""
+    behind all use: what has one would be copied where it is used; equal scores are made once."""
     n = count_groups(q, k)
     queries, biases = heads_apart(q, n), heads_apart(bias, n)
     if n > 1 and bias is not None:  # as the scores lie, or each layer would turn them around

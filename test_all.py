@@ -1130,7 +1130,8 @@ FORMATS = [
        "idx/paragraph": 1, "idx/question": 2, "idx/answer": 3}]),
     ("super_glue_record_v102",
      {"passage": "First.\n@highlight\nSecond\n@highlight\nend?\n@highlight\n", "query": "A @p",
-      "entities": ["penguin", "ü"], "answers": ["penguin", "ü"], "idx": {"passage": 3, "query": 7}},
+      "entities": ["penguin", "ü"], "answers": ["penguin", "ü"],
+      "idx": {"passage": 3, "query": 7}},
      [{"inputs": "record query: A @p entities: penguin, ü passage: First. Second. end? ",
        "targets": answer, "answers": ["penguin", "ü"], "idx/passage": 3, "idx/query": 7}
       for answer in ("penguin", "ü")]),
@@ -2810,7 +2811,8 @@ def test_metrics_are_t5s(number):
 def test_bleu_and_rouge_come_from_their_libraries(monkeypatch):
     for library in ("sacrebleu", "rouge_score"):
         pytest.importorskip(library, reason="needs pip install '.[metrics]'")
-    targets, answers = ["the cat sat .", "naïve 東京 x y z"], ["the cat sat .", "naïve 東京 x y"]
+    targets = ["the cat sat .", "naïve 東京 x y z"]
+    answers = ["the cat sat .", "naïve 東京 x y"]
     assert evaluate.METRICS["bleu"](targets, targets)["bleu"] == pytest.approx(100)
     assert 50 < evaluate.METRICS["bleu"](targets, answers)["bleu"] < 100
     rouge = evaluate.METRICS["rouge"](["a b c d", "x"], ["a b c e", "y"])

@@ -613,9 +613,9 @@ def batch_template(cfg, mesh, rows):
 def lower_step(cfg, mesh):
     """-> (state_template, the training step for these devices, ready to be compiled)."""
     template, kind = state_template(cfg, mesh), mesh.devices.flat[0].device_kind
-    beside = partition.GATHERS | partition.SUMS if kind >= "TPU v5" else partition.GATHERS
+    options = partition.GATHERS | ({} if kind in ("TPU v3", "TPU v4") else partition.SUMS)
     step = jax.jit(functools.partial(train_step, cfg), donate_argnums=0,
-                   compiler_options=beside if model.platform() == "tpu" else None)
+                   compiler_options=options if model.platform() == "tpu" else None)
     return template, step.lower(template, batch_template(cfg, mesh, cfg.train.batch_size))
 
 
@@ -866,14 +866,14 @@ def plan(cfg, where):
     such as v5e:2x4, of which its own compiler knows more."""
     if cfg.model.dtype == "auto":
         cfg = configs.override(cfg, {"model.dtype": "bfloat16"})
-    mesh, t = plan_mesh(cfg, where), cfg.train
+    mesh, t, waiting = plan_mesh(cfg, where), cfg.train, 0
     talk, program = partition.collectives(lower_step(cfg, mesh)[1])
     memory, moved = memory_table(cfg, mesh), sum(size for *_, size in talk)
     flops = step_flops(cfg) / mesh.size
     again = flops * (4 / 3 if cfg.model.remat == "full" else 1)
     seconds = {name: again / chip.teraflops / 1e12 for name, chip in partition.CHIPS.items()}
     together = sum(memory.values())
-    needed, both = together / 0.9, max  # the rest is for what comes and goes
+    needed = together / 0.9  # the rest is for what comes and goes
     tables = {  # title: [(what, number, unit and remarks)]
         "memory on each device, by the layouts": [
             (name, size / 1e9, "GB") for name, size in {**memory, "together": together}.items()],
@@ -888,7 +888,7 @@ def plan(cfg, where):
         peak = held.peak_memory_in_bytes or held.argument_size_in_bytes + held.temp_size_in_bytes
         needed, cycles = peak / 0.95, parts.total()
         seconds = {name: cycles / partition.CHIPS[name].clock / 1e9}
-        moved, both = sum(size for call, size in sent.items() if "overlapped" not in call), sum
+        waiting = sum(size for call, size in sent.items() if "overlapped" not in call)
         tables[f"by the compiler for {mesh.size} x {kind}, cycles of the cores alone"] = [
             ("weights and optimizer", held.argument_size_in_bytes / 1e9, "GB"),
             ("temporaries", held.temp_size_in_bytes / 1e9, "GB"), ("peak", peak / 1e9, "GB"),
@@ -898,10 +898,11 @@ def plan(cfg, where):
     chips = tables["time of a step, at least"] = []
     for name, work in seconds.items():
         chip = partition.CHIPS[name]
-        network = moved / chip.links / 1e9
-        least = both((work, network))
+        network, waits = (size / chip.links / 1e9 for size in (moved, waiting))
+        least = max(work + waits, network)
         fits = f"fits {chip.memory} GB" if needed < 1e9 * chip.memory else "does not fit"
-        chips.append((name, least, f"s (arithmetic {work:.4g}, network {network:.4g}), at most "
+        chips.append((name, least, f"s (arithmetic {work:.4g}, network {network:.4g}"
+                      f"{f', {waits:.4g} of it waited for' * bool(waits)}), at most "
                       f"{flops / least / chip.teraflops / 1e12:.1%} of the peak, {fits}"))
     tables["memory with one change, by the layouts, and its price"] = [
         (flag, size / 1e9, f"GB, {price}") for flag, size, price in levers(cfg)]
