@@ -63,8 +63,7 @@ def param_table(cfg):
             "query": Param((D, A), ("embed", "heads"), "normal", (D * C) ** -0.5),
             "key": Param((D, A), ("embed", "heads"), "normal", D**-0.5),
             "value": Param((D, A), ("embed", "heads"), "normal", D**-0.5),
-            "out": Param((A, D), ("heads", "embed"), "normal", A**-0.5),
-        }
+            "out": Param((A, D), ("heads", "embed"), "normal", A**-0.5)}
 
     def stack(layers, layer):
         stacked = jax.tree.map(lambda p: p._replace(
@@ -254,9 +253,9 @@ def attend(q, k, v, bias, mask):
     return (sums[..., :-1] / sums[..., -1:]).astype(v.dtype)
 
 
-def masked_scores(q, k, bias, mask):
+def masked_scores(q, k, bias, mask, einsum=jnp.einsum):
     """-> [B, H, Q, K], summed in float32 and rounded once; -1e10 where a key is not seen."""
-    scores = jnp.einsum("bhqc,bhkc->bhqk", q, k, preferred_element_type=jnp.float32)
+    scores = einsum("bhqc,bhkc->bhqk", q, k, preferred_element_type=jnp.float32)
     return jnp.where(mask, scores if bias is None else scores + bias, -1e10).astype(q.dtype)
 
 
@@ -307,10 +306,10 @@ def embed(params, ids, cfg, key):
 
 def run_layers(layer, x, name, params, cfg, key):
     """x [B, Q, D] through all of a stack's layers, as one compiled loop body -> [B, Q, D]. name:
-    encoder or decoder; layer(weights, x, key) -> x. On a TPU the layers of sizes up to large stand
-    one after the other, without the copies of what a loop takes apart. What the backward pass finds
-    kept is cfg.remat: "dots" keeps the products with weights, which cost the time, and computes the
-    attention scores again, which cost the memory; "full" keeps what attention returns, no more."""
+    encoder or decoder; layer(weights, x, key) -> x. Except on a CPU, layers of sizes up to large
+    stand one after the other, without the copies of what a loop takes apart. What the backward pass
+    finds kept is cfg.remat: "dots" keeps the products with weights, which cost the time, and makes
+    attention's scores again, which cost the memory; "full" keeps what attention returns alone."""
 
     def body(x, weights_and_key):
         weights, key = weights_and_key
@@ -321,7 +320,7 @@ def run_layers(layer, x, name, params, cfg, key):
         lambda w: w.astype(compute_dtype(cfg)), params[name]["layers"])
     depth = len(jax.tree.leaves(weights)[0])
     keys = None if key is None else jax.random.split(key, depth)
-    unroll = platform() == "tpu" and depth <= 24 and cfg.d_model <= 1024
+    unroll = platform() != "cpu" and depth <= 24 and cfg.d_model <= 1024
     policies, named = jax.checkpoint_policies, jax.checkpoint_policies.save_only_these_names
     policy = {"none": lambda primitive, *_, **__: primitive.name != "reshard",
               "dots": policies.save_from_both_policies(
@@ -451,6 +450,14 @@ def loss_fn(params, batch, cfg, key=None):
 # ====== below: attention's gradient, sizes, the command ===========================================
 
 
+def einsum_apart(form, q, k, **options):
+    """einsum. A GPU writes scores to memory: here rounded, and apart from their bias, which else is
+    the third matrix of the product, in memory and as large as all scores."""
+    if platform() != "gpu":
+        return jnp.einsum(form, q, k, **options)
+    return lax.optimization_barrier(jnp.einsum(form, q, k)).astype(jnp.float32)
+
+
 def count_groups(q, k):
     """On v5e and v6e so many that 48 MB of scores a group stay in fast memory; elsewhere one."""
     B, H, Q, _ = q.shape
@@ -467,8 +474,9 @@ def attend_in_groups(q, k, v, bias, mask):
     queries, biases = heads_apart(q, n), heads_apart(bias, n)
     if n > 1 and bias is not None:  # as the scores lie, or each layer would turn them around
         biases = [with_layout_constraint(x, Layout((0, 1, 3, 2))) for x in biases]
-    sums, top = in_turn(lambda q, k, v, bias: weighted_sums(masked_scores(q, k, bias, mask), v),
-                        [*zip(queries, heads_apart(k, n), heads_apart(v, n), biases)])
+    sums, top = in_turn(
+        lambda q, k, v, bias: weighted_sums(masked_scores(q, k, bias, mask, einsum_apart), v),
+        [*zip(queries, heads_apart(k, n), heads_apart(v, n), biases)])
     out = checkpoint_name((sums[..., :-1] / sums[..., -1:]).astype(v.dtype), "attended")
     log_sum = checkpoint_name(top + jnp.log(sums[..., -1:]), "attended")
     scores = masked_scores(q, k, bias, mask) if n == 1 and platform() == "tpu" else None
@@ -507,8 +515,9 @@ def attend_backward(kept, d_out):
 
 
 def group_backward(q, k, v, out, log_sum, d_out, bias, mask, scores):
-    p = jnp.exp((masked_scores(q, k, bias, mask) if scores is None else scores) - log_sum)
-    d_p = jnp.einsum("bhqc,bhkc->bhqk", d_out, v, preferred_element_type=jnp.float32)
+    scores = masked_scores(q, k, bias, mask, einsum_apart) if scores is None else scores
+    p = jnp.exp(scores - log_sum)
+    d_p = einsum_apart("bhqc,bhkc->bhqk", d_out, v, preferred_element_type=jnp.float32)
     inner = jnp.einsum("bhqc,bhqc->bhq", d_out, out, preferred_element_type=jnp.float32)
     d_scores = (p * (d_p - inner[..., None])).astype(v.dtype)
     # over the batch; by a product with ones a CPU is forty times as fast

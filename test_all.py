@@ -1863,33 +1863,36 @@ def test_attention_equals_the_softmax():
     assert_close(model.attend(q, k, v, None, mask), plain(q, k, v, 0), 1e-5)
 
 
-@pytest.mark.parametrize("groups, parts", [(2, 1), (4, 2), (4, 4)])
-def test_heads_attend_in_groups(groups, parts, monkeypatch):
+@pytest.mark.parametrize("other, groups, parts", [("gpu", 2, 1), ("tpu", 4, 2), ("tpu", 4, 4)])
+def test_heads_attend_in_groups(other, groups, parts, monkeypatch):
     """A TPU's forms give the loss and the gradients of a CPU's: scores of all heads kept, or those
-    of few heads at a time made again, on each device its own; no flat products; layers unrolled."""
+    of few heads at a time made again, on each device its own; no flat products; layers unrolled.
+    So do a GPU's: scores apart from their bias."""
     cfg = change(model=dict(num_heads=8, dtype="float32"), mesh=dict(model=parts))
     results, heads, whole = [], set(), model.masked_scores
     monkeypatch.setattr(model, "masked_scores", lambda q, *rest: (
         heads.add(q.shape[1]) or whole(q, *rest)))
-    for platform, n in (("cpu", 1), ("tpu", 1), ("tpu", groups)):
+    for platform, n in (("cpu", 1), (other, 1), ("tpu", groups)):
         monkeypatch.setattr(model, "platform", lambda: platform)
         monkeypatch.setattr(model, "count_groups", lambda q, k: min(n, q.shape[1]))
         partition.set_mesh(cfg, jax.devices()[: 2 * parts])
         params = jax.jit(lambda: model.init_params(cfg.model, jax.random.key(0)))()
         batch = make_batch(cfg, [(30, 8), (12, 5)] * 4)
-        if platform == "tpu":  # which of the two it is makes no difference
+        if platform != "cpu":  # which of the two it is makes no difference
             batch = partition.put_batch(batch, 8, jax.sharding.get_mesh())
         results.append(jax.device_get(jax.jit(
             lambda params, batch: train.gradients(cfg, params, batch, None))(params, batch)))
-    assert_close(results[1], results[0], 1e-5)
-    assert_close(results[2], results[0], 1e-5)
+    for others in results[1:]:
+        assert_close(others, results[0], 1e-5)
     assert heads == {8 // parts, 8 // parts // min(groups, 8 // parts)}
 
 
-def test_bfloat16_leaves_the_sums_in_float32():
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_bfloat16_leaves_the_sums_in_float32(platform, monkeypatch):
     """Statistics, softmax, logits and loss stay float32; the answer stays near float32's. The
-    scores are rounded, once; a maximum rounds nothing."""
-    cfg = change(model=dict(dtype="bfloat16"))
+    scores are rounded, once, on a GPU before the bias, too; a maximum rounds nothing."""
+    monkeypatch.setattr(model, "platform", lambda: platform)
+    cfg = replace(change(model=dict(dtype="bfloat16")), name=platform)  # each is compiled
     params, batch = make_params(cfg), make_batch(cfg, [(30, 8), (12, 5)])
     jaxpr = jax.make_jaxpr(train.gradients, static_argnums=0)(cfg, params, batch, None)
     sensitive = {"exp", "log", "rsqrt", "reduce_sum", "scatter-add"}

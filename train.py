@@ -70,8 +70,7 @@ def learning_rate(step, cfg):
         "rsqrt_decay": lambda: 1 / jnp.sqrt(jnp.maximum(step, warmup)),
         "rsqrt_normalized_decay": lambda: math.sqrt(warmup) / jnp.sqrt(jnp.maximum(step, warmup)),
         "decay_every": lambda: cfg.decay_factor ** (step // cfg.steps_per_decay),
-        "cosine_decay": lambda: jnp.maximum(0.0, 0.5 * (1 + jnp.cos(jnp.pi * (cycle % 1.0)))),
-    }
+        "cosine_decay": lambda: jnp.maximum(0.0, 0.5 * (1 + jnp.cos(jnp.pi * (cycle % 1.0))))}
     rate = 1.0
     for name in map(str.strip, cfg.schedule.split("*")):
         if name not in factors:
@@ -187,12 +186,10 @@ def gradients(cfg, params, batch, key):
     grad = jax.grad(loss, has_aux=True)
     n = cfg.train.microbatches
     if n == 1:
-        grads, sums = grad(params, batch, key)
-        return sums, grads
+        return grad(params, batch, key)[::-1]
 
     def add(total, part):
-        grads, sums = grad(params, *part)
-        return jax.tree.map(jnp.add, total, (sums, grads)), None
+        return jax.tree.map(jnp.add, total, grad(params, *part)[::-1]), None
 
     parts = jax.tree.map(lambda a: a.reshape(-1, n, a.shape[1]).swapaxes(0, 1), batch)
     keys = None if key is None else jax.random.split(key, n)
@@ -219,11 +216,9 @@ def train_step(cfg, state, batch):
     metrics = {
         "loss": (sums["cross_ent_loss"] + sums["z_loss"]) / tokens,
         "cross_ent_loss": sums["cross_ent_loss"] / tokens, "z_loss": sums["z_loss"] / tokens,
-        "accuracy": sums["correct"] / tokens,
-        "learning_rate": rate, "gradient_norm": grad_norm,
+        "accuracy": sums["correct"] / tokens, "learning_rate": rate, "gradient_norm": grad_norm,
         "non_padding_fraction/inputs": jnp.mean(batch.input_segments > 0),
-        "non_padding_fraction/targets": jnp.mean(batch.target_segments > 0),
-    }
+        "non_padding_fraction/targets": jnp.mean(batch.target_segments > 0)}
     skipped = jnp.where(finite, 0, state.skipped + 1)
     return TrainState(state.step + 1, state.count + finite, skipped, params, slots), metrics
 
