@@ -1218,7 +1218,8 @@ T0 = {
         super_glue_rte 2490, anli 162865, super_glue_copa 400, story_cloze_2016 0, hellaswag 39905,
         super_glue_wic 5428""",
     "bias": """crows_pairs 0, jigsaw_toxicity_pred 0, super_glue_axg 0, wino_bias_type1_anti 0,
-        wino_bias_type2_anti 0, wino_bias_type1_pro 0, wino_bias_type2_pro 0"""}
+        wino_bias_type2_anti 0, wino_bias_type1_pro 0, wino_bias_type2_pro 0""",
+}
 T0 = {role: {name: int(size) for name, size in re.findall(r"(\S+)\s+(\d+)", text)}
       for role, text in T0.items()}
 T0_CAP = 500_000

@@ -465,7 +465,8 @@ AVERAGES = {
     "super_glue_average": {
         "boolq": ACCURACY, "cb": ("mean_3class_f1", "accuracy"), "copa": ACCURACY,
         "multirc": ("f1", "exact_match"), "record": ("f1", "em"), "rte": ACCURACY,
-        "wic": ACCURACY, "wsc": ACCURACY}}
+        "wic": ACCURACY, "wsc": ACCURACY},
+}
 
 
 def column_of(suite, benchmark, metric):

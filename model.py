@@ -253,9 +253,10 @@ def attend(q, k, v, bias, mask):
     return (sums[..., :-1] / sums[..., -1:]).astype(v.dtype)
 
 
-def masked_scores(q, k, bias, mask, einsum=jnp.einsum):
-    """-> [B, H, Q, K], summed in float32 and rounded once; -1e10 where a key is not seen."""
-    scores = einsum("bhqc,bhkc->bhqk", q, k, preferred_element_type=jnp.float32)
+def masked_scores(q, k, bias, mask):
+    """-> [B, H, Q, K], summed in float32, rounded to q's dtype; -1e10 where a key is not seen."""
+    dtype = q.dtype if platform() == "gpu" else jnp.float32  # a GPU writes them to memory
+    scores = jnp.einsum("bhqc,bhkc->bhqk", q, k, preferred_element_type=dtype)
     return jnp.where(mask, scores if bias is None else scores + bias, -1e10).astype(q.dtype)
 
 
@@ -450,14 +451,6 @@ def loss_fn(params, batch, cfg, key=None):
 # ====== below: attention's gradient, sizes, the command ===========================================
 
 
-def einsum_apart(form, q, k, **options):
-    """einsum. A GPU writes scores to memory: here rounded, and apart from their bias, which else is
-    the third matrix of the product, in memory and as large as all scores."""
-    if platform() != "gpu":
-        return jnp.einsum(form, q, k, **options)
-    return lax.optimization_barrier(jnp.einsum(form, q, k)).astype(jnp.float32)
-
-
 def count_groups(q, k):
     """On v5e and v6e so many that 48 MB of scores a group stay in fast memory; elsewhere one."""
     B, H, Q, _ = q.shape
@@ -474,9 +467,8 @@ def attend_in_groups(q, k, v, bias, mask):
     queries, biases = heads_apart(q, n), heads_apart(bias, n)
     if n > 1 and bias is not None:  # as the scores lie, or each layer would turn them around
         biases = [with_layout_constraint(x, Layout((0, 1, 3, 2))) for x in biases]
-    sums, top = in_turn(
-        lambda q, k, v, bias: weighted_sums(masked_scores(q, k, bias, mask, einsum_apart), v),
-        [*zip(queries, heads_apart(k, n), heads_apart(v, n), biases)])
+    sums, top = in_turn(lambda q, k, v, bias: weighted_sums(masked_scores(q, k, bias, mask), v),
+                        [*zip(queries, heads_apart(k, n), heads_apart(v, n), biases)])
     out = checkpoint_name((sums[..., :-1] / sums[..., -1:]).astype(v.dtype), "attended")
     log_sum = checkpoint_name(top + jnp.log(sums[..., -1:]), "attended")
     scores = masked_scores(q, k, bias, mask) if n == 1 and platform() == "tpu" else None
@@ -515,9 +507,8 @@ def attend_backward(kept, d_out):
 
 
 def group_backward(q, k, v, out, log_sum, d_out, bias, mask, scores):
-    scores = masked_scores(q, k, bias, mask, einsum_apart) if scores is None else scores
-    p = jnp.exp(scores - log_sum)
-    d_p = einsum_apart("bhqc,bhkc->bhqk", d_out, v, preferred_element_type=jnp.float32)
+    p = jnp.exp((masked_scores(q, k, bias, mask) if scores is None else scores) - log_sum)
+    d_p = jnp.einsum("bhqc,bhkc->bhqk", d_out, v, preferred_element_type=jnp.float32)
     inner = jnp.einsum("bhqc,bhqc->bhq", d_out, out, preferred_element_type=jnp.float32)
     d_scores = (p * (d_p - inner[..., None])).astype(v.dtype)
     # over the batch; by a product with ones a CPU is forty times as fast

@@ -41,7 +41,8 @@ from configs import UserError, is_remote, note, parse_args, run_command, to_path
 # the wide axis of every pair of matrices, so that attention and MLP each end in one all-reduce).
 RULES = {
     "batch": "data", "vocab": "model", "heads": "model", "mlp": "model",
-    "embed": None, "layers": None, "buckets": None, None: None}  # these are whole everywhere
+    "embed": None, "layers": None, "buckets": None, None: None,  # are whole on every device
+}
 # Fully sharded (ZeRO-3): at rest, weights and optimizer are split over the data axis as well.
 RULES_AT_REST = {**RULES, "embed": "data"}
 

@@ -1867,7 +1867,7 @@ def test_attention_equals_the_softmax():
 def test_heads_attend_in_groups(other, groups, parts, monkeypatch):
     """A TPU's forms give the loss and the gradients of a CPU's: scores of all heads kept, or those
     of few heads at a time made again, on each device its own; no flat products; layers unrolled.
-    So do a GPU's: scores apart from their bias."""
+    So do a GPU's."""
     cfg = change(model=dict(num_heads=8, dtype="float32"), mesh=dict(model=parts))
     results, heads, whole = [], set(), model.masked_scores
     monkeypatch.setattr(model, "masked_scores", lambda q, *rest: (
@@ -1900,6 +1900,11 @@ def test_bfloat16_leaves_the_sums_in_float32(platform, monkeypatch):
              if e.invars and hasattr(e.invars[0].aval, "dtype")}
     assert {kind for name, kind in kinds if name == "dot_general"} == {"bfloat16", "float32"}
     assert {name for name, kind in kinds if kind == "bfloat16"} & sensitive <= {"reduce_sum"}
+    S, T = cfg.data.inputs_length, cfg.data.targets_length
+    scores = {e.outvars[0].aval.dtype.name for e in equations(jaxpr.jaxpr)
+              if e.primitive.name == "dot_general" and e.invars[0].aval.dtype == jnp.bfloat16
+              and e.outvars[0].aval.shape[-2:] in ((S, S), (T, S), (T, T))}
+    assert scores == {"float32"} | ({"bfloat16"} if platform == "gpu" else set())
     for e in equations(jaxpr.jaxpr):  # bfloat16 is summed only in the gradient of a norm's scale
         if e.primitive.name == "reduce_sum" and e.invars[0].aval.dtype == jnp.bfloat16:
             assert e.outvars[0].aval.shape == (cfg.model.d_model,)

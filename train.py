@@ -70,7 +70,8 @@ def learning_rate(step, cfg):
         "rsqrt_decay": lambda: 1 / jnp.sqrt(jnp.maximum(step, warmup)),
         "rsqrt_normalized_decay": lambda: math.sqrt(warmup) / jnp.sqrt(jnp.maximum(step, warmup)),
         "decay_every": lambda: cfg.decay_factor ** (step // cfg.steps_per_decay),
-        "cosine_decay": lambda: jnp.maximum(0.0, 0.5 * (1 + jnp.cos(jnp.pi * (cycle % 1.0))))}
+        "cosine_decay": lambda: jnp.maximum(0.0, 0.5 * (1 + jnp.cos(jnp.pi * (cycle % 1.0)))),
+    }
     rate = 1.0
     for name in map(str.strip, cfg.schedule.split("*")):
         if name not in factors:
@@ -216,9 +217,11 @@ def train_step(cfg, state, batch):
     metrics = {
         "loss": (sums["cross_ent_loss"] + sums["z_loss"]) / tokens,
         "cross_ent_loss": sums["cross_ent_loss"] / tokens, "z_loss": sums["z_loss"] / tokens,
-        "accuracy": sums["correct"] / tokens, "learning_rate": rate, "gradient_norm": grad_norm,
+        "accuracy": sums["correct"] / tokens,
+        "learning_rate": rate, "gradient_norm": grad_norm,
         "non_padding_fraction/inputs": jnp.mean(batch.input_segments > 0),
-        "non_padding_fraction/targets": jnp.mean(batch.target_segments > 0)}
+        "non_padding_fraction/targets": jnp.mean(batch.target_segments > 0),
+    }
     skipped = jnp.where(finite, 0, state.skipped + 1)
     return TrainState(state.step + 1, state.count + finite, skipped, params, slots), metrics
 
