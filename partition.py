@@ -539,8 +539,8 @@ CHIPS = {  # names as in jax's device_kind; a device of v3 is half a chip
 
 
 # What lets a TPU send beside arithmetic. With all of GATHERS it gathers split weights so, else by
-# all-reduces before it; with SUMS each large gradient by itself, not all at the end. A v4's fast
-# memory is too small for these.
+# all-reduces before it; with SUMS each large gradient by itself, not all at the end. FUSIONS lets
+# each use 24 MiB of fast memory, not 16; v6e is slower so. A v4 has too little for both of these.
 GATHERS = dict.fromkeys((
     "xla_enable_async_all_gather", "xla_tpu_prefer_async_allgather_to_allreduce",
     "xla_tpu_enable_async_collective_fusion", "xla_tpu_overlap_compute_collective_tc",
@@ -548,7 +548,7 @@ GATHERS = dict.fromkeys((
     "xla_tpu_enable_async_collective_fusion_multiple_steps"), True)
 SUMS = {"xla_enable_async_all_reduce": True, "xla_jf_crs_combiner_threshold_in_bytes": 1_000_000,
         "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True}
-FUSIONS = {"xla_tpu_scoped_vmem_limit_kib": 24 * 1024}  # fast memory for each; v6e prefers 16 MiB
+FUSIONS = {"xla_tpu_scoped_vmem_limit_kib": 24 * 1024}
 
 
 def check_memory(parts, levers):

@@ -66,7 +66,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 # compile fast, here and in the processes that tests start: the programs are small
 jax.config.update("jax_disable_most_optimizations", True)
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
-if jax.__version_info__ < (0, 11):  # half of the time; XLA ends at a flag that it does not have
+if jax.__version_info__ < (0, 11):  # older emitters; XLA aborts at a flag that it does not know
     os.environ["XLA_FLAGS"] = f"{os.getenv('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
 
 # Wide and deep enough that no two dimensions agree: heads * d_kv is not d_model, the decoder is
@@ -4568,7 +4568,7 @@ def test_the_readmes_recipe_is_ul2s_mixture(tmp_path, monkeypatch):
 @slow
 def test_a_tpus_compiler_takes_all_programs():
     """Without a TPU: training, evaluation and decoding compile for v5e:2x4, and the training step
-    of small takes less than 0.75 of the 113.1 million cycles of T5X's."""
+    of small takes less than 0.7 of the 113.1 million cycles of T5X's."""
     pytest.importorskip("libtpu", reason="needs pip install '.[tpu]'")
     script = """
 import functools, jax, configs, evaluate, infer, model, partition, train
@@ -4590,7 +4590,7 @@ for beams in (0, 4):
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=HERE,
                           env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert int(done.stdout) < 0.75 * 113.1e6
+    assert int(done.stdout) < 0.7 * 113.1e6
 
 
 @slow

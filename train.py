@@ -612,7 +612,7 @@ def lower_step(cfg, mesh):
     """-> (state_template, the training step for these devices, ready to be compiled)."""
     template, kind = state_template(cfg, mesh), mesh.devices.flat[0].device_kind
     options = partition.GATHERS | ({} if kind in ("TPU v3", "TPU v4") else partition.SUMS)
-    options |= partition.FUSIONS if kind.startswith("TPU v5") else {}  # e and p
+    options |= partition.FUSIONS if kind.startswith("TPU v5") else {}
     step = jax.jit(functools.partial(train_step, cfg), donate_argnums=0,
                    compiler_options=options if model.platform() == "tpu" else None)
     return template, step.lower(template, batch_template(cfg, mesh, cfg.train.batch_size))
