@@ -311,11 +311,6 @@ def run_layers(layer, x, name, params, cfg, key):
     stand one after the other, without the copies of what a loop takes apart. What the backward pass
     finds kept is cfg.remat: "dots" keeps the products with weights, which cost the time, and makes
     attention's scores again, which cost the memory; "full" keeps what attention returns alone."""
-
-    def body(x, weights_and_key):
-        weights, key = weights_and_key
-        return layer(in_use(weights, table), x, key), None
-
     # all layers are cast at once: loop, gathers and gradients then move half the bytes
     table, weights = param_table(cfg)[name]["layers"], jax.tree.map(
         lambda w: w.astype(compute_dtype(cfg)), params[name]["layers"])
@@ -327,15 +322,22 @@ def run_layers(layer, x, name, params, cfg, key):
               "dots": policies.save_from_both_policies(
                   policies.dots_with_no_batch_dims_saveable, named("attended", "read")),
               "full": named("attended")}[cfg.remat]
-    body = jax.checkpoint(body, policy=policy, prevent_cse=unroll)
+    # what is made again stands behind a barrier, else XLA would keep it; whole weights pass it by
+    whole = cfg.remat != "full" and "data" not in layout(weights["mlp"]["up"])
+    run = jax.checkpoint(lambda x, weights, key: layer(in_use(weights, table), x, key),
+                         policy=policy, prevent_cse=(unroll, False, False) if whole else unroll)
+
+    def body(x, weights_and_key):  # both passes use a layer's weights, cut out of the stack once
+        weights, key = weights_and_key
+        return run(x, lax.optimization_barrier(weights) if unroll else weights, key), None
+
     return lax.scan(body, x, (weights, keys), unroll=unroll)[0]
 
 
 def encode(params, cfg, inputs, segments, key=None):
     """inputs, segments [B, S] -> [B, S, D]. key: of dropout, None for none."""
     key_embed, key_layers, key_end = split_key(key, 3)
-    stack = params["encoder"]
-    S = inputs.shape[1]
+    stack, S = params["encoder"], inputs.shape[1]
     shared = relative_bias(stack, S, S, True, cfg)
     mask = mask_of(segments, segments)
 
@@ -368,8 +370,7 @@ def decoder_layer(w, x, h, own, bias, self_mask, cross, cross_mask, cfg, key=Non
 def decode(params, cfg, decoder_inputs, segments, encoded, input_segments, key=None):
     """All positions at once: decoder_inputs, segments [B, T], encoded [B, S, D] -> [B, T, D]."""
     key_embed, key_layers, key_end = split_key(key, 3)
-    stack = params["decoder"]
-    T = decoder_inputs.shape[1]
+    stack, T = params["decoder"], decoder_inputs.shape[1]
     shared = relative_bias(stack, T, T, False, cfg)
     self_mask = mask_of(segments, segments, causal=True)
     cross_mask = mask_of(segments, input_segments)
@@ -389,11 +390,10 @@ def decode(params, cfg, decoder_inputs, segments, encoded, input_segments, key=N
 @jax.named_scope("logits and loss")
 def unembed(params, cfg, x):
     """x [B, T, D] -> logits [B, T, V]; operands and product float32, whatever the model's dtype."""
-    x = x.astype(jnp.float32)
-    if cfg.tied:  # T5 1.0
-        w = jax.reshard(params["embed"], spec(("vocab", "embed")))
-        return dense(x, w.T) * cfg.d_model**-0.5
-    return dense(x, jax.reshard(params["unembed"], spec(("embed", "vocab"))))
+    name, axes = ("embed", ("vocab", "embed")) if cfg.tied else ("unembed", ("embed", "vocab"))
+    # a barrier for the gradients too: both are made at once, then the logits' memory is free
+    x, w = lax.optimization_barrier((x.astype(jnp.float32), jax.reshard(params[name], spec(axes))))
+    return dense(x, w.T) * cfg.d_model**-0.5 if cfg.tied else dense(x, w)  # T5 1.0 ties them
 
 
 def forward(params, batch, cfg, key=None):

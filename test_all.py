@@ -1891,6 +1891,26 @@ def test_heads_attend_in_groups(other, groups, parts, monkeypatch):
     assert heads == {8 // parts, 8 // parts // min(groups, 8 // parts)}
 
 
+@pytest.mark.parametrize("platform, remat, fsdp, barriers", [
+    ("cpu", "dots", False, 0), ("tpu", "dots", False, 2), ("tpu", "full", False, 3),
+    ("tpu", "dots", True, 3)])
+def test_what_stands_behind_barriers(platform, remat, fsdp, barriers, monkeypatch):
+    """Where layers are unrolled both passes share a layer's weights, cut out of the stack once, and
+    the gradients of those come together; they are made again where they are gathered, or by remat
+    full. The gradients of the logits come together everywhere."""
+    monkeypatch.setattr(model, "platform", lambda: platform)
+    cfg = change(model=dict(dtype="bfloat16", remat=remat), mesh=dict(fsdp=fsdp))
+    cfg = replace(cfg, name=platform)  # each is traced
+    mesh, m = partition.set_mesh(cfg, jax.devices()[:2]), cfg.model
+    params = train.state_template(cfg, mesh).params
+    text = jax.jit(lambda *args: train.gradients(cfg, *args, None)).lower(
+        params, train.batch_template(cfg, mesh, 4)).as_text()
+    found = [line for line in text.splitlines() if "optimization_barrier" in line]
+    down, unembed = f"tensor<{m.d_ff}x{m.d_model}xbf16>", f"tensor<{m.d_model}x{m.vocab_size}xf32>"
+    assert sum(down in line for line in found) == 2 * barriers  # encoder and decoder
+    assert sum(unembed in line for line in found) == 2
+
+
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_bfloat16_leaves_the_sums_in_float32(platform, monkeypatch):
     """Statistics, softmax, logits and loss stay float32; the answer stays near float32's. The
@@ -4568,7 +4588,7 @@ def test_the_readmes_recipe_is_ul2s_mixture(tmp_path, monkeypatch):
 @slow
 def test_a_tpus_compiler_takes_all_programs():
     """Without a TPU: training, evaluation and decoding compile for v5e:2x4, and the training step
-    of small takes less than 0.7 of the 113.1 million cycles of T5X's."""
+    of small takes less than 0.7 of the 113.1 million cycles of T5X's, and less than its memory."""
     pytest.importorskip("libtpu", reason="needs pip install '.[tpu]'")
     script = """
 import functools, jax, configs, evaluate, infer, model, partition, train
@@ -4577,7 +4597,7 @@ mesh = train.plan_mesh(cfg, "v5e:2x4")
 program = train.lower_step(cfg, mesh)[1].compile()
 parts, *_ = partition.cycles(program.as_text())
 print(parts.total())
-assert program.memory_analysis().peak_memory_in_bytes < 4e9
+assert program.memory_analysis().peak_memory_in_bytes < 3.755e9
 params = train.state_template(cfg, mesh).params
 batch = train.batch_template(cfg, mesh, 64)
 evaluate.batch_sums.lower(params, batch, cfg, 32099).compile()
