@@ -1900,7 +1900,6 @@ def test_what_stands_behind_barriers(platform, remat, fsdp, barriers, monkeypatc
     full. The gradients of the logits come together everywhere."""
     monkeypatch.setattr(model, "platform", lambda: platform)
     cfg = change(model=dict(dtype="bfloat16", remat=remat), mesh=dict(fsdp=fsdp))
-    cfg = replace(cfg, name=platform)  # each is traced
     mesh, m = partition.set_mesh(cfg, jax.devices()[:2]), cfg.model
     params = train.state_template(cfg, mesh).params
     text = jax.jit(lambda *args: train.gradients(cfg, *args, None)).lower(
