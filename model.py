@@ -460,9 +460,10 @@ def count_groups(q, k):
 
 
 def attend_in_groups(q, k, v, bias, mask):
-    """attend, a group of heads after the other, and what the backward pass needs: on a TPU the
-    scores too, but those of groups, which never leave fast memory, are made again. Names stand
-    behind all use: what has one would be copied where it is used; equal scores are made once."""
+    """attend, a group of heads after the other, and what the backward pass needs: on a TPU also
+    self-attention's scores, but not of groups, which never leave fast memory (cross-attention's are
+    5 % of a step's memory for 1 % of its time). Names stand behind all use: what has one would be
+    copied where it is used; equal scores are made once."""
     n = count_groups(q, k)
     queries, biases = heads_apart(q, n), heads_apart(bias, n)
     if n > 1 and bias is not None:  # as the scores lie, or each layer would turn them around
@@ -471,7 +472,8 @@ def attend_in_groups(q, k, v, bias, mask):
                         [*zip(queries, heads_apart(k, n), heads_apart(v, n), biases)])
     out = checkpoint_name((sums[..., :-1] / sums[..., -1:]).astype(v.dtype), "attended")
     log_sum = checkpoint_name(top + jnp.log(sums[..., -1:]), "attended")
-    scores = masked_scores(q, k, bias, mask) if n == 1 and platform() == "tpu" else None
+    kept = n == 1 and bias is not None and platform() == "tpu"
+    scores = masked_scores(q, k, bias, mask) if kept else None
     read = jax.tree.map(lambda x: checkpoint_name(x, "read"), (queries, k, v, biases, scores))
     return out, (read, mask, out, log_sum)
 
