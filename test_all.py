@@ -1867,6 +1867,16 @@ def test_attention_equals_the_softmax():
     assert_close(model.attend(q, k, v, None, mask), plain(q, k, v, 0), 1e-5)
 
 
+@pytest.mark.parametrize("platform, bias, kept", [
+    ("tpu", True, True), ("tpu", False, False), ("cpu", True, False)])
+def test_a_tpu_keeps_the_scores_of_self_attention(platform, bias, kept, monkeypatch):
+    monkeypatch.setattr(model, "platform", lambda: platform)
+    q, scores = jnp.ones((3, 4, 5, 6)), (3, 4, 5, 5)
+    _, found = model.attend_in_groups(q, q, q, jnp.ones((1, 4, 5, 5)) if bias else None,
+                                      jnp.ones((3, 1, 5, 5), bool))
+    assert (scores in {x.shape for x in jax.tree.leaves(found)}) is kept
+
+
 @pytest.mark.parametrize("other, groups, parts", [("gpu", 2, 1), ("tpu", 4, 2), ("tpu", 4, 4)])
 def test_heads_attend_in_groups(other, groups, parts, monkeypatch):
     """A TPU's forms give the loss and the gradients of a CPU's: scores of all heads kept, or those
@@ -4587,7 +4597,7 @@ def test_the_readmes_recipe_is_ul2s_mixture(tmp_path, monkeypatch):
 @slow
 def test_a_tpus_compiler_takes_all_programs():
     """Without a TPU: training, evaluation and decoding compile for v5e:2x4, and the training step
-    of small takes less than 0.7 of the 113.1 million cycles of T5X's, and less than its memory."""
+    of small takes less than 0.7 of the 113.1 million cycles of T5X's, 0.78 of its 3.755 GB."""
     pytest.importorskip("libtpu", reason="needs pip install '.[tpu]'")
     script = """
 import functools, jax, configs, evaluate, infer, model, partition, train
@@ -4596,7 +4606,7 @@ mesh = train.plan_mesh(cfg, "v5e:2x4")
 program = train.lower_step(cfg, mesh)[1].compile()
 parts, *_ = partition.cycles(program.as_text())
 print(parts.total())
-assert program.memory_analysis().peak_memory_in_bytes < 3.755e9
+assert program.memory_analysis().peak_memory_in_bytes < 0.78 * 3.755e9
 params = train.state_template(cfg, mesh).params
 batch = train.batch_template(cfg, mesh, 64)
 evaluate.batch_sums.lower(params, batch, cfg, 32099).compile()
