@@ -309,8 +309,8 @@ def run_layers(layer, x, name, params, cfg, key):
     """x [B, Q, D] through all of a stack's layers, as one compiled loop body -> [B, Q, D]. name:
     encoder or decoder; layer(weights, x, key) -> x. Except on a CPU, layers of sizes up to large
     stand one after the other, without the copies of what a loop takes apart. What the backward pass
-    finds kept is cfg.remat: "dots" keeps the products with weights, which cost the time, and makes
-    attention's scores again, which cost the memory; "full" keeps what attention returns alone."""
+    finds kept is cfg.remat: "dots" keeps products with weights, which cost the time, but scores,
+    which cost the memory, only as attend_in_groups says; "full" keeps attention's results alone."""
     # all layers are cast at once: loop, gathers and gradients then move half the bytes
     table, weights = param_table(cfg)[name]["layers"], jax.tree.map(
         lambda w: w.astype(compute_dtype(cfg)), params[name]["layers"])
