@@ -66,7 +66,9 @@ def random_bits(*key):
     bits = np.zeros((), np.uint64)
     with np.errstate(over="ignore"):  # multiplication modulo 2^64 is meant
         for part in key:
-            bits = (bits + np.uint64(0x9E3779B97F4A7C15)) ^ np.asarray(part).astype(np.uint64)
+            bits = (bits + np.uint64(0x9E3779B97F4A7C15)) ^ np.asarray(part).astype(
+                np.uint64
+            )
             bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
             bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
             bits = bits ^ (bits >> np.uint64(31))
@@ -78,7 +80,8 @@ def permute(index, size, *key):
     index: integers in [0, size), any shape; key: integers, or arrays of that shape. A Feistel
     network permutes the next power of four; whoever lands outside range(size) walks on from there.
     """
-    half = np.uint64(max(1, (size - 1).bit_length() + 1 >> 1))  # bits of one half of a number
+    # bits of one half of a number
+    half = np.uint64(max(1, (size - 1).bit_length() + 1 >> 1))
     low = np.uint64((1 << int(half)) - 1)
     out = np.asarray(index).astype(np.uint64).flatten()
     key = np.broadcast_to(random_bits(*key), np.shape(index)).ravel()
@@ -119,7 +122,9 @@ class Tokenizer:
     def decode(self, ids):
         """Ids -> text, up to the first EOS; padding is left out, unused rows are unknown."""
         ids = itertools.takewhile(lambda i: i != EOS, map(int, ids))
-        return self.processor.decode([i if i < self.size else UNK for i in ids if i != PAD])
+        return self.processor.decode(
+            [i if i < self.size else UNK for i in ids if i != PAD]
+        )
 
 
 # ---- span corruption -----------------------------------------------------------------------------
@@ -152,7 +157,9 @@ def raw_length(data):
 def compositions(total, parts, keys):
     """For each key a way to write `total` as a sum of `parts` positive numbers: [N, parts]. All
     ways are equally likely: the gaps between ones with the lowest random numbers are cut."""
-    lots = random_bits(keys[:, None], np.arange(total // 2)).view(np.uint32)[:, : total - 1]
+    lots = random_bits(keys[:, None], np.arange(total // 2)).view(np.uint32)[
+        :, : total - 1
+    ]
     cuts = np.argpartition(lots, min(parts - 1, total - 2), axis=1)[:, : parts - 1] + 1
     edges = np.zeros((len(keys), parts + 1), np.int64)
     edges[:, 1:-1], edges[:, -1] = np.sort(cuts, axis=1), total
@@ -166,10 +173,18 @@ def span_corruption(tokens, keys, sentinel, data):
     span, without another sentinel (t5/data/preprocessors.py, random_spans_noise_mask)."""
     rows, length = tokens.shape
     noise, spans = noise_counts(length, data)
-    lengths = np.stack([compositions(length - noise, spans, random_bits(keys, 1)),
-                        compositions(noise, spans, random_bits(keys, 0))], axis=2)
-    noisy = np.tile([False, True], rows * spans).repeat(lengths.ravel()).reshape(rows, length)
-    first = noisy & ~np.roll(noisy, 1, axis=1)  # where a span begins: its room in the inputs,
+    lengths = np.stack(
+        [
+            compositions(length - noise, spans, random_bits(keys, 1)),
+            compositions(noise, spans, random_bits(keys, 0)),
+        ],
+        axis=2,
+    )
+    noisy = (
+        np.tile([False, True], rows * spans).repeat(lengths.ravel()).reshape(rows, length)
+    )
+    # where a span begins: its room in the inputs,
+    first = noisy & ~np.roll(noisy, 1, axis=1)
     before = np.roll(first, -1, axis=1)  # the token before it: that in the targets
     sentinels, sides = np.tile(sentinel - np.arange(spans), rows), []
     for room, kept in ((first, ~noisy | first), (before, noisy | before)):
@@ -190,14 +205,16 @@ class Objective:
     bits for each piece, others in each epoch. data: DataConfig. Where documents are cut,
     length(data) says how many tokens a piece has at most."""
 
-    features = ("text",)  # fields of the source that are tokenized; of two, no document is cut
+    # fields of the source that are tokenized; of two, no document is cut
+    features = ("text",)
     across = False  # whether pieces go on across the ends of documents
     shortest = 1  # shorter pieces are left out
     packs = True  # whether several may share a row
 
     def sizes(self, lengths, keys, tokenizer, data):
         """Tokens of N pieces [features, N] -> tokens of their inputs and targets [2, N]."""
-        pieces = [[np.zeros(n, np.int32) for n in piece] for piece in lengths.T]  # tried on zeros
+        # tried on zeros
+        pieces = [[np.zeros(n, np.int32) for n in piece] for piece in lengths.T]
         made = self.make(pieces, keys, tokenizer, data)
         return np.array([[len(side) for side in pair] for pair in made]).T
 
@@ -228,14 +245,20 @@ class SpanCorruption(Objective):
         return np.stack([lengths[0] - noise + spans, noise + spans])
 
     def make(self, pieces, keys, tokenizer, data):
-        made, lengths = [None] * len(pieces), np.array([len(ids) for ids, in pieces])
+        made, lengths = [None] * len(pieces), np.array([len(ids) for (ids,) in pieces])
         for length in np.unique(lengths):
             here = np.flatnonzero(lengths == length)
             if (spans := noise_counts(length, data)[1]) > tokenizer.sentinels:
-                raise UserError(f"{length} tokens lose {spans} spans, but there are "
-                                f"{tokenizer.sentinels} sentinels: raise --data.mean_span_length.")
-            sides = span_corruption(np.stack([pieces[i][0] for i in here]), keys[here],
-                                    tokenizer.size - 1, data)
+                raise UserError(
+                    f"{length} tokens lose {spans} spans, but there are "
+                    f"{tokenizer.sentinels} sentinels: raise --data.mean_span_length."
+                )
+            sides = span_corruption(
+                np.stack([pieces[i][0] for i in here]),
+                keys[here],
+                tokenizer.size - 1,
+                data,
+            )
             for i, inputs, targets in zip(here, *sides):
                 made[i] = inputs[:-1], targets[:-1]
         return made
@@ -255,35 +278,52 @@ class Examples:
 
     def locate(self, draws):
         """Numbers of draws [N] -> examples: epochs and numbers [2, N]."""
-        first = self.corpus.chapters(int(draws.max()) + 1)  # the piece each chapter begins with
+        # the piece each chapter begins with
+        first = self.corpus.chapters(int(draws.max()) + 1)
         epochs, numbers = np.divmod(draws, max(1, first[-1]))
         chapters = np.searchsorted(first, numbers, "right") - 1
         for chapter in np.unique(chapters) if self.shuffled else ():
             here, start, stop = chapters == chapter, *first[chapter : chapter + 2]
-            numbers[here] = start + permute(numbers[here] - start, stop - start, ORDER,
-                                            self.cfg.train.seed, epochs[here], chapter)
+            numbers[here] = start + permute(
+                numbers[here] - start,
+                stop - start,
+                ORDER,
+                self.cfg.train.seed,
+                epochs[here],
+                chapter,
+            )
         return np.stack([epochs, numbers])
 
     def sides(self):
         """Of inputs and targets: the limit, EOS if it ends them, and how many tokens stay."""
         data, task = self.cfg.data, self.task
-        for limit, eos in ((data.inputs_length, task.inputs_eos), (data.targets_length, True)):
+        for limit, eos in (
+            (data.inputs_length, task.inputs_eos),
+            (data.targets_length, True),
+        ):
             yield limit, np.array([EOS] * eos, int), limit - (eos and task.eos_after_trim)
 
     def sizes(self, examples):
         """Examples -> the tokens of their inputs and targets, EOS not counted: [2, N]."""
         keys = random_bits(NOISE, self.cfg.train.seed, *examples)
         return self.task.objective.sizes(
-            self.corpus.lengths(examples[1]), keys, self.tokenizer, self.cfg.data)
+            self.corpus.lengths(examples[1]), keys, self.tokenizer, self.cfg.data
+        )
 
     def make(self, examples):
         """Examples -> [(inputs, targets)], cut to their limits, with EOS."""
         keys = random_bits(NOISE, self.cfg.train.seed, *examples)
         pairs = self.task.objective.make(
-            self.corpus.pieces(examples[1]), keys, self.tokenizer, self.cfg.data)
+            self.corpus.pieces(examples[1]), keys, self.tokenizer, self.cfg.data
+        )
         sides = list(self.sides())
-        return [[np.concatenate([ids[:kept], eos])[:limit]
-                 for ids, (limit, eos, kept) in zip(pair, sides)] for pair in pairs]
+        return [
+            [
+                np.concatenate([ids[:kept], eos])[:limit]
+                for ids, (limit, eos, kept) in zip(pair, sides)
+            ]
+            for pair in pairs
+        ]
 
 
 # ---- packing -------------------------------------------------------------------------------------
@@ -300,7 +340,10 @@ def pack(sizes, limits):
     limits, load = np.array(limits), sizes.sum(1) / limits
     average = limits * load / load.max()
     x, y = (pairs / average[:, None]).astype(np.float32)
-    targets, short = pairs[1].copy(), np.searchsorted(pairs[0], np.arange(limits[0] + 1), "right")
+    targets, short = (
+        pairs[1].copy(),
+        np.searchsorted(pairs[0], np.arange(limits[0] + 1), "right"),
+    )
     rows, row, left = np.zeros(sizes.shape[1], int), -1, sizes.shape[1]
     while left:
         row, room = row + 1, limits.copy()
@@ -318,12 +361,18 @@ def pack(sizes, limits):
 
 def fill_rows(examples, rows, count, limits):
     """[(inputs, targets)], the row of each (rising), number of rows -> Batch."""
-    tokens, segments = ([np.zeros((count, limit), np.int32) for limit in limits] for _ in range(2))
-    for row, members in itertools.groupby(zip(rows.tolist(), examples), lambda member: member[0]):
+    tokens, segments = (
+        [np.zeros((count, limit), np.int32) for limit in limits] for _ in range(2)
+    )
+    for row, members in itertools.groupby(
+        zip(rows.tolist(), examples), lambda member: member[0]
+    ):
         for side, parts in enumerate(zip(*(pair for _, pair in members))):
             sizes = [len(ids) for ids in parts]
             tokens[side][row, : sum(sizes)] = np.concatenate(parts)
-            segments[side][row, : sum(sizes)] = np.repeat(np.arange(len(parts)) + 1, sizes)
+            segments[side][row, : sum(sizes)] = np.repeat(
+                np.arange(len(parts)) + 1, sizes
+            )
     return complete_batch(*tokens, *segments)
 
 
@@ -333,7 +382,9 @@ def complete_batch(inputs, targets, input_segments, target_segments):
     decoder_inputs[:, 1:] = targets[:, :-1]
     target_segments = target_segments.astype(np.int32)
     decoder_inputs[:, 1:][target_segments[:, 1:] != target_segments[:, :-1]] = PAD
-    return Batch(inputs, input_segments.astype(np.int32), decoder_inputs, targets, target_segments)
+    return Batch(
+        inputs, input_segments.astype(np.int32), decoder_inputs, targets, target_segments
+    )
 
 
 # ---- the batch of a step -------------------------------------------------------------------------
@@ -349,7 +400,9 @@ class Dataset:
     def __init__(self, tasks, rates, cfg, starts=(0,)):
         self.tasks, self.cfg, self.starts = tasks, cfg, list(starts)
         self.rates = np.array(rates) / sum(rates)
-        self.packs = cfg.data.pack and any(examples.task.objective.packs for examples in tasks)
+        self.packs = cfg.data.pack and any(
+            examples.task.objective.packs for examples in tasks
+        )
         self.thread, self.plans = ThreadPoolExecutor(1), {}
 
     def batch(self, step, rows=None):
@@ -360,9 +413,13 @@ class Dataset:
         made = [None] * len(row)
         for k in np.unique(task):
             here = np.flatnonzero(task == k)
-            for i, pair in zip(here.tolist(), self.tasks[k].make(self.tasks[k].locate(draw[here]))):
+            for i, pair in zip(
+                here.tolist(), self.tasks[k].make(self.tasks[k].locate(draw[here]))
+            ):
                 made[i] = pair
-        return fill_rows(made, row, len(numbers), (data.inputs_length, data.targets_length))
+        return fill_rows(
+            made, row, len(numbers), (data.inputs_length, data.targets_length)
+        )
 
     def members(self, numbers):
         """Numbers of rows -> (row, task, draw) of the examples in them."""
@@ -377,7 +434,8 @@ class Dataset:
 
     def drawn(self, block):
         """How many examples of each task are drawn before a block."""
-        phase = (np.arange(len(self.rates)) + 0.5) / len(self.rates)  # not all round up at once
+        # not all round up at once
+        phase = (np.arange(len(self.rates)) + 0.5) / len(self.rates)
         return np.floor(self.rates * block * self.BLOCK + phase).astype(int)
 
     def plan(self, block):
@@ -385,7 +443,8 @@ class Dataset:
         first, count = self.drawn(block), self.drawn(block + 1) - self.drawn(block)
         task = np.repeat(np.arange(len(count)), count)
         inside = np.arange(len(task)) - np.repeat(np.cumsum(count) - count, count)
-        order = np.argsort((inside + 0.5) / count[task], kind="stable")  # evenly interleaved
+        # evenly interleaved
+        order = np.argsort((inside + 0.5) / count[task], kind="stable")
         task, draw = task[order], (first[task] + inside)[order]
         if not self.packs:
             return task, draw, np.arange(len(task) + 1)
@@ -393,7 +452,8 @@ class Dataset:
         for k in np.unique(task):
             here, examples = task == k, self.tasks[k].locate(draw[task == k])
             for size, found, (limit, eos, kept) in zip(
-                    sizes, self.tasks[k].sizes(examples), self.tasks[k].sides()):
+                sizes, self.tasks[k].sizes(examples), self.tasks[k].sides()
+            ):
                 size[here] = np.minimum(np.minimum(found, kept) + len(eos), limit)
         row = pack(sizes, (self.cfg.data.inputs_length, self.cfg.data.targets_length))
         row = permute(row, int(row.max()) + 1, PACKING, self.cfg.train.seed, block)
@@ -412,8 +472,11 @@ class Dataset:
         """Find where the blocks begin, up to the one that has this row."""
         while self.starts[-1] <= row:
             block = len(self.starts) - 1
-            rows = len(self.planned(block)[-1]) - 1 if self.packs else (
-                sum(self.drawn(block + 1)) - sum(self.drawn(block)))
+            rows = (
+                len(self.planned(block)[-1]) - 1
+                if self.packs
+                else (sum(self.drawn(block + 1)) - sum(self.drawn(block)))
+            )
             self.starts.append(self.starts[-1] + int(rows))
 
 
@@ -425,22 +488,35 @@ class ByteTokenizer(Tokenizer):
     sentinels are the ids of the highest bytes, as in the published ByT5."""
 
     def __init__(self, extra_ids=0):
-        sentinels = extra_ids or 11  # which are surely none of the text: no UTF-8 has them
+        # which are surely none of the text: no UTF-8 has them
+        sentinels = extra_ids or 11
         super().__init__(f"bytes:{extra_ids}\n".encode(), 3 + 256 + extra_ids, sentinels)
 
     def encode(self, text):
         ids = []
-        for k, piece in enumerate(re.split(r"<extra_id_(\d\d?)>", text)):  # text, number, text ...
-            ids += [self.size - 1 - int(piece)] if k % 2 else [byte + 3 for byte in piece.encode()]
+        # text, number, text ...
+        for k, piece in enumerate(re.split(r"<extra_id_(\d\d?)>", text)):
+            ids += (
+                [self.size - 1 - int(piece)]
+                if k % 2
+                else [byte + 3 for byte in piece.encode()]
+            )
         return ids
 
     def encode_batch(self, texts):
-        return [np.array(self.encode(text), np.int32) if "<extra_id_" in text else
-                np.frombuffer(text.encode(), np.uint8) + np.int32(3) for text in texts]
+        return [
+            np.array(self.encode(text), np.int32)
+            if "<extra_id_" in text
+            else np.frombuffer(text.encode(), np.uint8) + np.int32(3)
+            for text in texts
+        ]
 
     def pieces(self, ids):
         known = [b"<pad>", b"</s>", b"<unk>", *(bytes([byte]) for byte in range(256))]
-        text = (known[i] if i < 3 + 256 else b"<extra_id_%d>" % (self.size - 1 - i) for i in ids)
+        text = (
+            known[i] if i < 3 + 256 else b"<extra_id_%d>" % (self.size - 1 - i)
+            for i in ids
+        )
         return b"".join(text).decode(errors="replace")
 
     def decode(self, ids):
@@ -456,8 +532,10 @@ class IdTokenizer(Tokenizer):
         super().__init__(f"ids:{size}:{sentinels}\n".encode(), size, sentinels)
 
     def encode(self, text):
-        return [int(word) if word.isdecimal() and int(word) < self.size else UNK
-                for word in text.split()]
+        return [
+            int(word) if word.isdecimal() and int(word) < self.size else UNK
+            for word in text.split()
+        ]
 
     def encode_batch(self, texts):
         return [np.array(self.encode(text), np.int32) for text in texts]
@@ -467,7 +545,9 @@ class IdTokenizer(Tokenizer):
 
     def decode(self, ids):
         """Ids -> text, up to the first EOS; padding is left out."""
-        return " ".join(str(i) for i in itertools.takewhile(lambda i: i != EOS, ids) if i != PAD)
+        return " ".join(
+            str(i) for i in itertools.takewhile(lambda i: i != EOS, ids) if i != PAD
+        )
 
 
 def add_sentinels(model, number):
@@ -483,17 +563,21 @@ def parse_vocabulary(serialized, name="the vocabulary"):
     model = sentencepiece_model_pb2.ModelProto()
     try:
         model.ParseFromString(serialized)
-    except Exception as error:  # protobuf's DecodeError, whose place differs between versions
+    # protobuf's DecodeError, whose place differs between versions
+    except Exception as error:
         raise UserError(f"{name} is not a SentencePiece model ({error}).") from error
     special = [piece.piece for piece in model.pieces[:3]]
     if special != ["<pad>", "</s>", "<unk>"]:
-        raise UserError(f"{name} begins with the pieces {special}, but T5 needs <pad>, </s>, <unk> "
-                        f"as ids 0, 1, 2: train it with pad_id=0, eos_id=1, unk_id=2, bos_id=-1.")
+        raise UserError(
+            f"{name} begins with the pieces {special}, but T5 needs <pad>, </s>, <unk> "
+            f"as ids 0, 1, 2: train it with pad_id=0, eos_id=1, unk_id=2, bos_id=-1."
+        )
     if model.pieces[-1].piece not in ("▁<extra_id_0>", "<extra_id_0>"):
         add_sentinels(model, SENTINELS)
     try:
         processor = sentencepiece.SentencePieceProcessor(
-            model_proto=model.SerializeToString(), num_threads=os.cpu_count())
+            model_proto=model.SerializeToString(), num_threads=os.cpu_count()
+        )
     except RuntimeError as error:
         raise UserError(f"{name} is damaged ({error}): fetch it again.") from error
     sentinels = sum("<extra_id_" in piece.piece for piece in model.pieces)
@@ -511,10 +595,13 @@ def load_tokenizer(path):
         with open_file(path) as file:
             serialized = file.read()
     except (OSError, ValueError) as error:
-        raise UserError(f"No vocabulary at {path} ({getattr(error, 'strerror', 0) or error}): give "
-                        f"--data.vocab the path of a SentencePiece model, or train one on the "
-                        f"source with --data.vocab train:32000.") from error
-    if re.fullmatch(rb"(bytes|ids:\d{1,9})(:\d{1,9})?\s*", serialized):  # what a run keeps of one
+        raise UserError(
+            f"No vocabulary at {path} ({getattr(error, 'strerror', 0) or error}): give "
+            f"--data.vocab the path of a SentencePiece model, or train one on the "
+            f"source with --data.vocab train:32000."
+        ) from error
+    # what a run keeps of one
+    if re.fullmatch(rb"(bytes|ids:\d{1,9})(:\d{1,9})?\s*", serialized):
         return load_tokenizer(serialized.decode().strip())
     return parse_vocabulary(serialized, path)
 
@@ -527,20 +614,34 @@ def train_tokenizer(texts, pieces, most=1 << 27):
     with progress("reading for a vocabulary", "character") as bar:
         for text in texts:
             for line in text.splitlines():
-                lines += [line[start : start + 4000] for start in range(0, len(line), 4000)]
+                lines += [
+                    line[start : start + 4000] for start in range(0, len(line), 4000)
+                ]
             bar.update(len(text))
             if bar.n >= most:
                 break
         note(f"training a vocabulary of {pieces:,} pieces on {bar.n:,} characters")
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines), model_writer=out, vocab_size=pieces,
-            model_type="unigram", pad_id=PAD, eos_id=EOS, unk_id=UNK, bos_id=-1, num_threads=4,
-            minloglevel=2, max_sentence_length=16_000, character_coverage=0.9999)
+            sentence_iterator=iter(lines),
+            model_writer=out,
+            vocab_size=pieces,
+            model_type="unigram",
+            pad_id=PAD,
+            eos_id=EOS,
+            unk_id=UNK,
+            bos_id=-1,
+            num_threads=4,
+            minloglevel=2,
+            max_sentence_length=16_000,
+            character_coverage=0.9999,
+        )
     except RuntimeError as error:
         bound = re.search(r"<= (\d+)", str(error))
-        raise UserError(f"The source has too little text for {pieces} pieces: give it more, or set "
-                        f"--data.vocab train:{bound[1] if bound else 'N'} or fewer.") from error
+        raise UserError(
+            f"The source has too little text for {pieces} pieces: give it more, or set "
+            f"--data.vocab train:{bound[1] if bound else 'N'} or fewer."
+        ) from error
     return parse_vocabulary(out.getvalue())
 
 
@@ -549,15 +650,26 @@ class Progress(tqdm):
 
     @staticmethod
     def status_printer(file):
-        return tqdm.status_printer(file) if file.isatty() else (
-            lambda text: text and print(text, file=file, flush=True))
+        return (
+            tqdm.status_printer(file)
+            if file.isatty()
+            else (lambda text: text and print(text, file=file, flush=True))
+        )
 
 
 def progress(what, unit, total=None, quiet=False):
     """Shows how far a long job is; silent while it is short, and where others speak."""
     seconds = 0.5 if sys.stderr.isatty() else 30
-    return Progress(desc=what, unit=f" {unit}s", unit_scale=True, total=total, leave=False,
-                    delay=seconds, mininterval=seconds, disable=quiet or not configs.speaks)
+    return Progress(
+        desc=what,
+        unit=f" {unit}s",
+        unit_scale=True,
+        total=total,
+        leave=False,
+        delay=seconds,
+        mininterval=seconds,
+        disable=quiet or not configs.speaks,
+    )
 
 
 # ---- sources -------------------------------------------------------------------------------------
@@ -596,10 +708,15 @@ def python_documents():
         if left_out & set(path.relative_to(library).parts):
             continue
         tree = ast.parse(path.read_bytes())
-        if path.parts[-2:] == ("pydoc_data", "topics.py"):  # topics = {"assert": "The ...", ...}
-            topics = next(node.value for node in tree.body if isinstance(node, ast.Assign))
+        # topics = {"assert": "The ...", ...}
+        if path.parts[-2:] == ("pydoc_data", "topics.py"):
+            topics = next(
+                node.value for node in tree.body if isinstance(node, ast.Assign)
+            )
             documents.extend(ast.literal_eval(topics).values())
-        docs = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
+        docs = [
+            ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)
+        ]
         documents.append("\n\n".join(filter(None, docs)))
     return [document for document in documents if document.strip()]
 
@@ -608,9 +725,17 @@ def in_memory(name, stamp, examples, split):
     """examples: function of a split -> its examples. The parts of a split, or of both for None."""
     if split not in ("train", "validation", None):
         raise NoSplit(f"{name} has no split {split}.")
-    return [Part(f"{name} {one}", stamp, lambda bad, one=one: (
-        (f"{name} {one} {i}", example) for i, example in enumerate(examples(one))))
-        for one in ("train", "validation") if split in (one, None)]
+    return [
+        Part(
+            f"{name} {one}",
+            stamp,
+            lambda bad, one=one: (
+                (f"{name} {one} {i}", example) for i, example in enumerate(examples(one))
+            ),
+        )
+        for one in ("train", "validation")
+        if split in (one, None)
+    ]
 
 
 def python_source(name, split, cfg):
@@ -621,7 +746,10 @@ def python_source(name, split, cfg):
 
     def examples(split):
         count = int(name) if name else len(python_documents())
-        order, held_out = permute(np.arange(count), count, 6).tolist(), max(1, count // 100)
+        order, held_out = (
+            permute(np.arange(count), count, 6).tolist(),
+            max(1, count // 100),
+        )
         for n in order[:held_out] if split == "validation" else order[held_out:]:
             yield {"number": n} if name else {"text": python_documents()[n]}
 
@@ -630,6 +758,7 @@ def python_source(name, split, cfg):
 
 def reverse_source(name, split, cfg):
     """reverse:, sequences of 4 to 12 random ids and the same backwards, for toy_reverse."""
+
     def examples(split):
         seed, count = {"train": (0, 20_000), "validation": (1, 512)}[split]
         for i in range(count):
@@ -645,7 +774,9 @@ def random_source(name, split, cfg):
     size = cfg.model.vocab_size - SENTINELS - 3
 
     def examples(split):
-        seed, numbers = {"train": (0, itertools.count()), "validation": (1, range(64))}[split]
+        seed, numbers = {"train": (0, itertools.count()), "validation": (1, range(64))}[
+            split
+        ]
         for i in numbers:
             ids = random_bits(seed, i, np.arange(4096)) % np.uint64(size)
             yield {"text": ids.astype(int) + 3}
@@ -669,13 +800,18 @@ def find_files(pattern):
 
         try:
             system, inner = fsspec.core.url_to_fs(pattern)
-            infos = {system.unstrip_protocol(path): info for path, info in
-                     system.glob(inner, detail=True).items() if info["type"] == "file"}
+            infos = {
+                system.unstrip_protocol(path): info
+                for path, info in system.glob(inner, detail=True).items()
+                if info["type"] == "file"
+            }
         except (ImportError, ValueError, OSError) as error:
             raise UserError(f"{pattern} cannot be read ({error}).") from error
         times = "etag", "mtime", "updated", "created"
-        return sorted((path, [info["size"], str([info.get(key) for key in times])])
-                      for path, info in infos.items())
+        return sorted(
+            (path, [info["size"], str([info.get(key) for key in times])])
+            for path, info in infos.items()
+        )
     paths = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
     stats = {path: os.stat(path) for path in paths if not os.path.isdir(path)}
     return [(path, [stat.st_size, stat.st_mtime_ns]) for path, stat in stats.items()]
@@ -694,8 +830,16 @@ def file_parts(found, read):
             size = 0
         groups[-1].append((path, stamp))
         size += stamp[0]
-    return [Part(group[0][0], group, lambda bad, group=group: itertools.chain.from_iterable(
-        read(path, bad) for path, _ in group)) for group in groups]
+    return [
+        Part(
+            group[0][0],
+            group,
+            lambda bad, group=group: itertools.chain.from_iterable(
+                read(path, bad) for path, _ in group
+            ),
+        )
+        for group in groups
+    ]
 
 
 def file_source(read, pattern, split, cfg):
@@ -704,8 +848,12 @@ def file_source(read, pattern, split, cfg):
     so that it has no neighbours in training but at its end."""
     if not (found := find_files(pattern)):
         folder = pattern.rstrip("/") if os.path.isdir(pattern) else "FOLDER"
-        raise Missing({f"No file matches {pattern or 'an empty name'}": f"give --data.source the "
-                       f"path of a file, or a quoted glob, such as '{folder}/*'."})
+        raise Missing(
+            {
+                f"No file matches {pattern or 'an empty name'}": f"give --data.source the "
+                f"path of a file, or a quoted glob, such as '{folder}/*'."
+            }
+        )
     parts = file_parts(found, read)
     if split is None:
         return parts
@@ -720,7 +868,9 @@ def file_source(read, pattern, split, cfg):
                 yield where, example
             elif split == "validation":
                 return
-            seen += sum(len(value) for value in example.values() if isinstance(value, str | list))
+            seen += sum(
+                len(value) for value in example.values() if isinstance(value, str | list)
+            )
 
     divided = parts[0]._replace(read=read_first)
     return [divided, *parts[1:]] if split == "train" else [divided]
@@ -747,7 +897,9 @@ def text_source(name, split, cfg):
         lines = read_lines(path, bad)
         if pattern == name:
             lines = [(1, "".join(line for _, line in lines))]
-        return ((f"{path}:{number}", {"text": text}) for number, text in lines if text.strip())
+        return (
+            (f"{path}:{number}", {"text": text}) for number, text in lines if text.strip()
+        )
 
     return file_source(read, pattern, split, cfg)
 
@@ -803,26 +955,39 @@ def tfds_source(name, split, cfg):
     found = [path.parent for path in infos if version in ("", path.parent.name)]
     if not found:
         others = ", ".join(path.parent.name for path in infos)
-        there = f" (there is {others}: --data.source tfds:{dataset}:VERSION)" * bool(others)
-        raise Missing({f"{name} is not in {folder / version}{there}": (
-            "name the folder of your TFDS datasets with --data.tfds_dir or TFDS_DATA_DIR, or fill "
-            "it where TensorFlow is (tfds build NAME --data_dir DIR --file_format array_record), "
-            "or read C4's own files with --data.source 'jsonl:DIR/c4-train.*.json.gz', or any text "
-            "with 'text:DIR/*.txt'.")})
+        there = f" (there is {others}: --data.source tfds:{dataset}:VERSION)" * bool(
+            others
+        )
+        raise Missing(
+            {
+                f"{name} is not in {folder / version}{there}": (
+                    "name the folder of your TFDS datasets with --data.tfds_dir or TFDS_DATA_DIR, or fill "
+                    "it where TensorFlow is (tfds build NAME --data_dir DIR --file_format array_record), "
+                    "or read C4's own files with --data.source 'jsonl:DIR/c4-train.*.json.gz', or any text "
+                    "with 'text:DIR/*.txt'."
+                )
+            }
+        )
     folder = max(found, key=lambda path: [int(n) for n in re.findall(r"\d+", path.name)])
     import tensorflow_datasets as tfds  # half a second, and no other source needs it
 
     try:
         info = tfds.builder_from_directory(folder).info
     except Exception as error:  # of protobuf or TFDS itself
-        raise UserError(f"{folder / 'dataset_info.json'} is damaged ({error}).") from error
+        raise UserError(
+            f"{folder / 'dataset_info.json'} is damaged ({error})."
+        ) from error
     if (form := info.file_format.value) != "array_record":
-        raise UserError(f"{folder} is stored as {form}, which only TensorFlow reads: prepare it "
-                        f"again on a machine that has it, by tfds.builder({dataset!r}, "
-                        f"file_format='array_record').download_and_prepare().")
+        raise UserError(
+            f"{folder} is stored as {form}, which only TensorFlow reads: prepare it "
+            f"again on a machine that has it, by tfds.builder({dataset!r}, "
+            f"file_format='array_record').download_and_prepare()."
+        )
     if split not in info.splits:
-        raise NoSplit(f"{folder} has no split {split} (it has {', '.join(info.splits)}): name a "
-                      f"--data.validation_source.")
+        raise NoSplit(
+            f"{folder} has no split {split} (it has {', '.join(info.splits)}): name a "
+            f"--data.validation_source."
+        )
     count, size = info.splits[split].num_examples, 1 << 17  # examples of a part
 
     def read(start, bad):
@@ -834,11 +999,16 @@ def tfds_source(name, split, cfg):
             except UnicodeDecodeError:
                 bad(where, "is not UTF-8")
             except (IndexError, ValueError, RuntimeError) as error:
-                bad(where, f"is missing or damaged: its info promises {count:,} examples ({error})")
+                bad(
+                    where,
+                    f"is missing or damaged: its info promises {count:,} examples ({error})",
+                )
 
     stamp = [info.splits[split].shard_lengths, info.splits[split].num_bytes]
-    return [Part(f"{folder} {split} {start}", stamp, functools.partial(read, start))
-            for start in range(0, count, size)]
+    return [
+        Part(f"{folder} {split} {start}", stamp, functools.partial(read, start))
+        for start in range(0, count, size)
+    ]
 
 
 def hf_source(name, split, cfg):
@@ -849,17 +1019,24 @@ def hf_source(name, split, cfg):
         raise UserError("hf: needs the library datasets: pip install '.[hf]'.") from None
     dataset, _, config = name.partition(":")
     try:
-        stream = datasets.load_dataset(dataset, config or None, split=split, streaming=True)
+        stream = datasets.load_dataset(
+            dataset, config or None, split=split, streaming=True
+        )
     except Exception as error:  # of the library, the network, the dataset's own files
         kind = NoSplit if "split" in str(error) else UserError
         raise kind(f"hf:{name} cannot be opened, split {split} ({error}).") from error
 
     def read(shard, bad):
         examples = enumerate(stream.shard(stream.num_shards, shard))
-        return ((f"hf:{name} {split} shard {shard} row {i}", example) for i, example in examples)
+        return (
+            (f"hf:{name} {split} shard {shard} row {i}", example)
+            for i, example in examples
+        )
 
-    return [Part(f"shard {shard}", [stream.num_shards], functools.partial(read, shard))
-            for shard in range(stream.num_shards)]
+    return [
+        Part(f"shard {shard}", [stream.num_shards], functools.partial(read, shard))
+        for shard in range(stream.num_shards)
+    ]
 
 
 def read_tfrecords(path, bad):
@@ -879,8 +1056,12 @@ def seqio_source(name, split, cfg):
     if not infos:
         others = [os.path.basename(path) for path, _ in find_files(f"{name}/info.*.json")]
         if others:
-            raise NoSplit(f"{name} has no info.{split}.json (it has {', '.join(others)}).")
-        raise Missing({f"{name} has no info.{split}.json": "name a folder that SeqIO has cached."})
+            raise NoSplit(
+                f"{name} has no info.{split}.json (it has {', '.join(others)})."
+            )
+        raise Missing(
+            {f"{name} has no info.{split}.json": "name a folder that SeqIO has cached."}
+        )
 
     def read(features, path, bad):
         from google.protobuf.message import DecodeError
@@ -889,11 +1070,14 @@ def seqio_source(name, split, cfg):
         for number, record in enumerate(read_tfrecords(path, bad)):
             where = f"{path} record {number}"
             try:
-                stored = tf_example_generated_pb2.Example.FromString(record).features.feature
+                stored = tf_example_generated_pb2.Example.FromString(
+                    record
+                ).features.feature
                 example = {}
                 for key, feature in stored.items():
                     values = [v.decode() for v in feature.bytes_list.value] or np.array(
-                        [*feature.int64_list.value, *feature.float_list.value])
+                        [*feature.int64_list.value, *feature.float_list.value]
+                    )
                     scalar = features.get(key, {}).get("shape") == []
                     key = key.replace("_plaintext", "_pretokenized")
                     example[key] = values[0] if scalar else values
@@ -905,29 +1089,42 @@ def seqio_source(name, split, cfg):
     for path, _ in infos:
         folder = os.path.dirname(path)
         if not find_files(f"{folder}/COMPLETED"):
-            raise UserError(f"{folder} has no file COMPLETED: its caching did not finish.")
+            raise UserError(
+                f"{folder} has no file COMPLETED: its caching did not finish."
+            )
         form = {"features": {str: {"shape?": list}}, "num_shards": int}
         info = configs.read_json(configs.to_path(path), form)
         shards = find_files(f"{glob.escape(folder)}/{split}.tfrecord-*-of-*")
         if len(shards) != info["num_shards"]:
-            raise UserError(f"{folder} has {len(shards)} shards of {split}, its info promises "
-                            f"{info['num_shards']}: copy the missing ones.")
+            raise UserError(
+                f"{folder} has {len(shards)} shards of {split}, its info promises "
+                f"{info['num_shards']}: copy the missing ones."
+            )
         parts += file_parts(shards, functools.partial(read, info["features"]))
     return parts
 
 
-SOURCES = {"python": python_source, "text": text_source, "tfds": tfds_source, "hf": hf_source,
-           "jsonl": functools.partial(file_source, read_jsonl),
-           "parquet": functools.partial(file_source, read_parquet), "seqio": seqio_source,
-           "reverse": reverse_source, "random": random_source}
+SOURCES = {
+    "python": python_source,
+    "text": text_source,
+    "tfds": tfds_source,
+    "hf": hf_source,
+    "jsonl": functools.partial(file_source, read_jsonl),
+    "parquet": functools.partial(file_source, read_parquet),
+    "seqio": seqio_source,
+    "reverse": reverse_source,
+    "random": random_source,
+}
 
 
 def open_source(source, split, cfg, whole=False):
-    """"KIND:NAME", a split -> the source's parts. whole: files without splits are not divided."""
+    """ "KIND:NAME", a split -> the source's parts. whole: files without splits are not divided."""
     kind, _, name = source.partition(":")
     if kind not in SOURCES:
-        raise UserError(f"Unknown kind of source in {source!r}: it begins with one of "
-                        f"{', '.join(f'{known}:' for known in SOURCES)}.")
+        raise UserError(
+            f"Unknown kind of source in {source!r}: it begins with one of "
+            f"{', '.join(f'{known}:' for known in SOURCES)}."
+        )
     named = name.replace("{split}", split)
     if named != name and not find_files(named.removesuffix(":lines")):
         if find_files(name.replace("{split}", "*").removesuffix(":lines")):
@@ -944,7 +1141,9 @@ class Complaints:
 
     def __call__(self, where, what):
         if self.stop:
-            raise UserError(f"{where} {what}: mend it, or leave it out with --data.on_error skip.")
+            raise UserError(
+                f"{where} {what}: mend it, or leave it out with --data.on_error skip."
+            )
         self.count += 1
 
 
@@ -958,7 +1157,7 @@ class PrefixLM(Objective):
         return data.inputs_length - 1
 
     def make(self, pieces, keys, tokenizer, data):
-        lengths = np.array([len(ids) for ids, in pieces])
+        lengths = np.array([len(ids) for (ids,) in pieces])
         below = (keys >> np.uint64(32)) * np.maximum(lengths - 1, 0).astype(np.uint64)
         cuts = np.minimum(1 + (below >> np.uint64(32)).astype(int), lengths - 1)
         return [(ids[:cut], ids[cut:]) for (ids,), cut in zip(pieces, cuts.tolist())]
@@ -975,40 +1174,53 @@ def as_it_is(example):
 
 def text_to_text(example):
     """Fields inputs and targets as they are: texts, or ids. Of a SeqIO cache the texts, if kept."""
-    texts = {key: example.get(f"{key}_pretokenized", example.get(key)) for key in Pairs.features}
+    texts = {
+        key: example.get(f"{key}_pretokenized", example.get(key))
+        for key in Pairs.features
+    }
     return [example | {key: text for key, text in texts.items() if text is not None}]
 
 
 def template(inputs, targets, labels=()):
     """A format that fills two templates; {label} stands for the text of the label."""
+
     def fill(example):
         kept = {"idx": example["idx"]} if "idx" in example else {}
         if labels:
             label = example.get("label", -1)
             example = {**example, "label": "<unk>" if label == -1 else labels[label]}
-        filled = {"inputs": inputs.format_map(example), "targets": targets.format_map(example)}
+        filled = {
+            "inputs": inputs.format_map(example),
+            "targets": targets.format_map(example),
+        }
         return [filled | kept]
 
     return fill
 
 
 def listed(words):
-    """"rte hypothesis=sentence2 premise" -> "rte hypothesis: {sentence2} premise: {premise}"."""
+    """ "rte hypothesis=sentence2 premise" -> "rte hypothesis: {sentence2} premise: {premise}"."""
     first, *pairs = words.split()
     pairs = [pair.partition("=") for pair in pairs]
-    return " ".join([first, *(f"{name}: {{{field or name}}}" for name, _, field in pairs)])
+    return " ".join(
+        [first, *(f"{name}: {{{field or name}}}" for name, _, field in pairs)]
+    )
 
 
 def stsb(example):
     """A similarity between 0 and 5 is rounded to the nearest fifth: "3.8"."""
     score = np.round(np.float32(example["label"]) * np.float32(5)) / np.float32(5)
-    return template(listed("stsb sentence1 sentence2"), "{score:.1f}")(example | {"score": score})
+    return template(listed("stsb sentence1 sentence2"), "{score:.1f}")(
+        example | {"score": score}
+    )
 
 
 def multirc(example):
     """Without markup; three numbers are kept to group answers by."""
-    plain = {key: re.sub("</?b>", "", example[key].replace("<br>", " "))
-             for key in ("paragraph", "question", "answer")}
+    plain = {
+        key: re.sub("</?b>", "", example[key].replace("<br>", " "))
+        for key in ("paragraph", "question", "answer")
+    }
     fill = template(listed("multirc question answer paragraph"), "{label}", TRUTH)
     kept = {f"idx/{key}": example["idx"][key] for key in plain}
     return [filled | kept for filled in fill(plain | {"label": example["label"]})]
@@ -1021,8 +1233,10 @@ def record(example):
     entities, answers = ", ".join(example["entities"]), list(example["answers"])
     text = f"record query: {example['query']} entities: {entities} passage: {passage}"
     kept = {f"idx/{key}": example["idx"][key] for key in ("passage", "query")}
-    return [{"inputs": text, "targets": answer, "answers": answers, **kept}
-            for answer in answers or ["<unk>"]]
+    return [
+        {"inputs": text, "targets": answer, "answers": answers, **kept}
+        for answer in answers or ["<unk>"]
+    ]
 
 
 def wsc(only_true, example):
@@ -1030,7 +1244,11 @@ def wsc(only_true, example):
     published examples are marked wrongly, a word too early or with the punctuation."""
     if only_true and not example["label"]:
         return []
-    words, at, pronoun = example["text"].split(" "), example["span2_index"], example["span2_text"]
+    words, at, pronoun = (
+        example["text"].split(" "),
+        example["span2_index"],
+        example["span2_text"],
+    )
     if words[at] != pronoun:
         if words[at].startswith(pronoun):
             words[at : at + 1] = [pronoun, words[at].removeprefix(pronoun)]
@@ -1039,15 +1257,27 @@ def wsc(only_true, example):
             at += 1
         else:
             raise ValueError(f"word {at} is {words[at]!r}, not {pronoun!r}")
-    text = f"{' '.join(words[:at])} X {' '.join(words[at + 1 :])}".replace(" X ", f" *{pronoun}* ")
-    return [{"inputs": f"wsc: {text}", "targets": example["span1_text"],
-             "label": example.get("label", 0), "idx": example.get("idx")}]
+    text = f"{' '.join(words[:at])} X {' '.join(words[at + 1 :])}".replace(
+        " X ", f" *{pronoun}* "
+    )
+    return [
+        {
+            "inputs": f"wsc: {text}",
+            "targets": example["span1_text"],
+            "label": example.get("label", 0),
+            "idx": example.get("idx"),
+        }
+    ]
 
 
 def definite_pronoun(example):
     """Definite pronoun resolution, written as WSC is; the first such pronoun is meant."""
-    text = re.sub(rf" ({example['pronoun']})( |\.|,)", r" *\1*\2", example["sentence"], count=1)
-    return [{"inputs": f"wsc: {text}", "targets": example["candidates"][example["label"]]}]
+    text = re.sub(
+        rf" ({example['pronoun']})( |\.|,)", r" *\1*\2", example["sentence"], count=1
+    )
+    return [
+        {"inputs": f"wsc: {text}", "targets": example["candidates"][example["label"]]}
+    ]
 
 
 def spaced(text):
@@ -1060,12 +1290,22 @@ def squad(example):
     question, context = spaced(example["question"]), spaced(example["context"])
     answers = [spaced(answer) for answer in example["answers"]["text"]]
     text = re.sub(r"[ \t\n\f\r]+", " ", f"question: {question} context: {context}")
-    return [{"inputs": text, "targets": answers[0], "answers": answers, "id": example.get("id"),
-             "question": question, "context": context}]
+    return [
+        {
+            "inputs": text,
+            "targets": answers[0],
+            "answers": answers,
+            "id": example.get("id"),
+            "question": question,
+            "context": context,
+        }
+    ]
 
 
-ONES = ("zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
-        "fifteen sixteen seventeen eighteen nineteen").split()
+ONES = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
+    "fifteen sixteen seventeen eighteen nineteen"
+).split()
 TENS = "- - twenty thirty forty fifty sixty seventy eighty ninety".split()
 
 
@@ -1076,27 +1316,37 @@ def words_of(n):
     if n < 100:
         return TENS[n // 10] + (f"-{ONES[n % 10]}" if n % 10 else "")
     size, name = (1000, "thousand") if n >= 1000 else (100, "hundred")
-    return f"{words_of(n // size)} {name}" + (f" {words_of(n % size)}" if n % size else "")
+    return f"{words_of(n // size)} {name}" + (
+        f" {words_of(n % size)}" if n % size else ""
+    )
 
 
 def by_rule(inputs, targets, example):
     """The tasks of the recipe tiny_finetune, made of a number."""
     n = example["number"]
     day = time.gmtime(86_400 * n)
-    return template(inputs, targets)({
-        "number": n, "words": words_of(n), "even": ("yes", "no")[n % 2],
-        "date": time.strftime("%Y-%m-%d", day),
-        "day": f"{day.tm_mday} {time.strftime('%B %Y', day)}"})
+    return template(inputs, targets)(
+        {
+            "number": n,
+            "words": words_of(n),
+            "even": ("yes", "no")[n % 2],
+            "date": time.strftime("%Y-%m-%d", day),
+            "day": f"{day.tm_mday} {time.strftime('%B %Y', day)}",
+        }
+    )
 
 
 class Task(NamedTuple):
     """What is learned from a source, and how answers are judged (names as in t5's registry)."""
 
     source: str = ""  # KIND:NAME, as data.source
-    format: Callable = text_to_text  # example of the source -> list of {"inputs", "targets", ...}
-    metrics: tuple = ()  # names of evaluate.METRICS, or functions (targets, predictions) -> dict
+    # example of the source -> list of {"inputs", "targets", ...}
+    format: Callable = text_to_text
+    # names of evaluate.METRICS, or functions (targets, predictions) -> dict
+    metrics: tuple = ()
     choices: tuple = ()  # all possible answers, where they are few
-    postprocess: str | Callable = ""  # of answers before they are compared, see evaluate.py
+    # of answers before they are compared, see evaluate.py
+    postprocess: str | Callable = ""
     splits: tuple = ("train", "validation", "test")  # that the source has
     objective: Objective = Pairs()
     inputs_eos: bool = True  # the inputs end with EOS; T0's do not
@@ -1109,19 +1359,34 @@ TRUTH = ("False", "True")
 TASKS, MIXTURES = configs.TASKS, configs.MIXTURES  # to which a recipe file adds its own
 
 
-def glue(name, words, labels, metrics=("accuracy",), suite=("glue", "1.0.0", "v002"), **more):
+def glue(
+    name, words, labels, metrics=("accuracy",), suite=("glue", "1.0.0", "v002"), **more
+):
     """A task of GLUE, or of another suite like it: its targets are labels."""
     folder, version, ours = suite
-    return {f"{folder}_{name}_{ours}": Task(
-        f"tfds:{folder}/{name}:{version}", template(listed(words), "{label}", labels), metrics,
-        labels, "label", **more)}
+    return {
+        f"{folder}_{name}_{ours}": Task(
+            f"tfds:{folder}/{name}:{version}",
+            template(listed(words), "{label}", labels),
+            metrics,
+            labels,
+            "label",
+            **more,
+        )
+    }
 
 
 super_glue = functools.partial(glue, suite=("super_glue", "1.0.2", "v102"))
 
 
-WMT = [("wmt14", "de"), ("wmt14", "fr"), ("wmt15", "fr"), ("wmt16", "ro"), ("wmt19", "de"),
-       ("wmt_t2t", "de")]  # in both directions
+WMT = [
+    ("wmt14", "de"),
+    ("wmt14", "fr"),
+    ("wmt15", "fr"),
+    ("wmt16", "ro"),
+    ("wmt19", "de"),
+    ("wmt_t2t", "de"),
+]  # in both directions
 LANGUAGES = {"en": "English", "de": "German", "fr": "French", "ro": "Romanian"}
 F1 = ("f1", "accuracy")
 HELD_OUT = ("validation", "test")
@@ -1132,21 +1397,39 @@ TASKS |= {
     "span_corruption": Task("python:", as_it_is, objective=SpanCorruption()),
     "prefix_lm": Task("python:", as_it_is, objective=PrefixLM()),
     "text_to_text": Task(),
-    "c4_v220_span_corruption": Task("tfds:c4/en:2.2.0", as_it_is, objective=SpanCorruption()),
+    "c4_v220_span_corruption": Task(
+        "tfds:c4/en:2.2.0", as_it_is, objective=SpanCorruption()
+    ),
     "c4_v220_prefix_lm": Task("tfds:c4/en:2.2.0", as_it_is, objective=PrefixLM()),
-    **{f"{name}_{a}{b}_v003": Task(f"tfds:{name}_translate/{code}-en:1.0.0", template(
-        f"translate {LANGUAGES[a]} to {LANGUAGES[b]}: {{{a}}}", f"{{{b}}}"), ("bleu",))
-       for name, code in WMT for a, b in (("en", code), (code, "en"))},
-    "cnn_dailymail_v002": Task("tfds:cnn_dailymail:3.4.0", template(
-        "summarize: {article}", "{highlights}"), ("rouge",)),
-    "squad_v010_allanswers": Task("tfds:squad/v1.1:3.0.0", squad, ("squad",),
-                                  postprocess="answers"),
-    **glue("cola", "cola sentence", ("unacceptable", "acceptable"), ("matthews_corrcoef",)),
+    **{
+        f"{name}_{a}{b}_v003": Task(
+            f"tfds:{name}_translate/{code}-en:1.0.0",
+            template(f"translate {LANGUAGES[a]} to {LANGUAGES[b]}: {{{a}}}", f"{{{b}}}"),
+            ("bleu",),
+        )
+        for name, code in WMT
+        for a, b in (("en", code), (code, "en"))
+    },
+    "cnn_dailymail_v002": Task(
+        "tfds:cnn_dailymail:3.4.0",
+        template("summarize: {article}", "{highlights}"),
+        ("rouge",),
+    ),
+    "squad_v010_allanswers": Task(
+        "tfds:squad/v1.1:3.0.0", squad, ("squad",), postprocess="answers"
+    ),
+    **glue(
+        "cola", "cola sentence", ("unacceptable", "acceptable"), ("matthews_corrcoef",)
+    ),
     **glue("sst2", "sst2 sentence", ("negative", "positive")),
     **glue("mrpc", "mrpc sentence1 sentence2", ("not_equivalent", "equivalent"), F1),
     **glue("qqp", "qqp question1 question2", ("not_duplicate", "duplicate"), F1),
-    "glue_stsb_v002": Task("tfds:glue/stsb:1.0.0", stsb, ("pearson_corrcoef", "spearman_corrcoef"),
-                           postprocess="number"),
+    "glue_stsb_v002": Task(
+        "tfds:glue/stsb:1.0.0",
+        stsb,
+        ("pearson_corrcoef", "spearman_corrcoef"),
+        postprocess="number",
+    ),
     **glue("mnli", MNLI, NLI, splits=("train",)),
     **glue("mnli_matched", MNLI, NLI, splits=HELD_OUT),
     **glue("mnli_mismatched", MNLI, NLI, splits=HELD_OUT),
@@ -1155,29 +1438,65 @@ TASKS |= {
     **glue("wnli", "wnli sentence1 sentence2", ("not_entailment", "entailment")),
     **glue("ax", MNLI, NLI, (), splits=("test",)),
     **super_glue("boolq", "boolq passage question", TRUTH),
-    **super_glue("cb", "cb hypothesis premise", ("entailment", "contradiction", "neutral"),
-                 ("mean_3class_f1", "accuracy")),
+    **super_glue(
+        "cb",
+        "cb hypothesis premise",
+        ("entailment", "contradiction", "neutral"),
+        ("mean_3class_f1", "accuracy"),
+    ),
     **super_glue("copa", "copa choice1 choice2 premise question", ("choice1", "choice2")),
-    "super_glue_multirc_v102": Task("tfds:super_glue/multirc:1.0.2", multirc,
-                                    ("multirc_f1", "exact_match"), TRUTH, "multirc"),
-    "super_glue_record_v102": Task("tfds:super_glue/record:1.0.2", record, ("record",),
-                                   postprocess="record"),
+    "super_glue_multirc_v102": Task(
+        "tfds:super_glue/multirc:1.0.2",
+        multirc,
+        ("multirc_f1", "exact_match"),
+        TRUTH,
+        "multirc",
+    ),
+    "super_glue_record_v102": Task(
+        "tfds:super_glue/record:1.0.2", record, ("record",), postprocess="record"
+    ),
     **super_glue("rte", "rte hypothesis premise", ENTAILMENT),
     **super_glue("wic", "wic sentence1 sentence2 word", TRUTH),
-    **super_glue("axb", "rte hypothesis=sentence2 premise=sentence1", ENTAILMENT, (),
-                 splits=("test",)),  # SuperGLUE's broad diagnostics, as RTE
+    **super_glue(
+        "axb",
+        "rte hypothesis=sentence2 premise=sentence1",
+        ENTAILMENT,
+        (),
+        splits=("test",),
+    ),  # SuperGLUE's broad diagnostics, as RTE
     **super_glue("axg", "rte hypothesis premise", ENTAILMENT, (), splits=("test",)),
-    "super_glue_wsc_v102_simple_train": Task(WSC, functools.partial(wsc, True), splits=("train",)),
-    "super_glue_wsc_v102_simple_eval": Task(WSC, functools.partial(wsc, False), ("accuracy",),
-                                            postprocess="wsc", splits=HELD_OUT),
-    "dpr_v001_simple": Task("tfds:definite_pronoun_resolution:1.1.0", definite_pronoun,
-                            ("accuracy",), splits=("train", "test")),
-    **{f"by_rule_{name}": Task(RULE, functools.partial(by_rule, *texts), ("accuracy",))
-       for name, *texts in (("words", "number: {number}", "{words}"),
-                            ("digits", "words: {words}", "{number}"),
-                            ("date", "date: {date}", "{day}"), ("day", "day: {day}", "{date}"))},
-    "by_rule_even": Task(RULE, functools.partial(by_rule, "is {number} even?", "{even}"),
-                         ("accuracy",), ("no", "yes"), "label"),
+    "super_glue_wsc_v102_simple_train": Task(
+        WSC, functools.partial(wsc, True), splits=("train",)
+    ),
+    "super_glue_wsc_v102_simple_eval": Task(
+        WSC,
+        functools.partial(wsc, False),
+        ("accuracy",),
+        postprocess="wsc",
+        splits=HELD_OUT,
+    ),
+    "dpr_v001_simple": Task(
+        "tfds:definite_pronoun_resolution:1.1.0",
+        definite_pronoun,
+        ("accuracy",),
+        splits=("train", "test"),
+    ),
+    **{
+        f"by_rule_{name}": Task(RULE, functools.partial(by_rule, *texts), ("accuracy",))
+        for name, *texts in (
+            ("words", "number: {number}", "{words}"),
+            ("digits", "words: {words}", "{number}"),
+            ("date", "date: {date}", "{day}"),
+            ("day", "day: {day}", "{date}"),
+        )
+    },
+    "by_rule_even": Task(
+        RULE,
+        functools.partial(by_rule, "is {number} even?", "{even}"),
+        ("accuracy",),
+        ("no", "yes"),
+        "label",
+    ),
 }
 
 
@@ -1220,8 +1539,10 @@ T0 = {
     "bias": """crows_pairs 0, jigsaw_toxicity_pred 0, super_glue_axg 0, wino_bias_type1_anti 0,
         wino_bias_type2_anti 0, wino_bias_type1_pro 0, wino_bias_type2_pro 0""",
 }
-T0 = {role: {name: int(size) for name, size in re.findall(r"(\S+)\s+(\d+)", text)}
-      for role, text in T0.items()}
+T0 = {
+    role: {name: int(size) for name, size in re.findall(r"(\S+)\s+(\d+)", text)}
+    for role, text in T0.items()
+}
 T0_CAP = 500_000
 
 
@@ -1233,16 +1554,25 @@ def t0_mixture(roles, score_eval, cfg):
     known = {name for role in T0.values() for name in role}
     members, root, folders = {}, p3_root(cfg), sorted(p3_sources(cfg))
     if not folders:
-        raise UserError("T0's mixtures are made of P3 (bigscience/P3, a folder for each prompt): "
-                        "name where its folders are with --data.source seqio:DIR or parquet:DIR.")
+        raise UserError(
+            "T0's mixtures are made of P3 (bigscience/P3, a folder for each prompt): "
+            "name where its folders are with --data.source seqio:DIR or parquet:DIR."
+        )
     for folder in folders:
-        name = max((name for name in known if folder.startswith(f"{name}_")), key=len, default="")
+        name = max(
+            (name for name in known if folder.startswith(f"{name}_")), key=len, default=""
+        )
         if name in sizes and folder.endswith("_score_eval") == score_eval:
             members.setdefault(name, []).append(folder)
-    return {folder: min(T0_CAP, p3_size(root, folder)) if score_eval else (
-                sizes[name] if sizes[name] <= T0_CAP else T0_CAP // len(folders))
-            for name, folders in members.items() for folder in folders
-            if folder != "gigaword_summarize_"}  # left out by T0's authors: its cache is broken
+    return {
+        folder: min(T0_CAP, p3_size(root, folder))
+        if score_eval
+        else (sizes[name] if sizes[name] <= T0_CAP else T0_CAP // len(folders))
+        for name, folders in members.items()
+        for folder in folders
+        # left out by T0's authors: its cache is broken
+        if folder != "gigaword_summarize_"
+    }
 
 
 def p3_root(cfg):
@@ -1252,8 +1582,10 @@ def p3_root(cfg):
 
 
 # What a folder of P3 holds, as SeqIO cached it or as parquet files: where its splits are.
-P3_FILES = {"seqio": {"info.*.json": ""},
-            "parquet": {"*.parquet": "/*{split}*.parquet", "*/*.parquet": "/{split}/*.parquet"}}
+P3_FILES = {
+    "seqio": {"info.*.json": ""},
+    "parquet": {"*.parquet": "/*{split}*.parquet", "*/*.parquet": "/{split}/*.parquet"},
+}
 
 
 def p3_sources(cfg, folder="*"):
@@ -1270,28 +1602,58 @@ def p3_size(root, folder):
     """Examples of a folder, by what SeqIO counted; 1 where it did not."""
     for split in ("train", "validation", "test"):
         for path, _ in find_files(f"{root}/{folder}/stats.{split}.json"):
-            return configs.read_json(configs.to_path(path), {"examples?": int}).get("examples", 1)
+            return configs.read_json(configs.to_path(path), {"examples?": int}).get(
+                "examples", 1
+            )
     return 1
 
 
 MIXTURES |= {
     "glue_v002_proportional": {
-        "glue_cola_v002": 8_551, "glue_sst2_v002": 67_349, "glue_mrpc_v002": 3_668,
-        "glue_qqp_v002": 363_849, "glue_stsb_v002": 5_749, "glue_mnli_v002": 392_702,
-        "glue_qnli_v002": 104_743, "glue_rte_v002": 2_490, "glue_mnli_mismatched_v002": 0,
-        "glue_mnli_matched_v002": 0, "glue_ax_v002": 0},
+        "glue_cola_v002": 8_551,
+        "glue_sst2_v002": 67_349,
+        "glue_mrpc_v002": 3_668,
+        "glue_qqp_v002": 363_849,
+        "glue_stsb_v002": 5_749,
+        "glue_mnli_v002": 392_702,
+        "glue_qnli_v002": 104_743,
+        "glue_rte_v002": 2_490,
+        "glue_mnli_mismatched_v002": 0,
+        "glue_mnli_matched_v002": 0,
+        "glue_ax_v002": 0,
+    },
     "super_glue_v102_proportional": {
-        "dpr_v001_simple": 1_322, "super_glue_wsc_v102_simple_train": 259,
-        "super_glue_wsc_v102_simple_eval": 0, "super_glue_boolq_v102": 9_427,
-        "super_glue_cb_v102": 250, "super_glue_copa_v102": 400, "super_glue_multirc_v102": 27_243,
-        "super_glue_record_v102": 138_854, "super_glue_rte_v102": 2_490,
-        "super_glue_wic_v102": 5_428, "super_glue_axb_v102": 0, "super_glue_axg_v102": 0},
-    "by_rule": {"by_rule_words": 2, "by_rule_digits": 2, "by_rule_date": 1, "by_rule_day": 1,
-                "by_rule_even": 1},
-    **{name: functools.partial(t0_mixture, roles, name.endswith("score_eval")) for name, *roles in (
-        ("t0_train", "train"), ("t0+_train", "train", "gpt"),
-        ("t0++_train", "train", "gpt", "super_glue"), ("t0_train_score_eval", "train"),
-        ("t0_eval_score_eval", "eval"), ("bias_fairness_eval_score_eval", "bias"))},
+        "dpr_v001_simple": 1_322,
+        "super_glue_wsc_v102_simple_train": 259,
+        "super_glue_wsc_v102_simple_eval": 0,
+        "super_glue_boolq_v102": 9_427,
+        "super_glue_cb_v102": 250,
+        "super_glue_copa_v102": 400,
+        "super_glue_multirc_v102": 27_243,
+        "super_glue_record_v102": 138_854,
+        "super_glue_rte_v102": 2_490,
+        "super_glue_wic_v102": 5_428,
+        "super_glue_axb_v102": 0,
+        "super_glue_axg_v102": 0,
+    },
+    "by_rule": {
+        "by_rule_words": 2,
+        "by_rule_digits": 2,
+        "by_rule_date": 1,
+        "by_rule_day": 1,
+        "by_rule_even": 1,
+    },
+    **{
+        name: functools.partial(t0_mixture, roles, name.endswith("score_eval"))
+        for name, *roles in (
+            ("t0_train", "train"),
+            ("t0+_train", "train", "gpt"),
+            ("t0++_train", "train", "gpt", "super_glue"),
+            ("t0_train_score_eval", "train"),
+            ("t0_eval_score_eval", "eval"),
+            ("bias_fairness_eval_score_eval", "bias"),
+        )
+    },
 }
 
 
@@ -1313,8 +1675,10 @@ def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
         if isinstance(rate, BySize) and member not in MIXTURES:
             rate = rate.of(examples(member))
         if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
-            raise UserError(f"The rate of {member} in {name} is {rate}: give it a number, or, if "
-                            f"it is one task, BySize with a maximum.")
+            raise UserError(
+                f"The rate of {member} in {name} is {rate}: give it a number, or, if "
+                f"it is one task, BySize with a maximum."
+            )
         inside = mixture_rates(member, cfg, examples, (*within, name))
         total = sum(inside.values())
         for task, part in inside.items():
@@ -1334,9 +1698,13 @@ def find_task(name, cfg):
         return Task(found, inputs_eos=False, eos_after_trim=False)
     if not task:
         hint = configs.nearest(name, [*TASKS, *MIXTURES])
-        raise UserError(f"Unknown task {name}{hint or ';'} python data.py --list lists them.")
+        raise UserError(
+            f"Unknown task {name}{hint or ';'} python data.py --list lists them."
+        )
     if not isinstance(task, Task) or not isinstance(task.objective, Objective):
-        raise UserError(f"{name} is {task!r:.200}, not a value of data.Task with an Objective.")
+        raise UserError(
+            f"{name} is {task!r:.200}, not a value of data.Task with an Objective."
+        )
     if cfg.data.source and cfg.data.task == name:
         task = task._replace(source=cfg.data.source, splits=Task().splits)
     if not task.source:
@@ -1347,9 +1715,13 @@ def find_task(name, cfg):
 def check_tasks(cfg):
     """Refuse what data.task, eval_tasks and the sources cannot mean, before anything is made."""
     data = cfg.data
-    if data.task in MIXTURES and (data.validation_source or data.source and not p3_root(cfg)):
-        raise UserError(f"--data.source and --data.validation_source are for one task, and "
-                        f"{data.task} is a mixture: a mixture's tasks have their own.")
+    if data.task in MIXTURES and (
+        data.validation_source or data.source and not p3_root(cfg)
+    ):
+        raise UserError(
+            f"--data.source and --data.validation_source are for one task, and "
+            f"{data.task} is a mixture: a mixture's tasks have their own."
+        )
     for task in dict.fromkeys([*mixture_rates(data.task, cfg), *evaluated(cfg)]):
         find_task(task, cfg)
 
@@ -1361,7 +1733,9 @@ def open_task(name, split, cfg):
         return task, open_source(cfg.data.validation_source, split, cfg, whole=True)
     if split not in task.splits:
         raise NoSplit(f"{name} has no {split} split.")
-    return task, open_source(task.source, split, cfg, whole=bool(cfg.data.validation_source))
+    return task, open_source(
+        task.source, split, cfg, whole=bool(cfg.data.validation_source)
+    )
 
 
 def open_all(wanted):
@@ -1391,8 +1765,11 @@ def open_tasks(cfg, split="train"):
     names = [name for name, rate in mixture_rates(cfg.data.task, cfg).items() if rate]
     wanted = [(name, split, cfg) for name in names]
     if split == "train" and (cfg.train.eval_every or cfg.train.infer_every):
-        wanted += [(name, "validation", evaluation_of(name, cfg)) for name in evaluated(cfg)
-                   if name not in names]
+        wanted += [
+            (name, "validation", evaluation_of(name, cfg))
+            for name in evaluated(cfg)
+            if name not in names
+        ]
     opened, without = open_all(wanted)
     if not opened.keys() >= set(names):
         raise without[0]
@@ -1403,29 +1780,44 @@ def read_part(part, bad, task, cfg, size=math.inf):
     """The examples of a part that can be tokenized: (where, number in the part, dict, its texts or
     ids), as the task formats them. size: of the vocabulary, below which ids must lie. data.fields
     says what a field of the task is called in the source: "text=content"."""
-    pairs = [pair.partition("=") for pair in cfg.data.fields.split(",") if cfg.data.fields]
+    pairs = [
+        pair.partition("=") for pair in cfg.data.fields.split(",") if cfg.data.fields
+    ]
     if not all(ours and theirs for ours, _, theirs in pairs):
-        raise UserError(f"--data.fields {cfg.data.fields}: write text=NAME or inputs=A,targets=B.")
+        raise UserError(
+            f"--data.fields {cfg.data.fields}: write text=NAME or inputs=A,targets=B."
+        )
     names = {ours.strip(): theirs.strip() for ours, _, theirs in pairs}
     features = task.objective.features
     for number, (where, example) in enumerate(part.read(bad)):
-        example = example | {ours: example[theirs] for ours, theirs in names.items()
-                             if theirs in example}
+        example = example | {
+            ours: example[theirs] for ours, theirs in names.items() if theirs in example
+        }
         try:
             made = task.format(example)
             for made_of_it in [made] if isinstance(made, dict) else made:
                 texts = tuple([made_of_it.get(feature) for feature in features])
-                if wrong := next(filter(None, (unfit(text, size) for text in texts)), None):
-                    bad(where, f"has {wrong} in {' and '.join(features)} but the fields "
-                               f"{', '.join(made_of_it)} (--data.fields {features[0]}=NAME)")
-                elif any(len(text) and not (isinstance(text, str) and text.isspace())
-                         for text in texts):  # examples without any text are left out
+                if wrong := next(
+                    filter(None, (unfit(text, size) for text in texts)), None
+                ):
+                    bad(
+                        where,
+                        f"has {wrong} in {' and '.join(features)} but the fields "
+                        f"{', '.join(made_of_it)} (--data.fields {features[0]}=NAME)",
+                    )
+                elif any(
+                    len(text) and not (isinstance(text, str) and text.isspace())
+                    for text in texts
+                ):  # examples without any text are left out
                     yield where, number, made_of_it, texts
         except UserError:
             raise
         except Exception as error:  # a format is anyone's code
             what = f"no {error}" if isinstance(error, KeyError) else repr(error)
-            bad(where, f"does not suit the task: {what} (fields: {', '.join(map(str, example))})")
+            bad(
+                where,
+                f"does not suit the task: {what} (fields: {', '.join(map(str, example))})",
+            )
 
 
 def unfit(value, size):
@@ -1454,16 +1846,27 @@ def unfit(value, size):
 
 FIRST_CHAPTER, CHAPTER = 1 << 18, 1 << 25  # tokens
 ENCODED = 1024  # examples that are encoded together
-MARK = {"documents": int, "tokens": int, "unknown": int, "only_unknown": int, "skipped": int,
-        "characters": {str: int}, "ids": int, "ends": int, "next?": [int]}
+MARK = {
+    "documents": int,
+    "tokens": int,
+    "unknown": int,
+    "only_unknown": int,
+    "skipped": int,
+    "characters": {str: int},
+    "ids": int,
+    "ends": int,
+    "next?": [int],
+}
 AHEAD = threading.Semaphore()  # one chapter at a time is tokenized in the background
 
 
 def prepared_path(source, identity, cfg):
     """A readable path in data.prepared_dir; changes with the source and `identity`."""
     if "://" in cfg.data.prepared_dir:
-        raise UserError(f"--data.prepared_dir {cfg.data.prepared_dir} is remote, and token files "
-                        f"are memory-mapped: name a local folder.")
+        raise UserError(
+            f"--data.prepared_dir {cfg.data.prepared_dir} is remote, and token files "
+            f"are memory-mapped: name a local folder."
+        )
     slug = re.sub(r"[^\w.]+", "-", source).strip("-")[-40:]
     digest = hashlib.sha256(json.dumps([source, identity]).encode()).hexdigest()[:10]
     return Path(cfg.data.prepared_dir, f"{slug}-{digest}")
@@ -1492,8 +1895,10 @@ def sized(changes):
 def check_size(size, cfg):
     """Refuse a vocabulary of so many ids that the model's embedding does not fit."""
     if not size <= cfg.model.vocab_size < size + 128:
-        raise UserError(f"The vocabulary has {size} ids (with its sentinels), the model "
-                        f"{cfg.model.vocab_size}: set --model.vocab_size {-(-size // 128) * 128}.")
+        raise UserError(
+            f"The vocabulary has {size} ids (with its sentinels), the model "
+            f"{cfg.model.vocab_size}: set --model.vocab_size {-(-size // 128) * 128}."
+        )
 
 
 def prepare_vocabulary(cfg, split="train"):
@@ -1514,8 +1919,13 @@ def prepare_vocabulary(cfg, split="train"):
         bad = Complaints(cfg.data.on_error)
 
         def read(task, parts):
-            return (text for part in parts for *_, texts in read_part(part, bad, task, cfg)
-                    for text in texts if isinstance(text, str))
+            return (
+                text
+                for part in parts
+                for *_, texts in read_part(part, bad, task, cfg)
+                for text in texts
+                if isinstance(text, str)
+            )
 
         texts = itertools.zip_longest(*(read(*one) for one in opened), fillvalue="")
         texts = itertools.chain.from_iterable(texts)  # a text of each task in turn
@@ -1526,6 +1936,7 @@ def prepare_vocabulary(cfg, split="train"):
 def encode_ahead(examples, tokenizer, strange):
     """(number, texts) of examples -> (number, an array of ids for each text). While some are
     encoded the next are read. strange: a Counter of the characters that the vocabulary lacks."""
+
     def encode(batch):
         texts = [text for _, texts in batch for text in texts if isinstance(text, str)]
         encoded = tokenizer.encode_batch(texts)
@@ -1533,8 +1944,16 @@ def encode_ahead(examples, tokenizer, strange):
             if strange.total() < 10_000 and UNK in ids:  # enough to name them
                 strange.update(c for c in text if UNK in tokenizer.encode(c))
         ids = iter(encoded)
-        return [(number, [next(ids) if isinstance(text, str) else without_eos(text)
-                          for text in texts]) for number, texts in batch]
+        return [
+            (
+                number,
+                [
+                    next(ids) if isinstance(text, str) else without_eos(text)
+                    for text in texts
+                ],
+            )
+            for number, texts in batch
+        ]
 
     with ThreadPoolExecutor(2) as threads:
         ahead = deque()
@@ -1577,10 +1996,13 @@ class Corpus:
         identity = [configs.DATA_FORMAT, split, identity_of(self.task, self.parts, cfg)]
         self.folder = prepared_path(self.task.source, [*identity, tokenizer.sha256], cfg)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.marks, self.first = [], [0]  # of each known chapter: its mark, its first piece
-        self.following = [0, 0, 0] if self.parts else None  # the place behind these chapters
+        # of each known chapter: its mark, its first piece
+        self.marks, self.first = [], [0]
+        # the place behind these chapters
+        self.following = [0, 0, 0] if self.parts else None
         self.mapped = {}  # the ids of the last chapters used
-        self.pieces_of = functools.lru_cache(8)(self.pieces_of)  # of the last chapters, too
+        # of the last chapters, too
+        self.pieces_of = functools.lru_cache(8)(self.pieces_of)
         self.readers = {}  # the place of the next chapter: the generator that is there
         self.bad, self.strange = Complaints(cfg.data.on_error), Counter()
         self.lock, self.ahead, self.closed = threading.RLock(), None, False
@@ -1608,26 +2030,37 @@ class Corpus:
     def pieces_of(self, number):
         """Bounds of a chapter's pieces: [N, features + 1]."""
         objective = self.task.objective
-        ends = self.marks[number]["tokens"] if objective.across else self.load(number, "ends")
-        return cut(np.reshape(ends, (-1, len(objective.features))), objective, self.cfg.data)
+        ends = (
+            self.marks[number]["tokens"]
+            if objective.across
+            else self.load(number, "ends")
+        )
+        return cut(
+            np.reshape(ends, (-1, len(objective.features))), objective, self.cfg.data
+        )
 
     def ids_of(self, number):
         """The ids of a chapter. Those before it may go, and the next one may be tokenized."""
         if number not in self.mapped:
             self.mapped[number] = self.load(number, "ids")
-            while len(self.mapped) > 2 and sum(map(len, self.mapped.values())) > 2 * CHAPTER:
+            while (
+                len(self.mapped) > 2 and sum(map(len, self.mapped.values())) > 2 * CHAPTER
+            ):
                 del self.mapped[next(iter(self.mapped))]
             last = max(self.mapped)
             if not self.cfg.data.keep_tokens:  # what is mapped can still be read
                 for old in range(last):
                     self.path(self.marks[old]["place"], "ids").unlink(missing_ok=True)
             if last == len(self.marks) - 1 and not (self.ahead and self.ahead.is_alive()):
-                self.ahead = threading.Thread(target=self.look_ahead, args=[last + 1], daemon=True)
+                self.ahead = threading.Thread(
+                    target=self.look_ahead, args=[last + 1], daemon=True
+                )
                 self.ahead.start()
         return self.mapped[number]
 
     def look_ahead(self, number):
-        with AHEAD, contextlib.suppress(Exception):  # it comes again where the chapter is asked for
+        # it comes again where the chapter is asked for
+        with AHEAD, contextlib.suppress(Exception):
             self.mark(number)
 
     def find(self, numbers):
@@ -1647,8 +2080,10 @@ class Corpus:
         """Numbers of pieces -> an array of ids for each feature of each."""
         chapters, bounds = self.find(numbers)
         ids = {chapter: self.ids_of(chapter) for chapter in np.unique(chapters).tolist()}
-        return [[ids[chapter][a:b] for a, b in itertools.pairwise(row)]
-                for chapter, row in zip(chapters.tolist(), bounds.tolist())]
+        return [
+            [ids[chapter][a:b] for a, b in itertools.pairwise(row)]
+            for chapter, row in zip(chapters.tolist(), bounds.tolist())
+        ]
 
     def path(self, place, end):
         return self.folder / "{:05}-{:03}.{}".format(*place[:2], end)
@@ -1668,8 +2103,10 @@ class Corpus:
             if path.exists():
                 note(f"{path} is damaged: tokenizing this chapter again")
             self.write(mark["place"], again=True)
-        raise UserError(f"{path} is not what was written a moment ago: the disk or the memory is "
-                        f"damaged, or another program writes there.")
+        raise UserError(
+            f"{path} is not what was written a moment ago: the disk or the memory is "
+            f"damaged, or another program writes there."
+        )
 
     def write(self, place, again=False):
         """Tokenize the chapter that begins at a place (part of the source, number of the chapter in
@@ -1681,20 +2118,35 @@ class Corpus:
                     return configs.read_checked(path, MARK)
             reader = self.readers.pop(tuple(place), None) or self.tokenized(*place)
             documents, following = next(reader)  # one that fails is never asked again
-            if following and following[1]:  # the part goes on; the next has a reader of its own
+            # the part goes on; the next has a reader of its own
+            if following and following[1]:
                 self.readers = {tuple(following): reader}
             arrays = [ids for document in documents for ids in document]
             ids = np.concatenate([np.zeros(0, np.int32), *arrays]).astype(self.dtype)
             ends = np.cumsum([len(part) for part in arrays], dtype=np.int64)
-            unknown = np.searchsorted(ends, np.flatnonzero(ids == UNK), "right")  # the arrays
-            alone = {i for i in np.unique(unknown).tolist() if not self.tokenizer.pieces(
-                arrays[i][arrays[i] != UNK][:20].tolist()).strip()}  # spaces may be among them
+            # the arrays
+            unknown = np.searchsorted(ends, np.flatnonzero(ids == UNK), "right")
+            alone = {
+                i
+                for i in np.unique(unknown).tolist()
+                if not self.tokenizer.pieces(
+                    # spaces may be among them
+                    arrays[i][arrays[i] != UNK][:20].tolist()
+                ).strip()
+            }
             for kind, array in (("ids", ids), ("ends", ends)):
                 configs.write_file(self.path(place, kind), array.tobytes())
-            mark = {"documents": len(documents), "tokens": len(ids), "unknown": len(unknown),
-                    "only_unknown": len(alone), "skipped": self.bad.count,
-                    "characters": dict(self.strange.most_common(100)), "ids": zlib.crc32(ids),
-                    "ends": zlib.crc32(ends), **({"next": following} if following else {})}
+            mark = {
+                "documents": len(documents),
+                "tokens": len(ids),
+                "unknown": len(unknown),
+                "only_unknown": len(alone),
+                "skipped": self.bad.count,
+                "characters": dict(self.strange.most_common(100)),
+                "ids": zlib.crc32(ids),
+                "ends": zlib.crc32(ends),
+                **({"next": following} if following else {}),
+            }
             configs.write_checked(path, mark)
             path.with_suffix(".lock").unlink(missing_ok=True)
             self.bad.count = 0
@@ -1706,8 +2158,12 @@ class Corpus:
     def tokenized(self, part, number, start):
         """The chapters of a part from a place on, one after the other: (documents, an array of ids
         for each feature; the place of the next chapter, or None)."""
-        examples = read_part(self.parts[part], self.bad, self.task, self.cfg, self.tokenizer.size)
-        texts = ((example, texts) for _, example, _, texts in examples if example >= start)
+        examples = read_part(
+            self.parts[part], self.bad, self.task, self.cfg, self.tokenizer.size
+        )
+        texts = (
+            (example, texts) for _, example, _, texts in examples if example >= start
+        )
         held, tokens, last = [], 0, None
         foreground = threading.current_thread() is threading.main_thread()
         with progress(f"tokenizing {self.title}", "token", quiet=not foreground) as bar:
@@ -1728,16 +2184,29 @@ class Corpus:
     def report(self, marks):
         """Say what has been tokenized so far, or all in all."""
         keys = "documents", "tokens", "unknown", "only_unknown", "skipped"
-        documents, tokens, unknown, blank, skipped = (sum(m[key] for m in marks) for key in keys)
+        documents, tokens, unknown, blank, skipped = (
+            sum(m[key] for m in marks) for key in keys
+        )
         more = [f"{blank:,} of only unknown tokens"] * bool(blank)
         more += ["the rest follows when it is needed"] * ("next" in marks[-1])
-        note(", ".join([f"prepared {self.title}: {documents:,} documents", f"{tokens:,} tokens",
-                        f"{unknown / max(tokens, 1):.3%} unknown", f"{skipped:,} skipped", *more]))
+        note(
+            ", ".join(
+                [
+                    f"prepared {self.title}: {documents:,} documents",
+                    f"{tokens:,} tokens",
+                    f"{unknown / max(tokens, 1):.3%} unknown",
+                    f"{skipped:,} skipped",
+                    *more,
+                ]
+            )
+        )
         if unknown > 0.001 * tokens:
             strange = sum((Counter(mark["characters"]) for mark in marks), Counter())
             listed = " ".join(repr(c) for c, _ in strange.most_common(12))
-            note(f"warning: more than 0.1 % of the tokens are unknown to the vocabulary; the "
-                 f"characters that cause it: {listed}")
+            note(
+                f"warning: more than 0.1 % of the tokens are unknown to the vocabulary; the "
+                f"characters that cause it: {listed}"
+            )
 
 
 class Prepared(Dataset):
@@ -1746,9 +2215,17 @@ class Prepared(Dataset):
     the source, one in a row, and past the end rows are padding."""
 
     def __init__(self, tasks, rates, cfg):
-        folders = [(task.corpus.folder.name, type(task.task.objective).__name__,
-                    vars(task.task.objective)) for task in tasks]
-        key = repr([folders, rates, cfg.data, cfg.train.seed, self.BLOCK, FIRST_CHAPTER, CHAPTER])
+        folders = [
+            (
+                task.corpus.folder.name,
+                type(task.task.objective).__name__,
+                vars(task.task.objective),
+            )
+            for task in tasks
+        ]
+        key = repr(
+            [folders, rates, cfg.data, cfg.train.seed, self.BLOCK, FIRST_CHAPTER, CHAPTER]
+        )
         name = f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
         self.path, starts = Path(cfg.data.prepared_dir, "plans", name), [0]
         with contextlib.suppress(UserError):  # missing, or damaged
@@ -1757,8 +2234,11 @@ class Prepared(Dataset):
 
     def __str__(self):
         corpora = [task.corpus for task in self.tasks[:3]]
-        titles = [f"{corpus.title}: {corpus.chapters(1)[-1]:,} examples"
-                  + " so far" * bool(corpus.following) for corpus in corpora]
+        titles = [
+            f"{corpus.title}: {corpus.chapters(1)[-1]:,} examples"
+            + " so far" * bool(corpus.following)
+            for corpus in corpora
+        ]
         titles += ["..."] * (len(self.tasks) > 3)
         return "; ".join(titles) + ", packed into rows" * self.packs
 
@@ -1770,7 +2250,9 @@ class Prepared(Dataset):
     def members(self, numbers):
         if self.tasks[0].shuffled:
             return super().members(numbers)
-        row = np.flatnonzero(numbers < self.tasks[0].corpus.chapters(numbers.max() + 1)[-1])
+        row = np.flatnonzero(
+            numbers < self.tasks[0].corpus.chapters(numbers.max() + 1)[-1]
+        )
         return row, 0 * row, numbers[row]
 
     def extend(self, row):
@@ -1793,7 +2275,9 @@ class Prepared(Dataset):
             while tokens < most / len(self.tasks) and task.corpus.mark(number):
                 ids, bounds = task.corpus.ids_of(number), task.corpus.pieces_of(number)
                 pairs = len(task.task.objective.features) > 1
-                found += [ids[a:b] for a, b in bounds[:, -2:].tolist()] if pairs else [ids]
+                found += (
+                    [ids[a:b] for a, b in bounds[:, -2:].tolist()] if pairs else [ids]
+                )
                 number, tokens = number + 1, tokens + len(ids)
         return np.concatenate(found)[: 2 * most]
 
@@ -1808,21 +2292,27 @@ def prepare(cfg, split, tokenizer):
     check_tasks(cfg)
     check_size(tokenizer.size, cfg)
     if split != "train" and cfg.data.task in MIXTURES:
-        raise UserError(f"{cfg.data.task} is a mixture: its tasks are evaluated one by one.")
+        raise UserError(
+            f"{cfg.data.task} is a mixture: its tasks are evaluated one by one."
+        )
     opened = open_tasks(cfg, split)
 
     @functools.cache
     def open_corpus(name):
         corpus = Corpus(name, split, tokenizer, cfg, opened.get(name))
         if not corpus.chapters(1)[-1]:
-            raise UserError(f"{corpus.task.source} holds no text for its {split} split: give it "
-                            f"two documents or more (text:FILE:lines makes one of each line).")
+            raise UserError(
+                f"{corpus.task.source} holds no text for its {split} split: give it "
+                f"two documents or more (text:FILE:lines makes one of each line)."
+            )
         return corpus
 
     rates = mixture_rates(cfg.data.task, cfg, lambda name: open_corpus(name).documents())
     rates = {name: rate for name, rate in rates.items() if rate}
-    tasks = [Examples(corpus.task, corpus, tokenizer, cfg, shuffled=split == "train")
-             for corpus in map(open_corpus, rates)]
+    tasks = [
+        Examples(corpus.task, corpus, tokenizer, cfg, shuffled=split == "train")
+        for corpus in map(open_corpus, rates)
+    ]
     check_lengths(tasks, cfg.data, f"{cfg.data.task}, {split}")
     return Prepared(tasks, list(rates.values()), cfg)
 
@@ -1835,7 +2325,10 @@ def check_lengths(tasks, data, title):
         task.make(task.locate(np.zeros(1, int)))  # the objective may refuse too
         objective, numbers = task.task.objective, np.arange(task.corpus.first[-1])
         if objective.across:  # all but the last are of one length
-            lengths, keys = np.full((1, 64), objective.length(data)), random_bits(np.arange(64))
+            lengths, keys = (
+                np.full((1, 64), objective.length(data)),
+                random_bits(np.arange(64)),
+            )
             sizes = objective.sizes(lengths, keys, task.tokenizer, data)
         else:
             sizes = task.sizes(np.stack([0 * numbers, numbers]))
@@ -1845,11 +2338,15 @@ def check_lengths(tasks, data, title):
                 counts[i] += (size > kept).sum()
             elif (need := size.max() + len(eos)) > limit:
                 side = Pairs.features[i]
-                raise UserError(f"A row of {lengths[0, 0]} tokens becomes {need} {side}: set "
-                                f"--data.{side}_length to {need} or more (it is {limit}).")
+                raise UserError(
+                    f"A row of {lengths[0, 0]} tokens becomes {need} {side}: set "
+                    f"--data.{side}_length to {need} or more (it is {limit})."
+                )
     if any(counts):
-        note(f"{title}: {counts[0]:,} inputs and {counts[1]:,} targets of the first {total:,} are "
-             f"longer than {data.inputs_length} and {data.targets_length} tokens and are cut")
+        note(
+            f"{title}: {counts[0]:,} inputs and {counts[1]:,} targets of the first {total:,} are "
+            f"longer than {data.inputs_length} and {data.targets_length} tokens and are cut"
+        )
 
 
 # ---- what is evaluated ---------------------------------------------------------------------------
@@ -1859,8 +2356,11 @@ def read_task(name, split, cfg, bad, size=math.inf):
     """The examples of a task's split as its format makes them, before tokenizing: (where, dict).
     size: of the vocabulary, so that the examples are those of the batches."""
     task, parts = open_task(name, split, cfg)
-    return ((where, example) for part in parts
-            for where, _, example, _ in read_part(part, bad, task, cfg, size))
+    return (
+        (where, example)
+        for part in parts
+        for where, _, example, _ in read_part(part, bad, task, cfg, size)
+    )
 
 
 def evaluation_of(task, cfg):
@@ -1872,11 +2372,20 @@ def evaluation_of(task, cfg):
         return cfg
     source = find_task(task, cfg).source
     files = source.startswith(("text:", "jsonl:", "parquet:")) and "{split}" not in source
-    whole = files and source not in {find_task(name, cfg).source for name, rate
-                                     in mixture_rates(cfg.data.task, cfg).items() if rate}
-    return configs.override(cfg, {
-        "data.task": task, "data.eval_tasks": "", "data.validation_source": source * whole,
-        "data.source": "" if task in TASKS else p3_root(cfg) and cfg.data.source})
+    whole = files and source not in {
+        find_task(name, cfg).source
+        for name, rate in mixture_rates(cfg.data.task, cfg).items()
+        if rate
+    }
+    return configs.override(
+        cfg,
+        {
+            "data.task": task,
+            "data.eval_tasks": "",
+            "data.validation_source": source * whole,
+            "data.source": "" if task in TASKS else p3_root(cfg) and cfg.data.source,
+        },
+    )
 
 
 def evaluations(cfg, split="validation"):
@@ -1898,7 +2407,11 @@ def unigram_loss(counts, batches, tokenizer):
     targets = np.concatenate([batch.targets.ravel() for batch in batches])
     content = targets[(targets > EOS) & (targets < tokenizer.size - tokenizer.sentinels)]
     counts = counts + 1.0
-    return float(np.mean(np.log(counts.sum()) - np.log(counts[content]))) if len(content) else 0.0
+    return (
+        float(np.mean(np.log(counts.sum()) - np.log(counts[content])))
+        if len(content)
+        else 0.0
+    )
 
 
 # ---- what the screen shows -----------------------------------------------------------------------
@@ -1918,20 +2431,27 @@ def describe_rows(cfg):
     data = cfg.data
     if not fills_spans(cfg):
         packs = data.pack and any(objective.packs for objective in objectives(cfg))
-        return (f"rows     {data.inputs_length} inputs and {data.targets_length} targets, "
-                + ("several examples packed into a row" if packs else "an example each"))
+        return (
+            f"rows     {data.inputs_length} inputs and {data.targets_length} targets, "
+            + ("several examples packed into a row" if packs else "an example each")
+        )
     noise, spans = noise_counts(raw_length(data), data)
     kept = raw_length(data) - noise
-    return (f"spans    {kept + noise} raw tokens, {noise} of them removed in {spans} spans: {kept} "
-            f"kept + {spans} sentinels + EOS = {kept + spans + 1} inputs, {noise} + {spans} + EOS "
-            f"= {noise + spans + 1} targets")
+    return (
+        f"spans    {kept + noise} raw tokens, {noise} of them removed in {spans} spans: {kept} "
+        f"kept + {spans} sentinels + EOS = {kept + spans + 1} inputs, {noise} + {spans} + EOS "
+        f"= {noise + spans + 1} targets"
+    )
 
 
 def show_row(ids, segments, tokenizer):
     """One row -> text: sentinels in reverse, EOS and unknown pieces faint, segments in colours."""
+
     def style(pair):
         i, segment = pair
-        kind = "7" if i >= tokenizer.size - tokenizer.sentinels else "2" if i <= UNK else ""
+        kind = (
+            "7" if i >= tokenizer.size - tokenizer.sentinels else "2" if i <= UNK else ""
+        )
         colour = str(31 + segment % 6) if segments.max() > 1 else ""
         return segment, ";".join(filter(None, (kind, colour)))
 
@@ -1964,35 +2484,48 @@ def show(cfg, count, split):
     """Print `count` rows of a split's first batch, and how fast batches are made."""
     cfg = configs.override(cfg, {"train.eval_every": 0, "train.infer_every": 0})
     if not split and (split := first_split(cfg)) != "train":
-        note(f"{cfg.data.task} is not trained on: these are examples of its {split} split")
+        note(
+            f"{cfg.data.task} is not trained on: these are examples of its {split} split"
+        )
     if split != "train":  # whose examples have a row each
         cfg = configs.override(cfg, {"data.pack": False})
     tokenizer = prepare_vocabulary(cfg, split)
     dataset = prepare(cfg, split, tokenizer)
     print(f"task     {cfg.data.task}: {dataset}\n{describe_rows(cfg)}")
     batch = dataset.batch(0)
-    sides = (("inputs", batch.inputs, batch.input_segments),
-             ("targets", batch.targets, batch.target_segments))
-    filled = batch.target_segments.any(axis=1).sum()  # a held-out split may have fewer rows
+    sides = (
+        ("inputs", batch.inputs, batch.input_segments),
+        ("targets", batch.targets, batch.target_segments),
+    )
+    # a held-out split may have fewer rows
+    filled = batch.target_segments.any(axis=1).sum()
     for i in range(min(count, filled)):
         for side, ids, segments in sides:
             lengths = np.bincount(segments[i])[1:]
-            print(f"\nrow {i}, {side}: {' + '.join(map(str, lengths))} of {ids.shape[1]} tokens\n"
-                  f"  {show_row(ids[i], segments[i], tokenizer)}")
+            print(
+                f"\nrow {i}, {side}: {' + '.join(map(str, lengths))} of {ids.shape[1]} tokens\n"
+                f"  {show_row(ids[i], segments[i], tokenizer)}"
+            )
     real = [(segments > 0).sum() for _, _, segments in sides]
     full = 8 if split == "train" else 1  # batches that surely are
     rate = tokens_per_second(lambda step: dataset.batch(step % full), sum(real))
-    print(f"\nfilled   {real[0] / batch.inputs.size:.1%} of the inputs, "
-          f"{real[1] / batch.targets.size:.1%} of the targets")
+    print(
+        f"\nfilled   {real[0] / batch.inputs.size:.1%} of the inputs, "
+        f"{real[1] / batch.targets.size:.1%} of the targets"
+    )
     speeds = [f"{rate / 1e6:.1f} M tokens/s in batches of {cfg.train.batch_size}"]
     if dataset.packs:
         plans = tokens_per_second(lambda step: dataset.plan(0), dataset.BLOCK)
         speeds.append(f"rows planned for {plans:,.0f} examples/s")
     if fills_spans(cfg):
         raw = np.zeros((1024, raw_length(cfg.data)), np.uint16)
-        spans = tokens_per_second(lambda _: span_corruption(
-            raw, np.arange(1024), tokenizer.size - 1, cfg.data), raw.size)
-        speeds.append(f"span corruption alone, on 1,024 rows, {spans / 1e6:.1f} M raw tokens/s")
+        spans = tokens_per_second(
+            lambda _: span_corruption(raw, np.arange(1024), tokenizer.size - 1, cfg.data),
+            raw.size,
+        )
+        speeds.append(
+            f"span corruption alone, on 1,024 rows, {spans / 1e6:.1f} M raw tokens/s"
+        )
     print(f"speed    {'; '.join(speeds)} (one core)")
     dataset.close()
 
@@ -2000,19 +2533,33 @@ def show(cfg, count, split):
 def list_mixture(name, cfg):
     """Print the tasks of a mixture with their rates, or all names where none is given."""
     if not name:
-        print("tasks", *(f"  {entry:36} {getattr(task, 'source', '')}".rstrip()
-                      for entry, task in TASKS.items()),
-              "mixtures", *(f"  {entry}" for entry in MIXTURES), sep="\n")
+        print(
+            "tasks",
+            *(
+                f"  {entry:36} {getattr(task, 'source', '')}".rstrip()
+                for entry, task in TASKS.items()
+            ),
+            "mixtures",
+            *(f"  {entry}" for entry in MIXTURES),
+            sep="\n",
+        )
         return
     cfg = configs.override(cfg, {"data.task": name})
     check_tasks(cfg)
-    rates = mixture_rates(name, cfg, lambda task: Corpus(
-        task, "train", prepare_vocabulary(cfg), cfg).documents())
+    rates = mixture_rates(
+        name,
+        cfg,
+        lambda task: Corpus(task, "train", prepare_vocabulary(cfg), cfg).documents(),
+    )
     total, width = sum(rates.values()), max(map(len, rates))
-    print(f"{name}: {len(rates)} tasks, {sum(rate > 0 for rate in rates.values())} of them trained "
-          f"on\n{'task':{width}} {'rate':>12} {'of all':>9}  source")
+    print(
+        f"{name}: {len(rates)} tasks, {sum(rate > 0 for rate in rates.values())} of them trained "
+        f"on\n{'task':{width}} {'rate':>12} {'of all':>9}  source"
+    )
     for task, rate in sorted(rates.items(), key=lambda item: -item[1]):
-        print(f"{task:{width}} {rate:>12,.6g} {rate / total:>9.4%}  {find_task(task, cfg).source}")
+        print(
+            f"{task:{width}} {rate:>12,.6g} {rate / total:>9.4%}  {find_task(task, cfg).source}"
+        )
 
 
 def prepare_all(cfg):
@@ -2034,7 +2581,9 @@ def prepare_shard(cfg, shard):
     tokenizer, (turn, machines) = prepare_vocabulary(cfg), configs.parse_shard(shard)
     wanted = [(name, "train", cfg) for name in open_tasks(cfg)]
     with contextlib.suppress(NoSplit):
-        wanted += [(name, "validation", alone) for name, alone in evaluations(cfg).items()]
+        wanted += [
+            (name, "validation", alone) for name, alone in evaluations(cfg).items()
+        ]
     for name, split, its in wanted:
         corpus = Corpus(name, split, tokenizer, its)
         for part in range(turn, len(corpus.parts), machines):
@@ -2046,13 +2595,26 @@ def prepare_shard(cfg, shard):
 
 def main(argv):
     args, changes = configs.parse_args(
-        __doc__, argv, show=dict(type=int, metavar="N", help="print N rows of the first batch"),
+        __doc__,
+        argv,
+        show=dict(type=int, metavar="N", help="print N rows of the first batch"),
         split=dict(help="of which --show prints rows (train, where a task has it)"),
-        prepare=dict(action="store_true", help="write the token files a run needs, and stop"),
-        shard=dict(metavar="I/N", help="with --prepare: every N-th part of the sources, whole\n"
-                   "corpora; N machines that share a disk do it together"),
-        list=dict(nargs="?", const="", metavar="MIXTURE", help="print a mixture's tasks and rates,"
-                  "\nor the names of all tasks and mixtures"))
+        prepare=dict(
+            action="store_true", help="write the token files a run needs, and stop"
+        ),
+        shard=dict(
+            metavar="I/N",
+            help="with --prepare: every N-th part of the sources, whole\n"
+            "corpora; N machines that share a disk do it together",
+        ),
+        list=dict(
+            nargs="?",
+            const="",
+            metavar="MIXTURE",
+            help="print a mixture's tasks and rates,"
+            "\nor the names of all tasks and mixtures",
+        ),
+    )
     if args.show is None and not args.prepare and args.list is None:
         raise UserError("Say what to do: --show N, --prepare or --list [MIXTURE].")
     cfg = configs.resolve(args, changes if args.run_dir else sized(changes), recipe=True)

@@ -50,17 +50,28 @@ def init_cache(params, cfg, encoded, length, beams=1):
     values [B, H, length * beams, C] of what has been decoded, empty. fixed: for each layer its
     weights, the keys and values [B, H, S, C] of the encoder, which all beams share, and the
     relative bias [N, H, length, length] (model.relative_bias)."""
-    stack, table = params["decoder"]["layers"], model.param_table(cfg)["decoder"]["layers"]
+    stack, table = (
+        params["decoder"]["layers"],
+        model.param_table(cfg)["decoder"]["layers"],
+    )
     cache, fixed = [], []
     shared = model.relative_bias(params["decoder"], length, length, False, cfg)
     for i in range(cfg.num_decoder_layers):
         w = model.in_use(jax.tree.map(lambda a: a[i].astype(encoded.dtype), stack), table)
         cross = model.keys_values(w["cross_attention"], encoded, cfg)
-        fixed.append((w, cross, model.relative_bias(
-            w["self_attention"], length, length, False, cfg, shared)))
+        fixed.append(
+            (
+                w,
+                cross,
+                model.relative_bias(
+                    w["self_attention"], length, length, False, cfg, shared
+                ),
+            )
+        )
         B, H, _, C = cross[0].shape
-        empty = jnp.zeros((B, H, length * beams, C), encoded.dtype,
-                          out_sharding=model.layout(cross[0]))
+        empty = jnp.zeros(
+            (B, H, length * beams, C), encoded.dtype, out_sharding=model.layout(cross[0])
+        )
         cache.append((empty, empty))
     return cache, fixed
 
@@ -100,10 +111,14 @@ def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=No
         bias = jnp.repeat(lax.dynamic_slice_in_dim(biases, at, 1, axis=2), N, axis=3)
         bias = jnp.repeat(bias, N, axis=2)
         h = model.rms_norm(x, w["self_attention"]["norm"])
-        own = tuple(lax.dynamic_update_slice_in_dim(old, new, at * N, axis=2)
-                    for old, new in zip(own, model.keys_values(w["self_attention"], h, cfg)))
+        own = tuple(
+            lax.dynamic_update_slice_in_dim(old, new, at * N, axis=2)
+            for old, new in zip(own, model.keys_values(w["self_attention"], h, cfg))
+        )
         written.append(own)
-        x = model.decoder_layer(w, x, h, own, bias, seen, cross, cross_mask, cfg, attend=attend)
+        x = model.decoder_layer(
+            w, x, h, own, bias, seen, cross, cross_mask, cfg, attend=attend
+        )
     return model.unembed(params, cfg, model.final_norm(x, params["decoder"])), written
 
 
@@ -113,8 +128,17 @@ LOW = -1e7  # T5X's score of what is not to be chosen; added, not assigned
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "length", "decode"))
-def generate(params, inputs, input_segments, cfg, length, decode=DecodeConfig(), rows=None, seed=0,
-             prefix=None):
+def generate(
+    params,
+    inputs,
+    input_segments,
+    cfg,
+    length,
+    decode=DecodeConfig(),
+    rows=None,
+    seed=0,
+    prefix=None,
+):
     """inputs, input_segments [B, S] -> (ids [B, N, length], scores [B, N]), the best answer first.
     After EOS ids are 0. decode.beams 0 is greedy or, with a temperature, top_k or top_p, sampling
     of num_return answers; 1 or more is T5X's beam search, N = beams. rows [B]: numbers that tell
@@ -132,23 +156,35 @@ def generate(params, inputs, input_segments, cfg, length, decode=DecodeConfig(),
     if prefix is not None:
         prefix = jax.reshard(prefix.astype(jnp.int32), batch)
         forced = lax.dynamic_update_slice(forced, prefix, (0, 0))
-    rows = rows_of(0, dtype=jnp.uint32) if rows is None else jax.reshard(
-        rows.astype(jnp.uint32), batch)
+    rows = (
+        rows_of(0, dtype=jnp.uint32)
+        if rows is None
+        else jax.reshard(rows.astype(jnp.uint32), batch)
+    )
     padding = ~jnp.any(input_segments > 0, axis=1)  # rows without inputs have no answer
     if decode.beams:
         first = rows_of(LOW, beams) + jnp.where(jnp.arange(beams) > 0, 0.0, -LOW)
-        state = Beams(first, rows_of(0, beams, length, dtype=jnp.int32), rows_of(LOW, beams),
-                      rows_of(0, beams, length, dtype=jnp.int32), rows_of(False, beams, dtype=bool),
-                      rows_of(0, beams, length, dtype=jnp.int32) + jnp.arange(beams)[:, None],
-                      rows_of(False, dtype=bool))
+        state = Beams(
+            first,
+            rows_of(0, beams, length, dtype=jnp.int32),
+            rows_of(LOW, beams),
+            rows_of(0, beams, length, dtype=jnp.int32),
+            rows_of(False, beams, dtype=bool),
+            rows_of(0, beams, length, dtype=jnp.int32) + jnp.arange(beams)[:, None],
+            rows_of(False, dtype=bool),
+        )
         choose = functools.partial(beam_step, decode=decode, length=length)
     else:
-        state = Samples(rows_of(0, beams, length, dtype=jnp.int32), rows_of(0.0, beams),
-                        rows_of(False, beams, dtype=bool))
+        state = Samples(
+            rows_of(0, beams, length, dtype=jnp.int32),
+            rows_of(0.0, beams),
+            rows_of(False, beams, dtype=bool),
+        )
         choose = functools.partial(sample_step, decode=decode, seed=seed)
     # which id comes next is decided row by row, on the device that has the row
-    choose = jax.shard_map(choose, in_specs=(P(), batch, batch, batch, batch),
-                           out_specs=(batch, batch))
+    choose = jax.shard_map(
+        choose, in_specs=(P(), batch, batch, batch, batch), out_specs=(batch, batch)
+    )
 
     def unfinished(carry):
         at, _, state, _ = carry
@@ -158,7 +194,9 @@ def generate(params, inputs, input_segments, cfg, length, decode=DecodeConfig(),
     def step(carry):
         at, ids, state, cache = carry
         ancestors = state.ancestors if decode.beams else None
-        logits, cache = decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors)
+        logits, cache = decode_step(
+            params, cfg, ids, at, cache, fixed, input_segments, ancestors
+        )
         logits = jax.reshard(logits, P("data", None, None))
         ids, state = choose(at, logits, state, forced, rows)
         return at + 1, ids, state, cache
@@ -166,15 +204,20 @@ def generate(params, inputs, input_segments, cfg, length, decode=DecodeConfig(),
     start = rows_of(0, beams, dtype=jnp.int32)
     state = lax.while_loop(unfinished, step, (0, start, state, cache))[2]
     if not decode.beams:
+
         def ordered(state):
             best = jnp.argsort(-state.scores, axis=1)
-            return (jnp.take_along_axis(state.ids, best[..., None], axis=1),
-                    jnp.take_along_axis(state.scores, best, axis=1))
+            return (
+                jnp.take_along_axis(state.ids, best[..., None], axis=1),
+                jnp.take_along_axis(state.scores, best, axis=1),
+            )
 
         return jax.shard_map(ordered, in_specs=(batch,), out_specs=(batch, batch))(state)
     any_finished = state.finished.any(1, keepdims=True)
-    return (jnp.where(any_finished[..., None], state.found, state.live),
-            jnp.where(any_finished, state.scores, state.live_scores))
+    return (
+        jnp.where(any_finished[..., None], state.found, state.live),
+        jnp.where(any_finished, state.scores, state.live_scores),
+    )
 
 
 def samples(decode):
@@ -193,8 +236,9 @@ class Samples(NamedTuple):
 def sample_step(at, logits, state, forced, rows, *, decode, seed):
     """logits [B, N, V] of position `at` -> (ids [B, N], Samples)."""
     if samples(decode):
-        chances = restrict(logits / max(decode.temperature or 1.0, 1e-4), decode.top_k,
-                           decode.top_p)
+        chances = restrict(
+            logits / max(decode.temperature or 1.0, 1e-4), decode.top_k, decode.top_p
+        )
 
         def draw(row, answer, chances):
             key = jax.random.key(seed)
@@ -207,11 +251,18 @@ def sample_step(at, logits, state, forced, rows, *, decode, seed):
     else:
         ids = jnp.argmax(logits, axis=-1)
     must = forced[:, at][:, None]
-    ids = jnp.where(state.done, data.PAD, jnp.where(must > 0, must, ids)).astype(jnp.int32)
-    chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), ids[..., None], axis=-1)[..., 0]
+    ids = jnp.where(state.done, data.PAD, jnp.where(must > 0, must, ids)).astype(
+        jnp.int32
+    )
+    chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), ids[..., None], axis=-1)[
+        ..., 0
+    ]
     scores = state.scores + jnp.where(state.done | (must > 0), 0.0, chosen)
-    return ids, Samples(state.ids.at[:, :, at].set(ids), scores,
-                        state.done | ((ids == data.EOS) & (must == 0)))
+    return ids, Samples(
+        state.ids.at[:, :, at].set(ids),
+        scores,
+        state.done | ((ids == data.EOS) & (must == 0)),
+    )
 
 
 def restrict(logits, top_k, top_p):
@@ -242,7 +293,11 @@ class Beams(NamedTuple):
 
 def length_penalty(tokens, decode):
     """What the log-probability of an answer of so many tokens, EOS counted, is divided by."""
-    return ((5 + tokens) / 6) ** decode.alpha if decode.penalty == "gnmt" else tokens**decode.alpha
+    return (
+        ((5 + tokens) / 6) ** decode.alpha
+        if decode.penalty == "gnmt"
+        else tokens**decode.alpha
+    )
 
 
 def beam_step(at, logits, state, forced, rows, *, decode, length):
@@ -261,8 +316,10 @@ def beam_step(at, logits, state, forced, rows, *, decode, length):
     live_scores, kept = lax.top_k(values + jnp.where(ends, LOW, 0.0), N)
     parents, live = take(parents, kept), take(answers, kept[..., None])
     scores = values / length_penalty(at + 1.0, decode) + jnp.where(ends, 0.0, LOW)
-    scores, finished = (jnp.concatenate(pair, 1) for pair in (
-        (state.scores, scores), (state.finished, ends)))
+    scores, finished = (
+        jnp.concatenate(pair, 1)
+        for pair in ((state.scores, scores), (state.finished, ends))
+    )
     scores, best = lax.top_k(scores, N)
     found = take(jnp.concatenate([state.found, answers], 1), best[..., None])
     finished = take(finished, best)
@@ -271,13 +328,19 @@ def beam_step(at, logits, state, forced, rows, *, decode, length):
     done = finished.all(1) & (scores[:, -1] > bound)
     own = jnp.arange(N)[:, None]
     place = jnp.arange(length)
-    ancestors = jnp.where(place < at, take(state.ancestors, parents[..., None]),
-                          jnp.where(place == at, parents[..., None], own))
+    ancestors = jnp.where(
+        place < at,
+        take(state.ancestors, parents[..., None]),
+        jnp.where(place == at, parents[..., None], own),
+    )
     new = Beams(live_scores, live, scores, found, finished, ancestors, done)
     must = forced[:, at]
     told = state._replace(live=state.live.at[:, :, at].set(must[:, None]))
-    new = jax.tree.map(lambda a, b: jnp.where(
-        (must > 0).reshape(-1, *[1] * (a.ndim - 1)), a, b), told, new)
+    new = jax.tree.map(
+        lambda a, b: jnp.where((must > 0).reshape(-1, *[1] * (a.ndim - 1)), a, b),
+        told,
+        new,
+    )
     return new.live[:, :, at], new
 
 
@@ -301,8 +364,14 @@ def encode(params, inputs, segments, cfg, pool):
 
 # ====== below: many examples, blanks, files, the command ==========================================
 
-ADDED = {"predict": "prediction", "score": "score",  # what a mode adds to a line
-         "mean": "mean", "first": "first", "none": "vectors"}
+ADDED = {
+    "predict": "prediction",
+    "score": "score",  # what a mode adds to a line
+    "mean": "mean",
+    "first": "first",
+    "none": "vectors",
+}
+
 
 class Example(NamedTuple):
     """Ids of inputs, of targets to score and of a prefix of the answer; EOS is theirs to have.
@@ -316,7 +385,11 @@ class Example(NamedTuple):
 
 def bucket(length):
     """The next power of two, or of 512: few lengths, so that few programs are compiled."""
-    return max(16, 1 << (length - 1).bit_length()) if length <= 512 else -(-length // 512) * 512
+    return (
+        max(16, 1 << (length - 1).bit_length())
+        if length <= 512
+        else -(-length // 512) * 512
+    )
 
 
 def padded(sequences, rows):
@@ -335,8 +408,9 @@ def answer(params, cfg, mesh, examples, mode="predict", total=None):
     most, devices = cfg.decode.batch_size, mesh.shape["data"]
     total = len(examples) if isinstance(examples, list) else total
     examples = enumerate(examples)
-    bar = data.progress({"predict": "answered", "score": "scored"}.get(mode, "encoded"), "example",
-                        total)
+    bar = data.progress(
+        {"predict": "answered", "score": "scored"}.get(mode, "encoded"), "example", total
+    )
     while window := list(itertools.islice(examples, 16 * most)):
         window.sort(key=lambda item: (len(item[1].inputs), len(item[1].targets)))
         results = {}
@@ -345,9 +419,14 @@ def answer(params, cfg, mesh, examples, mode="predict", total=None):
             rows = max(1, most * cfg.data.inputs_length // longest)
             numbers, group = zip(*window[-rows:])
             del window[-rows:]
-            rows = min(rows, 1 << (len(group) - 1).bit_length())  # a single text is a single row
-            results |= zip(numbers, answer_batch(
-                params, cfg, mesh, group, mode, -(-rows // devices) * devices))
+            # a single text is a single row
+            rows = min(rows, 1 << (len(group) - 1).bit_length())
+            results |= zip(
+                numbers,
+                answer_batch(
+                    params, cfg, mesh, group, mode, -(-rows // devices) * devices
+                ),
+            )
             bar.update(len(group))
         yield from (results[number] for number in sorted(results))
     bar.close()
@@ -361,24 +440,53 @@ def answer_batch(params, cfg, mesh, group, mode, B):
     real = [padded([[1] * len(ids) for ids in side], B) > 0 for side in (inputs, targets)]
     inputs, targets, prefix = (padded(side, B) for side in (inputs, targets, prefix))
     rows = padded([[n] for n in number], B).astype(np.uint32)
-    partition.check_memory(model.least_bytes(
-        cfg.model, B, inputs.shape[1], *([length, 1, beams] if mode == "predict" else
-                                         [targets.shape[1]])),
-        "--decode.batch_size, --decode.beams, --decode.max_len or the length of the inputs")
-    local, batch = partition.local_rows(B, mesh), data.complete_batch(inputs, targets, *real)
-    batch, rows, prefix = partition.put_batch(jax.tree.map(
-        lambda a: a[local], (batch, rows[:, :1], prefix[:, :length])), B, mesh)
+    partition.check_memory(
+        model.least_bytes(
+            cfg.model,
+            B,
+            inputs.shape[1],
+            *([length, 1, beams] if mode == "predict" else [targets.shape[1]]),
+        ),
+        "--decode.batch_size, --decode.beams, --decode.max_len or the length of the inputs",
+    )
+    local, batch = (
+        partition.local_rows(B, mesh),
+        data.complete_batch(inputs, targets, *real),
+    )
+    batch, rows, prefix = partition.put_batch(
+        jax.tree.map(lambda a: a[local], (batch, rows[:, :1], prefix[:, :length])),
+        B,
+        mesh,
+    )
     if mode == "score":
         return fetch(score(params, batch, cfg.model)).tolist()[: len(group)]
     if mode != "predict":
-        vectors = fetch(encode(params, batch.inputs, batch.input_segments, cfg.model, mode))
-        return [one[: len(x.inputs)] if mode == "none" else one for one, x in zip(vectors, group)]
-    ids, scores = map(fetch, generate(
-        params, batch.inputs, batch.input_segments, cfg.model, length, cfg.decode, rows[:, 0],
-        cfg.train.seed, prefix))
+        vectors = fetch(
+            encode(params, batch.inputs, batch.input_segments, cfg.model, mode)
+        )
+        return [
+            one[: len(x.inputs)] if mode == "none" else one
+            for one, x in zip(vectors, group)
+        ]
+    ids, scores = map(
+        fetch,
+        generate(
+            params,
+            batch.inputs,
+            batch.input_segments,
+            cfg.model,
+            length,
+            cfg.decode,
+            rows[:, 0],
+            cfg.train.seed,
+            prefix,
+        ),
+    )
     n = cfg.decode.num_return
-    return [([without_eos(one) for one in some[:n].tolist()], some_scores[:n].tolist())
-            for some, some_scores in zip(ids[: len(group)], scores)]
+    return [
+        ([without_eos(one) for one in some[:n].tolist()], some_scores[:n].tolist())
+        for some, some_scores in zip(ids[: len(group)], scores)
+    ]
 
 
 def fetch(array):
@@ -404,7 +512,8 @@ def split_spans(ids, tokenizer):
             number = tokenizer.size - 1 - i
             spans[number] = []
         elif number is not None:
-            spans[number].append(i if i < tokenizer.size else data.UNK)  # a row without a piece
+            # a row without a piece
+            spans[number].append(i if i < tokenizer.size else data.UNK)
     return spans
 
 
@@ -421,7 +530,9 @@ def fill_blanks(inputs, spans, tokenizer):
         if i > data.EOS:
             filled = tokenizer.pieces(spans.get(number, []))
             space = " " * filled.startswith(" ")  # stays outside the brackets
-            text += f"{space}[{filled.removeprefix(space)}]" if number in spans else " ____ "
+            text += (
+                f"{space}[{filled.removeprefix(space)}]" if number in spans else " ____ "
+            )
     return " ".join(text.split())
 
 
@@ -430,10 +541,19 @@ def fill_blanks(inputs, spans, tokenizer):
 
 def load_params(cfg, run_dir, step=None):
     """The parameters of a run's newest checkpoint, or of a step's, float32 -> (step, params)."""
-    wanted = {"params": jax.tree.map(
-        lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=jax.NamedSharding(
-            jax.sharding.get_mesh(), partition.spec(p.axes))),
-        model.param_table(cfg.model), is_leaf=model.is_param)}
+    wanted = {
+        "params": jax.tree.map(
+            lambda p: jax.ShapeDtypeStruct(
+                p.shape,
+                jnp.float32,
+                sharding=jax.NamedSharding(
+                    jax.sharding.get_mesh(), partition.spec(p.axes)
+                ),
+            ),
+            model.param_table(cfg.model),
+            is_leaf=model.is_param,
+        )
+    }
     found = partition.Checkpoints(run_dir).load(wanted, step)
     if not found:
         raise UserError(f"{run_dir} has no whole checkpoint yet: train.py writes them.")
@@ -443,13 +563,17 @@ def load_params(cfg, run_dir, step=None):
 def check_decoder(cfg, mode=None):
     """Refuse an encoder alone, but in mode encode."""
     if not cfg.model.num_decoder_layers and mode != "encode":
-        raise UserError("This model is an encoder alone: infer.py --mode encode gives its vectors.")
+        raise UserError(
+            "This model is an encoder alone: infer.py --mode encode gives its vectors."
+        )
 
 
 def open_model(args, changes, recipe=False):
     """--run_dir -> (Config, mesh, the run's Tokenizer or None). recipe: run its recipe.py too."""
     if not args.run_dir:
-        raise UserError("--run_dir names the run whose model is wanted, for instance runs/tiny.")
+        raise UserError(
+            "--run_dir names the run whose model is wanted, for instance runs/tiny."
+        )
     cfg = configs.resolve(args, changes, recipe)
     check_decoder(cfg, args.mode)
     args.step = partition.named_step(args.run_dir, args.step)
@@ -482,33 +606,48 @@ class Encoder:
             return (kept + [data.EOS] * eos)[:limit]
         value = value.tolist() if isinstance(value, np.ndarray) else value
         if not isinstance(value, list) or not all(type(i) is int for i in value):
-            raise ValueError(f"has no text and no list of ids in {key} (fields: {', '.join(line)})")
+            raise ValueError(
+                f"has no text and no list of ids in {key} (fields: {', '.join(line)})"
+            )
         if not all(0 <= i < self.cfg.model.vocab_size for i in value):
-            raise ValueError(f"has an id outside the model's {self.cfg.model.vocab_size} in {key}")
+            raise ValueError(
+                f"has an id outside the model's {self.cfg.model.vocab_size} in {key}"
+            )
         return value
 
     def __call__(self, line, number=0):
         lengths = self.cfg.data
-        targets = self.ids(line, "targets", lengths.targets_length) if self.scoring else ()
-        prefix = self.ids(line, "prefix", lengths.targets_length) if "prefix" in line else ()
+        targets = (
+            self.ids(line, "targets", lengths.targets_length) if self.scoring else ()
+        )
+        prefix = (
+            self.ids(line, "prefix", lengths.targets_length) if "prefix" in line else ()
+        )
         if isinstance(line.get("prefix"), str):
             prefix = prefix[:-1]
-        return Example(self.ids(line, "inputs", lengths.inputs_length), targets, prefix, number)
+        return Example(
+            self.ids(line, "inputs", lengths.inputs_length), targets, prefix, number
+        )
 
 
 def task_and_split(name):
-    """"task:NAME[:SPLIT]" -> (NAME, SPLIT)."""
+    """ "task:NAME[:SPLIT]" -> (NAME, SPLIT)."""
     name = name.removeprefix("task:")
-    task, _, split = (name, "", "") if name.partition(":")[0] in data.SOURCES else (
-        name.partition(":"))
+    task, _, split = (
+        (name, "", "")
+        if name.partition(":")[0] in data.SOURCES
+        else (name.partition(":"))
+    )
     return task, split or "validation"
 
 
 def read_input(name, cfg, bad):
     """--input: (where, dict) of a JSONL file, of a .txt file's lines, or of task:NAME[:SPLIT]."""
     if name.endswith(".txt"):
-        yield from ((f"{name}:{number}", {"inputs": line.rstrip("\r\n")})
-                    for number, line in data.read_lines(name, bad))
+        yield from (
+            (f"{name}:{number}", {"inputs": line.rstrip("\r\n")})
+            for number, line in data.read_lines(name, bad)
+        )
     elif name.startswith("task:"):
         task, split = task_and_split(name)
         yield from data.read_task(task, split, data.evaluation_of(task, cfg), bad)
@@ -521,10 +660,16 @@ def check_files(args):
     """Refuse an output that is there, an input that is not, lines that processes do not share."""
     if args.output and partition.is_first() and os.path.exists(args.output):
         raise UserError(f"{args.output} is there already: name another, or move it away.")
-    if args.input and not args.input.startswith("task:") and not data.find_files(args.input):
+    if (
+        args.input
+        and not args.input.startswith("task:")
+        and not data.find_files(args.input)
+    ):
         raise UserError(f"No file matches --input {args.input}.")
     if not args.input and args.text is None and jax.process_count() > 1:
-        raise UserError("Several processes do not share one standard input: give --input.")
+        raise UserError(
+            "Several processes do not share one standard input: give --input."
+        )
 
 
 def answer_file(args, cfg, mesh, tokenizer, params):
@@ -539,8 +684,10 @@ def answer_file(args, cfg, mesh, tokenizer, params):
 
     def complain(where, what):
         if not skip:
-            raise UserError(f"{where} {what}: mend it, or let such lines through with an error "
-                            f"field by --data.on_error skip.")
+            raise UserError(
+                f"{where} {what}: mend it, or let such lines through with an error "
+                f"field by --data.on_error skip."
+            )
         wrong.append(({"error": f"{where} {what}"}, None))
 
     def examples():  # (line, Example or None)
@@ -556,21 +703,29 @@ def answer_file(args, cfg, mesh, tokenizer, params):
 
     turn, parts = configs.parse_shard(args.shard)
     lines = itertools.islice(examples(), turn, None, parts)
-    file, done = partition.first_then_others(lambda: open_partial(partial, lines, args.mode))
+    file, done = partition.first_then_others(
+        lambda: open_partial(partial, lines, args.mode)
+    )
     done, count, tokens, began = partition.from_first(done), 0, 0, time.perf_counter()
     if not partition.is_first():
         lines = itertools.islice(lines, done, None)
     lines, seen = itertools.tee(lines)
     total = None  # only a plain file is cheap to read twice; a pipe cannot be
     if os.path.isfile(args.input):
-        total = sum(1 for _ in read_input(args.input, cfg, lambda *_: None)) // parts - done
+        total = (
+            sum(1 for _ in read_input(args.input, cfg, lambda *_: None)) // parts - done
+        )
     results = answer(params, cfg, mesh, (x for _, x in lines if x), args.mode, total)
     with configs.writing(partial), file:
         for line, example in seen:
             if example:
                 result = next(results)
                 line |= result_of(result, example, line, args.mode, cfg, tokenizer)
-                made = result[0] if args.mode == "predict" else [example.targets or example.inputs]
+                made = (
+                    result[0]
+                    if args.mode == "predict"
+                    else [example.targets or example.inputs]
+                )
                 tokens += sum(map(len, made))
             file.write(json_line(line).encode())
             file.flush()
@@ -586,10 +741,14 @@ def answer_file(args, cfg, mesh, tokenizer, params):
     if not count + done:
         raise UserError(f"{args.input} holds no line: there is nothing to answer.")
     seconds = time.perf_counter() - began
-    note(f"{args.output}: {count:,} examples, {count / seconds:.4g} a second; {tokens:,} tokens, "
-         f"{tokens / seconds:.4g} a second")
+    note(
+        f"{args.output}: {count:,} examples, {count / seconds:.4g} a second; {tokens:,} tokens, "
+        f"{tokens / seconds:.4g} a second"
+    )
     if encode.cut:
-        note(f"{encode.cut:,} texts were cut at --data.inputs_length or --data.targets_length")
+        note(
+            f"{encode.cut:,} texts were cut at --data.inputs_length or --data.targets_length"
+        )
 
 
 def open_partial(path, lines, mode):
@@ -602,14 +761,19 @@ def open_partial(path, lines, mode):
     try:
         file = configs.lock(path)
     except BlockingIOError:
-        raise UserError(f"Another process is writing {path}: let it, or name another --output."
-                        ) from None
+        raise UserError(
+            f"Another process is writing {path}: let it, or name another --output."
+        ) from None
     file.seek(0)
-    whole = [line for line in file.read().splitlines(keepends=True) if line.endswith(b"\n")]
+    whole = [
+        line for line in file.read().splitlines(keepends=True) if line.endswith(b"\n")
+    ]
     if not all(is_answered(text, next(lines, None), mode) for text in whole):
         file.close()
-        raise UserError(f"{path} holds other lines than this command writes: move it away, or "
-                        f"repeat the command that began it.")
+        raise UserError(
+            f"{path} holds other lines than this command writes: move it away, or "
+            f"repeat the command that began it."
+        )
     file.truncate(sum(map(len, whole)))
     if whole:
         note(f"{path} has {len(whole):,} lines: going on behind them")
@@ -621,7 +785,8 @@ def is_answered(text, asked, mode):
     try:
         answered = json.loads(text)
         return bool({"error", ADDED[mode]} & set(answered)) and (
-            {**answered, **json.loads(json_line(asked[0]))} == answered)
+            {**answered, **json.loads(json_line(asked[0]))} == answered
+        )
     except (ValueError, TypeError):  # no JSON object, or nothing was asked
         return False
 
@@ -629,7 +794,9 @@ def is_answered(text, asked, mode):
 def json_line(line):
     """A dict -> its line of a JSONL file, with escapes only where UTF-8 has no bytes for it."""
     text = json.dumps(line, ensure_ascii=False, default=plain)
-    return (text if data.unfit(text, math.inf) is None else json.dumps(line, default=plain)) + "\n"
+    return (
+        text if data.unfit(text, math.inf) is None else json.dumps(line, default=plain)
+    ) + "\n"
 
 
 def plain(value):
@@ -645,8 +812,12 @@ def write_vectors(lines, path, field, width):
             ids.append(np.int32(line.get("ids", [])))
             vectors.append(np.float32(line.get(field, nothing)).reshape(-1, width))
     with open(lines, "wb") as file:
-        np.savez(file, ids=np.concatenate(ids), lengths=[*map(len, ids)],
-                 vectors=np.concatenate(vectors))
+        np.savez(
+            file,
+            ids=np.concatenate(ids),
+            lengths=[*map(len, ids)],
+            vectors=np.concatenate(vectors),
+        )
     os.replace(lines, path)
 
 
@@ -658,7 +829,11 @@ def result_of(result, example, line, mode, cfg, tokenizer):
         numbers = np.array([float(f"{x:.9g}") for x in result.flat]).reshape(result.shape)
         return {"ids": example.inputs, ADDED[mode]: numbers.tolist()}
     ids, scores = result
-    texts = ids if isinstance(line["inputs"], list) else [tokenizer.decode(one) for one in ids]
+    texts = (
+        ids
+        if isinstance(line["inputs"], list)
+        else [tokenizer.decode(one) for one in ids]
+    )
     added = {"prediction": texts[0]}
     if cfg.decode.return_all or len(texts) > 1:
         added |= {"predictions": texts, "scores": scores}
@@ -679,30 +854,48 @@ def answer_lines(lines, cfg, mesh, tokenizer, params, raw):
         except ValueError as error:
             raise UserError(f"Line {number + 1} {error}.") from error
         if encode.cut > cut:
-            note(f"line {number + 1} is cut to the {len(example.inputs) - 1} tokens that "
-                 f"--data.inputs_length leaves")
-        (answers, scores), = answer(params, cfg, mesh, [example])
+            note(
+                f"line {number + 1} is cut to the {len(example.inputs) - 1} tokens that "
+                f"--data.inputs_length leaves"
+            )
+        ((answers, scores),) = answer(params, cfg, mesh, [example])
         blanks = split_spans(example.inputs, tokenizer) and not raw
         for ids, score in zip(answers, scores):
-            text = tokenizer.decode(ids) if not blanks else fill_blanks(
-                example.inputs, split_spans(ids, tokenizer), tokenizer)
+            text = (
+                tokenizer.decode(ids)
+                if not blanks
+                else fill_blanks(example.inputs, split_spans(ids, tokenizer), tokenizer)
+            )
             text = configs.visible(text.replace("\n", " "))
             print(f"{score:.4f}\t{text}" if cfg.decode.return_all else text, flush=True)
 
 
 def main(argv):
     args, changes = configs.parse_args(
-        __doc__, argv, text_=dict(nargs="?", help="a text to answer"),
+        __doc__,
+        argv,
+        text_=dict(nargs="?", help="a text to answer"),
         input=dict(help="a JSONL or .txt file, or task:NAME[:SPLIT]"),
         output=dict(help="the JSONL file to write"),
         mode=dict(default="predict", choices=("predict", "score", "encode")),
-        pool=dict(default="mean", choices=("mean", "first", "none"), help="of the encoder's "
-                  "vectors: one for each text, or (none) one for each token"),
-        raw=dict(action="store_true", help="print what the model wrote, no blanks filled"),
+        pool=dict(
+            default="mean",
+            choices=("mean", "first", "none"),
+            help="of the encoder's "
+            "vectors: one for each text, or (none) one for each token",
+        ),
+        raw=dict(
+            action="store_true", help="print what the model wrote, no blanks filled"
+        ),
         step=dict(default="latest", help="a checkpoint's step, latest or best"),
-        shard=dict(default="0/1", metavar="I/N", help="only every N-th line, from line I on"))
+        shard=dict(
+            default="0/1", metavar="I/N", help="only every N-th line, from line I on"
+        ),
+    )
     if bool(args.input) != bool(args.output) or args.input and args.text is not None:
-        raise UserError("Give a text, or --input and --output, or neither, for standard input.")
+        raise UserError(
+            "Give a text, or --input and --output, or neither, for standard input."
+        )
     configs.parse_shard(args.shard)
     if args.mode != "encode" and (args.output or "").endswith(".npz"):
         raise UserError("--output OUT.npz is of --mode encode: name a JSONL file.")
@@ -715,12 +908,17 @@ def main(argv):
     if args.input:
         return answer_file(args, cfg, mesh, tokenizer, params)
     if tokenizer is None:
-        raise UserError("This run has no vocabulary: put its spiece.model into the run directory, "
-                        "or give --input with lists of ids.")
+        raise UserError(
+            "This run has no vocabulary: put its spiece.model into the run directory, "
+            "or give --input with lists of ids."
+        )
     if args.mode != "predict":
         raise UserError(f"--mode {args.mode} needs --input and --output.")
-    lines = [args.text] if args.text is not None else io.TextIOWrapper(
-        sys.stdin.buffer, "utf-8", "replace")
+    lines = (
+        [args.text]
+        if args.text is not None
+        else io.TextIOWrapper(sys.stdin.buffer, "utf-8", "replace")
+    )
     answer_lines(lines, cfg, mesh, tokenizer, params, args.raw)
 
 

@@ -59,26 +59,45 @@ def param_table(cfg):
 
     def attention(**bias):
         return {
-            "norm": norm, **bias,
+            "norm": norm,
+            **bias,
             "query": Param((D, A), ("embed", "heads"), "normal", (D * C) ** -0.5),
             "key": Param((D, A), ("embed", "heads"), "normal", D**-0.5),
             "value": Param((D, A), ("embed", "heads"), "normal", D**-0.5),
-            "out": Param((A, D), ("heads", "embed"), "normal", A**-0.5)}
+            "out": Param((A, D), ("heads", "embed"), "normal", A**-0.5),
+        }
 
     def stack(layers, layer):
-        stacked = jax.tree.map(lambda p: p._replace(
-            shape=(layers, *p.shape), axes=("layers", *p.axes)), layer, is_leaf=is_param)
+        stacked = jax.tree.map(
+            lambda p: p._replace(shape=(layers, *p.shape), axes=("layers", *p.axes)),
+            layer,
+            is_leaf=is_param,
+        )
         return {"layers": stacked, "norm": norm} | ({} if cfg.layer_biases else bias)
 
-    bias = {"relative_bias": Param((H, R), ("heads", "buckets"), "uniform", (6 / (H + R)) ** 0.5)}
+    bias = {
+        "relative_bias": Param(
+            (H, R), ("heads", "buckets"), "uniform", (6 / (H + R)) ** 0.5
+        )
+    }
     own = bias if cfg.layer_biases else {}
-    table = {"embed": Param((V, D), ("vocab", "embed"), "normal", 1.0),
-             "encoder": stack(cfg.num_layers, {"attention": attention(**own), "mlp": mlp})}
+    table = {
+        "embed": Param((V, D), ("vocab", "embed"), "normal", 1.0),
+        "encoder": stack(cfg.num_layers, {"attention": attention(**own), "mlp": mlp}),
+    }
     if cfg.num_decoder_layers:
-        table["decoder"] = stack(cfg.num_decoder_layers, {
-            "self_attention": attention(**own), "cross_attention": attention(), "mlp": mlp})
+        table["decoder"] = stack(
+            cfg.num_decoder_layers,
+            {
+                "self_attention": attention(**own),
+                "cross_attention": attention(),
+                "mlp": mlp,
+            },
+        )
         if not cfg.tied:
-            table["unembed"] = Param((D, V), ("embed", "vocab"), "truncated_normal", D**-0.5)
+            table["unembed"] = Param(
+                (D, V), ("embed", "vocab"), "truncated_normal", D**-0.5
+            )
     return table
 
 
@@ -94,12 +113,17 @@ def init_params(cfg, key, rules=RULES):
         if p.init in ("ones", "zeros"):
             return jnp.full(p.shape, float(p.init == "ones"), out_sharding=layout)
         if p.init == "uniform":
-            return jax.random.uniform(key, p.shape, minval=-p.scale, maxval=p.scale,
-                                      out_sharding=layout)
+            return jax.random.uniform(
+                key, p.shape, minval=-p.scale, maxval=p.scale, out_sharding=layout
+            )
         if p.init == "normal":
             return p.scale * jax.random.normal(key, p.shape, out_sharding=layout)
         cut = 0.87962566103423978  # standard deviation of a normal cut off at +-2
-        return p.scale / cut * jax.random.truncated_normal(key, -2, 2, p.shape, out_sharding=layout)
+        return (
+            p.scale
+            / cut
+            * jax.random.truncated_normal(key, -2, 2, p.shape, out_sharding=layout)
+        )
 
     table, tree = jax.tree.flatten(param_table(cfg), is_leaf=is_param)
     return jax.tree.unflatten(tree, map(draw, table, jax.random.split(key, len(table))))
@@ -108,7 +132,8 @@ def init_params(cfg, key, rules=RULES):
 # ---- building blocks -----------------------------------------------------------------------------
 
 ACTIVATIONS = configs.ACTIVATIONS  # to which a recipe file may add its own
-ACTIVATIONS |= {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "silu": jax.nn.silu}  # gelu by tanh
+# gelu by tanh
+ACTIVATIONS |= {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "silu": jax.nn.silu}
 
 
 def platform():
@@ -125,8 +150,12 @@ def compute_dtype(cfg):
 
 def in_use(weights, table):
     """A layer's weights, cast already -> laid out as they compute: FSDP gathers here."""
-    return jax.tree.map(lambda p, w: jax.reshard(w, spec([a for a in p.axes if a != "layers"])),
-                        table, weights, is_leaf=is_param)
+    return jax.tree.map(
+        lambda p, w: jax.reshard(w, spec([a for a in p.axes if a != "layers"])),
+        table,
+        weights,
+        is_leaf=is_param,
+    )
 
 
 def layout(x):
@@ -141,16 +170,21 @@ def dense(x, w):
     rows, columns = layout(x)[0], layout(w)[1]
     if platform() != "cpu":
         return product(x, w)
-    y = jnp.einsum("nd,df->nf", x.reshape(-1, x.shape[-1]), w, out_sharding=P(rows, columns))
+    y = jnp.einsum(
+        "nd,df->nf", x.reshape(-1, x.shape[-1]), w, out_sharding=P(rows, columns)
+    )
     return y.reshape(*x.shape[:-1], w.shape[1], out_sharding=P(rows, None, columns))
 
 
 @jax.custom_gradient
 def product(x, w):
     """dense, not flat. Its gradient gives that of the weights row by row, as they lie at rest."""
+
     def gradient(d_y):
-        return (jnp.einsum("bqf,df->bqd", d_y, w, out_sharding=layout(x)),
-                jnp.einsum("bqd,bqf->df", x, d_y, out_sharding=layout(w)))
+        return (
+            jnp.einsum("bqf,df->bqd", d_y, w, out_sharding=layout(x)),
+            jnp.einsum("bqd,bqf->df", x, d_y, out_sharding=layout(w)),
+        )
 
     rows, columns = layout(x)[0], layout(w)[1]
     return jnp.einsum("bqd,df->bqf", x, w, out_sharding=P(rows, None, columns)), gradient
@@ -212,7 +246,9 @@ def relative_bias(w, Q, K, bidirectional, cfg, shared=None):
     bucket = relative_bucket(np.arange(K) - np.arange(Q)[:, None], bidirectional, cfg)
     # a product with one-hot rows, because the gradient of a gather is a slow scatter
     one_hot = jax.nn.one_hot(bucket, cfg.relative_buckets, axis=0, dtype=jnp.float32)
-    ones = jnp.ones((jax.sharding.get_abstract_mesh().shape["data"], 1, 1), out_sharding=P("data"))
+    ones = jnp.ones(
+        (jax.sharding.get_abstract_mesh().shape["data"], 1, 1), out_sharding=P("data")
+    )
     return jnp.einsum("nhr,rqk->nhqk", ones * w["relative_bias"], one_hot)
 
 
@@ -227,7 +263,9 @@ def mask_of(query_segments, key_segments, causal=False):
 def split_heads(x, cfg):
     """[B, K, H*C] -> [B, H, K, C]."""
     rows, _, columns = layout(x)
-    x = x.reshape(*x.shape[:2], cfg.num_heads, cfg.d_kv, out_sharding=P(rows, None, columns, None))
+    x = x.reshape(
+        *x.shape[:2], cfg.num_heads, cfg.d_kv, out_sharding=P(rows, None, columns, None)
+    )
     return x.transpose(0, 2, 1, 3)
 
 
@@ -257,7 +295,9 @@ def masked_scores(q, k, bias, mask):
     """-> [B, H, Q, K], summed in float32, rounded to q's dtype; -1e10 where a key is not seen."""
     dtype = q.dtype if platform() == "gpu" else jnp.float32  # a GPU writes them to memory
     scores = jnp.einsum("bhqc,bhkc->bhqk", q, k, preferred_element_type=dtype)
-    return jnp.where(mask, scores if bias is None else scores + bias, -1e10).astype(q.dtype)
+    return jnp.where(mask, scores if bias is None else scores + bias, -1e10).astype(
+        q.dtype
+    )
 
 
 def weighted_sums(scores, v):
@@ -265,8 +305,12 @@ def weighted_sums(scores, v):
     largest score of each query -> float32 [B, H, Q, C + 1], [B, H, Q, 1]."""
     top = scores.max(-1, keepdims=True).astype(jnp.float32)
     ones = jnp.ones((*v.shape[:-1], 1), v.dtype)
-    return jnp.einsum("bhqk,bhkc->bhqc", jnp.exp(scores - top).astype(v.dtype),
-                      jnp.concatenate([v, ones], -1), preferred_element_type=jnp.float32), top
+    return jnp.einsum(
+        "bhqk,bhkc->bhqc",
+        jnp.exp(scores - top).astype(v.dtype),
+        jnp.concatenate([v, ones], -1),
+        preferred_element_type=jnp.float32,
+    ), top
 
 
 @jax.named_scope("attention")
@@ -276,8 +320,11 @@ def attention(w, x, keys_values, bias, mask, cfg, key=None, attend=attend):
     k, v = keys_values
     if key is not None and cfg.dropout:
         # T5 drops a key for all queries at once; that is the same as dropping its value
-        v = v * keep_mask(key_probabilities, cfg.dropout, (*v.shape[:-1], 1), layout(v), v.dtype)
-    attend = jax.shard_map(attend, out_specs=layout(v))  # a device has rows and heads of its own
+        v = v * keep_mask(
+            key_probabilities, cfg.dropout, (*v.shape[:-1], 1), layout(v), v.dtype
+        )
+    # a device has rows and heads of its own
+    attend = jax.shard_map(attend, out_specs=layout(v))
     out = join_heads(attend(split_heads(dense(x, w["query"]), cfg), k, v, bias, mask))
     return dropout(dense(out, w["out"]), cfg.dropout, key_out)
 
@@ -287,12 +334,15 @@ def mlp(w, x, cfg, key=None):
     """Feed-forward layer, with its dropout: x [B, Q, D] (normalized) -> [B, Q, D]."""
     key_hidden, key_out = split_key(key, 2)
     activate = ACTIVATIONS[cfg.activation.removeprefix("gated_")]
-    if "gate" in w:  # a TPU writes the gradients behind the barrier, instead of making them twice
+    # a TPU writes the gradients behind the barrier, instead of making them twice
+    if "gate" in w:
         gate, up = lax.optimization_barrier((dense(x, w["gate"]), dense(x, w["up"])))
         hidden = activate(gate) * up
     else:
         hidden = activate(dense(x, w["up"]))
-    return dropout(dense(dropout(hidden, cfg.dropout, key_hidden), w["down"]), cfg.dropout, key_out)
+    return dropout(
+        dense(dropout(hidden, cfg.dropout, key_hidden), w["down"]), cfg.dropout, key_out
+    )
 
 
 # ---- encoder and decoder -------------------------------------------------------------------------
@@ -312,22 +362,34 @@ def run_layers(layer, x, name, params, cfg, key):
     finds kept is cfg.remat: "dots" keeps products with weights, which cost the time, but scores,
     which cost the memory, only as attend_in_groups says; "full" keeps attention's results alone."""
     # all layers are cast at once: loop, gathers and gradients then move half the bytes
-    table, weights = param_table(cfg)[name]["layers"], jax.tree.map(
-        lambda w: w.astype(compute_dtype(cfg)), params[name]["layers"])
+    table, weights = (
+        param_table(cfg)[name]["layers"],
+        jax.tree.map(lambda w: w.astype(compute_dtype(cfg)), params[name]["layers"]),
+    )
     depth = len(jax.tree.leaves(weights)[0])
     keys = None if key is None else jax.random.split(key, depth)
     unroll = platform() != "cpu" and depth <= 24 and cfg.d_model <= 1024
-    policies, named = jax.checkpoint_policies, jax.checkpoint_policies.save_only_these_names
-    policy = {"none": lambda primitive, *_, **__: primitive.name != "reshard",
-              "dots": policies.save_from_both_policies(
-                  policies.dots_with_no_batch_dims_saveable, named("attended", "read")),
-              "full": named("attended")}[cfg.remat]
+    policies, named = (
+        jax.checkpoint_policies,
+        jax.checkpoint_policies.save_only_these_names,
+    )
+    policy = {
+        "none": lambda primitive, *_, **__: primitive.name != "reshard",
+        "dots": policies.save_from_both_policies(
+            policies.dots_with_no_batch_dims_saveable, named("attended", "read")
+        ),
+        "full": named("attended"),
+    }[cfg.remat]
     # what is made again stands behind a barrier, else XLA would keep it; whole weights pass it by
     whole = cfg.remat != "full" and "data" not in layout(weights["mlp"]["up"])
-    run = jax.checkpoint(lambda x, weights, key: layer(in_use(weights, table), x, key),
-                         policy=policy, prevent_cse=(unroll, False, False) if whole else unroll)
+    run = jax.checkpoint(
+        lambda x, weights, key: layer(in_use(weights, table), x, key),
+        policy=policy,
+        prevent_cse=(unroll, False, False) if whole else unroll,
+    )
 
-    def body(x, weights_and_key):  # both passes use a layer's weights, cut out of the stack once
+    # both passes use a layer's weights, cut out of the stack once
+    def body(x, weights_and_key):
         weights, key = weights_and_key
         return run(x, lax.optimization_barrier(weights) if unroll else weights, key), None
 
@@ -358,12 +420,16 @@ def final_norm(x, stack):
     return rms_norm(x, jax.reshard(stack["norm"], P()).astype(x.dtype))
 
 
-def decoder_layer(w, x, h, own, bias, self_mask, cross, cross_mask, cfg, key=None, attend=attend):
+def decoder_layer(
+    w, x, h, own, bias, self_mask, cross, cross_mask, cfg, key=None, attend=attend
+):
     """One decoder layer: x [B, T, D], h its norm, own and cross: keys and values -> [B, T, D]."""
     key_self, key_cross, key_mlp = split_key(key, 3)
     x += attention(w["self_attention"], h, own, bias, self_mask, cfg, key_self, attend)
     h = rms_norm(x, w["cross_attention"]["norm"])
-    x += attention(w["cross_attention"], h, cross, None, cross_mask, cfg, key_cross, attend)
+    x += attention(
+        w["cross_attention"], h, cross, None, cross_mask, cfg, key_cross, attend
+    )
     return x + mlp(w["mlp"], rms_norm(x, w["mlp"]["norm"]), cfg, key_mlp)
 
 
@@ -390,18 +456,30 @@ def decode(params, cfg, decoder_inputs, segments, encoded, input_segments, key=N
 @jax.named_scope("logits and loss")
 def unembed(params, cfg, x):
     """x [B, T, D] -> logits [B, T, V]; operands and product float32, whatever the model's dtype."""
-    name, axes = ("embed", ("vocab", "embed")) if cfg.tied else ("unembed", ("embed", "vocab"))
+    name, axes = (
+        ("embed", ("vocab", "embed")) if cfg.tied else ("unembed", ("embed", "vocab"))
+    )
     # a barrier for the gradients too: both are made at once, then the logits' memory is free
-    x, w = lax.optimization_barrier((x.astype(jnp.float32), jax.reshard(params[name], spec(axes))))
-    return dense(x, w.T) * cfg.d_model**-0.5 if cfg.tied else dense(x, w)  # T5 1.0 ties them
+    x, w = lax.optimization_barrier(
+        (x.astype(jnp.float32), jax.reshard(params[name], spec(axes)))
+    )
+    # T5 1.0 ties them
+    return dense(x, w.T) * cfg.d_model**-0.5 if cfg.tied else dense(x, w)
 
 
 def forward(params, batch, cfg, key=None):
     """The whole model, teacher-forced: ModelConfig, Batch -> logits [B, T, V], float32."""
     key_encoder, key_decoder = split_key(key, 2)
     encoded = encode(params, cfg, batch.inputs, batch.input_segments, key_encoder)
-    x = decode(params, cfg, batch.decoder_inputs, batch.target_segments, encoded,
-               batch.input_segments, key_decoder)
+    x = decode(
+        params,
+        cfg,
+        batch.decoder_inputs,
+        batch.target_segments,
+        encoded,
+        batch.input_segments,
+        key_decoder,
+    )
     return unembed(params, cfg, x)
 
 
@@ -415,7 +493,9 @@ def cross_entropy(logits, targets, z_loss=0.0, label_smoothing=0.0):
     label smoothing the target has probability 1 - label_smoothing, the others share the rest, and
     the entropy of that distribution is subtracted, so that a perfect prediction costs nothing
     (t5x/losses.py)."""
-    logits, targets = jax.reshard((logits, targets), (P("data", None, "model"), P("data", None)))
+    logits, targets = jax.reshard(
+        (logits, targets), (P("data", None, "model"), P("data", None))
+    )
     V = logits.shape[-1]
     top = lax.stop_gradient(logits.max(-1))
     log_z = top + jnp.log(jnp.exp(logits - top[..., None]).sum(-1))
@@ -436,15 +516,24 @@ def cross_entropy(logits, targets, z_loss=0.0, label_smoothing=0.0):
 def token_losses(params, batch, cfg, key=None):
     """Config, Batch -> cross entropy, z-loss (nats), whether argmax is the target: each [B, T]."""
     logits = forward(params, batch, cfg.model, key)
-    return cross_entropy(logits, batch.targets, cfg.train.z_loss, cfg.train.label_smoothing)
+    return cross_entropy(
+        logits, batch.targets, cfg.train.z_loss, cfg.train.label_smoothing
+    )
 
 
 def loss_fn(params, batch, cfg, key=None):
     """Sums over a batch's real target tokens -> (loss, {cross_ent_loss, z_loss, correct, tokens}).
     The loss is cross entropy plus z-loss, in nats, summed as well: whoever calls divides."""
     weight = (batch.target_segments > 0).astype(jnp.float32)
-    loss, z_loss, correct = (jnp.sum(x * weight) for x in token_losses(params, batch, cfg, key))
-    sums = {"cross_ent_loss": loss, "z_loss": z_loss, "correct": correct, "tokens": jnp.sum(weight)}
+    loss, z_loss, correct = (
+        jnp.sum(x * weight) for x in token_losses(params, batch, cfg, key)
+    )
+    sums = {
+        "cross_ent_loss": loss,
+        "z_loss": z_loss,
+        "correct": correct,
+        "tokens": jnp.sum(weight),
+    }
     return loss + z_loss, sums
 
 
@@ -466,15 +555,20 @@ def attend_in_groups(q, k, v, bias, mask):
     copied where it is used; equal scores are made once."""
     n = count_groups(q, k)
     queries, biases = heads_apart(q, n), heads_apart(bias, n)
-    if n > 1 and bias is not None:  # as the scores lie, or each layer would turn them around
+    # as the scores lie, or each layer would turn them around
+    if n > 1 and bias is not None:
         biases = [with_layout_constraint(x, Layout((0, 1, 3, 2))) for x in biases]
-    sums, top = in_turn(lambda q, k, v, bias: weighted_sums(masked_scores(q, k, bias, mask), v),
-                        [*zip(queries, heads_apart(k, n), heads_apart(v, n), biases)])
+    sums, top = in_turn(
+        lambda q, k, v, bias: weighted_sums(masked_scores(q, k, bias, mask), v),
+        [*zip(queries, heads_apart(k, n), heads_apart(v, n), biases)],
+    )
     out = checkpoint_name((sums[..., :-1] / sums[..., -1:]).astype(v.dtype), "attended")
     log_sum = checkpoint_name(top + jnp.log(sums[..., -1:]), "attended")
     kept = n == 1 and bias is not None and platform() == "tpu"
     scores = masked_scores(q, k, bias, mask) if kept else None
-    read = jax.tree.map(lambda x: checkpoint_name(x, "read"), (queries, k, v, biases, scores))
+    read = jax.tree.map(
+        lambda x: checkpoint_name(x, "read"), (queries, k, v, biases, scores)
+    )
     return out, (read, mask, out, log_sum)
 
 
@@ -494,9 +588,16 @@ def in_turn(step, groups):
         if n == 1:
             return parts
         whole = whole or jax.tree.map(
-            lambda x: lax.empty((x.shape[0], n * x.shape[1], *x.shape[2:]), x.dtype), parts)
-        whole = jax.tree.map(lambda x, part: lax.dynamic_update_slice_in_dim(
-            x, part, i * part.shape[1], 1), whole, parts)
+            lambda x: lax.empty((x.shape[0], n * x.shape[1], *x.shape[2:]), x.dtype),
+            parts,
+        )
+        whole = jax.tree.map(
+            lambda x, part: lax.dynamic_update_slice_in_dim(
+                x, part, i * part.shape[1], 1
+            ),
+            whole,
+            parts,
+        )
     return whole
 
 
@@ -504,8 +605,10 @@ def attend_backward(kept, d_out):
     """What attend_in_groups kept, gradient of its result -> those of its arguments."""
     (queries, k, v, biases, scores), mask, out, log_sum = kept
     apart = (heads_apart(x, len(queries)) for x in (k, v, out, log_sum, d_out))
-    return *in_turn(lambda *group: group_backward(*group, mask, scores),
-                    [*zip(queries, *apart, biases)]), None
+    return *in_turn(
+        lambda *group: group_backward(*group, mask, scores),
+        [*zip(queries, *apart, biases)],
+    ), None
 
 
 def group_backward(q, k, v, out, log_sum, d_out, bias, mask, scores):
@@ -514,12 +617,22 @@ def group_backward(q, k, v, out, log_sum, d_out, bias, mask, scores):
     inner = jnp.einsum("bhqc,bhqc->bhq", d_out, out, preferred_element_type=jnp.float32)
     d_scores = (p * (d_p - inner[..., None])).astype(v.dtype)
     # over the batch; by a product with ones a CPU is forty times as fast
-    d_bias = (jnp.einsum("ab,bhqk->ahqk", jnp.ones((1, len(q)), v.dtype), d_scores,
-                         preferred_element_type=jnp.float32) if platform() == "cpu"
-              else d_scores.astype(jnp.float32).sum(0, keepdims=True))
-    return (jnp.einsum("bhqk,bhkc->bhqc", d_scores, k), jnp.einsum("bhqk,bhqc->bhkc", d_scores, q),
-            jnp.einsum("bhqk,bhqc->bhkc", p.astype(v.dtype), d_out),
-            None if bias is None else d_bias)
+    d_bias = (
+        jnp.einsum(
+            "ab,bhqk->ahqk",
+            jnp.ones((1, len(q)), v.dtype),
+            d_scores,
+            preferred_element_type=jnp.float32,
+        )
+        if platform() == "cpu"
+        else d_scores.astype(jnp.float32).sum(0, keepdims=True)
+    )
+    return (
+        jnp.einsum("bhqk,bhkc->bhqc", d_scores, k),
+        jnp.einsum("bhqk,bhqc->bhkc", d_scores, q),
+        jnp.einsum("bhqk,bhqc->bhkc", p.astype(v.dtype), d_out),
+        None if bias is None else d_bias,
+    )
 
 
 attend.defvjp(attend_in_groups, attend_backward)
@@ -536,8 +649,14 @@ def train_flops(cfg, S, T):
     D, F, A = cfg.d_model, cfg.d_ff, cfg.num_heads * cfg.d_kv
     matrices = 3 if cfg.activation.startswith("gated_") else 2
     encoder = S * (4 * D * A + matrices * D * F) + 2 * S * S * A
-    decoder = T * (6 * D * A + matrices * D * F) + S * 2 * D * A + 2 * T * T * A + 2 * T * S * A
-    forward = cfg.num_layers * encoder + cfg.num_decoder_layers * decoder + T * D * cfg.vocab_size
+    decoder = (
+        T * (6 * D * A + matrices * D * F) + S * 2 * D * A + 2 * T * T * A + 2 * T * S * A
+    )
+    forward = (
+        cfg.num_layers * encoder
+        + cfg.num_decoder_layers * decoder
+        + T * D * cfg.vocab_size
+    )
     return 3 * 2 * forward
 
 
@@ -549,20 +668,34 @@ def least_bytes(cfg, rows, S, T, copies=1, beams=0):
     return {
         "parameters": 4 * copies * count_params(param_table(cfg)),
         "attention scores of a layer": size * rows * cfg.num_heads * max(lengths),
-        "position biases": 4 * (cfg.num_heads + cfg.relative_buckets + 4) * max(S, T) ** 2,
+        "position biases": 4
+        * (cfg.num_heads + cfg.relative_buckets + 4)
+        * max(S, T) ** 2,
         "a layer's activations": size * rows * S * max(cfg.d_ff, cfg.d_model),
-        "cached keys and values": 2 * size * rows * cfg.num_decoder_layers * A * (S + beams * T)
-        if beams else 0,
-        "logits": 4 * rows * (beams or T) * cfg.vocab_size}
+        "cached keys and values": 2
+        * size
+        * rows
+        * cfg.num_decoder_layers
+        * A
+        * (S + beams * T)
+        if beams
+        else 0,
+        "logits": 4 * rows * (beams or T) * cfg.vocab_size,
+    }
 
 
 def describe(cfg):
     """Config -> one line: how many parameters, and where, and what an example costs."""
-    table, lengths = param_table(cfg.model), (cfg.data.inputs_length, cfg.data.targets_length)
+    table, lengths = (
+        param_table(cfg.model),
+        (cfg.data.inputs_length, cfg.data.targets_length),
+    )
     parts = ", ".join(f"{name} {count_params(part):,}" for name, part in table.items())
     flops = train_flops(cfg.model, *lengths) / 1e9
-    return (f"{count_params(table):,} parameters ({parts}); {flops:.5g} GFLOP to train on one "
-            f"example of {lengths[0]} + {lengths[1]} tokens")
+    return (
+        f"{count_params(table):,} parameters ({parts}); {flops:.5g} GFLOP to train on one "
+        f"example of {lengths[0]} + {lengths[1]} tokens"
+    )
 
 
 def main(argv):
@@ -573,8 +706,10 @@ def main(argv):
     for path, p in jax.tree_util.tree_leaves_with_path(table, is_leaf=is_param):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         initial = p.init if p.init == "ones" else f"{p.init} {p.scale:.4g}"
-        print(f"{name:44} {' x '.join(map(str, p.shape)):20} {' '.join(p.axes):22} {initial:>24} "
-              f"{math.prod(p.shape):>14,}")
+        print(
+            f"{name:44} {' x '.join(map(str, p.shape)):20} {' '.join(p.axes):22} {initial:>24} "
+            f"{math.prod(p.shape):>14,}"
+        )
     print("\n" + describe(cfg))
 
 

@@ -35,13 +35,28 @@ from jax import NamedSharding, P
 from jax.experimental import multihost_utils
 
 import configs
-from configs import UserError, is_remote, note, parse_args, run_command, to_path, write_file
+from configs import (
+    UserError,
+    is_remote,
+    note,
+    parse_args,
+    run_command,
+    to_path,
+    write_file,
+)
 
 # What an axis means -> the mesh axis it is split over while the model computes (Megatron's layout:
 # the wide axis of every pair of matrices, so that attention and MLP each end in one all-reduce).
 RULES = {
-    "batch": "data", "vocab": "model", "heads": "model", "mlp": "model",
-    "embed": None, "layers": None, "buckets": None, None: None,  # are whole on every device
+    "batch": "data",
+    "vocab": "model",
+    "heads": "model",
+    "mlp": "model",
+    # are whole on every device
+    "embed": None,
+    "layers": None,
+    "buckets": None,
+    None: None,
 }
 # Fully sharded (ZeRO-3): at rest, weights and optimizer are split over the data axis as well.
 RULES_AT_REST = {**RULES, "embed": "data"}
@@ -59,37 +74,70 @@ def set_mesh(cfg, devices=None):
     data = len(devices) // parts
     rows = cfg.train.batch_size // cfg.train.microbatches
     for number, divisor, sentence in (
-        (len(devices), parts, f"{len(devices)} devices cannot be shared by --mesh.model {parts}"),
-        (m.num_heads, parts, f"--mesh.model {parts} does not divide the {m.num_heads} heads"),
+        (
+            len(devices),
+            parts,
+            f"{len(devices)} devices cannot be shared by --mesh.model {parts}",
+        ),
+        (
+            m.num_heads,
+            parts,
+            f"--mesh.model {parts} does not divide the {m.num_heads} heads",
+        ),
         (m.d_ff, parts, f"--mesh.model {parts} does not divide d_ff {m.d_ff}"),
-        (m.vocab_size, parts, f"--mesh.model {parts} does not divide vocab_size {m.vocab_size}"),
-        (rows, data, f"{rows} rows (--train.batch_size over --train.microbatches) cannot be dealt "
-                     f"evenly to {data} data-parallel devices"),
-        (m.d_model * cfg.mesh.fsdp, data,
-         f"--mesh.fsdp cannot split d_model {m.d_model} evenly over {data} devices"),
+        (
+            m.vocab_size,
+            parts,
+            f"--mesh.model {parts} does not divide vocab_size {m.vocab_size}",
+        ),
+        (
+            rows,
+            data,
+            f"{rows} rows (--train.batch_size over --train.microbatches) cannot be dealt "
+            f"evenly to {data} data-parallel devices",
+        ),
+        (
+            m.d_model * cfg.mesh.fsdp,
+            data,
+            f"--mesh.fsdp cannot split d_model {m.d_model} evenly over {data} devices",
+        ),
     ):
         if number % divisor:
             raise UserError(f"{sentence}: change one of the two.")
     try:
-        mesh = jax.make_mesh((data, parts), ("data", "model"), devices=devices,
-                             axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+        mesh = jax.make_mesh(
+            (data, parts),
+            ("data", "model"),
+            devices=devices,
+            axis_types=(jax.sharding.AxisType.Explicit,) * 2,
+        )
     except NotImplementedError as error:
-        raise UserError(f"--mesh.model {parts} is no product of TPU sides: change it.") from error
+        raise UserError(
+            f"--mesh.model {parts} is no product of TPU sides: change it."
+        ) from error
     jax.set_mesh(mesh)
     return mesh
 
 
 def local_rows(batch_size, mesh):
     """Which rows of a global batch this process's devices hold: asked of the layout."""
-    indices = NamedSharding(mesh, P("data")).addressable_devices_indices_map((batch_size,)).values()
+    indices = (
+        NamedSharding(mesh, P("data"))
+        .addressable_devices_indices_map((batch_size,))
+        .values()
+    )
     return np.unique([row for (span,) in indices for row in range(batch_size)[span]])
 
 
 def put_batch(batch, batch_size, mesh):
     """This process's rows of a batch (arrays [rows, length]) -> global arrays split over "data"."""
     sharding = NamedSharding(mesh, P("data"))
-    return jax.tree.map(lambda a: jax.make_array_from_process_local_data(
-        sharding, a, (batch_size, *a.shape[1:])), batch)
+    return jax.tree.map(
+        lambda a: jax.make_array_from_process_local_data(
+            sharding, a, (batch_size, *a.shape[1:])
+        ),
+        batch,
+    )
 
 
 # ---- several processes ---------------------------------------------------------------------------
@@ -102,17 +150,25 @@ def start_jax(cfg):
         note(f"waiting for {d.processes} processes to meet at {d.coordinator}")
 
     def give_up():
-        note(f"The processes did not meet within {d.timeout} s: start the same command on all "
-             f"machines, or raise --distributed.timeout.", always=True)
+        note(
+            f"The processes did not meet within {d.timeout} s: start the same command on all "
+            f"machines, or raise --distributed.timeout.",
+            always=True,
+        )
         os._exit(2)
 
     alone = threading.Timer(d.timeout, give_up)  # JAX itself would abort
     alone.start()
     try:
         jax.distributed.initialize(
-            d.coordinator or None, d.processes, d.process, initialization_timeout=d.timeout + 60,
-            heartbeat_timeout_seconds=d.timeout)
-    except ValueError:  # nothing was named, and no cluster (Cloud TPU, SLURM, ...) was found
+            d.coordinator or None,
+            d.processes,
+            d.process,
+            initialization_timeout=d.timeout + 60,
+            heartbeat_timeout_seconds=d.timeout,
+        )
+    # nothing was named, and no cluster (Cloud TPU, SLURM, ...) was found
+    except ValueError:
         if d.coordinator:
             raise
     finally:
@@ -122,10 +178,12 @@ def start_jax(cfg):
         if not is_first():
             configs.speaks = False  # the first process says it for all
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        all_agree(True)  # Gloo must have met within 30 s; from here on it waits as long as it takes
+        # Gloo must have met within 30 s; from here on it waits as long as it takes
+        all_agree(True)
     if not jax.config.jax_compilation_cache_dir:
-        jax.config.update("jax_compilation_cache_dir",
-                          os.path.expanduser("~/.cache/plain_t5/compiled"))
+        jax.config.update(
+            "jax_compilation_cache_dir", os.path.expanduser("~/.cache/plain_t5/compiled")
+        )
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
@@ -202,7 +260,9 @@ def own_pieces(tree):
         for shard in array.addressable_shards:
             if shard.replica_id:
                 continue
-            bounds = [list(cut.indices(size)[:2]) for cut, size in zip(shard.index, array.shape)]
+            bounds = [
+                list(cut.indices(size)[:2]) for cut, size in zip(shard.index, array.shape)
+            ]
             data = np.ascontiguousarray(shard.data)
             if data.nbytes <= PIECE_BYTES:
                 yield name, bounds, data
@@ -220,10 +280,17 @@ def write_pieces(path, pieces):
     with path.open("wb") as file:
         for name, bounds, data in pieces:
             crc = zlib.crc32(data)
-            header = {"name": name, "bounds": bounds, "dtype": data.dtype.name, "crc32": crc}
-            file.write(msgpack.packb(header) + b"\xc6" + struct.pack(">I", data.nbytes))  # bin 32
+            header = {
+                "name": name,
+                "bounds": bounds,
+                "dtype": data.dtype.name,
+                "crc32": crc,
+            }
+            # bin 32
+            file.write(msgpack.packb(header) + b"\xc6" + struct.pack(">I", data.nbytes))
             places.setdefault(name, []).append(
-                {"file": path.name, "offset": file.tell(), "bounds": bounds, "crc32": crc})
+                {"file": path.name, "offset": file.tell(), "bounds": bounds, "crc32": crc}
+            )
             file.write(data.reshape(-1).view(np.uint8).data)
         if not is_remote(path):
             file.flush()
@@ -246,7 +313,8 @@ def write_checkpoint(folder, arrays, pieces, step):
     manifest alone says that a checkpoint is whole."""
     temporary = folder if is_remote(folder) else folder.with_name(f"tmp-{folder.name}")
     temporary.mkdir(parents=True, exist_ok=True)
-    if is_remote(folder) and is_first():  # a damaged checkpoint of this step is none from here on
+    # a damaged checkpoint of this step is none from here on
+    if is_remote(folder) and is_first():
         (folder / "manifest.json").unlink(missing_ok=True)
     count = jax.process_count()
     files = [temporary / f"pieces-{i:05}-of-{count:05}.msgpack" for i in range(count)]
@@ -258,11 +326,23 @@ def write_checkpoint(folder, arrays, pieces, step):
         for name, more in json.loads(wait_for(path)).items():
             places[name] = places.get(name, []) + more
         path.unlink()
-    arrays = {name: {"shape": list(arrays[name]["shape"]), "dtype": arrays[name]["dtype"],
-                     "pieces": places[name]} for name in sorted(arrays)}
-    configs.write_checked(temporary / "manifest.json", {
-        "format": FORMAT, "step": step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "arrays": arrays})
+    arrays = {
+        name: {
+            "shape": list(arrays[name]["shape"]),
+            "dtype": arrays[name]["dtype"],
+            "pieces": places[name],
+        }
+        for name in sorted(arrays)
+    }
+    configs.write_checked(
+        temporary / "manifest.json",
+        {
+            "format": FORMAT,
+            "step": step,
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "arrays": arrays,
+        },
+    )
     if not is_remote(folder):
         sync_folder(temporary)
         remove(folder)  # a damaged one of this step, which was passed over
@@ -275,8 +355,10 @@ def wait_for(path, seconds=600):
     deadline = time.monotonic() + seconds
     while not path.exists():
         if time.monotonic() > deadline:
-            raise CheckpointError(f"{path} has not come in {seconds} s: every process must write "
-                                  f"to the same --run_dir, and the first must see it")
+            raise CheckpointError(
+                f"{path} has not come in {seconds} s: every process must write "
+                f"to the same --run_dir, and the first must see it"
+            )
         time.sleep(0.05)
     return path.read_text()
 
@@ -313,8 +395,10 @@ def read_manifest(folder):
     except (UserError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged ({error})") from error
     if manifest["format"] > FORMAT:
-        raise UserError(f"{folder} has format {manifest['format']} and this version of plain T5 "
-                        f"reads {FORMAT}: use a newer one.")
+        raise UserError(
+            f"{folder} has format {manifest['format']} and this version of plain T5 "
+            f"reads {FORMAT}: use a newer one."
+        )
     return manifest
 
 
@@ -328,7 +412,9 @@ def read_piece(folder, place, dtype):
                 file.seek(place["offset"])
                 data = file.read(size)
         else:
-            data = np.memmap(path, np.uint8, "r", place["offset"], (size,)) if size else b""
+            data = (
+                np.memmap(path, np.uint8, "r", place["offset"], (size,)) if size else b""
+            )
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is missing or too short ({error})") from error
     if zlib.crc32(data) != place["crc32"]:
@@ -340,6 +426,7 @@ def read_part(folder, array, index, verified):
     """A part of a stored array, which may be a view of its file. array: what the manifest says
     about it; index: a slice for each axis; verified: a dict that keeps the pieces that were read
     and found whole, or None to keep none."""
+
     def within(part, bounds):
         return tuple(slice(a - b, c - b) for (a, c), (b, _) in zip(part, bounds))
 
@@ -366,17 +453,22 @@ def read_checkpoint(folder, template):
 
     def read(name, wanted):
         if name not in stored:
-            raise UserError(f"{folder} has no array {name}: it is of another model or optimizer, "
-                            f"or holds weights alone, from which --init_from begins a run.")
+            raise UserError(
+                f"{folder} has no array {name}: it is of another model or optimizer, "
+                f"or holds weights alone, from which --init_from begins a run."
+            )
         shape, dtype = tuple(stored[name]["shape"]), np.dtype(stored[name]["dtype"])
         if shape != wanted.shape or dtype != wanted.dtype:
-            raise UserError(f"{folder}: {name} is {dtype}{list(shape)}, the configuration asks for "
-                            f"{wanted.dtype}{list(wanted.shape)}.")
+            raise UserError(
+                f"{folder}: {name} is {dtype}{list(shape)}, the configuration asks for "
+                f"{wanted.dtype}{list(wanted.shape)}."
+            )
         verified = {}
 
         def part(index):  # the slice of the array that one device holds
             found = read_part(folder, stored[name], index, verified)
-            return found if found.base is None else np.array(found)  # jax may keep the memory
+            # jax may keep the memory
+            return found if found.base is None else np.array(found)
 
         return jax.make_array_from_callback(shape, wanted.sharding, part)
 
@@ -401,7 +493,9 @@ def best_of(path, metric, steps):
     """Of these steps in a metrics.jsonl (step, value) with the best, or lowest loss, or None."""
     found = {line["step"]: line[metric] for line in metrics_lines(path) if metric in line}
     sign = -1 if metric.endswith(("loss", "perplexity")) else 1
-    known = [(step, found[step]) for step in steps if not math.isnan(found.get(step, math.nan))]
+    known = [
+        (step, found[step]) for step in steps if not math.isnan(found.get(step, math.nan))
+    ]
     return max(known, key=lambda pair: sign * pair[1], default=None)
 
 
@@ -415,9 +509,12 @@ def named_step(run_dir, name):
         raise UserError(f"--step takes a step, latest or best, not {name!r}.")
     metric = configs.load_run(run_dir).train.keep_best
     found = metric and best_of(
-        to_path(run_dir) / "metrics.jsonl", metric, Checkpoints(run_dir).steps())
+        to_path(run_dir) / "metrics.jsonl", metric, Checkpoints(run_dir).steps()
+    )
     if not found:
-        raise UserError(f"{run_dir} has no best step: it was not trained with --train.keep_best.")
+        raise UserError(
+            f"{run_dir} has no best step: it was not trained with --train.keep_best."
+        )
     return found[0]
 
 
@@ -431,14 +528,20 @@ class Checkpoints:
 
     def steps(self):
         """Steps of the whole checkpoints, rising."""
-        return sorted(int(path.name[5:]) for path in self.folders()
-                      if path.name.startswith("step_") and path.is_dir()
-                      and (not is_remote(path) or (path / "manifest.json").exists()))
+        return sorted(
+            int(path.name[5:])
+            for path in self.folders()
+            if path.name.startswith("step_")
+            and path.is_dir()
+            and (not is_remote(path) or (path / "manifest.json").exists())
+        )
 
     def folders(self):
         """The paths of checkpoints, and of what killed saves have left."""
         found = self.folder.iterdir() if self.folder.exists() else ()
-        return [path for path in found if re.fullmatch(r"(tmp-)?step_\d{1,12}", path.name)]
+        return [
+            path for path in found if re.fullmatch(r"(tmp-)?step_\d{1,12}", path.name)
+        ]
 
     def path(self, step):
         return self.folder / f"step_{step:08}"
@@ -447,11 +550,15 @@ class Checkpoints:
         """Start to write a nested dict of arrays; waits for the checkpoint before it. best: the
         step of a checkpoint that stays however old it is."""
         self.wait()
-        arrays = {name: {"shape": a.shape, "dtype": a.dtype.name}
-                  for name, a in flatten(tree).items()}
+        arrays = {
+            name: {"shape": a.shape, "dtype": a.dtype.name}
+            for name, a in flatten(tree).items()
+        }
         pieces = own_pieces(tree)
         if self.background:
-            self.writing = self.writer.submit(self.commit, arrays, list(pieces), step, best)
+            self.writing = self.writer.submit(
+                self.commit, arrays, list(pieces), step, best
+            )
         else:
             self.commit(arrays, pieces, step, best)
 
@@ -459,8 +566,12 @@ class Checkpoints:
         try:
             write_checkpoint(self.path(step), arrays, pieces, step)
         except OSError as error:  # a full disk, for instance
-            raise CheckpointError(f"{self.path(step)} could not be written ({error})") from error
-        for old in [s for s in self.steps() if s <= step][: -self.keep] if is_first() else ():
+            raise CheckpointError(
+                f"{self.path(step)} could not be written ({error})"
+            ) from error
+        for old in (
+            [s for s in self.steps() if s <= step][: -self.keep] if is_first() else ()
+        ):
             if old != best:
                 remove(self.path(old))
 
@@ -484,8 +595,10 @@ class Checkpoints:
         is left alone. step: that checkpoint and no other."""
         steps = from_first(self.steps())
         if step not in (None, *steps):
-            raise UserError(f"{self.folder} has no step {step:,}; it has "
-                            f"{', '.join(map(str, steps)) or 'none'}.")
+            raise UserError(
+                f"{self.folder} has no step {step:,}; it has "
+                f"{', '.join(map(str, steps)) or 'none'}."
+            )
         for path in map(self.path, reversed(steps) if step is None else [step]):
             try:
                 return together(lambda: read_checkpoint(path, template), CheckpointError)
@@ -494,8 +607,10 @@ class Checkpoints:
                     raise UserError(f"{error}: name another --step.") from error
                 note(f"{error}; trying the checkpoint before it", always=True)
         if steps:
-            raise UserError(f"None of the checkpoints in {self.folder} is whole: restore one from "
-                            f"a copy, or move the folder away to begin anew.")
+            raise UserError(
+                f"None of the checkpoints in {self.folder} is whole: restore one from "
+                f"a copy, or move the folder away to begin anew."
+            )
         return None
 
 
@@ -504,8 +619,10 @@ def find_checkpoint(source):
     if (to_path(source) / "manifest.json").exists():
         return False
     if not Checkpoints(source).steps():
-        raise UserError(f"{source} is neither a run with checkpoints nor a checkpoint: name one, "
-                        f"or convert other weights first.")
+        raise UserError(
+            f"{source} is neither a run with checkpoints nor a checkpoint: name one, "
+            f"or convert other weights first."
+        )
     return True
 
 
@@ -514,7 +631,9 @@ def load_from(source, template):
     if find_checkpoint(source):
         return Checkpoints(source).load(template)
     try:
-        return together(lambda: read_checkpoint(to_path(source), template), CheckpointError)
+        return together(
+            lambda: read_checkpoint(to_path(source), template), CheckpointError
+        )
     except CheckpointError as error:
         raise UserError(f"{error}: name another checkpoint.") from error
 
@@ -532,22 +651,37 @@ class Chip(NamedTuple):
 
 
 CHIPS = {  # names as in jax's device_kind; a device of v3 is half a chip
-    "H200": Chip(989.5, 141, 450), "H100": Chip(989.5, 80, 450), "A100": Chip(312, 80, 300),
-    "V100": Chip(125, 32, 150), "TPU v3": Chip(61.5, 16, 41, 0.94),
-    "TPU v4": Chip(275, 32, 150, 1.05), "TPU v5 lite": Chip(197, 16, 100, 1.503),
-    "TPU v5": Chip(459, 95, 300, 1.75), "TPU v6 lite": Chip(918, 32, 224, 1.75)}
+    "H200": Chip(989.5, 141, 450),
+    "H100": Chip(989.5, 80, 450),
+    "A100": Chip(312, 80, 300),
+    "V100": Chip(125, 32, 150),
+    "TPU v3": Chip(61.5, 16, 41, 0.94),
+    "TPU v4": Chip(275, 32, 150, 1.05),
+    "TPU v5 lite": Chip(197, 16, 100, 1.503),
+    "TPU v5": Chip(459, 95, 300, 1.75),
+    "TPU v6 lite": Chip(918, 32, 224, 1.75),
+}
 
 
 # What lets a TPU send beside arithmetic. With all of GATHERS it gathers split weights so, else by
 # all-reduces before it; with SUMS each large gradient by itself, not all at the end. FUSIONS lets
 # each use 24 MiB of fast memory, not 16; v6e is slower so. A v4 has too little for both of these.
-GATHERS = dict.fromkeys((
-    "xla_enable_async_all_gather", "xla_tpu_prefer_async_allgather_to_allreduce",
-    "xla_tpu_enable_async_collective_fusion", "xla_tpu_overlap_compute_collective_tc",
-    "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
-    "xla_tpu_enable_async_collective_fusion_multiple_steps"), True)
-SUMS = {"xla_enable_async_all_reduce": True, "xla_jf_crs_combiner_threshold_in_bytes": 1_000_000,
-        "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True}
+GATHERS = dict.fromkeys(
+    (
+        "xla_enable_async_all_gather",
+        "xla_tpu_prefer_async_allgather_to_allreduce",
+        "xla_tpu_enable_async_collective_fusion",
+        "xla_tpu_overlap_compute_collective_tc",
+        "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
+        "xla_tpu_enable_async_collective_fusion_multiple_steps",
+    ),
+    True,
+)
+SUMS = {
+    "xla_enable_async_all_reduce": True,
+    "xla_jf_crs_combiner_threshold_in_bytes": 1_000_000,
+    "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
+}
 FUSIONS = {"xla_tpu_scoped_vmem_limit_kib": 24 * 1024}
 
 
@@ -557,14 +691,18 @@ def check_memory(parts, levers):
     if device.platform == "cpu":  # CPU devices share what the machine has
         there = configs.machine_memory() * jax.process_count()
     else:
-        there = (device.memory_stats() or {}).get("bytes_limit", math.inf) * jax.device_count()
+        there = (device.memory_stats() or {}).get(
+            "bytes_limit", math.inf
+        ) * jax.device_count()
     configs.check_memory(parts, there, f"{levers}, or take more devices")
 
 
 def bytes_on_device(tree):
     """Arrays or ShapeDtypeStructs with layouts -> bytes that one device holds of them."""
-    return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
-               for a in jax.tree.leaves(tree))
+    return sum(
+        math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
+        for a in jax.tree.leaves(tree)
+    )
 
 
 COLLECTIVES = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
@@ -574,15 +712,23 @@ def collectives(lowered):
     """Compile a program -> ([(kind of collective, mesh axis, count, bytes that each device sends,
     on a ring)], the compiled program). Read from what XLA's partitioner leaves, where dtypes are
     still the program's own: later XLA's CPU backend turns bfloat16 into float32."""
-    mesh, counts, moved = jax.sharding.get_mesh(), collections.Counter(), collections.Counter()
+    mesh, counts, moved = (
+        jax.sharding.get_mesh(),
+        collections.Counter(),
+        collections.Counter(),
+    )
     nobody_runs_it = mesh.devices.flat[0].platform == "cpu"
     with tempfile.TemporaryDirectory() as folder:
-        program = lowered.compile({
-            "xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning",
-            **({"xla_backend_optimization_level": "0"} if nobody_runs_it else {})})
+        program = lowered.compile(
+            {
+                "xla_dump_to": folder,
+                "xla_dump_hlo_pass_re": "spmd-partitioning",
+                **({"xla_backend_optimization_level": "0"} if nobody_runs_it else {}),
+            }
+        )
         if mesh.size == 1:
             return [], program
-        path, = Path(folder).glob("*spmd-partitioning.before*.txt")
+        (path,) = Path(folder).glob("*spmd-partitioning.before*.txt")
         text = path.read_text()
     for line, times in instructions(text):
         if one := re.search(rf" = (.*?) ({COLLECTIVES})\(", line):
@@ -590,8 +736,11 @@ def collectives(lowered):
             if len(group) == 1:
                 continue
             part = 1 - 1 / len(group)  # a ring sends all but one's own
-            sent = {"all-reduce": 2 * part, "reduce-scatter": len(group) - 1,
-                    "collective-permute": 1}.get(one[2], part)
+            sent = {
+                "all-reduce": 2 * part,
+                "reduce-scatter": len(group) - 1,
+                "collective-permute": 1,
+            }.get(one[2], part)
             whole = len(group) == mesh.size and min(mesh.shape.values()) > 1
             near = abs(group[1] - group[0]) < mesh.shape["model"]
             key = one[2], "both" if whole else "model" if near else "data"
@@ -602,8 +751,10 @@ def collectives(lowered):
 
 def bytes_of(shapes):
     """HLO's "(f32[2,3]{1,0}, pred[4])" -> bytes."""
-    return sum(int(bits or 8) // 8 * math.prod(integers(sizes))
-               for bits, sizes in re.findall(r"\b[a-z]+(\d*)\w*\[([\d,]*)\]", shapes))
+    return sum(
+        int(bits or 8) // 8 * math.prod(integers(sizes))
+        for bits, sizes in re.findall(r"\b[a-z]+(\d*)\w*\[([\d,]*)\]", shapes)
+    )
 
 
 def integers(text):
@@ -612,7 +763,9 @@ def integers(text):
 
 def first_group(line, count):
     """The devices, of so many, of the first group that a collective of HLO goes on among."""
-    if listed := re.search(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}", line):
+    if listed := re.search(
+        r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}", line
+    ):
         return integers(listed[1])
     devices = np.arange(count)
     if order := re.search(r"(?:<=|device_ids=\()\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
@@ -635,9 +788,15 @@ def instructions(text):
 
     def visit(name, times):
         for line in bodies[name].splitlines():
-            if loop := re.search(r"\bwhile\(.*condition=%(\S+?), body=%(\S+?)[,\s]", line + " "):
+            if loop := re.search(
+                r"\bwhile\(.*condition=%(\S+?), body=%(\S+?)[,\s]", line + " "
+            ):
                 known = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
-                turns = [known[1]] if known else re.findall(r"constant\((\d+)\)", bodies[loop[1]])
+                turns = (
+                    [known[1]]
+                    if known
+                    else re.findall(r"constant\((\d+)\)", bodies[loop[1]])
+                )
                 yield from visit(loop[2], times * max(map(int, turns)))
             elif call := re.search(r"\bcall\(.*to_apply=%(\S+?)[,\s]", line + " "):
                 yield from visit(call[1], times)
@@ -655,16 +814,34 @@ def cycles(text):
     for line, times in instructions(text):
         if price := re.search(r'"estimated_cycles":"(\d+)"', line):
             path = (re.search(r'op_name="([^"]*)"', line) or [""] * 2)[1]
-            part = next((name for name in ("attention", "mlp", "logits and loss")
-                         if f"/{name}/" in path or f"({name})" in path), "the rest")
+            part = next(
+                (
+                    name
+                    for name in ("attention", "mlp", "logits and loss")
+                    if f"/{name}/" in path or f"({name})" in path
+                ),
+                "the rest",
+            )
             kind = "" if "jvp" in path else "optimizer" if path else "copies"
-            parts[kind or part + ", again" * ("rematted" in path) + (
-                ", gradient" * ("transpose(" in path))] += int(price[1]) * times
-        if one := re.search(rf" ({COLLECTIVES})(-start)?\(|calls=%all-(reduce-scatter)|"
-                            r"%async-collective(-start)\S* = ", line):
-            call = (one[1] or one[3] or "collectives") + ", overlapped" * bool(one[2] or one[4])
-            counts[call] += times  # below: of a fusion, what it takes and returns, not its counters
-            sent[call] += times * bytes_of(re.split(r"\(%| s32\[2\]", line)[0]) * ring.get(call, 1)
+            parts[
+                kind
+                or part
+                + ", again" * ("rematted" in path)
+                + (", gradient" * ("transpose(" in path))
+            ] += int(price[1]) * times
+        if one := re.search(
+            rf" ({COLLECTIVES})(-start)?\(|calls=%all-(reduce-scatter)|"
+            r"%async-collective(-start)\S* = ",
+            line,
+        ):
+            call = (one[1] or one[3] or "collectives") + ", overlapped" * bool(
+                one[2] or one[4]
+            )
+            # below: of a fusion, what it takes and returns, not its counters
+            counts[call] += times
+            sent[call] += (
+                times * bytes_of(re.split(r"\(%| s32\[2\]", line)[0]) * ring.get(call, 1)
+            )
     return parts, counts, sent
 
 
@@ -686,8 +863,10 @@ def verify(folder):
 def main(argv):
     args, _ = parse_args(__doc__, argv, verify=dict(metavar="CHECKPOINT", required=True))
     if not to_path(args.verify).is_dir():
-        raise UserError(f"There is no folder {args.verify}: --verify names a checkpoint, such as "
-                        f"runs/tiny/checkpoints/step_00001500.")
+        raise UserError(
+            f"There is no folder {args.verify}: --verify names a checkpoint, such as "
+            f"runs/tiny/checkpoints/step_00001500."
+        )
     try:
         problems = verify(to_path(args.verify))
     except CheckpointError as error:

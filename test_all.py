@@ -51,30 +51,50 @@ import train
 from configs import Config, DataConfig, DecodeConfig, ModelConfig, TrainConfig
 
 HERE = Path(__file__).parent
-CASES = Path(os.environ.get("PLAIN_T5_CASES", "")) if os.environ.get("PLAIN_T5_CASES") else None
+CASES = (
+    Path(os.environ.get("PLAIN_T5_CASES", ""))
+    if os.environ.get("PLAIN_T5_CASES")
+    else None
+)
 slow = pytest.mark.slow  # kills and starves processes, or takes its time: pytest -m slow
-needs_cases = pytest.mark.skipif(CASES is None, reason="PLAIN_T5_CASES names no checkpoints of T5X")
+needs_cases = pytest.mark.skipif(
+    CASES is None, reason="PLAIN_T5_CASES names no checkpoints of T5X"
+)
 
 
 def recorded_file(name):
     """A recorded result, open to read."""
-    return (CASES / name).open("rb") if CASES else zipfile.ZipFile(
-        HERE / "assets/t5x_cases.zip").open(name)
+    return (
+        (CASES / name).open("rb")
+        if CASES
+        else zipfile.ZipFile(HERE / "assets/t5x_cases.zip").open(name)
+    )
 
 
 jax.config.update("jax_num_cpu_devices", 8)
 # compile fast, here and in the processes that tests start: the programs are small
 jax.config.update("jax_disable_most_optimizations", True)
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
-if jax.__version_info__ < (0, 11):  # older emitters; XLA aborts at a flag that it does not know
-    os.environ["XLA_FLAGS"] = f"{os.getenv('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
+# older emitters; XLA aborts at a flag that it does not know
+if jax.__version_info__ < (0, 11):
+    os.environ["XLA_FLAGS"] = (
+        f"{os.getenv('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
+    )
 
 # Wide and deep enough that no two dimensions agree: heads * d_kv is not d_model, the decoder is
 # deeper than the encoder.
 SMALL = Config(
     "small",
-    ModelConfig(vocab_size=256, d_model=32, d_ff=48, d_kv=6, num_heads=4, num_layers=2,
-                num_decoder_layers=3, dtype="float32"),
+    ModelConfig(
+        vocab_size=256,
+        d_model=32,
+        d_ff=48,
+        d_kv=6,
+        num_heads=4,
+        num_layers=2,
+        num_decoder_layers=3,
+        dtype="float32",
+    ),
     DataConfig(source="random:", inputs_length=32, targets_length=8),
     TrainConfig(batch_size=8),
 )
@@ -88,8 +108,13 @@ def one_device():
 
 def change(cfg=SMALL, **changes):
     """change(cfg, model=dict(tied=True)) -> Config."""
-    return replace(cfg, **{section: replace(getattr(cfg, section), **values)
-                           for section, values in changes.items()})
+    return replace(
+        cfg,
+        **{
+            section: replace(getattr(cfg, section), **values)
+            for section, values in changes.items()
+        },
+    )
 
 
 def make_params(cfg, seed=0):
@@ -97,8 +122,13 @@ def make_params(cfg, seed=0):
     params = model.init_params(cfg.model, jax.random.key(seed))
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
-    return jax.tree.unflatten(tree, [
-        leaf + 0.1 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys)])
+    return jax.tree.unflatten(
+        tree,
+        [
+            leaf + 0.1 * jax.random.normal(key, leaf.shape)
+            for leaf, key in zip(leaves, keys)
+        ],
+    )
 
 
 def make_batch(cfg, lengths, seed=0):
@@ -114,7 +144,9 @@ def make_batch(cfg, lengths, seed=0):
 
 def to_batch(inputs, targets, input_segments, target_segments):
     tokens = np.int32(inputs), np.int32(targets)
-    return jax.tree.map(jnp.asarray, data.complete_batch(*tokens, input_segments, target_segments))
+    return jax.tree.map(
+        jnp.asarray, data.complete_batch(*tokens, input_segments, target_segments)
+    )
 
 
 def place(params, cfg):
@@ -122,7 +154,10 @@ def place(params, cfg):
     mesh = jax.sharding.get_mesh()
     return jax.tree.map(
         lambda p, w: jax.device_put(w, jax.NamedSharding(mesh, partition.spec(p.axes))),
-        model.param_table(cfg), params, is_leaf=model.is_param)
+        model.param_table(cfg),
+        params,
+        is_leaf=model.is_param,
+    )
 
 
 forward = jax.jit(model.forward, static_argnums=2)
@@ -135,8 +170,13 @@ def assert_close(a, b, tolerance=1e-5):
     leaves = zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True)
     for (path, x), y in leaves:
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-        np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * max(np.abs(y).max(), 1e-30),
-                                   err_msg=jax.tree_util.keystr(path))
+        np.testing.assert_allclose(
+            x,
+            y,
+            rtol=0,
+            atol=tolerance * max(np.abs(y).max(), 1e-30),
+            err_msg=jax.tree_util.keystr(path),
+        )
 
 
 def assert_equal(a, b):
@@ -157,8 +197,12 @@ def equations(jaxpr):
 
 def test_imports_go_one_way():
     allowed = {
-        "configs": "", "data": "configs", "partition": "configs", "model": "configs partition",
-        "infer": "configs data partition model", "evaluate": "configs data partition model infer",
+        "configs": "",
+        "data": "configs",
+        "partition": "configs",
+        "model": "configs partition",
+        "infer": "configs data partition model",
+        "evaluate": "configs data partition model infer",
         "train": "configs data partition model infer evaluate",
         "convert": "configs data partition model",
     }
@@ -175,7 +219,8 @@ def test_imports_go_one_way():
         ours = names & {*allowed, "test_all"}
         assert ours <= set(allowed[path.stem].split()), path.name
         if path.stem == "configs":
-            assert names - {"etils"} <= set(sys.stdlib_module_names)  # etils: remote paths only
+            # etils: remote paths only
+            assert names - {"etils"} <= set(sys.stdlib_module_names)
         if path.stem == "data":
             assert not names & {"jax", "flax", "optax"}
 
@@ -185,7 +230,9 @@ README = (HERE / "README.md").read_text()
 
 def test_the_readmes_commands_exist(capsys, monkeypatch):
     """Each names a script of ours, flags that it has, a recipe that is there."""
-    modules = {m.__name__: m for m in (train, data, evaluate, infer, model, partition, convert)}
+    modules = {
+        m.__name__: m for m in (train, data, evaluate, infer, model, partition, convert)
+    }
     flags = {}
     for name, module in modules.items():
         monkeypatch.setattr(sys, "argv", [f"{name}.py"])
@@ -193,7 +240,9 @@ def test_the_readmes_commands_exist(capsys, monkeypatch):
             module.main(["--help"])
         flags[name] = set(re.findall(r"^  (--[\w.]+)", capsys.readouterr().out, re.M))
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", README, re.M | re.S)
-    plain = "\n".join(text for language, text in blocks if not language).replace("\\\n", " ")
+    plain = "\n".join(text for language, text in blocks if not language).replace(
+        "\\\n", " "
+    )
     cells = json.loads((HERE / "assets/notebook.ipynb").read_text())["cells"]
     plain += "".join(line for cell in cells for line in ["\n", *cell["source"]])
     plain += (HERE / "assets/slurm.sh").read_text()
@@ -205,7 +254,9 @@ def test_the_readmes_commands_exist(capsys, monkeypatch):
         words = rest.split("#")[0].split()
         assert {word for word in words if word.startswith("--")} <= flags[script], rest
         for flag, value in zip(words, words[1:]):
-            assert flag != "--config" or value in configs.RECIPES or value.endswith(".py"), rest
+            assert (
+                flag != "--config" or value in configs.RECIPES or value.endswith(".py")
+            ), rest
 
 
 (OWN,) = re.findall(r"```python\n(# mine.py.*?)```", README, re.S)  # README's recipe file
@@ -231,10 +282,17 @@ def test_each_file_teaches_above_its_banner():
                 own = {x.id for x in inside if isinstance(x.ctx, ast.Store)}
                 own |= {x.arg for x in ast.walk(node) if isinstance(x, ast.arg)}
                 used |= {x.id for x in inside} - own
-        assert banner <= 451 and not used & (below - above), (name, used & (below - above))
-    rows = re.findall(r"^\| \[(\w+)\.py\]\(\1\.py\) \| ?(\d*) ?\| ([\d,]+) \|", README, re.M)
-    assert {name: (above and int(above), int(lines.replace(",", "")))
-            for name, above, lines in rows} == counts
+        assert banner <= 451 and not used & (below - above), (
+            name,
+            used & (below - above),
+        )
+    rows = re.findall(
+        r"^\| \[(\w+)\.py\]\(\1\.py\) \| ?(\d*) ?\| ([\d,]+) \|", README, re.M
+    )
+    assert {
+        name: (above and int(above), int(lines.replace(",", "")))
+        for name, above, lines in rows
+    } == counts
     assert len(README.splitlines()) <= 300
     assert sum(above for above, _ in counts.values() if above) < 2_250
     assert sum(counts[name][1] for name in COURSE) < 7_442
@@ -257,8 +315,16 @@ def test_recipes_are_listed_and_printed(capsys, monkeypatch):
     assert status == 0 and all(name in out for name in configs.RECIPES)
     status, out, _ = run(configs, capsys, monkeypatch, "small_c4")
     values = dict(reversed(re.findall(r"^  (\w+) +(\S+)", out, re.MULTILINE)))
-    for name, value in dict(batch_size=256, steps=10000, dropout=0.0, inputs_length=512, keep=3,
-                            targets_length=114, save_every=1000, eval_every=1000).items():
+    for name, value in dict(
+        batch_size=256,
+        steps=10000,
+        dropout=0.0,
+        inputs_length=512,
+        keep=3,
+        targets_length=114,
+        save_every=1000,
+        eval_every=1000,
+    ).items():
         assert values[name] == str(value)
     for name, cfg in configs.RECIPES.items():
         configs.check(cfg)
@@ -275,11 +341,28 @@ def test_every_field_has_a_comment():
 
 
 def test_flags_override_fields_by_type():
-    _, changes = configs.parse_args("", [
-        "--train.steps", "7", "--mesh.fsdp", "true", "--train.loss_divisor", "233472",
-        "--decode.max_len", "none", "--data.source", "text:a b"])
-    assert changes == {"train.steps": 7, "mesh.fsdp": True, "train.loss_divisor": 233472.0,
-                       "decode.max_len": None, "data.source": "text:a b"}
+    _, changes = configs.parse_args(
+        "",
+        [
+            "--train.steps",
+            "7",
+            "--mesh.fsdp",
+            "true",
+            "--train.loss_divisor",
+            "233472",
+            "--decode.max_len",
+            "none",
+            "--data.source",
+            "text:a b",
+        ],
+    )
+    assert changes == {
+        "train.steps": 7,
+        "mesh.fsdp": True,
+        "train.loss_divisor": 233472.0,
+        "decode.max_len": None,
+        "data.source": "text:a b",
+    }
     assert configs.override(SMALL, changes).train.steps == 7
 
 
@@ -291,11 +374,17 @@ def test_config_survives_the_run_directory(tmp_path):
 
 def test_recipe_from_a_python_file(tmp_path):
     path = tmp_path / "mine.py"
-    path.write_text("from dataclasses import replace\nfrom configs import RECIPES\n"
-                    "CONFIG = replace(RECIPES['tiny'], name='mine')\n")
+    path.write_text(
+        "from dataclasses import replace\nfrom configs import RECIPES\n"
+        "CONFIG = replace(RECIPES['tiny'], name='mine')\n"
+    )
     assert configs.load_recipe(str(path)) == replace(configs.RECIPES["tiny"], name="mine")
-    printed = subprocess.run([sys.executable, HERE / "configs.py", path], capture_output=True,
-                             text=True, cwd=HERE)
+    printed = subprocess.run(
+        [sys.executable, HERE / "configs.py", path],
+        capture_output=True,
+        text=True,
+        cwd=HERE,
+    )
     assert printed.returncode == 0 and "d_model                128" in printed.stdout
 
 
@@ -306,20 +395,27 @@ def test_recipe_from_a_python_file(tmp_path):
 def test_permute_is_a_permutation(size):
     first = data.permute(np.arange(size), size, 1, 2)
     assert sorted(first) == list(range(size))
-    assert size < 16 or not np.array_equal(first, data.permute(np.arange(size), size, 1, 3))
+    assert size < 16 or not np.array_equal(
+        first, data.permute(np.arange(size), size, 1, 3)
+    )
 
 
 def test_random_bits_are_even():
     """Each bit of the output is set half of the time, over each part of the key."""
-    for bits in (data.random_bits(1, np.arange(20_000)), data.random_bits(np.arange(20_000), 1)):
+    for bits in (
+        data.random_bits(1, np.arange(20_000)),
+        data.random_bits(np.arange(20_000), 1),
+    ):
         share = ((bits[:, None] >> np.arange(64, dtype=np.uint64)) & np.uint64(1)).mean(0)
         assert np.abs(share - 0.5).max() < 5 * 0.5 / math.sqrt(20_000)
 
 
 # ---- data: vocabulary ----------------------------------------------------------------------------
 
-WORDS = ["".join(np.random.default_rng(i).choice(list("abcdefghijklmnopqrstuvwxyz"), 5))
-         for i in range(200)] + ["alpha", "beta", "gamma", "delta", "theta"] * 10
+WORDS = [
+    "".join(np.random.default_rng(i).choice(list("abcdefghijklmnopqrstuvwxyz"), 5))
+    for i in range(200)
+] + ["alpha", "beta", "gamma", "delta", "theta"] * 10
 
 
 def sentences(count, seed=0):
@@ -338,11 +434,18 @@ def test_tokenizer_has_t5s_ids(tokenizer):
     assert processor.bos_id() == -1
     assert tokenizer.size == 60 + 100
     for k in (0, 1, 99):  # the first sentinel has the highest id
-        assert tokenizer.encode(f"alpha <extra_id_{k}> beta").count(tokenizer.size - 1 - k) == 1
+        assert (
+            tokenizer.encode(f"alpha <extra_id_{k}> beta").count(tokenizer.size - 1 - k)
+            == 1
+        )
     text = "alpha <extra_id_0> beta"
     assert tokenizer.decode(tokenizer.encode(text) + [data.EOS, 5]) == text
-    assert [list(ids) for ids in tokenizer.encode_batch([text])] == [tokenizer.encode(text)]
-    assert tokenizer.decode([tokenizer.size + 5]) == tokenizer.processor.decode([data.UNK])
+    assert [list(ids) for ids in tokenizer.encode_batch([text])] == [
+        tokenizer.encode(text)
+    ]
+    assert tokenizer.decode([tokenizer.size + 5]) == tokenizer.processor.decode(
+        [data.UNK]
+    )
 
 
 def test_tokenizer_with_sentinels_built_in(tokenizer):
@@ -363,8 +466,10 @@ def test_python_source_is_the_manual_and_the_docstrings():
     documents = data.python_documents()
     assert {"this", "antigravity", "turtledemo"}.isdisjoint(set(sys.modules) - before)
     assert 1_500_000 < sum(map(len, documents)) < 4_000_000
-    assert any(d.startswith('The "assert" statement') for d in documents)  # pydoc_data/topics.py
-    assert any("JSON (JavaScript Object Notation)" in d for d in documents)  # json/__init__.py
+    # pydoc_data/topics.py
+    assert any(d.startswith('The "assert" statement') for d in documents)
+    # json/__init__.py
+    assert any("JSON (JavaScript Object Notation)" in d for d in documents)
 
 
 @pytest.fixture
@@ -373,9 +478,15 @@ def corpus(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "PART_BYTES", 1)
     for i in range(3):
         (tmp_path / f"{i}.txt").write_text("\n".join(sentences(60, seed=i)))
-    return change(data=dict(source=f"text:{tmp_path}/*.txt:lines", vocab="train:60",
-                            inputs_length=32, targets_length=8,
-                            prepared_dir=str(tmp_path / "prepared")))
+    return change(
+        data=dict(
+            source=f"text:{tmp_path}/*.txt:lines",
+            vocab="train:60",
+            inputs_length=32,
+            targets_length=8,
+            prepared_dir=str(tmp_path / "prepared"),
+        )
+    )
 
 
 def documents_of(cfg, field="text", **more):
@@ -430,7 +541,7 @@ def test_files_without_splits_hold_out_their_beginning(corpus, end):
     cfg = sourced(corpus, corpus.data.source.removesuffix(":lines") + end)
     whole, train_part = documents_of(cfg), documents_of(cfg, whole=False)
     bad = data.Complaints("stop")
-    part, = data.open_source(cfg.data.source, "validation", cfg)
+    (part,) = data.open_source(cfg.data.source, "validation", cfg)
     held_out = [example["text"] for _, example in part.read(bad)]
     assert held_out + train_part == whole
     below = sum(map(len, whole)) / 100
@@ -440,24 +551,29 @@ def test_files_without_splits_hold_out_their_beginning(corpus, end):
 
 
 def write_tfds(folder, texts, **features):
-    """Write {split: texts, or dicts of features} as TFDS does (array_record), without TensorFlow.
-    """
+    """Write {split: texts, or dicts of features} as TFDS does (array_record), without TensorFlow."""
     import tensorflow_datasets as tfds
     from tensorflow_datasets.core import dataset_info, file_adapters, sequential_writer
 
     folder.mkdir(parents=True)
     info = dataset_info.DatasetInfo(
         builder=dataset_info.DatasetIdentity(
-            name="c4", version=tfds.core.Version(folder.name), data_dir=str(folder),
-            module_name="m"),
-        features=tfds.features.FeaturesDict(features or {"text": tfds.features.Text()}))
+            name="c4",
+            version=tfds.core.Version(folder.name),
+            data_dir=str(folder),
+            module_name="m",
+        ),
+        features=tfds.features.FeaturesDict(features or {"text": tfds.features.Text()}),
+    )
     info.set_file_format(file_adapters.FileFormat.ARRAY_RECORD)
     writer = sequential_writer.SequentialWriter(
-        ds_info=info, max_examples_per_shard=50, file_format="array_record")
+        ds_info=info, max_examples_per_shard=50, file_format="array_record"
+    )
     writer.initialize_splits(list(texts))
     for split, lines in texts.items():
-        writer.add_examples({split: [{"text": line} if isinstance(line, str) else line
-                                     for line in lines]})
+        writer.add_examples(
+            {split: [{"text": line} if isinstance(line, str) else line for line in lines]}
+        )
     writer.close_all()
 
 
@@ -494,14 +610,21 @@ def test_token_files_are_the_encoded_documents(corpus, small_chapters):
     ends = np.concatenate([found.load(i, "ends") for i in range(2)]).ravel()
     lengths = [len(ids) for ids in expected]
     split = found.marks[0]["documents"]
-    assert ends.tolist() == [*np.cumsum(lengths[:split]), *np.cumsum(lengths[split:len(ends)])]
+    assert ends.tolist() == [
+        *np.cumsum(lengths[:split]),
+        *np.cumsum(lengths[split : len(ends)]),
+    ]
 
 
 def test_tokenizing_goes_on_after_a_kill_and_notices_changes(
-        corpus, tmp_path, monkeypatch, small_chapters):
+    corpus, tmp_path, monkeypatch, small_chapters
+):
     tokenizer = data.prepare_vocabulary(corpus)
-    expected = tokens_of(open_corpus(change(corpus, data=dict(
-        prepared_dir=str(tmp_path / "other"))), tokenizer))
+    expected = tokens_of(
+        open_corpus(
+            change(corpus, data=dict(prepared_dir=str(tmp_path / "other"))), tokenizer
+        )
+    )
     write, written = configs.write_checked, []
 
     def killed(path, value):
@@ -513,8 +636,11 @@ def test_tokenizing_goes_on_after_a_kill_and_notices_changes(
     monkeypatch.setattr(configs, "write_checked", killed)
     with pytest.raises(KeyboardInterrupt):
         open_corpus(corpus, tokenizer)
-    monkeypatch.setattr(configs, "write_checked", lambda path, value: (
-        written.append(path.name), write(path, value)))
+    monkeypatch.setattr(
+        configs,
+        "write_checked",
+        lambda path, value: (written.append(path.name), write(path, value)),
+    )
     found = open_corpus(corpus, tokenizer)
     assert len(set(written)) == len(written) == len(found.marks)  # none twice
     assert_equal(tokens_of(found), expected)
@@ -524,12 +650,14 @@ def test_tokenizing_goes_on_after_a_kill_and_notices_changes(
 
 
 @pytest.mark.parametrize("kind", ["ids", "ends", "json"])
-def test_damaged_token_files_are_named_and_made_again(corpus, small_chapters, capsys, kind):
+def test_damaged_token_files_are_named_and_made_again(
+    corpus, small_chapters, capsys, kind
+):
     """A flipped bit, a cut or an empty file never gives other batches."""
     tokenizer = data.prepare_vocabulary(corpus)
     cfg = change(corpus, data=dict(task="prefix_lm"))  # of which both files are read
     expected = [data.prepare(cfg, "train", tokenizer).batch(step) for step in range(3)]
-    path, = Path(corpus.data.prepared_dir).glob(f"*/00000-001.{kind}")
+    (path,) = Path(corpus.data.prepared_dir).glob(f"*/00000-001.{kind}")
     whole = path.read_bytes()
     for at in (8, 40, len(whole) // 2, len(whole) - 2, None):
         damaged = bytearray(whole)
@@ -551,7 +679,9 @@ def test_damaged_token_files_are_named_and_made_again(corpus, small_chapters, ca
 def test_a_bad_line_that_was_met_ahead_is_still_named(tmp_path, corpus, small_chapters):
     """The thread that tokenizes ahead stumbles first; whoever asks then hears the sentence."""
     lines = [json.dumps({"text": "alpha beta gamma " * 3})] * 400
-    (tmp_path / "bad.jsonl").write_text("\n".join([*lines[:300], "{broken", *lines[300:]]))
+    (tmp_path / "bad.jsonl").write_text(
+        "\n".join([*lines[:300], "{broken", *lines[300:]])
+    )
     cfg = sourced(corpus, f"jsonl:{tmp_path}/bad.jsonl", validation_source="python:")
     found = data.Corpus("span_corruption", "train", data.prepare_vocabulary(corpus), cfg)
     with pytest.raises(configs.UserError, match="bad.jsonl:301 is not JSON"):
@@ -562,8 +692,10 @@ def test_a_bad_line_that_was_met_ahead_is_still_named(tmp_path, corpus, small_ch
 
 def test_bad_lines_stop_or_are_counted(tmp_path, corpus, capsys):
     path = tmp_path / "bad.jsonl"
-    path.write_bytes(b'{"text": "alpha"}\n{"text": \n\xff\xfe\n[1]\n\n{"text": null}\n'
-                     b'{"text": "\\ud800"}\n{"text": "beta"}\n')
+    path.write_bytes(
+        b'{"text": "alpha"}\n{"text": \n\xff\xfe\n[1]\n\n{"text": null}\n'
+        b'{"text": "\\ud800"}\n{"text": "beta"}\n'
+    )
     cfg = sourced(corpus, f"jsonl:{path}", validation_source="python:")
     with pytest.raises(configs.UserError, match=r"bad\.jsonl:2 is not JSON"):
         data.prepare_vocabulary(cfg)  # not what SentencePiece makes of it
@@ -577,13 +709,19 @@ def test_bytes_are_a_vocabulary(tmp_path, corpus):
     """ByT5's ids; with extra ids the sentinels lie above the bytes."""
     plain, extra = data.load_tokenizer("bytes"), data.load_tokenizer("bytes:100")
     assert (plain.size, extra.size) == (259, 359)
-    assert plain.encode("aé") == [100, 198, 172] and plain.decode([100, 198, 172, 1, 99]) == "aé"
+    assert (
+        plain.encode("aé") == [100, 198, 172]
+        and plain.decode([100, 198, 172, 1, 99]) == "aé"
+    )
     assert plain.decode([0, 198, 100, 2, 258]) == "a"  # no UTF-8, no bytes
     texts = ["a<extra_id_0>b", "a", "", "<extra_id_100>"]
-    assert [ids.tolist() for ids in extra.encode_batch(texts)] == list(map(extra.encode, texts))
+    assert [ids.tolist() for ids in extra.encode_batch(texts)] == list(
+        map(extra.encode, texts)
+    )
     assert extra.encode(texts[0]) == [100, 358, 101] and len(extra.encode(texts[3])) == 14
     assert extra.pieces([100, 358, 1, 198, 172]) == "a<extra_id_0></s>é"
-    (tmp_path / "spiece.model").write_bytes(extra.serialized)  # what a run directory keeps
+    # what a run directory keeps
+    (tmp_path / "spiece.model").write_bytes(extra.serialized)
     assert data.load_tokenizer(tmp_path / "spiece.model").size == 359
     cfg = change(corpus, data=dict(vocab="bytes:100"), model=dict(vocab_size=384))
     batch = open_dataset(cfg).batch(0)
@@ -595,9 +733,13 @@ def test_bytes_are_a_vocabulary(tmp_path, corpus):
 
 
 def test_unknown_characters_are_reported(tmp_path, corpus, capsys, tokenizer):
-    (tmp_path / "odd.txt").write_text("alpha\nalpha ☃ beta\n☃\n" + "\n".join(sentences(30)))
-    open_corpus(sourced(corpus, f"text:{tmp_path}/odd.txt:lines", validation_source="python:"),
-                tokenizer)
+    (tmp_path / "odd.txt").write_text(
+        "alpha\nalpha ☃ beta\n☃\n" + "\n".join(sentences(30))
+    )
+    open_corpus(
+        sourced(corpus, f"text:{tmp_path}/odd.txt:lines", validation_source="python:"),
+        tokenizer,
+    )
     err = capsys.readouterr().err
     assert "warning: more than 0.1 %" in err and "'☃'" in err
     assert "1 of only unknown tokens" in err and "(span_corruption, train)" in err
@@ -614,15 +756,23 @@ def test_paths_may_be_remote(corpus):
     rows = "".join(json.dumps({"content": line}) + "\n" for line in lines)
     disk.pipe("/bucket/a.json.gz", gzip.compress(rows.encode()))
     disk.pipe("/bucket/v.model", data.prepare_vocabulary(corpus).serialized)
-    remote = sourced(corpus, "jsonl:memory://bucket/*.json.gz", fields="text=content",
-                     vocab="memory://bucket/v.model")
+    remote = sourced(
+        corpus,
+        "jsonl:memory://bucket/*.json.gz",
+        fields="text=content",
+        vocab="memory://bucket/v.model",
+    )
     assert documents_of(remote, "content") == lines
     tokenizer = data.prepare_vocabulary(remote)
-    whole = [change(cfg, data=dict(validation_source="python:")) for cfg in (corpus, remote)]
+    whole = [
+        change(cfg, data=dict(validation_source="python:")) for cfg in (corpus, remote)
+    ]
     assert_equal(*(tokens_of(open_corpus(cfg, tokenizer)) for cfg in whole))
     with pytest.raises(configs.UserError, match="No file matches memory://bucket/b"):
         documents_of(sourced(remote, "jsonl:memory://bucket/b*"))
-    with pytest.raises(configs.UserError, match="No vocabulary at memory://bucket/w.model"):
+    with pytest.raises(
+        configs.UserError, match="No vocabulary at memory://bucket/w.model"
+    ):
         data.load_tokenizer("memory://bucket/w.model")
     with pytest.raises(configs.UserError, match="nosuch"):
         documents_of(sourced(remote, "text:nosuch://bucket/*"))
@@ -648,8 +798,9 @@ def test_a_chapter_without_documents_is_no_trouble(mixture, tmp_path, monkeypatc
     """A blank file among three, each a part and so a chapter of its own."""
     (tmp_path / "1.txt").write_text("\n \n\n")
     source = f"text:{tmp_path}/*.txt:lines"
-    data.TASKS["pairs_of_lines"] = data.Task(source, lambda example: [
-        {"inputs": example["text"], "targets": example["text"]}])
+    data.TASKS["pairs_of_lines"] = data.Task(
+        source, lambda example: [{"inputs": example["text"], "targets": example["text"]}]
+    )
     data.TASKS["prefix_lm"] = data.TASKS["prefix_lm"]._replace(source=source)
     dataset = open_dataset(change(mixture, data=dict(task=task, targets_length=32)))
     corpus = dataset.tasks[0].corpus
@@ -660,14 +811,17 @@ def test_a_chapter_without_documents_is_no_trouble(mixture, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("task", ["span_corruption", "prefix_lm"])
-def test_training_begins_with_the_first_chapter(corpus, small_chapters, monkeypatch, task):
+def test_training_begins_with_the_first_chapter(
+    corpus, small_chapters, monkeypatch, task
+):
     """The next one is tokenized meanwhile; a batch does not depend on how far that is."""
     cfg = change(corpus, data=dict(task=task, pack=False), train=dict(batch_size=2))
     waits = threading.Event()
-    monkeypatch.setattr(data.Corpus, "look_ahead", lambda self, number: (
-        waits.wait(), self.mark(number)))
+    monkeypatch.setattr(
+        data.Corpus, "look_ahead", lambda self, number: (waits.wait(), self.mark(number))
+    )
     dataset = open_dataset(cfg)
-    examples, = dataset.tasks
+    (examples,) = dataset.tasks
     first = [dataset.batch(step) for step in range(3)]
     assert len(examples.corpus.marks) == 1
     waits.set()
@@ -679,19 +833,30 @@ def test_training_begins_with_the_first_chapter(corpus, small_chapters, monkeypa
     epochs, numbers = examples.locate(np.arange(2 * rows[-1]))
     for start, stop in zip(rows, rows[1:]):  # one after the other, each in a random order
         inside = numbers[start:stop].tolist()
-        assert sorted(inside) == [*range(start, stop)] and (inside != sorted(inside) or
-                                                            stop - start < 4)
+        assert sorted(inside) == [*range(start, stop)] and (
+            inside != sorted(inside) or stop - start < 4
+        )
     assert epochs.tolist() == [0] * rows[-1] + [1] * rows[-1]
 
 
-@pytest.mark.parametrize("task, pack", [
-    ("documents", True), ("outer", True), ("outer", False), ("both", True), ("prefixes", True)])
+@pytest.mark.parametrize(
+    "task, pack",
+    [
+        ("documents", True),
+        ("outer", True),
+        ("outer", False),
+        ("both", True),
+        ("prefixes", True),
+    ],
+)
 def test_tokens_may_go_when_training_has_passed_them(mixture, small_chapters, task, pack):
     """keep_tokens false: the same batches, forwards and resumed anywhere, from two chapters."""
     data.TASKS["prefixes"] = data.TASKS["documents"]._replace(objective=data.PrefixLM())
     cfg = change(mixture, data=dict(task=task, pack=pack, targets_length=16))
     kept = [open_dataset(cfg).batch(step) for step in range(24)]
-    gone = change(cfg, data=dict(keep_tokens=False, prepared_dir=cfg.data.prepared_dir + "2"))
+    gone = change(
+        cfg, data=dict(keep_tokens=False, prepared_dir=cfg.data.prepared_dir + "2")
+    )
     dataset = open_dataset(gone)
     for step in range(24):
         assert_equal(dataset.batch(step), kept[step])
@@ -705,10 +870,15 @@ def test_tokens_may_go_when_training_has_passed_them(mixture, small_chapters, ta
 
 
 def test_machines_share_the_work(corpus, capsys, monkeypatch, tmp_path, small_chapters):
-    flags = [f"--data.{name}={value}" for name, value in dataclasses.asdict(corpus.data).items()]
+    flags = [
+        f"--data.{name}={value}"
+        for name, value in dataclasses.asdict(corpus.data).items()
+    ]
     flags += ["--model.vocab_size", 256, "--prepare"]
     encode, encoded = data.encode_ahead, []
-    monkeypatch.setattr(data, "encode_ahead", lambda *args: (encoded.append(1), encode(*args))[1])
+    monkeypatch.setattr(
+        data, "encode_ahead", lambda *args: (encoded.append(1), encode(*args))[1]
+    )
     for shard in ("1/2", "0/2"):
         assert run(data, capsys, monkeypatch, *flags, "--shard", shard)[0] == 0
     assert len(encoded) == 4  # three parts for training, and one held out
@@ -719,8 +889,11 @@ def test_machines_share_the_work(corpus, capsys, monkeypatch, tmp_path, small_ch
 
 def test_prefixes_and_suffixes_make_whole_pieces(corpus):
     """prefix_lm: no piece crosses a document, each epoch cuts it elsewhere, anywhere alike."""
-    cfg = change(corpus, data=dict(task="prefix_lm", inputs_length=16, targets_length=16,
-                                   pack=False), train=dict(batch_size=64))
+    cfg = change(
+        corpus,
+        data=dict(task="prefix_lm", inputs_length=16, targets_length=16, pack=False),
+        train=dict(batch_size=64),
+    )
     dataset = open_dataset(cfg)
     tokenizer = dataset.tasks[0].tokenizer
     documents = [tokenizer.encode(text) for text in documents_of(corpus, whole=False)]
@@ -751,8 +924,17 @@ def test_damaged_tfds_datasets_are_named(tmp_path, corpus):
     path = tmp_path / "x" / "1.10.0" / "dataset_info.json"
     info = json.loads(path.read_text())
     shards = info["splits"][0]["shardLengths"]
-    path.write_text(json.dumps(info | {"splits": [
-        info["splits"][0] | {"shardLengths": [*shards[:-1], str(int(shards[-1]) + 5)]}]}))
+    path.write_text(
+        json.dumps(
+            info
+            | {
+                "splits": [
+                    info["splits"][0]
+                    | {"shardLengths": [*shards[:-1], str(int(shards[-1]) + 5)]}
+                ]
+            }
+        )
+    )
     with pytest.raises(configs.UserError, match="promises 75 examples"):
         documents_of(cfg)
     assert len(documents_of(change(cfg, data=dict(on_error="skip")))) == 70
@@ -764,13 +946,22 @@ def test_damaged_tfds_datasets_are_named(tmp_path, corpus):
 
 
 BAD_FILES = {
-    "cut.txt.gz": (gzip.compress(b"alpha beta\n" * 999)[:-30], "text:cut.txt.gz:lines",
-                   "cut.txt.gz is damaged"),
+    "cut.txt.gz": (
+        gzip.compress(b"alpha beta\n" * 999)[:-30],
+        "text:cut.txt.gz:lines",
+        "cut.txt.gz is damaged",
+    ),
     "utf.txt": (b"alpha\n\xff\xfe\n", "text:utf.txt:lines", "utf.txt:2 is not UTF-8"),
-    "bad.jsonl": (b'{"text": "alpha"}\n{"text": \n', "jsonl:bad.jsonl",
-                  "bad.jsonl:2 is not JSON"),
-    "other.jsonl": (b'{"title": "a", "body": "b"}\n', "jsonl:other.jsonl",
-                    "no text in text but the fields title, body"),
+    "bad.jsonl": (
+        b'{"text": "alpha"}\n{"text": \n',
+        "jsonl:bad.jsonl",
+        "bad.jsonl:2 is not JSON",
+    ),
+    "other.jsonl": (
+        b'{"title": "a", "body": "b"}\n',
+        "jsonl:other.jsonl",
+        "no text in text but the fields title, body",
+    ),
     "half.jsonl": (b'{"text": "\\ud800"}\n', "jsonl:half.jsonl", "lone surrogate"),
     "number.jsonl": (b'{"text": 3}\n', "jsonl:number.jsonl", "no text in text"),
     "empty.jsonl": (b"", "jsonl:empty.jsonl", "holds no text"),
@@ -778,8 +969,9 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
-def test_bad_input_is_named_or_skipped_and_counted(name, tmp_path, corpus, tokenizer, capsys,
-                                                   monkeypatch):
+def test_bad_input_is_named_or_skipped_and_counted(
+    name, tmp_path, corpus, tokenizer, capsys, monkeypatch
+):
     content, source, expected = BAD_FILES[name]
     monkeypatch.chdir(tmp_path)
     Path(name).write_bytes(content)
@@ -797,8 +989,14 @@ def test_bad_input_is_named_or_skipped_and_counted(name, tmp_path, corpus, token
 # ---- data: span corruption -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("inputs, mean, raw, noise, spans, targets", [
-    (512, 3, 568, 85, 28, 114), (1024, 3, 1137, 171, 57, 229), (1024, 20, 1193, 179, 9, 189)])
+@pytest.mark.parametrize(
+    "inputs, mean, raw, noise, spans, targets",
+    [
+        (512, 3, 568, 85, 28, 114),
+        (1024, 3, 1137, 171, 57, 229),
+        (1024, 20, 1193, 179, 9, 189),
+    ],
+)
 def test_lengths_are_t5s(inputs, mean, raw, noise, spans, targets):
     """T5, mT5 and ByT5 as released: 114, 229 and 189 targets."""
     cfg = DataConfig(inputs_length=inputs, mean_span_length=mean)
@@ -811,9 +1009,11 @@ def test_counts_are_rounded_in_float32_as_in_t5():
     """TensorFlow's float32, half to even, which differs here and there from float64."""
     differ = 0
     for length, density, mean in itertools.product(
-            range(2, 600), (0.1, 0.15, 0.3, 0.5), np.arange(1.1, 6, 0.1).round(1).tolist()):
-        noise, spans = data.noise_counts(length, DataConfig(
-            noise_density=density, mean_span_length=mean))
+        range(2, 600), (0.1, 0.15, 0.3, 0.5), np.arange(1.1, 6, 0.1).round(1).tolist()
+    ):
+        noise, spans = data.noise_counts(
+            length, DataConfig(noise_density=density, mean_span_length=mean)
+        )
         f32 = np.float32
         wanted = min(max(int(np.rint(f32(length) * f32(density))), 1), length - 1)
         parts = min(max(int(np.rint(f32(wanted) / f32(mean))), 1), length - wanted)
@@ -847,13 +1047,19 @@ def corrupt_slowly(tokens, key, sentinel, cfg):
 def test_lengths_fit_whatever_they_are(density, mean):
     """Neither the full rows nor a short last one overflow; too short a length is refused."""
     for inputs_length in range(1, 80):
-        cfg = DataConfig(inputs_length=inputs_length, noise_density=density, mean_span_length=mean)
-        if inputs_length < 3:  # one kept token, one sentinel, EOS: check_lengths refuses it
+        cfg = DataConfig(
+            inputs_length=inputs_length, noise_density=density, mean_span_length=mean
+        )
+        # one kept token, one sentinel, EOS: check_lengths refuses it
+        if inputs_length < 3:
             assert data.raw_length(cfg) == 2
             continue
         lengths = range(2, data.raw_length(cfg) + 2)
-        sizes = [length - noise + spans + 1 for length in lengths
-                 for noise, spans in [data.noise_counts(length, cfg)]]
+        sizes = [
+            length - noise + spans + 1
+            for length in lengths
+            for noise, spans in [data.noise_counts(length, cfg)]
+        ]
         assert max(sizes[:-1]) <= inputs_length < sizes[-1]
         for length in lengths:
             data.span_corruption(np.zeros((1, length), int), np.zeros(1, int), 99, cfg)
@@ -866,10 +1072,17 @@ def test_rows_that_do_not_fit_are_refused(corpus, field):
         data.prepare(change(corpus, data={field: 2}), "train", tokenizer)
 
 
-@pytest.mark.parametrize("length, cfg", [
-    (568, DataConfig()), (34, DataConfig()), (2, DataConfig()), (7, DataConfig()),
-    (300, DataConfig(noise_density=0.5, mean_span_length=1.5)),
-    (400, DataConfig(noise_density=0.15, mean_span_length=20.0))])
+@pytest.mark.parametrize(
+    "length, cfg",
+    [
+        (568, DataConfig()),
+        (34, DataConfig()),
+        (2, DataConfig()),
+        (7, DataConfig()),
+        (300, DataConfig(noise_density=0.5, mean_span_length=1.5)),
+        (400, DataConfig(noise_density=0.15, mean_span_length=20.0)),
+    ],
+)
 def test_span_corruption_equals_the_slow_one(length, cfg):
     tokens = np.random.default_rng(0).integers(3, 32000, (150, length)).astype(np.uint16)
     keys = data.random_bits(np.arange(150))
@@ -911,7 +1124,10 @@ def test_compositions_are_equally_likely():
 
 
 def row_texts(batch):
-    return {(tuple(i), tuple(t)) for i, t in zip(batch.inputs.tolist(), batch.targets.tolist())}
+    return {
+        (tuple(i), tuple(t))
+        for i, t in zip(batch.inputs.tolist(), batch.targets.tolist())
+    }
 
 
 def test_batch_is_a_function_of_the_step(corpus):
@@ -934,11 +1150,13 @@ def test_processes_share_one_global_batch(corpus, processes):
 def test_an_epoch_has_every_row_once_and_new_noise(corpus):
     """Rows are told apart by their raw tokens, which the spans put back into the inputs give."""
     dataset = open_dataset(change(corpus, train=dict(batch_size=1)))
-    examples, = dataset.tasks
+    (examples,) = dataset.tasks
     sentinel = examples.tokenizer.size - 1
     count = examples.corpus.chapters()[-1]
-    expected = sorted(ids.tolist() for ids, in examples.corpus.pieces(np.arange(count)))
-    assert sum(map(len, expected)) >= len(tokens_of(examples.corpus)) - len(examples.corpus.marks)
+    expected = sorted(ids.tolist() for (ids,) in examples.corpus.pieces(np.arange(count)))
+    assert sum(map(len, expected)) >= len(tokens_of(examples.corpus)) - len(
+        examples.corpus.marks
+    )
 
     def raw(batch):
         spans, tokens = {}, []
@@ -963,12 +1181,15 @@ def test_validation_is_held_out_whole_and_each_row_once(corpus, small_chapters):
     cfg = change(corpus, data=dict(inputs_length=16), train=dict(batch_size=4))
     dataset = open_dataset(cfg, "validation")
     tokenizer, count = dataset.tasks[0].tokenizer, dataset.tasks[0].corpus.chapters()[-1]
-    part, = data.open_source(cfg.data.source, "validation", cfg)
-    expected = sum([tokenizer.encode(x["text"]) for _, x in part.read(data.Complaints("stop"))], [])
+    (part,) = data.open_source(cfg.data.source, "validation", cfg)
+    expected = sum(
+        [tokenizer.encode(x["text"]) for _, x in part.read(data.Complaints("stop"))], []
+    )
     assert tokens_of(dataset.tasks[0].corpus).tolist() == expected
     batches = [dataset.batch(i) for i in range(dataset.batches())]
     real = sum(int((batch.input_segments[:, 0] > 0).sum()) for batch in batches)
-    assert real == count and real % 4 and dataset.batches(1) == 1  # the last is partly padding
+    # the last is partly padding
+    assert real == count and real % 4 and dataset.batches(1) == 1
     assert len(set.union(*map(row_texts, batches)) - {((0,) * 16, (0,) * 8)}) == count
     assert_equal(batches[0], open_dataset(cfg, "validation").batch(0))
     assert not dataset.batch(len(batches)).input_segments.any()
@@ -979,31 +1200,50 @@ def test_validation_is_held_out_whole_and_each_row_once(corpus, small_chapters):
 
 @pytest.fixture
 def pairs(tmp_path, corpus, monkeypatch):
-    """(Config of text_to_text over 150 examples, several chapters; the examples as they are cut).
-    """
+    """(Config of text_to_text over 150 examples, several chapters; the examples as they are cut)."""
     rng = np.random.default_rng(3)
-    examples = [{"inputs": " ".join(rng.choice(WORDS, rng.integers(0, 9))),
-                 "targets": " ".join(rng.choice(WORDS, rng.integers(1, 4)))} for _ in range(150)]
-    examples[-1] = {"inputs": "alpha", "targets": ""}  # an empty side at the end is no trouble
+    examples = [
+        {
+            "inputs": " ".join(rng.choice(WORDS, rng.integers(0, 9))),
+            "targets": " ".join(rng.choice(WORDS, rng.integers(1, 4))),
+        }
+        for _ in range(150)
+    ]
+    # an empty side at the end is no trouble
+    examples[-1] = {"inputs": "alpha", "targets": ""}
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, examples)))
     (tmp_path / "v.model").write_bytes(data.prepare_vocabulary(corpus).serialized)
     monkeypatch.setattr(data, "FIRST_CHAPTER", 1200)
     monkeypatch.setattr(data.Dataset, "BLOCK", 64)
-    cfg = change(corpus, data=dict(source=f"jsonl:{tmp_path}/pairs.jsonl", task="text_to_text",
-                                   vocab=f"{tmp_path}/v.model", targets_length=16),
-                 train=dict(batch_size=8))
+    cfg = change(
+        corpus,
+        data=dict(
+            source=f"jsonl:{tmp_path}/pairs.jsonl",
+            task="text_to_text",
+            vocab=f"{tmp_path}/v.model",
+            targets_length=16,
+        ),
+        train=dict(batch_size=8),
+    )
     tokenizer = data.prepare_vocabulary(cfg)
     limits = cfg.data.inputs_length, cfg.data.targets_length
-    cut = [tuple((*tokenizer.encode(example[name])[: limit - 1], data.EOS)
-                 for name, limit in zip(("inputs", "targets"), limits)) for example in examples]
+    cut = [
+        tuple(
+            (*tokenizer.encode(example[name])[: limit - 1], data.EOS)
+            for name, limit in zip(("inputs", "targets"), limits)
+        )
+        for example in examples
+    ]
     return cfg, cut
 
 
 def unpack(batch):
     """Batch -> the (inputs, targets) of all its examples, told apart by their segments."""
     for row in range(len(batch.inputs)):
-        sides = (batch.inputs[row], batch.input_segments[row]), (
-            batch.targets[row], batch.target_segments[row])
+        sides = (
+            (batch.inputs[row], batch.input_segments[row]),
+            (batch.targets[row], batch.target_segments[row]),
+        )
         assert sides[0][1].max() == sides[1][1].max()
         for segment in range(1, sides[0][1].max() + 1):
             yield tuple(tuple(ids[marks == segment].tolist()) for ids, marks in sides)
@@ -1021,7 +1261,9 @@ def test_packed_rows_hold_every_example_whole(pairs, capsys):
     while len(seen) < 7 * 64:
         batch = dataset.batch(step)
         parts = [dataset.batch(step, part) for part in ([3, 0], [7])]
-        assert_equal(parts, [jax.tree.map(lambda a: a[part], batch) for part in ([3, 0], [7])])
+        assert_equal(
+            parts, [jax.tree.map(lambda a: a[part], batch) for part in ([3, 0], [7])]
+        )
         seen += unpack(batch)
         step += 1
     assert set(seen) == set(known)
@@ -1029,7 +1271,8 @@ def test_packed_rows_hold_every_example_whole(pairs, capsys):
         draws = np.arange(block * 64, block * 64 + 64)
         expected = [known[i] for i in dataset.tasks[0].locate(draws)[1]]
         assert sorted(seen[block * 64 : (block + 1) * 64]) == sorted(expected)
-    again = open_dataset(cfg)  # how many rows the blocks have is read back, and nothing replayed
+    # how many rows the blocks have is read back, and nothing replayed
+    again = open_dataset(cfg)
     plan, planned = again.plan, []
     again.plan = lambda block: (planned.append(block), plan(block))[1]
     assert_equal(again.batch(step - 1), batch)
@@ -1041,7 +1284,9 @@ def test_packed_rows_hold_every_example_whole(pairs, capsys):
 
 def test_held_out_pairs_come_in_order_one_a_row(pairs):
     cfg, examples = pairs
-    whole = open_dataset(change(cfg, data=dict(validation_source=cfg.data.source)), "validation")
+    whole = open_dataset(
+        change(cfg, data=dict(validation_source=cfg.data.source)), "validation"
+    )
     batches = [whole.batch(i) for i in range(whole.batches())]
     assert [pair for batch in batches for pair in unpack(batch)] == examples
     alone = open_dataset(change(cfg, data=dict(pack=False)))
@@ -1056,12 +1301,16 @@ def test_packing_is_tight_and_keeps_the_limits():
         return np.clip(rng.lognormal(mean, spread, N), 2, most).astype(int)
 
     for inputs, targets, limits in (
-            (lengths(4.2, 0.8, 512), lengths(2.8, 0.7, 114), (512, 114)),  # both, and unrelated
-            (lengths(4.8, 0.9, 1024), lengths(2.0, 1.0, 256), (1024, 256)),  # like T0's
-            (lengths(3.9, 0.6, 512), rng.integers(2, 6, N), (512, 84))):  # like GLUE's
+        # both, and unrelated
+        (lengths(4.2, 0.8, 512), lengths(2.8, 0.7, 114), (512, 114)),
+        (lengths(4.8, 0.9, 1024), lengths(2.0, 1.0, 256), (1024, 256)),  # like T0's
+        (lengths(3.9, 0.6, 512), rng.integers(2, 6, N), (512, 84)),
+    ):  # like GLUE's
         rows = data.pack(np.stack([inputs, targets]), limits)
         assert np.bincount(rows, inputs).max() <= limits[0]
-        assert np.bincount(rows, targets).max() <= limits[1] and np.bincount(rows).min() > 0
+        assert (
+            np.bincount(rows, targets).max() <= limits[1] and np.bincount(rows).min() > 0
+        )
         bound = max(inputs.sum() / limits[0], targets.sum() / limits[1])
         assert bound / (rows.max() + 1) > 0.97
     for limits in ((4, 4), (5, 3), (1, 1)):
@@ -1072,32 +1321,50 @@ def test_packing_is_tight_and_keeps_the_limits():
 
 def test_decoder_inputs_begin_anew_in_each_segment():
     batch = data.complete_batch(
-        np.array([[5, 1, 6, 1, 0]], np.int32), np.array([[7, 8, 1, 9, 1, 0]], np.int32),
-        np.array([[1, 1, 2, 2, 0]]), np.array([[1, 1, 1, 2, 2, 0]]))
+        np.array([[5, 1, 6, 1, 0]], np.int32),
+        np.array([[7, 8, 1, 9, 1, 0]], np.int32),
+        np.array([[1, 1, 2, 2, 0]]),
+        np.array([[1, 1, 1, 2, 2, 0]]),
+    )
     assert batch.decoder_inputs.tolist() == [[0, 7, 8, 0, 9, 0]]
 
 
 def test_show_prints_rows_and_speed(corpus, capsys, monkeypatch):
     values = dataclasses.asdict(corpus.data) | {"tfds_dir": "."}
     flags = [f"--data.{name}={value}" for name, value in values.items()]
-    monkeypatch.setattr(data, "tokens_per_second", lambda work, tokens: work(0) is None or 1e6)
-    status, out, _ = run(data, capsys, monkeypatch, "--show", 2, "--model.vocab_size", 256, *flags)
+    monkeypatch.setattr(
+        data, "tokens_per_second", lambda work, tokens: work(0) is None or 1e6
+    )
+    status, out, _ = run(
+        data, capsys, monkeypatch, "--show", 2, "--model.vocab_size", 256, *flags
+    )
     assert status == 0 and out.count("<extra_id_0>") == 4 and "M raw tokens/s" in out
     assert "row 1, targets" in out and "row 2" not in out
 
 
-def test_show_prints_what_a_task_without_training_has(mixture, tmp_path, capsys, monkeypatch):
+def test_show_prints_what_a_task_without_training_has(
+    mixture, tmp_path, capsys, monkeypatch
+):
     """Of T0's and GLUE's tasks that are only evaluated: their validation or test examples."""
-    flags = [f"--data.{name}={value}" for name, value in dataclasses.asdict(mixture.data).items()]
-    monkeypatch.setattr(data, "tokens_per_second", lambda work, tokens: work(9) is None or 1e6)
+    flags = [
+        f"--data.{name}={value}"
+        for name, value in dataclasses.asdict(mixture.data).items()
+    ]
+    monkeypatch.setattr(
+        data, "tokens_per_second", lambda work, tokens: work(9) is None or 1e6
+    )
     for splits, split in ((("validation", "test"), "validation"), (("test",), "test")):
         files = tmp_path / f"held-out-{split}"
         files.with_suffix(".jsonl").write_text('{"inputs": "alpha", "targets": "beta"}\n')
-        data.TASKS["judged"] = data.Task(f"jsonl:{tmp_path}/held-out-{{split}}.jsonl",
-                                         splits=splits)
+        data.TASKS["judged"] = data.Task(
+            f"jsonl:{tmp_path}/held-out-{{split}}.jsonl", splits=splits
+        )
         asked = "--show", 3, "--model.vocab_size", 256, *flags, "--data.task", "judged"
         status, out, err = run(data, capsys, monkeypatch, *asked)
-        assert status == 0 and f"judged is not trained on: these are examples of its {split}" in err
+        assert (
+            status == 0
+            and f"judged is not trained on: these are examples of its {split}" in err
+        )
         assert "row 0, targets" in out and "row 1" not in out
         status, _, err = run(data, capsys, monkeypatch, *asked, "--split", "train")
         assert status == 2 and "judged has no train split" in err
@@ -1109,70 +1376,243 @@ def test_show_prints_what_a_task_without_training_has(mixture, tmp_path, capsys,
 
 # Raw examples with what t5's own preprocessors (t5 0.9.4) make of them.
 FORMATS = [
-    ("glue_cola_v002", {"sentence": "Zoë  ran\n", "label": -1, "idx": 3},
-     [{"inputs": "cola sentence: Zoë  ran\n", "targets": "<unk>", "idx": 3}]),
-    ("glue_mnli_v002", {"premise": "p\u201d <br>", "hypothesis": "", "label": 2, "idx": 0},
-     [{"inputs": "mnli hypothesis:  premise: p\u201d <br>", "targets": "contradiction",
-       "idx": 0}]),
-    ("glue_rte_v002", {"sentence1": "a", "sentence2": "b", "label": 1, "idx": 0},
-     [{"inputs": "rte sentence1: a sentence2: b", "targets": "not_entailment", "idx": 0}]),
-    ("glue_wnli_v002", {"sentence1": "a", "sentence2": "b", "label": 1, "idx": 0},
-     [{"inputs": "wnli sentence1: a sentence2: b", "targets": "entailment", "idx": 0}]),
-    ("glue_stsb_v002", {"sentence1": "a", "sentence2": "b", "label": 2.5, "idx": 0},
-     [{"inputs": "stsb sentence1: a sentence2: b", "targets": "2.4", "idx": 0}]),
-    ("super_glue_cb_v102", {"premise": "p", "hypothesis": "h", "label": 1, "idx": 0},
-     [{"inputs": "cb hypothesis: h premise: p", "targets": "contradiction", "idx": 0}]),
-    ("super_glue_axb_v102", {"sentence1": "p", "sentence2": "h", "label": 0, "idx": 0},
-     [{"inputs": "rte hypothesis: h premise: p", "targets": "entailment", "idx": 0}]),
-    ("super_glue_wic_v102", {"sentence1": "a", "sentence2": "b", "word": "bank", "start1": 0,
-                             "label": 1, "idx": 0},
-     [{"inputs": "wic sentence1: a sentence2: b word: bank", "targets": "True", "idx": 0}]),
-    ("super_glue_multirc_v102",
-     {"paragraph": "a<br><br>b<b>c</b><br/>", "question": "q<br>?", "answer": "<b>x</b>",
-      "label": 1, "idx": {"paragraph": 1, "question": 2, "answer": 3}},
-     [{"inputs": "multirc question: q ? answer: x paragraph: a  bc<br/>", "targets": "True",
-       "idx/paragraph": 1, "idx/question": 2, "idx/answer": 3}]),
-    ("super_glue_record_v102",
-     {"passage": "First.\n@highlight\nSecond\n@highlight\nend?\n@highlight\n", "query": "A @p",
-      "entities": ["penguin", "ü"], "answers": ["penguin", "ü"],
-      "idx": {"passage": 3, "query": 7}},
-     [{"inputs": "record query: A @p entities: penguin, ü passage: First. Second. end? ",
-       "targets": answer, "answers": ["penguin", "ü"], "idx/passage": 3, "idx/query": 7}
-      for answer in ("penguin", "ü")]),
-    ("super_glue_record_v102", {"passage": "p", "query": "q", "entities": [], "answers": [],
-                                "idx": {"passage": 4, "query": 8}},
-     [{"inputs": "record query: q entities:  passage: p", "targets": "<unk>", "answers": [],
-       "idx/passage": 4, "idx/query": 8}]),
-    ("super_glue_wsc_v102_simple_eval",
-     {"text": "Ann saw X it X there", "span1_text": "Ann", "span2_text": "it", "span2_index": 3,
-      "label": 0, "idx": 5},
-     [{"inputs": "wsc: Ann saw *it* X *it* there", "targets": "Ann", "label": 0, "idx": 5}]),
-    ("super_glue_wsc_v102_simple_eval",  # like two published examples: punctuation, one too early
-     {"text": 'Good for him,", he said. ', "span1_text": "Ann", "span2_text": "him",
-      "span2_index": 2, "label": 0, "idx": 5},
-     [{"inputs": 'wsc: Good for *him* ,", he said.', "targets": "Ann", "label": 0, "idx": 5}]),
-    ("super_glue_wsc_v102_simple_eval",
-     {"text": "want to use it , but", "span1_text": "a pen", "span2_text": "it", "span2_index": 2,
-      "label": 1, "idx": 5},
-     [{"inputs": "wsc: want to use *it* , but", "targets": "a pen", "label": 1, "idx": 5}]),
-    ("super_glue_wsc_v102_simple_train",
-     {"text": "Ann saw it", "span1_text": "Ann", "span2_text": "it", "span2_index": 2, "label": 0,
-      "idx": 5}, []),
-    ("dpr_v001_simple", {"sentence": "Zoë fed the dog, it, was hungry it.", "pronoun": "it",
-                         "candidates": ["Zoë", "the dog"], "label": 1},
-     [{"inputs": "wsc: Zoë fed the dog, *it*, was hungry it.", "targets": "the dog"}]),
-    ("squad_v010_allanswers",
-     {"id": "1", "context": " it's\t(a)\u00a0b\n~`", "question": "What's  up?",
-      "answers": {"text": ["U.S.", "ü-ber"]}},
-     [{"inputs": "question: What ' s up ? context: it ' s ( a ) \u00a0b ~ ` ",
-       "targets": "U . S . ", "answers": ["U . S . ", "ü - ber"], "id": "1",
-       "context": " it ' s ( a ) \u00a0b ~ ` ", "question": "What ' s up ? "}]),
-    ("cnn_dailymail_v002", {"article": "a\nb", "highlights": "c .\nd .", "id": "x"},
-     [{"inputs": "summarize: a\nb", "targets": "c .\nd ."}]),
-    ("wmt16_enro_v003", {"en": "Good.", "ro": "Bun."},
-     [{"inputs": "translate English to Romanian: Good.", "targets": "Bun."}]),
-    ("wmt_t2t_deen_v003", {"en": "Good.", "de": "Gut."},
-     [{"inputs": "translate German to English: Gut.", "targets": "Good."}]),
+    (
+        "glue_cola_v002",
+        {"sentence": "Zoë  ran\n", "label": -1, "idx": 3},
+        [{"inputs": "cola sentence: Zoë  ran\n", "targets": "<unk>", "idx": 3}],
+    ),
+    (
+        "glue_mnli_v002",
+        {"premise": "p\u201d <br>", "hypothesis": "", "label": 2, "idx": 0},
+        [
+            {
+                "inputs": "mnli hypothesis:  premise: p\u201d <br>",
+                "targets": "contradiction",
+                "idx": 0,
+            }
+        ],
+    ),
+    (
+        "glue_rte_v002",
+        {"sentence1": "a", "sentence2": "b", "label": 1, "idx": 0},
+        [
+            {
+                "inputs": "rte sentence1: a sentence2: b",
+                "targets": "not_entailment",
+                "idx": 0,
+            }
+        ],
+    ),
+    (
+        "glue_wnli_v002",
+        {"sentence1": "a", "sentence2": "b", "label": 1, "idx": 0},
+        [{"inputs": "wnli sentence1: a sentence2: b", "targets": "entailment", "idx": 0}],
+    ),
+    (
+        "glue_stsb_v002",
+        {"sentence1": "a", "sentence2": "b", "label": 2.5, "idx": 0},
+        [{"inputs": "stsb sentence1: a sentence2: b", "targets": "2.4", "idx": 0}],
+    ),
+    (
+        "super_glue_cb_v102",
+        {"premise": "p", "hypothesis": "h", "label": 1, "idx": 0},
+        [{"inputs": "cb hypothesis: h premise: p", "targets": "contradiction", "idx": 0}],
+    ),
+    (
+        "super_glue_axb_v102",
+        {"sentence1": "p", "sentence2": "h", "label": 0, "idx": 0},
+        [{"inputs": "rte hypothesis: h premise: p", "targets": "entailment", "idx": 0}],
+    ),
+    (
+        "super_glue_wic_v102",
+        {
+            "sentence1": "a",
+            "sentence2": "b",
+            "word": "bank",
+            "start1": 0,
+            "label": 1,
+            "idx": 0,
+        },
+        [
+            {
+                "inputs": "wic sentence1: a sentence2: b word: bank",
+                "targets": "True",
+                "idx": 0,
+            }
+        ],
+    ),
+    (
+        "super_glue_multirc_v102",
+        {
+            "paragraph": "a<br><br>b<b>c</b><br/>",
+            "question": "q<br>?",
+            "answer": "<b>x</b>",
+            "label": 1,
+            "idx": {"paragraph": 1, "question": 2, "answer": 3},
+        },
+        [
+            {
+                "inputs": "multirc question: q ? answer: x paragraph: a  bc<br/>",
+                "targets": "True",
+                "idx/paragraph": 1,
+                "idx/question": 2,
+                "idx/answer": 3,
+            }
+        ],
+    ),
+    (
+        "super_glue_record_v102",
+        {
+            "passage": "First.\n@highlight\nSecond\n@highlight\nend?\n@highlight\n",
+            "query": "A @p",
+            "entities": ["penguin", "ü"],
+            "answers": ["penguin", "ü"],
+            "idx": {"passage": 3, "query": 7},
+        },
+        [
+            {
+                "inputs": "record query: A @p entities: penguin, ü passage: First. Second. end? ",
+                "targets": answer,
+                "answers": ["penguin", "ü"],
+                "idx/passage": 3,
+                "idx/query": 7,
+            }
+            for answer in ("penguin", "ü")
+        ],
+    ),
+    (
+        "super_glue_record_v102",
+        {
+            "passage": "p",
+            "query": "q",
+            "entities": [],
+            "answers": [],
+            "idx": {"passage": 4, "query": 8},
+        },
+        [
+            {
+                "inputs": "record query: q entities:  passage: p",
+                "targets": "<unk>",
+                "answers": [],
+                "idx/passage": 4,
+                "idx/query": 8,
+            }
+        ],
+    ),
+    (
+        "super_glue_wsc_v102_simple_eval",
+        {
+            "text": "Ann saw X it X there",
+            "span1_text": "Ann",
+            "span2_text": "it",
+            "span2_index": 3,
+            "label": 0,
+            "idx": 5,
+        },
+        [
+            {
+                "inputs": "wsc: Ann saw *it* X *it* there",
+                "targets": "Ann",
+                "label": 0,
+                "idx": 5,
+            }
+        ],
+    ),
+    # like two published examples: punctuation, one too early
+    (
+        "super_glue_wsc_v102_simple_eval",
+        {
+            "text": 'Good for him,", he said. ',
+            "span1_text": "Ann",
+            "span2_text": "him",
+            "span2_index": 2,
+            "label": 0,
+            "idx": 5,
+        },
+        [
+            {
+                "inputs": 'wsc: Good for *him* ,", he said.',
+                "targets": "Ann",
+                "label": 0,
+                "idx": 5,
+            }
+        ],
+    ),
+    (
+        "super_glue_wsc_v102_simple_eval",
+        {
+            "text": "want to use it , but",
+            "span1_text": "a pen",
+            "span2_text": "it",
+            "span2_index": 2,
+            "label": 1,
+            "idx": 5,
+        },
+        [
+            {
+                "inputs": "wsc: want to use *it* , but",
+                "targets": "a pen",
+                "label": 1,
+                "idx": 5,
+            }
+        ],
+    ),
+    (
+        "super_glue_wsc_v102_simple_train",
+        {
+            "text": "Ann saw it",
+            "span1_text": "Ann",
+            "span2_text": "it",
+            "span2_index": 2,
+            "label": 0,
+            "idx": 5,
+        },
+        [],
+    ),
+    (
+        "dpr_v001_simple",
+        {
+            "sentence": "Zoë fed the dog, it, was hungry it.",
+            "pronoun": "it",
+            "candidates": ["Zoë", "the dog"],
+            "label": 1,
+        },
+        [{"inputs": "wsc: Zoë fed the dog, *it*, was hungry it.", "targets": "the dog"}],
+    ),
+    (
+        "squad_v010_allanswers",
+        {
+            "id": "1",
+            "context": " it's\t(a)\u00a0b\n~`",
+            "question": "What's  up?",
+            "answers": {"text": ["U.S.", "ü-ber"]},
+        },
+        [
+            {
+                "inputs": "question: What ' s up ? context: it ' s ( a ) \u00a0b ~ ` ",
+                "targets": "U . S . ",
+                "answers": ["U . S . ", "ü - ber"],
+                "id": "1",
+                "context": " it ' s ( a ) \u00a0b ~ ` ",
+                "question": "What ' s up ? ",
+            }
+        ],
+    ),
+    (
+        "cnn_dailymail_v002",
+        {"article": "a\nb", "highlights": "c .\nd .", "id": "x"},
+        [{"inputs": "summarize: a\nb", "targets": "c .\nd ."}],
+    ),
+    (
+        "wmt16_enro_v003",
+        {"en": "Good.", "ro": "Bun."},
+        [{"inputs": "translate English to Romanian: Good.", "targets": "Bun."}],
+    ),
+    (
+        "wmt_t2t_deen_v003",
+        {"en": "Good.", "de": "Gut."},
+        [{"inputs": "translate German to English: Gut.", "targets": "Good."}],
+    ),
 ]
 
 
@@ -1190,10 +1630,14 @@ def test_answers_are_judged_as_in_t5():
     assert [post("glue_stsb_v002", x) for x in ("3.8", "x", "")] == [3.8, -1.0, -1.0]
     ids = {"idx/question": 7, "idx/passage": 1, "idx/query": 2, "answers": ["a", "b"]}
     assert post("super_glue_multirc_v102", "True", example=ids, is_target=True) == {
-        "value": 1, "group": 7}
+        "value": 1,
+        "group": 7,
+    }
     assert post("super_glue_multirc_v102", "yes") == {"value": -1}
     assert post("super_glue_record_v102", "a", example=ids, is_target=True) == {
-        "value": ["a", "b"], "group": (1, 2)}
+        "value": ["a", "b"],
+        "group": (1, 2),
+    }
     assert post("squad_v010_allanswers", "a", example=ids, is_target=True) == ["a", "b"]
     assert post("squad_v010_allanswers", "a b", example=ids) == "a b"
     bob = {"targets": "Bob's hat", "label": 1}
@@ -1205,7 +1649,9 @@ def test_answers_are_judged_as_in_t5():
     assert post(wsc, "dog", example={"targets": "the", "label": 0}) == 0
 
 
-def test_tasks_of_a_recipe_file_are_known_to_every_command(tmp_path, monkeypatch, tokenizer):
+def test_tasks_of_a_recipe_file_are_known_to_every_command(
+    tmp_path, monkeypatch, tokenizer
+):
     monkeypatch.chdir(tmp_path)
     Path("v.model").write_bytes(tokenizer.serialized)
     Path("a.jsonl").write_text("\n".join(json.dumps({"q": w, "a": 2}) for w in WORDS))
@@ -1224,8 +1670,10 @@ CONFIG = Config("mine", ModelConfig(vocab_size=256),
     assert done.returncode == 0 and re.search(r"targets: .*\n  (\w+) \1</s>", done.stdout)
     Path("a.jsonl").write_text('{"q": "alpha", "a": 1}\n{"q": "alpha"}\n')
     done = subprocess.run(script, capture_output=True, text=True)
-    assert done.returncode == 2 and "a.jsonl:2 does not suit the task: no 'a' (fields: q)" in (
-        done.stderr)
+    assert (
+        done.returncode == 2
+        and "a.jsonl:2 does not suit the task: no 'a' (fields: q)" in (done.stderr)
+    )
 
 
 # ---- data: mixtures ------------------------------------------------------------------------------
@@ -1237,18 +1685,30 @@ def mixture(tmp_path, pairs, monkeypatch):
     cfg, _ = pairs
     tasks = dict(data.TASKS)
     for name, count in (("few", 5), ("some", 40), ("many", 90)):
-        lines = [json.dumps({"inputs": f"{name} {word} {i}", "targets": word})
-                 for i, word in zip(range(count), itertools.cycle(WORDS))]
+        lines = [
+            json.dumps({"inputs": f"{name} {word} {i}", "targets": word})
+            for i, word in zip(range(count), itertools.cycle(WORDS))
+        ]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
         tasks[name] = data.Task(f"jsonl:{tmp_path}/{name}.jsonl")
-    tasks["documents"] = data.Task(f"text:{tmp_path}/0.txt:lines", data.as_it_is,
-                                   objective=data.SpanCorruption())
+    tasks["documents"] = data.Task(
+        f"text:{tmp_path}/0.txt:lines", data.as_it_is, objective=data.SpanCorruption()
+    )
     monkeypatch.setattr(data, "TASKS", tasks)
-    monkeypatch.setattr(data, "MIXTURES", {
-        "inner": {"few": 1, "some": 3}, "outer": {"inner": 2.0, "many": 1.3, "documents": 0},
-        "sized": {"few": data.BySize(), "some": data.BySize(maximum=30),
-                  "many": data.BySize(temperature=2)},
-        "both": {"many": 1, "documents": 1}})
+    monkeypatch.setattr(
+        data,
+        "MIXTURES",
+        {
+            "inner": {"few": 1, "some": 3},
+            "outer": {"inner": 2.0, "many": 1.3, "documents": 0},
+            "sized": {
+                "few": data.BySize(),
+                "some": data.BySize(maximum=30),
+                "many": data.BySize(temperature=2),
+            },
+            "both": {"many": 1, "documents": 1},
+        },
+    )
     return change(cfg, data=dict(task="outer", source=""))
 
 
@@ -1261,12 +1721,16 @@ def test_rates_are_flattened_and_come_from_sizes(mixture):
     assert rates == {"few": 0.5, "some": 1.5, "many": 1.3, "documents": 0}
     sizes = {"few": 5, "some": 40, "many": 90}
     assert data.mixture_rates("sized", mixture, sizes.get) == {
-        "few": 5, "some": 30, "many": 90**0.5}
+        "few": 5,
+        "some": 30,
+        "many": 90**0.5,
+    }
     dataset = open_dataset(change(mixture, data=dict(task="sized")))
     few, some, many = counts_of(dataset)  # a part of each is held out
     assert few < 5 and 30 < some < 40 and many < 90
     np.testing.assert_allclose(
-        dataset.rates, np.array([few, 30, many**0.5]) / (few + 30 + many**0.5))
+        dataset.rates, np.array([few, 30, many**0.5]) / (few + 30 + many**0.5)
+    )
     assert list(data.evaluations(mixture)) == ["few", "some", "many", "documents"]
 
 
@@ -1286,15 +1750,20 @@ def test_mixtures_keep_their_proportions_and_lose_nothing(mixture):
         epochs, numbers = examples.locate(np.array(some))
         for epoch in range(len(some) // count):
             assert sorted(numbers[epochs == epoch]) == list(range(count))
-    alone = change(mixture, data=dict(pack=False))  # rows in a row have their parts of each task
+    # rows in a row have their parts of each task
+    alone = change(mixture, data=dict(pack=False))
     task, _, _ = open_dataset(alone).plan(3)
     for start in range(0, 56, 8):
-        assert (abs(np.bincount(task[start : start + 8], minlength=3) - 8 * shares) <= 2).all()
+        assert (
+            abs(np.bincount(task[start : start + 8], minlength=3) - 8 * shares) <= 2
+        ).all()
     names = [[], []]
     for step in range(6):
         batch = dataset.batch(step)
         parts = [dataset.batch(step, part) for part in ([6, 1], [3])]
-        assert_equal(parts, [jax.tree.map(lambda a: a[part], batch) for part in ([6, 1], [3])])
+        assert_equal(
+            parts, [jax.tree.map(lambda a: a[part], batch) for part in ([6, 1], [3])]
+        )
         names[0] += unpack(batch)
     dataset = open_dataset(mixture)
     for step in reversed(range(6)):
@@ -1319,26 +1788,43 @@ def test_documents_and_pairs_share_a_batch(mixture):
 
 def test_what_is_evaluated_is_never_trained_on(mixture, tmp_path):
     """Members hold out their own; a file that is not trained on is used whole."""
-    (tmp_path / "val.jsonl").write_text("\n".join(
-        json.dumps({"inputs": f"val {i}", "targets": "x"}) for i in range(50)))
+    (tmp_path / "val.jsonl").write_text(
+        "\n".join(json.dumps({"inputs": f"val {i}", "targets": "x"}) for i in range(50))
+    )
     trained = f"jsonl:{tmp_path}/many.jsonl"
-    for eval_tasks, count in (("", 4), (f"jsonl:{tmp_path}/val.jsonl", 50), ("few, inner", 2),
-                              (trained, 1)):
+    for eval_tasks, count in (
+        ("", 4),
+        (f"jsonl:{tmp_path}/val.jsonl", 50),
+        ("few, inner", 2),
+        (trained, 1),
+    ):
         cfg = change(mixture, data=dict(eval_tasks=eval_tasks, pack=False))
         dataset = open_dataset(cfg)
         seen = {pair for i in range(64) for pair in unpack(dataset.batch(i))}
-        datasets = [open_dataset(alone, "validation") for alone in data.evaluations(cfg).values()]
-        held_out = [pair for one in datasets for i in range(one.batches())
-                    for pair in unpack(one.batch(i))]
+        datasets = [
+            open_dataset(alone, "validation") for alone in data.evaluations(cfg).values()
+        ]
+        held_out = [
+            pair
+            for one in datasets
+            for i in range(one.batches())
+            for pair in unpack(one.batch(i))
+        ]
         assert len(held_out) >= count and seen.isdisjoint(held_out)
-        for name, alone in data.evaluations(cfg).items():  # read as examples they are the same
+        # read as examples they are the same
+        for name, alone in data.evaluations(cfg).items():
             if name == "documents":
                 continue
-            texts = [x["inputs"] for _, x in data.read_task(
-                name, "validation", alone, data.Complaints("stop"))]
+            texts = [
+                x["inputs"]
+                for _, x in data.read_task(
+                    name, "validation", alone, data.Complaints("stop")
+                )
+            ]
             tokenizer = dataset.tasks[0].tokenizer
             assert {tuple(tokenizer.encode(text)[:31]) for text in texts} <= {
-                pair[0][:-1] for pair in held_out}
+                pair[0][:-1] for pair in held_out
+            }
     with pytest.raises(configs.UserError, match="a mixture's tasks have their own"):
         open_dataset(change(mixture, data=dict(validation_source="jsonl:v")))
     with pytest.raises(configs.UserError, match="Unknown task nope"):
@@ -1347,6 +1833,7 @@ def test_what_is_evaluated_is_never_trained_on(mixture, tmp_path):
 
 def test_tasks_of_one_source_do_not_share_tokens(mixture, tmp_path):
     """A format is known by what it makes: closures, defaults and edited constants differ."""
+
     def make(prompt):
         return lambda example: [{"inputs": prompt + example["inputs"], "targets": "x"}]
 
@@ -1361,31 +1848,48 @@ def test_all_that_a_mixture_lacks_is_named_at_once(mixture, tmp_path, capsys):
     """What it trains on and what it evaluates, each source once, another version beside it."""
     write_tfds(tmp_path / "there" / "1.0.0", {"train": sentences(60)})
     data.TASKS |= {
-        "gone": data.Task("tfds:gone/a:1.0.0"), "also_gone": data.Task("tfds:gone/a:1.0.0"),
-        "older": data.Task("tfds:there:2.0.0"), "uncached": data.Task(f"seqio:{tmp_path}/cache"),
+        "gone": data.Task("tfds:gone/a:1.0.0"),
+        "also_gone": data.Task("tfds:gone/a:1.0.0"),
+        "older": data.Task("tfds:there:2.0.0"),
+        "uncached": data.Task(f"seqio:{tmp_path}/cache"),
         "rows": data.Task(f"parquet:{tmp_path}/{{split}}-*.parquet"),
         "judged": data.Task("tfds:held/out", splits=("validation",)),
-        "tested": data.Task("tfds:t", splits=("test",))}
-    data.MIXTURES["lacking"] = {"some": 1, "gone": 1, "also_gone": 1, "older": 1, "uncached": 1,
-                                "rows": 2, "judged": 0, "tested": 0}
+        "tested": data.Task("tfds:t", splits=("test",)),
+    }
+    data.MIXTURES["lacking"] = {
+        "some": 1,
+        "gone": 1,
+        "also_gone": 1,
+        "older": 1,
+        "uncached": 1,
+        "rows": 2,
+        "judged": 0,
+        "tested": 0,
+    }
     cfg = change(mixture, data=dict(task="lacking", tfds_dir=str(tmp_path)))
-    trained = [f"gone/a:1.0.0 is not in {tmp_path}/gone/a/1.0.0",
-               f"there:2.0.0 is not in {tmp_path}/there/2.0.0 (there is 1.0.0: ",
-               f"{tmp_path}/cache has no info.train.json", f"{tmp_path}/train-*.parquet"]
+    trained = [
+        f"gone/a:1.0.0 is not in {tmp_path}/gone/a/1.0.0",
+        f"there:2.0.0 is not in {tmp_path}/there/2.0.0 (there is 1.0.0: ",
+        f"{tmp_path}/cache has no info.train.json",
+        f"{tmp_path}/train-*.parquet",
+    ]
     judged = f"held/out is not in {tmp_path}/held/out"
     alone = change(cfg, train=dict(eval_every=0, infer_every=0))
     for attempt, named in (
-            (lambda: open_dataset(cfg), [*trained, judged]),
-            (lambda: open_dataset(sourced(cfg, "", vocab="train:60")), [*trained, judged]),
-            (lambda: open_dataset(alone), trained),
-            (lambda: data.evaluations(cfg), [trained[0], judged]),
-            (lambda: data.evaluations(cfg, "test"), ["t is not in "])):
+        (lambda: open_dataset(cfg), [*trained, judged]),
+        (lambda: open_dataset(sourced(cfg, "", vocab="train:60")), [*trained, judged]),
+        (lambda: open_dataset(alone), trained),
+        (lambda: data.evaluations(cfg), [trained[0], judged]),
+        (lambda: data.evaluations(cfg, "test"), ["t is not in "]),
+    ):
         with pytest.raises(configs.UserError) as error:
             attempt()
         text = str(error.value)
         assert all(text.count(sentence) == 1 for sentence in named), text
         assert (judged in text) == (judged in named)
-        assert text.count("tfds build NAME --data_dir DIR --file_format array_record") == 1
+        assert (
+            text.count("tfds build NAME --data_dir DIR --file_format array_record") == 1
+        )
     assert "prepared" not in capsys.readouterr().err  # nothing was tokenized before
 
 
@@ -1399,10 +1903,14 @@ def test_packing_is_planned_anew_when_lengths_change(mixture):
 
 def test_strange_mixtures_are_refused(mixture):
     for name, entries, sentence in (
-            ("self", {"self": 1}, "contains itself"), ("minus", {"few": -1}, "is -1"),
-            ("none", {"few": 0}, "no task with a rate above 0"),
-            ("deep", {"inner": data.BySize()}, "it is one task"), ("text", {"few": "1"}, "is 1"),
-            ("list", ["few"], "no dict of rates"), ("raises", lambda cfg: 1 / 0, "ZeroDivision")):
+        ("self", {"self": 1}, "contains itself"),
+        ("minus", {"few": -1}, "is -1"),
+        ("none", {"few": 0}, "no task with a rate above 0"),
+        ("deep", {"inner": data.BySize()}, "it is one task"),
+        ("text", {"few": "1"}, "is 1"),
+        ("list", ["few"], "no dict of rates"),
+        ("raises", lambda cfg: 1 / 0, "ZeroDivision"),
+    ):
         data.MIXTURES[name] = entries
         with pytest.raises(configs.UserError, match=sentence):
             data.mixture_rates(name, mixture)
@@ -1417,12 +1925,19 @@ def write_seqio_cache(folder, split, examples, shards=2):
     from tensorflow_datasets.proto import tf_example_generated_pb2
 
     folder.mkdir(parents=True, exist_ok=True)
-    kinds = {key: "string" if isinstance(value, str) else "int32"
-             for key, value in examples[0].items()}
-    features = {key: {"dtype": kind, "shape": [] if kind == "string" else [None]}
-                for key, kind in kinds.items()}
-    (folder / f"info.{split}.json").write_text(json.dumps(
-        {"features": features, "num_shards": shards, "seqio_version": "0.0.20"}))
+    kinds = {
+        key: "string" if isinstance(value, str) else "int32"
+        for key, value in examples[0].items()
+    }
+    features = {
+        key: {"dtype": kind, "shape": [] if kind == "string" else [None]}
+        for key, kind in kinds.items()
+    }
+    (folder / f"info.{split}.json").write_text(
+        json.dumps(
+            {"features": features, "num_shards": shards, "seqio_version": "0.0.20"}
+        )
+    )
     for shard in range(shards):
         records = b""
         for example in examples[shard::shards]:
@@ -1438,27 +1953,47 @@ def write_seqio_cache(folder, split, examples, shards=2):
     (folder / "COMPLETED").write_text("tfrecord")
 
 
-def test_t0_mixtures_are_made_of_the_folders_of_p3(tmp_path, pairs, tokenizer, capsys, monkeypatch):
+def test_t0_mixtures_are_made_of_the_folders_of_p3(
+    tmp_path, pairs, tokenizer, capsys, monkeypatch
+):
     root, cfg = tmp_path / "p3", pairs[0]
-    for name in ("imdb_a", "imdb_a_score_eval", "gigaword_x", "gigaword_summarize_", "trec_b",
-                 "race_high_c", "anli_d_r1_score_eval", "super_glue_copa_e"):
+    for name in (
+        "imdb_a",
+        "imdb_a_score_eval",
+        "gigaword_x",
+        "gigaword_summarize_",
+        "trec_b",
+        "race_high_c",
+        "anli_d_r1_score_eval",
+        "super_glue_copa_e",
+    ):
         texts = [(f"{name} {word}", word) for word in WORDS]
-        examples = [{"inputs": tokenizer.encode(a), "inputs_pretokenized": a,
-                     "targets": [*tokenizer.encode(b), data.EOS], "targets_pretokenized": b}
-                    for a, b in texts]
+        examples = [
+            {
+                "inputs": tokenizer.encode(a),
+                "inputs_pretokenized": a,
+                "targets": [*tokenizer.encode(b), data.EOS],
+                "targets_pretokenized": b,
+            }
+            for a, b in texts
+        ]
         write_seqio_cache(root / name, "train", examples)
         write_seqio_cache(root / name, "validation", examples[:2], shards=1)
     cfg = change(cfg, data=dict(source=f"seqio:{root}", task="t0_train"))
     assert data.mixture_rates("t0_train", cfg) == {
-        "gigaword_x": 250_000, "imdb_a": 25_000, "trec_b": 5452}  # 500,000 / 2 templates
+        "gigaword_x": 250_000,
+        "imdb_a": 25_000,
+        "trec_b": 5452,
+    }  # 500,000 / 2 templates
     assert "race_high_c" in data.mixture_rates("t0+_train", cfg)
     assert data.mixture_rates("t0++_train", cfg)["super_glue_copa_e"] == 400
     assert set(data.mixture_rates("t0_eval_score_eval", cfg)) == {"anli_d_r1_score_eval"}
     pair = next(unpack(open_dataset(cfg).batch(0)))
     assert pair[0][-1] != data.EOS == pair[1][-1]  # T0's inputs have no EOS
     assert list(data.evaluations(cfg)) == ["gigaword_x", "imdb_a", "trec_b"]
-    status, out, _ = run(data, capsys, monkeypatch, "--list", "t0_train", "--data.source",
-                         cfg.data.source)
+    status, out, _ = run(
+        data, capsys, monkeypatch, "--list", "t0_train", "--data.source", cfg.data.source
+    )
     assert status == 0 and re.search(r"gigaword_x +250,000 +89\.14", out)
     mixed = change(cfg, data=dict(eval_tasks="imdb_a, glue_stsb_v002"))
     with pytest.raises(configs.UserError, match="glue/stsb:1.0.0 is not in"):
@@ -1476,14 +2011,18 @@ def test_t0_mixtures_are_made_of_the_folders_of_p3(tmp_path, pairs, tokenizer, c
     with pytest.raises(configs.UserError, match="00001-of-00002 is cut off"):
         documents_of(sourced(cfg, f"seqio:{root}/imdb_a"), "inputs_pretokenized")
     shard.unlink()
-    with pytest.raises(configs.UserError, match="has 1 shards of train, its info promises 2"):
+    with pytest.raises(
+        configs.UserError, match="has 1 shards of train, its info promises 2"
+    ):
         data.open_source(f"seqio:{root}/imdb_a", "train", cfg)
 
 
 def test_cached_ids_are_taken_as_they_are(tmp_path, pairs, tokenizer):
     """A SeqIO cache without texts; a cut target of T0's keeps no EOS, another's does."""
     ids = list(range(5, 25))
-    write_seqio_cache(tmp_path / "cache", "train", [{"inputs": ids[:3], "targets": ids}] * 4)
+    write_seqio_cache(
+        tmp_path / "cache", "train", [{"inputs": ids[:3], "targets": ids}] * 4
+    )
     for task, ends in (("text_to_text", True), ("cache", False)):
         source = f"seqio:{tmp_path}/cache" if ends else f"seqio:{tmp_path}"
         cfg = change(pairs[0], data=dict(source=source, task=task, pack=False))
@@ -1493,7 +2032,9 @@ def test_cached_ids_are_taken_as_they_are(tmp_path, pairs, tokenizer):
     wrong = [{"inputs": [5], "targets": [5]}, {"inputs": [5], "targets": [2**32 + 5]}]
     write_seqio_cache(tmp_path / "wrong", "train", wrong, shards=1)
     cfg = sourced(pairs[0], f"seqio:{tmp_path}/wrong")
-    with pytest.raises(configs.UserError, match="record 1 has ids from 4294967301 to 4294967301"):
+    with pytest.raises(
+        configs.UserError, match="record 1 has ids from 4294967301 to 4294967301"
+    ):
         data.prepare(cfg, "train", tokenizer)
 
 
@@ -1502,21 +2043,52 @@ def test_cached_ids_are_taken_as_they_are(tmp_path, pairs, tokenizer):
 T5 = dict(activation="relu", tied=True)
 PUBLISHED = {
     # T5 1.1: t5x/examples/t5/t5_1_1
-    "small": (76_961_152, {}), "base": (247_577_856, {}), "large": (783_150_080, {}),
-    "xl": (2_849_757_184, {}), "xxl": (11_135_332_352, {}),
+    "small": (76_961_152, {}),
+    "base": (247_577_856, {}),
+    "large": (783_150_080, {}),
+    "xl": (2_849_757_184, {}),
+    "xxl": (11_135_332_352, {}),
     # mT5: the same shapes, 250,112 rows
-    "mt5 small": (300_176_768, {}), "mt5 base": (582_401_280, {}), "mt5 large": (1_229_581_312, {}),
-    "mt5 xl": (3_742_619_648, {}), "mt5 xxl": (12_921_057_280, {}),
+    "mt5 small": (300_176_768, {}),
+    "mt5 base": (582_401_280, {}),
+    "mt5 large": (1_229_581_312, {}),
+    "mt5 xl": (3_742_619_648, {}),
+    "mt5 xxl": (12_921_057_280, {}),
     # T5 1.0: relu, the embedding is the output layer
-    "t5 small": (60_506_624, dict(d_ff=2048, num_heads=8, num_layers=6, num_decoder_layers=6)),
-    "t5 base": (222_903_552, dict(d_model=768, d_ff=3072, num_heads=12, num_layers=12,
-                                  num_decoder_layers=12)),
-    "t5 large": (737_668_096, dict(d_model=1024, d_ff=4096, num_heads=16, num_layers=24,
-                                   num_decoder_layers=24)),
-    "t5 3b": (2_851_598_336, dict(d_model=1024, d_ff=16384, num_heads=32, d_kv=128, num_layers=24,
-                                  num_decoder_layers=24)),
-    "t5 11b": (11_307_321_344, dict(d_model=1024, d_ff=65536, num_heads=128, d_kv=128,
-                                    num_layers=24, num_decoder_layers=24)),
+    "t5 small": (
+        60_506_624,
+        dict(d_ff=2048, num_heads=8, num_layers=6, num_decoder_layers=6),
+    ),
+    "t5 base": (
+        222_903_552,
+        dict(d_model=768, d_ff=3072, num_heads=12, num_layers=12, num_decoder_layers=12),
+    ),
+    "t5 large": (
+        737_668_096,
+        dict(d_model=1024, d_ff=4096, num_heads=16, num_layers=24, num_decoder_layers=24),
+    ),
+    "t5 3b": (
+        2_851_598_336,
+        dict(
+            d_model=1024,
+            d_ff=16384,
+            num_heads=32,
+            d_kv=128,
+            num_layers=24,
+            num_decoder_layers=24,
+        ),
+    ),
+    "t5 11b": (
+        11_307_321_344,
+        dict(
+            d_model=1024,
+            d_ff=65536,
+            num_heads=128,
+            d_kv=128,
+            num_layers=24,
+            num_decoder_layers=24,
+        ),
+    ),
 }
 
 
@@ -1524,7 +2096,11 @@ PUBLISHED = {
 def test_parameter_counts_are_the_published_ones(name):
     count, shape = PUBLISHED[name]
     *family, size = name.split()
-    cfg = configs.SIZES.get(size, ModelConfig()) if family != ["t5"] else ModelConfig(**T5, **shape)
+    cfg = (
+        configs.SIZES.get(size, ModelConfig())
+        if family != ["t5"]
+        else ModelConfig(**T5, **shape)
+    )
     if family == ["mt5"]:
         cfg = replace(cfg, vocab_size=250112)
     assert model.count_params(model.param_table(cfg)) == count
@@ -1535,7 +2111,9 @@ def test_flops_are_the_sum_of_all_products():
     assert round(model.train_flops(ModelConfig(), 512, 114) / 1e9, 2) == 106.25
     cfg = change(data=dict(inputs_length=10), model=dict(relative_buckets=20))
     batch = make_batch(cfg, [(10, 8)])
-    jaxpr = jax.make_jaxpr(model.forward, static_argnums=2)(make_params(cfg), batch, cfg.model)
+    jaxpr = jax.make_jaxpr(model.forward, static_argnums=2)(
+        make_params(cfg), batch, cfg.model
+    )
     R = cfg.model.relative_buckets
 
     def flops(jaxpr, times=1):
@@ -1545,8 +2123,10 @@ def test_flops_are_the_sum_of_all_products():
                 a, out = e.invars[0].aval.shape, e.outvars[0].aval.shape
                 (contract, _), _ = e.params["dimension_numbers"]
                 if not contract or a[contract[0]] == R:
-                    continue  # the look-up of relative biases, and their addition, are not counted
-                if out[-1] == cfg.model.d_kv + 1:  # nor is the column of ones beside the values
+                    # the look-up of relative biases, and their addition, are not counted
+                    continue
+                # nor is the column of ones beside the values
+                if out[-1] == cfg.model.d_kv + 1:
                     out = (*out[:-1], cfg.model.d_kv)
                 total += 2 * times * math.prod(out) * math.prod(a[i] for i in contract)
             for inner in jax.extend.core.jaxprs_in_params(e.params):
@@ -1557,13 +2137,23 @@ def test_flops_are_the_sum_of_all_products():
 
 
 def test_initial_values_have_t5xs_spread():
-    cfg = ModelConfig(vocab_size=512, d_model=128, d_ff=256, d_kv=32, num_heads=6, num_layers=4,
-                      num_decoder_layers=4)
+    cfg = ModelConfig(
+        vocab_size=512,
+        d_model=128,
+        d_ff=256,
+        d_kv=32,
+        num_heads=6,
+        num_layers=4,
+        num_decoder_layers=4,
+    )
     params = jax.jit(model.init_params, static_argnums=0)(cfg, jax.random.key(0))
     layer = params["encoder"]["layers"]
 
     def check(w, std, limit=None):
-        assert abs(float(jnp.std(w)) / std - 1) < 0.02 and abs(float(jnp.mean(w))) < 0.02 * std
+        assert (
+            abs(float(jnp.std(w)) / std - 1) < 0.02
+            and abs(float(jnp.mean(w))) < 0.02 * std
+        )
         assert limit is None or float(jnp.abs(w).max()) <= limit
 
     check(params["embed"], 1.0)
@@ -1571,18 +2161,28 @@ def test_initial_values_have_t5xs_spread():
     check(layer["attention"]["key"], 128**-0.5)
     check(layer["attention"]["value"], 128**-0.5)
     check(layer["attention"]["out"], 192**-0.5)
-    cut = 2 / 0.87962566  # a normal cut at two deviations, then widened to the right spread
-    for w, fan_in in ((layer["mlp"]["gate"], 128), (layer["mlp"]["up"], 128),
-                      (layer["mlp"]["down"], 256), (params["unembed"], 128)):
+    # a normal cut at two deviations, then widened to the right spread
+    cut = 2 / 0.87962566
+    for w, fan_in in (
+        (layer["mlp"]["gate"], 128),
+        (layer["mlp"]["up"], 128),
+        (layer["mlp"]["down"], 256),
+        (params["unembed"], 128),
+    ):
         check(w, fan_in**-0.5, cut * fan_in**-0.5 * 1.0001)
     bias = params["encoder"]["relative_bias"]
-    assert float(jnp.abs(bias).max()) <= math.sqrt(6 / (6 + 32)) and 0.15 < float(bias.std()) < 0.3
+    assert (
+        float(jnp.abs(bias).max()) <= math.sqrt(6 / (6 + 32))
+        and 0.15 < float(bias.std()) < 0.3
+    )
     for norm in (layer["mlp"]["norm"], params["decoder"]["norm"]):
         assert (norm == 1).all()
 
 
 def test_initial_loss_is_log_vocabulary_and_a_half():
-    cfg = change(model=dict(vocab_size=2048, d_model=128, d_kv=32), train=dict(z_loss=0.0))
+    cfg = change(
+        model=dict(vocab_size=2048, d_model=128, d_kv=32), train=dict(z_loss=0.0)
+    )
     params = model.init_params(cfg.model, jax.random.key(0))
     batch = make_batch(cfg, [(32, 8)] * 32)
     loss, sums = jax.jit(model.loss_fn, static_argnums=2)(params, batch, cfg)
@@ -1601,15 +2201,19 @@ def test_relative_buckets_are_t5xs():
     before = np.searchsorted(BOTH_WAYS, far, "right") - 1
     assert np.array_equal(model.relative_bucket(-far, True, cfg), before)
     assert np.array_equal(model.relative_bucket(far[1:], True, cfg), before[1:] + 16)
-    assert np.array_equal(model.relative_bucket(-far, False, cfg),
-                          np.searchsorted(CAUSAL, far, "right") - 1)
+    assert np.array_equal(
+        model.relative_bucket(-far, False, cfg), np.searchsorted(CAUSAL, far, "right") - 1
+    )
     assert not model.relative_bucket(far, False, cfg).any()
 
 
 def t5x_name(path, layer, gated):
     """Our parameter's path -> T5X's name."""
     if path in ("embed", "unembed"):
-        return {"embed": "token_embedder/embedding", "unembed": "decoder/logits_dense/kernel"}[path]
+        return {
+            "embed": "token_embedder/embedding",
+            "unembed": "decoder/logits_dense/kernel",
+        }[path]
     stack, *rest = path.split("/")
     if rest == ["norm"]:
         return f"{stack}/{stack}_norm/scale"
@@ -1617,8 +2221,12 @@ def t5x_name(path, layer, gated):
         return f"{stack}/relpos_bias/rel_embedding"
     _, block, name = rest
     if name == "norm":
-        block = {"attention": "attention_layer_norm", "self_attention": "self_attention_layer_norm",
-                 "cross_attention": "cross_attention_layer_norm", "mlp": "mlp_layer_norm"}[block]
+        block = {
+            "attention": "attention_layer_norm",
+            "self_attention": "self_attention_layer_norm",
+            "cross_attention": "cross_attention_layer_norm",
+            "mlp": "mlp_layer_norm",
+        }[block]
         return f"{stack}/layers_{layer}/pre_{block}/scale"
     block = {"cross_attention": "encoder_decoder_attention"}.get(block, block)
     name = {"gate": "wi_0", "up": "wi_1" if gated else "wi", "down": "wo"}.get(name, name)
@@ -1629,8 +2237,10 @@ def map_t5x(cfg, array):
     """ModelConfig, array(T5X's name, shape) -> our parameters."""
     params = {}
     for path, p in partition.flatten(model.param_table(cfg)).items():
-        names = [t5x_name(path, i, cfg.activation.startswith("gated"))
-                 for i in range(p.shape[0] if p.axes[0] == "layers" else 1)]
+        names = [
+            t5x_name(path, i, cfg.activation.startswith("gated"))
+            for i in range(p.shape[0] if p.axes[0] == "layers" else 1)
+        ]
         arrays = [array(name, p.shape[p.axes[0] == "layers" :]) for name in names]
         params[path] = np.stack(arrays) if p.axes[0] == "layers" else arrays[0]
     return flax.traverse_util.unflatten_dict(params, sep="/")
@@ -1640,14 +2250,23 @@ def test_golden_numbers_of_t5x():
     """T5X's network and loss on seeded weights and two packed rows (recorded from T5X, cc342d4)."""
     cfg = change(
         model=dict(vocab_size=64, d_model=24, d_ff=40, d_kv=16, num_heads=3),
-        train=dict(z_loss=1e-2, label_smoothing=0.1))
-    names = sorted(t5x_name(path, i, True)
-                   for path, p in partition.flatten(model.param_table(cfg.model)).items()
-                   for i in range(p.shape[0] if p.axes[0] == "layers" else 1))
+        train=dict(z_loss=1e-2, label_smoothing=0.1),
+    )
+    names = sorted(
+        t5x_name(path, i, True)
+        for path, p in partition.flatten(model.param_table(cfg.model)).items()
+        for i in range(p.shape[0] if p.axes[0] == "layers" else 1)
+    )
 
     def seeded(name, shape):
         x = np.random.default_rng(names.index(name)).standard_normal(shape)
-        x = 1 + 0.2 * x if name.endswith("scale") else x if name.endswith("embedding") else 0.2 * x
+        x = (
+            1 + 0.2 * x
+            if name.endswith("scale")
+            else x
+            if name.endswith("embedding")
+            else 0.2 * x
+        )
         return np.float32(x)
 
     params = place(map_t5x(cfg.model, seeded), cfg.model)
@@ -1655,16 +2274,22 @@ def test_golden_numbers_of_t5x():
         np.array([[5, 6, 7, 1, 9, 10, 1, 0, 0], [11, 12, 13, 14, 15, 16, 17, 18, 1]]),
         np.array([[20, 21, 1, 30, 31, 1], [40, 41, 42, 1, 0, 0]]),
         np.array([[1, 1, 1, 1, 2, 2, 2, 0, 0], [1] * 9]),
-        np.array([[1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 0, 0]]))
+        np.array([[1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 0, 0]]),
+    )
     logits = forward(params, batch, cfg.model)
-    golden = [[1.4555141, 0.42333144, -0.15120158, 0.3399155],
-              [-0.5843415, -0.38347715, 0.35488006, -0.91896]]
+    golden = [
+        [1.4555141, 0.42333144, -0.15120158, 0.3399155],
+        [-0.5843415, -0.38347715, 0.35488006, -0.91896],
+    ]
     np.testing.assert_allclose([logits[0, 4, :4], logits[1, 3, -4:]], golden, atol=1e-5)
     loss = jax.value_and_grad(model.loss_fn, has_aux=True)
     (loss, sums), grads = jax.jit(loss, static_argnums=2)(params, batch, cfg)
     norm = math.sqrt(sum(float(jnp.sum(g * g)) for g in jax.tree.leaves(grads)))
-    np.testing.assert_allclose([loss, sums["z_loss"], sums["tokens"], norm],
-                               [44.057151794, 2.156667709, 10, 125.697265625], rtol=2e-6)
+    np.testing.assert_allclose(
+        [loss, sums["z_loss"], sums["tokens"], norm],
+        [44.057151794, 2.156667709, 10, 125.697265625],
+        rtol=2e-6,
+    )
 
 
 def recorded_network(name):
@@ -1673,10 +2298,16 @@ def recorded_network(name):
     weights = np.load(recorded_file("t5x/network/v11.npz"))  # both have the same
     shape = json.load(recorded_file(f"t5x/network/{name}.json"))["config"]
     cfg = change(
-        model=dict(vocab_size=shape["vocab_size"], d_model=shape["emb_dim"], d_ff=shape["mlp_dim"],
-                   d_kv=shape["head_dim"], num_heads=shape["num_heads"],
-                   num_layers=shape["num_encoder_layers"],
-                   num_decoder_layers=shape["num_decoder_layers"]))
+        model=dict(
+            vocab_size=shape["vocab_size"],
+            d_model=shape["emb_dim"],
+            d_ff=shape["mlp_dim"],
+            d_kv=shape["head_dim"],
+            num_heads=shape["num_heads"],
+            num_layers=shape["num_encoder_layers"],
+            num_decoder_layers=shape["num_decoder_layers"],
+        )
+    )
     params = map_t5x(cfg.model, lambda name, _: weights[f"params/{name}"])
     return case, cfg, place(params, cfg.model)
 
@@ -1687,23 +2318,33 @@ def test_network_equals_t5xs(name):
     case, cfg, params = recorded_network(name)
     inputs, targets = case["encoder_input_tokens"], case["decoder_target_tokens"]
     packed = "encoder_segment_ids" in case
-    batch = to_batch(inputs, targets, case["encoder_segment_ids"] if packed else inputs > 0,
-                     case["decoder_segment_ids"] if packed else targets > 0)
+    batch = to_batch(
+        inputs,
+        targets,
+        case["encoder_segment_ids"] if packed else inputs > 0,
+        case["decoder_segment_ids"] if packed else targets > 0,
+    )
     assert_equal(batch.decoder_inputs, case["decoder_input_tokens"])
     encoded = model.encode(params, cfg.model, batch.inputs, batch.input_segments)
     real = inputs > 0
     assert_close(np.asarray(encoded)[real], case["encoded"][real])
     real = targets > 0
-    assert_close(np.asarray(forward(params, batch, cfg.model))[real], case["logits"][real])
+    assert_close(
+        np.asarray(forward(params, batch, cfg.model))[real], case["logits"][real]
+    )
     loss = jax.value_and_grad(model.loss_fn, has_aux=True)
     (loss, sums), grads = jax.jit(loss, static_argnums=2)(params, batch, cfg)
     np.testing.assert_allclose(float(loss), case["loss_sum"], rtol=1e-6)
     np.testing.assert_allclose(float(sums["z_loss"]), case["z_loss"], rtol=1e-5)
     assert int(sums["tokens"]) == case["weight_sum"]
-    expected = partition.flatten(map_t5x(cfg.model, lambda name, _: case[f"grad_sq/{name}"]))
+    expected = partition.flatten(
+        map_t5x(cfg.model, lambda name, _: case[f"grad_sq/{name}"])
+    )
     for path, g in partition.flatten(grads).items():
         axes = tuple(range(expected[path].ndim, g.ndim))
-        np.testing.assert_allclose(jnp.sum(g * g, axes), expected[path], rtol=1e-4, err_msg=path)
+        np.testing.assert_allclose(
+            jnp.sum(g * g, axes), expected[path], rtol=1e-4, err_msg=path
+        )
 
 
 def from_hugging_face(state, cfg):
@@ -1714,18 +2355,25 @@ def from_hugging_face(state, cfg):
 
     def array(path, layer):
         if path in ("embed", "unembed"):
-            return state["shared.weight"] if path == "embed" else state["lm_head.weight"].T
+            return (
+                state["shared.weight"] if path == "embed" else state["lm_head.weight"].T
+            )
         stack, *rest = path.split("/")
         if rest == ["norm"]:
             return state[f"{stack}.final_layer_norm.weight"]
         if rest == ["relative_bias"]:
-            return state[f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"].T
+            return state[
+                f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+            ].T
         _, block, name = rest
         if name == "relative_bias":
-            return state[f"{stack}.block.{layer}.layer.0.SelfAttention.relative_attention_bias"
-                         ".weight"].T
+            return state[
+                f"{stack}.block.{layer}.layer.0.SelfAttention.relative_attention_bias"
+                ".weight"
+            ].T
         kind = {"mlp": "DenseReluDense", "cross_attention": "EncDecAttention"}.get(
-            block, "SelfAttention")
+            block, "SelfAttention"
+        )
         number = {"mlp": 1 + (stack == "decoder"), "cross_attention": 1}.get(block, 0)
         place = f"{stack}.block.{layer}.layer.{number}"
         if name == "norm":
@@ -1743,46 +2391,72 @@ def from_hugging_face(state, cfg):
 def hugging_face(cfg):
     """ModelConfig -> (a model of transformers with random weights, our parameters of it)."""
     torch = pytest.importorskip("torch", reason="needs pip install '.[parity]'")
-    transformers = pytest.importorskip("transformers", reason="needs pip install '.[parity]'")
+    transformers = pytest.importorskip(
+        "transformers", reason="needs pip install '.[parity]'"
+    )
     torch.manual_seed(0)
     family = "UMT5" if cfg.layer_biases else "T5"
     kind = "ForConditionalGeneration" if cfg.num_decoder_layers else "EncoderModel"
-    network = getattr(transformers, family + kind)(getattr(transformers, f"{family}Config")(
-        vocab_size=cfg.vocab_size, d_model=cfg.d_model, d_kv=cfg.d_kv, d_ff=cfg.d_ff,
-        num_heads=cfg.num_heads, num_layers=cfg.num_layers,
-        num_decoder_layers=cfg.num_decoder_layers, dropout_rate=0.0, decoder_start_token_id=0,
-        relative_attention_num_buckets=cfg.relative_buckets,
-        relative_attention_max_distance=cfg.relative_max_distance,
-        feed_forward_proj=cfg.activation.replace("_", "-"), tie_word_embeddings=cfg.tied)).eval()
+    network = getattr(transformers, family + kind)(
+        getattr(transformers, f"{family}Config")(
+            vocab_size=cfg.vocab_size,
+            d_model=cfg.d_model,
+            d_kv=cfg.d_kv,
+            d_ff=cfg.d_ff,
+            num_heads=cfg.num_heads,
+            num_layers=cfg.num_layers,
+            num_decoder_layers=cfg.num_decoder_layers,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+            relative_attention_num_buckets=cfg.relative_buckets,
+            relative_attention_max_distance=cfg.relative_max_distance,
+            feed_forward_proj=cfg.activation.replace("_", "-"),
+            tie_word_embeddings=cfg.tied,
+        )
+    ).eval()
     if not cfg.tied:  # transformers 5 ties the two whatever its configuration says
         network.config.tie_word_embeddings = not cfg.layer_biases
-        network.lm_head.weight = torch.nn.Parameter(torch.randn(cfg.vocab_size, cfg.d_model) * 0.2)
+        network.lm_head.weight = torch.nn.Parameter(
+            torch.randn(cfg.vocab_size, cfg.d_model) * 0.2
+        )
         if hasattr(network.config, "scale_decoder_outputs"):
             network.config.scale_decoder_outputs = False
     with torch.no_grad():
         for name, p in network.named_parameters():
             noise = torch.randn(p.shape)
             p.copy_(1 + 0.1 * noise if "norm" in name else 0.2 * noise)
-    return network, from_hugging_face({k: v.numpy() for k, v in network.state_dict().items()}, cfg)
+    return network, from_hugging_face(
+        {k: v.numpy() for k, v in network.state_dict().items()}, cfg
+    )
 
 
 def assert_logits_equal(network, params, cfg):
     """A model of transformers and ours, on rows of three lengths, float32."""
     torch = pytest.importorskip("torch", reason="needs pip install '.[parity]'")
-    batch = make_batch(change(cfg, data=dict(inputs_length=150)), [(150, 8), (40, 8), (1, 8)])
+    batch = make_batch(
+        change(cfg, data=dict(inputs_length=150)), [(150, 8), (40, 8), (1, 8)]
+    )
     with torch.no_grad():
         theirs = network(
             input_ids=torch.tensor(np.asarray(batch.inputs)).long(),
             attention_mask=torch.tensor(np.asarray(batch.input_segments)).long(),
-            decoder_input_ids=torch.tensor(np.asarray(batch.decoder_inputs)).long()).logits.numpy()
+            decoder_input_ids=torch.tensor(np.asarray(batch.decoder_inputs)).long(),
+        ).logits.numpy()
     ours = np.asarray(forward(params, batch, cfg.model))
     assert theirs.std() > 0.05
     np.testing.assert_allclose(ours, theirs, atol=1e-4 * max(1, np.abs(theirs).max()))
 
 
-@pytest.mark.parametrize("activation, tied, layer_biases", [
-    ("gated_gelu", False, False), ("relu", True, False), ("gated_gelu", True, False),
-    ("relu", False, False), ("gated_gelu", False, True)])
+@pytest.mark.parametrize(
+    "activation, tied, layer_biases",
+    [
+        ("gated_gelu", False, False),
+        ("relu", True, False),
+        ("gated_gelu", True, False),
+        ("relu", False, False),
+        ("gated_gelu", False, True),
+    ],
+)
 def test_logits_equal_hugging_faces(activation, tied, layer_biases):
     cfg = change(model=dict(activation=activation, tied=tied, layer_biases=layer_biases))
     assert_logits_equal(*hugging_face(cfg.model), cfg)
@@ -1799,8 +2473,10 @@ def test_packed_examples_do_not_see_each_other():
 
     inputs = join(*(np.asarray(b.inputs) for b in (one, two)), 9, 14)
     targets = join(*(np.asarray(b.targets) for b in (one, two)), 3, 4)
-    segments = [np.array([[1] * n + [2] * m + [0] * (size - n - m)])
-                for n, m, size in ((9, 14, 32), (3, 4, 8))]
+    segments = [
+        np.array([[1] * n + [2] * m + [0] * (size - n - m)])
+        for n, m, size in ((9, 14, 32), (3, 4, 8))
+    ]
     packed = forward(params, to_batch(inputs, targets, *segments), SMALL.model)
     assert_close(packed[0, :3], forward(params, one, SMALL.model)[0, :3])
     assert_close(packed[0, 3:7], forward(params, two, SMALL.model)[0, :4])
@@ -1810,25 +2486,37 @@ def test_padding_changes_nothing():
     params = make_params(SMALL)
     wide = change(data=dict(inputs_length=45, targets_length=13))
     narrow, padded = make_batch(SMALL, [(20, 6)]), make_batch(wide, [(20, 6)])
-    padded = to_batch(padded.inputs.at[:, :20].set(narrow.inputs[:, :20]),
-                      padded.targets.at[:, :6].set(narrow.targets[:, :6]),
-                      padded.input_segments, padded.target_segments)
-    assert_close(forward(params, padded, SMALL.model)[:, :6],
-                 forward(params, narrow, SMALL.model)[:, :6])
+    padded = to_batch(
+        padded.inputs.at[:, :20].set(narrow.inputs[:, :20]),
+        padded.targets.at[:, :6].set(narrow.targets[:, :6]),
+        padded.input_segments,
+        padded.target_segments,
+    )
+    assert_close(
+        forward(params, padded, SMALL.model)[:, :6],
+        forward(params, narrow, SMALL.model)[:, :6],
+    )
 
 
 def test_a_position_depends_on_no_later_one():
     """The gradient of a position's logits is zero at the embeddings of later decoder inputs."""
     params = make_params(SMALL)
-    batch = to_batch(np.array([[100, 101, 102]]), np.array([[10, 11, 12, 13, 14]]),
-                     np.ones((1, 3), int), np.ones((1, 5), int))
+    batch = to_batch(
+        np.array([[100, 101, 102]]),
+        np.array([[10, 11, 12, 13, 14]]),
+        np.ones((1, 3), int),
+        np.ones((1, 5), int),
+    )
 
     def logits_at(params, t):
-        return (model.forward(params, batch, SMALL.model).sum(-1) * (jnp.arange(5) == t)).sum()
+        return (
+            model.forward(params, batch, SMALL.model).sum(-1) * (jnp.arange(5) == t)
+        ).sum()
 
     grad = jax.jit(jax.grad(logits_at))
     for t in range(5):
-        at = np.abs(np.asarray(grad(params, t)["embed"])).sum(1)[[10, 11, 12, 13]]  # inputs 1 to 4
+        # inputs 1 to 4
+        at = np.abs(np.asarray(grad(params, t)["embed"])).sum(1)[[10, 11, 12, 13]]
         assert (at[:t] > 0).all() and (at[t:] == 0).all()
 
 
@@ -1845,15 +2533,19 @@ def test_scan_equals_a_loop_and_remat_changes_nothing(monkeypatch):
         return carry, y
 
     monkeypatch.setattr(model.lax, "scan", loop)
-    unrolled = jax.jit(lambda *args: train.gradients(cfg["dots"], *args))(params, batch, None)
+    unrolled = jax.jit(lambda *args: train.gradients(cfg["dots"], *args))(
+        params, batch, None
+    )
     assert_close(unrolled[1], expected, 1e-5)
 
 
 def test_attention_equals_the_softmax():
     """Values and gradients beside the textbook's, masked and biased; far scores do not overflow."""
     rng = np.random.default_rng(0)
-    q, k, v, g = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in (
-        (3, 4, 5, 6), (3, 4, 7, 6), (3, 4, 7, 6), (3, 4, 5, 6)))
+    q, k, v, g = (
+        jnp.asarray(rng.standard_normal(shape), jnp.float32)
+        for shape in ((3, 4, 5, 6), (3, 4, 7, 6), (3, 4, 7, 6), (3, 4, 5, 6))
+    )
     bias = jnp.asarray(rng.standard_normal((1, 4, 5, 7)) * 90, jnp.float32)
     mask = jnp.asarray(rng.random((3, 1, 5, 7)) < 0.7).at[..., 0].set(True)
 
@@ -1867,25 +2559,31 @@ def test_attention_equals_the_softmax():
     assert_close(model.attend(q, k, v, None, mask), plain(q, k, v, 0), 1e-5)
 
 
-@pytest.mark.parametrize("platform, bias, kept", [
-    ("tpu", True, True), ("tpu", False, False), ("cpu", True, False)])
+@pytest.mark.parametrize(
+    "platform, bias, kept",
+    [("tpu", True, True), ("tpu", False, False), ("cpu", True, False)],
+)
 def test_a_tpu_keeps_the_scores_of_self_attention(platform, bias, kept, monkeypatch):
     monkeypatch.setattr(model, "platform", lambda: platform)
     q, scores = jnp.ones((3, 4, 5, 6)), (3, 4, 5, 5)
-    _, found = model.attend_in_groups(q, q, q, jnp.ones((1, 4, 5, 5)) if bias else None,
-                                      jnp.ones((3, 1, 5, 5), bool))
+    _, found = model.attend_in_groups(
+        q, q, q, jnp.ones((1, 4, 5, 5)) if bias else None, jnp.ones((3, 1, 5, 5), bool)
+    )
     assert (scores in {x.shape for x in jax.tree.leaves(found)}) is kept
 
 
-@pytest.mark.parametrize("other, groups, parts", [("gpu", 2, 1), ("tpu", 4, 2), ("tpu", 4, 4)])
+@pytest.mark.parametrize(
+    "other, groups, parts", [("gpu", 2, 1), ("tpu", 4, 2), ("tpu", 4, 4)]
+)
 def test_heads_attend_in_groups(other, groups, parts, monkeypatch):
     """A TPU's forms give the loss and the gradients of a CPU's: scores of all heads kept, or those
     of few heads at a time made again, on each device its own; no flat products; layers unrolled.
     So do a GPU's."""
     cfg = change(model=dict(num_heads=8, dtype="float32"), mesh=dict(model=parts))
     results, heads, whole = [], set(), model.masked_scores
-    monkeypatch.setattr(model, "masked_scores", lambda q, *rest: (
-        heads.add(q.shape[1]) or whole(q, *rest)))
+    monkeypatch.setattr(
+        model, "masked_scores", lambda q, *rest: heads.add(q.shape[1]) or whole(q, *rest)
+    )
     for platform, n in (("cpu", 1), (other, 1), ("tpu", groups)):
         monkeypatch.setattr(model, "platform", lambda: platform)
         monkeypatch.setattr(model, "count_groups", lambda q, k: min(n, q.shape[1]))
@@ -1894,16 +2592,27 @@ def test_heads_attend_in_groups(other, groups, parts, monkeypatch):
         batch = make_batch(cfg, [(30, 8), (12, 5)] * 4)
         if platform != "cpu":  # which of the two it is makes no difference
             batch = partition.put_batch(batch, 8, jax.sharding.get_mesh())
-        results.append(jax.device_get(jax.jit(
-            lambda params, batch: train.gradients(cfg, params, batch, None))(params, batch)))
+        results.append(
+            jax.device_get(
+                jax.jit(lambda params, batch: train.gradients(cfg, params, batch, None))(
+                    params, batch
+                )
+            )
+        )
     for others in results[1:]:
         assert_close(others, results[0], 1e-5)
     assert heads == {8 // parts, 8 // parts // min(groups, 8 // parts)}
 
 
-@pytest.mark.parametrize("platform, remat, fsdp, barriers", [
-    ("cpu", "dots", False, 0), ("tpu", "dots", False, 2), ("tpu", "full", False, 3),
-    ("tpu", "dots", True, 3)])
+@pytest.mark.parametrize(
+    "platform, remat, fsdp, barriers",
+    [
+        ("cpu", "dots", False, 0),
+        ("tpu", "dots", False, 2),
+        ("tpu", "full", False, 3),
+        ("tpu", "dots", True, 3),
+    ],
+)
 def test_what_stands_behind_barriers(platform, remat, fsdp, barriers, monkeypatch):
     """Where layers are unrolled both passes share a layer's weights, cut out of the stack once, and
     the gradients of those come together; they are made again where they are gathered, or by remat
@@ -1912,10 +2621,16 @@ def test_what_stands_behind_barriers(platform, remat, fsdp, barriers, monkeypatc
     cfg = change(model=dict(dtype="bfloat16", remat=remat), mesh=dict(fsdp=fsdp))
     mesh, m = partition.set_mesh(cfg, jax.devices()[:2]), cfg.model
     params = train.state_template(cfg, mesh).params
-    text = jax.jit(lambda *args: train.gradients(cfg, *args, None)).lower(
-        params, train.batch_template(cfg, mesh, 4)).as_text()
+    text = (
+        jax.jit(lambda *args: train.gradients(cfg, *args, None))
+        .lower(params, train.batch_template(cfg, mesh, 4))
+        .as_text()
+    )
     found = [line for line in text.splitlines() if "optimization_barrier" in line]
-    down, unembed = f"tensor<{m.d_ff}x{m.d_model}xbf16>", f"tensor<{m.d_model}x{m.vocab_size}xf32>"
+    down, unembed = (
+        f"tensor<{m.d_ff}x{m.d_model}xbf16>",
+        f"tensor<{m.d_model}x{m.vocab_size}xf32>",
+    )
     assert sum(down in line for line in found) == 2 * barriers  # encoder and decoder
     assert sum(unembed in line for line in found) == 2
 
@@ -1929,16 +2644,29 @@ def test_bfloat16_leaves_the_sums_in_float32(platform, monkeypatch):
     params, batch = make_params(cfg), make_batch(cfg, [(30, 8), (12, 5)])
     jaxpr = jax.make_jaxpr(train.gradients, static_argnums=0)(cfg, params, batch, None)
     sensitive = {"exp", "log", "rsqrt", "reduce_sum", "scatter-add"}
-    kinds = {(e.primitive.name, e.invars[0].aval.dtype.name) for e in equations(jaxpr.jaxpr)
-             if e.invars and hasattr(e.invars[0].aval, "dtype")}
-    assert {kind for name, kind in kinds if name == "dot_general"} == {"bfloat16", "float32"}
-    assert {name for name, kind in kinds if kind == "bfloat16"} & sensitive <= {"reduce_sum"}
+    kinds = {
+        (e.primitive.name, e.invars[0].aval.dtype.name)
+        for e in equations(jaxpr.jaxpr)
+        if e.invars and hasattr(e.invars[0].aval, "dtype")
+    }
+    assert {kind for name, kind in kinds if name == "dot_general"} == {
+        "bfloat16",
+        "float32",
+    }
+    assert {name for name, kind in kinds if kind == "bfloat16"} & sensitive <= {
+        "reduce_sum"
+    }
     S, T = cfg.data.inputs_length, cfg.data.targets_length
-    scores = {e.outvars[0].aval.dtype.name for e in equations(jaxpr.jaxpr)
-              if e.primitive.name == "dot_general" and e.invars[0].aval.dtype == jnp.bfloat16
-              and e.outvars[0].aval.shape[-2:] in ((S, S), (T, S), (T, T))}
+    scores = {
+        e.outvars[0].aval.dtype.name
+        for e in equations(jaxpr.jaxpr)
+        if e.primitive.name == "dot_general"
+        and e.invars[0].aval.dtype == jnp.bfloat16
+        and e.outvars[0].aval.shape[-2:] in ((S, S), (T, S), (T, T))
+    }
     assert scores == {"float32"} | ({"bfloat16"} if platform == "gpu" else set())
-    for e in equations(jaxpr.jaxpr):  # bfloat16 is summed only in the gradient of a norm's scale
+    # bfloat16 is summed only in the gradient of a norm's scale
+    for e in equations(jaxpr.jaxpr):
         if e.primitive.name == "reduce_sum" and e.invars[0].aval.dtype == jnp.bfloat16:
             assert e.outvars[0].aval.shape == (cfg.model.d_model,)
     assert forward(params, batch, cfg.model).dtype == jnp.float32
@@ -1946,9 +2674,12 @@ def test_bfloat16_leaves_the_sums_in_float32(platform, monkeypatch):
     exact, exact_grads = gradients(SMALL, params, batch, None)
     assert all(g.dtype == jnp.float32 for g in jax.tree.leaves(grads))
     assert abs(float(sums["cross_ent_loss"] / exact["cross_ent_loss"]) - 1) < 0.02
-    for g, exact in zip(jax.tree.leaves(grads), jax.tree.leaves(exact_grads), strict=True):
+    for g, exact in zip(
+        jax.tree.leaves(grads), jax.tree.leaves(exact_grads), strict=True
+    ):
         g, exact = np.asarray(g), np.asarray(exact)
-        assert np.linalg.norm(g - exact) < 0.12 * np.linalg.norm(exact)  # 0.119 as T5X rounds
+        # 0.119 as T5X rounds
+        assert np.linalg.norm(g - exact) < 0.12 * np.linalg.norm(exact)
 
 
 def test_dropout_is_placed_and_shared_as_in_t5x():
@@ -1962,12 +2693,27 @@ def test_dropout_is_placed_and_shared_as_in_t5x():
     batch, params = make_batch(cfg, [(30, 8), (12, 5)]), make_params(cfg)
     trace = jax.make_jaxpr(model.forward, static_argnums=2)
     jaxpr = trace(params, batch, cfg.model, jax.random.key(0))
-    drawn = sorted(e.outvars[0].aval.shape for e in equations(jaxpr.jaxpr)
-                   if e.primitive.name == "random_bits")
-    stack = [(B, 1, D), (B, 1, D), (B, 1, F), (B, 1, D)]  # embedding, attention, hidden, MLP
-    assert drawn == sorted([
-        *stack, (B, H, S, 1), (B, S, D),  # encoder: keys are dropped for all queries at once
-        *stack, (B, H, T, 1), (B, H, S, 1), (B, 1, D), (B, 1, D)])  # decoder: cross attention, end
+    drawn = sorted(
+        e.outvars[0].aval.shape
+        for e in equations(jaxpr.jaxpr)
+        if e.primitive.name == "random_bits"
+    )
+    # embedding, attention, hidden, MLP
+    stack = [(B, 1, D), (B, 1, D), (B, 1, F), (B, 1, D)]
+    assert drawn == sorted(
+        [
+            # encoder: keys are dropped for all queries at once
+            *stack,
+            (B, H, S, 1),
+            (B, S, D),
+            # decoder: cross attention, end
+            *stack,
+            (B, H, T, 1),
+            (B, H, S, 1),
+            (B, 1, D),
+            (B, 1, D),
+        ]
+    )
 
 
 def test_attention_dropout_drops_probabilities():
@@ -1975,8 +2721,13 @@ def test_attention_dropout_drops_probabilities():
     cfg = change(model=dict(dropout=0.3)).model
     B, Q, K, H, C = 2, 5, 7, cfg.num_heads, cfg.d_kv
     rng = np.random.default_rng(0)
-    w = {name: jnp.asarray(rng.standard_normal(shape), jnp.float32) * 0.3 for name, shape in
-         (("query", (cfg.d_model, H * C)), ("out", (H * C, cfg.d_model)))}
+    w = {
+        name: jnp.asarray(rng.standard_normal(shape), jnp.float32) * 0.3
+        for name, shape in (
+            ("query", (cfg.d_model, H * C)),
+            ("out", (H * C, cfg.d_model)),
+        )
+    }
     x = jnp.asarray(rng.standard_normal((B, Q, cfg.d_model)), jnp.float32)
     k, v = (jnp.asarray(rng.standard_normal((B, H, K, C)), jnp.float32) for _ in range(2))
     key = jax.random.key(3)
@@ -1987,7 +2738,9 @@ def test_attention_dropout_drops_probabilities():
     p = np.asarray(jax.nn.softmax(np.einsum("bqhc,bhkc->bhqk", q, k), axis=-1))
     p = p * mask.transpose(0, 1, 3, 2)  # [B, H, 1, K]
     out = np.einsum("bhqk,bhkc->bqhc", p, v).reshape(B, Q, -1) @ np.asarray(w["out"])
-    out *= np.asarray(model.keep_mask(second, 0.3, (B, 1, cfg.d_model), None, jnp.float32))
+    out *= np.asarray(
+        model.keep_mask(second, 0.3, (B, 1, cfg.d_model), None, jnp.float32)
+    )
     assert_close(ours, out)
     assert set(np.unique(mask)) == {np.float32(0), np.float32(1) / np.float32(0.7)}
 
@@ -2003,10 +2756,13 @@ def test_loss_equals_t5xs():
     for case in recorded["cases"]:
         weights = jnp.array(recorded["weights"]) if case["weighted"] else 1.0
         losses = cross_entropy(logits, targets, case["z_loss"], case["label_smoothing"])
-        loss, z_loss = (float((x * weights).sum()) / (case["loss_normalizing_factor"] or 1)
-                        for x in losses[:2])
-        np.testing.assert_allclose([loss + z_loss, z_loss], [case["loss"], case["z_loss_value"]],
-                                   rtol=2e-6)
+        loss, z_loss = (
+            float((x * weights).sum()) / (case["loss_normalizing_factor"] or 1)
+            for x in losses[:2]
+        )
+        np.testing.assert_allclose(
+            [loss + z_loss, z_loss], [case["loss"], case["z_loss_value"]], rtol=2e-6
+        )
 
 
 def test_label_smoothing_is_the_divergence_from_the_smoothed_target():
@@ -2014,12 +2770,15 @@ def test_label_smoothing_is_the_divergence_from_the_smoothed_target():
     logits = rng.standard_normal((1, 5, 11))
     targets = rng.integers(0, 11, (1, 5))
     loss, z_loss, correct = model.cross_entropy(
-        jnp.float32(logits), jnp.asarray(targets), 0.01, 0.1)
+        jnp.float32(logits), jnp.asarray(targets), 0.01, 0.1
+    )
     assert_equal(correct, logits.argmax(-1) == targets)
     p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     q = np.where(np.arange(11) == targets[..., None], 0.9, 0.01)
     np.testing.assert_allclose(loss, (q * np.log(q / p)).sum(-1), rtol=1e-5)
-    np.testing.assert_allclose(z_loss, 0.01 * np.log(np.exp(logits).sum(-1)) ** 2, rtol=1e-5)
+    np.testing.assert_allclose(
+        z_loss, 0.01 * np.log(np.exp(logits).sum(-1)) ** 2, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -2028,7 +2787,8 @@ def test_a_split_vocabulary_gives_the_plain_loss(smoothing):
     mesh = partition.set_mesh(change(mesh=dict(model=4)), jax.devices())
     rng = np.random.default_rng(0)
     logits = np.float32(4 * rng.standard_normal((4, 5, 32)))
-    logits[0, :, [3, 20]] = 20  # a tie between two devices: the first counts, as in argmax
+    # a tie between two devices: the first counts, as in argmax
+    logits[0, :, [3, 20]] = 20
     targets = rng.integers(0, 32, (4, 5))
     targets[0, :2] = 3, 20
 
@@ -2037,8 +2797,11 @@ def test_a_split_vocabulary_gives_the_plain_loss(smoothing):
         on, off = 1 - smoothing, smoothing / 31
         q = jnp.where(targets[..., None] == jnp.arange(32), on, off)
         constant = -jnp.sum(q * jnp.log(q + 1e-20), -1)
-        return (log_z - (q * logits).sum(-1) - constant, 0.1 * log_z**2,
-                jnp.argmax(logits, -1) == targets)
+        return (
+            log_z - (q * logits).sum(-1) - constant,
+            0.1 * log_z**2,
+            jnp.argmax(logits, -1) == targets,
+        )
 
     def split(logits, targets):
         return model.cross_entropy(logits, targets, 0.1, smoothing)
@@ -2047,14 +2810,20 @@ def test_a_split_vocabulary_gives_the_plain_loss(smoothing):
         loss, z_loss, correct = losses(*args)
         return jnp.sum(jnp.sin(loss) + z_loss), correct
 
-    place = [jax.device_put(a, jax.NamedSharding(mesh, spec)) for a, spec in (
-        (logits, jax.P("data", None, "model")), (targets, jax.P("data")))]
+    place = [
+        jax.device_put(a, jax.NamedSharding(mesh, spec))
+        for a, spec in ((logits, jax.P("data", None, "model")), (targets, jax.P("data")))
+    ]
     ours = jax.jit(jax.value_and_grad(functools.partial(total, split), has_aux=True))
-    expected = jax.value_and_grad(functools.partial(total, plain), has_aux=True)(logits, targets)
+    expected = jax.value_and_grad(functools.partial(total, plain), has_aux=True)(
+        logits, targets
+    )
     assert_close(ours(*place), expected)
     assert_equal(np.asarray(ours(*place)[0][1]), expected[0][1])
-    travels = re.findall(r"= \(?(\w+\[[\d,]*\]).*? (?:all-\w+|collective-\w+)\(",
-                         ours.lower(*place).compile().as_text())
+    travels = re.findall(
+        r"= \(?(\w+\[[\d,]*\]).*? (?:all-\w+|collective-\w+)\(",
+        ours.lower(*place).compile().as_text(),
+    )
     assert travels and all(shape.endswith(("[2,5]", "[]")) for shape in travels)
 
 
@@ -2063,11 +2832,16 @@ def test_a_split_vocabulary_gives_the_plain_loss(smoothing):
 
 def test_schedules_equal_t5xs():
     recorded = json.load(recorded_file("t5x/schedule.json"))
-    names = {"factors": "schedule", "base_learning_rate": "learning_rate",
-             "step_offset": "schedule_offset"}
+    names = {
+        "factors": "schedule",
+        "base_learning_rate": "learning_rate",
+        "step_offset": "schedule_offset",
+    }
     for case in recorded:
         steps, values = case.pop("steps"), case.pop("values")
-        cfg = TrainConfig(**{names.get(name, name): value for name, value in case.items()})
+        cfg = TrainConfig(
+            **{names.get(name, name): value for name, value in case.items()}
+        )
         ours = [float(train.learning_rate(jnp.int32(step), cfg)) for step in steps]
         np.testing.assert_allclose(ours, values, rtol=1e-6, err_msg=cfg.schedule)
 
@@ -2080,9 +2854,12 @@ def test_t5s_schedule():
 
 def adafactor(table):
     """A table of Params -> (zero slots, update(params, grads, slots, count, rate))."""
-    slots = jax.tree.map(lambda p: jnp.zeros(p.shape), train.adafactor_slots(table),
-                         is_leaf=model.is_param)
-    return slots, jax.jit(lambda *args: train.adafactor_update(table, *args, TrainConfig()))
+    slots = jax.tree.map(
+        lambda p: jnp.zeros(p.shape), train.adafactor_slots(table), is_leaf=model.is_param
+    )
+    return slots, jax.jit(
+        lambda *args: train.adafactor_update(table, *args, TrainConfig())
+    )
 
 
 def test_adafactor_equals_t5xs():
@@ -2090,10 +2867,18 @@ def test_adafactor_equals_t5xs():
     recorded = json.load(recorded_file("t5x/adafactor/t5x_defaults.json"))
     case = np.load(recorded_file("t5x/adafactor/t5x_defaults.npz"))
     paths = sorted(recorded["shapes"])
-    order = recorded.get("paths", paths)  # what T5X updated; the largest are left out in assets/
-    table = {path: model.Param(tuple(recorded["shapes"][path]), tuple(
-        {"joined_kv": "heads", "relpos_buckets": "buckets"}.get(axis, axis)
-        for axis in recorded["axes"][path])) for path in paths}
+    # what T5X updated; the largest are left out in assets/
+    order = recorded.get("paths", paths)
+    table = {
+        path: model.Param(
+            tuple(recorded["shapes"][path]),
+            tuple(
+                {"joined_kv": "heads", "relpos_buckets": "buckets"}.get(axis, axis)
+                for axis in recorded["axes"][path]
+            ),
+        )
+        for path in paths
+    }
     params = {path: jnp.asarray(case[f"param/{path}/0"]) for path in paths}
     slots, update = adafactor(table)
     for step in range(recorded["steps"]):
@@ -2101,63 +2886,97 @@ def test_adafactor_equals_t5xs():
         for path in paths:
             i = order.index(path)
             g = np.random.default_rng([step, i]).standard_normal(table[path].shape)
-            grads[path] = jnp.float32(g * 10.0**-(step % 4) * (step != 5 or i != 0))
+            grads[path] = jnp.float32(g * 10.0 ** -(step % 4) * (step != 5 or i != 0))
         params, slots = update(params, grads, slots, jnp.int32(step), case["lr"][step])
         for path in paths:
             w = np.asarray(params[path], np.float64)
             key = f"param/{path}/{step + 1}"
             if key in case:
-                np.testing.assert_allclose(w, case[key], rtol=1e-6, atol=1e-6, err_msg=key)
+                np.testing.assert_allclose(
+                    w, case[key], rtol=1e-6, atol=1e-6, err_msg=key
+                )
             elif f"{key}/corner" in case:  # of the large ones a part, at some steps
                 corner = case[f"{key}/corner"]
-                np.testing.assert_allclose(w[tuple(map(slice, corner.shape))], corner, rtol=1e-6,
-                                           atol=1e-6, err_msg=key)
+                np.testing.assert_allclose(
+                    w[tuple(map(slice, corner.shape))],
+                    corner,
+                    rtol=1e-6,
+                    atol=1e-6,
+                    err_msg=key,
+                )
                 np.testing.assert_allclose(
                     [np.abs(w).sum(), math.sqrt((w * w).mean())],
-                    [case[f"{key}/sumabs"], case[f"{key}/rms"]], rtol=1e-6, err_msg=key)
+                    [case[f"{key}/sumabs"], case[f"{key}/rms"]],
+                    rtol=1e-6,
+                    err_msg=key,
+                )
     compared = 0
     for path in paths:  # which of the two means T5X calls the row depends on the sizes
-        theirs = [case.get(f"state/{path}/{name}", np.zeros(0)) for name in ("v_row", "v_col", "v")]
+        theirs = [
+            case.get(f"state/{path}/{name}", np.zeros(0))
+            for name in ("v_row", "v_col", "v")
+        ]
         for ours, a in itertools.product(slots[path].values(), theirs):
             if ours.shape == a.shape:
                 np.testing.assert_allclose(ours, a, rtol=1e-5, err_msg=path)
                 compared += 1
-    assert compared == 10 - 2 * (len(order) - len(paths))  # matrices by two means, four whole
+    # matrices by two means, four whole
+    assert compared == 10 - 2 * (len(order) - len(paths))
 
 
 def test_adafactor_equals_optax_layer_by_layer():
     """Stacked layers beside optax.adafactor on each layer alone: the other route to the numbers."""
-    table = {"matrix": model.Param((3, 130, 128), ("layers", "embed", "mlp")),
-             "narrow": model.Param((3, 130, 120), ("layers", "embed", "mlp")),
-             "norm": model.Param((200, 160), ("layers", "embed")),  # layers make no matrix
-             "embed": model.Param((256, 130), ("vocab", "embed"))}
+    table = {
+        "matrix": model.Param((3, 130, 128), ("layers", "embed", "mlp")),
+        "narrow": model.Param((3, 130, 120), ("layers", "embed", "mlp")),
+        # layers make no matrix
+        "norm": model.Param((200, 160), ("layers", "embed")),
+        "embed": model.Param((256, 130), ("vocab", "embed")),
+    }
     rng = np.random.default_rng(0)
     params = {k: jnp.float32(rng.standard_normal(p.shape)) for k, p in table.items()}
     optimizer = optax.adafactor(0.01, weight_decay_rate=None)
     slots, update = adafactor(table)
     assert {k: set(s) for k, s in slots.items()} == {
-        "matrix": {"row", "column"}, "narrow": {"full"}, "norm": {"full"},
-        "embed": {"row", "column"}}
-    ours, theirs = params, {
-        k: [w[i] for i in range(len(w))] if table[k].axes[0] == "layers" else [w]
-        for k, w in params.items()}
+        "matrix": {"row", "column"},
+        "narrow": {"full"},
+        "norm": {"full"},
+        "embed": {"row", "column"},
+    }
+    ours, theirs = (
+        params,
+        {
+            k: [w[i] for i in range(len(w))] if table[k].axes[0] == "layers" else [w]
+            for k, w in params.items()
+        },
+    )
     state = optimizer.init(theirs)
     apply = jax.jit(optimizer.update)
     for step in range(4):
         grads = {k: jnp.float32(rng.standard_normal(p.shape)) for k, p in table.items()}
         ours, slots = update(ours, grads, slots, jnp.int32(step), 0.01)
-        grads = {k: list(g) if table[k].axes[0] == "layers" else [g] for k, g in grads.items()}
+        grads = {
+            k: list(g) if table[k].axes[0] == "layers" else [g] for k, g in grads.items()
+        }
         updates, state = apply(grads, state, theirs)
         theirs = optax.apply_updates(theirs, updates)
-    stacked = {k: jnp.stack(w) if table[k].axes[0] == "layers" else w[0] for k, w in theirs.items()}
+    stacked = {
+        k: jnp.stack(w) if table[k].axes[0] == "layers" else w[0]
+        for k, w in theirs.items()
+    }
     assert_close(ours, stacked, 1e-6)
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion"])
 def test_optimizers_of_optax_fit_in(name, monkeypatch):
     """As they are: equal updates, and their slots are declared like parameters."""
-    monkeypatch.setitem(train.OPTIMIZERS, "lion", train.from_optax(
-        lambda rate, train: optax.lion(rate, weight_decay=train.weight_decay)))
+    monkeypatch.setitem(
+        train.OPTIMIZERS,
+        "lion",
+        train.from_optax(
+            lambda rate, train: optax.lion(rate, weight_decay=train.weight_decay)
+        ),
+    )
     cfg = change(train=dict(optimizer=name, weight_decay=0.1))
     state, table = train.init_state(cfg), model.param_table(cfg.model)
     optimizer = getattr(optax, name)(0.01, weight_decay=0.1)
@@ -2165,10 +2984,14 @@ def test_optimizers_of_optax_fit_in(name, monkeypatch):
     entry = train.OPTIMIZERS[name]
     declared = partition.flatten(entry.slots(table))
     assert {k: p.shape for k, p in declared.items()} == {
-        k: a.shape for k, a in partition.flatten(state.slots).items()}
+        k: a.shape for k, a in partition.flatten(state.slots).items()
+    }
     assert declared["0/mu/encoder/layers/mlp/up"].axes == ("layers", "embed", "mlp")
-    apply = jax.jit(lambda state, grads, rate: entry.update(
-        table, state.params, grads, state.slots, state.count, rate, cfg.train))
+    apply = jax.jit(
+        lambda state, grads, rate: entry.update(
+            table, state.params, grads, state.slots, state.count, rate, cfg.train
+        )
+    )
     for seed in range(3):
         grads = make_params(cfg, seed)
         params, slots = apply(state, grads, 0.01)
@@ -2193,11 +3016,17 @@ def test_microbatches_give_the_gradients_of_one_batch(n):
 
 def test_each_microbatch_has_its_own_dropout():
     cfg = change(model=dict(dropout=0.2), train=dict(microbatches=2))
-    params, batch, key = make_params(cfg), make_batch(cfg, [(30, 8)] * 4), jax.random.key(5)
+    params, batch, key = (
+        make_params(cfg),
+        make_batch(cfg, [(30, 8)] * 4),
+        jax.random.key(5),
+    )
     _, grads = gradients(cfg, params, batch, key)
     one = change(cfg, train=dict(microbatches=1))
-    parts = [gradients(one, params, jax.tree.map(lambda a: a[i::2], batch), k)[1]
-             for i, k in enumerate(jax.random.split(key, 2))]
+    parts = [
+        gradients(one, params, jax.tree.map(lambda a: a[i::2], batch), k)[1]
+        for i, k in enumerate(jax.random.split(key, 2))
+    ]
     assert_close(grads, jax.tree.map(lambda a, b: (a + b) / 2, *parts))
 
 
@@ -2211,12 +3040,16 @@ def test_loss_divisor_scales_the_gradients_alone():
     log_z = np.log(np.exp(logits).sum(-1))
     chosen = np.take_along_axis(logits, np.asarray(batch.targets)[..., None], -1)[..., 0]
     expected = {
-        "cross_ent_loss": (log_z - chosen)[real].mean(), "z_loss": 1e-4 * (log_z**2)[real].mean(),
+        "cross_ent_loss": (log_z - chosen)[real].mean(),
+        "z_loss": 1e-4 * (log_z**2)[real].mean(),
         "accuracy": (logits.argmax(-1) == np.asarray(batch.targets))[real].mean(),
-        "non_padding_fraction/targets": real.mean(), "learning_rate": 0.01,
-        "non_padding_fraction/inputs": (np.asarray(batch.inputs) > 0).mean()}
+        "non_padding_fraction/targets": real.mean(),
+        "learning_rate": 0.01,
+        "non_padding_fraction/inputs": (np.asarray(batch.inputs) > 0).mean(),
+    }
     expected["loss"] = expected["cross_ent_loss"] + expected["z_loss"]
-    _, grads = gradients(SMALL, state.params, batch, None)  # divided by the real target tokens
+    # divided by the real target tokens
+    _, grads = gradients(SMALL, state.params, batch, None)
     tokens = sum(m for _, m in UNEVEN)
     expected["gradient_norm"] = float(optax.tree.norm(grads)) * tokens / 233472
     assert set(metrics) == set(expected)
@@ -2235,7 +3068,8 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted():
 
 # ---- partition: meshes ---------------------------------------------------------------------------
 
-MESHES = [pytest.param(dict(model=4), marks=slow), dict(model=2, fsdp=True)]  # 2 x 4, 4 x 2
+# 2 x 4, 4 x 2
+MESHES = [pytest.param(dict(model=4), marks=slow), dict(model=2, fsdp=True)]
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -2265,7 +3099,10 @@ def test_layouts_follow_the_rules():
     cfg = change(mesh=dict(model=2, fsdp=True))
     partition.set_mesh(cfg, jax.devices())
     shapes = jax.eval_shape(lambda: train.init_state(cfg))
-    layout = {name: tuple(a.sharding.spec) for name, a in partition.flatten(shapes.params).items()}
+    layout = {
+        name: tuple(a.sharding.spec)
+        for name, a in partition.flatten(shapes.params).items()
+    }
     assert layout["embed"] == ("model", "data") and layout["unembed"] == ("data", "model")
     assert layout["encoder/layers/mlp/up"] == (None, "data", "model")
     assert layout["decoder/layers/cross_attention/out"] == (None, "model", "data")
@@ -2275,48 +3112,66 @@ def test_layouts_follow_the_rules():
 
 def lowered_gradients(cfg):
     mesh = partition.set_mesh(cfg, jax.devices())
-    params, batch = train.state_template(cfg, mesh).params, train.batch_template(cfg, mesh, 8)
-    return jax.jit(functools.partial(train.gradients, cfg)).lower(params, batch, None), batch
+    params, batch = (
+        train.state_template(cfg, mesh).params,
+        train.batch_template(cfg, mesh, 8),
+    )
+    return jax.jit(functools.partial(train.gradients, cfg)).lower(
+        params, batch, None
+    ), batch
 
 
 @slow
 def test_layouts_communicate_what_they_must():
     """Megatron's layout sums activations, data parallelism gradients; FSDP gathers weights."""
+
     def sent(**mesh):  # {(kind, axis): (count, bytes)}
         cfg = change(model=dict(num_heads=8, remat="none"), mesh=mesh)
         found, _ = partition.collectives(lowered_gradients(cfg)[0])
-        return {key: (count, size) for *key, count, size in found for key in [tuple(key)]}, cfg
+        return {
+            key: (count, size) for *key, count, size in found for key in [tuple(key)]
+        }, cfg
 
     (tensor, cfg), ring = sent(model=8), 2 * 7 / 8
     B, S, T, D = 8, cfg.data.inputs_length, cfg.data.targets_length, cfg.model.d_model
     L, M = cfg.model.num_layers, cfg.model.num_decoder_layers
     # forward: the ends of attention and MLP; backward: the inputs of each of their products
-    inputs = 1 + L * (2 + 3 + 2) + M * 2  # embedding; layers; keys and values of the decoder's
+    # embedding; layers; keys and values of the decoder's
+    inputs = 1 + L * (2 + 3 + 2) + M * 2
     targets = 2 + M * (3 + 3 + 1 + 2)  # the embedding and the logits' product; layers
     activations = 4 * B * D * (inputs * S + targets * T) * ring
     assert [*tensor] == [("all-reduce", "model")]
     assert activations <= tensor["all-reduce", "model"][1] < 1.01 * activations
-    (parallel, _), weights = sent(model=1), 4 * model.count_params(model.param_table(cfg.model))
+    (parallel, _), weights = (
+        sent(model=1),
+        4 * model.count_params(model.param_table(cfg.model)),
+    )
     assert [*parallel] == [("all-reduce", "data")]
     assert weights * ring < parallel["all-reduce", "data"][1] < 1.3 * weights * ring
     (sharded, _) = sent(model=1, fsdp=True)[:2]
     gathered = sharded["all-gather", "data"][1] / (weights * 7 / 8)
-    assert 1 < gathered < 2  # forward, and layers again backward: none keeps no gathered weight
+    # forward, and layers again backward: none keeps no gathered weight
+    assert 1 < gathered < 2
 
 
 def test_the_plan_counts_what_the_program_holds():
     """Bytes by the layouts, against those that the compiled program takes."""
     cfg = change(mesh=dict(model=2, fsdp=True))
     program, batch = lowered_gradients(cfg)
-    tables = [train.memory_table(change(cfg, model=dict(remat=remat)), jax.sharding.get_mesh())
-              for remat in ("none", "dots", "full")]
+    tables = [
+        train.memory_table(change(cfg, model=dict(remat=remat)), jax.sharding.get_mesh())
+        for remat in ("none", "dots", "full")
+    ]
     held = tables[0]["parameters"] + partition.bytes_on_device(batch)
     assert program.compile().memory_analysis().argument_size_in_bytes == held
     kept = [table["activations"] for table in tables]
     assert kept == sorted(kept, reverse=True) and len({*kept}) == 3
     info = train.model_info(cfg, jax.sharding.get_mesh())
-    assert re.search(r"params/encoder/layers/mlp/up +size +\d[\d,]* +shape \(layers=2, embed=32, "
-                     r"mlp=48\) +partition \(None, 'data', 'model'\)", info)
+    assert re.search(
+        r"params/encoder/layers/mlp/up +size +\d[\d,]* +shape \(layers=2, embed=32, "
+        r"mlp=48\) +partition \(None, 'data', 'model'\)",
+        info,
+    )
     assert f"parameters: {model.count_params(model.param_table(cfg.model)):,}\n" in info
 
 
@@ -2334,7 +3189,9 @@ def test_a_tpus_program_is_read():
     """Cycles by part, collectives with their bytes; what a loop holds counts as often as it runs.
     The lines are libtpu's."""
     partition.set_mesh(SMALL, jax.devices()[:4])
-    priced = 'metadata={{op_name="jit(step)/{}"}}, backend_config={{"estimated_cycles":"500"}}'
+    priced = (
+        'metadata={{op_name="jit(step)/{}"}}, backend_config={{"estimated_cycles":"500"}}'
+    )
     gradient = priced.format("transpose(jvp())/attention/dot_general")
     text = f"""%body (p: f32[2]) -> f32[2] {{
   %fusion.1 = bf16[4,8]{{1,0:T(8,128)}} fusion(%p), kind=kLoop, calls=%f, {gradient}
@@ -2350,8 +3207,11 @@ ENTRY %main (p: f32[2]) -> f32[2] {{
     parts, counts, sent = partition.cycles(text)
     assert parts == {"attention, gradient": 1500, "optimizer": 500}
     assert counts == {"reduce-scatter": 3, "collectives, overlapped": 3, "all-reduce": 1}
-    assert sent == {"reduce-scatter": 3 * 4 * 64, "collectives, overlapped": 3 * (16 + 64),
-                    "all-reduce": 2 * (16 + 16)}
+    assert sent == {
+        "reduce-scatter": 3 * 4 * 64,
+        "collectives, overlapped": 3 * (16 + 64),
+        "all-reduce": 2 * (16 + 16),
+    }
 
 
 def test_a_plan_ranks_the_levers():
@@ -2363,15 +3223,27 @@ def test_a_plan_ranks_the_levers():
     assert [*found] == sorted(found, key=found.get)
     assert {*found} == {"--model.remat full", "--mesh.fsdp true", "--mesh.model 2"}
     full = sum(train.memory_table(change(cfg, model=dict(remat="full")), mesh).values())
-    assert found["--model.remat full"] == full < sum(train.memory_table(cfg, mesh).values())
+    assert (
+        found["--model.remat full"] == full < sum(train.memory_table(cfg, mesh).values())
+    )
 
 
-@pytest.mark.parametrize("groups, first", [
-    ("{{0,2,4,6},{1,3,5,7}}", [0, 2, 4, 6]), ("[2,4]<=[4,2]T(1,0)", [0, 2, 4, 6]),
-    ("[4,2]<=[8]", [0, 1]), ("{}", range(8)), ("mesh['axis_0'=4,'axis_1'=2] {'axis_0'}",
-    [0, 2, 4, 6]), ("mesh['axis_0'=1,'axis_1'=4,'axis_2'=2] {'axis_2'}", [0, 1]),
-    ("mesh['axis_0'=2,'axis_1'=4], device_ids=([4,2]T(1,0)) {'axis_0'}", [0, 1]),
-    ("mesh['axis_0'=2,'axis_1'=4], device_ids=([4,2]T(1,0)) {'axis_1'}", [0, 2, 4, 6])])
+@pytest.mark.parametrize(
+    "groups, first",
+    [
+        ("{{0,2,4,6},{1,3,5,7}}", [0, 2, 4, 6]),
+        ("[2,4]<=[4,2]T(1,0)", [0, 2, 4, 6]),
+        ("[4,2]<=[8]", [0, 1]),
+        ("{}", range(8)),
+        ("mesh['axis_0'=4,'axis_1'=2] {'axis_0'}", [0, 2, 4, 6]),
+        ("mesh['axis_0'=1,'axis_1'=4,'axis_2'=2] {'axis_2'}", [0, 1]),
+        ("mesh['axis_0'=2,'axis_1'=4], device_ids=([4,2]T(1,0)) {'axis_0'}", [0, 1]),
+        (
+            "mesh['axis_0'=2,'axis_1'=4], device_ids=([4,2]T(1,0)) {'axis_1'}",
+            [0, 2, 4, 6],
+        ),
+    ],
+)
 def test_every_form_of_replica_groups_is_read(groups, first):
     """As XLA writes them; a form that is not read would count as all devices."""
     line = f"%a = f32[8]{{0}} all-gather(%b), replica_groups={groups}, dimensions={{0}}"
@@ -2381,8 +3253,21 @@ def test_every_form_of_replica_groups_is_read(groups, first):
 @slow
 def test_a_plan_for_other_machines(tmp_path):
     """As a command; xxl on 512 devices takes ten seconds, and this less."""
-    out = subprocess.run([sys.executable, HERE / "train.py", "--config", "small_c4", "--plan", "64",
-                          "--mesh.model", "2"], capture_output=True, text=True, cwd=tmp_path)
+    out = subprocess.run(
+        [
+            sys.executable,
+            HERE / "train.py",
+            "--config",
+            "small_c4",
+            "--plan",
+            "64",
+            "--mesh.model",
+            "2",
+        ],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
     assert out.returncode == 0 and not list(tmp_path.iterdir()), out.stderr
     assert "mesh data 32 x model 2" in out.stdout
     parameters = re.search(r"parameters +([\d.]+) GB", out.stdout)[1]
@@ -2396,8 +3281,12 @@ def test_a_plan_for_other_machines(tmp_path):
 
 def some_arrays(seed=0):
     rng = np.random.default_rng(seed)
-    return {"a": {"b": jnp.float32(rng.standard_normal((6, 8)))}, "c": jnp.int32(7),
-            "d": jnp.bfloat16(rng.standard_normal(5)), "e": jnp.zeros((0, 3))}
+    return {
+        "a": {"b": jnp.float32(rng.standard_normal((6, 8)))},
+        "c": jnp.int32(7),
+        "d": jnp.bfloat16(rng.standard_normal(5)),
+        "e": jnp.zeros((0, 3)),
+    }
 
 
 def template_of(tree, mesh, spec=jax.P()):
@@ -2416,7 +3305,8 @@ def test_checkpoints_round_trip_and_the_oldest_go(tmp_path, one_device, backgrou
     checkpoints.wait()
     assert checkpoints.steps() == [3, 4, 5]
     assert sorted(p.name for p in checkpoints.folder.iterdir()) == [
-        f"step_{step:08}" for step in (3, 4, 5)]
+        f"step_{step:08}" for step in (3, 4, 5)
+    ]
     step, arrays = checkpoints.load(template_of(some_arrays(), one_device))
     assert step == 5
     assert_equal(arrays, some_arrays(5))
@@ -2437,7 +3327,9 @@ def test_piece_files_are_msgpack(tmp_path):
     (path,) = tmp_path.rglob("*.msgpack")
     with open(path, "rb") as file:
         values = list(msgpack.Unpacker(file))
-    headers = {header["name"]: (header, raw) for header, raw in zip(values[::2], values[1::2])}
+    headers = {
+        header["name"]: (header, raw) for header, raw in zip(values[::2], values[1::2])
+    }
     header, raw = headers["a/b"]
     assert header["bounds"] == [[0, 6], [0, 8]] and header["dtype"] == "float32"
     assert_equal(np.frombuffer(raw, np.float32).reshape(6, 8), some_arrays()["a"]["b"])
@@ -2453,13 +3345,28 @@ def test_checkpoints_of_format_1_stay_readable(tmp_path, one_device):
         head = b"\x81\xa4name\xa8params/w\xc6\x00\x00\x00\x0c"
         (folder / f"pieces-0000{i}-of-00002.msgpack").write_bytes(head + content)
         arrays["params/w"]["pieces"].append(
-            {"file": f"pieces-0000{i}-of-00002.msgpack", "offset": len(head),
-             "bounds": [[i, i + 1], [0, 3]], "crc32": zlib.crc32(content)})
-    text = '{"format": 1, "step": 7, "time": "", "reader": null, "crc32": %d, "arrays": %s}' % (
-        zlib.crc32(json.dumps([arrays, None], sort_keys=True).encode()), json.dumps(arrays))
+            {
+                "file": f"pieces-0000{i}-of-00002.msgpack",
+                "offset": len(head),
+                "bounds": [[i, i + 1], [0, 3]],
+                "crc32": zlib.crc32(content),
+            }
+        )
+    text = (
+        '{"format": 1, "step": 7, "time": "", "reader": null, "crc32": %d, "arrays": %s}'
+        % (
+            zlib.crc32(json.dumps([arrays, None], sort_keys=True).encode()),
+            json.dumps(arrays),
+        )
+    )
     (folder / "manifest.json").write_text(text)
-    template = {"params": {"w": jax.ShapeDtypeStruct(
-        (2, 3), jnp.float32, sharding=jax.NamedSharding(one_device, jax.P()))}}
+    template = {
+        "params": {
+            "w": jax.ShapeDtypeStruct(
+                (2, 3), jnp.float32, sharding=jax.NamedSharding(one_device, jax.P())
+            )
+        }
+    }
     step, tree = partition.Checkpoints(tmp_path).load(template)
     assert step == 7 and partition.verify(folder) == []
     assert_equal(tree["params"]["w"], np.arange(6, dtype=np.float32).reshape(2, 3))
@@ -2470,6 +3377,7 @@ def test_checkpoints_of_format_1_stay_readable(tmp_path, one_device):
 
 def test_a_torus_that_no_mesh_fits(monkeypatch):
     """As two halves of a TPU's 4 x 4 x 4, which JAX does not split."""
+
     def refuse(*_, **__):
         raise NotImplementedError("Failed to find assignment")
 
@@ -2482,7 +3390,9 @@ def test_restoring_onto_another_mesh(tmp_path, monkeypatch):
     monkeypatch.setattr(partition, "PIECE_BYTES", 64)  # several pieces a shard
     mesh = partition.set_mesh(change(mesh=dict(model=2)), jax.devices())
     tree = some_arrays()
-    tree["a"]["b"] = jax.device_put(tree["a"]["b"], jax.NamedSharding(mesh, jax.P("model", "data")))
+    tree["a"]["b"] = jax.device_put(
+        tree["a"]["b"], jax.NamedSharding(mesh, jax.P("model", "data"))
+    )
     checkpoints = partition.Checkpoints(tmp_path, background=False)
     checkpoints.save(tree, 1)
     for spec in (jax.P(), jax.P("data"), jax.P(None, "model")):
@@ -2494,7 +3404,8 @@ def test_restoring_onto_another_mesh(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "damage", ["flipped", "truncated", "no pieces", "no manifest", "half manifest"])
+    "damage", ["flipped", "truncated", "no pieces", "no manifest", "half manifest"]
+)
 def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys, one_device, damage):
     """It is named, and the one before is taken."""
     checkpoints = partition.Checkpoints(tmp_path, background=False)
@@ -2520,7 +3431,8 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys, one_device, damag
     assert "step_00000002" in capsys.readouterr().err
     assert partition.main(["--verify", str(folder)]) == 1
     assert "step_00000002" in capsys.readouterr().out
-    partition.Checkpoints(tmp_path, keep=1, background=False).save(some_arrays(2), 2)  # once more
+    # once more
+    partition.Checkpoints(tmp_path, keep=1, background=False).save(some_arrays(2), 2)
     assert checkpoints.steps() == [2] and partition.verify(folder) == []
 
 
@@ -2528,7 +3440,8 @@ def test_without_a_whole_checkpoint_nothing_is_begun_anew(tmp_path, one_device):
     checkpoints = partition.Checkpoints(tmp_path, keep=1, background=False)
     checkpoints.save(some_arrays(), 1)
     manifest = checkpoints.path(1) / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"float32"', '"int32"'))  # JSON, but not ours
+    # JSON, but not ours
+    manifest.write_text(manifest.read_text().replace('"float32"', '"int32"'))
     with pytest.raises(configs.UserError, match="None of the checkpoints"):
         checkpoints.load(template_of(some_arrays(), one_device))
 
@@ -2536,7 +3449,9 @@ def test_without_a_whole_checkpoint_nothing_is_begun_anew(tmp_path, one_device):
 def test_a_save_that_was_killed_is_no_checkpoint(tmp_path, monkeypatch):
     checkpoints = partition.Checkpoints(tmp_path, background=False)
     checkpoints.save(some_arrays(1), 1)
-    monkeypatch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(
+        Path, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     with pytest.raises(KeyboardInterrupt):
         checkpoints.save(some_arrays(2), 2)
     monkeypatch.undo()
@@ -2553,7 +3468,9 @@ def test_an_error_in_the_background_is_not_lost(tmp_path, monkeypatch):
     checkpoints = partition.Checkpoints(tmp_path)
     checkpoints.save(some_arrays(), 1)
     checkpoints.wait()
-    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left")))
+    monkeypatch.setattr(
+        os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left"))
+    )
     checkpoints.save(some_arrays(), 2)
     with pytest.raises(partition.CheckpointError, match="step_00000002 .*No space left"):
         checkpoints.wait()
@@ -2570,39 +3487,62 @@ def test_cached_decoding_equals_uncached(layer_biases):
     params = make_params(cfg, seed=4)
     T, B = 10, 3
     batch = make_batch(change(data=dict(targets_length=T)), [(30, T), (12, T), (1, T)])
-    written, scores = infer.generate(params, batch.inputs, batch.input_segments, cfg.model, T)
+    written, scores = infer.generate(
+        params, batch.inputs, batch.input_segments, cfg.model, T
+    )
     encoded = model.encode(params, cfg.model, batch.inputs, batch.input_segments)
     cache, fixed = infer.init_cache(params, cfg.model, encoded, T)
     step = jax.jit(infer.decode_step, static_argnums=1)
     ids, done = np.zeros((B, T + 1), int), np.zeros(B, bool)
     for t in range(T):
-        whole = batch._replace(decoder_inputs=jnp.asarray(ids[:, :T]),
-                               target_segments=jnp.ones((B, T), int))
+        whole = batch._replace(
+            decoder_inputs=jnp.asarray(ids[:, :T]), target_segments=jnp.ones((B, T), int)
+        )
         logits = forward(params, whole, cfg.model)[:, t]
-        cached, cache = step(params, cfg.model, jnp.asarray(ids[:, t, None]), t, cache, fixed,
-                             batch.input_segments)
+        cached, cache = step(
+            params,
+            cfg.model,
+            jnp.asarray(ids[:, t, None]),
+            t,
+            cache,
+            fixed,
+            batch.input_segments,
+        )
         assert_close(cached[:, 0], logits)
         ids[:, t + 1] = np.where(done, 0, np.argmax(logits, -1))
         done |= ids[:, t + 1] == data.EOS
     assert_equal(written[:, 0], ids[:, 1:])
     answers = to_batch(batch.inputs, ids[:, 1:], batch.input_segments, ids[:, 1:] > 0)
-    np.testing.assert_allclose(scores[:, 0], infer.score(params, answers, cfg.model), rtol=1e-5)
+    np.testing.assert_allclose(
+        scores[:, 0], infer.score(params, answers, cfg.model), rtol=1e-5
+    )
 
 
 def test_generation_ends_at_eos():
     """A model that always prefers EOS writes it once, padding after it."""
     params = jax.device_get(make_params(SMALL))
     batch = make_batch(SMALL, [(30, 8), (4, 8)])
-    for sign in (1, -1):  # the column is parallel to the first decoder output, or opposed to it
-        x = model.decode(place(params, SMALL.model), SMALL.model, jnp.zeros((2, 1), jnp.int32),
-                         jnp.ones((2, 1), jnp.int32), model.encode(
-                             place(params, SMALL.model), SMALL.model, batch.inputs,
-                             batch.input_segments), batch.input_segments)
+    # the column is parallel to the first decoder output, or opposed to it
+    for sign in (1, -1):
+        x = model.decode(
+            place(params, SMALL.model),
+            SMALL.model,
+            jnp.zeros((2, 1), jnp.int32),
+            jnp.ones((2, 1), jnp.int32),
+            model.encode(
+                place(params, SMALL.model),
+                SMALL.model,
+                batch.inputs,
+                batch.input_segments,
+            ),
+            batch.input_segments,
+        )
         params["unembed"] = 0 * params["unembed"]
         params["unembed"][:, data.EOS] = sign * np.asarray(x[0, 0])
         params["unembed"][:, 7] = -params["unembed"][:, data.EOS]
-        written, _ = infer.generate(place(params, SMALL.model), batch.inputs, batch.input_segments,
-                                    SMALL.model, 5)
+        written, _ = infer.generate(
+            place(params, SMALL.model), batch.inputs, batch.input_segments, SMALL.model, 5
+        )
         written = written[:, 0].tolist()
         assert written[0] == [data.EOS, 0, 0, 0, 0] if sign > 0 else written[0][0] == 7
 
@@ -2618,14 +3558,21 @@ def test_decoding_equals_t5xs():
     assert len(searches) >= 3
     for name in searches:
         beams, alpha = re.fullmatch(r"beam(\d+)_alpha([\d.]+)", name).groups()
-        ids, scores = infer.generate(params, inputs, inputs > 0, cfg.model, length,
-                                     DecodeConfig(beams=int(beams), alpha=float(alpha)))
+        ids, scores = infer.generate(
+            params,
+            inputs,
+            inputs > 0,
+            cfg.model,
+            length,
+            DecodeConfig(beams=int(beams), alpha=float(alpha)),
+        )
         assert_equal(ids[:, ::-1], case[name])  # T5X has the best last
         np.testing.assert_allclose(scores[:, ::-1], case[f"{name}_scores"], rtol=1e-4)
     targets = case["decoder_target_tokens"]
     batch = to_batch(inputs, targets, inputs > 0, targets > 0)
-    np.testing.assert_allclose(infer.score(params, batch, cfg.model), case["target_scores"],
-                               rtol=1e-5)
+    np.testing.assert_allclose(
+        infer.score(params, batch, cfg.model), case["target_scores"], rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("layer_biases", [False, True])
@@ -2634,7 +3581,9 @@ def test_decoding_beside_hugging_faces(layer_biases):
     other rules: there an answer ends only from the N best continuations, and at the last position
     what has not ended competes too. So where theirs ended, ours is equal or better."""
     torch = pytest.importorskip("torch", reason="needs pip install '.[parity]'")
-    cfg = change(model=dict(vocab_size=12, num_decoder_layers=2, layer_biases=layer_biases)).model
+    cfg = change(
+        model=dict(vocab_size=12, num_decoder_layers=2, layer_biases=layer_biases)
+    ).model
     network, params = hugging_face(cfg)
     batch = make_batch(change(model=dict(vocab_size=12)), [(n, 8) for n in range(1, 17)])
 
@@ -2642,14 +3591,28 @@ def test_decoding_beside_hugging_faces(layer_biases):
         theirs = network.generate(
             input_ids=torch.tensor(np.asarray(batch.inputs)).long(),
             attention_mask=torch.tensor(np.asarray(batch.input_segments)).long(),
-            num_beams=max(1, beams), length_penalty=alpha, max_new_tokens=24, do_sample=False,
-            early_stopping="never", eos_token_id=1, pad_token_id=0, output_scores=True,
-            return_dict_in_generate=True)
+            num_beams=max(1, beams),
+            length_penalty=alpha,
+            max_new_tokens=24,
+            do_sample=False,
+            early_stopping="never",
+            eos_token_id=1,
+            pad_token_id=0,
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
         ids, scores = infer.generate(
-            params, batch.inputs, batch.input_segments, cfg, 24,
-            DecodeConfig(beams=beams, alpha=alpha, penalty="length"))
-        rows = [[row[: row.index(1) + 1] if 1 in row else row for row in side.tolist()]
-                for side in (np.asarray(ids[:, 0]), theirs.sequences[:, 1:])]
+            params,
+            batch.inputs,
+            batch.input_segments,
+            cfg,
+            24,
+            DecodeConfig(beams=beams, alpha=alpha, penalty="length"),
+        )
+        rows = [
+            [row[: row.index(1) + 1] if 1 in row else row for row in side.tolist()]
+            for side in (np.asarray(ids[:, 0]), theirs.sequences[:, 1:])
+        ]
         return rows, (np.asarray(scores[:, 0]), beams and theirs.sequences_scores.numpy())
 
     (ours, theirs), _ = compare(0, 0.0)
@@ -2659,7 +3622,9 @@ def test_decoding_beside_hugging_faces(layer_biases):
         ended = [row[-1] == data.EOS for row in rows[1]]
         equal = [a == b for a, b in zip(*rows)]
         assert sum(equal) > 8 and sum(np.logical_and(equal, ended)) >= 2
-        for ours, theirs, same in zip(*(s[ended] for s in scores), np.array(equal)[ended]):
+        for ours, theirs, same in zip(
+            *(s[ended] for s in scores), np.array(equal)[ended]
+        ):
             assert ours == pytest.approx(theirs, rel=1e-4) if same else ours > theirs
 
 
@@ -2671,16 +3636,26 @@ def search_slowly(params, cfg, batch, row, length, decode):
     def continuations(ids):
         inputs = np.zeros((1, length), np.int32)
         inputs[0, 1 : len(ids) + 1] = ids[: length - 1]
-        whole = one._replace(decoder_inputs=jnp.asarray(inputs),
-                             target_segments=jnp.ones((1, length), int))
+        whole = one._replace(
+            decoder_inputs=jnp.asarray(inputs), target_segments=jnp.ones((1, length), int)
+        )
         return np.asarray(jax.nn.log_softmax(forward(params, whole, cfg)[0, len(ids)]))
 
     live, finished = [(0.0, [])], []
     for step in range(length):
-        found = sorted(((total + float(p), [*ids, token]) for total, ids in live
-                        for token, p in enumerate(continuations(ids))), reverse=True)[: 2 * N]
-        ends = [(total / infer.length_penalty(step + 1, decode), ids) for total, ids in found
-                if ids[-1] == data.EOS]
+        found = sorted(
+            (
+                (total + float(p), [*ids, token])
+                for total, ids in live
+                for token, p in enumerate(continuations(ids))
+            ),
+            reverse=True,
+        )[: 2 * N]
+        ends = [
+            (total / infer.length_penalty(step + 1, decode), ids)
+            for total, ids in found
+            if ids[-1] == data.EOS
+        ]
         finished = sorted(finished + ends, reverse=True)[:N]
         live = [(total, ids) for total, ids in found if ids[-1] != data.EOS][:N]
         best = live[0][0] / infer.length_penalty(length + 1, decode)
@@ -2689,14 +3664,20 @@ def search_slowly(params, cfg, batch, row, length, decode):
     return finished or live
 
 
-@pytest.mark.parametrize("beams, alpha, penalty", [
-    (1, 0.6, "gnmt"), (2, 0.0, "gnmt"), (4, 1.0, "gnmt"), (3, 1.0, "length")])
+@pytest.mark.parametrize(
+    "beams, alpha, penalty",
+    [(1, 0.6, "gnmt"), (2, 0.0, "gnmt"), (4, 1.0, "gnmt"), (3, 1.0, "length")],
+)
 def test_beam_search_equals_the_slow_one(beams, alpha, penalty):
     cfg = replace(SMALL.model, vocab_size=12, num_decoder_layers=2)
     params = make_params(change(model=dataclasses.asdict(cfg)), seed=8)
-    batch = jax.tree.map(lambda a: a % 12, make_batch(SMALL, [(30, 5), (9, 5), (1, 5)], seed=3))
+    batch = jax.tree.map(
+        lambda a: a % 12, make_batch(SMALL, [(30, 5), (9, 5), (1, 5)], seed=3)
+    )
     decode = DecodeConfig(beams=beams, alpha=alpha, penalty=penalty)
-    ids, scores = infer.generate(params, batch.inputs, batch.input_segments, cfg, 5, decode)
+    ids, scores = infer.generate(
+        params, batch.inputs, batch.input_segments, cfg, 5, decode
+    )
     for row in range(3):
         expected = search_slowly(params, cfg, batch, row, 5, decode)
         for (total, answer), got, score in zip(expected, ids[row], scores[row]):
@@ -2708,24 +3689,40 @@ def test_samples_follow_the_model_and_not_the_batch():
     """The first token of many samples has the model's distribution, restricted as asked."""
     cfg = replace(SMALL.model, vocab_size=12)
     params = make_params(change(model=dataclasses.asdict(cfg)), seed=8)
-    batch = jax.tree.map(lambda a: a[:1] % 12, make_batch(SMALL, [(30, 5), (9, 5)], seed=3))
+    batch = jax.tree.map(
+        lambda a: a[:1] % 12, make_batch(SMALL, [(30, 5), (9, 5)], seed=3)
+    )
     inputs = jnp.repeat(batch.inputs, 8, axis=0)
     first = DecodeConfig(num_return=250, temperature=0.7)
-    logits = np.asarray(forward(params, batch._replace(
-        input_segments=(batch.inputs > 0).astype(int), decoder_inputs=jnp.zeros((1, 1), int),
-        target_segments=jnp.ones((1, 1), int)), cfg))[0, 0]
+    logits = np.asarray(
+        forward(
+            params,
+            batch._replace(
+                input_segments=(batch.inputs > 0).astype(int),
+                decoder_inputs=jnp.zeros((1, 1), int),
+                target_segments=jnp.ones((1, 1), int),
+            ),
+            cfg,
+        )
+    )[0, 0]
     order = np.argsort(-logits)
     share = np.exp(logits / 0.7) / np.exp(logits / 0.7).sum()
     nucleus = order[: 1 + int((np.cumsum(share[order]) < 0.5).sum())]
-    for decode, kept in ((first, order), (replace(first, top_k=3), order[:3]),
-                         (replace(first, top_p=0.5), nucleus)):
-        ids, _ = infer.generate(params, inputs, inputs > 0, cfg, 1, decode, jnp.arange(8), 5)
+    for decode, kept in (
+        (first, order),
+        (replace(first, top_k=3), order[:3]),
+        (replace(first, top_p=0.5), nucleus),
+    ):
+        ids, _ = infer.generate(
+            params, inputs, inputs > 0, cfg, 1, decode, jnp.arange(8), 5
+        )
         expected = np.zeros(12)
         expected[kept] = share[kept] / share[kept].sum()
         counts = np.bincount(np.asarray(ids).ravel(), minlength=12) / 2000
         assert abs(counts - expected).max() < 0.05 and not counts[expected == 0].any()
-    part, _ = infer.generate(params, inputs[2:4], inputs[2:4] > 0, cfg, 3, first,
-                             jnp.array([3, 1]), 5)
+    part, _ = infer.generate(
+        params, inputs[2:4], inputs[2:4] > 0, cfg, 3, first, jnp.array([3, 1]), 5
+    )
     whole, _ = infer.generate(params, inputs, inputs > 0, cfg, 3, first, jnp.arange(8), 5)
     assert_equal(part, np.asarray(whole)[[3, 1]])
     assert len({tuple(ids) for ids in np.asarray(part[0]).tolist()}) > 5
@@ -2736,8 +3733,17 @@ def test_a_prefix_is_kept_and_scored_as_nothing():
     batch = make_batch(SMALL, [(30, 8), (12, 8)])
     prefix = jnp.array([[9, 8, 7], [5, 0, 0]])
     for decode in (DecodeConfig(), DecodeConfig(beams=3)):
-        ids, scores = infer.generate(params, batch.inputs, batch.input_segments, SMALL.model, 8,
-                                     decode, None, 0, prefix)
+        ids, scores = infer.generate(
+            params,
+            batch.inputs,
+            batch.input_segments,
+            SMALL.model,
+            8,
+            decode,
+            None,
+            0,
+            prefix,
+        )
         assert (ids[0, :, :3] == prefix[0]).all() and ids[1, 0, 0] == 5
         answers = to_batch(batch.inputs, ids[:, 0], batch.input_segments, ids[:, 0] > 0)
         losses, *_ = model.token_losses(params, answers, SMALL)
@@ -2750,22 +3756,35 @@ def test_a_prefix_is_kept_and_scored_as_nothing():
         np.testing.assert_allclose(scores[:, 0], expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize("decode", [
-    dict(), dict(beams=3, num_return=2), dict(temperature=0.8, top_k=20, num_return=2)], ids=str)
+@pytest.mark.parametrize(
+    "decode",
+    [dict(), dict(beams=3, num_return=2), dict(temperature=0.8, top_k=20, num_return=2)],
+    ids=str,
+)
 def test_answers_do_not_depend_on_the_batch(decode):
     """7 examples in batches of 4, of 7, and on 8 devices."""
     rng = np.random.default_rng(0)
-    examples = [infer.Example(rng.integers(3, 256, n).tolist(), rng.integers(3, 256, m).tolist())
-                for n, m in ((5, 3), (30, 8), (17, 1), (1, 5), (16, 2), (25, 7), (9, 4))]
+    examples = [
+        infer.Example(rng.integers(3, 256, n).tolist(), rng.integers(3, 256, m).tolist())
+        for n, m in ((5, 3), (30, 8), (17, 1), (1, 5), (16, 2), (25, 7), (9, 4))
+    ]
     results, weights = [], jax.device_get(make_params(SMALL))
     for devices, size, axes in ((1, 4, {}), (1, 7, {}), (8, 8, dict(model=2))):
-        cfg = change(data=dict(targets_length=6), decode=dict(batch_size=size, **decode), mesh=axes)
+        cfg = change(
+            data=dict(targets_length=6), decode=dict(batch_size=size, **decode), mesh=axes
+        )
         mesh = partition.set_mesh(cfg, jax.devices()[:devices])
         params = place(weights, SMALL.model)
-        results.append((list(infer.answer(params, cfg, mesh, examples)),
-                        list(infer.answer(params, cfg, mesh, examples, "score"))))
+        results.append(
+            (
+                list(infer.answer(params, cfg, mesh, examples)),
+                list(infer.answer(params, cfg, mesh, examples, "score")),
+            )
+        )
     for answers, scores in results[1:]:
-        for (ids, likelihood), (first_ids, first_likelihood) in zip(answers, results[0][0]):
+        for (ids, likelihood), (first_ids, first_likelihood) in zip(
+            answers, results[0][0]
+        ):
             assert ids == first_ids
             np.testing.assert_allclose(likelihood, first_likelihood, rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(scores, results[0][1], rtol=1e-4)
@@ -2773,10 +3792,15 @@ def test_answers_do_not_depend_on_the_batch(decode):
 
 def test_blanks_are_filled(tokenizer):
     inputs = tokenizer.encode("alpha <extra_id_0> gamma <extra_id_1>") + [data.EOS]
-    targets = tokenizer.encode("<extra_id_0> beta delta <extra_id_1> theta") + [data.EOS, 0]
+    targets = tokenizer.encode("<extra_id_0> beta delta <extra_id_1> theta") + [
+        data.EOS,
+        0,
+    ]
     spans = infer.split_spans(targets, tokenizer)
     assert infer.fill_blanks(inputs, {}, tokenizer) == "alpha ____ gamma ____"
-    assert infer.fill_blanks(inputs, spans, tokenizer) == "alpha [beta delta] gamma [theta]"
+    assert (
+        infer.fill_blanks(inputs, spans, tokenizer) == "alpha [beta delta] gamma [theta]"
+    )
     spans = infer.split_spans([tokenizer.size - 1, tokenizer.size + 3], tokenizer)
     assert infer.fill_blanks(inputs, spans, tokenizer) == "alpha[<unk>] gamma ____"
 
@@ -2788,16 +3812,22 @@ def test_evaluation_counts_each_row_once(corpus, one_device):
     count = open_dataset(cfg, "validation").tasks[0].corpus.chapters()[-1]
     for size in (2, 4, count):
         dataset = open_dataset(change(cfg, train=dict(batch_size=size)), "validation")
-        results.append(evaluate.teacher_forced(params, dataset.cfg, one_device, dataset,
-                                               dataset.batches()))
+        results.append(
+            evaluate.teacher_forced(
+                params, dataset.cfg, one_device, dataset, dataset.batches()
+            )
+        )
     assert count % 4 and count > 4
     for result in results[1:]:
-        np.testing.assert_allclose(list(result.values()), list(results[0].values()), rtol=1e-5)
+        np.testing.assert_allclose(
+            list(result.values()), list(results[0].values()), rtol=1e-5
+        )
     batch, tokenizer = dataset.batch(0), dataset.tasks[0].tokenizer
     losses, *_ = model.token_losses(params, jax.tree.map(jnp.asarray, batch), cfg)
     content = (batch.targets > data.EOS) & (batch.targets < tokenizer.size - 100)
-    np.testing.assert_allclose(results[-1]["content_loss"], np.asarray(losses)[content].mean(),
-                               rtol=1e-5)
+    np.testing.assert_allclose(
+        results[-1]["content_loss"], np.asarray(losses)[content].mean(), rtol=1e-5
+    )
 
 
 def test_unigram_baseline_is_the_cross_entropy_of_the_counts(corpus):
@@ -2808,8 +3838,12 @@ def test_unigram_baseline_is_the_cross_entropy_of_the_counts(corpus):
         counts[i] += 1
     batches = [held_out.batch(i) for i in range(held_out.batches())]
     tokenizer = held_out.tasks[0].tokenizer
-    content = [i for batch in batches for i in batch.targets.ravel()
-               if data.EOS < i < tokenizer.size - 100]
+    content = [
+        i
+        for batch in batches
+        for i in batch.targets.ravel()
+        if data.EOS < i < tokenizer.size - 100
+    ]
     expected = -sum(math.log(counts[i] / counts.sum()) for i in content) / len(content)
     found = np.bincount(dataset.sample(1 << 20), minlength=len(counts))
     assert abs(data.unigram_loss(found, batches, tokenizer) - expected) < 1e-9
@@ -2822,22 +3856,51 @@ METRIC_CASES = [
     ("accuracy", ["a", "b", "c"], ["a", "b", "x"], {"accuracy": 66.66666666666666}),
     ("f1", [1, 0, 1, 0], [1, -1, -1, 0], {"f1": 50.0}),
     ("f1", [0, 0], [0, 0], {"f1": 0.0}),
-    ("matthews_corrcoef", [0, 1, 0, 1, 1], [0, 1, 1, -1, 1],
-     {"matthews_corrcoef": 30.860669992418384}),
+    (
+        "matthews_corrcoef",
+        [0, 1, 0, 1, 1],
+        [0, 1, 1, -1, 1],
+        {"matthews_corrcoef": 30.860669992418384},
+    ),
     ("matthews_corrcoef", [0, 1], [1, 1], {"matthews_corrcoef": 0.0}),
-    ("pearson_corrcoef", [1.0, 2.0, 4.0], [1.0, 3.0, 3.5], {"pearson_corrcoef": 86.60254037844388}),
-    ("spearman_corrcoef", [1.0, 2.0, 2.0, 4.0], [2.0, 1.0, 3.0, 4.0],
-     {"spearman_corrcoef": 63.24555320336759}),
+    (
+        "pearson_corrcoef",
+        [1.0, 2.0, 4.0],
+        [1.0, 3.0, 3.5],
+        {"pearson_corrcoef": 86.60254037844388},
+    ),
+    (
+        "spearman_corrcoef",
+        [1.0, 2.0, 2.0, 4.0],
+        [2.0, 1.0, 3.0, 4.0],
+        {"spearman_corrcoef": 63.24555320336759},
+    ),
     ("pearson_corrcoef", [1.0, 2.0], [1.0, 1.0], {"pearson_corrcoef": math.nan}),
     ("mean_3class_f1", [0, 1, 2, 2], [0, 2, 2, -1], {"mean_3class_f1": 50.0}),
-    ("squad", [["The cat", "a dog!"], ["x y"], [""]], ["cat", "y z", ""],
-     {"em": 66.66666666666666, "f1": 50.0}),
-    ("record", [{"value": ["a b"], "group": (1, 2)}, {"value": ["c"], "group": (1, 2)}],
-     [{"value": "b"}, {"value": "c"}], {"em": 100.0, "f1": 100.0}),
-    ("multirc_f1", [{"value": 1, "group": 0}, {"value": 0, "group": 0}],
-     [{"value": 1}, {"value": -1}], {"f1": 66.66666666666666}),
-    ("exact_match", [{"value": 1, "group": 0}, {"value": 0, "group": 0}, {"value": 1, "group": 1}],
-     [{"value": 1}, {"value": 1}, {"value": 1}], {"exact_match": 50.0}),
+    (
+        "squad",
+        [["The cat", "a dog!"], ["x y"], [""]],
+        ["cat", "y z", ""],
+        {"em": 66.66666666666666, "f1": 50.0},
+    ),
+    (
+        "record",
+        [{"value": ["a b"], "group": (1, 2)}, {"value": ["c"], "group": (1, 2)}],
+        [{"value": "b"}, {"value": "c"}],
+        {"em": 100.0, "f1": 100.0},
+    ),
+    (
+        "multirc_f1",
+        [{"value": 1, "group": 0}, {"value": 0, "group": 0}],
+        [{"value": 1}, {"value": -1}],
+        {"f1": 66.66666666666666},
+    ),
+    (
+        "exact_match",
+        [{"value": 1, "group": 0}, {"value": 0, "group": 0}, {"value": 1, "group": 1}],
+        [{"value": 1}, {"value": 1}, {"value": 1}],
+        {"exact_match": 50.0},
+    ),
 ]
 
 
@@ -2865,27 +3928,50 @@ def test_bleu_and_rouge_come_from_their_libraries(monkeypatch):
 
 def test_rank_classification_is_t5s():
     """Two and three choices, ties, weights, several right ones, uneven numbers of choices."""
+
     def rows(correct, weights=None):
-        return [((i, j), j in right, (weights or {}).get(i, 1.0), j + 1)
-                for i, (right, n) in enumerate(correct) for j in range(n)]
+        return [
+            ((i, j), j in right, (weights or {}).get(i, 1.0), j + 1)
+            for i, (right, n) in enumerate(correct)
+            for j in range(n)
+        ]
 
     two = rows([({0}, 2), ({1}, 2), ({1}, 2), ({0}, 2)], {0: 0.5})
     scores = [-1.0, -2.0, -3.0, -1.0, -1.0, -1.0, -2.0, -1.5]
     found = evaluate.rank_classification(two, scores, 2)
-    assert found == pytest.approx({"accuracy": 100 * 1.5 / 3.5, "f1": 50.0,
-                                   "auc-roc": 100 * 2 / 3, "auc-pr": 250 / 3}, abs=1e-3)
+    assert found == pytest.approx(
+        {
+            "accuracy": 100 * 1.5 / 3.5,
+            "f1": 50.0,
+            "auc-roc": 100 * 2 / 3,
+            "auc-pr": 250 / 3,
+        },
+        abs=1e-3,
+    )
     shuffled = [3, 0, 7, 2, 1, 6, 5, 4]
-    assert evaluate.rank_classification(
-        [two[i] for i in shuffled], [scores[i] for i in shuffled], 2) == found
+    assert (
+        evaluate.rank_classification(
+            [two[i] for i in shuffled], [scores[i] for i in shuffled], 2
+        )
+        == found
+    )
     assert evaluate.rank_classification(two, scores)["accuracy"] == found["accuracy"]
     uneven = rows([({0}, 2), ({2}, 3), ({0}, 1)])
     assert evaluate.rank_classification(uneven, [-2, -1, -3, -2, -1, 0]) == {
-        "accuracy": pytest.approx(200 / 3)}
-    normalized = evaluate.rank_classification(uneven, [-2, -3, -3, -2, -3, 0], normalize=True)
-    assert normalized["accuracy"] == pytest.approx(100 / 3)  # by length: -2 -1.5, -3 -1 -1
+        "accuracy": pytest.approx(200 / 3)
+    }
+    normalized = evaluate.rank_classification(
+        uneven, [-2, -3, -3, -2, -3, 0], normalize=True
+    )
+    # by length: -2 -1.5, -3 -1 -1
+    assert normalized["accuracy"] == pytest.approx(100 / 3)
     several = rows([({0, 1}, 3), ({2}, 3)])
-    assert evaluate.rank_classification(several, [0, 1, -1, 0, 1, 0], 3) == {"accuracy": 50.0}
-    assert "mean_3class_f1" in evaluate.rank_classification(rows([({0}, 3)]), [1, 0, 0], 3)
+    assert evaluate.rank_classification(several, [0, 1, -1, 0, 1, 0], 3) == {
+        "accuracy": 50.0
+    }
+    assert "mean_3class_f1" in evaluate.rank_classification(
+        rows([({0}, 3)]), [1, 0, 0], 3
+    )
     with pytest.raises(ValueError, match="twice"):
         evaluate.rank_classification(two + two[:1], scores + [0.0])
 
@@ -2893,46 +3979,90 @@ def test_rank_classification_is_t5s():
 def test_tasks_are_evaluated_on_text_and_by_rank(mixture, tmp_path, one_device):
     """What is decoded is the held-out split; ranks are those of the scores; T0's rows are one."""
     data.TASKS["yes"] = data.TASKS["some"]._replace(
-        format=lambda x: [{"inputs": x["inputs"], "targets": ("yes", "no")[len(x["inputs"]) % 2]}],
-        choices=("yes", "no"), metrics=("accuracy",))
+        format=lambda x: [
+            {"inputs": x["inputs"], "targets": ("yes", "no")[len(x["inputs"]) % 2]}
+        ],
+        choices=("yes", "no"),
+        metrics=("accuracy",),
+    )
     lines = (tmp_path / "some.jsonl").read_text()
     (tmp_path / "some.jsonl").write_text("none\n" + lines)
-    cfg = change(mixture, data=dict(task="yes", on_error="skip"), train=dict(batch_size=4),
-                 decode=dict(max_len=4))
+    cfg = change(
+        mixture,
+        data=dict(task="yes", on_error="skip"),
+        train=dict(batch_size=4),
+        decode=dict(max_len=4),
+    )
     params, (one,) = make_params(cfg), data.evaluations(cfg).values()
     tokenizer, dataset = data.prepare_vocabulary(cfg), open_dataset(one, "validation")
-    held_out = [pair for i in range(dataset.batches()) for pair in unpack(dataset.batch(i))]
+    held_out = [
+        pair for i in range(dataset.batches()) for pair in unpack(dataset.batch(i))
+    ]
     metrics, lines = evaluate.predict(params, one, one_device, "validation", tokenizer)
     assert [tuple(tokenizer.encode(line["inputs"]) + [data.EOS]) for line in lines] == [
-        inputs for inputs, _ in held_out]
-    assert metrics == evaluate.accuracy([line["target"] for line in lines],
-                                        [line["prediction"] for line in lines])
+        inputs for inputs, _ in held_out
+    ]
+    assert metrics == evaluate.accuracy(
+        [line["target"] for line in lines], [line["prediction"] for line in lines]
+    )
     metrics, lines = evaluate.rank(params, one, one_device, "validation", tokenizer)
-    assert len(lines) == 2 * len(held_out) and set(metrics) == {"accuracy", "f1", "auc-roc",
-                                                                "auc-pr"}
-    best = [max(pair, key=lambda line: line["score"]) for pair in zip(lines[::2], lines[1::2])]
+    assert len(lines) == 2 * len(held_out) and set(metrics) == {
+        "accuracy",
+        "f1",
+        "auc-roc",
+        "auc-pr",
+    }
+    best = [
+        max(pair, key=lambda line: line["score"]) for pair in zip(lines[::2], lines[1::2])
+    ]
     assert metrics["accuracy"] == 100 * np.mean([line["is_correct"] for line in best])
-    with pytest.MonkeyPatch.context() as patch:  # the first cannot be read: the others are ranked
-        read = [("x", {"inputs": line["inputs"], "targets": "yes"}) for line in lines[::2]]
-        patch.setattr(data, "read_task", lambda *_: [("x", {"inputs": 5, "targets": "no"}), *read])
+    # the first cannot be read: the others are ranked
+    with pytest.MonkeyPatch.context() as patch:
+        read = [
+            ("x", {"inputs": line["inputs"], "targets": "yes"}) for line in lines[::2]
+        ]
+        patch.setattr(
+            data, "read_task", lambda *_: [("x", {"inputs": 5, "targets": "no"}), *read]
+        )
         metrics, fewer = evaluate.rank(params, one, one_device, "validation", tokenizer)
         assert len(fewer) == len(lines) and "f1" in metrics
-    encoded = [infer.Example(tokenizer.encode(line["inputs"]) + [1],
-                             tokenizer.encode(line["targets"]) + [1]) for line in lines]
+    encoded = [
+        infer.Example(
+            tokenizer.encode(line["inputs"]) + [1],
+            tokenizer.encode(line["targets"]) + [1],
+        )
+        for line in lines
+    ]
     scores = list(infer.answer(params, one, one_device, encoded, "score"))
     np.testing.assert_allclose([line["score"] for line in lines], scores, rtol=1e-5)
-    rows = [{"inputs": [5, 6], "inputs_pretokenized": line["inputs"], "targets": [7, 1],
-             "targets_pretokenized": line["targets"], "idx": list(line["idx"]),
-             "is_correct": [int(line["is_correct"])]} for line in lines]
+    rows = [
+        {
+            "inputs": [5, 6],
+            "inputs_pretokenized": line["inputs"],
+            "targets": [7, 1],
+            "targets_pretokenized": line["targets"],
+            "idx": list(line["idx"]),
+            "is_correct": [int(line["is_correct"])],
+        }
+        for line in lines
+    ]
     write_seqio_cache(tmp_path / "imdb_x_score_eval", "validation", rows, shards=1)
     p3 = change(one, data=dict(source=f"seqio:{tmp_path}", task="imdb_x_score_eval"))
     again, ranked = evaluate.rank(params, p3, one_device, "validation", tokenizer)
     assert len(ranked) == len(lines) and "accuracy" in again
     assert ranked[0]["score"] != lines[0]["score"]  # T0's inputs have no EOS
-    for task, sentence in (("few", "needs answer choices"), ("documents", "no inputs and targets")):
+    for task, sentence in (
+        ("few", "needs answer choices"),
+        ("documents", "no inputs and targets"),
+    ):
         with pytest.raises(configs.UserError, match=sentence):
-            evaluate.rank(params, change(mixture, data=dict(task=task)), one_device, "validation",
-                          tokenizer)
+            evaluate.rank(
+                params,
+                change(mixture, data=dict(task=task)),
+                one_device,
+                "validation",
+                tokenizer,
+            )
 
 
 def test_all_steps_pass_over_damaged_ones(trained, tmp_path, capsys, monkeypatch):
@@ -2952,9 +4082,12 @@ def test_the_table_is_parse_tbs(tmp_path):
     """A row per step, the best rows, averages over groups where all columns are there."""
     table = {}
     for step in (10, 20):
-        table[step] = {evaluate.column_of(suite, name, metric): step + i
-                       for suite, names in evaluate.AVERAGES.items()
-                       for i, (name, metrics) in enumerate(names.items()) for metric in metrics}
+        table[step] = {
+            evaluate.column_of(suite, name, metric): step + i
+            for suite, names in evaluate.AVERAGES.items()
+            for i, (name, metrics) in enumerate(names.items())
+            for metric in metrics
+        }
     del table[20]["super_glue_wic_v102/accuracy"]
     table[10]["x/pearson_corrcoef"], table[20]["x/pearson_corrcoef"] = math.nan, 7.0
     table[10]["glue_mrpc_v002/f1"] = 99.0  # with a mean below that of step 20
@@ -2976,25 +4109,48 @@ def test_files_are_answered_line_by_line(trained, tmp_path, capsys, monkeypatch)
     run_dir, _ = trained
     monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
     monkeypatch.chdir(tmp_path)
-    lines = [{"inputs": text, "targets": "beta", "id": i} for i, text in enumerate(sentences(9))]
+    lines = [
+        {"inputs": text, "targets": "beta", "id": i}
+        for i, text in enumerate(sentences(9))
+    ]
     lines[4] = {"inputs": [5, 6, 1], "targets": [7, 1]}
     Path("in.jsonl").write_text("\n".join(map(json.dumps, lines)))
 
     def answer(*argv):
-        return run(infer, capsys, monkeypatch, "--run_dir", run_dir, "--input", "in.jsonl",
-                   "--decode.batch_size", 4, *argv)
+        return run(
+            infer,
+            capsys,
+            monkeypatch,
+            "--run_dir",
+            run_dir,
+            "--input",
+            "in.jsonl",
+            "--decode.batch_size",
+            4,
+            *argv,
+        )
 
     assert answer("--output", "out.jsonl")[0] == 0
     text = Path("out.jsonl").read_text()
     out = [json.loads(line) for line in text.splitlines()]
-    assert [{**line, "prediction": 0} for line in lines] == [{**x, "prediction": 0} for x in out]
-    assert isinstance(out[4]["prediction"], list) and isinstance(out[0]["prediction"], str)
-    Path("b.jsonl.partial").write_text("".join(text.splitlines(keepends=True)[:3]) + '{"inp')
+    assert [{**line, "prediction": 0} for line in lines] == [
+        {**x, "prediction": 0} for x in out
+    ]
+    assert isinstance(out[4]["prediction"], list) and isinstance(
+        out[0]["prediction"], str
+    )
+    Path("b.jsonl.partial").write_text(
+        "".join(text.splitlines(keepends=True)[:3]) + '{"inp'
+    )
     status, _, err = answer("--output", "b.jsonl")
     assert status == 0 and "has 3 lines" in err and Path("b.jsonl").read_text() == text
     begun = "".join(text.splitlines(keepends=True)[:3])
-    for flags, content in ((["--mode", "score"], begun), (["--shard", "1/2"], begun),
-                           ([], "nope\n"), ([], text + begun)):
+    for flags, content in (
+        (["--mode", "score"], begun),
+        (["--shard", "1/2"], begun),
+        ([], "nope\n"),
+        ([], text + begun),
+    ):
         Path("o.jsonl.partial").write_text(content)
         status, _, err = answer("--output", "o.jsonl", *flags)
         assert status == 2 and "other lines" in err
@@ -3010,21 +4166,31 @@ def test_files_are_answered_line_by_line(trained, tmp_path, capsys, monkeypatch)
     assert answer("--output", "w.jsonl", *flags)[0] == 0
     assert answer("--output", "x.jsonl", "--shard", "1/2", *flags)[0] == 0
     whole = Path("w.jsonl").read_text().splitlines()
-    assert Path("x.jsonl").read_text().splitlines() == whole[1::2] and whole != text.splitlines()
+    assert (
+        Path("x.jsonl").read_text().splitlines() == whole[1::2]
+        and whole != text.splitlines()
+    )
     assert answer("--output", "s.jsonl", "--mode", "score")[0] == 0
-    assert all(json.loads(line)["score"] < 0 for line in Path("s.jsonl").read_text().splitlines())
+    assert all(
+        json.loads(line)["score"] < 0 for line in Path("s.jsonl").read_text().splitlines()
+    )
     assert answer("--output", "out.jsonl")[0] == 2  # is there already
     Path("in.jsonl").write_text("")
     status, _, err = answer("--output", "e.jsonl")
     assert status == 2 and "holds no line" in err and not list(tmp_path.glob("e.jsonl*"))
-    Path("in.jsonl").write_text('{"inputs": "alpha"}\nnope\n{"inputs": [999]}\n{"x": 1}\n'
-                                '{"inputs": "\\ud800"}')
+    Path("in.jsonl").write_text(
+        '{"inputs": "alpha"}\nnope\n{"inputs": [999]}\n{"x": 1}\n{"inputs": "\\ud800"}'
+    )
     status, _, err = answer("--output", "c.jsonl")
     assert status == 2 and "in.jsonl:2 is not JSON" in err
     assert answer("--output", "d.jsonl", "--data.on_error", "skip")[0] == 0
     out = [json.loads(line) for line in Path("d.jsonl").read_text().splitlines()]
     assert "prediction" in out[0] and [sorted(line) for line in out[1:]] == [
-        ["error"], ["error", "inputs"], ["error", "x"], ["error", "inputs"]]
+        ["error"],
+        ["error", "inputs"],
+        ["error", "x"],
+        ["error", "inputs"],
+    ]
 
 
 # ---- whole runs ----------------------------------------------------------------------------------
@@ -3038,22 +4204,51 @@ def compiled(tmp_path_factory):
 
 def flags_of(corpus, **more):
     """Flags of a run small enough to take seconds."""
-    values = {f"data.{name}": value for name, value in dataclasses.asdict(corpus.data).items()
-              if value}
-    values |= {f"model.{name}": getattr(SMALL.model, name) for name in (
-        "vocab_size", "d_model", "d_ff", "d_kv", "num_heads", "num_layers", "num_decoder_layers")}
-    values |= {"train.batch_size": 8, "train.steps": 400, "train.log_every": 20,
-               "train.eval_every": 100, "train.eval_batches": 2, "train.save_every": 50,
-               "train.schedule": "constant", "train.learning_rate": 0.01, "model.dropout": 0.1,
-               **more}
+    values = {
+        f"data.{name}": value
+        for name, value in dataclasses.asdict(corpus.data).items()
+        if value
+    }
+    values |= {
+        f"model.{name}": getattr(SMALL.model, name)
+        for name in (
+            "vocab_size",
+            "d_model",
+            "d_ff",
+            "d_kv",
+            "num_heads",
+            "num_layers",
+            "num_decoder_layers",
+        )
+    }
+    values |= {
+        "train.batch_size": 8,
+        "train.steps": 400,
+        "train.log_every": 20,
+        "train.eval_every": 100,
+        "train.eval_batches": 2,
+        "train.save_every": 50,
+        "train.schedule": "constant",
+        "train.learning_rate": 0.01,
+        "model.dropout": 0.1,
+        **more,
+    }
     return [f"--{name}={value}" for name, value in values.items()]
 
 
 def start(compiled, *argv, script="train.py", **more):
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(compiled),
-                                **more}
-    return subprocess.Popen([sys.executable, HERE / script, *map(str, argv)], env=environment,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(compiled),
+        **more,
+    }
+    return subprocess.Popen(
+        [sys.executable, HERE / script, *map(str, argv)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def finish(process):
@@ -3075,8 +4270,10 @@ def wait_for_step(process, run_dir, step):
 
 def metrics_of(run_dir):
     """metrics.jsonl without what a clock has measured."""
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith("timing/")}
-            for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {k: v for k, v in json.loads(line).items() if not k.startswith("timing/")}
+        for line in (run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 @slow
@@ -3086,9 +4283,22 @@ def test_killed_and_resumed_equals_uninterrupted(corpus, compiled, tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     status, out, err = finish(start(compiled, "--run_dir", whole, *flags))
     assert status == 0, err
-    said = [out.index(words) for words in (
-        "recipe tiny", "parameters", "devices", "34 raw tokens", "unigram", "held-out loss",
-        "blanks", "truth", "infer.py", "evaluate.py", "train.py")]
+    said = [
+        out.index(words)
+        for words in (
+            "recipe tiny",
+            "parameters",
+            "devices",
+            "34 raw tokens",
+            "unigram",
+            "held-out loss",
+            "blanks",
+            "truth",
+            "infer.py",
+            "evaluate.py",
+            "train.py",
+        )
+    ]
     assert said == sorted(said)
     process = start(compiled, "--run_dir", broken, *flags)
     wait_for_step(process, broken, 120)
@@ -3116,11 +4326,25 @@ def trained(tmp_path_factory):
     """A run of a few steps, made in this process: (run directory, its flags)."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "text.txt").write_text("\n".join(sentences(150)))
-    corpus = change(data=dict(source=f"text:{folder}/text.txt:lines", vocab="train:60",
-                              inputs_length=32, targets_length=8,
-                              prepared_dir=str(folder / "prepared")))
-    flags = flags_of(corpus, **{"train.steps": 6, "train.save_every": 3, "train.log_every": 1,
-                                "train.eval_every": 6, "train.optimizer": "adamw"})
+    corpus = change(
+        data=dict(
+            source=f"text:{folder}/text.txt:lines",
+            vocab="train:60",
+            inputs_length=32,
+            targets_length=8,
+            prepared_dir=str(folder / "prepared"),
+        )
+    )
+    flags = flags_of(
+        corpus,
+        **{
+            "train.steps": 6,
+            "train.save_every": 3,
+            "train.log_every": 1,
+            "train.eval_every": 6,
+            "train.optimizer": "adamw",
+        },
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
         patch.setattr(partition, "start_jax", lambda cfg: None)
@@ -3133,17 +4357,39 @@ def trained(tmp_path_factory):
 def test_run_directory(trained):
     run_dir, _ = trained
     assert {p.name for p in run_dir.iterdir()} - {"tensorboard"} == {
-        ".lock", "config.json", "spiece.model", "model-info.txt", "metrics.jsonl", "checkpoints"}
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3, 3, 4, 5, 6, 6]  # 3 was the end at first
-    assert {"train/loss", "train/cross_ent_loss", "train/z_loss", "train/accuracy",
-            "train/learning_rate", "train/gradient_norm", "train/non_padding_fraction/inputs",
-            "train/non_padding_fraction/targets", "timing/seqs_per_second",
-            "timing/target_tokens_per_second", "timing/steps_per_second",
-            "timing/model_flops_per_second", "timing/model_flops_fraction",
-            "timing/data_wait_fraction"} <= set(lines[0])
-    assert {"training_eval/span_corruption/loss", "training_eval/span_corruption/accuracy",
-            "training_eval/span_corruption/z_loss"} < set(lines[-1])
+        ".lock",
+        "config.json",
+        "spiece.model",
+        "model-info.txt",
+        "metrics.jsonl",
+        "checkpoints",
+    }
+    lines = [
+        json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
+    # 3 was the end at first
+    assert [line["step"] for line in lines] == [1, 2, 3, 3, 4, 5, 6, 6]
+    assert {
+        "train/loss",
+        "train/cross_ent_loss",
+        "train/z_loss",
+        "train/accuracy",
+        "train/learning_rate",
+        "train/gradient_norm",
+        "train/non_padding_fraction/inputs",
+        "train/non_padding_fraction/targets",
+        "timing/seqs_per_second",
+        "timing/target_tokens_per_second",
+        "timing/steps_per_second",
+        "timing/model_flops_per_second",
+        "timing/model_flops_fraction",
+        "timing/data_wait_fraction",
+    } <= set(lines[0])
+    assert {
+        "training_eval/span_corruption/loss",
+        "training_eval/span_corruption/accuracy",
+        "training_eval/span_corruption/z_loss",
+    } < set(lines[-1])
 
 
 def test_the_other_commands_read_the_run(trained, capsys, monkeypatch):
@@ -3154,8 +4400,9 @@ def test_the_other_commands_read_the_run(trained, capsys, monkeypatch):
     assert status == 0
     status, out, _ = run(evaluate, capsys, monkeypatch, "--run_dir", run_dir)
     assert status == 0 and "cross_ent_loss" in out and "step 6" in out
-    status, out, _ = run(partition, capsys, monkeypatch, "--verify",
-                         partition.Checkpoints(run_dir).path(6))
+    status, out, _ = run(
+        partition, capsys, monkeypatch, "--verify", partition.Checkpoints(run_dir).path(6)
+    )
     assert status == 0 and "whole" in out
     status, out, _ = run(model, capsys, monkeypatch, "--run_dir", run_dir)
     assert status == 0 and "encoder/layers/attention/query" in out
@@ -3164,19 +4411,42 @@ def test_the_other_commands_read_the_run(trained, capsys, monkeypatch):
 # ---- survival ------------------------------------------------------------------------------------
 # Real processes that are killed, frozen and starved: pytest -m slow.
 
+
 def start_all(compiled, count, *argv, script="train.py", devices=1, timeout=20):
     """The processes of one run on this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices),
-                                "JAX_COMPILATION_CACHE_DIR": str(compiled)}
-    shared = [f"--distributed.coordinator=127.0.0.1:{port}", f"--distributed.processes={count}",
-              f"--distributed.timeout={timeout}"] if count > 1 else []
-    return [subprocess.Popen(
-        [sys.executable, HERE / script, *map(str, argv), *shared,
-         *[f"--distributed.process={i}"] * bool(shared)], env=environment,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for i in range(count)]
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "JAX_COMPILATION_CACHE_DIR": str(compiled),
+    }
+    shared = (
+        [
+            f"--distributed.coordinator=127.0.0.1:{port}",
+            f"--distributed.processes={count}",
+            f"--distributed.timeout={timeout}",
+        ]
+        if count > 1
+        else []
+    )
+    return [
+        subprocess.Popen(
+            [
+                sys.executable,
+                HERE / script,
+                *map(str, argv),
+                *shared,
+                *[f"--distributed.process={i}"] * bool(shared),
+            ],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(count)
+    ]
 
 
 def finish_all(processes):
@@ -3191,16 +4461,31 @@ def spoken(out):
 
 def start_patched(compiled, patch, *argv, script="train"):
     """A command in whose process `patch`, lines of Python, is run first."""
-    program = (f"import os, signal, sys\nimport configs, data, evaluate, infer, partition, train\n"
-               f"def die(*_):\n    os.kill(os.getpid(), signal.SIGKILL)\n{patch}\n"
-               f"configs.run_command({script}.main)\n")
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(compiled),
-                                "PYTHONPATH": str(HERE)}
-    return subprocess.Popen([sys.executable, "-c", program, *map(str, argv)], env=environment,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    program = (
+        f"import os, signal, sys\nimport configs, data, evaluate, infer, partition, train\n"
+        f"def die(*_):\n    os.kill(os.getpid(), signal.SIGKILL)\n{patch}\n"
+        f"configs.run_command({script}.main)\n"
+    )
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(compiled),
+        "PYTHONPATH": str(HERE),
+    }
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *map(str, argv)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
-SHORT = {"train.steps": 24, "train.save_every": 8, "train.eval_every": 12, "train.log_every": 4}
+SHORT = {
+    "train.steps": 24,
+    "train.save_every": 8,
+    "train.eval_every": 12,
+    "train.log_every": 4,
+}
 
 
 @slow
@@ -3209,46 +4494,98 @@ def test_processes_share_one_run(corpus, compiled, tmp_path):
     flags, runs = flags_of(corpus, **SHORT), {}
     for count, devices in ((1, 4), (4, 1)):
         runs[count] = tmp_path / f"by{count}"
-        results = finish_all(start_all(compiled, count, "--run_dir", runs[count], *flags,
-                                       "--train.steps", 32 if count == 1 else 24, devices=devices))
+        results = finish_all(
+            start_all(
+                compiled,
+                count,
+                "--run_dir",
+                runs[count],
+                *flags,
+                "--train.steps",
+                32 if count == 1 else 24,
+                devices=devices,
+            )
+        )
         assert [status for status, *_ in results] == [0] * count, results
-        assert "done" in results[0][1] and not any(spoken(out) for _, out, _ in results[1:])
-        assert len(list(partition.Checkpoints(runs[count]).path(24).glob("*.msgpack"))) == count
+        assert "done" in results[0][1] and not any(
+            spoken(out) for _, out, _ in results[1:]
+        )
+        assert (
+            len(list(partition.Checkpoints(runs[count]).path(24).glob("*.msgpack")))
+            == count
+        )
         for a, b in zip(metrics_of(runs[1]), metrics_of(runs[count])):
-            assert {**a} == {name: pytest.approx(value, rel=2e-3) for name, value in b.items()}
+            assert {**a} == {
+                name: pytest.approx(value, rel=2e-3) for name, value in b.items()
+            }
     manifest = partition.Checkpoints(runs[4]).path(24)
     assert partition.verify(manifest) == [] and not list(runs[4].glob("checkpoints/tmp*"))
     run_dir = tmp_path / "after2"  # what four saved goes on in two as in one
     shutil.copytree(runs[4], run_dir)
-    results = finish_all(start_all(compiled, 2, "--run_dir", run_dir, "--train.steps", 32,
-                                   devices=2))
+    results = finish_all(
+        start_all(compiled, 2, "--run_dir", run_dir, "--train.steps", 32, devices=2)
+    )
     assert results[0][0] == 0 and "resumed" in results[0][1], results
     pairs = list(zip(metrics_of(runs[1]), metrics_of(run_dir), strict=True))
     for a, b in pairs:
-        assert {**a} == {name: pytest.approx(value, rel=2e-3) for name, value in b.items()}
+        assert {**a} == {
+            name: pytest.approx(value, rel=2e-3) for name, value in b.items()
+        }
     lines = [{"inputs": text, "targets": "beta"} for text in sentences(7)]
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
     for count in (1, 2):
-        results = finish_all(start_all(
-            compiled, count, "--run_dir", runs[4], "--input", tmp_path / "in.jsonl", "--output",
-            tmp_path / f"out{count}.jsonl", "--decode.batch_size", 4, script="infer.py"))
+        results = finish_all(
+            start_all(
+                compiled,
+                count,
+                "--run_dir",
+                runs[4],
+                "--input",
+                tmp_path / "in.jsonl",
+                "--output",
+                tmp_path / f"out{count}.jsonl",
+                "--decode.batch_size",
+                4,
+                script="infer.py",
+            )
+        )
         assert not any(status for status, *_ in results), results
     one, two = ((tmp_path / f"out{count}.jsonl").read_text() for count in (1, 2))
     assert one == two and len(one.splitlines()) == 7
-    results = finish_all(start_all(
-        compiled, 2, "--run_dir", runs[4], "--output", tmp_path / "eval", "--mode", "loss",
-        script="evaluate.py"))
+    results = finish_all(
+        start_all(
+            compiled,
+            2,
+            "--run_dir",
+            runs[4],
+            "--output",
+            tmp_path / "eval",
+            "--mode",
+            "loss",
+            script="evaluate.py",
+        )
+    )
     assert results[0][0] == 0 and not spoken(results[1][1]), results
     found = json.loads((tmp_path / "eval/metrics.jsonl").read_text())
     assert found["training_eval/span_corruption/loss"] == pytest.approx(
-        metrics_of(runs[4])[-1]["training_eval/span_corruption/loss"], rel=1e-3)
+        metrics_of(runs[4])[-1]["training_eval/span_corruption/loss"], rel=1e-3
+    )
 
 
 @slow
-@pytest.mark.parametrize("number, victim", [
-    (signal.SIGTERM, 1), (signal.SIGKILL, 0), (signal.SIGKILL, 1), (signal.SIGSTOP, 0),
-    (signal.SIGSTOP, 1)])
-def test_what_happens_to_one_process_ends_both(corpus, compiled, tmp_path, number, victim):
+@pytest.mark.parametrize(
+    "number, victim",
+    [
+        (signal.SIGTERM, 1),
+        (signal.SIGKILL, 0),
+        (signal.SIGKILL, 1),
+        (signal.SIGSTOP, 0),
+        (signal.SIGSTOP, 1),
+    ],
+)
+def test_what_happens_to_one_process_ends_both(
+    corpus, compiled, tmp_path, number, victim
+):
     """SIGTERM: both stop at one step, saved. Killed or frozen: the other ends soon, and says so."""
     flags = flags_of(corpus, **{**SHORT, "train.steps": 100_000, "train.eval_every": 0})
     both = start_all(compiled, 2, "--run_dir", tmp_path / "run", *flags, timeout=10)
@@ -3257,7 +4594,10 @@ def test_what_happens_to_one_process_ends_both(corpus, compiled, tmp_path, numbe
     if number == signal.SIGTERM:
         (status, out, _), (other, *_) = finish_all(both)
         step = int(re.search(r"stopped  at step ([\d,]+)", out)[1].replace(",", ""))
-        assert status == other == 0 and partition.Checkpoints(tmp_path / "run").steps()[-1] == step
+        assert (
+            status == other == 0
+            and partition.Checkpoints(tmp_path / "run").steps()[-1] == step
+        )
         return
     began = time.monotonic()
     status, _, err = finish(both[1 - victim])
@@ -3267,8 +4607,16 @@ def test_what_happens_to_one_process_ends_both(corpus, compiled, tmp_path, numbe
     assert "nother process of this run" in err or "another task died" in err
     if (number, victim) != (signal.SIGKILL, 0):
         return
-    results = finish_all(start_all(compiled, 2, "--run_dir", tmp_path / "run", "--train.steps",
-                                   partition.Checkpoints(tmp_path / "run").steps()[-1] + 8))
+    results = finish_all(
+        start_all(
+            compiled,
+            2,
+            "--run_dir",
+            tmp_path / "run",
+            "--train.steps",
+            partition.Checkpoints(tmp_path / "run").steps()[-1] + 8,
+        )
+    )
     assert [status for status, *_ in results] == [0, 0] and "resumed" in results[0][1]
 
 
@@ -3301,14 +4649,22 @@ def test_killed_in_a_save(corpus, compiled, tmp_path):
         checkpoints = partition.Checkpoints(broken)
         process = start_patched(compiled, patch, "--run_dir", broken, *flags)
         assert finish(process)[0] == -signal.SIGKILL, where
-        assert checkpoints.steps() == ([8, 16] if where == "after the rename" else [8]), where
-        assert not any(partition.verify(checkpoints.path(step)) for step in checkpoints.steps())
+        assert checkpoints.steps() == ([8, 16] if where == "after the rename" else [8]), (
+            where
+        )
+        assert not any(
+            partition.verify(checkpoints.path(step)) for step in checkpoints.steps()
+        )
         status, out, err = finish(start(compiled, "--run_dir", broken, *flags))
         assert status == 0 and "resumed" in out, err
         assert metrics_of(whole) == metrics_of(broken)
-        (one,), (two,) = (partition.Checkpoints(run_dir).path(24).glob("*.msgpack")
-                          for run_dir in (whole, broken))
-        assert one.read_bytes() == two.read_bytes() and not list(checkpoints.folder.glob("tmp*"))
+        (one,), (two,) = (
+            partition.Checkpoints(run_dir).path(24).glob("*.msgpack")
+            for run_dir in (whole, broken)
+        )
+        assert one.read_bytes() == two.read_bytes() and not list(
+            checkpoints.folder.glob("tmp*")
+        )
 
 
 @slow
@@ -3316,16 +4672,21 @@ def test_killed_while_preparing_and_while_answering(corpus, compiled, tmp_path):
     """Token files and answers are those of one that was not killed."""
     flags = ["--data.prepared_dir", tmp_path / "prep", *flags_of(corpus, **SHORT)]
     flags = [flag for flag in flags if not str(flag).startswith("--data.prepared_dir=")]
-    patch = ("import threading\ndata.PART_BYTES = 1\nold, marks = configs.write_checked, []\n"
-             "one_at_a_time = threading.Lock()\n"  # two threads tokenize
-             "def write_checked(*args):\n    with one_at_a_time:\n        marks.append(1)\n"
-             "        return old(*args) if len(marks) < 3 else die()\n"
-             "configs.write_checked = write_checked")
+    patch = (
+        "import threading\ndata.PART_BYTES = 1\nold, marks = configs.write_checked, []\n"
+        "one_at_a_time = threading.Lock()\n"  # two threads tokenize
+        "def write_checked(*args):\n    with one_at_a_time:\n        marks.append(1)\n"
+        "        return old(*args) if len(marks) < 3 else die()\n"
+        "configs.write_checked = write_checked"
+    )
     one, other = tmp_path / "one", tmp_path / "other"
     process = start_patched(compiled, patch, "--run_dir", one, *flags)
     assert finish(process)[0] == -signal.SIGKILL
-    assert len(list((tmp_path / "prep").glob("*/*.json"))) == 2 < len(
-        list((tmp_path / "prep").glob("*/*.ids")))
+    assert (
+        len(list((tmp_path / "prep").glob("*/*.json")))
+        == 2
+        < len(list((tmp_path / "prep").glob("*/*.ids")))
+    )
     process = start_patched(compiled, "data.PART_BYTES = 1", "--run_dir", one, *flags)
     assert finish(process)[0] == 0
     shutil.rmtree(tmp_path / "prep")
@@ -3334,15 +4695,26 @@ def test_killed_while_preparing_and_while_answering(corpus, compiled, tmp_path):
     assert metrics_of(one) == metrics_of(other)
     lines = [{"inputs": text} for text in sentences(20)]
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    patch = ("old, count = infer.json_line, []\ndef json_line(line):\n    count.append(1)\n"
-             "    return old(line) if len(count) < 12 else die()\ninfer.json_line = json_line")
-    command = ["--run_dir", one, "--input", tmp_path / "in.jsonl", "--decode.batch_size", 2]
-    process = start_patched(compiled, patch, *command, "--output", tmp_path / "a.jsonl",
-                            script="infer")
+    patch = (
+        "old, count = infer.json_line, []\ndef json_line(line):\n    count.append(1)\n"
+        "    return old(line) if len(count) < 12 else die()\ninfer.json_line = json_line"
+    )
+    command = [
+        "--run_dir",
+        one,
+        "--input",
+        tmp_path / "in.jsonl",
+        "--decode.batch_size",
+        2,
+    ]
+    process = start_patched(
+        compiled, patch, *command, "--output", tmp_path / "a.jsonl", script="infer"
+    )
     assert finish(process)[0] == -signal.SIGKILL and not (tmp_path / "a.jsonl").exists()
     for name, said in (("a", "going on behind"), ("b", "")):
-        process = start_patched(compiled, "", *command, "--output", tmp_path / f"{name}.jsonl",
-                                script="infer")
+        process = start_patched(
+            compiled, "", *command, "--output", tmp_path / f"{name}.jsonl", script="infer"
+        )
         status, _, err = finish(process)
         assert status == 0 and said in err
     assert (tmp_path / "a.jsonl").read_text() == (tmp_path / "b.jsonl").read_text()
@@ -3352,9 +4724,13 @@ def test_killed_while_preparing_and_while_answering(corpus, compiled, tmp_path):
 def test_a_full_disk_stops_the_run_and_loses_nothing(corpus, compiled, tmp_path):
     """Files may not grow beyond a limit, as on a full disk; the checkpoint before it stays."""
     flags = flags_of(corpus, **SHORT)
-    assert finish(start(compiled, "--run_dir", tmp_path, *flags, "--train.steps=8"))[0] == 0
-    patch = ("import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))\n"
-             "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)")
+    assert (
+        finish(start(compiled, "--run_dir", tmp_path, *flags, "--train.steps=8"))[0] == 0
+    )
+    patch = (
+        "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)"
+    )
     status, _, err = finish(start_patched(compiled, patch, "--run_dir", tmp_path, *flags))
     assert status == 1 and "could not be written" in err and "Traceback" not in err
     checkpoints = partition.Checkpoints(tmp_path)
@@ -3364,15 +4740,28 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(corpus, compiled, tmp_path)
 
 
 @slow
-@pytest.mark.parametrize("where, step", [
-    ("old = train.train_step\ndef train_step(*args):\n    os.kill(os.getpid(), signal.SIGTERM)\n"
-     "    return old(*args)\ntrain.train_step = train_step", 1),  # traced: in the first compile
-    ("old = evaluate.teacher_forced\ndef teacher_forced(*args):\n"
-     "    os.kill(os.getpid(), signal.SIGTERM)\n    return old(*args)\n"
-     "evaluate.teacher_forced = teacher_forced", 13),
-], ids=["compile", "evaluation"])
+@pytest.mark.parametrize(
+    "where, step",
+    [
+        (
+            "old = train.train_step\ndef train_step(*args):\n    os.kill(os.getpid(), signal.SIGTERM)\n"
+            # traced: in the first compile
+            "    return old(*args)\ntrain.train_step = train_step",
+            1,
+        ),
+        (
+            "old = evaluate.teacher_forced\ndef teacher_forced(*args):\n"
+            "    os.kill(os.getpid(), signal.SIGTERM)\n    return old(*args)\n"
+            "evaluate.teacher_forced = teacher_forced",
+            13,
+        ),
+    ],
+    ids=["compile", "evaluation"],
+)
 def test_sigterm_outside_the_steps(corpus, compiled, tmp_path, where, step):
-    process = start_patched(compiled, where, "--run_dir", tmp_path, *flags_of(corpus, **SHORT))
+    process = start_patched(
+        compiled, where, "--run_dir", tmp_path, *flags_of(corpus, **SHORT)
+    )
     status, out, err = finish(process)
     assert status == 0 and f"stopped  at step {step}," in out, err
     assert partition.Checkpoints(tmp_path).steps()[-1] == step
@@ -3382,6 +4771,7 @@ def test_sigterm_outside_the_steps(corpus, compiled, tmp_path, where, step):
 def test_a_run_may_lie_at_a_remote_place(corpus, capsys, monkeypatch, tmp_path):
     """On a bucket that is kept in memory: the same run, resumed too; the manifest is the commit."""
     from fsspec.implementations.memory import MemoryFileSystem
+
     for protocol in ("gs", "gcs"):
         fsspec.register_implementation(protocol, MemoryFileSystem, clobber=True)
     monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
@@ -3390,18 +4780,32 @@ def test_a_run_may_lie_at_a_remote_place(corpus, capsys, monkeypatch, tmp_path):
         status, out, err = run(train, capsys, monkeypatch, "--run_dir", run_dir, *flags)
         assert status == 0, err
     checkpoints = partition.Checkpoints(place)
-    assert checkpoints.steps() == [8, 16, 24] and partition.verify(checkpoints.path(24)) == []
+    assert (
+        checkpoints.steps() == [8, 16, 24]
+        and partition.verify(checkpoints.path(24)) == []
+    )
     names = {path.name for path in configs.to_path(place).iterdir()}
     assert {"config.json", "spiece.model", "metrics.jsonl", "model-info.txt"} <= names
-    one, two = (partition.Checkpoints(run_dir).path(24) / "pieces-00000-of-00001.msgpack"
-                for run_dir in (place, tmp_path / "run"))
+    one, two = (
+        partition.Checkpoints(run_dir).path(24) / "pieces-00000-of-00001.msgpack"
+        for run_dir in (place, tmp_path / "run")
+    )
     assert one.read_bytes() == two.read_bytes()
-    (checkpoints.path(24) / "manifest.json").unlink()  # as a kill before the end leaves it
+    # as a kill before the end leaves it
+    (checkpoints.path(24) / "manifest.json").unlink()
     status, out, err = run(train, capsys, monkeypatch, "--run_dir", place)
-    assert status == 0 and "step_00000016" in out and checkpoints.steps() == [8, 16, 24], err
-    timeless = [[{k: v for k, v in json.loads(line).items() if not k.startswith("timing/")}
-                 for line in (configs.to_path(run_dir) / "metrics.jsonl").read_text().splitlines()]
-                for run_dir in (place, tmp_path / "run")]
+    assert (
+        status == 0 and "step_00000016" in out and checkpoints.steps() == [8, 16, 24]
+    ), err
+    timeless = [
+        [
+            {k: v for k, v in json.loads(line).items() if not k.startswith("timing/")}
+            for line in (configs.to_path(run_dir) / "metrics.jsonl")
+            .read_text()
+            .splitlines()
+        ]
+        for run_dir in (place, tmp_path / "run")
+    ]
     assert timeless[0] == timeless[1]
     for module, text in ((evaluate, []), (infer, ["alpha <extra_id_0>"])):
         status, out, err = run(module, capsys, monkeypatch, "--run_dir", place, *text)
@@ -3412,10 +4816,19 @@ def test_a_run_may_lie_at_a_remote_place(corpus, capsys, monkeypatch, tmp_path):
 @slow
 def test_what_is_not_finite_stops_the_run(corpus, compiled, tmp_path):
     """Three updates in a row are skipped; then the steps and their rows are named."""
-    patch = ("old = train.learning_rate\ntrain.learning_rate = lambda step, cfg: "
-             "old(step, cfg) * train.jnp.where(step == 9, 1e38, 1.0) * 1e38 ** (step == 9)")
-    status, _, err = finish(start_patched(compiled, patch, "--run_dir", tmp_path,
-                                          *flags_of(corpus, **{**SHORT, "train.log_every": 1})))
+    patch = (
+        "old = train.learning_rate\ntrain.learning_rate = lambda step, cfg: "
+        "old(step, cfg) * train.jnp.where(step == 9, 1e38, 1.0) * 1e38 ** (step == 9)"
+    )
+    status, _, err = finish(
+        start_patched(
+            compiled,
+            patch,
+            "--run_dir",
+            tmp_path,
+            *flags_of(corpus, **{**SHORT, "train.log_every": 1}),
+        )
+    )
     assert status == 1 and re.search(r"steps 11 to 13 \(rows 80 to 103", err), err
     assert partition.Checkpoints(tmp_path).steps() == [8]
 
@@ -3428,37 +4841,90 @@ BAD = {
     "abbreviated flag": (["--train.step", "5"], "did you mean train.steps"),
     "no number": (["--train.steps", "many"], "takes int"),
     "no truth value": (["--mesh.fsdp", "yes"], "true or false"),
-    "no such file": (["--data.source", "text:nowhere/*.txt"], "No file matches nowhere/*.txt"),
+    "no such file": (
+        ["--data.source", "text:nowhere/*.txt"],
+        "No file matches nowhere/*.txt",
+    ),
     "no such kind": (["--data.source", "csv:a"], "python:, text:"),
     "no such recipe file": (["--config", "none.py"], "no file none.py"),
     "heads": (["--mesh.model", "8"], "4 heads"),
     "devices": (["--mesh.model", "3"], "8 devices"),
     "batch": (["--train.batch_size", "12"], "12 rows"),
     "microbatches": (["--train.microbatches", "16"], "4 rows"),
-    "too few targets": (["--data.source", "random:", "--data.targets_length", "7"],
-                        "--data.targets_length to 8"),
-    "too few sentinels": (["--data.source", "random:", "--data.inputs_length", "2000",
-                           "--data.targets_length", "500"], "lose 111 spans"),
-    "absent C4": (["--config", "small_c4", "--data.tfds_dir", "nowhere"], "nowhere/c4/en"),
+    "too few targets": (
+        ["--data.source", "random:", "--data.targets_length", "7"],
+        "--data.targets_length to 8",
+    ),
+    "too few sentinels": (
+        [
+            "--data.source",
+            "random:",
+            "--data.inputs_length",
+            "2000",
+            "--data.targets_length",
+            "500",
+        ],
+        "lose 111 spans",
+    ),
+    "absent C4": (
+        ["--config", "small_c4", "--data.tfds_dir", "nowhere"],
+        "nowhere/c4/en",
+    ),
     "no vocabulary": (["--data.vocab", "none.model"], "train:32000"),
-    "bad schedule": (["--data.source", "random:", "--train.schedule", "constant * magic"], "magic"),
-    "bad optimizer": (["--data.source", "random:", "--train.optimizer", "sgd"], "adafactor"),
-    "bad activation": (["--data.source", "random:", "--model.activation", "tanh"], "gelu, silu"),
+    "bad schedule": (
+        ["--data.source", "random:", "--train.schedule", "constant * magic"],
+        "magic",
+    ),
+    "bad optimizer": (
+        ["--data.source", "random:", "--train.optimizer", "sgd"],
+        "adafactor",
+    ),
+    "bad activation": (
+        ["--data.source", "random:", "--model.activation", "tanh"],
+        "gelu, silu",
+    ),
     "bad remat": (["--data.source", "random:", "--model.remat", "some"], "dots"),
-    "no noise": (["--data.source", "random:", "--data.noise_density", "0"], "noise_density"),
-    "short inputs": (["--data.source", "random:", "--data.inputs_length", "2"], "inputs_length"),
-    "no pairs": (["--data.task", "text_to_text", "--data.source", "python:"],
-                 "no text in inputs and targets"),
+    "no noise": (
+        ["--data.source", "random:", "--data.noise_density", "0"],
+        "noise_density",
+    ),
+    "short inputs": (
+        ["--data.source", "random:", "--data.inputs_length", "2"],
+        "inputs_length",
+    ),
+    "no pairs": (
+        ["--data.task", "text_to_text", "--data.source", "python:"],
+        "no text in inputs and targets",
+    ),
     "no field": (["--data.fields", "text"], "text=NAME"),
-    "no source of pairs": (["--data.task", "text_to_text", "--data.source", ""], "jsonl:FILE"),
+    "no source of pairs": (
+        ["--data.task", "text_to_text", "--data.source", ""],
+        "jsonl:FILE",
+    ),
     "unknown task": (["--data.task", "glue_cola"], "did you mean glue_cola_v002"),
     "T0 without P3": (["--data.task", "t0_train", "--data.source", ""], "seqio:DIR"),
-    "beams and samples": (["--decode.beams", "2", "--decode.top_k", "3"], "leave out the one"),
-    "a remote folder of tokens": (["--data.prepared_dir", "gs://bucket/x"], "memory-mapped"),
+    "beams and samples": (
+        ["--decode.beams", "2", "--decode.top_k", "3"],
+        "leave out the one",
+    ),
+    "a remote folder of tokens": (
+        ["--data.prepared_dir", "gs://bucket/x"],
+        "memory-mapped",
+    ),
     "a folder": (["--data.source", "text:."], "./*"),
-    "absent held-out text": (["--data.vocab", "v.model", "--model.vocab_size", "256",
-                              "--data.source", "text:a.txt:lines",
-                              "--data.validation_source", "text:nope"], "No file matches nope"),
+    "absent held-out text": (
+        [
+            "--data.vocab",
+            "v.model",
+            "--model.vocab_size",
+            "256",
+            "--data.source",
+            "text:a.txt:lines",
+            "--data.validation_source",
+            "text:nope",
+        ],
+        "No file matches nope",
+    ),
 }
 
 
@@ -3471,14 +4937,18 @@ def test_a_users_mistake_is_one_sentence(name, tmp_path, capsys, monkeypatch, to
     status, _, err = run(train, capsys, monkeypatch, "--run_dir", "run", *argv)
     assert status == 2 and expected in err and "Traceback" not in err
     assert len([line for line in err.splitlines() if expected in line]) == 1
-    assert not (tmp_path / "run" / "config.json").exists()  # the corrected command will do
+    # the corrected command will do
+    assert not (tmp_path / "run" / "config.json").exists()
 
 
 def test_looking_at_data_and_model_asks_no_run(trained, capsys, monkeypatch):
     """A run directory's configuration counts only where --run_dir names it."""
     run_dir, _ = trained
-    for flags, status in ((["--model.num_layers", 3], 0), (["--run_dir", run_dir], 0),
-                          (["--run_dir", run_dir, "--config", "tiny"], 2)):
+    for flags, status in (
+        (["--model.num_layers", 3], 0),
+        (["--run_dir", run_dir], 0),
+        (["--run_dir", run_dir, "--config", "tiny"], 2),
+    ):
         assert run(model, capsys, monkeypatch, *flags)[0] == status
 
 
@@ -3489,28 +4959,62 @@ def test_empty_and_short_corpora_are_refused(tmp_path, capsys, monkeypatch, toke
     Path("v.model").write_bytes(tokenizer.serialized)
     for name in ("empty", "one"):
         status, _, err = run(
-            data, capsys, monkeypatch, "--prepare", "--data.source", f"text:{name}.txt",
-            "--data.vocab", "v.model", "--model.vocab_size", 256)
+            data,
+            capsys,
+            monkeypatch,
+            "--prepare",
+            "--data.source",
+            f"text:{name}.txt",
+            "--data.vocab",
+            "v.model",
+            "--model.vocab_size",
+            256,
+        )
         assert status == 2 and f"{name}.txt" in err
-    status, _, err = run(data, capsys, monkeypatch, "--prepare", "--data.source", "text:one.txt")
+    status, _, err = run(
+        data, capsys, monkeypatch, "--prepare", "--data.source", "text:one.txt"
+    )
     assert status == 2 and "too little text" in err and "train:" in err
 
 
 def test_a_vocabulary_of_another_size_is_refused(trained, capsys, monkeypatch, tmp_path):
     run_dir, flags = trained
     flags = [flag for flag in flags if "model.vocab_size" not in flag]
-    status, _, err = run(train, capsys, monkeypatch, "--run_dir", tmp_path / "run", *flags,
-                         "--model.vocab_size", 512)
+    status, _, err = run(
+        train,
+        capsys,
+        monkeypatch,
+        "--run_dir",
+        tmp_path / "run",
+        *flags,
+        "--model.vocab_size",
+        512,
+    )
     assert status == 2 and "--model.vocab_size 256" in err
     assert not (tmp_path / "run" / "config.json").exists()
 
 
-def test_a_run_of_another_config_is_refused_and_the_fields_listed(trained, capsys, monkeypatch):
+def test_a_run_of_another_config_is_refused_and_the_fields_listed(
+    trained, capsys, monkeypatch
+):
     run_dir, flags = trained
     before = (run_dir / "config.json").read_bytes()
-    status, _, err = run(train, capsys, monkeypatch, "--run_dir", run_dir, "--train.seed", 1,
-                         "--model.d_ff", 64, "--train.steps", 9)
-    assert status == 2 and "train.seed 1 (was 0)" in err and "model.d_ff 64 (was 48)" in err
+    status, _, err = run(
+        train,
+        capsys,
+        monkeypatch,
+        "--run_dir",
+        run_dir,
+        "--train.seed",
+        1,
+        "--model.d_ff",
+        64,
+        "--train.steps",
+        9,
+    )
+    assert (
+        status == 2 and "train.seed 1 (was 0)" in err and "model.d_ff 64 (was 48)" in err
+    )
     assert "train.steps" not in err and (run_dir / "config.json").read_bytes() == before
 
 
@@ -3530,12 +5034,15 @@ def test_a_checkpoint_of_another_model_is_refused(trained, tmp_path, one_device)
     cfg = configs.load_run(run_dir)
     with pytest.raises(configs.UserError, match=r"has no array|asks for"):
         infer.load_params(change(cfg, model=dict(d_ff=64)), run_dir)
-    shutil.copytree(run_dir, tmp_path / "moved")  # a run directory is the unit a user moves about
+    # a run directory is the unit a user moves about
+    shutil.copytree(run_dir, tmp_path / "moved")
     infer.load_params(cfg, tmp_path / "moved")
 
 
 @slow
-def test_a_run_starts_from_anothers_weights(trained, tmp_path, capsys, monkeypatch, tokenizer):
+def test_a_run_starts_from_anothers_weights(
+    trained, tmp_path, capsys, monkeypatch, tokenizer
+):
     """--init_from: a run or a checkpoint; its weights, or all; its vocabulary; what it trains."""
     run_dir, flags = trained
     monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
@@ -3543,43 +5050,85 @@ def test_a_run_starts_from_anothers_weights(trained, tmp_path, capsys, monkeypat
 
     def start(name, source, *more):
         monkeypatch.chdir(tmp_path)
-        return run(train, capsys, monkeypatch, "--run_dir", tmp_path / name, "--init_from", source,
-                   *flags, *more)
+        return run(
+            train,
+            capsys,
+            monkeypatch,
+            "--run_dir",
+            tmp_path / name,
+            "--init_from",
+            source,
+            *flags,
+            *more,
+        )
 
-    lines = [json.dumps({"inputs": " ".join(pair), "targets": pair[0]})
-             for pair in itertools.permutations(WORDS[:9], 2)]
+    lines = [
+        json.dumps({"inputs": " ".join(pair), "targets": pair[0]})
+        for pair in itertools.permutations(WORDS[:9], 2)
+    ]
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
-    task = ["--data.task", "text_to_text", "--data.source", f"jsonl:{tmp_path}/pairs.jsonl",
-            "--train.steps", 2, "--train.save_every", 2, "--train.eval_every", 2,
-            "--train.infer_every", 2, "--train.log_every", 1, "--train.learning_rate", 0]
+    task = [
+        "--data.task",
+        "text_to_text",
+        "--data.source",
+        f"jsonl:{tmp_path}/pairs.jsonl",
+        "--train.steps",
+        2,
+        "--train.save_every",
+        2,
+        "--train.eval_every",
+        2,
+        "--train.infer_every",
+        2,
+        "--train.log_every",
+        1,
+        "--train.learning_rate",
+        0,
+    ]
     status, out, err = start("new", run_dir, *task)
     assert status == 0 and f"the weights of step {newest}" in out and "accuracy" in out
     status, out, _ = start("new", run_dir, *task)  # the same command again
     assert status == 0 and "finished" in out
     cfg = configs.load_run(tmp_path / "new")
     mesh = partition.set_mesh(cfg, jax.local_devices()[:1])
-    old, new = (infer.load_params(cfg, folder)[1] for folder in (run_dir, tmp_path / "new"))
+    old, new = (
+        infer.load_params(cfg, folder)[1] for folder in (run_dir, tmp_path / "new")
+    )
     jax.tree.map(assert_close, old, new)
     assert (tmp_path / "new" / "spiece.model").read_bytes() == (
-        run_dir / "spiece.model").read_bytes()
+        run_dir / "spiece.model"
+    ).read_bytes()
     metrics = metrics_of(tmp_path / "new")
     assert any("inference_eval/text_to_text/accuracy" in line for line in metrics)
     assert any("training_eval/text_to_text/loss" in line for line in metrics)
     predictions = (tmp_path / "new" / "eval" / "text_to_text-00000002.jsonl").read_text()
-    assert all(key in json.loads(predictions.splitlines()[0]) for key in ("output", "target"))
+    assert all(
+        key in json.loads(predictions.splitlines()[0]) for key in ("output", "target")
+    )
     checkpoint = partition.Checkpoints(run_dir).path(newest)
-    status, out, _ = start("all", checkpoint, "--train.restore", "all", "--train.steps",
-                           newest + 1, "--train.eval_every", 0)
+    status, out, _ = start(
+        "all",
+        checkpoint,
+        "--train.restore",
+        "all",
+        "--train.steps",
+        newest + 1,
+        "--train.eval_every",
+        0,
+    )
     assert status == 0 and "with its optimizer" in out
     assert [line["step"] for line in metrics_of(tmp_path / "all")][-1] == newest + 1
     (tmp_path / "other.model").write_bytes(
-        data.train_tokenizer(sentences(50, seed=7), 50).serialized)
+        data.train_tokenizer(sentences(50, seed=7), 50).serialized
+    )
     other = [*task, "--data.vocab", tmp_path / "other.model"]
     status, _, err = start("other", run_dir, *other)
     assert status == 2 and "is not the vocabulary of" in err
     assert start("none", tmp_path, *task)[0] == 2 and mesh
     assert not (tmp_path / "none" / "config.json").exists()
-    status, _, err = start("late", checkpoint, "--train.restore", "all", "--train.steps", 2)
+    status, _, err = start(
+        "late", checkpoint, "--train.restore", "all", "--train.steps", 2
+    )
     assert status == 2 and "goes on from there" in err
 
 
@@ -3595,7 +5144,9 @@ def damages(path, count, rng):
     if path.suffix == ".safetensors":  # what follows the header has no checksum
         last = 8 + int.from_bytes(whole[:8], "little")
     for at in rng.integers(0, last, count).tolist():
-        yield whole[:at] + bytes([whole[at] ^ 1 << int(rng.integers(8))]) + whole[at + 1 :]
+        yield (
+            whole[:at] + bytes([whole[at] ^ 1 << int(rng.integers(8))]) + whole[at + 1 :]
+        )
     yield from (whole[: int(len(whole) * part)] for part in (0, 0.3, 0.7))
     yield whole[:-1]
     if path.suffix in (".json", ".jsonl"):
@@ -3604,8 +5155,11 @@ def damages(path, count, rng):
 
 def all_arrays(folder):
     weights = convert.open_any(folder)
-    return {(name, layer): np.asarray(weights.read(name, layer)) for name in sorted(weights.shapes)
-            for layer in convert.layers_of(name, weights.shapes[name])}
+    return {
+        (name, layer): np.asarray(weights.read(name, layer))
+        for name in sorted(weights.shapes)
+        for layer in convert.layers_of(name, weights.shapes[name])
+    }
 
 
 @pytest.mark.parametrize("to, flips", [("hf", 12), ("t5x", 8), ("plain", 6)])
@@ -3623,12 +5177,16 @@ def test_damaged_weights_are_refused_or_equal(trained, tmp_path, to, flips):
             try:
                 found = all_arrays(tmp_path / "model")
             except (configs.UserError, OSError) as error:
-                assert path.name[:10] in str(error) or str(tmp_path / "model") in str(error)
+                assert path.name[:10] in str(error) or str(tmp_path / "model") in str(
+                    error
+                )
                 refused += 1
                 continue
             if to != "t5x":  # whose arrays have no checksum
                 assert found.keys() == expected.keys(), path
-                assert all(np.array_equal(found[key], expected[key]) for key in expected), path
+                assert all(
+                    np.array_equal(found[key], expected[key]) for key in expected
+                ), path
         path.write_bytes(whole)
     assert refused > 15
 
@@ -3636,16 +5194,24 @@ def test_damaged_weights_are_refused_or_equal(trained, tmp_path, to, flips):
 def test_damaged_files_of_a_run_are_refused_or_equal(trained, tmp_path):
     """config.json, checkpoints, metrics: what is read is what was written, or a sentence."""
     shutil.copytree(trained[0], tmp_path / "run")
-    rng, mesh = np.random.default_rng(1), partition.set_mesh(configs.load_run(trained[0]),
-                                                             jax.devices()[:1])
+    rng, mesh = (
+        np.random.default_rng(1),
+        partition.set_mesh(configs.load_run(trained[0]), jax.devices()[:1]),
+    )
     with jax.set_mesh(mesh):
         cfg = configs.load_run(tmp_path / "run")
-        steps = {step: jax.tree.leaves(infer.load_params(cfg, tmp_path / "run", step)[1])
-                 for step in partition.Checkpoints(tmp_path / "run").steps()}
+        steps = {
+            step: jax.tree.leaves(infer.load_params(cfg, tmp_path / "run", step)[1])
+            for step in partition.Checkpoints(tmp_path / "run").steps()
+        }
         latest, refused = max(steps), 0
         folder = partition.Checkpoints(tmp_path / "run").path(latest)
-        for path in [tmp_path / "run/config.json", tmp_path / "run/metrics.jsonl",
-                     folder / "manifest.json", *sorted(folder.glob("*.msgpack"))[:1]]:
+        for path in [
+            tmp_path / "run/config.json",
+            tmp_path / "run/metrics.jsonl",
+            folder / "manifest.json",
+            *sorted(folder.glob("*.msgpack"))[:1],
+        ]:
             whole = path.read_bytes()
             for content in damages(path, 12, rng):
                 path.write_bytes(content)
@@ -3657,24 +5223,56 @@ def test_damaged_files_of_a_run_are_refused_or_equal(trained, tmp_path):
                     assert path.name in str(error)
                     refused += 1
                     continue
-                assert all(np.array_equal(a, b)
-                           for a, b in zip(jax.tree.leaves(params), steps[step])), path
+                assert all(
+                    np.array_equal(a, b)
+                    for a, b in zip(jax.tree.leaves(params), steps[step])
+                ), path
             path.write_bytes(whole)
         assert refused > 15 and len(steps) > 1
 
 
-@pytest.mark.parametrize("flags", [
-    {"train.batch_size": 10**9}, {"data.inputs_length": 10**9}, {"model.d_model": 10**9},
-    {"model.vocab_size": 2 * 10**9}, {"decode.max_len": 10**6}])
-def test_what_memory_cannot_hold_is_refused(trained, tmp_path, capsys, monkeypatch, flags):
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"train.batch_size": 10**9},
+        {"data.inputs_length": 10**9},
+        {"model.d_model": 10**9},
+        {"model.vocab_size": 2 * 10**9},
+        {"decode.max_len": 10**6},
+    ],
+)
+def test_what_memory_cannot_hold_is_refused(
+    trained, tmp_path, capsys, monkeypatch, flags
+):
     monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
     flags = [f"--{name}={value}" for name, value in flags.items()]
     lines = tmp_path / "in.jsonl"
     lines.write_text('{"inputs": "alpha"}\n' * 3)
-    status, _, err = run(train, capsys, monkeypatch, "--config", "tiny", "--run_dir",
-                         tmp_path / "run", *flags) if "decode" not in flags[0] else run(
-        infer, capsys, monkeypatch, "--run_dir", trained[0], "--input", lines, "--output",
-        tmp_path / "out.jsonl", *flags)
+    status, _, err = (
+        run(
+            train,
+            capsys,
+            monkeypatch,
+            "--config",
+            "tiny",
+            "--run_dir",
+            tmp_path / "run",
+            *flags,
+        )
+        if "decode" not in flags[0]
+        else run(
+            infer,
+            capsys,
+            monkeypatch,
+            "--run_dir",
+            trained[0],
+            "--input",
+            lines,
+            "--output",
+            tmp_path / "out.jsonl",
+            *flags,
+        )
+    )
     assert status == 2 and "This holds at least" in err and "lower --" in err, err
 
 
@@ -3685,8 +5283,10 @@ def test_a_long_line_comes_with_fewer_others(trained, monkeypatch):
     mesh = partition.set_mesh(cfg, jax.devices()[:1])
     _, params = infer.load_params(cfg, trained[0])
     rng = np.random.default_rng(0)
-    examples = [infer.Example([*rng.integers(3, 60, n).tolist(), data.EOS], number=i)
-                for i, n in enumerate((5, 300, 9, 31, 70, 3, 600, 12, 20, 8))]
+    examples = [
+        infer.Example([*rng.integers(3, 60, n).tolist(), data.EOS], number=i)
+        for i, n in enumerate((5, 300, 9, 31, 70, 3, 600, 12, 20, 8))
+    ]
     sizes, answer_batch = [], infer.answer_batch
 
     def counted(params, cfg, mesh, group, mode, B):
@@ -3695,7 +5295,9 @@ def test_a_long_line_comes_with_fewer_others(trained, monkeypatch):
 
     monkeypatch.setattr(infer, "answer_batch", counted)
     together = list(infer.answer(params, cfg, mesh, examples))
-    assert sum(B for B, _ in sizes) >= 10 and {B for B, length in sizes if length > 256} == {1}
+    assert sum(B for B, _ in sizes) >= 10 and {
+        B for B, length in sizes if length > 256
+    } == {1}
     assert all(B * max(length, 32) <= 8 * 32 or B == 1 for B, length in sizes)
     alone = [next(infer.answer(params, cfg, mesh, [one])) for one in examples]
     assert [ids for ids, _ in together] == [ids for ids, _ in alone]
@@ -3704,32 +5306,71 @@ def test_a_long_line_comes_with_fewer_others(trained, monkeypatch):
 def test_the_best_step_is_found_by_name(trained, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
     shutil.copytree(trained[0], tmp_path / "run")
-    assert run(convert, capsys, monkeypatch, tmp_path / "run", tmp_path / "hf", "--to", "hf",
-               "--step", "best")[0] == 2  # it was trained without train.keep_best
+    assert (
+        run(
+            convert,
+            capsys,
+            monkeypatch,
+            tmp_path / "run",
+            tmp_path / "hf",
+            "--to",
+            "hf",
+            "--step",
+            "best",
+        )[0]
+        == 2
+    )  # it was trained without train.keep_best
     config = json.loads((tmp_path / "run/config.json").read_text())
     metric = config["train"]["keep_best"] = "training_eval/span_corruption/loss"
     (tmp_path / "run/config.json").write_text(json.dumps(config))
     first, last = partition.Checkpoints(tmp_path / "run").steps()
     (tmp_path / "run/metrics.jsonl").write_text(
-        f'{{"step": {first}, "{metric}": 1.0}}\n{{"step": {last}, "{metric}": 2.0}}\n')
-    status, out, err = run(evaluate, capsys, monkeypatch, "--run_dir", tmp_path / "run", "--step",
-                           "best")
+        f'{{"step": {first}, "{metric}": 1.0}}\n{{"step": {last}, "{metric}": 2.0}}\n'
+    )
+    status, out, err = run(
+        evaluate, capsys, monkeypatch, "--run_dir", tmp_path / "run", "--step", "best"
+    )
     assert status == 0 and f"step {first}, " in out, err
-    status, _, err = run(train, capsys, monkeypatch, "--run_dir", tmp_path / "run",
-                         "--train.keep_best", "training_eval/glue/loss", "--train.steps", 9)
+    status, _, err = run(
+        train,
+        capsys,
+        monkeypatch,
+        "--run_dir",
+        tmp_path / "run",
+        "--train.keep_best",
+        "training_eval/glue/loss",
+        "--train.steps",
+        9,
+    )
     assert status == 2 and "training_eval/span_corruption/..." in err
 
 
 def test_a_table_does_not_mix_decoders(trained, tmp_path, capsys, monkeypatch):
     """What was decoded otherwise than the run says stands in a column of its own."""
     monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
-    monkeypatch.setitem(data.TASKS, "pairs", data.Task(
-        f"jsonl:{tmp_path}/pairs.jsonl", data.text_to_text, ("accuracy",)))
-    (tmp_path / "pairs.jsonl").write_text('{"inputs": "alpha", "targets": "beta"}\n' * 200)
+    monkeypatch.setitem(
+        data.TASKS,
+        "pairs",
+        data.Task(f"jsonl:{tmp_path}/pairs.jsonl", data.text_to_text, ("accuracy",)),
+    )
+    (tmp_path / "pairs.jsonl").write_text(
+        '{"inputs": "alpha", "targets": "beta"}\n' * 200
+    )
     for flags in ([], ["--decode.beams", 2]):
-        status, _, err = run(evaluate, capsys, monkeypatch, "--run_dir", trained[0], "--tasks",
-                             "pairs", "--output", tmp_path / "eval", "--csv", tmp_path / "t.csv",
-                             *flags)
+        status, _, err = run(
+            evaluate,
+            capsys,
+            monkeypatch,
+            "--run_dir",
+            trained[0],
+            "--tasks",
+            "pairs",
+            "--output",
+            tmp_path / "eval",
+            "--csv",
+            tmp_path / "t.csv",
+            *flags,
+        )
         assert status == 0, err
     columns = (tmp_path / "t.csv").read_text().splitlines()[0].split(",")
     assert {"pairs/accuracy", "pairs-beams=2/accuracy"} <= set(columns)
@@ -3737,14 +5378,21 @@ def test_a_table_does_not_mix_decoders(trained, tmp_path, capsys, monkeypatch):
 
 def test_a_full_disk_is_named(trained, tmp_path, capsys, monkeypatch):
     """/dev/full takes nothing: the sentence names the file that could not be written."""
+
     def full(*args):
         raise convert.safetensors.SafetensorError("No space left on device")
 
     monkeypatch.setattr(convert.safetensors.numpy, "save_file", full)
-    status, _, err = run(convert, capsys, monkeypatch, trained[0], tmp_path / "hf", "--to", "hf")
+    status, _, err = run(
+        convert, capsys, monkeypatch, trained[0], tmp_path / "hf", "--to", "hf"
+    )
     assert status == 1 and f"{tmp_path}/hf cannot be read or written (No space" in err
     assert not (tmp_path / "hf").exists() and len(list(tmp_path.iterdir())) == 0
-    with pytest.raises(OSError) as error, configs.writing("/dev/full"), open("/dev/full", "w") as f:
+    with (
+        pytest.raises(OSError) as error,
+        configs.writing("/dev/full"),
+        open("/dev/full", "w") as f,
+    ):
         f.write("x" * 100)
         f.flush()
     assert error.value.filename == "/dev/full"
@@ -3761,16 +5409,44 @@ def test_any_command_line_ends_in_a_sentence(capsys, monkeypatch):
     """Hundreds of flags and values, right and wrong: status 0, or 2 and one sentence."""
     rng = np.random.default_rng(2)
     names = [name for name, *_ in configs.fields(Config(""))]
-    values = ["0", "-1", "1", "2", "64", "1e9", "1000000000", "2147483648", "1e400", "nan", "inf",
-              "none", "true", "x", "", "-", "ü\x1b", "0.1", "[]", "../..", "a" * 300]
+    values = [
+        "0",
+        "-1",
+        "1",
+        "2",
+        "64",
+        "1e9",
+        "1000000000",
+        "2147483648",
+        "1e400",
+        "nan",
+        "inf",
+        "none",
+        "true",
+        "x",
+        "",
+        "-",
+        "ü\x1b",
+        "0.1",
+        "[]",
+        "../..",
+        "a" * 300,
+    ]
     ended = collections.Counter()
     for _ in range(300):
-        flags = [part for name in rng.choice(names, rng.integers(1, 4))
-                 for part in (f"--{name}" if rng.random() < 0.9 else f"--{name[:-1]}",
-                              str(rng.choice(values)))]
+        flags = [
+            part
+            for name in rng.choice(names, rng.integers(1, 4))
+            for part in (
+                f"--{name}" if rng.random() < 0.9 else f"--{name[:-1]}",
+                str(rng.choice(values)),
+            )
+        ]
         status, out, err = run(model, capsys, monkeypatch, "--config", "tiny", *flags)
         assert status in (0, 2) and "Traceback" not in err and "\x1b" not in err, flags
-        assert status == 0 or err.startswith("model.py: ") and len(err.splitlines()) == 1, flags
+        assert (
+            status == 0 or err.startswith("model.py: ") and len(err.splitlines()) == 1
+        ), flags
         ended[status] += 1
     assert ended[0] > 20 and ended[2] > 100
 
@@ -3778,7 +5454,9 @@ def test_any_command_line_ends_in_a_sentence(capsys, monkeypatch):
 # ---- convert -------------------------------------------------------------------------------------
 
 # no two dimensions agree, the decoder is deeper, heads * d_kv is not d_model, 20 buckets up to 40
-ODD = change(model=dict(vocab_size=201, relative_buckets=20, relative_max_distance=40, dropout=0.1))
+ODD = change(
+    model=dict(vocab_size=201, relative_buckets=20, relative_max_distance=40, dropout=0.1)
+)
 
 
 def hf_state(m, seed=0):
@@ -3807,8 +5485,11 @@ def hf_state(m, seed=0):
             for name in ("wi_0", "wi_1") if gated else ("wi",):
                 add(f"{place}.{part}.{name}", m.d_ff, m.d_model)
             add(f"{place}.{part}.wo", m.d_model, m.d_ff)
-        add(f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias",
-            m.relative_buckets, m.num_heads)
+        add(
+            f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias",
+            m.relative_buckets,
+            m.num_heads,
+        )
         add(f"{stack}.final_layer_norm", m.d_model)
     if not m.tied:
         add("lm_head", m.vocab_size, m.d_model)
@@ -3817,13 +5498,29 @@ def hf_state(m, seed=0):
 
 def hf_config(m, **more):
     """What transformers 4 writes."""
-    return {"model_type": "t5", "is_encoder_decoder": True, "tie_word_embeddings": m.tied,
-            "feed_forward_proj": m.activation.replace("_", "-"), "dropout_rate": m.dropout,
-            "relative_attention_num_buckets": m.relative_buckets, "layer_norm_epsilon": 1e-6,
-            "relative_attention_max_distance": m.relative_max_distance,
-            **{name: getattr(m, name) for name in (
-                "vocab_size", "d_model", "d_ff", "d_kv", "num_heads", "num_layers",
-                "num_decoder_layers")}, **more}
+    return {
+        "model_type": "t5",
+        "is_encoder_decoder": True,
+        "tie_word_embeddings": m.tied,
+        "feed_forward_proj": m.activation.replace("_", "-"),
+        "dropout_rate": m.dropout,
+        "relative_attention_num_buckets": m.relative_buckets,
+        "layer_norm_epsilon": 1e-6,
+        "relative_attention_max_distance": m.relative_max_distance,
+        **{
+            name: getattr(m, name)
+            for name in (
+                "vocab_size",
+                "d_model",
+                "d_ff",
+                "d_kv",
+                "num_heads",
+                "num_layers",
+                "num_decoder_layers",
+            )
+        },
+        **more,
+    }
 
 
 def write_hf(folder, m, kind="safetensors", state=None, **more):
@@ -3834,40 +5531,65 @@ def write_hf(folder, m, kind="safetensors", state=None, **more):
     if "flax" in kind:
         tree = {}
         for name, array in state.items():
-            path, kernel = name.removesuffix(".weight").replace(".", "/"), "norm" not in name
+            path, kernel = (
+                name.removesuffix(".weight").replace(".", "/"),
+                "norm" not in name,
+            )
             table = name == "shared.weight" or "bias" in name
             last = "embedding" if table else "kernel" if kernel else "weight"
             tree[f"{path}/{last}"] = array if table or not kernel else array.T.copy()
         names = sorted(tree)
-        parts = {"flax_model.msgpack": names} if kind != "sharded flax" else {
-            "flax-1.msgpack": names[::2], "flax-2.msgpack": names[1::2]}
+        parts = (
+            {"flax_model.msgpack": names}
+            if kind != "sharded flax"
+            else {"flax-1.msgpack": names[::2], "flax-2.msgpack": names[1::2]}
+        )
         for file, part in parts.items():
-            (folder / file).write_bytes(flax.serialization.msgpack_serialize(
-                flax.traverse_util.unflatten_dict({n: tree[n] for n in part}, sep="/")))
+            (folder / file).write_bytes(
+                flax.serialization.msgpack_serialize(
+                    flax.traverse_util.unflatten_dict({n: tree[n] for n in part}, sep="/")
+                )
+            )
         if kind == "sharded flax":
             index = {name: file for file, part in parts.items() for name in part}
-            (folder / "flax_model.msgpack.index.json").write_text(json.dumps({"weight_map": index}))
+            (folder / "flax_model.msgpack.index.json").write_text(
+                json.dumps({"weight_map": index})
+            )
     elif kind == "pytorch_model.bin":
         torch = pytest.importorskip("torch", reason="needs pip install '.[parity]'")
-        torch.save({name: torch.tensor(array) for name, array in state.items()}, folder / kind,
-                   _use_new_zipfile_serialization=m.tied)  # as before torch 1.6, as T5 1.0's was
+        torch.save(
+            {name: torch.tensor(array) for name, array in state.items()},
+            folder / kind,
+            # as before torch 1.6, as T5 1.0's was
+            _use_new_zipfile_serialization=m.tied,
+        )
     else:
         names = sorted(state)
         parts = [names[::2], names[1::2]] if kind == "sharded" else [names]
         for number, part in enumerate(parts):
-            file = f"part-{number}.safetensors" if kind == "sharded" else "model.safetensors"
+            file = (
+                f"part-{number}.safetensors" if kind == "sharded" else "model.safetensors"
+            )
             part = {name: state[name] for name in part}
             safetensors.numpy.save_file(part, folder / file, {"format": "pt"})
         if kind == "sharded":
-            index = {name: f"part-{n}.safetensors" for n, part in enumerate(parts) for name in part}
+            index = {
+                name: f"part-{n}.safetensors"
+                for n, part in enumerate(parts)
+                for name in part
+            }
             (folder / "model.safetensors.index.json").write_text(
-                json.dumps({"metadata": {}, "weight_map": index}))
+                json.dumps({"metadata": {}, "weight_map": index})
+            )
     return state
 
 
 def load_safetensors(folder):
-    return {name: array for file in sorted(folder.glob("*.safetensors"))
-            for name, array in safetensors.numpy.load_file(file).items()}
+    return {
+        name: array
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, array in safetensors.numpy.load_file(file).items()
+    }
 
 
 def params_of(run_dir):
@@ -3875,8 +5597,10 @@ def params_of(run_dir):
     return cfg.model, infer.load_params(cfg, run_dir)[1]
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "sharded", "flax_model.msgpack", "sharded flax",
-                                  "pytorch_model.bin"])
+@pytest.mark.parametrize(
+    "kind",
+    ["safetensors", "sharded", "flax_model.msgpack", "sharded flax", "pytorch_model.bin"],
+)
 @pytest.mark.parametrize("activation, tied", [("gated_gelu", False), ("relu", True)])
 def test_hugging_face_and_back(kind, activation, tied, tmp_path):
     m = replace(ODD.model, activation=activation, tied=tied)
@@ -3887,7 +5611,9 @@ def test_hugging_face_and_back(kind, activation, tied, tmp_path):
     assert_equal(params, from_hugging_face(state, m))
     convert.main([str(tmp_path / "run"), str(tmp_path / "back"), "--to", "hf"])
     back = load_safetensors(tmp_path / "back")
-    assert set(back) == set(state) and all(np.array_equal(back[n], state[n]) for n in state)
+    assert set(back) == set(state) and all(
+        np.array_equal(back[n], state[n]) for n in state
+    )
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     assert hf_config(m).items() <= config.items()
     convert.main([str(tmp_path / "back"), str(tmp_path / "again")])
@@ -3904,22 +5630,38 @@ def test_large_models_are_written_in_shards(tmp_path, monkeypatch):
     assert len(files) > 3 and max(file.stat().st_size for file in files) < 70_000
     index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(state)
-    assert index["metadata"]["total_size"] == sum(array.nbytes for array in state.values())
+    assert index["metadata"]["total_size"] == sum(
+        array.nbytes for array in state.values()
+    )
     back = load_safetensors(tmp_path / "back")
     assert all(np.array_equal(back[name], state[name]) for name in state)
     convert.main([str(tmp_path / "back"), str(tmp_path / "run")])
     assert_equal(params_of(tmp_path / "run")[1], from_hugging_face(state, ODD.model))
 
 
-@pytest.mark.parametrize("head, flags, tied, factor", [
-    ("other", {"tie_word_embeddings": False}, False, 1),
-    ("none", {}, True, None),
-    ("same", {"tie_word_embeddings": True}, True, None),
-    ("other", {"tie_word_embeddings": True, "scale_decoder_outputs": False}, False, 1),  # v5
-    ("none", {"tie_word_embeddings": True, "scale_decoder_outputs": False}, False, 1),
-    ("other", {"tie_word_embeddings": True}, False, 32**-0.5),
-    ("other", {"tie_word_embeddings": True, "model_type": "mt5"}, False, 1),  # v5's mT5
-])
+@pytest.mark.parametrize(
+    "head, flags, tied, factor",
+    [
+        ("other", {"tie_word_embeddings": False}, False, 1),
+        ("none", {}, True, None),
+        ("same", {"tie_word_embeddings": True}, True, None),
+        # v5
+        (
+            "other",
+            {"tie_word_embeddings": True, "scale_decoder_outputs": False},
+            False,
+            1,
+        ),
+        ("none", {"tie_word_embeddings": True, "scale_decoder_outputs": False}, False, 1),
+        ("other", {"tie_word_embeddings": True}, False, 32**-0.5),
+        (
+            "other",
+            {"tie_word_embeddings": True, "model_type": "mt5"},
+            False,
+            1,
+        ),  # v5's mT5
+    ],
+)
 def test_tied_is_what_the_tensors_say(head, flags, tied, factor, tmp_path):
     state = hf_state(ODD.model)
     if head != "other":
@@ -3951,7 +5693,10 @@ def t5x_state(m, seed=0):
         slots = dict.fromkeys(("m", "v", "v_row", "v_col"), np.zeros(1, np.float32))
         order = np.argsort(shape, kind="stable")
         if len(shape) == 2 and shape[order[0]] >= 128:
-            slots |= {"v_row": squares[name].mean(order[1]), "v_col": squares[name].mean(order[0])}
+            slots |= {
+                "v_row": squares[name].mean(order[1]),
+                "v_col": squares[name].mean(order[0]),
+            }
         else:
             slots["v"] = squares[name]
         tree.update({f"state/param_states/{name}/{slot}": a for slot, a in slots.items()})
@@ -3965,18 +5710,24 @@ def t5x_state(m, seed=0):
             return {"row": square.mean(-1), "column": square.mean(-2)}
         return {"full": square}
 
-    slots = jax.tree.map(ours, model.param_table(m), map_t5x(m, lambda name, _: squares[name]),
-                         is_leaf=model.is_param)
+    slots = jax.tree.map(
+        ours,
+        model.param_table(m),
+        map_t5x(m, lambda name, _: squares[name]),
+        is_leaf=model.is_param,
+    )
     return flax.traverse_util.unflatten_dict(tree, sep="/"), params, slots
 
 
 def read_t5x(folder):
     """A T5X checkpoint -> {name: array}, as T5X reads it: flax's msgpack and TensorStore."""
     import tensorstore
+
     tree = flax.serialization.msgpack_restore((folder / "checkpoint").read_bytes())
     assert tree["version"] == 3 and set(tree) == {"version", "optimizer"}
     leaves = flax.traverse_util.flatten_dict(
-        tree["optimizer"], is_leaf=lambda _, x: "driver" in x, sep="/")
+        tree["optimizer"], is_leaf=lambda _, x: "driver" in x, sep="/"
+    )
 
     def value(leaf):
         if not isinstance(leaf, dict):
@@ -4000,20 +5751,34 @@ def restored(run_dir, optimizer="adafactor"):
     cfg = change(configs.load_run(run_dir), train=dict(optimizer=optimizer))
     shapes = jax.eval_shape(lambda: train.init_state(cfg))
     mesh = jax.sharding.get_mesh()
-    template = flax.serialization.to_state_dict(jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype,
-                                       sharding=jax.NamedSharding(mesh, jax.P())), shapes))
+    template = flax.serialization.to_state_dict(
+        jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(
+                a.shape, a.dtype, sharding=jax.NamedSharding(mesh, jax.P())
+            ),
+            shapes,
+        )
+    )
     return partition.load_from(run_dir, template)
 
 
 def test_t5x_and_back_with_optimizer(tmp_path):
     """Matrices longer and shorter than wide, square ones, and such as are not factored."""
-    m = ModelConfig(vocab_size=300, d_model=128, d_ff=130, d_kv=33, num_heads=4, num_layers=1,
-                    num_decoder_layers=2, relative_buckets=20)
+    m = ModelConfig(
+        vocab_size=300,
+        d_model=128,
+        d_ff=130,
+        d_kv=33,
+        num_heads=4,
+        num_layers=1,
+        num_decoder_layers=2,
+        relative_buckets=20,
+    )
     tree, params, slots = t5x_state(m)
     (tmp_path / "checkpoint_1000").mkdir()
     (tmp_path / "checkpoint_1000" / "checkpoint").write_bytes(
-        flax.serialization.msgpack_serialize({"version": 3, "optimizer": tree}))
+        flax.serialization.msgpack_serialize({"version": 3, "optimizer": tree})
+    )
     convert.main([str(tmp_path), str(tmp_path / "run"), "--step", "1000"])
     assert configs.load_run(tmp_path / "run").model == m
     step, state = restored(tmp_path / "run")
@@ -4023,13 +5788,23 @@ def test_t5x_and_back_with_optimizer(tmp_path):
     convert.main([str(tmp_path / "run"), str(tmp_path / "back"), "--to", "t5x"])
     tree = flax.traverse_util.flatten_dict(tree, sep="/")
     assert_same_arrays(tree, read_t5x(tmp_path / "back"))
-    convert.main([str(tmp_path / "back"), str(tmp_path / "half"), "--to", "t5x", "--dtype",
-                  "bfloat16"])
+    convert.main(
+        [
+            str(tmp_path / "back"),
+            str(tmp_path / "half"),
+            "--to",
+            "t5x",
+            "--dtype",
+            "bfloat16",
+        ]
+    )
     half = read_t5x(tmp_path / "half")
     assert half["target/decoder/decoder_norm/scale"].dtype == jnp.bfloat16
     convert.main([str(tmp_path / "half"), str(tmp_path / "rounded")])
-    assert_equal(params_of(tmp_path / "rounded")[1],
-                 jax.tree.map(lambda a: np.float32(a.astype(jnp.bfloat16)), params))
+    assert_equal(
+        params_of(tmp_path / "rounded")[1],
+        jax.tree.map(lambda a: np.float32(a.astype(jnp.bfloat16)), params),
+    )
 
 
 @needs_cases
@@ -4038,7 +5813,10 @@ def test_t5xs_own_checkpoints_and_back(source, tmp_path):
     folder = CASES / "t5x/checkpoint/v11"
     convert.main([str(folder / source), str(tmp_path / "run")])
     m, params = params_of(tmp_path / "run")
-    wanted = {name.removeprefix("target/"): a for name, a in np.load(folder / "params.npz").items()}
+    wanted = {
+        name.removeprefix("target/"): a
+        for name, a in np.load(folder / "params.npz").items()
+    }
     assert_equal(params, map_t5x(m, lambda name, _: wanted[name]))
     convert.main([str(tmp_path / "run"), str(tmp_path / "back"), "--to", "t5x"])
     assert_same_arrays(read_t5x(folder / "checkpoint_1000"), read_t5x(tmp_path / "back"))
@@ -4046,19 +5824,33 @@ def test_t5xs_own_checkpoints_and_back(source, tmp_path):
 
 
 def test_mesh_tensorflow(tmp_path):
-    tf = pytest.importorskip("tensorflow", reason="needs pip install tensorflow-cpu").compat.v1
+    tf = pytest.importorskip(
+        "tensorflow", reason="needs pip install tensorflow-cpu"
+    ).compat.v1
     m = replace(ODD.model, dropout=0.0, relative_max_distance=128)
     state, rng = hf_state(m), np.random.default_rng(1)
 
     def name_of(name):
-        name = name.removesuffix(".weight").replace(".", "/").replace("layer_norm", "rms_norm")
+        name = (
+            name.removesuffix(".weight")
+            .replace(".", "/")
+            .replace("layer_norm", "rms_norm")
+        )
         name = re.sub(r"(block|layer)/(\d+)", lambda x: f"{x[1]}_{int(x[2]):03}", name)
         name = name.replace("final_rms_norm", "rms_norm")
-        name = {"shared": "shared/embedding", "lm_head": "decoder/logits/kernel"}.get(name, name)
-        return name + ("/scale" if "norm" in name else "/kernel" if "Dense" in name else "")
+        name = {"shared": "shared/embedding", "lm_head": "decoder/logits/kernel"}.get(
+            name, name
+        )
+        return name + (
+            "/scale" if "norm" in name else "/kernel" if "Dense" in name else ""
+        )
 
-    arrays = {name_of(name): a if name == "shared.weight" else a.T for name, a in state.items()}
-    slots = {f"{name}_slot_v": rng.random(a.shape, np.float32) for name, a in arrays.items()}
+    arrays = {
+        name_of(name): a if name == "shared.weight" else a.T for name, a in state.items()
+    }
+    slots = {
+        f"{name}_slot_v": rng.random(a.shape, np.float32) for name, a in arrays.items()
+    }
     with tf.Graph().as_default(), tf.Session() as session:
         values = {**arrays, **slots, "global_step": np.int64(1234)}
         variables = [tf.Variable(value, name=name) for name, value in values.items()]
@@ -4070,18 +5862,22 @@ def test_mesh_tensorflow(tmp_path):
     assert_equal(params, from_hugging_face(state, m))
     step, all_of_it = restored(tmp_path / "run")
     assert step == 1234
-    np.testing.assert_array_equal(all_of_it["slots"]["embed"]["full"],
-                                  slots["shared/embedding_slot_v"])
+    np.testing.assert_array_equal(
+        all_of_it["slots"]["embed"]["full"], slots["shared/embedding_slot_v"]
+    )
     np.testing.assert_array_equal(
         all_of_it["slots"]["decoder"]["layers"]["cross_attention"]["key"]["full"][2],
-        slots["decoder/block_002/layer_001/EncDecAttention/k_slot_v"])
+        slots["decoder/block_002/layer_001/EncDecAttention/k_slot_v"],
+    )
 
 
 def test_a_run_goes_out_and_comes_back(trained, tmp_path, capsys, monkeypatch):
     """Our run -> Hugging Face -> a run that infer, evaluate and train use."""
     run_dir, flags = trained
     monkeypatch.setattr(partition.jax, "devices", lambda *_: jax.local_devices()[:1])
-    status, out, err = run(convert, capsys, monkeypatch, run_dir, tmp_path / "hf", "--to", "hf")
+    status, out, err = run(
+        convert, capsys, monkeypatch, run_dir, tmp_path / "hf", "--to", "hf"
+    )
     assert status == 0 and "largest difference 0" in out, err
     card = (tmp_path / "hf" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n")
@@ -4090,46 +5886,99 @@ def test_a_run_goes_out_and_comes_back(trained, tmp_path, capsys, monkeypatch):
     assert status == 0
     (_, params), (_, again) = params_of(run_dir), params_of(tmp_path / "run")
     assert_equal(again, params)
-    assert (tmp_path / "run/spiece.model").read_bytes() == (run_dir / "spiece.model").read_bytes()
-    status, _, err = run(infer, capsys, monkeypatch, "--run_dir", tmp_path / "run",
-                         "--decode.max_len", 8, "alpha <extra_id_0> beta")
+    assert (tmp_path / "run/spiece.model").read_bytes() == (
+        run_dir / "spiece.model"
+    ).read_bytes()
+    status, _, err = run(
+        infer,
+        capsys,
+        monkeypatch,
+        "--run_dir",
+        tmp_path / "run",
+        "--decode.max_len",
+        8,
+        "alpha <extra_id_0> beta",
+    )
     assert status == 0, err
-    status, out, _ = run(train, capsys, monkeypatch, "--run_dir", tmp_path / "tuned", "--init_from",
-                         tmp_path / "run", *flags, "--train.steps", 2, "--train.eval_every", 0)
+    status, out, _ = run(
+        train,
+        capsys,
+        monkeypatch,
+        "--run_dir",
+        tmp_path / "tuned",
+        "--init_from",
+        tmp_path / "run",
+        *flags,
+        "--train.steps",
+        2,
+        "--train.eval_every",
+        0,
+    )
     assert status == 0 and "the weights of step 0" in out
-    status, _, err = run(convert, capsys, monkeypatch, run_dir, tmp_path / "t5x", "--to", "t5x")
+    status, _, err = run(
+        convert, capsys, monkeypatch, run_dir, tmp_path / "t5x", "--to", "t5x"
+    )
     assert status == 0 and "no slots of Adafactor" in err  # the run's optimizer is AdamW
     assert "target/token_embedder/embedding" in read_t5x(tmp_path / "t5x")
     (tmp_path / "run" / "spiece.model").unlink()  # ids are answered without a vocabulary
     (tmp_path / "in.jsonl").write_text('{"inputs": [5, 6, 1]}\n')
-    status, _, err = run(infer, capsys, monkeypatch, "--run_dir", tmp_path / "run", "--input",
-                         tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl",
-                         "--decode.max_len", 8)
+    status, _, err = run(
+        infer,
+        capsys,
+        monkeypatch,
+        "--run_dir",
+        tmp_path / "run",
+        "--input",
+        tmp_path / "in.jsonl",
+        "--output",
+        tmp_path / "out.jsonl",
+        "--decode.max_len",
+        8,
+    )
     assert status == 0 and "prediction" in (tmp_path / "out.jsonl").read_text(), err
 
 
 @pytest.mark.parametrize("name", ["t5 1.1", "t5 1.0", "mt5", "bfloat16"])
-def test_transformers_reads_what_is_written(name, tmp_path, capsys, caplog, monkeypatch, tokenizer):
+def test_transformers_reads_what_is_written(
+    name, tmp_path, capsys, caplog, monkeypatch, tokenizer
+):
     pytest.importorskip("torch", reason="needs pip install '.[parity]'")
-    transformers = pytest.importorskip("transformers", reason="needs pip install '.[parity]'")
+    transformers = pytest.importorskip(
+        "transformers", reason="needs pip install '.[parity]'"
+    )
     tied = name == "t5 1.0"
     cfg = change(model=dict(tied=tied, activation="relu" if tied else "gated_gelu"))
     cfg = replace(cfg, name="mt5" if name == "mt5" else "mine")
-    partition.Checkpoints(tmp_path / "run", background=False).save({"params": make_params(cfg)}, 3)
+    partition.Checkpoints(tmp_path / "run", background=False).save(
+        {"params": make_params(cfg)}, 3
+    )
     configs.save_run(cfg, tmp_path / "run")
     (tmp_path / "run" / "spiece.model").write_bytes(tokenizer.serialized)
     transformers.logging.enable_propagation()
     transformers.logging.set_verbosity_warning()
-    status, out, err = run(convert, capsys, monkeypatch, tmp_path / "run", tmp_path / "hf",
-                           "--to", "hf", *(["--dtype", name] if name == "bfloat16" else []))
+    status, out, err = run(
+        convert,
+        capsys,
+        monkeypatch,
+        tmp_path / "run",
+        tmp_path / "hf",
+        "--to",
+        "hf",
+        *(["--dtype", name] if name == "bfloat16" else []),
+    )
     assert status == 0, err
-    kind = transformers.MT5ForConditionalGeneration if name == "mt5" else (
-        transformers.T5ForConditionalGeneration)
+    kind = (
+        transformers.MT5ForConditionalGeneration
+        if name == "mt5"
+        else (transformers.T5ForConditionalGeneration)
+    )
     network, info = kind.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not any(info.values())
     _, params = params_of(tmp_path / "run")
     if name == "bfloat16":
-        params = jax.tree.map(lambda a: a.astype(jnp.bfloat16).astype(jnp.float32), params)
+        params = jax.tree.map(
+            lambda a: a.astype(jnp.bfloat16).astype(jnp.float32), params
+        )
     assert_logits_equal(network.float(), params, cfg)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     for text in ("alpha <extra_id_0> beta", "gamma <extra_id_99>", "  delta\tbeta ß<"):
@@ -4149,8 +5998,13 @@ def families(tokenizer):
     literal = convert.tokenizer_json(literal)
     v5 = convert.tokenizer_json(spm)
     v5["normalizer"] = v5["normalizer"]["normalizers"][0]
-    v5["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [
-        {"type": "WhitespaceSplit"}, {**v5["pre_tokenizer"], "prepend_scheme": "always"}]}
+    v5["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [
+            {"type": "WhitespaceSplit"},
+            {**v5["pre_tokenizer"], "prepend_scheme": "always"},
+        ],
+    }
     for token in v5["added_tokens"]:
         token["lstrip"] = False
     return {
@@ -4162,12 +6016,27 @@ def families(tokenizer):
         "UMT5": (dict(layer_biases=True), literal),
         "ByT5": (dict(vocab_size=384), "ByT5Tokenizer"),
         "encoder alone": (dict(num_decoder_layers=0, tied=True), spm),
-        "encoder of UMT5": (dict(num_decoder_layers=0, tied=True, layer_biases=True), literal)}
+        "encoder of UMT5": (
+            dict(num_decoder_layers=0, tied=True, layer_biases=True),
+            literal,
+        ),
+    }
 
 
-@pytest.mark.parametrize("family", [
-    "T5 1.0", "T5 1.1, LM-adapted, FLAN, T0", "saved by transformers 5", "UL2", "mT5", "UMT5",
-    "ByT5", "encoder alone", "encoder of UMT5"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "T5 1.0",
+        "T5 1.1, LM-adapted, FLAN, T0",
+        "saved by transformers 5",
+        "UL2",
+        "mT5",
+        "UMT5",
+        "ByT5",
+        "encoder alone",
+        "encoder of UMT5",
+    ],
+)
 def test_families(family, tmp_path, capsys, monkeypatch, tokenizer):
     """A folder of transformers' is converted, asked, trained for a step and converted back."""
     changes, vocabulary = families(tokenizer)[family]
@@ -4184,32 +6053,52 @@ def test_families(family, tmp_path, capsys, monkeypatch, tokenizer):
         del about["model_type"]
     (folder / "config.json").write_text(json.dumps(about))
     if isinstance(vocabulary, str):
-        (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": vocabulary}))
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps({"tokenizer_class": vocabulary})
+        )
         theirs = transformers.ByT5Tokenizer()
     elif isinstance(vocabulary, dict):
         (folder / "tokenizer.json").write_text(json.dumps(vocabulary))
         theirs = transformers.PreTrainedTokenizerFast(
-            tokenizer_file=str(folder / "tokenizer.json"))
+            tokenizer_file=str(folder / "tokenizer.json")
+        )
     else:
         (folder / "spiece.model").write_bytes(vocabulary.SerializeToString())
         theirs = None
     status, _, err = run(convert, capsys, monkeypatch, folder, tmp_path / "run")
     assert status == 0, err
     m, ours = params_of(tmp_path / "run")
-    assert replace(m, dtype="float32", relative_max_distance=128, dropout=0.0) == cfg.model
+    assert (
+        replace(m, dtype="float32", relative_max_distance=128, dropout=0.0) == cfg.model
+    )
     assert_equal(ours, params)
     ids = data.load_tokenizer(tmp_path / "run" / "spiece.model")
-    lines = ["alpha beta", "gamma <extra_id_0> delta", "  a  b ", "", "x\u3000y \u00e9 \u4e2d"]
+    lines = [
+        "alpha beta",
+        "gamma <extra_id_0> delta",
+        "  a  b ",
+        "",
+        "x\u3000y \u00e9 \u4e2d",
+    ]
     if isinstance(vocabulary, dict):  # in which sentinels stand anywhere
         lines += ["a <extra_id_7>, b", "<extra_id_1>."]
         lines += ["a<extra_id_7>b", "a\x85b"] * (family == "saved by transformers 5")
     if theirs:
         lines = [line for line in lines if family != "ByT5" or "extra_id" not in line]
         assert [[*ids.encode(line), data.EOS] for line in lines] == [
-            theirs(line).input_ids for line in lines]
+            theirs(line).input_ids for line in lines
+        ]
     (tmp_path / "in.jsonl").write_text('{"inputs": "alpha beta"}\n{"inputs": "gamma"}\n')
-    asked = ["--run_dir", tmp_path / "run", "--input", tmp_path / "in.jsonl", "--output",
-             tmp_path / "out.jsonl", "--decode.max_len", 8]
+    asked = [
+        "--run_dir",
+        tmp_path / "run",
+        "--input",
+        tmp_path / "in.jsonl",
+        "--output",
+        tmp_path / "out.jsonl",
+        "--decode.max_len",
+        8,
+    ]
     monkeypatch.setattr(partition.jax, "devices", lambda *_: jax.local_devices()[:1])
     status, _, err = run(infer, capsys, monkeypatch, *asked)
     if not cfg.model.num_decoder_layers:
@@ -4224,41 +6113,76 @@ def test_families(family, tmp_path, capsys, monkeypatch, tokenizer):
         assert_logits_equal(network, ours, cfg)
         partition.set_mesh(SMALL, jax.devices()[:1])
         status, out, err = run(
-            train, capsys, monkeypatch, "--config", "tiny", "--init_from", tmp_path / "run",
-            "--run_dir", tmp_path / "tuned", *(
+            train,
+            capsys,
+            monkeypatch,
+            "--config",
+            "tiny",
+            "--init_from",
+            tmp_path / "run",
+            "--run_dir",
+            tmp_path / "tuned",
+            *(
                 f"--model.{field.name}={getattr(cfg.model, field.name)}"
-                for field in dataclasses.fields(ModelConfig)),
-            "--data.source", "python:", "--data.vocab", tmp_path / "run" / "spiece.model",
-            "--data.prepared_dir", tmp_path / "prepared", *short(32, 16), "--train.batch_size", 4,
-            "--train.steps", 1, "--train.eval_every", 0, "--train.log_every", 1)
+                for field in dataclasses.fields(ModelConfig)
+            ),
+            "--data.source",
+            "python:",
+            "--data.vocab",
+            tmp_path / "run" / "spiece.model",
+            "--data.prepared_dir",
+            tmp_path / "prepared",
+            *short(32, 16),
+            "--train.batch_size",
+            4,
+            "--train.steps",
+            1,
+            "--train.eval_every",
+            0,
+            "--train.log_every",
+            1,
+        )
         assert status == 0 and "the weights of step 0" in out, err
-    status, _, err = run(convert, capsys, monkeypatch, tmp_path / "run", tmp_path / "back", "--to",
-                         "hf")
+    status, _, err = run(
+        convert, capsys, monkeypatch, tmp_path / "run", tmp_path / "back", "--to", "hf"
+    )
     assert status == 0, err
-    status, _, err = run(convert, capsys, monkeypatch, tmp_path / "run", tmp_path / "t5x", "--to",
-                         "t5x")
-    assert (status, "--to hf" in err) == ((2, True) if cfg.model.layer_biases else (0, False)), err
-    again = getattr(transformers, type(network).__name__).from_pretrained(tmp_path / "back")
+    status, _, err = run(
+        convert, capsys, monkeypatch, tmp_path / "run", tmp_path / "t5x", "--to", "t5x"
+    )
+    assert (status, "--to hf" in err) == (
+        (2, True) if cfg.model.layer_biases else (0, False)
+    ), err
+    again = getattr(transformers, type(network).__name__).from_pretrained(
+        tmp_path / "back"
+    )
     expected, found = network.state_dict(), again.state_dict()
     assert set(expected) == set(found) and all(
-        np.array_equal(expected[name], found[name]) for name in found)
+        np.array_equal(expected[name], found[name]) for name in found
+    )
     if theirs and family != "ByT5":
         written = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
         assert [written(line).input_ids for line in lines if "a<ex" not in line] == [
-            theirs(line).input_ids for line in lines if "a<ex" not in line]
+            theirs(line).input_ids for line in lines if "a<ex" not in line
+        ]
 
 
-@pytest.mark.parametrize("change_it, expected", [
-    (lambda t: t["model"].update(type="BPE"), "BPE"),
-    (lambda t: t["model"].update(byte_fallback=True), "byte_fallback"),
-    (lambda t: t.update(normalizer={"type": "Lowercase"}), "Lowercase"),
-    (lambda t: t.update(pre_tokenizer={"type": "Digits"}), "Digits and 1 more"),
-    (lambda t: t.update(pre_tokenizer=None), "no Metaspace"),
-    (lambda t: t["model"]["vocab"].append(["more", -1.0]), "its sentinels"),
-    (lambda t: t["model"].pop("vocab"), "vocab"),
-    (lambda t: t["model"]["vocab"].insert(5, 7), "damaged")])
-def test_what_a_tokenizer_json_may_say(change_it, expected, tmp_path, tokenizer, capsys,
-                                       monkeypatch):
+@pytest.mark.parametrize(
+    "change_it, expected",
+    [
+        (lambda t: t["model"].update(type="BPE"), "BPE"),
+        (lambda t: t["model"].update(byte_fallback=True), "byte_fallback"),
+        (lambda t: t.update(normalizer={"type": "Lowercase"}), "Lowercase"),
+        (lambda t: t.update(pre_tokenizer={"type": "Digits"}), "Digits and 1 more"),
+        (lambda t: t.update(pre_tokenizer=None), "no Metaspace"),
+        (lambda t: t["model"]["vocab"].append(["more", -1.0]), "its sentinels"),
+        (lambda t: t["model"].pop("vocab"), "vocab"),
+        (lambda t: t["model"]["vocab"].insert(5, 7), "damaged"),
+    ],
+)
+def test_what_a_tokenizer_json_may_say(
+    change_it, expected, tmp_path, tokenizer, capsys, monkeypatch
+):
     about = convert.tokenizer_json(convert.pieces_of(tokenizer.serialized))
     change_it(about)
     write_hf(tmp_path / "hf", change().model)
@@ -4271,14 +6195,25 @@ def test_an_input_that_is_a_pipe_is_read_once(trained, tmp_path, capsys, monkeyp
     os.mkfifo(tmp_path / "in.jsonl")
 
     def write():
-        for text in ('{"inputs": "alpha"}\n{"inputs": "beta"}\n', ""):  # the second time nothing
+        # the second time nothing
+        for text in ('{"inputs": "alpha"}\n{"inputs": "beta"}\n', ""):
             (tmp_path / "in.jsonl").write_text(text)
 
     threading.Thread(target=write, daemon=True).start()
     monkeypatch.setattr(partition.jax, "devices", lambda *_: jax.local_devices()[:1])
-    status, _, err = run(infer, capsys, monkeypatch, "--run_dir", trained[0], "--input",
-                         tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl",
-                         "--decode.max_len", 4)
+    status, _, err = run(
+        infer,
+        capsys,
+        monkeypatch,
+        "--run_dir",
+        trained[0],
+        "--input",
+        tmp_path / "in.jsonl",
+        "--output",
+        tmp_path / "out.jsonl",
+        "--decode.max_len",
+        4,
+    )
     assert status == 0 and "2 examples" in err, err
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
 
@@ -4288,7 +6223,9 @@ def test_a_vocabulary_has_as_many_sentinels_as_it_says(sentinels, tmp_path, toke
     """UMT5 has 300, which its spiece.model leaves to tokenizer_config.json."""
     write_hf(tmp_path / "hf", change().model)
     (tmp_path / "hf" / "spiece.model").write_bytes(tokenizer.serialized)
-    (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps({"extra_ids": sentinels}))
+    (tmp_path / "hf" / "tokenizer_config.json").write_text(
+        json.dumps({"extra_ids": sentinels})
+    )
     convert.main([str(tmp_path / "hf"), str(tmp_path / "run")])
     found = data.load_tokenizer(tmp_path / "run" / "spiece.model")
     assert found.sentinels == sentinels
@@ -4312,9 +6249,26 @@ def test_encoders_vectors(pool, tmp_path, tokenizer, capsys, monkeypatch):
 
     def ask(output):
         status, _, err = run(
-            infer, capsys, monkeypatch, "--run_dir", tmp_path / "run", "--mode", "encode", "--pool",
-            pool, "--input", tmp_path / "in.jsonl", "--output", tmp_path / output,
-            "--data.on_error", "skip", "--data.inputs_length", 16, "--decode.batch_size", 2)
+            infer,
+            capsys,
+            monkeypatch,
+            "--run_dir",
+            tmp_path / "run",
+            "--mode",
+            "encode",
+            "--pool",
+            pool,
+            "--input",
+            tmp_path / "in.jsonl",
+            "--output",
+            tmp_path / output,
+            "--data.on_error",
+            "skip",
+            "--data.inputs_length",
+            16,
+            "--decode.batch_size",
+            2,
+        )
         assert status == 0, err
         return err
 
@@ -4329,7 +6283,9 @@ def test_encoders_vectors(pool, tmp_path, tokenizer, capsys, monkeypatch):
         ids = [*tokenizer.encode(text)[:15], data.EOS]
         with torch.no_grad():
             expected = network(input_ids=torch.tensor([ids])).last_hidden_state[0].numpy()
-        expected = {"mean": expected.mean(0), "first": expected[0], "none": expected}[pool]
+        expected = {"mean": expected.mean(0), "first": expected[0], "none": expected}[
+            pool
+        ]
         part = slice(*places[number : number + 2])
         line = json.loads(whole[number])
         assert arrays["ids"][part].tolist() == ids == line["ids"]
@@ -4344,8 +6300,11 @@ def test_vocabularies_that_hugging_face_reads_otherwise(tmp_path, tokenizer, cap
         if vocabulary is None:
             proto = convert.pieces_of(tokenizer.serialized)
             for name, value in changes.items():
-                spec = proto.normalizer_spec if name == "precompiled_charsmap" else (
-                    proto.trainer_spec)
+                spec = (
+                    proto.normalizer_spec
+                    if name == "precompiled_charsmap"
+                    else (proto.trainer_spec)
+                )
                 setattr(spec, name, value)
             vocabulary = proto.SerializeToString()
         convert.write_tokenizer(tmp_path, vocabulary, ODD.model)
@@ -4356,7 +6315,10 @@ def test_vocabularies_that_hugging_face_reads_otherwise(tmp_path, tokenizer, cap
         kind, said = written(vocabulary)
         about = json.loads((tmp_path / "tokenizer.json").read_text())
         assert kind == "PreTrainedTokenizerFast" and "no space before it" in said
-        assert len(about["model"]["vocab"]) == tokenizer.size and len(about["added_tokens"]) == 103
+        assert (
+            len(about["model"]["vocab"]) == tokenizer.size
+            and len(about["added_tokens"]) == 103
+        )
     assert written(b"bytes:0\n")[0] == "ByT5Tokenizer"
     with pytest.raises(configs.UserError, match="no unigram model"):
         written(model_type=2)
@@ -4367,51 +6329,167 @@ def damage_shard(folder):
     path.write_bytes(path.read_bytes()[:-100])
 
 
-BAD_WEIGHTS = {  # kind of directory, what is done to its state dict or folder, config, the reason
-    "missing": ("safetensors", lambda s: s.pop("encoder.block.1.layer.1.DenseReluDense.wo.weight"),
-                None, {}, "has no encoder.block.1.layer.1.DenseReluDense.wo.weight"),
-    "no head": ("safetensors", lambda s: s.pop("lm_head.weight"), None, {}, "has no lm_head"),
-    "shape": ("safetensors", lambda s: s.update({"decoder.block.1.layer.0.SelfAttention.q.weight":
-                                                 np.ones((3, 32), np.float32)}), None, {},
-              "decoder.block.1.layer.0.SelfAttention.q.weight has shape [3, 32]"),
-    "unknown": ("safetensors", lambda s: s.update({"pooler.weight": np.ones(3, np.float32)}),
-                None, {}, "has pooler.weight"),
-    "integers": ("safetensors", lambda s: s.update({"shared.weight": np.ones((201, 32), np.int8)}),
-                 None, {}, "I8"),
-    "no decoder": ("safetensors", lambda s: [s.pop(n) for n in list(s) if "decoder" in n], None,
-                   {}, "has an output layer and no decoder layers"),
-    "decoder alone": ("safetensors", lambda s: [s.pop(n) for n in list(s) if "encoder" in n], None,
-                      {}, "but a decoder alone"),
-    "shard missing": ("sharded", None, lambda f: (f / "part-1.safetensors").unlink(), {},
-                      "has no part-1.safetensors"),
+# kind of directory, what is done to its state dict or folder, config, the reason
+BAD_WEIGHTS = {
+    "missing": (
+        "safetensors",
+        lambda s: s.pop("encoder.block.1.layer.1.DenseReluDense.wo.weight"),
+        None,
+        {},
+        "has no encoder.block.1.layer.1.DenseReluDense.wo.weight",
+    ),
+    "no head": (
+        "safetensors",
+        lambda s: s.pop("lm_head.weight"),
+        None,
+        {},
+        "has no lm_head",
+    ),
+    "shape": (
+        "safetensors",
+        lambda s: s.update(
+            {
+                "decoder.block.1.layer.0.SelfAttention.q.weight": np.ones(
+                    (3, 32), np.float32
+                )
+            }
+        ),
+        None,
+        {},
+        "decoder.block.1.layer.0.SelfAttention.q.weight has shape [3, 32]",
+    ),
+    "unknown": (
+        "safetensors",
+        lambda s: s.update({"pooler.weight": np.ones(3, np.float32)}),
+        None,
+        {},
+        "has pooler.weight",
+    ),
+    "integers": (
+        "safetensors",
+        lambda s: s.update({"shared.weight": np.ones((201, 32), np.int8)}),
+        None,
+        {},
+        "I8",
+    ),
+    "no decoder": (
+        "safetensors",
+        lambda s: [s.pop(n) for n in list(s) if "decoder" in n],
+        None,
+        {},
+        "has an output layer and no decoder layers",
+    ),
+    "decoder alone": (
+        "safetensors",
+        lambda s: [s.pop(n) for n in list(s) if "encoder" in n],
+        None,
+        {},
+        "but a decoder alone",
+    ),
+    "shard missing": (
+        "sharded",
+        None,
+        lambda f: (f / "part-1.safetensors").unlink(),
+        {},
+        "has no part-1.safetensors",
+    ),
     "shard cut": ("sharded", None, damage_shard, {}, "part-1.safetensors is not a whole"),
-    "shard empty": ("sharded", None, lambda f: (f / "part-1.safetensors").write_bytes(b""), {},
-                    "part-1.safetensors is not a whole"),
-    "flax cut": ("flax_model.msgpack", None, lambda f: (f / "flax_model.msgpack").write_bytes(
-        (f / "flax_model.msgpack").read_bytes()[:-5000]), {}, "is not a whole msgpack file"),
-    "another config": ("safetensors", None, None, {"d_ff": 99}, "config.json says d_ff 99"),
+    "shard empty": (
+        "sharded",
+        None,
+        lambda f: (f / "part-1.safetensors").write_bytes(b""),
+        {},
+        "part-1.safetensors is not a whole",
+    ),
+    "flax cut": (
+        "flax_model.msgpack",
+        None,
+        lambda f: (f / "flax_model.msgpack").write_bytes(
+            (f / "flax_model.msgpack").read_bytes()[:-5000]
+        ),
+        {},
+        "is not a whole msgpack file",
+    ),
+    "another config": (
+        "safetensors",
+        None,
+        None,
+        {"d_ff": 99},
+        "config.json says d_ff 99",
+    ),
     "another EOS": ("safetensors", None, None, {"eos_token_id": 2}, "eos_token_id 2"),
-    "several EOS": ("safetensors", None, lambda f: (f / "generation_config.json").write_text(
-        '{"eos_token_id": [1, 7]}'), {}, "eos_token_id [1, 7]"),
-    "null activation": ("safetensors", None, None, {"feed_forward_proj": None},
-                        "feed_forward_proj is null"),
+    "several EOS": (
+        "safetensors",
+        None,
+        lambda f: (f / "generation_config.json").write_text('{"eos_token_id": [1, 7]}'),
+        {},
+        "eos_token_id [1, 7]",
+    ),
+    "null activation": (
+        "safetensors",
+        None,
+        None,
+        {"feed_forward_proj": None},
+        "feed_forward_proj is null",
+    ),
     "dropout": ("safetensors", None, None, {"dropout_rate": -3}, "--model.dropout"),
-    "a list": ("safetensors", None, lambda f: (f / "config.json").write_text("[]"), {},
-               "config.json"),
-    "no config": ("safetensors", None, lambda f: (f / "config.json").unlink(), {}, "config.json"),
-    "another type": ("safetensors", None, None, {"model_type": "longt5"}, "of type longt5"),
-    "activation": ("safetensors", None, None, {"feed_forward_proj": "gated-tanh"}, "gated_tanh"),
-    "epsilon": ("safetensors", None, None, {"layer_norm_epsilon": 1e-5}, "layer_norm_epsilon"),
-    "vocabulary": ("safetensors", None, lambda f: (f / "spiece.model").write_bytes(b"no model"), {},
-                   "spiece.model is not a SentencePiece model"),
+    "a list": (
+        "safetensors",
+        None,
+        lambda f: (f / "config.json").write_text("[]"),
+        {},
+        "config.json",
+    ),
+    "no config": (
+        "safetensors",
+        None,
+        lambda f: (f / "config.json").unlink(),
+        {},
+        "config.json",
+    ),
+    "another type": (
+        "safetensors",
+        None,
+        None,
+        {"model_type": "longt5"},
+        "of type longt5",
+    ),
+    "activation": (
+        "safetensors",
+        None,
+        None,
+        {"feed_forward_proj": "gated-tanh"},
+        "gated_tanh",
+    ),
+    "epsilon": (
+        "safetensors",
+        None,
+        None,
+        {"layer_norm_epsilon": 1e-5},
+        "layer_norm_epsilon",
+    ),
+    "vocabulary": (
+        "safetensors",
+        None,
+        lambda f: (f / "spiece.model").write_bytes(b"no model"),
+        {},
+        "spiece.model is not a SentencePiece model",
+    ),
     "pickle": ("pytorch_model.bin", None, None, {}, "--allow_pickle"),
-    "no weights": ("safetensors", None, lambda f: (f / "model.safetensors").unlink(), {},
-                   "is no run directory"),
+    "no weights": (
+        "safetensors",
+        None,
+        lambda f: (f / "model.safetensors").unlink(),
+        {},
+        "is no run directory",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", BAD_WEIGHTS)
-def test_bad_weights_are_named_and_nothing_is_written(name, tmp_path, capsys, monkeypatch):
+def test_bad_weights_are_named_and_nothing_is_written(
+    name, tmp_path, capsys, monkeypatch
+):
     kind, spoil, damage, config, expected = BAD_WEIGHTS[name]
     state = hf_state(ODD.model)
     if spoil:
@@ -4428,30 +6506,43 @@ def test_bad_weights_are_named_and_nothing_is_written(name, tmp_path, capsys, mo
 
 def test_strange_sources_and_destinations_are_refused(tmp_path, capsys, monkeypatch):
     write_hf(tmp_path / "hf", ODD.model)
-    m = ModelConfig(vocab_size=40, d_model=8, d_ff=12, d_kv=2, num_heads=2, num_layers=1,
-                    num_decoder_layers=1)
+    m = ModelConfig(
+        vocab_size=40,
+        d_model=8,
+        d_ff=12,
+        d_kv=2,
+        num_heads=2,
+        num_layers=1,
+        num_decoder_layers=1,
+    )
     for name, version in (("old", 2), ("new", 3)):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "checkpoint").write_bytes(flax.serialization.msgpack_serialize(
-            {"version": version, "optimizer": t5x_state(m)[0]}))
+        (tmp_path / name / "checkpoint").write_bytes(
+            flax.serialization.msgpack_serialize(
+                {"version": version, "optimizer": t5x_state(m)[0]}
+            )
+        )
     convert.main([str(tmp_path / "new"), str(tmp_path / "zarr"), "--to", "t5x"])
     next((tmp_path / "zarr" / "target.token_embedder.embedding").glob("0.0")).unlink()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("precious")
     before = sorted(p.name for p in tmp_path.iterdir())
     for *argv, expected in (
-            (tmp_path / "old", tmp_path / "a", "version 2"),
-            (tmp_path / "zarr", tmp_path / "a", "token_embedder.embedding"),
-            (tmp_path / "full", tmp_path / "a", "is no run directory"),
-            (tmp_path / "nowhere", tmp_path / "a", "nowhere is no run directory"),
-            (tmp_path / "hf", tmp_path / "full", "is there already"),
-            (tmp_path / "hf", tmp_path / "full" / "mine", "is there already"),
-            (tmp_path / "hf", tmp_path / "a", "--dtype", "bfloat16", "float32"),
-            (tmp_path / "hf", tmp_path / "a", "--step", "x", "--step takes"),
-            (tmp_path / "hf", tmp_path / "a", "--model.d_ff", "7", "leave out")):
+        (tmp_path / "old", tmp_path / "a", "version 2"),
+        (tmp_path / "zarr", tmp_path / "a", "token_embedder.embedding"),
+        (tmp_path / "full", tmp_path / "a", "is no run directory"),
+        (tmp_path / "nowhere", tmp_path / "a", "nowhere is no run directory"),
+        (tmp_path / "hf", tmp_path / "full", "is there already"),
+        (tmp_path / "hf", tmp_path / "full" / "mine", "is there already"),
+        (tmp_path / "hf", tmp_path / "a", "--dtype", "bfloat16", "float32"),
+        (tmp_path / "hf", tmp_path / "a", "--step", "x", "--step takes"),
+        (tmp_path / "hf", tmp_path / "a", "--model.d_ff", "7", "leave out"),
+    ):
         status, _, err = run(convert, capsys, monkeypatch, *argv)
         assert status == 2 and expected in err and "Traceback" not in err, err
-    monkeypatch.setattr(convert, "compare", lambda *_: (_ for _ in ()).throw(OSError("disk")))
+    monkeypatch.setattr(
+        convert, "compare", lambda *_: (_ for _ in ()).throw(OSError("disk"))
+    )
     assert run(convert, capsys, monkeypatch, tmp_path / "hf", tmp_path / "a")[0] == 1
     assert sorted(p.name for p in tmp_path.iterdir()) == before
     assert (tmp_path / "full" / "mine").read_text() == "precious"
@@ -4460,8 +6551,16 @@ def test_strange_sources_and_destinations_are_refused(tmp_path, capsys, monkeypa
 def test_what_was_written_wrongly_is_found(tmp_path, monkeypatch):
     write_hf(tmp_path / "hf", ODD.model)
     weights = convert.open_any(tmp_path / "hf")
-    flipped = weights._replace(read=lambda name, layer: weights.read(name, layer) + (
-        np.float32(1e-7) if (name, layer) == ("params/decoder/layers/mlp/norm", 2) else 0))
+    flipped = weights._replace(
+        read=lambda name, layer: (
+            weights.read(name, layer)
+            + (
+                np.float32(1e-7)
+                if (name, layer) == ("params/decoder/layers/mlp/norm", 2)
+                else 0
+            )
+        )
+    )
     convert.write_plain(tmp_path / "run", flipped, np.dtype(np.float32))
     with pytest.raises(OSError, match="decoder/layers/mlp/norm"):
         convert.compare(weights, convert.open_any(tmp_path / "run"), np.dtype(np.float32))
@@ -4474,15 +6573,34 @@ def test_what_was_written_wrongly_is_found(tmp_path, monkeypatch):
 def job(compiled, run_dir, *flags, script="train.py", **more):
     """Run a command at toy size -> (what it printed, metrics.jsonl); more: train.FIELD=value."""
     if script == "train.py":
-        values = {f"model.{name}": getattr(SMALL.model, name) for name in (
-            "vocab_size", "d_model", "d_ff", "d_kv", "num_heads", "num_layers",
-            "num_decoder_layers")}
-        values |= {f"train.{name}": value for name, value in dict(
-            batch_size=8, log_every=1, eval_batches=2, **more).items()}
-        flags += *(f"--{name}={value}" for name, value in values.items()),
-        flags += f"--data.prepared_dir={run_dir.parent}/prepared",
-    process = start(compiled, "--run_dir", run_dir, *flags, script=script,
-                    JAX_DISABLE_MOST_OPTIMIZATIONS="1")
+        values = {
+            f"model.{name}": getattr(SMALL.model, name)
+            for name in (
+                "vocab_size",
+                "d_model",
+                "d_ff",
+                "d_kv",
+                "num_heads",
+                "num_layers",
+                "num_decoder_layers",
+            )
+        }
+        values |= {
+            f"train.{name}": value
+            for name, value in dict(
+                batch_size=8, log_every=1, eval_batches=2, **more
+            ).items()
+        }
+        flags += (*(f"--{name}={value}" for name, value in values.items()),)
+        flags += (f"--data.prepared_dir={run_dir.parent}/prepared",)
+    process = start(
+        compiled,
+        "--run_dir",
+        run_dir,
+        *flags,
+        script=script,
+        JAX_DISABLE_MOST_OPTIMIZATIONS="1",
+    )
     status, out, err = finish(process)
     assert status == 0, err
     return out, metrics_of(run_dir)
@@ -4495,7 +6613,9 @@ def values_of(metrics, name):
 def assert_learns(metrics, first, last):
     """The loss falls, and the steps are `first` to `last`."""
     losses = values_of(metrics, "train/loss")
-    assert [line["step"] for line in metrics if "train/loss" in line] == [*range(first, last + 1)]
+    assert [line["step"] for line in metrics if "train/loss" in line] == [
+        *range(first, last + 1)
+    ]
     assert np.mean(losses[-3:]) < np.mean(losses[:3]), losses
 
 
@@ -4507,20 +6627,38 @@ def short(inputs, targets):
 def pretrained(compiled, tmp_path_factory):
     """small_c4 on C4 as TFDS keeps it: (run directory, what it printed, metrics)."""
     folder = tmp_path_factory.mktemp("jobs")
-    write_tfds(folder / "tfds/c4/en/3.1.0", {"train": sentences(300), "validation": sentences(20)})
+    write_tfds(
+        folder / "tfds/c4/en/3.1.0",
+        {"train": sentences(300), "validation": sentences(20)},
+    )
     run_dir = folder / "c4"
     return run_dir, *job(
-        compiled, run_dir, "--config", "small_c4", "--data.tfds_dir", folder / "tfds",
-        "--data.vocab", "train:60", *short(32, 8), steps=40, eval_every=20, save_every=20)
+        compiled,
+        run_dir,
+        "--config",
+        "small_c4",
+        "--data.tfds_dir",
+        folder / "tfds",
+        "--data.vocab",
+        "train:60",
+        *short(32, 8),
+        steps=40,
+        eval_every=20,
+        save_every=20,
+    )
 
 
 def write_wmt(folder):
     """wmt_t2t_translate/de-en as TFDS keeps it; the German is the English backwards."""
     import tensorflow_datasets as tfds
 
-    pairs = {split: [{"en": " ".join(words), "de": " ".join(words[::-1])}
-                     for words in (line.split()[:4] for line in sentences(count, count))]
-             for split, count in (("train", 60), ("validation", 8))}
+    pairs = {
+        split: [
+            {"en": " ".join(words), "de": " ".join(words[::-1])}
+            for words in (line.split()[:4] for line in sentences(count, count))
+        ]
+        for split, count in (("train", 60), ("validation", 8))
+    }
     text = tfds.features.Text()
     write_tfds(folder / "wmt_t2t_translate/de-en/1.0.0", pairs, en=text, de=text)
 
@@ -4534,12 +6672,26 @@ def test_job_pretraining(pretrained, compiled, tmp_path):
     assert len(values_of(metrics, "training_eval/span_corruption/loss")) == 2
     rows = {"train": sentences(300), "validation": sentences(20)}
     for split, lines in rows.items():
-        objects = "".join(json.dumps({"text": x, "timestamp": "", "url": ""}) + "\n" for x in lines)
+        objects = "".join(
+            json.dumps({"text": x, "timestamp": "", "url": ""}) + "\n" for x in lines
+        )
         (tmp_path / f"c4-{split}.00000-of-00001.json.gz").write_bytes(
-            gzip.compress(objects.encode()))
-    out, again = job(compiled, tmp_path / "gz", "--config", "small_c4", "--data.source",
-                     f"jsonl:{tmp_path}/c4-{{split}}.*.json.gz", "--data.vocab", "train:60",
-                     *short(32, 8), steps=40, eval_every=20, save_every=0)
+            gzip.compress(objects.encode())
+        )
+    out, again = job(
+        compiled,
+        tmp_path / "gz",
+        "--config",
+        "small_c4",
+        "--data.source",
+        f"jsonl:{tmp_path}/c4-{{split}}.*.json.gz",
+        "--data.vocab",
+        "train:60",
+        *short(32, 8),
+        steps=40,
+        eval_every=20,
+        save_every=0,
+    )
     assert again == metrics  # the same texts, so the same batches
 
 
@@ -4548,12 +6700,24 @@ def test_job_translation(pretrained, compiled, tmp_path, capsys, monkeypatch):
     """Fine-tuned from a T5X checkpoint, with BLEU; the best checkpoint stays; goes on."""
     pytest.importorskip("sacrebleu", reason="needs pip install '.[metrics]'")
     write_wmt(tmp_path)
-    for source, folder, to in ((pretrained[0], "t5x", "t5x"), (tmp_path / "t5x", "start", "plain")):
-        status, _, err = run(convert, capsys, monkeypatch, source, tmp_path / folder, "--to", to)
+    for source, folder, to in (
+        (pretrained[0], "t5x", "t5x"),
+        (tmp_path / "t5x", "start", "plain"),
+    ):
+        status, _, err = run(
+            convert, capsys, monkeypatch, source, tmp_path / folder, "--to", to
+        )
         assert status == 0, err
     run_dir = tmp_path / "run"
-    flags = ["--config", "small_wmt_finetune", "--init_from", tmp_path / "start",
-             "--data.tfds_dir", tmp_path, *short(64, 24)]
+    flags = [
+        "--config",
+        "small_wmt_finetune",
+        "--init_from",
+        tmp_path / "start",
+        "--data.tfds_dir",
+        tmp_path,
+        *short(64, 24),
+    ]
     more = dict(keep=1, eval_every=0, infer_every=8, save_every=4)
     out, metrics = job(compiled, run_dir, *flags, steps=1_000_016, **more)
     assert "weights of step 40" in out
@@ -4566,7 +6730,10 @@ def test_job_translation(pretrained, compiled, tmp_path, capsys, monkeypatch):
     assert "resumed" in out
     assert_learns(metrics, 1_000_001, 1_000_020)
     best = {line["step"]: line[bleu] for line in metrics if bleu in line}
-    assert set(partition.Checkpoints(run_dir).steps()) == {1_000_020, max(best, key=best.get)}
+    assert set(partition.Checkpoints(run_dir).steps()) == {
+        1_000_020,
+        max(best, key=best.get),
+    }
 
 
 def test_the_readmes_recipe_is_ul2s_mixture(tmp_path, monkeypatch):
@@ -4579,16 +6746,25 @@ def test_the_readmes_recipe_is_ul2s_mixture(tmp_path, monkeypatch):
     tokenizer, ids = data.load_tokenizer("bytes:100"), np.arange(3, 103, dtype=np.int32)
     keys = data.random_bits(np.arange(3000, dtype=np.uint64), 7)
     rows = configs.TASKS["ul2"].objective.make([(ids,)] * 3000, keys, tokenizer, cfg.data)
-    modes = {mode: tuple(tokenizer.encode(mode)) for mode in ("[S2S] ", "[NLU] ", "[NLG] ")}
+    modes = {
+        mode: tuple(tokenizer.encode(mode)) for mode in ("[S2S] ", "[NLU] ", "[NLG] ")
+    }
     kinds = collections.Counter()
     for inputs, targets in rows:
         (mode,) = [m for m, head in modes.items() if tuple(inputs[: len(head)]) == head]
-        body = inputs[len(modes[mode]):]
+        body = inputs[len(modes[mode]) :]
         removed, spans = sum(targets < 103), sum(targets >= 103)
         assert sum(body < 103) + removed == 100 and sum(body >= 103) == spans
         kinds[mode, removed, spans] += 1
-    seven = {("[S2S] ", 25, 1), ("[NLU] ", 15, 5), ("[NLU] ", 15, 2), ("[NLG] ", 50, 17),
-             ("[NLG] ", 50, 6), ("[NLG] ", 15, 1), ("[NLG] ", 50, 1)}
+    seven = {
+        ("[S2S] ", 25, 1),
+        ("[NLU] ", 15, 5),
+        ("[NLU] ", 15, 2),
+        ("[NLG] ", 50, 17),
+        ("[NLG] ", 50, 6),
+        ("[NLG] ", 15, 1),
+        ("[NLG] ", 50, 1),
+    }
     assert set(kinds) == seven
     for (mode, *_), count in kinds.items():
         assert abs(count / 3000 - (0.2 if mode == "[S2S] " else 4 / 30)) < 0.03
@@ -4615,9 +6791,17 @@ for beams in (0, 4):
     infer.generate.lower(
         params, batch.inputs, batch.input_segments, cfg.model, 16, decode).compile()
 """
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "false"}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=HERE,
-                          env=environment)
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "false",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        cwd=HERE,
+        env=environment,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout) < 0.7 * 113.1e6
 
@@ -4625,7 +6809,9 @@ for beams in (0, 4):
 @slow
 def test_profile_writes_a_trace(compiled, corpus, tmp_path):
     flags = flags_of(corpus, **{**SHORT, "train.steps": 8, "train.profile": "3:5"})
-    (status, out, err), = finish_all(start_all(compiled, 1, "--run_dir", tmp_path / "run", *flags))
+    ((status, out, err),) = finish_all(
+        start_all(compiled, 1, "--run_dir", tmp_path / "run", *flags)
+    )
     assert status == 0 and list((tmp_path / "run/profile").rglob("*.xplane.pb")), err
 
 
@@ -4636,17 +6822,44 @@ def test_job_custom_task(compiled, tmp_path, monkeypatch, pretrained):
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(OWN.replace("bleu", "accuracy"))
     run_dir = Path("run").absolute()
-    _, metrics = job(compiled, run_dir, "--config", "mine.py", "--data.tfds_dir", tmp_path,
-                     "--data.task", "ul2_de_en", "--data.eval_tasks", "wmt_de_en", "--data.vocab",
-                     pretrained[0] / "spiece.model", *short(64, 48), steps=12, eval_every=0,
-                     infer_every=12)
+    _, metrics = job(
+        compiled,
+        run_dir,
+        "--config",
+        "mine.py",
+        "--data.tfds_dir",
+        tmp_path,
+        "--data.task",
+        "ul2_de_en",
+        "--data.eval_tasks",
+        "wmt_de_en",
+        "--data.vocab",
+        pretrained[0] / "spiece.model",
+        *short(64, 48),
+        steps=12,
+        eval_every=0,
+        infer_every=12,
+    )
     assert_learns(metrics, 1, 12)
     assert values_of(metrics, "inference_eval/wmt_de_en/accuracy")
     assert values_of(metrics, "inference_eval/wmt_de_en/length_ratio")
     assert Path("run/recipe.py").read_text() == Path("mine.py").read_text()
-    assert "slots/0/mu/encoder" in Path("run/model-info.txt").read_text()  # Lion's momentum
-    done = subprocess.run([sys.executable, HERE / "evaluate.py", "--run_dir", run_dir, "--tasks",
-                           "wmt_de_en", "--mode", "predict"], capture_output=True, text=True)
+    # Lion's momentum
+    assert "slots/0/mu/encoder" in Path("run/model-info.txt").read_text()
+    done = subprocess.run(
+        [
+            sys.executable,
+            HERE / "evaluate.py",
+            "--run_dir",
+            run_dir,
+            "--tasks",
+            "wmt_de_en",
+            "--mode",
+            "predict",
+        ],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0 and "length_ratio" in done.stdout, done.stderr
 
 
@@ -4655,20 +6868,48 @@ def test_job_glue(compiled, tmp_path, pretrained):
     """Trained on all of GLUE, evaluated on one of its tasks."""
     import tensorflow_datasets as tfds
 
-    fields = {"cola": "sentence", "sst2": "sentence", "mrpc": "sentence1 sentence2",
-              "qqp": "question1 question2", "stsb": "sentence1 sentence2",
-              "mnli": "premise hypothesis", "qnli": "question sentence",
-              "rte": "sentence1 sentence2"}
+    fields = {
+        "cola": "sentence",
+        "sst2": "sentence",
+        "mrpc": "sentence1 sentence2",
+        "qqp": "question1 question2",
+        "stsb": "sentence1 sentence2",
+        "mnli": "premise hypothesis",
+        "qnli": "question sentence",
+        "rte": "sentence1 sentence2",
+    }
     for name, keys in fields.items():
         kind = np.float32 if name == "stsb" else np.int64
-        rows = [{**{key: line[i : i + 20] for i, key in enumerate(keys.split())},
-                 "label": kind(i % 2), "idx": np.int32(i)} for i, line in enumerate(sentences(30))]
-        write_tfds(tmp_path / f"glue/{name}/1.0.0", {"train": rows, "validation": rows[:4]},
-                   **{key: tfds.features.Text() for key in keys.split()}, label=kind, idx=np.int32)
+        rows = [
+            {
+                **{key: line[i : i + 20] for i, key in enumerate(keys.split())},
+                "label": kind(i % 2),
+                "idx": np.int32(i),
+            }
+            for i, line in enumerate(sentences(30))
+        ]
+        write_tfds(
+            tmp_path / f"glue/{name}/1.0.0",
+            {"train": rows, "validation": rows[:4]},
+            **{key: tfds.features.Text() for key in keys.split()},
+            label=kind,
+            idx=np.int32,
+        )
     run_dir = tmp_path / "run"
-    _, metrics = job(compiled, run_dir, "--config", "small_glue_finetune", "--data.tfds_dir",
-                     tmp_path, "--data.vocab", pretrained[0] / "spiece.model", *short(64, 12),
-                     steps=1_000_012, eval_every=0, infer_every=12)
+    _, metrics = job(
+        compiled,
+        run_dir,
+        "--config",
+        "small_glue_finetune",
+        "--data.tfds_dir",
+        tmp_path,
+        "--data.vocab",
+        pretrained[0] / "spiece.model",
+        *short(64, 12),
+        steps=1_000_012,
+        eval_every=0,
+        infer_every=12,
+    )
     assert_learns(metrics, 1_000_001, 1_000_012)
     evaluated = {name for name in set().union(*metrics) if "_eval/" in name}
     assert {name.split("/")[1] for name in evaluated} == {"glue_stsb_v002"}
@@ -4681,28 +6922,79 @@ def test_job_questions(compiled, tmp_path, pretrained, capsys, monkeypatch):
     import tensorflow_datasets as tfds
 
     text = tfds.features.Text()
-    rows = [{"id": str(i), "title": "", "question": line[:11], "context": line,
-             "answers": {"text": [line[:5], line[:11]], "answer_start": [0, 0]}}
-            for i, line in enumerate(sentences(40))]
-    write_tfds(tmp_path / "squad/v1.1/3.0.0", {"train": rows, "validation": rows[:4]}, id=text,
-               title=text, question=text, context=text,
-               answers=tfds.features.Sequence({"text": text, "answer_start": np.int32}))
-    rows = [{"premise": a, "choice1": b, "choice2": a, "question": "cause",
-             "label": np.int64(i % 2), "idx": np.int32(i)}
-            for i, (a, b) in enumerate(zip(sentences(9, 1), sentences(9, 2)))]
-    write_tfds(tmp_path / "super_glue/copa/1.0.2", {"validation": rows}, premise=text,
-               choice1=text, choice2=text, question=text, label=np.int64, idx=np.int32)
+    rows = [
+        {
+            "id": str(i),
+            "title": "",
+            "question": line[:11],
+            "context": line,
+            "answers": {"text": [line[:5], line[:11]], "answer_start": [0, 0]},
+        }
+        for i, line in enumerate(sentences(40))
+    ]
+    write_tfds(
+        tmp_path / "squad/v1.1/3.0.0",
+        {"train": rows, "validation": rows[:4]},
+        id=text,
+        title=text,
+        question=text,
+        context=text,
+        answers=tfds.features.Sequence({"text": text, "answer_start": np.int32}),
+    )
+    rows = [
+        {
+            "premise": a,
+            "choice1": b,
+            "choice2": a,
+            "question": "cause",
+            "label": np.int64(i % 2),
+            "idx": np.int32(i),
+        }
+        for i, (a, b) in enumerate(zip(sentences(9, 1), sentences(9, 2)))
+    ]
+    write_tfds(
+        tmp_path / "super_glue/copa/1.0.2",
+        {"validation": rows},
+        premise=text,
+        choice1=text,
+        choice2=text,
+        question=text,
+        label=np.int64,
+        idx=np.int32,
+    )
     run_dir = tmp_path / "run"
-    _, metrics = job(compiled, run_dir, "--config", "base_squad", "--init_from", pretrained[0],
-                     "--data.tfds_dir", tmp_path, *short(64, 24), steps=1_000_012, eval_every=0,
-                     infer_every=12)
+    _, metrics = job(
+        compiled,
+        run_dir,
+        "--config",
+        "base_squad",
+        "--init_from",
+        pretrained[0],
+        "--data.tfds_dir",
+        tmp_path,
+        *short(64, 24),
+        steps=1_000_012,
+        eval_every=0,
+        infer_every=12,
+    )
     assert_learns(metrics, 1_000_001, 1_000_012)
     assert values_of(metrics, "inference_eval/squad_v010_allanswers/f1")
     monkeypatch.setattr(partition, "start_jax", lambda cfg: None)
     monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
-    status, out, err = run(evaluate, capsys, monkeypatch, "--run_dir", run_dir, "--tasks",
-                           "super_glue_copa_v102", "--mode", "rank")
-    assert status == 0 and "super_glue_copa_v102, validation, rank: 9 examples" in out, err
+    status, out, err = run(
+        evaluate,
+        capsys,
+        monkeypatch,
+        "--run_dir",
+        run_dir,
+        "--tasks",
+        "super_glue_copa_v102",
+        "--mode",
+        "rank",
+    )
+    assert status == 0 and "super_glue_copa_v102, validation, rank: 9 examples" in out, (
+        err
+    )
 
 
 @slow
@@ -4713,39 +7005,83 @@ def test_job_t0(compiled, tmp_path, pretrained):
     tokenizer = data.load_tokenizer(pretrained[0] / "spiece.model")
 
     def example(inputs, targets, **more):
-        return {"inputs": tokenizer.encode(inputs), "inputs_pretokenized": inputs,
-                "targets": [*tokenizer.encode(targets), data.EOS],
-                "targets_pretokenized": targets, **more}
+        return {
+            "inputs": tokenizer.encode(inputs),
+            "inputs_pretokenized": inputs,
+            "targets": [*tokenizer.encode(targets), data.EOS],
+            "targets_pretokenized": targets,
+            **more,
+        }
 
-    folders = {f"{name}_template": ("train", [
-        example(f"{name} {line[:30]}", line[:5]) for line in sentences(30, i)])
-        for i, name in enumerate(("imdb", "trec", "ag_news"))}
-    folders["super_glue_copa_choose_score_eval"] = "validation", [
-        example(line[:30], line[j : j + 5], idx=[i, j], is_correct=[int(j == i % 2)])
-        for i, line in enumerate(sentences(6, 9)) for j in (0, 1)]
+    folders = {
+        f"{name}_template": (
+            "train",
+            [example(f"{name} {line[:30]}", line[:5]) for line in sentences(30, i)],
+        )
+        for i, name in enumerate(("imdb", "trec", "ag_news"))
+    }
+    folders["super_glue_copa_choose_score_eval"] = (
+        "validation",
+        [
+            example(line[:30], line[j : j + 5], idx=[i, j], is_correct=[int(j == i % 2)])
+            for i, line in enumerate(sentences(6, 9))
+            for j in (0, 1)
+        ],
+    )
     for i, (name, (split, examples)) in enumerate(folders.items()):
         write_seqio_cache(tmp_path / "P3" / name, split, examples)
-        table = pyarrow.Table.from_pylist([
-            {**row, "is_correct": row.get("is_correct") == [1]} for row in examples])
-        file = tmp_path / "parquet" / name / (
-            f"{split}-00000-of-00001.parquet", f"{split}/0000.parquet")[i % 2]  # the hub has both
+        table = pyarrow.Table.from_pylist(
+            [{**row, "is_correct": row.get("is_correct") == [1]} for row in examples]
+        )
+        file = (
+            tmp_path
+            / "parquet"
+            / name
+            / (
+                # the hub has both
+                f"{split}-00000-of-00001.parquet",
+                f"{split}/0000.parquet",
+            )[i % 2]
+        )
         file.parent.mkdir(parents=True)
         pyarrow.parquet.write_table(table, file)
     run_dir = tmp_path / "run"
     out, metrics = job(
-        compiled, run_dir, "--config", "small_t0", "--init_from", pretrained[0], "--data.source",
-        f"seqio:{tmp_path}/P3", *short(64, 16), microbatches=2, steps=1_100_010)
+        compiled,
+        run_dir,
+        "--config",
+        "small_t0",
+        "--init_from",
+        pretrained[0],
+        "--data.source",
+        f"seqio:{tmp_path}/P3",
+        *short(64, 16),
+        microbatches=2,
+        steps=1_100_010,
+    )
     assert "in 2 microbatches" in out
     assert_learns(metrics, 1_100_001, 1_100_010)
     assert metrics[0]["train/non_padding_fraction/inputs"] > 0.8  # packed
     cfg = configs.load_run(run_dir)
     parquet = sourced(cfg, f"parquet:{tmp_path}/parquet")
     rates = data.mixture_rates("t0_train", parquet)
-    assert rates == data.mixture_rates("t0_train", cfg) == {
-        "imdb_template": 25_000, "trec_template": 5_452, "ag_news_template": 120_000}
+    assert (
+        rates
+        == data.mixture_rates("t0_train", cfg)
+        == {"imdb_template": 25_000, "trec_template": 5_452, "ag_news_template": 120_000}
+    )
     assert data.prepare(parquet, "train", tokenizer).batch(0).inputs.any()
-    out, _ = job(compiled, run_dir, "--tasks", "t0_eval_score_eval", "--mode", "rank",
-                 "--data.source", parquet.data.source, script="evaluate.py")
+    out, _ = job(
+        compiled,
+        run_dir,
+        "--tasks",
+        "t0_eval_score_eval",
+        "--mode",
+        "rank",
+        "--data.source",
+        parquet.data.source,
+        script="evaluate.py",
+    )
     assert "super_glue_copa_choose_score_eval, validation, rank: 6 examples" in out
 
 
@@ -4754,8 +7090,15 @@ def test_job_own_language(compiled, tmp_path, capsys, monkeypatch):
     """Romanian: text streamed, an own vocabulary, made longer by one flag, then Hugging Face."""
     for i in range(4):
         (tmp_path / f"{i}.txt").write_text("\n".join(sentences(100, i)))
-    flags = ["--config", "base_ro", "--data.source", f"text:{tmp_path}/*.txt:lines",
-             "--data.vocab", "train:60", *short(32, 8)]
+    flags = [
+        "--config",
+        "base_ro",
+        "--data.source",
+        f"text:{tmp_path}/*.txt:lines",
+        "--data.vocab",
+        "train:60",
+        *short(32, 8),
+    ]
     more = dict(keep=2, save_every=5, eval_every=10)
     run_dir = tmp_path / "run"
     job(compiled, run_dir, *flags, steps=20, **more)
@@ -4763,7 +7106,9 @@ def test_job_own_language(compiled, tmp_path, capsys, monkeypatch):
     assert "resumed" in out and partition.Checkpoints(run_dir).steps() == [25, 30]
     assert_learns(metrics, 1, 30)
     assert len(list(tmp_path.glob("prepared/*/*.ids"))) <= 2 + 1  # and what is held out
-    status, out, err = run(convert, capsys, monkeypatch, run_dir, tmp_path / "hf", "--to", "hf")
+    status, out, err = run(
+        convert, capsys, monkeypatch, run_dir, tmp_path / "hf", "--to", "hf"
+    )
     assert status == 0 and "largest difference 0" in out, err
     assert json.loads((tmp_path / "hf/config.json").read_text())["model_type"] == "t5"
 
@@ -4772,21 +7117,43 @@ def test_job_own_language(compiled, tmp_path, capsys, monkeypatch):
 def test_job_lm_adaptation(pretrained, compiled, tmp_path):
     """Prefix LM from a pretrained run, at the rate and the step where pretraining ended."""
     source = pretrained[0].parent / "tfds"
-    _, metrics = job(compiled, tmp_path / "run", "--config", "small_lm_adapt", "--init_from",
-                     pretrained[0], "--data.tfds_dir", source, *short(32, 32), steps=1_000_012,
-                     eval_every=0)
+    _, metrics = job(
+        compiled,
+        tmp_path / "run",
+        "--config",
+        "small_lm_adapt",
+        "--init_from",
+        pretrained[0],
+        "--data.tfds_dir",
+        source,
+        *short(32, 32),
+        steps=1_000_012,
+        eval_every=0,
+    )
     assert_learns(metrics, 1_000_001, 1_000_012)
-    assert values_of(metrics, "train/learning_rate") == pytest.approx([1e-3] * 12, rel=1e-3)
+    assert values_of(metrics, "train/learning_rate") == pytest.approx(
+        [1e-3] * 12, rel=1e-3
+    )
 
 
 @slow
 def test_toy_reverse_learns_as_t5x_does(compiled, tmp_path):
     """Within what T5X reaches over 5 seeds, or better."""
-    argv = ["--config", "toy_reverse", "--run_dir", tmp_path / "run", "--train.infer_every", 0,
-            "--data.prepared_dir", tmp_path / "prepared"]
+    argv = [
+        "--config",
+        "toy_reverse",
+        "--run_dir",
+        tmp_path / "run",
+        "--train.infer_every",
+        0,
+        "--data.prepared_dir",
+        tmp_path / "prepared",
+    ]
     status, out, err = finish(start(compiled, *argv))
     assert status == 0, err
     name = "training_eval/text_to_text/accuracy"
-    reached = {line["step"]: line[name] for line in metrics_of(tmp_path / "run") if name in line}
+    reached = {
+        line["step"]: line[name] for line in metrics_of(tmp_path / "run") if name in line
+    }
     for step, least in {200: 0.32, 400: 0.75, 600: 0.95, 1000: 0.989}.items():
         assert reached[step] >= least
