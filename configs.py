@@ -237,10 +237,10 @@ SECTIONS = ("model", "data", "train", "decode", "mesh", "distributed")
 TASKS, MIXTURES, ACTIVATIONS, METRICS, OPTIMIZERS = {}, {}, {}, {}, {}
 
 # Of several processes the first alone speaks, and none that fails waits for the others.
-speaks = alone = True
+prints_progress = single_process = True
 
 
-def visible(text):
+def escape_controls(text):
     """Text with its control characters written out: a terminal shows them and does not obey."""
     return re.sub(
         r"[^\n\t\x20-\x7e\xa0-\U0010ffff]",
@@ -251,8 +251,8 @@ def visible(text):
 
 def note(text, always=False):
     """Tell the user something that is not a result, on standard error."""
-    if speaks or always:
-        print(visible(text), file=sys.stderr, flush=True)
+    if prints_progress or always:
+        print(escape_controls(text), file=sys.stderr, flush=True)
 
 
 # ====== below: recipes, the command line, run directories, checks, files ==========================
@@ -628,7 +628,7 @@ def nearest(word, known):
 
 
 @functools.cache
-def help_of(section):
+def field_help(section):
     """{field: the comment above it} of a section's dataclass."""
     source = inspect.getsource(type(section))
     comments = re.findall(r"^((?:    # .*\n)+)    (\w+):", source, re.MULTILINE)
@@ -659,7 +659,9 @@ def parse_args(description, argv, **flags):
     blank, kinds = Config(""), dict.fromkeys(RENAMED, bool)
     for name, knob, _ in fields(blank):
         kinds[name] = knob.type
-        text = help_of(getattr(blank, name.split(".")[0]))[knob.name].replace("%", "%%")
+        text = field_help(getattr(blank, name.split(".")[0]))[knob.name].replace(
+            "%", "%%"
+        )
         parser.add_argument(f"--{name}", metavar="", default=argparse.SUPPRESS, help=text)
     for name in RENAMED:
         parser.add_argument(
@@ -837,7 +839,7 @@ def resolve_run(args, changes):
 # ---- checks --------------------------------------------------------------------------------------
 
 
-def conform(value, form, at="it"):
+def check_json(value, form, at="it"):
     """Raise a ValueError that says where a JSON value has not this form: a type, or a tuple of
     types; [form] for a list; {str: form} for a dict of any names; {name: form} for a dict of these,
     where "name?" may be missing and others do not matter."""
@@ -845,12 +847,12 @@ def conform(value, form, at="it"):
         for name, inner in form.items():
             for key in value if name is str else [name.removesuffix("?")]:
                 if key in value:
-                    conform(value[key], inner, f"{at}/{key}")
+                    check_json(value[key], inner, f"{at}/{key}")
                 elif not name.endswith("?"):
                     raise ValueError(f"{at} has no {name!r}")
     elif isinstance(form, list) and isinstance(value, list):
         for number, inner in enumerate(value):
-            conform(inner, form[0], f"{at}/{number}")
+            check_json(inner, form[0], f"{at}/{number}")
     elif type(value) not in (form if isinstance(form, tuple) else (form,)):
         raise ValueError(f"{at} is {json.dumps(value, default=str):.60}")
 
@@ -859,7 +861,7 @@ def read_json(path, form, cure="fetch it again"):
     """A JSON file -> its value, of this form; else a UserError names the file and the cure."""
     try:
         value = json.loads(path.read_text())
-        conform(value, form)
+        check_json(value, form)
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be used ({error}): {cure}.") from error
     return value
@@ -931,7 +933,7 @@ def check(cfg):
             f"--model.relative_max_distance must be above half of the "
             f"{m.relative_buckets} --model.relative_buckets."
         )
-    check_memory(
+    require_memory(
         {"the rows of a step": 16 * t.batch_size * length},
         machine_memory(),
         "--train.batch_size, --data.inputs_length or --data.targets_length",
@@ -980,7 +982,7 @@ def machine_memory():
     return min(bounds)
 
 
-def check_memory(parts, there, levers):
+def require_memory(parts, there, levers):
     """Refuse what needs more bytes at once than are there. parts: {what: bytes}."""
     total = sum(parts.values())
     if total > there:
@@ -1018,7 +1020,7 @@ def to_path(name):
 
 
 @contextlib.contextmanager
-def writing(path):
+def naming_file(path):
     """What goes wrong while a file is written names the file."""
     try:
         yield
@@ -1040,7 +1042,7 @@ def write_file(path, content):
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
     try:
-        with writing(path), open(temporary, "wb") as file:
+        with naming_file(path), open(temporary, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -1054,7 +1056,7 @@ def append_file(path, text):
     if is_remote(path):
         return write_file(path, (path.read_text() if path.exists() else "") + text)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with writing(path), open(path, "a") as file:
+    with naming_file(path), open(path, "a") as file:
         file.write(text)
 
 
@@ -1102,11 +1104,13 @@ def run_command(main):
         note("interrupted")
         status = 130
     except Exception:
-        if alone:
+        if single_process:
             raise
         traceback.print_exc()
         status = 1
-    if status and not alone:  # at a usual exit the processes would wait for one another
+    if (
+        status and not single_process
+    ):  # at a usual exit the processes would wait for one another
         sys.stderr.flush()
         os._exit(status)
     sys.exit(status)
@@ -1133,7 +1137,7 @@ def main(argv):
     for section in SECTIONS:
         print(section)
         part = getattr(cfg, section)
-        for name, text in help_of(part).items():
+        for name, text in field_help(part).items():
             print(f"  {name:22} {getattr(part, name)!s:26} {text}")
 
 

@@ -109,7 +109,7 @@ OTHERS = {
 }
 
 
-def names(path, layer, gated):
+def parameter_names(path, layer, gated):
     """Our path of a parameter -> (Hugging Face's name, T5X's name)."""
     if path in OTHERS:
         return OTHERS[path]
@@ -137,12 +137,17 @@ def flax_name(path, layer, gated):
     """encoder/block/0/layer/0/SelfAttention/q/kernel"""
     table = path == "embed" or path.endswith("relative_bias")
     last = "embedding" if table else "weight" if path.endswith("norm") else "kernel"
-    return names(path, layer, gated)[0].removesuffix("weight").replace(".", "/") + last
+    return (
+        parameter_names(path, layer, gated)[0].removesuffix("weight").replace(".", "/")
+        + last
+    )
 
 
 def mtf_name(path, layer, gated):
     """encoder/block_000/layer_000/SelfAttention/q"""
-    name = names(path, layer, gated)[0].removesuffix(".weight").replace(".", "/")
+    name = (
+        parameter_names(path, layer, gated)[0].removesuffix(".weight").replace(".", "/")
+    )
     name = re.sub(r"(block|layer)/(\d+)", lambda m: f"{m[1]}_{int(m[2]):03}", name)
     name = {"shared": "shared/embedding", "lm_head": "decoder/logits/kernel"}.get(
         name, name
@@ -162,10 +167,10 @@ class Format(NamedTuple):
     step: str | None = None
 
 
-HF = Format(lambda *path: names(*path)[0], lambda path: path != "embed")
+HF = Format(lambda *path: parameter_names(*path)[0], lambda path: path != "embed")
 FLAX = Format(flax_name, lambda path: path.endswith("relative_bias"))
 T5X = Format(
-    lambda *path: f"target/{names(*path)[1]}",
+    lambda *path: f"target/{parameter_names(*path)[1]}",
     step="state/step",
     slot=lambda name, slot: f"{name.replace('target', 'state/param_states', 1)}/{slot}",
 )
@@ -177,31 +182,31 @@ def layers_of(name, shape):
     return range(shape[0]) if "layers" in name.split("/") else [None]
 
 
-def of_layer(name, shape):
+def layer_shape(name, shape):
     """The shape of one layer."""
     return shape[1:] if "layers" in name.split("/") else shape
 
 
-def parameters(cfg, form):
+def parameter_places(cfg, form):
     """ModelConfig, Format -> {our name: (shape, [its name of each layer], whether turned)}."""
     gated = cfg.activation.startswith("gated_")
     return {
         f"params/{path}": (
             p.shape,
             [form.name(path, layer, gated) for layer in layers_of(path, p.shape)],
-            len(of_layer(path, p.shape)) == 2 and form.turned(path),
+            len(layer_shape(path, p.shape)) == 2 and form.turned(path),
         )
         for path, p in partition.flatten(model.param_table(cfg)).items()
     }
 
 
-def adafactor_slots(params, form, factored):
+def slot_places(params, form, factored):
     """The same for the slots of the parameters; factored(our path, its first name) -> bool.
     T5X's v_row is the mean over a matrix's longer axis, and over the second if both are equal; our
     row is the mean over the second always."""
     slots = {}
     for ours, (shape, theirs, _) in params.items():
-        path, one = ours.removeprefix("params/"), of_layer(ours, shape)
+        path, one = ours.removeprefix("params/"), layer_shape(ours, shape)
         names = {"full": ("v", one)}
         if len(one) == 2 and factored(path, theirs[0]):
             row, column = ("v_row", "v_col") if one[1] >= one[0] else ("v_col", "v_row")
@@ -215,7 +220,7 @@ def adafactor_slots(params, form, factored):
     return slots
 
 
-def first_of(names):
+def name_some(names):
     """Names -> "NAME" or "NAME and 3 more"."""
     first, *others = sorted(names)
     return first + (f" and {len(others):,} more" if others else "")
@@ -225,7 +230,7 @@ def first_of(names):
 
 
 @contextlib.contextmanager
-def naming(path, kind="what its name says, or damaged"):
+def explain_errors(path, kind="what its name says, or damaged"):
     """What a library stumbles over in somebody's file becomes a sentence that names the file."""
     try:
         yield
@@ -243,7 +248,7 @@ def naming(path, kind="what its name says, or damaged"):
         raise UserError(f"{path} is not {kind} ({said}): fetch it again.") from error
 
 
-def derive(tensors, form, source):
+def model_from_shapes(tensors, form, source):
     """Tensors -> ModelConfig, as far as shapes tell; raises a UserError where they are not T5's."""
 
     def shape(path):
@@ -301,20 +306,26 @@ def derive(tensors, form, source):
     )
 
 
-def each(places):
+def each_tensor(places):
     """What parameters() returns -> (their name, our name, layer, their shape, turned) of each."""
     for ours, (shape, theirs, turned) in places.items():
         for layer, name in zip(layers_of(ours, shape), theirs):
-            yield name, ours, layer, of_layer(ours, shape)[:: -1 if turned else 1], turned
+            yield (
+                name,
+                ours,
+                layer,
+                layer_shape(ours, shape)[:: -1 if turned else 1],
+                turned,
+            )
 
 
 def to_weights(tensors, form, source, cfg, vocabulary, name="t5", ignored=()):
     """Tensors and the ModelConfig they should have -> Weights; refuses what does not fit."""
-    found = parameters(cfg, form)
-    wanted = {name: shape for name, _, _, shape, _ in each(found)}
+    found = parameter_places(cfg, form)
+    wanted = {name: shape for name, _, _, shape, _ in each_tensor(found)}
     if missing := wanted.keys() - tensors.shapes.keys():
         raise UserError(
-            f"{source} has no {first_of(missing)}: it is incomplete; fetch it again."
+            f"{source} has no {name_some(missing)}: it is incomplete; fetch it again."
         )
     if wrong := [name for name in wanted if tensors.shapes[name] != wanted[name]]:
         raise UserError(
@@ -327,7 +338,7 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5", ignored=()):
     }
     if unknown := rest - of_optimizer:
         raise UserError(
-            f"{source} has {first_of(unknown)}, which no T5 model has: plain T5 "
+            f"{source} has {name_some(unknown)}, which no T5 model has: plain T5 "
             f"converts T5 1.0, T5 1.1, mT5, UMT5, ByT5 and what descends from them."
         )
     if of_optimizer:
@@ -335,9 +346,10 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5", ignored=()):
         def size(name, slot):
             return math.prod(tensors.shapes.get(form.slot(name, slot), (1,)))
 
-        slots = adafactor_slots(found, form, lambda path, name: size(name, "v_row") > 1)
+        slots = slot_places(found, form, lambda path, name: size(name, "v_row") > 1)
         if all(
-            tensors.shapes.get(name) == shape for name, _, _, shape, _ in each(slots)
+            tensors.shapes.get(name) == shape
+            for name, _, _, shape, _ in each_tensor(slots)
         ) and all(size(name, "m") == 1 for name in wanted):
             found |= slots
         else:
@@ -363,7 +375,7 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5", ignored=()):
     return Weights(run, step, shapes, read, vocabulary)
 
 
-def find_vocabulary(folders, cfg, sentinels=data.SENTINELS):
+def read_vocabulary(folders, cfg, sentinels=data.SENTINELS):
     """spiece.model or tokenizer.json in one of the folders -> the bytes of a SentencePiece model;
     what stands for ByT5's; or None. sentinels: how many there are where the file has none."""
     path = next(
@@ -378,12 +390,12 @@ def find_vocabulary(folders, cfg, sentinels=data.SENTINELS):
     if not path:
         return b"bytes:0\n" if cfg.vocab_size == 384 else None
     if path.suffix == ".json":
-        vocabulary = tokenizer_pieces(path).SerializeToString()
+        vocabulary = pieces_from_json(path).SerializeToString()
     else:
         vocabulary = path.read_bytes()
         if vocabulary[:4] in (b"byte", b"ids:"):  # a run's, without pieces
             return vocabulary
-    proto = pieces_of(vocabulary, path)
+    proto = parse_sentencepiece(vocabulary, path)
     if sentinels != data.SENTINELS and "<extra_id_" not in proto.pieces[-1].piece:
         data.add_sentinels(proto, sentinels)
         vocabulary = proto.SerializeToString()
@@ -395,7 +407,7 @@ def find_vocabulary(folders, cfg, sentinels=data.SENTINELS):
     return vocabulary
 
 
-def tokenizer_pieces(path):
+def pieces_from_json(path):
     """The tokenizer.json of a Unigram model -> the ModelProto that gives the same ids, but where
     </s>, <pad> or <unk> are spelled in the text, or it ends with white space other than a space.
     Whatever a ModelProto cannot say is refused by name."""
@@ -419,7 +431,7 @@ def tokenizer_pieces(path):
     strange |= {"no Metaspace"} - {f"no {split}" for split in splits}
     if strange:
         raise UserError(
-            f"{path} has {first_of(strange)}, which a SentencePiece unigram model "
+            f"{path} has {name_some(strange)}, which a SentencePiece unigram model "
             f"cannot say: bring the model's spiece.model."
         )
     pieces = [piece.removeprefix("\u2581") for piece, _ in vocab["vocab"]]
@@ -461,10 +473,10 @@ def tokenizer_pieces(path):
     return proto
 
 
-def pieces_of(vocabulary, path="spiece.model"):
+def parse_sentencepiece(vocabulary, path="spiece.model"):
     """Bytes of a SentencePiece model -> its ModelProto."""
     proto = sentencepiece_model_pb2.ModelProto()
-    with naming(path, "a SentencePiece model"):
+    with explain_errors(path, "a SentencePiece model"):
         proto.ParseFromString(vocabulary)
         proto.pieces[0]
     return proto
@@ -472,8 +484,12 @@ def pieces_of(vocabulary, path="spiece.model"):
 
 # ---- Hugging Face, read --------------------------------------------------------------------------
 
-FILES = ("model.safetensors", "flax_model.msgpack", "pytorch_model.bin")
-KNOWN = ("gated_gelu", "gated_silu", "relu")  # activations that mean the same elsewhere
+WEIGHT_FILES = ("model.safetensors", "flax_model.msgpack", "pytorch_model.bin")
+PORTABLE_ACTIVATIONS = (
+    "gated_gelu",
+    "gated_silu",
+    "relu",
+)  # activations that mean the same elsewhere
 
 
 def hf_file(folder):
@@ -481,7 +497,7 @@ def hf_file(folder):
     return next(
         (
             name
-            for name in FILES
+            for name in WEIGHT_FILES
             for end in ("", ".index.json")
             if (folder / f"{name}{end}").exists()
         ),
@@ -498,14 +514,14 @@ def shards(folder, name):
     files = sorted({folder / Path(file).name for file in promised.values()})
     if missing := {file.name for file in files if not file.exists()}:
         raise UserError(
-            f"{folder} has no {first_of(missing)}, which its index lists: fetch it."
+            f"{folder} has no {name_some(missing)}, which its index lists: fetch it."
         )
     return files, set(promised)
 
 
 def read_safetensors(file):
     """-> Tensors. The library validates what the header says of the bytes."""
-    with naming(file, "a whole safetensors file"):
+    with explain_errors(file, "a whole safetensors file"):
         opened, shapes = safetensors.safe_open(file, "numpy"), {}
         for name in opened.keys():
             part = opened.get_slice(name)
@@ -520,7 +536,7 @@ def read_safetensors(file):
 
 def read_pickle(file):
     """pytorch_model.bin, of any version of torch -> Tensors."""
-    with naming(file):
+    with explain_errors(file):
         import torch
 
         tensors = torch.load(
@@ -593,15 +609,15 @@ def open_hf(folder, allow_pickle=False):
     )
     if lost := promised - set(tensors.shapes):
         raise UserError(
-            f"{folder} has no {first_of(lost)}, which its index lists: fetch it again."
+            f"{folder} has no {name_some(lost)}, which its index lists: fetch it again."
         )
     tensors, ignored = settle_embeddings(tensors, form, config, folder)
-    cfg = settle_config(derive(tensors, form, folder), config, folder)
+    cfg = settle_config(model_from_shapes(tensors, form, folder), config, folder)
     byt5 = "ByT5" in str(tokenizer.get("tokenizer_class"))
     vocabulary = (
         b"bytes:0\n"
         if byt5
-        else find_vocabulary([folder], cfg, tokenizer.get("extra_ids") or data.SENTINELS)
+        else read_vocabulary([folder], cfg, tokenizer.get("extra_ids") or data.SENTINELS)
     )
     return to_weights(tensors, form, folder, cfg, vocabulary, kind, ignored)
 
@@ -675,9 +691,9 @@ def settle_config(cfg, config, folder):
                 f"{folder}: config.json says {name} {said[name]}, the weights have "
                 f"{getattr(cfg, name)}: fetch both again."
             )
-    if said["activation"] not in KNOWN:
+    if said["activation"] not in PORTABLE_ACTIVATIONS:
         raise UserError(
-            f"{folder}: activation {said['activation']} is none of {', '.join(KNOWN)}."
+            f"{folder}: activation {said['activation']} is none of {', '.join(PORTABLE_ACTIVATIONS)}."
         )
     if said["activation"].startswith("gated_") != cfg.activation.startswith("gated_"):
         raise UserError(
@@ -730,7 +746,7 @@ def read_msgpack(path):
                 tuple(array["metadata"]["shape"]) if "metadata" in keys else array.shape
             )
 
-    with naming(path, "a whole msgpack file"), open(path, "rb") as file:
+    with explain_errors(path, "a whole msgpack file"), open(path, "rb") as file:
         walk(
             msgpack.Unpacker(
                 file,
@@ -811,7 +827,7 @@ def read_orbax(folder):
 def stored(driver, place, read=True, **options):
     """A zarr array of TensorStore's -> NumPy array, or its shape."""
     spec = {"driver": driver, "kvstore": place, **options}
-    with naming(place["path"], "a whole array"):
+    with explain_errors(place["path"], "a whole array"):
         store = tensorstore.open(spec, open=True).result()
         return store.read().result() if read else store.shape
 
@@ -839,9 +855,9 @@ def open_google(source, tensors, form):
     """A checkpoint of T5X or Mesh TensorFlow -> Weights."""
     folders = [source if source.is_dir() else source.parent]
     folders += [source.parent] if source.name.startswith("checkpoint_") else []  # its run
-    cfg = derive(tensors, form, source)
+    cfg = model_from_shapes(tensors, form, source)
     cfg = replace(cfg, activation=gin_activation(folders) or cfg.activation)
-    return to_weights(tensors, form, source, cfg, find_vocabulary(folders, cfg))
+    return to_weights(tensors, form, source, cfg, read_vocabulary(folders, cfg))
 
 
 def gin_activation(folders):
@@ -857,7 +873,7 @@ def gin_activation(folders):
         ):
             words = re.findall(r"\w+", found[2].replace("swish", "silu"))
             name = "gated_" * ("linear" in words) + words[0]
-            if name not in KNOWN:
+            if name not in PORTABLE_ACTIVATIONS:
                 raise UserError(
                     f"{path} says {found[0]}, an activation that plain T5 has not."
                 )
@@ -873,7 +889,7 @@ def open_plain(checkpoint, run_dir):
     manifest = partition.read_manifest(checkpoint)
     arrays, cfg = manifest["arrays"], configs.load_run(run_dir)
     shapes = {name: tuple(array["shape"]) for name, array in arrays.items()}
-    for name, (shape, _, _) in parameters(cfg.model, HF).items():
+    for name, (shape, _, _) in parameter_places(cfg.model, HF).items():
         if shapes.get(name) != shape:
             raise UserError(
                 f"{checkpoint}: {name} has shape {shapes.get(name)}, and config.json "
@@ -889,7 +905,7 @@ def open_plain(checkpoint, run_dir):
         index = [slice(None)] * len(shapes[name])
         if layer is not None:
             index[0] = slice(layer, layer + 1)
-        part = partition.read_part(checkpoint, arrays[name], index, verified(name))
+        part = partition.read_slice(checkpoint, arrays[name], index, verified(name))
         return part if layer is None else part[0]
 
     vocabulary, recipe = (
@@ -901,9 +917,9 @@ def open_plain(checkpoint, run_dir):
 
 def open_any(source, step=None, allow_pickle=False):
     """Path of anything -> Weights."""
-    with naming(source):
+    with explain_errors(source):
         weights = reader_of(source, step, allow_pickle)
-    return weights._replace(read=naming(source)(weights.read))
+    return weights._replace(read=explain_errors(source)(weights.read))
 
 
 def reader_of(source, step, allow_pickle):
@@ -969,7 +985,7 @@ def write_plain(folder, weights, dtype):
             for layer in layers_of(name, shape):
                 array = np.asarray(weights.read(name, layer), np.float32)
                 array = array if layer is None else array[None]
-                rows = max(1, len(array) * partition.PIECE_BYTES // array.nbytes)
+                rows = max(1, len(array) * partition.MAX_SHARD_BYTES // array.nbytes)
                 for start in range(0, len(array), rows):
                     part = np.ascontiguousarray(array[start : start + rows])
                     first = start + (layer or 0)
@@ -995,7 +1011,7 @@ def write_hf(folder, weights, dtype):
     """Weights -> a directory that transformers reads."""
     cfg = weights.cfg.model
     files, size = [[]], 0
-    for tensor in each(parameters(cfg, HF)):
+    for tensor in each_tensor(parameter_places(cfg, HF)):
         nbytes = math.prod(tensor[3]) * dtype.itemsize
         if files[-1] and size + nbytes > SHARD_BYTES:
             files, size = [*files, []], 0
@@ -1070,7 +1086,7 @@ def write_tokenizer(folder, vocabulary, cfg):
             "extra_ids": max(0, cfg.vocab_size - 259),
         }
     else:
-        proto = pieces_of(vocabulary)
+        proto = parse_sentencepiece(vocabulary)
         if proto.trainer_spec.model_type != proto.trainer_spec.UNIGRAM:
             raise UserError(
                 "The vocabulary is no unigram model, and Hugging Face's T5Tokenizer "
@@ -1164,7 +1180,7 @@ def model_card(weights, run_dir):
     """README.md of a Hugging Face directory: what the model is, and its last evaluations."""
     found = {
         name: value
-        for line in partition.metrics_lines(Path(run_dir, "metrics.jsonl"))
+        for line in partition.read_metrics_file(Path(run_dir, "metrics.jsonl"))
         for name, value in line.items()
         if "_eval/" in name and line["step"] <= weights.step
     }
@@ -1197,15 +1213,15 @@ def write_t5x(folder, weights, dtype):
             "T5X's network has one table of position biases for a stack, and this "
             "UMT5 has one in each layer: convert it --to hf."
         )
-    places = parameters(weights.cfg.model, T5X)
+    places = parameter_places(weights.cfg.model, T5X)
     tree = {T5X.step: np.array(weights.step, np.int32)}
-    slots = adafactor_slots(
+    slots = slot_places(
         places, T5X, lambda path, name: f"slots/{path}/row" in weights.shapes
     )
     if set(slots) <= set(weights.shapes):
         tree |= {
             T5X.slot(name, slot): np.zeros(1, np.float32)  # it has all four of each
-            for name, *_ in each(places)
+            for name, *_ in each_tensor(places)
             for slot in MTF_SLOTS
         }
         places |= slots
@@ -1214,7 +1230,7 @@ def write_t5x(folder, weights, dtype):
             "There are no slots of Adafactor: T5X evaluates the checkpoint, and fine-tunes from "
             "it with fallback_to_scratch."
         )
-    for name, ours, layer, _, _ in each(places):
+    for name, ours, layer, _, _ in each_tensor(places):
         array = weights.read(ours, layer)
         if name.endswith(("v_row", "v_col")):
             tree[name] = np.array(array)
@@ -1259,7 +1275,7 @@ WRITERS = {"plain": write_plain, "hf": write_hf, "t5x": write_t5x}
 
 
 @contextlib.contextmanager
-def written_whole(destination):
+def atomic_destination(destination):
     """A folder to write into, which becomes `destination` if nothing goes wrong."""
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise UserError(
@@ -1278,7 +1294,7 @@ def written_whole(destination):
 def convert(source, destination, to, dtype, step=None, allow_pickle=False):
     """Read, write, compare, and give the result its name."""
     began = time.perf_counter()
-    with written_whole(destination) as folder:
+    with atomic_destination(destination) as folder:
         weights = open_any(source, step, allow_pickle)
         number = model.count_params(model.param_table(weights.cfg.model))
         print(
@@ -1289,7 +1305,7 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False):
                 f"warning: {source} has no vocabulary: what is written takes ids alone until a "
                 f"spiece.model is put there."
             )
-        bar = data.progress(
+        bar = data.progress_bar(
             "converting",
             "array",
             2
@@ -1370,7 +1386,7 @@ def main(argv):
         Path(os.path.abspath(args.dst)),
         args.to,
         np.dtype(jnp.dtype(args.dtype)),
-        partition.named_step(args.src, args.step),
+        partition.resolve_step(args.src, args.step),
         args.allow_pickle,
     )
 

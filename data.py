@@ -115,7 +115,7 @@ class Tokenizer:
         """Texts -> list of int32 arrays, on all cores."""
         return self.processor.encode(list(texts), return_type="numpy")
 
-    def pieces(self, ids):
+    def raw_text(self, ids):
         """Ids below `size` -> text as it is, unknown pieces and sentinels included."""
         return "".join(map(self.processor.id_to_piece, ids)).replace("\u2581", " ")
 
@@ -511,7 +511,7 @@ class ByteTokenizer(Tokenizer):
             for text in texts
         ]
 
-    def pieces(self, ids):
+    def raw_text(self, ids):
         known = [b"<pad>", b"</s>", b"<unk>", *(bytes([byte]) for byte in range(256))]
         text = (
             known[i] if i < 3 + 256 else b"<extra_id_%d>" % (self.size - 1 - i)
@@ -540,7 +540,7 @@ class IdTokenizer(Tokenizer):
     def encode_batch(self, texts):
         return [np.array(self.encode(text), np.int32) for text in texts]
 
-    def pieces(self, ids):
+    def raw_text(self, ids):
         return "".join(f" {i}" for i in ids)
 
     def decode(self, ids):
@@ -611,7 +611,7 @@ def train_tokenizer(texts, pieces, most=1 << 27):
     source the first `most` characters are enough, which take one or two minutes. The thread count
     is fixed because the pieces found depend on it."""
     lines, out = [], io.BytesIO()
-    with progress("reading for a vocabulary", "character") as bar:
+    with progress_bar("reading for a vocabulary", "character") as bar:
         for text in texts:
             for line in text.splitlines():
                 lines += [
@@ -645,7 +645,7 @@ def train_tokenizer(texts, pieces, most=1 << 27):
     return parse_vocabulary(out.getvalue())
 
 
-class Progress(tqdm):
+class ProgressBar(tqdm):
     """A bar on standard error; where that is no terminal a line every half minute."""
 
     @staticmethod
@@ -657,10 +657,10 @@ class Progress(tqdm):
         )
 
 
-def progress(what, unit, total=None, quiet=False):
+def progress_bar(what, unit, total=None, quiet=False):
     """Shows how far a long job is; silent while it is short, and where others speak."""
     seconds = 0.5 if sys.stderr.isatty() else 30
-    return Progress(
+    return ProgressBar(
         desc=what,
         unit=f" {unit}s",
         unit_scale=True,
@@ -668,7 +668,7 @@ def progress(what, unit, total=None, quiet=False):
         leave=False,
         delay=seconds,
         mininterval=seconds,
-        disable=quiet or not configs.speaks,
+        disable=quiet or not configs.prints_progress,
     )
 
 
@@ -679,17 +679,17 @@ def progress(what, unit, total=None, quiet=False):
 # settled here: "train", "validation", ..., or None for all of it.
 
 
-class Part(NamedTuple):
+class SourceFile(NamedTuple):
     name: str
     stamp: list  # size and time of a file: when these change, the source has changed
     read: Callable  # bad -> iterator of (where, dict)
 
 
-class NoSplit(UserError):
+class MissingSplit(UserError):
     """The source has splits, but not this one."""
 
 
-class Missing(UserError):
+class MissingSource(UserError):
     """{what is not on the disk: what to do about it}: those of a mixture are named together."""
 
     def __str__(self):
@@ -721,12 +721,12 @@ def python_documents():
     return [document for document in documents if document.strip()]
 
 
-def in_memory(name, stamp, examples, split):
+def in_memory_source(name, stamp, examples, split):
     """examples: function of a split -> its examples. The parts of a split, or of both for None."""
     if split not in ("train", "validation", None):
-        raise NoSplit(f"{name} has no split {split}.")
+        raise MissingSplit(f"{name} has no split {split}.")
     return [
-        Part(
+        SourceFile(
             f"{name} {one}",
             stamp,
             lambda bad, one=one: (
@@ -753,7 +753,7 @@ def python_source(name, split, cfg):
         for n in order[:held_out] if split == "validation" else order[held_out:]:
             yield {"number": n} if name else {"text": python_documents()[n]}
 
-    return in_memory(f"python:{name}", [sys.version], examples, split)
+    return in_memory_source(f"python:{name}", [sys.version], examples, split)
 
 
 def reverse_source(name, split, cfg):
@@ -766,7 +766,7 @@ def reverse_source(name, split, cfg):
             ids = random.integers(3, 35, random.integers(4, 13)).tolist()
             yield {"inputs": [*ids, EOS], "targets": [*ids[::-1], EOS]}
 
-    return in_memory("reverse:", [1], examples, split)
+    return in_memory_source("reverse:", [1], examples, split)
 
 
 def random_source(name, split, cfg):
@@ -781,7 +781,7 @@ def random_source(name, split, cfg):
             ids = random_bits(seed, i, np.arange(4096)) % np.uint64(size)
             yield {"text": ids.astype(int) + 3}
 
-    return in_memory("random:", [size], examples, split)
+    return in_memory_source("random:", [size], examples, split)
 
 
 def open_file(path):
@@ -817,21 +817,21 @@ def find_files(pattern):
     return [(path, [stat.st_size, stat.st_mtime_ns]) for path, stat in stats.items()]
 
 
-PART_BYTES = 1 << 26
+GROUP_BYTES = 1 << 26
 HELD_OUT_BYTES = 1 << 25  # of text that are held out, at most
 
 
-def file_parts(found, read):
+def group_files(found, read):
     """[(path, [size, time])], (path, bad) -> examples: parts, small files together in one."""
     groups, size = [], math.inf
     for path, stamp in found:
-        if size >= PART_BYTES:
+        if size >= GROUP_BYTES:
             groups.append([])
             size = 0
         groups[-1].append((path, stamp))
         size += stamp[0]
     return [
-        Part(
+        SourceFile(
             group[0][0],
             group,
             lambda bad, group=group: itertools.chain.from_iterable(
@@ -848,17 +848,17 @@ def file_source(read, pattern, split, cfg):
     so that it has no neighbours in training but at its end."""
     if not (found := find_files(pattern)):
         folder = pattern.rstrip("/") if os.path.isdir(pattern) else "FOLDER"
-        raise Missing(
+        raise MissingSource(
             {
                 f"No file matches {pattern or 'an empty name'}": f"give --data.source the "
                 f"path of a file, or a quoted glob, such as '{folder}/*'."
             }
         )
-    parts = file_parts(found, read)
+    parts = group_files(found, read)
     if split is None:
         return parts
     if split not in ("train", "validation"):
-        raise NoSplit(f"{pattern} has no splits, so no {split} split.")
+        raise MissingSplit(f"{pattern} has no splits, so no {split} split.")
     held_out = min(HELD_OUT_BYTES, sum(stamp[0] for _, stamp in found) // 100)
 
     def read_first(bad):
@@ -933,14 +933,14 @@ def read_parquet(path, bad):
         bad(path, f"is damaged ({error})")
 
 
-def as_text(value):
+def decode_bytes(value):
     """Bytes anywhere in a value of TFDS -> text."""
     if isinstance(value, bytes):
         return value.decode()
     if isinstance(value, dict):
-        return {key: as_text(inner) for key, inner in value.items()}
+        return {key: decode_bytes(inner) for key, inner in value.items()}
     if isinstance(value, list) or isinstance(value, np.ndarray) and value.dtype == object:
-        return [as_text(inner) for inner in value]
+        return [decode_bytes(inner) for inner in value]
     return value
 
 
@@ -958,7 +958,7 @@ def tfds_source(name, split, cfg):
         there = f" (there is {others}: --data.source tfds:{dataset}:VERSION)" * bool(
             others
         )
-        raise Missing(
+        raise MissingSource(
             {
                 f"{name} is not in {folder / version}{there}": (
                     "name the folder of your TFDS datasets with --data.tfds_dir or TFDS_DATA_DIR, or fill "
@@ -984,7 +984,7 @@ def tfds_source(name, split, cfg):
             f"file_format='array_record').download_and_prepare()."
         )
     if split not in info.splits:
-        raise NoSplit(
+        raise MissingSplit(
             f"{folder} has no split {split} (it has {', '.join(info.splits)}): name a "
             f"--data.validation_source."
         )
@@ -995,7 +995,7 @@ def tfds_source(name, split, cfg):
         for number in range(start, min(start + size, count)):
             where = f"{folder} {split} {number}"
             try:
-                yield where, as_text(examples[number])
+                yield where, decode_bytes(examples[number])
             except UnicodeDecodeError:
                 bad(where, "is not UTF-8")
             except (IndexError, ValueError, RuntimeError) as error:
@@ -1006,7 +1006,7 @@ def tfds_source(name, split, cfg):
 
     stamp = [info.splits[split].shard_lengths, info.splits[split].num_bytes]
     return [
-        Part(f"{folder} {split} {start}", stamp, functools.partial(read, start))
+        SourceFile(f"{folder} {split} {start}", stamp, functools.partial(read, start))
         for start in range(0, count, size)
     ]
 
@@ -1023,7 +1023,7 @@ def hf_source(name, split, cfg):
             dataset, config or None, split=split, streaming=True
         )
     except Exception as error:  # of the library, the network, the dataset's own files
-        kind = NoSplit if "split" in str(error) else UserError
+        kind = MissingSplit if "split" in str(error) else UserError
         raise kind(f"hf:{name} cannot be opened, split {split} ({error}).") from error
 
     def read(shard, bad):
@@ -1034,7 +1034,7 @@ def hf_source(name, split, cfg):
         )
 
     return [
-        Part(f"shard {shard}", [stream.num_shards], functools.partial(read, shard))
+        SourceFile(f"shard {shard}", [stream.num_shards], functools.partial(read, shard))
         for shard in range(stream.num_shards)
     ]
 
@@ -1056,10 +1056,10 @@ def seqio_source(name, split, cfg):
     if not infos:
         others = [os.path.basename(path) for path, _ in find_files(f"{name}/info.*.json")]
         if others:
-            raise NoSplit(
+            raise MissingSplit(
                 f"{name} has no info.{split}.json (it has {', '.join(others)})."
             )
-        raise Missing(
+        raise MissingSource(
             {f"{name} has no info.{split}.json": "name a folder that SeqIO has cached."}
         )
 
@@ -1100,7 +1100,7 @@ def seqio_source(name, split, cfg):
                 f"{folder} has {len(shards)} shards of {split}, its info promises "
                 f"{info['num_shards']}: copy the missing ones."
             )
-        parts += file_parts(shards, functools.partial(read, info["features"]))
+        parts += group_files(shards, functools.partial(read, info["features"]))
     return parts
 
 
@@ -1128,12 +1128,12 @@ def open_source(source, split, cfg, whole=False):
     named = name.replace("{split}", split)
     if named != name and not find_files(named.removesuffix(":lines")):
         if find_files(name.replace("{split}", "*").removesuffix(":lines")):
-            raise NoSplit(f"No file matches {named}: there is no split {split}.")
+            raise MissingSplit(f"No file matches {named}: there is no split {split}.")
     whole = kind in ("python", "text", "jsonl", "parquet") and (whole or named != name)
     return SOURCES[kind](named, None if whole else split, cfg)
 
 
-class Complaints:
+class InvalidExamples:
     """Called with what cannot be read: stops at the first, or skips and counts (data.on_error)."""
 
     def __init__(self, on_error):
@@ -1198,7 +1198,7 @@ def template(inputs, targets, labels=()):
     return fill
 
 
-def listed(words):
+def labeled_fields(words):
     """ "rte hypothesis=sentence2 premise" -> "rte hypothesis: {sentence2} premise: {premise}"."""
     first, *pairs = words.split()
     pairs = [pair.partition("=") for pair in pairs]
@@ -1207,26 +1207,26 @@ def listed(words):
     )
 
 
-def stsb(example):
+def format_stsb(example):
     """A similarity between 0 and 5 is rounded to the nearest fifth: "3.8"."""
     score = np.round(np.float32(example["label"]) * np.float32(5)) / np.float32(5)
-    return template(listed("stsb sentence1 sentence2"), "{score:.1f}")(
+    return template(labeled_fields("stsb sentence1 sentence2"), "{score:.1f}")(
         example | {"score": score}
     )
 
 
-def multirc(example):
+def format_multirc(example):
     """Without markup; three numbers are kept to group answers by."""
     plain = {
         key: re.sub("</?b>", "", example[key].replace("<br>", " "))
         for key in ("paragraph", "question", "answer")
     }
-    fill = template(listed("multirc question answer paragraph"), "{label}", TRUTH)
+    fill = template(labeled_fields("multirc question answer paragraph"), "{label}", TRUTH)
     kept = {f"idx/{key}": example["idx"][key] for key in plain}
     return [filled | kept for filled in fill(plain | {"label": example["label"]})]
 
 
-def record(example):
+def format_record(example):
     """ReCoRD: an example for each answer; bullet points become sentences."""
     passage = re.sub(r"([.?!\"'])\n@highlight\n", r"\1 ", example["passage"])
     passage = passage.replace("\n@highlight\n", ". ")
@@ -1239,7 +1239,7 @@ def record(example):
     ]
 
 
-def wsc(only_true, example):
+def format_wsc(only_true, example):
     """Winograd schemas: "wsc: ... *it* ...", and what the pronoun may stand for. Two of the
     published examples are marked wrongly, a word too early or with the punctuation."""
     if only_true and not example["label"]:
@@ -1270,7 +1270,7 @@ def wsc(only_true, example):
     ]
 
 
-def definite_pronoun(example):
+def format_definite_pronoun(example):
     """Definite pronoun resolution, written as WSC is; the first such pronoun is meant."""
     text = re.sub(
         rf" ({example['pronoun']})( |\.|,)", r" *\1*\2", example["sentence"], count=1
@@ -1285,7 +1285,7 @@ def spaced(text):
     return re.sub(r"[ \t\n\f\r]+", " ", re.sub(r"([!-/:-@\[-`{-~])", r" \1 ", text))
 
 
-def squad(example):
+def format_squad(example):
     """SQuAD: punctuation stands alone in question, context and answers; the first is learned."""
     question, context = spaced(example["question"]), spaced(example["context"])
     answers = [spaced(answer) for answer in example["answers"]["text"]]
@@ -1309,15 +1309,15 @@ ONES = (
 TENS = "- - twenty thirty forty fifty sixty seventy eighty ninety".split()
 
 
-def words_of(n):
+def spell_number(n):
     """A number below a million in English words."""
     if n < 20:
         return ONES[n]
     if n < 100:
         return TENS[n // 10] + (f"-{ONES[n % 10]}" if n % 10 else "")
     size, name = (1000, "thousand") if n >= 1000 else (100, "hundred")
-    return f"{words_of(n // size)} {name}" + (
-        f" {words_of(n % size)}" if n % size else ""
+    return f"{spell_number(n // size)} {name}" + (
+        f" {spell_number(n % size)}" if n % size else ""
     )
 
 
@@ -1328,7 +1328,7 @@ def by_rule(inputs, targets, example):
     return template(inputs, targets)(
         {
             "number": n,
-            "words": words_of(n),
+            "words": spell_number(n),
             "even": ("yes", "no")[n % 2],
             "date": time.strftime("%Y-%m-%d", day),
             "day": f"{day.tm_mday} {time.strftime('%B %Y', day)}",
@@ -1367,7 +1367,7 @@ def glue(
     return {
         f"{folder}_{name}_{ours}": Task(
             f"tfds:{folder}/{name}:{version}",
-            template(listed(words), "{label}", labels),
+            template(labeled_fields(words), "{label}", labels),
             metrics,
             labels,
             "label",
@@ -1416,7 +1416,7 @@ TASKS |= {
         ("rouge",),
     ),
     "squad_v010_allanswers": Task(
-        "tfds:squad/v1.1:3.0.0", squad, ("squad",), postprocess="answers"
+        "tfds:squad/v1.1:3.0.0", format_squad, ("squad",), postprocess="answers"
     ),
     **glue(
         "cola", "cola sentence", ("unacceptable", "acceptable"), ("matthews_corrcoef",)
@@ -1426,7 +1426,7 @@ TASKS |= {
     **glue("qqp", "qqp question1 question2", ("not_duplicate", "duplicate"), F1),
     "glue_stsb_v002": Task(
         "tfds:glue/stsb:1.0.0",
-        stsb,
+        format_stsb,
         ("pearson_corrcoef", "spearman_corrcoef"),
         postprocess="number",
     ),
@@ -1447,13 +1447,13 @@ TASKS |= {
     **super_glue("copa", "copa choice1 choice2 premise question", ("choice1", "choice2")),
     "super_glue_multirc_v102": Task(
         "tfds:super_glue/multirc:1.0.2",
-        multirc,
+        format_multirc,
         ("multirc_f1", "exact_match"),
         TRUTH,
         "multirc",
     ),
     "super_glue_record_v102": Task(
-        "tfds:super_glue/record:1.0.2", record, ("record",), postprocess="record"
+        "tfds:super_glue/record:1.0.2", format_record, ("record",), postprocess="record"
     ),
     **super_glue("rte", "rte hypothesis premise", ENTAILMENT),
     **super_glue("wic", "wic sentence1 sentence2 word", TRUTH),
@@ -1466,18 +1466,18 @@ TASKS |= {
     ),  # SuperGLUE's broad diagnostics, as RTE
     **super_glue("axg", "rte hypothesis premise", ENTAILMENT, (), splits=("test",)),
     "super_glue_wsc_v102_simple_train": Task(
-        WSC, functools.partial(wsc, True), splits=("train",)
+        WSC, functools.partial(format_wsc, True), splits=("train",)
     ),
     "super_glue_wsc_v102_simple_eval": Task(
         WSC,
-        functools.partial(wsc, False),
+        functools.partial(format_wsc, False),
         ("accuracy",),
         postprocess="wsc",
         splits=HELD_OUT,
     ),
     "dpr_v001_simple": Task(
         "tfds:definite_pronoun_resolution:1.1.0",
-        definite_pronoun,
+        format_definite_pronoun,
         ("accuracy",),
         splits=("train", "test"),
     ),
@@ -1722,7 +1722,7 @@ def check_tasks(cfg):
             f"--data.source and --data.validation_source are for one task, and "
             f"{data.task} is a mixture: a mixture's tasks have their own."
         )
-    for task in dict.fromkeys([*mixture_rates(data.task, cfg), *evaluated(cfg)]):
+    for task in dict.fromkeys([*mixture_rates(data.task, cfg), *evaluated_tasks(cfg)]):
         find_task(task, cfg)
 
 
@@ -1732,7 +1732,7 @@ def open_task(name, split, cfg):
     if split == "validation" and cfg.data.validation_source:
         return task, open_source(cfg.data.validation_source, split, cfg, whole=True)
     if split not in task.splits:
-        raise NoSplit(f"{name} has no {split} split.")
+        raise MissingSplit(f"{name} has no {split} split.")
     return task, open_source(
         task.source, split, cfg, whole=bool(cfg.data.validation_source)
     )
@@ -1744,16 +1744,16 @@ def open_all(wanted):
     for name, split, cfg in wanted:
         try:
             opened[name] = open_task(name, split, cfg)
-        except NoSplit as error:
+        except MissingSplit as error:
             without.append(error)
-        except Missing as error:
+        except MissingSource as error:
             missing.update(error.args[0])
     if missing:
-        raise Missing(missing)
+        raise MissingSource(missing)
     return opened, without
 
 
-def evaluated(cfg):
+def evaluated_tasks(cfg):
     """Names of the tasks that are evaluated: those of data.eval_tasks, or else all of data.task."""
     names = (cfg.data.eval_tasks or cfg.data.task).split(",")
     return [task for name in names for task in mixture_rates(name.strip(), cfg)]
@@ -1766,8 +1766,8 @@ def open_tasks(cfg, split="train"):
     wanted = [(name, split, cfg) for name in names]
     if split == "train" and (cfg.train.eval_every or cfg.train.infer_every):
         wanted += [
-            (name, "validation", evaluation_of(name, cfg))
-            for name in evaluated(cfg)
+            (name, "validation", evaluation_config(name, cfg))
+            for name in evaluated_tasks(cfg)
             if name not in names
         ]
     opened, without = open_all(wanted)
@@ -1776,7 +1776,7 @@ def open_tasks(cfg, split="train"):
     return {name: opened[name] for name in names}
 
 
-def read_part(part, bad, task, cfg, size=math.inf):
+def formatted_examples(part, bad, task, cfg, size=math.inf):
     """The examples of a part that can be tokenized: (where, number in the part, dict, its texts or
     ids), as the task formats them. size: of the vocabulary, below which ids must lie. data.fields
     says what a field of the task is called in the source: "text=content"."""
@@ -1798,7 +1798,7 @@ def read_part(part, bad, task, cfg, size=math.inf):
             for made_of_it in [made] if isinstance(made, dict) else made:
                 texts = tuple([made_of_it.get(feature) for feature in features])
                 if wrong := next(
-                    filter(None, (unfit(text, size) for text in texts)), None
+                    filter(None, (invalid_reason(text, size) for text in texts)), None
                 ):
                     bad(
                         where,
@@ -1820,7 +1820,7 @@ def read_part(part, bad, task, cfg, size=math.inf):
             )
 
 
-def unfit(value, size):
+def invalid_reason(value, size):
     """What keeps a value from being tokenized, or None: it is text, or a list of ids."""
     if isinstance(value, str):
         lone = not value.isascii() and re.search(r"[\ud800-\udfff]", value)
@@ -1844,9 +1844,9 @@ def unfit(value, size):
 # The first chapters are small, so that training can begin, the next ones larger; while a chapter is
 # trained on, the next is tokenized. Where a chapter ends is a function of the source alone.
 
-FIRST_CHAPTER, CHAPTER = 1 << 18, 1 << 25  # tokens
-ENCODED = 1024  # examples that are encoded together
-MARK = {
+FIRST_SHARD_TOKENS, SHARD_TOKENS = 1 << 18, 1 << 25  # tokens
+ENCODE_BATCH = 1024  # examples that are encoded together
+SHARD_METADATA = {
     "documents": int,
     "tokens": int,
     "unknown": int,
@@ -1857,7 +1857,9 @@ MARK = {
     "ends": int,
     "next?": [int],
 }
-AHEAD = threading.Semaphore()  # one chapter at a time is tokenized in the background
+PREFETCH_LOCK = (
+    threading.Semaphore()
+)  # one chapter at a time is tokenized in the background
 
 
 def prepared_path(source, identity, cfg):
@@ -1872,17 +1874,19 @@ def prepared_path(source, identity, cfg):
     return Path(cfg.data.prepared_dir, f"{slug}-{digest}")
 
 
-def identity_of(task, parts, cfg):
+def source_identity(task, parts, cfg):
     """What decides a task's texts: its source's parts, what its format makes of the first ones."""
     stamps = [[part.name, part.stamp] for part in parts]
     identity = [stamps, task.objective.features, cfg.data.fields]
     if task.format in (as_it_is, text_to_text) or not parts:
         return identity
-    firsts = itertools.islice(read_part(parts[0], Complaints("skip"), task, cfg), 100)
+    firsts = itertools.islice(
+        formatted_examples(parts[0], InvalidExamples("skip"), task, cfg), 100
+    )
     return [*identity, [[str(text) for text in texts] for *_, texts in firsts]]
 
 
-def sized(changes):
+def with_vocab_size(changes):
     """A new model's changes on the command line, with its size where they name the vocabulary."""
     vocab = changes.get("data.vocab", "")
     if not vocab or "model.vocab_size" in changes:
@@ -1892,7 +1896,7 @@ def sized(changes):
     return changes | {"model.vocab_size": -(-size // 128) * 128}
 
 
-def check_size(size, cfg):
+def check_vocab_size(size, cfg):
     """Refuse a vocabulary of so many ids that the model's embedding does not fit."""
     if not size <= cfg.model.vocab_size < size + 128:
         raise UserError(
@@ -1907,22 +1911,22 @@ def prepare_vocabulary(cfg, split="train"):
     if not trained:
         return load_tokenizer(cfg.data.vocab)
     pieces = trained[1]
-    check_size(int(pieces) + SENTINELS, cfg)
+    check_vocab_size(int(pieces) + SENTINELS, cfg)
     opened = list(open_tasks(cfg, split).values())
     if all(task.source == "random:" for task, _ in opened):
         return IdTokenizer(cfg.model.vocab_size, SENTINELS)
     names = cfg.data.task if len(opened) > 1 else opened[0][0].source
-    identity = [pieces, [identity_of(task, parts, cfg) for task, parts in opened]]
+    identity = [pieces, [source_identity(task, parts, cfg) for task, parts in opened]]
     path = Path(f"{prepared_path(names, identity, cfg)}.{pieces}.model")
     if not path.exists():
         note(f"training a vocabulary of {pieces} pieces on {names}")
-        bad = Complaints(cfg.data.on_error)
+        bad = InvalidExamples(cfg.data.on_error)
 
         def read(task, parts):
             return (
                 text
                 for part in parts
-                for *_, texts in read_part(part, bad, task, cfg)
+                for *_, texts in formatted_examples(part, bad, task, cfg)
                 for text in texts
                 if isinstance(text, str)
             )
@@ -1933,7 +1937,7 @@ def prepare_vocabulary(cfg, split="train"):
     return load_tokenizer(path)
 
 
-def encode_ahead(examples, tokenizer, strange):
+def encode_in_background(examples, tokenizer, strange):
     """(number, texts) of examples -> (number, an array of ids for each text). While some are
     encoded the next are read. strange: a Counter of the characters that the vocabulary lacks."""
 
@@ -1948,7 +1952,7 @@ def encode_ahead(examples, tokenizer, strange):
             (
                 number,
                 [
-                    next(ids) if isinstance(text, str) else without_eos(text)
+                    next(ids) if isinstance(text, str) else strip_eos(text)
                     for text in texts
                 ],
             )
@@ -1957,7 +1961,7 @@ def encode_ahead(examples, tokenizer, strange):
 
     with ThreadPoolExecutor(2) as threads:
         ahead = deque()
-        while batch := list(itertools.islice(examples, ENCODED)):
+        while batch := list(itertools.islice(examples, ENCODE_BATCH)):
             ahead.append(threads.submit(encode, batch))
             if len(ahead) > 2:
                 yield from ahead.popleft().result()
@@ -1965,13 +1969,13 @@ def encode_ahead(examples, tokenizer, strange):
             yield from ahead.popleft().result()
 
 
-def without_eos(ids):
+def strip_eos(ids):
     """The ids of an example that came tokenized; EOS is added where the batch is made."""
     ids = np.asarray(ids, np.int32)
     return ids[:-1] if len(ids) and ids[-1] == EOS else ids
 
 
-def cut(ends, objective, data):
+def split_into_chunks(ends, objective, data):
     """Where features end [documents, features] -> pieces [N, features + 1], their start first."""
     if len(objective.features) > 1:
         return np.column_stack([np.append(0, ends[:-1, -1])[: len(ends)], ends])
@@ -1993,7 +1997,11 @@ class Corpus:
         self.title = f"{self.task.source} ({name}, {split})"
         self.tokenizer, self.cfg = tokenizer, cfg
         self.dtype = np.uint16 if tokenizer.size <= 1 << 16 else np.uint32
-        identity = [configs.DATA_FORMAT, split, identity_of(self.task, self.parts, cfg)]
+        identity = [
+            configs.DATA_FORMAT,
+            split,
+            source_identity(self.task, self.parts, cfg),
+        ]
         self.folder = prepared_path(self.task.source, [*identity, tokenizer.sha256], cfg)
         self.folder.mkdir(parents=True, exist_ok=True)
         # of each known chapter: its mark, its first piece
@@ -2004,7 +2012,7 @@ class Corpus:
         # of the last chapters, too
         self.pieces_of = functools.lru_cache(8)(self.pieces_of)
         self.readers = {}  # the place of the next chapter: the generator that is there
-        self.bad, self.strange = Complaints(cfg.data.on_error), Counter()
+        self.bad, self.strange = InvalidExamples(cfg.data.on_error), Counter()
         self.lock, self.ahead, self.closed = threading.RLock(), None, False
 
     def mark(self, number):
@@ -2035,7 +2043,7 @@ class Corpus:
             if objective.across
             else self.load(number, "ends")
         )
-        return cut(
+        return split_into_chunks(
             np.reshape(ends, (-1, len(objective.features))), objective, self.cfg.data
         )
 
@@ -2044,7 +2052,8 @@ class Corpus:
         if number not in self.mapped:
             self.mapped[number] = self.load(number, "ids")
             while (
-                len(self.mapped) > 2 and sum(map(len, self.mapped.values())) > 2 * CHAPTER
+                len(self.mapped) > 2
+                and sum(map(len, self.mapped.values())) > 2 * SHARD_TOKENS
             ):
                 del self.mapped[next(iter(self.mapped))]
             last = max(self.mapped)
@@ -2060,7 +2069,7 @@ class Corpus:
 
     def look_ahead(self, number):
         # it comes again where the chapter is asked for
-        with AHEAD, contextlib.suppress(Exception):
+        with PREFETCH_LOCK, contextlib.suppress(Exception):
             self.mark(number)
 
     def find(self, numbers):
@@ -2115,7 +2124,7 @@ class Corpus:
         with self.lock, configs.lock(path.with_suffix(".lock"), wait=True):
             with contextlib.suppress(UserError):  # missing, or damaged
                 if not again:
-                    return configs.read_checked(path, MARK)
+                    return configs.read_checked(path, SHARD_METADATA)
             reader = self.readers.pop(tuple(place), None) or self.tokenized(*place)
             documents, following = next(reader)  # one that fails is never asked again
             # the part goes on; the next has a reader of its own
@@ -2129,7 +2138,7 @@ class Corpus:
             alone = {
                 i
                 for i in np.unique(unknown).tolist()
-                if not self.tokenizer.pieces(
+                if not self.tokenizer.raw_text(
                     # spaces may be among them
                     arrays[i][arrays[i] != UNK][:20].tolist()
                 ).strip()
@@ -2158,7 +2167,7 @@ class Corpus:
     def tokenized(self, part, number, start):
         """The chapters of a part from a place on, one after the other: (documents, an array of ids
         for each feature; the place of the next chapter, or None)."""
-        examples = read_part(
+        examples = formatted_examples(
             self.parts[part], self.bad, self.task, self.cfg, self.tokenizer.size
         )
         texts = (
@@ -2166,9 +2175,15 @@ class Corpus:
         )
         held, tokens, last = [], 0, None
         foreground = threading.current_thread() is threading.main_thread()
-        with progress(f"tokenizing {self.title}", "token", quiet=not foreground) as bar:
-            for example, ids in encode_ahead(texts, self.tokenizer, self.strange):
-                limit = CHAPTER if part else min(CHAPTER, FIRST_CHAPTER << number)
+        with progress_bar(
+            f"tokenizing {self.title}", "token", quiet=not foreground
+        ) as bar:
+            for example, ids in encode_in_background(texts, self.tokenizer, self.strange):
+                limit = (
+                    SHARD_TOKENS
+                    if part
+                    else min(SHARD_TOKENS, FIRST_SHARD_TOKENS << number)
+                )
                 if tokens >= limit and example != last:
                     number += 1
                     yield held, [part, number, example]
@@ -2224,7 +2239,15 @@ class Prepared(Dataset):
             for task in tasks
         ]
         key = repr(
-            [folders, rates, cfg.data, cfg.train.seed, self.BLOCK, FIRST_CHAPTER, CHAPTER]
+            [
+                folders,
+                rates,
+                cfg.data,
+                cfg.train.seed,
+                self.BLOCK,
+                FIRST_SHARD_TOKENS,
+                SHARD_TOKENS,
+            ]
         )
         name = f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
         self.path, starts = Path(cfg.data.prepared_dir, "plans", name), [0]
@@ -2290,7 +2313,7 @@ class Prepared(Dataset):
 def prepare(cfg, split, tokenizer):
     """A run's Dataset of a split. Its first token files are written now, others when needed."""
     check_tasks(cfg)
-    check_size(tokenizer.size, cfg)
+    check_vocab_size(tokenizer.size, cfg)
     if split != "train" and cfg.data.task in MIXTURES:
         raise UserError(
             f"{cfg.data.task} is a mixture: its tasks are evaluated one by one."
@@ -2359,11 +2382,11 @@ def read_task(name, split, cfg, bad, size=math.inf):
     return (
         (where, example)
         for part in parts
-        for where, _, example, _ in read_part(part, bad, task, cfg, size)
+        for where, _, example, _ in formatted_examples(part, bad, task, cfg, size)
     )
 
 
-def evaluation_of(task, cfg):
+def evaluation_config(task, cfg):
     """A task's name, Config of a run -> the Config that evaluates this task by itself. A source
     that has no splits and is not trained on is held out whole."""
     if task in MIXTURES:
@@ -2388,14 +2411,14 @@ def evaluation_of(task, cfg):
     )
 
 
-def evaluations(cfg, split="validation"):
+def evaluation_configs(cfg, split="validation"):
     """Config -> {task: its Config}: what is evaluated while training, each task by itself. Tasks
     without such a split are left out, unless there is no other."""
-    alone = {task: evaluation_of(task, cfg) for task in evaluated(cfg)}
+    alone = {task: evaluation_config(task, cfg) for task in evaluated_tasks(cfg)}
     opened, without = open_all((task, split, its) for task, its in alone.items())
     without = " ".join(map(str, without))
     if not opened:
-        raise NoSplit(without)
+        raise MissingSplit(without)
     if without:
         note(f"not evaluated: {without}")
     return {task: alone[task] for task in opened}
@@ -2417,20 +2440,20 @@ def unigram_loss(counts, batches, tokenizer):
 # ---- what the screen shows -----------------------------------------------------------------------
 
 
-def objectives(cfg):
+def task_objectives(cfg):
     return [find_task(name, cfg).objective for name in mixture_rates(cfg.data.task, cfg)]
 
 
-def fills_spans(cfg):
+def is_span_corruption(cfg):
     """Whether span corruption is all that is learned."""
-    return all(type(objective) is SpanCorruption for objective in objectives(cfg))
+    return all(type(objective) is SpanCorruption for objective in task_objectives(cfg))
 
 
 def describe_rows(cfg):
     """Config -> what a row is; of span corruption, how raw tokens become inputs and targets."""
     data = cfg.data
-    if not fills_spans(cfg):
-        packs = data.pack and any(objective.packs for objective in objectives(cfg))
+    if not is_span_corruption(cfg):
+        packs = data.pack and any(objective.packs for objective in task_objectives(cfg))
         return (
             f"rows     {data.inputs_length} inputs and {data.targets_length} targets, "
             + ("several examples packed into a row" if packs else "an example each")
@@ -2458,7 +2481,7 @@ def show_row(ids, segments, tokenizer):
     real = [pair for pair in zip(ids.tolist(), segments.tolist()) if pair[1]]
     text = ""
     for (_, codes), pairs in itertools.groupby(real, style):
-        part = configs.visible(tokenizer.pieces([i for i, _ in pairs]))
+        part = configs.escape_controls(tokenizer.raw_text([i for i, _ in pairs]))
         text += f"\x1b[{codes}m{part}\x1b[0m" if codes and sys.stdout.isatty() else part
     return text.strip()
 
@@ -2474,7 +2497,7 @@ def tokens_per_second(work, tokens):
 def first_split(cfg):
     """Training's; of a task that is only evaluated, the first that it has."""
     for split in Task().splits:
-        with contextlib.suppress(NoSplit):
+        with contextlib.suppress(MissingSplit):
             open_tasks(cfg, split)
             return split
     return "train"  # which it is refused for
@@ -2517,7 +2540,7 @@ def show(cfg, count, split):
     if dataset.packs:
         plans = tokens_per_second(lambda step: dataset.plan(0), dataset.BLOCK)
         speeds.append(f"rows planned for {plans:,.0f} examples/s")
-    if fills_spans(cfg):
+    if is_span_corruption(cfg):
         raw = np.zeros((1024, raw_length(cfg.data)), np.uint16)
         spans = tokens_per_second(
             lambda _: span_corruption(raw, np.arange(1024), tokenizer.size - 1, cfg.data),
@@ -2570,7 +2593,7 @@ def prepare_all(cfg):
     for task, count in zip(dataset.tasks, dataset.drawn(blocks).tolist()):
         task.corpus.chapters(math.inf if dataset.packs else count)
     print(f"{'train':10} {dataset}")
-    for task, alone in evaluations(cfg).items():
+    for task, alone in evaluation_configs(cfg).items():
         held_out = prepare(alone, "validation", tokenizer)
         held_out.batches(t.eval_batches)
         print(f"{'validation':10} {task}: {held_out}")
@@ -2580,9 +2603,9 @@ def prepare_shard(cfg, shard):
     """Tokenize every n-th part of all sources of a run, "i/n", i from 0."""
     tokenizer, (turn, machines) = prepare_vocabulary(cfg), configs.parse_shard(shard)
     wanted = [(name, "train", cfg) for name in open_tasks(cfg)]
-    with contextlib.suppress(NoSplit):
+    with contextlib.suppress(MissingSplit):
         wanted += [
-            (name, "validation", alone) for name, alone in evaluations(cfg).items()
+            (name, "validation", alone) for name, alone in evaluation_configs(cfg).items()
         ]
     for name, split, its in wanted:
         corpus = Corpus(name, split, tokenizer, its)
@@ -2617,7 +2640,9 @@ def main(argv):
     )
     if args.show is None and not args.prepare and args.list is None:
         raise UserError("Say what to do: --show N, --prepare or --list [MIXTURE].")
-    cfg = configs.resolve(args, changes if args.run_dir else sized(changes), recipe=True)
+    cfg = configs.resolve(
+        args, changes if args.run_dir else with_vocab_size(changes), recipe=True
+    )
     check_tasks(cfg)
     if args.list is not None:
         list_mixture(args.list, cfg)

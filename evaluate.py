@@ -44,7 +44,7 @@ POSTPROCESSORS = {}
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def batch_sums(params, batch, cfg, first_sentinel):
+def loss_sums(params, batch, cfg, first_sentinel):
     """Sums over the real target tokens of a batch, and over the content tokens alone. Content is
     all but sentinels and EOS: what a unigram model can be compared with."""
     loss, z_loss, correct = model.token_losses(params, batch, cfg)
@@ -60,13 +60,13 @@ def batch_sums(params, batch, cfg, first_sentinel):
     }
 
 
-def teacher_forced(params, cfg, mesh, dataset, batches):
+def evaluate_loss(params, cfg, mesh, dataset, batches):
     """Loss over the first batches of a held-out Dataset -> {metric: nats per token, or 0-1}."""
     B, tokenizer, total = cfg.train.batch_size, dataset.tasks[0].tokenizer, None
     rows = partition.local_rows(B, mesh)
     for i in range(batches):
         batch = partition.put_batch(dataset.batch(i, rows), B, mesh)
-        sums = batch_sums(params, batch, cfg, tokenizer.size - tokenizer.sentinels)
+        sums = loss_sums(params, batch, cfg, tokenizer.size - tokenizer.sentinels)
         total = sums if total is None else jax.tree.map(jnp.add, total, sums)
     total = {name: float(value) for name, value in jax.device_get(total).items()}
     tokens = total["tokens"]
@@ -90,8 +90,8 @@ def read_examples(cfg, tokenizer, split, choices=None, most=None):
         raise UserError(
             f"{cfg.data.task} has no inputs and targets: --mode loss is for it."
         )
-    bad = data.Complaints(cfg.data.on_error)
-    encode = infer.Encoder(cfg, tokenizer, choices is not None, task)
+    bad = data.InvalidExamples(cfg.data.on_error)
+    encode = infer.ExampleEncoder(cfg, tokenizer, choices is not None, task)
     found = itertools.islice(
         data.read_task(cfg.data.task, split, cfg, bad, tokenizer.size), most
     )
@@ -121,7 +121,7 @@ def predict(params, cfg, mesh, split, tokenizer, most=None):
     """Metrics on decoded text -> (metrics, a line for each example)."""
     task = data.find_task(cfg.data.task, cfg)
     pairs = read_examples(cfg, tokenizer, split, most=most)
-    found = infer.answer(params, cfg, mesh, [example for _, example in pairs])
+    found = infer.run_examples(params, cfg, mesh, [example for _, example in pairs])
     lines, targets, predictions = [], [], []
     for ((example,), _), (ids, _) in zip(pairs, found):
         text = tokenizer.decode(ids[0])
@@ -150,7 +150,7 @@ def predict(params, cfg, mesh, split, tokenizer, most=None):
 # them -> {name: 0 to 100}.
 
 
-def needs(module):
+def import_library(module):
     """Import an optional library, or say in one sentence how to get it."""
     try:
         return importlib.import_module(module)
@@ -166,7 +166,7 @@ LIBRARIES = {"bleu": ("sacrebleu",), "rouge": ("rouge_score.rouge_scorer",)}
 def bleu(targets, predictions):
     """Corpus BLEU by sacrebleu, tokenized "intl". A target may be a list of references."""
     references = targets if isinstance(targets[0], list) else [targets]
-    score = needs("sacrebleu").corpus_bleu(
+    score = import_library("sacrebleu").corpus_bleu(
         predictions,
         references,
         smooth_method="exp",
@@ -183,7 +183,7 @@ def rouge(targets, predictions):
     """Mean F-measures of ROUGE-1, -2 and -Lsum by rouge-score, without stemming. t5 takes the
     middle of bootstrap samples, which differs from the mean by chance."""
     names = "rouge1", "rouge2", "rougeLsum"
-    scorer = needs("rouge_score.rouge_scorer").RougeScorer(names)
+    scorer = import_library("rouge_score.rouge_scorer").RougeScorer(names)
     scores = [
         scorer.score(*(text.replace(" . ", " .\n") for text in pair))
         for pair in zip(targets, predictions)
@@ -410,7 +410,7 @@ def check_metrics(tasks, split):
                     f"evaluate.METRICS has {', '.join(METRICS)}."
                 )
             for library in LIBRARIES.get(metric, ()):
-                needs(library)
+                import_library(library)
 
 
 # ---- chosen by score -----------------------------------------------------------------------------
@@ -518,7 +518,7 @@ def rank(params, cfg, mesh, split, tokenizer, normalize=False):
     rows, examples = zip(*read_examples(cfg, tokenizer, split, choices))
     if len({index for _, index, *_ in rows}) < len(rows):
         raise UserError(f"{cfg.data.task}, {split}: two choices have the same idx.")
-    scores = list(infer.answer(params, cfg, mesh, examples, "score"))
+    scores = list(infer.run_examples(params, cfg, mesh, examples, "score"))
     targets = [
         (index, correct, weight, len(example.targets))
         for (_, index, correct, weight), example in zip(rows, examples)
@@ -549,7 +549,7 @@ def loss_of(params, cfg, mesh, split, tokenizer):
         )
     dataset = data.prepare(cfg, split, tokenizer)
     partition.check_memory(
-        model.least_bytes(
+        model.minimum_memory(
             cfg.model,
             cfg.train.batch_size,
             cfg.data.inputs_length,
@@ -557,7 +557,7 @@ def loss_of(params, cfg, mesh, split, tokenizer):
         ),
         "--train.batch_size, --data.inputs_length or --data.targets_length",
     )
-    metrics = teacher_forced(params, cfg, mesh, dataset, dataset.batches())
+    metrics = evaluate_loss(params, cfg, mesh, dataset, dataset.batches())
     rows = dataset.tasks[0].corpus.chapters()[-1]
     return {**metrics, "perplexity": math.exp(min(metrics["cross_ent_loss"], 700))}, rows
 
@@ -567,7 +567,7 @@ def write_lines(folder, name, step, lines):
     plain = re.sub(r"[^\w.+-]+", "-", name)
     if len(plain) > 100:
         plain = f"{plain[:80]}-{hashlib.sha256(name.encode()).hexdigest()[:10]}"
-    if lines and partition.is_first():
+    if lines and partition.is_main_process():
         configs.write_file(
             folder / f"{plain}-{step:08}.jsonl", "".join(map(infer.json_line, lines))
         )
@@ -601,7 +601,7 @@ AVERAGES = {
 }
 
 
-def column_of(suite, benchmark, metric):
+def csv_column(suite, benchmark, metric):
     """A benchmark's metric -> the column TASK/METRIC."""
     if suite == "glue_average":
         part, _, metric = metric.rpartition("/")
@@ -614,7 +614,9 @@ def read_metrics(folders, prefix):
     """metrics.jsonl of some folders -> {step: {name behind the prefix: value}}."""
     table = {}
     for folder in folders:
-        for line in partition.metrics_lines(configs.to_path(folder) / "metrics.jsonl"):
+        for line in partition.read_metrics_file(
+            configs.to_path(folder) / "metrics.jsonl"
+        ):
             values = {
                 key.removeprefix(prefix): value
                 for key, value in line.items()
@@ -629,7 +631,7 @@ def write_csv(path, table):
     GLUE's and SuperGLUE's averages are added where all their columns are there."""
     suites = {
         suite: [
-            [column_of(suite, name, metric) for metric in metrics]
+            [csv_column(suite, name, metric) for metric in metrics]
             for name, metrics in benchmarks.items()
         ]
         for suite, benchmarks in AVERAGES.items()
@@ -745,7 +747,7 @@ def main(argv):
     if tokenizer is None:
         raise UserError(f"{args.run_dir} has no vocabulary: put its spiece.model there.")
     folder = configs.to_path(args.output or os.path.join(args.run_dir, "eval"))
-    tasks = data.evaluations(cfg, args.split)
+    tasks = data.evaluation_configs(cfg, args.split)
     check_metrics(tasks, args.split)
     changed = configs.differences(cfg, configs.load_run(args.run_dir))
     decoder = "".join(
@@ -754,7 +756,7 @@ def main(argv):
         if f"decode.{knob}" in changed
     )
     evaluated = False
-    steps = partition.from_first(partition.Checkpoints(args.run_dir).steps())
+    steps = partition.from_main_process(partition.Checkpoints(args.run_dir).steps())
     for wanted in steps if several else [args.step]:
         try:
             step, params = infer.load_params(cfg, args.run_dir, wanted)
@@ -790,15 +792,15 @@ def main(argv):
             }.get(mode, "") + (f"-{args.split}" if args.split != "validation" else "")
             write_lines(folder, name, step, lines)
             values = {f"{group}/{name}/{key}": value for key, value in metrics.items()}
-            if partition.is_first():
+            if partition.is_main_process():
                 configs.append_file(
                     folder / "metrics.jsonl", json.dumps({"step": step, **values}) + "\n"
                 )
     if not evaluated:
         raise UserError(f"{args.run_dir} has no whole checkpoint: train.py writes them.")
-    if args.csv and partition.is_first():
+    if args.csv and partition.is_main_process():
         write_csv(args.csv, read_metrics([args.run_dir, folder], "inference_eval/"))
-    if args.plot and partition.is_first():
+    if args.plot and partition.is_main_process():
         write_plot(args.plot, [args.run_dir, folder])
 
 

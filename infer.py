@@ -57,7 +57,9 @@ def init_cache(params, cfg, encoded, length, beams=1):
     cache, fixed = [], []
     shared = model.relative_bias(params["decoder"], length, length, False, cfg)
     for i in range(cfg.num_decoder_layers):
-        w = model.in_use(jax.tree.map(lambda a: a[i].astype(encoded.dtype), stack), table)
+        w = model.reshard_for_compute(
+            jax.tree.map(lambda a: a[i].astype(encoded.dtype), stack), table
+        )
         cross = model.keys_values(w["cross_attention"], encoded, cfg)
         fixed.append(
             (
@@ -70,27 +72,29 @@ def init_cache(params, cfg, encoded, length, beams=1):
         )
         B, H, _, C = cross[0].shape
         empty = jnp.zeros(
-            (B, H, length * beams, C), encoded.dtype, out_sharding=model.layout(cross[0])
+            (B, H, length * beams, C),
+            encoded.dtype,
+            out_sharding=model.sharding_of(cross[0]),
         )
         cache.append((empty, empty))
     return cache, fixed
 
 
-def rows_product(form, rows, others):
+def padded_einsum(form, rows, others):
     """einsum of the few rows [B, H, N, ...] of a position, in float32. Fewer than 8 a TPU would
     multiply and add, which lasts four times as long as reading `others`: they are filled up."""
     N = rows.shape[2]
-    if model.platform() == "tpu":
+    if partition.platform() == "tpu":
         rows = jnp.pad(rows, ((0, 0), (0, 0), (0, -N % 8), (0, 0)))
     return jnp.einsum(form, rows, others, preferred_element_type=jnp.float32)[:, :, :N]
 
 
-def attend(q, k, v, bias, mask):
+def cached_attention(q, k, v, bias, mask):
     """model.attend of a position, of which no gradient is taken: q [B, H, N, C] -> [B, H, N, C]."""
-    scores = rows_product("bhqc,bhkc->bhqk", q, k)
+    scores = padded_einsum("bhqc,bhkc->bhqk", q, k)
     scores = jnp.where(mask, scores if bias is None else scores + bias, -1e10)
     p = jnp.exp(scores - scores.max(-1, keepdims=True))
-    out = rows_product("bhqk,bhkc->bhqc", p.astype(v.dtype), v)
+    out = padded_einsum("bhqk,bhkc->bhqc", p.astype(v.dtype), v)
     return (out / p.sum(-1, keepdims=True)).astype(v.dtype)
 
 
@@ -104,7 +108,9 @@ def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=No
         ancestors = jnp.arange(N)[None, :, None]
     past = (jnp.arange(K) <= at)[:, None]
     seen = past & (ancestors[..., None] == jnp.arange(N))  # [B or 1, N, K, N]
-    seen = seen.reshape(seen.shape[0], 1, N, K * N, out_sharding=P(model.layout(seen)[0]))
+    seen = seen.reshape(
+        seen.shape[0], 1, N, K * N, out_sharding=P(model.sharding_of(seen)[0])
+    )
     cross_mask = jax.reshard(input_segments > 0, P("data"))[:, None, None]
     x, written = model.embed(params, ids, cfg, None), []
     for (w, cross, biases), own in zip(fixed, cache):
@@ -117,14 +123,14 @@ def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=No
         )
         written.append(own)
         x = model.decoder_layer(
-            w, x, h, own, bias, seen, cross, cross_mask, cfg, attend=attend
+            w, x, h, own, bias, seen, cross, cross_mask, cfg, attend=cached_attention
         )
     return model.unembed(params, cfg, model.final_norm(x, params["decoder"])), written
 
 
 # ---- decoding ------------------------------------------------------------------------------------
 
-LOW = -1e7  # T5X's score of what is not to be chosen; added, not assigned
+MASKED_SCORE = -1e7  # T5X's score of what is not to be chosen; added, not assigned
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "length", "decode"))
@@ -144,7 +150,7 @@ def generate(
     of num_return answers; 1 or more is T5X's beam search, N = beams. rows [B]: numbers that tell
     examples apart, which the samples depend on, not on the batch. prefix [B, P]: ids with which
     answers must begin, then 0."""
-    beams = decode.beams or (decode.num_return if samples(decode) else 1)
+    beams = decode.beams or (decode.num_return if is_sampling(decode) else 1)
     encoded = model.encode(params, cfg, inputs, input_segments)
     cache, fixed = init_cache(params, cfg, encoded, length, beams)
     B, batch = inputs.shape[0], P("data")
@@ -163,11 +169,13 @@ def generate(
     )
     padding = ~jnp.any(input_segments > 0, axis=1)  # rows without inputs have no answer
     if decode.beams:
-        first = rows_of(LOW, beams) + jnp.where(jnp.arange(beams) > 0, 0.0, -LOW)
-        state = Beams(
+        first = rows_of(MASKED_SCORE, beams) + jnp.where(
+            jnp.arange(beams) > 0, 0.0, -MASKED_SCORE
+        )
+        state = BeamState(
             first,
             rows_of(0, beams, length, dtype=jnp.int32),
-            rows_of(LOW, beams),
+            rows_of(MASKED_SCORE, beams),
             rows_of(0, beams, length, dtype=jnp.int32),
             rows_of(False, beams, dtype=bool),
             rows_of(0, beams, length, dtype=jnp.int32) + jnp.arange(beams)[:, None],
@@ -175,7 +183,7 @@ def generate(
         )
         choose = functools.partial(beam_step, decode=decode, length=length)
     else:
-        state = Samples(
+        state = SampleState(
             rows_of(0, beams, length, dtype=jnp.int32),
             rows_of(0.0, beams),
             rows_of(False, beams, dtype=bool),
@@ -220,12 +228,12 @@ def generate(
     )
 
 
-def samples(decode):
+def is_sampling(decode):
     """Whether a DecodeConfig asks for sampling."""
     return bool(decode.temperature > 1e-4 or decode.top_k or decode.top_p)  # as T5X
 
 
-class Samples(NamedTuple):
+class SampleState(NamedTuple):
     """Greedy answers or samples so far, N of each row."""
 
     ids: jax.Array  # [B, N, L]
@@ -235,8 +243,8 @@ class Samples(NamedTuple):
 
 def sample_step(at, logits, state, forced, rows, *, decode, seed):
     """logits [B, N, V] of position `at` -> (ids [B, N], Samples)."""
-    if samples(decode):
-        chances = restrict(
+    if is_sampling(decode):
+        chances = filter_logits(
             logits / max(decode.temperature or 1.0, 1e-4), decode.top_k, decode.top_p
         )
 
@@ -258,14 +266,14 @@ def sample_step(at, logits, state, forced, rows, *, decode, seed):
         ..., 0
     ]
     scores = state.scores + jnp.where(state.done | (must > 0), 0.0, chosen)
-    return ids, Samples(
+    return ids, SampleState(
         state.ids.at[:, :, at].set(ids),
         scores,
         state.done | ((ids == data.EOS) & (must == 0)),
     )
 
 
-def restrict(logits, top_k, top_p):
+def filter_logits(logits, top_k, top_p):
     """Leave the top_k likeliest ids, and of them those that together have probability top_p."""
     if top_k:
         least = lax.top_k(logits, min(top_k, logits.shape[-1]))[0][..., -1:]
@@ -279,7 +287,7 @@ def restrict(logits, top_k, top_p):
     return logits
 
 
-class Beams(NamedTuple):
+class BeamState(NamedTuple):
     """Beam search so far, N beams of each row, best first."""
 
     live_scores: jax.Array  # [B, N] sums of log-probabilities
@@ -313,9 +321,11 @@ def beam_step(at, logits, state, forced, rows, *, decode, length):
     parents, ids = best // width, take(ids.reshape(B, -1), best)
     answers = take(state.live, parents[..., None]).at[:, :, at].set(ids)
     ends = ids == data.EOS
-    live_scores, kept = lax.top_k(values + jnp.where(ends, LOW, 0.0), N)
+    live_scores, kept = lax.top_k(values + jnp.where(ends, MASKED_SCORE, 0.0), N)
     parents, live = take(parents, kept), take(answers, kept[..., None])
-    scores = values / length_penalty(at + 1.0, decode) + jnp.where(ends, 0.0, LOW)
+    scores = values / length_penalty(at + 1.0, decode) + jnp.where(
+        ends, 0.0, MASKED_SCORE
+    )
     scores, finished = (
         jnp.concatenate(pair, 1)
         for pair in ((state.scores, scores), (state.finished, ends))
@@ -333,7 +343,7 @@ def beam_step(at, logits, state, forced, rows, *, decode, length):
         take(state.ancestors, parents[..., None]),
         jnp.where(place == at, parents[..., None], own),
     )
-    new = Beams(live_scores, live, scores, found, finished, ancestors, done)
+    new = BeamState(live_scores, live, scores, found, finished, ancestors, done)
     must = forced[:, at]
     told = state._replace(live=state.live.at[:, :, at].set(must[:, None]))
     new = jax.tree.map(
@@ -353,7 +363,7 @@ def score(params, batch, cfg):
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "pool"))
-def encode(params, inputs, segments, cfg, pool):
+def encoder_vectors(params, inputs, segments, cfg, pool):
     """inputs, segments [B, S] -> float32: of pool mean or first [B, D], of none [B, S, D]."""
     x = model.encode(params, cfg, inputs, segments).astype(jnp.float32)
     if pool == "mean":
@@ -364,7 +374,7 @@ def encode(params, inputs, segments, cfg, pool):
 
 # ====== below: many examples, blanks, files, the command ==========================================
 
-ADDED = {
+RESULT_FIELD = {
     "predict": "prediction",
     "score": "score",  # what a mode adds to a line
     "mean": "mean",
@@ -383,7 +393,7 @@ class Example(NamedTuple):
     number: int = 0
 
 
-def bucket(length):
+def padded_length(length):
     """The next power of two, or of 512: few lengths, so that few programs are compiled."""
     return (
         max(16, 1 << (length - 1).bit_length())
@@ -392,15 +402,15 @@ def bucket(length):
     )
 
 
-def padded(sequences, rows):
+def pad_batch(sequences, rows):
     """Lists of ids -> [rows, the bucket of the longest], 0 after their ends."""
-    out = np.zeros((rows, bucket(max(1, *map(len, sequences)))), np.int32)
+    out = np.zeros((rows, padded_length(max(1, *map(len, sequences)))), np.int32)
     for row, ids in zip(out, sequences):
         row[: len(ids)] = ids
     return out
 
 
-def answer(params, cfg, mesh, examples, mode="predict", total=None):
+def run_examples(params, cfg, mesh, examples, mode="predict", total=None):
     """Config, iterable of Examples -> for each, in their order, (ids, scores) of its answers, which
     are lists of ids without EOS, best first; or its score; or with mode mean, first or none its
     vectors. What an example gets does not depend on the others: they are sorted by length in
@@ -408,14 +418,16 @@ def answer(params, cfg, mesh, examples, mode="predict", total=None):
     most, devices = cfg.decode.batch_size, mesh.shape["data"]
     total = len(examples) if isinstance(examples, list) else total
     examples = enumerate(examples)
-    bar = data.progress(
+    bar = data.progress_bar(
         {"predict": "answered", "score": "scored"}.get(mode, "encoded"), "example", total
     )
     while window := list(itertools.islice(examples, 16 * most)):
         window.sort(key=lambda item: (len(item[1].inputs), len(item[1].targets)))
         results = {}
         while window:
-            longest = max(bucket(len(window[-1][1].inputs)), cfg.data.inputs_length)
+            longest = max(
+                padded_length(len(window[-1][1].inputs)), cfg.data.inputs_length
+            )
             rows = max(1, most * cfg.data.inputs_length // longest)
             numbers, group = zip(*window[-rows:])
             del window[-rows:]
@@ -423,25 +435,25 @@ def answer(params, cfg, mesh, examples, mode="predict", total=None):
             rows = min(rows, 1 << (len(group) - 1).bit_length())
             results |= zip(
                 numbers,
-                answer_batch(
-                    params, cfg, mesh, group, mode, -(-rows // devices) * devices
-                ),
+                run_batch(params, cfg, mesh, group, mode, -(-rows // devices) * devices),
             )
             bar.update(len(group))
         yield from (results[number] for number in sorted(results))
     bar.close()
 
 
-def answer_batch(params, cfg, mesh, group, mode, B):
+def run_batch(params, cfg, mesh, group, mode, B):
     """At most B examples -> their results; the batch is filled up with padding."""
     length = cfg.decode.max_len or cfg.data.targets_length
     beams = max(1, cfg.decode.beams, cfg.decode.num_return)
     inputs, targets, prefix, number = zip(*group)
-    real = [padded([[1] * len(ids) for ids in side], B) > 0 for side in (inputs, targets)]
-    inputs, targets, prefix = (padded(side, B) for side in (inputs, targets, prefix))
-    rows = padded([[n] for n in number], B).astype(np.uint32)
+    real = [
+        pad_batch([[1] * len(ids) for ids in side], B) > 0 for side in (inputs, targets)
+    ]
+    inputs, targets, prefix = (pad_batch(side, B) for side in (inputs, targets, prefix))
+    rows = pad_batch([[n] for n in number], B).astype(np.uint32)
     partition.check_memory(
-        model.least_bytes(
+        model.minimum_memory(
             cfg.model,
             B,
             inputs.shape[1],
@@ -459,17 +471,17 @@ def answer_batch(params, cfg, mesh, group, mode, B):
         mesh,
     )
     if mode == "score":
-        return fetch(score(params, batch, cfg.model)).tolist()[: len(group)]
+        return to_numpy(score(params, batch, cfg.model)).tolist()[: len(group)]
     if mode != "predict":
-        vectors = fetch(
-            encode(params, batch.inputs, batch.input_segments, cfg.model, mode)
+        vectors = to_numpy(
+            encoder_vectors(params, batch.inputs, batch.input_segments, cfg.model, mode)
         )
         return [
             one[: len(x.inputs)] if mode == "none" else one
             for one, x in zip(vectors, group)
         ]
     ids, scores = map(
-        fetch,
+        to_numpy,
         generate(
             params,
             batch.inputs,
@@ -484,17 +496,17 @@ def answer_batch(params, cfg, mesh, group, mode, B):
     )
     n = cfg.decode.num_return
     return [
-        ([without_eos(one) for one in some[:n].tolist()], some_scores[:n].tolist())
+        ([cut_at_eos(one) for one in some[:n].tolist()], some_scores[:n].tolist())
         for some, some_scores in zip(ids[: len(group)], scores)
     ]
 
 
-def fetch(array):
+def to_numpy(array):
     """A global array -> NumPy, on every process."""
     return np.asarray(jax.reshard(array, P()).addressable_data(0))
 
 
-def without_eos(ids):
+def cut_at_eos(ids):
     """Ids up to EOS or padding."""
     return list(itertools.takewhile(lambda i: i > data.EOS, ids))
 
@@ -525,10 +537,10 @@ def fill_blanks(inputs, spans, tokenizer):
         if i > data.EOS and number >= tokenizer.sentinels:
             words.append(i)
             continue
-        text += tokenizer.pieces(words)
+        text += tokenizer.raw_text(words)
         words = []
         if i > data.EOS:
-            filled = tokenizer.pieces(spans.get(number, []))
+            filled = tokenizer.raw_text(spans.get(number, []))
             space = " " * filled.startswith(" ")  # stays outside the brackets
             text += (
                 f"{space}[{filled.removeprefix(space)}]" if number in spans else " ____ "
@@ -576,7 +588,7 @@ def open_model(args, changes, recipe=False):
         )
     cfg = configs.resolve(args, changes, recipe)
     check_decoder(cfg, args.mode)
-    args.step = partition.named_step(args.run_dir, args.step)
+    args.step = partition.resolve_step(args.run_dir, args.step)
     partition.start_jax(cfg)
     mesh = partition.set_mesh(cfg)
     vocabulary = configs.to_path(args.run_dir) / "spiece.model"
@@ -584,7 +596,7 @@ def open_model(args, changes, recipe=False):
     return cfg, mesh, data.load_tokenizer(vocabulary) if vocabulary.exists() else None
 
 
-class Encoder:
+class ExampleEncoder:
     """Lines with inputs and targets -> Examples; counts the texts that were cut."""
 
     def __init__(self, cfg, tokenizer, scoring, task=data.Task()):
@@ -594,7 +606,7 @@ class Encoder:
     def ids(self, line, key, limit):
         """The ids of a field: given ones as they are; those of a text cut, with EOS but in T0."""
         value = line.get(key)
-        if isinstance(value, str) and (wrong := data.unfit(value, math.inf)):
+        if isinstance(value, str) and (wrong := data.invalid_reason(value, math.inf)):
             raise ValueError(f"has {wrong} in {key}")
         if isinstance(value, str):
             if self.tokenizer is None:
@@ -650,7 +662,7 @@ def read_input(name, cfg, bad):
         )
     elif name.startswith("task:"):
         task, split = task_and_split(name)
-        yield from data.read_task(task, split, data.evaluation_of(task, cfg), bad)
+        yield from data.read_task(task, split, data.evaluation_config(task, cfg), bad)
     else:
         for part in data.open_source(f"jsonl:{name}", "train", cfg, whole=True):
             yield from part.read(bad)
@@ -658,7 +670,7 @@ def read_input(name, cfg, bad):
 
 def check_files(args):
     """Refuse an output that is there, an input that is not, lines that processes do not share."""
-    if args.output and partition.is_first() and os.path.exists(args.output):
+    if args.output and partition.is_main_process() and os.path.exists(args.output):
         raise UserError(f"{args.output} is there already: name another, or move it away.")
     if (
         args.input
@@ -672,15 +684,15 @@ def check_files(args):
         )
 
 
-def answer_file(args, cfg, mesh, tokenizer, params):
+def run_file(args, cfg, mesh, tokenizer, params):
     """--input to --output, line by line in order; goes on where a killed one stopped. Lines go
     to OUTPUT.partial, renamed at the end. All processes compute, the first one writes."""
     partial, skip = f"{args.output}.partial", cfg.data.on_error == "skip"
     task, wrong = data.Task(), []
     if args.input.startswith("task:"):
         name, _ = task_and_split(args.input)
-        task = data.find_task(name, data.evaluation_of(name, cfg))
-    encode = Encoder(cfg, tokenizer, args.mode == "score", task)
+        task = data.find_task(name, data.evaluation_config(name, cfg))
+    encode = ExampleEncoder(cfg, tokenizer, args.mode == "score", task)
 
     def complain(where, what):
         if not skip:
@@ -703,11 +715,16 @@ def answer_file(args, cfg, mesh, tokenizer, params):
 
     turn, parts = configs.parse_shard(args.shard)
     lines = itertools.islice(examples(), turn, None, parts)
-    file, done = partition.first_then_others(
+    file, done = partition.run_on_main_first(
         lambda: open_partial(partial, lines, args.mode)
     )
-    done, count, tokens, began = partition.from_first(done), 0, 0, time.perf_counter()
-    if not partition.is_first():
+    done, count, tokens, began = (
+        partition.from_main_process(done),
+        0,
+        0,
+        time.perf_counter(),
+    )
+    if not partition.is_main_process():
         lines = itertools.islice(lines, done, None)
     lines, seen = itertools.tee(lines)
     total = None  # only a plain file is cheap to read twice; a pipe cannot be
@@ -715,12 +732,14 @@ def answer_file(args, cfg, mesh, tokenizer, params):
         total = (
             sum(1 for _ in read_input(args.input, cfg, lambda *_: None)) // parts - done
         )
-    results = answer(params, cfg, mesh, (x for _, x in lines if x), args.mode, total)
-    with configs.writing(partial), file:
+    results = run_examples(
+        params, cfg, mesh, (x for _, x in lines if x), args.mode, total
+    )
+    with configs.naming_file(partial), file:
         for line, example in seen:
             if example:
                 result = next(results)
-                line |= result_of(result, example, line, args.mode, cfg, tokenizer)
+                line |= result_fields(result, example, line, args.mode, cfg, tokenizer)
                 made = (
                     result[0]
                     if args.mode == "predict"
@@ -730,12 +749,14 @@ def answer_file(args, cfg, mesh, tokenizer, params):
             file.write(json_line(line).encode())
             file.flush()
             count += 1
-        if partition.is_first():
+        if partition.is_main_process():
             os.fsync(file.fileno())
             if not count + done:
                 os.remove(partial)
             elif args.output.endswith(".npz"):
-                write_vectors(partial, args.output, ADDED[args.mode], cfg.model.d_model)
+                write_vectors(
+                    partial, args.output, RESULT_FIELD[args.mode], cfg.model.d_model
+                )
             else:
                 os.replace(partial, args.output)
     if not count + done:
@@ -755,7 +776,7 @@ def open_partial(path, lines, mode):
     """OUTPUT.partial, locked and opened to append -> (file, how many lines it has). The iterator
     `lines` is moved on by as many; a file that does not answer them is refused. On other processes
     than the first, a file that keeps nothing."""
-    if not partition.is_first():
+    if not partition.is_main_process():
         return open(os.devnull, "ab"), 0
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     try:
@@ -784,7 +805,7 @@ def is_answered(text, asked, mode):
     """Whether a line of OUTPUT.partial answers what is asked, (line, Example), in this mode."""
     try:
         answered = json.loads(text)
-        return bool({"error", ADDED[mode]} & set(answered)) and (
+        return bool({"error", RESULT_FIELD[mode]} & set(answered)) and (
             {**answered, **json.loads(json_line(asked[0]))} == answered
         )
     except (ValueError, TypeError):  # no JSON object, or nothing was asked
@@ -793,13 +814,15 @@ def is_answered(text, asked, mode):
 
 def json_line(line):
     """A dict -> its line of a JSONL file, with escapes only where UTF-8 has no bytes for it."""
-    text = json.dumps(line, ensure_ascii=False, default=plain)
+    text = json.dumps(line, ensure_ascii=False, default=json_default)
     return (
-        text if data.unfit(text, math.inf) is None else json.dumps(line, default=plain)
+        text
+        if data.invalid_reason(text, math.inf) is None
+        else json.dumps(line, default=json_default)
     ) + "\n"
 
 
-def plain(value):
+def json_default(value):
     """What JSON can hold of NumPy's values."""
     return value.tolist() if isinstance(value, np.generic | np.ndarray) else str(value)
 
@@ -821,13 +844,13 @@ def write_vectors(lines, path, field, width):
     os.replace(lines, path)
 
 
-def result_of(result, example, line, mode, cfg, tokenizer):
+def result_fields(result, example, line, mode, cfg, tokenizer):
     """What is added to a line: texts where a text came in, ids where ids did."""
     if mode == "score":
         return {"score": result}
     if mode != "predict":  # nine digits tell any two numbers of float32 apart
         numbers = np.array([float(f"{x:.9g}") for x in result.flat]).reshape(result.shape)
-        return {"ids": example.inputs, ADDED[mode]: numbers.tolist()}
+        return {"ids": example.inputs, RESULT_FIELD[mode]: numbers.tolist()}
     ids, scores = result
     texts = (
         ids
@@ -840,10 +863,10 @@ def result_of(result, example, line, mode, cfg, tokenizer):
     return added
 
 
-def answer_lines(lines, cfg, mesh, tokenizer, params, raw):
+def run_lines(lines, cfg, mesh, tokenizer, params, raw):
     """Print a line for each line: its answer; where it has blanks, itself with them filled; nothing
     for nothing. With several answers or their scores asked for, a line for each of these."""
-    encode = Encoder(cfg, tokenizer, False)
+    encode = ExampleEncoder(cfg, tokenizer, False)
     for number, line in enumerate(lines):
         cut, text = encode.cut, line.strip()
         if not text:
@@ -858,7 +881,7 @@ def answer_lines(lines, cfg, mesh, tokenizer, params, raw):
                 f"line {number + 1} is cut to the {len(example.inputs) - 1} tokens that "
                 f"--data.inputs_length leaves"
             )
-        ((answers, scores),) = answer(params, cfg, mesh, [example])
+        ((answers, scores),) = run_examples(params, cfg, mesh, [example])
         blanks = split_spans(example.inputs, tokenizer) and not raw
         for ids, score in zip(answers, scores):
             text = (
@@ -866,7 +889,7 @@ def answer_lines(lines, cfg, mesh, tokenizer, params, raw):
                 if not blanks
                 else fill_blanks(example.inputs, split_spans(ids, tokenizer), tokenizer)
             )
-            text = configs.visible(text.replace("\n", " "))
+            text = configs.escape_controls(text.replace("\n", " "))
             print(f"{score:.4f}\t{text}" if cfg.decode.return_all else text, flush=True)
 
 
@@ -901,12 +924,12 @@ def main(argv):
         raise UserError("--output OUT.npz is of --mode encode: name a JSONL file.")
     task = bool(args.input) and args.input.startswith("task:")
     cfg, mesh, tokenizer = open_model(args, changes, task)
-    partition.first_then_others(lambda: check_files(args))
+    partition.run_on_main_first(lambda: check_files(args))
     if args.mode == "encode":
         args.mode = args.pool
     _, params = load_params(cfg, args.run_dir, args.step)
     if args.input:
-        return answer_file(args, cfg, mesh, tokenizer, params)
+        return run_file(args, cfg, mesh, tokenizer, params)
     if tokenizer is None:
         raise UserError(
             "This run has no vocabulary: put its spiece.model into the run directory, "
@@ -919,7 +942,7 @@ def main(argv):
         if args.text is not None
         else io.TextIOWrapper(sys.stdin.buffer, "utf-8", "replace")
     )
-    answer_lines(lines, cfg, mesh, tokenizer, params, args.raw)
+    run_lines(lines, cfg, mesh, tokenizer, params, args.raw)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
 import configs
+import partition
 from configs import parse_args, resolve, run_command
 from partition import RULES, spec
 
@@ -136,19 +137,14 @@ ACTIVATIONS = configs.ACTIVATIONS  # to which a recipe file may add its own
 ACTIVATIONS |= {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "silu": jax.nn.silu}
 
 
-def platform():
-    """What the program is compiled for, by the devices of the current mesh: cpu, gpu or tpu."""
-    return jax.sharding.get_abstract_mesh().abstract_device.platform
-
-
 def compute_dtype(cfg):
     """ModelConfig -> the dtype of activations; parameters, statistics, logits, loss are float32."""
     if cfg.dtype == "auto":
-        return jnp.float32 if platform() == "cpu" else jnp.bfloat16
+        return jnp.float32 if partition.platform() == "cpu" else jnp.bfloat16
     return jnp.dtype(cfg.dtype)
 
 
-def in_use(weights, table):
+def reshard_for_compute(weights, table):
     """A layer's weights, cast already -> laid out as they compute: FSDP gathers here."""
     return jax.tree.map(
         lambda p, w: jax.reshard(w, spec([a for a in p.axes if a != "layers"])),
@@ -158,7 +154,7 @@ def in_use(weights, table):
     )
 
 
-def layout(x):
+def sharding_of(x):
     """The layout of an array, which is part of its type."""
     return jax.typeof(x).sharding.spec
 
@@ -167,8 +163,8 @@ def dense(x, w):
     """x [B, Q, D] @ w [D, F] -> [B, Q, F]. Contracting an axis that is split over "model" sums over
     devices; out_sharding asks for it. On a CPU the product is flat: the gradient of "bqd,df->bqf"
     takes 1.4 times as long; not on a TPU."""
-    rows, columns = layout(x)[0], layout(w)[1]
-    if platform() != "cpu":
+    rows, columns = sharding_of(x)[0], sharding_of(w)[1]
+    if partition.platform() != "cpu":
         return product(x, w)
     y = jnp.einsum(
         "nd,df->nf", x.reshape(-1, x.shape[-1]), w, out_sharding=P(rows, columns)
@@ -182,11 +178,11 @@ def product(x, w):
 
     def gradient(d_y):
         return (
-            jnp.einsum("bqf,df->bqd", d_y, w, out_sharding=layout(x)),
-            jnp.einsum("bqd,bqf->df", x, d_y, out_sharding=layout(w)),
+            jnp.einsum("bqf,df->bqd", d_y, w, out_sharding=sharding_of(x)),
+            jnp.einsum("bqd,bqf->df", x, d_y, out_sharding=sharding_of(w)),
         )
 
-    rows, columns = layout(x)[0], layout(w)[1]
+    rows, columns = sharding_of(x)[0], sharding_of(w)[1]
     return jnp.einsum("bqd,df->bqf", x, w, out_sharding=P(rows, None, columns)), gradient
 
 
@@ -197,7 +193,7 @@ def rms_norm(x, scale):
     return y.astype(x.dtype) * scale
 
 
-def keep_mask(key, rate, shape, layout, dtype):
+def dropout_mask(key, rate, shape, layout, dtype):
     """1 / (1 - rate) where dropout keeps, 0 where it drops."""
     keep = jax.random.bernoulli(key, 1 - rate, shape, out_sharding=layout)
     return keep.astype(dtype) / (1 - rate)
@@ -208,7 +204,9 @@ def dropout(x, rate, key, shared_length=True):
     if key is None or rate == 0:
         return x
     B, Q, D = x.shape
-    return x * keep_mask(key, rate, (B, 1 if shared_length else Q, D), layout(x), x.dtype)
+    return x * dropout_mask(
+        key, rate, (B, 1 if shared_length else Q, D), sharding_of(x), x.dtype
+    )
 
 
 def split_key(key, n):
@@ -252,7 +250,7 @@ def relative_bias(w, Q, K, bidirectional, cfg, shared=None):
     return jnp.einsum("nhr,rqk->nhqk", ones * w["relative_bias"], one_hot)
 
 
-def mask_of(query_segments, key_segments, causal=False):
+def attention_mask(query_segments, key_segments, causal=False):
     """[B, Q], [B, K] -> [B, 1, Q, K], whether a query sees a key: within a segment. 0 pads."""
     seen = query_segments[:, None, :, None] == key_segments[:, None, None, :]
     if causal:
@@ -262,7 +260,7 @@ def mask_of(query_segments, key_segments, causal=False):
 
 def split_heads(x, cfg):
     """[B, K, H*C] -> [B, H, K, C]."""
-    rows, _, columns = layout(x)
+    rows, _, columns = sharding_of(x)
     x = x.reshape(
         *x.shape[:2], cfg.num_heads, cfg.d_kv, out_sharding=P(rows, None, columns, None)
     )
@@ -271,7 +269,7 @@ def split_heads(x, cfg):
 
 def join_heads(x):
     """[B, H, Q, C] -> [B, Q, H*C]."""
-    rows, heads, *_ = layout(x)
+    rows, heads, *_ = sharding_of(x)
     B, H, Q, C = x.shape
     return x.transpose(0, 2, 1, 3).reshape(B, Q, H * C, out_sharding=P(rows, None, heads))
 
@@ -293,7 +291,9 @@ def attend(q, k, v, bias, mask):
 
 def masked_scores(q, k, bias, mask):
     """-> [B, H, Q, K], summed in float32, rounded to q's dtype; -1e10 where a key is not seen."""
-    dtype = q.dtype if platform() == "gpu" else jnp.float32  # a GPU writes them to memory
+    dtype = (
+        q.dtype if partition.platform() == "gpu" else jnp.float32
+    )  # a GPU writes them to memory
     scores = jnp.einsum("bhqc,bhkc->bhqk", q, k, preferred_element_type=dtype)
     return jnp.where(mask, scores if bias is None else scores + bias, -1e10).astype(
         q.dtype
@@ -320,11 +320,11 @@ def attention(w, x, keys_values, bias, mask, cfg, key=None, attend=attend):
     k, v = keys_values
     if key is not None and cfg.dropout:
         # T5 drops a key for all queries at once; that is the same as dropping its value
-        v = v * keep_mask(
-            key_probabilities, cfg.dropout, (*v.shape[:-1], 1), layout(v), v.dtype
+        v = v * dropout_mask(
+            key_probabilities, cfg.dropout, (*v.shape[:-1], 1), sharding_of(v), v.dtype
         )
     # a device has rows and heads of its own
-    attend = jax.shard_map(attend, out_specs=layout(v))
+    attend = jax.shard_map(attend, out_specs=sharding_of(v))
     out = join_heads(attend(split_heads(dense(x, w["query"]), cfg), k, v, bias, mask))
     return dropout(dense(out, w["out"]), cfg.dropout, key_out)
 
@@ -368,7 +368,7 @@ def run_layers(layer, x, name, params, cfg, key):
     )
     depth = len(jax.tree.leaves(weights)[0])
     keys = None if key is None else jax.random.split(key, depth)
-    unroll = platform() != "cpu" and depth <= 24 and cfg.d_model <= 1024
+    unroll = partition.platform() != "cpu" and depth <= 24 and cfg.d_model <= 1024
     policies, named = (
         jax.checkpoint_policies,
         jax.checkpoint_policies.save_only_these_names,
@@ -381,9 +381,9 @@ def run_layers(layer, x, name, params, cfg, key):
         "full": named("attended"),
     }[cfg.remat]
     # what is made again stands behind a barrier, else XLA would keep it; whole weights pass it by
-    whole = cfg.remat != "full" and "data" not in layout(weights["mlp"]["up"])
+    whole = cfg.remat != "full" and "data" not in sharding_of(weights["mlp"]["up"])
     run = jax.checkpoint(
-        lambda x, weights, key: layer(in_use(weights, table), x, key),
+        lambda x, weights, key: layer(reshard_for_compute(weights, table), x, key),
         policy=policy,
         prevent_cse=(unroll, False, False) if whole else unroll,
     )
@@ -401,7 +401,7 @@ def encode(params, cfg, inputs, segments, key=None):
     key_embed, key_layers, key_end = split_key(key, 3)
     stack, S = params["encoder"], inputs.shape[1]
     shared = relative_bias(stack, S, S, True, cfg)
-    mask = mask_of(segments, segments)
+    mask = attention_mask(segments, segments)
 
     def layer(w, x, key):
         key_attention, key_mlp = split_key(key, 2)
@@ -438,8 +438,8 @@ def decode(params, cfg, decoder_inputs, segments, encoded, input_segments, key=N
     key_embed, key_layers, key_end = split_key(key, 3)
     stack, T = params["decoder"], decoder_inputs.shape[1]
     shared = relative_bias(stack, T, T, False, cfg)
-    self_mask = mask_of(segments, segments, causal=True)
-    cross_mask = mask_of(segments, input_segments)
+    self_mask = attention_mask(segments, segments, causal=True)
+    cross_mask = attention_mask(segments, input_segments)
 
     def layer(w, x, key):
         h = rms_norm(x, w["self_attention"]["norm"])
@@ -500,7 +500,9 @@ def cross_entropy(logits, targets, z_loss=0.0, label_smoothing=0.0):
     top = lax.stop_gradient(logits.max(-1))
     log_z = top + jnp.log(jnp.exp(logits - top[..., None]).sum(-1))
     # comparisons, not gathers, whose gradient would be a slow scatter; sums alone share a pass
-    column = lax.broadcasted_iota(jnp.int32, logits.shape, 2, out_sharding=layout(logits))
+    column = lax.broadcasted_iota(
+        jnp.int32, logits.shape, 2, out_sharding=sharding_of(logits)
+    )
     target = targets[..., None]
     expected = jnp.where(column == target, logits, 0).sum(-1)
     earlier = jnp.where((column < target) & (logits == top[..., None]), 1.0, 0.0).sum(-1)
@@ -564,7 +566,7 @@ def attend_in_groups(q, k, v, bias, mask):
     )
     out = checkpoint_name((sums[..., :-1] / sums[..., -1:]).astype(v.dtype), "attended")
     log_sum = checkpoint_name(top + jnp.log(sums[..., -1:]), "attended")
-    kept = n == 1 and bias is not None and platform() == "tpu"
+    kept = n == 1 and bias is not None and partition.platform() == "tpu"
     scores = masked_scores(q, k, bias, mask) if kept else None
     read = jax.tree.map(
         lambda x: checkpoint_name(x, "read"), (queries, k, v, biases, scores)
@@ -624,7 +626,7 @@ def group_backward(q, k, v, out, log_sum, d_out, bias, mask, scores):
             d_scores,
             preferred_element_type=jnp.float32,
         )
-        if platform() == "cpu"
+        if partition.platform() == "cpu"
         else d_scores.astype(jnp.float32).sum(0, keepdims=True)
     )
     return (
@@ -660,7 +662,7 @@ def train_flops(cfg, S, T):
     return 3 * 2 * forward
 
 
-def least_bytes(cfg, rows, S, T, copies=1, beams=0):
+def minimum_memory(cfg, rows, S, T, copies=1, beams=0):
     """ModelConfig -> {what: bytes} that rows of S inputs and T targets hold at the very least.
     copies: of the parameters, in float32. beams: of cached decoding; 0: a whole forward pass."""
     size, A = jnp.dtype(compute_dtype(cfg)).itemsize, cfg.num_heads * cfg.d_kv
@@ -684,7 +686,7 @@ def least_bytes(cfg, rows, S, T, copies=1, beams=0):
     }
 
 
-def describe(cfg):
+def describe_model(cfg):
     """Config -> one line: how many parameters, and where, and what an example costs."""
     table, lengths = (
         param_table(cfg.model),
@@ -710,7 +712,7 @@ def main(argv):
             f"{name:44} {' x '.join(map(str, p.shape)):20} {' '.join(p.axes):22} {initial:>24} "
             f"{math.prod(p.shape):>14,}"
         )
-    print("\n" + describe(cfg))
+    print("\n" + describe_model(cfg))
 
 
 if __name__ == "__main__":

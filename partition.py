@@ -59,7 +59,7 @@ RULES = {
     None: None,
 }
 # Fully sharded (ZeRO-3): at rest, weights and optimizer are split over the data axis as well.
-RULES_AT_REST = {**RULES, "embed": "data"}
+STORAGE_RULES = {**RULES, "embed": "data"}
 
 
 def spec(axes, rules=RULES):
@@ -119,6 +119,11 @@ def set_mesh(cfg, devices=None):
     return mesh
 
 
+def platform():
+    """What the program is compiled for, by the devices of the current mesh: cpu, gpu or tpu."""
+    return jax.sharding.get_abstract_mesh().abstract_device.platform
+
+
 def local_rows(batch_size, mesh):
     """Which rows of a global batch this process's devices hold: asked of the layout."""
     indices = (
@@ -174,12 +179,12 @@ def start_jax(cfg):
     finally:
         alone.cancel()
     if jax.process_count() > 1:
-        configs.alone = False
-        if not is_first():
-            configs.speaks = False  # the first process says it for all
+        configs.single_process = False
+        if not is_main_process():
+            configs.prints_progress = False  # the first process says it for all
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         # Gloo must have met within 30 s; from here on it waits as long as it takes
-        all_agree(True)
+        all_processes_agree(True)
     if not jax.config.jax_compilation_cache_dir:
         jax.config.update(
             "jax_compilation_cache_dir", os.path.expanduser("~/.cache/plain_t5/compiled")
@@ -187,17 +192,17 @@ def start_jax(cfg):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-def is_first():
+def is_main_process():
     """Whether this is the process that writes files and speaks."""
     return jax.process_index() == 0
 
 
-def all_agree(good):
+def all_processes_agree(good):
     """Whether `good` is true on every process: the same answer on all of them."""
     return bool(multihost_utils.process_allgather(np.array(bool(good))).all())
 
 
-def from_first(value):
+def from_main_process(value):
     """A value for JSON as the first process knows it, on all of them."""
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.array(len(text))))
@@ -205,7 +210,7 @@ def from_first(value):
     return json.loads(bytes(text))
 
 
-def together(work, elsewhere=UserError):
+def run_on_all(work, elsewhere=UserError):
     """work() on every process -> its result. Where it raises on one, all of them raise: those on
     which all went well an exception of the kind `elsewhere`."""
     result = error = None
@@ -213,16 +218,16 @@ def together(work, elsewhere=UserError):
         result = work()
     except (UserError, CheckpointError, OSError) as raised:
         error = raised
-    if not all_agree(not error):
+    if not all_processes_agree(not error):
         raise error or elsewhere("another process of this run could not do its part")
     return result
 
 
-def first_then_others(work):
+def run_on_main_first(work):
     """work() on the first process, which may write files, then on the others, which find them."""
-    result = together(lambda: work() if is_first() else None)
-    others = together(lambda: None if is_first() else work())
-    return result if is_first() else others
+    result = run_on_all(lambda: work() if is_main_process() else None)
+    others = run_on_all(lambda: None if is_main_process() else work())
+    return result if is_main_process() else others
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
@@ -234,10 +239,10 @@ def first_then_others(work):
 # name after that: what has the name is whole.
 
 FORMAT = 2
-PIECE_BYTES = 1 << 30  # msgpack's limit for one value is 4 GiB
+MAX_SHARD_BYTES = 1 << 30  # msgpack's limit for one value is 4 GiB
 
-PIECES = [{"file": str, "offset": int, "bounds": [[int]], "crc32": int}]
-ARRAYS = {str: {"shape": [int], "dtype": str, "pieces": PIECES}}
+SHARD_FORM = [{"file": str, "offset": int, "bounds": [[int]], "crc32": int}]
+ARRAY_FORM = {str: {"shape": [int], "dtype": str, "pieces": SHARD_FORM}}
 
 
 class CheckpointError(Exception):
@@ -249,7 +254,7 @@ def flatten(tree):
     return flax.traverse_util.flatten_dict(tree, sep="/")
 
 
-def own_pieces(tree):
+def local_shards(tree):
     """(name, [[start, stop] of each axis], NumPy array) for all that this process must write. Of
     copies on several devices one is written. The arrays are views of the live memory on a CPU and
     copies elsewhere; either way they keep their values while training goes on."""
@@ -264,17 +269,17 @@ def own_pieces(tree):
                 list(cut.indices(size)[:2]) for cut, size in zip(shard.index, array.shape)
             ]
             data = np.ascontiguousarray(shard.data)
-            if data.nbytes <= PIECE_BYTES:
+            if data.nbytes <= MAX_SHARD_BYTES:
                 yield name, bounds, data
                 continue
-            rows = max(1, len(data) * PIECE_BYTES // data.nbytes)
+            rows = max(1, len(data) * MAX_SHARD_BYTES // data.nbytes)
             for start in range(0, len(data), rows):
                 part = data[start : start + rows]
                 first = bounds[0][0] + start
                 yield name, [[first, first + len(part)], *bounds[1:]], part
 
 
-def write_pieces(path, pieces):
+def write_shards(path, pieces):
     """Stream pieces into a file -> {name: [place of each piece]}."""
     places = {}
     with path.open("wb") as file:
@@ -314,13 +319,13 @@ def write_checkpoint(folder, arrays, pieces, step):
     temporary = folder if is_remote(folder) else folder.with_name(f"tmp-{folder.name}")
     temporary.mkdir(parents=True, exist_ok=True)
     # a damaged checkpoint of this step is none from here on
-    if is_remote(folder) and is_first():
+    if is_remote(folder) and is_main_process():
         (folder / "manifest.json").unlink(missing_ok=True)
     count = jax.process_count()
     files = [temporary / f"pieces-{i:05}-of-{count:05}.msgpack" for i in range(count)]
     own = files[jax.process_index()]
-    places = write_pieces(own, pieces)
-    if not is_first():
+    places = write_shards(own, pieces)
+    if not is_main_process():
         return write_file(own.with_suffix(".json"), json.dumps(places))
     for path in (path.with_suffix(".json") for path in files[1:]):
         for name, more in json.loads(wait_for(path)).items():
@@ -345,7 +350,7 @@ def write_checkpoint(folder, arrays, pieces, step):
     )
     if not is_remote(folder):
         sync_folder(temporary)
-        remove(folder)  # a damaged one of this step, which was passed over
+        remove_checkpoint(folder)  # a damaged one of this step, which was passed over
         temporary.rename(folder)
         sync_folder(folder.parent)
 
@@ -363,7 +368,7 @@ def wait_for(path, seconds=600):
     return path.read_text()
 
 
-def remove(path):
+def remove_checkpoint(path):
     """Remove a checkpoint, or what lies in its place; what is left of it after a kill is none."""
     if is_remote(path):
         (path / "manifest.json").unlink(missing_ok=True)
@@ -379,11 +384,14 @@ def remove(path):
 
 def read_manifest(folder):
     """A checkpoint's manifest, verified; a folder's name says of which step it must be."""
-    path, form = folder / "manifest.json", {"format": int, "step": int, "arrays": ARRAYS}
+    path, form = (
+        folder / "manifest.json",
+        {"format": int, "step": int, "arrays": ARRAY_FORM},
+    )
     try:
         manifest = configs.read_json(path, {"format": int})
         if manifest["format"] < 2:  # its checksum covers less
-            configs.conform(manifest, form)
+            configs.check_json(manifest, form)
             covered = [manifest["arrays"], manifest.get("reader")]
             if manifest.get("crc32") != configs.checksum(covered):
                 raise ValueError("its checksum differs")
@@ -402,7 +410,7 @@ def read_manifest(folder):
     return manifest
 
 
-def read_piece(folder, place, dtype):
+def read_shard(folder, place, dtype):
     """One piece as an array over its file, its checksum verified."""
     shape = [stop - start for start, stop in place["bounds"]]
     path, size = folder / Path(place["file"]).name, math.prod(shape) * dtype.itemsize
@@ -422,7 +430,7 @@ def read_piece(folder, place, dtype):
     return np.frombuffer(data, dtype).reshape(shape)
 
 
-def read_part(folder, array, index, verified):
+def read_slice(folder, array, index, verified):
     """A part of a stored array, which may be a view of its file. array: what the manifest says
     about it; index: a slice for each axis; verified: a dict that keeps the pieces that were read
     and found whole, or None to keep none."""
@@ -438,7 +446,7 @@ def read_part(folder, array, index, verified):
         if any(a >= b for a, b in inside):
             continue
         if number not in verified:
-            verified[number] = read_piece(folder, place, dtype)
+            verified[number] = read_shard(folder, place, dtype)
         piece = verified[number][within(inside, place["bounds"])]
         if piece.shape == out.shape:
             return piece
@@ -466,7 +474,7 @@ def read_checkpoint(folder, template):
         verified = {}
 
         def part(index):  # the slice of the array that one device holds
-            found = read_part(folder, stored[name], index, verified)
+            found = read_slice(folder, stored[name], index, verified)
             # jax may keep the memory
             return found if found.base is None else np.array(found)
 
@@ -476,22 +484,24 @@ def read_checkpoint(folder, template):
     return manifest["step"], flax.traverse_util.unflatten_dict(arrays, sep="/")
 
 
-def metrics_lines(path):
+def read_metrics_file(path):
     """metrics.jsonl -> its lines that are whole: flat dicts with a step."""
     form, found = {"step": int, str: (int, float)}, []
     for line in path.read_bytes().splitlines() if path.exists() else ():
         try:
             value = json.loads(line)
-            configs.conform(value, form)
+            configs.check_json(value, form)
             found.append(value)
         except (ValueError, RecursionError):
             continue  # torn by a kill, or damaged
     return found
 
 
-def best_of(path, metric, steps):
+def best_step(path, metric, steps):
     """Of these steps in a metrics.jsonl (step, value) with the best, or lowest loss, or None."""
-    found = {line["step"]: line[metric] for line in metrics_lines(path) if metric in line}
+    found = {
+        line["step"]: line[metric] for line in read_metrics_file(path) if metric in line
+    }
     sign = -1 if metric.endswith(("loss", "perplexity")) else 1
     known = [
         (step, found[step]) for step in steps if not math.isnan(found.get(step, math.nan))
@@ -499,7 +509,7 @@ def best_of(path, metric, steps):
     return max(known, key=lambda pair: sign * pair[1], default=None)
 
 
-def named_step(run_dir, name):
+def resolve_step(run_dir, name):
     """--step: a number; latest, which is None; best, by the run's train.keep_best."""
     if re.fullmatch(r"\d{1,12}", name):
         return int(name)
@@ -508,7 +518,7 @@ def named_step(run_dir, name):
     if name != "best":
         raise UserError(f"--step takes a step, latest or best, not {name!r}.")
     metric = configs.load_run(run_dir).train.keep_best
-    found = metric and best_of(
+    found = metric and best_step(
         to_path(run_dir) / "metrics.jsonl", metric, Checkpoints(run_dir).steps()
     )
     if not found:
@@ -554,7 +564,7 @@ class Checkpoints:
             name: {"shape": a.shape, "dtype": a.dtype.name}
             for name, a in flatten(tree).items()
         }
-        pieces = own_pieces(tree)
+        pieces = local_shards(tree)
         if self.background:
             self.writing = self.writer.submit(
                 self.commit, arrays, list(pieces), step, best
@@ -570,17 +580,19 @@ class Checkpoints:
                 f"{self.path(step)} could not be written ({error})"
             ) from error
         for old in (
-            [s for s in self.steps() if s <= step][: -self.keep] if is_first() else ()
+            [s for s in self.steps() if s <= step][: -self.keep]
+            if is_main_process()
+            else ()
         ):
             if old != best:
-                remove(self.path(old))
+                remove_checkpoint(self.path(old))
 
     def discard_unfinished(self):
         """Remove what a save that was killed has left; only for the one process that writes."""
         whole = self.steps()
         for path in self.folders():
             if path.name.startswith("tmp-") or int(path.name[5:]) not in whole:
-                remove(path)
+                remove_checkpoint(path)
 
     def wait(self):
         """Return when nothing is being written; an error in the background is raised here."""
@@ -593,7 +605,7 @@ class Checkpoints:
         damaged one is named and the one before it is taken; a UserError where all are damaged.
         template: nested dict of ShapeDtypeStructs with their layouts; what else a checkpoint holds
         is left alone. step: that checkpoint and no other."""
-        steps = from_first(self.steps())
+        steps = from_main_process(self.steps())
         if step not in (None, *steps):
             raise UserError(
                 f"{self.folder} has no step {step:,}; it has "
@@ -601,7 +613,9 @@ class Checkpoints:
             )
         for path in map(self.path, reversed(steps) if step is None else [step]):
             try:
-                return together(lambda: read_checkpoint(path, template), CheckpointError)
+                return run_on_all(
+                    lambda: read_checkpoint(path, template), CheckpointError
+                )
             except CheckpointError as error:
                 if step is not None:
                     raise UserError(f"{error}: name another --step.") from error
@@ -626,12 +640,12 @@ def find_checkpoint(source):
     return True
 
 
-def load_from(source, template):
+def load_newest(source, template):
     """The newest checkpoint of a run's directory, or one checkpoint -> as Checkpoints.load."""
     if find_checkpoint(source):
         return Checkpoints(source).load(template)
     try:
-        return together(
+        return run_on_all(
             lambda: read_checkpoint(to_path(source), template), CheckpointError
         )
     except CheckpointError as error:
@@ -666,7 +680,7 @@ CHIPS = {  # names as in jax's device_kind; a device of v3 is half a chip
 # What lets a TPU send beside arithmetic. With all of GATHERS it gathers split weights so, else by
 # all-reduces before it; with SUMS each large gradient by itself, not all at the end. FUSIONS lets
 # each use 24 MiB of fast memory, not 16; v6e is slower so. A v4 has too little for both of these.
-GATHERS = dict.fromkeys(
+ASYNC_GATHER_OPTIONS = dict.fromkeys(
     (
         "xla_enable_async_all_gather",
         "xla_tpu_prefer_async_allgather_to_allreduce",
@@ -677,12 +691,12 @@ GATHERS = dict.fromkeys(
     ),
     True,
 )
-SUMS = {
+ASYNC_REDUCE_OPTIONS = {
     "xla_enable_async_all_reduce": True,
     "xla_jf_crs_combiner_threshold_in_bytes": 1_000_000,
     "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
 }
-FUSIONS = {"xla_tpu_scoped_vmem_limit_kib": 24 * 1024}
+FUSION_MEMORY_OPTIONS = {"xla_tpu_scoped_vmem_limit_kib": 24 * 1024}
 
 
 def check_memory(parts, levers):
@@ -694,7 +708,7 @@ def check_memory(parts, levers):
         there = (device.memory_stats() or {}).get(
             "bytes_limit", math.inf
         ) * jax.device_count()
-    configs.check_memory(parts, there, f"{levers}, or take more devices")
+    configs.require_memory(parts, there, f"{levers}, or take more devices")
 
 
 def bytes_on_device(tree):
@@ -708,7 +722,7 @@ def bytes_on_device(tree):
 COLLECTIVES = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
 
 
-def collectives(lowered):
+def count_collectives(lowered):
     """Compile a program -> ([(kind of collective, mesh axis, count, bytes that each device sends,
     on a ring)], the compiled program). Read from what XLA's partitioner leaves, where dtypes are
     still the program's own: later XLA's CPU backend turns bfloat16 into float32."""
@@ -730,9 +744,9 @@ def collectives(lowered):
             return [], program
         (path,) = Path(folder).glob("*spmd-partitioning.before*.txt")
         text = path.read_text()
-    for line, times in instructions(text):
+    for line, times in hlo_instructions(text):
         if one := re.search(rf" = (.*?) ({COLLECTIVES})\(", line):
-            group = first_group(line, mesh.size)
+            group = first_device_group(line, mesh.size)
             if len(group) == 1:
                 continue
             part = 1 - 1 / len(group)  # a ring sends all but one's own
@@ -745,11 +759,11 @@ def collectives(lowered):
             near = abs(group[1] - group[0]) < mesh.shape["model"]
             key = one[2], "both" if whole else "model" if near else "data"
             counts[key] += times
-            moved[key] += times * sent * bytes_of(one[1])
+            moved[key] += times * sent * hlo_bytes(one[1])
     return [(*key, counts[key], moved[key]) for key in sorted(counts)], program
 
 
-def bytes_of(shapes):
+def hlo_bytes(shapes):
     """HLO's "(f32[2,3]{1,0}, pred[4])" -> bytes."""
     return sum(
         int(bits or 8) // 8 * math.prod(integers(sizes))
@@ -761,7 +775,7 @@ def integers(text):
     return list(map(int, re.findall(r"\d+", text)))
 
 
-def first_group(line, count):
+def first_device_group(line, count):
     """The devices, of so many, of the first group that a collective of HLO goes on among."""
     if listed := re.search(
         r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}", line
@@ -781,7 +795,7 @@ def first_group(line, count):
     return devices.ravel()  # all of them
 
 
-def instructions(text):
+def hlo_instructions(text):
     """HLO -> (line, how often it runs) of each instruction: a loop's body stands there once and
     runs as often as the constant in its condition says."""
     bodies = dict(re.findall(r"^(?:ENTRY )?%(\S+) \(.*?\{\n(.*?)^\}", text, re.M | re.S))
@@ -806,12 +820,12 @@ def instructions(text):
     return visit([*bodies][-1], 1)  # the last one is the program itself
 
 
-def cycles(text):
+def estimated_cycles(text):
     """Compiled for a TPU: its HLO -> {part of the step: cycles}, by the compiler's own estimate,
     {collective: times}, {collective: bytes sent by each device}; "overlapped": beside others."""
     parts, counts, sent = (collections.Counter() for _ in range(3))
     ring = {"all-reduce": 2, "reduce-scatter": jax.sharding.get_mesh().shape["data"]}
-    for line, times in instructions(text):
+    for line, times in hlo_instructions(text):
         if price := re.search(r'"estimated_cycles":"(\d+)"', line):
             path = (re.search(r'op_name="([^"]*)"', line) or [""] * 2)[1]
             part = next(
@@ -840,7 +854,7 @@ def cycles(text):
             # below: of a fusion, what it takes and returns, not its counters
             counts[call] += times
             sent[call] += (
-                times * bytes_of(re.split(r"\(%| s32\[2\]", line)[0]) * ring.get(call, 1)
+                times * hlo_bytes(re.split(r"\(%| s32\[2\]", line)[0]) * ring.get(call, 1)
             )
     return parts, counts, sent
 
@@ -854,7 +868,7 @@ def verify(folder):
     for name, array in read_manifest(folder)["arrays"].items():
         for place in array["pieces"]:
             try:
-                read_piece(folder, place, np.dtype(array["dtype"]))
+                read_shard(folder, place, np.dtype(array["dtype"]))
             except CheckpointError as error:
                 problems.append(f"{name}: {error}")
     return problems

@@ -179,7 +179,7 @@ class TrainState:
 
 def init_state(cfg):
     """Config -> fresh TrainState, in its layout at rest."""
-    rules = partition.RULES_AT_REST if cfg.mesh.fsdp else partition.RULES
+    rules = partition.STORAGE_RULES if cfg.mesh.fsdp else partition.RULES
     optimizer = OPTIMIZERS[cfg.train.optimizer]
     params = model.init_params(cfg.model, jax.random.key(cfg.train.seed), rules)
     slots = (
@@ -353,7 +353,7 @@ OPTIMIZERS["adamw"] = from_optax(
 # ---- what the screen shows -----------------------------------------------------------------------
 
 
-def describe(cfg, recipe, mesh):
+def describe_run(cfg, recipe, mesh):
     """The lines a run begins with: what differs from its recipe, the model, the devices, a row."""
     t, devices, changed = cfg.train, jax.devices(), configs.differences(cfg, recipe)
     shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
@@ -364,7 +364,7 @@ def describe(cfg, recipe, mesh):
     return [
         f"recipe {cfg.name}" + ("" if changed else ", unchanged"),
         *(f"  {name} {new} (recipe: {old})" for name, (new, old) in changed.items()),
-        f"model    {model.describe(cfg)}",
+        f"model    {model.describe_model(cfg)}",
         f"devices  {len(devices)} x {devices[0].device_kind}, mesh {shape}, "
         f"{jnp.dtype(model.compute_dtype(cfg.model)).name}, {batch}",
         data.describe_rows(cfg),
@@ -410,7 +410,7 @@ def held_out_passage(params, cfg, mesh, dataset):
         np.asarray(a.addressable_data(0))[0]
         for a in (batch.inputs, batch.targets, written[:, 0])
     )
-    if data.fills_spans(cfg):
+    if data.is_span_corruption(cfg):
         texts = {
             label: infer.fill_blanks(inputs, infer.split_spans(ids, tokenizer), tokenizer)
             for label, ids in (("blanks", []), ("truth", truth), ("model", written))
@@ -420,7 +420,9 @@ def held_out_passage(params, cfg, mesh, dataset):
             label: tokenizer.decode(ids)
             for label, ids in (("inputs", inputs), ("truth", truth), ("model", written))
         }
-    return [configs.visible(f"  {label:8} {text}") for label, text in texts.items()]
+    return [
+        configs.escape_controls(f"  {label:8} {text}") for label, text in texts.items()
+    ]
 
 
 class MetricsFile:
@@ -440,7 +442,7 @@ class MetricsFile:
                 )
             )
         )
-        lines = partition.metrics_lines(path)
+        lines = partition.read_metrics_file(path)
         self.path = Path(tempfile.mkdtemp(), "metrics.jsonl") if self.remote else path
         configs.write_file(
             self.path,
@@ -455,7 +457,7 @@ class MetricsFile:
             for prefix, metrics in groups.items()
             for name, value in metrics.items()
         }
-        with configs.writing(self.path):
+        with configs.naming_file(self.path):
             self.file.write(json.dumps({"step": step, **line}) + "\n")
             self.file.flush()
         for prefix, metrics in groups.items() if self.events else ():
@@ -477,7 +479,7 @@ class NotFinite(Exception):
     """Loss or gradients were not finite several times in a row."""
 
 
-class Screen:
+class RunLogger:
     """What a run shows and records while it goes on: a bar, its speed, metrics.jsonl, evaluations;
     where standard output is no terminal, a plain line every ten seconds in the bar's place.
     held_out: {task: (Config, Dataset)}; counts: how frequent training tokens are, a baseline."""
@@ -486,7 +488,7 @@ class Screen:
         self.cfg, self.mesh, self.run_dir, t = cfg, mesh, run_dir, cfg.train
         self.file = (
             MetricsFile(run_dir / "metrics.jsonl", start)
-            if partition.is_first()
+            if partition.is_main_process()
             else None
         )
         self.flops = step_flops(cfg)
@@ -596,7 +598,7 @@ class Screen:
     def evaluate(self, step, params):
         """Write the metrics of each task's held-out batches, show them and a passage."""
         for name, cfg, dataset, batches, baseline in self.tasks:
-            metrics = evaluate.teacher_forced(params, cfg, self.mesh, dataset, batches)
+            metrics = evaluate.evaluate_loss(params, cfg, self.mesh, dataset, batches)
             self.write(step, **{f"training_eval/{name}": metrics})
             content = metrics["content_loss"]
             below = baseline - content
@@ -629,7 +631,7 @@ class Screen:
         """By train.keep_best the best of these steps and its value, or None."""
         metric = self.cfg.train.keep_best
         return (
-            partition.best_of(self.file.path, metric, steps)
+            partition.best_step(self.file.path, metric, steps)
             if self.file and metric
             else None
         )
@@ -637,7 +639,7 @@ class Screen:
 
 # ---- the steps of a run --------------------------------------------------------------------------
 
-SMALLER = (
+SMALLER_STEP = (
     "--train.batch_size, --data.inputs_length, --data.targets_length or the model's sizes, "
     "raise --train.microbatches, add --model.remat full"
 )
@@ -645,7 +647,7 @@ SMALLER = (
 
 def lock_run(run_dir, checkpoints):
     """Take a run directory for this process alone, the first of a run -> the lock."""
-    if not partition.is_first():
+    if not partition.is_main_process():
         return None
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -666,10 +668,10 @@ def lock_run(run_dir, checkpoints):
     return lock
 
 
-def find_vocabulary(cfg, run_dir, begun, source):
+def run_tokenizer(cfg, run_dir, begun, source):
     """The Tokenizer of a run: its own, that of the run whose weights it starts from, or the one
     that data.vocab names, which may have to be trained."""
-    if begun or not partition.is_first():
+    if begun or not partition.is_main_process():
         return data.load_tokenizer(run_dir / "spiece.model")
     if not source:
         return data.prepare_vocabulary(cfg)
@@ -696,9 +698,9 @@ def find_vocabulary(cfg, run_dir, begun, source):
 
 def open_data(cfg, run_dir, begun, source, recipe_file):
     """-> (training Dataset, {task: (Config, Dataset)} of what is evaluated); records the run."""
-    tokenizer, t = find_vocabulary(cfg, run_dir, begun, source), cfg.train
+    tokenizer, t = run_tokenizer(cfg, run_dir, begun, source), cfg.train
     dataset = data.prepare(cfg, "train", tokenizer)
-    tasks = data.evaluations(cfg) if t.eval_every or t.infer_every else {}
+    tasks = data.evaluation_configs(cfg) if t.eval_every or t.infer_every else {}
     if t.infer_every:
         evaluate.check_metrics(tasks, "validation")
     wanted = [
@@ -716,12 +718,12 @@ def open_data(cfg, run_dir, begun, source, recipe_file):
         name: (alone, data.prepare(alone, "validation", tokenizer))
         for name, alone in tasks.items()
     }
-    if partition.is_first():
-        record_run(cfg, run_dir, tokenizer, dataset, begun, recipe_file)
+    if partition.is_main_process():
+        write_run_files(cfg, run_dir, tokenizer, dataset, begun, recipe_file)
     return dataset, held_out
 
 
-def record_run(cfg, run_dir, tokenizer, dataset, begun, recipe_file):
+def write_run_files(cfg, run_dir, tokenizer, dataset, begun, recipe_file):
     """Write what the other scripts read of a run: config.json, spiece.model, recipe.py."""
     if begun:
         before = configs.read_run(run_dir)[1].get("corpus")
@@ -766,12 +768,14 @@ def batch_template(cfg, mesh, rows):
 def lower_step(cfg, mesh):
     """-> (state_template, the training step for these devices, ready to be compiled)."""
     template, kind = state_template(cfg, mesh), mesh.devices.flat[0].device_kind
-    options = partition.GATHERS | ({} if kind in ("TPU v3", "TPU v4") else partition.SUMS)
-    options |= partition.FUSIONS if kind.startswith("TPU v5") else {}
+    options = partition.ASYNC_GATHER_OPTIONS | (
+        {} if kind in ("TPU v3", "TPU v4") else partition.ASYNC_REDUCE_OPTIONS
+    )
+    options |= partition.FUSION_MEMORY_OPTIONS if kind.startswith("TPU v5") else {}
     step = jax.jit(
         functools.partial(train_step, cfg),
         donate_argnums=0,
-        compiler_options=options if model.platform() == "tpu" else None,
+        compiler_options=options if partition.platform() == "tpu" else None,
     )
     return template, step.lower(template, batch_template(cfg, mesh, cfg.train.batch_size))
 
@@ -790,7 +794,7 @@ def compile_and_load(cfg, mesh, checkpoints, source=None):
                     "weights and optimizer": mesh.size * sizes.argument_size_in_bytes,
                     "a step": mesh.size * sizes.temp_size_in_bytes,
                 },
-                SMALLER,
+                SMALLER_STEP,
             )
         return program
 
@@ -802,7 +806,7 @@ def compile_and_load(cfg, mesh, checkpoints, source=None):
         if restored:
             print(f"resumed  {checkpoints.path(restored[0])}", flush=True)
         elif source and t.restore == "all":
-            restored = partition.load_from(source, wanted)
+            restored = partition.load_newest(source, wanted)
             if not t.start_step <= restored[0] < t.steps:
                 raise UserError(
                     f"{source} is at step {restored[0]:,}: --train.restore all goes on "
@@ -815,13 +819,15 @@ def compile_and_load(cfg, mesh, checkpoints, source=None):
             return program.result(), from_state_dict(template, restored[1]), restored[0]
         # hardly optimized: it runs once, and compiles in half the time
         options = (
-            {"xla_backend_optimization_level": "1"} if model.platform() == "cpu" else {}
+            {"xla_backend_optimization_level": "1"}
+            if partition.platform() == "cpu"
+            else {}
         )
         shardings = jax.tree.map(lambda a: a.sharding, template)
         init = jax.jit(functools.partial(init_state, cfg), out_shardings=shardings)
         state = init.lower().compile(options)()
         if source:
-            found, arrays = partition.load_from(source, {"params": wanted["params"]})
+            found, arrays = partition.load_newest(source, {"params": wanted["params"]})
             state = dataclasses.replace(state, params=arrays["params"])
             print(f"started  {source}, the weights of step {found:,}", flush=True)
         elif t.start_step:
@@ -837,32 +843,32 @@ def train(cfg, run_dir, recipe, recipe_file=None, source=None):
     mesh, t, stop = partition.set_mesh(cfg), cfg.train, threading.Event()
     learning_rate(0, t)  # refuses an unknown factor before anything is written
     partition.check_memory(
-        model.least_bytes(
+        model.minimum_memory(
             cfg.model,
             t.batch_size // t.microbatches,
             cfg.data.inputs_length,
             cfg.data.targets_length,
             copies=2,
         ),
-        SMALLER,
+        SMALLER_STEP,
     )
-    print("\n".join(describe(cfg, recipe, mesh)), flush=True)
+    print("\n".join(describe_run(cfg, recipe, mesh)), flush=True)
     checkpoints = partition.Checkpoints(run_dir, t.keep, t.async_save)
-    lock = partition.together(lambda: lock_run(run_dir, checkpoints))
-    begun = bool(partition.from_first(checkpoints.steps()))
-    if not partition.is_first() and not run_dir.exists():
+    lock = partition.run_on_all(lambda: lock_run(run_dir, checkpoints))
+    begun = bool(partition.from_main_process(checkpoints.steps()))
+    if not partition.is_main_process() and not run_dir.exists():
         raise UserError(f"--run_dir {run_dir} must be one folder that all processes see.")
-    dataset, held_out = partition.first_then_others(
+    dataset, held_out = partition.run_on_main_first(
         lambda: open_data(cfg, run_dir, begun, source, recipe_file)
     )
     written = (run_dir / "config.json").read_text()
-    if not partition.all_agree(partition.from_first(written) == written):
+    if not partition.all_processes_agree(partition.from_main_process(written) == written):
         raise UserError(f"--run_dir {run_dir} must be one folder that all processes see.")
     if jax.process_count() == 1:
         signal.signal(signal.SIGTERM, lambda *_: stop.set())
     try:
         program, state, start = compile_and_load(cfg, mesh, checkpoints, source)
-        if partition.is_first():
+        if partition.is_main_process():
             configs.write_file(run_dir / "model-info.txt", model_info(cfg, mesh))
         if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
             trim(0)  # glibc keeps what the compiler freed: half a gigabyte at the peak
@@ -872,8 +878,8 @@ def train(cfg, run_dir, recipe, recipe_file=None, source=None):
             )
             return 0
         counts = np.bincount(dataset.sample(1 << 20), minlength=cfg.model.vocab_size)
-        screen = Screen(cfg, mesh, run_dir, start, held_out, counts)
-        return go_on(
+        screen = RunLogger(cfg, mesh, run_dir, start, held_out, counts)
+        return run_and_report(
             cfg, mesh, run_dir, checkpoints, dataset, screen, program, state, start, stop
         )
     finally:
@@ -883,7 +889,9 @@ def train(cfg, run_dir, recipe, recipe_file=None, source=None):
             lock.close()
 
 
-def go_on(cfg, mesh, run_dir, checkpoints, dataset, screen, program, state, start, stop):
+def run_and_report(
+    cfg, mesh, run_dir, checkpoints, dataset, screen, program, state, start, stop
+):
     """The run itself, and what the screen says at its end -> exit status."""
     t, rows = cfg.train, partition.local_rows(cfg.train.batch_size, mesh)
     alone = jax.process_count() == 1
@@ -942,7 +950,7 @@ def go_on(cfg, mesh, run_dir, checkpoints, dataset, screen, program, state, star
         print(f"best     step {best[0]:,}: {t.keep_best} {best[1]:.4g}")
     print(f"done     {run_dir}: {step:,} steps.")
     if t.save_every and t.eval_every:
-        spans = data.fills_spans(cfg)
+        spans = data.is_span_corruption(cfg)
         text = "Return the <extra_id_0> of the list." if spans else "some inputs"
         print(f"""Next:
   python infer.py --run_dir {run_dir} "{text}"
@@ -1003,7 +1011,7 @@ def memory_table(cfg, mesh):
 
 
 # What makes a step smaller: the next value of a field, and its price; the cheapest stand first.
-LEVERS = {
+MEMORY_OPTIONS = {
     "train.microbatches": (
         lambda cfg: 2 * cfg.train.microbatches,
         "smaller products, more often",
@@ -1021,13 +1029,13 @@ LEVERS = {
 }
 
 
-def levers(cfg, names=LEVERS, pile=False):
+def memory_savings(cfg, names=MEMORY_OPTIONS, pile=False):
     """[(flag, bytes on one device that it leaves, its price)] of the levers that help, each by
     itself, the one that leaves least first; pile: each on top of those before it."""
     mesh, found = jax.sharding.get_mesh(), []
     least = sum(memory_table(cfg, mesh).values())
     for name in names:
-        following, price = LEVERS[name]
+        following, price = MEMORY_OPTIONS[name]
         value = following(cfg)
         changed = configs.override(cfg, {name: value})
         try:
@@ -1043,13 +1051,13 @@ def levers(cfg, names=LEVERS, pile=False):
     return found if pile else sorted(found, key=lambda lever: lever[1])
 
 
-def out_of_memory(cfg):
+def out_of_memory_message(cfg):
     """What to do about it, in the order of what it costs, with what each would leave."""
     memory = memory_table(cfg, jax.sharding.get_mesh())
     held = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in memory.items())
     helps = ", ".join(
         f"{flag} ({size / 1e9:.3g} GB)"
-        for flag, size, _ in levers(
+        for flag, size, _ in memory_savings(
             cfg, ("train.microbatches", "model.remat", "mesh.fsdp"), pile=True
         )
     )
@@ -1091,7 +1099,7 @@ def plan(cfg, where):
     if cfg.model.dtype == "auto":
         cfg = configs.override(cfg, {"model.dtype": "bfloat16"})
     mesh, t, waiting = plan_mesh(cfg, where), cfg.train, 0
-    talk, program = partition.collectives(lower_step(cfg, mesh)[1])
+    talk, program = partition.count_collectives(lower_step(cfg, mesh)[1])
     memory, moved = memory_table(cfg, mesh), sum(size for *_, size in talk)
     flops = step_flops(cfg) / mesh.size
     again = flops * (4 / 3 if cfg.model.remat == "full" else 1)
@@ -1119,7 +1127,7 @@ def plan(cfg, where):
     if name := next((name for name in partition.CHIPS if name in kind), None):
         held, (parts, times, sent) = (
             program.memory_analysis(),
-            partition.cycles(program.as_text()),
+            partition.estimated_cycles(program.as_text()),
         )
         peak = (
             held.peak_memory_in_bytes
@@ -1155,7 +1163,7 @@ def plan(cfg, where):
             )
         )
     tables["memory with one change, by the layouts, and its price"] = [
-        (flag, size / 1e9, f"GB, {price}") for flag, size, price in levers(cfg)
+        (flag, size / 1e9, f"GB, {price}") for flag, size, price in memory_savings(cfg)
     ]
     print(
         f"plan     {where}{' devices' * where.isdecimal()}, mesh data {mesh.shape['data']} x "
@@ -1184,7 +1192,7 @@ def main(argv):
         ),
     )
     cfg, run_dir, recipe = configs.resolve_run(
-        args, changes if args.init_from else data.sized(changes)
+        args, changes if args.init_from else data.with_vocab_size(changes)
     )
     infer.check_decoder(cfg)
     if args.plan is not None:
@@ -1202,7 +1210,7 @@ def main(argv):
         return 1
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" in str(error):
-            note(out_of_memory(cfg), always=True)
+            note(out_of_memory_message(cfg), always=True)
         elif jax.process_count() > 1:
             note(
                 f"Another process of this run has ended or cannot be reached "
