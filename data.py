@@ -264,6 +264,26 @@ class SpanCorruption(Objective):
         return made
 
 
+SIDES = ("inputs", "targets")
+
+
+def truncated_length(side, task, data):
+    """Return (maximum row length, number of EOS tokens, number of tokens kept before EOS).
+
+    side: "inputs" or "targets". Targets always end in EOS; inputs do unless the task says
+    otherwise. t5 cuts an example so that EOS still fits. T0's tasks cut it after EOS.
+    """
+    limit = data.inputs_length if side == "inputs" else data.targets_length
+    eos = int(side == "targets" or task.inputs_eos)
+    return limit, eos, limit - eos * task.eos_after_trim
+
+
+def truncate(ids, side, task, data):
+    """Cut the ids of one side of an example to its maximum length, and append EOS."""
+    limit, eos, kept = truncated_length(side, task, data)
+    return np.concatenate([ids[:kept], [EOS] * eos]).astype(np.int32)[:limit]
+
+
 ORDER, NOISE, PACKING = range(1, 4)  # the first part of a key of random bits
 
 
@@ -294,15 +314,6 @@ class Examples:
             )
         return np.stack([epochs, numbers])
 
-    def sides(self):
-        """Of inputs and targets: the limit, EOS if it ends them, and how many tokens stay."""
-        data, task = self.cfg.data, self.task
-        for limit, eos in (
-            (data.inputs_length, task.inputs_eos),
-            (data.targets_length, True),
-        ):
-            yield limit, np.array([EOS] * eos, int), limit - (eos and task.eos_after_trim)
-
     def sizes(self, examples):
         """Examples -> the tokens of their inputs and targets, EOS not counted: [2, N]."""
         keys = random_bits(NOISE, self.cfg.train.seed, *examples)
@@ -316,11 +327,10 @@ class Examples:
         pairs = self.task.objective.make(
             self.corpus.pieces(examples[1]), keys, self.tokenizer, self.cfg.data
         )
-        sides = list(self.sides())
         return [
             [
-                np.concatenate([ids[:kept], eos])[:limit]
-                for ids, (limit, eos, kept) in zip(pair, sides)
+                truncate(ids, side, self.task, self.cfg.data)
+                for ids, side in zip(pair, SIDES)
             ]
             for pair in pairs
         ]
@@ -451,10 +461,11 @@ class Dataset:
         sizes = np.zeros((2, len(task)), int)
         for k in np.unique(task):
             here, examples = task == k, self.tasks[k].locate(draw[task == k])
-            for size, found, (limit, eos, kept) in zip(
-                sizes, self.tasks[k].sizes(examples), self.tasks[k].sides()
-            ):
-                size[here] = np.minimum(np.minimum(found, kept) + len(eos), limit)
+            for size, found, side in zip(sizes, self.tasks[k].sizes(examples), SIDES):
+                limit, eos, kept = truncated_length(
+                    side, self.tasks[k].task, self.cfg.data
+                )
+                size[here] = np.minimum(np.minimum(found, kept) + eos, limit)
         row = pack(sizes, (self.cfg.data.inputs_length, self.cfg.data.targets_length))
         row = permute(row, int(row.max()) + 1, PACKING, self.cfg.train.seed, block)
         order = np.argsort(row, kind="stable")
@@ -2356,11 +2367,11 @@ def check_lengths(tasks, data, title):
         else:
             sizes = task.sizes(np.stack([0 * numbers, numbers]))
             total += len(numbers)
-        for i, (size, (limit, eos, kept)) in enumerate(zip(sizes, task.sides())):
+        for i, (size, side) in enumerate(zip(sizes, SIDES)):
+            limit, eos, kept = truncated_length(side, task.task, data)
             if not objective.across:
                 counts[i] += (size > kept).sum()
-            elif (need := size.max() + len(eos)) > limit:
-                side = Pairs.features[i]
+            elif (need := size.max() + eos) > limit:
                 raise UserError(
                     f"A row of {lengths[0, 0]} tokens becomes {need} {side}: set "
                     f"--data.{side}_length to {need} or more (it is {limit})."

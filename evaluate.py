@@ -47,15 +47,12 @@ POSTPROCESSORS = {}
 def loss_sums(params, batch, cfg, first_sentinel):
     """Sums over the real target tokens of a batch, and over the content tokens alone. Content is
     all but sentinels and EOS: what a unigram model can be compared with."""
-    loss, z_loss, correct = model.token_losses(params, batch, cfg)
+    losses = model.token_losses(params, batch, cfg)
     real = batch.target_segments > 0
     content = real & (batch.targets > data.EOS) & (batch.targets < first_sentinel)
     return {
-        "cross_ent_loss": jnp.sum(loss * real),
-        "z_loss": jnp.sum(z_loss * real),
-        "correct": jnp.sum(correct * real),
-        "tokens": jnp.sum(real),
-        "content_loss": jnp.sum(loss * content),
+        **model.sum_over_tokens(losses, batch),
+        "content_loss": jnp.sum(losses[0] * content),
         "content_tokens": jnp.sum(content),
     }
 
@@ -68,15 +65,9 @@ def evaluate_loss(params, cfg, mesh, dataset, batches):
         batch = partition.put_batch(dataset.batch(i, rows), B, mesh)
         sums = loss_sums(params, batch, cfg, tokenizer.size - tokenizer.sentinels)
         total = sums if total is None else jax.tree.map(jnp.add, total, sums)
-    total = {name: float(value) for name, value in jax.device_get(total).items()}
-    tokens = total["tokens"]
-    return {
-        "loss": (total["cross_ent_loss"] + total["z_loss"]) / tokens,
-        "cross_ent_loss": total["cross_ent_loss"] / tokens,
-        "z_loss": total["z_loss"] / tokens,
-        "accuracy": total["correct"] / tokens,
-        "content_loss": total["content_loss"] / max(total["content_tokens"], 1),
-    }
+    metrics = model.mean_metrics(total)
+    metrics["content_loss"] = total["content_loss"] / max(total["content_tokens"], 1)
+    return {name: float(value) for name, value in jax.device_get(metrics).items()}
 
 
 # ---- on decoded text -----------------------------------------------------------------------------

@@ -603,7 +603,7 @@ class ExampleEncoder:
         self.cfg, self.tokenizer, self.scoring, self.task = cfg, tokenizer, scoring, task
         self.cut = 0
 
-    def ids(self, line, key, limit):
+    def ids(self, line, key):
         """The ids of a field: given ones as they are; those of a text cut, with EOS but in T0."""
         value = line.get(key)
         if isinstance(value, str) and (wrong := data.invalid_reason(value, math.inf)):
@@ -612,10 +612,10 @@ class ExampleEncoder:
             if self.tokenizer is None:
                 raise ValueError("this run has no vocabulary: give lists of ids")
             ids = self.tokenizer.encode(value)
-            eos = key != "inputs" or self.task.inputs_eos
-            kept = ids[: limit - (eos and self.task.eos_after_trim)]
-            self.cut += len(kept) < len(ids)
-            return (kept + [data.EOS] * eos)[:limit]
+            side = "inputs" if key == "inputs" else "targets"
+            *_, kept = data.truncated_length(side, self.task, self.cfg.data)
+            self.cut += kept < len(ids)
+            return data.truncate(ids, side, self.task, self.cfg.data).tolist()
         value = value.tolist() if isinstance(value, np.ndarray) else value
         if not isinstance(value, list) or not all(type(i) is int for i in value):
             raise ValueError(
@@ -628,18 +628,11 @@ class ExampleEncoder:
         return value
 
     def __call__(self, line, number=0):
-        lengths = self.cfg.data
-        targets = (
-            self.ids(line, "targets", lengths.targets_length) if self.scoring else ()
-        )
-        prefix = (
-            self.ids(line, "prefix", lengths.targets_length) if "prefix" in line else ()
-        )
+        targets = self.ids(line, "targets") if self.scoring else ()
+        prefix = self.ids(line, "prefix") if "prefix" in line else ()
         if isinstance(line.get("prefix"), str):
             prefix = prefix[:-1]
-        return Example(
-            self.ids(line, "inputs", lengths.inputs_length), targets, prefix, number
-        )
+        return Example(self.ids(line, "inputs"), targets, prefix, number)
 
 
 def task_and_split(name):

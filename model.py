@@ -523,20 +523,41 @@ def token_losses(params, batch, cfg, key=None):
     )
 
 
-def loss_fn(params, batch, cfg, key=None):
-    """Sums over a batch's real target tokens -> (loss, {cross_ent_loss, z_loss, correct, tokens}).
-    The loss is cross entropy plus z-loss, in nats, summed as well: whoever calls divides."""
+def sum_over_tokens(losses, batch):
+    """Sum the three results of token_losses over the real target tokens of a batch.
+
+    Segment 0 marks padding, which does not count. Returns {cross_ent_loss, z_loss, correct,
+    tokens}, each a float32 scalar; mean_metrics divides them.
+    """
     weight = (batch.target_segments > 0).astype(jnp.float32)
-    loss, z_loss, correct = (
-        jnp.sum(x * weight) for x in token_losses(params, batch, cfg, key)
-    )
-    sums = {
-        "cross_ent_loss": loss,
+    cross_ent_loss, z_loss, correct = (jnp.sum(x * weight) for x in losses)
+    return {
+        "cross_ent_loss": cross_ent_loss,
         "z_loss": z_loss,
         "correct": correct,
         "tokens": jnp.sum(weight),
     }
-    return loss + z_loss, sums
+
+
+def mean_metrics(sums):
+    """Divide sums over tokens by the number of tokens: losses in nats per token, accuracy 0-1."""
+    tokens = jnp.maximum(sums["tokens"], 1)
+    return {
+        "loss": (sums["cross_ent_loss"] + sums["z_loss"]) / tokens,
+        "cross_ent_loss": sums["cross_ent_loss"] / tokens,
+        "z_loss": sums["z_loss"] / tokens,
+        "accuracy": sums["correct"] / tokens,
+    }
+
+
+def loss_fn(params, batch, cfg, key=None):
+    """Return the loss, summed over the batch's real target tokens, and the sums behind it.
+
+    The loss is cross entropy plus z-loss in nats. It is a sum, not a mean: the caller
+    normalizes it by the number of tokens.
+    """
+    sums = sum_over_tokens(token_losses(params, batch, cfg, key), batch)
+    return sums["cross_ent_loss"] + sums["z_loss"], sums
 
 
 # ====== below: attention's gradient, sizes, the command ===========================================

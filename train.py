@@ -242,12 +242,8 @@ def train_step(cfg, state, batch):
         (params, slots),
         (state.params, state.slots),
     )
-    tokens = jnp.maximum(sums["tokens"], 1)
     metrics = {
-        "loss": (sums["cross_ent_loss"] + sums["z_loss"]) / tokens,
-        "cross_ent_loss": sums["cross_ent_loss"] / tokens,
-        "z_loss": sums["z_loss"] / tokens,
-        "accuracy": sums["correct"] / tokens,
+        **model.mean_metrics(sums),
         "learning_rate": rate,
         "gradient_norm": grad_norm,
         "non_padding_fraction/inputs": jnp.mean(batch.input_segments > 0),
