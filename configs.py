@@ -1,9 +1,9 @@
 """Define every setting of plain T5 and the named recipes, with the standard library only.
 
 A recipe is an immutable Config with six sections of plain fields: model, data, train,
-decode, mesh and distributed. Every command takes a recipe with `--config NAME` and changes
-single fields with flags such as `--train.steps 500`. train.py writes the resulting Config
-to RUN_DIR/config.json, and the other commands read that file.
+decode, mesh and distributed. Every command takes a recipe with `--config NAME` and
+changes single fields with flags such as `--train.steps 500`. train.py writes the
+resulting Config to RUN_DIR/config.json, and the other commands read that file.
 
     python configs.py               list the recipes
     python configs.py small_c4      print all fields of one recipe
@@ -104,12 +104,13 @@ class ModelConfig:
     # Number format of the activations. The stored weights are always float32.
     # "auto" means float32 on a CPU, and bfloat16 on a GPU or TPU.
     dtype: str = one_of("auto", "float32", "bfloat16")
-    # Which activations the forward pass saves for the backward pass. Rematerialization
-    # means that the backward pass recomputes the others, which saves memory but takes
-    # time. "dots" saves the results of attention and of the matmuls with weights. "none"
-    # saves all activations and takes the most memory. "full" saves only attention's
-    # results and the input of each layer. It takes the least memory, and adds about one
-    # third to the computation of a step.
+    # Which activations of a layer the forward pass saves for the backward pass.
+    # Rematerialization means that the backward pass recomputes all other activations.
+    # This takes time, but saves memory.
+    # "dots" saves the results of attention and of the matmuls with weights.
+    # "none" saves all activations, which takes the most memory.
+    # "full" saves only the input of each layer and the results of attention.
+    # It takes the least memory, and adds about one third to the computation of a step.
     remat: str = one_of("dots", "none", "full")
 
 
@@ -117,9 +118,9 @@ class ModelConfig:
 class DataConfig:
     """Source of the examples, and how examples are made."""
 
-    # Where the examples are read, as KIND:NAME, such as text:books/*.txt. README lists
-    # the kinds. Empty means the source of the task. For span_corruption this is python:,
-    # the manual and the docstrings that come with Python.
+    # Where the examples are read, as KIND:NAME, such as text:books/*.txt.
+    # README lists the kinds. Empty means the source that the task names.
+    # For span_corruption this is python:, the manual and docstrings that come with Python.
     source: str = ""
     # Where the held-out examples are read.
     # Empty means the validation split of the source.
@@ -323,9 +324,10 @@ OPTIMIZERS = {}  # name -> train.Optimizer
 
 # ---- messages --------------------------------------------------------------------------
 
-# Whether this process prints messages. With several processes, only the main process does.
+# Whether this process prints messages. Among several processes, only the main process
+# does. partition.start_jax sets this variable.
 prints_progress = True
-# Whether the run consists of one process. partition.start_jax sets both of these variables.
+# Whether the run consists of one process. partition.start_jax sets this variable.
 single_process = True
 
 
@@ -814,7 +816,7 @@ def load_recipe(name):
         )
     defined = {"__name__": "recipe", "__file__": name}
     try:
-        exec(compile(path.read_text(), name, "exec"), defined)
+        exec(compile(path.read_bytes(), name, "exec"), defined)
     except (Exception, SystemExit) as error:
         raise UserError(
             f"{name} cannot be loaded ({type(error).__name__}: {error}): fix this file."
@@ -972,8 +974,9 @@ def check_json(value, form, at="it"):
 
     A form is a type, a tuple of types, [form] for a list, {str: form} for a dict with any
     keys, or {key: form} for a dict with these keys. A key that ends in "?" may be
-    missing. Keys that are not in the form are ignored. at: the place of the value, for the
-    message.
+    missing. Keys that are not in the form are ignored.
+
+    at: the place of the value in the file, for the message.
     """
     if isinstance(form, dict) and isinstance(value, dict):
         for name, inner in form.items():
@@ -1242,8 +1245,7 @@ def run_command(main):
     script = os.path.basename(sys.argv[0])
     module = sys.modules["__main__"]
     if getattr(module, "main", None) is main:
-        # A recipe file that imports this script gets the running module, not a second
-        # copy.
+        # A recipe file that imports this script gets the module that is running.
         sys.modules[script.removesuffix(".py")] = module
     try:
         status = main(sys.argv[1:])
@@ -1251,9 +1253,8 @@ def run_command(main):
     except UserError as error:
         note(f"{script}: {error}", always=True)
         status = 2
-    except (
-        BrokenPipeError
-    ):  # The reader of the output, such as head, has stopped reading.
+    except BrokenPipeError:
+        # The program that reads the output, such as head, has stopped reading.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     except OSError as error:
@@ -1278,19 +1279,21 @@ def run_command(main):
     sys.exit(status)
 
 
-TABLE_HEAD = """\
-recipe               layers  width  task                        row      batch  last step"""
+TABLE_HEAD = (
+    "recipe               layers  width  task                          "
+    "    row   batch      steps"
+)
 TABLE_ROW = (
     "{0.name:20} {0.model.num_layers:>2}+{0.model.num_decoder_layers:<4} "
-    "{0.model.d_model:>5}  {0.data.task:27} {0.data.inputs_length:>4}+"
-    "{0.data.targets_length:<4} {0.train.batch_size:>4} {0.train.steps:>10,}"
+    "{0.model.d_model:>5}  {0.data.task:28} {0.data.inputs_length:>4}+"
+    "{0.data.targets_length:<4} {0.train.batch_size:>5} {0.train.steps:>10,}"
 )
 TABLE_LEGEND = """
 layers     encoder layers + decoder layers
 width      length of the vector that represents a token (d_model)
 row        tokens of inputs + tokens of targets
 batch      rows in one training step
-last step  includes the steps of the checkpoint that the recipe continues, if any
+steps      step at which training ends, including the steps of a continued checkpoint
 
 python configs.py NAME prints all fields of a recipe.
 python train.py --config NAME trains with this recipe."""
