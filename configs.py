@@ -120,7 +120,7 @@ class DataConfig:
 
     # Where the examples are read, as KIND:NAME, such as text:books/*.txt.
     # README lists the kinds. Empty means the source that the task names.
-    # For span_corruption this is python:, the manual and docstrings that come with Python.
+    # For span_corruption this is python:, the manual and docstrings of Python itself.
     source: str = ""
     # Where the held-out examples are read.
     # Empty means the validation split of the source.
