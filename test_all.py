@@ -2586,6 +2586,60 @@ def test_attention_equals_the_softmax():
     assert_close(model.attend(q, k, v, None, mask), plain(q, k, v, 0), 1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("side", [1, 2])
+def test_tuned_forms_equal_the_plain_equations(dtype, side, monkeypatch):
+    """Loss and gradients of the equations above model.py's banner, differentiated by JAX, equal
+    those of the tuned forms for a CPU, a GPU and a TPU, on one device and on a 2 x 2 mesh."""
+    cfg = change(
+        model=dict(dtype=dtype, dropout=0.1, num_decoder_layers=1),
+        mesh=dict(model=side),
+        train=dict(z_loss=1e-2, label_smoothing=0.1),
+    )
+
+    def loss(params, batch):
+        return model.loss_fn(params, batch, cfg, jax.random.key(3))[0]
+
+    def loss_and_gradients(tuned, platform):
+        monkeypatch.setattr(model, "TUNED", tuned)
+        monkeypatch.setattr(partition, "platform", lambda: platform)
+        mesh = partition.set_mesh(cfg, jax.devices()[: side * side])
+        params = jax.jit(lambda: model.init_params(cfg.model, jax.random.key(0)))()
+        batch = make_batch(cfg, [(30, 8), (12, 5)] * 4)
+        batch = partition.put_batch(batch, 8, mesh)
+        # A function of its own, so that jit traces each form anew.
+        program = jax.jit(jax.value_and_grad(lambda *args: loss(*args)))
+        return jax.device_get(program(params, batch))
+
+    plain_loss, plain_gradients = loss_and_gradients(False, "cpu")
+    names = partition.flatten(plain_gradients)
+    # A GPU and a TPU differ in how they round and save scores, so one of them suffices here.
+    for platform in ("cpu", "tpu" if dtype == "float32" else "gpu"):
+        tuned_loss, tuned_gradients = loss_and_gradients(True, platform)
+        for name, tuned in partition.flatten(tuned_gradients).items():
+            error = np.linalg.norm(tuned - names[name]) / np.linalg.norm(names[name])
+            limit = 1e-5 if dtype == "float32" else 0.05
+            assert error < limit, f"{platform}: gradient of {name} differs by {error:.2g}"
+        error = abs(tuned_loss / plain_loss - 1)
+        assert error < (1e-6 if dtype == "float32" else 1e-3), f"{platform}: loss {error}"
+
+
+@slow
+def test_a_run_without_the_tuned_forms_learns_the_same(tmp_path):
+    """PLAIN_T5_TUNED=0 trains with the equations above the banner alone."""
+    losses = {}
+    for tuned in ("0", "1"):
+        run_dir = tmp_path / tuned
+        command = [sys.executable, HERE / "train.py", "--config", "toy_reverse"]
+        command += ["--run_dir", run_dir, "--data.prepared_dir", tmp_path / "prepared"]
+        command += ["--train.steps", "20", "--train.log_every", "20"]
+        command += ["--train.eval_every", "0", "--train.infer_every", "0"]
+        environment = os.environ | {"PLAIN_T5_TUNED": tuned}
+        subprocess.run(command, check=True, env=environment, cwd=HERE)
+        losses[tuned] = metrics(run_dir)[-1]["train/loss"]
+    assert losses["0"] == pytest.approx(losses["1"], rel=1e-4)
+
+
 @pytest.mark.parametrize(
     "platform, bias, kept",
     [("tpu", True, True), ("tpu", False, False), ("cpu", True, False)],
@@ -2593,42 +2647,35 @@ def test_attention_equals_the_softmax():
 def test_a_tpu_keeps_the_scores_of_self_attention(platform, bias, kept, monkeypatch):
     monkeypatch.setattr(partition, "platform", lambda: platform)
     q, scores = jnp.ones((3, 4, 5, 6)), (3, 4, 5, 5)
-    _, found = model.attend_in_groups(
+    _, found = model.fused_attention_forward(
         q, q, q, jnp.ones((1, 4, 5, 5)) if bias else None, jnp.ones((3, 1, 5, 5), bool)
     )
     assert (scores in {x.shape for x in jax.tree.leaves(found)}) is kept
 
 
-@pytest.mark.parametrize(
-    "other, groups, parts", [("gpu", 2, 1), ("tpu", 4, 2), ("tpu", 4, 4)]
-)
-def test_heads_attend_in_groups(other, groups, parts, monkeypatch):
-    """A TPU's forms give the loss and the gradients of a CPU's: scores of all heads kept, or those
-    of few heads at a time made again, on each device its own; no flat products; layers unrolled.
-    So do a GPU's."""
-    cfg = change(model=dict(num_heads=8, dtype="float32"), mesh=dict(model=parts))
-    results, heads, whole = [], set(), model.masked_scores
-    monkeypatch.setattr(
-        model, "masked_scores", lambda q, *rest: heads.add(q.shape[1]) or whole(q, *rest)
-    )
-    for platform, n in (("cpu", 1), (other, 1), ("tpu", groups)):
-        monkeypatch.setattr(partition, "platform", lambda: platform)
-        monkeypatch.setattr(model, "count_groups", lambda q, k: min(n, q.shape[1]))
-        partition.set_mesh(cfg, jax.devices()[: 2 * parts])
-        params = jax.jit(lambda: model.init_params(cfg.model, jax.random.key(0)))()
-        batch = make_batch(cfg, [(30, 8), (12, 5)] * 4)
-        if platform != "cpu":  # which of the two it is makes no difference
-            batch = partition.put_batch(batch, 8, jax.sharding.get_mesh())
-        results.append(
-            jax.device_get(
-                jax.jit(lambda params, batch: train.gradients(cfg, params, batch, None))(
-                    params, batch
-                )
-            )
-        )
-    for others in results[1:]:
-        assert_close(others, results[0], 1e-5)
-    assert heads == {8 // parts, 8 // parts // min(groups, 8 // parts)}
+@pytest.mark.parametrize("groups, side", [(4, 2), (4, 4)])
+def test_groups_of_heads_equal_all_heads_at_once(groups, side, monkeypatch):
+    """Attention by groups of heads, whose scores are recomputed, gives the same gradients as
+    attention of all heads at once, whose scores a TPU saves; each device has its own heads."""
+    cfg = change(model=dict(num_heads=8, num_decoder_layers=1), mesh=dict(model=side))
+    heads_at_once, masked_scores = set(), model.masked_scores
+    results = []
+
+    def recording_scores(q, *others):
+        heads_at_once.add(q.shape[1])
+        return masked_scores(q, *others)
+
+    monkeypatch.setattr(model, "masked_scores", recording_scores)
+    monkeypatch.setattr(partition, "platform", lambda: "tpu")
+    mesh = partition.set_mesh(cfg, jax.devices()[: 2 * side])
+    params = jax.jit(lambda: model.init_params(cfg.model, jax.random.key(0)))()
+    batch = partition.put_batch(make_batch(cfg, [(30, 8), (12, 5)] * 4), 8, mesh)
+    for n in (1, groups):
+        monkeypatch.setattr(model, "count_head_groups", lambda q, k: min(n, q.shape[1]))
+        program = jax.jit(lambda *args: train.gradients(cfg, *args, None))
+        results.append(jax.device_get(program(params, batch)))
+    assert_close(results[1], results[0], 1e-5)
+    assert heads_at_once == {8 // side, 8 // side // min(groups, 8 // side)}
 
 
 @pytest.mark.parametrize(
