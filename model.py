@@ -107,7 +107,7 @@ def param_table(cfg):
         mlp["gate"] = up
 
     def stack(num_layers, layer):
-        """Declare a stack: each weight of its layers is one array with a leading axis
+        """Declare a stack. Each weight of its L layers is one array with a leading axis
         L."""
 
         def add_layer_axis(p):
@@ -138,19 +138,20 @@ def param_table(cfg):
 
 
 def is_param(x):
-    """Return whether x is a Param; jax.tree functions need this to treat a Param as a
+    """Return whether x is a Param. With it, jax.tree functions treat a Param as a
     leaf."""
     return isinstance(x, Param)
 
 
 def init_params(cfg, key, rules=RULES):
-    """Sample initial float32 parameters for a ModelConfig; the values are equal on every
-    mesh.
+    """Sample the initial float32 parameters of a ModelConfig.
 
-    rules: the sharding rules of the stored parameters, partition.RULES or STORAGE_RULES.
+    The values do not depend on the mesh. rules: the sharding rules of the stored
+    parameters, partition.RULES or STORAGE_RULES.
     """
 
     def sample(p, key):
+        # spec turns the meanings of the axes into a PartitionSpec.
         shape, sharding = p.shape, spec(p.axes, rules)
         if p.init == "ones":
             return jnp.ones(shape, out_sharding=sharding)
@@ -221,8 +222,8 @@ def rms_norm(x, scale):
 
 
 def dropout_mask(key, rate, shape, sharding, dtype):
-    """Sample a dropout mask: 1 / (1 - rate) where an activation is kept, 0 where it is
-    dropped."""
+    """Sample a dropout mask: 0 for a dropped activation, 1 / (1 - rate) for a kept
+    one."""
     keep = jax.random.bernoulli(key, 1 - rate, shape, out_sharding=sharding)
     return keep.astype(dtype) / (1 - rate)
 
@@ -242,8 +243,7 @@ def dropout(x, rate, key, shared_length=True):
 
 
 def split_key(key, n):
-    """Split a PRNG key into n keys. Without a key there is no dropout, so return n times
-    None."""
+    """Split a PRNG key into n keys. Without a key (no dropout), return n times None."""
     if key is None:
         return (None,) * n
     return jax.random.split(key, n)
@@ -381,10 +381,10 @@ def gated_unit(gate, up, activation):
 
 @jax.named_scope("mlp")
 def mlp(w, x, cfg, key=None):
-    """Compute the feed-forward layer with its dropout; x (normalized) and the result: [B,
-    Q, D].
+    """Compute the feed-forward layer with its dropout.
 
-    T5 1.1 computes (gelu(x gate) * (x up)) down, T5 1.0 computes relu(x up) down.
+    x: normalized activations [B, Q, D]. The result has the same shape. T5 1.1 computes
+    (gelu(x gate) * (x up)) down, T5 1.0 computes relu(x up) down.
     """
     key_hidden, key_out = split_key(key, 2)
     activation = ACTIVATIONS[cfg.activation.removeprefix("gated_")]
@@ -400,11 +400,10 @@ def mlp(w, x, cfg, key=None):
 
 
 def embed(params, ids, cfg, key):
-    """Look up the embeddings of token ids [B, Q], giving [B, Q, D]. T5 does not scale
-    them.
+    """Look up the embeddings of token ids [B, Q], giving [B, Q, D].
 
-    The lookup is in float32: its gradient is a sum over all occurrences of a token, and
-    float32 keeps this sum exact enough.
+    T5 does not scale the embeddings. The lookup is in float32: its gradient is a sum over
+    all occurrences of a token, and float32 keeps this sum exact enough.
     """
     table = jax.reshard(params["embed"], spec(("vocab", "embed")))
     x = table.at[ids].get(out_sharding=P("data", None, None))
@@ -412,12 +411,11 @@ def embed(params, ids, cfg, key):
 
 
 def reshard_for_compute(weights, table):
-    """Reshard the weights of one layer from the sharding of stored weights to that of
-    compute.
+    """Reshard the weights of one layer from their stored sharding to that of compute.
 
-    Under FSDP the stored weights are split over the data axis too, and this is the
-    all-gather. Without FSDP the two shardings are equal, and nothing happens. table: the
-    layer's Params.
+    Under FSDP (fully sharded data parallelism) the stored weights are split over the data
+    axis too, and this is the all-gather. Without FSDP the two shardings are equal, and
+    nothing happens. table: the layer's Params.
     """
 
     def reshard(p, w):
@@ -511,12 +509,11 @@ def decoder_layer(
 
 
 def decode(params, cfg, decoder_inputs, segments, encoded, input_segments, key=None):
-    """Run the decoder on all target positions at once (teacher forcing), giving [B, T,
-    D].
+    """Run the decoder on all target positions at once (teacher forcing).
 
-    decoder_inputs, segments [B, T]: the targets shifted right by one position, and the
-    numbers of their packed examples. encoded [B, S, D]: the encoder's output.
-    input_segments [B, S].
+    Returns [B, T, D]. decoder_inputs, segments [B, T]: the targets shifted right by one
+    position, and the numbers of their packed examples. encoded [B, S, D]: the encoder's
+    output. input_segments [B, S].
     """
     key_embed, key_layers, key_end = split_key(key, 3)
     T = decoder_inputs.shape[1]
@@ -540,8 +537,7 @@ def decode(params, cfg, decoder_inputs, segments, encoded, input_segments, key=N
 
 
 def output_logits(x, w):
-    """Multiply the decoder's output [B, T, D] by the output layer [D, V], both in
-    float32."""
+    """Multiply the decoder's float32 output [B, T, D] by the output layer [D, V]."""
     return dense(x, w)
 
 
@@ -581,11 +577,10 @@ def forward(params, batch, cfg, key=None):
 
 
 def smoothed_target(label_smoothing, V):
-    """Return the probability of the target, that of any other token, and the entropy in
-    nats.
+    """Return the smoothed target distribution: on, off and its entropy in nats.
 
-    Label smoothing moves this share of the probability from the target to all other
-    tokens.
+    Label smoothing gives the target the probability `on` = 1 - label_smoothing. The other
+    V - 1 tokens share the rest, so that each of them has the probability `off`.
     """
     on = 1 - label_smoothing
     off = label_smoothing / (V - 1)
@@ -595,10 +590,10 @@ def smoothed_target(label_smoothing, V):
 
 @jax.named_scope("logits and loss")
 def cross_entropy(logits, targets, z_loss=0.0, label_smoothing=0.0):
-    """Return cross entropy, z-loss (both in nats) and correctness of each target: each
-    [B, T].
+    """Return the cross entropy, the z-loss and the correctness of each target.
 
-    logits [B, T, V] float32, targets [B, T]. The cross entropy is log Z - logit[target],
+    logits [B, T, V] float32, targets [B, T]. The three results have shape [B, T], and the
+    losses are in nats. The cross entropy is log Z - logit[target],
     where Z = sum(exp(logits)). The z-loss, z_loss * (log Z)^2, keeps the logits from
     drifting. A target is correct when it has the largest logit. With label smoothing, the
     entropy of the smoothed target is subtracted, so that a perfect prediction has loss 0
@@ -615,8 +610,7 @@ def cross_entropy(logits, targets, z_loss=0.0, label_smoothing=0.0):
 
 
 def token_losses(params, batch, cfg, key=None):
-    """Run the model on a batch and return the three results of cross_entropy. cfg: a
-    Config."""
+    """Run the model of a Config on a batch, and return the results of cross_entropy."""
     logits = forward(params, batch, cfg.model, key)
     z_loss, label_smoothing = cfg.train.z_loss, cfg.train.label_smoothing
     return cross_entropy(logits, batch.targets, z_loss, label_smoothing)
@@ -639,8 +633,8 @@ def sum_over_tokens(losses, batch):
 
 
 def mean_metrics(sums):
-    """Divide sums over tokens by the number of tokens: losses in nats per token, accuracy
-    0-1."""
+    """Divide the sums of sum_over_tokens by the tokens: nats per token, accuracy 0 to
+    1."""
     tokens = jnp.maximum(sums["tokens"], 1)
     return {
         "loss": (sums["cross_ent_loss"] + sums["z_loss"]) / tokens,
@@ -651,12 +645,11 @@ def mean_metrics(sums):
 
 
 def loss_fn(params, batch, cfg, key=None):
-    """Return the loss, summed over the real target tokens of a batch, and the sums behind
-    it.
+    """Return the loss, summed over the target tokens of a batch, and its parts.
 
-    The loss is cross entropy plus z-loss in nats. It is a sum, not a mean: the caller
-    divides it by the number of tokens. cfg: a Config. key: the PRNG key of dropout, None
-    for no dropout.
+    The parts are those of sum_over_tokens. The loss is cross entropy plus z-loss in nats.
+    It is a sum, not a mean: the caller divides it by the number of tokens. cfg: a Config.
+    key: the PRNG key of dropout, None for no dropout.
     """
     sums = sum_over_tokens(token_losses(params, batch, cfg, key), batch)
     return sums["cross_ent_loss"] + sums["z_loss"], sums
@@ -795,25 +788,23 @@ def relative_bias(w, Q, K, bidirectional, cfg, shared=None):
 
 @tuned(attend)
 def attend(q, k, v, bias, mask):
-    """Compute `attend` on each device for its own rows and heads, with a fused
-    gradient."""
+    """Compute `attend` on each device for the rows and heads that it holds."""
     return jax.shard_map(fused_attention, out_specs=sharding_of(v))(q, k, v, bias, mask)
 
 
 @jax.custom_vjp
 def fused_attention(q, k, v, bias, mask):
-    """Compute attention without normalizing the probabilities before the matmul with
-    v."""
+    """Compute attention, normalizing the softmax after the matmul with v."""
     sums, _ = weighted_sums(masked_scores(q, k, bias, mask), v)
     return normalize(sums, v.dtype)
 
 
 def masked_scores(q, k, bias, mask):
-    """Compute attention scores [B, H, Q, K], rounded to the dtype of q; masked ones are
-    -1e10.
+    """Compute the attention scores [B, H, Q, K]; masked scores are -1e10.
 
-    The matmul sums in float32. On a GPU its result is rounded before the bias is added: a
-    GPU writes the scores to memory, and this way it writes them once, in 16 bits.
+    The scores are rounded to the dtype of q. The matmul sums in float32. On a GPU its
+    result is rounded before the bias is added: a GPU writes the scores to memory, and
+    this way it writes them once, in 16 bits.
     """
     dtype = q.dtype if partition.platform() == "gpu" else jnp.float32
     scores = jnp.einsum("bhqc,bhkc->bhqk", q, k, preferred_element_type=dtype)
@@ -839,8 +830,7 @@ def weighted_sums(scores, v):
 
 
 def normalize(sums, dtype):
-    """Divide the weighted sums of the values by the softmax denominator in the last
-    channel."""
+    """Divide the weighted sums by the softmax denominator, their last channel."""
     return (sums[..., :-1] / sums[..., -1:]).astype(dtype)
 
 
@@ -919,10 +909,10 @@ fused_attention.defvjp(fused_attention_forward, fused_attention_backward)
 
 
 def count_head_groups(q, k):
-    """Return the number of head groups: on v5e and v6e, the scores of a group take up to
-    48 MB.
+    """Return the number of groups into which the heads are divided.
 
-    Other chips have no fast memory of this size, and compute all heads at once.
+    On v5e and v6e the scores of one group take at most 48 MB, which fits into fast
+    memory. Other chips compute all heads at once.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     if "lite" not in device.device_kind:  # "TPU v5 lite" is v5e, "TPU v6 lite" is v6e
@@ -934,7 +924,7 @@ def count_head_groups(q, k):
 
 
 def split_heads_into(n, x):
-    """Split an array [B, H, ...] into a list of n arrays [B, H/n, ...]; None into n times
+    """Split an array [B, H, ...] into n arrays [B, H/n, ...]. Split None into n times
     None."""
     if x is None:
         return [None] * n
@@ -942,8 +932,9 @@ def split_heads_into(n, x):
 
 
 def run_in_sequence(function, groups):
-    """Apply a function to each group of heads in sequence, and join its results along the
-    heads.
+    """Apply a function to one group of heads after another, and join the results.
+
+
 
     The barrier makes a group wait for the result of the group before it; XLA would
     otherwise interleave the groups, and their scores would not fit into fast memory
@@ -984,12 +975,12 @@ def run_in_sequence(function, groups):
 
 
 def remat_policy(remat):
-    """Return the jax.checkpoint policy for --model.remat: which intermediate results are
-    saved.
+    """Return the jax.checkpoint policy for a value of --model.remat.
 
-    "dots" saves the outputs of matmuls with weights, which take the time, and what
-    attention names; scores, which take the memory, are recomputed. "full" saves only the
-    outputs of attention. "none" saves everything except resharded weights.
+    The policy decides which intermediate results are saved for the backward pass. "dots"
+    saves the outputs of matmuls with weights, which take the time, and what attention
+    names; scores, which take the memory, are recomputed. "full" saves only the outputs of
+    attention. "none" saves everything except resharded weights.
     """
     policies = jax.checkpoint_policies
     named = policies.save_only_these_names
@@ -1039,14 +1030,13 @@ def run_layers(layer, x, stack, params, cfg, key):
 # Loss. The target's logit is selected by comparing column numbers, not by a lookup, whose
 # gradient would be a scatter. All sums over the vocabulary then share one pass over the
 # logits, on every platform, and the devices that split the vocabulary exchange [B, T]
-# sums only. On a CPU the lookup takes 1.2 times the time of the whole loss.
+# sums only. On a CPU, the loss takes 1.2 times as long with a lookup.
 
 
 @tuned(cross_entropy)
 @jax.named_scope("logits and loss")
 def cross_entropy(logits, targets, z_loss=0.0, label_smoothing=0.0):
-    """Compute `cross_entropy` in one pass over the logits, which may be split over
-    devices."""
+    """Compute `cross_entropy` in one pass over logits that several devices may share."""
     shardings = (P("data", None, "model"), P("data", None))
     logits, targets = jax.reshard((logits, targets), shardings)
     on, off, entropy = smoothed_target(label_smoothing, logits.shape[-1])
@@ -1076,11 +1066,11 @@ def count_params(table):
 
 
 def train_flops(cfg, S, T):
-    """Return the floating-point operations to train on one example of S inputs and T
-    targets.
+    """Return the floating-point operations to train on one example.
 
-    A multiply-add counts as two operations. Every matmul counts once in the forward pass
-    and twice in the backward pass. Recomputed activations do not count.
+    The example has S input and T target tokens. A multiply-add counts as two operations.
+    Every matmul counts once in the forward pass and twice in the backward pass.
+    Recomputed activations do not count.
     """
     D, F, A = cfg.d_model, cfg.d_ff, cfg.num_heads * cfg.d_kv
     mlp_matrices = 3 if cfg.activation.startswith("gated_") else 2
@@ -1097,11 +1087,11 @@ def train_flops(cfg, S, T):
 
 
 def minimum_memory(cfg, rows, S, T, copies=1, beams=0):
-    """Return a lower bound of the memory for rows of S inputs and T targets, {what:
-    bytes}.
+    """Return a lower bound of the memory that a batch needs, as {what: bytes}.
 
-    copies: the number of float32 copies of the parameters. beams: the beams of cached
-    decoding, 0 for a forward pass over all positions.
+    rows: the rows of the batch, of S input and T target tokens. copies: the number of
+    float32 copies of the parameters. beams: the beams of cached decoding, 0 for a forward
+    pass over all positions.
     """
     size = jnp.dtype(compute_dtype(cfg)).itemsize
     A = cfg.num_heads * cfg.d_kv
@@ -1123,8 +1113,7 @@ def minimum_memory(cfg, rows, S, T, copies=1, beams=0):
 
 
 def describe_model(cfg):
-    """Describe the model of a Config in one line: its parameters, and the FLOPs of an
-    example."""
+    """Describe a model in one line: its parameters and the FLOPs of one example."""
     table = param_table(cfg.model)
     S, T = cfg.data.inputs_length, cfg.data.targets_length
     parts = ", ".join(f"{name} {count_params(part):,}" for name, part in table.items())
