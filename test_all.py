@@ -346,8 +346,9 @@ def test_each_file_has_one_banner_and_is_easy_to_read_above_it():
 
 
 def run(module, capsys, monkeypatch, *argv):
-    """Run a script's main as a command -> (status, standard output, standard error)."""
-    monkeypatch.setattr(partition, "start_jax", lambda cfg: None)  # jax runs already
+    """Run a script's main as a command. Return (status, standard output, standard error)."""
+    # JAX is already running in this process.
+    monkeypatch.setattr(partition, "start_jax", lambda cfg: None)
     monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, argv)])
     with pytest.raises(SystemExit) as exit:
         configs.run_command(module.main)
@@ -355,6 +356,7 @@ def run(module, capsys, monkeypatch, *argv):
 
 
 def test_recipes_are_listed_and_printed(capsys, monkeypatch):
+    """The list contains every recipe, and every recipe is valid and names existing tasks."""
     status, out, _ = run(configs, capsys, monkeypatch)
     assert status == 0 and all(name in out for name in configs.RECIPES)
     status, out, _ = run(configs, capsys, monkeypatch, "small_c4")
@@ -378,13 +380,39 @@ def test_recipes_are_listed_and_printed(capsys, monkeypatch):
         assert metric == [""] or metric[1] in (cfg.data.eval_tasks or cfg.data.task)
 
 
-def test_every_field_has_a_comment():
-    for section in configs.SECTIONS:
-        part = getattr(SMALL, section)
-        assert set(configs.field_help(part)) == {f.name for f in dataclasses.fields(part)}
+def test_every_field_has_a_help_text():
+    """The help text of a field is the comment above it. A help text ends like a sentence."""
+    for kind in configs.SECTIONS.values():
+        texts = configs.field_help(kind)
+        assert set(texts) == {field.name for field in dataclasses.fields(kind)}
+        assert all(text.endswith(".") and len(text) > 20 for text in texts.values())
 
 
-def test_flags_override_fields_by_type():
+def test_help_lists_a_commands_own_options_before_the_shared_ones(capsys, monkeypatch):
+    """--help prints the docstring up to "Example:", own options, then a group per section."""
+    status, out, _ = run(infer, capsys, monkeypatch, "--help")
+    assert status == 0
+    own, *groups = re.split(r"^(\w+):\n", out.partition("\noptions:\n")[2], flags=re.M)
+    flags = re.findall(r"^  (--[\w.]+)", own, re.M)
+    assert {"--input", "--output", "--mode", "--config", "--run_dir"} <= set(flags)
+    assert not any("." in flag for flag in flags)
+    assert groups[::2] == list(configs.SECTIONS)
+    for section, text in zip(groups[::2], groups[1::2]):
+        names = {field.name for field in dataclasses.fields(configs.SECTIONS[section])}
+        found = re.findall(r"^  --(\w+)\.(\w+)", text, re.M)
+        assert set(found) == {(section, name) for name in names}
+    with pytest.raises(SystemExit):
+        configs.parse_args("first line\n\nExample:\n    >>> 1 + 1\n    2\n", ["--help"])
+    out = capsys.readouterr().out
+    assert "first line" in out and ">>>" not in out
+
+
+def test_the_example_in_the_docstring_of_configs_runs():
+    result = doctest.testmod(configs)
+    assert result.attempted >= 3 and not result.failed
+
+
+def test_flags_are_converted_to_the_types_of_their_fields():
     _, changes = configs.parse_args(
         "",
         [
@@ -410,13 +438,15 @@ def test_flags_override_fields_by_type():
     assert configs.override(SMALL, changes).train.steps == 7
 
 
-def test_config_survives_the_run_directory(tmp_path):
+def test_config_is_written_to_the_run_directory_and_read_back(tmp_path):
+    """All fields come back, except the sections mesh and distributed: they are not stored."""
     cfg = change(train=dict(loss_divisor=5.0), mesh=dict(model=2))
     configs.save_run(cfg, tmp_path)
     assert configs.load_run(tmp_path) == replace(cfg, mesh=configs.MeshConfig())
 
 
-def test_recipe_from_a_python_file(tmp_path):
+def test_a_python_file_is_a_recipe(tmp_path):
+    """Load a recipe file in this process, and print it with `python configs.py FILE`."""
     path = tmp_path / "mine.py"
     path.write_text(
         "from dataclasses import replace\nfrom configs import RECIPES\n"
@@ -4955,8 +4985,8 @@ def test_what_is_not_finite_stops_the_run(corpus, compiled, tmp_path):
 
 BAD = {
     "unknown recipe": (["--config", "tinny"], "did you mean tiny"),
-    "unknown flag": (["--train.setps", "5"], "did you mean train.steps"),
-    "abbreviated flag": (["--train.step", "5"], "did you mean train.steps"),
+    "unknown flag": (["--train.setps", "5"], "did you mean --train.steps"),
+    "abbreviated flag": (["--train.step", "5"], "did you mean --train.steps"),
     "no number": (["--train.steps", "many"], "takes int"),
     "no truth value": (["--mesh.fsdp", "yes"], "true or false"),
     "no such file": (
@@ -5047,7 +5077,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_users_mistake_is_one_sentence(name, tmp_path, capsys, monkeypatch, tokenizer):
+def test_a_mistake_of_the_user_gets_one_message(
+    name, tmp_path, capsys, monkeypatch, tokenizer
+):
     argv, expected = BAD[name]
     monkeypatch.chdir(tmp_path)
     Path("v.model").write_bytes(tokenizer.serialized)
@@ -5055,12 +5087,12 @@ def test_a_users_mistake_is_one_sentence(name, tmp_path, capsys, monkeypatch, to
     status, _, err = run(train, capsys, monkeypatch, "--run_dir", "run", *argv)
     assert status == 2 and expected in err and "Traceback" not in err
     assert len([line for line in err.splitlines() if expected in line]) == 1
-    # the corrected command will do
+    # Nothing was written, so the corrected command starts a new run.
     assert not (tmp_path / "run" / "config.json").exists()
 
 
-def test_looking_at_data_and_model_asks_no_run(trained, capsys, monkeypatch):
-    """A run directory's configuration counts only where --run_dir names it."""
+def test_model_py_reads_a_run_only_if_run_dir_names_it(trained, capsys, monkeypatch):
+    """--run_dir selects the configuration of a run. --config cannot be added to it."""
     run_dir, _ = trained
     for flags, status in (
         (["--model.num_layers", 3], 0),
@@ -5071,6 +5103,7 @@ def test_looking_at_data_and_model_asks_no_run(trained, capsys, monkeypatch):
 
 
 def test_empty_and_short_corpora_are_refused(tmp_path, capsys, monkeypatch, tokenizer):
+    """A text must be long enough for a training split and, with train:N, for a vocabulary."""
     monkeypatch.chdir(tmp_path)
     Path("empty.txt").write_text("\n\n")
     Path("one.txt").write_text("alpha beta")
@@ -5096,6 +5129,7 @@ def test_empty_and_short_corpora_are_refused(tmp_path, capsys, monkeypatch, toke
 
 
 def test_a_vocabulary_of_another_size_is_refused(trained, capsys, monkeypatch, tmp_path):
+    """The message names the --model.vocab_size that fits. No run directory is written."""
     run_dir, flags = trained
     flags = [flag for flag in flags if "model.vocab_size" not in flag]
     status, _, err = run(
@@ -5112,9 +5146,10 @@ def test_a_vocabulary_of_another_size_is_refused(trained, capsys, monkeypatch, t
     assert not (tmp_path / "run" / "config.json").exists()
 
 
-def test_a_run_of_another_config_is_refused_and_the_fields_listed(
+def test_a_run_with_another_config_is_refused_and_the_fields_are_listed(
     trained, capsys, monkeypatch
 ):
+    """Fields that may change freely, such as train.steps, are not listed."""
     run_dir, flags = trained
     before = (run_dir / "config.json").read_bytes()
     status, _, err = run(
@@ -5130,13 +5165,30 @@ def test_a_run_of_another_config_is_refused_and_the_fields_listed(
         "--train.steps",
         9,
     )
-    assert (
-        status == 2 and "train.seed 1 (was 0)" in err and "model.d_ff 64 (was 48)" in err
-    )
+    assert status == 2
+    assert "--train.seed 1 (was 0)" in err and "--model.d_ff 64 (was 48)" in err
     assert "train.steps" not in err and (run_dir / "config.json").read_bytes() == before
 
 
-def test_two_runs_in_one_directory_are_refused(trained, capsys, monkeypatch):
+def test_a_run_with_another_data_format_is_not_resumed(
+    trained, tmp_path, capsys, monkeypatch
+):
+    """Its batches would change in the middle of training. The message offers --init_from."""
+    shutil.copytree(trained[0], tmp_path / "run")
+    path = tmp_path / "run/config.json"
+    stored = json.loads(path.read_text())
+    path.write_text(json.dumps(stored | {"data_format": stored["data_format"] + 1}))
+    status, _, err = run(train, capsys, monkeypatch, "--run_dir", tmp_path / "run")
+    assert status == 2 and "data format 3, now 2" in err and "--init_from" in err
+    # A field that this version does not know is refused as well.
+    stored["train"]["momentum"] = 0.9
+    path.write_text(json.dumps(stored))
+    status, _, err = run(train, capsys, monkeypatch, "--run_dir", tmp_path / "run")
+    assert status == 2 and "momentum" in err and "config.json" in err
+
+
+def test_a_second_process_in_a_run_directory_is_refused(trained, capsys, monkeypatch):
+    """After the first process has released its lock, the command works."""
     run_dir, _ = trained
     monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
     lock = train.lock_run(run_dir, partition.Checkpoints(run_dir))
@@ -5148,20 +5200,21 @@ def test_two_runs_in_one_directory_are_refused(trained, capsys, monkeypatch):
 
 
 def test_a_checkpoint_of_another_model_is_refused(trained, tmp_path, one_device):
+    """A run directory that was moved or copied still loads."""
     run_dir, _ = trained
     cfg = configs.load_run(run_dir)
     with pytest.raises(configs.UserError, match=r"has no array|asks for"):
         infer.load_params(change(cfg, model=dict(d_ff=64)), run_dir)
-    # a run directory is the unit a user moves about
     shutil.copytree(run_dir, tmp_path / "moved")
     infer.load_params(cfg, tmp_path / "moved")
 
 
 @slow
-def test_a_run_starts_from_anothers_weights(
+def test_init_from_starts_a_run_with_the_weights_of_another(
     trained, tmp_path, capsys, monkeypatch, tokenizer
 ):
-    """--init_from: a run or a checkpoint; its weights, or all; its vocabulary; what it trains."""
+    """--init_from takes a run or a checkpoint, loads its weights or its complete training
+    state, keeps its vocabulary, and trains on another task."""
     run_dir, flags = trained
     monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
     newest = partition.Checkpoints(run_dir).steps()[-1]
@@ -5391,7 +5444,7 @@ def test_what_memory_cannot_hold_is_refused(
             *flags,
         )
     )
-    assert status == 2 and "This holds at least" in err and "lower --" in err, err
+    assert status == 2 and "This needs at least" in err and "lower --" in err, err
 
 
 def test_a_long_line_comes_with_fewer_others(trained, monkeypatch):
