@@ -1,27 +1,28 @@
-"""Evaluate a trained model: held-out loss, metrics on decoded text, and rank classification.
+"""Evaluate a trained model: held-out loss, metrics on text, and rank classification.
 
-The input is a run directory with checkpoints, and the held-out examples of the run's tasks. The
-metrics are printed and appended to metrics.jsonl in RUN/eval (or --output DIR). The predictions
-are written there too, as one JSONL file for each task and step. There are three modes:
+The input is a run directory with checkpoints, and held-out examples of the run's tasks.
+The metrics are printed and appended to RUN/eval/metrics.jsonl. Predictions go to
+RUN/eval too, in one JSONL file for each task and step. There are three modes:
 
-- --mode loss: the teacher-forced loss. The model predicts each target token from the inputs and
-  the true previous tokens. The loss is in nats per target token.
-- --mode predict: the model generates a text for each example. The task's metrics, the same as in
-  t5, compare this text with the target.
-- --mode rank: the model scores the answer choices of each example, and the most likely choice is
-  its answer. T0 is evaluated in this way.
+- --mode loss computes the teacher-forced loss. The model predicts each target token
+  from the inputs and the true previous tokens. The loss is in nats per target token.
+- --mode predict lets the model generate a text for each example. The metrics of the
+  task compare this text with the target. They are the metrics of t5.
+- --mode rank lets the model score the answer choices of each example. The most likely
+  choice is its answer. T0 is evaluated in this way.
 
 Without --mode, tasks that have metrics use predict and all other tasks use loss.
 
-    python evaluate.py --run_dir runs/tiny                          evaluate the last checkpoint
-    python evaluate.py --run_dir runs/tiny --plot curves.png        also draw the training curves
+    python evaluate.py --run_dir runs/tiny                    evaluate the last checkpoint
+    python evaluate.py --run_dir runs/tiny --plot curves.png  draw training curves as well
     python evaluate.py --run_dir RUN --tasks glue_rte_v002 --step all --csv table.csv
     python evaluate.py --run_dir RUN --tasks super_glue_copa_v102 --mode rank
 
 If a run spans several machines, run the same command on each machine.
 
-Example: two examples have two answer choices each. The model prefers the correct choice of the
-first example and the wrong choice of the second example.
+Example:
+    Two examples have two answer choices each. The model prefers the correct choice of
+    the first example and the wrong choice of the second example.
 
     >>> from evaluate import rank_classification
     >>> choices = [  # (index, is_correct, weight, length in tokens)
@@ -55,29 +56,34 @@ import model
 import partition
 from configs import UserError, note
 
-# Both tables are filled below the banner. A recipe file may add its own metrics.
-METRICS = configs.METRICS  # {name: function (targets, predictions) -> {metric: value}}
-POSTPROCESSORS = {}  # {name: function (task, text, example, is_target) -> value}
+# Metrics by name: functions (targets, predictions) that return {metric: value}. The table
+# is filled below the banner. A recipe file may add metrics of its own.
+METRICS = configs.METRICS
+# Postprocessors by name: functions (task, text, example, is_target) that return the value
+# of a text for the metrics. The table is filled below the banner.
+POSTPROCESSORS = {}
 
-# ---- teacher-forced loss -------------------------------------------------------------------------
+# ---- teacher-forced loss ---------------------------------------------------------------
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def loss_sums(params, batch, cfg, first_sentinel):
-    """Sum the losses of a batch over its target tokens, and over its content tokens alone.
+    """Sum the losses of a batch over all target tokens, and over content tokens alone.
 
-    Content tokens are the target tokens without EOS and without sentinels. A sentinel, such as
-    <extra_id_0>, stands for a masked span. Sentinels come in a fixed order, so they are easy to
-    predict and make the mean loss look lower. The loss over content tokens can be compared with
-    the unigram baseline, which also leaves out EOS and sentinels.
+    Content tokens are the target tokens without EOS and without sentinels. A sentinel,
+    such as <extra_id_0>, stands for a masked span. EOS and sentinels carry no text, and
+    sentinels come in a fixed order, so they are easy to predict. The loss over content
+    tokens measures how well the model predicts the text itself. It can be compared with
+    the unigram baseline that train.py prints, which counts content tokens only.
 
-    params: the model's parameters. batch: a data.Batch of arrays [B, T]. first_sentinel: the
-    lowest id of a sentinel. All sentinels are at the end of the vocabulary.
-    Returns {name: sum}. Each sum is a float32 scalar.
+    params: the parameters of the model.
+    batch: a data.Batch of arrays [B, T].
+    first_sentinel: the lowest id of a sentinel. The sentinels are the last ids.
+    Returns {name: sum}, where each sum is a float32 scalar.
     """
     losses = model.token_losses(params, batch, cfg)
     cross_entropy = losses[0]
-    is_real = batch.target_segments > 0  # segment 0 is padding
+    is_real = batch.target_segments > 0  # segment 0 marks padding
     is_content = is_real & (batch.targets > data.EOS) & (batch.targets < first_sentinel)
     return {
         **model.sum_over_tokens(losses, batch),
@@ -89,36 +95,39 @@ def loss_sums(params, batch, cfg, first_sentinel):
 def evaluate_loss(params, cfg, mesh, dataset, batches):
     """Return the mean loss and accuracy over the first batches of a held-out dataset.
 
-    dataset: a data.Dataset that contains each held-out row once. batches: the number of batches.
-    Returns {metric: value}. Losses are in nats per token. The accuracy is between 0 and 1.
+    dataset: a held-out data.Dataset, which contains each example once.
+    batches: the number of batches.
+    Returns {metric: value}. Losses are in nats per token, the accuracy is from 0 to 1.
     """
     batch_size = cfg.train.batch_size
     tokenizer = dataset.tasks[0].tokenizer
     first_sentinel = tokenizer.size - tokenizer.sentinels
-    # Each process makes only the rows that its own devices hold.
+    # Each process makes only the rows of a batch that its own devices hold.
     rows = partition.local_rows(batch_size, mesh)
-    totals = collections.Counter()  # its update() adds the values of each key
+    totals = collections.Counter()  # update() adds to the totals key by key
     for i in range(batches):
         batch = partition.put_batch(dataset.batch(i, rows), batch_size, mesh)
         totals.update(loss_sums(params, batch, cfg, first_sentinel))
-    # Divide only at the end, so that every token has the same weight in the mean.
+    # Divide only the totals, so that every token has the same weight in the mean.
     metrics = model.mean_metrics(totals)
     metrics["content_loss"] = totals["content_loss"] / max(totals["content_tokens"], 1)
     return {name: float(value) for name, value in jax.device_get(metrics).items()}
 
 
-# ---- metrics on decoded text ---------------------------------------------------------------------
+# ---- metrics on decoded text -----------------------------------------------------------
 
 
 def read_examples(cfg, tokenizer, split, expand=None, most=None):
     """Read the examples of a task's split and encode them for the model.
 
-    cfg: a Config whose data.task is the task. most: the maximum number of examples, or None.
-    expand: None, or a function (number, example) that returns a list of Choices. The Choices
-        are then encoded instead of the example. Only rank classification uses this (see below).
-    Returns a list of pairs (example, infer.Example), or (Choice, infer.Example) with expand. An
-    example is the dict that the task's format makes, for instance {"inputs", "targets"}.
-    Invalid examples stop the evaluation, or are skipped with --data.on_error skip.
+    An example is the dict that the task's format makes, with "inputs" and "targets". An
+    invalid example stops the evaluation, or is skipped with --data.on_error skip.
+
+    cfg: a Config whose data.task is the task.
+    expand: None, or a function (number, example) that returns a list of Choices, which
+        are encoded instead of the example. It is used for rank classification only.
+    most: the maximum number of examples, or None to read all examples.
+    Returns a list of pairs (example or Choice, infer.Example).
     """
     task_name = cfg.data.task
     task = data.find_task(task_name, cfg)
@@ -153,9 +162,10 @@ def read_examples(cfg, tokenizer, split, expand=None, most=None):
 
 
 def postprocess(task, text, example, is_target):
-    """Turn the text of a target or a prediction into the value that the metrics compare.
+    """Turn the text of a target or prediction into the value that the metrics compare.
 
-    For instance, the postprocessor "label" turns the text "entailment" into the label 0.
+    For instance, the postprocessor "label" turns the text "entailment" into the number 0.
+    task.postprocess is a name in POSTPROCESSORS, a function, or "" to keep the text.
     """
     postprocessor = task.postprocess
     if not postprocessor:
@@ -166,11 +176,12 @@ def postprocess(task, text, example, is_target):
 
 
 def predict(params, cfg, mesh, split, tokenizer, most=None):
-    """Generate a text for each example of a split, and compute the task's metrics on the texts.
+    """Generate a text for each example of a split, and compute the metrics of the task.
 
-    most: the maximum number of examples, or None for all of them.
-    Returns ({metric: value}, lines). A line is the dict of an example with three more fields:
-    "output" is the generated text, "target" and "prediction" are the values that are compared.
+    most: the maximum number of examples, or None to use all examples.
+    Returns ({metric: value}, lines). A line is the dict of an example with three more
+    fields: "output" is the generated text, "prediction" is its value after
+    postprocessing, and "target" is the value of the target.
     """
     task = data.find_task(cfg.data.task, cfg)
     pairs = read_examples(cfg, tokenizer, split, most=most)
@@ -180,48 +191,51 @@ def predict(params, cfg, mesh, split, tokenizer, most=None):
         target = example["targets"]
         if not isinstance(target, str):  # the targets may be token ids
             target = tokenizer.decode(target)
-        output = tokenizer.decode(answers[0])  # the best answer is first
-        line = {
-            **example,
-            "target": postprocess(task, target, example, True),
-            "output": output,
-            "prediction": postprocess(task, output, example, False),
-        }
-        lines.append(line)
+        output = tokenizer.decode(answers[0])  # the first answer is the best one
+        lines.append(
+            {
+                **example,
+                "target": postprocess(task, target, example, True),
+                "output": output,
+                "prediction": postprocess(task, output, example, False),
+            }
+        )
     targets = [line["target"] for line in lines]
     predictions = [line["prediction"] for line in lines]
     metrics = {}
     for metric in task.metrics or ("accuracy",):
-        # A task names a metric of METRICS, or brings a function of its own.
-        function = METRICS[metric] if isinstance(metric, str) else metric
+        # A metric of a task is a name in METRICS, or a function.
+        function = METRICS.get(metric, metric)
         metrics |= function(targets, predictions)
     return metrics, lines
 
 
-# ---- rank classification -------------------------------------------------------------------------
-# The examples of many tasks have a few answer choices, for instance "yes" and "no". Rank
-# classification generates no text. The model scores every choice by its log-probability, which is
-# the sum of log p(token | inputs, previous tokens) over the tokens of the choice. The choice with
-# the highest score is the model's answer. So the answer is always one of the choices.
-# T0 is evaluated in this way (Sanh et al. 2022).
+# ---- rank classification ---------------------------------------------------------------
+# The examples of many tasks have a few answer choices, for instance "yes" and "no".
+# Rank classification does not generate text. The model scores every choice by its
+# log-probability: the sum of log p(token | inputs, previous tokens) over the tokens of
+# the choice. The choice with the highest score is the model's answer. T0 is evaluated
+# in this way (Sanh et al. 2022).
 
 
 class Choice(NamedTuple):
     """One answer choice of an example."""
 
-    fields: dict  # the fields of the example, where "targets" is this choice
+    fields: dict  # the fields of the example, with this choice as its "targets"
     index: tuple  # (number of the example, number of the choice)
     is_correct: bool
-    weight: float  # of the example in the mean
+    weight: float  # the weight of the example in the mean
     texts: tuple  # all answer choices of the example, or () if they are unknown
 
 
 def answer_choices(task, number, example):
-    """Return the Choices of an example: one for each of the texts that may be its answer.
+    """Return the answer choices of an example as a list of Choices.
 
-    The texts are the example's field answer_choices or, without it, the choices of the task.
-    P3, the data of T0, also has tasks whose examples are already single choices. They have the
-    fields idx and is_correct, and sometimes a weight. Raises ValueError if those are invalid.
+    The choices are the example's field answer_choices or, without this field,
+    task.choices. P3, the data of T0, also has tasks in which every example is a single
+    choice already. Such an example has the fields idx and is_correct, and may have a
+    weight. The idx is the index of the Choice.
+    Raises ValueError if the idx or the weight is invalid.
     """
     if "is_correct" in example and "idx" in example:
         try:
@@ -229,15 +243,16 @@ def answer_choices(task, number, example):
             weight = float(example.get("weight", 1))
         except (TypeError, ValueError):
             raise ValueError(
-                "has an idx that is not a pair of integers, or a weight that is not a number"
+                "has an idx that is not a pair of integers, or a weight that is not a "
+                "number"
             ) from None
         index = example_number, choice_number
         return [Choice(example, index, bool(example["is_correct"]), weight, ())]
     texts = example.get("answer_choices", task.choices)
     if not isinstance(texts, list | tuple | np.ndarray) or not len(texts):
         raise UserError(
-            "--mode rank needs answer choices: define `choices` in the task, or add a field "
-            "answer_choices to its examples."
+            "--mode rank needs answer choices: define `choices` in the task, or add a "
+            "field answer_choices to its examples."
         )
     target = str(example["targets"]).strip()
     return [
@@ -249,21 +264,62 @@ def answer_choices(task, number, example):
 
 
 def percent(values):
-    """Return a value between 0 and 1, or the mean of several such values, in percent."""
+    """Return a number between 0 and 1, or the mean of such numbers, in percent."""
     return 100 * float(np.mean(values))
 
 
-def fixed_choice_metrics(scores, correct, weights):
-    """Compute metrics that exist only if all examples have the same answer choices.
+def rank_classification(targets, scores, num_classes=None, normalize=False):
+    """Take the choice with the highest score as the answer to each example.
 
-    Each choice is then a class, as in ordinary classification.
-    scores, correct: arrays [examples, choices]. weights: an array [examples].
-    Returns {metric: 0 to 100}. For two choices, these are the F1 of the second choice and the
-    areas under its ROC curve and its precision-recall curve. For more choices, it is the mean F1
-    of all choices. There are no such metrics if an example has several correct choices.
+    targets: a tuple (index, is_correct, weight, length in tokens) for each answer
+        choice, in any order. The index is (number of the example, number of the choice).
+    scores: the log-probability of each choice.
+    num_classes: the number of choices if all examples have the same choices, else None.
+    normalize: whether to divide each score by the length of its choice.
+    Returns {metric: 0 to 100}. The accuracy is the percentage of examples whose answer
+    is correct. With num_classes, there are also the metrics of fixed_choice_metrics.
+    Raises ValueError if an index occurs twice.
+    Source: rank_classification in t5/evaluation/metrics.py.
     """
-    from scipy import special  # comes with JAX
-    from sklearn import metrics  # optional
+    if len({index for index, *_ in targets}) < len(targets):
+        raise ValueError("a choice of an example occurs twice")
+    examples = {}  # {number of the example: its choices as (score, is_correct, weight)}
+    for (index, is_correct, weight, length), score in sorted(zip(targets, scores)):
+        score = np.float32(score / length if normalize else score)
+        choices = examples.setdefault(index[0], [])
+        choices.append((score, bool(is_correct), weight))
+    answer_is_correct, weights = [], []
+    for choices in examples.values():
+        # If several choices have the highest score, argmax takes the first of these.
+        answer = int(np.argmax([score for score, _, _ in choices]))
+        answer_is_correct.append(choices[answer][1])
+        # As in t5, the weight of an example is the weight of its first choice if all
+        # examples have the same choices, and otherwise the weight of the answer.
+        weights.append(choices[0 if num_classes else answer][2])
+    metrics = {"accuracy": percent(np.average(answer_is_correct, weights=weights))}
+    if num_classes:
+        # The last axis is (score, is_correct, weight).
+        table = np.array(list(examples.values()))
+        all_scores = table[..., 0].astype(np.float32)
+        all_correct = table[..., 1].astype(bool)
+        metrics |= fixed_choice_metrics(all_scores, all_correct, np.array(weights))
+    return metrics
+
+
+def fixed_choice_metrics(scores, correct, weights):
+    """Compute the metrics that need the same answer choices in all examples.
+
+    Each choice is then a class, as in ordinary classification. With two choices, the
+    metrics are the F1 of the second choice and the areas under its ROC curve and
+    precision-recall curve. With more choices, the metric is the mean of the F1 of all
+    choices. There is no metric if an example has several correct choices.
+
+    scores, correct: arrays [examples, choices].
+    weights: an array [examples].
+    Returns {metric: 0 to 100}.
+    """
+    from scipy import special
+    from sklearn import metrics  # scikit-learn is an optional library
 
     number_of_choices = scores.shape[1]
     several_correct = (correct.sum(axis=1) > 1).any()
@@ -283,47 +339,12 @@ def fixed_choice_metrics(scores, correct, weights):
     return {"f1": percent(f1), "auc-roc": percent(roc), "auc-pr": percent(pr)}
 
 
-def rank_classification(targets, scores, num_classes=None, normalize=False):
-    """Take the choice with the highest score as the answer to each example, and judge the answers.
-
-    targets: one tuple (index, is_correct, weight, length in tokens) for each answer choice. The
-        index is (number of the example, number of the choice). The order does not matter.
-    scores: the log-probability of each choice.
-    num_classes: the number of choices, if all examples have the same choices. Otherwise None.
-    normalize: divide each score by the length of its choice.
-    Returns {metric: 0 to 100}: the accuracy and, with num_classes, also fixed_choice_metrics.
-    Raises ValueError if an index occurs twice.
-    The numbers are those of rank_classification in t5/evaluation/metrics.py.
-    """
-    if len({index for index, *_ in targets}) < len(targets):
-        raise ValueError("a choice of an example occurs twice")
-    examples = {}  # {number of the example: its choices as (score, is_correct, weight)}
-    for (index, is_correct, weight, length), score in sorted(zip(targets, scores)):
-        score = np.float32(score / length if normalize else score)
-        choices = examples.setdefault(index[0], [])
-        choices.append((score, bool(is_correct), weight))
-    answer_is_correct, weights = [], []
-    for choices in examples.values():
-        # If two choices have the same score, argmax takes the first of them.
-        answer = int(np.argmax([score for score, _, _ in choices]))
-        answer_is_correct.append(choices[answer][1])
-        # As in t5, an example has the weight of its first choice if the number of choices is
-        # fixed, and otherwise the weight of its chosen one.
-        weights.append(choices[0 if num_classes else answer][2])
-    metrics = {"accuracy": percent(np.average(answer_is_correct, weights=weights))}
-    if num_classes:
-        table = np.array([[choice[:2] for choice in row] for row in examples.values()])
-        scores, correct = table[..., 0], table[..., 1].astype(bool)
-        metrics |= fixed_choice_metrics(scores, correct, np.array(weights))
-    return metrics
-
-
 def rank(params, cfg, mesh, split, tokenizer, normalize=False):
-    """Score the answer choices of each example of a split, and take the most likely choices.
+    """Score the answer choices of each example, and take the most likely choices.
 
-    normalize: divide each score by the number of tokens of its choice.
-    Returns ({metric: 0 to 100}, lines). A line is the dict of one choice with the fields idx,
-    is_correct and score.
+    normalize: whether to divide each score by the number of tokens of its choice.
+    Returns ({metric: 0 to 100}, lines). A line is the dict of an answer choice with the
+    fields idx, is_correct and score.
     """
     task = data.find_task(cfg.data.task, cfg)
     expand = functools.partial(answer_choices, task)
@@ -347,21 +368,21 @@ def rank(params, cfg, mesh, split, tokenizer, normalize=False):
         }
         for choice, score in zip(choices, scores)
     ]
-    # F1 and areas under curves need the same choices in all examples.
+    # Without the same choices in all examples, only the accuracy is defined.
     all_texts = {choice.texts for choice in choices}
     num_classes = len(choices[0].texts) if len(all_texts) == 1 else None
     if num_classes and not importlib.util.find_spec("sklearn"):
         note(
-            "Only the accuracy is computed. To get F1 and the areas under the curves as well, "
-            "run pip install '.[metrics]'."
+            "Only the accuracy is computed, because F1 and the areas under curves need "
+            "scikit-learn: pip install '.[metrics]'."
         )
         num_classes = None
     return rank_classification(targets, scores, num_classes, normalize), lines
 
 
-# ====== below: metrics, postprocessors, tables and plots, the command =============================
-# The metrics are those of t5/evaluation/metrics.py. Each metric takes the postprocessed targets and
-# predictions, two lists of equal length, and returns {metric: 0 to 100}.
+# ====== below: metrics, postprocessors, tables and plots, the command ===================
+# The metrics are those of t5/evaluation/metrics.py. Each takes the postprocessed
+# targets and predictions as two lists of equal length, and returns {metric: 0 to 100}.
 
 
 def accuracy(targets, predictions):
@@ -374,9 +395,9 @@ def bleu(targets, predictions):
 
     A target is a text, or a list of reference texts.
     """
-    references = targets if isinstance(targets[0], list) else [targets]
     import sacrebleu  # an optional library
 
+    references = targets if isinstance(targets[0], list) else [targets]
     score = sacrebleu.corpus_bleu(
         predictions, references, smooth_method="exp", smooth_value=0.0, tokenize="intl"
     )
@@ -386,8 +407,8 @@ def bleu(targets, predictions):
 def rouge(targets, predictions):
     """Return the mean F1 of ROUGE-1, ROUGE-2 and ROUGE-Lsum, computed by rouge-score.
 
-    Words are not stemmed. t5 returns the median of bootstrap samples, which is random. The mean
-    is not random and differs from that median only slightly.
+    Words are not stemmed. t5 returns the median of random bootstrap samples instead of
+    the mean. The two differ slightly, and only the mean is the same in each evaluation.
     """
     from rouge_score import rouge_scorer  # an optional library
 
@@ -401,7 +422,10 @@ def rouge(targets, predictions):
 
 
 def f1(targets, predictions):
-    """Return the F1 of class 1 of two. An invalid prediction counts as the wrong class."""
+    """Return the F1 of class 1 for targets that are 0 or 1.
+
+    A prediction that is neither 0 nor 1 counts as the wrong class.
+    """
     from sklearn import metrics
 
     targets, predictions = np.array(targets), np.array(predictions)
@@ -411,7 +435,10 @@ def f1(targets, predictions):
 
 
 def mean_3class_f1(targets, predictions):
-    """Return the mean of the F1 of the classes 0, 1 and 2. An invalid prediction is a miss."""
+    """Return the mean of the F1 of the classes 0, 1 and 2.
+
+    Any other prediction counts as a missed target.
+    """
     from sklearn import metrics
 
     score = metrics.f1_score(
@@ -421,46 +448,51 @@ def mean_3class_f1(targets, predictions):
 
 
 def matthews_corrcoef(targets, predictions):
-    """Return Matthews' correlation coefficient. An invalid prediction is a class of its own."""
+    """Return the Matthews correlation coefficient between targets and predictions.
+
+    Invalid predictions, which are -1, count as one more class.
+    """
     from sklearn import metrics
 
-    score = metrics.matthews_corrcoef(targets, predictions)
-    return {"matthews_corrcoef": percent(score)}
+    return {"matthews_corrcoef": percent(metrics.matthews_corrcoef(targets, predictions))}
 
 
 def correlation(name, targets, predictions):
-    """Return the correlation "pearson" or "spearman" of two lists of numbers, computed by SciPy.
+    """Return the Pearson or Spearman correlation of two lists of numbers, using SciPy.
 
+    name: "pearson" or "spearman".
     The correlation is nan if all targets or all predictions are equal.
     """
     from scipy import stats  # imported here because the import takes half a second
 
     key = f"{name}_corrcoef"
-    if len(set(targets)) < 2 or len(set(predictions)) < 2:
+    if min(len(set(targets)), len(set(predictions))) < 2:
         return {key: math.nan}
     function = getattr(stats, f"{name}r")  # stats.pearsonr or stats.spearmanr
     return {key: percent(function(targets, predictions)[0])}
 
 
 def normalize_answer(text):
-    """Normalize an answer as SQuAD does: lower case, no punctuation, no articles, single spaces."""
+    """Remove case, punctuation, articles and repeated spaces from an answer to SQuAD."""
     text = "".join(c for c in text.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
 def word_f1(target, prediction):
-    """Return the F1 between 0 and 1 of the words of a prediction, regardless of their order."""
+    """Return the F1 of the words that two texts have in common, between 0 and 1.
+
+    F1 is the harmonic mean of precision and recall. The order of words does not matter.
+    """
     target, prediction = target.split(), prediction.split()
     common = collections.Counter(target) & collections.Counter(prediction)
-    if not common:
-        return 0.0
-    return 2 * common.total() / (len(target) + len(prediction))
+    return 2 * common.total() / max(len(target) + len(prediction), 1)
 
 
 def squad(targets, predictions):
-    """Return the exact match "em" and the word F1 of answers to questions, as SQuAD does.
+    """Return the percentage of exact matches and the mean word F1, as SQuAD does.
 
-    A target is the list of correct answers to a question. The best match of them counts.
+    A target is the list of correct answers to a question. A prediction is compared with
+    each of these answers, and the best result counts.
     """
     exact, f1s = [], []
     for answers, prediction in zip(targets, predictions):
@@ -472,9 +504,10 @@ def squad(targets, predictions):
 
 
 def record(targets, predictions):
-    """Return the metrics of SQuAD for ReCoRD, which repeats a query for each correct answer.
+    """Return the metrics of SQuAD for ReCoRD.
 
-    Only the first example of each query counts.
+    ReCoRD repeats a query for each of its correct answers. Only the first example of
+    each query counts.
     """
     queries = {}  # {query: (correct answers, prediction)}
     for target, prediction in zip(targets, predictions):
@@ -483,16 +516,20 @@ def record(targets, predictions):
 
 
 def multirc_f1(targets, predictions):
-    """Return the F1 of MultiRC over the answers to all questions. An answer is right or wrong."""
+    """Return the F1 of MultiRC over the candidate answers to all questions together."""
     return f1([t["value"] for t in targets], [p["value"] for p in predictions])
 
 
 def exact_match(targets, predictions):
-    """Return the percentage of questions of MultiRC for which all answers are judged correctly."""
+    """Return the percentage of MultiRC's questions that are answered without an error.
+
+    The model labels each candidate answer as true or false. A question counts if the
+    labels of all its candidate answers equal the targets.
+    """
     questions = collections.defaultdict(list)
     for target, prediction in zip(targets, predictions):
         questions[target["group"]].append(target["value"] == prediction["value"])
-    return {"exact_match": percent([all(found) for found in questions.values()])}
+    return {"exact_match": percent([all(matches) for matches in questions.values()])}
 
 
 METRICS |= {
@@ -510,7 +547,7 @@ METRICS |= {
     "mean_3class_f1": mean_3class_f1,
 }
 
-# The optional library that a metric needs.
+# The optional library that a metric imports.
 LIBRARIES = {
     "bleu": "sacrebleu",
     "rouge": "rouge_score",
@@ -522,16 +559,17 @@ LIBRARIES = {
 
 
 def check_metrics(tasks):
-    """Refuse unknown metrics and postprocessors and missing libraries before the evaluation.
+    """Refuse unknown metrics, unknown postprocessors and missing libraries.
 
-    tasks: {name: Config of the task}. Raises UserError.
+    This check comes before the evaluation, so that no predictions are lost.
+    tasks: {name of a task: its Config}.
     """
     for name, cfg in tasks.items():
         task = data.find_task(name, cfg)
         used = [("postprocessor", task.postprocess, POSTPROCESSORS)]
         used += [("metric", metric, METRICS) for metric in task.metrics]
         for kind, value, known in used:
-            # The value may also be a function. An empty value means no postprocessor.
+            # A function needs no check, and "" means that there is no postprocessor.
             if isinstance(value, str) and value not in ("", *known):
                 raise UserError(
                     f"The task {name} has the unknown {kind} {value}: use a function or "
@@ -545,18 +583,18 @@ def check_metrics(tasks):
                 )
 
 
-# ---- postprocessors ------------------------------------------------------------------------------
-# The postprocessors are those of t5/data/postprocessors.py. Each is a function (task, text, example,
-# is_target) that returns the value of a target's or a prediction's text for the metrics.
+# ---- postprocessors --------------------------------------------------------------------
+# The postprocessors are those of t5/data/postprocessors.py. Each is a function (task,
+# text, example, is_target) that turns the text of a target or prediction into a value.
 
 
 def label(task, text, example, is_target):
-    """Return the number of the label that the text names, or -1 for any other text."""
+    """Return the index of the text in the task's labels, or -1 if it is not a label."""
     return task.choices.index(text) if text in task.choices else -1
 
 
 def number(task, text, example, is_target):
-    """Return the number that the text spells in digits, or -1 for any other text."""
+    """Return the text as a float, or -1 if the text is not a number."""
     try:
         return float(text)
     except ValueError:
@@ -564,12 +602,12 @@ def number(task, text, example, is_target):
 
 
 def all_answers(task, text, example, is_target):
-    """Return the list of all correct answers for a target, and the text for a prediction."""
+    """Return the list of all correct answers for a target, else the text."""
     return list(example["answers"]) if is_target else text
 
 
 def multirc(task, text, example, is_target):
-    """Return the label of an answer. For a target, also return the question it belongs to."""
+    """Return {"value": label} and, for a target, the question's number as "group"."""
     value = {"value": label(task, text, example, is_target)}
     if is_target:
         value["group"] = example["idx/question"]
@@ -577,7 +615,10 @@ def multirc(task, text, example, is_target):
 
 
 def record_answers(task, text, example, is_target):
-    """Return the text or all correct answers. For a target, also return the query."""
+    """Return {"value": text} for a prediction.
+
+    For a target, the value is the list of correct answers, and "group" names the query.
+    """
     value = {"value": all_answers(task, text, example, is_target)}
     if is_target:
         value["group"] = example["idx/passage"], example["idx/query"]
@@ -585,22 +626,23 @@ def record_answers(task, text, example, is_target):
 
 
 DETERMINERS = set(
-    "a an few her his each every many much my our some that the their these this those which "
-    "whose your".split()
+    "a an few her his each every many much my our some that the their these this those "
+    "which whose your".split()
 )
 
 
 def content_words(text):
-    """Return the set of words of a text in lower case, without "the", "his", "some" and so on."""
+    """Return the set of a text's words in lower case, except those in DETERMINERS."""
     words = set(text.strip().lower().split(" ")) - DETERMINERS
     return words or {""}
 
 
 def wsc(task, text, example, is_target):
-    """Return 1 if the text names the candidate of WSC's question, 0 if not, -1 if it is empty.
+    """Return 1 if the text names the noun phrase that WSC asks about, else 0.
 
-    The text names the candidate if the words of one of the two are among the words of the other.
-    Case and determiners do not matter. The value of a target is its label, 0 or 1.
+    A text names the phrase if all words of the text are in the phrase, or all words of
+    the phrase are in the text. Case and determiners do not matter. An empty text gives
+    -1. The value of a target is its label, 0 or 1.
     """
     if is_target:
         return example["label"]
@@ -609,7 +651,7 @@ def wsc(task, text, example, is_target):
     if not any(answer):
         return -1
     if ("'" in text) != ("'" in candidate_text):
-        return 0  # "Bob" is not "Bob's hat"
+        return 0  # "Bob" and "Bob's hat" are different
     return int(answer <= candidate or candidate <= answer)
 
 
@@ -623,27 +665,31 @@ POSTPROCESSORS |= {
 }
 
 
-# ---- the loss of a split, files of predictions -------------------------------------------------
+# ---- the loss of a split, and files of predictions -------------------------------------
 
 
 def split_loss(params, cfg, mesh, split, tokenizer):
     """Compute the teacher-forced metrics of all examples of a held-out split.
 
-    Returns ({metric: value}, []). The empty list stands for the lines of predict and rank.
+    Returns ({metric: value}, []). The list is empty, because there are no predictions.
     """
     if split == "train":
         raise UserError(
-            "--mode loss evaluates held-out splits only, because the rows of a training split "
-            "hold several examples and repeat them: use --mode predict for --split train."
+            "--mode loss evaluates held-out splits only, because the rows of a training "
+            "split hold several examples and repeat: use --mode predict instead."
         )
     dataset = data.prepare(cfg, split, tokenizer)
-    lengths = cfg.data.inputs_length, cfg.data.targets_length
     partition.check_memory(
-        model.minimum_memory(cfg.model, cfg.train.batch_size, *lengths),
+        model.minimum_memory(
+            cfg.model,
+            cfg.train.batch_size,
+            cfg.data.inputs_length,
+            cfg.data.targets_length,
+        ),
         "--train.batch_size, --data.inputs_length or --data.targets_length",
     )
     metrics = evaluate_loss(params, cfg, mesh, dataset, dataset.batches())
-    # Above 709, exp overflows.
+    # exp overflows above 709, so the loss of a diverged model is limited to 700.
     metrics["perplexity"] = math.exp(min(metrics["cross_ent_loss"], 700))
     return metrics, []
 
@@ -651,18 +697,19 @@ def split_loss(params, cfg, mesh, split, tokenizer):
 def write_lines(folder, name, step, lines):
     """Write the predictions for a task at a step to FOLDER/NAME-STEP.jsonl.
 
-    Characters of the name that are unsafe in file names become "-". Only the main process writes.
+    Characters that are unsafe in file names are replaced by "-", and only the last 200
+    characters of the name are used. Only the main process writes the file.
     """
-    name = re.sub(r"[^\w.+-]+", "-", name)
+    name = re.sub(r"[^\w.+-]+", "-", name)[-200:]
     if lines and partition.is_main_process():
         text = "".join(infer.json_line(line) for line in lines)
         configs.write_file(folder / f"{name}-{step:08}.jsonl", text)
 
 
-# ---- tables and plots ----------------------------------------------------------------------------
+# ---- tables and plots ------------------------------------------------------------------
 
-# The averages of GLUE and SuperGLUE. Each string is a benchmark and names its columns TASK/METRIC.
-# The columns of a benchmark are averaged first, then the benchmarks.
+# The averages of GLUE and SuperGLUE. Each string lists the columns TASK/METRIC of a
+# benchmark. The columns of a benchmark are averaged first, then the benchmarks.
 AVERAGES = {
     "glue_average": (
         "glue_cola_v002/matthews_corrcoef",
@@ -688,7 +735,7 @@ AVERAGES = {
 
 
 def read_metrics(folders, prefix):
-    """Read the metrics whose names begin with the prefix from metrics.jsonl in each folder.
+    """Read the metrics whose names begin with a prefix from the folders' metrics.jsonl.
 
     Returns {step: {name without the prefix: value}} in the order of the steps.
     """
@@ -704,27 +751,29 @@ def read_metrics(folders, prefix):
 
 
 def mean_of(values, columns):
-    """Return the mean of the columns in {column: value}, or nan if a column is missing."""
+    """Return the mean of columns in {column: value}, or nan if a column is missing."""
     return float(np.mean([values.get(column, math.nan) for column in columns]))
 
 
 def best_step(table, columns):
-    """Return the first step at which the mean of the columns is highest, or None.
+    """Return the first step at which the mean of some columns is highest, or None.
 
     Steps at which a column is missing or nan do not count.
     """
     means = {step: mean_of(values, columns) for step, values in table.items()}
-    means = {step: mean for step, mean in means.items() if not math.isnan(mean)}
-    return max(means, key=means.get, default=None)
+    known = [step for step in means if not math.isnan(means[step])]
+    return max(known, key=means.get, default=None)
 
 
 def write_csv(path, table):
-    """Write a table of metrics with one row for each step, in the format of t5's parse_tb.
+    """Write a table with a row of metrics for each step, as parse_tb of t5 does.
 
-    table: {step: {column: value}}, from read_metrics. Two rows follow the steps: "max" has the best
-    value of each column, and "step" has the step of this value. The columns of a benchmark with
-    several metrics share their best step. The averages of GLUE and SuperGLUE are added at each
-    step that has all their columns.
+    Two more rows follow. The row "max" has the best value of each column, and the row
+    "step" below it has the step of this value. For a benchmark with several metrics,
+    the best step is the step at which their mean is highest. The averages of GLUE and
+    SuperGLUE are added at each step that has all their columns.
+
+    table: {step: {column: value}}, as read_metrics returns it.
     """
     benchmark_of = {}  # {column: the columns of its benchmark}
     for average, benchmarks in AVERAGES.items():
@@ -735,20 +784,19 @@ def write_csv(path, table):
             mean = float(np.mean([mean_of(values, columns) for columns in benchmarks]))
             if not math.isnan(mean):
                 values[average] = mean
-    names = sorted({name for values in table.values() for name in values})
-    best_values, best_steps = [], []
+    names = sorted(set().union(*table.values()))
+    best_values, best_steps = {}, []
     for name in names:
         columns = [c for c in benchmark_of.get(name, [name]) if c in names]
         step = best_step(table, columns)
         best_steps.append(step)
-        best_values.append(math.nan if step is None else table[step][name])
+        best_values[name] = math.nan if step is None else table[step][name]
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["step", *names])
-        for step, values in table.items():
+        for title, values in [*table.items(), ("max", best_values)]:
             cells = [f"{values[name]:.3f}" if name in values else "" for name in names]
-            writer.writerow([step, *cells])
-        writer.writerow(["max", *(f"{value:.3f}" for value in best_values)])
+            writer.writerow([title, *cells])
         writer.writerow(["step", *best_steps])
 
 
@@ -763,12 +811,13 @@ def check_outputs(args):
         raise UserError("--plot needs matplotlib: pip install '.[plot]'.")
 
 
-# The labels of the y axes, and the kinds of metrics in metrics.jsonl as the legend names them.
+# The metrics that are drawn, with the labels of their y axes.
 Y_LABELS = {
     "loss": "loss (nats per token)",
     "accuracy": "accuracy (%)",
     "learning_rate": "learning rate",
 }
+# The kinds of metrics in metrics.jsonl, with their names in the legend.
 LEGEND = {
     "train": "training",
     "training_eval": "held-out, teacher-forced",
@@ -779,54 +828,56 @@ LEGEND = {
 def write_plot(path, folders):
     """Draw the losses, the accuracies and the learning rate of a run over its steps.
 
-    Training curves are solid. Held-out curves are dashed and named after their task.
-    folders: the folders whose metrics.jsonl are read. The first one is the run directory.
+    The curves of training batches are solid, the curves of held-out examples are dashed.
+    folders: the run directory, and other folders whose metrics.jsonl are drawn.
     """
     import matplotlib  # an optional library
 
-    matplotlib.use("Agg")  # draw to a file, without a window
+    matplotlib.use("Agg")  # draw into a file, without a window
     from matplotlib import pyplot
 
     table = read_metrics(folders, "")
-    names = sorted({name for values in table.values() for name in values})
+    names = sorted(set().union(*table.values()))
     figure, axes = pyplot.subplots(len(Y_LABELS), 1, figsize=(8, 9), sharex=True)
     for axis, (metric, y_label) in zip(axes, Y_LABELS.items()):
         axis.set_ylabel(y_label)
         for name in names:
-            # A name is KIND/TASK/METRIC, or KIND/METRIC for metrics of the training batches.
-            kind, *task, name_of_metric = name.split("/")
-            if name_of_metric != metric:
+            # A name is KIND/TASK/METRIC. Metrics of training batches have no task.
+            curve, _, metric_of_curve = name.rpartition("/")
+            if metric_of_curve != metric:
                 continue
+            kind, _, task = curve.partition("/")
             points = {step: table[step][name] for step in table if name in table[step]}
-            # Only the metrics on predictions are in percent already.
+            # The accuracy of predictions is already in percent.
             if metric == "accuracy" and kind != "inference_eval":
                 points = {step: 100 * value for step, value in points.items()}
-            style = "-" if kind == "train" else ".--"  # dashed, with a dot for each step
-            label = ": ".join([LEGEND.get(kind, kind), *task])
+            style = "-" if kind == "train" else ".--"  # ".--" is dashed with dots
+            label = LEGEND.get(kind, kind)
+            if task:
+                label += f": {task}"
             axis.plot(list(points), list(points.values()), style, label=label)
             axis.legend(fontsize="small")
     axes[0].set_yscale("log")
     axes[0].yaxis.set_minor_formatter("{x:g}")
     axes[-1].set_xlabel("training step")
-    axes[0].set_title(
-        f"{folders[0]} (solid: training batches, dashed: held-out examples)"
-    )
+    axes[0].set_title(f"{folders[0]} (solid: training, dashed: held-out)")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
 
-# ---- the command ---------------------------------------------------------------------------------
+# ---- the command -----------------------------------------------------------------------
 
-# The fields of the section `decode` that change the generated texts.
+# Fields of the section `decode` that change the generated texts.
 DECODE_FIELDS = "beams alpha penalty max_len temperature top_k top_p".split()
 
 
 def recorded_name(name, mode, args, changed):
     """Return the name under which the metrics of a task are recorded.
 
-    The name says the mode, settings of --decode that differ from those of the run, and a --split
-    other than validation. So metrics that were computed differently get different columns.
-    changed: {"section.field": (value, value in the run)} from configs.differences.
+    Different ways to compute a metric must not share a column of the table. Therefore
+    the name includes the mode rank, the settings of --decode that differ from those of
+    the run, and a --split other than validation.
+    changed: {"section.field": (value, value of the run)} from configs.differences.
     """
     if mode == "rank":
         name += "-rank"
@@ -842,17 +893,15 @@ def recorded_name(name, mode, args, changed):
 
 
 def main(argv):
-    """Run the command line: evaluate checkpoints, record the metrics, write a table and a plot."""
+    """Evaluate the checkpoints of a run, and record the metrics."""
     args, changes = configs.parse_args(
         __doc__,
         argv,
-        tasks=dict(
-            help="tasks or mixtures to evaluate, separated by commas (default: the run's)"
-        ),
-        split=dict(default="validation", help="split of the data (default: validation)"),
+        tasks=dict(help="tasks or mixtures, separated by commas (default: the run's)"),
+        split=dict(default="validation", help="split of the tasks (default: validation)"),
         mode=dict(
             choices=("predict", "rank", "loss"),
-            help="what to compute (default: predict for tasks with metrics, otherwise loss)",
+            help="what to compute (default: predict if a task has metrics, else loss)",
         ),
         step=dict(
             default="latest",
@@ -867,11 +916,11 @@ def main(argv):
         ),
         csv=dict(
             metavar="FILE",
-            help="write a table of the metrics on predictions at all steps to this file",
+            help="file for a table of the metrics of predictions at all steps",
         ),
         plot=dict(
             metavar="FILE",
-            help="draw losses, accuracies and the learning rate over the steps to this file",
+            help="file for a plot of losses, accuracies and the learning rate",
         ),
     )
     check_outputs(args)
@@ -895,7 +944,7 @@ def main(argv):
     }
     steps = [args.step]
     if all_steps:
-        # All processes must evaluate the same steps, so they take those of the main process.
+        # All processes evaluate the steps that the main process has found.
         steps = partition.from_main_process(partition.Checkpoints(args.run_dir).steps())
     evaluated = False
     for wanted in steps:
@@ -904,18 +953,17 @@ def main(argv):
         except UserError as error:
             if not all_steps:
                 raise
-            # The checkpoint is damaged, or was deleted while others were evaluated.
+            # This checkpoint is damaged, or it was deleted during the evaluation.
             note(f"Step {wanted:,} is skipped. {error}")
             continue
         evaluated = True
         for name, task_cfg in tasks.items():
-            mode = args.mode
-            if mode is None:
-                mode = "predict" if data.find_task(name, task_cfg).metrics else "loss"
+            has_metrics = data.find_task(name, task_cfg).metrics
+            mode = args.mode or ("predict" if has_metrics else "loss")
             evaluation = evaluations[mode]
             metrics, lines = evaluation(params, task_cfg, mesh, args.split, tokenizer)
             title = f"{args.run_dir}, step {step:,}, {name}, {args.split}, {mode}"
-            # Rank classification writes a line for each answer choice of an example.
+            # With --mode rank, there is a line for each answer choice of an example.
             examples = {line["idx"][0] for line in lines} if mode == "rank" else lines
             print(f"{title}: {len(examples):,} examples" if lines else title)
             for metric, value in metrics.items():
@@ -934,10 +982,13 @@ def main(argv):
         raise UserError(
             f"{args.run_dir} has no complete checkpoint: train.py writes checkpoints."
         )
-    if args.csv and partition.is_main_process():
-        write_csv(args.csv, read_metrics([args.run_dir, folder], "inference_eval/"))
-    if args.plot and partition.is_main_process():
-        write_plot(args.plot, [args.run_dir, folder])
+    if partition.is_main_process():
+        # train.py writes metrics to the run directory, evaluate.py to `folder`.
+        folders = [args.run_dir, folder]
+        if args.csv:
+            write_csv(args.csv, read_metrics(folders, "inference_eval/"))
+        if args.plot:
+            write_plot(args.plot, folders)
 
 
 if __name__ == "__main__":
