@@ -104,7 +104,8 @@ def evaluate_loss(params, cfg, mesh, dataset, batches):
     first_sentinel = tokenizer.size - tokenizer.sentinels
     # Each process makes only the rows of a batch that its own devices hold.
     rows = partition.local_rows(batch_size, mesh)
-    totals = collections.Counter()  # update() adds to the totals key by key
+    # Counter.update adds the sums of a batch to the totals.
+    totals = collections.Counter()
     for i in range(batches):
         batch = partition.put_batch(dataset.batch(i, rows), batch_size, mesh)
         totals.update(loss_sums(params, batch, cfg, first_sentinel))
@@ -124,8 +125,8 @@ def read_examples(cfg, tokenizer, split, expand=None, most=None):
     invalid example stops the evaluation, or is skipped with --data.on_error skip.
 
     cfg: a Config whose data.task is the task.
-    expand: None, or a function (number, example) that returns a list of Choices, which
-        are encoded instead of the example. It is used for rank classification only.
+    expand: None or, for rank classification, a function (number, example) that returns
+        a list of Choices. The Choices are then encoded instead of the example.
     most: the maximum number of examples, or None to read all examples.
     Returns a list of pairs (example or Choice, infer.Example).
     """
@@ -561,7 +562,8 @@ LIBRARIES = {
 def check_metrics(tasks):
     """Refuse unknown metrics, unknown postprocessors and missing libraries.
 
-    This check comes before the evaluation, so that no predictions are lost.
+    The check comes before the evaluation, because an error after it would lose the
+    predictions.
     tasks: {name of a task: its Config}.
     """
     for name, cfg in tasks.items():
@@ -826,7 +828,7 @@ LEGEND = {
 
 
 def write_plot(path, folders):
-    """Draw the losses, the accuracies and the learning rate of a run over its steps.
+    """Draw the losses, accuracies and learning rate of a run over the training steps.
 
     The curves of training batches are solid, the curves of held-out examples are dashed.
     folders: the run directory, and other folders whose metrics.jsonl are drawn.
@@ -944,7 +946,7 @@ def main(argv):
     }
     steps = [args.step]
     if all_steps:
-        # All processes evaluate the steps that the main process has found.
+        # Every process evaluates the checkpoints that the main process has found.
         steps = partition.from_main_process(partition.Checkpoints(args.run_dir).steps())
     evaluated = False
     for wanted in steps:
@@ -953,7 +955,7 @@ def main(argv):
         except UserError as error:
             if not all_steps:
                 raise
-            # This checkpoint is damaged, or it was deleted during the evaluation.
+            # The checkpoint is damaged, or it was deleted during the evaluation.
             note(f"Step {wanted:,} is skipped. {error}")
             continue
         evaluated = True
@@ -980,7 +982,7 @@ def main(argv):
                 )
     if not evaluated:
         raise UserError(
-            f"{args.run_dir} has no complete checkpoint: train.py writes checkpoints."
+            f"{args.run_dir} has no complete checkpoint: train the model with train.py."
         )
     if partition.is_main_process():
         # train.py writes metrics to the run directory, evaluate.py to `folder`.
