@@ -3953,8 +3953,8 @@ def test_blanks_are_filled(tokenizer):
     assert infer.fill_blanks(inputs, spans, tokenizer) == "alpha[<unk>] gamma ____"
 
 
-def test_evaluation_counts_each_row_once(corpus, one_device):
-    """Nothing depends on the batch size, and a last batch that is partly padding adds nothing."""
+def test_the_held_out_loss_does_not_depend_on_the_batch_size(corpus, one_device):
+    """Each row counts once. The padding rows of the last batch add nothing."""
     cfg = change(corpus, data=dict(inputs_length=16))
     params, results = make_params(cfg), []
     count = open_dataset(cfg, "validation").tasks[0].corpus.chapters()[-1]
@@ -3999,7 +3999,7 @@ def test_unigram_baseline_is_the_cross_entropy_of_the_counts(corpus):
 
 # ---- evaluate ------------------------------------------------------------------------------------
 
-# What t5's own metrics (t5 0.9.4) make of these.
+# (metric, targets, predictions, the result of t5 0.9.4)
 METRIC_CASES = [
     ("accuracy", ["a", "b", "c"], ["a", "b", "x"], {"accuracy": 66.66666666666666}),
     ("f1", [1, 0, 1, 0], [1, -1, -1, 0], {"f1": 50.0}),
@@ -4053,14 +4053,17 @@ METRIC_CASES = [
 
 
 @pytest.mark.parametrize("number", range(len(METRIC_CASES)))
-def test_metrics_are_t5s(number):
+def test_metrics_equal_those_of_t5(number):
+    """The metrics return the same keys and values as those of t5, also for invalid predictions."""
     name, targets, predictions, expected = METRIC_CASES[number]
+    if evaluate.LIBRARIES.get(name) == "sklearn":
+        pytest.importorskip("sklearn", reason="needs pip install '.[metrics]'")
     found = evaluate.METRICS[name](targets, predictions)
     assert found.keys() == expected.keys()
     np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-9)
 
 
-def test_bleu_and_rouge_come_from_their_libraries(monkeypatch):
+def test_bleu_and_rouge_are_computed_by_their_libraries():
     for library in ("sacrebleu", "rouge_score"):
         pytest.importorskip(library, reason="needs pip install '.[metrics]'")
     targets = ["the cat sat .", "naïve 東京 x y z"]
@@ -4069,13 +4072,38 @@ def test_bleu_and_rouge_come_from_their_libraries(monkeypatch):
     assert 50 < evaluate.METRICS["bleu"](targets, answers)["bleu"] < 100
     rouge = evaluate.METRICS["rouge"](["a b c d", "x"], ["a b c e", "y"])
     assert rouge == pytest.approx({"rouge1": 37.5, "rouge2": 100 / 3, "rougeLsum": 37.5})
-    monkeypatch.setitem(sys.modules, "sacrebleu", None)
-    with pytest.raises(configs.UserError, match="pip install"):
-        evaluate.METRICS["bleu"](targets, answers)
 
 
-def test_rank_classification_is_t5s():
-    """Two and three choices, ties, weights, several right ones, uneven numbers of choices."""
+@pytest.mark.parametrize(
+    "task, sentence",
+    [
+        (dict(metrics=("bleu",)), "needs the Python library sacrebleu: pip install"),
+        (dict(metrics=("f1",)), "needs the Python library sklearn: pip install"),
+        (dict(metrics=("accuracy", "f2")), "the unknown metric f2: use .* bleu, rouge"),
+        (dict(postprocess="labels"), "the unknown postprocessor labels: use .* label, "),
+    ],
+    ids=str,
+)
+def test_unknown_metrics_and_missing_libraries_are_refused(task, sentence, monkeypatch):
+    """Every task is checked before the evaluation starts; known names and functions pass."""
+    for library in ("sacrebleu", "sklearn"):
+        monkeypatch.setitem(sys.modules, library, None)  # as if it were not installed
+    known = data.Task("jsonl:x", metrics=("accuracy", max), postprocess="label")
+    monkeypatch.setitem(data.TASKS, "known", known)
+    monkeypatch.setitem(data.TASKS, "refused", data.Task("jsonl:x", **task))
+    evaluate.check_metrics({"known": SMALL})
+    with pytest.raises(configs.UserError, match=sentence):
+        evaluate.check_metrics({"known": SMALL, "refused": SMALL})
+
+
+def test_the_example_in_the_docstring_of_evaluate_runs():
+    results = doctest.testmod(evaluate)
+    assert results.attempted and not results.failed
+
+
+def test_rank_classification_equals_that_of_t5():
+    """The numbers hold for two and three choices, ties, weights and several correct choices."""
+    pytest.importorskip("sklearn", reason="needs pip install '.[metrics]'")
 
     def rows(correct, weights=None):
         return [
@@ -4111,7 +4139,7 @@ def test_rank_classification_is_t5s():
     normalized = evaluate.rank_classification(
         uneven, [-2, -3, -3, -2, -3, 0], normalize=True
     )
-    # by length: -2 -1.5, -3 -1 -1
+    # The scores divided by the lengths are -2 -1.5, -3 -1 -1 and 0.
     assert normalized["accuracy"] == pytest.approx(100 / 3)
     several = rows([({0, 1}, 3), ({2}, 3)])
     assert evaluate.rank_classification(several, [0, 1, -1, 0, 1, 0], 3) == {
@@ -4124,8 +4152,9 @@ def test_rank_classification_is_t5s():
         evaluate.rank_classification(two + two[:1], scores + [0.0])
 
 
-def test_tasks_are_evaluated_on_text_and_by_rank(mixture, tmp_path, one_device):
-    """What is decoded is the held-out split; ranks are those of the scores; T0's rows are one."""
+def test_tasks_are_evaluated_on_text_and_by_rank(mixture, tmp_path, one_device, capsys):
+    """predict reads the held-out split, rank takes the best scores, and both of P3's forms work."""
+    pytest.importorskip("sklearn", reason="needs pip install '.[metrics]'")
     data.TASKS["yes"] = data.TASKS["some"]._replace(
         format=lambda x: [
             {"inputs": x["inputs"], "targets": ("yes", "no")[len(x["inputs"]) % 2]}
@@ -4164,7 +4193,12 @@ def test_tasks_are_evaluated_on_text_and_by_rank(mixture, tmp_path, one_device):
         max(pair, key=lambda line: line["score"]) for pair in zip(lines[::2], lines[1::2])
     ]
     assert metrics["accuracy"] == 100 * np.mean([line["is_correct"] for line in best])
-    # the first cannot be read: the others are ranked
+    with pytest.MonkeyPatch.context() as patch:  # as if scikit-learn were not installed
+        patch.setitem(sys.modules, "sklearn", None)
+        alone, _ = evaluate.rank(params, one, one_device, "validation", tokenizer)
+    assert alone == {"accuracy": metrics["accuracy"]}
+    assert "pip install '.[metrics]'" in capsys.readouterr().err
+    # The first example is invalid and skipped. The others are ranked.
     with pytest.MonkeyPatch.context() as patch:
         read = [
             ("x", {"inputs": line["inputs"], "targets": "yes"}) for line in lines[::2]
@@ -4198,7 +4232,7 @@ def test_tasks_are_evaluated_on_text_and_by_rank(mixture, tmp_path, one_device):
     p3 = change(one, data=dict(source=f"seqio:{tmp_path}", task="imdb_x_score_eval"))
     again, ranked = evaluate.rank(params, p3, one_device, "validation", tokenizer)
     assert len(ranked) == len(lines) and "accuracy" in again
-    assert ranked[0]["score"] != lines[0]["score"]  # T0's inputs have no EOS
+    assert ranked[0]["score"] != lines[0]["score"]  # the inputs of T0 have no EOS
     for task, sentence in (
         ("few", "needs answer choices"),
         ("documents", "no inputs and targets"),
@@ -4213,8 +4247,8 @@ def test_tasks_are_evaluated_on_text_and_by_rank(mixture, tmp_path, one_device):
             )
 
 
-def test_all_steps_pass_over_damaged_ones(trained, tmp_path, capsys, monkeypatch):
-    """Each is named; where none is whole, that is no success."""
+def test_damaged_checkpoints_are_skipped(trained, tmp_path, capsys, monkeypatch):
+    """--step all names each damaged checkpoint, and fails if no checkpoint is complete."""
     monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
     run_dir = tmp_path / "run"
     shutil.copytree(trained[0], run_dir)
@@ -4222,23 +4256,23 @@ def test_all_steps_pass_over_damaged_ones(trained, tmp_path, capsys, monkeypatch
     for number, step in enumerate((3, 6)):
         (partition.Checkpoints(run_dir).path(step) / "manifest.json").write_text("{")
         status, out, err = run(evaluate, capsys, monkeypatch, *command)
-        assert f"step {step} is left out" in err and status == (0, 2)[number], err
+        assert f"Step {step} is skipped." in err and status == (0, 2)[number], err
         assert ("step 6, span_corruption" in out) == (number == 0)
 
 
-def test_the_table_is_parse_tbs(tmp_path):
-    """A row per step, the best rows, averages over groups where all columns are there."""
+def test_the_csv_table_equals_that_of_parse_tb(tmp_path):
+    """The table has a row per step and the best rows. An average needs all of its columns."""
     table = {}
     for step in (10, 20):
         table[step] = {
-            evaluate.csv_column(suite, name, metric): step + i
-            for suite, names in evaluate.AVERAGES.items()
-            for i, (name, metrics) in enumerate(names.items())
-            for metric in metrics
+            column: step + i
+            for benchmarks in evaluate.AVERAGES.values()
+            for i, benchmark in enumerate(benchmarks)
+            for column in benchmark.split()
         }
     del table[20]["super_glue_wic_v102/accuracy"]
     table[10]["x/pearson_corrcoef"], table[20]["x/pearson_corrcoef"] = math.nan, 7.0
-    table[10]["glue_mrpc_v002/f1"] = 99.0  # with a mean below that of step 20
+    table[10]["glue_mrpc_v002/f1"] = 99.0  # the mean of MRPC is higher at step 20
     table[10]["glue_mrpc_v002/accuracy"] = -99.0
     evaluate.write_csv(tmp_path / "t.csv", table)
     rows = [line.split(",") for line in (tmp_path / "t.csv").read_text().splitlines()]
@@ -4250,6 +4284,43 @@ def test_the_table_is_parse_tbs(tmp_path):
     assert columns["super_glue_average"] == ("13.500", "", "13.500", "10")
     assert "glue_mnli_mismatched_v002/accuracy" in columns
     assert "super_glue_wsc_v102_simple_eval/accuracy" in columns
+
+
+def test_the_plot_names_its_curves_and_units(tmp_path, monkeypatch):
+    """The axes have units, and the legend says which curve is training and which is held-out."""
+    pytest.importorskip("matplotlib", reason="needs pip install '.[plot]'")
+    from matplotlib import figure
+
+    lines = [
+        {"step": 1, "train/loss": 5.0, "train/accuracy": 0.1, "train/learning_rate": 0.0},
+        {"step": 2, "training_eval/a/loss": 4.0, "inference_eval/a/accuracy": 50.0},
+        {"step": 3, "train/loss": 3.0, "train/accuracy": 0.2, "timing/step": 1.0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    figures, save = [], figure.Figure.savefig
+    monkeypatch.setattr(
+        figure.Figure,
+        "savefig",
+        lambda self, *args, **kwargs: (figures.append(self), save(self, *args, **kwargs)),
+    )
+    evaluate.write_plot(tmp_path / "curves.png", [tmp_path])
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    axes = figures[0].axes
+    labels = [axis.get_ylabel() for axis in axes]
+    assert labels == ["loss (nats per token)", "accuracy (%)", "learning rate"]
+    assert axes[-1].get_xlabel() == "training step"
+    curves = [
+        {
+            line.get_label(): (line.get_linestyle(), line.get_ydata().tolist())
+            for line in axis.lines
+        }
+        for axis in axes
+    ]
+    assert curves == [
+        {"held-out, teacher-forced: a": ("--", [4.0]), "training": ("-", [5.0, 3.0])},
+        {"held-out, predictions: a": ("--", [50.0]), "training": ("-", [10.0, 20.0])},
+        {"training": ("-", [0.0])},
+    ]
 
 
 def test_files_are_answered_line_by_line(trained, tmp_path, capsys, monkeypatch):
