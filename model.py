@@ -663,7 +663,7 @@ def loss_fn(params, batch, cfg, key=None):
 # sentences say what it does, for which compiler, and what it gained when it was measured.
 # Cycles are those that the TPU compiler estimates for one training step of T5 1.1 small
 # on v5e:2x4, batch 256, unless another size or chip is named. Without any tuned form the
-# step takes 170.9 M cycles and 9.1 GB. With all of them it takes 78.4 M cycles and 2.8 GB.
+# step takes 170.9 M cycles and 9.1 GB, with all of them 78.4 M cycles and 2.8 GB.
 # On a CPU, a step takes a quarter less time with all of them.
 
 # The environment variable PLAIN_T5_TUNED=0 turns every tuned form off. Change an equation
