@@ -42,6 +42,7 @@ import math
 import os
 import re
 import string
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -963,11 +964,16 @@ def main(argv):
             has_metrics = data.find_task(name, task_cfg).metrics
             mode = args.mode or ("predict" if has_metrics else "loss")
             evaluation = evaluations[mode]
+            start = time.perf_counter()
             metrics, lines = evaluation(params, task_cfg, mesh, args.split, tokenizer)
+            seconds = time.perf_counter() - start
             title = f"{args.run_dir}, step {step:,}, {name}, {args.split}, {mode}"
             # With --mode rank, there is a line for each answer choice of an example.
             examples = {line["idx"][0] for line in lines} if mode == "rank" else lines
-            print(f"{title}: {len(examples):,} examples" if lines else title)
+            speed = (
+                f"{len(examples):,} examples, {len(examples) / seconds:.4g} examples/s"
+            )
+            print(f"{title}: {speed if lines else f'{seconds:.3g} s'}")
             for metric, value in metrics.items():
                 print(f"  {metric:22} {value:.4f}")
             name = recorded_name(name, mode, args, changed)
