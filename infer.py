@@ -123,7 +123,16 @@ def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=No
         )
         written.append(own)
         x = model.decoder_layer(
-            w, x, h, own, bias, seen, cross, cross_mask, cfg, attend=cached_attention
+            w,
+            x,
+            h,
+            own,
+            bias,
+            seen,
+            cross,
+            cross_mask,
+            cfg,
+            core=jax.shard_map(cached_attention, out_specs=model.sharding_of(own[1])),
         )
     return model.unembed(params, cfg, model.final_norm(x, params["decoder"])), written
 
