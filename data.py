@@ -1,9 +1,9 @@
-"""Turn text into training batches: text, tokens, examples, packed rows, the batch of a
-step.
+"""Turn text into the batches of training and evaluation.
 
-The input is a source of text, such as files. The output is a Batch of int32 NumPy arrays
-for each step. A batch depends only on the config and the step, so a resumed run needs
-only its step number.
+The input is a source of text, such as files. The output is a Batch of int32 arrays for
+each step: text is tokenized, an objective turns the tokens into examples, and examples
+are packed into rows. A batch depends only on the config and the step, so a resumed run
+only needs its step number. This file uses NumPy and never JAX.
 
     python data.py --show 3                          print three rows of the first batch
     python data.py --config small_c4 --prepare       write the token files of a run
@@ -25,7 +25,7 @@ Example:
     ([[10, 11, 99, 14, 15, 16, 17, 98, 1]], [[99, 12, 13, 98, 18, 19, 1]])
 
 Terms:
-    document       one text of a source, such as a file or a line
+    document       one text of a source, or one pair of texts (inputs and targets)
     shard          the tokens of some consecutive documents, stored in files on disk
     chunk          the consecutive tokens that an objective turns into one example
     objective      a rule that turns a chunk into inputs and targets
@@ -99,8 +99,7 @@ class Tokenizer:
 
     serialized: bytes of the model file. A run directory stores these bytes.
     size, sentinels: number of all ids, and number of sentinels among these ids.
-    processor: SentencePieceProcessor of the same model, with sentinels added where none
-    were.
+    processor: SentencePieceProcessor of this model, with sentinels added if it had none.
     """
 
     def __init__(self, serialized, size, sentinels, processor=None):
@@ -113,8 +112,7 @@ class Tokenizer:
     def encode(self, text):
         """Return the list of ids of a text, without EOS.
 
-        " <extra_id_0>" in the text, with the space before it, becomes the id of that
-        sentinel.
+        The text " <extra_id_0>", with its space, becomes the id of this sentinel.
         """
         return self.processor.encode(text)
 
@@ -153,8 +151,7 @@ class Tokenizer:
 #     targets  <extra_id_0> for inviting <extra_id_1> last week </s>
 #
 # The spans are random. `random_bits(*key)`, defined further below, returns 64 random bits
-# for a key. The same key always gives the same bits, so no generator state has to be
-# saved.
+# for a key. Equal keys give equal bits, so a resumed run needs no saved random state.
 
 
 def noise_counts(length, data):
@@ -176,11 +173,11 @@ def raw_length(data):
     The inputs shrink, because one sentinel replaces several tokens. With T5's settings,
     568 tokens become exactly 512 inputs.
     """
-
-    for length in itertools.count(2):
-        noise, spans = noise_counts(length + 1, data)
-        if length + 1 - noise + spans + 1 > data.inputs_length:
-            return length
+    for length in itertools.count(3):
+        noise, spans = noise_counts(length, data)
+        inputs = length - noise + spans + 1  # kept tokens, sentinels and EOS
+        if inputs > data.inputs_length:
+            return length - 1
 
 
 def random_compositions(total, parts, keys):
@@ -198,8 +195,7 @@ def random_compositions(total, parts, keys):
 
 
 def span_corruption(tokens, keys, sentinel, data):
-    """Replace random spans of tokens by sentinels, and return the arrays (inputs,
-    targets).
+    """Replace random spans of tokens by sentinels, and return (inputs, targets).
 
     tokens: [N, n] ids of N chunks of equal length.
     keys: [N] random integers. Row i of the result depends only on tokens[i] and keys[i].
@@ -232,8 +228,7 @@ def span_corruption(tokens, keys, sentinel, data):
 def insert_sentinels(tokens, sentinels, positions, selected):
     """Write sentinels at the given positions, select tokens, and append EOS to each row.
 
-    tokens: [N, n]. positions, selected: boolean masks [N, n] with equal counts in all
-    rows.
+    tokens: [N, n]. positions, selected: boolean [N, n]. All rows have equal counts.
     """
     marked = tokens.astype(np.int32)
     marked[positions] = sentinels
@@ -246,13 +241,12 @@ def insert_sentinels(tokens, sentinels, positions, selected):
 
 
 class Objective:
-    """Turn chunks of tokens into examples. A Task has an objective as its field
-    `objective`.
+    """Turn chunks of tokens into examples, that is, pairs of inputs and targets.
 
-    A recipe file may define a subclass. An objective with one feature gets documents that
-    are cut into chunks, and needs a method `length(data)` that returns the maximum length
-    of a chunk. An objective with two features gets uncut documents. The arguments of the
-    methods are:
+    The field `objective` of a Task is an Objective. A recipe file may define a subclass.
+    If an objective has one feature, documents are split into chunks. Then the objective
+    needs a method `length(data)` that returns the maximum length of a chunk. If an
+    objective has two features, a whole document is a chunk. The methods' arguments are:
 
     chunks: list of N chunks. A chunk is a list with one array of ids for each feature.
     keys: [N] 64 random bits for each chunk. A chunk has other bits in each epoch.
@@ -265,11 +259,10 @@ class Objective:
     packs = True  # whether several examples may share a row
 
     def sizes(self, lengths, keys, tokenizer, data):
-        """Return the numbers of inputs and targets [2, N] of chunks with lengths
-        [features, N].
+        """Return the numbers of inputs and targets [2, N] that `make` makes of N chunks.
 
-        EOS is not counted. By default, this method runs `make` on zeros. A subclass that
-        can compute the sizes directly makes packing faster.
+        lengths: [features, N] lengths of the chunks. By default, this method calls `make`
+        with chunks of zeros. Packing is faster if a subclass computes the sizes directly.
         """
         chunks = [[np.zeros(n, np.int32) for n in chunk] for chunk in lengths.T]
         pairs = self.make(chunks, keys, tokenizer, data)
@@ -311,8 +304,7 @@ class SpanCorruption(Objective):
     def make(self, chunks, keys, tokenizer, data):
         pairs = [None] * len(chunks)
         lengths = np.array([len(ids) for (ids,) in chunks])
-        # span_corruption works on chunks of equal length. Most chunks have the maximum
-        # length.
+        # span_corruption needs chunks of equal length, so chunks are grouped by length.
         for length in np.unique(lengths):
             _, spans = noise_counts(length, data)
             if spans > tokenizer.sentinels:
@@ -335,15 +327,15 @@ class SpanCorruption(Objective):
 
 
 def truncated_length(side, task, data):
-    """Return (maximum row length, number of EOS tokens, number of tokens kept before
-    EOS).
+    """Return the rule by which one side of a long example is truncated.
 
-    side: "inputs" or "targets". task: Task. data: DataConfig.
+    side: "inputs" or "targets". task: Task. data: DataConfig. The result has three parts:
+    the maximum length, the number of EOS tokens (0 or 1), and the number of tokens that
+    are kept before EOS.
 
-    Targets always end with EOS. Inputs end with EOS unless the task sets inputs_eos to
-    False. t5 cuts a long example one token earlier, so that EOS still fits. T0's tasks
-    set eos_after_trim to False. For these tasks, a long example fills the row and has no
-    EOS.
+    Targets always end with EOS. Inputs end with EOS unless task.inputs_eos is False.
+    As in t5, the tokens are cut so that EOS still fits. If task.eos_after_trim is False,
+    as in T0's tasks, the tokens may fill the maximum length, and EOS is then lost.
     """
     limit = data.inputs_length if side == "inputs" else data.targets_length
     eos = int(side == "targets" or task.inputs_eos)
@@ -353,28 +345,27 @@ def truncated_length(side, task, data):
 def truncate(ids, side, task, data):
     """Cut the ids of one side of an example to its maximum length, and append EOS.
 
-    The arguments are those of truncated_length. If the kept tokens already fill the row,
-    the last step cuts EOS off again. This happens only to the long examples of T0's
-    tasks.
+    side, task and data are the arguments of truncated_length.
     """
     limit, eos, kept = truncated_length(side, task, data)
+    # The last slice removes EOS if the kept tokens already fill the maximum length.
     return np.concatenate([ids[:kept], [EOS] * eos]).astype(np.int32)[:limit]
 
 
-# Each use of random bits has its own first key, so that no two uses share their random
-# numbers.
+# The first key of random_bits says what the bits are for, so that no bits are used twice.
 ORDER, NOISE, PACKING = 1, 2, 3
 
 
 class Examples:
-    """Make the examples of one task. An example is identified by its epoch and its chunk
-    number.
+    """Make the examples of one task.
 
-    corpus: the chunks of the task, in shards. Its methods give the number of the first
-        chunk of each shard (shard_starts), the lengths of chunks (lengths) and their ids
-        (chunks).
-    shuffled: whether each epoch has its own random order. Held-out splits are not
-    shuffled.
+    An example is identified by its epoch and the number of its chunk. The noise of an
+    example depends on both numbers, so each epoch has other noise.
+
+    corpus: Corpus, which provides the chunks of the task. The method shard_starts returns
+        the number of the first chunk of each shard. The method lengths returns the
+        lengths of chunks, and the method chunks returns their ids.
+    shuffled: whether the chunks are shuffled. Held-out splits are not shuffled.
     """
 
     def __init__(self, task, corpus, tokenizer, cfg, shuffled=True):
@@ -387,9 +378,8 @@ class Examples:
     def locate(self, samples):
         """Return (epochs, chunk numbers), two arrays [N], of the sample numbers [N].
 
-        An epoch goes through the shards in their order on disk, and through the chunks of
-        each shard in a random order. So training can begin when only the first shard
-        exists.
+        An epoch goes through the shards in order, and through the chunks of each shard in
+        a random order. So training can begin as soon as the first shard exists.
         """
         starts = self.corpus.shard_starts(int(samples.max()) + 1)
         epochs, chunks = np.divmod(samples, starts[-1])
@@ -436,24 +426,22 @@ class Examples:
 
 
 def pack(sizes, limits):
-    """Assign examples to rows by best-fit bin packing, and return the row of each example
-    [N].
+    """Assign N examples to rows by best-fit bin packing, and return their rows [N].
 
-    sizes: [2, N] numbers of inputs and targets. limits: maximum numbers of both in a row.
+    sizes: [2, N] numbers of inputs and targets of each example.
+    limits: maximum numbers of inputs and targets in a row.
 
-    Best fit fills one row after the other. A row repeatedly takes the example that leaves
-    the least room, until no other example fits. Room on both sides is measured in units
-    of what an average row has to hold on that side, so the scarcer side counts more.
+    Best-fit bin packing fills one row after the other. A row repeatedly takes the example
+    that leaves the least room, until no other example fits. The room for inputs is
+    measured relative to the inputs of an average row, and so is the room for targets.
     """
     limits = np.array(limits)
-    # Examples of equal sizes are interchangeable, so the search runs over the distinct
-    # sizes.
+    # Examples of equal sizes are interchangeable, so the search is over distinct sizes.
     kinds, kind_of = np.unique(sizes, axis=1, return_inverse=True)  # sorted by inputs
     waiting = [[] for _ in kinds[0]]  # the unpacked examples of each kind
     for example, kind in enumerate(kind_of.ravel().tolist()):
         waiting[kind].append(example)
-    # fitting[n]: number of kinds with at most n inputs. These kinds come first in
-    # `kinds`.
+    # fitting[n] is the number of kinds with at most n inputs. They come first in `kinds`.
     fitting = np.searchsorted(kinds[0], np.arange(limits[0] + 1), "right")
     targets = kinds[1].copy()  # set above the limit once no example of a kind is left
 
@@ -468,14 +456,13 @@ def pack(sizes, limits):
         row += 1
         room = limits.copy()
         while fit := fitting[room[0]]:
-            # The room that would be left on both sides after adding an example of each
-            # kind.
+            # The room for inputs and targets that each kind of example would leave.
             a, b = (1 - (limits - room) / average).astype(np.float32)
             a, b = a - input_room[:fit], b - target_room[:fit]
-            # The difference of both is added, so that rows fill evenly on both sides.
+            # Adding their difference makes inputs and targets fill up evenly.
             remaining = a + b + np.abs(a - b) / 2
             remaining = np.where(targets[:fit] > room[1], np.inf, remaining)
-            best = int(remaining.argmin())
+            best = remaining.argmin()
             if remaining[best] == np.inf:
                 break
             rows[waiting[best].pop()] = row
@@ -528,10 +515,11 @@ def random_bits(*key):
     """Return 64 random bits (uint64) that depend only on the key.
 
     key: integers or integer arrays, which are broadcast against each other. The result
-    has the broadcast shape. The parts of the key are XORed into the bits one after the
-    other. After each part, the bits are mixed by the finalizer of SplitMix64, a random
-    number generator (Steele, Lea and Flood 2014). In the mixed bits, every bit depends on
-    every bit before the mixing.
+    has the broadcast shape.
+
+    The parts of the key are XORed into the bits one after the other. After each part, the
+    finalizer of SplitMix64 mixes the bits: every new bit depends on every old bit.
+    SplitMix64 is a random number generator by Steele, Lea and Flood (2014).
     """
     bits = np.zeros((), np.uint64)
     with np.errstate(over="ignore"):  # integer overflow is wanted: arithmetic modulo 2^64
@@ -545,10 +533,10 @@ def random_bits(*key):
 
 
 def permute(index, size, *key):
-    """Return the images [N] of `index` [N] under a random permutation of range(size).
+    """Return the places [N] of `index` [N] in a random permutation of range(size).
 
-    key: integers or arrays [N] that choose the permutation. The permutation is computed
-    for each index separately and is never stored, so `size` may be large.
+    key: integers or arrays [N] that choose the permutation. The place of each index is
+    computed directly and the permutation is never stored, so `size` may be large.
 
     A Feistel network permutes the numbers below a power of four. The network splits the
     bits of a number into two halves. In each of four rounds, one half is XORed with
@@ -557,7 +545,7 @@ def permute(index, size, *key):
     """
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half_bits) - 1  # selects the lower half of the bits
-    out = np.asarray(index).astype(np.uint64)
+    out = index.astype(np.uint64)
     key = np.broadcast_to(random_bits(*key), out.shape)
     # Cycle walking: a result outside range(size) is permuted again until it is inside.
     outside = np.arange(out.size)
@@ -577,17 +565,16 @@ BLOCK_SAMPLES = 1 << 14  # how many samples of all tasks are packed together
 
 
 class TrainingPlan:
-    """Decide which samples are in which row of training. Rows are numbered from step 0
-    on.
+    """Decide which samples are in which row of training.
 
+    Rows are numbered through all steps, so step 1 starts with row number batch_size.
     Training goes through blocks of about BLOCK_SAMPLES samples. The rates decide how many
     samples of each task a block has. The samples of a block are packed into rows, and
     these rows come in a random order.
 
     tasks: list of Examples. rates: a positive number for each task.
-    row_starts: the number of the first row of each block, as far as an earlier run has
-    saved it.
-    save: function that is called with row_starts whenever row_starts grew.
+    row_starts: number of the first row of each block, as far as an earlier run saved it.
+    save: function that is called with row_starts after row_starts has grown.
     """
 
     def __init__(self, tasks, rates, cfg, row_starts=(0,), save=lambda row_starts: None):
@@ -630,18 +617,16 @@ class TrainingPlan:
         return planned.result()
 
     def plan_block(self, block):
-        """Return the samples of a block in the order of its rows, as (task, sample,
-        edges).
+        """Return the arrays (task, sample, edges) that describe the rows of a block.
 
-        task, sample: arrays with the index of the task and the sample number of each
-        sample.
-        edges: row r of the block has the samples from edges[r] up to edges[r + 1].
+        task, sample: index of the task and sample number of each example, row after row.
+        edges: row r of the block has the examples from edges[r] up to edges[r + 1].
         """
         first = self.samples_before(block)
         count = self.samples_before(block + 1) - first  # samples of each task
         task = np.repeat(np.arange(len(count)), count)
         number = np.concatenate([np.arange(n) for n in count])  # 0, 1, ... in each task
-        # Interleave the tasks evenly: sort by how far a sample is along its task.
+        # Interleave the tasks evenly: sort the samples by number relative to the count.
         order = np.argsort((number + 0.5) / count[task], kind="stable")
         task, number = task[order], number[order]
         sample = first[task] + number
@@ -661,7 +646,7 @@ class TrainingPlan:
 
     def samples_before(self, block):
         """Return the number of samples of each task in all blocks before this block."""
-        # Different phases keep the tasks from all rounding up in the same block.
+        # Each task is rounded with its own phase, so that not all counts jump together.
         phase = (np.arange(len(self.rates)) + 0.5) / len(self.rates)
         return np.floor(self.rates * block * BLOCK_SAMPLES + phase).astype(int)
 
@@ -670,9 +655,8 @@ def make_batch(step, tasks, plan, cfg, rows=None):
     """Return the Batch of a step. The result depends on nothing but the arguments.
 
     tasks: list of Examples. plan: a TrainingPlan, or a HeldOutPlan for a held-out split.
-    rows: indices of the rows of the global batch to make. By default, all rows are made.
-        With several processes, each process makes only the rows that its own devices
-        hold.
+    rows: which rows of the global batch to make, by default all. With several processes,
+        each process makes only the rows that its own devices hold.
     """
     batch_size = cfg.train.batch_size
     rows = range(batch_size) if rows is None else rows
@@ -2072,10 +2056,10 @@ PREFETCH_LOCK = threading.Semaphore()  # only one shard at a time is tokenized i
 
 
 def prepared_path(source, identity, cfg):
-    """Return a path in data.prepared_dir for files that depend on a source and an
-    identity.
+    """Return the path in data.prepared_dir for files that are made from a source.
 
-    identity: JSON value. A change of the identity changes the path.
+    identity: JSON value with everything else that the files depend on. The path contains
+    a hash of the source and the identity, so a change of either gives another path.
     """
     if "://" in cfg.data.prepared_dir:
         raise UserError(
@@ -2090,8 +2074,8 @@ def prepared_path(source, identity, cfg):
 def source_identity(task, files, cfg):
     """Return a JSON value that changes when the texts of a task change.
 
-    The value has the name, size and time of each source file. A format function can be
-    edited, so the value also has the first 100 examples that the format function makes.
+    The value contains the name, size and time of each source file. The function
+    task.format may also change, so the value contains its first 100 examples.
     """
     stamps = [[file.name, file.stamp] for file in files]
     identity = [stamps, task.objective.features, cfg.data.fields]
@@ -2103,9 +2087,10 @@ def source_identity(task, files, cfg):
 
 
 def with_vocab_size(changes):
-    """Add model.vocab_size to the command line's changes if these changes set data.vocab.
+    """Return the changes of the command line, with model.vocab_size if needed.
 
-    The size is that of the vocabulary, rounded up to a multiple of 128.
+    changes: {"section.field": value}. If data.vocab is changed and model.vocab_size is
+    not, model.vocab_size becomes the vocabulary's size, rounded up to a multiple of 128.
     """
     vocab = changes.get("data.vocab", "")
     if not vocab or "model.vocab_size" in changes:
@@ -2117,6 +2102,7 @@ def with_vocab_size(changes):
 
 def check_vocab_size(size, cfg):
     """Raise a UserError if model.vocab_size does not fit a vocabulary with `size` ids."""
+    # The embedding may have up to 127 unused rows.
     if not size <= cfg.model.vocab_size < size + 128:
         raise UserError(
             f"The vocabulary has {size} ids, including its sentinels, but the model has "
@@ -2128,8 +2114,8 @@ def check_vocab_size(size, cfg):
 def prepare_vocabulary(cfg, split="train"):
     """Return the Tokenizer that data.vocab names.
 
-    "train:PIECES" trains a vocabulary on the source once, and stores it in
-    data.prepared_dir.
+    If data.vocab is "train:PIECES", a vocabulary with this number of pieces is trained on
+    the source, and it is stored in data.prepared_dir.
     """
     trained = re.fullmatch(r"train:([1-9]\d{0,8})", cfg.data.vocab)
     if not trained:
@@ -2171,7 +2157,7 @@ def encode_in_background(examples, tokenizer, unknown_characters):
 
     examples: iterator of (number, texts). A text that the source has tokenized already is
     a list of ids. Yields (number, list of arrays of ids) for each example.
-    unknown_characters: Counter to which the characters behind unknown tokens are added.
+    unknown_characters: Counter of characters that the vocabulary lacks. It is updated.
     """
 
     def encode(batch):
@@ -2183,8 +2169,7 @@ def encode_in_background(examples, tokenizer, unknown_characters):
             for text in texts:
                 ids = next(encoded) if isinstance(text, str) else strip_eos(text)
                 document.append(ids)
-                # Encoding single characters is slow. 10,000 characters are enough for a
-                # report.
+                # Encoding single characters is slow, so at most 10,000 are counted.
                 is_unknown = isinstance(text, str) and UNK in ids
                 if is_unknown and unknown_characters.total() < 10_000:
                     unknown_characters.update(
@@ -2204,10 +2189,9 @@ def encode_in_background(examples, tokenizer, unknown_characters):
 
 
 def strip_eos(ids):
-    """Return the ids of a text that the source has tokenized already, without a final
-    EOS.
+    """Return the ids of a text without a final EOS.
 
-    `truncate` adds EOS again when a batch is made.
+    Some sources provide token ids that end with EOS. `truncate` appends EOS again later.
     """
     ids = np.asarray(ids, np.int32)
     return ids[:-1] if len(ids) and ids[-1] == EOS else ids
@@ -2217,8 +2201,8 @@ def split_into_chunks(ends, objective, data):
     """Return the boundaries [N, features + 1] of the chunks of a shard.
 
     ends: [documents, features] where each text ends in the shard. Feature f of chunk i is
-    between the boundaries [i, f] and [i, f + 1]. Two features mean that a document is one
-    chunk.
+    between the boundaries [i, f] and [i, f + 1]. If the objective has two features, each
+    document is one chunk.
     """
     first_starts = np.append(0, ends[:-1, -1])[: len(ends)]  # [documents]
     if len(objective.features) > 1:
@@ -2232,14 +2216,13 @@ def split_into_chunks(ends, objective, data):
 
 
 class Corpus:
-    """Provide the chunks of one task and split, from token files that are written when
-    needed.
+    """Provide the chunks of one task and split.
 
-    Chunks are numbered through all shards. A shard begins at a position [source file,
-    shard in this file, example in this file]. All methods may be called from several
-    threads.
+    Chunks are numbered through all shards. The token files of a shard are written when
+    the shard is used for the first time. A shard begins at a position, a list of three
+    numbers: source file, shard of this file, and first example of this file.
 
-    opened: (Task, source files) as open_task returns them, if they are open already.
+    opened: (Task, source files) from open_task, if the task is open already.
     """
 
     def __init__(self, name, split, tokenizer, cfg, opened=None):
@@ -2267,7 +2250,10 @@ class Corpus:
         self.closed = False
 
     def shard(self, number):
-        """Return the metadata of a shard, prepared if needed, or None after the last."""
+        """Return the metadata of a shard, or None if the source has fewer shards.
+
+        This shard and all shards before it are prepared if needed.
+        """
         with self.lock:
             while len(self.shards) <= number and self.next_position:
                 metadata = self.prepare_shard(self.next_position)
@@ -2276,11 +2262,10 @@ class Corpus:
         return self.shards[number] if number < len(self.shards) else None
 
     def shard_starts(self, count=math.inf):
-        """Return the number of the first chunk of each shard, and the number of chunks at
-        the end.
+        """Return the number of the first chunk of each known shard, as a list.
 
-        Shards are prepared until at least `count` chunks are known, or until the source
-        ends.
+        The last entry is the number of all known chunks. Shards are prepared until at
+        least `count` chunks are known, or until the source ends.
         """
         while self.starts[-1] < count and self.shard(len(self.starts) - 1):
             bounds = self.chunk_bounds(len(self.starts) - 1)
@@ -2288,7 +2273,7 @@ class Corpus:
         return self.starts
 
     def count_documents(self):
-        """Return the number of documents in all shards. All shards are prepared."""
+        """Return the number of documents in all shards, after preparing all shards."""
         self.shard_starts()
         return sum(shard["documents"] for shard in self.shards)
 
@@ -2373,7 +2358,7 @@ class Corpus:
         return array
 
     def read_array(self, number, kind):
-        """Return the array in a file of a shard. If missing or damaged, return None."""
+        """Return the array in a file of a shard, or None if the file is not valid."""
         shard = self.shards[number]
         path = self.path(shard["position"], kind)
         try:
@@ -2390,8 +2375,8 @@ class Corpus:
     def prepare_shard(self, position, again=False):
         """Write the files of the shard at a position, and return its metadata.
 
-        A shard that is complete is not written again, unless `again` is true. A lock file
-        keeps several processes from writing the same shard.
+        If the shard is complete, only its metadata are read, unless `again` is true. A
+        lock file prevents two processes from writing the same shard.
         """
         path = self.path(position, "json")
         with self.lock, configs.lock(path.with_suffix(".lock"), wait=True):
@@ -2400,7 +2385,7 @@ class Corpus:
                     return configs.read_checked(path, SHARD_METADATA)
             reader = self.readers.pop(tuple(position), None) or self.tokenize(*position)
             arrays, next_position = next(reader)
-            # The generator goes on if the next shard is in the same source file.
+            # If the next shard is in the same source file, the generator is used again.
             if next_position and next_position[1]:
                 self.readers = {tuple(next_position): reader}
             ids = np.concatenate([np.zeros(0, np.int32), *arrays]).astype(self.dtype)
@@ -2425,10 +2410,11 @@ class Corpus:
         return metadata
 
     def tokenize(self, file, shard, first):
-        """Yield the shards of a source file, from a position on.
+        """Yield the shards of a source file, starting at a position.
 
-        Each shard is a pair: the list of its texts as arrays of ids, and the position of
-        the next shard. This position is None at the end of the source.
+        file, shard, first: the three numbers of the position. Yields pairs of a list of
+        arrays of ids, one for each text, and the position of the next shard. This
+        position is None at the end of the source.
         """
         examples = formatted_examples(
             self.files[file], self.invalid, self.task, self.cfg, self.tokenizer.size
@@ -2495,8 +2481,7 @@ class HeldOutPlan:
 
 
 class Dataset:
-    """Hold the tasks of a split with the plan of its rows, and make the batches of the
-    split.
+    """Make the batches of one split of a task or mixture.
 
     tasks: list of Examples. plan: TrainingPlan or HeldOutPlan.
     """
@@ -2505,14 +2490,14 @@ class Dataset:
         self.tasks, self.plan, self.cfg = tasks, plan, cfg
 
     def batch(self, step, rows=None):
-        """Return the Batch of a step, or only some of its rows. See make_batch."""
+        """Return the Batch of a step, or some of its rows, as make_batch does."""
         return make_batch(step, self.tasks, self.plan, self.cfg, rows)
 
     def batches(self, most=0):
-        """Return the number of batches of a held-out split, at most `most` if that is not
-        0.
+        """Return the number of batches of a held-out split.
 
-        The last batch may end with rows of padding.
+        most: the maximum that is returned, or 0 for no maximum. The last batch may end
+        with rows of padding.
         """
         size = self.cfg.train.batch_size
         count = self.tasks[0].corpus.shard_starts(most * size or math.inf)[-1]
@@ -2525,7 +2510,7 @@ class Dataset:
             number, tokens = 0, 0
             while tokens < most / len(self.tasks) and corpus.shard(number):
                 ids, bounds = corpus.shard_ids(number), corpus.chunk_bounds(number)
-                # Of inputs and targets, only the targets are counted.
+                # The last two boundaries of a chunk enclose its text or its targets.
                 found += [ids[start:stop] for start, stop in bounds[:, -2:].tolist()]
                 number, tokens = number + 1, tokens + len(ids)
         return np.concatenate(found)[: 2 * most]
@@ -2536,22 +2521,23 @@ class Dataset:
         return "-".join(str(task.corpus.shard(0)["ids"]) for task in self.tasks)
 
     def close(self):
-        """Stop the tokenization in the background."""
+        """Stop preparing shards in the background."""
         for task in self.tasks:
             task.corpus.closed = True
 
 
 def prepare(cfg, split, tokenizer):
-    """Return the Dataset of a split, after writing its first token files.
+    """Check the tasks of a split, prepare the first shards, and return the Dataset.
 
-    Invalid tasks, a wrong vocabulary, an empty split and lengths that do not fit raise a
-    UserError.
+    A UserError is raised for an invalid task, a vocabulary that does not fit the model, a
+    split without text, and chunks that do not fit into rows.
     """
     check_tasks(cfg)
     check_vocab_size(tokenizer.size, cfg)
     if split != "train" and cfg.data.task in MIXTURES:
         raise UserError(
-            f"{cfg.data.task} is a mixture: evaluate its tasks one by one, with --tasks."
+            f"{cfg.data.task} is a mixture, and mixtures have no {split} split: name one "
+            f"of its tasks."
         )
     opened = open_tasks(cfg, split)
 
@@ -2582,8 +2568,8 @@ def prepare(cfg, split, tokenizer):
 def training_plan(tasks, rates, cfg):
     """Return a TrainingPlan whose row_starts are stored in data.prepared_dir.
 
-    A resumed run reads row_starts, so that the blocks before its step are not packed
-    again.
+    A resumed run reads row_starts from disk. Then the blocks before the first step of the
+    resumed run need not be packed again.
     """
     identity = [
         (task.corpus.folder.name, type(objective).__name__, vars(objective))
@@ -2607,11 +2593,11 @@ def training_plan(tasks, rates, cfg):
 
 
 def check_lengths(tasks, data, title):
-    """Check before training that the chunks fit into rows, and report how many are
-    truncated.
+    """Check before training that examples fit into rows.
 
-    Chunks across documents must fit as a whole, else a UserError is raised. Other chunks
-    may be truncated. A note says how many of the first shards' chunks are truncated.
+    If chunks may continue across documents, an example that is too long raises a
+    UserError. Otherwise, long examples are truncated, and a note says how many examples
+    of the prepared shards are too long.
     """
     truncated, total = [0, 0], 0
     for task in tasks:
@@ -2641,13 +2627,10 @@ def check_lengths(tasks, data, title):
 
 
 def read_task(name, split, cfg, bad, size=math.inf):
-    """Yield (where, dict) for each example of a task's split, formatted but not
-    tokenized.
+    """Yield (where, dict) for each example of a split, formatted but not tokenized.
 
-    bad: InvalidExamples, or another function (where, what) that is called for invalid
-    examples.
-    size: size of the vocabulary. Examples with ids beyond it are invalid, as in the
-    batches.
+    bad: function (where, what) that is called for each invalid example.
+    size: size of the vocabulary. An example with ids at or above this size is invalid.
     """
     task, files = open_task(name, split, cfg)
     for file in files:
@@ -2658,8 +2641,8 @@ def read_task(name, split, cfg, bad, size=math.inf):
 def evaluation_config(task, cfg):
     """Return the Config that evaluates one task of a run by itself.
 
-    task: name of a task. cfg: Config of the run. If the task reads files without splits,
-    and training does not read these files, then all of their examples are for evaluation.
+    task: name of a task. cfg: Config of the run. Files without splits usually hold out
+    their first 1 %. If training does not read these files, all their examples are used.
     """
     if task in MIXTURES:
         raise UserError(f"{task} is a mixture: name one of its tasks.")
@@ -2683,9 +2666,9 @@ def evaluation_config(task, cfg):
 
 
 def evaluation_configs(cfg, split="validation"):
-    """Return {task: Config} for the tasks that a run evaluates, each by itself.
+    """Return {name of a task: its Config} for all tasks that a run evaluates.
 
-    Tasks without this split are left out with a note. If no task has the split,
+    A note names the tasks that do not have the split. If no task has the split,
     MissingSplit is raised.
     """
     alone = {task: evaluation_config(task, cfg) for task in evaluated_tasks(cfg)}
@@ -2699,19 +2682,18 @@ def evaluation_configs(cfg, split="validation"):
 
 
 def unigram_loss(counts, batches, tokenizer):
-    """Return the loss, in nats per token, of a model that only knows how frequent each
-    token is.
+    """Return the loss of a unigram model on held-out batches, in nats per token.
 
-    This loss is a baseline for training: a model that uses the context should have a
-    lower loss.
-    counts: [vocabulary] counts of training tokens. batches: held-out batches. Sentinels
-    and EOS are left out.
+    A unigram model predicts each token with its frequency in the training data. A model
+    that uses the context should reach a lower loss. Sentinels and EOS are left out.
+
+    counts: [vocabulary] number of occurrences of each token in the training data.
     """
     targets = np.concatenate([batch.targets.ravel() for batch in batches])
     content = targets[(targets > EOS) & (targets < tokenizer.size - tokenizer.sentinels)]
     if not len(content):
         return 0.0
-    counts = counts + 1.0  # so that no token has the probability 0
+    counts = counts + 1.0  # add-one smoothing: no token has probability 0
     return float(np.mean(np.log(counts.sum()) - np.log(counts[content])))
 
 
@@ -2742,13 +2724,13 @@ def describe_rows(cfg):
     noise, spans = noise_counts(length, data)
     return (
         f"spans    {length} raw tokens, {noise} of them removed in {spans} spans, become "
-        f"{length - noise + spans + 1} inputs and {noise + spans + 1} targets "
-        f"(with {spans} sentinels and EOS each)"
+        f"{length - noise + spans + 1} inputs and {noise + spans + 1} targets, both with "
+        f"{spans} sentinels and EOS"
     )
 
 
 def describe_dataset(dataset):
-    """Return a text with the number of examples of a Dataset."""
+    """Return a text that says how many examples of a Dataset are prepared."""
     corpora = [task.corpus for task in dataset.tasks]
     text = f"{sum(corpus.starts[-1] for corpus in corpora):,} examples"
     if any(corpus.next_position for corpus in corpora):
@@ -2759,7 +2741,7 @@ def describe_dataset(dataset):
 def color_row(ids, segments, tokenizer):
     """Return the text of one row, with colors if standard output is a terminal.
 
-    Each segment has its own color, and sentinels are inverted.
+    Each segment has its own color, and sentinels are shown in reverse video.
     """
 
     def style(token):
@@ -2778,10 +2760,9 @@ def color_row(ids, segments, tokenizer):
 
 
 def tokens_per_second(work, tokens):
-    """Call `work` with rising numbers for about 0.2 seconds, and return its tokens per
-    second.
+    """Measure for about 0.2 seconds how many tokens per second a function processes.
 
-    tokens: how many tokens one call processes.
+    work: function of a call number. tokens: number of tokens that one call processes.
     """
     work(0)
     numbers = itertools.count(1)
@@ -2790,7 +2771,7 @@ def tokens_per_second(work, tokens):
 
 
 def first_split(cfg):
-    """Return the first split that all tasks of data.task have, if possible train."""
+    """Return "train", or the first other split that the tasks of data.task have."""
     for split in Task().splits:
         with contextlib.suppress(MissingSplit):
             open_tasks(cfg, split)
@@ -2799,7 +2780,10 @@ def first_split(cfg):
 
 
 def show(cfg, count, split):
-    """Print `count` rows of a split's first batch, and how fast batches are made."""
+    """Print rows of the first batch of a split, and how fast batches are made.
+
+    count: number of rows. split: name of the split, or None for first_split(cfg).
+    """
     cfg = configs.override(cfg, {"train.eval_every": 0, "train.infer_every": 0})
     if not split:
         split = first_split(cfg)
@@ -2891,7 +2875,7 @@ def prepare_all(cfg):
 def prepare_share(cfg, shard):
     """Tokenize every n-th source file of a run, so that n machines can share the work.
 
-    shard: "i/n", with i from 0.
+    shard: "i/n", where i is the number of this machine, from 0 to n - 1.
     """
     tokenizer = prepare_vocabulary(cfg)
     first, machines = configs.parse_shard(shard)
