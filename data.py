@@ -2510,8 +2510,10 @@ class Dataset:
             number, tokens = 0, 0
             while tokens < most / len(self.tasks) and corpus.shard(number):
                 ids, bounds = corpus.shard_ids(number), corpus.chunk_bounds(number)
-                # The last two boundaries of a chunk enclose its text or its targets.
-                found += [ids[start:stop] for start, stop in bounds[:, -2:].tolist()]
+                if len(corpus.task.objective.features) == 1:
+                    found.append(ids)
+                else:  # the last two boundaries of a chunk are those of the targets
+                    found += [ids[start:stop] for start, stop in bounds[:, -2:].tolist()]
                 number, tokens = number + 1, tokens + len(ids)
         return np.concatenate(found)[: 2 * most]
 

@@ -1784,7 +1784,7 @@ def test_rates_are_flattened_and_come_from_sizes(mixture):
     few, some, many = counts_of(dataset)  # a part of each is held out
     assert few < 5 and 30 < some < 40 and many < 90
     np.testing.assert_allclose(
-        dataset.rates, np.array([few, 30, many**0.5]) / (few + 30 + many**0.5)
+        dataset.plan.rates, np.array([few, 30, many**0.5]) / (few + 30 + many**0.5)
     )
     assert list(data.evaluation_configs(mixture)) == ["few", "some", "many", "documents"]
 
@@ -1792,9 +1792,9 @@ def test_rates_are_flattened_and_come_from_sizes(mixture):
 def test_mixtures_keep_their_proportions_and_lose_nothing(mixture):
     """In each block to one example, in the long run exactly; each task epoch by epoch."""
     dataset = open_dataset(mixture)
-    shares, drawn = dataset.rates, [[], [], []]
+    shares, drawn = dataset.plan.rates, [[], [], []]
     for block in range(40):
-        task, draw, _ = dataset.plan(block)
+        task, draw, _ = dataset.plan.plan_block(block)
         counts = np.bincount(task, minlength=3)
         assert (abs(counts - 64 * shares) < 1).all()
         for number in range(3):
@@ -1807,7 +1807,7 @@ def test_mixtures_keep_their_proportions_and_lose_nothing(mixture):
             assert sorted(numbers[epochs == epoch]) == list(range(count))
     # rows in a row have their parts of each task
     alone = change(mixture, data=dict(pack=False))
-    task, _, _ = open_dataset(alone).plan(3)
+    task, _, _ = open_dataset(alone).plan.plan_block(3)
     for start in range(0, 56, 8):
         assert (
             abs(np.bincount(task[start : start + 8], minlength=3) - 8 * shares) <= 2
