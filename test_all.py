@@ -4920,7 +4920,7 @@ BAD = {
             "--data.targets_length",
             "500",
         ],
-        "lose 111 spans",
+        "makes 111 spans",
     ),
     "absent C4": (
         ["--config", "small_c4", "--data.tfds_dir", "nowhere"],
