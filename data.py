@@ -279,6 +279,7 @@ class Pairs(Objective):
     features = ("inputs", "targets")
 
     def sizes(self, lengths, keys, tokenizer, data):
+        """Return the lengths themselves, because `make` does not change the chunks."""
         return lengths
 
 
@@ -290,20 +291,22 @@ class SpanCorruption(Objective):
     """
 
     across_documents = True
-    min_length = 2
-    packs = False  # a row is full with one example
+    min_length = 2  # one token to remove and one token to keep
+    packs = False  # one example fills a row
 
     def length(self, data):
+        """Return the number of tokens whose inputs fill a row."""
         return raw_length(data)
 
     def sizes(self, lengths, keys, tokenizer, data):
         counts = [noise_counts(length, data) for length in lengths[0].tolist()]
         noise, spans = np.array(counts).T
+        # Both sides contain one sentinel for each span. EOS is not counted here.
         return np.stack([lengths[0] - noise + spans, noise + spans])
 
     def make(self, chunks, keys, tokenizer, data):
         pairs = [None] * len(chunks)
-        lengths = np.array([len(ids) for (ids,) in chunks])
+        lengths = np.array([len(ids) for (ids,) in chunks])  # the only feature is "text"
         # span_corruption needs chunks of equal length, so chunks are grouped by length.
         for length in np.unique(lengths):
             _, spans = noise_counts(length, data)
@@ -2531,8 +2534,8 @@ class Dataset:
 def prepare(cfg, split, tokenizer):
     """Check the tasks of a split, prepare the first shards, and return the Dataset.
 
-    A UserError is raised for an invalid task, a vocabulary that does not fit the model, a
-    split without text, and chunks that do not fit into rows.
+    A UserError is raised if a task is invalid, or if the vocabulary does not fit the
+    model. The same holds for a split without text and for chunks that do not fit a row.
     """
     check_tasks(cfg)
     check_vocab_size(tokenizer.size, cfg)
