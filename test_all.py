@@ -624,7 +624,7 @@ def test_tfds_source_reads_what_tfds_writes(tmp_path, corpus):
 
 @pytest.fixture
 def small_shards(monkeypatch):
-    """Make shards of about 500, then 1,000 tokens. Each file of `corpus` has about 3,000."""
+    """Make shards of 500, then 1,000 tokens. Each file of `corpus` has about 3,000."""
     monkeypatch.setattr(data, "FIRST_SHARD_TOKENS", 500)
     monkeypatch.setattr(data, "SHARD_TOKENS", 1000)
 
@@ -653,7 +653,7 @@ def test_token_files_are_the_encoded_documents(corpus, small_shards):
 def test_tokenization_resumes_after_a_kill_and_notices_changed_sources(
     corpus, tmp_path, monkeypatch, small_shards
 ):
-    """A killed preparation loses no complete shard. A changed source gets a new folder."""
+    """A kill loses no complete shard. A changed source gets a new folder."""
     tokenizer = data.prepare_vocabulary(corpus)
     expected = tokens_of(
         open_corpus(
@@ -887,7 +887,7 @@ def test_training_begins_with_the_first_shard(corpus, small_shards, monkeypatch,
     ],
 )
 def test_deleting_used_shards_does_not_change_batches(mixture, small_shards, task, pack):
-    """With keep_tokens false, at most two .ids files exist, and a run can resume anywhere."""
+    """With keep_tokens false, two .ids files are enough, and a run can resume anywhere."""
     data.TASKS["prefixes"] = data.TASKS["documents"]._replace(objective=data.PrefixLM())
     cfg = change(mixture, data=dict(task=task, pack=pack, targets_length=16))
     kept = [open_dataset(cfg).batch(step) for step in range(24)]
@@ -1224,7 +1224,7 @@ def test_an_epoch_has_every_row_once_and_new_noise(corpus):
 
 
 def test_validation_has_each_held_out_row_once(corpus, small_shards):
-    """All held-out documents are evaluated in their order, and then come rows of padding."""
+    """All held-out documents are evaluated. The rows after the last one are padding."""
     cfg = change(corpus, data=dict(inputs_length=16), train=dict(batch_size=4))
     dataset = open_dataset(cfg, "validation")
     tokenizer, count = (
@@ -1322,7 +1322,7 @@ def test_packed_rows_hold_every_example_whole(pairs, capsys):
         samples = np.arange(block * 64, block * 64 + 64)
         expected = [known[i] for i in dataset.tasks[0].locate(samples)[1]]
         assert sorted(seen[block * 64 : (block + 1) * 64]) == sorted(expected)
-    # A later dataset reads where the blocks start, and does not pack earlier blocks again.
+    # A later dataset reads where the blocks start, so it packs no earlier block again.
     again = open_dataset(cfg)
     plan_block, planned = again.plan.plan_block, []
     again.plan.plan_block = lambda block: (planned.append(block), plan_block(block))[1]
