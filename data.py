@@ -249,7 +249,7 @@ class Objective:
     objective has two features, a whole document is a chunk. The methods' arguments are:
 
     chunks: list of N chunks. A chunk is a list with one array of ids for each feature.
-    keys: [N] 64 random bits for each chunk. A chunk has other bits in each epoch.
+    keys: [N] 64 random bits for each chunk. These bits are different in each epoch.
     data: DataConfig.
     """
 
@@ -330,11 +330,11 @@ class SpanCorruption(Objective):
 
 
 def truncated_length(side, task, data):
-    """Return the rule by which one side of a long example is truncated.
+    """Return the rule by which the inputs or targets of an example are truncated.
 
     side: "inputs" or "targets". task: Task. data: DataConfig. The result has three parts:
-    the maximum length, the number of EOS tokens (0 or 1), and the number of tokens that
-    are kept before EOS.
+    the maximum length, the number of EOS tokens (0 or 1), and the maximum number of
+    tokens before EOS.
 
     Targets always end with EOS. Inputs end with EOS unless task.inputs_eos is False.
     As in t5, the tokens are cut so that EOS still fits. If task.eos_after_trim is False,
@@ -362,8 +362,8 @@ ORDER, NOISE, PACKING = 1, 2, 3
 class Examples:
     """Make the examples of one task.
 
-    An example is identified by its epoch and the number of its chunk. The noise of an
-    example depends on both numbers, so each epoch has other noise.
+    An example is identified by its epoch and the number of its chunk. The random bits for
+    an example depend on both numbers, so each epoch removes different spans of a chunk.
 
     corpus: Corpus, which provides the chunks of the task. The method shard_starts returns
         the number of the first chunk of each shard. The method lengths returns the
@@ -446,7 +446,8 @@ def pack(sizes, limits):
         waiting[kind].append(example)
     # fitting[n] is the number of kinds with at most n inputs. They come first in `kinds`.
     fitting = np.searchsorted(kinds[0], np.arange(limits[0] + 1), "right")
-    targets = kinds[1].copy()  # set above the limit once no example of a kind is left
+    # The targets of a kind are set above the limit once no example of the kind is left.
+    targets = kinds[1].copy()
 
     load = sizes.sum(1) / limits  # how many full rows each side needs
     average = limits * load / load.max()  # inputs and targets of an average row
@@ -459,10 +460,10 @@ def pack(sizes, limits):
         row += 1
         room = limits.copy()
         while fit := fitting[room[0]]:
-            # The room for inputs and targets that each kind of example would leave.
+            # a, b: the room for inputs and targets after adding an example of each kind.
             a, b = (1 - (limits - room) / average).astype(np.float32)
             a, b = a - input_room[:fit], b - target_room[:fit]
-            # Adding their difference makes inputs and targets fill up evenly.
+            # Adding half of the difference favors rows that fill evenly on both sides.
             remaining = a + b + np.abs(a - b) / 2
             remaining = np.where(targets[:fit] > room[1], np.inf, remaining)
             best = remaining.argmin()
@@ -629,7 +630,7 @@ class TrainingPlan:
         count = self.samples_before(block + 1) - first  # samples of each task
         task = np.repeat(np.arange(len(count)), count)
         number = np.concatenate([np.arange(n) for n in count])  # 0, 1, ... in each task
-        # Interleave the tasks evenly: sort the samples by number relative to the count.
+        # Interleave the tasks evenly: sort all samples by their progress in their own task.
         order = np.argsort((number + 0.5) / count[task], kind="stable")
         task, number = task[order], number[order]
         sample = first[task] + number
@@ -641,7 +642,7 @@ class TrainingPlan:
             examples = self.tasks[k]
             sizes[:, here] = examples.truncated_sizes(*examples.locate(sample[here]))
         row = pack(sizes, (self.cfg.data.inputs_length, self.cfg.data.targets_length))
-        # Packing puts similar examples into neighbouring rows, so the rows are shuffled.
+        # Packing puts similar examples into neighboring rows, so the rows are shuffled.
         row = permute(row, int(row.max()) + 1, PACKING, self.cfg.train.seed, block)
         order = np.argsort(row, kind="stable")
         edges = np.append(0, np.cumsum(np.bincount(row)))
@@ -649,7 +650,8 @@ class TrainingPlan:
 
     def samples_before(self, block):
         """Return the number of samples of each task in all blocks before this block."""
-        # Each task is rounded with its own phase, so that not all counts jump together.
+        # Add a different offset for each task before rounding down. Without the offsets,
+        # the counts of many rare tasks would increase in the same block.
         phase = (np.arange(len(self.rates)) + 0.5) / len(self.rates)
         return np.floor(self.rates * block * BLOCK_SAMPLES + phase).astype(int)
 
@@ -2355,7 +2357,7 @@ class Corpus:
             array = self.read_array(number, kind)
         if array is None:
             raise UserError(
-                f"{path} was just written and now has other content: check the disk and "
+                f"{path} was just written and now has different content: check the disk and "
                 f"the memory, and whether another program writes there."
             )
         return array

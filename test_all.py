@@ -419,7 +419,7 @@ def test_recipe_from_a_python_file(tmp_path):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 100, 1000])
 def test_permute_is_a_permutation(size):
-    """All indices are hit once, and another key gives another permutation."""
+    """Every index occurs once, and a different key gives a different permutation."""
     first = data.permute(np.arange(size), size, 1, 2)
     assert sorted(first) == list(range(size))
     assert size < 16 or not np.array_equal(
@@ -887,7 +887,7 @@ def test_training_begins_with_the_first_shard(corpus, small_shards, monkeypatch,
     ],
 )
 def test_deleting_used_shards_does_not_change_batches(mixture, small_shards, task, pack):
-    """With keep_tokens false, two .ids files are enough, and a run can resume anywhere."""
+    """With keep_tokens false, two .ids files suffice, and a run can resume anywhere."""
     data.TASKS["prefixes"] = data.TASKS["documents"]._replace(objective=data.PrefixLM())
     cfg = change(mixture, data=dict(task=task, pack=pack, targets_length=16))
     kept = [open_dataset(cfg).batch(step) for step in range(24)]
