@@ -630,7 +630,7 @@ class TrainingPlan:
         count = self.samples_before(block + 1) - first  # samples of each task
         task = np.repeat(np.arange(len(count)), count)
         number = np.concatenate([np.arange(n) for n in count])  # 0, 1, ... in each task
-        # Interleave the tasks evenly: sort all samples by their progress in their own task.
+        # Interleave the tasks evenly: sort samples by their progress in their task.
         order = np.argsort((number + 0.5) / count[task], kind="stable")
         task, number = task[order], number[order]
         sample = first[task] + number
@@ -2357,8 +2357,8 @@ class Corpus:
             array = self.read_array(number, kind)
         if array is None:
             raise UserError(
-                f"{path} was just written and now has different content: check the disk and "
-                f"the memory, and whether another program writes there."
+                f"{path} was just written and now has different content: check the disk "
+                f"and the memory, and whether another program writes there."
             )
         return array
 
