@@ -1,17 +1,43 @@
-"""What a training example is: text -> tokens -> spans or pairs -> rows -> the batch of a step.
+"""Turn text into the batches of training and evaluation.
 
-- A vocabulary makes ids of texts; token files keep them, chapter by chapter of the source.
-- An objective cuts chapters into pieces, and makes of a piece an example's inputs and targets.
-- Draw n of a task is the same example everywhere: its place in a permutation that a key gives.
-- A block of draws, of each task by its rate, is packed into rows: several examples in a row.
-- `Dataset.batch(step)` is a pure function: a run resumes by its step alone. NumPy only, no jax.
+The input is a source of text, such as files. The output is a Batch of int32 arrays for
+each step: text is tokenized, an objective turns the tokens into examples, and examples
+are packed into rows. A batch depends only on the config and the step, so a resumed run
+only needs its step number. This file uses NumPy and never JAX.
 
-    python data.py --show 3                                  three real rows as the model sees them
-    python data.py --config small_c4 --prepare               write a run's token files, and stop
-    python data.py --config small_c4 --prepare --shard 0/4   the first of four machines' share
+    python data.py --show 3                          print three rows of the first batch
+    python data.py --config small_c4 --prepare       write the token files of a run
+    python data.py --config small_c4 --prepare --shard 0/4     do a quarter of this work
+
+Example:
+    Span corruption of "Thank you for inviting me to your party last week", whose words
+    are tokens 10 to 19. The result is "Thank you <X> me to your party <Y>" and "<X> for
+    inviting <Y> last week". Token 99 is the sentinel <X>, token 98 is the sentinel <Y>,
+    and token 1 is EOS.
+
+    >>> import numpy as np
+    >>> from configs import DataConfig
+    >>> from data import span_corruption
+    >>> settings = DataConfig(noise_density=0.4, mean_span_length=2)
+    >>> tokens, keys = np.arange(10, 20).reshape(1, 10), np.array([0])
+    >>> inputs, targets = span_corruption(tokens, keys, 99, settings)
+    >>> inputs.tolist(), targets.tolist()
+    ([[10, 11, 99, 14, 15, 16, 17, 98, 1]], [[99, 12, 13, 98, 18, 19, 1]])
+
+Terms:
+    document       one text of a source, or one pair of texts (inputs and targets)
+    shard          the tokens of some consecutive documents, stored in files on disk
+    chunk          the consecutive tokens that an objective turns into one example
+    objective      a rule that turns a chunk into inputs and targets
+    example        one pair of inputs and targets
+    epoch          one pass through all chunks of a task
+    sample number  the index of a sample in the endless shuffled order of a task
+    row            one line of a batch, which holds one example or several packed examples
+    block          about 16,384 consecutive samples, which are packed together
 """
 
 import ast
+import bisect
 import contextlib
 import functools
 import glob
@@ -28,7 +54,7 @@ import threading
 import time
 import timeit
 import zlib
-from collections import Counter, deque
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Callable, NamedTuple
@@ -41,14 +67,19 @@ from tqdm import tqdm
 import configs
 from configs import UserError, note
 
-PAD, EOS, UNK = 0, 1, 2
-SENTINELS = 100  # <extra_id_0> ... <extra_id_99>
+PAD, EOS, UNK = 0, 1, 2  # ids of padding, end of sequence and unknown tokens in every T5
+SENTINELS = 100  # T5 has the sentinels <extra_id_0> ... <extra_id_99>
+SIDES = ("inputs", "targets")  # the two sides of an example
 
 
 class Batch(NamedTuple):
-    """The rows of a step, int32. Segment 0 is padding; the examples of a row count from 1. inputs,
-    input_segments: [B, S]; decoder_inputs, targets, target_segments: [B, T]. The decoder's inputs
-    are the targets moved right by one, with the start token 0 at each segment's beginning."""
+    """Hold the rows of one step as int32 arrays.
+
+    inputs and input_segments have the shape [rows, inputs_length]. The other three arrays
+    have the shape [rows, targets_length]. The segments number the examples of a row from
+    1, and segment 0 is padding. decoder_inputs are the targets of each example shifted
+    right by one position, and they start with token 0 (PAD).
+    """
 
     inputs: np.ndarray
     input_segments: np.ndarray
@@ -57,87 +88,79 @@ class Batch(NamedTuple):
     target_segments: np.ndarray
 
 
-# ---- random numbers without state ----------------------------------------------------------------
-
-
-def random_bits(*key):
-    """64 random bits for each element of the broadcast integers `key`, a pure function of them:
-    SplitMix64's finalizer (Steele, Lea and Flood 2014), applied once for each part of the key."""
-    bits = np.zeros((), np.uint64)
-    with np.errstate(over="ignore"):  # multiplication modulo 2^64 is meant
-        for part in key:
-            bits = (bits + np.uint64(0x9E3779B97F4A7C15)) ^ np.asarray(part).astype(
-                np.uint64
-            )
-            bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            bits = bits ^ (bits >> np.uint64(31))
-    return bits
-
-
-def permute(index, size, *key):
-    """Where `index` lands in a random permutation of range(size), without storing the permutation.
-    index: integers in [0, size), any shape; key: integers, or arrays of that shape. A Feistel
-    network permutes the next power of four; whoever lands outside range(size) walks on from there.
-    """
-    # bits of one half of a number
-    half = np.uint64(max(1, (size - 1).bit_length() + 1 >> 1))
-    low = np.uint64((1 << int(half)) - 1)
-    out = np.asarray(index).astype(np.uint64).flatten()
-    key = np.broadcast_to(random_bits(*key), np.shape(index)).ravel()
-    outside = np.arange(out.size)
-    while outside.size:
-        left, right = out[outside] >> half, out[outside] & low
-        for turn in range(4):
-            left, right = right, left ^ (random_bits(key[outside], turn, right) & low)
-        out[outside] = left << half | right
-        outside = outside[out[outside] >= size]
-    return out.astype(np.int64).reshape(np.shape(index))
-
-
-# ---- vocabulary ----------------------------------------------------------------------------------
+# ---- text and tokens -------------------------------------------------------------------
 
 
 class Tokenizer:
-    """Text <-> ids by a SentencePiece model: 0 pad, 1 EOS, 2 unknown, sentinels on top.
-    <extra_id_0> has the highest id, `size - 1`, as in T5. processor: SentencePiece's, which has
-    sentinels; serialized: the file, perhaps without them, which is what a run directory keeps."""
+    """Convert between text and token ids with a SentencePiece model.
+
+    Id 0 is padding, id 1 is EOS and id 2 is the unknown token. The sentinels have the
+    highest ids. <extra_id_0> has the id `size - 1`, as in T5.
+
+    serialized: bytes of the model file. A run directory stores these bytes.
+    size, sentinels: number of all ids, and number of sentinels among these ids.
+    processor: SentencePieceProcessor of this model, with sentinels added if it had none.
+    """
 
     def __init__(self, serialized, size, sentinels, processor=None):
-        self.serialized, self.sha256 = serialized, hashlib.sha256(serialized).hexdigest()
-        self.size, self.sentinels, self.processor = size, sentinels, processor
+        self.serialized = serialized
+        self.sha256 = hashlib.sha256(serialized).hexdigest()
+        self.size = size
+        self.sentinels = sentinels
+        self.processor = processor
 
     def encode(self, text):
-        """Text -> list of ids, without EOS. "<extra_id_0>" after a space is the sentinel."""
+        """Return the list of ids of a text, without EOS.
+
+        The text " <extra_id_0>", with its space, becomes the id of this sentinel.
+        """
         return self.processor.encode(text)
 
     def encode_batch(self, texts):
-        """Texts -> list of int32 arrays, on all cores."""
+        """Return a list with an int32 array of ids for each text, using all CPU cores."""
         return self.processor.encode(list(texts), return_type="numpy")
 
     def raw_text(self, ids):
-        """Ids below `size` -> text as it is, unknown pieces and sentinels included."""
-        return "".join(map(self.processor.id_to_piece, ids)).replace("\u2581", " ")
+        """Return the text of ids below `size`, with sentinels and "<unk>" written out."""
+        words = "".join(self.processor.id_to_piece(i) for i in ids)
+        return words.replace("\u2581", " ")  # SentencePiece's sign for a space
 
     def decode(self, ids):
-        """Ids -> text, up to the first EOS; padding is left out, unused rows are unknown."""
-        ids = itertools.takewhile(lambda i: i != EOS, map(int, ids))
-        return self.processor.decode(
-            [i if i < self.size else UNK for i in ids if i != PAD]
-        )
+        """Return the text of the ids before the first EOS, without padding.
+
+        Ids at or above `size` decode as unknown tokens. A model can predict such ids,
+        because its embedding may have more rows than the vocabulary has tokens.
+        """
+        content = []
+        for i in map(int, ids):
+            if i == EOS:
+                break
+            if i != PAD:
+                content.append(i if i < self.size else UNK)
+        return self.processor.decode(content)
 
 
-# ---- span corruption -----------------------------------------------------------------------------
-# Raffel et al. 2020, section 3.1.4. About 15 % of the tokens are removed in spans of 3 on average.
-# Each span leaves one sentinel in the inputs; the targets are the sentinels with what they hide:
+# ---- span corruption -------------------------------------------------------------------
+# Span corruption is the pretraining objective of T5 (Raffel et al. 2020, section 3.1.4).
+# About 15 % of the tokens are removed, in spans of 3 tokens on average. In the inputs,
+# one sentinel replaces each removed span. The targets list every sentinel, followed by
+# the tokens that it replaced:
 #
-#     raw      Thank you for inviting me to your party last week
+#     tokens   Thank you for inviting me to your party last week
 #     inputs   Thank you <extra_id_0> me to your party <extra_id_1> </s>
 #     targets  <extra_id_0> for inviting <extra_id_1> last week </s>
+#
+# The spans are random. `random_bits(*key)`, defined further below, returns 64 random bits
+# for a key. Equal keys give equal bits, so a resumed run needs no saved random state.
 
 
 def noise_counts(length, data):
-    """Raw tokens -> (tokens removed, spans of them), rounded as in t5: float32, half to even."""
+    """Return (number of removed tokens, number of spans) for a chunk of `length` tokens.
+
+    data: DataConfig with noise_density and mean_span_length. Both numbers are rounded in
+    float32, half to even, because t5 rounds so. At least one token is removed, and at
+    least one is kept.
+    """
     noise = int(np.round(np.float32(length) * np.float32(data.noise_density)))
     noise = min(max(noise, 1), length - 1)
     spans = int(np.round(np.float32(noise) / np.float32(data.mean_span_length)))
@@ -145,133 +168,177 @@ def noise_counts(length, data):
 
 
 def raw_length(data):
-    """How many raw tokens give at most `inputs_length` inputs: the largest, 568 for 512."""
+    """Return the largest chunk length whose inputs fit into data.inputs_length.
 
-    def inputs_of(length):
+    The inputs shrink, because one sentinel replaces several tokens. With T5's settings,
+    568 tokens become exactly 512 inputs.
+    """
+    for length in itertools.count(3):
         noise, spans = noise_counts(length, data)
-        return length - noise + spans + 1
+        inputs = length - noise + spans + 1  # kept tokens, sentinels and EOS
+        if inputs > data.inputs_length:
+            return length - 1
 
-    return next(n for n in itertools.count(2) if inputs_of(n + 1) > data.inputs_length)
 
+def random_compositions(total, parts, keys):
+    """Split `total` into `parts` positive integers at random, once for each key.
 
-def compositions(total, parts, keys):
-    """For each key a way to write `total` as a sum of `parts` positive numbers: [N, parts]. All
-    ways are equally likely: the gaps between ones with the lowest random numbers are cut."""
-    lots = random_bits(keys[:, None], np.arange(total // 2)).view(np.uint32)[
-        :, : total - 1
-    ]
-    cuts = np.argpartition(lots, min(parts - 1, total - 2), axis=1)[:, : parts - 1] + 1
-    edges = np.zeros((len(keys), parts + 1), np.int64)
-    edges[:, 1:-1], edges[:, -1] = np.sort(cuts, axis=1), total
-    return np.diff(edges)
+    keys: N random integers. Returns an array [N, parts] whose rows sum to `total`. All
+    ordered ways to write `total` as such a sum (its compositions) are equally likely.
+    """
+    # Imagine `total` ones in a line, with total - 1 gaps between these ones. Each gap
+    # gets 32 random bits. The line is cut at the parts - 1 gaps with the lowest numbers.
+    bits = random_bits(keys[:, None], np.arange(total // 2))  # 64 bits serve two gaps
+    gaps = bits.view(np.uint32)[:, : total - 1]
+    lowest = np.argpartition(gaps, min(parts - 1, total - 2), axis=1)[:, : parts - 1]
+    return np.diff(np.sort(lowest + 1, axis=1), axis=1, prepend=0, append=total)
 
 
 def span_corruption(tokens, keys, sentinel, data):
-    """Remove spans: tokens [N, n], keys [N] -> inputs [N, ...], targets [N, ...], int32, with EOS.
-    sentinel: id of <extra_id_0>; the next spans get the ids below it. data: DataConfig. Row i is a
-    function of tokens[i] and keys[i] alone. A row begins with clean text and ends with a removed
-    span, without another sentinel (t5/data/preprocessors.py, random_spans_noise_mask)."""
+    """Replace random spans of tokens by sentinels, and return (inputs, targets).
+
+    tokens: [N, n] ids of N chunks of equal length.
+    keys: [N] random integers. Row i of the result depends only on tokens[i] and keys[i].
+    sentinel: id of <extra_id_0>. The next spans get the next lower ids.
+    data: DataConfig with noise_density and mean_span_length.
+
+    Both results are int32 arrays with N rows, and every row ends with EOS. A row starts
+    with kept tokens and ends with a removed span. The targets have no closing sentinel.
+    All this is as in t5/data/preprocessors.py (random_spans_noise_mask,
+    noise_span_to_unique_sentinel).
+    """
     rows, length = tokens.shape
     noise, spans = noise_counts(length, data)
-    lengths = np.stack(
-        [
-            compositions(length - noise, spans, random_bits(keys, 1)),
-            compositions(noise, spans, random_bits(keys, 0)),
-        ],
-        axis=2,
-    )
-    noisy = (
-        np.tile([False, True], rows * spans).repeat(lengths.ravel()).reshape(rows, length)
-    )
-    # where a span begins: its room in the inputs,
-    first = noisy & ~np.roll(noisy, 1, axis=1)
-    before = np.roll(first, -1, axis=1)  # the token before it: that in the targets
-    sentinels, sides = np.tile(sentinel - np.arange(spans), rows), []
-    for room, kept in ((first, ~noisy | first), (before, noisy | before)):
-        marked = tokens.astype(np.int32)
-        marked[room] = sentinels
-        side = np.full((rows, np.count_nonzero(kept[0]) + 1), EOS, np.int32)
-        side[:, :-1] = marked[kept].reshape(rows, -1)
-        sides.append(side)
-    return sides
+    # A row alternates between kept and removed tokens: kept, removed, kept, removed, ...
+    kept_lengths = random_compositions(length - noise, spans, random_bits(keys, 1))
+    span_lengths = random_compositions(noise, spans, random_bits(keys, 0))
+    lengths = np.stack([kept_lengths, span_lengths], axis=2)  # [N, spans, 2]
+    removed = np.tile([False, True], rows * spans).repeat(lengths.ravel())
+    removed = removed.reshape(rows, length)  # True where a token is removed
+    # In the inputs, the sentinel takes the place of the first token of its span. In the
+    # targets, the sentinel takes the place of the kept token before its span.
+    span_start = removed & ~np.roll(removed, 1, axis=1)
+    before_span = np.roll(span_start, -1, axis=1)
+    sentinels = np.tile(sentinel - np.arange(spans), rows)
+    inputs = insert_sentinels(tokens, sentinels, span_start, ~removed | span_start)
+    targets = insert_sentinels(tokens, sentinels, before_span, removed | before_span)
+    return inputs, targets
 
 
-# ---- objectives ----------------------------------------------------------------------------------
+def insert_sentinels(tokens, sentinels, positions, selected):
+    """Write sentinels at the given positions, select tokens, and append EOS to each row.
+
+    tokens: [N, n]. positions, selected: boolean [N, n]. All rows have equal counts.
+    """
+    marked = tokens.astype(np.int32)
+    marked[positions] = sentinels
+    out = np.full((len(tokens), np.count_nonzero(selected[0]) + 1), EOS, np.int32)
+    out[:, :-1] = marked[selected].reshape(len(tokens), -1)
+    return out
+
+
+# ---- objectives ------------------------------------------------------------------------
 
 
 class Objective:
-    """What is learned from tokens: a value, the field `objective` of a Task. A recipe may have its
-    own. Documents are cut into pieces, and a piece becomes an example, without EOS. keys: 64 random
-    bits for each piece, others in each epoch. data: DataConfig. Where documents are cut,
-    length(data) says how many tokens a piece has at most."""
+    """Turn chunks of tokens into examples, that is, pairs of inputs and targets.
 
-    # fields of the source that are tokenized; of two, no document is cut
-    features = ("text",)
-    across = False  # whether pieces go on across the ends of documents
-    shortest = 1  # shorter pieces are left out
-    packs = True  # whether several may share a row
+    The field `objective` of a Task is an Objective. A recipe file may define a subclass.
+    If an objective has one feature, documents are split into chunks. Then the objective
+    needs a method `length(data)` that returns the maximum length of a chunk. If an
+    objective has two features, a whole document is a chunk. The methods' arguments are:
+
+    chunks: list of N chunks. A chunk is a list with one array of ids for each feature.
+    keys: [N] 64 random bits for each chunk. These bits are different in each epoch.
+    data: DataConfig.
+    """
+
+    features = ("text",)  # fields of the source's examples that are tokenized
+    across_documents = False  # whether a chunk may continue in the next document
+    min_length = 1  # chunks with fewer tokens are dropped
+    packs = True  # whether several examples may share a row
 
     def sizes(self, lengths, keys, tokenizer, data):
-        """Tokens of N pieces [features, N] -> tokens of their inputs and targets [2, N]."""
-        # tried on zeros
-        pieces = [[np.zeros(n, np.int32) for n in piece] for piece in lengths.T]
-        made = self.make(pieces, keys, tokenizer, data)
-        return np.array([[len(side) for side in pair] for pair in made]).T
+        """Return the numbers of inputs and targets [2, N] that `make` makes of N chunks.
 
-    def make(self, pieces, keys, tokenizer, data):
-        """N pieces, an array of ids for each feature -> N pairs of arrays (inputs, targets)."""
-        return pieces
+        lengths: [features, N] lengths of the chunks. By default, this method calls `make`
+        with chunks of zeros. Packing is faster if a subclass computes the sizes directly.
+        """
+        chunks = [[np.zeros(n, np.int32) for n in chunk] for chunk in lengths.T]
+        pairs = self.make(chunks, keys, tokenizer, data)
+        return np.array([[len(ids) for ids in pair] for pair in pairs]).T
+
+    def make(self, chunks, keys, tokenizer, data):
+        """Return N pairs of arrays (inputs, targets) without EOS. Default: the chunks."""
+        return chunks
 
 
 class Pairs(Objective):
-    """Inputs and targets as they are in the source."""
+    """Use the inputs and targets as the source has them."""
 
     features = ("inputs", "targets")
 
     def sizes(self, lengths, keys, tokenizer, data):
+        """Return the lengths themselves, because `make` does not change the chunks."""
         return lengths
 
 
 class SpanCorruption(Objective):
-    """Pieces of the stream of all documents, as many tokens as fill the inputs."""
+    """Apply span corruption to chunks that fill the inputs.
 
-    across, shortest, packs = True, 2, False
+    The documents of a shard form one long stream of tokens. So a chunk may contain
+    several documents.
+    """
+
+    across_documents = True
+    min_length = 2  # one token to remove and one token to keep
+    packs = False  # one example fills a row
 
     def length(self, data):
+        """Return the number of tokens whose inputs fill a row."""
         return raw_length(data)
 
     def sizes(self, lengths, keys, tokenizer, data):
-        noise, spans = np.array([noise_counts(n, data) for n in lengths[0].tolist()]).T
+        counts = [noise_counts(length, data) for length in lengths[0].tolist()]
+        noise, spans = np.array(counts).T
+        # Both sides contain one sentinel for each span. EOS is not counted here.
         return np.stack([lengths[0] - noise + spans, noise + spans])
 
-    def make(self, pieces, keys, tokenizer, data):
-        made, lengths = [None] * len(pieces), np.array([len(ids) for (ids,) in pieces])
+    def make(self, chunks, keys, tokenizer, data):
+        pairs = [None] * len(chunks)
+        lengths = np.array([len(ids) for (ids,) in chunks])  # the only feature is "text"
+        # span_corruption needs chunks of equal length, so chunks are grouped by length.
         for length in np.unique(lengths):
-            here = np.flatnonzero(lengths == length)
-            if (spans := noise_counts(length, data)[1]) > tokenizer.sentinels:
+            _, spans = noise_counts(length, data)
+            if spans > tokenizer.sentinels:
                 raise UserError(
-                    f"{length} tokens lose {spans} spans, but there are "
-                    f"{tokenizer.sentinels} sentinels: raise --data.mean_span_length."
+                    f"Span corruption of {length} tokens makes {spans} spans, but the "
+                    f"vocabulary has only {tokenizer.sentinels} sentinels: raise "
+                    f"--data.mean_span_length."
                 )
-            sides = span_corruption(
-                np.stack([pieces[i][0] for i in here]),
-                keys[here],
-                tokenizer.size - 1,
-                data,
+            here = np.flatnonzero(lengths == length)
+            tokens = np.stack([chunks[i][0] for i in here])
+            inputs, targets = span_corruption(
+                tokens, keys[here], tokenizer.size - 1, data
             )
-            for i, inputs, targets in zip(here, *sides):
-                made[i] = inputs[:-1], targets[:-1]
-        return made
+            for i, row, target_row in zip(here, inputs, targets):
+                pairs[i] = row[:-1], target_row[:-1]  # `truncate` appends EOS later
+        return pairs
 
 
-SIDES = ("inputs", "targets")
+# ---- examples --------------------------------------------------------------------------
 
 
 def truncated_length(side, task, data):
-    """Return (maximum row length, number of EOS tokens, number of tokens kept before EOS).
+    """Return the rule by which the inputs or targets of an example are truncated.
 
-    side: "inputs" or "targets". Targets always end in EOS; inputs do unless the task says
-    otherwise. t5 cuts an example so that EOS still fits. T0's tasks cut it after EOS.
+    side: "inputs" or "targets". task: Task. data: DataConfig. The result has three parts:
+    the maximum length, the number of EOS tokens (0 or 1), and the maximum number of
+    tokens before EOS.
+
+    Targets always end with EOS. Inputs end with EOS unless task.inputs_eos is False.
+    As in t5, the tokens are cut so that EOS still fits. If task.eos_after_trim is False,
+    as in T0's tasks, the tokens may fill the maximum length, and EOS is then lost.
     """
     limit = data.inputs_length if side == "inputs" else data.targets_length
     eos = int(side == "targets" or task.inputs_eos)
@@ -279,53 +346,75 @@ def truncated_length(side, task, data):
 
 
 def truncate(ids, side, task, data):
-    """Cut the ids of one side of an example to its maximum length, and append EOS."""
+    """Cut the ids of one side of an example to its maximum length, and append EOS.
+
+    side, task and data are the arguments of truncated_length.
+    """
     limit, eos, kept = truncated_length(side, task, data)
+    # The last slice removes EOS if the kept tokens already fill the maximum length.
     return np.concatenate([ids[:kept], [EOS] * eos]).astype(np.int32)[:limit]
 
 
-ORDER, NOISE, PACKING = range(1, 4)  # the first part of a key of random bits
+# The first key of random_bits says what the bits are for, so that no bits are used twice.
+ORDER, NOISE, PACKING = 1, 2, 3
 
 
 class Examples:
-    """The examples of a task, each named by its epoch and its number: the piece it is made of.
-    corpus: the pieces of the task's token files. An epoch has each of them once, chapter after
-    chapter of the source, in a random order within each, unless it is not to be shuffled."""
+    """Make the examples of one task.
+
+    An example is identified by its epoch and the number of its chunk. The random bits for
+    an example depend on both numbers, so each epoch removes different spans of a chunk.
+
+    corpus: Corpus, which provides the chunks of the task. The method shard_starts returns
+        the number of the first chunk of each shard. The method lengths returns the
+        lengths of chunks, and the method chunks returns their ids.
+    shuffled: whether the chunks are shuffled. Held-out splits are not shuffled.
+    """
 
     def __init__(self, task, corpus, tokenizer, cfg, shuffled=True):
-        self.task, self.corpus, self.tokenizer, self.cfg = task, corpus, tokenizer, cfg
+        self.task = task
+        self.corpus = corpus
+        self.tokenizer = tokenizer
+        self.cfg = cfg
         self.shuffled = shuffled
 
-    def locate(self, draws):
-        """Numbers of draws [N] -> examples: epochs and numbers [2, N]."""
-        # the piece each chapter begins with
-        first = self.corpus.chapters(int(draws.max()) + 1)
-        epochs, numbers = np.divmod(draws, max(1, first[-1]))
-        chapters = np.searchsorted(first, numbers, "right") - 1
-        for chapter in np.unique(chapters) if self.shuffled else ():
-            here, start, stop = chapters == chapter, *first[chapter : chapter + 2]
-            numbers[here] = start + permute(
-                numbers[here] - start,
-                stop - start,
-                ORDER,
-                self.cfg.train.seed,
-                epochs[here],
-                chapter,
-            )
-        return np.stack([epochs, numbers])
+    def locate(self, samples):
+        """Return (epochs, chunk numbers), two arrays [N], of the sample numbers [N].
 
-    def sizes(self, examples):
-        """Examples -> the tokens of their inputs and targets, EOS not counted: [2, N]."""
-        keys = random_bits(NOISE, self.cfg.train.seed, *examples)
-        return self.task.objective.sizes(
-            self.corpus.lengths(examples[1]), keys, self.tokenizer, self.cfg.data
-        )
+        An epoch goes through the shards in order, and through the chunks of each shard in
+        a random order. So training can begin as soon as the first shard exists.
+        """
+        starts = self.corpus.shard_starts(int(samples.max()) + 1)
+        epochs, chunks = np.divmod(samples, starts[-1])
+        if not self.shuffled:
+            return epochs, chunks
+        shards = np.searchsorted(starts, chunks, "right") - 1
+        for shard in np.unique(shards):
+            here = shards == shard
+            start, stop = starts[shard], starts[shard + 1]
+            key = ORDER, self.cfg.train.seed, epochs[here], shard
+            chunks[here] = start + permute(chunks[here] - start, stop - start, *key)
+        return epochs, chunks
 
-    def make(self, examples):
-        """Examples -> [(inputs, targets)], cut to their limits, with EOS."""
-        keys = random_bits(NOISE, self.cfg.train.seed, *examples)
+    def sizes(self, epochs, chunks):
+        """Return the numbers of inputs and targets [2, N] without truncation and EOS."""
+        keys = random_bits(NOISE, self.cfg.train.seed, epochs, chunks)
+        lengths = self.corpus.lengths(chunks)
+        return self.task.objective.sizes(lengths, keys, self.tokenizer, self.cfg.data)
+
+    def truncated_sizes(self, epochs, chunks):
+        """Return the numbers of inputs and targets [2, N] after truncation, with EOS."""
+        sizes = []
+        for size, side in zip(self.sizes(epochs, chunks), SIDES):
+            limit, eos, kept = truncated_length(side, self.task, self.cfg.data)
+            sizes.append(np.minimum(np.minimum(size, kept) + eos, limit))
+        return sizes
+
+    def make(self, epochs, chunks):
+        """Return N pairs of arrays (inputs, targets), truncated and with EOS."""
+        keys = random_bits(NOISE, self.cfg.train.seed, epochs, chunks)
         pairs = self.task.objective.make(
-            self.corpus.pieces(examples[1]), keys, self.tokenizer, self.cfg.data
+            self.corpus.chunks(chunks), keys, self.tokenizer, self.cfg.data
         )
         return [
             [
@@ -336,162 +425,260 @@ class Examples:
         ]
 
 
-# ---- packing -------------------------------------------------------------------------------------
+# ---- packing ---------------------------------------------------------------------------
 
 
 def pack(sizes, limits):
-    """Tokens of inputs and targets of examples [2, N] -> the row of each [N]; none is split. A row
-    takes the example that leaves least room in it, on both sides alike: room is measured by what an
-    average row has to hold. Examples of the same sizes wait together."""
-    pairs, which = np.unique(sizes, axis=1, return_inverse=True)  # rising by inputs
-    waiting = [[] for _ in pairs[0]]
-    for example, pair in enumerate(which.ravel().tolist()):
-        waiting[pair].append(example)
-    limits, load = np.array(limits), sizes.sum(1) / limits
-    average = limits * load / load.max()
-    x, y = (pairs / average[:, None]).astype(np.float32)
-    targets, short = (
-        pairs[1].copy(),
-        np.searchsorted(pairs[0], np.arange(limits[0] + 1), "right"),
-    )
-    rows, row, left = np.zeros(sizes.shape[1], int), -1, sizes.shape[1]
+    """Assign N examples to rows by best-fit bin packing, and return their rows [N].
+
+    sizes: [2, N] numbers of inputs and targets of each example.
+    limits: maximum numbers of inputs and targets in a row.
+
+    Best-fit bin packing fills one row after the other. A row repeatedly takes the example
+    that leaves the least room, until no other example fits. The room for inputs is
+    measured relative to the inputs of an average row, and so is the room for targets.
+    """
+    limits = np.array(limits)
+    # Examples of equal sizes are interchangeable, so the search is over distinct sizes.
+    kinds, kind_of = np.unique(sizes, axis=1, return_inverse=True)  # sorted by inputs
+    waiting = [[] for _ in kinds[0]]  # the unpacked examples of each kind
+    for example, kind in enumerate(kind_of.ravel().tolist()):
+        waiting[kind].append(example)
+    # fitting[n] is the number of kinds with at most n inputs. They come first in `kinds`.
+    fitting = np.searchsorted(kinds[0], np.arange(limits[0] + 1), "right")
+    # The targets of a kind are set above the limit once no example of the kind is left.
+    targets = kinds[1].copy()
+
+    load = sizes.sum(1) / limits  # how many full rows each side needs
+    average = limits * load / load.max()  # inputs and targets of an average row
+    input_room, target_room = (kinds / average[:, None]).astype(np.float32)
+
+    rows = np.zeros(sizes.shape[1], int)
+    row = -1
+    left = len(rows)  # examples that are not in a row yet
     while left:
-        row, room = row + 1, limits.copy()
-        while fit := short[room[0]]:
+        row += 1
+        room = limits.copy()
+        while fit := fitting[room[0]]:
+            # a, b: the room for inputs and targets after adding an example of each kind.
             a, b = (1 - (limits - room) / average).astype(np.float32)
-            a, b = a - x[:fit], b - y[:fit]
-            rest = np.where(targets[:fit] > room[1], np.inf, a + b + np.abs(a - b) / 2)
-            if rest[best := int(rest.argmin())] == np.inf:
+            a, b = a - input_room[:fit], b - target_room[:fit]
+            # Adding half of the difference favors rows that fill evenly on both sides.
+            remaining = a + b + np.abs(a - b) / 2
+            remaining = np.where(targets[:fit] > room[1], np.inf, remaining)
+            best = remaining.argmin()
+            if remaining[best] == np.inf:
                 break
             rows[waiting[best].pop()] = row
-            room, left = room - pairs[:, best], left - 1
-            targets[best] = targets[best] if waiting[best] else limits[1] + 1
+            left -= 1
+            room = room - kinds[:, best]
+            if not waiting[best]:
+                targets[best] = limits[1] + 1
     return rows
 
 
 def fill_rows(examples, rows, count, limits):
-    """[(inputs, targets)], the row of each (rising), number of rows -> Batch."""
-    tokens, segments = (
-        [np.zeros((count, limit), np.int32) for limit in limits] for _ in range(2)
-    )
-    for row, members in itertools.groupby(
-        zip(rows.tolist(), examples), lambda member: member[0]
-    ):
-        for side, parts in enumerate(zip(*(pair for _, pair in members))):
-            sizes = [len(ids) for ids in parts]
-            tokens[side][row, : sum(sizes)] = np.concatenate(parts)
-            segments[side][row, : sum(sizes)] = np.repeat(
-                np.arange(len(parts)) + 1, sizes
-            )
-    return complete_batch(*tokens, *segments)
+    """Write examples into a Batch of `count` rows, and return this Batch.
+
+    examples: pairs of arrays (inputs, targets). rows: [N] the row of each example.
+    limits: maximum numbers of inputs and targets in a row.
+    """
+    sides = []
+    for side, limit in enumerate(limits):
+        tokens = np.zeros((count, limit), np.int32)
+        segments = np.zeros((count, limit), np.int32)
+        used = [0] * count  # tokens that each row holds so far
+        segment = [0] * count  # examples that each row holds so far
+        for row, pair in zip(rows.tolist(), examples):
+            start = used[row]
+            used[row] += len(pair[side])
+            segment[row] += 1  # the first example of a row is segment 1
+            tokens[row, start : used[row]] = pair[side]
+            segments[row, start : used[row]] = segment[row]
+        sides.append((tokens, segments))
+    (inputs, input_segments), (targets, target_segments) = sides
+    return complete_batch(inputs, targets, input_segments, target_segments)
 
 
 def complete_batch(inputs, targets, input_segments, target_segments):
-    """Rows of tokens and their segments -> Batch, with the decoder's inputs."""
-    decoder_inputs = np.zeros_like(targets)
-    decoder_inputs[:, 1:] = targets[:, :-1]
+    """Return the Batch of these arrays. Compute the decoder inputs from the targets."""
+    input_segments = input_segments.astype(np.int32)
     target_segments = target_segments.astype(np.int32)
-    decoder_inputs[:, 1:][target_segments[:, 1:] != target_segments[:, :-1]] = PAD
-    return Batch(
-        inputs, input_segments.astype(np.int32), decoder_inputs, targets, target_segments
-    )
+    decoder_inputs = np.zeros_like(targets)
+    decoder_inputs[:, 1:] = targets[:, :-1]  # shift right by one position
+    # The shift moved the EOS of an example to the start of the next example.
+    starts = target_segments[:, 1:] != target_segments[:, :-1]
+    decoder_inputs[:, 1:][starts] = PAD
+    return Batch(inputs, input_segments, decoder_inputs, targets, target_segments)
 
 
-# ---- the batch of a step -------------------------------------------------------------------------
+# ---- random numbers without state, and the order of samples ----------------------------
 
 
-class Dataset:
-    """The rows of a split. Training goes through blocks of about BLOCK draws, of each task as many
-    as its rate says; the draws of a block are packed into rows, which come in a random order.
-    starts: how many rows lie before each block, as far as that is known from earlier."""
+def random_bits(*key):
+    """Return 64 random bits (uint64) that depend only on the key.
 
-    BLOCK = 1 << 14
+    key: integers or integer arrays, which are broadcast against each other. The result
+    has the broadcast shape.
 
-    def __init__(self, tasks, rates, cfg, starts=(0,)):
-        self.tasks, self.cfg, self.starts = tasks, cfg, list(starts)
+    The parts of the key are XORed into the bits one after the other. After each part, the
+    finalizer of SplitMix64 mixes the bits: every new bit depends on every old bit.
+    SplitMix64 is a random number generator by Steele, Lea and Flood (2014).
+    """
+    bits = np.zeros((), np.uint64)
+    with np.errstate(over="ignore"):  # integer overflow is wanted: arithmetic modulo 2^64
+        for part in key:
+            part = np.asarray(part).astype(np.uint64)
+            bits = (bits + 0x9E3779B97F4A7C15) ^ part
+            bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9
+            bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB
+            bits = bits ^ (bits >> 31)
+    return bits
+
+
+def permute(index, size, *key):
+    """Return the places [N] of `index` [N] in a random permutation of range(size).
+
+    key: integers or arrays [N] that choose the permutation. The place of each index is
+    computed directly and the permutation is never stored, so `size` may be large.
+
+    A Feistel network permutes the numbers below a power of four. The network splits the
+    bits of a number into two halves. In each of four rounds, one half is XORed with
+    random bits that depend on the other half. Every round can be undone, so the network
+    is a permutation.
+    """
+    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = (1 << half_bits) - 1  # selects the lower half of the bits
+    out = index.astype(np.uint64)
+    key = np.broadcast_to(random_bits(*key), out.shape)
+    # Cycle walking: a result outside range(size) is permuted again until it is inside.
+    outside = np.arange(out.size)
+    while outside.size:
+        left, right = out[outside] >> half_bits, out[outside] & mask
+        for number in range(4):
+            mixed = left ^ (random_bits(key[outside], number, right) & mask)
+            left, right = right, mixed
+        out[outside] = left << half_bits | right
+        outside = outside[out[outside] >= size]
+    return out.astype(np.int64)
+
+
+# ---- the batch of a step ---------------------------------------------------------------
+
+BLOCK_SAMPLES = 1 << 14  # how many samples of all tasks are packed together
+
+
+class TrainingPlan:
+    """Decide which samples are in which row of training.
+
+    Rows are numbered through all steps, so step 1 starts with row number batch_size.
+    Training goes through blocks of about BLOCK_SAMPLES samples. The rates decide how many
+    samples of each task a block has. The samples of a block are packed into rows, and
+    these rows come in a random order.
+
+    tasks: list of Examples. rates: a positive number for each task.
+    row_starts: number of the first row of each block, as far as an earlier run saved it.
+    save: function that is called with row_starts after row_starts has grown.
+    """
+
+    def __init__(self, tasks, rates, cfg, row_starts=(0,), save=lambda row_starts: None):
+        self.tasks = tasks
+        self.cfg = cfg
         self.rates = np.array(rates) / sum(rates)
-        self.packs = cfg.data.pack and any(
-            examples.task.objective.packs for examples in tasks
-        )
-        self.thread, self.plans = ThreadPoolExecutor(1), {}
-
-    def batch(self, step, rows=None):
-        """The Batch of a step, a pure function. rows: which of its rows to make, all by default."""
-        size, data = self.cfg.train.batch_size, self.cfg.data
-        numbers = step * size + (np.arange(size) if rows is None else np.asarray(rows))
-        row, task, draw = self.members(numbers)
-        made = [None] * len(row)
-        for k in np.unique(task):
-            here = np.flatnonzero(task == k)
-            for i, pair in zip(
-                here.tolist(), self.tasks[k].make(self.tasks[k].locate(draw[here]))
-            ):
-                made[i] = pair
-        return fill_rows(
-            made, row, len(numbers), (data.inputs_length, data.targets_length)
+        self.packs = cfg.data.pack and any(task.task.objective.packs for task in tasks)
+        self.row_starts = list(row_starts)
+        self.save = save
+        thread = ThreadPoolExecutor(1)
+        # future(block) plans a block in the background. The last three results are kept.
+        self.future = functools.lru_cache(3)(
+            lambda block: thread.submit(self.plan_block, block)
         )
 
-    def members(self, numbers):
-        """Numbers of rows -> (row, task, draw) of the examples in them."""
-        self.extend(int(numbers.max()))
-        found, blocks = [], np.searchsorted(self.starts, numbers, "right") - 1
-        plans = {block: self.planned(block) for block in np.unique(blocks).tolist()}
-        for row, (number, block) in enumerate(zip(numbers.tolist(), blocks.tolist())):
-            task, draw, edges = plans[block]
-            start, stop = edges[number - self.starts[block] :][:2]
-            found.append((np.full(stop - start, row), task[start:stop], draw[start:stop]))
-        return map(np.concatenate, zip(*found))
+    def samples(self, row_number):
+        """Return the arrays (task, sample number) of the examples in a row."""
+        self.extend_row_starts(row_number)
+        block = bisect.bisect_right(self.row_starts, row_number) - 1
+        task, sample, edges = self.prefetch(block)
+        row = row_number - self.row_starts[block]
+        here = slice(edges[row], edges[row + 1])
+        return task[here], sample[here]
 
-    def drawn(self, block):
-        """How many examples of each task are drawn before a block."""
-        # not all round up at once
-        phase = (np.arange(len(self.rates)) + 0.5) / len(self.rates)
-        return np.floor(self.rates * block * self.BLOCK + phase).astype(int)
+    def extend_row_starts(self, row_number):
+        """Count the rows of further blocks, until the block of the given row is known."""
+        while self.row_starts[-1] <= row_number:
+            block = len(self.row_starts) - 1
+            if self.packs:
+                _, _, edges = self.prefetch(block)
+                self.row_starts.append(self.row_starts[-1] + len(edges) - 1)
+                self.save(self.row_starts)
+            else:  # each sample has a row to itself
+                self.row_starts.append(int(sum(self.samples_before(block + 1))))
 
-    def plan(self, block):
-        """A block -> (task, draw) of its examples, row after row, and the edges between rows."""
-        first, count = self.drawn(block), self.drawn(block + 1) - self.drawn(block)
+    def prefetch(self, block):
+        """Return plan_block(block), and plan the next block in the background."""
+        planned = self.future(block)
+        self.future(block + 1)
+        return planned.result()
+
+    def plan_block(self, block):
+        """Return the arrays (task, sample, edges) that describe the rows of a block.
+
+        task, sample: index of the task and sample number of each example, row after row.
+        edges: row r of the block has the examples from edges[r] up to edges[r + 1].
+        """
+        first = self.samples_before(block)
+        count = self.samples_before(block + 1) - first  # samples of each task
         task = np.repeat(np.arange(len(count)), count)
-        inside = np.arange(len(task)) - np.repeat(np.cumsum(count) - count, count)
-        # evenly interleaved
-        order = np.argsort((inside + 0.5) / count[task], kind="stable")
-        task, draw = task[order], (first[task] + inside)[order]
+        number = np.concatenate([np.arange(n) for n in count])  # 0, 1, ... in each task
+        # Interleave the tasks evenly: sort samples by their progress in their task.
+        order = np.argsort((number + 0.5) / count[task], kind="stable")
+        task, number = task[order], number[order]
+        sample = first[task] + number
         if not self.packs:
-            return task, draw, np.arange(len(task) + 1)
+            return task, sample, np.arange(len(task) + 1)
         sizes = np.zeros((2, len(task)), int)
         for k in np.unique(task):
-            here, examples = task == k, self.tasks[k].locate(draw[task == k])
-            for size, found, side in zip(sizes, self.tasks[k].sizes(examples), SIDES):
-                limit, eos, kept = truncated_length(
-                    side, self.tasks[k].task, self.cfg.data
-                )
-                size[here] = np.minimum(np.minimum(found, kept) + eos, limit)
+            here = task == k
+            examples = self.tasks[k]
+            sizes[:, here] = examples.truncated_sizes(*examples.locate(sample[here]))
         row = pack(sizes, (self.cfg.data.inputs_length, self.cfg.data.targets_length))
+        # Packing puts similar examples into neighboring rows, so the rows are shuffled.
         row = permute(row, int(row.max()) + 1, PACKING, self.cfg.train.seed, block)
         order = np.argsort(row, kind="stable")
-        return task[order], draw[order], np.append(0, np.cumsum(np.bincount(row)))
+        edges = np.append(0, np.cumsum(np.bincount(row)))
+        return task[order], sample[order], edges
 
-    def planned(self, block):
-        """plan(block); the next block is planned in the background meanwhile."""
-        for number in (block, block + 1):
-            if number not in self.plans:
-                self.plans[number] = self.thread.submit(self.plan, number)
-        self.plans = {number: self.plans[number] for number in (block, block + 1)}
-        return self.plans[block].result()
-
-    def extend(self, row):
-        """Find where the blocks begin, up to the one that has this row."""
-        while self.starts[-1] <= row:
-            block = len(self.starts) - 1
-            rows = (
-                len(self.planned(block)[-1]) - 1
-                if self.packs
-                else (sum(self.drawn(block + 1)) - sum(self.drawn(block)))
-            )
-            self.starts.append(self.starts[-1] + int(rows))
+    def samples_before(self, block):
+        """Return the number of samples of each task in all blocks before this block."""
+        # Add a different offset for each task before rounding down. Without the offsets,
+        # the counts of many rare tasks would increase in the same block.
+        phase = (np.arange(len(self.rates)) + 0.5) / len(self.rates)
+        return np.floor(self.rates * block * BLOCK_SAMPLES + phase).astype(int)
 
 
-# ====== below: vocabularies, sources, tasks, mixtures, token files, the screen ====================
+def make_batch(step, tasks, plan, cfg, rows=None):
+    """Return the Batch of a step. The result depends on nothing but the arguments.
+
+    tasks: list of Examples. plan: a TrainingPlan, or a HeldOutPlan for a held-out split.
+    rows: which rows of the global batch to make, by default all. With several processes,
+        each process makes only the rows that its own devices hold.
+    """
+    batch_size = cfg.train.batch_size
+    rows = range(batch_size) if rows is None else rows
+    members = [plan.samples(step * batch_size + int(row)) for row in rows]
+    row = np.repeat(np.arange(len(rows)), [len(task) for task, _ in members])
+    task, sample = [np.concatenate(arrays) for arrays in zip(*members)]
+    examples = [None] * len(row)
+    for k in np.unique(task):
+        here = np.flatnonzero(task == k)
+        pairs = tasks[k].make(*tasks[k].locate(sample[here]))
+        for i, pair in zip(here.tolist(), pairs):
+            examples[i] = pair
+    limits = cfg.data.inputs_length, cfg.data.targets_length
+    return fill_rows(examples, row, len(rows), limits)
+
+
+# ====== below: vocabularies, sources, tasks, mixtures, token files, evaluation, command ===
 
 
 class ByteTokenizer(Tokenizer):
@@ -1846,78 +2033,95 @@ def invalid_reason(value, size):
     return None
 
 
-# ---- token files ---------------------------------------------------------------------------------
-# prepared/SOURCE-HASH/00000-003.ids   tokens of chapter 3 of part 0, document after document
-#                      00000-003.ends  int64 [documents, features]: where in it they end
-#                      00000-003.json  counts, checksums, where the next chapter begins in the
-#                                      source; written last: the chapter is whole
+# ---- token files -----------------------------------------------------------------------
+# The folder prepared/SOURCE-HASH has three files for each shard. For example, these are
+# the files of shard 3 of source file 0:
 #
-# The first chapters are small, so that training can begin, the next ones larger; while a chapter is
-# trained on, the next is tokenized. Where a chapter ends is a function of the source alone.
+#     00000-003.ids   the token ids of all documents, one document after the other
+#     00000-003.ends  int64 [documents, features]: where each text ends in the .ids file
+#     00000-003.json  metadata: counts, checksums, and the position of the next shard.
+#                     This file is written last, so it marks the shard as complete.
+#
+# The first shard is small, so that training can begin soon, and the next shards are
+# larger. While training uses one shard, the next shard is tokenized in the background.
+# Where a shard ends depends only on the source and the vocabulary.
 
-FIRST_SHARD_TOKENS, SHARD_TOKENS = 1 << 18, 1 << 25  # tokens
+FIRST_SHARD_TOKENS, SHARD_TOKENS = 1 << 18, 1 << 25  # of the first and largest shard
 ENCODE_BATCH = 1024  # examples that are encoded together
 SHARD_METADATA = {
     "documents": int,
     "tokens": int,
-    "unknown": int,
-    "only_unknown": int,
-    "skipped": int,
-    "characters": {str: int},
-    "ids": int,
-    "ends": int,
-    "next?": [int],
+    "unknown": int,  # tokens that are UNK
+    "skipped": int,  # invalid examples
+    "ids": int,  # CRC-32 of the .ids file
+    "ends": int,  # CRC-32 of the .ends file
+    "next?": [int],  # where the next shard begins
 }
-PREFETCH_LOCK = (
-    threading.Semaphore()
-)  # one chapter at a time is tokenized in the background
+PREFETCH_LOCK = threading.Semaphore()  # only one shard at a time is tokenized in advance
 
 
 def prepared_path(source, identity, cfg):
-    """A readable path in data.prepared_dir; changes with the source and `identity`."""
+    """Return the path in data.prepared_dir for files that are made from a source.
+
+    identity: JSON value with everything else that the files depend on. The path contains
+    a hash of the source and the identity, so a change of either gives another path.
+    """
     if "://" in cfg.data.prepared_dir:
         raise UserError(
-            f"--data.prepared_dir {cfg.data.prepared_dir} is remote, and token files "
-            f"are memory-mapped: name a local folder."
+            f"--data.prepared_dir {cfg.data.prepared_dir} is remote, but token files are "
+            f"memory-mapped: name a local folder."
         )
     slug = re.sub(r"[^\w.]+", "-", source).strip("-")[-40:]
     digest = hashlib.sha256(json.dumps([source, identity]).encode()).hexdigest()[:10]
     return Path(cfg.data.prepared_dir, f"{slug}-{digest}")
 
 
-def source_identity(task, parts, cfg):
-    """What decides a task's texts: its source's parts, what its format makes of the first ones."""
-    stamps = [[part.name, part.stamp] for part in parts]
+def source_identity(task, files, cfg):
+    """Return a JSON value that changes when the texts of a task change.
+
+    The value contains the name, size and time of each source file. The function
+    task.format may also change, so the value contains its first 100 examples.
+    """
+    stamps = [[file.name, file.stamp] for file in files]
     identity = [stamps, task.objective.features, cfg.data.fields]
-    if task.format in (as_it_is, text_to_text) or not parts:
+    if task.format in (as_it_is, text_to_text) or not files:
         return identity
-    firsts = itertools.islice(
-        formatted_examples(parts[0], InvalidExamples("skip"), task, cfg), 100
-    )
-    return [*identity, [[str(text) for text in texts] for *_, texts in firsts]]
+    examples = formatted_examples(files[0], InvalidExamples("skip"), task, cfg)
+    texts = [texts for *_, texts in itertools.islice(examples, 100)]
+    return [*identity, [[str(text) for text in pair] for pair in texts]]
 
 
 def with_vocab_size(changes):
-    """A new model's changes on the command line, with its size where they name the vocabulary."""
+    """Return the changes of the command line, with model.vocab_size if needed.
+
+    changes: {"section.field": value}. If data.vocab is changed and model.vocab_size is
+    not, model.vocab_size becomes the vocabulary's size, rounded up to a multiple of 128.
+    """
     vocab = changes.get("data.vocab", "")
     if not vocab or "model.vocab_size" in changes:
         return changes
     trained = re.fullmatch(r"train:(\d{1,9})", vocab)
     size = int(trained[1]) + SENTINELS if trained else load_tokenizer(vocab).size
-    return changes | {"model.vocab_size": -(-size // 128) * 128}
+    return changes | {"model.vocab_size": math.ceil(size / 128) * 128}
 
 
 def check_vocab_size(size, cfg):
-    """Refuse a vocabulary of so many ids that the model's embedding does not fit."""
+    """Raise a UserError if model.vocab_size does not fit a vocabulary with `size` ids."""
+    # The embedding may have up to 127 unused rows.
     if not size <= cfg.model.vocab_size < size + 128:
         raise UserError(
-            f"The vocabulary has {size} ids (with its sentinels), the model "
-            f"{cfg.model.vocab_size}: set --model.vocab_size {-(-size // 128) * 128}."
+            f"The vocabulary has {size} ids, including its sentinels, but the model has "
+            f"{cfg.model.vocab_size}: set "
+            f"--model.vocab_size {math.ceil(size / 128) * 128}."
         )
 
 
 def prepare_vocabulary(cfg, split="train"):
-    """The Tokenizer that data.vocab names; train:PIECES trains one, kept in data.prepared_dir."""
+    """Return the Tokenizer that data.vocab names.
+
+    If data.vocab is "train:PIECES", a vocabulary with this number of pieces is trained on
+    the source, and it is stored in data.prepared_dir.
+    """
     trained = re.fullmatch(r"train:([1-9]\d{0,8})", cfg.data.vocab)
     if not trained:
         return load_tokenizer(cfg.data.vocab)
@@ -1926,579 +2130,647 @@ def prepare_vocabulary(cfg, split="train"):
     opened = list(open_tasks(cfg, split).values())
     if all(task.source == "random:" for task, _ in opened):
         return IdTokenizer(cfg.model.vocab_size, SENTINELS)
-    names = cfg.data.task if len(opened) > 1 else opened[0][0].source
-    identity = [pieces, [source_identity(task, parts, cfg) for task, parts in opened]]
-    path = Path(f"{prepared_path(names, identity, cfg)}.{pieces}.model")
+    name = cfg.data.task if len(opened) > 1 else opened[0][0].source
+    identity = [pieces, [source_identity(task, files, cfg) for task, files in opened]]
+    path = Path(f"{prepared_path(name, identity, cfg)}.{pieces}.model")
     if not path.exists():
-        note(f"training a vocabulary of {pieces} pieces on {names}")
-        bad = InvalidExamples(cfg.data.on_error)
-
-        def read(task, parts):
-            return (
-                text
-                for part in parts
-                for *_, texts in formatted_examples(part, bad, task, cfg)
-                for text in texts
-                if isinstance(text, str)
-            )
-
-        texts = itertools.zip_longest(*(read(*one) for one in opened), fillvalue="")
-        texts = itertools.chain.from_iterable(texts)  # a text of each task in turn
-        configs.write_file(path, train_tokenizer(texts, int(pieces)).serialized)
+        note(f"training a vocabulary of {pieces} pieces on {name}")
+        tokenizer = train_tokenizer(vocabulary_texts(opened, cfg), int(pieces))
+        configs.write_file(path, tokenizer.serialized)
     return load_tokenizer(path)
 
 
-def encode_in_background(examples, tokenizer, strange):
-    """(number, texts) of examples -> (number, an array of ids for each text). While some are
-    encoded the next are read. strange: a Counter of the characters that the vocabulary lacks."""
+def vocabulary_texts(opened, cfg):
+    """Yield the texts of several tasks, one text of each task in turn.
+
+    opened: list of (Task, source files).
+    """
+    invalid = InvalidExamples(cfg.data.on_error)
+
+    def texts_of(task, files):
+        for file in files:
+            for *_, texts in formatted_examples(file, invalid, task, cfg):
+                yield from (text for text in texts if isinstance(text, str))
+
+    texts = [texts_of(task, files) for task, files in opened]
+    for one_of_each in itertools.zip_longest(*texts, fillvalue=""):
+        yield from one_of_each
+
+
+def encode_in_background(examples, tokenizer, unknown_characters):
+    """Encode the texts of examples in a second thread, while the next examples are read.
+
+    examples: iterator of (number, texts). A text that the source has tokenized already is
+    a list of ids. Yields (number, list of arrays of ids) for each example.
+    unknown_characters: Counter of characters that the vocabulary lacks. It is updated.
+    """
 
     def encode(batch):
         texts = [text for _, texts in batch for text in texts if isinstance(text, str)]
-        encoded = tokenizer.encode_batch(texts)
-        for text, ids in zip(texts, encoded):
-            if strange.total() < 10_000 and UNK in ids:  # enough to name them
-                strange.update(c for c in text if UNK in tokenizer.encode(c))
-        ids = iter(encoded)
-        return [
-            (
-                number,
-                [
-                    next(ids) if isinstance(text, str) else strip_eos(text)
-                    for text in texts
-                ],
-            )
-            for number, texts in batch
-        ]
+        encoded = iter(tokenizer.encode_batch(texts))
+        documents = []
+        for number, texts in batch:
+            document = []
+            for text in texts:
+                ids = next(encoded) if isinstance(text, str) else strip_eos(text)
+                document.append(ids)
+                # Encoding single characters is slow, so at most 10,000 are counted.
+                is_unknown = isinstance(text, str) and UNK in ids
+                if is_unknown and unknown_characters.total() < 10_000:
+                    unknown_characters.update(
+                        c for c in text if UNK in tokenizer.encode(c)
+                    )
+            documents.append((number, document))
+        return documents
 
-    with ThreadPoolExecutor(2) as threads:
-        ahead = deque()
+    with ThreadPoolExecutor(1) as thread:
+        future = None
         while batch := list(itertools.islice(examples, ENCODE_BATCH)):
-            ahead.append(threads.submit(encode, batch))
-            if len(ahead) > 2:
-                yield from ahead.popleft().result()
-        while ahead:
-            yield from ahead.popleft().result()
+            previous, future = future, thread.submit(encode, batch)
+            if previous:
+                yield from previous.result()
+        if future:
+            yield from future.result()
 
 
 def strip_eos(ids):
-    """The ids of an example that came tokenized; EOS is added where the batch is made."""
+    """Return the ids of a text without a final EOS.
+
+    Some sources provide token ids that end with EOS. `truncate` appends EOS again later.
+    """
     ids = np.asarray(ids, np.int32)
     return ids[:-1] if len(ids) and ids[-1] == EOS else ids
 
 
 def split_into_chunks(ends, objective, data):
-    """Where features end [documents, features] -> pieces [N, features + 1], their start first."""
+    """Return the boundaries [N, features + 1] of the chunks of a shard.
+
+    ends: [documents, features] where each text ends in the shard. Feature f of chunk i is
+    between the boundaries [i, f] and [i, f + 1]. If the objective has two features, each
+    document is one chunk.
+    """
+    first_starts = np.append(0, ends[:-1, -1])[: len(ends)]  # [documents]
     if len(objective.features) > 1:
-        return np.column_stack([np.append(0, ends[:-1, -1])[: len(ends)], ends])
+        return np.column_stack([first_starts, ends])
     ends, length = ends[:, 0], objective.length(data)
-    begins = np.append(0, ends)[: len(ends)]
-    count = -(-(ends - begins) // length)  # of each document
+    count = -(-(ends - first_starts) // length)  # chunks of each document, rounded up
     number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-    starts = np.repeat(begins, count) + number * length
+    starts = np.repeat(first_starts, count) + number * length
     stops = np.minimum(starts + length, np.repeat(ends, count))
-    return np.stack([starts, stops], 1)[stops - starts >= objective.shortest]
+    return np.stack([starts, stops], 1)[stops - starts >= objective.min_length]
 
 
 class Corpus:
-    """The pieces of a task's split, numbered through all chapters; a chapter is tokenized when its
-    pieces are asked for, and the next one while they are used."""
+    """Provide the chunks of one task and split.
+
+    Chunks are numbered through all shards. The token files of a shard are written when
+    the shard is used for the first time. A shard begins at a position, a list of three
+    numbers: source file, shard of this file, and first example of this file.
+
+    opened: (Task, source files) from open_task, if the task is open already.
+    """
 
     def __init__(self, name, split, tokenizer, cfg, opened=None):
-        self.task, self.parts = opened or open_task(name, split, cfg)
+        self.task, self.files = opened or open_task(name, split, cfg)
         self.title = f"{self.task.source} ({name}, {split})"
         self.tokenizer, self.cfg = tokenizer, cfg
         self.dtype = np.uint16 if tokenizer.size <= 1 << 16 else np.uint32
         identity = [
             configs.DATA_FORMAT,
             split,
-            source_identity(self.task, self.parts, cfg),
+            source_identity(self.task, self.files, cfg),
+            tokenizer.sha256,
         ]
-        self.folder = prepared_path(self.task.source, [*identity, tokenizer.sha256], cfg)
+        self.folder = prepared_path(self.task.source, identity, cfg)
         self.folder.mkdir(parents=True, exist_ok=True)
-        # of each known chapter: its mark, its first piece
-        self.marks, self.first = [], [0]
-        # the place behind these chapters
-        self.following = [0, 0, 0] if self.parts else None
-        self.mapped = {}  # the ids of the last chapters used
-        # of the last chapters, too
-        self.pieces_of = functools.lru_cache(8)(self.pieces_of)
-        self.readers = {}  # the place of the next chapter: the generator that is there
-        self.bad, self.strange = InvalidExamples(cfg.data.on_error), Counter()
-        self.lock, self.ahead, self.closed = threading.RLock(), None, False
+        self.shards = []  # metadata of the known shards, with their positions
+        self.starts = [0]  # first chunk of each known shard and of the next shard
+        self.next_position = [0, 0, 0] if self.files else None
+        self.chunk_bounds = functools.lru_cache(8)(self.chunk_bounds)
+        self.shard_ids = functools.lru_cache(8)(self.shard_ids)
+        self.readers = {}  # position: generator of `tokenize` that continues there
+        self.invalid = InvalidExamples(cfg.data.on_error)
+        self.unknown_characters = Counter()  # of the texts that this process tokenized
+        self.lock, self.prefetch_thread = threading.RLock(), threading.Thread()
+        self.closed = False
 
-    def mark(self, number):
-        """What is known of a chapter, which is tokenized if it must be; None behind the last."""
+    def shard(self, number):
+        """Return the metadata of a shard, or None if the source has fewer shards.
+
+        This shard and all shards before it are prepared if needed.
+        """
         with self.lock:
-            while len(self.marks) <= number and self.following:
-                self.marks.append(self.write(self.following) | {"place": self.following})
-                self.following = self.marks[-1].get("next")
-        return self.marks[number] if number < len(self.marks) else None
+            while len(self.shards) <= number and self.next_position:
+                metadata = self.prepare_shard(self.next_position)
+                self.shards.append(metadata | {"position": self.next_position})
+                self.next_position = metadata.get("next")
+        return self.shards[number] if number < len(self.shards) else None
 
-    def chapters(self, count=math.inf):
-        """The number of the piece that each chapter begins with, and last where they end: for at
-        least `count` pieces, or as many as there are."""
-        while self.first[-1] < count and self.mark(len(self.first) - 1):
-            self.first.append(self.first[-1] + len(self.pieces_of(len(self.first) - 1)))
-        return self.first
+    def shard_starts(self, count=math.inf):
+        """Return the number of the first chunk of each known shard, as a list.
 
-    def documents(self):
-        """How many there are in all chapters."""
-        self.chapters()
-        return sum(mark["documents"] for mark in self.marks)
+        The last entry is the number of all known chunks. Shards are prepared until at
+        least `count` chunks are known, or until the source ends.
+        """
+        while self.starts[-1] < count and self.shard(len(self.starts) - 1):
+            bounds = self.chunk_bounds(len(self.starts) - 1)
+            self.starts.append(self.starts[-1] + len(bounds))
+        return self.starts
 
-    def pieces_of(self, number):
-        """Bounds of a chapter's pieces: [N, features + 1]."""
+    def count_documents(self):
+        """Return the number of documents in all shards, after preparing all shards."""
+        self.shard_starts()
+        return sum(shard["documents"] for shard in self.shards)
+
+    def chunk_bounds(self, number):
+        """Return the boundaries of the chunks of a shard [N, features + 1]."""
         objective = self.task.objective
-        ends = (
-            self.marks[number]["tokens"]
-            if objective.across
-            else self.load(number, "ends")
-        )
-        return split_into_chunks(
-            np.reshape(ends, (-1, len(objective.features))), objective, self.cfg.data
-        )
+        if objective.across_documents:  # the shard is like one long document
+            ends = np.array([self.shards[number]["tokens"]])
+        else:
+            ends = self.load(number, "ends")
+        ends = ends.reshape(-1, len(objective.features))
+        return split_into_chunks(ends, objective, self.cfg.data)
 
-    def ids_of(self, number):
-        """The ids of a chapter. Those before it may go, and the next one may be tokenized."""
-        if number not in self.mapped:
-            self.mapped[number] = self.load(number, "ids")
-            while (
-                len(self.mapped) > 2
-                and sum(map(len, self.mapped.values())) > 2 * SHARD_TOKENS
-            ):
-                del self.mapped[next(iter(self.mapped))]
-            last = max(self.mapped)
-            if not self.cfg.data.keep_tokens:  # what is mapped can still be read
-                for old in range(last):
-                    self.path(self.marks[old]["place"], "ids").unlink(missing_ok=True)
-            if last == len(self.marks) - 1 and not (self.ahead and self.ahead.is_alive()):
-                self.ahead = threading.Thread(
-                    target=self.look_ahead, args=[last + 1], daemon=True
-                )
-                self.ahead.start()
-        return self.mapped[number]
+    def shard_ids(self, number):
+        """Return the ids of a shard, and prepare the next shard in the background.
 
-    def look_ahead(self, number):
-        # it comes again where the chapter is asked for
+        If data.keep_tokens is false, the .ids files of earlier shards are deleted. Arrays
+        that are memory-mapped from a deleted file stay readable.
+        """
+        ids = self.load(number, "ids")
+        if not self.cfg.data.keep_tokens:
+            for shard in self.shards[:number]:
+                self.path(shard["position"], "ids").unlink(missing_ok=True)
+        if number == len(self.shards) - 1 and not self.prefetch_thread.is_alive():
+            self.prefetch_thread = threading.Thread(
+                target=self.prefetch, args=[number + 1], daemon=True
+            )
+            self.prefetch_thread.start()
+        return ids
+
+    def prefetch(self, number):
+        """Prepare a shard in the background. Errors are raised when the shard is used."""
         with PREFETCH_LOCK, contextlib.suppress(Exception):
-            self.mark(number)
+            self.shard(number)
 
-    def find(self, numbers):
-        """Numbers of pieces -> the chapters they are in [N], their bounds [N, features + 1]."""
-        chapters = np.searchsorted(self.first, numbers, "right") - 1
+    def find_chunks(self, numbers):
+        """Return the shards [N] of chunks, and their boundaries [N, features + 1]."""
+        shards = np.searchsorted(self.starts, numbers, "right") - 1
         bounds = np.zeros((len(numbers), len(self.task.objective.features) + 1), int)
-        for chapter in np.unique(chapters).tolist():
-            here = chapters == chapter
-            bounds[here] = self.pieces_of(chapter)[numbers[here] - self.first[chapter]]
-        return chapters, bounds
+        for shard in np.unique(shards).tolist():
+            here = shards == shard
+            bounds[here] = self.chunk_bounds(shard)[numbers[here] - self.starts[shard]]
+        return shards, bounds
 
     def lengths(self, numbers):
-        """Numbers of pieces -> their tokens: [features, N]."""
-        return np.diff(self.find(numbers)[1]).T
+        """Return the numbers of tokens [features, N] of chunks."""
+        _, bounds = self.find_chunks(numbers)
+        return np.diff(bounds).T
 
-    def pieces(self, numbers):
-        """Numbers of pieces -> an array of ids for each feature of each."""
-        chapters, bounds = self.find(numbers)
-        ids = {chapter: self.ids_of(chapter) for chapter in np.unique(chapters).tolist()}
+    def chunks(self, numbers):
+        """Return a list of chunks. A chunk is a list with an array of ids per feature."""
+        shards, bounds = self.find_chunks(numbers)
+        ids = {shard: self.shard_ids(shard) for shard in np.unique(shards).tolist()}
         return [
-            [ids[chapter][a:b] for a, b in itertools.pairwise(row)]
-            for chapter, row in zip(chapters.tolist(), bounds.tolist())
+            [ids[shard][start:stop] for start, stop in itertools.pairwise(row)]
+            for shard, row in zip(shards.tolist(), bounds.tolist())
         ]
 
-    def path(self, place, end):
-        return self.folder / "{:05}-{:03}.{}".format(*place[:2], end)
+    def path(self, position, kind):
+        """Return the path of a file of the shard at a position."""
+        file, shard, _ = position
+        return self.folder / f"{file:05}-{shard:03}.{kind}"
 
     def load(self, number, kind):
-        """An array of a chapter, compared with its checksum; a damaged one is made again."""
-        mark = self.marks[number]
-        path = self.path(mark["place"], kind)
-        for attempt in range(2):
-            with contextlib.suppress(OSError, ValueError):
-                if kind == "ends" or not mark["tokens"]:  # an empty file cannot be mapped
-                    array = np.fromfile(path, self.dtype if kind == "ids" else np.int64)
-                else:  # an array of its own is faster to index than a memmap
-                    array = np.memmap(path, self.dtype, "r").view(np.ndarray)
-                if zlib.crc32(array) == mark[kind]:
-                    return array
-            if path.exists():
-                note(f"{path} is damaged: tokenizing this chapter again")
-            self.write(mark["place"], again=True)
-        raise UserError(
-            f"{path} is not what was written a moment ago: the disk or the memory is "
-            f"damaged, or another program writes there."
-        )
+        """Return the array in the .ids or .ends file of a shard.
 
-    def write(self, place, again=False):
-        """Tokenize the chapter that begins at a place (part of the source, number of the chapter in
-        it, example in it), unless that has been done -> its mark."""
-        path = self.path(place, "json")
+        If the file is missing, or if its checksum is wrong, the shard is prepared again.
+        """
+        array = self.read_array(number, kind)
+        if array is None:
+            position = self.shards[number]["position"]
+            path = self.path(position, kind)
+            if path.exists():  # else data.keep_tokens has deleted the file
+                note(f"{path} is damaged: this shard is tokenized again")
+            self.prepare_shard(position, again=True)
+            array = self.read_array(number, kind)
+        if array is None:
+            raise UserError(
+                f"{path} was just written and now has different content: check the disk "
+                f"and the memory, and whether another program writes there."
+            )
+        return array
+
+    def read_array(self, number, kind):
+        """Return the array in a file of a shard, or None if the file is not valid."""
+        shard = self.shards[number]
+        path = self.path(shard["position"], kind)
+        try:
+            if kind == "ends":
+                array = np.fromfile(path, np.int64)
+            elif not shard["tokens"]:
+                array = np.zeros(0, self.dtype)  # an empty file cannot be memory-mapped
+            else:  # a plain array is faster to index than a memmap
+                array = np.memmap(path, self.dtype, "r").view(np.ndarray)
+        except (OSError, ValueError):
+            return None
+        return array if zlib.crc32(array) == shard[kind] else None
+
+    def prepare_shard(self, position, again=False):
+        """Write the files of the shard at a position, and return its metadata.
+
+        If the shard is complete, only its metadata are read, unless `again` is true. A
+        lock file prevents two processes from writing the same shard.
+        """
+        path = self.path(position, "json")
         with self.lock, configs.lock(path.with_suffix(".lock"), wait=True):
-            with contextlib.suppress(UserError):  # missing, or damaged
-                if not again:
+            if not again:
+                with contextlib.suppress(UserError):  # metadata missing or damaged
                     return configs.read_checked(path, SHARD_METADATA)
-            reader = self.readers.pop(tuple(place), None) or self.tokenized(*place)
-            documents, following = next(reader)  # one that fails is never asked again
-            # the part goes on; the next has a reader of its own
-            if following and following[1]:
-                self.readers = {tuple(following): reader}
-            arrays = [ids for document in documents for ids in document]
+            reader = self.readers.pop(tuple(position), None) or self.tokenize(*position)
+            arrays, next_position = next(reader)
+            # If the next shard is in the same source file, the generator is used again.
+            if next_position and next_position[1]:
+                self.readers = {tuple(next_position): reader}
             ids = np.concatenate([np.zeros(0, np.int32), *arrays]).astype(self.dtype)
-            ends = np.cumsum([len(part) for part in arrays], dtype=np.int64)
-            # the arrays
-            unknown = np.searchsorted(ends, np.flatnonzero(ids == UNK), "right")
-            alone = {
-                i
-                for i in np.unique(unknown).tolist()
-                if not self.tokenizer.raw_text(
-                    # spaces may be among them
-                    arrays[i][arrays[i] != UNK][:20].tolist()
-                ).strip()
-            }
-            for kind, array in (("ids", ids), ("ends", ends)):
-                configs.write_file(self.path(place, kind), array.tobytes())
-            mark = {
-                "documents": len(documents),
+            ends = np.cumsum([len(array) for array in arrays], dtype=np.int64)
+            configs.write_file(self.path(position, "ids"), ids.tobytes())
+            configs.write_file(self.path(position, "ends"), ends.tobytes())
+            metadata = {
+                "documents": len(arrays) // len(self.task.objective.features),
                 "tokens": len(ids),
-                "unknown": len(unknown),
-                "only_unknown": len(alone),
-                "skipped": self.bad.count,
-                "characters": dict(self.strange.most_common(100)),
+                "unknown": int(np.count_nonzero(ids == UNK)),
+                "skipped": self.invalid.count,
                 "ids": zlib.crc32(ids),
                 "ends": zlib.crc32(ends),
-                **({"next": following} if following else {}),
             }
-            configs.write_checked(path, mark)
+            if next_position:
+                metadata["next"] = next_position
+            configs.write_checked(path, metadata)
             path.with_suffix(".lock").unlink(missing_ok=True)
-            self.bad.count = 0
-            self.strange.clear()
-            if not again and (place == [0, 0, 0] or not following):
-                self.report([*self.marks, mark])
-        return mark
+            self.invalid.count = 0
+            if not again and (position == [0, 0, 0] or not next_position):
+                self.report([*self.shards, metadata])
+        return metadata
 
-    def tokenized(self, part, number, start):
-        """The chapters of a part from a place on, one after the other: (documents, an array of ids
-        for each feature; the place of the next chapter, or None)."""
+    def tokenize(self, file, shard, first):
+        """Yield the shards of a source file, starting at a position.
+
+        file, shard, first: the three numbers of the position. Yields pairs of a list of
+        arrays of ids, one for each text, and the position of the next shard. This
+        position is None at the end of the source.
+        """
         examples = formatted_examples(
-            self.parts[part], self.bad, self.task, self.cfg, self.tokenizer.size
+            self.files[file], self.invalid, self.task, self.cfg, self.tokenizer.size
         )
-        texts = (
-            (example, texts) for _, example, _, texts in examples if example >= start
-        )
-        held, tokens, last = [], 0, None
-        foreground = threading.current_thread() is threading.main_thread()
-        with progress_bar(
-            f"tokenizing {self.title}", "token", quiet=not foreground
-        ) as bar:
-            for example, ids in encode_in_background(texts, self.tokenizer, self.strange):
-                limit = (
-                    SHARD_TOKENS
-                    if part
-                    else min(SHARD_TOKENS, FIRST_SHARD_TOKENS << number)
-                )
-                if tokens >= limit and example != last:
-                    number += 1
-                    yield held, [part, number, example]
-                    held, tokens = [], 0
+        texts = ((number, texts) for _, number, _, texts in examples if number >= first)
+        encoded = encode_in_background(texts, self.tokenizer, self.unknown_characters)
+        arrays, tokens, last = [], 0, None
+        in_background = threading.current_thread() is not threading.main_thread()
+        title = f"tokenizing {self.title}"
+        with progress_bar(title, "token", quiet=in_background) as bar:
+            for number, document in encoded:
+                limit = SHARD_TOKENS
+                if file == 0:
+                    limit = min(limit, FIRST_SHARD_TOKENS << shard)
+                # One source example may give several documents, which stay in one shard.
+                if tokens >= limit and number != last:
+                    shard += 1
+                    yield arrays, [file, shard, number]
+                    arrays, tokens = [], 0
                 if self.closed:
                     raise RuntimeError(f"{self.title} is closed")
-                held.append(ids)
-                size, last = sum(map(len, ids)), example
+                arrays += document
+                size, last = sum(map(len, document)), number
                 tokens += size
                 bar.update(size)
-        yield held, [part + 1, 0, 0] if part + 1 < len(self.parts) else None
+        yield arrays, [file + 1, 0, 0] if file + 1 < len(self.files) else None
 
-    def report(self, marks):
-        """Say what has been tokenized so far, or all in all."""
-        keys = "documents", "tokens", "unknown", "only_unknown", "skipped"
-        documents, tokens, unknown, blank, skipped = (
-            sum(m[key] for m in marks) for key in keys
+    def report(self, shards):
+        """Print the counts of the given shards, and warn about unknown characters."""
+        keys = ("documents", "tokens", "unknown", "skipped")
+        documents, tokens, unknown, skipped = [
+            sum(shard[key] for shard in shards) for key in keys
+        ]
+        text = (
+            f"prepared {self.title}: {documents:,} documents, {tokens:,} tokens, "
+            f"{unknown / max(tokens, 1):.3%} unknown, {skipped:,} skipped"
         )
-        more = [f"{blank:,} of only unknown tokens"] * bool(blank)
-        more += ["the rest follows when it is needed"] * ("next" in marks[-1])
-        note(
-            ", ".join(
-                [
-                    f"prepared {self.title}: {documents:,} documents",
-                    f"{tokens:,} tokens",
-                    f"{unknown / max(tokens, 1):.3%} unknown",
-                    f"{skipped:,} skipped",
-                    *more,
-                ]
-            )
-        )
+        if "next" in shards[-1]:
+            text += ", the rest follows when it is needed"
+        note(text)
         if unknown > 0.001 * tokens:
-            strange = sum((Counter(mark["characters"]) for mark in marks), Counter())
-            listed = " ".join(repr(c) for c, _ in strange.most_common(12))
+            common = self.unknown_characters.most_common(12)
+            characters = " ".join(repr(character) for character, _ in common)
             note(
-                f"warning: more than 0.1 % of the tokens are unknown to the vocabulary; the "
-                f"characters that cause it: {listed}"
+                f"warning: more than 0.1 % of the tokens are unknown to the vocabulary, "
+                f"because of {characters}: train a vocabulary on this text with "
+                f"--data.vocab train:32000, or use --data.vocab bytes."
             )
 
 
-class Prepared(Dataset):
-    """A Dataset that keeps on disk how many rows its packed blocks have, so that a run that goes on
-    need not plan those that are behind it. A held-out split has one task, whose examples come as in
-    the source, one in a row, and past the end rows are padding."""
+class HeldOutPlan:
+    """Put one held-out example into each row, in the order of the source."""
 
-    def __init__(self, tasks, rates, cfg):
-        folders = [
-            (
-                task.corpus.folder.name,
-                type(task.task.objective).__name__,
-                vars(task.task.objective),
-            )
-            for task in tasks
-        ]
-        key = repr(
-            [
-                folders,
-                rates,
-                cfg.data,
-                cfg.train.seed,
-                self.BLOCK,
-                FIRST_SHARD_TOKENS,
-                SHARD_TOKENS,
-            ]
-        )
-        name = f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
-        self.path, starts = Path(cfg.data.prepared_dir, "plans", name), [0]
-        with contextlib.suppress(UserError):  # missing, or damaged
-            starts = configs.read_checked(self.path, {"starts": [int]})["starts"]
-        super().__init__(tasks, rates, cfg, starts)
+    packs = False
 
-    def __str__(self):
-        corpora = [task.corpus for task in self.tasks[:3]]
-        titles = [
-            f"{corpus.title}: {corpus.chapters(1)[-1]:,} examples"
-            + " so far" * bool(corpus.following)
-            for corpus in corpora
-        ]
-        titles += ["..."] * (len(self.tasks) > 3)
-        return "; ".join(titles) + ", packed into rows" * self.packs
+    def __init__(self, examples):
+        self.corpus = examples.corpus
 
-    @property
-    def digest(self):
-        """Changes when the tokens change that a run has begun with."""
-        return "-".join(str(task.corpus.mark(0)["ids"]) for task in self.tasks)
+    def samples(self, row_number):
+        """Return the arrays (task, sample number) of a row, empty at the end."""
+        count = self.corpus.shard_starts(row_number + 1)[-1]
+        sample = np.arange(row_number, min(row_number + 1, count))
+        return np.zeros_like(sample), sample
 
-    def members(self, numbers):
-        if self.tasks[0].shuffled:
-            return super().members(numbers)
-        row = np.flatnonzero(
-            numbers < self.tasks[0].corpus.chapters(numbers.max() + 1)[-1]
-        )
-        return row, 0 * row, numbers[row]
 
-    def extend(self, row):
-        known = len(self.starts)
-        super().extend(row)
-        if self.packs and len(self.starts) > known:
-            configs.write_checked(self.path, {"starts": self.starts})
+class Dataset:
+    """Make the batches of one split of a task or mixture.
+
+    tasks: list of Examples. plan: TrainingPlan or HeldOutPlan.
+    """
+
+    def __init__(self, tasks, plan, cfg):
+        self.tasks, self.plan, self.cfg = tasks, plan, cfg
+
+    def batch(self, step, rows=None):
+        """Return the Batch of a step, or some of its rows, as make_batch does."""
+        return make_batch(step, self.tasks, self.plan, self.cfg, rows)
 
     def batches(self, most=0):
-        """How many a held-out split has, up to `most` if not 0; the last may be partly padding."""
+        """Return the number of batches of a held-out split.
+
+        most: the maximum that is returned, or 0 for no maximum. The last batch may end
+        with rows of padding.
+        """
         size = self.cfg.train.batch_size
-        count = self.tasks[0].corpus.chapters(most * size or math.inf)[-1]
-        return min(-(-count // size), most or math.inf)
+        count = self.tasks[0].corpus.shard_starts(most * size or math.inf)[-1]
+        return min(math.ceil(count / size), most or math.inf)
 
     def sample(self, most):
-        """About `most` tokens of the first chapters, of the targets of pairs, for frequencies."""
+        """Return about `most` tokens of the first shards, to count token frequencies."""
         found = []
-        for task in self.tasks:
+        for corpus in [task.corpus for task in self.tasks]:
             number, tokens = 0, 0
-            while tokens < most / len(self.tasks) and task.corpus.mark(number):
-                ids, bounds = task.corpus.ids_of(number), task.corpus.pieces_of(number)
-                pairs = len(task.task.objective.features) > 1
-                found += (
-                    [ids[a:b] for a, b in bounds[:, -2:].tolist()] if pairs else [ids]
-                )
+            while tokens < most / len(self.tasks) and corpus.shard(number):
+                ids, bounds = corpus.shard_ids(number), corpus.chunk_bounds(number)
+                if len(corpus.task.objective.features) == 1:
+                    found.append(ids)
+                else:  # the last two boundaries of a chunk are those of the targets
+                    found += [ids[start:stop] for start, stop in bounds[:, -2:].tolist()]
                 number, tokens = number + 1, tokens + len(ids)
         return np.concatenate(found)[: 2 * most]
 
+    @property
+    def digest(self):
+        """Return a string that changes when the tokens of the first shards change."""
+        return "-".join(str(task.corpus.shard(0)["ids"]) for task in self.tasks)
+
     def close(self):
-        """Let the tokenizing in the background end."""
+        """Stop preparing shards in the background."""
         for task in self.tasks:
             task.corpus.closed = True
 
 
 def prepare(cfg, split, tokenizer):
-    """A run's Dataset of a split. Its first token files are written now, others when needed."""
+    """Check the tasks of a split, prepare the first shards, and return the Dataset.
+
+    A UserError is raised if a task is invalid, or if the vocabulary does not fit the
+    model. The same holds for a split without text and for chunks that do not fit a row.
+    """
     check_tasks(cfg)
     check_vocab_size(tokenizer.size, cfg)
     if split != "train" and cfg.data.task in MIXTURES:
         raise UserError(
-            f"{cfg.data.task} is a mixture: its tasks are evaluated one by one."
+            f"{cfg.data.task} is a mixture, and mixtures have no {split} split: name one "
+            f"of its tasks."
         )
     opened = open_tasks(cfg, split)
 
     @functools.cache
     def open_corpus(name):
         corpus = Corpus(name, split, tokenizer, cfg, opened.get(name))
-        if not corpus.chapters(1)[-1]:
+        if not corpus.shard_starts(1)[-1]:
             raise UserError(
-                f"{corpus.task.source} holds no text for its {split} split: give it "
-                f"two documents or more (text:FILE:lines makes one of each line)."
+                f"{corpus.task.source} holds no text for its {split} split: give it two "
+                f"documents or more (text:FILE:lines makes a document of each line)."
             )
         return corpus
 
-    rates = mixture_rates(cfg.data.task, cfg, lambda name: open_corpus(name).documents())
+    rates = mixture_rates(
+        cfg.data.task, cfg, lambda name: open_corpus(name).count_documents()
+    )
     rates = {name: rate for name, rate in rates.items() if rate}
     tasks = [
         Examples(corpus.task, corpus, tokenizer, cfg, shuffled=split == "train")
         for corpus in map(open_corpus, rates)
     ]
     check_lengths(tasks, cfg.data, f"{cfg.data.task}, {split}")
-    return Prepared(tasks, list(rates.values()), cfg)
+    if split == "train":
+        return Dataset(tasks, training_plan(tasks, list(rates.values()), cfg), cfg)
+    return Dataset(tasks, HeldOutPlan(tasks[0]), cfg)
 
 
-def check_lengths(tasks, data, title):
-    """Refuse an objective whose pieces do not fit into a row, before anything is written, and say
-    how many of the first inputs and targets do not."""
-    counts, total = [0, 0], 0
-    for task in tasks:
-        task.make(task.locate(np.zeros(1, int)))  # the objective may refuse too
-        objective, numbers = task.task.objective, np.arange(task.corpus.first[-1])
-        if objective.across:  # all but the last are of one length
-            lengths, keys = (
-                np.full((1, 64), objective.length(data)),
-                random_bits(np.arange(64)),
-            )
-            sizes = objective.sizes(lengths, keys, task.tokenizer, data)
-        else:
-            sizes = task.sizes(np.stack([0 * numbers, numbers]))
-            total += len(numbers)
-        for i, (size, side) in enumerate(zip(sizes, SIDES)):
-            limit, eos, kept = truncated_length(side, task.task, data)
-            if not objective.across:
-                counts[i] += (size > kept).sum()
-            elif (need := size.max() + eos) > limit:
-                raise UserError(
-                    f"A row of {lengths[0, 0]} tokens becomes {need} {side}: set "
-                    f"--data.{side}_length to {need} or more (it is {limit})."
-                )
-    if any(counts):
-        note(
-            f"{title}: {counts[0]:,} inputs and {counts[1]:,} targets of the first {total:,} are "
-            f"longer than {data.inputs_length} and {data.targets_length} tokens and are cut"
-        )
+def training_plan(tasks, rates, cfg):
+    """Return a TrainingPlan whose row_starts are stored in data.prepared_dir.
 
-
-# ---- what is evaluated ---------------------------------------------------------------------------
-
-
-def read_task(name, split, cfg, bad, size=math.inf):
-    """The examples of a task's split as its format makes them, before tokenizing: (where, dict).
-    size: of the vocabulary, so that the examples are those of the batches."""
-    task, parts = open_task(name, split, cfg)
-    return (
-        (where, example)
-        for part in parts
-        for where, _, example, _ in formatted_examples(part, bad, task, cfg, size)
+    A resumed run reads row_starts from disk. Then the blocks before the first step of the
+    resumed run need not be packed again.
+    """
+    identity = [
+        (task.corpus.folder.name, type(objective).__name__, vars(objective))
+        for task in tasks
+        for objective in [task.task.objective]
+    ]
+    sizes = [BLOCK_SAMPLES, FIRST_SHARD_TOKENS, SHARD_TOKENS]
+    key = repr([identity, rates, cfg.data, cfg.train.seed, *sizes])
+    name = f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    path = Path(cfg.data.prepared_dir, "plans", name)
+    row_starts = [0]
+    with contextlib.suppress(UserError):  # the file is missing or damaged
+        row_starts = configs.read_checked(path, {"starts": [int]})["starts"]
+    return TrainingPlan(
+        tasks,
+        rates,
+        cfg,
+        row_starts,
+        save=lambda row_starts: configs.write_checked(path, {"starts": row_starts}),
     )
 
 
+def check_lengths(tasks, data, title):
+    """Check before training that examples fit into rows.
+
+    If chunks may continue across documents, an example that is too long raises a
+    UserError. Otherwise, long examples are truncated, and a note says how many examples
+    of the prepared shards are too long.
+    """
+    truncated, total = [0, 0], 0
+    for task in tasks:
+        objective, chunks = task.task.objective, np.arange(task.corpus.starts[-1])
+        task.make(0 * chunks[:1], chunks[:1])  # the objective may raise a UserError, too
+        sizes = task.sizes(0 * chunks, chunks)
+        total += len(chunks)
+        for i, (side, size) in enumerate(zip(SIDES, sizes)):
+            limit, eos, kept = truncated_length(side, task.task, data)
+            needed = size.max() + eos
+            if objective.across_documents and needed > limit:
+                raise UserError(
+                    f"A chunk of {objective.length(data)} tokens becomes {needed} "
+                    f"{side}: set --data.{side}_length to {needed} or more (it is "
+                    f"{limit})."
+                )
+            truncated[i] += (size > kept).sum()
+    if any(truncated):
+        note(
+            f"{title}: {truncated[0]:,} inputs and {truncated[1]:,} targets of the first "
+            f"{total:,} are longer than {data.inputs_length} and {data.targets_length} "
+            f"tokens and are cut"
+        )
+
+
+# ---- evaluated tasks -------------------------------------------------------------------
+
+
+def read_task(name, split, cfg, bad, size=math.inf):
+    """Yield (where, dict) for each example of a split, formatted but not tokenized.
+
+    bad: function (where, what) that is called for each invalid example.
+    size: size of the vocabulary. An example with ids at or above this size is invalid.
+    """
+    task, files = open_task(name, split, cfg)
+    for file in files:
+        for where, _, example, _ in formatted_examples(file, bad, task, cfg, size):
+            yield where, example
+
+
 def evaluation_config(task, cfg):
-    """A task's name, Config of a run -> the Config that evaluates this task by itself. A source
-    that has no splits and is not trained on is held out whole."""
+    """Return the Config that evaluates one task of a run by itself.
+
+    task: name of a task. cfg: Config of the run. Files without splits usually hold out
+    their first 1 %. If training does not read these files, all their examples are used.
+    """
     if task in MIXTURES:
         raise UserError(f"{task} is a mixture: name one of its tasks.")
     if task == cfg.data.task:
         return cfg
     source = find_task(task, cfg).source
-    files = source.startswith(("text:", "jsonl:", "parquet:")) and "{split}" not in source
-    whole = files and source not in {
-        find_task(name, cfg).source
-        for name, rate in mixture_rates(cfg.data.task, cfg).items()
-        if rate
+    rates = mixture_rates(cfg.data.task, cfg)
+    trained = [find_task(name, cfg).source for name, rate in rates.items() if rate]
+    is_file = source.startswith(("text:", "jsonl:", "parquet:"))
+    changes = {
+        "data.task": task,
+        "data.eval_tasks": "",
+        "data.source": "",
+        "data.validation_source": "",
     }
-    return configs.override(
-        cfg,
-        {
-            "data.task": task,
-            "data.eval_tasks": "",
-            "data.validation_source": source * whole,
-            "data.source": "" if task in TASKS else p3_root(cfg) and cfg.data.source,
-        },
-    )
+    if is_file and "{split}" not in source and source not in trained:
+        changes["data.validation_source"] = source
+    if task not in TASKS and p3_root(cfg):
+        changes["data.source"] = cfg.data.source  # the task is found in this folder of P3
+    return configs.override(cfg, changes)
 
 
 def evaluation_configs(cfg, split="validation"):
-    """Config -> {task: its Config}: what is evaluated while training, each task by itself. Tasks
-    without such a split are left out, unless there is no other."""
+    """Return {name of a task: its Config} for all tasks that a run evaluates.
+
+    A note names the tasks that do not have the split. If no task has the split,
+    MissingSplit is raised.
+    """
     alone = {task: evaluation_config(task, cfg) for task in evaluated_tasks(cfg)}
-    opened, without = open_all((task, split, its) for task, its in alone.items())
-    without = " ".join(map(str, without))
+    opened, missing = open_all((name, split, one) for name, one in alone.items())
+    reasons = " ".join(map(str, missing))
     if not opened:
-        raise MissingSplit(without)
-    if without:
-        note(f"not evaluated: {without}")
+        raise MissingSplit(reasons)
+    if reasons:
+        note(f"not evaluated: {reasons}")
     return {task: alone[task] for task in opened}
 
 
 def unigram_loss(counts, batches, tokenizer):
-    """Nats per token of held-out batches, sentinels and EOS left out, under the frequencies of
-    training tokens [V]: what a model reaches that ignores the context, so the number to beat."""
+    """Return the loss of a unigram model on held-out batches, in nats per token.
+
+    A unigram model predicts each token with its frequency in the training data. A model
+    that uses the context should reach a lower loss. Sentinels and EOS are left out.
+
+    counts: [vocabulary] number of occurrences of each token in the training data.
+    """
     targets = np.concatenate([batch.targets.ravel() for batch in batches])
     content = targets[(targets > EOS) & (targets < tokenizer.size - tokenizer.sentinels)]
-    counts = counts + 1.0
-    return (
-        float(np.mean(np.log(counts.sum()) - np.log(counts[content])))
-        if len(content)
-        else 0.0
-    )
+    if not len(content):
+        return 0.0
+    counts = counts + 1.0  # add-one smoothing: no token has probability 0
+    return float(np.mean(np.log(counts.sum()) - np.log(counts[content])))
 
 
-# ---- what the screen shows -----------------------------------------------------------------------
+# ---- the command -----------------------------------------------------------------------
 
 
 def task_objectives(cfg):
+    """Return the objectives of all tasks of data.task."""
     return [find_task(name, cfg).objective for name in mixture_rates(cfg.data.task, cfg)]
 
 
 def is_span_corruption(cfg):
-    """Whether span corruption is all that is learned."""
+    """Return whether span corruption is the only objective of a run."""
     return all(type(objective) is SpanCorruption for objective in task_objectives(cfg))
 
 
 def describe_rows(cfg):
-    """Config -> what a row is; of span corruption, how raw tokens become inputs and targets."""
+    """Return a line that says what a row of a batch holds."""
     data = cfg.data
     if not is_span_corruption(cfg):
         packs = data.pack and any(objective.packs for objective in task_objectives(cfg))
+        examples = "several packed examples" if packs else "one example"
         return (
             f"rows     {data.inputs_length} inputs and {data.targets_length} targets, "
-            + ("several examples packed into a row" if packs else "an example each")
+            f"with {examples} in each row"
         )
-    noise, spans = noise_counts(raw_length(data), data)
-    kept = raw_length(data) - noise
+    length = raw_length(data)
+    noise, spans = noise_counts(length, data)
     return (
-        f"spans    {kept + noise} raw tokens, {noise} of them removed in {spans} spans: {kept} "
-        f"kept + {spans} sentinels + EOS = {kept + spans + 1} inputs, {noise} + {spans} + EOS "
-        f"= {noise + spans + 1} targets"
+        f"spans    {length} raw tokens, {noise} of them removed in {spans} spans, become "
+        f"{length - noise + spans + 1} inputs and {noise + spans + 1} targets, both with "
+        f"{spans} sentinels and EOS"
     )
 
 
-def show_row(ids, segments, tokenizer):
-    """One row -> text: sentinels in reverse, EOS and unknown pieces faint, segments in colours."""
+def describe_dataset(dataset):
+    """Return a text that says how many examples of a Dataset are prepared."""
+    corpora = [task.corpus for task in dataset.tasks]
+    text = f"{sum(corpus.starts[-1] for corpus in corpora):,} examples"
+    if any(corpus.next_position for corpus in corpora):
+        text += " so far"
+    return f"{text}, packed into rows" if dataset.plan.packs else text
 
-    def style(pair):
-        i, segment = pair
-        kind = (
-            "7" if i >= tokenizer.size - tokenizer.sentinels else "2" if i <= UNK else ""
-        )
-        colour = str(31 + segment % 6) if segments.max() > 1 else ""
-        return segment, ";".join(filter(None, (kind, colour)))
 
-    real = [pair for pair in zip(ids.tolist(), segments.tolist()) if pair[1]]
+def color_row(ids, segments, tokenizer):
+    """Return the text of one row, with colors if standard output is a terminal.
+
+    Each segment has its own color, and sentinels are shown in reverse video.
+    """
+
+    def style(token):
+        i, segment = token
+        return segment, i >= tokenizer.size - tokenizer.sentinels
+
+    tokens = [token for token in zip(ids.tolist(), segments.tolist()) if token[1]]
     text = ""
-    for (_, codes), pairs in itertools.groupby(real, style):
-        part = configs.escape_controls(tokenizer.raw_text([i for i, _ in pairs]))
-        text += f"\x1b[{codes}m{part}\x1b[0m" if codes and sys.stdout.isatty() else part
+    for (segment, is_sentinel), group in itertools.groupby(tokens, style):
+        words = configs.escape_controls(tokenizer.raw_text([i for i, _ in group]))
+        if sys.stdout.isatty():
+            inverted = 7 if is_sentinel else 0
+            words = f"\x1b[{inverted};{31 + segment % 6}m{words}\x1b[0m"
+        text += words
     return text.strip()
 
 
 def tokens_per_second(work, tokens):
-    """Run `work` a few times -> how many of its `tokens` it does in a second."""
+    """Measure for about 0.2 seconds how many tokens per second a function processes.
+
+    work: function of a call number. tokens: number of tokens that one call processes.
+    """
     work(0)
     numbers = itertools.count(1)
     times, seconds = timeit.Timer(lambda: work(next(numbers))).autorange()
@@ -2506,159 +2778,164 @@ def tokens_per_second(work, tokens):
 
 
 def first_split(cfg):
-    """Training's; of a task that is only evaluated, the first that it has."""
+    """Return "train", or the first other split that the tasks of data.task have."""
     for split in Task().splits:
         with contextlib.suppress(MissingSplit):
             open_tasks(cfg, split)
             return split
-    return "train"  # which it is refused for
+    return "train"  # prepare_vocabulary or prepare then raises MissingSplit
 
 
 def show(cfg, count, split):
-    """Print `count` rows of a split's first batch, and how fast batches are made."""
+    """Print rows of the first batch of a split, and how fast batches are made.
+
+    count: number of rows. split: name of the split, or None for first_split(cfg).
+    """
     cfg = configs.override(cfg, {"train.eval_every": 0, "train.infer_every": 0})
-    if not split and (split := first_split(cfg)) != "train":
-        note(
-            f"{cfg.data.task} is not trained on: these are examples of its {split} split"
-        )
-    if split != "train":  # whose examples have a row each
+    if not split:
+        split = first_split(cfg)
+        if split != "train":
+            note(
+                f"{cfg.data.task} is not trained on: these are examples of its {split} "
+                f"split"
+            )
+    if split != "train":  # held-out examples have a row each
         cfg = configs.override(cfg, {"data.pack": False})
     tokenizer = prepare_vocabulary(cfg, split)
     dataset = prepare(cfg, split, tokenizer)
-    print(f"task     {cfg.data.task}: {dataset}\n{describe_rows(cfg)}")
+    print(f"task     {cfg.data.task}: {describe_dataset(dataset)}\n{describe_rows(cfg)}")
     batch = dataset.batch(0)
     sides = (
         ("inputs", batch.inputs, batch.input_segments),
         ("targets", batch.targets, batch.target_segments),
     )
-    # a held-out split may have fewer rows
-    filled = batch.target_segments.any(axis=1).sum()
+    filled = batch.target_segments.any(axis=1).sum()  # a held-out split may have few rows
     for i in range(min(count, filled)):
         for side, ids, segments in sides:
             lengths = np.bincount(segments[i])[1:]
             print(
-                f"\nrow {i}, {side}: {' + '.join(map(str, lengths))} of {ids.shape[1]} tokens\n"
-                f"  {show_row(ids[i], segments[i], tokenizer)}"
+                f"\nrow {i}, {side}: {' + '.join(map(str, lengths))} of {ids.shape[1]} "
+                f"tokens\n"
+                f"  {color_row(ids[i], segments[i], tokenizer)}"
             )
-    real = [(segments > 0).sum() for _, _, segments in sides]
-    full = 8 if split == "train" else 1  # batches that surely are
-    rate = tokens_per_second(lambda step: dataset.batch(step % full), sum(real))
+    real = [segments > 0 for _, _, segments in sides]
     print(
-        f"\nfilled   {real[0] / batch.inputs.size:.1%} of the inputs, "
-        f"{real[1] / batch.targets.size:.1%} of the targets"
+        f"\nfilled   {real[0].mean():.1%} of the inputs, {real[1].mean():.1%} of the "
+        f"targets"
     )
-    speeds = [f"{rate / 1e6:.1f} M tokens/s in batches of {cfg.train.batch_size}"]
-    if dataset.packs:
-        plans = tokens_per_second(lambda step: dataset.plan(0), dataset.BLOCK)
-        speeds.append(f"rows planned for {plans:,.0f} examples/s")
-    if is_span_corruption(cfg):
-        raw = np.zeros((1024, raw_length(cfg.data)), np.uint16)
-        spans = tokens_per_second(
-            lambda _: span_corruption(raw, np.arange(1024), tokenizer.size - 1, cfg.data),
-            raw.size,
-        )
-        speeds.append(
-            f"span corruption alone, on 1,024 rows, {spans / 1e6:.1f} M raw tokens/s"
-        )
-    print(f"speed    {'; '.join(speeds)} (one core)")
+    steps = 8 if split == "train" else 1  # a held-out split may have one batch only
+    rate = tokens_per_second(
+        lambda step: dataset.batch(step % steps), sum(tokens.sum() for tokens in real)
+    )
+    print(
+        f"speed    {rate / 1e6:.1f} M tokens/s in batches of {cfg.train.batch_size} "
+        f"(one core)"
+    )
     dataset.close()
 
 
+def list_names():
+    """Print the names of all tasks, with their sources, and the names of all mixtures."""
+    print("tasks")
+    for name, task in TASKS.items():
+        print(f"  {name:36} {getattr(task, 'source', '')}".rstrip())
+    print("mixtures", *MIXTURES, sep="\n  ")
+
+
 def list_mixture(name, cfg):
-    """Print the tasks of a mixture with their rates, or all names where none is given."""
-    if not name:
-        print(
-            "tasks",
-            *(
-                f"  {entry:36} {getattr(task, 'source', '')}".rstrip()
-                for entry, task in TASKS.items()
-            ),
-            "mixtures",
-            *(f"  {entry}" for entry in MIXTURES),
-            sep="\n",
-        )
-        return
+    """Print the tasks of a mixture with their rates."""
     cfg = configs.override(cfg, {"data.task": name})
     check_tasks(cfg)
-    rates = mixture_rates(
-        name,
-        cfg,
-        lambda task: Corpus(task, "train", prepare_vocabulary(cfg), cfg).documents(),
-    )
+
+    def count_documents(task):
+        return Corpus(task, "train", prepare_vocabulary(cfg), cfg).count_documents()
+
+    rates = mixture_rates(name, cfg, count_documents)
     total, width = sum(rates.values()), max(map(len, rates))
-    print(
-        f"{name}: {len(rates)} tasks, {sum(rate > 0 for rate in rates.values())} of them trained "
-        f"on\n{'task':{width}} {'rate':>12} {'of all':>9}  source"
-    )
+    trained = sum(rate > 0 for rate in rates.values())
+    print(f"{name}: {len(rates)} tasks, {trained} of them with a rate above 0")
+    print(f"{'task':{width}} {'rate':>12} {'share':>9}  source")
     for task, rate in sorted(rates.items(), key=lambda item: -item[1]):
-        print(
-            f"{task:{width}} {rate:>12,.6g} {rate / total:>9.4%}  {find_task(task, cfg).source}"
-        )
+        source = find_task(task, cfg).source
+        print(f"{task:{width}} {rate:>12,.6g} {rate / total:>9.4%}  {source}")
 
 
 def prepare_all(cfg):
-    """Write the token files that a run needs: all, or those of its steps if rows are not packed."""
-    tokenizer, t = prepare_vocabulary(cfg), cfg.train
+    """Write all token files that a run needs.
+
+    If examples are packed, all shards of the training split are written. Otherwise, only
+    the shards that the steps of the run reach are written.
+    """
+    tokenizer = prepare_vocabulary(cfg)
     dataset = prepare(cfg, "train", tokenizer)
-    blocks = (t.steps - t.start_step) * t.batch_size // dataset.BLOCK + 2
-    for task, count in zip(dataset.tasks, dataset.drawn(blocks).tolist()):
-        task.corpus.chapters(math.inf if dataset.packs else count)
-    print(f"{'train':10} {dataset}")
+    rows = (cfg.train.steps - cfg.train.start_step) * cfg.train.batch_size
+    counts = dataset.plan.samples_before(rows // BLOCK_SAMPLES + 2)
+    for task, count in zip(dataset.tasks, counts.tolist()):
+        task.corpus.shard_starts(math.inf if dataset.plan.packs else count)
+    print(f"{'train':10} {describe_dataset(dataset)}")
     for task, alone in evaluation_configs(cfg).items():
         held_out = prepare(alone, "validation", tokenizer)
-        held_out.batches(t.eval_batches)
-        print(f"{'validation':10} {task}: {held_out}")
+        held_out.batches(cfg.train.eval_batches)
+        print(f"{'validation':10} {task}: {describe_dataset(held_out)}")
 
 
-def prepare_shard(cfg, shard):
-    """Tokenize every n-th part of all sources of a run, "i/n", i from 0."""
-    tokenizer, (turn, machines) = prepare_vocabulary(cfg), configs.parse_shard(shard)
+def prepare_share(cfg, shard):
+    """Tokenize every n-th source file of a run, so that n machines can share the work.
+
+    shard: "i/n", where i is the number of this machine, from 0 to n - 1.
+    """
+    tokenizer = prepare_vocabulary(cfg)
+    first, machines = configs.parse_shard(shard)
     wanted = [(name, "train", cfg) for name in open_tasks(cfg)]
     with contextlib.suppress(MissingSplit):
-        wanted += [
-            (name, "validation", alone) for name, alone in evaluation_configs(cfg).items()
-        ]
-    for name, split, its in wanted:
-        corpus = Corpus(name, split, tokenizer, its)
-        for part in range(turn, len(corpus.parts), machines):
-            place = [part, 0, 0]
-            while place and place[0] == part:
-                place = corpus.write(place).get("next")
+        for name, alone in evaluation_configs(cfg).items():
+            wanted.append((name, "validation", alone))
+    for name, split, alone in wanted:
+        corpus = Corpus(name, split, tokenizer, alone)
+        for file in range(first, len(corpus.files), machines):
+            position = [file, 0, 0]
+            while position and position[0] == file:
+                position = corpus.prepare_shard(position).get("next")
     print(f"shard {shard} of {cfg.data.task} is prepared")
 
 
 def main(argv):
+    """Run the command `python data.py`."""
     args, changes = configs.parse_args(
         __doc__,
         argv,
         show=dict(type=int, metavar="N", help="print N rows of the first batch"),
-        split=dict(help="of which --show prints rows (train, where a task has it)"),
-        prepare=dict(
-            action="store_true", help="write the token files a run needs, and stop"
+        split=dict(
+            help="split of which --show prints rows (default: train, if the task has it)"
         ),
+        prepare=dict(action="store_true", help="write the token files that a run needs"),
         shard=dict(
             metavar="I/N",
-            help="with --prepare: every N-th part of the sources, whole\n"
-            "corpora; N machines that share a disk do it together",
+            help="with --prepare: tokenize only every N-th source file, completely,\n"
+            "so that N machines with a common disk share the work (I from 0)",
         ),
         list=dict(
             nargs="?",
             const="",
             metavar="MIXTURE",
-            help="print a mixture's tasks and rates,"
-            "\nor the names of all tasks and mixtures",
+            help="print the tasks of a mixture with their rates,\n"
+            "or the names of all tasks and mixtures",
         ),
     )
     if args.show is None and not args.prepare and args.list is None:
-        raise UserError("Say what to do: --show N, --prepare or --list [MIXTURE].")
-    cfg = configs.resolve(
-        args, changes if args.run_dir else with_vocab_size(changes), recipe=True
-    )
+        raise UserError(
+            "data.py needs a command: add --show N, --prepare or --list [MIXTURE]."
+        )
+    if not args.run_dir:
+        changes = with_vocab_size(changes)
+    cfg = configs.resolve(args, changes, recipe=True)
     check_tasks(cfg)
-    if args.list is not None:
+    if args.list == "":
+        list_names()
+    elif args.list:
         list_mixture(args.list, cfg)
     if args.shard:
-        prepare_shard(cfg, args.shard)
+        prepare_share(cfg, args.shard)
     elif args.prepare:
         prepare_all(cfg)
     if args.show is not None:

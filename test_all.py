@@ -467,6 +467,7 @@ def test_a_python_file_is_a_recipe(tmp_path):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 100, 1000])
 def test_permute_is_a_permutation(size):
+    """Every index occurs once, and a different key gives a different permutation."""
     first = data.permute(np.arange(size), size, 1, 2)
     assert sorted(first) == list(range(size))
     assert size < 16 or not np.array_equal(
@@ -474,8 +475,8 @@ def test_permute_is_a_permutation(size):
     )
 
 
-def test_random_bits_are_even():
-    """Each bit of the output is set half of the time, over each part of the key."""
+def test_each_random_bit_is_set_half_of_the_time():
+    """Vary either part of the key, and count how often each of the 64 bits is set."""
     for bits in (
         data.random_bits(1, np.arange(20_000)),
         data.random_bits(np.arange(20_000), 1),
@@ -574,15 +575,21 @@ def sourced(cfg, source, **more):
 
 
 def open_corpus(cfg, tokenizer, split="train"):
-    """A Corpus with all of its chapters tokenized."""
+    """Return a Corpus of which all shards are prepared."""
     found = data.Corpus(cfg.data.task, split, tokenizer, cfg)
-    found.chapters()
+    found.shard_starts()
     return found
 
 
 def tokens_of(corpus):
-    """All ids of a Corpus."""
-    return np.concatenate([corpus.ids_of(i) for i in range(len(corpus.marks))])
+    """Return all ids of a Corpus whose shards are prepared."""
+    return np.concatenate([corpus.shard_ids(i) for i in range(len(corpus.shards))])
+
+
+def join_prefetch(corpus):
+    """Wait until a Corpus prepares no shard in the background."""
+    if corpus.prefetch_thread.is_alive():
+        corpus.prefetch_thread.join()
 
 
 def open_dataset(cfg, split="train"):
@@ -664,35 +671,37 @@ def test_tfds_source_reads_what_tfds_writes(tmp_path, corpus):
 
 
 @pytest.fixture
-def small_chapters(monkeypatch):
-    """Chapters of about 500 tokens, then 1000; each file of `corpus` has about 3,000."""
+def small_shards(monkeypatch):
+    """Make shards of 500, then 1,000 tokens. Each file of `corpus` has about 3,000."""
     monkeypatch.setattr(data, "FIRST_SHARD_TOKENS", 500)
     monkeypatch.setattr(data, "SHARD_TOKENS", 1000)
 
 
-def test_token_files_are_the_encoded_documents(corpus, small_chapters):
-    """Chapter after chapter, none across two parts of the source; the first ones small."""
+def test_token_files_are_the_encoded_documents(corpus, small_shards):
+    """The shards hold all documents in order. No shard has two source files."""
     tokenizer = data.prepare_vocabulary(corpus)
     found = open_corpus(corpus, tokenizer)
     expected = [tokenizer.encode(text) for text in documents_of(corpus, whole=False)]
     assert tokens_of(found).tolist() == sum(expected, [])
-    assert sum(mark["documents"] for mark in found.marks) == len(expected) == 178
-    places = [tuple(mark["place"][:2]) for mark in found.marks]
-    assert places[:5] == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0)]
-    sizes = [mark["tokens"] for mark in found.marks]
+    assert sum(shard["documents"] for shard in found.shards) == len(expected) == 178
+    positions = [tuple(shard["position"][:2]) for shard in found.shards]
+    assert positions[:5] == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0)]
+    sizes = [shard["tokens"] for shard in found.shards]
+    # The first shard is smaller, so that training can begin soon.
     assert 500 <= sizes[0] < 600 and 1000 <= sizes[1] < 1100
     ends = np.concatenate([found.load(i, "ends") for i in range(2)]).ravel()
     lengths = [len(ids) for ids in expected]
-    split = found.marks[0]["documents"]
+    split = found.shards[0]["documents"]
     assert ends.tolist() == [
         *np.cumsum(lengths[:split]),
         *np.cumsum(lengths[split : len(ends)]),
     ]
 
 
-def test_tokenizing_goes_on_after_a_kill_and_notices_changes(
-    corpus, tmp_path, monkeypatch, small_chapters
+def test_tokenization_resumes_after_a_kill_and_notices_changed_sources(
+    corpus, tmp_path, monkeypatch, small_shards
 ):
+    """A kill loses no complete shard. A changed source gets a new folder."""
     tokenizer = data.prepare_vocabulary(corpus)
     expected = tokens_of(
         open_corpus(
@@ -716,7 +725,9 @@ def test_tokenizing_goes_on_after_a_kill_and_notices_changes(
         lambda path, value: (written.append(path.name), write(path, value)),
     )
     found = open_corpus(corpus, tokenizer)
-    assert len(set(written)) == len(written) == len(found.marks)  # none twice
+    assert (
+        len(set(written)) == len(written) == len(found.shards)
+    )  # no shard is written twice
     assert_equal(tokens_of(found), expected)
     assert open_corpus(corpus, tokenizer).folder == found.folder
     (tmp_path / "1.txt").write_text("alpha beta")
@@ -724,12 +735,12 @@ def test_tokenizing_goes_on_after_a_kill_and_notices_changes(
 
 
 @pytest.mark.parametrize("kind", ["ids", "ends", "json"])
-def test_damaged_token_files_are_named_and_made_again(
-    corpus, small_chapters, capsys, kind
+def test_damaged_token_files_are_named_and_prepared_again(
+    corpus, small_shards, capsys, kind
 ):
-    """A flipped bit, a cut or an empty file never gives other batches."""
+    """Flipped bits and truncated files never change a batch."""
     tokenizer = data.prepare_vocabulary(corpus)
-    cfg = change(corpus, data=dict(task="prefix_lm"))  # of which both files are read
+    cfg = change(corpus, data=dict(task="prefix_lm"))  # reads .ids and .ends files
     expected = [data.prepare(cfg, "train", tokenizer).batch(step) for step in range(3)]
     (path,) = Path(corpus.data.prepared_dir).glob(f"*/00000-001.{kind}")
     whole = path.read_bytes()
@@ -739,19 +750,19 @@ def test_damaged_token_files_are_named_and_made_again(
             damaged = damaged[: len(whole) // 3]
         else:
             damaged[at] ^= 4
-        # in one go, as planners of the datasets before still read; what is mapped stays as it is
+        # Replace the file atomically, because earlier datasets may still read it.
         path.with_name("damaged").write_bytes(damaged)
         path.with_name("damaged").replace(path)
         dataset = data.prepare(cfg, "train", tokenizer)
         for step in range(3):
             assert_equal(dataset.batch(step), expected[step])
-        dataset.tasks[0].corpus.ahead and dataset.tasks[0].corpus.ahead.join()
+        join_prefetch(dataset.tasks[0].corpus)
         assert path.read_bytes() == whole or kind == "ids" and at in (8,)
         assert kind == "json" or at == 8 or "00000-001" in capsys.readouterr().err
 
 
-def test_a_bad_line_that_was_met_ahead_is_still_named(tmp_path, corpus, small_chapters):
-    """The thread that tokenizes ahead stumbles first; whoever asks then hears the sentence."""
+def test_a_bad_line_met_by_the_prefetch_is_still_named(tmp_path, corpus, small_shards):
+    """The prefetch ignores its error, and the error is raised when the shard is used."""
     lines = [json.dumps({"text": "alpha beta gamma " * 3})] * 400
     (tmp_path / "bad.jsonl").write_text(
         "\n".join([*lines[:300], "{broken", *lines[300:]])
@@ -760,8 +771,8 @@ def test_a_bad_line_that_was_met_ahead_is_still_named(tmp_path, corpus, small_ch
     found = data.Corpus("span_corruption", "train", data.prepare_vocabulary(corpus), cfg)
     with pytest.raises(configs.UserError, match="bad.jsonl:301 is not JSON"):
         for number in range(100):
-            found.look_ahead(number)
-            assert found.mark(number)
+            found.prefetch(number)
+            assert found.shard(number)
 
 
 def test_bad_lines_stop_or_are_counted(tmp_path, corpus, capsys):
@@ -772,10 +783,10 @@ def test_bad_lines_stop_or_are_counted(tmp_path, corpus, capsys):
     )
     cfg = sourced(corpus, f"jsonl:{path}", validation_source="python:")
     with pytest.raises(configs.UserError, match=r"bad\.jsonl:2 is not JSON"):
-        data.prepare_vocabulary(cfg)  # not what SentencePiece makes of it
+        data.prepare_vocabulary(cfg)  # the message is ours, not SentencePiece's
     tokenizer = data.prepare_vocabulary(corpus)
     found = open_corpus(change(cfg, data=dict(on_error="skip")), tokenizer)
-    assert (found.marks[0]["documents"], found.marks[0]["skipped"]) == (2, 5)
+    assert (found.shards[0]["documents"], found.shards[0]["skipped"]) == (2, 5)
     assert "5 skipped" in capsys.readouterr().err
 
 
@@ -807,16 +818,18 @@ def test_bytes_are_a_vocabulary(tmp_path, corpus):
 
 
 def test_unknown_characters_are_reported(tmp_path, corpus, capsys, tokenizer):
+    """Unknown tokens are counted, and above 0.1 % their characters are named."""
     (tmp_path / "odd.txt").write_text(
         "alpha\nalpha ☃ beta\n☃\n" + "\n".join(sentences(30))
     )
-    open_corpus(
+    found = open_corpus(
         sourced(corpus, f"text:{tmp_path}/odd.txt:lines", validation_source="python:"),
         tokenizer,
     )
+    assert sum(shard["unknown"] for shard in found.shards) == 2
     err = capsys.readouterr().err
     assert "warning: more than 0.1 %" in err and "'☃'" in err
-    assert "1 of only unknown tokens" in err and "(span_corruption, train)" in err
+    assert re.search(r"0\.[1-9]\d{2}% unknown", err) and "(span_corruption, train)" in err
     open_corpus(corpus, tokenizer)
     assert "warning" not in capsys.readouterr().err
 
@@ -868,8 +881,8 @@ def test_hugging_face_datasets_are_streamed(tmp_path, corpus):
 
 
 @pytest.mark.parametrize("task", ["prefix_lm", "pairs_of_lines"])
-def test_a_chapter_without_documents_is_no_trouble(mixture, tmp_path, monkeypatch, task):
-    """A blank file among three, each a part and so a chapter of its own."""
+def test_a_shard_without_documents_is_skipped(mixture, tmp_path, monkeypatch, task):
+    """One of three source files is blank, so its shard has no documents."""
     (tmp_path / "1.txt").write_text("\n \n\n")
     source = f"text:{tmp_path}/*.txt:lines"
     data.TASKS["pairs_of_lines"] = data.Task(
@@ -878,34 +891,32 @@ def test_a_chapter_without_documents_is_no_trouble(mixture, tmp_path, monkeypatc
     data.TASKS["prefix_lm"] = data.TASKS["prefix_lm"]._replace(source=source)
     dataset = open_dataset(change(mixture, data=dict(task=task, targets_length=32)))
     corpus = dataset.tasks[0].corpus
-    pieces = np.diff(corpus.chapters())
-    assert len(pieces) >= 3 and (pieces == 0).sum() == 1
-    for step in range(2 * pieces.sum() // 8):  # whole epochs
+    chunks = np.diff(corpus.shard_starts())
+    assert len(chunks) >= 3 and (chunks == 0).sum() == 1
+    for step in range(2 * chunks.sum() // 8):  # two epochs
         assert dataset.batch(step).target_segments.any(axis=1).all()
 
 
 @pytest.mark.parametrize("task", ["span_corruption", "prefix_lm"])
-def test_training_begins_with_the_first_chapter(
-    corpus, small_chapters, monkeypatch, task
-):
-    """The next one is tokenized meanwhile; a batch does not depend on how far that is."""
+def test_training_begins_with_the_first_shard(corpus, small_shards, monkeypatch, task):
+    """Batches do not depend on how many shards the prefetch has prepared so far."""
     cfg = change(corpus, data=dict(task=task, pack=False), train=dict(batch_size=2))
     waits = threading.Event()
     monkeypatch.setattr(
-        data.Corpus, "look_ahead", lambda self, number: (waits.wait(), self.mark(number))
+        data.Corpus, "prefetch", lambda self, number: (waits.wait(), self.shard(number))
     )
     dataset = open_dataset(cfg)
     (examples,) = dataset.tasks
     first = [dataset.batch(step) for step in range(3)]
-    assert len(examples.corpus.marks) == 1
+    assert len(examples.corpus.shards) == 1
     waits.set()
-    rows = examples.corpus.chapters()
+    rows = examples.corpus.shard_starts()
     assert len(rows) > 10
     later = [dataset.batch(step) for step in range(rows[-1] + 9)]  # two epochs
     assert_equal(first, later[:3])
     assert_equal(later, [open_dataset(cfg).batch(step) for step in range(len(later))])
     epochs, numbers = examples.locate(np.arange(2 * rows[-1]))
-    for start, stop in zip(rows, rows[1:]):  # one after the other, each in a random order
+    for start, stop in zip(rows, rows[1:]):  # shard after shard, each in a random order
         inside = numbers[start:stop].tolist()
         assert sorted(inside) == [*range(start, stop)] and (
             inside != sorted(inside) or stop - start < 4
@@ -923,8 +934,8 @@ def test_training_begins_with_the_first_chapter(
         ("prefixes", True),
     ],
 )
-def test_tokens_may_go_when_training_has_passed_them(mixture, small_chapters, task, pack):
-    """keep_tokens false: the same batches, forwards and resumed anywhere, from two chapters."""
+def test_deleting_used_shards_does_not_change_batches(mixture, small_shards, task, pack):
+    """With keep_tokens false, two .ids files suffice, and a run can resume anywhere."""
     data.TASKS["prefixes"] = data.TASKS["documents"]._replace(objective=data.PrefixLM())
     cfg = change(mixture, data=dict(task=task, pack=pack, targets_length=16))
     kept = [open_dataset(cfg).batch(step) for step in range(24)]
@@ -935,7 +946,7 @@ def test_tokens_may_go_when_training_has_passed_them(mixture, small_chapters, ta
     for step in range(24):
         assert_equal(dataset.batch(step), kept[step])
     for examples in dataset.tasks:
-        examples.corpus.ahead and examples.corpus.ahead.join()
+        join_prefetch(examples.corpus)
         assert len(list(examples.corpus.folder.glob("*.ids"))) <= 2
     for step in (20, 3, 23):
         assert_equal(open_dataset(gone).batch(step), kept[step])
@@ -943,7 +954,8 @@ def test_tokens_may_go_when_training_has_passed_them(mixture, small_chapters, ta
     assert_equal(part, jax.tree.map(lambda a: a[[5]], kept[23]))
 
 
-def test_machines_share_the_work(corpus, capsys, monkeypatch, tmp_path, small_chapters):
+def test_machines_share_the_work(corpus, capsys, monkeypatch, tmp_path, small_shards):
+    """After --shard 0/2 and 1/2, nothing is left to tokenize."""
     flags = [
         f"--data.{name}={value}"
         for name, value in dataclasses.asdict(corpus.data).items()
@@ -955,14 +967,14 @@ def test_machines_share_the_work(corpus, capsys, monkeypatch, tmp_path, small_ch
     )
     for shard in ("1/2", "0/2"):
         assert run(data, capsys, monkeypatch, *flags, "--shard", shard)[0] == 0
-    assert len(encoded) == 4  # three parts for training, and one held out
+    assert len(encoded) == 4  # three source files for training, one held-out split
     status, out, _ = run(data, capsys, monkeypatch, *flags, "--train.steps", 100)
     assert status == 0 and "validation span_corruption: " in out and len(encoded) == 4
     assert run(data, capsys, monkeypatch, *flags, "--shard", "2/2")[0] == 2
 
 
-def test_prefixes_and_suffixes_make_whole_pieces(corpus):
-    """prefix_lm: no piece crosses a document, each epoch cuts it elsewhere, anywhere alike."""
+def test_prefix_lm_splits_each_chunk_at_a_random_place(corpus):
+    """No chunk crosses documents. All split points occur, and about equally often."""
     cfg = change(
         corpus,
         data=dict(task="prefix_lm", inputs_length=16, targets_length=16, pack=False),
@@ -971,21 +983,21 @@ def test_prefixes_and_suffixes_make_whole_pieces(corpus):
     dataset = open_dataset(cfg)
     tokenizer = dataset.tasks[0].tokenizer
     documents = [tokenizer.encode(text) for text in documents_of(corpus, whole=False)]
-    pieces = [tuple(ids[i : i + 15]) for ids in documents for i in range(0, len(ids), 15)]
-    seen, cuts = [], []
+    chunks = [tuple(ids[i : i + 15]) for ids in documents for i in range(0, len(ids), 15)]
+    seen, splits = [], []
     for step in itertools.count():
         for inputs, targets in unpack(dataset.batch(step)):
             assert inputs[-1] == targets[-1] == data.EOS
             seen.append(inputs[:-1] + targets[:-1])
-            cuts += [len(inputs) - 1] if len(seen[-1]) == 15 else []
-        if len(seen) > 2 * len(pieces):
+            splits += [len(inputs) - 1] if len(seen[-1]) == 15 else []
+        if len(seen) > 2 * len(chunks):
             break
-    assert dataset.tasks[0].corpus.first[-1] == len(pieces) and set(seen) == set(pieces)
-    assert sorted(set(cuts)) == list(range(1, 15))
-    assert np.bincount(cuts)[1:].min() > len(cuts) / 14 / 2
+    assert dataset.tasks[0].corpus.starts[-1] == len(chunks) and set(seen) == set(chunks)
+    assert sorted(set(splits)) == list(range(1, 15))
+    assert np.bincount(splits)[1:].min() > len(splits) / 14 / 2
     lengths, keys = np.array([[16, 1]]), data.random_bits(np.arange(2))
     sizes = data.PrefixLM().sizes(lengths, keys, tokenizer, cfg.data)
-    assert sizes[:, 1].tolist() == [0, 1]  # of a single token, as in t5
+    assert sizes[:, 1].tolist() == [0, 1]  # a single token becomes the target, as in t5
 
 
 def test_damaged_tfds_datasets_are_named(tmp_path, corpus):
@@ -1063,6 +1075,10 @@ def test_bad_input_is_named_or_skipped_and_counted(
 # ---- data: span corruption -----------------------------------------------------------------------
 
 
+def test_the_example_in_the_docstring_of_data_is_right():
+    assert doctest.testmod(data) == doctest.TestResults(failed=0, attempted=7)
+
+
 @pytest.mark.parametrize(
     "inputs, mean, raw, noise, spans, targets",
     [
@@ -1071,8 +1087,8 @@ def test_bad_input_is_named_or_skipped_and_counted(
         (1024, 20, 1193, 179, 9, 189),
     ],
 )
-def test_lengths_are_t5s(inputs, mean, raw, noise, spans, targets):
-    """T5, mT5 and ByT5 as released: 114, 229 and 189 targets."""
+def test_lengths_equal_those_of_t5(inputs, mean, raw, noise, spans, targets):
+    """The released T5, mT5 and ByT5 have 114, 229 and 189 targets."""
     cfg = DataConfig(inputs_length=inputs, mean_span_length=mean)
     assert data.raw_length(cfg) == raw
     assert data.noise_counts(raw, cfg) == (noise, spans)
@@ -1080,7 +1096,7 @@ def test_lengths_are_t5s(inputs, mean, raw, noise, spans, targets):
 
 
 def test_counts_are_rounded_in_float32_as_in_t5():
-    """TensorFlow's float32, half to even, which differs here and there from float64."""
+    """float32 rounds some counts differently from float64, and t5 uses float32."""
     differ = 0
     for length, density, mean in itertools.product(
         range(2, 600), (0.1, 0.15, 0.3, 0.5), np.arange(1.1, 6, 0.1).round(1).tolist()
@@ -1097,7 +1113,7 @@ def test_counts_are_rounded_in_float32_as_in_t5():
 
 
 def corrupt_slowly(tokens, key, sentinel, cfg):
-    """Span corruption of one row, token by token."""
+    """Apply span corruption to one row, token by token: a slow reference."""
     noise, spans = data.noise_counts(len(tokens), cfg)
 
     def composition(total, key):
@@ -1118,13 +1134,13 @@ def corrupt_slowly(tokens, key, sentinel, cfg):
 
 
 @pytest.mark.parametrize("density, mean", [(0.15, 3), (0.5, 1), (0.9, 1), (0.3, 20)])
-def test_lengths_fit_whatever_they_are(density, mean):
-    """Neither the full rows nor a short last one overflow; too short a length is refused."""
+def test_chunks_of_all_lengths_fit_into_rows(density, mean):
+    """raw_length is the largest chunk that fits, and shorter chunks fit as well."""
     for inputs_length in range(1, 80):
         cfg = DataConfig(
             inputs_length=inputs_length, noise_density=density, mean_span_length=mean
         )
-        # one kept token, one sentinel, EOS: check_lengths refuses it
+        # A row needs one token, one sentinel and EOS. check_lengths refuses shorter rows.
         if inputs_length < 3:
             assert data.raw_length(cfg) == 2
             continue
@@ -1157,7 +1173,7 @@ def test_rows_that_do_not_fit_are_refused(corpus, field):
         (400, DataConfig(noise_density=0.15, mean_span_length=20.0)),
     ],
 )
-def test_span_corruption_equals_the_slow_one(length, cfg):
+def test_span_corruption_equals_the_slow_reference(length, cfg):
     tokens = np.random.default_rng(0).integers(3, 32000, (150, length)).astype(np.uint16)
     keys = data.random_bits(np.arange(150))
     inputs, targets = data.span_corruption(tokens, keys, 32099, cfg)
@@ -1167,7 +1183,10 @@ def test_span_corruption_equals_the_slow_one(length, cfg):
 
 
 def test_span_corruption_loses_nothing():
-    """Putting the spans back gives the raw tokens; text first, a span last, no closing sentinel."""
+    """Inserting the spans of the targets into the inputs restores the raw tokens.
+
+    A row starts with text and ends with a span. The targets have no closing sentinel.
+    """
     tokens = np.random.default_rng(0).integers(3, 32000, (20, 568))
     inputs, targets = data.span_corruption(tokens, np.arange(20), 32099, DataConfig())
     assert inputs.shape == (20, 512) and targets.shape == (20, 114)
@@ -1187,7 +1206,7 @@ def test_span_corruption_loses_nothing():
 
 
 def test_compositions_are_equally_likely():
-    rows = data.compositions(7, 4, data.random_bits(np.arange(40_000)))
+    rows = data.random_compositions(7, 4, data.random_bits(np.arange(40_000)))
     ways = [w for w in itertools.product(range(1, 5), repeat=4) if sum(w) == 7]
     found, counts = np.unique(rows, axis=0, return_counts=True)
     assert found.tolist() == sorted(map(list, ways)) and len(ways) == 20
@@ -1198,6 +1217,7 @@ def test_compositions_are_equally_likely():
 
 
 def row_texts(batch):
+    """Return the set of pairs (inputs, targets) in the rows of a Batch."""
     return {
         (tuple(i), tuple(t))
         for i, t in zip(batch.inputs.tolist(), batch.targets.tolist())
@@ -1214,7 +1234,7 @@ def test_batch_is_a_function_of_the_step(corpus):
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_processes_share_one_global_batch(corpus, processes):
-    """Whatever rows a process's devices hold, they are rows of the same batch."""
+    """The rows that a process makes are equal to these rows of the complete batch."""
     dataset = open_dataset(change(corpus, train=dict(batch_size=8)))
     whole = dataset.batch(5)
     for part in np.split(np.arange(8), processes):
@@ -1222,17 +1242,17 @@ def test_processes_share_one_global_batch(corpus, processes):
 
 
 def test_an_epoch_has_every_row_once_and_new_noise(corpus):
-    """Rows are told apart by their raw tokens, which the spans put back into the inputs give."""
+    """Two epochs have the same chunks, in another order and with other spans removed."""
     dataset = open_dataset(change(corpus, train=dict(batch_size=1)))
     (examples,) = dataset.tasks
     sentinel = examples.tokenizer.size - 1
-    count = examples.corpus.chapters()[-1]
-    expected = sorted(ids.tolist() for (ids,) in examples.corpus.pieces(np.arange(count)))
+    count = examples.corpus.shard_starts()[-1]
+    expected = sorted(ids.tolist() for (ids,) in examples.corpus.chunks(np.arange(count)))
     assert sum(map(len, expected)) >= len(tokens_of(examples.corpus)) - len(
-        examples.corpus.marks
+        examples.corpus.shards
     )
 
-    def raw(batch):
+    def raw(batch):  # the tokens of a row before span corruption
         spans, tokens = {}, []
         for i in batch.targets[0]:
             if i > sentinel - 100:
@@ -1251,10 +1271,14 @@ def test_an_epoch_has_every_row_once_and_new_noise(corpus):
     assert same < count / 4
 
 
-def test_validation_is_held_out_whole_and_each_row_once(corpus, small_chapters):
+def test_validation_has_each_held_out_row_once(corpus, small_shards):
+    """All held-out documents are evaluated. The rows after the last one are padding."""
     cfg = change(corpus, data=dict(inputs_length=16), train=dict(batch_size=4))
     dataset = open_dataset(cfg, "validation")
-    tokenizer, count = dataset.tasks[0].tokenizer, dataset.tasks[0].corpus.chapters()[-1]
+    tokenizer, count = (
+        dataset.tasks[0].tokenizer,
+        dataset.tasks[0].corpus.shard_starts()[-1],
+    )
     (part,) = data.open_source(cfg.data.source, "validation", cfg)
     expected = sum(
         [tokenizer.encode(x["text"]) for _, x in part.read(data.InvalidExamples("stop"))],
@@ -1263,7 +1287,7 @@ def test_validation_is_held_out_whole_and_each_row_once(corpus, small_chapters):
     assert tokens_of(dataset.tasks[0].corpus).tolist() == expected
     batches = [dataset.batch(i) for i in range(dataset.batches())]
     real = sum(int((batch.input_segments[:, 0] > 0).sum()) for batch in batches)
-    # the last is partly padding
+    # the last batch is partly padding
     assert real == count and real % 4 and dataset.batches(1) == 1
     assert len(set.union(*map(row_texts, batches)) - {((0,) * 16, (0,) * 8)}) == count
     assert_equal(batches[0], open_dataset(cfg, "validation").batch(0))
@@ -1275,7 +1299,7 @@ def test_validation_is_held_out_whole_and_each_row_once(corpus, small_chapters):
 
 @pytest.fixture
 def pairs(tmp_path, corpus, monkeypatch):
-    """(Config of text_to_text over 150 examples, several chapters; the examples as they are cut)."""
+    """Return (Config of text_to_text over 150 examples, the truncated examples)."""
     rng = np.random.default_rng(3)
     examples = [
         {
@@ -1284,12 +1308,12 @@ def pairs(tmp_path, corpus, monkeypatch):
         }
         for _ in range(150)
     ]
-    # an empty side at the end is no trouble
+    # the targets of the last example are empty
     examples[-1] = {"inputs": "alpha", "targets": ""}
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, examples)))
     (tmp_path / "v.model").write_bytes(data.prepare_vocabulary(corpus).serialized)
     monkeypatch.setattr(data, "FIRST_SHARD_TOKENS", 1200)
-    monkeypatch.setattr(data.Dataset, "BLOCK", 64)
+    monkeypatch.setattr(data, "BLOCK_SAMPLES", 64)
     cfg = change(
         corpus,
         data=dict(
@@ -1313,7 +1337,7 @@ def pairs(tmp_path, corpus, monkeypatch):
 
 
 def unpack(batch):
-    """Batch -> the (inputs, targets) of all its examples, told apart by their segments."""
+    """Yield (inputs, targets) of all examples of a Batch, found by their segments."""
     for row in range(len(batch.inputs)):
         sides = (
             (batch.inputs[row], batch.input_segments[row]),
@@ -1325,12 +1349,12 @@ def unpack(batch):
 
 
 def test_packed_rows_hold_every_example_whole(pairs, capsys):
-    """Through two epochs: nothing split, lost or doubled, whatever block, chapter or process."""
+    """Over two epochs, no example is split, lost or doubled, in any block or process."""
     cfg, examples = pairs
     dataset = open_dataset(cfg)
-    count = dataset.tasks[0].corpus.chapters()[-1]
+    count = dataset.tasks[0].corpus.shard_starts()[-1]
     known = examples[len(examples) - count :]
-    assert len(dataset.tasks[0].corpus.marks) > 1 and 140 < count < 150
+    assert len(dataset.tasks[0].corpus.shards) > 1 and 140 < count < 150
     assert "longer than 32 and 16 tokens and are cut" in capsys.readouterr().err
     seen, step = [], 0
     while len(seen) < 7 * 64:
@@ -1342,22 +1366,24 @@ def test_packed_rows_hold_every_example_whole(pairs, capsys):
         seen += unpack(batch)
         step += 1
     assert set(seen) == set(known)
-    for block in range(6):  # blocks of 64 draws are packed one after the other
-        draws = np.arange(block * 64, block * 64 + 64)
-        expected = [known[i] for i in dataset.tasks[0].locate(draws)[1]]
+    for block in range(6):  # blocks of 64 samples are packed one after the other
+        samples = np.arange(block * 64, block * 64 + 64)
+        expected = [known[i] for i in dataset.tasks[0].locate(samples)[1]]
         assert sorted(seen[block * 64 : (block + 1) * 64]) == sorted(expected)
-    # how many rows the blocks have is read back, and nothing replayed
+    # A later dataset reads where the blocks start, so it packs no earlier block again.
     again = open_dataset(cfg)
-    plan, planned = again.plan, []
-    again.plan = lambda block: (planned.append(block), plan(block))[1]
+    plan_block, planned = again.plan.plan_block, []
+    again.plan.plan_block = lambda block: (planned.append(block), plan_block(block))[1]
     assert_equal(again.batch(step - 1), batch)
     assert min(planned) >= 5
-    for content in ("{", '{"starts": [0, 1], "check": 1}'):  # damaged: made again
-        again.path.write_text(content)
+    (path,) = Path(cfg.data.prepared_dir, "plans").glob("*.json")
+    for content in ("{", '{"starts": [0, 1], "check": 1}'):  # a damaged file is replaced
+        path.write_text(content)
         assert_equal(open_dataset(cfg).batch(step - 1), batch)
 
 
-def test_held_out_pairs_come_in_order_one_a_row(pairs):
+def test_held_out_pairs_come_in_order_with_one_in_a_row(pairs):
+    """The same holds for the rows of training with data.pack false."""
     cfg, examples = pairs
     whole = open_dataset(
         change(cfg, data=dict(validation_source=cfg.data.source)), "validation"
@@ -1369,8 +1395,8 @@ def test_held_out_pairs_come_in_order_one_a_row(pairs):
 
 
 def test_packing_is_tight_and_keeps_the_limits():
-    """Filled to at least 97 % of what no packing can exceed, whichever side is short of room."""
-    rng, N = np.random.default_rng(0), data.Dataset.BLOCK
+    """Packing reaches 97 % of the upper bound, whichever side is short of room."""
+    rng, N = np.random.default_rng(0), data.BLOCK_SAMPLES
 
     def lengths(mean, spread, most):
         return np.clip(rng.lognormal(mean, spread, N), 2, most).astype(int)
@@ -1394,7 +1420,7 @@ def test_packing_is_tight_and_keeps_the_limits():
         assert (np.bincount(rows) > 0).all() and len(rows) == 3
 
 
-def test_decoder_inputs_begin_anew_in_each_segment():
+def test_decoder_inputs_start_with_0_in_each_segment():
     batch = data.complete_batch(
         np.array([[5, 1, 6, 1, 0]], np.int32),
         np.array([[7, 8, 1, 9, 1, 0]], np.int32),
@@ -1413,14 +1439,14 @@ def test_show_prints_rows_and_speed(corpus, capsys, monkeypatch):
     status, out, _ = run(
         data, capsys, monkeypatch, "--show", 2, "--model.vocab_size", 256, *flags
     )
-    assert status == 0 and out.count("<extra_id_0>") == 4 and "M raw tokens/s" in out
+    assert status == 0 and out.count("<extra_id_0>") == 4 and "1.0 M tokens/s" in out
     assert "row 1, targets" in out and "row 2" not in out
 
 
-def test_show_prints_what_a_task_without_training_has(
+def test_show_prints_examples_of_a_task_that_is_only_evaluated(
     mixture, tmp_path, capsys, monkeypatch
 ):
-    """Of T0's and GLUE's tasks that are only evaluated: their validation or test examples."""
+    """Some tasks of T0 and GLUE have only a validation or test split."""
     flags = [
         f"--data.{name}={value}"
         for name, value in dataclasses.asdict(mixture.data).items()
@@ -1444,7 +1470,9 @@ def test_show_prints_what_a_task_without_training_has(
         status, _, err = run(data, capsys, monkeypatch, *asked, "--split", "train")
         assert status == 2 and "judged has no train split" in err
     status, out, err = run(data, capsys, monkeypatch, *asked, "--data.vocab", "train:60")
-    assert status == 2 and "too little text" in err  # of the split that is shown
+    assert (
+        status == 2 and "too little text" in err
+    )  # the vocabulary is trained on the split that is shown
 
 
 # ---- data: tasks ---------------------------------------------------------------------------------
@@ -1788,7 +1816,7 @@ def mixture(tmp_path, pairs, monkeypatch):
 
 
 def counts_of(dataset):
-    return [examples.corpus.chapters()[-1] for examples in dataset.tasks]
+    return [examples.corpus.shard_starts()[-1] for examples in dataset.tasks]
 
 
 def test_rates_are_flattened_and_come_from_sizes(mixture):
@@ -1804,7 +1832,7 @@ def test_rates_are_flattened_and_come_from_sizes(mixture):
     few, some, many = counts_of(dataset)  # a part of each is held out
     assert few < 5 and 30 < some < 40 and many < 90
     np.testing.assert_allclose(
-        dataset.rates, np.array([few, 30, many**0.5]) / (few + 30 + many**0.5)
+        dataset.plan.rates, np.array([few, 30, many**0.5]) / (few + 30 + many**0.5)
     )
     assert list(data.evaluation_configs(mixture)) == ["few", "some", "many", "documents"]
 
@@ -1812,9 +1840,9 @@ def test_rates_are_flattened_and_come_from_sizes(mixture):
 def test_mixtures_keep_their_proportions_and_lose_nothing(mixture):
     """In each block to one example, in the long run exactly; each task epoch by epoch."""
     dataset = open_dataset(mixture)
-    shares, drawn = dataset.rates, [[], [], []]
+    shares, drawn = dataset.plan.rates, [[], [], []]
     for block in range(40):
-        task, draw, _ = dataset.plan(block)
+        task, draw, _ = dataset.plan.plan_block(block)
         counts = np.bincount(task, minlength=3)
         assert (abs(counts - 64 * shares) < 1).all()
         for number in range(3):
@@ -1827,7 +1855,7 @@ def test_mixtures_keep_their_proportions_and_lose_nothing(mixture):
             assert sorted(numbers[epochs == epoch]) == list(range(count))
     # rows in a row have their parts of each task
     alone = change(mixture, data=dict(pack=False))
-    task, _, _ = open_dataset(alone).plan(3)
+    task, _, _ = open_dataset(alone).plan.plan_block(3)
     for start in range(0, 56, 8):
         assert (
             abs(np.bincount(task[start : start + 8], minlength=3) - 8 * shares) <= 2
@@ -3957,7 +3985,7 @@ def test_the_held_out_loss_does_not_depend_on_the_batch_size(corpus, one_device)
     """Each row counts once. The padding rows of the last batch add nothing."""
     cfg = change(corpus, data=dict(inputs_length=16))
     params, results = make_params(cfg), []
-    count = open_dataset(cfg, "validation").tasks[0].corpus.chapters()[-1]
+    count = open_dataset(cfg, "validation").tasks[0].corpus.shard_starts()[-1]
     for size in (2, 4, count):
         dataset = open_dataset(change(cfg, train=dict(batch_size=size)), "validation")
         results.append(
@@ -3980,7 +4008,7 @@ def test_the_held_out_loss_does_not_depend_on_the_batch_size(corpus, one_device)
 
 def test_unigram_baseline_is_the_cross_entropy_of_the_counts(corpus):
     dataset, held_out = open_dataset(corpus), open_dataset(corpus, "validation")
-    dataset.tasks[0].corpus.chapters()
+    dataset.tasks[0].corpus.shard_starts()
     counts = np.ones(corpus.model.vocab_size)
     for i in tokens_of(dataset.tasks[0].corpus):
         counts[i] += 1
@@ -5083,7 +5111,7 @@ BAD = {
             "--data.targets_length",
             "500",
         ],
-        "lose 111 spans",
+        "makes 111 spans",
     ),
     "absent C4": (
         ["--config", "small_c4", "--data.tfds_dir", "nowhere"],
