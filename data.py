@@ -494,18 +494,19 @@ class Dataset:
 # ====== below: vocabularies, sources, tasks, mixtures, token files, the screen ====================
 
 
-# ---- vocabularies --------------------------------------------------------------------------------
+# ---- vocabularies ----------------------------------------------------------------------
 
 
 class ByteTokenizer(Tokenizer):
     """Encode text as its UTF-8 bytes. Byte b has the id b + 3 (ByT5, Xue et al. 2022).
 
-    extra_ids: the number of ids above the bytes. All of them are sentinels. Without extra ids, the
-    ids of the 11 highest bytes are the sentinels, as in the published ByT5 models.
+    extra_ids: the number of sentinels, whose ids follow the ids of the bytes. If
+    extra_ids is 0, the ids of the 11 highest bytes are the sentinels, as in the published
+    models.
     """
 
     def __init__(self, extra_ids=0):
-        # No UTF-8 text contains the bytes 245 to 255, so their 11 ids are free for sentinels.
+        # UTF-8 never uses the 11 bytes from 245 to 255, so their ids can be sentinels.
         sentinels = extra_ids or 11
         super().__init__(f"bytes:{extra_ids}\n".encode(), 3 + 256 + extra_ids, sentinels)
 
@@ -515,7 +516,7 @@ class ByteTokenizer(Tokenizer):
     def encode_batch(self, texts):
         encoded = []
         for text in texts:
-            # re.split returns text at the even positions and sentinel numbers at the odd ones.
+            # re.split returns texts at even positions, sentinel numbers at odd positions.
             parts = re.split(r"<extra_id_(\d\d?)>", text)
             arrays = [np.frombuffer(part.encode(), np.uint8) + 3 for part in parts]
             for position in range(1, len(parts), 2):
@@ -541,7 +542,7 @@ class ByteTokenizer(Tokenizer):
 class IdTokenizer(Tokenizer):
     """Encode text that consists of token ids in decimal digits, such as "17 4 29".
 
-    This tokenizer is for sources that hold token ids instead of text, such as reverse: and random:.
+    Sources such as reverse: and random: hold token ids, so they need no other vocabulary.
     size: the number of ids. sentinels: how many of the highest ids are sentinels.
     """
 
@@ -565,7 +566,7 @@ class IdTokenizer(Tokenizer):
 
 
 def add_sentinels(model, number):
-    """Append `number` sentinel pieces to a SentencePiece ModelProto, <extra_id_0> last."""
+    """Append `number` sentinels to a SentencePiece ModelProto, with <extra_id_0> last."""
     user_defined = sentencepiece_model_pb2.ModelProto.SentencePiece.USER_DEFINED
     for k in reversed(range(number)):
         model.pieces.add(piece=f"▁<extra_id_{k}>", score=0.0, type=user_defined)
@@ -575,13 +576,14 @@ def add_sentinels(model, number):
 def parse_vocabulary(serialized, name="the vocabulary"):
     """Return the Tokenizer of a serialized SentencePiece model.
 
-    If the model has no sentinels, 100 sentinels are added. `name` names the file in messages.
-    Raises UserError if the bytes are not a SentencePiece model with T5's special ids.
+    If the model has no sentinels, 100 sentinels are added. `name` names the file in
+    messages. Raises UserError if the bytes are not a SentencePiece model with T5's
+    special ids.
     """
     model = sentencepiece_model_pb2.ModelProto()
     try:
         model.ParseFromString(serialized)
-    # The module that defines protobuf's DecodeError differs between versions of protobuf.
+    # The exception is protobuf's DecodeError, whose module differs between versions.
     except Exception as error:
         raise UserError(
             f"{name} is not a SentencePiece model ({error}): name another file."
@@ -620,11 +622,12 @@ def load_tokenizer(path):
             serialized = file.read()
     except (OSError, ValueError) as error:
         raise UserError(
-            f"There is no vocabulary at {path} ({getattr(error, 'strerror', 0) or error}): "
-            f"give --data.vocab the path of a SentencePiece model, or train a vocabulary "
-            f"on the source with --data.vocab train:32000."
+            f"There is no vocabulary at {path} "
+            f"({getattr(error, 'strerror', 0) or error}): give --data.vocab the path of a "
+            f"SentencePiece model, or train a vocabulary on the source with --data.vocab "
+            f"train:32000."
         ) from error
-    # Instead of a SentencePiece model, a run may keep a file with a name such as "bytes:100".
+    # The vocabulary file of a run may hold just a name, such as "bytes:100".
     if re.fullmatch(without_pieces.encode(), serialized):
         return load_tokenizer(serialized.decode())
     return parse_vocabulary(serialized, path)
@@ -633,14 +636,15 @@ def load_tokenizer(path):
 def train_tokenizer(texts, pieces, max_characters=1 << 27):
     """Train a SentencePiece unigram model on texts and return its Tokenizer.
 
-    texts: an iterable of strings. Reading stops after `max_characters` characters, which take one
-    or two minutes. pieces: the size of the vocabulary, without its sentinels. Raises UserError if
-    the texts are too short for so many pieces.
+    texts: an iterable of strings. Reading stops after `max_characters` characters, which
+    take one or two minutes. pieces: the size of the vocabulary, without its sentinels.
+    Raises UserError if the texts are too short for so many pieces.
     """
     lines = []
     with progress_bar("reading for a vocabulary", "character") as bar:
         for text in texts:
-            # SentencePiece ignores lines above 16,000 bytes. A character has at most 4 bytes.
+            # SentencePiece skips lines above 16,000 bytes, and a character has up to 4
+            # bytes.
             lines += re.findall(".{1,4000}", "\n".join(text.splitlines()))
             bar.update(len(text))
             if bar.n >= max_characters:
@@ -663,7 +667,7 @@ def train_tokenizer(texts, pieces, max_characters=1 << 27):
             character_coverage=0.9999,
         )
     except RuntimeError as error:
-        # SentencePiece says how many pieces are possible, for example "vocab_size <= 1234".
+        # SentencePiece's message ends with the largest possible size: "value <= 1234".
         bound = re.search(r"<= (\d+)", str(error))
         raise UserError(
             f"The source has too little text for {pieces} pieces: add text, or set "
@@ -691,8 +695,10 @@ class ProgressBar(tqdm):
 def progress_bar(what, unit, total=None, quiet=False):
     """Return a progress bar on standard error.
 
-    On a terminal the bar appears after half a second. Otherwise it prints a line every 30 seconds.
-    The bar is silent if `quiet`, and in all processes except the main process.
+    what: the title of the bar. unit: what is counted, in the singular. total: the final
+    count, if known. On a terminal, the bar appears after half a second. Otherwise, the
+    bar prints a line every 30 seconds. If `quiet`, and in all processes except the main
+    process, nothing is printed.
     """
     seconds = 0.5 if sys.stderr.isatty() else 30
     return ProgressBar(
@@ -707,25 +713,26 @@ def progress_bar(what, unit, total=None, quiet=False):
     )
 
 
-# ---- sources -------------------------------------------------------------------------------------
-# A source is written KIND:NAME, for example text:books/*.txt. SOURCES maps each kind to a function
-# (name, split, cfg) that opens the source and returns a list of SourceFiles.
+# ---- sources ---------------------------------------------------------------------------
+# A source is written KIND:NAME, for example text:books/*.txt. SOURCES maps each kind to a
+# function (name, split, cfg) that opens the source and returns a list of SourceFiles.
 #
-# - split is "train", "validation" or another name. None asks for the source without any division.
-# - SourceFile.read(bad) yields pairs (where, example). `example` is a dict of fields. `where` is the
-#   place of the example, such as "books/a.txt:3", and is used in messages.
-# - If something cannot be read, the reader calls bad(where, what), such as bad("a.jsonl:3", "is not
-#   JSON"). This call raises a UserError or counts the example, as --data.on_error says. If the call
-#   returns, the reader continues.
+# - split is the name of a split, such as "train" or "validation". If split is None, all
+#   examples are wanted.
+# - SourceFile.read(bad) yields pairs (where, example). `example` is a dict of fields.
+#   `where` is the place of the example, such as "books/a.txt:3", and is used in messages.
+# - If something cannot be read, the reader calls bad(where, what), such as
+#   bad("a.jsonl:3", "is not JSON"). This call raises a UserError or counts the example,
+#   as --data.on_error says. If the call returns, the reader continues.
 # - A path may be remote, such as gs://bucket/*.gz. The library fsspec opens it.
 
 
 class SourceFile(NamedTuple):
-    """What a source is read from: a file, a group of small files, or a range of records."""
+    """A file of a source, a group of small files, or a range of records."""
 
     name: str
-    stamp: list  # for example file sizes and times; a new stamp means that the source changed
-    read: Callable  # read(bad) yields (where, example)
+    stamp: list  # sizes and times of the files; if they change, the source has changed
+    read: Callable  # read(bad) yields (where, example) and reports problems to `bad`
 
 
 class MissingSplit(UserError):
@@ -740,9 +747,7 @@ class MissingSource(UserError):
 
     def __str__(self):
         problems = self.args[0]
-        remedies = dict.fromkeys(
-            problems.values()
-        )  # a dict keeps each remedy once, in order
+        remedies = dict.fromkeys(problems.values())  # each remedy once, in order
         return ";\n".join(problems) + f": {' '.join(remedies)}"
 
 
@@ -750,9 +755,9 @@ class MissingSource(UserError):
 def python_documents():
     """Return the texts that come with Python: its language manual and its docstrings.
 
-    Each file of the standard library gives one document, which consists of its docstrings. Each
-    topic of the manual (pydoc_data/topics.py) gives a document, too. The files are parsed by `ast`,
-    so nothing is imported or downloaded.
+    Each file of the standard library gives one document, which consists of its
+    docstrings. Each topic of the manual (pydoc_data/topics.py) gives a document, too. The
+    files are parsed by `ast`, so nothing is imported or downloaded.
     """
     library = Path(os.__file__).parent
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -794,8 +799,8 @@ def generated_source(name, stamp, examples, split):
 
 
 ONES = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
-    "fifteen sixteen seventeen eighteen nineteen"
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen "
+    "fourteen fifteen sixteen seventeen eighteen nineteen"
 ).split()
 TENS = "- - twenty thirty forty fifty sixty seventy eighty ninety".split()
 
@@ -815,7 +820,8 @@ def spell_number(n):
 def number_example(n):
     """Return the example for a number: its words, whether it is even, and a date.
 
-    The date is n days after January 1, 1970. The tasks by_rule_* are made of these fields.
+    The date is n days after January 1, 1970. The tasks by_rule_* are made of these
+    fields.
     """
     day = time.gmtime(86_400 * n)
     return {
@@ -830,8 +836,9 @@ def number_example(n):
 def python_source(name, split, cfg):
     """Open python: or python:COUNT, which need no files.
 
-    python: reads the texts that come with Python. python:COUNT reads the numbers below COUNT, each
-    with its name in words and a date. Both are shuffled, and the first 1 % is for validation.
+    python: reads the texts that come with Python. python:COUNT reads the numbers below
+    COUNT, each with its name in words and a date. Both are shuffled, and the first 1 % is
+    for validation.
     """
     if name and not re.fullmatch(r"[1-9]\d{1,5}", name):
         raise UserError(
@@ -850,7 +857,7 @@ def python_source(name, split, cfg):
 
 
 def reverse_source(name, split, cfg):
-    """Open reverse:, random sequences of 4 to 12 ids whose targets are the ids backwards."""
+    """Open reverse:, 4 to 12 random ids with the reversed ids as targets."""
 
     def examples(split):
         seed, count = {"train": (0, 20_000), "validation": (1, 512)}[split]
@@ -863,7 +870,7 @@ def reverse_source(name, split, cfg):
 
 
 def random_source(name, split, cfg):
-    """Open random:, documents of 4096 random ids for benchmarks. Training never reaches the end."""
+    """Open random:, endless documents of 4096 random ids for benchmarks."""
     size = cfg.model.vocab_size - SENTINELS - 3
 
     def examples(split):
@@ -880,7 +887,7 @@ def open_file(path):
     """Open a local or remote file to read bytes."""
     if "://" not in path:
         return open(path, "rb")
-    import fsspec  # imported here because it takes 0.1 s and only remote files need it
+    import fsspec  # imported here because the import takes 0.1 s
 
     return fsspec.open(path, "rb").open()
 
@@ -888,7 +895,8 @@ def open_file(path):
 def find_files(pattern):
     """Return the files that match a glob as a sorted list of (path, [size, time]).
 
-    The pattern may be local or remote. Raises UserError if a remote file system cannot be read.
+    The pattern may be local or remote. Raises UserError if a remote file system cannot be
+    read.
     """
     found = []
     if "://" not in pattern:
@@ -908,7 +916,8 @@ def find_files(pattern):
         ) from error
     for path, info in infos.items():
         if info["type"] == "file":
-            # Each remote file system has its own name for the time or the version of a file.
+            # Each remote file system has its own name for the time or the version of a
+            # file.
             times = [info.get(key) for key in ("etag", "mtime", "updated", "created")]
             found.append((system.unstrip_protocol(path), [info["size"], str(times)]))
     return sorted(found)
@@ -919,10 +928,12 @@ HELD_OUT_BYTES = 1 << 25  # the held-out beginning of a source has at most this 
 
 
 def group_files(files, read):
-    """Return SourceFiles for a list of (path, [size, time]). Small files share a SourceFile.
+    """Return SourceFiles for a list of (path, [size, time]). Small files share a
+    SourceFile.
 
-    read(path, bad) yields the examples (where, example) of one file. If `read` raises an exception,
-    the file is reported to `bad` as damaged, and reading continues with the next file.
+    read(path, bad) yields the examples (where, example) of one file. If `read` raises an
+    exception, the file is reported to `bad` as damaged, and reading continues with the
+    next file.
     """
     groups = []
     size = math.inf  # of the last group
@@ -937,9 +948,10 @@ def group_files(files, read):
         for path, _ in group:
             try:
                 yield from read(path, bad)
-            except UserError:
-                raise
-            except Exception as error:  # of gzip, pyarrow, protobuf, the file system, ...
+            except Exception as error:  # of gzip, pyarrow, protobuf, ...
+                # An error number means that the disk or the network failed.
+                if isinstance(error, UserError) or getattr(error, "errno", None):
+                    raise
                 bad(path, f"is damaged ({error})")
 
     return [
@@ -952,15 +964,18 @@ def file_source(read, pattern, split, cfg):
     """Open the files that match a glob, in alphabetical order.
 
     Files have no splits. The first 1 % of the text, at least one example, is held out for
-    validation, and the rest is for training. The held-out text is one stretch. So it has neighbours
-    in the training text only at its end. split None means that nothing is held out.
-    read(path, bad) yields the examples of one file.
+    validation, and the rest is for training. The held-out text is one stretch. So it has
+    neighbours in the training text only at its end. split None means that nothing is held
+    out. read(path, bad) yields the examples of one file.
     """
     found = find_files(pattern)
     if not found:
         folder = pattern.rstrip("/") if os.path.isdir(pattern) else "FOLDER"
         problem = f"No file matches {pattern or 'an empty name'}"
-        remedy = f"give --data.source the path of a file, or a quoted glob, such as '{folder}/*'."
+        remedy = (
+            f"give --data.source the path of a file, or a quoted glob, such as "
+            f"'{folder}/*'."
+        )
         raise MissingSource({problem: remedy})
     files = group_files(found, read)
     if split is None:
@@ -1000,7 +1015,8 @@ def read_lines(path, bad):
 
 
 def text_source(name, split, cfg):
-    """Open text:GLOB, where each file is a document, or text:GLOB:lines, where each line is one.
+    """Open text:GLOB, where each file is a document, or text:GLOB:lines, where each line
+    is one.
 
     Files may be compressed (.gz). Blank documents are left out. The field is `text`.
     """
@@ -1020,8 +1036,8 @@ def text_source(name, split, cfg):
 def read_jsonl(path, bad):
     """Yield the examples of a jsonl:GLOB file, which has one JSON object on each line.
 
-    The file may be compressed (.gz), as C4 is published. Blank lines are left out. A line that is
-    not a JSON object is reported to `bad`.
+    The file may be compressed (.gz), as C4 is published. Blank lines are left out. A line
+    that is not a JSON object is reported to `bad`.
     """
     for number, line in read_lines(path, bad):
         if not line.strip():
@@ -1040,7 +1056,7 @@ def read_jsonl(path, bad):
 
 def read_parquet(path, bad):
     """Yield the rows of a parquet:GLOB file. The columns are the fields."""
-    import pyarrow.parquet  # imported here because it takes 0.2 s and no other source needs it
+    import pyarrow.parquet  # imported here because the import takes 0.2 s
 
     with open_file(path) as file:
         batches = pyarrow.parquet.ParquetFile(file).iter_batches(1024)
@@ -1061,16 +1077,18 @@ def decode_bytes(value):
 
 
 TFDS_REMEDY = (
-    "name the folder of your TFDS datasets with --data.tfds_dir or TFDS_DATA_DIR. A machine "
-    "with TensorFlow can write a dataset there: tfds build NAME --data_dir DIR --file_format "
-    "array_record. The original files of C4 can be read with --data.source "
-    "'jsonl:DIR/c4-train.*.json.gz', and other text with --data.source 'text:DIR/*.txt'."
+    "name the folder of your TFDS datasets with --data.tfds_dir or the variable "
+    "TFDS_DATA_DIR. To write a dataset there, use a machine with TensorFlow and run "
+    "`tfds build NAME --data_dir DIR --file_format array_record`. "
+    "To read C4's own files, use --data.source 'jsonl:DIR/c4-train.*.json.gz'. "
+    "To read any text, use --data.source 'text:DIR/*.txt'."
 )
 TFDS_RANGE = 1 << 17  # a SourceFile of a TFDS dataset has at most this number of examples
 
 
 def find_tfds(name, cfg):
-    """Return the folder of the TFDS dataset NAME[:VERSION], by default of the newest version.
+    """Return the folder of the TFDS dataset NAME[:VERSION], by default of the newest
+    version.
 
     Raises MissingSource if there is no such folder.
     """
@@ -1102,24 +1120,25 @@ def find_tfds(name, cfg):
 def tfds_source(name, split, cfg):
     """Open tfds:NAME[/CONFIG][:VERSION] or tfds:FOLDER, a TFDS dataset on disk.
 
-    The dataset must be stored as array_record files, which can be read without TensorFlow. The
-    dataset is never downloaded. Each SourceFile is a range of examples. Examples that are missing,
-    damaged or not UTF-8 are reported to `bad`.
+    The dataset must be stored as array_record files, which can be read without
+    TensorFlow. The dataset is never downloaded. Each SourceFile is a range of examples.
+    Examples that are missing, damaged or not UTF-8 are reported to `bad`.
     """
     folder = find_tfds(name, cfg)
-    import tensorflow_datasets as tfds  # imported here because it takes 0.5 s
+    import tensorflow_datasets as tfds  # imported here because the import takes 0.5 s
 
     try:
         info = tfds.builder_from_directory(folder).info
     except Exception as error:  # of protobuf or of TFDS
         raise UserError(
-            f"{folder / 'dataset_info.json'} is damaged ({error}): copy the dataset again."
+            f"{folder / 'dataset_info.json'} is damaged ({error}): "
+            f"copy the dataset again."
         ) from error
     if info.file_format.value != "array_record":
         raise UserError(
-            f"{folder} is stored as {info.file_format.value}, which only TensorFlow reads: "
-            f"prepare it again on a machine with TensorFlow, by tfds.builder('NAME', "
-            f"file_format='array_record').download_and_prepare()."
+            f"{folder} is stored as {info.file_format.value}, which only TensorFlow can "
+            f"read: prepare it again on a machine with TensorFlow, by "
+            f"tfds.builder('NAME', file_format='array_record').download_and_prepare()."
         )
     if split not in info.splits:
         raise MissingSplit(
@@ -1137,8 +1156,8 @@ def tfds_source(name, split, cfg):
             except (IndexError, ValueError, RuntimeError) as error:
                 bad(
                     where,
-                    f"is missing or damaged (dataset_info.json promises {count:,} examples, "
-                    f"{error})",
+                    f"is missing or damaged (dataset_info.json promises {count:,} "
+                    f"examples; {error})",
                 )
 
     stamp = [info.splits[split].shard_lengths, info.splits[split].num_bytes]
@@ -1149,10 +1168,11 @@ def tfds_source(name, split, cfg):
 
 
 def hf_source(name, split, cfg):
-    """Open hf:NAME[:CONFIG], a dataset of the Hugging Face hub or a local folder with a dataset.
+    """Open hf:NAME[:CONFIG], a dataset of the Hugging Face hub or a local folder with a
+    dataset.
 
-    The examples are streamed, and each shard of the dataset is a SourceFile. Raises UserError if
-    the library `datasets` is not installed or cannot open the dataset.
+    The examples are streamed, and each shard of the dataset is a SourceFile. Raises
+    UserError if the library `datasets` is not installed or cannot open the dataset.
     """
     try:
         import datasets
@@ -1168,8 +1188,8 @@ def hf_source(name, split, cfg):
     except Exception as error:  # of the library, of the network or of the dataset's files
         kind = MissingSplit if "split" in str(error) else UserError
         raise kind(
-            f"The split {split} of hf:{name} cannot be opened ({error}): check the name, the "
-            f"split and the network."
+            f"The split {split} of hf:{name} cannot be opened ({error}): check the name, "
+            f"the split and the network connection."
         ) from error
 
     def read(shard, bad):
@@ -1185,8 +1205,8 @@ def hf_source(name, split, cfg):
 def read_tfrecords(path):
     """Yield the records of a tfrecord file. The checksums are not verified.
 
-    Each record is stored as its length (8 bytes), a checksum of the length (4 bytes), the record
-    and a checksum of the record (4 bytes).
+    Each record is stored as its length (8 bytes), a checksum of the length (4 bytes), the
+    record and a checksum of the record (4 bytes).
     """
     with open_file(path) as file:
         while header := file.read(12):
@@ -1200,8 +1220,8 @@ def read_tfrecords(path):
 def read_seqio(features, path, bad):
     """Yield the examples of a tfrecord file of a SeqIO cache.
 
-    features: {field: {"shape": [...]}} of the cache's info file. A field without dimensions gives a
-    single value, other fields give an array of ids or a list of texts.
+    features: {field: {"shape": [...]}} of the cache's info file. A field without
+    dimensions gives a single value, other fields give an array of ids or a list of texts.
     """
     from tensorflow_datasets.proto import tf_example_generated_pb2
 
@@ -1219,10 +1239,11 @@ def read_seqio(features, path, bad):
 
 
 def seqio_source(name, split, cfg):
-    """Open seqio:FOLDER, or a glob of folders, each a task that SeqIO cached (as P3 is published).
+    """Open seqio:FOLDER, or a glob of folders, each a task that SeqIO cached (as P3 is
+    published).
 
-    A folder must hold info.SPLIT.json, the file COMPLETED and all tfrecord shards of the split.
-    Raises MissingSource, MissingSplit or UserError otherwise.
+    A folder must hold info.SPLIT.json, the file COMPLETED and all tfrecord shards of the
+    split. Raises MissingSource, MissingSplit or UserError otherwise.
     """
     infos = find_files(f"{name}/info.{split}.json")
     if not infos:
@@ -1267,8 +1288,8 @@ SOURCES = {
 def open_source(source, split, cfg, whole=False):
     """Return the SourceFiles of a split of a source, which is written KIND:NAME.
 
-    "{split}" in the name stands for the name of the split. Other files have no splits, and their
-    first 1 % is held out for validation. With whole=True nothing is held out.
+    "{split}" in the name stands for the name of the split. Other files have no splits,
+    and their first 1 % is held out for validation. With whole=True nothing is held out.
     """
     kind, _, name = source.partition(":")
     if kind not in SOURCES:
@@ -1276,7 +1297,7 @@ def open_source(source, split, cfg, whole=False):
         raise UserError(f"{source!r} is not a source: begin it with one of {kinds}.")
     if "{split}" in name:
         pattern = name.removesuffix(":lines")
-        # If there are files of other splits, only this split is missing. Else all files are missing.
+        # If files of other splits exist, the source has splits but lacks this split.
         if not find_files(pattern.replace("{split}", split)):
             if find_files(pattern.replace("{split}", "*")):
                 raise MissingSplit(f"No file matches {name} with the split {split}.")
@@ -1290,7 +1311,8 @@ def open_source(source, split, cfg, whole=False):
 class InvalidExamples:
     """The function `bad(where, what)` that readers call for examples that cannot be read.
 
-    With --data.on_error stop, the first call raises a UserError. With skip, calls are counted.
+    With --data.on_error stop, the first call raises a UserError. With skip, calls are
+    counted.
     """
 
     def __init__(self, on_error):
@@ -1299,13 +1321,13 @@ class InvalidExamples:
     def __call__(self, where, what):
         if self.stop:
             raise UserError(
-                f"{where} {what}: fix the file, or skip examples that cannot be used with "
-                f"--data.on_error skip."
+                f"{where} {what}: fix the file, or set --data.on_error skip to skip such "
+                f"examples."
             )
         self.count += 1
 
 
-# ---- tasks ---------------------------------------------------------------------------------------
+# ---- tasks -----------------------------------------------------------------------------
 
 
 class PrefixLM(Objective):
@@ -1324,19 +1346,19 @@ class PrefixLM(Objective):
         return [(ids[:cut], ids[cut:]) for (ids,), cut in zip(pieces, cuts.tolist())]
 
 
-# T5 solves every task as text to text (Raffel et al. 2020, section 2.4). The inputs begin with the
-# name of the task, the name of each field stands before its text, and a class is written as a word.
-# Appendix D of the paper shows an example of each task. This is an example of RTE, in which the
-# model decides whether sentence1 implies sentence2:
+# T5 solves every task as text to text (Raffel et al. 2020, section 2.4). The inputs begin
+# with the name of the task, the name of each field stands before its text, and a class is
+# written as a word. Appendix D of the paper shows an example of each task. This is an
+# example of RTE, in which the model decides whether sentence1 implies sentence2:
 #
 #     source   {"sentence1": "A cat sleeps.", "sentence2": "A cat runs.", "label": 1}
 #     inputs   rte sentence1: A cat sleeps. sentence2: A cat runs.
 #     targets  not_entailment
 #
-# A *format* is a function that does this conversion. It takes an example of the source and returns
-# a list of dicts with the fields inputs and targets, and with the fields that metrics need. The
-# list is empty if the example is left out. The formats below give exactly the strings of
-# t5/data/preprocessors.py.
+# A *format* is a function that does this conversion. It takes an example of the source
+# and returns a list of dicts with the fields inputs and targets, and with the fields that
+# metrics need. The list is empty if the example is left out. The formats below give
+# exactly the strings of t5/data/preprocessors.py.
 
 
 def as_it_is(example):
@@ -1347,7 +1369,8 @@ def as_it_is(example):
 def text_to_text(example):
     """Return the fields inputs and targets unchanged. They may be texts or lists of ids.
 
-    A SeqIO cache may hold both the ids and the texts (inputs_pretokenized). Then the texts are used.
+    A SeqIO cache may hold both the ids and the texts (inputs_pretokenized). Then the
+    texts are used.
     """
     texts = {}
     for key in Pairs.features:
@@ -1360,9 +1383,9 @@ def text_to_text(example):
 def template(inputs, targets, labels=()):
     """Return a format that fills the {field} placeholders of two templates.
 
-    labels: the words for the class numbers 0, 1, ... of the field `label`. With labels, {label}
-    stands for the word. An example without a label (-1 in TFDS) gets "<unk>", as in t5.
-    The field idx is kept, because metrics group examples by idx.
+    labels: the words for the class numbers 0, 1, ... of the field `label`. With labels,
+    {label} stands for the word. An example without a label (-1 in TFDS) gets "<unk>", as
+    in t5. The field idx is kept, because metrics group examples by idx.
     """
 
     def fill(example):
@@ -1382,14 +1405,22 @@ def template(inputs, targets, labels=()):
 
 
 def format_stsb(example):
-    """Format STS-B. The similarity from 0 to 5 is rounded to a multiple of 0.2, such as "3.8"."""
+    """Format STS-B, whose target is a similarity from 0 to 5, such as "3.8".
+
+    The similarity is rounded to a multiple of 0.2.
+    """
     score = np.round(np.float32(example["label"]) * np.float32(5)) / np.float32(5)
     fill = template("stsb sentence1: {sentence1} sentence2: {sentence2}", f"{score:.1f}")
     return fill(example)
 
 
 def format_multirc(example):
-    """Format MultiRC. HTML tags are removed, and metrics group the answers by the three indices."""
+    """Format MultiRC, in which the model decides whether an answer to a question is
+    right.
+
+    HTML tags are removed. The three indices are kept, because the metric counts all
+    answers to one question together.
+    """
     texts = {}
     for key in ("paragraph", "question", "answer"):
         text = example[key].replace("<br>", " ")
@@ -1405,7 +1436,12 @@ def format_multirc(example):
 
 
 def format_record(example):
-    """Format ReCoRD. Each correct answer gives an example, and bullet points become sentences."""
+    """Format ReCoRD, in which the model fills a gap in the query with one of the
+    entities.
+
+    There is one example for each correct answer. The bullet points (@highlight) of the
+    passage become sentences.
+    """
     # A bullet point after a complete sentence needs no further period.
     passage = re.sub(r"([.?!\"'])\n@highlight\n", r"\1 ", example["passage"])
     passage = passage.replace("\n@highlight\n", ". ")
@@ -1427,8 +1463,9 @@ def format_record(example):
 def format_wsc(only_true, example):
     """Format the Winograd schema challenge: which noun does the marked pronoun stand for?
 
-    The pronoun is marked by asterisks, as in "wsc: Ann lost *it* again". The targets are the noun.
-    only_true: leave out examples whose noun is wrong, which cannot be training targets.
+    The pronoun is marked by asterisks, as in "wsc: Ann lost *it* again". The targets are
+    the noun. only_true: leave out examples whose noun is wrong, which cannot be training
+    targets.
     """
     if only_true and not example["label"]:
         return []
@@ -1459,7 +1496,10 @@ def format_wsc(only_true, example):
 
 
 def format_definite_pronoun(example):
-    """Format definite pronoun resolution like WSC. The first occurrence of the pronoun is marked."""
+    """Format definite pronoun resolution (DPR) in the form of WSC.
+
+    The first occurrence of the pronoun is marked.
+    """
     pattern = rf" ({example['pronoun']})( |\.|,)"
     text = re.sub(pattern, r" *\1*\2", example["sentence"], count=1)
     answer = example["candidates"][example["label"]]
@@ -1477,7 +1517,10 @@ def separate_punctuation(text):
 
 
 def format_squad(example):
-    """Format SQuAD. The first answer is the target, and metrics compare with all answers."""
+    """Format SQuAD, in which the answer to a question stands in the context.
+
+    The first answer is the target. All answers are kept, because the metric accepts each.
+    """
     question = separate_punctuation(example["question"])
     context = separate_punctuation(example["context"])
     answers = [separate_punctuation(answer) for answer in example["answers"]["text"]]
@@ -1500,26 +1543,29 @@ class Task(NamedTuple):
     """
 
     source: str = ""  # KIND:NAME, as in --data.source
-    format: Callable = (
-        text_to_text  # example of the source -> list of {"inputs", "targets", ...}
-    )
-    metrics: tuple = ()  # names in evaluate.METRICS, or functions (targets, predictions) -> dict
-    choices: tuple = ()  # all possible answers of a classification task, in the order of labels
-    # applied to targets and predictions before they are compared, see evaluate.postprocess
+    # The function that turns an example of the source into a list of formatted examples.
+    format: Callable = text_to_text
+    # Each metric is a name in evaluate.METRICS, or a function (targets, predictions) ->
+    # dict.
+    metrics: tuple = ()
+    choices: tuple = ()  # the words for the labels 0, 1, ... of a classification task
+    # What is applied to targets and predictions before metrics compare them: a name in
+    # evaluate.POSTPROCESSORS, or a function.
     postprocess: str | Callable = ""
     splits: tuple = ("train", "validation", "test")  # the splits that the source has
     objective: Objective = Pairs()
-    inputs_eos: bool = True  # whether inputs end with EOS (not in T0)
-    eos_after_trim: bool = True  # whether a text that was cut ends with EOS (not in T0)
+    inputs_eos: bool = True  # whether inputs end with EOS; inputs of T0 do not
+    eos_after_trim: bool = True  # whether targets that are cut end with EOS; not so in T0
 
 
-# The tasks whose format is a template. An entry consists of three lines:
+# The tasks whose format is a template. Each task takes three lines:
 #
-#     name   source   metrics separated by commas, or -   splits, if there are not all three
+#     name   source   metrics (separated by commas, or -)   splits (if not all three)
 #         template of the inputs
-#         template of the targets, or the words for the labels 0, 1, ... separated by |
+#         template of the targets, or words for the labels 0, 1, ... separated by |
 #
-# Names, strings and metrics are those of t5's registry (t5/data/tasks.py and glue_utils.py).
+# The names, strings and metrics are those of t5's registry (t5/data/tasks.py,
+# glue_utils.py).
 CATALOGUE = """
 wmt14_ende_v003   tfds:wmt14_translate/de-en:1.0.0   bleu
     translate English to German: {en}
@@ -1687,11 +1733,11 @@ def read_catalogue(text):
     return tasks
 
 
-# A recipe file adds its own entries to these dicts, which are empty before.
+# The dicts belong to configs.py, because a recipe file may add tasks and mixtures.
 TASKS, MIXTURES = configs.TASKS, configs.MIXTURES
 TASKS |= read_catalogue(CATALOGUE)
 TASKS |= {
-    # The source of these three tasks is usually named with --data.source.
+    # These three tasks are meant for any --data.source.
     "span_corruption": Task("python:", as_it_is, objective=SpanCorruption()),
     "prefix_lm": Task("python:", as_it_is, objective=PrefixLM()),
     "text_to_text": Task(),
@@ -1699,7 +1745,7 @@ TASKS |= {
         "tfds:c4/en:2.2.0", as_it_is, objective=SpanCorruption()
     ),
     "c4_v220_prefix_lm": Task("tfds:c4/en:2.2.0", as_it_is, objective=PrefixLM()),
-    # The following formats are more than a template.
+    # A template cannot express the formats of the following tasks.
     "squad_v010_allanswers": Task(
         "tfds:squad/v1.1:3.0.0", format_squad, ("squad",), postprocess="answers"
     ),
@@ -1740,18 +1786,19 @@ TASKS |= {
 }
 
 
-# ---- mixtures ------------------------------------------------------------------------------------
-# A mixture is a dict that maps the names of tasks or of other mixtures to rates. A task is sampled
-# with the probability rate / (sum of the rates). A task with the rate 0 is not trained on, but it is
-# evaluated together with the mixture. A rate is a number, or BySize. A function of the Config that
-# returns such a dict is a mixture, too.
+# ---- mixtures --------------------------------------------------------------------------
+# A mixture is a dict that maps the names of tasks or of other mixtures to rates. A task
+# is sampled with the probability rate / (sum of the rates). A task with the rate 0 is not
+# trained on, but it is evaluated together with the mixture. A rate is a number, or
+# BySize. A function of the Config that returns such a dict is a mixture, too.
 
 
 class BySize(NamedTuple):
-    """A rate that depends on the number of training examples (Raffel et al. 2020, section 3.5.2).
+    """A rate that depends on the number of training examples (Raffel et al. 2020, section
+    3.5.2).
 
-    The rate is min(examples * scale, maximum) ** (1 / temperature). The maximum keeps large tasks
-    from dominating. A temperature above 1 samples small tasks more often.
+    The rate is min(examples * scale, maximum) ** (1 / temperature). The maximum keeps
+    large tasks from dominating. A temperature above 1 samples small tasks more often.
     """
 
     maximum: float = math.inf
@@ -1762,8 +1809,9 @@ class BySize(NamedTuple):
         return min(examples * self.scale, self.maximum) ** (1 / self.temperature)
 
 
-# The datasets of T0: name, number of training examples, and the roles in which T0's mixtures use
-# the dataset (Sanh et al. 2022; bigscience-workshop/t-zero, t0/datasets.csv).
+# The datasets of T0: name, number of training examples, and the roles in which T0's
+# mixtures use the dataset (Sanh et al. 2022; bigscience-workshop/t-zero,
+# t0/datasets.csv).
 T0_DATASETS = """
 glue_mrpc                     3668  train
 glue_qqp                    363846  train
@@ -1836,20 +1884,21 @@ T0_CAP = 500_000
 
 
 def t0_mixture(roles, score_eval, cfg):
-    """Return {task: rate} for the datasets of T0 that have one of the roles (words in a string).
+    """Return {task: rate} for the datasets of T0 that have one of the roles (words in a
+    string).
 
-    P3 has one folder for each prompt template of each dataset, named DATASET_TEMPLATE, and each
-    folder is a task. A dataset with more than T0_CAP examples counts as T0_CAP examples, divided
-    among its templates. A smaller dataset counts with its full size for each template.
-    score_eval: use the folders for rank classification, whose names end in _score_eval. These are
-    only evaluated, and every task has the rate 1.
+    P3 has one folder for each prompt template of each dataset, named DATASET_TEMPLATE,
+    and each folder is a task. A dataset with more than T0_CAP examples counts as T0_CAP
+    examples, divided among its templates. A smaller dataset counts with its full size for
+    each template. score_eval: use the folders for rank classification, whose names end in
+    _score_eval. These are only evaluated, and every task has the rate 1.
     """
     folders = sorted(p3_sources(cfg))
     if not folders:
         raise UserError(
-            "T0's mixtures need P3 (bigscience/P3), which has one folder for each prompt: "
-            "name the folder that holds these folders with --data.source seqio:DIR or "
-            "--data.source parquet:DIR."
+            "T0's mixtures are made of P3 (bigscience/P3), which has a folder for each "
+            "prompt: name the folder that contains these folders with --data.source "
+            "seqio:DIR or --data.source parquet:DIR."
         )
     rows = [line.split() for line in T0_DATASETS.strip().splitlines()]
     templates = {}  # the folders of each dataset
@@ -1869,8 +1918,9 @@ def t0_mixture(roles, score_eval, cfg):
     return rates
 
 
-# For each kind of source: which files show that a folder is a task of P3, and which text behind the
-# name of the folder makes the source. SeqIO caches find their splits themselves.
+# For each kind of source: which files show that a folder is a task of P3, and which text
+# behind the name of the folder makes the source. SeqIO caches find their splits
+# themselves.
 P3_FILES = {
     "seqio": {"info.*.json": ""},
     "parquet": {"*.parquet": "/*{split}*.parquet", "*/*.parquet": "/{split}/*.parquet"},
@@ -1878,7 +1928,7 @@ P3_FILES = {
 
 
 def p3_root(cfg):
-    """Return the folder that holds P3's folders, or "" if --data.source names no such folder."""
+    """Return the folder that contains P3, or "" if --data.source cannot be P3."""
     kind, _, name = cfg.data.source.partition(":")
     return name.removesuffix("*").rstrip("/") if kind in P3_FILES else ""
 
@@ -1943,9 +1993,10 @@ MIXTURES |= {
 def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
     """Return {task: rate} for the name of a task or of a mixture.
 
-    A mixture inside a mixture is replaced by its tasks, which share its rate. examples: a function
-    that returns the number of training examples of a task, for rates BySize. within: the names of
-    the mixtures that contain this mixture. Raises UserError if a mixture is not a valid dict.
+    A mixture inside a mixture is replaced by its tasks, which share its rate. examples: a
+    function that returns the number of training examples of a task, for rates BySize.
+    within: the names of the mixtures that contain this mixture. Raises UserError if a
+    mixture is not a valid dict.
     """
     if name not in MIXTURES:
         return {name: 1.0}
@@ -1960,7 +2011,8 @@ def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
         raise
     except Exception as error:  # from a recipe file
         raise UserError(
-            f"The mixture {name} is not a dict of rates ({error!r}): correct it in MIXTURES."
+            f"The mixture {name} is not a dict of rates ({error!r}): correct its entry "
+            f"in MIXTURES."
         ) from error
     rates = {}
     for member, rate in entries.items():
@@ -1968,8 +2020,8 @@ def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
             rate = rate.of(examples(member))
         if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
             raise UserError(
-                f"The rate of {member} in the mixture {name} is {rate}: give a number of at "
-                f"least 0, or BySize with a maximum if {member} is one task."
+                f"The rate of {member} in the mixture {name} is {rate}: give a number "
+                f"of at least 0, or BySize with a maximum if {member} is one task."
             )
         inner = mixture_rates(member, cfg, examples, (*within, name))
         for task, inner_rate in inner.items():
@@ -1985,9 +2037,10 @@ def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
 def find_task(name, cfg):
     """Return the Task of this name.
 
-    name: a key of TASKS, a folder of P3 if --data.source names P3, or KIND:NAME of a source with
-    the fields inputs and targets. --data.source replaces the source of the task --data.task.
-    Raises UserError if there is no such task or if the task has no source.
+    name: a key of TASKS, a folder of P3 if --data.source names P3, or KIND:NAME of a
+    source with the fields inputs and targets. --data.source replaces the source of the
+    task --data.task. Raises UserError if there is no such task or if the task has no
+    source.
     """
     task = TASKS.get(name)
     if task is None:
@@ -1998,7 +2051,8 @@ def find_task(name, cfg):
             return Task(p3_source, inputs_eos=False, eos_after_trim=False)
         hint = configs.nearest(name, [*TASKS, *MIXTURES]) or ":"
         raise UserError(
-            f"There is no task {name}{hint} python data.py --list prints the names of all tasks."
+            f"There is no task {name}{hint} python data.py --list prints the names of "
+            f"all tasks."
         )
     if not isinstance(task, Task) or not isinstance(task.objective, Objective):
         raise UserError(
@@ -2009,29 +2063,33 @@ def find_task(name, cfg):
         task = task._replace(source=cfg.data.source, splits=Task().splits)
     if not task.source:
         raise UserError(
-            f"--data.task {name} has no source of its own: name one with --data.source, such "
-            f"as jsonl:FILE."
+            f"The task {name} has no source of its own: name a source with "
+            f"--data.source, such as jsonl:FILE."
         )
     return task
 
 
 def check_tasks(cfg):
-    """Raise a UserError if the tasks and sources that a Config names do not go together."""
+    """Raise a UserError if a task is unknown or cannot use the given sources."""
     data = cfg.data
     source_is_p3 = bool(p3_root(cfg))
     if data.task in MIXTURES and (
         data.validation_source or data.source and not source_is_p3
     ):
         raise UserError(
-            f"--data.source and --data.validation_source do not work with the mixture "
-            f"{data.task}, because a mixture's tasks have their own sources: leave them out."
+            f"--data.source and --data.validation_source cannot be used with the mixture "
+            f"{data.task}, because a mixture's tasks have their own sources: leave out "
+            f"these flags."
         )
     for task in dict.fromkeys([*mixture_rates(data.task, cfg), *evaluated_tasks(cfg)]):
         find_task(task, cfg)
 
 
 def open_task(name, split, cfg):
-    """Return (Task, SourceFiles) for a split of a task. Raises MissingSplit or MissingSource."""
+    """Return the Task of this name and the SourceFiles of one split.
+
+    Raises MissingSplit or MissingSource if the split or the source does not exist.
+    """
     task = find_task(name, cfg)
     validation_source = cfg.data.validation_source
     if split == "validation" and validation_source:
@@ -2044,8 +2102,9 @@ def open_task(name, split, cfg):
 def open_all(wanted):
     """Open the splits of several tasks.
 
-    wanted: a list of (task, split, Config). Returns {task: (Task, SourceFiles)} and a list of the
-    MissingSplit errors of the other tasks. Raises one MissingSource that names all missing sources.
+    wanted: a list of (task, split, Config). Returns {task: (Task, SourceFiles)} and a
+    list of the MissingSplit errors of the other tasks. Raises one MissingSource that
+    names all missing sources.
     """
     opened, without, missing = {}, [], {}
     for name, split, cfg in wanted:
@@ -2061,16 +2120,17 @@ def open_all(wanted):
 
 
 def evaluated_tasks(cfg):
-    """Return the names of the tasks that a run evaluates: --data.eval_tasks or --data.task."""
+    """Return the tasks that a run evaluates, from --data.eval_tasks or --data.task."""
     names = (cfg.data.eval_tasks or cfg.data.task).split(",")
     return [task for name in names for task in mixture_rates(name.strip(), cfg)]
 
 
 def open_tasks(cfg, split="train"):
-    """Return {task: (Task, SourceFiles)} for the tasks of --data.task with a rate above 0.
+    """Return {task: (Task, SourceFiles)} for the tasks of --data.task with a rate above
+    0.
 
-    If the run also evaluates, the sources of the evaluated tasks are opened, too. So one error names
-    all the sources that are missing.
+    If the run also evaluates, the sources of the evaluated tasks are opened, too. So one
+    error names all the sources that are missing.
     """
     names = [name for name, rate in mixture_rates(cfg.data.task, cfg).items() if rate]
     wanted = [(name, split, cfg) for name in names]
@@ -2085,7 +2145,10 @@ def open_tasks(cfg, split="train"):
 
 
 def source_fields(cfg):
-    """Return {field of the task: field of the source} for --data.fields, such as "text=content"."""
+    """Return {field of the task: field of the source}, as given by --data.fields.
+
+    For example, --data.fields text=content gives {"text": "content"}.
+    """
     fields = cfg.data.fields
     try:
         pairs = [pair.split("=") for pair in fields.split(",") if fields]
@@ -2097,11 +2160,13 @@ def source_fields(cfg):
 
 
 def formatted_examples(part, bad, task, cfg, size=math.inf):
-    """Yield the examples of a SourceFile in the format of the task, ready to be tokenized.
+    """Yield the examples of a SourceFile in the format of the task, ready to be
+    tokenized.
 
-    part: a SourceFile. size: the size of the vocabulary. Token ids must be smaller. Yields (where,
-    number of the example in the file, dict, the texts or ids of the objective's features).
-    Examples without text are left out. Examples that cannot be used are reported to `bad`.
+    part: a SourceFile. size: the size of the vocabulary. Token ids must be smaller.
+    Yields (where, number of the example in the file, dict, the texts or ids of the
+    objective's features). Examples without text are left out. Examples that cannot be
+    used are reported to `bad`.
     """
     names = source_fields(cfg)
     features = task.objective.features
@@ -2122,7 +2187,8 @@ def formatted_examples(part, bad, task, cfg, size=math.inf):
                     bad(
                         where,
                         f"has {problem} in {' and '.join(features)} (its fields are "
-                        f"{', '.join(row)}; rename one with --data.fields {features[0]}=NAME)",
+                        f"{', '.join(row)}; choose one with --data.fields "
+                        f"{features[0]}=NAME)",
                     )
                 elif not all(map(is_blank, texts)):
                     yield where, number, row, texts
@@ -2135,15 +2201,15 @@ def formatted_examples(part, bad, task, cfg, size=math.inf):
 
 
 def is_blank(text):
-    """Return whether a text, or a list of ids, is empty or consists only of white space."""
+    """Return whether a text has only white space, or whether a list of ids is empty."""
     return not (text.strip() if isinstance(text, str) else len(text))
 
 
 def invalid_reason(value, size):
     """Return why a value cannot be tokenized, or None if it can.
 
-    A value must be text or a list of ids below `size`. The reason completes the sentence "The
-    example has ...".
+    A value must be text or a list of ids below `size`. The reason completes the sentence
+    "The example has ...".
     """
     if isinstance(value, str):
         try:
