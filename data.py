@@ -623,8 +623,8 @@ def load_tokenizer(path):
     except (OSError, ValueError) as error:
         raise UserError(
             f"There is no vocabulary at {path} "
-            f"({getattr(error, 'strerror', 0) or error}): give --data.vocab the path of a "
-            f"SentencePiece model, or train a vocabulary on the source with --data.vocab "
+            f"({getattr(error, 'strerror', 0) or error}): give --data.vocab the path of "
+            f"a SentencePiece model, or train a vocabulary on the source with --data.vocab "
             f"train:32000."
         ) from error
     # The vocabulary file of a run may hold just a name, such as "bytes:100".
@@ -720,7 +720,7 @@ def progress_bar(what, unit, total=None, quiet=False):
 # - split is the name of a split, such as "train" or "validation". If split is None, all
 #   examples are wanted.
 # - SourceFile.read(bad) yields pairs (where, example). `example` is a dict of fields.
-#   `where` is the place of the example, such as "books/a.txt:3", and is used in messages.
+#   `where` is the place of the example for messages, such as "books/a.txt:3".
 # - If something cannot be read, the reader calls bad(where, what), such as
 #   bad("a.jsonl:3", "is not JSON"). This call raises a UserError or counts the example,
 #   as --data.on_error says. If the call returns, the reader continues.
@@ -857,7 +857,7 @@ def python_source(name, split, cfg):
 
 
 def reverse_source(name, split, cfg):
-    """Open reverse:, 4 to 12 random ids with the reversed ids as targets."""
+    """Open reverse:, examples of 4 to 12 random ids whose targets are the reversed ids."""
 
     def examples(split):
         seed, count = {"train": (0, 20_000), "validation": (1, 512)}[split]
@@ -870,7 +870,7 @@ def reverse_source(name, split, cfg):
 
 
 def random_source(name, split, cfg):
-    """Open random:, endless documents of 4096 random ids for benchmarks."""
+    """Open random:, an endless source of documents with 4096 random ids for benchmarks."""
     size = cfg.model.vocab_size - SENTINELS - 3
 
     def examples(split):
@@ -916,8 +916,7 @@ def find_files(pattern):
         ) from error
     for path, info in infos.items():
         if info["type"] == "file":
-            # Each remote file system has its own name for the time or the version of a
-            # file.
+            # File systems have different names for the time or the version of a file.
             times = [info.get(key) for key in ("etag", "mtime", "updated", "created")]
             found.append((system.unstrip_protocol(path), [info["size"], str(times)]))
     return sorted(found)
@@ -928,12 +927,11 @@ HELD_OUT_BYTES = 1 << 25  # the held-out beginning of a source has at most this 
 
 
 def group_files(files, read):
-    """Return SourceFiles for a list of (path, [size, time]). Small files share a
-    SourceFile.
+    """Group files and return the SourceFiles. Small files share a SourceFile.
 
-    read(path, bad) yields the examples (where, example) of one file. If `read` raises an
-    exception, the file is reported to `bad` as damaged, and reading continues with the
-    next file.
+    files: a list of (path, [size, time]). read(path, bad) yields the examples (where,
+    example) of one file. If `read` raises an exception, the file is reported to `bad` as
+    damaged, and reading continues with the next file.
     """
     groups = []
     size = math.inf  # of the last group
@@ -964,9 +962,9 @@ def file_source(read, pattern, split, cfg):
     """Open the files that match a glob, in alphabetical order.
 
     Files have no splits. The first 1 % of the text, at least one example, is held out for
-    validation, and the rest is for training. The held-out text is one stretch. So it has
-    neighbours in the training text only at its end. split None means that nothing is held
-    out. read(path, bad) yields the examples of one file.
+    validation, and the rest is for training. The held-out text is one stretch, so that
+    only its end is close to training text. If split is None, nothing is held out.
+    read(path, bad) yields the examples of one file.
     """
     found = find_files(pattern)
     if not found:
@@ -1015,10 +1013,11 @@ def read_lines(path, bad):
 
 
 def text_source(name, split, cfg):
-    """Open text:GLOB, where each file is a document, or text:GLOB:lines, where each line
-    is one.
+    """Open text:GLOB or text:GLOB:lines, which reads text files.
 
-    Files may be compressed (.gz). Blank documents are left out. The field is `text`.
+    With text:GLOB, each file is a document. With text:GLOB:lines, each line is a
+    document. Files may be compressed (.gz). Blank documents are left out. The field is
+    `text`.
     """
     pattern = name.removesuffix(":lines")
 
@@ -1087,10 +1086,10 @@ TFDS_RANGE = 1 << 17  # a SourceFile of a TFDS dataset has at most this number o
 
 
 def find_tfds(name, cfg):
-    """Return the folder of the TFDS dataset NAME[:VERSION], by default of the newest
-    version.
+    """Return the folder of the TFDS dataset NAME[:VERSION].
 
-    Raises MissingSource if there is no such folder.
+    Without a version, the newest version is used. Raises MissingSource if the folder does
+    not exist.
     """
     from etils import epath  # because the folder may be remote
 
@@ -1168,11 +1167,11 @@ def tfds_source(name, split, cfg):
 
 
 def hf_source(name, split, cfg):
-    """Open hf:NAME[:CONFIG], a dataset of the Hugging Face hub or a local folder with a
-    dataset.
+    """Open hf:NAME[:CONFIG], a dataset of the Hugging Face hub.
 
-    The examples are streamed, and each shard of the dataset is a SourceFile. Raises
-    UserError if the library `datasets` is not installed or cannot open the dataset.
+    NAME may also be a local folder in the form of such a dataset. The examples are
+    streamed, and each shard of the dataset is a SourceFile. Raises UserError if the
+    library `datasets` is not installed or cannot open the dataset.
     """
     try:
         import datasets
@@ -1239,11 +1238,11 @@ def read_seqio(features, path, bad):
 
 
 def seqio_source(name, split, cfg):
-    """Open seqio:FOLDER, or a glob of folders, each a task that SeqIO cached (as P3 is
-    published).
+    """Open seqio:FOLDER, a task that SeqIO cached. FOLDER may be a glob of such folders.
 
-    A folder must hold info.SPLIT.json, the file COMPLETED and all tfrecord shards of the
-    split. Raises MissingSource, MissingSplit or UserError otherwise.
+    P3 is published in this form. A folder must contain info.SPLIT.json, the file
+    COMPLETED and all tfrecord shards of the split. Otherwise MissingSource, MissingSplit
+    or UserError is raised.
     """
     infos = find_files(f"{name}/info.{split}.json")
     if not infos:
@@ -1286,10 +1285,11 @@ SOURCES = {
 
 
 def open_source(source, split, cfg, whole=False):
-    """Return the SourceFiles of a split of a source, which is written KIND:NAME.
+    """Open a source, written KIND:NAME, and return the SourceFiles of a split.
 
-    "{split}" in the name stands for the name of the split. Other files have no splits,
-    and their first 1 % is held out for validation. With whole=True nothing is held out.
+    In the name, "{split}" stands for the name of the split. Without "{split}", files have
+    no splits, and their first 1 % is held out for validation. whole: hold out nothing.
+    Raises UserError for an unknown kind, and MissingSplit or MissingSource.
     """
     kind, _, name = source.partition(":")
     if kind not in SOURCES:
@@ -1309,10 +1309,11 @@ def open_source(source, split, cfg, whole=False):
 
 
 class InvalidExamples:
-    """The function `bad(where, what)` that readers call for examples that cannot be read.
+    """The function bad(where, what), called for each example that cannot be used.
 
-    With --data.on_error stop, the first call raises a UserError. With skip, calls are
-    counted.
+    where: the place of the example, such as "a.jsonl:3". what: the rest of a sentence,
+    such as "is not JSON". With --data.on_error stop, the first call raises a UserError.
+    With --data.on_error skip, the calls are counted.
     """
 
     def __init__(self, on_error):
@@ -1362,7 +1363,7 @@ class PrefixLM(Objective):
 
 
 def as_it_is(example):
-    """Return the example unchanged. This format is for objectives that need only text."""
+    """Return the example unchanged, for objectives that need only the field `text`."""
     return [example]
 
 
@@ -1383,9 +1384,10 @@ def text_to_text(example):
 def template(inputs, targets, labels=()):
     """Return a format that fills the {field} placeholders of two templates.
 
-    labels: the words for the class numbers 0, 1, ... of the field `label`. With labels,
-    {label} stands for the word. An example without a label (-1 in TFDS) gets "<unk>", as
-    in t5. The field idx is kept, because metrics group examples by idx.
+    For example, template("translate English to German: {en}", "{de}"). labels: the words
+    for the classes 0, 1, ... if the field `label` is the number of a class. Then {label}
+    is replaced by the word of the class. The label -1 means that TFDS does not publish
+    the label, and t5 writes "<unk>" for it. The field `idx` is kept in the results.
     """
 
     def fill(example):
@@ -1415,8 +1417,7 @@ def format_stsb(example):
 
 
 def format_multirc(example):
-    """Format MultiRC, in which the model decides whether an answer to a question is
-    right.
+    """Format MultiRC, in which the model judges an answer to a question.
 
     HTML tags are removed. The three indices are kept, because the metric counts all
     answers to one question together.
@@ -1436,8 +1437,7 @@ def format_multirc(example):
 
 
 def format_record(example):
-    """Format ReCoRD, in which the model fills a gap in the query with one of the
-    entities.
+    """Format ReCoRD, in which the model fills a gap in the query with an entity.
 
     There is one example for each correct answer. The bullet points (@highlight) of the
     passage become sentences.
@@ -1464,15 +1464,15 @@ def format_wsc(only_true, example):
     """Format the Winograd schema challenge: which noun does the marked pronoun stand for?
 
     The pronoun is marked by asterisks, as in "wsc: Ann lost *it* again". The targets are
-    the noun. only_true: leave out examples whose noun is wrong, which cannot be training
-    targets.
+    the noun that the example suggests. only_true: leave out examples that suggest a wrong
+    noun, because the model must not learn wrong nouns.
     """
     if only_true and not example["label"]:
         return []
     words = example["text"].split(" ")
     position = example["span2_index"]
     pronoun = example["span2_text"]
-    # In one of the published examples, the index is too low by one.
+    # In one of the published examples, the index of the pronoun is too low by one.
     if not words[position].startswith(pronoun):
         position += 1
     if not words[position].startswith(pronoun):
@@ -1507,7 +1507,7 @@ def format_definite_pronoun(example):
 
 
 def merge_spaces(text):
-    """Replace each run of white space by one space."""
+    """Replace each run of white space characters by one space."""
     return re.sub(r"[ \t\n\f\r]+", " ", text)
 
 
@@ -1545,8 +1545,8 @@ class Task(NamedTuple):
     source: str = ""  # KIND:NAME, as in --data.source
     # The function that turns an example of the source into a list of formatted examples.
     format: Callable = text_to_text
-    # Each metric is a name in evaluate.METRICS, or a function (targets, predictions) ->
-    # dict.
+    # Each metric is a name in evaluate.METRICS, or a function that takes lists of targets
+    # and predictions and returns a dict of numbers.
     metrics: tuple = ()
     choices: tuple = ()  # the words for the labels 0, 1, ... of a classification task
     # What is applied to targets and predictions before metrics compare them: a name in
@@ -1564,8 +1564,8 @@ class Task(NamedTuple):
 #         template of the inputs
 #         template of the targets, or words for the labels 0, 1, ... separated by |
 #
-# The names, strings and metrics are those of t5's registry (t5/data/tasks.py,
-# glue_utils.py).
+# The names, strings and metrics of T5's tasks agree with t5/data/tasks.py. The tasks
+# by_rule_* are made for the recipe tiny_finetune.
 CATALOGUE = """
 wmt14_ende_v003   tfds:wmt14_translate/de-en:1.0.0   bleu
     translate English to German: {en}
@@ -1737,7 +1737,7 @@ def read_catalogue(text):
 TASKS, MIXTURES = configs.TASKS, configs.MIXTURES
 TASKS |= read_catalogue(CATALOGUE)
 TASKS |= {
-    # These three tasks are meant for any --data.source.
+    # The first three tasks are meant for any --data.source.
     "span_corruption": Task("python:", as_it_is, objective=SpanCorruption()),
     "prefix_lm": Task("python:", as_it_is, objective=PrefixLM()),
     "text_to_text": Task(),
@@ -1745,7 +1745,7 @@ TASKS |= {
         "tfds:c4/en:2.2.0", as_it_is, objective=SpanCorruption()
     ),
     "c4_v220_prefix_lm": Task("tfds:c4/en:2.2.0", as_it_is, objective=PrefixLM()),
-    # A template cannot express the formats of the following tasks.
+    # A template cannot express the formats of the tasks from here on.
     "squad_v010_allanswers": Task(
         "tfds:squad/v1.1:3.0.0", format_squad, ("squad",), postprocess="answers"
     ),
@@ -1794,11 +1794,11 @@ TASKS |= {
 
 
 class BySize(NamedTuple):
-    """A rate that depends on the number of training examples (Raffel et al. 2020, section
-    3.5.2).
+    """A rate that depends on the number of training examples of the task.
 
     The rate is min(examples * scale, maximum) ** (1 / temperature). The maximum keeps
-    large tasks from dominating. A temperature above 1 samples small tasks more often.
+    large tasks from dominating. A temperature above 1 samples small tasks more often. See
+    section 3.5.2 of Raffel et al. 2020.
     """
 
     maximum: float = math.inf
@@ -1809,9 +1809,8 @@ class BySize(NamedTuple):
         return min(examples * self.scale, self.maximum) ** (1 / self.temperature)
 
 
-# The datasets of T0: name, number of training examples, and the roles in which T0's
-# mixtures use the dataset (Sanh et al. 2022; bigscience-workshop/t-zero,
-# t0/datasets.csv).
+# The datasets of T0 (Sanh et al. 2022): name, number of training examples, and the roles
+# in which T0's mixtures use the dataset (t0/datasets.csv in bigscience-workshop/t-zero).
 T0_DATASETS = """
 glue_mrpc                     3668  train
 glue_qqp                    363846  train
@@ -1880,18 +1879,18 @@ wino_bias_type2_anti             0  bias
 wino_bias_type1_pro              0  bias
 wino_bias_type2_pro              0  bias
 """
-T0_CAP = 500_000
+T0_CAP = 500_000  # a dataset counts as at most this number of examples
 
 
 def t0_mixture(roles, score_eval, cfg):
-    """Return {task: rate} for the datasets of T0 that have one of the roles (words in a
-    string).
+    """Return {task: rate} for the datasets of T0 that have one of the roles.
 
-    P3 has one folder for each prompt template of each dataset, named DATASET_TEMPLATE,
-    and each folder is a task. A dataset with more than T0_CAP examples counts as T0_CAP
-    examples, divided among its templates. A smaller dataset counts with its full size for
-    each template. score_eval: use the folders for rank classification, whose names end in
-    _score_eval. These are only evaluated, and every task has the rate 1.
+    P3 has a folder for each prompt template of each dataset, named DATASET_TEMPLATE. Each
+    folder is a task. A dataset with more than T0_CAP examples counts as T0_CAP examples,
+    divided among its templates. A smaller dataset counts with its full size for each
+    template. roles: words of the table T0_DATASETS, separated by spaces. score_eval: use
+    the folders for rank classification, whose names end in _score_eval. They are only
+    evaluated, so each has the rate 1.
     """
     folders = sorted(p3_sources(cfg))
     if not folders:
@@ -1918,9 +1917,9 @@ def t0_mixture(roles, score_eval, cfg):
     return rates
 
 
-# For each kind of source: which files show that a folder is a task of P3, and which text
-# behind the name of the folder makes the source. SeqIO caches find their splits
-# themselves.
+# How P3 may be stored: {kind of source: {glob of the files in a folder of P3: text that
+# follows the folder in the name of its source}}. P3 as parquet files exists with the
+# split in the names of the files, or with a folder for each split.
 P3_FILES = {
     "seqio": {"info.*.json": ""},
     "parquet": {"*.parquet": "/*{split}*.parquet", "*/*.parquet": "/{split}/*.parquet"},
@@ -1940,7 +1939,7 @@ def p3_sources(cfg, folder="*"):
     sources = {}
     for files, splits in P3_FILES.get(kind, {}).items():
         for path, _ in find_files(f"{root}/{folder}/{files}"):
-            name = path.split("/")[-2 - files.count("/")]
+            name = path.split("/")[-2 - files.count("/")]  # the folder of P3
             sources[name] = f"{kind}:{root}/{name}{splits}"
     return sources
 
@@ -2009,7 +2008,7 @@ def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
         entries = dict(entries(cfg) if callable(entries) else entries)
     except UserError:
         raise
-    except Exception as error:  # from a recipe file
+    except Exception as error:  # the entries may come from a recipe file
         raise UserError(
             f"The mixture {name} is not a dict of rates ({error!r}): correct its entry "
             f"in MIXTURES."
@@ -2024,9 +2023,9 @@ def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
                 f"of at least 0, or BySize with a maximum if {member} is one task."
             )
         inner = mixture_rates(member, cfg, examples, (*within, name))
+        total = sum(inner.values())
         for task, inner_rate in inner.items():
-            share = inner_rate / sum(inner.values())
-            rates[task] = rates.get(task, 0.0) + rate * share
+            rates[task] = rates.get(task, 0.0) + rate * inner_rate / total
     if not any(rates.values()):
         raise UserError(
             f"The mixture {name} has no task with a rate above 0: give it such a task."
@@ -2126,11 +2125,10 @@ def evaluated_tasks(cfg):
 
 
 def open_tasks(cfg, split="train"):
-    """Return {task: (Task, SourceFiles)} for the tasks of --data.task with a rate above
-    0.
+    """Return {task: (Task, SourceFiles)} for the tasks that --data.task trains on.
 
-    If the run also evaluates, the sources of the evaluated tasks are opened, too. So one
-    error names all the sources that are missing.
+    These tasks have a rate above 0. If the run also evaluates, the sources of the
+    evaluated tasks are opened, too, so that one error names all missing sources.
     """
     names = [name for name, rate in mixture_rates(cfg.data.task, cfg).items() if rate]
     wanted = [(name, split, cfg) for name in names]
@@ -2160,13 +2158,13 @@ def source_fields(cfg):
 
 
 def formatted_examples(part, bad, task, cfg, size=math.inf):
-    """Yield the examples of a SourceFile in the format of the task, ready to be
-    tokenized.
+    """Yield the examples of a SourceFile after the format of the task was applied.
 
-    part: a SourceFile. size: the size of the vocabulary. Token ids must be smaller.
-    Yields (where, number of the example in the file, dict, the texts or ids of the
-    objective's features). Examples without text are left out. Examples that cannot be
-    used are reported to `bad`.
+    part: a SourceFile. size: the size of the vocabulary, which all token ids must be
+    below. Each result is (where, number of the example in the SourceFile, formatted dict,
+    texts). `texts` has a text or an array of ids for each feature of the objective.
+    Examples without text are left out. Examples that cannot be used are reported to
+    `bad`.
     """
     names = source_fields(cfg)
     features = task.objective.features
@@ -2194,7 +2192,7 @@ def formatted_examples(part, bad, task, cfg, size=math.inf):
                     yield where, number, row, texts
         except UserError:
             raise
-        except Exception as error:  # a format may be code from a recipe file
+        except Exception as error:  # the format may be a function of a recipe file
             problem = f"no {error}" if isinstance(error, KeyError) else repr(error)
             fields = ", ".join(map(str, example))
             bad(where, f"does not fit the task: {problem} (its fields are {fields})")
