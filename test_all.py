@@ -1908,7 +1908,7 @@ def test_one_error_names_all_missing_sources_of_a_mixture(mixture, tmp_path, cap
     cfg = change(mixture, data=dict(task="lacking", tfds_dir=str(tmp_path)))
     trained = [
         f"gone/a:1.0.0 is not in {tmp_path}/gone/a/1.0.0",
-        f"there:2.0.0 is not in {tmp_path}/there/2.0.0 (there is 1.0.0: ",
+        f"there:2.0.0 is not in {tmp_path}/there/2.0.0 (there is 1.0.0; ",
         f"{tmp_path}/cache has no info.train.json",
         f"{tmp_path}/train-*.parquet",
     ]
