@@ -586,7 +586,8 @@ def parse_vocabulary(serialized, name="the vocabulary"):
     # The exception is protobuf's DecodeError, whose module differs between versions.
     except Exception as error:
         raise UserError(
-            f"{name} is not a SentencePiece model ({error}): give --data.vocab another file."
+            f"{name} is not a SentencePiece model ({error}): give --data.vocab another "
+            f"file."
         ) from error
     special = [piece.piece for piece in model.pieces[:3]]
     if special != ["<pad>", "</s>", "<unk>"]:
@@ -624,8 +625,8 @@ def load_tokenizer(path):
         raise UserError(
             f"There is no vocabulary at {path} "
             f"({getattr(error, 'strerror', 0) or error}): give --data.vocab the path of "
-            f"a SentencePiece model, or train a vocabulary on the source with --data.vocab "
-            f"train:32000."
+            f"a SentencePiece model, or train a vocabulary on the source with "
+            f"--data.vocab train:32000."
         ) from error
     # The vocabulary file of a run may hold just a name, such as "bytes:100".
     if re.fullmatch(without_pieces.encode(), serialized):
@@ -857,7 +858,7 @@ def python_source(name, split, cfg):
 
 
 def reverse_source(name, split, cfg):
-    """Open reverse:, examples of 4 to 12 random ids whose targets are the reversed ids."""
+    """Open reverse:, examples of 4 to 12 random ids with the reversed ids as targets."""
 
     def examples(split):
         seed, count = {"train": (0, 20_000), "validation": (1, 512)}[split]
@@ -870,7 +871,7 @@ def reverse_source(name, split, cfg):
 
 
 def random_source(name, split, cfg):
-    """Open random:, an endless source of documents with 4096 random ids for benchmarks."""
+    """Open random:, an endless source of documents of 4096 random ids for benchmarks."""
     size = cfg.model.vocab_size - SENTINELS - 3
 
     def examples(split):

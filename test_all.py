@@ -518,7 +518,7 @@ def corpus(tmp_path, monkeypatch):
 
 
 def documents_of(cfg, field="text", **more):
-    """Return one field of all examples of a source, by default without holding out any."""
+    """Return one field of all examples of a source. By default, nothing is held out."""
     parts = data.open_source(cfg.data.source, "train", cfg, **{"whole": True, **more})
     bad = data.InvalidExamples(cfg.data.on_error)
     return [example[field] for part in parts for _, example in part.read(bad)]
@@ -1411,8 +1411,8 @@ def test_show_prints_what_a_task_without_training_has(
 
 # ---- data: tasks ---------------------------------------------------------------------------------
 
-# Examples of the sources, and what the preprocessors of t5 0.9.4 return for them: (name of the
-# task, example, formatted examples).
+# What the preprocessors of t5 0.9.4 return:
+# (name of the task, example of the source, formatted examples).
 FORMATS = [
     (
         "glue_cola_v002",
@@ -1556,7 +1556,8 @@ FORMATS = [
             }
         ],
     ),
-    # Two published examples are marked wrongly: punctuation follows, or the index is too low by one.
+    # Two published examples are marked wrongly. In the first, punctuation follows. In the
+    # second, the index is too low by one.
     (
         "super_glue_wsc_v102_simple_eval",
         {
@@ -1773,7 +1774,7 @@ def test_rates_of_nested_mixtures_and_rates_by_size(mixture):
 
 
 def test_mixtures_keep_their_proportions_and_use_every_example(mixture):
-    """Each block has each task's share up to one example. Each epoch of a task has every example."""
+    """Each block has each task's share, up to one example. An epoch has every example."""
     dataset = open_dataset(mixture)
     shares, drawn = dataset.rates, [[], [], []]
     for block in range(40):
@@ -1825,7 +1826,7 @@ def test_span_corruption_and_supervised_tasks_share_a_batch(mixture):
 
 
 def test_validation_examples_are_never_trained_on(mixture, tmp_path):
-    """Each task holds out examples. A file that is not used in training is evaluated completely."""
+    """Each task holds out examples. Files without training data are used completely."""
     (tmp_path / "val.jsonl").write_text(
         "\n".join(json.dumps({"inputs": f"val {i}", "targets": "x"}) for i in range(50))
     )
@@ -1871,7 +1872,7 @@ def test_validation_examples_are_never_trained_on(mixture, tmp_path):
 
 
 def test_tasks_with_other_formats_have_token_files_of_their_own(mixture, tmp_path):
-    """A format is identified by its results, so a changed constant in a closure is noticed."""
+    """A format is identified by its results, so a changed prompt is noticed."""
 
     def make(prompt):
         return lambda example: [{"inputs": prompt + example["inputs"], "targets": "x"}]
@@ -1884,7 +1885,7 @@ def test_tasks_with_other_formats_have_token_files_of_their_own(mixture, tmp_pat
 
 
 def test_one_error_names_all_missing_sources_of_a_mixture(mixture, tmp_path, capsys):
-    """Sources for training and for evaluation are named, each once, with other versions found."""
+    """It names sources for training and evaluation, each once, and other versions."""
     write_tfds(tmp_path / "there" / "1.0.0", {"train": sentences(60)})
     data.TASKS |= {
         "gone": data.Task("tfds:gone/a:1.0.0"),
@@ -1962,7 +1963,7 @@ def test_invalid_mixtures_and_tasks_are_refused(mixture):
 
 
 def write_seqio_cache(folder, split, examples, shards=2):
-    """Write a cache like seqio.scripts.cache_tasks_main, but without the checksums of records."""
+    """Write a cache like seqio.scripts.cache_tasks_main, but without checksums."""
     from tensorflow_datasets.proto import tf_example_generated_pb2
 
     folder.mkdir(parents=True, exist_ok=True)
