@@ -730,7 +730,7 @@ def test_invalid_lines_stop_the_run_or_are_counted(tmp_path, corpus, capsys):
     )
     cfg = sourced(corpus, f"jsonl:{path}", validation_source="python:")
     with pytest.raises(configs.UserError, match=r"bad\.jsonl:2 is not JSON"):
-        data.prepare_vocabulary(cfg)
+        data.prepare_vocabulary(cfg)  # the message is ours, not SentencePiece's
     tokenizer = data.prepare_vocabulary(corpus)
     found = open_corpus(change(cfg, data=dict(on_error="skip")), tokenizer)
     assert (found.marks[0]["documents"], found.marks[0]["skipped"]) == (2, 5)
@@ -1750,8 +1750,8 @@ def mixture(tmp_path, pairs, monkeypatch):
     return change(cfg, data=dict(task="outer", source=""))
 
 
+# The number of training examples of each task.
 def counts_of(dataset):
-    """Return the number of training examples of each task."""
     return [examples.corpus.chapters()[-1] for examples in dataset.tasks]
 
 
