@@ -681,59 +681,64 @@ def make_batch(step, tasks, plan, cfg, rows=None):
 # ====== below: vocabularies, sources, tasks, mixtures, token files, evaluation, command ===
 
 
+# ---- vocabularies ----------------------------------------------------------------------
+
+
 class ByteTokenizer(Tokenizer):
-    """Text <-> its UTF-8 bytes, byte b as id b + 3 (ByT5, Xue et al. 2022). Without extra ids the
-    sentinels are the ids of the highest bytes, as in the published ByT5."""
+    """Encode text as its UTF-8 bytes. Byte b has the id b + 3 (ByT5, Xue et al. 2022).
+
+    extra_ids: the number of sentinels, whose ids follow the ids of the bytes. If
+    extra_ids is 0, the ids of the 11 highest bytes are the sentinels, as in the published
+    models.
+    """
 
     def __init__(self, extra_ids=0):
-        # which are surely none of the text: no UTF-8 has them
+        # UTF-8 never uses the 11 bytes from 245 to 255, so their ids can be sentinels.
         sentinels = extra_ids or 11
         super().__init__(f"bytes:{extra_ids}\n".encode(), 3 + 256 + extra_ids, sentinels)
 
     def encode(self, text):
-        ids = []
-        # text, number, text ...
-        for k, piece in enumerate(re.split(r"<extra_id_(\d\d?)>", text)):
-            ids += (
-                [self.size - 1 - int(piece)]
-                if k % 2
-                else [byte + 3 for byte in piece.encode()]
-            )
-        return ids
+        return self.encode_batch([text])[0].tolist()
 
     def encode_batch(self, texts):
-        return [
-            np.array(self.encode(text), np.int32)
-            if "<extra_id_" in text
-            else np.frombuffer(text.encode(), np.uint8) + np.int32(3)
-            for text in texts
-        ]
+        encoded = []
+        for text in texts:
+            # re.split returns texts at even positions, sentinel numbers at odd positions.
+            parts = re.split(r"<extra_id_(\d\d?)>", text)
+            arrays = [np.frombuffer(part.encode(), np.uint8) + 3 for part in parts]
+            for position in range(1, len(parts), 2):
+                arrays[position] = [self.size - 1 - int(parts[position])]
+            encoded.append(np.concatenate(arrays, dtype=np.int32))
+        return encoded
 
     def raw_text(self, ids):
-        known = [b"<pad>", b"</s>", b"<unk>", *(bytes([byte]) for byte in range(256))]
-        text = (
-            known[i] if i < 3 + 256 else b"<extra_id_%d>" % (self.size - 1 - i)
-            for i in ids
-        )
-        return b"".join(text).decode(errors="replace")
+        symbols = [b"<pad>", b"</s>", b"<unk>", *(bytes([byte]) for byte in range(256))]
+        for number in reversed(range(self.size - len(symbols))):
+            symbols.append(b"<extra_id_%d>" % number)
+        return b"".join(symbols[i] for i in ids).decode(errors="replace")
 
     def decode(self, ids):
-        """Ids -> text, up to the first EOS; what is no byte, or no UTF-8, is left out."""
+        """Return the text of the ids before the first EOS.
+
+        Ids that are not bytes and bytes that are not valid UTF-8 are left out.
+        """
         ids = itertools.takewhile(lambda i: i != EOS, map(int, ids))
         return bytes(i - 3 for i in ids if 3 <= i < 3 + 256).decode(errors="ignore")
 
 
 class IdTokenizer(Tokenizer):
-    """No text at all but ids below `size`, shown as numbers; the highest ones may be sentinels."""
+    """Encode text that consists of token ids in decimal digits, such as "17 4 29".
+
+    Sources such as reverse: and random: hold token ids, so they need no other vocabulary.
+    size: the number of ids. sentinels: how many of the highest ids are sentinels.
+    """
 
     def __init__(self, size, sentinels=0):
         super().__init__(f"ids:{size}:{sentinels}\n".encode(), size, sentinels)
 
     def encode(self, text):
-        return [
-            int(word) if word.isdecimal() and int(word) < self.size else UNK
-            for word in text.split()
-        ]
+        ids = [int(word) if word.isdecimal() else UNK for word in text.split()]
+        return [i if i < self.size else UNK for i in ids]
 
     def encode_batch(self, texts):
         return [np.array(self.encode(text), np.int32) for text in texts]
@@ -742,28 +747,35 @@ class IdTokenizer(Tokenizer):
         return "".join(f" {i}" for i in ids)
 
     def decode(self, ids):
-        """Ids -> text, up to the first EOS; padding is left out."""
-        return " ".join(
-            str(i) for i in itertools.takewhile(lambda i: i != EOS, ids) if i != PAD
-        )
+        """Return the ids before the first EOS as text. Padding is left out."""
+        ids = itertools.takewhile(lambda i: i != EOS, ids)
+        return " ".join(str(i) for i in ids if i != PAD)
 
 
 def add_sentinels(model, number):
-    """Give a ModelProto its last pieces, the sentinels."""
+    """Append `number` sentinels to a SentencePiece ModelProto, with <extra_id_0> last."""
+    user_defined = sentencepiece_model_pb2.ModelProto.SentencePiece.USER_DEFINED
     for k in reversed(range(number)):
-        piece = sentencepiece_model_pb2.ModelProto.SentencePiece
-        model.pieces.add(piece=f"▁<extra_id_{k}>", score=0.0, type=piece.USER_DEFINED)
+        model.pieces.add(piece=f"▁<extra_id_{k}>", score=0.0, type=user_defined)
 
 
-@functools.lru_cache(maxsize=4)  # a mixture's hundreds of tasks share one
+@functools.lru_cache(maxsize=4)  # the hundreds of tasks of a mixture share one vocabulary
 def parse_vocabulary(serialized, name="the vocabulary"):
-    """The bytes of a SentencePiece model -> Tokenizer, with sentinels where it has none."""
+    """Return the Tokenizer of a serialized SentencePiece model.
+
+    If the model has no sentinels, 100 sentinels are added. `name` names the file in
+    messages. Raises UserError if the bytes are not a SentencePiece model with T5's
+    special ids.
+    """
     model = sentencepiece_model_pb2.ModelProto()
     try:
         model.ParseFromString(serialized)
-    # protobuf's DecodeError, whose place differs between versions
+    # The exception is protobuf's DecodeError, whose module differs between versions.
     except Exception as error:
-        raise UserError(f"{name} is not a SentencePiece model ({error}).") from error
+        raise UserError(
+            f"{name} is not a SentencePiece model ({error}): give --data.vocab another "
+            f"file."
+        ) from error
     special = [piece.piece for piece in model.pieces[:3]]
     if special != ["<pad>", "</s>", "<unk>"]:
         raise UserError(
@@ -783,80 +795,98 @@ def parse_vocabulary(serialized, name="the vocabulary"):
 
 
 def load_tokenizer(path):
-    """Path of a SentencePiece model, local or remote; bytes[:EXTRA]; ids:SIZE[:SENTINELS]."""
+    """Return the Tokenizer that --data.vocab names.
+
+    path: the path of a SentencePiece model (local or remote), "bytes", "bytes:EXTRA_IDS",
+    "ids:SIZE" or "ids:SIZE:SENTINELS". Raises UserError if the file cannot be read.
+    """
     path = str(path)
-    if found := re.fullmatch(r"bytes(?::(\d{1,9}))?", path):
-        return ByteTokenizer(int(found[1] or 0))
-    if found := re.fullmatch(r"ids:(\d{1,9})(?::(\d{1,9}))?", path):
-        return IdTokenizer(int(found[1]), int(found[2] or 0))
+    without_pieces = r"(bytes|ids:\d{1,9})(:\d{1,9})?\s*"
+    if re.fullmatch(without_pieces, path):
+        kind = ByteTokenizer if path.startswith("bytes") else IdTokenizer
+        return kind(*map(int, re.findall(r"\d+", path)))
     try:
         with open_file(path) as file:
             serialized = file.read()
     except (OSError, ValueError) as error:
         raise UserError(
-            f"No vocabulary at {path} ({getattr(error, 'strerror', 0) or error}): give "
-            f"--data.vocab the path of a SentencePiece model, or train one on the "
-            f"source with --data.vocab train:32000."
+            f"There is no vocabulary at {path} "
+            f"({getattr(error, 'strerror', 0) or error}): give --data.vocab the path of "
+            f"a SentencePiece model, or train a vocabulary on the source with "
+            f"--data.vocab train:32000."
         ) from error
-    # what a run keeps of one
-    if re.fullmatch(rb"(bytes|ids:\d{1,9})(:\d{1,9})?\s*", serialized):
-        return load_tokenizer(serialized.decode().strip())
+    # The vocabulary file of a run may hold just a name, such as "bytes:100".
+    if re.fullmatch(without_pieces.encode(), serialized):
+        return load_tokenizer(serialized.decode())
     return parse_vocabulary(serialized, path)
 
 
-def train_tokenizer(texts, pieces, most=1 << 27):
-    """Train a unigram vocabulary of `pieces` pieces, sentinels not counted, on texts. Of a large
-    source the first `most` characters are enough, which take one or two minutes. The thread count
-    is fixed because the pieces found depend on it."""
-    lines, out = [], io.BytesIO()
+def train_tokenizer(texts, pieces, max_characters=1 << 27):
+    """Train a SentencePiece unigram model on texts and return its Tokenizer.
+
+    texts: an iterable of strings. Reading stops after `max_characters` characters, which
+    take one or two minutes. pieces: the size of the vocabulary, without its sentinels.
+    Raises UserError if the texts are too short for so many pieces.
+    """
+    lines = []
     with progress_bar("reading for a vocabulary", "character") as bar:
         for text in texts:
-            for line in text.splitlines():
-                lines += [
-                    line[start : start + 4000] for start in range(0, len(line), 4000)
-                ]
+            # SentencePiece skips lines above 16,000 bytes, so long lines are cut.
+            lines += re.findall(".{1,4000}", "\n".join(text.splitlines()))
             bar.update(len(text))
-            if bar.n >= most:
+            if bar.n >= max_characters:
                 break
         note(f"training a vocabulary of {pieces:,} pieces on {bar.n:,} characters")
+    model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(lines),
-            model_writer=out,
+            model_writer=model,
             vocab_size=pieces,
             model_type="unigram",
             pad_id=PAD,
             eos_id=EOS,
             unk_id=UNK,
             bos_id=-1,
-            num_threads=4,
+            num_threads=4,  # a fixed number, because the resulting pieces depend on it
             minloglevel=2,
             max_sentence_length=16_000,
             character_coverage=0.9999,
         )
     except RuntimeError as error:
+        # SentencePiece's message ends with the largest possible size: "value <= 1234".
         bound = re.search(r"<= (\d+)", str(error))
         raise UserError(
-            f"The source has too little text for {pieces} pieces: give it more, or set "
+            f"The source has too little text for {pieces} pieces: add text, or set "
             f"--data.vocab train:{bound[1] if bound else 'N'} or fewer."
         ) from error
-    return parse_vocabulary(out.getvalue())
+    return parse_vocabulary(model.getvalue())
 
 
 class ProgressBar(tqdm):
-    """A bar on standard error; where that is no terminal a line every half minute."""
+    """A tqdm progress bar that prints plain lines if its output is not a terminal."""
 
     @staticmethod
     def status_printer(file):
-        return (
-            tqdm.status_printer(file)
-            if file.isatty()
-            else (lambda text: text and print(text, file=file, flush=True))
-        )
+        """Return the function with which tqdm prints the state of the bar."""
+        if file.isatty():
+            return tqdm.status_printer(file)
+
+        def print_line(text):
+            if text:
+                print(text, file=file, flush=True)
+
+        return print_line
 
 
 def progress_bar(what, unit, total=None, quiet=False):
-    """Shows how far a long job is; silent while it is short, and where others speak."""
+    """Return a progress bar on standard error.
+
+    what: the title of the bar. unit: what is counted, in the singular. total: the final
+    count, if known. On a terminal, the bar appears after half a second. Otherwise, the
+    bar prints a line every 30 seconds. If `quiet`, and in all processes except the main
+    process, nothing is printed.
+    """
     seconds = 0.5 if sys.stderr.isatty() else 30
     return ProgressBar(
         desc=what,
@@ -870,92 +900,152 @@ def progress_bar(what, unit, total=None, quiet=False):
     )
 
 
-# ---- sources -------------------------------------------------------------------------------------
-# A source is a list of parts, each of them read from its beginning as (where it stands, dict of
-# fields). What cannot be read is reported by calling `bad(where, what)`, which raises or counts as
-# data.on_error says. Paths may be remote ("gs://bucket/*.gz"): fsspec reads them. The split is
-# settled here: "train", "validation", ..., or None for all of it.
+# ---- sources ---------------------------------------------------------------------------
+# A source is written KIND:NAME, for example text:books/*.txt. SOURCES maps each kind to a
+# function (name, split, cfg) that opens the source and returns a list of SourceFiles.
+#
+# - split is the name of a split, such as "train" or "validation". If split is None, all
+#   examples are wanted.
+# - SourceFile.read(bad) yields pairs (where, example). `example` is a dict of fields.
+#   `where` is the place of the example for messages, such as "books/a.txt:3".
+# - If something cannot be read, the reader calls bad(where, what), such as
+#   bad("a.jsonl:3", "is not JSON"). This call raises a UserError or counts the example,
+#   as --data.on_error says. If the call returns, the reader continues.
+# - A path may be remote, such as gs://bucket/*.gz. The library fsspec opens it.
 
 
 class SourceFile(NamedTuple):
+    """A file of a source, a group of small files, or a range of records."""
+
     name: str
-    stamp: list  # size and time of a file: when these change, the source has changed
-    read: Callable  # bad -> iterator of (where, dict)
+    stamp: list  # sizes and times of the files; if they change, the source has changed
+    read: Callable  # read(bad) yields (where, example) and reports problems to `bad`
 
 
 class MissingSplit(UserError):
-    """The source has splits, but not this one."""
+    """The source has splits, but not the requested split."""
 
 
 class MissingSource(UserError):
-    """{what is not on the disk: what to do about it}: those of a mixture are named together."""
+    """Sources do not exist. The argument is a dict {problem: remedy}.
+
+    One such error reports all missing sources of a mixture, and each remedy only once.
+    """
 
     def __str__(self):
-        cures = dict.fromkeys(self.args[0].values())  # each once
-        return ";\n".join(self.args[0]) + f": {' '.join(cures)}"
+        problems = self.args[0]
+        remedies = dict.fromkeys(problems.values())  # each remedy once, in order
+        return ";\n".join(problems) + f": {' '.join(remedies)}"
 
 
 @functools.cache
 def python_documents():
-    """The language manual and the docstrings of Python itself, one document for each file, read
-    from the standard library's source files by `ast`: nothing is imported, nothing downloaded."""
-    library, documents = Path(os.__file__).parent, []
+    """Return the texts that come with Python: its language manual and its docstrings.
+
+    Each file of the standard library gives one document, which consists of its
+    docstrings. Each topic of the manual (pydoc_data/topics.py) gives a document, too. The
+    files are parsed by `ast`, so nothing is imported or downloaded.
+    """
+    library = Path(os.__file__).parent
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    documents = []
     for path in sorted(library.rglob("*.py")):
         if left_out & set(path.relative_to(library).parts):
             continue
         tree = ast.parse(path.read_bytes())
-        # topics = {"assert": "The ...", ...}
         if path.parts[-2:] == ("pydoc_data", "topics.py"):
-            topics = next(
-                node.value for node in tree.body if isinstance(node, ast.Assign)
-            )
-            documents.extend(ast.literal_eval(topics).values())
-        docs = [
-            ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)
-        ]
-        documents.append("\n\n".join(filter(None, docs)))
+            # The file consists of one assignment, topics = {"assert": "The ...", ...}.
+            assignment = next(node for node in tree.body if isinstance(node, ast.Assign))
+            documents += ast.literal_eval(assignment.value).values()
+        nodes = [node for node in ast.walk(tree) if isinstance(node, documented)]
+        docstrings = [ast.get_docstring(node) for node in nodes]
+        documents.append("\n\n".join(filter(None, docstrings)))
     return [document for document in documents if document.strip()]
 
 
-def in_memory_source(name, stamp, examples, split):
-    """examples: function of a split -> its examples. The parts of a split, or of both for None."""
-    if split not in ("train", "validation", None):
-        raise MissingSplit(f"{name} has no split {split}.")
-    return [
-        SourceFile(
-            f"{name} {one}",
-            stamp,
-            lambda bad, one=one: (
-                (f"{name} {one} {i}", example) for i, example in enumerate(examples(one))
-            ),
-        )
-        for one in ("train", "validation")
-        if split in (one, None)
-    ]
+def generated_source(name, stamp, examples, split):
+    """Return the SourceFiles of a source whose examples are generated by a function.
+
+    examples(split) is the function that yields the examples (dicts of fields) of a split,
+    "train" or "validation".
+    """
+
+    def read(split, bad):
+        for number, example in enumerate(examples(split)):
+            yield f"{name} {split} {number}", example
+
+    files = {
+        split: SourceFile(f"{name} {split}", stamp, functools.partial(read, split))
+        for split in ("train", "validation")
+    }
+    if split is None:
+        return list(files.values())
+    if split not in files:
+        raise MissingSplit(f"{name} has no {split} split.")
+    return [files[split]]
+
+
+ONES = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen "
+    "fourteen fifteen sixteen seventeen eighteen nineteen"
+).split()
+TENS = "- - twenty thirty forty fifty sixty seventy eighty ninety".split()
+
+
+def spell_number(n):
+    """Return a number below one million in English words, such as "twenty-one"."""
+    if n < 20:
+        return ONES[n]
+    if n < 100:
+        ones = f"-{ONES[n % 10]}" if n % 10 else ""
+        return TENS[n // 10] + ones
+    unit, name = (100, "hundred") if n < 1000 else (1000, "thousand")
+    rest = f" {spell_number(n % unit)}" if n % unit else ""
+    return f"{spell_number(n // unit)} {name}{rest}"
+
+
+def number_example(n):
+    """Return the example for a number: its words, whether it is even, and a date.
+
+    The date is n days after January 1, 1970. The tasks by_rule_* are made of these
+    fields.
+    """
+    day = time.gmtime(86_400 * n)
+    return {
+        "number": n,
+        "words": spell_number(n),
+        "label": int(n % 2 == 0),  # 1 if the number is even
+        "date": time.strftime("%Y-%m-%d", day),
+        "day": f"{day.tm_mday} {time.strftime('%B %Y', day)}",
+    }
 
 
 def python_source(name, split, cfg):
-    """python:, the text that comes with Python itself; python:COUNT, the numbers below COUNT. In no
-    order, of which the first 1 % are held out."""
-    if name and not re.fullmatch(r"[1-9]\d{1,8}", name):
-        raise UserError(f"python:{name} is no source: write python: or python:COUNT.")
+    """Open python: or python:COUNT, which need no files.
+
+    python: reads the texts that come with Python. python:COUNT reads the numbers below
+    COUNT, each with its name in words and a date. Both are shuffled, and the first 1 % is
+    for validation.
+    """
+    if name and not re.fullmatch(r"[1-9]\d{1,5}", name):
+        raise UserError(
+            f"python:{name} is not a source: write python: for the texts that come with "
+            f"Python, or python:COUNT for the numbers below COUNT (10 to 999999)."
+        )
 
     def examples(split):
         count = int(name) if name else len(python_documents())
-        order, held_out = (
-            permute(np.arange(count), count, 6).tolist(),
-            max(1, count // 100),
-        )
+        order = permute(np.arange(count), count, 6).tolist()
+        held_out = max(1, count // 100)
         for n in order[:held_out] if split == "validation" else order[held_out:]:
-            yield {"number": n} if name else {"text": python_documents()[n]}
+            yield number_example(n) if name else {"text": python_documents()[n]}
 
-    return in_memory_source(f"python:{name}", [sys.version], examples, split)
+    return generated_source(f"python:{name}", [sys.version], examples, split)
 
 
 def reverse_source(name, split, cfg):
-    """reverse:, sequences of 4 to 12 random ids and the same backwards, for toy_reverse."""
+    """Open reverse:, examples of 4 to 12 random ids with the reversed ids as targets."""
 
     def examples(split):
         seed, count = {"train": (0, 20_000), "validation": (1, 512)}[split]
@@ -964,175 +1054,207 @@ def reverse_source(name, split, cfg):
             ids = random.integers(3, 35, random.integers(4, 13)).tolist()
             yield {"inputs": [*ids, EOS], "targets": [*ids[::-1], EOS]}
 
-    return in_memory_source("reverse:", [1], examples, split)
+    return generated_source("reverse:", [1], examples, split)
 
 
 def random_source(name, split, cfg):
-    """random:, documents of 4096 random ids without end, for benchmarks."""
+    """Open random:, an endless source of documents of 4096 random ids for benchmarks."""
     size = cfg.model.vocab_size - SENTINELS - 3
 
     def examples(split):
-        seed, numbers = {"train": (0, itertools.count()), "validation": (1, range(64))}[
-            split
-        ]
+        seed = 0 if split == "train" else 1
+        numbers = itertools.count() if split == "train" else range(64)
         for i in numbers:
             ids = random_bits(seed, i, np.arange(4096)) % np.uint64(size)
             yield {"text": ids.astype(int) + 3}
 
-    return in_memory_source("random:", [size], examples, split)
+    return generated_source("random:", [size], examples, split)
 
 
 def open_file(path):
-    """A local or remote file, opened to read bytes."""
+    """Open a local or remote file to read bytes."""
     if "://" not in path:
         return open(path, "rb")
-    import fsspec  # a tenth of a second, for remote files only
+    import fsspec  # imported here because the import takes 0.1 s
 
     return fsspec.open(path, "rb").open()
 
 
 def find_files(pattern):
-    """A glob -> sorted [(path, [size and time])] of the files it matches."""
-    if "://" in pattern:
-        import fsspec
+    """Return the files that match a glob as a sorted list of (path, [size, time]).
 
-        try:
-            system, inner = fsspec.core.url_to_fs(pattern)
-            infos = {
-                system.unstrip_protocol(path): info
-                for path, info in system.glob(inner, detail=True).items()
-                if info["type"] == "file"
-            }
-        except (ImportError, ValueError, OSError) as error:
-            raise UserError(f"{pattern} cannot be read ({error}).") from error
-        times = "etag", "mtime", "updated", "created"
-        return sorted(
-            (path, [info["size"], str([info.get(key) for key in times])])
-            for path, info in infos.items()
-        )
-    paths = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
-    stats = {path: os.stat(path) for path in paths if not os.path.isdir(path)}
-    return [(path, [stat.st_size, stat.st_mtime_ns]) for path, stat in stats.items()]
+    The pattern may be local or remote. Raises UserError if a remote file system cannot be
+    read.
+    """
+    found = []
+    if "://" not in pattern:
+        for path in sorted(glob.glob(os.path.expanduser(pattern), recursive=True)):
+            if not os.path.isdir(path):
+                stat = os.stat(path)
+                found.append((path, [stat.st_size, stat.st_mtime_ns]))
+        return found
+    import fsspec
+
+    try:
+        system, path = fsspec.core.url_to_fs(pattern)
+        infos = system.glob(path, detail=True)
+    except (ImportError, ValueError, OSError) as error:
+        raise UserError(
+            f"{pattern} cannot be read ({error}): check the path and your access to it."
+        ) from error
+    for path, info in infos.items():
+        if info["type"] == "file":
+            # File systems have different names for the time or the version of a file.
+            times = [info.get(key) for key in ("etag", "mtime", "updated", "created")]
+            found.append((system.unstrip_protocol(path), [info["size"], str(times)]))
+    return sorted(found)
 
 
-GROUP_BYTES = 1 << 26
-HELD_OUT_BYTES = 1 << 25  # of text that are held out, at most
+GROUP_BYTES = 1 << 26  # files are grouped until a group has at least this size
+HELD_OUT_BYTES = 1 << 25  # the held-out beginning of a source has at most this size
 
 
-def group_files(found, read):
-    """[(path, [size, time])], (path, bad) -> examples: parts, small files together in one."""
-    groups, size = [], math.inf
-    for path, stamp in found:
+def group_files(files, read):
+    """Group files and return the SourceFiles. Small files share a SourceFile.
+
+    files: a list of (path, [size, time]). read(path, bad) yields the examples (where,
+    example) of one file. If `read` raises an exception, the file is reported to `bad` as
+    damaged, and reading continues with the next file.
+    """
+    groups = []
+    size = math.inf  # bytes in the last group
+    for path, stamp in files:
         if size >= GROUP_BYTES:
             groups.append([])
             size = 0
         groups[-1].append((path, stamp))
         size += stamp[0]
+
+    def read_group(group, bad):
+        for path, _ in group:
+            try:
+                yield from read(path, bad)
+            # For a damaged file, gzip, pyarrow and protobuf raise different exceptions.
+            except Exception as error:
+                # An exception with an error number means that the disk has failed.
+                if isinstance(error, UserError) or getattr(error, "errno", None):
+                    raise
+                bad(path, f"is damaged ({error})")
+
     return [
-        SourceFile(
-            group[0][0],
-            group,
-            lambda bad, group=group: itertools.chain.from_iterable(
-                read(path, bad) for path, _ in group
-            ),
-        )
+        SourceFile(group[0][0], group, functools.partial(read_group, group))
         for group in groups
     ]
 
 
 def file_source(read, pattern, split, cfg):
-    """The files that match a glob; read: (path, bad) -> examples of a file. Files without splits
-    are divided: the first 1 % of the text, at least an example, is for validation, in one stretch,
-    so that it has no neighbours in training but at its end."""
-    if not (found := find_files(pattern)):
+    """Open the files that match a glob, in alphabetical order.
+
+    Files have no splits. The first 1 % of the text, at least one example, is held out for
+    validation, and the rest is for training. The held-out text is one stretch, so that
+    only its end is close to training text. If split is None, nothing is held out.
+    read(path, bad) yields the examples of one file.
+    """
+    found = find_files(pattern)
+    if not found:
         folder = pattern.rstrip("/") if os.path.isdir(pattern) else "FOLDER"
-        raise MissingSource(
-            {
-                f"No file matches {pattern or 'an empty name'}": f"give --data.source the "
-                f"path of a file, or a quoted glob, such as '{folder}/*'."
-            }
+        problem = f"No file matches {pattern or 'an empty name'}"
+        remedy = (
+            f"give --data.source the path of a file, or a quoted glob, such as "
+            f"'{folder}/*'."
         )
-    parts = group_files(found, read)
+        raise MissingSource({problem: remedy})
+    files = group_files(found, read)
     if split is None:
-        return parts
+        return files
     if split not in ("train", "validation"):
-        raise MissingSplit(f"{pattern} has no splits, so no {split} split.")
-    held_out = min(HELD_OUT_BYTES, sum(stamp[0] for _, stamp in found) // 100)
+        raise MissingSplit(f"{pattern} has no splits, so it has no {split} split.")
+    total = sum(size for _, (size, _) in found)
+    held_out = min(HELD_OUT_BYTES, total // 100)
 
     def read_first(bad):
-        seen = 0
-        for where, example in parts[0].read(bad):
+        seen = 0  # size of the examples so far
+        for where, example in files[0].read(bad):
             if (seen <= held_out) == (split == "validation"):
                 yield where, example
             elif split == "validation":
-                return
-            seen += sum(
-                len(value) for value in example.values() if isinstance(value, str | list)
-            )
+                return  # the held-out stretch is complete
+            for value in example.values():
+                if isinstance(value, str | list):
+                    seen += len(value)
 
-    divided = parts[0]._replace(read=read_first)
-    return [divided, *parts[1:]] if split == "train" else [divided]
+    first = files[0]._replace(read=read_first)
+    return [first] if split == "validation" else [first, *files[1:]]
 
 
 def read_lines(path, bad):
-    """(line number, line) of a text file, plain or .gz; a line that is not UTF-8 is bad."""
-    with open_file(path) as raw, gzip.open(raw) if path.endswith(".gz") else raw as file:
-        try:
-            for number, line in enumerate(file, 1):
-                try:
-                    yield number, line.decode()
-                except UnicodeDecodeError:
-                    bad(f"{path}:{number}", "is not UTF-8")
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            bad(path, f"is damaged ({error})")
+    """Yield (line number, line) of a text file, which may be compressed (.gz).
+
+    A line that is not UTF-8 is reported to `bad`.
+    """
+    with open_file(path) as raw:
+        file = gzip.open(raw) if path.endswith(".gz") else raw
+        for number, line in enumerate(file, 1):
+            try:
+                yield number, line.decode()
+            except UnicodeDecodeError:
+                bad(f"{path}:{number}", "is not UTF-8")
 
 
 def text_source(name, split, cfg):
-    """text:GLOB, a document a file, or text:GLOB:lines, a document a line."""
+    """Open text:GLOB or text:GLOB:lines, which reads text files.
+
+    With text:GLOB, each file is a document. With text:GLOB:lines, each line is a
+    document. Files may be compressed (.gz). Blank documents are left out. The field is
+    `text`.
+    """
     pattern = name.removesuffix(":lines")
 
     def read(path, bad):
         lines = read_lines(path, bad)
         if pattern == name:
             lines = [(1, "".join(line for _, line in lines))]
-        return (
-            (f"{path}:{number}", {"text": text}) for number, text in lines if text.strip()
-        )
+        for number, text in lines:
+            if text.strip():
+                yield f"{path}:{number}", {"text": text}
 
     return file_source(read, pattern, split, cfg)
 
 
 def read_jsonl(path, bad):
-    """jsonl:GLOB, a JSON object a line, plain or .gz, as C4 is published."""
+    """Yield the examples of a jsonl:GLOB file, which has one JSON object on each line.
+
+    The file may be compressed (.gz), as C4 is published. Blank lines are left out. A line
+    that is not a JSON object is reported to `bad`.
+    """
     for number, line in read_lines(path, bad):
+        if not line.strip():
+            continue
         where = f"{path}:{number}"
         try:
-            example = json.loads(line) if line.strip() else None
+            example = json.loads(line)
         except (ValueError, RecursionError) as error:
             bad(where, f"is not JSON ({error})")
             continue
         if isinstance(example, dict):
             yield where, example
-        elif line.strip():
+        else:
             bad(where, "is not a JSON object")
 
 
 def read_parquet(path, bad):
-    """parquet:GLOB, the rows of parquet files."""
-    import pyarrow.parquet  # a fifth of a second, and no other source needs it
+    """Yield the rows of a parquet:GLOB file. The columns are the fields."""
+    import pyarrow.parquet  # imported here because the import takes 0.2 s
 
-    try:
-        with open_file(path) as file:
-            batches = pyarrow.parquet.ParquetFile(file).iter_batches(1024)
-            examples = (example for batch in batches for example in batch.to_pylist())
-            for number, example in enumerate(examples):
-                yield f"{path} row {number}", example
-    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
-        bad(path, f"is damaged ({error})")
+    with open_file(path) as file:
+        batches = pyarrow.parquet.ParquetFile(file).iter_batches(1024)
+        rows = (row for batch in batches for row in batch.to_pylist())
+        for number, row in enumerate(rows):
+            yield f"{path} row {number}", row
 
 
 def decode_bytes(value):
-    """Bytes anywhere in a value of TFDS -> text."""
+    """Return a value of a TFDS example with all bytes in it decoded as UTF-8."""
     if isinstance(value, bytes):
         return value.decode()
     if isinstance(value, dict):
@@ -1142,94 +1264,126 @@ def decode_bytes(value):
     return value
 
 
-def tfds_source(name, split, cfg):
-    """tfds:NAME[/CONFIG][:VERSION] or tfds:FOLDER, a TFDS dataset on disk in array_record form."""
-    from etils import epath  # its folders may be remote
+TFDS_REMEDY = (
+    "name the folder of your TFDS datasets with --data.tfds_dir or the variable "
+    "TFDS_DATA_DIR. To write a dataset there, use a machine with TensorFlow and run "
+    "`tfds build NAME --data_dir DIR --file_format array_record`. "
+    "To read C4's own files, use --data.source 'jsonl:DIR/c4-train.*.json.gz'. "
+    "To read any text, use --data.source 'text:DIR/*.txt'."
+)
+TFDS_RANGE = 1 << 17  # a SourceFile of a TFDS dataset has at most this number of examples
+
+
+def find_tfds(name, cfg):
+    """Return the folder of the TFDS dataset NAME[:VERSION].
+
+    Without a version, the newest version is used. Raises MissingSource if the folder does
+    not exist.
+    """
+    from etils import epath  # because the folder may be remote
 
     home = cfg.data.tfds_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
-    dataset, _, version = name.partition(":") if "://" not in name else (name, "", "")
+    dataset, version = name, ""
+    if "://" not in name:
+        dataset, _, version = name.partition(":")
     folder = epath.Path(home).expanduser() / dataset
+    # The name may lead to the folder of one version, or to the folder with all versions.
     infos = [*folder.glob("dataset_info.json")] or [*folder.glob("*/dataset_info.json")]
-    found = [path.parent for path in infos if version in ("", path.parent.name)]
-    if not found:
-        others = ", ".join(path.parent.name for path in infos)
-        there = f" (there is {others}: --data.source tfds:{dataset}:VERSION)" * bool(
-            others
+    versions = {path.parent.name: path.parent for path in infos}
+    if version in versions:
+        return versions[version]
+    if versions and not version:
+        newest = max(
+            versions, key=lambda name: [int(n) for n in re.findall(r"\d+", name)]
         )
-        raise MissingSource(
-            {
-                f"{name} is not in {folder / version}{there}": (
-                    "name the folder of your TFDS datasets with --data.tfds_dir or TFDS_DATA_DIR, or fill "
-                    "it where TensorFlow is (tfds build NAME --data_dir DIR --file_format array_record), "
-                    "or read C4's own files with --data.source 'jsonl:DIR/c4-train.*.json.gz', or any text "
-                    "with 'text:DIR/*.txt'."
-                )
-            }
+        return versions[newest]
+    problem = f"{name} is not in {folder / version}"
+    if versions:
+        problem += (
+            f" (there is {', '.join(versions)}; write "
+            f"--data.source tfds:{dataset}:VERSION)"
         )
-    folder = max(found, key=lambda path: [int(n) for n in re.findall(r"\d+", path.name)])
-    import tensorflow_datasets as tfds  # half a second, and no other source needs it
+    raise MissingSource({problem: TFDS_REMEDY})
+
+
+def tfds_source(name, split, cfg):
+    """Open tfds:NAME[/CONFIG][:VERSION] or tfds:FOLDER, a TFDS dataset on disk.
+
+    The dataset is never downloaded. It must be stored as array_record files, which can be
+    read without TensorFlow. Each SourceFile is a range of examples. Examples that are
+    missing, damaged or not UTF-8 are reported to `bad`.
+    """
+    folder = find_tfds(name, cfg)
+    import tensorflow_datasets as tfds  # imported here because the import takes 0.5 s
 
     try:
         info = tfds.builder_from_directory(folder).info
-    except Exception as error:  # of protobuf or TFDS itself
+    except Exception as error:  # TFDS and protobuf raise many kinds of exceptions
         raise UserError(
-            f"{folder / 'dataset_info.json'} is damaged ({error})."
+            f"{folder / 'dataset_info.json'} is damaged ({error}): "
+            f"copy the dataset again."
         ) from error
-    if (form := info.file_format.value) != "array_record":
+    if info.file_format.value != "array_record":
         raise UserError(
-            f"{folder} is stored as {form}, which only TensorFlow reads: prepare it "
-            f"again on a machine that has it, by tfds.builder({dataset!r}, "
-            f"file_format='array_record').download_and_prepare()."
+            f"{folder} is stored as {info.file_format.value}, which only TensorFlow can "
+            f"read: prepare it again on a machine with TensorFlow, by "
+            f"tfds.builder('NAME', file_format='array_record').download_and_prepare()."
         )
     if split not in info.splits:
         raise MissingSplit(
-            f"{folder} has no split {split} (it has {', '.join(info.splits)}): name a "
-            f"--data.validation_source."
+            f"{folder} has no split {split} (it has {', '.join(info.splits)}): name "
+            f"another source with --data.validation_source."
         )
-    count, size = info.splits[split].num_examples, 1 << 17  # examples of a part
+    count = info.splits[split].num_examples
 
     def read(start, bad):
         examples = tfds.builder_from_directory(folder).as_data_source(split)
-        for number in range(start, min(start + size, count)):
+        for number in range(start, min(start + TFDS_RANGE, count)):
             where = f"{folder} {split} {number}"
             try:
                 yield where, decode_bytes(examples[number])
-            except UnicodeDecodeError:
-                bad(where, "is not UTF-8")
             except (IndexError, ValueError, RuntimeError) as error:
                 bad(
                     where,
-                    f"is missing or damaged: its info promises {count:,} examples ({error})",
+                    f"is missing or damaged (dataset_info.json promises {count:,} "
+                    f"examples; {error})",
                 )
 
     stamp = [info.splits[split].shard_lengths, info.splits[split].num_bytes]
     return [
         SourceFile(f"{folder} {split} {start}", stamp, functools.partial(read, start))
-        for start in range(0, count, size)
+        for start in range(0, count, TFDS_RANGE)
     ]
 
 
 def hf_source(name, split, cfg):
-    """hf:NAME[:CONFIG], a dataset of the Hugging Face hub or a folder of one, streamed."""
+    """Open hf:NAME[:CONFIG], a dataset of the Hugging Face hub.
+
+    NAME may also be a local folder in the form of such a dataset. The examples are
+    streamed, and each shard of the dataset is a SourceFile. Raises UserError if the
+    library `datasets` is not installed or cannot open the dataset.
+    """
     try:
         import datasets
     except ImportError:
-        raise UserError("hf: needs the library datasets: pip install '.[hf]'.") from None
+        raise UserError(
+            "hf: needs the library datasets: install it with pip install '.[hf]'."
+        ) from None
     dataset, _, config = name.partition(":")
     try:
         stream = datasets.load_dataset(
             dataset, config or None, split=split, streaming=True
         )
-    except Exception as error:  # of the library, the network, the dataset's own files
+    except Exception as error:  # the library raises many kinds of exceptions
         kind = MissingSplit if "split" in str(error) else UserError
-        raise kind(f"hf:{name} cannot be opened, split {split} ({error}).") from error
+        raise kind(
+            f"The split {split} of hf:{name} cannot be opened ({error}): check the name, "
+            f"the split and the network connection."
+        ) from error
 
     def read(shard, bad):
-        examples = enumerate(stream.shard(stream.num_shards, shard))
-        return (
-            (f"hf:{name} {split} shard {shard} row {i}", example)
-            for i, example in examples
-        )
+        for row, example in enumerate(stream.shard(stream.num_shards, shard)):
+            yield f"hf:{name} {split} shard {shard} row {row}", example
 
     return [
         SourceFile(f"shard {shard}", [stream.num_shards], functools.partial(read, shard))
@@ -1237,69 +1391,74 @@ def hf_source(name, split, cfg):
     ]
 
 
-def read_tfrecords(path, bad):
-    """The records of a tfrecord file: length (8 bytes), its checksum, the record, its checksum."""
+def read_tfrecords(path):
+    """Yield the records of a tfrecord file. The checksums are not verified.
+
+    Each record is stored as its length (8 bytes), a checksum of the length (4 bytes), the
+    record and a checksum of the record (4 bytes).
+    """
     with open_file(path) as file:
-        while head := file.read(12):
-            size = int.from_bytes(head[:8], "little")
+        while header := file.read(12):
+            size = int.from_bytes(header[:8], "little")
             record = file.read(min(size, 1 << 31) + 4)
-            if len(head) < 12 or len(record) != size + 4:
-                return bad(path, "is cut off")
+            if len(header) < 12 or len(record) != size + 4:
+                raise EOFError("it is cut off")
             yield record[:-4]
 
 
+def read_seqio(features, path, bad):
+    """Yield the examples of a tfrecord file of a SeqIO cache.
+
+    features: {field: {"shape": [...]}} from the info file of the cache. A field with the
+    shape [] gives a single value. Other fields give an array of ids or a list of texts.
+    """
+    from tensorflow_datasets.proto import tf_example_generated_pb2
+
+    for number, record in enumerate(read_tfrecords(path)):
+        stored = tf_example_generated_pb2.Example.FromString(record)
+        example = {}
+        for key, feature in stored.features.feature.items():
+            values = [value.decode() for value in feature.bytes_list.value]
+            if not values:
+                numbers = [*feature.int64_list.value, *feature.float_list.value]
+                values = np.array(numbers)
+            scalar = features.get(key, {}).get("shape") == []
+            example[key] = values[0] if scalar else values
+        yield f"{path} record {number}", example
+
+
 def seqio_source(name, split, cfg):
-    """seqio:FOLDER (or a glob of them), a task cached by SeqIO, as P3 is published."""
+    """Open seqio:FOLDER, a task that SeqIO cached. FOLDER may be a glob of such folders.
+
+    P3 is published in this form. A folder must contain info.SPLIT.json, the file
+    COMPLETED and all tfrecord shards of the split. Otherwise MissingSource, MissingSplit
+    or UserError is raised.
+    """
     infos = find_files(f"{name}/info.{split}.json")
     if not infos:
         others = [os.path.basename(path) for path, _ in find_files(f"{name}/info.*.json")]
+        problem = f"{name} has no info.{split}.json"
         if others:
-            raise MissingSplit(
-                f"{name} has no info.{split}.json (it has {', '.join(others)})."
-            )
-        raise MissingSource(
-            {f"{name} has no info.{split}.json": "name a folder that SeqIO has cached."}
-        )
-
-    def read(features, path, bad):
-        from google.protobuf.message import DecodeError
-        from tensorflow_datasets.proto import tf_example_generated_pb2
-
-        for number, record in enumerate(read_tfrecords(path, bad)):
-            where = f"{path} record {number}"
-            try:
-                stored = tf_example_generated_pb2.Example.FromString(
-                    record
-                ).features.feature
-                example = {}
-                for key, feature in stored.items():
-                    values = [v.decode() for v in feature.bytes_list.value] or np.array(
-                        [*feature.int64_list.value, *feature.float_list.value]
-                    )
-                    scalar = features.get(key, {}).get("shape") == []
-                    key = key.replace("_plaintext", "_pretokenized")
-                    example[key] = values[0] if scalar else values
-                yield where, example
-            except (DecodeError, UnicodeDecodeError, IndexError) as error:
-                bad(where, f"is damaged ({error})")
-
-    parts = []
+            raise MissingSplit(f"{problem} (it has {', '.join(others)}).")
+        raise MissingSource({problem: "name a folder that SeqIO has cached."})
+    files = []
     for path, _ in infos:
         folder = os.path.dirname(path)
         if not find_files(f"{folder}/COMPLETED"):
             raise UserError(
-                f"{folder} has no file COMPLETED: its caching did not finish."
+                f"{folder} has no file COMPLETED, so SeqIO did not finish this cache: "
+                f"cache the task again, or copy the complete folder."
             )
         form = {"features": {str: {"shape?": list}}, "num_shards": int}
         info = configs.read_json(configs.to_path(path), form)
         shards = find_files(f"{glob.escape(folder)}/{split}.tfrecord-*-of-*")
         if len(shards) != info["num_shards"]:
             raise UserError(
-                f"{folder} has {len(shards)} shards of {split}, its info promises "
-                f"{info['num_shards']}: copy the missing ones."
+                f"{folder} has {len(shards)} shards of {split}, but info.{split}.json "
+                f"promises {info['num_shards']}: copy the missing shards."
             )
-        parts += group_files(shards, functools.partial(read, info["features"]))
-    return parts
+        files += group_files(shards, functools.partial(read_seqio, info["features"]))
+    return files
 
 
 SOURCES = {
@@ -1316,23 +1475,36 @@ SOURCES = {
 
 
 def open_source(source, split, cfg, whole=False):
-    """ "KIND:NAME", a split -> the source's parts. whole: files without splits are not divided."""
+    """Open a source, written KIND:NAME, and return the SourceFiles of a split.
+
+    In the name, "{split}" stands for the name of the split. Without "{split}", files have
+    no splits, and their first 1 % is held out for validation. whole: hold out nothing.
+    Raises UserError for an unknown kind, and MissingSplit or MissingSource.
+    """
     kind, _, name = source.partition(":")
     if kind not in SOURCES:
-        raise UserError(
-            f"Unknown kind of source in {source!r}: it begins with one of "
-            f"{', '.join(f'{known}:' for known in SOURCES)}."
-        )
-    named = name.replace("{split}", split)
-    if named != name and not find_files(named.removesuffix(":lines")):
-        if find_files(name.replace("{split}", "*").removesuffix(":lines")):
-            raise MissingSplit(f"No file matches {named}: there is no split {split}.")
-    whole = kind in ("python", "text", "jsonl", "parquet") and (whole or named != name)
-    return SOURCES[kind](named, None if whole else split, cfg)
+        kinds = ", ".join(f"{known}:" for known in SOURCES)
+        raise UserError(f"{source!r} is not a source: begin it with one of {kinds}.")
+    if "{split}" in name:
+        pattern = name.removesuffix(":lines")
+        # If files of other splits exist, the source has splits but lacks this split.
+        if not find_files(pattern.replace("{split}", split)):
+            if find_files(pattern.replace("{split}", "*")):
+                raise MissingSplit(f"No file matches {name} with the split {split}.")
+        name = name.replace("{split}", split)
+        whole = True
+    if whole and kind in ("python", "text", "jsonl", "parquet"):
+        split = None
+    return SOURCES[kind](name, split, cfg)
 
 
 class InvalidExamples:
-    """Called with what cannot be read: stops at the first, or skips and counts (data.on_error)."""
+    """The function bad(where, what), called for each example that cannot be used.
+
+    where: the place of the example, such as "a.jsonl:3". what: the rest of a sentence,
+    such as "is not JSON". With --data.on_error stop, the first call raises a UserError.
+    With --data.on_error skip, the calls are counted.
+    """
 
     def __init__(self, on_error):
         self.stop, self.count = on_error == "stop", 0
@@ -1340,16 +1512,20 @@ class InvalidExamples:
     def __call__(self, where, what):
         if self.stop:
             raise UserError(
-                f"{where} {what}: mend it, or leave it out with --data.on_error skip."
+                f"{where} {what}: fix the file, or set --data.on_error skip to skip such "
+                f"examples."
             )
         self.count += 1
 
 
-# ---- tasks ---------------------------------------------------------------------------------------
+# ---- tasks -----------------------------------------------------------------------------
 
 
 class PrefixLM(Objective):
-    """A piece of a document, cut in two at random (t5's prefix_lm)."""
+    """Cut each chunk of a document in two at a random place (t5's prefix_lm).
+
+    The first part is the inputs and the second part is the targets.
+    """
 
     def length(self, data):
         return data.inputs_length - 1
@@ -1361,103 +1537,144 @@ class PrefixLM(Objective):
         return [(ids[:cut], ids[cut:]) for (ids,), cut in zip(pieces, cuts.tolist())]
 
 
-# The text-to-text formats of T5 (Raffel et al. 2020, appendix D; t5/data/preprocessors.py), string
-# for string. A format makes a list of examples of one: fields inputs and targets, and what the
-# metrics need. Where no more than words is needed it is written as a template.
+# T5 solves every task as text to text (Raffel et al. 2020, section 2.4). The inputs begin
+# with the name of the task, the name of each field stands before its text, and a class is
+# written as a word. Appendix D of the paper shows an example of each task. This is an
+# example of RTE, in which the model decides whether sentence1 implies sentence2:
+#
+#     source   {"sentence1": "A cat sleeps.", "sentence2": "A cat runs.", "label": 1}
+#     inputs   rte sentence1: A cat sleeps. sentence2: A cat runs.
+#     targets  not_entailment
+#
+# A *format* is a function that does this conversion. It takes an example of the source
+# and returns a list of dicts with the fields inputs and targets, and with the fields that
+# metrics need. The list is empty if the example is left out. The formats below give
+# exactly the strings of t5/data/preprocessors.py.
 
 
 def as_it_is(example):
+    """Return the example unchanged, for objectives that need only the field `text`."""
     return [example]
 
 
 def text_to_text(example):
-    """Fields inputs and targets as they are: texts, or ids. Of a SeqIO cache the texts, if kept."""
-    texts = {
-        key: example.get(f"{key}_pretokenized", example.get(key))
-        for key in Pairs.features
-    }
-    return [example | {key: text for key, text in texts.items() if text is not None}]
+    """Return the fields inputs and targets unchanged. They may be texts or lists of ids.
+
+    A SeqIO cache may hold both the ids and the texts (inputs_pretokenized). Then the
+    texts are used.
+    """
+    texts = {}
+    for key in Pairs.features:
+        value = example.get(f"{key}_pretokenized", example.get(key))
+        if value is not None:
+            texts[key] = value
+    return [example | texts]
 
 
 def template(inputs, targets, labels=()):
-    """A format that fills two templates; {label} stands for the text of the label."""
+    """Return a format that fills the {field} placeholders of two templates.
+
+    For example, template("translate English to German: {en}", "{de}"). labels: the words
+    for the classes 0, 1, ... if the field `label` is the number of a class. Then {label}
+    is replaced by the word of the class. The label -1 means that TFDS does not publish
+    the label, and t5 writes "<unk>" for it. The field `idx` is kept in the results.
+    """
 
     def fill(example):
-        kept = {"idx": example["idx"]} if "idx" in example else {}
         if labels:
             label = example.get("label", -1)
-            example = {**example, "label": "<unk>" if label == -1 else labels[label]}
+            word = "<unk>" if label == -1 else labels[label]
+            example = example | {"label": word}
         filled = {
             "inputs": inputs.format_map(example),
             "targets": targets.format_map(example),
         }
-        return [filled | kept]
+        if "idx" in example:
+            filled["idx"] = example["idx"]
+        return [filled]
 
     return fill
 
 
-def labeled_fields(words):
-    """ "rte hypothesis=sentence2 premise" -> "rte hypothesis: {sentence2} premise: {premise}"."""
-    first, *pairs = words.split()
-    pairs = [pair.partition("=") for pair in pairs]
-    return " ".join(
-        [first, *(f"{name}: {{{field or name}}}" for name, _, field in pairs)]
-    )
-
-
 def format_stsb(example):
-    """A similarity between 0 and 5 is rounded to the nearest fifth: "3.8"."""
+    """Format STS-B, whose target is a similarity from 0 to 5, such as "3.8".
+
+    The similarity is rounded to a multiple of 0.2.
+    """
     score = np.round(np.float32(example["label"]) * np.float32(5)) / np.float32(5)
-    return template(labeled_fields("stsb sentence1 sentence2"), "{score:.1f}")(
-        example | {"score": score}
-    )
+    fill = template("stsb sentence1: {sentence1} sentence2: {sentence2}", f"{score:.1f}")
+    return fill(example)
 
 
 def format_multirc(example):
-    """Without markup; three numbers are kept to group answers by."""
-    plain = {
-        key: re.sub("</?b>", "", example[key].replace("<br>", " "))
-        for key in ("paragraph", "question", "answer")
-    }
-    fill = template(labeled_fields("multirc question answer paragraph"), "{label}", TRUTH)
-    kept = {f"idx/{key}": example["idx"][key] for key in plain}
-    return [filled | kept for filled in fill(plain | {"label": example["label"]})]
+    """Format MultiRC, in which the model judges an answer to a question.
+
+    HTML tags are removed. The three indices are kept, because the metric counts all
+    answers to one question together.
+    """
+    texts = {}
+    for key in ("paragraph", "question", "answer"):
+        text = example[key].replace("<br>", " ")
+        texts[key] = re.sub("</?b>", "", text)
+    fill = template(
+        "multirc question: {question} answer: {answer} paragraph: {paragraph}",
+        "{label}",
+        ("False", "True"),
+    )
+    (filled,) = fill(texts | {"label": example["label"]})
+    indices = {f"idx/{key}": example["idx"][key] for key in texts}
+    return [filled | indices]
 
 
 def format_record(example):
-    """ReCoRD: an example for each answer; bullet points become sentences."""
+    """Format ReCoRD, in which the model fills a gap in the query with an entity.
+
+    There is one example for each correct answer. The bullet points (@highlight) of the
+    passage become sentences.
+    """
+    # A bullet point after a complete sentence needs no further period.
     passage = re.sub(r"([.?!\"'])\n@highlight\n", r"\1 ", example["passage"])
     passage = passage.replace("\n@highlight\n", ". ")
-    entities, answers = ", ".join(example["entities"]), list(example["answers"])
+    entities = ", ".join(example["entities"])
+    answers = list(example["answers"])
     text = f"record query: {example['query']} entities: {entities} passage: {passage}"
-    kept = {f"idx/{key}": example["idx"][key] for key in ("passage", "query")}
     return [
-        {"inputs": text, "targets": answer, "answers": answers, **kept}
+        {
+            "inputs": text,
+            "targets": answer,
+            "answers": answers,
+            "idx/passage": example["idx"]["passage"],
+            "idx/query": example["idx"]["query"],
+        }
         for answer in answers or ["<unk>"]
     ]
 
 
 def format_wsc(only_true, example):
-    """Winograd schemas: "wsc: ... *it* ...", and what the pronoun may stand for. Two of the
-    published examples are marked wrongly, a word too early or with the punctuation."""
+    """Format the Winograd schema challenge: which noun does the marked pronoun stand for?
+
+    The pronoun is marked by asterisks, as in "wsc: Ann lost *it* again". The targets are
+    the noun that the example suggests. only_true: leave out examples that suggest a wrong
+    noun, because the model must not learn wrong nouns.
+    """
     if only_true and not example["label"]:
         return []
-    words, at, pronoun = (
-        example["text"].split(" "),
-        example["span2_index"],
-        example["span2_text"],
-    )
-    if words[at] != pronoun:
-        if words[at].startswith(pronoun):
-            words[at : at + 1] = [pronoun, words[at].removeprefix(pronoun)]
-            words = " ".join(words).rstrip().split(" ")
-        elif words[at + 1] == pronoun:
-            at += 1
-        else:
-            raise ValueError(f"word {at} is {words[at]!r}, not {pronoun!r}")
-    text = f"{' '.join(words[:at])} X {' '.join(words[at + 1 :])}".replace(
-        " X ", f" *{pronoun}* "
-    )
+    words = example["text"].split(" ")
+    position = example["span2_index"]
+    pronoun = example["span2_text"]
+    # In one of the published examples, the index of the pronoun is too low by one.
+    if not words[position].startswith(pronoun):
+        position += 1
+    if not words[position].startswith(pronoun):
+        raise ValueError(f"word {position} is {words[position]!r}, not {pronoun!r}")
+    before = " ".join(words[:position])
+    after = " ".join(words[position + 1 :])
+    # In another published example, punctuation follows the pronoun without a space.
+    punctuation = words[position].removeprefix(pronoun)
+    if punctuation:
+        after = f"{punctuation} {after}".rstrip()
+    # As in t5, every X between spaces is replaced, even if the text itself contains an X.
+    text = f"{before} X {after}".replace(" X ", f" *{pronoun}* ")
     return [
         {
             "inputs": f"wsc: {text}",
@@ -1469,28 +1686,37 @@ def format_wsc(only_true, example):
 
 
 def format_definite_pronoun(example):
-    """Definite pronoun resolution, written as WSC is; the first such pronoun is meant."""
-    text = re.sub(
-        rf" ({example['pronoun']})( |\.|,)", r" *\1*\2", example["sentence"], count=1
-    )
-    return [
-        {"inputs": f"wsc: {text}", "targets": example["candidates"][example["label"]]}
-    ]
+    """Format definite pronoun resolution (DPR) in the form of WSC.
+
+    The first occurrence of the pronoun is marked.
+    """
+    pattern = rf" ({example['pronoun']})( |\.|,)"
+    text = re.sub(pattern, r" *\1*\2", example["sentence"], count=1)
+    answer = example["candidates"][example["label"]]
+    return [{"inputs": f"wsc: {text}", "targets": answer}]
 
 
-def spaced(text):
-    """ASCII punctuation between spaces, and no two spaces in a row."""
-    return re.sub(r"[ \t\n\f\r]+", " ", re.sub(r"([!-/:-@\[-`{-~])", r" \1 ", text))
+def merge_spaces(text):
+    """Replace each run of white space characters by one space."""
+    return re.sub(r"[ \t\n\f\r]+", " ", text)
+
+
+def separate_punctuation(text):
+    """Put spaces around each ASCII punctuation character, and merge runs of spaces."""
+    return merge_spaces(re.sub(r"([!-/:-@\[-`{-~])", r" \1 ", text))
 
 
 def format_squad(example):
-    """SQuAD: punctuation stands alone in question, context and answers; the first is learned."""
-    question, context = spaced(example["question"]), spaced(example["context"])
-    answers = [spaced(answer) for answer in example["answers"]["text"]]
-    text = re.sub(r"[ \t\n\f\r]+", " ", f"question: {question} context: {context}")
+    """Format SQuAD, in which the answer to a question stands in the context.
+
+    The first answer is the target. All answers are kept, because the metric accepts each.
+    """
+    question = separate_punctuation(example["question"])
+    context = separate_punctuation(example["context"])
+    answers = [separate_punctuation(answer) for answer in example["answers"]["text"]]
     return [
         {
-            "inputs": text,
+            "inputs": merge_spaces(f"question: {question} context: {context}"),
             "targets": answers[0],
             "answers": answers,
             "id": example.get("id"),
@@ -1500,98 +1726,208 @@ def format_squad(example):
     ]
 
 
-ONES = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
-    "fifteen sixteen seventeen eighteen nineteen"
-).split()
-TENS = "- - twenty thirty forty fifty sixty seventy eighty ninety".split()
-
-
-def spell_number(n):
-    """A number below a million in English words."""
-    if n < 20:
-        return ONES[n]
-    if n < 100:
-        return TENS[n // 10] + (f"-{ONES[n % 10]}" if n % 10 else "")
-    size, name = (1000, "thousand") if n >= 1000 else (100, "hundred")
-    return f"{spell_number(n // size)} {name}" + (
-        f" {spell_number(n % size)}" if n % size else ""
-    )
-
-
-def by_rule(inputs, targets, example):
-    """The tasks of the recipe tiny_finetune, made of a number."""
-    n = example["number"]
-    day = time.gmtime(86_400 * n)
-    return template(inputs, targets)(
-        {
-            "number": n,
-            "words": spell_number(n),
-            "even": ("yes", "no")[n % 2],
-            "date": time.strftime("%Y-%m-%d", day),
-            "day": f"{day.tm_mday} {time.strftime('%B %Y', day)}",
-        }
-    )
-
-
 class Task(NamedTuple):
-    """What is learned from a source, and how answers are judged (names as in t5's registry)."""
+    """What a model learns from a source, and how its answers are evaluated.
 
-    source: str = ""  # KIND:NAME, as data.source
-    # example of the source -> list of {"inputs", "targets", ...}
+    TASKS maps the name of each task to its Task. A recipe file may add its own tasks.
+    """
+
+    source: str = ""  # KIND:NAME, as in --data.source
+    # The function that turns an example of the source into a list of formatted examples.
     format: Callable = text_to_text
-    # names of evaluate.METRICS, or functions (targets, predictions) -> dict
+    # Each metric is a name in evaluate.METRICS, or a function that takes lists of targets
+    # and predictions and returns a dict of numbers.
     metrics: tuple = ()
-    choices: tuple = ()  # all possible answers, where they are few
-    # of answers before they are compared, see evaluate.py
+    choices: tuple = ()  # the words for the labels 0, 1, ... of a classification task
+    # What is applied to targets and predictions before metrics compare them: a name in
+    # evaluate.POSTPROCESSORS, or a function.
     postprocess: str | Callable = ""
-    splits: tuple = ("train", "validation", "test")  # that the source has
+    splits: tuple = ("train", "validation", "test")  # the splits that the source has
     objective: Objective = Pairs()
-    inputs_eos: bool = True  # the inputs end with EOS; T0's do not
-    eos_after_trim: bool = True  # a text that is cut has EOS too; T0's have not
+    inputs_eos: bool = True  # whether inputs end with EOS; inputs of T0 do not
+    eos_after_trim: bool = True  # whether targets that are cut end with EOS; not so in T0
 
 
-ENTAILMENT = ("entailment", "not_entailment")
-NLI = ("entailment", "neutral", "contradiction")
-TRUTH = ("False", "True")
-TASKS, MIXTURES = configs.TASKS, configs.MIXTURES  # to which a recipe file adds its own
+# The tasks whose format is a template. Each task takes three lines:
+#
+#     name   source   metrics (separated by commas, or -)   splits (if not all three)
+#         template of the inputs
+#         template of the targets, or words for the labels 0, 1, ... separated by |
+#
+# The names, strings and metrics of T5's tasks agree with t5/data/tasks.py. The tasks
+# by_rule_* are made for the recipe tiny_finetune.
+CATALOGUE = """
+wmt14_ende_v003   tfds:wmt14_translate/de-en:1.0.0   bleu
+    translate English to German: {en}
+    {de}
+
+wmt14_deen_v003   tfds:wmt14_translate/de-en:1.0.0   bleu
+    translate German to English: {de}
+    {en}
+
+wmt14_enfr_v003   tfds:wmt14_translate/fr-en:1.0.0   bleu
+    translate English to French: {en}
+    {fr}
+
+wmt14_fren_v003   tfds:wmt14_translate/fr-en:1.0.0   bleu
+    translate French to English: {fr}
+    {en}
+
+wmt15_enfr_v003   tfds:wmt15_translate/fr-en:1.0.0   bleu
+    translate English to French: {en}
+    {fr}
+
+wmt15_fren_v003   tfds:wmt15_translate/fr-en:1.0.0   bleu
+    translate French to English: {fr}
+    {en}
+
+wmt16_enro_v003   tfds:wmt16_translate/ro-en:1.0.0   bleu
+    translate English to Romanian: {en}
+    {ro}
+
+wmt16_roen_v003   tfds:wmt16_translate/ro-en:1.0.0   bleu
+    translate Romanian to English: {ro}
+    {en}
+
+wmt19_ende_v003   tfds:wmt19_translate/de-en:1.0.0   bleu
+    translate English to German: {en}
+    {de}
+
+wmt19_deen_v003   tfds:wmt19_translate/de-en:1.0.0   bleu
+    translate German to English: {de}
+    {en}
+
+wmt_t2t_ende_v003   tfds:wmt_t2t_translate/de-en:1.0.0   bleu
+    translate English to German: {en}
+    {de}
+
+wmt_t2t_deen_v003   tfds:wmt_t2t_translate/de-en:1.0.0   bleu
+    translate German to English: {de}
+    {en}
+
+cnn_dailymail_v002   tfds:cnn_dailymail:3.4.0   rouge
+    summarize: {article}
+    {highlights}
+
+glue_cola_v002   tfds:glue/cola:1.0.0   matthews_corrcoef
+    cola sentence: {sentence}
+    unacceptable | acceptable
+
+glue_sst2_v002   tfds:glue/sst2:1.0.0   accuracy
+    sst2 sentence: {sentence}
+    negative | positive
+
+glue_mrpc_v002   tfds:glue/mrpc:1.0.0   f1,accuracy
+    mrpc sentence1: {sentence1} sentence2: {sentence2}
+    not_equivalent | equivalent
+
+glue_qqp_v002   tfds:glue/qqp:1.0.0   f1,accuracy
+    qqp question1: {question1} question2: {question2}
+    not_duplicate | duplicate
+
+glue_mnli_v002   tfds:glue/mnli:1.0.0   accuracy   train
+    mnli hypothesis: {hypothesis} premise: {premise}
+    entailment | neutral | contradiction
+
+glue_mnli_matched_v002   tfds:glue/mnli_matched:1.0.0   accuracy   validation test
+    mnli hypothesis: {hypothesis} premise: {premise}
+    entailment | neutral | contradiction
+
+glue_mnli_mismatched_v002   tfds:glue/mnli_mismatched:1.0.0   accuracy   validation test
+    mnli hypothesis: {hypothesis} premise: {premise}
+    entailment | neutral | contradiction
+
+glue_qnli_v002   tfds:glue/qnli:1.0.0   accuracy
+    qnli question: {question} sentence: {sentence}
+    entailment | not_entailment
+
+glue_rte_v002   tfds:glue/rte:1.0.0   accuracy
+    rte sentence1: {sentence1} sentence2: {sentence2}
+    entailment | not_entailment
+
+glue_wnli_v002   tfds:glue/wnli:1.0.0   accuracy
+    wnli sentence1: {sentence1} sentence2: {sentence2}
+    not_entailment | entailment
+
+glue_ax_v002   tfds:glue/ax:1.0.0   -   test
+    mnli hypothesis: {hypothesis} premise: {premise}
+    entailment | neutral | contradiction
+
+super_glue_boolq_v102   tfds:super_glue/boolq:1.0.2   accuracy
+    boolq passage: {passage} question: {question}
+    False | True
+
+super_glue_cb_v102   tfds:super_glue/cb:1.0.2   mean_3class_f1,accuracy
+    cb hypothesis: {hypothesis} premise: {premise}
+    entailment | contradiction | neutral
+
+super_glue_copa_v102   tfds:super_glue/copa:1.0.2   accuracy
+    copa choice1: {choice1} choice2: {choice2} premise: {premise} question: {question}
+    choice1 | choice2
+
+super_glue_rte_v102   tfds:super_glue/rte:1.0.2   accuracy
+    rte hypothesis: {hypothesis} premise: {premise}
+    entailment | not_entailment
+
+super_glue_wic_v102   tfds:super_glue/wic:1.0.2   accuracy
+    wic sentence1: {sentence1} sentence2: {sentence2} word: {word}
+    False | True
+
+super_glue_axb_v102   tfds:super_glue/axb:1.0.2   -   test
+    rte hypothesis: {sentence2} premise: {sentence1}
+    entailment | not_entailment
+
+super_glue_axg_v102   tfds:super_glue/axg:1.0.2   -   test
+    rte hypothesis: {hypothesis} premise: {premise}
+    entailment | not_entailment
+
+by_rule_words   python:10000   accuracy
+    number: {number}
+    {words}
+
+by_rule_digits   python:10000   accuracy
+    words: {words}
+    {number}
+
+by_rule_date   python:10000   accuracy
+    date: {date}
+    {day}
+
+by_rule_day   python:10000   accuracy
+    day: {day}
+    {date}
+
+by_rule_even   python:10000   accuracy
+    is {number} even?
+    no | yes
+"""
 
 
-def glue(
-    name, words, labels, metrics=("accuracy",), suite=("glue", "1.0.0", "v002"), **more
-):
-    """A task of GLUE, or of another suite like it: its targets are labels."""
-    folder, version, ours = suite
-    return {
-        f"{folder}_{name}_{ours}": Task(
-            f"tfds:{folder}/{name}:{version}",
-            template(labeled_fields(words), "{label}", labels),
-            metrics,
-            labels,
-            "label",
-            **more,
+def read_catalogue(text):
+    """Return {name: Task} for a text in the form of CATALOGUE."""
+    tasks = {}
+    for entry in text.strip().split("\n\n"):
+        first_line, inputs, targets = map(str.strip, entry.split("\n"))
+        name, source, metrics, *splits = first_line.split()
+        task = Task(
+            source,
+            template(inputs, targets),
+            metrics=tuple(re.findall(r"\w+", metrics)),
+            splits=tuple(splits) or Task().splits,
         )
-    }
+        if " | " in targets:
+            labels = tuple(targets.split(" | "))
+            fill = template(inputs, "{label}", labels)
+            task = task._replace(format=fill, choices=labels, postprocess="label")
+        tasks[name] = task
+    return tasks
 
 
-super_glue = functools.partial(glue, suite=("super_glue", "1.0.2", "v102"))
-
-
-WMT = [
-    ("wmt14", "de"),
-    ("wmt14", "fr"),
-    ("wmt15", "fr"),
-    ("wmt16", "ro"),
-    ("wmt19", "de"),
-    ("wmt_t2t", "de"),
-]  # in both directions
-LANGUAGES = {"en": "English", "de": "German", "fr": "French", "ro": "Romanian"}
-F1 = ("f1", "accuracy")
-HELD_OUT = ("validation", "test")
-MNLI = "mnli hypothesis premise"
-WSC = "tfds:super_glue/wsc.fixed:1.0.2"
-RULE = "python:10000"
+# The dicts belong to configs.py, because a recipe file may add tasks and mixtures.
+TASKS, MIXTURES = configs.TASKS, configs.MIXTURES
+TASKS |= read_catalogue(CATALOGUE)
 TASKS |= {
+    # The first three tasks are meant for any --data.source.
     "span_corruption": Task("python:", as_it_is, objective=SpanCorruption()),
     "prefix_lm": Task("python:", as_it_is, objective=PrefixLM()),
     "text_to_text": Task(),
@@ -1599,79 +1935,37 @@ TASKS |= {
         "tfds:c4/en:2.2.0", as_it_is, objective=SpanCorruption()
     ),
     "c4_v220_prefix_lm": Task("tfds:c4/en:2.2.0", as_it_is, objective=PrefixLM()),
-    **{
-        f"{name}_{a}{b}_v003": Task(
-            f"tfds:{name}_translate/{code}-en:1.0.0",
-            template(f"translate {LANGUAGES[a]} to {LANGUAGES[b]}: {{{a}}}", f"{{{b}}}"),
-            ("bleu",),
-        )
-        for name, code in WMT
-        for a, b in (("en", code), (code, "en"))
-    },
-    "cnn_dailymail_v002": Task(
-        "tfds:cnn_dailymail:3.4.0",
-        template("summarize: {article}", "{highlights}"),
-        ("rouge",),
-    ),
+    # A template cannot express the formats of the tasks from here on.
     "squad_v010_allanswers": Task(
         "tfds:squad/v1.1:3.0.0", format_squad, ("squad",), postprocess="answers"
     ),
-    **glue(
-        "cola", "cola sentence", ("unacceptable", "acceptable"), ("matthews_corrcoef",)
-    ),
-    **glue("sst2", "sst2 sentence", ("negative", "positive")),
-    **glue("mrpc", "mrpc sentence1 sentence2", ("not_equivalent", "equivalent"), F1),
-    **glue("qqp", "qqp question1 question2", ("not_duplicate", "duplicate"), F1),
     "glue_stsb_v002": Task(
         "tfds:glue/stsb:1.0.0",
         format_stsb,
         ("pearson_corrcoef", "spearman_corrcoef"),
         postprocess="number",
     ),
-    **glue("mnli", MNLI, NLI, splits=("train",)),
-    **glue("mnli_matched", MNLI, NLI, splits=HELD_OUT),
-    **glue("mnli_mismatched", MNLI, NLI, splits=HELD_OUT),
-    **glue("qnli", "qnli question sentence", ENTAILMENT),
-    **glue("rte", "rte sentence1 sentence2", ENTAILMENT),
-    **glue("wnli", "wnli sentence1 sentence2", ("not_entailment", "entailment")),
-    **glue("ax", MNLI, NLI, (), splits=("test",)),
-    **super_glue("boolq", "boolq passage question", TRUTH),
-    **super_glue(
-        "cb",
-        "cb hypothesis premise",
-        ("entailment", "contradiction", "neutral"),
-        ("mean_3class_f1", "accuracy"),
-    ),
-    **super_glue("copa", "copa choice1 choice2 premise question", ("choice1", "choice2")),
     "super_glue_multirc_v102": Task(
         "tfds:super_glue/multirc:1.0.2",
         format_multirc,
         ("multirc_f1", "exact_match"),
-        TRUTH,
+        ("False", "True"),
         "multirc",
     ),
     "super_glue_record_v102": Task(
         "tfds:super_glue/record:1.0.2", format_record, ("record",), postprocess="record"
     ),
-    **super_glue("rte", "rte hypothesis premise", ENTAILMENT),
-    **super_glue("wic", "wic sentence1 sentence2 word", TRUTH),
-    **super_glue(
-        "axb",
-        "rte hypothesis=sentence2 premise=sentence1",
-        ENTAILMENT,
-        (),
-        splits=("test",),
-    ),  # SuperGLUE's broad diagnostics, as RTE
-    **super_glue("axg", "rte hypothesis premise", ENTAILMENT, (), splits=("test",)),
     "super_glue_wsc_v102_simple_train": Task(
-        WSC, functools.partial(format_wsc, True), splits=("train",)
+        "tfds:super_glue/wsc.fixed:1.0.2",
+        functools.partial(format_wsc, True),
+        splits=("train",),
     ),
     "super_glue_wsc_v102_simple_eval": Task(
-        WSC,
+        "tfds:super_glue/wsc.fixed:1.0.2",
         functools.partial(format_wsc, False),
         ("accuracy",),
         postprocess="wsc",
-        splits=HELD_OUT,
+        splits=("validation", "test"),
     ),
     "dpr_v001_simple": Task(
         "tfds:definite_pronoun_resolution:1.1.0",
@@ -1679,133 +1973,169 @@ TASKS |= {
         ("accuracy",),
         splits=("train", "test"),
     ),
-    **{
-        f"by_rule_{name}": Task(RULE, functools.partial(by_rule, *texts), ("accuracy",))
-        for name, *texts in (
-            ("words", "number: {number}", "{words}"),
-            ("digits", "words: {words}", "{number}"),
-            ("date", "date: {date}", "{day}"),
-            ("day", "day: {day}", "{date}"),
-        )
-    },
-    "by_rule_even": Task(
-        RULE,
-        functools.partial(by_rule, "is {number} even?", "{even}"),
-        ("accuracy",),
-        ("no", "yes"),
-        "label",
-    ),
 }
 
 
-# ---- mixtures ------------------------------------------------------------------------------------
-# A mixture is a dict: a task's name, or another mixture's -> its rate, a number or BySize. Tasks of
-# rate 0 are evaluated with it. Rates need not add up to anything.
+# ---- mixtures --------------------------------------------------------------------------
+# A mixture is a dict that maps the names of tasks or of other mixtures to rates. A task
+# is sampled with the probability rate / (sum of the rates). A task with the rate 0 is not
+# trained on, but it is evaluated together with the mixture. A rate is a number, or
+# BySize. A function of the Config that returns such a dict is a mixture, too.
 
 
 class BySize(NamedTuple):
-    """A rate by the number of training examples, as Raffel et al. 2020 mix, section 3.5.2."""
+    """A rate that depends on the number of training examples of the task.
 
-    maximum: float = math.inf  # examples that count at most
-    temperature: float = 1.0  # above 1 small tasks come more often
+    The rate is min(examples * scale, maximum) ** (1 / temperature). The maximum keeps
+    large tasks from dominating. A temperature above 1 samples small tasks more often. See
+    section 3.5.2 of Raffel et al. 2020.
+    """
+
+    maximum: float = math.inf
+    temperature: float = 1.0
     scale: float = 1.0
 
     def of(self, examples):
         return min(examples * self.scale, self.maximum) ** (1 / self.temperature)
 
 
-# T0's datasets with their training examples (Sanh et al. 2022; bigscience-workshop/t-zero,
-# datasets.csv), by the role in which they are used.
-T0 = {
-    "train": """glue_mrpc 3668, glue_qqp 363846, paws_labeled_final 49401, kilt_tasks_hotpotqa
-        88869, wiki_qa 20360, adversarial_qa_dbidaf 10000, adversarial_qa_dbert 10000,
-        adversarial_qa_droberta 10000, duorc_SelfRC 60721, duorc_ParaphraseRC 69524, ropes 10924,
-        quoref 19399, cos_e_v1.11 9741, cosmos_qa 25262, dream 6116, qasc 8134, quail 10246,
-        quarel 1941, quartz 2696, sciq 11679, social_i_qa 33410, wiki_hop_original 43738, wiqa
-        29808, amazon_polarity 3600000, app_reviews 288065, imdb 25000, rotten_tomatoes 8530,
-        yelp_review_full 650000, common_gen 67389, wiki_bio 582659, cnn_dailymail_3.0.0 287113,
-        gigaword 3803957, multi_news 44972, samsum 14732, xsum 204045, ag_news 120000, dbpedia_14
-        560000, trec 5452""",
-    "gpt": """ai2_arc_ARC_Challenge 1119, ai2_arc_ARC_Easy 2251, trivia_qa_unfiltered 87622,
-        web_questions 3778, squad_v2 130319, openbookqa_main 4957, race_high 62445, race_middle
-        25421, piqa 16113, hellaswag 39905""",
-    "super_glue": """super_glue_wsc.fixed 554, super_glue_record 100730, super_glue_boolq 9427,
-        super_glue_copa 400, super_glue_multirc 27243, super_glue_wic 5428""",
-    "eval": """super_glue_wsc.fixed 554, winogrande_winogrande_xl 40398, super_glue_cb 250,
-        super_glue_rte 2490, anli 162865, super_glue_copa 400, story_cloze_2016 0, hellaswag 39905,
-        super_glue_wic 5428""",
-    "bias": """crows_pairs 0, jigsaw_toxicity_pred 0, super_glue_axg 0, wino_bias_type1_anti 0,
-        wino_bias_type2_anti 0, wino_bias_type1_pro 0, wino_bias_type2_pro 0""",
-}
-T0 = {
-    role: {name: int(size) for name, size in re.findall(r"(\S+)\s+(\d+)", text)}
-    for role, text in T0.items()
-}
-T0_CAP = 500_000
+# The datasets of T0 (Sanh et al. 2022): name, number of training examples, and the roles
+# in which T0's mixtures use the dataset (t0/datasets.csv in bigscience-workshop/t-zero).
+T0_DATASETS = """
+glue_mrpc                     3668  train
+glue_qqp                    363846  train
+paws_labeled_final           49401  train
+kilt_tasks_hotpotqa          88869  train
+wiki_qa                      20360  train
+adversarial_qa_dbidaf        10000  train
+adversarial_qa_dbert         10000  train
+adversarial_qa_droberta      10000  train
+duorc_SelfRC                 60721  train
+duorc_ParaphraseRC           69524  train
+ropes                        10924  train
+quoref                       19399  train
+cos_e_v1.11                   9741  train
+cosmos_qa                    25262  train
+dream                         6116  train
+qasc                          8134  train
+quail                        10246  train
+quarel                        1941  train
+quartz                        2696  train
+sciq                         11679  train
+social_i_qa                  33410  train
+wiki_hop_original            43738  train
+wiqa                         29808  train
+amazon_polarity            3600000  train
+app_reviews                 288065  train
+imdb                         25000  train
+rotten_tomatoes               8530  train
+yelp_review_full            650000  train
+common_gen                   67389  train
+wiki_bio                    582659  train
+cnn_dailymail_3.0.0         287113  train
+gigaword                   3803957  train
+multi_news                   44972  train
+samsum                       14732  train
+xsum                        204045  train
+ag_news                     120000  train
+dbpedia_14                  560000  train
+trec                          5452  train
+ai2_arc_ARC_Challenge         1119  gpt
+ai2_arc_ARC_Easy              2251  gpt
+trivia_qa_unfiltered         87622  gpt
+web_questions                 3778  gpt
+squad_v2                    130319  gpt
+openbookqa_main               4957  gpt
+race_high                    62445  gpt
+race_middle                  25421  gpt
+piqa                         16113  gpt
+hellaswag                    39905  gpt eval
+super_glue_wsc.fixed           554  super_glue eval
+super_glue_record           100730  super_glue
+super_glue_boolq              9427  super_glue
+super_glue_copa                400  super_glue eval
+super_glue_multirc           27243  super_glue
+super_glue_wic                5428  super_glue eval
+winogrande_winogrande_xl     40398  eval
+super_glue_cb                  250  eval
+super_glue_rte                2490  eval
+anli                        162865  eval
+story_cloze_2016                 0  eval
+crows_pairs                      0  bias
+jigsaw_toxicity_pred             0  bias
+super_glue_axg                   0  bias
+wino_bias_type1_anti             0  bias
+wino_bias_type2_anti             0  bias
+wino_bias_type1_pro              0  bias
+wino_bias_type2_pro              0  bias
+"""
+T0_CAP = 500_000  # a dataset counts as at most this number of examples
 
 
 def t0_mixture(roles, score_eval, cfg):
-    """The folders of P3 that belong to the datasets of these roles -> rates. A dataset of more than
-    T0_CAP examples counts as T0_CAP, divided among its templates; a smaller one counts once for
-    each. For evaluation a folder counts by what it holds."""
-    sizes = {name: size for role in roles for name, size in T0[role].items()}
-    known = {name for role in T0.values() for name in role}
-    members, root, folders = {}, p3_root(cfg), sorted(p3_sources(cfg))
+    """Return {task: rate} for the datasets of T0 that have one of the roles.
+
+    P3 has a folder for each prompt template of each dataset, named DATASET_TEMPLATE. Each
+    folder is a task. A dataset with more than T0_CAP examples counts as T0_CAP examples,
+    divided among its templates. A smaller dataset counts with its full size for each
+    template. roles: words of the table T0_DATASETS, separated by spaces. score_eval: use
+    the folders for rank classification, whose names end in _score_eval. They are only
+    evaluated, so each has the rate 1.
+    """
+    folders = sorted(p3_sources(cfg))
     if not folders:
         raise UserError(
-            "T0's mixtures are made of P3 (bigscience/P3, a folder for each prompt): "
-            "name where its folders are with --data.source seqio:DIR or parquet:DIR."
+            "T0's mixtures are made of P3 (bigscience/P3), which has a folder for each "
+            "prompt: name the folder that contains these folders with --data.source "
+            "seqio:DIR or --data.source parquet:DIR."
         )
+    rows = [line.split() for line in T0_DATASETS.strip().splitlines()]
+    templates = {}  # the folders of each dataset
     for folder in folders:
-        name = max(
-            (name for name in known if folder.startswith(f"{name}_")), key=len, default=""
-        )
-        if name in sizes and folder.endswith("_score_eval") == score_eval:
-            members.setdefault(name, []).append(folder)
-    return {
-        folder: min(T0_CAP, p3_size(root, folder))
-        if score_eval
-        else (sizes[name] if sizes[name] <= T0_CAP else T0_CAP // len(folders))
-        for name, folders in members.items()
-        for folder in folders
-        # left out by T0's authors: its cache is broken
-        if folder != "gigaword_summarize_"
-    }
+        # A name may begin with another name. The longest name that fits is the dataset.
+        fitting = [row for row in rows if folder.startswith(f"{row[0]}_")]
+        if fitting and folder.endswith("_score_eval") == score_eval:
+            name, size, *its_roles = max(fitting, key=lambda row: len(row[0]))
+            if set(its_roles) & set(roles.split()):
+                templates.setdefault((name, int(size)), []).append(folder)
+    rates = {}
+    for (_, size), folders in templates.items():
+        rate = size if size <= T0_CAP else T0_CAP // len(folders)
+        rates |= dict.fromkeys(folders, 1 if score_eval else rate)
+    # The authors of T0 left out this prompt, because its cache is broken. It still counts
+    # as a template of its dataset.
+    rates.pop("gigaword_summarize_", None)
+    return rates
 
 
-def p3_root(cfg):
-    """Config -> the folder with P3's folders: data.source is seqio:FOLDER or parquet:FOLDER."""
-    kind, _, name = cfg.data.source.partition(":")
-    return name.removesuffix("*").rstrip("/") if kind in P3_FILES else ""
-
-
-# What a folder of P3 holds, as SeqIO cached it or as parquet files: where its splits are.
+# How P3 may be stored: {kind of source: {glob of the files in a folder of P3: text that
+# follows the folder in the name of its source}}. P3 as parquet files exists with the
+# split in the names of the files, or with a folder for each split.
 P3_FILES = {
     "seqio": {"info.*.json": ""},
     "parquet": {"*.parquet": "/*{split}*.parquet", "*/*.parquet": "/{split}/*.parquet"},
 }
 
 
+def p3_root(cfg):
+    """Return the folder that contains P3, or "" if --data.source cannot be P3."""
+    kind, _, name = cfg.data.source.partition(":")
+    return name.removesuffix("*").rstrip("/") if kind in P3_FILES else ""
+
+
 def p3_sources(cfg, folder="*"):
-    """The folders of P3, or one of them -> {name: source}."""
-    kind, found = cfg.data.source.partition(":")[0], {}
+    """Return {folder: source} for all folders of P3, or for one folder."""
+    kind = cfg.data.source.partition(":")[0]
+    root = p3_root(cfg)
+    sources = {}
     for files, splits in P3_FILES.get(kind, {}).items():
-        for path, _ in find_files(f"{p3_root(cfg)}/{folder}/{files}"):
-            name = path.split("/")[-2 - files.count("/")]
-            found[name] = f"{kind}:{p3_root(cfg)}/{name}{splits}"
-    return found
+        for path, _ in find_files(f"{root}/{folder}/{files}"):
+            name = path.split("/")[-2 - files.count("/")]  # the folder of P3
+            sources[name] = f"{kind}:{root}/{name}{splits}"
+    return sources
 
 
-def p3_size(root, folder):
-    """Examples of a folder, by what SeqIO counted; 1 where it did not."""
-    for split in ("train", "validation", "test"):
-        for path, _ in find_files(f"{root}/{folder}/stats.{split}.json"):
-            return configs.read_json(configs.to_path(path), {"examples?": int}).get(
-                "examples", 1
-            )
-    return 1
-
-
+# The names, rates and members are those of t5/data/mixtures.py and of T0's tasks.py.
 MIXTURES |= {
     "glue_v002_proportional": {
         "glue_cola_v002": 8_551,
@@ -1841,195 +2171,251 @@ MIXTURES |= {
         "by_rule_day": 1,
         "by_rule_even": 1,
     },
-    **{
-        name: functools.partial(t0_mixture, roles, name.endswith("score_eval"))
-        for name, *roles in (
-            ("t0_train", "train"),
-            ("t0+_train", "train", "gpt"),
-            ("t0++_train", "train", "gpt", "super_glue"),
-            ("t0_train_score_eval", "train"),
-            ("t0_eval_score_eval", "eval"),
-            ("bias_fairness_eval_score_eval", "bias"),
-        )
-    },
+    "t0_train": functools.partial(t0_mixture, "train", False),
+    "t0+_train": functools.partial(t0_mixture, "train gpt", False),
+    "t0++_train": functools.partial(t0_mixture, "train gpt super_glue", False),
+    "t0_train_score_eval": functools.partial(t0_mixture, "train", True),
+    "t0_eval_score_eval": functools.partial(t0_mixture, "eval", True),
+    "bias_fairness_eval_score_eval": functools.partial(t0_mixture, "bias", True),
 }
 
 
 def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
-    """A task's or mixture's name -> {task: rate}, mixtures in it taken apart. examples: a task's
-    name -> how many it has to train on, which BySize asks. within: the mixtures around this one."""
+    """Return {task: rate} for the name of a task or of a mixture.
+
+    A mixture inside a mixture is replaced by its tasks, which share its rate. examples: a
+    function that returns the number of training examples of a task, for rates BySize.
+    within: the names of the mixtures that contain this mixture. Raises UserError if a
+    mixture is not a valid dict.
+    """
     if name not in MIXTURES:
         return {name: 1.0}
     if name in within:
-        raise UserError(f"The mixture {name} contains itself.")
-    entries, rates = MIXTURES[name], {}
+        raise UserError(
+            f"The mixture {name} contains itself: remove it from its members."
+        )
+    entries = MIXTURES[name]
     try:
         entries = dict(entries(cfg) if callable(entries) else entries)
     except UserError:
         raise
-    except Exception as error:  # a recipe's
-        raise UserError(f"The mixture {name} is no dict of rates ({error!r}).") from error
+    except Exception as error:  # the entries may come from a recipe file
+        raise UserError(
+            f"The mixture {name} is not a dict of rates ({error!r}): correct its entry "
+            f"in MIXTURES."
+        ) from error
+    rates = {}
     for member, rate in entries.items():
         if isinstance(rate, BySize) and member not in MIXTURES:
             rate = rate.of(examples(member))
         if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
             raise UserError(
-                f"The rate of {member} in {name} is {rate}: give it a number, or, if "
-                f"it is one task, BySize with a maximum."
+                f"The rate of {member} in the mixture {name} is {rate}: give a number "
+                f"of at least 0, or BySize with a maximum if {member} is one task."
             )
-        inside = mixture_rates(member, cfg, examples, (*within, name))
-        total = sum(inside.values())
-        for task, part in inside.items():
-            rates[task] = rates.get(task, 0.0) + rate * part / total
+        inner = mixture_rates(member, cfg, examples, (*within, name))
+        total = sum(inner.values())
+        for task, inner_rate in inner.items():
+            rates[task] = rates.get(task, 0.0) + rate * inner_rate / total
     if not any(rates.values()):
-        raise UserError(f"The mixture {name} has no task with a rate above 0.")
+        raise UserError(
+            f"The mixture {name} has no task with a rate above 0: give it such a task."
+        )
     return rates
 
 
 def find_task(name, cfg):
-    """A task's name, or KIND:NAME of a source with inputs and targets -> Task. data.source takes
-    the place of the task's own source, if it is data.task."""
+    """Return the Task of this name.
+
+    name: a key of TASKS, a folder of P3 if --data.source names P3, or KIND:NAME of a
+    source with the fields inputs and targets. --data.source replaces the source of the
+    task --data.task. Raises UserError if there is no such task or if the task has no
+    source.
+    """
     task = TASKS.get(name)
-    if not task and name.partition(":")[0] in SOURCES:
-        return TASKS["text_to_text"]._replace(source=name)
-    if not task and (found := p3_sources(cfg, name).get(name)):
-        return Task(found, inputs_eos=False, eos_after_trim=False)
-    if not task:
-        hint = configs.nearest(name, [*TASKS, *MIXTURES])
+    if task is None:
+        if name.partition(":")[0] in SOURCES:
+            return TASKS["text_to_text"]._replace(source=name)
+        p3_source = p3_sources(cfg, name).get(name)
+        if p3_source:
+            return Task(p3_source, inputs_eos=False, eos_after_trim=False)
+        hint = configs.nearest(name, [*TASKS, *MIXTURES]) or ":"
         raise UserError(
-            f"Unknown task {name}{hint or ';'} python data.py --list lists them."
+            f"There is no task {name}{hint} python data.py --list prints the names of "
+            f"all tasks."
         )
     if not isinstance(task, Task) or not isinstance(task.objective, Objective):
         raise UserError(
-            f"{name} is {task!r:.200}, not a value of data.Task with an Objective."
+            f"TASKS[{name!r}] is {task!r:.200}: give a data.Task whose objective is a "
+            f"data.Objective."
         )
     if cfg.data.source and cfg.data.task == name:
         task = task._replace(source=cfg.data.source, splits=Task().splits)
     if not task.source:
-        raise UserError(f"--data.task {name} needs a --data.source, such as jsonl:FILE.")
+        raise UserError(
+            f"The task {name} has no source of its own: name a source with "
+            f"--data.source, such as jsonl:FILE."
+        )
     return task
 
 
 def check_tasks(cfg):
-    """Refuse what data.task, eval_tasks and the sources cannot mean, before anything is made."""
+    """Raise a UserError if a task is unknown or cannot use the given sources."""
     data = cfg.data
-    if data.task in MIXTURES and (
-        data.validation_source or data.source and not p3_root(cfg)
-    ):
+    # T0's mixtures are the exception, because they need --data.source to find P3.
+    other_source = data.validation_source or data.source and not p3_root(cfg)
+    if data.task in MIXTURES and other_source:
         raise UserError(
-            f"--data.source and --data.validation_source are for one task, and "
-            f"{data.task} is a mixture: a mixture's tasks have their own."
+            f"--data.source and --data.validation_source cannot be used with the mixture "
+            f"{data.task}, because a mixture's tasks have their own sources: leave out "
+            f"these flags."
         )
     for task in dict.fromkeys([*mixture_rates(data.task, cfg), *evaluated_tasks(cfg)]):
         find_task(task, cfg)
 
 
 def open_task(name, split, cfg):
-    """A task's name, a split -> (Task, the parts of its source that are this split)."""
+    """Return the Task of this name and the SourceFiles of one split.
+
+    Raises MissingSplit or MissingSource if the split or the source does not exist.
+    """
     task = find_task(name, cfg)
-    if split == "validation" and cfg.data.validation_source:
-        return task, open_source(cfg.data.validation_source, split, cfg, whole=True)
+    validation_source = cfg.data.validation_source
+    if split == "validation" and validation_source:
+        return task, open_source(validation_source, split, cfg, whole=True)
     if split not in task.splits:
         raise MissingSplit(f"{name} has no {split} split.")
-    return task, open_source(
-        task.source, split, cfg, whole=bool(cfg.data.validation_source)
-    )
+    return task, open_source(task.source, split, cfg, whole=bool(validation_source))
 
 
 def open_all(wanted):
-    """[(task, split, Config)] -> {task: (Task, parts)}, why others have none; names all missing."""
-    opened, without, missing = {}, [], {}
+    """Open the splits of several tasks.
+
+    wanted: a list of (task, split, Config). Returns {task: (Task, SourceFiles)} and a
+    list of the MissingSplit errors of the other tasks. Raises one MissingSource that
+    names all missing sources.
+    """
+    opened = {}
+    missing_splits = []
+    missing_sources = {}
     for name, split, cfg in wanted:
         try:
             opened[name] = open_task(name, split, cfg)
         except MissingSplit as error:
-            without.append(error)
+            missing_splits.append(error)
         except MissingSource as error:
-            missing.update(error.args[0])
-    if missing:
-        raise MissingSource(missing)
-    return opened, without
+            missing_sources.update(error.args[0])
+    if missing_sources:
+        raise MissingSource(missing_sources)
+    return opened, missing_splits
 
 
 def evaluated_tasks(cfg):
-    """Names of the tasks that are evaluated: those of data.eval_tasks, or else all of data.task."""
+    """Return the tasks that a run evaluates, from --data.eval_tasks or --data.task."""
     names = (cfg.data.eval_tasks or cfg.data.task).split(",")
     return [task for name in names for task in mixture_rates(name.strip(), cfg)]
 
 
 def open_tasks(cfg, split="train"):
-    """The tasks of data.task that have a rate -> {task: (Task, parts)}. Of a run that trains, what
-    is missing of the tasks that it evaluates is named with the rest."""
+    """Return {task: (Task, SourceFiles)} for the tasks that --data.task trains on.
+
+    These tasks have a rate above 0. If the run also evaluates, the sources of the
+    evaluated tasks are opened, too, so that one error names all missing sources.
+    """
     names = [name for name, rate in mixture_rates(cfg.data.task, cfg).items() if rate]
     wanted = [(name, split, cfg) for name in names]
     if split == "train" and (cfg.train.eval_every or cfg.train.infer_every):
-        wanted += [
-            (name, "validation", evaluation_config(name, cfg))
-            for name in evaluated_tasks(cfg)
-            if name not in names
-        ]
-    opened, without = open_all(wanted)
+        for name in evaluated_tasks(cfg):
+            if name not in names:
+                wanted.append((name, "validation", evaluation_config(name, cfg)))
+    opened, missing_splits = open_all(wanted)
     if not opened.keys() >= set(names):
-        raise without[0]
+        raise missing_splits[0]
     return {name: opened[name] for name in names}
 
 
-def formatted_examples(part, bad, task, cfg, size=math.inf):
-    """The examples of a part that can be tokenized: (where, number in the part, dict, its texts or
-    ids), as the task formats them. size: of the vocabulary, below which ids must lie. data.fields
-    says what a field of the task is called in the source: "text=content"."""
-    pairs = [
-        pair.partition("=") for pair in cfg.data.fields.split(",") if cfg.data.fields
-    ]
-    if not all(ours and theirs for ours, _, theirs in pairs):
+def source_fields(cfg):
+    """Return {field of the task: field of the source}, as given by --data.fields.
+
+    For example, --data.fields text=content gives {"text": "content"}.
+    """
+    fields = cfg.data.fields
+    try:
+        pairs = [pair.split("=") for pair in fields.split(",") if fields]
+        return {field.strip(): name.strip() for field, name in pairs}
+    except ValueError:
         raise UserError(
-            f"--data.fields {cfg.data.fields}: write text=NAME or inputs=A,targets=B."
-        )
-    names = {ours.strip(): theirs.strip() for ours, _, theirs in pairs}
+            f"--data.fields {fields} is not valid: write text=NAME or inputs=A,targets=B."
+        ) from None
+
+
+def formatted_examples(source_file, bad, task, cfg, size=math.inf):
+    """Yield the examples of a SourceFile after the format of the task was applied.
+
+    source_file: a SourceFile. size: the size of the vocabulary, which all token ids must
+    be below. Each result is (where, number of the example in the SourceFile, formatted
+    dict, texts). `texts` has a text or an array of ids for each feature of the objective.
+    Examples without text are left out. Examples that cannot be used are reported to
+    `bad`.
+    """
+    names = source_fields(cfg)
     features = task.objective.features
-    for number, (where, example) in enumerate(part.read(bad)):
-        example = example | {
-            ours: example[theirs] for ours, theirs in names.items() if theirs in example
+    for number, (where, example) in enumerate(source_file.read(bad)):
+        renamed = {
+            field: example[name] for field, name in names.items() if name in example
         }
+        example = example | renamed
         try:
-            made = task.format(example)
-            for made_of_it in [made] if isinstance(made, dict) else made:
-                texts = tuple([made_of_it.get(feature) for feature in features])
-                if wrong := next(
-                    filter(None, (invalid_reason(text, size) for text in texts)), None
-                ):
+            formatted = task.format(example)
+            if isinstance(formatted, dict):
+                formatted = [formatted]
+            for row in formatted:
+                texts = tuple(row.get(feature) for feature in features)
+                problems = [invalid_reason(text, size) for text in texts]
+                if any(problems):
+                    problem = next(filter(None, problems))  # the first of the problems
                     bad(
                         where,
-                        f"has {wrong} in {' and '.join(features)} but the fields "
-                        f"{', '.join(made_of_it)} (--data.fields {features[0]}=NAME)",
+                        f"has {problem} in {' and '.join(features)} (its fields are "
+                        f"{', '.join(row)}; choose one with --data.fields "
+                        f"{features[0]}=NAME)",
                     )
-                elif any(
-                    len(text) and not (isinstance(text, str) and text.isspace())
-                    for text in texts
-                ):  # examples without any text are left out
-                    yield where, number, made_of_it, texts
+                elif not all(map(is_blank, texts)):
+                    yield where, number, row, texts
         except UserError:
             raise
-        except Exception as error:  # a format is anyone's code
-            what = f"no {error}" if isinstance(error, KeyError) else repr(error)
-            bad(
-                where,
-                f"does not suit the task: {what} (fields: {', '.join(map(str, example))})",
-            )
+        except Exception as error:  # the format may be a function of a recipe file
+            problem = f"no {error}" if isinstance(error, KeyError) else repr(error)
+            fields = ", ".join(map(str, example))
+            bad(where, f"does not fit the task: {problem} (its fields are {fields})")
+
+
+def is_blank(text):
+    """Return whether a text has only white space, or whether a list of ids is empty."""
+    return not (text.strip() if isinstance(text, str) else len(text))
 
 
 def invalid_reason(value, size):
-    """What keeps a value from being tokenized, or None: it is text, or a list of ids."""
+    """Return why a value cannot be tokenized, or None if it can.
+
+    A value must be text or a list of ids below `size`. The reason completes the sentence
+    "The example has ...".
+    """
     if isinstance(value, str):
-        lone = not value.isascii() and re.search(r"[\ud800-\udfff]", value)
-        return "half of a character (a lone surrogate)" if lone else None
-    ids = np.zeros(1)  # no ids: nor are lists of several lengths
-    with contextlib.suppress(ValueError, OverflowError):
-        ids = np.asarray(value) if isinstance(value, list | np.ndarray) else ids
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return "half of a character (a lone surrogate)"
+        return None
+    ids = np.array(None)  # without dimensions, so this is not a list of ids
+    if isinstance(value, list | np.ndarray):
+        # Lists of different lengths, and numbers that are too large, raise an exception.
+        with contextlib.suppress(ValueError, OverflowError):
+            ids = np.asarray(value)
     if ids.ndim != 1 or len(ids) and ids.dtype.kind not in "iu":
         return "no text"
     if len(ids) and not 0 <= ids.min() <= ids.max() < size:
-        return f"ids from {ids.min()} to {ids.max()}, where the vocabulary ends at {size - 1},"
+        return f"ids from {ids.min()} to {ids.max()} (the vocabulary has {size} ids)"
     return None
 
 

@@ -494,21 +494,24 @@ WORDS = [
 
 
 def sentences(count, seed=0):
+    """Return random sentences of twelve words."""
     rng = np.random.default_rng(seed)
     return [" ".join(rng.choice(WORDS, 12)) for _ in range(count)]
 
 
 @pytest.fixture(scope="session")
 def tokenizer():
+    """A SentencePiece vocabulary of 60 pieces and 100 sentinels."""
     return data.train_tokenizer(sentences(200), 60)
 
 
-def test_tokenizer_has_t5s_ids(tokenizer):
+def test_special_ids_and_sentinels_have_the_ids_of_t5(tokenizer):
+    """0 is padding, 1 EOS, 2 unknown, and <extra_id_0> has the highest id."""
     processor = tokenizer.processor
     assert [processor.id_to_piece(i) for i in range(3)] == ["<pad>", "</s>", "<unk>"]
     assert processor.bos_id() == -1
     assert tokenizer.size == 60 + 100
-    for k in (0, 1, 99):  # the first sentinel has the highest id
+    for k in (0, 1, 99):
         assert (
             tokenizer.encode(f"alpha <extra_id_{k}> beta").count(tokenizer.size - 1 - k)
             == 1
@@ -523,10 +526,10 @@ def test_tokenizer_has_t5s_ids(tokenizer):
     )
 
 
-def test_tokenizer_with_sentinels_built_in(tokenizer):
-    whole = data.parse_vocabulary(tokenizer.processor.serialized_model_proto())
-    assert whole.size == tokenizer.size
-    assert whole.encode("<extra_id_7> alpha") == tokenizer.encode("<extra_id_7> alpha")
+def test_a_vocabulary_that_contains_sentinels_gets_no_more_of_them(tokenizer):
+    complete = data.parse_vocabulary(tokenizer.processor.serialized_model_proto())
+    assert complete.size == tokenizer.size
+    assert complete.encode("<extra_id_7> alpha") == tokenizer.encode("<extra_id_7> alpha")
 
 
 def test_training_a_vocabulary_is_deterministic(tokenizer):
@@ -536,7 +539,7 @@ def test_training_a_vocabulary_is_deterministic(tokenizer):
 # ---- data: sources and token files ---------------------------------------------------------------
 
 
-def test_python_source_is_the_manual_and_the_docstrings():
+def test_the_python_source_reads_the_manual_and_docstrings_without_importing():
     before = set(sys.modules)
     documents = data.python_documents()
     assert {"this", "antigravity", "turtledemo"}.isdisjoint(set(sys.modules) - before)
@@ -549,7 +552,7 @@ def test_python_source_is_the_manual_and_the_docstrings():
 
 @pytest.fixture
 def corpus(tmp_path, monkeypatch):
-    """A Config that reads a folder of three text files, each a part of its own."""
+    """A Config that reads a folder of three text files. Each file is a SourceFile."""
     monkeypatch.setattr(data, "GROUP_BYTES", 1)
     for i in range(3):
         (tmp_path / f"{i}.txt").write_text("\n".join(sentences(60, seed=i)))
@@ -565,12 +568,14 @@ def corpus(tmp_path, monkeypatch):
 
 
 def documents_of(cfg, field="text", **more):
+    """Return one field of all examples of a source. By default, nothing is held out."""
     parts = data.open_source(cfg.data.source, "train", cfg, **{"whole": True, **more})
     bad = data.InvalidExamples(cfg.data.on_error)
     return [example[field] for part in parts for _, example in part.read(bad)]
 
 
 def sourced(cfg, source, **more):
+    """Return the Config with another --data.source."""
     return change(cfg, data=dict(source=source, **more))
 
 
@@ -596,7 +601,7 @@ def open_dataset(cfg, split="train"):
     return data.prepare(cfg, split, data.prepare_vocabulary(cfg))
 
 
-def test_text_jsonl_and_parquet_sources_agree(tmp_path, corpus):
+def test_text_jsonl_and_parquet_files_give_the_same_documents(tmp_path, corpus):
     import pyarrow.parquet
 
     lines = documents_of(corpus)
@@ -612,27 +617,29 @@ def test_text_jsonl_and_parquet_sources_agree(tmp_path, corpus):
     (tmp_path / "c.parquet").write_bytes((tmp_path / "c.parquet").read_bytes()[:-9])
     with pytest.raises(configs.UserError, match="c.parquet is damaged"):
         documents_of(cfg)
-    whole = documents_of(sourced(corpus, corpus.data.source.removesuffix(":lines")))
-    assert len(whole) == 3 and whole[0].split() == " ".join(sentences(60)).split()
+    # Without ":lines", each file is one document.
+    files = documents_of(sourced(corpus, corpus.data.source.removesuffix(":lines")))
+    assert len(files) == 3 and files[0].split() == " ".join(sentences(60)).split()
 
 
 @pytest.mark.parametrize("end", [":lines", ""])
-def test_files_without_splits_hold_out_their_beginning(corpus, end):
-    """The first 1 % of the text, at least an example, in one stretch; the rest is for training."""
+def test_the_first_percent_of_files_without_splits_is_held_out(corpus, end):
+    """At least one example is held out, in one stretch. The rest is for training."""
     cfg = sourced(corpus, corpus.data.source.removesuffix(":lines") + end)
-    whole, train_part = documents_of(cfg), documents_of(cfg, whole=False)
+    documents = documents_of(cfg)
+    trained_on = documents_of(cfg, whole=False)
     bad = data.InvalidExamples("stop")
-    (part,) = data.open_source(cfg.data.source, "validation", cfg)
-    held_out = [example["text"] for _, example in part.read(bad)]
-    assert held_out + train_part == whole
-    below = sum(map(len, whole)) / 100
+    (file,) = data.open_source(cfg.data.source, "validation", cfg)
+    held_out = [example["text"] for _, example in file.read(bad)]
+    assert held_out + trained_on == documents
+    below = sum(map(len, documents)) / 100
     assert sum(map(len, held_out[:-1])) <= below < sum(map(len, held_out)) + 1
     with pytest.raises(data.MissingSplit):
         data.open_source(cfg.data.source, "test", cfg)
 
 
 def write_tfds(folder, texts, **features):
-    """Write {split: texts, or dicts of features} as TFDS does (array_record), without TensorFlow."""
+    """Write a TFDS dataset {split: texts or dicts of features} as array_record files."""
     import tensorflow_datasets as tfds
     from tensorflow_datasets.core import dataset_info, file_adapters, sequential_writer
 
@@ -658,8 +665,8 @@ def write_tfds(folder, texts, **features):
     writer.close_all()
 
 
-def test_tfds_source_reads_what_tfds_writes(tmp_path, corpus):
-    """C4 as TFDS keeps it (array_record), with a validation split of its own; no TensorFlow."""
+def test_tfds_datasets_are_read_without_tensorflow(tmp_path, corpus):
+    """The dataset is stored like C4, with its own validation split."""
     texts = {"train": sentences(120), "validation": sentences(9, seed=5)}
     write_tfds(tmp_path / "c4" / "en" / "3.1.0", texts)
     cfg = sourced(corpus, "tfds:c4/en", tfds_dir=str(tmp_path))
@@ -775,7 +782,7 @@ def test_a_bad_line_met_by_the_prefetch_is_still_named(tmp_path, corpus, small_s
             assert found.shard(number)
 
 
-def test_bad_lines_stop_or_are_counted(tmp_path, corpus, capsys):
+def test_invalid_lines_stop_the_run_or_are_counted(tmp_path, corpus, capsys):
     path = tmp_path / "bad.jsonl"
     path.write_bytes(
         b'{"text": "alpha"}\n{"text": \n\xff\xfe\n[1]\n\n{"text": null}\n'
@@ -790,22 +797,23 @@ def test_bad_lines_stop_or_are_counted(tmp_path, corpus, capsys):
     assert "5 skipped" in capsys.readouterr().err
 
 
-def test_bytes_are_a_vocabulary(tmp_path, corpus):
-    """ByT5's ids; with extra ids the sentinels lie above the bytes."""
+def test_vocabularies_of_bytes_and_of_ids(tmp_path, corpus):
+    """bytes has the ids of ByT5. With extra ids, the sentinels are above the bytes."""
     plain, extra = data.load_tokenizer("bytes"), data.load_tokenizer("bytes:100")
     assert (plain.size, extra.size) == (259, 359)
     assert (
         plain.encode("aé") == [100, 198, 172]
         and plain.decode([100, 198, 172, 1, 99]) == "aé"
     )
-    assert plain.decode([0, 198, 100, 2, 258]) == "a"  # no UTF-8, no bytes
+    # Ids that are not bytes, and bytes that are not UTF-8, are left out.
+    assert plain.decode([0, 198, 100, 2, 258]) == "a"
     texts = ["a<extra_id_0>b", "a", "", "<extra_id_100>"]
     assert [ids.tolist() for ids in extra.encode_batch(texts)] == list(
         map(extra.encode, texts)
     )
     assert extra.encode(texts[0]) == [100, 358, 101] and len(extra.encode(texts[3])) == 14
     assert extra.raw_text([100, 358, 1, 198, 172]) == "a<extra_id_0></s>é"
-    # what a run directory keeps
+    # A run directory keeps such a vocabulary as a file that holds only its name.
     (tmp_path / "spiece.model").write_bytes(extra.serialized)
     assert data.load_tokenizer(tmp_path / "spiece.model").size == 359
     cfg = change(corpus, data=dict(vocab="bytes:100"), model=dict(vocab_size=384))
@@ -834,8 +842,8 @@ def test_unknown_characters_are_reported(tmp_path, corpus, capsys, tokenizer):
     assert "warning" not in capsys.readouterr().err
 
 
-def test_paths_may_be_remote(corpus):
-    """Files, a vocabulary and a SeqIO cache on a file system that only fsspec knows."""
+def test_sources_and_vocabularies_may_be_remote(corpus):
+    """The files are on a file system that only fsspec can read."""
     import fsspec
 
     disk = fsspec.filesystem("memory")
@@ -851,14 +859,15 @@ def test_paths_may_be_remote(corpus):
     )
     assert documents_of(remote, "content") == lines
     tokenizer = data.prepare_vocabulary(remote)
-    whole = [
+    # With another validation source, nothing is held out.
+    both = [
         change(cfg, data=dict(validation_source="python:")) for cfg in (corpus, remote)
     ]
-    assert_equal(*(tokens_of(open_corpus(cfg, tokenizer)) for cfg in whole))
+    assert_equal(*(tokens_of(open_corpus(cfg, tokenizer)) for cfg in both))
     with pytest.raises(configs.UserError, match="No file matches memory://bucket/b"):
         documents_of(sourced(remote, "jsonl:memory://bucket/b*"))
     with pytest.raises(
-        configs.UserError, match="No vocabulary at memory://bucket/w.model"
+        configs.UserError, match="no vocabulary at memory://bucket/w.model"
     ):
         data.load_tokenizer("memory://bucket/w.model")
     with pytest.raises(configs.UserError, match="nosuch"):
@@ -866,6 +875,7 @@ def test_paths_may_be_remote(corpus):
 
 
 def test_hugging_face_datasets_are_streamed(tmp_path, corpus):
+    """A local folder is read like a dataset of the hub, with its splits."""
     pytest.importorskip("datasets", reason="needs pip install '.[hf]'")
     (tmp_path / "hub").mkdir()
     for split, count in (("train", 30), ("validation", 4)):
@@ -1000,7 +1010,8 @@ def test_prefix_lm_splits_each_chunk_at_a_random_place(corpus):
     assert sizes[:, 1].tolist() == [0, 1]  # a single token becomes the target, as in t5
 
 
-def test_damaged_tfds_datasets_are_named(tmp_path, corpus):
+def test_versions_and_damage_of_tfds_datasets_are_noticed(tmp_path, corpus):
+    """By default the newest version is read. Errors name the folder."""
     write_tfds(tmp_path / "x" / "1.0.0", {"train": sentences(60)})
     write_tfds(tmp_path / "x" / "1.10.0", {"train": sentences(70)})
     cfg = sourced(corpus, "tfds:x", tfds_dir=str(tmp_path))
@@ -1046,7 +1057,7 @@ BAD_FILES = {
     "other.jsonl": (
         b'{"title": "a", "body": "b"}\n',
         "jsonl:other.jsonl",
-        "no text in text but the fields title, body",
+        "no text in text (its fields are title, body; ",
     ),
     "half.jsonl": (b'{"text": "\\ud800"}\n', "jsonl:half.jsonl", "lone surrogate"),
     "number.jsonl": (b'{"text": 3}\n', "jsonl:number.jsonl", "no text in text"),
@@ -1055,7 +1066,7 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
-def test_bad_input_is_named_or_skipped_and_counted(
+def test_damaged_files_are_named_or_skipped_and_counted(
     name, tmp_path, corpus, tokenizer, capsys, monkeypatch
 ):
     content, source, expected = BAD_FILES[name]
@@ -1068,7 +1079,7 @@ def test_bad_input_is_named_or_skipped_and_counted(
         try:
             data.prepare(change(cfg, data=dict(on_error="skip")), "train", tokenizer)
             assert "1 skipped" in capsys.readouterr().err
-        except configs.UserError as error:  # nothing else was in the file
+        except configs.UserError as error:  # the file holds nothing else
             assert "holds no text" in str(error)
 
 
@@ -1477,7 +1488,8 @@ def test_show_prints_examples_of_a_task_that_is_only_evaluated(
 
 # ---- data: tasks ---------------------------------------------------------------------------------
 
-# Raw examples with what t5's own preprocessors (t5 0.9.4) make of them.
+# What the preprocessors of t5 0.9.4 return:
+# (name of the task, example of the source, formatted examples).
 FORMATS = [
     (
         "glue_cola_v002",
@@ -1621,7 +1633,8 @@ FORMATS = [
             }
         ],
     ),
-    # like two published examples: punctuation, one too early
+    # Two published examples are marked wrongly. In the first, punctuation follows. In the
+    # second, the index is too low by one.
     (
         "super_glue_wsc_v102_simple_eval",
         {
@@ -1720,12 +1733,12 @@ FORMATS = [
 
 
 @pytest.mark.parametrize("number", range(len(FORMATS)))
-def test_formats_are_t5s(number):
+def test_formats_return_what_t5s_preprocessors_return(number):
     name, raw, expected = FORMATS[number]
     assert data.TASKS[name].format(raw) == expected
 
 
-def test_answers_are_judged_as_in_t5():
+def test_answers_are_postprocessed_as_in_t5():
     def post(name, text, example=None, is_target=False):
         return evaluate.postprocess(data.TASKS[name], text, example, is_target)
 
@@ -1748,13 +1761,12 @@ def test_answers_are_judged_as_in_t5():
     answers = ["the hat", "his Bob's HAT", "Bob's", "Bob", "cat's", "a", ""]
     assert [post(wsc, x, example=bob) for x in answers] == [0, 1, 1, 0, 0, -1, -1]
     assert post(wsc, "x", example=bob, is_target=True) == 1
-    # a candidate that is a determiner only is no part of every answer
+    # Determiners are ignored, so a target that is only a determiner matches no answer.
     assert post(wsc, "dog", example={"targets": "the", "label": 0}) == 0
 
 
-def test_tasks_of_a_recipe_file_are_known_to_every_command(
-    tmp_path, monkeypatch, tokenizer
-):
+def test_a_recipe_file_may_define_tasks(tmp_path, monkeypatch, tokenizer):
+    """data.py shows an example of such a task. An error of its format names the line."""
     monkeypatch.chdir(tmp_path)
     Path("v.model").write_bytes(tokenizer.serialized)
     Path("a.jsonl").write_text("\n".join(json.dumps({"q": w, "a": 2}) for w in WORDS))
@@ -1775,7 +1787,7 @@ CONFIG = Config("mine", ModelConfig(vocab_size=256),
     done = subprocess.run(script, capture_output=True, text=True)
     assert (
         done.returncode == 2
-        and "a.jsonl:2 does not suit the task: no 'a' (fields: q)" in (done.stderr)
+        and "a.jsonl:2 does not fit the task: no 'a' (its fields are q)" in done.stderr
     )
 
 
@@ -1784,7 +1796,7 @@ CONFIG = Config("mine", ModelConfig(vocab_size=256),
 
 @pytest.fixture
 def mixture(tmp_path, pairs, monkeypatch):
-    """A nested mixture of four tasks, one of them of rate 0; blocks of 64 positions."""
+    """A mixture of another mixture and two tasks, one of which has the rate 0."""
     cfg, _ = pairs
     tasks = dict(data.TASKS)
     for name, count in (("few", 5), ("some", 40), ("many", 90)):
@@ -1815,11 +1827,12 @@ def mixture(tmp_path, pairs, monkeypatch):
     return change(cfg, data=dict(task="outer", source=""))
 
 
+# The number of training examples of each task.
 def counts_of(dataset):
     return [examples.corpus.shard_starts()[-1] for examples in dataset.tasks]
 
 
-def test_rates_are_flattened_and_come_from_sizes(mixture):
+def test_rates_of_nested_mixtures_and_rates_by_size(mixture):
     rates = data.mixture_rates("outer", mixture)
     assert rates == {"few": 0.5, "some": 1.5, "many": 1.3, "documents": 0}
     sizes = {"few": 5, "some": 40, "many": 90}
@@ -1829,7 +1842,7 @@ def test_rates_are_flattened_and_come_from_sizes(mixture):
         "many": 90**0.5,
     }
     dataset = open_dataset(change(mixture, data=dict(task="sized")))
-    few, some, many = counts_of(dataset)  # a part of each is held out
+    few, some, many = counts_of(dataset)  # the beginning of each file is held out
     assert few < 5 and 30 < some < 40 and many < 90
     np.testing.assert_allclose(
         dataset.plan.rates, np.array([few, 30, many**0.5]) / (few + 30 + many**0.5)
@@ -1837,8 +1850,8 @@ def test_rates_are_flattened_and_come_from_sizes(mixture):
     assert list(data.evaluation_configs(mixture)) == ["few", "some", "many", "documents"]
 
 
-def test_mixtures_keep_their_proportions_and_lose_nothing(mixture):
-    """In each block to one example, in the long run exactly; each task epoch by epoch."""
+def test_mixtures_keep_their_proportions_and_use_every_example(mixture):
+    """Each block has each task's share, up to one example. An epoch has every example."""
     dataset = open_dataset(mixture)
     shares, drawn = dataset.plan.rates, [[], [], []]
     for block in range(40):
@@ -1853,7 +1866,7 @@ def test_mixtures_keep_their_proportions_and_lose_nothing(mixture):
         epochs, numbers = examples.locate(np.array(some))
         for epoch in range(len(some) // count):
             assert sorted(numbers[epochs == epoch]) == list(range(count))
-    # rows in a row have their parts of each task
+    # Without packing, 8 consecutive rows have each task's share up to two examples.
     alone = change(mixture, data=dict(pack=False))
     task, _, _ = open_dataset(alone).plan.plan_block(3)
     for start in range(0, 56, 8):
@@ -1874,8 +1887,8 @@ def test_mixtures_keep_their_proportions_and_lose_nothing(mixture):
     assert sorted(names[0]) == sorted(names[1]) and len(names[0]) > 90
 
 
-def test_documents_and_pairs_share_a_batch(mixture):
-    """Span corruption next to supervised examples: each as it would be alone."""
+def test_span_corruption_and_supervised_tasks_share_a_batch(mixture):
+    """The examples are the same as without the other task."""
     cfg = change(mixture, data=dict(task="both", targets_length=16))
     dataset = open_dataset(cfg)
     sentinel = dataset.tasks[0].tokenizer.size - 1
@@ -1889,8 +1902,8 @@ def test_documents_and_pairs_share_a_batch(mixture):
         open_dataset(change(cfg, data=dict(source="python:")))
 
 
-def test_what_is_evaluated_is_never_trained_on(mixture, tmp_path):
-    """Members hold out their own; a file that is not trained on is used whole."""
+def test_validation_examples_are_never_trained_on(mixture, tmp_path):
+    """Each task holds out examples. Files without training data are used completely."""
     (tmp_path / "val.jsonl").write_text(
         "\n".join(json.dumps({"inputs": f"val {i}", "targets": "x"}) for i in range(50))
     )
@@ -1915,7 +1928,7 @@ def test_what_is_evaluated_is_never_trained_on(mixture, tmp_path):
             for pair in unpack(one.batch(i))
         ]
         assert len(held_out) >= count and seen.isdisjoint(held_out)
-        # read as examples they are the same
+        # read_task gives the same examples as the batches.
         for name, alone in data.evaluation_configs(cfg).items():
             if name == "documents":
                 continue
@@ -1931,12 +1944,12 @@ def test_what_is_evaluated_is_never_trained_on(mixture, tmp_path):
             }
     with pytest.raises(configs.UserError, match="a mixture's tasks have their own"):
         open_dataset(change(mixture, data=dict(validation_source="jsonl:v")))
-    with pytest.raises(configs.UserError, match="Unknown task nope"):
+    with pytest.raises(configs.UserError, match="There is no task nope"):
         open_dataset(change(mixture, data=dict(eval_tasks="nope")))
 
 
-def test_tasks_of_one_source_do_not_share_tokens(mixture, tmp_path):
-    """A format is known by what it makes: closures, defaults and edited constants differ."""
+def test_tasks_with_other_formats_have_token_files_of_their_own(mixture, tmp_path):
+    """A format is identified by its results, so a changed prompt is noticed."""
 
     def make(prompt):
         return lambda example: [{"inputs": prompt + example["inputs"], "targets": "x"}]
@@ -1948,8 +1961,8 @@ def test_tasks_of_one_source_do_not_share_tokens(mixture, tmp_path):
     assert len(folders) == 2
 
 
-def test_all_that_a_mixture_lacks_is_named_at_once(mixture, tmp_path, capsys):
-    """What it trains on and what it evaluates, each source once, another version beside it."""
+def test_one_error_names_all_missing_sources_of_a_mixture(mixture, tmp_path, capsys):
+    """It names sources for training and evaluation, each once, and other versions."""
     write_tfds(tmp_path / "there" / "1.0.0", {"train": sentences(60)})
     data.TASKS |= {
         "gone": data.Task("tfds:gone/a:1.0.0"),
@@ -1973,7 +1986,7 @@ def test_all_that_a_mixture_lacks_is_named_at_once(mixture, tmp_path, capsys):
     cfg = change(mixture, data=dict(task="lacking", tfds_dir=str(tmp_path)))
     trained = [
         f"gone/a:1.0.0 is not in {tmp_path}/gone/a/1.0.0",
-        f"there:2.0.0 is not in {tmp_path}/there/2.0.0 (there is 1.0.0: ",
+        f"there:2.0.0 is not in {tmp_path}/there/2.0.0 (there is 1.0.0; ",
         f"{tmp_path}/cache has no info.train.json",
         f"{tmp_path}/train-*.parquet",
     ]
@@ -1994,10 +2007,10 @@ def test_all_that_a_mixture_lacks_is_named_at_once(mixture, tmp_path, capsys):
         assert (
             text.count("tfds build NAME --data_dir DIR --file_format array_record") == 1
         )
-    assert "prepared" not in capsys.readouterr().err  # nothing was tokenized before
+    assert "prepared" not in capsys.readouterr().err  # the error came before tokenizing
 
 
-def test_packing_is_planned_anew_when_lengths_change(mixture):
+def test_packing_is_planned_again_if_the_lengths_of_examples_change(mixture):
     cfg = change(mixture, data=dict(task="both", targets_length=16))
     for density in (0.1, 0.2):
         dataset = open_dataset(change(cfg, data=dict(noise_density=density)))
@@ -2005,14 +2018,14 @@ def test_packing_is_planned_anew_when_lengths_change(mixture):
         assert all(pair[0][-1] == pair[1][-1] == data.EOS for pair in seen)
 
 
-def test_strange_mixtures_are_refused(mixture):
+def test_invalid_mixtures_and_tasks_are_refused(mixture):
     for name, entries, sentence in (
         ("self", {"self": 1}, "contains itself"),
         ("minus", {"few": -1}, "is -1"),
         ("none", {"few": 0}, "no task with a rate above 0"),
-        ("deep", {"inner": data.BySize()}, "it is one task"),
+        ("deep", {"inner": data.BySize()}, "is one task"),
         ("text", {"few": "1"}, "is 1"),
-        ("list", ["few"], "no dict of rates"),
+        ("list", ["few"], "is not a dict of rates"),
         ("raises", lambda cfg: 1 / 0, "ZeroDivision"),
     ):
         data.MIXTURES[name] = entries
@@ -2020,12 +2033,14 @@ def test_strange_mixtures_are_refused(mixture):
             data.mixture_rates(name, mixture)
     for task in ("jsonl:a", data.Task("jsonl:a", objective="span_corruption")):
         data.TASKS["string"] = task
-        with pytest.raises(configs.UserError, match="not a value of data.Task"):
+        with pytest.raises(
+            configs.UserError, match="give a data.Task whose objective is"
+        ):
             data.find_task("string", mixture)
 
 
 def write_seqio_cache(folder, split, examples, shards=2):
-    """A cache as seqio.scripts.cache_tasks_main writes it, without the checksums of records."""
+    """Write a cache like seqio.scripts.cache_tasks_main, but without checksums."""
     from tensorflow_datasets.proto import tf_example_generated_pb2
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -2057,9 +2072,10 @@ def write_seqio_cache(folder, split, examples, shards=2):
     (folder / "COMPLETED").write_text("tfrecord")
 
 
-def test_t0_mixtures_are_made_of_the_folders_of_p3(
+def test_t0_mixtures_consist_of_the_folders_of_p3(
     tmp_path, pairs, tokenizer, capsys, monkeypatch
 ):
+    """The rates are those of T0, and damaged caches are refused."""
     root, cfg = tmp_path / "p3", pairs[0]
     for name in (
         "imdb_a",
@@ -2101,7 +2117,7 @@ def test_t0_mixtures_are_made_of_the_folders_of_p3(
     assert status == 0 and re.search(r"gigaword_x +250,000 +89\.14", out)
     mixed = change(cfg, data=dict(eval_tasks="imdb_a, glue_stsb_v002"))
     with pytest.raises(configs.UserError, match="glue/stsb:1.0.0 is not in"):
-        data.evaluation_configs(mixed)  # that is: it is looked for where TFDS keeps it
+        data.evaluation_configs(mixed)  # the task is looked up among the TFDS datasets
     data.MIXTURES["with_t0"] = {"t0_train": 2, "span_corruption": 1}
     try:
         assert len(open_dataset(change(cfg, data=dict(task="with_t0"))).tasks) == 4
@@ -2112,17 +2128,19 @@ def test_t0_mixtures_are_made_of_the_folders_of_p3(
         data.open_source(f"seqio:{root}/trec_b", "train", cfg)
     shard = root / "imdb_a" / "train.tfrecord-00001-of-00002"
     shard.write_bytes(shard.read_bytes()[:-9])
-    with pytest.raises(configs.UserError, match="00001-of-00002 is cut off"):
+    with pytest.raises(
+        configs.UserError, match=r"00001-of-00002 is damaged .it is cut off"
+    ):
         documents_of(sourced(cfg, f"seqio:{root}/imdb_a"), "inputs_pretokenized")
     shard.unlink()
     with pytest.raises(
-        configs.UserError, match="has 1 shards of train, its info promises 2"
+        configs.UserError, match="has 1 shards of train, but info.train.json promises 2"
     ):
         data.open_source(f"seqio:{root}/imdb_a", "train", cfg)
 
 
-def test_cached_ids_are_taken_as_they_are(tmp_path, pairs, tokenizer):
-    """A SeqIO cache without texts; a cut target of T0's keeps no EOS, another's does."""
+def test_ids_of_a_seqio_cache_are_used_unchanged(tmp_path, pairs, tokenizer):
+    """Targets that are cut end with EOS, except in T0's tasks."""
     ids = list(range(5, 25))
     write_seqio_cache(
         tmp_path / "cache", "train", [{"inputs": ids[:3], "targets": ids}] * 4
