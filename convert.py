@@ -1,26 +1,27 @@
 """Convert T5 weights between Hugging Face, T5X, Mesh TensorFlow and runs of plain T5.
 
-SRC is a model in any of these formats. Its format and all dimensions are detected from its files.
-DST is a new folder, which receives a run, a Hugging Face model or a T5X checkpoint. Values never
-change, except that --dtype bfloat16 rounds the weights. DST appears only after everything
-was read again and compared with SRC.
+SRC is a model in any of these formats. The format and all dimensions of SRC are detected.
+DST is a new folder for a run, a Hugging Face model or a T5X checkpoint. The weights are
+copied exactly, unless --dtype bfloat16 rounds them. DST appears only after everything
+that was written has been read again and compared with SRC.
 
-    python convert.py t5-v1_1-small/ runs/t5_1_1_small     import a model of any format as a run
+    python convert.py t5-v1_1-small/ runs/t5_1_1_small     import any format as a run
     python convert.py runs/tiny tiny_hf --to hf            export to Hugging Face
     python convert.py runs/tiny checkpoint_1500 --to t5x   export to T5X
 
-The formats hold the same arrays under different names, and some of the matrices transposed:
+All formats hold the same arrays. They differ in the names and in the storage of matrices:
 
 - Hugging Face (the library transformers): a directory with config.json and the weights in
   model.safetensors, flax_model.msgpack or pytorch_model.bin. PyTorch stores a matrix as
-  [outputs, inputs]. Here a matrix is [inputs, outputs].
-- T5X (Google's JAX code for T5): a directory checkpoint_N with a msgpack file and one zarr array
-  per parameter, or a directory that the library Orbax wrote. Nothing is transposed.
-- Mesh TensorFlow (the original code of T5): a TensorFlow checkpoint model.ckpt-N. Nothing is
-  transposed.
+  [outputs, inputs], and a run stores the matrix as [inputs, outputs].
+- T5X (Google's JAX code for T5): a directory checkpoint_N. It contains a msgpack file and
+  one zarr array per parameter, or it was written by the library Orbax. The matrices are
+  stored as in a run.
+- Mesh TensorFlow (the original code for T5): a TensorFlow checkpoint model.ckpt-N. The
+  matrices are stored as in a run.
 
-In this file, *our name* is the name of an array in a run ("params/embed"), and the *external name*
-is its name in one of the other formats. A *layer* is one layer of a stacked array.
+Terms in this file: *our name* is the name of an array in a run, such as "params/embed".
+The *external name* is the name of the array in one of the other formats.
 
 Example:
 >>> from convert import parameter_names
@@ -28,10 +29,11 @@ Example:
 >>> hugging_face
 'encoder.block.0.layer.0.SelfAttention.q.weight'
 >>> t5x
-'encoder/layers_0/attention/query/kernel'
+'target/encoder/layers_0/attention/query/kernel'
 """
 
 import base64
+import collections
 import contextlib
 import errno
 import functools
@@ -62,11 +64,11 @@ import model
 import partition
 from configs import Config, DataConfig, ModelConfig, TrainConfig, UserError, note
 
-# ---- names ---------------------------------------------------------------------------------------
-# The three tables below are the only place where names of parameters are translated. Each value is
-# a pair: a part of the name in Hugging Face, and a part of the name in T5X.
+# ---- names -----------------------------------------------------------------------------
+# The three tables below contain all names of parameters. Each value is a pair: the name
+# (or a part of the name) in Hugging Face, and the same for T5X.
 
-# The sublayers of one layer. Hugging Face numbers the sublayers, T5X does not.
+# SUBLAYERS: attention and MLP of one layer. Hugging Face numbers them, T5X does not.
 SUBLAYERS = {
     "encoder/layers/attention": ("layer.0.SelfAttention", "attention"),
     "encoder/layers/mlp": ("layer.1.DenseReluDense", "mlp"),
@@ -77,7 +79,9 @@ SUBLAYERS = {
     ),
     "decoder/layers/mlp": ("layer.2.DenseReluDense", "mlp"),
 }
-# The matrices of a sublayer. Without a gate, "up" is named "wi" in all other formats.
+# MATRICES: the arrays of a sublayer. In a model whose MLP has no gate, Hugging Face and
+# T5X write "wi" instead of "wi_1". Only UMT5 has a relative_bias in every layer; T5X has
+# no UMT5.
 MATRICES = {
     "query": ("q", "query"),
     "key": ("k", "key"),
@@ -86,9 +90,10 @@ MATRICES = {
     "gate": ("wi_0", "wi_0"),
     "up": ("wi_1", "wi_1"),
     "down": ("wo", "wo"),
+    "relative_bias": ("relative_attention_bias", "relative_attention_bias"),
 }
-# The parameters that exist once in a model or once in a stack. Hugging Face stores the position
-# biases of a stack in its first layer.
+# UNSTACKED: the parameters that a model or a stack has once. Hugging Face stores the
+# relative position biases of a stack in the first layer of the stack.
 UNSTACKED = {
     "embed": ("shared.weight", "target/token_embedder/embedding"),
     "unembed": ("lm_head.weight", "target/decoder/logits_dense/kernel"),
@@ -114,8 +119,9 @@ UNSTACKED = {
 def parameter_names(path, layer, gated):
     """Return the names of a parameter in Hugging Face (PyTorch) and in T5X.
 
-    path: the parameter's path in model.param_table. layer: the number of the layer, which is
-    ignored for a parameter that is not stacked. gated: whether the MLP has a gate.
+    path: the name of the parameter in model.param_table. layer: the layer number, which
+    does not matter for a parameter that is not stacked. gated: whether the MLP has
+    a gate.
     """
     if path in UNSTACKED:
         return UNSTACKED[path]
@@ -130,11 +136,6 @@ def parameter_names(path, layer, gated):
             f"{hf_layer}.{hf_number}.layer_norm.weight",
             f"{t5x_layer}/pre_{kind}_layer_norm/scale",
         )
-    if name == "relative_bias":  # UMT5 has position biases in every layer
-        return (
-            f"{hf_layer}.{hf_sublayer}.relative_attention_bias.weight",
-            f"{t5x_layer}/relpos_bias/rel_embedding",
-        )
     hf_matrix, t5x_matrix = MATRICES[name]
     if name == "up" and not gated:
         hf_matrix = t5x_matrix = "wi"
@@ -145,67 +146,87 @@ def parameter_names(path, layer, gated):
 
 
 class Format(NamedTuple):
-    """The names and the matrices of one format.
+    """How one format names its arrays and stores its matrices.
 
-    number: the position of the format's names in the pairs that parameter_names returns.
-    transposes: whether the format stores the transposes of all matrices except the embedding.
+    number: 0 if the names are those of Hugging Face, 1 if they are those of T5X.
+    transposes: whether the format stores the transposes of all matrices except the
+    embedding.
     """
 
     number: int
     transposes: bool
 
     def name(self, path, layer, gated):
-        """Return the external name of a parameter. See parameter_names for the arguments."""
+        """Return the external name of a parameter (arguments as in parameter_names)."""
         return parameter_names(path, layer, gated)[self.number]
 
 
-# PyTorch stores the weight of a linear layer as [outputs, inputs] and the position biases as
-# [buckets, heads]. We store [inputs, outputs] and [heads, buckets].
+# PyTorch stores the weight of a linear layer as [outputs, inputs] and the position biases
+# as [buckets, heads]. plain T5 stores [inputs, outputs] and [heads, buckets].
 HF = Format(0, transposes=True)
-# T5X stores every matrix as we do.
+# T5X stores every matrix as plain T5 does.
 T5X = Format(1, transposes=False)
-# Mesh TensorFlow stores every matrix as we do. Its names are those of Hugging Face in another
-# spelling, and read_mtf changes the spelling.
+# Mesh TensorFlow, too, stores every matrix as plain T5 does. Its names are those of
+# Hugging Face in another spelling, and read_mtf changes the spelling.
 MTF = Format(0, transposes=False)
 
 
-# ---- arrays --------------------------------------------------------------------------------------
-
-
-def is_stacked(name):
-    """Tell whether the first axis of our array `name` counts layers."""
-    return "layers" in name.split("/")
+# ---- arrays ----------------------------------------------------------------------------
 
 
 def layers_of(name, shape):
-    """Return the layer numbers of our array `name`, or [None] if the array is not stacked."""
-    return range(shape[0]) if is_stacked(name) else [None]
+    """Return the layer numbers of our array `name`, or [None] if it is not stacked."""
+    return range(shape[0]) if "layers" in name.split("/") else [None]
+
+
+def layer_shape(name, shape):
+    """Return the shape of one layer of our array `name`, which has shape `shape`."""
+    return shape[1:] if "layers" in name.split("/") else shape
+
+
+class Tensor(NamedTuple):
+    """An array that is still on the disk. read() returns its values.
+
+    A model in another format is a dict {external name: Tensor}. Arguments with such a
+    dict are called `tensors`.
+    """
+
+    shape: tuple
+    read: Callable
 
 
 class Entry(NamedTuple):
-    """One external array, and the array of ours (or the layer of an array) that it holds.
+    """One external array, and the array or layer of a run that has the same values.
 
     A run keeps the layers of a stack in one array [layers, inputs, outputs]. The other
-    formats keep one array per layer, so one stacked array has one entry per layer.
+    formats keep one array per layer. An array of a run with L layers therefore has L
+    entries.
     """
 
     external_name: str
     name: str  # our name
     layer: int | None  # None if our array is not stacked
-    shape: tuple  # the shape that we use, without the axis of the layers
-    transposed: bool  # whether the external array is the transpose of ours
+    shape: tuple  # shape of one layer in a run
+    transposed: bool  # whether the external array is the transpose of our array
 
     def transpose(self, array):
-        """Change an array from our shape to the external shape, or back."""
+        """Convert an array from the shape in a run to the external shape, or back."""
         return array.T if self.transposed else array
+
+    def read(self, tensors):
+        """Read the external array, and return it in the shape that it has in a run."""
+        return self.transpose(tensors[self.external_name].read())
 
 
 def parameter_entries(cfg, form):
-    """List the entries of all parameters. cfg: ModelConfig. form: Format."""
+    """List the entries of all parameters of a model.
+
+    cfg: the ModelConfig. form: the Format of the external names.
+    """
     gated = cfg.activation.startswith("gated_")
     entries = []
     for path, param in partition.flatten(model.param_table(cfg)).items():
-        shape = param.shape[1:] if is_stacked(path) else param.shape
+        shape = layer_shape(path, param.shape)
         transposed = form.transposes and len(shape) == 2 and path != "embed"
         for layer in layers_of(path, param.shape):
             external_name = form.name(path, layer, gated)
@@ -214,27 +235,31 @@ def parameter_entries(cfg, form):
     return entries
 
 
-STEP = "state/step"  # T5X's name of the number of training steps
+STEP = "state/step"  # T5X's name of the step
 
 
 def slot_name(parameter, slot):
-    """Return T5X's name of an optimizer slot. parameter: T5X's name of the parameter."""
+    """Return T5X's name of an optimizer slot, for instance of v_row.
+
+    parameter: the external name of the parameter. slot: m, v, v_row or v_col.
+    """
     return f"state/param_states/{parameter.removeprefix('target/')}/{slot}"
 
 
 def slot_entries(parameters, factored):
-    """List the entries of Adafactor's optimizer slots, with the names of T5X.
+    """List the entries of Adafactor's optimizer slots.
 
-    parameters: the entries of the parameters. factored: our names of the parameters whose
-    second-moment estimate is factored.
+    parameters: the entries of the parameters. factored: our names of the parameters for
+    which Adafactor stores only row and column means.
 
-    For a factored matrix, Adafactor does not keep the running average V [rows, columns] of
-    the squared gradients, but only the means of V over each axis. Our slot "row" [rows] is
-    the mean over the columns, and our slot "column" [columns] is the mean over the rows.
-    T5X names the two means by length: v_row has the length of the shorter axis. If a matrix
-    has more rows than columns, our "row" is therefore T5X's v_col. If the axes are equally
-    long, our "row" is T5X's v_row. For all other parameters, our slot "full" and T5X's slot v
-    contain V itself. Source: t5x/adafactor.py.
+    Adafactor (Shazeer and Stern, 2018) estimates the mean square V of each gradient. For
+    a large matrix it does not store V [rows, columns], but only the means of V over
+    either axis. The slot "row" of a run has shape [rows], and the slot "column" has shape
+    [columns]. T5X names the two slots by their lengths: v_row is the shorter of the two.
+    If a matrix has more rows than columns, "row" is therefore v_col in T5X, and "column"
+    is v_row. If both slots have equal lengths, "row" is v_row. For all other parameters
+    the slot "full" of a run is the slot v of T5X, which contains V. Source:
+    t5x/adafactor.py.
     """
     entries = []
     for parameter in parameters:
@@ -251,58 +276,41 @@ def slot_entries(parameters, factored):
     return entries
 
 
-def stacked_shapes(entries):
-    """Return {our name: shape of the array that holds all layers}."""
-    shapes = {}
-    for entry in entries:
-        shapes[entry.name] = entry.shape
-        if entry.layer is not None:  # the last layer of an array determines its length
-            shapes[entry.name] = (entry.layer + 1, *entry.shape)
-    return shapes
-
-
-class Tensor(NamedTuple):
-    """An array of another format that is still on the disk. read() returns its values.
-
-    A model of another format is a dict {external name: Tensor}, which is called `tensors`.
-    """
-
-    shape: tuple
-    read: Callable
-
-
 class Weights(NamedTuple):
     """A model on disk. Every reader returns Weights, and every writer takes Weights.
 
-    Arrays are read one layer at a time, so a model may be larger than the memory. read(name, layer)
-    returns our array `name`, or one layer of the array if it is stacked (else layer is None).
+    Each layer is a Tensor of its own, which is read at the moment when it is written. The
+    model may therefore be larger than the memory.
     """
 
     cfg: Config
     step: int
-    shapes: dict  # {our name: shape} of the parameters, and of the optimizer slots if there are any
-    read: Callable
-    vocabulary: bytes | None  # the content of the run's spiece.model
-    recipe: bytes | None = None  # the content of the run's recipe.py
+    # {(our name, layer): Tensor} of all parameters, and of the optimizer slots if known
+    arrays: dict
+    vocabulary: bytes | None  # content of spiece.model in the run
+    recipe: bytes | None = None  # content of recipe.py in the run
 
 
 def in_memory(array):
-    """Return an array as a Tensor."""
+    """Return an array that has already been read as a Tensor."""
     return Tensor(np.shape(array), lambda: np.asarray(array))
 
 
 def name_some(names):
-    """Return "NAME" or "NAME and 3 more" for use in a message."""
+    """Return "NAME" or "NAME and 3 more" for a message."""
     first, *others = sorted(names)
     return f"{first} and {len(others):,} more" if others else first
 
 
-# ====== below: readers, writers, the command ======================================================
+# ====== below: readers, writers, the command ============================================
 
 
 @contextlib.contextmanager
 def explain_errors(path, kind="in the format that its name and folder suggest"):
-    """Turn the exceptions of a library that reads `path` into a UserError that names `path`."""
+    """Replace an exception of a library by a UserError that names the file `path`.
+
+    kind: what the file should be. The function is used as a context manager or decorator.
+    """
     try:
         yield
     except ImportError as error:
@@ -313,31 +321,40 @@ def explain_errors(path, kind="in the format that its name and folder suggest"):
         raise UserError(f"{error}: choose another checkpoint with --step.") from error
     except UserError:
         raise
-    except Exception as error:  # every library has its own classes of exceptions
-        if getattr(error, "filename", None):  # an OSError, which names the file by itself
+    except Exception as error:  # each library has its own exceptions
+        if getattr(error, "filename", None):  # an OSError that already names the file
             raise
         reason = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
         raise UserError(
-            f"{path} is damaged or is not {kind} ({reason}). Download it again."
+            f"{path} is missing, damaged or not {kind} ({reason}): download it again."
         ) from error
+
+
+def check_shapes(source, required, found):
+    """Raise a UserError if an array is missing or has a wrong shape.
+
+    required, found: {name: shape}. source: the model that the message names.
+    """
+    for name, shape in required.items():
+        if found.get(name) != shape:
+            raise UserError(
+                f"{source} is damaged: {name} must have shape {shape}, but it has "
+                f"{found.get(name, 'none')}. Use another copy of the model."
+            )
 
 
 def model_from_shapes(tensors, form, source):
     """Return the ModelConfig of a model in another format, as far as shapes determine it.
 
-    Raises a UserError if the arrays are not those of a T5 model. source: used in messages.
+    source: the model that a message names. Raises a UserError if this is not a T5 model.
     """
     gated = form.name("encoder/layers/mlp/gate", 0, True) in tensors
 
     def shape(path):
-        name = form.name(path, 0, gated)
-        if name not in tensors or len(tensors[name].shape) != 2:
-            raise UserError(
-                f"{source} has no matrix {name}: download the complete checkpoint of a T5 "
-                f"model."
-            )
-        transposed = form.transposes and path != "embed"
-        return tensors[name].shape[::-1] if transposed else tensors[name].shape
+        rows, columns = tensors[form.name(path, 0, gated)].shape
+        if form.transposes and path != "embed":
+            return columns, rows
+        return rows, columns
 
     def count_layers(stack):
         pattern = rf"{stack}[./](?:block\.|layers_)(\d{{1,3}})\D"
@@ -348,9 +365,9 @@ def model_from_shapes(tensors, form, source):
     tied = form.name("unembed", 0, gated) not in tensors
     if not num_layers or not num_decoder_layers and not tied:
         raise UserError(
-            f"{source} has {num_layers} encoder layers, {num_decoder_layers} decoder layers "
-            f"and {'no' if tied else 'an'} output layer: plain T5 converts complete "
-            f"encoder-decoders, and encoders without an output layer."
+            f"{source} has {num_layers} encoder layers, {num_decoder_layers} decoder "
+            f"layers and {'no' if tied else 'an'} output layer: plain T5 converts "
+            f"complete encoder-decoders, and encoders without an output layer."
         )
     num_heads, relative_buckets = shape("encoder/relative_bias")
     vocab_size, d_model = shape("embed")
@@ -376,77 +393,60 @@ def model_from_shapes(tensors, form, source):
     )
 
 
-def adafactor_entries(tensors, optimizer, parameters):
-    """List the entries of Adafactor's slots, or return [] if the optimizer was another one.
+def adafactor_entries(tensors, parameters):
+    """List the entries of Adafactor's slots, or return [] for another optimizer.
 
-    optimizer: the names of all arrays that belong to the optimizer.
+    parameters: the entries of the parameters. The optimizer is Adafactor without momentum
+    if the optimizer arrays are exactly the slots of Adafactor.
     """
-
-    def is_used(name):
-        # T5X stores an array with a single zero for a slot that a parameter does not use.
-        return name in tensors and math.prod(tensors[name].shape) > 1
-
-    names = {slot_name(entry.external_name, "v_row"): entry.name for entry in parameters}
-    factored = {names[name] for name in names if is_used(name)}
+    used = {}  # {external name: shape} of the optimizer arrays
+    for name, tensor in tensors.items():
+        # T5X stores a single zero for a slot that a parameter does not use.
+        if name.startswith("state/") and math.prod(tensor.shape) > 1:
+            used[name] = tensor.shape
+    factored = set()
+    for entry in parameters:
+        if slot_name(entry.external_name, "v_row") in used:
+            factored.add(entry.name)
     slots = slot_entries(parameters, factored)
-    missing = optimizer.symmetric_difference(slot.external_name for slot in slots)
-    if any(name not in tensors or is_used(name) for name in missing):
-        return []  # the other arrays are, for instance, the momentum of another optimizer
-    for slot in slots:
-        if tensors[slot.external_name].shape != slot.shape:
-            return []
-    return slots
+    return slots if used == {slot.external_name: slot.shape for slot in slots} else []
 
 
 def to_weights(tensors, form, source, cfg, vocabulary, name="t5"):
     """Return the Weights of a model in another format.
 
-    cfg: the ModelConfig, which determines the arrays and shapes that `tensors` must have.
-    Raises a UserError if an array is missing, has another shape or is unknown.
+    cfg: the ModelConfig, which determines the arrays that `tensors` must have. name: the
+    name of the model. Raises a UserError if an array is missing, unknown or has a wrong
+    shape.
     """
     entries = parameter_entries(cfg, form)
-    names = {entry.external_name for entry in entries}
+    required = {}
+    for entry in entries:
+        shape = entry.shape[::-1] if entry.transposed else entry.shape
+        required[entry.external_name] = shape
+    check_shapes(source, required, {name: tensors[name].shape for name in tensors})
     optimizer = {name for name in tensors if name.startswith("state/")}
-    if missing := names - tensors.keys():
-        raise UserError(
-            f"{source} is incomplete: it has no {name_some(missing)}. Download it again."
-        )
-    if unknown := tensors.keys() - names - optimizer:
+    if unknown := tensors.keys() - required.keys() - optimizer:
         raise UserError(
             f"{source} has {name_some(unknown)}, which no T5 model has: plain T5 "
             f"converts T5 1.0, T5 1.1, mT5, UMT5, ByT5 and models derived from them."
         )
+    arrays = {}
+    step = int(tensors[STEP].read()) if STEP in tensors else 0
+    slots = adafactor_entries(tensors, entries)
+    entries += slots
+    if slots:
+        # T5X counts only steps. A run also counts updates and skipped updates.
+        for counter, value in {"step": step, "count": step, "skipped": 0}.items():
+            arrays[counter, None] = in_memory(value)
+    elif optimizer - {STEP}:
+        note(
+            f"Only the parameters of {source} are converted, because its optimizer is "
+            f"not Adafactor without momentum."
+        )
     for entry in entries:
-        found = tensors[entry.external_name].shape
-        shape = entry.shape[::-1] if entry.transposed else entry.shape
-        if found != shape:
-            raise UserError(
-                f"{source} is inconsistent: {entry.external_name} has shape {list(found)}, "
-                f"but the other arrays require {list(shape)}. Download it again."
-            )
-    step, counters = 0, {}
-    if STEP in optimizer:
-        optimizer.remove(STEP)
-        step = int(tensors[STEP].read())
-    if optimizer:
-        slots = adafactor_entries(tensors, optimizer, entries)
-        entries += slots
-        if slots:
-            # T5X counts only steps. A run also counts the updates and the skipped updates.
-            counters = {"step": step, "count": step, "skipped": 0}
-        else:
-            note(
-                f"Only the parameters of {source} are converted, because its optimizer is "
-                f"not Adafactor without momentum."
-            )
-    by_name = {(entry.name, entry.layer): entry for entry in entries}
-
-    def read(name, layer):
-        if name in counters:
-            return np.array(counters[name])
-        entry = by_name[name, layer]
-        return entry.transpose(tensors[entry.external_name].read())
-
+        read = explain_errors(source)(functools.partial(entry.read, tensors))
+        arrays[entry.name, entry.layer] = Tensor(entry.shape, read)
     is_bytes = vocabulary is not None and vocabulary.startswith(b"bytes")
     data_config = DataConfig("python:", vocab="bytes" if is_bytes else "spiece.model")
     run = Config(name, cfg, data_config, TrainConfig(steps=max(step, 1)))
@@ -454,32 +454,29 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5"):
         configs.check(run)
     except UserError as error:
         raise UserError(f"{source} cannot be converted: {error}") from error
-    shapes = stacked_shapes(entries) | dict.fromkeys(counters, ())
-    return Weights(run, step, shapes, read, vocabulary)
+    return Weights(run, step, arrays, vocabulary)
 
 
-# ---- vocabularies --------------------------------------------------------------------------------
+# ---- vocabularies ----------------------------------------------------------------------
 
 
 def read_vocabulary(folders, cfg, sentinels=data.SENTINELS):
     """Return the vocabulary from the first of `folders` that has one, or None.
 
-    The result is a serialized SentencePiece model, or "bytes:0" for ByT5, which has no file.
-    spiece.model takes precedence over tokenizer.json. sentinels: the number of sentinels to add
-    if the file has none.
+    The result is a serialized SentencePiece model. For ByT5, which has no vocabulary
+    file, the result is "bytes:0". spiece.model takes precedence over tokenizer.json. cfg:
+    ModelConfig. sentinels: how many sentinels to add if the file has none.
     """
     names = ("spiece.model", "tokenizer.json")
     paths = [folder / name for name in names for folder in folders]
-    paths = [path for path in paths if path.is_file()]
-    if not paths:
+    path = next(filter(Path.is_file, paths), None)
+    if path is None:
         return b"bytes:0\n" if cfg.vocab_size == 384 else None
-    path = paths[0]
+    vocabulary = path.read_bytes()
+    if vocabulary.startswith((b"bytes", b"ids:")):  # the vocabulary of a run
+        return vocabulary
     if path.suffix == ".json":
         vocabulary = tokenizer_json_to_sentencepiece(path).SerializeToString()
-    else:
-        vocabulary = path.read_bytes()
-        if vocabulary.startswith((b"bytes", b"ids:")):  # the vocabulary of a run
-            return vocabulary
     proto = parse_sentencepiece(vocabulary, path)
     if sentinels != data.SENTINELS and "<extra_id_" not in proto.pieces[-1].piece:
         data.add_sentinels(proto, sentinels)
@@ -493,7 +490,10 @@ def read_vocabulary(folders, cfg, sentinels=data.SENTINELS):
 
 
 def parse_sentencepiece(vocabulary, path="spiece.model"):
-    """Return the ModelProto of a serialized SentencePiece model. path: used in messages."""
+    """Return the ModelProto of a serialized SentencePiece model.
+
+    path: the file that a message names.
+    """
     proto = sentencepiece_model_pb2.ModelProto()
     with explain_errors(path, "a SentencePiece model"):
         proto.ParseFromString(vocabulary)
@@ -501,28 +501,29 @@ def parse_sentencepiece(vocabulary, path="spiece.model"):
     return proto
 
 
-# The characters that the pre-tokenizer WhitespaceSplit treats as spaces.
+# WHITE_SPACE: the characters that the pre-tokenizer WhitespaceSplit replaces by a space.
 WHITE_SPACE = (
     "\t\n\v\f\r\x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009"
     "\u200a\u2028\u2029\u202f\u205f\u3000"
 )
-# The regular expressions by which tokenizer.json files collapse and strip spaces. SentencePiece
-# does so by default.
+# SPACE_PATTERNS: the regular expressions with which tokenizer.json files merge or strip
+# spaces. SentencePiece merges and strips spaces without being told.
 SPACE_PATTERNS = (" {2,}", "[ \u2581]{2,}", "[ \u2581]+$")
+# SUPPORTED_PARTS: the parts of tokenizer.json that SentencePiece can express.
 SUPPORTED_PARTS = {"Unigram", "Precompiled", "Strip", "Metaspace", "WhitespaceSplit"}
 
 
 def tokenizer_json_to_sentencepiece(path):
-    """Return a SentencePiece ModelProto that gives the same ids as a tokenizer.json.
+    """Return a SentencePiece ModelProto that tokenizes like a tokenizer.json.
 
-    The ids differ only if "</s>", "<pad>" or "<unk>" is spelled out in a text, or if a text ends
-    with white space other than a space. Raises a UserError if tokenizer.json does anything that a
-    SentencePiece unigram model cannot do.
+    The ids differ only in two cases: a text contains "</s>", "<pad>" or "<unk>", or a
+    text ends with white space other than a space. Raises a UserError if tokenizer.json
+    does anything that a SentencePiece unigram model cannot do.
     """
     tokenizer = configs.read_json(path, {"model": {"vocab": list, "type?": str}})
 
     def parts(key, inside):
-        """List the steps of a normalizer or pre-tokenizer, which may be a sequence of steps."""
+        """List the steps of a normalizer or pre-tokenizer."""
         part = tokenizer.get(key) or {"type": "Sequence", inside: []}
         return part[inside] if part["type"] == "Sequence" else [part]
 
@@ -532,7 +533,8 @@ def tokenizer_json_to_sentencepiece(path):
     if unigram.get("byte_fallback"):
         used.add("byte_fallback")
     for step in steps:
-        if step.get("pattern", {}).get("Regex") not in SPACE_PATTERNS:
+        pattern = step["pattern"].get("Regex") if step["type"] == "Replace" else None
+        if pattern not in SPACE_PATTERNS:
             used.add(step["type"])
     if "Metaspace" not in used:
         used.add("no Metaspace")
@@ -570,8 +572,8 @@ def tokenizer_json_to_sentencepiece(path):
             spec = sentencepiece_model_pb2.NormalizerSpec(precompiled_charsmap=charsmap)
             normalizer = sentencepiece.SentencePieceNormalizer(normalizer_spec=spec)
             norm_map |= normalizer.decompile()
-    # Metaspace puts a space before the text that follows a sentinel, unless prepend_scheme is
-    # "first".
+    # Metaspace puts a space before the text that follows a sentinel, except if its
+    # prepend_scheme is "first".
     space = "" if "first" in str(tokenizer["pre_tokenizer"]) else " "
     for k in range(sentinels):
         norm_map[f"<extra_id_{k}>"] = f" <extra_id_{k}>{space}"
@@ -581,12 +583,12 @@ def tokenizer_json_to_sentencepiece(path):
     return proto
 
 
-# ---- reading Hugging Face ------------------------------------------------------------------------
+# ---- reading Hugging Face --------------------------------------------------------------
 
 WEIGHT_FILES = ("model.safetensors", "flax_model.msgpack", "pytorch_model.bin")
-# The activations that are defined equally in all formats.
+# ACTIVATIONS: the activations that mean the same in all formats.
 ACTIVATIONS = ("gated_gelu", "gated_silu", "relu")
-# The dimensions whose names agree in ModelConfig and config.json.
+# DIMENSIONS: the fields that have the same name in ModelConfig and in config.json.
 DIMENSIONS = (
     "vocab_size",
     "d_model",
@@ -597,7 +599,8 @@ DIMENSIONS = (
     "num_decoder_layers",
 )
 INTEGER_OR_NULL, NUMBER = (int, type(None)), (int, float)
-# The types of the fields of config.json that are used here. All of them are optional.
+# HF_CONFIG: the types of the fields in config.json that are read here. "?" means
+# optional.
 HF_CONFIG = {
     "model_type?": str,
     "feed_forward_proj?": str,
@@ -624,7 +627,10 @@ def find_hf_weights(folder):
 
 
 def read_hf(folder, name, allow_pickle):
-    """Return {name: Tensor} of one weight file, or of all files that its index lists."""
+    """Return {name: Tensor} of the weights in a Hugging Face directory.
+
+    name: a name in WEIGHT_FILES, for a single file or for the index of several files.
+    """
     files = [folder / name]
     if not files[0].exists():
         path = folder / f"{name}.index.json"
@@ -632,15 +638,10 @@ def read_hf(folder, name, allow_pickle):
         files = sorted(
             {folder / Path(file).name for file in index["weight_map"].values()}
         )
-        if missing := {file.name for file in files if not file.exists()}:
-            raise UserError(
-                f"{folder} has no {name_some(missing)}, which {path.name} lists: download "
-                f"the complete directory."
-            )
     if name.endswith(".bin") and not allow_pickle:
         raise UserError(
-            f"{files[0]} is a pickle file, which can run any program when it is read: add "
-            f"--allow_pickle if you trust its origin."
+            f"{files[0]} is a pickle file, which can run any program when it is read: "
+            f"add --allow_pickle if you trust its origin."
         )
     readers = {".msgpack": read_flax, ".bin": read_pickle}
     read_file = readers.get(files[0].suffix, read_safetensors)
@@ -651,7 +652,7 @@ def read_hf(folder, name, allow_pickle):
 
 
 def read_safetensors(file):
-    """Return {name: Tensor} of a safetensors file. The library checks the file's header."""
+    """Return {name: Tensor} of a safetensors file."""
     tensors = {}
     with explain_errors(file, "a complete safetensors file"):
         opened = safetensors.safe_open(file, "numpy")
@@ -672,7 +673,7 @@ def read_pickle(file):
     with explain_errors(file):
         import torch
 
-        # Files from torch before 1.6 are no zip archives and cannot be memory-mapped.
+        # Files of torch before 1.6 are not zip archives and cannot be memory-mapped.
         mmap = zipfile.is_zipfile(file)
         arrays = torch.load(file, "cpu", weights_only=True, mmap=mmap)
     tensors = {}
@@ -690,11 +691,12 @@ def restore_msgpack(file):
 
 
 def read_flax(file):
-    """Return {name: Tensor} of a flax_model.msgpack, with the names and matrices of PyTorch.
+    """Return {name: Tensor} of a flax_model.msgpack, with the names and shapes of
+    PyTorch.
 
-    Flax writes "lm_head/kernel" where PyTorch writes "lm_head.weight", and stores each kernel
-    as the transpose of PyTorch's matrix. The file is read completely, so reading needs twice
-    the file's size in memory for a moment.
+    Flax writes "lm_head/kernel" where PyTorch writes "lm_head.weight". A kernel is the
+    transpose of PyTorch's matrix. Flax reads the complete file at once, which needs twice
+    the size of the file in memory.
     """
     tensors = {}
     for name, array in partition.flatten(restore_msgpack(file)).items():
@@ -732,12 +734,13 @@ def open_hf(folder, allow_pickle=False):
 
 
 def unify_embeddings(tensors, config, folder):
-    """Return Tensors with one embedding, and with an output layer unless the model is tied.
+    """Return tensors with one embedding, and an output layer unless the model is tied.
 
-    In a tied model of plain T5, the output layer is the embedding and the logits are scaled
-    by d_model^-0.5. In Hugging Face these two properties are independent: the arrays decide
-    the first, config.json the second. A model that has only one of the two properties gets
-    an output layer of its own, which gives the same logits.
+    A tied model of plain T5 has two properties: the output layer is the embedding, and
+    the logits are scaled by d_model^-0.5. In Hugging Face the two properties are
+    independent. The arrays determine the first property, and config.json determines the
+    second. If a model has only one of the properties, it gets an output layer of its own
+    with the same logits.
     """
     embed, head = "shared.weight", "lm_head.weight"
     copies = ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
@@ -746,27 +749,21 @@ def unify_embeddings(tensors, config, folder):
         raise UserError(
             f"{folder} has no {embed}: download the complete directory of a T5 model."
         )
-    embedding = tensors[tables[0]].read()
-    for name in tables[1:]:
-        if not np.array_equal(tensors[name].read(), embedding):
-            raise UserError(
-                f"{folder} has different embeddings {tables[0]} and {name}: plain T5 "
-                f"converts models that have one embedding."
-            )
+    embedding = tensors[tables[0]].read()  # transformers ignores the copies, too
     head_tensor = tensors.get(head, in_memory(embedding))
     shared = head not in tensors or np.array_equal(head_tensor.read(), embedding)
     tied = config.get("tie_word_embeddings", shared)
-    # transformers 5 scales the logits of a tied model, except those of mT5.
+    # By default transformers scales the logits of a tied model, except for mT5.
     scaled = tied and config.get("model_type") != "mt5"
     scaled = config.get("scale_decoder_outputs", scaled)
     if not any(name.startswith(("decoder", head)) for name in tensors):
         scaled = True  # an encoder alone has no logits
     elif not (head in tensors or tied or "scale_decoder_outputs" in config):
         raise UserError(
-            f"{folder} has no {head}, although its config.json says that the model is not "
-            f"tied: download it again."
+            f"{folder} has no {head}, although its config.json says that the model is "
+            f"not tied: download it again."
         )
-    # The first published files of T5 1.0 have this array, which no code has ever used.
+    # The published files of T5 1.0 contain this array, but no code uses it.
     unused = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
     tensors = {k: v for k, v in tensors.items() if k not in (head, *copies, unused)}
     tensors[embed] = in_memory(embedding)
@@ -779,17 +776,16 @@ def unify_embeddings(tensors, config, folder):
 def apply_hf_config(cfg, config, generation, folder):
     """Return the ModelConfig `cfg` with the values that only config.json determines.
 
-    generation: the content of generation_config.json. Raises a UserError if one of the files
-    contradicts the weights, or has a value that plain T5 does not support.
+    generation: the content of generation_config.json. Raises a UserError if a file
+    contradicts the weights, or contains a value that plain T5 does not support.
     """
     required = {name: getattr(cfg, name) for name in DIMENSIONS}
     required["relative_attention_num_buckets"] = cfg.relative_buckets
     required["layer_norm_epsilon"] = 1e-6
     required |= SPECIAL_TOKENS
     config = {"num_decoder_layers": config.get("num_layers"), **config}
-    if (
-        not cfg.num_decoder_layers
-    ):  # the config.json of an encoder describes a decoder, too
+    # The config.json of an encoder describes a decoder that has no weights.
+    if not cfg.num_decoder_layers:
         del config["num_decoder_layers"]
     for name, value in required.items():
         for found in (config.get(name), generation.get(name)):
@@ -816,22 +812,22 @@ def apply_hf_config(cfg, config, generation, folder):
     )
 
 
-# ---- reading T5X and Mesh TensorFlow -------------------------------------------------------------
+# ---- reading T5X and Mesh TensorFlow ---------------------------------------------------
 
 
 def read_t5x(folder):
-    """Return {name: Tensor} of a T5X checkpoint, or of its msgpack file `checkpoint` alone.
+    """Return {name: Tensor} of a T5X checkpoint.
 
-    The msgpack file holds small arrays itself. For each other array it holds a TensorStore
-    specification with the path of a zarr array. Source: t5x/checkpoints.py.
+    The msgpack file contains the small arrays. For each large array it contains a
+    TensorStore specification with the path of a zarr array. Source: t5x/checkpoints.py.
     """
-    path = folder / "checkpoint" if folder.is_dir() else folder
+    path = folder / "checkpoint"
     tree = restore_msgpack(path)
-    version = tree.get("version", "unknown")
+    version = tree["version"]
     if version != 3:
         raise UserError(
-            f"{path} is a T5X checkpoint of version {version}, but plain T5 reads version "
-            f"3: load and save it with a newer T5X."
+            f"{path} is a T5X checkpoint of version {version}, but plain T5 reads "
+            f"version 3: load and save it with a newer T5X."
         )
     leaves = flax.traverse_util.flatten_dict(
         tree["optimizer"], is_leaf=lambda _, value: "driver" in value, sep="/"
@@ -839,10 +835,10 @@ def read_t5x(folder):
     tensors = {}
     for name, leaf in leaves.items():
         if isinstance(leaf, dict):
-            # TensorStore before 0.1.14 has "path" beside "kvstore", newer ones inside.
+            # TensorStore before 0.1.14 wrote the path beside "kvstore" and not inside.
             relative_path = {**leaf, **leaf["kvstore"]}["path"]
-            kvstore = {"driver": "file", "path": str(path.parent / relative_path)}
-            # A missing file is an error, not an array of zeros.
+            kvstore = {"driver": "file", "path": str(folder / relative_path)}
+            # Without this option a missing file would be read as zeros.
             tensors[name] = open_zarr(kvstore, fill_missing_data_reads=False)
         else:
             tensors[name] = in_memory(leaf)
@@ -852,7 +848,7 @@ def read_t5x(folder):
 def read_orbax(folder):
     """Return {name: Tensor} of a T5X checkpoint that the library Orbax wrote.
 
-    Orbax keeps all zarr arrays in one database, whose format is called OCDBT.
+    Orbax stores the zarr arrays in OCDBT, a key-value database of TensorStore.
     """
     form = {"tree_metadata": {str: {"key_metadata": [{"key": str}]}}}
     metadata = configs.read_json(folder / "_METADATA", form)
@@ -865,23 +861,27 @@ def read_orbax(folder):
 
 
 def open_zarr(kvstore, **options):
-    """Return a zarr array as a Tensor. kvstore: TensorStore's specification of the place."""
+    """Return a zarr array as a Tensor.
+
+    kvstore: where the array is, as a specification of TensorStore.
+    """
     explain = explain_errors(kvstore["path"], "a complete array")
     spec = {"driver": "zarr", "kvstore": kvstore, **options}
     array = explain(lambda: tensorstore.open(spec, open=True).result())()
     return Tensor(array.shape, explain(lambda: array.read().result()))
 
 
-MTF_SLOTS = {"v": "v", "vr": "v_row", "vc": "v_col", "m": "m"}  # their names in T5X
+# MTF_SLOTS: the names of Adafactor's slots in Mesh TensorFlow, with their names in T5X.
+MTF_SLOTS = {"v": "v", "vr": "v_row", "vc": "v_col", "m": "m"}
 
 
 def read_mtf(prefix):
     """Return {name: Tensor} of a Mesh TensorFlow checkpoint. Needs TensorFlow.
 
-    The names are changed to the spelling of Hugging Face, and for slots and the step to that of
-    T5X. For instance, "encoder/block_000/layer_000/SelfAttention/q_slot_v" becomes
-    "state/param_states/encoder.block.0.layer.0.SelfAttention.q.weight/v". Source:
-    t5x/checkpoint_importer.py.
+    Parameters get the spelling of Hugging Face:
+    "encoder/block_000/layer_000/SelfAttention/q" becomes
+    "encoder.block.0.layer.0.SelfAttention.q.weight". Optimizer slots and the step get the
+    names of T5X. Source: t5x/checkpoint_importer.py.
     """
     from tensorflow.train import load_checkpoint
 
@@ -890,7 +890,7 @@ def read_mtf(prefix):
     for variable, shape in reader.get_variable_to_shape_map().items():
         name, _, slot = variable.partition("_slot_")
         name = re.sub(r"/(embedding|kernel|scale)$", "", name)
-        # The norms have had several names.
+        # Versions of Mesh TensorFlow differ in the names of the norms.
         name = name.replace("rms_norm", "layer_norm").replace("final_", "")
         name = re.sub(r"^(encoder|decoder)/layer_norm", r"\1/final_layer_norm", name)
         name = re.sub(r"(block|layer)_0*(\d+)", r"\1/\2", name)
@@ -908,95 +908,104 @@ def open_google(source, tensors, form):
     """Return the Weights of a checkpoint of T5X or Mesh TensorFlow."""
     folders = [source if source.is_dir() else source.parent]
     if source.name.startswith("checkpoint_"):
-        folders.append(source.parent)  # the folder of T5X's run
+        folders.append(source.parent)  # the directory of T5X's run
     cfg = model_from_shapes(tensors, form, source)
     cfg = replace(cfg, activation=gin_activation(folders) or cfg.activation)
     return to_weights(tensors, form, source, cfg, read_vocabulary(folders, cfg))
 
 
 def gin_activation(folders):
-    """Return the activation that a Gin file in one of `folders` names, or None."""
+    """Return the activation from the first Gin file in `folders`, or None.
+
+    Shapes do not tell gated GELU and gated SiLU apart. The configuration files of T5X do.
+    """
     pattern = r"(?:mlp_activations|DenseReluDense\.activation) *= *(.*)"
-    for folder in folders:
-        for path in (folder / "config.gin", folder / "operative_config.gin"):
-            found = re.search(pattern, path.read_text()) if path.exists() else None
-            if found is None:
-                continue
-            # T5X names the activations of both branches of a gated MLP: ('gelu', 'linear').
+    names = ("config.gin", "operative_config.gin")
+    for path in [folder / name for folder in folders for name in names]:
+        found = re.search(pattern, path.read_text()) if path.exists() else None
+        if found:
+            # T5X names both branches of a gated MLP: ('gelu', 'linear').
             words = re.findall(r"\w+", found[1].replace("swish", "silu"))
             name = f"gated_{words[0]}" if "linear" in words else words[0]
             if name not in ACTIVATIONS:
                 raise UserError(
-                    f"{path} has the line `{found[0]}`: plain T5 converts models with the "
-                    f"activations {', '.join(ACTIVATIONS)}."
+                    f"{path} has the line `{found[0]}`: plain T5 converts models with "
+                    f"the activations {', '.join(ACTIVATIONS)}."
                 )
             return name
     return None
 
 
-# ---- reading a run, and finding the format -------------------------------------------------------
+# ---- reading a run, and finding the format ---------------------------------------------
 
 
 def open_plain(checkpoint, run_dir):
     """Return the Weights of one checkpoint of a run."""
     manifest = partition.read_manifest(checkpoint)
-    arrays, cfg = manifest["arrays"], configs.load_run(run_dir)
-    shapes = {name: tuple(array["shape"]) for name, array in arrays.items()}
-    required = stacked_shapes(parameter_entries(cfg.model, HF))
-    different = {name for name in required if shapes.get(name) != required[name]}
-    if different:
-        raise UserError(
-            f"{checkpoint} belongs to another run than {run_dir}/config.json, which "
-            f"requires another shape of {name_some(different)}."
-        )
+    stored, cfg = manifest["arrays"], configs.load_run(run_dir)
+    shapes = {name: tuple(array["shape"]) for name, array in stored.items()}
+    params = partition.flatten({"params": model.param_table(cfg.model)})
+    check_shapes(checkpoint, {name: params[name].shape for name in params}, shapes)
 
-    @functools.lru_cache(1)  # the layers of an array are read one after the other
+    # The layers of an array are read one after the other, so one array is cached.
+    @functools.lru_cache(1)
+    @explain_errors(checkpoint)
     def read_array(name):
         everything = [slice(None)] * len(shapes[name])
-        return partition.read_slice(checkpoint, arrays[name], everything, None)
+        return partition.read_slice(checkpoint, stored[name], everything, None)
 
-    def read(name, layer):
+    def read_layer(name, layer):
         array = read_array(name)
         return array if layer is None else array[layer]
 
+    arrays = {}
+    for name, shape in shapes.items():
+        for layer in layers_of(name, shape):
+            read = functools.partial(read_layer, name, layer)
+            arrays[name, layer] = Tensor(layer_shape(name, shape), read)
     files = [run_dir / "spiece.model", run_dir / "recipe.py"]
     contents = [file.read_bytes() if file.exists() else None for file in files]
-    return Weights(cfg, manifest["step"], shapes, read, *contents)
+    return Weights(cfg, manifest["step"], arrays, *contents)
 
 
 def open_any(source, step=None, allow_pickle=False):
     """Return the Weights of a model in any format.
 
-    step: the step of one of several checkpoints, or None for the newest checkpoint. Raises a
-    UserError that names `source`, also later when the weights are read.
+    step: the step of the checkpoint to read, or None for the newest checkpoint. Raises a
+    UserError that names `source` if the model cannot be read.
     """
     with explain_errors(source):
-        weights = open_format(Path(source), step, allow_pickle)
-    return weights._replace(read=explain_errors(source)(weights.read))
+        return open_format(Path(source), step, allow_pickle)
 
 
 def find_checkpoints(folder):
-    """Return {step: path} of the checkpoints in the directory of a run or of T5X."""
+    """Return {step: path} of the checkpoints of a run or of a T5X run."""
     run = partition.Checkpoints(folder)
     checkpoints = {step: run.path(step) for step in run.steps()}
     for path in folder.glob("checkpoint_*"):
-        if match := re.fullmatch(r"checkpoint_(\d+)", path.name):
-            checkpoints[int(match[1])] = path
+        step = path.name.removeprefix("checkpoint_")
+        if step.isdecimal():
+            checkpoints[int(step)] = path
     return checkpoints
 
 
 def open_format(path, step, allow_pickle):
-    """Return the Weights at `path`. The names of the files tell the format."""
+    """Return the Weights at `path`. The names of the files determine the format.
+
+    step: see open_any.
+    """
     checkpoints = find_checkpoints(path)
     if step is not None and step not in checkpoints:
-        steps = ", ".join(map(str, sorted(checkpoints))) or "none: leave out --step"
-        raise UserError(f"{path} has no step {step:,}. Its steps are {steps}.")
+        raise UserError(
+            f"{path} has no step {step:,}: leave out --step, or choose one of "
+            f"{sorted(checkpoints)}."
+        )
     if step is not None:
         path = checkpoints[step]
     elif checkpoints and not find_hf_weights(path):
         path = checkpoints[max(checkpoints)]
     if (path / "manifest.json").exists():
-        return open_plain(path, path.parent.parent)
+        return open_plain(path, path.resolve().parent.parent)
     if find_hf_weights(path):
         return open_hf(path, allow_pickle)
     if Path(f"{path}.index").exists():
@@ -1004,7 +1013,7 @@ def open_format(path, step, allow_pickle):
     for folder in (path / "state", path):
         if (folder / "_METADATA").exists():
             return open_google(path, read_orbax(folder), T5X)
-    if path.is_file() or (path / "checkpoint").is_file():
+    if (path / "checkpoint").is_file():
         return open_google(path, read_t5x(path), T5X)
     raise UserError(
         f"{path} is not a run directory, a Hugging Face directory with weights, or a "
@@ -1012,26 +1021,30 @@ def open_format(path, step, allow_pickle):
     )
 
 
-# ---- writing a run -------------------------------------------------------------------------------
+# ---- writing a run ---------------------------------------------------------------------
 
 
 def write_plain(folder, weights, dtype):
-    """Write Weights as a run directory. A run is always float32, so `dtype` is ignored."""
+    """Write Weights as a run directory.
+
+    dtype: ignored, because a run is always float32.
+    """
     arrays = {}
-    for name, shape in weights.shapes.items():
-        # An array without axes counts steps or updates.
+    for (name, layer), tensor in weights.arrays.items():
+        # The last layer of a stacked array determines the number of layers.
+        shape = tensor.shape if layer is None else (layer + 1, *tensor.shape)
+        # A scalar counts steps or updates. All other arrays are weights.
         arrays[name] = {"shape": shape, "dtype": "float32" if shape else "int32"}
 
     def shards():
-        """Yield (our name, [[start, stop] of each axis], array) of every layer."""
-        for name, array in arrays.items():
-            for layer in layers_of(name, array["shape"]):
-                shard = np.asarray(weights.read(name, layer), array["dtype"], order="C")
-                bounds = [[0, size] for size in array["shape"]]
-                if layer is not None:
-                    shard = shard[None]
-                    bounds[0] = [layer, layer + 1]
-                yield name, bounds, shard
+        """Yield (our name, [[start, stop] of each axis], values) of every layer."""
+        for (name, layer), tensor in weights.arrays.items():
+            shard = np.asarray(tensor.read(), arrays[name]["dtype"], order="C")
+            bounds = [[0, size] for size in shard.shape]
+            if layer is not None:
+                bounds.insert(0, [layer, layer + 1])
+                shard = shard[None]
+            yield name, bounds, shard
 
     path = partition.Checkpoints(folder).path(weights.step)
     partition.write_checkpoint(path, arrays, shards(), weights.step)
@@ -1040,13 +1053,17 @@ def write_plain(folder, weights, dtype):
         configs.write_file(folder / "recipe.py", weights.recipe)
 
 
-# ---- writing Hugging Face ------------------------------------------------------------------------
+# ---- writing Hugging Face --------------------------------------------------------------
 
-SHARD_BYTES = 5_000_000_000  # the largest size of one safetensors file
+# SHARD_BYTES: a new safetensors file begins after this number of bytes.
+SHARD_BYTES = 5_000_000_000
 
 
 def write_hf(folder, weights, dtype):
-    """Write Weights as a Hugging Face directory."""
+    """Write Weights as a Hugging Face directory.
+
+    dtype: the NumPy type of the written weights.
+    """
     write_safetensors(folder, weights, dtype)
     cfg = weights.cfg.model
     family = "t5"
@@ -1054,9 +1071,9 @@ def write_hf(folder, weights, dtype):
         family = "umt5"
         if not cfg.tied:
             note(
-                "transformers 5 scales the logits of UMT5 by d_model^-0.5, as if the model "
-                "were tied: greedy outputs are equal, but beam search and scores differ. "
-                "transformers 4.57 is exact."
+                "transformers 5 scales the logits of UMT5 by d_model^-0.5, as if the "
+                "model were tied: greedy outputs are equal, but beam search and scores "
+                "differ. transformers 4.57 is exact."
             )
     elif not cfg.tied and (
         weights.cfg.name.startswith("mt5") or cfg.vocab_size == 250112
@@ -1085,24 +1102,23 @@ def write_hf(folder, weights, dtype):
 
 
 def write_safetensors(folder, weights, dtype):
-    """Write the parameters as one safetensors file, or as several files with an index."""
-    files, size, total_size = [[]], 0, 0
+    """Write the parameters as safetensors files.
+
+    A small model is one file. A large model is several files with an index.
+    """
+    files, total_size = collections.defaultdict(list), 0
     for entry in parameter_entries(weights.cfg.model, HF):
-        nbytes = math.prod(entry.shape) * dtype.itemsize
-        if files[-1] and size + nbytes > SHARD_BYTES:
-            files.append([])
-            size = 0
-        files[-1].append(entry)
-        size += nbytes
-        total_size += nbytes
+        files[total_size // SHARD_BYTES].append(entry)
+        total_size += math.prod(entry.shape) * dtype.itemsize
     weight_map = {}
-    for number, entries in enumerate(files, 1):
+    for number, entries in enumerate(files.values(), 1):
         name = f"model-{number:05}-of-{len(files):05}.safetensors"
         if len(files) == 1:
             name = "model.safetensors"
         arrays = {}
         for entry in entries:
-            array = entry.transpose(weights.read(entry.name, entry.layer))
+            array = weights.arrays[entry.name, entry.layer].read()
+            array = entry.transpose(array)
             arrays[entry.external_name] = np.ascontiguousarray(array, dtype)
         safetensors.numpy.save_file(arrays, folder / name, {"format": "pt"})
         weight_map |= dict.fromkeys(arrays, name)
@@ -1117,12 +1133,13 @@ def write_json(path, value):
 
 
 def write_tokenizer(folder, vocabulary, cfg):
-    """Write spiece.model and a tokenizer.json that gives the same ids.
+    """Write the tokenizer of a Hugging Face directory.
 
-    Prints a note about texts for which the tokenizer of Hugging Face gives other ids.
+    A SentencePiece model is written as spiece.model, and as a tokenizer.json that gives
+    the same ids. A note names the texts for which the ids differ.
     """
     if vocabulary is None or vocabulary.startswith(b"ids:"):
-        return  # there are no texts
+        return  # the model is used with token ids only
     config = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
     if vocabulary.startswith(b"bytes"):
         config["tokenizer_class"] = "ByT5Tokenizer"
@@ -1147,14 +1164,16 @@ def write_tokenizer(folder, vocabulary, cfg):
     write_json(folder / "tokenizer_config.json", config)
 
 
+# TOKEN_FLAGS: properties of all special tokens in tokenizer.json.
 TOKEN_FLAGS = {
     "single_word": False,
     "rstrip": False,
     "normalized": False,
     "special": True,
 }
-# The parts of tokenizer.json that are equal for all vocabularies. Replace removes spaces at the
-# end and collapses several spaces, as SentencePiece does. Metaspace replaces spaces by "\u2581".
+# TOKENIZER_JSON: the parts of tokenizer.json that are equal for all vocabularies. Replace
+# strips spaces at the end of a text and merges adjacent spaces, as SentencePiece does.
+# Metaspace replaces each space by "\u2581".
 TOKENIZER_JSON = r"""
 {
   "version": "1.0",
@@ -1183,14 +1202,15 @@ TOKENIZER_JSON = r"""
 
 
 def tokenizer_json(proto):
-    """Return the content of tokenizer.json, for the library tokenizers.
+    """Return the content of a tokenizer.json, which the library tokenizers reads.
 
-    proto: the ModelProto of a SentencePiece unigram model. Sentinels absorb the space before them.
+    proto: the ModelProto of a SentencePiece unigram model.
     """
     processor = sentencepiece.SentencePieceProcessor(
         model_proto=proto.SerializeToString()
     )
-    # Whether SentencePiece puts a space before the text that follows a sentinel.
+    # SentencePiece may put a space before the text that follows a sentinel. Metaspace
+    # does so if its prepend_scheme is "always".
     after_sentinel = processor.encode("<extra_id_0>,", out_type=str)[1]
     prepend_scheme = "always" if after_sentinel.startswith("\u2581") else "first"
     if "<extra_id_" not in proto.pieces[-1].piece:
@@ -1200,13 +1220,8 @@ def tokenizer_json(proto):
         text = piece.piece.replace("\u2581<extra_id_", "<extra_id_")
         vocab.append([text, piece.score])
         if number < 3 or "<extra_id_" in text:
-            absorbs_space = number > 2  # a sentinel includes the space before it
-            token = {
-                "id": number,
-                "content": text,
-                "lstrip": absorbs_space,
-                **TOKEN_FLAGS,
-            }
+            # A sentinel includes the space before it (lstrip).
+            token = {"id": number, "content": text, "lstrip": number > 2, **TOKEN_FLAGS}
             added_tokens.append(token)
     content = json.loads(TOKENIZER_JSON)
     content["added_tokens"] = added_tokens
@@ -1230,26 +1245,34 @@ tags:
 
 # {name}
 
-A T5 model at step {step:,}, written by plain T5. The results of its evaluations:
+A T5 model at step {step:,}, written by plain T5. The latest results of its evaluations:
 
 """
 
 
 def write_model_card(folder, weights, run_dir):
-    """Write the README.md of a Hugging Face directory, with all evaluations of the run."""
-    card = MODEL_CARD.format(name=weights.cfg.name, step=weights.step)
+    """Write README.md, the model card of a Hugging Face directory.
+
+    The card contains the latest results of the evaluations in the metrics.jsonl of
+    `run_dir`.
+    """
+    results = {}
     for line in partition.read_metrics_file(Path(run_dir, "metrics.jsonl")):
-        for name, value in line.items():
-            if "_eval/" in name and line["step"] <= weights.step:
-                card += f"- step {line['step']}: {name} {value:.4g}\n"
+        if line["step"] <= weights.step:
+            results |= {name: value for name, value in line.items() if "_eval/" in name}
+    card = MODEL_CARD.format(name=weights.cfg.name, step=weights.step)
+    card += "".join(f"- {name}: {value:.4g}\n" for name, value in results.items())
     (folder / "README.md").write_text(card)
 
 
-# ---- writing T5X ---------------------------------------------------------------------------------
+# ---- writing T5X -----------------------------------------------------------------------
 
 
 def write_t5x(folder, weights, dtype):
-    """Write Weights as a T5X checkpoint: a msgpack file of version 3 beside zarr arrays."""
+    """Write Weights as a T5X checkpoint, a msgpack file of version 3 and zarr arrays.
+
+    dtype: the NumPy type of the written weights. Optimizer slots are always float32.
+    """
     if weights.cfg.model.layer_biases:
         raise UserError(
             "T5X has one table of position biases per stack, but this UMT5 has one table "
@@ -1257,22 +1280,26 @@ def write_t5x(folder, weights, dtype):
         )
     entries = parameter_entries(weights.cfg.model, T5X)
     tree = {STEP: np.array(weights.step, np.int32)}
-    rows = {name for name in weights.shapes if name.endswith("/row")}
-    factored = {name.replace("slots", "params", 1).removesuffix("/row") for name in rows}
+    slots = {name for name, _ in weights.arrays}
+    factored = {
+        entry.name
+        for entry in entries
+        if entry.name.replace("params", "slots", 1) + "/row" in slots
+    }
     slots = slot_entries(entries, factored)
-    if stacked_shapes(slots).keys() <= weights.shapes.keys():
-        # T5X expects four slots per parameter. A slot that is not used is a single zero.
+    if all((slot.name, slot.layer) in weights.arrays for slot in slots):
+        # T5X expects four slots per parameter. An unused slot is a single zero.
         for entry in entries:
             for slot in ("m", "v", "v_row", "v_col"):
                 tree[slot_name(entry.external_name, slot)] = np.zeros(1, np.float32)
         entries += slots
     else:
         note(
-            "The converted checkpoint has no Adafactor state. T5X can evaluate it as it is; "
-            "to fine-tune from it in T5X, turn on fallback_to_scratch."
+            "The converted checkpoint has no Adafactor state. T5X can evaluate it as it "
+            "is; to fine-tune from it in T5X, turn on fallback_to_scratch."
         )
     for entry in entries:
-        array = weights.read(entry.name, entry.layer)
+        array = weights.arrays[entry.name, entry.layer].read()
         if entry.external_name.endswith(("v_row", "v_col")):
             tree[entry.external_name] = np.array(array)
         else:
@@ -1285,33 +1312,37 @@ def write_t5x(folder, weights, dtype):
 
 
 def write_zarr(folder, name, array):
-    """Write a zarr array, and return the specification that T5X's msgpack file holds."""
-    chunk_rows = max(
-        1, (1 << 26) // array[0].nbytes
-    )  # chunks of at most 64 MiB, as in T5X
+    """Write a zarr array, and return the specification for the msgpack file of T5X."""
+    # As in T5X, a chunk has at most 64 MiB.
+    chunk_rows = max(1, (1 << 26) // array[0].nbytes)
     metadata = {
         "shape": list(array.shape),
         "chunks": [min(len(array), chunk_rows), *array.shape[1:]],
-        "compressor": None,  # T5X compresses with gzip, which saves 7 % in ten times the time
+        # gzip, which T5X uses, saves 7 % of the size but takes ten times as long.
+        "compressor": None,
     }
     spec = {"driver": "zarr", "dtype": array.dtype.name, "metadata": metadata}
     kvstore = {"driver": "file", "path": str(folder / name)}
     try:
         store = tensorstore.open({**spec, "kvstore": kvstore}, create=True).result()
         store.write(array).result()
-    except ValueError as error:  # TensorStore reports a full disk as a ValueError
+    except ValueError as error:  # a full disk is a ValueError in TensorStore
         raise OSError(str(error)) from error
     return {**spec, "kvstore": {"driver": "file", "path": f"{name}/"}}
 
 
-# ---- the command ---------------------------------------------------------------------------------
+# ---- the command -----------------------------------------------------------------------
 
 WRITERS = {"plain": write_plain, "hf": write_hf, "t5x": write_t5x}
 
 
 @contextlib.contextmanager
 def atomic_destination(destination):
-    """Yield a temporary folder, which is renamed to `destination` if no exception is raised."""
+    """Yield a temporary folder, and rename the folder to `destination` at the end.
+
+    If an exception is raised, the temporary folder is removed and `destination` is not
+    made.
+    """
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise UserError(
             f"{destination} already exists: name another DST, or move it away."
@@ -1327,9 +1358,10 @@ def atomic_destination(destination):
 
 
 def convert(source, destination, to, dtype, step=None, allow_pickle=False):
-    """Read the model `source`, write `destination` in the format `to`, and compare the two.
+    """Convert the model `source` to the format `to`, and write it as `destination`.
 
-    dtype: the NumPy type of the written parameters. step: see open_any.
+    dtype: the NumPy type of the written parameters. step: see open_any. The written model
+    is read again and compared with the source before `destination` appears.
     """
     start = time.perf_counter()
     with atomic_destination(destination) as folder:
@@ -1343,61 +1375,61 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False):
                 f"warning: {source} has no vocabulary. The converted model accepts only "
                 f"token ids until you copy its spiece.model into {destination}."
             )
-        count = sum(len(layers_of(*item)) for item in weights.shapes.items())
-        # Every array is read twice: to be written, and to be compared.
-        bar = data.progress_bar("converting", "array", 2 * count)
-        read_array = weights.read
+        # Every array is read twice: once to write it, once to compare it.
+        bar = data.progress_bar("converting", "array", 2 * len(weights.arrays))
 
-        def read(name, layer):
+        def read(tensor):
             bar.update()
-            return read_array(name, layer)
+            return tensor.read()
 
-        weights = weights._replace(read=read)
+        for key, tensor in weights.arrays.items():
+            weights.arrays[key] = Tensor(tensor.shape, functools.partial(read, tensor))
         try:
             WRITERS[to](folder, weights, dtype)
             if to == "hf":
                 write_model_card(folder, weights, source)
             elif weights.vocabulary:
                 configs.write_file(folder / "spiece.model", weights.vocabulary)
-        except (
-            OSError,
-            safetensors.SafetensorError,
-        ) as error:  # for instance a full disk
+        # For instance, the disk may be full.
+        except (OSError, safetensors.SafetensorError) as error:
             raise OSError(errno.EIO, str(error)[:200], str(destination)) from error
-        largest, arrays = compare(weights, open_any(folder), dtype)
+        largest, count = compare(weights, open_any(folder), dtype)
         bar.close()
         print(
-            f"compared {arrays:,} arrays with the source: largest difference {largest:g}"
+            f"compared {count:,} arrays with the source: largest difference {largest:g}"
         )
     print(f"done     {destination}, in {time.perf_counter() - start:.2f} s", flush=True)
 
 
 def compare(weights, written, dtype):
-    """Compare all arrays of `weights`, rounded to `dtype`, with the arrays that were written.
+    """Compare the arrays of two Weights, and return (largest difference, number of
+    arrays).
 
-    Returns the largest difference (from rounding) and the number of arrays. Raises an OSError if a
-    written array is not equal to the rounded array.
+    weights: the source. written: what was written. A difference can only come from
+    rounding to dtype. Raises an OSError if a written array is not the rounded array of
+    the source.
     """
     largest, count = 0.0, 0
-    for name in sorted(written.shapes.keys() & weights.shapes.keys()):
-        kind = dtype if name.startswith("params/") else np.float32
-        for layer in layers_of(name, written.shapes[name]):
-            expected = np.asarray(weights.read(name, layer), np.float32)
-            found = np.asarray(written.read(name, layer), np.float32)
-            rounded = expected.astype(kind).astype(np.float32)
-            if not np.array_equal(rounded, found, equal_nan=True):
-                raise OSError(
-                    f"{name} was written, but different values were read back: the disk or "
-                    f"the memory is faulty. Nothing was kept."
-                )
-            difference = np.abs(expected - found)
-            largest = max(largest, float(np.nanmax(difference, initial=0.0)))
-            count += 1
+    for key, tensor in written.arrays.items():
+        # Scalars are the counters of a run. T5X counts differently.
+        if key not in weights.arrays or not tensor.shape:
+            continue
+        expected = np.asarray(weights.arrays[key].read(), np.float32)
+        found = np.asarray(tensor.read(), np.float32)
+        kind = dtype if key[0].startswith("params/") else np.float32
+        rounded = expected.astype(kind).astype(np.float32)
+        if not np.array_equal(rounded, found, equal_nan=True):
+            raise OSError(
+                f"{key[0]} was written, but different values were read back: the disk or "
+                f"the memory is faulty. Nothing was kept."
+            )
+        largest = max(largest, float(np.nanmax(np.abs(expected - found), initial=0.0)))
+        count += 1
     return largest, count
 
 
 def main(argv):
-    """Run the command."""
+    """Run the command. argv: the arguments of the command line."""
     args, changes = configs.parse_args(
         __doc__,
         argv,
