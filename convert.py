@@ -162,12 +162,12 @@ class Format(NamedTuple):
 
 
 # PyTorch stores the weight of a linear layer as [outputs, inputs] and the position biases
-# as [buckets, heads]. plain T5 stores [inputs, outputs] and [heads, buckets].
+# as [buckets, heads]. A run stores [inputs, outputs] and [heads, buckets].
 HF = Format(0, transposes=True)
-# T5X stores every matrix as plain T5 does.
+# T5X stores every matrix as a run does.
 T5X = Format(1, transposes=False)
-# Mesh TensorFlow, too, stores every matrix as plain T5 does. Its names are those of
-# Hugging Face in another spelling, and read_mtf changes the spelling.
+# Mesh TensorFlow stores every matrix as a run does. Its names are those of Hugging Face
+# in another spelling. The function read_mtf changes the spelling.
 MTF = Format(0, transposes=False)
 
 
@@ -196,7 +196,7 @@ class Tensor(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One external array, and the array or layer of a run that has the same values.
+    """The name of one external array, and the array or layer of a run with equal values.
 
     A run keeps the layers of a stack in one array [layers, inputs, outputs]. The other
     formats keep one array per layer. An array of a run with L layers therefore has L
@@ -219,7 +219,7 @@ class Entry(NamedTuple):
 
 
 def parameter_entries(cfg, form):
-    """List the entries of all parameters of a model.
+    """List one Entry per external array that holds parameters.
 
     cfg: the ModelConfig. form: the Format of the external names.
     """
@@ -247,18 +247,18 @@ def slot_name(parameter, slot):
 
 
 def slot_entries(parameters, factored):
-    """List the entries of Adafactor's optimizer slots.
+    """List one Entry per external array that holds a slot of the optimizer Adafactor.
 
     parameters: the entries of the parameters. factored: our names of the parameters for
     which Adafactor stores only row and column means.
 
     Adafactor (Shazeer and Stern, 2018) estimates the mean square V of each gradient. For
-    a large matrix it does not store V [rows, columns], but only the means of V over
-    either axis. The slot "row" of a run has shape [rows], and the slot "column" has shape
-    [columns]. T5X names the two slots by their lengths: v_row is the shorter of the two.
-    If a matrix has more rows than columns, "row" is therefore v_col in T5X, and "column"
-    is v_row. If both slots have equal lengths, "row" is v_row. For all other parameters
-    the slot "full" of a run is the slot v of T5X, which contains V. Source:
+    a large matrix, Adafactor does not store V [rows, columns], but only the mean of each
+    row and the mean of each column. The slot "row" of a run has shape [rows], and the
+    slot "column" has shape [columns]. T5X names the two slots by length: v_row is the
+    shorter slot. If a matrix has more rows than columns, "row" is therefore v_col in T5X,
+    and "column" is v_row. If both slots have equal lengths, "row" is v_row. For all other
+    parameters the slot "full" of a run is the slot v of T5X, which contains V. Source:
     t5x/adafactor.py.
     """
     entries = []
@@ -287,17 +287,17 @@ class Weights(NamedTuple):
     step: int
     # {(our name, layer): Tensor} of all parameters, and of the optimizer slots if known
     arrays: dict
-    vocabulary: bytes | None  # content of spiece.model in the run
-    recipe: bytes | None = None  # content of recipe.py in the run
+    vocabulary: bytes | None  # content of spiece.model
+    recipe: bytes | None = None  # content of the run's recipe.py
 
 
 def in_memory(array):
-    """Return an array that has already been read as a Tensor."""
+    """Wrap an array that is already in memory as a Tensor."""
     return Tensor(np.shape(array), lambda: np.asarray(array))
 
 
 def name_some(names):
-    """Return "NAME" or "NAME and 3 more" for a message."""
+    """Return a short text for several names, such as "NAME and 3 more"."""
     first, *others = sorted(names)
     return f"{first} and {len(others):,} more" if others else first
 
@@ -333,7 +333,7 @@ def explain_errors(path, kind="in the format that its name and folder suggest"):
 def check_shapes(source, required, found):
     """Raise a UserError if an array is missing or has a wrong shape.
 
-    required, found: {name: shape}. source: the model that the message names.
+    required, found: {name: shape}. source: the path of the model, for the message.
     """
     for name, shape in required.items():
         if found.get(name) != shape:
@@ -346,7 +346,8 @@ def check_shapes(source, required, found):
 def model_from_shapes(tensors, form, source):
     """Return the ModelConfig of a model in another format, as far as shapes determine it.
 
-    source: the model that a message names. Raises a UserError if this is not a T5 model.
+    source: the path of the model, for messages. Raises a UserError if the model is not a
+    T5 model.
     """
     gated = form.name("encoder/layers/mlp/gate", 0, True) in tensors
 
@@ -492,7 +493,7 @@ def read_vocabulary(folders, cfg, sentinels=data.SENTINELS):
 def parse_sentencepiece(vocabulary, path="spiece.model"):
     """Return the ModelProto of a serialized SentencePiece model.
 
-    path: the file that a message names.
+    path: the path of the model, for messages.
     """
     proto = sentencepiece_model_pb2.ModelProto()
     with explain_errors(path, "a SentencePiece model"):
@@ -552,16 +553,12 @@ def tokenizer_json_to_sentencepiece(path):
             f"The sentinels in {path} do not count down to <extra_id_0>, the last piece: "
             f"bring the model's spiece.model."
         )
-    proto = sentencepiece_model_pb2.ModelProto()
-    piece_type = proto.SentencePiece
-    types = {0: piece_type.CONTROL, 1: piece_type.CONTROL}
-    types[unigram["unk_id"]] = piece_type.UNKNOWN
+    special_ids = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
+    proto = sentencepiece_model_pb2.ModelProto(trainer_spec=special_ids)
+    types = {0: "CONTROL", 1: "CONTROL", unigram["unk_id"]: "UNKNOWN"}
     for number, (piece, score) in enumerate(unigram["vocab"][:normal]):
-        kind = types.get(number, piece_type.NORMAL)
-        proto.pieces.add(piece=piece, score=score, type=kind)
+        proto.pieces.add(piece=piece, score=score, type=types.get(number, "NORMAL"))
     data.add_sentinels(proto, sentinels)
-    trainer = proto.trainer_spec
-    trainer.pad_id, trainer.eos_id, trainer.unk_id, trainer.bos_id = 0, 1, 2, -1
     # SentencePiece replaces each key of norm_map by its value before it splits a text.
     norm_map = {}
     if "WhitespaceSplit" in used:
@@ -599,8 +596,7 @@ DIMENSIONS = (
     "num_decoder_layers",
 )
 INTEGER_OR_NULL, NUMBER = (int, type(None)), (int, float)
-# HF_CONFIG: the types of the fields in config.json that are read here. "?" means
-# optional.
+# HF_CONFIG: the types of the fields in config.json that are read here. All are optional.
 HF_CONFIG = {
     "model_type?": str,
     "feed_forward_proj?": str,
@@ -691,8 +687,7 @@ def restore_msgpack(file):
 
 
 def read_flax(file):
-    """Return {name: Tensor} of a flax_model.msgpack, with the names and shapes of
-    PyTorch.
+    """Return {name: Tensor} of a flax_model.msgpack, with names and shapes of PyTorch.
 
     Flax writes "lm_head/kernel" where PyTorch writes "lm_head.weight". A kernel is the
     transpose of PyTorch's matrix. Flax reads the complete file at once, which needs twice
@@ -749,7 +744,13 @@ def unify_embeddings(tensors, config, folder):
         raise UserError(
             f"{folder} has no {embed}: download the complete directory of a T5 model."
         )
-    embedding = tensors[tables[0]].read()  # transformers ignores the copies, too
+    embedding = tensors[tables[0]].read()
+    for name in tables[1:]:
+        if not np.array_equal(tensors[name].read(), embedding):
+            raise UserError(
+                f"{folder} has different embeddings {tables[0]} and {name}: plain T5 "
+                f"converts models that have one embedding."
+            )
     head_tensor = tensors.get(head, in_memory(embedding))
     shared = head not in tensors or np.array_equal(head_tensor.read(), embedding)
     tied = config.get("tie_word_embeddings", shared)
@@ -1280,12 +1281,10 @@ def write_t5x(folder, weights, dtype):
         )
     entries = parameter_entries(weights.cfg.model, T5X)
     tree = {STEP: np.array(weights.step, np.int32)}
-    slots = {name for name, _ in weights.arrays}
-    factored = {
-        entry.name
-        for entry in entries
-        if entry.name.replace("params", "slots", 1) + "/row" in slots
-    }
+    factored = set()
+    for name, _ in weights.arrays:
+        if name.endswith("/row"):
+            factored.add(name.replace("slots", "params", 1).removesuffix("/row"))
     slots = slot_entries(entries, factored)
     if all((slot.name, slot.layer) in weights.arrays for slot in slots):
         # T5X expects four slots per parameter. An unused slot is a single zero.
