@@ -1165,7 +1165,7 @@ def write_tokenizer(folder, vocabulary, cfg):
     write_json(folder / "tokenizer_config.json", config)
 
 
-# TOKEN_FLAGS: properties of all special tokens in tokenizer.json.
+# TOKEN_FLAGS: the fields of tokenizer.json that are equal for all special tokens.
 TOKEN_FLAGS = {
     "single_word": False,
     "rstrip": False,
@@ -1401,8 +1401,7 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False):
 
 
 def compare(weights, written, dtype):
-    """Compare the arrays of two Weights, and return (largest difference, number of
-    arrays).
+    """Compare two Weights, and return the largest difference and the number of arrays.
 
     weights: the source. written: what was written. A difference can only come from
     rounding to dtype. Raises an OSError if a written array is not the rounded array of
@@ -1410,7 +1409,7 @@ def compare(weights, written, dtype):
     """
     largest, count = 0.0, 0
     for key, tensor in written.arrays.items():
-        # Scalars are the counters of a run. T5X counts differently.
+        # The scalars of a run count steps and updates. T5X counts only steps.
         if key not in weights.arrays or not tensor.shape:
             continue
         expected = np.asarray(weights.arrays[key].read(), np.float32)
