@@ -1028,7 +1028,8 @@ def open_format(path, step, allow_pickle):
 def write_plain(folder, weights, dtype):
     """Write Weights as a run directory.
 
-    dtype: ignored, because a run is always float32.
+    dtype: ignored, because a run is always float32. Each layer is one shard of the
+    checkpoint, which can have at most 4 GiB.
     """
     arrays = {}
     for (name, layer), tensor in weights.arrays.items():
@@ -1076,6 +1077,7 @@ def write_hf(folder, weights, dtype):
                 "model were tied: greedy outputs are equal, but beam search and scores "
                 "differ. transformers 4.57 is exact."
             )
+    # transformers 5 does not scale the logits of MT5, so a tied model is written as T5.
     elif not cfg.tied and (
         weights.cfg.name.startswith("mt5") or cfg.vocab_size == 250112
     ):
