@@ -1,23 +1,42 @@
-"""How weights come and go: Hugging Face, T5X, Mesh TensorFlow.
+"""Convert T5 weights between Hugging Face, T5X, Mesh TensorFlow and runs of plain T5.
 
-- Every format is a table of names: ours is one array for the layers of a stack, theirs an array for
-  each layer, perhaps transposed.
-- A reader gives Weights: dimensions, and a function that reads one layer of one parameter.
-- A writer takes Weights; a model passes layer by layer, so it may be larger than memory. What was
-  written is read again and compared before it gets its name.
+SRC is a model in any of these formats. The format and all dimensions of SRC are detected.
+DST is a new folder for a run, a Hugging Face model or a T5X checkpoint. The weights are
+copied exactly, unless --dtype bfloat16 rounds them. DST appears only after everything
+that was written has been read again and compared with SRC.
 
-    python convert.py t5-v1_1-small/ runs/t5_1_1_small     any of these -> a run directory
-    python convert.py runs/tiny tiny_hf --to hf            a run, or any of these -> Hugging Face
-    python convert.py runs/tiny checkpoint_1500 --to t5x                          -> T5X
+    python convert.py t5-v1_1-small/ runs/t5_1_1_small     import any format as a run
+    python convert.py runs/tiny tiny_hf --to hf            export to Hugging Face
+    python convert.py runs/tiny checkpoint_1500 --to t5x   export to T5X
 
-What SRC is, and all dimensions, are found in SRC.
+All formats hold the same arrays. They differ in the names and in the storage of matrices:
+
+- Hugging Face (the library transformers): a directory with config.json and the weights in
+  model.safetensors, flax_model.msgpack or pytorch_model.bin. PyTorch stores a matrix as
+  [outputs, inputs], and a run stores the matrix as [inputs, outputs].
+- T5X (Google's JAX code for T5): a directory checkpoint_N. It contains a msgpack file and
+  one zarr array per parameter, or it was written by the library Orbax. The matrices are
+  stored as in a run.
+- Mesh TensorFlow (the original code for T5): a TensorFlow checkpoint model.ckpt-N. The
+  matrices are stored as in a run.
+
+Terms in this file: *our name* is the name of an array in a run, such as "params/embed".
+The *external name* is the name of the array in one of the other formats.
+
+Example:
+>>> from convert import parameter_names
+>>> hugging_face, t5x = parameter_names("encoder/layers/attention/query", 0, True)
+>>> hugging_face
+'encoder.block.0.layer.0.SelfAttention.q.weight'
+>>> t5x
+'target/encoder/layers_0/attention/query/kernel'
 """
 
 import base64
+import collections
 import contextlib
 import errno
 import functools
-import itertools
 import json
 import math
 import os
@@ -32,7 +51,6 @@ from typing import Callable, NamedTuple
 import flax
 import jax
 import jax.numpy as jnp
-import msgpack
 import numpy as np
 import safetensors
 import safetensors.numpy
@@ -46,31 +64,12 @@ import model
 import partition
 from configs import Config, DataConfig, ModelConfig, TrainConfig, UserError, note
 
+# ---- names -----------------------------------------------------------------------------
+# The three tables below contain all names of parameters. Each value is a pair: the name
+# (or a part of the name) in Hugging Face, and the same for T5X.
 
-class Tensors(NamedTuple):
-    """The arrays of another library's file: {its name: shape}, and read(its name) -> array."""
-
-    shapes: dict
-    read: Callable
-
-
-class Weights(NamedTuple):
-    """A model on disk: what every reader returns and every writer takes. shapes: {name in our
-    checkpoints: shape}, of parameters and, where there are any, slots. read(name, layer): a float
-    array, one layer of a stacked one; of the others the layer is None."""
-
-    cfg: Config
-    step: int
-    shapes: dict
-    read: Callable
-    vocabulary: bytes | None  # what a run keeps as spiece.model
-    recipe: bytes | None = None  # what it keeps as recipe.py
-
-
-# ---- names ---------------------------------------------------------------------------------------
-# The one table. Mesh TensorFlow's and flax_model.msgpack's names are Hugging Face's respelled.
-
-BLOCKS = {  # ours: (Hugging Face's, T5X's)
+# SUBLAYERS: attention and MLP of one layer. Hugging Face numbers them, T5X does not.
+SUBLAYERS = {
     "encoder/layers/attention": ("layer.0.SelfAttention", "attention"),
     "encoder/layers/mlp": ("layer.1.DenseReluDense", "mlp"),
     "decoder/layers/self_attention": ("layer.0.SelfAttention", "self_attention"),
@@ -80,6 +79,9 @@ BLOCKS = {  # ours: (Hugging Face's, T5X's)
     ),
     "decoder/layers/mlp": ("layer.2.DenseReluDense", "mlp"),
 }
+# MATRICES: the arrays of a sublayer. In a model whose MLP has no gate, Hugging Face and
+# T5X write "wi" instead of "wi_1". Only UMT5 has a relative_bias in every layer; T5X has
+# no UMT5.
 MATRICES = {
     "query": ("q", "query"),
     "key": ("k", "key"),
@@ -88,466 +90,502 @@ MATRICES = {
     "gate": ("wi_0", "wi_0"),
     "up": ("wi_1", "wi_1"),
     "down": ("wo", "wo"),
+    "relative_bias": ("relative_attention_bias", "relative_attention_bias"),
 }
-OTHERS = {
-    "embed": ("shared.weight", "token_embedder/embedding"),
-    "unembed": ("lm_head.weight", "decoder/logits_dense/kernel"),
-    **{
-        f"{stack}/norm": (
-            f"{stack}.final_layer_norm.weight",
-            f"{stack}/{stack}_norm/scale",
-        )
-        for stack in ("encoder", "decoder")
-    },
-    **{
-        f"{stack}/relative_bias": (
-            f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
-            f"{stack}/relpos_bias/rel_embedding",
-        )
-        for stack in ("encoder", "decoder")
-    },
+# UNSTACKED: the parameters that a model or a stack has once. Hugging Face stores the
+# relative position biases of a stack in the first layer of the stack.
+UNSTACKED = {
+    "embed": ("shared.weight", "target/token_embedder/embedding"),
+    "unembed": ("lm_head.weight", "target/decoder/logits_dense/kernel"),
+    "encoder/norm": (
+        "encoder.final_layer_norm.weight",
+        "target/encoder/encoder_norm/scale",
+    ),
+    "decoder/norm": (
+        "decoder.final_layer_norm.weight",
+        "target/decoder/decoder_norm/scale",
+    ),
+    "encoder/relative_bias": (
+        "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+        "target/encoder/relpos_bias/rel_embedding",
+    ),
+    "decoder/relative_bias": (
+        "decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+        "target/decoder/relpos_bias/rel_embedding",
+    ),
 }
 
 
 def parameter_names(path, layer, gated):
-    """Our path of a parameter -> (Hugging Face's name, T5X's name)."""
-    if path in OTHERS:
-        return OTHERS[path]
-    block, name = path.rsplit("/", 1)
-    stack, ours = block.split("/layers/")
-    hf, t5x = BLOCKS[block]
+    """Return the names of a parameter in Hugging Face (PyTorch) and in T5X.
+
+    path: the name of the parameter in model.param_table. layer: the layer number, which
+    does not matter for a parameter that is not stacked. gated: whether the MLP has
+    a gate.
+    """
+    if path in UNSTACKED:
+        return UNSTACKED[path]
+    sublayer, name = path.rsplit("/", 1)
+    stack, kind = sublayer.split("/layers/")
+    hf_sublayer, t5x_sublayer = SUBLAYERS[sublayer]
+    hf_layer = f"{stack}.block.{layer}"
+    t5x_layer = f"target/{stack}/layers_{layer}"
     if name == "norm":
+        hf_number = hf_sublayer.rsplit(".", 1)[0]  # for instance "layer.0"
         return (
-            f"{stack}.block.{layer}.{hf.rsplit('.', 1)[0]}.layer_norm.weight",
-            f"{stack}/layers_{layer}/pre_{ours}_layer_norm/scale",
+            f"{hf_layer}.{hf_number}.layer_norm.weight",
+            f"{t5x_layer}/pre_{kind}_layer_norm/scale",
         )
-    if name == "relative_bias":  # UMT5, which T5X's network is not
-        return (
-            f"{stack}.block.{layer}.{hf}.relative_attention_bias.weight",
-            f"{stack}/layers_{layer}/relpos_bias/rel_embedding",
-        )
-    hf_matrix, t5x_matrix = ("wi", "wi") if name == "up" and not gated else MATRICES[name]
+    hf_matrix, t5x_matrix = MATRICES[name]
+    if name == "up" and not gated:
+        hf_matrix = t5x_matrix = "wi"
     return (
-        f"{stack}.block.{layer}.{hf}.{hf_matrix}.weight",
-        f"{stack}/layers_{layer}/{t5x}/{t5x_matrix}/kernel",
+        f"{hf_layer}.{hf_sublayer}.{hf_matrix}.weight",
+        f"{t5x_layer}/{t5x_sublayer}/{t5x_matrix}/kernel",
     )
-
-
-def flax_name(path, layer, gated):
-    """encoder/block/0/layer/0/SelfAttention/q/kernel"""
-    table = path == "embed" or path.endswith("relative_bias")
-    last = "embedding" if table else "weight" if path.endswith("norm") else "kernel"
-    return (
-        parameter_names(path, layer, gated)[0].removesuffix("weight").replace(".", "/")
-        + last
-    )
-
-
-def mtf_name(path, layer, gated):
-    """encoder/block_000/layer_000/SelfAttention/q"""
-    name = (
-        parameter_names(path, layer, gated)[0].removesuffix(".weight").replace(".", "/")
-    )
-    name = re.sub(r"(block|layer)/(\d+)", lambda m: f"{m[1]}_{int(m[2]):03}", name)
-    name = {"shared": "shared/embedding", "lm_head": "decoder/logits/kernel"}.get(
-        name, name
-    )
-    return name + ("/scale" if "norm" in name else "/kernel" if "Dense" in name else "")
-
-
-MTF_SLOTS = {"v": "_slot_v", "v_row": "_slot_vr", "v_col": "_slot_vc", "m": "_slot_m"}
 
 
 class Format(NamedTuple):
-    """A library's names of parameters, of an optimizer's slots, of the step; what it transposes."""
+    """How one format names its arrays and stores its matrices.
 
-    name: Callable
-    turned: Callable = lambda path: False  # whether its matrix is ours transposed
-    slot: Callable | None = None
-    step: str | None = None
+    number: 0 if the names are those of Hugging Face, 1 if they are those of T5X.
+    transposes: whether the format stores the transposes of all matrices except the
+    embedding.
+    """
+
+    number: int
+    transposes: bool
+
+    def name(self, path, layer, gated):
+        """Return the external name of a parameter (arguments as in parameter_names)."""
+        return parameter_names(path, layer, gated)[self.number]
 
 
-HF = Format(lambda *path: parameter_names(*path)[0], lambda path: path != "embed")
-FLAX = Format(flax_name, lambda path: path.endswith("relative_bias"))
-T5X = Format(
-    lambda *path: f"target/{parameter_names(*path)[1]}",
-    step="state/step",
-    slot=lambda name, slot: f"{name.replace('target', 'state/param_states', 1)}/{slot}",
-)
-MTF = Format(mtf_name, step="global_step", slot=lambda name, slot: name + MTF_SLOTS[slot])
+# PyTorch stores the weight of a linear layer as [outputs, inputs] and the position biases
+# as [buckets, heads]. A run stores [inputs, outputs] and [heads, buckets].
+HF = Format(0, transposes=True)
+# T5X stores every matrix as a run does.
+T5X = Format(1, transposes=False)
+# Mesh TensorFlow stores every matrix as a run does. Its names are those of Hugging Face
+# in another spelling. The function read_mtf changes the spelling.
+MTF = Format(0, transposes=False)
+
+
+# ---- arrays ----------------------------------------------------------------------------
 
 
 def layers_of(name, shape):
-    """The layers of an array of ours; [None] if it is not stacked."""
+    """Return the layer numbers of our array `name`, or [None] if it is not stacked."""
     return range(shape[0]) if "layers" in name.split("/") else [None]
 
 
 def layer_shape(name, shape):
-    """The shape of one layer."""
+    """Return the shape of one layer of our array `name`, which has shape `shape`."""
     return shape[1:] if "layers" in name.split("/") else shape
 
 
-def parameter_places(cfg, form):
-    """ModelConfig, Format -> {our name: (shape, [its name of each layer], whether turned)}."""
+class Tensor(NamedTuple):
+    """An array that is still on the disk. read() returns its values.
+
+    A model in another format is a dict {external name: Tensor}. Arguments with such a
+    dict are called `tensors`.
+    """
+
+    shape: tuple
+    read: Callable
+
+
+class Entry(NamedTuple):
+    """The name of one external array, and the array or layer of a run with equal values.
+
+    A run keeps the layers of a stack in one array [layers, inputs, outputs]. The other
+    formats keep one array per layer. An array of a run with L layers therefore has L
+    entries.
+    """
+
+    external_name: str
+    name: str  # our name
+    layer: int | None  # None if our array is not stacked
+    shape: tuple  # shape of one layer in a run
+    transposed: bool  # whether the external array is the transpose of our array
+
+    def transpose(self, array):
+        """Convert an array from the shape in a run to the external shape, or back."""
+        return array.T if self.transposed else array
+
+    def read(self, tensors):
+        """Read the external array, and return it in the shape that it has in a run."""
+        return self.transpose(tensors[self.external_name].read())
+
+
+def parameter_entries(cfg, form):
+    """List one Entry per external array that holds parameters.
+
+    cfg: the ModelConfig. form: the Format of the external names.
+    """
     gated = cfg.activation.startswith("gated_")
-    return {
-        f"params/{path}": (
-            p.shape,
-            [form.name(path, layer, gated) for layer in layers_of(path, p.shape)],
-            len(layer_shape(path, p.shape)) == 2 and form.turned(path),
-        )
-        for path, p in partition.flatten(model.param_table(cfg)).items()
-    }
+    entries = []
+    for path, param in partition.flatten(model.param_table(cfg)).items():
+        shape = layer_shape(path, param.shape)
+        transposed = form.transposes and len(shape) == 2 and path != "embed"
+        for layer in layers_of(path, param.shape):
+            external_name = form.name(path, layer, gated)
+            entry = Entry(external_name, f"params/{path}", layer, shape, transposed)
+            entries.append(entry)
+    return entries
 
 
-def slot_places(params, form, factored):
-    """The same for the slots of the parameters; factored(our path, its first name) -> bool.
-    T5X's v_row is the mean over a matrix's longer axis, and over the second if both are equal; our
-    row is the mean over the second always."""
-    slots = {}
-    for ours, (shape, theirs, _) in params.items():
-        path, one = ours.removeprefix("params/"), layer_shape(ours, shape)
-        names = {"full": ("v", one)}
-        if len(one) == 2 and factored(path, theirs[0]):
-            row, column = ("v_row", "v_col") if one[1] >= one[0] else ("v_col", "v_row")
-            names = {"row": (row, one[:1]), "column": (column, one[1:])}
-        for slot, (name, size) in names.items():
-            slots[f"slots/{path}/{slot}"] = (
-                shape[: len(shape) - len(one)] + size,
-                [form.slot(n, name) for n in theirs],
-                False,
-            )
-    return slots
+STEP = "state/step"  # T5X's name of the step
+
+
+def slot_name(parameter, slot):
+    """Return T5X's name of an optimizer slot, for instance of v_row.
+
+    parameter: the external name of the parameter. slot: m, v, v_row or v_col.
+    """
+    return f"state/param_states/{parameter.removeprefix('target/')}/{slot}"
+
+
+def slot_entries(parameters, factored):
+    """List one Entry per external array that holds a slot of the optimizer Adafactor.
+
+    parameters: the entries of the parameters. factored: our names of the parameters for
+    which Adafactor stores only row and column means.
+
+    Adafactor (Shazeer and Stern, 2018) estimates the mean square V of each gradient. For
+    a large matrix, Adafactor does not store V [rows, columns], but only the mean of each
+    row and the mean of each column. The slot "row" of a run has shape [rows], and the
+    slot "column" has shape [columns]. T5X names the two slots by length: v_row is the
+    shorter slot. If a matrix has more rows than columns, "row" is therefore v_col in T5X,
+    and "column" is v_row. If both slots have equal lengths, "row" is v_row. For all other
+    parameters the slot "full" of a run is the slot v of T5X, which contains V. Source:
+    t5x/adafactor.py.
+    """
+    entries = []
+    for parameter in parameters:
+        slots = {"full": ("v", parameter.shape)}
+        if parameter.name in factored:
+            rows, columns = parameter.shape
+            slots = {"row": ("v_row", (rows,)), "column": ("v_col", (columns,))}
+            if rows > columns:
+                slots = {"row": ("v_col", (rows,)), "column": ("v_row", (columns,))}
+        for slot, (t5x_slot, shape) in slots.items():
+            external_name = slot_name(parameter.external_name, t5x_slot)
+            name = parameter.name.replace("params/", "slots/", 1) + "/" + slot
+            entries.append(Entry(external_name, name, parameter.layer, shape, False))
+    return entries
+
+
+class Weights(NamedTuple):
+    """A model on disk. Every reader returns Weights, and every writer takes Weights.
+
+    Each layer is a Tensor of its own, which is read at the moment when it is written. The
+    model may therefore be larger than the memory.
+    """
+
+    cfg: Config
+    step: int
+    # {(our name, layer): Tensor} of all parameters, and of the optimizer slots if known
+    arrays: dict
+    vocabulary: bytes | None  # content of spiece.model
+    recipe: bytes | None = None  # content of the run's recipe.py
+
+
+def in_memory(array):
+    """Wrap an array that is already in memory as a Tensor."""
+    return Tensor(np.shape(array), lambda: np.asarray(array))
 
 
 def name_some(names):
-    """Names -> "NAME" or "NAME and 3 more"."""
+    """Return a short text for several names, such as "NAME and 3 more"."""
     first, *others = sorted(names)
-    return first + (f" and {len(others):,} more" if others else "")
+    return f"{first} and {len(others):,} more" if others else first
 
 
-# ====== below: readers, writers, the command ======================================================
+# ====== below: readers, writers, the command ============================================
 
 
 @contextlib.contextmanager
-def explain_errors(path, kind="what its name says, or damaged"):
-    """What a library stumbles over in somebody's file becomes a sentence that names the file."""
+def explain_errors(path, kind="in the format that its name and folder suggest"):
+    """Replace an exception of a library by a UserError that names the file `path`.
+
+    kind: what the file should be. The function is used as a context manager or decorator.
+    """
     try:
         yield
     except ImportError as error:
         raise UserError(
-            f"Reading {path} needs a package ({error}): pip install it."
+            f"Reading {path} needs a missing package ({error}): install it with pip."
         ) from error
     except partition.CheckpointError as error:
-        raise UserError(f"{error}: name another --step.") from error
-    except Exception as error:  # there are as many kinds as libraries
-        # which name it
-        if isinstance(error, UserError) or getattr(error, "filename", None):
+        raise UserError(f"{error}: choose another checkpoint with --step.") from error
+    except UserError:
+        raise
+    except Exception as error:  # each library has its own exceptions
+        if getattr(error, "filename", None):  # an OSError that already names the file
             raise
-        said = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
-        raise UserError(f"{path} is not {kind} ({said}): fetch it again.") from error
+        reason = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
+        raise UserError(
+            f"{path} is missing, damaged or not {kind} ({reason}): download it again."
+        ) from error
+
+
+def check_shapes(source, required, found):
+    """Raise a UserError if an array is missing or has a wrong shape.
+
+    required, found: {name: shape}. source: the path of the model, for the message.
+    """
+    for name, shape in required.items():
+        if found.get(name) != shape:
+            raise UserError(
+                f"{source} is damaged: {name} must have shape {shape}, but it has "
+                f"{found.get(name, 'none')}. Use another copy of the model."
+            )
 
 
 def model_from_shapes(tensors, form, source):
-    """Tensors -> ModelConfig, as far as shapes tell; raises a UserError where they are not T5's."""
+    """Return the ModelConfig of a model in another format, as far as shapes determine it.
+
+    source: the path of the model, for messages. Raises a UserError if the model is not a
+    T5 model.
+    """
+    gated = form.name("encoder/layers/mlp/gate", 0, True) in tensors
 
     def shape(path):
-        name = form.name(path, 0, gated)
-        if len(tensors.shapes.get(name, ())) != 2:
-            raise UserError(
-                f"{source} has no matrix {name}: it is incomplete, or not a T5 model."
-            )
-        return tensors.shapes[name][:: -1 if form.turned(path) else 1]
+        rows, columns = tensors[form.name(path, 0, gated)].shape
+        if form.transposes and path != "embed":
+            return columns, rows
+        return rows, columns
 
-    def depth(stack):
-        paths = [
-            f"{block}/{name}"
-            for block in BLOCKS
-            if block.startswith(stack)
-            for name in ("norm", *MATRICES)
-        ]
-        return next(
-            i
-            for i in itertools.count()
-            if not any(form.name(path, i, True) in tensors.shapes for path in paths)
-        )
+    def count_layers(stack):
+        pattern = rf"{stack}[./](?:block\.|layers_)(\d{{1,3}})\D"
+        numbers = re.findall(pattern, " ".join(tensors))
+        return max(map(int, numbers), default=-1) + 1
 
-    depths = {stack: depth(stack) for stack in ("encoder", "decoder")}
-    if not depths["encoder"]:
+    num_layers, num_decoder_layers = count_layers("encoder"), count_layers("decoder")
+    tied = form.name("unembed", 0, gated) not in tensors
+    if not num_layers or not num_decoder_layers and not tied:
         raise UserError(
-            f"{source} has no encoder layers: it is not a T5 model"
-            + (", but a decoder alone." if depths["decoder"] else ".")
+            f"{source} has {num_layers} encoder layers, {num_decoder_layers} decoder "
+            f"layers and {'no' if tied else 'an'} output layer: plain T5 converts "
+            f"complete encoder-decoders, and encoders without an output layer."
         )
-    if not depths["decoder"] and form.name("unembed", 0, True) in tensors.shapes:
-        raise UserError(
-            f"{source} has an output layer and no decoder layers: fetch it again."
-        )
-    gated = form.name("encoder/layers/mlp/gate", 0, True) in tensors.shapes
-    heads, buckets = shape("encoder/relative_bias")
+    num_heads, relative_buckets = shape("encoder/relative_bias")
     vocab_size, d_model = shape("embed")
     width = shape("encoder/layers/attention/query")[1]
-    if width % heads:
+    if width % num_heads:
         raise UserError(
-            f"{source}: {heads} heads cannot share width {width}: it is no T5."
+            f"{source} is not a T5 checkpoint: its attention width {width} is not "
+            f"divisible by its {num_heads} heads."
         )
+    bias_of_layer_1 = form.name("encoder/layers/attention/relative_bias", 1, gated)
     return ModelConfig(
         vocab_size=vocab_size,
         d_model=d_model,
         d_ff=shape("encoder/layers/mlp/up")[1],
-        d_kv=width // heads,
-        num_heads=heads,
-        num_layers=depths["encoder"],
-        num_decoder_layers=depths["decoder"],
-        relative_buckets=buckets,
-        layer_biases=form.name("encoder/layers/attention/relative_bias", 1, True)
-        in tensors.shapes,
+        d_kv=width // num_heads,
+        num_heads=num_heads,
+        num_layers=num_layers,
+        num_decoder_layers=num_decoder_layers,
+        relative_buckets=relative_buckets,
+        layer_biases=bias_of_layer_1 in tensors,
         activation="gated_gelu" if gated else "relu",
-        tied=form.name("unembed", 0, gated) not in tensors.shapes,
+        tied=tied,
     )
 
 
-def each_tensor(places):
-    """What parameters() returns -> (their name, our name, layer, their shape, turned) of each."""
-    for ours, (shape, theirs, turned) in places.items():
-        for layer, name in zip(layers_of(ours, shape), theirs):
-            yield (
-                name,
-                ours,
-                layer,
-                layer_shape(ours, shape)[:: -1 if turned else 1],
-                turned,
-            )
+def adafactor_entries(tensors, parameters):
+    """List the entries of Adafactor's slots, or return [] for another optimizer.
+
+    parameters: the entries of the parameters. The optimizer is Adafactor without momentum
+    if the optimizer arrays are exactly the slots of Adafactor.
+    """
+    used = {}  # {external name: shape} of the optimizer arrays
+    for name, tensor in tensors.items():
+        # T5X stores a single zero for a slot that a parameter does not use.
+        if name.startswith("state/") and math.prod(tensor.shape) > 1:
+            used[name] = tensor.shape
+    factored = set()
+    for entry in parameters:
+        if slot_name(entry.external_name, "v_row") in used:
+            factored.add(entry.name)
+    slots = slot_entries(parameters, factored)
+    return slots if used == {slot.external_name: slot.shape for slot in slots} else []
 
 
-def to_weights(tensors, form, source, cfg, vocabulary, name="t5", ignored=()):
-    """Tensors and the ModelConfig they should have -> Weights; refuses what does not fit."""
-    found = parameter_places(cfg, form)
-    wanted = {name: shape for name, _, _, shape, _ in each_tensor(found)}
-    if missing := wanted.keys() - tensors.shapes.keys():
-        raise UserError(
-            f"{source} has no {name_some(missing)}: it is incomplete; fetch it again."
-        )
-    if wrong := [name for name in wanted if tensors.shapes[name] != wanted[name]]:
-        raise UserError(
-            f"{source}: {wrong[0]} has shape {list(tensors.shapes[wrong[0]])}, and the "
-            f"others ask for {list(wanted[wrong[0]])}: fetch it again."
-        )
-    rest = set(tensors.shapes) - set(wanted) - {form.step, *ignored}
-    of_optimizer = {
-        name for name in rest if name.startswith("state/") or "_slot_" in name
-    }
-    if unknown := rest - of_optimizer:
+def to_weights(tensors, form, source, cfg, vocabulary, name="t5"):
+    """Return the Weights of a model in another format.
+
+    cfg: the ModelConfig, which determines the arrays that `tensors` must have. name: the
+    name of the model. Raises a UserError if an array is missing, unknown or has a wrong
+    shape.
+    """
+    entries = parameter_entries(cfg, form)
+    required = {}
+    for entry in entries:
+        shape = entry.shape[::-1] if entry.transposed else entry.shape
+        required[entry.external_name] = shape
+    check_shapes(source, required, {name: tensors[name].shape for name in tensors})
+    optimizer = {name for name in tensors if name.startswith("state/")}
+    if unknown := tensors.keys() - required.keys() - optimizer:
         raise UserError(
             f"{source} has {name_some(unknown)}, which no T5 model has: plain T5 "
-            f"converts T5 1.0, T5 1.1, mT5, UMT5, ByT5 and what descends from them."
+            f"converts T5 1.0, T5 1.1, mT5, UMT5, ByT5 and models derived from them."
         )
-    if of_optimizer:
-
-        def size(name, slot):
-            return math.prod(tensors.shapes.get(form.slot(name, slot), (1,)))
-
-        slots = slot_places(found, form, lambda path, name: size(name, "v_row") > 1)
-        if all(
-            tensors.shapes.get(name) == shape
-            for name, _, _, shape, _ in each_tensor(slots)
-        ) and all(size(name, "m") == 1 for name in wanted):
-            found |= slots
-        else:
-            note(
-                f"{source}: its optimizer is not Adafactor without momentum; the parameters alone "
-                f"are converted."
-            )
-    step = int(tensors.read(form.step)) if form.step in tensors.shapes else 0
-
-    def read(name, layer):
-        _, theirs, turned = found[name]
-        array = tensors.read(theirs[layer or 0])
-        return array.T if turned else array
-
-    bytes_of = vocabulary is not None and vocabulary.startswith(b"bytes")
-    texts = DataConfig(source="python:", vocab="bytes" if bytes_of else "spiece.model")
-    run = Config(name, cfg, texts, TrainConfig(steps=max(step, 1)))
+    arrays = {}
+    step = int(tensors[STEP].read()) if STEP in tensors else 0
+    slots = adafactor_entries(tensors, entries)
+    entries += slots
+    if slots:
+        # T5X counts only steps. A run also counts updates and skipped updates.
+        for counter, value in {"step": step, "count": step, "skipped": 0}.items():
+            arrays[counter, None] = in_memory(value)
+    elif optimizer - {STEP}:
+        note(
+            f"Only the parameters of {source} are converted, because its optimizer is "
+            f"not Adafactor without momentum."
+        )
+    for entry in entries:
+        read = explain_errors(source)(functools.partial(entry.read, tensors))
+        arrays[entry.name, entry.layer] = Tensor(entry.shape, read)
+    is_bytes = vocabulary is not None and vocabulary.startswith(b"bytes")
+    data_config = DataConfig("python:", vocab="bytes" if is_bytes else "spiece.model")
+    run = Config(name, cfg, data_config, TrainConfig(steps=max(step, 1)))
     try:
         configs.check(run)
     except UserError as error:
-        raise UserError(f"{source}: {error}") from error
-    shapes = {name: shape for name, (shape, _, _) in found.items()}
-    return Weights(run, step, shapes, read, vocabulary)
+        raise UserError(f"{source} cannot be converted: {error}") from error
+    return Weights(run, step, arrays, vocabulary)
+
+
+# ---- vocabularies ----------------------------------------------------------------------
 
 
 def read_vocabulary(folders, cfg, sentinels=data.SENTINELS):
-    """spiece.model or tokenizer.json in one of the folders -> the bytes of a SentencePiece model;
-    what stands for ByT5's; or None. sentinels: how many there are where the file has none."""
-    path = next(
-        (
-            folder / name
-            for name in ("spiece.model", "tokenizer.json")
-            for folder in folders
-            if (folder / name).is_file()
-        ),
-        None,
-    )
-    if not path:
+    """Return the vocabulary from the first of `folders` that has one, or None.
+
+    The result is a serialized SentencePiece model. For ByT5, which has no vocabulary
+    file, the result is "bytes:0". spiece.model takes precedence over tokenizer.json. cfg:
+    ModelConfig. sentinels: how many sentinels to add if the file has none.
+    """
+    names = ("spiece.model", "tokenizer.json")
+    paths = [folder / name for name in names for folder in folders]
+    path = next(filter(Path.is_file, paths), None)
+    if path is None:
         return b"bytes:0\n" if cfg.vocab_size == 384 else None
+    vocabulary = path.read_bytes()
+    if vocabulary.startswith((b"bytes", b"ids:")):  # the vocabulary of a run
+        return vocabulary
     if path.suffix == ".json":
-        vocabulary = pieces_from_json(path).SerializeToString()
-    else:
-        vocabulary = path.read_bytes()
-        if vocabulary[:4] in (b"byte", b"ids:"):  # a run's, without pieces
-            return vocabulary
+        vocabulary = tokenizer_json_to_sentencepiece(path).SerializeToString()
     proto = parse_sentencepiece(vocabulary, path)
     if sentinels != data.SENTINELS and "<extra_id_" not in proto.pieces[-1].piece:
         data.add_sentinels(proto, sentinels)
         vocabulary = proto.SerializeToString()
     if len(proto.pieces) > cfg.vocab_size:
         raise UserError(
-            f"{path} has {len(proto.pieces):,} pieces and the model "
-            f"{cfg.vocab_size:,} embeddings: it is of another model."
+            f"{path} has {len(proto.pieces):,} pieces, but the model has only "
+            f"{cfg.vocab_size:,} embeddings: bring the vocabulary of this model."
         )
     return vocabulary
 
 
-def pieces_from_json(path):
-    """The tokenizer.json of a Unigram model -> the ModelProto that gives the same ids, but where
-    </s>, <pad> or <unk> are spelled in the text, or it ends with white space other than a space.
-    Whatever a ModelProto cannot say is refused by name."""
-    about = configs.read_json(path, {"model": {"vocab": list, "type?": str}})
-
-    def parts(key, inside):
-        part = about.get(key) or {"type": "Sequence", inside: []}
-        return part[inside] if part["type"] == "Sequence" else [part]
-
-    vocab = about["model"]
-    normalizers = parts("normalizer", "normalizers")
-    splits = [part["type"] for part in parts("pre_tokenizer", "pretokenizers")]
-    spaces = [{"Regex": pattern} for pattern in (" {2,}", "[ \u2581]{2,}", "[ \u2581]+$")]
-    strange = {
-        vocab.get("type", "Unigram"),
-        *splits,
-        *(part["type"] for part in normalizers if part.get("pattern") not in spaces),
-    }
-    strange -= {"Unigram", "Precompiled", "Strip", "Metaspace", "WhitespaceSplit"}
-    strange |= {"byte_fallback"} if vocab.get("byte_fallback") else set()
-    strange |= {"no Metaspace"} - {f"no {split}" for split in splits}
-    if strange:
-        raise UserError(
-            f"{path} has {name_some(strange)}, which a SentencePiece unigram model "
-            f"cannot say: bring the model's spiece.model."
-        )
-    pieces = [piece.removeprefix("\u2581") for piece, _ in vocab["vocab"]]
-    sentinels = sum("<extra_id_" in piece for piece in pieces)
-    if pieces[len(pieces) - sentinels :] != [
-        f"<extra_id_{k}>" for k in reversed(range(sentinels))
-    ]:
-        raise UserError(
-            f"{path}: its sentinels do not count down to <extra_id_0>, the last piece."
-        )
-    proto = sentencepiece_model_pb2.ModelProto()
-    # CONTROL, UNKNOWN; NORMAL is 1
-    kinds = {**dict.fromkeys(range(2), 3), vocab["unk_id"]: 2}
-    for number, (piece, score) in enumerate(vocab["vocab"][: len(pieces) - sentinels]):
-        proto.pieces.add(piece=piece, score=score, type=kinds.get(number, 1))
-    data.add_sentinels(proto, sentinels)
-    trainer = proto.trainer_spec
-    trainer.pad_id, trainer.eos_id, trainer.unk_id, trainer.bos_id = 0, 1, 2, -1
-    rules = {}  # {text: what SentencePiece's normalization makes of it}
-    if "WhitespaceSplit" in splits:
-        rules |= dict.fromkeys(
-            "\t\n\v\f\r\x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000", " "
-        )
-        rules |= {chr(i): " " for i in range(0x2000, 0x200B)}
-    for part in normalizers:
-        if part["type"] == "Precompiled":
-            spec = sentencepiece_model_pb2.NormalizerSpec(
-                precompiled_charsmap=base64.b64decode(part["precompiled_charsmap"])
-            )
-            rules |= sentencepiece.SentencePieceNormalizer(
-                normalizer_spec=spec
-            ).decompile()
-    # what follows begins a word
-    behind = " " * ("first" not in str(about["pre_tokenizer"]))
-    rules |= {f"<extra_id_{k}>": f" <extra_id_{k}>{behind}" for k in range(sentinels)}
-    if rules:
-        compiled = sentencepiece.SentencePieceNormalizer(norm_map=list(rules.items()))
-        proto.normalizer_spec.MergeFromString(compiled.serialized_normalizer_spec())
-    return proto
-
-
 def parse_sentencepiece(vocabulary, path="spiece.model"):
-    """Bytes of a SentencePiece model -> its ModelProto."""
+    """Return the ModelProto of a serialized SentencePiece model.
+
+    path: the path of the model, for messages.
+    """
     proto = sentencepiece_model_pb2.ModelProto()
     with explain_errors(path, "a SentencePiece model"):
         proto.ParseFromString(vocabulary)
-        proto.pieces[0]
+        proto.pieces[0]  # raises an IndexError if the model is empty
     return proto
 
 
-# ---- Hugging Face, read --------------------------------------------------------------------------
+# WHITE_SPACE: the characters that the pre-tokenizer WhitespaceSplit replaces by a space.
+WHITE_SPACE = (
+    "\t\n\v\f\r\x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009"
+    "\u200a\u2028\u2029\u202f\u205f\u3000"
+)
+# SPACE_PATTERNS: the regular expressions with which tokenizer.json files merge or strip
+# spaces. SentencePiece merges and strips spaces without being told.
+SPACE_PATTERNS = (" {2,}", "[ \u2581]{2,}", "[ \u2581]+$")
+# SUPPORTED_PARTS: the parts of tokenizer.json that SentencePiece can express.
+SUPPORTED_PARTS = {"Unigram", "Precompiled", "Strip", "Metaspace", "WhitespaceSplit"}
+
+
+def tokenizer_json_to_sentencepiece(path):
+    """Return a SentencePiece ModelProto that tokenizes like a tokenizer.json.
+
+    The ids differ only in two cases: a text contains "</s>", "<pad>" or "<unk>", or a
+    text ends with white space other than a space. Raises a UserError if tokenizer.json
+    does anything that a SentencePiece unigram model cannot do.
+    """
+    tokenizer = configs.read_json(path, {"model": {"vocab": list, "type?": str}})
+
+    def parts(key, inside):
+        """List the steps of a normalizer or pre-tokenizer."""
+        part = tokenizer.get(key) or {"type": "Sequence", inside: []}
+        return part[inside] if part["type"] == "Sequence" else [part]
+
+    unigram = tokenizer["model"]
+    steps = parts("normalizer", "normalizers") + parts("pre_tokenizer", "pretokenizers")
+    used = {unigram.get("type", "Unigram")}
+    if unigram.get("byte_fallback"):
+        used.add("byte_fallback")
+    for step in steps:
+        pattern = step["pattern"].get("Regex") if step["type"] == "Replace" else None
+        if pattern not in SPACE_PATTERNS:
+            used.add(step["type"])
+    if "Metaspace" not in used:
+        used.add("no Metaspace")
+    if unsupported := used - SUPPORTED_PARTS:
+        raise UserError(
+            f"{path} has {name_some(unsupported)}, which a SentencePiece unigram model "
+            f"does not support: bring the model's spiece.model."
+        )
+    pieces = [piece.removeprefix("\u2581") for piece, _ in unigram["vocab"]]
+    sentinels = sum("<extra_id_" in piece for piece in pieces)
+    normal = len(pieces) - sentinels
+    expected = [f"<extra_id_{k}>" for k in reversed(range(sentinels))]
+    if pieces[normal:] != expected:
+        raise UserError(
+            f"The sentinels in {path} do not count down to <extra_id_0>, the last piece: "
+            f"bring the model's spiece.model."
+        )
+    special_ids = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
+    proto = sentencepiece_model_pb2.ModelProto(trainer_spec=special_ids)
+    types = {0: "CONTROL", 1: "CONTROL", unigram["unk_id"]: "UNKNOWN"}
+    for number, (piece, score) in enumerate(unigram["vocab"][:normal]):
+        proto.pieces.add(piece=piece, score=score, type=types.get(number, "NORMAL"))
+    data.add_sentinels(proto, sentinels)
+    # SentencePiece replaces each key of norm_map by its value before it splits a text.
+    norm_map = {}
+    if "WhitespaceSplit" in used:
+        norm_map |= dict.fromkeys(WHITE_SPACE, " ")
+    for step in steps:
+        if step["type"] == "Precompiled":
+            charsmap = base64.b64decode(step["precompiled_charsmap"])
+            spec = sentencepiece_model_pb2.NormalizerSpec(precompiled_charsmap=charsmap)
+            normalizer = sentencepiece.SentencePieceNormalizer(normalizer_spec=spec)
+            norm_map |= normalizer.decompile()
+    # Metaspace puts a space before the text that follows a sentinel, except if its
+    # prepend_scheme is "first".
+    space = "" if "first" in str(tokenizer["pre_tokenizer"]) else " "
+    for k in range(sentinels):
+        norm_map[f"<extra_id_{k}>"] = f" <extra_id_{k}>{space}"
+    if norm_map:
+        rules = sentencepiece.SentencePieceNormalizer(norm_map=list(norm_map.items()))
+        proto.normalizer_spec.MergeFromString(rules.serialized_normalizer_spec())
+    return proto
+
+
+# ---- reading Hugging Face --------------------------------------------------------------
 
 WEIGHT_FILES = ("model.safetensors", "flax_model.msgpack", "pytorch_model.bin")
-PORTABLE_ACTIVATIONS = (
-    "gated_gelu",
-    "gated_silu",
-    "relu",
-)  # activations that mean the same elsewhere
-
-
-def hf_file(folder):
-    """Which of these lies there, whole or in shards; or None."""
-    return next(
-        (
-            name
-            for name in WEIGHT_FILES
-            for end in ("", ".index.json")
-            if (folder / f"{name}{end}").exists()
-        ),
-        None,
-    )
-
-
-def shards(folder, name):
-    """[the file], or the files that NAME.index.json lists; and the tensors that it promises."""
-    if (folder / name).exists():
-        return [folder / name], set()
-    index = configs.read_json(folder / f"{name}.index.json", {"weight_map": {str: str}})
-    promised = index["weight_map"]
-    files = sorted({folder / Path(file).name for file in promised.values()})
-    if missing := {file.name for file in files if not file.exists()}:
-        raise UserError(
-            f"{folder} has no {name_some(missing)}, which its index lists: fetch it."
-        )
-    return files, set(promised)
-
-
-def read_safetensors(file):
-    """-> Tensors. The library validates what the header says of the bytes."""
-    with explain_errors(file, "a whole safetensors file"):
-        opened, shapes = safetensors.safe_open(file, "numpy"), {}
-        for name in opened.keys():
-            part = opened.get_slice(name)
-            if part.get_dtype() not in ("F64", "F32", "F16", "BF16"):
-                raise UserError(
-                    f"{file}: {name} holds {part.get_dtype()}, not floating point: "
-                    f"convert the model that was not quantized."
-                )
-            shapes[name] = tuple(part.get_shape())
-    return Tensors(shapes, opened.get_tensor)
-
-
-def read_pickle(file):
-    """pytorch_model.bin, of any version of torch -> Tensors."""
-    with explain_errors(file):
-        import torch
-
-        tensors = torch.load(
-            file, "cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
-        )
-    return Tensors(
-        {name: tuple(tensor.shape) for name, tensor in tensors.items()},
-        lambda name: tensors[name].float().numpy(),
-    )
-
-
+# ACTIVATIONS: the activations that mean the same in all formats.
+ACTIVATIONS = ("gated_gelu", "gated_silu", "relu")
+# DIMENSIONS: the fields that have the same name in ModelConfig and in config.json.
 DIMENSIONS = (
     "vocab_size",
     "d_model",
@@ -557,729 +595,758 @@ DIMENSIONS = (
     "num_layers",
     "num_decoder_layers",
 )
-WHOLE, NUMBER = (int, type(None)), (int, float)
-HF_CONFIG = {  # what config.json may say of what is asked here
+INTEGER_OR_NULL, NUMBER = (int, type(None)), (int, float)
+# HF_CONFIG: the types of the fields in config.json that are read here. All are optional.
+HF_CONFIG = {
     "model_type?": str,
     "feed_forward_proj?": str,
     "tie_word_embeddings?": bool,
     "scale_decoder_outputs?": bool,
     "dropout_rate?": NUMBER,
     "layer_norm_epsilon?": NUMBER,
-    "relative_attention_num_buckets?": WHOLE,
+    "relative_attention_num_buckets?": INTEGER_OR_NULL,
     "relative_attention_max_distance?": int,
-    **{f"{name}?": WHOLE for name in DIMENSIONS},
+    **{f"{name}?": INTEGER_OR_NULL for name in DIMENSIONS},
 }
-SPECIAL = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+SPECIAL_TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+
+
+def find_hf_weights(folder):
+    """Return the name of the weight file in a Hugging Face directory, or None.
+
+    A large model is stored in several files, which NAME.index.json lists.
+    """
+    for name in WEIGHT_FILES:
+        if (folder / name).exists() or (folder / f"{name}.index.json").exists():
+            return name
+    return None
+
+
+def read_hf(folder, name, allow_pickle):
+    """Return {name: Tensor} of the weights in a Hugging Face directory.
+
+    name: a name in WEIGHT_FILES, for a single file or for the index of several files.
+    """
+    files = [folder / name]
+    if not files[0].exists():
+        path = folder / f"{name}.index.json"
+        index = configs.read_json(path, {"weight_map": {str: str}})
+        files = sorted(
+            {folder / Path(file).name for file in index["weight_map"].values()}
+        )
+    if name.endswith(".bin") and not allow_pickle:
+        raise UserError(
+            f"{files[0]} is a pickle file, which can run any program when it is read: "
+            f"add --allow_pickle if you trust its origin."
+        )
+    readers = {".msgpack": read_flax, ".bin": read_pickle}
+    read_file = readers.get(files[0].suffix, read_safetensors)
+    tensors = {}
+    for file in files:
+        tensors |= read_file(file)
+    return tensors
+
+
+def read_safetensors(file):
+    """Return {name: Tensor} of a safetensors file."""
+    tensors = {}
+    with explain_errors(file, "a complete safetensors file"):
+        opened = safetensors.safe_open(file, "numpy")
+        for name in opened.keys():
+            tensor = opened.get_slice(name)
+            if tensor.get_dtype() not in ("F64", "F32", "F16", "BF16"):
+                raise UserError(
+                    f"{file} is quantized: {name} has type {tensor.get_dtype()}. Convert "
+                    f"the original model, whose weights are floating point numbers."
+                )
+            read = functools.partial(opened.get_tensor, name)
+            tensors[name] = Tensor(tuple(tensor.get_shape()), read)
+    return tensors
+
+
+def read_pickle(file):
+    """Return {name: Tensor} of a pytorch_model.bin. Needs torch."""
+    with explain_errors(file):
+        import torch
+
+        # Files of torch before 1.6 are not zip archives and cannot be memory-mapped.
+        mmap = zipfile.is_zipfile(file)
+        arrays = torch.load(file, "cpu", weights_only=True, mmap=mmap)
+    tensors = {}
+    for name, array in arrays.items():
+        tensors[name] = Tensor(
+            tuple(array.shape), lambda array=array: array.float().numpy()
+        )
+    return tensors
+
+
+def restore_msgpack(file):
+    """Return the nested dict in a msgpack file that Flax wrote."""
+    with explain_errors(file, "a complete msgpack file"):
+        return flax.serialization.msgpack_restore(file.read_bytes())
+
+
+def read_flax(file):
+    """Return {name: Tensor} of a flax_model.msgpack, with names and shapes of PyTorch.
+
+    Flax writes "lm_head/kernel" where PyTorch writes "lm_head.weight". A kernel is the
+    transpose of PyTorch's matrix. Flax reads the complete file at once, which needs twice
+    the size of the file in memory.
+    """
+    tensors = {}
+    for name, array in partition.flatten(restore_msgpack(file)).items():
+        module, kind = name.replace("/", ".").rsplit(".", 1)
+        tensors[f"{module}.weight"] = in_memory(array.T if kind == "kernel" else array)
+    return tensors
 
 
 def open_hf(folder, allow_pickle=False):
-    """Hugging Face directory -> Weights."""
+    """Return the Weights of a Hugging Face directory."""
+
+    def read_optional(name):
+        path = folder / name
+        return configs.read_json(path, dict) if path.exists() else {}
+
     config = configs.read_json(folder / "config.json", HF_CONFIG)
-    if (kind := config.get("model_type", "t5")) not in ("t5", "mt5", "umt5"):
+    generation = read_optional("generation_config.json")
+    tokenizer = read_optional("tokenizer_config.json")
+    model_type = config.get("model_type", "t5")
+    if model_type not in ("t5", "mt5", "umt5"):
         raise UserError(
-            f"{folder} holds a model of type {kind}: convert.py knows t5, mt5, umt5."
+            f"{folder} has a model of type {model_type}: convert.py reads the types t5, "
+            f"mt5 and umt5."
         )
-    generation, tokenizer = (
-        configs.read_json(folder / name, dict) if (folder / name).exists() else {}
-        for name in ("generation_config.json", "tokenizer_config.json")
-    )
-    for about, (token, wanted) in itertools.product(
-        (config, generation), SPECIAL.items()
-    ):
-        if (said := about.get(token)) not in (None, wanted, [wanted]):
-            raise UserError(
-                f"{folder} says {token} {said}, and plain T5's is {wanted}, so its "
-                f"answers would be others: serve it with transformers."
-            )
-    name = hf_file(folder)
-    files, promised = shards(folder, name)
-    if name.endswith(".bin") and not allow_pickle:
-        raise UserError(
-            f"{files[0]} is a pickle, which can run any program: add --allow_pickle if "
-            f"you trust where it comes from."
-        )
-    form = FLAX if name.endswith(".msgpack") else HF
-    read = {".bin": read_pickle, ".msgpack": read_msgpack}.get(
-        Path(name).suffix, read_safetensors
-    )
-    parts = {name: part for part in map(read, files) for name in part.shapes}
-    tensors = Tensors(
-        {name: part.shapes[name] for name, part in parts.items()},
-        lambda name: parts[name].read(name),
-    )
-    if lost := promised - set(tensors.shapes):
-        raise UserError(
-            f"{folder} has no {name_some(lost)}, which its index lists: fetch it again."
-        )
-    tensors, ignored = settle_embeddings(tensors, form, config, folder)
-    cfg = settle_config(model_from_shapes(tensors, form, folder), config, folder)
-    byt5 = "ByT5" in str(tokenizer.get("tokenizer_class"))
-    vocabulary = (
-        b"bytes:0\n"
-        if byt5
-        else read_vocabulary([folder], cfg, tokenizer.get("extra_ids") or data.SENTINELS)
-    )
-    return to_weights(tensors, form, folder, cfg, vocabulary, kind, ignored)
+    tensors = read_hf(folder, find_hf_weights(folder), allow_pickle)
+    tensors = unify_embeddings(tensors, config, folder)
+    cfg = model_from_shapes(tensors, HF, folder)
+    cfg = apply_hf_config(cfg, config, generation, folder)
+    if "ByT5" in str(tokenizer.get("tokenizer_class")):
+        vocabulary = b"bytes:0\n"
+    else:
+        sentinels = tokenizer.get("extra_ids") or data.SENTINELS
+        vocabulary = read_vocabulary([folder], cfg, sentinels)
+    return to_weights(tensors, HF, folder, cfg, vocabulary, model_type)
 
 
-def settle_embeddings(tensors, form, config, folder):
-    """-> (Tensors with one embedding, and an output layer unless it is tied; names to ignore).
-    Whether the two are one is decided by the tensors; config.json says whether the logits are
-    scaled by d_model^-0.5. Ours are if and only if the two are one, so an output layer is made
-    where Hugging Face's model is otherwise."""
-    embed, head = form.name("embed", 0, True), form.name("unembed", 0, True)
-    copies = {
-        embed.replace("shared", stack + embed[6] + "embed_tokens")
-        for stack in ("encoder", "decoder")
-    }
-    tables = [name for name in (embed, *sorted(copies)) if name in tensors.shapes]
+def unify_embeddings(tensors, config, folder):
+    """Return tensors with one embedding, and an output layer unless the model is tied.
+
+    A tied model of plain T5 has two properties: the output layer is the embedding, and
+    the logits are scaled by d_model^-0.5. In Hugging Face the two properties are
+    independent. The arrays determine the first property, and config.json determines the
+    second. If a model has only one of the properties, it gets an output layer of its own
+    with the same logits.
+    """
+    embed, head = "shared.weight", "lm_head.weight"
+    copies = ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
+    tables = [name for name in (embed, *copies) if name in tensors]
     if not tables:
-        raise UserError(f"{folder} has no {embed}: it is incomplete, or not a T5 model.")
-    table = tables[0]
+        raise UserError(
+            f"{folder} has no {embed}: download the complete directory of a T5 model."
+        )
+    embedding = tensors[tables[0]].read()
     for name in tables[1:]:
-        if not np.array_equal(tensors.read(name), tensors.read(table)):
+        if not np.array_equal(tensors[name].read(), embedding):
             raise UserError(
-                f"{folder}: {table} and {name} differ: plain T5 has one embedding."
+                f"{folder} has different embeddings {tables[0]} and {name}: plain T5 "
+                f"converts models that have one embedding."
             )
-
-    def as_head():
-        array = tensors.read(table)
-        return array if form.turned("unembed") else array.T
-
-    tied = head not in tensors.shapes or np.array_equal(tensors.read(head), as_head())
-    alone = not any(name == head or name.startswith("decoder") for name in tensors.shapes)
-    flag = alone or config.get("tie_word_embeddings", tied)
-    if head not in tensors.shapes and not flag and "scale_decoder_outputs" not in config:
+    head_tensor = tensors.get(head, in_memory(embedding))
+    shared = head not in tensors or np.array_equal(head_tensor.read(), embedding)
+    tied = config.get("tie_word_embeddings", shared)
+    # By default transformers scales the logits of a tied model, except for mT5.
+    scaled = tied and config.get("model_type") != "mt5"
+    scaled = config.get("scale_decoder_outputs", scaled)
+    if not any(name.startswith(("decoder", head)) for name in tensors):
+        scaled = True  # an encoder alone has no logits
+    elif not (head in tensors or tied or "scale_decoder_outputs" in config):
         raise UserError(
-            f"{folder} has no {head}, and by its config.json the output layer is not "
-            f"the embedding: fetch it again."
+            f"{folder} has no {head}, although its config.json says that the model is "
+            f"not tied: download it again."
         )
-    scaled = alone or config.get(
-        "scale_decoder_outputs", flag and config.get("model_type") != "mt5"
-    )
-    shapes = tensors.shapes | {embed: tensors.shapes[table]}
-    made = {embed: lambda: tensors.read(table)}  # what is not read as it stands
-    if tied and scaled:
-        shapes.pop(head, None)
-    elif tied:
-        shapes[head], made[head] = as_head().shape, as_head
-    elif scaled:
-        made[head] = lambda: tensors.read(head) * np.float32(shapes[embed][1] ** -0.5)
-
-    def read(name):
-        return made[name]() if name in made else tensors.read(name)
-
-    # the last is in T5 1.0's first files and was never used
+    # The published files of T5 1.0 contain this array, but no code uses it.
     unused = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
-    return Tensors(shapes, read), {*copies, unused}
+    tensors = {k: v for k, v in tensors.items() if k not in (head, *copies, unused)}
+    tensors[embed] = in_memory(embedding)
+    if not (shared and scaled):
+        scale = np.float32(embedding.shape[1] ** -0.5 if scaled else 1)
+        tensors[head] = Tensor(head_tensor.shape, lambda: scale * head_tensor.read())
+    return tensors
 
 
-def settle_config(cfg, config, folder):
-    """ModelConfig of the tensors, and config.json -> ModelConfig; refuses what contradicts it."""
-    said = {
-        "num_decoder_layers": config.get("num_layers"),
-        **config,
-        "relative_buckets": config.get("relative_attention_num_buckets"),
-        "activation": config.get("feed_forward_proj", "relu").replace("-", "_"),
-    }
-    for name in (
-        "relative_buckets",
-        *DIMENSIONS[: None if cfg.num_decoder_layers else -1],
-    ):
-        if said.get(name) not in (None, getattr(cfg, name)):
-            raise UserError(
-                f"{folder}: config.json says {name} {said[name]}, the weights have "
-                f"{getattr(cfg, name)}: fetch both again."
-            )
-    if said["activation"] not in PORTABLE_ACTIVATIONS:
+def apply_hf_config(cfg, config, generation, folder):
+    """Return the ModelConfig `cfg` with the values that only config.json determines.
+
+    generation: the content of generation_config.json. Raises a UserError if a file
+    contradicts the weights, or contains a value that plain T5 does not support.
+    """
+    required = {name: getattr(cfg, name) for name in DIMENSIONS}
+    required["relative_attention_num_buckets"] = cfg.relative_buckets
+    required["layer_norm_epsilon"] = 1e-6
+    required |= SPECIAL_TOKENS
+    config = {"num_decoder_layers": config.get("num_layers"), **config}
+    # The config.json of an encoder describes a decoder that has no weights.
+    if not cfg.num_decoder_layers:
+        del config["num_decoder_layers"]
+    for name, value in required.items():
+        for found in (config.get(name), generation.get(name)):
+            if found not in (None, value, [value]):
+                raise UserError(
+                    f"The configuration in {folder} says {name} {found}, but plain T5 "
+                    f"needs {value} to use these weights: download the model again, or "
+                    f"run it with transformers."
+                )
+    activation = config.get("feed_forward_proj", "relu").replace("-", "_")
+    gated = cfg.activation.startswith("gated_")
+    possible = [name for name in ACTIVATIONS if name.startswith("gated_") == gated]
+    if activation not in possible:
         raise UserError(
-            f"{folder}: activation {said['activation']} is none of {', '.join(PORTABLE_ACTIVATIONS)}."
-        )
-    if said["activation"].startswith("gated_") != cfg.activation.startswith("gated_"):
-        raise UserError(
-            f"{folder}: config.json says feed_forward_proj {said['activation']}, and "
-            f"the weights have {cfg.activation}'s matrices: fetch both again."
-        )
-    if said.get("layer_norm_epsilon", 1e-6) != 1e-6:
-        raise UserError(
-            f"{folder}: layer_norm_epsilon {said['layer_norm_epsilon']} is not 1e-6."
+            f"The config.json in {folder} says feed_forward_proj {activation}, but these "
+            f"weights need {' or '.join(possible)}: download the model again, or run it "
+            f"with transformers."
         )
     return replace(
         cfg,
-        activation=said["activation"],
-        dropout=said.get("dropout_rate", 0.1),
-        relative_max_distance=said.get("relative_attention_max_distance", 128),
+        activation=activation,
+        dropout=config.get("dropout_rate", 0.1),
+        relative_max_distance=config.get("relative_attention_max_distance", 128),
     )
 
 
-def read_msgpack(path):
-    """A msgpack file of Flax -> Tensors. Of arrays only places and shapes are kept; a map that
-    stands for one array, and a leaf that is no array, are read as what they are."""
-    places, shapes = {}, {}
-
-    def part(start, stop):
-        with open(path, "rb") as file:
-            file.seek(start)
-            return file.read(stop - start)
-
-    def read(name):
-        return flax.serialization.msgpack_restore(part(*places[name]))
-
-    def walk(unpacker, prefix):
-        start, keys = unpacker.tell(), set()
-        for _ in range(unpacker.read_map_header()):
-            key, at = unpacker.unpack(), unpacker.tell()
-            keys.add(key)
-            first = part(at, at + 1)[0]
-            if first >> 4 == 8 or first in (0xDE, 0xDF):  # a map
-                walk(unpacker, f"{prefix}{key}/")
-            else:
-                shapes[f"{prefix}{key}"] = np.shape(unpacker.unpack())
-                places[f"{prefix}{key}"] = at, unpacker.tell()
-        if keys & {"metadata", "__msgpack_chunked_array__"}:
-            for name in [name for name in places if name.startswith(prefix)]:
-                del places[name], shapes[name]
-            name = prefix.removesuffix("/")
-            places[name] = start, unpacker.tell()
-            array = read(name)
-            shapes[name] = (
-                tuple(array["metadata"]["shape"]) if "metadata" in keys else array.shape
-            )
-
-    with explain_errors(path, "a whole msgpack file"), open(path, "rb") as file:
-        walk(
-            msgpack.Unpacker(
-                file,
-                max_buffer_size=0,
-                strict_map_key=False,
-                ext_hook=(
-                    lambda _, data: np.broadcast_to(0, msgpack.unpackb(data, raw=True)[0])
-                ),
-            ),
-            "",
-        )
-    return Tensors(shapes, read)
-
-
-# ---- T5X and Mesh TensorFlow, read ---------------------------------------------------------------
+# ---- reading T5X and Mesh TensorFlow ---------------------------------------------------
 
 
 def read_t5x(folder):
-    """T5X's own checkpoint: the msgpack file `checkpoint`, and zarr arrays that it points to."""
-    path = folder / "checkpoint" if folder.is_dir() else folder
-    tensors = read_msgpack(path)
-    version = tensors.read("version") if "version" in tensors.shapes else "unknown"
+    """Return {name: Tensor} of a T5X checkpoint.
+
+    The msgpack file contains the small arrays. For each large array it contains a
+    TensorStore specification with the path of a zarr array. Source: t5x/checkpoints.py.
+    """
+    path = folder / "checkpoint"
+    tree = restore_msgpack(path)
+    version = tree["version"]
     if version != 3:
         raise UserError(
-            f"{path} is a T5X checkpoint of version {version}, and plain T5 reads "
-            f"version 3: restore and save it with a newer T5X."
+            f"{path} is a T5X checkpoint of version {version}, but plain T5 reads "
+            f"version 3: load and save it with a newer T5X."
         )
-
-    def read(name):
-        value = tensors.read(f"optimizer/{name}")
-        if not isinstance(value, dict):
-            return np.asarray(value)
-        # before TensorStore 0.1.14 without kvstore
-        place = value.get("kvstore", value)["path"]
-        return stored(
-            value["driver"],
-            {"driver": "file", "path": str(path.parent / place)},
-            fill_missing_data_reads=False,
-        )
-
-    return Tensors(
-        {
-            name.removeprefix("optimizer/"): shape
-            for name, shape in tensors.shapes.items()
-            if "/" in name
-        },
-        read,
+    leaves = flax.traverse_util.flatten_dict(
+        tree["optimizer"], is_leaf=lambda _, value: "driver" in value, sep="/"
     )
+    tensors = {}
+    for name, leaf in leaves.items():
+        if isinstance(leaf, dict):
+            # TensorStore before 0.1.14 wrote the path beside "kvstore" and not inside.
+            relative_path = {**leaf, **leaf["kvstore"]}["path"]
+            kvstore = {"driver": "file", "path": str(folder / relative_path)}
+            # Without this option a missing file would be read as zeros.
+            tensors[name] = open_zarr(kvstore, fill_missing_data_reads=False)
+        else:
+            tensors[name] = in_memory(leaf)
+    return tensors
 
 
 def read_orbax(folder):
-    """T5X's checkpoint as Orbax writes it today."""
-    about = configs.read_json(
-        folder / "_METADATA", {"tree_metadata": {str: {"key_metadata": [{"key": str}]}}}
-    )
-    names = [
-        "/".join(part["key"] for part in entry["key_metadata"])
-        for entry in about["tree_metadata"].values()
-    ]
-    driver = "zarr3" if about.get("use_zarr3") else "zarr"
+    """Return {name: Tensor} of a T5X checkpoint that the library Orbax wrote.
 
-    def place(name):
-        name = name.replace("/", ".")
-        if about.get("use_ocdbt"):
-            return {
-                "driver": "ocdbt",
-                "base": f"file://{folder.resolve()}/",
-                "path": f"{name}/",
-            }
-        return {"driver": "file", "path": str(folder / name)}
-
-    return Tensors(
-        {name: stored(driver, place(name), read=False) for name in names},
-        lambda name: stored(driver, place(name)),
-    )
+    Orbax stores the zarr arrays in OCDBT, a key-value database of TensorStore.
+    """
+    form = {"tree_metadata": {str: {"key_metadata": [{"key": str}]}}}
+    metadata = configs.read_json(folder / "_METADATA", form)
+    database = {"driver": "ocdbt", "base": f"file://{folder.resolve()}/"}
+    tensors = {}
+    for entry in metadata["tree_metadata"].values():
+        keys = [part["key"] for part in entry["key_metadata"]]
+        tensors["/".join(keys)] = open_zarr({**database, "path": ".".join(keys) + "/"})
+    return tensors
 
 
-def stored(driver, place, read=True, **options):
-    """A zarr array of TensorStore's -> NumPy array, or its shape."""
-    spec = {"driver": driver, "kvstore": place, **options}
-    with explain_errors(place["path"], "a whole array"):
-        store = tensorstore.open(spec, open=True).result()
-        return store.read().result() if read else store.shape
+def open_zarr(kvstore, **options):
+    """Return a zarr array as a Tensor.
+
+    kvstore: where the array is, as a specification of TensorStore.
+    """
+    explain = explain_errors(kvstore["path"], "a complete array")
+    spec = {"driver": "zarr", "kvstore": kvstore, **options}
+    array = explain(lambda: tensorstore.open(spec, open=True).result())()
+    return Tensor(array.shape, explain(lambda: array.read().result()))
+
+
+# MTF_SLOTS: the names of Adafactor's slots in Mesh TensorFlow, with their names in T5X.
+MTF_SLOTS = {"v": "v", "vr": "v_row", "vc": "v_col", "m": "m"}
 
 
 def read_mtf(prefix):
-    """Mesh TensorFlow's checkpoint -> Tensors; its norms have had several names."""
+    """Return {name: Tensor} of a Mesh TensorFlow checkpoint. Needs TensorFlow.
+
+    Parameters get the spelling of Hugging Face:
+    "encoder/block_000/layer_000/SelfAttention/q" becomes
+    "encoder.block.0.layer.0.SelfAttention.q.weight". Optimizer slots and the step get the
+    names of T5X. Source: t5x/checkpoint_importer.py.
+    """
     from tensorflow.train import load_checkpoint
 
-    def plain(name):
-        name = re.sub(
-            r"^(encoder|decoder)/(rms|layer)_norm", r"\1/final_layer_norm", name
-        )
-        return re.sub(r"(layer_\d+)/rms_norm", r"\1/layer_norm", name)
-
     reader = load_checkpoint(str(prefix))
-    shapes = reader.get_variable_to_shape_map()
-    theirs = {plain(name): name for name in shapes}
-    return Tensors(
-        {name: tuple(shapes[old]) for name, old in theirs.items()},
-        lambda name: np.asarray(reader.get_tensor(theirs[name])),
-    )
+    tensors = {}
+    for variable, shape in reader.get_variable_to_shape_map().items():
+        name, _, slot = variable.partition("_slot_")
+        name = re.sub(r"/(embedding|kernel|scale)$", "", name)
+        # Versions of Mesh TensorFlow differ in the names of the norms.
+        name = name.replace("rms_norm", "layer_norm").replace("final_", "")
+        name = re.sub(r"^(encoder|decoder)/layer_norm", r"\1/final_layer_norm", name)
+        name = re.sub(r"(block|layer)_0*(\d+)", r"\1/\2", name)
+        name = name.replace("decoder/logits", "lm_head").replace("/", ".") + ".weight"
+        if slot:
+            name = slot_name(name, MTF_SLOTS.get(slot, slot))
+        elif variable == "global_step":
+            name = STEP
+        read = functools.partial(reader.get_tensor, variable)
+        tensors[name] = Tensor(tuple(shape), read)
+    return tensors
 
 
 def open_google(source, tensors, form):
-    """A checkpoint of T5X or Mesh TensorFlow -> Weights."""
+    """Return the Weights of a checkpoint of T5X or Mesh TensorFlow."""
     folders = [source if source.is_dir() else source.parent]
-    folders += [source.parent] if source.name.startswith("checkpoint_") else []  # its run
+    if source.name.startswith("checkpoint_"):
+        folders.append(source.parent)  # the directory of T5X's run
     cfg = model_from_shapes(tensors, form, source)
     cfg = replace(cfg, activation=gin_activation(folders) or cfg.activation)
     return to_weights(tensors, form, source, cfg, read_vocabulary(folders, cfg))
 
 
 def gin_activation(folders):
-    """What a Gin file beside the checkpoint says of the activation, or None."""
-    for path in (
-        folder / name
-        for folder in folders
-        for name in ("config.gin", "operative_config.gin")
-    ):
-        text = path.read_text() if path.exists() else ""
-        if found := re.search(
-            r"(mlp_activations|DenseReluDense\.activation) *= *(.*)", text
-        ):
-            words = re.findall(r"\w+", found[2].replace("swish", "silu"))
-            name = "gated_" * ("linear" in words) + words[0]
-            if name not in PORTABLE_ACTIVATIONS:
+    """Return the activation from the first Gin file in `folders`, or None.
+
+    Shapes do not tell gated GELU and gated SiLU apart. The configuration files of T5X do.
+    """
+    pattern = r"(?:mlp_activations|DenseReluDense\.activation) *= *(.*)"
+    names = ("config.gin", "operative_config.gin")
+    for path in [folder / name for folder in folders for name in names]:
+        found = re.search(pattern, path.read_text()) if path.exists() else None
+        if found:
+            # T5X names both branches of a gated MLP: ('gelu', 'linear').
+            words = re.findall(r"\w+", found[1].replace("swish", "silu"))
+            name = f"gated_{words[0]}" if "linear" in words else words[0]
+            if name not in ACTIVATIONS:
                 raise UserError(
-                    f"{path} says {found[0]}, an activation that plain T5 has not."
+                    f"{path} has the line `{found[0]}`: plain T5 converts models with "
+                    f"the activations {', '.join(ACTIVATIONS)}."
                 )
             return name
     return None
 
 
-# ---- a run, read ---------------------------------------------------------------------------------
+# ---- reading a run, and finding the format ---------------------------------------------
 
 
 def open_plain(checkpoint, run_dir):
-    """One of a run's checkpoints -> Weights."""
+    """Return the Weights of one checkpoint of a run."""
     manifest = partition.read_manifest(checkpoint)
-    arrays, cfg = manifest["arrays"], configs.load_run(run_dir)
-    shapes = {name: tuple(array["shape"]) for name, array in arrays.items()}
-    for name, (shape, _, _) in parameter_places(cfg.model, HF).items():
-        if shapes.get(name) != shape:
-            raise UserError(
-                f"{checkpoint}: {name} has shape {shapes.get(name)}, and config.json "
-                f"asks for {shape}: they are of two runs."
-            )
+    stored, cfg = manifest["arrays"], configs.load_run(run_dir)
+    shapes = {name: tuple(array["shape"]) for name, array in stored.items()}
+    params = partition.flatten({"params": model.param_table(cfg.model)})
+    check_shapes(checkpoint, {name: params[name].shape for name in params}, shapes)
 
+    # The layers of an array are read one after the other, so one array is cached.
     @functools.lru_cache(1)
-    def verified(name):
-        """The pieces of the array that is being read, perhaps layer by layer."""
-        return {}
+    @explain_errors(checkpoint)
+    def read_array(name):
+        everything = [slice(None)] * len(shapes[name])
+        return partition.read_slice(checkpoint, stored[name], everything, None)
 
-    def read(name, layer):
-        index = [slice(None)] * len(shapes[name])
-        if layer is not None:
-            index[0] = slice(layer, layer + 1)
-        part = partition.read_slice(checkpoint, arrays[name], index, verified(name))
-        return part if layer is None else part[0]
+    def read_layer(name, layer):
+        array = read_array(name)
+        return array if layer is None else array[layer]
 
-    vocabulary, recipe = (
-        path.read_bytes() if path.exists() else None
-        for path in (run_dir / "spiece.model", run_dir / "recipe.py")
-    )
-    return Weights(cfg, manifest["step"], shapes, read, vocabulary, recipe)
+    arrays = {}
+    for name, shape in shapes.items():
+        for layer in layers_of(name, shape):
+            read = functools.partial(read_layer, name, layer)
+            arrays[name, layer] = Tensor(layer_shape(name, shape), read)
+    files = [run_dir / "spiece.model", run_dir / "recipe.py"]
+    contents = [file.read_bytes() if file.exists() else None for file in files]
+    return Weights(cfg, manifest["step"], arrays, *contents)
 
 
 def open_any(source, step=None, allow_pickle=False):
-    """Path of anything -> Weights."""
+    """Return the Weights of a model in any format.
+
+    step: the step of the checkpoint to read, or None for the newest checkpoint. Raises a
+    UserError that names `source` if the model cannot be read.
+    """
     with explain_errors(source):
-        weights = reader_of(source, step, allow_pickle)
-    return weights._replace(read=explain_errors(source)(weights.read))
+        return open_format(Path(source), step, allow_pickle)
 
 
-def reader_of(source, step, allow_pickle):
-    """What SRC is, is seen by the files that lie there."""
-    # T5X, Mesh TF
-    path, theirs = Path(source), r"checkpoint_(\d+)|model\.ckpt-(\d+)\.index"
-    runs = partition.Checkpoints(path)
-    steps = {step: runs.path(step) for step in runs.steps()} or {
-        int(number[1] or number[2]): found.with_suffix("")
-        for found in path.glob("*")
-        if (number := re.fullmatch(theirs, found.name))
-    }
-    if step is not None and step not in steps:
-        there = (
-            ", ".join(map(str, sorted(steps))) or "one set of weights: leave out --step"
+def find_checkpoints(folder):
+    """Return {step: path} of the checkpoints of a run or of a T5X run."""
+    run = partition.Checkpoints(folder)
+    checkpoints = {step: run.path(step) for step in run.steps()}
+    for path in folder.glob("checkpoint_*"):
+        step = path.name.removeprefix("checkpoint_")
+        if step.isdecimal():
+            checkpoints[int(step)] = path
+    return checkpoints
+
+
+def open_format(path, step, allow_pickle):
+    """Return the Weights at `path`. The names of the files determine the format.
+
+    step: see open_any.
+    """
+    checkpoints = find_checkpoints(path)
+    if step is not None and step not in checkpoints:
+        raise UserError(
+            f"{path} has no step {step:,}: leave out --step, or choose one of "
+            f"{sorted(checkpoints)}."
         )
-        raise UserError(f"{source} has no step {step:,}; it has {there}.")
-    chosen = steps.get(max(steps, default=None) if step is None else step)
-    if os.path.exists(f"{source}.index"):
-        return open_google(path, read_mtf(path), MTF)
-    if path.is_file():
-        return open_google(path, read_t5x(path), T5X)
+    if step is not None:
+        path = checkpoints[step]
+    elif checkpoints and not find_hf_weights(path):
+        path = checkpoints[max(checkpoints)]
     if (path / "manifest.json").exists():
-        return open_plain(path, path / ".." / "..")
-    if partition.Checkpoints(path).steps():
-        return open_plain(chosen, path)
-    if hf_file(path):
+        return open_plain(path, path.resolve().parent.parent)
+    if find_hf_weights(path):
         return open_hf(path, allow_pickle)
+    if Path(f"{path}.index").exists():
+        return open_google(path, read_mtf(path), MTF)
     for folder in (path / "state", path):
         if (folder / "_METADATA").exists():
             return open_google(path, read_orbax(folder), T5X)
-    if chosen:
-        return reader_of(chosen, None, allow_pickle)
     if (path / "checkpoint").is_file():
         return open_google(path, read_t5x(path), T5X)
     raise UserError(
-        f"{source} is no run directory, no Hugging Face directory with weights, and no "
-        f"checkpoint of T5X or Mesh TensorFlow: name one."
+        f"{path} is not a run directory, a Hugging Face directory with weights, or a "
+        f"checkpoint of T5X or Mesh TensorFlow: check the name."
     )
 
 
-# ---- written: a run ------------------------------------------------------------------------------
+# ---- writing a run ---------------------------------------------------------------------
 
 
 def write_plain(folder, weights, dtype):
-    """Weights -> a run directory."""
-    tables = {name: shape for name, shape in weights.shapes.items() if shape}
-    scalars = {
-        name: int(weights.read(name, None)) for name in weights.shapes.keys() - tables
-    }
-    # T5X counts updates by the step
-    if any(name.startswith("slots/") for name in tables):
-        scalars = {"step": weights.step, "count": weights.step, "skipped": 0, **scalars}
-    arrays = {
-        name: {"shape": shape, "dtype": "float32"} for name, shape in tables.items()
-    }
-    arrays |= {name: {"shape": (), "dtype": "int32"} for name in scalars}
+    """Write Weights as a run directory.
 
-    def pieces():
-        for name, value in scalars.items():
-            yield name, [], np.array(value, np.int32)
-        for name, shape in tables.items():
-            for layer in layers_of(name, shape):
-                array = np.asarray(weights.read(name, layer), np.float32)
-                array = array if layer is None else array[None]
-                rows = max(1, len(array) * partition.MAX_SHARD_BYTES // array.nbytes)
-                for start in range(0, len(array), rows):
-                    part = np.ascontiguousarray(array[start : start + rows])
-                    first = start + (layer or 0)
-                    yield (
-                        name,
-                        [[first, first + len(part)], *([0, n] for n in shape[1:])],
-                        part,
-                    )
+    dtype: ignored, because a run is always float32. Each layer is one shard of the
+    checkpoint, which can have at most 4 GiB.
+    """
+    arrays = {}
+    for (name, layer), tensor in weights.arrays.items():
+        # The last layer of a stacked array determines the number of layers.
+        shape = tensor.shape if layer is None else (layer + 1, *tensor.shape)
+        # A scalar counts steps or updates. All other arrays are weights.
+        arrays[name] = {"shape": shape, "dtype": "float32" if shape else "int32"}
+
+    def shards():
+        """Yield (our name, [[start, stop] of each axis], values) of every layer."""
+        for (name, layer), tensor in weights.arrays.items():
+            shard = np.asarray(tensor.read(), arrays[name]["dtype"], order="C")
+            bounds = [[0, size] for size in shard.shape]
+            if layer is not None:
+                bounds.insert(0, [layer, layer + 1])
+                shard = shard[None]
+            yield name, bounds, shard
 
     path = partition.Checkpoints(folder).path(weights.step)
-    partition.write_checkpoint(path, arrays, pieces(), weights.step)
+    partition.write_checkpoint(path, arrays, shards(), weights.step)
     configs.save_run(weights.cfg, folder)
     if weights.recipe:
         configs.write_file(folder / "recipe.py", weights.recipe)
 
 
-# ---- written: Hugging Face -----------------------------------------------------------------------
+# ---- writing Hugging Face --------------------------------------------------------------
 
+# SHARD_BYTES: a new safetensors file begins after this number of bytes.
 SHARD_BYTES = 5_000_000_000
 
 
 def write_hf(folder, weights, dtype):
-    """Weights -> a directory that transformers reads."""
+    """Write Weights as a Hugging Face directory.
+
+    dtype: the NumPy type of the written weights.
+    """
+    write_safetensors(folder, weights, dtype)
     cfg = weights.cfg.model
-    files, size = [[]], 0
-    for tensor in each_tensor(parameter_places(cfg, HF)):
-        nbytes = math.prod(tensor[3]) * dtype.itemsize
-        if files[-1] and size + nbytes > SHARD_BYTES:
-            files, size = [*files, []], 0
-        files[-1].append(tensor)
-        size += nbytes
-    places, total = {}, 0
-    for number, tensors in enumerate(files, 1):
-        file = (
-            "model.safetensors"
-            if len(files) == 1
-            else f"model-{number:05}-of-{len(files):05}.safetensors"
-        )
-        arrays = {}
-        for name, ours, layer, _, turned in tensors:
-            array = weights.read(ours, layer)
-            arrays[name] = np.ascontiguousarray(array.T if turned else array, dtype)
-        safetensors.numpy.save_file(arrays, folder / file, {"format": "pt"})
-        places |= dict.fromkeys(arrays, file)
-        total += sum(array.nbytes for array in arrays.values())
-    if len(files) > 1:
-        write_json(
-            folder / "model.safetensors.index.json",
-            {"metadata": {"total_size": total}, "weight_map": places},
-        )
-    # transformers 5 does not scale a tied MT5's logits, and scales all of UMT5's
-    mt5 = weights.cfg.name.startswith("mt5") or cfg.vocab_size == 250112
-    if cfg.layer_biases and not cfg.tied:
-        note(
-            "transformers 5 scales a UMT5's logits by d_model^-0.5, as if they were tied: greedy "
-            "answers are equal, beams and scores are not. transformers 4.57 is exact."
-        )
-    family = "umt5" if cfg.layer_biases else "mt5" if mt5 and not cfg.tied else "t5"
-    whole = cfg.num_decoder_layers > 0
-    kind = "ForConditionalGeneration" if whole else "EncoderModel"
-    write_json(
-        folder / "config.json",
-        {
-            "architectures": [family.upper() + kind],
-            "model_type": family,
-            "is_encoder_decoder": whole,
-            "use_cache": whole,
-            "dtype": dtype.name,
-            **SPECIAL,
-            **{name: getattr(cfg, name) for name in DIMENSIONS},
-            "feed_forward_proj": cfg.activation.replace("_", "-"),
-            "tie_word_embeddings": cfg.tied,
-            "relative_attention_num_buckets": cfg.relative_buckets,
-            "relative_attention_max_distance": cfg.relative_max_distance,
-            "dropout_rate": cfg.dropout,
-            "layer_norm_epsilon": 1e-6,
-        },
-    )
-    write_json(folder / "generation_config.json", SPECIAL)
+    family = "t5"
+    if cfg.layer_biases:
+        family = "umt5"
+        if not cfg.tied:
+            note(
+                "transformers 5 scales the logits of UMT5 by d_model^-0.5, as if the "
+                "model were tied: greedy outputs are equal, but beam search and scores "
+                "differ. transformers 4.57 is exact."
+            )
+    # transformers 5 does not scale the logits of MT5, so a tied model is written as T5.
+    elif not cfg.tied and (
+        weights.cfg.name.startswith("mt5") or cfg.vocab_size == 250112
+    ):
+        family = "mt5"
+    has_decoder = cfg.num_decoder_layers > 0
+    architecture = "ForConditionalGeneration" if has_decoder else "EncoderModel"
+    config = {
+        "architectures": [family.upper() + architecture],
+        "model_type": family,
+        "is_encoder_decoder": has_decoder,
+        "use_cache": has_decoder,
+        "dtype": dtype.name,
+        **SPECIAL_TOKENS,
+        **{name: getattr(cfg, name) for name in DIMENSIONS},
+        "feed_forward_proj": cfg.activation.replace("_", "-"),
+        "tie_word_embeddings": cfg.tied,
+        "relative_attention_num_buckets": cfg.relative_buckets,
+        "relative_attention_max_distance": cfg.relative_max_distance,
+        "dropout_rate": cfg.dropout,
+        "layer_norm_epsilon": 1e-6,
+    }
+    write_json(folder / "config.json", config)
+    write_json(folder / "generation_config.json", SPECIAL_TOKENS)
     write_tokenizer(folder, weights.vocabulary, cfg)
 
 
+def write_safetensors(folder, weights, dtype):
+    """Write the parameters as safetensors files.
+
+    A small model is one file. A large model is several files with an index.
+    """
+    files, total_size = collections.defaultdict(list), 0
+    for entry in parameter_entries(weights.cfg.model, HF):
+        files[total_size // SHARD_BYTES].append(entry)
+        total_size += math.prod(entry.shape) * dtype.itemsize
+    weight_map = {}
+    for number, entries in enumerate(files.values(), 1):
+        name = f"model-{number:05}-of-{len(files):05}.safetensors"
+        if len(files) == 1:
+            name = "model.safetensors"
+        arrays = {}
+        for entry in entries:
+            array = weights.arrays[entry.name, entry.layer].read()
+            array = entry.transpose(array)
+            arrays[entry.external_name] = np.ascontiguousarray(array, dtype)
+        safetensors.numpy.save_file(arrays, folder / name, {"format": "pt"})
+        weight_map |= dict.fromkeys(arrays, name)
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+        write_json(folder / "model.safetensors.index.json", index)
+
+
 def write_json(path, value):
+    """Write a value as an indented JSON file."""
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
 def write_tokenizer(folder, vocabulary, cfg):
-    """spiece.model, and tokenizer.json with the same ids; says where Hugging Face's differ."""
-    about = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
-    if vocabulary is None or vocabulary.startswith(b"ids:"):  # nothing that is text
-        return
+    """Write the tokenizer of a Hugging Face directory.
+
+    A SentencePiece model is written as spiece.model, and as a tokenizer.json that gives
+    the same ids. A note names the texts for which the ids differ.
+    """
+    if vocabulary is None or vocabulary.startswith(b"ids:"):
+        return  # the model is used with token ids only
+    config = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
     if vocabulary.startswith(b"bytes"):
-        note(
-            "warning: Hugging Face's ByT5Tokenizer gives <extra_id_0> and its like other ids."
-        )
-        about |= {
-            "tokenizer_class": "ByT5Tokenizer",
-            "extra_ids": max(0, cfg.vocab_size - 259),
-        }
+        config["tokenizer_class"] = "ByT5Tokenizer"
+        config["extra_ids"] = max(0, cfg.vocab_size - 259)
+        note("warning: Hugging Face's ByT5Tokenizer gives other ids to the sentinels.")
     else:
         proto = parse_sentencepiece(vocabulary)
         if proto.trainer_spec.model_type != proto.trainer_spec.UNIGRAM:
             raise UserError(
-                "The vocabulary is no unigram model, and Hugging Face's T5Tokenizer "
-                "would read nearly all text otherwise: move spiece.model out of the "
-                "run to write the weights alone."
+                "The vocabulary is not a unigram model, and Hugging Face's T5Tokenizer "
+                "would split nearly all texts differently. To write the weights alone, "
+                "move spiece.model out of the run."
             )
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
         (folder / "spiece.model").write_bytes(vocabulary)
-        about["tokenizer_class"] = "PreTrainedTokenizerFast"
         write_json(folder / "tokenizer.json", tokenizer_json(proto))
         note(
-            "transformers gives the same ids but where a sentinel has no space before it, which "
-            "is text here, and where </s>, <pad> or <unk> are spelled in the text."
+            "The tokenizer of transformers gives the same ids, with two exceptions: a "
+            "sentinel that has no space before it (plain T5 reads it as text), and </s>, "
+            "<pad> or <unk> spelled out in a text."
         )
-    write_json(folder / "tokenizer_config.json", about)
+    write_json(folder / "tokenizer_config.json", config)
+
+
+# TOKEN_FLAGS: the fields of tokenizer.json that are equal for all special tokens.
+TOKEN_FLAGS = {
+    "single_word": False,
+    "rstrip": False,
+    "normalized": False,
+    "special": True,
+}
+# TOKENIZER_JSON: the parts of tokenizer.json that are equal for all vocabularies. Replace
+# strips spaces at the end of a text and merges adjacent spaces, as SentencePiece does.
+# Metaspace replaces each space by "\u2581".
+TOKENIZER_JSON = r"""
+{
+  "version": "1.0",
+  "truncation": null,
+  "padding": null,
+  "normalizer": {
+    "type": "Sequence",
+    "normalizers": [
+      {"type": "Replace", "pattern": {"Regex": "[ \u2581]+$"}, "content": ""},
+      {"type": "Replace", "pattern": {"Regex": "[ \u2581]{2,}"}, "content": " "}
+    ]
+  },
+  "pre_tokenizer": {"type": "Metaspace", "replacement": "\u2581", "split": true},
+  "post_processor": {
+    "type": "TemplateProcessing",
+    "pair": [],
+    "single": [
+      {"Sequence": {"id": "A", "type_id": 0}},
+      {"SpecialToken": {"id": "</s>", "type_id": 0}}
+    ],
+    "special_tokens": {"</s>": {"id": "</s>", "ids": [1], "tokens": ["</s>"]}}
+  },
+  "model": {"type": "Unigram", "unk_id": 2}
+}
+"""
 
 
 def tokenizer_json(proto):
-    """ModelProto -> what the library tokenizers reads. Sentinels take the space before them."""
-    begins = (
-        sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
-        .encode("<extra_id_0>,", out_type=str)[1]
-        .startswith("\u2581")
+    """Return the content of a tokenizer.json, which the library tokenizers reads.
+
+    proto: the ModelProto of a SentencePiece unigram model.
+    """
+    processor = sentencepiece.SentencePieceProcessor(
+        model_proto=proto.SerializeToString()
     )
+    # SentencePiece may put a space before the text that follows a sentinel. Metaspace
+    # does so if its prepend_scheme is "always".
+    after_sentinel = processor.encode("<extra_id_0>,", out_type=str)[1]
+    prepend_scheme = "always" if after_sentinel.startswith("\u2581") else "first"
     if "<extra_id_" not in proto.pieces[-1].piece:
         data.add_sentinels(proto, data.SENTINELS)
-    pieces = [
-        piece.piece.replace("\u2581<extra_id_", "<extra_id_") for piece in proto.pieces
-    ]
-    special = [
-        (number, piece)
-        for number, piece in enumerate(pieces)
-        if number < 3 or "<extra_id_" in piece
-    ]
-    charsmap = base64.b64encode(proto.normalizer_spec.precompiled_charsmap).decode()
-    metaspace = {
-        "type": "Metaspace",
-        "replacement": "\u2581",
-        "split": True,
-        "prepend_scheme": "always" if begins else "first",
-    }  # behind a sentinel
-
-    def replaced(pattern, content):
-        return {"type": "Replace", "pattern": {"Regex": pattern}, "content": content}
-
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {
-                "id": number,
-                "content": piece,
-                "single_word": False,
-                "lstrip": number > 2,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
-            for number, piece in special
-        ],
-        "normalizer": {
-            "type": "Sequence",
-            "normalizers": [
-                *[{"type": "Precompiled", "precompiled_charsmap": charsmap}]
-                * bool(charsmap),
-                replaced("[ \u2581]+$", ""),
-                replaced("[ \u2581]{2,}", " "),
-            ],
-        },
-        "pre_tokenizer": metaspace,
-        "decoder": metaspace,
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "pair": [],
-            "single": [
-                {"Sequence": {"id": "A", "type_id": 0}},
-                {"SpecialToken": {"id": "</s>", "type_id": 0}},
-            ],
-            "special_tokens": {"</s>": {"id": "</s>", "ids": [1], "tokens": ["</s>"]}},
-        },
-        "model": {
-            "type": "Unigram",
-            "unk_id": 2,
-            "byte_fallback": proto.trainer_spec.byte_fallback,
-            "vocab": [[piece, one.score] for piece, one in zip(pieces, proto.pieces)],
-        },
-    }
+    vocab, added_tokens = [], []
+    for number, piece in enumerate(proto.pieces):
+        text = piece.piece.replace("\u2581<extra_id_", "<extra_id_")
+        vocab.append([text, piece.score])
+        if number < 3 or "<extra_id_" in text:
+            # A sentinel includes the space before it (lstrip).
+            token = {"id": number, "content": text, "lstrip": number > 2, **TOKEN_FLAGS}
+            added_tokens.append(token)
+    content = json.loads(TOKENIZER_JSON)
+    content["added_tokens"] = added_tokens
+    content["pre_tokenizer"]["prepend_scheme"] = prepend_scheme
+    content["decoder"] = content["pre_tokenizer"]
+    content["model"]["byte_fallback"] = proto.trainer_spec.byte_fallback
+    content["model"]["vocab"] = vocab
+    if charsmap := proto.normalizer_spec.precompiled_charsmap:
+        charsmap = base64.b64encode(charsmap).decode()
+        normalizer = {"type": "Precompiled", "precompiled_charsmap": charsmap}
+        content["normalizer"]["normalizers"].insert(0, normalizer)
+    return content
 
 
-def model_card(weights, run_dir):
-    """README.md of a Hugging Face directory: what the model is, and its last evaluations."""
-    found = {
-        name: value
-        for line in partition.read_metrics_file(Path(run_dir, "metrics.jsonl"))
-        for name, value in line.items()
-        if "_eval/" in name and line["step"] <= weights.step
-    }
-    number = model.count_params(model.param_table(weights.cfg.model))
-    rows = "".join(f"| {name} | {value:.4g} |\n" for name, value in found.items())
-    return (
-        f"""---
+MODEL_CARD = """---
 library_name: transformers
 pipeline_tag: text2text-generation
 tags:
 - t5
 ---
 
-# {weights.cfg.name}
+# {name}
 
-A T5 encoder-decoder with {number:,} parameters, at step {weights.step:,}, written by plain T5.
-transformers reads it where torch, sentencepiece and protobuf are installed.
+A T5 model at step {step:,}, written by plain T5. The latest results of its evaluations:
+
 """
-        + f"\n| last evaluation | |\n|---|---|\n{rows}" * bool(rows)
-    )
 
 
-# ---- written: T5X --------------------------------------------------------------------------------
+def write_model_card(folder, weights, run_dir):
+    """Write README.md, the model card of a Hugging Face directory.
+
+    The card contains the latest results of the evaluations in the metrics.jsonl of
+    `run_dir`.
+    """
+    results = {}
+    for line in partition.read_metrics_file(Path(run_dir, "metrics.jsonl")):
+        if line["step"] <= weights.step:
+            results |= {name: value for name, value in line.items() if "_eval/" in name}
+    card = MODEL_CARD.format(name=weights.cfg.name, step=weights.step)
+    card += "".join(f"- {name}: {value:.4g}\n" for name, value in results.items())
+    (folder / "README.md").write_text(card)
+
+
+# ---- writing T5X -----------------------------------------------------------------------
 
 
 def write_t5x(folder, weights, dtype):
-    """Weights -> a checkpoint directory of T5X: version 3, a msgpack file beside zarr arrays."""
+    """Write Weights as a T5X checkpoint, a msgpack file of version 3 and zarr arrays.
+
+    dtype: the NumPy type of the written weights. Optimizer slots are always float32.
+    """
     if weights.cfg.model.layer_biases:
         raise UserError(
-            "T5X's network has one table of position biases for a stack, and this "
-            "UMT5 has one in each layer: convert it --to hf."
+            "T5X has one table of position biases per stack, but this UMT5 has one table "
+            "per layer: convert the model with --to hf."
         )
-    places = parameter_places(weights.cfg.model, T5X)
-    tree = {T5X.step: np.array(weights.step, np.int32)}
-    slots = slot_places(
-        places, T5X, lambda path, name: f"slots/{path}/row" in weights.shapes
-    )
-    if set(slots) <= set(weights.shapes):
-        tree |= {
-            T5X.slot(name, slot): np.zeros(1, np.float32)  # it has all four of each
-            for name, *_ in each_tensor(places)
-            for slot in MTF_SLOTS
-        }
-        places |= slots
+    entries = parameter_entries(weights.cfg.model, T5X)
+    tree = {STEP: np.array(weights.step, np.int32)}
+    factored = set()
+    for name, _ in weights.arrays:
+        if name.endswith("/row"):
+            factored.add(name.replace("slots", "params", 1).removesuffix("/row"))
+    slots = slot_entries(entries, factored)
+    if all((slot.name, slot.layer) in weights.arrays for slot in slots):
+        # T5X expects four slots per parameter. An unused slot is a single zero.
+        for entry in entries:
+            for slot in ("m", "v", "v_row", "v_col"):
+                tree[slot_name(entry.external_name, slot)] = np.zeros(1, np.float32)
+        entries += slots
     else:
         note(
-            "There are no slots of Adafactor: T5X evaluates the checkpoint, and fine-tunes from "
-            "it with fallback_to_scratch."
+            "The converted checkpoint has no Adafactor state. T5X can evaluate it as it "
+            "is; to fine-tune from it in T5X, turn on fallback_to_scratch."
         )
-    for name, ours, layer, _, _ in each_tensor(places):
-        array = weights.read(ours, layer)
-        if name.endswith(("v_row", "v_col")):
-            tree[name] = np.array(array)
+    for entry in entries:
+        array = weights.arrays[entry.name, entry.layer].read()
+        if entry.external_name.endswith(("v_row", "v_col")):
+            tree[entry.external_name] = np.array(array)
         else:
-            kind = dtype if ours.startswith("params/") else np.float32
-            tree[name] = write_store(
-                folder, name.replace("/", "."), np.asarray(array, kind)
-            )
+            kind = dtype if entry.name.startswith("params/") else np.float32
+            file = entry.external_name.replace("/", ".")
+            tree[entry.external_name] = write_zarr(folder, file, np.asarray(array, kind))
     tree = flax.traverse_util.unflatten_dict(tree, sep="/")
-    configs.write_file(
-        folder / "checkpoint",
-        flax.serialization.msgpack_serialize({"version": 3, "optimizer": tree}),
-    )
+    content = flax.serialization.msgpack_serialize({"version": 3, "optimizer": tree})
+    configs.write_file(folder / "checkpoint", content)
 
 
-def write_store(folder, name, array):
-    """Write a zarr array -> what T5X's index says about it."""
-    # chunks of 64 MiB
-    rows = min(len(array), max(1, len(array) * (1 << 26) // array.nbytes))
-    spec = {
-        "driver": "zarr",
-        "dtype": array.dtype.name,
-        "metadata": {
-            "shape": list(array.shape),
-            "chunks": [rows, *array.shape[1:]],
-            "compressor": None,
-        },
-    }  # T5X's own gzip saves 7 % and takes ten times as long
-    place = {"driver": "file", "path": str(folder / name)}
+def write_zarr(folder, name, array):
+    """Write a zarr array, and return the specification for the msgpack file of T5X."""
+    # As in T5X, a chunk has at most 64 MiB.
+    chunk_rows = max(1, (1 << 26) // array[0].nbytes)
+    metadata = {
+        "shape": list(array.shape),
+        "chunks": [min(len(array), chunk_rows), *array.shape[1:]],
+        # gzip, which T5X uses, saves 7 % of the size but takes ten times as long.
+        "compressor": None,
+    }
+    spec = {"driver": "zarr", "dtype": array.dtype.name, "metadata": metadata}
+    kvstore = {"driver": "file", "path": str(folder / name)}
     try:
-        tensorstore.open({**spec, "kvstore": place}, create=True).result().write(
-            array
-        ).result()
-    except ValueError as error:  # TensorStore's name of what the disk refuses
+        store = tensorstore.open({**spec, "kvstore": kvstore}, create=True).result()
+        store.write(array).result()
+    except ValueError as error:  # a full disk is a ValueError in TensorStore
         raise OSError(str(error)) from error
-    return {**spec, "kvstore": {**place, "path": f"{name}/"}}
+    return {**spec, "kvstore": {"driver": "file", "path": f"{name}/"}}
 
 
-# ---- the command ---------------------------------------------------------------------------------
+# ---- the command -----------------------------------------------------------------------
 
 WRITERS = {"plain": write_plain, "hf": write_hf, "t5x": write_t5x}
 
 
 @contextlib.contextmanager
 def atomic_destination(destination):
-    """A folder to write into, which becomes `destination` if nothing goes wrong."""
+    """Yield a temporary folder, and rename the folder to `destination` at the end.
+
+    If an exception is raised, the temporary folder is removed and `destination` is not
+    made.
+    """
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise UserError(
-            f"{destination} is there already: name another DST, or move it away."
+            f"{destination} already exists: name another DST, or move it away."
         )
     temporary = destination.with_name(f".{destination.name}.tmp{os.getpid()}")
     try:
@@ -1292,91 +1359,104 @@ def atomic_destination(destination):
 
 
 def convert(source, destination, to, dtype, step=None, allow_pickle=False):
-    """Read, write, compare, and give the result its name."""
-    began = time.perf_counter()
+    """Convert the model `source` to the format `to`, and write it as `destination`.
+
+    dtype: the NumPy type of the written parameters. step: see open_any. The written model
+    is read again and compared with the source before `destination` appears.
+    """
+    start = time.perf_counter()
     with atomic_destination(destination) as folder:
         weights = open_any(source, step, allow_pickle)
-        number = model.count_params(model.param_table(weights.cfg.model))
+        params = model.count_params(model.param_table(weights.cfg.model))
         print(
-            f"source   {source}: {number:,} parameters, step {weights.step:,}", flush=True
+            f"source   {source}: {params:,} parameters, step {weights.step:,}", flush=True
         )
         if weights.vocabulary is None:
             note(
-                f"warning: {source} has no vocabulary: what is written takes ids alone until a "
-                f"spiece.model is put there."
+                f"warning: {source} has no vocabulary. The converted model accepts only "
+                f"token ids until you copy its spiece.model into {destination}."
             )
-        bar = data.progress_bar(
-            "converting",
-            "array",
-            2
-            * sum(len(layers_of(name, shape)) for name, shape in weights.shapes.items()),
-        )
+        # Every array is read twice: once to write it, once to compare it.
+        bar = data.progress_bar("converting", "array", 2 * len(weights.arrays))
 
-        def read(name, layer, read=weights.read):
+        def read(tensor):
             bar.update()
-            return read(name, layer)
+            return tensor.read()
 
-        weights = weights._replace(read=read)
+        for key, tensor in weights.arrays.items():
+            weights.arrays[key] = Tensor(tensor.shape, functools.partial(read, tensor))
         try:
             WRITERS[to](folder, weights, dtype)
             if to == "hf":
-                (folder / "README.md").write_text(model_card(weights, source))
+                write_model_card(folder, weights, source)
             elif weights.vocabulary:
                 configs.write_file(folder / "spiece.model", weights.vocabulary)
-        except (OSError, safetensors.SafetensorError) as error:  # such as a full disk
+        # For instance, the disk may be full.
+        except (OSError, safetensors.SafetensorError) as error:
             raise OSError(errno.EIO, str(error)[:200], str(destination)) from error
-        largest, arrays = compare(weights, open_any(folder), dtype)
+        largest, count = compare(weights, open_any(folder), dtype)
         bar.close()
         print(
-            f"compared {arrays:,} arrays with the source: largest difference {largest:g}"
+            f"compared {count:,} arrays with the source: largest difference {largest:g}"
         )
-    print(f"done     {destination}, in {time.perf_counter() - began:.2f} s", flush=True)
+    print(f"done     {destination}, in {time.perf_counter() - start:.2f} s", flush=True)
 
 
 def compare(weights, written, dtype):
-    """Read both, array by array -> (largest difference, arrays); raises where one is damaged."""
+    """Compare two Weights, and return the largest difference and the number of arrays.
+
+    weights: the source. written: what was written. A difference can only come from
+    rounding to dtype. Raises an OSError if a written array is not the rounded array of
+    the source.
+    """
     largest, count = 0.0, 0
-    for name in sorted(written.shapes.keys() & weights.shapes.keys()):
-        kind = dtype if name.startswith("params/") else np.float32
-        for layer in layers_of(name, written.shapes[name]):
-            a, b = (
-                np.asarray(one.read(name, layer), np.float32)
-                for one in (weights, written)
+    for key, tensor in written.arrays.items():
+        # The scalars of a run count steps and updates. T5X counts only steps.
+        if key not in weights.arrays or not tensor.shape:
+            continue
+        expected = np.asarray(weights.arrays[key].read(), np.float32)
+        found = np.asarray(tensor.read(), np.float32)
+        kind = dtype if key[0].startswith("params/") else np.float32
+        rounded = expected.astype(kind).astype(np.float32)
+        if not np.array_equal(rounded, found, equal_nan=True):
+            raise OSError(
+                f"{key[0]} was written, but different values were read back: the disk or "
+                f"the memory is faulty. Nothing was kept."
             )
-            if not np.array_equal(a.astype(kind).astype(np.float32), b, equal_nan=True):
-                raise OSError(
-                    f"{name} is not what was read a moment ago: the disk or the memory "
-                    f"is damaged, nothing was kept"
-                )
-            largest = max(largest, float(np.nanmax(np.abs(a - b), initial=0.0)))
-            count += 1
+        largest = max(largest, float(np.nanmax(np.abs(expected - found), initial=0.0)))
+        count += 1
     return largest, count
 
 
 def main(argv):
+    """Run the command. argv: the arguments of the command line."""
     args, changes = configs.parse_args(
         __doc__,
         argv,
-        src_=dict(help="what to convert"),
-        dst_=dict(help="a new folder"),
-        to=dict(default="plain", choices=tuple(WRITERS)),
+        src_=dict(help="the model to convert"),
+        dst_=dict(help="the folder to create"),
+        to=dict(default="plain", choices=tuple(WRITERS), help="the format of DST"),
         dtype=dict(
-            default="float32", choices=("float32", "bfloat16"), help="of the weights"
+            default="float32",
+            choices=("float32", "bfloat16"),
+            help="the type of the written weights",
         ),
         step=dict(
             default="latest",
-            help="which of several checkpoints: a number, latest or best",
+            help="the checkpoint to convert: a step, latest or best",
         ),
         allow_pickle=dict(action="store_true", help="read pytorch_model.bin"),
     )
     if changes or args.config or args.run_dir:
         raise UserError(
-            "What a model is, convert.py finds in SRC: leave out --config, --run_dir "
-            "and --SECTION.FIELD."
+            "convert.py reads the model's configuration from SRC: leave out --config, "
+            "--run_dir and --SECTION.FIELD."
         )
     for path in (args.src, args.dst):
         if configs.is_remote(path):
-            raise UserError(f"convert.py reads and writes local folders: copy {path}.")
+            raise UserError(
+                f"convert.py reads and writes local folders only: copy {path} first."
+            )
     if args.to == "plain" and args.dtype != "float32":
         raise UserError(
             "A run keeps its weights in float32: leave out --dtype, or add --to hf."

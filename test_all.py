@@ -5426,40 +5426,36 @@ OTHER_JSON = b"[]", b"{}", b"null", b"5", b'"x"', b'{"a": ' * 3000, b'[[[{"name"
 
 
 def damages(path, count, rng):
-    """Contents that take a file's place: bits flipped, cut, emptied, other JSON."""
-    whole = path.read_bytes()
-    last = len(whole)
-    if path.suffix == ".safetensors":  # what follows the header has no checksum
-        last = 8 + int.from_bytes(whole[:8], "little")
-    for at in rng.integers(0, last, count).tolist():
-        yield (
-            whole[:at] + bytes([whole[at] ^ 1 << int(rng.integers(8))]) + whole[at + 1 :]
-        )
-    yield from (whole[: int(len(whole) * part)] for part in (0, 0.3, 0.7))
-    yield whole[:-1]
+    """Yield damaged contents of a file: flipped bits, truncation, other JSON values."""
+    content = path.read_bytes()
+    last = len(content)
+    if path.suffix == ".safetensors":  # only the header can be checked
+        last = 8 + int.from_bytes(content[:8], "little")
+    for position in rng.integers(0, last, count).tolist():
+        flipped = content[position] ^ 1 << int(rng.integers(8))
+        yield content[:position] + bytes([flipped]) + content[position + 1 :]
+    for fraction in (0, 0.3, 0.7):
+        yield content[: int(len(content) * fraction)]
+    yield content[:-1]
     if path.suffix in (".json", ".jsonl"):
         yield from OTHER_JSON
 
 
 def all_arrays(folder):
     weights = convert.open_any(folder)
-    return {
-        (name, layer): np.asarray(weights.read(name, layer))
-        for name in sorted(weights.shapes)
-        for layer in convert.layers_of(name, weights.shapes[name])
-    }
+    return {key: np.asarray(tensor.read()) for key, tensor in weights.arrays.items()}
 
 
 @pytest.mark.parametrize("to, flips", [("hf", 12), ("t5x", 8), ("plain", 6)])
-def test_damaged_weights_are_refused_or_equal(trained, tmp_path, to, flips):
-    """Of every file of a model: never a traceback, never other numbers, and the file is named."""
+def test_damaged_weights_are_refused_or_read_exactly(trained, tmp_path, to, flips):
+    """A damaged file is refused by name, or it is read without any difference."""
     convert.convert(trained[0], tmp_path / "model", to, np.dtype(np.float32))
     expected, rng = all_arrays(tmp_path / "model"), np.random.default_rng(0)
     files = [path for path in sorted((tmp_path / "model").rglob("*")) if path.is_file()]
     kinds = list({path.suffix or path.name[:9]: path for path in files}.values())
     refused = 0
     for path in {*kinds, *[path for path in files if path.suffix == ".json"]}:
-        whole = path.read_bytes()
+        original = path.read_bytes()
         for content in damages(path, flips, rng):
             path.write_bytes(content)
             try:
@@ -5475,12 +5471,12 @@ def test_damaged_weights_are_refused_or_equal(trained, tmp_path, to, flips):
                 assert all(
                     np.array_equal(found[key], expected[key]) for key in expected
                 ), path
-        path.write_bytes(whole)
+        path.write_bytes(original)
     assert refused > 15
 
 
-def test_damaged_files_of_a_run_are_refused_or_equal(trained, tmp_path):
-    """config.json, checkpoints, metrics: what is read is what was written, or a sentence."""
+def test_damaged_run_files_are_refused_or_read_exactly(trained, tmp_path):
+    """A damaged config.json, checkpoint or metrics.jsonl is refused or read exactly."""
     shutil.copytree(trained[0], tmp_path / "run")
     rng, mesh = (
         np.random.default_rng(1),
@@ -5500,7 +5496,7 @@ def test_damaged_files_of_a_run_are_refused_or_equal(trained, tmp_path):
             folder / "manifest.json",
             *sorted(folder.glob("*.msgpack"))[:1],
         ]:
-            whole = path.read_bytes()
+            original = path.read_bytes()
             for content in damages(path, 12, rng):
                 path.write_bytes(content)
                 try:
@@ -5515,7 +5511,7 @@ def test_damaged_files_of_a_run_are_refused_or_equal(trained, tmp_path):
                     np.array_equal(a, b)
                     for a, b in zip(jax.tree.leaves(params), steps[step])
                 ), path
-            path.write_bytes(whole)
+            path.write_bytes(original)
         assert refused > 15 and len(steps) > 1
 
 
@@ -5529,7 +5525,7 @@ def test_damaged_files_of_a_run_are_refused_or_equal(trained, tmp_path):
         {"decode.max_len": 10**6},
     ],
 )
-def test_what_memory_cannot_hold_is_refused(
+def test_runs_that_exceed_the_memory_are_refused(
     trained, tmp_path, capsys, monkeypatch, flags
 ):
     monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
@@ -5564,8 +5560,8 @@ def test_what_memory_cannot_hold_is_refused(
     assert status == 2 and "This needs at least" in err and "lower --" in err, err
 
 
-def test_a_long_line_comes_with_fewer_others(trained, monkeypatch):
-    """Rows at a time shrink as lines grow; what each gets does not depend on it."""
+def test_batches_shrink_for_long_inputs(trained, monkeypatch):
+    """Long inputs get smaller batches, and outputs do not depend on the batch."""
     cfg = configs.load_run(trained[0])
     cfg = change(cfg, decode=dict(batch_size=8, max_len=6), data=dict(inputs_length=32))
     mesh = partition.set_mesh(cfg, jax.devices()[:1])
@@ -5591,7 +5587,7 @@ def test_a_long_line_comes_with_fewer_others(trained, monkeypatch):
     assert [ids for ids, _ in together] == [ids for ids, _ in alone]
 
 
-def test_the_best_step_is_found_by_name(trained, tmp_path, capsys, monkeypatch):
+def test_step_best_names_the_best_checkpoint(trained, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
     shutil.copytree(trained[0], tmp_path / "run")
     assert (
@@ -5607,7 +5603,7 @@ def test_the_best_step_is_found_by_name(trained, tmp_path, capsys, monkeypatch):
             "best",
         )[0]
         == 2
-    )  # it was trained without train.keep_best
+    )  # the run has no train.keep_best
     config = json.loads((tmp_path / "run/config.json").read_text())
     metric = config["train"]["keep_best"] = "training_eval/span_corruption/loss"
     (tmp_path / "run/config.json").write_text(json.dumps(config))
@@ -5633,8 +5629,8 @@ def test_the_best_step_is_found_by_name(trained, tmp_path, capsys, monkeypatch):
     assert status == 2 and "training_eval/span_corruption/..." in err
 
 
-def test_a_table_does_not_mix_decoders(trained, tmp_path, capsys, monkeypatch):
-    """What was decoded otherwise than the run says stands in a column of its own."""
+def test_csv_has_one_column_per_decoding(trained, tmp_path, capsys, monkeypatch):
+    """Results of other decoding options get a column of their own."""
     monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
     monkeypatch.setitem(
         data.TASKS,
@@ -5664,8 +5660,8 @@ def test_a_table_does_not_mix_decoders(trained, tmp_path, capsys, monkeypatch):
     assert {"pairs/accuracy", "pairs-beams=2/accuracy"} <= set(columns)
 
 
-def test_a_full_disk_is_named(trained, tmp_path, capsys, monkeypatch):
-    """/dev/full takes nothing: the sentence names the file that could not be written."""
+def test_full_disk_is_reported_with_the_file_name(trained, tmp_path, capsys, monkeypatch):
+    """The message names the file. /dev/full acts as a full disk."""
 
     def full(*args):
         raise convert.safetensors.SafetensorError("No space left on device")
@@ -5686,15 +5682,15 @@ def test_a_full_disk_is_named(trained, tmp_path, capsys, monkeypatch):
     assert error.value.filename == "/dev/full"
 
 
-def test_the_models_size_follows_the_vocabulary():
+def test_vocab_size_follows_the_vocabulary():
     assert data.with_vocab_size({"data.vocab": "train:1000"})["model.vocab_size"] == 1152
     assert data.with_vocab_size({"data.vocab": "bytes:100"})["model.vocab_size"] == 384
     named = {"data.vocab": "bytes", "model.vocab_size": 512}
     assert data.with_vocab_size(named) == named and data.with_vocab_size({}) == {}
 
 
-def test_any_command_line_ends_in_a_sentence(capsys, monkeypatch):
-    """Hundreds of flags and values, right and wrong: status 0, or 2 and one sentence."""
+def test_random_command_lines_never_end_in_a_traceback(capsys, monkeypatch):
+    """300 random command lines end with status 0, or with status 2 and one sentence."""
     rng = np.random.default_rng(2)
     names = [name for name, *_ in configs.fields(Config(""))]
     values = [
@@ -5741,14 +5737,14 @@ def test_any_command_line_ends_in_a_sentence(capsys, monkeypatch):
 
 # ---- convert -------------------------------------------------------------------------------------
 
-# no two dimensions agree, the decoder is deeper, heads * d_kv is not d_model, 20 buckets up to 40
+# A model in which all dimensions differ, so that a transposed array is noticed.
 ODD = change(
     model=dict(vocab_size=201, relative_buckets=20, relative_max_distance=40, dropout=0.1)
 )
 
 
 def hf_state(m, seed=0):
-    """ModelConfig -> {Hugging Face's name: random float32 array}, as transformers names them."""
+    """Return {name in Hugging Face: random float32 array} of a model."""
     rng, state = np.random.default_rng(seed), {}
     A, gated = m.num_heads * m.d_kv, m.activation.startswith("gated")
 
@@ -5785,7 +5781,7 @@ def hf_state(m, seed=0):
 
 
 def hf_config(m, **more):
-    """What transformers 4 writes."""
+    """Return the content of config.json as transformers 4 writes it."""
     return {
         "model_type": "t5",
         "is_encoder_decoder": True,
@@ -5812,7 +5808,7 @@ def hf_config(m, **more):
 
 
 def write_hf(folder, m, kind="safetensors", state=None, **more):
-    """A Hugging Face directory, by the formats' own writers -> its state dict."""
+    """Write a Hugging Face directory with other libraries, and return its arrays."""
     state = hf_state(m) if state is None else state
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(hf_config(m, **more)))
@@ -5912,10 +5908,12 @@ def test_hugging_face_and_back(kind, activation, tied, tmp_path):
 def test_large_models_are_written_in_shards(tmp_path, monkeypatch):
     state = write_hf(tmp_path / "hf", ODD.model)
     monkeypatch.setattr(convert, "SHARD_BYTES", 60_000)
-    monkeypatch.setattr(partition, "MAX_SHARD_BYTES", 1000)
     convert.main([str(tmp_path / "hf"), str(tmp_path / "back"), "--to", "hf"])
     files = sorted(tmp_path.glob("back/*.safetensors"))
-    assert len(files) > 3 and max(file.stat().st_size for file in files) < 70_000
+    # A file begins below the limit. The largest array may exceed the limit.
+    assert len(files) > 3
+    largest = max(array.nbytes for array in state.values())
+    assert max(file.stat().st_size for file in files) < 60_000 + largest + 5_000
     index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(state)
     assert index["metadata"]["total_size"] == sum(
@@ -5950,7 +5948,9 @@ def test_large_models_are_written_in_shards(tmp_path, monkeypatch):
         ),  # v5's mT5
     ],
 )
-def test_tied_is_what_the_tensors_say(head, flags, tied, factor, tmp_path):
+def test_arrays_and_config_determine_whether_a_model_is_tied(
+    head, flags, tied, factor, tmp_path
+):
     state = hf_state(ODD.model)
     if head != "other":
         state["lm_head.weight"] = state["shared.weight"].copy()
@@ -5969,13 +5969,13 @@ def test_tied_is_what_the_tensors_say(head, flags, tied, factor, tmp_path):
 
 
 def t5x_state(m, seed=0):
-    """ModelConfig -> (T5X's state dict with Adafactor's slots, our params, our slots).
+    """Return T5X's state dict with Adafactor's slots, our parameters and our slots.
 
-    The slots are means of one random array for each parameter, by T5X's rule and by ours.
+    The slots are the means of one random array per parameter.
     """
     rng, tree, squares = np.random.default_rng(seed), {}, {}
 
-    def draw(name, shape):
+    def random_parameter(name, shape):
         tree[f"target/{name}"] = rng.standard_normal(shape, dtype=np.float32)
         squares[name] = rng.random(shape, dtype=np.float32)
         slots = dict.fromkeys(("m", "v", "v_row", "v_col"), np.zeros(1, np.float32))
@@ -5990,7 +5990,7 @@ def t5x_state(m, seed=0):
         tree.update({f"state/param_states/{name}/{slot}": a for slot, a in slots.items()})
         return tree[f"target/{name}"]
 
-    params = map_t5x(m, draw)
+    params = map_t5x(m, random_parameter)
     tree["state/step"] = np.array(1000, np.int32)
 
     def ours(p, square):
@@ -6008,7 +6008,7 @@ def t5x_state(m, seed=0):
 
 
 def read_t5x(folder):
-    """A T5X checkpoint -> {name: array}, as T5X reads it: flax's msgpack and TensorStore."""
+    """Read a T5X checkpoint as T5X does, with Flax and TensorStore, as {name: array}."""
     import tensorstore
 
     tree = flax.serialization.msgpack_restore((folder / "checkpoint").read_bytes())
@@ -6035,7 +6035,7 @@ def assert_same_arrays(a, b):
 
 
 def restored(run_dir, optimizer="adafactor"):
-    """What --train.restore all takes from a run."""
+    """Return (step, state) as --train.restore all reads them from a run."""
     cfg = change(configs.load_run(run_dir), train=dict(optimizer=optimizer))
     shapes = jax.eval_shape(lambda: train.init_state(cfg))
     mesh = jax.sharding.get_mesh()
@@ -6051,7 +6051,7 @@ def restored(run_dir, optimizer="adafactor"):
 
 
 def test_t5x_and_back_with_optimizer(tmp_path):
-    """Matrices longer and shorter than wide, square ones, and such as are not factored."""
+    """The matrices are tall, wide, square, and too small to be factored."""
     m = ModelConfig(
         vocab_size=300,
         d_model=128,
@@ -6097,7 +6097,7 @@ def test_t5x_and_back_with_optimizer(tmp_path):
 
 @needs_cases
 @pytest.mark.parametrize("source", ["checkpoint_1000", "orbax"])
-def test_t5xs_own_checkpoints_and_back(source, tmp_path):
+def test_checkpoints_written_by_t5x_and_back(source, tmp_path):
     folder = CASES / "t5x/checkpoint/v11"
     convert.main([str(folder / source), str(tmp_path / "run")])
     m, params = params_of(tmp_path / "run")
@@ -6159,8 +6159,8 @@ def test_mesh_tensorflow(tmp_path):
     )
 
 
-def test_a_run_goes_out_and_comes_back(trained, tmp_path, capsys, monkeypatch):
-    """Our run -> Hugging Face -> a run that infer, evaluate and train use."""
+def test_run_to_hugging_face_and_back(trained, tmp_path, capsys, monkeypatch):
+    """A run survives the way to Hugging Face and back, and can be used afterwards."""
     run_dir, flags = trained
     monkeypatch.setattr(partition.jax, "devices", lambda *_: jax.local_devices()[:1])
     status, out, err = run(
@@ -6206,9 +6206,9 @@ def test_a_run_goes_out_and_comes_back(trained, tmp_path, capsys, monkeypatch):
     status, _, err = run(
         convert, capsys, monkeypatch, run_dir, tmp_path / "t5x", "--to", "t5x"
     )
-    assert status == 0 and "no slots of Adafactor" in err  # the run's optimizer is AdamW
+    assert status == 0 and "no Adafactor state" in err  # the run's optimizer is AdamW
     assert "target/token_embedder/embedding" in read_t5x(tmp_path / "t5x")
-    (tmp_path / "run" / "spiece.model").unlink()  # ids are answered without a vocabulary
+    (tmp_path / "run" / "spiece.model").unlink()  # token ids need no vocabulary
     (tmp_path / "in.jsonl").write_text('{"inputs": [5, 6, 1]}\n')
     status, _, err = run(
         infer,
@@ -6227,7 +6227,7 @@ def test_a_run_goes_out_and_comes_back(trained, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["t5 1.1", "t5 1.0", "mt5", "bfloat16"])
-def test_transformers_reads_what_is_written(
+def test_transformers_reads_the_exported_model(
     name, tmp_path, capsys, caplog, monkeypatch, tokenizer
 ):
     pytest.importorskip("torch", reason="needs pip install '.[parity]'")
@@ -6271,14 +6271,13 @@ def test_transformers_reads_what_is_written(
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     for text in ("alpha <extra_id_0> beta", "gamma <extra_id_99>", "  delta\tbeta ß<"):
         assert theirs(text).input_ids == [*tokenizer.encode(text), data.EOS]
-    # transformers 5 says of every untied T5, its own included, that it is not tied
+    # transformers 5 prints this warning for every model that is not tied
     warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert not [w for w in warnings if "so we will NOT tie them" not in w]
 
 
 def families(tokenizer):
-    """{family: (class of transformers, changes of ModelConfig, its vocabulary)}: what people bring,
-    as the libraries of their time wrote it."""
+    """Return {family: (changes of ModelConfig, vocabulary)} of published models."""
     spm = convert.parse_sentencepiece(tokenizer.serialized)
     built_in = convert.parse_sentencepiece(tokenizer.processor.serialized_model_proto())
     literal = convert.parse_sentencepiece(tokenizer.serialized)
@@ -6326,18 +6325,18 @@ def families(tokenizer):
     ],
 )
 def test_families(family, tmp_path, capsys, monkeypatch, tokenizer):
-    """A folder of transformers' is converted, asked, trained for a step and converted back."""
+    """A model from transformers is imported, queried, trained for a step and exported."""
     changes, vocabulary = families(tokenizer)[family]
     cfg = change(model=dict(dropout=0.0, **changes))
     network, params = hugging_face(cfg.model)
     transformers, folder = sys.modules["transformers"], tmp_path / "theirs"
     network.save_pretrained(folder)
     about = json.loads((folder / "config.json").read_text())
-    if not cfg.model.tied:  # as they are published
+    if not cfg.model.tied:  # as in the published models
         about["tie_word_embeddings"] = False
     if family == "mT5":
         about["model_type"] = "mt5"
-    if family == "UMT5":  # Google's says none
+    if family == "UMT5":  # Google's config.json has no model_type
         del about["model_type"]
     (folder / "config.json").write_text(json.dumps(about))
     if isinstance(vocabulary, str):
@@ -6368,7 +6367,7 @@ def test_families(family, tmp_path, capsys, monkeypatch, tokenizer):
         "",
         "x\u3000y \u00e9 \u4e2d",
     ]
-    if isinstance(vocabulary, dict):  # in which sentinels stand anywhere
+    if isinstance(vocabulary, dict):  # sentinels may stand anywhere in a text
         lines += ["a <extra_id_7>, b", "<extra_id_1>."]
         lines += ["a<extra_id_7>b", "a\x85b"] * (family == "saved by transformers 5")
     if theirs:
@@ -6463,12 +6462,12 @@ def test_families(family, tmp_path, capsys, monkeypatch, tokenizer):
         (lambda t: t.update(normalizer={"type": "Lowercase"}), "Lowercase"),
         (lambda t: t.update(pre_tokenizer={"type": "Digits"}), "Digits and 1 more"),
         (lambda t: t.update(pre_tokenizer=None), "no Metaspace"),
-        (lambda t: t["model"]["vocab"].append(["more", -1.0]), "its sentinels"),
+        (lambda t: t["model"]["vocab"].append(["more", -1.0]), "The sentinels in"),
         (lambda t: t["model"].pop("vocab"), "vocab"),
         (lambda t: t["model"]["vocab"].insert(5, 7), "damaged"),
     ],
 )
-def test_what_a_tokenizer_json_may_say(
+def test_unsupported_tokenizer_json_is_refused(
     change_it, expected, tmp_path, tokenizer, capsys, monkeypatch
 ):
     about = convert.tokenizer_json(convert.parse_sentencepiece(tokenizer.serialized))
@@ -6479,11 +6478,11 @@ def test_what_a_tokenizer_json_may_say(
     assert status == 2 and expected in err and "Traceback" not in err, err
 
 
-def test_an_input_that_is_a_pipe_is_read_once(trained, tmp_path, capsys, monkeypatch):
+def test_input_from_a_pipe_is_read_once(trained, tmp_path, capsys, monkeypatch):
     os.mkfifo(tmp_path / "in.jsonl")
 
     def write():
-        # the second time nothing
+        # a second reader would get an empty file
         for text in ('{"inputs": "alpha"}\n{"inputs": "beta"}\n', ""):
             (tmp_path / "in.jsonl").write_text(text)
 
@@ -6507,8 +6506,10 @@ def test_an_input_that_is_a_pipe_is_read_once(trained, tmp_path, capsys, monkeyp
 
 
 @pytest.mark.parametrize("sentinels", [100, 30])
-def test_a_vocabulary_has_as_many_sentinels_as_it_says(sentinels, tmp_path, tokenizer):
-    """UMT5 has 300, which its spiece.model leaves to tokenizer_config.json."""
+def test_tokenizer_config_determines_the_number_of_sentinels(
+    sentinels, tmp_path, tokenizer
+):
+    """UMT5 has 300 sentinels, which spiece.model does not contain."""
     write_hf(tmp_path / "hf", change().model)
     (tmp_path / "hf" / "spiece.model").write_bytes(tokenizer.serialized)
     (tmp_path / "hf" / "tokenizer_config.json").write_text(
@@ -6522,8 +6523,10 @@ def test_a_vocabulary_has_as_many_sentinels_as_it_says(sentinels, tmp_path, toke
 
 
 @pytest.mark.parametrize("pool", ["mean", "first", "none"])
-def test_encoders_vectors(pool, tmp_path, tokenizer, capsys, monkeypatch):
-    """They equal T5EncoderModel's, in order, as JSONL and .npz; a killed job goes on."""
+def test_encoder_outputs_equal_those_of_transformers(
+    pool, tmp_path, tokenizer, capsys, monkeypatch
+):
+    """JSONL and .npz hold the outputs of T5EncoderModel. A killed job resumes."""
     cfg = change(model=dict(num_decoder_layers=0, tied=True, relative_max_distance=128))
     network, _ = hugging_face(cfg.model)
     torch = sys.modules["torch"]
@@ -6561,12 +6564,12 @@ def test_encoders_vectors(pool, tmp_path, tokenizer, capsys, monkeypatch):
         return err
 
     ask("a.jsonl")
-    whole = (tmp_path / "a.jsonl").read_bytes().splitlines(keepends=True)
-    (tmp_path / "b.npz.partial").write_bytes(b"".join(whole[:2]) + whole[2][:50])
+    written = (tmp_path / "a.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "b.npz.partial").write_bytes(b"".join(written[:2]) + written[2][:50])
     assert "has 2 lines" in ask("b.npz")
     arrays = np.load(tmp_path / "b.npz")
     places = np.cumsum([0, *arrays["lengths"]])
-    assert len(whole) == 6 == len(arrays["lengths"]) and arrays["lengths"][-1] == 0
+    assert len(written) == 6 == len(arrays["lengths"]) and arrays["lengths"][-1] == 0
     for number, text in enumerate(texts):
         ids = [*tokenizer.encode(text)[:15], data.EOS]
         with torch.no_grad():
@@ -6575,15 +6578,15 @@ def test_encoders_vectors(pool, tmp_path, tokenizer, capsys, monkeypatch):
             pool
         ]
         part = slice(*places[number : number + 2])
-        line = json.loads(whole[number])
+        line = json.loads(written[number])
         assert arrays["ids"][part].tolist() == ids == line["ids"]
         found = arrays["vectors"][part] if pool == "none" else arrays["vectors"][number]
         np.testing.assert_allclose(found, expected, atol=1e-4)
         np.testing.assert_array_equal(np.float32(line[infer.RESULT_FIELD[pool]]), found)
-    assert "error" in json.loads(whole[-1])
+    assert "error" in json.loads(written[-1])
 
 
-def test_vocabularies_that_hugging_face_reads_otherwise(tmp_path, tokenizer, capsys):
+def test_exported_tokenizers(tmp_path, tokenizer, capsys):
     def written(vocabulary=None, **changes):
         if vocabulary is None:
             proto = convert.parse_sentencepiece(tokenizer.serialized)
@@ -6600,15 +6603,15 @@ def test_vocabularies_that_hugging_face_reads_otherwise(tmp_path, tokenizer, cap
         return about["tokenizer_class"], capsys.readouterr().err
 
     for vocabulary in (None, tokenizer.processor.serialized_model_proto()):
-        kind, said = written(vocabulary)
+        kind, note = written(vocabulary)
         about = json.loads((tmp_path / "tokenizer.json").read_text())
-        assert kind == "PreTrainedTokenizerFast" and "no space before it" in said
+        assert kind == "PreTrainedTokenizerFast" and "no space before it" in note
         assert (
             len(about["model"]["vocab"]) == tokenizer.size
             and len(about["added_tokens"]) == 103
         )
     assert written(b"bytes:0\n")[0] == "ByT5Tokenizer"
-    with pytest.raises(configs.UserError, match="no unigram model"):
+    with pytest.raises(configs.UserError, match="not a unigram model"):
         written(model_type=2)
 
 
@@ -6617,14 +6620,15 @@ def damage_shard(folder):
     path.write_bytes(path.read_bytes()[:-100])
 
 
-# kind of directory, what is done to its state dict or folder, config, the reason
+# Each value: kind of directory, damage to the arrays, damage to the folder, changes of
+# config.json, expected message.
 BAD_WEIGHTS = {
     "missing": (
         "safetensors",
         lambda s: s.pop("encoder.block.1.layer.1.DenseReluDense.wo.weight"),
         None,
         {},
-        "has no encoder.block.1.layer.1.DenseReluDense.wo.weight",
+        "encoder.block.1.layer.1.DenseReluDense.wo.weight must have shape (32, 48)",
     ),
     "no head": (
         "safetensors",
@@ -6644,7 +6648,7 @@ BAD_WEIGHTS = {
         ),
         None,
         {},
-        "decoder.block.1.layer.0.SelfAttention.q.weight has shape [3, 32]",
+        "SelfAttention.q.weight must have shape (24, 32), but it has (3, 32)",
     ),
     "unknown": (
         "safetensors",
@@ -6665,29 +6669,35 @@ BAD_WEIGHTS = {
         lambda s: [s.pop(n) for n in list(s) if "decoder" in n],
         None,
         {},
-        "has an output layer and no decoder layers",
+        "0 decoder layers and an output layer",
     ),
     "decoder alone": (
         "safetensors",
         lambda s: [s.pop(n) for n in list(s) if "encoder" in n],
         None,
         {},
-        "but a decoder alone",
+        "has 0 encoder layers, 3 decoder layers",
     ),
     "shard missing": (
         "sharded",
         None,
         lambda f: (f / "part-1.safetensors").unlink(),
         {},
-        "has no part-1.safetensors",
+        "part-1.safetensors is missing",
     ),
-    "shard cut": ("sharded", None, damage_shard, {}, "part-1.safetensors is not a whole"),
+    "shard cut": (
+        "sharded",
+        None,
+        damage_shard,
+        {},
+        "part-1.safetensors is missing, damaged or",
+    ),
     "shard empty": (
         "sharded",
         None,
         lambda f: (f / "part-1.safetensors").write_bytes(b""),
         {},
-        "part-1.safetensors is not a whole",
+        "part-1.safetensors is missing, damaged or",
     ),
     "flax cut": (
         "flax_model.msgpack",
@@ -6696,14 +6706,14 @@ BAD_WEIGHTS = {
             (f / "flax_model.msgpack").read_bytes()[:-5000]
         ),
         {},
-        "is not a whole msgpack file",
+        "flax_model.msgpack is missing, damaged or not a complete msgpack file",
     ),
     "another config": (
         "safetensors",
         None,
         None,
         {"d_ff": 99},
-        "config.json says d_ff 99",
+        "says d_ff 99, but plain T5 needs 48",
     ),
     "another EOS": ("safetensors", None, None, {"eos_token_id": 2}, "eos_token_id 2"),
     "several EOS": (
@@ -6761,7 +6771,7 @@ BAD_WEIGHTS = {
         None,
         lambda f: (f / "spiece.model").write_bytes(b"no model"),
         {},
-        "spiece.model is not a SentencePiece model",
+        "spiece.model is missing, damaged or not a SentencePiece model",
     ),
     "pickle": ("pytorch_model.bin", None, None, {}, "--allow_pickle"),
     "no weights": (
@@ -6769,13 +6779,13 @@ BAD_WEIGHTS = {
         None,
         lambda f: (f / "model.safetensors").unlink(),
         {},
-        "is no run directory",
+        "is not a run directory",
     ),
 }
 
 
 @pytest.mark.parametrize("name", BAD_WEIGHTS)
-def test_bad_weights_are_named_and_nothing_is_written(
+def test_invalid_weights_are_named_and_nothing_is_written(
     name, tmp_path, capsys, monkeypatch
 ):
     kind, spoil, damage, config, expected = BAD_WEIGHTS[name]
@@ -6785,14 +6795,14 @@ def test_bad_weights_are_named_and_nothing_is_written(
     write_hf(tmp_path / "hf", ODD.model, kind, state, **config)
     if damage:
         damage(tmp_path / "hf")
-    (tmp_path / "run").mkdir()  # an empty folder is a fine DST
+    (tmp_path / "run").mkdir()  # DST may be an empty folder
     status, _, err = run(convert, capsys, monkeypatch, tmp_path / "hf", tmp_path / "run")
     assert status == 2 and expected in err and "Traceback" not in err, err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "run"]
     assert not any((tmp_path / "run").iterdir())
 
 
-def test_strange_sources_and_destinations_are_refused(tmp_path, capsys, monkeypatch):
+def test_invalid_sources_and_destinations_are_refused(tmp_path, capsys, monkeypatch):
     write_hf(tmp_path / "hf", ODD.model)
     m = ModelConfig(
         vocab_size=40,
@@ -6818,10 +6828,10 @@ def test_strange_sources_and_destinations_are_refused(tmp_path, capsys, monkeypa
     for *argv, expected in (
         (tmp_path / "old", tmp_path / "a", "version 2"),
         (tmp_path / "zarr", tmp_path / "a", "token_embedder.embedding"),
-        (tmp_path / "full", tmp_path / "a", "is no run directory"),
-        (tmp_path / "nowhere", tmp_path / "a", "nowhere is no run directory"),
-        (tmp_path / "hf", tmp_path / "full", "is there already"),
-        (tmp_path / "hf", tmp_path / "full" / "mine", "is there already"),
+        (tmp_path / "full", tmp_path / "a", "is not a run directory"),
+        (tmp_path / "nowhere", tmp_path / "a", "nowhere is not a run directory"),
+        (tmp_path / "hf", tmp_path / "full", "already exists"),
+        (tmp_path / "hf", tmp_path / "full" / "mine", "already exists"),
         (tmp_path / "hf", tmp_path / "a", "--dtype", "bfloat16", "float32"),
         (tmp_path / "hf", tmp_path / "a", "--step", "x", "--step takes"),
         (tmp_path / "hf", tmp_path / "a", "--model.d_ff", "7", "leave out"),
@@ -6836,19 +6846,13 @@ def test_strange_sources_and_destinations_are_refused(tmp_path, capsys, monkeypa
     assert (tmp_path / "full" / "mine").read_text() == "precious"
 
 
-def test_what_was_written_wrongly_is_found(tmp_path, monkeypatch):
+def test_wrongly_written_arrays_are_detected(tmp_path, monkeypatch):
     write_hf(tmp_path / "hf", ODD.model)
     weights = convert.open_any(tmp_path / "hf")
-    flipped = weights._replace(
-        read=lambda name, layer: (
-            weights.read(name, layer)
-            + (
-                np.float32(1e-7)
-                if (name, layer) == ("params/decoder/layers/mlp/norm", 2)
-                else 0
-            )
-        )
-    )
+    name = "params/decoder/layers/mlp/norm"
+    changed = weights.arrays[name, 2]
+    changed = convert.in_memory(changed.read() + np.float32(1e-7))
+    flipped = weights._replace(arrays={**weights.arrays, (name, 2): changed})
     convert.write_plain(tmp_path / "run", flipped, np.dtype(np.float32))
     with pytest.raises(OSError, match="decoder/layers/mlp/norm"):
         convert.compare(weights, convert.open_any(tmp_path / "run"), np.dtype(np.float32))
