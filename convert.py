@@ -33,7 +33,6 @@ Example:
 """
 
 import base64
-import collections
 import contextlib
 import errno
 import functools
@@ -627,13 +626,14 @@ def read_hf(folder, name, allow_pickle):
 
     name: a name in WEIGHT_FILES, for a single file or for the index of several files.
     """
-    files = [folder / name]
+    files, promised = [folder / name], set()
     if not files[0].exists():
         path = folder / f"{name}.index.json"
         index = configs.read_json(path, {"weight_map": {str: str}})
         files = sorted(
             {folder / Path(file).name for file in index["weight_map"].values()}
         )
+        promised = set(index["weight_map"])
     if name.endswith(".bin") and not allow_pickle:
         raise UserError(
             f"{files[0]} is a pickle file, which can run any program when it is read: "
@@ -644,6 +644,11 @@ def read_hf(folder, name, allow_pickle):
     tensors = {}
     for file in files:
         tensors |= read_file(file)
+    if missing := promised - tensors.keys():
+        raise UserError(
+            f"{folder} has no {name_some(missing)}, which its index lists: download the "
+            f"missing file again."
+        )
     return tensors
 
 
@@ -1057,7 +1062,7 @@ def write_plain(folder, weights, dtype):
 
 # ---- writing Hugging Face --------------------------------------------------------------
 
-# SHARD_BYTES: a new safetensors file begins after this number of bytes.
+# The largest size of a safetensors file in bytes. A larger model is written as several.
 SHARD_BYTES = 5_000_000_000
 
 
@@ -1109,12 +1114,17 @@ def write_safetensors(folder, weights, dtype):
 
     A small model is one file. A large model is several files with an index.
     """
-    files, total_size = collections.defaultdict(list), 0
+    files, total_size, file_size = [], 0, math.inf
     for entry in parameter_entries(weights.cfg.model, HF):
-        files[total_size // SHARD_BYTES].append(entry)
-        total_size += math.prod(entry.shape) * dtype.itemsize
+        size = math.prod(entry.shape) * dtype.itemsize
+        if file_size + size > SHARD_BYTES:
+            files.append([])
+            file_size = 0
+        files[-1].append(entry)
+        file_size += size
+        total_size += size
     weight_map = {}
-    for number, entries in enumerate(files.values(), 1):
+    for number, entries in enumerate(files, 1):
         name = f"model-{number:05}-of-{len(files):05}.safetensors"
         if len(files) == 1:
             name = "model.safetensors"

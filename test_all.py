@@ -5910,10 +5910,7 @@ def test_large_models_are_written_in_shards(tmp_path, monkeypatch):
     monkeypatch.setattr(convert, "SHARD_BYTES", 60_000)
     convert.main([str(tmp_path / "hf"), str(tmp_path / "back"), "--to", "hf"])
     files = sorted(tmp_path.glob("back/*.safetensors"))
-    # A file begins below the limit. The largest array may exceed the limit.
-    assert len(files) > 3
-    largest = max(array.nbytes for array in state.values())
-    assert max(file.stat().st_size for file in files) < 60_000 + largest + 5_000
+    assert len(files) > 3 and max(file.stat().st_size for file in files) < 70_000
     index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(state)
     assert index["metadata"]["total_size"] == sum(
