@@ -3010,8 +3010,9 @@ def test_optimizers_of_optax_fit_in(name, monkeypatch):
     theirs, memory = state.params, optimizer.init(state.params)
     entry = train.OPTIMIZERS[name]
     declared = partition.flatten(entry.slots(table))
+    slots = partition.flatten(flax.serialization.to_state_dict(state.slots))
     assert {k: p.shape for k, p in declared.items()} == {
-        k: a.shape for k, a in partition.flatten(state.slots).items()
+        k: a.shape for k, a in slots.items()
     }
     assert declared["0/mu/encoder/layers/mlp/up"].axes == ("layers", "embed", "mlp")
     apply = jax.jit(
@@ -3202,14 +3203,16 @@ def test_the_plan_counts_what_the_program_holds():
     assert f"parameters: {model.count_params(model.param_table(cfg.model)):,}\n" in info
 
 
-def test_out_of_memory_names_the_levers():
-    """In order, each with what it leaves; the sizes fall."""
+def test_memory_report_names_options_that_save_memory():
+    """The options are added one after another, so the memory falls from line to line."""
     cfg = change(model=dict(remat="none"))
     partition.set_mesh(cfg, jax.devices()[:4])
-    text = train.out_of_memory_message(cfg)
-    assert re.search(r"microbatches 2 .*remat full .*fsdp true .*batch_size", text)
-    sizes = [float(size) for size in re.findall(r"([\d.e-]+) GB", text)]
-    assert len(sizes) == 4 and sizes == sorted(sizes, reverse=True)
+    text = train.memory_report(cfg)
+    assert re.search(r"microbatches 2 .*remat full .*fsdp true ", text, re.DOTALL)
+    sizes = [
+        float(size) for size in re.findall(r"(?:total|--\S+ \w+) +([\d.e-]+) GB", text)
+    ]
+    assert len(sizes) >= 4 and sizes == sorted(sizes, reverse=True)
 
 
 def test_a_tpus_program_is_read():
@@ -3241,18 +3244,19 @@ ENTRY %main (p: f32[2]) -> f32[2] {{
     }
 
 
-def test_a_plan_ranks_the_levers():
-    """Each by itself, the one that leaves least first; what does not divide is left out."""
+def test_memory_savings_add_options_one_after_another():
+    """Options that the number of rows or devices rules out are left out."""
     cfg = change(model=dict(remat="none"), train=dict(batch_size=12, microbatches=3))
     mesh = partition.set_mesh(cfg, jax.devices()[:4])
-    found = {flag: size for flag, size, _ in train.memory_savings(cfg)}
+    savings = train.memory_savings(cfg)
     assert jax.sharding.get_mesh() == mesh
-    assert [*found] == sorted(found, key=found.get)
-    assert {*found} == {"--model.remat full", "--mesh.fsdp true", "--mesh.model 2"}
+    flags = [flag for flag, _, _ in savings]
+    assert flags[:2] == ["--model.remat full", "--mesh.fsdp true"]
+    assert "--train.microbatches 6" not in flags
     full = sum(train.memory_table(change(cfg, model=dict(remat="full")), mesh).values())
-    assert (
-        found["--model.remat full"] == full < sum(train.memory_table(cfg, mesh).values())
-    )
+    assert savings[0][1] == full < sum(train.memory_table(cfg, mesh).values())
+    sizes = [size for _, size, _ in savings]
+    assert sizes == sorted(sizes, reverse=True)
 
 
 @pytest.mark.parametrize(
@@ -4335,7 +4339,7 @@ def test_killed_and_resumed_equals_uninterrupted(corpus, compiled, tmp_path):
     wait_for_step(process, broken, 240)
     process.send_signal(signal.SIGTERM)
     status, out, err = finish(process)
-    assert status == 0 and "resumed" in out and "stopped  at step" in out, err
+    assert status == 0 and "resumed" in out and "stopped at step" in out, err
     status, out, err = finish(start(compiled, "--run_dir", broken))  # its own recipe now
     assert status == 0 and "resumed" in out and "done" in out, err
     assert metrics_of(whole) == metrics_of(broken)
@@ -4345,7 +4349,10 @@ def test_killed_and_resumed_equals_uninterrupted(corpus, compiled, tmp_path):
     (one,), (two,) = one.glob("*.msgpack"), two.glob("*.msgpack")
     assert one.read_bytes() == two.read_bytes()
     status, out, _ = finish(start(compiled, "--run_dir", broken))
-    assert status == 0 and out.splitlines()[-1].startswith("finished")
+    assert status == 0
+    assert out.splitlines()[-1] == (
+        f"{broken} already has its 400 steps; continue with --train.steps 800"
+    )
 
 
 @pytest.fixture(scope="session")
@@ -4620,7 +4627,9 @@ def test_what_happens_to_one_process_ends_both(
     both[victim].send_signal(number)
     if number == signal.SIGTERM:
         (status, out, _), (other, *_) = finish_all(both)
-        step = int(re.search(r"stopped  at step ([\d,]+)", out)[1].replace(",", ""))
+        step = int(
+            re.search(r"stopped at step ([\d,]+) on SIGTERM", out)[1].replace(",", "")
+        )
         assert (
             status == other == 0
             and partition.Checkpoints(tmp_path / "run").steps()[-1] == step
@@ -4790,7 +4799,7 @@ def test_sigterm_outside_the_steps(corpus, compiled, tmp_path, where, step):
         compiled, where, "--run_dir", tmp_path, *flags_of(corpus, **SHORT)
     )
     status, out, err = finish(process)
-    assert status == 0 and f"stopped  at step {step}," in out, err
+    assert status == 0 and f"stopped at step {step} on SIGTERM" in out, err
     assert partition.Checkpoints(tmp_path).steps()[-1] == step
 
 
@@ -5053,7 +5062,7 @@ def test_two_runs_in_one_directory_are_refused(trained, capsys, monkeypatch):
     assert status == 2 and "Another process trains" in err
     lock.close()
     status, out, _ = run(train, capsys, monkeypatch, "--run_dir", run_dir)
-    assert status == 0 and "finished" in out
+    assert status == 0 and "already has its" in out
 
 
 def test_a_checkpoint_of_another_model_is_refused(trained, tmp_path, one_device):
@@ -5115,7 +5124,7 @@ def test_a_run_starts_from_anothers_weights(
     status, out, err = start("new", run_dir, *task)
     assert status == 0 and f"the weights of step {newest}" in out and "accuracy" in out
     status, out, _ = start("new", run_dir, *task)  # the same command again
-    assert status == 0 and "finished" in out
+    assert status == 0 and "already has its" in out
     cfg = configs.load_run(tmp_path / "new")
     mesh = partition.set_mesh(cfg, jax.local_devices()[:1])
     old, new = (
@@ -5156,7 +5165,7 @@ def test_a_run_starts_from_anothers_weights(
     status, _, err = start(
         "late", checkpoint, "--train.restore", "all", "--train.steps", 2
     )
-    assert status == 2 and "goes on from there" in err
+    assert status == 2 and "--train.steps greater than" in err
 
 
 # ---- fuzz ----------------------------------------------------------------------------------------
