@@ -1,23 +1,20 @@
-"""Train a T5 model: the learning-rate schedule, the optimizer, the training step and the loop.
+"""Train a T5 model: learning rate, optimizer, training step and training loop.
 
-The input is a Config (configs.py) and batches of token ids (data.py). The output is a run
-directory with checkpoints, the configuration and metrics.jsonl. The same command resumes a run
-that was stopped or killed. The result is identical to that of an uninterrupted run, because
-the batch of a step depends on nothing but the configuration and the step number.
+Input: a Config (configs.py) and batches of token ids (data.py).
+Output: a run directory with checkpoints, config.json and the metrics in metrics.jsonl.
+The same command resumes a run that was stopped or killed, and the result is identical to
+that of an uninterrupted run.
 
-    python train.py                        train the tiny recipe: about two minutes on a CPU
-    python train.py --config small_c4      train T5 1.1 small on C4, on all devices of this machine
-    python train.py --config xxl_c4 --mesh.fsdp true --plan 256
-                                           estimate memory and time for 256 devices
+    python train.py                      train the tiny recipe, two minutes on a CPU
+    python train.py --config small_c4    train T5 1.1 small on C4, on all local devices
+    python train.py --plan v5e:2x4       estimate time and memory on other devices
 
-Example: the schedule of T5 is constant for 10,000 steps and then falls as 1 / sqrt(step).
+Example: T5's learning rate is constant for 10,000 steps and then falls as 1 / sqrt(step).
 
     >>> import configs, train
-    >>> schedule = configs.TrainConfig(learning_rate=1.0, warmup_steps=10_000)
-    >>> [round(float(train.learning_rate(step, schedule)), 4) for step in (0, 10_000, 40_000)]
+    >>> cfg = configs.TrainConfig(learning_rate=1.0, warmup_steps=10_000)
+    >>> [round(float(train.learning_rate(step, cfg)), 4) for step in (0, 10_000, 40_000)]
     [0.01, 0.01, 0.005]
-
-A *slot* is an array of optimizer state that belongs to one parameter.
 """
 
 import ctypes
@@ -59,7 +56,7 @@ try:
 except ImportError:  # tensorboardX is an optional dependency
     tensorboardX = None
 
-# ---- learning rate -------------------------------------------------------------------------------
+# ---- learning rate ---------------------------------------------------------------------
 
 
 def learning_rate(step, cfg):
@@ -75,7 +72,7 @@ def learning_rate(step, cfg):
     warmup = cfg.warmup_steps
     after_warmup = jnp.maximum(step, warmup)
     cycle = jnp.maximum(0.0, (step - warmup) / cfg.steps_per_cycle)
-    # All factors are computed here. The compiler removes those that the schedule does not use.
+    # All factors are computed. The compiler removes those that the schedule does not use.
     factors = {
         "constant": cfg.learning_rate,
         # Rise linearly from 0 to 1 during the warmup, then stay at 1.
@@ -97,30 +94,29 @@ def learning_rate(step, cfg):
         name = name.strip()
         if name not in factors:
             raise UserError(
-                f"--train.schedule has an unknown factor {name!r}: use {', '.join(factors)}."
+                f"--train.schedule has an unknown factor {name!r}: "
+                f"use {', '.join(factors)}."
             )
         rate = rate * factors[name]
     return jnp.maximum(rate, 1e-8)
 
 
-# ---- optimizers ----------------------------------------------------------------------------------
+# ---- optimizers ------------------------------------------------------------------------
 
-# Most optimizers keep state for each parameter. A slot is one array of that state. Adam, for
-# example, has two slots for each parameter: the moving averages of the gradient and of its square.
-# Slots are declared with model.Param, like parameters, so that sharding and checkpoints treat
-# slots and parameters alike.
+# Most optimizers keep state for each parameter. We call one array of this state a slot.
+# Adam, for example, has two slots for each parameter: the moving averages of the gradient
+# and of its square. Slots are declared with model.Param, like parameters, so that the
+# code for sharding and checkpoints treats slots and parameters alike.
 
 
 class Optimizer(NamedTuple):
     """Three functions that define an optimizer.
 
-    All their arguments are nested dicts with the structure of the parameters, unless noted.
-
-    slots(table): declare the slots. The argument is model.param_table(cfg). The result is a
-        nested dict of model.Param, which gives the shape and the axes of each slot.
-    update(table, params, grads, slots, count, rate, train): compute one update and return
-        (new parameters, new slots). count is the number of updates before this one, rate is the
-        learning rate, and train is the TrainConfig.
+    slots(table): declare the optimizer state. table is model.param_table(cfg). Returns a
+        nested dict of model.Param, with the shape and the axes of every slot.
+    update(table, params, grads, slots, count, rate, train): compute one update from the
+        gradients. Returns (new params, new slots). count is the number of earlier
+        updates, rate is the learning rate, and train is the TrainConfig.
     init(params): return the initial slots. If init is None, all slots start as zeros.
     """
 
@@ -129,28 +125,32 @@ class Optimizer(NamedTuple):
     init: Callable | None = None
 
 
-# Adafactor (Shazeer and Stern 2018, arXiv:1804.04235) divides each gradient by the root mean
-# square of its past values, as Adam does, but needs much less memory for a matrix. Instead of an
-# average for every element, it keeps the averages of each row and of each column.
+# Adafactor (Shazeer and Stern 2018, arXiv:1804.04235) divides each gradient by the root
+# mean square of its past values, as Adam does. Adam stores this average for every
+# element. For a matrix, Adafactor stores only the average of each row and of each column.
 #
 # The update of a parameter w with gradient g, after t earlier updates:
 #
-#     beta = 1 - (t + 1)^-0.8                      weight of the past in the moving averages
-#     V    = beta * V + (1 - beta) * (g^2 + 1e-30)             average of the squared gradients
-#            for a matrix: R and C are the means of V over columns and rows, V ~ R C^T / mean(R)
+#     beta = 1 - (t + 1)^-0.8
+#     V    = beta * V + (1 - beta) * (g^2 + 1e-30)     moving average of squared gradients
 #     u    = g / sqrt(V)
-#     u    = u / max(1, RMS(u))                    clip the update to a root mean square of 1
-#     w    = w - rate * max(1e-3, RMS(w)) * u      the step is relative to the size of w
+#     u    = u / max(1, RMS(u))                        clip the update to an RMS of 1
+#     w    = w - rate * max(1e-3, RMS(w)) * u          make a step relative to the size of w
 #
-# These are the default settings of T5X (t5x/adafactor.py): there is no momentum, and weight decay
-# is not multiplied by the learning rate. T5X also factors only matrices of at least 128 x 128.
-# T5X updates the matrix of each layer by itself. We stack the layers in one array, so we take
-# every mean within a layer, and the results are equal. optax.adafactor gives equal results too,
-# but it takes 1.6 times as long on a CPU. test_all.py compares this code with both.
+# For a matrix, V is approximated by R C^T / mean(R). The vector R has the moving averages
+# of the row means of g^2, and C has those of the column means.
+#
+# These are the settings of T5X (t5x/adafactor.py), so our updates equal those of T5X:
+# there is no momentum, only matrices of at least 128 x 128 are factored, and weight decay
+# is not multiplied by the learning rate. T5X updates each layer's parameter by itself. We
+# stack the parameters of all layers in one array, so we take each mean within one layer.
+#
+# optax.adafactor computes the same updates but takes 1.6 times as long on a CPU. A test
+# compares our updates with both.
 
 
 def axes_of_one_layer(p):
-    """Return the indices of a parameter's axes, except the axis along which layers are stacked."""
+    """Return the axes of a parameter as indices, without the axis that stacks layers."""
     first = 1 if p.axes[0] == "layers" else 0
     return tuple(range(first, len(p.shape)))
 
@@ -167,8 +167,8 @@ def is_factored(p):
 def adafactor_slots(table):
     """Declare the slots of Adafactor for a table of parameters.
 
-    A factored matrix [..., a, b] has the slots "row" [..., a] and "column" [..., b]. Every other
-    parameter has one slot "full" with its own shape.
+    A factored matrix [..., a, b] has the slots "row" [..., a] and "column" [..., b].
+    Every other parameter has one slot "full" with its own shape.
     """
 
     def slots(p):
@@ -231,7 +231,7 @@ OPTIMIZERS = configs.OPTIMIZERS
 OPTIMIZERS["adafactor"] = Optimizer(adafactor_slots, adafactor_update)
 
 
-# ---- state and step ------------------------------------------------------------------------------
+# ---- state and step --------------------------------------------------------------------
 
 
 @flax.struct.dataclass
@@ -255,7 +255,8 @@ def init_state(cfg):
 
     Parameters and slots have the sharding in which they are stored between steps.
     """
-    # With FSDP (ZeRO-3), parameters and slots are also split over the data axis of the mesh.
+    # With FSDP (ZeRO-3), parameters and slots are also split over the data axis of the
+    # mesh.
     rules = partition.STORAGE_RULES if cfg.mesh.fsdp else partition.RULES
     optimizer = OPTIMIZERS[cfg.train.optimizer]
     params = model.init_params(cfg.model, jax.random.key(cfg.train.seed), rules)
@@ -279,11 +280,11 @@ def gradients(cfg, params, batch, key):
     key: PRNG key for dropout, or None without dropout.
     Returns (the sums of model.loss_fn, the gradients of the parameters).
 
-    With train.microbatches n, the batch goes through the model in n parts, one after another.
-    This needs less memory and gives the gradient of the complete batch.
+    With train.microbatches n, the rows of the batch go through the model in n groups, one
+    after another. The gradients are added up. This saves memory and changes no result.
     """
-    # Every microbatch divides by the number of tokens in the complete batch, not by its own.
-    # The sum over the microbatches is then the gradient of the mean over the batch.
+    # Divide the loss of every microbatch by the number of tokens in the complete batch.
+    # The gradients of the microbatches then add up to the gradient of the complete batch.
     tokens = jnp.sum(batch.target_segments > 0)
     divisor = cfg.train.loss_divisor or jnp.maximum(tokens, 1).astype(jnp.float32)
 
@@ -299,8 +300,9 @@ def gradients(cfg, params, batch, key):
     if n == 1:
         return sums_and_gradients(batch, key)
 
-    # Microbatch i takes the rows i, i + n, i + 2n, ... Each device holds a contiguous block of
-    # rows, so each microbatch uses rows from every device, and no row moves between devices.
+    # Microbatch i takes the rows i, i + n, i + 2n and so on. Each device holds a
+    # contiguous block of rows. With these strided microbatches, no row moves between
+    # devices.
     microbatches = jax.tree.map(
         lambda a: a.reshape(-1, n, a.shape[1]).swapaxes(0, 1), batch
     )
@@ -329,7 +331,7 @@ def train_step(cfg, state, batch):
     """
     key = None
     if cfg.model.dropout:
-        # The dropout key depends on the step, so a resumed run has the same dropout masks.
+        # The key depends on the step, so that a resumed run has the same dropout masks.
         key = jax.random.fold_in(jax.random.key(cfg.train.seed + 1), state.step)
     sums, grads = gradients(cfg, state.params, batch, key)
     rate = learning_rate(state.step, cfg.train)
@@ -339,8 +341,8 @@ def train_step(cfg, state, batch):
         table, state.params, grads, state.slots, state.count, rate, cfg.train
     )
 
-    # Skip the update if the loss or any gradient is infinite or NaN. Inside a compiled function
-    # this is a choice between the new and the old value of every array.
+    # Skip the update if the loss or a gradient is infinite or NaN. A compiled function
+    # has no branches here: it selects the new or the old value of every array.
     grad_norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums["cross_ent_loss"])
     params, slots = jax.tree.map(
@@ -360,7 +362,7 @@ def train_step(cfg, state, batch):
     return state, metrics
 
 
-# ---- the training loop ---------------------------------------------------------------------------
+# ---- the training loop -----------------------------------------------------------------
 
 
 class NotFinite(Exception):
@@ -368,9 +370,10 @@ class NotFinite(Exception):
 
 
 def check_finite(cfg, step, skipped):
-    """Raise NotFinite if at least three consecutive updates were skipped.
+    """Raise NotFinite if the last three updates, or more, were skipped.
 
-    step: number of the last step. skipped: number of updates skipped in a row before and at step.
+    step: number of the last step. skipped: number of consecutive updates that were
+    skipped.
     """
     if skipped < 3:
         return
@@ -378,20 +381,21 @@ def check_finite(cfg, step, skipped):
     first_row = last_row + 1 - skipped * cfg.train.batch_size
     raise NotFinite(
         f"The loss or the gradients of steps {step - skipped + 1:,} to {step:,} (rows "
-        f"{first_row:,} to {last_row:,} of the run) were not finite, so their updates were "
-        f"skipped. Start another run with a lower --train.learning_rate."
+        f"{first_row:,} to {last_row:,} of the run) were not finite, so their updates "
+        f"were skipped. Start another run with a lower --train.learning_rate."
     )
 
 
 def run(cfg, program, state, start, load_batch, progress, evaluations, save, after_step):
-    """Train from step `start` to train.steps. Return (the last step, its TrainState).
+    """Train from step `start` to train.steps.
 
-    program: the compiled train_step.
-    load_batch(step): return the batch of the update that follows this step, on the devices.
-    progress: Progress, which measures the speed and writes and prints metrics.
+    program: the compiled train_step. state: the TrainState after step `start`.
+    load_batch(step): return the batch of the update after this step, on the devices.
+    progress: Progress, which measures the speed and reports the metrics.
     evaluations: Evaluations, which evaluate the model on held-out data.
     save(step, state): start to write a checkpoint.
     after_step(step): return whether training must stop after this step.
+    Returns (the last step, its TrainState). Raises NotFinite.
     """
     t = cfg.train
 
@@ -406,8 +410,9 @@ def run(cfg, program, state, start, load_batch, progress, evaluations, save, aft
         batch = progress.wait(next_batch)
         if step < t.steps:
             next_batch = loader.submit(load_batch, step)
-        # JAX runs the program asynchronously: this call returns before the step is computed.
-        # Only reading a result, such as a metric, waits for the devices.
+        # This call returns before the devices have computed the step, because JAX runs
+        # programs asynchronously. Reading a result, such as a metric, waits for the
+        # devices.
         state, metrics = program(state, batch)
         stop = after_step(step)
 
@@ -417,7 +422,7 @@ def run(cfg, program, state, start, load_batch, progress, evaluations, save, aft
         saves = is_due(t.save_every, step) or (stop and t.save_every > 0)
         if logs:
             progress.log(step, metrics)
-        # Never save a state in which several updates in a row were skipped.
+        # Stop before a save if the last updates were skipped.
         if logs or saves:
             check_finite(cfg, step, int(state.skipped))
         if evaluates:
@@ -426,7 +431,7 @@ def run(cfg, program, state, start, load_batch, progress, evaluations, save, aft
             evaluations.predict(step, state.params)
         if saves:
             save(step, state)
-        # Evaluations and saves do not count as training time.
+        # The time of evaluations and saves does not count as training time.
         if logs or evaluates or predicts or saves:
             progress.restart_clock(step)
         if stop:
@@ -434,16 +439,17 @@ def run(cfg, program, state, start, load_batch, progress, evaluations, save, aft
     return step, state
 
 
-# ====== below: optax, output of a run, start of a run, plans, the command ==========================
+# ====== below: optax, output of a run, start of a run, plans, the command ===============
 
-# ---- optimizers from optax -----------------------------------------------------------------------
+# ---- optimizers from optax -------------------------------------------------------------
 
 
 def from_optax(make):
-    """Return an Optimizer that uses an optimizer of the library optax. Its slots are optax's state.
+    """Return an Optimizer that uses an optimizer of the library optax.
 
     make(rate, train): return an optax.GradientTransformation for a learning rate and a
-        TrainConfig. For example, lambda rate, train: optax.lion(rate) makes the optimizer Lion.
+        TrainConfig. For example, `lambda rate, train: optax.lion(rate)` gives Lion.
+    The slots are the state that optax keeps, such as the momentum.
     """
 
     def init(params):
@@ -456,8 +462,8 @@ def from_optax(make):
         declared = {}
         for path, slot in flatten_dict(state).items():
             declared[path] = model.Param(slot.shape, (None,) * len(slot.shape))
-            # The path of a slot ends with that of its parameter, as in 0/mu/encoder/norm. A slot
-            # with the shape of its parameter has the same axes.
+            # The path of a slot ends with the path of its parameter: 0/mu/encoder/norm.
+            # If both have the same shape, they also have the same axes.
             for i in range(len(path)):
                 p = parameters.get(path[i:])
                 if p and p.shape == slot.shape:
@@ -465,8 +471,8 @@ def from_optax(make):
         return unflatten_dict(declared)
 
     def update(table, params, grads, slots, count, rate, train):
-        # In optax, the learning rate is part of the optimizer. It changes in every step, so every
-        # step makes its own optimizer.
+        # In optax, the learning rate is an argument of the optimizer. It changes in every
+        # step, so the optimizer is made in every step.
         updates, slots = make(rate, train).update(grads, slots, params)
         return optax.apply_updates(params, updates), slots
 
@@ -478,16 +484,17 @@ OPTIMIZERS["adamw"] = from_optax(
 )
 
 
-# ---- the metrics file ----------------------------------------------------------------------------
+# ---- the metrics file ------------------------------------------------------------------
 
 
 class MetricsFile:
     """The file metrics.jsonl of a run: one JSON object in each line, with the step first.
 
-    path: the file, local or remote. Only the main process writes the file.
-    step: the step at which the run starts or resumes. Lines of later steps are removed: a killed
-        run wrote them after its last checkpoint, and the resumed run repeats those steps.
-    If tensorboardX is installed, a local run also writes event files to RUN_DIR/tensorboard.
+    path: the file, local or remote. Only the main process writes it.
+    step: the step at which the run starts or resumes. Lines of later steps are removed,
+        because the run repeats these steps. A killed run leaves such lines if it was
+        killed some steps after its last checkpoint.
+    If tensorboardX is installed, the metrics also go to RUN_DIR/tensorboard.
     """
 
     def __init__(self, path, step):
@@ -497,7 +504,7 @@ class MetricsFile:
         self.lines = [json.dumps(line) + "\n" for line in lines if line["step"] <= step]
         if partition.is_main_process():
             configs.write_file(path, "".join(self.lines))
-        # Return the writer of event files for one group of metrics. The writer is made once.
+        # Make the writer of event files for a group of metrics, once for each group.
         # purge_step removes the events of later steps.
         self.event_writer = functools.cache(
             lambda group: tensorboardX.SummaryWriter(
@@ -506,7 +513,7 @@ class MetricsFile:
         )
 
     def write(self, step, **groups):
-        """Write the metrics of a step: one argument GROUP={name: number} for each group."""
+        """Write the metrics of a step. groups: GROUP={name: number}."""
         if not partition.is_main_process():
             return
         line = {"step": step}
@@ -514,7 +521,7 @@ class MetricsFile:
             for name, value in metrics.items():
                 line[f"{group}/{name}"] = float(value)
         self.lines.append(json.dumps(line) + "\n")
-        # Remote files cannot be appended to. sync() writes them as a whole.
+        # A remote file cannot be extended. sync() writes all its lines.
         if self.is_remote:
             return
         configs.append_file(self.path, self.lines[-1])
@@ -538,11 +545,11 @@ class MetricsFile:
                 os.fsync(file.fileno())
 
 
-# ---- the progress output -------------------------------------------------------------------------
+# ---- the progress output ---------------------------------------------------------------
 
 
 def describe_run(cfg, recipe, mesh):
-    """Return the lines that a run prints first: changed options, model, devices and batch."""
+    """Return the first lines that a run prints: options, model, devices and batch."""
     t = cfg.train
     changed = configs.differences(cfg, recipe)
     device = jax.devices()[0].device_kind
@@ -590,7 +597,7 @@ def peak_flops():
 
 
 def step_flops(cfg):
-    """Return the number of floating-point operations of a training step, over all devices."""
+    """Return the floating-point operations of one training step on all devices."""
     return cfg.train.batch_size * model.train_flops(
         cfg.model, cfg.data.inputs_length, cfg.data.targets_length
     )
@@ -599,8 +606,8 @@ def step_flops(cfg):
 class Progress:
     """Measure the speed of a run, and write and print the metrics of its training steps.
 
-    On a terminal, the progress line is updated in place. Elsewhere, a new line is printed at most
-    every ten seconds.
+    On a terminal, the progress line is updated in place. Elsewhere, a new line is printed
+    at most every ten seconds.
     """
 
     def __init__(self, cfg, metrics_file, start):
@@ -626,14 +633,14 @@ class Progress:
         self.waited = 0.0
 
     def wait(self, batch):
-        """Return the result of the future `batch`, and measure how long it is waited for."""
+        """Return the result of the future `batch`, and add up the waiting time."""
         began = time.perf_counter()
         result = batch.result()
         self.waited += time.perf_counter() - began
         return result
 
     def log(self, step, metrics):
-        """Write and print the metrics of a step and the speed since the clock was restarted."""
+        """Write and print the metrics of a step, and the speed since restart_clock."""
         t = self.cfg.train
         # Reading the metrics waits until the devices have computed the step.
         metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
@@ -667,7 +674,7 @@ class Progress:
             print(self.bar)
 
 
-# ---- evaluations during training -----------------------------------------------------------------
+# ---- evaluations during training -------------------------------------------------------
 
 
 class Evaluations:
@@ -689,19 +696,19 @@ class Evaluations:
             unigram = data.unigram_loss(counts, batches, dataset.tasks[0].tokenizer)
             self.tasks.append((name, task_cfg, dataset, number, unigram))
             print(
-                f"unigram  {unigram:.3f} nats per content token of {name}: the loss if token "
-                f"frequencies were all that is known (content: neither sentinel nor EOS)"
+                f"unigram  {unigram:.3f} nats per content token of {name} if each token "
+                f"is predicted by its frequency alone (content: no sentinels, no EOS)"
             )
 
     def evaluate(self, step, params):
-        """Evaluate the loss of every task, and show what the model writes for one example."""
+        """Evaluate the loss of every task. Show one example with the model's output."""
         for name, cfg, dataset, batches, unigram in self.tasks:
             metrics = evaluate.evaluate_loss(params, cfg, self.mesh, dataset, batches)
             self.write(step, **{f"training_eval/{name}": metrics})
             tqdm.write(
                 f"step {step:,}: {name}: held-out loss {metrics['loss']:.3f}, accuracy "
-                f"{metrics['accuracy']:.3f}; {metrics['content_loss']:.3f} nats per content "
-                f"token (unigram {unigram:.3f})"
+                f"{metrics['accuracy']:.3f}; {metrics['content_loss']:.3f} nats per "
+                f"content token (unigram {unigram:.3f})"
             )
         _, cfg, dataset, *_ = self.tasks[0]
         tqdm.write(held_out_example(params, cfg, self.mesh, dataset))
@@ -729,7 +736,7 @@ class Evaluations:
 
 
 def held_out_example(params, cfg, mesh, dataset):
-    """Return lines with one held-out example: its inputs, its targets and the model's output."""
+    """Return a text with one held-out example: inputs, targets and model output."""
     tokenizer = dataset.tasks[0].tokenizer
     # Decode one row on each data-parallel device, and show the first.
     rows = mesh.shape["data"]
@@ -756,14 +763,14 @@ def held_out_example(params, cfg, mesh, dataset):
     )
 
 
-# ---- the start of a run --------------------------------------------------------------------------
+# ---- the start of a run ----------------------------------------------------------------
 
 
 def lock_run(run_dir, checkpoints):
     """Lock a run directory, so that only one run at a time uses it.
 
-    Returns the open lock file, which holds the lock until it is closed. Returns None in other
-    processes than the main process, and for a remote directory, which cannot be locked.
+    Returns an open file, which holds the lock until it is closed. Returns None in other
+    processes than the main process. A remote directory cannot be locked and gives None.
     """
     if not partition.is_main_process():
         return None
@@ -776,11 +783,13 @@ def lock_run(run_dir, checkpoints):
             lock = configs.lock(run_dir / ".lock")
     except BlockingIOError:
         raise UserError(
-            f"Another process trains in {run_dir}: stop that process, or name another --run_dir."
+            f"Another process trains in {run_dir}: stop that process, or name another "
+            f"--run_dir."
         ) from None
     except OSError as error:
         raise UserError(
-            f"--run_dir {run_dir} cannot be written ({error.strerror}): name another directory."
+            f"--run_dir {run_dir} cannot be written ({error.strerror}): name another "
+            f"directory."
         ) from error
     checkpoints.discard_unfinished()
     return lock
@@ -789,8 +798,9 @@ def lock_run(run_dir, checkpoints):
 def run_tokenizer(cfg, run_dir, resumes, source):
     """Return the Tokenizer of a run.
 
-    A resumed run uses its own vocabulary. A run that starts from the weights of `source` uses the
-    vocabulary of these weights. Other runs use data.vocab, which may name one to be trained.
+    A resumed run has its own vocabulary. A run that starts from the weights of `source`
+    takes the vocabulary of these weights. Other runs take the vocabulary that data.vocab
+    names, which is trained first if data.vocab says so.
     """
     if resumes or not partition.is_main_process():
         return data.load_tokenizer(run_dir / "spiece.model")
@@ -804,8 +814,9 @@ def run_tokenizer(cfg, run_dir, resumes, source):
     if cfg.data.vocab.startswith("train:"):
         if not found:
             raise UserError(
-                f"{source} has no vocabulary, and its weights work only with the vocabulary of "
-                f"their training: put that spiece.model there, or name it with --data.vocab."
+                f"{source} has no vocabulary, and its weights work only with the "
+                f"vocabulary of their training: put that spiece.model there, or name it "
+                f"with --data.vocab."
             )
         return data.load_tokenizer(found)
     tokenizer = data.load_tokenizer(cfg.data.vocab)
@@ -816,7 +827,7 @@ def run_tokenizer(cfg, run_dir, resumes, source):
     return tokenizer
 
 
-def open_data(cfg, run_dir, resumes, source, recipe_file):
+def open_data(cfg, run_dir, resumes, source, config):
     """Open the data of a run and write the run's configuration to its directory.
 
     Returns (training Dataset, {task: (Config, Dataset)} of the evaluated tasks).
@@ -833,12 +844,12 @@ def open_data(cfg, run_dir, resumes, source, recipe_file):
         for name, task_cfg in tasks.items()
     }
     if partition.is_main_process():
-        write_run_files(cfg, run_dir, tokenizer, dataset, resumes, recipe_file)
+        write_run_files(cfg, run_dir, tokenizer, dataset, resumes, config)
     return dataset, held_out
 
 
 def check_keep_best(t, tasks):
-    """Raise UserError if train.keep_best names a metric that no evaluation of the run writes.
+    """Raise UserError if no evaluation of the run writes the metric train.keep_best.
 
     t: TrainConfig; tasks: names of the evaluated tasks.
     """
@@ -847,29 +858,29 @@ def check_keep_best(t, tasks):
     group = t.keep_best.rpartition("/")[0]
     if t.keep_best and f"{group}/..." not in names:
         raise UserError(
-            f"No evaluation of this run writes --train.keep_best {t.keep_best}: use one of "
-            f"{', '.join(names) or 'the metrics of an evaluation (--train.eval_every)'}."
+            f"No evaluation of this run writes --train.keep_best {t.keep_best}: use "
+            f"{', '.join(names) or 'a metric of an evaluation (--train.eval_every)'}."
         )
 
 
-def write_run_files(cfg, run_dir, tokenizer, dataset, resumes, recipe_file):
-    """Write the files by which other commands know a run: config.json, spiece.model, recipe.py."""
+def write_run_files(cfg, run_dir, tokenizer, dataset, resumes, config):
+    """Write the files that other commands read: config.json, spiece.model, recipe.py."""
     if resumes:
         digest = configs.read_run(run_dir)[1].get("corpus")
         if digest and digest != dataset.digest:
             note(
-                f"warning: {cfg.data.source} has changed since {run_dir} was started. The run "
-                f"continues with the changed data."
+                f"warning: {cfg.data.source} has changed since {run_dir} was started. "
+                f"The run continues with the changed data."
             )
     else:
         configs.write_file(run_dir / "spiece.model", tokenizer.serialized)
     configs.save_run(cfg, run_dir, dataset.digest)
-    if recipe_file and str(recipe_file) != str(run_dir / "recipe.py"):
-        configs.write_file(run_dir / "recipe.py", Path(recipe_file).read_text())
+    if config and config.endswith(".py") and config != str(run_dir / "recipe.py"):
+        configs.write_file(run_dir / "recipe.py", Path(config).read_text())
 
 
 def state_template(cfg, mesh):
-    """Return the TrainState with jax.ShapeDtypeStructs, which have shardings but no values."""
+    """Return the TrainState as jax.ShapeDtypeStructs: shapes and shardings, no values."""
 
     def with_sharding(a):
         # The counters of optax have no sharding: every device has a copy.
@@ -882,7 +893,8 @@ def state_template(cfg, mesh):
 
 
 def batch_template(cfg, mesh, rows):
-    """Return a Batch of n rows with jax.ShapeDtypeStructs, split over the data axis."""
+    """Return a Batch of `rows` rows as jax.ShapeDtypeStructs, split over the data
+    axis."""
     sharding = jax.NamedSharding(mesh, jax.P("data"))
     inputs, targets = (
         jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=sharding)
@@ -898,7 +910,7 @@ def batch_template(cfg, mesh, rows):
 
 
 def lower_step(cfg, mesh):
-    """Return (state_template, the training step lowered for this mesh, ready to compile)."""
+    """Return (state_template, the lowered training step for this mesh)."""
     template = state_template(cfg, mesh)
     options = None
     if partition.platform() == "tpu":
@@ -918,36 +930,47 @@ def lower_step(cfg, mesh):
 
 # What a user can change if a training step needs too much memory.
 SMALLER_STEP = (
-    "--train.batch_size, --data.inputs_length, --data.targets_length or the model's sizes, "
-    "raise --train.microbatches, add --model.remat full"
+    "--train.batch_size, --data.inputs_length, --data.targets_length or the model's "
+    "sizes, raise --train.microbatches, add --model.remat full"
 )
 
 
-def check_memory(mesh, state, temporary=0):
-    """Raise UserError if a training step needs more memory than the devices have.
+def check_minimum_memory(cfg):
+    """Raise UserError if even the largest arrays of a training step do not fit in memory.
 
-    state: bytes of parameters and optimizer state on one device. temporary: bytes of all other
-    arrays. Without this check, the machine would swap or the kernel would kill the process.
+    This estimate needs no compilation. It comes first because tracing the model already
+    makes matrices of inputs_length x inputs_length.
     """
-    needed = {"weights and optimizer": mesh.size * state, "a step": mesh.size * temporary}
-    partition.check_memory(needed, SMALLER_STEP)
+    rows = cfg.train.batch_size // cfg.train.microbatches
+    lengths = cfg.data.inputs_length, cfg.data.targets_length
+    # Parameters and gradients are two copies of the parameters.
+    memory = model.minimum_memory(cfg.model, rows, *lengths, copies=2)
+    partition.check_memory(memory, SMALLER_STEP)
 
 
 def compile_step(step, mesh):
-    """Compile the lowered training step, and check the memory that it needs."""
+    """Compile the lowered training step. Raise UserError if it does not fit in memory.
+
+    The compiler knows the exact size before the memory is allocated. On a CPU, the
+    machine would otherwise swap or the kernel would kill the process.
+    """
     program = step.compile()
     sizes = program.memory_analysis()
     if sizes:
-        check_memory(mesh, sizes.argument_size_in_bytes, sizes.temp_size_in_bytes)
+        memory = {
+            "weights and optimizer": mesh.size * sizes.argument_size_in_bytes,
+            "a step": mesh.size * sizes.temp_size_in_bytes,
+        }
+        partition.check_memory(memory, SMALLER_STEP)
     return program
 
 
 def load_state(cfg, template, checkpoints, source):
-    """Return (TrainState, its step) with which a run starts or resumes.
+    """Return the TrainState with which a run starts or resumes, and its step.
 
-    The state comes from the newest checkpoint of the run. If there is none, it is initialized.
-    Then train.restore says what to take from `source`, another run or checkpoint: only its
-    weights, or its complete state.
+    The state comes from the newest checkpoint of the run. A run without checkpoints
+    starts with initialized parameters, with the parameters of `source` (another run or
+    checkpoint), or, with train.restore "all", with the complete state of `source`.
     """
     t = cfg.train
     wanted = to_state_dict(template)
@@ -959,13 +982,14 @@ def load_state(cfg, template, checkpoints, source):
         step = restored[0]
         if not t.start_step <= step < t.steps:
             raise UserError(
-                f"--train.restore all resumes {source} at step {step:,}, so --train.start_step "
-                f"must be at most {step} and --train.steps greater than {step}."
+                f"--train.restore all resumes {source} at step {step:,}, so "
+                f"--train.start_step must be at most {step} and --train.steps greater "
+                f"than {step}."
             )
         print(f"started  from {source}, step {step:,}, with its optimizer")
     if restored:
         step, arrays = restored
-        # A checkpoint contains only arrays. The optimizers of optax also have empty states.
+        # Add the empty states of optax optimizers, which a checkpoint does not contain.
         state = flatten_dict(wanted, keep_empty_nodes=True) | flatten_dict(arrays)
         return from_state_dict(template, unflatten_dict(state)), step
 
@@ -982,42 +1006,44 @@ def load_state(cfg, template, checkpoints, source):
         print(f"started  from {source}, the weights of step {step:,}")
     elif t.start_step:
         note(
-            f"warning: starting at step {t.start_step:,} with newly initialized weights. To "
-            f"continue an earlier run, name it with --init_from."
+            f"warning: starting at step {t.start_step:,} with newly initialized weights. "
+            f"To continue an earlier run, name it with --init_from."
         )
     return state, t.start_step
 
 
-# ---- a run from start to end ---------------------------------------------------------------------
+# ---- a run from start to end -----------------------------------------------------------
 
 
-def train(cfg, run_dir, recipe, recipe_file=None, source=None):
-    """Train a run to train.steps, from its last checkpoint if it has one. Return the exit status.
+def train(cfg, run_dir, recipe, config, source):
+    """Train a run to train.steps, and resume it if it has checkpoints.
 
-    recipe: the Config without the user's changes. recipe_file: the Python file that defines the
-    recipe, if there is one. source: the run or checkpoint that --init_from names.
+    recipe: the Config without the changes of the command line.
+    config, source: the values of --config and --init_from, or None.
+    Returns the exit status.
     """
     mesh = partition.set_mesh(cfg)
     # Refuse what cannot work before any file is written.
     learning_rate(0, cfg.train)
-    check_memory(mesh, partition.bytes_on_device(state_template(cfg, mesh)))
+    check_minimum_memory(cfg)
     print("\n".join(describe_run(cfg, recipe, mesh)))
     checkpoints = partition.Checkpoints(run_dir, cfg.train.keep, cfg.train.async_save)
     lock = partition.run_on_all(lambda: lock_run(run_dir, checkpoints))
     resumes = bool(partition.from_main_process(checkpoints.steps()))
     not_shared = UserError(
-        f"--run_dir {run_dir} is not the same directory for all processes: name one that all "
-        f"of them can read and write."
+        f"--run_dir {run_dir} is not the same directory for all processes: name a "
+        f"directory that all of them share."
     )
     if not run_dir.exists():
         raise not_shared
     dataset, held_out = partition.run_on_main_first(
-        lambda: open_data(cfg, run_dir, resumes, source, recipe_file)
+        lambda: open_data(cfg, run_dir, resumes, source, config)
     )
     written = (run_dir / "config.json").read_text()
     if not partition.all_processes_agree(partition.from_main_process(written) == written):
         raise not_shared
-    # On SIGTERM, finish the current step, save and exit. JAX itself tells several processes.
+    # On SIGTERM, a run finishes its step, saves and exits. With several processes, JAX
+    # handles the signal (see after_step).
     terminated = threading.Event()
     if jax.process_count() == 1:
         signal.signal(signal.SIGTERM, lambda *_: terminated.set())
@@ -1031,7 +1057,8 @@ def train(cfg, run_dir, recipe, recipe_file=None, source=None):
             program = compiling.result()
         if partition.is_main_process():
             configs.write_file(run_dir / "model-info.txt", model_info(cfg, mesh))
-        # glibc keeps the memory that the compiler has freed, half a gigabyte: give it back.
+        # Return the memory of the compiler to the system. glibc would keep half a
+        # gigabyte.
         if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
             trim(0)
         if start >= cfg.train.steps:
@@ -1149,7 +1176,7 @@ def run_and_save(
 
 
 def model_info(cfg, mesh):
-    """Return the text of model-info.txt: size, shape and sharding of parameters and slots.
+    """Return the text of model-info.txt: size, shape and sharding of every array.
 
     The lines have the form that T5X uses.
     """
@@ -1168,7 +1195,7 @@ def model_info(cfg, mesh):
     return f"{text}Total number of parameters: {model.count_params(table):,}\n"
 
 
-# ---- memory of a training step -------------------------------------------------------------------
+# ---- memory of a training step ---------------------------------------------------------
 
 
 def activation_bytes(cfg, params, batch):
@@ -1207,8 +1234,7 @@ def memory_table(cfg, mesh):
     }
 
 
-# Options that reduce memory: {name: (function that returns the value to try, cost of the option)}.
-# The cheapest option stands first.
+# Options that reduce memory, the cheapest first: {name: (next value to try, cost)}.
 MEMORY_OPTIONS = {
     "train.microbatches": (
         lambda cfg: 2 * cfg.train.microbatches,
@@ -1230,8 +1256,8 @@ MEMORY_OPTIONS = {
 def memory_savings(cfg):
     """Return [(flag, bytes on one device, cost)] for the options that save memory.
 
-    The options are added one after another. The bytes are those that a device needs with this
-    option and all options before it.
+    The options are added one after another. The bytes are those that a device needs with
+    this option and all options before it.
     """
     mesh = jax.sharding.get_mesh()
     least = sum(memory_table(cfg, mesh).values())
@@ -1260,7 +1286,7 @@ def size_line(name, size, remark=""):
 
 
 def memory_report(cfg):
-    """Return tables of the memory that a training step needs and of options that reduce it."""
+    """Return a text: the memory of a training step, and options that reduce it."""
     memory = memory_table(cfg, jax.sharding.get_mesh())
     text = "memory on each device, at least:\n"
     for name, size in memory.items():
@@ -1272,7 +1298,7 @@ def memory_report(cfg):
     return text
 
 
-# ---- the plan of a run on other machines ---------------------------------------------------------
+# ---- the plan of a run on other machines -----------------------------------------------
 
 
 def plan_mesh(cfg, where):
@@ -1281,13 +1307,14 @@ def plan_mesh(cfg, where):
     where: a number of devices, or a TPU topology such as v5e:2x4.
     """
     jax.config.update("jax_platforms", "cpu")
-    # A program from the cache would lack the files from which the communication is counted.
+    # Do not take a compiled program from the cache, because count_collectives reads files
+    # that only the compiler writes.
     jax.config.update("jax_enable_compilation_cache", False)
     if where.isdecimal():
         if not 1 <= int(where) <= 2048:
             raise UserError(
-                "--plan takes 1 to 2048 devices: for more, plan a part of them with the same "
-                "part of --train.batch_size. Each device then does the same work."
+                "--plan takes 1 to 2048 devices: for more devices, divide the number of "
+                "devices and --train.batch_size by the same factor."
             )
         jax.config.update("jax_num_cpu_devices", int(where))
         return partition.set_mesh(cfg)
@@ -1300,8 +1327,9 @@ def plan_mesh(cfg, where):
         devices = topologies.get_topology_desc(where, "tpu", **chips).devices
     except Exception as error:  # libtpu raises many kinds
         raise UserError(
-            f"--plan {where} needs the TPU compiler libtpu ({str(error).splitlines()[0]:.120}): "
-            f"install it on Linux with pip install '.[tpu]', or use --plan N for N devices."
+            f"--plan {where} needs libtpu, the compiler of TPUs "
+            f"({str(error).splitlines()[0]:.120}): install it on Linux with "
+            f"pip install '.[tpu]', or use --plan N for N devices."
         ) from error
     return partition.set_mesh(cfg, devices)
 
@@ -1309,17 +1337,17 @@ def plan_mesh(cfg, where):
 def plan(cfg, where):
     """Print the memory, communication and time of a training step on other machines.
 
-    where: a number of devices of any kind, or a TPU topology such as v5e:2x4. For a topology, the
-    compiler of the TPU also reports its own estimate.
+    where: a number of devices of any kind, or a TPU topology such as v5e:2x4. For a
+    topology, the compiler of the TPU also reports its own estimate.
     """
     if cfg.model.dtype == "auto":
         cfg = configs.override(cfg, {"model.dtype": "bfloat16"})
     mesh = plan_mesh(cfg, where)
     t = cfg.train
     print(
-        f"plan     {where}, mesh data {mesh.shape['data']} x model {mesh.shape['model']}, fsdp "
-        f"{cfg.mesh.fsdp}, {cfg.model.dtype}, remat {cfg.model.remat}, batch {t.batch_size} in "
-        f"{t.microbatches} microbatches"
+        f"plan     {where}, mesh data {mesh.shape['data']} x model "
+        f"{mesh.shape['model']}, fsdp {cfg.mesh.fsdp}, {cfg.model.dtype}, remat "
+        f"{cfg.model.remat}, batch {t.batch_size} in {t.microbatches} microbatches"
     )
     print(memory_report(cfg), end="")
     collectives, program = partition.count_collectives(lower_step(cfg, mesh)[1])
@@ -1332,7 +1360,7 @@ def plan(cfg, where):
     if name:
         estimates = {name: print_compiled(program, name)}
     else:
-        # Full rematerialization computes the forward pass, a third of the arithmetic, twice.
+        # Full rematerialization computes the forward pass twice.
         computed = flops * 4 / 3 if cfg.model.remat == "full" else flops
         # Leave a tenth of the memory to temporary arrays.
         needed = sum(memory_table(cfg, mesh).values()) / 0.9
@@ -1348,8 +1376,8 @@ def plan(cfg, where):
         fits = "fits" if needed < 1e9 * chip.memory else "does not fit"
         print(
             f"  {name:28} {step:>10.4g} s (arithmetic {arithmetic:.4g}, communication "
-            f"{communication:.4g}), {flops / step / chip.teraflops / 1e12:.1%} of peak, {fits} "
-            f"in {chip.memory} GB"
+            f"{communication:.4g}), {flops / step / chip.teraflops / 1e12:.1%} of peak, "
+            f"{fits} in {chip.memory} GB"
         )
 
 
@@ -1379,7 +1407,7 @@ def print_compiled(program, name):
     return peak / 0.95, cycles / partition.CHIPS[name].clock / 1e9, exposed
 
 
-# ---- the command ---------------------------------------------------------------------------------
+# ---- the command -----------------------------------------------------------------------
 
 
 def main(argv):
@@ -1407,28 +1435,27 @@ def main(argv):
     infer.check_decoder(cfg)
     if args.plan is not None:
         return plan(cfg, args.plan)
-    recipe_file = args.config if args.config and args.config.endswith(".py") else None
     partition.start_jax(cfg)
     try:
-        return train(cfg, configs.to_path(run_dir), recipe, recipe_file, args.init_from)
+        run_dir = configs.to_path(run_dir)
+        return train(cfg, run_dir, recipe, args.config, args.init_from)
     except partition.CheckpointError as error:
         problem = (
-            f"{error}. Training stopped, and the previous checkpoint is complete: free some "
-            f"space and run the same command again."
+            f"Training stopped, because {error}. The previous checkpoint is complete: "
+            f"free some space, and run the same command again."
         )
     except jax.errors.JaxRuntimeError as error:
         reason = str(error)
         if "RESOURCE_EXHAUSTED" in reason:
             problem = (
-                f"Out of memory. Use more devices, a smaller --train.batch_size or options that "
-                f"save memory:\n"
-                f"{memory_report(cfg)}"
+                f"Out of memory: use more devices, a smaller --train.batch_size or the "
+                f"options below.\n{memory_report(cfg)}"
             )
         elif jax.process_count() > 1:
             problem = (
                 f"Another process of this run has ended or cannot be reached "
-                f"({reason.splitlines()[0]}): run the same command again on all machines to "
-                f"resume from the last checkpoint."
+                f"({reason.splitlines()[0]}): run the same command again on all machines "
+                f"to resume from the last checkpoint."
             )
         else:
             raise
