@@ -135,7 +135,7 @@ class Optimizer(NamedTuple):
 #     V    = beta * V + (1 - beta) * (g^2 + 1e-30)     moving average of squared gradients
 #     u    = g / sqrt(V)
 #     u    = u / max(1, RMS(u))                        clip the update to an RMS of 1
-#     w    = w - rate * max(1e-3, RMS(w)) * u          make a step relative to the size of w
+#     w    = w - rate * max(1e-3, RMS(w)) * u          the step is relative to RMS(w)
 #
 # For a matrix, V is approximated by R C^T / mean(R). The vector R has the moving averages
 # of the row means of g^2, and C has those of the column means.
@@ -516,15 +516,16 @@ class MetricsFile:
         """Write the metrics of a step. groups: GROUP={name: number}."""
         if not partition.is_main_process():
             return
-        line = {"step": step}
+        values = {"step": step}
         for group, metrics in groups.items():
             for name, value in metrics.items():
-                line[f"{group}/{name}"] = float(value)
-        self.lines.append(json.dumps(line) + "\n")
-        # A remote file cannot be extended. sync() writes all its lines.
+                values[f"{group}/{name}"] = float(value)
+        line = json.dumps(values) + "\n"
         if self.is_remote:
+            # A remote file cannot be extended. sync() writes all its lines.
+            self.lines.append(line)
             return
-        configs.append_file(self.path, self.lines[-1])
+        configs.append_file(self.path, line)
         for group, metrics in groups.items() if tensorboardX else ():
             # SeqIO names its metrics of decoded text eval/METRIC.
             prefix = "eval/" if group.startswith("inference_eval/") else ""
@@ -546,6 +547,9 @@ class MetricsFile:
 
 
 # ---- the progress output ---------------------------------------------------------------
+
+# Print every line at once, also if the output goes to a file or a pipe.
+print = functools.partial(print, flush=True)
 
 
 def describe_run(cfg, recipe, mesh):
@@ -621,7 +625,7 @@ class Progress:
             total=cfg.train.steps,
             initial=start,
             file=sys.stdout if self.is_terminal else open(os.devnull, "w"),
-            bar_format="step {n:,}/{total:,}  {desc}  {remaining} left",
+            bar_format="step {n:,}/{total:,} ({remaining} left)  {desc}",
         )
         self.last_print = 0.0
         self.restart_clock(start)
@@ -893,8 +897,7 @@ def state_template(cfg, mesh):
 
 
 def batch_template(cfg, mesh, rows):
-    """Return a Batch of `rows` rows as jax.ShapeDtypeStructs, split over the data
-    axis."""
+    """Return a Batch as jax.ShapeDtypeStructs. rows: number of rows in all devices."""
     sharding = jax.NamedSharding(mesh, jax.P("data"))
     inputs, targets = (
         jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=sharding)
@@ -1124,15 +1127,15 @@ def run_and_save(
 
     def best_step(steps):
         """Return (step, value) of the best of these steps by train.keep_best, or None."""
-        if t.keep_best and metrics_file.file:
-            return partition.best_step(metrics_file.path, t.keep_best, steps)
-        return None
+        if not t.keep_best:
+            return None
+        return partition.best_step(metrics_file.path, t.keep_best, steps)
 
     def save(step, state):
         metrics_file.sync()
         checkpoints.wait()  # the previous checkpoint may be the best
         best = best_step([*checkpoints.steps(), step])
-        checkpoints.save(to_state_dict(state), step, best and best[0])
+        checkpoints.save(to_state_dict(state), step, best[0] if best else None)
 
     try:
         profile(start)
@@ -1206,10 +1209,12 @@ def activation_bytes(cfg, params, batch):
     key = jax.random.key(0) if cfg.model.dropout else None
 
     def backward(params, batch):
+        def loss(params):
+            return model.loss_fn(params, batch, cfg, key)[0]
+
         # jax.vjp returns the backward pass as a pytree. Its leaves are the saved arrays.
-        return jax.vjp(lambda params: model.loss_fn(params, batch, cfg, key)[0], params)[
-            1
-        ]
+        _, backward_pass = jax.vjp(loss, params)
+        return backward_pass
 
     program = jax.make_jaxpr(backward)(params, batch).jaxpr
     saved = {v for v in program.outvars if isinstance(v, jax.extend.core.Var)}
@@ -1268,9 +1273,8 @@ def memory_savings(cfg):
         try:
             configs.check(changed)
             changed_mesh = partition.set_mesh(changed, mesh.devices.ravel())
-        except (
-            UserError
-        ):  # for example, the batch cannot be split evenly over the devices
+        except UserError:
+            # For example, the rows of the batch do not divide evenly among the devices.
             continue
         size = sum(memory_table(changed, changed_mesh).values())
         if size < least:
@@ -1411,9 +1415,6 @@ def print_compiled(program, name):
 
 
 def main(argv):
-    sys.stdout.reconfigure(
-        line_buffering=True
-    )  # every line appears at once, in a pipe too
     args, changes = configs.parse_args(
         __doc__,
         argv,
