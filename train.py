@@ -255,8 +255,7 @@ def init_state(cfg):
 
     Parameters and slots have the sharding in which they are stored between steps.
     """
-    # With FSDP (ZeRO-3), parameters and slots are also split over the data axis of the
-    # mesh.
+    # With FSDP (ZeRO-3), parameters and slots are also split over the mesh axis "data".
     rules = partition.STORAGE_RULES if cfg.mesh.fsdp else partition.RULES
     optimizer = OPTIMIZERS[cfg.train.optimizer]
     params = model.init_params(cfg.model, jax.random.key(cfg.train.seed), rules)
@@ -684,6 +683,9 @@ class Progress:
 class Evaluations:
     """Evaluate a model on held-out data, and write and print the results.
 
+    At the start, the unigram loss of each task is printed as a baseline: the loss of a
+    model that knows only how frequent each token is.
+
     held_out: {task: (Config, Dataset)}.
     counts: int array [vocabulary], how often each token occurs in the training data.
     """
@@ -696,7 +698,6 @@ class Evaluations:
         for name, (task_cfg, dataset) in held_out.items():
             number = dataset.batches(cfg.train.eval_batches)
             batches = [dataset.batch(i) for i in range(number)]
-            # The unigram loss is reached by predicting each token by its frequency alone.
             unigram = data.unigram_loss(counts, batches, dataset.tasks[0].tokenizer)
             self.tasks.append((name, task_cfg, dataset, number, unigram))
             print(
@@ -726,7 +727,7 @@ class Evaluations:
             task = dataset.tasks[0]
             if len(task.task.objective.features) < 2:
                 continue
-            # eval_batches 0 evaluates all examples.
+            # If eval_batches is 0, the limit is None and all examples are evaluated.
             limit = cfg.train.eval_batches * cfg.train.batch_size or None
             metrics, lines = evaluate.predict(
                 params, cfg, self.mesh, "validation", task.tokenizer, limit
@@ -810,7 +811,8 @@ def run_tokenizer(cfg, run_dir, resumes, source):
         return data.load_tokenizer(run_dir / "spiece.model")
     if not source:
         return data.prepare_vocabulary(cfg)
-    partition.find_checkpoint(source)  # raises UserError if there is no checkpoint
+    # Raise UserError if `source` has no checkpoint.
+    partition.find_checkpoint(source)
     # The source is a run directory, or a checkpoint two levels below its run directory.
     source = configs.to_path(source)
     paths = [folder / "spiece.model" for folder in (source, *source.parents[:2])]
@@ -924,7 +926,7 @@ def lower_step(cfg, mesh):
             options |= partition.ASYNC_REDUCE_OPTIONS
         if kind.startswith("TPU v5"):
             options |= partition.FUSION_MEMORY_OPTIONS
-    # Donating the state lets the new state use the memory of the old one.
+    # donate_argnums lets the new state use the memory of the old state.
     step = jax.jit(
         functools.partial(train_step, cfg), donate_argnums=0, compiler_options=options
     )
@@ -1026,7 +1028,7 @@ def train(cfg, run_dir, recipe, config, source):
     Returns the exit status.
     """
     mesh = partition.set_mesh(cfg)
-    # Refuse what cannot work before any file is written.
+    # Refuse an unknown schedule and a lack of memory before any file is written.
     learning_rate(0, cfg.train)
     check_minimum_memory(cfg)
     print("\n".join(describe_run(cfg, recipe, mesh)))
@@ -1060,8 +1062,7 @@ def train(cfg, run_dir, recipe, config, source):
             program = compiling.result()
         if partition.is_main_process():
             configs.write_file(run_dir / "model-info.txt", model_info(cfg, mesh))
-        # Return the memory of the compiler to the system. glibc would keep half a
-        # gigabyte.
+        # Give the memory of the compiler back to the system: glibc keeps it otherwise.
         if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
             trim(0)
         if start >= cfg.train.steps:
@@ -1108,7 +1109,7 @@ def run_and_save(
         batch = dataset.batch(step - t.start_step, rows)
         return partition.put_batch(batch, t.batch_size, mesh)
 
-    # train.profile "FIRST:LAST"; 0:0 traces no step.
+    # train.profile has the form FIRST:LAST. The value 0:0 traces no step.
     first, last = map(int, (t.profile or "0:0").split(":"))
 
     def profile(step):
@@ -1133,7 +1134,8 @@ def run_and_save(
 
     def save(step, state):
         metrics_file.sync()
-        checkpoints.wait()  # the previous checkpoint may be the best
+        # Wait for the previous checkpoint, because it may be the best.
+        checkpoints.wait()
         best = best_step([*checkpoints.steps(), step])
         checkpoints.save(to_state_dict(state), step, best[0] if best else None)
 
