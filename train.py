@@ -701,8 +701,9 @@ class Evaluations:
             unigram = data.unigram_loss(counts, batches, dataset.tasks[0].tokenizer)
             self.tasks.append((name, task_cfg, dataset, number, unigram))
             print(
-                f"unigram  {unigram:.3f} nats per content token of {name} if each token "
-                f"is predicted by its frequency alone (content: no sentinels, no EOS)"
+                f"unigram  {unigram:.3f} nats per content token of held-out {name}, if "
+                f"each token is predicted by its frequency alone (sentinels and EOS are "
+                f"not content)"
             )
 
     def evaluate(self, step, params):
@@ -1351,7 +1352,7 @@ def plan(cfg, where):
     mesh = plan_mesh(cfg, where)
     t = cfg.train
     print(
-        f"plan     {where}, mesh data {mesh.shape['data']} x model "
+        f"plan     {mesh.size} devices, mesh data {mesh.shape['data']} x model "
         f"{mesh.shape['model']}, fsdp {cfg.mesh.fsdp}, {cfg.model.dtype}, remat "
         f"{cfg.model.remat}, batch {t.batch_size} in {t.microbatches} microbatches"
     )
