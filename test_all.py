@@ -3024,7 +3024,7 @@ def test_a_vocabulary_split_over_devices_gives_the_plain_loss(smoothing):
 # ---- train: schedule and optimizer ---------------------------------------------------------------
 
 
-def test_schedules_equal_t5xs():
+def test_learning_rates_equal_recorded_rates_of_t5x():
     recorded = json.load(recorded_file("t5x/schedule.json"))
     names = {
         "factors": "schedule",
@@ -3040,14 +3040,14 @@ def test_schedules_equal_t5xs():
         np.testing.assert_allclose(ours, values, rtol=1e-6, err_msg=cfg.schedule)
 
 
-def test_t5s_schedule():
+def test_default_schedule_is_that_of_t5():
     steps = (0, 10_000, 40_000, 1_000_000)
     rates = [float(train.learning_rate(step, TrainConfig())) for step in steps]
     np.testing.assert_allclose(rates, [0.01, 0.01, 0.005, 0.001], rtol=1e-6)
 
 
 def adafactor(table):
-    """A table of Params -> (zero slots, update(params, grads, slots, count, rate))."""
+    """Return Adafactor's initial slots and its compiled update for a parameter table."""
     slots = jax.tree.map(
         lambda p: jnp.zeros(p.shape), train.adafactor_slots(table), is_leaf=model.is_param
     )
@@ -3056,12 +3056,12 @@ def adafactor(table):
     )
 
 
-def test_adafactor_equals_t5xs():
-    """20 updates of weights that are and are not factored, one zero gradient among them."""
+def test_adafactor_equals_recorded_updates_of_t5x():
+    """Make 20 updates of factored and other parameters. One of the gradients is zero."""
     recorded = json.load(recorded_file("t5x/adafactor/t5x_defaults.json"))
     case = np.load(recorded_file("t5x/adafactor/t5x_defaults.npz"))
     paths = sorted(recorded["shapes"])
-    # what T5X updated; the largest are left out in assets/
+    # The order in which T5X updated the parameters. assets/ lacks the largest parameters.
     order = recorded.get("paths", paths)
     table = {
         path: model.Param(
@@ -3089,7 +3089,7 @@ def test_adafactor_equals_t5xs():
                 np.testing.assert_allclose(
                     w, case[key], rtol=1e-6, atol=1e-6, err_msg=key
                 )
-            elif f"{key}/corner" in case:  # of the large ones a part, at some steps
+            elif f"{key}/corner" in case:  # large parameters: a corner, at some steps
                 corner = case[f"{key}/corner"]
                 np.testing.assert_allclose(
                     w[tuple(map(slice, corner.shape))],
@@ -3105,7 +3105,8 @@ def test_adafactor_equals_t5xs():
                     err_msg=key,
                 )
     compared = 0
-    for path in paths:  # which of the two means T5X calls the row depends on the sizes
+    # T5X calls the mean over the larger dimension v_row, so the names differ from ours.
+    for path in paths:
         theirs = [
             case.get(f"state/{path}/{name}", np.zeros(0))
             for name in ("v_row", "v_col", "v")
@@ -3114,16 +3115,16 @@ def test_adafactor_equals_t5xs():
             if ours.shape == a.shape:
                 np.testing.assert_allclose(ours, a, rtol=1e-5, err_msg=path)
                 compared += 1
-    # matrices by two means, four whole
+    # Each factored matrix has two slots. Four parameters have one full slot.
     assert compared == 10 - 2 * (len(order) - len(paths))
 
 
 def test_adafactor_equals_optax_layer_by_layer():
-    """Stacked layers beside optax.adafactor on each layer alone: the other route to the numbers."""
+    """Compare stacked layers with optax.adafactor, applied to each layer by itself."""
     table = {
         "matrix": model.Param((3, 130, 128), ("layers", "embed", "mlp")),
         "narrow": model.Param((3, 130, 120), ("layers", "embed", "mlp")),
-        # layers make no matrix
+        # A stack of vectors is not a matrix, so it is not factored.
         "norm": model.Param((200, 160), ("layers", "embed")),
         "embed": model.Param((256, 130), ("vocab", "embed")),
     }
@@ -3162,8 +3163,8 @@ def test_adafactor_equals_optax_layer_by_layer():
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion"])
-def test_optimizers_of_optax_fit_in(name, monkeypatch):
-    """As they are: equal updates, and their slots are declared like parameters."""
+def test_from_optax_gives_the_updates_of_optax(name, monkeypatch):
+    """Declared slots have the shapes of optax's state and the axes of the parameters."""
     monkeypatch.setitem(
         train.OPTIMIZERS,
         "lion",
@@ -3177,8 +3178,9 @@ def test_optimizers_of_optax_fit_in(name, monkeypatch):
     theirs, memory = state.params, optimizer.init(state.params)
     entry = train.OPTIMIZERS[name]
     declared = partition.flatten(entry.slots(table))
+    slots = partition.flatten(flax.serialization.to_state_dict(state.slots))
     assert {k: p.shape for k, p in declared.items()} == {
-        k: a.shape for k, a in partition.flatten(state.slots).items()
+        k: a.shape for k, a in slots.items()
     }
     assert declared["0/mu/encoder/layers/mlp/up"].axes == ("layers", "embed", "mlp")
     apply = jax.jit(
@@ -3208,7 +3210,7 @@ def test_microbatches_give_the_gradients_of_one_batch(n):
     assert_close(parts, whole)
 
 
-def test_each_microbatch_has_its_own_dropout():
+def test_each_microbatch_has_its_own_dropout_key():
     cfg = change(model=dict(dropout=0.2), train=dict(microbatches=2))
     params, batch, key = (
         make_params(cfg),
@@ -3224,8 +3226,8 @@ def test_each_microbatch_has_its_own_dropout():
     assert_close(grads, jax.tree.map(lambda a, b: (a + b) / 2, *parts))
 
 
-def test_loss_divisor_scales_the_gradients_alone():
-    """With T5X's divisor the gradients are smaller; what is logged stays per real target token."""
+def test_loss_divisor_scales_only_the_gradients():
+    """The divisor of T5X makes gradients smaller. Metrics stay means over real tokens."""
     cfg = change(train=dict(loss_divisor=233472.0))
     state, batch = train.init_state(cfg), make_batch(cfg, UNEVEN)
     _, metrics = train_step(cfg, state, batch)
@@ -3242,7 +3244,7 @@ def test_loss_divisor_scales_the_gradients_alone():
         "non_padding_fraction/inputs": (np.asarray(batch.inputs) > 0).mean(),
     }
     expected["loss"] = expected["cross_ent_loss"] + expected["z_loss"]
-    # divided by the real target tokens
+    # SMALL has no divisor: its gradients are divided by the number of real target tokens.
     _, grads = gradients(SMALL, state.params, batch, None)
     tokens = sum(m for _, m in UNEVEN)
     expected["gradient_norm"] = float(optax.tree.norm(grads)) * tokens / 233472
@@ -3251,13 +3253,22 @@ def test_loss_divisor_scales_the_gradients_alone():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
 
 
-def test_an_update_that_is_not_finite_is_skipped_and_counted():
+def test_updates_that_are_not_finite_are_skipped_and_counted():
     state, batch = train.init_state(SMALL), make_batch(SMALL, UNEVEN)
     state.params["decoder"]["norm"] = state.params["decoder"]["norm"].at[0].set(jnp.nan)
     after, _ = train_step(SMALL, state, batch)
     after, _ = train_step(SMALL, after, batch)
     assert (int(after.step), int(after.count), int(after.skipped)) == (2, 0, 2)
     assert_equal((after.params, after.slots), (state.params, state.slots))
+
+
+def test_a_step_that_does_not_fit_in_memory_is_refused(monkeypatch, one_device):
+    """The compiled program is checked before its memory is allocated."""
+    _, step = train.lower_step(SMALL, one_device)
+    assert train.compile_step(step, one_device)
+    monkeypatch.setattr(configs, "machine_memory", lambda: 100_000)
+    with pytest.raises(configs.UserError, match="a step .*--train.microbatches"):
+        train.compile_step(step, one_device)
 
 
 # ---- partition: meshes ---------------------------------------------------------------------------
@@ -3369,14 +3380,16 @@ def test_the_plan_counts_what_the_program_holds():
     assert f"parameters: {model.count_params(model.param_table(cfg.model)):,}\n" in info
 
 
-def test_out_of_memory_names_the_levers():
-    """In order, each with what it leaves; the sizes fall."""
+def test_memory_report_names_options_that_save_memory():
+    """The options are added one after another, so the memory falls from line to line."""
     cfg = change(model=dict(remat="none"))
     partition.set_mesh(cfg, jax.devices()[:4])
-    text = train.out_of_memory_message(cfg)
-    assert re.search(r"microbatches 2 .*remat full .*fsdp true .*batch_size", text)
-    sizes = [float(size) for size in re.findall(r"([\d.e-]+) GB", text)]
-    assert len(sizes) == 4 and sizes == sorted(sizes, reverse=True)
+    text = train.memory_report(cfg)
+    assert re.search(r"microbatches 2 .*remat full .*fsdp true ", text, re.DOTALL)
+    sizes = [
+        float(size) for size in re.findall(r"(?:total|--\S+ \w+) +([\d.e-]+) GB", text)
+    ]
+    assert len(sizes) >= 4 and sizes == sorted(sizes, reverse=True)
 
 
 def test_a_tpus_program_is_read():
@@ -3408,18 +3421,19 @@ ENTRY %main (p: f32[2]) -> f32[2] {{
     }
 
 
-def test_a_plan_ranks_the_levers():
-    """Each by itself, the one that leaves least first; what does not divide is left out."""
+def test_memory_savings_add_options_one_after_another():
+    """Options that the number of rows or devices rules out are left out."""
     cfg = change(model=dict(remat="none"), train=dict(batch_size=12, microbatches=3))
     mesh = partition.set_mesh(cfg, jax.devices()[:4])
-    found = {flag: size for flag, size, _ in train.memory_savings(cfg)}
+    savings = train.memory_savings(cfg)
     assert jax.sharding.get_mesh() == mesh
-    assert [*found] == sorted(found, key=found.get)
-    assert {*found} == {"--model.remat full", "--mesh.fsdp true", "--mesh.model 2"}
+    flags = [flag for flag, _, _ in savings]
+    assert flags[:2] == ["--model.remat full", "--mesh.fsdp true"]
+    assert "--train.microbatches 6" not in flags
     full = sum(train.memory_table(change(cfg, model=dict(remat="full")), mesh).values())
-    assert (
-        found["--model.remat full"] == full < sum(train.memory_table(cfg, mesh).values())
-    )
+    assert savings[0][1] == full < sum(train.memory_table(cfg, mesh).values())
+    sizes = [size for _, size, _ in savings]
+    assert sizes == sorted(sizes, reverse=True)
 
 
 @pytest.mark.parametrize(
@@ -3445,23 +3459,17 @@ def test_every_form_of_replica_groups_is_read(groups, first):
 
 
 @slow
-def test_a_plan_for_other_machines(tmp_path):
-    """As a command; xxl on 512 devices takes ten seconds, and this less."""
-    out = subprocess.run(
-        [
-            sys.executable,
-            HERE / "train.py",
-            "--config",
-            "small_c4",
-            "--plan",
-            "64",
-            "--mesh.model",
-            "2",
-        ],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
+def test_a_plan_for_other_machines(compiled, tmp_path):
+    """Plan as a command, twice, because the second plan finds compiled programs."""
+    flags = "--config small_c4 --plan 64 --mesh.model 2".split()
+    for _ in range(2):
+        out = subprocess.run(
+            [sys.executable, HERE / "train.py", *flags],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=os.environ | {"JAX_COMPILATION_CACHE_DIR": str(compiled)},
+        )
     assert out.returncode == 0 and not list(tmp_path.iterdir()), out.stderr
     assert "mesh data 32 x model 2" in out.stdout
     parameters = re.search(r"parameters +([\d.]+) GB", out.stdout)[1]
@@ -4463,12 +4471,12 @@ def test_files_are_answered_line_by_line(trained, tmp_path, capsys, monkeypatch)
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory):
-    """Compiled programs that the runs below share."""
+    """Return the folder of the compilation cache that the runs below share."""
     return tmp_path_factory.mktemp("compiled")
 
 
 def flags_of(corpus, **more):
-    """Flags of a run small enough to take seconds."""
+    """Return command-line flags of a run that takes seconds. more: further fields."""
     values = {
         f"data.{name}": value
         for name, value in dataclasses.asdict(corpus.data).items()
@@ -4502,6 +4510,7 @@ def flags_of(corpus, **more):
 
 
 def start(compiled, *argv, script="train.py", **more):
+    """Start a command in a process of its own. more: environment variables."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": str(compiled),
@@ -4517,12 +4526,13 @@ def start(compiled, *argv, script="train.py", **more):
 
 
 def finish(process):
+    """Wait for a process. Return its exit status, standard output and standard error."""
     out, err = process.communicate(timeout=300)
     return process.returncode, out, err
 
 
 def wait_for_step(process, run_dir, step):
-    """Return once metrics.jsonl has a line of `step` or later."""
+    """Wait until metrics.jsonl has a line of this step or a later one."""
     path = run_dir / "metrics.jsonl"
     for _ in range(24_000):
         lines = path.read_text().splitlines() if path.exists() else []
@@ -4534,7 +4544,7 @@ def wait_for_step(process, run_dir, step):
 
 
 def metrics_of(run_dir):
-    """metrics.jsonl without what a clock has measured."""
+    """Return the lines of metrics.jsonl, without the values that a clock measured."""
     return [
         {k: v for k, v in json.loads(line).items() if not k.startswith("timing/")}
         for line in (run_dir / "metrics.jsonl").read_text().splitlines()
@@ -4542,8 +4552,8 @@ def metrics_of(run_dir):
 
 
 @slow
-def test_killed_and_resumed_equals_uninterrupted(corpus, compiled, tmp_path):
-    """kill -9 and SIGTERM on the way, and the same files in the end, bit for bit."""
+def test_a_killed_and_resumed_run_equals_an_uninterrupted_run(corpus, compiled, tmp_path):
+    """Stop a run by kill -9 and then by SIGTERM. Its files are equal bit for bit."""
     flags = flags_of(corpus)
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     status, out, err = finish(start(compiled, "--run_dir", whole, *flags))
@@ -4573,8 +4583,8 @@ def test_killed_and_resumed_equals_uninterrupted(corpus, compiled, tmp_path):
     wait_for_step(process, broken, 240)
     process.send_signal(signal.SIGTERM)
     status, out, err = finish(process)
-    assert status == 0 and "resumed" in out and "stopped  at step" in out, err
-    status, out, err = finish(start(compiled, "--run_dir", broken))  # its own recipe now
+    assert status == 0 and "resumed" in out and "stopped at step" in out, err
+    status, out, err = finish(start(compiled, "--run_dir", broken))  # without flags
     assert status == 0 and "resumed" in out and "done" in out, err
     assert metrics_of(whole) == metrics_of(broken)
     steps = [line["step"] for line in metrics_of(whole) if "train/loss" in line]
@@ -4583,12 +4593,15 @@ def test_killed_and_resumed_equals_uninterrupted(corpus, compiled, tmp_path):
     (one,), (two,) = one.glob("*.msgpack"), two.glob("*.msgpack")
     assert one.read_bytes() == two.read_bytes()
     status, out, _ = finish(start(compiled, "--run_dir", broken))
-    assert status == 0 and out.splitlines()[-1].startswith("finished")
+    assert status == 0
+    assert out.splitlines()[-1] == (
+        f"{broken} already has its 400 steps; continue with --train.steps 800"
+    )
 
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory):
-    """A run of a few steps, made in this process: (run directory, its flags)."""
+    """Make a run of a few steps in this process. Return (run directory, its flags)."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "text.txt").write_text("\n".join(sentences(150)))
     corpus = change(
@@ -4615,11 +4628,11 @@ def trained(tmp_path_factory):
         patch.setattr(partition, "start_jax", lambda cfg: None)
         run_dir = ["--run_dir", str(folder / "run")]
         assert train.main([*run_dir, *flags, "--train.steps", "3"]) == 0
-        assert train.main([*run_dir, "--train.steps", "6"]) == 0  # goes on
+        assert train.main([*run_dir, "--train.steps", "6"]) == 0  # resumes
     return folder / "run", flags
 
 
-def test_run_directory(trained):
+def test_files_of_a_run_directory(trained):
     run_dir, _ = trained
     assert {p.name for p in run_dir.iterdir()} - {"tensorboard"} == {
         ".lock",
@@ -4632,7 +4645,7 @@ def test_run_directory(trained):
     lines = [
         json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()
     ]
-    # 3 was the end at first
+    # Step 3 was the last step at first, so it was evaluated.
     assert [line["step"] for line in lines] == [1, 2, 3, 3, 4, 5, 6, 6]
     assert {
         "train/loss",
@@ -4657,7 +4670,7 @@ def test_run_directory(trained):
     } < set(lines[-1])
 
 
-def test_the_other_commands_read_the_run(trained, capsys, monkeypatch):
+def test_other_commands_read_a_run(trained, capsys, monkeypatch):
     run_dir, _ = trained
     monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
     text = "alpha <extra_id_0> beta"
@@ -4674,11 +4687,11 @@ def test_the_other_commands_read_the_run(trained, capsys, monkeypatch):
 
 
 # ---- survival ------------------------------------------------------------------------------------
-# Real processes that are killed, frozen and starved: pytest -m slow.
+# These tests kill and freeze real processes: pytest -m slow.
 
 
 def start_all(compiled, count, *argv, script="train.py", devices=1, timeout=20):
-    """The processes of one run on this machine."""
+    """Start the processes of one run on this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -4715,17 +4728,18 @@ def start_all(compiled, count, *argv, script="train.py", devices=1, timeout=20):
 
 
 def finish_all(processes):
+    """Wait for all processes. Return a list of what finish returns."""
     with ThreadPoolExecutor(len(processes)) as threads:
         return list(threads.map(finish, processes))
 
 
 def spoken(out):
-    """Standard output without the lines that Gloo writes."""
+    """Return the lines of standard output, except those of the library Gloo."""
     return [line for line in out.splitlines() if "[Gloo]" not in line]
 
 
 def start_patched(compiled, patch, *argv, script="train"):
-    """A command in whose process `patch`, lines of Python, is run first."""
+    """Start a command whose process first runs `patch`, some lines of Python."""
     program = (
         f"import os, signal, sys\nimport configs, data, evaluate, infer, partition, train\n"
         f"def die(*_):\n    os.kill(os.getpid(), signal.SIGKILL)\n{patch}\n"
@@ -4754,8 +4768,8 @@ SHORT = {
 
 
 @slow
-def test_processes_share_one_run(corpus, compiled, tmp_path):
-    """Two and four processes do what one does with as many devices, and take over from another."""
+def test_several_processes_train_one_run(corpus, compiled, tmp_path):
+    """Any number of processes gives the same run, and resumes the run of another number."""
     flags, runs = flags_of(corpus, **SHORT), {}
     for count, devices in ((1, 4), (4, 1)):
         runs[count] = tmp_path / f"by{count}"
@@ -4785,7 +4799,7 @@ def test_processes_share_one_run(corpus, compiled, tmp_path):
             }
     manifest = partition.Checkpoints(runs[4]).path(24)
     assert partition.verify(manifest) == [] and not list(runs[4].glob("checkpoints/tmp*"))
-    run_dir = tmp_path / "after2"  # what four saved goes on in two as in one
+    run_dir = tmp_path / "after2"  # two processes resume the run of four
     shutil.copytree(runs[4], run_dir)
     results = finish_all(
         start_all(compiled, 2, "--run_dir", run_dir, "--train.steps", 32, devices=2)
@@ -4848,17 +4862,19 @@ def test_processes_share_one_run(corpus, compiled, tmp_path):
         (signal.SIGSTOP, 1),
     ],
 )
-def test_what_happens_to_one_process_ends_both(
-    corpus, compiled, tmp_path, number, victim
-):
-    """SIGTERM: both stop at one step, saved. Killed or frozen: the other ends soon, and says so."""
+def test_one_stopped_process_ends_the_other(corpus, compiled, tmp_path, number, victim):
+    """After SIGTERM, both stop and save at one step. If one is killed or frozen, the other
+    ends with a message.
+    """
     flags = flags_of(corpus, **{**SHORT, "train.steps": 100_000, "train.eval_every": 0})
     both = start_all(compiled, 2, "--run_dir", tmp_path / "run", *flags, timeout=10)
     wait_for_step(both[0], tmp_path / "run", 16)
     both[victim].send_signal(number)
     if number == signal.SIGTERM:
         (status, out, _), (other, *_) = finish_all(both)
-        step = int(re.search(r"stopped  at step ([\d,]+)", out)[1].replace(",", ""))
+        step = int(
+            re.search(r"stopped at step ([\d,]+) on SIGTERM", out)[1].replace(",", "")
+        )
         assert (
             status == other == 0
             and partition.Checkpoints(tmp_path / "run").steps()[-1] == step
@@ -4885,7 +4901,8 @@ def test_what_happens_to_one_process_ends_both(
     assert [status for status, *_ in results] == [0, 0] and "resumed" in results[0][1]
 
 
-KILLS = {  # patches after which the process dies at some point of a save
+# Patches that kill the process at a certain moment of a save.
+KILLS = {
     "before": "partition.write_shards = die",
     "during": """old = partition.write_shards
 def write_pieces(path, pieces):
@@ -4902,8 +4919,8 @@ partition.write_shards = write_pieces""",
 
 
 @slow
-def test_killed_in_a_save(corpus, compiled, tmp_path):
-    """What is left is whole, and the run ends as if nothing had been."""
+def test_a_run_killed_during_a_save_resumes(corpus, compiled, tmp_path):
+    """No checkpoint is damaged, and the resumed run equals an uninterrupted run."""
     flags, whole = flags_of(corpus, **SHORT), tmp_path / "whole"
     assert finish(start(compiled, "--run_dir", whole, *flags, "--train.steps=8"))[0] == 0
     for where in KILLS:
@@ -4933,8 +4950,8 @@ def test_killed_in_a_save(corpus, compiled, tmp_path):
 
 
 @slow
-def test_killed_while_preparing_and_while_answering(corpus, compiled, tmp_path):
-    """Token files and answers are those of one that was not killed."""
+def test_killed_while_preparing_data_and_while_predicting(corpus, compiled, tmp_path):
+    """Token files and predictions equal those of commands that were not killed."""
     flags = ["--data.prepared_dir", tmp_path / "prep", *flags_of(corpus, **SHORT)]
     flags = [flag for flag in flags if not str(flag).startswith("--data.prepared_dir=")]
     patch = (
@@ -4986,8 +5003,8 @@ def test_killed_while_preparing_and_while_answering(corpus, compiled, tmp_path):
 
 
 @slow
-def test_a_full_disk_stops_the_run_and_loses_nothing(corpus, compiled, tmp_path):
-    """Files may not grow beyond a limit, as on a full disk; the checkpoint before it stays."""
+def test_a_full_disk_stops_a_run_and_keeps_its_checkpoints(corpus, compiled, tmp_path):
+    """A limit on the size of files acts like a full disk. The run then resumes."""
     flags = flags_of(corpus, **SHORT)
     assert (
         finish(start(compiled, "--run_dir", tmp_path, *flags, "--train.steps=8"))[0] == 0
@@ -5010,7 +5027,7 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(corpus, compiled, tmp_path)
     [
         (
             "old = train.train_step\ndef train_step(*args):\n    os.kill(os.getpid(), signal.SIGTERM)\n"
-            # traced: in the first compile
+            # train_step is traced once, so the signal comes while it is compiled.
             "    return old(*args)\ntrain.train_step = train_step",
             1,
         ),
@@ -5023,18 +5040,19 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(corpus, compiled, tmp_path)
     ],
     ids=["compile", "evaluation"],
 )
-def test_sigterm_outside_the_steps(corpus, compiled, tmp_path, where, step):
+def test_sigterm_outside_a_step(corpus, compiled, tmp_path, where, step):
+    """SIGTERM during compilation or evaluation stops the run after its next step."""
     process = start_patched(
         compiled, where, "--run_dir", tmp_path, *flags_of(corpus, **SHORT)
     )
     status, out, err = finish(process)
-    assert status == 0 and f"stopped  at step {step}," in out, err
+    assert status == 0 and f"stopped at step {step} on SIGTERM" in out, err
     assert partition.Checkpoints(tmp_path).steps()[-1] == step
 
 
 @slow
-def test_a_run_may_lie_at_a_remote_place(corpus, capsys, monkeypatch, tmp_path):
-    """On a bucket that is kept in memory: the same run, resumed too; the manifest is the commit."""
+def test_a_run_directory_may_be_remote(corpus, capsys, monkeypatch, tmp_path):
+    """A run in a bucket (kept in memory) equals a local run, and resumes as a local run."""
     from fsspec.implementations.memory import MemoryFileSystem
 
     for protocol in ("gs", "gcs"):
@@ -5056,7 +5074,7 @@ def test_a_run_may_lie_at_a_remote_place(corpus, capsys, monkeypatch, tmp_path):
         for run_dir in (place, tmp_path / "run")
     )
     assert one.read_bytes() == two.read_bytes()
-    # as a kill before the end leaves it
+    # A checkpoint without a manifest is incomplete, as after a kill.
     (checkpoints.path(24) / "manifest.json").unlink()
     status, out, err = run(train, capsys, monkeypatch, "--run_dir", place)
     assert (
@@ -5079,8 +5097,8 @@ def test_a_run_may_lie_at_a_remote_place(corpus, capsys, monkeypatch, tmp_path):
 
 
 @slow
-def test_what_is_not_finite_stops_the_run(corpus, compiled, tmp_path):
-    """Three updates in a row are skipped; then the steps and their rows are named."""
+def test_a_loss_that_is_not_finite_stops_the_run(corpus, compiled, tmp_path):
+    """After three skipped updates, the message names their steps and rows."""
     patch = (
         "old = train.learning_rate\ntrain.learning_rate = lambda step, cfg: "
         "old(step, cfg) * train.jnp.where(step == 9, 1e38, 1.0) * 1e38 ** (step == 9)"
@@ -5313,7 +5331,7 @@ def test_a_second_process_in_a_run_directory_is_refused(trained, capsys, monkeyp
     assert status == 2 and "Another process trains" in err
     lock.close()
     status, out, _ = run(train, capsys, monkeypatch, "--run_dir", run_dir)
-    assert status == 0 and "finished" in out
+    assert status == 0 and "already has its" in out
 
 
 def test_a_checkpoint_of_another_model_is_refused(trained, tmp_path, one_device):
@@ -5376,7 +5394,7 @@ def test_init_from_starts_a_run_with_the_weights_of_another(
     status, out, err = start("new", run_dir, *task)
     assert status == 0 and f"the weights of step {newest}" in out and "accuracy" in out
     status, out, _ = start("new", run_dir, *task)  # the same command again
-    assert status == 0 and "finished" in out
+    assert status == 0 and "already has its" in out
     cfg = configs.load_run(tmp_path / "new")
     mesh = partition.set_mesh(cfg, jax.local_devices()[:1])
     old, new = (
@@ -5417,7 +5435,7 @@ def test_init_from_starts_a_run_with_the_weights_of_another(
     status, _, err = start(
         "late", checkpoint, "--train.restore", "all", "--train.steps", 2
     )
-    assert status == 2 and "goes on from there" in err
+    assert status == 2 and "--train.steps greater than" in err
 
 
 # ---- fuzz ----------------------------------------------------------------------------------------
@@ -6856,11 +6874,14 @@ def test_wrongly_written_arrays_are_detected(tmp_path, monkeypatch):
 
 
 # ---- the jobs ------------------------------------------------------------------------------------
-# What the recipes are for, each as its command at toy size, on files as its users have them.
+# Each test runs a recipe at toy size, on files in the format that its users have.
 
 
 def job(compiled, run_dir, *flags, script="train.py", **more):
-    """Run a command at toy size -> (what it printed, metrics.jsonl); more: train.FIELD=value."""
+    """Run a command at toy size. Return (its output, the metrics of the run).
+
+    more: FIELD=value for fields of TrainConfig.
+    """
     if script == "train.py":
         values = {
             f"model.{name}": getattr(SMALL.model, name)
@@ -6900,7 +6921,7 @@ def values_of(metrics, name):
 
 
 def assert_learns(metrics, first, last):
-    """The loss falls, and the steps are `first` to `last`."""
+    """Assert that the loss falls, and that the steps are `first` to `last`."""
     losses = values_of(metrics, "train/loss")
     assert [line["step"] for line in metrics if "train/loss" in line] == [
         *range(first, last + 1)
@@ -6914,7 +6935,7 @@ def short(inputs, targets):
 
 @pytest.fixture(scope="session")
 def pretrained(compiled, tmp_path_factory):
-    """small_c4 on C4 as TFDS keeps it: (run directory, what it printed, metrics)."""
+    """Train small_c4 on a toy C4 in TFDS format. Return (run directory, output, metrics)."""
     folder = tmp_path_factory.mktemp("jobs")
     write_tfds(
         folder / "tfds/c4/en/3.1.0",
@@ -6938,7 +6959,7 @@ def pretrained(compiled, tmp_path_factory):
 
 
 def write_wmt(folder):
-    """wmt_t2t_translate/de-en as TFDS keeps it; the German is the English backwards."""
+    """Write a toy wmt_t2t_translate/de-en for TFDS: German is English in reverse order."""
     import tensorflow_datasets as tfds
 
     pairs = {
@@ -6954,7 +6975,7 @@ def write_wmt(folder):
 
 @slow
 def test_job_pretraining(pretrained, compiled, tmp_path):
-    """C4 from TFDS, and from the files that allenai publishes."""
+    """C4 from TFDS and C4 in the files of allenai give the same batches."""
     run_dir, out, metrics = pretrained
     assert "recipe small_c4\n" in out and f"done     {run_dir}: 40 steps." in out
     assert_learns(metrics, 1, 40)
@@ -6986,7 +7007,7 @@ def test_job_pretraining(pretrained, compiled, tmp_path):
 
 @slow
 def test_job_translation(pretrained, compiled, tmp_path, capsys, monkeypatch):
-    """Fine-tuned from a T5X checkpoint, with BLEU; the best checkpoint stays; goes on."""
+    """Fine-tune a T5X checkpoint with BLEU, keep the best checkpoint, and resume."""
     pytest.importorskip("sacrebleu", reason="needs pip install '.[metrics]'")
     write_wmt(tmp_path)
     for source, folder, to in (
@@ -7025,8 +7046,8 @@ def test_job_translation(pretrained, compiled, tmp_path, capsys, monkeypatch):
     }
 
 
-def test_the_readmes_recipe_is_ul2s_mixture(tmp_path, monkeypatch):
-    """Seven denoisers at their rates: mode, share of the text removed, length of its spans."""
+def test_the_recipe_of_the_readme_is_the_mixture_of_ul2(tmp_path, monkeypatch):
+    """The seven denoisers of UL2 have their modes, noise densities, spans and rates."""
     for table in ("TASKS", "MIXTURES", "ACTIVATIONS", "OPTIMIZERS"):
         monkeypatch.setattr(configs, table, dict(getattr(configs, table)))
     monkeypatch.setattr(data, "TASKS", configs.TASKS)
@@ -7060,9 +7081,12 @@ def test_the_readmes_recipe_is_ul2s_mixture(tmp_path, monkeypatch):
 
 
 @slow
-def test_a_tpus_compiler_takes_all_programs():
-    """Without a TPU: training, evaluation and decoding compile for v5e:2x4, and the training step
-    of small takes less than 0.7 of the 113.1 million cycles of T5X's, 0.78 of its 3.755 GB."""
+def test_the_compiler_of_tpus_accepts_all_programs():
+    """Compile training, evaluation and decoding for v5e:2x4, without a TPU.
+
+    The training step of small takes less than 0.7 of the 113.1 million cycles of T5X and
+    less than 0.78 of its 3.755 GB.
+    """
     pytest.importorskip("libtpu", reason="needs pip install '.[tpu]'")
     script = """
 import functools, jax, configs, evaluate, infer, model, partition, train
@@ -7106,7 +7130,7 @@ def test_profile_writes_a_trace(compiled, corpus, tmp_path):
 
 @slow
 def test_job_custom_task(compiled, tmp_path, monkeypatch, pretrained):
-    """A user's own folder: the recipe file of the README, with a metric that needs no library."""
+    """Run the recipe file of the README, with a metric that needs no library."""
     write_wmt(tmp_path)
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(OWN.replace("bleu", "accuracy"))
@@ -7133,7 +7157,7 @@ def test_job_custom_task(compiled, tmp_path, monkeypatch, pretrained):
     assert values_of(metrics, "inference_eval/wmt_de_en/accuracy")
     assert values_of(metrics, "inference_eval/wmt_de_en/length_ratio")
     assert Path("run/recipe.py").read_text() == Path("mine.py").read_text()
-    # Lion's momentum
+    # The momentum of Lion is a slot.
     assert "slots/0/mu/encoder" in Path("run/model-info.txt").read_text()
     done = subprocess.run(
         [
@@ -7154,7 +7178,7 @@ def test_job_custom_task(compiled, tmp_path, monkeypatch, pretrained):
 
 @slow
 def test_job_glue(compiled, tmp_path, pretrained):
-    """Trained on all of GLUE, evaluated on one of its tasks."""
+    """Train on all tasks of GLUE, and evaluate one of them."""
     import tensorflow_datasets as tfds
 
     fields = {
@@ -7207,7 +7231,7 @@ def test_job_glue(compiled, tmp_path, pretrained):
 
 @slow
 def test_job_questions(compiled, tmp_path, pretrained, capsys, monkeypatch):
-    """SQuAD; and a SuperGLUE task by rank, of the same run."""
+    """Fine-tune on SQuAD, and evaluate a SuperGLUE task by rank classification."""
     import tensorflow_datasets as tfds
 
     text = tfds.features.Text()
@@ -7288,7 +7312,7 @@ def test_job_questions(compiled, tmp_path, pretrained, capsys, monkeypatch):
 
 @slow
 def test_job_t0(compiled, tmp_path, pretrained):
-    """T0's mixture of the folders of P3, as SeqIO caches and as parquet; judged by rank."""
+    """Train on T0's mixture of P3, in SeqIO caches and in parquet; evaluate by rank."""
     import pyarrow.parquet
 
     tokenizer = data.load_tokenizer(pretrained[0] / "spiece.model")
@@ -7376,7 +7400,7 @@ def test_job_t0(compiled, tmp_path, pretrained):
 
 @slow
 def test_job_own_language(compiled, tmp_path, capsys, monkeypatch):
-    """Romanian: text streamed, an own vocabulary, made longer by one flag, then Hugging Face."""
+    """Train on own text with an own vocabulary, continue with more steps, and convert."""
     for i in range(4):
         (tmp_path / f"{i}.txt").write_text("\n".join(sentences(100, i)))
     flags = [
@@ -7394,7 +7418,7 @@ def test_job_own_language(compiled, tmp_path, capsys, monkeypatch):
     out, metrics = job(compiled, run_dir, *flags, steps=30, **more)
     assert "resumed" in out and partition.Checkpoints(run_dir).steps() == [25, 30]
     assert_learns(metrics, 1, 30)
-    assert len(list(tmp_path.glob("prepared/*/*.ids"))) <= 2 + 1  # and what is held out
+    assert len(list(tmp_path.glob("prepared/*/*.ids"))) <= 2 + 1  # and held-out data
     status, out, err = run(
         convert, capsys, monkeypatch, run_dir, tmp_path / "hf", "--to", "hf"
     )
@@ -7404,7 +7428,7 @@ def test_job_own_language(compiled, tmp_path, capsys, monkeypatch):
 
 @slow
 def test_job_lm_adaptation(pretrained, compiled, tmp_path):
-    """Prefix LM from a pretrained run, at the rate and the step where pretraining ended."""
+    """Train a prefix LM from a pretrained run, at the learning rate where it ended."""
     source = pretrained[0].parent / "tfds"
     _, metrics = job(
         compiled,
@@ -7426,8 +7450,8 @@ def test_job_lm_adaptation(pretrained, compiled, tmp_path):
 
 
 @slow
-def test_toy_reverse_learns_as_t5x_does(compiled, tmp_path):
-    """Within what T5X reaches over 5 seeds, or better."""
+def test_toy_reverse_is_learned_as_fast_as_by_t5x(compiled, tmp_path):
+    """The accuracy is within the range of five seeds of T5X, or better."""
     argv = [
         "--config",
         "toy_reverse",

@@ -1,24 +1,29 @@
-"""How a model learns: schedule, optimizers, step, run.
+"""Train a T5 model: learning rate, optimizer, training step and training loop.
 
-- The rate of a step is a product of named factors, T5X's.
-- An optimizer is an entry of a table: slots declared like parameters, and one function.
-- train_step is a pure function of a TrainState and a Batch, compiled once.
-- run() is the loop: load, step, log, evaluate, save. What it needs to go on is the step alone.
-- A killed run goes on from its last checkpoint as if it had never stopped, by the same command.
+Input: a Config (configs.py) and batches of token ids (data.py).
+Output: a run directory with checkpoints, config.json and the metrics in metrics.jsonl.
+The same command resumes a run that was stopped or killed, and the result is identical to
+that of an uninterrupted run.
 
-    python train.py                        the tiny recipe: about two minutes on a CPU
-    python train.py --config small_c4      T5 1.1 small on C4, on all devices of this machine
+    python train.py                      train the tiny recipe, two minutes on a CPU
+    python train.py --config small_c4    train T5 1.1 small on C4, on all local devices
+    python train.py --plan v5e:2x4       estimate time and memory on other devices
+
+Example: T5's learning rate is constant for 10,000 steps and then falls as 1 / sqrt(step).
+
+    >>> import configs, train
+    >>> cfg = configs.TrainConfig(learning_rate=1.0, warmup_steps=10_000)
+    >>> [round(float(train.learning_rate(step, cfg)), 4) for step in (0, 10_000, 40_000)]
+    [0.01, 0.01, 0.005]
 """
 
 import ctypes
-import dataclasses
 import functools
 import json
 import math
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 import timeit
@@ -48,76 +53,128 @@ from configs import UserError, note
 
 try:
     import tensorboardX
-except ImportError:  # an extra
+except ImportError:  # tensorboardX is an optional dependency
     tensorboardX = None
 
-# ---- learning rate -------------------------------------------------------------------------------
+# ---- learning rate ---------------------------------------------------------------------
 
 
 def learning_rate(step, cfg):
-    """The rate of update number `step`, counted from 0: the product of the schedule's factors.
-    cfg: TrainConfig. The factors, and the floor of 1e-8, are those of t5x/utils.py,
-    create_learning_rate_scheduler. "constant * rsqrt_decay" with learning_rate 1 and warmup_steps
-    10,000 is T5's: 0.01 for 10,000 steps, then 1 / sqrt(step)."""
+    """Return the learning rate of one update: the product of the schedule's factors.
+
+    step: number of the update, counted from 0.
+    cfg: TrainConfig; cfg.schedule names the factors, such as "constant * rsqrt_decay".
+    Raises UserError if a factor is unknown.
+    The factors and the minimum of 1e-8 are those of T5X (t5x/utils.py,
+    create_learning_rate_scheduler).
+    """
     step = jnp.maximum(0.0, step - cfg.schedule_offset)
-    base, warmup = cfg.learning_rate, cfg.warmup_steps
+    warmup = cfg.warmup_steps
+    after_warmup = jnp.maximum(step, warmup)
     cycle = jnp.maximum(0.0, (step - warmup) / cfg.steps_per_cycle)
+    # All factors are computed. The compiler removes those that the schedule does not use.
     factors = {
-        "constant": lambda: base,
-        "linear_warmup": lambda: jnp.minimum(1.0, step / warmup),
-        "linear_decay": lambda: (
-            base * jnp.minimum(step / warmup, 1 + cfg.decay_factor * (warmup - step))
-        ),
-        "rsqrt_decay": lambda: 1 / jnp.sqrt(jnp.maximum(step, warmup)),
-        "rsqrt_normalized_decay": lambda: (
-            math.sqrt(warmup) / jnp.sqrt(jnp.maximum(step, warmup))
-        ),
-        "decay_every": lambda: cfg.decay_factor ** (step // cfg.steps_per_decay),
-        "cosine_decay": lambda: jnp.maximum(
-            0.0, 0.5 * (1 + jnp.cos(jnp.pi * (cycle % 1.0)))
-        ),
+        "constant": cfg.learning_rate,
+        # Rise linearly from 0 to 1 during the warmup, then stay at 1.
+        "linear_warmup": jnp.minimum(1.0, step / warmup),
+        # Rise linearly to the learning rate, then fall linearly with slope decay_factor.
+        "linear_decay": cfg.learning_rate
+        * jnp.minimum(step / warmup, 1 + cfg.decay_factor * (warmup - step)),
+        # Stay at 1 / sqrt(warmup) during the warmup, then fall as 1 / sqrt(step).
+        "rsqrt_decay": 1 / jnp.sqrt(after_warmup),
+        # Scale rsqrt_decay so that its value during the warmup is 1.
+        "rsqrt_normalized_decay": math.sqrt(warmup) / jnp.sqrt(after_warmup),
+        # Multiply by decay_factor every steps_per_decay steps.
+        "decay_every": cfg.decay_factor ** (step // cfg.steps_per_decay),
+        # After the warmup, follow a half cosine from 1 to 0 in each cycle.
+        "cosine_decay": jnp.maximum(0.0, 0.5 * (1 + jnp.cos(jnp.pi * (cycle % 1.0)))),
     }
     rate = 1.0
-    for name in map(str.strip, cfg.schedule.split("*")):
+    for name in cfg.schedule.split("*"):
+        name = name.strip()
         if name not in factors:
             raise UserError(
-                f"--train.schedule: no {name!r}; there are {', '.join(factors)}."
+                f"--train.schedule has an unknown factor {name!r}: "
+                f"use {', '.join(factors)}."
             )
-        rate = rate * factors[name]()
+        rate = rate * factors[name]
     return jnp.maximum(rate, 1e-8)
 
 
-# ---- optimizers ----------------------------------------------------------------------------------
+# ---- optimizers ------------------------------------------------------------------------
+
+# Most optimizers keep state for each parameter. We call one array of this state a slot.
+# Adam, for example, has two slots for each parameter: the moving averages of the gradient
+# and of its square. Slots are declared with model.Param, like parameters, so that the
+# code for sharding and checkpoints treats slots and parameters alike.
 
 
 class Optimizer(NamedTuple):
-    """slots(table of Params) -> the nested dict of the slots' Params; they begin with what init
-    makes of the parameters, without it with zeros.
-    update(table, params, grads, slots, updates so far, rate, TrainConfig) -> (params, slots)"""
+    """Three functions that define an optimizer.
+
+    slots(table): declare the optimizer state. table is model.param_table(cfg). Returns a
+        nested dict of model.Param, with the shape and the axes of every slot.
+    update(table, params, grads, slots, count, rate, train): compute one update from the
+        gradients. Returns (new params, new slots). count is the number of earlier
+        updates, rate is the learning rate, and train is the TrainConfig.
+    init(params): return the initial slots. If init is None, all slots start as zeros.
+    """
 
     slots: Callable
     update: Callable
     init: Callable | None = None
 
 
-# Adafactor: Shazeer and Stern 2018 (arXiv:1804.04235) with T5X's settings: no momentum, updates
-# scaled by the parameter's own size and clipped at an RMS of 1. Written out because optax's takes
-# 1.6 times as long on a CPU; test_all.py holds the two against each other. Layers are stacked in
-# one array, but every statistic is one layer's own.
+# Adafactor (Shazeer and Stern 2018, arXiv:1804.04235) divides each gradient by the root
+# mean square of its past values, as Adam does. Adam stores this average for every
+# element. For a matrix, Adafactor stores only the average of each row and of each column.
+#
+# The update of a parameter w with gradient g, after t earlier updates:
+#
+#     beta = 1 - (t + 1)^-0.8
+#     V    = beta * V + (1 - beta) * (g^2 + 1e-30)     moving average of squared gradients
+#     u    = g / sqrt(V)
+#     u    = u / max(1, RMS(u))                        clip the update to an RMS of 1
+#     w    = w - rate * max(1e-3, RMS(w)) * u          the step is relative to RMS(w)
+#
+# For a matrix, V is approximated by R C^T / mean(R). The vector R has the moving averages
+# of the row means of g^2, and C has those of the column means.
+#
+# These are the settings of T5X (t5x/adafactor.py), so our updates equal those of T5X:
+# there is no momentum, only matrices of at least 128 x 128 are factored, and weight decay
+# is not multiplied by the learning rate. T5X updates each layer's parameter by itself. We
+# stack the parameters of all layers in one array, so we take each mean within one layer.
+#
+# optax.adafactor computes the same updates but takes 1.6 times as long on a CPU. A test
+# compares our updates with both.
+
+
+def axes_of_one_layer(p):
+    """Return the axes of a parameter as indices, without the axis that stacks layers."""
+    first = 1 if p.axes[0] == "layers" else 0
+    return tuple(range(first, len(p.shape)))
 
 
 def is_factored(p):
-    """Matrices of at least 128 x 128 keep the means of their rows and columns alone."""
-    shape = p.shape[p.axes[0] == "layers" :]
+    """Return whether Adafactor stores only row and column means for this parameter.
+
+    This holds for matrices with at least 128 rows and 128 columns, as in T5X.
+    """
+    shape = [p.shape[axis] for axis in axes_of_one_layer(p)]
     return len(shape) == 2 and min(shape) >= 128
 
 
 def adafactor_slots(table):
-    """{row [..., a], column [..., b]} of a matrix, or {full}."""
+    """Declare the slots of Adafactor for a table of parameters.
+
+    A factored matrix [..., a, b] has the slots "row" [..., a] and "column" [..., b].
+    Every other parameter has one slot "full" with its own shape.
+    """
 
     def slots(p):
         if not is_factored(p):
             return {"full": p}
+        # A row mean averages over the last axis, a column mean over the axis before it.
         return {
             "row": model.Param(p.shape[:-1], p.axes[:-1]),
             "column": model.Param(p.shape[:-2] + p.shape[-1:], p.axes[:-2] + p.axes[-1:]),
@@ -127,114 +184,164 @@ def adafactor_slots(table):
 
 
 def adafactor_update(table, params, grads, slots, count, rate, train):
+    """Compute one update of Adafactor, as in the equations above.
+
+    The arguments are those of Optimizer.update. Returns (new parameters, new slots).
+    """
     beta = 1 - (count + 1.0) ** -0.8
 
-    def update(p, w, g, s):
-        one_layer = tuple(range(p.axes[0] == "layers", w.ndim))
+    def update_parameter(p, w, g, s):
+        axes = axes_of_one_layer(p)
 
         def rms(x):
-            return jnp.sqrt(jnp.mean(x * x, one_layer, keepdims=True))
+            return jnp.sqrt(jnp.mean(x * x, axes, keepdims=True))
 
-        def smooth(old, new):
+        def moving_average(old, new):
             return beta * old + (1 - beta) * new
 
         squared = g * g + 1e-30
         if "full" in s:
-            s = {"full": smooth(s["full"], squared)}
+            s = {"full": moving_average(s["full"], squared)}
             u = g * lax.rsqrt(s["full"])
         else:
             s = {
-                "row": smooth(s["row"], squared.mean(-1)),
-                "column": smooth(s["column"], squared.mean(-2)),
+                "row": moving_average(s["row"], squared.mean(-1)),
+                "column": moving_average(s["column"], squared.mean(-2)),
             }
+            # g / sqrt(V) with V = row * column / mean(row), without forming the matrix V.
             row = s["row"] / s["row"].mean(-1, keepdims=True)
             u = g * lax.rsqrt(row)[..., None] * lax.rsqrt(s["column"])[..., None, :]
-        size = jnp.maximum(rms(w), 1e-3)
-        return w * (1 - train.weight_decay) - rate * size / jnp.maximum(
-            1.0, rms(u)
-        ) * u, s
+        step_size = rate * jnp.maximum(rms(w), 1e-3)
+        clipping = jnp.maximum(1.0, rms(u))
+        return w * (1 - train.weight_decay) - step_size / clipping * u, s
 
-    both = jax.tree.map(update, table, params, grads, slots, is_leaf=model.is_param)
-    return tuple(
-        jax.tree.map(lambda _, pair: pair[i], table, both, is_leaf=model.is_param)
+    # pairs has a pair (new parameter, new slots) in place of each parameter.
+    pairs = jax.tree.map(
+        update_parameter, table, params, grads, slots, is_leaf=model.is_param
+    )
+    new_params, new_slots = (
+        jax.tree.map(lambda _, pair: pair[i], table, pairs, is_leaf=model.is_param)
         for i in (0, 1)
     )
+    return new_params, new_slots
 
 
-OPTIMIZERS = configs.OPTIMIZERS  # to which a recipe file may add its own
+# A recipe file may add its own optimizers to this table (see from_optax).
+OPTIMIZERS = configs.OPTIMIZERS
 OPTIMIZERS["adafactor"] = Optimizer(adafactor_slots, adafactor_update)
 
 
-# ---- state and step ------------------------------------------------------------------------------
+# ---- state and step --------------------------------------------------------------------
 
 
 @flax.struct.dataclass
 class TrainState:
-    step: jax.Array  # updates done, skipped ones and start_step included
-    count: jax.Array  # updates the optimizer's slots have seen
-    skipped: jax.Array  # updates skipped in a row, because something was not finite
+    """Everything that a training step changes, and all that a checkpoint contains."""
+
+    # Number of the last step. It includes train.start_step and the skipped updates.
+    step: jax.Array
+    # Number of updates that the optimizer has made. Adafactor's beta depends on it.
+    count: jax.Array
+    # Number of updates skipped in a row because the loss or a gradient was not finite.
+    skipped: jax.Array
+    # Parameters, a nested dict as declared by model.param_table.
     params: dict
+    # Optimizer state, a nested dict as declared by Optimizer.slots.
     slots: dict
 
 
 def init_state(cfg):
-    """Config -> fresh TrainState, in its layout at rest."""
+    """Return the TrainState at the start of a run, with random parameters.
+
+    Parameters and slots have the sharding in which they are stored between steps.
+    """
+    # With FSDP (ZeRO-3), parameters and slots are also split over the mesh axis "data".
     rules = partition.STORAGE_RULES if cfg.mesh.fsdp else partition.RULES
     optimizer = OPTIMIZERS[cfg.train.optimizer]
     params = model.init_params(cfg.model, jax.random.key(cfg.train.seed), rules)
-    slots = (
-        optimizer.init(params)
-        if optimizer.init
-        else jax.tree.map(
-            lambda p: jnp.zeros(p.shape, out_sharding=partition.spec(p.axes, rules)),
-            optimizer.slots(model.param_table(cfg.model)),
-            is_leaf=model.is_param,
-        )
-    )
+
+    def zeros(p):
+        return jnp.zeros(p.shape, out_sharding=partition.spec(p.axes, rules))
+
+    if optimizer.init:
+        slots = optimizer.init(params)
+    else:
+        table = optimizer.slots(model.param_table(cfg.model))
+        slots = jax.tree.map(zeros, table, is_leaf=model.is_param)
     zero = jnp.zeros((), jnp.int32, out_sharding=jax.P())
     return TrainState(zero + cfg.train.start_step, zero, zero, params, slots)
 
 
 def gradients(cfg, params, batch, key):
-    """Mean gradient over the batch's real target tokens -> (sums of model.loss_fn, gradients).
-    Microbatches are summed and divided by the tokens of the whole batch once, so that their number
-    changes nothing. A microbatch takes every n-th row, which each device finds among its own."""
+    """Compute the gradient of the mean loss over the real target tokens of a batch.
+
+    batch: data.Batch with arrays [rows, length], in which segment 0 is padding.
+    key: PRNG key for dropout, or None without dropout.
+    Returns (the sums of model.loss_fn, the gradients of the parameters).
+
+    With train.microbatches n, the rows of the batch go through the model in n groups, one
+    after another. The gradients are added up. This saves memory and changes no result.
+    """
+    # Divide the loss of every microbatch by the number of tokens in the complete batch.
+    # The gradients of the microbatches then add up to the gradient of the complete batch.
     tokens = jnp.sum(batch.target_segments > 0)
     divisor = cfg.train.loss_divisor or jnp.maximum(tokens, 1).astype(jnp.float32)
 
-    def loss(params, part, key):
-        loss, sums = model.loss_fn(params, part, cfg, key)
+    def loss(params, microbatch, key):
+        loss, sums = model.loss_fn(params, microbatch, cfg, key)
         return loss / divisor, sums
 
-    grad = jax.grad(loss, has_aux=True)
+    def sums_and_gradients(microbatch, key):
+        grads, sums = jax.grad(loss, has_aux=True)(params, microbatch, key)
+        return sums, grads
+
     n = cfg.train.microbatches
     if n == 1:
-        return grad(params, batch, key)[::-1]
+        return sums_and_gradients(batch, key)
 
-    def add(total, part):
-        return jax.tree.map(jnp.add, total, grad(params, *part)[::-1]), None
-
-    parts = jax.tree.map(lambda a: a.reshape(-1, n, a.shape[1]).swapaxes(0, 1), batch)
-    keys = None if key is None else jax.random.split(key, n)
-    first = jax.tree.map(lambda a: a[0], (parts, keys))
-    shapes = jax.eval_shape(lambda *part: grad(params, *part), *first)
-    zeros = jax.tree.map(
-        lambda s: jnp.zeros(s.shape, s.dtype, out_sharding=s.sharding), shapes
+    # Microbatch i takes the rows i, i + n, i + 2n and so on. Each device holds a
+    # contiguous block of rows. With these strided microbatches, no row moves between
+    # devices.
+    microbatches = jax.tree.map(
+        lambda a: a.reshape(-1, n, a.shape[1]).swapaxes(0, 1), batch
     )
-    return lax.scan(add, zeros[::-1], (parts, keys))[0]
+    keys = None if key is None else jax.random.split(key, n)
+
+    def add_microbatch(total, microbatch_and_key):
+        new = sums_and_gradients(*microbatch_and_key)
+        return jax.tree.map(jnp.add, total, new), None
+
+    # The scan starts from zeros with the shapes and shardings of one microbatch's result.
+    first = jax.tree.map(lambda a: a[0], (microbatches, keys))
+    zeros = jax.tree.map(
+        lambda a: jnp.zeros(a.shape, a.dtype, out_sharding=a.sharding),
+        jax.eval_shape(sums_and_gradients, *first),
+    )
+    total, _ = lax.scan(add_microbatch, zeros, (microbatches, keys))
+    return total
 
 
 def train_step(cfg, state, batch):
-    """One update: TrainState, Batch -> (TrainState, metrics). A function of its arguments alone."""
+    """Make one update. Return (new TrainState, metrics).
+
+    state: TrainState; batch: data.Batch with arrays [rows, length].
+    metrics: dict of float32 scalars; the losses are in nats per real target token.
+    The result depends on the arguments alone. run() calls this function in compiled form.
+    """
     key = None
     if cfg.model.dropout:
+        # The key depends on the step, so that a resumed run has the same dropout masks.
         key = jax.random.fold_in(jax.random.key(cfg.train.seed + 1), state.step)
     sums, grads = gradients(cfg, state.params, batch, key)
     rate = learning_rate(state.step, cfg.train)
-    table, update = model.param_table(cfg.model), OPTIMIZERS[cfg.train.optimizer].update
-    params, slots = update(
+    optimizer = OPTIMIZERS[cfg.train.optimizer]
+    table = model.param_table(cfg.model)
+    params, slots = optimizer.update(
         table, state.params, grads, state.slots, state.count, rate, cfg.train
     )
+
+    # Skip the update if the loss or a gradient is infinite or NaN. A compiled function
+    # has no branches here: it selects the new or the old value of every array.
     grad_norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums["cross_ent_loss"])
     params, slots = jax.tree.map(
@@ -250,95 +357,125 @@ def train_step(cfg, state, batch):
         "non_padding_fraction/targets": jnp.mean(batch.target_segments > 0),
     }
     skipped = jnp.where(finite, 0, state.skipped + 1)
-    return TrainState(
-        state.step + 1, state.count + finite, skipped, params, slots
-    ), metrics
+    state = TrainState(state.step + 1, state.count + finite, skipped, params, slots)
+    return state, metrics
 
 
-# ---- the run -------------------------------------------------------------------------------------
+# ---- the training loop -----------------------------------------------------------------
 
 
-def run(cfg, program, state, start, load, screen, save, stops):
-    """Train from step `start` to train.steps -> (the last step, TrainState). program: train_step,
-    compiled; load(step): the Batch that follows this step, on the devices; screen: what shows,
-    logs and evaluates (see Screen); save(step, state): begins a checkpoint; stops(step): whether
-    somebody asks to stop here."""
-    t, loader, step = cfg.train, ThreadPoolExecutor(1), start
-    batch = loader.submit(load, start)
+class NotFinite(Exception):
+    """The loss or the gradients were infinite or NaN in several consecutive steps."""
+
+
+def check_finite(cfg, step, skipped):
+    """Raise NotFinite if the last three updates, or more, were skipped.
+
+    step: number of the last step. skipped: number of consecutive updates that were
+    skipped.
+    """
+    if skipped < 3:
+        return
+    last_row = (step - cfg.train.start_step) * cfg.train.batch_size - 1
+    first_row = last_row + 1 - skipped * cfg.train.batch_size
+    raise NotFinite(
+        f"The loss or the gradients of steps {step - skipped + 1:,} to {step:,} (rows "
+        f"{first_row:,} to {last_row:,} of the run) were not finite, so their updates "
+        f"were skipped. Start another run with a lower --train.learning_rate."
+    )
+
+
+def run(cfg, program, state, start, load_batch, progress, evaluations, save, after_step):
+    """Train from step `start` to train.steps.
+
+    program: the compiled train_step. state: the TrainState after step `start`.
+    load_batch(step): return the batch of the update after this step, on the devices.
+    progress: Progress, which measures the speed and reports the metrics.
+    evaluations: Evaluations, which evaluate the model on held-out data.
+    save(step, state): start to write a checkpoint.
+    after_step(step): return whether training must stop after this step.
+    Returns (the last step, its TrainState). Raises NotFinite.
+    """
+    t = cfg.train
+
+    def is_due(every, step):
+        return every > 0 and (step % every == 0 or step == t.steps)
+
+    # A thread prepares the next batch while the devices compute.
+    loader = ThreadPoolExecutor(1)
+    next_batch = loader.submit(load_batch, start)
+    step = start
     for step in range(start + 1, t.steps + 1):
-        ready = screen.wait(batch)
+        batch = progress.wait(next_batch)
         if step < t.steps:
-            batch = loader.submit(load, step)
-        state, metrics = program(state, ready)
-        asked = stops(step)
-        logs, evaluates, infers, saves = (
-            every > 0 and (step % every == 0 or step == t.steps)
-            for every in (t.log_every, t.eval_every, t.infer_every, t.save_every)
-        )
+            next_batch = loader.submit(load_batch, step)
+        # This call returns before the devices have computed the step, because JAX runs
+        # programs asynchronously. Reading a result, such as a metric, waits for the
+        # devices.
+        state, metrics = program(state, batch)
+        stop = after_step(step)
+
+        logs = is_due(t.log_every, step)
+        evaluates = is_due(t.eval_every, step)
+        predicts = is_due(t.infer_every, step)
+        saves = is_due(t.save_every, step) or (stop and t.save_every > 0)
         if logs:
-            screen.log(step, metrics)
+            progress.log(step, metrics)
+        # Stop before a save if the last updates were skipped.
         if logs or saves:
-            screen.check(step, int(state.skipped))
+            check_finite(cfg, step, int(state.skipped))
         if evaluates:
-            screen.evaluate(step, state.params)
-        if infers:
-            screen.predict(step, state.params)
-        if saves or (asked and t.save_every):
+            evaluations.evaluate(step, state.params)
+        if predicts:
+            evaluations.predict(step, state.params)
+        if saves:
             save(step, state)
-        if logs or evaluates or infers or saves:
-            screen.restart(step)
-        if asked:
+        # The time of evaluations and saves does not count as training time.
+        if logs or evaluates or predicts or saves:
+            progress.restart_clock(step)
+        if stop:
             break
     return step, state
 
 
-# ====== below: other optimizers, the screen, the steps of a run, plans, the command ===============
+# ====== below: optax, output of a run, start of a run, plans, the command ===============
+
+# ---- optimizers from optax -------------------------------------------------------------
 
 
 def from_optax(make):
-    """(rate, TrainConfig) -> optax.GradientTransformation, as an Optimizer."""
+    """Return an Optimizer that uses an optimizer of the library optax.
+
+    make(rate, train): return an optax.GradientTransformation for a learning rate and a
+        TrainConfig. For example, `lambda rate, train: optax.lion(rate)` gives Lion.
+    The slots are the state that optax keeps, such as the momentum.
+    """
+
+    def init(params):
+        return make(0.0, configs.TrainConfig()).init(params)
 
     def slots(table):
-        blank = jax.tree.map(
-            lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32),
-            table,
-            is_leaf=model.is_param,
-        )
-        optimizer = make(0.0, configs.TrainConfig())
-
-        def declare(a, p=None):  # -> a function, as a Param is a tree itself
-            axes = p.axes if p and p.shape == a.shape else (None,) * len(a.shape)
-            return lambda: model.Param(a.shape, axes)
-
-        declared = optax.tree_map_params(
-            optimizer,
-            declare,
-            jax.eval_shape(optimizer.init, blank),
-            table,
-            transform_non_params=declare,
-            is_leaf=model.is_param,
-        )
-        return jax.tree.map(lambda param: param(), pruned(declared))
-
-    def pruned(state):  # without the empty states of transformations that have none
-        return unflatten_dict(flatten_dict(to_state_dict(state)))
+        parameters = flatten_dict(table)
+        zeros = {path: jnp.zeros(p.shape) for path, p in parameters.items()}
+        state = to_state_dict(jax.eval_shape(init, unflatten_dict(zeros)))
+        declared = {}
+        for path, slot in flatten_dict(state).items():
+            declared[path] = model.Param(slot.shape, (None,) * len(slot.shape))
+            # The path of a slot ends with the path of its parameter: 0/mu/encoder/norm.
+            # If both have the same shape, they also have the same axes.
+            for i in range(len(path)):
+                p = parameters.get(path[i:])
+                if p and p.shape == slot.shape:
+                    declared[path] = p
+        return unflatten_dict(declared)
 
     def update(table, params, grads, slots, count, rate, train):
-        optimizer = make(rate, train)
-        state = optimizer.init(params)
-        whole = flatten_dict(to_state_dict(state), keep_empty_nodes=True) | flatten_dict(
-            slots
-        )
-        updates, state = optimizer.update(
-            grads, from_state_dict(state, unflatten_dict(whole)), params
-        )
-        return optax.apply_updates(params, updates), pruned(state)
+        # In optax, the learning rate is an argument of the optimizer. It changes in every
+        # step, so the optimizer is made in every step.
+        updates, slots = make(rate, train).update(grads, slots, params)
+        return optax.apply_updates(params, updates), slots
 
-    return Optimizer(
-        slots,
-        update,
-        lambda params: pruned(make(0.0, configs.TrainConfig()).init(params)),
-    )
+    return Optimizer(slots, update, init)
 
 
 OPTIMIZERS["adamw"] = from_optax(
@@ -346,537 +483,606 @@ OPTIMIZERS["adamw"] = from_optax(
 )
 
 
-# ---- what the screen shows -----------------------------------------------------------------------
+# ---- the metrics file ------------------------------------------------------------------
+
+
+class MetricsFile:
+    """The file metrics.jsonl of a run: one JSON object in each line, with the step first.
+
+    path: the file, local or remote. Only the main process writes it.
+    step: the step at which the run starts or resumes. Lines of later steps are removed,
+        because the run repeats these steps. A killed run leaves such lines if it was
+        killed some steps after its last checkpoint.
+    If tensorboardX is installed, the metrics also go to RUN_DIR/tensorboard.
+    """
+
+    def __init__(self, path, step):
+        self.path = path
+        self.is_remote = configs.is_remote(path)
+        lines = partition.read_metrics_file(path)
+        self.lines = [json.dumps(line) + "\n" for line in lines if line["step"] <= step]
+        if partition.is_main_process():
+            configs.write_file(path, "".join(self.lines))
+        # Make the writer of event files for a group of metrics, once for each group.
+        # purge_step removes the events of later steps.
+        self.event_writer = functools.cache(
+            lambda group: tensorboardX.SummaryWriter(
+                str(path.parent / "tensorboard" / group), purge_step=step + 1
+            )
+        )
+
+    def write(self, step, **groups):
+        """Write the metrics of a step. groups: GROUP={name: number}."""
+        if not partition.is_main_process():
+            return
+        values = {"step": step}
+        for group, metrics in groups.items():
+            for name, value in metrics.items():
+                values[f"{group}/{name}"] = float(value)
+        line = json.dumps(values) + "\n"
+        if self.is_remote:
+            # A remote file cannot be extended. sync() writes all its lines.
+            self.lines.append(line)
+            return
+        configs.append_file(self.path, line)
+        for group, metrics in groups.items() if tensorboardX else ():
+            # SeqIO names its metrics of decoded text eval/METRIC.
+            prefix = "eval/" if group.startswith("inference_eval/") else ""
+            writer = self.event_writer(group)
+            for name, value in metrics.items():
+                if math.isfinite(value):
+                    writer.add_scalar(prefix + name, float(value), step)
+            writer.flush()
+
+    def sync(self):
+        """Make sure that the file survives a power cut. Upload it if it is remote."""
+        if not partition.is_main_process():
+            return
+        if self.is_remote:
+            configs.write_file(self.path, "".join(self.lines))
+        else:
+            with open(self.path) as file:
+                os.fsync(file.fileno())
+
+
+# ---- the progress output ---------------------------------------------------------------
+
+# Print every line at once, also if the output goes to a file or a pipe.
+print = functools.partial(print, flush=True)
 
 
 def describe_run(cfg, recipe, mesh):
-    """The lines a run begins with: what differs from its recipe, the model, the devices, a row."""
-    t, devices, changed = cfg.train, jax.devices(), configs.differences(cfg, recipe)
-    shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    """Return the first lines that a run prints: options, model, devices and batch."""
+    t = cfg.train
+    changed = configs.differences(cfg, recipe)
+    device = jax.devices()[0].device_kind
+    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    dtype = jnp.dtype(model.compute_dtype(cfg.model)).name
     batch = (
         f"batch {t.batch_size} = {t.batch_size // mesh.shape['data']} rows on each device"
     )
-    batch += f", in {t.microbatches} microbatches" * (t.microbatches > 1)
+    if t.microbatches > 1:
+        batch += f", in {t.microbatches} microbatches"
     return [
-        f"recipe {cfg.name}" + ("" if changed else ", unchanged"),
+        f"recipe {cfg.name}" if changed else f"recipe {cfg.name}, unchanged",
         *(f"  {name} {new} (recipe: {old})" for name, (new, old) in changed.items()),
         f"model    {model.describe_model(cfg)}",
-        f"devices  {len(devices)} x {devices[0].device_kind}, mesh {shape}, "
-        f"{jnp.dtype(model.compute_dtype(cfg.model)).name}, {batch}",
+        f"devices  {mesh.size} x {device}, mesh {axes}, {dtype}, {batch}",
         data.describe_rows(cfg),
     ]
 
 
+def find_chip(device_kind):
+    """Return the name in partition.CHIPS for JAX's name of a device, or None."""
+    return next((name for name in partition.CHIPS if name in device_kind), None)
+
+
 def peak_flops():
-    """Operations per second of all devices at their best -> (number, where it comes from)."""
-    kind = jax.devices()[0].device_kind
-    for name, chip in partition.CHIPS.items():
-        if name in kind:
-            peak = chip.teraflops * 1e12 * jax.device_count()
-            return (
-                peak,
-                f"{peak / 1e12:,} TFLOP/s in bfloat16, by the data sheet of {name}",
-            )
-    a = jnp.ones((1024, 1024))
-    product = jax.jit(jnp.matmul)  # the first compiles; ten find the machine awake
-    seconds = min(
-        timeit.repeat(lambda: product(a, a).block_until_ready(), number=1, repeat=10)
-    )
-    rate = 2 * 1024**3 / seconds * jax.process_count()
-    return rate, f"{rate / 1e9:.0f} GFLOP/s, measured in a 1024 x 1024 matrix product"
+    """Return the peak operations per second of all devices together, and print them.
+
+    A known chip has the peak of its data sheet. For other devices, a matmul is measured.
+    """
+    name = find_chip(jax.devices()[0].device_kind)
+    if name:
+        peak = partition.CHIPS[name].teraflops * 1e12 * jax.device_count()
+        source = f"in bfloat16, by the data sheet of {name}"
+    else:
+        a = jnp.ones((1024, 1024))
+        matmul = jax.jit(jnp.matmul)
+        # The first of ten repetitions compiles. The fastest was not interrupted.
+        times = timeit.repeat(
+            lambda: matmul(a, a).block_until_ready(), number=1, repeat=10
+        )
+        peak = 2 * 1024**3 / min(times) * jax.process_count()
+        source = "measured with a 1024 x 1024 matmul"
+    print(f"peak     {peak / 1e9:,.0f} GFLOP/s, {source}")
+    return peak
 
 
 def step_flops(cfg):
-    """Floating-point operations of a step, on all devices together."""
+    """Return the floating-point operations of one training step on all devices."""
     return cfg.train.batch_size * model.train_flops(
         cfg.model, cfg.data.inputs_length, cfg.data.targets_length
     )
 
 
-def held_out_passage(params, cfg, mesh, dataset):
-    """A held-out row -> lines: with blanks, or its inputs; the truth; what the model wrote."""
-    tokenizer = dataset.tasks[0].tokenizer
-    rows = mesh.shape["data"]  # a row for each device; the first is shown
-    batch = dataset.batch(0, partition.local_rows(rows, mesh))
-    batch = partition.put_batch(batch, rows, mesh)
-    written, _ = infer.generate(
-        params, batch.inputs, batch.input_segments, cfg.model, cfg.data.targets_length
-    )
-    inputs, truth, written = (
-        np.asarray(a.addressable_data(0))[0]
-        for a in (batch.inputs, batch.targets, written[:, 0])
-    )
-    if data.is_span_corruption(cfg):
-        texts = {
-            label: infer.fill_blanks(inputs, infer.split_spans(ids, tokenizer), tokenizer)
-            for label, ids in (("blanks", []), ("truth", truth), ("model", written))
-        }
-    else:
-        texts = {
-            label: tokenizer.decode(ids)
-            for label, ids in (("inputs", inputs), ("truth", truth), ("model", written))
-        }
-    return [
-        configs.escape_controls(f"  {label:8} {text}") for label, text in texts.items()
-    ]
+class Progress:
+    """Measure the speed of a run, and write and print the metrics of its training steps.
 
+    On a terminal, the progress line is updated in place. Elsewhere, a new line is printed
+    at most every ten seconds.
+    """
 
-class MetricsFile:
-    """RUN_DIR/metrics.jsonl, a flat JSON object a line, `step` first; of the first process alone.
-    What was written after `step` is cut off: a run that was killed and went on leaves the file of
-    one that never stopped. Where tensorboardX is installed, the same goes to RUN_DIR/tensorboard.
-    A remote file is kept here and copied there by sync()."""
-
-    def __init__(self, path, step):
-        self.remote = path if configs.is_remote(path) else None
-        self.events = (
-            tensorboardX
-            and not self.remote
-            and functools.cache(
-                lambda prefix: tensorboardX.SummaryWriter(  # a file for each group
-                    str(path.parent / "tensorboard" / prefix), purge_step=step + 1
-                )
-            )
-        )
-        lines = partition.read_metrics_file(path)
-        self.path = Path(tempfile.mkdtemp(), "metrics.jsonl") if self.remote else path
-        configs.write_file(
-            self.path,
-            "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step),
-        )
-        self.file = open(self.path, "a")
-
-    def write(self, step, **groups):
-        """groups: prefix={name: number}."""
-        line = {
-            f"{prefix}/{name}": float(value)
-            for prefix, metrics in groups.items()
-            for name, value in metrics.items()
-        }
-        with configs.naming_file(self.path):
-            self.file.write(json.dumps({"step": step, **line}) + "\n")
-            self.file.flush()
-        for prefix, metrics in groups.items() if self.events else ():
-            for name, value in metrics.items():
-                # as SeqIO
-                tag = f"eval/{name}" if prefix.startswith("inference_eval/") else name
-                if math.isfinite(value):
-                    self.events(prefix).add_scalar(tag, float(value), step)
-            self.events(prefix).flush()
-
-    def sync(self):
-        """Make sure that what was written survives a power cut."""
-        os.fsync(self.file.fileno())
-        if self.remote:
-            configs.write_file(self.remote, self.path.read_text())
-
-
-class NotFinite(Exception):
-    """Loss or gradients were not finite several times in a row."""
-
-
-class RunLogger:
-    """What a run shows and records while it goes on: a bar, its speed, metrics.jsonl, evaluations;
-    where standard output is no terminal, a plain line every ten seconds in the bar's place.
-    held_out: {task: (Config, Dataset)}; counts: how frequent training tokens are, a baseline."""
-
-    def __init__(self, cfg, mesh, run_dir, start, held_out, counts):
-        self.cfg, self.mesh, self.run_dir, t = cfg, mesh, run_dir, cfg.train
-        self.file = (
-            MetricsFile(run_dir / "metrics.jsonl", start)
-            if partition.is_main_process()
-            else None
-        )
+    def __init__(self, cfg, metrics_file, start):
+        self.cfg = cfg
+        self.metrics_file = metrics_file
         self.flops = step_flops(cfg)
-        self.peak, source = peak_flops()
-        print(f"peak     {source}", flush=True)
-        self.tasks = []  # (name, Config, Dataset, batches, unigram loss)
-        for name, (alone, dataset) in held_out.items():
-            batches = dataset.batches(t.eval_batches)
-            baseline = data.unigram_loss(
-                counts,
-                [dataset.batch(i) for i in range(batches)],
-                dataset.tasks[0].tokenizer,
-            )
-            self.tasks.append((name, alone, dataset, batches, baseline))
-            of = f" of {name}" if name != cfg.data.task else ""
-            print(
-                f"unigram  {baseline:.3f} nats per content token of the held-out text{of} "
-                f"(neither sentinel nor EOS): the number to beat",
-                flush=True,
-            )
+        self.peak = peak_flops()
+        self.is_terminal = sys.stdout.isatty()
+        # Without a terminal, tqdm only formats the line, and log() prints it.
         self.bar = tqdm(
-            total=t.steps,
+            total=cfg.train.steps,
             initial=start,
-            file=sys.stdout,
-            disable=not sys.stdout.isatty(),
-            dynamic_ncols=True,
-            bar_format="{percentage:3.0f}% {bar:8} {n_fmt}/{total_fmt} "
-            "[{elapsed}<{remaining}]{postfix}",
+            file=sys.stdout if self.is_terminal else open(os.devnull, "w"),
+            bar_format="step {n:,}/{total:,} ({remaining} left)  {desc}",
         )
-        self.printed, self.warned, self.began, self.first = (
-            0.0,
-            False,
-            time.perf_counter(),
-            start,
-        )
-        self.restart(start)
+        self.last_print = 0.0
+        self.restart_clock(start)
 
-    def restart(self, step):
-        """Measure from here on: what came before, an evaluation or a save, was not training."""
-        self.step, self.clock, self.waited = step, time.perf_counter(), 0.0
+    def restart_clock(self, step):
+        """Measure the speed from this step on."""
+        self.step = step
+        self.clock = time.perf_counter()
+        self.waited = 0.0
 
-    def wait(self, future):
-        """The result of a future; the time this takes counts as waiting for data."""
-        asked = time.perf_counter()
-        result = future.result()
-        self.waited += time.perf_counter() - asked
+    def wait(self, batch):
+        """Return the result of the future `batch`, and add up the waiting time."""
+        began = time.perf_counter()
+        result = batch.result()
+        self.waited += time.perf_counter() - began
         return result
 
-    def write(self, step, **groups):
-        if self.file:
-            self.file.write(step, **groups)
-
     def log(self, step, metrics):
-        """Write and show the metrics of a step and the speed of the steps since the last one."""
+        """Write and print the metrics of a step, and the speed since restart_clock."""
+        t = self.cfg.train
+        # Reading the metrics waits until the devices have computed the step.
         metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        seconds, rows = time.perf_counter() - self.clock, self.cfg.train.batch_size
+        now = time.perf_counter()
+        seconds = now - self.clock
         steps = (step - self.step) / seconds
+        examples = steps * t.batch_size
+        flops = steps * self.flops
+        waited = self.waited / seconds
         timing = {
             "seconds": seconds,
             "steps_per_second": steps,
-            "seqs_per_second": steps * rows,
-            "target_tokens_per_second": steps * rows * self.cfg.data.targets_length,
-            "model_flops_per_second": steps * self.flops,
-            "model_flops_fraction": steps * self.flops / self.peak,
-            "data_wait_fraction": self.waited / seconds,
+            "seqs_per_second": examples,
+            "target_tokens_per_second": examples * self.cfg.data.targets_length,
+            "model_flops_per_second": flops,
+            "model_flops_fraction": flops / self.peak,
+            "data_wait_fraction": waited,
         }
-        self.write(step, train=metrics, timing=timing)
-        if timing["data_wait_fraction"] > 0.05 and seconds > 1 and not self.warned:
-            self.warned = True
-            self.bar.write(
-                f"warning: {timing['data_wait_fraction']:.0%} of the time up to step "
-                f"{step:,} was waiting for data (timing/data_wait_fraction in "
-                f"metrics.jsonl)",
-                file=sys.stderr,
-            )
-        text = (
+        self.metrics_file.write(step, train=metrics, timing=timing)
+        line = (
             f"loss {metrics['loss']:.3f}  accuracy {metrics['accuracy']:.3f}  "
-            f"rate {metrics['learning_rate']:.1e}  {steps * rows:.4g} examples/s  "
-            f"{steps * self.flops / 1e9:.4g} GFLOP/s ({steps * self.flops / self.peak:.0%})"
+            f"learning rate {metrics['learning_rate']:.1e}  {examples:.4g} examples/s  "
+            f"{flops / 1e9:.4g} GFLOP/s ({flops / self.peak:.0%} of peak)"
         )
-        self.bar.update(step - self.bar.n)
-        self.bar.set_postfix_str(f" {text}")
-        now = time.perf_counter()
-        if self.bar.disable and (now - self.printed > 10 or step == self.cfg.train.steps):
-            self.printed = now
-            left = (
-                (now - self.began) / (step - self.first) * (self.cfg.train.steps - step)
-            )
-            print(
-                f"step {step:,}/{self.cfg.train.steps:,}  {text}  "
-                f"{tqdm.format_interval(left)} left",
-                flush=True,
-            )
+        if waited > 0.05 and seconds > 1:
+            line += f"  waiting for data {waited:.0%} of the time"
+        self.bar.n = step
+        self.bar.set_description_str(line)
+        if not self.is_terminal and (now - self.last_print > 10 or step == t.steps):
+            self.last_print = now
+            print(self.bar)
 
-    def check(self, step, skipped):
-        """Raise NotFinite where several updates in a row were skipped."""
-        if skipped < 3:
-            return
-        first, done = step - skipped + 1, step - self.cfg.train.start_step
-        rows = self.cfg.train.batch_size
-        raise NotFinite(
-            f"Loss or gradients of steps {first:,} to {step:,} (rows {(done - skipped) * rows:,} "
-            f"to {done * rows - 1:,} of the run) were not finite; their updates were skipped. "
-            f"Begin another run with a lower --train.learning_rate."
-        )
+
+# ---- evaluations during training -------------------------------------------------------
+
+
+class Evaluations:
+    """Evaluate a model on held-out data, and write and print the results.
+
+    At the start, the unigram loss of each task is printed as a baseline: the loss of a
+    model that knows only how frequent each token is.
+
+    held_out: {task: (Config, Dataset)}.
+    counts: int array [vocabulary], how often each token occurs in the training data.
+    """
+
+    def __init__(self, cfg, mesh, run_dir, metrics_file, held_out, counts):
+        self.mesh = mesh
+        self.run_dir = run_dir
+        self.write = metrics_file.write
+        self.tasks = []  # (name, Config, Dataset, number of batches, unigram loss)
+        for name, (task_cfg, dataset) in held_out.items():
+            number = dataset.batches(cfg.train.eval_batches)
+            batches = [dataset.batch(i) for i in range(number)]
+            unigram = data.unigram_loss(counts, batches, dataset.tasks[0].tokenizer)
+            self.tasks.append((name, task_cfg, dataset, number, unigram))
+            print(
+                f"unigram  {unigram:.3f} nats per content token of held-out {name}, if "
+                f"each token is predicted by its frequency alone (sentinels and EOS are "
+                f"not content)"
+            )
 
     def evaluate(self, step, params):
-        """Write the metrics of each task's held-out batches, show them and a passage."""
-        for name, cfg, dataset, batches, baseline in self.tasks:
+        """Evaluate the loss of every task. Show one example with the model's output."""
+        for name, cfg, dataset, batches, unigram in self.tasks:
             metrics = evaluate.evaluate_loss(params, cfg, self.mesh, dataset, batches)
             self.write(step, **{f"training_eval/{name}": metrics})
-            content = metrics["content_loss"]
-            below = baseline - content
-            title = f"{name}: " if len(self.tasks) > 1 else ""
-            self.bar.write(
-                f"step {step:,}: {title}held-out loss {metrics['loss']:.3f}, accuracy "
-                f"{metrics['accuracy']:.3f}; content {content:.3f} nats per token, "
-                f"{abs(below):.2f} {'under' if below > 0 else 'above'} the unigram baseline"
+            tqdm.write(
+                f"step {step:,}: {name}: held-out loss {metrics['loss']:.3f}, accuracy "
+                f"{metrics['accuracy']:.3f}; {metrics['content_loss']:.3f} nats per "
+                f"content token (unigram {unigram:.3f})"
             )
         _, cfg, dataset, *_ = self.tasks[0]
-        self.bar.write("\n".join(held_out_passage(params, cfg, self.mesh, dataset)))
+        tqdm.write(held_out_example(params, cfg, self.mesh, dataset))
 
     def predict(self, step, params):
-        """The same on decoded text, by each task's metrics; what was predicted goes to eval/."""
-        most = self.cfg.train.eval_batches * self.cfg.train.batch_size or None
+        """Evaluate the metrics of every text-to-text task on decoded text.
+
+        The predictions are written to RUN_DIR/eval.
+        """
         for name, cfg, dataset, *_ in self.tasks:
-            if len(dataset.tasks[0].task.objective.features) < 2:
+            task = dataset.tasks[0]
+            if len(task.task.objective.features) < 2:
                 continue
+            # If eval_batches is 0, the limit is None and all examples are evaluated.
+            limit = cfg.train.eval_batches * cfg.train.batch_size or None
             metrics, lines = evaluate.predict(
-                params, cfg, self.mesh, "validation", dataset.tasks[0].tokenizer, most
+                params, cfg, self.mesh, "validation", task.tokenizer, limit
             )
             self.write(step, **{f"inference_eval/{name}": metrics})
             evaluate.write_lines(self.run_dir / "eval", name, step, lines)
-            self.bar.write(
-                f"step {step:,}: {name}: "
-                + ", ".join(f"{metric} {value:.2f}" for metric, value in metrics.items())
+            values = ", ".join(
+                f"{metric} {value:.2f}" for metric, value in metrics.items()
             )
-
-    def best(self, steps):
-        """By train.keep_best the best of these steps and its value, or None."""
-        metric = self.cfg.train.keep_best
-        return (
-            partition.best_step(self.file.path, metric, steps)
-            if self.file and metric
-            else None
-        )
+            tqdm.write(f"step {step:,}: {name}: {values}")
 
 
-# ---- the steps of a run --------------------------------------------------------------------------
+def held_out_example(params, cfg, mesh, dataset):
+    """Return a text with one held-out example: inputs, targets and model output."""
+    tokenizer = dataset.tasks[0].tokenizer
+    # Decode one row on each data-parallel device, and show the first.
+    rows = mesh.shape["data"]
+    batch = dataset.batch(0, partition.local_rows(rows, mesh))
+    batch = partition.put_batch(batch, rows, mesh)
+    outputs, _ = infer.generate(
+        params, batch.inputs, batch.input_segments, cfg.model, cfg.data.targets_length
+    )
+    inputs, truth, output = (
+        np.asarray(a.addressable_data(0))[0]
+        for a in (batch.inputs, batch.targets, outputs[:, 0])
+    )
+    if data.is_span_corruption(cfg):
 
-SMALLER_STEP = (
-    "--train.batch_size, --data.inputs_length, --data.targets_length or the model's sizes, "
-    "raise --train.microbatches, add --model.remat full"
-)
+        def text(ids):
+            return infer.fill_blanks(inputs, infer.split_spans(ids, tokenizer), tokenizer)
+
+        texts = ("blanks", text([])), ("truth", text(truth)), ("model", text(output))
+    else:
+        text = tokenizer.decode
+        texts = ("inputs", text(inputs)), ("truth", text(truth)), ("model", text(output))
+    return configs.escape_controls(
+        "\n".join(f"  {label:8} {text}" for label, text in texts)
+    )
+
+
+# ---- the start of a run ----------------------------------------------------------------
 
 
 def lock_run(run_dir, checkpoints):
-    """Take a run directory for this process alone, the first of a run -> the lock."""
+    """Lock a run directory, so that only one run at a time uses it.
+
+    Returns an open file, which holds the lock until it is closed. Returns None in other
+    processes than the main process. A remote directory cannot be locked and gives None.
+    """
     if not partition.is_main_process():
         return None
+    lock = None
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        lock = None if configs.is_remote(run_dir) else configs.lock(run_dir / ".lock")
+        if configs.is_remote(run_dir):
+            note(f"{run_dir} cannot be locked: start only one run at a time there.")
+        else:
+            lock = configs.lock(run_dir / ".lock")
     except BlockingIOError:
         raise UserError(
-            f"Another process trains in {run_dir}: stop it, or name another --run_dir."
+            f"Another process trains in {run_dir}: stop that process, or name another "
+            f"--run_dir."
         ) from None
     except OSError as error:
         raise UserError(
-            f"--run_dir {run_dir} cannot be written ({error.strerror}): name another."
+            f"--run_dir {run_dir} cannot be written ({error.strerror}): name another "
+            f"directory."
         ) from error
-    if not lock:
-        note(
-            f"{run_dir} cannot be locked: see to it that one run at a time goes on there."
-        )
     checkpoints.discard_unfinished()
     return lock
 
 
-def run_tokenizer(cfg, run_dir, begun, source):
-    """The Tokenizer of a run: its own, that of the run whose weights it starts from, or the one
-    that data.vocab names, which may have to be trained."""
-    if begun or not partition.is_main_process():
+def run_tokenizer(cfg, run_dir, resumes, source):
+    """Return the Tokenizer of a run.
+
+    A resumed run has its own vocabulary. A run that starts from the weights of `source`
+    takes the vocabulary of these weights. Other runs take the vocabulary that data.vocab
+    names, which is trained first if data.vocab says so.
+    """
+    if resumes or not partition.is_main_process():
         return data.load_tokenizer(run_dir / "spiece.model")
     if not source:
         return data.prepare_vocabulary(cfg)
-    partition.find_checkpoint(source)  # refuses what is none
-    source, train = configs.to_path(source), cfg.data.vocab.startswith("train:")
-    path = next(
-        (
-            folder / "spiece.model"
-            for folder in (source, *source.parents[:2])
-            if (folder / "spiece.model").exists()
-        ),
-        None,
-    )
-    if not path and train:
+    # Raise UserError if `source` has no checkpoint.
+    partition.find_checkpoint(source)
+    # The source is a run directory, or a checkpoint two levels below its run directory.
+    source = configs.to_path(source)
+    paths = [folder / "spiece.model" for folder in (source, *source.parents[:2])]
+    found = next((path for path in paths if path.exists()), None)
+    if cfg.data.vocab.startswith("train:"):
+        if not found:
+            raise UserError(
+                f"{source} has no vocabulary, and its weights work only with the "
+                f"vocabulary of their training: put that spiece.model there, or name it "
+                f"with --data.vocab."
+            )
+        return data.load_tokenizer(found)
+    tokenizer = data.load_tokenizer(cfg.data.vocab)
+    if found and tokenizer.sha256 != data.load_tokenizer(found).sha256:
         raise UserError(
-            f"{source} has no vocabulary, and its weights mean nothing with another: "
-            f"put the spiece.model of its training there, or name it by --data.vocab."
+            f"--data.vocab is not the vocabulary of {source}: leave out --data.vocab."
         )
-    tokenizer = data.load_tokenizer(path if path and train else cfg.data.vocab)
-    if path and tokenizer.sha256 != data.load_tokenizer(path).sha256:
-        raise UserError(f"Leave out --data.vocab: it is not the vocabulary of {source}.")
     return tokenizer
 
 
-def open_data(cfg, run_dir, begun, source, recipe_file):
-    """-> (training Dataset, {task: (Config, Dataset)} of what is evaluated); records the run."""
-    tokenizer, t = run_tokenizer(cfg, run_dir, begun, source), cfg.train
+def open_data(cfg, run_dir, resumes, source, config):
+    """Open the data of a run and write the run's configuration to its directory.
+
+    Returns (training Dataset, {task: (Config, Dataset)} of the evaluated tasks).
+    """
+    t = cfg.train
+    tokenizer = run_tokenizer(cfg, run_dir, resumes, source)
     dataset = data.prepare(cfg, "train", tokenizer)
     tasks = data.evaluation_configs(cfg) if t.eval_every or t.infer_every else {}
     if t.infer_every:
         evaluate.check_metrics(tasks)
-    wanted = [
-        f"{kind}_eval/{name}/"
-        for kind, every in (("training", t.eval_every), ("inference", t.infer_every))
-        if every
-        for name in tasks
-    ]
-    if t.keep_best and not t.keep_best.startswith(tuple(wanted)):
-        raise UserError(
-            f"--train.keep_best {t.keep_best}: no evaluation of this run writes it; "
-            f"there are {', '.join(f'{name}...' for name in wanted) or 'none'}."
-        )
+    check_keep_best(t, tasks)
     held_out = {
-        name: (alone, data.prepare(alone, "validation", tokenizer))
-        for name, alone in tasks.items()
+        name: (task_cfg, data.prepare(task_cfg, "validation", tokenizer))
+        for name, task_cfg in tasks.items()
     }
     if partition.is_main_process():
-        write_run_files(cfg, run_dir, tokenizer, dataset, begun, recipe_file)
+        write_run_files(cfg, run_dir, tokenizer, dataset, resumes, config)
     return dataset, held_out
 
 
-def write_run_files(cfg, run_dir, tokenizer, dataset, begun, recipe_file):
-    """Write what the other scripts read of a run: config.json, spiece.model, recipe.py."""
-    if begun:
-        before = configs.read_run(run_dir)[1].get("corpus")
-        if before and before != dataset.digest:
+def check_keep_best(t, tasks):
+    """Raise UserError if no evaluation of the run writes the metric train.keep_best.
+
+    t: TrainConfig; tasks: names of the evaluated tasks.
+    """
+    names = [f"training_eval/{task}/..." for task in tasks if t.eval_every]
+    names += [f"inference_eval/{task}/..." for task in tasks if t.infer_every]
+    group = t.keep_best.rpartition("/")[0]
+    if t.keep_best and f"{group}/..." not in names:
+        raise UserError(
+            f"No evaluation of this run writes --train.keep_best {t.keep_best}: use "
+            f"{', '.join(names) or 'a metric of an evaluation (--train.eval_every)'}."
+        )
+
+
+def write_run_files(cfg, run_dir, tokenizer, dataset, resumes, config):
+    """Write the files that other commands read: config.json, spiece.model, recipe.py."""
+    if resumes:
+        digest = configs.read_run(run_dir)[1].get("corpus")
+        if digest and digest != dataset.digest:
             note(
-                f"{cfg.data.source} changed since {run_dir} began: it goes on with other data."
+                f"warning: {cfg.data.source} has changed since {run_dir} was started. "
+                f"The run continues with the changed data."
             )
     else:
         configs.write_file(run_dir / "spiece.model", tokenizer.serialized)
     configs.save_run(cfg, run_dir, dataset.digest)
-    if recipe_file and str(recipe_file) != str(run_dir / "recipe.py"):
-        configs.write_file(run_dir / "recipe.py", Path(recipe_file).read_text())
+    if config and config.endswith(".py") and config != str(run_dir / "recipe.py"):
+        configs.write_file(run_dir / "recipe.py", Path(config).read_text())
 
 
 def state_template(cfg, mesh):
-    """Config -> TrainState of ShapeDtypeStructs with their layouts; nothing is computed."""
-    return jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(
-            a.shape,
-            a.dtype,
-            sharding=jax.NamedSharding(
-                # optax's counters have no layout yet
-                mesh,
-                a.sharding.spec if a.sharding else jax.P(),
-            ),
-        ),
-        jax.eval_shape(functools.partial(init_state, cfg)),
-    )
+    """Return the TrainState as jax.ShapeDtypeStructs: shapes and shardings, no values."""
+
+    def with_sharding(a):
+        # The counters of optax have no sharding: every device has a copy.
+        spec = a.sharding.spec if a.sharding else jax.P()
+        sharding = jax.NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+
+    shapes = jax.eval_shape(functools.partial(init_state, cfg))
+    return jax.tree.map(with_sharding, shapes)
 
 
 def batch_template(cfg, mesh, rows):
-    """The same for a batch of so many rows."""
-    layout = jax.NamedSharding(mesh, jax.P("data"))
-    return jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct((rows, a.shape[1]), a.dtype, sharding=layout),
-        data.fill_rows(
-            [], np.zeros(0, int), 1, (cfg.data.inputs_length, cfg.data.targets_length)
-        ),
+    """Return a Batch as jax.ShapeDtypeStructs. rows: number of rows in all devices."""
+    sharding = jax.NamedSharding(mesh, jax.P("data"))
+    inputs, targets = (
+        jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=sharding)
+        for length in (cfg.data.inputs_length, cfg.data.targets_length)
+    )
+    return data.Batch(
+        inputs=inputs,
+        input_segments=inputs,
+        decoder_inputs=targets,
+        targets=targets,
+        target_segments=targets,
     )
 
 
 def lower_step(cfg, mesh):
-    """-> (state_template, the training step for these devices, ready to be compiled)."""
-    template, kind = state_template(cfg, mesh), mesh.devices.flat[0].device_kind
-    options = partition.ASYNC_GATHER_OPTIONS | (
-        {} if kind in ("TPU v3", "TPU v4") else partition.ASYNC_REDUCE_OPTIONS
-    )
-    options |= partition.FUSION_MEMORY_OPTIONS if kind.startswith("TPU v5") else {}
+    """Return (state_template, the lowered training step for this mesh)."""
+    template = state_template(cfg, mesh)
+    options = None
+    if partition.platform() == "tpu":
+        # partition.py explains these options. Each one helps only on some TPUs.
+        kind = mesh.devices.flat[0].device_kind
+        options = dict(partition.ASYNC_GATHER_OPTIONS)
+        if kind not in ("TPU v3", "TPU v4"):
+            options |= partition.ASYNC_REDUCE_OPTIONS
+        if kind.startswith("TPU v5"):
+            options |= partition.FUSION_MEMORY_OPTIONS
+    # donate_argnums lets the new state use the memory of the old state.
     step = jax.jit(
-        functools.partial(train_step, cfg),
-        donate_argnums=0,
-        compiler_options=options if partition.platform() == "tpu" else None,
+        functools.partial(train_step, cfg), donate_argnums=0, compiler_options=options
     )
     return template, step.lower(template, batch_template(cfg, mesh, cfg.train.batch_size))
 
 
-def compile_and_load(cfg, mesh, checkpoints, source=None):
-    """The compiled training step, and the state it starts from -> (program, TrainState, step). The
-    state is the newest checkpoint's or a fresh one, or takes its weights, or all, from `source`,
-    another run or checkpoint. The step compiles in a thread meanwhile."""
-    template, step = lower_step(cfg, mesh)
+# What a user can change if a training step needs too much memory.
+SMALLER_STEP = (
+    "--train.batch_size, --data.inputs_length, --data.targets_length or the model's "
+    "sizes, raise --train.microbatches, add --model.remat full"
+)
 
-    def compiled():
-        program = step.compile()
-        if sizes := program.memory_analysis():
-            partition.check_memory(
-                {
-                    "weights and optimizer": mesh.size * sizes.argument_size_in_bytes,
-                    "a step": mesh.size * sizes.temp_size_in_bytes,
-                },
-                SMALLER_STEP,
-            )
-        return program
 
-    with ThreadPoolExecutor(1) as thread:
-        note("compiling the training step")
-        program = thread.submit(compiled)
-        wanted, t = to_state_dict(template), cfg.train
-        restored = checkpoints.load(wanted)
-        if restored:
-            print(f"resumed  {checkpoints.path(restored[0])}", flush=True)
-        elif source and t.restore == "all":
-            restored = partition.load_newest(source, wanted)
-            if not t.start_step <= restored[0] < t.steps:
-                raise UserError(
-                    f"{source} is at step {restored[0]:,}: --train.restore all goes on "
-                    f"from there: --train.start_step at most that, --train.steps more."
-                )
-            print(
-                f"started  {source}, step {restored[0]:,}, with its optimizer", flush=True
+def check_minimum_memory(cfg):
+    """Raise UserError if even the largest arrays of a training step do not fit in memory.
+
+    This estimate needs no compilation. It comes first because tracing the model already
+    makes matrices of inputs_length x inputs_length.
+    """
+    rows = cfg.train.batch_size // cfg.train.microbatches
+    lengths = cfg.data.inputs_length, cfg.data.targets_length
+    # Parameters and gradients are two copies of the parameters.
+    memory = model.minimum_memory(cfg.model, rows, *lengths, copies=2)
+    partition.check_memory(memory, SMALLER_STEP)
+
+
+def compile_step(step, mesh):
+    """Compile the lowered training step. Raise UserError if it does not fit in memory.
+
+    The compiler knows the exact size before the memory is allocated. On a CPU, the
+    machine would otherwise swap or the kernel would kill the process.
+    """
+    program = step.compile()
+    sizes = program.memory_analysis()
+    if sizes:
+        memory = {
+            "weights and optimizer": mesh.size * sizes.argument_size_in_bytes,
+            "a step": mesh.size * sizes.temp_size_in_bytes,
+        }
+        partition.check_memory(memory, SMALLER_STEP)
+    return program
+
+
+def load_state(cfg, template, checkpoints, source):
+    """Return the TrainState with which a run starts or resumes, and its step.
+
+    The state comes from the newest checkpoint of the run. A run without checkpoints
+    starts with initialized parameters, with the parameters of `source` (another run or
+    checkpoint), or, with train.restore "all", with the complete state of `source`.
+    """
+    t = cfg.train
+    wanted = to_state_dict(template)
+    restored = checkpoints.load(wanted)
+    if restored:
+        print(f"resumed  {checkpoints.path(restored[0])}")
+    elif source and t.restore == "all":
+        restored = partition.load_newest(source, wanted)
+        step = restored[0]
+        if not t.start_step <= step < t.steps:
+            raise UserError(
+                f"--train.restore all resumes {source} at step {step:,}, so "
+                f"--train.start_step must be at most {step} and --train.steps greater "
+                f"than {step}."
             )
-        if restored:
-            return program.result(), from_state_dict(template, restored[1]), restored[0]
-        # hardly optimized: it runs once, and compiles in half the time
-        options = (
-            {"xla_backend_optimization_level": "1"}
-            if partition.platform() == "cpu"
-            else {}
+        print(f"started  from {source}, step {step:,}, with its optimizer")
+    if restored:
+        step, arrays = restored
+        # Add the empty states of optax optimizers, which a checkpoint does not contain.
+        state = flatten_dict(wanted, keep_empty_nodes=True) | flatten_dict(arrays)
+        return from_state_dict(template, unflatten_dict(state)), step
+
+    # This program runs once. On a CPU, a low optimization level halves its compile time.
+    options = None
+    if partition.platform() == "cpu":
+        options = {"xla_backend_optimization_level": "1"}
+    shardings = jax.tree.map(lambda a: a.sharding, template)
+    init = jax.jit(functools.partial(init_state, cfg), out_shardings=shardings)
+    state = init.lower().compile(options)()
+    if source:
+        step, arrays = partition.load_newest(source, {"params": wanted["params"]})
+        state = state.replace(params=arrays["params"])
+        print(f"started  from {source}, the weights of step {step:,}")
+    elif t.start_step:
+        note(
+            f"warning: starting at step {t.start_step:,} with newly initialized weights. "
+            f"To continue an earlier run, name it with --init_from."
         )
-        shardings = jax.tree.map(lambda a: a.sharding, template)
-        init = jax.jit(functools.partial(init_state, cfg), out_shardings=shardings)
-        state = init.lower().compile(options)()
-        if source:
-            found, arrays = partition.load_newest(source, {"params": wanted["params"]})
-            state = dataclasses.replace(state, params=arrays["params"])
-            print(f"started  {source}, the weights of step {found:,}", flush=True)
-        elif t.start_step:
-            note(
-                f"warning: fresh weights at step {t.start_step:,}: name the run that they should "
-                f"continue by --init_from."
-            )
-        return program.result(), state, t.start_step
+    return state, t.start_step
 
 
-def train(cfg, run_dir, recipe, recipe_file=None, source=None):
-    """Train a run from where it stands to train.steps -> exit status."""
-    mesh, t, stop = partition.set_mesh(cfg), cfg.train, threading.Event()
-    learning_rate(0, t)  # refuses an unknown factor before anything is written
-    partition.check_memory(
-        model.minimum_memory(
-            cfg.model,
-            t.batch_size // t.microbatches,
-            cfg.data.inputs_length,
-            cfg.data.targets_length,
-            copies=2,
-        ),
-        SMALLER_STEP,
-    )
-    print("\n".join(describe_run(cfg, recipe, mesh)), flush=True)
-    checkpoints = partition.Checkpoints(run_dir, t.keep, t.async_save)
+# ---- a run from start to end -----------------------------------------------------------
+
+
+def train(cfg, run_dir, recipe, config, source):
+    """Train a run to train.steps, and resume it if it has checkpoints.
+
+    recipe: the Config without the changes of the command line.
+    config, source: the values of --config and --init_from, or None.
+    Returns the exit status.
+    """
+    mesh = partition.set_mesh(cfg)
+    # Refuse an unknown schedule and a lack of memory before any file is written.
+    learning_rate(0, cfg.train)
+    check_minimum_memory(cfg)
+    print("\n".join(describe_run(cfg, recipe, mesh)))
+    checkpoints = partition.Checkpoints(run_dir, cfg.train.keep, cfg.train.async_save)
     lock = partition.run_on_all(lambda: lock_run(run_dir, checkpoints))
-    begun = bool(partition.from_main_process(checkpoints.steps()))
-    if not partition.is_main_process() and not run_dir.exists():
-        raise UserError(f"--run_dir {run_dir} must be one folder that all processes see.")
+    resumes = bool(partition.from_main_process(checkpoints.steps()))
+    not_shared = UserError(
+        f"--run_dir {run_dir} is not the same directory for all processes: name a "
+        f"directory that all of them share."
+    )
+    if not run_dir.exists():
+        raise not_shared
     dataset, held_out = partition.run_on_main_first(
-        lambda: open_data(cfg, run_dir, begun, source, recipe_file)
+        lambda: open_data(cfg, run_dir, resumes, source, config)
     )
     written = (run_dir / "config.json").read_text()
     if not partition.all_processes_agree(partition.from_main_process(written) == written):
-        raise UserError(f"--run_dir {run_dir} must be one folder that all processes see.")
+        raise not_shared
+    # On SIGTERM, a run finishes its step, saves and exits. With several processes, JAX
+    # handles the signal (see after_step).
+    terminated = threading.Event()
     if jax.process_count() == 1:
-        signal.signal(signal.SIGTERM, lambda *_: stop.set())
+        signal.signal(signal.SIGTERM, lambda *_: terminated.set())
     try:
-        program, state, start = compile_and_load(cfg, mesh, checkpoints, source)
+        template, step = lower_step(cfg, mesh)
+        note("compiling the training step")
+        # The step compiles in a thread while the state is loaded or initialized.
+        with ThreadPoolExecutor(1) as thread:
+            compiling = thread.submit(compile_step, step, mesh)
+            state, start = load_state(cfg, template, checkpoints, source)
+            program = compiling.result()
         if partition.is_main_process():
             configs.write_file(run_dir / "model-info.txt", model_info(cfg, mesh))
+        # Give the memory of the compiler back to the system: glibc keeps it otherwise.
         if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-            trim(0)  # glibc keeps what the compiler freed: half a gigabyte at the peak
-        if start >= t.steps:
+            trim(0)
+        if start >= cfg.train.steps:
             print(
-                f"finished {run_dir} has its {start:,} steps; --train.steps {2 * start} goes on."
+                f"{run_dir} already has its {start:,} steps; continue with "
+                f"--train.steps {2 * start}"
             )
             return 0
-        counts = np.bincount(dataset.sample(1 << 20), minlength=cfg.model.vocab_size)
-        screen = RunLogger(cfg, mesh, run_dir, start, held_out, counts)
-        return run_and_report(
-            cfg, mesh, run_dir, checkpoints, dataset, screen, program, state, start, stop
+        return run_and_save(
+            cfg,
+            mesh,
+            run_dir,
+            program,
+            state,
+            start,
+            dataset,
+            held_out,
+            checkpoints,
+            terminated,
         )
     finally:
         for opened in (dataset, *(opened for _, opened in held_out.values())):
@@ -885,69 +1091,89 @@ def train(cfg, run_dir, recipe, recipe_file=None, source=None):
             lock.close()
 
 
-def run_and_report(
-    cfg, mesh, run_dir, checkpoints, dataset, screen, program, state, start, stop
+def run_and_save(
+    cfg, mesh, run_dir, program, state, start, dataset, held_out, checkpoints, terminated
 ):
-    """The run itself, and what the screen says at its end -> exit status."""
-    t, rows = cfg.train, partition.local_rows(cfg.train.batch_size, mesh)
-    alone = jax.process_count() == 1
+    """Run the training loop from step `start`, and save and report what run() produces.
 
-    def load(step):
-        return partition.put_batch(
-            dataset.batch(step - t.start_step, rows), t.batch_size, mesh
-        )
+    terminated: threading.Event, set when the process has received SIGTERM.
+    Returns the exit status: 0, or 1 if the loss or the gradients were not finite.
+    """
+    t = cfg.train
+    metrics_file = MetricsFile(run_dir / "metrics.jsonl", start)
+    progress = Progress(cfg, metrics_file, start)
+    counts = np.bincount(dataset.sample(1 << 20), minlength=cfg.model.vocab_size)
+    evaluations = Evaluations(cfg, mesh, run_dir, metrics_file, held_out, counts)
+    rows = partition.local_rows(t.batch_size, mesh)
 
+    def load_batch(step):
+        batch = dataset.batch(step - t.start_step, rows)
+        return partition.put_batch(batch, t.batch_size, mesh)
+
+    # train.profile has the form FIRST:LAST. The value 0:0 traces no step.
     first, last = map(int, (t.profile or "0:0").split(":"))
 
-    def profile(step):  # one step more, so that the last one is over
+    def profile(step):
         if step == first - 1:
             jax.profiler.start_trace(run_dir / "profile")
+        # The trace ends one step later than LAST, when the devices have completed LAST.
         if start < first <= t.steps and step == min(last + 1, t.steps):
             jax.profiler.stop_trace()
 
-    def stops(step):  # by SIGTERM: a save is added, the metrics stay as they were
+    def after_step(step):
         profile(step)
-        return (
-            stop.is_set()
-            if alone
-            else multihost_utils.reached_preemption_sync_point(step)
-        )
+        if jax.process_count() == 1:
+            return terminated.is_set()
+        # JAX lets all processes stop after the same step.
+        return multihost_utils.reached_preemption_sync_point(step)
+
+    def best_step(steps):
+        """Return (step, value) of the best of these steps by train.keep_best, or None."""
+        if not t.keep_best:
+            return None
+        return partition.best_step(metrics_file.path, t.keep_best, steps)
 
     def save(step, state):
-        if screen.file:
-            screen.file.sync()
-        checkpoints.wait()  # the one before may be the best
-        best = screen.best([*checkpoints.steps(), step])
-        checkpoints.save(to_state_dict(state), step, best and best[0])
+        metrics_file.sync()
+        # Wait for the previous checkpoint, because it may be the best.
+        checkpoints.wait()
+        best = best_step([*checkpoints.steps(), step])
+        checkpoints.save(to_state_dict(state), step, best[0] if best else None)
 
     try:
         profile(start)
-        step, state = run(cfg, program, state, start, load, screen, save, stops)
+        step, state = run(
+            cfg,
+            program,
+            state,
+            start,
+            load_batch,
+            progress,
+            evaluations,
+            save,
+            after_step,
+        )
     except NotFinite as error:
         checkpoints.wait()
         note(error)
         return 1
     finally:
-        screen.bar.close()
-        if screen.file:
-            screen.file.sync()
+        progress.bar.close()
+        metrics_file.sync()
     checkpoints.wait()
     if step < t.steps:
-        print(
-            f"stopped  at step {step:,}, as asked; "
-            + (
-                "the same command goes on from here."
-                if t.save_every
-                else "nothing was saved."
-            )
-        )
+        advice = "nothing was saved, because --train.save_every is 0."
+        if t.save_every:
+            advice = "run the same command again to continue."
+        print(f"stopped at step {step:,} on SIGTERM: {advice}")
         return 0
-    if best := screen.best(checkpoints.steps()):
+    if best := best_step(checkpoints.steps()):
         print(f"best     step {best[0]:,}: {t.keep_best} {best[1]:.4g}")
     print(f"done     {run_dir}: {step:,} steps.")
     if t.save_every and t.eval_every:
-        spans = data.is_span_corruption(cfg)
-        text = "Return the <extra_id_0> of the list." if spans else "some inputs"
+        text = "some inputs"
+        if data.is_span_corruption(cfg):
+            text = "Return the <extra_id_0> of the list."
         print(f"""Next:
   python infer.py --run_dir {run_dir} "{text}"
   python evaluate.py --run_dir {run_dir}
@@ -955,46 +1181,56 @@ def run_and_report(
     return 0
 
 
-# ---- a plan for machines that are not at hand ----------------------------------------------------
-
-
 def model_info(cfg, mesh):
-    """The text of model-info.txt: every parameter and optimizer slot, as T5X writes it."""
-    template, table = state_template(cfg, mesh), model.param_table(cfg.model)
+    """Return the text of model-info.txt: size, shape and sharding of every array.
+
+    The lines have the form that T5X uses.
+    """
+    table = model.param_table(cfg.model)
     slots = OPTIMIZERS[cfg.train.optimizer].slots(table)
-    axes = partition.flatten({"params": table, "slots": slots})
-    arrays = partition.flatten({"params": template.params, "slots": template.slots})
+    declared = partition.flatten({"params": table, "slots": slots})
+    template = state_template(cfg, mesh)
+    slots = to_state_dict(template.slots)
+    arrays = partition.flatten({"params": template.params, "slots": slots})
     text = ""
     for name, a in arrays.items():
-        shape = ", ".join(
-            f"{axis}={size}" for axis, size in zip(axes[name].axes, a.shape)
-        )
-        text += (
-            f"{name:60} size {math.prod(a.shape):>12,}   shape ({shape})   "
-            f"partition {tuple(a.sharding.spec)}\n"
-        )
+        axes = zip(declared[name].axes, a.shape)
+        shape = ", ".join(f"{axis}={size}" for axis, size in axes)
+        text += f"{name:60} size {a.size:>12,}   shape ({shape})   "
+        text += f"partition {tuple(a.sharding.spec)}\n"
     return f"{text}Total number of parameters: {model.count_params(table):,}\n"
 
 
+# ---- memory of a training step ---------------------------------------------------------
+
+
 def activation_bytes(cfg, params, batch):
-    """Bytes that one device keeps of a forward pass for the backward pass, in their own dtypes:
-    what jax.vjp keeps, without what was there before. params, batch: ShapeDtypeStructs."""
+    """Return the bytes of activations that one device saves for the backward pass.
+
+    params, batch: jax.ShapeDtypeStructs with shardings. Nothing is computed.
+    """
     key = jax.random.key(0) if cfg.model.dropout else None
 
-    def kept(params, batch):
-        return jax.vjp(lambda params: model.loss_fn(params, batch, cfg, key)[0], params)[
-            1
-        ]
+    def backward(params, batch):
+        def loss(params):
+            return model.loss_fn(params, batch, cfg, key)[0]
 
-    program = jax.make_jaxpr(kept)(params, batch).jaxpr
-    found = {v for v in program.outvars if isinstance(v, jax.extend.core.Var)} - {
-        *program.invars
-    }
-    return partition.bytes_on_device([v.aval for v in found])
+        # jax.vjp returns the backward pass as a pytree. Its leaves are the saved arrays.
+        _, backward_pass = jax.vjp(loss, params)
+        return backward_pass
+
+    program = jax.make_jaxpr(backward)(params, batch).jaxpr
+    saved = {v for v in program.outvars if isinstance(v, jax.extend.core.Var)}
+    # Parameters and batch do not count: they are in memory anyway.
+    saved -= set(program.invars)
+    return partition.bytes_on_device([v.aval for v in saved])
 
 
 def memory_table(cfg, mesh):
-    """Config -> {what: bytes on one device} of a training step."""
+    """Return {name: bytes on one device} of what a training step needs at least.
+
+    The numbers follow from shapes and shardings. Temporary arrays are not included.
+    """
     template = state_template(cfg, mesh)
     batch = batch_template(cfg, mesh, cfg.train.batch_size // cfg.train.microbatches)
     parameters = partition.bytes_on_device(template.params)
@@ -1006,170 +1242,179 @@ def memory_table(cfg, mesh):
     }
 
 
-# What makes a step smaller: the next value of a field, and its price; the cheapest stand first.
+# Options that reduce memory, the cheapest first: {name: (next value to try, cost)}.
 MEMORY_OPTIONS = {
     "train.microbatches": (
         lambda cfg: 2 * cfg.train.microbatches,
-        "smaller products, more often",
+        "more and smaller matmuls",
     ),
     "model.remat": (lambda cfg: "full", "a third more arithmetic"),
-    "mesh.fsdp": (lambda cfg: True, "the weights of each layer are gathered"),
+    "mesh.fsdp": (lambda cfg: True, "an all-gather of each layer's weights"),
     "mesh.model": (
         lambda cfg: 2 * cfg.mesh.model,
-        "the activations of each layer are summed",
+        "an all-reduce of each layer's activations",
     ),
     "train.batch_size": (
         lambda cfg: cfg.train.batch_size // 2,
-        "another run, of fewer examples",
+        "fewer examples in each step",
     ),
 }
 
 
-def memory_savings(cfg, names=MEMORY_OPTIONS, pile=False):
-    """[(flag, bytes on one device that it leaves, its price)] of the levers that help, each by
-    itself, the one that leaves least first; pile: each on top of those before it."""
-    mesh, found = jax.sharding.get_mesh(), []
+def memory_savings(cfg):
+    """Return [(flag, bytes on one device, cost)] for the options that save memory.
+
+    The options are added one after another. The bytes are those that a device needs with
+    this option and all options before it.
+    """
+    mesh = jax.sharding.get_mesh()
     least = sum(memory_table(cfg, mesh).values())
-    for name in names:
-        following, price = MEMORY_OPTIONS[name]
-        value = following(cfg)
+    savings = []
+    for name, (next_value, cost) in MEMORY_OPTIONS.items():
+        value = next_value(cfg)
         changed = configs.override(cfg, {name: value})
         try:
             configs.check(changed)
-            there = partition.set_mesh(changed, mesh.devices.ravel())
-        except UserError:  # something does not divide
+            changed_mesh = partition.set_mesh(changed, mesh.devices.ravel())
+        except UserError:
+            # For example, the rows of the batch do not divide evenly among the devices.
             continue
-        size = sum(memory_table(changed, there).values())
+        size = sum(memory_table(changed, changed_mesh).values())
         if size < least:
-            found.append((f"--{name} {str(value).lower()}", size, price))
-            cfg, least = (changed, size) if pile else (cfg, least)
+            savings.append((f"--{name} {str(value).lower()}", size, cost))
+            cfg, least = changed, size
     jax.set_mesh(mesh)
-    return found if pile else sorted(found, key=lambda lever: lever[1])
+    return savings
 
 
-def out_of_memory_message(cfg):
-    """What to do about it, in the order of what it costs, with what each would leave."""
+def size_line(name, size, remark=""):
+    """Return a line of a table: a name, a number of bytes and a remark."""
+    return f"  {name:28} {size / 1e9:>10.4g} GB{remark}\n"
+
+
+def memory_report(cfg):
+    """Return a text: the memory of a training step, and options that reduce it."""
     memory = memory_table(cfg, jax.sharding.get_mesh())
-    held = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in memory.items())
-    helps = ", ".join(
-        f"{flag} ({size / 1e9:.3g} GB)"
-        for flag, size, _ in memory_savings(
-            cfg, ("train.microbatches", "model.remat", "mesh.fsdp"), pile=True
-        )
-    )
-    return (
-        f"Out of memory: a step keeps at least {sum(memory.values()) / 1e9:.3g} GB on each "
-        f"device ({held}). Add, one after the other, {helps or 'more devices'}; then a higher "
-        f"--mesh.model or a smaller --train.batch_size."
-    )
+    text = "memory on each device, at least:\n"
+    for name, size in memory.items():
+        text += size_line(name, size)
+    text += size_line("total", sum(memory.values()))
+    text += "total with these options, added one after another, and their cost:\n"
+    for flag, size, cost in memory_savings(cfg):
+        text += size_line(flag, size, f", {cost}")
+    return text
+
+
+# ---- the plan of a run on other machines -----------------------------------------------
 
 
 def plan_mesh(cfg, where):
-    """The mesh of machines that need not be there: `where` devices, or a TPU topology."""
+    """Return a mesh of devices that this machine need not have.
+
+    where: a number of devices, or a TPU topology such as v5e:2x4.
+    """
     jax.config.update("jax_platforms", "cpu")
+    # Do not take a compiled program from the cache, because count_collectives reads files
+    # that only the compiler writes.
+    jax.config.update("jax_enable_compilation_cache", False)
     if where.isdecimal():
         if not 1 <= int(where) <= 2048:
             raise UserError(
-                "--plan takes 1 to 2048 devices; a plan for a part of them, with a "
-                "part of the --train.batch_size, says the same of each device."
+                "--plan takes 1 to 2048 devices: for more devices, divide the number of "
+                "devices and --train.batch_size by the same factor."
             )
         jax.config.update("jax_num_cpu_devices", int(where))
         return partition.set_mesh(cfg)
     from jax.experimental import topologies
 
+    # These variables keep libtpu from looking for the TPUs of this machine.
     os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost")
     chips = {"chip_config_name": "megacore"} if where.startswith("v4") else {}
     try:
         devices = topologies.get_topology_desc(where, "tpu", **chips).devices
-    except Exception as error:  # of many kinds
+    except Exception as error:  # libtpu raises many kinds
         raise UserError(
-            f"--plan {where}: its compiler is libtpu, pip install '.[tpu]' on Linux "
-            f"({str(error).splitlines()[0]:.120}). --plan N needs nothing."
+            f"--plan {where} needs libtpu, the compiler of TPUs "
+            f"({str(error).splitlines()[0]:.120}): install it on Linux with "
+            f"pip install '.[tpu]', or use --plan N for N devices."
         ) from error
     return partition.set_mesh(cfg, devices)
 
 
 def plan(cfg, where):
-    """Print what a training step would be on so many devices of any kind, or on a TPU topology
-    such as v5e:2x4, of which its own compiler knows more."""
+    """Print the memory, communication and time of a training step on other machines.
+
+    where: a number of devices of any kind, or a TPU topology such as v5e:2x4. For a
+    topology, the compiler of the TPU also reports its own estimate.
+    """
     if cfg.model.dtype == "auto":
         cfg = configs.override(cfg, {"model.dtype": "bfloat16"})
-    mesh, t, waiting = plan_mesh(cfg, where), cfg.train, 0
-    talk, program = partition.count_collectives(lower_step(cfg, mesh)[1])
-    memory, moved = memory_table(cfg, mesh), sum(size for *_, size in talk)
-    flops = step_flops(cfg) / mesh.size
-    again = flops * (4 / 3 if cfg.model.remat == "full" else 1)
-    seconds = {
-        name: again / chip.teraflops / 1e12 for name, chip in partition.CHIPS.items()
-    }
-    together = sum(memory.values())
-    needed = together / 0.9  # the rest is for what comes and goes
-    tables = {  # title: [(what, number, unit and remarks)]
-        "memory on each device, by the layouts": [
-            (name, size / 1e9, "GB")
-            for name, size in {**memory, "together": together}.items()
-        ],
-        "sent by each device in a step": [
-            (f"{kind} over {axis}", size / 1e9, f"GB, {count:,} times")
-            for kind, axis, count, size in talk
-        ],
-        "computed by each device in a step": [
-            ("once", flops / 1e12, "TFLOP"),
-            ("with what is repeated", again / 1e12, "TFLOP"),
-        ],
-    }
-    kind = mesh.devices.flat[0].device_kind
-    # it was compiled
-    if name := next((name for name in partition.CHIPS if name in kind), None):
-        held, (parts, times, sent) = (
-            program.memory_analysis(),
-            partition.estimated_cycles(program.as_text()),
-        )
-        peak = (
-            held.peak_memory_in_bytes
-            or held.argument_size_in_bytes + held.temp_size_in_bytes
-        )
-        needed, cycles = peak / 0.95, parts.total()
-        seconds = {name: cycles / partition.CHIPS[name].clock / 1e9}
-        waiting = sum(size for call, size in sent.items() if "overlapped" not in call)
-        tables[f"by the compiler for {mesh.size} x {kind}, cycles of the cores alone"] = [
-            ("weights and optimizer", held.argument_size_in_bytes / 1e9, "GB"),
-            ("temporaries", held.temp_size_in_bytes / 1e9, "GB"),
-            ("peak", peak / 1e9, "GB"),
-            ("cycles", cycles / 1e6, "million, of which"),
-            *((f"  {part}", 100 * n / cycles, "%") for part, n in parts.most_common(6)),
-            *(
-                (call, sent[call] / 1e9, f"GB, {times[call]:,} times")
-                for call in sorted(sent)
-            ),
-        ]
-    chips = tables["time of a step, at least"] = []
-    for name, work in seconds.items():
-        chip = partition.CHIPS[name]
-        network, waits = (size / chip.links / 1e9 for size in (moved, waiting))
-        least = max(work + waits, network)
-        fits = f"fits {chip.memory} GB" if needed < 1e9 * chip.memory else "does not fit"
-        chips.append(
-            (
-                name,
-                least,
-                f"s (arithmetic {work:.4g}, network {network:.4g}"
-                f"{f', {waits:.4g} of it waited for' * bool(waits)}), at most "
-                f"{flops / least / chip.teraflops / 1e12:.1%} of the peak, {fits}",
-            )
-        )
-    tables["memory with one change, by the layouts, and its price"] = [
-        (flag, size / 1e9, f"GB, {price}") for flag, size, price in memory_savings(cfg)
-    ]
+    mesh = plan_mesh(cfg, where)
+    t = cfg.train
     print(
-        f"plan     {where}{' devices' * where.isdecimal()}, mesh data {mesh.shape['data']} x "
-        f"model {mesh.shape['model']}{', fully sharded' * cfg.mesh.fsdp}, {cfg.model.dtype}, "
-        f"remat {cfg.model.remat}, batch {t.batch_size} in {t.microbatches} microbatches"
+        f"plan     {mesh.size} devices, mesh data {mesh.shape['data']} x model "
+        f"{mesh.shape['model']}, fsdp {cfg.mesh.fsdp}, {cfg.model.dtype}, remat "
+        f"{cfg.model.remat}, batch {t.batch_size} in {t.microbatches} microbatches"
     )
-    for title, rows in tables.items():
-        print(f"{title}:")
-        for what, number, remark in rows:
-            print(f"  {what:28} {number:>10.4g} {remark}")
+    print(memory_report(cfg), end="")
+    collectives, program = partition.count_collectives(lower_step(cfg, mesh)[1])
+    print("communication, sent by each device in a step:")
+    for kind, axis, count, size in collectives:
+        print(size_line(f"{kind} over {axis}", size, f", {count:,} times"), end="")
+    sent = sum(size for *_, size in collectives)
+    flops = step_flops(cfg) / mesh.size
+    name = find_chip(mesh.devices.flat[0].device_kind)
+    if name:
+        estimates = {name: print_compiled(program, name)}
+    else:
+        # Full rematerialization computes the forward pass twice.
+        computed = flops * 4 / 3 if cfg.model.remat == "full" else flops
+        # Leave a tenth of the memory to temporary arrays.
+        needed = sum(memory_table(cfg, mesh).values()) / 0.9
+        estimates = {
+            name: (needed, computed / chip.teraflops / 1e12, 0)
+            for name, chip in partition.CHIPS.items()
+        }
+    print("time of a step, at least:")
+    for name, (needed, arithmetic, exposed) in estimates.items():
+        chip = partition.CHIPS[name]
+        communication = sent / chip.links / 1e9
+        step = max(arithmetic + exposed / chip.links / 1e9, communication)
+        fits = "fits" if needed < 1e9 * chip.memory else "does not fit"
+        print(
+            f"  {name:28} {step:>10.4g} s (arithmetic {arithmetic:.4g}, communication "
+            f"{communication:.4g}), {flops / step / chip.teraflops / 1e12:.1%} of peak, "
+            f"{fits} in {chip.memory} GB"
+        )
+
+
+def print_compiled(program, name):
+    """Print what the compiler of a TPU knows about the compiled training step.
+
+    name: the chip's name in partition.CHIPS.
+    Returns (bytes of memory that a device must have, seconds of arithmetic, bytes of
+    communication that does not overlap with arithmetic).
+    """
+    sizes = program.memory_analysis()
+    state, temporary = sizes.argument_size_in_bytes, sizes.temp_size_in_bytes
+    peak = sizes.peak_memory_in_bytes or state + temporary
+    parts, times, sent = partition.estimated_cycles(program.as_text())
+    text = f"estimate of the compiler for {name}:\n"
+    text += size_line("weights and optimizer", state)
+    text += size_line("temporary arrays", temporary)
+    text += size_line("peak", peak)
+    for kind in sorted(sent):
+        text += size_line(kind, sent[kind], f", {times[kind]:,} times")
+    cycles = parts.total()
+    print(f"{text}  {'cycles of arithmetic':28} {cycles / 1e6:>10.4g} million, of which")
+    for part, number in parts.most_common(6):
+        print(f"    {part:26} {100 * number / cycles:>10.4g} %")
+    exposed = sum(size for kind, size in sent.items() if "overlapped" not in kind)
+    # The runtime of the TPU needs about 5 % of the memory.
+    return peak / 0.95, cycles / partition.CHIPS[name].clock / 1e9, exposed
+
+
+# ---- the command -----------------------------------------------------------------------
 
 
 def main(argv):
@@ -1178,45 +1423,48 @@ def main(argv):
         argv,
         init_from=dict(
             metavar="RUN",
-            help="a run or a checkpoint whose weights a "
-            "new run\nstarts from (all of it with --train.restore all)",
+            help="a run or a checkpoint from whose weights a new run starts\n"
+            "(from its complete state with --train.restore all)",
         ),
         plan=dict(
             metavar="N",
-            help="print what a step would be on N devices, or on a TPU\n"
-            "topology such as v5e:2x4 by its own compiler, and exit",
+            help="print an estimate of memory, communication and time for N devices,\n"
+            "or for a TPU topology such as v5e:2x4 by the compiler of the TPU, and exit",
         ),
     )
-    cfg, run_dir, recipe = configs.resolve_run(
-        args, changes if args.init_from else data.with_vocab_size(changes)
-    )
+    if not args.init_from:
+        # The size of the model follows from the vocabulary.
+        changes = data.with_vocab_size(changes)
+    cfg, run_dir, recipe = configs.resolve_run(args, changes)
     infer.check_decoder(cfg)
     if args.plan is not None:
         return plan(cfg, args.plan)
-    recipe_file = args.config if args.config and args.config.endswith(".py") else None
     partition.start_jax(cfg)
     try:
-        return train(cfg, configs.to_path(run_dir), recipe, recipe_file, args.init_from)
+        run_dir = configs.to_path(run_dir)
+        return train(cfg, run_dir, recipe, args.config, args.init_from)
     except partition.CheckpointError as error:
-        note(
-            f"{error}: training stopped. The checkpoint before it is whole; make room and run the "
-            f"same command again.",
-            always=True,
+        problem = (
+            f"Training stopped, because {error}. The previous checkpoint is complete: "
+            f"free some space, and run the same command again."
         )
-        return 1
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" in str(error):
-            note(out_of_memory_message(cfg), always=True)
+        reason = str(error)
+        if "RESOURCE_EXHAUSTED" in reason:
+            problem = (
+                f"Out of memory: use more devices, a smaller --train.batch_size or the "
+                f"options below.\n{memory_report(cfg)}"
+            )
         elif jax.process_count() > 1:
-            note(
+            problem = (
                 f"Another process of this run has ended or cannot be reached "
-                f"({str(error).splitlines()[0]}). Run the same command again everywhere: it goes "
-                f"on from the last checkpoint.",
-                always=True,
+                f"({reason.splitlines()[0]}): run the same command again on all machines "
+                f"to resume from the last checkpoint."
             )
         else:
             raise
-        return 1
+    note(problem, always=True)
+    return 1
 
 
 if __name__ == "__main__":
