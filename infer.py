@@ -74,8 +74,7 @@ einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def cached_attention(q, k, v, bias, mask):
-    """Compute softmax(q k^T + bias) v for one position of N beams, without a custom
-    gradient.
+    """Compute softmax(q k^T + bias) v for the newest position of N beams.
 
     q [B, H, N, C]; k, v [B, H, K, C]; bias broadcasts to [B, H, N, K] or is None; mask is
     True where a query may attend to a key. Returns [B, H, N, C] in the dtype of v.
@@ -215,8 +214,7 @@ def greedy_step(state, logits, at):
 
 
 def append_ids(state, ids, logits, at):
-    """Write the chosen ids [B, N] at position `at`, add up scores, and end outputs at
-    EOS.
+    """Write the chosen ids [B, N] at position `at`, and update scores and `done`.
 
     An output that has ended gets padding, and its score no longer changes.
     """
@@ -241,13 +239,12 @@ def greedy_result(state):
 
 
 def is_sampling(decode):
-    """Return whether a DecodeConfig asks for sampling. T5X has the limit 1e-4, too."""
+    """Return whether a DecodeConfig asks for sampling. The limit 1e-4 is T5X's."""
     return bool(decode.temperature > 1e-4 or decode.top_k or decode.top_p)
 
 
 def sampling_step(state, logits, at, *, decode, seed):
-    """Append an id drawn at random to each sample. logits [B, N, V] are those of position
-    `at`.
+    """Append a randomly drawn id to each sample, given logits [B, N, V] of position `at`.
 
     The score counts the model's own probability, before temperature, top_k and top_p.
     """
@@ -314,23 +311,25 @@ MASKED_SCORE = -1e7  # excludes a beam when it is added to the score, as in T5X
 
 
 class BeamState(NamedTuple):
-    """State of beam search: N live beams and up to N finished outputs, each sorted best
-    first.
+    """State of beam search: N live beams and up to N finished outputs, the best first.
 
     A score is a sum of log-probabilities. Finished scores are divided by length_penalty.
     """
 
-    ids: jax.Array  # [B, N, T] ids of the live beams, which do not end with EOS
-    live_scores: jax.Array  # [B, N] scores of the live beams, without length penalty
-    finished_ids: jax.Array  # [B, N, T] ids of the finished outputs, which end with EOS
-    finished_scores: (
-        jax.Array
-    )  # [B, N] scores of the finished outputs, with length penalty
-    finished: jax.Array  # [B, N] whether a place holds a finished output
-    ancestors: (
-        jax.Array
-    )  # [B, N, T] which beam wrote the keys that a beam reads (decode_step)
-    done: jax.Array  # [B, 1] whether no live beam can still become better
+    # [B, N, T] ids of the live beams, which do not end with EOS
+    ids: jax.Array
+    # [B, N] scores of the live beams, without length penalty
+    live_scores: jax.Array
+    # [B, N, T] ids of the finished outputs, which end with EOS
+    finished_ids: jax.Array
+    # [B, N] scores of the finished outputs, with length penalty
+    finished_scores: jax.Array
+    # [B, N] whether this place holds a finished output
+    finished: jax.Array
+    # [B, N, T] for each position, the beam that wrote the key that a live beam reads
+    ancestors: jax.Array
+    # [B, 1] whether no live beam can still become better than the finished outputs
+    done: jax.Array
 
 
 def start_beams(rows, N, length):
@@ -368,7 +367,7 @@ def beam_step(state, logits, at, *, decode):
     B, N, V = logits.shape
     length = state.ids.shape[-1]
 
-    # Find the 2N best extensions, first of each beam and then of all beams together.
+    # Find the 2N best extensions of each live beam, and then the 2N best of all beams.
     scores = jax.nn.log_softmax(logits) + state.live_scores[..., None]
     scores, ids = lax.top_k(scores, min(2 * N, V))
     width = scores.shape[-1]
@@ -383,7 +382,8 @@ def beam_step(state, logits, at, *, decode):
     live_ids = take_beams(extended, best)
     parents = take_beams(parents, best)
 
-    # Of the extensions that end and the outputs finished before, the N best are kept.
+    # Extensions that end with EOS compete with the outputs that finished earlier. The N
+    # outputs with the best scores are kept.
     scores = scores / length_penalty(at + 1.0, decode)
     scores = scores + jnp.where(ends, 0.0, MASKED_SCORE)
     finished_scores = jnp.concatenate([state.finished_scores, scores], axis=1)
@@ -545,10 +545,9 @@ def unrolled_layers(body, x, stacks):
     """Apply body(x, slices) to the decoder layers in turn, as lax.scan does.
 
     This function returns each stacked result as a list with one array for each layer. So
-    the weights are sliced once, before the decoding loop. This is for all compilers: in a
-    scan, XLA copies the weights and the cache of a layer out of the stacks at each
-    decoding step, and the new cache back. On 2 CPU cores, greedy
-    decoding XX.
+    the stacked weights are sliced only once, before the decoding loop. This is for all
+    compilers: in a scan, XLA copies the weights and the cache of a layer out of the
+    stacks at each decoding step, and the new cache back into them.
     """
 
     def is_list(stack):
@@ -564,8 +563,7 @@ def unrolled_layers(body, x, stacks):
 
 
 def padded_einsum(form, rows, others):
-    """Compute an einsum in float32, with the rows [B, H, N, ...] padded to a multiple of
-    8.
+    """Compute an einsum in float32, with rows [B, H, N, ...] padded to a multiple of 8.
 
     This is for the TPU compiler: it computes a matmul of fewer than 8 rows as
     multiplications and sums on the vector unit, which takes four times as long as reading
@@ -769,10 +767,10 @@ class ExampleEncoder:
     cut: int = 0  # number of texts that were truncated
 
     def ids(self, line, key):
-        """Return the ids of a field. A text is tokenized and truncated, and EOS is
-        appended.
+        """Return the ids of the field `key` of a line.
 
-        A list of ids is returned unchanged. Raises ValueError if the field has neither.
+        A text is tokenized and truncated, and EOS is appended. A list of ids is returned
+        unchanged. Raises ValueError if the field has neither.
         """
         value = line.get(key)
         problem = data.invalid_reason(value, self.cfg.model.vocab_size)
@@ -807,9 +805,9 @@ def task_and_split(name):
 
 
 def read_input(name, cfg, bad):
-    """Yield (position, dict) for each line of --input: a JSONL file, a .txt file or a
-    task.
+    """Yield (position, dict) for each line of --input.
 
+    name is the path of a JSONL or .txt file, or task:NAME[:SPLIT].
     bad(position, problem) is called for each line that cannot be read.
     """
     if name.startswith("task:"):
@@ -859,7 +857,7 @@ def read_examples(name, cfg, encode):
 def json_line(line):
     """Return a dict as a line of JSON. Only what UTF-8 cannot encode is escaped."""
     text = json.dumps(line, ensure_ascii=False, default=json_default)
-    # A lone surrogate becomes \\udXXX, which is how JSON escapes it, too.
+    # A lone surrogate becomes \udXXX, which is how JSON escapes it, too.
     return text.encode(errors="backslashreplace").decode() + "\n"
 
 
@@ -873,7 +871,7 @@ def json_default(value):
 def result_fields(result, example, line, mode, cfg, tokenizer):
     """Return the fields that a result adds to its line.
 
-    A prediction is a text if the inputs were a text, and a list of ids otherwise.
+    A prediction is a list of ids if the inputs were a list of ids, and a text otherwise.
     """
     if mode == "score":
         return {"score": result}
@@ -882,7 +880,7 @@ def result_fields(result, example, line, mode, cfg, tokenizer):
         vectors = result.astype(str).astype(float).tolist()
         return {"ids": example.inputs, RESULT_FIELD[mode]: vectors}
     outputs, scores = result
-    if isinstance(line["inputs"], str):
+    if not isinstance(line["inputs"], list):
         outputs = [tokenizer.decode(ids) for ids in outputs]
     added = {"prediction": outputs[0]}
     if cfg.decode.return_all or len(outputs) > 1:
@@ -924,8 +922,7 @@ def check_job(path, job):
 
 
 def open_partial(path, job):
-    """Open OUTPUT.partial, the file at `path`, and return (file, number of lines in the
-    file).
+    """Open OUTPUT.partial, the file at `path`. Return (file, number of its lines).
 
     The file is locked until it is closed. OUTPUT.partial.json describes the job that
     began it, and must equal `job` if the file has lines. An incomplete last line is
