@@ -1,13 +1,20 @@
-"""Every knob and every recipe, in one place, with nothing but the standard library.
+"""Define every setting of plain T5 and the named recipes, with the standard library only.
 
-- A recipe is a value of the frozen dataclass Config: six sections of plain fields.
-- The comment beside a field is its help text; its choices or its range stand in its default.
-- Every script takes `--config RECIPE` and changes single fields: `--train.steps 500`.
-- The result is written to RUN_DIR/config.json, where every other script reads it: no flag twice.
-- A Python file that defines CONFIG is a recipe too, and may add to the tables named below.
+A recipe is an immutable Config with six sections of plain fields: model, data, train,
+decode, mesh and distributed. Every command takes a recipe with `--config NAME` and
+changes single fields with flags such as `--train.steps 500`. train.py writes the
+resulting Config to RUN_DIR/config.json, and the other commands read that file.
 
     python configs.py               list the recipes
-    python configs.py small_c4      print one, field by field
+    python configs.py small_c4      print all fields of one recipe
+    python train.py --help          print all fields with their meaning
+
+Example: change one field of a recipe. The recipe itself does not change.
+
+    >>> from configs import RECIPES, override
+    >>> cfg = override(RECIPES["tiny"], {"train.steps": 500})
+    >>> cfg.train.steps, RECIPES["tiny"].train.steps
+    (500, 1500)
 """
 
 import argparse
@@ -21,253 +28,341 @@ import json
 import math
 import os
 import re
-import runpy
 import sys
-import tempfile
+import textwrap
 import traceback
-import types
 import zlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 
 class UserError(Exception):
-    """A mistake of the user's: one sentence and what to do next; no traceback, exit status 2."""
+    """Report a mistake of the user.
+
+    The message says what happened and what to do. run_command prints only this message,
+    without a traceback, and exits with status 2.
+    """
+
+
+# ---- the fields ------------------------------------------------------------------------
+# The comment above a field is its help text. --help and `python configs.py NAME` print
+# this text. The default of a field may carry the values that are allowed: use one_of,
+# between or at_least. An integer field without a stated range must be at least 1.
 
 
 def one_of(default, *others):
-    """A field that takes one of these values."""
+    """Declare a field that accepts only the default and the other given values."""
     return field(default=default, metadata={"choices": (default, *others)})
 
 
 def between(low, high, default):
-    """A field whose number has bounds; a whole number without bounds is at least 1."""
+    """Declare a number field with a smallest and a largest allowed value."""
     return field(default=default, metadata={"bounds": (low, high)})
 
 
 def at_least(low, default):
-    return between(low, math.inf, default)
+    """Declare a number field with a smallest allowed value."""
+    return between(low, 2**31 - 1, default)
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    # rows of the embedding: the vocabulary's ids, rounded up to 128
+    """Size and architecture of the model."""
+
+    # Number of rows of the embedding table.
+    # This is the number of token ids, rounded up to a multiple of 128.
     vocab_size: int = 32128
-    # width of the residual stream
+    # Width of the residual stream: the length of the vector that represents a token.
     d_model: int = 512
-    # width inside the feed-forward layer
+    # Width of the hidden layer of each MLP.
     d_ff: int = 1024
-    # width of one attention head; num_heads * d_kv need not be d_model
+    # Width of one attention head. num_heads * d_kv need not equal d_model.
     d_kv: int = 64
-    # attention heads
+    # Number of attention heads in each layer.
     num_heads: int = 6
-    # encoder layers
+    # Number of encoder layers.
     num_layers: int = 8
-    # decoder layers; 0 is an encoder alone
+    # Number of decoder layers. With 0 the model is only an encoder.
     num_decoder_layers: int = at_least(0, 8)
-    # [gated_]NAME of model.ACTIVATIONS; T5 1.0: relu
+    # Activation function of the MLP, a name in model.ACTIVATIONS.
+    # The prefix "gated_" makes the MLP gated. T5 1.1 uses gated_gelu, T5 1.0 uses relu.
     activation: str = "gated_gelu"
-    # T5 1.0: the embedding is the output layer too, scaled by d_model^-0.5
+    # Whether the output layer shares the weights of the embedding (T5 1.0).
+    # Shared weights are scaled by d_model^-0.5 in the output layer.
     tied: bool = False
-    # rows of the table of relative-position biases
+    # Number of buckets into which relative positions are sorted.
+    # Each head learns one attention bias for each bucket.
     relative_buckets: int = at_least(4, 32)
-    # all distances from here on share the last bucket
+    # Distance in tokens from which all relative positions fall into the last bucket.
     relative_max_distance: int = 128
-    # UMT5: a table of biases for each layer, not one for a stack
+    # Whether each layer has its own table of relative-position biases (UMT5).
+    # With "false", all layers of the encoder share one table, and all layers of the
+    # decoder share another.
     layer_biases: bool = False
-    # 0 to pretrain T5 1.1, 0.1 to fine-tune it
+    # Dropout rate. T5 1.1 uses 0 for pretraining and 0.1 for fine-tuning.
     dropout: float = between(0, 0.99, 0.0)
-    # auto: bfloat16, on a CPU float32
+    # Number format of the activations. The stored weights are always float32.
+    # "auto" means float32 on a CPU, and bfloat16 on a GPU or TPU.
     dtype: str = one_of("auto", "float32", "bfloat16")
-    # what the backward pass finds kept
+    # Which activations of a layer the forward pass saves for the backward pass.
+    # Rematerialization means that the backward pass recomputes all other activations.
+    # This takes time, but saves memory.
+    # "dots" saves the results of attention and of the matmuls with weights.
+    # "none" saves all activations, which takes the most memory.
+    # "full" saves only the input of each layer and the results of attention.
+    # It takes the least memory, and adds about one third to the computation of a step.
     remat: str = one_of("dots", "none", "full")
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    # KIND:NAME, see README; empty: the task's own, python: for span_corruption
+    """Source of the examples, and how examples are made."""
+
+    # Where the examples are read, as KIND:NAME, such as text:books/*.txt.
+    # README lists the kinds. Empty means the source that the task names.
+    # For span_corruption this is python:, the manual and docstrings of Python itself.
     source: str = ""
-    # empty: the source's validation split, or its first 1 %, held out
+    # Where the held-out examples are read.
+    # Empty means the validation split of the source.
+    # If the source has no splits, its first 1 % is held out.
     validation_source: str = ""
-    # a task or mixture; python data.py --list prints their names
+    # Task or mixture to train on. `python data.py --list` prints all names.
     task: str = "span_corruption"
-    # tasks or mixtures, with commas, to evaluate while training; empty: task
+    # Tasks or mixtures to evaluate during training, separated by commas.
+    # Empty means the training task.
     eval_tasks: str = ""
-    # what fields are called in the source: text=content or inputs=q,targets=a
+    # Names of the fields in the source, if they differ from the names in the task.
+    # Examples: text=content or inputs=question,targets=answer.
     fields: str = ""
-    # train:PIECES, of the source; a SentencePiece model; bytes; ids:N
+    # The vocabulary. "train:N" trains N SentencePiece tokens on the source.
+    # A path names a SentencePiece model. "bytes" means the byte vocabulary of ByT5.
+    # "ids:N" means that texts are token ids below N, separated by spaces.
     vocab: str = "train:32000"
-    # tokens of a row of inputs, EOS included
+    # Number of tokens in a row of inputs, EOS included. Longer examples are cut.
     inputs_length: int = 512
-    # tokens of a row of targets, EOS included
+    # Number of tokens in a row of targets, EOS included. Longer examples are cut.
     targets_length: int = 114
-    # several examples in a row of a training batch, where they fit
+    # Whether a row of a training batch may hold several short examples.
     pack: bool = True
-    # false: token files that training has left behind are removed
+    # Whether token files stay on disk after training has used them.
+    # "false" saves disk space when the text is very large.
     keep_tokens: bool = True
-    # part of the tokens that spans remove
+    # Fraction of the tokens that span corruption removes.
     noise_density: float = between(0.001, 0.999, 0.15)
-    # tokens of a removed span, on average
+    # Mean number of tokens in a span that span corruption removes.
     mean_span_length: float = between(1, 1000, 3.0)
-    # where token files lie, a folder for each source and vocabulary
+    # Folder for token files. It gets one subfolder for each source and vocabulary.
     prepared_dir: str = "prepared"
-    # where TFDS datasets lie; empty: TFDS_DATA_DIR or ~/tensorflow_datasets
+    # Folder of the TFDS datasets.
+    # Empty means the environment variable TFDS_DATA_DIR, or ~/tensorflow_datasets.
     tfds_dir: str = ""
-    # at what cannot be read: stop, or skip it and count
+    # What happens when an example or a file cannot be read.
+    # "stop" ends the command with a message. "skip" skips the example and counts it.
     on_error: str = one_of("stop", "skip")
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    # the last step, absolute: start_step included
+    """Optimizer, learning rate, evaluation and checkpoints of a training run."""
+
+    # Step at which training ends. Step numbers are absolute, so start_step is included.
     steps: int = 10_000
-    # 1,000,000 where a recipe continues a published checkpoint
+    # Step at which a new run begins.
+    # Recipes that continue a published checkpoint use its step, 1,000,000.
     start_step: int = at_least(0, 0)
-    # what --init_from takes: all is with optimizer and step
+    # What --init_from loads. "params" means the weights.
+    # "all" means the weights, the optimizer state and the step.
     restore: str = one_of("params", "all")
-    # rows of a step, over all devices and microbatches
+    # Number of rows in a batch, over all devices and microbatches together.
     batch_size: int = 128
-    # the step's rows go through the model in this many parts
+    # Number of equal parts into which each batch is split to save memory.
+    # The gradients of the parts are added before the weights are updated.
     microbatches: int = 1
-    # an entry of train.OPTIMIZERS
+    # Name of the optimizer, an entry of train.OPTIMIZERS.
     optimizer: str = "adafactor"
-    # the schedule's factor "constant"
+    # Value of the factor "constant" of the learning rate schedule.
     learning_rate: float = at_least(0, 1.0)
-    # product of T5X's factors, see train.py
+    # Learning rate schedule: a product of the factors of T5X, which train.py explains.
     schedule: str = "constant * rsqrt_decay"
-    # rsqrt_decay is flat until here, linear_warmup climbs until here
+    # Number of warmup steps.
+    # linear_warmup rises until this step, and rsqrt_decay is flat until this step.
     warmup_steps: int = 10_000
-    # subtracted from the step before the schedule sees it
+    # Number that is subtracted from the step before the schedule is computed.
     schedule_offset: int = at_least(0, 0)
-    # of decay_every, and the slope of linear_decay
+    # Factor by which decay_every multiplies the learning rate.
+    # linear_decay uses this number as its slope.
     decay_factor: float = 0.5
-    # of decay_every
+    # Number of steps after which decay_every lowers the learning rate again.
     steps_per_decay: int = 20_000
-    # of cosine_decay
+    # Number of steps in one cycle of cosine_decay.
     steps_per_cycle: int = 100_000
-    # adamw: times the learning rate; adafactor: not, as T5X
+    # Fraction that each update subtracts from every weight.
+    # adamw multiplies this fraction by the learning rate. adafactor does not, as in T5X.
     weight_decay: float = at_least(0, 0.0)
-    # weight of log(Z)^2, which keeps the logits near zero
+    # Weight of the z-loss log(Z)^2, where Z is the softmax denominator.
+    # The z-loss keeps the logits near zero.
     z_loss: float = at_least(0, 1e-4)
-    # of the target's probability, to all others
+    # Probability that label smoothing takes from the target token.
+    # All other tokens share this probability.
     label_smoothing: float = between(0, 0.99, 0.0)
-    # none: real target tokens; T5X's: 233472
+    # Number by which the summed loss is divided before gradients are computed.
+    # "none" means the number of target tokens in the batch. T5X pretrains with 233472.
     loss_divisor: float | None = at_least(1e-6, None)
-    # steps between two lines of metrics
+    # Number of steps between two log lines of training metrics. 0 turns them off.
     log_every: int = at_least(0, 10)
-    # steps between two evaluations, 0 for none
+    # Number of steps between two evaluations of the held-out loss. 0 turns them off.
     eval_every: int = at_least(0, 1000)
-    # steps between two evaluations on decoded text, 0 for none
+    # Number of steps between two evaluations of the task metrics on decoded text.
+    # 0 turns these evaluations off.
     infer_every: int = at_least(0, 0)
-    # batches of one evaluation; 0 for the whole split
+    # Number of batches in one evaluation. 0 means the complete split.
     eval_batches: int = at_least(0, 20)
-    # steps between two checkpoints, 0 for none
+    # Number of steps between two checkpoints. 0 turns checkpoints off.
     save_every: int = at_least(0, 1000)
-    # write checkpoints in the background, from one copy in memory
+    # Whether checkpoints are written in the background, from a copy in main memory.
     async_save: bool = True
-    # checkpoints that stay, the newest
+    # Number of checkpoints to keep. Older checkpoints are deleted.
     keep: int = 3
-    # a metric, as in metrics.jsonl, whose best checkpoint stays beside them
+    # Metric whose best checkpoint is kept as well, under its name in metrics.jsonl.
+    # Empty means none.
     keep_best: str = ""
-    # FIRST:LAST, steps whose trace jax.profiler writes to RUN_DIR/profile
+    # Steps that jax.profiler traces, as FIRST:LAST. The trace goes to RUN_DIR/profile.
+    # Empty means no trace.
     profile: str = ""
-    # of weights, order of the data, noise and dropout
+    # Random seed of the initial weights, the order of the data, the noise and dropout.
     seed: int = between(0, 2**31 - 1, 0)
 
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    # 0: greedy, or sampling; from 1 on T5X's beam search
+    """How text is generated from a trained model."""
+
+    # Number of beams of T5X's beam search. 0 means greedy decoding or sampling.
     beams: int = between(0, 1024, 0)
-    # exponent of the beams' length penalty
+    # Exponent of the length penalty of beam search.
     alpha: float = 0.6
-    # ((5 + n) / 6) ** alpha as in T5X, or n ** alpha
+    # Length penalty by which the score of a beam with n tokens is divided.
+    # "gnmt" means ((5 + n) / 6) ** alpha as in T5X. "length" means n ** alpha.
     penalty: str = one_of("gnmt", "length")
-    # tokens generated at most, EOS included; none: data.targets_length
+    # Largest number of generated tokens, EOS included. "none" means data.targets_length.
     max_len: int | None = None
-    # of sampling; 0 is greedy, or 1 with top_k or top_p
+    # Temperature of sampling. 0 means greedy decoding.
+    # With top_k or top_p, 0 means temperature 1.
     temperature: float = at_least(0, 0.0)
-    # sample from the k likeliest tokens; 0: from all
+    # Sample only from the k most probable tokens. 0 means all tokens.
     top_k: int = at_least(0, 0)
-    # sample from the likeliest of this probability; 0: all
+    # Nucleus sampling: sample only from the most probable tokens.
+    # Their probabilities add up to top_p. 0 means all tokens.
     top_p: float = between(0, 1, 0.0)
-    # answers to an example: samples, or the best beams
+    # Number of predictions for each example: samples, or the best beams.
     num_return: int = 1
-    # write all of them with their scores, even if it is a single answer
+    # Whether to write a list of all predictions with their scores.
+    # With num_return above 1 the list is always written.
     return_all: bool = False
-    # examples decoded together; changes no result
+    # Number of examples that are decoded together. The results do not depend on this
+    # number.
     batch_size: int = 32
 
 
 @dataclass(frozen=True)
 class MeshConfig:
-    # devices that share one copy of the model: tensor parallelism
+    """How the devices share one model."""
+
+    # Number of devices over which each copy of the model is split (tensor parallelism).
     model: int = 1
-    # split weights and optimizer over the data axis too (ZeRO-3)
+    # Whether weights and optimizer state are split over the data axis too (ZeRO-3).
     fsdp: bool = False
 
 
 @dataclass(frozen=True)
 class DistributedConfig:
-    # HOST:PORT of process 0; empty: as the cluster says, or a single process
+    """How several processes of one run find each other."""
+
+    # Address HOST:PORT of process 0.
+    # Empty means that the cluster provides it, or that there is a single process.
     coordinator: str = ""
-    # how many processes there are
+    # Number of processes. "none" means that the cluster provides it.
     processes: int | None = None
-    # which of them this process is, from 0
+    # Index of this process, counted from 0. "none" means that the cluster provides it.
     process: int | None = at_least(0, None)
-    # seconds without a sign of life after which a process counts as dead
+    # Number of seconds after which a process that does not respond counts as dead.
     timeout: int = 100
 
 
 @dataclass(frozen=True)
 class Config:
+    """The complete configuration of a run: a recipe, or a recipe with changed fields."""
+
     name: str
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    decode: DecodeConfig = field(default_factory=DecodeConfig)
-    mesh: MeshConfig = field(default_factory=MeshConfig)
-    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    decode: DecodeConfig = DecodeConfig()
+    mesh: MeshConfig = MeshConfig()
+    distributed: DistributedConfig = DistributedConfig()
 
 
-SECTIONS = ("model", "data", "train", "decode", "mesh", "distributed")
+SECTIONS = {
+    "model": ModelConfig,
+    "data": DataConfig,
+    "train": TrainConfig,
+    "decode": DecodeConfig,
+    "mesh": MeshConfig,
+    "distributed": DistributedConfig,
+}
 
-# What a recipe file may add to, under the same names; the modules put plain T5's own entries here:
-# data.py TASKS and MIXTURES, model.py ACTIVATIONS, evaluate.py METRICS, train.py OPTIMIZERS.
-TASKS, MIXTURES, ACTIVATIONS, METRICS, OPTIMIZERS = {}, {}, {}, {}, {}
+# ---- tables that a recipe file may extend ----------------------------------------------
+# A recipe file is a Python file that defines CONFIG and may define tables with these
+# names. load_recipe adds the entries of the recipe file to the tables below. The built-in
+# entries come from data.py, model.py, evaluate.py and train.py.
 
-# Of several processes the first alone speaks, and none that fails waits for the others.
-prints_progress = single_process = True
+TASKS = {}  # name -> data.Task
+MIXTURES = {}  # name -> {name of a task or mixture: rate}
+ACTIVATIONS = {}  # name -> function of an array
+METRICS = {}  # name -> function of targets and predictions
+OPTIMIZERS = {}  # name -> train.Optimizer
+
+# ---- messages --------------------------------------------------------------------------
+
+# Whether this process prints messages. Among several processes, only the main process
+# does. partition.start_jax sets this variable.
+prints_progress = True
+# Whether the run consists of one process. partition.start_jax sets this variable.
+single_process = True
 
 
 def escape_controls(text):
-    """Text with its control characters written out: a terminal shows them and does not obey."""
+    """Replace control characters by visible escape sequences such as \\x1b."""
     return re.sub(
         r"[^\n\t\x20-\x7e\xa0-\U0010ffff]",
-        lambda found: found[0].encode("unicode_escape").decode(),
+        lambda match: match[0].encode("unicode_escape").decode(),
         str(text),
     )
 
 
 def note(text, always=False):
-    """Tell the user something that is not a result, on standard error."""
+    """Print a message on standard error.
+
+    With several processes, only the main process prints it, unless `always` is set.
+    """
     if prints_progress or always:
         print(escape_controls(text), file=sys.stderr, flush=True)
 
 
-# ====== below: recipes, the command line, run directories, checks, files ==========================
+# ====== below: recipes, the command line, run directories, checks, files ================
 
-# ---- recipes -------------------------------------------------------------------------------------
+# ---- recipes ---------------------------------------------------------------------------
 
-SIZES = {  # T5 1.1, t5x/examples/t5/t5_1_1/{size}.gin
+# The sizes of T5 1.1, from t5x/examples/t5/t5_1_1/{size}.gin
+SIZES = {
     size: ModelConfig(
-        d_model=width,
-        d_ff=inner,
-        num_heads=heads,
-        num_layers=layers,
-        num_decoder_layers=layers,
+        d_model=d_model,
+        d_ff=d_ff,
+        num_heads=num_heads,
+        num_layers=num_layers,
+        num_decoder_layers=num_layers,
     )
-    for size, width, inner, heads, layers in (
+    for size, d_model, d_ff, num_heads, num_layers in (
         ("small", 512, 1024, 6, 8),
         ("base", 768, 2048, 12, 12),
         ("large", 1024, 2816, 16, 24),
@@ -276,7 +371,7 @@ SIZES = {  # T5 1.1, t5x/examples/t5/t5_1_1/{size}.gin
     )
 }
 
-# T5 1.0 small, t5x/examples/t5/t5_1_0/small.gin
+# T5 1.0 small, from t5x/examples/t5/t5_1_0/small.gin
 T5_1_0_SMALL = ModelConfig(
     d_ff=2048,
     num_heads=8,
@@ -300,17 +395,20 @@ BASE_DROPOUT = replace(SIZES["base"], dropout=0.1)
 C4 = DataConfig(source="tfds:c4/en")
 WMT = DataConfig(task="wmt_t2t_ende_v003", inputs_length=256, targets_length=256)
 P3 = DataConfig(task="t0_train", inputs_length=1024, targets_length=256)
+# 63,900 trained tokens and 100 sentinels make 64,000 token ids.
 RO = DataConfig(
     source="hf:dumitrescustefan/rlm",
     vocab="train:63900",
     targets_length=256,
     keep_tokens=False,
-)  # 63,900 pieces and 100 sentinels: 64,000 rows
+)
 
 BLEU = "inference_eval/wmt_t2t_ende_v003/bleu"
 BEAMS = DecodeConfig(beams=4, batch_size=64)
-# t5x/configs/runs/finetune.gin: a constant rate from a published checkpoint on, whose 1,000,000
-# steps count. Evaluated on whole splits; T5X's train_eval takes 20 batches, its infer_eval all.
+# Fine-tuning as in t5x/configs/runs/finetune.gin: the learning rate is constant, and the
+# steps continue those of a published checkpoint at step 1,000,000. Evaluations use
+# complete splits. (In T5X, train_eval uses 20 batches and infer_eval uses complete
+# splits.)
 FINETUNE = TrainConfig(
     start_step=1_000_000,
     steps=1_020_000,
@@ -320,11 +418,13 @@ FINETUNE = TrainConfig(
     eval_batches=0,
     save_every=5000,
 )
-# Raffel et al. 2020, section 3.1.3: 2^18 steps, and the best of the checkpoints is reported.
+# Fine-tuning as in Raffel et al. 2020, section 3.1.3: 2^18 steps. The paper reports the
+# best of the checkpoints.
 PAPER = replace(FINETUNE, steps=1_000_000 + 2**18, eval_every=5000, infer_every=5000)
-# T0, Sanh et al. 2022 and bigscience-workshop/t-zero, training/README.md: from the LM-adapted T5
-# at step 1,100,000, 12,200 steps of 2^20 input tokens. The 8 microbatches are theirs, of 2 rows on
-# each of 64 copies of the model; nothing is evaluated on the way.
+# T0, from Sanh et al. 2022 and bigscience-workshop/t-zero, training/README.md. Training
+# starts from the LM-adapted T5 at step 1,100,000 and takes 12,200 steps of 2^20 input
+# tokens. The original run also used 8 microbatches, of 2 rows on each of 64 copies of the
+# model. Nothing is evaluated during training.
 T0 = TrainConfig(
     start_step=1_100_000,
     steps=1_112_200,
@@ -334,14 +434,16 @@ T0 = TrainConfig(
     schedule="constant",
     eval_every=0,
 )
-# The Romanian models, github.com/dumitrescustefan/t5x_models, ro_t5x_base_pretrain.gin
+# The Romanian models, from github.com/dumitrescustefan/t5x_models,
+# ro_t5x_base_pretrain.gin
 RO_TRAIN = TrainConfig(steps=2_000_000, batch_size=128, save_every=10_000, keep=5)
 
 RECIPES = {
     cfg.name: cfg
     for cfg in (
-        # The first impression: learns for about two minutes on two CPU cores, downloads nothing. Its
-        # rows are short because blanks are filled from near words, and short rows make many of them.
+        # The recipe for a first try. It downloads nothing and takes about two minutes on
+        # two CPU cores. Most masked spans can be guessed from a few neighboring words, so
+        # the rows are short, and a batch has many of them.
         Config(
             "tiny",
             TINY,
@@ -357,7 +459,8 @@ RECIPES = {
                 save_every=500,
             ),
         ),
-        # Fine-tunes the tiny run on tasks made by rule, which it learns to answer without a mistake:
+        # Fine-tune the tiny model on tasks that follow simple rules, such as spelling
+        # numbers. The model learns to solve these tasks without a mistake:
         # python train.py --config tiny_finetune --init_from runs/tiny
         Config(
             "tiny_finetune",
@@ -378,10 +481,12 @@ RECIPES = {
                 save_every=350,
             ),
         ),
-        # The proof that it learns as T5X does: on the same examples T5X's own train program reaches a
-        # held-out accuracy of .32 to .48 at step 200, .75 to .88 at 400, .95 to .99 at 600 and .989 to
-        # .997 at 1000, over 5 seeds. As there the loss is a plain sum: its scale matters to Adafactor
-        # only where gradients come near its epsilon, as those of ids that never occur do.
+        # Compare the learning curve with that of T5X, on sequences that have to be
+        # reversed. T5X's own training program, run on the same examples with 5 seeds,
+        # reaches a held-out accuracy of .32 to .48 at step 200, .75 to .88 at 400, .95 to
+        # .99 at 600 and .989 to .997 at 1000. The loss is a plain sum, as in T5X. The
+        # scale of the loss matters to Adafactor only for gradients near its epsilon, such
+        # as those of unused token ids.
         Config(
             "toy_reverse",
             ModelConfig(
@@ -415,16 +520,19 @@ RECIPES = {
                 save_every=500,
             ),
         ),
-        # The benchmark of train.py itself: T5 1.1 small on random ids, nothing evaluated or saved.
+        # Measure the speed of train.py: T5 1.1 small on random token ids. Nothing is
+        # evaluated or saved.
         Config(
             "small_bench",
             replace(SIZES["small"], dtype="float32"),
             DataConfig(source="random:"),
             TrainConfig(steps=10, batch_size=8, log_every=1, eval_every=0, save_every=0),
         ),
-        # Pretraining on C4: t5x/examples/t5/t5_1_1/examples/{small,base}_c4_pretrain.gin, the larger
-        # sizes likewise. By t5x/configs/runs/pretrain.gin the rate is 0.01 for 10,000 steps, then
-        # 1 / sqrt(step). allenai's files: --data.source 'jsonl:en/c4-{split}.*.json.gz'
+        # Pretrain on C4: t5x/examples/t5/t5_1_1/examples/{small,base}_c4_pretrain.gin.
+        # The larger sizes use the settings of base. The learning rate of
+        # t5x/configs/runs/pretrain.gin is 0.01 for 10,000 steps and then 1 / sqrt(step).
+        # To read the files that allenai publishes, add --data.source
+        # 'jsonl:en/c4-{split}.*.json.gz'.
         Config("small_c4", SIZES["small"], C4, TrainConfig(steps=10_000, batch_size=256)),
         *(
             Config(
@@ -435,15 +543,17 @@ RECIPES = {
             )
             for size in ("base", "large", "xl", "xxl")
         ),
-        # LM adaptation, Lester et al. 2021, section 3.1: 100,000 steps more on prefixes and what
-        # follows them, at pretraining's rate. --init_from a run of T5 1.1 at step 1,000,000
+        # LM adaptation, from Lester et al. 2021, section 3.1: 100,000 more steps in which
+        # the model continues prefixes, with the learning rate of pretraining. --init_from
+        # names a run of T5 1.1 at step 1,000,000.
         Config(
             "small_lm_adapt",
             SIZES["small"],
             replace(C4, task="prefix_lm", targets_length=512),
             TrainConfig(start_step=1_000_000, steps=1_100_000, batch_size=256),
         ),
-        # Translation: t5x/examples/t5/t5_1_1/examples/{base_wmt_from_scratch, small_wmt_finetune,
+        # Translate English to German:
+        # t5x/examples/t5/t5_1_1/examples/{base_wmt_from_scratch, small_wmt_finetune,
         # base_wmt_finetune}.gin
         Config(
             "base_wmt_scratch",
@@ -469,8 +579,9 @@ RECIPES = {
             replace(FINETUNE, eval_every=100, infer_every=100, keep_best=BLEU),
             BEAMS,
         ),
-        # Trains on all of GLUE and evaluates one task: t5x/docs/usage/finetune.md. The targets' lengths
-        # here and below: t5/models/gin/sequence_lengths/*.gin
+        # Train on all tasks of GLUE and evaluate STS-B: t5x/docs/usage/finetune.md. The
+        # lengths of the targets in this recipe and the next three:
+        # t5/models/gin/sequence_lengths/*.gin
         Config(
             "small_glue_finetune",
             T5_1_0_SMALL,
@@ -504,12 +615,14 @@ RECIPES = {
             replace(PAPER, keep_best="inference_eval/cnn_dailymail_v002/rougeLsum"),
             BEAMS,
         ),
-        # --data.source seqio:P3, or parquet:P3; --data.task t0+_train or t0++_train
+        # Train T0 on P3: add --data.source seqio:P3 or parquet:P3. For T0+ and T0++ add
+        # --data.task t0+_train or --data.task t0++_train.
         *(
             Config(f"{size}_t0", replace(SIZES[size], dropout=0.1), P3, T0)
             for size in ("small", "xxl")
         ),
-        # The text is streamed; any other will do: --data.source 'text:DIR/*.txt'
+        # Pretrain a Romanian T5 on streamed text. For another language or text, add
+        # --data.source 'text:DIR/*.txt'.
         Config("base_ro", replace(SIZES["base"], vocab_size=64_000), RO, RO_TRAIN),
         Config(
             "large_ro",
@@ -517,7 +630,8 @@ RECIPES = {
             replace(RO, targets_length=512),
             RO_TRAIN,
         ),
-        # Goes on with mT5, whose vocabulary comes with --init_from, at the rate it ended with.
+        # Continue mT5 on Romanian text, with the final learning rate of mT5. --init_from
+        # names the run with the weights and the vocabulary of mT5.
         Config(
             "mt5_base_ro",
             replace(SIZES["base"], vocab_size=250_112),
@@ -530,8 +644,9 @@ RECIPES = {
                 keep=3,
             ),
         ),
-        # Fine-tuning on pairs of one's own, --data.source jsonl:pairs.jsonl; the weights come with
-        # --init_from: T5 1.1, FLAN, T0, LM-adapted; UMT5 (Chung et al. 2023).
+        # Fine-tune on your own pairs: add --data.source jsonl:pairs.jsonl. --init_from
+        # names a run with the weights of T5 1.1, FLAN, T0, the LM-adapted T5 or, for the
+        # recipe umt5_small, UMT5 (Chung et al. 2023).
         *(
             Config(
                 f"{size}_pairs",
@@ -551,174 +666,177 @@ RECIPES = {
 }
 
 
-# ---- command line --------------------------------------------------------------------------------
+# ---- fields and flags ------------------------------------------------------------------
 
-# What may change when a run goes on; any other difference is another run.
-FREE = {
+# Sections and fields that may change when a run is resumed. Any other change is refused,
+# because the resumed run would be another experiment.
+CHANGEABLE = {
     "mesh",
     "distributed",
     "decode",
     "data.keep_tokens",
-    *(
-        f"train.{name}"
-        for name in (
-            "steps",
-            "log_every",
-            "eval_every",
-            "infer_every",
-            "eval_batches",
-            "save_every",
-            "async_save",
-            "keep",
-            "keep_best",
-            "microbatches",
-            "profile",
-        )
-    ),
+    "train.steps",
+    "train.log_every",
+    "train.eval_every",
+    "train.infer_every",
+    "train.eval_batches",
+    "train.save_every",
+    "train.async_save",
+    "train.keep",
+    "train.keep_best",
+    "train.microbatches",
+    "train.profile",
 }
-# Names that fields once had -> the field of today, and its value for theirs.
-RENAMED = {"data.streaming": ("data.keep_tokens", lambda streaming: not streaming)}
-DATA_FORMAT = 2  # changes when the batches of a step, or what is held out, change
+# Version of the training data. This number increases when plain T5 begins to make other
+# batches from the same text. A run never continues with batches of another version.
+DATA_FORMAT = 2
 
 
 def fields(cfg):
-    """Config -> ("section.field", dataclass field, value) of every knob."""
+    """Yield ("section.field", dataclass field, value) for each field of a Config."""
     for section in SECTIONS:
         part = getattr(cfg, section)
-        for knob in dataclasses.fields(part):
-            yield f"{section}.{knob.name}", knob, getattr(part, knob.name)
+        for item in dataclasses.fields(part):
+            yield f"{section}.{item.name}", item, getattr(part, item.name)
 
 
 def differences(cfg, other):
-    """Two Configs -> {"section.field": (value, other value)} where they differ."""
+    """Return the fields that differ, as {"section.field": (value, other value)}."""
     pairs = zip(fields(cfg), fields(other))
     return {name: (value, old) for (name, _, value), (_, _, old) in pairs if value != old}
 
 
 def override(cfg, changes):
-    """Config and {"section.field": value}, old names among them -> Config."""
+    """Return a Config with changed fields. changes: {"section.field": value}."""
     for name, value in changes.items():
-        if name in RENAMED:
-            name, translated = RENAMED[name]
-            value = translated(value)
-        section, knob = name.split(".")
-        cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{knob: value})})
+        section, item = name.split(".")
+        cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{item: value})})
     return cfg
 
 
 def parse_value(name, kind, text):
-    """The text of a flag -> a value of the field's type."""
-    if isinstance(kind, types.UnionType):  # int | None
-        return (
-            None if text.lower() == "none" else parse_value(name, kind.__args__[0], text)
-        )
+    """Convert the text of the flag --NAME to a type such as bool or int | None."""
+    kind, *none = getattr(kind, "__args__", (kind,))  # of int | None: int and [NoneType]
+    if none and text.lower() == "none":
+        return None
     try:
-        return (
-            {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
-        )
+        if kind is bool:
+            return {"true": True, "false": False}[text.lower()]
+        return kind(text)
     except (ValueError, KeyError):
         wanted = "true or false" if kind is bool else kind.__name__
         raise UserError(f"--{name} takes {wanted}, not {text!r}.") from None
 
 
 def nearest(word, known):
-    """A word -> "; did you mean X?", or nothing where no known word is near."""
+    """Return "; did you mean X?", or "" if no known word is similar to this word."""
     close = difflib.get_close_matches(word, known, 1, 0.4)
     return f"; did you mean {close[0]}?" if close else ""
 
 
-@functools.cache
 def field_help(section):
-    """{field: the comment above it} of a section's dataclass."""
-    source = inspect.getsource(type(section))
+    """Return {field: help text} of a section's class: the comments above its fields."""
+    source = inspect.getsource(section)
     comments = re.findall(r"^((?:    # .*\n)+)    (\w+):", source, re.MULTILINE)
     return {name: " ".join(re.findall(r"# (.*)", text)) for text, name in comments}
 
 
+def refuse_flags(message):
+    """Report a mistake in the command line that argparse found."""
+    raise UserError(f"{message}; --help lists all flags.")
+
+
 def parse_args(description, argv, **flags):
-    """Command line -> (Namespace of config, run_dir and `flags`, {"section.field": value}). flags:
-    name=dict of argparse's add_argument; a name that ends in "_" is positional."""
+    """Parse the command line of a script.
 
-    def refuse(message):
-        raise UserError(f"{message}; --help lists all flags.")
+    description: the docstring of the script.
+    flags: the options of the script, as name=dict(arguments of argparse's
+        add_argument). An option whose name ends in "_" is positional.
 
+    Returns a Namespace with config, run_dir and the options of the script, and the fields
+    that were given as flags, {"section.field": value}.
+    """
     parser = argparse.ArgumentParser(
-        description=description,
+        usage="python %(prog)s [options]",
+        description=description.partition("\nExample:")[0],
         allow_abbrev=False,
-        formatter_class=argparse.RawTextHelpFormatter,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.error = refuse
-    parser.add_argument(
-        "--config", help="a recipe's name, or a Python file that defines CONFIG"
+    parser.error = refuse_flags
+    flags["config"] = dict(help="name of a recipe, or a Python file that defines CONFIG")
+    flags["run_dir"] = dict(
+        help="folder of the run; train.py uses runs/RECIPE by default"
     )
-    parser.add_argument("--run_dir", help="folder of the run; by default runs/NAME")
     for name, options in flags.items():
-        parser.add_argument(
-            *([name[:-1]] if name[-1] == "_" else [f"--{name}"]), **options
-        )
-    blank, kinds = Config(""), dict.fromkeys(RENAMED, bool)
-    for name, knob, _ in fields(blank):
-        kinds[name] = knob.type
-        text = field_help(getattr(blank, name.split(".")[0]))[knob.name].replace(
-            "%", "%%"
-        )
-        parser.add_argument(f"--{name}", metavar="", default=argparse.SUPPRESS, help=text)
-    for name in RENAMED:
-        parser.add_argument(
-            f"--{name}", default=argparse.SUPPRESS, help=argparse.SUPPRESS
-        )
+        flag = name[:-1] if name.endswith("_") else f"--{name}"
+        parser.add_argument(flag, **options)
+    for section, kind in SECTIONS.items():
+        group = parser.add_argument_group(section, kind.__doc__)
+        for name, text in field_help(kind).items():
+            group.add_argument(
+                f"--{section}.{name}",
+                metavar="",
+                default=argparse.SUPPRESS,
+                help=text.replace("%", "%%"),  # argparse reads a single % as a format
+            )
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        hint = nearest(unknown[0].lstrip("-").split("=")[0], [*kinds, *vars(args)])
+        known = re.findall(r"^  (--[\w.]+)", parser.format_help(), re.MULTILINE)
+        hint = nearest(unknown[0].split("=")[0], known)
         raise UserError(
             f"Unknown argument {unknown[0]}{hint or '; --help lists all flags.'}"
         )
-    given = {name: vars(args).pop(name) for name in kinds if name in args}
-    return args, {
-        name: parse_value(name, kinds[name], text) for name, text in given.items()
-    }
+    changes = {}
+    for name, item, _ in fields(Config("")):
+        if name in args:
+            changes[name] = parse_value(name, item.type, vars(args).pop(name))
+    return args, changes
+
+
+# ---- recipes and runs ------------------------------------------------------------------
 
 
 def load_recipe(name):
-    """A recipe's name, or the path of a Python file that defines CONFIG -> Config."""
-    if not name.endswith(".py"):
-        if name not in RECIPES:
-            raise UserError(
-                f"Unknown recipe {name}{nearest(name, RECIPES) or ';'} "
-                f"python configs.py lists them."
-            )
+    """Return the Config of a recipe: a name in RECIPES, or the path of a Python file.
+
+    The file is executed. It defines CONFIG and may define tables such as TASKS, whose
+    entries are added to the tables of this module.
+    """
+    if name in RECIPES:
         return RECIPES[name]
-    if not os.path.exists(name):
+    if not name.endswith(".py"):
+        raise UserError(
+            f"Unknown recipe {name}{nearest(name, RECIPES) or ';'} "
+            f"python configs.py lists all recipes."
+        )
+    path = to_path(name)
+    if not path.exists():
         raise UserError(
             f"There is no file {name}: --config takes a recipe's name or a Python file."
         )
+    defined = {"__name__": "recipe", "__file__": name}
     try:
-        defined = runpy.run_path(name, run_name="recipe")
+        exec(compile(path.read_bytes(), name, "exec"), defined)
     except (Exception, SystemExit) as error:
         raise UserError(
-            f"{name} cannot be loaded ({type(error).__name__}: {error})."
+            f"{name} cannot be loaded ({type(error).__name__}: {error}): fix this file."
         ) from error
     cfg = defined.get("CONFIG")
     if not isinstance(cfg, Config):
-        raise UserError(f"{name} does not define CONFIG, a value of configs.Config.")
-    tables = {
-        "TASKS": TASKS,
-        "MIXTURES": MIXTURES,
-        "ACTIVATIONS": ACTIVATIONS,
-        "METRICS": METRICS,
-        "OPTIMIZERS": OPTIMIZERS,
-    }
-    for title, table in tables.items():
+        raise UserError(
+            f"{name} does not define a recipe: set CONFIG to a value of configs.Config."
+        )
+    for title in ("TASKS", "MIXTURES", "ACTIVATIONS", "METRICS", "OPTIMIZERS"):
         added = defined.get(title, {})
-        if not isinstance(added, dict) or not all(isinstance(key, str) for key in added):
-            raise UserError(f"{name}: {title} must be a dict whose keys are names.")
-        table.update(added)
+        if not isinstance(added, dict):
+            raise UserError(f"{name}: {title} must be a dict from names to entries.")
+        globals()[title].update(added)
     check_types(cfg, name)
     return cfg
 
 
 def read_run(run_dir):
-    """Run directory -> (the Config it was trained with, config.json as it is)."""
+    """Return the Config of a run, and the complete content of its config.json."""
     path = to_path(run_dir) / "config.json"
     if not path.exists():
         raise UserError(
@@ -726,68 +844,74 @@ def read_run(run_dir):
         )
     form = {
         "name": str,
-        "data_format?": int,
-        "corpus?": str,
-        **{f"{section}?": dict for section in SECTIONS},
+        "data_format": int,
+        "corpus": str,
+        "model": dict,
+        "data": dict,
+        "train": dict,
+        "decode": dict,
     }
     stored = read_json(path, form, "restore it from a copy")
-    values = {
-        f"{section}.{knob}": value
-        for section in SECTIONS
-        for knob, value in stored.get(section, {}).items()
-    }
-    if strange := sorted(
-        {*values} - {name for name, *_ in fields(Config(""))} - {*RENAMED}
-    ):
-        raise UserError(
-            f"{path} has fields that this version does not know: {', '.join(strange)}."
-        )
-    cfg = override(Config(stored["name"]), values)
+    sections = {}
+    for section, kind in SECTIONS.items():
+        try:
+            sections[section] = kind(**stored.get(section, {}))
+        except TypeError as error:
+            raise UserError(
+                f"{path} has a field that this version of plain T5 does not know "
+                f"({error}): use the version that wrote this file."
+            ) from error
+    cfg = Config(stored["name"], **sections)
     check_types(cfg, path)
     return cfg, stored
 
 
 def load_run(run_dir):
-    """Run directory -> the Config it was trained with; its recipe file is not run."""
+    """Return the Config of a run, without executing the recipe file of the run."""
     return read_run(run_dir)[0]
 
 
 def load_run_recipe(run_dir):
-    """Run the recipe file that a run directory keeps, for its tables -> its CONFIG, or None. It is
-    a program: that is said, and done only where tasks, objectives or optimizers are asked for."""
+    """Execute the recipe file of a run and return its CONFIG, or None without a file.
+
+    A recipe file is a program. Only commands that need its tasks, objectives or
+    optimizers execute the file, and a note says so.
+    """
     path = to_path(run_dir) / "recipe.py"
     if not path.exists():
         return None
-    note(f"running {path}, the recipe of this run")
-    if not is_remote(run_dir):
-        return load_recipe(str(path))
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "recipe.py").write_text(path.read_text())
-        return load_recipe(os.path.join(folder, "recipe.py"))
+    note(f"executing {path}, the recipe file of this run")
+    return load_recipe(str(path))
 
 
 def save_run(cfg, run_dir, corpus=""):
-    """Write RUN_DIR/config.json, which load_run reads. corpus: a digest of the training tokens."""
+    """Write RUN_DIR/config.json. corpus: a digest of the training tokens."""
     content = {
         "name": cfg.name,
         "data_format": DATA_FORMAT,
         "corpus": corpus,
         **dataclasses.asdict(cfg),
     }
-    # they belong to the machine, not to the run
+    # These two sections describe the machine. A run may be resumed on another machine.
     del content["mesh"], content["distributed"]
     write_file(os.path.join(run_dir, "config.json"), json.dumps(content, indent=1))
 
 
 def resolve(args, changes, recipe=False):
-    """What parse_args returned -> Config: of the run, if --run_dir names one, or of the recipe.
-    recipe: whether the run's own recipe file is needed, for its tasks."""
+    """Return the Config for a command other than training.
+
+    If --run_dir names a run, start from the Config of this run. Otherwise start from the
+    recipe that --config names. Then change the fields that were given as flags.
+
+    args, changes: what parse_args returned.
+    recipe: whether to execute the recipe file of the run, which defines its tasks.
+    """
     if not args.run_dir:
         cfg = load_recipe(args.config or "tiny")
     elif args.config and not args.config.endswith(".py"):
         raise UserError(
-            "--run_dir names a run, and that has its own configuration: leave out "
-            "--config, unless it names the recipe file to run for its tables."
+            "--run_dir already selects the configuration of a run: leave out --config, "
+            "or name with --config the recipe file that defines the tasks of the run."
         )
     else:
         cfg = load_run(args.run_dir)
@@ -801,48 +925,59 @@ def resolve(args, changes, recipe=False):
 
 
 def resolve_run(args, changes):
-    """What parse_args returned -> (Config, run directory, recipe it began from), for training. A
-    run directory that has checkpoints is its own recipe: with another --config or other flags the
-    fields that differ are listed and refused, except those in FREE."""
+    """Return the Config for training, the run directory and the unchanged recipe.
+
+    A new run starts from the recipe that --config names. A resumed run without --config
+    starts from its own config.json. Then the fields that were given as flags are changed.
+    If the run directory has checkpoints, only the fields in CHANGEABLE may differ from
+    config.json. Other differences are listed and refused.
+
+    args, changes: what parse_args returned.
+    """
     base = recipe = load_recipe(args.config or "tiny")
     run_dir = args.run_dir or os.path.join("runs", recipe.name)
     folder = to_path(run_dir)
-    begun = (folder / "config.json").exists()
-    old, stored = read_run(run_dir) if begun else (None, {})
-    if begun and not args.config:
-        base, recipe = old, load_run_recipe(run_dir) or RECIPES.get(old.name, old)
+    exists = (folder / "config.json").exists()
+    if exists:
+        old, stored = read_run(run_dir)
+        if not args.config:
+            base = old
+            recipe = load_run_recipe(run_dir) or RECIPES.get(old.name, old)
     cfg = override(base, changes)
-    if begun and any(folder.glob("checkpoints/step_*/manifest.json")):
-        changed = {
-            name: values
-            for name, values in differences(cfg, old).items()
-            if not {name, name.split(".")[0]} & FREE
-        }
+    if exists and any(folder.glob("checkpoints/step_*/manifest.json")):
+        changed = ", ".join(
+            f"--{name} {new} (was {was})"
+            for name, (new, was) in differences(cfg, old).items()
+            if not {name, name.split(".")[0]} & CHANGEABLE
+        )
         if changed:
-            listed = ", ".join(
-                f"{name} {new} (was {was})" for name, (new, was) in changed.items()
-            )
             raise UserError(
-                f"{run_dir} holds a run with another configuration: {listed}. Go on "
-                f"without these flags, or name another --run_dir."
+                f"{run_dir} contains a run with another configuration ({changed}): "
+                f"leave these fields unchanged, or name another --run_dir."
             )
-        if (made := stored.get("data_format", 1)) != DATA_FORMAT:
+        if stored["data_format"] != DATA_FORMAT:
             raise UserError(
                 f"{run_dir} was begun by a version of plain T5 that made other batches "
-                f"and held out other examples (data format {made}, now {DATA_FORMAT}): "
-                f"take its weights into a new run with --init_from {run_dir}."
+                f"and held out other examples (data format {stored['data_format']}, now "
+                f"{DATA_FORMAT}): start a new run from its weights with --init_from "
+                f"{run_dir}."
             )
     check(cfg)
     return cfg, run_dir, recipe
 
 
-# ---- checks --------------------------------------------------------------------------------------
+# ---- checks ----------------------------------------------------------------------------
 
 
 def check_json(value, form, at="it"):
-    """Raise a ValueError that says where a JSON value has not this form: a type, or a tuple of
-    types; [form] for a list; {str: form} for a dict of any names; {name: form} for a dict of these,
-    where "name?" may be missing and others do not matter."""
+    """Raise a ValueError if a JSON value does not have the expected form.
+
+    A form is a type, a tuple of types, [form] for a list, {str: form} for a dict with any
+    keys, or {key: form} for a dict with these keys. A key that ends in "?" may be
+    missing. Keys that are not in the form are ignored.
+
+    at: the place of the value in the file, for the message.
+    """
     if isinstance(form, dict) and isinstance(value, dict):
         for name, inner in form.items():
             for key in value if name is str else [name.removesuffix("?")]:
@@ -857,8 +992,11 @@ def check_json(value, form, at="it"):
         raise ValueError(f"{at} is {json.dumps(value, default=str):.60}")
 
 
-def read_json(path, form, cure="fetch it again"):
-    """A JSON file -> its value, of this form; else a UserError names the file and the cure."""
+def read_json(path, form, cure="fetch this file again"):
+    """Return the value of a JSON file. Raise a UserError if it has another form.
+
+    cure: what the user should do about a damaged file, for the message.
+    """
     try:
         value = json.loads(path.read_text())
         check_json(value, form)
@@ -868,73 +1006,76 @@ def read_json(path, form, cure="fetch it again"):
 
 
 def checksum(value):
-    """CRC-32 of a JSON value."""
+    """Return the CRC-32 checksum of a JSON value."""
     return zlib.crc32(json.dumps(value, sort_keys=True).encode())
 
 
 def write_checked(path, value):
-    """Write a dict as JSON with its checksum; read_checked reads it."""
+    """Write a dict and its checksum as a JSON file, which read_checked reads."""
     write_file(path, json.dumps(value | {"check": checksum(value)}, indent=1))
 
 
-def read_checked(path, form, cure="remove it, and it is made again"):
-    """A dict that write_checked wrote, every byte of it verified."""
+def read_checked(path, form, cure="remove this file, and it will be written again"):
+    """Return the dict that write_checked wrote. A UserError reports any damage."""
     value = read_json(path, form | {"check": int}, cure)
     if value.pop("check") != checksum(value):
         raise UserError(f"{path} is damaged: {cure}.")
     return value
 
 
-def check_types(cfg, origin):
-    """Refuse a section that is none, or a value of another type than its field's."""
-    for section in SECTIONS:
-        found, kind = getattr(cfg, section), type(getattr(Config(""), section))
-        if type(found) is not kind:
-            raise UserError(
-                f"{origin}: {section} is {found!r:.60}, not a {kind.__name__}."
-            )
-    for name, knob, value in fields(cfg):
-        kinds = getattr(knob.type, "__args__", (knob.type,))
-        right = type(value) in (*kinds, *[int] * (float in kinds))
-        if not right or isinstance(value, float) and math.isnan(value):
-            raise UserError(
-                f"{origin}: {name} is {value!r:.60}, not "
-                f"{' or '.join(kind.__name__ for kind in kinds)}."
-            )
+def check_types(part, origin):
+    """Refuse a Config, or one section of a Config, with a value of the wrong type.
+
+    origin: the file that the Config comes from, for the message.
+    """
+    for item in dataclasses.fields(part):
+        value = getattr(part, item.name)
+        kinds = getattr(item.type, "__args__", (item.type,))
+        valid = type(value) in kinds or float in kinds and type(value) is int
+        if not valid or value != value:  # Only NaN differs from itself.
+            name = f"{type(part).__name__}.{item.name}"
+            expected = " or ".join(kind.__name__ for kind in kinds)
+            raise UserError(f"{origin}: {name} is {value!r:.60}, not {expected}.")
+        if dataclasses.is_dataclass(value):
+            check_types(value, origin)
+
+
+def check_bounds(name, item, value):
+    """Refuse a value that is not among the choices or within the bounds of its field."""
+    choices = item.metadata.get("choices", (value,))
+    if value not in choices:
+        raise UserError(f"--{name} is one of {', '.join(choices)}, not {value!r}.")
+    default = (-math.inf, math.inf)
+    if item.type in (int, int | None):
+        default = (1, 2**31 - 1)
+    low, high = item.metadata.get("bounds", default)
+    if type(value) in (int, float) and not low <= value <= high:
+        raise UserError(f"--{name} must be from {low} to {high}, not {value}.")
 
 
 def check(cfg):
-    """Refuse values that no run can have, before anything is begun."""
-    for name, knob, value in fields(cfg):
-        choices = knob.metadata.get("choices")
-        whole = knob.type in (int, int | None)
-        low, high = knob.metadata.get("bounds", (1 if whole else -math.inf, math.inf))
-        high = min(high, 2**31 - 1) if whole else high
-        if choices and value not in choices:
-            raise UserError(f"--{name} is one of {', '.join(choices)}, not {value!r}.")
-        if type(value) in (int, float) and not low <= value <= high:
-            bounds = (
-                f"at least {low}" if high == math.inf else f"between {low} and {high}"
-            )
-            raise UserError(f"--{name} must be {bounds}; it is {value}.")
+    """Refuse a Config that no run can have, before any work is done."""
+    for name, item, value in fields(cfg):
+        check_bounds(name, item, value)
+    m, d, t = cfg.model, cfg.data, cfg.train
     for name, value, table in (
-        ("model.activation", cfg.model.activation.removeprefix("gated_"), ACTIVATIONS),
-        ("train.optimizer", cfg.train.optimizer, OPTIMIZERS),
+        ("model.activation", m.activation.removeprefix("gated_"), ACTIVATIONS),
+        ("train.optimizer", t.optimizer, OPTIMIZERS),
     ):
-        if table and value not in table:  # empty in commands that need none
+        # A table is empty if the command did not import the module that fills it.
+        if table and value not in table:
             raise UserError(
-                f"--{name} {value} is unknown{nearest(value, table)}; there are "
-                f"{', '.join(table)}, and a recipe file that you trust may define "
-                f"others: --config RUN/recipe.py runs it."
+                f"--{name} {value} is unknown{nearest(value, table)}; known names are "
+                f"{', '.join(table)}. A recipe file that you trust may define others: "
+                f"--config RUN/recipe.py executes it."
             )
-    m, t, length = cfg.model, cfg.train, cfg.data.inputs_length + cfg.data.targets_length
     if m.relative_max_distance <= m.relative_buckets // 2:
         raise UserError(
             f"--model.relative_max_distance must be above half of the "
             f"{m.relative_buckets} --model.relative_buckets."
         )
     require_memory(
-        {"the rows of a step": 16 * t.batch_size * length},
+        {"rows of a batch": 16 * t.batch_size * (d.inputs_length + d.targets_length)},
         machine_memory(),
         "--train.batch_size, --data.inputs_length or --data.targets_length",
     )
@@ -943,101 +1084,121 @@ def check(cfg):
             f"--train.microbatches {t.microbatches} does not divide the {t.batch_size} "
             f"rows of --train.batch_size: change one of the two."
         )
-    steps = re.fullmatch(r"(?:([1-9]\d{0,8}):(\d{1,9}))?", t.profile)
-    if not steps or steps[1] and int(steps[1]) > int(steps[2]):
+    steps = re.fullmatch(r"(\d{1,9}):(\d{1,9})", t.profile)
+    if t.profile and not (steps and 1 <= int(steps[1]) <= int(steps[2])):
         raise UserError(f"--train.profile {t.profile}: write FIRST:LAST, such as 10:13.")
-    d = cfg.distributed
-    named = [d.coordinator, d.processes is not None, d.process is not None]
-    if any(named) and not (
-        all(named)
-        and d.process < d.processes
-        and re.fullmatch(r"\S+:\d{1,5}", d.coordinator)
+    check_processes(cfg.distributed)
+    check_decoding(cfg.decode)
+
+
+def check_processes(cfg):
+    """Refuse a DistributedConfig in which some fields are missing or wrong."""
+    given = (cfg.coordinator or None, cfg.processes, cfg.process)
+    if given.count(None) == 3:
+        return
+    if (
+        None in given
+        or cfg.process >= cfg.processes
+        or not re.fullmatch(r"\S+:\d{1,5}", cfg.coordinator)
     ):
         raise UserError(
+            "Some flags of this process are missing or wrong: give all of "
             "--distributed.coordinator HOST:PORT, --distributed.processes N and "
-            "--distributed.process I, from 0 to N - 1, go together."
-        )
-    d = cfg.decode
-    samples = d.temperature or d.top_k or d.top_p
-    if d.beams and samples:
-        raise UserError(
-            "--decode.beams searches and --decode.temperature, top_k and top_p sample: "
-            "leave out the one or the others."
-        )
-    if not samples and d.num_return > max(1, d.beams):
-        raise UserError(
-            f"--decode.num_return {d.num_return} asks for as many --decode.beams, or "
-            f"for sampling (--decode.temperature 1)."
+            "--distributed.process I, with I from 0 to N - 1."
         )
 
 
-@functools.cache  # it is asked for every batch that is decoded
+def check_decoding(cfg):
+    """Refuse a DecodeConfig that mixes beam search with sampling or has too few beams."""
+    samples = cfg.temperature or cfg.top_k or cfg.top_p
+    if cfg.beams and samples:
+        raise UserError(
+            "--decode.beams selects beam search, but --decode.temperature, "
+            "--decode.top_k and --decode.top_p select sampling: leave out the one or the "
+            "others."
+        )
+    if not samples and cfg.num_return > max(1, cfg.beams):
+        raise UserError(
+            f"--decode.num_return {cfg.num_return} needs sampling "
+            f"(--decode.temperature 1) or --decode.beams {cfg.num_return}."
+        )
+
+
+@functools.cache  # This function is called for each batch that is decoded.
 def machine_memory():
-    """Bytes of memory that this machine, or this container, has."""
-    bounds = [math.inf]
-    with contextlib.suppress(OSError, ValueError):  # "max", or not Linux
-        bounds.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    with contextlib.suppress(OSError, ValueError):
-        bounds.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    return min(bounds)
+    """Return the number of bytes of memory that this machine or container has."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):
+        # The file exists only on Linux. It contains "max" if the container has no limit.
+        return memory
 
 
 def require_memory(parts, there, levers):
-    """Refuse what needs more bytes at once than are there. parts: {what: bytes}."""
+    """Refuse to start work that needs more memory than is available.
+
+    parts: {name: bytes} of what is in memory at one time. there: available bytes.
+    levers: flags that reduce the memory, for the message.
+    """
     total = sum(parts.values())
     if total > there:
-        held = ", ".join(
+        listed = ", ".join(
             f"{name} {size / 1e9:,.3g}" for name, size in parts.items() if size
         )
         raise UserError(
-            f"This holds at least {total / 1e9:,.3g} GB at once ({held}), and there "
-            f"are {there / 1e9:,.3g}: lower {levers}."
+            f"This needs at least {total / 1e9:,.3g} GB of memory ({listed}), but only "
+            f"{there / 1e9:,.3g} GB are available: lower {levers}."
         )
 
 
 def parse_shard(text):
-    """ "I/N" -> (I, N), I from 0."""
-    found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
-    if not found or int(found[1]) >= int(found[2]):
+    """Convert the text "I/N" of --shard to the pair (I, N), where I counts from 0."""
+    match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
+    index, number = map(int, match.groups()) if match else (0, 0)
+    if index >= number:
         raise UserError(f"--shard {text}: write I/N, from 0/N to N-1/N.")
-    return int(found[1]), int(found[2])
+    return index, number
 
 
-# ---- files ---------------------------------------------------------------------------------------
+# ---- files -----------------------------------------------------------------------------
 
 
 def is_remote(path):
+    """Return whether a path is remote, such as gs://bucket/run."""
     return "://" in str(path)
 
 
 def to_path(name):
-    """A local path, or a remote one such as gs://bucket/run, with pathlib's methods."""
+    """Return a pathlib.Path, or an object with the same methods if the path is remote."""
     if not is_remote(name):
         return Path(name)
-    from etils import epath  # for remote paths only
+    from etils import epath  # not in the standard library, needed only for remote paths
 
     return epath.Path(name)
 
 
 @contextlib.contextmanager
 def naming_file(path):
-    """What goes wrong while a file is written names the file."""
+    """Add the name of the file to an OSError that is raised while the file is written."""
     try:
         yield
     except OSError as error:
-        raise OSError(
-            error.errno, error.strerror or str(error), os.fspath(path)
-        ) from error
+        error.filename = os.fspath(path)
+        raise
 
 
 def write_file(path, content):
-    """Write bytes or text whole or not at all: to a temporary name, synced, then renamed."""
-    path, content = (
-        to_path(path),
-        content.encode() if isinstance(content, str) else content,
-    )
-    if is_remote(path):  # there a file is whole when it is closed
-        path.write_bytes(content)
+    """Write bytes or text to a file, completely or not at all.
+
+    The content is written to a temporary file, which is synced to disk and then renamed.
+    A kill or a full disk never leaves an incomplete file.
+    """
+    path = to_path(path)
+    if isinstance(content, str):
+        content = content.encode()
+    if is_remote(path):
+        path.write_bytes(content)  # A remote file appears when it is complete.
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
@@ -1052,7 +1213,7 @@ def write_file(path, content):
 
 
 def append_file(path, text):
-    """Append text to a file; at a remote place, where that cannot be, write the file anew."""
+    """Append text to a file. A remote file is written anew, because it cannot grow."""
     if is_remote(path):
         return write_file(path, (path.read_text() if path.exists() else "") + text)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -1061,42 +1222,45 @@ def append_file(path, text):
 
 
 def lock(path, wait=False):
-    """A file that is locked until it is closed, by the kernel after a kill. Where another process
-    has the lock, waits or raises BlockingIOError."""
+    """Lock a file and return the open file. Closing the file releases the lock.
+
+    The kernel also releases the lock when the process ends or is killed. If another
+    process holds the lock, wait for it (wait=True) or raise BlockingIOError.
+    """
     file = open(path, "a+b")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise
-    except OSError as error:  # a filesystem without locks
-        note(
-            f"{path} cannot be locked ({error}): see to it that only one process works there."
-        )
+    except OSError as error:  # The filesystem does not support locks.
+        note(f"{path} cannot be locked ({error}): let only one process work there.")
     return file
 
 
-# ---- a command -----------------------------------------------------------------------------------
+# ---- the command -----------------------------------------------------------------------
 
 
 def run_command(main):
-    """Run main(argv) as a command: a UserError is one sentence on standard error and status 2."""
+    """Run main(argv) as a command and exit. A UserError is printed and gives status 2."""
     script = os.path.basename(sys.argv[0])
-    if vars(sys.modules["__main__"]).get("main") is main:
-        # for a recipe's imports
-        sys.modules[script.removesuffix(".py")] = sys.modules["__main__"]
+    module = sys.modules["__main__"]
+    if getattr(module, "main", None) is main:
+        # A recipe file that imports this script gets the module that is running.
+        sys.modules[script.removesuffix(".py")] = module
     try:
         status = main(sys.argv[1:])
         sys.stdout.flush()
     except UserError as error:
         note(f"{script}: {error}", always=True)
         status = 2
-    except BrokenPipeError:  # whoever read the output, head for instance, has read enough
+    except BrokenPipeError:
+        # The program that reads the output, such as head, has stopped reading.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     except OSError as error:
         note(
             f"{script}: {error.filename or 'a file'} cannot be read or written "
-            f"({error.strerror or error}): see to it, or name another.",
+            f"({error.strerror or error}): fix this, or name another path.",
             always=True,
         )
         status = 1
@@ -1108,37 +1272,48 @@ def run_command(main):
             raise
         traceback.print_exc()
         status = 1
-    if (
-        status and not single_process
-    ):  # at a usual exit the processes would wait for one another
+    if status and not single_process:
+        # sys.exit would wait for the other processes, which wait for this process.
         sys.stderr.flush()
         os._exit(status)
     sys.exit(status)
 
 
+TABLE_HEAD = (
+    "recipe               layers  width  task                          "
+    "    row   batch      steps"
+)
+TABLE_ROW = (
+    "{0.name:20} {0.model.num_layers:>2}+{0.model.num_decoder_layers:<4} "
+    "{0.model.d_model:>5}  {0.data.task:28} {0.data.inputs_length:>4}+"
+    "{0.data.targets_length:<4} {0.train.batch_size:>5} {0.train.steps:>10,}"
+)
+TABLE_LEGEND = """
+layers     encoder layers + decoder layers
+width      length of the vector that represents a token (d_model)
+row        tokens of inputs + tokens of targets
+batch      rows in one training step
+steps      step at which training ends, including the steps of a continued checkpoint
+
+python configs.py NAME prints all fields of a recipe.
+python train.py --config NAME trains with this recipe."""
+
+
 def main(argv):
     if not argv:
-        print(f"{'recipe':19} {'layers':22} {'task':28}  lengths batch     steps")
-        for name, cfg in RECIPES.items():
-            m, d, t = cfg.model, cfg.data, cfg.train
-            size = f"{m.num_layers}+{m.num_decoder_layers} layers of {m.d_model}"
-            print(
-                f"{name:19} {size:22} {d.task:28} {d.inputs_length:>4}/{d.targets_length:<4} "
-                f"{t.batch_size:>4} {t.steps:>9,}"
-            )
-        print(
-            "\npython configs.py NAME prints one; python train.py --config NAME runs it."
-        )
+        rows = [TABLE_ROW.format(cfg) for cfg in RECIPES.values()]
+        print(TABLE_HEAD, *rows, TABLE_LEGEND, sep="\n")
         return
     if argv[0].startswith("-"):
-        print(__doc__.strip())
+        print(__doc__.partition("\nExample:")[0])
         return
     cfg = load_recipe(argv[0])
-    for section in SECTIONS:
-        print(section)
-        part = getattr(cfg, section)
-        for name, text in field_help(part).items():
-            print(f"  {name:22} {getattr(part, name)!s:26} {text}")
+    for section, kind in SECTIONS.items():
+        print(f"{section}: {kind.__doc__}")
+        for name, text in field_help(kind).items():
+            value = getattr(getattr(cfg, section), name)
+            line = f"  {name:22} {value!s:26} {text}"
+            print(textwrap.fill(line, 110, subsequent_indent=" " * 52))
 
 
 if __name__ == "__main__":

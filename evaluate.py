@@ -1,21 +1,40 @@
-"""How good a model is: teacher-forced loss, metrics on decoded text, answers chosen by score.
+"""Evaluate a trained model: held-out loss, metrics on text, and rank classification.
 
-- loss: the loss of held-out rows, each counted once, in nats per real target token.
-- predict: answers are decoded, postprocessed as the task says, and given to its metrics (t5's).
-- rank: of the answers to choose from the likeliest is taken, as T0 is judged.
-- The default is predict where a task has metrics, else loss.
+The input is a run directory with checkpoints, and held-out examples of the run's tasks.
+The metrics are printed and appended to RUN/eval/metrics.jsonl. Predictions go to
+RUN/eval too, in one JSONL file for each task and step. There are three modes:
 
-    python evaluate.py --run_dir runs/tiny
-    python evaluate.py --run_dir RUN --tasks glue_rte_v002,glue_stsb_v002 --mode predict --step all
+- --mode loss computes the teacher-forced loss. The model predicts each target token
+  from the inputs and the true previous tokens. The loss is in nats per target token.
+- --mode predict lets the model generate a text for each example. The metrics of the
+  task compare this text with the target. They are the metrics of t5.
+- --mode rank lets the model score the answer choices of each example. The most likely
+  choice is its answer. T0 is evaluated in this way.
+
+Without --mode, tasks that have metrics use predict and all other tasks use loss.
+
+    python evaluate.py --run_dir runs/tiny                    evaluate the last checkpoint
+    python evaluate.py --run_dir runs/tiny --plot curves.png  draw training curves as well
+    python evaluate.py --run_dir RUN --tasks glue_rte_v002 --step all --csv table.csv
     python evaluate.py --run_dir RUN --tasks super_glue_copa_v102 --mode rank
 
-What comes of it goes to RUN/eval, or to --output DIR. Several machines run the same command.
+If a run spans several machines, run the same command on each machine.
+
+Example:
+    Two examples have two answer choices each. The model prefers the correct choice of
+    the first example and the wrong choice of the second example.
+
+    >>> from evaluate import rank_classification
+    >>> choices = [  # (index, is_correct, weight, length in tokens)
+    ...     ((0, 0), True, 1.0, 2), ((0, 1), False, 1.0, 2),
+    ...     ((1, 0), True, 1.0, 2), ((1, 1), False, 1.0, 2)]
+    >>> rank_classification(choices, scores=[-1.5, -4.0, -3.0, -2.0])
+    {'accuracy': 50.0}
 """
 
 import collections
 import csv
 import functools
-import hashlib
 import importlib.util
 import itertools
 import json
@@ -25,6 +44,7 @@ import re
 import string
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,506 +57,629 @@ import model
 import partition
 from configs import UserError, note
 
-METRICS = configs.METRICS  # names -> functions, see below; a recipe file may add its own
+# Metrics by name: functions (targets, predictions) that return {metric: value}. The table
+# is filled below the banner. A recipe file may add metrics of its own.
+METRICS = configs.METRICS
+# Postprocessors by name: functions (task, text, example, is_target) that return the value
+# of a text for the metrics. The table is filled below the banner.
 POSTPROCESSORS = {}
 
-# ---- teacher-forced ------------------------------------------------------------------------------
+# ---- teacher-forced loss ---------------------------------------------------------------
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def loss_sums(params, batch, cfg, first_sentinel):
-    """Sums over the real target tokens of a batch, and over the content tokens alone. Content is
-    all but sentinels and EOS: what a unigram model can be compared with."""
+    """Sum the losses of a batch over all target tokens, and over content tokens alone.
+
+    Content tokens are the target tokens without EOS and without sentinels. A sentinel,
+    such as <extra_id_0>, stands for a masked span. EOS and sentinels carry no text, and
+    sentinels come in a fixed order, so they are easy to predict. The loss over content
+    tokens measures how well the model predicts the text itself. It can be compared with
+    the unigram baseline that train.py prints, which counts content tokens only.
+
+    params: the parameters of the model.
+    batch: a data.Batch of arrays [B, T].
+    first_sentinel: the lowest id of a sentinel. The sentinels are the last ids.
+    Returns {name: sum}, where each sum is a float32 scalar.
+    """
     losses = model.token_losses(params, batch, cfg)
-    real = batch.target_segments > 0
-    content = real & (batch.targets > data.EOS) & (batch.targets < first_sentinel)
+    cross_entropy = losses[0]
+    is_real = batch.target_segments > 0  # segment 0 marks padding
+    is_content = is_real & (batch.targets > data.EOS) & (batch.targets < first_sentinel)
     return {
         **model.sum_over_tokens(losses, batch),
-        "content_loss": jnp.sum(losses[0] * content),
-        "content_tokens": jnp.sum(content),
+        "content_loss": jnp.sum(cross_entropy * is_content),
+        "content_tokens": jnp.sum(is_content),
     }
 
 
 def evaluate_loss(params, cfg, mesh, dataset, batches):
-    """Loss over the first batches of a held-out Dataset -> {metric: nats per token, or 0-1}."""
-    B, tokenizer, total = cfg.train.batch_size, dataset.tasks[0].tokenizer, None
-    rows = partition.local_rows(B, mesh)
+    """Return the mean loss and accuracy over the first batches of a held-out dataset.
+
+    dataset: a held-out data.Dataset, which contains each example once.
+    batches: the number of batches.
+    Returns {metric: value}. Losses are in nats per token, the accuracy is from 0 to 1.
+    """
+    batch_size = cfg.train.batch_size
+    tokenizer = dataset.tasks[0].tokenizer
+    first_sentinel = tokenizer.size - tokenizer.sentinels
+    # Each process makes only the rows of a batch that its own devices hold.
+    rows = partition.local_rows(batch_size, mesh)
+    # Counter.update adds the sums of a batch to the totals.
+    totals = collections.Counter()
     for i in range(batches):
-        batch = partition.put_batch(dataset.batch(i, rows), B, mesh)
-        sums = loss_sums(params, batch, cfg, tokenizer.size - tokenizer.sentinels)
-        total = sums if total is None else jax.tree.map(jnp.add, total, sums)
-    metrics = model.mean_metrics(total)
-    metrics["content_loss"] = total["content_loss"] / max(total["content_tokens"], 1)
+        batch = partition.put_batch(dataset.batch(i, rows), batch_size, mesh)
+        totals.update(loss_sums(params, batch, cfg, first_sentinel))
+    # Divide only the totals, so that every token has the same weight in the mean.
+    metrics = model.mean_metrics(totals)
+    metrics["content_loss"] = totals["content_loss"] / max(totals["content_tokens"], 1)
     return {name: float(value) for name, value in jax.device_get(metrics).items()}
 
 
-# ---- on decoded text -----------------------------------------------------------------------------
+# ---- metrics on decoded text -----------------------------------------------------------
 
 
-def read_examples(cfg, tokenizer, split, choices=None, most=None):
-    """A task's formatted examples with what the model reads of them: [(row, infer.Example)]. A row
-    begins with the formatted dict. choices(number, example): the rows to score instead."""
-    task = data.find_task(cfg.data.task, cfg)
+def read_examples(cfg, tokenizer, split, expand=None, most=None):
+    """Read the examples of a task's split and encode them for the model.
+
+    An example is the dict that the task's format makes, with "inputs" and "targets". An
+    invalid example stops the evaluation, or is skipped with --data.on_error skip.
+
+    cfg: a Config whose data.task is the task.
+    expand: None or, for rank classification, a function (number, example) that returns
+        a list of Choices. The Choices are then encoded instead of the example.
+    most: the maximum number of examples, or None to read all examples.
+    Returns a list of pairs (example or Choice, infer.Example).
+    """
+    task_name = cfg.data.task
+    task = data.find_task(task_name, cfg)
     if len(task.objective.features) < 2:
         raise UserError(
-            f"{cfg.data.task} has no inputs and targets: --mode loss is for it."
+            f"The task {task_name} has no inputs and targets: use --mode loss for it."
         )
-    bad = data.InvalidExamples(cfg.data.on_error)
-    encode = infer.ExampleEncoder(cfg, tokenizer, choices is not None, task)
-    found = itertools.islice(
-        data.read_task(cfg.data.task, split, cfg, bad, tokenizer.size), most
-    )
+    report_invalid = data.InvalidExamples(cfg.data.on_error)
+    encode = infer.ExampleEncoder(cfg, tokenizer, expand is not None, task)
+    examples = data.read_task(task_name, split, cfg, report_invalid, tokenizer.size)
     pairs = []
-    for number, (where, example) in enumerate(found):
+    for number, (where, example) in enumerate(itertools.islice(examples, most)):
         try:
-            rows = choices(number, example) if choices else [(example,)]
-            pairs += [(row, encode(row[0], number)) for row in rows]
+            if expand is None:
+                pairs.append((example, encode(example, number)))
+            else:
+                choices = expand(number, example)
+                pairs += [(choice, encode(choice.fields, number)) for choice in choices]
         except ValueError as error:
-            bad(where, str(error))
+            report_invalid(where, str(error))
     if not pairs:
-        raise UserError(f"{cfg.data.task} has no {split} examples.")
-    if bad.count or encode.cut:
-        note(f"{cfg.data.task}, {split}: {bad.count:,} skipped, {encode.cut:,} texts cut")
+        raise UserError(
+            f"The task {task_name} has no valid examples in its {split} split: choose "
+            f"another --split or other --tasks."
+        )
+    if report_invalid.count or encode.cut:
+        note(
+            f"{task_name}, {split}: {report_invalid.count:,} examples were skipped and "
+            f"{encode.cut:,} texts were truncated."
+        )
     return pairs
 
 
 def postprocess(task, text, example, is_target):
-    """A target or an answer -> what the task's metrics compare."""
-    how = task.postprocess
-    if callable(how):
-        return how(text, example=example, is_target=is_target)
-    return POSTPROCESSORS[how](task, text, example, is_target) if how else text
+    """Turn the text of a target or prediction into the value that the metrics compare.
+
+    For instance, the postprocessor "label" turns the text "entailment" into the number 0.
+    task.postprocess is a name in POSTPROCESSORS, a function, or "" to keep the text.
+    """
+    postprocessor = task.postprocess
+    if not postprocessor:
+        return text
+    if callable(postprocessor):
+        return postprocessor(text, example=example, is_target=is_target)
+    return POSTPROCESSORS[postprocessor](task, text, example, is_target)
 
 
 def predict(params, cfg, mesh, split, tokenizer, most=None):
-    """Metrics on decoded text -> (metrics, a line for each example)."""
+    """Generate a text for each example of a split, and compute the metrics of the task.
+
+    most: the maximum number of examples, or None to use all examples.
+    Returns ({metric: value}, lines). A line is the dict of an example with three more
+    fields: "output" is the generated text, "prediction" is its value after
+    postprocessing, and "target" is the value of the target.
+    """
     task = data.find_task(cfg.data.task, cfg)
     pairs = read_examples(cfg, tokenizer, split, most=most)
-    found = infer.run_examples(params, cfg, mesh, [example for _, example in pairs])
-    lines, targets, predictions = [], [], []
-    for ((example,), _), (ids, _) in zip(pairs, found):
-        text = tokenizer.decode(ids[0])
+    results = infer.run_examples(params, cfg, mesh, [encoded for _, encoded in pairs])
+    lines = []
+    for (example, _), (answers, _) in zip(pairs, results):
         target = example["targets"]
-        target = target if isinstance(target, str) else tokenizer.decode(target)
-        targets.append(postprocess(task, target, example, True))
-        predictions.append(postprocess(task, text, example, False))
+        if not isinstance(target, str):  # the targets may be token ids
+            target = tokenizer.decode(target)
+        output = tokenizer.decode(answers[0])  # the first answer is the best one
         lines.append(
             {
                 **example,
-                "target": targets[-1],
-                "output": text,
-                "prediction": predictions[-1],
+                "target": postprocess(task, target, example, True),
+                "output": output,
+                "prediction": postprocess(task, output, example, False),
             }
         )
+    targets = [line["target"] for line in lines]
+    predictions = [line["prediction"] for line in lines]
     metrics = {}
     for metric in task.metrics or ("accuracy",):
-        metrics |= (METRICS[metric] if isinstance(metric, str) else metric)(
-            targets, predictions
-        )
+        # A metric of a task is a name in METRICS, or a function.
+        function = METRICS.get(metric, metric)
+        metrics |= function(targets, predictions)
     return metrics, lines
 
 
-# ====== below: metrics, postprocessors, tables and curves, the command ============================
-# t5/evaluation/metrics.py: lists of targets and predictions, as the task's postprocessor leaves
-# them -> {name: 0 to 100}.
+# ---- rank classification ---------------------------------------------------------------
+# The examples of many tasks have a few answer choices, for instance "yes" and "no".
+# Rank classification does not generate text. The model scores every choice by its
+# log-probability: the sum of log p(token | inputs, previous tokens) over the tokens of
+# the choice. The choice with the highest score is the model's answer. T0 is evaluated
+# in this way (Sanh et al. 2022).
 
 
-def import_library(module):
-    """Import an optional library, or say in one sentence how to get it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
+class Choice(NamedTuple):
+    """One answer choice of an example."""
+
+    fields: dict  # the fields of the example, with this choice as its "targets"
+    index: tuple  # (number of the example, number of the choice)
+    is_correct: bool
+    weight: float  # the weight of the example in the mean
+    texts: tuple  # all answer choices of the example, or () if they are unknown
+
+
+def answer_choices(task, number, example):
+    """Return the answer choices of an example as a list of Choices.
+
+    The choices are the example's field answer_choices or, without this field,
+    task.choices. P3, the data of T0, also has tasks in which every example is a single
+    choice already. Such an example has the fields idx and is_correct, and may have a
+    weight. The idx is the index of the Choice.
+    Raises ValueError if the idx or the weight is invalid.
+    """
+    if "is_correct" in example and "idx" in example:
+        try:
+            example_number, choice_number = map(int, example["idx"])
+            weight = float(example.get("weight", 1))
+        except (TypeError, ValueError):
+            raise ValueError(
+                "has an idx that is not a pair of integers, or a weight that is not a "
+                "number"
+            ) from None
+        index = example_number, choice_number
+        return [Choice(example, index, bool(example["is_correct"]), weight, ())]
+    texts = example.get("answer_choices", task.choices)
+    if not isinstance(texts, list | tuple | np.ndarray) or not len(texts):
         raise UserError(
-            f"This metric needs {module.split('.')[0]}: pip install '.[metrics]'."
-        ) from None
+            "--mode rank needs answer choices: define `choices` in the task, or add a "
+            "field answer_choices to its examples."
+        )
+    target = str(example["targets"]).strip()
+    return [
+        Choice(
+            {**example, "targets": text}, (number, i), text == target, 1.0, tuple(texts)
+        )
+        for i, text in enumerate(texts)
+    ]
 
 
-LIBRARIES = {"bleu": ("sacrebleu",), "rouge": ("rouge_score.rouge_scorer",)}
+def percent(values):
+    """Return a number between 0 and 1, or the mean of such numbers, in percent."""
+    return 100 * float(np.mean(values))
+
+
+def rank_classification(targets, scores, num_classes=None, normalize=False):
+    """Take the choice with the highest score as the answer to each example.
+
+    targets: a tuple (index, is_correct, weight, length in tokens) for each answer
+        choice, in any order. The index is (number of the example, number of the choice).
+    scores: the log-probability of each choice.
+    num_classes: the number of choices if all examples have the same choices, else None.
+    normalize: whether to divide each score by the length of its choice.
+    Returns {metric: 0 to 100}. The accuracy is the percentage of examples whose answer
+    is correct. With num_classes, there are also the metrics of fixed_choice_metrics.
+    Raises ValueError if an index occurs twice.
+    Source: rank_classification in t5/evaluation/metrics.py.
+    """
+    if len({index for index, *_ in targets}) < len(targets):
+        raise ValueError("a choice of an example occurs twice")
+    examples = {}  # {number of the example: its choices as (score, is_correct, weight)}
+    for (index, is_correct, weight, length), score in sorted(zip(targets, scores)):
+        score = np.float32(score / length if normalize else score)
+        choices = examples.setdefault(index[0], [])
+        choices.append((score, bool(is_correct), weight))
+    answer_is_correct, weights = [], []
+    for choices in examples.values():
+        # If several choices have the highest score, argmax takes the first of these.
+        answer = int(np.argmax([score for score, _, _ in choices]))
+        answer_is_correct.append(choices[answer][1])
+        # As in t5, the weight of an example is the weight of its first choice if all
+        # examples have the same choices, and otherwise the weight of the answer.
+        weights.append(choices[0 if num_classes else answer][2])
+    metrics = {"accuracy": percent(np.average(answer_is_correct, weights=weights))}
+    if num_classes:
+        # The last axis is (score, is_correct, weight).
+        table = np.array(list(examples.values()))
+        all_scores = table[..., 0].astype(np.float32)
+        all_correct = table[..., 1].astype(bool)
+        metrics |= fixed_choice_metrics(all_scores, all_correct, np.array(weights))
+    return metrics
+
+
+def fixed_choice_metrics(scores, correct, weights):
+    """Compute the metrics that need the same answer choices in all examples.
+
+    Each choice is then a class, as in ordinary classification. With two choices, the
+    metrics are the F1 of the second choice and the areas under its ROC curve and
+    precision-recall curve. With more choices, the metric is the mean of the F1 of all
+    choices. There is no metric if an example has several correct choices.
+
+    scores, correct: arrays [examples, choices].
+    weights: an array [examples].
+    Returns {metric: 0 to 100}.
+    """
+    from scipy import special
+    from sklearn import metrics  # scikit-learn is an optional library
+
+    number_of_choices = scores.shape[1]
+    several_correct = (correct.sum(axis=1) > 1).any()
+    if number_of_choices < 2 or several_correct:
+        return {}
+    # chosen [examples, choices] is true for the choice with the highest score.
+    chosen = scores.argmax(axis=1)[:, None] == np.arange(number_of_choices)
+    options = {"sample_weight": weights, "zero_division": 0}
+    if number_of_choices > 2:
+        f1 = metrics.f1_score(correct, chosen, average="macro", **options)
+        return {f"mean_{number_of_choices}class_f1": percent(f1)}
+    probability = special.softmax(scores, axis=1)[:, 1]  # of the second choice
+    correct, chosen = correct[:, 1], chosen[:, 1]
+    f1 = metrics.f1_score(correct, chosen, **options)
+    roc = metrics.roc_auc_score(correct, probability, sample_weight=weights)
+    pr = metrics.average_precision_score(correct, probability, sample_weight=weights)
+    return {"f1": percent(f1), "auc-roc": percent(roc), "auc-pr": percent(pr)}
+
+
+def rank(params, cfg, mesh, split, tokenizer, normalize=False):
+    """Score the answer choices of each example, and take the most likely choices.
+
+    normalize: whether to divide each score by the number of tokens of its choice.
+    Returns ({metric: 0 to 100}, lines). A line is the dict of an answer choice with the
+    fields idx, is_correct and score.
+    """
+    task = data.find_task(cfg.data.task, cfg)
+    expand = functools.partial(answer_choices, task)
+    choices, encoded = zip(*read_examples(cfg, tokenizer, split, expand))
+    if len({choice.index for choice in choices}) < len(choices):
+        raise UserError(
+            f"The task {cfg.data.task} has two choices with the same idx in its {split} "
+            f"split: give each choice its own idx."
+        )
+    scores = list(infer.run_examples(params, cfg, mesh, encoded, "score"))
+    targets = [
+        (choice.index, choice.is_correct, choice.weight, len(example.targets))
+        for choice, example in zip(choices, encoded)
+    ]
+    lines = [
+        {
+            **choice.fields,
+            "idx": choice.index,
+            "is_correct": choice.is_correct,
+            "score": score,
+        }
+        for choice, score in zip(choices, scores)
+    ]
+    # Without the same choices in all examples, only the accuracy is defined.
+    all_texts = {choice.texts for choice in choices}
+    num_classes = len(choices[0].texts) if len(all_texts) == 1 else None
+    if num_classes and not importlib.util.find_spec("sklearn"):
+        note(
+            "Only the accuracy is computed, because F1 and the areas under curves need "
+            "scikit-learn: pip install '.[metrics]'."
+        )
+        num_classes = None
+    return rank_classification(targets, scores, num_classes, normalize), lines
+
+
+# ====== below: metrics, postprocessors, tables and plots, the command ===================
+# The metrics are those of t5/evaluation/metrics.py. Each takes the postprocessed
+# targets and predictions as two lists of equal length, and returns {metric: 0 to 100}.
+
+
+def accuracy(targets, predictions):
+    """Return the percentage of predictions that equal their targets."""
+    return {"accuracy": percent([t == p for t, p in zip(targets, predictions)])}
 
 
 def bleu(targets, predictions):
-    """Corpus BLEU by sacrebleu, tokenized "intl". A target may be a list of references."""
+    """Return the corpus BLEU, computed by sacrebleu with the tokenizer "intl" as in t5.
+
+    A target is a text, or a list of reference texts.
+    """
+    import sacrebleu  # an optional library
+
     references = targets if isinstance(targets[0], list) else [targets]
-    score = import_library("sacrebleu").corpus_bleu(
-        predictions,
-        references,
-        smooth_method="exp",
-        smooth_value=0.0,
-        force=False,
-        lowercase=False,
-        tokenize="intl",
-        use_effective_order=False,
+    score = sacrebleu.corpus_bleu(
+        predictions, references, smooth_method="exp", smooth_value=0.0, tokenize="intl"
     )
     return {"bleu": score.score}
 
 
 def rouge(targets, predictions):
-    """Mean F-measures of ROUGE-1, -2 and -Lsum by rouge-score, without stemming. t5 takes the
-    middle of bootstrap samples, which differs from the mean by chance."""
+    """Return the mean F1 of ROUGE-1, ROUGE-2 and ROUGE-Lsum, computed by rouge-score.
+
+    Words are not stemmed. t5 returns the median of random bootstrap samples instead of
+    the mean. The two differ slightly, and only the mean is the same in each evaluation.
+    """
+    from rouge_score import rouge_scorer  # an optional library
+
     names = "rouge1", "rouge2", "rougeLsum"
-    scorer = import_library("rouge_score.rouge_scorer").RougeScorer(names)
-    scores = [
-        scorer.score(*(text.replace(" . ", " .\n") for text in pair))
-        for pair in zip(targets, predictions)
-    ]
-    return {
-        name: 100 * float(np.mean([score[name].fmeasure for score in scores]))
-        for name in names
-    }
-
-
-def accuracy(targets, predictions):
-    return {
-        "accuracy": 100 * float(np.mean([t == p for t, p in zip(targets, predictions)]))
-    }
-
-
-def class_f1(targets, predictions, label, weights=1.0):
-    """F1 of one class, 0 to 1; 0 where it is neither there nor predicted."""
-    target, predicted = np.asarray(targets) == label, np.asarray(predictions) == label
-    both, either = (
-        (weights * (target & predicted)).sum(),
-        (weights * target).sum() + (weights * predicted).sum(),
-    )
-    return 2 * both / either if either else 0.0
+    scorer = rouge_scorer.RougeScorer(names)
+    # ROUGE-Lsum expects each sentence on its own line.
+    targets = [text.replace(" . ", " .\n") for text in targets]
+    predictions = [text.replace(" . ", " .\n") for text in predictions]
+    scores = list(map(scorer.score, targets, predictions))
+    return {name: percent([score[name].fmeasure for score in scores]) for name in names}
 
 
 def f1(targets, predictions):
-    """F1 of class 1; a prediction that is neither 0 nor 1 counts as the wrong one."""
+    """Return the F1 of class 1 for targets that are 0 or 1.
+
+    A prediction that is neither 0 nor 1 counts as the wrong class.
+    """
+    from sklearn import metrics
+
     targets, predictions = np.array(targets), np.array(predictions)
-    invalid = (predictions != 0) & (predictions != 1)
-    predictions[invalid] = 1 - targets[invalid]
-    return {"f1": 100 * class_f1(targets, predictions, 1)}
+    is_valid = np.isin(predictions, (0, 1))
+    predictions = np.where(is_valid, predictions, 1 - targets)
+    return {"f1": percent(metrics.f1_score(targets, predictions, zero_division=0))}
 
 
-def mean_multiclass_f1(classes, targets, predictions):
-    """Mean of the classes' F1; other predictions are misses."""
-    scores = [class_f1(targets, predictions, label) for label in range(classes)]
-    return {f"mean_{classes}class_f1": 100 * float(np.mean(scores))}
+def mean_3class_f1(targets, predictions):
+    """Return the mean of the F1 of the classes 0, 1 and 2.
 
+    Any other prediction counts as a missed target.
+    """
+    from sklearn import metrics
 
-def correlation(name, targets, predictions):
-    """SciPy's pearsonr or spearmanr; nan where one side is constant."""
-    from scipy import stats  # takes half a second
-
-    if min(len(set(targets)), len(set(predictions))) < 2:
-        return {f"{name}_corrcoef": math.nan}
-    return {
-        f"{name}_corrcoef": 100
-        * float(getattr(stats, f"{name}r")(targets, predictions)[0])
-    }
+    score = metrics.f1_score(
+        targets, predictions, labels=range(3), average="macro", zero_division=0
+    )
+    return {"mean_3class_f1": percent(score)}
 
 
 def matthews_corrcoef(targets, predictions):
-    """The coefficient for any number of classes: an invalid prediction is a class of its own."""
-    labels = sorted({*targets, *predictions})
-    t, p = (
-        np.array([[value == label for label in labels] for value in values], float)
-        for values in (targets, predictions)
-    )
-    n, t_sums, p_sums = len(t), t.sum(0), p.sum(0)
-    spread = (n**2 - p_sums @ p_sums) * (n**2 - t_sums @ t_sums)
-    together = (t * p).sum() * n - t_sums @ p_sums
-    return {"matthews_corrcoef": 100 * float(together / spread**0.5) if spread else 0.0}
+    """Return the Matthews correlation coefficient between targets and predictions.
+
+    Invalid predictions, which are -1, count as one more class.
+    """
+    from sklearn import metrics
+
+    return {"matthews_corrcoef": percent(metrics.matthews_corrcoef(targets, predictions))}
+
+
+def correlation(name, targets, predictions):
+    """Return the Pearson or Spearman correlation of two lists of numbers, using SciPy.
+
+    name: "pearson" or "spearman".
+    The correlation is nan if all targets or all predictions are equal.
+    """
+    from scipy import stats  # imported here because the import takes half a second
+
+    key = f"{name}_corrcoef"
+    if min(len(set(targets)), len(set(predictions))) < 2:
+        return {key: math.nan}
+    function = getattr(stats, f"{name}r")  # stats.pearsonr or stats.spearmanr
+    return {key: percent(function(targets, predictions)[0])}
 
 
 def normalize_answer(text):
-    """SQuAD's: lower case, no punctuation, no articles, single spaces."""
+    """Remove case, punctuation, articles and repeated spaces from an answer to SQuAD."""
     text = "".join(c for c in text.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
-def token_f1(target, prediction):
-    """Harmonic mean of precision and recall of words, 0 to 1."""
+def word_f1(target, prediction):
+    """Return the F1 of the words that two texts have in common, between 0 and 1.
+
+    F1 is the harmonic mean of precision and recall. The order of words does not matter.
+    """
     target, prediction = target.split(), prediction.split()
-    same = sum((collections.Counter(target) & collections.Counter(prediction)).values())
-    return 2 * same / (len(target) + len(prediction)) if same else 0.0
+    common = collections.Counter(target) & collections.Counter(prediction)
+    return 2 * common.total() / max(len(target) + len(prediction), 1)
 
 
 def squad(targets, predictions):
-    """Exact match and word F1, the best over the answers of a question. targets: lists of texts."""
-    pairs = [
-        ([normalize_answer(answer) for answer in answers], normalize_answer(prediction))
-        for answers, prediction in zip(targets, predictions)
-    ]
-    return {
-        "em": 100
-        * float(np.mean([max(a == p for a in answers) for answers, p in pairs])),
-        "f1": 100
-        * float(np.mean([max(token_f1(a, p) for a in answers) for answers, p in pairs])),
-    }
+    """Return the percentage of exact matches and the mean word F1, as SQuAD does.
+
+    A target is the list of correct answers to a question. A prediction is compared with
+    each of these answers, and the best result counts.
+    """
+    exact, f1s = [], []
+    for answers, prediction in zip(targets, predictions):
+        answers = [normalize_answer(answer) for answer in answers]
+        prediction = normalize_answer(prediction)
+        exact.append(prediction in answers)
+        f1s.append(max(word_f1(answer, prediction) for answer in answers))
+    return {"em": percent(exact), "f1": percent(f1s)}
 
 
 def record(targets, predictions):
-    """squad, of the examples of one query only the first."""
-    firsts = {}
+    """Return the metrics of SQuAD for ReCoRD.
+
+    ReCoRD repeats a query for each of its correct answers. Only the first example of
+    each query counts.
+    """
+    queries = {}  # {query: (correct answers, prediction)}
     for target, prediction in zip(targets, predictions):
-        firsts.setdefault(target["group"], (target["value"], prediction["value"]))
-    return squad(*zip(*firsts.values()))
+        queries.setdefault(target["group"], (target["value"], prediction["value"]))
+    return squad(*zip(*queries.values()))
 
 
 def multirc_f1(targets, predictions):
-    """F1 over all answers of all questions."""
-    return f1(*([one["value"] for one in side] for side in (targets, predictions)))
+    """Return the F1 of MultiRC over the candidate answers to all questions together."""
+    return f1([t["value"] for t in targets], [p["value"] for p in predictions])
 
 
 def exact_match(targets, predictions):
-    """Part of the groups, MultiRC's questions, of which all answers are right."""
-    groups = collections.defaultdict(list)
+    """Return the percentage of MultiRC's questions that are answered without an error.
+
+    The model labels each candidate answer as true or false. A question counts if the
+    labels of all its candidate answers equal the targets.
+    """
+    questions = collections.defaultdict(list)
     for target, prediction in zip(targets, predictions):
-        groups[target["group"]].append(target["value"] == prediction["value"])
-    return {
-        "exact_match": 100 * float(np.mean([all(group) for group in groups.values()]))
-    }
+        questions[target["group"]].append(target["value"] == prediction["value"])
+    return {"exact_match": percent([all(matches) for matches in questions.values()])}
 
 
 METRICS |= {
-    metric.__name__: metric
-    for metric in (
-        bleu,
-        rouge,
-        accuracy,
-        f1,
-        matthews_corrcoef,
-        squad,
-        record,
-        multirc_f1,
-        exact_match,
-    )
+    "bleu": bleu,
+    "rouge": rouge,
+    "accuracy": accuracy,
+    "f1": f1,
+    "matthews_corrcoef": matthews_corrcoef,
+    "squad": squad,
+    "record": record,
+    "multirc_f1": multirc_f1,
+    "exact_match": exact_match,
+    "pearson_corrcoef": functools.partial(correlation, "pearson"),
+    "spearman_corrcoef": functools.partial(correlation, "spearman"),
+    "mean_3class_f1": mean_3class_f1,
 }
-METRICS |= {
-    f"{name}_corrcoef": functools.partial(correlation, name)
-    for name in ("pearson", "spearman")
+
+# The optional library that a metric imports.
+LIBRARIES = {
+    "bleu": "sacrebleu",
+    "rouge": "rouge_score",
+    "f1": "sklearn",
+    "matthews_corrcoef": "sklearn",
+    "multirc_f1": "sklearn",
+    "mean_3class_f1": "sklearn",
 }
-METRICS["mean_3class_f1"] = functools.partial(mean_multiclass_f1, 3)
 
 
-# ---- postprocessors ------------------------------------------------------------------------------
-# t5/data/postprocessors.py: (Task, text, example, is_target) -> what the metrics compare.
+def check_metrics(tasks):
+    """Refuse unknown metrics, unknown postprocessors and missing libraries.
+
+    The check comes before the evaluation, because an error after it would lose the
+    predictions.
+    tasks: {name of a task: its Config}.
+    """
+    for name, cfg in tasks.items():
+        task = data.find_task(name, cfg)
+        used = [("postprocessor", task.postprocess, POSTPROCESSORS)]
+        used += [("metric", metric, METRICS) for metric in task.metrics]
+        for kind, value, known in used:
+            # A function needs no check, and "" means that there is no postprocessor.
+            if isinstance(value, str) and value not in ("", *known):
+                raise UserError(
+                    f"The task {name} has the unknown {kind} {value}: use a function or "
+                    f"one of {', '.join(known)}."
+                )
+            library = LIBRARIES.get(value)
+            if library and not importlib.util.find_spec(library):
+                raise UserError(
+                    f"The metric {value} needs the Python library {library}: pip install "
+                    f"'.[metrics]'."
+                )
+
+
+# ---- postprocessors --------------------------------------------------------------------
+# The postprocessors are those of t5/data/postprocessors.py. Each is a function (task,
+# text, example, is_target) that turns the text of a target or prediction into a value.
 
 
 def label(task, text, example, is_target):
-    """A label's text -> its number, -1 if there is no such label."""
+    """Return the index of the text in the task's labels, or -1 if it is not a label."""
     return task.choices.index(text) if text in task.choices else -1
 
 
 def number(task, text, example, is_target):
+    """Return the text as a float, or -1 if the text is not a number."""
     try:
         return float(text)
     except ValueError:
         return -1.0
 
 
-def multirc_answer(task, text, example, is_target):
-    """The answer's number, and for a target the question it belongs to."""
+def all_answers(task, text, example, is_target):
+    """Return the list of all correct answers for a target, else the text."""
+    return list(example["answers"]) if is_target else text
+
+
+def multirc(task, text, example, is_target):
+    """Return {"value": label} and, for a target, the question's number as "group"."""
     value = {"value": label(task, text, example, is_target)}
-    return value | {"group": example["idx/question"]} if is_target else value
+    if is_target:
+        value["group"] = example["idx/question"]
+    return value
 
 
 def record_answers(task, text, example, is_target):
-    """All answers of a target, and the query they belong to."""
-    return (
-        {"value": text}
-        if not is_target
-        else {
-            "value": list(example["answers"]),
-            "group": (example["idx/passage"], example["idx/query"]),
-        }
-    )
+    """Return {"value": text} for a prediction.
+
+    For a target, the value is the list of correct answers, and "group" names the query.
+    """
+    value = {"value": all_answers(task, text, example, is_target)}
+    if is_target:
+        value["group"] = example["idx/passage"], example["idx/query"]
+    return value
 
 
-def wsc_answer(task, text, example, is_target):
-    """1 if the answer names the candidate, but for case and determiners, else 0; -1 if empty."""
+DETERMINERS = set(
+    "a an few her his each every many much my our some that the their these this those "
+    "which whose your".split()
+)
+
+
+def content_words(text):
+    """Return the set of a text's words in lower case, except those in DETERMINERS."""
+    words = set(text.strip().lower().split(" ")) - DETERMINERS
+    return words or {""}
+
+
+def wsc(task, text, example, is_target):
+    """Return 1 if the text names the noun phrase that WSC asks about, else 0.
+
+    A text names the phrase if all words of the text are in the phrase, or all words of
+    the phrase are in the text. Case and determiners do not matter. An empty text gives
+    -1. The value of a target is its label, 0 or 1.
+    """
     if is_target:
         return example["label"]
-    determiners = set(
-        "a an few her his each every many much my our some that the their these "
-        "this those which whose your".split()
-    )
-
-    def bare(text):
-        return " ".join(
-            w for w in text.strip().lower().split(" ") if w not in determiners
-        )
-
-    answer = bare(text)
-    candidate = bare(example.get("targets_pretokenized", example["targets"]))
-    if not answer:
+    candidate_text = example.get("targets_pretokenized", example["targets"])
+    answer, candidate = content_words(text), content_words(candidate_text)
+    if not any(answer):
         return -1
-    if ("'" in answer) != ("'" in candidate):
-        return 0  # "Bob" is not "Bob's hat"
-    answer, candidate = set(answer.split(" ")), set(candidate.split(" "))
+    if ("'" in text) != ("'" in candidate_text):
+        return 0  # "Bob" and "Bob's hat" are different
     return int(answer <= candidate or candidate <= answer)
 
 
 POSTPROCESSORS |= {
     "label": label,
     "number": number,
-    "multirc": multirc_answer,
+    "answers": all_answers,
+    "multirc": multirc,
     "record": record_answers,
-    "answers": lambda _, text, example, is_target: (
-        list(example["answers"]) if is_target else text
-    ),
-    "wsc": wsc_answer,
+    "wsc": wsc,
 }
 
 
-def check_metrics(tasks, split):
-    """Refuse a metric that is unknown or whose library is missing, before anything is decoded."""
-    for name, cfg in tasks.items():
-        task = data.find_task(name, cfg)
-        if isinstance(task.postprocess, str) and task.postprocess not in {
-            "",
-            *POSTPROCESSORS,
-        }:
-            raise UserError(
-                f"The task {name} asks for the postprocessor {task.postprocess}; there "
-                f"are {', '.join(POSTPROCESSORS)}, and functions."
-            )
-        for metric in task.metrics:
-            if isinstance(metric, str) and metric not in METRICS:
-                raise UserError(
-                    f"The task {name} asks for the metric {metric}"
-                    f"{configs.nearest(metric, METRICS) or '; '}"
-                    f"evaluate.METRICS has {', '.join(METRICS)}."
-                )
-            for library in LIBRARIES.get(metric, ()):
-                import_library(library)
+# ---- the loss of a split, and files of predictions -------------------------------------
 
 
-# ---- chosen by score -----------------------------------------------------------------------------
+def split_loss(params, cfg, mesh, split, tokenizer):
+    """Compute the teacher-forced metrics of all examples of a held-out split.
 
-
-def rank_classification(targets, scores, num_classes=None, normalize=False):
-    """Answers chosen by score (t5/evaluation/metrics.py). targets: (index, is_correct, weight,
-    length in tokens) of each choice, index (example, choice); scores: log-likelihoods. num_classes:
-    choices of every example, None if they vary. normalize: divide scores by lengths."""
-    if len({index for index, *_ in targets}) < len(targets):
-        raise ValueError("a choice of an example occurs twice")
-    rows = sorted(zip(targets, scores))
-    values = np.array(
-        [score / (row[3] if normalize else 1) for row, score in rows], np.float32
-    )
-    correct = np.array([bool(row[1]) for row, _ in rows])
-    weights = np.array([row[2] for row, _ in rows], float)
-    if not num_classes:
-        examples = [index[0] for (index, *_), _ in rows]
-        starts = [i for i, one in enumerate(examples) if not i or one != examples[i - 1]]
-        best = [
-            start + int(np.argmax(values[start:stop]))
-            for start, stop in zip(starts, [*starts[1:], len(rows)])
-        ]
-        return {
-            "accuracy": 100 * float(correct[best] @ weights[best] / weights[best].sum())
-        }
-    correct, values = correct.reshape(-1, num_classes), values.reshape(-1, num_classes)
-    weights, chosen = weights.reshape(-1, num_classes)[:, 0], values.argmax(-1)
-    right = correct[np.arange(len(chosen)), chosen]
-    several = (correct.sum(1) > 1).any()  # any of them will do
-    right = right if several else right & (correct.sum(1) == 1)
-    metrics = {"accuracy": 100 * float(np.average(right, weights=weights))}
-    if several:
-        return metrics
-    labels = correct.argmax(-1)
-    if num_classes > 2:
-        scores = [
-            class_f1(np.where(correct.any(1), labels, -1), chosen, label, weights)
-            for label in range(num_classes)
-        ]
-        return metrics | {f"mean_{num_classes}class_f1": 100 * float(np.mean(scores))}
-    likelihood = np.exp(values - values.max(-1, keepdims=True))
-    probability = (likelihood / likelihood.sum(-1, keepdims=True))[:, 1]
-    return metrics | {
-        "f1": 100 * class_f1(labels, chosen, 1, weights),
-        **curve_areas(correct[:, 1], probability, weights),
-    }
-
-
-def curve_areas(positive, scores, weights):
-    """Areas under the ROC curve (trapezoids) and the precision-recall curve (steps), 0 to 100."""
-    order = np.argsort(-scores, kind="stable")
-    last = np.append(np.diff(scores[order]) != 0, True)  # equal scores are one threshold
-    hits = np.cumsum((positive * weights)[order])[last]
-    misses = np.cumsum((~positive * weights)[order])[last]
-    if not hits[-1] or not misses[-1]:
-        roc = math.nan  # there is only one class
-    else:
-        roc = np.trapezoid(
-            np.append(0, hits) / hits[-1], np.append(0, misses) / misses[-1]
-        )
-    steps = np.diff(hits, prepend=0) / hits[-1] if hits[-1] else 0 * hits
-    precision = np.divide(hits, hits + misses, out=0 * hits, where=hits + misses > 0)
-    return {"auc-roc": 100 * float(roc), "auc-pr": 100 * float(steps @ precision)}
-
-
-def choices_of(task, example):
-    """The answers to choose from: of the example, or of the task."""
-    choices = example.get("answer_choices", task.choices)
-    if not isinstance(choices, list | tuple | np.ndarray) or not len(choices):
-        raise UserError(
-            "--mode rank needs answer choices: a task's `choices`, or a field "
-            "answer_choices in its examples."
-        )
-    return list(choices)
-
-
-def rank(params, cfg, mesh, split, tokenizer, normalize=False):
-    """Answers chosen by their log-probability -> (metrics, a line for each choice). Examples of
-    P3's score_eval tasks are choices already, with idx, is_correct and weight."""
-    task = data.find_task(cfg.data.task, cfg)
-
-    # (dict, (example, choice), whether it is right, weight)
-    def choices(number, example):
-        if "is_correct" in example and "idx" in example:
-            try:
-                index, weight = (
-                    tuple(map(int, example["idx"])),
-                    float(example.get("weight", 1)),
-                )
-            except (TypeError, ValueError):
-                index = ()
-            if len(index) != 2:
-                raise ValueError(
-                    "has an idx or a weight that is no (example, choice), no number"
-                )
-            return [(example, index, bool(example["is_correct"]), weight)]
-        right = str(example["targets"]).strip()
-        return [
-            ({**example, "targets": choice}, (number, j), choice == right, 1.0)
-            for j, choice in enumerate(choices_of(task, example))
-        ]
-
-    rows, examples = zip(*read_examples(cfg, tokenizer, split, choices))
-    if len({index for _, index, *_ in rows}) < len(rows):
-        raise UserError(f"{cfg.data.task}, {split}: two choices have the same idx.")
-    scores = list(infer.run_examples(params, cfg, mesh, examples, "score"))
-    targets = [
-        (index, correct, weight, len(example.targets))
-        for (_, index, correct, weight), example in zip(rows, examples)
-    ]
-    counts = collections.Counter(index[0] for index, *_ in targets)
-    shared = {
-        tuple(choices_of(task, row[0])) if "is_correct" not in row[0] else None
-        for row in rows
-    }
-    alike = len({*counts.values()}) == len(shared) == 1 and None not in shared
-    fixed = max(counts.values()) if alike else None
-    lines = [
-        {**example, "idx": index, "is_correct": correct, "score": score}
-        for (example, index, correct, _), score in zip(rows, scores)
-    ]
-    return rank_classification(targets, scores, fixed, normalize), lines
-
-
-# ---- a task --------------------------------------------------------------------------------------
-
-
-def loss_of(params, cfg, mesh, split, tokenizer):
-    """Teacher-forced metrics of all examples of a split, each counted once -> (metrics, rows)."""
+    Returns ({metric: value}, []). The list is empty, because there are no predictions.
+    """
     if split == "train":
         raise UserError(
-            "--mode loss is for held-out splits: rows of a training split hold several "
-            "examples and come again; --mode predict reads them one by one."
+            "--mode loss evaluates held-out splits only, because the rows of a training "
+            "split hold several examples and repeat: use --mode predict instead."
         )
     dataset = data.prepare(cfg, split, tokenizer)
     partition.check_memory(
@@ -549,250 +692,311 @@ def loss_of(params, cfg, mesh, split, tokenizer):
         "--train.batch_size, --data.inputs_length or --data.targets_length",
     )
     metrics = evaluate_loss(params, cfg, mesh, dataset, dataset.batches())
-    rows = dataset.tasks[0].corpus.chapters()[-1]
-    return {**metrics, "perplexity": math.exp(min(metrics["cross_ent_loss"], 700))}, rows
+    # exp overflows above 709, so the loss of a diverged model is limited to 700.
+    metrics["perplexity"] = math.exp(min(metrics["cross_ent_loss"], 700))
+    return metrics, []
 
 
 def write_lines(folder, name, step, lines):
-    """What was predicted at a step -> FOLDER/NAME-STEP.jsonl, the name made safe and short."""
-    plain = re.sub(r"[^\w.+-]+", "-", name)
-    if len(plain) > 100:
-        plain = f"{plain[:80]}-{hashlib.sha256(name.encode()).hexdigest()[:10]}"
+    """Write the predictions for a task at a step to FOLDER/NAME-STEP.jsonl.
+
+    Characters that are unsafe in file names are replaced by "-", and only the last 200
+    characters of the name are used. Only the main process writes the file.
+    """
+    name = re.sub(r"[^\w.+-]+", "-", name)[-200:]
     if lines and partition.is_main_process():
-        configs.write_file(
-            folder / f"{plain}-{step:08}.jsonl", "".join(map(infer.json_line, lines))
-        )
+        text = "".join(infer.json_line(line) for line in lines)
+        configs.write_file(folder / f"{name}-{step:08}.jsonl", text)
 
 
-# ---- tables and curves ---------------------------------------------------------------------------
+# ---- tables and plots ------------------------------------------------------------------
 
-# What GLUE and SuperGLUE average: the metrics of a benchmark first, then the benchmarks.
-ACCURACY = ("accuracy",)
+# The averages of GLUE and SuperGLUE. Each string lists the columns TASK/METRIC of a
+# benchmark. The columns of a benchmark are averaged first, then the benchmarks.
 AVERAGES = {
-    "glue_average": {
-        "cola": ("matthews_corrcoef",),
-        "sst2": ACCURACY,
-        "mrpc": ("f1", "accuracy"),
-        "qqp": ("f1", "accuracy"),
-        "stsb": ("pearson_corrcoef", "spearman_corrcoef"),
-        "mnli": ("matched/accuracy", "mismatched/accuracy"),
-        "qnli": ACCURACY,
-        "rte": ACCURACY,
-    },
-    "super_glue_average": {
-        "boolq": ACCURACY,
-        "cb": ("mean_3class_f1", "accuracy"),
-        "copa": ACCURACY,
-        "multirc": ("f1", "exact_match"),
-        "record": ("f1", "em"),
-        "rte": ACCURACY,
-        "wic": ACCURACY,
-        "wsc": ACCURACY,
-    },
+    "glue_average": (
+        "glue_cola_v002/matthews_corrcoef",
+        "glue_sst2_v002/accuracy",
+        "glue_mrpc_v002/f1 glue_mrpc_v002/accuracy",
+        "glue_qqp_v002/f1 glue_qqp_v002/accuracy",
+        "glue_stsb_v002/pearson_corrcoef glue_stsb_v002/spearman_corrcoef",
+        "glue_mnli_matched_v002/accuracy glue_mnli_mismatched_v002/accuracy",
+        "glue_qnli_v002/accuracy",
+        "glue_rte_v002/accuracy",
+    ),
+    "super_glue_average": (
+        "super_glue_boolq_v102/accuracy",
+        "super_glue_cb_v102/mean_3class_f1 super_glue_cb_v102/accuracy",
+        "super_glue_copa_v102/accuracy",
+        "super_glue_multirc_v102/f1 super_glue_multirc_v102/exact_match",
+        "super_glue_record_v102/f1 super_glue_record_v102/em",
+        "super_glue_rte_v102/accuracy",
+        "super_glue_wic_v102/accuracy",
+        "super_glue_wsc_v102_simple_eval/accuracy",
+    ),
 }
 
 
-def csv_column(suite, benchmark, metric):
-    """A benchmark's metric -> the column TASK/METRIC."""
-    if suite == "glue_average":
-        part, _, metric = metric.rpartition("/")
-        return f"glue_{benchmark}{'_' * bool(part)}{part}_v002/{metric}"
-    task = "wsc_v102_simple_eval" if benchmark == "wsc" else f"{benchmark}_v102"
-    return f"super_glue_{task}/{metric}"
-
-
 def read_metrics(folders, prefix):
-    """metrics.jsonl of some folders -> {step: {name behind the prefix: value}}."""
-    table = {}
+    """Read the metrics whose names begin with a prefix from the folders' metrics.jsonl.
+
+    Returns {step: {name without the prefix: value}} in the order of the steps.
+    """
+    table = collections.defaultdict(dict)
     for folder in folders:
-        for line in partition.read_metrics_file(
-            configs.to_path(folder) / "metrics.jsonl"
-        ):
-            values = {
-                key.removeprefix(prefix): value
-                for key, value in line.items()
-                if key.startswith(prefix) and key != "step"
-            }
-            table.setdefault(line["step"], {}).update(values)
-    return {step: table[step] for step in sorted(table) if table[step]}
+        path = configs.to_path(folder) / "metrics.jsonl"
+        for line in partition.read_metrics_file(path):
+            step = line.pop("step")
+            for name, value in line.items():
+                if name.startswith(prefix):
+                    table[step][name.removeprefix(prefix)] = value
+    return dict(sorted(table.items()))
+
+
+def mean_of(values, columns):
+    """Return the mean of columns in {column: value}, or nan if a column is missing."""
+    return float(np.mean([values.get(column, math.nan) for column in columns]))
+
+
+def best_step(table, columns):
+    """Return the first step at which the mean of some columns is highest, or None.
+
+    Steps at which a column is missing or nan do not count.
+    """
+    means = {step: mean_of(values, columns) for step, values in table.items()}
+    known = [step for step in means if not math.isnan(means[step])]
+    return max(known, key=means.get, default=None)
 
 
 def write_csv(path, table):
-    """A row for each step, and for each column the best value and its step, as t5's parse_tb.
-    GLUE's and SuperGLUE's averages are added where all their columns are there."""
-    suites = {
-        suite: [
-            [csv_column(suite, name, metric) for metric in metrics]
-            for name, metrics in benchmarks.items()
-        ]
-        for suite, benchmarks in AVERAGES.items()
-    }
-    for suite, groups in suites.items():
+    """Write a table with a row of metrics for each step, as parse_tb of t5 does.
+
+    Two more rows follow. The row "max" has the best value of each column, and the row
+    "step" below it has the step of this value. For a benchmark with several metrics,
+    the best step is the step at which their mean is highest. The averages of GLUE and
+    SuperGLUE are added at each step that has all their columns.
+
+    table: {step: {column: value}}, as read_metrics returns it.
+    """
+    benchmark_of = {}  # {column: the columns of its benchmark}
+    for average, benchmarks in AVERAGES.items():
+        benchmarks = [benchmark.split() for benchmark in benchmarks]
+        for columns in benchmarks:
+            benchmark_of |= dict.fromkeys(columns, columns)
         for values in table.values():
-            if all(column in values for group in groups for column in group):
-                values[suite] = float(
-                    np.mean([np.mean([values[c] for c in g]) for g in groups])
-                )
-    columns = sorted({name for values in table.values() for name in values})
-    best = {}
-    for name in columns:  # where the mean of its benchmark's metrics is best
-        group = next(
-            (
-                group
-                for group in itertools.chain(*suites.values())
-                if name in group and set(group) <= set(columns)
-            ),
-            [name],
-        )
-        found = [
-            (float(np.mean([values[c] for c in group])), -step)
-            for step, values in table.items()
-            if all(not math.isnan(values.get(c, math.nan)) for c in group)
-        ]
-        step = -max(found)[1] if found else None
-        best[name] = (table[step][name], step) if found else (math.nan, "")
+            mean = float(np.mean([mean_of(values, columns) for columns in benchmarks]))
+            if not math.isnan(mean):
+                values[average] = mean
+    names = sorted(set().union(*table.values()))
+    best_values, best_steps = {}, []
+    for name in names:
+        columns = [c for c in benchmark_of.get(name, [name]) if c in names]
+        step = best_step(table, columns)
+        best_steps.append(step)
+        best_values[name] = math.nan if step is None else table[step][name]
     with open(path, "w", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(["step", *columns])
-        for step, values in table.items():
-            rows.writerow(
-                [step, *(f"{values[c]:.3f}" if c in values else "" for c in columns)]
-            )
-        rows.writerow(["max", *(f"{best[name][0]:.3f}" for name in columns)])
-        rows.writerow(["step", *(best[name][1] for name in columns)])
+        writer = csv.writer(file)
+        writer.writerow(["step", *names])
+        for title, values in [*table.items(), ("max", best_values)]:
+            cells = [f"{values[name]:.3f}" if name in values else "" for name in names]
+            writer.writerow([title, *cells])
+        writer.writerow(["step", *best_steps])
 
 
 def check_outputs(args):
-    """Refuse what cannot be written at the end, before anything is evaluated."""
-    for path in filter(None, (args.csv, args.plot)):
-        if os.path.isdir(path) or not Path(path).parent.is_dir():
+    """Refuse a --csv or --plot that cannot be written, before anything is evaluated."""
+    for path in (args.csv, args.plot):
+        if path and (os.path.isdir(path) or not Path(path).parent.is_dir()):
             raise UserError(
-                f"{path} cannot be written there: name a file in a folder that exists."
+                f"{path} cannot be written: name a file in a folder that exists."
             )
     if args.plot and not importlib.util.find_spec("matplotlib"):
         raise UserError("--plot needs matplotlib: pip install '.[plot]'.")
 
 
-def write_plot(path, folders):
-    """Losses, accuracies and the learning rate over the steps."""
-    import matplotlib  # an extra
+# The metrics that are drawn, with the labels of their y axes.
+Y_LABELS = {
+    "loss": "loss (nats per token)",
+    "accuracy": "accuracy (%)",
+    "learning_rate": "learning rate",
+}
+# The kinds of metrics in metrics.jsonl, with their names in the legend.
+LEGEND = {
+    "train": "training",
+    "training_eval": "held-out, teacher-forced",
+    "inference_eval": "held-out, predictions",
+}
 
-    matplotlib.use("Agg")
+
+def write_plot(path, folders):
+    """Draw the losses, accuracies and learning rate of a run over the training steps.
+
+    The curves of training batches are solid, the curves of held-out examples are dashed.
+    folders: the run directory, and other folders whose metrics.jsonl are drawn.
+    """
+    import matplotlib  # an optional library
+
+    matplotlib.use("Agg")  # draw into a file, without a window
     from matplotlib import pyplot
 
     table = read_metrics(folders, "")
-    panels = {"loss": "nats per token", "accuracy": "%", "learning_rate": ""}
-    figure, axes = pyplot.subplots(len(panels), 1, figsize=(8, 9), sharex=True)
-    for axis, (metric, unit) in zip(axes, panels.items()):
-        for name in sorted(
-            {
-                name
-                for values in table.values()
-                for name in values
-                if name.rpartition("/")[2] == metric
-            }
-        ):
-            percent = metric == "accuracy" and not name.startswith("inference_eval/")
-            points = [
-                (step, values[name] * (100 if percent else 1))
-                for step, values in table.items()
-                if name in values
-            ]
-            axis.plot(*zip(*points), label=name, marker="." if len(points) < 40 else None)
+    names = sorted(set().union(*table.values()))
+    figure, axes = pyplot.subplots(len(Y_LABELS), 1, figsize=(8, 9), sharex=True)
+    for axis, (metric, y_label) in zip(axes, Y_LABELS.items()):
+        axis.set_ylabel(y_label)
+        for name in names:
+            # A name is KIND/TASK/METRIC. Metrics of training batches have no task.
+            curve, _, metric_of_curve = name.rpartition("/")
+            if metric_of_curve != metric:
+                continue
+            kind, _, task = curve.partition("/")
+            points = {step: table[step][name] for step in table if name in table[step]}
+            # The accuracy of predictions is already in percent.
+            if metric == "accuracy" and kind != "inference_eval":
+                points = {step: 100 * value for step, value in points.items()}
+            style = "-" if kind == "train" else ".--"  # ".--" is dashed with dots
+            label = LEGEND.get(kind, kind)
+            if task:
+                label += f": {task}"
+            axis.plot(list(points), list(points.values()), style, label=label)
             axis.legend(fontsize="small")
-        axis.set_ylabel(f"{metric.replace('_', ' ')}{f', {unit}' if unit else ''}")
     axes[0].set_yscale("log")
-    axes[-1].set_xlabel("step")
+    axes[0].yaxis.set_minor_formatter("{x:g}")
+    axes[-1].set_xlabel("training step")
+    axes[0].set_title(f"{folders[0]} (solid: training, dashed: held-out)")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
 
-# ---- the command ---------------------------------------------------------------------------------
+# ---- the command -----------------------------------------------------------------------
 
-# Settings that change what is decoded: where they are not the run's own, a task's metrics are
-# recorded under a name of their own, and no table mixes them.
-DECODER = ("beams", "alpha", "penalty", "max_len", "temperature", "top_k", "top_p")
+# Fields of the section `decode` that change the generated texts.
+DECODE_FIELDS = "beams alpha penalty max_len temperature top_k top_p".split()
+
+
+def recorded_name(name, mode, args, changed):
+    """Return the name under which the metrics of a task are recorded.
+
+    Different ways to compute a metric must not share a column of the table. Therefore
+    the name includes the mode rank, the settings of --decode that differ from those of
+    the run, and a --split other than validation.
+    changed: {"section.field": (value, value of the run)} from configs.differences.
+    """
+    if mode == "rank":
+        name += "-rank"
+        if args.normalize:
+            name += "-normalized"
+    if mode == "predict":
+        for field in DECODE_FIELDS:
+            if f"decode.{field}" in changed:
+                name += f"-{field}={changed[f'decode.{field}'][0]}"
+    if args.split != "validation":
+        name += f"-{args.split}"
+    return name
 
 
 def main(argv):
+    """Evaluate the checkpoints of a run, and record the metrics."""
     args, changes = configs.parse_args(
         __doc__,
         argv,
-        tasks=dict(help="tasks or mixtures, with commas; default: the run's"),
-        split=dict(default="validation", help="of the tasks' sources"),
-        mode=dict(choices=("predict", "rank", "loss"), help="what to evaluate"),
-        step=dict(default="latest", help="a checkpoint's step, latest, best or all"),
-        output=dict(metavar="DIR", help="folder to write to; default: RUN/eval"),
+        tasks=dict(help="tasks or mixtures, separated by commas (default: the run's)"),
+        split=dict(default="validation", help="split of the tasks (default: validation)"),
+        mode=dict(
+            choices=("predict", "rank", "loss"),
+            help="what to compute (default: predict if a task has metrics, else loss)",
+        ),
+        step=dict(
+            default="latest",
+            help="checkpoint to evaluate: a step, latest, best or all (default: latest)",
+        ),
+        output=dict(
+            metavar="DIR", help="folder for metrics and predictions (default: RUN/eval)"
+        ),
         normalize=dict(
-            action="store_true", help="rank: divide scores by the answers' lengths"
+            action="store_true",
+            help="with --mode rank, divide each score by the length of its answer choice",
         ),
         csv=dict(
-            metavar="FILE", help="write a table of the metrics on text of all steps"
+            metavar="FILE",
+            help="file for a table of the metrics of predictions at all steps",
         ),
-        plot=dict(metavar="FILE", help="draw losses, accuracies and the learning rate"),
+        plot=dict(
+            metavar="FILE",
+            help="file for a plot of losses, accuracies and the learning rate",
+        ),
     )
     check_outputs(args)
-    changes = {**changes, **({"data.eval_tasks": args.tasks} if args.tasks else {})}
-    several, args.step = args.step == "all", args.step.replace("all", "latest")
+    if args.tasks:
+        changes["data.eval_tasks"] = args.tasks
+    all_steps = args.step == "all"
+    if all_steps:
+        args.step = "latest"
     cfg, mesh, tokenizer = infer.open_model(args, changes, recipe=True)
     if tokenizer is None:
         raise UserError(f"{args.run_dir} has no vocabulary: put its spiece.model there.")
     folder = configs.to_path(args.output or os.path.join(args.run_dir, "eval"))
     tasks = data.evaluation_configs(cfg, args.split)
-    check_metrics(tasks, args.split)
+    if args.mode in (None, "predict"):
+        check_metrics(tasks)
     changed = configs.differences(cfg, configs.load_run(args.run_dir))
-    decoder = "".join(
-        f"-{knob}={changed[f'decode.{knob}'][0]}"
-        for knob in DECODER
-        if f"decode.{knob}" in changed
-    )
+    evaluations = {
+        "loss": split_loss,
+        "predict": predict,
+        "rank": functools.partial(rank, normalize=args.normalize),
+    }
+    steps = [args.step]
+    if all_steps:
+        # Every process evaluates the checkpoints that the main process has found.
+        steps = partition.from_main_process(partition.Checkpoints(args.run_dir).steps())
     evaluated = False
-    steps = partition.from_main_process(partition.Checkpoints(args.run_dir).steps())
-    for wanted in steps if several else [args.step]:
+    for wanted in steps:
         try:
             step, params = infer.load_params(cfg, args.run_dir, wanted)
-        except UserError as error:  # damaged, or removed while others were evaluated
-            if not several:
+        except UserError as error:
+            if not all_steps:
                 raise
-            note(f"step {wanted:,} is left out: {error}")
+            # The checkpoint is damaged, or it was deleted during the evaluation.
+            note(f"Step {wanted:,} is skipped. {error}")
             continue
         evaluated = True
-        for name, alone in tasks.items():
-            task = data.find_task(name, alone)
-            mode = args.mode or ("predict" if task.metrics else "loss")
-            how = {
-                "loss": loss_of,
-                "predict": predict,
-                "rank": functools.partial(rank, normalize=args.normalize),
-            }[mode]
+        for name, task_cfg in tasks.items():
+            has_metrics = data.find_task(name, task_cfg).metrics
+            mode = args.mode or ("predict" if has_metrics else "loss")
+            evaluation = evaluations[mode]
             start = time.perf_counter()
-            metrics, found = how(params, alone, mesh, args.split, tokenizer)
-            lines, count = ([], found) if mode == "loss" else (found, len(found))
-            count = len({line["idx"][0] for line in lines}) if mode == "rank" else count
-            rate = count / (time.perf_counter() - start)
-            print(
-                f"{args.run_dir}, step {step:,}, {name}, {args.split}, {mode}: "
-                f"{count:,} {'rows' if mode == 'loss' else 'examples'}, {rate:.4g} a second"
+            metrics, lines = evaluation(params, task_cfg, mesh, args.split, tokenizer)
+            seconds = time.perf_counter() - start
+            title = f"{args.run_dir}, step {step:,}, {name}, {args.split}, {mode}"
+            # With --mode rank, there is a line for each answer choice of an example.
+            examples = {line["idx"][0] for line in lines} if mode == "rank" else lines
+            speed = (
+                f"{len(examples):,} examples, {len(examples) / seconds:.4g} examples/s"
             )
+            print(f"{title}: {speed if lines else f'{seconds:.3g} s'}")
             for metric, value in metrics.items():
                 print(f"  {metric:22} {value:.4f}")
-            group = "training_eval" if mode == "loss" else "inference_eval"
-            name += {
-                "rank": "-rank" + "-normalized" * args.normalize,
-                "predict": decoder,
-            }.get(mode, "") + (f"-{args.split}" if args.split != "validation" else "")
+            name = recorded_name(name, mode, args, changed)
             write_lines(folder, name, step, lines)
-            values = {f"{group}/{name}/{key}": value for key, value in metrics.items()}
+            kind = "training_eval" if mode == "loss" else "inference_eval"
+            values = {
+                f"{kind}/{name}/{metric}": value for metric, value in metrics.items()
+            }
             if partition.is_main_process():
                 configs.append_file(
                     folder / "metrics.jsonl", json.dumps({"step": step, **values}) + "\n"
                 )
     if not evaluated:
-        raise UserError(f"{args.run_dir} has no whole checkpoint: train.py writes them.")
-    if args.csv and partition.is_main_process():
-        write_csv(args.csv, read_metrics([args.run_dir, folder], "inference_eval/"))
-    if args.plot and partition.is_main_process():
-        write_plot(args.plot, [args.run_dir, folder])
+        raise UserError(
+            f"{args.run_dir} has no complete checkpoint: train the model with train.py."
+        )
+    if partition.is_main_process():
+        # train.py writes metrics to the run directory, evaluate.py to `folder`.
+        folders = [args.run_dir, folder]
+        if args.csv:
+            write_csv(args.csv, read_metrics(folders, "inference_eval/"))
+        if args.plot:
+            write_plot(args.plot, folders)
 
 
 if __name__ == "__main__":

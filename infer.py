@@ -67,8 +67,7 @@ from configs import DecodeConfig, UserError, note
 # scan_layers(body, x, stacks) applies body(x, slices) -> (x, result) to the decoder
 # layers in turn. `stacks` are pytrees of arrays whose first axis is the layer, and the
 # results are stacked in the same way. The section "What the compiler is told" below
-# replaces scan_layers by unrolled_layers, and einsum by padded_einsum. Their results are
-# equal.
+# replaces scan_layers and einsum by faster functions with equal results.
 scan_layers = lax.scan
 einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
@@ -162,6 +161,8 @@ def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=No
             lax.dynamic_update_slice_in_dim(stored, added, at * N, axis=2)
             for stored, added in zip(cache, new)
         )
+        # Each device attends to its own examples and heads.
+        attend = jax.shard_map(cached_attention, out_specs=model.sharding_of(cache[1]))
         x = model.decoder_layer(
             weights,
             x,
@@ -172,7 +173,7 @@ def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=No
             cross,
             cross_mask,
             cfg,
-            attend=cached_attention,
+            core=attend,
         )
         return x, cache
 
@@ -541,7 +542,8 @@ def encoder_vectors(params, inputs, segments, cfg, pool):
 # ---- What the compiler is told: changes speed and memory, not results ------------------
 
 
-def unrolled_layers(body, x, stacks):
+@model.tuned(scan_layers)
+def scan_layers(body, x, stacks):
     """Apply body(x, slices) to the decoder layers in turn, as lax.scan does.
 
     This function returns each stacked result as a list with one array for each layer. So
@@ -562,7 +564,8 @@ def unrolled_layers(body, x, stacks):
     return x, jax.tree.map(lambda *layers: list(layers), *results)
 
 
-def padded_einsum(form, rows, others):
+@model.tuned(einsum)
+def einsum(form, rows, others):
     """Compute an einsum in float32, with rows [B, H, N, ...] padded to a multiple of 8.
 
     This is for the TPU compiler: it computes a matmul of fewer than 8 rows as
@@ -576,10 +579,6 @@ def padded_einsum(form, rows, others):
         rows = jnp.pad(rows, ((0, 0), (0, 0), (0, -N % 8), (0, 0)))
     return jnp.einsum(form, rows, others, preferred_element_type=jnp.float32)[:, :, :N]
 
-
-# Decoding uses these two functions from here on. A test compares them with the plain
-# ones.
-scan_layers, einsum = unrolled_layers, padded_einsum
 
 # ---- batches of examples ---------------------------------------------------------------
 

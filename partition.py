@@ -124,6 +124,11 @@ def platform():
     return jax.sharding.get_abstract_mesh().abstract_device.platform
 
 
+def default_compute_dtype():
+    """Return bfloat16 on GPUs and TPUs, and float32 on CPUs, where bfloat16 is slow."""
+    return jax.numpy.float32 if platform() == "cpu" else jax.numpy.bfloat16
+
+
 def local_rows(batch_size, mesh):
     """Which rows of a global batch this process's devices hold: asked of the layout."""
     indices = (

@@ -698,7 +698,7 @@ def open_data(cfg, run_dir, begun, source, recipe_file):
     dataset = data.prepare(cfg, "train", tokenizer)
     tasks = data.evaluation_configs(cfg) if t.eval_every or t.infer_every else {}
     if t.infer_every:
-        evaluate.check_metrics(tasks, "validation")
+        evaluate.check_metrics(tasks)
     wanted = [
         f"{kind}_eval/{name}/"
         for kind, every in (("training", t.eval_every), ("inference", t.infer_every))

@@ -1,7 +1,9 @@
 #!/bin/bash
-# sbatch assets/slurm.sh: a run on two nodes of eight GPUs. JAX finds the other processes by SLURM's
-# variables and gives each of them one GPU, so there is a task for each GPU. A minute before the time
-# is up every process gets SIGTERM, saves and exits; the next job of the array goes on from there.
+# Train on two nodes with eight GPUs each. Submit this job with `sbatch assets/slurm.sh`.
+# There is one task for each GPU. JAX reads SLURM's environment variables, so that the
+# processes find each other and each process uses one GPU.
+# One minute before the time limit, SLURM sends SIGTERM to all processes. They save a checkpoint
+# and exit. The next job of the array resumes the run from this checkpoint.
 #SBATCH --job-name=plain-t5
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8
