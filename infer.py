@@ -549,7 +549,9 @@ def scan_layers(body, x, stacks):
     This function returns each stacked result as a list with one array for each layer. So
     the stacked weights are sliced only once, before the decoding loop. This is for all
     compilers: in a scan, XLA copies the weights and the cache of a layer out of the
-    stacks at each decoding step, and the new cache back into them.
+    stacks at each decoding step, and the new cache back into them. On a CPU both forms
+    take the same time (greedy decoding of small, 8 examples). The gain on a TPU has not
+    been measured separately.
     """
 
     def is_list(stack):
