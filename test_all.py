@@ -3684,7 +3684,8 @@ def test_an_error_in_the_background_is_not_lost(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("layer_biases", [False, True])
 def test_cached_decoding_equals_uncached(layer_biases):
-    """Greedy answers and every step's logits beside the whole decoder run anew for each token."""
+    """Greedy outputs, and the logits of each step, equal those of the complete decoder, which
+    this test runs again for each token."""
     cfg = change(model=dict(layer_biases=layer_biases))
     params = make_params(cfg, seed=4)
     T, B = 10, 3
@@ -3721,10 +3722,10 @@ def test_cached_decoding_equals_uncached(layer_biases):
 
 
 def test_generation_ends_at_eos():
-    """A model that always prefers EOS writes it once, padding after it."""
+    """A model that always prefers EOS generates EOS once, followed by padding."""
     params = jax.device_get(make_params(SMALL))
     batch = make_batch(SMALL, [(30, 8), (4, 8)])
-    # the column is parallel to the first decoder output, or opposed to it
+    # The weights of EOS are the first output vector of the decoder, or its negative.
     for sign in (1, -1):
         x = model.decode(
             place(params, SMALL.model),
@@ -3750,7 +3751,7 @@ def test_generation_ends_at_eos():
 
 
 def test_decoding_equals_t5xs():
-    """Greedy, beams at several alphas and scores, recorded from T5X."""
+    """Greedy outputs, beam search with several alphas, and scores equal results of T5X."""
     case, cfg, params = recorded_network("v11")
     inputs = jnp.asarray(case["encoder_input_tokens"])
     length = case["greedy"].shape[-1]
@@ -3779,9 +3780,10 @@ def test_decoding_equals_t5xs():
 
 @pytest.mark.parametrize("layer_biases", [False, True])
 def test_decoding_beside_hugging_faces(layer_biases):
-    """Greedy answers are equal. Beam search has the same scores by the penalty called length, but
-    other rules: there an answer ends only from the N best continuations, and at the last position
-    what has not ended competes too. So where theirs ended, ours is equal or better."""
+    """Greedy outputs are equal. Beam search with --decode.penalty length has the same scores as
+    Hugging Face's, but different rules. In Hugging Face an output ends only if it is among the N
+    best continuations, and unfinished outputs compete at the last position. So if an output of
+    Hugging Face has ended, ours is equal or better."""
     torch = pytest.importorskip("torch", reason="needs pip install '.[parity]'")
     cfg = change(
         model=dict(vocab_size=12, num_decoder_layers=2, layer_biases=layer_biases)
@@ -3831,7 +3833,7 @@ def test_decoding_beside_hugging_faces(layer_biases):
 
 
 def search_slowly(params, cfg, batch, row, length, decode):
-    """T5X's beam search for one example in plain Python, the whole decoder run for each prefix."""
+    """Run T5X's beam search for one example in plain Python, without a cache."""
     one = jax.tree.map(lambda a: a[row : row + 1], batch)
     N = decode.beams
 
@@ -3870,7 +3872,7 @@ def search_slowly(params, cfg, batch, row, length, decode):
     "beams, alpha, penalty",
     [(1, 0.6, "gnmt"), (2, 0.0, "gnmt"), (4, 1.0, "gnmt"), (3, 1.0, "length")],
 )
-def test_beam_search_equals_the_slow_one(beams, alpha, penalty):
+def test_beam_search_equals_a_search_in_plain_python(beams, alpha, penalty):
     cfg = replace(SMALL.model, vocab_size=12, num_decoder_layers=2)
     params = make_params(change(model=dataclasses.asdict(cfg)), seed=8)
     batch = jax.tree.map(
@@ -3887,8 +3889,8 @@ def test_beam_search_equals_the_slow_one(beams, alpha, penalty):
             np.testing.assert_allclose(score, total, rtol=1e-4)
 
 
-def test_samples_follow_the_model_and_not_the_batch():
-    """The first token of many samples has the model's distribution, restricted as asked."""
+def test_samples_have_the_models_distribution_and_do_not_depend_on_the_batch():
+    """The first tokens of 2,000 samples have the model's distribution, after top_k and top_p."""
     cfg = replace(SMALL.model, vocab_size=12)
     params = make_params(change(model=dataclasses.asdict(cfg)), seed=8)
     batch = jax.tree.map(
@@ -3930,7 +3932,7 @@ def test_samples_follow_the_model_and_not_the_batch():
     assert len({tuple(ids) for ids in np.asarray(part[0]).tolist()}) > 5
 
 
-def test_a_prefix_is_kept_and_scored_as_nothing():
+def test_outputs_begin_with_the_prefix_which_does_not_count_in_the_score():
     params = make_params(SMALL, seed=4)
     batch = make_batch(SMALL, [(30, 8), (12, 8)])
     prefix = jnp.array([[9, 8, 7], [5, 0, 0]])
@@ -3963,8 +3965,8 @@ def test_a_prefix_is_kept_and_scored_as_nothing():
     [dict(), dict(beams=3, num_return=2), dict(temperature=0.8, top_k=20, num_return=2)],
     ids=str,
 )
-def test_answers_do_not_depend_on_the_batch(decode):
-    """7 examples in batches of 4, of 7, and on 8 devices."""
+def test_outputs_do_not_depend_on_the_batch(decode):
+    """Seven examples have the same outputs in batches of 4 and of 7, and on 8 devices."""
     rng = np.random.default_rng(0)
     examples = [
         infer.Example(rng.integers(3, 256, n).tolist(), rng.integers(3, 256, m).tolist())
@@ -3992,7 +3994,43 @@ def test_answers_do_not_depend_on_the_batch(decode):
         np.testing.assert_allclose(scores, results[0][1], rtol=1e-4)
 
 
-def test_blanks_are_filled(tokenizer):
+@pytest.mark.parametrize("devices, axes", [(1, {}), (4, dict(model=2))])
+def test_tuned_decoding_equals_plain_decoding(monkeypatch, devices, axes):
+    """Decoding has equal results with and without the section "What the compiler is told"."""
+    cfg = change(mesh=axes)
+    partition.set_mesh(cfg, jax.devices()[:devices])
+    params = place(jax.device_get(make_params(SMALL, seed=4)), SMALL.model)
+    batch = make_batch(SMALL, [(30, 8), (12, 8), (1, 8), (7, 8)])
+    for decode in (DecodeConfig(), DecodeConfig(beams=3)):
+        results = []
+        for tuned in (True, False):
+            monkeypatch.setattr(model, "TUNED", tuned)
+            generate = jax.jit(
+                infer.generate.__wrapped__, static_argnames=("cfg", "length", "decode")
+            )
+            inputs = batch.inputs, batch.input_segments
+            results.append(generate(params, *inputs, cfg.model, 6, decode))
+        (ids, scores), (plain_ids, plain_scores) = results
+        assert_equal(ids, plain_ids)
+        np.testing.assert_allclose(scores, plain_scores, rtol=1e-5)
+
+
+def test_padded_rows_do_not_change_an_einsum(monkeypatch):
+    """einsum pads its rows on a TPU only, and returns the rows that it was given."""
+    rows, others = jax.random.normal(jax.random.key(0), (2, 1, 2, 3, 4))
+    form = "bhqc,bhkc->bhqk"
+    expected = infer.einsum(form, rows, others)
+    monkeypatch.setattr(partition, "platform", lambda: "tpu")
+    assert_close(infer.einsum(form, rows, others), expected)
+    padded = jax.make_jaxpr(lambda *a: infer.einsum(form, *a))(rows, others)
+    assert "8,4" in str(padded)
+
+
+def test_the_example_in_infers_docstring_runs():
+    assert doctest.testmod(infer) == doctest.TestResults(failed=0, attempted=4)
+
+
+def test_masked_spans_are_filled(tokenizer):
     inputs = tokenizer.encode("alpha <extra_id_0> gamma <extra_id_1>") + [data.EOS]
     targets = tokenizer.encode("<extra_id_0> beta delta <extra_id_1> theta") + [
         data.EOS,
@@ -4377,8 +4415,26 @@ def test_the_plot_names_its_curves_and_units(tmp_path, monkeypatch):
     ]
 
 
-def test_files_are_answered_line_by_line(trained, tmp_path, capsys, monkeypatch):
-    """Order and fields stay; a killed job goes on; shards share the lines; bad lines are named."""
+def interrupt_after(monkeypatch, count, command):
+    """Run a command of infer.py that is interrupted after it has written `count` lines."""
+    written, json_line = [], infer.json_line
+
+    def interrupted_json_line(line):
+        if len(written) == count:
+            raise KeyboardInterrupt
+        written.append(line)
+        return json_line(line)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(infer, "json_line", interrupted_json_line)
+        assert command()[0] == 130
+
+
+def test_infer_writes_one_output_line_per_input_line(
+    trained, tmp_path, capsys, monkeypatch
+):
+    """The order and the fields of the lines stay. An interrupted command is resumed if nothing
+    has changed that its output depends on. Shards divide the lines. Invalid lines are named."""
     run_dir, _ = trained
     monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
     monkeypatch.chdir(tmp_path)
@@ -4412,25 +4468,46 @@ def test_files_are_answered_line_by_line(trained, tmp_path, capsys, monkeypatch)
     assert isinstance(out[4]["prediction"], list) and isinstance(
         out[0]["prediction"], str
     )
-    Path("b.jsonl.partial").write_text(
-        "".join(text.splitlines(keepends=True)[:3]) + '{"inp'
-    )
-    status, _, err = answer("--output", "b.jsonl")
-    assert status == 0 and "has 3 lines" in err and Path("b.jsonl").read_text() == text
     begun = "".join(text.splitlines(keepends=True)[:3])
-    for flags, content in (
-        (["--mode", "score"], begun),
-        (["--shard", "1/2"], begun),
-        ([], "nope\n"),
-        ([], text + begun),
+
+    # A command that is interrupted in the middle of the fourth line is resumed. The batch size
+    # may change, because no result depends on it.
+    partial, description = Path("b.jsonl.partial"), Path("b.jsonl.partial.json")
+    interrupt_after(monkeypatch, 3, lambda: answer("--output", "b.jsonl"))
+    assert partial.read_text() == begun and description.exists()
+    partial.write_text(begun + '{"inp')
+    status, _, err = answer("--output", "b.jsonl", "--decode.batch_size", 3)
+    assert status == 0 and "has 3 lines" in err and Path("b.jsonl").read_text() == text
+    assert not partial.exists() and not description.exists()
+
+    # A different command, a different input or a missing description is refused.
+    partial, description = Path("o.jsonl.partial"), Path("o.jsonl.partial.json")
+    interrupt_after(monkeypatch, 3, lambda: answer("--output", "o.jsonl"))
+    original, times = Path("in.jsonl").read_text(), os.stat("in.jsonl")
+    for flags, named in (
+        (["--mode", "score"], "--mode predict (now score)"),
+        (["--shard", "1/2"], "--shard 0/1 (now 1/2)"),
+        (["--step", 3], "--step 6 (now 3)"),
+        (["--decode.beams", 2], "--decode.beams 0 (now 2)"),
+        (["--decode.max_len", 5], "--decode.max_len None (now 5)"),
+        (["--data.inputs_length", 8], "--data.inputs_length 32 (now 8)"),
+        (["--train.seed", 7], "--train.seed 0 (now 7)"),
+        (["--input", "*n.jsonl"], "--input in.jsonl (now *n.jsonl)"),
+        ([], "--input (sizes and times of the files)"),
     ):
-        Path("o.jsonl.partial").write_text(content)
+        if not flags:
+            Path("in.jsonl").write_text(original.replace("beta", "gamma", 1))
         status, _, err = answer("--output", "o.jsonl", *flags)
-        assert status == 2 and "other lines" in err
-        assert Path("o.jsonl.partial").read_text() == content
-    with open("o.jsonl.partial") as other:
+        assert status == 2 and "o.jsonl.partial was begun with" in err and named in err
+        assert partial.read_text() == begun and not Path("o.jsonl").exists()
+    Path("in.jsonl").write_text(original)
+    os.utime("in.jsonl", ns=(times.st_atime_ns, times.st_mtime_ns))
+    with open(partial) as other:
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
         assert "Another process" in answer("--output", "o.jsonl")[2]
+    description.unlink()
+    status, _, err = answer("--output", "o.jsonl")
+    assert status == 2 and "remove o.jsonl.partial" in err and partial.exists()
     for i in range(2):
         assert answer("--output", f"{i}.jsonl", "--shard", f"{i}/2")[0] == 0
     parts = [Path(f"{i}.jsonl").read_text().splitlines(keepends=True) for i in range(2)]
@@ -4450,7 +4527,7 @@ def test_files_are_answered_line_by_line(trained, tmp_path, capsys, monkeypatch)
     assert answer("--output", "out.jsonl")[0] == 2  # is there already
     Path("in.jsonl").write_text("")
     status, _, err = answer("--output", "e.jsonl")
-    assert status == 2 and "holds no line" in err and not list(tmp_path.glob("e.jsonl*"))
+    assert status == 2 and "has no lines" in err and not list(tmp_path.glob("e.jsonl*"))
     Path("in.jsonl").write_text(
         '{"inputs": "alpha"}\nnope\n{"inputs": [999]}\n{"x": 1}\n{"inputs": "\\ud800"}'
     )
@@ -4993,7 +5070,7 @@ def test_killed_while_preparing_data_and_while_predicting(corpus, compiled, tmp_
         compiled, patch, *command, "--output", tmp_path / "a.jsonl", script="infer"
     )
     assert finish(process)[0] == -signal.SIGKILL and not (tmp_path / "a.jsonl").exists()
-    for name, said in (("a", "going on behind"), ("b", "")):
+    for name, said in (("a", "resuming after"), ("b", "")):
         process = start_patched(
             compiled, "", *command, "--output", tmp_path / f"{name}.jsonl", script="infer"
         )
@@ -6553,7 +6630,7 @@ def test_encoder_outputs_equal_those_of_transformers(
     (tmp_path / "in.jsonl").write_text("\n".join([*lines, '{"no": 1}']))
     monkeypatch.setattr(partition.jax, "devices", lambda *_: jax.local_devices()[:1])
 
-    def ask(output):
+    def ask(output, expected=0):
         status, _, err = run(
             infer,
             capsys,
@@ -6575,13 +6652,15 @@ def test_encoder_outputs_equal_those_of_transformers(
             "--decode.batch_size",
             2,
         )
-        assert status == 0, err
-        return err
+        assert status == expected, err
+        return err, status
 
     ask("a.jsonl")
     written = (tmp_path / "a.jsonl").read_bytes().splitlines(keepends=True)
+    interrupt_after(monkeypatch, 2, lambda: ask("b.npz", 130)[::-1])
     (tmp_path / "b.npz.partial").write_bytes(b"".join(written[:2]) + written[2][:50])
-    assert "has 2 lines" in ask("b.npz")
+    assert "has 2 lines" in ask("b.npz")[0]
+    assert not list(tmp_path.glob("b.npz.*"))
     arrays = np.load(tmp_path / "b.npz")
     places = np.cumsum([0, *arrays["lengths"]])
     assert len(written) == 6 == len(arrays["lengths"]) and arrays["lengths"][-1] == 0
