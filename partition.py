@@ -1,32 +1,33 @@
-"""Decide where every array lives: on the devices of a mesh and in the files of a checkpoint.
+"""Decide where every array lives: on the devices of a mesh, and in the files on disk.
 
-The functions here take a Config, NumPy batches and nested dicts of arrays. They return a mesh,
-sharded JAX arrays, and checkpoints that can be restored on any other mesh.
+The functions here take a Config, NumPy batches and nested dicts of arrays. They return a
+mesh, sharded JAX arrays, and checkpoints that can be restored on any other mesh.
 
-- All devices form a mesh with two axes. The axis "data" splits the batch, and the axis "model"
-  splits the model.
-- RULES maps each logical axis of an array (batch, heads, mlp, ...) to a mesh axis. Every sharding
-  follows from RULES, so one program runs on a laptop and on a TPU pod.
-- The mesh axes have JAX's type Explicit, so the sharding is part of an array's type. JAX reports
-  a wrong sharding while it traces the program, even on a mesh of one device.
-- A checkpoint is a folder with the shards of all arrays and a manifest that lists the shards.
-  Each process writes the shards that its own devices hold.
+- All devices form a mesh with two axes. The axis "data" splits the batch, and the axis
+  "model" splits the model.
+- RULES maps each logical axis of an array (batch, heads, mlp, ...) to a mesh axis. Every
+  sharding follows from RULES, so one program runs on a laptop and on a TPU pod.
+- The mesh axes have JAX's type Explicit, so the sharding is part of an array's type. JAX
+  reports a wrong sharding while it traces the program, even on a mesh of one device.
+- A checkpoint is a folder with the shards of all arrays and a manifest that lists the
+  shards. Each process writes the shards that its own devices hold.
 
-    python partition.py --verify RUN_DIR/checkpoints/step_00001000    report damaged shards
+    python partition.py --verify runs/NAME/checkpoints/step_00001000    report damage
 
 Example:
 >>> from partition import STORAGE_RULES, spec
 >>> axes = ("embed", "mlp")             # the logical axes of an MLP weight matrix
->>> tuple(spec(axes))                   # the mesh axes that split the matrix during compute
+>>> tuple(spec(axes))                   # the mesh axes that split it during compute
 (None, 'model')
->>> tuple(spec(axes, STORAGE_RULES))    # the mesh axes that split the stored matrix under FSDP
+>>> tuple(spec(axes, STORAGE_RULES))    # the mesh axes that split it in storage (FSDP)
 ('data', 'model')
 
 Terms:
-  array shard     a rectangular part of an array, which one device holds or one file stores
+  logical axis    what a dimension of an array means, such as "batch", "heads" or "mlp"
+  array shard     a rectangular part of an array, held by a device or stored in a file
   bounds          [start, stop] for each dimension: the position of a shard in its array
-  manifest        the file manifest.json, which makes the shards in a folder a checkpoint
-  main process    process 0, which writes the manifest and all other files of a run
+  manifest        the file manifest.json in a checkpoint, which lists all array shards
+  main process    process 0, which writes the manifest and prints progress
 """
 
 import json
@@ -64,19 +65,21 @@ from configs import (
     write_file,
 )
 
-# ---- mesh and sharding rules ---------------------------------------------------------------------
+# ---- mesh and sharding rules -----------------------------------------------------------
 
 # RULES names the mesh axis that splits each logical axis of an array during compute.
 #
-# "batch" on "data" is data parallelism. Each device computes the gradient for its own rows of the
-# batch, and an all-reduce sums the gradients over the devices.
+# "batch" on "data" is data parallelism. Each device computes the gradient for its own
+# rows of the batch, and an all-reduce sums the gradients over the devices.
 #
-# "vocab", "heads" and "mlp" on "model" are Megatron sharding (Shoeybi et al. 2019), also called
-# tensor parallelism. The first matmul of attention or MLP splits its output features, and the last
-# matmul splits its input features. Attention and MLP therefore need only one all-reduce each.
+# "vocab", "heads" and "mlp" on "model" are Megatron sharding (Shoeybi et al. 2019), also
+# called tensor parallelism. The first matmul of attention or MLP splits its output
+# features, and the last matmul splits its input features. Attention and MLP therefore
+# need only one all-reduce each.
 #
-# Example: an MLP weight matrix of shape [512, 1024] has the logical axes ("embed", "mlp"). With 4
-# devices along "model", each device multiplies by a shard of shape [512, 256].
+# Example: an MLP weight matrix has the logical axes ("embed", "mlp") and the shape
+# [512, 1024]. With 4 devices along "model", each device multiplies by a shard of shape
+# [512, 256].
 RULES = {
     "batch": "data",
     "vocab": "model",
@@ -89,12 +92,14 @@ RULES = {
     None: None,
 }
 
-# STORAGE_RULES shards the stored weights and the optimizer state if --mesh.fsdp is true. This is
-# ZeRO-3 (Rajbhandari et al. 2020), which PyTorch calls fully sharded data parallelism (FSDP).
-# The weights are split over "data" too. Each layer's weights are all-gathered just before use.
+# STORAGE_RULES shards the stored weights and the optimizer state if --mesh.fsdp is true.
+# This is ZeRO-3 (Rajbhandari et al. 2020), which PyTorch calls fully sharded data
+# parallelism (FSDP). The weights are split over "data" too. Each layer's weights are
+# all-gathered just before use.
 #
-# Example: with 2 devices along "data" and 4 along "model", each device stores a shard of shape
-# [256, 256] of the matrix above. The all-gather over "data" returns the shard [512, 256].
+# Example: with 2 devices along "data" and 4 along "model", each device stores a shard of
+# the matrix above with shape [256, 256]. An all-gather over "data" produces the shard of
+# shape [512, 256] that the matmul uses.
 STORAGE_RULES = {**RULES, "embed": "data"}
 
 
@@ -110,8 +115,8 @@ def spec(axes, rules=RULES):
 def set_mesh(cfg, devices=None):
     """Create the mesh of a Config and make the mesh JAX's current one.
 
-    The mesh has the shape (data, model). The size of "model" is --mesh.model, and the size of
-    "data" is the number of devices divided by --mesh.model.
+    The mesh has the shape (data, model). The size of "model" is --mesh.model, and the
+    size of "data" is the number of devices divided by --mesh.model.
 
     devices: a list of JAX devices; by default the devices of all processes.
     Raises UserError if a size cannot be split evenly.
@@ -147,8 +152,8 @@ def set_mesh(cfg, devices=None):
     # JAX cannot arrange the chips of some TPU topologies in a mesh of this shape.
     except NotImplementedError as error:
         raise UserError(
-            f"--mesh.model {model_size} does not fit the TPU topology: use a product of its "
-            f"side lengths."
+            f"--mesh.model {model_size} does not fit the TPU topology: use a product of "
+            f"its side lengths."
         ) from error
     jax.set_mesh(mesh)
     return mesh
@@ -163,14 +168,14 @@ def platform():
     return get_abstract_mesh().abstract_device.platform
 
 
-# ---- placing a batch -----------------------------------------------------------------------------
+# ---- placing a batch -------------------------------------------------------------------
 
 
 def local_rows(batch_size, mesh):
     """Return the numbers of the rows of a global batch that this process must load.
 
-    The sharding of the batch determines the rows, not the process index, because a mesh may
-    order devices in another way than their processes.
+    The sharding of the batch determines the rows, not the process index, because a mesh
+    may order devices in another way than their processes.
 
     Returns a sorted integer array.
     """
@@ -183,7 +188,8 @@ def local_rows(batch_size, mesh):
 def put_batch(batch, batch_size, mesh):
     """Return global arrays, split over "data", for this process's rows of a batch.
 
-    batch: a tree of NumPy arrays [local rows, length], with the rows that local_rows names.
+    batch: a tree of NumPy arrays [local rows, length], with the rows that local_rows
+    names.
     batch_size: the number of rows in the global batch.
     """
     sharding = NamedSharding(mesh, P("data"))
@@ -196,27 +202,33 @@ def put_batch(batch, batch_size, mesh):
     )
 
 
-# ---- writing a checkpoint ------------------------------------------------------------------------
-# A checkpoint of two processes is a folder with these files:
+# ---- writing a checkpoint --------------------------------------------------------------
+# A checkpoint that two processes have written is a folder with these files:
 #
 #   RUN_DIR/checkpoints/step_00001000/
 #     pieces-00000-of-00002.msgpack    the array shards that process 0 holds
 #     pieces-00001-of-00002.msgpack    the array shards that process 1 holds
-#     manifest.json                    the step, the shape and dtype of each array, and the file,
-#                                      position, bounds and CRC-32 checksum of each array shard
+#     manifest.json                    the step; shape and dtype of each array; file,
+#                                      offset, bounds and CRC-32 checksum of each shard
 #
-# A kill or a power failure at any time must not leave a folder that looks like a checkpoint but
-# is incomplete. Local files are therefore written in this order:
+# The manifest's entry for an array with one shard looks like this:
 #
-#   1. Write the shard files to the folder tmp-step_00001000, and flush them to disk (fsync).
+#   "params/unembed": {"shape": [512, 1024], "dtype": "float32", "pieces": [
+#       {"file": "pieces-00000-of-00002.msgpack", "offset": 104,
+#        "bounds": [[0, 512], [0, 1024]], "crc32": 3632233996}]}
+#
+# The word "pieces" in file names and in the manifest means array shards. Other programs
+# rely on these names, so the names cannot change.
+#
+# A kill or a power failure must never leave an incomplete folder that looks like a
+# checkpoint. Local files are therefore written in this order:
+#
+#   1. Write the shard files to the folder tmp-step_00001000, and flush them to disk.
 #   2. Write the manifest, and flush the manifest and the folder to disk.
 #   3. Rename the folder to step_00001000, and flush the parent folder to disk.
 #
-# A checkpoint is complete if its folder has its final name. A complete checkpoint is valid if the
-# checksums of the manifest and of all shards are correct.
-#
-# The name "pieces" of files and of a manifest key means array shards. External programs read the
-# name, so it cannot change.
+# A folder with its final name is a complete checkpoint. A complete checkpoint is valid if
+# the checksums of the manifest and of all shards are correct.
 
 # The version of the file format. The manifest states it.
 FORMAT = 2
@@ -226,7 +238,7 @@ MAX_SHARD_BYTES = 1 << 30
 
 
 class CheckpointError(Exception):
-    """A checkpoint that cannot be read or written. The message names the file and the reason."""
+    """A checkpoint cannot be read or written. The message names the file and reason."""
 
 
 def is_main_process():
@@ -242,12 +254,13 @@ def flatten(tree):
 def local_shards(tree):
     """Yield the array shards that this process must write.
 
-    If several devices hold a copy of a shard, only the first copy is written. A shard of more
-    than MAX_SHARD_BYTES is split into groups of rows.
+    If several devices hold a copy of a shard, only the first copy is written. A shard of
+    more than MAX_SHARD_BYTES is split into groups of rows.
 
     tree: a nested dict of jax.Arrays.
-    Yields (array name, bounds, data), where data is a NumPy array. On a CPU, data is a view of
-    the device's memory; elsewhere data is a copy. Training does not change the values of either.
+    Yields (array name, bounds, data), where data is a NumPy array. On a CPU, data is a
+    view of the device's memory; elsewhere data is a copy. Training does not change the
+    values of either.
     """
     # Start all copies from the devices before the loop below waits for the first copy.
     jax.copy_to_host_async(tree)
@@ -273,8 +286,8 @@ def local_shards(tree):
 def write_shards(path, shards):
     """Write array shards to one file and flush the file to disk.
 
-    The file is a valid msgpack stream that alternates between a header and the bytes of a shard.
-    Equal shards give equal bytes.
+    The file is a valid msgpack stream that alternates between a header and the bytes of a
+    shard. Equal shards give equal bytes.
 
     path: the path of the new file.
     shards: (array name, bounds, data) of each shard, as from local_shards.
@@ -292,8 +305,8 @@ def write_shards(path, shards):
                     "crc32": crc,
                 }
             )
-            # In msgpack, the byte C6 and a 4-byte length come before binary data ("bin 32").
-            # Writing this prefix by hand avoids a copy of the array into a msgpack buffer.
+            # In msgpack, binary data follows the byte C6 and a 4-byte length ("bin 32").
+            # Writing this prefix by hand avoids a copy of the array into a buffer.
             file.write(header + b"\xc6" + struct.pack(">I", data.nbytes))
             entry = {
                 "file": path.name,
@@ -320,9 +333,9 @@ def sync_folder(path):
 def write_checkpoint(folder, arrays, shards, step):
     """Write this process's shards of a checkpoint and, in the main process, the manifest.
 
-    Each process writes one file of shards. Each process except the main process also writes an
-    index, a JSON file with the manifest entries of its shards. The main process waits for these
-    indexes, merges them into the manifest, and renames the folder.
+    Each process writes one file of shards. Each process except the main process also
+    writes an index, a JSON file with the manifest entries of its shards. The main process
+    waits for these indexes, merges them into the manifest, and renames the folder.
 
     The processes communicate only by files, because this function runs in the background.
     A collective operation could block the collective operations of the training step.
@@ -331,7 +344,8 @@ def write_checkpoint(folder, arrays, shards, step):
     arrays: {array name: {"shape": ..., "dtype": ...}} of all arrays in the checkpoint.
     shards: (array name, bounds, data) of each shard that this process writes.
     """
-    # Remote folders cannot be renamed. There, the manifest alone makes a checkpoint complete.
+    # Remote folders cannot be renamed. There, the manifest alone makes a checkpoint
+    # complete.
     temporary = folder if is_remote(folder) else folder.with_name(f"tmp-{folder.name}")
     temporary.mkdir(parents=True, exist_ok=True)
     if is_main_process():
@@ -362,7 +376,8 @@ def write_checkpoint(folder, arrays, shards, step):
     configs.write_checked(temporary / "manifest.json", manifest)
     if not is_remote(folder):
         sync_folder(temporary)
-        # A damaged checkpoint of this step may exist. Remove it, so that its name is free.
+        # A damaged checkpoint of this step may exist. Remove it, so that its name is
+        # free.
         remove_checkpoint(folder)
         temporary.rename(folder)
         sync_folder(folder.parent)
@@ -396,9 +411,9 @@ def remove_checkpoint(path):
         path.unlink(missing_ok=True)
 
 
-# ====== below: reading checkpoints, several processes, a run's checkpoints, costs, the command ====
+# ====== below: reading checkpoints, several processes, a run's checkpoints, costs, the co
 
-# ---- reading a checkpoint ------------------------------------------------------------------------
+# ---- reading a checkpoint --------------------------------------------------------------
 
 
 def read_manifest(folder):
@@ -445,7 +460,7 @@ def read_shard(folder, entry, dtype):
 
 
 def read_slice(folder, array, index, verified):
-    """Return a slice of a stored array, assembled from all shards that overlap with the slice.
+    """Return a slice of a stored array, assembled from the shards that overlap with it.
 
     array: the manifest's entry of the array.
     index: a Python slice for each dimension.
@@ -472,12 +487,14 @@ def read_slice(folder, array, index, verified):
 def read_checkpoint(folder, template):
     """Read arrays from a checkpoint, each with the sharding that the template asks for.
 
-    The sharding may differ from the sharding of the stored arrays. Each process reads only the
-    shards that its own devices need.
+    The sharding may differ from the sharding of the stored arrays. Each process reads
+    only the shards that its own devices need.
 
-    template: a nested dict of ShapeDtypeStructs with shardings. Other arrays are not read.
+    template: a nested dict of ShapeDtypeStructs with shardings. Other arrays are not
+    read.
     Returns (step, nested dict of jax.Arrays like template).
-    Raises UserError if an array is absent or has another shape or dtype than the template.
+    Raises UserError if an array is absent or has another shape or dtype than the
+    template.
     """
     manifest = read_manifest(folder)
 
@@ -506,15 +523,15 @@ def read_checkpoint(folder, template):
     return manifest["step"], unflatten_dict(arrays, sep="/")
 
 
-# ---- several processes ---------------------------------------------------------------------------
+# ---- several processes -----------------------------------------------------------------
 
 
 def start_jax(cfg):
-    """Connect this process to the other processes of a run, and turn on the compilation cache.
+    """Connect to the other processes of a run, and turn on the compilation cache.
 
     Call this function before the first use of a device. The processes are those that the
-    --distributed flags name, or those of a cluster that JAX detects (Cloud TPU, SLURM, ...).
-    Without either, the process runs alone.
+    --distributed flags name, or those of a cluster that JAX detects (Cloud TPU, SLURM,
+    ...). Without either, the process runs alone.
     """
     d = cfg.distributed
     if d.process == 0:
@@ -528,8 +545,8 @@ def start_jax(cfg):
         )
         os._exit(2)
 
-    # After its own timeout, JAX would abort the process with a stack trace. This timer fires
-    # earlier and prints a message instead.
+    # After its own timeout, JAX would abort the process with a stack trace. This timer
+    # fires earlier and prints a message instead.
     timer = threading.Timer(d.timeout, give_up)
     timer.start()
     try:
@@ -552,8 +569,9 @@ def start_jax(cfg):
             # Only the main process prints progress and results.
             configs.prints_progress = False
             sys.stdout = open(os.devnull, "w")
-        # Gloo, the CPU communication library, must connect within 30 s of the first start.
-        # A first collective operation connects it now. Later operations may wait longer.
+        # Gloo, the CPU communication library, must connect within 30 s of the first
+        # start. A first collective operation connects it now. Later operations may wait
+        # longer.
         all_processes_agree(True)
     # Keep a cache that the user has configured.
     cache = jax.config.jax_compilation_cache_dir
@@ -569,7 +587,7 @@ def all_processes_agree(condition):
 
 
 def from_main_process(value):
-    """Return, on every process, the value that the main process passes. It must fit into JSON."""
+    """Return the main process's value on every process. The value must fit into JSON."""
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     # A broadcast needs equal shapes on all processes, so broadcast the size first.
     size = int(broadcast_one_to_all(len(text)))
@@ -580,8 +598,8 @@ def from_main_process(value):
 def run_on_all(work, elsewhere=UserError):
     """Call work() on every process, and raise on every process if one call fails.
 
-    The process that failed raises its own error. The other processes raise `elsewhere`, so that
-    they do not wait forever for a process that has ended.
+    The process that failed raises its own error. The other processes raise `elsewhere`,
+    so that they do not wait forever for a process that has ended.
 
     Returns the result of this process's call.
     """
@@ -598,8 +616,8 @@ def run_on_all(work, elsewhere=UserError):
 def run_on_main_first(work):
     """Call work() on the main process, and after that on the other processes.
 
-    Use this function for work that creates shared files. The main process writes the files, and
-    the other processes find them complete.
+    Use this function for work that creates shared files. The main process writes the
+    files, and the other processes find them complete.
 
     Returns the result of this process's call.
     """
@@ -608,7 +626,7 @@ def run_on_main_first(work):
     return result if is_main_process() else others
 
 
-# ---- the checkpoints of a run --------------------------------------------------------------------
+# ---- the checkpoints of a run ----------------------------------------------------------
 
 
 def is_complete(path):
@@ -619,9 +637,10 @@ def is_complete(path):
 
 
 def read_first_valid(paths, template):
-    """Read the first valid checkpoint of a list, and report each damaged checkpoint before it.
+    """Read the first valid checkpoint of a list, and report the damaged ones before it.
 
-    All processes read the same checkpoint. If one process finds damage, all try the next path.
+    All processes read the same checkpoint. If one process finds damage, all try the next
+    path.
 
     template: a nested dict of ShapeDtypeStructs with shardings.
     Returns (step, nested dict of jax.Arrays like template).
@@ -634,8 +653,8 @@ def read_first_valid(paths, template):
             problem = error
             note(f"{problem}; this checkpoint cannot be used", always=True)
     raise UserError(
-        f"None of the checkpoints can be used ({problem}): choose another one, restore one "
-        f"from a backup, or move {path.parent} away to start again."
+        f"None of the checkpoints can be used ({problem}): choose another one, restore "
+        f"one from a backup, or move {path.parent} away to start again."
     )
 
 
@@ -680,8 +699,8 @@ class Checkpoints:
         }
         shards = local_shards(tree)
         if self.background:
-            # list() copies all shards to the host now, because training will reuse the memory
-            # of the arrays.
+            # list() copies all shards to the host now, because training will reuse the
+            # memory of the arrays.
             self.unfinished = self.executor.submit(
                 self.commit, arrays, list(shards), step, best
             )
@@ -707,13 +726,13 @@ class Checkpoints:
                     remove_checkpoint(self.path(old))
 
     def discard_unfinished(self):
-        """Remove the remains of interrupted saves. Call this method on the main process only."""
+        """Remove the remains of interrupted saves. Only the main process may do this."""
         for path in self.folders():
             if not is_complete(path):
                 remove_checkpoint(path)
 
     def wait(self):
-        """Wait for the checkpoint that is being written, and raise the error if it failed."""
+        """Wait until no checkpoint is being written. Raise the error of a failed save."""
         if self.unfinished:
             self.unfinished.result()
 
@@ -723,8 +742,10 @@ class Checkpoints:
         A damaged checkpoint is reported, and the checkpoint before it is tried.
 
         template: a nested dict of ShapeDtypeStructs with shardings.
-        Returns (step, nested dict of jax.Arrays like template), or None without any checkpoint.
-        Raises UserError if the checkpoint of the given step, or every checkpoint, is damaged.
+        Returns (step, nested dict of jax.Arrays like template), or None without any
+        checkpoint.
+        Raises UserError if the checkpoint of the given step, or every checkpoint, is
+        damaged.
         """
         steps = from_main_process(self.steps())
         if step is not None:
@@ -739,9 +760,9 @@ class Checkpoints:
 
 
 def find_checkpoint(source):
-    """Return True if the path names a run with checkpoints, and False if it names a checkpoint.
+    """Return whether a path is a run with checkpoints. Otherwise it must be a checkpoint.
 
-    Raises UserError if the path names neither.
+    Raises UserError if the path is neither.
     """
     if (to_path(source) / "manifest.json").exists():
         return False
@@ -782,7 +803,8 @@ def read_metrics_file(path):
 def best_step(path, metric, steps):
     """Return (step, value) of the step with the best value of a metric, or None.
 
-    The lowest value is the best one for a loss and for perplexity, else the highest value.
+    The lowest value is the best one for a loss and for perplexity, else the highest
+    value.
 
     path: the path of a metrics.jsonl.
     metric: a key of its lines, such as "training_eval/span_corruption/loss".
@@ -819,7 +841,7 @@ def resolve_step(run_dir, name):
     return best[0]
 
 
-# ---- the cost of a sharding: chips and memory ----------------------------------------------------
+# ---- the cost of a sharding: chips and memory ------------------------------------------
 
 
 class Chip(NamedTuple):
@@ -847,8 +869,8 @@ CHIPS = {
 # The options below make the TPU compiler overlap communication with computation.
 # train.lower_step chooses the options that help on each kind of TPU.
 
-# Without these options, the compiler gathers the weights of FSDP with blocking all-reduces. With
-# all of the options, it uses asynchronous all-gathers.
+# Without these options, the compiler gathers the weights of FSDP with blocking
+# all-reduces. With all of the options, it uses asynchronous all-gathers.
 ASYNC_GATHER_OPTIONS = dict.fromkeys(
     (
         "xla_enable_async_all_gather",
@@ -861,16 +883,18 @@ ASYNC_GATHER_OPTIONS = dict.fromkeys(
     True,
 )
 
-# Without these options, the compiler combines the all-reduces of all gradients at the end of the
-# step. With the options, it reduces each gradient of more than 1 MB as soon as it is computed.
+# Without these options, the compiler combines the all-reduces of all gradients at the end
+# of the step. With the options, it reduces each gradient of more than 1 MB as soon as it
+# is computed.
 ASYNC_REDUCE_OPTIONS = {
     "xla_enable_async_all_reduce": True,
     "xla_jf_crs_combiner_threshold_in_bytes": 1_000_000,
     "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
 }
 
-# Each fusion may use 24 MiB of the fast on-chip memory (VMEM) instead of 16 MiB. This makes a
-# TPU v6e slower. A TPU v4 has too little VMEM for this option and for ASYNC_REDUCE_OPTIONS.
+# Each fusion may use 24 MiB of the fast on-chip memory (VMEM) instead of 16 MiB. This
+# makes a TPU v6e slower. A TPU v4 has too little VMEM for this option and for
+# ASYNC_REDUCE_OPTIONS.
 FUSION_MEMORY_OPTIONS = {"xla_tpu_scoped_vmem_limit_kib": 24 * 1024}
 
 
@@ -901,21 +925,25 @@ def bytes_on_device(tree):
     )
 
 
-# ---- the cost of a sharding: communication and TPU cycles ----------------------------------------
-# A compiled program can be printed as HLO text, XLA's intermediate language, with one instruction
-# per line. The functions below search this text for collective operations (all-reduce, ...) and
-# for the time estimates of the TPU compiler. A shortened example of HLO:
+# ---- the cost of a sharding: communication and TPU cycles ------------------------------
+# A compiled program can be printed as HLO text, XLA's intermediate language, with one
+# instruction per line. The functions below search this text for collective operations
+# (all-reduce, ...) and for the time estimates of the TPU compiler. A shortened example of
+# HLO:
 #
 #   %body (p: f32[4,8]) -> f32[4,8] {
-#     %all-reduce.7 = f32[4,8]{1,0} all-reduce(%p), replica_groups={{0,1},{2,3}}, to_apply=%add
+# %all-reduce.7 = f32[4,8]{1,0} all-reduce(%p), replica_groups={{0,1},{2,3}},
+# to_apply=%add
 #   }
 #   ENTRY %main (p: f32[4,8]) -> f32[4,8] {
 #     %while.1 = f32[4,8]{1,0} while(%p), condition=%cond, body=%body
 #   }
 #
-# The type f32[4,8]{1,0} of a result is its dtype, its shape on one device, and its memory order.
+# The type f32[4,8]{1,0} of a result is its dtype, its shape on one device, and its memory
+# order.
 
-# Each alternative matches the example in its comment. "-start" marks an asynchronous operation.
+# Each alternative matches the example in its comment. "-start" marks an asynchronous
+# operation.
 COLLECTIVE = re.compile(
     r"""
     # %a = f32[8]{0} all-reduce(%p), replica_groups=...
@@ -932,8 +960,8 @@ COLLECTIVE = re.compile(
 def hlo_instructions(text):
     """Yield (line, times) for each instruction of an HLO program.
 
-    times: how often the program executes the instruction. The body of a loop is one computation
-    in the text, but the program executes it many times.
+    times: how often the program executes the instruction. The body of a loop is one
+    computation in the text, but the program executes it many times.
     """
     # {name: lines} of each computation, which begins "%body (p: f32[4,8]) -> f32[4,8] {".
     computations = dict(
@@ -951,7 +979,8 @@ def hlo_instructions(text):
             call = re.search(r"\bcall\(.*to_apply=%([^,\s]+)", line)
             if loop:
                 # Some loops state their number of iterations: known_trip_count":{"n":"3"}
-                # Other loops compare a counter in their condition with a constant: constant(3)
+                # Other loops compare a counter in their condition with a constant:
+                # constant(3)
                 counts = re.findall(
                     r'known_trip_count":\{"n":"(\d+)"', line
                 ) or re.findall(r"constant\((\d+)\)", computations[loop[1]])
@@ -963,7 +992,10 @@ def hlo_instructions(text):
 
 
 def hlo_bytes(text):
-    """Return the total bytes of all HLO types in a text, such as "(f32[2,3]{1,0}, pred[4])"."""
+    """Return the total bytes of all HLO types in a text, e.g. "(f32[2,3]{1,0}, pred[4])".
+
+    Example: f32[2,3] has 6 elements of 32 bits, which is 24 bytes.
+    """
     # The dtype pred (bool) has no number in its name and takes 8 bits.
     return sum(
         int(bits or 8) // 8 * math.prod(integers(shape))
@@ -979,10 +1011,11 @@ def integers(text):
 def find_collectives(instructions):
     """Yield (kind, bytes, line, times) for each collective operation.
 
-    kind: "all-reduce", ..., or "collectives" for a TPU's fusion of several operations. The kind
-    of an asynchronous operation, during which computation continues, ends with ", overlapped".
-    bytes: the size of the result. For an asynchronous operation, the operand is included, which
-    gives an upper bound for the bytes that a ring sends.
+    kind: "all-reduce", ..., or "collectives" for a TPU's fusion of several operations.
+    The kind of an asynchronous operation, during which computation continues, ends with
+    ", overlapped".
+    bytes: the size of the result. For an asynchronous operation, the operand is included,
+    which gives an upper bound for the bytes that a ring sends.
     instructions: (line, times) of each instruction, as from hlo_instructions.
     """
     for line, times in instructions:
@@ -992,8 +1025,9 @@ def find_collectives(instructions):
             kind = kind or fused_kind or "collectives"
             if start or fused_start:
                 kind += ", overlapped"
-            # The result types stand before the operands, which begin with "(%". An asynchronous
-            # fusion returns its operand, its result and then counters, which begin with s32[2].
+            # The result types stand before the operands, which begin with "(%". An
+            # asynchronous fusion returns its operand, its result and then counters, which
+            # begin with s32[2].
             types = re.split(r"\(%| s32\[2\]", line)[0]
             yield kind, hlo_bytes(types), line, times
 
@@ -1001,9 +1035,9 @@ def find_collectives(instructions):
 def ring_bytes(kind, result_bytes, devices):
     """Return about how many bytes each device sends for a collective operation on a ring.
 
-    An all-gather passes all shards of the result around the ring. A reduce-scatter passes its
-    operand, which is larger than its result by the number of devices. An all-reduce is a
-    reduce-scatter and then an all-gather. The exact number is smaller by the factor
+    An all-gather passes all shards of the result around the ring. A reduce-scatter passes
+    its operand, which is larger than its result by the number of devices. An all-reduce
+    is a reduce-scatter and then an all-gather. The exact number is smaller by the factor
     1 - 1 / devices, because no device sends its own share.
     """
     factor = {"all-reduce": 2, "reduce-scatter": devices}.get(kind, 1)
@@ -1011,14 +1045,22 @@ def ring_bytes(kind, result_bytes, devices):
 
 
 def first_device_group(line, count):
-    """Return the device numbers of the first group in which a collective operation communicates.
+    """Return the numbers of the devices in the first group of a collective operation.
 
-    XLA writes the groups in one of these forms. The first group of each example is 0, 2, 4, 6:
-      replica_groups={{0,2,4,6},{1,3,5,7}}    a list of all groups
-      replica_groups=[2,4]<=[4,2]T(1,0)       np.arange(8).reshape(4, 2).transpose(1, 0), whose
-                                              elements form 2 groups of 4
-      replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_0'}    the devices along one mesh axis
-      replica_groups=mesh['axis_0'=2,'axis_1'=4], device_ids=([4,2]T(1,0)) {'axis_1'}
+    A collective operation communicates within groups of devices, which all have equal
+    sizes.
+
+    XLA writes the groups in one of four forms. In these examples, the first group is 0,
+    2, 4, 6 of 8 devices.
+
+    replica_groups={{0,2,4,6},{1,3,5,7}}
+        A list of all groups. A collective-permute has source_target_pairs instead.
+    replica_groups=[2,4]<=[4,2]T(1,0)
+        The rows of np.arange(8).reshape(4, 2).transpose(1, 0).reshape(2, 4).
+    replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_0'}
+        The devices along axis_0 of np.arange(8).reshape(4, 2).
+    replica_groups=mesh['axis_0'=2,'axis_1'=4], device_ids=([4,2]T(1,0)) {'axis_1'}
+        The devices along axis_1 of a mesh whose devices are transposed first.
 
     line: an HLO instruction.
     count: the number of devices. Without a known form, all devices are one group.
@@ -1047,10 +1089,11 @@ def first_device_group(line, count):
 
 
 def count_collectives(lowered):
-    """Compile a program, and count its collective operations and the bytes that they send.
+    """Compile a program, and count its collective operations and the bytes they send.
 
-    The operations are counted in the HLO text after XLA's partitioner has inserted them. In the
-    final HLO of a CPU, bfloat16 is replaced by float32, so the bytes would be wrong.
+    The operations are counted in the HLO text after XLA's partitioner has inserted them.
+    In the final HLO of a CPU, bfloat16 is replaced by float32, so the bytes would be
+    wrong.
 
     lowered: a jax.stages.Lowered, for the current mesh.
     Returns ([(kind, mesh axis, count, bytes that each device sends)], compiled program).
@@ -1069,7 +1112,8 @@ def count_collectives(lowered):
     counts, sent = Counter(), Counter()
     for kind, size, line, times in find_collectives(hlo_instructions(text)):
         group = first_device_group(line, mesh.size)
-        # Devices are numbered row by row: rows lie along "data" and columns along "model".
+        # Devices are numbered row by row: rows lie along "data" and columns along
+        # "model".
         positions = np.divmod(group, mesh.shape["model"])
         axes = [axis for axis, x in zip(mesh.axis_names, positions) if np.ptp(x) > 0]
         if not axes:
@@ -1086,7 +1130,8 @@ def count_collectives(lowered):
 def part_of_step(line):
     """Return the part of the training step to which an HLO instruction belongs.
 
-    The part follows from the instruction's op_name, the path of JAX functions that led to it:
+    The part follows from the instruction's op_name, the path of JAX functions that led to
+    it:
       jit(train_step)/jvp()/closed_call/attention/shard_map/add           "attention"
       jit(train_step)/transpose(jvp())/closed_call/mlp/dot_general        "mlp, gradient"
       jit(train_step)/reduce_sum                                          "optimizer"
@@ -1109,7 +1154,8 @@ def part_of_step(line):
 def estimated_cycles(text):
     """Return the TPU compiler's own estimate of the cycles of a training step.
 
-    text: the HLO text of a program that was compiled for a TPU. Most of its instructions contain
+    text: the HLO text of a program that was compiled for a TPU. Most of its instructions
+    contain
     an estimate: backend_config={"window_config":{"estimated_cycles":"2439", ...}}
     Returns three Counters:
       {part of the step: clock cycles of each device}
@@ -1130,11 +1176,11 @@ def estimated_cycles(text):
     return cycles, counts, sent
 
 
-# ---- the command ---------------------------------------------------------------------------------
+# ---- the command -----------------------------------------------------------------------
 
 
 def verify(folder):
-    """Read every array shard of a checkpoint, and return a list with a message for each damage."""
+    """Read every array shard of a checkpoint, and return a list of error messages."""
     problems = []
     for name, array in read_manifest(folder)["arrays"].items():
         for entry in array["pieces"]:
@@ -1146,7 +1192,7 @@ def verify(folder):
 
 
 def main(argv):
-    """Run the command, and return its exit status: 0 for a valid checkpoint, 1 for damage."""
+    """Return the exit status: 0 if the checkpoint is valid, 1 if it is damaged."""
     args, _ = parse_args(
         __doc__,
         argv,
