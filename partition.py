@@ -41,10 +41,9 @@ import tempfile
 import threading
 import time
 import zlib
-from collections import Counter
+from collections import Counter, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import msgpack
@@ -125,14 +124,18 @@ def set_mesh(cfg, devices=None):
     m = cfg.model
     model_size = cfg.mesh.model
     data_size = len(devices) // model_size
-    rows = cfg.train.batch_size // cfg.train.microbatches
+    t = cfg.train
     # What is split, its size, and the number of parts.
     splits = [
         ("The number of devices", len(devices), model_size),
         ("--model.num_heads", m.num_heads, model_size),
         ("--model.d_ff", m.d_ff, model_size),
         ("--model.vocab_size", m.vocab_size, model_size),
-        ("--train.batch_size over --train.microbatches", rows, data_size),
+        (
+            "--train.batch_size over --train.microbatches",
+            t.batch_size // t.microbatches,
+            data_size,
+        ),
     ]
     if cfg.mesh.fsdp:
         splits.append(("With --mesh.fsdp, --model.d_model", m.d_model, data_size))
@@ -344,8 +347,7 @@ def write_checkpoint(folder, arrays, shards, step):
     arrays: {array name: {"shape": ..., "dtype": ...}} of all arrays in the checkpoint.
     shards: (array name, bounds, data) of each shard that this process writes.
     """
-    # Remote folders cannot be renamed. There, the manifest alone makes a checkpoint
-    # complete.
+    # A remote folder cannot be renamed. Its checkpoint is complete with the manifest.
     temporary = folder if is_remote(folder) else folder.with_name(f"tmp-{folder.name}")
     temporary.mkdir(parents=True, exist_ok=True)
     if is_main_process():
@@ -376,8 +378,7 @@ def write_checkpoint(folder, arrays, shards, step):
     configs.write_checked(temporary / "manifest.json", manifest)
     if not is_remote(folder):
         sync_folder(temporary)
-        # A damaged checkpoint of this step may exist. Remove it, so that its name is
-        # free.
+        # A damaged checkpoint of this step may exist. Remove it to free its name.
         remove_checkpoint(folder)
         temporary.rename(folder)
         sync_folder(folder.parent)
@@ -411,7 +412,7 @@ def remove_checkpoint(path):
         path.unlink(missing_ok=True)
 
 
-# ====== below: reading checkpoints, several processes, a run's checkpoints, costs, the co
+# ====== below: reading, processes, a run's checkpoints, costs, the command =============
 
 # ---- reading a checkpoint --------------------------------------------------------------
 
@@ -445,17 +446,21 @@ def read_shard(folder, entry, dtype):
     Raises CheckpointError if the shard is missing or damaged.
     """
     shape = [stop - start for start, stop in entry["bounds"]]
+    size = math.prod(shape) * np.dtype(dtype).itemsize
     path = folder / Path(entry["file"]).name
+    offset = entry["offset"]
     try:
-        with path.open("rb") as file:
-            file.seek(entry["offset"])
-            data = file.read(math.prod(shape) * np.dtype(dtype).itemsize)
-    except OSError as error:
+        if is_remote(path):
+            with path.open("rb") as file:
+                file.seek(offset)
+                data = file.read(size)
+        else:
+            # Map the file into memory, so that the shard takes no memory of its own.
+            data = np.memmap(path, np.uint8, "r")[offset : offset + size]
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error})") from error
     if zlib.crc32(data) != entry["crc32"]:
-        raise CheckpointError(
-            f"{path} is damaged or too short after byte {entry['offset']}"
-        )
+        raise CheckpointError(f"{path} is damaged or too short after byte {offset}")
     return np.frombuffer(data, dtype).reshape(shape)
 
 
@@ -490,11 +495,10 @@ def read_checkpoint(folder, template):
     The sharding may differ from the sharding of the stored arrays. Each process reads
     only the shards that its own devices need.
 
-    template: a nested dict of ShapeDtypeStructs with shardings. Other arrays are not
-    read.
+    template: a nested dict of ShapeDtypeStructs with shardings. Other stored arrays are
+    ignored.
     Returns (step, nested dict of jax.Arrays like template).
-    Raises UserError if an array is absent or has another shape or dtype than the
-    template.
+    Raises UserError if an array is absent or has another shape or dtype than template.
     """
     manifest = read_manifest(folder)
 
@@ -574,10 +578,9 @@ def start_jax(cfg):
         # longer.
         all_processes_agree(True)
     # Keep a cache that the user has configured.
-    cache = jax.config.jax_compilation_cache_dir
-    if not cache:
+    if not jax.config.jax_compilation_cache_dir:
         cache = os.path.expanduser("~/.cache/plain_t5/compiled")
-    jax.config.update("jax_compilation_cache_dir", cache)
+        jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
@@ -675,8 +678,8 @@ class Checkpoints:
 
     def folders(self):
         """Return the paths of all checkpoints and of all remains of interrupted saves."""
-        paths = self.folder.glob("*step_*")
-        return [path for path in paths if re.fullmatch(r"(tmp-)?step_\d+", path.name)]
+        pattern = r"(tmp-)?step_\d+"
+        return [p for p in self.folder.glob("*step_*") if re.fullmatch(pattern, p.name)]
 
     def steps(self):
         """Return the steps of the complete checkpoints, in ascending order."""
@@ -708,7 +711,7 @@ class Checkpoints:
             # local_shards copies one shard at a time, while the file is written.
             self.commit(arrays, shards, step, best)
 
-    def commit(self, arrays, shards, step, best=None):
+    def commit(self, arrays, shards, step, best):
         """Write a checkpoint, and then remove the checkpoints that are no longer kept.
 
         Raises CheckpointError if the files cannot be written, for example to a full disk.
@@ -844,14 +847,12 @@ def resolve_step(run_dir, name):
 # ---- the cost of a sharding: chips and memory ------------------------------------------
 
 
-class Chip(NamedTuple):
-    """The properties of an accelerator that its data sheet states."""
-
-    teraflops: float  # dense bfloat16 matmuls, in 10^12 operations per second
-    memory: float  # GB
-    links: float  # GB/s to all neighbors together, in one direction
-    clock: float = 0.0  # GHz, for TPUs only
-
+# The properties of an accelerator, as stated in its data sheet:
+#   teraflops    dense bfloat16 matmuls, in 10^12 operations per second
+#   memory       GB
+#   links        GB/s from one device to all its neighbors together, in one direction
+#   clock        GHz, for TPUs only
+Chip = namedtuple("Chip", "teraflops memory links clock", defaults=[0.0])
 
 # The keys are parts of jax.Device.device_kind. JAX counts a TPU v3 chip as two devices.
 CHIPS = {
@@ -932,8 +933,7 @@ def bytes_on_device(tree):
 # HLO:
 #
 #   %body (p: f32[4,8]) -> f32[4,8] {
-# %all-reduce.7 = f32[4,8]{1,0} all-reduce(%p), replica_groups={{0,1},{2,3}},
-# to_apply=%add
+#     %all-reduce.7 = f32[4,8]{1,0} all-reduce(%p), replica_groups={{0,1},{2,3}}
 #   }
 #   ENTRY %main (p: f32[4,8]) -> f32[4,8] {
 #     %while.1 = f32[4,8]{1,0} while(%p), condition=%cond, body=%body
@@ -967,28 +967,29 @@ def hlo_instructions(text):
     computations = dict(
         re.findall(r"^(?:ENTRY )?%(\S+) \(.*?\{\n(.*?)^\}", text, re.M | re.S)
     )
-
     # The last computation is the program itself.
     unvisited = [(list(computations)[-1], 1)]
     while unvisited:
         name, times = unvisited.pop()
         for line in computations[name].splitlines():
-            # Example: %w = f32[8]{0} while(%p), condition=%cond, body=%body
-            loop = re.search(r"\bwhile\(.*condition=%([^,\s]+), body=%([^,\s]+)", line)
-            # Example: %c = f32[8]{0} call(%p), to_apply=%function
-            call = re.search(r"\bcall\(.*to_apply=%([^,\s]+)", line)
-            if loop:
+            # A loop:  %w = f32[8]{0} while(%p), condition=%cond, body=%body
+            # A call:  %c = f32[8]{0} call(%p), to_apply=%function
+            inner = re.search(
+                r"\b(?:while\(.*condition=%([^,\s]+), body|call\(.*to_apply)=%([^,\s]+)",
+                line,
+            )
+            if not inner:
+                yield line, times
+                continue
+            condition, function = inner.groups()
+            counts = [1]
+            if condition:
                 # Some loops state their number of iterations: known_trip_count":{"n":"3"}
-                # Other loops compare a counter in their condition with a constant:
-                # constant(3)
+                # The others compare a counter in their condition with: constant(3)
                 counts = re.findall(
                     r'known_trip_count":\{"n":"(\d+)"', line
-                ) or re.findall(r"constant\((\d+)\)", computations[loop[1]])
-                unvisited.append((loop[2], times * max(map(int, counts))))
-            elif call:
-                unvisited.append((call[1], times))
-            else:
-                yield line, times
+                ) or re.findall(r"constant\((\d+)\)", computations[condition])
+            unvisited.append((function, times * max(map(int, counts))))
 
 
 def hlo_bytes(text):
@@ -1040,8 +1041,7 @@ def ring_bytes(kind, result_bytes, devices):
     is a reduce-scatter and then an all-gather. The exact number is smaller by the factor
     1 - 1 / devices, because no device sends its own share.
     """
-    factor = {"all-reduce": 2, "reduce-scatter": devices}.get(kind, 1)
-    return factor * result_bytes
+    return {"all-reduce": 2, "reduce-scatter": devices}.get(kind, 1) * result_bytes
 
 
 def first_device_group(line, count):
@@ -1154,9 +1154,8 @@ def part_of_step(line):
 def estimated_cycles(text):
     """Return the TPU compiler's own estimate of the cycles of a training step.
 
-    text: the HLO text of a program that was compiled for a TPU. Most of its instructions
-    contain
-    an estimate: backend_config={"window_config":{"estimated_cycles":"2439", ...}}
+    text: the HLO text of a program that was compiled for a TPU. Most instructions contain
+    an estimate, such as backend_config={"window_config":{"estimated_cycles":"2439", ...}}
     Returns three Counters:
       {part of the step: clock cycles of each device}
       {kind of collective operation: count}
