@@ -124,7 +124,6 @@ def set_mesh(cfg, devices=None):
     m = cfg.model
     model_size = cfg.mesh.model
     data_size = len(devices) // model_size
-    t = cfg.train
     # What is split, its size, and the number of parts.
     splits = [
         ("The number of devices", len(devices), model_size),
@@ -133,7 +132,7 @@ def set_mesh(cfg, devices=None):
         ("--model.vocab_size", m.vocab_size, model_size),
         (
             "--train.batch_size over --train.microbatches",
-            t.batch_size // t.microbatches,
+            cfg.train.batch_size // cfg.train.microbatches,
             data_size,
         ),
     ]
@@ -678,8 +677,11 @@ class Checkpoints:
 
     def folders(self):
         """Return the paths of all checkpoints and of all remains of interrupted saves."""
-        pattern = r"(tmp-)?step_\d+"
-        return [p for p in self.folder.glob("*step_*") if re.fullmatch(pattern, p.name)]
+        return [
+            path
+            for path in self.folder.glob("*step_*")
+            if re.fullmatch(r"(tmp-)?step_\d+", path.name)
+        ]
 
     def steps(self):
         """Return the steps of the complete checkpoints, in ascending order."""

@@ -3094,13 +3094,21 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted():
 
 # ---- partition: meshes ---------------------------------------------------------------------------
 
-# 2 x 4, 4 x 2
+
+def test_the_example_in_the_docstring_of_partition():
+    import doctest
+
+    found = doctest.testmod(partition)
+    assert found.attempted > 0 and found.failed == 0
+
+
+# Meshes of 8 devices with the shapes 2 x 4 and 4 x 2.
 MESHES = [pytest.param(dict(model=4), marks=slow), dict(model=2, fsdp=True)]
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_eight_devices_equal_one(mesh):
-    """Data and tensor parallel, fully sharded, in microbatches: the same weights and updates."""
+    """Data and tensor parallelism, FSDP and microbatches do not change weights or updates."""
     cfg = SMALL
     batch = jax.device_get(make_batch(cfg, UNEVEN))
 
@@ -3116,22 +3124,25 @@ def test_eight_devices_equal_one(mesh):
 
     expected = two_steps(cfg, jax.devices()[:1])
     many = two_steps(change(cfg, mesh=mesh, train=dict(microbatches=2)), jax.devices())
-    assert_equal(many[0], expected[0])  # initial weights, bit for bit
+    assert_equal(many[0], expected[0])  # The initial weights are equal bit for bit.
     assert_close(many[1:], expected[1:], 2e-5)
 
 
-def test_layouts_follow_the_rules():
-    """What is split over which mesh axis; nothing is compiled."""
+def test_shardings_follow_the_rules():
+    """RULES and STORAGE_RULES determine which mesh axis splits each axis of a weight."""
     cfg = change(mesh=dict(model=2, fsdp=True))
     partition.set_mesh(cfg, jax.devices())
     shapes = jax.eval_shape(lambda: train.init_state(cfg))
-    layout = {
+    sharding = {
         name: tuple(a.sharding.spec)
         for name, a in partition.flatten(shapes.params).items()
     }
-    assert layout["embed"] == ("model", "data") and layout["unembed"] == ("data", "model")
-    assert layout["encoder/layers/mlp/up"] == (None, "data", "model")
-    assert layout["decoder/layers/cross_attention/out"] == (None, "model", "data")
+    assert sharding["embed"] == ("model", "data") and sharding["unembed"] == (
+        "data",
+        "model",
+    )
+    assert sharding["encoder/layers/mlp/up"] == (None, "data", "model")
+    assert sharding["decoder/layers/cross_attention/out"] == (None, "model", "data")
     down = model.param_table(cfg.model)["encoder"]["layers"]["mlp"]["down"]
     assert tuple(partition.spec(down.axes)) == (None, "model", None)
 
@@ -3148,10 +3159,12 @@ def lowered_gradients(cfg):
 
 
 @slow
-def test_layouts_communicate_what_they_must():
-    """Megatron's layout sums activations, data parallelism gradients; FSDP gathers weights."""
+def test_shardings_communicate_what_they_must():
+    """Tensor parallelism all-reduces activations, data parallelism all-reduces gradients,
+    and FSDP all-gathers weights. The bytes agree with formulas."""
 
-    def sent(**mesh):  # {(kind, axis): (count, bytes)}
+    def sent(**mesh):
+        """Return {(kind, mesh axis): (count, bytes)}, and the Config."""
         cfg = change(model=dict(num_heads=8, remat="none"), mesh=mesh)
         found, _ = partition.count_collectives(lowered_gradients(cfg)[0])
         return {
@@ -3161,10 +3174,11 @@ def test_layouts_communicate_what_they_must():
     (tensor, cfg), ring = sent(model=8), 2 * 7 / 8
     B, S, T, D = 8, cfg.data.inputs_length, cfg.data.targets_length, cfg.model.d_model
     L, M = cfg.model.num_layers, cfg.model.num_decoder_layers
-    # forward: the ends of attention and MLP; backward: the inputs of each of their products
-    # embedding; layers; keys and values of the decoder's
+    # The forward pass all-reduces the outputs of attention and MLP. The backward pass
+    # all-reduces the gradients of the inputs of each of their matmuls. The terms below
+    # are the embedding, the encoder layers, and the keys and values of cross-attention.
     inputs = 1 + L * (2 + 3 + 2) + M * 2
-    targets = 2 + M * (3 + 3 + 1 + 2)  # the embedding and the logits' product; layers
+    targets = 2 + M * (3 + 3 + 1 + 2)  # the embedding and the logits, the decoder layers
     activations = 4 * B * D * (inputs * S + targets * T) * ring
     assert [*tensor] == [("all-reduce", "model")]
     assert activations <= tensor["all-reduce", "model"][1] < 1.01 * activations
@@ -3176,12 +3190,14 @@ def test_layouts_communicate_what_they_must():
     assert weights * ring < parallel["all-reduce", "data"][1] < 1.3 * weights * ring
     (sharded, _) = sent(model=1, fsdp=True)[:2]
     gathered = sharded["all-gather", "data"][1] / (weights * 7 / 8)
-    # forward, and layers again backward: none keeps no gathered weight
+    # The forward pass gathers all weights. The backward pass gathers the weights of the
+    # layers again, because gathered weights are not saved.
     assert 1 < gathered < 2
 
 
-def test_the_plan_counts_what_the_program_holds():
-    """Bytes by the layouts, against those that the compiled program takes."""
+def test_memory_table_agrees_with_the_compiled_program():
+    """The bytes computed from the shardings equal the bytes of the program's arguments.
+    More rematerialization saves fewer activations."""
     cfg = change(mesh=dict(model=2, fsdp=True))
     program, batch = lowered_gradients(cfg)
     tables = [
@@ -3201,8 +3217,8 @@ def test_the_plan_counts_what_the_program_holds():
     assert f"parameters: {model.count_params(model.param_table(cfg.model)):,}\n" in info
 
 
-def test_out_of_memory_names_the_levers():
-    """In order, each with what it leaves; the sizes fall."""
+def test_the_out_of_memory_message_names_flags_that_help():
+    """The flags are in order, and each flag leaves less memory in use than the one before."""
     cfg = change(model=dict(remat="none"))
     partition.set_mesh(cfg, jax.devices()[:4])
     text = train.out_of_memory_message(cfg)
@@ -3211,9 +3227,9 @@ def test_out_of_memory_names_the_levers():
     assert len(sizes) == 4 and sizes == sorted(sizes, reverse=True)
 
 
-def test_a_tpus_program_is_read():
-    """Cycles by part, collectives with their bytes; what a loop holds counts as often as it runs.
-    The lines are libtpu's."""
+def test_cycles_and_collectives_of_a_tpu_program():
+    """Cycles are added up by part of the step, and bytes by kind of collective operation.
+    The body of a loop counts once for each iteration. The lines of HLO are from libtpu."""
     partition.set_mesh(SMALL, jax.devices()[:4])
     priced = (
         'metadata={{op_name="jit(step)/{}"}}, backend_config={{"estimated_cycles":"500"}}'
@@ -3240,8 +3256,8 @@ ENTRY %main (p: f32[2]) -> f32[2] {{
     }
 
 
-def test_a_plan_ranks_the_levers():
-    """Each by itself, the one that leaves least first; what does not divide is left out."""
+def test_a_plan_sorts_flags_by_the_memory_that_remains():
+    """Each flag is tried alone. A flag is left out if its value does not divide evenly."""
     cfg = change(model=dict(remat="none"), train=dict(batch_size=12, microbatches=3))
     mesh = partition.set_mesh(cfg, jax.devices()[:4])
     found = {flag: size for flag, size, _ in train.memory_savings(cfg)}
@@ -3270,15 +3286,15 @@ def test_a_plan_ranks_the_levers():
         ),
     ],
 )
-def test_every_form_of_replica_groups_is_read(groups, first):
-    """As XLA writes them; a form that is not read would count as all devices."""
+def test_every_form_of_replica_groups_is_parsed(groups, first):
+    """An unknown form would count as one group of all devices."""
     line = f"%a = f32[8]{{0}} all-gather(%b), replica_groups={groups}, dimensions={{0}}"
     assert [*partition.first_device_group(line, 8)] == [*first]
 
 
 @slow
-def test_a_plan_for_other_machines(tmp_path):
-    """As a command; xxl on 512 devices takes ten seconds, and this less."""
+def test_a_plan_for_64_devices(tmp_path):
+    """train.py --plan prints mesh, memory, communication and savings, and writes no file."""
     out = subprocess.run(
         [
             sys.executable,
@@ -3324,7 +3340,9 @@ def template_of(tree, mesh, spec=jax.P()):
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_checkpoints_round_trip_and_the_oldest_go(tmp_path, one_device, background):
+def test_checkpoints_round_trip_and_the_oldest_are_removed(
+    tmp_path, one_device, background
+):
     checkpoints = partition.Checkpoints(tmp_path, keep=3, background=background)
     for step in range(1, 6):
         checkpoints.save(some_arrays(step), step)
@@ -3339,14 +3357,14 @@ def test_checkpoints_round_trip_and_the_oldest_go(tmp_path, one_device, backgrou
     assert partition.verify(checkpoints.path(5)) == []
 
 
-def test_equal_states_have_equal_piece_files(tmp_path):
+def test_equal_states_have_equal_shard_files(tmp_path):
     for name in ("one", "two"):
         partition.Checkpoints(tmp_path / name, background=False).save(some_arrays(), 1)
     one, two = (sorted((tmp_path / name).rglob("*.msgpack")) for name in ("one", "two"))
     assert [p.read_bytes() for p in one] == [p.read_bytes() for p in two]
 
 
-def test_piece_files_are_msgpack(tmp_path):
+def test_shard_files_are_msgpack(tmp_path):
     import msgpack
 
     partition.Checkpoints(tmp_path, background=False).save(some_arrays(), 1)
@@ -3373,8 +3391,8 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path, one_device):
         checkpoints.load(template_of(some_arrays(), one_device))
 
 
-def test_a_torus_that_no_mesh_fits(monkeypatch):
-    """As two halves of a TPU's 4 x 4 x 4, which JAX does not split."""
+def test_a_mesh_that_does_not_fit_the_tpu_topology(monkeypatch):
+    """JAX cannot arrange some meshes, such as two halves of a TPU of 4 x 4 x 4 chips."""
 
     def refuse(*_, **__):
         raise NotImplementedError("Failed to find assignment")
@@ -3385,7 +3403,7 @@ def test_a_torus_that_no_mesh_fits(monkeypatch):
 
 
 def test_restoring_onto_another_mesh(tmp_path, monkeypatch):
-    monkeypatch.setattr(partition, "MAX_SHARD_BYTES", 64)  # several pieces a shard
+    monkeypatch.setattr(partition, "MAX_SHARD_BYTES", 64)  # splits shards
     mesh = partition.set_mesh(change(mesh=dict(model=2)), jax.devices())
     tree = some_arrays()
     tree["a"]["b"] = jax.device_put(
@@ -3402,23 +3420,23 @@ def test_restoring_onto_another_mesh(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "damage", ["flipped", "truncated", "no pieces", "no manifest", "half manifest"]
+    "damage", ["flipped bit", "truncated", "no shards", "no manifest", "half manifest"]
 )
-def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys, one_device, damage):
-    """It is named, and the one before is taken."""
+def test_a_damaged_checkpoint_is_skipped(tmp_path, capsys, one_device, damage):
+    """The damaged checkpoint is reported, and the checkpoint before it is loaded."""
     checkpoints = partition.Checkpoints(tmp_path, background=False)
     for step in (1, 2):
         checkpoints.save(some_arrays(step), step)
     folder = checkpoints.path(2)
-    (pieces,) = folder.glob("*.msgpack")
-    manifest, content = folder / "manifest.json", bytearray(pieces.read_bytes())
-    if damage == "flipped":
+    (shards,) = folder.glob("*.msgpack")
+    manifest, content = folder / "manifest.json", bytearray(shards.read_bytes())
+    if damage == "flipped bit":
         content[len(content) // 3] ^= 1
-        pieces.write_bytes(content)
+        shards.write_bytes(content)
     elif damage == "truncated":
-        pieces.write_bytes(content[: len(content) // 2])
-    elif damage == "no pieces":
-        pieces.unlink()
+        shards.write_bytes(content[: len(content) // 2])
+    elif damage == "no shards":
+        shards.unlink()
     elif damage == "no manifest":
         manifest.unlink()
     else:
@@ -3429,22 +3447,23 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys, one_device, damag
     assert "step_00000002" in capsys.readouterr().err
     assert partition.main(["--verify", str(folder)]) == 1
     assert "step_00000002" in capsys.readouterr().out
-    # once more
+    # Saving the step again replaces the damaged checkpoint.
     partition.Checkpoints(tmp_path, keep=1, background=False).save(some_arrays(2), 2)
     assert checkpoints.steps() == [2] and partition.verify(folder) == []
 
 
-def test_without_a_whole_checkpoint_nothing_is_begun_anew(tmp_path, one_device):
+def test_a_run_without_a_valid_checkpoint_does_not_start_again(tmp_path, one_device):
+    """If every checkpoint is damaged, load raises an error instead of returning None."""
     checkpoints = partition.Checkpoints(tmp_path, keep=1, background=False)
     checkpoints.save(some_arrays(), 1)
     manifest = checkpoints.path(1) / "manifest.json"
-    # JSON, but not ours
+    # The manifest is still JSON, but its checksum is wrong.
     manifest.write_text(manifest.read_text().replace('"float32"', '"int32"'))
     with pytest.raises(configs.UserError, match="None of the checkpoints"):
         checkpoints.load(template_of(some_arrays(), one_device))
 
 
-def test_a_save_that_was_killed_is_no_checkpoint(tmp_path, monkeypatch):
+def test_an_interrupted_save_is_not_a_checkpoint(tmp_path, monkeypatch):
     checkpoints = partition.Checkpoints(tmp_path, background=False)
     checkpoints.save(some_arrays(1), 1)
     monkeypatch.setattr(
@@ -3462,7 +3481,7 @@ def test_a_save_that_was_killed_is_no_checkpoint(tmp_path, monkeypatch):
 
 
 def test_an_error_in_the_background_is_not_lost(tmp_path, monkeypatch):
-    """A full disk: the error is raised in the foreground, the checkpoint before it stays."""
+    """On a full disk, wait() raises the error, and the checkpoint before it stays."""
     checkpoints = partition.Checkpoints(tmp_path)
     checkpoints.save(some_arrays(), 1)
     checkpoints.wait()
