@@ -1,17 +1,35 @@
-"""Where every array lives: the mesh, the layout rules, checkpoints, several processes.
+"""Decide where every array lives: on the devices of a mesh, and in the files on disk.
 
-- The devices form a mesh with two axes, "data" and "model".
-- What an axis of an array means (batch, heads, ...) decides by RULES which mesh axis splits it;
-  nothing else decides layouts. A pod and a laptop run the same program.
-- The mesh is of jax's Explicit kind: the layout is part of an array's type, and a wrong one fails
-  when the program is traced, on one device as on a thousand.
-- A checkpoint is a folder of pieces, of which each process writes those it holds, and a manifest,
-  written last. It can be read on any other mesh.
+The functions here take a Config, NumPy batches and nested dicts of arrays. They return a
+mesh, sharded JAX arrays, and checkpoints that can be restored on any other mesh.
 
-    python partition.py --verify RUN_DIR/checkpoints/step_00001000    name what is damaged
+- All devices form a mesh with two axes. The axis "data" splits the batch, and the axis
+  "model" splits the model.
+- RULES maps each logical axis of an array (batch, heads, mlp, ...) to a mesh axis. Every
+  sharding follows from RULES, so one program runs on a laptop and on a TPU pod.
+- The mesh axes have JAX's type Explicit, so the sharding is part of an array's type. JAX
+  reports a wrong sharding while it traces the program, even on a mesh of one device.
+- A checkpoint is a folder with the shards of all arrays and a manifest that lists the
+  shards. Each process writes the shards that its own devices hold.
+
+    python partition.py --verify runs/NAME/checkpoints/step_00001000    report damage
+
+Example:
+>>> from partition import STORAGE_RULES, spec
+>>> axes = ("embed", "mlp")             # the logical axes of an MLP weight matrix
+>>> tuple(spec(axes))                   # the mesh axes that split it during compute
+(None, 'model')
+>>> tuple(spec(axes, STORAGE_RULES))    # the mesh axes that split it in storage (FSDP)
+('data', 'model')
+
+Terms:
+  logical axis    what a dimension of an array means, such as "batch", "heads" or "mlp"
+  array shard     a rectangular part of an array, held by a device or stored in a file
+  bounds          [start, stop] for each dimension: the position of a shard in its array
+  manifest        the file manifest.json in a checkpoint, which lists all array shards
+  main process    process 0, which writes the manifest and prints progress
 """
 
-import collections
 import json
 import math
 import os
@@ -23,16 +41,17 @@ import tempfile
 import threading
 import time
 import zlib
+from collections import Counter, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
-import flax.traverse_util
 import jax
 import msgpack
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import NamedSharding, P
-from jax.experimental import multihost_utils
+from jax.experimental.multihost_utils import broadcast_one_to_all, process_allgather
+from jax.sharding import AxisType, get_abstract_mesh, get_mesh
 
 import configs
 from configs import (
@@ -45,83 +64,113 @@ from configs import (
     write_file,
 )
 
-# What an axis means -> the mesh axis it is split over while the model computes (Megatron's layout:
-# the wide axis of every pair of matrices, so that attention and MLP each end in one all-reduce).
+# ---- mesh and sharding rules -----------------------------------------------------------
+
+# RULES names the mesh axis that splits each logical axis of an array during compute.
+#
+# "batch" on "data" is data parallelism. Each device computes the gradient for its own
+# rows of the batch, and an all-reduce sums the gradients over the devices.
+#
+# "vocab", "heads" and "mlp" on "model" are Megatron sharding (Shoeybi et al. 2019), also
+# called tensor parallelism. The first matmul of attention or MLP splits its output
+# features, and the last matmul splits its input features. Attention and MLP therefore
+# need only one all-reduce each.
+#
+# Example: an MLP weight matrix has the logical axes ("embed", "mlp") and the shape
+# [512, 1024]. With 4 devices along "model", each device multiplies by a shard of shape
+# [512, 256].
 RULES = {
     "batch": "data",
     "vocab": "model",
     "heads": "model",
     "mlp": "model",
-    # are whole on every device
+    # None: the axis is not split, so every device holds all of it.
     "embed": None,
     "layers": None,
     "buckets": None,
     None: None,
 }
-# Fully sharded (ZeRO-3): at rest, weights and optimizer are split over the data axis as well.
+
+# STORAGE_RULES shards the stored weights and the optimizer state if --mesh.fsdp is true.
+# This is ZeRO-3 (Rajbhandari et al. 2020), which PyTorch calls fully sharded data
+# parallelism (FSDP). The weights are split over "data" too. Each layer's weights are
+# all-gathered just before use.
+#
+# Example: with 2 devices along "data" and 4 along "model", each device stores a shard of
+# the matrix above with shape [256, 256]. An all-gather over "data" produces the shard of
+# shape [512, 256] that the matmul uses.
 STORAGE_RULES = {**RULES, "embed": "data"}
 
 
 def spec(axes, rules=RULES):
-    """("embed", "mlp") -> PartitionSpec(None, "model")."""
+    """Return the PartitionSpec of an array.
+
+    axes: the logical axis (a key of the rules) of each dimension.
+    rules: RULES for compute or STORAGE_RULES for stored weights under FSDP.
+    """
     return P(*(rules[axis] for axis in axes))
 
 
 def set_mesh(cfg, devices=None):
-    """Config -> the mesh ("data", "model") over all devices, made the current one."""
+    """Create the mesh of a Config and make the mesh JAX's current one.
+
+    The mesh has the shape (data, model). The size of "model" is --mesh.model, and the
+    size of "data" is the number of devices divided by --mesh.model.
+
+    devices: a list of JAX devices; by default the devices of all processes.
+    Raises UserError if a size cannot be split evenly.
+    """
     devices = jax.devices() if devices is None else devices
-    m, parts = cfg.model, cfg.mesh.model
-    data = len(devices) // parts
-    rows = cfg.train.batch_size // cfg.train.microbatches
-    for number, divisor, sentence in (
+    m = cfg.model
+    model_size = cfg.mesh.model
+    data_size = len(devices) // model_size
+    # What is split, its size, and the number of parts.
+    splits = [
+        ("The number of devices", len(devices), model_size),
+        ("--model.num_heads", m.num_heads, model_size),
+        ("--model.d_ff", m.d_ff, model_size),
+        ("--model.vocab_size", m.vocab_size, model_size),
         (
-            len(devices),
-            parts,
-            f"{len(devices)} devices cannot be shared by --mesh.model {parts}",
+            "--train.batch_size over --train.microbatches",
+            cfg.train.batch_size // cfg.train.microbatches,
+            data_size,
         ),
-        (
-            m.num_heads,
-            parts,
-            f"--mesh.model {parts} does not divide the {m.num_heads} heads",
-        ),
-        (m.d_ff, parts, f"--mesh.model {parts} does not divide d_ff {m.d_ff}"),
-        (
-            m.vocab_size,
-            parts,
-            f"--mesh.model {parts} does not divide vocab_size {m.vocab_size}",
-        ),
-        (
-            rows,
-            data,
-            f"{rows} rows (--train.batch_size over --train.microbatches) cannot be dealt "
-            f"evenly to {data} data-parallel devices",
-        ),
-        (
-            m.d_model * cfg.mesh.fsdp,
-            data,
-            f"--mesh.fsdp cannot split d_model {m.d_model} evenly over {data} devices",
-        ),
-    ):
-        if number % divisor:
-            raise UserError(f"{sentence}: change one of the two.")
+    ]
+    if cfg.mesh.fsdp:
+        splits.append(("With --mesh.fsdp, --model.d_model", m.d_model, data_size))
+    for name, size, parts in splits:
+        if size % parts:
+            raise UserError(
+                f"{name} is {size}, which cannot be split evenly over {parts} devices: "
+                f"change one of the two."
+            )
     try:
         mesh = jax.make_mesh(
-            (data, parts),
+            (data_size, model_size),
             ("data", "model"),
             devices=devices,
-            axis_types=(jax.sharding.AxisType.Explicit,) * 2,
+            axis_types=(AxisType.Explicit,) * 2,
         )
+    # JAX cannot arrange the chips of some TPU topologies in a mesh of this shape.
     except NotImplementedError as error:
         raise UserError(
-            f"--mesh.model {parts} is no product of TPU sides: change it."
+            f"--mesh.model {model_size} does not fit the TPU topology: use a product of "
+            f"its side lengths."
         ) from error
     jax.set_mesh(mesh)
     return mesh
 
 
 def platform():
-    """What the program is compiled for, by the devices of the current mesh: cpu, gpu or tpu."""
-    return jax.sharding.get_abstract_mesh().abstract_device.platform
+    """Return "cpu", "gpu" or "tpu": the platform of the devices of the current mesh.
+
+    Code that depends on the platform asks the mesh and not jax.default_backend(), because
+    `train.py --plan` compiles on a CPU for a mesh of TPUs.
+    """
+    return get_abstract_mesh().abstract_device.platform
+
+
+# ---- placing a batch -------------------------------------------------------------------
 
 
 def default_compute_dtype():
@@ -130,153 +179,110 @@ def default_compute_dtype():
 
 
 def local_rows(batch_size, mesh):
-    """Which rows of a global batch this process's devices hold: asked of the layout."""
-    indices = (
-        NamedSharding(mesh, P("data"))
-        .addressable_devices_indices_map((batch_size,))
-        .values()
-    )
-    return np.unique([row for (span,) in indices for row in range(batch_size)[span]])
+    """Return the numbers of the rows of a global batch that this process must load.
+
+    The sharding of the batch determines the rows, not the process index, because a mesh
+    may order devices in another way than their processes.
+
+    Returns a sorted integer array.
+    """
+    sharding = NamedSharding(mesh, P("data"))
+    indices = sharding.addressable_devices_indices_map((batch_size,)).values()
+    # Devices along the axis "model" hold the same rows, so np.unique removes duplicates.
+    return np.unique([np.arange(batch_size)[index] for index in indices])
 
 
 def put_batch(batch, batch_size, mesh):
-    """This process's rows of a batch (arrays [rows, length]) -> global arrays split over "data"."""
+    """Return global arrays, split over "data", for this process's rows of a batch.
+
+    batch: a tree of NumPy arrays [local rows, length], with the rows that local_rows
+    names.
+    batch_size: the number of rows in the global batch.
+    """
     sharding = NamedSharding(mesh, P("data"))
+
     return jax.tree.map(
-        lambda a: jax.make_array_from_process_local_data(
-            sharding, a, (batch_size, *a.shape[1:])
+        lambda array: jax.make_array_from_process_local_data(
+            sharding, array, (batch_size, *array.shape[1:])
         ),
         batch,
     )
 
 
-# ---- several processes ---------------------------------------------------------------------------
-
-
-def start_jax(cfg):
-    """Before the first device is touched: join other processes, keep compiled programs."""
-    d = cfg.distributed
-    if d.process == 0:
-        note(f"waiting for {d.processes} processes to meet at {d.coordinator}")
-
-    def give_up():
-        note(
-            f"The processes did not meet within {d.timeout} s: start the same command on all "
-            f"machines, or raise --distributed.timeout.",
-            always=True,
-        )
-        os._exit(2)
-
-    alone = threading.Timer(d.timeout, give_up)  # JAX itself would abort
-    alone.start()
-    try:
-        jax.distributed.initialize(
-            d.coordinator or None,
-            d.processes,
-            d.process,
-            initialization_timeout=d.timeout + 60,
-            heartbeat_timeout_seconds=d.timeout,
-        )
-    # nothing was named, and no cluster (Cloud TPU, SLURM, ...) was found
-    except ValueError:
-        if d.coordinator:
-            raise
-    finally:
-        alone.cancel()
-    if jax.process_count() > 1:
-        configs.single_process = False
-        if not is_main_process():
-            configs.prints_progress = False  # the first process says it for all
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        # Gloo must have met within 30 s; from here on it waits as long as it takes
-        all_processes_agree(True)
-    if not jax.config.jax_compilation_cache_dir:
-        jax.config.update(
-            "jax_compilation_cache_dir", os.path.expanduser("~/.cache/plain_t5/compiled")
-        )
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-
-
-def is_main_process():
-    """Whether this is the process that writes files and speaks."""
-    return jax.process_index() == 0
-
-
-def all_processes_agree(good):
-    """Whether `good` is true on every process: the same answer on all of them."""
-    return bool(multihost_utils.process_allgather(np.array(bool(good))).all())
-
-
-def from_main_process(value):
-    """A value for JSON as the first process knows it, on all of them."""
-    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    size = int(multihost_utils.broadcast_one_to_all(np.array(len(text))))
-    text = multihost_utils.broadcast_one_to_all(np.resize(text, size))
-    return json.loads(bytes(text))
-
-
-def run_on_all(work, elsewhere=UserError):
-    """work() on every process -> its result. Where it raises on one, all of them raise: those on
-    which all went well an exception of the kind `elsewhere`."""
-    result = error = None
-    try:
-        result = work()
-    except (UserError, CheckpointError, OSError) as raised:
-        error = raised
-    if not all_processes_agree(not error):
-        raise error or elsewhere("another process of this run could not do its part")
-    return result
-
-
-def run_on_main_first(work):
-    """work() on the first process, which may write files, then on the others, which find them."""
-    result = run_on_all(lambda: work() if is_main_process() else None)
-    others = run_on_all(lambda: None if is_main_process() else work())
-    return result if is_main_process() else others
-
-
-# ---- checkpoints ---------------------------------------------------------------------------------
-# run_dir/checkpoints/step_00001000/pieces-00000-of-00001.msgpack   the pieces that process 0 holds
-#                                   manifest.json   step, shapes, dtypes, place and crc32 of pieces
+# ---- writing a checkpoint --------------------------------------------------------------
+# A checkpoint that two processes have written is a folder with these files:
 #
-# A piece file is a valid msgpack stream: a header, the bytes of a piece, a header, ... It is
-# written straight from the arrays' memory. The manifest is written last and the folder gets its
-# name after that: what has the name is whole.
+#   RUN_DIR/checkpoints/step_00001000/
+#     pieces-00000-of-00002.msgpack    the array shards that process 0 holds
+#     pieces-00001-of-00002.msgpack    the array shards that process 1 holds
+#     manifest.json                    the step; shape and dtype of each array; file,
+#                                      offset, bounds and CRC-32 checksum of each shard
+#
+# The manifest's entry for an array with one shard looks like this:
+#
+#   "params/unembed": {"shape": [512, 1024], "dtype": "float32", "pieces": [
+#       {"file": "pieces-00000-of-00002.msgpack", "offset": 104,
+#        "bounds": [[0, 512], [0, 1024]], "crc32": 3632233996}]}
+#
+# The word "pieces" in file names and in the manifest means array shards. Other programs
+# rely on these names, so the names cannot change.
+#
+# A kill or a power failure must never leave an incomplete folder that looks like a
+# checkpoint. Local files are therefore written in this order:
+#
+#   1. Write the shard files to the folder tmp-step_00001000, and flush them to disk.
+#   2. Write the manifest, and flush the manifest and the folder to disk.
+#   3. Rename the folder to step_00001000, and flush the parent folder to disk.
+#
+# A folder with its final name is a complete checkpoint. A complete checkpoint is valid if
+# the checksums of the manifest and of all shards are correct.
 
+# The version of the file format. The manifest states it.
 FORMAT = 2
-MAX_SHARD_BYTES = 1 << 30  # msgpack's limit for one value is 4 GiB
 
-SHARD_FORM = [{"file": str, "offset": int, "bounds": [[int]], "crc32": int}]
-ARRAY_FORM = {str: {"shape": [int], "dtype": str, "pieces": SHARD_FORM}}
+# Larger shards are split. One value in msgpack may hold at most 4 GiB.
+MAX_SHARD_BYTES = 1 << 30
 
 
 class CheckpointError(Exception):
-    """A checkpoint that cannot be read or written; says which file and why."""
+    """A checkpoint cannot be read or written. The message names the file and reason."""
+
+
+def is_main_process():
+    """Return whether this process is process 0, which prints and writes shared files."""
+    return jax.process_index() == 0
 
 
 def flatten(tree):
-    """Nested dict of arrays -> {"params/encoder/...": array}."""
-    return flax.traverse_util.flatten_dict(tree, sep="/")
+    """Return a flat dict {"params/encoder/...": leaf} for a nested dict."""
+    return flatten_dict(tree, sep="/")
 
 
 def local_shards(tree):
-    """(name, [[start, stop] of each axis], NumPy array) for all that this process must write. Of
-    copies on several devices one is written. The arrays are views of the live memory on a CPU and
-    copies elsewhere; either way they keep their values while training goes on."""
-    arrays = flatten(tree)
-    for array in arrays.values():
-        array.copy_to_host_async()
-    for name, array in sorted(arrays.items()):
+    """Yield the array shards that this process must write.
+
+    If several devices hold a copy of a shard, only the first copy is written. A shard of
+    more than MAX_SHARD_BYTES is split into groups of rows.
+
+    tree: a nested dict of jax.Arrays.
+    Yields (array name, bounds, data), where data is a NumPy array. On a CPU, data is a
+    view of the device's memory; elsewhere data is a copy. Training does not change the
+    values of either.
+    """
+    # Start all copies from the devices before the loop below waits for the first copy.
+    jax.copy_to_host_async(tree)
+    for name, array in sorted(flatten(tree).items()):
         for shard in array.addressable_shards:
-            if shard.replica_id:
+            if shard.replica_id != 0:
                 continue
             bounds = [
-                list(cut.indices(size)[:2]) for cut, size in zip(shard.index, array.shape)
+                index.indices(size)[:2] for index, size in zip(shard.index, array.shape)
             ]
             data = np.ascontiguousarray(shard.data)
             if data.nbytes <= MAX_SHARD_BYTES:
                 yield name, bounds, data
                 continue
+            # Split the shard along its first dimension.
             rows = max(1, len(data) * MAX_SHARD_BYTES // data.nbytes)
             for start in range(0, len(data), rows):
                 part = data[start : start + rows]
@@ -284,98 +290,124 @@ def local_shards(tree):
                 yield name, [[first, first + len(part)], *bounds[1:]], part
 
 
-def write_shards(path, pieces):
-    """Stream pieces into a file -> {name: [place of each piece]}."""
-    places = {}
+def write_shards(path, shards):
+    """Write array shards to one file and flush the file to disk.
+
+    The file is a valid msgpack stream that alternates between a header and the bytes of a
+    shard. Equal shards give equal bytes.
+
+    path: the path of the new file.
+    shards: (array name, bounds, data) of each shard, as from local_shards.
+    Returns {array name: [manifest entry of each shard]}.
+    """
+    entries = {}
     with path.open("wb") as file:
-        for name, bounds, data in pieces:
+        for name, bounds, data in shards:
             crc = zlib.crc32(data)
-            header = {
-                "name": name,
+            header = msgpack.packb(
+                {
+                    "name": name,
+                    "bounds": bounds,
+                    "dtype": data.dtype.name,
+                    "crc32": crc,
+                }
+            )
+            # In msgpack, binary data follows the byte C6 and a 4-byte length ("bin 32").
+            # Writing this prefix by hand avoids a copy of the array into a buffer.
+            file.write(header + b"\xc6" + struct.pack(">I", data.nbytes))
+            entry = {
+                "file": path.name,
+                "offset": file.tell(),
                 "bounds": bounds,
-                "dtype": data.dtype.name,
                 "crc32": crc,
             }
-            # bin 32
-            file.write(msgpack.packb(header) + b"\xc6" + struct.pack(">I", data.nbytes))
-            places.setdefault(name, []).append(
-                {"file": path.name, "offset": file.tell(), "bounds": bounds, "crc32": crc}
-            )
+            entries.setdefault(name, []).append(entry)
             file.write(data.reshape(-1).view(np.uint8).data)
+        # A remote file is stored when it is closed.
         if not is_remote(path):
             file.flush()
             os.fsync(file.fileno())
-    return places
+    return entries
 
 
 def sync_folder(path):
-    """Make the names in a folder survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
+    """Flush a folder to disk, so that the file names in it survive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
-def write_checkpoint(folder, arrays, pieces, step):
-    """Write the checkpoint folder: pieces first, the manifest after them, its name last. Every
-    process writes its own pieces, and beside them where they lie; the first, which sees when the
-    last has done so, writes the manifest. That takes no communication, which could get in the way
-    of the training that goes on meanwhile. Where folders cannot be renamed, at a remote place, the
-    manifest alone says that a checkpoint is whole."""
+def write_checkpoint(folder, arrays, shards, step):
+    """Write this process's shards of a checkpoint and, in the main process, the manifest.
+
+    Each process writes one file of shards. Each process except the main process also
+    writes an index, a JSON file with the manifest entries of its shards. The main process
+    waits for these indexes, merges them into the manifest, and renames the folder.
+
+    The processes communicate only by files, because this function runs in the background.
+    A collective operation could block the collective operations of the training step.
+
+    folder: the final path of the checkpoint.
+    arrays: {array name: {"shape": ..., "dtype": ...}} of all arrays in the checkpoint.
+    shards: (array name, bounds, data) of each shard that this process writes.
+    """
+    # A remote folder cannot be renamed. Its checkpoint is complete with the manifest.
     temporary = folder if is_remote(folder) else folder.with_name(f"tmp-{folder.name}")
     temporary.mkdir(parents=True, exist_ok=True)
-    # a damaged checkpoint of this step is none from here on
-    if is_remote(folder) and is_main_process():
-        (folder / "manifest.json").unlink(missing_ok=True)
+    if is_main_process():
+        # Invalidate a damaged checkpoint of this step that may exist at a remote path.
+        (temporary / "manifest.json").unlink(missing_ok=True)
     count = jax.process_count()
     files = [temporary / f"pieces-{i:05}-of-{count:05}.msgpack" for i in range(count)]
-    own = files[jax.process_index()]
-    places = write_shards(own, pieces)
+    own_file = files[jax.process_index()]
+    entries = write_shards(own_file, shards)
     if not is_main_process():
-        return write_file(own.with_suffix(".json"), json.dumps(places))
-    for path in (path.with_suffix(".json") for path in files[1:]):
-        for name, more in json.loads(wait_for(path)).items():
-            places[name] = places.get(name, []) + more
-        path.unlink()
-    arrays = {
-        name: {
-            "shape": list(arrays[name]["shape"]),
-            "dtype": arrays[name]["dtype"],
-            "pieces": places[name],
-        }
-        for name in sorted(arrays)
-    }
-    configs.write_checked(
-        temporary / "manifest.json",
-        {
-            "format": FORMAT,
-            "step": step,
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "arrays": arrays,
+        write_file(own_file.with_suffix(".json"), json.dumps(entries))
+        return
+    # Add the shards of the other processes.
+    for file in files[1:]:
+        index = file.with_suffix(".json")
+        for name, more in json.loads(wait_and_read(index)).items():
+            entries.setdefault(name, []).extend(more)
+        index.unlink()
+    manifest = {
+        "format": FORMAT,
+        "step": step,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "arrays": {
+            name: {**array, "pieces": entries[name]}
+            for name, array in sorted(arrays.items())
         },
-    )
+    }
+    configs.write_checked(temporary / "manifest.json", manifest)
     if not is_remote(folder):
         sync_folder(temporary)
-        remove_checkpoint(folder)  # a damaged one of this step, which was passed over
+        # A damaged checkpoint of this step may exist. Remove it to free its name.
+        remove_checkpoint(folder)
         temporary.rename(folder)
         sync_folder(folder.parent)
 
 
-def wait_for(path, seconds=600):
-    """The text of a file that another process writes."""
+def wait_and_read(path, seconds=600):
+    """Wait until another process has written a file, and return the text of the file.
+
+    Raises CheckpointError if the file does not appear within the given number of seconds.
+    """
     deadline = time.monotonic() + seconds
     while not path.exists():
         if time.monotonic() > deadline:
             raise CheckpointError(
-                f"{path} has not come in {seconds} s: every process must write "
-                f"to the same --run_dir, and the first must see it"
+                f"{path} did not appear within {seconds} s; every process must write to "
+                f"the same --run_dir, and process 0 must be able to read it"
             )
         time.sleep(0.05)
     return path.read_text()
 
 
 def remove_checkpoint(path):
-    """Remove a checkpoint, or what lies in its place; what is left of it after a kill is none."""
+    """Remove a checkpoint, or any other file or folder at its path."""
     if is_remote(path):
+        # Without a manifest, files that remain after a kill are not a checkpoint.
         (path / "manifest.json").unlink(missing_ok=True)
         path.rmtree()
     elif path.is_dir():
@@ -384,292 +416,453 @@ def remove_checkpoint(path):
         path.unlink(missing_ok=True)
 
 
-# ====== below: reading checkpoints, those of a run, what a layout costs, the command ==============
+# ====== below: reading, processes, a run's checkpoints, costs, the command =============
+
+# ---- reading a checkpoint --------------------------------------------------------------
 
 
 def read_manifest(folder):
-    """A checkpoint's manifest, verified; a folder's name says of which step it must be."""
-    path, form = (
-        folder / "manifest.json",
-        {"format": int, "step": int, "arrays": ARRAY_FORM},
-    )
+    """Return the manifest of a checkpoint as a dict, after its checksum is verified.
+
+    Raises CheckpointError if the manifest is missing or damaged. Raises UserError if the
+    manifest has another format.
+    """
+    path = folder / "manifest.json"
     try:
-        manifest = configs.read_json(path, {"format": int})
-        if manifest["format"] < 2:  # its checksum covers less
-            configs.check_json(manifest, form)
-            covered = [manifest["arrays"], manifest.get("reader")]
-            if manifest.get("crc32") != configs.checksum(covered):
-                raise ValueError("its checksum differs")
-        elif manifest["format"] <= FORMAT:
-            manifest = configs.read_checked(path, form)
-        named = re.fullmatch(r"step_(\d+)", folder.name)
-        if manifest["format"] <= FORMAT and named and int(named[1]) != manifest["step"]:
-            raise ValueError(f"it is of step {manifest['step']}")
-    except (UserError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged ({error})") from error
-    if manifest["format"] > FORMAT:
+        manifest = configs.read_checked(
+            path, {"format": int, "step": int, "arrays": dict}
+        )
+    except UserError as error:
+        raise CheckpointError(f"{path} is missing or damaged ({error})") from error
+    if manifest["format"] != FORMAT:
         raise UserError(
-            f"{folder} has format {manifest['format']} and this version of plain T5 "
-            f"reads {FORMAT}: use a newer one."
+            f"{path} has format {manifest['format']}, but this version of plain T5 reads "
+            f"format {FORMAT}: use the version that wrote the checkpoint."
         )
     return manifest
 
 
-def read_shard(folder, place, dtype):
-    """One piece as an array over its file, its checksum verified."""
-    shape = [stop - start for start, stop in place["bounds"]]
-    path, size = folder / Path(place["file"]).name, math.prod(shape) * dtype.itemsize
+def read_shard(folder, entry, dtype):
+    """Return one array shard of a checkpoint, after its checksum is verified.
+
+    entry: the manifest's entry of the shard.
+    dtype: the name of the array's dtype.
+    Raises CheckpointError if the shard is missing or damaged.
+    """
+    shape = [stop - start for start, stop in entry["bounds"]]
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    path = folder / Path(entry["file"]).name
+    offset = entry["offset"]
     try:
         if is_remote(path):
             with path.open("rb") as file:
-                file.seek(place["offset"])
+                file.seek(offset)
                 data = file.read(size)
         else:
-            data = (
-                np.memmap(path, np.uint8, "r", place["offset"], (size,)) if size else b""
-            )
+            # Map the file into memory, so that the shard takes no memory of its own.
+            data = np.memmap(path, np.uint8, "r")[offset : offset + size]
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is missing or too short ({error})") from error
-    if zlib.crc32(data) != place["crc32"]:
-        raise CheckpointError(f"{path} is damaged at byte {place['offset']}")
+        raise CheckpointError(f"{path} cannot be read ({error})") from error
+    if zlib.crc32(data) != entry["crc32"]:
+        raise CheckpointError(f"{path} is damaged or too short after byte {offset}")
     return np.frombuffer(data, dtype).reshape(shape)
 
 
 def read_slice(folder, array, index, verified):
-    """A part of a stored array, which may be a view of its file. array: what the manifest says
-    about it; index: a slice for each axis; verified: a dict that keeps the pieces that were read
-    and found whole, or None to keep none."""
+    """Return a slice of a stored array, assembled from the shards that overlap with it.
 
-    def within(part, bounds):
-        return tuple(slice(a - b, c - b) for (a, c), (b, _) in zip(part, bounds))
-
-    dtype, verified = np.dtype(array["dtype"]), {} if verified is None else verified
-    cuts = [cut.indices(size)[:2] for cut, size in zip(index, array["shape"])]
-    out = np.empty([stop - start for start, stop in cuts], dtype)
-    for number, place in enumerate(array["pieces"]):
-        inside = [(max(a, b), min(c, d)) for (a, c), (b, d) in zip(cuts, place["bounds"])]
-        if any(a >= b for a, b in inside):
+    array: the manifest's entry of the array.
+    index: a Python slice for each dimension.
+    verified: a dict that caches the shards of this array that are read and verified.
+    Returns a new NumPy array.
+    """
+    wanted = [cut.indices(size)[:2] for cut, size in zip(index, array["shape"])]
+    out = np.empty([stop - start for start, stop in wanted], array["dtype"])
+    for number, entry in enumerate(array["pieces"]):
+        # The overlap of the slice and the shard, as slices of the shard and of `out`.
+        source, target = [], []
+        for (start, stop), (first, last) in zip(wanted, entry["bounds"]):
+            low, high = max(start, first), min(stop, last)
+            source.append(slice(low - first, high - first))
+            target.append(slice(low - start, high - start))
+        if any(part.start >= part.stop for part in source):
             continue
         if number not in verified:
-            verified[number] = read_shard(folder, place, dtype)
-        piece = verified[number][within(inside, place["bounds"])]
-        if piece.shape == out.shape:
-            return piece
-        out[within(inside, cuts)] = piece
+            verified[number] = read_shard(folder, entry, array["dtype"])
+        out[tuple(target)] = verified[number][tuple(source)]
     return out
 
 
 def read_checkpoint(folder, template):
-    """Read the arrays of `template` (ShapeDtypeStructs), in its layouts -> (step, tree like it)."""
+    """Read arrays from a checkpoint, each with the sharding that the template asks for.
+
+    The sharding may differ from the sharding of the stored arrays. Each process reads
+    only the shards that its own devices need.
+
+    template: a nested dict of ShapeDtypeStructs with shardings. Other stored arrays are
+    ignored.
+    Returns (step, nested dict of jax.Arrays like template).
+    Raises UserError if an array is absent or has another shape or dtype than template.
+    """
     manifest = read_manifest(folder)
-    stored = manifest["arrays"]
 
     def read(name, wanted):
-        if name not in stored:
+        stored = manifest["arrays"].get(name)
+        if stored is None:
             raise UserError(
-                f"{folder} has no array {name}: it is of another model or optimizer, "
-                f"or holds weights alone, from which --init_from begins a run."
+                f"{folder} has no array {name}: use the model and the optimizer of the "
+                f"checkpoint. To start a new run from weights alone, use --init_from."
             )
-        shape, dtype = tuple(stored[name]["shape"]), np.dtype(stored[name]["dtype"])
-        if shape != wanted.shape or dtype != wanted.dtype:
+        found = f"{stored['dtype']}{stored['shape']}"  # such as "float32[2, 3]"
+        asked = f"{wanted.dtype}{list(wanted.shape)}"
+        if found != asked:
             raise UserError(
-                f"{folder}: {name} is {dtype}{list(shape)}, the configuration asks for "
-                f"{wanted.dtype}{list(wanted.shape)}."
+                f"{folder} stores {name} as {found}, but the configuration asks for "
+                f"{asked}: use the configuration of the checkpoint."
             )
         verified = {}
-
-        def part(index):  # the slice of the array that one device holds
-            found = read_slice(folder, stored[name], index, verified)
-            # jax may keep the memory
-            return found if found.base is None else np.array(found)
-
-        return jax.make_array_from_callback(shape, wanted.sharding, part)
+        return jax.make_array_from_callback(
+            wanted.shape,
+            wanted.sharding,
+            lambda index: read_slice(folder, stored, index, verified),
+        )
 
     arrays = {name: read(name, wanted) for name, wanted in flatten(template).items()}
-    return manifest["step"], flax.traverse_util.unflatten_dict(arrays, sep="/")
+    return manifest["step"], unflatten_dict(arrays, sep="/")
 
 
-def read_metrics_file(path):
-    """metrics.jsonl -> its lines that are whole: flat dicts with a step."""
-    form, found = {"step": int, str: (int, float)}, []
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        try:
-            value = json.loads(line)
-            configs.check_json(value, form)
-            found.append(value)
-        except (ValueError, RecursionError):
-            continue  # torn by a kill, or damaged
-    return found
+# ---- several processes -----------------------------------------------------------------
 
 
-def best_step(path, metric, steps):
-    """Of these steps in a metrics.jsonl (step, value) with the best, or lowest loss, or None."""
-    found = {
-        line["step"]: line[metric] for line in read_metrics_file(path) if metric in line
-    }
-    sign = -1 if metric.endswith(("loss", "perplexity")) else 1
-    known = [
-        (step, found[step]) for step in steps if not math.isnan(found.get(step, math.nan))
-    ]
-    return max(known, key=lambda pair: sign * pair[1], default=None)
+def start_jax(cfg):
+    """Connect to the other processes of a run, and turn on the compilation cache.
 
+    Call this function before the first use of a device. The processes are those that the
+    --distributed flags name, or those of a cluster that JAX detects (Cloud TPU, SLURM,
+    ...). Without either, the process runs alone.
+    """
+    d = cfg.distributed
+    if d.process == 0:
+        note(f"waiting for {d.processes} processes to connect to {d.coordinator}")
 
-def resolve_step(run_dir, name):
-    """--step: a number; latest, which is None; best, by the run's train.keep_best."""
-    if re.fullmatch(r"\d{1,12}", name):
-        return int(name)
-    if name == "latest":
-        return None
-    if name != "best":
-        raise UserError(f"--step takes a step, latest or best, not {name!r}.")
-    metric = configs.load_run(run_dir).train.keep_best
-    found = metric and best_step(
-        to_path(run_dir) / "metrics.jsonl", metric, Checkpoints(run_dir).steps()
-    )
-    if not found:
-        raise UserError(
-            f"{run_dir} has no best step: it was not trained with --train.keep_best."
+    def give_up():
+        note(
+            f"The processes did not connect within {d.timeout} s: start the same command "
+            f"on all machines, or raise --distributed.timeout.",
+            always=True,
         )
-    return found[0]
+        os._exit(2)
+
+    # After its own timeout, JAX would abort the process with a stack trace. This timer
+    # fires earlier and prints a message instead.
+    timer = threading.Timer(d.timeout, give_up)
+    timer.start()
+    try:
+        jax.distributed.initialize(
+            d.coordinator or None,
+            d.processes,
+            d.process,
+            initialization_timeout=d.timeout + 60,
+            heartbeat_timeout_seconds=d.timeout,
+        )
+    except ValueError:
+        # Without a coordinator, the error means that JAX found no cluster.
+        if d.coordinator:
+            raise
+    finally:
+        timer.cancel()
+    if jax.process_count() > 1:
+        configs.single_process = False
+        if not is_main_process():
+            # Only the main process prints progress and results.
+            configs.prints_progress = False
+            sys.stdout = open(os.devnull, "w")
+        # Gloo, the CPU communication library, must connect within 30 s of the first
+        # start. A first collective operation connects it now. Later operations may wait
+        # longer.
+        all_processes_agree(True)
+    # Keep a cache that the user has configured.
+    if not jax.config.jax_compilation_cache_dir:
+        cache = os.path.expanduser("~/.cache/plain_t5/compiled")
+        jax.config.update("jax_compilation_cache_dir", cache)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def all_processes_agree(condition):
+    """Return, on every process, whether the condition is true on all processes."""
+    return bool(process_allgather(condition).all())
+
+
+def from_main_process(value):
+    """Return the main process's value on every process. The value must fit into JSON."""
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    # A broadcast needs equal shapes on all processes, so broadcast the size first.
+    size = int(broadcast_one_to_all(len(text)))
+    text = broadcast_one_to_all(np.resize(text, size))
+    return json.loads(bytes(text))
+
+
+def run_on_all(work, elsewhere=UserError):
+    """Call work() on every process, and raise on every process if one call fails.
+
+    The process that failed raises its own error. The other processes raise `elsewhere`,
+    so that they do not wait forever for a process that has ended.
+
+    Returns the result of this process's call.
+    """
+    result = error = None
+    try:
+        result = work()
+    except (UserError, CheckpointError, OSError) as raised:
+        error = raised
+    if not all_processes_agree(error is None):
+        raise error or elsewhere("another process of this run failed and printed why")
+    return result
+
+
+def run_on_main_first(work):
+    """Call work() on the main process, and after that on the other processes.
+
+    Use this function for work that creates shared files. The main process writes the
+    files, and the other processes find them complete.
+
+    Returns the result of this process's call.
+    """
+    result = run_on_all(lambda: work() if is_main_process() else None)
+    others = run_on_all(lambda: None if is_main_process() else work())
+    return result if is_main_process() else others
+
+
+# ---- the checkpoints of a run ----------------------------------------------------------
+
+
+def is_complete(path):
+    """Return whether a path is a complete checkpoint, which may still be damaged."""
+    if not path.name.startswith("step_"):
+        return False
+    return (path / "manifest.json").exists() if is_remote(path) else path.is_dir()
+
+
+def read_first_valid(paths, template):
+    """Read the first valid checkpoint of a list, and report the damaged ones before it.
+
+    All processes read the same checkpoint. If one process finds damage, all try the next
+    path.
+
+    template: a nested dict of ShapeDtypeStructs with shardings.
+    Returns (step, nested dict of jax.Arrays like template).
+    Raises UserError if no checkpoint is valid.
+    """
+    for path in paths:
+        try:
+            return run_on_all(lambda: read_checkpoint(path, template), CheckpointError)
+        except CheckpointError as error:
+            problem = error
+            note(f"{problem}; this checkpoint cannot be used", always=True)
+    raise UserError(
+        f"None of the checkpoints can be used ({problem}): choose another one, restore "
+        f"one from a backup, or move {path.parent} away to start again."
+    )
 
 
 class Checkpoints:
-    """The checkpoints of a run. At most one is being written, in the background if so wished."""
+    """The checkpoints of one run. At most one checkpoint is being written at any time.
+
+    run_dir: the directory of the run.
+    keep: how many of the newest checkpoints to keep.
+    background: whether to write in a background thread while training continues.
+    """
 
     def __init__(self, run_dir, keep=3, background=True):
         self.folder = to_path(run_dir) / "checkpoints"
-        self.keep, self.background = keep, background
-        self.writer, self.writing = ThreadPoolExecutor(1), None
-
-    def steps(self):
-        """Steps of the whole checkpoints, rising."""
-        return sorted(
-            int(path.name[5:])
-            for path in self.folders()
-            if path.name.startswith("step_")
-            and path.is_dir()
-            and (not is_remote(path) or (path / "manifest.json").exists())
-        )
+        self.keep = keep
+        self.background = background
+        self.executor = ThreadPoolExecutor(1)
+        self.unfinished = None  # the Future of a checkpoint that is being written
 
     def folders(self):
-        """The paths of checkpoints, and of what killed saves have left."""
-        found = self.folder.iterdir() if self.folder.exists() else ()
+        """Return the paths of all checkpoints and of all remains of interrupted saves."""
         return [
-            path for path in found if re.fullmatch(r"(tmp-)?step_\d{1,12}", path.name)
+            path
+            for path in self.folder.glob("*step_*")
+            if re.fullmatch(r"(tmp-)?step_\d+", path.name)
         ]
 
+    def steps(self):
+        """Return the steps of the complete checkpoints, in ascending order."""
+        return sorted(int(p.name[5:]) for p in self.folders() if is_complete(p))
+
     def path(self, step):
+        """Return the path of the checkpoint of a step."""
         return self.folder / f"step_{step:08}"
 
     def save(self, tree, step, best=None):
-        """Start to write a nested dict of arrays; waits for the checkpoint before it. best: the
-        step of a checkpoint that stays however old it is."""
+        """Start to write a checkpoint, after the checkpoint before it is written.
+
+        tree: a nested dict of jax.Arrays.
+        best: the step of a checkpoint that is kept no matter how old it is.
+        """
         self.wait()
         arrays = {
             name: {"shape": a.shape, "dtype": a.dtype.name}
             for name, a in flatten(tree).items()
         }
-        pieces = local_shards(tree)
+        shards = local_shards(tree)
         if self.background:
-            self.writing = self.writer.submit(
-                self.commit, arrays, list(pieces), step, best
+            # list() copies all shards to the host now, because training will reuse the
+            # memory of the arrays.
+            self.unfinished = self.executor.submit(
+                self.commit, arrays, list(shards), step, best
             )
         else:
-            self.commit(arrays, pieces, step, best)
+            # local_shards copies one shard at a time, while the file is written.
+            self.commit(arrays, shards, step, best)
 
-    def commit(self, arrays, pieces, step, best=None):
+    def commit(self, arrays, shards, step, best):
+        """Write a checkpoint, and then remove the checkpoints that are no longer kept.
+
+        Raises CheckpointError if the files cannot be written, for example to a full disk.
+        """
         try:
-            write_checkpoint(self.path(step), arrays, pieces, step)
-        except OSError as error:  # a full disk, for instance
+            write_checkpoint(self.path(step), arrays, shards, step)
+        except OSError as error:
             raise CheckpointError(
                 f"{self.path(step)} could not be written ({error})"
             ) from error
-        for old in (
-            [s for s in self.steps() if s <= step][: -self.keep]
-            if is_main_process()
-            else ()
-        ):
-            if old != best:
-                remove_checkpoint(self.path(old))
+        if is_main_process():
+            written = [other for other in self.steps() if other <= step]
+            for old in written[: -self.keep]:
+                if old != best:
+                    remove_checkpoint(self.path(old))
 
     def discard_unfinished(self):
-        """Remove what a save that was killed has left; only for the one process that writes."""
-        whole = self.steps()
+        """Remove the remains of interrupted saves. Only the main process may do this."""
         for path in self.folders():
-            if path.name.startswith("tmp-") or int(path.name[5:]) not in whole:
+            if not is_complete(path):
                 remove_checkpoint(path)
 
     def wait(self):
-        """Return when nothing is being written; an error in the background is raised here."""
-        writing, self.writing = self.writing, None
-        if writing:
-            writing.result()
+        """Wait until no checkpoint is being written. Raise the error of a failed save."""
+        if self.unfinished:
+            self.unfinished.result()
 
     def load(self, template, step=None):
-        """The newest whole checkpoint -> (step, tree like `template`), or None if there is none. A
-        damaged one is named and the one before it is taken; a UserError where all are damaged.
-        template: nested dict of ShapeDtypeStructs with their layouts; what else a checkpoint holds
-        is left alone. step: that checkpoint and no other."""
+        """Load the newest valid checkpoint, or the checkpoint of a given step.
+
+        A damaged checkpoint is reported, and the checkpoint before it is tried.
+
+        template: a nested dict of ShapeDtypeStructs with shardings.
+        Returns (step, nested dict of jax.Arrays like template), or None without any
+        checkpoint.
+        Raises UserError if the checkpoint of the given step, or every checkpoint, is
+        damaged.
+        """
         steps = from_main_process(self.steps())
-        if step not in (None, *steps):
-            raise UserError(
-                f"{self.folder} has no step {step:,}; it has "
-                f"{', '.join(map(str, steps)) or 'none'}."
-            )
-        for path in map(self.path, reversed(steps) if step is None else [step]):
-            try:
-                return run_on_all(
-                    lambda: read_checkpoint(path, template), CheckpointError
+        if step is not None:
+            if step not in steps:
+                raise UserError(
+                    f"{self.folder} has no step {step}: choose one of the steps {steps}."
                 )
-            except CheckpointError as error:
-                if step is not None:
-                    raise UserError(f"{error}: name another --step.") from error
-                note(f"{error}; trying the checkpoint before it", always=True)
-        if steps:
-            raise UserError(
-                f"None of the checkpoints in {self.folder} is whole: restore one from "
-                f"a copy, or move the folder away to begin anew."
-            )
-        return None
+            steps = [step]
+        if not steps:
+            return None
+        return read_first_valid(map(self.path, reversed(steps)), template)
 
 
 def find_checkpoint(source):
-    """A run's directory or a checkpoint -> whether it is a run; refuses what is neither."""
+    """Return whether a path is a run with checkpoints. Otherwise it must be a checkpoint.
+
+    Raises UserError if the path is neither.
+    """
     if (to_path(source) / "manifest.json").exists():
         return False
     if not Checkpoints(source).steps():
         raise UserError(
-            f"{source} is neither a run with checkpoints nor a checkpoint: name one, "
-            f"or convert other weights first."
+            f"{source} is neither a run with checkpoints nor a checkpoint: name one of "
+            f"these, or convert other weights with convert.py first."
         )
     return True
 
 
 def load_newest(source, template):
-    """The newest checkpoint of a run's directory, or one checkpoint -> as Checkpoints.load."""
+    """Load a checkpoint, or the newest valid checkpoint of a run.
+
+    source: the path of a checkpoint or of a run directory.
+    Returns (step, nested dict of jax.Arrays like template), as Checkpoints.load does.
+    """
     if find_checkpoint(source):
         return Checkpoints(source).load(template)
-    try:
-        return run_on_all(
-            lambda: read_checkpoint(to_path(source), template), CheckpointError
+    return read_first_valid([to_path(source)], template)
+
+
+def read_metrics_file(path):
+    """Return the lines of a metrics.jsonl as a list of dicts, without damaged lines."""
+    lines = []
+    if not path.exists():
+        return lines
+    for text in path.read_bytes().splitlines():
+        try:
+            line = json.loads(text)
+            configs.check_json(line, {"step": int, str: (int, float)})
+        except (ValueError, RecursionError):
+            continue  # A kill during a write can leave an incomplete line.
+        lines.append(line)
+    return lines
+
+
+def best_step(path, metric, steps):
+    """Return (step, value) of the step with the best value of a metric, or None.
+
+    The lowest value is the best one for a loss and for perplexity, else the highest
+    value.
+
+    path: the path of a metrics.jsonl.
+    metric: a key of its lines, such as "training_eval/span_corruption/loss".
+    steps: the steps to choose from. Steps without a value are ignored.
+    """
+    values = {
+        line["step"]: line[metric]
+        for line in read_metrics_file(path)
+        if line["step"] in steps and not math.isnan(line.get(metric, math.nan))
+    }
+    best = min if metric.endswith(("loss", "perplexity")) else max
+    return best(values.items(), key=lambda item: item[1], default=None)
+
+
+def resolve_step(run_dir, name):
+    """Return the step that the value of --step names, or None for the latest step.
+
+    name: a step number, "latest", or "best" by the metric in the run's --train.keep_best.
+    """
+    if name.isdecimal():
+        return int(name)
+    if name == "latest":
+        return None
+    if name != "best":
+        raise UserError(f"--step must be a step number, latest or best, not {name!r}.")
+    metric = configs.load_run(run_dir).train.keep_best
+    steps = Checkpoints(run_dir).steps()
+    best = best_step(to_path(run_dir) / "metrics.jsonl", metric, steps)
+    if not best:
+        raise UserError(
+            f"{run_dir} has no best step, because it was not trained with "
+            f"--train.keep_best: use --step latest or a step number."
         )
-    except CheckpointError as error:
-        raise UserError(f"{error}: name another checkpoint.") from error
+    return best[0]
 
 
-# ---- what a layout costs -------------------------------------------------------------------------
+# ---- the cost of a sharding: chips and memory ------------------------------------------
 
 
-class Chip(NamedTuple):
-    """A device by its data sheet, dense bfloat16; links: to its neighbours, in one direction."""
+# The properties of an accelerator, as stated in its data sheet:
+#   teraflops    dense bfloat16 matmuls, in 10^12 operations per second
+#   memory       GB
+#   links        GB/s from one device to all its neighbors together, in one direction
+#   clock        GHz, for TPUs only
+Chip = namedtuple("Chip", "teraflops memory links clock", defaults=[0.0])
 
-    teraflops: float
-    memory: float  # GB
-    links: float  # GB/s
-    clock: float = 0.0  # GHz, of a TPU
-
-
-CHIPS = {  # names as in jax's device_kind; a device of v3 is half a chip
+# The keys are parts of jax.Device.device_kind. JAX counts a TPU v3 chip as two devices.
+CHIPS = {
     "H200": Chip(989.5, 141, 450),
     "H100": Chip(989.5, 80, 450),
     "A100": Chip(312, 80, 300),
@@ -681,10 +874,11 @@ CHIPS = {  # names as in jax's device_kind; a device of v3 is half a chip
     "TPU v6 lite": Chip(918, 32, 224, 1.75),
 }
 
+# The options below make the TPU compiler overlap communication with computation.
+# train.lower_step chooses the options that help on each kind of TPU.
 
-# What lets a TPU send beside arithmetic. With all of GATHERS it gathers split weights so, else by
-# all-reduces before it; with SUMS each large gradient by itself, not all at the end. FUSIONS lets
-# each use 24 MiB of fast memory, not 16; v6e is slower so. A v4 has too little for both of these.
+# Without these options, the compiler gathers the weights of FSDP with blocking
+# all-reduces. With all of the options, it uses asynchronous all-gathers.
 ASYNC_GATHER_OPTIONS = dict.fromkeys(
     (
         "xla_enable_async_all_gather",
@@ -696,202 +890,328 @@ ASYNC_GATHER_OPTIONS = dict.fromkeys(
     ),
     True,
 )
+
+# Without these options, the compiler combines the all-reduces of all gradients at the end
+# of the step. With the options, it reduces each gradient of more than 1 MB as soon as it
+# is computed.
 ASYNC_REDUCE_OPTIONS = {
     "xla_enable_async_all_reduce": True,
     "xla_jf_crs_combiner_threshold_in_bytes": 1_000_000,
     "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
 }
+
+# Each fusion may use 24 MiB of the fast on-chip memory (VMEM) instead of 16 MiB. This
+# makes a TPU v6e slower. A TPU v4 has too little VMEM for this option and for
+# ASYNC_REDUCE_OPTIONS.
 FUSION_MEMORY_OPTIONS = {"xla_tpu_scoped_vmem_limit_kib": 24 * 1024}
 
 
 def check_memory(parts, levers):
-    """Refuse what all devices together cannot hold. parts: {what: bytes}."""
+    """Raise UserError if all devices together have too little memory.
+
+    parts: {description: bytes} of what the devices must hold at once.
+    levers: the flags that reduce the memory, for the message.
+    """
     device = jax.local_devices()[0]
-    if device.platform == "cpu":  # CPU devices share what the machine has
-        there = configs.machine_memory() * jax.process_count()
+    if device.platform == "cpu":
+        # All CPU devices of a process share the memory of the machine.
+        available = configs.machine_memory() * jax.process_count()
     else:
-        there = (device.memory_stats() or {}).get(
-            "bytes_limit", math.inf
-        ) * jax.device_count()
-    configs.require_memory(parts, there, f"{levers}, or take more devices")
+        stats = device.memory_stats() or {"bytes_limit": math.inf}
+        available = stats["bytes_limit"] * jax.device_count()
+    configs.require_memory(parts, available, f"{levers}, or use more devices")
 
 
 def bytes_on_device(tree):
-    """Arrays or ShapeDtypeStructs with layouts -> bytes that one device holds of them."""
+    """Return the bytes that one device holds of all arrays in a tree.
+
+    tree: a tree of arrays or ShapeDtypeStructs with shardings.
+    """
     return sum(
         math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
         for a in jax.tree.leaves(tree)
     )
 
 
-COLLECTIVES = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+# ---- the cost of a sharding: communication and TPU cycles ------------------------------
+# A compiled program can be printed as HLO text, XLA's intermediate language, with one
+# instruction per line. The functions below search this text for collective operations
+# (all-reduce, ...) and for the time estimates of the TPU compiler. A shortened example of
+# HLO:
+#
+#   %body (p: f32[4,8]) -> f32[4,8] {
+#     %all-reduce.7 = f32[4,8]{1,0} all-reduce(%p), replica_groups={{0,1},{2,3}}
+#   }
+#   ENTRY %main (p: f32[4,8]) -> f32[4,8] {
+#     %while.1 = f32[4,8]{1,0} while(%p), condition=%cond, body=%body
+#   }
+#
+# The type f32[4,8]{1,0} of a result is its dtype, its shape on one device, and its memory
+# order.
+
+# Each alternative matches the example in its comment. "-start" marks an asynchronous
+# operation.
+COLLECTIVE = re.compile(
+    r"""
+    # %a = f32[8]{0} all-reduce(%p), replica_groups=...
+    [ ](all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\(
+    # %b = f32[2]{0} fusion(%p), calls=%all-reduce-scatter.3
+    | calls=%all-(reduce-scatter)
+    # %async-collective-start.1 = (f32[2], f32[8], s32[2]) fusion(%p)
+    | %async-collective(-start)\S*[ ]=
+    """,
+    re.VERBOSE,
+)
 
 
-def count_collectives(lowered):
-    """Compile a program -> ([(kind of collective, mesh axis, count, bytes that each device sends,
-    on a ring)], the compiled program). Read from what XLA's partitioner leaves, where dtypes are
-    still the program's own: later XLA's CPU backend turns bfloat16 into float32."""
-    mesh, counts, moved = (
-        jax.sharding.get_mesh(),
-        collections.Counter(),
-        collections.Counter(),
+def hlo_instructions(text):
+    """Yield (line, times) for each instruction of an HLO program.
+
+    times: how often the program executes the instruction. The body of a loop is one
+    computation in the text, but the program executes it many times.
+    """
+    # {name: lines} of each computation, which begins "%body (p: f32[4,8]) -> f32[4,8] {".
+    computations = dict(
+        re.findall(r"^(?:ENTRY )?%(\S+) \(.*?\{\n(.*?)^\}", text, re.M | re.S)
     )
-    nobody_runs_it = mesh.devices.flat[0].platform == "cpu"
-    with tempfile.TemporaryDirectory() as folder:
-        program = lowered.compile(
-            {
-                "xla_dump_to": folder,
-                "xla_dump_hlo_pass_re": "spmd-partitioning",
-                **({"xla_backend_optimization_level": "0"} if nobody_runs_it else {}),
-            }
-        )
-        if mesh.size == 1:
-            return [], program
-        (path,) = Path(folder).glob("*spmd-partitioning.before*.txt")
-        text = path.read_text()
-    for line, times in hlo_instructions(text):
-        if one := re.search(rf" = (.*?) ({COLLECTIVES})\(", line):
-            group = first_device_group(line, mesh.size)
-            if len(group) == 1:
+    # The last computation is the program itself.
+    unvisited = [(list(computations)[-1], 1)]
+    while unvisited:
+        name, times = unvisited.pop()
+        for line in computations[name].splitlines():
+            # A loop:  %w = f32[8]{0} while(%p), condition=%cond, body=%body
+            # A call:  %c = f32[8]{0} call(%p), to_apply=%function
+            inner = re.search(
+                r"\b(?:while\(.*condition=%([^,\s]+), body|call\(.*to_apply)=%([^,\s]+)",
+                line,
+            )
+            if not inner:
+                yield line, times
                 continue
-            part = 1 - 1 / len(group)  # a ring sends all but one's own
-            sent = {
-                "all-reduce": 2 * part,
-                "reduce-scatter": len(group) - 1,
-                "collective-permute": 1,
-            }.get(one[2], part)
-            whole = len(group) == mesh.size and min(mesh.shape.values()) > 1
-            near = abs(group[1] - group[0]) < mesh.shape["model"]
-            key = one[2], "both" if whole else "model" if near else "data"
-            counts[key] += times
-            moved[key] += times * sent * hlo_bytes(one[1])
-    return [(*key, counts[key], moved[key]) for key in sorted(counts)], program
+            condition, function = inner.groups()
+            counts = [1]
+            if condition:
+                # Some loops state their number of iterations: known_trip_count":{"n":"3"}
+                # The others compare a counter in their condition with: constant(3)
+                counts = re.findall(
+                    r'known_trip_count":\{"n":"(\d+)"', line
+                ) or re.findall(r"constant\((\d+)\)", computations[condition])
+            unvisited.append((function, times * max(map(int, counts))))
 
 
-def hlo_bytes(shapes):
-    """HLO's "(f32[2,3]{1,0}, pred[4])" -> bytes."""
+def hlo_bytes(text):
+    """Return the total bytes of all HLO types in a text, e.g. "(f32[2,3]{1,0}, pred[4])".
+
+    Example: f32[2,3] has 6 elements of 32 bits, which is 24 bytes.
+    """
+    # The dtype pred (bool) has no number in its name and takes 8 bits.
     return sum(
-        int(bits or 8) // 8 * math.prod(integers(sizes))
-        for bits, sizes in re.findall(r"\b[a-z]+(\d*)\w*\[([\d,]*)\]", shapes)
+        int(bits or 8) // 8 * math.prod(integers(shape))
+        for bits, shape in re.findall(r"\b[a-z]+(\d*)\w*\[([\d,]*)\]", text)
     )
 
 
 def integers(text):
+    """Return the list of all integers in a text."""
     return list(map(int, re.findall(r"\d+", text)))
 
 
+def find_collectives(instructions):
+    """Yield (kind, bytes, line, times) for each collective operation.
+
+    kind: "all-reduce", ..., or "collectives" for a TPU's fusion of several operations.
+    The kind of an asynchronous operation, during which computation continues, ends with
+    ", overlapped".
+    bytes: the size of the result. For an asynchronous operation, the operand is included,
+    which gives an upper bound for the bytes that a ring sends.
+    instructions: (line, times) of each instruction, as from hlo_instructions.
+    """
+    for line, times in instructions:
+        found = COLLECTIVE.search(line)
+        if found:
+            kind, start, fused_kind, fused_start = found.groups()
+            kind = kind or fused_kind or "collectives"
+            if start or fused_start:
+                kind += ", overlapped"
+            # The result types stand before the operands, which begin with "(%". An
+            # asynchronous fusion returns its operand, its result and then counters, which
+            # begin with s32[2].
+            types = re.split(r"\(%| s32\[2\]", line)[0]
+            yield kind, hlo_bytes(types), line, times
+
+
+def ring_bytes(kind, result_bytes, devices):
+    """Return about how many bytes each device sends for a collective operation on a ring.
+
+    An all-gather passes all shards of the result around the ring. A reduce-scatter passes
+    its operand, which is larger than its result by the number of devices. An all-reduce
+    is a reduce-scatter and then an all-gather. The exact number is smaller by the factor
+    1 - 1 / devices, because no device sends its own share.
+    """
+    return {"all-reduce": 2, "reduce-scatter": devices}.get(kind, 1) * result_bytes
+
+
 def first_device_group(line, count):
-    """The devices, of so many, of the first group that a collective of HLO goes on among."""
-    if listed := re.search(
-        r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}", line
-    ):
+    """Return the numbers of the devices in the first group of a collective operation.
+
+    A collective operation communicates within groups of devices, which all have equal
+    sizes.
+
+    XLA writes the groups in one of four forms. In these examples, the first group is 0,
+    2, 4, 6 of 8 devices.
+
+    replica_groups={{0,2,4,6},{1,3,5,7}}
+        A list of all groups. A collective-permute has source_target_pairs instead.
+    replica_groups=[2,4]<=[4,2]T(1,0)
+        The rows of np.arange(8).reshape(4, 2).transpose(1, 0).reshape(2, 4).
+    replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_0'}
+        The devices along axis_0 of np.arange(8).reshape(4, 2).
+    replica_groups=mesh['axis_0'=2,'axis_1'=4], device_ids=([4,2]T(1,0)) {'axis_1'}
+        The devices along axis_1 of a mesh whose devices are transposed first.
+
+    line: an HLO instruction.
+    count: the number of devices. Without a known form, all devices are one group.
+    """
+    listed = re.search(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}", line)
+    if listed:
         return integers(listed[1])
     devices = np.arange(count)
-    if order := re.search(r"(?:<=|device_ids=\()\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
+    order = re.search(r"(?:<=|device_ids=\()\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
+    if order:
         devices = devices.reshape(integers(order[1]))
-        devices = devices.transpose(integers(order[2])) if order[2] else devices
-    if rows := re.search(r"replica_groups=\[(\d+,\d+)\]", line):  # [2,4]<=[4,2]T(1,0)
-        return devices.reshape(integers(rows[1]))[0]
-    if axes := re.search(r"replica_groups=mesh\[(.*?)\].*?\{(.*?)\}", line):
-        # mesh['axis_0'=2,'axis_1'=4], device_ids=([4,2]T(1,0)) {'axis_1'}
-        sizes = re.findall(r"('\w+')=(\d+)", axes[1])
-        inside = tuple(slice(None) if name in axes[2] else 0 for name, _ in sizes)
-        return devices.reshape([int(size) for _, size in sizes])[inside].ravel()
-    return devices.ravel()  # all of them
+        if order[2]:
+            devices = devices.transpose(integers(order[2]))
+    groups = re.search(r"replica_groups=\[(\d+),\d+\]", line)
+    if groups:
+        devices = devices.reshape(int(groups[1]), -1)[0]
+    mesh = re.search(r"replica_groups=mesh\[(.*?)\].*?\{(.*?)\}", line)
+    if mesh:
+        axes = re.findall(r"('\w+')=(\d+)", mesh[1])
+        devices = devices.reshape([int(size) for _, size in axes])
+        # Take all devices along the named axes and the first device along the other axes.
+        devices = devices[
+            tuple(slice(None) if name in mesh[2] else 0 for name, _ in axes)
+        ]
+    return devices.ravel()
 
 
-def hlo_instructions(text):
-    """HLO -> (line, how often it runs) of each instruction: a loop's body stands there once and
-    runs as often as the constant in its condition says."""
-    bodies = dict(re.findall(r"^(?:ENTRY )?%(\S+) \(.*?\{\n(.*?)^\}", text, re.M | re.S))
+def count_collectives(lowered):
+    """Compile a program, and count its collective operations and the bytes they send.
 
-    def visit(name, times):
-        for line in bodies[name].splitlines():
-            if loop := re.search(
-                r"\bwhile\(.*condition=%(\S+?), body=%(\S+?)[,\s]", line + " "
-            ):
-                known = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
-                turns = (
-                    [known[1]]
-                    if known
-                    else re.findall(r"constant\((\d+)\)", bodies[loop[1]])
-                )
-                yield from visit(loop[2], times * max(map(int, turns)))
-            elif call := re.search(r"\bcall\(.*to_apply=%(\S+?)[,\s]", line + " "):
-                yield from visit(call[1], times)
-            else:
-                yield line, times
+    The operations are counted in the HLO text after XLA's partitioner has inserted them.
+    In the final HLO of a CPU, bfloat16 is replaced by float32, so the bytes would be
+    wrong.
 
-    return visit([*bodies][-1], 1)  # the last one is the program itself
+    lowered: a jax.stages.Lowered, for the current mesh.
+    Returns ([(kind, mesh axis, count, bytes that each device sends)], compiled program).
+    """
+    mesh = get_mesh()
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning"}
+        if platform() == "cpu":
+            # The program is only counted and never run, so optimization would waste time.
+            options["xla_backend_optimization_level"] = "0"
+        program = lowered.compile(options)
+        if mesh.size == 1:
+            return [], program
+        (path,) = Path(folder).glob("*spmd-partitioning.before*.txt")
+        text = path.read_text()
+    counts, sent = Counter(), Counter()
+    for kind, size, line, times in find_collectives(hlo_instructions(text)):
+        group = first_device_group(line, mesh.size)
+        # Devices are numbered row by row: rows lie along "data" and columns along
+        # "model".
+        positions = np.divmod(group, mesh.shape["model"])
+        axes = [axis for axis, x in zip(mesh.axis_names, positions) if np.ptp(x) > 0]
+        if not axes:
+            continue  # A group of one device sends nothing.
+        size = ring_bytes(kind, size, len(group))
+        if kind != "collective-permute":
+            size *= 1 - 1 / len(group)
+        key = kind, "both" if len(axes) == 2 else axes[0]
+        counts[key] += times
+        sent[key] += times * size
+    return [(*key, counts[key], sent[key]) for key in sorted(counts)], program
+
+
+def part_of_step(line):
+    """Return the part of the training step to which an HLO instruction belongs.
+
+    The part follows from the instruction's op_name, the path of JAX functions that led to
+    it:
+      jit(train_step)/jvp()/closed_call/attention/shard_map/add           "attention"
+      jit(train_step)/transpose(jvp())/closed_call/mlp/dot_general        "mlp, gradient"
+      jit(train_step)/reduce_sum                                          "optimizer"
+    Copies that the compiler adds have no op_name.
+    """
+    path = re.search(r'op_name="([^"]+)"', line)
+    if not path:
+        return "copies"
+    if "jvp" not in path[1]:
+        return "optimizer"
+    name = re.search(r"[/(](attention|mlp|logits and loss)[/)]", path[1])
+    part = name[1] if name else "the rest"
+    if "rematted" in path[1]:
+        part += ", again"
+    if "transpose(" in path[1]:
+        part += ", gradient"
+    return part
 
 
 def estimated_cycles(text):
-    """Compiled for a TPU: its HLO -> {part of the step: cycles}, by the compiler's own estimate,
-    {collective: times}, {collective: bytes sent by each device}; "overlapped": beside others."""
-    parts, counts, sent = (collections.Counter() for _ in range(3))
-    ring = {"all-reduce": 2, "reduce-scatter": jax.sharding.get_mesh().shape["data"]}
-    for line, times in hlo_instructions(text):
-        if price := re.search(r'"estimated_cycles":"(\d+)"', line):
-            path = (re.search(r'op_name="([^"]*)"', line) or [""] * 2)[1]
-            part = next(
-                (
-                    name
-                    for name in ("attention", "mlp", "logits and loss")
-                    if f"/{name}/" in path or f"({name})" in path
-                ),
-                "the rest",
-            )
-            kind = "" if "jvp" in path else "optimizer" if path else "copies"
-            parts[
-                kind
-                or part
-                + ", again" * ("rematted" in path)
-                + (", gradient" * ("transpose(" in path))
-            ] += int(price[1]) * times
-        if one := re.search(
-            rf" ({COLLECTIVES})(-start)?\(|calls=%all-(reduce-scatter)|"
-            r"%async-collective(-start)\S* = ",
-            line,
-        ):
-            call = (one[1] or one[3] or "collectives") + ", overlapped" * bool(
-                one[2] or one[4]
-            )
-            # below: of a fusion, what it takes and returns, not its counters
-            counts[call] += times
-            sent[call] += (
-                times * hlo_bytes(re.split(r"\(%| s32\[2\]", line)[0]) * ring.get(call, 1)
-            )
-    return parts, counts, sent
+    """Return the TPU compiler's own estimate of the cycles of a training step.
+
+    text: the HLO text of a program that was compiled for a TPU. Most instructions contain
+    an estimate, such as backend_config={"window_config":{"estimated_cycles":"2439", ...}}
+    Returns three Counters:
+      {part of the step: clock cycles of each device}
+      {kind of collective operation: count}
+      {kind of collective operation: bytes that each device sends}
+    The kinds of asynchronous operations end with ", overlapped".
+    """
+    cycles, counts, sent = Counter(), Counter(), Counter()
+    instructions = list(hlo_instructions(text))
+    for line, times in instructions:
+        estimate = re.search(r'"estimated_cycles":"(\d+)"', line)
+        if estimate:
+            cycles[part_of_step(line)] += times * int(estimate[1])
+    devices = get_mesh().shape["data"]
+    for kind, size, _, times in find_collectives(instructions):
+        counts[kind] += times
+        sent[kind] += times * ring_bytes(kind, size, devices)
+    return cycles, counts, sent
 
 
-# ---- the command ---------------------------------------------------------------------------------
+# ---- the command -----------------------------------------------------------------------
 
 
 def verify(folder):
-    """Read every piece of a checkpoint -> a list of sentences, one for each that is damaged."""
+    """Read every array shard of a checkpoint, and return a list of error messages."""
     problems = []
     for name, array in read_manifest(folder)["arrays"].items():
-        for place in array["pieces"]:
+        for entry in array["pieces"]:
             try:
-                read_shard(folder, place, np.dtype(array["dtype"]))
+                read_shard(folder, entry, array["dtype"])
             except CheckpointError as error:
                 problems.append(f"{name}: {error}")
     return problems
 
 
 def main(argv):
-    args, _ = parse_args(__doc__, argv, verify=dict(metavar="CHECKPOINT", required=True))
-    if not to_path(args.verify).is_dir():
-        raise UserError(
-            f"There is no folder {args.verify}: --verify names a checkpoint, such as "
-            f"runs/tiny/checkpoints/step_00001500."
-        )
+    """Return the exit status: 0 if the checkpoint is valid, 1 if it is damaged."""
+    args, _ = parse_args(
+        __doc__,
+        argv,
+        verify=dict(
+            metavar="CHECKPOINT", required=True, help="the folder of a checkpoint"
+        ),
+    )
     try:
         problems = verify(to_path(args.verify))
     except CheckpointError as error:
         problems = [str(error)]
-    print("\n".join(problems) or f"{args.verify} is whole.")
-    return int(bool(problems))
+    print("\n".join(problems) or f"{args.verify} is valid.")
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":
