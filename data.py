@@ -678,7 +678,7 @@ def make_batch(step, tasks, plan, cfg, rows=None):
     return fill_rows(examples, row, len(rows), limits)
 
 
-# ====== below: vocabularies, sources, tasks, mixtures, token files, evaluation, command ==
+# ====== below: vocabularies, sources, tasks, mixtures, token files, evaluation, command =
 
 
 # ---- vocabularies ----------------------------------------------------------------------
