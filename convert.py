@@ -958,7 +958,7 @@ def open_plain(checkpoint, run_dir):
     @explain_errors(checkpoint)
     def read_array(name):
         everything = [slice(None)] * len(shapes[name])
-        return partition.read_slice(checkpoint, stored[name], everything, None)
+        return partition.read_slice(checkpoint, stored[name], everything, {})
 
     def read_layer(name, layer):
         array = read_array(name)
