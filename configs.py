@@ -810,14 +810,9 @@ def load_recipe(name):
             f"Unknown recipe {name}{nearest(name, RECIPES) or ';'} "
             f"python configs.py lists all recipes."
         )
-    path = to_path(name)
-    if not path.exists():
-        raise UserError(
-            f"There is no file {name}: --config takes a recipe's name or a Python file."
-        )
     defined = {"__name__": "recipe", "__file__": name}
     try:
-        exec(compile(path.read_bytes(), name, "exec"), defined)
+        exec(compile(to_path(name).read_bytes(), name, "exec"), defined)
         cfg = defined.get("CONFIG")
         if not isinstance(cfg, Config):
             raise UserError("CONFIG must be a value of configs.Config")
@@ -826,7 +821,8 @@ def load_recipe(name):
             globals()[title].update(defined.get(title, {}))
     except (Exception, SystemExit) as error:
         raise UserError(
-            f"{name} cannot be loaded ({type(error).__name__}: {error}): fix this file."
+            f"{name} cannot be loaded ({type(error).__name__}: {error}): fix this file, "
+            f"or name another --config."
         ) from error
     return cfg
 

@@ -5187,7 +5187,10 @@ BAD = {
         "No file matches nowhere/*.txt",
     ),
     "no such kind": (["--data.source", "csv:a"], "python:, text:"),
-    "no such recipe file": (["--config", "none.py"], "no file none.py"),
+    "no such recipe file": (
+        ["--config", "none.py"],
+        "No such file or directory: 'none.py'",
+    ),
     "heads": (["--mesh.model", "8"], "--model.num_heads is 4"),
     "devices": (["--mesh.model", "3"], "number of devices is 8"),
     "batch": (["--train.batch_size", "12"], "is 12, which cannot be split"),
