@@ -728,7 +728,10 @@ def read_metrics(folders, prefix=""):
 
 
 def mean_of(values, columns):
-    """Return the mean of some columns of {column: value}. Missing columns do not count."""
+    """Return the mean of some columns. A column without a value does not count.
+
+    values: {column: value}.
+    """
     return np.mean([values[column] for column in columns if column in values])
 
 
