@@ -57,7 +57,7 @@ from partition import RULES, spec
 
 
 class Param(NamedTuple):
-    """The declaration of one parameter: its shape, its axes and its initial values."""
+    """Declare the shape, the axes and the initial values of one parameter."""
 
     shape: tuple
     # What each axis means, e.g. ("embed", "mlp"). partition.RULES maps a meaning to a
@@ -108,8 +108,7 @@ def param_table(cfg):
         mlp["gate"] = up
 
     def stack(num_layers, layer):
-        """Declare a stack. Each weight of its L layers is one array with a leading axis
-        L."""
+        """Declare a stack, in which each weight of all layers is one array [L, ...]."""
 
         def add_layer_axis(p):
             return p._replace(shape=(num_layers, *p.shape), axes=("layers", *p.axes))
@@ -139,8 +138,7 @@ def param_table(cfg):
 
 
 def is_param(x):
-    """Return whether x is a Param. With it, jax.tree functions treat a Param as a
-    leaf."""
+    """Return whether x is a Param, so that jax.tree functions treat x as a leaf."""
     return isinstance(x, Param)
 
 
@@ -194,12 +192,12 @@ def compute_dtype(cfg):
 
 
 def sharding_of(x):
-    """Return the PartitionSpec of an array. In JAX it is part of an array's type."""
+    """Return the PartitionSpec of an array, which JAX stores in the type of the array."""
     return jax.typeof(x).sharding.spec
 
 
 def dense(x, w):
-    """Multiply activations [B, Q, D] by a weight matrix [D, F], giving [B, Q, F].
+    """Multiply activations [B, Q, D] by a weight matrix [D, F]. Returns [B, Q, F].
 
     When D is split over the mesh axis "model", each device holds a partial sum.
     `out_sharding` then makes JAX add the partial sums (an all-reduce).
@@ -221,14 +219,16 @@ def rms_norm(x, scale):
 
 
 def dropout_mask(key, rate, shape, sharding, dtype):
-    """Sample a dropout mask: 0 for a dropped activation, 1 / (1 - rate) for a kept
-    one."""
+    """Sample a dropout mask.
+
+    The mask is 0 for a dropped activation and 1 / (1 - rate) for every other activation.
+    """
     keep = jax.random.bernoulli(key, 1 - rate, shape, out_sharding=sharding)
     return keep.astype(dtype) / (1 - rate)
 
 
 def dropout(x, rate, key, shared_length=True):
-    """Apply dropout to activations [B, Q, D]; without a key, return x unchanged.
+    """Apply dropout to activations [B, Q, D]. Without a key, return x unchanged.
 
     T5 drops the same channels at all positions of a row, so the mask has shape [B, 1, D].
     Only at the end of the encoder does each position have a mask of its own
@@ -242,7 +242,8 @@ def dropout(x, rate, key, shared_length=True):
 
 
 def split_key(key, n):
-    """Split a PRNG key into n keys. Without a key (no dropout), return n times None."""
+    """Split a PRNG key into n keys. If the key is None, return a tuple of n times
+    None."""
     if key is None:
         return (None,) * n
     return jax.random.split(key, n)
@@ -252,7 +253,7 @@ def split_key(key, n):
 
 
 def relative_bucket(distance, bidirectional, cfg):
-    """Return the bucket of each relative position, as an integer array of the same shape.
+    """Assign each relative position to a bucket. Returns an integer array.
 
     distance: NumPy array of key position minus query position. Short distances have a
     bucket each. Longer ones share buckets whose width grows logarithmically. All
@@ -271,9 +272,9 @@ def relative_bucket(distance, bidirectional, cfg):
         distance = np.maximum(-distance, 0)
     # The first half of the buckets stands for exact distances 0, 1, 2, ...
     exact = buckets // 2
-    # The second half divides exact ... relative_max_distance evenly on a logarithmic
-    # scale. The epsilon and the float32 arithmetic are T5X's: they decide cases at the
-    # edge of a bucket.
+    # The second half covers the distances up to relative_max_distance. On a logarithmic
+    # scale these buckets have equal widths. The epsilon and the float32 arithmetic agree
+    # with T5X, because rounding decides to which bucket a distance at an edge belongs.
     position = np.log(np.float32(distance) / exact + np.finfo(np.float32).eps)
     position = position / np.log(cfg.relative_max_distance / exact) * (buckets - exact)
     logarithmic = np.minimum(exact + position.astype(np.int32), buckets - 1)
@@ -281,12 +282,18 @@ def relative_bucket(distance, bidirectional, cfg):
 
 
 def bias_of_buckets(table, bucket):
-    """Look up the biases [1, H, Q, K] of buckets [Q, K] in a table [H, R]."""
+    """Look up the bias of each bucket in a table [H, R].
+
+    bucket: the bucket of each pair of a query and a key, [Q, K]. Returns [1, H, Q, K].
+    """
     return table[None, :, bucket]
 
 
 def relative_bias(w, Q, K, bidirectional, cfg, shared=None):
-    """Look up the position bias of each head, query and key: float32 [1, H, Q, K].
+    """Return the position bias, which is added to the attention scores.
+
+    The bias has the shape [1, H, Q, K] and is float32. It depends on the head and on the
+    relative position of query and key.
 
     w: the weights of a stack or of a layer. When w has no table "relative_bias" [H, R],
     return `shared`: T5 computes the bias once for a stack, and all of its layers add the
@@ -300,7 +307,7 @@ def relative_bias(w, Q, K, bidirectional, cfg, shared=None):
 
 
 def attention_mask(query_segments, key_segments, causal=False):
-    """Return which keys each query sees, as booleans [B, 1, Q, K].
+    """Return a boolean mask [B, 1, Q, K] of the keys that each query sees.
 
     query_segments [B, Q] and key_segments [B, K] number the packed examples of a row from
     1, and padding is 0. A query sees the keys of its own example. With `causal` it sees
@@ -338,7 +345,7 @@ def keys_values(w, x, cfg):
 
 
 def attend(q, k, v, bias, mask):
-    """Compute softmax(q k^T + bias) v for all heads, with the softmax in float32.
+    """Compute softmax(q k^T + bias) v for all heads. The softmax is float32.
 
     q [B, H, Q, C], k and v [B, H, K, C], bias [1, H, Q, K] or None, mask [B, 1, Q, K].
     Returns [B, H, Q, C]. T5 does not divide the scores by sqrt(C), see param_table.
@@ -406,7 +413,7 @@ def mlp(w, x, cfg, key=None):
 
 
 def embed(params, ids, cfg, key):
-    """Look up the embeddings of token ids [B, Q], giving [B, Q, D].
+    """Look up the embeddings of token ids [B, Q]. Returns [B, Q, D].
 
     T5 does not scale the embeddings. The lookup is in float32: its gradient is a sum over
     all occurrences of a token, and float32 keeps this sum exact enough.
@@ -417,7 +424,7 @@ def embed(params, ids, cfg, key):
 
 
 def reshard_for_compute(weights, table):
-    """Reshard the weights of one layer from their stored sharding to that of compute.
+    """Reshard the weights of one layer for the computation.
 
     Under FSDP (fully sharded data parallelism) the stored weights are split over the data
     axis too, and this is the all-gather. Without FSDP the two shardings are equal, and
@@ -432,11 +439,12 @@ def reshard_for_compute(weights, table):
 
 
 def scan_layers(layer, x, weights, keys, cfg):
-    """Apply a function layer(weights, x, key) -> x once for each layer of a stack.
+    """Apply the layers of a stack in sequence to activations [B, Q, D].
 
-    weights and keys: arrays with a leading axis L, or None instead of keys. lax.scan runs
-    the function once for each index of this axis. The function is therefore compiled
-    once, however deep the stack is.
+    layer: a function (weights, x, key) -> x. weights: a nested dict of arrays with a
+    leading axis L. keys: L PRNG keys, or None for no dropout. lax.scan calls the function
+    with one slice of these arrays after another. JAX therefore compiles the layer once,
+    however deep the stack is.
     """
 
     def step(x, weights_and_key):
@@ -466,7 +474,7 @@ def run_layers(layer, x, stack, params, cfg, key):
 
 
 def encode(params, cfg, inputs, segments, key=None):
-    """Run the encoder on token ids [B, S], giving [B, S, D].
+    """Run the encoder on token ids [B, S]. Returns [B, S, D].
 
     segments [B, S]: the number of the packed example that a token belongs to, 0 for
     padding. key: the PRNG key of dropout, None for no dropout.
@@ -561,7 +569,7 @@ def output_logits(x, w):
 
 @jax.named_scope("logits and loss")
 def unembed(params, cfg, x):
-    """Compute the logits of all tokens of the vocabulary, float32 [B, T, V].
+    """Compute the logits of all tokens of the vocabulary. Returns float32 [B, T, V].
 
     T5 1.0 ties the output layer to the embedding and scales the logits by 1 / sqrt(D).
     """
@@ -573,7 +581,7 @@ def unembed(params, cfg, x):
 
 
 def forward(params, batch, cfg, key=None):
-    """Run encoder and decoder on a data.Batch, giving logits, float32 [B, T, V].
+    """Run encoder and decoder on a data.Batch. Returns float32 logits [B, T, V].
 
     cfg: a ModelConfig. key: the PRNG key of dropout, None for no dropout.
     """
@@ -595,7 +603,7 @@ def forward(params, batch, cfg, key=None):
 
 
 def smoothed_target(label_smoothing, V):
-    """Return the smoothed target distribution: on, off and its entropy in nats.
+    """Return the probabilities of label smoothing and their entropy in nats.
 
     Label smoothing gives the target the probability `on` = 1 - label_smoothing. The other
     V - 1 tokens share the rest, so that each of them has the probability `off`.
@@ -635,10 +643,10 @@ def token_losses(params, batch, cfg, key=None):
 
 
 def sum_over_tokens(losses, batch):
-    """Sum the three results of token_losses over the real target tokens of a batch.
+    """Sum the losses and the correct predictions over the target tokens of a batch.
 
-    Segment 0 marks padding, which does not count. Returns {cross_ent_loss, z_loss,
-    correct, tokens}, each a float32 scalar; mean_metrics divides them.
+    losses: the three results of token_losses. Segment 0 marks padding, which does not
+    count. Returns a dict of float32 scalars: cross_ent_loss, z_loss, correct and tokens.
     """
     weight = (batch.target_segments > 0).astype(jnp.float32)
     cross_ent_loss, z_loss, correct = (jnp.sum(x * weight) for x in losses)
@@ -665,12 +673,11 @@ def mean_metrics(sums):
 
 
 def loss_fn(params, batch, cfg, key=None):
-    """Return the loss, summed over the target tokens of a batch, and its parts.
+    """Return the sum of the loss over the target tokens of a batch, and its parts.
 
     The loss is cross entropy plus z-loss in nats. The parts are the results of
     sum_over_tokens. The caller divides the loss by the number of tokens to get a mean.
     cfg: a Config. key: the PRNG key of dropout, or None for no dropout.
-
     """
     sums = sum_over_tokens(token_losses(params, batch, cfg, key), batch)
     return sums["cross_ent_loss"] + sums["z_loss"], sums
@@ -695,8 +702,7 @@ TUNED = os.environ.get("PLAIN_T5_TUNED", "1") != "0"
 
 
 def tuned(plain):
-    """Make the decorated function replace the function `plain`, as long as TUNED is
-    true."""
+    """Replace the function `plain` by the decorated function, if TUNED is true."""
 
     def decorate(fast):
         # Each call decides between the two functions when JAX traces the call.
@@ -720,14 +726,14 @@ def tuned(plain):
 
 @tuned(dense)
 def dense(x, w):
-    """Multiply as `dense` does, with the fastest gradient for the current platform."""
+    """Multiply activations by a weight matrix in the fastest way for the platform."""
     if partition.platform() == "cpu":
         return merged_dense(x, w)
     return batched_dense(x, w)
 
 
 def merged_dense(x, w):
-    """Multiply as `dense` does, by a product of two matrices [B * Q, D] and [D, F]."""
+    """Merge batch and length, and multiply two matrices [B * Q, D] and [D, F]."""
     rows, columns = sharding_of(x)[0], sharding_of(w)[1]
     x_matrix = x.reshape(-1, x.shape[-1])
     y = jnp.einsum("nd,df->nf", x_matrix, w, out_sharding=P(rows, columns))
@@ -736,7 +742,7 @@ def merged_dense(x, w):
 
 @jax.custom_gradient
 def batched_dense(x, w):
-    """Multiply as `dense` does, and define the gradients of the matmul explicitly."""
+    """Multiply activations by a weight matrix, and define both gradients explicitly."""
 
     def gradient(d_y):
         d_x = jnp.einsum("bqf,df->bqd", d_y, w, out_sharding=sharding_of(x))
@@ -756,7 +762,7 @@ def batched_dense(x, w):
 
 @tuned(gated_unit)
 def gated_unit(gate, up, activation):
-    """Compute a gated unit after a barrier, which also applies to the gradients."""
+    """Compute a gated unit whose gradients XLA computes once."""
     gate, up = lax.optimization_barrier((gate, up))
     return activation(gate) * up
 
@@ -769,7 +775,7 @@ def gated_unit(gate, up, activation):
 
 @tuned(output_logits)
 def output_logits(x, w):
-    """Compute the logits after a barrier, which also applies to the gradients."""
+    """Compute the logits so that XLA can free them early in the backward pass."""
     return dense(*lax.optimization_barrier((x, w)))
 
 
@@ -784,7 +790,7 @@ def output_logits(x, w):
 
 @tuned(bias_of_buckets)
 def bias_of_buckets(table, bucket):
-    """Compute the biases as [N, H, Q, K], with a copy for each of the N data shards."""
+    """Return the bias of each bucket for each of N data shards, [N, H, Q, K]."""
     one_hot = jax.nn.one_hot(bucket, table.shape[1], axis=0, dtype=jnp.float32)
     data_shards = jax.sharding.get_abstract_mesh().shape["data"]
     ones = jnp.ones((data_shards, 1, 1), out_sharding=P("data"))
@@ -810,19 +816,19 @@ def bias_of_buckets(table, bucket):
 
 @tuned(attend)
 def attend(q, k, v, bias, mask):
-    """Let each device compute attention for the rows and heads that the device holds."""
+    """Compute attention on each device for the rows and heads of this device."""
     return jax.shard_map(fused_attention, out_specs=sharding_of(v))(q, k, v, bias, mask)
 
 
 @jax.custom_vjp
 def fused_attention(q, k, v, bias, mask):
-    """Compute attention, and normalize the softmax after the matmul with the values."""
+    """Compute attention, dividing by the softmax denominator as the last operation."""
     sums, _ = weighted_sums(masked_scores(q, k, bias, mask), v)
     return normalize(sums, v.dtype)
 
 
 def masked_scores(q, k, bias, mask):
-    """Compute the attention scores [B, H, Q, K]; masked scores are -1e10.
+    """Compute the attention scores [B, H, Q, K]. The score of a masked key is -1e10.
 
     The scores are rounded to the dtype of q. The matmul sums in float32. On a GPU its
     result is rounded before the bias is added: a GPU writes the scores to memory, and
@@ -836,7 +842,10 @@ def masked_scores(q, k, bias, mask):
 
 
 def weighted_sums(scores, v):
-    """Sum the values, weighted by exp(score - maximum), and sum the weights themselves.
+    """Compute the numerator and the denominator of softmax attention.
+
+    The numerator is the sum of the values with the weights exp(score - maximum). The
+    denominator is the sum of the weights.
 
     Returns float32 [B, H, Q, C + 1], whose last channel is the sum of the weights (the
     denominator of the softmax), and the maximum of each row of scores, [B, H, Q, 1].
@@ -852,16 +861,15 @@ def weighted_sums(scores, v):
 
 
 def normalize(sums, dtype):
-    """Divide the weighted sums of the values by the last channel, the denominator."""
+    """Divide the numerator of softmax attention by the denominator (the last channel)."""
     return (sums[..., :-1] / sums[..., -1:]).astype(dtype)
 
 
 def fused_attention_forward(q, k, v, bias, mask):
-    """Compute attention, and return it with the arrays that the backward pass needs.
+    """Return the result of attention and the arrays that the backward pass needs.
 
     checkpoint_name marks the arrays that rematerialization may save. Each array is marked
     after its last use here, because XLA would copy a marked array at every later use.
-
     """
     n = count_head_groups(q, k)
     q_groups, k_groups, v_groups = (split_heads_into(n, x) for x in (q, k, v))
@@ -890,7 +898,8 @@ def fused_attention_forward(q, k, v, bias, mask):
 
 
 def fused_attention_backward(saved, d_out):
-    """Compute the gradients of q, k, v and bias; the mask has none."""
+    """Return the gradients of q, k, v, bias and mask. The gradient of the mask is
+    None."""
     (q_groups, k, v, bias_groups, scores), mask, out, log_z = saved
     n = len(q_groups)
     others = [split_heads_into(n, x) for x in (k, v, out, log_z, d_out)]
@@ -948,22 +957,18 @@ def count_head_groups(q, k):
 
 
 def split_heads_into(n, x):
-    """Split an array [B, H, ...] into n arrays [B, H/n, ...]. Split None into n times
-    None."""
+    """Split the heads of an array [B, H, ...] into n groups. Returns n arrays."""
     if x is None:
         return [None] * n
     return jnp.split(x, n, axis=1)
 
 
 def run_in_sequence(function, groups):
-    """Apply a function to one group of heads after another, and join the results.
+    """Process the groups of heads in sequence, and join their results along the heads.
 
-
-
-    The barrier makes a group wait for the result of the group before it; XLA would
-    otherwise interleave the groups, and their scores would not fit into fast memory
-    together. Each result is written into its place of the joined array, which saves the
-    copies of a concatenation.
+    Without a barrier, XLA would interleave the groups, and the scores of all groups would
+    be in memory at the same time. All results are written into one large array, which
+    avoids the copies of a concatenation.
     """
     n = len(groups)
     if n == 1:
@@ -1009,7 +1014,6 @@ def remat_policy(remat):
     time. "dots" also saves the arrays that attention marks. The attention scores take
     most of the memory and are recomputed. "full" saves nothing but the outputs of
     attention. "none" saves everything except resharded weights.
-
     """
     policies = jax.checkpoint_policies
     named = policies.save_only_these_names
@@ -1025,7 +1029,8 @@ def remat_policy(remat):
 
 @tuned(scan_layers)
 def scan_layers(layer, x, weights, keys, cfg):
-    """Scan over rematerialized layers, and unroll the scan where that is faster."""
+    """Apply rematerialized layers in sequence, and unroll the loop where that is
+    faster."""
     depth = len(weights["mlp"]["norm"])
     unroll = partition.platform() != "cpu" and depth <= 24 and cfg.d_model <= 1024
     # Common-subexpression elimination (CSE) in XLA would undo the rematerialization of
@@ -1058,7 +1063,7 @@ def scan_layers(layer, x, weights, keys, cfg):
 @tuned(cross_entropy)
 @jax.named_scope("logits and loss")
 def cross_entropy(logits, targets, z_loss=0.0, label_smoothing=0.0):
-    """Compute the losses in one pass over logits that several devices may share."""
+    """Compute the losses in one pass over the logits."""
     shardings = (P("data", None, "model"), P("data", None))
     logits, targets = jax.reshard((logits, targets), shardings)
     on, off, entropy = smoothed_target(label_smoothing, logits.shape[-1])
@@ -1109,7 +1114,9 @@ def train_flops(cfg, S, T):
 
 
 def minimum_memory(cfg, rows, S, T, copies=1, beams=0):
-    """Return a lower bound of the memory that a batch needs, as {what: bytes}.
+    """Estimate the smallest memory that a batch can need, in bytes.
+
+    Returns a dict from the name of a part to its bytes.
 
     rows: the rows of the batch, of S input and T target tokens. copies: the number of
     float32 copies of the parameters. beams: the beams of cached decoding, 0 for a forward
