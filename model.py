@@ -1,8 +1,8 @@
 """T5 1.1 as pure functions: parameters, encoder, decoder, logits and loss.
 
 A model is two values. The first is a ModelConfig, which states the dimensions. The second
-is a nested dict of float32 arrays, the parameters. `forward` turns a Batch of token ids
-into logits, and `loss_fn` turns them into the training loss.
+is a nested dict of float32 arrays, the parameters. `forward` computes the logits of a
+Batch of token ids, and `loss_fn` computes the training loss of a Batch.
 
     python model.py --config small_c4     print the parameters, their number and the FLOPs
 
@@ -83,7 +83,8 @@ def param_table(cfg):
 
     norm = Param((D,), ("embed",))
     bias_scale = (6 / (H + R)) ** 0.5
-    bias = {"relative_bias": Param((H, R), ("heads", "buckets"), "uniform", bias_scale)}
+    bias_table = Param((H, R), ("heads", "buckets"), "uniform", bias_scale)
+    bias = {"relative_bias": bias_table}
 
     # T5 has one table of position biases for each stack, UMT5 one for each layer.
     stack_bias, layer_bias = ({}, bias) if cfg.layer_biases else (bias, {})
@@ -146,7 +147,7 @@ def init_params(cfg, key, rules=RULES):
     """Sample the initial float32 parameters of a ModelConfig.
 
     The values do not depend on the mesh. rules: the sharding rules of the stored
-    parameters, partition.RULES or STORAGE_RULES.
+    parameters. partition.py has different rules for fully sharded training.
     """
 
     def sample(p, key):
@@ -199,6 +200,8 @@ def sharding_of(x):
 def dense(x, w):
     """Multiply activations [B, Q, D] by a weight matrix [D, F]. Returns [B, Q, F].
 
+    In this function, D and F stand for any two widths.
+
     When D is split over the mesh axis "model", each device holds a partial sum.
     `out_sharding` then makes JAX add the partial sums (an all-reduce).
     """
@@ -242,8 +245,7 @@ def dropout(x, rate, key, shared_length=True):
 
 
 def split_key(key, n):
-    """Split a PRNG key into n keys. If the key is None, return a tuple of n times
-    None."""
+    """Split a PRNG key into n keys. If the key is None, return n times None."""
     if key is None:
         return (None,) * n
     return jax.random.split(key, n)
@@ -358,23 +360,23 @@ def attend(q, k, v, bias, mask):
     return jnp.einsum("bhqk,bhkc->bhqc", probabilities, v)
 
 
-# named_scope labels the operations of a function, so that a profile shows which part they
-# are.
+# named_scope labels the operations of a function. A profile then shows to which part of
+# the model an operation belongs.
 @jax.named_scope("attention")
-def attention(w, x, keys_values, bias, mask, cfg, key=None, core=None):
+def attention(w, x, kv, bias, mask, cfg, key=None, core=None):
     """Compute multi-head attention, followed by dropout.
 
-    x: normalized activations [B, Q, D], from which the queries are projected.
-    keys_values: the keys and values that the queries attend to. core: a function that
-    computes the attention instead of `attend`; infer.py passes one for decoding. Returns
-    [B, Q, D].
+    x: normalized activations [B, Q, D], from which the queries are projected. kv: the
+    keys and values that the queries attend to. core: a function that computes the
+    attention instead of `attend`; infer.py passes one for decoding. Returns [B, Q, D].
     """
     key_probabilities, key_out = split_key(key, 2)
     q = split_heads(dense(x, w["query"]), cfg)
-    k, v = keys_values
+    k, v = kv
     if key is not None and cfg.dropout:
-        # T5 drops an attention probability for all queries of a key at once. Dropping the
-        # value of this key has the same effect, and its mask is smaller.
+        # When T5 drops an attention probability, T5 drops this key for all queries.
+        # Setting the value of the key to zero has the same effect, and needs a smaller
+        # mask.
         mask_shape = (*v.shape[:-1], 1)
         v = v * dropout_mask(
             key_probabilities, cfg.dropout, mask_shape, sharding_of(v), v.dtype
@@ -521,9 +523,9 @@ def decoder_layer(
     """Apply one decoder layer to activations x [B, T, D].
 
     The layer has three residual blocks: self-attention, cross-attention to the encoder's
-    output, and the feed-forward layer. normalized: the norm of x. self_kv and cross_kv:
-    the keys and values of the two attentions. In decoding they come from a cache
-    (infer.py), which is why the caller computes them. core: see `attention`.
+    output, and the feed-forward layer. normalized: x after rms_norm. self_kv and
+    cross_kv: the keys and values of the two attentions. In decoding they come from a
+    cache (infer.py), which is why the caller computes them. core: see `attention`.
     """
     key_self, key_cross, key_mlp = split_key(key, 3)
     w_self, w_cross, w_mlp = w["self_attention"], w["cross_attention"], w["mlp"]
