@@ -6124,7 +6124,7 @@ def test_t5x_and_back_with_optimizer(tmp_path):
     (tmp_path / "checkpoint_1000" / "checkpoint").write_bytes(
         flax.serialization.msgpack_serialize({"version": 3, "optimizer": tree})
     )
-    convert.main([str(tmp_path), str(tmp_path / "run"), "--step", "1000"])
+    convert.main([str(tmp_path / "checkpoint_1000"), str(tmp_path / "run")])
     assert configs.load_run(tmp_path / "run").model == m
     step, state = restored(tmp_path / "run")
     assert step == state["step"] == state["count"] == 1000 and state["skipped"] == 0
@@ -6223,10 +6223,8 @@ def test_run_to_hugging_face_and_back(trained, tmp_path, capsys, monkeypatch):
     status, out, err = run(
         convert, capsys, monkeypatch, run_dir, tmp_path / "hf", "--to", "hf"
     )
-    assert status == 0 and "largest difference 0" in out, err
-    card = (tmp_path / "hf" / "README.md").read_text()
-    assert card.startswith("---\nlibrary_name: transformers\n")
-    assert "training_eval/span_corruption/loss" in card and "step 6" in card
+    assert status == 0 and "all are equal in float32" in out, err
+    assert "step 6" in out
     status, out, _ = run(convert, capsys, monkeypatch, tmp_path / "hf", tmp_path / "run")
     assert status == 0
     (_, params), (_, again) = params_of(run_dir), params_of(tmp_path / "run")
@@ -6339,8 +6337,8 @@ def families(tokenizer):
     built_in = convert.parse_sentencepiece(tokenizer.processor.serialized_model_proto())
     literal = convert.parse_sentencepiece(tokenizer.serialized)
     literal.normalizer_spec.precompiled_charsmap = b""
-    literal = convert.tokenizer_json(literal)
-    v5 = convert.tokenizer_json(spm)
+    literal = convert.tokenizer_json(literal.SerializeToString())
+    v5 = convert.tokenizer_json(tokenizer.serialized)
     v5["normalizer"] = v5["normalizer"]["normalizers"][0]
     v5["pre_tokenizer"] = {
         "type": "Sequence",
@@ -6517,7 +6515,7 @@ def test_families(family, tmp_path, capsys, monkeypatch, tokenizer):
         (lambda t: t["model"].update(type="BPE"), "BPE"),
         (lambda t: t["model"].update(byte_fallback=True), "byte_fallback"),
         (lambda t: t.update(normalizer={"type": "Lowercase"}), "Lowercase"),
-        (lambda t: t.update(pre_tokenizer={"type": "Digits"}), "Digits and 1 more"),
+        (lambda t: t.update(pre_tokenizer={"type": "Digits"}), "Digits, no Metaspace"),
         (lambda t: t.update(pre_tokenizer=None), "no Metaspace"),
         (lambda t: t["model"]["vocab"].append(["more", -1.0]), "The sentinels in"),
         (lambda t: t["model"].pop("vocab"), "vocab"),
@@ -6527,7 +6525,7 @@ def test_families(family, tmp_path, capsys, monkeypatch, tokenizer):
 def test_unsupported_tokenizer_json_is_refused(
     change_it, expected, tmp_path, tokenizer, capsys, monkeypatch
 ):
-    about = convert.tokenizer_json(convert.parse_sentencepiece(tokenizer.serialized))
+    about = convert.tokenizer_json(tokenizer.serialized)
     change_it(about)
     write_hf(tmp_path / "hf", change().model)
     (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps(about))
@@ -6816,7 +6814,7 @@ BAD_WEIGHTS = {
         None,
         None,
         {"feed_forward_proj": "gated-tanh"},
-        "gated_tanh",
+        "gated-tanh",
     ),
     "epsilon": (
         "safetensors",
@@ -7466,7 +7464,7 @@ def test_job_own_language(compiled, tmp_path, capsys, monkeypatch):
     status, out, err = run(
         convert, capsys, monkeypatch, run_dir, tmp_path / "hf", "--to", "hf"
     )
-    assert status == 0 and "largest difference 0" in out, err
+    assert status == 0 and "all are equal in float32" in out, err
     assert json.loads((tmp_path / "hf/config.json").read_text())["model_type"] == "t5"
 
 
