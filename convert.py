@@ -418,8 +418,7 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5"):
             tensor = tensor.transpose()
         read = explain_errors(source)(tensor.read)
         arrays[entry.name, entry.layer] = Tensor(entry.shape, read)
-    is_bytes = vocabulary is not None and vocabulary.startswith(b"bytes")
-    data_config = DataConfig("python:", vocab="bytes" if is_bytes else "spiece.model")
+    data_config = DataConfig("python:", vocab="spiece.model")
     run = Config(name, cfg, data_config, TrainConfig(steps=max(step, 1)))
     try:
         configs.check(run)
@@ -593,17 +592,25 @@ def restore_msgpack(file):
         return flax.serialization.msgpack_restore(file.read_bytes())
 
 
+def pytorch_name(name):
+    """Return the name in PyTorch of an array that has the name `name` in Flax or PyTorch.
+
+    Flax writes "lm_head/kernel" where PyTorch writes "lm_head.weight".
+    """
+    return name.replace("/", ".").rsplit(".", 1)[0] + ".weight"
+
+
 def read_flax(file):
     """Return {name: Tensor} of a flax_model.msgpack, with names and shapes of PyTorch.
 
-    Flax writes "lm_head/kernel" where PyTorch writes "lm_head.weight". A kernel is the
-    transpose of PyTorch's matrix. Flax reads the complete file at once, which needs twice
-    the size of the file in memory.
+    A kernel is the transpose of PyTorch's matrix. Flax reads the complete file at once,
+    which needs twice the size of the file in memory.
     """
     tensors = {}
     for name, array in partition.flatten(restore_msgpack(file)).items():
-        module, kind = name.replace("/", ".").rsplit(".", 1)
-        tensors[f"{module}.weight"] = in_memory(array.T if kind == "kernel" else array)
+        if name.endswith("kernel"):
+            array = array.T
+        tensors[pytorch_name(name)] = in_memory(array)
     return tensors
 
 
@@ -638,7 +645,9 @@ def read_hf(folder):
     tensors = {}
     for file in sorted(files):
         tensors |= HF_READERS[name](folder / file)
-    if missing := weight_map.keys() - tensors.keys():
+    # If an index lists an output layer, a file without this layer must not be mistaken for
+    # a tied model.
+    if missing := set(map(pytorch_name, weight_map)) - tensors.keys():
         raise UserError(
             f"{folder} has no {', '.join(sorted(missing)):.200}, which its index lists: "
             f"download the missing file again."
@@ -942,10 +951,10 @@ def open_plain(checkpoint, run_dir):
     def read_layer(name, layer):
         """Return one layer of an array, or the complete array if the layer is None."""
         index = [slice(None)] * len(shapes[name])
-        if layer is None:
-            return partition.read_slice(checkpoint, stored[name], index, verified[name])
-        index[0] = slice(layer, layer + 1)
-        return partition.read_slice(checkpoint, stored[name], index, verified[name])[0]
+        if layer is not None:
+            index[0] = slice(layer, layer + 1)
+        array = partition.read_slice(checkpoint, stored[name], index, verified[name])
+        return array if layer is None else array[0]
 
     arrays = {}
     for name, array_shape in shapes.items():
@@ -1028,8 +1037,8 @@ def write_plain(folder, weights, dtype):
 
 # ---- writing Hugging Face --------------------------------------------------------------
 
-# The largest size of a safetensors file in bytes. A larger model is
-# written as several files.
+# The largest size of a safetensors file in bytes. A larger model is written as several
+# files.
 SHARD_BYTES = 5_000_000_000
 
 

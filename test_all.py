@@ -6677,6 +6677,13 @@ def damage_shard(folder):
     path.write_bytes(path.read_bytes()[:-100])
 
 
+def promise_more(folder):
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["lm_head.weight"] = "part-0.safetensors"
+    path.write_text(json.dumps(index))
+
+
 # Each value: kind of directory, damage to the arrays, damage to the folder, changes of
 # config.json, expected message.
 BAD_WEIGHTS = {
@@ -6755,6 +6762,13 @@ BAD_WEIGHTS = {
         lambda f: (f / "part-1.safetensors").write_bytes(b""),
         {},
         "part-1.safetensors is missing, damaged or",
+    ),
+    "array missing in a shard": (
+        "sharded",
+        lambda s: s.pop("lm_head.weight"),
+        promise_more,
+        {"tie_word_embeddings": True},
+        "has no lm_head.weight, which its index lists",
     ),
     "flax cut": (
         "flax_model.msgpack",
@@ -6890,7 +6904,7 @@ def test_invalid_sources_and_destinations_are_refused(tmp_path, capsys, monkeypa
         (tmp_path / "hf", tmp_path / "full", "already exists"),
         (tmp_path / "hf", tmp_path / "full" / "mine", "already exists"),
         (tmp_path / "hf", tmp_path / "a", "--dtype", "bfloat16", "float32"),
-        (tmp_path / "hf", tmp_path / "a", "--step", "x", "--step takes"),
+        (tmp_path / "hf", tmp_path / "a", "--step", "x", "--step must be a step number"),
         (tmp_path / "hf", tmp_path / "a", "--model.d_ff", "7", "leave out"),
     ):
         status, _, err = run(convert, capsys, monkeypatch, *argv)
