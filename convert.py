@@ -197,7 +197,7 @@ class Entry(NamedTuple):
 
 
 def parameter_entries(cfg, form):
-    """List one Entry per external array that holds parameters.
+    """Return a list with one Entry per external array that holds parameters.
 
     cfg: the ModelConfig. form: HF or T5X, the spelling of the external names.
 
@@ -217,7 +217,8 @@ def parameter_entries(cfg, form):
     return entries
 
 
-STEP = "state/step"  # T5X's name of the step
+# STEP: the name of the array in which T5X stores the step.
+STEP = "state/step"
 
 
 def slot_name(parameter, slot):
@@ -229,7 +230,7 @@ def slot_name(parameter, slot):
 
 
 def slot_entries(parameters, factored):
-    """List one Entry per external array that holds a slot of the optimizer Adafactor.
+    """Return a list with one Entry per external array that holds a slot of Adafactor.
 
     parameters: the entries of the parameters. factored: our names of the parameters for
     which Adafactor stores only row and column means.
@@ -471,7 +472,8 @@ def parse_sentencepiece(vocabulary, path="spiece.model"):
     return proto
 
 
-# WHITE_SPACE: the characters that the pre-tokenizer WhitespaceSplit replaces by a space.
+# WHITE_SPACE: the characters at which the pre-tokenizer WhitespaceSplit splits a text.
+# The converted SentencePiece model replaces each of these characters by a space.
 WHITE_SPACE = (
     "\t\n\v\f\r\x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009"
     "\u200a\u2028\u2029\u202f\u205f\u3000"
@@ -614,7 +616,7 @@ def read_flax(file):
     return tensors
 
 
-# HF_READERS: for each name of a weight file, the function that reads such a file.
+# HF_READERS maps the name of a weight file to the function that reads such a file.
 HF_READERS = {
     "model.safetensors": read_safetensors,
     "flax_model.msgpack": read_flax,
@@ -645,8 +647,7 @@ def read_hf(folder):
     tensors = {}
     for file in sorted(files):
         tensors |= HF_READERS[name](folder / file)
-    # If an index lists an output layer, a file without this layer must not be mistaken for
-    # a tied model.
+    # Without this check, a model that lacks its output layer could pass for a tied model.
     if missing := set(map(pytorch_name, weight_map)) - tensors.keys():
         raise UserError(
             f"{folder} has no {', '.join(sorted(missing)):.200}, which its index lists: "
@@ -655,7 +656,7 @@ def read_hf(folder):
     return tensors
 
 
-# HF_FIELDS: fields of config.json, with the names of these fields in ModelConfig.
+# HF_FIELDS maps each field of config.json to the field of ModelConfig with equal values.
 HF_FIELDS = {
     "vocab_size": "vocab_size",
     "d_model": "d_model",
@@ -668,7 +669,8 @@ HF_FIELDS = {
     "relative_attention_max_distance": "relative_max_distance",
     "dropout_rate": "dropout",
 }
-# HF_TYPES: the types of the fields in config.json that determine the converted model.
+# HF_TYPES: the types of the fields whose values convert.py takes from config.json. Most
+# other fields are compared with the weights.
 HF_TYPES = {
     "model_type?": str,
     "feed_forward_proj?": str,
@@ -677,7 +679,7 @@ HF_TYPES = {
     "dropout_rate?": (int, float),
     "relative_attention_max_distance?": int,
 }
-# SPECIAL_TOKENS: the token ids that every T5 model uses, as config.json states the ids.
+# SPECIAL_TOKENS: the fields of config.json that state the special token ids of T5.
 SPECIAL_TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
 
 
@@ -729,18 +731,23 @@ def unify_embeddings(tensors, config, folder):
     embed, head = "shared.weight", "lm_head.weight"
     copies = ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
     tables = [tensors[name] for name in (embed, *copies) if name in tensors]
-    if not all(np.array_equal(table.read(), tables[0].read()) for table in tables):
-        raise UserError(
-            f"{folder} has several embeddings that differ: plain T5 converts models that "
-            f"have one embedding."
-        )
     if not tables:
         raise UserError(
             f"{folder} has no {embed}: download the complete directory of a T5 model."
         )
     embedding = tables[0]
+
+    def equals_embedding(tensor):
+        """Return whether a Tensor has the values of the embedding."""
+        return np.array_equal(tensor.read(), embedding.read(), equal_nan=True)
+
+    if not all(map(equals_embedding, tables)):
+        raise UserError(
+            f"{folder} has several embeddings that differ: plain T5 converts models that "
+            f"have one embedding."
+        )
     head_tensor = tensors.get(head, embedding)
-    shared = np.array_equal(head_tensor.read(), embedding.read())
+    shared = equals_embedding(head_tensor)
     tied = config.get("tie_word_embeddings", shared)
     # By default transformers scales the logits of a tied model, except for mT5.
     scaled = tied and config.get("model_type") != "mt5"
@@ -858,7 +865,7 @@ def open_zarr(kvstore, **options):
     return Tensor(array.shape, explain(lambda: array.read().result()))
 
 
-# MTF_SLOTS: the names of Adafactor's slots in Mesh TensorFlow, with their names in T5X.
+# MTF_SLOTS maps the name of a slot of Adafactor in Mesh TensorFlow to the name in T5X.
 MTF_SLOTS = {"v": "v", "vr": "v_row", "vc": "v_col", "m": "m"}
 
 
@@ -967,25 +974,34 @@ def open_plain(checkpoint, run_dir):
     return Weights(cfg, manifest["step"], arrays, *contents)
 
 
+def find_checkpoints(folder):
+    """Return a dict {step: path} of the checkpoints of a run or of a T5X run."""
+    run = partition.Checkpoints(folder)
+    checkpoints = {step: run.path(step) for step in run.steps()}
+    for path in folder.glob("checkpoint_*"):
+        step = path.name.removeprefix("checkpoint_")
+        if step.isdecimal():
+            checkpoints[int(step)] = path
+    return checkpoints
+
+
 def open_any(source, step=None):
     """Return the Weights of a model. The names of the files determine the format.
 
-    step: the step of the run's checkpoint to read, or None for the newest checkpoint.
-    Raises a UserError that names `source` if the model cannot be read.
+    step: the step of the checkpoint to read, or None for the newest checkpoint. Raises a
+    UserError that names `source` if the model cannot be read.
     """
     path = Path(source)
     with explain_errors(source):
-        run = partition.Checkpoints(path)
-        steps = run.steps()
-        if step is None and steps:
-            step = steps[-1]
-        if step is not None:
-            if step not in steps:
-                raise UserError(
-                    f"{source} has no step {step:,}: leave out --step, or choose one of "
-                    f"{steps}."
-                )
-            return open_plain(run.path(step), path)
+        checkpoints = find_checkpoints(path)
+        if step is None and not find_hf_weights(path):
+            step = max(checkpoints, default=None)
+        if step is not None and step not in checkpoints:
+            raise UserError(
+                f"{source} has no step {step:,}: leave out --step, or choose one of "
+                f"{sorted(checkpoints)}."
+            )
+        path = checkpoints.get(step, path)
         if (path / "manifest.json").exists():
             return open_plain(path, path.resolve().parent.parent)
         if find_hf_weights(path):

@@ -5526,7 +5526,7 @@ def test_damaged_weights_are_refused_or_read_exactly(trained, tmp_path, to, flip
                 )
                 refused += 1
                 continue
-            if to != "t5x":  # whose arrays have no checksum
+            if to != "t5x":  # The arrays of T5X have no checksum.
                 assert found.keys() == expected.keys(), path
                 assert all(
                     np.array_equal(found[key], expected[key]) for key in expected
@@ -5690,7 +5690,7 @@ def test_step_best_names_the_best_checkpoint(trained, tmp_path, capsys, monkeypa
 
 
 def test_csv_has_one_column_per_decoding(trained, tmp_path, capsys, monkeypatch):
-    """Results of other decoding options get a column of their own."""
+    """If the decoding options differ, the results are written to separate columns."""
     monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
     monkeypatch.setitem(
         data.TASKS,
@@ -5904,7 +5904,7 @@ def write_hf(folder, m, kind="safetensors", state=None, **more):
         torch.save(
             {name: torch.tensor(array) for name, array in state.items()},
             folder / kind,
-            # as before torch 1.6, as T5 1.0's was
+            # Torch before 1.6, which wrote the published T5 1.0, did not write zip files.
             _use_new_zipfile_serialization=m.tied,
         )
     else:
@@ -5988,7 +5988,7 @@ def test_large_models_are_written_in_shards(tmp_path, monkeypatch):
         ("other", {"tie_word_embeddings": False}, False, 1),
         ("none", {}, True, None),
         ("same", {"tie_word_embeddings": True}, True, None),
-        # v5
+        # transformers 5 writes scale_decoder_outputs
         (
             "other",
             {"tie_word_embeddings": True, "scale_decoder_outputs": False},
@@ -6002,7 +6002,7 @@ def test_large_models_are_written_in_shards(tmp_path, monkeypatch):
             {"tie_word_embeddings": True, "model_type": "mt5"},
             False,
             1,
-        ),  # v5's mT5
+        ),  # as transformers 5 writes mT5
     ],
 )
 def test_arrays_and_config_determine_whether_a_model_is_tied(
@@ -6078,7 +6078,8 @@ def read_t5x(folder):
         if not isinstance(leaf, dict):
             return leaf
         leaf["kvstore"]["path"] = str(folder / leaf["kvstore"]["path"])
-        del leaf["metadata"]["chunks"], leaf["metadata"]["compressor"]  # as T5X does
+        # T5X removes these two entries before it opens an array.
+        del leaf["metadata"]["chunks"], leaf["metadata"]["compressor"]
         return tensorstore.open(leaf, open=True).result().read().result()
 
     return {name: value(leaf) for name, leaf in leaves.items()}
@@ -6124,7 +6125,7 @@ def test_t5x_and_back_with_optimizer(tmp_path):
     (tmp_path / "checkpoint_1000" / "checkpoint").write_bytes(
         flax.serialization.msgpack_serialize({"version": 3, "optimizer": tree})
     )
-    convert.main([str(tmp_path / "checkpoint_1000"), str(tmp_path / "run")])
+    convert.main([str(tmp_path), str(tmp_path / "run"), "--step", "1000"])
     assert configs.load_run(tmp_path / "run").model == m
     step, state = restored(tmp_path / "run")
     assert step == state["step"] == state["count"] == 1000 and state["skipped"] == 0
@@ -6217,7 +6218,10 @@ def test_mesh_tensorflow(tmp_path):
 
 
 def test_run_to_hugging_face_and_back(trained, tmp_path, capsys, monkeypatch):
-    """A run survives the way to Hugging Face and back, and can be used afterwards."""
+    """A run equals the run that is exported to Hugging Face and imported again.
+
+    The imported run generates, starts a new training and is exported to T5X.
+    """
     run_dir, flags = trained
     monkeypatch.setattr(partition.jax, "devices", lambda *_: jax.local_devices()[:1])
     status, out, err = run(
@@ -6422,7 +6426,7 @@ def test_families(family, tmp_path, capsys, monkeypatch, tokenizer):
         "",
         "x\u3000y \u00e9 \u4e2d",
     ]
-    if isinstance(vocabulary, dict):  # sentinels may stand anywhere in a text
+    if isinstance(vocabulary, dict):  # A sentinel may follow any character.
         lines += ["a <extra_id_7>, b", "<extra_id_1>."]
         lines += ["a<extra_id_7>b", "a\x85b"] * (family == "saved by transformers 5")
     if theirs:
@@ -6537,7 +6541,7 @@ def test_input_from_a_pipe_is_read_once(trained, tmp_path, capsys, monkeypatch):
     os.mkfifo(tmp_path / "in.jsonl")
 
     def write():
-        # a second reader would get an empty file
+        # A second reader would read an empty file.
         for text in ('{"inputs": "alpha"}\n{"inputs": "beta"}\n', ""):
             (tmp_path / "in.jsonl").write_text(text)
 
