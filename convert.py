@@ -373,7 +373,7 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5"):
 
     cfg: the ModelConfig, which determines the arrays that `tensors` must have. form,
     source: see model_from_shapes. name: the name of the model. Raises a UserError if an
-    array is missing, unknown or has a wrong shape.
+    array is missing or unknown, or has a wrong shape.
     """
     entries = parameter_entries(cfg, form)
     required = {}
@@ -636,7 +636,10 @@ def find_hf_weights(folder):
 
 
 def read_hf(folder):
-    """Return {name: Tensor} of the weights in a Hugging Face directory."""
+    """Return {name: Tensor} of the weights in a Hugging Face directory.
+
+    Raises a UserError if the index lists an array that no file contains.
+    """
     name = find_hf_weights(folder)
     weight_map = {}
     files = {name}
@@ -692,7 +695,10 @@ def hf_config(cfg):
 
 
 def open_hf(folder):
-    """Return the Weights of a Hugging Face directory."""
+    """Return the Weights of a Hugging Face directory.
+
+    Raises a UserError if the directory is damaged or contains an unsupported model.
+    """
 
     def read_optional(name):
         """Return the dict in a JSON file, or an empty dict if there is no such file."""
@@ -829,7 +835,8 @@ def read_t5x(folder):
     tensors = {}
     for name, leaf in leaves.items():
         if isinstance(leaf, dict):
-            # TensorStore before 0.1.14 wrote the path beside "kvstore" and not inside.
+            # Newer versions of TensorStore write the path inside "kvstore". Versions before
+            # 0.1.14 wrote the path beside "kvstore".
             relative_path = {**leaf, **leaf["kvstore"]}["path"]
             kvstore = {"driver": "file", "path": str(folder / relative_path)}
             # Without this option a missing file would be read as zeros.
@@ -944,7 +951,11 @@ def gin_activation(folders):
 
 
 def open_plain(checkpoint, run_dir):
-    """Return the Weights of one checkpoint of a run."""
+    """Return the Weights of one checkpoint of a run.
+
+    checkpoint: the folder of the checkpoint. run_dir: the directory of the run, which
+    contains the configuration and the vocabulary.
+    """
     manifest = partition.read_manifest(checkpoint)
     stored, cfg = manifest["arrays"], configs.load_run(run_dir)
     shapes = {name: tuple(array["shape"]) for name, array in stored.items()}
@@ -988,8 +999,9 @@ def find_checkpoints(folder):
 def open_any(source, step=None):
     """Return the Weights of a model. The names of the files determine the format.
 
-    step: the step of the checkpoint to read, or None for the newest checkpoint. Raises a
-    UserError that names `source` if the model cannot be read.
+    source: the path of the model. step: the step of the checkpoint to read, or None for
+    the newest checkpoint. Raises a UserError that names `source` if the model cannot be
+    read.
     """
     path = Path(source)
     with explain_errors(source):
@@ -1097,8 +1109,10 @@ def write_hf(folder, weights, dtype):
 def write_safetensors(folder, weights, dtype):
     """Write the parameters as safetensors files.
 
-    A small model is one file. A large model is several files with an index.
+    A small model is one file. A large model is several files with an index. dtype: the
+    NumPy type of the written parameters.
     """
+    # With this initial size, the first parameter starts the first file.
     files, total_size, file_size = [], 0, math.inf
     for entry in parameter_entries(weights.cfg.model, HF):
         size = math.prod(entry.shape) * dtype.itemsize
@@ -1260,8 +1274,8 @@ def write_t5x(folder, weights, dtype):
         entries += slots
     else:
         note(
-            "The converted checkpoint has no Adafactor state. T5X can evaluate it as it "
-            "is; to fine-tune from it in T5X, turn on fallback_to_scratch."
+            "The converted checkpoint has no Adafactor state. T5X can evaluate this "
+            "checkpoint. To fine-tune the model in T5X, turn on fallback_to_scratch."
         )
     for entry in entries:
         array = weights.arrays[entry.name, entry.layer].read()
@@ -1297,6 +1311,7 @@ def write_zarr(folder, name, array):
 
 # ---- the command -----------------------------------------------------------------------
 
+# WRITERS maps each value of --to to the function that writes this format.
 WRITERS = {"plain": write_plain, "hf": write_hf, "t5x": write_t5x}
 
 
@@ -1322,11 +1337,12 @@ def atomic_destination(destination):
 
 
 def convert(source, destination, to, dtype, step=None, allow_pickle=False):
-    """Convert the model `source` to the format `to`, and write it as `destination`.
+    """Convert a model to another format, and compare the result with the source.
 
-    dtype: the NumPy type of the written parameters. step: see open_any. allow_pickle:
-    whether to read a pickle file. The written model is read again and compared with the
-    source before `destination` appears.
+    source: the path of the model. destination: the path of the new folder, which appears
+    only after the comparison. to: a key of WRITERS. dtype: the NumPy type of the written
+    parameters. step: the step of the checkpoint to read, or None for the newest
+    checkpoint. allow_pickle: whether to read a pickle file.
     """
     start = time.perf_counter()
     if find_hf_weights(Path(source)) == "pytorch_model.bin" and not allow_pickle:
