@@ -835,8 +835,8 @@ def read_t5x(folder):
     tensors = {}
     for name, leaf in leaves.items():
         if isinstance(leaf, dict):
-            # Newer versions of TensorStore write the path inside "kvstore". Versions before
-            # 0.1.14 wrote the path beside "kvstore".
+            # TensorStore writes the path inside "kvstore". Versions before 0.1.14 wrote
+            # the path beside "kvstore".
             relative_path = {**leaf, **leaf["kvstore"]}["path"]
             kvstore = {"driver": "file", "path": str(folder / relative_path)}
             # Without this option a missing file would be read as zeros.
