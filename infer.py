@@ -64,11 +64,8 @@ from configs import DecodeConfig, UserError, note
 # layers for the newest position only.
 
 
-# scan_layers(body, x, stacks) applies body(x, slices) -> (x, result) to the decoder
-# layers in turn. `stacks` are pytrees of arrays whose first axis is the layer, and the
-# results are stacked in the same way. The section "What the compiler is told" below
-# replaces scan_layers and einsum by faster functions with equal results.
-scan_layers = lax.scan
+# This function computes an einsum in float32. The section "What the compiler is told"
+# below replaces it by a function that is faster on a TPU and has equal results.
 einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
@@ -92,10 +89,10 @@ def cached_attention(q, k, v, bias, mask):
 def init_cache(params, cfg, encoded, length, beams=1):
     """Create an empty cache, and compute what stays the same in all decoding steps.
 
-    encoded [B, S, D] is the output of the encoder. Returns (cache, fixed). For each
-    decoder layer, `cache` has keys and values [B, H, length * beams, C], all zeros, and
-    `fixed` has:
-    - the weights in the compute dtype,
+    encoded [B, S, D] is the output of the encoder. Returns two lists with one entry for
+    each decoder layer. An entry of the first list is the cache of the layer: keys and
+    values [B, H, length * beams, C], all zeros. An entry of the second list has:
+    - the weights of the layer in the compute dtype,
     - the keys and values [B, H, S, C] of cross-attention, which all beams share,
     - the relative bias of self-attention, [copies, H, length, length]
       (see model.relative_bias).
@@ -103,9 +100,12 @@ def init_cache(params, cfg, encoded, length, beams=1):
     stack = params["decoder"]
     table = model.param_table(cfg)["decoder"]["layers"]
     shared = model.relative_bias(stack, length, length, False, cfg)
-
-    def prepare_layer(_, weights):
-        weights = jax.tree.map(lambda w: w.astype(encoded.dtype), weights)
+    cache = []
+    fixed = []
+    # The layers are sliced from the stacked weights here, once. If lax.scan ran the
+    # layers, XLA would copy every slice again in each decoding step.
+    for i in range(cfg.num_decoder_layers):
+        weights = jax.tree.map(lambda w: w[i].astype(encoded.dtype), stack["layers"])
         weights = model.reshard_for_compute(weights, table)
         cross = model.keys_values(weights["cross_attention"], encoded, cfg)
         bias = model.relative_bias(
@@ -115,9 +115,8 @@ def init_cache(params, cfg, encoded, length, beams=1):
         shape = (B, H, length * beams, C)
         sharding = model.sharding_of(cross[0])
         empty = jnp.zeros(shape, encoded.dtype, out_sharding=sharding)
-        return None, ((empty, empty), (weights, cross, bias))
-
-    _, (cache, fixed) = scan_layers(prepare_layer, None, stack["layers"])
+        cache.append((empty, empty))
+        fixed.append((weights, cross, bias))
     return cache, fixed
 
 
@@ -135,7 +134,7 @@ def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=No
     beams, only `ancestors` changes: keys and values are never copied.
     """
     N = ids.shape[1]
-    length = jax.tree.leaves(cache)[0].shape[-2] // N
+    length = cache[0][0].shape[2] // N
     if ancestors is None:
         ancestors = jnp.arange(N)[None, :, None]
     # Keys are stored position by position, and within a position beam by beam. A beam
@@ -149,25 +148,27 @@ def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=No
     query_segments = jnp.ones_like(input_segments[:, :1])
     cross_mask = model.attention_mask(query_segments, input_segments > 0)
 
-    def layer(x, slices):
-        cache, (weights, cross, biases) = slices
+    x = model.embed(params, ids, cfg, None)
+    new_cache = []
+    for stored, (weights, cross, biases) in zip(cache, fixed):
         # All beams of a position share the bias, so each element is repeated N times.
         bias = lax.dynamic_slice_in_dim(biases, at, 1, axis=2)
         bias = jnp.repeat(bias, N, axis=3)
         h = model.rms_norm(x, weights["self_attention"]["norm"])
         # Write the keys and values of this position into the cache.
-        new = model.keys_values(weights["self_attention"], h, cfg)
-        cache = tuple(
-            lax.dynamic_update_slice_in_dim(stored, added, at * N, axis=2)
-            for stored, added in zip(cache, new)
+        added = model.keys_values(weights["self_attention"], h, cfg)
+        keys, values = (
+            lax.dynamic_update_slice_in_dim(old, new, at * N, axis=2)
+            for old, new in zip(stored, added)
         )
+        new_cache.append((keys, values))
         # Each device attends to its own examples and heads.
-        attend = jax.shard_map(cached_attention, out_specs=model.sharding_of(cache[1]))
+        attend = jax.shard_map(cached_attention, out_specs=model.sharding_of(values))
         x = model.decoder_layer(
             weights,
             x,
             h,
-            cache,
+            (keys, values),
             bias,
             self_mask,
             cross,
@@ -175,12 +176,8 @@ def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=No
             cfg,
             core=attend,
         )
-        return x, cache
-
-    x = model.embed(params, ids, cfg, None)
-    x, cache = scan_layers(layer, x, (cache, fixed))
     x = model.final_norm(x, params["decoder"])
-    return model.unembed(params, cfg, x), cache
+    return model.unembed(params, cfg, x), new_cache
 
 
 # ---- greedy decoding -------------------------------------------------------------------
@@ -425,17 +422,6 @@ def beam_result(state):
 # ---- the decoding loop -----------------------------------------------------------------
 
 
-def force_prefix(logits, prefix, at):
-    """Leave one possible id at position `at`, if the output must begin with a prefix.
-
-    logits [B, N, V]; prefix [B, P] holds ids, and 0 after the end of the prefix. The
-    forced id then has probability 1, so it does not change the score of the output.
-    """
-    forced = prefix.at[:, at].get(mode="fill", fill_value=0)[:, None, None]
-    excluded = (forced > 0) & (jnp.arange(logits.shape[-1]) != forced)
-    return jnp.where(excluded, -jnp.inf, logits)
-
-
 @functools.partial(jax.jit, static_argnames=("cfg", "length", "decode"))
 def generate(
     params,
@@ -446,7 +432,6 @@ def generate(
     decode=DecodeConfig(),
     rows=None,
     seed=0,
-    prefix=None,
 ):
     """Generate N outputs for each example, in one compiled loop over the positions.
 
@@ -454,9 +439,8 @@ def generate(
     length is the maximum number of generated ids, including EOS. decode (a DecodeConfig)
     selects the method: beam search with N = decode.beams, sampling with N =
     decode.num_return, or greedy decoding with N = 1. rows [B] numbers the examples, so
-    that random samples do not depend on the batch. prefix [B, P] holds ids with which the
-    outputs must begin, followed by 0. Returns ids [B, N, length], 0 after EOS, and scores
-    [B, N], the best output first.
+    that random samples do not depend on the batch. Returns ids [B, N, length], which are
+    0 after EOS, and scores [B, N]. The best output comes first.
     """
     if decode.beams:
         N = decode.beams
@@ -473,8 +457,6 @@ def generate(
     B = len(inputs)
     rows = jnp.zeros(B) if rows is None else rows
     rows = jax.reshard(rows.astype(jnp.uint32), P("data"))
-    if prefix is not None:
-        prefix = jax.reshard(prefix.astype(jnp.int32), P("data"))
     encoded = model.encode(params, cfg, inputs, input_segments)
     cache, fixed = init_cache(params, cfg, encoded, length, N)
     # Under shard_map, each device runs a decoding method for its own rows of the batch.
@@ -482,9 +464,7 @@ def generate(
     has_inputs = jnp.any(input_segments > 0, axis=1, keepdims=True)
 
     @for_own_rows
-    def next_ids(state, logits, at, prefix):
-        if prefix is not None:
-            logits = force_prefix(logits, prefix, at)
+    def next_ids(state, logits, at):
         state = step(state, logits, at)
         return state.ids[:, :, at], state
 
@@ -501,7 +481,7 @@ def generate(
         )
         # The next id depends on the logits of the whole vocabulary.
         logits = jax.reshard(logits, P("data", None, None))
-        ids, state = next_ids(state, logits, at, prefix)
+        ids, state = next_ids(state, logits, at)
         return at + 1, ids, state, cache
 
     # The decoder's first input is the start token, which is 0 in T5.
@@ -542,30 +522,6 @@ def encoder_vectors(params, inputs, segments, cfg, pool):
 # ---- What the compiler is told: changes speed and memory, not results ------------------
 
 
-@model.tuned(scan_layers)
-def scan_layers(body, x, stacks):
-    """Apply body(x, slices) to the decoder layers in turn, as lax.scan does.
-
-    This function returns each stacked result as a list with one array for each layer. So
-    the stacked weights are sliced only once, before the decoding loop. This is for all
-    compilers: in a scan, XLA copies the weights and the cache of a layer out of the
-    stacks at each decoding step, and the new cache back into them. On a CPU both forms
-    take the same time (greedy decoding of small, 8 examples). The gain on a TPU has not
-    been measured separately.
-    """
-
-    def is_list(stack):
-        return isinstance(stack, list)
-
-    depth = len(jax.tree.leaves(stacks, is_leaf=is_list)[0])
-    results = []
-    for i in range(depth):
-        slices = jax.tree.map(lambda stack: stack[i], stacks, is_leaf=is_list)
-        x, result = body(x, slices)
-        results.append(result)
-    return x, jax.tree.map(lambda *layers: list(layers), *results)
-
-
 @model.tuned(einsum)
 def einsum(form, rows, others):
     """Compute an einsum in float32, with rows [B, H, N, ...] padded to a multiple of 8.
@@ -590,19 +546,11 @@ class Example(NamedTuple):
 
     inputs: list
     targets: list = ()  # scored by --mode score
-    prefix: list = ()  # ids with which the output must begin
     number: int = 0  # distinguishes the random samples of different examples
 
 
-# The field that each mode adds to a line of the output. The modes "mean", "first" and
-# "none" are the values of --pool.
-RESULT_FIELD = {
-    "predict": "prediction",
-    "score": "score",
-    "mean": "mean",
-    "first": "first",
-    "none": "vectors",
-}
+# The field of an output line that holds the vectors, for each value of --pool.
+VECTOR_FIELD = {"mean": "mean", "first": "first", "none": "vectors"}
 
 
 def padded_length(length):
@@ -669,7 +617,6 @@ def run_batch(params, cfg, mesh, group, mode, B):
     group = [*group, *[Example([])] * (B - len(group))]
     inputs, input_segments = pad_batch([x.inputs for x in group])
     targets, target_segments = pad_batch([x.targets for x in group])
-    prefix, _ = pad_batch([x.prefix for x in group])
     numbers = np.array([x.number for x in group], np.uint32)
     length = cfg.decode.max_len or cfg.data.targets_length
     T, beams = targets.shape[1], 0
@@ -682,8 +629,8 @@ def run_batch(params, cfg, mesh, group, mode, B):
     batch = data.complete_batch(inputs, targets, input_segments, target_segments)
     # Each process contributes the rows that its own devices hold.
     local = partition.local_rows(B, mesh)
-    arrays = jax.tree.map(lambda a: a[local], (batch, numbers, prefix[:, :length]))
-    batch, numbers, prefix = partition.put_batch(arrays, B, mesh)
+    arrays = jax.tree.map(lambda a: a[local], (batch, numbers))
+    batch, numbers = partition.put_batch(arrays, B, mesh)
     inputs, segments = batch.inputs, batch.input_segments
     if mode == "score":
         return to_numpy(score(params, batch, cfg.model)).tolist()
@@ -694,7 +641,7 @@ def run_batch(params, cfg, mesh, group, mode, B):
         return vectors
     decode, seed = cfg.decode, cfg.train.seed
     ids, scores = generate(
-        params, inputs, segments, cfg.model, length, decode, numbers, seed, prefix
+        params, inputs, segments, cfg.model, length, decode, numbers, seed
     )
     ids = to_numpy(ids)[:, : decode.num_return].tolist()
     scores = to_numpy(scores)[:, : decode.num_return].tolist()
@@ -708,49 +655,50 @@ def to_numpy(array):
 
 def cut_at_eos(ids):
     """Return the ids before the first EOS or padding."""
-    return list(itertools.takewhile(lambda i: i > data.EOS, ids))
+    return list(itertools.takewhile(lambda i: i > data.EOS, map(int, ids)))
 
 
 # ---- masked spans ----------------------------------------------------------------------
 
 
 def split_spans(ids, tokenizer):
-    """Return {sentinel number: ids after this sentinel} for span-corruption targets."""
-    first_sentinel = tokenizer.size - tokenizer.sentinels
-    spans = {}
-    span = []  # ids before the first sentinel belong to no span
-    for i in map(int, ids):
-        if i == data.EOS:
-            break
-        if first_sentinel <= i < tokenizer.size:
-            span = spans[tokenizer.size - 1 - i] = []
+    """Split ids at the sentinels, which stand for masked spans.
+
+    Returns a list of pairs (number of the sentinel, list of the ids after the sentinel).
+    The first pair is (None, list of the ids before the first sentinel). EOS and all later
+    ids are ignored.
+    """
+    spans = [(None, [])]
+    for i in cut_at_eos(ids):
+        # The sentinels are the last ids of the vocabulary, in descending order.
+        number = tokenizer.size - 1 - i
+        if 0 <= number < tokenizer.sentinels:
+            spans.append((number, []))
         else:
-            # The model may have more ids than the vocabulary. These are unknown.
-            span.append(i if i < tokenizer.size else data.UNK)
+            # The model may have more ids than the vocabulary. These ids are unknown.
+            spans[-1][1].append(i if number >= 0 else data.UNK)
     return spans
 
 
-def fill_blanks(inputs, spans, tokenizer):
+def fill_blanks(inputs, targets, tokenizer):
     """Return the inputs as text, with [the text of its span] in place of each sentinel.
 
-    inputs are ids; spans come from split_spans. A sentinel without a span becomes ____.
+    inputs and targets are lists of ids. The targets contain the masked spans. A sentinel
+    without a span becomes ____.
     """
-    text = ""
-    words = []  # ids since the last sentinel
-    for i in [*map(int, inputs), data.EOS]:
-        number = tokenizer.size - 1 - i
-        if i > data.EOS and number >= tokenizer.sentinels:
-            words.append(i)
-            continue
-        text += tokenizer.raw_text(words)
-        words = []
+    (_, words), *blanks = split_spans(inputs, tokenizer)
+    # Ids before the first sentinel of the targets belong to no span.
+    spans = dict(split_spans(targets, tokenizer)[1:])
+    text = tokenizer.raw_text(words)
+    for number, words in blanks:
         if number in spans:
             span = tokenizer.raw_text(spans[number])
             if span.startswith(" "):
                 text += " "  # a space before the word stays outside the brackets
             text += f"[{span.removeprefix(' ')}]"
-        elif i > data.EOS:
+        else:
             text += " ____ "
+        text += tokenizer.raw_text(words)
     return " ".join(text.split())
 
 
@@ -784,72 +732,72 @@ class ExampleEncoder:
                 f"has a text in {key}, but this run has no vocabulary (give lists of ids)"
             )
         ids = self.tokenizer.encode(value)
-        side = "inputs" if key == "inputs" else "targets"
-        _, _, kept = data.truncated_length(side, self.task, self.cfg.data)
+        _, _, kept = data.truncated_length(key, self.task, self.cfg.data)
         self.cut += kept < len(ids)
-        return data.truncate(ids, side, self.task, self.cfg.data).tolist()
+        return data.truncate(ids, key, self.task, self.cfg.data).tolist()
 
     def __call__(self, line, number=0):
         """Convert a line to an Example. Raises ValueError if the line is invalid."""
         inputs = self.ids(line, "inputs")
         targets = self.ids(line, "targets") if self.scoring else ()
-        prefix = self.ids(line, "prefix") if "prefix" in line else ()
-        if isinstance(line.get("prefix"), str):
-            prefix = prefix[:-1]  # the output goes on after a prefix, so EOS is removed
-        return Example(inputs, targets, prefix, number)
+        return Example(inputs, targets, number)
 
 
-def task_and_split(name):
-    """Split "task:NAME[:SPLIT]" into (NAME, SPLIT)."""
-    task, _, split = name.removeprefix("task:").partition(":")
-    return task, split or "validation"
+def open_input(name, cfg):
+    """Return what --input names, as a pair (data.Task, function read).
 
-
-def read_input(name, cfg, bad):
-    """Yield (position, dict) for each line of --input.
-
-    name is the path of a JSONL or .txt file, or task:NAME[:SPLIT].
-    bad(position, problem) is called for each line that cannot be read.
+    name is the path of a JSONL or .txt file, or task:NAME[:SPLIT]. The Task of a file has
+    the default rules for truncating texts. read(bad) yields (position, dict) for each
+    line, and calls bad(position, problem) for each line that cannot be read.
     """
     if name.startswith("task:"):
-        task, split = task_and_split(name)
-        yield from data.read_task(task, split, data.evaluation_config(task, cfg), bad)
-    elif name.endswith(".txt"):
-        for number, line in data.read_lines(name, bad):
-            yield f"{name}:{number}", {"inputs": line.rstrip("\r\n")}
-    else:
-        for file in data.open_source(f"jsonl:{name}", "train", cfg, whole=True):
-            yield from file.read(bad)
+        task, _, split = name.removeprefix("task:").partition(":")
+        cfg = data.evaluation_config(task, cfg)
+        read = functools.partial(data.read_task, task, split or "validation", cfg)
+        return data.find_task(task, cfg), read
+
+    def read(bad):
+        if name.endswith(".txt"):
+            for number, line in data.read_lines(name, bad):
+                yield f"{name}:{number}", {"inputs": line.rstrip("\r\n")}
+        else:
+            for file in data.open_source(f"jsonl:{name}", "train", cfg, whole=True):
+                yield from file.read(bad)
+
+    return data.Task(), read
 
 
-def read_examples(name, cfg, encode):
+def read_examples(read, encode, skip):
     """Yield (line, Example) for each line of --input, encoded by an ExampleEncoder.
 
-    An invalid line raises UserError. With --data.on_error skip it is yielded with an
-    added field "error" and without an Example instead: (line, None).
+    read: the function that open_input returns.
+    skip: whether an invalid line is written with an added field "error". Such a line is
+        yielded without an Example, as (line, None). Otherwise it raises UserError.
     """
-    invalid = []
+    unread = []
 
-    def report(where, problem):
-        if cfg.data.on_error != "skip":
+    def describe(where, problem):
+        if not skip:
             raise UserError(
                 f"{where} {problem}: fix the file, or give --data.on_error skip, which "
                 f"writes such lines with an error field."
             )
-        invalid.append(({"error": f"{where} {problem}"}, None))
+        return {"error": f"{where} {problem}"}
 
-    for number, (where, line) in enumerate(read_input(name, cfg, report)):
-        example = None
+    def bad(where, problem):
+        unread.append((describe(where, problem), None))
+
+    for number, (where, line) in enumerate(read(bad)):
+        # Lines that could not be read stand before this line.
+        yield from unread
+        unread.clear()
         try:
             example = encode(line, number)
         except ValueError as error:
-            report(where, str(error))
-            line |= invalid.pop()[0]
-        # Lines that read_input could not read stand before this line.
-        yield from invalid
-        invalid.clear()
+            line |= describe(where, str(error))
+            example = None
         yield line, example
-    yield from invalid
+    yield from unread
 
 
 # ---- writing results -------------------------------------------------------------------
@@ -879,14 +827,13 @@ def result_fields(result, example, line, mode, cfg, tokenizer):
     if mode != "predict":
         # Write the shortest decimal number that identifies each float32 number.
         vectors = result.astype(str).astype(float).tolist()
-        return {"ids": example.inputs, RESULT_FIELD[mode]: vectors}
+        return {"ids": example.inputs, VECTOR_FIELD[mode]: vectors}
     outputs, scores = result
-    if not isinstance(line["inputs"], list):
+    if isinstance(line["inputs"], str):
         outputs = [tokenizer.decode(ids) for ids in outputs]
-    added = {"prediction": outputs[0]}
     if cfg.decode.return_all or len(outputs) > 1:
-        added |= {"predictions": outputs, "scores": scores}
-    return added
+        return {"prediction": outputs[0], "predictions": outputs, "scores": scores}
+    return {"prediction": outputs[0]}
 
 
 def describe_job(args, cfg, step):
@@ -897,59 +844,49 @@ def describe_job(args, cfg, step):
     """
     names = ("input", "mode", "pool", "shard", "run_dir")
     job = {name: getattr(args, name) for name in names}
-    job |= {"step": step, "train.seed": cfg.train.seed}
-    for section in ("model", "data", "decode"):
-        for name, value in vars(getattr(cfg, section)).items():
-            job[f"{section}.{name}"] = value
+    job["step"] = step
+    job["input (sizes and times of the files)"] = data.find_files(args.input)
+    for name, _, value in configs.fields(cfg):
+        if name.startswith(("model.", "data.", "decode.")) or name == "train.seed":
+            job[name] = value
     del job["decode.batch_size"], job["data.on_error"]
-    if not args.input.startswith("task:"):
-        job["input (sizes and times of the files)"] = data.find_files(args.input)
-    return json.loads(json.dumps(job))
-
-
-def check_job(path, job):
-    """Refuse to resume OUTPUT.partial, the file at `path`, if another job began it."""
-    begun = configs.read_json(configs.to_path(f"{path}.json"), {}, f"remove {path}")
-    changed = [
-        f"--{name} {begun.get(name)!s:.100} (now {value!s:.100})"
-        for name, value in job.items()
-        if begun.get(name) != value
-    ]
-    if changed:
-        raise UserError(
-            f"{path} was begun with {', '.join(changed)}: repeat the command that began "
-            f"the file, or remove the file."
-        )
+    return json.loads(json.dumps(job))  # tuples become lists, as in the file
 
 
 def open_partial(path, job):
     """Open OUTPUT.partial, the file at `path`. Return (file, number of its lines).
 
-    The file is locked until it is closed. OUTPUT.partial.json describes the job that
-    began it, and must equal `job` if the file has lines. An incomplete last line is
-    removed. Other processes than the main process get a file that discards what is
-    written.
+    The file is locked until it is closed. An incomplete last line is removed. If the file
+    has lines, OUTPUT.partial.json describes the job that wrote the lines. A UserError
+    names the first difference between that job and `job`. Only the main process opens the
+    file. The other processes get a file that discards what is written.
     """
     if not partition.is_main_process():
         return open(os.devnull, "ab"), 0
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    resumed = os.path.exists(path) and os.path.getsize(path) > 0
-    if resumed:
-        check_job(path, job)
+    description = configs.to_path(f"{path}.json")
+    description.parent.mkdir(parents=True, exist_ok=True)
     try:
         file = configs.lock(path)
     except BlockingIOError:
         raise UserError(
             f"Another process is writing {path}: wait for it, or name another --output."
         ) from None
-    if not resumed:
-        configs.write_file(f"{path}.json", json.dumps(job, indent=1))
     file.seek(0)
     content = file.read()
-    file.truncate(content.rfind(b"\n") + 1)
     lines = content.count(b"\n")
-    if lines:
-        note(f"{path} has {lines:,} lines: resuming after these lines")
+    if not content:
+        configs.write_file(description, json.dumps(job, indent=1))
+        return file, lines
+    begun = configs.read_json(description, {}, f"remove {path}")
+    for name, value in job.items():
+        if begun.get(name) != value:
+            raise UserError(
+                f"{path} was begun with --{name} {begun.get(name)!s:.100} "
+                f"(now {value!s:.100}): repeat the command that began the file, or "
+                f"remove the file."
+            )
+    file.truncate(content.rfind(b"\n") + 1)
+    note(f"{path} has {lines:,} lines: resuming after these lines")
     return file, lines
 
 
@@ -965,12 +902,10 @@ def write_vectors(lines, path, field, width):
             ids.append(np.array(line.get("ids", []), np.int32))
             values = np.array(line.get(field, missing), np.float32)
             vectors.append(values.reshape(-1, width))
+    lengths = [len(row) for row in ids]
     content = io.BytesIO()
     np.savez(
-        content,
-        ids=np.concatenate(ids),
-        lengths=[len(row) for row in ids],
-        vectors=np.concatenate(vectors),
+        content, ids=np.concatenate(ids), lengths=lengths, vectors=np.concatenate(vectors)
     )
     configs.write_file(path, content.getvalue())
     os.remove(lines)
@@ -984,17 +919,14 @@ def run_file(args, cfg, mesh, tokenizer, params, step):
     process writes.
     """
     mode = args.pool if args.mode == "encode" else args.mode
-    task = data.Task()
-    if args.input.startswith("task:"):
-        name, _ = task_and_split(args.input)
-        task = data.find_task(name, data.evaluation_config(name, cfg))
+    task, read = open_input(args.input, cfg)
     encode = ExampleEncoder(cfg, tokenizer, mode == "score", task)
     partial = f"{args.output}.partial"
     job = describe_job(args, cfg, step)
     file, done = partition.run_on_main_first(lambda: open_partial(partial, job))
     done = partition.from_main_process(done)
     shard, shards = configs.parse_shard(args.shard)
-    lines = read_examples(args.input, cfg, encode)
+    lines = read_examples(read, encode, cfg.data.on_error == "skip")
     lines = itertools.islice(lines, shard + done * shards, None, shards)
     # run_examples reads examples ahead of the line that is written.
     lines, ahead = itertools.tee(lines)
@@ -1013,7 +945,7 @@ def run_file(args, cfg, mesh, tokenizer, params, step):
             if not done + count:
                 os.remove(partial)
             elif args.output.endswith(".npz"):
-                write_vectors(partial, args.output, RESULT_FIELD[mode], cfg.model.d_model)
+                write_vectors(partial, args.output, VECTOR_FIELD[mode], cfg.model.d_model)
             else:
                 os.replace(partial, args.output)
             os.remove(f"{partial}.json")
@@ -1051,11 +983,10 @@ def run_lines(lines, cfg, mesh, tokenizer, params, raw):
             continue
         example = encode({"inputs": text}, number)
         ((outputs, scores),) = run_examples(params, cfg, mesh, [example])
-        fill = split_spans(example.inputs, tokenizer) and not raw
+        fill = not raw and len(split_spans(example.inputs, tokenizer)) > 1
         for ids, score in zip(outputs, scores):
             if fill:
-                spans = split_spans(ids, tokenizer)
-                text = fill_blanks(example.inputs, spans, tokenizer)
+                text = fill_blanks(example.inputs, ids, tokenizer)
             else:
                 text = tokenizer.decode(ids)
             text = configs.escape_controls(text.replace("\n", " "))
@@ -1118,12 +1049,12 @@ def open_model(args, changes, recipe=False):
 
 def check_files(args):
     """Refuse an existing --output, a missing --input, or several readers of one stdin."""
-    if args.output and os.path.exists(args.output):
+    if os.path.exists(args.output):
         raise UserError(
             f"{args.output} already exists: name another --output, or move the file away."
         )
-    is_task = bool(args.input) and args.input.startswith("task:")
-    if args.input and not is_task and not data.find_files(args.input):
+    is_file = args.input and not args.input.startswith("task:")
+    if is_file and not data.find_files(args.input):
         raise UserError(f"No file matches --input {args.input}: check the path.")
     if not args.input and args.text is None and jax.process_count() > 1:
         raise UserError(
@@ -1136,8 +1067,10 @@ def main(argv):
         __doc__,
         argv,
         text_=dict(nargs="?", help="a text from which to generate"),
-        input=dict(help="a JSONL or .txt file, or task:NAME[:SPLIT]"),
-        output=dict(help="the JSONL file to write, or .npz with --mode encode"),
+        input=dict(default="", help="a JSONL or .txt file, or task:NAME[:SPLIT]"),
+        output=dict(
+            default="", help="the JSONL file to write, or .npz with --mode encode"
+        ),
         mode=dict(
             default="predict",
             choices=("predict", "score", "encode"),
@@ -1163,13 +1096,13 @@ def main(argv):
             "Give a text, or --input and --output, or neither to read standard input."
         )
     configs.parse_shard(args.shard)
-    if args.mode != "encode" and (args.output or "").endswith(".npz"):
+    if args.mode != "encode" and args.output.endswith(".npz"):
         raise UserError(
             "An .npz --output works only with --mode encode: for other modes name a "
             ".jsonl file."
         )
     # The tasks of a run may be defined in its recipe.py.
-    recipe = bool(args.input) and args.input.startswith("task:")
+    recipe = args.input.startswith("task:")
     cfg, mesh, tokenizer = open_model(args, changes, recipe)
     partition.run_on_main_first(lambda: check_files(args))
     step, params = load_params(cfg, args.run_dir, args.step)

@@ -3906,34 +3906,6 @@ def test_samples_have_the_models_distribution_and_do_not_depend_on_the_batch():
     assert len({tuple(ids) for ids in np.asarray(part[0]).tolist()}) > 5
 
 
-def test_outputs_begin_with_the_prefix_which_does_not_count_in_the_score():
-    params = make_params(SMALL, seed=4)
-    batch = make_batch(SMALL, [(30, 8), (12, 8)])
-    prefix = jnp.array([[9, 8, 7], [5, 0, 0]])
-    for decode in (DecodeConfig(), DecodeConfig(beams=3)):
-        ids, scores = infer.generate(
-            params,
-            batch.inputs,
-            batch.input_segments,
-            SMALL.model,
-            8,
-            decode,
-            None,
-            0,
-            prefix,
-        )
-        assert (ids[0, :, :3] == prefix[0]).all() and ids[1, 0, 0] == 5
-        answers = to_batch(batch.inputs, ids[:, 0], batch.input_segments, ids[:, 0] > 0)
-        losses, *_ = model.token_losses(params, answers, SMALL)
-        own = (answers.targets > 0) & (jnp.arange(8) >= jnp.array([[3], [1]]))
-        expected = np.asarray(-(losses * own).sum(1))
-        ended = np.asarray(answers.targets == data.EOS).any(1)
-        sizes = np.asarray(answers.targets > 0).sum(1)
-        penalty = infer.length_penalty(sizes, decode) if decode.beams else 1.0
-        expected = np.where(ended, expected / penalty, expected)
-        np.testing.assert_allclose(scores[:, 0], expected, rtol=1e-4)
-
-
 @pytest.mark.parametrize(
     "decode",
     [dict(), dict(beams=3, num_return=2), dict(temperature=0.8, top_k=20, num_return=2)],
@@ -4001,18 +3973,15 @@ def test_padded_rows_do_not_change_an_einsum(monkeypatch):
 
 
 def test_masked_spans_are_filled(tokenizer):
+    """Each sentinel of the inputs is replaced by its span of the targets, in brackets."""
     inputs = tokenizer.encode("alpha <extra_id_0> gamma <extra_id_1>") + [data.EOS]
-    targets = tokenizer.encode("<extra_id_0> beta delta <extra_id_1> theta") + [
-        data.EOS,
-        0,
-    ]
-    spans = infer.split_spans(targets, tokenizer)
-    assert infer.fill_blanks(inputs, {}, tokenizer) == "alpha ____ gamma ____"
-    assert (
-        infer.fill_blanks(inputs, spans, tokenizer) == "alpha [beta delta] gamma [theta]"
-    )
-    spans = infer.split_spans([tokenizer.size - 1, tokenizer.size + 3], tokenizer)
-    assert infer.fill_blanks(inputs, spans, tokenizer) == "alpha[<unk>] gamma ____"
+    spans = tokenizer.encode("<extra_id_0> beta delta <extra_id_1> theta")
+    for targets, text in (
+        ([], "alpha ____ gamma ____"),
+        ([*spans, data.EOS, 0], "alpha [beta delta] gamma [theta]"),
+        ([tokenizer.size - 1, tokenizer.size + 3], "alpha[<unk>] gamma ____"),
+    ):
+        assert infer.fill_blanks(inputs, targets, tokenizer) == text
 
 
 def test_the_held_out_loss_does_not_depend_on_the_batch_size(corpus, one_device):
@@ -6641,7 +6610,7 @@ def test_encoder_outputs_equal_those_of_transformers(
         assert arrays["ids"][part].tolist() == ids == line["ids"]
         found = arrays["vectors"][part] if pool == "none" else arrays["vectors"][number]
         np.testing.assert_allclose(found, expected, atol=1e-4)
-        np.testing.assert_array_equal(np.float32(line[infer.RESULT_FIELD[pool]]), found)
+        np.testing.assert_array_equal(np.float32(line[infer.VECTOR_FIELD[pool]]), found)
     assert "error" in json.loads(written[-1])
 
 
