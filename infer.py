@@ -112,9 +112,8 @@ def init_cache(params, cfg, encoded, length, beams=1):
             weights["self_attention"], length, length, False, cfg, shared
         )
         B, H, _, C = cross[0].shape
-        shape = (B, H, length * beams, C)
         sharding = model.sharding_of(cross[0])
-        empty = jnp.zeros(shape, encoded.dtype, out_sharding=sharding)
+        empty = jnp.zeros((B, H, length * beams, C), encoded.dtype, out_sharding=sharding)
         cache.append((empty, empty))
         fixed.append((weights, cross, bias))
     return cache, fixed
@@ -227,18 +226,22 @@ def append_ids(state, ids, logits, at):
 
 
 def greedy_result(state):
-    """Return the generated ids [B, 1, T] and their scores [B, 1]."""
-    return state.ids, state.scores
+    """Return the ids [B, N, T] and the scores [B, N] of the outputs, best output first."""
+    order = jnp.argsort(-state.scores, axis=1)
+    return take_beams(state.ids, order), take_beams(state.scores, order)
+
+
+def take_beams(array, beams):
+    """Select beams or samples of each example by their numbers.
+
+    array [B, N, ...] and beams [B, M], with numbers from 0 to N - 1. Returns [B, M, ...].
+    """
+    return jax.vmap(lambda outputs, numbers: outputs[numbers])(array, beams)
 
 
 # ---- sampling --------------------------------------------------------------------------
 # Sampling starts like greedy decoding, and differs in one point: the next id is drawn at
 # random from the model's distribution, which temperature, top_k and top_p may change.
-
-
-def is_sampling(decode):
-    """Return whether a DecodeConfig asks for sampling. The limit 1e-4 is T5X's."""
-    return bool(decode.temperature > 1e-4 or decode.top_k or decode.top_p)
 
 
 def sampling_step(state, logits, at, *, decode, seed):
@@ -282,20 +285,6 @@ def filter_logits(logits, top_k, top_p):
         smallest = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
         logits = jnp.where(logits < smallest, -jnp.inf, logits)
     return logits
-
-
-def sampling_result(state):
-    """Return the samples [B, N, T] and their scores [B, N], the best sample first."""
-    order = jnp.argsort(-state.scores, axis=1)
-    return take_beams(state.ids, order), take_beams(state.scores, order)
-
-
-def take_beams(array, beams):
-    """Select beams or samples of each example by their numbers.
-
-    array [B, N, ...] and beams [B, M], with numbers from 0 to N - 1. Returns [B, M, ...].
-    """
-    return jax.vmap(lambda outputs, numbers: outputs[numbers])(array, beams)
 
 
 # ---- beam search -----------------------------------------------------------------------
@@ -369,7 +358,7 @@ def beam_step(state, logits, at, *, decode):
     scores = jax.nn.log_softmax(logits) + state.live_scores[..., None]
     scores, ids = lax.top_k(scores, min(2 * N, V))
     width = scores.shape[-1]
-    scores, best = lax.top_k(scores.reshape(B, -1), min(2 * N, N * width))
+    scores, best = lax.top_k(scores.reshape(B, -1), 2 * N)
     parents = best // width  # the live beam that each extension continues
     ids = take_beams(ids.reshape(B, -1), best)
     extended = take_beams(state.ids, parents).at[:, :, at].set(ids)
@@ -422,7 +411,7 @@ def beam_result(state):
 # ---- the decoding loop -----------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "length", "decode"))
+@jax.jit(static_argnames=("cfg", "length", "decode"))
 def generate(
     params,
     inputs,
@@ -446,9 +435,9 @@ def generate(
         N = decode.beams
         start, result = start_beams, beam_result
         step = functools.partial(beam_step, decode=decode)
-    elif is_sampling(decode):
+    elif decode.temperature > 1e-4 or decode.top_k or decode.top_p:  # T5X's limit
         N = decode.num_return
-        start, result = start_greedy, sampling_result
+        start, result = start_greedy, greedy_result
         step = functools.partial(sampling_step, decode=decode, seed=seed)
     else:
         N = 1
@@ -495,7 +484,7 @@ def generate(
 # ---- scores and vectors ----------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnames="cfg")
+@jax.jit(static_argnames="cfg")
 def score(params, batch, cfg):
     """Return [B] sums of the log-probabilities of the target tokens, for a data.Batch."""
     logits = model.forward(params, batch, cfg)
@@ -503,7 +492,7 @@ def score(params, batch, cfg):
     return -jnp.sum(cross_entropy * (batch.target_segments > 0), axis=1)
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "pool"))
+@jax.jit(static_argnames=("cfg", "pool"))
 def encoder_vectors(params, inputs, segments, cfg, pool):
     """Return the encoder's output for inputs and segments [B, S], in float32.
 
@@ -512,8 +501,7 @@ def encoder_vectors(params, inputs, segments, cfg, pool):
     """
     vectors = model.encode(params, cfg, inputs, segments).astype(jnp.float32)
     if pool == "mean":
-        real = (segments > 0).astype(jnp.float32)[..., None]
-        return jnp.sum(vectors * real, axis=1) / jnp.maximum(jnp.sum(real, axis=1), 1)
+        return jnp.mean(vectors, axis=1, where=(segments > 0)[..., None])
     return vectors[:, 0] if pool == "first" else vectors
 
 
@@ -585,8 +573,7 @@ def run_examples(params, cfg, mesh, examples, mode="predict"):
     """
     most = cfg.decode.batch_size
     devices = mesh.shape["data"]
-    total = len(examples) if isinstance(examples, list) else None
-    bar = data.progress_bar(mode, "example", total)
+    bar = data.progress_bar(mode, "example")
     numbered = enumerate(examples)
     while window := list(itertools.islice(numbered, 16 * most)):
         window.sort(key=lambda item: (len(item[1].inputs), len(item[1].targets)))
@@ -621,7 +608,7 @@ def run_batch(params, cfg, mesh, group, mode, B):
     length = cfg.decode.max_len or cfg.data.targets_length
     T, beams = targets.shape[1], 0
     if mode == "predict":
-        T, beams = length, max(1, cfg.decode.beams, cfg.decode.num_return)
+        T, beams = length, max(cfg.decode.beams, cfg.decode.num_return)
     partition.check_memory(
         model.minimum_memory(cfg.model, B, inputs.shape[1], T, beams=beams),
         "--decode.batch_size, --decode.beams, --decode.max_len or the input length",
@@ -629,22 +616,22 @@ def run_batch(params, cfg, mesh, group, mode, B):
     batch = data.complete_batch(inputs, targets, input_segments, target_segments)
     # Each process contributes the rows that its own devices hold.
     local = partition.local_rows(B, mesh)
-    arrays = jax.tree.map(lambda a: a[local], (batch, numbers))
-    batch, numbers = partition.put_batch(arrays, B, mesh)
-    inputs, segments = batch.inputs, batch.input_segments
+    batch, numbers = partition.put_batch(
+        jax.tree.map(lambda a: a[local], (batch, numbers)), B, mesh
+    )
     if mode == "score":
         return to_numpy(score(params, batch, cfg.model)).tolist()
+    inputs = (batch.inputs, batch.input_segments)
     if mode != "predict":
-        vectors = to_numpy(encoder_vectors(params, inputs, segments, cfg.model, mode))
+        vectors = to_numpy(encoder_vectors(params, *inputs, cfg.model, mode))
         if mode == "none":
             return [row[: len(x.inputs)] for row, x in zip(vectors, group)]
         return vectors
-    decode, seed = cfg.decode, cfg.train.seed
-    ids, scores = generate(
-        params, inputs, segments, cfg.model, length, decode, numbers, seed
+    outputs = generate(
+        params, *inputs, cfg.model, length, cfg.decode, numbers, cfg.train.seed
     )
-    ids = to_numpy(ids)[:, : decode.num_return].tolist()
-    scores = to_numpy(scores)[:, : decode.num_return].tolist()
+    kept = cfg.decode.num_return
+    ids, scores = (to_numpy(array)[:, :kept].tolist() for array in outputs)
     return [([cut_at_eos(x) for x in row], score) for row, score in zip(ids, scores)]
 
 
@@ -726,15 +713,17 @@ class ExampleEncoder:
         if problem:
             raise ValueError(f"has {problem} in {key} (fields: {', '.join(line)})")
         if not isinstance(value, str):
-            return np.asarray(value, int).tolist()
+            return list(map(int, value))
         if self.tokenizer is None:
-            raise ValueError(
-                f"has a text in {key}, but this run has no vocabulary (give lists of ids)"
+            raise UserError(
+                "This run has no vocabulary, so it cannot read texts: copy its "
+                "spiece.model into the run directory, or give --input with lists of ids."
             )
         ids = self.tokenizer.encode(value)
-        _, _, kept = data.truncated_length(key, self.task, self.cfg.data)
+        rule = (key, self.task, self.cfg.data)
+        _, _, kept = data.truncated_length(*rule)
         self.cut += kept < len(ids)
-        return data.truncate(ids, key, self.task, self.cfg.data).tolist()
+        return data.truncate(ids, *rule).tolist()
 
     def __call__(self, line, number=0):
         """Convert a line to an Example. Raises ValueError if the line is invalid."""
@@ -767,35 +756,30 @@ def open_input(name, cfg):
     return data.Task(), read
 
 
-def read_examples(read, encode, skip):
+def read_examples(read, encode):
     """Yield (line, Example) for each line of --input, encoded by an ExampleEncoder.
 
-    read: the function that open_input returns.
-    skip: whether an invalid line is written with an added field "error". Such a line is
-        yielded without an Example, as (line, None). Otherwise it raises UserError.
+    read is the function that open_input returns. An invalid line raises UserError. With
+    --data.on_error skip, an invalid line gets a field "error" and is yielded without an
+    Example, as (line, None).
     """
+    report_invalid = data.InvalidExamples(encode.cfg.data.on_error)
     unread = []
 
-    def describe(where, problem):
-        if not skip:
-            raise UserError(
-                f"{where} {problem}: fix the file, or give --data.on_error skip, which "
-                f"writes such lines with an error field."
-            )
-        return {"error": f"{where} {problem}"}
-
     def bad(where, problem):
-        unread.append((describe(where, problem), None))
+        report_invalid(where, problem)
+        unread.append(({"error": f"{where} {problem}"}, None))
 
     for number, (where, line) in enumerate(read(bad)):
         # Lines that could not be read stand before this line.
         yield from unread
         unread.clear()
+        example = None
         try:
             example = encode(line, number)
         except ValueError as error:
-            line |= describe(where, str(error))
-            example = None
+            report_invalid(where, str(error))
+            line["error"] = f"{where} {error}"
         yield line, example
     yield from unread
 
@@ -837,29 +821,28 @@ def result_fields(result, example, line, mode, cfg, tokenizer):
 
 
 def describe_job(args, cfg, step):
-    """Return {name: value} of everything that determines the lines of --output.
+    """Return {name of a flag: value} of what determines the lines of --output.
 
-    Two flags are left out, so that they may change when a job is resumed.
-    --decode.batch_size changes no line. --data.on_error changes no line that was written.
+    The same job may be resumed on different devices, with another --decode.batch_size or
+    with another --data.on_error. These flags do not change a line that has been written.
     """
-    names = ("input", "mode", "pool", "shard", "run_dir")
-    job = {name: getattr(args, name) for name in names}
-    job["step"] = step
-    job["input (sizes and times of the files)"] = data.find_files(args.input)
+    job = vars(args) | {"step": step, "train.seed": cfg.train.seed}
+    job["input (sizes and times of the files)"] = dict(data.find_files(args.input))
+    left_out = ("train.", "mesh.", "distributed.", "decode.batch_size", "data.on_error")
     for name, _, value in configs.fields(cfg):
-        if name.startswith(("model.", "data.", "decode.")) or name == "train.seed":
+        if not name.startswith(left_out):
             job[name] = value
-    del job["decode.batch_size"], job["data.on_error"]
-    return json.loads(json.dumps(job))  # tuples become lists, as in the file
+    return job
 
 
 def open_partial(path, job):
-    """Open OUTPUT.partial, the file at `path`. Return (file, number of its lines).
+    """Open the file OUTPUT.partial at `path`, to which a job appends its lines.
 
-    The file is locked until it is closed. An incomplete last line is removed. If the file
-    has lines, OUTPUT.partial.json describes the job that wrote the lines. A UserError
-    names the first difference between that job and `job`. Only the main process opens the
-    file. The other processes get a file that discards what is written.
+    Returns the file and the number of lines in the file. The file is locked until it is
+    closed. An incomplete last line is removed. OUTPUT.partial.json describes the job that
+    began the file. A different job is refused with a UserError that names a difference.
+    Only the main process opens OUTPUT.partial. All other processes open a file that
+    discards what is written.
     """
     if not partition.is_main_process():
         return open(os.devnull, "ab"), 0
@@ -874,38 +857,42 @@ def open_partial(path, job):
     file.seek(0)
     content = file.read()
     lines = content.count(b"\n")
-    if not content:
+    if content:
+        begun = configs.read_json(description, {}, f"remove {path}")
+        for name, value in job.items():
+            if begun.get(name) != value:
+                file.close()  # releases the lock
+                raise UserError(
+                    f"{path} was begun with --{name} {begun.get(name)!s:.100} "
+                    f"(now {value!s:.100}): repeat the command that began the file, or "
+                    f"remove the file."
+                )
+        file.truncate(content.rfind(b"\n") + 1)
+        note(f"{path} has {lines:,} lines: resuming after these lines")
+    else:
         configs.write_file(description, json.dumps(job, indent=1))
-        return file, lines
-    begun = configs.read_json(description, {}, f"remove {path}")
-    for name, value in job.items():
-        if begun.get(name) != value:
-            raise UserError(
-                f"{path} was begun with --{name} {begun.get(name)!s:.100} "
-                f"(now {value!s:.100}): repeat the command that began the file, or "
-                f"remove the file."
-            )
-    file.truncate(content.rfind(b"\n") + 1)
-    note(f"{path} has {lines:,} lines: resuming after these lines")
     return file, lines
 
 
 def write_vectors(lines, path, field, width):
-    """Convert a JSONL file with ids and vectors, `lines`, to the .npz file `path`.
+    """Convert a JSONL file with ids and vectors to .npz, and remove the JSONL file.
 
-    A line with an error has no ids. Its pooled vector is nan.
+    lines is the path of the JSONL file, and path is the path of the .npz file. field is
+    the name of the vectors in a line, and width is the size of a vector. A line with an
+    error has no ids. With --pool mean or first, such a line gets a vector of nan.
     """
     ids, vectors = [], []
-    missing = [] if field == "vectors" else [[math.nan] * width]
+    missing = [] if field == "vectors" else [math.nan] * width
     with open(lines) as file:
         for line in map(json.loads, file):
-            ids.append(np.array(line.get("ids", []), np.int32))
-            values = np.array(line.get(field, missing), np.float32)
-            vectors.append(values.reshape(-1, width))
-    lengths = [len(row) for row in ids]
+            ids.append(np.int32(line.get("ids", [])))
+            vectors.append(np.float32(line.get(field, missing)).reshape(-1, width))
     content = io.BytesIO()
     np.savez(
-        content, ids=np.concatenate(ids), lengths=lengths, vectors=np.concatenate(vectors)
+        content,
+        ids=np.concatenate(ids),
+        lengths=[len(row) for row in ids],
+        vectors=np.concatenate(vectors),
     )
     configs.write_file(path, content.getvalue())
     os.remove(lines)
@@ -922,11 +909,12 @@ def run_file(args, cfg, mesh, tokenizer, params, step):
     task, read = open_input(args.input, cfg)
     encode = ExampleEncoder(cfg, tokenizer, mode == "score", task)
     partial = f"{args.output}.partial"
-    job = describe_job(args, cfg, step)
-    file, done = partition.run_on_main_first(lambda: open_partial(partial, job))
+    file, done = partition.run_on_main_first(
+        lambda: open_partial(partial, describe_job(args, cfg, step))
+    )
     done = partition.from_main_process(done)
     shard, shards = configs.parse_shard(args.shard)
-    lines = read_examples(read, encode, cfg.data.on_error == "skip")
+    lines = read_examples(read, encode)
     lines = itertools.islice(lines, shard + done * shards, None, shards)
     # run_examples reads examples ahead of the line that is written.
     lines, ahead = itertools.tee(lines)
@@ -968,7 +956,7 @@ def note_truncated(encode):
 
 
 def run_lines(lines, cfg, mesh, tokenizer, params, raw):
-    """Print the output for each line of text, and an empty line for an empty line.
+    """Print the output for each line, which is a text in UTF-8.
 
     If the line has sentinels, print the line with the masked spans filled in, unless raw
     is True. With --decode.num_return or --decode.return_all, print a line for each
@@ -976,11 +964,7 @@ def run_lines(lines, cfg, mesh, tokenizer, params, raw):
     """
     encode = ExampleEncoder(cfg, tokenizer, False)
     for number, line in enumerate(lines):
-        # Bytes of the command line that are not UTF-8 become question marks.
-        text = line.strip().encode(errors="replace").decode()
-        if not text:
-            print(flush=True)
-            continue
+        text = line.decode(errors="replace").strip()
         example = encode({"inputs": text}, number)
         ((outputs, scores),) = run_examples(params, cfg, mesh, [example])
         fill = not raw and len(split_spans(example.inputs, tokenizer)) > 1
@@ -1091,9 +1075,12 @@ def main(argv):
             default="0/1", metavar="I/N", help="read every N-th line, beginning at line I"
         ),
     )
-    if bool(args.input) != bool(args.output) or args.input and args.text is not None:
+    reads_file = args.input and args.output and args.text is None
+    reads_text = not args.input and not args.output and args.mode == "predict"
+    if not reads_file and not reads_text:
         raise UserError(
-            "Give a text, or --input and --output, or neither to read standard input."
+            "The source of the texts is unclear: give --input and --output, or give a "
+            "text or standard input with --mode predict."
         )
     configs.parse_shard(args.shard)
     if args.mode != "encode" and args.output.endswith(".npz"):
@@ -1102,22 +1089,16 @@ def main(argv):
             ".jsonl file."
         )
     # The tasks of a run may be defined in its recipe.py.
-    recipe = args.input.startswith("task:")
-    cfg, mesh, tokenizer = open_model(args, changes, recipe)
+    cfg, mesh, tokenizer = open_model(
+        args, changes, recipe=args.input.startswith("task:")
+    )
     partition.run_on_main_first(lambda: check_files(args))
     step, params = load_params(cfg, args.run_dir, args.step)
     if args.input:
         return run_file(args, cfg, mesh, tokenizer, params, step)
-    if tokenizer is None:
-        raise UserError(
-            "This run has no vocabulary: copy its spiece.model into the run directory, "
-            "or give --input with lists of ids."
-        )
-    if args.mode != "predict":
-        raise UserError(f"--mode {args.mode} works on files: give --input and --output.")
-    lines = [args.text]
-    if args.text is None:
-        lines = io.TextIOWrapper(sys.stdin.buffer, "utf-8", "replace")
+    lines = sys.stdin.buffer
+    if args.text is not None:
+        lines = [args.text.encode(errors="surrogateescape")]
     run_lines(lines, cfg, mesh, tokenizer, params, args.raw)
 
 
