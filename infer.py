@@ -13,12 +13,15 @@ cache.
     python infer.py --run_dir RUN --input task:glue_rte_v002:validation --output OUT.jsonl
 
 Each line of IN.jsonl has "inputs" and, for --mode score, "targets". Both are texts or
-lists of ids; ids are used exactly as given. OUT.jsonl has the same lines in the same
-order, with a new field "prediction" or "score". With --mode encode the new fields are
-"ids" and the vectors of the encoder: their "mean", the "first", or all "vectors" (--pool
-none). OUT.npz holds the ids and vectors of all lines, concatenated, and the number of ids
-of each line. An output does not depend on the other examples in its batch. Several
-machines can each take one --shard.
+lists of ids. Ids are used exactly as given. OUT.jsonl has the same lines in the same
+order, with a new field "prediction" or "score".
+
+With --mode encode, a line gets the field "ids" and a field for the encoder's vectors.
+This field is "mean", "first" or, with --pool none, "vectors". OUT.npz holds the
+concatenated ids and vectors of all lines, and the number of ids of each line.
+
+An output does not depend on the other examples in its batch. Several machines can share
+an input if each machine takes one --shard.
 
 Example: three steps of greedy decoding, with a vocabulary of ten ids. EOS has id 1.
 
@@ -30,7 +33,7 @@ Example: three steps of greedy decoding, with a vocabulary of ten ids. EOS has i
     >>> state.ids.tolist()
     [[[7, 1, 0]]]
 
-Shapes are written in the letters of model.py and these three:
+Shapes use the letters of model.py. In this file, three more letters are used:
 
     N outputs of an example (samples or beams)   S input length   T maximum output length
 """
@@ -65,15 +68,16 @@ from configs import DecodeConfig, UserError, note
 
 
 # This function computes an einsum in float32. The section "What the compiler is told"
-# below replaces it by a function that is faster on a TPU and has equal results.
+# below defines a function with equal results that is faster on a TPU.
 einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def cached_attention(q, k, v, bias, mask):
     """Compute softmax(q k^T + bias) v for the newest position of N beams.
 
-    q [B, H, N, C]; k, v [B, H, K, C]; bias broadcasts to [B, H, N, K] or is None; mask is
-    True where a query may attend to a key. Returns [B, H, N, C] in the dtype of v.
+    q has the shape [B, H, N, C]. k and v have the shape [B, H, K, C]. bias is None or
+    broadcasts to [B, H, N, K]. mask is True where a query may attend to a key. Returns
+    [B, H, N, C] in the dtype of v.
     """
     scores = einsum("bhqc,bhkc->bhqk", q, k)
     if bias is not None:
@@ -122,11 +126,12 @@ def init_cache(params, cfg, encoded, length, beams=1):
 def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=None):
     """Run the decoder for the position `at` of all beams.
 
-    ids [B, N] are the decoder's inputs at this position; input_segments [B, S] is 0 at
-    padding; cache and fixed come from init_cache. ancestors [B, N, T] gives, for each
+    ids [B, N] are the decoder's inputs at this position. input_segments [B, S] is 0 at
+    padding. cache and fixed come from init_cache. ancestors [B, N, T] gives, for each
     beam and position, the beam (0 to N - 1) that wrote the key and value at that
-    position. None means that every beam reads what it wrote itself. Returns the float32
-    logits [B, N, V] of the next id, and the cache with this position added.
+    position. If ancestors is None, every beam reads only its own keys and values.
+    Returns the float32 logits [B, N, V] of the next id, and the cache with the keys and
+    values of this position.
 
     The N beams of an example are N queries of one attention over the keys of all N beams,
     and the mask selects the keys of a beam's ancestors. When beam search reorders its
@@ -136,9 +141,9 @@ def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=No
     length = cache[0][0].shape[2] // N
     if ancestors is None:
         ancestors = jnp.arange(N)[None, :, None]
-    # Keys are stored position by position, and within a position beam by beam. A beam
-    # sees a key if the position is not in the future and the ancestor at that position
-    # wrote the key.
+    # Keys are sorted by position, and the keys of a position are sorted by beam. A beam
+    # sees a key if the position of the key is not in the future, and if the ancestor of
+    # the beam at this position wrote the key.
     not_future = (jnp.arange(length) <= at)[:, None]
     visible = not_future & (ancestors[..., None] == jnp.arange(N))  # [B or 1, N, T, N]
     rows = model.sharding_of(visible)[0]
@@ -180,9 +185,9 @@ def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=No
 
 
 # ---- greedy decoding -------------------------------------------------------------------
-# A decoding method consists of three functions, which `generate` calls: start creates a
-# state, step chooses the next ids from the logits, and result returns the ids and their
-# scores. Each device calls them with its own rows of the batch.
+# A decoding method consists of three functions, which `generate` calls. `start` creates
+# a state. `step` chooses the next ids from the logits. `result` returns the ids and their
+# scores. Each device calls the three functions with its own rows of the batch.
 
 
 class GreedyState(NamedTuple):
@@ -191,7 +196,7 @@ class GreedyState(NamedTuple):
     ids: jax.Array  # [B, N, T] generated ids, 0 after EOS
     scores: jax.Array  # [B, N] sum of the log-probabilities of the ids
     done: jax.Array  # [B, N] whether the output has ended with EOS
-    rows: jax.Array  # [B] numbers of the examples; random samples depend on them
+    rows: jax.Array  # [B] numbers of the examples, from which random keys are made
 
 
 def start_greedy(rows, N, length):
@@ -213,7 +218,7 @@ def greedy_step(state, logits, at):
 def append_ids(state, ids, logits, at):
     """Write the chosen ids [B, N] at position `at`, and update scores and `done`.
 
-    An output that has ended gets padding, and its score no longer changes.
+    An output that has ended gets padding, and the score of this output stays the same.
     """
     ids = jnp.where(state.done, data.PAD, ids).astype(jnp.int32)
     log_probs = jax.nn.log_softmax(logits)
@@ -226,7 +231,7 @@ def append_ids(state, ids, logits, at):
 
 
 def greedy_result(state):
-    """Return the ids [B, N, T] and the scores [B, N] of the outputs, best output first."""
+    """Return the ids [B, N, T] and scores [B, N] of the outputs, the best output first."""
     order = jnp.argsort(-state.scores, axis=1)
     return take_beams(state.ids, order), take_beams(state.scores, order)
 
@@ -240,14 +245,14 @@ def take_beams(array, beams):
 
 
 # ---- sampling --------------------------------------------------------------------------
-# Sampling starts like greedy decoding, and differs in one point: the next id is drawn at
-# random from the model's distribution, which temperature, top_k and top_p may change.
+# Sampling uses the state of greedy decoding. The next id is drawn at random from the
+# distribution of the model. temperature, top_k and top_p may change this distribution.
 
 
 def sampling_step(state, logits, at, *, decode, seed):
     """Append a randomly drawn id to each sample, given logits [B, N, V] of position `at`.
 
-    The score counts the model's own probability, before temperature, top_k and top_p.
+    The score of a sample uses the probabilities before temperature, top_k and top_p.
     """
     temperature = max(decode.temperature or 1.0, 1e-4)
     filtered = filter_logits(logits / temperature, decode.top_k, decode.top_p)
@@ -270,8 +275,8 @@ def filter_logits(logits, top_k, top_p):
     """Set the logits of unlikely ids to -inf, so that they are never drawn.
 
     top_k keeps the k likeliest ids. top_p keeps the smallest set of likeliest ids whose
-    probabilities sum to at least top_p (nucleus sampling, Holtzman et al. 2020). 0 keeps
-    all.
+    probabilities sum to at least top_p. This is nucleus sampling (Holtzman et al. 2020).
+    If top_k or top_p is 0, it removes no ids.
     """
     if top_k:
         top = lax.top_k(logits, min(top_k, logits.shape[-1]))[0]
@@ -280,7 +285,7 @@ def filter_logits(logits, top_k, top_p):
     if 0 < top_p < 1:
         ordered = -jnp.sort(-logits, axis=-1)
         probs = jax.nn.softmax(ordered)
-        # An id is kept if the ids that are likelier have less than top_p together.
+        # An id is kept if the probabilities of all likelier ids sum to less than top_p.
         kept = jnp.cumsum(probs, axis=-1) - probs < top_p
         smallest = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
         logits = jnp.where(logits < smallest, -jnp.inf, logits)
@@ -289,18 +294,20 @@ def filter_logits(logits, top_k, top_p):
 
 # ---- beam search -----------------------------------------------------------------------
 # This is the beam search of T5X (t5x/decoding.py). It keeps the N best unfinished outputs
-# of each example, the live beams. Every step extends all live beams by all ids, and looks
-# at the 2N best extensions. Those that end with EOS compete for the N places of finished
-# outputs. The N best of the others become the new live beams. At most N of the 2N can end
-# with EOS, one for each live beam, so N others always remain.
+# of each example, the live beams. Every step extends all live beams by all ids, and finds
+# the 2N best extensions. Extensions that end with EOS compete for the N places of
+# finished outputs. The N best of the remaining extensions become the new live beams. At
+# most one extension of each live beam ends with EOS, so at least N extensions remain.
 
-MASKED_SCORE = -1e7  # excludes a beam when it is added to the score, as in T5X
+# Adding this number to the score of a beam excludes the beam. The number is T5X's.
+MASKED_SCORE = -1e7
 
 
 class BeamState(NamedTuple):
-    """State of beam search: N live beams and up to N finished outputs, the best first.
+    """State of beam search, with N live beams and up to N finished outputs.
 
-    A score is a sum of log-probabilities. Finished scores are divided by length_penalty.
+    The best live beam and the best finished output come first. A score is a sum of
+    log-probabilities. The scores of finished outputs are divided by length_penalty.
     """
 
     # [B, N, T] ids of the live beams, which do not end with EOS
@@ -313,17 +320,17 @@ class BeamState(NamedTuple):
     finished_scores: jax.Array
     # [B, N] whether this place holds a finished output
     finished: jax.Array
-    # [B, N, T] for each position, the beam that wrote the key that a live beam reads
+    # [B, N, T] the beam that wrote the key that a live beam reads, for each position
     ancestors: jax.Array
-    # [B, 1] whether no live beam can still become better than the finished outputs
+    # [B, 1] whether the search of an example has ended
     done: jax.Array
 
 
 def start_beams(rows, N, length):
     """Create the state of beam search for len(rows) examples.
 
-    At first all N live beams are empty and would have the same extensions. Therefore only
-    the first live beam has the score 0, and the others are masked.
+    At first all N live beams are empty, so all beams would have the same extensions.
+    Therefore only the first live beam gets the score 0. The other beams are masked.
     """
     shape = (len(rows), N)
     no_ids = jnp.zeros((*shape, length), jnp.int32)
@@ -342,7 +349,7 @@ def start_beams(rows, N, length):
 def length_penalty(tokens, decode):
     """Return the divisor of the score of an output of `tokens` ids, including EOS.
 
-    "gnmt" is the penalty of T5X (Wu et al. 2016), "length" the penalty of Hugging Face.
+    The penalty "gnmt" is used by T5X (Wu et al. 2016). "length" is used by Hugging Face.
     """
     if decode.penalty == "gnmt":
         return ((5 + tokens) / 6) ** decode.alpha
@@ -350,7 +357,7 @@ def length_penalty(tokens, decode):
 
 
 def beam_step(state, logits, at, *, decode):
-    """Extend the live beams by one id. logits [B, N, V] are those of position `at`."""
+    """Extend the live beams by one id, given logits [B, N, V] of position `at`."""
     B, N, V = logits.shape
     length = state.ids.shape[-1]
 
@@ -378,13 +385,14 @@ def beam_step(state, logits, at, *, decode):
     finished_ids = jnp.concatenate([state.finished_ids, extended], axis=1)
     finished = take_beams(jnp.concatenate([state.finished, ends], axis=1), best)
 
-    # A live score can only fall, and the longest output has the largest penalty. The
-    # search is done when even this bound cannot beat the worst of N finished outputs.
+    # Scores of live beams only decrease, and the longest output has the largest penalty.
+    # This gives an upper bound for the score of a live beam. The search ends when N
+    # outputs have finished and their scores are greater than this bound.
     bound = live_scores[:, :1] / length_penalty(length + 1.0, decode)
     done = finished.all(1, keepdims=True) & (finished_scores[:, -1:] > bound)
 
-    # A beam inherits the ancestors of its parent. The parent wrote this position's keys,
-    # and the beam itself will write the keys of the next position.
+    # A beam inherits the ancestors of its parent. The parent wrote the keys of this
+    # position. The beam itself will write the keys of the next position.
     ancestors = take_beams(state.ancestors, parents).at[:, :, at].set(parents)
     ancestors = ancestors.at[:, :, at + 1].set(jnp.arange(N))
     return BeamState(
@@ -424,18 +432,23 @@ def generate(
 ):
     """Generate N outputs for each example, in one compiled loop over the positions.
 
-    inputs [B, S] are ids; input_segments [B, S] is 0 at padding; cfg is a ModelConfig;
-    length is the maximum number of generated ids, including EOS. decode (a DecodeConfig)
-    selects the method: beam search with N = decode.beams, sampling with N =
-    decode.num_return, or greedy decoding with N = 1. rows [B] numbers the examples, so
-    that random samples do not depend on the batch. Returns ids [B, N, length], which are
-    0 after EOS, and scores [B, N]. The best output comes first.
+    inputs [B, S]: the ids of the inputs.
+    input_segments [B, S]: 0 at padding.
+    cfg: a ModelConfig.
+    length: the maximum number of generated ids, including EOS.
+    decode: a DecodeConfig, which selects the decoding method. N is decode.beams in beam
+        search, decode.num_return in sampling, and 1 in greedy decoding.
+    rows [B]: the numbers of the examples. Random samples depend on the number of an
+        example and on the seed, but not on the other examples in the batch.
+    Returns ids [B, N, length], which are 0 after EOS, and scores [B, N]. The best output
+    of each example comes first.
     """
     if decode.beams:
         N = decode.beams
         start, result = start_beams, beam_result
         step = functools.partial(beam_step, decode=decode)
-    elif decode.temperature > 1e-4 or decode.top_k or decode.top_p:  # T5X's limit
+    elif decode.temperature > 1e-4 or decode.top_k or decode.top_p:
+        # As in T5X, a temperature of at most 1e-4 means greedy decoding.
         N = decode.num_return
         start, result = start_greedy, greedy_result
         step = functools.partial(sampling_step, decode=decode, seed=seed)
@@ -486,7 +499,10 @@ def generate(
 
 @jax.jit(static_argnames="cfg")
 def score(params, batch, cfg):
-    """Return [B] sums of the log-probabilities of the target tokens, for a data.Batch."""
+    """Sum the log-probabilities of the targets of each example in a data.Batch.
+
+    Returns an array [B].
+    """
     logits = model.forward(params, batch, cfg)
     cross_entropy, *_ = model.cross_entropy(logits, batch.targets)
     return -jnp.sum(cross_entropy * (batch.target_segments > 0), axis=1)
@@ -496,8 +512,9 @@ def score(params, batch, cfg):
 def encoder_vectors(params, inputs, segments, cfg, pool):
     """Return the encoder's output for inputs and segments [B, S], in float32.
 
-    pool "mean" averages over the real tokens, and "first" takes the first token: [B, D].
-    pool "none" returns the vectors of all tokens: [B, S, D].
+    With pool "none", all vectors are returned, as an array [B, S, D]. With pool "mean" or
+    "first", an array [B, D] is returned. It holds the mean of the vectors of an example
+    without padding, or the vector of the first token.
     """
     vectors = model.encode(params, cfg, inputs, segments).astype(jnp.float32)
     if pool == "mean":
@@ -505,20 +522,21 @@ def encoder_vectors(params, inputs, segments, cfg, pool):
     return vectors[:, 0] if pool == "first" else vectors
 
 
-# ====== below: compiler tricks, batches of examples, masked spans, files, the command ===
+# ====== below: tuning for TPUs, batches of examples, masked spans, files, the command ===
 
-# ---- What the compiler is told: changes speed and memory, not results ------------------
+# ---- What the compiler is told ---------------------------------------------------------
+# This section changes speed, and does not change results.
 
 
 @model.tuned(einsum)
 def einsum(form, rows, others):
     """Compute an einsum in float32, with rows [B, H, N, ...] padded to a multiple of 8.
 
-    This is for the TPU compiler: it computes a matmul of fewer than 8 rows as
-    multiplications and sums on the vector unit, which takes four times as long as reading
-    `others`. With 8 rows it uses the matrix unit. On a v5e, greedy decoding of base went
-    from 2,878 to 770 million cycles (64 examples on a chip, 512 input ids, 114 output
-    ids).
+    The TPU compiler computes a matmul of fewer than 8 rows on the vector unit. This takes
+    four times as long as reading `others` from memory. A matmul of 8 rows is computed on
+    the matrix unit. With padding, greedy decoding of base on a v5e takes 770 million
+    cycles instead of 2,878 million. A batch has 64 examples with 512 input ids and 114
+    output ids in this measurement.
     """
     N = rows.shape[2]
     if partition.platform() == "tpu":
@@ -530,11 +548,11 @@ def einsum(form, rows, others):
 
 
 class Example(NamedTuple):
-    """The ids of one example. An EOS at the end must be included; none is added."""
+    """The ids of one example. If EOS should end the inputs, the list must include EOS."""
 
     inputs: list
-    targets: list = ()  # scored by --mode score
-    number: int = 0  # distinguishes the random samples of different examples
+    targets: list = ()  # needed for --mode score
+    number: int = 0  # Examples with different numbers get different random samples.
 
 
 # The field of an output line that holds the vectors, for each value of --pool.
@@ -554,7 +572,8 @@ def padded_length(length):
 def pad_batch(sequences):
     """Pad lists of ids with 0 to the padded_length of the longest list.
 
-    Returns (ids, mask), both [number of lists, length]. mask is True at the given ids.
+    Returns the arrays ids and mask of the shape [number of lists, length]. The mask is
+    False at padding.
     """
     lengths = [len(sequence) for sequence in sequences]
     ids = np.zeros((len(sequences), padded_length(max(lengths))), np.int32)
@@ -564,12 +583,14 @@ def pad_batch(sequences):
 
 
 def run_examples(params, cfg, mesh, examples, mode="predict"):
-    """Yield the result of each example of an iterable of Examples, in their order.
+    """Yield the result of each Example of an iterable, in the order of the examples.
 
-    The mode decides what a result is (see run_batch). To need little padding, 16 batches
-    of examples at a time are sorted by length. A batch has at most decode.batch_size
-    examples, and fewer if their inputs are longer than data.inputs_length. No result
-    depends on this.
+    mode: "predict", "score", "mean", "first" or "none". See run_batch.
+
+    Batches need little padding if their examples have similar lengths. Therefore the
+    examples of 16 batches are sorted by length before the batches are formed. A batch has
+    at most decode.batch_size examples. It has fewer examples if their inputs are longer
+    than data.inputs_length. Results do not depend on the batches.
     """
     most = cfg.decode.batch_size
     devices = mesh.shape["data"]
@@ -579,7 +600,7 @@ def run_examples(params, cfg, mesh, examples, mode="predict"):
         window.sort(key=lambda item: (len(item[1].inputs), len(item[1].targets)))
         results = {}
         while window:
-            # The longest examples are at the end. They make the next batch.
+            # The longest examples are at the end of the window. They form the next batch.
             length = max(padded_length(len(window[-1][1].inputs)), cfg.data.inputs_length)
             rows = max(1, most * cfg.data.inputs_length // length)
             numbers, group = zip(*window[-rows:])
@@ -594,12 +615,16 @@ def run_examples(params, cfg, mesh, examples, mode="predict"):
 
 
 def run_batch(params, cfg, mesh, group, mode, B):
-    """Return the results of a group of at most B Examples, in their order.
+    """Return a list with the results of a group of at most B Examples.
 
-    predict: (ids, scores) of decode.num_return outputs, the best first. ids are lists, up
-    to but without EOS. score: the sum of the log-probabilities of the targets. mean,
-    first, none: the encoder's vectors, pooled in this way. The group is padded to B rows
-    with empty examples, whose results follow at the end.
+    The mode determines what the result of an example is:
+    - "predict": the pair (ids, scores) of decode.num_return outputs. The best output
+      comes first. The ids of an output are a list without EOS.
+    - "score": the sum of the log-probabilities of the targets.
+    - "mean", "first" or "none": the encoder's vectors (see encoder_vectors).
+
+    The group is padded to B rows with empty examples. Their results stand at the end of
+    the list.
     """
     group = [*group, *[Example([])] * (B - len(group))]
     inputs, input_segments = pad_batch([x.inputs for x in group])
@@ -668,10 +693,11 @@ def split_spans(ids, tokenizer):
 
 
 def fill_blanks(inputs, targets, tokenizer):
-    """Return the inputs as text, with [the text of its span] in place of each sentinel.
+    """Return the inputs as text, in which masked spans are filled in.
 
-    inputs and targets are lists of ids. The targets contain the masked spans. A sentinel
-    without a span becomes ____.
+    inputs and targets are lists of ids. A sentinel of the inputs is replaced by the text
+    that follows this sentinel in the targets, in brackets. If the targets do not contain
+    the sentinel, it is replaced by ____.
     """
     (_, words), *blanks = split_spans(inputs, tokenizer)
     # Ids before the first sentinel of the targets belong to no span.
@@ -699,14 +725,14 @@ class ExampleEncoder:
     cfg: configs.Config
     tokenizer: data.Tokenizer | None
     scoring: bool  # whether the targets are needed
-    task: data.Task = data.Task()  # says how texts are truncated
+    task: data.Task = data.Task()  # has the rules for truncating texts
     cut: int = 0  # number of texts that were truncated
 
     def ids(self, line, key):
         """Return the ids of the field `key` of a line.
 
         A text is tokenized and truncated, and EOS is appended. A list of ids is returned
-        unchanged. Raises ValueError if the field has neither.
+        unchanged. Raises ValueError if the field is neither a text nor a list of ids.
         """
         value = line.get(key)
         problem = data.invalid_reason(value, self.cfg.model.vocab_size)
@@ -733,11 +759,11 @@ class ExampleEncoder:
 
 
 def open_input(name, cfg):
-    """Return what --input names, as a pair (data.Task, function read).
+    """Return a pair (data.Task, function read) for the input that --input names.
 
-    name is the path of a JSONL or .txt file, or task:NAME[:SPLIT]. The Task of a file has
-    the default rules for truncating texts. read(bad) yields (position, dict) for each
-    line, and calls bad(position, problem) for each line that cannot be read.
+    name is the path of a JSONL or .txt file, or task:NAME[:SPLIT]. The Task has the rules
+    for truncating texts. The function read(bad) yields pairs (position, dict), one for
+    each line. It calls bad(position, problem) for a line that cannot be read.
     """
     if name.startswith("task:"):
         task, _, split = name.removeprefix("task:").partition(":")
@@ -757,11 +783,11 @@ def open_input(name, cfg):
 
 
 def read_examples(read, encode):
-    """Yield (line, Example) for each line of --input, encoded by an ExampleEncoder.
+    """Yield a pair (line, Example) for each line of --input.
 
-    read is the function that open_input returns. An invalid line raises UserError. With
-    --data.on_error skip, an invalid line gets a field "error" and is yielded without an
-    Example, as (line, None).
+    read is the function that open_input returns, and encode is an ExampleEncoder. An
+    invalid line raises UserError. With --data.on_error skip, an invalid line gets a field
+    "error", and the pair is (line, None).
     """
     report_invalid = data.InvalidExamples(encode.cfg.data.on_error)
     unread = []
@@ -788,14 +814,14 @@ def read_examples(read, encode):
 
 
 def json_line(line):
-    """Return a dict as a line of JSON. Only what UTF-8 cannot encode is escaped."""
+    """Return a dict as a line of JSON. Characters outside ASCII are not escaped."""
     text = json.dumps(line, ensure_ascii=False, default=json_default)
-    # A lone surrogate becomes \udXXX, which is how JSON escapes it, too.
+    # UTF-8 cannot encode half of a surrogate pair. JSON writes it as \udXXX.
     return text.encode(errors="backslashreplace").decode() + "\n"
 
 
 def json_default(value):
-    """Convert a value that JSON does not know: NumPy values to lists, others to text."""
+    """Convert a NumPy value to a list or number, and any other value to a text."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     return str(value)
@@ -899,11 +925,11 @@ def write_vectors(lines, path, field, width):
 
 
 def run_file(args, cfg, mesh, tokenizer, params, step):
-    """Write --output, with the result of each line of --input, in the order of the lines.
+    """Compute the result of each line of --input, and write the lines to --output.
 
-    The lines go to OUTPUT.partial, which is renamed at the end. If the command is killed,
-    the same command resumes after the last complete line. All processes compute; the main
-    process writes.
+    The lines are first written to OUTPUT.partial. This file is renamed at the end. If the
+    command is killed, the same command resumes after the last complete line. All
+    processes compute results, and the main process writes the lines.
     """
     mode = args.pool if args.mode == "encode" else args.mode
     task, read = open_input(args.input, cfg)
@@ -916,7 +942,8 @@ def run_file(args, cfg, mesh, tokenizer, params, step):
     shard, shards = configs.parse_shard(args.shard)
     lines = read_examples(read, encode)
     lines = itertools.islice(lines, shard + done * shards, None, shards)
-    # run_examples reads examples ahead of the line that is written.
+    # run_examples reads a window of examples before it yields the first result. tee keeps
+    # the lines of these examples until they are written.
     lines, ahead = itertools.tee(lines)
     examples = (example for _, example in ahead if example)
     results = run_examples(params, cfg, mesh, examples, mode)
@@ -956,11 +983,11 @@ def note_truncated(encode):
 
 
 def run_lines(lines, cfg, mesh, tokenizer, params, raw):
-    """Print the output for each line, which is a text in UTF-8.
+    """Generate outputs for each text in `lines`, and print one line for each output.
 
-    If the line has sentinels, print the line with the masked spans filled in, unless raw
-    is True. With --decode.num_return or --decode.return_all, print a line for each
-    output.
+    lines: an iterable of texts, as bytes in UTF-8.
+    raw: whether to print the output of the model even if the text has sentinels.
+        Otherwise the text is printed with the masked spans filled in.
     """
     encode = ExampleEncoder(cfg, tokenizer, False)
     for number, line in enumerate(lines):
@@ -984,7 +1011,7 @@ def run_lines(lines, cfg, mesh, tokenizer, params, raw):
 def load_params(cfg, run_dir, step=None):
     """Load the parameters of a run in float32, and return (step, params).
 
-    step None means the newest complete checkpoint.
+    If step is None, the newest complete checkpoint is loaded.
     """
     mesh = jax.sharding.get_mesh()
 
@@ -1013,13 +1040,16 @@ def check_decoder(cfg, mode=None):
 
 
 def open_model(args, changes, recipe=False):
-    """Return (Config, mesh, Tokenizer or None) of the run --run_dir, and start JAX.
+    """Start JAX, and return the Config, the mesh and the Tokenizer of a run.
 
-    recipe: whether to execute the run's recipe.py, too. A run may have no vocabulary.
+    If the run has no vocabulary, None is returned instead of the Tokenizer.
+
+    args, changes: what configs.parse_args returned.
+    recipe: whether to execute the file recipe.py of the run, which may define tasks.
     """
     if not args.run_dir:
         raise UserError(
-            "--run_dir is missing: name the run whose model to use, for instance "
+            "--run_dir is missing: name the run that has the model, for instance "
             "--run_dir runs/tiny."
         )
     cfg = configs.resolve(args, changes, recipe)
@@ -1032,7 +1062,7 @@ def open_model(args, changes, recipe=False):
 
 
 def check_files(args):
-    """Refuse an existing --output, a missing --input, or several readers of one stdin."""
+    """Refuse an existing --output, a missing --input, and a shared standard input."""
     if os.path.exists(args.output):
         raise UserError(
             f"{args.output} already exists: name another --output, or move the file away."
@@ -1088,7 +1118,7 @@ def main(argv):
             "An .npz --output works only with --mode encode: for other modes name a "
             ".jsonl file."
         )
-    # The tasks of a run may be defined in its recipe.py.
+    # The file recipe.py of a run may define the task that --input names.
     cfg, mesh, tokenizer = open_model(
         args, changes, recipe=args.input.startswith("task:")
     )
