@@ -62,9 +62,9 @@ import partition
 from configs import DecodeConfig, UserError, note
 
 # ---- the cache and one decoding step ---------------------------------------------------
-# The decoder is causal: the keys and values of a position do not depend on later
-# positions. Decoding therefore computes them once, stores them in a cache, and runs the
-# layers for the newest position only.
+# The decoder is causal, so the keys and values of a position do not depend on later
+# positions. Decoding computes the keys and values of each position once and stores them
+# in a cache. Each step runs the layers for the newest position only.
 
 
 # This function computes an einsum in float32. The section "What the compiler is told"
@@ -83,7 +83,7 @@ def cached_attention(q, k, v, bias, mask):
     if bias is not None:
         scores = scores + bias
     scores = jnp.where(mask, scores, -1e10)
-    # Subtracting the maximum keeps exp from overflowing. It does not change the softmax.
+    # Subtracting the maximum keeps exp from overflowing and does not change the softmax.
     weights = jnp.exp(scores - scores.max(-1, keepdims=True))
     out = einsum("bhqk,bhkc->bhqc", weights.astype(v.dtype), v)
     # Dividing after the matmul gives the same softmax with fewer divisions.
@@ -94,8 +94,8 @@ def init_cache(params, cfg, encoded, length, beams=1):
     """Create an empty cache, and compute what stays the same in all decoding steps.
 
     encoded [B, S, D] is the output of the encoder. Returns two lists with one entry for
-    each decoder layer. An entry of the first list is the cache of the layer: keys and
-    values [B, H, length * beams, C], all zeros. An entry of the second list has:
+    each decoder layer. The first list is the cache. Its entries are pairs of keys and
+    values [B, H, length * beams, C], which are zero. Each entry of the second list has:
     - the weights of the layer in the compute dtype,
     - the keys and values [B, H, S, C] of cross-attention, which all beams share,
     - the relative bias of self-attention, [copies, H, length, length]
@@ -135,7 +135,7 @@ def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=No
 
     The N beams of an example are N queries of one attention over the keys of all N beams,
     and the mask selects the keys of a beam's ancestors. When beam search reorders its
-    beams, only `ancestors` changes: keys and values are never copied.
+    beams, `ancestors` changes, but keys and values are never copied.
     """
     N = ids.shape[1]
     length = cache[0][0].shape[2] // N
@@ -231,7 +231,7 @@ def append_ids(state, ids, logits, at):
 
 
 def greedy_result(state):
-    """Return the ids [B, N, T] and scores [B, N] of the outputs, the best output first."""
+    """Return the ids [B, N, T] and scores [B, N] of the outputs, best output first."""
     order = jnp.argsort(-state.scores, axis=1)
     return take_beams(state.ids, order), take_beams(state.scores, order)
 
@@ -276,7 +276,7 @@ def filter_logits(logits, top_k, top_p):
 
     top_k keeps the k likeliest ids. top_p keeps the smallest set of likeliest ids whose
     probabilities sum to at least top_p. This is nucleus sampling (Holtzman et al. 2020).
-    If top_k or top_p is 0, it removes no ids.
+    A value of 0 for top_k or top_p removes no ids.
     """
     if top_k:
         top = lax.top_k(logits, min(top_k, logits.shape[-1]))[0]

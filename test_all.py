@@ -3658,8 +3658,11 @@ def test_an_error_in_the_background_is_not_lost(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("layer_biases", [False, True])
 def test_cached_decoding_equals_uncached(layer_biases):
-    """Greedy outputs, and the logits of each step, equal those of the complete decoder, which
-    this test runs again for each token."""
+    """Greedy decoding with a cache equals decoding without a cache.
+
+    Without a cache, this test runs the complete decoder for each token. The outputs and
+    the logits of each step are compared.
+    """
     cfg = change(model=dict(layer_biases=layer_biases))
     params = make_params(cfg, seed=4)
     T, B = 10, 3
@@ -3754,10 +3757,13 @@ def test_decoding_equals_t5xs():
 
 @pytest.mark.parametrize("layer_biases", [False, True])
 def test_decoding_beside_hugging_faces(layer_biases):
-    """Greedy outputs are equal. Beam search with --decode.penalty length has the same scores as
-    Hugging Face's, but different rules. In Hugging Face an output ends only if it is among the N
-    best continuations, and unfinished outputs compete at the last position. So if an output of
-    Hugging Face has ended, ours is equal or better."""
+    """Outputs are compared with the outputs of Hugging Face.
+
+    Greedy outputs are equal. Beam search with --decode.penalty length computes scores as
+    Hugging Face does, but other rules differ. In Hugging Face, an output ends only if the
+    output is among the N best continuations, and unfinished outputs compete at the last
+    position. So if an output of Hugging Face has ended, our output is equal or better.
+    """
     torch = pytest.importorskip("torch", reason="needs pip install '.[parity]'")
     cfg = change(
         model=dict(vocab_size=12, num_decoder_layers=2, layer_biases=layer_biases)
@@ -3942,7 +3948,7 @@ def test_outputs_do_not_depend_on_the_batch(decode):
 
 @pytest.mark.parametrize("devices, axes", [(1, {}), (4, dict(model=2))])
 def test_tuned_decoding_equals_plain_decoding(monkeypatch, devices, axes):
-    """Decoding has equal results with and without the section "What the compiler is told"."""
+    """Decoding has equal results with and without the tuned functions."""
     cfg = change(mesh=axes)
     partition.set_mesh(cfg, jax.devices()[:devices])
     params = place(jax.device_get(make_params(SMALL, seed=4)), SMALL.model)
