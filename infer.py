@@ -218,7 +218,7 @@ def greedy_step(state, logits, at):
 def append_ids(state, ids, logits, at):
     """Write the chosen ids [B, N] at position `at`, and update scores and `done`.
 
-    An output that has ended gets padding, and the score of this output stays the same.
+    An output that has ended gets padding, and its score stays the same.
     """
     ids = jnp.where(state.done, data.PAD, ids).astype(jnp.int32)
     log_probs = jax.nn.log_softmax(logits)
@@ -666,7 +666,7 @@ def to_numpy(array):
 
 
 def cut_at_eos(ids):
-    """Return the ids before the first EOS or padding."""
+    """Return the list of the ids before the first EOS or padding id."""
     return list(itertools.takewhile(lambda i: i > data.EOS, map(int, ids)))
 
 
@@ -763,7 +763,7 @@ def open_input(name, cfg):
 
     name is the path of a JSONL or .txt file, or task:NAME[:SPLIT]. The Task has the rules
     for truncating texts. The function read(bad) yields pairs (position, dict), one for
-    each line. It calls bad(position, problem) for a line that cannot be read.
+    each line. If a line cannot be read, `read` calls bad(position, problem).
     """
     if name.startswith("task:"):
         task, _, split = name.removeprefix("task:").partition(":")
@@ -847,10 +847,10 @@ def result_fields(result, example, line, mode, cfg, tokenizer):
 
 
 def describe_job(args, cfg, step):
-    """Return {name of a flag: value} of what determines the lines of --output.
+    """Return the flags that determine the lines of --output, as {name: value}.
 
-    The same job may be resumed on different devices, with another --decode.batch_size or
-    with another --data.on_error. These flags do not change a line that has been written.
+    A job may be resumed on different devices, with another --decode.batch_size and with
+    another --data.on_error. These flags do not change a line that has been written.
     """
     job = vars(args) | {"step": step, "train.seed": cfg.train.seed}
     job["input (sizes and times of the files)"] = dict(data.find_files(args.input))
