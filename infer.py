@@ -13,12 +13,15 @@ cache.
     python infer.py --run_dir RUN --input task:glue_rte_v002:validation --output OUT.jsonl
 
 Each line of IN.jsonl has "inputs" and, for --mode score, "targets". Both are texts or
-lists of ids; ids are used exactly as given. OUT.jsonl has the same lines in the same
-order, with a new field "prediction" or "score". With --mode encode the new fields are
-"ids" and the vectors of the encoder: their "mean", the "first", or all "vectors" (--pool
-none). OUT.npz holds the ids and vectors of all lines, concatenated, and the number of ids
-of each line. An output does not depend on the other examples in its batch. Several
-machines can each take one --shard.
+lists of ids. Ids are used exactly as given. OUT.jsonl has the same lines in the same
+order, with a new field "prediction" or "score".
+
+With --mode encode, a line gets the field "ids" and a field for the encoder's vectors.
+This field is "mean", "first" or, with --pool none, "vectors". OUT.npz holds the
+concatenated ids and vectors of all lines, and the number of ids of each line.
+
+An output does not depend on the other examples in its batch. Several machines can share
+an input if each machine takes one --shard.
 
 Example: three steps of greedy decoding, with a vocabulary of ten ids. EOS has id 1.
 
@@ -30,7 +33,7 @@ Example: three steps of greedy decoding, with a vocabulary of ten ids. EOS has i
     >>> state.ids.tolist()
     [[[7, 1, 0]]]
 
-Shapes are written in the letters of model.py and these three:
+Shapes use the letters of model.py. In this file, three more letters are used:
 
     N outputs of an example (samples or beams)   S input length   T maximum output length
 """
@@ -59,30 +62,28 @@ import partition
 from configs import DecodeConfig, UserError, note
 
 # ---- the cache and one decoding step ---------------------------------------------------
-# The decoder is causal: the keys and values of a position do not depend on later
-# positions. Decoding therefore computes them once, stores them in a cache, and runs the
-# layers for the newest position only.
+# The decoder is causal, so the keys and values of a position do not depend on later
+# positions. Decoding computes the keys and values of each position once and stores them
+# in a cache. Each step runs the layers for the newest position only.
 
 
-# scan_layers(body, x, stacks) applies body(x, slices) -> (x, result) to the decoder
-# layers in turn. `stacks` are pytrees of arrays whose first axis is the layer, and the
-# results are stacked in the same way. The section "What the compiler is told" below
-# replaces scan_layers and einsum by faster functions with equal results.
-scan_layers = lax.scan
+# This function computes an einsum in float32. The section "What the compiler is told"
+# below defines a function with equal results that is faster on a TPU.
 einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def cached_attention(q, k, v, bias, mask):
     """Compute softmax(q k^T + bias) v for the newest position of N beams.
 
-    q [B, H, N, C]; k, v [B, H, K, C]; bias broadcasts to [B, H, N, K] or is None; mask is
-    True where a query may attend to a key. Returns [B, H, N, C] in the dtype of v.
+    q has the shape [B, H, N, C]. k and v have the shape [B, H, K, C]. bias is None or
+    broadcasts to [B, H, N, K]. mask is True where a query may attend to a key. Returns
+    [B, H, N, C] in the dtype of v.
     """
     scores = einsum("bhqc,bhkc->bhqk", q, k)
     if bias is not None:
         scores = scores + bias
     scores = jnp.where(mask, scores, -1e10)
-    # Subtracting the maximum keeps exp from overflowing. It does not change the softmax.
+    # Subtracting the maximum keeps exp from overflowing and does not change the softmax.
     weights = jnp.exp(scores - scores.max(-1, keepdims=True))
     out = einsum("bhqk,bhkc->bhqc", weights.astype(v.dtype), v)
     # Dividing after the matmul gives the same softmax with fewer divisions.
@@ -92,10 +93,10 @@ def cached_attention(q, k, v, bias, mask):
 def init_cache(params, cfg, encoded, length, beams=1):
     """Create an empty cache, and compute what stays the same in all decoding steps.
 
-    encoded [B, S, D] is the output of the encoder. Returns (cache, fixed). For each
-    decoder layer, `cache` has keys and values [B, H, length * beams, C], all zeros, and
-    `fixed` has:
-    - the weights in the compute dtype,
+    encoded [B, S, D] is the output of the encoder. Returns two lists with one entry for
+    each decoder layer. The first list is the cache. Its entries are pairs of keys and
+    values [B, H, length * beams, C], which are zero. Each entry of the second list has:
+    - the weights of the layer in the compute dtype,
     - the keys and values [B, H, S, C] of cross-attention, which all beams share,
     - the relative bias of self-attention, [copies, H, length, length]
       (see model.relative_bias).
@@ -103,44 +104,46 @@ def init_cache(params, cfg, encoded, length, beams=1):
     stack = params["decoder"]
     table = model.param_table(cfg)["decoder"]["layers"]
     shared = model.relative_bias(stack, length, length, False, cfg)
-
-    def prepare_layer(_, weights):
-        weights = jax.tree.map(lambda w: w.astype(encoded.dtype), weights)
+    cache = []
+    fixed = []
+    # The layers are sliced from the stacked weights here, once. If lax.scan ran the
+    # layers, XLA would copy every slice again in each decoding step.
+    for i in range(cfg.num_decoder_layers):
+        weights = jax.tree.map(lambda w: w[i].astype(encoded.dtype), stack["layers"])
         weights = model.reshard_for_compute(weights, table)
         cross = model.keys_values(weights["cross_attention"], encoded, cfg)
         bias = model.relative_bias(
             weights["self_attention"], length, length, False, cfg, shared
         )
         B, H, _, C = cross[0].shape
-        shape = (B, H, length * beams, C)
         sharding = model.sharding_of(cross[0])
-        empty = jnp.zeros(shape, encoded.dtype, out_sharding=sharding)
-        return None, ((empty, empty), (weights, cross, bias))
-
-    _, (cache, fixed) = scan_layers(prepare_layer, None, stack["layers"])
+        empty = jnp.zeros((B, H, length * beams, C), encoded.dtype, out_sharding=sharding)
+        cache.append((empty, empty))
+        fixed.append((weights, cross, bias))
     return cache, fixed
 
 
 def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=None):
     """Run the decoder for the position `at` of all beams.
 
-    ids [B, N] are the decoder's inputs at this position; input_segments [B, S] is 0 at
-    padding; cache and fixed come from init_cache. ancestors [B, N, T] gives, for each
+    ids [B, N] are the decoder's inputs at this position. input_segments [B, S] is 0 at
+    padding. cache and fixed come from init_cache. ancestors [B, N, T] gives, for each
     beam and position, the beam (0 to N - 1) that wrote the key and value at that
-    position. None means that every beam reads what it wrote itself. Returns the float32
-    logits [B, N, V] of the next id, and the cache with this position added.
+    position. If ancestors is None, every beam reads only its own keys and values.
+    Returns the float32 logits [B, N, V] of the next id, and the cache with the keys and
+    values of this position.
 
     The N beams of an example are N queries of one attention over the keys of all N beams,
     and the mask selects the keys of a beam's ancestors. When beam search reorders its
-    beams, only `ancestors` changes: keys and values are never copied.
+    beams, `ancestors` changes, but keys and values are never copied.
     """
     N = ids.shape[1]
-    length = jax.tree.leaves(cache)[0].shape[-2] // N
+    length = cache[0][0].shape[2] // N
     if ancestors is None:
         ancestors = jnp.arange(N)[None, :, None]
-    # Keys are stored position by position, and within a position beam by beam. A beam
-    # sees a key if the position is not in the future and the ancestor at that position
-    # wrote the key.
+    # Keys are sorted by position, and the keys of a position are sorted by beam. A beam
+    # sees a key if the position of the key is not in the future, and if the ancestor of
+    # the beam at this position wrote the key.
     not_future = (jnp.arange(length) <= at)[:, None]
     visible = not_future & (ancestors[..., None] == jnp.arange(N))  # [B or 1, N, T, N]
     rows = model.sharding_of(visible)[0]
@@ -149,25 +152,27 @@ def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=No
     query_segments = jnp.ones_like(input_segments[:, :1])
     cross_mask = model.attention_mask(query_segments, input_segments > 0)
 
-    def layer(x, slices):
-        cache, (weights, cross, biases) = slices
+    x = model.embed(params, ids, cfg, None)
+    new_cache = []
+    for stored, (weights, cross, biases) in zip(cache, fixed):
         # All beams of a position share the bias, so each element is repeated N times.
         bias = lax.dynamic_slice_in_dim(biases, at, 1, axis=2)
         bias = jnp.repeat(bias, N, axis=3)
         h = model.rms_norm(x, weights["self_attention"]["norm"])
         # Write the keys and values of this position into the cache.
-        new = model.keys_values(weights["self_attention"], h, cfg)
-        cache = tuple(
-            lax.dynamic_update_slice_in_dim(stored, added, at * N, axis=2)
-            for stored, added in zip(cache, new)
+        added = model.keys_values(weights["self_attention"], h, cfg)
+        keys, values = (
+            lax.dynamic_update_slice_in_dim(old, new, at * N, axis=2)
+            for old, new in zip(stored, added)
         )
+        new_cache.append((keys, values))
         # Each device attends to its own examples and heads.
-        attend = jax.shard_map(cached_attention, out_specs=model.sharding_of(cache[1]))
+        attend = jax.shard_map(cached_attention, out_specs=model.sharding_of(values))
         x = model.decoder_layer(
             weights,
             x,
             h,
-            cache,
+            (keys, values),
             bias,
             self_mask,
             cross,
@@ -175,18 +180,14 @@ def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=No
             cfg,
             core=attend,
         )
-        return x, cache
-
-    x = model.embed(params, ids, cfg, None)
-    x, cache = scan_layers(layer, x, (cache, fixed))
     x = model.final_norm(x, params["decoder"])
-    return model.unembed(params, cfg, x), cache
+    return model.unembed(params, cfg, x), new_cache
 
 
 # ---- greedy decoding -------------------------------------------------------------------
-# A decoding method consists of three functions, which `generate` calls: start creates a
-# state, step chooses the next ids from the logits, and result returns the ids and their
-# scores. Each device calls them with its own rows of the batch.
+# A decoding method consists of three functions, which `generate` calls. `start` creates
+# a state. `step` chooses the next ids from the logits. `result` returns the ids and their
+# scores. Each device calls the three functions with its own rows of the batch.
 
 
 class GreedyState(NamedTuple):
@@ -195,7 +196,7 @@ class GreedyState(NamedTuple):
     ids: jax.Array  # [B, N, T] generated ids, 0 after EOS
     scores: jax.Array  # [B, N] sum of the log-probabilities of the ids
     done: jax.Array  # [B, N] whether the output has ended with EOS
-    rows: jax.Array  # [B] numbers of the examples; random samples depend on them
+    rows: jax.Array  # [B] numbers of the examples, from which random keys are made
 
 
 def start_greedy(rows, N, length):
@@ -217,7 +218,7 @@ def greedy_step(state, logits, at):
 def append_ids(state, ids, logits, at):
     """Write the chosen ids [B, N] at position `at`, and update scores and `done`.
 
-    An output that has ended gets padding, and its score no longer changes.
+    An output that has ended gets padding, and its score stays the same.
     """
     ids = jnp.where(state.done, data.PAD, ids).astype(jnp.int32)
     log_probs = jax.nn.log_softmax(logits)
@@ -230,24 +231,28 @@ def append_ids(state, ids, logits, at):
 
 
 def greedy_result(state):
-    """Return the generated ids [B, 1, T] and their scores [B, 1]."""
-    return state.ids, state.scores
+    """Return the ids [B, N, T] and scores [B, N] of the outputs, best output first."""
+    order = jnp.argsort(-state.scores, axis=1)
+    return take_beams(state.ids, order), take_beams(state.scores, order)
+
+
+def take_beams(array, beams):
+    """Select beams or samples of each example by their numbers.
+
+    array [B, N, ...] and beams [B, M], with numbers from 0 to N - 1. Returns [B, M, ...].
+    """
+    return jax.vmap(lambda outputs, numbers: outputs[numbers])(array, beams)
 
 
 # ---- sampling --------------------------------------------------------------------------
-# Sampling starts like greedy decoding, and differs in one point: the next id is drawn at
-# random from the model's distribution, which temperature, top_k and top_p may change.
-
-
-def is_sampling(decode):
-    """Return whether a DecodeConfig asks for sampling. The limit 1e-4 is T5X's."""
-    return bool(decode.temperature > 1e-4 or decode.top_k or decode.top_p)
+# Sampling uses the state of greedy decoding. The next id is drawn at random from the
+# distribution of the model. temperature, top_k and top_p may change this distribution.
 
 
 def sampling_step(state, logits, at, *, decode, seed):
     """Append a randomly drawn id to each sample, given logits [B, N, V] of position `at`.
 
-    The score counts the model's own probability, before temperature, top_k and top_p.
+    The score of a sample uses the probabilities before temperature, top_k and top_p.
     """
     temperature = max(decode.temperature or 1.0, 1e-4)
     filtered = filter_logits(logits / temperature, decode.top_k, decode.top_p)
@@ -270,8 +275,8 @@ def filter_logits(logits, top_k, top_p):
     """Set the logits of unlikely ids to -inf, so that they are never drawn.
 
     top_k keeps the k likeliest ids. top_p keeps the smallest set of likeliest ids whose
-    probabilities sum to at least top_p (nucleus sampling, Holtzman et al. 2020). 0 keeps
-    all.
+    probabilities sum to at least top_p. This is nucleus sampling (Holtzman et al. 2020).
+    A value of 0 for top_k or top_p removes no ids.
     """
     if top_k:
         top = lax.top_k(logits, min(top_k, logits.shape[-1]))[0]
@@ -280,41 +285,29 @@ def filter_logits(logits, top_k, top_p):
     if 0 < top_p < 1:
         ordered = -jnp.sort(-logits, axis=-1)
         probs = jax.nn.softmax(ordered)
-        # An id is kept if the ids that are likelier have less than top_p together.
+        # An id is kept if the probabilities of all likelier ids sum to less than top_p.
         kept = jnp.cumsum(probs, axis=-1) - probs < top_p
         smallest = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
         logits = jnp.where(logits < smallest, -jnp.inf, logits)
     return logits
 
 
-def sampling_result(state):
-    """Return the samples [B, N, T] and their scores [B, N], the best sample first."""
-    order = jnp.argsort(-state.scores, axis=1)
-    return take_beams(state.ids, order), take_beams(state.scores, order)
-
-
-def take_beams(array, beams):
-    """Select beams or samples of each example by their numbers.
-
-    array [B, N, ...] and beams [B, M], with numbers from 0 to N - 1. Returns [B, M, ...].
-    """
-    return jax.vmap(lambda outputs, numbers: outputs[numbers])(array, beams)
-
-
 # ---- beam search -----------------------------------------------------------------------
 # This is the beam search of T5X (t5x/decoding.py). It keeps the N best unfinished outputs
-# of each example, the live beams. Every step extends all live beams by all ids, and looks
-# at the 2N best extensions. Those that end with EOS compete for the N places of finished
-# outputs. The N best of the others become the new live beams. At most N of the 2N can end
-# with EOS, one for each live beam, so N others always remain.
+# of each example, the live beams. Every step extends all live beams by all ids, and finds
+# the 2N best extensions. Extensions that end with EOS compete for the N places of
+# finished outputs. The N best of the remaining extensions become the new live beams. At
+# most one extension of each live beam ends with EOS, so at least N extensions remain.
 
-MASKED_SCORE = -1e7  # excludes a beam when it is added to the score, as in T5X
+# Adding this number to the score of a beam excludes the beam. The number is T5X's.
+MASKED_SCORE = -1e7
 
 
 class BeamState(NamedTuple):
-    """State of beam search: N live beams and up to N finished outputs, the best first.
+    """State of beam search, with N live beams and up to N finished outputs.
 
-    A score is a sum of log-probabilities. Finished scores are divided by length_penalty.
+    The best live beam and the best finished output come first. A score is a sum of
+    log-probabilities. The scores of finished outputs are divided by length_penalty.
     """
 
     # [B, N, T] ids of the live beams, which do not end with EOS
@@ -327,17 +320,17 @@ class BeamState(NamedTuple):
     finished_scores: jax.Array
     # [B, N] whether this place holds a finished output
     finished: jax.Array
-    # [B, N, T] for each position, the beam that wrote the key that a live beam reads
+    # [B, N, T] the beam that wrote the key that a live beam reads, for each position
     ancestors: jax.Array
-    # [B, 1] whether no live beam can still become better than the finished outputs
+    # [B, 1] whether the search of an example has ended
     done: jax.Array
 
 
 def start_beams(rows, N, length):
     """Create the state of beam search for len(rows) examples.
 
-    At first all N live beams are empty and would have the same extensions. Therefore only
-    the first live beam has the score 0, and the others are masked.
+    At first all N live beams are empty, so all beams would have the same extensions.
+    Therefore only the first live beam gets the score 0. The other beams are masked.
     """
     shape = (len(rows), N)
     no_ids = jnp.zeros((*shape, length), jnp.int32)
@@ -356,7 +349,7 @@ def start_beams(rows, N, length):
 def length_penalty(tokens, decode):
     """Return the divisor of the score of an output of `tokens` ids, including EOS.
 
-    "gnmt" is the penalty of T5X (Wu et al. 2016), "length" the penalty of Hugging Face.
+    The penalty "gnmt" is used by T5X (Wu et al. 2016). "length" is used by Hugging Face.
     """
     if decode.penalty == "gnmt":
         return ((5 + tokens) / 6) ** decode.alpha
@@ -364,7 +357,7 @@ def length_penalty(tokens, decode):
 
 
 def beam_step(state, logits, at, *, decode):
-    """Extend the live beams by one id. logits [B, N, V] are those of position `at`."""
+    """Extend the live beams by one id, given logits [B, N, V] of position `at`."""
     B, N, V = logits.shape
     length = state.ids.shape[-1]
 
@@ -372,7 +365,7 @@ def beam_step(state, logits, at, *, decode):
     scores = jax.nn.log_softmax(logits) + state.live_scores[..., None]
     scores, ids = lax.top_k(scores, min(2 * N, V))
     width = scores.shape[-1]
-    scores, best = lax.top_k(scores.reshape(B, -1), min(2 * N, N * width))
+    scores, best = lax.top_k(scores.reshape(B, -1), 2 * N)
     parents = best // width  # the live beam that each extension continues
     ids = take_beams(ids.reshape(B, -1), best)
     extended = take_beams(state.ids, parents).at[:, :, at].set(ids)
@@ -392,13 +385,14 @@ def beam_step(state, logits, at, *, decode):
     finished_ids = jnp.concatenate([state.finished_ids, extended], axis=1)
     finished = take_beams(jnp.concatenate([state.finished, ends], axis=1), best)
 
-    # A live score can only fall, and the longest output has the largest penalty. The
-    # search is done when even this bound cannot beat the worst of N finished outputs.
+    # Scores of live beams only decrease, and the longest output has the largest penalty.
+    # This gives an upper bound for the score of a live beam. The search ends when N
+    # outputs have finished and their scores are greater than this bound.
     bound = live_scores[:, :1] / length_penalty(length + 1.0, decode)
     done = finished.all(1, keepdims=True) & (finished_scores[:, -1:] > bound)
 
-    # A beam inherits the ancestors of its parent. The parent wrote this position's keys,
-    # and the beam itself will write the keys of the next position.
+    # A beam inherits the ancestors of its parent. The parent wrote the keys of this
+    # position. The beam itself will write the keys of the next position.
     ancestors = take_beams(state.ancestors, parents).at[:, :, at].set(parents)
     ancestors = ancestors.at[:, :, at + 1].set(jnp.arange(N))
     return BeamState(
@@ -425,18 +419,7 @@ def beam_result(state):
 # ---- the decoding loop -----------------------------------------------------------------
 
 
-def force_prefix(logits, prefix, at):
-    """Leave one possible id at position `at`, if the output must begin with a prefix.
-
-    logits [B, N, V]; prefix [B, P] holds ids, and 0 after the end of the prefix. The
-    forced id then has probability 1, so it does not change the score of the output.
-    """
-    forced = prefix.at[:, at].get(mode="fill", fill_value=0)[:, None, None]
-    excluded = (forced > 0) & (jnp.arange(logits.shape[-1]) != forced)
-    return jnp.where(excluded, -jnp.inf, logits)
-
-
-@functools.partial(jax.jit, static_argnames=("cfg", "length", "decode"))
+@jax.jit(static_argnames=("cfg", "length", "decode"))
 def generate(
     params,
     inputs,
@@ -446,25 +429,28 @@ def generate(
     decode=DecodeConfig(),
     rows=None,
     seed=0,
-    prefix=None,
 ):
     """Generate N outputs for each example, in one compiled loop over the positions.
 
-    inputs [B, S] are ids; input_segments [B, S] is 0 at padding; cfg is a ModelConfig;
-    length is the maximum number of generated ids, including EOS. decode (a DecodeConfig)
-    selects the method: beam search with N = decode.beams, sampling with N =
-    decode.num_return, or greedy decoding with N = 1. rows [B] numbers the examples, so
-    that random samples do not depend on the batch. prefix [B, P] holds ids with which the
-    outputs must begin, followed by 0. Returns ids [B, N, length], 0 after EOS, and scores
-    [B, N], the best output first.
+    inputs [B, S]: the ids of the inputs.
+    input_segments [B, S]: 0 at padding.
+    cfg: a ModelConfig.
+    length: the maximum number of generated ids, including EOS.
+    decode: a DecodeConfig, which selects the decoding method. N is decode.beams in beam
+        search, decode.num_return in sampling, and 1 in greedy decoding.
+    rows [B]: the numbers of the examples. Random samples depend on the number of an
+        example and on the seed, but not on the other examples in the batch.
+    Returns ids [B, N, length], which are 0 after EOS, and scores [B, N]. The best output
+    of each example comes first.
     """
     if decode.beams:
         N = decode.beams
         start, result = start_beams, beam_result
         step = functools.partial(beam_step, decode=decode)
-    elif is_sampling(decode):
+    elif decode.temperature > 1e-4 or decode.top_k or decode.top_p:
+        # As in T5X, a temperature of at most 1e-4 means greedy decoding.
         N = decode.num_return
-        start, result = start_greedy, sampling_result
+        start, result = start_greedy, greedy_result
         step = functools.partial(sampling_step, decode=decode, seed=seed)
     else:
         N = 1
@@ -473,8 +459,6 @@ def generate(
     B = len(inputs)
     rows = jnp.zeros(B) if rows is None else rows
     rows = jax.reshard(rows.astype(jnp.uint32), P("data"))
-    if prefix is not None:
-        prefix = jax.reshard(prefix.astype(jnp.int32), P("data"))
     encoded = model.encode(params, cfg, inputs, input_segments)
     cache, fixed = init_cache(params, cfg, encoded, length, N)
     # Under shard_map, each device runs a decoding method for its own rows of the batch.
@@ -482,9 +466,7 @@ def generate(
     has_inputs = jnp.any(input_segments > 0, axis=1, keepdims=True)
 
     @for_own_rows
-    def next_ids(state, logits, at, prefix):
-        if prefix is not None:
-            logits = force_prefix(logits, prefix, at)
+    def next_ids(state, logits, at):
         state = step(state, logits, at)
         return state.ids[:, :, at], state
 
@@ -501,7 +483,7 @@ def generate(
         )
         # The next id depends on the logits of the whole vocabulary.
         logits = jax.reshard(logits, P("data", None, None))
-        ids, state = next_ids(state, logits, at, prefix)
+        ids, state = next_ids(state, logits, at)
         return at + 1, ids, state, cache
 
     # The decoder's first input is the start token, which is 0 in T5.
@@ -515,66 +497,46 @@ def generate(
 # ---- scores and vectors ----------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnames="cfg")
+@jax.jit(static_argnames="cfg")
 def score(params, batch, cfg):
-    """Return [B] sums of the log-probabilities of the target tokens, for a data.Batch."""
+    """Sum the log-probabilities of the targets of each example in a data.Batch.
+
+    Returns an array [B].
+    """
     logits = model.forward(params, batch, cfg)
     cross_entropy, *_ = model.cross_entropy(logits, batch.targets)
     return -jnp.sum(cross_entropy * (batch.target_segments > 0), axis=1)
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "pool"))
+@jax.jit(static_argnames=("cfg", "pool"))
 def encoder_vectors(params, inputs, segments, cfg, pool):
     """Return the encoder's output for inputs and segments [B, S], in float32.
 
-    pool "mean" averages over the real tokens, and "first" takes the first token: [B, D].
-    pool "none" returns the vectors of all tokens: [B, S, D].
+    With pool "none", all vectors are returned, as an array [B, S, D]. With pool "mean" or
+    "first", an array [B, D] is returned. It holds the mean of the vectors of an example
+    without padding, or the vector of the first token.
     """
     vectors = model.encode(params, cfg, inputs, segments).astype(jnp.float32)
     if pool == "mean":
-        real = (segments > 0).astype(jnp.float32)[..., None]
-        return jnp.sum(vectors * real, axis=1) / jnp.maximum(jnp.sum(real, axis=1), 1)
+        return jnp.mean(vectors, axis=1, where=(segments > 0)[..., None])
     return vectors[:, 0] if pool == "first" else vectors
 
 
-# ====== below: compiler tricks, batches of examples, masked spans, files, the command ===
+# ====== below: tuning for TPUs, batches of examples, masked spans, files, the command ===
 
-# ---- What the compiler is told: changes speed and memory, not results ------------------
-
-
-@model.tuned(scan_layers)
-def scan_layers(body, x, stacks):
-    """Apply body(x, slices) to the decoder layers in turn, as lax.scan does.
-
-    This function returns each stacked result as a list with one array for each layer. So
-    the stacked weights are sliced only once, before the decoding loop. This is for all
-    compilers: in a scan, XLA copies the weights and the cache of a layer out of the
-    stacks at each decoding step, and the new cache back into them. On a CPU both forms
-    take the same time (greedy decoding of small, 8 examples). The gain on a TPU has not
-    been measured separately.
-    """
-
-    def is_list(stack):
-        return isinstance(stack, list)
-
-    depth = len(jax.tree.leaves(stacks, is_leaf=is_list)[0])
-    results = []
-    for i in range(depth):
-        slices = jax.tree.map(lambda stack: stack[i], stacks, is_leaf=is_list)
-        x, result = body(x, slices)
-        results.append(result)
-    return x, jax.tree.map(lambda *layers: list(layers), *results)
+# ---- What the compiler is told ---------------------------------------------------------
+# This section changes speed, and does not change results.
 
 
 @model.tuned(einsum)
 def einsum(form, rows, others):
     """Compute an einsum in float32, with rows [B, H, N, ...] padded to a multiple of 8.
 
-    This is for the TPU compiler: it computes a matmul of fewer than 8 rows as
-    multiplications and sums on the vector unit, which takes four times as long as reading
-    `others`. With 8 rows it uses the matrix unit. On a v5e, greedy decoding of base went
-    from 2,878 to 770 million cycles (64 examples on a chip, 512 input ids, 114 output
-    ids).
+    The TPU compiler computes a matmul of fewer than 8 rows on the vector unit. This takes
+    four times as long as reading `others` from memory. A matmul of 8 rows is computed on
+    the matrix unit. With padding, greedy decoding of base on a v5e takes 770 million
+    cycles instead of 2,878 million. A batch has 64 examples with 512 input ids and 114
+    output ids in this measurement.
     """
     N = rows.shape[2]
     if partition.platform() == "tpu":
@@ -586,23 +548,15 @@ def einsum(form, rows, others):
 
 
 class Example(NamedTuple):
-    """The ids of one example. An EOS at the end must be included; none is added."""
+    """The ids of one example. If EOS should end the inputs, the list must include EOS."""
 
     inputs: list
-    targets: list = ()  # scored by --mode score
-    prefix: list = ()  # ids with which the output must begin
-    number: int = 0  # distinguishes the random samples of different examples
+    targets: list = ()  # needed for --mode score
+    number: int = 0  # Examples with different numbers get different random samples.
 
 
-# The field that each mode adds to a line of the output. The modes "mean", "first" and
-# "none" are the values of --pool.
-RESULT_FIELD = {
-    "predict": "prediction",
-    "score": "score",
-    "mean": "mean",
-    "first": "first",
-    "none": "vectors",
-}
+# The field of an output line that holds the vectors, for each value of --pool.
+VECTOR_FIELD = {"mean": "mean", "first": "first", "none": "vectors"}
 
 
 def padded_length(length):
@@ -618,7 +572,8 @@ def padded_length(length):
 def pad_batch(sequences):
     """Pad lists of ids with 0 to the padded_length of the longest list.
 
-    Returns (ids, mask), both [number of lists, length]. mask is True at the given ids.
+    Returns the arrays ids and mask of the shape [number of lists, length]. The mask is
+    False at padding.
     """
     lengths = [len(sequence) for sequence in sequences]
     ids = np.zeros((len(sequences), padded_length(max(lengths))), np.int32)
@@ -628,23 +583,24 @@ def pad_batch(sequences):
 
 
 def run_examples(params, cfg, mesh, examples, mode="predict"):
-    """Yield the result of each example of an iterable of Examples, in their order.
+    """Yield the result of each Example of an iterable, in the order of the examples.
 
-    The mode decides what a result is (see run_batch). To need little padding, 16 batches
-    of examples at a time are sorted by length. A batch has at most decode.batch_size
-    examples, and fewer if their inputs are longer than data.inputs_length. No result
-    depends on this.
+    mode: "predict", "score", "mean", "first" or "none". See run_batch.
+
+    Batches need little padding if their examples have similar lengths. Therefore the
+    examples of 16 batches are sorted by length before the batches are formed. A batch has
+    at most decode.batch_size examples. It has fewer examples if their inputs are longer
+    than data.inputs_length. Results do not depend on the batches.
     """
     most = cfg.decode.batch_size
     devices = mesh.shape["data"]
-    total = len(examples) if isinstance(examples, list) else None
-    bar = data.progress_bar(mode, "example", total)
+    bar = data.progress_bar(mode, "example")
     numbered = enumerate(examples)
     while window := list(itertools.islice(numbered, 16 * most)):
         window.sort(key=lambda item: (len(item[1].inputs), len(item[1].targets)))
         results = {}
         while window:
-            # The longest examples are at the end. They make the next batch.
+            # The longest examples are at the end of the window. They form the next batch.
             length = max(padded_length(len(window[-1][1].inputs)), cfg.data.inputs_length)
             rows = max(1, most * cfg.data.inputs_length // length)
             numbers, group = zip(*window[-rows:])
@@ -659,22 +615,25 @@ def run_examples(params, cfg, mesh, examples, mode="predict"):
 
 
 def run_batch(params, cfg, mesh, group, mode, B):
-    """Return the results of a group of at most B Examples, in their order.
+    """Return a list with the results of a group of at most B Examples.
 
-    predict: (ids, scores) of decode.num_return outputs, the best first. ids are lists, up
-    to but without EOS. score: the sum of the log-probabilities of the targets. mean,
-    first, none: the encoder's vectors, pooled in this way. The group is padded to B rows
-    with empty examples, whose results follow at the end.
+    The mode determines what the result of an example is:
+    - "predict": the pair (ids, scores) of decode.num_return outputs. The best output
+      comes first. The ids of an output are a list without EOS.
+    - "score": the sum of the log-probabilities of the targets.
+    - "mean", "first" or "none": the encoder's vectors (see encoder_vectors).
+
+    The group is padded to B rows with empty examples. Their results stand at the end of
+    the list.
     """
     group = [*group, *[Example([])] * (B - len(group))]
     inputs, input_segments = pad_batch([x.inputs for x in group])
     targets, target_segments = pad_batch([x.targets for x in group])
-    prefix, _ = pad_batch([x.prefix for x in group])
     numbers = np.array([x.number for x in group], np.uint32)
     length = cfg.decode.max_len or cfg.data.targets_length
     T, beams = targets.shape[1], 0
     if mode == "predict":
-        T, beams = length, max(1, cfg.decode.beams, cfg.decode.num_return)
+        T, beams = length, max(cfg.decode.beams, cfg.decode.num_return)
     partition.check_memory(
         model.minimum_memory(cfg.model, B, inputs.shape[1], T, beams=beams),
         "--decode.batch_size, --decode.beams, --decode.max_len or the input length",
@@ -682,22 +641,22 @@ def run_batch(params, cfg, mesh, group, mode, B):
     batch = data.complete_batch(inputs, targets, input_segments, target_segments)
     # Each process contributes the rows that its own devices hold.
     local = partition.local_rows(B, mesh)
-    arrays = jax.tree.map(lambda a: a[local], (batch, numbers, prefix[:, :length]))
-    batch, numbers, prefix = partition.put_batch(arrays, B, mesh)
-    inputs, segments = batch.inputs, batch.input_segments
+    batch, numbers = partition.put_batch(
+        jax.tree.map(lambda a: a[local], (batch, numbers)), B, mesh
+    )
     if mode == "score":
         return to_numpy(score(params, batch, cfg.model)).tolist()
+    inputs = (batch.inputs, batch.input_segments)
     if mode != "predict":
-        vectors = to_numpy(encoder_vectors(params, inputs, segments, cfg.model, mode))
+        vectors = to_numpy(encoder_vectors(params, *inputs, cfg.model, mode))
         if mode == "none":
             return [row[: len(x.inputs)] for row, x in zip(vectors, group)]
         return vectors
-    decode, seed = cfg.decode, cfg.train.seed
-    ids, scores = generate(
-        params, inputs, segments, cfg.model, length, decode, numbers, seed, prefix
+    outputs = generate(
+        params, *inputs, cfg.model, length, cfg.decode, numbers, cfg.train.seed
     )
-    ids = to_numpy(ids)[:, : decode.num_return].tolist()
-    scores = to_numpy(scores)[:, : decode.num_return].tolist()
+    kept = cfg.decode.num_return
+    ids, scores = (to_numpy(array)[:, :kept].tolist() for array in outputs)
     return [([cut_at_eos(x) for x in row], score) for row, score in zip(ids, scores)]
 
 
@@ -707,50 +666,52 @@ def to_numpy(array):
 
 
 def cut_at_eos(ids):
-    """Return the ids before the first EOS or padding."""
-    return list(itertools.takewhile(lambda i: i > data.EOS, ids))
+    """Return the list of the ids before the first EOS or padding id."""
+    return list(itertools.takewhile(lambda i: i > data.EOS, map(int, ids)))
 
 
 # ---- masked spans ----------------------------------------------------------------------
 
 
 def split_spans(ids, tokenizer):
-    """Return {sentinel number: ids after this sentinel} for span-corruption targets."""
-    first_sentinel = tokenizer.size - tokenizer.sentinels
-    spans = {}
-    span = []  # ids before the first sentinel belong to no span
-    for i in map(int, ids):
-        if i == data.EOS:
-            break
-        if first_sentinel <= i < tokenizer.size:
-            span = spans[tokenizer.size - 1 - i] = []
+    """Split ids at the sentinels, which stand for masked spans.
+
+    Returns a list of pairs (number of the sentinel, list of the ids after the sentinel).
+    The first pair is (None, list of the ids before the first sentinel). EOS and all later
+    ids are ignored.
+    """
+    spans = [(None, [])]
+    for i in cut_at_eos(ids):
+        # The sentinels are the last ids of the vocabulary, in descending order.
+        number = tokenizer.size - 1 - i
+        if 0 <= number < tokenizer.sentinels:
+            spans.append((number, []))
         else:
-            # The model may have more ids than the vocabulary. These are unknown.
-            span.append(i if i < tokenizer.size else data.UNK)
+            # The model may have more ids than the vocabulary. These ids are unknown.
+            spans[-1][1].append(i if number >= 0 else data.UNK)
     return spans
 
 
-def fill_blanks(inputs, spans, tokenizer):
-    """Return the inputs as text, with [the text of its span] in place of each sentinel.
+def fill_blanks(inputs, targets, tokenizer):
+    """Return the inputs as text, in which masked spans are filled in.
 
-    inputs are ids; spans come from split_spans. A sentinel without a span becomes ____.
+    inputs and targets are lists of ids. A sentinel of the inputs is replaced by the text
+    that follows this sentinel in the targets, in brackets. If the targets do not contain
+    the sentinel, it is replaced by ____.
     """
-    text = ""
-    words = []  # ids since the last sentinel
-    for i in [*map(int, inputs), data.EOS]:
-        number = tokenizer.size - 1 - i
-        if i > data.EOS and number >= tokenizer.sentinels:
-            words.append(i)
-            continue
-        text += tokenizer.raw_text(words)
-        words = []
+    (_, words), *blanks = split_spans(inputs, tokenizer)
+    # Ids before the first sentinel of the targets belong to no span.
+    spans = dict(split_spans(targets, tokenizer)[1:])
+    text = tokenizer.raw_text(words)
+    for number, words in blanks:
         if number in spans:
             span = tokenizer.raw_text(spans[number])
             if span.startswith(" "):
                 text += " "  # a space before the word stays outside the brackets
             text += f"[{span.removeprefix(' ')}]"
-        elif i > data.EOS:
+        else:
             text += " ____ "
+        text += tokenizer.raw_text(words)
     return " ".join(text.split())
 
 
@@ -764,106 +725,103 @@ class ExampleEncoder:
     cfg: configs.Config
     tokenizer: data.Tokenizer | None
     scoring: bool  # whether the targets are needed
-    task: data.Task = data.Task()  # says how texts are truncated
+    task: data.Task = data.Task()  # has the rules for truncating texts
     cut: int = 0  # number of texts that were truncated
 
     def ids(self, line, key):
         """Return the ids of the field `key` of a line.
 
         A text is tokenized and truncated, and EOS is appended. A list of ids is returned
-        unchanged. Raises ValueError if the field has neither.
+        unchanged. Raises ValueError if the field is neither a text nor a list of ids.
         """
         value = line.get(key)
         problem = data.invalid_reason(value, self.cfg.model.vocab_size)
         if problem:
             raise ValueError(f"has {problem} in {key} (fields: {', '.join(line)})")
         if not isinstance(value, str):
-            return np.asarray(value, int).tolist()
+            return list(map(int, value))
         if self.tokenizer is None:
-            raise ValueError(
-                f"has a text in {key}, but this run has no vocabulary (give lists of ids)"
+            raise UserError(
+                "This run has no vocabulary, so it cannot read texts: copy its "
+                "spiece.model into the run directory, or give --input with lists of ids."
             )
         ids = self.tokenizer.encode(value)
-        side = "inputs" if key == "inputs" else "targets"
-        _, _, kept = data.truncated_length(side, self.task, self.cfg.data)
+        rule = (key, self.task, self.cfg.data)
+        _, _, kept = data.truncated_length(*rule)
         self.cut += kept < len(ids)
-        return data.truncate(ids, side, self.task, self.cfg.data).tolist()
+        return data.truncate(ids, *rule).tolist()
 
     def __call__(self, line, number=0):
         """Convert a line to an Example. Raises ValueError if the line is invalid."""
         inputs = self.ids(line, "inputs")
         targets = self.ids(line, "targets") if self.scoring else ()
-        prefix = self.ids(line, "prefix") if "prefix" in line else ()
-        if isinstance(line.get("prefix"), str):
-            prefix = prefix[:-1]  # the output goes on after a prefix, so EOS is removed
-        return Example(inputs, targets, prefix, number)
+        return Example(inputs, targets, number)
 
 
-def task_and_split(name):
-    """Split "task:NAME[:SPLIT]" into (NAME, SPLIT)."""
-    task, _, split = name.removeprefix("task:").partition(":")
-    return task, split or "validation"
+def open_input(name, cfg):
+    """Return a pair (data.Task, function read) for the input that --input names.
 
-
-def read_input(name, cfg, bad):
-    """Yield (position, dict) for each line of --input.
-
-    name is the path of a JSONL or .txt file, or task:NAME[:SPLIT].
-    bad(position, problem) is called for each line that cannot be read.
+    name is the path of a JSONL or .txt file, or task:NAME[:SPLIT]. The Task has the rules
+    for truncating texts. The function read(bad) yields pairs (position, dict), one for
+    each line. If a line cannot be read, `read` calls bad(position, problem).
     """
     if name.startswith("task:"):
-        task, split = task_and_split(name)
-        yield from data.read_task(task, split, data.evaluation_config(task, cfg), bad)
-    elif name.endswith(".txt"):
-        for number, line in data.read_lines(name, bad):
-            yield f"{name}:{number}", {"inputs": line.rstrip("\r\n")}
-    else:
-        for file in data.open_source(f"jsonl:{name}", "train", cfg, whole=True):
-            yield from file.read(bad)
+        task, _, split = name.removeprefix("task:").partition(":")
+        cfg = data.evaluation_config(task, cfg)
+        read = functools.partial(data.read_task, task, split or "validation", cfg)
+        return data.find_task(task, cfg), read
+
+    def read(bad):
+        if name.endswith(".txt"):
+            for number, line in data.read_lines(name, bad):
+                yield f"{name}:{number}", {"inputs": line.rstrip("\r\n")}
+        else:
+            for file in data.open_source(f"jsonl:{name}", "train", cfg, whole=True):
+                yield from file.read(bad)
+
+    return data.Task(), read
 
 
-def read_examples(name, cfg, encode):
-    """Yield (line, Example) for each line of --input, encoded by an ExampleEncoder.
+def read_examples(read, encode):
+    """Yield a pair (line, Example) for each line of --input.
 
-    An invalid line raises UserError. With --data.on_error skip it is yielded with an
-    added field "error" and without an Example instead: (line, None).
+    read is the function that open_input returns, and encode is an ExampleEncoder. An
+    invalid line raises UserError. With --data.on_error skip, an invalid line gets a field
+    "error", and the pair is (line, None).
     """
-    invalid = []
+    report_invalid = data.InvalidExamples(encode.cfg.data.on_error)
+    unread = []
 
-    def report(where, problem):
-        if cfg.data.on_error != "skip":
-            raise UserError(
-                f"{where} {problem}: fix the file, or give --data.on_error skip, which "
-                f"writes such lines with an error field."
-            )
-        invalid.append(({"error": f"{where} {problem}"}, None))
+    def bad(where, problem):
+        report_invalid(where, problem)
+        unread.append(({"error": f"{where} {problem}"}, None))
 
-    for number, (where, line) in enumerate(read_input(name, cfg, report)):
+    for number, (where, line) in enumerate(read(bad)):
+        # Lines that could not be read stand before this line.
+        yield from unread
+        unread.clear()
         example = None
         try:
             example = encode(line, number)
         except ValueError as error:
-            report(where, str(error))
-            line |= invalid.pop()[0]
-        # Lines that read_input could not read stand before this line.
-        yield from invalid
-        invalid.clear()
+            report_invalid(where, str(error))
+            line["error"] = f"{where} {error}"
         yield line, example
-    yield from invalid
+    yield from unread
 
 
 # ---- writing results -------------------------------------------------------------------
 
 
 def json_line(line):
-    """Return a dict as a line of JSON. Only what UTF-8 cannot encode is escaped."""
+    """Return a dict as a line of JSON. Characters outside ASCII are not escaped."""
     text = json.dumps(line, ensure_ascii=False, default=json_default)
-    # A lone surrogate becomes \udXXX, which is how JSON escapes it, too.
+    # UTF-8 cannot encode half of a surrogate pair. JSON writes it as \udXXX.
     return text.encode(errors="backslashreplace").decode() + "\n"
 
 
 def json_default(value):
-    """Convert a value that JSON does not know: NumPy values to lists, others to text."""
+    """Convert a NumPy value to a list or number, and any other value to a text."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     return str(value)
@@ -879,92 +837,82 @@ def result_fields(result, example, line, mode, cfg, tokenizer):
     if mode != "predict":
         # Write the shortest decimal number that identifies each float32 number.
         vectors = result.astype(str).astype(float).tolist()
-        return {"ids": example.inputs, RESULT_FIELD[mode]: vectors}
+        return {"ids": example.inputs, VECTOR_FIELD[mode]: vectors}
     outputs, scores = result
-    if not isinstance(line["inputs"], list):
+    if isinstance(line["inputs"], str):
         outputs = [tokenizer.decode(ids) for ids in outputs]
-    added = {"prediction": outputs[0]}
     if cfg.decode.return_all or len(outputs) > 1:
-        added |= {"predictions": outputs, "scores": scores}
-    return added
+        return {"prediction": outputs[0], "predictions": outputs, "scores": scores}
+    return {"prediction": outputs[0]}
 
 
 def describe_job(args, cfg, step):
-    """Return {name: value} of everything that determines the lines of --output.
+    """Return the flags that determine the lines of --output, as {name: value}.
 
-    Two flags are left out, so that they may change when a job is resumed.
-    --decode.batch_size changes no line. --data.on_error changes no line that was written.
+    A job may be resumed on different devices, with another --decode.batch_size and with
+    another --data.on_error. These flags do not change a line that has been written.
     """
-    names = ("input", "mode", "pool", "shard", "run_dir")
-    job = {name: getattr(args, name) for name in names}
-    job |= {"step": step, "train.seed": cfg.train.seed}
-    for section in ("model", "data", "decode"):
-        for name, value in vars(getattr(cfg, section)).items():
-            job[f"{section}.{name}"] = value
-    del job["decode.batch_size"], job["data.on_error"]
-    if not args.input.startswith("task:"):
-        job["input (sizes and times of the files)"] = data.find_files(args.input)
-    return json.loads(json.dumps(job))
-
-
-def check_job(path, job):
-    """Refuse to resume OUTPUT.partial, the file at `path`, if another job began it."""
-    begun = configs.read_json(configs.to_path(f"{path}.json"), {}, f"remove {path}")
-    changed = [
-        f"--{name} {begun.get(name)!s:.100} (now {value!s:.100})"
-        for name, value in job.items()
-        if begun.get(name) != value
-    ]
-    if changed:
-        raise UserError(
-            f"{path} was begun with {', '.join(changed)}: repeat the command that began "
-            f"the file, or remove the file."
-        )
+    job = vars(args) | {"step": step, "train.seed": cfg.train.seed}
+    job["input (sizes and times of the files)"] = dict(data.find_files(args.input))
+    left_out = ("train.", "mesh.", "distributed.", "decode.batch_size", "data.on_error")
+    for name, _, value in configs.fields(cfg):
+        if not name.startswith(left_out):
+            job[name] = value
+    return job
 
 
 def open_partial(path, job):
-    """Open OUTPUT.partial, the file at `path`. Return (file, number of its lines).
+    """Open the file OUTPUT.partial at `path`, to which a job appends its lines.
 
-    The file is locked until it is closed. OUTPUT.partial.json describes the job that
-    began it, and must equal `job` if the file has lines. An incomplete last line is
-    removed. Other processes than the main process get a file that discards what is
-    written.
+    Returns the file and the number of lines in the file. The file is locked until it is
+    closed. An incomplete last line is removed. OUTPUT.partial.json describes the job that
+    began the file. A different job is refused with a UserError that names a difference.
+    Only the main process opens OUTPUT.partial. All other processes open a file that
+    discards what is written.
     """
     if not partition.is_main_process():
         return open(os.devnull, "ab"), 0
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    resumed = os.path.exists(path) and os.path.getsize(path) > 0
-    if resumed:
-        check_job(path, job)
+    description = configs.to_path(f"{path}.json")
+    description.parent.mkdir(parents=True, exist_ok=True)
     try:
         file = configs.lock(path)
     except BlockingIOError:
         raise UserError(
             f"Another process is writing {path}: wait for it, or name another --output."
         ) from None
-    if not resumed:
-        configs.write_file(f"{path}.json", json.dumps(job, indent=1))
     file.seek(0)
     content = file.read()
-    file.truncate(content.rfind(b"\n") + 1)
     lines = content.count(b"\n")
-    if lines:
+    if content:
+        begun = configs.read_json(description, {}, f"remove {path}")
+        for name, value in job.items():
+            if begun.get(name) != value:
+                file.close()  # releases the lock
+                raise UserError(
+                    f"{path} was begun with --{name} {begun.get(name)!s:.100} "
+                    f"(now {value!s:.100}): repeat the command that began the file, or "
+                    f"remove the file."
+                )
+        file.truncate(content.rfind(b"\n") + 1)
         note(f"{path} has {lines:,} lines: resuming after these lines")
+    else:
+        configs.write_file(description, json.dumps(job, indent=1))
     return file, lines
 
 
 def write_vectors(lines, path, field, width):
-    """Convert a JSONL file with ids and vectors, `lines`, to the .npz file `path`.
+    """Convert a JSONL file with ids and vectors to .npz, and remove the JSONL file.
 
-    A line with an error has no ids. Its pooled vector is nan.
+    lines is the path of the JSONL file, and path is the path of the .npz file. field is
+    the name of the vectors in a line, and width is the size of a vector. A line with an
+    error has no ids. With --pool mean or first, such a line gets a vector of nan.
     """
     ids, vectors = [], []
-    missing = [] if field == "vectors" else [[math.nan] * width]
+    missing = [] if field == "vectors" else [math.nan] * width
     with open(lines) as file:
         for line in map(json.loads, file):
-            ids.append(np.array(line.get("ids", []), np.int32))
-            values = np.array(line.get(field, missing), np.float32)
-            vectors.append(values.reshape(-1, width))
+            ids.append(np.int32(line.get("ids", [])))
+            vectors.append(np.float32(line.get(field, missing)).reshape(-1, width))
     content = io.BytesIO()
     np.savez(
         content,
@@ -977,26 +925,25 @@ def write_vectors(lines, path, field, width):
 
 
 def run_file(args, cfg, mesh, tokenizer, params, step):
-    """Write --output, with the result of each line of --input, in the order of the lines.
+    """Compute the result of each line of --input, and write the lines to --output.
 
-    The lines go to OUTPUT.partial, which is renamed at the end. If the command is killed,
-    the same command resumes after the last complete line. All processes compute; the main
-    process writes.
+    The lines are first written to OUTPUT.partial. This file is renamed at the end. If the
+    command is killed, the same command resumes after the last complete line. All
+    processes compute results, and the main process writes the lines.
     """
     mode = args.pool if args.mode == "encode" else args.mode
-    task = data.Task()
-    if args.input.startswith("task:"):
-        name, _ = task_and_split(args.input)
-        task = data.find_task(name, data.evaluation_config(name, cfg))
+    task, read = open_input(args.input, cfg)
     encode = ExampleEncoder(cfg, tokenizer, mode == "score", task)
     partial = f"{args.output}.partial"
-    job = describe_job(args, cfg, step)
-    file, done = partition.run_on_main_first(lambda: open_partial(partial, job))
+    file, done = partition.run_on_main_first(
+        lambda: open_partial(partial, describe_job(args, cfg, step))
+    )
     done = partition.from_main_process(done)
     shard, shards = configs.parse_shard(args.shard)
-    lines = read_examples(args.input, cfg, encode)
+    lines = read_examples(read, encode)
     lines = itertools.islice(lines, shard + done * shards, None, shards)
-    # run_examples reads examples ahead of the line that is written.
+    # run_examples reads a window of examples before it yields the first result. tee keeps
+    # the lines of these examples until they are written.
     lines, ahead = itertools.tee(lines)
     examples = (example for _, example in ahead if example)
     results = run_examples(params, cfg, mesh, examples, mode)
@@ -1013,7 +960,7 @@ def run_file(args, cfg, mesh, tokenizer, params, step):
             if not done + count:
                 os.remove(partial)
             elif args.output.endswith(".npz"):
-                write_vectors(partial, args.output, RESULT_FIELD[mode], cfg.model.d_model)
+                write_vectors(partial, args.output, VECTOR_FIELD[mode], cfg.model.d_model)
             else:
                 os.replace(partial, args.output)
             os.remove(f"{partial}.json")
@@ -1036,26 +983,21 @@ def note_truncated(encode):
 
 
 def run_lines(lines, cfg, mesh, tokenizer, params, raw):
-    """Print the output for each line of text, and an empty line for an empty line.
+    """Generate outputs for each text in `lines`, and print one line for each output.
 
-    If the line has sentinels, print the line with the masked spans filled in, unless raw
-    is True. With --decode.num_return or --decode.return_all, print a line for each
-    output.
+    lines: an iterable of texts, as bytes in UTF-8.
+    raw: whether to print the output of the model even if the text has sentinels.
+        Otherwise the text is printed with the masked spans filled in.
     """
     encode = ExampleEncoder(cfg, tokenizer, False)
     for number, line in enumerate(lines):
-        # Bytes of the command line that are not UTF-8 become question marks.
-        text = line.strip().encode(errors="replace").decode()
-        if not text:
-            print(flush=True)
-            continue
+        text = line.decode(errors="replace").strip()
         example = encode({"inputs": text}, number)
         ((outputs, scores),) = run_examples(params, cfg, mesh, [example])
-        fill = split_spans(example.inputs, tokenizer) and not raw
+        fill = not raw and len(split_spans(example.inputs, tokenizer)) > 1
         for ids, score in zip(outputs, scores):
             if fill:
-                spans = split_spans(ids, tokenizer)
-                text = fill_blanks(example.inputs, spans, tokenizer)
+                text = fill_blanks(example.inputs, ids, tokenizer)
             else:
                 text = tokenizer.decode(ids)
             text = configs.escape_controls(text.replace("\n", " "))
@@ -1069,7 +1011,7 @@ def run_lines(lines, cfg, mesh, tokenizer, params, raw):
 def load_params(cfg, run_dir, step=None):
     """Load the parameters of a run in float32, and return (step, params).
 
-    step None means the newest complete checkpoint.
+    If step is None, the newest complete checkpoint is loaded.
     """
     mesh = jax.sharding.get_mesh()
 
@@ -1098,13 +1040,16 @@ def check_decoder(cfg, mode=None):
 
 
 def open_model(args, changes, recipe=False):
-    """Return (Config, mesh, Tokenizer or None) of the run --run_dir, and start JAX.
+    """Start JAX, and return the Config, the mesh and the Tokenizer of a run.
 
-    recipe: whether to execute the run's recipe.py, too. A run may have no vocabulary.
+    If the run has no vocabulary, None is returned instead of the Tokenizer.
+
+    args, changes: what configs.parse_args returned.
+    recipe: whether to execute the file recipe.py of the run, which may define tasks.
     """
     if not args.run_dir:
         raise UserError(
-            "--run_dir is missing: name the run whose model to use, for instance "
+            "--run_dir is missing: name the run that has the model, for instance "
             "--run_dir runs/tiny."
         )
     cfg = configs.resolve(args, changes, recipe)
@@ -1117,13 +1062,13 @@ def open_model(args, changes, recipe=False):
 
 
 def check_files(args):
-    """Refuse an existing --output, a missing --input, or several readers of one stdin."""
-    if args.output and os.path.exists(args.output):
+    """Refuse an existing --output, a missing --input, and a shared standard input."""
+    if os.path.exists(args.output):
         raise UserError(
             f"{args.output} already exists: name another --output, or move the file away."
         )
-    is_task = bool(args.input) and args.input.startswith("task:")
-    if args.input and not is_task and not data.find_files(args.input):
+    is_file = args.input and not args.input.startswith("task:")
+    if is_file and not data.find_files(args.input):
         raise UserError(f"No file matches --input {args.input}: check the path.")
     if not args.input and args.text is None and jax.process_count() > 1:
         raise UserError(
@@ -1136,8 +1081,10 @@ def main(argv):
         __doc__,
         argv,
         text_=dict(nargs="?", help="a text from which to generate"),
-        input=dict(help="a JSONL or .txt file, or task:NAME[:SPLIT]"),
-        output=dict(help="the JSONL file to write, or .npz with --mode encode"),
+        input=dict(default="", help="a JSONL or .txt file, or task:NAME[:SPLIT]"),
+        output=dict(
+            default="", help="the JSONL file to write, or .npz with --mode encode"
+        ),
         mode=dict(
             default="predict",
             choices=("predict", "score", "encode"),
@@ -1158,33 +1105,30 @@ def main(argv):
             default="0/1", metavar="I/N", help="read every N-th line, beginning at line I"
         ),
     )
-    if bool(args.input) != bool(args.output) or args.input and args.text is not None:
+    reads_file = args.input and args.output and args.text is None
+    reads_text = not args.input and not args.output and args.mode == "predict"
+    if not reads_file and not reads_text:
         raise UserError(
-            "Give a text, or --input and --output, or neither to read standard input."
+            "The source of the texts is unclear: give --input and --output, or give a "
+            "text or standard input with --mode predict."
         )
     configs.parse_shard(args.shard)
-    if args.mode != "encode" and (args.output or "").endswith(".npz"):
+    if args.mode != "encode" and args.output.endswith(".npz"):
         raise UserError(
             "An .npz --output works only with --mode encode: for other modes name a "
             ".jsonl file."
         )
-    # The tasks of a run may be defined in its recipe.py.
-    recipe = bool(args.input) and args.input.startswith("task:")
-    cfg, mesh, tokenizer = open_model(args, changes, recipe)
+    # The file recipe.py of a run may define the task that --input names.
+    cfg, mesh, tokenizer = open_model(
+        args, changes, recipe=args.input.startswith("task:")
+    )
     partition.run_on_main_first(lambda: check_files(args))
     step, params = load_params(cfg, args.run_dir, args.step)
     if args.input:
         return run_file(args, cfg, mesh, tokenizer, params, step)
-    if tokenizer is None:
-        raise UserError(
-            "This run has no vocabulary: copy its spiece.model into the run directory, "
-            "or give --input with lists of ids."
-        )
-    if args.mode != "predict":
-        raise UserError(f"--mode {args.mode} works on files: give --input and --output.")
-    lines = [args.text]
-    if args.text is None:
-        lines = io.TextIOWrapper(sys.stdin.buffer, "utf-8", "replace")
+    lines = sys.stdin.buffer
+    if args.text is not None:
+        lines = [args.text.encode(errors="surrogateescape")]
     run_lines(lines, cfg, mesh, tokenizer, params, args.raw)
 
 

@@ -758,7 +758,7 @@ def held_out_example(params, cfg, mesh, dataset):
     if data.is_span_corruption(cfg):
 
         def text(ids):
-            return infer.fill_blanks(inputs, infer.split_spans(ids, tokenizer), tokenizer)
+            return infer.fill_blanks(inputs, ids, tokenizer)
 
         texts = ("blanks", text([])), ("truth", text(truth)), ("model", text(output))
     else:
