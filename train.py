@@ -404,7 +404,6 @@ def run(cfg, program, state, start, load_batch, progress, evaluations, save, aft
     # A thread prepares the next batch while the devices compute.
     loader = ThreadPoolExecutor(1)
     next_batch = loader.submit(load_batch, start)
-    step = start
     for step in range(start + 1, t.steps + 1):
         batch = progress.wait(next_batch)
         if step < t.steps:
@@ -455,23 +454,18 @@ def from_optax(make):
         return make(0.0, configs.TrainConfig()).init(params)
 
     def slots(table):
-        def zeros(p):
-            return jnp.zeros(p.shape)
-
-        def declare(slot, p=None):
-            # A slot with the shape of its parameter also has the axes of the parameter.
-            if p and p.shape == slot.shape:
-                return p
-            return model.Param(slot.shape, (None,) * len(slot.shape))
-
-        # optax knows which arrays of its state belong to which parameter.
-        params = jax.tree.map(zeros, table, is_leaf=model.is_param)
-        state = jax.eval_shape(init, params)
-        return to_state_dict(
-            optax.tree.map_params(
-                init, declare, state, table, transform_non_params=declare
-            )
-        )
+        params = jax.tree.map(lambda p: jnp.zeros(p.shape), table, is_leaf=model.is_param)
+        state = to_state_dict(jax.eval_shape(init, params))
+        declared = flatten_dict(state)
+        for path, slot in declared.items():
+            axes = (None,) * len(slot.shape)
+            # The name of a slot ends with the name of its parameter: 0/mu/encoder/norm.
+            # If both have the same shape, they also have the same axes.
+            for name, p in partition.flatten(table).items():
+                if "/".join(path).endswith(f"/{name}") and p.shape == slot.shape:
+                    axes = p.axes
+            declared[path] = model.Param(slot.shape, axes)
+        return unflatten_dict(declared)
 
     def update(table, params, grads, slots, count, rate, train):
         # In optax, the learning rate is an argument of the optimizer. It changes in every
@@ -566,8 +560,7 @@ def describe_mesh(cfg, mesh):
 
 def find_chip(device):
     """Return the name of a device's kind in partition.CHIPS, or None."""
-    kind = device.device_kind
-    return next((name for name in partition.CHIPS if name in kind), None)
+    return next((name for name in partition.CHIPS if name in device.device_kind), None)
 
 
 def peak_flops():
@@ -581,10 +574,9 @@ def peak_flops():
     else:
         name = "a 1024 x 1024 matmul"
         a = jnp.ones((1024, 1024))
-        matmul = jax.jit(jnp.matmul)
         # The first of ten repetitions compiles. The fastest was not interrupted.
         times = timeit.repeat(
-            lambda: matmul(a, a).block_until_ready(), number=1, repeat=10
+            lambda: jnp.matmul(a, a).block_until_ready(), number=1, repeat=10
         )
         peak = 2 * 1024**3 / min(times) * jax.process_count()
     print(f"peak     {peak / 1e9:,.0f} GFLOP/s, the speed of {name}")
@@ -609,8 +601,8 @@ PROGRESS_LINE = (
 class Progress:
     """Measure the speed of a run, and write and print the metrics of its training steps.
 
-    On a terminal, a progress bar shows the metrics. Elsewhere, a new line is printed at
-    most every ten seconds.
+    On a terminal, a progress bar shows the latest metrics. Elsewhere, every call of log
+    prints a line.
     """
 
     def __init__(self, cfg, metrics_file, start):
@@ -622,7 +614,6 @@ class Progress:
         self.bar = tqdm(
             total=cfg.train.steps, initial=start, disable=None, file=sys.stdout
         )
-        self.last_print = 0.0
         self.restart_clock(start)
 
     def restart_clock(self, step):
@@ -643,8 +634,7 @@ class Progress:
         t = self.cfg.train
         # Reading the metrics waits until the devices have computed the step.
         metrics = jax.device_get(metrics)
-        now = time.perf_counter()
-        seconds = now - self.clock
+        seconds = time.perf_counter() - self.clock
         steps = (step - self.step) / seconds
         examples = steps * t.batch_size
         flops = steps * self.flops
@@ -660,13 +650,19 @@ class Progress:
         line = PROGRESS_LINE.format(**metrics, **timing, gigaflops=flops / 1e9)
         self.bar.n = step
         self.bar.set_postfix_str(line)
-        if self.bar.disable and (now - self.last_print > 10 or step == t.steps):
-            self.last_print = now
+        if self.bar.disable:
             left = tqdm.format_interval((t.steps - step) / steps)
             print(f"step {step:,}/{t.steps:,} ({left} left)  {line}")
 
 
 # ---- evaluations during training -------------------------------------------------------
+
+
+# The line that reports the losses of a task. The fields are metrics.
+HELD_OUT_LINE = (
+    "step {step:,}: {task}: held-out loss {loss:.3f}, accuracy {accuracy:.3f}, "
+    "{content_loss:.3f} nats per content token"
+)
 
 
 class Evaluations:
@@ -700,11 +696,7 @@ class Evaluations:
             number = dataset.batches(cfg.train.eval_batches)
             metrics = evaluate.evaluate_loss(params, cfg, self.mesh, dataset, number)
             self.write(step, **{f"training_eval/{name}": metrics})
-            values = (
-                "loss {loss:.3f}, accuracy {accuracy:.3f}, {content_loss:.3f} nats per "
-                "content token"
-            ).format(**metrics)
-            tqdm.write(f"step {step:,}: {name}: held-out {values}")
+            tqdm.write(HELD_OUT_LINE.format(step=step, task=name, **metrics))
         cfg, dataset = next(iter(self.held_out.values()))
         tqdm.write(held_out_example(params, cfg, self.mesh, dataset))
 
@@ -820,7 +812,7 @@ def check_keep_best(t, tasks):
 def open_data(cfg, run_dir, resumes, source, config):
     """Open the data of a run, and write the files of the run that other commands read.
 
-    These files are config.json, spiece.model and recipe.py.
+    These files are spiece.model, config.json, model-info.txt and recipe.py.
     Returns (training Dataset, {task: (Config, Dataset)} of the evaluated tasks).
     """
     t = cfg.train
@@ -840,21 +832,20 @@ def open_data(cfg, run_dir, resumes, source, config):
         name: (task_cfg, data.prepare(task_cfg, "validation", tokenizer))
         for name, task_cfg in tasks.items()
     }
-    if not partition.is_main_process():
-        return dataset, held_out
-    if resumes:
-        digest = configs.read_run(run_dir)[1].get("corpus")
+    if partition.is_main_process():
+        digest = configs.read_run(run_dir)[1]["corpus"] if resumes else ""
         if digest and digest != dataset.digest:
             note(
                 f"warning: {cfg.data.source} has changed since {run_dir} was started. "
                 f"The run continues with the changed data."
             )
-    else:
         configs.write_file(run_dir / "spiece.model", tokenizer.serialized)
-    configs.save_run(cfg, run_dir, dataset.digest)
-    if config and config.endswith(".py") and config != str(run_dir / "recipe.py"):
-        recipe = configs.to_path(config).read_text()
-        configs.write_file(run_dir / "recipe.py", recipe)
+        configs.save_run(cfg, run_dir, dataset.digest)
+        info = model_info(cfg, jax.sharding.get_mesh())
+        configs.write_file(run_dir / "model-info.txt", info)
+        if config and config.endswith(".py"):
+            recipe = configs.to_path(config).read_text()
+            configs.write_file(run_dir / "recipe.py", recipe)
     return dataset, held_out
 
 
@@ -1024,8 +1015,6 @@ def train(cfg, run_dir, recipe, config, source):
             compiling = thread.submit(compile_step, step, mesh)
             state, start = load_state(cfg, template, checkpoints, source)
             program = compiling.result()
-        if partition.is_main_process():
-            configs.write_file(run_dir / "model-info.txt", model_info(cfg, mesh))
         if start >= t.steps:
             print(
                 f"{run_dir} already has its {start:,} steps; continue with "
@@ -1342,8 +1331,8 @@ def main(argv):
         return plan(cfg, args.plan)
     partition.start_jax(cfg)
     try:
-        run_dir = configs.to_path(run_dir)
-        return train(cfg, run_dir, recipe, args.config, args.init_from)
+        folder = configs.to_path(run_dir)
+        return train(cfg, folder, recipe, args.config, args.init_from)
     except partition.CheckpointError as error:
         problem = (
             f"Training stopped, because {error}. The previous checkpoint is complete: "
