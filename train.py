@@ -2,8 +2,8 @@
 
 Input: a Config (configs.py) and batches of token ids (data.py).
 Output: a run directory with checkpoints, config.json and the metrics in metrics.jsonl.
-The same command resumes a run that was stopped or killed, and the result is identical to
-that of an uninterrupted run.
+The same command resumes a run that was stopped or killed. The resumed run gives the same
+result as an uninterrupted run, bit for bit.
 
     python train.py                      train the tiny recipe, two minutes on a CPU
     python train.py --config small_c4    train T5 1.1 small on C4, on all local devices
@@ -17,6 +17,7 @@ Example: T5's learning rate is constant for 10,000 steps and then falls as 1 / s
     [0.01, 0.01, 0.005]
 """
 
+import ctypes
 import functools
 import json
 import math
@@ -58,10 +59,11 @@ except ImportError:  # tensorboardX is an optional dependency
 
 
 def learning_rate(step, cfg):
-    """Return the learning rate of one update: the product of the schedule's factors.
+    """Return the learning rate of one update.
 
+    The learning rate is the product of the factors that the schedule names.
     step: number of the update, counted from 0.
-    cfg: TrainConfig; cfg.schedule names the factors, such as "constant * rsqrt_decay".
+    cfg: TrainConfig. An example of cfg.schedule is "constant * rsqrt_decay".
     Raises UserError if a factor is unknown.
     The factors and the minimum of 1e-8 are those of T5X (t5x/utils.py,
     create_learning_rate_scheduler).
@@ -108,7 +110,7 @@ def learning_rate(step, cfg):
 
 
 class Optimizer(NamedTuple):
-    """Three functions that define an optimizer.
+    """Define an optimizer by three functions.
 
     slots(table): declare the optimizer state. table is model.param_table(cfg). Returns a
         nested dict of model.Param, with the shape and the axes of every slot.
@@ -136,19 +138,20 @@ class Optimizer(NamedTuple):
 #     w    = w - rate * max(1e-3, RMS(w)) * u          the step is relative to RMS(w)
 #
 # For a matrix, V is approximated by R C^T / mean(R). The vector R has the moving averages
-# of the row means of g^2, and C has those of the column means.
+# of the row means of g^2. The vector C has the moving averages of the column means.
 #
-# These are the settings of T5X (t5x/adafactor.py), so our updates equal those of T5X:
-# there is no momentum, only matrices of at least 128 x 128 are factored, and weight decay
-# is not multiplied by the learning rate. T5X updates each layer's parameter by itself. We
-# stack the parameters of all layers in one array, so we take each mean within one layer.
+# The settings are those of T5X (t5x/adafactor.py), so the updates equal those of T5X.
+# There is no momentum. Only matrices of at least 128 x 128 are factored. Weight decay is
+# not multiplied by the learning rate. T5X updates the parameter of each layer separately.
+# We stack the parameters of all layers in one array, so we take each mean within one
+# layer.
 #
 # optax.adafactor computes the same updates but takes 1.6 times as long on a CPU. A test
-# compares our updates with both.
+# compares our updates with the updates of optax and of T5X.
 
 
 def axes_of_one_layer(p):
-    """Return the axes of a parameter as indices, without the axis that stacks layers."""
+    """Return the indices of a parameter's axes, except the axis that stacks layers."""
     first = 1 if p.axes[0] == "layers" else 0
     return tuple(range(first, len(p.shape)))
 
@@ -156,7 +159,7 @@ def axes_of_one_layer(p):
 def is_factored(p):
     """Return whether Adafactor stores only row and column means for this parameter.
 
-    This holds for matrices with at least 128 rows and 128 columns, as in T5X.
+    Adafactor does so for matrices with at least 128 rows and 128 columns, as in T5X.
     """
     shape = [p.shape[axis] for axis in axes_of_one_layer(p)]
     return len(shape) == 2 and min(shape) >= 128
@@ -234,7 +237,7 @@ OPTIMIZERS["adafactor"] = Optimizer(adafactor_slots, adafactor_update)
 
 @flax.struct.dataclass
 class TrainState:
-    """Everything that a training step changes, and all that a checkpoint contains."""
+    """Hold everything that a training step changes. A checkpoint has these fields."""
 
     # Number of the last step. It includes train.start_step and the skipped updates.
     step: jax.Array
@@ -324,7 +327,7 @@ def train_step(cfg, state, batch):
 
     state: TrainState; batch: data.Batch with arrays [rows, length].
     metrics: dict of float32 scalars; the losses are in nats per real target token.
-    The result depends on the arguments alone. run() calls this function in compiled form.
+    The result depends on the arguments alone. The training loop compiles this function.
     """
     key = None
     if cfg.model.dropout:
@@ -363,7 +366,7 @@ def train_step(cfg, state, batch):
 
 
 class NotFinite(Exception):
-    """The loss or the gradients were infinite or NaN in several consecutive steps."""
+    """Report that several consecutive updates had an infinite or NaN loss or gradient."""
 
 
 def check_finite(cfg, step, skipped):
@@ -468,8 +471,8 @@ def from_optax(make):
         return unflatten_dict(declared)
 
     def update(table, params, grads, slots, count, rate, train):
-        # In optax, the learning rate is an argument of the optimizer. It changes in every
-        # step, so the optimizer is made in every step.
+        # In optax, the learning rate is an argument of the optimizer. The rate changes in
+        # every step, so every step makes a new optimizer.
         updates, slots = make(rate, train).update(grads, slots, params)
         return optax.apply_updates(params, updates), slots
 
@@ -485,15 +488,15 @@ OPTIMIZERS["adamw"] = from_optax(
 
 
 class MetricsFile:
-    """The file metrics.jsonl of a run: one JSON object in each line, with the step first.
+    """Write the metrics of a run to metrics.jsonl, as one JSON object in each line.
 
-    path: the file, local or remote. Only the main process writes the file.
+    path: the path of the file, local or remote. Only the main process writes the file.
     step: the step at which the run starts or resumes. Lines of later steps are removed,
         because the run repeats these steps. Such lines exist if the run was killed some
         steps after its last checkpoint.
 
-    If tensorboardX is installed, a local run writes its metrics to RUN_DIR/tensorboard
-    as well.
+    If tensorboardX is installed, the metrics of a local run also go to
+    RUN_DIR/tensorboard.
     """
 
     def __init__(self, path, step):
@@ -505,13 +508,13 @@ class MetricsFile:
         if partition.is_main_process():
             configs.write_file(path, "".join(self.lines))
             if tensorboardX and not self.is_remote:
-                # TensorBoard hides earlier events of purge_step and of later steps.
+                # TensorBoard hides the old events of purge_step and of all later steps.
                 self.events = tensorboardX.SummaryWriter(
                     str(path.parent / "tensorboard"), purge_step=step + 1
                 )
 
     def write(self, step, **groups):
-        """Write the metrics of a step. groups: GROUP={name: number}."""
+        """Write the metrics of a step as one line. groups: GROUP={name: number}."""
         if not partition.is_main_process():
             return
         values = {}
@@ -530,7 +533,7 @@ class MetricsFile:
             self.events.flush()
 
     def sync(self):
-        """Make sure that the file survives a power cut. Upload a remote file."""
+        """Make sure that a local file survives a power cut, or upload a remote file."""
         if not partition.is_main_process():
             return
         if self.is_remote:
@@ -559,7 +562,7 @@ def describe_mesh(cfg, mesh):
 
 
 def find_chip(device):
-    """Return the name of a device's kind in partition.CHIPS, or None."""
+    """Return the name of a device in partition.CHIPS, or None for an unknown device."""
     return next((name for name in partition.CHIPS if name in device.device_kind), None)
 
 
@@ -590,7 +593,7 @@ def step_flops(cfg):
     )
 
 
-# The progress line. Its fields are metrics of the training step and of the speed.
+# The format of the progress line. The names in braces are metrics of the training step.
 PROGRESS_LINE = (
     "loss {loss:.3f}  accuracy {accuracy:.3f}  learning rate {learning_rate:.1e}  "
     "{seqs_per_second:.4g} examples/s  {gigaflops:.4g} GFLOP/s "
@@ -658,7 +661,7 @@ class Progress:
 # ---- evaluations during training -------------------------------------------------------
 
 
-# The line that reports the losses of a task. The fields are metrics.
+# The format of the line that reports the evaluation of a task.
 HELD_OUT_LINE = (
     "step {step:,}: {task}: held-out loss {loss:.3f}, accuracy {accuracy:.3f}, "
     "{content_loss:.3f} nats per content token"
@@ -668,8 +671,8 @@ HELD_OUT_LINE = (
 class Evaluations:
     """Evaluate a model on held-out data, and write and print the results.
 
-    At the start, the unigram loss of each task is printed as a baseline: the loss of a
-    model that knows only how frequent each token is.
+    At the start, the unigram loss of each task is printed as a baseline. This is the loss
+    of a model that knows only how frequent each token is.
 
     held_out: {task: (Config, Dataset)}.
     counts: int array [vocabulary], how often each token occurs in the training data.
@@ -723,7 +726,10 @@ class Evaluations:
 
 
 def held_out_example(params, cfg, mesh, dataset):
-    """Return a text with one held-out example: inputs, targets and model output."""
+    """Return a text with the inputs, the targets and the model's output of an example.
+
+    dataset: a held-out Dataset. The example is the first row of this dataset.
+    """
     tokenizer = dataset.tasks[0].tokenizer
     batch = dataset.batch(0)
     inputs = batch.inputs[0][batch.input_segments[0] > 0]
@@ -748,8 +754,9 @@ def held_out_example(params, cfg, mesh, dataset):
 def lock_run(run_dir, checkpoints):
     """Lock a run directory, so that only one run at a time uses it.
 
-    Returns an open file, which holds the lock until it is closed. A remote directory
-    cannot be locked, and only the main process locks. In these cases, returns None.
+    Returns an open file, which holds the lock until the file is closed. Returns None for
+    a remote directory, which cannot be locked. Only the main process locks the directory.
+    All other processes return None.
     """
     if not partition.is_main_process():
         return None
@@ -780,7 +787,7 @@ def run_tokenizer(cfg, run_dir, resumes, source):
         return data.load_tokenizer(run_dir / "spiece.model")
     if not source:
         return data.prepare_vocabulary(cfg)
-    # The vocabulary of a checkpoint lies two levels above it, in its run directory.
+    # A checkpoint lies two levels below the run directory that has the vocabulary.
     path = configs.to_path(source)
     folder = path if partition.find_checkpoint(source) else path.parent.parent
     found = folder / "spiece.model"
@@ -810,13 +817,14 @@ def check_keep_best(t, tasks):
 
 
 def open_data(cfg, run_dir, resumes, source, config):
-    """Open the data of a run, and write the files of the run that other commands read.
+    """Open the data of a run, and write the files that describe the run.
 
     These files are spiece.model, config.json, model-info.txt and recipe.py.
+    source, config: the values of --init_from and --config, or None.
     Returns (training Dataset, {task: (Config, Dataset)} of the evaluated tasks).
     """
     t = cfg.train
-    # The main process opens the data first and writes these files.
+    # The main process has already opened the data and has written these files.
     if not partition.is_main_process() and not (run_dir / "config.json").exists():
         raise UserError(
             f"--run_dir {run_dir} is not the same directory for all processes: name a "
@@ -850,10 +858,10 @@ def open_data(cfg, run_dir, resumes, source, config):
 
 
 def state_template(cfg, mesh):
-    """Return the TrainState as jax.ShapeDtypeStructs: shapes and shardings, no values."""
+    """Return the shapes and shardings of a TrainState, as jax.ShapeDtypeStructs."""
 
     def with_sharding(a):
-        # The counters of optax have no sharding: every device has a copy.
+        # The counters of optax have no sharding, because every device has a copy.
         spec = a.sharding.spec if a.sharding else jax.P()
         sharding = jax.NamedSharding(mesh, spec)
         return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
@@ -863,7 +871,10 @@ def state_template(cfg, mesh):
 
 
 def batch_template(cfg, mesh, rows):
-    """Return a Batch as jax.ShapeDtypeStructs. rows: number of rows in all devices."""
+    """Return the shapes and shardings of a Batch, as jax.ShapeDtypeStructs.
+
+    rows: the number of rows on all devices together.
+    """
     sharding = jax.NamedSharding(mesh, jax.P("data"))
     inputs, targets = (
         jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=sharding)
@@ -875,11 +886,14 @@ def batch_template(cfg, mesh, rows):
 
 
 def lower_step(cfg, mesh):
-    """Return (state_template, the lowered training step for this mesh)."""
+    """Lower the training step for the devices of a mesh.
+
+    Returns (state_template(cfg, mesh), a jax.stages.Lowered that can be compiled).
+    """
     template = state_template(cfg, mesh)
     options = None
     if partition.platform() == "tpu":
-        # partition.py explains these options. Each one helps only on some TPUs.
+        # partition.py explains these options. Each option helps on some kinds of TPU.
         kind = mesh.devices.flat[0].device_kind
         options = dict(partition.ASYNC_GATHER_OPTIONS)
         if kind not in ("TPU v3", "TPU v4"):
@@ -930,8 +944,9 @@ def load_state(cfg, template, checkpoints, source):
     """Return the TrainState with which a run starts or resumes, and its step.
 
     The state comes from the newest checkpoint of the run. A run without checkpoints
-    starts with initialized parameters, with the parameters of `source` (another run or
-    checkpoint), or, with train.restore "all", with the complete state of `source`.
+    starts from `source`, which is another run or a checkpoint. The new run takes the
+    parameters of `source`, or the complete state if train.restore is "all". Without
+    `source`, the parameters are initialized at random.
     """
     t = cfg.train
     state = to_state_dict(template)
@@ -958,7 +973,8 @@ def load_state(cfg, template, checkpoints, source):
         init = jax.jit(functools.partial(init_state, cfg), out_shardings=shardings)
         parameters = {"params": state["params"]}
         state = to_state_dict(init.lower().compile(options)())
-        step, arrays = t.start_step, {}
+        step = t.start_step
+        arrays = {}
         if source:
             source_step, arrays = partition.load_newest(source, parameters)
             print(f"started  from {source}, the weights of step {source_step:,}")
@@ -1015,6 +1031,10 @@ def train(cfg, run_dir, recipe, config, source):
             compiling = thread.submit(compile_step, step, mesh)
             state, start = load_state(cfg, template, checkpoints, source)
             program = compiling.result()
+        # Give the memory of the compiler back to the system. The C library glibc would
+        # keep this memory. For T5 1.1 small on a CPU, this is 280 MB.
+        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+            trim(0)
         if start >= t.steps:
             print(
                 f"{run_dir} already has its {start:,} steps; continue with "
@@ -1056,7 +1076,7 @@ def train(cfg, run_dir, recipe, config, source):
             if t.keep_best:
                 steps = [*checkpoints.steps(), step]
                 best = partition.best_step(metrics_file.path, t.keep_best, steps)
-            checkpoints.save(to_state_dict(state), step, best and best[0])
+            checkpoints.save(to_state_dict(state), step, best[0] if best else None)
 
         try:
             profile(start)
@@ -1100,9 +1120,10 @@ def train(cfg, run_dir, recipe, config, source):
 
 
 def model_info(cfg, mesh):
-    """Return the text of model-info.txt: size, shape and sharding of every array.
+    """Return the text of model-info.txt, which describes every parameter and slot.
 
-    The lines have the form that T5X uses.
+    A line contains the name, the size, the shape and the sharding of an array. T5X writes
+    these lines in the same format.
     """
     table = model.param_table(cfg.model)
     slots = OPTIMIZERS[cfg.train.optimizer].slots(table)
@@ -1168,7 +1189,7 @@ def memory_savings(cfg):
     mesh = jax.sharding.get_mesh()
     least = sum(memory_table(cfg, mesh).values())
     savings = []
-    # The options of the smallest cost come first.
+    # The cheapest options come first.
     for name, value, cost in (
         ("train.microbatches", 2 * cfg.train.microbatches, "more and smaller matmuls"),
         ("model.remat", "full", "a third more arithmetic"),
@@ -1197,7 +1218,7 @@ def format_table(title, rows):
 
 
 def memory_report(cfg):
-    """Return a text: the memory of a training step, and options that reduce it."""
+    """Describe the memory of a training step, and the options that reduce this memory."""
     memory = memory_table(cfg, jax.sharding.get_mesh())
     memory["total"] = sum(memory.values())
     parts = [(name, size / 1e9, "GB") for name, size in memory.items()]
@@ -1217,8 +1238,8 @@ def plan_mesh(cfg, where):
     where: a number of devices, or a TPU topology such as v5e:2x4.
     """
     jax.config.update("jax_platforms", "cpu")
-    # Do not take a compiled program from the cache, because count_collectives reads files
-    # that only the compiler writes.
+    # Always run the compiler, because count_collectives reads files that it writes. A
+    # program from the compilation cache would not write these files.
     jax.config.update("jax_enable_compilation_cache", False)
     if where.isdecimal():
         if not 1 <= int(where) <= 2048:
@@ -1230,12 +1251,12 @@ def plan_mesh(cfg, where):
         return partition.set_mesh(cfg)
     from jax.experimental import topologies
 
-    # These variables keep libtpu from looking for the TPUs of this machine.
+    # With these variables, libtpu does not search this machine for TPUs.
     os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost")
     chips = {"chip_config_name": "megacore"} if where.startswith("v4") else {}
     try:
         devices = topologies.get_topology_desc(where, "tpu", **chips).devices
-    except Exception as error:  # libtpu raises many kinds
+    except Exception as error:  # libtpu raises exceptions of many types.
         raise UserError(
             f"--plan {where} needs libtpu, the compiler of TPUs "
             f"({str(error).splitlines()[0]:.120}): install it on Linux with "
