@@ -682,10 +682,10 @@ class Checkpoints:
 
     def folders(self):
         """Return the paths of all checkpoints and of all remains of interrupted saves."""
+        # The prefix of the paths that glob returns is wrong for some remote folders.
+        names = [path.name for path in self.folder.glob("*step_*")]
         return [
-            path
-            for path in self.folder.glob("*step_*")
-            if re.fullmatch(r"(tmp-)?step_\d+", path.name)
+            self.folder / name for name in names if re.fullmatch(r"(tmp-)?step_\d+", name)
         ]
 
     def steps(self):

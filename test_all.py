@@ -4584,7 +4584,7 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_run(corpus, compiled, 
             "34 raw tokens",
             "unigram",
             "held-out loss",
-            "blanks",
+            "  inputs  ",
             "truth",
             "infer.py",
             "evaluate.py",
@@ -5661,7 +5661,7 @@ def test_step_best_names_the_best_checkpoint(trained, tmp_path, capsys, monkeypa
         "--train.steps",
         9,
     )
-    assert status == 2 and "training_eval/span_corruption/..." in err
+    assert status == 2 and "a metric of training_eval/span_corruption" in err
 
 
 def test_csv_has_one_column_per_decoding(trained, tmp_path, capsys, monkeypatch):
@@ -7407,7 +7407,7 @@ def test_job_t0(compiled, tmp_path, pretrained):
         microbatches=2,
         steps=1_100_010,
     )
-    assert "in 2 microbatches" in out
+    assert "microbatches 2" in out
     assert_learns(metrics, 1_100_001, 1_100_010)
     assert metrics[0]["train/non_padding_fraction/inputs"] > 0.8  # packed
     cfg = configs.load_run(run_dir)
