@@ -722,7 +722,7 @@ class ByteTokenizer(Tokenizer):
         return text.decode(errors="ignore")
 
     def decode(self, ids):
-        """Return the text of the bytes before the first EOS. All other ids are left out."""
+        """Return the text of the bytes before the first EOS, without other ids."""
         ids = itertools.takewhile(lambda i: i != EOS, map(int, ids))
         return self.raw_text(i for i in ids if 3 <= i < 3 + 256)
 
@@ -1134,9 +1134,11 @@ def file_source(read, pattern, split, cfg, whole):
     if not found:
         if find_files(pattern.replace("{split}", "*")):
             raise MissingSplit(f"No file matches {pattern} with the split {split}.")
+        folder = pattern.rstrip("/") if os.path.isdir(pattern) else "FOLDER"
         raise MissingSource(
             f"No file matches {pattern.replace('{split}', split)}",
-            "give --data.source the path of a file, or a quoted glob, such as 'FOLDER/*'.",
+            f"give --data.source the path of a file, or a quoted glob, such as "
+            f"'{folder}/*'.",
         )
     files = group_files(found, read)
     if whole or "{split}" in pattern:
