@@ -2129,6 +2129,40 @@ def test_t0_mixtures_consist_of_the_folders_of_p3(
         data.open_source(f"seqio:{root}/imdb_a", "train", cfg)
 
 
+def test_a_damaged_record_of_a_seqio_cache_is_skipped_alone(tmp_path, corpus):
+    """The records after the damaged record are read, and a cut file is one more skip."""
+    texts = [{"text": line} for line in sentences(9)]
+    write_seqio_cache(tmp_path / "cache", "train", texts, shards=1)
+    path = tmp_path / "cache" / "train.tfrecord-00000-of-00001"
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little") + 16
+    path.write_bytes(content[:size] + content[size:].replace(b"\n", b"\xff", 1)[:-3])
+    cfg = sourced(corpus, f"seqio:{tmp_path}/cache")
+    with pytest.raises(configs.UserError, match="00000-of-00001 record 1 is damaged"):
+        documents_of(cfg)
+    (file,) = data.open_source(cfg.data.source, "train", cfg)
+    bad = data.InvalidExamples("skip")
+    found = [example["text"] for _, example in file.read(bad)]
+    assert found == [sentences(9)[0], *sentences(9)[2:8]] and bad.count == 2
+
+
+def test_a_parquet_file_with_a_system_error_is_damaged(tmp_path, corpus, monkeypatch):
+    """Pyarrow reports some damages as system errors. Text files do not have such errors."""
+    import pyarrow.parquet
+
+    def fail(*args):
+        raise OSError(22, "Invalid argument")
+
+    (tmp_path / "a.parquet").touch()
+    (tmp_path / "a.jsonl").touch()
+    monkeypatch.setattr(pyarrow.parquet, "ParquetFile", fail)
+    skipping = change(corpus, data=dict(on_error="skip"))
+    assert documents_of(sourced(skipping, f"parquet:{tmp_path}/a.parquet")) == []
+    monkeypatch.setattr(data, "open_file", fail)
+    with pytest.raises(OSError, match="Invalid argument"):
+        documents_of(sourced(skipping, f"jsonl:{tmp_path}/a.jsonl"))
+
+
 def test_ids_of_a_seqio_cache_are_used_unchanged(tmp_path, pairs, tokenizer):
     """Targets that are cut end with EOS, except in T0's tasks."""
     ids = list(range(5, 25))
