@@ -1085,8 +1085,6 @@ def train(cfg, run_dir, recipe, config, source):
             terminated,
         )
     finally:
-        for opened in (dataset, *(opened for _, opened in held_out.values())):
-            opened.close()
         if lock:
             lock.close()
 
