@@ -2717,9 +2717,8 @@ class Corpus:
     def chunks(self, numbers):
         """Return a list of chunks. A chunk is a list with an array of ids per feature."""
         shards, bounds = self.find_chunks(numbers)
-        ids = {shard: self.shard_ids(shard) for shard in np.unique(shards).tolist()}
         return [
-            [ids[shard][start:stop] for start, stop in itertools.pairwise(row)]
+            [self.shard_ids(shard)[start:stop] for start, stop in itertools.pairwise(row)]
             for shard, row in zip(shards.tolist(), bounds.tolist())
         ]
 
@@ -2852,8 +2851,6 @@ class Corpus:
 class HeldOutPlan:
     """Put one held-out example into each row, in the order of the source."""
 
-    packs = False
-
     def __init__(self, examples):
         self.corpus = examples.corpus
 
@@ -2920,11 +2917,6 @@ def prepare(cfg, split, tokenizer):
     """
     check_tasks(cfg)
     check_vocab_size(tokenizer.size, cfg)
-    if split != "train" and cfg.data.task in MIXTURES:
-        raise UserError(
-            f"{cfg.data.task} is a mixture, and mixtures have no {split} split: name one "
-            f"of its tasks."
-        )
     opened = open_tasks(cfg, split)
 
     @functools.cache
@@ -2964,7 +2956,7 @@ def plan_path(tasks, rates, cfg):
         for task in tasks
         for objective in [task.task.objective]
     ]
-    sizes = [BLOCK_SAMPLES, FIRST_SHARD_TOKENS, SHARD_TOKENS]
+    sizes = BLOCK_SAMPLES, FIRST_SHARD_TOKENS, SHARD_TOKENS
     key = repr([identity, rates, cfg.data, cfg.train.seed, *sizes])
     name = f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
     return Path(cfg.data.prepared_dir, "plans", name)
@@ -3106,7 +3098,7 @@ def describe_dataset(dataset):
     text = f"{sum(corpus.starts[-1] for corpus in corpora):,} examples"
     if any(corpus.next_position for corpus in corpora):
         text += " so far"
-    return f"{text}, packed into rows" if dataset.plan.packs else text
+    return text
 
 
 def color_row(ids, segments, tokenizer):
@@ -3151,6 +3143,8 @@ def show(cfg, count):
     """
     cfg = configs.override(cfg, {"train.eval_every": 0, "train.infer_every": 0})
     split = first_split(cfg)
+    if split != "train":
+        cfg = evaluation_config(cfg.data.task, cfg)  # refuses a mixture
     tokenizer = prepare_vocabulary(cfg, split)
     dataset = prepare(cfg, split, tokenizer)
     print(f"task     {cfg.data.task}, {split} split: {describe_dataset(dataset)}")
@@ -3166,15 +3160,10 @@ def show(cfg, count):
             lengths = " + ".join(map(str, np.bincount(segments[i])[1:]))
             print(f"\nrow {i}, {side}: {lengths} of {ids.shape[1]} tokens")
             print(f"  {color_row(ids[i], segments[i], tokenizer)}")
-    inputs = batch.input_segments > 0
-    targets = batch.target_segments > 0
+    tokens = sum(np.count_nonzero(segments) for _, segments in sides.values())
+    rate = tokens_per_second(lambda: dataset.batch(0), tokens)
     print(
-        f"\nfilled   {inputs.mean():.1%} of the inputs and {targets.mean():.1%} of the "
-        f"targets"
-    )
-    rate = tokens_per_second(lambda: dataset.batch(0), inputs.sum() + targets.sum())
-    print(
-        f"speed    {rate / 1e6:.1f} M tokens/s in batches of {cfg.train.batch_size} "
+        f"\nspeed    {rate / 1e6:.1f} M tokens/s in batches of {cfg.train.batch_size} "
         f"(one core)"
     )
 
@@ -3223,11 +3212,11 @@ def prepare_all(cfg, shard):
     counts = dataset.plan.samples_before(rows // BLOCK_SAMPLES + 2)
     for task, count in zip(dataset.tasks, counts.tolist()):
         task.corpus.shard_starts(math.inf if dataset.plan.packs else count)
-    print(f"{'train':10} {describe_dataset(dataset)}")
+    print(f"train      {describe_dataset(dataset)}")
     for name, alone in held_out.items():
         dataset = prepare(alone, "validation", tokenizer)
         dataset.batches(cfg.train.eval_batches)
-        print(f"{'validation':10} {name}: {describe_dataset(dataset)}")
+        print(f"validation {name}: {describe_dataset(dataset)}")
 
 
 def main(argv):
