@@ -318,11 +318,9 @@ class SpanCorruption(Objective):
                 )
             here = np.flatnonzero(lengths == length)
             tokens = np.stack([chunks[i][0] for i in here])
-            inputs, targets = span_corruption(
-                tokens, keys[here], tokenizer.size - 1, data
-            )
-            for i, row, target_row in zip(here, inputs, targets):
-                pairs[i] = row[:-1], target_row[:-1]  # `truncate` appends EOS later
+            sides = span_corruption(tokens, keys[here], tokenizer.size - 1, data)
+            for i, inputs, targets in zip(here, *sides):
+                pairs[i] = inputs[:-1], targets[:-1]  # `truncate` appends EOS later
         return pairs
 
 
@@ -2951,10 +2949,10 @@ def plan_path(tasks, rates, cfg):
     The name of the file is a hash of everything that the assignment of samples to rows
     depends on.
     """
+    objectives = [task.task.objective for task in tasks]
     identity = [
-        (task.corpus.folder.name, type(objective).__name__, vars(objective))
-        for task in tasks
-        for objective in [task.task.objective]
+        [task.corpus.folder.name for task in tasks],
+        [(type(objective).__name__, vars(objective)) for objective in objectives],
     ]
     sizes = BLOCK_SAMPLES, FIRST_SHARD_TOKENS, SHARD_TOKENS
     key = repr([identity, rates, cfg.data, cfg.train.seed, *sizes])
@@ -3094,11 +3092,8 @@ def describe_rows(cfg):
 
 def describe_dataset(dataset):
     """Return a text that says how many examples of a Dataset are prepared."""
-    corpora = [task.corpus for task in dataset.tasks]
-    text = f"{sum(corpus.starts[-1] for corpus in corpora):,} examples"
-    if any(corpus.next_position for corpus in corpora):
-        text += " so far"
-    return text
+    count = sum(task.corpus.starts[-1] for task in dataset.tasks)
+    return f"{count:,} examples are prepared"
 
 
 def color_row(ids, segments, tokenizer):
@@ -3115,15 +3110,6 @@ def color_row(ids, segments, tokenizer):
             words = f"\x1b[{31 + segment % 6}m{words}\x1b[0m"
         text += words
     return text.strip()
-
-
-def tokens_per_second(work, tokens):
-    """Measure for about 0.2 seconds how many tokens per second a function processes.
-
-    work: function without arguments. tokens: number of tokens that one call processes.
-    """
-    calls, seconds = timeit.Timer(work).autorange()
-    return calls * tokens / seconds
 
 
 def first_split(cfg):
@@ -3161,11 +3147,9 @@ def show(cfg, count):
             print(f"\nrow {i}, {side}: {lengths} of {ids.shape[1]} tokens")
             print(f"  {color_row(ids[i], segments[i], tokenizer)}")
     tokens = sum(np.count_nonzero(segments) for _, segments in sides.values())
-    rate = tokens_per_second(lambda: dataset.batch(0), tokens)
-    print(
-        f"\nspeed    {rate / 1e6:.1f} M tokens/s in batches of {cfg.train.batch_size} "
-        f"(one core)"
-    )
+    calls, seconds = timeit.Timer(lambda: dataset.batch(0)).autorange()
+    speed = calls * tokens / seconds / 1e6
+    print(f"\nspeed    {speed:.1f} M tokens/s on one core")
 
 
 def list_mixture(cfg):

@@ -1439,13 +1439,11 @@ def test_decoder_inputs_start_with_0_in_each_segment():
 def test_show_prints_rows_and_speed(corpus, capsys, monkeypatch):
     values = dataclasses.asdict(corpus.data) | {"tfds_dir": "."}
     flags = [f"--data.{name}={value}" for name, value in values.items()]
-    monkeypatch.setattr(
-        data, "tokens_per_second", lambda work, tokens: work() is None or 1e6
-    )
     status, out, _ = run(
         data, capsys, monkeypatch, "--show", 2, "--model.vocab_size", 256, *flags
     )
-    assert status == 0 and out.count("<extra_id_0>") == 4 and "1.0 M tokens/s" in out
+    assert status == 0 and out.count("<extra_id_0>") == 4
+    assert re.search(r"speed +(0\.[1-9]|[1-9]\d*\.\d) M tokens/s", out)
     assert "row 1, targets" in out and "row 2" not in out
 
 
@@ -1457,9 +1455,6 @@ def test_show_prints_examples_of_a_task_that_is_only_evaluated(
         f"--data.{name}={value}"
         for name, value in dataclasses.asdict(mixture.data).items()
     ]
-    monkeypatch.setattr(
-        data, "tokens_per_second", lambda work, tokens: work() is None or 1e6
-    )
     for splits, split in ((("validation", "test"), "validation"), (("test",), "test")):
         files = tmp_path / f"held-out-{split}"
         files.with_suffix(".jsonl").write_text('{"inputs": "alpha", "targets": "beta"}\n')
@@ -1468,7 +1463,7 @@ def test_show_prints_examples_of_a_task_that_is_only_evaluated(
         )
         asked = "--show", 3, "--model.vocab_size", 256, *flags, "--data.task", "judged"
         status, out, _ = run(data, capsys, monkeypatch, *asked)
-        assert status == 0 and f"judged, {split} split: 1 examples\n" in out
+        assert status == 0 and f"judged, {split} split: 1 examples are" in out
         assert "row 0, targets" in out and "row 1" not in out
     status, out, err = run(data, capsys, monkeypatch, *asked, "--data.vocab", "train:60")
     assert (
