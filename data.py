@@ -318,11 +318,9 @@ class SpanCorruption(Objective):
                 )
             here = np.flatnonzero(lengths == length)
             tokens = np.stack([chunks[i][0] for i in here])
-            inputs, targets = span_corruption(
-                tokens, keys[here], tokenizer.size - 1, data
-            )
-            for i, row, target_row in zip(here, inputs, targets):
-                pairs[i] = row[:-1], target_row[:-1]  # `truncate` appends EOS later
+            sides = span_corruption(tokens, keys[here], tokenizer.size - 1, data)
+            for i, inputs, targets in zip(here, *sides):
+                pairs[i] = inputs[:-1], targets[:-1]  # `truncate` appends EOS later
         return pairs
 
 
@@ -577,17 +575,19 @@ class TrainingPlan:
     these rows come in a random order.
 
     tasks: list of Examples. rates: a positive number for each task.
-    row_starts: number of the first row of each block, as far as an earlier run saved it.
-    save: function that is called with row_starts after row_starts has grown.
+    path: file that stores the number of the first row of each block. A resumed run reads
+        this file, so the run does not pack the blocks before its first step again.
     """
 
-    def __init__(self, tasks, rates, cfg, row_starts=(0,), save=lambda row_starts: None):
+    def __init__(self, tasks, rates, cfg, path):
         self.tasks = tasks
         self.cfg = cfg
         self.rates = np.array(rates) / sum(rates)
         self.packs = cfg.data.pack and any(task.task.objective.packs for task in tasks)
-        self.row_starts = list(row_starts)
-        self.save = save
+        self.path = path
+        self.row_starts = [0]
+        with contextlib.suppress(UserError):  # the file is missing or damaged
+            self.row_starts = configs.read_checked(path, {"starts": [int]})["starts"]
         thread = ThreadPoolExecutor(1)
         # future(block) plans a block in the background. The last three results are kept.
         self.future = functools.lru_cache(3)(
@@ -610,7 +610,7 @@ class TrainingPlan:
             if self.packs:
                 _, _, edges = self.prefetch(block)
                 self.row_starts.append(self.row_starts[-1] + len(edges) - 1)
-                self.save(self.row_starts)
+                configs.write_checked(self.path, {"starts": self.row_starts})
             else:  # each sample has a row to itself
                 self.row_starts.append(int(sum(self.samples_before(block + 1))))
 
@@ -861,14 +861,15 @@ def train_tokenizer(texts, pieces, max_characters=1 << 27):
     return parse_vocabulary(model.getvalue())
 
 
-def progress_bar(what, unit, total=None, quiet=False):
+def progress_bar(what, unit, total=None):
     """Return a progress bar on standard error.
 
     what: the title of the bar. unit: what is counted, in the singular. total: the final
     count, if known. On a terminal, the bar appears after half a second. Otherwise, the
-    bar prints a line every 30 seconds. If `quiet`, and in all processes except the main
-    process, nothing is printed.
+    bar prints a line every 30 seconds. The bar prints nothing in background threads, and
+    nothing in processes other than the main process.
     """
+    in_background = threading.current_thread() is not threading.main_thread()
     on_terminal = sys.stderr.isatty()
     seconds = 0.5 if on_terminal else 30
     return tqdm(
@@ -880,7 +881,7 @@ def progress_bar(what, unit, total=None, quiet=False):
         delay=seconds,
         mininterval=seconds,
         bar_format=None if on_terminal else "{l_bar}{r_bar}\n",
-        disable=quiet or not configs.prints_progress,
+        disable=in_background or not configs.prints_progress,
     )
 
 
@@ -2502,40 +2503,40 @@ def vocabulary_texts(opened, cfg):
         yield from one_of_each
 
 
-def encode_in_background(examples, tokenizer, unknown_characters):
+def encode_in_background(examples, tokenizer, characters):
     """Encode the texts of examples in a second thread, while the next examples are read.
 
     examples: iterator of (number, texts). A text that the source has tokenized already is
     a list of ids. Yields (number, list of arrays of ids) for each example.
-    unknown_characters: Counter of characters that the vocabulary lacks. It is updated.
+    characters: Counter of the characters of all texts with unknown tokens. This Counter
+    is updated.
     """
 
     def encode(batch):
         texts = [text for _, texts in batch for text in texts if isinstance(text, str)]
-        encoded = iter(tokenizer.encode_batch(texts))
-        documents = []
-        for number, texts in batch:
-            document = []
-            for text in texts:
-                ids = next(encoded) if isinstance(text, str) else strip_eos(text)
-                document.append(ids)
-                # Encoding single characters is slow, so at most 10,000 are counted.
-                is_unknown = isinstance(text, str) and UNK in ids
-                if is_unknown and unknown_characters.total() < 10_000:
-                    unknown_characters.update(
-                        c for c in text if UNK in tokenizer.encode(c)
-                    )
-            documents.append((number, document))
-        return documents
+        encoded = tokenizer.encode_batch(texts)
+        for text, ids in zip(texts, encoded):
+            if UNK in ids:
+                characters.update(text)
+        encoded = iter(encoded)
+        return [
+            (
+                number,
+                [
+                    next(encoded) if isinstance(text, str) else strip_eos(text)
+                    for text in texts
+                ],
+            )
+            for number, texts in batch
+        ]
 
     with ThreadPoolExecutor(1) as thread:
-        future = None
+        previous = thread.submit(encode, [])
         while batch := list(itertools.islice(examples, ENCODE_BATCH)):
-            previous, future = future, thread.submit(encode, batch)
-            if previous:
-                yield from previous.result()
-        if future:
-            yield from future.result()
+            future = thread.submit(encode, batch)
+            yield from previous.result()
+            previous = future
+        yield from previous.result()
 
 
 def strip_eos(ids):
@@ -2578,8 +2579,10 @@ class Corpus:
     def __init__(self, name, split, tokenizer, cfg, opened=None):
         self.task, self.files = opened or open_task(name, split, cfg)
         self.title = f"{self.task.source} ({name}, {split})"
-        self.tokenizer, self.cfg = tokenizer, cfg
-        self.dtype = np.uint16 if tokenizer.size <= 1 << 16 else np.uint32
+        self.tokenizer = tokenizer
+        self.cfg = cfg
+        ids_type = np.uint16 if tokenizer.size <= 1 << 16 else np.uint32
+        self.dtypes = {"ids": ids_type, "ends": np.int64}
         identity = [
             configs.DATA_FORMAT,
             split,
@@ -2595,9 +2598,8 @@ class Corpus:
         self.shard_ids = functools.lru_cache(8)(self.shard_ids)
         self.readers = {}  # position: generator of `tokenize` that continues there
         self.invalid = InvalidExamples(cfg.data.on_error)
-        self.unknown_characters = Counter()  # of the texts that this process tokenized
-        self.lock, self.prefetch_thread = threading.RLock(), threading.Thread()
-        self.closed = False
+        self.characters = Counter()  # characters of the texts with unknown tokens
+        self.lock = threading.RLock()
 
     def shard(self, number):
         """Return the metadata of a shard, or None if the source has fewer shards.
@@ -2647,11 +2649,7 @@ class Corpus:
         if not self.cfg.data.keep_tokens:
             for shard in self.shards[:number]:
                 self.path(shard["position"], "ids").unlink(missing_ok=True)
-        if number == len(self.shards) - 1 and not self.prefetch_thread.is_alive():
-            self.prefetch_thread = threading.Thread(
-                target=self.prefetch, args=[number + 1], daemon=True
-            )
-            self.prefetch_thread.start()
+        threading.Thread(target=self.prefetch, args=[number + 1], daemon=True).start()
         return ids
 
     def prefetch(self, number):
@@ -2676,9 +2674,8 @@ class Corpus:
     def chunks(self, numbers):
         """Return a list of chunks. A chunk is a list with an array of ids per feature."""
         shards, bounds = self.find_chunks(numbers)
-        ids = {shard: self.shard_ids(shard) for shard in np.unique(shards).tolist()}
         return [
-            [ids[shard][start:stop] for start, stop in itertools.pairwise(row)]
+            [self.shard_ids(shard)[start:stop] for start, stop in itertools.pairwise(row)]
             for shard, row in zip(shards.tolist(), bounds.tolist())
         ]
 
@@ -2692,53 +2689,41 @@ class Corpus:
 
         If the file is missing, or if its checksum is wrong, the shard is prepared again.
         """
-        array = self.read_array(number, kind)
-        if array is None:
-            position = self.shards[number]["position"]
-            path = self.path(position, kind)
-            if path.exists():  # else data.keep_tokens has deleted the file
-                note(f"{path} is damaged: this shard is tokenized again")
-            self.prepare_shard(position, again=True)
-            array = self.read_array(number, kind)
-        if array is None:
-            raise UserError(
-                f"{path} was just written and now has different content: check the disk "
-                f"and the memory, and whether another program writes there."
-            )
-        return array
-
-    def read_array(self, number, kind):
-        """Return the array in a file of a shard, or None if the file is not valid."""
         shard = self.shards[number]
         path = self.path(shard["position"], kind)
-        try:
-            if kind == "ends":
-                array = np.fromfile(path, np.int64)
-            elif not shard["tokens"]:
-                array = np.zeros(0, self.dtype)  # an empty file cannot be memory-mapped
-            else:  # a plain array is faster to index than a memmap
-                array = np.memmap(path, self.dtype, "r").view(np.ndarray)
-        except (OSError, ValueError):
-            return None
-        return array if zlib.crc32(array) == shard[kind] else None
+        for _ in range(2):
+            try:  # a plain array is faster to index than a memmap
+                array = np.memmap(path, self.dtypes[kind], "r").view(np.ndarray)
+            except (OSError, ValueError):  # missing or damaged, or correctly empty
+                array = np.zeros(0, self.dtypes[kind])
+            if zlib.crc32(array) == shard[kind]:
+                return array
+            note(f"{path} is missing or damaged: this shard is tokenized again")
+            self.path(shard["position"], "json").unlink(missing_ok=True)
+            self.prepare_shard(shard["position"])
+        raise UserError(
+            f"{path} was just written and now has different content: check the disk and "
+            f"the memory, and whether another program writes there."
+        )
 
-    def prepare_shard(self, position, again=False):
+    def prepare_shard(self, position):
         """Write the files of the shard at a position, and return its metadata.
 
-        If the shard is complete, only its metadata are read, unless `again` is true. A
-        lock file prevents two processes from writing the same shard.
+        If the shard is complete, only its metadata are read. A lock file prevents two
+        processes from writing the same shard.
         """
         path = self.path(position, "json")
         with self.lock, configs.lock(path.with_suffix(".lock"), wait=True):
-            if not again:
-                with contextlib.suppress(UserError):  # metadata missing or damaged
-                    return configs.read_checked(path, SHARD_METADATA)
+            with contextlib.suppress(UserError):  # the metadata are missing or damaged
+                return configs.read_checked(path, SHARD_METADATA)
             reader = self.readers.pop(tuple(position), None) or self.tokenize(*position)
             arrays, next_position = next(reader)
             # If the next shard is in the same source file, the generator is used again.
             if next_position and next_position[1]:
                 self.readers = {tuple(next_position): reader}
-            ids = np.concatenate([np.zeros(0, np.int32), *arrays]).astype(self.dtype)
+            ids = np.concatenate(
+                [[], *arrays], dtype=self.dtypes["ids"], casting="unsafe"
+            )
             ends = np.cumsum([len(array) for array in arrays], dtype=np.int64)
             configs.write_file(self.path(position, "ids"), ids.tobytes())
             configs.write_file(self.path(position, "ends"), ends.tobytes())
@@ -2750,13 +2735,14 @@ class Corpus:
                 "ids": zlib.crc32(ids),
                 "ends": zlib.crc32(ends),
             }
+            self.invalid.count = 0
             if next_position:
                 metadata["next"] = next_position
             configs.write_checked(path, metadata)
             path.with_suffix(".lock").unlink(missing_ok=True)
-            self.invalid.count = 0
-            if not again and (position == [0, 0, 0] or not next_position):
-                self.report([*self.shards, metadata])
+        if position == [0, 0, 0] or not next_position:
+            earlier = [shard for shard in self.shards if shard["position"] < position]
+            self.report([*earlier, metadata])
         return metadata
 
     def tokenize(self, file, shard, first):
@@ -2770,12 +2756,13 @@ class Corpus:
             self.files[file], self.invalid, self.task, self.cfg, self.tokenizer.size
         )
         texts = ((number, texts) for _, number, _, texts in examples if number >= first)
-        encoded = encode_in_background(texts, self.tokenizer, self.unknown_characters)
-        arrays, tokens, last = [], 0, None
-        in_background = threading.current_thread() is not threading.main_thread()
-        title = f"tokenizing {self.title}"
-        with progress_bar(title, "token", quiet=in_background) as bar:
-            for number, document in encoded:
+        arrays = []
+        tokens = 0
+        last = None  # number of the source example before
+        with progress_bar(f"tokenizing {self.title}", "token") as bar:
+            for number, document in encode_in_background(
+                texts, self.tokenizer, self.characters
+            ):
                 limit = SHARD_TOKENS
                 if file == 0:
                     limit = min(limit, FIRST_SHARD_TOKENS << shard)
@@ -2783,12 +2770,12 @@ class Corpus:
                 if tokens >= limit and number != last:
                     shard += 1
                     yield arrays, [file, shard, number]
-                    arrays, tokens = [], 0
-                if self.closed:
-                    raise RuntimeError(f"{self.title} is closed")
+                    arrays = []
+                    tokens = 0
+                size = sum(map(len, document))
                 arrays += document
-                size, last = sum(map(len, document)), number
                 tokens += size
+                last = number
                 bar.update(size)
         yield arrays, [file + 1, 0, 0] if file + 1 < len(self.files) else None
 
@@ -2806,19 +2793,20 @@ class Corpus:
             text += ", the rest follows when it is needed"
         note(text)
         if unknown > 0.001 * tokens:
-            common = self.unknown_characters.most_common(12)
-            characters = " ".join(repr(character) for character, _ in common)
+            characters = [
+                repr(character)
+                for character, _ in self.characters.most_common()
+                if UNK in self.tokenizer.encode(character)
+            ]
             note(
                 f"warning: more than 0.1 % of the tokens are unknown to the vocabulary, "
-                f"because of {characters}: train a vocabulary on this text with "
-                f"--data.vocab train:32000, or use --data.vocab bytes."
+                f"because of {' '.join(characters[:12])}: train a vocabulary on this "
+                f"text with --data.vocab train:32000, or use --data.vocab bytes."
             )
 
 
 class HeldOutPlan:
     """Put one held-out example into each row, in the order of the source."""
-
-    packs = False
 
     def __init__(self, examples):
         self.corpus = examples.corpus
@@ -2854,28 +2842,28 @@ class Dataset:
         return min(math.ceil(count / size), most or math.inf)
 
     def sample(self, most):
-        """Return about `most` tokens of the first shards, to count token frequencies."""
-        found = []
-        for corpus in [task.corpus for task in self.tasks]:
-            number, tokens = 0, 0
-            while tokens < most / len(self.tasks) and corpus.shard(number):
-                ids, bounds = corpus.shard_ids(number), corpus.chunk_bounds(number)
-                if len(corpus.task.objective.features) == 1:
-                    found.append(ids)
-                else:  # the last two boundaries of a chunk are those of the targets
-                    found += [ids[start:stop] for start, stop in bounds[:, -2:].tolist()]
-                number, tokens = number + 1, tokens + len(ids)
-        return np.concatenate(found)[: 2 * most]
+        """Return about `most` tokens of the first shards, to count token frequencies.
+
+        Of examples with inputs and targets, only the targets are returned.
+        """
+        tokens = []
+        for task in self.tasks:
+            corpus = task.corpus
+            left = most / len(self.tasks)
+            number = 0
+            while left > 0 and corpus.shard(number):
+                ids = corpus.shard_ids(number)
+                # The last two boundaries of a chunk enclose the targets, if any.
+                for start, stop in corpus.chunk_bounds(number)[:, -2:].tolist():
+                    tokens.append(ids[start:stop])
+                left -= len(ids)
+                number += 1
+        return np.concatenate(tokens)[: 2 * most]
 
     @property
     def digest(self):
         """Return a string that changes when the tokens of the first shards change."""
         return "-".join(str(task.corpus.shard(0)["ids"]) for task in self.tasks)
-
-    def close(self):
-        """Stop preparing shards in the background."""
-        for task in self.tasks:
-            task.corpus.closed = True
 
 
 def prepare(cfg, split, tokenizer):
@@ -2886,11 +2874,6 @@ def prepare(cfg, split, tokenizer):
     """
     check_tasks(cfg)
     check_vocab_size(tokenizer.size, cfg)
-    if split != "train" and cfg.data.task in MIXTURES:
-        raise UserError(
-            f"{cfg.data.task} is a mixture, and mixtures have no {split} split: name one "
-            f"of its tasks."
-        )
     opened = open_tasks(cfg, split)
 
     @functools.cache
@@ -2912,67 +2895,60 @@ def prepare(cfg, split, tokenizer):
         for corpus in map(open_corpus, rates)
     ]
     check_lengths(tasks, cfg.data, f"{cfg.data.task}, {split}")
-    if split == "train":
-        return Dataset(tasks, training_plan(tasks, list(rates.values()), cfg), cfg)
-    return Dataset(tasks, HeldOutPlan(tasks[0]), cfg)
+    if split != "train":
+        return Dataset(tasks, HeldOutPlan(tasks[0]), cfg)
+    rates = list(rates.values())
+    plan = TrainingPlan(tasks, rates, cfg, plan_path(tasks, rates, cfg))
+    return Dataset(tasks, plan, cfg)
 
 
-def training_plan(tasks, rates, cfg):
-    """Return a TrainingPlan whose row_starts are stored in data.prepared_dir.
+def plan_path(tasks, rates, cfg):
+    """Return the path in data.prepared_dir at which a TrainingPlan stores its rows.
 
-    A resumed run reads row_starts from disk. Then the blocks before the first step of the
-    resumed run need not be packed again.
+    The name of the file is a hash of everything that the assignment of samples to rows
+    depends on.
     """
+    objectives = [task.task.objective for task in tasks]
     identity = [
-        (task.corpus.folder.name, type(objective).__name__, vars(objective))
-        for task in tasks
-        for objective in [task.task.objective]
+        [task.corpus.folder.name for task in tasks],
+        [(type(objective).__name__, vars(objective)) for objective in objectives],
     ]
-    sizes = [BLOCK_SAMPLES, FIRST_SHARD_TOKENS, SHARD_TOKENS]
+    sizes = BLOCK_SAMPLES, FIRST_SHARD_TOKENS, SHARD_TOKENS
     key = repr([identity, rates, cfg.data, cfg.train.seed, *sizes])
     name = f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
-    path = Path(cfg.data.prepared_dir, "plans", name)
-    row_starts = [0]
-    with contextlib.suppress(UserError):  # the file is missing or damaged
-        row_starts = configs.read_checked(path, {"starts": [int]})["starts"]
-    return TrainingPlan(
-        tasks,
-        rates,
-        cfg,
-        row_starts,
-        save=lambda row_starts: configs.write_checked(path, {"starts": row_starts}),
-    )
+    return Path(cfg.data.prepared_dir, "plans", name)
 
 
 def check_lengths(tasks, data, title):
-    """Check before training that examples fit into rows.
+    """Check before training whether the examples of the prepared shards fit into rows.
 
-    If chunks may continue across documents, an example that is too long raises a
-    UserError. Otherwise, long examples are truncated, and a note says how many examples
-    of the prepared shards are too long.
+    Raises a UserError if an example is too long and its objective does not allow that
+    examples are truncated. This holds for objectives whose chunks may continue across
+    documents. For all other objectives, a note says how many examples are truncated.
     """
-    truncated, total = [0, 0], 0
+    truncated = Counter()
+    total = sum(task.corpus.starts[-1] for task in tasks)
     for task in tasks:
-        objective, chunks = task.task.objective, np.arange(task.corpus.starts[-1])
-        task.make(0 * chunks[:1], chunks[:1])  # the objective may raise a UserError, too
-        sizes = task.sizes(0 * chunks, chunks)
-        total += len(chunks)
-        for i, (side, size) in enumerate(zip(SIDES, sizes)):
+        objective = task.task.objective
+        chunks = np.arange(task.corpus.starts[-1])
+        epochs = np.zeros_like(chunks)
+        task.make(epochs[:1], chunks[:1])  # the objective may raise a UserError, too
+        for side, sizes in zip(SIDES, task.sizes(epochs, chunks)):
             limit, eos, kept = truncated_length(side, task.task, data)
-            needed = size.max() + eos
+            needed = sizes.max() + eos
             if objective.across_documents and needed > limit:
                 raise UserError(
                     f"A chunk of {objective.length(data)} tokens becomes {needed} "
                     f"{side}: set --data.{side}_length to {needed} or more (it is "
                     f"{limit})."
                 )
-            truncated[i] += (size > kept).sum()
-    if any(truncated):
-        note(
-            f"{title}: {truncated[0]:,} inputs and {truncated[1]:,} targets of the first "
-            f"{total:,} are longer than {data.inputs_length} and {data.targets_length} "
-            f"tokens and are cut"
-        )
+            truncated[side] += np.count_nonzero(sizes > kept)
+    for side, count in truncated.items():
+        if count:
+            note(
+                f"{title}: {count:,} of the first {total:,} {side} are longer than "
+                f"--data.{side}_length {getattr(data, f'{side}_length')} and are cut"
+            )
 
 
 # ---- evaluated tasks -------------------------------------------------------------------
@@ -3052,26 +3028,18 @@ def unigram_loss(counts, batches, tokenizer):
 # ---- the command -----------------------------------------------------------------------
 
 
-def task_objectives(cfg):
-    """Return the objectives of all tasks of data.task."""
-    return [find_task(name, cfg).objective for name in mixture_rates(cfg.data.task, cfg)]
-
-
 def is_span_corruption(cfg):
     """Return whether span corruption is the only objective of a run."""
-    return all(type(objective) is SpanCorruption for objective in task_objectives(cfg))
+    names = mixture_rates(cfg.data.task, cfg)
+    objectives = [find_task(name, cfg).objective for name in names]
+    return all(type(objective) is SpanCorruption for objective in objectives)
 
 
 def describe_rows(cfg):
     """Return a line that says what a row of a batch holds."""
     data = cfg.data
     if not is_span_corruption(cfg):
-        packs = data.pack and any(objective.packs for objective in task_objectives(cfg))
-        examples = "several packed examples" if packs else "one example"
-        return (
-            f"rows     {data.inputs_length} inputs and {data.targets_length} targets, "
-            f"with {examples} in each row"
-        )
+        return f"rows     {data.inputs_length} inputs and {data.targets_length} targets"
     length = raw_length(data)
     noise, spans = noise_counts(length, data)
     return (
@@ -3083,11 +3051,8 @@ def describe_rows(cfg):
 
 def describe_dataset(dataset):
     """Return a text that says how many examples of a Dataset are prepared."""
-    corpora = [task.corpus for task in dataset.tasks]
-    text = f"{sum(corpus.starts[-1] for corpus in corpora):,} examples"
-    if any(corpus.next_position for corpus in corpora):
-        text += " so far"
-    return f"{text}, packed into rows" if dataset.plan.packs else text
+    count = sum(task.corpus.starts[-1] for task in dataset.tasks)
+    return f"{count:,} examples are prepared"
 
 
 def color_row(ids, segments, tokenizer):
@@ -3095,31 +3060,15 @@ def color_row(ids, segments, tokenizer):
 
     Each segment has its own color, and sentinels are shown in reverse video.
     """
-
-    def style(token):
-        i, segment = token
-        return segment, i >= tokenizer.size - tokenizer.sentinels
-
-    tokens = [token for token in zip(ids.tolist(), segments.tolist()) if token[1]]
     text = ""
-    for (segment, is_sentinel), group in itertools.groupby(tokens, style):
-        words = configs.escape_controls(tokenizer.raw_text([i for i, _ in group]))
+    for segment in range(1, segments.max() + 1):
+        words = tokenizer.raw_text(ids[segments == segment].tolist())
+        words = configs.escape_controls(words)
         if sys.stdout.isatty():
-            inverted = 7 if is_sentinel else 0
-            words = f"\x1b[{inverted};{31 + segment % 6}m{words}\x1b[0m"
+            words = re.sub(r"<extra_id_\d+>", "\x1b[7m\\g<0>\x1b[27m", words)
+            words = f"\x1b[{31 + segment % 6}m{words}\x1b[0m"
         text += words
     return text.strip()
-
-
-def tokens_per_second(work, tokens):
-    """Measure for about 0.2 seconds how many tokens per second a function processes.
-
-    work: function of a call number. tokens: number of tokens that one call processes.
-    """
-    work(0)
-    numbers = itertools.count(1)
-    times, seconds = timeit.Timer(lambda: work(next(numbers))).autorange()
-    return times * tokens / seconds
 
 
 def first_split(cfg):
@@ -3131,117 +3080,86 @@ def first_split(cfg):
     return "train"  # prepare_vocabulary or prepare then raises MissingSplit
 
 
-def show(cfg, count, split):
-    """Print rows of the first batch of a split, and how fast batches are made.
+def show(cfg, count):
+    """Print `count` rows of the first batch, and how fast batches are made.
 
-    count: number of rows. split: name of the split, or None for first_split(cfg).
+    The rows are from the training split. If a task is only evaluated, the rows are from
+    its validation or test split.
     """
     cfg = configs.override(cfg, {"train.eval_every": 0, "train.infer_every": 0})
-    if not split:
-        split = first_split(cfg)
-        if split != "train":
-            note(
-                f"{cfg.data.task} is not trained on: these are examples of its {split} "
-                f"split"
-            )
-    if split != "train":  # held-out examples have a row each
-        cfg = configs.override(cfg, {"data.pack": False})
+    split = first_split(cfg)
+    if split != "train":
+        cfg = evaluation_config(cfg.data.task, cfg)  # refuses a mixture
     tokenizer = prepare_vocabulary(cfg, split)
     dataset = prepare(cfg, split, tokenizer)
-    print(f"task     {cfg.data.task}: {describe_dataset(dataset)}\n{describe_rows(cfg)}")
+    print(f"task     {cfg.data.task}, {split} split: {describe_dataset(dataset)}")
+    print(describe_rows(cfg))
     batch = dataset.batch(0)
-    sides = (
-        ("inputs", batch.inputs, batch.input_segments),
-        ("targets", batch.targets, batch.target_segments),
-    )
+    sides = {
+        "inputs": (batch.inputs, batch.input_segments),
+        "targets": (batch.targets, batch.target_segments),
+    }
     filled = batch.target_segments.any(axis=1).sum()  # a held-out split may have few rows
     for i in range(min(count, filled)):
-        for side, ids, segments in sides:
-            lengths = np.bincount(segments[i])[1:]
-            print(
-                f"\nrow {i}, {side}: {' + '.join(map(str, lengths))} of {ids.shape[1]} "
-                f"tokens\n"
-                f"  {color_row(ids[i], segments[i], tokenizer)}"
-            )
-    real = [segments > 0 for _, _, segments in sides]
-    print(
-        f"\nfilled   {real[0].mean():.1%} of the inputs, {real[1].mean():.1%} of the "
-        f"targets"
-    )
-    steps = 8 if split == "train" else 1  # a held-out split may have one batch only
-    rate = tokens_per_second(
-        lambda step: dataset.batch(step % steps), sum(tokens.sum() for tokens in real)
-    )
-    print(
-        f"speed    {rate / 1e6:.1f} M tokens/s in batches of {cfg.train.batch_size} "
-        f"(one core)"
-    )
-    dataset.close()
+        for side, (ids, segments) in sides.items():
+            lengths = " + ".join(map(str, np.bincount(segments[i])[1:]))
+            print(f"\nrow {i}, {side}: {lengths} of {ids.shape[1]} tokens")
+            print(f"  {color_row(ids[i], segments[i], tokenizer)}")
+    tokens = sum(np.count_nonzero(segments) for _, segments in sides.values())
+    calls, seconds = timeit.Timer(lambda: dataset.batch(0)).autorange()
+    speed = calls * tokens / seconds / 1e6
+    print(f"\nspeed    {speed:.1f} M tokens/s on one core")
 
 
-def list_names():
-    """Print the names of all tasks, with their sources, and the names of all mixtures."""
-    print("tasks")
-    for name, task in TASKS.items():
-        print(f"  {name:36} {getattr(task, 'source', '')}".rstrip())
-    print("mixtures", *MIXTURES, sep="\n  ")
-
-
-def list_mixture(name, cfg):
-    """Print the tasks of a mixture with their rates."""
-    cfg = configs.override(cfg, {"data.task": name})
-    check_tasks(cfg)
+def list_mixture(cfg):
+    """Print the tasks of the mixture data.task with their rates and sources."""
 
     def count_documents(task):
         return Corpus(task, "train", prepare_vocabulary(cfg), cfg).count_documents()
 
-    rates = mixture_rates(name, cfg, count_documents)
-    total, width = sum(rates.values()), max(map(len, rates))
-    trained = sum(rate > 0 for rate in rates.values())
-    print(f"{name}: {len(rates)} tasks, {trained} of them with a rate above 0")
-    print(f"{'task':{width}} {'rate':>12} {'share':>9}  source")
-    for task, rate in sorted(rates.items(), key=lambda item: -item[1]):
+    rates = mixture_rates(cfg.data.task, cfg, count_documents)
+    total = sum(rates.values())
+    print(f"{'task':40} {'rate':>12} {'share':>9}  source")
+    for task, rate in Counter(rates).most_common():
         source = find_task(task, cfg).source
-        print(f"{task:{width}} {rate:>12,.6g} {rate / total:>9.4%}  {source}")
+        print(f"{task:40} {rate:>12,.6g} {rate / total:>9.4%}  {source}")
 
 
-def prepare_all(cfg):
-    """Write all token files that a run needs.
+def prepare_all(cfg, shard):
+    """Write the token files that a run needs.
 
     If examples are packed, all shards of the training split are written. Otherwise, only
     the shards that the steps of the run reach are written.
+
+    shard: None, or "i/n" if n machines share the work. Then machine i, from 0 to n - 1,
+        tokenizes every n-th source file completely.
     """
     tokenizer = prepare_vocabulary(cfg)
+    held_out = {}
+    if cfg.train.eval_every or cfg.train.infer_every:
+        held_out = evaluation_configs(cfg)
+    if shard:
+        first, machines = configs.parse_shard(shard)
+        corpora = [Corpus(name, "train", tokenizer, cfg) for name in open_tasks(cfg)]
+        for name, alone in held_out.items():
+            corpora.append(Corpus(name, "validation", tokenizer, alone))
+        for corpus in corpora:
+            for file in range(first, len(corpus.files), machines):
+                position = [file, 0, 0]
+                while position and position[0] == file:
+                    position = corpus.prepare_shard(position).get("next")
+        print(f"shard {shard} of {cfg.data.task} is prepared")
+        return
     dataset = prepare(cfg, "train", tokenizer)
     rows = (cfg.train.steps - cfg.train.start_step) * cfg.train.batch_size
     counts = dataset.plan.samples_before(rows // BLOCK_SAMPLES + 2)
     for task, count in zip(dataset.tasks, counts.tolist()):
         task.corpus.shard_starts(math.inf if dataset.plan.packs else count)
-    print(f"{'train':10} {describe_dataset(dataset)}")
-    for task, alone in evaluation_configs(cfg).items():
-        held_out = prepare(alone, "validation", tokenizer)
-        held_out.batches(cfg.train.eval_batches)
-        print(f"{'validation':10} {task}: {describe_dataset(held_out)}")
-
-
-def prepare_share(cfg, shard):
-    """Tokenize every n-th source file of a run, so that n machines can share the work.
-
-    shard: "i/n", where i is the number of this machine, from 0 to n - 1.
-    """
-    tokenizer = prepare_vocabulary(cfg)
-    first, machines = configs.parse_shard(shard)
-    wanted = [(name, "train", cfg) for name in open_tasks(cfg)]
-    with contextlib.suppress(MissingSplit):
-        for name, alone in evaluation_configs(cfg).items():
-            wanted.append((name, "validation", alone))
-    for name, split, alone in wanted:
-        corpus = Corpus(name, split, tokenizer, alone)
-        for file in range(first, len(corpus.files), machines):
-            position = [file, 0, 0]
-            while position and position[0] == file:
-                position = corpus.prepare_shard(position).get("next")
-    print(f"shard {shard} of {cfg.data.task} is prepared")
+    print(f"train      {describe_dataset(dataset)}")
+    for name, alone in held_out.items():
+        dataset = prepare(alone, "validation", tokenizer)
+        dataset.batches(cfg.train.eval_batches)
+        print(f"validation {name}: {describe_dataset(dataset)}")
 
 
 def main(argv):
@@ -3249,9 +3167,12 @@ def main(argv):
     args, changes = configs.parse_args(
         __doc__,
         argv,
-        show=dict(type=int, metavar="N", help="print N rows of the first batch"),
-        split=dict(
-            help="split of which --show prints rows (default: train, if the task has it)"
+        show=dict(
+            type=int,
+            default=3,
+            metavar="N",
+            help="print N rows of the first batch (default: 3). This happens unless\n"
+            "--prepare or --list is given",
         ),
         prepare=dict(action="store_true", help="write the token files that a run needs"),
         shard=dict(
@@ -3267,24 +3188,21 @@ def main(argv):
             "or the names of all tasks and mixtures",
         ),
     )
-    if args.show is None and not args.prepare and args.list is None:
-        raise UserError(
-            "data.py needs a command: add --show N, --prepare or --list [MIXTURE]."
-        )
     if not args.run_dir:
         changes = with_vocab_size(changes)
     cfg = configs.resolve(args, changes, recipe=True)
+    if args.list:
+        cfg = configs.override(cfg, {"data.task": args.list})
     check_tasks(cfg)
-    if args.list == "":
-        list_names()
-    elif args.list:
-        list_mixture(args.list, cfg)
-    if args.shard:
-        prepare_share(cfg, args.shard)
-    elif args.prepare:
-        prepare_all(cfg)
-    if args.show is not None:
-        show(cfg, args.show, args.split)
+    if args.list:
+        list_mixture(cfg)
+    elif args.list is not None:
+        print("tasks", *TASKS, sep="\n  ")
+        print("mixtures", *MIXTURES, sep="\n  ")
+    elif args.prepare or args.shard:
+        prepare_all(cfg, args.shard)
+    else:
+        show(cfg, args.show)
 
 
 if __name__ == "__main__":

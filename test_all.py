@@ -585,10 +585,14 @@ def tokens_of(corpus):
     return np.concatenate([corpus.shard_ids(i) for i in range(len(corpus.shards))])
 
 
-def join_prefetch(corpus):
-    """Wait until a Corpus prepares no shard in the background."""
-    if corpus.prefetch_thread.is_alive():
-        corpus.prefetch_thread.join()
+def join_prefetch():
+    """Wait until no shard is prepared in the background.
+
+    Python names such a thread after its function, Corpus.prefetch.
+    """
+    for thread in threading.enumerate():
+        if thread.name.endswith("(prefetch)"):
+            thread.join()
 
 
 def open_dataset(cfg, split="train"):
@@ -757,7 +761,7 @@ def test_damaged_token_files_are_named_and_prepared_again(
         dataset = data.prepare(cfg, "train", tokenizer)
         for step in range(3):
             assert_equal(dataset.batch(step), expected[step])
-        join_prefetch(dataset.tasks[0].corpus)
+        join_prefetch()
         assert path.read_bytes() == whole or kind == "ids" and at in (8,)
         assert kind == "json" or at == 8 or "00000-001" in capsys.readouterr().err
 
@@ -949,8 +953,8 @@ def test_deleting_used_shards_does_not_change_batches(mixture, small_shards, tas
     dataset = open_dataset(gone)
     for step in range(24):
         assert_equal(dataset.batch(step), kept[step])
+    join_prefetch()
     for examples in dataset.tasks:
-        join_prefetch(examples.corpus)
         assert len(list(examples.corpus.folder.glob("*.ids"))) <= 2
     for step in (20, 3, 23):
         assert_equal(open_dataset(gone).batch(step), kept[step])
@@ -1356,7 +1360,8 @@ def test_packed_rows_hold_every_example_whole(pairs, capsys):
     count = dataset.tasks[0].corpus.shard_starts()[-1]
     known = examples[len(examples) - count :]
     assert len(dataset.tasks[0].corpus.shards) > 1 and 140 < count < 150
-    assert "longer than 32 and 16 tokens and are cut" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert " inputs are longer than --data.inputs_length 32 and are cut" in err
     seen, step = [], 0
     while len(seen) < 7 * 64:
         batch = dataset.batch(step)
@@ -1434,13 +1439,11 @@ def test_decoder_inputs_start_with_0_in_each_segment():
 def test_show_prints_rows_and_speed(corpus, capsys, monkeypatch):
     values = dataclasses.asdict(corpus.data) | {"tfds_dir": "."}
     flags = [f"--data.{name}={value}" for name, value in values.items()]
-    monkeypatch.setattr(
-        data, "tokens_per_second", lambda work, tokens: work(0) is None or 1e6
-    )
     status, out, _ = run(
         data, capsys, monkeypatch, "--show", 2, "--model.vocab_size", 256, *flags
     )
-    assert status == 0 and out.count("<extra_id_0>") == 4 and "1.0 M tokens/s" in out
+    assert status == 0 and out.count("<extra_id_0>") == 4
+    assert re.search(r"speed +(0\.[1-9]|[1-9]\d*\.\d) M tokens/s", out)
     assert "row 1, targets" in out and "row 2" not in out
 
 
@@ -1452,9 +1455,6 @@ def test_show_prints_examples_of_a_task_that_is_only_evaluated(
         f"--data.{name}={value}"
         for name, value in dataclasses.asdict(mixture.data).items()
     ]
-    monkeypatch.setattr(
-        data, "tokens_per_second", lambda work, tokens: work(9) is None or 1e6
-    )
     for splits, split in ((("validation", "test"), "validation"), (("test",), "test")):
         files = tmp_path / f"held-out-{split}"
         files.with_suffix(".jsonl").write_text('{"inputs": "alpha", "targets": "beta"}\n')
@@ -1462,14 +1462,9 @@ def test_show_prints_examples_of_a_task_that_is_only_evaluated(
             f"jsonl:{tmp_path}/held-out-{{split}}.jsonl", splits=splits
         )
         asked = "--show", 3, "--model.vocab_size", 256, *flags, "--data.task", "judged"
-        status, out, err = run(data, capsys, monkeypatch, *asked)
-        assert (
-            status == 0
-            and f"judged is not trained on: these are examples of its {split}" in err
-        )
+        status, out, _ = run(data, capsys, monkeypatch, *asked)
+        assert status == 0 and f"judged, {split} split: 1 examples are" in out
         assert "row 0, targets" in out and "row 1" not in out
-        status, _, err = run(data, capsys, monkeypatch, *asked, "--split", "train")
-        assert status == 2 and "judged has no train split" in err
     status, out, err = run(data, capsys, monkeypatch, *asked, "--data.vocab", "train:60")
     assert (
         status == 2 and "too little text" in err

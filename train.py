@@ -1110,8 +1110,6 @@ def train(cfg, run_dir, recipe, config, source):
             metrics_file.sync()
         checkpoints.wait()
     finally:
-        for opened in (dataset, *(opened for _, opened in held_out.values())):
-            opened.close()
         if lock:
             lock.close()
     if step < t.steps:
