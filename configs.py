@@ -25,7 +25,6 @@ import fcntl
 import functools
 import inspect
 import json
-import math
 import os
 import re
 import sys
@@ -47,7 +46,7 @@ class UserError(Exception):
 # ---- the fields ------------------------------------------------------------------------
 # The comment above a field is its help text. --help and `python configs.py NAME` print
 # this text. The default of a field may carry the values that are allowed: use one_of,
-# between or at_least. An integer field without a stated range must be at least 1.
+# between or at_least. An integer field without stated bounds must be at least 1.
 
 
 def one_of(default, *others):
@@ -57,12 +56,12 @@ def one_of(default, *others):
 
 def between(low, high, default):
     """Declare a number field with a smallest and a largest allowed value."""
-    return field(default=default, metadata={"bounds": (low, high)})
+    return field(default=default, metadata={"low": low, "high": high})
 
 
 def at_least(low, default):
     """Declare a number field with a smallest allowed value."""
-    return between(low, 2**31 - 1, default)
+    return field(default=default, metadata={"low": low})
 
 
 @dataclass(frozen=True)
@@ -694,9 +693,9 @@ DATA_FORMAT = 2
 
 def fields(cfg):
     """Yield ("section.field", dataclass field, value) for each field of a Config."""
-    for section in SECTIONS:
+    for section, kind in SECTIONS.items():
         part = getattr(cfg, section)
-        for item in dataclasses.fields(part):
+        for item in dataclasses.fields(kind):
             yield f"{section}.{item.name}", item, getattr(part, item.name)
 
 
@@ -714,18 +713,20 @@ def override(cfg, changes):
     return cfg
 
 
-def parse_value(name, kind, text):
-    """Convert the text of the flag --NAME to a type such as bool or int | None."""
-    kind, *none = getattr(kind, "__args__", (kind,))  # of int | None: int and [NoneType]
-    if none and text.lower() == "none":
-        return None
+def parse_value(kind, text):
+    """Convert the text of a flag to the type of a field, such as bool or int | None.
+
+    A text that cannot be converted is returned unchanged. check_fields refuses this text.
+    """
+    # The type int | None consists of the two types int and NoneType.
+    kinds = getattr(kind, "__args__", (kind,))
+    value = {"none": None, "true": True, "false": False}.get(text.lower(), text)
+    if type(value) in kinds or bool in kinds:
+        return value
     try:
-        if kind is bool:
-            return {"true": True, "false": False}[text.lower()]
-        return kind(text)
-    except (ValueError, KeyError):
-        wanted = "true or false" if kind is bool else kind.__name__
-        raise UserError(f"--{name} takes {wanted}, not {text!r}.") from None
+        return kinds[0](text)
+    except ValueError:
+        return text
 
 
 def nearest(word, known):
@@ -789,7 +790,7 @@ def parse_args(description, argv, **flags):
     changes = {}
     for name, item, _ in fields(Config("")):
         if name in args:
-            changes[name] = parse_value(name, item.type, vars(args).pop(name))
+            changes[name] = parse_value(item.type, vars(args).pop(name))
     return args, changes
 
 
@@ -809,29 +810,20 @@ def load_recipe(name):
             f"Unknown recipe {name}{nearest(name, RECIPES) or ';'} "
             f"python configs.py lists all recipes."
         )
-    path = to_path(name)
-    if not path.exists():
-        raise UserError(
-            f"There is no file {name}: --config takes a recipe's name or a Python file."
-        )
     defined = {"__name__": "recipe", "__file__": name}
     try:
-        exec(compile(path.read_bytes(), name, "exec"), defined)
+        exec(compile(to_path(name).read_bytes(), name, "exec"), defined)
+        cfg = defined.get("CONFIG")
+        if not isinstance(cfg, Config):
+            raise UserError("CONFIG must be a value of configs.Config")
+        check_fields(cfg)
+        for title in ("TASKS", "MIXTURES", "ACTIVATIONS", "METRICS", "OPTIMIZERS"):
+            globals()[title].update(defined.get(title, {}))
     except (Exception, SystemExit) as error:
         raise UserError(
-            f"{name} cannot be loaded ({type(error).__name__}: {error}): fix this file."
+            f"{name} cannot be loaded ({type(error).__name__}: {error}): fix this file, "
+            f"or name another --config."
         ) from error
-    cfg = defined.get("CONFIG")
-    if not isinstance(cfg, Config):
-        raise UserError(
-            f"{name} does not define a recipe: set CONFIG to a value of configs.Config."
-        )
-    for title in ("TASKS", "MIXTURES", "ACTIVATIONS", "METRICS", "OPTIMIZERS"):
-        added = defined.get(title, {})
-        if not isinstance(added, dict):
-            raise UserError(f"{name}: {title} must be a dict from names to entries.")
-        globals()[title].update(added)
-    check_types(cfg, name)
     return cfg
 
 
@@ -852,17 +844,17 @@ def read_run(run_dir):
         "decode": dict,
     }
     stored = read_json(path, form, "restore it from a copy")
-    sections = {}
-    for section, kind in SECTIONS.items():
-        try:
-            sections[section] = kind(**stored.get(section, {}))
-        except TypeError as error:
-            raise UserError(
-                f"{path} has a field that this version of plain T5 does not know "
-                f"({error}): use the version that wrote this file."
-            ) from error
-    cfg = Config(stored["name"], **sections)
-    check_types(cfg, path)
+    try:
+        sections = {
+            section: kind(**stored.get(section, {})) for section, kind in SECTIONS.items()
+        }
+        cfg = Config(stored["name"], **sections)
+        check_fields(cfg)
+    except (TypeError, UserError) as error:
+        raise UserError(
+            f"{path} cannot be used ({error}): restore this file from a copy, or use the "
+            f"version of plain T5 that wrote it."
+        ) from error
     return cfg, stored
 
 
@@ -944,6 +936,7 @@ def resolve_run(args, changes):
             base = old
             recipe = load_run_recipe(run_dir) or RECIPES.get(old.name, old)
     cfg = override(base, changes)
+    check(cfg)
     if exists and any(folder.glob("checkpoints/step_*/manifest.json")):
         changed = ", ".join(
             f"--{name} {new} (was {was})"
@@ -962,7 +955,6 @@ def resolve_run(args, changes):
                 f"{DATA_FORMAT}): start a new run from its weights with --init_from "
                 f"{run_dir}."
             )
-    check(cfg)
     return cfg, run_dir, recipe
 
 
@@ -1023,40 +1015,39 @@ def read_checked(path, form, cure="remove this file, and it will be written agai
     return value
 
 
-def check_types(part, origin):
-    """Refuse a Config, or one section of a Config, with a value of the wrong type.
+KIND_NAMES = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    type(None): "none",
+}
 
-    origin: the file that the Config comes from, for the message.
-    """
-    for item in dataclasses.fields(part):
-        value = getattr(part, item.name)
+
+def check_fields(cfg):
+    """Refuse a Config with a field that has a wrong type or a value out of bounds."""
+    for name, item, value in fields(cfg):
+        # The type int | None consists of the two types int and NoneType.
         kinds = getattr(item.type, "__args__", (item.type,))
-        valid = type(value) in kinds or float in kinds and type(value) is int
-        if not valid or value != value:  # Only NaN differs from itself.
-            name = f"{type(part).__name__}.{item.name}"
-            expected = " or ".join(kind.__name__ for kind in kinds)
-            raise UserError(f"{origin}: {name} is {value!r:.60}, not {expected}.")
-        if dataclasses.is_dataclass(value):
-            check_types(value, origin)
-
-
-def check_bounds(name, item, value):
-    """Refuse a value that is not among the choices or within the bounds of its field."""
-    choices = item.metadata.get("choices", (value,))
-    if value not in choices:
-        raise UserError(f"--{name} is one of {', '.join(choices)}, not {value!r}.")
-    default = (-math.inf, math.inf)
-    if item.type in (int, int | None):
-        default = (1, 2**31 - 1)
-    low, high = item.metadata.get("bounds", default)
-    if type(value) in (int, float) and not low <= value <= high:
-        raise UserError(f"--{name} must be from {low} to {high}, not {value}.")
+        is_number = type(value) in (int, float)
+        least, most = (1, 2**31 - 1) if int in kinds else (-1e30, 1e30)
+        low = item.metadata.get("low", least)
+        high = item.metadata.get("high", most)
+        choices = item.metadata.get("choices", [value])
+        expected = None
+        if type(value) not in kinds and not (is_number and float in kinds):
+            expected = " or ".join(KIND_NAMES[kind] for kind in kinds)
+        elif value not in choices:
+            expected = " or ".join(choices)
+        elif is_number and not low <= value <= high:
+            expected = f"at least {low}" if value < low else f"at most {high}"
+        if expected:
+            raise UserError(f"--{name} must be {expected}, not {value!r:.60}.")
 
 
 def check(cfg):
     """Refuse a Config that no run can have, before any work is done."""
-    for name, item, value in fields(cfg):
-        check_bounds(name, item, value)
+    check_fields(cfg)
     m, d, t = cfg.model, cfg.data, cfg.train
     for name, value, table in (
         ("model.activation", m.activation.removeprefix("gated_"), ACTIVATIONS),
@@ -1243,10 +1234,9 @@ def lock(path, wait=False):
 def run_command(main):
     """Run main(argv) as a command and exit. A UserError is printed and gives status 2."""
     script = os.path.basename(sys.argv[0])
-    module = sys.modules["__main__"]
-    if getattr(module, "main", None) is main:
+    if main.__module__ == "__main__":
         # A recipe file that imports this script gets the module that is running.
-        sys.modules[script.removesuffix(".py")] = module
+        sys.modules[script.removesuffix(".py")] = sys.modules["__main__"]
     try:
         status = main(sys.argv[1:])
         sys.stdout.flush()

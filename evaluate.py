@@ -42,9 +42,6 @@ import math
 import os
 import re
 import string
-import time
-from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -120,16 +117,16 @@ def evaluate_loss(params, cfg, mesh, dataset, batches):
 
 
 def read_examples(cfg, tokenizer, split, expand=None, most=None):
-    """Read the examples of a task's split and encode them for the model.
+    """Read the examples of a task's split, and encode the examples for the model.
 
     An example is the dict that the task's format makes, with "inputs" and "targets". An
     invalid example stops the evaluation, or is skipped with --data.on_error skip.
 
     cfg: a Config whose data.task is the task.
-    expand: None or, for rank classification, a function (number, example) that returns
-        a list of Choices. The Choices are then encoded instead of the example.
+    expand: None or, for rank classification, a function (number, example). The function
+        returns a list of dicts, the answer choices, which replace the example.
     most: the maximum number of examples, or None to read all examples.
-    Returns a list of pairs (example or Choice, infer.Example).
+    Returns a list of pairs (dict, infer.Example).
     """
     task_name = cfg.data.task
     task = data.find_task(task_name, cfg)
@@ -143,11 +140,8 @@ def read_examples(cfg, tokenizer, split, expand=None, most=None):
     pairs = []
     for number, (where, example) in enumerate(itertools.islice(examples, most)):
         try:
-            if expand is None:
-                pairs.append((example, encode(example, number)))
-            else:
-                choices = expand(number, example)
-                pairs += [(choice, encode(choice.fields, number)) for choice in choices]
+            dicts = expand(number, example) if expand else [example]
+            pairs += [(fields, encode(fields, number)) for fields in dicts]
         except ValueError as error:
             report_invalid(where, str(error))
     if not pairs:
@@ -220,23 +214,17 @@ def predict(params, cfg, mesh, split, tokenizer, most=None):
 # in this way (Sanh et al. 2022).
 
 
-class Choice(NamedTuple):
-    """One answer choice of an example."""
-
-    fields: dict  # the fields of the example, with this choice as its "targets"
-    index: tuple  # (number of the example, number of the choice)
-    is_correct: bool
-    weight: float  # the weight of the example in the mean
-    texts: tuple  # all answer choices of the example, or () if they are unknown
-
-
 def answer_choices(task, number, example):
-    """Return the answer choices of an example as a list of Choices.
+    """Return the answer choices of an example as a list of dicts.
 
-    The choices are the example's field answer_choices or, without this field,
-    task.choices. P3, the data of T0, also has tasks in which every example is a single
-    choice already. Such an example has the fields idx and is_correct, and may have a
-    weight. The idx is the index of the Choice.
+    The choices are the texts in the example's field answer_choices or, without this
+    field, in task.choices. Each dict is a copy of the example with one choice as its
+    "targets" and with three more fields. "idx" is the pair (number of the example, number
+    of the choice). "is_correct" tells whether the choice is correct. "weight" is the
+    weight of the example in the metrics.
+
+    P3, the data of T0, also has tasks in which every example is already a single choice.
+    Such an example has the fields idx and is_correct, and may have a weight.
     Raises ValueError if the idx or the weight is invalid.
     """
     if "is_correct" in example and "idx" in example:
@@ -248,8 +236,8 @@ def answer_choices(task, number, example):
                 "has an idx that is not a pair of integers, or a weight that is not a "
                 "number"
             ) from None
-        index = example_number, choice_number
-        return [Choice(example, index, bool(example["is_correct"]), weight, ())]
+        choice = {"idx": (example_number, choice_number), "weight": weight}
+        return [{**example, **choice, "is_correct": bool(example["is_correct"])}]
     texts = example.get("answer_choices", task.choices)
     if not isinstance(texts, list | tuple | np.ndarray) or not len(texts):
         raise UserError(
@@ -257,12 +245,11 @@ def answer_choices(task, number, example):
             "field answer_choices to its examples."
         )
     target = str(example["targets"]).strip()
-    return [
-        Choice(
-            {**example, "targets": text}, (number, i), text == target, 1.0, tuple(texts)
-        )
-        for i, text in enumerate(texts)
-    ]
+    choices = []
+    for i, text in enumerate(texts):
+        choice = {"targets": text, "idx": (number, i), "is_correct": text == target}
+        choices.append({**example, **choice, "weight": 1.0})
+    return choices
 
 
 def percent(values):
@@ -283,28 +270,23 @@ def rank_classification(targets, scores, num_classes=None, normalize=False):
     Raises ValueError if an index occurs twice.
     Source: rank_classification in t5/evaluation/metrics.py.
     """
-    if len({index for index, *_ in targets}) < len(targets):
+    indices, correct, weights, lengths = map(np.array, zip(*targets))
+    if len(np.unique(indices, axis=0)) < len(indices):
         raise ValueError("a choice of an example occurs twice")
-    examples = {}  # {number of the example: its choices as (score, is_correct, weight)}
-    for (index, is_correct, weight, length), score in sorted(zip(targets, scores)):
-        score = np.float32(score / length if normalize else score)
-        choices = examples.setdefault(index[0], [])
-        choices.append((score, bool(is_correct), weight))
-    answer_is_correct, weights = [], []
-    for choices in examples.values():
-        # If several choices have the highest score, argmax takes the first of these.
-        answer = int(np.argmax([score for score, _, _ in choices]))
-        answer_is_correct.append(choices[answer][1])
-        # As in t5, the weight of an example is the weight of its first choice if all
-        # examples have the same choices, and otherwise the weight of the answer.
-        weights.append(choices[0 if num_classes else answer][2])
-    metrics = {"accuracy": percent(np.average(answer_is_correct, weights=weights))}
+    scores = np.float32(np.divide(scores, lengths) if normalize else scores)
+    # groups has the positions of the choices of each example, in the order of the index.
+    groups = collections.defaultdict(list)
+    for position in np.lexsort(indices.T[::-1]):
+        groups[indices[position][0]].append(position)
+    groups = list(groups.values())
+    # If several choices have the highest score, argmax takes the first of these.
+    answers = [group[np.argmax(scores[group])] for group in groups]
+    # As in t5, the weight of an example is the weight of its first choice if all
+    # examples have the same choices, and otherwise the weight of the answer.
+    weights = weights[[group[0] for group in groups] if num_classes else answers]
+    metrics = {"accuracy": percent(np.average(correct[answers], weights=weights))}
     if num_classes:
-        # The last axis is (score, is_correct, weight).
-        table = np.array(list(examples.values()))
-        all_scores = table[..., 0].astype(np.float32)
-        all_correct = table[..., 1].astype(bool)
-        metrics |= fixed_choice_metrics(all_scores, all_correct, np.array(weights))
+        metrics |= fixed_choice_metrics(scores[groups], correct[groups], weights)
     return metrics
 
 
@@ -323,56 +305,47 @@ def fixed_choice_metrics(scores, correct, weights):
     from scipy import special
     from sklearn import metrics  # scikit-learn is an optional library
 
-    number_of_choices = scores.shape[1]
-    several_correct = (correct.sum(axis=1) > 1).any()
-    if number_of_choices < 2 or several_correct:
+    count = scores.shape[1]
+    if count < 2 or (correct.sum(axis=1) > 1).any():
         return {}
     # chosen [examples, choices] is true for the choice with the highest score.
-    chosen = scores.argmax(axis=1)[:, None] == np.arange(number_of_choices)
+    chosen = scores.argmax(axis=1)[:, None] == np.arange(count)
     options = {"sample_weight": weights, "zero_division": 0}
-    if number_of_choices > 2:
+    if count > 2:
         f1 = metrics.f1_score(correct, chosen, average="macro", **options)
-        return {f"mean_{number_of_choices}class_f1": percent(f1)}
+        return {f"mean_{count}class_f1": percent(f1)}
     probability = special.softmax(scores, axis=1)[:, 1]  # of the second choice
-    correct, chosen = correct[:, 1], chosen[:, 1]
-    f1 = metrics.f1_score(correct, chosen, **options)
+    correct = correct[:, 1]
+    f1 = metrics.f1_score(correct, chosen[:, 1], **options)
     roc = metrics.roc_auc_score(correct, probability, sample_weight=weights)
     pr = metrics.average_precision_score(correct, probability, sample_weight=weights)
     return {"f1": percent(f1), "auc-roc": percent(roc), "auc-pr": percent(pr)}
 
 
 def rank(params, cfg, mesh, split, tokenizer, normalize=False):
-    """Score the answer choices of each example, and take the most likely choices.
+    """Score the answer choices of each example, and compute the metrics of the ranking.
 
     normalize: whether to divide each score by the number of tokens of its choice.
-    Returns ({metric: 0 to 100}, lines). A line is the dict of an answer choice with the
-    fields idx, is_correct and score.
+    Returns ({metric: 0 to 100}, lines). A line is the dict of an answer choice, as
+    answer_choices returns it, with the score of the choice in the field "score".
     """
     task = data.find_task(cfg.data.task, cfg)
     expand = functools.partial(answer_choices, task)
     choices, encoded = zip(*read_examples(cfg, tokenizer, split, expand))
-    if len({choice.index for choice in choices}) < len(choices):
+    if len({choice["idx"] for choice in choices}) < len(choices):
         raise UserError(
             f"The task {cfg.data.task} has two choices with the same idx in its {split} "
             f"split: give each choice its own idx."
         )
     scores = list(infer.run_examples(params, cfg, mesh, encoded, "score"))
     targets = [
-        (choice.index, choice.is_correct, choice.weight, len(example.targets))
+        (choice["idx"], choice["is_correct"], choice["weight"], len(example.targets))
         for choice, example in zip(choices, encoded)
     ]
-    lines = [
-        {
-            **choice.fields,
-            "idx": choice.index,
-            "is_correct": choice.is_correct,
-            "score": score,
-        }
-        for choice, score in zip(choices, scores)
-    ]
+    lines = [{**choice, "score": score} for choice, score in zip(choices, scores)]
     # Without the same choices in all examples, only the accuracy is defined.
-    all_texts = {choice.texts for choice in choices}
-    num_classes = len(choices[0].texts) if len(all_texts) == 1 else None
+    texts = {tuple(choice.get("answer_choices", task.choices)) for choice in choices}
+    num_classes = len(texts.pop()) if len(texts) == 1 else None
     if num_classes and not importlib.util.find_spec("sklearn"):
         note(
             "Only the accuracy is computed, because F1 and the areas under curves need "
@@ -737,9 +710,10 @@ AVERAGES = {
 }
 
 
-def read_metrics(folders, prefix):
+def read_metrics(folders, prefix=""):
     """Read the metrics whose names begin with a prefix from the folders' metrics.jsonl.
 
+    A metric that is nan, such as an undefined correlation, counts as missing.
     Returns {step: {name without the prefix: value}} in the order of the steps.
     """
     table = collections.defaultdict(dict)
@@ -748,33 +722,23 @@ def read_metrics(folders, prefix):
         for line in partition.read_metrics_file(path):
             step = line.pop("step")
             for name, value in line.items():
-                if name.startswith(prefix):
+                if name.startswith(prefix) and not math.isnan(value):
                     table[step][name.removeprefix(prefix)] = value
     return dict(sorted(table.items()))
 
 
 def mean_of(values, columns):
-    """Return the mean of columns in {column: value}, or nan if a column is missing."""
-    return float(np.mean([values.get(column, math.nan) for column in columns]))
-
-
-def best_step(table, columns):
-    """Return the first step at which the mean of some columns is highest, or None.
-
-    Steps at which a column is missing or nan do not count.
-    """
-    means = {step: mean_of(values, columns) for step, values in table.items()}
-    known = [step for step in means if not math.isnan(means[step])]
-    return max(known, key=means.get, default=None)
+    """Return the mean of some columns of {column: value}. Missing columns do not count."""
+    return np.mean([values[column] for column in columns if column in values])
 
 
 def write_csv(path, table):
     """Write a table with a row of metrics for each step, as parse_tb of t5 does.
 
     Two more rows follow. The row "max" has the best value of each column, and the row
-    "step" below it has the step of this value. For a benchmark with several metrics,
-    the best step is the step at which their mean is highest. The averages of GLUE and
-    SuperGLUE are added at each step that has all their columns.
+    "step" below it has the step of this value. For a benchmark with several metrics, the
+    best step is the step at which the mean of these metrics is highest. The averages of
+    GLUE and SuperGLUE are added at each step that has all metrics of the average.
 
     table: {step: {column: value}}, as read_metrics returns it.
     """
@@ -784,34 +748,23 @@ def write_csv(path, table):
         for columns in benchmarks:
             benchmark_of |= dict.fromkeys(columns, columns)
         for values in table.values():
-            mean = float(np.mean([mean_of(values, columns) for columns in benchmarks]))
-            if not math.isnan(mean):
-                values[average] = mean
+            if values.keys() >= set().union(*benchmarks):
+                means = [mean_of(values, columns) for columns in benchmarks]
+                values[average] = np.mean(means)
     names = sorted(set().union(*table.values()))
-    best_values, best_steps = {}, []
+    best_steps, best_values = {}, {}
     for name in names:
-        columns = [c for c in benchmark_of.get(name, [name]) if c in names]
-        step = best_step(table, columns)
-        best_steps.append(step)
-        best_values[name] = math.nan if step is None else table[step][name]
+        columns = benchmark_of.get(name, [name])
+        steps = [step for step in table if name in table[step]]
+        best = max(steps, key=lambda step: mean_of(table[step], columns))
+        best_steps[name], best_values[name] = best, table[best][name]
     with open(path, "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["step", *names])
+        writer = csv.DictWriter(file, ["step", *names])
+        writer.writeheader()
         for title, values in [*table.items(), ("max", best_values)]:
-            cells = [f"{values[name]:.3f}" if name in values else "" for name in names]
-            writer.writerow([title, *cells])
-        writer.writerow(["step", *best_steps])
-
-
-def check_outputs(args):
-    """Refuse a --csv or --plot that cannot be written, before anything is evaluated."""
-    for path in (args.csv, args.plot):
-        if path and (os.path.isdir(path) or not Path(path).parent.is_dir()):
-            raise UserError(
-                f"{path} cannot be written: name a file in a folder that exists."
-            )
-    if args.plot and not importlib.util.find_spec("matplotlib"):
-        raise UserError("--plot needs matplotlib: pip install '.[plot]'.")
+            cells = {name: f"{value:.3f}" for name, value in values.items()}
+            writer.writerow({"step": title, **cells})
+        writer.writerow({"step": "step", **best_steps})
 
 
 # The metrics that are drawn, with the labels of their y axes.
@@ -834,44 +787,41 @@ def write_plot(path, folders):
     The curves of training batches are solid, the curves of held-out examples are dashed.
     folders: the run directory, and other folders whose metrics.jsonl are drawn.
     """
-    import matplotlib  # an optional library
+    from matplotlib import figure  # an optional library
 
-    matplotlib.use("Agg")  # draw into a file, without a window
-    from matplotlib import pyplot
-
-    table = read_metrics(folders, "")
-    names = sorted(set().union(*table.values()))
-    figure, axes = pyplot.subplots(len(Y_LABELS), 1, figsize=(8, 9), sharex=True)
-    for axis, (metric, y_label) in zip(axes, Y_LABELS.items()):
-        axis.set_ylabel(y_label)
-        for name in names:
-            # A name is KIND/TASK/METRIC. Metrics of training batches have no task.
-            curve, _, metric_of_curve = name.rpartition("/")
-            if metric_of_curve != metric:
-                continue
-            kind, _, task = curve.partition("/")
-            points = {step: table[step][name] for step in table if name in table[step]}
-            # The accuracy of predictions is already in percent.
-            if metric == "accuracy" and kind != "inference_eval":
-                points = {step: 100 * value for step, value in points.items()}
-            style = "-" if kind == "train" else ".--"  # ".--" is dashed with dots
-            label = LEGEND.get(kind, kind)
-            if task:
-                label += f": {task}"
-            axis.plot(list(points), list(points.values()), style, label=label)
-            axis.legend(fontsize="small")
-    axes[0].set_yscale("log")
-    axes[0].yaxis.set_minor_formatter("{x:g}")
-    axes[-1].set_xlabel("training step")
-    axes[0].set_title(f"{folders[0]} (solid: training, dashed: held-out)")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    plot = figure.Figure(figsize=(8, 9), layout="tight")
+    axes = dict(zip(Y_LABELS, plot.subplots(len(Y_LABELS), sharex=True)))
+    table = read_metrics(folders)
+    for name in sorted(set().union(*table.values())):
+        # A name is KIND/TASK/METRIC. Metrics of training batches have no task.
+        kind, *task, metric = name.split("/")
+        if metric not in axes:
+            continue
+        steps = [step for step in table if name in table[step]]
+        points = np.array([table[step][name] for step in steps])
+        # The accuracy of predictions is already in percent.
+        if metric == "accuracy" and kind != "inference_eval":
+            points *= 100
+        style = "-" if kind == "train" else ".--"  # ".--" is dashed with dots
+        label = ": ".join([LEGEND[kind], *task])
+        axes[metric].plot(steps, points, style, label=label)
+        axes[metric].legend(fontsize="small")
+    for metric, axis in axes.items():
+        axis.set_ylabel(Y_LABELS[metric])
+    axes["learning_rate"].set_xlabel("training step")
+    axes["loss"].set_yscale("log")
+    axes["loss"].yaxis.set_minor_formatter("{x:g}")
+    axes["loss"].set_title(f"{folders[0]} (solid: training, dashed: held-out)")
+    plot.savefig(path, dpi=120)
 
 
 # ---- the command -----------------------------------------------------------------------
 
-# Fields of the section `decode` that change the generated texts.
-DECODE_FIELDS = "beams alpha penalty max_len temperature top_k top_p".split()
+# Fields that change the generated texts.
+DECODE_FIELDS = (
+    "decode.beams decode.alpha decode.penalty decode.max_len decode.temperature "
+    "decode.top_k decode.top_p".split()
+)
 
 
 def recorded_name(name, mode, args, changed):
@@ -880,6 +830,7 @@ def recorded_name(name, mode, args, changed):
     Different ways to compute a metric must not share a column of the table. Therefore
     the name includes the mode rank, the settings of --decode that differ from those of
     the run, and a --split other than validation.
+
     changed: {"section.field": (value, value of the run)} from configs.differences.
     """
     if mode == "rank":
@@ -888,8 +839,8 @@ def recorded_name(name, mode, args, changed):
             name += "-normalized"
     if mode == "predict":
         for field in DECODE_FIELDS:
-            if f"decode.{field}" in changed:
-                name += f"-{field}={changed[f'decode.{field}'][0]}"
+            if field in changed:
+                name += f"-{field.removeprefix('decode.')}={changed[field][0]}"
     if args.split != "validation":
         name += f"-{args.split}"
     return name
@@ -926,7 +877,8 @@ def main(argv):
             help="file for a plot of losses, accuracies and the learning rate",
         ),
     )
-    check_outputs(args)
+    if args.plot and not importlib.util.find_spec("matplotlib"):
+        raise UserError("--plot needs matplotlib: pip install '.[plot]'.")
     if args.tasks:
         changes["data.eval_tasks"] = args.tasks
     all_steps = args.step == "all"
@@ -945,6 +897,10 @@ def main(argv):
         "predict": predict,
         "rank": functools.partial(rank, normalize=args.normalize),
     }
+    for path in (args.csv, args.plot):
+        if path:
+            # If the file cannot be written, stop before the evaluation.
+            open(path, "a").close()
     steps = [args.step]
     if all_steps:
         # Every process evaluates the checkpoints that the main process has found.
@@ -963,29 +919,18 @@ def main(argv):
         for name, task_cfg in tasks.items():
             has_metrics = data.find_task(name, task_cfg).metrics
             mode = args.mode or ("predict" if has_metrics else "loss")
+            print(f"{args.run_dir}, step {step:,}, {name}, {args.split}, {mode}")
             evaluation = evaluations[mode]
-            start = time.perf_counter()
             metrics, lines = evaluation(params, task_cfg, mesh, args.split, tokenizer)
-            seconds = time.perf_counter() - start
-            title = f"{args.run_dir}, step {step:,}, {name}, {args.split}, {mode}"
-            # With --mode rank, there is a line for each answer choice of an example.
-            examples = {line["idx"][0] for line in lines} if mode == "rank" else lines
-            speed = (
-                f"{len(examples):,} examples, {len(examples) / seconds:.4g} examples/s"
-            )
-            print(f"{title}: {speed if lines else f'{seconds:.3g} s'}")
             for metric, value in metrics.items():
                 print(f"  {metric:22} {value:.4f}")
             name = recorded_name(name, mode, args, changed)
             write_lines(folder, name, step, lines)
             kind = "training_eval" if mode == "loss" else "inference_eval"
-            values = {
-                f"{kind}/{name}/{metric}": value for metric, value in metrics.items()
-            }
+            line = {f"{kind}/{name}/{key}": value for key, value in metrics.items()}
             if partition.is_main_process():
-                configs.append_file(
-                    folder / "metrics.jsonl", json.dumps({"step": step, **values}) + "\n"
-                )
+                text = json.dumps({"step": step, **line}) + "\n"
+                configs.append_file(folder / "metrics.jsonl", text)
     if not evaluated:
         raise UserError(
             f"{args.run_dir} has no complete checkpoint: train the model with train.py."

@@ -638,9 +638,9 @@ def run_on_main_first(work):
 
 def is_complete(path):
     """Return whether a path is a complete checkpoint, which may still be damaged."""
-    if not path.name.startswith("step_"):
-        return False
-    return (path / "manifest.json").exists() if is_remote(path) else path.is_dir()
+    # A local folder gets its final name when the checkpoint is complete.
+    is_stored = not is_remote(path) or (path / "manifest.json").exists()
+    return path.name.startswith("step_") and is_stored
 
 
 def read_first_valid(paths, template):
@@ -858,21 +858,24 @@ def resolve_step(run_dir, name):
 #   teraflops    dense bfloat16 matmuls, in 10^12 operations per second
 #   memory       GB
 #   links        GB/s from one device to all its neighbors together, in one direction
-#   clock        GHz, for TPUs only
-Chip = namedtuple("Chip", "teraflops memory links clock", defaults=[0.0])
+#   clock        GHz for TPUs, and 0 for GPUs, whose clock is not used
+Chip = namedtuple("Chip", "teraflops memory links clock")
 
-# The keys are parts of jax.Device.device_kind. JAX counts a TPU v3 chip as two devices.
-CHIPS = {
-    "H200": Chip(989.5, 141, 450),
-    "H100": Chip(989.5, 80, 450),
-    "A100": Chip(312, 80, 300),
-    "V100": Chip(125, 32, 150),
-    "TPU v3": Chip(61.5, 16, 41, 0.94),
-    "TPU v4": Chip(275, 32, 150, 1.05),
-    "TPU v5 lite": Chip(197, 16, 100, 1.503),
-    "TPU v5": Chip(459, 95, 300, 1.75),
-    "TPU v6 lite": Chip(918, 32, 224, 1.75),
-}
+# The names are parts of jax.Device.device_kind. JAX counts a TPU v3 chip as two devices.
+CHIPS = {}
+for row in """
+H200         989.5  141  450  0
+H100         989.5   80  450  0
+A100           312   80  300  0
+V100           125   32  150  0
+TPU v3        61.5   16   41  0.94
+TPU v4         275   32  150  1.05
+TPU v5 lite    197   16  100  1.503
+TPU v5         459   95  300  1.75
+TPU v6 lite    918   32  224  1.75
+""".strip().splitlines():
+    name, *numbers = re.split(" {2,}", row)
+    CHIPS[name] = Chip(*map(json.loads, numbers))
 
 # The options below make the TPU compiler overlap communication with computation.
 # train.lower_step chooses the options that help on each kind of TPU.
@@ -880,14 +883,12 @@ CHIPS = {
 # Without these options, the compiler gathers the weights of FSDP with blocking
 # all-reduces. With all of the options, it uses asynchronous all-gathers.
 ASYNC_GATHER_OPTIONS = dict.fromkeys(
-    (
-        "xla_enable_async_all_gather",
-        "xla_tpu_prefer_async_allgather_to_allreduce",
-        "xla_tpu_enable_async_collective_fusion",
-        "xla_tpu_overlap_compute_collective_tc",
-        "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
-        "xla_tpu_enable_async_collective_fusion_multiple_steps",
-    ),
+    "xla_enable_async_all_gather "
+    "xla_tpu_prefer_async_allgather_to_allreduce "
+    "xla_tpu_enable_async_collective_fusion "
+    "xla_tpu_overlap_compute_collective_tc "
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather "
+    "xla_tpu_enable_async_collective_fusion_multiple_steps".split(),
     True,
 )
 

@@ -4332,19 +4332,23 @@ def test_the_csv_table_equals_that_of_parse_tb(tmp_path):
             for column in benchmark.split()
         }
     del table[20]["super_glue_wic_v102/accuracy"]
-    table[10]["x/pearson_corrcoef"], table[20]["x/pearson_corrcoef"] = math.nan, 7.0
+    table[20]["x/pearson_corrcoef"] = 7.0
     table[10]["glue_mrpc_v002/f1"] = 99.0  # the mean of MRPC is higher at step 20
     table[10]["glue_mrpc_v002/accuracy"] = -99.0
     evaluate.write_csv(tmp_path / "t.csv", table)
     rows = [line.split(",") for line in (tmp_path / "t.csv").read_text().splitlines()]
     columns = dict(zip(rows[0], zip(*rows[1:])))
     assert columns["step"] == ("10", "20", "max", "step")
-    assert columns["x/pearson_corrcoef"] == ("nan", "7.000", "7.000", "20")
+    assert columns["x/pearson_corrcoef"] == ("", "7.000", "7.000", "20")
     assert columns["glue_mrpc_v002/f1"] == ("99.000", "22.000", "22.000", "20")
     assert columns["glue_average"][1:] == ("23.500", "23.500", "20")
     assert columns["super_glue_average"] == ("13.500", "", "13.500", "10")
     assert "glue_mnli_mismatched_v002/accuracy" in columns
     assert "super_glue_wsc_v102_simple_eval/accuracy" in columns
+    # A correlation that is undefined counts as missing.
+    lines = '{"step": 10, "a/x": NaN}\n{"step": 20, "a/x": 7.0, "b/x": 1.0}\n'
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    assert evaluate.read_metrics([tmp_path], "a/") == {20: {"x": 7.0}}
 
 
 def test_the_plot_names_its_curves_and_units(tmp_path, monkeypatch):
@@ -5168,18 +5172,33 @@ BAD = {
     "unknown recipe": (["--config", "tinny"], "did you mean tiny"),
     "unknown flag": (["--train.setps", "5"], "did you mean --train.steps"),
     "abbreviated flag": (["--train.step", "5"], "did you mean --train.steps"),
-    "no number": (["--train.steps", "many"], "takes int"),
-    "no truth value": (["--mesh.fsdp", "yes"], "true or false"),
+    "no number": (["--train.steps", "many"], "--train.steps must be a whole number"),
+    "negative rate": (
+        ["--train.learning_rate=-1"],
+        "--train.learning_rate must be at least 0, not -1.0",
+    ),
+    "infinite rate": (
+        ["--train.learning_rate", "inf"],
+        "--train.learning_rate must be at most 1e+30, not inf",
+    ),
+    "too many rows": (
+        ["--train.batch_size", "2147483648"],
+        "--train.batch_size must be at most 2147483647",
+    ),
+    "no truth value": (["--mesh.fsdp", "yes"], "must be true or false, not 'yes'"),
     "no such file": (
         ["--data.source", "text:nowhere/*.txt"],
         "No file matches nowhere/*.txt",
     ),
     "no such kind": (["--data.source", "csv:a"], "python:, text:"),
-    "no such recipe file": (["--config", "none.py"], "no file none.py"),
-    "heads": (["--mesh.model", "8"], "4 heads"),
-    "devices": (["--mesh.model", "3"], "8 devices"),
-    "batch": (["--train.batch_size", "12"], "12 rows"),
-    "microbatches": (["--train.microbatches", "16"], "4 rows"),
+    "no such recipe file": (
+        ["--config", "none.py"],
+        "No such file or directory: 'none.py'",
+    ),
+    "heads": (["--mesh.model", "8"], "--model.num_heads is 4"),
+    "devices": (["--mesh.model", "3"], "number of devices is 8"),
+    "batch": (["--train.batch_size", "12"], "is 12, which cannot be split"),
+    "microbatches": (["--train.microbatches", "16"], "is 4, which cannot be split"),
     "too few targets": (
         ["--data.source", "random:", "--data.targets_length", "7"],
         "--data.targets_length to 8",
