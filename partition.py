@@ -124,25 +124,24 @@ def set_mesh(cfg, devices=None):
     m = cfg.model
     model_size = cfg.mesh.model
     data_size = len(devices) // model_size
-    # What is split, its size, and the number of parts.
+    rows = cfg.train.batch_size // cfg.train.microbatches
+    model_parts = f"--mesh.model {model_size}"
+    data_parts = f"The number of data-parallel devices, {data_size},"
+    # The number of parts in words, the number of parts, the number that is split, and what.
     splits = [
-        ("The number of devices", len(devices), model_size),
-        ("--model.num_heads", m.num_heads, model_size),
-        ("--model.d_ff", m.d_ff, model_size),
-        ("--model.vocab_size", m.vocab_size, model_size),
-        (
-            "--train.batch_size over --train.microbatches",
-            cfg.train.batch_size // cfg.train.microbatches,
-            data_size,
-        ),
+        (model_parts, model_size, len(devices), "devices"),
+        (model_parts, model_size, m.num_heads, "heads (--model.num_heads)"),
+        (model_parts, model_size, m.d_ff, "hidden channels (--model.d_ff)"),
+        (model_parts, model_size, m.vocab_size, "token ids (--model.vocab_size)"),
+        (data_parts, data_size, rows, "rows (--train.batch_size / --train.microbatches)"),
     ]
     if cfg.mesh.fsdp:
-        splits.append(("With --mesh.fsdp, --model.d_model", m.d_model, data_size))
-    for name, size, parts in splits:
-        if size % parts:
+        channels = "channels (--model.d_model), as --mesh.fsdp requires"
+        splits.append((data_parts, data_size, m.d_model, channels))
+    for parts, divisor, size, what in splits:
+        if size % divisor:
             raise UserError(
-                f"{name} is {size}, which cannot be split evenly over {parts} devices: "
-                f"change one of the two."
+                f"{parts} does not divide the {size} {what}: change one of the two."
             )
     try:
         mesh = jax.make_mesh(
