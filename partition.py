@@ -1172,6 +1172,7 @@ def estimated_cycles(text):
       {part of the step: clock cycles of each device}
       {kind of collective operation: count}
       {kind of collective operation: bytes that each device sends}
+    The kinds of asynchronous operations end with ", overlapped".
     """
     cycles, counts, sent = Counter(), Counter(), Counter()
     instructions = list(hlo_instructions(text))
