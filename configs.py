@@ -249,8 +249,10 @@ class DecodeConfig:
     # Temperature of sampling. 0 means greedy decoding.
     # With top_k or top_p, 0 means temperature 1.
     temperature: float = at_least(0, 0.0)
-    # Sampling chooses among the smallest set of most probable tokens whose probabilities
-    # add up to at least top_p. 0 means all tokens.
+    # Sample only from the k most probable tokens. 0 means all tokens.
+    top_k: int = at_least(0, 0)
+    # Nucleus sampling: sample only from the smallest set of most probable tokens whose
+    # probabilities reach top_p together. 0 means all tokens.
     top_p: float = between(0, 1, 0.0)
     # Number of predictions for each example: samples, or the best beams.
     num_return: int = 1
