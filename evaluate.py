@@ -928,13 +928,17 @@ def main(argv):
         for name, task_cfg in tasks.items():
             has_metrics = data.find_task(name, task_cfg).metrics
             mode = args.mode or ("predict" if has_metrics else "loss")
-            print(f"{args.run_dir}, step {step:,}, {name}, {args.split}, {mode}")
             evaluation = evaluations[mode]
             start = time.perf_counter()
             metrics, lines = evaluation(params, task_cfg, mesh, args.split, tokenizer)
             seconds = time.perf_counter() - start
+            speed = f"{seconds:.3g} s"
             if lines:
-                print(f"  {len(lines):,} lines, {len(lines) / seconds:.4g} lines/s")
+                # With --mode rank, each example has a line for each answer choice.
+                ids = [line["idx"][0] if mode == "rank" else id(line) for line in lines]
+                count = len(set(ids))
+                speed = f"{count:,} examples, {count / seconds:.4g} examples/s"
+            print(f"{args.run_dir}, step {step:,}, {name}, {args.split}, {mode}: {speed}")
             for metric, value in metrics.items():
                 print(f"  {metric:22} {value:.4f}")
             name = recorded_name(name, mode, args, changed)
