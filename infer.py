@@ -1,9 +1,9 @@
 """Generate text with a trained T5, or score given targets.
 
-A run directory and texts go in. Generated texts, log-probabilities of given targets, or
-vectors of the encoder come out. The encoder runs once for each input. The decoder then
-generates one id after another, and keeps the keys and values of earlier positions in a
-cache.
+This command loads a trained model from a run directory, and reads texts. For each text,
+it writes the generated text, the log-probability of a given target, or the vectors of the
+encoder. The encoder runs once for each text. The decoder then generates one token after
+another. A cache keeps the keys and values of earlier positions.
 
     python infer.py --run_dir runs/tiny "Return the <extra_id_0> of the list."
     python infer.py --run_dir runs/tiny < texts         one output line per input line
@@ -12,16 +12,18 @@ cache.
     python infer.py --run_dir RUN --input IN.jsonl --output OUT.npz --mode encode
     python infer.py --run_dir RUN --input task:glue_rte_v002:validation --output OUT.jsonl
 
-Each line of IN.jsonl has "inputs" and, for --mode score, "targets". Both are texts or
-lists of ids. Ids are used exactly as given. OUT.jsonl has the same lines in the same
-order, with a new field "prediction" or "score".
+Each line of IN.jsonl has a field "inputs". For --mode score, each line also has a field
+"targets". Both fields are texts or lists of token ids. Lists of ids are neither truncated
+nor extended by EOS. OUT.jsonl has the lines of IN.jsonl in the same order, with a new
+field "prediction" or "score".
 
-With --mode encode, a line gets the field "ids" and a field for the encoder's vectors.
-This field is "mean", "first" or, with --pool none, "vectors". OUT.npz holds the
-concatenated ids and vectors of all lines, and the number of ids of each line.
+With --mode encode, each line gets a field "ids" and a field with vectors of the encoder.
+The name of the second field depends on --pool. The name is "mean" for --pool mean,
+"first" for --pool first, and "vectors" for --pool none. OUT.npz has three arrays: the
+ids of all lines, the vectors of all lines, and the number of ids in each line.
 
-An output does not depend on the other examples in its batch. Several machines can share
-an input if each machine takes one --shard.
+The result for a line does not depend on the other lines in the same batch. Several
+machines can share an input file if each machine is given a different --shard.
 
 Example: three steps of greedy decoding, with a vocabulary of ten ids. EOS has id 1.
 
@@ -33,7 +35,7 @@ Example: three steps of greedy decoding, with a vocabulary of ten ids. EOS has i
     >>> state.ids.tolist()
     [[[7, 1, 0]]]
 
-Shapes use the letters of model.py. In this file, three more letters are used:
+Shapes use the letters of model.py. This file also uses three other letters:
 
     N outputs of an example (samples or beams)   S input length   T maximum output length
 """
@@ -63,51 +65,63 @@ from configs import DecodeConfig, UserError, note
 
 # ---- the cache and one decoding step ---------------------------------------------------
 # The decoder is causal, so the keys and values of a position do not depend on later
-# positions. Decoding computes the keys and values of each position once and stores them
-# in a cache. Each step runs the layers for the newest position only.
+# positions. Decoding computes the keys and values of each position once, and stores the
+# keys and values in a cache. Each decoding step runs the decoder layers for the newest
+# position only.
 
 
-# This function computes an einsum in float32. The section "What the compiler is told"
-# below defines a function with equal results that is faster on a TPU.
+# `einsum` computes jnp.einsum in float32. The section "What the compiler is told" below
+# defines another `einsum`, which has the same results but is faster on a TPU.
 einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def cached_attention(q, k, v, bias, mask):
-    """Compute softmax(q k^T + bias) v for the newest position of N beams.
+    """Compute attention, softmax(q k^T + bias) v, for the newest position of N beams.
 
-    q has the shape [B, H, N, C]. k and v have the shape [B, H, K, C]. bias is None or
-    broadcasts to [B, H, N, K]. mask is True where a query may attend to a key. Returns
-    [B, H, N, C] in the dtype of v.
+    The queries `q` have the shape [B, H, N, C]. The keys `k` and the values `v` have the
+    shape [B, H, K, C]. The position bias `bias` is None, or can be broadcast to
+    [B, H, N, K]. The boolean array `mask` is True where a query may attend to a key. The
+    result has the shape [B, H, N, C] and the dtype of `v`.
     """
     scores = einsum("bhqc,bhkc->bhqk", q, k)
     if bias is not None:
         scores = scores + bias
     scores = jnp.where(mask, scores, -1e10)
-    # Subtracting the maximum keeps exp from overflowing and does not change the softmax.
+    # Subtract the maximum, so that exp does not overflow. The softmax does not change.
     weights = jnp.exp(scores - scores.max(-1, keepdims=True))
     out = einsum("bhqk,bhkc->bhqc", weights.astype(v.dtype), v)
-    # Dividing after the matmul gives the same softmax with fewer divisions.
+    # Normalize the softmax after the matmul. The result is the same, but fewer numbers
+    # are divided.
     return (out / weights.sum(-1, keepdims=True)).astype(v.dtype)
 
 
 def init_cache(params, cfg, encoded, length, beams=1):
-    """Create an empty cache, and compute what stays the same in all decoding steps.
+    """Create an empty cache, and compute the arrays that all decoding steps share.
 
-    encoded [B, S, D] is the output of the encoder. Returns two lists with one entry for
-    each decoder layer. The first list is the cache. Its entries are pairs of keys and
-    values [B, H, length * beams, C], which are zero. Each entry of the second list has:
-    - the weights of the layer in the compute dtype,
-    - the keys and values [B, H, S, C] of cross-attention, which all beams share,
-    - the relative bias of self-attention, [copies, H, length, length]
-      (see model.relative_bias).
+    encoded: the output of the encoder, of shape [B, S, D].
+    length: the maximum number of ids that the decoder generates.
+    beams: the number of beams or samples of each example.
+
+    Returns two lists. Both lists have one element for each decoder layer. The first list
+    is the cache. Its elements are pairs (keys, values) for self-attention. The keys and
+    the values have the shape [B, H, length * beams, C], and are filled with zeros.
+
+    The elements of the second list are tuples of three values:
+    - The weights of the layer, in the dtype of `encoded`.
+    - The pair (keys, values) for cross-attention. Keys and values have the shape
+      [B, H, S, C], and all beams share them.
+    - The position bias of self-attention, from model.relative_bias. The bias has the
+      shape [1, H, length, length]. On a mesh, the first axis may have one copy of the
+      bias for each device of the "data" axis.
     """
     stack = params["decoder"]
     table = model.param_table(cfg)["decoder"]["layers"]
     shared = model.relative_bias(stack, length, length, False, cfg)
     cache = []
     fixed = []
-    # The layers are sliced from the stacked weights here, once. If lax.scan ran the
-    # layers, XLA would copy every slice again in each decoding step.
+    # The parameters of all layers are stacked in one array. The layers are sliced from
+    # this array here, before the decoding loop. If lax.scan ran the layers in the
+    # decoding loop, XLA would copy each slice in every decoding step.
     for i in range(cfg.num_decoder_layers):
         weights = jax.tree.map(lambda w: w[i].astype(encoded.dtype), stack["layers"])
         weights = model.reshard_for_compute(weights, table)
@@ -124,38 +138,46 @@ def init_cache(params, cfg, encoded, length, beams=1):
 
 
 def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=None):
-    """Run the decoder for the position `at` of all beams.
+    """Run the decoder for position `at` of all beams, and return the next logits.
 
-    ids [B, N] are the decoder's inputs at this position. input_segments [B, S] is 0 at
-    padding. cache and fixed come from init_cache. ancestors [B, N, T] gives, for each
-    beam and position, the beam (0 to N - 1) that wrote the key and value at that
-    position. If ancestors is None, every beam reads only its own keys and values.
-    Returns the float32 logits [B, N, V] of the next id, and the cache with the keys and
-    values of this position.
+    ids: the decoder's input ids at position `at`, of shape [B, N].
+    cache, fixed: the two lists that init_cache returns.
+    input_segments: an array of shape [B, S], which is 0 at padding.
+    ancestors: None, or an array of shape [B, N, T] with numbers of beams. For example,
+        ancestors[b, 2, 5] = 0 says that beam 2 continues an output for which beam 0
+        computed the key and the value of position 5. If `ancestors` is None, every beam
+        uses only the keys and values that this beam has computed.
 
-    The N beams of an example are N queries of one attention over the keys of all N beams,
-    and the mask selects the keys of a beam's ancestors. When beam search reorders its
-    beams, `ancestors` changes, but keys and values are never copied.
+    Returns a pair (logits, cache). The logits are float32 and have the shape [B, N, V].
+    The returned cache includes the keys and values of position `at`.
+
+    All N beams of an example attend to the keys of all N beams together. A mask hides the
+    keys that do not belong to the output of a beam. When beam search reorders the beams,
+    only `ancestors` changes. Keys and values are not copied.
     """
     N = ids.shape[1]
     length = cache[0][0].shape[2] // N
     if ancestors is None:
         ancestors = jnp.arange(N)[None, :, None]
-    # Keys are sorted by position, and the keys of a position are sorted by beam. A beam
-    # sees a key if the position of the key is not in the future, and if the ancestor of
-    # the beam at this position wrote the key.
+    # Keys are sorted by position, and the keys of one position are sorted by beam. A beam
+    # may attend to a key under two conditions. The position of the key is at most `at`.
+    # The beam that computed the key is the ancestor of the attending beam at the key's
+    # position.
     not_future = (jnp.arange(length) <= at)[:, None]
     visible = not_future & (ancestors[..., None] == jnp.arange(N))  # [B or 1, N, T, N]
     rows = model.sharding_of(visible)[0]
     self_mask = visible.reshape(len(visible), 1, N, length * N, out_sharding=P(rows))
-    # Every query sees all inputs except padding.
+    # Every query attends to all input ids except padding. attention_mask compares the
+    # segment numbers of queries and keys. The segments of all queries are 1, and
+    # `input_segments > 0` is True, which equals 1, except at padding.
     query_segments = jnp.ones_like(input_segments[:, :1])
     cross_mask = model.attention_mask(query_segments, input_segments > 0)
 
     x = model.embed(params, ids, cfg, None)
     new_cache = []
     for stored, (weights, cross, biases) in zip(cache, fixed):
-        # All beams of a position share the bias, so each element is repeated N times.
+        # The bias of position `at` is the same for all N beams. The keys of one position
+        # are N neighbors, so each number of the bias is repeated N times.
         bias = lax.dynamic_slice_in_dim(biases, at, 1, axis=2)
         bias = jnp.repeat(bias, N, axis=3)
         h = model.rms_norm(x, weights["self_attention"]["norm"])
@@ -166,7 +188,8 @@ def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=No
             for old, new in zip(stored, added)
         )
         new_cache.append((keys, values))
-        # Each device attends to its own examples and heads.
+        # With shard_map, each device computes the attention of its own examples and
+        # heads.
         attend = jax.shard_map(cached_attention, out_specs=model.sharding_of(values))
         x = model.decoder_layer(
             weights,
@@ -185,22 +208,34 @@ def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=No
 
 
 # ---- greedy decoding -------------------------------------------------------------------
-# A decoding method consists of three functions, which `generate` calls. `start` creates
-# a state. `step` chooses the next ids from the logits. `result` returns the ids and their
-# scores. Each device calls the three functions with its own rows of the batch.
+# A decoding method consists of three functions, which the function `generate` below
+# calls. `start` creates a state. `step` chooses the next ids from the logits. `result`
+# returns the generated ids and the scores of the outputs. Under shard_map, each device
+# runs these functions for the rows of the batch that the device holds.
 
 
 class GreedyState(NamedTuple):
-    """State of greedy decoding (N = 1) and of sampling (N samples of each example)."""
+    """The state of greedy decoding or sampling, after some ids were generated.
 
-    ids: jax.Array  # [B, N, T] generated ids, 0 after EOS
-    scores: jax.Array  # [B, N] sum of the log-probabilities of the ids
-    done: jax.Array  # [B, N] whether the output has ended with EOS
-    rows: jax.Array  # [B] numbers of the examples, from which random keys are made
+    Greedy decoding has N = 1 output for each example. Sampling has N samples.
+    """
+
+    # The generated ids, of shape [B, N, T]. The ids after EOS are 0.
+    ids: jax.Array
+    # The sum of the log-probabilities of the ids of each output, of shape [B, N].
+    scores: jax.Array
+    # Whether each output has ended with EOS, of shape [B, N].
+    done: jax.Array
+    # The number of each example, of shape [B]. Sampling derives random keys from it.
+    rows: jax.Array
 
 
 def start_greedy(rows, N, length):
-    """Create N empty outputs for each example. rows [B] numbers the examples."""
+    """Create the state of greedy decoding or sampling, with N empty outputs per example.
+
+    rows: the number of each example, of shape [B].
+    length: the maximum number of ids that the decoder generates.
+    """
     shape = (len(rows), N)
     return GreedyState(
         ids=jnp.zeros((*shape, length), jnp.int32),
@@ -211,14 +246,21 @@ def start_greedy(rows, N, length):
 
 
 def greedy_step(state, logits, at):
-    """Append the likeliest id to each output, given logits [B, N, V] of position `at`."""
+    """Append the id with the largest logit to each output, and return the new state.
+
+    logits: the logits of the id at position `at`, of shape [B, N, V].
+    """
     return append_ids(state, jnp.argmax(logits, axis=-1), logits, at)
 
 
 def append_ids(state, ids, logits, at):
-    """Write the chosen ids [B, N] at position `at`, and update scores and `done`.
+    """Append the chosen ids to the outputs, and return the new GreedyState.
 
-    An output that has ended gets padding, and its score stays the same.
+    ids: the chosen ids for position `at`, of shape [B, N].
+    logits: the logits of the id at position `at`, of shape [B, N, V].
+
+    The log-probability of a chosen id is added to the score of the output. If an output
+    has already ended with EOS, padding is appended, and the score does not change.
     """
     ids = jnp.where(state.done, data.PAD, ids).astype(jnp.int32)
     log_probs = jax.nn.log_softmax(logits)
@@ -231,34 +273,48 @@ def append_ids(state, ids, logits, at):
 
 
 def greedy_result(state):
-    """Return the ids [B, N, T] and scores [B, N] of the outputs, best output first."""
+    """Return the generated ids and the scores of all outputs of a GreedyState.
+
+    The ids have the shape [B, N, T], and the scores have the shape [B, N]. The outputs of
+    an example are sorted by score, and the output with the highest score comes first.
+    """
     order = jnp.argsort(-state.scores, axis=1)
     return take_beams(state.ids, order), take_beams(state.scores, order)
 
 
 def take_beams(array, beams):
-    """Select beams or samples of each example by their numbers.
+    """Select M of the N beams or samples of each example.
 
-    array [B, N, ...] and beams [B, M], with numbers from 0 to N - 1. Returns [B, M, ...].
+    array: an array of shape [B, N, ...].
+    beams: the numbers of the selected beams, of shape [B, M]. Beams are numbered from 0.
+
+    The result has the shape [B, M, ...].
     """
     return jax.vmap(lambda outputs, numbers: outputs[numbers])(array, beams)
 
 
 # ---- sampling --------------------------------------------------------------------------
-# Sampling uses the state of greedy decoding. The next id is drawn at random from the
-# distribution of the model. temperature, top_k and top_p may change this distribution.
+# Sampling uses the state of greedy decoding, a GreedyState. The next id is drawn at
+# random from the model's probability distribution. The options `temperature`, `top_k` and
+# `top_p` may change this distribution.
 
 
 def sampling_step(state, logits, at, *, decode, seed):
-    """Append a randomly drawn id to each sample, given logits [B, N, V] of position `at`.
+    """Append a randomly drawn id to each sample, and return the new GreedyState.
 
-    The score of a sample uses the probabilities before temperature, top_k and top_p.
+    logits: the logits of the id at position `at`, of shape [B, N, V].
+    decode: a DecodeConfig with the options `temperature`, `top_k` and `top_p`.
+    seed: the seed of the random numbers.
+
+    The score of a sample is computed from the unchanged logits. The three options do not
+    affect the score of an id.
     """
     temperature = max(decode.temperature or 1.0, 1e-4)
     filtered = filter_logits(logits / temperature, decode.top_k, decode.top_p)
 
-    # The random key depends on the seed, the example, the sample and the position. It
-    # does not depend on the batch that the example is in.
+    # The random key depends on the seed and on three numbers: the number of the example,
+    # the number of the sample, and the position. Therefore the random samples of an
+    # example do not depend on the other examples in the batch.
     def draw(row, sample, logits):
         key = jax.random.key(seed)
         for number in (row, sample, at):
@@ -272,20 +328,22 @@ def sampling_step(state, logits, at, *, decode, seed):
 
 
 def filter_logits(logits, top_k, top_p):
-    """Set the logits of unlikely ids to -inf, so that they are never drawn.
+    """Set the logits of improbable ids to -inf, so that these ids are never drawn.
 
-    top_k keeps the k likeliest ids. top_p keeps the smallest set of likeliest ids whose
-    probabilities sum to at least top_p. This is nucleus sampling (Holtzman et al. 2020).
-    A value of 0 for top_k or top_p removes no ids.
+    top_k: the number of most probable ids to keep. 0 keeps all ids.
+    top_p: the probability that the kept ids must have together. The fewest ids with at
+        least this probability are kept, beginning with the most probable id. This is
+        nucleus sampling (Holtzman et al. 2020). 0 keeps all ids.
     """
     if top_k:
         top = lax.top_k(logits, min(top_k, logits.shape[-1]))[0]
-        # Ids with the same logit as the k-th likeliest id are kept, as in T5X.
+        # `top[..., -1:]` is the k-th largest logit. As in T5X, all ids with this logit
+        # are kept, even if more than k ids are kept.
         logits = jnp.where(logits < top[..., -1:], -jnp.inf, logits)
     if 0 < top_p < 1:
         ordered = -jnp.sort(-logits, axis=-1)
         probs = jax.nn.softmax(ordered)
-        # An id is kept if the probabilities of all likelier ids sum to less than top_p.
+        # An id is kept if the more probable ids together have a probability below top_p.
         kept = jnp.cumsum(probs, axis=-1) - probs < top_p
         smallest = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
         logits = jnp.where(logits < smallest, -jnp.inf, logits)
@@ -293,36 +351,43 @@ def filter_logits(logits, top_k, top_p):
 
 
 # ---- beam search -----------------------------------------------------------------------
-# This is the beam search of T5X (t5x/decoding.py). It keeps the N best unfinished outputs
-# of each example, the live beams. Every step extends all live beams by all ids, and finds
-# the 2N best extensions. Extensions that end with EOS compete for the N places of
-# finished outputs. The N best of the remaining extensions become the new live beams. At
-# most one extension of each live beam ends with EOS, so at least N extensions remain.
+# This section implements the beam search of T5X (t5x/decoding.py). Beam search keeps the
+# N best unfinished outputs of each example. These outputs are called live beams. Every
+# step extends each live beam by each id of the vocabulary, and selects the 2N best
+# extended outputs. An extended output that ends with EOS is a finished output. The N best
+# finished outputs are kept. Of the other extended outputs, the N best become the new live
+# beams. At most one extended output of each live beam ends with EOS. Therefore at least N
+# of the 2N extended outputs do not end with EOS.
 
-# Adding this number to the score of a beam excludes the beam. The number is T5X's.
+# To exclude an output from a selection, this number is added to the score of the output.
+# T5X uses the same number.
 MASKED_SCORE = -1e7
 
 
 class BeamState(NamedTuple):
-    """State of beam search, with N live beams and up to N finished outputs.
+    """The state of beam search, with N live beams and at most N finished outputs.
 
-    The best live beam and the best finished output come first. A score is a sum of
-    log-probabilities. The scores of finished outputs are divided by length_penalty.
+    Live beams are outputs that do not end with EOS yet. Live beams and finished outputs
+    are sorted by score, and the highest score comes first. The score of a live beam is
+    the sum of the log-probabilities of all ids in the beam. The score of a finished
+    output is this sum, divided by length_penalty.
     """
 
-    # [B, N, T] ids of the live beams, which do not end with EOS
+    # The ids of the live beams, of shape [B, N, T].
     ids: jax.Array
-    # [B, N] scores of the live beams, without length penalty
+    # The scores of the live beams, of shape [B, N].
     live_scores: jax.Array
-    # [B, N, T] ids of the finished outputs, which end with EOS
+    # The ids of the finished outputs, of shape [B, N, T].
     finished_ids: jax.Array
-    # [B, N] scores of the finished outputs, with length penalty
+    # The scores of the finished outputs, of shape [B, N].
     finished_scores: jax.Array
-    # [B, N] whether this place holds a finished output
+    # A boolean array of shape [B, N]. finished[b, n] is True if finished_ids[b, n] holds
+    # a finished output, and False if finished_ids[b, n] is still unused.
     finished: jax.Array
-    # [B, N, T] the beam that wrote the key that a live beam reads, for each position
+    # The numbers of beams, of shape [B, N, T]. ancestors[b, 2, 5] = 0 says that live beam
+    # 2 continues an output for which beam 0 computed the key and the value of position 5.
     ancestors: jax.Array
-    # [B, 1] whether the search of an example has ended
+    # Whether the search for the outputs of each example has ended, of shape [B, 1].
     done: jax.Array
 
 
@@ -347,9 +412,14 @@ def start_beams(rows, N, length):
 
 
 def length_penalty(tokens, decode):
-    """Return the divisor of the score of an output of `tokens` ids, including EOS.
+    """Return the number by which the score of an output is divided.
 
-    The penalty "gnmt" is used by T5X (Wu et al. 2016). "length" is used by Hugging Face.
+    A score is a sum of log-probabilities, so long outputs have lower scores than short
+    outputs. Dividing by this number reduces the difference.
+
+    tokens: the number of ids in the output, including EOS.
+    decode: a DecodeConfig. T5X uses the penalty "gnmt" (Wu et al. 2016). Hugging Face
+        uses the penalty "length".
     """
     if decode.penalty == "gnmt":
         return ((5 + tokens) / 6) ** decode.alpha
@@ -357,27 +427,35 @@ def length_penalty(tokens, decode):
 
 
 def beam_step(state, logits, at, *, decode):
-    """Extend the live beams by one id, given logits [B, N, V] of position `at`."""
+    """Extend the live beams by one id, and return the new BeamState.
+
+    Live beams are outputs that do not end with EOS yet.
+
+    logits: the logits of the id at position `at`, of shape [B, N, V].
+    decode: a DecodeConfig, which selects the length penalty.
+    """
     B, N, V = logits.shape
     length = state.ids.shape[-1]
 
-    # Find the 2N best extensions of each live beam, and then the 2N best of all beams.
+    # Find the 2N best ids for each live beam. Then find the 2N best extended outputs of
+    # each example. This is faster than a search over all N * V extended outputs.
     scores = jax.nn.log_softmax(logits) + state.live_scores[..., None]
     scores, ids = lax.top_k(scores, min(2 * N, V))
     width = scores.shape[-1]
     scores, best = lax.top_k(scores.reshape(B, -1), 2 * N)
-    parents = best // width  # the live beam that each extension continues
+    # `parents` holds the number of the live beam that each extended output continues.
+    parents = best // width
     ids = take_beams(ids.reshape(B, -1), best)
     extended = take_beams(state.ids, parents).at[:, :, at].set(ids)
     ends = ids == data.EOS
 
-    # The N best extensions that do not end with EOS become the live beams.
+    # The N best extended outputs that do not end with EOS become the new live beams.
     live_scores, best = lax.top_k(scores + jnp.where(ends, MASKED_SCORE, 0.0), N)
     live_ids = take_beams(extended, best)
     parents = take_beams(parents, best)
 
-    # Extensions that end with EOS compete with the outputs that finished earlier. The N
-    # outputs with the best scores are kept.
+    # Extended outputs that end with EOS are finished. Together with the outputs that
+    # finished in earlier steps, the N finished outputs with the best scores are kept.
     scores = scores / length_penalty(at + 1.0, decode)
     scores = scores + jnp.where(ends, 0.0, MASKED_SCORE)
     finished_scores = jnp.concatenate([state.finished_scores, scores], axis=1)
@@ -385,14 +463,17 @@ def beam_step(state, logits, at, *, decode):
     finished_ids = jnp.concatenate([state.finished_ids, extended], axis=1)
     finished = take_beams(jnp.concatenate([state.finished, ends], axis=1), best)
 
-    # Scores of live beams only decrease, and the longest output has the largest penalty.
-    # This gives an upper bound for the score of a live beam. The search ends when N
-    # outputs have finished and their scores are greater than this bound.
+    # The search ends when N outputs have finished and no live beam can get a better
+    # score. The sum of log-probabilities of a live beam is negative, and can only
+    # decrease. A negative sum gives the highest score if the divisor is the largest one.
+    # No output has more than length + 1 ids, so the divisor for length + 1 ids gives an
+    # upper bound.
     bound = live_scores[:, :1] / length_penalty(length + 1.0, decode)
     done = finished.all(1, keepdims=True) & (finished_scores[:, -1:] > bound)
 
-    # A beam inherits the ancestors of its parent. The parent wrote the keys of this
-    # position. The beam itself will write the keys of the next position.
+    # The parent of a new live beam is the old live beam that the new beam continues. The
+    # new beam copies the ancestors of the parent. The parent computed the keys of
+    # position `at`. The new beam will compute the keys of position `at + 1`.
     ancestors = take_beams(state.ancestors, parents).at[:, :, at].set(parents)
     ancestors = ancestors.at[:, :, at + 1].set(jnp.arange(N))
     return BeamState(
@@ -407,9 +488,11 @@ def beam_step(state, logits, at, *, decode):
 
 
 def beam_result(state):
-    """Return the finished outputs [B, N, T] and their scores [B, N], the best first.
+    """Return the ids and the scores of the finished outputs of a BeamState.
 
-    An example without a finished output gets its live beams.
+    The ids have the shape [B, N, T], and the scores have the shape [B, N]. The output
+    with the highest score comes first. If no output of an example has finished, the
+    unfinished outputs of this example are returned.
     """
     any_finished = state.finished.any(1, keepdims=True)
     ids = jnp.where(any_finished[..., None], state.finished_ids, state.ids)
@@ -430,25 +513,28 @@ def generate(
     rows=None,
     seed=0,
 ):
-    """Generate N outputs for each example, in one compiled loop over the positions.
+    """Generate N outputs for each example by greedy decoding, sampling or beam search.
 
-    inputs [B, S]: the ids of the inputs.
-    input_segments [B, S]: 0 at padding.
+    inputs: the input ids, of shape [B, S].
+    input_segments: an array of shape [B, S], which is 0 at padding.
     cfg: a ModelConfig.
     length: the maximum number of generated ids, including EOS.
     decode: a DecodeConfig, which selects the decoding method. N is decode.beams in beam
         search, decode.num_return in sampling, and 1 in greedy decoding.
-    rows [B]: the numbers of the examples. Random samples depend on the number of an
-        example and on the seed, but not on the other examples in the batch.
-    Returns ids [B, N, length], which are 0 after EOS, and scores [B, N]. The best output
-    of each example comes first.
+    rows: the number of each example, of shape [B]. The random samples of an example
+        depend on this number and on the seed, but not on the other examples in the batch.
+    seed: the seed of the random samples.
+
+    Returns a pair (ids, scores). The ids have the shape [B, N, length], and are 0 after
+    EOS. The scores have the shape [B, N]. The output with the highest score comes first.
     """
     if decode.beams:
         N = decode.beams
         start, result = start_beams, beam_result
         step = functools.partial(beam_step, decode=decode)
     elif decode.temperature > 1e-4 or decode.top_k or decode.top_p:
-        # As in T5X, a temperature of at most 1e-4 means greedy decoding.
+        # Without top_k and top_p, a temperature of at most 1e-4 means greedy decoding, as
+        # in T5X.
         N = decode.num_return
         start, result = start_greedy, greedy_result
         step = functools.partial(sampling_step, decode=decode, seed=seed)
@@ -461,7 +547,8 @@ def generate(
     rows = jax.reshard(rows.astype(jnp.uint32), P("data"))
     encoded = model.encode(params, cfg, inputs, input_segments)
     cache, fixed = init_cache(params, cfg, encoded, length, N)
-    # Under shard_map, each device runs a decoding method for its own rows of the batch.
+    # `for_own_rows` is a decorator. Each device calls the decorated function with the
+    # rows of the batch that the device holds.
     for_own_rows = functools.partial(jax.shard_map, out_specs=P("data"))
     has_inputs = jnp.any(input_segments > 0, axis=1, keepdims=True)
 
@@ -472,7 +559,8 @@ def generate(
 
     def unfinished(carry):
         at, _, state, _ = carry
-        # The loop does not wait for rows of padding, which have no inputs.
+        # A row without inputs is padding of the batch. The loop may end before the
+        # outputs of such rows are finished.
         return (at < length) & jnp.any(has_inputs & ~state.done)
 
     def decode_position(carry):
@@ -481,12 +569,14 @@ def generate(
         logits, cache = decode_step(
             params, cfg, ids, at, cache, fixed, input_segments, ancestors
         )
-        # The next id depends on the logits of the whole vocabulary.
+        # The logits may be split over the devices along the vocabulary. Gather the
+        # logits, because the choice of the next id needs the logits of the whole
+        # vocabulary.
         logits = jax.reshard(logits, P("data", None, None))
         ids, state = next_ids(state, logits, at)
         return at + 1, ids, state, cache
 
-    # The decoder's first input is the start token, which is 0 in T5.
+    # The first input id of the decoder is the start token. In T5 the start token is 0.
     ids = jnp.zeros((B, N), jnp.int32, out_sharding=P("data"))
     state = for_own_rows(lambda rows: start(rows, N, length))(rows)
     carry = (0, ids, state, cache)
@@ -499,9 +589,13 @@ def generate(
 
 @jax.jit(static_argnames="cfg")
 def score(params, batch, cfg):
-    """Sum the log-probabilities of the targets of each example in a data.Batch.
+    """Return the log-probability of the targets of each example.
 
-    Returns an array [B].
+    This is the sum of the log-probabilities of all target ids. The result has the shape
+    [B].
+
+    batch: a data.Batch with one example in each row.
+    cfg: a ModelConfig.
     """
     logits = model.forward(params, batch, cfg)
     cross_entropy, *_ = model.cross_entropy(logits, batch.targets)
@@ -510,38 +604,48 @@ def score(params, batch, cfg):
 
 @jax.jit(static_argnames=("cfg", "pool"))
 def encoder_vectors(params, inputs, segments, cfg, pool):
-    """Return the encoder's output for inputs and segments [B, S], in float32.
+    """Return the vectors of the encoder in float32, or one vector for each example.
 
-    With pool "none", all vectors are returned, as an array [B, S, D]. With pool "mean" or
-    "first", an array [B, D] is returned. It holds the mean of the vectors of an example
-    without padding, or the vector of the first token.
+    inputs: the input ids, of shape [B, S].
+    segments: an array of shape [B, S], which is 0 at padding.
+    pool: "none", "mean" or "first". "none" returns one vector for each input id, of shape
+        [B, S, D]. "mean" returns the mean of these vectors without padding, of shape
+        [B, D]. The mean of an empty example is zero. "first" returns the vector of the
+        first input id, of shape [B, D].
     """
     vectors = model.encode(params, cfg, inputs, segments).astype(jnp.float32)
     if pool == "mean":
-        return jnp.mean(vectors, axis=1, where=(segments > 0)[..., None])
+        is_input = (segments > 0)[..., None]
+        total = jnp.sum(vectors, axis=1, where=is_input)
+        return total / jnp.maximum(jnp.sum(is_input, axis=1), 1)
     return vectors[:, 0] if pool == "first" else vectors
 
 
 # ====== below: tuning for TPUs, batches of examples, masked spans, files, the command ===
 
 # ---- What the compiler is told ---------------------------------------------------------
-# This section changes speed, and does not change results.
+# The function in this section makes decoding faster, but does not change results.
 
 
 @model.tuned(einsum)
-def einsum(form, rows, others):
-    """Compute an einsum in float32, with rows [B, H, N, ...] padded to a multiple of 8.
+def einsum(equation, left, right):
+    """Compute an einsum of two arrays in float32. On a TPU, pad `left` for more speed.
 
-    The TPU compiler computes a matmul of fewer than 8 rows on the vector unit. This takes
-    four times as long as reading `others` from memory. A matmul of 8 rows is computed on
-    the matrix unit. With padding, greedy decoding of base on a v5e takes 770 million
-    cycles instead of 2,878 million. A batch has 64 examples with 512 input ids and 114
-    output ids in this measurement.
+    The first array, `left`, has the shape [B, H, N, ...]. On a TPU, axis 2 is padded to a
+    multiple of 8.
+
+    The TPU compiler computes a matmul with fewer than 8 rows on the vector unit. This
+    takes four times as long as reading the array `right` from memory. A matmul with 8
+    rows is computed on the matrix unit, which is faster. The padding was measured on a
+    TPU v5e, by greedy decoding of the recipe base. A batch had 64 examples with 512 input
+    ids and 114 output ids. Decoding took 770 million cycles with padding, and 2,878
+    million without.
     """
-    N = rows.shape[2]
+    N = left.shape[2]
     if partition.platform() == "tpu":
-        rows = jnp.pad(rows, ((0, 0), (0, 0), (0, -N % 8), (0, 0)))
-    return jnp.einsum(form, rows, others, preferred_element_type=jnp.float32)[:, :, :N]
+        left = jnp.pad(left, ((0, 0), (0, 0), (0, -N % 8), (0, 0)))
+    out = jnp.einsum(equation, left, right, preferred_element_type=jnp.float32)
+    return out[:, :, :N]
 
 
 # ---- batches of examples ---------------------------------------------------------------
