@@ -392,10 +392,15 @@ class BeamState(NamedTuple):
 
 
 def start_beams(rows, N, length):
-    """Create the state of beam search for len(rows) examples.
+    """Create the state of beam search with N empty live beams for each example.
 
-    At first all N live beams are empty, so all beams would have the same extensions.
-    Therefore only the first live beam gets the score 0. The other beams are masked.
+    Live beams are outputs that do not end with EOS yet. All live beams are empty at
+    first, so the first step would extend all beams in the same way. Therefore only the
+    first beam gets the score 0. The other beams get the score MASKED_SCORE, which
+    excludes them.
+
+    rows: an array with one number for each example.
+    length: the maximum number of ids that the decoder generates.
     """
     shape = (len(rows), N)
     no_ids = jnp.zeros((*shape, length), jnp.int32)
@@ -652,21 +657,28 @@ def einsum(equation, left, right):
 
 
 class Example(NamedTuple):
-    """The ids of one example. If EOS should end the inputs, the list must include EOS."""
+    """The token ids of one example. Lists of ids include EOS if the model should see
+    EOS."""
 
     inputs: list
-    targets: list = ()  # needed for --mode score
-    number: int = 0  # Examples with different numbers get different random samples.
+    # The target ids, which only --mode score needs.
+    targets: list = ()
+    # The number of the example. Examples with different numbers get different random
+    # samples, even if the inputs are equal.
+    number: int = 0
 
 
-# The field of an output line that holds the vectors, for each value of --pool.
+# For each value of --pool, the name of the field of an output line that holds the
+# vectors.
 VECTOR_FIELD = {"mean": "mean", "first": "first", "none": "vectors"}
 
 
 def padded_length(length):
-    """Round a length up to a power of two from 16 to 512, or to a multiple of 512.
+    """Return the length to which a sequence is padded.
 
-    Each length needs a compiled program, so few different lengths are used.
+    A length of at most 512 is rounded up to a power of two, and to at least 16. A greater
+    length is rounded up to a multiple of 512. JAX compiles a program for each padded
+    length, so there should be few padded lengths.
     """
     if length > 512:
         return -(-length // 512) * 512
@@ -674,10 +686,11 @@ def padded_length(length):
 
 
 def pad_batch(sequences):
-    """Pad lists of ids with 0 to the padded_length of the longest list.
+    """Convert lists of ids to one array, in which short lists are padded with 0.
 
-    Returns the arrays ids and mask of the shape [number of lists, length]. The mask is
-    False at padding.
+    Returns a pair (ids, mask) of arrays. Both arrays have one row for each list, and
+    padded_length of the longest list as the number of columns. The mask is False at
+    padding.
     """
     lengths = [len(sequence) for sequence in sequences]
     ids = np.zeros((len(sequences), padded_length(max(lengths))), np.int32)
@@ -687,14 +700,18 @@ def pad_batch(sequences):
 
 
 def run_examples(params, cfg, mesh, examples, mode="predict"):
-    """Yield the result of each Example of an iterable, in the order of the examples.
+    """Run the model on many examples in batches, and yield the result of each example.
 
-    mode: "predict", "score", "mean", "first" or "none". See run_batch.
+    The results are in the order of the examples, and do not depend on the batches.
 
-    Batches need little padding if their examples have similar lengths. Therefore the
-    examples of 16 batches are sorted by length before the batches are formed. A batch has
-    at most decode.batch_size examples. It has fewer examples if their inputs are longer
-    than data.inputs_length. Results do not depend on the batches.
+    examples: an iterable of Examples.
+    mode: "predict", "score", "mean", "first" or "none". The docstring of run_batch says
+        what the result is in each mode.
+
+    A batch needs little padding if the examples in the batch have similar lengths.
+    Therefore the examples of 16 batches are sorted by length before the batches are
+    formed. A batch has at most decode.batch_size examples. A batch has fewer examples if
+    the inputs are longer than data.inputs_length.
     """
     most = cfg.decode.batch_size
     devices = mesh.shape["data"]
@@ -704,12 +721,14 @@ def run_examples(params, cfg, mesh, examples, mode="predict"):
         window.sort(key=lambda item: (len(item[1].inputs), len(item[1].targets)))
         results = {}
         while window:
-            # The longest examples are at the end of the window. They form the next batch.
+            # The longest examples are at the end of the window. These examples form the
+            # next batch.
             length = max(padded_length(len(window[-1][1].inputs)), cfg.data.inputs_length)
             rows = max(1, most * cfg.data.inputs_length // length)
             numbers, group = zip(*window[-rows:])
             del window[-rows:]
-            # A small group needs fewer rows, rounded up to a power of two.
+            # A small group of examples gets a small batch. The number of rows is rounded
+            # up to a power of two, and then to a multiple of the number of devices.
             rows = min(rows, 1 << (len(group) - 1).bit_length())
             rows = -(-rows // devices) * devices
             results |= zip(numbers, run_batch(params, cfg, mesh, group, mode, rows))
@@ -719,16 +738,20 @@ def run_examples(params, cfg, mesh, examples, mode="predict"):
 
 
 def run_batch(params, cfg, mesh, group, mode, B):
-    """Return a list with the results of a group of at most B Examples.
+    """Run the model on one batch, and return a list with the result of each example.
 
-    The mode determines what the result of an example is:
-    - "predict": the pair (ids, scores) of decode.num_return outputs. The best output
-      comes first. The ids of an output are a list without EOS.
-    - "score": the sum of the log-probabilities of the targets.
-    - "mean", "first" or "none": the encoder's vectors (see encoder_vectors).
+    group: a list of at most B Examples.
+    mode: the name of the wanted result.
+        - "predict" returns a pair (ids, scores) for each example. `ids` is a list of
+          decode.num_return outputs, and `scores` is the list of their scores. The output
+          with the highest score comes first. An output is a list of ids without EOS.
+        - "score" returns the sum of the log-probabilities of the targets.
+        - "mean", "first" and "none" return vectors of the encoder. encoder_vectors
+          explains these vectors.
+    B: the number of rows of the batch.
 
-    The group is padded to B rows with empty examples. Their results stand at the end of
-    the list.
+    The group is padded to B examples with empty examples. The results of the empty
+    examples are at the end of the returned list.
     """
     group = [*group, *[Example([])] * (B - len(group))]
     inputs, input_segments = pad_batch([x.inputs for x in group])
@@ -743,7 +766,7 @@ def run_batch(params, cfg, mesh, group, mode, B):
         "--decode.batch_size, --decode.beams, --decode.max_len or the input length",
     )
     batch = data.complete_batch(inputs, targets, input_segments, target_segments)
-    # Each process contributes the rows that its own devices hold.
+    # Each process provides the rows of the batch that the devices of this process hold.
     local = partition.local_rows(B, mesh)
     batch, numbers = partition.put_batch(
         jax.tree.map(lambda a: a[local], (batch, numbers)), B, mesh
@@ -765,12 +788,12 @@ def run_batch(params, cfg, mesh, group, mode, B):
 
 
 def to_numpy(array):
-    """Copy an array that is sharded over all processes to NumPy, on every process."""
+    """Return a sharded JAX array as a NumPy array. Every process gets the full array."""
     return np.asarray(jax.reshard(array, P()).addressable_data(0))
 
 
 def cut_at_eos(ids):
-    """Return the list of the ids before the first EOS or padding id."""
+    """Return the ids before the first EOS or padding id, as a list."""
     return list(itertools.takewhile(lambda i: i > data.EOS, map(int, ids)))
 
 
@@ -778,40 +801,46 @@ def cut_at_eos(ids):
 
 
 def split_spans(ids, tokenizer):
-    """Split ids at the sentinels, which stand for masked spans.
+    """Split a list of ids at the sentinels, and return the ids after each sentinel.
 
-    Returns a list of pairs (number of the sentinel, list of the ids after the sentinel).
-    The first pair is (None, list of the ids before the first sentinel). EOS and all later
-    ids are ignored.
+    A sentinel is a special token, such as <extra_id_0>, that marks a masked span. The
+    result is a list of pairs (number, ids). `number` is the number of a sentinel, and
+    `ids` is the list of ids between this sentinel and the next sentinel. In the first
+    pair, `number` is None, and `ids` are the ids before the first sentinel. EOS and all
+    later ids are ignored.
     """
     spans = [(None, [])]
     for i in cut_at_eos(ids):
-        # The sentinels are the last ids of the vocabulary, in descending order.
+        # Sentinel 0 has the last id of the vocabulary, sentinel 1 the id before, and so
+        # on.
         number = tokenizer.size - 1 - i
         if 0 <= number < tokenizer.sentinels:
             spans.append((number, []))
         else:
-            # The model may have more ids than the vocabulary. These ids are unknown.
+            # The model may have more ids than the vocabulary. Replace such an id by UNK,
+            # the id of unknown tokens.
             spans[-1][1].append(i if number >= 0 else data.UNK)
     return spans
 
 
 def fill_blanks(inputs, targets, tokenizer):
-    """Return the inputs as text, in which masked spans are filled in.
+    """Fill in the masked spans of the inputs, and return the inputs as text.
 
-    inputs and targets are lists of ids. A sentinel of the inputs is replaced by the text
-    that follows this sentinel in the targets, in brackets. If the targets do not contain
-    the sentinel, it is replaced by ____.
+    inputs: a list of ids, in which a sentinel such as <extra_id_0> marks a masked span.
+    targets: a list of ids, in which each sentinel is followed by the ids of the span.
+
+    Each sentinel of the inputs is replaced by the text of the span, in brackets. If a
+    sentinel is missing in the targets, the sentinel is replaced by ____.
     """
     (_, words), *blanks = split_spans(inputs, tokenizer)
-    # Ids before the first sentinel of the targets belong to no span.
+    # Ignore the ids before the first sentinel of the targets, which belong to no span.
     spans = dict(split_spans(targets, tokenizer)[1:])
     text = tokenizer.raw_text(words)
     for number, words in blanks:
         if number in spans:
             span = tokenizer.raw_text(spans[number])
             if span.startswith(" "):
-                text += " "  # a space before the word stays outside the brackets
+                text += " "  # The space is written before the bracket.
             text += f"[{span.removeprefix(' ')}]"
         else:
             text += " ____ "
@@ -824,19 +853,29 @@ def fill_blanks(inputs, targets, tokenizer):
 
 @dataclass
 class ExampleEncoder:
-    """Convert lines, which are dicts with "inputs" and perhaps "targets", to Examples."""
+    """A function that converts a line of --input to an Example.
+
+    A line is a dict with the field "inputs", and for --mode score the field "targets".
+    """
 
     cfg: configs.Config
+    # The Tokenizer, or None if the run has no vocabulary.
     tokenizer: data.Tokenizer | None
-    scoring: bool  # whether the targets are needed
-    task: data.Task = data.Task()  # has the rules for truncating texts
-    cut: int = 0  # number of texts that were truncated
+    # Whether each line must have targets.
+    scoring: bool
+    # A Task, which decides whether truncated texts end with EOS.
+    task: data.Task = data.Task()
+    # The number of texts that this object has truncated.
+    cut: int = 0
 
     def ids(self, line, key):
-        """Return the ids of the field `key` of a line.
+        """Return the token ids of one field of a line.
+
+        line: a dict.
+        key: the name of the field, "inputs" or "targets".
 
         A text is tokenized and truncated, and EOS is appended. A list of ids is returned
-        unchanged. Raises ValueError if the field is neither a text nor a list of ids.
+        unchanged. A field that is neither a text nor a list of ids raises ValueError.
         """
         value = line.get(key)
         problem = data.invalid_reason(value, self.cfg.model.vocab_size)
@@ -856,18 +895,26 @@ class ExampleEncoder:
         return data.truncate(ids, *rule).tolist()
 
     def __call__(self, line, number=0):
-        """Convert a line to an Example. Raises ValueError if the line is invalid."""
+        """Convert a line to an Example.
+
+        line: a dict with the field "inputs", and for --mode score the field "targets". An
+            invalid line raises ValueError.
+        number: the number of the example, which selects the random samples.
+        """
         inputs = self.ids(line, "inputs")
         targets = self.ids(line, "targets") if self.scoring else ()
         return Example(inputs, targets, number)
 
 
 def open_input(name, cfg):
-    """Return a pair (data.Task, function read) for the input that --input names.
+    """Return a pair (task, read) for the file or the task that --input names.
 
-    name is the path of a JSONL or .txt file, or task:NAME[:SPLIT]. The Task has the rules
-    for truncating texts. The function read(bad) yields pairs (position, dict), one for
-    each line. If a line cannot be read, `read` calls bad(position, problem).
+    name: the path of a JSONL or .txt file, or task:NAME[:SPLIT].
+
+    `task` is a data.Task, which decides whether truncated texts end with EOS. `read` is a
+    function. read(bad) yields a pair (place, dict) for each line of the input. `place`
+    names the file and the line. If a line cannot be read, read(bad) calls
+    bad(place, problem).
     """
     if name.startswith("task:"):
         task, _, split = name.removeprefix("task:").partition(":")
@@ -887,11 +934,14 @@ def open_input(name, cfg):
 
 
 def read_examples(read, encode):
-    """Yield a pair (line, Example) for each line of --input.
+    """Read all lines of --input, and yield a pair (line, example) for each line.
 
-    read is the function that open_input returns, and encode is an ExampleEncoder. An
-    invalid line raises UserError. With --data.on_error skip, an invalid line gets a field
-    "error", and the pair is (line, None).
+    read: the function that open_input returns.
+    encode: an ExampleEncoder.
+
+    `line` is a dict, and `example` is an Example. An invalid line raises UserError. With
+    --data.on_error skip, the dict of an invalid line gets a field "error", and `example`
+    is None.
     """
     report_invalid = data.InvalidExamples(encode.cfg.data.on_error)
     unread = []
@@ -901,7 +951,7 @@ def read_examples(read, encode):
         unread.append(({"error": f"{where} {problem}"}, None))
 
     for number, (where, line) in enumerate(read(bad)):
-        # Lines that could not be read stand before this line.
+        # If lines before this line could not be read, yield those lines first.
         yield from unread
         unread.clear()
         example = None
@@ -918,28 +968,40 @@ def read_examples(read, encode):
 
 
 def json_line(line):
-    """Return a dict as a line of JSON. Characters outside ASCII are not escaped."""
+    """Return a dict as one line of JSON. Characters outside ASCII are not escaped."""
     text = json.dumps(line, ensure_ascii=False, default=json_default)
-    # UTF-8 cannot encode half of a surrogate pair. JSON writes it as \udXXX.
+    # UTF-8 cannot encode one half of a surrogate pair. Such a character is written as the
+    # escape sequence \udXXX, which JSON allows.
     return text.encode(errors="backslashreplace").decode() + "\n"
 
 
 def json_default(value):
-    """Convert a NumPy value to a list or number, and any other value to a text."""
+    """Convert a value that JSON cannot write to a value that JSON can write.
+
+    A NumPy array becomes a list, and a NumPy number becomes a Python number. Any other
+    value becomes a text.
+    """
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     return str(value)
 
 
 def result_fields(result, example, line, mode, cfg, tokenizer):
-    """Return the fields that a result adds to its line.
+    """Return a dict of the fields that are added to a line of --output.
 
-    A prediction is a list of ids if the inputs were a list of ids, and a text otherwise.
+    result: the result of the example, as run_batch returns the result.
+    example: the Example that was made from the line.
+    line: the line of --input, as a dict.
+    mode: the mode, as in run_batch.
+
+    If the inputs of the line are a text, a prediction is a text. If the inputs are a list
+    of ids, a prediction is a list of ids.
     """
     if mode == "score":
         return {"score": result}
     if mode != "predict":
-        # Write the shortest decimal number that identifies each float32 number.
+        # astype(str) gives the shortest decimal number that identifies a float32 number.
+        # The line of JSON is shorter with these numbers.
         vectors = result.astype(str).astype(float).tolist()
         return {"ids": example.inputs, VECTOR_FIELD[mode]: vectors}
     outputs, scores = result
@@ -951,10 +1013,12 @@ def result_fields(result, example, line, mode, cfg, tokenizer):
 
 
 def describe_job(args, cfg, step):
-    """Return the flags that determine the lines of --output, as {name: value}.
+    """Return a dict of the flags that determine the content of --output.
 
-    A job may be resumed on different devices, with another --decode.batch_size and with
-    another --data.on_error. These flags do not change a line that has been written.
+    The dict maps the name of each flag to the value of the flag. The dict leaves out
+    flags that may change when a command is resumed. These are the flags for devices,
+    --decode.batch_size and --data.on_error. Such flags do not change lines that are
+    already written.
     """
     job = vars(args) | {"step": step, "train.seed": cfg.train.seed}
     job["input (sizes and times of the files)"] = dict(data.find_files(args.input))
@@ -966,13 +1030,16 @@ def describe_job(args, cfg, step):
 
 
 def open_partial(path, job):
-    """Open the file OUTPUT.partial at `path`, to which a job appends its lines.
+    """Open the unfinished output file OUTPUT.partial, to append lines.
 
-    Returns the file and the number of lines in the file. The file is locked until it is
-    closed. An incomplete last line is removed. OUTPUT.partial.json describes the job that
-    began the file. A different job is refused with a UserError that names a difference.
-    Only the main process opens OUTPUT.partial. All other processes open a file that
-    discards what is written.
+    path: the path of OUTPUT.partial.
+    job: the dict of flags that describe_job returns.
+
+    Returns the file and the number of lines in the file. The file is locked until the
+    file is closed. If the last line is incomplete, the last line is removed.
+    OUTPUT.partial.json contains the flags of the command that began the file. If `job`
+    has different flags, a UserError names the first different flag. Only the main process
+    opens OUTPUT.partial. The other processes open os.devnull, which discards all lines.
     """
     if not partition.is_main_process():
         return open(os.devnull, "ab"), 0
@@ -991,7 +1058,7 @@ def open_partial(path, job):
         begun = configs.read_json(description, {}, f"remove {path}")
         for name, value in job.items():
             if begun.get(name) != value:
-                file.close()  # releases the lock
+                file.close()  # Closing the file releases the lock.
                 raise UserError(
                     f"{path} was begun with --{name} {begun.get(name)!s:.100} "
                     f"(now {value!s:.100}): repeat the command that began the file, or "
@@ -1005,11 +1072,16 @@ def open_partial(path, job):
 
 
 def write_vectors(lines, path, field, width):
-    """Convert a JSONL file with ids and vectors to .npz, and remove the JSONL file.
+    """Convert a JSONL file with ids and vectors to an .npz file, and remove the JSONL
+    file.
 
-    lines is the path of the JSONL file, and path is the path of the .npz file. field is
-    the name of the vectors in a line, and width is the size of a vector. A line with an
-    error has no ids. With --pool mean or first, such a line gets a vector of nan.
+    lines: the path of the JSONL file.
+    path: the path of the .npz file.
+    field: the name of the field of a line that holds the vectors.
+    width: the number of elements of a vector.
+
+    A line with an error has no ids and no vectors. With --pool mean or --pool first, the
+    .npz file contains a vector of nan for such a line.
     """
     ids, vectors = [], []
     missing = [] if field == "vectors" else [math.nan] * width
@@ -1029,11 +1101,12 @@ def write_vectors(lines, path, field, width):
 
 
 def run_file(args, cfg, mesh, tokenizer, params, step):
-    """Compute the result of each line of --input, and write the lines to --output.
+    """Run the model on each line of --input, and write the results to --output.
 
-    The lines are first written to OUTPUT.partial. This file is renamed at the end. If the
-    command is killed, the same command resumes after the last complete line. All
-    processes compute results, and the main process writes the lines.
+    The lines are written to the file OUTPUT.partial, which is renamed to OUTPUT at the
+    end. If the command is killed, the same command resumes after the last complete line
+    of OUTPUT.partial. All processes compute results, and the main process writes the
+    lines.
     """
     mode = args.pool if args.mode == "encode" else args.mode
     task, read = open_input(args.input, cfg)
@@ -1046,8 +1119,8 @@ def run_file(args, cfg, mesh, tokenizer, params, step):
     shard, shards = configs.parse_shard(args.shard)
     lines = read_examples(read, encode)
     lines = itertools.islice(lines, shard + done * shards, None, shards)
-    # run_examples reads a window of examples before it yields the first result. tee keeps
-    # the lines of these examples until they are written.
+    # run_examples reads many examples before run_examples yields the first result.
+    # itertools.tee stores the lines of these examples until the lines are written.
     lines, ahead = itertools.tee(lines)
     examples = (example for _, example in ahead if example)
     results = run_examples(params, cfg, mesh, examples, mode)
@@ -1070,7 +1143,8 @@ def run_file(args, cfg, mesh, tokenizer, params, step):
             os.remove(f"{partial}.json")
     if not done + count:
         raise UserError(
-            f"{args.input} has no lines for --shard {args.shard}: check both flags."
+            f"{args.input} has no lines for --shard {args.shard}: check --input and "
+            f"--shard."
         )
     rate = count / (time.perf_counter() - start)
     note(f"{args.output}: {count:,} examples, {rate:.4g} examples/s")
@@ -1078,7 +1152,7 @@ def run_file(args, cfg, mesh, tokenizer, params, step):
 
 
 def note_truncated(encode):
-    """Tell the user how many texts an ExampleEncoder has truncated."""
+    """Print how many texts an ExampleEncoder has truncated, if any were truncated."""
     if encode.cut:
         note(
             f"{encode.cut:,} texts were truncated: raise --data.inputs_length or "
@@ -1087,15 +1161,21 @@ def note_truncated(encode):
 
 
 def run_lines(lines, cfg, mesh, tokenizer, params, raw):
-    """Generate outputs for each text in `lines`, and print one line for each output.
+    """Generate outputs for each text, and print one line for each output.
 
-    lines: an iterable of texts, as bytes in UTF-8.
-    raw: whether to print the output of the model even if the text has sentinels.
-        Otherwise the text is printed with the masked spans filled in.
+    For an empty text, an empty line is printed.
+
+    lines: an iterable of texts, encoded as UTF-8.
+    raw: whether to print the model's output as it is. If `raw` is False, and a text has
+        sentinels such as <extra_id_0>, the text is printed with the masked spans filled
+        in.
     """
     encode = ExampleEncoder(cfg, tokenizer, False)
     for number, line in enumerate(lines):
         text = line.decode(errors="replace").strip()
+        if not text:
+            print(flush=True)
+            continue
         example = encode({"inputs": text}, number)
         ((outputs, scores),) = run_examples(params, cfg, mesh, [example])
         fill = not raw and len(split_spans(example.inputs, tokenizer)) > 1
@@ -1113,9 +1193,14 @@ def run_lines(lines, cfg, mesh, tokenizer, params, raw):
 
 
 def load_params(cfg, run_dir, step=None):
-    """Load the parameters of a run in float32, and return (step, params).
+    """Load the parameters of a run from a checkpoint, and return a pair (step, params).
 
-    If step is None, the newest complete checkpoint is loaded.
+    The parameters are float32.
+
+    cfg: the Config of the run.
+    run_dir: the directory of the run.
+    step: the step of the checkpoint. If `step` is None, the newest complete checkpoint is
+        loaded.
     """
     mesh = jax.sharding.get_mesh()
 
@@ -1135,7 +1220,10 @@ def load_params(cfg, run_dir, step=None):
 
 
 def check_decoder(cfg, mode=None):
-    """Refuse a model without a decoder, except for --mode encode."""
+    """Raise UserError if the model has no decoder and `mode` needs a decoder.
+
+    Only --mode encode needs no decoder.
+    """
     if not cfg.model.num_decoder_layers and mode != "encode":
         raise UserError(
             "This model has no decoder: use infer.py --mode encode, which writes the "
@@ -1146,9 +1234,10 @@ def check_decoder(cfg, mode=None):
 def open_model(args, changes, recipe=False):
     """Start JAX, and return the Config, the mesh and the Tokenizer of a run.
 
-    If the run has no vocabulary, None is returned instead of the Tokenizer.
+    If the run has no vocabulary, the Tokenizer is None.
 
-    args, changes: what configs.parse_args returned.
+    args: the flags of the command, from configs.parse_args.
+    changes: the fields of the Config that were given as flags, from configs.parse_args.
     recipe: whether to execute the file recipe.py of the run, which may define tasks.
     """
     if not args.run_dir:
@@ -1166,7 +1255,11 @@ def open_model(args, changes, recipe=False):
 
 
 def check_files(args):
-    """Refuse an existing --output, a missing --input, and a shared standard input."""
+    """Raise UserError if --output exists, or if the input cannot be read.
+
+    The input cannot be read if no file matches --input. Standard input cannot be read by
+    several processes.
+    """
     if os.path.exists(args.output):
         raise UserError(
             f"{args.output} already exists: name another --output, or move the file away."
