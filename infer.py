@@ -443,7 +443,7 @@ def beam_step(state, logits, at, *, decode):
     length = state.ids.shape[-1]
 
     # Find the 2N best ids for each live beam. Then find the 2N best extended outputs of
-    # each example. This is faster than a search over all N * V extended outputs.
+    # each example.
     scores = jax.nn.log_softmax(logits) + state.live_scores[..., None]
     scores, ids = lax.top_k(scores, min(2 * N, V))
     width = scores.shape[-1]
@@ -657,8 +657,10 @@ def einsum(equation, left, right):
 
 
 class Example(NamedTuple):
-    """The token ids of one example. Lists of ids include EOS if the model should see
-    EOS."""
+    """The token ids of one example.
+
+    EOS is not added later, so the lists of ids already include EOS where EOS is wanted.
+    """
 
     inputs: list
     # The target ids, which only --mode score needs.
@@ -863,7 +865,7 @@ class ExampleEncoder:
     tokenizer: data.Tokenizer | None
     # Whether each line must have targets.
     scoring: bool
-    # A Task, which decides whether truncated texts end with EOS.
+    # A Task, which decides whether the token ids of a text end with EOS.
     task: data.Task = data.Task()
     # The number of texts that this object has truncated.
     cut: int = 0
@@ -911,10 +913,10 @@ def open_input(name, cfg):
 
     name: the path of a JSONL or .txt file, or task:NAME[:SPLIT].
 
-    `task` is a data.Task, which decides whether truncated texts end with EOS. `read` is a
-    function. read(bad) yields a pair (place, dict) for each line of the input. `place`
-    names the file and the line. If a line cannot be read, read(bad) calls
-    bad(place, problem).
+    `task` is a data.Task, which decides whether the ids of a text end with EOS. `read` is
+    a function. read(bad) yields a pair (place, dict) for each line of the input. `place`
+    names the file and the line. If a line cannot be read, read(bad) calls bad(place,
+    problem).
     """
     if name.startswith("task:"):
         task, _, split = name.removeprefix("task:").partition(":")
