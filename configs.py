@@ -45,8 +45,8 @@ class UserError(Exception):
 
 # ---- the fields ------------------------------------------------------------------------
 # The comment above a field is its help text. --help and `python configs.py NAME` print
-# this text. The default of a field may carry the values that are allowed: use one_of,
-# between or at_least. An integer field without stated bounds must be at least 1.
+# this text. To limit the values of a field, write its default with one_of, between or
+# at_least. An integer field without stated bounds must be at least 1.
 
 
 def one_of(default, *others):
@@ -89,7 +89,7 @@ class ModelConfig:
     # Whether the output layer shares the weights of the embedding (T5 1.0).
     # Shared weights are scaled by d_model^-0.5 in the output layer.
     tied: bool = False
-    # Number of buckets into which relative positions are sorted.
+    # Number of buckets into which relative positions are grouped.
     # Each head learns one attention bias for each bucket.
     relative_buckets: int = at_least(4, 32)
     # Distance in tokens from which all relative positions fall into the last bucket.
@@ -189,7 +189,7 @@ class TrainConfig:
     # Number that is subtracted from the step before the schedule is computed.
     schedule_offset: int = at_least(0, 0)
     # Factor by which decay_every multiplies the learning rate.
-    # linear_decay uses this number as its slope.
+    # linear_decay lowers the rate by this fraction of learning_rate in every step.
     decay_factor: float = 0.5
     # Number of steps after which decay_every lowers the learning rate again.
     steps_per_decay: int = 20_000
@@ -222,7 +222,8 @@ class TrainConfig:
     async_save: bool = True
     # Number of checkpoints to keep. Older checkpoints are deleted.
     keep: int = 3
-    # Metric whose best checkpoint is kept as well, under its name in metrics.jsonl.
+    # A metric, as named in metrics.jsonl. The checkpoint with the best value of this
+    # metric is kept too.
     # Empty means none.
     keep_best: str = ""
     # Steps that jax.profiler traces, as FIRST:LAST. The trace goes to RUN_DIR/profile.
@@ -250,8 +251,8 @@ class DecodeConfig:
     temperature: float = at_least(0, 0.0)
     # Sample only from the k most probable tokens. 0 means all tokens.
     top_k: int = at_least(0, 0)
-    # Nucleus sampling: sample only from the most probable tokens.
-    # Their probabilities add up to top_p. 0 means all tokens.
+    # Nucleus sampling: sample only from the smallest set of most probable tokens whose
+    # probabilities reach top_p together. 0 means all tokens.
     top_p: float = between(0, 1, 0.0)
     # Number of predictions for each example: samples, or the best beams.
     num_return: int = 1
@@ -269,7 +270,8 @@ class MeshConfig:
 
     # Number of devices over which each copy of the model is split (tensor parallelism).
     model: int = 1
-    # Whether weights and optimizer state are split over the data axis too (ZeRO-3).
+    # Whether the weights and the optimizer state are also split over the copies of the
+    # model, which is the data axis of the mesh (ZeRO-3).
     fsdp: bool = False
 
 
@@ -689,9 +691,9 @@ def fields(cfg):
 
 
 def differences(cfg, other):
-    """Compare two Configs, and return the fields that differ.
+    """Return the fields in which two Configs differ.
 
-    Returns {"section.field": (value, other value)}.
+    The result is a dict {"section.field": (value, other value)}.
     """
     pairs = zip(fields(cfg), fields(other))
     return {name: (value, old) for (name, _, value), (_, _, old) in pairs if value != old}

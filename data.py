@@ -318,11 +318,9 @@ class SpanCorruption(Objective):
                 )
             here = np.flatnonzero(lengths == length)
             tokens = np.stack([chunks[i][0] for i in here])
-            inputs, targets = span_corruption(
-                tokens, keys[here], tokenizer.size - 1, data
-            )
-            for i, row, target_row in zip(here, inputs, targets):
-                pairs[i] = row[:-1], target_row[:-1]  # `truncate` appends EOS later
+            sides = span_corruption(tokens, keys[here], tokenizer.size - 1, data)
+            for i, inputs, targets in zip(here, *sides):
+                pairs[i] = inputs[:-1], targets[:-1]  # `truncate` appends EOS later
         return pairs
 
 
@@ -577,17 +575,19 @@ class TrainingPlan:
     these rows come in a random order.
 
     tasks: list of Examples. rates: a positive number for each task.
-    row_starts: number of the first row of each block, as far as an earlier run saved it.
-    save: function that is called with row_starts after row_starts has grown.
+    path: file that stores the number of the first row of each block. A resumed run reads
+        this file, so the run does not pack the blocks before its first step again.
     """
 
-    def __init__(self, tasks, rates, cfg, row_starts=(0,), save=lambda row_starts: None):
+    def __init__(self, tasks, rates, cfg, path):
         self.tasks = tasks
         self.cfg = cfg
         self.rates = np.array(rates) / sum(rates)
         self.packs = cfg.data.pack and any(task.task.objective.packs for task in tasks)
-        self.row_starts = list(row_starts)
-        self.save = save
+        self.path = path
+        self.row_starts = [0]
+        with contextlib.suppress(UserError):  # the file is missing or damaged
+            self.row_starts = configs.read_checked(path, {"starts": [int]})["starts"]
         thread = ThreadPoolExecutor(1)
         # future(block) plans a block in the background. The last three results are kept.
         self.future = functools.lru_cache(3)(
@@ -610,7 +610,7 @@ class TrainingPlan:
             if self.packs:
                 _, _, edges = self.prefetch(block)
                 self.row_starts.append(self.row_starts[-1] + len(edges) - 1)
-                self.save(self.row_starts)
+                configs.write_checked(self.path, {"starts": self.row_starts})
             else:  # each sample has a row to itself
                 self.row_starts.append(int(sum(self.samples_before(block + 1))))
 
@@ -706,31 +706,33 @@ class ByteTokenizer(Tokenizer):
             # re.split returns texts at even positions, sentinel numbers at odd positions.
             parts = re.split(r"<extra_id_(\d\d?)>", text)
             arrays = [np.frombuffer(part.encode(), np.uint8) + 3 for part in parts]
-            for position in range(1, len(parts), 2):
-                arrays[position] = [self.size - 1 - int(parts[position])]
+            arrays[1::2] = [[self.size - 1 - int(number)] for number in parts[1::2]]
             encoded.append(np.concatenate(arrays, dtype=np.int32))
         return encoded
 
     def raw_text(self, ids):
-        symbols = [b"<pad>", b"</s>", b"<unk>", *(bytes([byte]) for byte in range(256))]
-        for number in reversed(range(self.size - len(symbols))):
-            symbols.append(b"<extra_id_%d>" % number)
-        return b"".join(symbols[i] for i in ids).decode(errors="replace")
+        """Return the text of ids. Sentinels, "<pad>", "</s>" and "<unk>" are written out.
+
+        Bytes that are not valid UTF-8 are left out.
+        """
+        symbols = {PAD: b"<pad>", EOS: b"</s>", UNK: b"<unk>"}
+        for number in range(self.size - 3 - 256):
+            symbols[self.size - 1 - number] = b"<extra_id_%d>" % number
+        text = b"".join(symbols.get(i) or bytes([i - 3]) for i in ids)
+        return text.decode(errors="ignore")
 
     def decode(self, ids):
-        """Return the text of the ids before the first EOS.
-
-        Ids that are not bytes and bytes that are not valid UTF-8 are left out.
-        """
+        """Return the text of the bytes before the first EOS, without other ids."""
         ids = itertools.takewhile(lambda i: i != EOS, map(int, ids))
-        return bytes(i - 3 for i in ids if 3 <= i < 3 + 256).decode(errors="ignore")
+        return self.raw_text(i for i in ids if 3 <= i < 3 + 256)
 
 
 class IdTokenizer(Tokenizer):
     """Encode text that consists of token ids in decimal digits, such as "17 4 29".
 
-    Sources such as reverse: and random: hold token ids, so they need no other vocabulary.
-    size: the number of ids. sentinels: how many of the highest ids are sentinels.
+    The sources reverse: and random: hold token ids, so these sources need no other
+    vocabulary. size: the number of ids. sentinels: how many of the highest ids are
+    sentinels.
     """
 
     def __init__(self, size, sentinels=0):
@@ -754,9 +756,8 @@ class IdTokenizer(Tokenizer):
 
 def add_sentinels(model, number):
     """Append `number` sentinels to a SentencePiece ModelProto, with <extra_id_0> last."""
-    user_defined = sentencepiece_model_pb2.ModelProto.SentencePiece.USER_DEFINED
     for k in reversed(range(number)):
-        model.pieces.add(piece=f"▁<extra_id_{k}>", score=0.0, type=user_defined)
+        model.pieces.add(piece=f"▁<extra_id_{k}>", score=0.0, type="USER_DEFINED")
 
 
 @functools.lru_cache(maxsize=4)  # the hundreds of tasks of a mixture share one vocabulary
@@ -767,14 +768,19 @@ def parse_vocabulary(serialized, name="the vocabulary"):
     messages. Raises UserError if the bytes are not a SentencePiece model with T5's
     special ids.
     """
-    model = sentencepiece_model_pb2.ModelProto()
     try:
-        model.ParseFromString(serialized)
-    # The exception is protobuf's DecodeError, whose module differs between versions.
+        model = sentencepiece_model_pb2.ModelProto.FromString(serialized)
+        if not model.pieces[-1].piece.endswith("<extra_id_0>"):
+            add_sentinels(model, SENTINELS)
+        processor = sentencepiece.SentencePieceProcessor(
+            model_proto=model.SerializeToString(), num_threads=os.cpu_count()
+        )
+    # Protobuf raises a DecodeError, whose module differs between versions.
+    # SentencePiece raises a RuntimeError.
     except Exception as error:
         raise UserError(
-            f"{name} is not a SentencePiece model ({error}): give --data.vocab another "
-            f"file."
+            f"{name} is not a SentencePiece model, or is damaged ({error}): give "
+            f"--data.vocab another file."
         ) from error
     special = [piece.piece for piece in model.pieces[:3]]
     if special != ["<pad>", "</s>", "<unk>"]:
@@ -782,14 +788,6 @@ def parse_vocabulary(serialized, name="the vocabulary"):
             f"{name} begins with the pieces {special}, but T5 needs <pad>, </s>, <unk> "
             f"as ids 0, 1, 2: train it with pad_id=0, eos_id=1, unk_id=2, bos_id=-1."
         )
-    if model.pieces[-1].piece not in ("▁<extra_id_0>", "<extra_id_0>"):
-        add_sentinels(model, SENTINELS)
-    try:
-        processor = sentencepiece.SentencePieceProcessor(
-            model_proto=model.SerializeToString(), num_threads=os.cpu_count()
-        )
-    except RuntimeError as error:
-        raise UserError(f"{name} is damaged ({error}): fetch it again.") from error
     sentinels = sum("<extra_id_" in piece.piece for piece in model.pieces)
     return Tokenizer(serialized, len(model.pieces), sentinels, processor)
 
@@ -801,23 +799,23 @@ def load_tokenizer(path):
     "ids:SIZE" or "ids:SIZE:SENTINELS". Raises UserError if the file cannot be read.
     """
     path = str(path)
-    without_pieces = r"(bytes|ids:\d{1,9})(:\d{1,9})?\s*"
-    if re.fullmatch(without_pieces, path):
-        kind = ByteTokenizer if path.startswith("bytes") else IdTokenizer
-        return kind(*map(int, re.findall(r"\d+", path)))
-    try:
-        with open_file(path) as file:
-            serialized = file.read()
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"There is no vocabulary at {path} "
-            f"({getattr(error, 'strerror', 0) or error}): give --data.vocab the path of "
-            f"a SentencePiece model, or train a vocabulary on the source with "
-            f"--data.vocab train:32000."
-        ) from error
     # The vocabulary file of a run may hold just a name, such as "bytes:100".
-    if re.fullmatch(without_pieces.encode(), serialized):
-        return load_tokenizer(serialized.decode())
+    is_name = re.compile(rb"(bytes|ids:\d{1,9})(:\d{1,9})?\s*").fullmatch
+    serialized = path.encode()
+    if not is_name(serialized):
+        try:
+            with open_file(path) as file:
+                serialized = file.read()
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"There is no vocabulary at {path} "
+                f"({getattr(error, 'strerror', 0) or error}): give --data.vocab the path "
+                f"of a SentencePiece model, or train a vocabulary on the source with "
+                f"--data.vocab train:32000."
+            ) from error
+    if is_name(serialized):
+        kind = ByteTokenizer if serialized.startswith(b"bytes") else IdTokenizer
+        return kind(*map(int, re.findall(rb"\d+", serialized)))
     return parse_vocabulary(serialized, path)
 
 
@@ -855,40 +853,26 @@ def train_tokenizer(texts, pieces, max_characters=1 << 27):
         )
     except RuntimeError as error:
         # SentencePiece's message ends with the largest possible size: "value <= 1234".
-        bound = re.search(r"<= (\d+)", str(error))
+        bounds = re.findall(r"<= (\d+)", str(error)) or ["N"]
         raise UserError(
             f"The source has too little text for {pieces} pieces: add text, or set "
-            f"--data.vocab train:{bound[1] if bound else 'N'} or fewer."
+            f"--data.vocab train:{bounds[0]} or fewer."
         ) from error
     return parse_vocabulary(model.getvalue())
 
 
-class ProgressBar(tqdm):
-    """A tqdm progress bar that prints plain lines if its output is not a terminal."""
-
-    @staticmethod
-    def status_printer(file):
-        """Return the function with which tqdm prints the state of the bar."""
-        if file.isatty():
-            return tqdm.status_printer(file)
-
-        def print_line(text):
-            if text:
-                print(text, file=file, flush=True)
-
-        return print_line
-
-
-def progress_bar(what, unit, total=None, quiet=False):
+def progress_bar(what, unit, total=None):
     """Return a progress bar on standard error.
 
     what: the title of the bar. unit: what is counted, in the singular. total: the final
     count, if known. On a terminal, the bar appears after half a second. Otherwise, the
-    bar prints a line every 30 seconds. If `quiet`, and in all processes except the main
-    process, nothing is printed.
+    bar prints a line every 30 seconds. The bar prints nothing in background threads, and
+    nothing in processes other than the main process.
     """
-    seconds = 0.5 if sys.stderr.isatty() else 30
-    return ProgressBar(
+    in_background = threading.current_thread() is not threading.main_thread()
+    on_terminal = sys.stderr.isatty()
+    seconds = 0.5 if on_terminal else 30
+    return tqdm(
         desc=what,
         unit=f" {unit}s",
         unit_scale=True,
@@ -896,22 +880,23 @@ def progress_bar(what, unit, total=None, quiet=False):
         leave=False,
         delay=seconds,
         mininterval=seconds,
-        disable=quiet or not configs.prints_progress,
+        bar_format=None if on_terminal else "{l_bar}{r_bar}\n",
+        disable=in_background or not configs.prints_progress,
     )
 
 
 # ---- sources ---------------------------------------------------------------------------
 # A source is written KIND:NAME, for example text:books/*.txt. SOURCES maps each kind to a
-# function (name, split, cfg) that opens the source and returns a list of SourceFiles.
+# function (name, split, cfg, whole) that opens the source and returns the SourceFiles.
 #
-# - split is the name of a split, such as "train" or "validation". If split is None, all
-#   examples are wanted.
+# - split is the name of a split, such as "train" or "validation".
+# - If whole is true and the source has no splits of its own, nothing is held out.
 # - SourceFile.read(bad) yields pairs (where, example). `example` is a dict of fields.
 #   `where` is the place of the example for messages, such as "books/a.txt:3".
-# - If something cannot be read, the reader calls bad(where, what), such as
+# - If an example cannot be read, the reader calls bad(where, what), such as
 #   bad("a.jsonl:3", "is not JSON"). This call raises a UserError or counts the example,
 #   as --data.on_error says. If the call returns, the reader continues.
-# - A path may be remote, such as gs://bucket/*.gz. The library fsspec opens it.
+# - A path may be remote, such as gs://bucket/*.gz. The library fsspec opens remote paths.
 
 
 class SourceFile(NamedTuple):
@@ -927,15 +912,10 @@ class MissingSplit(UserError):
 
 
 class MissingSource(UserError):
-    """Sources do not exist. The argument is a dict {problem: remedy}.
-
-    One such error reports all missing sources of a mixture, and each remedy only once.
-    """
+    """A source does not exist. The arguments are a problem and a remedy."""
 
     def __str__(self):
-        problems = self.args[0]
-        remedies = dict.fromkeys(problems.values())  # each remedy once, in order
-        return ";\n".join(problems) + f": {' '.join(remedies)}"
+        return ": ".join(self.args)
 
 
 @functools.cache
@@ -944,8 +924,10 @@ def python_documents():
 
     Each file of the standard library gives one document, which consists of its
     docstrings. Each topic of the manual (pydoc_data/topics.py) gives a document, too. The
-    files are parsed by `ast`, so nothing is imported or downloaded.
+    files of the library are parsed by `ast` and not imported.
     """
+    from pydoc_data.topics import topics  # a dict of texts, and nothing else
+
     library = Path(os.__file__).parent
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -953,37 +935,28 @@ def python_documents():
     for path in sorted(library.rglob("*.py")):
         if left_out & set(path.relative_to(library).parts):
             continue
-        tree = ast.parse(path.read_bytes())
-        if path.parts[-2:] == ("pydoc_data", "topics.py"):
-            # The file consists of one assignment, topics = {"assert": "The ...", ...}.
-            assignment = next(node for node in tree.body if isinstance(node, ast.Assign))
-            documents += ast.literal_eval(assignment.value).values()
-        nodes = [node for node in ast.walk(tree) if isinstance(node, documented)]
-        docstrings = [ast.get_docstring(node) for node in nodes]
+        if path.match("pydoc_data/topics.py"):
+            documents += topics.values()
+        nodes = ast.walk(ast.parse(path.read_bytes()))
+        docstrings = [ast.get_docstring(x) for x in nodes if isinstance(x, documented)]
         documents.append("\n\n".join(filter(None, docstrings)))
     return [document for document in documents if document.strip()]
 
 
-def generated_source(name, stamp, examples, split):
-    """Return the SourceFiles of a source whose examples are generated by a function.
+def generated_source(name, stamp, examples, splits):
+    """Return a SourceFile for each of the splits of a source that a function generates.
 
-    examples(split) is the function that yields the examples (dicts of fields) of a split,
-    "train" or "validation".
+    examples(split) yields the examples of a split, which are dicts of fields.
     """
 
     def read(split, bad):
         for number, example in enumerate(examples(split)):
             yield f"{name} {split} {number}", example
 
-    files = {
-        split: SourceFile(f"{name} {split}", stamp, functools.partial(read, split))
-        for split in ("train", "validation")
-    }
-    if split is None:
-        return list(files.values())
-    if split not in files:
-        raise MissingSplit(f"{name} has no {split} split.")
-    return [files[split]]
+    return [
+        SourceFile(f"{name} {split}", stamp, functools.partial(read, split))
+        for split in splits
+    ]
 
 
 ONES = (
@@ -1021,12 +994,12 @@ def number_example(n):
     }
 
 
-def python_source(name, split, cfg):
+def python_source(name, split, cfg, whole):
     """Open python: or python:COUNT, which need no files.
 
     python: reads the texts that come with Python. python:COUNT reads the numbers below
-    COUNT, each with its name in words and a date. Both are shuffled, and the first 1 % is
-    for validation.
+    COUNT. Each number has its name in words and a date. The texts or numbers are
+    shuffled, and the first 1 % is for validation.
     """
     if name and not re.fullmatch(r"[1-9]\d{1,5}", name):
         raise UserError(
@@ -1035,16 +1008,17 @@ def python_source(name, split, cfg):
         )
 
     def examples(split):
-        count = int(name) if name else len(python_documents())
-        order = permute(np.arange(count), count, 6).tolist()
-        held_out = max(1, count // 100)
+        documents = range(int(name)) if name else python_documents()
+        order = permute(np.arange(len(documents)), len(documents), 6).tolist()
+        held_out = max(1, len(documents) // 100)
         for n in order[:held_out] if split == "validation" else order[held_out:]:
-            yield number_example(n) if name else {"text": python_documents()[n]}
+            yield number_example(n) if name else {"text": documents[n]}
 
-    return generated_source(f"python:{name}", [sys.version], examples, split)
+    splits = ("train", "validation") if whole else (split,)
+    return generated_source(f"python:{name}", [sys.version], examples, splits)
 
 
-def reverse_source(name, split, cfg):
+def reverse_source(name, split, cfg, whole):
     """Open reverse:, examples of 4 to 12 random ids with the reversed ids as targets."""
 
     def examples(split):
@@ -1054,21 +1028,20 @@ def reverse_source(name, split, cfg):
             ids = random.integers(3, 35, random.integers(4, 13)).tolist()
             yield {"inputs": [*ids, EOS], "targets": [*ids[::-1], EOS]}
 
-    return generated_source("reverse:", [1], examples, split)
+    return generated_source("reverse:", [1], examples, [split])
 
 
-def random_source(name, split, cfg):
+def random_source(name, split, cfg, whole):
     """Open random:, an endless source of documents of 4096 random ids for benchmarks."""
     size = cfg.model.vocab_size - SENTINELS - 3
 
     def examples(split):
         seed = 0 if split == "train" else 1
-        numbers = itertools.count() if split == "train" else range(64)
-        for i in numbers:
+        for i in itertools.count() if split == "train" else range(64):
             ids = random_bits(seed, i, np.arange(4096)) % np.uint64(size)
             yield {"text": ids.astype(int) + 3}
 
-    return generated_source("random:", [size], examples, split)
+    return generated_source("random:", [size], examples, [split])
 
 
 def open_file(path):
@@ -1136,8 +1109,9 @@ def group_files(files, read):
                 yield from read(path, bad)
             # For a damaged file, gzip, pyarrow and protobuf raise different exceptions.
             except Exception as error:
-                # An exception with an error number means that the disk has failed.
-                if isinstance(error, UserError) or getattr(error, "errno", None):
+                # Outside of pyarrow, an error number means that the disk has failed.
+                disk_failed = read is not read_parquet and getattr(error, "errno", None)
+                if isinstance(error, UserError) or disk_failed:
                     raise
                 bad(path, f"is damaged ({error})")
 
@@ -1147,28 +1121,29 @@ def group_files(files, read):
     ]
 
 
-def file_source(read, pattern, split, cfg):
+def file_source(read, pattern, split, cfg, whole):
     """Open the files that match a glob, in alphabetical order.
 
-    Files have no splits. The first 1 % of the text, at least one example, is held out for
-    validation, and the rest is for training. The held-out text is one stretch, so that
-    only its end is close to training text. If split is None, nothing is held out.
-    read(path, bad) yields the examples of one file.
+    If the pattern contains "{split}", the files have splits, and "{split}" is replaced by
+    the name of the split. Otherwise, the first 1 % of the text, at least one example, is
+    held out for validation, and the rest is for training. The held-out text is one
+    stretch, so only its end is close to training text.
+
+    read(path, bad) yields the examples of one file. whole: hold out nothing.
     """
-    found = find_files(pattern)
+    found = find_files(pattern.replace("{split}", split))
     if not found:
+        if find_files(pattern.replace("{split}", "*")):
+            raise MissingSplit(f"No file matches {pattern} with the split {split}.")
         folder = pattern.rstrip("/") if os.path.isdir(pattern) else "FOLDER"
-        problem = f"No file matches {pattern or 'an empty name'}"
-        remedy = (
+        raise MissingSource(
+            f"No file matches {pattern.replace('{split}', split)}",
             f"give --data.source the path of a file, or a quoted glob, such as "
-            f"'{folder}/*'."
+            f"'{folder}/*'.",
         )
-        raise MissingSource({problem: remedy})
     files = group_files(found, read)
-    if split is None:
+    if whole or "{split}" in pattern:
         return files
-    if split not in ("train", "validation"):
-        raise MissingSplit(f"{pattern} has no splits, so it has no {split} split.")
     total = sum(size for _, (size, _) in found)
     held_out = min(HELD_OUT_BYTES, total // 100)
 
@@ -1201,7 +1176,7 @@ def read_lines(path, bad):
                 bad(f"{path}:{number}", "is not UTF-8")
 
 
-def text_source(name, split, cfg):
+def text_source(name, split, cfg, whole):
     """Open text:GLOB or text:GLOB:lines, which reads text files.
 
     With text:GLOB, each file is a document. With text:GLOB:lines, each line is a
@@ -1218,7 +1193,7 @@ def text_source(name, split, cfg):
             if text.strip():
                 yield f"{path}:{number}", {"text": text}
 
-    return file_source(read, pattern, split, cfg)
+    return file_source(read, pattern, split, cfg, whole)
 
 
 def read_jsonl(path, bad):
@@ -1259,7 +1234,7 @@ def decode_bytes(value):
         return value.decode()
     if isinstance(value, dict):
         return {key: decode_bytes(inner) for key, inner in value.items()}
-    if isinstance(value, list) or isinstance(value, np.ndarray) and value.dtype == object:
+    if isinstance(value, list) or getattr(value, "dtype", None) == object:
         return [decode_bytes(inner) for inner in value]
     return value
 
@@ -1283,30 +1258,24 @@ def find_tfds(name, cfg):
     from etils import epath  # because the folder may be remote
 
     home = cfg.data.tfds_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
-    dataset, version = name, ""
-    if "://" not in name:
-        dataset, _, version = name.partition(":")
-    folder = epath.Path(home).expanduser() / dataset
-    # The name may lead to the folder of one version, or to the folder with all versions.
+    # The version is the name of a folder. The colon of gs:// does not begin a version.
+    folder = epath.Path(home).expanduser() / re.sub(":(?!//)", "/", name)
+    # The folder belongs to one version, or contains a folder for each version.
     infos = [*folder.glob("dataset_info.json")] or [*folder.glob("*/dataset_info.json")]
-    versions = {path.parent.name: path.parent for path in infos}
-    if version in versions:
-        return versions[version]
-    if versions and not version:
-        newest = max(
-            versions, key=lambda name: [int(n) for n in re.findall(r"\d+", name)]
-        )
-        return versions[newest]
-    problem = f"{name} is not in {folder / version}"
-    if versions:
+    if infos:
+        # Compare the numbers, because version 1.10.0 is newer than version 1.9.0.
+        folders = [info.parent for info in infos]
+        return max(folders, key=lambda path: [*map(int, re.findall(r"\d+", path.name))])
+    problem = f"{name} is not in {folder}"
+    others = [info.parent.name for info in folder.parent.glob("*/dataset_info.json")]
+    if others:
         problem += (
-            f" (there is {', '.join(versions)}; write "
-            f"--data.source tfds:{dataset}:VERSION)"
+            f" (there is {', '.join(others)}; write --data.source tfds:NAME:VERSION)"
         )
-    raise MissingSource({problem: TFDS_REMEDY})
+    raise MissingSource(problem, TFDS_REMEDY)
 
 
-def tfds_source(name, split, cfg):
+def tfds_source(name, split, cfg, whole):
     """Open tfds:NAME[/CONFIG][:VERSION] or tfds:FOLDER, a TFDS dataset on disk.
 
     The dataset is never downloaded. It must be stored as array_record files, which can be
@@ -1317,7 +1286,8 @@ def tfds_source(name, split, cfg):
     import tensorflow_datasets as tfds  # imported here because the import takes 0.5 s
 
     try:
-        info = tfds.builder_from_directory(folder).info
+        builder = tfds.builder_from_directory(folder)
+        info = builder.info
     except Exception as error:  # TFDS and protobuf raise many kinds of exceptions
         raise UserError(
             f"{folder / 'dataset_info.json'} is damaged ({error}): "
@@ -1337,8 +1307,8 @@ def tfds_source(name, split, cfg):
     count = info.splits[split].num_examples
 
     def read(start, bad):
-        examples = tfds.builder_from_directory(folder).as_data_source(split)
-        for number in range(start, min(start + TFDS_RANGE, count)):
+        examples = builder.as_data_source(split)
+        for number in range(count)[start : start + TFDS_RANGE]:
             where = f"{folder} {split} {number}"
             try:
                 yield where, decode_bytes(examples[number])
@@ -1356,7 +1326,7 @@ def tfds_source(name, split, cfg):
     ]
 
 
-def hf_source(name, split, cfg):
+def hf_source(name, split, cfg, whole):
     """Open hf:NAME[:CONFIG], a dataset of the Hugging Face hub.
 
     NAME may also be a local folder in the form of such a dataset. The examples are
@@ -1410,48 +1380,54 @@ def read_seqio(features, path, bad):
     """Yield the examples of a tfrecord file of a SeqIO cache.
 
     features: {field: {"shape": [...]}} from the info file of the cache. A field with the
-    shape [] gives a single value. Other fields give an array of ids or a list of texts.
+    shape [] gives a single value. All other fields give an array of ids or a list of
+    texts. A damaged record is reported to `bad`.
     """
     from tensorflow_datasets.proto import tf_example_generated_pb2
 
     for number, record in enumerate(read_tfrecords(path)):
-        stored = tf_example_generated_pb2.Example.FromString(record)
+        where = f"{path} record {number}"
         example = {}
-        for key, feature in stored.features.feature.items():
-            values = [value.decode() for value in feature.bytes_list.value]
-            if not values:
-                numbers = [*feature.int64_list.value, *feature.float_list.value]
-                values = np.array(numbers)
-            scalar = features.get(key, {}).get("shape") == []
-            example[key] = values[0] if scalar else values
-        yield f"{path} record {number}", example
+        try:
+            stored = tf_example_generated_pb2.Example.FromString(record)
+            for key, feature in stored.features.feature.items():
+                values = [value.decode() for value in feature.bytes_list.value]
+                if not values:
+                    numbers = [*feature.int64_list.value, *feature.float_list.value]
+                    values = np.array(numbers)
+                scalar = features.get(key, {}).get("shape") == []
+                example[key] = values[0] if scalar else values
+        except Exception as error:  # of protobuf, of bytes.decode, or an IndexError
+            bad(where, f"is damaged ({error})")
+        else:
+            yield where, example
 
 
-def seqio_source(name, split, cfg):
+def seqio_source(name, split, cfg, whole):
     """Open seqio:FOLDER, a task that SeqIO cached. FOLDER may be a glob of such folders.
 
-    P3 is published in this form. A folder must contain info.SPLIT.json, the file
-    COMPLETED and all tfrecord shards of the split. Otherwise MissingSource, MissingSplit
+    P3 is published as such folders. A folder must contain info.SPLIT.json, the file
+    COMPLETED and all tfrecord files of the split. Otherwise MissingSource, MissingSplit
     or UserError is raised.
     """
     infos = find_files(f"{name}/info.{split}.json")
     if not infos:
-        others = [os.path.basename(path) for path, _ in find_files(f"{name}/info.*.json")]
         problem = f"{name} has no info.{split}.json"
+        others = [path for path, _ in find_files(f"{name}/info.*.json")]
         if others:
-            raise MissingSplit(f"{problem} (it has {', '.join(others)}).")
-        raise MissingSource({problem: "name a folder that SeqIO has cached."})
+            raise MissingSplit(f"{problem} (there is {', '.join(others)}).")
+        raise MissingSource(problem, "name a folder that SeqIO has cached.")
     files = []
     for path, _ in infos:
         folder = os.path.dirname(path)
+        form = {"features": {str: {"shape?": list}}, "num_shards": int}
+        info = configs.read_json(configs.to_path(path), form)
+        shards = find_files(f"{glob.escape(folder)}/{split}.tfrecord-*-of-*")
         if not find_files(f"{folder}/COMPLETED"):
             raise UserError(
                 f"{folder} has no file COMPLETED, so SeqIO did not finish this cache: "
                 f"cache the task again, or copy the complete folder."
             )
-        form = {"features": {str: {"shape?": list}}, "num_shards": int}
-        info = configs.read_json(configs.to_path(path), form)
-        shards = find_files(f"{glob.escape(folder)}/{split}.tfrecord-*-of-*")
         if len(shards) != info["num_shards"]:
             raise UserError(
                 f"{folder} has {len(shards)} shards of {split}, but info.{split}.json "
@@ -1472,30 +1448,26 @@ SOURCES = {
     "reverse": reverse_source,
     "random": random_source,
 }
+OWN_SPLITS = ("tfds", "hf", "seqio")  # kinds of sources whose splits have any names
 
 
 def open_source(source, split, cfg, whole=False):
     """Open a source, written KIND:NAME, and return the SourceFiles of a split.
 
-    In the name, "{split}" stands for the name of the split. Without "{split}", files have
-    no splits, and their first 1 % is held out for validation. whole: hold out nothing.
-    Raises UserError for an unknown kind, and MissingSplit or MissingSource.
+    whole: hold out nothing if the source has no splits of its own. Raises UserError for
+    an unknown kind, and MissingSplit or MissingSource.
     """
     kind, _, name = source.partition(":")
     if kind not in SOURCES:
-        kinds = ", ".join(f"{known}:" for known in SOURCES)
-        raise UserError(f"{source!r} is not a source: begin it with one of {kinds}.")
-    if "{split}" in name:
-        pattern = name.removesuffix(":lines")
-        # If files of other splits exist, the source has splits but lacks this split.
-        if not find_files(pattern.replace("{split}", split)):
-            if find_files(pattern.replace("{split}", "*")):
-                raise MissingSplit(f"No file matches {name} with the split {split}.")
-        name = name.replace("{split}", split)
-        whole = True
-    if whole and kind in ("python", "text", "jsonl", "parquet"):
-        split = None
-    return SOURCES[kind](name, split, cfg)
+        kinds = ":, ".join(SOURCES)
+        raise UserError(
+            f"{source!r} is not a source: give --data.source a name such as jsonl:FILE. "
+            f"It begins with one of {kinds}:."
+        )
+    has_splits = kind in OWN_SPLITS or "{split}" in name
+    if not has_splits and split not in ("train", "validation"):
+        raise MissingSplit(f"{source} has no {split} split.")
+    return SOURCES[kind](name, split, cfg, whole)
 
 
 class InvalidExamples:
@@ -1530,11 +1502,12 @@ class PrefixLM(Objective):
     def length(self, data):
         return data.inputs_length - 1
 
-    def make(self, pieces, keys, tokenizer, data):
-        lengths = np.array([len(ids) for (ids,) in pieces])
-        below = (keys >> np.uint64(32)) * np.maximum(lengths - 1, 0).astype(np.uint64)
-        cuts = np.minimum(1 + (below >> np.uint64(32)).astype(int), lengths - 1)
-        return [(ids[:cut], ids[cut:]) for (ids,), cut in zip(pieces, cuts.tolist())]
+    def make(self, chunks, keys, tokenizer, data):
+        # The targets have at least one token.
+        longest = np.array([len(ids) - 1 for (ids,) in chunks], int)
+        random = (keys >> np.uint64(32)).astype(int)  # from 0 to 2**32 - 1
+        cuts = np.minimum(1 + (random * longest >> 32), longest).tolist()
+        return [(ids[:cut], ids[cut:]) for (ids,), cut in zip(chunks, cuts)]
 
 
 # T5 solves every task as text to text (Raffel et al. 2020, section 2.4). The inputs begin
@@ -1563,11 +1536,11 @@ def text_to_text(example):
     A SeqIO cache may hold both the ids and the texts (inputs_pretokenized). Then the
     texts are used.
     """
-    texts = {}
-    for key in Pairs.features:
-        value = example.get(f"{key}_pretokenized", example.get(key))
-        if value is not None:
-            texts[key] = value
+    texts = {
+        key: example[f"{key}_pretokenized"]
+        for key in Pairs.features
+        if f"{key}_pretokenized" in example
+    }
     return [example | texts]
 
 
@@ -1601,7 +1574,7 @@ def format_stsb(example):
 
     The similarity is rounded to a multiple of 0.2.
     """
-    score = np.round(np.float32(example["label"]) * np.float32(5)) / np.float32(5)
+    score = np.round(np.float32(example["label"]) * 5) / 5
     fill = template("stsb sentence1: {sentence1} sentence2: {sentence2}", f"{score:.1f}")
     return fill(example)
 
@@ -1612,10 +1585,10 @@ def format_multirc(example):
     HTML tags are removed. The three indices are kept, because the metric counts all
     answers to one question together.
     """
-    texts = {}
-    for key in ("paragraph", "question", "answer"):
-        text = example[key].replace("<br>", " ")
-        texts[key] = re.sub("</?b>", "", text)
+    texts = {
+        key: re.sub("</?b>", "", example[key].replace("<br>", " "))
+        for key in ("paragraph", "question", "answer")
+    }
     fill = template(
         "multirc question: {question} answer: {answer} paragraph: {paragraph}",
         "{label}",
@@ -1662,17 +1635,13 @@ def format_wsc(only_true, example):
     words = example["text"].split(" ")
     position = example["span2_index"]
     pronoun = example["span2_text"]
-    # In one of the published examples, the index of the pronoun is too low by one.
-    if not words[position].startswith(pronoun):
-        position += 1
-    if not words[position].startswith(pronoun):
-        raise ValueError(f"word {position} is {words[position]!r}, not {pronoun!r}")
+    # In one of the published examples, the index of the pronoun is too low by one. So the
+    # pronoun is the first word at or after the index that begins with the pronoun.
+    position += [word.startswith(pronoun) for word in words[position:]].index(True)
     before = " ".join(words[:position])
-    after = " ".join(words[position + 1 :])
+    after = " ".join(words[position:]).removeprefix(pronoun)
     # In another published example, punctuation follows the pronoun without a space.
-    punctuation = words[position].removeprefix(pronoun)
-    if punctuation:
-        after = f"{punctuation} {after}".rstrip()
+    after = after[1:] if after.startswith(" ") else after.rstrip()
     # As in t5, every X between spaces is replaced, even if the text itself contains an X.
     text = f"{before} X {after}".replace(" X ", f" *{pronoun}* ")
     return [
@@ -1909,14 +1878,10 @@ def read_catalogue(text):
     for entry in text.strip().split("\n\n"):
         first_line, inputs, targets = map(str.strip, entry.split("\n"))
         name, source, metrics, *splits = first_line.split()
-        task = Task(
-            source,
-            template(inputs, targets),
-            metrics=tuple(re.findall(r"\w+", metrics)),
-            splits=tuple(splits) or Task().splits,
-        )
-        if " | " in targets:
-            labels = tuple(targets.split(" | "))
+        metrics, splits = re.findall(r"\w+", metrics), tuple(splits) or Task().splits
+        task = Task(source, template(inputs, targets), tuple(metrics), splits=splits)
+        labels = tuple(targets.split(" | "))
+        if len(labels) > 1:
             fill = template(inputs, "{label}", labels)
             task = task._replace(format=fill, choices=labels, postprocess="label")
         tasks[name] = task
@@ -2069,43 +2034,54 @@ wino_bias_type2_anti             0  bias
 wino_bias_type1_pro              0  bias
 wino_bias_type2_pro              0  bias
 """
+# The datasets of each mixture are those with one of these roles.
+T0_MIXTURES = {
+    "t0_train": "train",
+    "t0+_train": "train gpt",
+    "t0++_train": "train gpt super_glue",
+    "t0_train_score_eval": "train",
+    "t0_eval_score_eval": "eval",
+    "bias_fairness_eval_score_eval": "bias",
+}
 T0_CAP = 500_000  # a dataset counts as at most this number of examples
 
 
-def t0_mixture(roles, score_eval, cfg):
-    """Return {task: rate} for the datasets of T0 that have one of the roles.
+def t0_mixture(name, cfg):
+    """Return {task: rate} for one of T0_MIXTURES.
 
     P3 has a folder for each prompt template of each dataset, named DATASET_TEMPLATE. Each
     folder is a task. A dataset with more than T0_CAP examples counts as T0_CAP examples,
     divided among its templates. A smaller dataset counts with its full size for each
-    template. roles: words of the table T0_DATASETS, separated by spaces. score_eval: use
-    the folders for rank classification, whose names end in _score_eval. They are only
-    evaluated, so each has the rate 1.
+    template. The folders whose names end in _score_eval are for rank classification, and
+    so are the mixtures with this ending. They are only evaluated, so each rate is 1.
     """
-    folders = sorted(p3_sources(cfg))
+    ending = "_score_eval"
+    folders = [
+        folder
+        for folder in sorted(p3_sources(cfg))
+        if folder.endswith(ending) == name.endswith(ending)
+    ]
     if not folders:
         raise UserError(
             "T0's mixtures are made of P3 (bigscience/P3), which has a folder for each "
             "prompt: name the folder that contains these folders with --data.source "
             "seqio:DIR or --data.source parquet:DIR."
         )
-    rows = [line.split() for line in T0_DATASETS.strip().splitlines()]
-    templates = {}  # the folders of each dataset
-    for folder in folders:
-        # A name may begin with another name. The longest name that fits is the dataset.
-        fitting = [row for row in rows if folder.startswith(f"{row[0]}_")]
-        if fitting and folder.endswith("_score_eval") == score_eval:
-            name, size, *its_roles = max(fitting, key=lambda row: len(row[0]))
-            if set(its_roles) & set(roles.split()):
-                templates.setdefault((name, int(size)), []).append(folder)
     rates = {}
-    for (_, size), folders in templates.items():
-        rate = size if size <= T0_CAP else T0_CAP // len(folders)
-        rates |= dict.fromkeys(folders, 1 if score_eval else rate)
+    for row in T0_DATASETS.strip().splitlines():
+        dataset, size, *roles = row.split()
+        templates = [folder for folder in folders if folder.startswith(f"{dataset}_")]
+        rate = int(size)
+        if name.endswith(ending):
+            rate = 1
+        elif rate > T0_CAP and templates:
+            rate = T0_CAP // len(templates)
+        if set(roles) & set(T0_MIXTURES[name].split()):
+            rates |= dict.fromkeys(templates, rate)
     # The authors of T0 left out this prompt, because its cache is broken. It still counts
     # as a template of its dataset.
     rates.pop("gigaword_summarize_", None)
-    return rates
+    return dict(sorted(rates.items()))
 
 
 # How P3 may be stored: {kind of source: {glob of the files in a folder of P3: text that
@@ -2171,13 +2147,8 @@ MIXTURES |= {
         "by_rule_day": 1,
         "by_rule_even": 1,
     },
-    "t0_train": functools.partial(t0_mixture, "train", False),
-    "t0+_train": functools.partial(t0_mixture, "train gpt", False),
-    "t0++_train": functools.partial(t0_mixture, "train gpt super_glue", False),
-    "t0_train_score_eval": functools.partial(t0_mixture, "train", True),
-    "t0_eval_score_eval": functools.partial(t0_mixture, "eval", True),
-    "bias_fairness_eval_score_eval": functools.partial(t0_mixture, "bias", True),
 }
+MIXTURES |= {name: functools.partial(t0_mixture, name) for name in T0_MIXTURES}
 
 
 def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
@@ -2251,11 +2222,6 @@ def find_task(name, cfg):
         )
     if cfg.data.source and cfg.data.task == name:
         task = task._replace(source=cfg.data.source, splits=Task().splits)
-    if not task.source:
-        raise UserError(
-            f"The task {name} has no source of its own: name a source with "
-            f"--data.source, such as jsonl:FILE."
-        )
     return task
 
 
@@ -2292,21 +2258,22 @@ def open_all(wanted):
     """Open the splits of several tasks.
 
     wanted: a list of (task, split, Config). Returns {task: (Task, SourceFiles)} and a
-    list of the MissingSplit errors of the other tasks. Raises one MissingSource that
-    names all missing sources.
+    list of the MissingSplit errors of the tasks that lack the split. Raises one
+    MissingSource that names all missing sources.
     """
     opened = {}
     missing_splits = []
-    missing_sources = {}
+    missing_sources = {}  # {problem: remedy}
     for name, split, cfg in wanted:
         try:
             opened[name] = open_task(name, split, cfg)
         except MissingSplit as error:
             missing_splits.append(error)
         except MissingSource as error:
-            missing_sources.update(error.args[0])
+            missing_sources.update([error.args])
     if missing_sources:
-        raise MissingSource(missing_sources)
+        remedies = dict.fromkeys(missing_sources.values())  # each remedy once, in order
+        raise MissingSource(";\n".join(missing_sources), " ".join(remedies))
     return opened, missing_splits
 
 
@@ -2341,8 +2308,10 @@ def source_fields(cfg):
     """
     fields = cfg.data.fields
     try:
-        pairs = [pair.split("=") for pair in fields.split(",") if fields]
-        return {field.strip(): name.strip() for field, name in pairs}
+        # dict() raises a ValueError if a pair does not consist of two names.
+        return dict(
+            re.split(" *= *", pair.strip()) for pair in fields.split(",") if fields
+        )
     except ValueError:
         raise UserError(
             f"--data.fields {fields} is not valid: write text=NAME or inputs=A,targets=B."
@@ -2361,26 +2330,22 @@ def formatted_examples(source_file, bad, task, cfg, size=math.inf):
     names = source_fields(cfg)
     features = task.objective.features
     for number, (where, example) in enumerate(source_file.read(bad)):
-        renamed = {
-            field: example[name] for field, name in names.items() if name in example
-        }
-        example = example | renamed
+        example |= {key: example[name] for key, name in names.items() if name in example}
         try:
-            formatted = task.format(example)
-            if isinstance(formatted, dict):
-                formatted = [formatted]
-            for row in formatted:
+            for row in task.format(example):
                 texts = tuple(row.get(feature) for feature in features)
-                problems = [invalid_reason(text, size) for text in texts]
-                if any(problems):
-                    problem = next(filter(None, problems))  # the first of the problems
+                reasons = filter(None, [invalid_reason(text, size) for text in texts])
+                reason = next(reasons, None)  # the first reason
+                if reason:
                     bad(
                         where,
-                        f"has {problem} in {' and '.join(features)} (its fields are "
+                        f"has {reason} in {' and '.join(features)} (its fields are "
                         f"{', '.join(row)}; choose one with --data.fields "
                         f"{features[0]}=NAME)",
                     )
-                elif not all(map(is_blank, texts)):
+                elif any(
+                    text.strip() if isinstance(text, str) else len(text) for text in texts
+                ):
                     yield where, number, row, texts
         except UserError:
             raise
@@ -2388,11 +2353,6 @@ def formatted_examples(source_file, bad, task, cfg, size=math.inf):
             problem = f"no {error}" if isinstance(error, KeyError) else repr(error)
             fields = ", ".join(map(str, example))
             bad(where, f"does not fit the task: {problem} (its fields are {fields})")
-
-
-def is_blank(text):
-    """Return whether a text has only white space, or whether a list of ids is empty."""
-    return not (text.strip() if isinstance(text, str) else len(text))
 
 
 def invalid_reason(value, size):
@@ -2407,11 +2367,11 @@ def invalid_reason(value, size):
         except UnicodeEncodeError:
             return "half of a character (a lone surrogate)"
         return None
-    ids = np.array(None)  # without dimensions, so this is not a list of ids
-    if isinstance(value, list | np.ndarray):
-        # Lists of different lengths, and numbers that are too large, raise an exception.
-        with contextlib.suppress(ValueError, OverflowError):
-            ids = np.asarray(value)
+    # Numbers that are too large, and lists of different lengths, raise an exception.
+    # np.array(None) has no dimension, so it is not a list of ids either.
+    ids = np.array(None)
+    with contextlib.suppress(ValueError, OverflowError):
+        ids = np.asarray(value)
     if ids.ndim != 1 or len(ids) and ids.dtype.kind not in "iu":
         return "no text"
     if len(ids) and not 0 <= ids.min() <= ids.max() < size:
@@ -2543,40 +2503,40 @@ def vocabulary_texts(opened, cfg):
         yield from one_of_each
 
 
-def encode_in_background(examples, tokenizer, unknown_characters):
+def encode_in_background(examples, tokenizer, characters):
     """Encode the texts of examples in a second thread, while the next examples are read.
 
     examples: iterator of (number, texts). A text that the source has tokenized already is
     a list of ids. Yields (number, list of arrays of ids) for each example.
-    unknown_characters: Counter of characters that the vocabulary lacks. It is updated.
+    characters: Counter of the characters of all texts with unknown tokens. This Counter
+    is updated.
     """
 
     def encode(batch):
         texts = [text for _, texts in batch for text in texts if isinstance(text, str)]
-        encoded = iter(tokenizer.encode_batch(texts))
-        documents = []
-        for number, texts in batch:
-            document = []
-            for text in texts:
-                ids = next(encoded) if isinstance(text, str) else strip_eos(text)
-                document.append(ids)
-                # Encoding single characters is slow, so at most 10,000 are counted.
-                is_unknown = isinstance(text, str) and UNK in ids
-                if is_unknown and unknown_characters.total() < 10_000:
-                    unknown_characters.update(
-                        c for c in text if UNK in tokenizer.encode(c)
-                    )
-            documents.append((number, document))
-        return documents
+        encoded = tokenizer.encode_batch(texts)
+        for text, ids in zip(texts, encoded):
+            if UNK in ids:
+                characters.update(text)
+        encoded = iter(encoded)
+        return [
+            (
+                number,
+                [
+                    next(encoded) if isinstance(text, str) else strip_eos(text)
+                    for text in texts
+                ],
+            )
+            for number, texts in batch
+        ]
 
     with ThreadPoolExecutor(1) as thread:
-        future = None
+        previous = thread.submit(encode, [])
         while batch := list(itertools.islice(examples, ENCODE_BATCH)):
-            previous, future = future, thread.submit(encode, batch)
-            if previous:
-                yield from previous.result()
-        if future:
-            yield from future.result()
+            future = thread.submit(encode, batch)
+            yield from previous.result()
+            previous = future
+        yield from previous.result()
 
 
 def strip_eos(ids):
@@ -2619,8 +2579,10 @@ class Corpus:
     def __init__(self, name, split, tokenizer, cfg, opened=None):
         self.task, self.files = opened or open_task(name, split, cfg)
         self.title = f"{self.task.source} ({name}, {split})"
-        self.tokenizer, self.cfg = tokenizer, cfg
-        self.dtype = np.uint16 if tokenizer.size <= 1 << 16 else np.uint32
+        self.tokenizer = tokenizer
+        self.cfg = cfg
+        ids_type = np.uint16 if tokenizer.size <= 1 << 16 else np.uint32
+        self.dtypes = {"ids": ids_type, "ends": np.int64}
         identity = [
             configs.DATA_FORMAT,
             split,
@@ -2636,9 +2598,8 @@ class Corpus:
         self.shard_ids = functools.lru_cache(8)(self.shard_ids)
         self.readers = {}  # position: generator of `tokenize` that continues there
         self.invalid = InvalidExamples(cfg.data.on_error)
-        self.unknown_characters = Counter()  # of the texts that this process tokenized
-        self.lock, self.prefetch_thread = threading.RLock(), threading.Thread()
-        self.closed = False
+        self.characters = Counter()  # characters of the texts with unknown tokens
+        self.lock = threading.RLock()
 
     def shard(self, number):
         """Return the metadata of a shard, or None if the source has fewer shards.
@@ -2688,11 +2649,7 @@ class Corpus:
         if not self.cfg.data.keep_tokens:
             for shard in self.shards[:number]:
                 self.path(shard["position"], "ids").unlink(missing_ok=True)
-        if number == len(self.shards) - 1 and not self.prefetch_thread.is_alive():
-            self.prefetch_thread = threading.Thread(
-                target=self.prefetch, args=[number + 1], daemon=True
-            )
-            self.prefetch_thread.start()
+        threading.Thread(target=self.prefetch, args=[number + 1], daemon=True).start()
         return ids
 
     def prefetch(self, number):
@@ -2717,9 +2674,8 @@ class Corpus:
     def chunks(self, numbers):
         """Return a list of chunks. A chunk is a list with an array of ids per feature."""
         shards, bounds = self.find_chunks(numbers)
-        ids = {shard: self.shard_ids(shard) for shard in np.unique(shards).tolist()}
         return [
-            [ids[shard][start:stop] for start, stop in itertools.pairwise(row)]
+            [self.shard_ids(shard)[start:stop] for start, stop in itertools.pairwise(row)]
             for shard, row in zip(shards.tolist(), bounds.tolist())
         ]
 
@@ -2733,53 +2689,41 @@ class Corpus:
 
         If the file is missing, or if its checksum is wrong, the shard is prepared again.
         """
-        array = self.read_array(number, kind)
-        if array is None:
-            position = self.shards[number]["position"]
-            path = self.path(position, kind)
-            if path.exists():  # else data.keep_tokens has deleted the file
-                note(f"{path} is damaged: this shard is tokenized again")
-            self.prepare_shard(position, again=True)
-            array = self.read_array(number, kind)
-        if array is None:
-            raise UserError(
-                f"{path} was just written and now has different content: check the disk "
-                f"and the memory, and whether another program writes there."
-            )
-        return array
-
-    def read_array(self, number, kind):
-        """Return the array in a file of a shard, or None if the file is not valid."""
         shard = self.shards[number]
         path = self.path(shard["position"], kind)
-        try:
-            if kind == "ends":
-                array = np.fromfile(path, np.int64)
-            elif not shard["tokens"]:
-                array = np.zeros(0, self.dtype)  # an empty file cannot be memory-mapped
-            else:  # a plain array is faster to index than a memmap
-                array = np.memmap(path, self.dtype, "r").view(np.ndarray)
-        except (OSError, ValueError):
-            return None
-        return array if zlib.crc32(array) == shard[kind] else None
+        for _ in range(2):
+            try:  # a plain array is faster to index than a memmap
+                array = np.memmap(path, self.dtypes[kind], "r").view(np.ndarray)
+            except (OSError, ValueError):  # missing or damaged, or correctly empty
+                array = np.zeros(0, self.dtypes[kind])
+            if zlib.crc32(array) == shard[kind]:
+                return array
+            note(f"{path} is missing or damaged: this shard is tokenized again")
+            self.path(shard["position"], "json").unlink(missing_ok=True)
+            self.prepare_shard(shard["position"])
+        raise UserError(
+            f"{path} was just written and now has different content: check the disk and "
+            f"the memory, and whether another program writes there."
+        )
 
-    def prepare_shard(self, position, again=False):
+    def prepare_shard(self, position):
         """Write the files of the shard at a position, and return its metadata.
 
-        If the shard is complete, only its metadata are read, unless `again` is true. A
-        lock file prevents two processes from writing the same shard.
+        If the shard is complete, only its metadata are read. A lock file prevents two
+        processes from writing the same shard.
         """
         path = self.path(position, "json")
         with self.lock, configs.lock(path.with_suffix(".lock"), wait=True):
-            if not again:
-                with contextlib.suppress(UserError):  # metadata missing or damaged
-                    return configs.read_checked(path, SHARD_METADATA)
+            with contextlib.suppress(UserError):  # the metadata are missing or damaged
+                return configs.read_checked(path, SHARD_METADATA)
             reader = self.readers.pop(tuple(position), None) or self.tokenize(*position)
             arrays, next_position = next(reader)
             # If the next shard is in the same source file, the generator is used again.
             if next_position and next_position[1]:
                 self.readers = {tuple(next_position): reader}
-            ids = np.concatenate([np.zeros(0, np.int32), *arrays]).astype(self.dtype)
+            ids = np.concatenate(
+                [[], *arrays], dtype=self.dtypes["ids"], casting="unsafe"
+            )
             ends = np.cumsum([len(array) for array in arrays], dtype=np.int64)
             configs.write_file(self.path(position, "ids"), ids.tobytes())
             configs.write_file(self.path(position, "ends"), ends.tobytes())
@@ -2791,13 +2735,14 @@ class Corpus:
                 "ids": zlib.crc32(ids),
                 "ends": zlib.crc32(ends),
             }
+            self.invalid.count = 0
             if next_position:
                 metadata["next"] = next_position
             configs.write_checked(path, metadata)
             path.with_suffix(".lock").unlink(missing_ok=True)
-            self.invalid.count = 0
-            if not again and (position == [0, 0, 0] or not next_position):
-                self.report([*self.shards, metadata])
+        if position == [0, 0, 0] or not next_position:
+            earlier = [shard for shard in self.shards if shard["position"] < position]
+            self.report([*earlier, metadata])
         return metadata
 
     def tokenize(self, file, shard, first):
@@ -2811,12 +2756,13 @@ class Corpus:
             self.files[file], self.invalid, self.task, self.cfg, self.tokenizer.size
         )
         texts = ((number, texts) for _, number, _, texts in examples if number >= first)
-        encoded = encode_in_background(texts, self.tokenizer, self.unknown_characters)
-        arrays, tokens, last = [], 0, None
-        in_background = threading.current_thread() is not threading.main_thread()
-        title = f"tokenizing {self.title}"
-        with progress_bar(title, "token", quiet=in_background) as bar:
-            for number, document in encoded:
+        arrays = []
+        tokens = 0
+        last = None  # number of the source example before
+        with progress_bar(f"tokenizing {self.title}", "token") as bar:
+            for number, document in encode_in_background(
+                texts, self.tokenizer, self.characters
+            ):
                 limit = SHARD_TOKENS
                 if file == 0:
                     limit = min(limit, FIRST_SHARD_TOKENS << shard)
@@ -2824,12 +2770,12 @@ class Corpus:
                 if tokens >= limit and number != last:
                     shard += 1
                     yield arrays, [file, shard, number]
-                    arrays, tokens = [], 0
-                if self.closed:
-                    raise RuntimeError(f"{self.title} is closed")
+                    arrays = []
+                    tokens = 0
+                size = sum(map(len, document))
                 arrays += document
-                size, last = sum(map(len, document)), number
                 tokens += size
+                last = number
                 bar.update(size)
         yield arrays, [file + 1, 0, 0] if file + 1 < len(self.files) else None
 
@@ -2847,19 +2793,20 @@ class Corpus:
             text += ", the rest follows when it is needed"
         note(text)
         if unknown > 0.001 * tokens:
-            common = self.unknown_characters.most_common(12)
-            characters = " ".join(repr(character) for character, _ in common)
+            characters = [
+                repr(character)
+                for character, _ in self.characters.most_common()
+                if UNK in self.tokenizer.encode(character)
+            ]
             note(
                 f"warning: more than 0.1 % of the tokens are unknown to the vocabulary, "
-                f"because of {characters}: train a vocabulary on this text with "
-                f"--data.vocab train:32000, or use --data.vocab bytes."
+                f"because of {' '.join(characters[:12])}: train a vocabulary on this "
+                f"text with --data.vocab train:32000, or use --data.vocab bytes."
             )
 
 
 class HeldOutPlan:
     """Put one held-out example into each row, in the order of the source."""
-
-    packs = False
 
     def __init__(self, examples):
         self.corpus = examples.corpus
@@ -2895,28 +2842,28 @@ class Dataset:
         return min(math.ceil(count / size), most or math.inf)
 
     def sample(self, most):
-        """Return about `most` tokens of the first shards, to count token frequencies."""
-        found = []
-        for corpus in [task.corpus for task in self.tasks]:
-            number, tokens = 0, 0
-            while tokens < most / len(self.tasks) and corpus.shard(number):
-                ids, bounds = corpus.shard_ids(number), corpus.chunk_bounds(number)
-                if len(corpus.task.objective.features) == 1:
-                    found.append(ids)
-                else:  # the last two boundaries of a chunk are those of the targets
-                    found += [ids[start:stop] for start, stop in bounds[:, -2:].tolist()]
-                number, tokens = number + 1, tokens + len(ids)
-        return np.concatenate(found)[: 2 * most]
+        """Return about `most` tokens of the first shards, to count token frequencies.
+
+        Of examples with inputs and targets, only the targets are returned.
+        """
+        tokens = []
+        for task in self.tasks:
+            corpus = task.corpus
+            left = most / len(self.tasks)
+            number = 0
+            while left > 0 and corpus.shard(number):
+                ids = corpus.shard_ids(number)
+                # The last two boundaries of a chunk enclose the targets, if any.
+                for start, stop in corpus.chunk_bounds(number)[:, -2:].tolist():
+                    tokens.append(ids[start:stop])
+                left -= len(ids)
+                number += 1
+        return np.concatenate(tokens)[: 2 * most]
 
     @property
     def digest(self):
         """Return a string that changes when the tokens of the first shards change."""
         return "-".join(str(task.corpus.shard(0)["ids"]) for task in self.tasks)
-
-    def close(self):
-        """Stop preparing shards in the background."""
-        for task in self.tasks:
-            task.corpus.closed = True
 
 
 def prepare(cfg, split, tokenizer):
@@ -2927,11 +2874,6 @@ def prepare(cfg, split, tokenizer):
     """
     check_tasks(cfg)
     check_vocab_size(tokenizer.size, cfg)
-    if split != "train" and cfg.data.task in MIXTURES:
-        raise UserError(
-            f"{cfg.data.task} is a mixture, and mixtures have no {split} split: name one "
-            f"of its tasks."
-        )
     opened = open_tasks(cfg, split)
 
     @functools.cache
@@ -2953,67 +2895,60 @@ def prepare(cfg, split, tokenizer):
         for corpus in map(open_corpus, rates)
     ]
     check_lengths(tasks, cfg.data, f"{cfg.data.task}, {split}")
-    if split == "train":
-        return Dataset(tasks, training_plan(tasks, list(rates.values()), cfg), cfg)
-    return Dataset(tasks, HeldOutPlan(tasks[0]), cfg)
+    if split != "train":
+        return Dataset(tasks, HeldOutPlan(tasks[0]), cfg)
+    rates = list(rates.values())
+    plan = TrainingPlan(tasks, rates, cfg, plan_path(tasks, rates, cfg))
+    return Dataset(tasks, plan, cfg)
 
 
-def training_plan(tasks, rates, cfg):
-    """Return a TrainingPlan whose row_starts are stored in data.prepared_dir.
+def plan_path(tasks, rates, cfg):
+    """Return the path in data.prepared_dir at which a TrainingPlan stores its rows.
 
-    A resumed run reads row_starts from disk. Then the blocks before the first step of the
-    resumed run need not be packed again.
+    The name of the file is a hash of everything that the assignment of samples to rows
+    depends on.
     """
+    objectives = [task.task.objective for task in tasks]
     identity = [
-        (task.corpus.folder.name, type(objective).__name__, vars(objective))
-        for task in tasks
-        for objective in [task.task.objective]
+        [task.corpus.folder.name for task in tasks],
+        [(type(objective).__name__, vars(objective)) for objective in objectives],
     ]
-    sizes = [BLOCK_SAMPLES, FIRST_SHARD_TOKENS, SHARD_TOKENS]
+    sizes = BLOCK_SAMPLES, FIRST_SHARD_TOKENS, SHARD_TOKENS
     key = repr([identity, rates, cfg.data, cfg.train.seed, *sizes])
     name = f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
-    path = Path(cfg.data.prepared_dir, "plans", name)
-    row_starts = [0]
-    with contextlib.suppress(UserError):  # the file is missing or damaged
-        row_starts = configs.read_checked(path, {"starts": [int]})["starts"]
-    return TrainingPlan(
-        tasks,
-        rates,
-        cfg,
-        row_starts,
-        save=lambda row_starts: configs.write_checked(path, {"starts": row_starts}),
-    )
+    return Path(cfg.data.prepared_dir, "plans", name)
 
 
 def check_lengths(tasks, data, title):
-    """Check before training that examples fit into rows.
+    """Check before training whether the examples of the prepared shards fit into rows.
 
-    If chunks may continue across documents, an example that is too long raises a
-    UserError. Otherwise, long examples are truncated, and a note says how many examples
-    of the prepared shards are too long.
+    Raises a UserError if an example is too long and its objective does not allow that
+    examples are truncated. This holds for objectives whose chunks may continue across
+    documents. For all other objectives, a note says how many examples are truncated.
     """
-    truncated, total = [0, 0], 0
+    truncated = Counter()
+    total = sum(task.corpus.starts[-1] for task in tasks)
     for task in tasks:
-        objective, chunks = task.task.objective, np.arange(task.corpus.starts[-1])
-        task.make(0 * chunks[:1], chunks[:1])  # the objective may raise a UserError, too
-        sizes = task.sizes(0 * chunks, chunks)
-        total += len(chunks)
-        for i, (side, size) in enumerate(zip(SIDES, sizes)):
+        objective = task.task.objective
+        chunks = np.arange(task.corpus.starts[-1])
+        epochs = np.zeros_like(chunks)
+        task.make(epochs[:1], chunks[:1])  # the objective may raise a UserError, too
+        for side, sizes in zip(SIDES, task.sizes(epochs, chunks)):
             limit, eos, kept = truncated_length(side, task.task, data)
-            needed = size.max() + eos
+            needed = sizes.max() + eos
             if objective.across_documents and needed > limit:
                 raise UserError(
                     f"A chunk of {objective.length(data)} tokens becomes {needed} "
                     f"{side}: set --data.{side}_length to {needed} or more (it is "
                     f"{limit})."
                 )
-            truncated[i] += (size > kept).sum()
-    if any(truncated):
-        note(
-            f"{title}: {truncated[0]:,} inputs and {truncated[1]:,} targets of the first "
-            f"{total:,} are longer than {data.inputs_length} and {data.targets_length} "
-            f"tokens and are cut"
-        )
+            truncated[side] += np.count_nonzero(sizes > kept)
+    for side, count in truncated.items():
+        if count:
+            note(
+                f"{title}: {count:,} of the first {total:,} {side} are longer than "
+                f"--data.{side}_length {getattr(data, f'{side}_length')} and are cut"
+            )
 
 
 # ---- evaluated tasks -------------------------------------------------------------------
@@ -3093,26 +3028,18 @@ def unigram_loss(counts, batches, tokenizer):
 # ---- the command -----------------------------------------------------------------------
 
 
-def task_objectives(cfg):
-    """Return the objectives of all tasks of data.task."""
-    return [find_task(name, cfg).objective for name in mixture_rates(cfg.data.task, cfg)]
-
-
 def is_span_corruption(cfg):
     """Return whether span corruption is the only objective of a run."""
-    return all(type(objective) is SpanCorruption for objective in task_objectives(cfg))
+    names = mixture_rates(cfg.data.task, cfg)
+    objectives = [find_task(name, cfg).objective for name in names]
+    return all(type(objective) is SpanCorruption for objective in objectives)
 
 
 def describe_rows(cfg):
     """Return a line that says what a row of a batch holds."""
     data = cfg.data
     if not is_span_corruption(cfg):
-        packs = data.pack and any(objective.packs for objective in task_objectives(cfg))
-        examples = "several packed examples" if packs else "one example"
-        return (
-            f"rows     {data.inputs_length} inputs and {data.targets_length} targets, "
-            f"with {examples} in each row"
-        )
+        return f"rows     {data.inputs_length} inputs and {data.targets_length} targets"
     length = raw_length(data)
     noise, spans = noise_counts(length, data)
     return (
@@ -3124,11 +3051,8 @@ def describe_rows(cfg):
 
 def describe_dataset(dataset):
     """Return a text that says how many examples of a Dataset are prepared."""
-    corpora = [task.corpus for task in dataset.tasks]
-    text = f"{sum(corpus.starts[-1] for corpus in corpora):,} examples"
-    if any(corpus.next_position for corpus in corpora):
-        text += " so far"
-    return f"{text}, packed into rows" if dataset.plan.packs else text
+    count = sum(task.corpus.starts[-1] for task in dataset.tasks)
+    return f"{count:,} examples are prepared"
 
 
 def color_row(ids, segments, tokenizer):
@@ -3136,31 +3060,15 @@ def color_row(ids, segments, tokenizer):
 
     Each segment has its own color, and sentinels are shown in reverse video.
     """
-
-    def style(token):
-        i, segment = token
-        return segment, i >= tokenizer.size - tokenizer.sentinels
-
-    tokens = [token for token in zip(ids.tolist(), segments.tolist()) if token[1]]
     text = ""
-    for (segment, is_sentinel), group in itertools.groupby(tokens, style):
-        words = configs.escape_controls(tokenizer.raw_text([i for i, _ in group]))
+    for segment in range(1, segments.max() + 1):
+        words = tokenizer.raw_text(ids[segments == segment].tolist())
+        words = configs.escape_controls(words)
         if sys.stdout.isatty():
-            inverted = 7 if is_sentinel else 0
-            words = f"\x1b[{inverted};{31 + segment % 6}m{words}\x1b[0m"
+            words = re.sub(r"<extra_id_\d+>", "\x1b[7m\\g<0>\x1b[27m", words)
+            words = f"\x1b[{31 + segment % 6}m{words}\x1b[0m"
         text += words
     return text.strip()
-
-
-def tokens_per_second(work, tokens):
-    """Measure for about 0.2 seconds how many tokens per second a function processes.
-
-    work: function of a call number. tokens: number of tokens that one call processes.
-    """
-    work(0)
-    numbers = itertools.count(1)
-    times, seconds = timeit.Timer(lambda: work(next(numbers))).autorange()
-    return times * tokens / seconds
 
 
 def first_split(cfg):
@@ -3172,117 +3080,86 @@ def first_split(cfg):
     return "train"  # prepare_vocabulary or prepare then raises MissingSplit
 
 
-def show(cfg, count, split):
-    """Print rows of the first batch of a split, and how fast batches are made.
+def show(cfg, count):
+    """Print `count` rows of the first batch, and how fast batches are made.
 
-    count: number of rows. split: name of the split, or None for first_split(cfg).
+    The rows are from the training split. If a task is only evaluated, the rows are from
+    its validation or test split.
     """
     cfg = configs.override(cfg, {"train.eval_every": 0, "train.infer_every": 0})
-    if not split:
-        split = first_split(cfg)
-        if split != "train":
-            note(
-                f"{cfg.data.task} is not trained on: these are examples of its {split} "
-                f"split"
-            )
-    if split != "train":  # held-out examples have a row each
-        cfg = configs.override(cfg, {"data.pack": False})
+    split = first_split(cfg)
+    if split != "train":
+        cfg = evaluation_config(cfg.data.task, cfg)  # refuses a mixture
     tokenizer = prepare_vocabulary(cfg, split)
     dataset = prepare(cfg, split, tokenizer)
-    print(f"task     {cfg.data.task}: {describe_dataset(dataset)}\n{describe_rows(cfg)}")
+    print(f"task     {cfg.data.task}, {split} split: {describe_dataset(dataset)}")
+    print(describe_rows(cfg))
     batch = dataset.batch(0)
-    sides = (
-        ("inputs", batch.inputs, batch.input_segments),
-        ("targets", batch.targets, batch.target_segments),
-    )
+    sides = {
+        "inputs": (batch.inputs, batch.input_segments),
+        "targets": (batch.targets, batch.target_segments),
+    }
     filled = batch.target_segments.any(axis=1).sum()  # a held-out split may have few rows
     for i in range(min(count, filled)):
-        for side, ids, segments in sides:
-            lengths = np.bincount(segments[i])[1:]
-            print(
-                f"\nrow {i}, {side}: {' + '.join(map(str, lengths))} of {ids.shape[1]} "
-                f"tokens\n"
-                f"  {color_row(ids[i], segments[i], tokenizer)}"
-            )
-    real = [segments > 0 for _, _, segments in sides]
-    print(
-        f"\nfilled   {real[0].mean():.1%} of the inputs, {real[1].mean():.1%} of the "
-        f"targets"
-    )
-    steps = 8 if split == "train" else 1  # a held-out split may have one batch only
-    rate = tokens_per_second(
-        lambda step: dataset.batch(step % steps), sum(tokens.sum() for tokens in real)
-    )
-    print(
-        f"speed    {rate / 1e6:.1f} M tokens/s in batches of {cfg.train.batch_size} "
-        f"(one core)"
-    )
-    dataset.close()
+        for side, (ids, segments) in sides.items():
+            lengths = " + ".join(map(str, np.bincount(segments[i])[1:]))
+            print(f"\nrow {i}, {side}: {lengths} of {ids.shape[1]} tokens")
+            print(f"  {color_row(ids[i], segments[i], tokenizer)}")
+    tokens = sum(np.count_nonzero(segments) for _, segments in sides.values())
+    calls, seconds = timeit.Timer(lambda: dataset.batch(0)).autorange()
+    speed = calls * tokens / seconds / 1e6
+    print(f"\nspeed    {speed:.1f} M tokens/s on one core")
 
 
-def list_names():
-    """Print the names of all tasks, with their sources, and the names of all mixtures."""
-    print("tasks")
-    for name, task in TASKS.items():
-        print(f"  {name:36} {getattr(task, 'source', '')}".rstrip())
-    print("mixtures", *MIXTURES, sep="\n  ")
-
-
-def list_mixture(name, cfg):
-    """Print the tasks of a mixture with their rates."""
-    cfg = configs.override(cfg, {"data.task": name})
-    check_tasks(cfg)
+def list_mixture(cfg):
+    """Print the tasks of the mixture data.task with their rates and sources."""
 
     def count_documents(task):
         return Corpus(task, "train", prepare_vocabulary(cfg), cfg).count_documents()
 
-    rates = mixture_rates(name, cfg, count_documents)
-    total, width = sum(rates.values()), max(map(len, rates))
-    trained = sum(rate > 0 for rate in rates.values())
-    print(f"{name}: {len(rates)} tasks, {trained} of them with a rate above 0")
-    print(f"{'task':{width}} {'rate':>12} {'share':>9}  source")
-    for task, rate in sorted(rates.items(), key=lambda item: -item[1]):
+    rates = mixture_rates(cfg.data.task, cfg, count_documents)
+    total = sum(rates.values())
+    print(f"{'task':40} {'rate':>12} {'share':>9}  source")
+    for task, rate in Counter(rates).most_common():
         source = find_task(task, cfg).source
-        print(f"{task:{width}} {rate:>12,.6g} {rate / total:>9.4%}  {source}")
+        print(f"{task:40} {rate:>12,.6g} {rate / total:>9.4%}  {source}")
 
 
-def prepare_all(cfg):
-    """Write all token files that a run needs.
+def prepare_all(cfg, shard):
+    """Write the token files that a run needs.
 
     If examples are packed, all shards of the training split are written. Otherwise, only
     the shards that the steps of the run reach are written.
+
+    shard: None, or "i/n" if n machines share the work. Then machine i, from 0 to n - 1,
+        tokenizes every n-th source file completely.
     """
     tokenizer = prepare_vocabulary(cfg)
+    held_out = {}
+    if cfg.train.eval_every or cfg.train.infer_every:
+        held_out = evaluation_configs(cfg)
+    if shard:
+        first, machines = configs.parse_shard(shard)
+        corpora = [Corpus(name, "train", tokenizer, cfg) for name in open_tasks(cfg)]
+        for name, alone in held_out.items():
+            corpora.append(Corpus(name, "validation", tokenizer, alone))
+        for corpus in corpora:
+            for file in range(first, len(corpus.files), machines):
+                position = [file, 0, 0]
+                while position and position[0] == file:
+                    position = corpus.prepare_shard(position).get("next")
+        print(f"shard {shard} of {cfg.data.task} is prepared")
+        return
     dataset = prepare(cfg, "train", tokenizer)
     rows = (cfg.train.steps - cfg.train.start_step) * cfg.train.batch_size
     counts = dataset.plan.samples_before(rows // BLOCK_SAMPLES + 2)
     for task, count in zip(dataset.tasks, counts.tolist()):
         task.corpus.shard_starts(math.inf if dataset.plan.packs else count)
-    print(f"{'train':10} {describe_dataset(dataset)}")
-    for task, alone in evaluation_configs(cfg).items():
-        held_out = prepare(alone, "validation", tokenizer)
-        held_out.batches(cfg.train.eval_batches)
-        print(f"{'validation':10} {task}: {describe_dataset(held_out)}")
-
-
-def prepare_share(cfg, shard):
-    """Tokenize every n-th source file of a run, so that n machines can share the work.
-
-    shard: "i/n", where i is the number of this machine, from 0 to n - 1.
-    """
-    tokenizer = prepare_vocabulary(cfg)
-    first, machines = configs.parse_shard(shard)
-    wanted = [(name, "train", cfg) for name in open_tasks(cfg)]
-    with contextlib.suppress(MissingSplit):
-        for name, alone in evaluation_configs(cfg).items():
-            wanted.append((name, "validation", alone))
-    for name, split, alone in wanted:
-        corpus = Corpus(name, split, tokenizer, alone)
-        for file in range(first, len(corpus.files), machines):
-            position = [file, 0, 0]
-            while position and position[0] == file:
-                position = corpus.prepare_shard(position).get("next")
-    print(f"shard {shard} of {cfg.data.task} is prepared")
+    print(f"train      {describe_dataset(dataset)}")
+    for name, alone in held_out.items():
+        dataset = prepare(alone, "validation", tokenizer)
+        dataset.batches(cfg.train.eval_batches)
+        print(f"validation {name}: {describe_dataset(dataset)}")
 
 
 def main(argv):
@@ -3290,9 +3167,12 @@ def main(argv):
     args, changes = configs.parse_args(
         __doc__,
         argv,
-        show=dict(type=int, metavar="N", help="print N rows of the first batch"),
-        split=dict(
-            help="split of which --show prints rows (default: train, if the task has it)"
+        show=dict(
+            type=int,
+            default=3,
+            metavar="N",
+            help="print N rows of the first batch (default: 3). This happens unless\n"
+            "--prepare or --list is given",
         ),
         prepare=dict(action="store_true", help="write the token files that a run needs"),
         shard=dict(
@@ -3308,24 +3188,21 @@ def main(argv):
             "or the names of all tasks and mixtures",
         ),
     )
-    if args.show is None and not args.prepare and args.list is None:
-        raise UserError(
-            "data.py needs a command: add --show N, --prepare or --list [MIXTURE]."
-        )
     if not args.run_dir:
         changes = with_vocab_size(changes)
     cfg = configs.resolve(args, changes, recipe=True)
+    if args.list:
+        cfg = configs.override(cfg, {"data.task": args.list})
     check_tasks(cfg)
-    if args.list == "":
-        list_names()
-    elif args.list:
-        list_mixture(args.list, cfg)
-    if args.shard:
-        prepare_share(cfg, args.shard)
-    elif args.prepare:
-        prepare_all(cfg)
-    if args.show is not None:
-        show(cfg, args.show, args.split)
+    if args.list:
+        list_mixture(cfg)
+    elif args.list is not None:
+        print("tasks", *TASKS, sep="\n  ")
+        print("mixtures", *MIXTURES, sep="\n  ")
+    elif args.prepare or args.shard:
+        prepare_all(cfg, args.shard)
+    else:
+        show(cfg, args.show)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ import math
 import os
 import re
 import string
+import time
 
 import jax
 import jax.numpy as jnp
@@ -69,15 +70,15 @@ def loss_sums(params, batch, cfg, first_sentinel):
     """Sum the losses of a batch over all target tokens, and over content tokens alone.
 
     Content tokens are the target tokens without EOS and without sentinels. A sentinel,
-    such as <extra_id_0>, stands for a masked span. EOS and sentinels carry no text, and
+    such as <extra_id_0>, stands for a removed span. EOS and sentinels carry no text, and
     sentinels come in a fixed order, so they are easy to predict. The loss over content
     tokens measures how well the model predicts the text itself. It can be compared with
     the unigram baseline that train.py prints, which counts content tokens only.
 
     params: the parameters of the model.
-    batch: a data.Batch of arrays [B, T].
+    batch: a data.Batch.
     first_sentinel: the lowest id of a sentinel. The sentinels are the last ids.
-    Returns {name: sum}, where each sum is a float32 scalar.
+    Returns a dict from the name of each sum to a float32 scalar.
     """
     losses = model.token_losses(params, batch, cfg)
     cross_entropy = losses[0]
@@ -95,7 +96,8 @@ def evaluate_loss(params, cfg, mesh, dataset, batches):
 
     dataset: a held-out data.Dataset, which contains each example once.
     batches: the number of batches.
-    Returns {metric: value}. Losses are in nats per token, the accuracy is from 0 to 1.
+    Returns a dict {metric: value}. The losses are in nats per token, and the accuracy is
+    between 0 and 1.
     """
     batch_size = cfg.train.batch_size
     tokenizer = dataset.tasks[0].tokenizer
@@ -107,7 +109,8 @@ def evaluate_loss(params, cfg, mesh, dataset, batches):
     for i in range(batches):
         batch = partition.put_batch(dataset.batch(i, rows), batch_size, mesh)
         totals.update(loss_sums(params, batch, cfg, first_sentinel))
-    # Divide only the totals, so that every token has the same weight in the mean.
+    # The totals are divided once, at the end. Every token then has the same weight in the
+    # mean, whatever its batch.
     metrics = model.mean_metrics(totals)
     metrics["content_loss"] = totals["content_loss"] / max(totals["content_tokens"], 1)
     return {name: float(value) for name, value in jax.device_get(metrics).items()}
@@ -117,14 +120,16 @@ def evaluate_loss(params, cfg, mesh, dataset, batches):
 
 
 def read_examples(cfg, tokenizer, split, expand=None, most=None):
-    """Read the examples of a task's split, and encode the examples for the model.
+    """Read the examples of a split of a task, and encode the examples for the model.
 
-    An example is the dict that the task's format makes, with "inputs" and "targets". An
-    invalid example stops the evaluation, or is skipped with --data.on_error skip.
+    An example is a dict with the fields "inputs" and "targets". The task makes this dict
+    from a record of its source. An invalid example stops the evaluation, or is skipped
+    with --data.on_error skip.
 
     cfg: a Config whose data.task is the task.
-    expand: None or, for rank classification, a function (number, example). The function
-        returns a list of dicts, the answer choices, which replace the example.
+    expand: a function (number, example) for rank classification, or None. The function
+        returns a list of dicts, the answer choices of the example. The answer choices
+        replace the example.
     most: the maximum number of examples, or None to read all examples.
     Returns a list of pairs (dict, infer.Example).
     """
@@ -138,6 +143,7 @@ def read_examples(cfg, tokenizer, split, expand=None, most=None):
     encode = infer.ExampleEncoder(cfg, tokenizer, expand is not None, task)
     examples = data.read_task(task_name, split, cfg, report_invalid, tokenizer.size)
     pairs = []
+    # `where` is the file and the line of an example, for messages.
     for number, (where, example) in enumerate(itertools.islice(examples, most)):
         try:
             dicts = expand(number, example) if expand else [example]
@@ -158,10 +164,11 @@ def read_examples(cfg, tokenizer, split, expand=None, most=None):
 
 
 def postprocess(task, text, example, is_target):
-    """Turn the text of a target or prediction into the value that the metrics compare.
+    """Convert the text of a target or of a prediction for the metrics of a task.
 
     For instance, the postprocessor "label" turns the text "entailment" into the number 0.
-    task.postprocess is a name in POSTPROCESSORS, a function, or "" to keep the text.
+    `task.postprocess` is a name in POSTPROCESSORS or a function. If `task.postprocess` is
+    empty, the metrics compare the text itself.
     """
     postprocessor = task.postprocess
     if not postprocessor:
@@ -223,8 +230,8 @@ def answer_choices(task, number, example):
     of the choice). "is_correct" tells whether the choice is correct. "weight" is the
     weight of the example in the metrics.
 
-    P3, the data of T0, also has tasks in which every example is already a single choice.
-    Such an example has the fields idx and is_correct, and may have a weight.
+    In some tasks of P3, the data of T0, each example is one answer choice. Such an
+    example has the fields idx and is_correct, and may have a weight.
     Raises ValueError if the idx or the weight is invalid.
     """
     if "is_correct" in example and "idx" in example:
@@ -274,15 +281,15 @@ def rank_classification(targets, scores, num_classes=None, normalize=False):
     if len(np.unique(indices, axis=0)) < len(indices):
         raise ValueError("a choice of an example occurs twice")
     scores = np.float32(np.divide(scores, lengths) if normalize else scores)
-    # groups has the positions of the choices of each example, in the order of the index.
+    # `groups` lists, for each example, the positions of its choices in `targets`.
     groups = collections.defaultdict(list)
     for position in np.lexsort(indices.T[::-1]):
         groups[indices[position][0]].append(position)
     groups = list(groups.values())
     # If several choices have the highest score, argmax takes the first of these.
     answers = [group[np.argmax(scores[group])] for group in groups]
-    # As in t5, the weight of an example is the weight of its first choice if all
-    # examples have the same choices, and otherwise the weight of the answer.
+    # With num_classes, the weight of an example is the weight of its first choice.
+    # Otherwise the weight of an example is the weight of its answer. t5 does the same.
     weights = weights[[group[0] for group in groups] if num_classes else answers]
     metrics = {"accuracy": percent(np.average(correct[answers], weights=weights))}
     if num_classes:
@@ -338,12 +345,13 @@ def rank(params, cfg, mesh, split, tokenizer, normalize=False):
             f"split: give each choice its own idx."
         )
     scores = list(infer.run_examples(params, cfg, mesh, encoded, "score"))
-    targets = [
+    rows = [
         (choice["idx"], choice["is_correct"], choice["weight"], len(example.targets))
         for choice, example in zip(choices, encoded)
     ]
     lines = [{**choice, "score": score} for choice, score in zip(choices, scores)]
-    # Without the same choices in all examples, only the accuracy is defined.
+    # num_classes is known only if all examples have the same answer choices. It is 0 if
+    # each example of the task is one answer choice, and then has no effect.
     texts = {tuple(choice.get("answer_choices", task.choices)) for choice in choices}
     num_classes = len(texts.pop()) if len(texts) == 1 else None
     if num_classes and not importlib.util.find_spec("sklearn"):
@@ -352,7 +360,7 @@ def rank(params, cfg, mesh, split, tokenizer, normalize=False):
             "scikit-learn: pip install '.[metrics]'."
         )
         num_classes = None
-    return rank_classification(targets, scores, num_classes, normalize), lines
+    return rank_classification(rows, scores, num_classes, normalize), lines
 
 
 # ====== below: metrics, postprocessors, tables and plots, the command ===================
@@ -435,8 +443,8 @@ def matthews_corrcoef(targets, predictions):
 def correlation(name, targets, predictions):
     """Return the Pearson or Spearman correlation of two lists of numbers, using SciPy.
 
-    name: "pearson" or "spearman".
-    The correlation is nan if all targets or all predictions are equal.
+    name: "pearson" or "spearman". The correlation is nan if all targets or all
+    predictions are equal.
     """
     from scipy import stats  # imported here because the import takes half a second
 
@@ -922,9 +930,17 @@ def main(argv):
         for name, task_cfg in tasks.items():
             has_metrics = data.find_task(name, task_cfg).metrics
             mode = args.mode or ("predict" if has_metrics else "loss")
-            print(f"{args.run_dir}, step {step:,}, {name}, {args.split}, {mode}")
             evaluation = evaluations[mode]
+            start = time.perf_counter()
             metrics, lines = evaluation(params, task_cfg, mesh, args.split, tokenizer)
+            seconds = time.perf_counter() - start
+            speed = f"{seconds:.3g} s"
+            if lines:
+                # With --mode rank, each example has a line for each answer choice.
+                ids = [line["idx"][0] if mode == "rank" else id(line) for line in lines]
+                count = len(set(ids))
+                speed = f"{count:,} examples, {count / seconds:.4g} examples/s"
+            print(f"{args.run_dir}, step {step:,}, {name}, {args.split}, {mode}: {speed}")
             for metric, value in metrics.items():
                 print(f"  {metric:22} {value:.4f}")
             name = recorded_name(name, mode, args, changed)

@@ -1,8 +1,8 @@
 """T5 1.1 as pure functions: parameters, encoder, decoder, logits and loss.
 
 A model is two values. The first is a ModelConfig, which states the dimensions. The second
-is a nested dict of float32 arrays, the parameters. `forward` turns a Batch of token ids
-into logits, and `loss_fn` turns them into the training loss.
+is a nested dict of float32 arrays, the parameters. `forward` computes the logits of a
+Batch of token ids, and `loss_fn` computes the training loss of a Batch.
 
     python model.py --config small_c4     print the parameters, their number and the FLOPs
 
@@ -21,9 +21,9 @@ mesh with the axes "data" and "model". P("data", None, "model") says that axis 0
 array is split over "data" and axis 2 over "model". On one device nothing is split, and a
 reader may skip these arguments. partition.py explains the choice.
 
-Everything above the banner is an equation that JAX can differentiate as it stands. Below
-the banner, tuned forms of the same functions replace them. They change speed and memory,
-not results.
+The first half of this file contains equations that JAX can differentiate as they stand.
+The second half begins at a line of equals signs. It replaces some of these functions by
+faster ones, which change speed and memory, but not results.
 
 Example:
     >>> from configs import RECIPES
@@ -57,13 +57,13 @@ from partition import RULES, spec
 
 
 class Param(NamedTuple):
-    """The declaration of one parameter: its shape, its axes and its initial values."""
+    """Declare the shape, the axes and the initial values of one parameter."""
 
     shape: tuple
     # What each axis means, e.g. ("embed", "mlp"). partition.RULES maps a meaning to a
     # mesh axis.
     axes: tuple
-    # The initial distribution: ones, zeros, normal, truncated_normal or uniform.
+    # The initial distribution: ones, normal, truncated_normal or uniform.
     init: str = "ones"
     # The standard deviation of the normal distributions, or the bound of the uniform one.
     scale: float = 1.0
@@ -73,16 +73,18 @@ def param_table(cfg):
     """Return the nested dict of Params that declares every parameter of a ModelConfig.
 
     Initial values, shardings, checkpoints, counts and conversion all follow from this
-    table. Two conventions are T5's own. Attention weights are matrices [D, H*C] and [H*C,
-    D], because Adafactor factors matrices. The attention has no factor 1/sqrt(C): the
-    initial scale of `query` contains this factor instead.
+    table. T5 differs from other Transformers in two ways. The weights of all heads form
+    one matrix, [D, H*C] or [H*C, D], so that Adafactor can store row and column means of
+    this matrix. The attention scores are not divided by sqrt(C), because the initial
+    scale of `query` already contains this factor.
     """
     D, F, V, R = cfg.d_model, cfg.d_ff, cfg.vocab_size, cfg.relative_buckets
     H, C = cfg.num_heads, cfg.d_kv
 
     norm = Param((D,), ("embed",))
     bias_scale = (6 / (H + R)) ** 0.5
-    bias = {"relative_bias": Param((H, R), ("heads", "buckets"), "uniform", bias_scale)}
+    bias_table = Param((H, R), ("heads", "buckets"), "uniform", bias_scale)
+    bias = {"relative_bias": bias_table}
 
     # T5 has one table of position biases for each stack, UMT5 one for each layer.
     stack_bias, layer_bias = ({}, bias) if cfg.layer_biases else (bias, {})
@@ -107,8 +109,7 @@ def param_table(cfg):
         mlp["gate"] = up
 
     def stack(num_layers, layer):
-        """Declare a stack. Each weight of its L layers is one array with a leading axis
-        L."""
+        """Declare a stack, in which each weight of all layers is one array [L, ...]."""
 
         def add_layer_axis(p):
             return p._replace(shape=(num_layers, *p.shape), axes=("layers", *p.axes))
@@ -138,8 +139,7 @@ def param_table(cfg):
 
 
 def is_param(x):
-    """Return whether x is a Param. With it, jax.tree functions treat a Param as a
-    leaf."""
+    """Return whether x is a Param, so that jax.tree functions treat x as a leaf."""
     return isinstance(x, Param)
 
 
@@ -147,7 +147,7 @@ def init_params(cfg, key, rules=RULES):
     """Sample the initial float32 parameters of a ModelConfig.
 
     The values do not depend on the mesh. rules: the sharding rules of the stored
-    parameters, partition.RULES or STORAGE_RULES.
+    parameters. partition.py has different rules for fully sharded training.
     """
 
     def sample(p, key):
@@ -155,8 +155,6 @@ def init_params(cfg, key, rules=RULES):
         shape, sharding = p.shape, spec(p.axes, rules)
         if p.init == "ones":
             return jnp.ones(shape, out_sharding=sharding)
-        if p.init == "zeros":
-            return jnp.zeros(shape, out_sharding=sharding)
         if p.init == "uniform":
             bound = p.scale
             return jax.random.uniform(
@@ -195,12 +193,14 @@ def compute_dtype(cfg):
 
 
 def sharding_of(x):
-    """Return the PartitionSpec of an array. In JAX it is part of an array's type."""
+    """Return the PartitionSpec of an array, which JAX stores in the type of the array."""
     return jax.typeof(x).sharding.spec
 
 
 def dense(x, w):
-    """Multiply activations [B, Q, D] by a weight matrix [D, F], giving [B, Q, F].
+    """Multiply activations [B, Q, D] by a weight matrix [D, F]. Returns [B, Q, F].
+
+    In this function, D and F stand for any two widths.
 
     When D is split over the mesh axis "model", each device holds a partial sum.
     `out_sharding` then makes JAX add the partial sums (an all-reduce).
@@ -222,14 +222,16 @@ def rms_norm(x, scale):
 
 
 def dropout_mask(key, rate, shape, sharding, dtype):
-    """Sample a dropout mask: 0 for a dropped activation, 1 / (1 - rate) for a kept
-    one."""
+    """Sample a dropout mask.
+
+    The mask is 0 for a dropped activation and 1 / (1 - rate) for every other activation.
+    """
     keep = jax.random.bernoulli(key, 1 - rate, shape, out_sharding=sharding)
     return keep.astype(dtype) / (1 - rate)
 
 
 def dropout(x, rate, key, shared_length=True):
-    """Apply dropout to activations [B, Q, D]; without a key, return x unchanged.
+    """Apply dropout to activations [B, Q, D]. Without a key, return x unchanged.
 
     T5 drops the same channels at all positions of a row, so the mask has shape [B, 1, D].
     Only at the end of the encoder does each position have a mask of its own
@@ -243,7 +245,7 @@ def dropout(x, rate, key, shared_length=True):
 
 
 def split_key(key, n):
-    """Split a PRNG key into n keys. Without a key (no dropout), return n times None."""
+    """Split a PRNG key into n keys. If the key is None, return n times None."""
     if key is None:
         return (None,) * n
     return jax.random.split(key, n)
@@ -253,7 +255,7 @@ def split_key(key, n):
 
 
 def relative_bucket(distance, bidirectional, cfg):
-    """Return the bucket of each relative position, as an integer array of the same shape.
+    """Assign each relative position to a bucket. Returns an integer array.
 
     distance: NumPy array of key position minus query position. Short distances have a
     bucket each. Longer ones share buckets whose width grows logarithmically. All
@@ -272,17 +274,28 @@ def relative_bucket(distance, bidirectional, cfg):
         distance = np.maximum(-distance, 0)
     # The first half of the buckets stands for exact distances 0, 1, 2, ...
     exact = buckets // 2
-    # The second half divides exact ... relative_max_distance evenly on a logarithmic
-    # scale. The epsilon and the float32 arithmetic are T5X's: they decide cases at the
-    # edge of a bucket.
+    # The second half covers the distances up to relative_max_distance. On a logarithmic
+    # scale these buckets have equal widths. The epsilon and the float32 arithmetic agree
+    # with T5X, because rounding decides to which bucket a distance at an edge belongs.
     position = np.log(np.float32(distance) / exact + np.finfo(np.float32).eps)
     position = position / np.log(cfg.relative_max_distance / exact) * (buckets - exact)
     logarithmic = np.minimum(exact + position.astype(np.int32), buckets - 1)
     return first_bucket + np.where(distance < exact, distance, logarithmic)
 
 
+def bias_of_buckets(table, bucket):
+    """Look up the bias of each bucket in a table [H, R].
+
+    bucket: the bucket of each pair of a query and a key, [Q, K]. Returns [1, H, Q, K].
+    """
+    return table[None, :, bucket]
+
+
 def relative_bias(w, Q, K, bidirectional, cfg, shared=None):
-    """Look up the position bias of each head, query and key: float32 [1, H, Q, K].
+    """Return the position bias, which is added to the attention scores.
+
+    The bias has the shape [1, H, Q, K] and is float32. It depends on the head and on the
+    relative position of query and key.
 
     w: the weights of a stack or of a layer. When w has no table "relative_bias" [H, R],
     return `shared`: T5 computes the bias once for a stack, and all of its layers add the
@@ -292,11 +305,11 @@ def relative_bias(w, Q, K, bidirectional, cfg, shared=None):
         return shared
     distance = np.arange(K) - np.arange(Q)[:, None]
     bucket = relative_bucket(distance, bidirectional, cfg)
-    return w["relative_bias"][None, :, bucket]
+    return bias_of_buckets(w["relative_bias"], bucket)
 
 
 def attention_mask(query_segments, key_segments, causal=False):
-    """Return which keys each query sees, as booleans [B, 1, Q, K].
+    """Return a boolean mask [B, 1, Q, K] of the keys that each query sees.
 
     query_segments [B, Q] and key_segments [B, K] number the packed examples of a row from
     1, and padding is 0. A query sees the keys of its own example. With `causal` it sees
@@ -334,7 +347,7 @@ def keys_values(w, x, cfg):
 
 
 def attend(q, k, v, bias, mask):
-    """Compute softmax(q k^T + bias) v for all heads, with the softmax in float32.
+    """Compute softmax(q k^T + bias) v for all heads. The softmax is float32.
 
     q [B, H, Q, C], k and v [B, H, K, C], bias [1, H, Q, K] or None, mask [B, 1, Q, K].
     Returns [B, H, Q, C]. T5 does not divide the scores by sqrt(C), see param_table.
@@ -347,21 +360,23 @@ def attend(q, k, v, bias, mask):
     return jnp.einsum("bhqk,bhkc->bhqc", probabilities, v)
 
 
-# named_scope labels the operations of a function, so that a profile shows which part they
-# are.
+# named_scope labels the operations of a function. A profile then shows to which part of
+# the model an operation belongs.
 @jax.named_scope("attention")
-def attention(w, x, keys_values, bias, mask, cfg, key=None, core=None):
-    """Compute multi-head attention with its dropout; x and the result are [B, Q, D].
+def attention(w, x, kv, bias, mask, cfg, key=None, core=None):
+    """Compute multi-head attention, followed by dropout.
 
-    x: normalized activations, from which the queries are projected. keys_values: what the
-    queries attend to, from the function keys_values. core: replaces `attend` in decoding.
+    x: normalized activations [B, Q, D], from which the queries are projected. kv: the
+    keys and values that the queries attend to. core: a function that computes the
+    attention instead of `attend`; infer.py passes one for decoding. Returns [B, Q, D].
     """
     key_probabilities, key_out = split_key(key, 2)
     q = split_heads(dense(x, w["query"]), cfg)
-    k, v = keys_values
+    k, v = kv
     if key is not None and cfg.dropout:
-        # T5 drops an attention probability for all queries of a key at once. Dropping the
-        # value of this key has the same effect, and its mask is smaller.
+        # When T5 drops an attention probability, T5 drops this key for all queries.
+        # Setting the value of the key to zero has the same effect, and needs a smaller
+        # mask.
         mask_shape = (*v.shape[:-1], 1)
         v = v * dropout_mask(
             key_probabilities, cfg.dropout, mask_shape, sharding_of(v), v.dtype
@@ -400,7 +415,7 @@ def mlp(w, x, cfg, key=None):
 
 
 def embed(params, ids, cfg, key):
-    """Look up the embeddings of token ids [B, Q], giving [B, Q, D].
+    """Look up the embeddings of token ids [B, Q]. Returns [B, Q, D].
 
     T5 does not scale the embeddings. The lookup is in float32: its gradient is a sum over
     all occurrences of a token, and float32 keeps this sum exact enough.
@@ -411,7 +426,7 @@ def embed(params, ids, cfg, key):
 
 
 def reshard_for_compute(weights, table):
-    """Reshard the weights of one layer from their stored sharding to that of compute.
+    """Reshard the weights of one layer for the computation.
 
     Under FSDP (fully sharded data parallelism) the stored weights are split over the data
     axis too, and this is the all-gather. Without FSDP the two shardings are equal, and
@@ -425,30 +440,43 @@ def reshard_for_compute(weights, table):
     return jax.tree.map(reshard, table, weights, is_leaf=is_param)
 
 
+def scan_layers(layer, x, weights, keys, cfg):
+    """Apply the layers of a stack in sequence to activations [B, Q, D].
+
+    layer: a function (weights, x, key) -> x. weights: a nested dict of arrays with a
+    leading axis L. keys: L PRNG keys, or None for no dropout. lax.scan calls the function
+    with one slice of these arrays after another. JAX therefore compiles the layer once,
+    however deep the stack is.
+    """
+
+    def step(x, weights_and_key):
+        weights, key = weights_and_key
+        return layer(weights, x, key), None
+
+    x, _ = lax.scan(step, x, (weights, keys))
+    return x
+
+
 def run_layers(layer, x, stack, params, cfg, key):
     """Apply all layers of a stack to activations [B, Q, D].
 
     layer: a function (weights, x, key) -> x. stack: "encoder" or "decoder". The weights
-    of the layers are stacked: each is one array with a leading axis L. lax.scan runs the
-    layer once for each index of this axis. The layer is therefore compiled once, however
-    deep the stack is.
+    of the layers are stacked, which means that each is one array with a leading axis L.
     """
     table = param_table(cfg)[stack]["layers"]
     depth = cfg.num_layers if stack == "encoder" else cfg.num_decoder_layers
     keys = None if key is None else jax.random.split(key, depth)
+    # Cast before resharding, so that the all-gather of FSDP moves the smaller dtype.
+    weights = jax.tree.map(lambda w: w.astype(x.dtype), params[stack]["layers"])
 
-    def step(x, weights_and_key):
-        weights, key = weights_and_key
-        # Cast before resharding, so that the all-gather of FSDP moves the smaller dtype.
-        weights = jax.tree.map(lambda w: w.astype(x.dtype), weights)
-        return layer(reshard_for_compute(weights, table), x, key), None
+    def resharded_layer(weights, x, key):
+        return layer(reshard_for_compute(weights, table), x, key)
 
-    x, _ = lax.scan(step, x, (params[stack]["layers"], keys))
-    return x
+    return scan_layers(resharded_layer, x, weights, keys, cfg)
 
 
 def encode(params, cfg, inputs, segments, key=None):
-    """Run the encoder on token ids [B, S], giving [B, S, D].
+    """Run the encoder on token ids [B, S]. Returns [B, S, D].
 
     segments [B, S]: the number of the packed example that a token belongs to, 0 for
     padding. key: the PRNG key of dropout, None for no dropout.
@@ -495,9 +523,9 @@ def decoder_layer(
     """Apply one decoder layer to activations x [B, T, D].
 
     The layer has three residual blocks: self-attention, cross-attention to the encoder's
-    output, and the feed-forward layer. normalized: the norm of x. self_kv and cross_kv:
-    the keys and values of the two attentions. In decoding they come from a cache
-    (infer.py), which is why the caller computes them. core: see `attention`.
+    output, and the feed-forward layer. normalized: x after rms_norm. self_kv and
+    cross_kv: the keys and values of the two attentions. In decoding they come from a
+    cache (infer.py), which is why the caller computes them. core: see `attention`.
     """
     key_self, key_cross, key_mlp = split_key(key, 3)
     w_self, w_cross, w_mlp = w["self_attention"], w["cross_attention"], w["mlp"]
@@ -543,7 +571,7 @@ def output_logits(x, w):
 
 @jax.named_scope("logits and loss")
 def unembed(params, cfg, x):
-    """Compute the logits of all tokens of the vocabulary, float32 [B, T, V].
+    """Compute the logits of all tokens of the vocabulary. Returns float32 [B, T, V].
 
     T5 1.0 ties the output layer to the embedding and scales the logits by 1 / sqrt(D).
     """
@@ -555,7 +583,7 @@ def unembed(params, cfg, x):
 
 
 def forward(params, batch, cfg, key=None):
-    """Run encoder and decoder on a data.Batch, giving logits, float32 [B, T, V].
+    """Run encoder and decoder on a data.Batch. Returns float32 logits [B, T, V].
 
     cfg: a ModelConfig. key: the PRNG key of dropout, None for no dropout.
     """
@@ -577,7 +605,7 @@ def forward(params, batch, cfg, key=None):
 
 
 def smoothed_target(label_smoothing, V):
-    """Return the smoothed target distribution: on, off and its entropy in nats.
+    """Return the probabilities of label smoothing and their entropy in nats.
 
     Label smoothing gives the target the probability `on` = 1 - label_smoothing. The other
     V - 1 tokens share the rest, so that each of them has the probability `off`.
@@ -617,10 +645,10 @@ def token_losses(params, batch, cfg, key=None):
 
 
 def sum_over_tokens(losses, batch):
-    """Sum the three results of token_losses over the real target tokens of a batch.
+    """Sum the losses and the correct predictions over the target tokens of a batch.
 
-    Segment 0 marks padding, which does not count. Returns {cross_ent_loss, z_loss,
-    correct, tokens}, each a float32 scalar; mean_metrics divides them.
+    losses: the three results of token_losses. Segment 0 marks padding, which does not
+    count. Returns a dict of float32 scalars: cross_ent_loss, z_loss, correct and tokens.
     """
     weight = (batch.target_segments > 0).astype(jnp.float32)
     cross_ent_loss, z_loss, correct = (jnp.sum(x * weight) for x in losses)
@@ -633,8 +661,10 @@ def sum_over_tokens(losses, batch):
 
 
 def mean_metrics(sums):
-    """Divide the sums of sum_over_tokens by the tokens: nats per token, accuracy 0 to
-    1."""
+    """Divide the results of sum_over_tokens by the number of tokens.
+
+    The losses are then in nats per token, and the accuracy is between 0 and 1.
+    """
     tokens = jnp.maximum(sums["tokens"], 1)
     return {
         "loss": (sums["cross_ent_loss"] + sums["z_loss"]) / tokens,
@@ -645,11 +675,11 @@ def mean_metrics(sums):
 
 
 def loss_fn(params, batch, cfg, key=None):
-    """Return the loss, summed over the target tokens of a batch, and its parts.
+    """Return the sum of the loss over the target tokens of a batch, and its parts.
 
-    The parts are those of sum_over_tokens. The loss is cross entropy plus z-loss in nats.
-    It is a sum, not a mean: the caller divides it by the number of tokens. cfg: a Config.
-    key: the PRNG key of dropout, None for no dropout.
+    The loss is cross entropy plus z-loss in nats. The parts are the results of
+    sum_over_tokens. The caller divides the loss by the number of tokens to get a mean.
+    cfg: a Config. key: the PRNG key of dropout, or None for no dropout.
     """
     sums = sum_over_tokens(token_losses(params, batch, cfg, key), batch)
     return sums["cross_ent_loss"] + sums["z_loss"], sums
@@ -659,23 +689,25 @@ def loss_fn(params, batch, cfg, key=None):
 
 
 # ---- what the compiler is told: changes speed and memory, not results ------------------
-# Each tuned form below replaces the function of the same name above the banner. Three
-# sentences say what it does, for which compiler, and what it gained when it was measured.
-# Cycles are those that the TPU compiler estimates for one training step of T5 1.1 small
-# on v5e:2x4, batch 256, unless another size or chip is named. Without any tuned form the
-# step takes 170.9 M cycles and 9.1 GB, with all of them 78.4 M cycles and 2.8 GB.
-# On a CPU, a step takes a quarter less time with all of them.
+# Each function in this section replaces the function of the same name above. A comment
+# says what the replacement does, for which compiler, and what it gained when it was
+# measured. Numbers of cycles are estimates by the TPU compiler for one training step of
+# T5 1.1 small on v5e:2x4 with batch 256, unless the comment names another size or chip.
+# Without any of the replacements this step takes 170.9 M cycles and 9.1 GB. With all of
+# them the step takes 78.4 M cycles and 2.8 GB. On a CPU, the replacements save a quarter
+# of the time of a step.
 
-# The environment variable PLAIN_T5_TUNED=0 turns every tuned form off. Change an equation
-# above the banner with this setting first, and tune it afterwards: `pytest -k tuned`
-# compares the two.
+# The environment variable PLAIN_T5_TUNED=0 turns every replacement off. Whoever changes
+# an equation changes it with this setting first, and changes its replacement afterwards.
+# The command `pytest -k tuned` compares the equations with the replacements.
 TUNED = os.environ.get("PLAIN_T5_TUNED", "1") != "0"
 
 
 def tuned(plain):
-    """Decorate a tuned form of the function `plain`; it is used unless TUNED is false."""
+    """Replace the function `plain` by the decorated function, if TUNED is true."""
 
     def decorate(fast):
+        # Each call decides between the two functions when JAX traces the call.
         @functools.wraps(fast)
         def plain_or_tuned(*args, **kwargs):
             return (fast if TUNED else plain)(*args, **kwargs)
@@ -685,26 +717,25 @@ def tuned(plain):
     return decorate
 
 
-# Dense layers. XLA chooses the form of a weight gradient from the form of the forward
-# matmul.
-# - CPU: merge batch and length into one axis before the matmul. The weight gradient is
-#   then an ordinary matrix product, which takes 1 / 1.4 of the time of a contraction over
-#   two axes.
-# - GPU and TPU: keep three axes, and compute the weight gradient as [D, F], the axis
-#   order of the stored weights. Merging the axes costs copies on a TPU. Without these
-#   copies the step of small took 139 M cycles instead of 214 M when this was tried.
+# Dense layers. XLA derives the gradient of a matmul from the shapes of the matmul, so the
+# shapes decide how fast the gradient is.
+# - On a CPU, merge batch and length into one axis before the matmul. The weight gradient
+#   is then a product of two matrices. A sum over two axes takes 1.4 times as long.
+# - On a GPU or TPU, keep the three axes, and compute the weight gradient as [D, F], the
+#   axis order of the stored weights. Merging the axes makes a TPU copy the activations.
+#   The step of small took 139 M cycles without these copies and 214 M cycles with them.
 
 
 @tuned(dense)
 def dense(x, w):
-    """Compute `dense` in the form whose gradient is fastest on the current platform."""
+    """Multiply activations by a weight matrix in the fastest way for the platform."""
     if partition.platform() == "cpu":
         return merged_dense(x, w)
     return batched_dense(x, w)
 
 
 def merged_dense(x, w):
-    """Compute `dense` as a product of two matrices, [B * Q, D] and [D, F]."""
+    """Merge batch and length, and multiply two matrices [B * Q, D] and [D, F]."""
     rows, columns = sharding_of(x)[0], sharding_of(w)[1]
     x_matrix = x.reshape(-1, x.shape[-1])
     y = jnp.einsum("nd,df->nf", x_matrix, w, out_sharding=P(rows, columns))
@@ -713,8 +744,7 @@ def merged_dense(x, w):
 
 @jax.custom_gradient
 def batched_dense(x, w):
-    """Compute `dense`, and its weight gradient in the axis order of the stored
-    weights."""
+    """Multiply activations by a weight matrix, and define both gradients explicitly."""
 
     def gradient(d_y):
         d_x = jnp.einsum("bqf,df->bqd", d_y, w, out_sharding=sharding_of(x))
@@ -726,82 +756,81 @@ def batched_dense(x, w):
     return y, gradient
 
 
-# Gated unit. XLA would recompute the gradients of `gate` and `up` inside both matmuls
-# that read them. An optimization barrier makes XLA write these gradients to memory once,
-# on every platform. On a TPU, this barrier and the next one together save 8 M of 86 M
-# cycles.
+# Gated unit. Two matmuls of the backward pass read the gradients of `gate` and `up`, and
+# XLA would recompute these gradients in both. An optimization barrier makes XLA write the
+# gradients to memory once. On a TPU, the barriers here and at the logits reduced the step
+# from 86 M to 78 M cycles.
 
 
 @tuned(gated_unit)
 def gated_unit(gate, up, activation):
-    """Compute `gated_unit` behind a barrier, which also applies to the gradients."""
+    """Compute a gated unit whose gradients XLA computes once."""
     gate, up = lax.optimization_barrier((gate, up))
     return activation(gate) * up
 
 
-# Logits. XLA would compute the gradient of the output layer last, and keep the logits
-# until then. A barrier makes both gradients of the logits be computed at once, on every
-# platform. It saves 0.24 GB on small, and the all-reduce of this gradient then overlaps
-# with the backward pass.
+# Logits. XLA would compute the gradient of the output layer at the end of the backward
+# pass, and keep the logits in memory until then. A barrier makes XLA compute this
+# gradient together with the gradient of the decoder's output, so that the logits can be
+# freed. The barrier saves 0.24 GB for small.
 
 
 @tuned(output_logits)
 def output_logits(x, w):
-    """Compute `output_logits` behind a barrier, which also applies to the gradients."""
+    """Compute the logits so that XLA can free them early in the backward pass."""
     return dense(*lax.optimization_barrier((x, w)))
 
 
 # Position bias, on every platform.
-# - The lookup is a matmul with one-hot vectors, because the gradient of a lookup is a
-#   scatter-add, which is slow on every platform. Its gain was not measured separately.
-# - Each data shard has its own copy of the table. The layers then add up the gradients of
-#   a copy on each device, and one all-reduce follows. Without copies each layer has its
-#   own all-reduce.
+# - A matmul with one-hot vectors replaces the lookup in the table. The gradient of a
+#   lookup is a scatter-add, which is slow. The gain of this matmul was not measured by
+#   itself.
+# - Each data shard uses a copy of the table. A device first adds up the gradients of all
+#   layers for this copy, and one all-reduce over the devices follows. Without the copies,
+#   every layer would need an all-reduce.
 
 
-@tuned(relative_bias)
-def relative_bias(w, Q, K, bidirectional, cfg, shared=None):
-    """Compute `relative_bias` as [N, H, Q, K], one copy for each of the N data shards."""
-    if "relative_bias" not in w:
-        return shared
-    distance = np.arange(K) - np.arange(Q)[:, None]
-    bucket = relative_bucket(distance, bidirectional, cfg)
-    one_hot = jax.nn.one_hot(bucket, cfg.relative_buckets, axis=0, dtype=jnp.float32)
+@tuned(bias_of_buckets)
+def bias_of_buckets(table, bucket):
+    """Return the bias of each bucket for each of N data shards, [N, H, Q, K]."""
+    one_hot = jax.nn.one_hot(bucket, table.shape[1], axis=0, dtype=jnp.float32)
     data_shards = jax.sharding.get_abstract_mesh().shape["data"]
     ones = jnp.ones((data_shards, 1, 1), out_sharding=P("data"))
-    return jnp.einsum("nhr,rqk->nhqk", ones * w["relative_bias"], one_hot)
+    return jnp.einsum("nhr,rqk->nhqk", ones * table, one_hot)
 
 
-# Attention. Four tricks work together, with a gradient of our own
-# (fused_attention.defvjp).
+# Attention. The function fused_attention has an explicit gradient, and uses these ideas:
 # - The softmax is normalized after the matmul with the values, as in FlashAttention. A
-#   column of ones beside the values gives its denominator in the same matmul. 139 M ->
-#   125 M cycles.
-# - The backward pass recomputes the probabilities from the logarithm of the denominator,
-#   as in FlashAttention (Dao et al. 2022; Rabe and Staats 2021), so they are not stored.
-# - On v5e and v6e, groups of heads are processed in sequence, so that the scores of one
-#   group fit into fast on-chip memory. Base: 312 M -> 281 M cycles.
-# - On a TPU without groups, the scores of self-attention are saved for the backward pass.
-#   Those of cross-attention are recomputed: 5 % less memory for 1 % more time on v5p.
-# - Each device computes its own rows and heads (shard_map), so XLA inserts no
-#   communication.
+#   column of ones beside the values yields the softmax denominator in the same matmul.
+#   This reduced the step from 139 M to 125 M cycles.
+# - The probabilities are not stored. The backward pass recomputes the probabilities from
+#   the scores and the logarithm of the softmax denominator, as FlashAttention does (Rabe
+#   and Staats 2021, Dao et al. 2022).
+# - On v5e and v6e, attention processes groups of heads in sequence, so that the scores of
+#   one group fit into fast on-chip memory. This reduced the step of base on v5e from 312
+#   M to 281 M cycles.
+# - On a TPU that processes all heads at once, the scores of self-attention are saved for
+#   the backward pass. The scores of cross-attention are recomputed. On v5p, recomputing
+#   these scores saved 5 % of the memory for 1 % more time.
+# - shard_map makes each device compute the rows and heads that it holds. XLA then inserts
+#   no communication into the attention.
 
 
 @tuned(attend)
 def attend(q, k, v, bias, mask):
-    """Compute `attend` on each device for the rows and heads that it holds."""
+    """Compute attention on each device for the rows and heads of this device."""
     return jax.shard_map(fused_attention, out_specs=sharding_of(v))(q, k, v, bias, mask)
 
 
 @jax.custom_vjp
 def fused_attention(q, k, v, bias, mask):
-    """Compute attention, normalizing the softmax after the matmul with v."""
+    """Compute attention, dividing by the softmax denominator as the last operation."""
     sums, _ = weighted_sums(masked_scores(q, k, bias, mask), v)
     return normalize(sums, v.dtype)
 
 
 def masked_scores(q, k, bias, mask):
-    """Compute the attention scores [B, H, Q, K]; masked scores are -1e10.
+    """Compute the attention scores [B, H, Q, K]. The score of a masked key is -1e10.
 
     The scores are rounded to the dtype of q. The matmul sums in float32. On a GPU its
     result is rounded before the bias is added: a GPU writes the scores to memory, and
@@ -815,7 +844,10 @@ def masked_scores(q, k, bias, mask):
 
 
 def weighted_sums(scores, v):
-    """Sum the values, weighted by exp(score - maximum), and sum the weights themselves.
+    """Compute the numerator and the denominator of softmax attention.
+
+    The numerator is the sum of the values with the weights exp(score - maximum). The
+    denominator is the sum of the weights.
 
     Returns float32 [B, H, Q, C + 1], whose last channel is the sum of the weights (the
     denominator of the softmax), and the maximum of each row of scores, [B, H, Q, 1].
@@ -831,22 +863,22 @@ def weighted_sums(scores, v):
 
 
 def normalize(sums, dtype):
-    """Divide the weighted sums by the softmax denominator, their last channel."""
+    """Divide the numerator of softmax attention by the denominator (the last channel)."""
     return (sums[..., :-1] / sums[..., -1:]).astype(dtype)
 
 
 def fused_attention_forward(q, k, v, bias, mask):
-    """Compute attention, and return it with the arrays that the backward pass needs.
+    """Return the result of attention and the arrays that the backward pass needs.
 
-    checkpoint_name marks the arrays that rematerialization may save. The names are given
-    after the last use of an array, because XLA would copy a named array at each use.
+    checkpoint_name marks the arrays that rematerialization may save. Each array is marked
+    after its last use here, because XLA would copy a marked array at every later use.
     """
     n = count_head_groups(q, k)
     q_groups, k_groups, v_groups = (split_heads_into(n, x) for x in (q, k, v))
     bias_groups = split_heads_into(n, bias)
     if n > 1 and bias is not None:
-        # The layout that the scores have in memory. Otherwise each layer transposes the
-        # bias.
+        # Store the bias in the memory layout of the scores. Otherwise every layer would
+        # transpose the bias.
         layout = Layout((0, 1, 3, 2))
         bias_groups = [with_layout_constraint(x, layout) for x in bias_groups]
 
@@ -856,7 +888,8 @@ def fused_attention_forward(q, k, v, bias, mask):
     groups = [*zip(q_groups, k_groups, v_groups, bias_groups)]
     sums, maximum = run_in_sequence(group_sums, groups)
     out = checkpoint_name(normalize(sums, v.dtype), "attended")
-    # The log of the denominator. exp(score - log_z) is a probability.
+    # log_z is the logarithm of the softmax denominator. The probability of a key is
+    # exp(score - log_z).
     log_z = checkpoint_name(maximum + jnp.log(sums[..., -1:]), "attended")
     saves_scores = n == 1 and bias is not None and partition.platform() == "tpu"
     # XLA merges this second computation of the scores with the first.
@@ -867,7 +900,8 @@ def fused_attention_forward(q, k, v, bias, mask):
 
 
 def fused_attention_backward(saved, d_out):
-    """Compute the gradients of q, k, v and bias; the mask has none."""
+    """Return the gradients of q, k, v, bias and mask. The gradient of the mask is
+    None."""
     (q_groups, k, v, bias_groups, scores), mask, out, log_z = saved
     n = len(q_groups)
     others = [split_heads_into(n, x) for x in (k, v, out, log_z, d_out)]
@@ -925,22 +959,18 @@ def count_head_groups(q, k):
 
 
 def split_heads_into(n, x):
-    """Split an array [B, H, ...] into n arrays [B, H/n, ...]. Split None into n times
-    None."""
+    """Split the heads of an array [B, H, ...] into n groups. Returns n arrays."""
     if x is None:
         return [None] * n
     return jnp.split(x, n, axis=1)
 
 
 def run_in_sequence(function, groups):
-    """Apply a function to one group of heads after another, and join the results.
+    """Process the groups of heads in sequence, and join their results along the heads.
 
-
-
-    The barrier makes a group wait for the result of the group before it; XLA would
-    otherwise interleave the groups, and their scores would not fit into fast memory
-    together. Each result is written into its place of the joined array, which saves the
-    copies of a concatenation.
+    Without a barrier, XLA would interleave the groups, and the scores of all groups would
+    be in memory at the same time. All results are written into one large array, which
+    avoids the copies of a concatenation.
     """
     n = len(groups)
     if n == 1:
@@ -964,23 +994,27 @@ def run_in_sequence(function, groups):
 
 
 # Layers.
-# - Rematerialization (jax.checkpoint): the backward pass recomputes activations instead
-#   of reading saved ones. remat_policy says which are saved, on every platform.
+# - Rematerialization (jax.checkpoint): the backward pass recomputes activations that were
+#   not saved. The function remat_policy says which activations are saved, on every
+#   platform.
 # - Unrolling: on GPUs and TPUs, up to size large, the scan becomes a sequence of layers.
-#   This saves copying slices in and out of stacked arrays: 125 M -> 95 M cycles.
-# - Both passes share one slice of the stacked weights, taken behind a barrier. XLA would
-#   otherwise keep a second copy of the weights of all layers. Base: 240 M -> 236 M
-#   cycles.
-# - All layers are cast to the compute dtype at once, before the scan, so that slices and
-#   all-gathers move half of the bytes. Casting each layer by itself is 3 % slower on v5p.
+#   The program then copies no slices in and out of stacked arrays. This reduced the step
+#   from 125 M to 95 M cycles.
+# - Forward and backward pass share one slice of the stacked weights, which is taken
+#   before a barrier. XLA would otherwise keep a second copy of the weights of all layers.
+#   This reduced the step of base from 240 M to 236 M cycles.
+# - All layers are cast to the compute dtype at once, before the scan. Slices and
+#   all-gathers then move half of the bytes. Casting each layer by itself made the step of
+#   large on v5p 3 % slower.
 
 
 def remat_policy(remat):
     """Return the jax.checkpoint policy for a value of --model.remat.
 
     The policy decides which intermediate results are saved for the backward pass. "dots"
-    saves the outputs of matmuls with weights, which take the time, and what attention
-    names; scores, which take the memory, are recomputed. "full" saves only the outputs of
+    saves the outputs of all matmuls with weights, because these matmuls take most of the
+    time. "dots" also saves the arrays that attention marks. The attention scores take
+    most of the memory and are recomputed. "full" saves nothing but the outputs of
     attention. "none" saves everything except resharded weights.
     """
     policies = jax.checkpoint_policies
@@ -995,49 +1029,43 @@ def remat_policy(remat):
     return lambda primitive, *_, **__: primitive.name != "reshard"
 
 
-@tuned(run_layers)
-def run_layers(layer, x, stack, params, cfg, key):
-    """Compute `run_layers` with rematerialized layers, unrolled where that is faster."""
-    table = param_table(cfg)[stack]["layers"]
-    depth = cfg.num_layers if stack == "encoder" else cfg.num_decoder_layers
-    keys = None if key is None else jax.random.split(key, depth)
-    weights = jax.tree.map(lambda w: w.astype(x.dtype), params[stack]["layers"])
+@tuned(scan_layers)
+def scan_layers(layer, x, weights, keys, cfg):
+    """Apply rematerialized layers in sequence, and unroll the loop where that is
+    faster."""
+    depth = len(weights["mlp"]["norm"])
     unroll = partition.platform() != "cpu" and depth <= 24 and cfg.d_model <= 1024
-
-    def resharded_layer(x, weights, key):
-        return layer(reshard_for_compute(weights, table), x, key)
-
-    # prevent_cse keeps XLA from undoing the rematerialization by common-subexpression
-    # elimination. In a loop there is nothing to undo. Weights that need no all-gather are
-    # exempt, because recomputing with them costs no memory.
+    # Common-subexpression elimination (CSE) in XLA would undo the rematerialization of
+    # unrolled layers, and prevent_cse avoids this. In a loop, XLA cannot merge the two
+    # passes. Both passes may share weights, unless the weights come from an all-gather.
     needs_all_gather = "data" in sharding_of(weights["mlp"]["up"])
     prevent_cse = unroll
     if cfg.remat != "full" and not needs_all_gather:
-        prevent_cse = (unroll, False, False)
-    rematerialized = jax.checkpoint(
-        resharded_layer, policy=remat_policy(cfg.remat), prevent_cse=prevent_cse
-    )
+        prevent_cse = (False, unroll, False)
+    policy = remat_policy(cfg.remat)
+    rematerialized = jax.checkpoint(layer, policy=policy, prevent_cse=prevent_cse)
 
     def step(x, weights_and_key):
         weights, key = weights_and_key
         if unroll:
             weights = lax.optimization_barrier(weights)
-        return rematerialized(x, weights, key), None
+        return rematerialized(weights, x, key), None
 
     x, _ = lax.scan(step, x, (weights, keys), unroll=unroll)
     return x
 
 
-# Loss. The target's logit is selected by comparing column numbers, not by a lookup, whose
-# gradient would be a scatter. All sums over the vocabulary then share one pass over the
-# logits, on every platform, and the devices that split the vocabulary exchange [B, T]
-# sums only. On a CPU, the loss takes 1.2 times as long with a lookup.
+# Loss, on every platform. The logit of the target is selected by comparing column
+# numbers. The gradient of a lookup would be a scatter-add, which makes the loss take 1.2
+# times as long on a CPU. With comparisons, all sums over the vocabulary share one pass
+# over the logits. Devices that split the vocabulary exchange sums of shape [B, T], but no
+# logits.
 
 
 @tuned(cross_entropy)
 @jax.named_scope("logits and loss")
 def cross_entropy(logits, targets, z_loss=0.0, label_smoothing=0.0):
-    """Compute `cross_entropy` in one pass over logits that several devices may share."""
+    """Compute the losses in one pass over the logits."""
     shardings = (P("data", None, "model"), P("data", None))
     logits, targets = jax.reshard((logits, targets), shardings)
     on, off, entropy = smoothed_target(label_smoothing, logits.shape[-1])
@@ -1088,7 +1116,9 @@ def train_flops(cfg, S, T):
 
 
 def minimum_memory(cfg, rows, S, T, copies=1, beams=0):
-    """Return a lower bound of the memory that a batch needs, as {what: bytes}.
+    """Estimate the smallest memory that a batch can need, in bytes.
+
+    Returns a dict from the name of a part to its bytes.
 
     rows: the rows of the batch, of S input and T target tokens. copies: the number of
     float32 copies of the parameters. beams: the beams of cached decoding, 0 for a forward

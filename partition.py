@@ -84,7 +84,8 @@ RULES = {
     "vocab": "model",
     "heads": "model",
     "mlp": "model",
-    # None: the axis is not split, so every device holds all of it.
+    # An axis with the value None is not split. Every device holds the complete axis.
+    # The key None stands for a dimension without a logical axis.
     "embed": None,
     "layers": None,
     "buckets": None,
@@ -112,7 +113,7 @@ def spec(axes, rules=RULES):
 
 
 def set_mesh(cfg, devices=None):
-    """Create the mesh of a Config and make the mesh JAX's current one.
+    """Create the mesh of devices for a Config, and make JAX use this mesh.
 
     The mesh has the shape (data, model). The size of "model" is --mesh.model, and the
     size of "data" is the number of devices divided by --mesh.model.
@@ -124,25 +125,25 @@ def set_mesh(cfg, devices=None):
     m = cfg.model
     model_size = cfg.mesh.model
     data_size = len(devices) // model_size
-    # What is split, its size, and the number of parts.
+    rows = cfg.train.batch_size // cfg.train.microbatches
+    model_parts = f"--mesh.model {model_size}"
+    data_parts = f"The number of data-parallel devices, {data_size},"
+    # The number of parts in words, the number of parts, the number that is split, and
+    # what.
     splits = [
-        ("The number of devices", len(devices), model_size),
-        ("--model.num_heads", m.num_heads, model_size),
-        ("--model.d_ff", m.d_ff, model_size),
-        ("--model.vocab_size", m.vocab_size, model_size),
-        (
-            "--train.batch_size over --train.microbatches",
-            cfg.train.batch_size // cfg.train.microbatches,
-            data_size,
-        ),
+        (model_parts, model_size, len(devices), "devices"),
+        (model_parts, model_size, m.num_heads, "heads (--model.num_heads)"),
+        (model_parts, model_size, m.d_ff, "hidden channels (--model.d_ff)"),
+        (model_parts, model_size, m.vocab_size, "token ids (--model.vocab_size)"),
+        (data_parts, data_size, rows, "rows (--train.batch_size / --train.microbatches)"),
     ]
     if cfg.mesh.fsdp:
-        splits.append(("With --mesh.fsdp, --model.d_model", m.d_model, data_size))
-    for name, size, parts in splits:
-        if size % parts:
+        channels = "channels (--model.d_model), as --mesh.fsdp requires"
+        splits.append((data_parts, data_size, m.d_model, channels))
+    for parts, divisor, size, what in splits:
+        if size % divisor:
             raise UserError(
-                f"{name} is {size}, which cannot be split evenly over {parts} devices: "
-                f"change one of the two."
+                f"{parts} does not divide the {size} {what}: change one of the two."
             )
     try:
         mesh = jax.make_mesh(
@@ -181,8 +182,8 @@ def default_compute_dtype():
 def local_rows(batch_size, mesh):
     """Return the numbers of the rows of a global batch that this process must load.
 
-    The sharding of the batch determines the rows, not the process index, because a mesh
-    may order devices in another way than their processes.
+    The rows follow from the sharding of the batch. The process index does not determine
+    the rows, because a mesh may order the devices differently.
 
     Returns a sorted integer array.
     """
@@ -193,10 +194,10 @@ def local_rows(batch_size, mesh):
 
 
 def put_batch(batch, batch_size, mesh):
-    """Return global arrays, split over "data", for this process's rows of a batch.
+    """Make global arrays, split over "data", from the rows that each process has.
 
-    batch: a tree of NumPy arrays [local rows, length], with the rows that local_rows
-    names.
+    batch: a tree of NumPy arrays [local rows, length]. The function local_rows says which
+        rows these arrays must hold.
     batch_size: the number of rows in the global batch.
     """
     sharding = NamedSharding(mesh, P("data"))
@@ -259,15 +260,15 @@ def flatten(tree):
 
 
 def local_shards(tree):
-    """Yield the array shards that this process must write.
+    """Yield the array shards that this process must write to a checkpoint.
 
     If several devices hold a copy of a shard, only the first copy is written. A shard of
     more than MAX_SHARD_BYTES is split into groups of rows.
 
     tree: a nested dict of jax.Arrays.
     Yields (array name, bounds, data), where data is a NumPy array. On a CPU, data is a
-    view of the device's memory; elsewhere data is a copy. Training does not change the
-    values of either.
+    view of the device's memory; elsewhere data is a copy. Training never changes these
+    values.
     """
     # Start all copies from the devices before the loop below waits for the first copy.
     jax.copy_to_host_async(tree)
@@ -355,7 +356,8 @@ def write_checkpoint(folder, arrays, shards, step):
     temporary = folder if is_remote(folder) else folder.with_name(f"tmp-{folder.name}")
     temporary.mkdir(parents=True, exist_ok=True)
     if is_main_process():
-        # Invalidate a damaged checkpoint of this step that may exist at a remote path.
+        # A damaged checkpoint of this step may exist at a remote path. It is invalid
+        # without its manifest.
         (temporary / "manifest.json").unlink(missing_ok=True)
     count = jax.process_count()
     files = [temporary / f"pieces-{i:05}-of-{count:05}.msgpack" for i in range(count)]
@@ -379,6 +381,7 @@ def write_checkpoint(folder, arrays, shards, step):
             for name, array in sorted(arrays.items())
         },
     }
+    # write_checked writes a JSON file with a checksum of its content.
     configs.write_checked(temporary / "manifest.json", manifest)
     if not is_remote(folder):
         sync_folder(temporary)
@@ -407,7 +410,8 @@ def wait_and_read(path, seconds=600):
 def remove_checkpoint(path):
     """Remove a checkpoint, or any other file or folder at its path."""
     if is_remote(path):
-        # Without a manifest, files that remain after a kill are not a checkpoint.
+        # Remove the manifest first. If a kill then interrupts the removal, the remaining
+        # files are not a checkpoint.
         (path / "manifest.json").unlink(missing_ok=True)
         path.rmtree()
     elif path.is_dir():
@@ -416,7 +420,7 @@ def remove_checkpoint(path):
         path.unlink(missing_ok=True)
 
 
-# ====== below: reading, processes, a run's checkpoints, costs, the command =============
+# ====== below: reading, processes, a run's checkpoints, costs, the command ==============
 
 # ---- reading a checkpoint --------------------------------------------------------------
 
@@ -682,10 +686,10 @@ class Checkpoints:
 
     def folders(self):
         """Return the paths of all checkpoints and of all remains of interrupted saves."""
+        # The prefix of the paths that glob returns is wrong for some remote folders.
+        names = [path.name for path in self.folder.glob("*step_*")]
         return [
-            path
-            for path in self.folder.glob("*step_*")
-            if re.fullmatch(r"(tmp-)?step_\d+", path.name)
+            self.folder / name for name in names if re.fullmatch(r"(tmp-)?step_\d+", name)
         ]
 
     def steps(self):

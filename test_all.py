@@ -336,7 +336,7 @@ def test_each_file_has_one_banner_and_is_easy_to_read_above_it():
             f"{name}.py: {nodes / code:.1f} AST nodes a line of code"
         )
     nodes, code, prose = sum(above)
-    assert nodes <= 11.5 * code and prose >= 0.26 * code
+    assert nodes <= 11.5 * code and prose >= 0.45 * code
     nodes, code, _ = sum(below)
     assert nodes <= 12 * code
 
@@ -585,10 +585,14 @@ def tokens_of(corpus):
     return np.concatenate([corpus.shard_ids(i) for i in range(len(corpus.shards))])
 
 
-def join_prefetch(corpus):
-    """Wait until a Corpus prepares no shard in the background."""
-    if corpus.prefetch_thread.is_alive():
-        corpus.prefetch_thread.join()
+def join_prefetch():
+    """Wait until no shard is prepared in the background.
+
+    Python names such a thread after its function, Corpus.prefetch.
+    """
+    for thread in threading.enumerate():
+        if thread.name.endswith("(prefetch)"):
+            thread.join()
 
 
 def open_dataset(cfg, split="train"):
@@ -757,7 +761,7 @@ def test_damaged_token_files_are_named_and_prepared_again(
         dataset = data.prepare(cfg, "train", tokenizer)
         for step in range(3):
             assert_equal(dataset.batch(step), expected[step])
-        join_prefetch(dataset.tasks[0].corpus)
+        join_prefetch()
         assert path.read_bytes() == whole or kind == "ids" and at in (8,)
         assert kind == "json" or at == 8 or "00000-001" in capsys.readouterr().err
 
@@ -949,8 +953,8 @@ def test_deleting_used_shards_does_not_change_batches(mixture, small_shards, tas
     dataset = open_dataset(gone)
     for step in range(24):
         assert_equal(dataset.batch(step), kept[step])
+    join_prefetch()
     for examples in dataset.tasks:
-        join_prefetch(examples.corpus)
         assert len(list(examples.corpus.folder.glob("*.ids"))) <= 2
     for step in (20, 3, 23):
         assert_equal(open_dataset(gone).batch(step), kept[step])
@@ -1356,7 +1360,8 @@ def test_packed_rows_hold_every_example_whole(pairs, capsys):
     count = dataset.tasks[0].corpus.shard_starts()[-1]
     known = examples[len(examples) - count :]
     assert len(dataset.tasks[0].corpus.shards) > 1 and 140 < count < 150
-    assert "longer than 32 and 16 tokens and are cut" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert " inputs are longer than --data.inputs_length 32 and are cut" in err
     seen, step = [], 0
     while len(seen) < 7 * 64:
         batch = dataset.batch(step)
@@ -1434,13 +1439,11 @@ def test_decoder_inputs_start_with_0_in_each_segment():
 def test_show_prints_rows_and_speed(corpus, capsys, monkeypatch):
     values = dataclasses.asdict(corpus.data) | {"tfds_dir": "."}
     flags = [f"--data.{name}={value}" for name, value in values.items()]
-    monkeypatch.setattr(
-        data, "tokens_per_second", lambda work, tokens: work(0) is None or 1e6
-    )
     status, out, _ = run(
         data, capsys, monkeypatch, "--show", 2, "--model.vocab_size", 256, *flags
     )
-    assert status == 0 and out.count("<extra_id_0>") == 4 and "1.0 M tokens/s" in out
+    assert status == 0 and out.count("<extra_id_0>") == 4
+    assert re.search(r"speed +(0\.[1-9]|[1-9]\d*\.\d) M tokens/s", out)
     assert "row 1, targets" in out and "row 2" not in out
 
 
@@ -1452,9 +1455,6 @@ def test_show_prints_examples_of_a_task_that_is_only_evaluated(
         f"--data.{name}={value}"
         for name, value in dataclasses.asdict(mixture.data).items()
     ]
-    monkeypatch.setattr(
-        data, "tokens_per_second", lambda work, tokens: work(9) is None or 1e6
-    )
     for splits, split in ((("validation", "test"), "validation"), (("test",), "test")):
         files = tmp_path / f"held-out-{split}"
         files.with_suffix(".jsonl").write_text('{"inputs": "alpha", "targets": "beta"}\n')
@@ -1462,14 +1462,9 @@ def test_show_prints_examples_of_a_task_that_is_only_evaluated(
             f"jsonl:{tmp_path}/held-out-{{split}}.jsonl", splits=splits
         )
         asked = "--show", 3, "--model.vocab_size", 256, *flags, "--data.task", "judged"
-        status, out, err = run(data, capsys, monkeypatch, *asked)
-        assert (
-            status == 0
-            and f"judged is not trained on: these are examples of its {split}" in err
-        )
+        status, out, _ = run(data, capsys, monkeypatch, *asked)
+        assert status == 0 and f"judged, {split} split: 1 examples are" in out
         assert "row 0, targets" in out and "row 1" not in out
-        status, _, err = run(data, capsys, monkeypatch, *asked, "--split", "train")
-        assert status == 2 and "judged has no train split" in err
     status, out, err = run(data, capsys, monkeypatch, *asked, "--data.vocab", "train:60")
     assert (
         status == 2 and "too little text" in err
@@ -2127,6 +2122,40 @@ def test_t0_mixtures_consist_of_the_folders_of_p3(
         configs.UserError, match="has 1 shards of train, but info.train.json promises 2"
     ):
         data.open_source(f"seqio:{root}/imdb_a", "train", cfg)
+
+
+def test_a_damaged_record_of_a_seqio_cache_is_skipped_alone(tmp_path, corpus):
+    """The records after the damaged record are read, and a cut file is one more skip."""
+    texts = [{"text": line} for line in sentences(9)]
+    write_seqio_cache(tmp_path / "cache", "train", texts, shards=1)
+    path = tmp_path / "cache" / "train.tfrecord-00000-of-00001"
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little") + 16
+    path.write_bytes(content[:size] + content[size:].replace(b"\n", b"\xff", 1)[:-3])
+    cfg = sourced(corpus, f"seqio:{tmp_path}/cache")
+    with pytest.raises(configs.UserError, match="00000-of-00001 record 1 is damaged"):
+        documents_of(cfg)
+    (file,) = data.open_source(cfg.data.source, "train", cfg)
+    bad = data.InvalidExamples("skip")
+    found = [example["text"] for _, example in file.read(bad)]
+    assert found == [sentences(9)[0], *sentences(9)[2:8]] and bad.count == 2
+
+
+def test_a_parquet_file_with_a_system_error_is_damaged(tmp_path, corpus, monkeypatch):
+    """Pyarrow reports some damages as system errors. Text files do not have such errors."""
+    import pyarrow.parquet
+
+    def fail(*args):
+        raise OSError(22, "Invalid argument")
+
+    (tmp_path / "a.parquet").touch()
+    (tmp_path / "a.jsonl").touch()
+    monkeypatch.setattr(pyarrow.parquet, "ParquetFile", fail)
+    skipping = change(corpus, data=dict(on_error="skip"))
+    assert documents_of(sourced(skipping, f"parquet:{tmp_path}/a.parquet")) == []
+    monkeypatch.setattr(data, "open_file", fail)
+    with pytest.raises(OSError, match="Invalid argument"):
+        documents_of(sourced(skipping, f"jsonl:{tmp_path}/a.jsonl"))
 
 
 def test_ids_of_a_seqio_cache_are_used_unchanged(tmp_path, pairs, tokenizer):
@@ -3658,8 +3687,11 @@ def test_an_error_in_the_background_is_not_lost(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("layer_biases", [False, True])
 def test_cached_decoding_equals_uncached(layer_biases):
-    """Greedy outputs, and the logits of each step, equal those of the complete decoder, which
-    this test runs again for each token."""
+    """Greedy decoding with a cache equals decoding without a cache.
+
+    Without a cache, this test runs the complete decoder for each token. The outputs and
+    the logits of each step are compared.
+    """
     cfg = change(model=dict(layer_biases=layer_biases))
     params = make_params(cfg, seed=4)
     T, B = 10, 3
@@ -3754,10 +3786,13 @@ def test_decoding_equals_t5xs():
 
 @pytest.mark.parametrize("layer_biases", [False, True])
 def test_decoding_beside_hugging_faces(layer_biases):
-    """Greedy outputs are equal. Beam search with --decode.penalty length has the same scores as
-    Hugging Face's, but different rules. In Hugging Face an output ends only if it is among the N
-    best continuations, and unfinished outputs compete at the last position. So if an output of
-    Hugging Face has ended, ours is equal or better."""
+    """Outputs are compared with the outputs of Hugging Face.
+
+    Greedy outputs are equal. Beam search with --decode.penalty length computes scores as
+    Hugging Face does, but other rules differ. In Hugging Face, an output ends only if the
+    output is among the N best continuations, and unfinished outputs compete at the last
+    position. So if an output of Hugging Face has ended, our output is equal or better.
+    """
     torch = pytest.importorskip("torch", reason="needs pip install '.[parity]'")
     cfg = change(
         model=dict(vocab_size=12, num_decoder_layers=2, layer_biases=layer_biases)
@@ -3906,34 +3941,6 @@ def test_samples_have_the_models_distribution_and_do_not_depend_on_the_batch():
     assert len({tuple(ids) for ids in np.asarray(part[0]).tolist()}) > 5
 
 
-def test_outputs_begin_with_the_prefix_which_does_not_count_in_the_score():
-    params = make_params(SMALL, seed=4)
-    batch = make_batch(SMALL, [(30, 8), (12, 8)])
-    prefix = jnp.array([[9, 8, 7], [5, 0, 0]])
-    for decode in (DecodeConfig(), DecodeConfig(beams=3)):
-        ids, scores = infer.generate(
-            params,
-            batch.inputs,
-            batch.input_segments,
-            SMALL.model,
-            8,
-            decode,
-            None,
-            0,
-            prefix,
-        )
-        assert (ids[0, :, :3] == prefix[0]).all() and ids[1, 0, 0] == 5
-        answers = to_batch(batch.inputs, ids[:, 0], batch.input_segments, ids[:, 0] > 0)
-        losses, *_ = model.token_losses(params, answers, SMALL)
-        own = (answers.targets > 0) & (jnp.arange(8) >= jnp.array([[3], [1]]))
-        expected = np.asarray(-(losses * own).sum(1))
-        ended = np.asarray(answers.targets == data.EOS).any(1)
-        sizes = np.asarray(answers.targets > 0).sum(1)
-        penalty = infer.length_penalty(sizes, decode) if decode.beams else 1.0
-        expected = np.where(ended, expected / penalty, expected)
-        np.testing.assert_allclose(scores[:, 0], expected, rtol=1e-4)
-
-
 @pytest.mark.parametrize(
     "decode",
     [dict(), dict(beams=3, num_return=2), dict(temperature=0.8, top_k=20, num_return=2)],
@@ -3970,7 +3977,7 @@ def test_outputs_do_not_depend_on_the_batch(decode):
 
 @pytest.mark.parametrize("devices, axes", [(1, {}), (4, dict(model=2))])
 def test_tuned_decoding_equals_plain_decoding(monkeypatch, devices, axes):
-    """Decoding has equal results with and without the section "What the compiler is told"."""
+    """Decoding has equal results with and without the tuned functions."""
     cfg = change(mesh=axes)
     partition.set_mesh(cfg, jax.devices()[:devices])
     params = place(jax.device_get(make_params(SMALL, seed=4)), SMALL.model)
@@ -4001,18 +4008,15 @@ def test_padded_rows_do_not_change_an_einsum(monkeypatch):
 
 
 def test_masked_spans_are_filled(tokenizer):
+    """Each sentinel of the inputs is replaced by its span of the targets, in brackets."""
     inputs = tokenizer.encode("alpha <extra_id_0> gamma <extra_id_1>") + [data.EOS]
-    targets = tokenizer.encode("<extra_id_0> beta delta <extra_id_1> theta") + [
-        data.EOS,
-        0,
-    ]
-    spans = infer.split_spans(targets, tokenizer)
-    assert infer.fill_blanks(inputs, {}, tokenizer) == "alpha ____ gamma ____"
-    assert (
-        infer.fill_blanks(inputs, spans, tokenizer) == "alpha [beta delta] gamma [theta]"
-    )
-    spans = infer.split_spans([tokenizer.size - 1, tokenizer.size + 3], tokenizer)
-    assert infer.fill_blanks(inputs, spans, tokenizer) == "alpha[<unk>] gamma ____"
+    spans = tokenizer.encode("<extra_id_0> beta delta <extra_id_1> theta")
+    for targets, text in (
+        ([], "alpha ____ gamma ____"),
+        ([*spans, data.EOS, 0], "alpha [beta delta] gamma [theta]"),
+        ([tokenizer.size - 1, tokenizer.size + 3], "alpha[<unk>] gamma ____"),
+    ):
+        assert infer.fill_blanks(inputs, targets, tokenizer) == text
 
 
 def test_the_held_out_loss_does_not_depend_on_the_batch_size(corpus, one_device):
@@ -4613,7 +4617,7 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_run(corpus, compiled, 
             "34 raw tokens",
             "unigram",
             "held-out loss",
-            "blanks",
+            "  inputs  ",
             "truth",
             "infer.py",
             "evaluate.py",
@@ -5191,10 +5195,10 @@ BAD = {
         ["--config", "none.py"],
         "No such file or directory: 'none.py'",
     ),
-    "heads": (["--mesh.model", "8"], "--model.num_heads is 4"),
-    "devices": (["--mesh.model", "3"], "number of devices is 8"),
-    "batch": (["--train.batch_size", "12"], "is 12, which cannot be split"),
-    "microbatches": (["--train.microbatches", "16"], "is 4, which cannot be split"),
+    "heads": (["--mesh.model", "8"], "4 heads"),
+    "devices": (["--mesh.model", "3"], "8 devices"),
+    "batch": (["--train.batch_size", "12"], "12 rows"),
+    "microbatches": (["--train.microbatches", "16"], "4 rows"),
     "too few targets": (
         ["--data.source", "random:", "--data.targets_length", "7"],
         "--data.targets_length to 8",
@@ -5545,7 +5549,7 @@ def test_damaged_weights_are_refused_or_read_exactly(trained, tmp_path, to, flip
                 )
                 refused += 1
                 continue
-            if to != "t5x":  # whose arrays have no checksum
+            if to != "t5x":  # The arrays of T5X have no checksum.
                 assert found.keys() == expected.keys(), path
                 assert all(
                     np.array_equal(found[key], expected[key]) for key in expected
@@ -5705,11 +5709,11 @@ def test_step_best_names_the_best_checkpoint(trained, tmp_path, capsys, monkeypa
         "--train.steps",
         9,
     )
-    assert status == 2 and "training_eval/span_corruption/..." in err
+    assert status == 2 and "a metric of training_eval/span_corruption" in err
 
 
 def test_csv_has_one_column_per_decoding(trained, tmp_path, capsys, monkeypatch):
-    """Results of other decoding options get a column of their own."""
+    """If the decoding options differ, the results are written to separate columns."""
     monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
     monkeypatch.setitem(
         data.TASKS,
@@ -5923,7 +5927,7 @@ def write_hf(folder, m, kind="safetensors", state=None, **more):
         torch.save(
             {name: torch.tensor(array) for name, array in state.items()},
             folder / kind,
-            # as before torch 1.6, as T5 1.0's was
+            # Torch before 1.6, which wrote the published T5 1.0, did not write zip files.
             _use_new_zipfile_serialization=m.tied,
         )
     else:
@@ -6007,7 +6011,7 @@ def test_large_models_are_written_in_shards(tmp_path, monkeypatch):
         ("other", {"tie_word_embeddings": False}, False, 1),
         ("none", {}, True, None),
         ("same", {"tie_word_embeddings": True}, True, None),
-        # v5
+        # transformers 5 writes scale_decoder_outputs
         (
             "other",
             {"tie_word_embeddings": True, "scale_decoder_outputs": False},
@@ -6021,7 +6025,7 @@ def test_large_models_are_written_in_shards(tmp_path, monkeypatch):
             {"tie_word_embeddings": True, "model_type": "mt5"},
             False,
             1,
-        ),  # v5's mT5
+        ),  # as transformers 5 writes mT5
     ],
 )
 def test_arrays_and_config_determine_whether_a_model_is_tied(
@@ -6097,7 +6101,8 @@ def read_t5x(folder):
         if not isinstance(leaf, dict):
             return leaf
         leaf["kvstore"]["path"] = str(folder / leaf["kvstore"]["path"])
-        del leaf["metadata"]["chunks"], leaf["metadata"]["compressor"]  # as T5X does
+        # T5X removes these two entries before it opens an array.
+        del leaf["metadata"]["chunks"], leaf["metadata"]["compressor"]
         return tensorstore.open(leaf, open=True).result().read().result()
 
     return {name: value(leaf) for name, leaf in leaves.items()}
@@ -6236,16 +6241,17 @@ def test_mesh_tensorflow(tmp_path):
 
 
 def test_run_to_hugging_face_and_back(trained, tmp_path, capsys, monkeypatch):
-    """A run survives the way to Hugging Face and back, and can be used afterwards."""
+    """A run equals the run that is exported to Hugging Face and imported again.
+
+    The imported run generates, starts a new training and is exported to T5X.
+    """
     run_dir, flags = trained
     monkeypatch.setattr(partition.jax, "devices", lambda *_: jax.local_devices()[:1])
     status, out, err = run(
         convert, capsys, monkeypatch, run_dir, tmp_path / "hf", "--to", "hf"
     )
-    assert status == 0 and "largest difference 0" in out, err
-    card = (tmp_path / "hf" / "README.md").read_text()
-    assert card.startswith("---\nlibrary_name: transformers\n")
-    assert "training_eval/span_corruption/loss" in card and "step 6" in card
+    assert status == 0 and "all are equal in float32" in out, err
+    assert "step 6" in out
     status, out, _ = run(convert, capsys, monkeypatch, tmp_path / "hf", tmp_path / "run")
     assert status == 0
     (_, params), (_, again) = params_of(run_dir), params_of(tmp_path / "run")
@@ -6358,8 +6364,8 @@ def families(tokenizer):
     built_in = convert.parse_sentencepiece(tokenizer.processor.serialized_model_proto())
     literal = convert.parse_sentencepiece(tokenizer.serialized)
     literal.normalizer_spec.precompiled_charsmap = b""
-    literal = convert.tokenizer_json(literal)
-    v5 = convert.tokenizer_json(spm)
+    literal = convert.tokenizer_json(literal.SerializeToString())
+    v5 = convert.tokenizer_json(tokenizer.serialized)
     v5["normalizer"] = v5["normalizer"]["normalizers"][0]
     v5["pre_tokenizer"] = {
         "type": "Sequence",
@@ -6443,7 +6449,7 @@ def test_families(family, tmp_path, capsys, monkeypatch, tokenizer):
         "",
         "x\u3000y \u00e9 \u4e2d",
     ]
-    if isinstance(vocabulary, dict):  # sentinels may stand anywhere in a text
+    if isinstance(vocabulary, dict):  # A sentinel may follow any character.
         lines += ["a <extra_id_7>, b", "<extra_id_1>."]
         lines += ["a<extra_id_7>b", "a\x85b"] * (family == "saved by transformers 5")
     if theirs:
@@ -6536,7 +6542,7 @@ def test_families(family, tmp_path, capsys, monkeypatch, tokenizer):
         (lambda t: t["model"].update(type="BPE"), "BPE"),
         (lambda t: t["model"].update(byte_fallback=True), "byte_fallback"),
         (lambda t: t.update(normalizer={"type": "Lowercase"}), "Lowercase"),
-        (lambda t: t.update(pre_tokenizer={"type": "Digits"}), "Digits and 1 more"),
+        (lambda t: t.update(pre_tokenizer={"type": "Digits"}), "Digits, no Metaspace"),
         (lambda t: t.update(pre_tokenizer=None), "no Metaspace"),
         (lambda t: t["model"]["vocab"].append(["more", -1.0]), "The sentinels in"),
         (lambda t: t["model"].pop("vocab"), "vocab"),
@@ -6546,7 +6552,7 @@ def test_families(family, tmp_path, capsys, monkeypatch, tokenizer):
 def test_unsupported_tokenizer_json_is_refused(
     change_it, expected, tmp_path, tokenizer, capsys, monkeypatch
 ):
-    about = convert.tokenizer_json(convert.parse_sentencepiece(tokenizer.serialized))
+    about = convert.tokenizer_json(tokenizer.serialized)
     change_it(about)
     write_hf(tmp_path / "hf", change().model)
     (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps(about))
@@ -6558,7 +6564,7 @@ def test_input_from_a_pipe_is_read_once(trained, tmp_path, capsys, monkeypatch):
     os.mkfifo(tmp_path / "in.jsonl")
 
     def write():
-        # a second reader would get an empty file
+        # A second reader would read an empty file.
         for text in ('{"inputs": "alpha"}\n{"inputs": "beta"}\n', ""):
             (tmp_path / "in.jsonl").write_text(text)
 
@@ -6660,7 +6666,7 @@ def test_encoder_outputs_equal_those_of_transformers(
         assert arrays["ids"][part].tolist() == ids == line["ids"]
         found = arrays["vectors"][part] if pool == "none" else arrays["vectors"][number]
         np.testing.assert_allclose(found, expected, atol=1e-4)
-        np.testing.assert_array_equal(np.float32(line[infer.RESULT_FIELD[pool]]), found)
+        np.testing.assert_array_equal(np.float32(line[infer.VECTOR_FIELD[pool]]), found)
     assert "error" in json.loads(written[-1])
 
 
@@ -6696,6 +6702,13 @@ def test_exported_tokenizers(tmp_path, tokenizer, capsys):
 def damage_shard(folder):
     path = folder / "part-1.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
+
+
+def promise_more(folder):
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["lm_head.weight"] = "part-0.safetensors"
+    path.write_text(json.dumps(index))
 
 
 # Each value: kind of directory, damage to the arrays, damage to the folder, changes of
@@ -6777,6 +6790,13 @@ BAD_WEIGHTS = {
         {},
         "part-1.safetensors is missing, damaged or",
     ),
+    "array missing in a shard": (
+        "sharded",
+        lambda s: s.pop("lm_head.weight"),
+        promise_more,
+        {"tie_word_embeddings": True},
+        "has no lm_head.weight, which its index lists",
+    ),
     "flax cut": (
         "flax_model.msgpack",
         None,
@@ -6835,7 +6855,7 @@ BAD_WEIGHTS = {
         None,
         None,
         {"feed_forward_proj": "gated-tanh"},
-        "gated_tanh",
+        "gated-tanh",
     ),
     "epsilon": (
         "safetensors",
@@ -6911,7 +6931,7 @@ def test_invalid_sources_and_destinations_are_refused(tmp_path, capsys, monkeypa
         (tmp_path / "hf", tmp_path / "full", "already exists"),
         (tmp_path / "hf", tmp_path / "full" / "mine", "already exists"),
         (tmp_path / "hf", tmp_path / "a", "--dtype", "bfloat16", "float32"),
-        (tmp_path / "hf", tmp_path / "a", "--step", "x", "--step takes"),
+        (tmp_path / "hf", tmp_path / "a", "--step", "x", "--step must be a step number"),
         (tmp_path / "hf", tmp_path / "a", "--model.d_ff", "7", "leave out"),
     ):
         status, _, err = run(convert, capsys, monkeypatch, *argv)
@@ -7435,7 +7455,7 @@ def test_job_t0(compiled, tmp_path, pretrained):
         microbatches=2,
         steps=1_100_010,
     )
-    assert "in 2 microbatches" in out
+    assert "microbatches 2" in out
     assert_learns(metrics, 1_100_001, 1_100_010)
     assert metrics[0]["train/non_padding_fraction/inputs"] > 0.8  # packed
     cfg = configs.load_run(run_dir)
@@ -7485,7 +7505,7 @@ def test_job_own_language(compiled, tmp_path, capsys, monkeypatch):
     status, out, err = run(
         convert, capsys, monkeypatch, run_dir, tmp_path / "hf", "--to", "hf"
     )
-    assert status == 0 and "largest difference 0" in out, err
+    assert status == 0 and "all are equal in float32" in out, err
     assert json.loads((tmp_path / "hf/config.json").read_text())["model_type"] == "t5"
 
 

@@ -2,8 +2,8 @@
 
 Input: a Config (configs.py) and batches of token ids (data.py).
 Output: a run directory with checkpoints, config.json and the metrics in metrics.jsonl.
-The same command resumes a run that was stopped or killed, and the result is identical to
-that of an uninterrupted run.
+The same command resumes a run that was stopped or killed. The resumed run gives the same
+result as an uninterrupted run, bit for bit.
 
     python train.py                      train the tiny recipe, two minutes on a CPU
     python train.py --config small_c4    train T5 1.1 small on C4, on all local devices
@@ -28,7 +28,6 @@ import threading
 import time
 import timeit
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Callable, NamedTuple
 
 import flax
@@ -60,10 +59,11 @@ except ImportError:  # tensorboardX is an optional dependency
 
 
 def learning_rate(step, cfg):
-    """Return the learning rate of one update: the product of the schedule's factors.
+    """Return the learning rate of one update.
 
+    The learning rate is the product of the factors that the schedule names.
     step: number of the update, counted from 0.
-    cfg: TrainConfig; cfg.schedule names the factors, such as "constant * rsqrt_decay".
+    cfg: TrainConfig. An example of cfg.schedule is "constant * rsqrt_decay".
     Raises UserError if a factor is unknown.
     The factors and the minimum of 1e-8 are those of T5X (t5x/utils.py,
     create_learning_rate_scheduler).
@@ -110,7 +110,7 @@ def learning_rate(step, cfg):
 
 
 class Optimizer(NamedTuple):
-    """Three functions that define an optimizer.
+    """Define an optimizer by three functions.
 
     slots(table): declare the optimizer state. table is model.param_table(cfg). Returns a
         nested dict of model.Param, with the shape and the axes of every slot.
@@ -138,19 +138,20 @@ class Optimizer(NamedTuple):
 #     w    = w - rate * max(1e-3, RMS(w)) * u          the step is relative to RMS(w)
 #
 # For a matrix, V is approximated by R C^T / mean(R). The vector R has the moving averages
-# of the row means of g^2, and C has those of the column means.
+# of the row means of g^2. The vector C has the moving averages of the column means.
 #
-# These are the settings of T5X (t5x/adafactor.py), so our updates equal those of T5X:
-# there is no momentum, only matrices of at least 128 x 128 are factored, and weight decay
-# is not multiplied by the learning rate. T5X updates each layer's parameter by itself. We
-# stack the parameters of all layers in one array, so we take each mean within one layer.
+# The settings are those of T5X (t5x/adafactor.py), so the updates equal those of T5X.
+# There is no momentum. Only matrices of at least 128 x 128 are factored. Weight decay is
+# not multiplied by the learning rate. T5X updates the parameter of each layer separately.
+# We stack the parameters of all layers in one array, so we take each mean within one
+# layer.
 #
 # optax.adafactor computes the same updates but takes 1.6 times as long on a CPU. A test
-# compares our updates with both.
+# compares our updates with the updates of optax and of T5X.
 
 
 def axes_of_one_layer(p):
-    """Return the axes of a parameter as indices, without the axis that stacks layers."""
+    """Return the indices of a parameter's axes, except the axis that stacks layers."""
     first = 1 if p.axes[0] == "layers" else 0
     return tuple(range(first, len(p.shape)))
 
@@ -158,7 +159,7 @@ def axes_of_one_layer(p):
 def is_factored(p):
     """Return whether Adafactor stores only row and column means for this parameter.
 
-    This holds for matrices with at least 128 rows and 128 columns, as in T5X.
+    Adafactor does so for matrices with at least 128 rows and 128 columns, as in T5X.
     """
     shape = [p.shape[axis] for axis in axes_of_one_layer(p)]
     return len(shape) == 2 and min(shape) >= 128
@@ -236,7 +237,7 @@ OPTIMIZERS["adafactor"] = Optimizer(adafactor_slots, adafactor_update)
 
 @flax.struct.dataclass
 class TrainState:
-    """Everything that a training step changes, and all that a checkpoint contains."""
+    """Hold everything that a training step changes. A checkpoint has these fields."""
 
     # Number of the last step. It includes train.start_step and the skipped updates.
     step: jax.Array
@@ -326,7 +327,7 @@ def train_step(cfg, state, batch):
 
     state: TrainState; batch: data.Batch with arrays [rows, length].
     metrics: dict of float32 scalars; the losses are in nats per real target token.
-    The result depends on the arguments alone. run() calls this function in compiled form.
+    The result depends on the arguments alone. The training loop compiles this function.
     """
     key = None
     if cfg.model.dropout:
@@ -365,7 +366,7 @@ def train_step(cfg, state, batch):
 
 
 class NotFinite(Exception):
-    """The loss or the gradients were infinite or NaN in several consecutive steps."""
+    """Report that several consecutive updates had an infinite or NaN loss or gradient."""
 
 
 def check_finite(cfg, step, skipped):
@@ -376,12 +377,14 @@ def check_finite(cfg, step, skipped):
     """
     if skipped < 3:
         return
-    last_row = (step - cfg.train.start_step) * cfg.train.batch_size - 1
-    first_row = last_row + 1 - skipped * cfg.train.batch_size
+    t = cfg.train
+    # Number of updates in this run before the first skipped update.
+    before = step - skipped - t.start_step
     raise NotFinite(
         f"The loss or the gradients of steps {step - skipped + 1:,} to {step:,} (rows "
-        f"{first_row:,} to {last_row:,} of the run) were not finite, so their updates "
-        f"were skipped. Start another run with a lower --train.learning_rate."
+        f"{before * t.batch_size:,} to {(before + skipped) * t.batch_size - 1:,} of the "
+        f"run) were not finite, so their updates were skipped. Start another run with a "
+        f"lower --train.learning_rate."
     )
 
 
@@ -404,7 +407,6 @@ def run(cfg, program, state, start, load_batch, progress, evaluations, save, aft
     # A thread prepares the next batch while the devices compute.
     loader = ThreadPoolExecutor(1)
     next_batch = loader.submit(load_batch, start)
-    step = start
     for step in range(start + 1, t.steps + 1):
         batch = progress.wait(next_batch)
         if step < t.steps:
@@ -455,23 +457,22 @@ def from_optax(make):
         return make(0.0, configs.TrainConfig()).init(params)
 
     def slots(table):
-        parameters = flatten_dict(table)
-        zeros = {path: jnp.zeros(p.shape) for path, p in parameters.items()}
-        state = to_state_dict(jax.eval_shape(init, unflatten_dict(zeros)))
-        declared = {}
-        for path, slot in flatten_dict(state).items():
-            declared[path] = model.Param(slot.shape, (None,) * len(slot.shape))
-            # The path of a slot ends with the path of its parameter: 0/mu/encoder/norm.
+        params = jax.tree.map(lambda p: jnp.zeros(p.shape), table, is_leaf=model.is_param)
+        state = to_state_dict(jax.eval_shape(init, params))
+        declared = flatten_dict(state)
+        for path, slot in declared.items():
+            axes = (None,) * len(slot.shape)
+            # The name of a slot ends with the name of its parameter: 0/mu/encoder/norm.
             # If both have the same shape, they also have the same axes.
-            for i in range(len(path)):
-                p = parameters.get(path[i:])
-                if p and p.shape == slot.shape:
-                    declared[path] = p
+            for name, p in partition.flatten(table).items():
+                if "/".join(path).endswith(f"/{name}") and p.shape == slot.shape:
+                    axes = p.axes
+            declared[path] = model.Param(slot.shape, axes)
         return unflatten_dict(declared)
 
     def update(table, params, grads, slots, count, rate, train):
-        # In optax, the learning rate is an argument of the optimizer. It changes in every
-        # step, so the optimizer is made in every step.
+        # In optax, the learning rate is an argument of the optimizer. The rate changes in
+        # every step, so every step makes a new optimizer.
         updates, slots = make(rate, train).update(grads, slots, params)
         return optax.apply_updates(params, updates), slots
 
@@ -487,13 +488,15 @@ OPTIMIZERS["adamw"] = from_optax(
 
 
 class MetricsFile:
-    """The file metrics.jsonl of a run: one JSON object in each line, with the step first.
+    """Write the metrics of a run to metrics.jsonl, as one JSON object in each line.
 
-    path: the file, local or remote. Only the main process writes it.
+    path: the path of the file, local or remote. Only the main process writes the file.
     step: the step at which the run starts or resumes. Lines of later steps are removed,
-        because the run repeats these steps. A killed run leaves such lines if it was
-        killed some steps after its last checkpoint.
-    If tensorboardX is installed, the metrics also go to RUN_DIR/tensorboard.
+        because the run repeats these steps. Such lines exist if the run was killed some
+        steps after its last checkpoint.
+
+    If tensorboardX is installed, the metrics of a local run are also written to
+    RUN_DIR/tensorboard, in a folder for each group of metrics.
     """
 
     def __init__(self, path, step):
@@ -501,41 +504,44 @@ class MetricsFile:
         self.is_remote = configs.is_remote(path)
         lines = partition.read_metrics_file(path)
         self.lines = [json.dumps(line) + "\n" for line in lines if line["step"] <= step]
+        self.writers = {}
+        # TensorBoard hides the old events of purge_step and of all later steps.
+        self.purge_step = step + 1
         if partition.is_main_process():
             configs.write_file(path, "".join(self.lines))
-        # Make the writer of event files for a group of metrics, once for each group.
-        # purge_step removes the events of later steps.
-        self.event_writer = functools.cache(
-            lambda group: tensorboardX.SummaryWriter(
-                str(path.parent / "tensorboard" / group), purge_step=step + 1
-            )
-        )
 
     def write(self, step, **groups):
-        """Write the metrics of a step. groups: GROUP={name: number}."""
+        """Write the metrics of a step as one line. groups: GROUP={name: number}."""
         if not partition.is_main_process():
             return
-        values = {"step": step}
+        values = {}
         for group, metrics in groups.items():
             for name, value in metrics.items():
                 values[f"{group}/{name}"] = float(value)
-        line = json.dumps(values) + "\n"
+        line = json.dumps({"step": step, **values}) + "\n"
         if self.is_remote:
-            # A remote file cannot be extended. sync() writes all its lines.
+            # A remote file cannot be extended. The method sync writes all its lines.
             self.lines.append(line)
-            return
-        configs.append_file(self.path, line)
-        for group, metrics in groups.items() if tensorboardX else ():
-            # SeqIO names its metrics of decoded text eval/METRIC.
-            prefix = "eval/" if group.startswith("inference_eval/") else ""
-            writer = self.event_writer(group)
-            for name, value in metrics.items():
-                if math.isfinite(value):
-                    writer.add_scalar(prefix + name, float(value), step)
-            writer.flush()
+        else:
+            configs.append_file(self.path, line)
+        if tensorboardX and not self.is_remote:
+            for group, metrics in groups.items():
+                self.write_events(group, metrics, step)
+
+    def write_events(self, group, metrics, step):
+        """Write metrics as TensorBoard events. Each group has a folder, as in SeqIO."""
+        if group not in self.writers:
+            folder = str(self.path.parent / "tensorboard" / group)
+            writer = tensorboardX.SummaryWriter(folder, purge_step=self.purge_step)
+            self.writers[group] = writer
+        for name, value in metrics.items():
+            # SeqIO puts the metrics of decoded text under "eval/".
+            tag = f"eval/{name}" if group.startswith("inference_eval/") else name
+            self.writers[group].add_scalar(tag, float(value), step)
+        self.writers[group].flush()
 
     def sync(self):
-        """Make sure that the file survives a power cut. Upload it if it is remote."""
+        """Make sure that a local file survives a power cut, or upload a remote file."""
         if not partition.is_main_process():
             return
         if self.is_remote:
@@ -547,34 +553,25 @@ class MetricsFile:
 
 # ---- the progress output ---------------------------------------------------------------
 
-# Print every line at once, also if the output goes to a file or a pipe.
+# Print every line at once, even if the output goes to a file or a pipe.
 print = functools.partial(print, flush=True)
 
 
-def describe_run(cfg, recipe, mesh):
-    """Return the first lines that a run prints: options, model, devices and batch."""
+def describe_mesh(cfg, mesh):
+    """Describe in one line how a run uses its devices, and how it divides a batch."""
     t = cfg.train
-    changed = configs.differences(cfg, recipe)
-    device = jax.devices()[0].device_kind
-    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     dtype = jnp.dtype(model.compute_dtype(cfg.model)).name
-    batch = (
-        f"batch {t.batch_size} = {t.batch_size // mesh.shape['data']} rows on each device"
+    return (
+        f"mesh data {mesh.shape['data']} x model {mesh.shape['model']}, fsdp "
+        f"{cfg.mesh.fsdp}, {dtype}, remat {cfg.model.remat}, batch {t.batch_size} = "
+        f"{t.batch_size // mesh.shape['data']} rows on each device, microbatches "
+        f"{t.microbatches}"
     )
-    if t.microbatches > 1:
-        batch += f", in {t.microbatches} microbatches"
-    return [
-        f"recipe {cfg.name}" if changed else f"recipe {cfg.name}, unchanged",
-        *(f"  {name} {new} (recipe: {old})" for name, (new, old) in changed.items()),
-        f"model    {model.describe_model(cfg)}",
-        f"devices  {mesh.size} x {device}, mesh {axes}, {dtype}, {batch}",
-        data.describe_rows(cfg),
-    ]
 
 
-def find_chip(device_kind):
-    """Return the name in partition.CHIPS for JAX's name of a device, or None."""
-    return next((name for name in partition.CHIPS if name in device_kind), None)
+def find_chip(device):
+    """Return the name of a device in partition.CHIPS, or None for an unknown device."""
+    return next((name for name in partition.CHIPS if name in device.device_kind), None)
 
 
 def peak_flops():
@@ -582,20 +579,18 @@ def peak_flops():
 
     A known chip has the peak of its data sheet. For other devices, a matmul is measured.
     """
-    name = find_chip(jax.devices()[0].device_kind)
+    name = find_chip(jax.devices()[0])
     if name:
         peak = partition.CHIPS[name].teraflops * 1e12 * jax.device_count()
-        source = f"in bfloat16, by the data sheet of {name}"
     else:
+        name = "a 1024 x 1024 matmul"
         a = jnp.ones((1024, 1024))
-        matmul = jax.jit(jnp.matmul)
         # The first of ten repetitions compiles. The fastest was not interrupted.
         times = timeit.repeat(
-            lambda: matmul(a, a).block_until_ready(), number=1, repeat=10
+            lambda: jnp.matmul(a, a).block_until_ready(), number=1, repeat=10
         )
         peak = 2 * 1024**3 / min(times) * jax.process_count()
-        source = "measured with a 1024 x 1024 matmul"
-    print(f"peak     {peak / 1e9:,.0f} GFLOP/s, {source}")
+    print(f"peak     {peak / 1e9:,.0f} GFLOP/s, the speed of {name}")
     return peak
 
 
@@ -606,11 +601,19 @@ def step_flops(cfg):
     )
 
 
+# The format of the progress line. The names in braces are metrics of the training step.
+PROGRESS_LINE = (
+    "loss {loss:.3f}  accuracy {accuracy:.3f}  learning rate {learning_rate:.1e}  "
+    "{seqs_per_second:.4g} examples/s  {gigaflops:.4g} GFLOP/s "
+    "({model_flops_fraction:.0%} of peak)  waiting for data {data_wait_fraction:.0%}"
+)
+
+
 class Progress:
     """Measure the speed of a run, and write and print the metrics of its training steps.
 
-    On a terminal, the progress line is updated in place. Elsewhere, a new line is printed
-    at most every ten seconds.
+    On a terminal, a progress bar shows the latest metrics. Elsewhere, every call of log
+    prints a line.
     """
 
     def __init__(self, cfg, metrics_file, start):
@@ -618,15 +621,10 @@ class Progress:
         self.metrics_file = metrics_file
         self.flops = step_flops(cfg)
         self.peak = peak_flops()
-        self.is_terminal = sys.stdout.isatty()
-        # Without a terminal, tqdm only formats the line, and log() prints it.
+        # disable=None disables the bar if the output is not a terminal.
         self.bar = tqdm(
-            total=cfg.train.steps,
-            initial=start,
-            file=sys.stdout if self.is_terminal else open(os.devnull, "w"),
-            bar_format="step {n:,}/{total:,} ({remaining} left)  {desc}",
+            total=cfg.train.steps, initial=start, disable=None, file=sys.stdout
         )
-        self.last_print = 0.0
         self.restart_clock(start)
 
     def restart_clock(self, step):
@@ -646,13 +644,11 @@ class Progress:
         """Write and print the metrics of a step, and the speed since restart_clock."""
         t = self.cfg.train
         # Reading the metrics waits until the devices have computed the step.
-        metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        now = time.perf_counter()
-        seconds = now - self.clock
+        metrics = jax.device_get(metrics)
+        seconds = time.perf_counter() - self.clock
         steps = (step - self.step) / seconds
         examples = steps * t.batch_size
         flops = steps * self.flops
-        waited = self.waited / seconds
         timing = {
             "seconds": seconds,
             "steps_per_second": steps,
@@ -660,63 +656,60 @@ class Progress:
             "target_tokens_per_second": examples * self.cfg.data.targets_length,
             "model_flops_per_second": flops,
             "model_flops_fraction": flops / self.peak,
-            "data_wait_fraction": waited,
+            "data_wait_fraction": self.waited / seconds,
         }
         self.metrics_file.write(step, train=metrics, timing=timing)
-        line = (
-            f"loss {metrics['loss']:.3f}  accuracy {metrics['accuracy']:.3f}  "
-            f"learning rate {metrics['learning_rate']:.1e}  {examples:.4g} examples/s  "
-            f"{flops / 1e9:.4g} GFLOP/s ({flops / self.peak:.0%} of peak)"
-        )
-        if waited > 0.05 and seconds > 1:
-            line += f"  waiting for data {waited:.0%} of the time"
+        line = PROGRESS_LINE.format(**metrics, **timing, gigaflops=flops / 1e9)
         self.bar.n = step
-        self.bar.set_description_str(line)
-        if not self.is_terminal and (now - self.last_print > 10 or step == t.steps):
-            self.last_print = now
-            print(self.bar)
+        self.bar.set_postfix_str(line)
+        if self.bar.disable:
+            left = tqdm.format_interval((t.steps - step) / steps)
+            print(f"step {step:,}/{t.steps:,} ({left} left)  {line}")
 
 
 # ---- evaluations during training -------------------------------------------------------
 
 
+# The format of the line that reports the evaluation of a task.
+HELD_OUT_LINE = (
+    "step {step:,}: {task}: held-out loss {loss:.3f}, accuracy {accuracy:.3f}, "
+    "{content_loss:.3f} nats per content token"
+)
+
+
 class Evaluations:
     """Evaluate a model on held-out data, and write and print the results.
 
-    At the start, the unigram loss of each task is printed as a baseline: the loss of a
-    model that knows only how frequent each token is.
+    At the start, the unigram loss of each task is printed as a baseline. This is the loss
+    of a model that knows only how frequent each token is.
 
     held_out: {task: (Config, Dataset)}.
     counts: int array [vocabulary], how often each token occurs in the training data.
     """
 
-    def __init__(self, cfg, mesh, run_dir, metrics_file, held_out, counts):
+    def __init__(self, mesh, run_dir, metrics_file, held_out, counts):
         self.mesh = mesh
         self.run_dir = run_dir
         self.write = metrics_file.write
-        self.tasks = []  # (name, Config, Dataset, number of batches, unigram loss)
-        for name, (task_cfg, dataset) in held_out.items():
+        self.held_out = held_out
+        for name, (cfg, dataset) in held_out.items():
             number = dataset.batches(cfg.train.eval_batches)
             batches = [dataset.batch(i) for i in range(number)]
-            unigram = data.unigram_loss(counts, batches, dataset.tasks[0].tokenizer)
-            self.tasks.append((name, task_cfg, dataset, number, unigram))
+            loss = data.unigram_loss(counts, batches, dataset.tasks[0].tokenizer)
             print(
-                f"unigram  {unigram:.3f} nats per content token of held-out {name}, if "
-                f"each token is predicted by its frequency alone (sentinels and EOS are "
-                f"not content)"
+                f"unigram  {loss:.3f} nats per content token of held-out {name}, if each "
+                f"token is predicted by its frequency alone (sentinels and EOS are not "
+                f"content tokens)"
             )
 
     def evaluate(self, step, params):
         """Evaluate the loss of every task. Show one example with the model's output."""
-        for name, cfg, dataset, batches, unigram in self.tasks:
-            metrics = evaluate.evaluate_loss(params, cfg, self.mesh, dataset, batches)
+        for name, (cfg, dataset) in self.held_out.items():
+            number = dataset.batches(cfg.train.eval_batches)
+            metrics = evaluate.evaluate_loss(params, cfg, self.mesh, dataset, number)
             self.write(step, **{f"training_eval/{name}": metrics})
-            tqdm.write(
-                f"step {step:,}: {name}: held-out loss {metrics['loss']:.3f}, accuracy "
-                f"{metrics['accuracy']:.3f}; {metrics['content_loss']:.3f} nats per "
-                f"content token (unigram {unigram:.3f})"
-            )
-        _, cfg, dataset, *_ = self.tasks[0]
+            tqdm.write(HELD_OUT_LINE.format(step=step, task=name, **metrics))
+        cfg, dataset = next(iter(self.held_out.values()))
         tqdm.write(held_out_example(params, cfg, self.mesh, dataset))
 
     def predict(self, step, params):
@@ -724,7 +717,7 @@ class Evaluations:
 
         The predictions are written to RUN_DIR/eval.
         """
-        for name, cfg, dataset, *_ in self.tasks:
+        for name, (cfg, dataset) in self.held_out.items():
             task = dataset.tasks[0]
             if len(task.task.objective.features) < 2:
                 continue
@@ -742,31 +735,27 @@ class Evaluations:
 
 
 def held_out_example(params, cfg, mesh, dataset):
-    """Return a text with one held-out example: inputs, targets and model output."""
+    """Return a text with the inputs, the targets and the model's output of an example.
+
+    dataset: a held-out Dataset. The example is the first row of this dataset.
+    """
     tokenizer = dataset.tasks[0].tokenizer
-    # Decode one row on each data-parallel device, and show the first.
-    rows = mesh.shape["data"]
-    batch = dataset.batch(0, partition.local_rows(rows, mesh))
-    batch = partition.put_batch(batch, rows, mesh)
-    outputs, _ = infer.generate(
-        params, batch.inputs, batch.input_segments, cfg.model, cfg.data.targets_length
-    )
-    inputs, truth, output = (
-        np.asarray(a.addressable_data(0))[0]
-        for a in (batch.inputs, batch.targets, outputs[:, 0])
+    batch = dataset.batch(0)
+    inputs = batch.inputs[0][batch.input_segments[0] > 0]
+    targets = batch.targets[0]
+    # A batch needs at least one row on each data-parallel device.
+    (outputs, _), *_ = infer.run_batch(
+        params, cfg, mesh, [infer.Example(inputs)], "predict", mesh.shape["data"]
     )
     if data.is_span_corruption(cfg):
-
-        def text(ids):
-            return infer.fill_blanks(inputs, infer.split_spans(ids, tokenizer), tokenizer)
-
-        texts = ("blanks", text([])), ("truth", text(truth)), ("model", text(output))
+        # Show the text with gaps, with the true spans, and with the spans of the model.
+        texts = [
+            infer.fill_blanks(inputs, ids, tokenizer) for ids in ([], targets, outputs[0])
+        ]
     else:
-        text = tokenizer.decode
-        texts = ("inputs", text(inputs)), ("truth", text(truth)), ("model", text(output))
-    return configs.escape_controls(
-        "\n".join(f"  {label:8} {text}" for label, text in texts)
-    )
+        texts = [tokenizer.decode(ids) for ids in (inputs, targets, outputs[0])]
+    lines = map("  {:8} {}".format, ("inputs", "truth", "model"), texts)
+    return configs.escape_controls("\n".join(lines))
 
 
 # ---- the start of a run ----------------------------------------------------------------
@@ -775,28 +764,24 @@ def held_out_example(params, cfg, mesh, dataset):
 def lock_run(run_dir, checkpoints):
     """Lock a run directory, so that only one run at a time uses it.
 
-    Returns an open file, which holds the lock until it is closed. Returns None in other
-    processes than the main process. A remote directory cannot be locked and gives None.
+    Returns an open file, which holds the lock until the file is closed. Returns None for
+    a remote directory, which cannot be locked. Only the main process locks the directory.
+    All other processes return None.
     """
     if not partition.is_main_process():
         return None
     lock = None
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        if configs.is_remote(run_dir):
-            note(f"{run_dir} cannot be locked: start only one run at a time there.")
-        else:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if configs.is_remote(run_dir):
+        note(f"{run_dir} cannot be locked: start only one run at a time there.")
+    else:
+        try:
             lock = configs.lock(run_dir / ".lock")
-    except BlockingIOError:
-        raise UserError(
-            f"Another process trains in {run_dir}: stop that process, or name another "
-            f"--run_dir."
-        ) from None
-    except OSError as error:
-        raise UserError(
-            f"--run_dir {run_dir} cannot be written ({error.strerror}): name another "
-            f"directory."
-        ) from error
+        except BlockingIOError:
+            raise UserError(
+                f"Another process trains in {run_dir}: stop that process, or name "
+                f"another --run_dir."
+            ) from None
     checkpoints.discard_unfinished()
     return lock
 
@@ -812,34 +797,49 @@ def run_tokenizer(cfg, run_dir, resumes, source):
         return data.load_tokenizer(run_dir / "spiece.model")
     if not source:
         return data.prepare_vocabulary(cfg)
-    # Raise UserError if `source` has no checkpoint.
-    partition.find_checkpoint(source)
-    # The source is a run directory, or a checkpoint two levels below its run directory.
-    source = configs.to_path(source)
-    paths = [folder / "spiece.model" for folder in (source, *source.parents[:2])]
-    found = next((path for path in paths if path.exists()), None)
-    if cfg.data.vocab.startswith("train:"):
-        if not found:
-            raise UserError(
-                f"{source} has no vocabulary, and its weights work only with the "
-                f"vocabulary of their training: put that spiece.model there, or name it "
-                f"with --data.vocab."
-            )
-        return data.load_tokenizer(found)
-    tokenizer = data.load_tokenizer(cfg.data.vocab)
-    if found and tokenizer.sha256 != data.load_tokenizer(found).sha256:
+    # A checkpoint lies two levels below the run directory that has the vocabulary.
+    path = configs.to_path(source)
+    folder = path if partition.find_checkpoint(source) else path.parent.parent
+    found = folder / "spiece.model"
+    named = cfg.data.vocab
+    if named.startswith("train:"):
+        named = found
+    tokenizer = data.load_tokenizer(named)
+    if found.exists() and tokenizer.sha256 != data.load_tokenizer(found).sha256:
         raise UserError(
             f"--data.vocab is not the vocabulary of {source}: leave out --data.vocab."
         )
     return tokenizer
 
 
-def open_data(cfg, run_dir, resumes, source, config):
-    """Open the data of a run and write the run's configuration to its directory.
+def check_keep_best(t, tasks):
+    """Raise UserError if no evaluation of the run writes the metric train.keep_best.
 
+    t: TrainConfig; tasks: names of the evaluated tasks.
+    """
+    groups = [f"training_eval/{task}" for task in tasks if t.eval_every]
+    groups += [f"inference_eval/{task}" for task in tasks if t.infer_every]
+    if t.keep_best and t.keep_best.rpartition("/")[0] not in groups:
+        raise UserError(
+            f"No evaluation of this run writes --train.keep_best {t.keep_best}: use a "
+            f"metric of {', '.join(groups) or 'an evaluation (--train.eval_every)'}."
+        )
+
+
+def open_data(cfg, run_dir, resumes, source, config):
+    """Open the data of a run, and write the files that describe the run.
+
+    These files are spiece.model, config.json, model-info.txt and recipe.py.
+    source, config: the values of --init_from and --config, or None.
     Returns (training Dataset, {task: (Config, Dataset)} of the evaluated tasks).
     """
     t = cfg.train
+    # The main process has already opened the data and has written these files.
+    if not partition.is_main_process() and not (run_dir / "config.json").exists():
+        raise UserError(
+            f"--run_dir {run_dir} is not the same directory for all processes: name a "
+            f"directory that all of them share."
+        )
     tokenizer = run_tokenizer(cfg, run_dir, resumes, source)
     dataset = data.prepare(cfg, "train", tokenizer)
     tasks = data.evaluation_configs(cfg) if t.eval_every or t.infer_every else {}
@@ -851,46 +851,28 @@ def open_data(cfg, run_dir, resumes, source, config):
         for name, task_cfg in tasks.items()
     }
     if partition.is_main_process():
-        write_run_files(cfg, run_dir, tokenizer, dataset, resumes, config)
-    return dataset, held_out
-
-
-def check_keep_best(t, tasks):
-    """Raise UserError if no evaluation of the run writes the metric train.keep_best.
-
-    t: TrainConfig; tasks: names of the evaluated tasks.
-    """
-    names = [f"training_eval/{task}/..." for task in tasks if t.eval_every]
-    names += [f"inference_eval/{task}/..." for task in tasks if t.infer_every]
-    group = t.keep_best.rpartition("/")[0]
-    if t.keep_best and f"{group}/..." not in names:
-        raise UserError(
-            f"No evaluation of this run writes --train.keep_best {t.keep_best}: use "
-            f"{', '.join(names) or 'a metric of an evaluation (--train.eval_every)'}."
-        )
-
-
-def write_run_files(cfg, run_dir, tokenizer, dataset, resumes, config):
-    """Write the files that other commands read: config.json, spiece.model, recipe.py."""
-    if resumes:
-        digest = configs.read_run(run_dir)[1].get("corpus")
+        digest = configs.read_run(run_dir)[1]["corpus"] if resumes else ""
         if digest and digest != dataset.digest:
             note(
                 f"warning: {cfg.data.source} has changed since {run_dir} was started. "
                 f"The run continues with the changed data."
             )
-    else:
-        configs.write_file(run_dir / "spiece.model", tokenizer.serialized)
-    configs.save_run(cfg, run_dir, dataset.digest)
-    if config and config.endswith(".py") and config != str(run_dir / "recipe.py"):
-        configs.write_file(run_dir / "recipe.py", Path(config).read_text())
+        if not resumes:
+            configs.write_file(run_dir / "spiece.model", tokenizer.serialized)
+        configs.save_run(cfg, run_dir, dataset.digest)
+        info = model_info(cfg, jax.sharding.get_mesh())
+        configs.write_file(run_dir / "model-info.txt", info)
+        if config and config.endswith(".py"):
+            recipe = configs.to_path(config).read_text()
+            configs.write_file(run_dir / "recipe.py", recipe)
+    return dataset, held_out
 
 
 def state_template(cfg, mesh):
-    """Return the TrainState as jax.ShapeDtypeStructs: shapes and shardings, no values."""
+    """Return the shapes and shardings of a TrainState, as jax.ShapeDtypeStructs."""
 
     def with_sharding(a):
-        # The counters of optax have no sharding: every device has a copy.
+        # The counters of optax have no sharding, because every device has a copy.
         spec = a.sharding.spec if a.sharding else jax.P()
         sharding = jax.NamedSharding(mesh, spec)
         return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
@@ -900,27 +882,29 @@ def state_template(cfg, mesh):
 
 
 def batch_template(cfg, mesh, rows):
-    """Return a Batch as jax.ShapeDtypeStructs. rows: number of rows in all devices."""
+    """Return the shapes and shardings of a Batch, as jax.ShapeDtypeStructs.
+
+    rows: the number of rows on all devices together.
+    """
     sharding = jax.NamedSharding(mesh, jax.P("data"))
     inputs, targets = (
         jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=sharding)
         for length in (cfg.data.inputs_length, cfg.data.targets_length)
     )
-    return data.Batch(
-        inputs=inputs,
-        input_segments=inputs,
-        decoder_inputs=targets,
-        targets=targets,
-        target_segments=targets,
-    )
+    # The ids and the segments of the inputs have one shape. The ids of the decoder's
+    # inputs, the ids of the targets and the segments of the targets have another shape.
+    return data.Batch(inputs, inputs, targets, targets, targets)
 
 
 def lower_step(cfg, mesh):
-    """Return (state_template, the lowered training step for this mesh)."""
+    """Lower the training step for the devices of a mesh.
+
+    Returns (state_template(cfg, mesh), a jax.stages.Lowered that can be compiled).
+    """
     template = state_template(cfg, mesh)
     options = None
     if partition.platform() == "tpu":
-        # partition.py explains these options. Each one helps only on some TPUs.
+        # partition.py explains these options. Each option helps on some kinds of TPU.
         kind = mesh.devices.flat[0].device_kind
         options = dict(partition.ASYNC_GATHER_OPTIONS)
         if kind not in ("TPU v3", "TPU v4"):
@@ -962,12 +946,8 @@ def compile_step(step, mesh):
     """
     program = step.compile()
     sizes = program.memory_analysis()
-    if sizes:
-        memory = {
-            "weights and optimizer": mesh.size * sizes.argument_size_in_bytes,
-            "a step": mesh.size * sizes.temp_size_in_bytes,
-        }
-        partition.check_memory(memory, SMALLER_STEP)
+    size = sizes.argument_size_in_bytes + sizes.temp_size_in_bytes
+    partition.check_memory({"a step": mesh.size * size}, SMALLER_STEP)
     return program
 
 
@@ -975,17 +955,18 @@ def load_state(cfg, template, checkpoints, source):
     """Return the TrainState with which a run starts or resumes, and its step.
 
     The state comes from the newest checkpoint of the run. A run without checkpoints
-    starts with initialized parameters, with the parameters of `source` (another run or
-    checkpoint), or, with train.restore "all", with the complete state of `source`.
+    starts from `source`, which is another run or a checkpoint. The new run takes the
+    parameters of `source`, or the complete state if train.restore is "all". Without
+    `source`, the parameters are initialized at random.
     """
     t = cfg.train
-    wanted = to_state_dict(template)
-    restored = checkpoints.load(wanted)
+    state = to_state_dict(template)
+    restored = checkpoints.load(state)
     if restored:
-        print(f"resumed  {checkpoints.path(restored[0])}")
+        step, arrays = restored
+        print(f"resumed  {checkpoints.path(step)}")
     elif source and t.restore == "all":
-        restored = partition.load_newest(source, wanted)
-        step = restored[0]
+        step, arrays = partition.load_newest(source, state)
         if not t.start_step <= step < t.steps:
             raise UserError(
                 f"--train.restore all resumes {source} at step {step:,}, so "
@@ -993,29 +974,30 @@ def load_state(cfg, template, checkpoints, source):
                 f"than {step}."
             )
         print(f"started  from {source}, step {step:,}, with its optimizer")
-    if restored:
-        step, arrays = restored
-        # Add the empty states of optax optimizers, which a checkpoint does not contain.
-        state = flatten_dict(wanted, keep_empty_nodes=True) | flatten_dict(arrays)
-        return from_state_dict(template, unflatten_dict(state)), step
-
-    # This program runs once. On a CPU, a low optimization level halves its compile time.
-    options = None
-    if partition.platform() == "cpu":
-        options = {"xla_backend_optimization_level": "1"}
-    shardings = jax.tree.map(lambda a: a.sharding, template)
-    init = jax.jit(functools.partial(init_state, cfg), out_shardings=shardings)
-    state = init.lower().compile(options)()
-    if source:
-        step, arrays = partition.load_newest(source, {"params": wanted["params"]})
-        state = state.replace(params=arrays["params"])
-        print(f"started  from {source}, the weights of step {step:,}")
-    elif t.start_step:
-        note(
-            f"warning: starting at step {t.start_step:,} with newly initialized weights. "
-            f"To continue an earlier run, name it with --init_from."
-        )
-    return state, t.start_step
+    else:
+        # This program runs once. On a CPU, a low optimization level halves its compile
+        # time.
+        options = None
+        if partition.platform() == "cpu":
+            options = {"xla_backend_optimization_level": "1"}
+        shardings = jax.tree.map(lambda a: a.sharding, template)
+        init = jax.jit(functools.partial(init_state, cfg), out_shardings=shardings)
+        parameters = {"params": state["params"]}
+        state = to_state_dict(init.lower().compile(options)())
+        step = t.start_step
+        arrays = {}
+        if source:
+            source_step, arrays = partition.load_newest(source, parameters)
+            print(f"started  from {source}, the weights of step {source_step:,}")
+        elif t.start_step:
+            note(
+                f"warning: starting at step {t.start_step:,} with newly initialized "
+                f"weights. To continue an earlier run, name it with --init_from."
+            )
+    # Replace the arrays of the state by those of the checkpoint. The state also has the
+    # empty states of optax optimizers, which a checkpoint does not contain.
+    arrays = flatten_dict(state, keep_empty_nodes=True) | flatten_dict(arrays)
+    return from_state_dict(template, unflatten_dict(arrays)), step
 
 
 # ---- a run from start to end -----------------------------------------------------------
@@ -1026,28 +1008,27 @@ def train(cfg, run_dir, recipe, config, source):
 
     recipe: the Config without the changes of the command line.
     config, source: the values of --config and --init_from, or None.
-    Returns the exit status.
+    Returns the exit status: 0, or 1 if the loss or the gradients were not finite.
     """
+    t = cfg.train
     mesh = partition.set_mesh(cfg)
     # Refuse an unknown schedule and a lack of memory before any file is written.
-    learning_rate(0, cfg.train)
+    learning_rate(0, t)
     check_minimum_memory(cfg)
-    print("\n".join(describe_run(cfg, recipe, mesh)))
-    checkpoints = partition.Checkpoints(run_dir, cfg.train.keep, cfg.train.async_save)
+    print(f"recipe {cfg.name}")
+    for name, (new, old) in configs.differences(cfg, recipe).items():
+        print(f"  {name} {new} (recipe: {old})")
+    print(f"model    {model.describe_model(cfg)}")
+    device = jax.devices()[0].device_kind
+    print(f"devices  {mesh.size} x {device}, {describe_mesh(cfg, mesh)}")
+    print(data.describe_rows(cfg))
+
+    checkpoints = partition.Checkpoints(run_dir, t.keep, t.async_save)
     lock = partition.run_on_all(lambda: lock_run(run_dir, checkpoints))
     resumes = bool(partition.from_main_process(checkpoints.steps()))
-    not_shared = UserError(
-        f"--run_dir {run_dir} is not the same directory for all processes: name a "
-        f"directory that all of them share."
-    )
-    if not run_dir.exists():
-        raise not_shared
     dataset, held_out = partition.run_on_main_first(
         lambda: open_data(cfg, run_dir, resumes, source, config)
     )
-    written = (run_dir / "config.json").read_text()
-    if not partition.all_processes_agree(partition.from_main_process(written) == written):
-        raise not_shared
     # On SIGTERM, a run finishes its step, saves and exits. With several processes, JAX
     # handles the signal (see after_step).
     terminated = threading.Event()
@@ -1061,143 +1042,109 @@ def train(cfg, run_dir, recipe, config, source):
             compiling = thread.submit(compile_step, step, mesh)
             state, start = load_state(cfg, template, checkpoints, source)
             program = compiling.result()
-        if partition.is_main_process():
-            configs.write_file(run_dir / "model-info.txt", model_info(cfg, mesh))
-        # Give the memory of the compiler back to the system: glibc keeps it otherwise.
+        # Give the memory of the compiler back to the system. The C library glibc would
+        # keep this memory. For T5 1.1 small on a CPU, this is 280 MB.
         if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
             trim(0)
-        if start >= cfg.train.steps:
+        if start >= t.steps:
             print(
                 f"{run_dir} already has its {start:,} steps; continue with "
                 f"--train.steps {2 * start}"
             )
             return 0
-        return run_and_save(
-            cfg,
-            mesh,
-            run_dir,
-            program,
-            state,
-            start,
-            dataset,
-            held_out,
-            checkpoints,
-            terminated,
-        )
+        metrics_file = MetricsFile(run_dir / "metrics.jsonl", start)
+        progress = Progress(cfg, metrics_file, start)
+        counts = np.bincount(dataset.sample(1 << 20), minlength=cfg.model.vocab_size)
+        evaluations = Evaluations(mesh, run_dir, metrics_file, held_out, counts)
+        rows = partition.local_rows(t.batch_size, mesh)
+
+        def load_batch(step):
+            batch = dataset.batch(step - t.start_step, rows)
+            return partition.put_batch(batch, t.batch_size, mesh)
+
+        # train.profile has the form FIRST:LAST. The value 0:0 traces no step.
+        first, last = map(int, (t.profile or "0:0").split(":"))
+
+        def profile(step):
+            if step == first - 1:
+                jax.profiler.start_trace(run_dir / "profile")
+            # The trace ends one step after LAST, when the devices have completed LAST.
+            if start < first <= step == min(last + 1, t.steps):
+                jax.profiler.stop_trace()
+
+        def after_step(step):
+            profile(step)
+            if jax.process_count() == 1:
+                return terminated.is_set()
+            # JAX lets all processes stop after the same step.
+            return multihost_utils.reached_preemption_sync_point(step)
+
+        def save(step, state):
+            metrics_file.sync()
+            # Wait for the previous checkpoint, because it may be the best.
+            checkpoints.wait()
+            best = None
+            if t.keep_best:
+                steps = [*checkpoints.steps(), step]
+                best = partition.best_step(metrics_file.path, t.keep_best, steps)
+            checkpoints.save(to_state_dict(state), step, best[0] if best else None)
+
+        try:
+            profile(start)
+            step, state = run(
+                cfg,
+                program,
+                state,
+                start,
+                load_batch,
+                progress,
+                evaluations,
+                save,
+                after_step,
+            )
+        except NotFinite as error:
+            checkpoints.wait()
+            note(error)
+            return 1
+        finally:
+            progress.bar.close()
+            metrics_file.sync()
+        checkpoints.wait()
     finally:
-        for opened in (dataset, *(opened for _, opened in held_out.values())):
-            opened.close()
         if lock:
             lock.close()
-
-
-def run_and_save(
-    cfg, mesh, run_dir, program, state, start, dataset, held_out, checkpoints, terminated
-):
-    """Run the training loop from step `start`, and save and report what run() produces.
-
-    terminated: threading.Event, set when the process has received SIGTERM.
-    Returns the exit status: 0, or 1 if the loss or the gradients were not finite.
-    """
-    t = cfg.train
-    metrics_file = MetricsFile(run_dir / "metrics.jsonl", start)
-    progress = Progress(cfg, metrics_file, start)
-    counts = np.bincount(dataset.sample(1 << 20), minlength=cfg.model.vocab_size)
-    evaluations = Evaluations(cfg, mesh, run_dir, metrics_file, held_out, counts)
-    rows = partition.local_rows(t.batch_size, mesh)
-
-    def load_batch(step):
-        batch = dataset.batch(step - t.start_step, rows)
-        return partition.put_batch(batch, t.batch_size, mesh)
-
-    # train.profile has the form FIRST:LAST. The value 0:0 traces no step.
-    first, last = map(int, (t.profile or "0:0").split(":"))
-
-    def profile(step):
-        if step == first - 1:
-            jax.profiler.start_trace(run_dir / "profile")
-        # The trace ends one step later than LAST, when the devices have completed LAST.
-        if start < first <= t.steps and step == min(last + 1, t.steps):
-            jax.profiler.stop_trace()
-
-    def after_step(step):
-        profile(step)
-        if jax.process_count() == 1:
-            return terminated.is_set()
-        # JAX lets all processes stop after the same step.
-        return multihost_utils.reached_preemption_sync_point(step)
-
-    def best_step(steps):
-        """Return (step, value) of the best of these steps by train.keep_best, or None."""
-        if not t.keep_best:
-            return None
-        return partition.best_step(metrics_file.path, t.keep_best, steps)
-
-    def save(step, state):
-        metrics_file.sync()
-        # Wait for the previous checkpoint, because it may be the best.
-        checkpoints.wait()
-        best = best_step([*checkpoints.steps(), step])
-        checkpoints.save(to_state_dict(state), step, best[0] if best else None)
-
-    try:
-        profile(start)
-        step, state = run(
-            cfg,
-            program,
-            state,
-            start,
-            load_batch,
-            progress,
-            evaluations,
-            save,
-            after_step,
-        )
-    except NotFinite as error:
-        checkpoints.wait()
-        note(error)
-        return 1
-    finally:
-        progress.bar.close()
-        metrics_file.sync()
-    checkpoints.wait()
     if step < t.steps:
-        advice = "nothing was saved, because --train.save_every is 0."
-        if t.save_every:
-            advice = "run the same command again to continue."
-        print(f"stopped at step {step:,} on SIGTERM: {advice}")
+        print(
+            f"stopped at step {step:,} on SIGTERM: run the same command again to "
+            f"continue from the last checkpoint."
+        )
         return 0
-    if best := best_step(checkpoints.steps()):
-        print(f"best     step {best[0]:,}: {t.keep_best} {best[1]:.4g}")
     print(f"done     {run_dir}: {step:,} steps.")
-    if t.save_every and t.eval_every:
-        text = "some inputs"
-        if data.is_span_corruption(cfg):
-            text = "Return the <extra_id_0> of the list."
+    if t.save_every:
         print(f"""Next:
-  python infer.py --run_dir {run_dir} "{text}"
+  python infer.py --run_dir {run_dir} "TEXT"
   python evaluate.py --run_dir {run_dir}
   python train.py --run_dir {run_dir} --train.steps {2 * t.steps - t.start_step}""")
     return 0
 
 
 def model_info(cfg, mesh):
-    """Return the text of model-info.txt: size, shape and sharding of every array.
+    """Return the text of model-info.txt, which describes every parameter and slot.
 
-    The lines have the form that T5X uses.
+    A line contains the name, the size, the shape and the sharding of an array. T5X writes
+    these lines in the same format.
     """
     table = model.param_table(cfg.model)
     slots = OPTIMIZERS[cfg.train.optimizer].slots(table)
     declared = partition.flatten({"params": table, "slots": slots})
-    template = state_template(cfg, mesh)
-    slots = to_state_dict(template.slots)
-    arrays = partition.flatten({"params": template.params, "slots": slots})
+    arrays = partition.flatten(to_state_dict(state_template(cfg, mesh)))
     text = ""
-    for name, a in arrays.items():
-        axes = zip(declared[name].axes, a.shape)
-        shape = ", ".join(f"{axis}={size}" for axis, size in axes)
-        text += f"{name:60} size {a.size:>12,}   shape ({shape})   "
-        text += f"partition {tuple(a.sharding.spec)}\n"
+    for name, p in declared.items():
+        shape = ", ".join(f"{axis}={size}" for axis, size in zip(p.axes, p.shape))
+        text += (
+            f"{name:60} size {arrays[name].size:>12,}   shape ({shape})   "
+            f"partition {tuple(arrays[name].sharding.spec)}\n"
+        )
     return f"{text}Total number of parameters: {model.count_params(table):,}\n"
 
 
@@ -1221,7 +1168,7 @@ def activation_bytes(cfg, params, batch):
 
     program = jax.make_jaxpr(backward)(params, batch).jaxpr
     saved = {v for v in program.outvars if isinstance(v, jax.extend.core.Var)}
-    # Parameters and batch do not count: they are in memory anyway.
+    # Parameters and batch do not count, because they are in memory anyway.
     saved -= set(program.invars)
     return partition.bytes_on_device([v.aval for v in saved])
 
@@ -1242,25 +1189,6 @@ def memory_table(cfg, mesh):
     }
 
 
-# Options that reduce memory, the cheapest first: {name: (next value to try, cost)}.
-MEMORY_OPTIONS = {
-    "train.microbatches": (
-        lambda cfg: 2 * cfg.train.microbatches,
-        "more and smaller matmuls",
-    ),
-    "model.remat": (lambda cfg: "full", "a third more arithmetic"),
-    "mesh.fsdp": (lambda cfg: True, "an all-gather of each layer's weights"),
-    "mesh.model": (
-        lambda cfg: 2 * cfg.mesh.model,
-        "an all-reduce of each layer's activations",
-    ),
-    "train.batch_size": (
-        lambda cfg: cfg.train.batch_size // 2,
-        "fewer examples in each step",
-    ),
-}
-
-
 def memory_savings(cfg):
     """Return [(flag, bytes on one device, cost)] for the options that save memory.
 
@@ -1270,8 +1198,13 @@ def memory_savings(cfg):
     mesh = jax.sharding.get_mesh()
     least = sum(memory_table(cfg, mesh).values())
     savings = []
-    for name, (next_value, cost) in MEMORY_OPTIONS.items():
-        value = next_value(cfg)
+    # The cheapest options come first.
+    for name, value, cost in (
+        ("train.microbatches", 2 * cfg.train.microbatches, "more and smaller matmuls"),
+        ("model.remat", "full", "a third more arithmetic"),
+        ("mesh.fsdp", True, "an all-gather of each layer's weights"),
+        ("mesh.model", 2 * cfg.mesh.model, "an all-reduce of each layer's activations"),
+    ):
         changed = configs.override(cfg, {name: value})
         try:
             configs.check(changed)
@@ -1287,22 +1220,22 @@ def memory_savings(cfg):
     return savings
 
 
-def size_line(name, size, remark=""):
-    """Return a line of a table: a name, a number of bytes and a remark."""
-    return f"  {name:28} {size / 1e9:>10.4g} GB{remark}\n"
+def format_table(title, rows):
+    """Return a text with a title and one line for each row (name, number, remark)."""
+    lines = [f"  {name:28} {number:>10.4g} {remark}" for name, number, remark in rows]
+    return "\n".join([f"{title}:", *lines])
 
 
 def memory_report(cfg):
-    """Return a text: the memory of a training step, and options that reduce it."""
+    """Describe the memory of a training step, and the options that reduce this memory."""
     memory = memory_table(cfg, jax.sharding.get_mesh())
-    text = "memory on each device, at least:\n"
-    for name, size in memory.items():
-        text += size_line(name, size)
-    text += size_line("total", sum(memory.values()))
-    text += "total with these options, added one after another, and their cost:\n"
-    for flag, size, cost in memory_savings(cfg):
-        text += size_line(flag, size, f", {cost}")
-    return text
+    memory["total"] = sum(memory.values())
+    parts = [(name, size / 1e9, "GB") for name, size in memory.items()]
+    savings = memory_savings(cfg)
+    options = [(flag, size / 1e9, f"GB, {cost}") for flag, size, cost in savings]
+    needed = format_table("memory on each device, at least", parts)
+    saved = format_table("total with these options, added one after another", options)
+    return f"{needed}\n{saved}"
 
 
 # ---- the plan of a run on other machines -----------------------------------------------
@@ -1314,8 +1247,8 @@ def plan_mesh(cfg, where):
     where: a number of devices, or a TPU topology such as v5e:2x4.
     """
     jax.config.update("jax_platforms", "cpu")
-    # Do not take a compiled program from the cache, because count_collectives reads files
-    # that only the compiler writes.
+    # Always run the compiler, because count_collectives reads files that it writes. A
+    # program from the compilation cache would not write these files.
     jax.config.update("jax_enable_compilation_cache", False)
     if where.isdecimal():
         if not 1 <= int(where) <= 2048:
@@ -1327,12 +1260,12 @@ def plan_mesh(cfg, where):
         return partition.set_mesh(cfg)
     from jax.experimental import topologies
 
-    # These variables keep libtpu from looking for the TPUs of this machine.
+    # With these variables, libtpu does not search this machine for TPUs.
     os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost")
     chips = {"chip_config_name": "megacore"} if where.startswith("v4") else {}
     try:
         devices = topologies.get_topology_desc(where, "tpu", **chips).devices
-    except Exception as error:  # libtpu raises many kinds
+    except Exception as error:  # libtpu raises exceptions of many types.
         raise UserError(
             f"--plan {where} needs libtpu, the compiler of TPUs "
             f"({str(error).splitlines()[0]:.120}): install it on Linux with "
@@ -1345,73 +1278,60 @@ def plan(cfg, where):
     """Print the memory, communication and time of a training step on other machines.
 
     where: a number of devices of any kind, or a TPU topology such as v5e:2x4. For a
-    topology, the compiler of the TPU also reports its own estimate.
+    topology, the compiler of the TPU estimates the time of the arithmetic, and it decides
+    which communication overlaps with arithmetic.
     """
     if cfg.model.dtype == "auto":
         cfg = configs.override(cfg, {"model.dtype": "bfloat16"})
     mesh = plan_mesh(cfg, where)
-    t = cfg.train
-    print(
-        f"plan     {mesh.size} devices, mesh data {mesh.shape['data']} x model "
-        f"{mesh.shape['model']}, fsdp {cfg.mesh.fsdp}, {cfg.model.dtype}, remat "
-        f"{cfg.model.remat}, batch {t.batch_size} in {t.microbatches} microbatches"
-    )
-    print(memory_report(cfg), end="")
-    collectives, program = partition.count_collectives(lower_step(cfg, mesh)[1])
-    print("communication, sent by each device in a step:")
-    for kind, axis, count, size in collectives:
-        print(size_line(f"{kind} over {axis}", size, f", {count:,} times"), end="")
-    sent = sum(size for *_, size in collectives)
-    flops = step_flops(cfg) / mesh.size
-    name = find_chip(mesh.devices.flat[0].device_kind)
+    print(f"plan     {mesh.size} devices, {describe_mesh(cfg, mesh)}")
+    print(memory_report(cfg))
+    _, step = lower_step(cfg, mesh)
+    name = find_chip(mesh.devices.flat[0])
     if name:
-        estimates = {name: print_compiled(program, name)}
+        program = step.compile()
+        # The runtime of the TPU needs about 5 % of the memory.
+        needed = program.memory_analysis().peak_memory_in_bytes / 0.95e9
+        cycles, counts, sent = partition.estimated_cycles(program.as_text())
+        rows = [(part, number / 1e6, "million") for part, number in cycles.most_common(6)]
+        print(format_table("cycles of arithmetic in the most expensive parts", rows))
+        arithmetic = {name: cycles.total() / partition.CHIPS[name].clock / 1e9}
+        rows = [
+            (kind, sent[kind] / 1e9, f"GB, {counts[kind]:,} times")
+            for kind in sorted(sent)
+        ]
+        exposed = sum(size for kind, size, _ in rows if "overlapped" not in kind)
     else:
-        # Full rematerialization computes the forward pass twice.
-        computed = flops * 4 / 3 if cfg.model.remat == "full" else flops
         # Leave a tenth of the memory to temporary arrays.
-        needed = sum(memory_table(cfg, mesh).values()) / 0.9
-        estimates = {
-            name: (needed, computed / chip.teraflops / 1e12, 0)
+        needed = sum(memory_table(cfg, mesh).values()) / 0.9e9
+        computed = step_flops(cfg) / mesh.size
+        if cfg.model.remat == "full":
+            # Full rematerialization computes the forward pass twice.
+            computed *= 4 / 3
+        arithmetic = {
+            name: computed / chip.teraflops / 1e12
             for name, chip in partition.CHIPS.items()
         }
-    print("time of a step, at least:")
-    for name, (needed, arithmetic, exposed) in estimates.items():
+        collectives, _ = partition.count_collectives(step)
+        rows = [
+            (f"{kind} over {axis}", size / 1e9, f"GB, {count:,} times")
+            for kind, axis, count, size in collectives
+        ]
+        # Assume that all communication overlaps with arithmetic.
+        exposed = 0
+    print(format_table("communication, sent by each device in a step", rows))
+    sent = sum(size for _, size, _ in rows)
+    rows = []
+    for name, seconds in arithmetic.items():
         chip = partition.CHIPS[name]
-        communication = sent / chip.links / 1e9
-        step = max(arithmetic + exposed / chip.links / 1e9, communication)
-        fits = "fits" if needed < 1e9 * chip.memory else "does not fit"
-        print(
-            f"  {name:28} {step:>10.4g} s (arithmetic {arithmetic:.4g}, communication "
-            f"{communication:.4g}), {flops / step / chip.teraflops / 1e12:.1%} of peak, "
-            f"{fits} in {chip.memory} GB"
+        communication = sent / chip.links
+        remark = (
+            f"s (arithmetic {seconds:.4g}, communication {communication:.4g}), with "
+            f"{needed:.4g} of {chip.memory} GB of memory"
         )
-
-
-def print_compiled(program, name):
-    """Print what the compiler of a TPU knows about the compiled training step.
-
-    name: the chip's name in partition.CHIPS.
-    Returns (bytes of memory that a device must have, seconds of arithmetic, bytes of
-    communication that does not overlap with arithmetic).
-    """
-    sizes = program.memory_analysis()
-    state, temporary = sizes.argument_size_in_bytes, sizes.temp_size_in_bytes
-    peak = sizes.peak_memory_in_bytes or state + temporary
-    parts, times, sent = partition.estimated_cycles(program.as_text())
-    text = f"estimate of the compiler for {name}:\n"
-    text += size_line("weights and optimizer", state)
-    text += size_line("temporary arrays", temporary)
-    text += size_line("peak", peak)
-    for kind in sorted(sent):
-        text += size_line(kind, sent[kind], f", {times[kind]:,} times")
-    cycles = parts.total()
-    print(f"{text}  {'cycles of arithmetic':28} {cycles / 1e6:>10.4g} million, of which")
-    for part, number in parts.most_common(6):
-        print(f"    {part:26} {100 * number / cycles:>10.4g} %")
-    exposed = sum(size for kind, size in sent.items() if "overlapped" not in kind)
-    # The runtime of the TPU needs about 5 % of the memory.
-    return peak / 0.95, cycles / partition.CHIPS[name].clock / 1e9, exposed
+        step_time = max(seconds + exposed / chip.links, communication)
+        rows.append((name, step_time, remark))
+    print(format_table("time of a step, at least", rows))
 
 
 # ---- the command -----------------------------------------------------------------------
@@ -1441,8 +1361,8 @@ def main(argv):
         return plan(cfg, args.plan)
     partition.start_jax(cfg)
     try:
-        run_dir = configs.to_path(run_dir)
-        return train(cfg, run_dir, recipe, args.config, args.init_from)
+        folder = configs.to_path(run_dir)
+        return train(cfg, folder, recipe, args.config, args.init_from)
     except partition.CheckpointError as error:
         problem = (
             f"Training stopped, because {error}. The previous checkpoint is complete: "
