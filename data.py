@@ -685,15 +685,19 @@ def make_batch(step, tasks, plan, cfg, rows=None):
 
 
 class ByteTokenizer(Tokenizer):
-    """Encode text as its UTF-8 bytes. Byte b has the id b + 3 (ByT5, Xue et al. 2022).
+    """Encode text as its UTF-8 bytes, as in ByT5 (Xue et al. 2022).
 
-    extra_ids: the number of sentinels, whose ids follow the ids of the bytes. If
-    extra_ids is 0, the ids of the 11 highest bytes are the sentinels, as in the published
-    models.
+    The token id of a byte is its value plus 3. The ids 0, 1 and 2 are padding, EOS and
+    UNK.
+
+    extra_ids: the number of sentinel ids that are added after the ids of the bytes. If
+    extra_ids is 0, the ids of the 11 highest bytes serve as sentinels, as in the
+    published ByT5 models.
     """
 
     def __init__(self, extra_ids=0):
-        # UTF-8 never uses the 11 bytes from 245 to 255, so their ids can be sentinels.
+        # UTF-8 never uses the 11 byte values from 245 to 255. So the ids of these bytes
+        # can serve as sentinels.
         sentinels = extra_ids or 11
         super().__init__(f"bytes:{extra_ids}\n".encode(), 3 + 256 + extra_ids, sentinels)
 
@@ -703,7 +707,7 @@ class ByteTokenizer(Tokenizer):
     def encode_batch(self, texts):
         encoded = []
         for text in texts:
-            # re.split returns texts at even positions, sentinel numbers at odd positions.
+            # The list from re.split alternates between text and the number of a sentinel.
             parts = re.split(r"<extra_id_(\d\d?)>", text)
             arrays = [np.frombuffer(part.encode(), np.uint8) + 3 for part in parts]
             arrays[1::2] = [[self.size - 1 - int(number)] for number in parts[1::2]]
@@ -711,9 +715,10 @@ class ByteTokenizer(Tokenizer):
         return encoded
 
     def raw_text(self, ids):
-        """Return the text of ids. Sentinels, "<pad>", "</s>" and "<unk>" are written out.
+        """Return the text of token ids, with the special tokens written out.
 
-        Bytes that are not valid UTF-8 are left out.
+        Sentinels appear as "<extra_id_0>", for example. The ids 0, 1 and 2 appear as
+        "<pad>", "</s>" and "<unk>". Bytes that are not valid UTF-8 are left out.
         """
         symbols = {PAD: b"<pad>", EOS: b"</s>", UNK: b"<unk>"}
         for number in range(self.size - 3 - 256):
@@ -722,7 +727,10 @@ class ByteTokenizer(Tokenizer):
         return text.decode(errors="ignore")
 
     def decode(self, ids):
-        """Return the text of the bytes before the first EOS, without other ids."""
+        """Return the text of the token ids before the first EOS.
+
+        Special tokens and invalid UTF-8 are left out.
+        """
         ids = itertools.takewhile(lambda i: i != EOS, map(int, ids))
         return self.raw_text(i for i in ids if 3 <= i < 3 + 256)
 
@@ -730,9 +738,10 @@ class ByteTokenizer(Tokenizer):
 class IdTokenizer(Tokenizer):
     """Encode text that consists of token ids in decimal digits, such as "17 4 29".
 
-    The sources reverse: and random: hold token ids, so these sources need no other
-    vocabulary. size: the number of ids. sentinels: how many of the highest ids are
-    sentinels.
+    This tokenizer serves the generated data sources `reverse:` and `random:`. The
+    examples of these two sources are lists of token ids.
+
+    size: the number of token ids. sentinels: how many of the highest ids are sentinels.
     """
 
     def __init__(self, size, sentinels=0):
@@ -749,13 +758,16 @@ class IdTokenizer(Tokenizer):
         return "".join(f" {i}" for i in ids)
 
     def decode(self, ids):
-        """Return the ids before the first EOS as text. Padding is left out."""
+        """Return the token ids before the first EOS as text, without the padding."""
         ids = itertools.takewhile(lambda i: i != EOS, ids)
         return " ".join(str(i) for i in ids if i != PAD)
 
 
 def add_sentinels(model, number):
-    """Append `number` sentinels to a SentencePiece ModelProto, with <extra_id_0> last."""
+    """Append sentinel pieces to the vocabulary of a SentencePiece ModelProto.
+
+    The last piece is <extra_id_0>, as in T5. number: the number of sentinels.
+    """
     for k in reversed(range(number)):
         model.pieces.add(piece=f"▁<extra_id_{k}>", score=0.0, type="USER_DEFINED")
 
@@ -764,9 +776,12 @@ def add_sentinels(model, number):
 def parse_vocabulary(serialized, name="the vocabulary"):
     """Return the Tokenizer of a serialized SentencePiece model.
 
-    If the model has no sentinels, 100 sentinels are added. `name` names the file in
-    messages. Raises UserError if the bytes are not a SentencePiece model with T5's
-    special ids.
+    If the model has no sentinels, 100 sentinels are added.
+
+    serialized: the bytes of a SentencePiece model file. name: the name of the file in
+    error messages. The function raises UserError if the bytes are not a SentencePiece
+    model. The function also raises UserError if the ids 0, 1 and 2 are not <pad>, </s>
+    and <unk>.
     """
     try:
         model = sentencepiece_model_pb2.ModelProto.FromString(serialized)
@@ -793,13 +808,15 @@ def parse_vocabulary(serialized, name="the vocabulary"):
 
 
 def load_tokenizer(path):
-    """Return the Tokenizer that --data.vocab names.
+    """Return the Tokenizer for a value of the flag --data.vocab.
 
-    path: the path of a SentencePiece model (local or remote), "bytes", "bytes:EXTRA_IDS",
-    "ids:SIZE" or "ids:SIZE:SENTINELS". Raises UserError if the file cannot be read.
+    path: the local or remote path of a SentencePiece model, or the name of a built-in
+    tokenizer. The valid names are "bytes", "bytes:EXTRA_IDS", "ids:SIZE" and
+    "ids:SIZE:SENTINELS". The function raises UserError if the file cannot be read.
     """
     path = str(path)
-    # The vocabulary file of a run may hold just a name, such as "bytes:100".
+    # A run stores its vocabulary in a file. For a built-in tokenizer, the file contains
+    # only the name of the tokenizer, such as "bytes:100".
     is_name = re.compile(rb"(bytes|ids:\d{1,9})(:\d{1,9})?\s*").fullmatch
     serialized = path.encode()
     if not is_name(serialized):
@@ -822,14 +839,16 @@ def load_tokenizer(path):
 def train_tokenizer(texts, pieces, max_characters=1 << 27):
     """Train a SentencePiece unigram model on texts and return its Tokenizer.
 
-    texts: an iterable of strings. Reading stops after `max_characters` characters, which
-    take one or two minutes. pieces: the size of the vocabulary, without its sentinels.
-    Raises UserError if the texts are too short for so many pieces.
+    texts: an iterable of strings. pieces: the size of the vocabulary without its
+    sentinels. max_characters: the number of characters after which reading stops.
+    Training on the default number of characters takes one or two minutes. The function
+    raises UserError if the texts are too short for a vocabulary of this size.
     """
     lines = []
     with progress_bar("reading for a vocabulary", "character") as bar:
         for text in texts:
-            # SentencePiece skips lines above 16,000 bytes, so long lines are cut.
+            # SentencePiece skips lines of more than 16,000 bytes. So longer lines are cut
+            # into lines of at most 4,000 characters, which have at most 16,000 bytes.
             lines += re.findall(".{1,4000}", "\n".join(text.splitlines()))
             bar.update(len(text))
             if bar.n >= max_characters:
@@ -862,12 +881,14 @@ def train_tokenizer(texts, pieces, max_characters=1 << 27):
 
 
 def progress_bar(what, unit, total=None):
-    """Return a progress bar on standard error.
+    """Return a tqdm progress bar that writes to standard error.
 
-    what: the title of the bar. unit: what is counted, in the singular. total: the final
-    count, if known. On a terminal, the bar appears after half a second. Otherwise, the
-    bar prints a line every 30 seconds. The bar prints nothing in background threads, and
-    nothing in processes other than the main process.
+    On a terminal, the bar appears after half a second. Otherwise, the bar prints a line
+    every 30 seconds. Background threads print nothing. Of several processes, only the
+    main process prints.
+
+    what: the title of the bar. unit: the singular noun for the objects that the bar
+    counts. total: the final count, if known.
     """
     in_background = threading.current_thread() is not threading.main_thread()
     on_terminal = sys.stderr.isatty()
@@ -900,7 +921,10 @@ def progress_bar(what, unit, total=None):
 
 
 class SourceFile(NamedTuple):
-    """A file of a source, a group of small files, or a range of records."""
+    """A part of a data source that is read from beginning to end.
+
+    The part is a file, a group of small files, or a range of records.
+    """
 
     name: str
     stamp: list  # sizes and times of the files; if they change, the source has changed
@@ -908,11 +932,15 @@ class SourceFile(NamedTuple):
 
 
 class MissingSplit(UserError):
-    """The source has splits, but not the requested split."""
+    """The error that a data source has splits, but not the requested split."""
 
 
 class MissingSource(UserError):
-    """A source does not exist. The arguments are a problem and a remedy."""
+    """The error that a data source does not exist.
+
+    The exception has two arguments. The first describes the problem. The second says how
+    to solve the problem.
+    """
 
     def __str__(self):
         return ": ".join(self.args)
@@ -920,11 +948,12 @@ class MissingSource(UserError):
 
 @functools.cache
 def python_documents():
-    """Return the texts that come with Python: its language manual and its docstrings.
+    """Return the texts that come with Python as a list of documents.
 
-    Each file of the standard library gives one document, which consists of its
-    docstrings. Each topic of the manual (pydoc_data/topics.py) gives a document, too. The
-    files of the library are parsed by `ast` and not imported.
+    There is one document for each file of the standard library, which consists of the
+    docstrings of the file. There is also one document for each topic of the language
+    manual (pydoc_data/topics.py). The files of the library are parsed by `ast` and not
+    imported.
     """
     from pydoc_data.topics import topics  # a dict of texts, and nothing else
 
@@ -944,9 +973,11 @@ def python_documents():
 
 
 def generated_source(name, stamp, examples, splits):
-    """Return a SourceFile for each of the splits of a source that a function generates.
+    """Return a SourceFile for each split of a data source that a function generates.
 
-    examples(split) yields the examples of a split, which are dicts of fields.
+    name: the name of the data source in messages. stamp: a value that changes if the
+    examples change. examples: a function that takes the name of a split and yields the
+    examples of the split as dicts. splits: the names of the splits.
     """
 
     def read(split, bad):
@@ -979,10 +1010,13 @@ def spell_number(n):
 
 
 def number_example(n):
-    """Return the example for a number: its words, whether it is even, and a date.
+    """Return the example for a number, as a dict of fields.
 
-    The date is n days after January 1, 1970. The tasks by_rule_* are made of these
-    fields.
+    The fields are the number, its name in words, whether the number is even, and a date
+    in two notations. The date is n days after January 1, 1970. The tasks `by_rule_*` use
+    these fields.
+
+    n: a number below one million.
     """
     day = time.gmtime(86_400 * n)
     return {
@@ -995,11 +1029,12 @@ def number_example(n):
 
 
 def python_source(name, split, cfg, whole):
-    """Open python: or python:COUNT, which need no files.
+    """Open the data source `python:` or `python:COUNT`. Neither reads data files.
 
-    python: reads the texts that come with Python. python:COUNT reads the numbers below
-    COUNT. Each number has its name in words and a date. The texts or numbers are
-    shuffled, and the first 1 % is for validation.
+    With `python:`, the examples are the texts that come with Python. With `python:COUNT`,
+    the examples are the numbers below COUNT. Each example of a number contains the number
+    in words and a date. The examples are shuffled. The first 1 % of the examples is the
+    validation split, and the rest is the training split.
     """
     if name and not re.fullmatch(r"[1-9]\d{1,5}", name):
         raise UserError(
@@ -1019,7 +1054,11 @@ def python_source(name, split, cfg, whole):
 
 
 def reverse_source(name, split, cfg, whole):
-    """Open reverse:, examples of 4 to 12 random ids with the reversed ids as targets."""
+    """Open the data source `reverse:`, whose task is to reverse a sequence.
+
+    The inputs are 4 to 12 random token ids, and the targets are the same ids in reverse
+    order.
+    """
 
     def examples(split):
         seed, count = {"train": (0, 20_000), "validation": (1, 512)}[split]
@@ -1032,7 +1071,10 @@ def reverse_source(name, split, cfg, whole):
 
 
 def random_source(name, split, cfg, whole):
-    """Open random:, an endless source of documents of 4096 random ids for benchmarks."""
+    """Open the data source `random:`, which generates random tokens for benchmarks.
+
+    Each document has 4096 random token ids. The training split is endless.
+    """
     size = cfg.model.vocab_size - SENTINELS - 3
 
     def examples(split):
@@ -1054,10 +1096,10 @@ def open_file(path):
 
 
 def find_files(pattern):
-    """Return the files that match a glob as a sorted list of (path, [size, time]).
+    """Return the files that match a glob pattern, sorted by path.
 
-    The pattern may be local or remote. Raises UserError if a remote file system cannot be
-    read.
+    The result is a list of pairs (path, [size, time]). pattern: a local or remote glob
+    pattern. The function raises UserError if a remote file system cannot be read.
     """
     found = []
     if "://" not in pattern:
@@ -1077,7 +1119,7 @@ def find_files(pattern):
         ) from error
     for path, info in infos.items():
         if info["type"] == "file":
-            # File systems have different names for the time or the version of a file.
+            # Remote file systems use different names for the time or version of a file.
             times = [info.get(key) for key in ("etag", "mtime", "updated", "created")]
             found.append((system.unstrip_protocol(path), [info["size"], str(times)]))
     return sorted(found)
@@ -1088,11 +1130,15 @@ HELD_OUT_BYTES = 1 << 25  # the held-out beginning of a source has at most this 
 
 
 def group_files(files, read):
-    """Group files and return the SourceFiles. Small files share a SourceFile.
+    """Group small files and return a list with a SourceFile for each group.
 
-    files: a list of (path, [size, time]). read(path, bad) yields the examples (where,
-    example) of one file. If `read` raises an exception, the file is reported to `bad` as
-    damaged, and reading continues with the next file.
+    A file is added to the last group until the group has GROUP_BYTES bytes. If reading a
+    file raises an exception, the file is reported as damaged, and reading continues with
+    the next file.
+
+    files: a list of pairs (path, [size, time]). read: a function of a path and a function
+    `bad`. `read` yields a pair (where, example) for each example of the file, and reports
+    invalid examples to `bad`.
     """
     groups = []
     size = math.inf  # bytes in the last group
@@ -1107,9 +1153,10 @@ def group_files(files, read):
         for path, _ in group:
             try:
                 yield from read(path, bad)
-            # For a damaged file, gzip, pyarrow and protobuf raise different exceptions.
+            # The exception for a damaged file depends on the library that reads the file.
             except Exception as error:
-                # Outside of pyarrow, an error number means that the disk has failed.
+                # An error number means that the disk has failed, except in errors that
+                # come from pyarrow.
                 disk_failed = read is not read_parquet and getattr(error, "errno", None)
                 if isinstance(error, UserError) or disk_failed:
                     raise
@@ -1122,14 +1169,17 @@ def group_files(files, read):
 
 
 def file_source(read, pattern, split, cfg, whole):
-    """Open the files that match a glob, in alphabetical order.
+    """Open the files that match a glob pattern as a data source.
 
-    If the pattern contains "{split}", the files have splits, and "{split}" is replaced by
-    the name of the split. Otherwise, the first 1 % of the text, at least one example, is
-    held out for validation, and the rest is for training. The held-out text is one
-    stretch, so only its end is close to training text.
+    The files are read in alphabetical order. If the pattern contains "{split}", the name
+    of the split is filled in. Otherwise, the first 1 % of the text is held out for
+    validation, and the rest is for training. At least one example is held out. The
+    held-out text is one stretch, so only the end of this stretch is close to training
+    text.
 
-    read(path, bad) yields the examples of one file. whole: hold out nothing.
+    read: a function that yields the examples of one file. pattern: the glob pattern.
+    split: the name of the split. cfg: the Config. whole: whether all text is read, so
+    that nothing is held out.
     """
     found = find_files(pattern.replace("{split}", split))
     if not found:
@@ -1163,9 +1213,10 @@ def file_source(read, pattern, split, cfg, whole):
 
 
 def read_lines(path, bad):
-    """Yield (line number, line) of a text file, which may be compressed (.gz).
+    """Yield a pair (line number, line) for each line of a text file.
 
-    A line that is not UTF-8 is reported to `bad`.
+    A file whose name ends in .gz is decompressed. A line that is not valid UTF-8 is
+    skipped and reported to the function `bad`.
     """
     with open_file(path) as raw:
         file = gzip.open(raw) if path.endswith(".gz") else raw
@@ -1177,11 +1228,11 @@ def read_lines(path, bad):
 
 
 def text_source(name, split, cfg, whole):
-    """Open text:GLOB or text:GLOB:lines, which reads text files.
+    """Open the data source `text:GLOB` or `text:GLOB:lines`, which reads text files.
 
-    With text:GLOB, each file is a document. With text:GLOB:lines, each line is a
-    document. Files may be compressed (.gz). Blank documents are left out. The field is
-    `text`.
+    With `text:GLOB`, each file is a document. With `text:GLOB:lines`, each line is a
+    document. Blank documents are left out. Files whose names end in .gz are decompressed.
+    The examples have only the field `text`.
     """
     pattern = name.removesuffix(":lines")
 
@@ -1197,10 +1248,11 @@ def text_source(name, split, cfg, whole):
 
 
 def read_jsonl(path, bad):
-    """Yield the examples of a jsonl:GLOB file, which has one JSON object on each line.
+    """Yield the examples of a file that has one JSON object on each line.
 
-    The file may be compressed (.gz), as C4 is published. Blank lines are left out. A line
-    that is not a JSON object is reported to `bad`.
+    A file whose name ends in .gz is decompressed, because C4 is published in this form.
+    Blank lines are left out. A line that is not a JSON object is skipped and reported to
+    the function `bad`.
     """
     for number, line in read_lines(path, bad):
         if not line.strip():
@@ -1218,7 +1270,10 @@ def read_jsonl(path, bad):
 
 
 def read_parquet(path, bad):
-    """Yield the rows of a parquet:GLOB file. The columns are the fields."""
+    """Yield the rows of a parquet file as examples.
+
+    Each example is a dict from the name of a column to its value.
+    """
     import pyarrow.parquet  # imported here because the import takes 0.2 s
 
     with open_file(path) as file:
@@ -1229,7 +1284,11 @@ def read_parquet(path, bad):
 
 
 def decode_bytes(value):
-    """Return a value of a TFDS example with all bytes in it decoded as UTF-8."""
+    """Decode all bytes in an example of TensorFlow Datasets (TFDS) as UTF-8.
+
+    value: an example, or a value inside an example. Dicts and lists are decoded
+    recursively.
+    """
     if isinstance(value, bytes):
         return value.decode()
     if isinstance(value, dict):
@@ -1250,17 +1309,18 @@ TFDS_RANGE = 1 << 17  # a SourceFile of a TFDS dataset has at most this number o
 
 
 def find_tfds(name, cfg):
-    """Return the folder of the TFDS dataset NAME[:VERSION].
+    """Return the folder of a TensorFlow Datasets (TFDS) dataset.
 
-    Without a version, the newest version is used. Raises MissingSource if the folder does
-    not exist.
+    name: the name of the dataset in the form NAME or NAME:VERSION, or the path of its
+    folder. Without a version, the newest version is used. The function raises
+    MissingSource if the folder does not exist.
     """
-    from etils import epath  # because the folder may be remote
+    from etils import epath  # epath reads local and remote folders alike
 
     home = cfg.data.tfds_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
     # The version is the name of a folder. The colon of gs:// does not begin a version.
     folder = epath.Path(home).expanduser() / re.sub(":(?!//)", "/", name)
-    # The folder belongs to one version, or contains a folder for each version.
+    # Either the folder itself is a version, or each subfolder is a version.
     infos = [*folder.glob("dataset_info.json")] or [*folder.glob("*/dataset_info.json")]
     if infos:
         # Compare the numbers, because version 1.10.0 is newer than version 1.9.0.
@@ -1276,11 +1336,14 @@ def find_tfds(name, cfg):
 
 
 def tfds_source(name, split, cfg, whole):
-    """Open tfds:NAME[/CONFIG][:VERSION] or tfds:FOLDER, a TFDS dataset on disk.
+    """Open a TensorFlow Datasets (TFDS) dataset that is stored on disk.
 
-    The dataset is never downloaded. It must be stored as array_record files, which can be
-    read without TensorFlow. Each SourceFile is a range of examples. Examples that are
-    missing, damaged or not UTF-8 are reported to `bad`.
+    The dataset is never downloaded. The dataset must be stored as array_record files,
+    because these files can be read without TensorFlow. Examples that are missing, damaged
+    or not UTF-8 are skipped and reported as invalid. Each SourceFile is a range of
+    examples.
+
+    name: the name of the dataset, as NAME[/CONFIG][:VERSION], or the path of its folder.
     """
     folder = find_tfds(name, cfg)
     import tensorflow_datasets as tfds  # imported here because the import takes 0.5 s
@@ -1327,11 +1390,13 @@ def tfds_source(name, split, cfg, whole):
 
 
 def hf_source(name, split, cfg, whole):
-    """Open hf:NAME[:CONFIG], a dataset of the Hugging Face hub.
+    """Open a dataset of the Hugging Face hub as a data source.
 
-    NAME may also be a local folder in the form of such a dataset. The examples are
-    streamed, and each shard of the dataset is a SourceFile. Raises UserError if the
-    library `datasets` is not installed or cannot open the dataset.
+    The examples are streamed. Each shard of the dataset becomes a SourceFile. The
+    function raises UserError if the library `datasets` is not installed or cannot open
+    the dataset.
+
+    name: the name of the dataset, as NAME or NAME:CONFIG, or the path of a local folder.
     """
     try:
         import datasets
@@ -1364,8 +1429,9 @@ def hf_source(name, split, cfg, whole):
 def read_tfrecords(path):
     """Yield the records of a tfrecord file. The checksums are not verified.
 
-    Each record is stored as its length (8 bytes), a checksum of the length (4 bytes), the
-    record and a checksum of the record (4 bytes).
+    In the file, 8 bytes give the length of the next record, and 4 bytes are the checksum
+    of this length. Then the record follows, and the last 4 bytes are the checksum of the
+    record.
     """
     with open_file(path) as file:
         while header := file.read(12):
@@ -1377,11 +1443,13 @@ def read_tfrecords(path):
 
 
 def read_seqio(features, path, bad):
-    """Yield the examples of a tfrecord file of a SeqIO cache.
+    """Yield the examples of a tfrecord file that SeqIO has cached.
 
-    features: {field: {"shape": [...]}} from the info file of the cache. A field with the
-    shape [] gives a single value. All other fields give an array of ids or a list of
-    texts. A damaged record is reported to `bad`.
+    A damaged record is skipped and reported to the function `bad`.
+
+    features: a dict from the name of a field to a dict with the shape of the field, as in
+    the info file of the cache. A field with the shape [] holds a single value. Every
+    other field holds an array of ids or a list of texts. path: the path of the file.
     """
     from tensorflow_datasets.proto import tf_example_generated_pb2
 
@@ -1404,11 +1472,13 @@ def read_seqio(features, path, bad):
 
 
 def seqio_source(name, split, cfg, whole):
-    """Open seqio:FOLDER, a task that SeqIO cached. FOLDER may be a glob of such folders.
+    """Open a task that SeqIO has cached in a folder as a data source.
 
-    P3 is published as such folders. A folder must contain info.SPLIT.json, the file
-    COMPLETED and all tfrecord files of the split. Otherwise MissingSource, MissingSplit
-    or UserError is raised.
+    The dataset P3 is published as such folders. A folder must contain info.SPLIT.json,
+    the file COMPLETED and all tfrecord files of the split. Otherwise, the function raises
+    MissingSource, MissingSplit or UserError.
+
+    name: the path of the folder, or a glob pattern for several folders.
     """
     infos = find_files(f"{name}/info.{split}.json")
     if not infos:
@@ -1452,10 +1522,13 @@ OWN_SPLITS = ("tfds", "hf", "seqio")  # kinds of sources whose splits have any n
 
 
 def open_source(source, split, cfg, whole=False):
-    """Open a source, written KIND:NAME, and return the SourceFiles of a split.
+    """Open a data source and return the SourceFiles of a split.
 
-    whole: hold out nothing if the source has no splits of its own. Raises UserError for
-    an unknown kind, and MissingSplit or MissingSource.
+    source: the data source in the form KIND:NAME, such as "jsonl:data.jsonl". split: the
+    name of the split. cfg: the Config. whole: whether all text is read for a source
+    without splits, so that nothing is held out. The function raises UserError if the
+    source is invalid. The function raises MissingSplit or MissingSource if there is no
+    such split or source.
     """
     kind, _, name = source.partition(":")
     if kind not in SOURCES:
@@ -1471,11 +1544,13 @@ def open_source(source, split, cfg, whole=False):
 
 
 class InvalidExamples:
-    """The function bad(where, what), called for each example that cannot be used.
+    """Report an example that cannot be used: stop the program or count the example.
 
-    where: the place of the example, such as "a.jsonl:3". what: the rest of a sentence,
-    such as "is not JSON". With --data.on_error stop, the first call raises a UserError.
-    With --data.on_error skip, the calls are counted.
+    With --data.on_error stop, the first call raises UserError. With --data.on_error skip,
+    the calls are counted.
+
+    where: the place of the example, such as "a.jsonl:3". what: the problem as the end of
+    a sentence, such as "is not JSON".
     """
 
     def __init__(self, on_error):
