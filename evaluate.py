@@ -934,13 +934,11 @@ def main(argv):
             start = time.perf_counter()
             metrics, lines = evaluation(params, task_cfg, mesh, args.split, tokenizer)
             seconds = time.perf_counter() - start
-            speed = f"{seconds:.3g} s"
-            if lines:
-                # With --mode rank, each example has a line for each answer choice.
-                ids = [line["idx"][0] if mode == "rank" else id(line) for line in lines]
-                count = len(set(ids))
-                speed = f"{count:,} examples, {count / seconds:.4g} examples/s"
-            print(f"{args.run_dir}, step {step:,}, {name}, {args.split}, {mode}: {speed}")
+            title = f"{args.run_dir}, step {step:,}, {name}, {args.split}, {mode}"
+            # With --mode rank, each example has a line for each answer choice.
+            examples = {line["idx"][0] for line in lines} if mode == "rank" else lines
+            count = f"{len(examples):,} examples in " if lines else ""
+            print(f"{title}: {count}{seconds:.3g} s")
             for metric, value in metrics.items():
                 print(f"  {metric:22} {value:.4f}")
             name = recorded_name(name, mode, args, changed)
