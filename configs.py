@@ -910,8 +910,9 @@ def resolve(args, changes, recipe=False):
         cfg = load_recipe(args.config or "tiny")
     elif args.config and not args.config.endswith(".py"):
         raise UserError(
-            "--run_dir already selects the configuration of a run: leave out --config, "
-            "or name with --config the recipe file that defines the tasks of the run."
+            "--config cannot name a recipe together with --run_dir, because the run has "
+            "its own configuration: leave out --config. A recipe file (--config FILE.py) "
+            "is allowed."
         )
     else:
         cfg = load_run(args.run_dir)
@@ -958,10 +959,10 @@ def resolve_run(args, changes):
             )
         if stored["data_format"] != DATA_FORMAT:
             raise UserError(
-                f"{run_dir} was begun by a version of plain T5 that made other batches "
-                f"and held out other examples (data format {stored['data_format']}, now "
-                f"{DATA_FORMAT}): start a new run from its weights with --init_from "
-                f"{run_dir}."
+                f"{run_dir} cannot be resumed, because an earlier version of plain T5 "
+                f"began this run with different batches (data format "
+                f"{stored['data_format']} instead of {DATA_FORMAT}): start a new run with "
+                f"--init_from {run_dir}."
             )
     return cfg, run_dir, recipe
 
@@ -1078,8 +1079,8 @@ def check(cfg):
             )
     if m.relative_max_distance <= m.relative_buckets // 2:
         raise UserError(
-            f"--model.relative_max_distance must be above half of the "
-            f"{m.relative_buckets} --model.relative_buckets."
+            f"--model.relative_max_distance must be greater than "
+            f"{m.relative_buckets // 2}, which is half of --model.relative_buckets."
         )
     require_memory(
         {"rows of a batch": 16 * t.batch_size * (d.inputs_length + d.targets_length)},

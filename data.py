@@ -2256,8 +2256,9 @@ def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
             rate = rate.of(examples(member))
         if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
             raise UserError(
-                f"The rate of {member} in the mixture {name} is {rate}: give a number "
-                f"of at least 0, or BySize with a maximum if {member} is one task."
+                f"The mixture {name} has the invalid rate {rate} for {member}: use a "
+                f"number of at least 0. For a single task, BySize with a maximum is "
+                f"allowed too."
             )
         inner = mixture_rates(member, cfg, examples, (*within, name))
         total = sum(inner.values())

@@ -279,7 +279,7 @@ def rank_classification(targets, scores, num_classes=None, normalize=False):
     """
     indices, correct, weights, lengths = map(np.array, zip(*targets))
     if len(np.unique(indices, axis=0)) < len(indices):
-        raise ValueError("a choice of an example occurs twice")
+        raise ValueError("two answer choices have the same index")
     scores = np.float32(np.divide(scores, lengths) if normalize else scores)
     # `groups` lists, for each example, the positions of its choices in `targets`.
     groups = collections.defaultdict(list)
