@@ -31,6 +31,7 @@ Terms:
     objective      a rule that turns a chunk into inputs and targets
     example        one pair of inputs and targets
     epoch          one pass through all chunks of a task
+    sample         one use of a chunk in training: a chunk in a certain epoch
     sample number  the index of a sample in the endless shuffled order of a task
     row            one line of a batch, which holds one example or several packed examples
     block          about 16,384 consecutive samples, which are packed together
@@ -73,12 +74,12 @@ SIDES = ("inputs", "targets")  # the two sides of an example
 
 
 class Batch(NamedTuple):
-    """Hold the rows of one step as int32 arrays.
+    """Hold the batch of one training step as five int32 arrays.
 
-    inputs and input_segments have the shape [rows, inputs_length]. The other three arrays
-    have the shape [rows, targets_length]. The segments number the examples of a row from
-    1, and segment 0 is padding. decoder_inputs are the targets of each example shifted
-    right by one position, and they start with token 0 (PAD).
+    `inputs` and `input_segments` have the shape [rows, inputs_length]. The other three
+    arrays have the shape [rows, targets_length]. A segment is the number of an example
+    within its row, counted from 1. Segment 0 is padding. `decoder_inputs` holds the
+    targets of each example, shifted right by one position, with token 0 (PAD) in front.
     """
 
     inputs: np.ndarray
@@ -95,11 +96,12 @@ class Tokenizer:
     """Convert between text and token ids with a SentencePiece model.
 
     Id 0 is padding, id 1 is EOS and id 2 is the unknown token. The sentinels have the
-    highest ids. <extra_id_0> has the id `size - 1`, as in T5.
+    highest ids. The sentinel <extra_id_0> has the id `size - 1`, as in T5.
 
-    serialized: bytes of the model file. A run directory stores these bytes.
-    size, sentinels: number of all ids, and number of sentinels among these ids.
-    processor: SentencePieceProcessor of this model, with sentinels added if it had none.
+    serialized: the bytes of the model file. A run directory stores these bytes.
+    size: the number of all ids, including the sentinels.
+    sentinels: the number of sentinels.
+    processor: the SentencePieceProcessor of the model. The model includes the sentinels.
     """
 
     def __init__(self, serialized, size, sentinels, processor=None):
@@ -110,26 +112,30 @@ class Tokenizer:
         self.processor = processor
 
     def encode(self, text):
-        """Return the list of ids of a text, without EOS.
+        """Return the list of token ids of a text, without EOS.
 
-        The text " <extra_id_0>", with its space, becomes the id of this sentinel.
+        A sentinel such as <extra_id_0> becomes a single id. A space in front of the
+        sentinel belongs to the same id.
         """
         return self.processor.encode(text)
 
     def encode_batch(self, texts):
-        """Return a list with an int32 array of ids for each text, using all CPU cores."""
+        """Encode a list of texts on all CPU cores. Return a list of int32 arrays of ids."""
         return self.processor.encode(list(texts), return_type="numpy")
 
     def raw_text(self, ids):
-        """Return the text of ids below `size`, with sentinels and "<unk>" written out."""
+        """Return the text of token ids, including special tokens such as "<unk>".
+
+        All ids must be below `size`.
+        """
         words = "".join(self.processor.id_to_piece(i) for i in ids)
-        return words.replace("\u2581", " ")  # SentencePiece's sign for a space
+        return words.replace("\u2581", " ")  # SentencePiece writes a space as U+2581
 
     def decode(self, ids):
-        """Return the text of the ids before the first EOS, without padding.
+        """Return the text of the token ids before the first EOS, without padding.
 
         Ids at or above `size` decode as unknown tokens. A model can predict such ids,
-        because its embedding may have more rows than the vocabulary has tokens.
+        because the embedding may have more rows than the vocabulary has tokens.
         """
         content = []
         for i in map(int, ids):
@@ -150,16 +156,19 @@ class Tokenizer:
 #     inputs   Thank you <extra_id_0> me to your party <extra_id_1> </s>
 #     targets  <extra_id_0> for inviting <extra_id_1> last week </s>
 #
-# The spans are random. `random_bits(*key)`, defined further below, returns 64 random bits
-# for a key. Equal keys give equal bits, so a resumed run needs no saved random state.
+# The spans are random. The function `random_bits`, defined in a later section, returns 64
+# random bits for a key. Equal keys give equal bits, so a resumed run needs no saved state
+# of a random number generator.
 
 
 def noise_counts(length, data):
-    """Return (number of removed tokens, number of spans) for a chunk of `length` tokens.
+    """Return how many tokens span corruption removes, and in how many spans.
 
-    data: DataConfig with noise_density and mean_span_length. Both numbers are rounded in
-    float32, half to even, because t5 rounds so. At least one token is removed, and at
-    least one is kept.
+    At least one token is removed, and at least one token is kept. Both numbers are
+    rounded half to even in float32, to agree with the t5 library.
+
+    length: the number of tokens before the removal.
+    data: a DataConfig with noise_density and mean_span_length.
     """
     noise = int(np.round(np.float32(length) * np.float32(data.noise_density)))
     noise = min(max(noise, 1), length - 1)
@@ -168,10 +177,10 @@ def noise_counts(length, data):
 
 
 def raw_length(data):
-    """Return the largest chunk length whose inputs fit into data.inputs_length.
+    """Return how many raw tokens span corruption can take to fill data.inputs_length.
 
-    The inputs shrink, because one sentinel replaces several tokens. With T5's settings,
-    568 tokens become exactly 512 inputs.
+    Span corruption shortens the inputs, because one sentinel replaces several tokens.
+    With T5's settings, 568 raw tokens become exactly 512 input tokens.
     """
     for length in itertools.count(3):
         noise, spans = noise_counts(length, data)
@@ -181,35 +190,39 @@ def raw_length(data):
 
 
 def random_compositions(total, parts, keys):
-    """Split `total` into `parts` positive integers at random, once for each key.
+    """Write the integer `total` as a random sum of `parts` positive integers.
 
-    keys: N random integers. Returns an array [N, parts] whose rows sum to `total`. All
-    ordered ways to write `total` as such a sum (its compositions) are equally likely.
+    The function makes one such sum for each of the N random integers in `keys`. The
+    result has the shape [N, parts], and every row sums to `total`. All ordered sums
+    (compositions of `total`) are equally likely.
     """
-    # Imagine `total` ones in a line, with total - 1 gaps between these ones. Each gap
-    # gets 32 random bits. The line is cut at the parts - 1 gaps with the lowest numbers.
+    # Imagine `total` ones in a line, with total - 1 gaps between the ones. Each gap gets
+    # a random number of 32 bits. The line is cut at the parts - 1 gaps with the lowest
+    # random numbers.
     bits = random_bits(keys[:, None], np.arange(total // 2))  # 64 bits serve two gaps
     gaps = bits.view(np.uint32)[:, : total - 1]
+    # argpartition moves the lowest numbers to the front. Its second argument must be a
+    # valid index, even if all total - 1 gaps are cut.
     lowest = np.argpartition(gaps, min(parts - 1, total - 2), axis=1)[:, : parts - 1]
     return np.diff(np.sort(lowest + 1, axis=1), axis=1, prepend=0, append=total)
 
 
 def span_corruption(tokens, keys, sentinel, data):
-    """Replace random spans of tokens by sentinels, and return (inputs, targets).
+    """Replace random spans of tokens by sentinels, and return the inputs and targets.
 
-    tokens: [N, n] ids of N chunks of equal length.
+    tokens: an array [N, n] with the ids of N chunks of equal length.
     keys: [N] random integers. Row i of the result depends only on tokens[i] and keys[i].
-    sentinel: id of <extra_id_0>. The next spans get the next lower ids.
-    data: DataConfig with noise_density and mean_span_length.
+    sentinel: the id of <extra_id_0>. The next spans get the next lower ids.
+    data: a DataConfig with noise_density and mean_span_length.
 
-    Both results are int32 arrays with N rows, and every row ends with EOS. A row starts
-    with kept tokens and ends with a removed span. The targets have no closing sentinel.
-    All this is as in t5/data/preprocessors.py (random_spans_noise_mask,
-    noise_span_to_unique_sentinel).
+    Both results are int32 arrays with N rows, and every row ends with EOS. Each chunk
+    starts with kept tokens and ends with a removed span. The targets have no closing
+    sentinel. The functions random_spans_noise_mask and noise_span_to_unique_sentinel of
+    t5/data/preprocessors.py follow the same rules.
     """
     rows, length = tokens.shape
     noise, spans = noise_counts(length, data)
-    # A row alternates between kept and removed tokens: kept, removed, kept, removed, ...
+    # Each chunk alternates between kept and removed spans, beginning with a kept span.
     kept_lengths = random_compositions(length - noise, spans, random_bits(keys, 1))
     span_lengths = random_compositions(noise, spans, random_bits(keys, 0))
     lengths = np.stack([kept_lengths, span_lengths], axis=2)  # [N, spans, 2]
@@ -226,9 +239,13 @@ def span_corruption(tokens, keys, sentinel, data):
 
 
 def insert_sentinels(tokens, sentinels, positions, selected):
-    """Write sentinels at the given positions, select tokens, and append EOS to each row.
+    """Overwrite tokens with sentinels, keep the selected tokens, and append EOS.
 
-    tokens: [N, n]. positions, selected: boolean [N, n]. All rows have equal counts.
+    tokens: an array of ids [N, n].
+    sentinels: the ids of all sentinels, row after row.
+    positions: a boolean array [N, n] that is True where a sentinel is written.
+    selected: a boolean array [N, n] that is True where a token or sentinel is kept. The
+        number of kept ids is the same in every row, so the result is an array, too.
     """
     marked = tokens.astype(np.int32)
     marked[positions] = sentinels
@@ -243,38 +260,45 @@ def insert_sentinels(tokens, sentinels, positions, selected):
 class Objective:
     """Turn chunks of tokens into examples, that is, pairs of inputs and targets.
 
-    The field `objective` of a Task is an Objective. A recipe file may define a subclass.
-    If an objective has one feature, documents are split into chunks. Then the objective
-    needs a method `length(data)` that returns the maximum length of a chunk. If an
-    objective has two features, a whole document is a chunk. The methods' arguments are:
+    A chunk is a piece of text that becomes one example. Every Task has an Objective, and
+    a recipe file may define a subclass of Objective.
 
-    chunks: list of N chunks. A chunk is a list with one array of ids for each feature.
-    keys: [N] 64 random bits for each chunk. These bits are different in each epoch.
-    data: DataConfig.
+    `features` names the fields of the source that are tokenized. With one feature (plain
+    text), documents are split into chunks. The objective then needs a method
+    `length(data)`, which returns the maximum length of a chunk. With two features (inputs
+    and targets), every document is one chunk. The arguments of the methods are:
+
+    chunks: a list of N chunks. A chunk is a list with one array of ids for each feature.
+    keys: an array [N] with 64 random bits for each chunk, different in each epoch.
+    data: a DataConfig.
     """
 
-    features = ("text",)  # fields of the source's examples that are tokenized
+    features = ("text",)  # the fields of the source that are tokenized
     across_documents = False  # whether a chunk may continue in the next document
     min_length = 1  # chunks with fewer tokens are dropped
     packs = True  # whether several examples may share a row
 
     def sizes(self, lengths, keys, tokenizer, data):
-        """Return the numbers of inputs and targets [2, N] that `make` makes of N chunks.
+        """Return how many input tokens and target tokens `make` returns for N chunks.
 
-        lengths: [features, N] lengths of the chunks. By default, this method calls `make`
-        with chunks of zeros. Packing is faster if a subclass computes the sizes directly.
+        The result has the shape [2, N]. `lengths` [features, N] holds the lengths of the
+        chunks. By default, this method calls `make` with chunks of zeros. Packing is
+        faster if a subclass computes the sizes directly.
         """
         chunks = [[np.zeros(n, np.int32) for n in chunk] for chunk in lengths.T]
         pairs = self.make(chunks, keys, tokenizer, data)
         return np.array([[len(ids) for ids in pair] for pair in pairs]).T
 
     def make(self, chunks, keys, tokenizer, data):
-        """Return N pairs of arrays (inputs, targets) without EOS. Default: the chunks."""
+        """Turn N chunks into N pairs of arrays (inputs, targets) without EOS.
+
+        By default, this method returns the chunks unchanged.
+        """
         return chunks
 
 
 class Pairs(Objective):
-    """Use the inputs and targets as the source has them."""
+    """Use the inputs and targets of the source without a change."""
 
     features = ("inputs", "targets")
 
@@ -284,10 +308,10 @@ class Pairs(Objective):
 
 
 class SpanCorruption(Objective):
-    """Apply span corruption to chunks that fill the inputs.
+    """Remove random spans of tokens from the inputs, and use these spans as targets.
 
-    The documents of a shard form one long stream of tokens. So a chunk may contain
-    several documents.
+    All documents in the same file of tokens form one long stream. The stream is cut into
+    chunks that fill the inputs, so a chunk may contain several documents.
     """
 
     across_documents = True
@@ -295,13 +319,13 @@ class SpanCorruption(Objective):
     packs = False  # one example fills a row
 
     def length(self, data):
-        """Return the number of tokens whose inputs fill a row."""
+        """Return how many raw tokens fill the inputs after span corruption."""
         return raw_length(data)
 
     def sizes(self, lengths, keys, tokenizer, data):
         counts = [noise_counts(length, data) for length in lengths[0].tolist()]
         noise, spans = np.array(counts).T
-        # Both sides contain one sentinel for each span. EOS is not counted here.
+        # Inputs and targets contain one sentinel for each span. EOS is not counted here.
         return np.stack([lengths[0] - noise + spans, noise + spans])
 
     def make(self, chunks, keys, tokenizer, data):
@@ -328,15 +352,17 @@ class SpanCorruption(Objective):
 
 
 def truncated_length(side, task, data):
-    """Return the rule by which the inputs or targets of an example are truncated.
+    """Return three integers that say how long inputs or targets are truncated.
 
-    side: "inputs" or "targets". task: Task. data: DataConfig. The result has three parts:
-    the maximum length, the number of EOS tokens (0 or 1), and the maximum number of
-    tokens before EOS.
+    The integers are the maximum length with EOS, the number of EOS tokens (0 or 1), and
+    the maximum number of tokens before EOS.
 
-    Targets always end with EOS. Inputs end with EOS unless task.inputs_eos is False.
-    As in t5, the tokens are cut so that EOS still fits. If task.eos_after_trim is False,
-    as in T0's tasks, the tokens may fill the maximum length, and EOS is then lost.
+    Targets always end with EOS. Inputs end with EOS unless task.inputs_eos is False. The
+    tokens are usually truncated so that EOS still fits, as in the t5 library. In T0's
+    tasks, task.eos_after_trim is False. Then the tokens before EOS may fill the maximum
+    length, and EOS is lost.
+
+    side: the string "inputs" or "targets".
     """
     limit = data.inputs_length if side == "inputs" else data.targets_length
     eos = int(side == "targets" or task.inputs_eos)
@@ -344,28 +370,29 @@ def truncated_length(side, task, data):
 
 
 def truncate(ids, side, task, data):
-    """Cut the ids of one side of an example to its maximum length, and append EOS.
+    """Truncate the token ids of an example's inputs or targets, and append EOS.
 
-    side, task and data are the arguments of truncated_length.
+    side: the string "inputs" or "targets".
     """
     limit, eos, kept = truncated_length(side, task, data)
-    # The last slice removes EOS if the kept tokens already fill the maximum length.
+    # The last slice removes EOS if the tokens before EOS fill the maximum length.
     return np.concatenate([ids[:kept], [EOS] * eos]).astype(np.int32)[:limit]
 
 
-# The first key of random_bits says what the bits are for, so that no bits are used twice.
+# The first key of `random_bits` is the purpose of the bits, so no bits are used twice.
 ORDER, NOISE, PACKING = 1, 2, 3
 
 
 class Examples:
-    """Make the examples of one task.
+    """Make the training or evaluation examples of one task.
 
-    An example is identified by its epoch and the number of its chunk. The random bits for
-    an example depend on both numbers, so each epoch removes different spans of a chunk.
+    A chunk is a piece of text that becomes one example in each epoch. The random bits of
+    an example depend on the epoch and on the index of the chunk. Span corruption
+    therefore removes different spans in each epoch.
 
-    corpus: Corpus, which provides the chunks of the task. The method shard_starts returns
-        the number of the first chunk of each shard. The method lengths returns the
-        lengths of chunks, and the method chunks returns their ids.
+    corpus: a Corpus (in the lower part of this file), which stores the chunks. The method
+        shard_starts returns the index of the first chunk in each shard. The method
+        lengths returns the lengths of chunks, and the method chunks returns token ids.
     shuffled: whether the chunks are shuffled. Held-out splits are not shuffled.
     """
 
@@ -377,11 +404,16 @@ class Examples:
         self.shuffled = shuffled
 
     def locate(self, samples):
-        """Return (epochs, chunk numbers), two arrays [N], of the sample numbers [N].
+        """Return the epoch and the chunk index of each given sample.
 
-        An epoch goes through the shards in order, and through the chunks of each shard in
-        a random order. So training can begin as soon as the first shard exists.
+        A sample is one use of a chunk in training. `samples` [N] holds indices into the
+        endless order of all samples. Both results have the shape [N].
+
+        An epoch visits the shards (files of tokens) in order. The chunks of each shard
+        are visited in random order. Training can begin as soon as the first shard exists.
         """
+        # shard_starts prepares shards until these samples exist, or until the source
+        # ends. In the first case, all samples are in epoch 0, so divmod is right, too.
         starts = self.corpus.shard_starts(int(samples.max()) + 1)
         epochs, chunks = np.divmod(samples, starts[-1])
         if not self.shuffled:
@@ -395,13 +427,19 @@ class Examples:
         return epochs, chunks
 
     def sizes(self, epochs, chunks):
-        """Return the numbers of inputs and targets [2, N] without truncation and EOS."""
+        """Return the numbers of input tokens and target tokens before truncation.
+
+        The result has the shape [2, N] and does not count EOS.
+        """
         keys = random_bits(NOISE, self.cfg.train.seed, epochs, chunks)
         lengths = self.corpus.lengths(chunks)
         return self.task.objective.sizes(lengths, keys, self.tokenizer, self.cfg.data)
 
     def truncated_sizes(self, epochs, chunks):
-        """Return the numbers of inputs and targets [2, N] after truncation, with EOS."""
+        """Return the numbers of input tokens and target tokens after truncation.
+
+        The result is a list of two arrays [N], which count EOS.
+        """
         sizes = []
         for size, side in zip(self.sizes(epochs, chunks), SIDES):
             limit, eos, kept = truncated_length(side, self.task, self.cfg.data)
@@ -409,7 +447,7 @@ class Examples:
         return sizes
 
     def make(self, epochs, chunks):
-        """Return N pairs of arrays (inputs, targets), truncated and with EOS."""
+        """Return the inputs and targets of N examples, truncated and with EOS."""
         keys = random_bits(NOISE, self.cfg.train.seed, epochs, chunks)
         pairs = self.task.objective.make(
             self.corpus.chunks(chunks), keys, self.tokenizer, self.cfg.data
@@ -427,28 +465,33 @@ class Examples:
 
 
 def pack(sizes, limits):
-    """Assign N examples to rows by best-fit bin packing, and return their rows [N].
-
-    sizes: [2, N] numbers of inputs and targets of each example.
-    limits: maximum numbers of inputs and targets in a row.
+    """Assign N examples to the rows of batches by best-fit bin packing.
 
     Best-fit bin packing fills one row after the other. A row repeatedly takes the example
-    that leaves the least room, until no other example fits. The room for inputs is
-    measured relative to the inputs of an average row, and so is the room for targets.
+    that leaves the least room, until no example fits. The result is an array [N] with the
+    row of each example.
+
+    sizes: an array [2, N] with the numbers of input tokens and target tokens.
+    limits: the maximum numbers of input tokens and target tokens in a row.
     """
     limits = np.array(limits)
-    # Examples of equal sizes are interchangeable, so the search is over distinct sizes.
-    kinds, kind_of = np.unique(sizes, axis=1, return_inverse=True)  # sorted by inputs
-    waiting = [[] for _ in kinds[0]]  # the unpacked examples of each kind
+    # Examples of equal sizes are interchangeable. Call each distinct size a kind, and
+    # search only over the kinds. Kinds are sorted by their number of input tokens.
+    kinds, kind_of = np.unique(sizes, axis=1, return_inverse=True)
+    waiting = [[] for _ in kinds[0]]  # the examples of each kind that are not packed yet
     for example, kind in enumerate(kind_of.ravel().tolist()):
         waiting[kind].append(example)
-    # fitting[n] is the number of kinds with at most n inputs. They come first in `kinds`.
+    # fitting[n] counts the kinds with at most n input tokens. `kinds` begins with these.
     fitting = np.searchsorted(kinds[0], np.arange(limits[0] + 1), "right")
-    # The targets of a kind are set above the limit once no example of the kind is left.
+    # After the last example of a kind is packed, `targets` is set above the limit, so the
+    # kind is not chosen again.
     targets = kinds[1].copy()
 
-    load = sizes.sum(1) / limits  # how many full rows each side needs
-    average = limits * load / load.max()  # inputs and targets of an average row
+    # Room is measured relative to an average row, because inputs and targets differ in
+    # length. The average row has the total number of input tokens (and of target tokens)
+    # divided by the smallest possible number of rows.
+    load = sizes.sum(1) / limits  # the number of rows that inputs and targets need
+    average = limits * load / load.max()  # input and target tokens of an average row
     input_room, target_room = (kinds / average[:, None]).astype(np.float32)
 
     rows = np.zeros(sizes.shape[1], int)
@@ -458,10 +501,12 @@ def pack(sizes, limits):
         row += 1
         room = limits.copy()
         while fit := fitting[room[0]]:
-            # a, b: the room for inputs and targets after adding an example of each kind.
+            # `a` is the room that is left for inputs, and `b` is the room for targets.
             a, b = (1 - (limits - room) / average).astype(np.float32)
+            # For each kind, subtract the room that an example of this kind would take.
             a, b = a - input_room[:fit], b - target_room[:fit]
-            # Adding half of the difference favors rows that fill evenly on both sides.
+            # The cost of a kind is the room left plus half of the imbalance |a - b|. The
+            # imbalance favors rows in which inputs and targets fill up evenly.
             remaining = a + b + np.abs(a - b) / 2
             remaining = np.where(targets[:fit] > room[1], np.inf, remaining)
             best = remaining.argmin()
@@ -476,17 +521,19 @@ def pack(sizes, limits):
 
 
 def fill_rows(examples, rows, count, limits):
-    """Write examples into a Batch of `count` rows, and return this Batch.
+    """Write examples into the rows of a new Batch, and return the Batch.
 
-    examples: pairs of arrays (inputs, targets). rows: [N] the row of each example.
-    limits: maximum numbers of inputs and targets in a row.
+    examples: a list of N pairs of arrays (inputs, targets).
+    rows: an array [N] with the row of each example.
+    count: the number of rows in the Batch.
+    limits: the maximum numbers of input tokens and target tokens in a row.
     """
     sides = []
     for side, limit in enumerate(limits):
         tokens = np.zeros((count, limit), np.int32)
         segments = np.zeros((count, limit), np.int32)
-        used = [0] * count  # tokens that each row holds so far
-        segment = [0] * count  # examples that each row holds so far
+        used = [0] * count  # the number of tokens in each row so far
+        segment = [0] * count  # the number of examples in each row so far
         for row, pair in zip(rows.tolist(), examples):
             start = used[row]
             used[row] += len(pair[side])
@@ -499,12 +546,13 @@ def fill_rows(examples, rows, count, limits):
 
 
 def complete_batch(inputs, targets, input_segments, target_segments):
-    """Return the Batch of these arrays. Compute the decoder inputs from the targets."""
+    """Compute the decoder inputs from the targets, and return the complete Batch."""
     input_segments = input_segments.astype(np.int32)
     target_segments = target_segments.astype(np.int32)
     decoder_inputs = np.zeros_like(targets)
     decoder_inputs[:, 1:] = targets[:, :-1]  # shift right by one position
-    # The shift moved the EOS of an example to the start of the next example.
+    # The shift moved the EOS of each example to the start of the next example. Replace
+    # this EOS by padding, which is the start token of the decoder.
     starts = target_segments[:, 1:] != target_segments[:, :-1]
     decoder_inputs[:, 1:][starts] = PAD
     return Batch(inputs, input_segments, decoder_inputs, targets, target_segments)
@@ -516,15 +564,15 @@ def complete_batch(inputs, targets, input_segments, target_segments):
 def random_bits(*key):
     """Return 64 random bits (uint64) that depend only on the key.
 
-    key: integers or integer arrays, which are broadcast against each other. The result
-    has the broadcast shape.
+    The key consists of integers or integer arrays. NumPy broadcasts the arrays, and the
+    result has the broadcast shape.
 
     The parts of the key are XORed into the bits one after the other. After each part, the
-    finalizer of SplitMix64 mixes the bits: every new bit depends on every old bit.
+    last step of SplitMix64 mixes the bits. Every new bit then depends on every old bit.
     SplitMix64 is a random number generator by Steele, Lea and Flood (2014).
     """
     bits = np.zeros((), np.uint64)
-    with np.errstate(over="ignore"):  # integer overflow is wanted: arithmetic modulo 2^64
+    with np.errstate(over="ignore"):  # SplitMix64 computes modulo 2^64, so overflow is ok
         for part in key:
             part = np.asarray(part).astype(np.uint64)
             bits = (bits + 0x9E3779B97F4A7C15) ^ part
@@ -535,10 +583,11 @@ def random_bits(*key):
 
 
 def permute(index, size, *key):
-    """Return the places [N] of `index` [N] in a random permutation of range(size).
+    """Apply a random permutation of range(size) to an array of integers.
 
-    key: integers or arrays [N] that choose the permutation. The place of each index is
-    computed directly and the permutation is never stored, so `size` may be large.
+    The result has the same shape [N] as `index`. The key, which consists of integers or
+    arrays [N], selects the permutation. The permutation is computed for the given
+    integers only and never stored, so `size` may be large.
 
     A Feistel network permutes the numbers below a power of four. The network splits the
     bits of a number into two halves. In each of four rounds, one half is XORed with
@@ -546,7 +595,7 @@ def permute(index, size, *key):
     is a permutation.
     """
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
-    mask = (1 << half_bits) - 1  # selects the lower half of the bits
+    mask = (1 << half_bits) - 1  # a bit mask for the lower half of the bits
     out = index.astype(np.uint64)
     key = np.broadcast_to(random_bits(*key), out.shape)
     # Cycle walking: a result outside range(size) is permuted again until it is inside.
@@ -563,39 +612,47 @@ def permute(index, size, *key):
 
 # ---- the batch of a step ---------------------------------------------------------------
 
-BLOCK_SAMPLES = 1 << 14  # how many samples of all tasks are packed together
+BLOCK_SAMPLES = 1 << 14  # the number of samples, from all tasks, that are packed together
 
 
 class TrainingPlan:
-    """Decide which samples are in which row of training.
+    """Assign training examples to the rows of batches.
 
     Rows are numbered through all steps, so step 1 starts with row number batch_size.
-    Training goes through blocks of about BLOCK_SAMPLES samples. The rates decide how many
-    samples of each task a block has. The samples of a block are packed into rows, and
-    these rows come in a random order.
+    Examples are packed in blocks of about BLOCK_SAMPLES examples. The rates determine how
+    many examples of a block belong to each task. After packing, the rows of a block are
+    shuffled.
 
-    tasks: list of Examples. rates: a positive number for each task.
-    path: file that stores the number of the first row of each block. A resumed run reads
-        this file, so the run does not pack the blocks before its first step again.
+    tasks: a list with the Examples object of each task.
+    rates: a list with a positive number for each task.
+    path: the file that stores the number of the first row in each block. A resumed run
+        reads the file and does not pack the earlier blocks again.
     """
 
     def __init__(self, tasks, rates, cfg, path):
         self.tasks = tasks
         self.cfg = cfg
         self.rates = np.array(rates) / sum(rates)
-        self.packs = cfg.data.pack and any(task.task.objective.packs for task in tasks)
+        self.packs = cfg.data.pack and any(
+            examples.task.objective.packs for examples in tasks
+        )
         self.path = path
+        # The number of the first row of each known block. An earlier run may have saved
+        # this list.
         self.row_starts = [0]
         with contextlib.suppress(UserError):  # the file is missing or damaged
             self.row_starts = configs.read_checked(path, {"starts": [int]})["starts"]
         thread = ThreadPoolExecutor(1)
-        # future(block) plans a block in the background. The last three results are kept.
+        # future(block) plans a block in a background thread. A cache keeps three plans.
         self.future = functools.lru_cache(3)(
             lambda block: thread.submit(self.plan_block, block)
         )
 
     def samples(self, row_number):
-        """Return the arrays (task, sample number) of the examples in a row."""
+        """Return the indices of the tasks and the sample numbers of a row's examples.
+
+        A sample number is an index into the endless shuffled order of a task.
+        """
         self.extend_row_starts(row_number)
         block = bisect.bisect_right(self.row_starts, row_number) - 1
         task, sample, edges = self.prefetch(block)
@@ -604,33 +661,38 @@ class TrainingPlan:
         return task[here], sample[here]
 
     def extend_row_starts(self, row_number):
-        """Count the rows of further blocks, until the block of the given row is known."""
+        """Count the rows of more blocks until the block of the given row is known."""
         while self.row_starts[-1] <= row_number:
             block = len(self.row_starts) - 1
             if self.packs:
                 _, _, edges = self.prefetch(block)
                 self.row_starts.append(self.row_starts[-1] + len(edges) - 1)
                 configs.write_checked(self.path, {"starts": self.row_starts})
-            else:  # each sample has a row to itself
+            else:  # without packing, every row holds one sample
                 self.row_starts.append(int(sum(self.samples_before(block + 1))))
 
     def prefetch(self, block):
-        """Return plan_block(block), and plan the next block in the background."""
+        """Return the result of `plan_block`, and plan the next block in the background."""
         planned = self.future(block)
         self.future(block + 1)
         return planned.result()
 
     def plan_block(self, block):
-        """Return the arrays (task, sample, edges) that describe the rows of a block.
+        """Pack a block of examples into rows, and return three arrays about the rows.
 
-        task, sample: index of the task and sample number of each example, row after row.
-        edges: row r of the block has the examples from edges[r] up to edges[r + 1].
+        The array `task` holds the index of each example's task. The array `sample` holds
+        the sample number, an index into the endless shuffled order of this task. Both
+        arrays list the examples row after row. Row r of the block consists of the
+        examples edges[r] to edges[r + 1] - 1.
         """
         first = self.samples_before(block)
-        count = self.samples_before(block + 1) - first  # samples of each task
+        count = (
+            self.samples_before(block + 1) - first
+        )  # samples of each task in the block
         task = np.repeat(np.arange(len(count)), count)
         number = np.concatenate([np.arange(n) for n in count])  # 0, 1, ... in each task
-        # Interleave the tasks evenly: sort samples by their progress in their task.
+        # Interleave the tasks evenly. A sample's sort key is the fraction of its task's
+        # samples that come earlier in the block.
         order = np.argsort((number + 0.5) / count[task], kind="stable")
         task, number = task[order], number[order]
         sample = first[task] + number
@@ -642,26 +704,28 @@ class TrainingPlan:
             examples = self.tasks[k]
             sizes[:, here] = examples.truncated_sizes(*examples.locate(sample[here]))
         row = pack(sizes, (self.cfg.data.inputs_length, self.cfg.data.targets_length))
-        # Packing puts similar examples into neighboring rows, so the rows are shuffled.
+        # Packing puts examples of similar sizes into neighboring rows. Shuffle the rows.
         row = permute(row, int(row.max()) + 1, PACKING, self.cfg.train.seed, block)
         order = np.argsort(row, kind="stable")
         edges = np.append(0, np.cumsum(np.bincount(row)))
         return task[order], sample[order], edges
 
     def samples_before(self, block):
-        """Return the number of samples of each task in all blocks before this block."""
-        # Add a different offset for each task before rounding down. Without the offsets,
-        # the counts of many rare tasks would increase in the same block.
+        """Return how many samples of each task come before the given block."""
+        # Add a different offset for each task before rounding down. Without offsets, many
+        # rare tasks would get their next sample in the same block.
         phase = (np.arange(len(self.rates)) + 0.5) / len(self.rates)
         return np.floor(self.rates * block * BLOCK_SAMPLES + phase).astype(int)
 
 
 def make_batch(step, tasks, plan, cfg, rows=None):
-    """Return the Batch of a step. The result depends on nothing but the arguments.
+    """Return the Batch of a step. Equal arguments always give an equal Batch.
 
-    tasks: list of Examples. plan: a TrainingPlan, or a HeldOutPlan for a held-out split.
-    rows: which rows of the global batch to make, by default all. With several processes,
-        each process makes only the rows that its own devices hold.
+    tasks: a list with the Examples object of each task.
+    plan: an object that assigns examples to rows. Training uses a TrainingPlan, and a
+        held-out split uses a HeldOutPlan (in the lower part of this file).
+    rows: the indices of the wanted rows of the batch. By default, all rows are made. With
+        several processes, each process makes only the rows of its own devices.
     """
     batch_size = cfg.train.batch_size
     rows = range(batch_size) if rows is None else rows
