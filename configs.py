@@ -249,8 +249,10 @@ class DecodeConfig:
     # Temperature of sampling. 0 means greedy decoding.
     # With top_k or top_p, 0 means temperature 1.
     temperature: float = at_least(0, 0.0)
-    # Sampling chooses among the smallest set of most probable tokens whose probabilities
-    # add up to at least top_p. 0 means all tokens.
+    # Sample only from the k most probable tokens. 0 means all tokens.
+    top_k: int = at_least(0, 0)
+    # Nucleus sampling: sample only from the smallest set of most probable tokens whose
+    # probabilities reach top_p together. 0 means all tokens.
     top_p: float = between(0, 1, 0.0)
     # Number of predictions for each example: samples, or the best beams.
     num_return: int = 1
@@ -1114,7 +1116,7 @@ def check_processes(cfg):
 
 
 def check_decoding(cfg):
-    """Refuse a DecodeConfig that mixes beam search with sampling or has too few beams."""
+    """Refuse a DecodeConfig that mixes beam search and sampling, or has too few beams."""
     samples = cfg.temperature or cfg.top_k or cfg.top_p
     if cfg.beams and samples:
         raise UserError(
@@ -1312,6 +1314,7 @@ python train.py --config NAME trains with this recipe."""
 
 
 def main(argv):
+    """List the recipes, or print all fields of the recipe that the arguments name."""
     if not argv:
         rows = [TABLE_ROW.format(cfg) for cfg in RECIPES.values()]
         print(TABLE_HEAD, *rows, TABLE_LEGEND, sep="\n")
