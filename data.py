@@ -836,7 +836,8 @@ def add_sentinels(model, number):
         model.pieces.add(piece=f"▁<extra_id_{k}>", score=0.0, type="USER_DEFINED")
 
 
-@functools.lru_cache(maxsize=4)  # the hundreds of tasks of a mixture share one vocabulary
+# A mixture may have hundreds of tasks that share a vocabulary.
+@functools.lru_cache(maxsize=4)
 def parse_vocabulary(serialized, name="the vocabulary"):
     """Return the Tokenizer of a serialized SentencePiece model.
 
@@ -972,15 +973,18 @@ def progress_bar(what, unit, total=None):
 
 # ---- sources ---------------------------------------------------------------------------
 # A source is written KIND:NAME, for example text:books/*.txt. SOURCES maps each kind to a
-# function (name, split, cfg, whole) that opens the source and returns the SourceFiles.
+# function (name, split, cfg, whole) that opens the source. The function returns a list of
+# SourceFiles. A SourceFile is a part of the source that is read from beginning to end.
 #
 # - split is the name of a split, such as "train" or "validation".
-# - If whole is true and the source has no splits of its own, nothing is held out.
+# - A source without splits is divided into a training and a validation part. If `whole`
+#   is true, such a source is not divided.
 # - SourceFile.read(bad) yields pairs (where, example). `example` is a dict of fields.
 #   `where` is the place of the example for messages, such as "books/a.txt:3".
 # - If an example cannot be read, the reader calls bad(where, what), such as
-#   bad("a.jsonl:3", "is not JSON"). This call raises a UserError or counts the example,
-#   as --data.on_error says. If the call returns, the reader continues.
+#   bad("a.jsonl:3", "is not JSON"). With --data.on_error stop, this call raises a
+#   UserError. With --data.on_error skip, this call counts the example and returns. Then
+#   the reader continues with the next example.
 # - A path may be remote, such as gs://bucket/*.gz. The library fsspec opens remote paths.
 
 
@@ -1633,16 +1637,17 @@ class InvalidExamples:
 
 
 class PrefixLM(Objective):
-    """Cut each chunk of a document in two at a random place (t5's prefix_lm).
+    """The prefix language modeling objective, as prefix_lm in the t5 library.
 
-    The first part is the inputs and the second part is the targets.
+    A text is cut in two at a random place. The model reads the first part as inputs and
+    learns to predict the second part as targets.
     """
 
     def length(self, data):
         return data.inputs_length - 1
 
     def make(self, chunks, keys, tokenizer, data):
-        # The targets have at least one token.
+        # Cut before the last token at the latest, so that the targets are not empty.
         longest = np.array([len(ids) - 1 for (ids,) in chunks], int)
         random = (keys >> np.uint64(32)).astype(int)  # from 0 to 2**32 - 1
         cuts = np.minimum(1 + (random * longest >> 32), longest).tolist()
@@ -1650,30 +1655,36 @@ class PrefixLM(Objective):
 
 
 # T5 solves every task as text to text (Raffel et al. 2020, section 2.4). The inputs begin
-# with the name of the task, the name of each field stands before its text, and a class is
-# written as a word. Appendix D of the paper shows an example of each task. This is an
-# example of RTE, in which the model decides whether sentence1 implies sentence2:
+# with the name of the task. The name of each field stands before the text of the field. A
+# class is written as a word. Appendix D of the paper shows an example of each task. The
+# following example comes from RTE, in which the model decides whether sentence1 implies
+# sentence2:
 #
 #     source   {"sentence1": "A cat sleeps.", "sentence2": "A cat runs.", "label": 1}
 #     inputs   rte sentence1: A cat sleeps. sentence2: A cat runs.
 #     targets  not_entailment
 #
-# A *format* is a function that does this conversion. It takes an example of the source
-# and returns a list of dicts with the fields inputs and targets, and with the fields that
-# metrics need. The list is empty if the example is left out. The formats below give
-# exactly the strings of t5/data/preprocessors.py.
+# A *format* is a function that converts an example of the source to inputs and targets.
+# The function returns a list of dicts, because some examples give several training
+# examples. Each dict has the fields inputs and targets, and the fields that metrics need.
+# The list is empty if the example is left out. The formats below give the same strings as
+# t5/data/preprocessors.py.
 
 
 def as_it_is(example):
-    """Return the example unchanged, for objectives that need only the field `text`."""
+    """Return a list that contains only the given example, unchanged.
+
+    This format serves training objectives that need only the field `text`.
+    """
     return [example]
 
 
 def text_to_text(example):
-    """Return the fields inputs and targets unchanged. They may be texts or lists of ids.
+    """Format an example that already has the fields inputs and targets.
 
-    A SeqIO cache may hold both the ids and the texts (inputs_pretokenized). Then the
-    texts are used.
+    The two fields may be texts or lists of token ids. A SeqIO cache may hold the ids and
+    also the texts, in the fields inputs_pretokenized and targets_pretokenized. In this
+    case, the texts are used.
     """
     texts = {
         key: example[f"{key}_pretokenized"]
@@ -1686,10 +1697,15 @@ def text_to_text(example):
 def template(inputs, targets, labels=()):
     """Return a format that fills the {field} placeholders of two templates.
 
-    For example, template("translate English to German: {en}", "{de}"). labels: the words
-    for the classes 0, 1, ... if the field `label` is the number of a class. Then {label}
-    is replaced by the word of the class. The label -1 means that TFDS does not publish
-    the label, and t5 writes "<unk>" for it. The field `idx` is kept in the results.
+    For example, template("translate English to German: {en}", "{de}") formats a
+    translation task.
+
+    inputs: the template of the inputs. targets: the template of the targets. labels: the
+    words for the classes 0, 1 and so on, if the field `label` is the number of a class.
+    The placeholder {label} is then replaced by the word of the class. The label -1 means
+    that the dataset does not publish the label. As in the t5 library, the word for this
+    label is "<unk>". If the example has the field `idx`, the formatted example keeps this
+    field.
     """
 
     def fill(example):
@@ -1709,9 +1725,10 @@ def template(inputs, targets, labels=()):
 
 
 def format_stsb(example):
-    """Format STS-B, whose target is a similarity from 0 to 5, such as "3.8".
+    """Format an example of STS-B, a task that rates the similarity of two sentences.
 
-    The similarity is rounded to a multiple of 0.2.
+    The target is a number from 0 to 5 as text, such as "3.8". The similarity is rounded
+    to a multiple of 0.2.
     """
     score = np.round(np.float32(example["label"]) * 5) / 5
     fill = template("stsb sentence1: {sentence1} sentence2: {sentence2}", f"{score:.1f}")
@@ -1719,10 +1736,10 @@ def format_stsb(example):
 
 
 def format_multirc(example):
-    """Format MultiRC, in which the model judges an answer to a question.
+    """Format an example of MultiRC, in which the model judges an answer to a question.
 
-    HTML tags are removed. The three indices are kept, because the metric counts all
-    answers to one question together.
+    HTML tags are removed. The metric counts all answers to one question together. So the
+    indices of the paragraph, the question and the answer are kept.
     """
     texts = {
         key: re.sub("</?b>", "", example[key].replace("<br>", " "))
@@ -1739,12 +1756,12 @@ def format_multirc(example):
 
 
 def format_record(example):
-    """Format ReCoRD, in which the model fills a gap in the query with an entity.
+    """Format an example of ReCoRD, in which the model fills a gap with an entity.
 
-    There is one example for each correct answer. The bullet points (@highlight) of the
-    passage become sentences.
+    The result has one formatted example for each correct answer. The bullet points of the
+    passage, which are marked by @highlight, become sentences.
     """
-    # A bullet point after a complete sentence needs no further period.
+    # If the text before a bullet point already ends a sentence, no period is added.
     passage = re.sub(r"([.?!\"'])\n@highlight\n", r"\1 ", example["passage"])
     passage = passage.replace("\n@highlight\n", ". ")
     entities = ", ".join(example["entities"])
@@ -1763,19 +1780,22 @@ def format_record(example):
 
 
 def format_wsc(only_true, example):
-    """Format the Winograd schema challenge: which noun does the marked pronoun stand for?
+    """Format an example of the Winograd schema challenge (WSC).
 
-    The pronoun is marked by asterisks, as in "wsc: Ann lost *it* again". The targets are
-    the noun that the example suggests. only_true: leave out examples that suggest a wrong
-    noun, because the model must not learn wrong nouns.
+    The model predicts the noun that a pronoun stands for. The inputs mark the pronoun
+    with asterisks, as in "wsc: Ann lost *it* again". The targets are the noun that the
+    example suggests.
+
+    only_true: whether examples that suggest a wrong noun are left out. Training leaves
+    out these examples, so that the model does not learn wrong nouns.
     """
     if only_true and not example["label"]:
         return []
     words = example["text"].split(" ")
     position = example["span2_index"]
     pronoun = example["span2_text"]
-    # In one of the published examples, the index of the pronoun is too low by one. So the
-    # pronoun is the first word at or after the index that begins with the pronoun.
+    # In one of the published examples, the index of the pronoun is too low by one. So we
+    # search for the pronoun in the words from this index on.
     position += [word.startswith(pronoun) for word in words[position:]].index(True)
     before = " ".join(words[:position])
     after = " ".join(words[position:]).removeprefix(pronoun)
@@ -1794,9 +1814,10 @@ def format_wsc(only_true, example):
 
 
 def format_definite_pronoun(example):
-    """Format definite pronoun resolution (DPR) in the form of WSC.
+    """Format an example of definite pronoun resolution (DPR).
 
-    The first occurrence of the pronoun is marked.
+    The inputs have the same form as in the Winograd schema challenge. The first
+    occurrence of the pronoun is marked with asterisks.
     """
     pattern = rf" ({example['pronoun']})( |\.|,)"
     text = re.sub(pattern, r" *\1*\2", example["sentence"], count=1)
@@ -1805,19 +1826,23 @@ def format_definite_pronoun(example):
 
 
 def merge_spaces(text):
-    """Replace each run of white space characters by one space."""
+    """Replace each run of white space characters in a text by one space."""
     return re.sub(r"[ \t\n\f\r]+", " ", text)
 
 
 def separate_punctuation(text):
-    """Put spaces around each ASCII punctuation character, and merge runs of spaces."""
+    """Put spaces around each ASCII punctuation character of a text.
+
+    Several spaces in a row are merged into one space.
+    """
     return merge_spaces(re.sub(r"([!-/:-@\[-`{-~])", r" \1 ", text))
 
 
 def format_squad(example):
-    """Format SQuAD, in which the answer to a question stands in the context.
+    """Format an example of SQuAD, in which a question is answered from a context.
 
-    The first answer is the target. All answers are kept, because the metric accepts each.
+    The target is the first answer. The metric accepts every answer, so all answers are
+    kept in the field `answers`.
     """
     question = separate_punctuation(example["question"])
     context = separate_punctuation(example["context"])
@@ -1835,25 +1860,28 @@ def format_squad(example):
 
 
 class Task(NamedTuple):
-    """What a model learns from a source, and how its answers are evaluated.
+    """A task: a data source, the format of the examples, and the metrics.
 
-    TASKS maps the name of each task to its Task. A recipe file may add its own tasks.
+    The dict TASKS maps the name of each task to its Task. A recipe file may add tasks to
+    TASKS.
     """
 
-    source: str = ""  # KIND:NAME, as in --data.source
+    source: str = ""  # the data source as KIND:NAME, as in --data.source
     # The function that turns an example of the source into a list of formatted examples.
     format: Callable = text_to_text
     # Each metric is a name in evaluate.METRICS, or a function that takes lists of targets
     # and predictions and returns a dict of numbers.
     metrics: tuple = ()
     choices: tuple = ()  # the words for the labels 0, 1, ... of a classification task
-    # What is applied to targets and predictions before metrics compare them: a name in
-    # evaluate.POSTPROCESSORS, or a function.
+    # The function that is applied to targets and predictions before metrics compare the
+    # two. The value is a name in evaluate.POSTPROCESSORS, or the function itself.
     postprocess: str | Callable = ""
     splits: tuple = ("train", "validation", "test")  # the splits that the source has
     objective: Objective = Pairs()
-    inputs_eos: bool = True  # whether inputs end with EOS; inputs of T0 do not
-    eos_after_trim: bool = True  # whether targets that are cut end with EOS; not so in T0
+    inputs_eos: bool = True  # whether EOS is appended to inputs; T0 appends no EOS
+    # Whether EOS is appended to targets that were cut because they are too long. T0 does
+    # not append EOS to such targets.
+    eos_after_trim: bool = True
 
 
 # The tasks whose format is a template. Each task takes three lines:
@@ -2012,7 +2040,10 @@ by_rule_even   python:10000   accuracy
 
 
 def read_catalogue(text):
-    """Return {name: Task} for a text in the form of CATALOGUE."""
+    """Parse a list of tasks and return a dict from the name of a task to its Task.
+
+    text: the list of tasks in the same form as CATALOGUE.
+    """
     tasks = {}
     for entry in text.strip().split("\n\n"):
         first_line, inputs, targets = map(str.strip, entry.split("\n"))
@@ -2027,11 +2058,12 @@ def read_catalogue(text):
     return tasks
 
 
-# The dicts belong to configs.py, because a recipe file may add tasks and mixtures.
+# The dicts TASKS and MIXTURES are defined in configs.py, because configs.py also loads
+# recipe files, which may add tasks and mixtures.
 TASKS, MIXTURES = configs.TASKS, configs.MIXTURES
 TASKS |= read_catalogue(CATALOGUE)
 TASKS |= {
-    # The first three tasks are meant for any --data.source.
+    # The first three tasks are meant to be used with any --data.source.
     "span_corruption": Task("python:", as_it_is, objective=SpanCorruption()),
     "prefix_lm": Task("python:", as_it_is, objective=PrefixLM()),
     "text_to_text": Task(),
@@ -2039,7 +2071,7 @@ TASKS |= {
         "tfds:c4/en:2.2.0", as_it_is, objective=SpanCorruption()
     ),
     "c4_v220_prefix_lm": Task("tfds:c4/en:2.2.0", as_it_is, objective=PrefixLM()),
-    # A template cannot express the formats of the tasks from here on.
+    # The tasks below need a function as format, because a template is not enough.
     "squad_v010_allanswers": Task(
         "tfds:squad/v1.1:3.0.0", format_squad, ("squad",), postprocess="answers"
     ),
@@ -2082,17 +2114,18 @@ TASKS |= {
 
 # ---- mixtures --------------------------------------------------------------------------
 # A mixture is a dict that maps the names of tasks or of other mixtures to rates. A task
-# is sampled with the probability rate / (sum of the rates). A task with the rate 0 is not
-# trained on, but it is evaluated together with the mixture. A rate is a number, or
-# BySize. A function of the Config that returns such a dict is a mixture, too.
+# is sampled with the probability rate / (sum of the rates). A task with the rate 0 is
+# evaluated together with the mixture, but the model is not trained on this task. A rate
+# is a number or a BySize. A mixture may also be a function that takes the Config and
+# returns such a dict.
 
 
 class BySize(NamedTuple):
-    """A rate that depends on the number of training examples of the task.
+    """A sampling rate that depends on the number of training examples of the task.
 
     The rate is min(examples * scale, maximum) ** (1 / temperature). The maximum keeps
-    large tasks from dominating. A temperature above 1 samples small tasks more often. See
-    section 3.5.2 of Raffel et al. 2020.
+    large tasks from dominating the mixture. A temperature above 1 samples small tasks
+    more often. Section 3.5.2 of Raffel et al. 2020 describes these rates.
     """
 
     maximum: float = math.inf
@@ -2103,8 +2136,9 @@ class BySize(NamedTuple):
         return min(examples * self.scale, self.maximum) ** (1 / self.temperature)
 
 
-# The datasets of T0 (Sanh et al. 2022): name, number of training examples, and the roles
-# in which T0's mixtures use the dataset (t0/datasets.csv in bigscience-workshop/t-zero).
+# The datasets of T0 (Sanh et al. 2022). Each line has the name of a dataset, the number
+# of training examples, and the groups that the dataset belongs to. The list agrees with
+# t0/datasets.csv in the repository bigscience-workshop/t-zero.
 T0_DATASETS = """
 glue_mrpc                     3668  train
 glue_qqp                    363846  train
@@ -2173,7 +2207,7 @@ wino_bias_type2_anti             0  bias
 wino_bias_type1_pro              0  bias
 wino_bias_type2_pro              0  bias
 """
-# The datasets of each mixture are those with one of these roles.
+# For each mixture of T0, the groups of datasets in T0_DATASETS that the mixture contains.
 T0_MIXTURES = {
     "t0_train": "train",
     "t0+_train": "train gpt",
@@ -2186,13 +2220,18 @@ T0_CAP = 500_000  # a dataset counts as at most this number of examples
 
 
 def t0_mixture(name, cfg):
-    """Return {task: rate} for one of T0_MIXTURES.
+    """Return the sampling rates of a T0 mixture, as a dict from task to rate.
 
-    P3 has a folder for each prompt template of each dataset, named DATASET_TEMPLATE. Each
-    folder is a task. A dataset with more than T0_CAP examples counts as T0_CAP examples,
-    divided among its templates. A smaller dataset counts with its full size for each
-    template. The folders whose names end in _score_eval are for rank classification, and
-    so are the mixtures with this ending. They are only evaluated, so each rate is 1.
+    The dataset collection P3 has a folder for each prompt template of each dataset. The
+    name of a folder is DATASET_TEMPLATE, and each folder is a task. A dataset with more
+    than T0_CAP examples counts as T0_CAP examples, which are divided among its templates.
+    For a smaller dataset, the rate of each template is the full size of the dataset.
+
+    A folder whose name ends in _score_eval is meant for rank classification. Mixtures
+    whose names end in _score_eval consist of these folders. These mixtures are only
+    evaluated, so every rate is 1.
+
+    name: a key of T0_MIXTURES. cfg: the Config.
     """
     ending = "_score_eval"
     folders = [
@@ -2217,15 +2256,16 @@ def t0_mixture(name, cfg):
             rate = T0_CAP // len(templates)
         if set(roles) & set(T0_MIXTURES[name].split()):
             rates |= dict.fromkeys(templates, rate)
-    # The authors of T0 left out this prompt, because its cache is broken. It still counts
-    # as a template of its dataset.
+    # The authors of T0 left out this prompt, because the published cache of the prompt is
+    # broken. The prompt still counts when the rate of a dataset is divided.
     rates.pop("gigaword_summarize_", None)
     return dict(sorted(rates.items()))
 
 
-# How P3 may be stored: {kind of source: {glob of the files in a folder of P3: text that
-# follows the folder in the name of its source}}. P3 as parquet files exists with the
-# split in the names of the files, or with a folder for each split.
+# The ways in which the dataset collection P3 may be stored. For each kind of source,
+# there is a dict. Each key is a glob pattern that finds the files in a folder of P3. The
+# value is the text that is appended to the path of the folder to read a split. With
+# parquet files, the split is part of the file name or the name of a subfolder.
 P3_FILES = {
     "seqio": {"info.*.json": ""},
     "parquet": {"*.parquet": "/*{split}*.parquet", "*/*.parquet": "/{split}/*.parquet"},
@@ -2233,13 +2273,19 @@ P3_FILES = {
 
 
 def p3_root(cfg):
-    """Return the folder that contains P3, or "" if --data.source cannot be P3."""
+    """Return the path of the folder that contains the dataset collection P3.
+
+    If --data.source cannot be P3, the result is "".
+    """
     kind, _, name = cfg.data.source.partition(":")
     return name.removesuffix("*").rstrip("/") if kind in P3_FILES else ""
 
 
 def p3_sources(cfg, folder="*"):
-    """Return {folder: source} for all folders of P3, or for one folder."""
+    """Return a dict from the name of a P3 folder to the data source for this folder.
+
+    folder: the name of a P3 folder, or "*" for all folders.
+    """
     kind = cfg.data.source.partition(":")[0]
     root = p3_root(cfg)
     sources = {}
@@ -2250,7 +2296,8 @@ def p3_sources(cfg, folder="*"):
     return sources
 
 
-# The names, rates and members are those of t5/data/mixtures.py and of T0's tasks.py.
+# The mixtures of T5 and T0 have the same names, members and rates as in the original
+# code (t5/data/mixtures.py and t0/tasks.py).
 MIXTURES |= {
     "glue_v002_proportional": {
         "glue_cola_v002": 8_551,
@@ -2291,12 +2338,15 @@ MIXTURES |= {name: functools.partial(t0_mixture, name) for name in T0_MIXTURES}
 
 
 def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
-    """Return {task: rate} for the name of a task or of a mixture.
+    """Return the sampling rate of each task in a mixture, as a dict from task to rate.
 
-    A mixture inside a mixture is replaced by its tasks, which share its rate. examples: a
-    function that returns the number of training examples of a task, for rates BySize.
-    within: the names of the mixtures that contain this mixture. Raises UserError if a
-    mixture is not a valid dict.
+    If the mixture contains another mixture, the tasks of the inner mixture share the rate
+    of the inner mixture.
+
+    name: the name of a mixture or of a single task. cfg: the Config. examples: a function
+    that returns the number of training examples of a task. This function is used only for
+    rates that are a BySize. within: the names of the mixtures that contain this mixture.
+    The function raises UserError if the mixture is not a valid dict.
     """
     if name not in MIXTURES:
         return {name: 1.0}
@@ -2309,7 +2359,7 @@ def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
         entries = dict(entries(cfg) if callable(entries) else entries)
     except UserError:
         raise
-    except Exception as error:  # the entries may come from a recipe file
+    except Exception as error:  # a recipe file may have defined the mixture
         raise UserError(
             f"The mixture {name} is not a dict of rates ({error!r}): correct its entry "
             f"in MIXTURES."
@@ -2336,12 +2386,14 @@ def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
 
 
 def find_task(name, cfg):
-    """Return the Task of this name.
+    """Return the Task with a given name.
 
-    name: a key of TASKS, a folder of P3 if --data.source names P3, or KIND:NAME of a
-    source with the fields inputs and targets. --data.source replaces the source of the
-    task --data.task. Raises UserError if there is no such task or if the task has no
-    source.
+    The flag --data.source replaces the data source of the task that --data.task names.
+    The function raises UserError if the task does not exist.
+
+    name: a key of TASKS, or a folder of the dataset collection P3, or a data source in
+    the form KIND:NAME. A folder of P3 is found only if --data.source names P3. A data
+    source must have the fields inputs and targets. cfg: the Config.
     """
     task = TASKS.get(name)
     if task is None:
@@ -2366,9 +2418,10 @@ def find_task(name, cfg):
 
 
 def check_tasks(cfg):
-    """Raise a UserError if a task is unknown or cannot use the given sources."""
+    """Raise UserError if a task of the run is unknown or has an invalid data source."""
     data = cfg.data
-    # T0's mixtures are the exception, because they need --data.source to find P3.
+    # The tasks of a mixture have their own sources. T0's mixtures are an exception,
+    # because --data.source tells them where P3 is stored.
     other_source = data.validation_source or data.source and not p3_root(cfg)
     if data.task in MIXTURES and other_source:
         raise UserError(
@@ -2381,9 +2434,11 @@ def check_tasks(cfg):
 
 
 def open_task(name, split, cfg):
-    """Return the Task of this name and the SourceFiles of one split.
+    """Return a pair of the Task with a given name and the SourceFiles of one split.
 
-    Raises MissingSplit or MissingSource if the split or the source does not exist.
+    name: the name of the task. split: the name of the split. cfg: the Config. The
+    function raises MissingSplit or MissingSource if the split or the data source does not
+    exist.
     """
     task = find_task(name, cfg)
     validation_source = cfg.data.validation_source
@@ -2395,11 +2450,14 @@ def open_task(name, split, cfg):
 
 
 def open_all(wanted):
-    """Open the splits of several tasks.
+    """Open the splits of several tasks and collect the errors.
 
-    wanted: a list of (task, split, Config). Returns {task: (Task, SourceFiles)} and a
-    list of the MissingSplit errors of the tasks that lack the split. Raises one
-    MissingSource that names all missing sources.
+    The result is a pair. The first value is a dict from the name of a task to a pair
+    (Task, SourceFiles). The second value is a list with a MissingSplit error for each
+    task that lacks the split. If data sources are missing, one MissingSource error names
+    all of the missing sources.
+
+    wanted: a list of triples (name of a task, name of a split, Config).
     """
     opened = {}
     missing_splits = []
@@ -2412,22 +2470,31 @@ def open_all(wanted):
         except MissingSource as error:
             missing_sources.update([error.args])
     if missing_sources:
-        remedies = dict.fromkeys(missing_sources.values())  # each remedy once, in order
+        # dict.fromkeys removes duplicates and keeps the order.
+        remedies = dict.fromkeys(missing_sources.values())
         raise MissingSource(";\n".join(missing_sources), " ".join(remedies))
     return opened, missing_splits
 
 
 def evaluated_tasks(cfg):
-    """Return the tasks that a run evaluates, from --data.eval_tasks or --data.task."""
+    """Return the names of the tasks that a run evaluates.
+
+    The names come from the flag --data.eval_tasks. If this flag is empty, the names come
+    from --data.task.
+    """
     names = (cfg.data.eval_tasks or cfg.data.task).split(",")
     return [task for name in names for task in mixture_rates(name.strip(), cfg)]
 
 
 def open_tasks(cfg, split="train"):
-    """Return {task: (Task, SourceFiles)} for the tasks that --data.task trains on.
+    """Open the tasks that a run trains on.
 
-    These tasks have a rate above 0. If the run also evaluates, the sources of the
-    evaluated tasks are opened, too, so that one error names all missing sources.
+    The result is a dict from the name of a task to a pair (Task, SourceFiles). Tasks with
+    the rate 0 are not trained on, so they are left out. If the run also evaluates, the
+    data sources of the evaluated tasks are opened, too. So one error message names all
+    missing sources before training begins.
+
+    cfg: the Config. split: the name of the split.
     """
     names = [name for name, rate in mixture_rates(cfg.data.task, cfg).items() if rate]
     wanted = [(name, split, cfg) for name in names]
@@ -2442,9 +2509,10 @@ def open_tasks(cfg, split="train"):
 
 
 def source_fields(cfg):
-    """Return {field of the task: field of the source}, as given by --data.fields.
+    """Parse the flag --data.fields, which renames the fields of a data source.
 
-    For example, --data.fields text=content gives {"text": "content"}.
+    The result is a dict from the field that the task expects to the field in the data
+    source. For example, --data.fields text=content gives {"text": "content"}.
     """
     fields = cfg.data.fields
     try:
@@ -2459,13 +2527,16 @@ def source_fields(cfg):
 
 
 def formatted_examples(source_file, bad, task, cfg, size=math.inf):
-    """Yield the examples of a SourceFile after the format of the task was applied.
+    """Yield the examples of a SourceFile in the format of a task.
 
-    source_file: a SourceFile. size: the size of the vocabulary, which all token ids must
-    be below. Each result is (where, number of the example in the SourceFile, formatted
-    dict, texts). `texts` has a text or an array of ids for each feature of the objective.
-    Examples without text are left out. Examples that cannot be used are reported to
-    `bad`.
+    Each result is a tuple (where, number, row, texts). `where` is the place of the
+    example for messages. `number` is the position of the example in the SourceFile. `row`
+    is the formatted example as a dict. `texts` holds the text or the array of token ids
+    for each feature of the training objective. Examples without text are left out.
+
+    source_file: a SourceFile. bad: a function to which invalid examples are reported.
+    task: the Task. cfg: the Config. size: the size of the vocabulary. Token ids must be
+    below this size.
     """
     names = source_fields(cfg)
     features = task.objective.features
@@ -2489,17 +2560,20 @@ def formatted_examples(source_file, bad, task, cfg, size=math.inf):
                     yield where, number, row, texts
         except UserError:
             raise
-        except Exception as error:  # the format may be a function of a recipe file
+        except Exception as error:  # a recipe file may have defined the format
             problem = f"no {error}" if isinstance(error, KeyError) else repr(error)
             fields = ", ".join(map(str, example))
             bad(where, f"does not fit the task: {problem} (its fields are {fields})")
 
 
 def invalid_reason(value, size):
-    """Return why a value cannot be tokenized, or None if it can.
+    """Return the reason why a value cannot be tokenized, or None if it can be tokenized.
 
-    A value must be text or a list of ids below `size`. The reason completes the sentence
-    "The example has ...".
+    A valid value is a text or a list of token ids. The reason is the end of a sentence
+    that begins with "The example has".
+
+    value: a field of an example. size: the size of the vocabulary. Token ids must be
+    below this size.
     """
     if isinstance(value, str):
         try:
@@ -2508,7 +2582,7 @@ def invalid_reason(value, size):
             return "half of a character (a lone surrogate)"
         return None
     # Numbers that are too large, and lists of different lengths, raise an exception.
-    # np.array(None) has no dimension, so it is not a list of ids either.
+    # In this case, `ids` stays an array without dimensions, which is reported below.
     ids = np.array(None)
     with contextlib.suppress(ValueError, OverflowError):
         ids = np.asarray(value)
