@@ -959,10 +959,9 @@ def resolve_run(args, changes):
             )
         if stored["data_format"] != DATA_FORMAT:
             raise UserError(
-                f"{run_dir} cannot be resumed, because an earlier version of plain T5 "
-                f"began this run with different batches (data format "
-                f"{stored['data_format']} instead of {DATA_FORMAT}): start a new run with "
-                f"--init_from {run_dir}."
+                f"{run_dir} cannot be resumed, because another version of plain T5 began "
+                f"this run with different batches (data format {stored['data_format']} "
+                f"instead of {DATA_FORMAT}): start a new run with --init_from {run_dir}."
             )
     return cfg, run_dir, recipe
 

@@ -120,7 +120,8 @@ class Tokenizer:
         return self.processor.encode(text)
 
     def encode_batch(self, texts):
-        """Encode a list of texts on all CPU cores. Return a list of int32 arrays of ids."""
+        """Encode a list of texts on all CPU cores. Return a list of int32 arrays of
+        ids."""
         return self.processor.encode(list(texts), return_type="numpy")
 
     def raw_text(self, ids):
@@ -672,7 +673,8 @@ class TrainingPlan:
                 self.row_starts.append(int(sum(self.samples_before(block + 1))))
 
     def prefetch(self, block):
-        """Return the result of `plan_block`, and plan the next block in the background."""
+        """Return the result of `plan_block`, and plan the next block in the
+        background."""
         planned = self.future(block)
         self.future(block + 1)
         return planned.result()
