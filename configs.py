@@ -1259,7 +1259,8 @@ def run_command(main):
     """
     script = os.path.basename(sys.argv[0])
     if main.__module__ == "__main__":
-        # A recipe file that imports this script gets the module that is running.
+        # A recipe file may import this script. The import then returns the running
+        # module, and Python does not execute the script a second time.
         sys.modules[script.removesuffix(".py")] = sys.modules["__main__"]
     try:
         status = main(sys.argv[1:])

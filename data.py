@@ -492,7 +492,7 @@ def pack(sizes, limits):
     # length. The average row has the total number of input tokens (and of target tokens)
     # divided by the smallest possible number of rows.
     load = sizes.sum(1) / limits  # the number of rows that inputs and targets need
-    average = limits * load / load.max()  # input and target tokens of an average row
+    average = limits * load / load.max()  # mean numbers of tokens in a row
     input_room, target_room = (kinds / average[:, None]).astype(np.float32)
 
     rows = np.zeros(sizes.shape[1], int)
@@ -3138,9 +3138,9 @@ def plan_path(tasks, rates, cfg):
 def check_lengths(tasks, data, title):
     """Check before training whether the examples of the prepared shards fit into rows.
 
-    Raises a UserError if an example is too long and its objective does not allow that
-    examples are truncated. This holds for objectives whose chunks may continue across
-    documents. For all other objectives, a note says how many examples are truncated.
+    Examples of most objectives are truncated if they are too long, and a note says how
+    many. If the chunks of an objective may continue across documents, no example may be
+    truncated. The function then raises a UserError for an example that is too long.
     """
     truncated = Counter()
     total = sum(task.corpus.starts[-1] for task in tasks)

@@ -143,7 +143,7 @@ def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=No
     ids: the decoder's input ids at position `at`, of shape [B, N].
     cache, fixed: the two lists that init_cache returns.
     input_segments: an array of shape [B, S], which is 0 at padding.
-    ancestors: None, or an array of shape [B, N, T] with numbers of beams. For example,
+    ancestors: None, or an array of shape [B, N, T] with indices of beams. For example,
         ancestors[b, 2, 5] = 0 says that beam 2 continues an output for which beam 0
         computed the key and the value of position 5. If `ancestors` is None, every beam
         uses only the keys and values that this beam has computed.
@@ -384,8 +384,8 @@ class BeamState(NamedTuple):
     # A boolean array of shape [B, N]. finished[b, n] is True if finished_ids[b, n] holds
     # a finished output, and False if finished_ids[b, n] is still unused.
     finished: jax.Array
-    # The numbers of beams, of shape [B, N, T]. ancestors[b, 2, 5] = 0 says that live beam
-    # 2 continues an output for which beam 0 computed the key and the value of position 5.
+    # An array of beam indices, of shape [B, N, T]. For example, ancestors[b, 2, 5] is 0
+    # if live beam 2 reads the key and the value of position 5 that beam 0 computed.
     ancestors: jax.Array
     # Whether the search for the outputs of each example has ended, of shape [B, 1].
     done: jax.Array
@@ -476,9 +476,9 @@ def beam_step(state, logits, at, *, decode):
     bound = live_scores[:, :1] / length_penalty(length + 1.0, decode)
     done = finished.all(1, keepdims=True) & (finished_scores[:, -1:] > bound)
 
-    # The parent of a new live beam is the old live beam that the new beam continues. The
-    # new beam copies the ancestors of the parent. The parent computed the keys of
-    # position `at`. The new beam will compute the keys of position `at + 1`.
+    # Each new live beam continues an old live beam, which is called its parent. The new
+    # beam copies the ancestors of its parent. The parent computed the keys of position
+    # `at`. The new beam will compute the keys of position `at + 1`.
     ancestors = take_beams(state.ancestors, parents).at[:, :, at].set(parents)
     ancestors = ancestors.at[:, :, at + 1].set(jnp.arange(N))
     return BeamState(

@@ -109,7 +109,7 @@ def param_table(cfg):
         mlp["gate"] = up
 
     def stack(num_layers, layer):
-        """Declare a stack, in which each weight of all layers is one array [L, ...]."""
+        """Declare the layers of a stack. Each weight is one array for all layers."""
 
         def add_layer_axis(p):
             return p._replace(shape=(num_layers, *p.shape), axes=("layers", *p.axes))
@@ -274,9 +274,10 @@ def relative_bucket(distance, bidirectional, cfg):
         distance = np.maximum(-distance, 0)
     # The first half of the buckets stands for exact distances 0, 1, 2, ...
     exact = buckets // 2
-    # The second half covers the distances up to relative_max_distance. On a logarithmic
-    # scale these buckets have equal widths. The epsilon and the float32 arithmetic agree
-    # with T5X, because rounding decides to which bucket a distance at an edge belongs.
+    # The other half of the buckets covers the distances up to relative_max_distance.
+    # These buckets have equal widths on a logarithmic scale. The epsilon and float32 are
+    # those of T5X, because rounding decides the bucket of a distance at the edge of two
+    # buckets.
     position = np.log(np.float32(distance) / exact + np.finfo(np.float32).eps)
     position = position / np.log(cfg.relative_max_distance / exact) * (buckets - exact)
     logarithmic = np.minimum(exact + position.astype(np.int32), buckets - 1)
@@ -717,8 +718,7 @@ def tuned(plain):
     return decorate
 
 
-# Dense layers. XLA derives the gradient of a matmul from the shapes of the matmul, so the
-# shapes decide how fast the gradient is.
+# Dense layers. The shapes of a matmul decide how fast XLA computes its gradient.
 # - On a CPU, merge batch and length into one axis before the matmul. The weight gradient
 #   is then a product of two matrices. A sum over two axes takes 1.4 times as long.
 # - On a GPU or TPU, keep the three axes, and compute the weight gradient as [D, F], the

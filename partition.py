@@ -128,8 +128,8 @@ def set_mesh(cfg, devices=None):
     rows = cfg.train.batch_size // cfg.train.microbatches
     model_parts = f"--mesh.model {model_size}"
     data_parts = f"The number of data-parallel devices, {data_size},"
-    # The number of parts in words, the number of parts, the number that is split, and
-    # what.
+    # Each tuple contains a name for the parts, the number of parts, the number that is
+    # split, and a name for this number.
     splits = [
         (model_parts, model_size, len(devices), "devices"),
         (model_parts, model_size, m.num_heads, "heads (--model.num_heads)"),
@@ -858,11 +858,10 @@ def resolve_step(run_dir, name):
 # ---- the cost of a sharding: chips and memory ------------------------------------------
 
 
-# The properties of an accelerator, as stated in its data sheet:
-#   teraflops    dense bfloat16 matmuls, in 10^12 operations per second
-#   memory       GB
-#   links        GB/s from one device to all its neighbors together, in one direction
-#   clock        GHz for TPUs, and 0 for GPUs, whose clock is not used
+# Chip contains properties of an accelerator from its data sheet. teraflops is the speed
+# of bfloat16 matmuls in 10^12 operations per second. memory is in GB. links is the
+# bandwidth from a device to all its neighbors in GB/s. clock is in GHz for TPUs and 0 for
+# GPUs.
 Chip = namedtuple("Chip", "teraflops memory links clock")
 
 # The names are parts of jax.Device.device_kind. JAX counts a TPU v3 chip as two devices.
@@ -1169,9 +1168,8 @@ def estimated_cycles(text):
     text: the HLO text of a program that was compiled for a TPU. Most instructions contain
     an estimate, such as backend_config={"window_config":{"estimated_cycles":"2439", ...}}
     Returns three Counters:
-      {part of the step: clock cycles of each device}
-      {kind of collective operation: count}
-      {kind of collective operation: bytes that each device sends}
+      {part of the step: clock cycles of each device} {kind of collective operation:
+      count} {kind of collective operation: bytes that each device sends}
     The kinds of asynchronous operations end with ", overlapped".
     """
     cycles, counts, sent = Counter(), Counter(), Counter()

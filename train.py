@@ -64,9 +64,8 @@ def learning_rate(step, cfg):
     The learning rate is the product of the factors that the schedule names.
     step: number of the update, counted from 0.
     cfg: TrainConfig. An example of cfg.schedule is "constant * rsqrt_decay".
-    Raises UserError if a factor is unknown.
-    The factors and the minimum of 1e-8 are those of T5X (t5x/utils.py,
-    create_learning_rate_scheduler).
+    Raises UserError if a factor is unknown. The factors and the minimum of 1e-8 are those
+    of T5X (t5x/utils.py, create_learning_rate_scheduler).
     """
     step = jnp.maximum(0.0, step - cfg.schedule_offset)
     warmup = cfg.warmup_steps
@@ -77,7 +76,8 @@ def learning_rate(step, cfg):
         "constant": cfg.learning_rate,
         # Rise linearly from 0 to 1 during the warmup, then stay at 1.
         "linear_warmup": jnp.minimum(1.0, step / warmup),
-        # Rise linearly to the learning rate, then fall linearly with slope decay_factor.
+        # Rise linearly to the learning rate, then fall linearly. This factor already
+        # contains the learning rate, so "constant" must not be used with it.
         "linear_decay": cfg.learning_rate
         * jnp.minimum(step / warmup, 1 + cfg.decay_factor * (warmup - step)),
         # Stay at 1 / sqrt(warmup) during the warmup, then fall as 1 / sqrt(step).
@@ -216,7 +216,7 @@ def adafactor_update(table, params, grads, slots, count, rate, train):
         clipping = jnp.maximum(1.0, rms(u))
         return w * (1 - train.weight_decay) - step_size / clipping * u, s
 
-    # pairs has a pair (new parameter, new slots) in place of each parameter.
+    # `pairs` is a tree like `params`, but each leaf is a pair (new parameter, new slots).
     pairs = jax.tree.map(
         update_parameter, table, params, grads, slots, is_leaf=model.is_param
     )
@@ -281,7 +281,8 @@ def gradients(cfg, params, batch, key):
     Returns (the sums of model.loss_fn, the gradients of the parameters).
 
     With train.microbatches n, the rows of the batch go through the model in n groups, one
-    after another. The gradients are added up. This saves memory and changes no result.
+    after another. The gradients are added up. Microbatches save memory. Without dropout,
+    microbatches change the result only by rounding.
     """
     # Divide the loss of every microbatch by the number of tokens in the complete batch.
     # The gradients of the microbatches then add up to the gradient of the complete batch.
@@ -392,11 +393,13 @@ def run(cfg, program, state, start, load_batch, progress, evaluations, save, aft
     """Train from step `start` to train.steps.
 
     program: the compiled train_step. state: the TrainState after step `start`.
-    load_batch(step): return the batch of the update after this step, on the devices.
-    progress: Progress, which measures the speed and reports the metrics.
-    evaluations: Evaluations, which evaluate the model on held-out data.
-    save(step, state): start to write a checkpoint.
-    after_step(step): return whether training must stop after this step.
+    load_batch(step): return the batch of the update that leads from this step to the next
+        step. The batch is on the devices.
+    progress: a Progress (see the lower part of this file), which measures the speed and
+        reports the metrics.
+    evaluations: an Evaluations, which evaluates the model on held-out data. save(step,
+    state): start to write a checkpoint. after_step(step): return whether training must
+    stop after this step.
     Returns (the last step, its TrainState). Raises NotFinite.
     """
     t = cfg.train
@@ -1122,7 +1125,7 @@ def train(cfg, run_dir, recipe, config, source):
     print(f"done     {run_dir}: {step:,} steps.")
     if t.save_every:
         print(f"""Next:
-  python infer.py --run_dir {run_dir} "TEXT"
+  python infer.py --run_dir {run_dir} "Return the <extra_id_0> of the list."
   python evaluate.py --run_dir {run_dir}
   python train.py --run_dir {run_dir} --train.steps {2 * t.steps - t.start_step}""")
     return 0
@@ -1242,7 +1245,7 @@ def memory_report(cfg):
 
 
 def plan_mesh(cfg, where):
-    """Return a mesh of devices that this machine need not have.
+    """Return a mesh of devices for a plan. The devices need not exist.
 
     where: a number of devices, or a TPU topology such as v5e:2x4.
     """
