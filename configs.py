@@ -1257,6 +1257,8 @@ def run_command(main):
     A UserError is printed as one message, and the exit status is 2. Other errors give
     status 1.
     """
+    # Print every line at once, even if the output goes to a file or a pipe.
+    sys.stdout.reconfigure(line_buffering=True)
     script = os.path.basename(sys.argv[0])
     if main.__module__ == "__main__":
         # A recipe file may import this script. The import then returns the running

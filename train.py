@@ -1,11 +1,11 @@
 """Train a T5 model: learning rate, optimizer, training step and training loop.
 
-Input: a Config (configs.py) and batches of token ids (data.py).
-Output: a run directory with checkpoints, config.json and the metrics in metrics.jsonl.
-The same command resumes a run that was stopped or killed. The resumed run gives the same
-result as an uninterrupted run, bit for bit.
+The input is a Config (configs.py) and batches of token ids (data.py).
+The output is a run directory with checkpoints, config.json and metrics.jsonl.
+To resume a run that was stopped or killed, run the same command again. The resumed run
+gives exactly the same result as an uninterrupted run.
 
-    python train.py                      train the tiny recipe, two minutes on a CPU
+    python train.py                      train the tiny recipe in 2 minutes on a CPU
     python train.py --config small_c4    train T5 1.1 small on C4, on all local devices
     python train.py --plan v5e:2x4       estimate time and memory on other devices
 
@@ -52,7 +52,7 @@ from configs import UserError, note
 
 try:
     import tensorboardX
-except ImportError:  # tensorboardX is an optional dependency
+except ImportError:  # The library tensorboardX is optional.
     tensorboardX = None
 
 # ---- learning rate ---------------------------------------------------------------------
@@ -61,30 +61,33 @@ except ImportError:  # tensorboardX is an optional dependency
 def learning_rate(step, cfg):
     """Return the learning rate of one update.
 
-    The learning rate is the product of the factors that the schedule names.
-    step: number of the update, counted from 0.
-    cfg: TrainConfig. An example of cfg.schedule is "constant * rsqrt_decay".
-    Raises UserError if a factor is unknown. The factors and the minimum of 1e-8 are those
-    of T5X (t5x/utils.py, create_learning_rate_scheduler).
+    The string cfg.schedule contains names of factors, such as "constant * rsqrt_decay".
+    The learning rate is the product of these factors, and at least 1e-8. The factors and
+    the minimum are the same as in T5X (create_learning_rate_scheduler in t5x/utils.py).
+    step: the number of the update, counted from 0.
+    cfg: a TrainConfig.
+    Raises UserError if a name in cfg.schedule is unknown.
     """
     step = jnp.maximum(0.0, step - cfg.schedule_offset)
     warmup = cfg.warmup_steps
     after_warmup = jnp.maximum(step, warmup)
     cycle = jnp.maximum(0.0, (step - warmup) / cfg.steps_per_cycle)
-    # All factors are computed. The compiler removes those that the schedule does not use.
+    # Compute all factors. The compiler removes the factors that the schedule does not
+    # use.
     factors = {
+        # The learning rate that the user has chosen.
         "constant": cfg.learning_rate,
         # Rise linearly from 0 to 1 during the warmup, then stay at 1.
         "linear_warmup": jnp.minimum(1.0, step / warmup),
-        # Rise linearly to the learning rate, then fall linearly. This factor already
-        # contains the learning rate, so "constant" must not be used with it.
+        # Rise linearly to the learning rate, then fall linearly with slope decay_factor.
+        # Do not multiply this factor by "constant", which is also the learning rate.
         "linear_decay": cfg.learning_rate
         * jnp.minimum(step / warmup, 1 + cfg.decay_factor * (warmup - step)),
-        # Stay at 1 / sqrt(warmup) during the warmup, then fall as 1 / sqrt(step).
+        # Stay at 1 / sqrt(warmup) during the warmup, and then fall as 1 / sqrt(step).
         "rsqrt_decay": 1 / jnp.sqrt(after_warmup),
-        # Scale rsqrt_decay so that its value during the warmup is 1.
+        # Stay at 1 during the warmup, and then fall as sqrt(warmup) / sqrt(step).
         "rsqrt_normalized_decay": math.sqrt(warmup) / jnp.sqrt(after_warmup),
-        # Multiply by decay_factor every steps_per_decay steps.
+        # Start at 1, and multiply by decay_factor every steps_per_decay steps.
         "decay_every": cfg.decay_factor ** (step // cfg.steps_per_decay),
         # After the warmup, follow a half cosine from 1 to 0 in each cycle.
         "cosine_decay": jnp.maximum(0.0, 0.5 * (1 + jnp.cos(jnp.pi * (cycle % 1.0)))),
@@ -104,20 +107,23 @@ def learning_rate(step, cfg):
 # ---- optimizers ------------------------------------------------------------------------
 
 # Most optimizers keep state for each parameter. We call one array of this state a slot.
-# Adam, for example, has two slots for each parameter: the moving averages of the gradient
-# and of its square. Slots are declared with model.Param, like parameters, so that the
-# code for sharding and checkpoints treats slots and parameters alike.
+# For example, Adam has two slots for each parameter. The first slot is the moving average
+# of the gradient. The second slot is the moving average of the squared gradient.
+# Slots are declared with model.Param, and so are parameters. The code for sharding and
+# checkpoints can therefore treat slots and parameters alike.
 
 
 class Optimizer(NamedTuple):
-    """Define an optimizer by three functions.
+    """Define an optimizer by three functions: `slots`, `update` and `init`.
 
-    slots(table): declare the optimizer state. table is model.param_table(cfg). Returns a
-        nested dict of model.Param, with the shape and the axes of every slot.
-    update(table, params, grads, slots, count, rate, train): compute one update from the
-        gradients. Returns (new params, new slots). count is the number of earlier
-        updates, rate is the learning rate, and train is the TrainConfig.
-    init(params): return the initial slots. If init is None, all slots start as zeros.
+    A slot is an array of the optimizer state, such as a moving average of gradients.
+    slots(table): Declare the slots. The argument is the result of model.param_table(cfg).
+        The result is a nested dict of model.Param with the shape and axes of every slot.
+    update(table, params, grads, slots, count, rate, train): Compute one update from the
+        gradients `grads`. The result is (new params, new slots). The argument `count` is
+        the number of earlier updates, `rate` is the learning rate, and `train` is the
+        TrainConfig.
+    init(params): Return the initial slots. If `init` is None, all slots start as zeros.
     """
 
     slots: Callable
@@ -126,8 +132,9 @@ class Optimizer(NamedTuple):
 
 
 # Adafactor (Shazeer and Stern 2018, arXiv:1804.04235) divides each gradient by the root
-# mean square of its past values, as Adam does. Adam stores this average for every
-# element. For a matrix, Adafactor stores only the average of each row and of each column.
+# mean square of the past gradients, as Adam does. Adam stores a moving average of the
+# squared gradient for every element of a matrix. Adafactor stores a moving average only
+# for each row and each column of the matrix.
 #
 # The update of a parameter w with gradient g, after t earlier updates:
 #
@@ -137,45 +144,57 @@ class Optimizer(NamedTuple):
 #     u    = u / max(1, RMS(u))                        clip the update to an RMS of 1
 #     w    = w - rate * max(1e-3, RMS(w)) * u          the step is relative to RMS(w)
 #
-# For a matrix, V is approximated by R C^T / mean(R). The vector R has the moving averages
-# of the row means of g^2. The vector C has the moving averages of the column means.
+# For a matrix, V is approximated by R C^T / mean(R). The vector R contains the moving
+# averages of the row means of g^2. The vector C contains the moving averages of the
+# column means of g^2.
 #
-# The settings are those of T5X (t5x/adafactor.py), so the updates equal those of T5X.
-# There is no momentum. Only matrices of at least 128 x 128 are factored. Weight decay is
-# not multiplied by the learning rate. T5X updates the parameter of each layer separately.
-# We stack the parameters of all layers in one array, so we take each mean within one
-# layer.
+# The updates equal the updates of T5X (t5x/adafactor.py), because the settings are the
+# same. There is no momentum. Only matrices with at least 128 rows and 128 columns are
+# approximated. Weight decay is not multiplied by the learning rate.
 #
-# optax.adafactor computes the same updates but takes 1.6 times as long on a CPU. A test
-# compares our updates with the updates of optax and of T5X.
+# T5X has a separate parameter array for each layer. We stack the parameters of all layers
+# in one array. To get the same updates, we compute every mean and RMS within one layer.
+#
+# The library optax also has Adafactor, and its updates are the same. On a CPU,
+# optax.adafactor takes 1.6 times as long as our code. A test compares our updates with
+# the updates of optax and of T5X.
 
 
 def axes_of_one_layer(p):
-    """Return the indices of a parameter's axes, except the axis that stacks layers."""
+    """Return the indices of a parameter's axes, without the axis "layers".
+
+    The parameters of all layers are stacked along the axis "layers".
+    p: a model.Param.
+    """
     first = 1 if p.axes[0] == "layers" else 0
     return tuple(range(first, len(p.shape)))
 
 
 def is_factored(p):
-    """Return whether Adafactor stores only row and column means for this parameter.
+    """Return whether Adafactor stores only row means and column means for a parameter.
 
     Adafactor does so for matrices with at least 128 rows and 128 columns, as in T5X.
+    p: a model.Param.
     """
     shape = [p.shape[axis] for axis in axes_of_one_layer(p)]
     return len(shape) == 2 and min(shape) >= 128
 
 
 def adafactor_slots(table):
-    """Declare the slots of Adafactor for a table of parameters.
+    """Declare the optimizer state of Adafactor.
 
-    A factored matrix [..., a, b] has the slots "row" [..., a] and "column" [..., b].
-    Every other parameter has one slot "full" with its own shape.
+    An array of the optimizer state is called a slot. A large matrix with the shape
+    [..., a, b] has two slots. The slot "row" has the shape [..., a]. The slot "column"
+    has the shape [..., b]. Every other parameter has one slot "full" with the shape of
+    the parameter.
+    table: a nested dict of model.Param, which declares the parameters.
     """
 
     def slots(p):
         if not is_factored(p):
             return {"full": p}
-        # A row mean averages over the last axis, a column mean over the axis before it.
+        # The mean of a row averages over the last axis, so "row" has no last axis. The
+        # mean of a column averages over the second-to-last axis.
         return {
             "row": model.Param(p.shape[:-1], p.axes[:-1]),
             "column": model.Param(p.shape[:-2] + p.shape[-1:], p.axes[:-2] + p.axes[-1:]),
@@ -185,9 +204,10 @@ def adafactor_slots(table):
 
 
 def adafactor_update(table, params, grads, slots, count, rate, train):
-    """Compute one update of Adafactor, as in the equations above.
+    """Return the parameters and the optimizer state after one update of Adafactor.
 
-    The arguments are those of Optimizer.update. Returns (new parameters, new slots).
+    The comment above axes_of_one_layer contains the equations. The class Optimizer
+    describes the arguments.
     """
     beta = 1 - (count + 1.0) ** -0.8
 
@@ -209,25 +229,28 @@ def adafactor_update(table, params, grads, slots, count, rate, train):
                 "row": moving_average(s["row"], squared.mean(-1)),
                 "column": moving_average(s["column"], squared.mean(-2)),
             }
-            # g / sqrt(V) with V = row * column / mean(row), without forming the matrix V.
+            # Compute g / sqrt(V) for V = row * column / mean(row). The two factors of
+            # 1 / sqrt(V) multiply g separately, so the matrix V is never stored.
             row = s["row"] / s["row"].mean(-1, keepdims=True)
             u = g * lax.rsqrt(row)[..., None] * lax.rsqrt(s["column"])[..., None, :]
         step_size = rate * jnp.maximum(rms(w), 1e-3)
         clipping = jnp.maximum(1.0, rms(u))
         return w * (1 - train.weight_decay) - step_size / clipping * u, s
 
-    # `pairs` is a tree like `params`, but each leaf is a pair (new parameter, new slots).
-    pairs = jax.tree.map(
+    # The result is a tree with a tuple (new parameter, new slots) for each parameter.
+    updated = jax.tree.map(
         update_parameter, table, params, grads, slots, is_leaf=model.is_param
     )
+    # Split the tree of tuples into a tree of parameters and a tree of slots.
     new_params, new_slots = (
-        jax.tree.map(lambda _, pair: pair[i], table, pairs, is_leaf=model.is_param)
+        jax.tree.map(lambda _, new: new[i], table, updated, is_leaf=model.is_param)
         for i in (0, 1)
     )
     return new_params, new_slots
 
 
-# A recipe file may add its own optimizers to this table (see from_optax).
+# This dict maps the name of an optimizer to an Optimizer. A recipe file (a Python file of
+# the user) may add its own optimizers, for example with from_optax.
 OPTIMIZERS = configs.OPTIMIZERS
 OPTIMIZERS["adafactor"] = Optimizer(adafactor_slots, adafactor_update)
 
@@ -237,26 +260,33 @@ OPTIMIZERS["adafactor"] = Optimizer(adafactor_slots, adafactor_update)
 
 @flax.struct.dataclass
 class TrainState:
-    """Hold everything that a training step changes. A checkpoint has these fields."""
+    """Hold all arrays that a training step changes.
 
-    # Number of the last step. It includes train.start_step and the skipped updates.
+    A checkpoint contains all fields of this class.
+    """
+
+    # The number of the last step. A run starts at train.start_step. A step also counts if
+    # the update of this step was skipped.
     step: jax.Array
-    # Number of updates that the optimizer has made. Adafactor's beta depends on it.
+    # The number of updates that were not skipped. The beta of Adafactor depends on this
+    # number.
     count: jax.Array
-    # Number of updates skipped in a row because the loss or a gradient was not finite.
+    # The number of consecutive updates that were skipped just before this state. An
+    # update is skipped if the loss or a gradient is infinite or NaN.
     skipped: jax.Array
-    # Parameters, a nested dict as declared by model.param_table.
+    # The parameters are a nested dict, which model.param_table declares.
     params: dict
-    # Optimizer state, a nested dict as declared by Optimizer.slots.
+    # The optimizer state is a nested dict, which Optimizer.slots declares.
     slots: dict
 
 
 def init_state(cfg):
     """Return the TrainState at the start of a run, with random parameters.
 
-    Parameters and slots have the sharding in which they are stored between steps.
+    The arrays have the sharding in which they are stored between training steps.
     """
-    # With FSDP (ZeRO-3), parameters and slots are also split over the mesh axis "data".
+    # With FSDP (ZeRO-3), parameters and optimizer state are also split over the mesh axis
+    # "data".
     rules = partition.STORAGE_RULES if cfg.mesh.fsdp else partition.RULES
     optimizer = OPTIMIZERS[cfg.train.optimizer]
     params = model.init_params(cfg.model, jax.random.key(cfg.train.seed), rules)
@@ -274,18 +304,20 @@ def init_state(cfg):
 
 
 def gradients(cfg, params, batch, key):
-    """Compute the gradient of the mean loss over the real target tokens of a batch.
+    """Compute the gradients of the loss of a batch.
 
-    batch: data.Batch with arrays [rows, length], in which segment 0 is padding.
-    key: PRNG key for dropout, or None without dropout.
-    Returns (the sums of model.loss_fn, the gradients of the parameters).
+    The loss is the mean over all target tokens of the batch, without padding.
+    batch: a data.Batch with arrays of the shape [rows, length]. Segment 0 is padding.
+    key: the PRNG key for dropout, or None for no dropout.
+    Returns (the sums that model.loss_fn returns, the gradients of the parameters).
 
-    With train.microbatches n, the rows of the batch go through the model in n groups, one
-    after another. The gradients are added up. Microbatches save memory. Without dropout,
-    microbatches change the result only by rounding.
+    If train.microbatches is n > 1, the batch is split into n microbatches to save memory.
+    The model processes the microbatches one after another, and their gradients are added
+    up. The result is the same up to rounding, except that the dropout masks differ.
     """
     # Divide the loss of every microbatch by the number of tokens in the complete batch.
     # The gradients of the microbatches then add up to the gradient of the complete batch.
+    # If the TrainConfig has a loss_divisor, divide by the loss_divisor instead.
     tokens = jnp.sum(batch.target_segments > 0)
     divisor = cfg.train.loss_divisor or jnp.maximum(tokens, 1).astype(jnp.float32)
 
@@ -301,9 +333,9 @@ def gradients(cfg, params, batch, key):
     if n == 1:
         return sums_and_gradients(batch, key)
 
-    # Microbatch i takes the rows i, i + n, i + 2n and so on. Each device holds a
-    # contiguous block of rows. With these strided microbatches, no row moves between
-    # devices.
+    # Microbatch i consists of the rows i, i + n, i + 2n and so on. Each device holds a
+    # contiguous block of rows, so every microbatch has rows on every device. No row has
+    # to move to another device.
     microbatches = jax.tree.map(
         lambda a: a.reshape(-1, n, a.shape[1]).swapaxes(0, 1), batch
     )
@@ -313,7 +345,8 @@ def gradients(cfg, params, batch, key):
         new = sums_and_gradients(*microbatch_and_key)
         return jax.tree.map(jnp.add, total, new), None
 
-    # The scan starts from zeros with the shapes and shardings of one microbatch's result.
+    # Start the sum from zeros. The zeros need the shapes and shardings of the sums and
+    # gradients of a microbatch. jax.eval_shape returns them without any computation.
     first = jax.tree.map(lambda a: a[0], (microbatches, keys))
     zeros = jax.tree.map(
         lambda a: jnp.zeros(a.shape, a.dtype, out_sharding=a.sharding),
@@ -324,15 +357,19 @@ def gradients(cfg, params, batch, key):
 
 
 def train_step(cfg, state, batch):
-    """Make one update. Return (new TrainState, metrics).
+    """Compute the gradients of a batch, and update the parameters once.
 
-    state: TrainState; batch: data.Batch with arrays [rows, length].
-    metrics: dict of float32 scalars; the losses are in nats per real target token.
-    The result depends on the arguments alone. The training loop compiles this function.
+    state: the TrainState before the update.
+    batch: a data.Batch with arrays of the shape [rows, length].
+    Returns (the TrainState after the update, metrics). The metrics are a dict of float32
+    scalars. Losses are in nats per target token, without padding.
+
+    This function is compiled before training starts. The result depends only on the
+    arguments, so a resumed run gives the same result as an uninterrupted run.
     """
     key = None
     if cfg.model.dropout:
-        # The key depends on the step, so that a resumed run has the same dropout masks.
+        # Derive the key from the step, so that a resumed run has the same dropout masks.
         key = jax.random.fold_in(jax.random.key(cfg.train.seed + 1), state.step)
     sums, grads = gradients(cfg, state.params, batch, key)
     rate = learning_rate(state.step, cfg.train)
@@ -343,7 +380,8 @@ def train_step(cfg, state, batch):
     )
 
     # Skip the update if the loss or a gradient is infinite or NaN. A compiled function
-    # has no branches here: it selects the new or the old value of every array.
+    # cannot use a Python `if` for this purpose. Therefore jnp.where selects the new or
+    # the old value of every array.
     grad_norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums["cross_ent_loss"])
     params, slots = jax.tree.map(
@@ -367,19 +405,20 @@ def train_step(cfg, state, batch):
 
 
 class NotFinite(Exception):
-    """Report that several consecutive updates had an infinite or NaN loss or gradient."""
+    """Report that the loss or the gradients were infinite or NaN in several steps."""
 
 
 def check_finite(cfg, step, skipped):
-    """Raise NotFinite if the last three updates, or more, were skipped.
+    """Raise NotFinite if at least the last three updates were skipped.
 
-    step: number of the last step. skipped: number of consecutive updates that were
-    skipped.
+    An update is skipped if the loss or a gradient is infinite or NaN.
+    step: the number of the last step.
+    skipped: the number of consecutive updates that were skipped up to this step.
     """
     if skipped < 3:
         return
     t = cfg.train
-    # Number of updates in this run before the first skipped update.
+    # Count the steps of this run before the first skipped update.
     before = step - skipped - t.start_step
     raise NotFinite(
         f"The loss or the gradients of steps {step - skipped + 1:,} to {step:,} (rows "
@@ -390,33 +429,36 @@ def check_finite(cfg, step, skipped):
 
 
 def run(cfg, program, state, start, load_batch, progress, evaluations, save, after_step):
-    """Train from step `start` to train.steps.
+    """Train the model from step `start` to step train.steps.
 
-    program: the compiled train_step. state: the TrainState after step `start`.
-    load_batch(step): return the batch of the update that leads from this step to the next
-        step. The batch is on the devices.
-    progress: a Progress (see the lower part of this file), which measures the speed and
-        reports the metrics.
-    evaluations: an Evaluations, which evaluates the model on held-out data. save(step,
-    state): start to write a checkpoint. after_step(step): return whether training must
-    stop after this step.
-    Returns (the last step, its TrainState). Raises NotFinite.
+    program: the compiled function train_step.
+    state: the TrainState after step `start`.
+    load_batch(n): A function that returns the batch for the update from step n to step
+        n + 1. The arrays of this batch are on the devices.
+    progress: a Progress (lower part of this file), which measures and reports the speed.
+    evaluations: an Evaluations (lower part of this file), which evaluates the model.
+    save(step, state): A function that starts to write a checkpoint.
+    after_step(step): A function that returns whether training must stop after this step.
+    Returns (the number of the last step, the TrainState after the last step).
+    Raises NotFinite if the loss or the gradients are infinite or NaN in several steps.
     """
     t = cfg.train
 
+    # An action with the interval `every` is due at every multiple of the interval, and at
+    # the end of the run. The interval 0 turns the action off.
     def is_due(every, step):
         return every > 0 and (step % every == 0 or step == t.steps)
 
-    # A thread prepares the next batch while the devices compute.
+    # Load the next batch in a thread while the devices compute the current step.
     loader = ThreadPoolExecutor(1)
     next_batch = loader.submit(load_batch, start)
     for step in range(start + 1, t.steps + 1):
         batch = progress.wait(next_batch)
         if step < t.steps:
             next_batch = loader.submit(load_batch, step)
-        # This call returns before the devices have computed the step, because JAX runs
-        # programs asynchronously. Reading a result, such as a metric, waits for the
-        # devices.
+        # JAX runs programs asynchronously. This call therefore returns before the devices
+        # have computed the step. Code that reads a result, such as a metric, waits for
+        # the devices.
         state, metrics = program(state, batch)
         stop = after_step(step)
 
@@ -426,7 +468,7 @@ def run(cfg, program, state, start, load_batch, progress, evaluations, save, aft
         saves = is_due(t.save_every, step) or (stop and t.save_every > 0)
         if logs:
             progress.log(step, metrics)
-        # Stop before a save if the last updates were skipped.
+        # Raise an error before a checkpoint is saved if several updates were skipped.
         if logs or saves:
             check_finite(cfg, step, int(state.skipped))
         if evaluates:
@@ -435,7 +477,8 @@ def run(cfg, program, state, start, load_batch, progress, evaluations, save, aft
             evaluations.predict(step, state.params)
         if saves:
             save(step, state)
-        # The time of evaluations and saves does not count as training time.
+        # Restart the clock, so that the measured training speed does not include the time
+        # of logs, evaluations, predictions and saves.
         if logs or evaluates or predicts or saves:
             progress.restart_clock(step)
         if stop:
@@ -449,11 +492,12 @@ def run(cfg, program, state, start, load_batch, progress, evaluations, save, aft
 
 
 def from_optax(make):
-    """Return an Optimizer that uses an optimizer of the library optax.
+    """Convert an optimizer of the library optax to an Optimizer.
 
-    make(rate, train): return an optax.GradientTransformation for a learning rate and a
-        TrainConfig. For example, `lambda rate, train: optax.lion(rate)` gives Lion.
-    The slots are the state that optax keeps, such as the momentum.
+    make(rate, train): A function that takes a learning rate and a TrainConfig. The result
+        is an optax.GradientTransformation. For the optimizer Lion, this function is
+        `lambda rate, train: optax.lion(rate)`.
+    The optimizer state is the state of the optax optimizer, such as the momentum.
     """
 
     def init(params):
@@ -465,8 +509,9 @@ def from_optax(make):
         declared = flatten_dict(state)
         for path, slot in declared.items():
             axes = (None,) * len(slot.shape)
-            # The name of a slot ends with the name of its parameter: 0/mu/encoder/norm.
-            # If both have the same shape, they also have the same axes.
+            # Find the parameter to which an array of the optimizer state belongs. The
+            # array "0/mu/encoder/norm", for example, belongs to the parameter
+            # "encoder/norm". If the shapes are equal, the axes are also equal.
             for name, p in partition.flatten(table).items():
                 if "/".join(path).endswith(f"/{name}") and p.shape == slot.shape:
                     axes = p.axes
@@ -474,8 +519,8 @@ def from_optax(make):
         return unflatten_dict(declared)
 
     def update(table, params, grads, slots, count, rate, train):
-        # In optax, the learning rate is an argument of the optimizer. The rate changes in
-        # every step, so every step makes a new optimizer.
+        # In optax, the learning rate is an argument that creates an optimizer. The
+        # learning rate changes in every step, so create a new optimizer in every step.
         updates, slots = make(rate, train).update(grads, slots, params)
         return optax.apply_updates(params, updates), slots
 
@@ -491,15 +536,17 @@ OPTIMIZERS["adamw"] = from_optax(
 
 
 class MetricsFile:
-    """Write the metrics of a run to metrics.jsonl, as one JSON object in each line.
+    """Write the metrics of a run to the file metrics.jsonl.
 
-    path: the path of the file, local or remote. Only the main process writes the file.
-    step: the step at which the run starts or resumes. Lines of later steps are removed,
-        because the run repeats these steps. Such lines exist if the run was killed some
-        steps after its last checkpoint.
+    Each line of the file is a JSON object with the metrics of one step. Only the main
+    process writes the file.
+    path: the local or remote path of the file.
+    step: the step at which the run starts or resumes. All lines of later steps are
+        removed, because the run repeats these steps. The file contains lines of later
+        steps if the run was killed after its last checkpoint.
 
-    If tensorboardX is installed, the metrics of a local run are also written to
-    RUN_DIR/tensorboard, in a folder for each group of metrics.
+    The metrics of a local run are also written to RUN_DIR/tensorboard if the library
+    tensorboardX is installed. Each group of metrics has a folder in RUN_DIR/tensorboard.
     """
 
     def __init__(self, path, step):
@@ -508,13 +555,19 @@ class MetricsFile:
         lines = partition.read_metrics_file(path)
         self.lines = [json.dumps(line) + "\n" for line in lines if line["step"] <= step]
         self.writers = {}
-        # TensorBoard hides the old events of purge_step and of all later steps.
+        # TensorBoard hides all old events from this step on, because the run repeats
+        # these steps.
         self.purge_step = step + 1
         if partition.is_main_process():
             configs.write_file(path, "".join(self.lines))
 
     def write(self, step, **groups):
-        """Write the metrics of a step as one line. groups: GROUP={name: number}."""
+        """Write the metrics of one step to the file, as one line.
+
+        step: the number of the step.
+        groups: The name of each argument is the name of a group of metrics. The value of
+            each argument is a dict from the name of a metric to a number.
+        """
         if not partition.is_main_process():
             return
         values = {}
@@ -523,7 +576,8 @@ class MetricsFile:
                 values[f"{group}/{name}"] = float(value)
         line = json.dumps({"step": step, **values}) + "\n"
         if self.is_remote:
-            # A remote file cannot be extended. The method sync writes all its lines.
+            # No line can be appended to a remote file. Keep all lines in memory until the
+            # method sync writes the complete file.
             self.lines.append(line)
         else:
             configs.append_file(self.path, line)
@@ -532,19 +586,26 @@ class MetricsFile:
                 self.write_events(group, metrics, step)
 
     def write_events(self, group, metrics, step):
-        """Write metrics as TensorBoard events. Each group has a folder, as in SeqIO."""
+        """Write the metrics of one step for TensorBoard.
+
+        Each group of metrics has its own folder, as in the library SeqIO.
+        """
         if group not in self.writers:
             folder = str(self.path.parent / "tensorboard" / group)
             writer = tensorboardX.SummaryWriter(folder, purge_step=self.purge_step)
             self.writers[group] = writer
         for name, value in metrics.items():
-            # SeqIO puts the metrics of decoded text under "eval/".
+            # The library SeqIO adds "eval/" to the names of metrics of generated text.
+            # Use the same names.
             tag = f"eval/{name}" if group.startswith("inference_eval/") else name
             self.writers[group].add_scalar(tag, float(value), step)
         self.writers[group].flush()
 
     def sync(self):
-        """Make sure that a local file survives a power cut, or upload a remote file."""
+        """Save all lines that were written so far.
+
+        A local file is flushed to disk. A remote file is written as a whole.
+        """
         if not partition.is_main_process():
             return
         if self.is_remote:
@@ -556,12 +617,13 @@ class MetricsFile:
 
 # ---- the progress output ---------------------------------------------------------------
 
-# Print every line at once, even if the output goes to a file or a pipe.
-print = functools.partial(print, flush=True)
-
 
 def describe_mesh(cfg, mesh):
-    """Describe in one line how a run uses its devices, and how it divides a batch."""
+    """Return a line of text that describes how a run uses its devices.
+
+    The line contains the sizes of the mesh, the number format, and the division of a
+    batch among the devices.
+    """
     t = cfg.train
     dtype = jnp.dtype(model.compute_dtype(cfg.model)).name
     return (
@@ -573,14 +635,19 @@ def describe_mesh(cfg, mesh):
 
 
 def find_chip(device):
-    """Return the name of a device in partition.CHIPS, or None for an unknown device."""
+    """Return the key of partition.CHIPS that describes a device.
+
+    Return None if partition.CHIPS does not contain the device.
+    device: a jax.Device.
+    """
     return next((name for name in partition.CHIPS if name in device.device_kind), None)
 
 
 def peak_flops():
-    """Return the peak operations per second of all devices together, and print them.
+    """Return the peak floating-point operations per second of all devices together.
 
-    A known chip has the peak of its data sheet. For other devices, a matmul is measured.
+    The peak of a chip in partition.CHIPS is the value in its data sheet. For all other
+    devices, the speed of a matmul is measured. This function also prints the peak.
     """
     name = find_chip(jax.devices()[0])
     if name:
@@ -588,7 +655,8 @@ def peak_flops():
     else:
         name = "a 1024 x 1024 matmul"
         a = jnp.ones((1024, 1024))
-        # The first of ten repetitions compiles. The fastest was not interrupted.
+        # Measure ten repetitions and use the fastest. The first repetition is slow,
+        # because the matmul is compiled. Other programs may slow down other repetitions.
         times = timeit.repeat(
             lambda: jnp.matmul(a, a).block_until_ready(), number=1, repeat=10
         )
@@ -598,13 +666,16 @@ def peak_flops():
 
 
 def step_flops(cfg):
-    """Return the floating-point operations of one training step on all devices."""
+    """Return the number of floating-point operations of one training step.
+
+    The number is the sum over all devices.
+    """
     return cfg.train.batch_size * model.train_flops(
         cfg.model, cfg.data.inputs_length, cfg.data.targets_length
     )
 
 
-# The format of the progress line. The names in braces are metrics of the training step.
+# The format of a line of the progress output. The names in braces are names of metrics.
 PROGRESS_LINE = (
     "loss {loss:.3f}  accuracy {accuracy:.3f}  learning rate {learning_rate:.1e}  "
     "{seqs_per_second:.4g} examples/s  {gigaflops:.4g} GFLOP/s "
@@ -613,10 +684,10 @@ PROGRESS_LINE = (
 
 
 class Progress:
-    """Measure the speed of a run, and write and print the metrics of its training steps.
+    """Measure the speed of a run, and report the metrics of the training steps.
 
-    On a terminal, a progress bar shows the latest metrics. Elsewhere, every call of log
-    prints a line.
+    The metrics are written to the metrics file. On a terminal, a progress bar shows the
+    latest metrics. If the output is not a terminal, the method log prints a line.
     """
 
     def __init__(self, cfg, metrics_file, start):
@@ -624,29 +695,36 @@ class Progress:
         self.metrics_file = metrics_file
         self.flops = step_flops(cfg)
         self.peak = peak_flops()
-        # disable=None disables the bar if the output is not a terminal.
+        # The value disable=None shows the bar only if the output is a terminal.
         self.bar = tqdm(
             total=cfg.train.steps, initial=start, disable=None, file=sys.stdout
         )
         self.restart_clock(start)
 
     def restart_clock(self, step):
-        """Measure the speed from this step on."""
+        """Start a new measurement of the speed at this step."""
         self.step = step
         self.clock = time.perf_counter()
         self.waited = 0.0
 
     def wait(self, batch):
-        """Return the result of the future `batch`, and add up the waiting time."""
+        """Wait until a batch is loaded, and return the batch.
+
+        The waiting time is added to self.waited.
+        batch: a concurrent.futures.Future whose result is the batch.
+        """
         began = time.perf_counter()
         result = batch.result()
         self.waited += time.perf_counter() - began
         return result
 
     def log(self, step, metrics):
-        """Write and print the metrics of a step, and the speed since restart_clock."""
+        """Write and print the metrics of a step and the current speed.
+
+        The speed is the average since the last call of the method restart_clock.
+        """
         t = self.cfg.train
-        # Reading the metrics waits until the devices have computed the step.
+        # Wait until the devices have computed the step, and copy the metrics to the host.
         metrics = jax.device_get(metrics)
         seconds = time.perf_counter() - self.clock
         steps = (step - self.step) / seconds
@@ -673,7 +751,7 @@ class Progress:
 # ---- evaluations during training -------------------------------------------------------
 
 
-# The format of the line that reports the evaluation of a task.
+# The format of the line that reports the loss of a task on held-out data.
 HELD_OUT_LINE = (
     "step {step:,}: {task}: held-out loss {loss:.3f}, accuracy {accuracy:.3f}, "
     "{content_loss:.3f} nats per content token"
@@ -683,11 +761,12 @@ HELD_OUT_LINE = (
 class Evaluations:
     """Evaluate a model on held-out data, and write and print the results.
 
-    At the start, the unigram loss of each task is printed as a baseline. This is the loss
-    of a model that knows only how frequent each token is.
+    At the start, the unigram loss of each task is printed as a baseline. The unigram loss
+    is the loss of a model that knows only how frequent each token is.
 
-    held_out: {task: (Config, Dataset)}.
-    counts: int array [vocabulary], how often each token occurs in the training data.
+    held_out: a dict from the name of a task to a tuple (Config, Dataset).
+    counts: The number of occurrences of each token in a sample of the training data. This
+        array of integers has the shape [vocabulary size].
     """
 
     def __init__(self, mesh, run_dir, metrics_file, held_out, counts):
@@ -706,7 +785,11 @@ class Evaluations:
             )
 
     def evaluate(self, step, params):
-        """Evaluate the loss of every task. Show one example with the model's output."""
+        """Evaluate the loss of the model on every task.
+
+        The results are written to the metrics file and printed. One example is also
+        printed, with the output that the model generates.
+        """
         for name, (cfg, dataset) in self.held_out.items():
             number = dataset.batches(cfg.train.eval_batches)
             metrics = evaluate.evaluate_loss(params, cfg, self.mesh, dataset, number)
@@ -716,15 +799,17 @@ class Evaluations:
         tqdm.write(held_out_example(params, cfg, self.mesh, dataset))
 
     def predict(self, step, params):
-        """Evaluate the metrics of every text-to-text task on decoded text.
+        """Generate outputs for held-out examples, and compute the metrics of each task.
 
-        The predictions are written to RUN_DIR/eval.
+        Tasks without inputs and targets are ignored. The generated outputs are written to
+        RUN_DIR/eval, and the metrics are written to the metrics file.
         """
         for name, (cfg, dataset) in self.held_out.items():
             task = dataset.tasks[0]
             if len(task.task.objective.features) < 2:
                 continue
-            # If eval_batches is 0, the limit is None and all examples are evaluated.
+            # The limit is the number of examples. If eval_batches is 0, the limit is
+            # None, and all examples are evaluated.
             limit = cfg.train.eval_batches * cfg.train.batch_size or None
             metrics, lines = evaluate.predict(
                 params, cfg, self.mesh, "validation", task.tokenizer, limit
@@ -738,20 +823,24 @@ class Evaluations:
 
 
 def held_out_example(params, cfg, mesh, dataset):
-    """Return a text with the inputs, the targets and the model's output of an example.
+    """Return a text that shows an example and the output of the model for this example.
 
-    dataset: a held-out Dataset. The example is the first row of this dataset.
+    The text contains the inputs, the true targets and the output.
+    dataset: a Dataset of held-out data. The example is the first row of this Dataset.
     """
     tokenizer = dataset.tasks[0].tokenizer
     batch = dataset.batch(0)
     inputs = batch.inputs[0][batch.input_segments[0] > 0]
     targets = batch.targets[0]
-    # A batch needs at least one row on each data-parallel device.
+    # The rows of a batch are split over the mesh axis "data". The batch size must
+    # therefore be at least the size of this axis.
     (outputs, _), *_ = infer.run_batch(
         params, cfg, mesh, [infer.Example(inputs)], "predict", mesh.shape["data"]
     )
     if data.is_span_corruption(cfg):
-        # Show the text with gaps, with the true spans, and with the spans of the model.
+        # Show the text three times. The masked spans are blank in the first text. They
+        # are filled with the true tokens in the second text, and by the model in the
+        # third.
         texts = [
             infer.fill_blanks(inputs, ids, tokenizer) for ids in ([], targets, outputs[0])
         ]
@@ -765,11 +854,13 @@ def held_out_example(params, cfg, mesh, dataset):
 
 
 def lock_run(run_dir, checkpoints):
-    """Lock a run directory, so that only one run at a time uses it.
+    """Lock a run directory, so that only one run at a time uses this directory.
 
-    Returns an open file, which holds the lock until the file is closed. Returns None for
-    a remote directory, which cannot be locked. Only the main process locks the directory.
-    All other processes return None.
+    Returns an open file. Closing the file releases the lock. Returns None if the
+    directory is remote, because a remote directory cannot be locked.
+
+    Only the main process locks the directory. All other processes return None. The main
+    process also deletes checkpoints that were not completely written.
     """
     if not partition.is_main_process():
         return None
@@ -792,15 +883,19 @@ def lock_run(run_dir, checkpoints):
 def run_tokenizer(cfg, run_dir, resumes, source):
     """Return the Tokenizer of a run.
 
-    A resumed run has its own vocabulary. A run that starts from the weights of `source`
-    takes the vocabulary of these weights. Other runs take the vocabulary that data.vocab
-    names, which is trained first if data.vocab says so.
+    A resumed run loads the vocabulary from its run directory. A run that starts from the
+    weights of another run uses the vocabulary of the other run. All other runs use the
+    vocabulary of --data.vocab. If --data.vocab starts with "train:", this vocabulary is
+    trained first.
+    resumes: whether the run resumes from its own checkpoint.
+    source: the value of --init_from, or None.
     """
     if resumes or not partition.is_main_process():
         return data.load_tokenizer(run_dir / "spiece.model")
     if not source:
         return data.prepare_vocabulary(cfg)
-    # A checkpoint lies two levels below the run directory that has the vocabulary.
+    # The vocabulary is in the run directory. If `source` is the path of a checkpoint, the
+    # run directory is the parent of the parent folder.
     path = configs.to_path(source)
     folder = path if partition.find_checkpoint(source) else path.parent.parent
     found = folder / "spiece.model"
@@ -816,9 +911,11 @@ def run_tokenizer(cfg, run_dir, resumes, source):
 
 
 def check_keep_best(t, tasks):
-    """Raise UserError if no evaluation of the run writes the metric train.keep_best.
+    """Raise UserError if the metric of --train.keep_best is never computed.
 
-    t: TrainConfig; tasks: names of the evaluated tasks.
+    Each evaluation of a run computes the metrics of one task.
+    t: a TrainConfig.
+    tasks: the names of the tasks that are evaluated.
     """
     groups = [f"training_eval/{task}" for task in tasks if t.eval_every]
     groups += [f"inference_eval/{task}" for task in tasks if t.infer_every]
@@ -833,11 +930,16 @@ def open_data(cfg, run_dir, resumes, source, config):
     """Open the data of a run, and write the files that describe the run.
 
     These files are spiece.model, config.json, model-info.txt and recipe.py.
-    source, config: the values of --init_from and --config, or None.
-    Returns (training Dataset, {task: (Config, Dataset)} of the evaluated tasks).
+    resumes: whether the run resumes from its own checkpoint.
+    source: the value of --init_from, or None.
+    config: the value of --config, or None.
+    Returns (training Dataset, held-out data). The held-out data are a dict from the name
+    of an evaluated task to a tuple (Config, Dataset).
     """
     t = cfg.train
-    # The main process has already opened the data and has written these files.
+    # The main process calls this function before all other processes, and writes
+    # config.json. If another process does not find this file, the directory is not
+    # shared.
     if not partition.is_main_process() and not (run_dir / "config.json").exists():
         raise UserError(
             f"--run_dir {run_dir} is not the same directory for all processes: name a "
@@ -872,10 +974,13 @@ def open_data(cfg, run_dir, resumes, source, config):
 
 
 def state_template(cfg, mesh):
-    """Return the shapes and shardings of a TrainState, as jax.ShapeDtypeStructs."""
+    """Return a TrainState of jax.ShapeDtypeStructs instead of arrays.
+
+    A jax.ShapeDtypeStruct describes the shape, dtype and sharding of an array.
+    """
 
     def with_sharding(a):
-        # The counters of optax have no sharding, because every device has a copy.
+        # A counter of an optax optimizer has no sharding. Put a copy on every device.
         spec = a.sharding.spec if a.sharding else jax.P()
         sharding = jax.NamedSharding(mesh, spec)
         return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
@@ -885,8 +990,9 @@ def state_template(cfg, mesh):
 
 
 def batch_template(cfg, mesh, rows):
-    """Return the shapes and shardings of a Batch, as jax.ShapeDtypeStructs.
+    """Return a data.Batch of jax.ShapeDtypeStructs instead of arrays.
 
+    A jax.ShapeDtypeStruct describes the shape, dtype and sharding of an array.
     rows: the number of rows on all devices together.
     """
     sharding = jax.NamedSharding(mesh, jax.P("data"))
@@ -894,34 +1000,38 @@ def batch_template(cfg, mesh, rows):
         jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=sharding)
         for length in (cfg.data.inputs_length, cfg.data.targets_length)
     )
-    # The ids and the segments of the inputs have one shape. The ids of the decoder's
-    # inputs, the ids of the targets and the segments of the targets have another shape.
+    # The first two arrays of a Batch have the length of the inputs. The last three arrays
+    # have the length of the targets.
     return data.Batch(inputs, inputs, targets, targets, targets)
 
 
 def lower_step(cfg, mesh):
-    """Lower the training step for the devices of a mesh.
+    """Translate the training step to the input of the compiler, for the devices of a mesh.
 
-    Returns (state_template(cfg, mesh), a jax.stages.Lowered that can be compiled).
+    Returns (state_template(cfg, mesh), jax.stages.Lowered). The method compile of the
+    jax.stages.Lowered compiles the training step.
     """
     template = state_template(cfg, mesh)
     options = None
     if partition.platform() == "tpu":
-        # partition.py explains these options. Each option helps on some kinds of TPU.
+        # These compiler options make training faster on some TPUs. The file partition.py
+        # explains the options.
         kind = mesh.devices.flat[0].device_kind
         options = dict(partition.ASYNC_GATHER_OPTIONS)
         if kind not in ("TPU v3", "TPU v4"):
             options |= partition.ASYNC_REDUCE_OPTIONS
         if kind.startswith("TPU v5"):
             options |= partition.FUSION_MEMORY_OPTIONS
-    # donate_argnums lets the new state use the memory of the old state.
+    # The argument donate_argnums lets the new TrainState reuse the memory of the old
+    # TrainState.
     step = jax.jit(
         functools.partial(train_step, cfg), donate_argnums=0, compiler_options=options
     )
     return template, step.lower(template, batch_template(cfg, mesh, cfg.train.batch_size))
 
 
-# What a user can change if a training step needs too much memory.
+# The end of an error message "lower ...". The message lists the flags that reduce the
+# memory of a training step.
 SMALLER_STEP = (
     "--train.batch_size, --data.inputs_length, --data.targets_length or the model's "
     "sizes, raise --train.microbatches, add --model.remat full"
@@ -929,23 +1039,26 @@ SMALLER_STEP = (
 
 
 def check_minimum_memory(cfg):
-    """Raise UserError if even the largest arrays of a training step do not fit in memory.
+    """Raise UserError if the largest arrays of a training step do not fit in memory.
 
-    This estimate needs no compilation. It comes first because tracing the model already
-    makes matrices of inputs_length x inputs_length.
+    This estimate needs no compilation. Compilation starts by tracing the model, and
+    tracing already creates matrices of the shape [inputs_length, inputs_length]. This
+    estimate therefore comes before tracing.
     """
     rows = cfg.train.batch_size // cfg.train.microbatches
     lengths = cfg.data.inputs_length, cfg.data.targets_length
-    # Parameters and gradients are two copies of the parameters.
+    # Count two copies, because the gradients need as much memory as the parameters.
     memory = model.minimum_memory(cfg.model, rows, *lengths, copies=2)
     partition.check_memory(memory, SMALLER_STEP)
 
 
 def compile_step(step, mesh):
-    """Compile the lowered training step. Raise UserError if it does not fit in memory.
+    """Compile the training step, and return the compiled program.
 
-    The compiler knows the exact size before the memory is allocated. On a CPU, the
-    machine would otherwise swap or the kernel would kill the process.
+    Raises UserError if the program does not fit in memory. The compiler knows the size
+    before any memory is allocated. Without this check, a machine without accelerators
+    would start to swap, or the kernel would kill the process.
+    step: a jax.stages.Lowered from lower_step.
     """
     program = step.compile()
     sizes = program.memory_analysis()
@@ -955,12 +1068,15 @@ def compile_step(step, mesh):
 
 
 def load_state(cfg, template, checkpoints, source):
-    """Return the TrainState with which a run starts or resumes, and its step.
+    """Load or initialize the TrainState with which a run starts.
 
-    The state comes from the newest checkpoint of the run. A run without checkpoints
-    starts from `source`, which is another run or a checkpoint. The new run takes the
-    parameters of `source`, or the complete state if train.restore is "all". Without
-    `source`, the parameters are initialized at random.
+    A run with checkpoints resumes from the newest checkpoint. A run without checkpoints
+    starts from `source` or from random parameters. The run takes the complete state of
+    `source` if train.restore is "all", and only the parameters otherwise.
+    template: the result of state_template.
+    checkpoints: the partition.Checkpoints of the run.
+    source: the path of another run or of a checkpoint, or None.
+    Returns (the TrainState, the step of the TrainState).
     """
     t = cfg.train
     state = to_state_dict(template)
@@ -978,8 +1094,8 @@ def load_state(cfg, template, checkpoints, source):
             )
         print(f"started  from {source}, step {step:,}, with its optimizer")
     else:
-        # This program runs once. On a CPU, a low optimization level halves its compile
-        # time.
+        # The program that initializes the state runs only once, so fast compilation is
+        # more important than fast code. On a CPU, this option halves the compile time.
         options = None
         if partition.platform() == "cpu":
             options = {"xla_backend_optimization_level": "1"}
@@ -997,8 +1113,8 @@ def load_state(cfg, template, checkpoints, source):
                 f"warning: starting at step {t.start_step:,} with newly initialized "
                 f"weights. To continue an earlier run, name it with --init_from."
             )
-    # Replace the arrays of the state by those of the checkpoint. The state also has the
-    # empty states of optax optimizers, which a checkpoint does not contain.
+    # Replace arrays of the state by arrays of the checkpoint. Some optax optimizers have
+    # empty states. A checkpoint does not contain empty states, so keep them from `state`.
     arrays = flatten_dict(state, keep_empty_nodes=True) | flatten_dict(arrays)
     return from_state_dict(template, unflatten_dict(arrays)), step
 
@@ -1007,15 +1123,21 @@ def load_state(cfg, template, checkpoints, source):
 
 
 def train(cfg, run_dir, recipe, config, source):
-    """Train a run to train.steps, and resume it if it has checkpoints.
+    """Train a model until step train.steps, and write the run directory.
 
-    recipe: the Config without the changes of the command line.
-    config, source: the values of --config and --init_from, or None.
-    Returns the exit status: 0, or 1 if the loss or the gradients were not finite.
+    If the run directory already contains checkpoints, training resumes from the newest
+    checkpoint.
+    cfg: the Config of the run.
+    recipe: the Config before the flags of the command line changed any field.
+    config: the value of --config, or None.
+    source: the value of --init_from, or None.
+    Returns the exit status of the command. The exit status is 1 if the loss or the
+    gradients were infinite or NaN, and otherwise 0.
     """
     t = cfg.train
     mesh = partition.set_mesh(cfg)
-    # Refuse an unknown schedule and a lack of memory before any file is written.
+    # Raise an error for an unknown schedule or too little memory before any file is
+    # written.
     learning_rate(0, t)
     check_minimum_memory(cfg)
     print(f"recipe {cfg.name}")
@@ -1032,21 +1154,23 @@ def train(cfg, run_dir, recipe, config, source):
     dataset, held_out = partition.run_on_main_first(
         lambda: open_data(cfg, run_dir, resumes, source, config)
     )
-    # On SIGTERM, a run finishes its step, saves and exits. With several processes, JAX
-    # handles the signal (see after_step).
+    # After the signal SIGTERM, a run finishes the current step, saves a checkpoint and
+    # exits. If there are several processes, JAX handles the signal (see after_step).
     terminated = threading.Event()
     if jax.process_count() == 1:
         signal.signal(signal.SIGTERM, lambda *_: terminated.set())
     try:
         template, step = lower_step(cfg, mesh)
         note("compiling the training step")
-        # The step compiles in a thread while the state is loaded or initialized.
+        # Compile the training step in a thread while the TrainState is loaded or
+        # initialized.
         with ThreadPoolExecutor(1) as thread:
             compiling = thread.submit(compile_step, step, mesh)
             state, start = load_state(cfg, template, checkpoints, source)
             program = compiling.result()
-        # Give the memory of the compiler back to the system. The C library glibc would
-        # keep this memory. For T5 1.1 small on a CPU, this is 280 MB.
+        # Return memory that the compiler no longer uses to the operating system. The C
+        # library glibc would otherwise keep this memory. For T5 1.1 small on a CPU, this
+        # saves 280 MB.
         if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
             trim(0)
         if start >= t.steps:
@@ -1065,13 +1189,15 @@ def train(cfg, run_dir, recipe, config, source):
             batch = dataset.batch(step - t.start_step, rows)
             return partition.put_batch(batch, t.batch_size, mesh)
 
-        # train.profile has the form FIRST:LAST. The value 0:0 traces no step.
+        # The flag --train.profile FIRST:LAST traces the steps from FIRST to LAST. The
+        # value 0:0 traces no step.
         first, last = map(int, (t.profile or "0:0").split(":"))
 
         def profile(step):
             if step == first - 1:
                 jax.profiler.start_trace(run_dir / "profile")
-            # The trace ends one step after LAST, when the devices have completed LAST.
+            # End the trace one step after LAST, because the devices compute step LAST
+            # after its call has returned.
             if start < first <= step == min(last + 1, t.steps):
                 jax.profiler.stop_trace()
 
@@ -1079,12 +1205,13 @@ def train(cfg, run_dir, recipe, config, source):
             profile(step)
             if jax.process_count() == 1:
                 return terminated.is_set()
-            # JAX lets all processes stop after the same step.
+            # This function of JAX makes all processes stop after the same step.
             return multihost_utils.reached_preemption_sync_point(step)
 
         def save(step, state):
             metrics_file.sync()
-            # Wait for the previous checkpoint, because it may be the best.
+            # Wait until the previous checkpoint is complete. The previous checkpoint may
+            # be the best checkpoint, which must be kept.
             checkpoints.wait()
             best = None
             if t.keep_best:
@@ -1132,10 +1259,10 @@ def train(cfg, run_dir, recipe, config, source):
 
 
 def model_info(cfg, mesh):
-    """Return the text of model-info.txt, which describes every parameter and slot.
+    """Return a text that describes every array of the parameters and optimizer state.
 
-    A line contains the name, the size, the shape and the sharding of an array. T5X writes
-    these lines in the same format.
+    Each line contains the name, the size, the shape and the sharding of an array. The
+    format is the same as in the file model-info.txt of T5X.
     """
     table = model.param_table(cfg.model)
     slots = OPTIMIZERS[cfg.train.optimizer].slots(table)
@@ -1155,9 +1282,11 @@ def model_info(cfg, mesh):
 
 
 def activation_bytes(cfg, params, batch):
-    """Return the bytes of activations that one device saves for the backward pass.
+    """Return how many bytes of activations a device saves for the backward pass.
 
-    params, batch: jax.ShapeDtypeStructs with shardings. Nothing is computed.
+    The model is traced, but nothing is computed.
+    params: the parameters, as a nested dict of jax.ShapeDtypeStructs with shardings.
+    batch: a data.Batch of jax.ShapeDtypeStructs with shardings.
     """
     key = jax.random.key(0) if cfg.model.dropout else None
 
@@ -1165,21 +1294,23 @@ def activation_bytes(cfg, params, batch):
         def loss(params):
             return model.loss_fn(params, batch, cfg, key)[0]
 
-        # jax.vjp returns the backward pass as a pytree. Its leaves are the saved arrays.
+        # The function jax.vjp returns the backward pass as a pytree. The leaves of this
+        # pytree are the saved activations.
         _, backward_pass = jax.vjp(loss, params)
         return backward_pass
 
     program = jax.make_jaxpr(backward)(params, batch).jaxpr
     saved = {v for v in program.outvars if isinstance(v, jax.extend.core.Var)}
-    # Parameters and batch do not count, because they are in memory anyway.
+    # Exclude the parameters and the batch, because they are not activations.
     saved -= set(program.invars)
     return partition.bytes_on_device([v.aval for v in saved])
 
 
 def memory_table(cfg, mesh):
-    """Return {name: bytes on one device} of what a training step needs at least.
+    """Estimate the minimum memory of a training step on one device.
 
-    The numbers follow from shapes and shardings. Temporary arrays are not included.
+    The result is a dict from the name of a group of arrays to the number of bytes. The
+    bytes are computed from shapes and shardings. Temporary arrays are not included.
     """
     template = state_template(cfg, mesh)
     batch = batch_template(cfg, mesh, cfg.train.batch_size // cfg.train.microbatches)
@@ -1193,15 +1324,16 @@ def memory_table(cfg, mesh):
 
 
 def memory_savings(cfg):
-    """Return [(flag, bytes on one device, cost)] for the options that save memory.
+    """Return a list of the flags that reduce the memory of a training step.
 
-    The options are added one after another. The bytes are those that a device needs with
-    this option and all options before it.
+    Each element of the list is a tuple (flag, bytes on one device, cost). The bytes are
+    the total memory with this flag and all earlier flags of the list. The cost is a text,
+    such as "a third more arithmetic".
     """
     mesh = jax.sharding.get_mesh()
     least = sum(memory_table(cfg, mesh).values())
     savings = []
-    # The cheapest options come first.
+    # Try the flags in order of their cost. The cheapest flag comes first.
     for name, value, cost in (
         ("train.microbatches", 2 * cfg.train.microbatches, "more and smaller matmuls"),
         ("model.remat", "full", "a third more arithmetic"),
@@ -1213,7 +1345,8 @@ def memory_savings(cfg):
             configs.check(changed)
             changed_mesh = partition.set_mesh(changed, mesh.devices.ravel())
         except UserError:
-            # For example, the rows of the batch do not divide evenly among the devices.
+            # This flag cannot be used with this Config. For example, the rows of the
+            # batch cannot be divided evenly among the devices.
             continue
         size = sum(memory_table(changed, changed_mesh).values())
         if size < least:
@@ -1224,13 +1357,19 @@ def memory_savings(cfg):
 
 
 def format_table(title, rows):
-    """Return a text with a title and one line for each row (name, number, remark)."""
+    """Return a text that contains a title and a table.
+
+    rows: a list of tuples (name, number, remark). Each tuple becomes a line of the table.
+    """
     lines = [f"  {name:28} {number:>10.4g} {remark}" for name, number, remark in rows]
     return "\n".join([f"{title}:", *lines])
 
 
 def memory_report(cfg):
-    """Describe the memory of a training step, and the options that reduce this memory."""
+    """Return a text with the memory that a training step needs on each device.
+
+    The text also contains the flags that reduce this memory.
+    """
     memory = memory_table(cfg, jax.sharding.get_mesh())
     memory["total"] = sum(memory.values())
     parts = [(name, size / 1e9, "GB") for name, size in memory.items()]
@@ -1245,13 +1384,13 @@ def memory_report(cfg):
 
 
 def plan_mesh(cfg, where):
-    """Return a mesh of devices for a plan. The devices need not exist.
+    """Return a mesh of simulated devices, for an estimate of a run on other machines.
 
-    where: a number of devices, or a TPU topology such as v5e:2x4.
+    where: a string with the number of devices or a TPU topology such as v5e:2x4.
     """
     jax.config.update("jax_platforms", "cpu")
-    # Always run the compiler, because count_collectives reads files that it writes. A
-    # program from the compilation cache would not write these files.
+    # Turn off the compilation cache, so that the compiler always runs. The function
+    # count_collectives reads files that the compiler writes.
     jax.config.update("jax_enable_compilation_cache", False)
     if where.isdecimal():
         if not 1 <= int(where) <= 2048:
@@ -1263,7 +1402,7 @@ def plan_mesh(cfg, where):
         return partition.set_mesh(cfg)
     from jax.experimental import topologies
 
-    # With these variables, libtpu does not search this machine for TPUs.
+    # These variables prevent the library libtpu from searching this machine for TPUs.
     os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost")
     chips = {"chip_config_name": "megacore"} if where.startswith("v4") else {}
     try:
@@ -1278,11 +1417,13 @@ def plan_mesh(cfg, where):
 
 
 def plan(cfg, where):
-    """Print the memory, communication and time of a training step on other machines.
+    """Print an estimate of a training step on devices that this machine does not have.
 
-    where: a number of devices of any kind, or a TPU topology such as v5e:2x4. For a
-    topology, the compiler of the TPU estimates the time of the arithmetic, and it decides
-    which communication overlaps with arithmetic.
+    The estimate contains the memory, the communication and the time.
+    where: a string with the number of devices or a TPU topology such as v5e:2x4. For a
+        TPU topology, the step is compiled by the TPU compiler. The compiler estimates the
+        time of the arithmetic. The compiler also decides which communication overlaps
+        with arithmetic.
     """
     if cfg.model.dtype == "auto":
         cfg = configs.override(cfg, {"model.dtype": "bfloat16"})
@@ -1293,7 +1434,8 @@ def plan(cfg, where):
     name = find_chip(mesh.devices.flat[0])
     if name:
         program = step.compile()
-        # The runtime of the TPU needs about 5 % of the memory.
+        # The runtime of the TPU needs about 5 % of the memory. The program can use the
+        # other 95 %.
         needed = program.memory_analysis().peak_memory_in_bytes / 0.95e9
         cycles, counts, sent = partition.estimated_cycles(program.as_text())
         rows = [(part, number / 1e6, "million") for part, number in cycles.most_common(6)]
@@ -1305,11 +1447,12 @@ def plan(cfg, where):
         ]
         exposed = sum(size for kind, size, _ in rows if "overlapped" not in kind)
     else:
-        # Leave a tenth of the memory to temporary arrays.
+        # Assume that temporary arrays take 10 % of the memory.
         needed = sum(memory_table(cfg, mesh).values()) / 0.9e9
         computed = step_flops(cfg) / mesh.size
         if cfg.model.remat == "full":
-            # Full rematerialization computes the forward pass twice.
+            # With full rematerialization, the forward pass is computed twice. A step then
+            # costs 4 instead of 3 times as much as a forward pass.
             computed *= 4 / 3
         arithmetic = {
             name: computed / chip.teraflops / 1e12
@@ -1320,7 +1463,8 @@ def plan(cfg, where):
             (f"{kind} over {axis}", size / 1e9, f"GB, {count:,} times")
             for kind, axis, count, size in collectives
         ]
-        # Assume that all communication overlaps with arithmetic.
+        # Assume that all communication overlaps with arithmetic. No time is then spent on
+        # communication alone.
         exposed = 0
     print(format_table("communication, sent by each device in a step", rows))
     sent = sum(size for _, size, _ in rows)
@@ -1356,7 +1500,8 @@ def main(argv):
         ),
     )
     if not args.init_from:
-        # The size of the model follows from the vocabulary.
+        # If --data.vocab is changed, change the vocabulary size of the model accordingly.
+        # With --init_from, the model must keep the vocabulary size of the loaded weights.
         changes = data.with_vocab_size(changes)
     cfg, run_dir, recipe = configs.resolve_run(args, changes)
     infer.check_decoder(cfg)
