@@ -187,9 +187,10 @@ def compute_dtype(cfg):
     Parameters, norm statistics, softmax, logits and loss are float32 whatever this dtype
     is.
     """
-    if cfg.dtype == "auto":
-        return partition.default_compute_dtype()
-    return jnp.dtype(cfg.dtype)
+    dtype = cfg.dtype
+    if dtype == "auto":
+        dtype = partition.default_compute_dtype()
+    return jnp.dtype(dtype)
 
 
 def sharding_of(x):
@@ -1124,7 +1125,7 @@ def minimum_memory(cfg, rows, S, T, copies=1, beams=0):
     float32 copies of the parameters. beams: the beams of cached decoding, 0 for a forward
     pass over all positions.
     """
-    size = jnp.dtype(compute_dtype(cfg)).itemsize
+    size = compute_dtype(cfg).itemsize
     A = cfg.num_heads * cfg.d_kv
     largest_scores = S * S if beams else max(S * S, S * T, T * T)
     cache = 0
@@ -1166,7 +1167,7 @@ def main(argv):
     print(f"{'parameter':44} {'shape':20} {'axes':22} {'initial':>24} {'number':>14}")
     for name, p in sorted(partition.flatten(table).items()):
         shape, axes = " x ".join(map(str, p.shape)), " ".join(p.axes)
-        initial = p.init if p.init == "ones" else f"{p.init} {p.scale:.4g}"
+        initial = f"{p.init} {p.scale:.4g}"
         print(f"{name:44} {shape:20} {axes:22} {initial:>24} {math.prod(p.shape):>14,}")
     print("\n" + describe_model(cfg))
 

@@ -176,7 +176,7 @@ def platform():
 
 def default_compute_dtype():
     """Return bfloat16 on GPUs and TPUs, and float32 on CPUs, where bfloat16 is slow."""
-    return jax.numpy.float32 if platform() == "cpu" else jax.numpy.bfloat16
+    return "float32" if platform() == "cpu" else "bfloat16"
 
 
 def local_rows(batch_size, mesh):

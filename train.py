@@ -563,7 +563,7 @@ print = functools.partial(print, flush=True)
 def describe_mesh(cfg, mesh):
     """Describe in one line how a run uses its devices, and how it divides a batch."""
     t = cfg.train
-    dtype = jnp.dtype(model.compute_dtype(cfg.model)).name
+    dtype = model.compute_dtype(cfg.model).name
     return (
         f"mesh data {mesh.shape['data']} x model {mesh.shape['model']}, fsdp "
         f"{cfg.mesh.fsdp}, {dtype}, remat {cfg.model.remat}, batch {t.batch_size} = "
