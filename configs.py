@@ -45,8 +45,8 @@ class UserError(Exception):
 
 # ---- the fields ------------------------------------------------------------------------
 # The comment above a field is its help text. --help and `python configs.py NAME` print
-# this text. The default of a field may carry the values that are allowed: use one_of,
-# between or at_least. An integer field without stated bounds must be at least 1.
+# this text. To limit the values of a field, write its default with one_of, between or
+# at_least. An integer field without stated bounds must be at least 1.
 
 
 def one_of(default, *others):
@@ -89,7 +89,7 @@ class ModelConfig:
     # Whether the output layer shares the weights of the embedding (T5 1.0).
     # Shared weights are scaled by d_model^-0.5 in the output layer.
     tied: bool = False
-    # Number of buckets into which relative positions are sorted.
+    # Number of buckets into which relative positions are grouped.
     # Each head learns one attention bias for each bucket.
     relative_buckets: int = at_least(4, 32)
     # Distance in tokens from which all relative positions fall into the last bucket.
@@ -189,7 +189,7 @@ class TrainConfig:
     # Number that is subtracted from the step before the schedule is computed.
     schedule_offset: int = at_least(0, 0)
     # Factor by which decay_every multiplies the learning rate.
-    # linear_decay uses this number as its slope.
+    # linear_decay lowers the rate by this fraction of learning_rate in every step.
     decay_factor: float = 0.5
     # Number of steps after which decay_every lowers the learning rate again.
     steps_per_decay: int = 20_000
@@ -222,7 +222,8 @@ class TrainConfig:
     async_save: bool = True
     # Number of checkpoints to keep. Older checkpoints are deleted.
     keep: int = 3
-    # Metric whose best checkpoint is kept as well, under its name in metrics.jsonl.
+    # A metric, as named in metrics.jsonl. The checkpoint with the best value of this
+    # metric is kept too.
     # Empty means none.
     keep_best: str = ""
     # Steps that jax.profiler traces, as FIRST:LAST. The trace goes to RUN_DIR/profile.
@@ -250,8 +251,8 @@ class DecodeConfig:
     temperature: float = at_least(0, 0.0)
     # Sample only from the k most probable tokens. 0 means all tokens.
     top_k: int = at_least(0, 0)
-    # Nucleus sampling: sample only from the most probable tokens.
-    # Their probabilities add up to top_p. 0 means all tokens.
+    # Nucleus sampling: sample only from the smallest set of most probable tokens whose
+    # probabilities reach top_p together. 0 means all tokens.
     top_p: float = between(0, 1, 0.0)
     # Number of predictions for each example: samples, or the best beams.
     num_return: int = 1
@@ -269,7 +270,8 @@ class MeshConfig:
 
     # Number of devices over which each copy of the model is split (tensor parallelism).
     model: int = 1
-    # Whether weights and optimizer state are split over the data axis too (ZeRO-3).
+    # Whether the weights and the optimizer state are also split over the copies of the
+    # model, which is the data axis of the mesh (ZeRO-3).
     fsdp: bool = False
 
 
@@ -669,25 +671,14 @@ RECIPES = {
 
 # Sections and fields that may change when a run is resumed. Any other change is refused,
 # because the resumed run would be another experiment.
-CHANGEABLE = {
-    "mesh",
-    "distributed",
-    "decode",
-    "data.keep_tokens",
-    "train.steps",
-    "train.log_every",
-    "train.eval_every",
-    "train.infer_every",
-    "train.eval_batches",
-    "train.save_every",
-    "train.async_save",
-    "train.keep",
-    "train.keep_best",
-    "train.microbatches",
-    "train.profile",
-}
-# Version of the training data. This number increases when plain T5 begins to make other
-# batches from the same text. A run never continues with batches of another version.
+CHANGEABLE = set(
+    "mesh distributed decode data.keep_tokens train.steps train.log_every "
+    "train.eval_every train.infer_every train.eval_batches train.save_every "
+    "train.async_save train.keep train.keep_best train.microbatches "
+    "train.profile".split()
+)
+# Version of the training data. This number increases if a new version of plain T5 makes
+# different batches from the same text. A run is never resumed with different batches.
 DATA_FORMAT = 2
 
 
@@ -700,13 +691,19 @@ def fields(cfg):
 
 
 def differences(cfg, other):
-    """Return the fields that differ, as {"section.field": (value, other value)}."""
+    """Return the fields in which two Configs differ.
+
+    The result is a dict {"section.field": (value, other value)}.
+    """
     pairs = zip(fields(cfg), fields(other))
     return {name: (value, old) for (name, _, value), (_, _, old) in pairs if value != old}
 
 
 def override(cfg, changes):
-    """Return a Config with changed fields. changes: {"section.field": value}."""
+    """Return a copy of a Config with changed fields.
+
+    changes: {"section.field": value}.
+    """
     for name, value in changes.items():
         section, item = name.split(".")
         cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{item: value})})
@@ -730,20 +727,26 @@ def parse_value(kind, text):
 
 
 def nearest(word, known):
-    """Return "; did you mean X?", or "" if no known word is similar to this word."""
+    """Return the suggestion "; did you mean X?" for a misspelled word.
+
+    The suggestion is empty if no known word is similar to the word.
+    """
     close = difflib.get_close_matches(word, known, 1, 0.4)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def field_help(section):
-    """Return {field: help text} of a section's class: the comments above its fields."""
+    """Return {field: help text} for the class of a section.
+
+    The help text of a field is the comment above the field in the source code.
+    """
     source = inspect.getsource(section)
     comments = re.findall(r"^((?:    # .*\n)+)    (\w+):", source, re.MULTILINE)
     return {name: " ".join(re.findall(r"# (.*)", text)) for text, name in comments}
 
 
 def refuse_flags(message):
-    """Report a mistake in the command line that argparse found."""
+    """Raise UserError for a mistake in the command line that argparse found."""
     raise UserError(f"{message}; --help lists all flags.")
 
 
@@ -798,10 +801,11 @@ def parse_args(description, argv, **flags):
 
 
 def load_recipe(name):
-    """Return the Config of a recipe: a name in RECIPES, or the path of a Python file.
+    """Return the Config of a recipe.
 
-    The file is executed. It defines CONFIG and may define tables such as TASKS, whose
-    entries are added to the tables of this module.
+    name: a name in RECIPES, or the path of a Python file that defines CONFIG. The file is
+        executed. The file may also define tables such as TASKS, and load_recipe adds the
+        entries of these tables to the tables of this module.
     """
     if name in RECIPES:
         return RECIPES[name]
@@ -877,14 +881,18 @@ def load_run_recipe(run_dir):
 
 
 def save_run(cfg, run_dir, corpus=""):
-    """Write RUN_DIR/config.json. corpus: a digest of the training tokens."""
+    """Write the Config of a run to RUN_DIR/config.json.
+
+    corpus: a digest of the training tokens.
+    """
     content = {
         "name": cfg.name,
         "data_format": DATA_FORMAT,
         "corpus": corpus,
         **dataclasses.asdict(cfg),
     }
-    # These two sections describe the machine. A run may be resumed on another machine.
+    # The sections mesh and distributed describe the machine, so they are not stored. A
+    # run may be resumed on a different machine.
     del content["mesh"], content["distributed"]
     write_file(os.path.join(run_dir, "config.json"), json.dumps(content, indent=1))
 
@@ -902,8 +910,9 @@ def resolve(args, changes, recipe=False):
         cfg = load_recipe(args.config or "tiny")
     elif args.config and not args.config.endswith(".py"):
         raise UserError(
-            "--run_dir already selects the configuration of a run: leave out --config, "
-            "or name with --config the recipe file that defines the tasks of the run."
+            "--config cannot name a recipe together with --run_dir, because the run has "
+            "its own configuration: leave out --config. A recipe file (--config FILE.py) "
+            "is allowed."
         )
     else:
         cfg = load_run(args.run_dir)
@@ -950,10 +959,9 @@ def resolve_run(args, changes):
             )
         if stored["data_format"] != DATA_FORMAT:
             raise UserError(
-                f"{run_dir} was begun by a version of plain T5 that made other batches "
-                f"and held out other examples (data format {stored['data_format']}, now "
-                f"{DATA_FORMAT}): start a new run from its weights with --init_from "
-                f"{run_dir}."
+                f"{run_dir} cannot be resumed, because another version of plain T5 began "
+                f"this run with different batches (data format {stored['data_format']} "
+                f"instead of {DATA_FORMAT}): start a new run with --init_from {run_dir}."
             )
     return cfg, run_dir, recipe
 
@@ -984,16 +992,18 @@ def check_json(value, form, at="it"):
         raise ValueError(f"{at} is {json.dumps(value, default=str):.60}")
 
 
-def read_json(path, form, cure="fetch this file again"):
-    """Return the value of a JSON file. Raise a UserError if it has another form.
+def read_json(path, form, remedy="fetch this file again"):
+    """Read a JSON file, and return the value in the file.
 
-    cure: what the user should do about a damaged file, for the message.
+    form: the expected form of the value, as check_json describes it.
+    remedy: what the user should do about a damaged file, for the message.
+    Raises UserError if the file cannot be read or the value does not have the form.
     """
     try:
         value = json.loads(path.read_text())
         check_json(value, form)
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be used ({error}): {cure}.") from error
+        raise UserError(f"{path} cannot be used ({error}): {remedy}.") from error
     return value
 
 
@@ -1003,15 +1013,21 @@ def checksum(value):
 
 
 def write_checked(path, value):
-    """Write a dict and its checksum as a JSON file, which read_checked reads."""
+    """Write a dict and the checksum of the dict to a JSON file.
+
+    read_checked reads this file and verifies the checksum.
+    """
     write_file(path, json.dumps(value | {"check": checksum(value)}, indent=1))
 
 
-def read_checked(path, form, cure="remove this file, and it will be written again"):
-    """Return the dict that write_checked wrote. A UserError reports any damage."""
-    value = read_json(path, form | {"check": int}, cure)
+def read_checked(path, form, remedy="remove this file, and it will be written again"):
+    """Read a dict that write_checked wrote, and verify the checksum of the dict.
+
+    Raises UserError if the file is damaged.
+    """
+    value = read_json(path, form | {"check": int}, remedy)
     if value.pop("check") != checksum(value):
-        raise UserError(f"{path} is damaged: {cure}.")
+        raise UserError(f"{path} is damaged: {remedy}.")
     return value
 
 
@@ -1062,8 +1078,8 @@ def check(cfg):
             )
     if m.relative_max_distance <= m.relative_buckets // 2:
         raise UserError(
-            f"--model.relative_max_distance must be above half of the "
-            f"{m.relative_buckets} --model.relative_buckets."
+            f"--model.relative_max_distance must be greater than "
+            f"{m.relative_buckets // 2}, which is half of --model.relative_buckets."
         )
     require_memory(
         {"rows of a batch": 16 * t.batch_size * (d.inputs_length + d.targets_length)},
@@ -1100,7 +1116,7 @@ def check_processes(cfg):
 
 
 def check_decoding(cfg):
-    """Refuse a DecodeConfig that mixes beam search with sampling or has too few beams."""
+    """Refuse a DecodeConfig that mixes beam search and sampling, or has too few beams."""
     samples = cfg.temperature or cfg.top_k or cfg.top_p
     if cfg.beams and samples:
         raise UserError(
@@ -1126,20 +1142,21 @@ def machine_memory():
         return memory
 
 
-def require_memory(parts, there, levers):
+def require_memory(parts, available, flags):
     """Refuse to start work that needs more memory than is available.
 
-    parts: {name: bytes} of what is in memory at one time. there: available bytes.
-    levers: flags that reduce the memory, for the message.
+    parts: {name: bytes} of the arrays that are in memory at one time.
+    available: the number of available bytes.
+    flags: the flags that reduce the memory, for the message.
     """
     total = sum(parts.values())
-    if total > there:
+    if total > available:
         listed = ", ".join(
             f"{name} {size / 1e9:,.3g}" for name, size in parts.items() if size
         )
         raise UserError(
             f"This needs at least {total / 1e9:,.3g} GB of memory ({listed}), but only "
-            f"{there / 1e9:,.3g} GB are available: lower {levers}."
+            f"{available / 1e9:,.3g} GB are available: lower {flags}."
         )
 
 
@@ -1156,7 +1173,7 @@ def parse_shard(text):
 
 
 def is_remote(path):
-    """Return whether a path is remote, such as gs://bucket/run."""
+    """Return whether a path names a remote location, such as gs://bucket/run."""
     return "://" in str(path)
 
 
@@ -1204,7 +1221,10 @@ def write_file(path, content):
 
 
 def append_file(path, text):
-    """Append text to a file. A remote file is written anew, because it cannot grow."""
+    """Append text to a file.
+
+    A remote file cannot grow, so the complete remote file is written again.
+    """
     if is_remote(path):
         return write_file(path, (path.read_text() if path.exists() else "") + text)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -1223,7 +1243,7 @@ def lock(path, wait=False):
         fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise
-    except OSError as error:  # The filesystem does not support locks.
+    except OSError as error:  # The filesystem does not support locks, so only warn.
         note(f"{path} cannot be locked ({error}): let only one process work there.")
     return file
 
@@ -1232,7 +1252,11 @@ def lock(path, wait=False):
 
 
 def run_command(main):
-    """Run main(argv) as a command and exit. A UserError is printed and gives status 2."""
+    """Run main(argv) as a command, and exit with the status that main returns.
+
+    A UserError is printed as one message, and the exit status is 2. Other errors give
+    status 1.
+    """
     script = os.path.basename(sys.argv[0])
     if main.__module__ == "__main__":
         # A recipe file that imports this script gets the module that is running.
@@ -1290,6 +1314,7 @@ python train.py --config NAME trains with this recipe."""
 
 
 def main(argv):
+    """List the recipes, or print all fields of the recipe that the arguments name."""
     if not argv:
         rows = [TABLE_ROW.format(cfg) for cfg in RECIPES.values()]
         print(TABLE_HEAD, *rows, TABLE_LEGEND, sep="\n")

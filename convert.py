@@ -1,28 +1,30 @@
 """Convert T5 weights between Hugging Face, T5X, Mesh TensorFlow and runs of plain T5.
 
-SRC is a model in any of these formats. The format and all dimensions of SRC are detected.
-DST is a new folder for a run, a Hugging Face model or a T5X checkpoint. The weights are
-copied exactly, unless --dtype bfloat16 rounds the weights. convert.py reads the written
-model again and compares the model with SRC. DST appears only after this check.
+SRC is a model in any of these formats. convert.py detects the format and all dimensions
+of SRC. DST is a new folder for a run, a Hugging Face model or a T5X checkpoint. The
+values of the weights do not change, unless --dtype bfloat16 rounds the values. convert.py
+reads the written model again and compares the written model with SRC. The folder DST
+appears only after this comparison.
 
     python convert.py t5-v1_1-small/ runs/t5_1_1_small     import any format as a run
     python convert.py runs/tiny tiny_hf --to hf            export to Hugging Face
     python convert.py runs/tiny checkpoint_1500 --to t5x   export to T5X
 
-All formats hold the same arrays. The formats use different names for the arrays, and
-they store matrices differently:
+All formats store the same arrays. The formats differ in the names of the arrays, and in
+the order of the axes of a matrix:
 
 - Hugging Face (the library transformers): a directory with config.json and the weights in
   model.safetensors, flax_model.msgpack or pytorch_model.bin. PyTorch stores a matrix as
-  [outputs, inputs], and a run stores the matrix as [inputs, outputs].
-- T5X (Google's JAX code for T5): a directory checkpoint_N with a msgpack file and one
-  zarr array per parameter. T5X can also write this directory with the library Orbax. T5X
-  stores a matrix as a run does.
+  [outputs, inputs], and a run of plain T5 stores the matrix as [inputs, outputs].
+- T5X (Google's JAX code for T5): a directory checkpoint_N. The directory contains either
+  a msgpack file with one zarr array per parameter, or a checkpoint of the library Orbax.
+  T5X stores a matrix as [inputs, outputs].
 - Mesh TensorFlow (the original code for T5): a TensorFlow checkpoint model.ckpt-N. Mesh
-  TensorFlow stores a matrix as a run does.
+  TensorFlow stores a matrix as [inputs, outputs].
 
-Terms in this file: *our name* is the name of an array in a run, such as "params/embed".
-The *external name* is the name of the array in one of the other formats.
+The *external name* of an array is the name of the array in Hugging Face or T5X. The name
+of a parameter in a run starts with "params/", for example "params/embed". The name of an
+optimizer array in a run starts with "slots/".
 
 Example:
 >>> from convert import parameter_names
@@ -65,12 +67,12 @@ import partition
 from configs import Config, DataConfig, ModelConfig, TrainConfig, UserError, note
 
 # ---- names -----------------------------------------------------------------------------
-# The three tables below contain the names of all parameters. Each key is our name or a
-# part of our name. Each value is a pair of external names or of parts of external names.
-# The first element of the pair is used by Hugging Face, and the second is used by T5X.
+# The three dicts below translate the names of all parameters. A key is a name, or a part
+# of a name, in a run of plain T5. A value is a pair of strings. The first string is used
+# by Hugging Face, and the second string is used by T5X.
 
-# SUBLAYERS: the names of the attention and MLP sublayers of a layer. Hugging Face numbers
-# the sublayers, and T5X does not.
+# SUBLAYERS contains the names of the attention and MLP sublayers of a layer. Hugging Face
+# numbers the sublayers, and T5X does not number the sublayers.
 SUBLAYERS = {
     "encoder/layers/attention": ("layer.0.SelfAttention", "attention"),
     "encoder/layers/mlp": ("layer.1.DenseReluDense", "mlp"),
@@ -81,9 +83,9 @@ SUBLAYERS = {
     ),
     "decoder/layers/mlp": ("layer.2.DenseReluDense", "mlp"),
 }
-# MATRICES: the names of the matrices of a sublayer. If the MLP has no gate, Hugging Face
-# and T5X write "wi" instead of "wi_1". Only UMT5 has a relative_bias in every layer, and
-# T5X does not support UMT5.
+# MATRICES contains the names of the matrices of a sublayer. If the MLP has no gate,
+# Hugging Face and T5X write "wi" instead of "wi_1". Only UMT5 has a relative position
+# bias in every layer, and T5X does not support UMT5.
 MATRICES = {
     "query": ("q", "query"),
     "key": ("k", "key"),
@@ -94,8 +96,10 @@ MATRICES = {
     "down": ("wo", "wo"),
     "relative_bias": ("relative_attention_bias", "relative_attention_bias"),
 }
-# UNSTACKED: the names of the parameters that do not belong to a layer. Hugging Face
-# stores the relative position biases of a stack in the first layer of the stack.
+# UNSTACKED contains the names of the parameters that all layers share, and of the
+# parameters outside the layers. If all layers of the encoder share one table of relative
+# position biases, Hugging Face stores the table in the first layer. The same holds for
+# the decoder.
 UNSTACKED = {
     "embed": ("shared.weight", "target/token_embedder/embedding"),
     "unembed": ("lm_head.weight", "target/decoder/logits_dense/kernel"),
@@ -121,9 +125,12 @@ UNSTACKED = {
 def parameter_names(path, layer, gated):
     """Return the names of a parameter in Hugging Face (PyTorch) and in T5X.
 
-    path: the name of the parameter in model.param_table. layer: the layer number. The
-    layer number is ignored if the parameter does not belong to a layer. gated: whether
-    the MLP has a gate.
+    path: the name of the parameter in `model.param_table`.
+    layer: the number of the layer to which the parameter belongs. The number is ignored
+        if the parameter does not belong to a layer.
+    gated: True if the MLP of the model has a gate.
+
+    Returns a pair of strings: the name in Hugging Face and the name in T5X.
     """
     if path in UNSTACKED:
         return UNSTACKED[path]
@@ -147,8 +154,8 @@ def parameter_names(path, layer, gated):
     )
 
 
-# A name has two spellings. HF and T5X are the positions of the spellings in the result of
-# parameter_names.
+# The function parameter_names returns a pair. HF is the index of the Hugging Face name in
+# the pair, and T5X is the index of the T5X name in the pair.
 HF, T5X = 0, 1
 
 
@@ -156,10 +163,13 @@ HF, T5X = 0, 1
 
 
 def split_layers(name, shape):
-    """Return the layer numbers of an array in a run, and the shape of one layer.
+    """Return the numbers of the layers in an array of a run, and the shape of one layer.
 
-    name: our name of the array. shape: the shape of the array. If the array is not
-    stacked, the layer numbers are [None], and the shape is returned unchanged.
+    A run stores the same parameter of all layers in one array, whose first axis is the
+    layer number. If an array does not contain layers, the result is ([None], shape).
+
+    name: the name of the array in the run.
+    shape: the shape of the array.
     """
     if "layers" in name.split("/"):
         return range(shape[0]), shape[1:]
@@ -167,43 +177,45 @@ def split_layers(name, shape):
 
 
 class Tensor(NamedTuple):
-    """An array that is still on the disk. read() returns the values of the array.
+    """An array on disk, which has a known shape and is read only when it is needed.
 
-    A model in another format is a dict {external name: Tensor}. Arguments with such a
-    dict are called `tensors`.
+    An argument with the name `tensors` is a dict from external names to Tensors. Such a
+    dict contains all arrays of a model in Hugging Face, T5X or Mesh TensorFlow.
     """
 
     shape: tuple
-    read: Callable
+    read: Callable  # a function without arguments that returns the values of the array
 
     def transpose(self):
-        """Return the transpose of a Tensor that is a matrix."""
+        """Return a Tensor whose values are the transpose of this matrix."""
         return Tensor(self.shape[::-1], lambda: self.read().T)
 
 
 class Entry(NamedTuple):
-    """The link between an external array and an array of a run, or a layer of the array.
+    """A record that maps an array of Hugging Face or T5X to an array of a run.
 
-    A run keeps the layers of a stack in one array [layers, inputs, outputs]. The other
-    formats keep one array per layer. An array of a run with L layers therefore has L
-    entries.
+    A run stores a matrix of all layers in one array [layers, inputs, outputs]. Hugging
+    Face and T5X store one array per layer. An array of a run that contains 12 layers
+    therefore has 12 entries.
     """
 
     external_name: str
-    name: str  # our name
-    layer: int | None  # the layer number, or None if our array is not stacked
-    shape: tuple  # the shape of the layer in a run
-    transposed: bool  # whether the external array is the transpose of the layer
+    name: str  # the name of the array in the run
+    layer: int | None  # the layer number, or None if the array does not contain layers
+    shape: tuple  # the shape that the layer has in the run
+    transposed: bool  # True if the external array is the transpose of the layer
 
 
 def parameter_entries(cfg, form):
-    """Return a list with one Entry per external array that holds parameters.
+    """Return a list with one Entry for every parameter of a Hugging Face or T5X model.
 
-    cfg: the ModelConfig. form: HF or T5X, the spelling of the external names.
+    PyTorch stores the weight of a linear layer as [outputs, inputs]. A run stores the
+    weight as [inputs, outputs]. PyTorch stores the relative position biases as [buckets,
+    heads]. A run stores the biases as [heads, buckets]. Every matrix of Hugging Face is
+    therefore transposed, except the embedding.
 
-    PyTorch stores the weight of a linear layer as [outputs, inputs], and the position
-    biases as [buckets, heads]. A run stores [inputs, outputs] and [heads, buckets]. Every
-    matrix of Hugging Face is therefore transposed, except the embedding.
+    cfg: the ModelConfig of the model.
+    form: the constant HF or T5X, which selects the external names.
     """
     gated = cfg.activation.startswith("gated_")
     entries = []
@@ -217,32 +229,35 @@ def parameter_entries(cfg, form):
     return entries
 
 
-# STEP: the name of the array in which T5X stores the step.
+# STEP is the name of the array in which T5X stores the step number.
 STEP = "state/step"
 
 
 def slot_name(parameter, slot):
-    """Return T5X's name of an array that belongs to the state of the optimizer.
+    """Return the name that T5X gives to an array of the optimizer.
 
-    parameter: the external name of the parameter. slot: m, v, v_row or v_col.
+    parameter: the name of the parameter to which the optimizer array belongs.
+    slot: the name of the array in the optimizer Adafactor: m, v, v_row or v_col.
     """
     return f"state/param_states/{parameter.removeprefix('target/')}/{slot}"
 
 
 def slot_entries(parameters, factored):
-    """Return a list with one Entry per external array that holds a slot of Adafactor.
+    """Return a list with one Entry for every T5X array of the optimizer Adafactor.
 
-    parameters: the entries of the parameters. factored: our names of the parameters for
-    which Adafactor stores only row and column means.
+    Adafactor (Shazeer and Stern, 2018) estimates the mean square V of each gradient. An
+    array that Adafactor stores for a parameter is called a slot. For most parameters,
+    Adafactor stores V in one slot. The slot has the name "full" in a run and v in T5X.
 
-    Adafactor (Shazeer and Stern, 2018) estimates the mean square V of each gradient. For
-    a large matrix, Adafactor does not store V [rows, columns], but only the mean of each
-    row and the mean of each column. The slot "row" of a run has shape [rows], and the
-    slot "column" has shape [columns]. T5X names the two slots by length: v_row is the
-    shorter slot. If a matrix has more rows than columns, "row" is therefore v_col in T5X,
-    and "column" is v_row. If both slots have equal lengths, "row" is v_row. For all other
-    parameters the slot "full" of a run is the slot v of T5X, which contains V. Source:
-    t5x/adafactor.py.
+    For a large matrix, Adafactor stores two slots instead of V. A run calls the mean of
+    every row of V "row", with shape [rows]. A run calls the mean of every column of V
+    "column", with shape [columns]. T5X calls the shorter slot v_row and the longer slot
+    v_col. For a matrix [512, 1024], "row" is therefore v_row. For a matrix [1024, 512],
+    "row" is v_col. For a square matrix, "row" is v_row. Source: t5x/adafactor.py.
+
+    parameters: the list of entries that parameter_entries returns.
+    factored: the names, in a run, of the parameters that have the slots "row" and
+        "column".
     """
     entries = []
     for parameter in parameters:
@@ -260,25 +275,28 @@ def slot_entries(parameters, factored):
 
 
 class Weights(NamedTuple):
-    """A model on disk. Every reader returns Weights, and every writer takes Weights.
+    """A model on disk, in the form that is independent of the format of the model.
 
-    Each layer is a Tensor, which is read at the moment when the layer is written. The
-    model may therefore be larger than the memory.
+    The functions that read a format return Weights, and the functions that write a format
+    take Weights. A writer reads a layer from the disk only when the writer writes this
+    layer. The model may therefore be larger than the memory.
     """
 
     cfg: Config
     step: int
-    # The keys are (our name, layer number). The values are Tensors. The dict contains all
-    # parameters, and the slots of the optimizer if the slots can be converted.
+    # A dict from (name of the array in a run, layer number) to a Tensor. The dict
+    # contains all parameters. The dict also contains the arrays of the optimizer if these
+    # arrays can be converted.
     arrays: dict
-    # the content of spiece.model, or None if the model has no vocabulary
+    # The content of the file spiece.model. The value is None if the model has no
+    # vocabulary.
     vocabulary: bytes | None
-    # the content of recipe.py, or None if the model is not a run with a recipe file
+    # The content of the file recipe.py. The value is None if the model has no such file.
     recipe: bytes | None = None
 
 
 def in_memory(array):
-    """Wrap an array that is already in memory as a Tensor."""
+    """Return a Tensor for an array that is already in memory."""
     return Tensor(np.shape(array), lambda: np.asarray(array))
 
 
@@ -287,9 +305,12 @@ def in_memory(array):
 
 @contextlib.contextmanager
 def explain_errors(path, kind="in the format that its name and folder suggest"):
-    """Replace an exception of a library by a UserError that names the file `path`.
+    """Replace the exception of a library by a UserError that contains the path of a file.
 
-    kind: what the file should be. Use this function as a context manager or a decorator.
+    This function can be used as a context manager or as a decorator.
+
+    path: the path of the file that the library reads.
+    kind: a noun phrase that says what the file should be, for the message.
     """
     try:
         yield
@@ -299,7 +320,7 @@ def explain_errors(path, kind="in the format that its name and folder suggest"):
         ) from error
     except UserError:
         raise
-    except Exception as error:  # The libraries have no common class of exceptions.
+    except Exception as error:  # The libraries raise exceptions of many classes.
         reason = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
         raise UserError(
             f"{path} is missing, damaged or not {kind} ({reason}): download it again, or "
@@ -308,9 +329,11 @@ def explain_errors(path, kind="in the format that its name and folder suggest"):
 
 
 def check_shapes(source, required, found):
-    """Raise a UserError if an array is missing or has a wrong shape.
+    """Raise a UserError if an array of a model is missing or has a wrong shape.
 
-    required, found: {name: shape}. source: the path of the model, for the message.
+    source: the path of the model, for the message.
+    required: a dict from the name of an array to the shape that the array must have.
+    found: a dict from the name of an array to the shape that the array has.
     """
     for name, shape in required.items():
         if found.get(name) != shape:
@@ -321,23 +344,30 @@ def check_shapes(source, required, found):
 
 
 def model_from_shapes(tensors, form, source):
-    """Return a ModelConfig with all values that the shapes of the arrays determine.
+    """Return a ModelConfig with the values that follow from the shapes of the weights.
 
-    tensors: a model in another format. form: HF or T5X, the spelling of the names in
-    `tensors`. source: the path of the model, for messages. Raises a UserError if a stack
-    of layers is missing.
+    tensors: a dict from external names to the Tensors of the model.
+    form: HF or T5X, the constant for the naming scheme of `tensors`.
+    source: the path of the model, for messages.
+
+    Raises a UserError if the encoder has no layers. Raises a UserError if the model has
+    an output layer, but no decoder layers.
     """
     gated = parameter_names("encoder/layers/mlp/gate", 0, True)[form] in tensors
 
     def shape(path):
-        """Return the shape that the parameter `path` has in a run."""
+        """Return the shape that a layer of the parameter `path` has in a run."""
         rows, columns = tensors[parameter_names(path, 0, gated)[form]].shape
         if form == HF and path != "embed":
             return columns, rows
         return rows, columns
 
     def count_layers(stack):
-        """Return the largest layer number in the names of one stack, plus 1."""
+        """Return the number of layers of the encoder or of the decoder.
+
+        The number of layers is the largest layer number in the names of the arrays, plus
+        1. stack: the string "encoder" or "decoder".
+        """
         pattern = rf"{stack}[./](?:block\.|layers_)(\d{{1,3}})\D"
         numbers = re.findall(pattern, " ".join(tensors))
         return max(map(int, numbers), default=-1) + 1
@@ -369,11 +399,16 @@ def model_from_shapes(tensors, form, source):
 
 
 def to_weights(tensors, form, source, cfg, vocabulary, name="t5"):
-    """Return the Weights of a model in another format.
+    """Return the Weights of a model whose arrays have the names of Hugging Face or T5X.
 
-    cfg: the ModelConfig, which determines the arrays that `tensors` must have. form,
-    source: see model_from_shapes. name: the name of the model. Raises a UserError if an
-    array is missing or unknown, or has a wrong shape.
+    tensors: a dict from external names to the Tensors of the model.
+    form: HF or T5X, the constant for the naming scheme of `tensors`.
+    source: the path of the model, for messages.
+    cfg: the ModelConfig of the model.
+    vocabulary: the content of spiece.model, or None if the model has no vocabulary.
+    name: the name of the model.
+
+    Raises a UserError if an array is missing or unknown, or has a wrong shape.
     """
     entries = parameter_entries(cfg, form)
     required = {}
@@ -383,7 +418,7 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5"):
     optimizer, others = {}, {}
     for external_name, tensor in tensors.items():
         is_optimizer = external_name.startswith("state/")
-        # T5X stores a single zero for a slot that a parameter does not use.
+        # T5X stores an array with a single zero if the optimizer does not use the array.
         if is_optimizer and math.prod(tensor.shape) > 1:
             optimizer[external_name] = tensor.shape
         elif not is_optimizer:
@@ -402,10 +437,12 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5"):
             factored.add(entry.name)
     slots = slot_entries(entries, factored)
     arrays = {}
-    # The optimizer is Adafactor without momentum if its arrays are exactly these slots.
+    # The optimizer is Adafactor without momentum if the optimizer has exactly the arrays
+    # that slot_entries lists.
     if optimizer == {slot.external_name: slot.shape for slot in slots}:
         entries += slots
-        # T5X counts only steps. A run also counts updates and skipped updates.
+        # T5X stores only the number of steps. A run also stores the number of updates and
+        # the number of skipped updates.
         for counter, value in {"step": step, "count": step, "skipped": 0}.items():
             arrays[counter, None] = in_memory(value)
     elif optimizer:
@@ -432,11 +469,19 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5"):
 
 
 def read_vocabulary(folders, cfg, sentinels=data.SENTINELS):
-    """Return the vocabulary from the first of `folders` that has one, or None.
+    """Return the vocabulary of a model as the bytes of a serialized SentencePiece model.
 
-    The result is a serialized SentencePiece model. For ByT5, which has no vocabulary
-    file, the result is "bytes:0". A spiece.model takes precedence over a tokenizer.json.
-    cfg: the ModelConfig. sentinels: how many sentinels to add if the file has none.
+    The vocabulary is read from spiece.model or, if no folder contains this file, from
+    tokenizer.json. A model without a vocabulary file is ByT5 if the model has 384
+    embeddings. The result is then the line "bytes:0". Otherwise the result is None.
+
+    folders: a list of folders. The file is taken from the first folder that contains the
+        file.
+    cfg: the ModelConfig of the model.
+    sentinels: the number of sentinels (<extra_id_0> and so on) of the model. The
+        sentinels are appended if the file does not contain sentinels.
+
+    Raises a UserError if the vocabulary has more pieces than the model has embeddings.
     """
     names = ("spiece.model", "tokenizer.json")
     paths = [folder / name for name in names for folder in folders]
@@ -444,7 +489,8 @@ def read_vocabulary(folders, cfg, sentinels=data.SENTINELS):
     if path is None:
         return b"bytes:0\n" if cfg.vocab_size == 384 else None
     vocabulary = path.read_bytes()
-    if vocabulary.startswith((b"bytes", b"ids:")):  # the vocabulary of a run
+    # A run for bytes or for token ids has a spiece.model that contains one line of text.
+    if vocabulary.startswith((b"bytes", b"ids:")):
         return vocabulary
     if path.suffix == ".json":
         vocabulary = tokenizer_json_to_sentencepiece(path).SerializeToString()
@@ -461,26 +507,28 @@ def read_vocabulary(folders, cfg, sentinels=data.SENTINELS):
 
 
 def parse_sentencepiece(vocabulary, path="spiece.model"):
-    """Return the ModelProto of a serialized SentencePiece model.
+    """Return the protocol buffer (ModelProto) of a serialized SentencePiece model.
 
-    path: the path of the model, for messages.
+    vocabulary: the bytes of the SentencePiece model.
+    path: the path of the SentencePiece model, for messages.
     """
     proto = sentencepiece_model_pb2.ModelProto()
     with explain_errors(path, "a SentencePiece model"):
         proto.ParseFromString(vocabulary)
-        proto.pieces[0]  # raises an IndexError if the model is empty
+        proto.pieces[0]  # This line raises an IndexError if the vocabulary is empty.
     return proto
 
 
-# WHITE_SPACE: the characters at which the pre-tokenizer WhitespaceSplit splits a text.
-# The converted SentencePiece model replaces each of these characters by a space.
+# WHITE_SPACE contains the characters at which the step WhitespaceSplit of a
+# tokenizer.json splits a text. The converted SentencePiece model replaces these
+# characters by spaces.
 WHITE_SPACE = (
     "\t\n\v\f\r\x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009"
     "\u200a\u2028\u2029\u202f\u205f\u3000"
 )
-# SUPPORTED_PARTS: the parts of a tokenizer.json that a SentencePiece model can express.
-# Each value is the type of a part, with its pattern if the part has one. The parts
-# "Replace" merge or strip spaces, which SentencePiece always does.
+# SUPPORTED_PARTS contains the processing steps of a tokenizer.json that a SentencePiece
+# model can express. A string consists of the type of the step and of the pattern of the
+# step. The steps "Replace" merge or remove spaces. SentencePiece always does the same.
 SUPPORTED_PARTS = {
     "Unigram",
     "Precompiled",
@@ -494,11 +542,16 @@ SUPPORTED_PARTS = {
 
 
 def tokenizer_json_to_sentencepiece(path):
-    """Return a SentencePiece ModelProto that tokenizes like a tokenizer.json.
+    """Convert a tokenizer.json to a SentencePiece model that gives the same ids.
 
-    The ids differ only for two kinds of texts. The first kind contains "</s>", "<pad>" or
-    "<unk>". The second kind ends with a white-space character that is not a space. Raises
-    a UserError if a SentencePiece unigram model cannot do what tokenizer.json does.
+    The file tokenizer.json is the tokenizer of a Hugging Face model. The ids differ only
+    if a text contains "</s>", "<pad>" or "<unk>", or if a text ends with a white-space
+    character that is not a space. The result is a protocol buffer (ModelProto).
+
+    path: the path of the tokenizer.json.
+
+    Raises a UserError if the tokenizer.json contains a step that a SentencePiece unigram
+    model does not support.
     """
     tokenizer = configs.read_json(path, {"model": {"vocab": list, "type?": str}})
     unigram = tokenizer["model"]
@@ -525,13 +578,15 @@ def tokenizer_json_to_sentencepiece(path):
         proto.pieces.add(piece=piece, score=score, type=types.get(number, "NORMAL"))
     data.add_sentinels(proto, sentinels)
     for piece, (expected, _) in zip(proto.pieces, vocab):
-        # Some files write a sentinel without the space before the sentinel.
+        # Some files write "<extra_id_0>" instead of "\u2581<extra_id_0>". The character
+        # "\u2581" stands for a space, and is ignored in this comparison.
         if piece.piece.removeprefix("\u2581") != expected.removeprefix("\u2581"):
             raise UserError(
                 f"The sentinels in {path} do not count down to <extra_id_0>, the last "
                 f"piece: add the spiece.model of this model."
             )
-    # SentencePiece replaces each key of norm_map by its value before it splits a text.
+    # norm_map is a dict of replacements. SentencePiece replaces every key by the value of
+    # the key before SentencePiece splits a text into pieces.
     norm_map = {}
     if "WhitespaceSplit" in used:
         norm_map |= dict.fromkeys(WHITE_SPACE, " ")
@@ -541,8 +596,9 @@ def tokenizer_json_to_sentencepiece(path):
             spec = sentencepiece_model_pb2.NormalizerSpec(precompiled_charsmap=charsmap)
             normalizer = sentencepiece.SentencePieceNormalizer(normalizer_spec=spec)
             norm_map |= normalizer.decompile()
-    # Metaspace puts a space before the text that follows a sentinel, unless its
-    # prepend_scheme is "first".
+    # If prepend_scheme is "first", the tokenizer does not insert a space between a
+    # sentinel and the text that follows the sentinel. Otherwise the tokenizer inserts a
+    # space there.
     space = "" if "first" in str(tokenizer["pre_tokenizer"]) else " "
     for k in range(sentinels):
         norm_map[f"<extra_id_{k}>"] = f" <extra_id_{k}>{space}"
@@ -556,7 +612,11 @@ def tokenizer_json_to_sentencepiece(path):
 
 
 def read_safetensors(file):
-    """Return {name: Tensor} of a safetensors file."""
+    """Return a dict from the name of an array in a safetensors file to a Tensor.
+
+    Raises a UserError if the weights are quantized, because a run needs floating point
+    numbers.
+    """
     tensors = {}
     with explain_errors(file, "a complete safetensors file"):
         opened = safetensors.safe_open(file, "numpy")
@@ -573,11 +633,15 @@ def read_safetensors(file):
 
 
 def read_pickle(file):
-    """Return {name: Tensor} of a pytorch_model.bin. This function needs torch."""
+    """Return a dict from the name of an array in a pytorch_model.bin to a Tensor.
+
+    This function needs the library torch.
+    """
     with explain_errors(file):
         import torch
 
-        # Files of torch before 1.6 are not zip archives and cannot be memory-mapped.
+        # Versions of torch before 1.6 wrote files that are not zip archives. Such files
+        # cannot be memory-mapped.
         mmap = zipfile.is_zipfile(file)
         arrays = torch.load(file, "cpu", weights_only=True, mmap=mmap)
     tensors = {}
@@ -589,24 +653,29 @@ def read_pickle(file):
 
 
 def restore_msgpack(file):
-    """Return the nested dict in a msgpack file that Flax wrote."""
+    """Return the nested dict that Flax stored in a msgpack file."""
     with explain_errors(file, "a complete msgpack file"):
         return flax.serialization.msgpack_restore(file.read_bytes())
 
 
 def pytorch_name(name):
-    """Return the name in PyTorch of an array that has the name `name` in Flax or PyTorch.
+    """Return the PyTorch name of an array of a Hugging Face model.
 
-    Flax writes "lm_head/kernel" where PyTorch writes "lm_head.weight".
+    The PyTorch name of the Flax array "lm_head/kernel" is "lm_head.weight".
+
+    name: the name of the array in Flax or in PyTorch. A PyTorch name is returned
+        unchanged.
     """
     return name.replace("/", ".").rsplit(".", 1)[0] + ".weight"
 
 
 def read_flax(file):
-    """Return {name: Tensor} of a flax_model.msgpack, with names and shapes of PyTorch.
+    """Return a dict from the PyTorch name of an array in a Flax file to a Tensor.
 
-    A kernel is the transpose of PyTorch's matrix. Flax reads the complete file at once,
-    which needs twice the size of the file in memory.
+    The file flax_model.msgpack contains a Hugging Face model. The arrays get the shapes
+    of PyTorch. A Flax array with the name "kernel" is the transpose of the PyTorch
+    matrix. Flax reads the complete file at once. Reading therefore needs twice the size
+    of the file in memory.
     """
     tensors = {}
     for name, array in partition.flatten(restore_msgpack(file)).items():
@@ -625,9 +694,11 @@ HF_READERS = {
 
 
 def find_hf_weights(folder):
-    """Return the name of the weight file in a Hugging Face directory, or None.
+    """Return the name of the weight file in a Hugging Face directory.
 
-    A large model is stored in several files, which NAME.index.json lists.
+    A large model is stored in several files, and model.safetensors.index.json lists the
+    files. The result is then the name without ".index.json". The result is None if the
+    directory contains no weights.
     """
     for name in HF_READERS:
         if (folder / name).exists() or (folder / f"{name}.index.json").exists():
@@ -636,9 +707,10 @@ def find_hf_weights(folder):
 
 
 def read_hf(folder):
-    """Return {name: Tensor} of the weights in a Hugging Face directory.
+    """Return a dict from the name of an array in a Hugging Face directory to a Tensor.
 
-    Raises a UserError if the index lists an array that no file contains.
+    A large model is stored in several files, and an index file lists the arrays of all
+    files. Raises a UserError if the index file lists an array that no file contains.
     """
     name = find_hf_weights(folder)
     weight_map = {}
@@ -650,7 +722,8 @@ def read_hf(folder):
     tensors = {}
     for file in sorted(files):
         tensors |= HF_READERS[name](folder / file)
-    # Without this check, a model that lacks its output layer could pass for a tied model.
+    # A model without an output layer is read as a tied model. If a file with the output
+    # layer is missing, this check therefore raises an error.
     if missing := set(map(pytorch_name, weight_map)) - tensors.keys():
         raise UserError(
             f"{folder} has no {', '.join(sorted(missing)):.200}, which its index lists: "
@@ -659,7 +732,8 @@ def read_hf(folder):
     return tensors
 
 
-# HF_FIELDS maps each field of config.json to the field of ModelConfig with equal values.
+# HF_FIELDS maps a field of Hugging Face's config.json to the field of ModelConfig that
+# has the same value.
 HF_FIELDS = {
     "vocab_size": "vocab_size",
     "d_model": "d_model",
@@ -672,8 +746,9 @@ HF_FIELDS = {
     "relative_attention_max_distance": "relative_max_distance",
     "dropout_rate": "dropout",
 }
-# HF_TYPES: the types of the fields whose values convert.py takes from config.json. Most
-# other fields are compared with the weights.
+# HF_TYPES contains the types of the fields that convert.py reads from Hugging Face's
+# config.json. A "?" marks a field that may be missing. The dimensions of the model are
+# not listed, because the shapes of the weights determine the dimensions.
 HF_TYPES = {
     "model_type?": str,
     "feed_forward_proj?": str,
@@ -682,12 +757,16 @@ HF_TYPES = {
     "dropout_rate?": (int, float),
     "relative_attention_max_distance?": int,
 }
-# SPECIAL_TOKENS: the fields of config.json that state the special token ids of T5.
+# SPECIAL_TOKENS contains the fields of Hugging Face's config.json for the special tokens
+# of T5, with the token ids.
 SPECIAL_TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
 
 
 def hf_config(cfg):
-    """Return the fields of a config.json that the ModelConfig `cfg` determines."""
+    """Return a dict with the fields of Hugging Face's config.json that describe a model.
+
+    cfg: the ModelConfig of the model.
+    """
     fields = {name: getattr(cfg, own_name) for name, own_name in HF_FIELDS.items()}
     fields["feed_forward_proj"] = cfg.activation.replace("_", "-")
     fields["layer_norm_epsilon"] = 1e-6
@@ -695,13 +774,14 @@ def hf_config(cfg):
 
 
 def open_hf(folder):
-    """Return the Weights of a Hugging Face directory.
+    """Return the Weights of the model in a Hugging Face directory.
 
-    Raises a UserError if the directory is damaged or contains an unsupported model.
+    Raises a UserError if the directory is damaged or if plain T5 does not support the
+    model.
     """
 
     def read_optional(name):
-        """Return the dict in a JSON file, or an empty dict if there is no such file."""
+        """Return the dict in a JSON file, or an empty dict if the file is missing."""
         path = folder / name
         return configs.read_json(path, dict) if path.exists() else {}
 
@@ -726,13 +806,20 @@ def open_hf(folder):
 
 
 def unify_embeddings(tensors, config, folder):
-    """Return tensors with one embedding, and an output layer unless the model is tied.
+    """Return the arrays of a Hugging Face model with the embedding stored only once.
 
-    A tied model of plain T5 has two properties: the output layer is the embedding, and
-    the logits are scaled by d_model^-0.5. In Hugging Face the two properties are
-    independent. The arrays determine the first property, and config.json determines the
-    second. If a model has only one of the properties, the converted model gets a separate
-    output layer, which gives the same logits.
+    A tied model of plain T5 uses the embedding as the output layer, and scales the logits
+    by d_model^-0.5. A Hugging Face model can use the embedding as the output layer
+    without scaling the logits. A Hugging Face model can also scale the logits of a
+    separate output layer. In these two cases, the result contains a separate output layer
+    that gives the same logits as Hugging Face.
+
+    tensors: a dict from names in Hugging Face to the Tensors of the model.
+    config: the content of config.json as a dict.
+    folder: the Hugging Face directory, for messages.
+
+    Raises a UserError if the model has no embedding, or several different embeddings.
+    Raises a UserError if the output layer is missing.
     """
     embed, head = "shared.weight", "lm_head.weight"
     copies = ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
@@ -744,7 +831,7 @@ def unify_embeddings(tensors, config, folder):
     embedding = tables[0]
 
     def equals_embedding(tensor):
-        """Return whether a Tensor has the values of the embedding."""
+        """Return True if a Tensor has the same values as the embedding."""
         return np.array_equal(tensor.read(), embedding.read(), equal_nan=True)
 
     if not all(map(equals_embedding, tables)):
@@ -755,7 +842,8 @@ def unify_embeddings(tensors, config, folder):
     head_tensor = tensors.get(head, embedding)
     shared = equals_embedding(head_tensor)
     tied = config.get("tie_word_embeddings", shared)
-    # By default transformers scales the logits of a tied model, except for mT5.
+    # By default, the library transformers scales the logits of a tied model by
+    # d_model^-0.5. The exception is mT5.
     scaled = tied and config.get("model_type") != "mt5"
     scaled = config.get("scale_decoder_outputs", scaled)
     if not any(name.startswith(("decoder", head)) for name in tensors):
@@ -765,7 +853,8 @@ def unify_embeddings(tensors, config, folder):
             f"{folder} has no {head}, although its config.json says that the model is "
             f"not tied: download the model again."
         )
-    # The published files of T5 1.0 contain this array, but no code uses it.
+    # The published files of T5 1.0 contain relative position biases for cross-attention,
+    # although T5 does not use such biases.
     unused = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
     tensors = {k: v for k, v in tensors.items() if k not in (head, *copies, unused)}
     tensors[embed] = embedding
@@ -776,11 +865,19 @@ def unify_embeddings(tensors, config, folder):
 
 
 def apply_hf_config(cfg, config, generation, folder):
-    """Return the ModelConfig `cfg` with the values that only config.json determines.
+    """Return a copy of a ModelConfig with the values that only config.json contains.
 
-    config, generation: the contents of config.json and generation_config.json. Raises a
-    UserError if one of the files contradicts the weights, or contains a value that plain
-    T5 does not support.
+    The shapes of the weights determine most values of a ModelConfig. The shapes do not
+    determine the dropout rate, the maximum distance of the relative position biases, and
+    whether the activation is gated GELU or gated SiLU.
+
+    cfg: the ModelConfig that model_from_shapes returned.
+    config: the content of config.json as a dict.
+    generation: the content of generation_config.json as a dict.
+    folder: the Hugging Face directory, for messages.
+
+    Raises a UserError if a JSON file contradicts the weights, or contains a value that
+    plain T5 does not support.
     """
     config = {
         "num_decoder_layers": config.get("num_layers"),
@@ -789,7 +886,8 @@ def apply_hf_config(cfg, config, generation, folder):
         "relative_attention_max_distance": 128,
         **config,
     }
-    # The config.json of an encoder describes a decoder that has no weights.
+    # If the model is only an encoder, config.json still contains a number of decoder
+    # layers. This number must not be compared with the weights.
     if not cfg.num_decoder_layers:
         del config["num_decoder_layers"]
     # The shapes of the weights do not distinguish gated GELU from gated SiLU.
@@ -815,11 +913,11 @@ def apply_hf_config(cfg, config, generation, folder):
 
 
 def read_t5x(folder):
-    """Return {name: Tensor} of a T5X checkpoint.
+    """Return a dict from the name of an array in a T5X checkpoint to a Tensor.
 
-    The msgpack file contains the small arrays. For each large array, the msgpack file
-    contains a TensorStore specification with the path of a zarr array. Source:
-    t5x/checkpoints.py.
+    A T5X checkpoint consists of a msgpack file and of zarr arrays. The msgpack file
+    contains the small arrays. For every large array, the msgpack file contains the path
+    of a zarr array. Source: t5x/checkpoints.py.
     """
     path = folder / "checkpoint"
     tree = restore_msgpack(path)
@@ -835,11 +933,12 @@ def read_t5x(folder):
     tensors = {}
     for name, leaf in leaves.items():
         if isinstance(leaf, dict):
-            # TensorStore writes the path inside "kvstore". Versions before 0.1.14 wrote
-            # the path beside "kvstore".
+            # TensorStore writes the path of the array into the dict "kvstore". Versions
+            # before 0.1.14 wrote the path into the dict that contains "kvstore".
             relative_path = {**leaf, **leaf["kvstore"]}["path"]
             kvstore = {"driver": "file", "path": str(folder / relative_path)}
-            # Without this option a missing file would be read as zeros.
+            # By default, TensorStore reads a missing file as zeros. This option makes
+            # TensorStore raise an error.
             tensors[name] = open_zarr(kvstore, fill_missing_data_reads=False)
         else:
             tensors[name] = in_memory(leaf)
@@ -847,9 +946,10 @@ def read_t5x(folder):
 
 
 def read_orbax(folder):
-    """Return {name: Tensor} of a T5X checkpoint that the library Orbax wrote.
+    """Return a dict from the name of an array in an Orbax checkpoint to a Tensor.
 
-    Orbax stores the zarr arrays in OCDBT, a key-value database of TensorStore.
+    T5X can write checkpoints with the library Orbax. Orbax stores zarr arrays in OCDBT,
+    which is a key-value database of TensorStore. The file _METADATA lists the arrays.
     """
     form = {"tree_metadata": {str: {"key_metadata": [{"key": str}]}}}
     metadata = configs.read_json(folder / "_METADATA", form)
@@ -862,9 +962,10 @@ def read_orbax(folder):
 
 
 def open_zarr(kvstore, **options):
-    """Return a zarr array as a Tensor.
+    """Return a Tensor for a zarr array.
 
-    kvstore: the location of the array, as a specification of TensorStore.
+    kvstore: the location of the array, as a dict in the format of TensorStore.
+    options: additional fields of the TensorStore specification.
     """
     explain = explain_errors(kvstore["path"], "a complete array")
     spec = {"driver": "zarr", "kvstore": kvstore, **options}
@@ -872,17 +973,20 @@ def open_zarr(kvstore, **options):
     return Tensor(array.shape, explain(lambda: array.read().result()))
 
 
-# MTF_SLOTS maps the name of a slot of Adafactor in Mesh TensorFlow to the name in T5X.
+# MTF_SLOTS translates the names of Adafactor's arrays from Mesh TensorFlow to T5X.
 MTF_SLOTS = {"v": "v", "vr": "v_row", "vc": "v_col", "m": "m"}
 
 
 def read_mtf(prefix):
-    """Return {name: Tensor} of a Mesh TensorFlow checkpoint.
+    """Return a dict from the name of an array in Mesh TensorFlow's format to a Tensor.
 
-    This function needs TensorFlow. Parameters get the names and shapes of Hugging Face:
+    The parameters get the names and shapes of Hugging Face. For example,
     "encoder/block_000/layer_000/SelfAttention/q" becomes
-    "encoder.block.0.layer.0.SelfAttention.q.weight". Optimizer slots and the step get the
-    names of T5X. Source: t5x/checkpoint_importer.py.
+    "encoder.block.0.layer.0.SelfAttention.q.weight". The arrays of the optimizer and the
+    step get the names of T5X. This function needs the library TensorFlow. Source:
+    t5x/checkpoint_importer.py.
+
+    prefix: the path of the checkpoint without ".index".
     """
     from tensorflow.train import load_checkpoint
 
@@ -891,7 +995,8 @@ def read_mtf(prefix):
     for variable, shape in reader.get_variable_to_shape_map().items():
         name, _, slot = variable.partition("_slot_")
         name = re.sub(r"/(embedding|kernel|scale)$", "", name)
-        # Versions of Mesh TensorFlow differ in the names of the norms.
+        # Different versions of Mesh TensorFlow use different names for the normalization
+        # layers.
         name = name.replace("rms_norm", "layer_norm").replace("final_", "")
         name = re.sub(r"^(encoder|decoder)/layer_norm", r"\1/final_layer_norm", name)
         name = re.sub(r"(block|layer)_0*(\d+)", r"\1/\2", name)
@@ -902,17 +1007,22 @@ def read_mtf(prefix):
         elif variable == "global_step":
             name = STEP
         elif len(shape) == 2 and name != "shared.weight":
-            # Mesh TensorFlow stores every matrix as a run does.
+            # Mesh TensorFlow stores a matrix as [inputs, outputs]. Hugging Face stores
+            # the matrix as [outputs, inputs].
             tensor = tensor.transpose()
         tensors[name] = tensor
     return tensors
 
 
 def open_google(source, tensors, form):
-    """Return the Weights of a checkpoint of T5X or Mesh TensorFlow.
+    """Return the Weights of a model from T5X or Mesh TensorFlow.
 
-    source: the directory or prefix of the checkpoint. form: HF or T5X, the spelling of
-    the names in `tensors`.
+    The vocabulary and the Gin file are searched in the directory of the checkpoint and in
+    the parent directory.
+
+    source: the path of the checkpoint.
+    tensors: a dict from external names to the Tensors of the checkpoint.
+    form: HF or T5X, the constant for the naming scheme of `tensors`.
     """
     folders = [source]
     if source.name.startswith("checkpoint_") or not source.is_dir():
@@ -923,11 +1033,16 @@ def open_google(source, tensors, form):
 
 
 def gin_activation(folders):
-    """Return the activation from the first Gin file in `folders`, or None.
+    """Return the activation function that the Gin file of a model contains.
 
-    Gin files are the configuration files of T5X and Mesh TensorFlow. A Gin file states
-    the activation, for instance gated GELU or gated SiLU. The shapes of the weights are
-    equal for both.
+    Gin files are the configuration files of T5X and Mesh TensorFlow. The Gin file is
+    needed because models with gated GELU and gated SiLU have weights of equal shapes. The
+    result is None if no Gin file contains the activation.
+
+    folders: the list of folders that may contain a Gin file. The first Gin file that
+        contains the activation is used.
+
+    Raises a UserError if plain T5 does not support the activation.
     """
     names = ("config.gin", "operative_config.gin")
     paths = [folder / name for folder in folders for name in names]
@@ -936,7 +1051,7 @@ def gin_activation(folders):
     found = re.search(pattern, text)
     if not found:
         return None
-    # T5X names both branches of a gated MLP: ('gelu', 'linear').
+    # For a gated MLP, T5X writes the activations of both branches: ('gelu', 'linear').
     words = re.findall(r"\w+", found[1].replace("swish", "silu"))
     name = f"gated_{words[0]}" if "linear" in words else words[0]
     if name not in ("gated_gelu", "gated_silu", "relu"):
@@ -951,23 +1066,24 @@ def gin_activation(folders):
 
 
 def open_plain(checkpoint, run_dir):
-    """Return the Weights of one checkpoint of a run.
+    """Return the Weights of a checkpoint that plain T5 wrote.
 
-    checkpoint: the folder of the checkpoint. run_dir: the directory of the run, which
-    contains the configuration and the vocabulary.
+    checkpoint: the folder of the checkpoint.
+    run_dir: the directory of the run. This directory contains the configuration and the
+        vocabulary.
     """
     manifest = partition.read_manifest(checkpoint)
     stored, cfg = manifest["arrays"], configs.load_run(run_dir)
     shapes = {name: tuple(array["shape"]) for name, array in stored.items()}
     params = partition.flatten({"params": model.param_table(cfg.model)})
     check_shapes(checkpoint, {name: params[name].shape for name in params}, shapes)
-    # The verified shards of each array. The shards are memory-mapped, so that a cached
-    # shard takes no memory.
+    # A cache for partition.read_slice, so that every part of the checkpoint is verified
+    # only once. The cached arrays are memory-mapped, so the cache needs almost no memory.
     verified = {name: {} for name in stored}
 
     @explain_errors(checkpoint)
     def read_layer(name, layer):
-        """Return one layer of an array, or the complete array if the layer is None."""
+        """Return one layer of an array. Return the complete array if `layer` is None."""
         index = [slice(None)] * len(shapes[name])
         if layer is not None:
             index[0] = slice(layer, layer + 1)
@@ -986,7 +1102,10 @@ def open_plain(checkpoint, run_dir):
 
 
 def find_checkpoints(folder):
-    """Return a dict {step: path} of the checkpoints of a run or of a T5X run."""
+    """Return a dict from a step number to the path of the checkpoint of this step.
+
+    folder: the directory of a run of plain T5 or T5X.
+    """
     run = partition.Checkpoints(folder)
     checkpoints = {step: run.path(step) for step in run.steps()}
     for path in folder.glob("checkpoint_*"):
@@ -997,11 +1116,15 @@ def find_checkpoints(folder):
 
 
 def open_any(source, step=None):
-    """Return the Weights of a model. The names of the files determine the format.
+    """Return the Weights of a model in any of the supported formats.
 
-    source: the path of the model. step: the step of the checkpoint to read, or None for
-    the newest checkpoint. Raises a UserError that names `source` if the model cannot be
-    read.
+    The names of the files in the folder of the model determine the format.
+
+    source: the path of the model.
+    step: the step of the checkpoint to read, or None to read the newest checkpoint.
+
+    Raises a UserError if the model cannot be read. The message contains the path of the
+    model or of the damaged file.
     """
     path = Path(source)
     with explain_errors(source):
@@ -1035,20 +1158,31 @@ def open_any(source, step=None):
 
 
 def write_plain(folder, weights, dtype):
-    """Write Weights as a run directory.
+    """Write a model as a run directory of plain T5.
 
-    dtype: ignored, because a run always stores float32. Each layer becomes one shard of
-    the checkpoint. A shard can have at most 4 GiB.
+    The checkpoint stores every layer of an array separately. A layer of an array can have
+    at most 4 GiB.
+
+    folder: the new run directory.
+    weights: the Weights of the model.
+    dtype: an argument without effect, because a run always stores float32.
     """
     arrays = {}
     for (name, layer), tensor in weights.arrays.items():
-        # The last layer of a stacked array determines the number of layers.
+        # An array of a run contains all layers, and the loop visits the layers in
+        # ascending order. The last layer therefore sets the final shape of the array.
         shape = tensor.shape if layer is None else (layer + 1, *tensor.shape)
-        # A scalar counts steps or updates. All other arrays are weights.
+        # The scalars are counters of steps and updates, and are stored as integers.
         arrays[name] = {"shape": shape, "dtype": "float32" if shape else "int32"}
 
     def shards():
-        """Yield (our name, [[start, stop] of each axis], values) of every layer."""
+        """Yield a tuple (name, bounds, values) for every layer of every array.
+
+        name: the name of the array in the run.
+        bounds: a list with [start, stop] for every axis of the array. The bounds say
+            which part of the array the layer is.
+        values: the layer as a NumPy array.
+        """
         for (name, layer), tensor in weights.arrays.items():
             shard = np.asarray(tensor.read(), arrays[name]["dtype"], order="C")
             bounds = [[0, size] for size in shard.shape]
@@ -1065,15 +1199,17 @@ def write_plain(folder, weights, dtype):
 
 # ---- writing Hugging Face --------------------------------------------------------------
 
-# The largest size of a safetensors file in bytes. A larger model is written as several
+# The maximum size of a safetensors file in bytes. A larger model is written to several
 # files.
 SHARD_BYTES = 5_000_000_000
 
 
 def write_hf(folder, weights, dtype):
-    """Write Weights as a Hugging Face directory.
+    """Write a model as a Hugging Face directory.
 
-    dtype: the NumPy type of the written weights.
+    folder: the directory to which the files are written.
+    weights: the Weights of the model.
+    dtype: the NumPy type in which the weights are written.
     """
     write_safetensors(folder, weights, dtype)
     cfg = weights.cfg.model
@@ -1081,7 +1217,8 @@ def write_hf(folder, weights, dtype):
     family = "t5"
     if cfg.layer_biases:
         family = "umt5"
-    # transformers 5 does not scale the logits of MT5, so a tied model is written as T5.
+    # Version 5 of transformers does not scale the logits of mT5. A tied model needs
+    # scaled logits, so a tied mT5 is written as T5.
     elif is_mt5 and not cfg.tied:
         family = "mt5"
     if family == "umt5" and not cfg.tied:
@@ -1107,12 +1244,18 @@ def write_hf(folder, weights, dtype):
 
 
 def write_safetensors(folder, weights, dtype):
-    """Write the parameters as safetensors files.
+    """Write the parameters of a model as safetensors files.
 
-    A small model is one file. A large model is several files with an index. dtype: the
-    NumPy type of the written parameters.
+    A model up to 5 GB is written as one file. A larger model is written as several files.
+    An additional index file says which file contains which parameter.
+
+    folder: the directory to which the files are written.
+    weights: the Weights of the model.
+    dtype: the NumPy type in which the parameters are written.
     """
-    # With this initial size, the first parameter starts the first file.
+    # file_size is the size of the current file. A parameter that does not fit into the
+    # current file starts a new file. The infinite initial size makes the first parameter
+    # start the first file.
     files, total_size, file_size = [], 0, math.inf
     for entry in parameter_entries(weights.cfg.model, HF):
         size = math.prod(entry.shape) * dtype.itemsize
@@ -1141,18 +1284,27 @@ def write_safetensors(folder, weights, dtype):
 
 
 def write_json(path, value):
-    """Write a value as an indented JSON file."""
+    """Write a Python value to a JSON file with indentation."""
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
 def write_tokenizer(folder, vocabulary, cfg):
-    """Write the tokenizer of a Hugging Face directory.
+    """Write the tokenizer files of a Hugging Face directory.
 
-    A SentencePiece model is written as spiece.model, and as a tokenizer.json that gives
-    the same ids. A note names the texts for which the ids differ.
+    A SentencePiece model is written as spiece.model and as tokenizer.json. Both files
+    give the same ids for almost all texts. This function prints a note that describes the
+    exceptions. No file is written if the model has no SentencePiece model and does not
+    read bytes.
+
+    folder: the directory to which the files are written.
+    vocabulary: the content of the spiece.model of a run, or None.
+    cfg: the ModelConfig of the model.
+
+    Raises a UserError if the SentencePiece model is not a unigram model.
     """
+    # A model without a vocabulary of pieces or bytes reads only token ids.
     if vocabulary is None or vocabulary.startswith(b"ids:"):
-        return  # Such a model is used with token ids only.
+        return
     config = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
     if vocabulary.startswith(b"bytes"):
         config["tokenizer_class"] = "ByT5Tokenizer"
@@ -1177,9 +1329,9 @@ def write_tokenizer(folder, vocabulary, cfg):
     write_json(folder / "tokenizer_config.json", config)
 
 
-# TOKENIZER_JSON: the parts of tokenizer.json that are equal for all vocabularies. The two
-# steps "Replace" strip spaces at the end of a text and merge adjacent spaces, as
-# SentencePiece does. The step "Metaspace" replaces each space by "\u2581".
+# TOKENIZER_JSON is a template for tokenizer.json, without the pieces of the vocabulary.
+# Like SentencePiece, the two steps "Replace" remove the spaces at the end of a text and
+# merge adjacent spaces. The step "Metaspace" replaces every space by "\u2581".
 TOKENIZER_JSON = r"""
 {
   "version": "1.0",
@@ -1206,7 +1358,8 @@ TOKENIZER_JSON = r"""
   "added_tokens": []
 }
 """
-# TOKEN_FLAGS: the fields of tokenizer.json that are equal for all special tokens.
+# TOKEN_FLAGS contains the fields of tokenizer.json that have the same values for all
+# special tokens.
 TOKEN_FLAGS = {
     "single_word": False,
     "rstrip": False,
@@ -1216,24 +1369,29 @@ TOKEN_FLAGS = {
 
 
 def tokenizer_json(vocabulary):
-    """Return the content of a tokenizer.json, which the library tokenizers reads.
+    """Return a dict with the content of tokenizer.json for a SentencePiece model.
 
-    vocabulary: a serialized SentencePiece unigram model.
+    The Hugging Face library tokenizers reads the file tokenizer.json.
+
+    vocabulary: the bytes of a serialized SentencePiece unigram model.
     """
     processor = data.parse_vocabulary(vocabulary).processor
-    # If a vocabulary has no sentinels, data.parse_vocabulary has added 100 sentinels.
+    # data.parse_vocabulary adds 100 sentinels to a vocabulary without sentinels. The
+    # pieces are therefore taken from the processor and not from the bytes.
     proto = parse_sentencepiece(processor.serialized_model_proto())
     content = json.loads(TOKENIZER_JSON)
     for number, piece in enumerate(proto.pieces):
         text = piece.piece.replace("\u2581<extra_id_", "<extra_id_")
         content["model"]["vocab"].append([text, piece.score])
         if number < 3 or "<extra_id_" in text:
-            # With lstrip, the token of a sentinel includes the space before the sentinel.
+            # The field "lstrip" makes a space before a sentinel a part of the sentinel.
+            # Only sentinels have this field set, because their ids are greater than 2.
             token = {"id": number, "content": text, "lstrip": number > 2, **TOKEN_FLAGS}
             content["added_tokens"].append(token)
     content["model"]["byte_fallback"] = proto.trainer_spec.byte_fallback
-    # SentencePiece may put a space before the text that follows a sentinel. Metaspace
-    # does so if its prepend_scheme is "always".
+    # Some SentencePiece models insert a space between a sentinel and the text that
+    # follows the sentinel. The library tokenizers does the same if prepend_scheme is
+    # "always".
     after_sentinel = processor.encode("<extra_id_0>,", out_type=str)[1]
     prepend_scheme = "always" if after_sentinel.startswith("\u2581") else "first"
     content["pre_tokenizer"]["prepend_scheme"] = prepend_scheme
@@ -1249,10 +1407,17 @@ def tokenizer_json(vocabulary):
 
 
 def write_t5x(folder, weights, dtype):
-    """Write Weights as a T5X checkpoint.
+    """Write a model as a T5X checkpoint.
 
-    The checkpoint consists of one msgpack file of version 3 and of zarr arrays. dtype:
-    the NumPy type of the written weights. Optimizer slots are always float32.
+    The checkpoint consists of zarr arrays and of one msgpack file in version 3 of the
+    format. The arrays of the optimizer Adafactor are written if the model contains these
+    arrays. The arrays of the optimizer are always float32.
+
+    folder: the directory of the checkpoint.
+    weights: the Weights of the model.
+    dtype: the NumPy type in which the parameters are written.
+
+    Raises a UserError for UMT5, because T5X does not support UMT5.
     """
     if weights.cfg.model.layer_biases:
         raise UserError(
@@ -1267,7 +1432,8 @@ def write_t5x(folder, weights, dtype):
             factored.add(name.replace("slots", "params", 1).removesuffix("/row"))
     slots = slot_entries(entries, factored)
     if all((slot.name, slot.layer) in weights.arrays for slot in slots):
-        # T5X expects four slots per parameter. An unused slot is a single zero.
+        # T5X expects four optimizer arrays per parameter. If Adafactor does not use an
+        # array, T5X expects a single zero.
         for entry in entries:
             for slot in ("m", "v", "v_row", "v_col"):
                 tree[slot_name(entry.external_name, slot)] = np.zeros(1, np.float32)
@@ -1279,7 +1445,8 @@ def write_t5x(folder, weights, dtype):
         )
     for entry in entries:
         array = weights.arrays[entry.name, entry.layer].read()
-        # T5X stores the row and column means in the msgpack file.
+        # T5X stores the optimizer's v_row and v_col in the msgpack file, because these
+        # arrays are small.
         if entry.external_name.endswith(("v_row", "v_col")):
             tree[entry.external_name] = np.array(array)
         else:
@@ -1292,14 +1459,22 @@ def write_t5x(folder, weights, dtype):
 
 
 def write_zarr(folder, name, array):
-    """Write a zarr array, and return the specification for the msgpack file of T5X."""
-    # As in T5X, a chunk has at most 64 MiB.
+    """Write a zarr array, and return a dict that describes the array for T5X.
+
+    The dict is the TensorStore specification that T5X reads from the msgpack file.
+
+    folder: the directory of the checkpoint.
+    name: the name of the directory of the zarr array.
+    array: the values as a NumPy array.
+    """
+    # zarr divides an array into chunks, and stores every chunk in a file. The maximum
+    # size of a chunk is 64 MiB, as in T5X.
     chunk_rows = max(1, (1 << 26) // array[0].nbytes)
     metadata = {
         "shape": list(array.shape),
         "chunks": [min(len(array), chunk_rows), *array.shape[1:]],
-        # T5X compresses the chunks with gzip. Compression would save 7 % of the size, but
-        # writing would take ten times as long.
+        # T5X compresses zarr arrays with gzip. Plain T5 does not compress the arrays.
+        # Compression would save 7 % of the size and make writing ten times slower.
         "compressor": None,
     }
     spec = {"driver": "zarr", "dtype": array.dtype.name, "metadata": metadata}
@@ -1311,7 +1486,8 @@ def write_zarr(folder, name, array):
 
 # ---- the command -----------------------------------------------------------------------
 
-# WRITERS maps each value of --to to the function that writes this format.
+# WRITERS maps a value of the option --to to the function that writes a model in this
+# format.
 WRITERS = {"plain": write_plain, "hf": write_hf, "t5x": write_t5x}
 
 
@@ -1319,8 +1495,8 @@ WRITERS = {"plain": write_plain, "hf": write_hf, "t5x": write_t5x}
 def atomic_destination(destination):
     """Yield a temporary folder, and rename the folder to `destination` at the end.
 
-    If an exception is raised, the temporary folder is removed, and `destination` is not
-    created.
+    If an exception is raised, the temporary folder is deleted, and `destination` is not
+    created. Raises a UserError if `destination` exists and is not an empty folder.
     """
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise UserError(
@@ -1337,12 +1513,17 @@ def atomic_destination(destination):
 
 
 def convert(source, destination, to, dtype, step=None, allow_pickle=False):
-    """Convert a model to another format, and compare the result with the source.
+    """Convert a model to another format, and compare the new model with the old model.
 
-    source: the path of the model. destination: the path of the new folder, which appears
-    only after the comparison. to: a key of WRITERS. dtype: the NumPy type of the written
-    parameters. step: the step of the checkpoint to read, or None for the newest
-    checkpoint. allow_pickle: whether to read a pickle file.
+    source: the path of the model.
+    destination: the path of the new folder. The folder appears only after the comparison.
+    to: the new format, which is "plain", "hf" or "t5x".
+    dtype: the NumPy type in which the parameters are written.
+    step: the step of the checkpoint to read, or None to read the newest checkpoint.
+    allow_pickle: True to allow reading a pickle file, which can run any program.
+
+    Raises a UserError if the model cannot be read. Raises an OSError if the new model
+    cannot be written or differs from the old model.
     """
     start = time.perf_counter()
     if find_hf_weights(Path(source)) == "pytorch_model.bin" and not allow_pickle:
@@ -1364,8 +1545,8 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False):
             WRITERS[to](folder, weights, dtype)
             if to != "hf" and weights.vocabulary:
                 configs.write_file(folder / "spiece.model", weights.vocabulary)
-        # A full disk is reported as an OSError, as a ValueError (by TensorStore) or as a
-        # SafetensorError.
+        # If the disk is full, Python raises an OSError, TensorStore raises a ValueError
+        # and safetensors raises a SafetensorError.
         except (OSError, ValueError, safetensors.SafetensorError) as error:
             raise OSError(errno.EIO, str(error)[:200], str(destination)) from error
         count = compare(weights, open_any(folder), dtype)
@@ -1374,15 +1555,19 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False):
 
 
 def compare(weights, written, dtype):
-    """Compare two Weights, and return the number of compared arrays.
+    """Compare the arrays of a converted model with the arrays of the original model.
 
-    weights: the source. written: the model that was written. dtype: the NumPy type of the
-    written parameters. Raises an OSError if a written array differs from the array of the
-    source after the rounding to dtype.
+    weights: the Weights of the original model.
+    written: the Weights of the converted model, read from the disk.
+    dtype: the NumPy type in which the parameters were written. The parameters of the
+        original model are rounded to this type before the comparison.
+
+    Returns the number of compared arrays. Raises an OSError if two arrays differ.
     """
     count = 0
     for (name, layer), tensor in written.arrays.items():
-        # Scalars are not compared. A run counts steps and updates, and T5X counts steps.
+        # The scalars are counters of steps and updates. The counters are not compared,
+        # because T5X does not store all counters of a run.
         if not tensor.shape:
             continue
         kind = dtype if name.startswith("params/") else np.float32
@@ -1397,7 +1582,10 @@ def compare(weights, written, dtype):
 
 
 def main(argv):
-    """Run the command. argv: the arguments of the command line."""
+    """Run convert.py with a list of command-line arguments.
+
+    argv: the arguments as strings, without the name of the program.
+    """
     args, changes = configs.parse_args(
         __doc__,
         argv,

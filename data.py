@@ -749,15 +749,19 @@ def make_batch(step, tasks, plan, cfg, rows=None):
 
 
 class ByteTokenizer(Tokenizer):
-    """Encode text as its UTF-8 bytes. Byte b has the id b + 3 (ByT5, Xue et al. 2022).
+    """Encode text as its UTF-8 bytes, as in ByT5 (Xue et al. 2022).
 
-    extra_ids: the number of sentinels, whose ids follow the ids of the bytes. If
-    extra_ids is 0, the ids of the 11 highest bytes are the sentinels, as in the published
-    models.
+    The token id of a byte is its value plus 3. The ids 0, 1 and 2 are padding, EOS and
+    UNK.
+
+    extra_ids: the number of sentinel ids that are added after the ids of the bytes. If
+    extra_ids is 0, the ids of the 11 highest bytes serve as sentinels, as in the
+    published ByT5 models.
     """
 
     def __init__(self, extra_ids=0):
-        # UTF-8 never uses the 11 bytes from 245 to 255, so their ids can be sentinels.
+        # UTF-8 never uses the 11 byte values from 245 to 255. So the ids of these bytes
+        # can serve as sentinels.
         sentinels = extra_ids or 11
         super().__init__(f"bytes:{extra_ids}\n".encode(), 3 + 256 + extra_ids, sentinels)
 
@@ -767,7 +771,7 @@ class ByteTokenizer(Tokenizer):
     def encode_batch(self, texts):
         encoded = []
         for text in texts:
-            # re.split returns texts at even positions, sentinel numbers at odd positions.
+            # The list from re.split alternates between text and the number of a sentinel.
             parts = re.split(r"<extra_id_(\d\d?)>", text)
             arrays = [np.frombuffer(part.encode(), np.uint8) + 3 for part in parts]
             arrays[1::2] = [[self.size - 1 - int(number)] for number in parts[1::2]]
@@ -775,9 +779,10 @@ class ByteTokenizer(Tokenizer):
         return encoded
 
     def raw_text(self, ids):
-        """Return the text of ids. Sentinels, "<pad>", "</s>" and "<unk>" are written out.
+        """Return the text of token ids, with the special tokens written out.
 
-        Bytes that are not valid UTF-8 are left out.
+        Sentinels appear as "<extra_id_0>", for example. The ids 0, 1 and 2 appear as
+        "<pad>", "</s>" and "<unk>". Bytes that are not valid UTF-8 are left out.
         """
         symbols = {PAD: b"<pad>", EOS: b"</s>", UNK: b"<unk>"}
         for number in range(self.size - 3 - 256):
@@ -786,7 +791,10 @@ class ByteTokenizer(Tokenizer):
         return text.decode(errors="ignore")
 
     def decode(self, ids):
-        """Return the text of the bytes before the first EOS, without other ids."""
+        """Return the text of the token ids before the first EOS.
+
+        Special tokens and invalid UTF-8 are left out.
+        """
         ids = itertools.takewhile(lambda i: i != EOS, map(int, ids))
         return self.raw_text(i for i in ids if 3 <= i < 3 + 256)
 
@@ -794,9 +802,10 @@ class ByteTokenizer(Tokenizer):
 class IdTokenizer(Tokenizer):
     """Encode text that consists of token ids in decimal digits, such as "17 4 29".
 
-    The sources reverse: and random: hold token ids, so these sources need no other
-    vocabulary. size: the number of ids. sentinels: how many of the highest ids are
-    sentinels.
+    This tokenizer serves the generated data sources `reverse:` and `random:`. The
+    examples of these two sources are lists of token ids.
+
+    size: the number of token ids. sentinels: how many of the highest ids are sentinels.
     """
 
     def __init__(self, size, sentinels=0):
@@ -813,24 +822,31 @@ class IdTokenizer(Tokenizer):
         return "".join(f" {i}" for i in ids)
 
     def decode(self, ids):
-        """Return the ids before the first EOS as text. Padding is left out."""
+        """Return the token ids before the first EOS as text, without the padding."""
         ids = itertools.takewhile(lambda i: i != EOS, ids)
         return " ".join(str(i) for i in ids if i != PAD)
 
 
 def add_sentinels(model, number):
-    """Append `number` sentinels to a SentencePiece ModelProto, with <extra_id_0> last."""
+    """Append sentinel pieces to the vocabulary of a SentencePiece ModelProto.
+
+    The last piece is <extra_id_0>, as in T5. number: the number of sentinels.
+    """
     for k in reversed(range(number)):
         model.pieces.add(piece=f"▁<extra_id_{k}>", score=0.0, type="USER_DEFINED")
 
 
-@functools.lru_cache(maxsize=4)  # the hundreds of tasks of a mixture share one vocabulary
+# A mixture may have hundreds of tasks that share a vocabulary.
+@functools.lru_cache(maxsize=4)
 def parse_vocabulary(serialized, name="the vocabulary"):
     """Return the Tokenizer of a serialized SentencePiece model.
 
-    If the model has no sentinels, 100 sentinels are added. `name` names the file in
-    messages. Raises UserError if the bytes are not a SentencePiece model with T5's
-    special ids.
+    If the model has no sentinels, 100 sentinels are added.
+
+    serialized: the bytes of a SentencePiece model file. name: the name of the file in
+    error messages. The function raises UserError if the bytes are not a SentencePiece
+    model. The function also raises UserError if the ids 0, 1 and 2 are not <pad>, </s>
+    and <unk>.
     """
     try:
         model = sentencepiece_model_pb2.ModelProto.FromString(serialized)
@@ -857,13 +873,15 @@ def parse_vocabulary(serialized, name="the vocabulary"):
 
 
 def load_tokenizer(path):
-    """Return the Tokenizer that --data.vocab names.
+    """Return the Tokenizer for a value of the flag --data.vocab.
 
-    path: the path of a SentencePiece model (local or remote), "bytes", "bytes:EXTRA_IDS",
-    "ids:SIZE" or "ids:SIZE:SENTINELS". Raises UserError if the file cannot be read.
+    path: the local or remote path of a SentencePiece model, or the name of a built-in
+    tokenizer. The valid names are "bytes", "bytes:EXTRA_IDS", "ids:SIZE" and
+    "ids:SIZE:SENTINELS". The function raises UserError if the file cannot be read.
     """
     path = str(path)
-    # The vocabulary file of a run may hold just a name, such as "bytes:100".
+    # A run stores its vocabulary in a file. For a built-in tokenizer, the file contains
+    # only the name of the tokenizer, such as "bytes:100".
     is_name = re.compile(rb"(bytes|ids:\d{1,9})(:\d{1,9})?\s*").fullmatch
     serialized = path.encode()
     if not is_name(serialized):
@@ -886,14 +904,16 @@ def load_tokenizer(path):
 def train_tokenizer(texts, pieces, max_characters=1 << 27):
     """Train a SentencePiece unigram model on texts and return its Tokenizer.
 
-    texts: an iterable of strings. Reading stops after `max_characters` characters, which
-    take one or two minutes. pieces: the size of the vocabulary, without its sentinels.
-    Raises UserError if the texts are too short for so many pieces.
+    texts: an iterable of strings. pieces: the size of the vocabulary without its
+    sentinels. max_characters: the number of characters after which reading stops.
+    Training on the default number of characters takes one or two minutes. The function
+    raises UserError if the texts are too short for a vocabulary of this size.
     """
     lines = []
     with progress_bar("reading for a vocabulary", "character") as bar:
         for text in texts:
-            # SentencePiece skips lines above 16,000 bytes, so long lines are cut.
+            # SentencePiece skips lines of more than 16,000 bytes. So longer lines are cut
+            # into lines of at most 4,000 characters, which have at most 16,000 bytes.
             lines += re.findall(".{1,4000}", "\n".join(text.splitlines()))
             bar.update(len(text))
             if bar.n >= max_characters:
@@ -954,20 +974,26 @@ def progress_bar(what, unit, total=None):
 
 # ---- sources ---------------------------------------------------------------------------
 # A source is written KIND:NAME, for example text:books/*.txt. SOURCES maps each kind to a
-# function (name, split, cfg, whole) that opens the source and returns the SourceFiles.
+# function (name, split, cfg, whole) that opens the source. The function returns a list of
+# SourceFiles. A SourceFile is a part of the source that is read from beginning to end.
 #
 # - split is the name of a split, such as "train" or "validation".
-# - If whole is true and the source has no splits of its own, nothing is held out.
+# - A source without splits is divided into a training and a validation part. If `whole`
+#   is true, such a source is not divided.
 # - SourceFile.read(bad) yields pairs (where, example). `example` is a dict of fields.
 #   `where` is the place of the example for messages, such as "books/a.txt:3".
 # - If an example cannot be read, the reader calls bad(where, what), such as
-#   bad("a.jsonl:3", "is not JSON"). This call raises a UserError or counts the example,
-#   as --data.on_error says. If the call returns, the reader continues.
+#   bad("a.jsonl:3", "is not JSON"). With --data.on_error stop, this call raises a
+#   UserError. With --data.on_error skip, this call counts the example and returns. Then
+#   the reader continues with the next example.
 # - A path may be remote, such as gs://bucket/*.gz. The library fsspec opens remote paths.
 
 
 class SourceFile(NamedTuple):
-    """A file of a source, a group of small files, or a range of records."""
+    """A part of a data source that is read from beginning to end.
+
+    The part is a file, a group of small files, or a range of records.
+    """
 
     name: str
     stamp: list  # sizes and times of the files; if they change, the source has changed
@@ -975,11 +1001,15 @@ class SourceFile(NamedTuple):
 
 
 class MissingSplit(UserError):
-    """The source has splits, but not the requested split."""
+    """The error that a data source has splits, but not the requested split."""
 
 
 class MissingSource(UserError):
-    """A source does not exist. The arguments are a problem and a remedy."""
+    """The error that a data source does not exist.
+
+    The exception has two arguments. The first describes the problem. The second says how
+    to solve the problem.
+    """
 
     def __str__(self):
         return ": ".join(self.args)
@@ -987,11 +1017,12 @@ class MissingSource(UserError):
 
 @functools.cache
 def python_documents():
-    """Return the texts that come with Python: its language manual and its docstrings.
+    """Return the texts that come with Python as a list of documents.
 
-    Each file of the standard library gives one document, which consists of its
-    docstrings. Each topic of the manual (pydoc_data/topics.py) gives a document, too. The
-    files of the library are parsed by `ast` and not imported.
+    There is one document for each file of the standard library, which consists of the
+    docstrings of the file. There is also one document for each topic of the language
+    manual (pydoc_data/topics.py). The files of the library are parsed by `ast` and not
+    imported.
     """
     from pydoc_data.topics import topics  # a dict of texts, and nothing else
 
@@ -1011,9 +1042,11 @@ def python_documents():
 
 
 def generated_source(name, stamp, examples, splits):
-    """Return a SourceFile for each of the splits of a source that a function generates.
+    """Return a SourceFile for each split of a data source that a function generates.
 
-    examples(split) yields the examples of a split, which are dicts of fields.
+    name: the name of the data source in messages. stamp: a value that changes if the
+    examples change. examples: a function that takes the name of a split and yields the
+    examples of the split as dicts. splits: the names of the splits.
     """
 
     def read(split, bad):
@@ -1046,10 +1079,13 @@ def spell_number(n):
 
 
 def number_example(n):
-    """Return the example for a number: its words, whether it is even, and a date.
+    """Return the example for a number, as a dict of fields.
 
-    The date is n days after January 1, 1970. The tasks by_rule_* are made of these
-    fields.
+    The fields are the number, its name in words, whether the number is even, and a date
+    in two notations. The date is n days after January 1, 1970. The tasks `by_rule_*` use
+    these fields.
+
+    n: a number below one million.
     """
     day = time.gmtime(86_400 * n)
     return {
@@ -1062,11 +1098,12 @@ def number_example(n):
 
 
 def python_source(name, split, cfg, whole):
-    """Open python: or python:COUNT, which need no files.
+    """Open the data source `python:` or `python:COUNT`. Neither reads data files.
 
-    python: reads the texts that come with Python. python:COUNT reads the numbers below
-    COUNT. Each number has its name in words and a date. The texts or numbers are
-    shuffled, and the first 1 % is for validation.
+    With `python:`, the examples are the texts that come with Python. With `python:COUNT`,
+    the examples are the numbers below COUNT. Each example of a number contains the number
+    in words and a date. The examples are shuffled. The first 1 % of the examples is the
+    validation split, and the rest is the training split.
     """
     if name and not re.fullmatch(r"[1-9]\d{1,5}", name):
         raise UserError(
@@ -1086,7 +1123,11 @@ def python_source(name, split, cfg, whole):
 
 
 def reverse_source(name, split, cfg, whole):
-    """Open reverse:, examples of 4 to 12 random ids with the reversed ids as targets."""
+    """Open the data source `reverse:`, whose task is to reverse a sequence.
+
+    The inputs are 4 to 12 random token ids, and the targets are the same ids in reverse
+    order.
+    """
 
     def examples(split):
         seed, count = {"train": (0, 20_000), "validation": (1, 512)}[split]
@@ -1099,7 +1140,10 @@ def reverse_source(name, split, cfg, whole):
 
 
 def random_source(name, split, cfg, whole):
-    """Open random:, an endless source of documents of 4096 random ids for benchmarks."""
+    """Open the data source `random:`, which generates random tokens for benchmarks.
+
+    Each document has 4096 random token ids. The training split is endless.
+    """
     size = cfg.model.vocab_size - SENTINELS - 3
 
     def examples(split):
@@ -1121,10 +1165,10 @@ def open_file(path):
 
 
 def find_files(pattern):
-    """Return the files that match a glob as a sorted list of (path, [size, time]).
+    """Return the files that match a glob pattern, sorted by path.
 
-    The pattern may be local or remote. Raises UserError if a remote file system cannot be
-    read.
+    The result is a list of pairs (path, [size, time]). pattern: a local or remote glob
+    pattern. The function raises UserError if a remote file system cannot be read.
     """
     found = []
     if "://" not in pattern:
@@ -1144,7 +1188,7 @@ def find_files(pattern):
         ) from error
     for path, info in infos.items():
         if info["type"] == "file":
-            # File systems have different names for the time or the version of a file.
+            # Remote file systems use different names for the time or version of a file.
             times = [info.get(key) for key in ("etag", "mtime", "updated", "created")]
             found.append((system.unstrip_protocol(path), [info["size"], str(times)]))
     return sorted(found)
@@ -1155,11 +1199,15 @@ HELD_OUT_BYTES = 1 << 25  # the held-out beginning of a source has at most this 
 
 
 def group_files(files, read):
-    """Group files and return the SourceFiles. Small files share a SourceFile.
+    """Group small files and return a list with a SourceFile for each group.
 
-    files: a list of (path, [size, time]). read(path, bad) yields the examples (where,
-    example) of one file. If `read` raises an exception, the file is reported to `bad` as
-    damaged, and reading continues with the next file.
+    A file is added to the last group until the group has GROUP_BYTES bytes. If reading a
+    file raises an exception, the file is reported as damaged, and reading continues with
+    the next file.
+
+    files: a list of pairs (path, [size, time]). read: a function of a path and a function
+    `bad`. `read` yields a pair (where, example) for each example of the file, and reports
+    invalid examples to `bad`.
     """
     groups = []
     size = math.inf  # bytes in the last group
@@ -1174,9 +1222,10 @@ def group_files(files, read):
         for path, _ in group:
             try:
                 yield from read(path, bad)
-            # For a damaged file, gzip, pyarrow and protobuf raise different exceptions.
+            # The exception for a damaged file depends on the library that reads the file.
             except Exception as error:
-                # Outside of pyarrow, an error number means that the disk has failed.
+                # An error number means that the disk has failed, except in errors that
+                # come from pyarrow.
                 disk_failed = read is not read_parquet and getattr(error, "errno", None)
                 if isinstance(error, UserError) or disk_failed:
                     raise
@@ -1189,14 +1238,17 @@ def group_files(files, read):
 
 
 def file_source(read, pattern, split, cfg, whole):
-    """Open the files that match a glob, in alphabetical order.
+    """Open the files that match a glob pattern as a data source.
 
-    If the pattern contains "{split}", the files have splits, and "{split}" is replaced by
-    the name of the split. Otherwise, the first 1 % of the text, at least one example, is
-    held out for validation, and the rest is for training. The held-out text is one
-    stretch, so only its end is close to training text.
+    The files are read in alphabetical order. If the pattern contains "{split}", the name
+    of the split is filled in. Otherwise, the first 1 % of the text is held out for
+    validation, and the rest is for training. At least one example is held out. The
+    held-out text is one stretch, so only the end of this stretch is close to training
+    text.
 
-    read(path, bad) yields the examples of one file. whole: hold out nothing.
+    read: a function that yields the examples of one file. pattern: the glob pattern.
+    split: the name of the split. cfg: the Config. whole: whether all text is read, so
+    that nothing is held out.
     """
     found = find_files(pattern.replace("{split}", split))
     if not found:
@@ -1230,9 +1282,10 @@ def file_source(read, pattern, split, cfg, whole):
 
 
 def read_lines(path, bad):
-    """Yield (line number, line) of a text file, which may be compressed (.gz).
+    """Yield a pair (line number, line) for each line of a text file.
 
-    A line that is not UTF-8 is reported to `bad`.
+    A file whose name ends in .gz is decompressed. A line that is not valid UTF-8 is
+    skipped and reported to the function `bad`.
     """
     with open_file(path) as raw:
         file = gzip.open(raw) if path.endswith(".gz") else raw
@@ -1244,11 +1297,11 @@ def read_lines(path, bad):
 
 
 def text_source(name, split, cfg, whole):
-    """Open text:GLOB or text:GLOB:lines, which reads text files.
+    """Open the data source `text:GLOB` or `text:GLOB:lines`, which reads text files.
 
-    With text:GLOB, each file is a document. With text:GLOB:lines, each line is a
-    document. Files may be compressed (.gz). Blank documents are left out. The field is
-    `text`.
+    With `text:GLOB`, each file is a document. With `text:GLOB:lines`, each line is a
+    document. Blank documents are left out. Files whose names end in .gz are decompressed.
+    The examples have only the field `text`.
     """
     pattern = name.removesuffix(":lines")
 
@@ -1264,10 +1317,11 @@ def text_source(name, split, cfg, whole):
 
 
 def read_jsonl(path, bad):
-    """Yield the examples of a jsonl:GLOB file, which has one JSON object on each line.
+    """Yield the examples of a file that has one JSON object on each line.
 
-    The file may be compressed (.gz), as C4 is published. Blank lines are left out. A line
-    that is not a JSON object is reported to `bad`.
+    A file whose name ends in .gz is decompressed, because C4 is published in this form.
+    Blank lines are left out. A line that is not a JSON object is skipped and reported to
+    the function `bad`.
     """
     for number, line in read_lines(path, bad):
         if not line.strip():
@@ -1285,7 +1339,10 @@ def read_jsonl(path, bad):
 
 
 def read_parquet(path, bad):
-    """Yield the rows of a parquet:GLOB file. The columns are the fields."""
+    """Yield the rows of a parquet file as examples.
+
+    Each example is a dict from the name of a column to its value.
+    """
     import pyarrow.parquet  # imported here because the import takes 0.2 s
 
     with open_file(path) as file:
@@ -1296,7 +1353,11 @@ def read_parquet(path, bad):
 
 
 def decode_bytes(value):
-    """Return a value of a TFDS example with all bytes in it decoded as UTF-8."""
+    """Decode all bytes in an example of TensorFlow Datasets (TFDS) as UTF-8.
+
+    value: an example, or a value inside an example. Dicts and lists are decoded
+    recursively.
+    """
     if isinstance(value, bytes):
         return value.decode()
     if isinstance(value, dict):
@@ -1317,17 +1378,18 @@ TFDS_RANGE = 1 << 17  # a SourceFile of a TFDS dataset has at most this number o
 
 
 def find_tfds(name, cfg):
-    """Return the folder of the TFDS dataset NAME[:VERSION].
+    """Return the folder of a TensorFlow Datasets (TFDS) dataset.
 
-    Without a version, the newest version is used. Raises MissingSource if the folder does
-    not exist.
+    name: the name of the dataset in the form NAME or NAME:VERSION, or the path of its
+    folder. Without a version, the newest version is used. The function raises
+    MissingSource if the folder does not exist.
     """
-    from etils import epath  # because the folder may be remote
+    from etils import epath  # epath reads local and remote folders alike
 
     home = cfg.data.tfds_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
     # The version is the name of a folder. The colon of gs:// does not begin a version.
     folder = epath.Path(home).expanduser() / re.sub(":(?!//)", "/", name)
-    # The folder belongs to one version, or contains a folder for each version.
+    # Either the folder itself is a version, or each subfolder is a version.
     infos = [*folder.glob("dataset_info.json")] or [*folder.glob("*/dataset_info.json")]
     if infos:
         # Compare the numbers, because version 1.10.0 is newer than version 1.9.0.
@@ -1343,11 +1405,14 @@ def find_tfds(name, cfg):
 
 
 def tfds_source(name, split, cfg, whole):
-    """Open tfds:NAME[/CONFIG][:VERSION] or tfds:FOLDER, a TFDS dataset on disk.
+    """Open a TensorFlow Datasets (TFDS) dataset that is stored on disk.
 
-    The dataset is never downloaded. It must be stored as array_record files, which can be
-    read without TensorFlow. Each SourceFile is a range of examples. Examples that are
-    missing, damaged or not UTF-8 are reported to `bad`.
+    The dataset is never downloaded. The dataset must be stored as array_record files,
+    because these files can be read without TensorFlow. Examples that are missing, damaged
+    or not UTF-8 are skipped and reported as invalid. Each SourceFile is a range of
+    examples.
+
+    name: the name of the dataset, as NAME[/CONFIG][:VERSION], or the path of its folder.
     """
     folder = find_tfds(name, cfg)
     import tensorflow_datasets as tfds  # imported here because the import takes 0.5 s
@@ -1394,11 +1459,13 @@ def tfds_source(name, split, cfg, whole):
 
 
 def hf_source(name, split, cfg, whole):
-    """Open hf:NAME[:CONFIG], a dataset of the Hugging Face hub.
+    """Open a dataset of the Hugging Face hub as a data source.
 
-    NAME may also be a local folder in the form of such a dataset. The examples are
-    streamed, and each shard of the dataset is a SourceFile. Raises UserError if the
-    library `datasets` is not installed or cannot open the dataset.
+    The examples are streamed. Each shard of the dataset becomes a SourceFile. The
+    function raises UserError if the library `datasets` is not installed or cannot open
+    the dataset.
+
+    name: the name of the dataset, as NAME or NAME:CONFIG, or the path of a local folder.
     """
     try:
         import datasets
@@ -1431,8 +1498,9 @@ def hf_source(name, split, cfg, whole):
 def read_tfrecords(path):
     """Yield the records of a tfrecord file. The checksums are not verified.
 
-    Each record is stored as its length (8 bytes), a checksum of the length (4 bytes), the
-    record and a checksum of the record (4 bytes).
+    In the file, 8 bytes give the length of the next record, and 4 bytes are the checksum
+    of this length. Then the record follows, and the last 4 bytes are the checksum of the
+    record.
     """
     with open_file(path) as file:
         while header := file.read(12):
@@ -1444,11 +1512,13 @@ def read_tfrecords(path):
 
 
 def read_seqio(features, path, bad):
-    """Yield the examples of a tfrecord file of a SeqIO cache.
+    """Yield the examples of a tfrecord file that SeqIO has cached.
 
-    features: {field: {"shape": [...]}} from the info file of the cache. A field with the
-    shape [] gives a single value. All other fields give an array of ids or a list of
-    texts. A damaged record is reported to `bad`.
+    A damaged record is skipped and reported to the function `bad`.
+
+    features: a dict from the name of a field to a dict with the shape of the field, as in
+    the info file of the cache. A field with the shape [] holds a single value. Every
+    other field holds an array of ids or a list of texts. path: the path of the file.
     """
     from tensorflow_datasets.proto import tf_example_generated_pb2
 
@@ -1471,11 +1541,13 @@ def read_seqio(features, path, bad):
 
 
 def seqio_source(name, split, cfg, whole):
-    """Open seqio:FOLDER, a task that SeqIO cached. FOLDER may be a glob of such folders.
+    """Open a task that SeqIO has cached in a folder as a data source.
 
-    P3 is published as such folders. A folder must contain info.SPLIT.json, the file
-    COMPLETED and all tfrecord files of the split. Otherwise MissingSource, MissingSplit
-    or UserError is raised.
+    The dataset P3 is published as such folders. A folder must contain info.SPLIT.json,
+    the file COMPLETED and all tfrecord files of the split. Otherwise, the function raises
+    MissingSource, MissingSplit or UserError.
+
+    name: the path of the folder, or a glob pattern for several folders.
     """
     infos = find_files(f"{name}/info.{split}.json")
     if not infos:
@@ -1519,10 +1591,13 @@ OWN_SPLITS = ("tfds", "hf", "seqio")  # kinds of sources whose splits have any n
 
 
 def open_source(source, split, cfg, whole=False):
-    """Open a source, written KIND:NAME, and return the SourceFiles of a split.
+    """Open a data source and return the SourceFiles of a split.
 
-    whole: hold out nothing if the source has no splits of its own. Raises UserError for
-    an unknown kind, and MissingSplit or MissingSource.
+    source: the data source in the form KIND:NAME, such as "jsonl:data.jsonl". split: the
+    name of the split. cfg: the Config. whole: whether all text is read for a source
+    without splits, so that nothing is held out. The function raises UserError if the
+    source is invalid. The function raises MissingSplit or MissingSource if there is no
+    such split or source.
     """
     kind, _, name = source.partition(":")
     if kind not in SOURCES:
@@ -1538,11 +1613,13 @@ def open_source(source, split, cfg, whole=False):
 
 
 class InvalidExamples:
-    """The function bad(where, what), called for each example that cannot be used.
+    """Report an example that cannot be used: stop the program or count the example.
 
-    where: the place of the example, such as "a.jsonl:3". what: the rest of a sentence,
-    such as "is not JSON". With --data.on_error stop, the first call raises a UserError.
-    With --data.on_error skip, the calls are counted.
+    With --data.on_error stop, the first call raises UserError. With --data.on_error skip,
+    the calls are counted.
+
+    where: the place of the example, such as "a.jsonl:3". what: the problem as the end of
+    a sentence, such as "is not JSON".
     """
 
     def __init__(self, on_error):
@@ -1561,16 +1638,17 @@ class InvalidExamples:
 
 
 class PrefixLM(Objective):
-    """Cut each chunk of a document in two at a random place (t5's prefix_lm).
+    """The prefix language modeling objective, as prefix_lm in the t5 library.
 
-    The first part is the inputs and the second part is the targets.
+    A text is cut in two at a random place. The model reads the first part as inputs and
+    learns to predict the second part as targets.
     """
 
     def length(self, data):
         return data.inputs_length - 1
 
     def make(self, chunks, keys, tokenizer, data):
-        # The targets have at least one token.
+        # Cut before the last token at the latest, so that the targets are not empty.
         longest = np.array([len(ids) - 1 for (ids,) in chunks], int)
         random = (keys >> np.uint64(32)).astype(int)  # from 0 to 2**32 - 1
         cuts = np.minimum(1 + (random * longest >> 32), longest).tolist()
@@ -1578,30 +1656,36 @@ class PrefixLM(Objective):
 
 
 # T5 solves every task as text to text (Raffel et al. 2020, section 2.4). The inputs begin
-# with the name of the task, the name of each field stands before its text, and a class is
-# written as a word. Appendix D of the paper shows an example of each task. This is an
-# example of RTE, in which the model decides whether sentence1 implies sentence2:
+# with the name of the task. The name of each field stands before the text of the field. A
+# class is written as a word. Appendix D of the paper shows an example of each task. The
+# following example comes from RTE, in which the model decides whether sentence1 implies
+# sentence2:
 #
 #     source   {"sentence1": "A cat sleeps.", "sentence2": "A cat runs.", "label": 1}
 #     inputs   rte sentence1: A cat sleeps. sentence2: A cat runs.
 #     targets  not_entailment
 #
-# A *format* is a function that does this conversion. It takes an example of the source
-# and returns a list of dicts with the fields inputs and targets, and with the fields that
-# metrics need. The list is empty if the example is left out. The formats below give
-# exactly the strings of t5/data/preprocessors.py.
+# A *format* is a function that converts an example of the source to inputs and targets.
+# The function returns a list of dicts, because some examples give several training
+# examples. Each dict has the fields inputs and targets, and the fields that metrics need.
+# The list is empty if the example is left out. The formats below give the same strings as
+# t5/data/preprocessors.py.
 
 
 def as_it_is(example):
-    """Return the example unchanged, for objectives that need only the field `text`."""
+    """Return a list that contains only the given example, unchanged.
+
+    This format serves training objectives that need only the field `text`.
+    """
     return [example]
 
 
 def text_to_text(example):
-    """Return the fields inputs and targets unchanged. They may be texts or lists of ids.
+    """Format an example that already has the fields inputs and targets.
 
-    A SeqIO cache may hold both the ids and the texts (inputs_pretokenized). Then the
-    texts are used.
+    The two fields may be texts or lists of token ids. A SeqIO cache may hold the ids and
+    also the texts, in the fields inputs_pretokenized and targets_pretokenized. In this
+    case, the texts are used.
     """
     texts = {
         key: example[f"{key}_pretokenized"]
@@ -1614,10 +1698,15 @@ def text_to_text(example):
 def template(inputs, targets, labels=()):
     """Return a format that fills the {field} placeholders of two templates.
 
-    For example, template("translate English to German: {en}", "{de}"). labels: the words
-    for the classes 0, 1, ... if the field `label` is the number of a class. Then {label}
-    is replaced by the word of the class. The label -1 means that TFDS does not publish
-    the label, and t5 writes "<unk>" for it. The field `idx` is kept in the results.
+    For example, template("translate English to German: {en}", "{de}") formats a
+    translation task.
+
+    inputs: the template of the inputs. targets: the template of the targets. labels: the
+    words for the classes 0, 1 and so on, if the field `label` is the number of a class.
+    The placeholder {label} is then replaced by the word of the class. The label -1 means
+    that the dataset does not publish the label. As in the t5 library, the word for this
+    label is "<unk>". If the example has the field `idx`, the formatted example keeps this
+    field.
     """
 
     def fill(example):
@@ -1637,9 +1726,10 @@ def template(inputs, targets, labels=()):
 
 
 def format_stsb(example):
-    """Format STS-B, whose target is a similarity from 0 to 5, such as "3.8".
+    """Format an example of STS-B, a task that rates the similarity of two sentences.
 
-    The similarity is rounded to a multiple of 0.2.
+    The target is a number from 0 to 5 as text, such as "3.8". The similarity is rounded
+    to a multiple of 0.2.
     """
     score = np.round(np.float32(example["label"]) * 5) / 5
     fill = template("stsb sentence1: {sentence1} sentence2: {sentence2}", f"{score:.1f}")
@@ -1647,10 +1737,10 @@ def format_stsb(example):
 
 
 def format_multirc(example):
-    """Format MultiRC, in which the model judges an answer to a question.
+    """Format an example of MultiRC, in which the model judges an answer to a question.
 
-    HTML tags are removed. The three indices are kept, because the metric counts all
-    answers to one question together.
+    HTML tags are removed. The metric counts all answers to one question together. So the
+    indices of the paragraph, the question and the answer are kept.
     """
     texts = {
         key: re.sub("</?b>", "", example[key].replace("<br>", " "))
@@ -1667,12 +1757,12 @@ def format_multirc(example):
 
 
 def format_record(example):
-    """Format ReCoRD, in which the model fills a gap in the query with an entity.
+    """Format an example of ReCoRD, in which the model fills a gap with an entity.
 
-    There is one example for each correct answer. The bullet points (@highlight) of the
-    passage become sentences.
+    The result has one formatted example for each correct answer. The bullet points of the
+    passage, which are marked by @highlight, become sentences.
     """
-    # A bullet point after a complete sentence needs no further period.
+    # If the text before a bullet point already ends a sentence, no period is added.
     passage = re.sub(r"([.?!\"'])\n@highlight\n", r"\1 ", example["passage"])
     passage = passage.replace("\n@highlight\n", ". ")
     entities = ", ".join(example["entities"])
@@ -1691,19 +1781,22 @@ def format_record(example):
 
 
 def format_wsc(only_true, example):
-    """Format the Winograd schema challenge: which noun does the marked pronoun stand for?
+    """Format an example of the Winograd schema challenge (WSC).
 
-    The pronoun is marked by asterisks, as in "wsc: Ann lost *it* again". The targets are
-    the noun that the example suggests. only_true: leave out examples that suggest a wrong
-    noun, because the model must not learn wrong nouns.
+    The model predicts the noun that a pronoun stands for. The inputs mark the pronoun
+    with asterisks, as in "wsc: Ann lost *it* again". The targets are the noun that the
+    example suggests.
+
+    only_true: whether examples that suggest a wrong noun are left out. Training leaves
+    out these examples, so that the model does not learn wrong nouns.
     """
     if only_true and not example["label"]:
         return []
     words = example["text"].split(" ")
     position = example["span2_index"]
     pronoun = example["span2_text"]
-    # In one of the published examples, the index of the pronoun is too low by one. So the
-    # pronoun is the first word at or after the index that begins with the pronoun.
+    # In one of the published examples, the index of the pronoun is too low by one. So we
+    # search for the pronoun in the words from this index on.
     position += [word.startswith(pronoun) for word in words[position:]].index(True)
     before = " ".join(words[:position])
     after = " ".join(words[position:]).removeprefix(pronoun)
@@ -1722,9 +1815,10 @@ def format_wsc(only_true, example):
 
 
 def format_definite_pronoun(example):
-    """Format definite pronoun resolution (DPR) in the form of WSC.
+    """Format an example of definite pronoun resolution (DPR).
 
-    The first occurrence of the pronoun is marked.
+    The inputs have the same form as in the Winograd schema challenge. The first
+    occurrence of the pronoun is marked with asterisks.
     """
     pattern = rf" ({example['pronoun']})( |\.|,)"
     text = re.sub(pattern, r" *\1*\2", example["sentence"], count=1)
@@ -1733,19 +1827,23 @@ def format_definite_pronoun(example):
 
 
 def merge_spaces(text):
-    """Replace each run of white space characters by one space."""
+    """Replace each run of white space characters in a text by one space."""
     return re.sub(r"[ \t\n\f\r]+", " ", text)
 
 
 def separate_punctuation(text):
-    """Put spaces around each ASCII punctuation character, and merge runs of spaces."""
+    """Put spaces around each ASCII punctuation character of a text.
+
+    Several spaces in a row are merged into one space.
+    """
     return merge_spaces(re.sub(r"([!-/:-@\[-`{-~])", r" \1 ", text))
 
 
 def format_squad(example):
-    """Format SQuAD, in which the answer to a question stands in the context.
+    """Format an example of SQuAD, in which a question is answered from a context.
 
-    The first answer is the target. All answers are kept, because the metric accepts each.
+    The target is the first answer. The metric accepts every answer, so all answers are
+    kept in the field `answers`.
     """
     question = separate_punctuation(example["question"])
     context = separate_punctuation(example["context"])
@@ -1763,25 +1861,28 @@ def format_squad(example):
 
 
 class Task(NamedTuple):
-    """What a model learns from a source, and how its answers are evaluated.
+    """A task: a data source, the format of the examples, and the metrics.
 
-    TASKS maps the name of each task to its Task. A recipe file may add its own tasks.
+    The dict TASKS maps the name of each task to its Task. A recipe file may add tasks to
+    TASKS.
     """
 
-    source: str = ""  # KIND:NAME, as in --data.source
+    source: str = ""  # the data source as KIND:NAME, as in --data.source
     # The function that turns an example of the source into a list of formatted examples.
     format: Callable = text_to_text
     # Each metric is a name in evaluate.METRICS, or a function that takes lists of targets
     # and predictions and returns a dict of numbers.
     metrics: tuple = ()
     choices: tuple = ()  # the words for the labels 0, 1, ... of a classification task
-    # What is applied to targets and predictions before metrics compare them: a name in
-    # evaluate.POSTPROCESSORS, or a function.
+    # The function that is applied to targets and predictions before metrics compare the
+    # two. The value is a name in evaluate.POSTPROCESSORS, or the function itself.
     postprocess: str | Callable = ""
     splits: tuple = ("train", "validation", "test")  # the splits that the source has
     objective: Objective = Pairs()
-    inputs_eos: bool = True  # whether inputs end with EOS; inputs of T0 do not
-    eos_after_trim: bool = True  # whether targets that are cut end with EOS; not so in T0
+    inputs_eos: bool = True  # whether EOS is appended to inputs; T0 appends no EOS
+    # Whether EOS is appended to targets that were cut because they are too long. T0 does
+    # not append EOS to such targets.
+    eos_after_trim: bool = True
 
 
 # The tasks whose format is a template. Each task takes three lines:
@@ -1940,7 +2041,10 @@ by_rule_even   python:10000   accuracy
 
 
 def read_catalogue(text):
-    """Return {name: Task} for a text in the form of CATALOGUE."""
+    """Parse a list of tasks and return a dict from the name of a task to its Task.
+
+    text: the list of tasks in the same form as CATALOGUE.
+    """
     tasks = {}
     for entry in text.strip().split("\n\n"):
         first_line, inputs, targets = map(str.strip, entry.split("\n"))
@@ -1955,11 +2059,12 @@ def read_catalogue(text):
     return tasks
 
 
-# The dicts belong to configs.py, because a recipe file may add tasks and mixtures.
+# The dicts TASKS and MIXTURES are defined in configs.py, because configs.py also loads
+# recipe files, which may add tasks and mixtures.
 TASKS, MIXTURES = configs.TASKS, configs.MIXTURES
 TASKS |= read_catalogue(CATALOGUE)
 TASKS |= {
-    # The first three tasks are meant for any --data.source.
+    # The first three tasks are meant to be used with any --data.source.
     "span_corruption": Task("python:", as_it_is, objective=SpanCorruption()),
     "prefix_lm": Task("python:", as_it_is, objective=PrefixLM()),
     "text_to_text": Task(),
@@ -1967,7 +2072,7 @@ TASKS |= {
         "tfds:c4/en:2.2.0", as_it_is, objective=SpanCorruption()
     ),
     "c4_v220_prefix_lm": Task("tfds:c4/en:2.2.0", as_it_is, objective=PrefixLM()),
-    # A template cannot express the formats of the tasks from here on.
+    # The tasks below need a function as format, because a template is not enough.
     "squad_v010_allanswers": Task(
         "tfds:squad/v1.1:3.0.0", format_squad, ("squad",), postprocess="answers"
     ),
@@ -2010,17 +2115,18 @@ TASKS |= {
 
 # ---- mixtures --------------------------------------------------------------------------
 # A mixture is a dict that maps the names of tasks or of other mixtures to rates. A task
-# is sampled with the probability rate / (sum of the rates). A task with the rate 0 is not
-# trained on, but it is evaluated together with the mixture. A rate is a number, or
-# BySize. A function of the Config that returns such a dict is a mixture, too.
+# is sampled with the probability rate / (sum of the rates). A task with the rate 0 is
+# evaluated together with the mixture, but the model is not trained on this task. A rate
+# is a number or a BySize. A mixture may also be a function that takes the Config and
+# returns such a dict.
 
 
 class BySize(NamedTuple):
-    """A rate that depends on the number of training examples of the task.
+    """A sampling rate that depends on the number of training examples of the task.
 
     The rate is min(examples * scale, maximum) ** (1 / temperature). The maximum keeps
-    large tasks from dominating. A temperature above 1 samples small tasks more often. See
-    section 3.5.2 of Raffel et al. 2020.
+    large tasks from dominating the mixture. A temperature above 1 samples small tasks
+    more often. Section 3.5.2 of Raffel et al. 2020 describes these rates.
     """
 
     maximum: float = math.inf
@@ -2031,8 +2137,9 @@ class BySize(NamedTuple):
         return min(examples * self.scale, self.maximum) ** (1 / self.temperature)
 
 
-# The datasets of T0 (Sanh et al. 2022): name, number of training examples, and the roles
-# in which T0's mixtures use the dataset (t0/datasets.csv in bigscience-workshop/t-zero).
+# The datasets of T0 (Sanh et al. 2022). Each line has the name of a dataset, the number
+# of training examples, and the groups that the dataset belongs to. The list agrees with
+# t0/datasets.csv in the repository bigscience-workshop/t-zero.
 T0_DATASETS = """
 glue_mrpc                     3668  train
 glue_qqp                    363846  train
@@ -2101,7 +2208,7 @@ wino_bias_type2_anti             0  bias
 wino_bias_type1_pro              0  bias
 wino_bias_type2_pro              0  bias
 """
-# The datasets of each mixture are those with one of these roles.
+# For each mixture of T0, the groups of datasets in T0_DATASETS that the mixture contains.
 T0_MIXTURES = {
     "t0_train": "train",
     "t0+_train": "train gpt",
@@ -2114,13 +2221,18 @@ T0_CAP = 500_000  # a dataset counts as at most this number of examples
 
 
 def t0_mixture(name, cfg):
-    """Return {task: rate} for one of T0_MIXTURES.
+    """Return the sampling rates of a T0 mixture, as a dict from task to rate.
 
-    P3 has a folder for each prompt template of each dataset, named DATASET_TEMPLATE. Each
-    folder is a task. A dataset with more than T0_CAP examples counts as T0_CAP examples,
-    divided among its templates. A smaller dataset counts with its full size for each
-    template. The folders whose names end in _score_eval are for rank classification, and
-    so are the mixtures with this ending. They are only evaluated, so each rate is 1.
+    The dataset collection P3 has a folder for each prompt template of each dataset. The
+    name of a folder is DATASET_TEMPLATE, and each folder is a task. A dataset with more
+    than T0_CAP examples counts as T0_CAP examples, which are divided among its templates.
+    For a smaller dataset, the rate of each template is the full size of the dataset.
+
+    A folder whose name ends in _score_eval is meant for rank classification. Mixtures
+    whose names end in _score_eval consist of these folders. These mixtures are only
+    evaluated, so every rate is 1.
+
+    name: a key of T0_MIXTURES. cfg: the Config.
     """
     ending = "_score_eval"
     folders = [
@@ -2145,15 +2257,16 @@ def t0_mixture(name, cfg):
             rate = T0_CAP // len(templates)
         if set(roles) & set(T0_MIXTURES[name].split()):
             rates |= dict.fromkeys(templates, rate)
-    # The authors of T0 left out this prompt, because its cache is broken. It still counts
-    # as a template of its dataset.
+    # The authors of T0 left out this prompt, because the published cache of the prompt is
+    # broken. The prompt still counts when the rate of a dataset is divided.
     rates.pop("gigaword_summarize_", None)
     return dict(sorted(rates.items()))
 
 
-# How P3 may be stored: {kind of source: {glob of the files in a folder of P3: text that
-# follows the folder in the name of its source}}. P3 as parquet files exists with the
-# split in the names of the files, or with a folder for each split.
+# The ways in which the dataset collection P3 may be stored. For each kind of source,
+# there is a dict. Each key is a glob pattern that finds the files in a folder of P3. The
+# value is the text that is appended to the path of the folder to read a split. With
+# parquet files, the split is part of the file name or the name of a subfolder.
 P3_FILES = {
     "seqio": {"info.*.json": ""},
     "parquet": {"*.parquet": "/*{split}*.parquet", "*/*.parquet": "/{split}/*.parquet"},
@@ -2161,13 +2274,19 @@ P3_FILES = {
 
 
 def p3_root(cfg):
-    """Return the folder that contains P3, or "" if --data.source cannot be P3."""
+    """Return the path of the folder that contains the dataset collection P3.
+
+    If --data.source cannot be P3, the result is "".
+    """
     kind, _, name = cfg.data.source.partition(":")
     return name.removesuffix("*").rstrip("/") if kind in P3_FILES else ""
 
 
 def p3_sources(cfg, folder="*"):
-    """Return {folder: source} for all folders of P3, or for one folder."""
+    """Return a dict from the name of a P3 folder to the data source for this folder.
+
+    folder: the name of a P3 folder, or "*" for all folders.
+    """
     kind = cfg.data.source.partition(":")[0]
     root = p3_root(cfg)
     sources = {}
@@ -2178,7 +2297,8 @@ def p3_sources(cfg, folder="*"):
     return sources
 
 
-# The names, rates and members are those of t5/data/mixtures.py and of T0's tasks.py.
+# The mixtures of T5 and T0 have the same names, members and rates as in the original
+# code (t5/data/mixtures.py and t0/tasks.py).
 MIXTURES |= {
     "glue_v002_proportional": {
         "glue_cola_v002": 8_551,
@@ -2219,12 +2339,15 @@ MIXTURES |= {name: functools.partial(t0_mixture, name) for name in T0_MIXTURES}
 
 
 def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
-    """Return {task: rate} for the name of a task or of a mixture.
+    """Return the sampling rate of each task in a mixture, as a dict from task to rate.
 
-    A mixture inside a mixture is replaced by its tasks, which share its rate. examples: a
-    function that returns the number of training examples of a task, for rates BySize.
-    within: the names of the mixtures that contain this mixture. Raises UserError if a
-    mixture is not a valid dict.
+    If the mixture contains another mixture, the tasks of the inner mixture share the rate
+    of the inner mixture.
+
+    name: the name of a mixture or of a single task. cfg: the Config. examples: a function
+    that returns the number of training examples of a task. This function is used only for
+    rates that are a BySize. within: the names of the mixtures that contain this mixture.
+    The function raises UserError if the mixture is not a valid dict.
     """
     if name not in MIXTURES:
         return {name: 1.0}
@@ -2237,7 +2360,7 @@ def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
         entries = dict(entries(cfg) if callable(entries) else entries)
     except UserError:
         raise
-    except Exception as error:  # the entries may come from a recipe file
+    except Exception as error:  # a recipe file may have defined the mixture
         raise UserError(
             f"The mixture {name} is not a dict of rates ({error!r}): correct its entry "
             f"in MIXTURES."
@@ -2248,8 +2371,9 @@ def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
             rate = rate.of(examples(member))
         if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
             raise UserError(
-                f"The rate of {member} in the mixture {name} is {rate}: give a number "
-                f"of at least 0, or BySize with a maximum if {member} is one task."
+                f"The mixture {name} has the invalid rate {rate} for {member}: use a "
+                f"number of at least 0. For a single task, BySize with a maximum is "
+                f"allowed too."
             )
         inner = mixture_rates(member, cfg, examples, (*within, name))
         total = sum(inner.values())
@@ -2263,12 +2387,14 @@ def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
 
 
 def find_task(name, cfg):
-    """Return the Task of this name.
+    """Return the Task with a given name.
 
-    name: a key of TASKS, a folder of P3 if --data.source names P3, or KIND:NAME of a
-    source with the fields inputs and targets. --data.source replaces the source of the
-    task --data.task. Raises UserError if there is no such task or if the task has no
-    source.
+    The flag --data.source replaces the data source of the task that --data.task names.
+    The function raises UserError if the task does not exist.
+
+    name: a key of TASKS, or a folder of the dataset collection P3, or a data source in
+    the form KIND:NAME. A folder of P3 is found only if --data.source names P3. A data
+    source must have the fields inputs and targets. cfg: the Config.
     """
     task = TASKS.get(name)
     if task is None:
@@ -2293,9 +2419,10 @@ def find_task(name, cfg):
 
 
 def check_tasks(cfg):
-    """Raise a UserError if a task is unknown or cannot use the given sources."""
+    """Raise UserError if a task of the run is unknown or has an invalid data source."""
     data = cfg.data
-    # T0's mixtures are the exception, because they need --data.source to find P3.
+    # The tasks of a mixture have their own sources. T0's mixtures are an exception,
+    # because --data.source tells them where P3 is stored.
     other_source = data.validation_source or data.source and not p3_root(cfg)
     if data.task in MIXTURES and other_source:
         raise UserError(
@@ -2308,9 +2435,11 @@ def check_tasks(cfg):
 
 
 def open_task(name, split, cfg):
-    """Return the Task of this name and the SourceFiles of one split.
+    """Return a pair of the Task with a given name and the SourceFiles of one split.
 
-    Raises MissingSplit or MissingSource if the split or the source does not exist.
+    name: the name of the task. split: the name of the split. cfg: the Config. The
+    function raises MissingSplit or MissingSource if the split or the data source does not
+    exist.
     """
     task = find_task(name, cfg)
     validation_source = cfg.data.validation_source
@@ -2322,11 +2451,14 @@ def open_task(name, split, cfg):
 
 
 def open_all(wanted):
-    """Open the splits of several tasks.
+    """Open the splits of several tasks and collect the errors.
 
-    wanted: a list of (task, split, Config). Returns {task: (Task, SourceFiles)} and a
-    list of the MissingSplit errors of the tasks that lack the split. Raises one
-    MissingSource that names all missing sources.
+    The result is a pair. The first value is a dict from the name of a task to a pair
+    (Task, SourceFiles). The second value is a list with a MissingSplit error for each
+    task that lacks the split. If data sources are missing, one MissingSource error names
+    all of the missing sources.
+
+    wanted: a list of triples (name of a task, name of a split, Config).
     """
     opened = {}
     missing_splits = []
@@ -2339,22 +2471,31 @@ def open_all(wanted):
         except MissingSource as error:
             missing_sources.update([error.args])
     if missing_sources:
-        remedies = dict.fromkeys(missing_sources.values())  # each remedy once, in order
+        # dict.fromkeys removes duplicates and keeps the order.
+        remedies = dict.fromkeys(missing_sources.values())
         raise MissingSource(";\n".join(missing_sources), " ".join(remedies))
     return opened, missing_splits
 
 
 def evaluated_tasks(cfg):
-    """Return the tasks that a run evaluates, from --data.eval_tasks or --data.task."""
+    """Return the names of the tasks that a run evaluates.
+
+    The names come from the flag --data.eval_tasks. If this flag is empty, the names come
+    from --data.task.
+    """
     names = (cfg.data.eval_tasks or cfg.data.task).split(",")
     return [task for name in names for task in mixture_rates(name.strip(), cfg)]
 
 
 def open_tasks(cfg, split="train"):
-    """Return {task: (Task, SourceFiles)} for the tasks that --data.task trains on.
+    """Open the tasks that a run trains on.
 
-    These tasks have a rate above 0. If the run also evaluates, the sources of the
-    evaluated tasks are opened, too, so that one error names all missing sources.
+    The result is a dict from the name of a task to a pair (Task, SourceFiles). Tasks with
+    the rate 0 are not trained on, so they are left out. If the run also evaluates, the
+    data sources of the evaluated tasks are opened, too. So one error message names all
+    missing sources before training begins.
+
+    cfg: the Config. split: the name of the split.
     """
     names = [name for name, rate in mixture_rates(cfg.data.task, cfg).items() if rate]
     wanted = [(name, split, cfg) for name in names]
@@ -2369,9 +2510,10 @@ def open_tasks(cfg, split="train"):
 
 
 def source_fields(cfg):
-    """Return {field of the task: field of the source}, as given by --data.fields.
+    """Parse the flag --data.fields, which renames the fields of a data source.
 
-    For example, --data.fields text=content gives {"text": "content"}.
+    The result is a dict from the field that the task expects to the field in the data
+    source. For example, --data.fields text=content gives {"text": "content"}.
     """
     fields = cfg.data.fields
     try:
@@ -2386,13 +2528,16 @@ def source_fields(cfg):
 
 
 def formatted_examples(source_file, bad, task, cfg, size=math.inf):
-    """Yield the examples of a SourceFile after the format of the task was applied.
+    """Yield the examples of a SourceFile in the format of a task.
 
-    source_file: a SourceFile. size: the size of the vocabulary, which all token ids must
-    be below. Each result is (where, number of the example in the SourceFile, formatted
-    dict, texts). `texts` has a text or an array of ids for each feature of the objective.
-    Examples without text are left out. Examples that cannot be used are reported to
-    `bad`.
+    Each result is a tuple (where, number, row, texts). `where` is the place of the
+    example for messages. `number` is the position of the example in the SourceFile. `row`
+    is the formatted example as a dict. `texts` holds the text or the array of token ids
+    for each feature of the training objective. Examples without text are left out.
+
+    source_file: a SourceFile. bad: a function to which invalid examples are reported.
+    task: the Task. cfg: the Config. size: the size of the vocabulary. Token ids must be
+    below this size.
     """
     names = source_fields(cfg)
     features = task.objective.features
@@ -2416,17 +2561,20 @@ def formatted_examples(source_file, bad, task, cfg, size=math.inf):
                     yield where, number, row, texts
         except UserError:
             raise
-        except Exception as error:  # the format may be a function of a recipe file
+        except Exception as error:  # a recipe file may have defined the format
             problem = f"no {error}" if isinstance(error, KeyError) else repr(error)
             fields = ", ".join(map(str, example))
             bad(where, f"does not fit the task: {problem} (its fields are {fields})")
 
 
 def invalid_reason(value, size):
-    """Return why a value cannot be tokenized, or None if it can.
+    """Return the reason why a value cannot be tokenized, or None if it can be tokenized.
 
-    A value must be text or a list of ids below `size`. The reason completes the sentence
-    "The example has ...".
+    A valid value is a text or a list of token ids. The reason is the end of a sentence
+    that begins with "The example has".
+
+    value: a field of an example. size: the size of the vocabulary. Token ids must be
+    below this size.
     """
     if isinstance(value, str):
         try:
@@ -2435,7 +2583,7 @@ def invalid_reason(value, size):
             return "half of a character (a lone surrogate)"
         return None
     # Numbers that are too large, and lists of different lengths, raise an exception.
-    # np.array(None) has no dimension, so it is not a list of ids either.
+    # In this case, `ids` stays an array without dimensions, which is reported below.
     ids = np.array(None)
     with contextlib.suppress(ValueError, OverflowError):
         ids = np.asarray(value)

@@ -279,7 +279,7 @@ def rank_classification(targets, scores, num_classes=None, normalize=False):
     """
     indices, correct, weights, lengths = map(np.array, zip(*targets))
     if len(np.unique(indices, axis=0)) < len(indices):
-        raise ValueError("a choice of an example occurs twice")
+        raise ValueError("two answer choices have the same index")
     scores = np.float32(np.divide(scores, lengths) if normalize else scores)
     # `groups` lists, for each example, the positions of its choices in `targets`.
     groups = collections.defaultdict(list)
@@ -736,8 +736,10 @@ def read_metrics(folders, prefix=""):
 
 
 def mean_of(values, columns):
-    """Return the mean of some columns of {column: value}. Missing columns do not
-    count."""
+    """Return the mean of some columns. A column without a value does not count.
+
+    values: {column: value}.
+    """
     return np.mean([values[column] for column in columns if column in values])
 
 
@@ -928,13 +930,15 @@ def main(argv):
         for name, task_cfg in tasks.items():
             has_metrics = data.find_task(name, task_cfg).metrics
             mode = args.mode or ("predict" if has_metrics else "loss")
-            print(f"{args.run_dir}, step {step:,}, {name}, {args.split}, {mode}")
             evaluation = evaluations[mode]
             start = time.perf_counter()
             metrics, lines = evaluation(params, task_cfg, mesh, args.split, tokenizer)
             seconds = time.perf_counter() - start
-            if lines:
-                print(f"  {len(lines):,} lines, {len(lines) / seconds:.4g} lines/s")
+            title = f"{args.run_dir}, step {step:,}, {name}, {args.split}, {mode}"
+            # With --mode rank, each example has a line for each answer choice.
+            examples = {line["idx"][0] for line in lines} if mode == "rank" else lines
+            count = f"{len(examples):,} examples in " if lines else ""
+            print(f"{title}: {count}{seconds:.3g} s")
             for metric, value in metrics.items():
                 print(f"  {metric:22} {value:.4f}")
             name = recorded_name(name, mode, args, changed)

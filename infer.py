@@ -1,9 +1,9 @@
 """Generate text with a trained T5, or score given targets.
 
-A run directory and texts go in. Generated texts, log-probabilities of given targets, or
-vectors of the encoder come out. The encoder runs once for each input. The decoder then
-generates one id after another, and keeps the keys and values of earlier positions in a
-cache.
+This command loads a trained model from a run directory, and reads texts. For each text,
+it writes the generated text, the log-probability of a given target, or the vectors of the
+encoder. The encoder runs once for each text. The decoder then generates one token after
+another. A cache keeps the keys and values of earlier positions.
 
     python infer.py --run_dir runs/tiny "Return the <extra_id_0> of the list."
     python infer.py --run_dir runs/tiny < texts         one output line per input line
@@ -12,16 +12,18 @@ cache.
     python infer.py --run_dir RUN --input IN.jsonl --output OUT.npz --mode encode
     python infer.py --run_dir RUN --input task:glue_rte_v002:validation --output OUT.jsonl
 
-Each line of IN.jsonl has "inputs" and, for --mode score, "targets". Both are texts or
-lists of ids. Ids are used exactly as given. OUT.jsonl has the same lines in the same
-order, with a new field "prediction" or "score".
+Each line of IN.jsonl has a field "inputs". For --mode score, each line also has a field
+"targets". Both fields are texts or lists of token ids. Lists of ids are neither truncated
+nor extended by EOS. OUT.jsonl has the lines of IN.jsonl in the same order, with a new
+field "prediction" or "score".
 
-With --mode encode, a line gets the field "ids" and a field for the encoder's vectors.
-This field is "mean", "first" or, with --pool none, "vectors". OUT.npz holds the
-concatenated ids and vectors of all lines, and the number of ids of each line.
+With --mode encode, each line gets a field "ids" and a field with vectors of the encoder.
+The name of the second field depends on --pool. The name is "mean" for --pool mean,
+"first" for --pool first, and "vectors" for --pool none. OUT.npz has three arrays: the
+ids of all lines, the vectors of all lines, and the number of ids in each line.
 
-An output does not depend on the other examples in its batch. Several machines can share
-an input if each machine takes one --shard.
+The result for a line does not depend on the other lines in the same batch. Several
+machines can share an input file if each machine is given a different --shard.
 
 Example: three steps of greedy decoding, with a vocabulary of ten ids. EOS has id 1.
 
@@ -33,7 +35,7 @@ Example: three steps of greedy decoding, with a vocabulary of ten ids. EOS has i
     >>> state.ids.tolist()
     [[[7, 1, 0]]]
 
-Shapes use the letters of model.py. In this file, three more letters are used:
+Shapes use the letters of model.py. This file also uses three other letters:
 
     N outputs of an example (samples or beams)   S input length   T maximum output length
 """
@@ -63,51 +65,63 @@ from configs import DecodeConfig, UserError, note
 
 # ---- the cache and one decoding step ---------------------------------------------------
 # The decoder is causal, so the keys and values of a position do not depend on later
-# positions. Decoding computes the keys and values of each position once and stores them
-# in a cache. Each step runs the layers for the newest position only.
+# positions. Decoding computes the keys and values of each position once, and stores the
+# keys and values in a cache. Each decoding step runs the decoder layers for the newest
+# position only.
 
 
-# This function computes an einsum in float32. The section "What the compiler is told"
-# below defines a function with equal results that is faster on a TPU.
+# `einsum` computes jnp.einsum in float32. The section "What the compiler is told" below
+# defines another `einsum`, which has the same results but is faster on a TPU.
 einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def cached_attention(q, k, v, bias, mask):
-    """Compute softmax(q k^T + bias) v for the newest position of N beams.
+    """Compute attention, softmax(q k^T + bias) v, for the newest position of N beams.
 
-    q has the shape [B, H, N, C]. k and v have the shape [B, H, K, C]. bias is None or
-    broadcasts to [B, H, N, K]. mask is True where a query may attend to a key. Returns
-    [B, H, N, C] in the dtype of v.
+    The queries `q` have the shape [B, H, N, C]. The keys `k` and the values `v` have the
+    shape [B, H, K, C]. The position bias `bias` is None, or can be broadcast to
+    [B, H, N, K]. The boolean array `mask` is True where a query may attend to a key. The
+    result has the shape [B, H, N, C] and the dtype of `v`.
     """
     scores = einsum("bhqc,bhkc->bhqk", q, k)
     if bias is not None:
         scores = scores + bias
     scores = jnp.where(mask, scores, -1e10)
-    # Subtracting the maximum keeps exp from overflowing and does not change the softmax.
+    # Subtract the maximum, so that exp does not overflow. The softmax does not change.
     weights = jnp.exp(scores - scores.max(-1, keepdims=True))
     out = einsum("bhqk,bhkc->bhqc", weights.astype(v.dtype), v)
-    # Dividing after the matmul gives the same softmax with fewer divisions.
+    # Normalize the softmax after the matmul. The result is the same, but fewer numbers
+    # are divided.
     return (out / weights.sum(-1, keepdims=True)).astype(v.dtype)
 
 
 def init_cache(params, cfg, encoded, length, beams=1):
-    """Create an empty cache, and compute what stays the same in all decoding steps.
+    """Create an empty cache, and compute the arrays that all decoding steps share.
 
-    encoded [B, S, D] is the output of the encoder. Returns two lists with one entry for
-    each decoder layer. The first list is the cache. Its entries are pairs of keys and
-    values [B, H, length * beams, C], which are zero. Each entry of the second list has:
-    - the weights of the layer in the compute dtype,
-    - the keys and values [B, H, S, C] of cross-attention, which all beams share,
-    - the relative bias of self-attention, [copies, H, length, length]
-      (see model.relative_bias).
+    encoded: the output of the encoder, of shape [B, S, D].
+    length: the maximum number of ids that the decoder generates.
+    beams: the number of beams or samples of each example.
+
+    Returns two lists. Both lists have one element for each decoder layer. The first list
+    is the cache. Its elements are pairs (keys, values) for self-attention. The keys and
+    the values have the shape [B, H, length * beams, C], and are filled with zeros.
+
+    The elements of the second list are tuples of three values:
+    - The weights of the layer, in the dtype of `encoded`.
+    - The pair (keys, values) for cross-attention. Keys and values have the shape
+      [B, H, S, C], and all beams share them.
+    - The position bias of self-attention, from model.relative_bias. The bias has the
+      shape [1, H, length, length]. On a mesh, the first axis may have one copy of the
+      bias for each device of the "data" axis.
     """
     stack = params["decoder"]
     table = model.param_table(cfg)["decoder"]["layers"]
     shared = model.relative_bias(stack, length, length, False, cfg)
     cache = []
     fixed = []
-    # The layers are sliced from the stacked weights here, once. If lax.scan ran the
-    # layers, XLA would copy every slice again in each decoding step.
+    # The parameters of all layers are stacked in one array. The layers are sliced from
+    # this array here, before the decoding loop. If lax.scan ran the layers in the
+    # decoding loop, XLA would copy each slice in every decoding step.
     for i in range(cfg.num_decoder_layers):
         weights = jax.tree.map(lambda w: w[i].astype(encoded.dtype), stack["layers"])
         weights = model.reshard_for_compute(weights, table)
@@ -124,38 +138,46 @@ def init_cache(params, cfg, encoded, length, beams=1):
 
 
 def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=None):
-    """Run the decoder for the position `at` of all beams.
+    """Run the decoder for position `at` of all beams, and return the next logits.
 
-    ids [B, N] are the decoder's inputs at this position. input_segments [B, S] is 0 at
-    padding. cache and fixed come from init_cache. ancestors [B, N, T] gives, for each
-    beam and position, the beam (0 to N - 1) that wrote the key and value at that
-    position. If ancestors is None, every beam reads only its own keys and values.
-    Returns the float32 logits [B, N, V] of the next id, and the cache with the keys and
-    values of this position.
+    ids: the decoder's input ids at position `at`, of shape [B, N].
+    cache, fixed: the two lists that init_cache returns.
+    input_segments: an array of shape [B, S], which is 0 at padding.
+    ancestors: None, or an array of shape [B, N, T] with numbers of beams. For example,
+        ancestors[b, 2, 5] = 0 says that beam 2 continues an output for which beam 0
+        computed the key and the value of position 5. If `ancestors` is None, every beam
+        uses only the keys and values that this beam has computed.
 
-    The N beams of an example are N queries of one attention over the keys of all N beams,
-    and the mask selects the keys of a beam's ancestors. When beam search reorders its
-    beams, `ancestors` changes, but keys and values are never copied.
+    Returns a pair (logits, cache). The logits are float32 and have the shape [B, N, V].
+    The returned cache includes the keys and values of position `at`.
+
+    All N beams of an example attend to the keys of all N beams together. A mask hides the
+    keys that do not belong to the output of a beam. When beam search reorders the beams,
+    only `ancestors` changes. Keys and values are not copied.
     """
     N = ids.shape[1]
     length = cache[0][0].shape[2] // N
     if ancestors is None:
         ancestors = jnp.arange(N)[None, :, None]
-    # Keys are sorted by position, and the keys of a position are sorted by beam. A beam
-    # sees a key if the position of the key is not in the future, and if the ancestor of
-    # the beam at this position wrote the key.
+    # Keys are sorted by position, and the keys of one position are sorted by beam. A beam
+    # may attend to a key under two conditions. The position of the key is at most `at`.
+    # The beam that computed the key is the ancestor of the attending beam at the key's
+    # position.
     not_future = (jnp.arange(length) <= at)[:, None]
     visible = not_future & (ancestors[..., None] == jnp.arange(N))  # [B or 1, N, T, N]
     rows = model.sharding_of(visible)[0]
     self_mask = visible.reshape(len(visible), 1, N, length * N, out_sharding=P(rows))
-    # Every query sees all inputs except padding.
+    # Every query attends to all input ids except padding. attention_mask compares the
+    # segment numbers of queries and keys. The segments of all queries are 1, and
+    # `input_segments > 0` is True, which equals 1, except at padding.
     query_segments = jnp.ones_like(input_segments[:, :1])
     cross_mask = model.attention_mask(query_segments, input_segments > 0)
 
     x = model.embed(params, ids, cfg, None)
     new_cache = []
     for stored, (weights, cross, biases) in zip(cache, fixed):
-        # All beams of a position share the bias, so each element is repeated N times.
+        # The bias of position `at` is the same for all N beams. The keys of one position
+        # are N neighbors, so each number of the bias is repeated N times.
         bias = lax.dynamic_slice_in_dim(biases, at, 1, axis=2)
         bias = jnp.repeat(bias, N, axis=3)
         h = model.rms_norm(x, weights["self_attention"]["norm"])
@@ -166,7 +188,8 @@ def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=No
             for old, new in zip(stored, added)
         )
         new_cache.append((keys, values))
-        # Each device attends to its own examples and heads.
+        # With shard_map, each device computes the attention of its own examples and
+        # heads.
         attend = jax.shard_map(cached_attention, out_specs=model.sharding_of(values))
         x = model.decoder_layer(
             weights,
@@ -185,22 +208,34 @@ def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=No
 
 
 # ---- greedy decoding -------------------------------------------------------------------
-# A decoding method consists of three functions, which `generate` calls. `start` creates
-# a state. `step` chooses the next ids from the logits. `result` returns the ids and their
-# scores. Each device calls the three functions with its own rows of the batch.
+# A decoding method consists of three functions, which the function `generate` below
+# calls. `start` creates a state. `step` chooses the next ids from the logits. `result`
+# returns the generated ids and the scores of the outputs. Under shard_map, each device
+# runs these functions for the rows of the batch that the device holds.
 
 
 class GreedyState(NamedTuple):
-    """State of greedy decoding (N = 1) and of sampling (N samples of each example)."""
+    """The state of greedy decoding or sampling, after some ids were generated.
 
-    ids: jax.Array  # [B, N, T] generated ids, 0 after EOS
-    scores: jax.Array  # [B, N] sum of the log-probabilities of the ids
-    done: jax.Array  # [B, N] whether the output has ended with EOS
-    rows: jax.Array  # [B] numbers of the examples, from which random keys are made
+    Greedy decoding has N = 1 output for each example. Sampling has N samples.
+    """
+
+    # The generated ids, of shape [B, N, T]. The ids after EOS are 0.
+    ids: jax.Array
+    # The sum of the log-probabilities of the ids of each output, of shape [B, N].
+    scores: jax.Array
+    # Whether each output has ended with EOS, of shape [B, N].
+    done: jax.Array
+    # The number of each example, of shape [B]. Sampling derives random keys from it.
+    rows: jax.Array
 
 
 def start_greedy(rows, N, length):
-    """Create N empty outputs for each example. rows [B] numbers the examples."""
+    """Create the state of greedy decoding or sampling, with N empty outputs per example.
+
+    rows: the number of each example, of shape [B].
+    length: the maximum number of ids that the decoder generates.
+    """
     shape = (len(rows), N)
     return GreedyState(
         ids=jnp.zeros((*shape, length), jnp.int32),
@@ -211,14 +246,21 @@ def start_greedy(rows, N, length):
 
 
 def greedy_step(state, logits, at):
-    """Append the likeliest id to each output, given logits [B, N, V] of position `at`."""
+    """Append the id with the largest logit to each output, and return the new state.
+
+    logits: the logits of the id at position `at`, of shape [B, N, V].
+    """
     return append_ids(state, jnp.argmax(logits, axis=-1), logits, at)
 
 
 def append_ids(state, ids, logits, at):
-    """Write the chosen ids [B, N] at position `at`, and update scores and `done`.
+    """Append the chosen ids to the outputs, and return the new GreedyState.
 
-    An output that has ended gets padding, and its score stays the same.
+    ids: the chosen ids for position `at`, of shape [B, N].
+    logits: the logits of the id at position `at`, of shape [B, N, V].
+
+    The log-probability of a chosen id is added to the score of the output. If an output
+    has already ended with EOS, padding is appended, and the score does not change.
     """
     ids = jnp.where(state.done, data.PAD, ids).astype(jnp.int32)
     log_probs = jax.nn.log_softmax(logits)
@@ -231,34 +273,48 @@ def append_ids(state, ids, logits, at):
 
 
 def greedy_result(state):
-    """Return the ids [B, N, T] and scores [B, N] of the outputs, best output first."""
+    """Return the generated ids and the scores of all outputs of a GreedyState.
+
+    The ids have the shape [B, N, T], and the scores have the shape [B, N]. The outputs of
+    an example are sorted by score, and the output with the highest score comes first.
+    """
     order = jnp.argsort(-state.scores, axis=1)
     return take_beams(state.ids, order), take_beams(state.scores, order)
 
 
 def take_beams(array, beams):
-    """Select beams or samples of each example by their numbers.
+    """Select M of the N beams or samples of each example.
 
-    array [B, N, ...] and beams [B, M], with numbers from 0 to N - 1. Returns [B, M, ...].
+    array: an array of shape [B, N, ...].
+    beams: the numbers of the selected beams, of shape [B, M]. Beams are numbered from 0.
+
+    The result has the shape [B, M, ...].
     """
     return jax.vmap(lambda outputs, numbers: outputs[numbers])(array, beams)
 
 
 # ---- sampling --------------------------------------------------------------------------
-# Sampling uses the state of greedy decoding. The next id is drawn at random from the
-# distribution of the model. temperature, top_k and top_p may change this distribution.
+# Sampling uses the state of greedy decoding, a GreedyState. The next id is drawn at
+# random from the model's probability distribution. The options `temperature`, `top_k` and
+# `top_p` may change this distribution.
 
 
 def sampling_step(state, logits, at, *, decode, seed):
-    """Append a randomly drawn id to each sample, given logits [B, N, V] of position `at`.
+    """Append a randomly drawn id to each sample, and return the new GreedyState.
 
-    The score of a sample uses the probabilities before temperature, top_k and top_p.
+    logits: the logits of the id at position `at`, of shape [B, N, V].
+    decode: a DecodeConfig with the options `temperature`, `top_k` and `top_p`.
+    seed: the seed of the random numbers.
+
+    The score of a sample is computed from the unchanged logits. The three options do not
+    affect the score of an id.
     """
     temperature = max(decode.temperature or 1.0, 1e-4)
     filtered = filter_logits(logits / temperature, decode.top_k, decode.top_p)
 
-    # The random key depends on the seed, the example, the sample and the position. It
-    # does not depend on the batch that the example is in.
+    # The random key depends on the seed and on three numbers: the number of the example,
+    # the number of the sample, and the position. Therefore the random samples of an
+    # example do not depend on the other examples in the batch.
     def draw(row, sample, logits):
         key = jax.random.key(seed)
         for number in (row, sample, at):
@@ -272,20 +328,22 @@ def sampling_step(state, logits, at, *, decode, seed):
 
 
 def filter_logits(logits, top_k, top_p):
-    """Set the logits of unlikely ids to -inf, so that they are never drawn.
+    """Set the logits of improbable ids to -inf, so that these ids are never drawn.
 
-    top_k keeps the k likeliest ids. top_p keeps the smallest set of likeliest ids whose
-    probabilities sum to at least top_p. This is nucleus sampling (Holtzman et al. 2020).
-    A value of 0 for top_k or top_p removes no ids.
+    top_k: the number of most probable ids to keep. 0 keeps all ids.
+    top_p: the probability that the kept ids must have together. The fewest ids with at
+        least this probability are kept, beginning with the most probable id. This is
+        nucleus sampling (Holtzman et al. 2020). 0 keeps all ids.
     """
     if top_k:
         top = lax.top_k(logits, min(top_k, logits.shape[-1]))[0]
-        # Ids with the same logit as the k-th likeliest id are kept, as in T5X.
+        # `top[..., -1:]` is the k-th largest logit. As in T5X, all ids with this logit
+        # are kept, even if more than k ids are kept.
         logits = jnp.where(logits < top[..., -1:], -jnp.inf, logits)
     if 0 < top_p < 1:
         ordered = -jnp.sort(-logits, axis=-1)
         probs = jax.nn.softmax(ordered)
-        # An id is kept if the probabilities of all likelier ids sum to less than top_p.
+        # An id is kept if the more probable ids together have a probability below top_p.
         kept = jnp.cumsum(probs, axis=-1) - probs < top_p
         smallest = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
         logits = jnp.where(logits < smallest, -jnp.inf, logits)
@@ -293,44 +351,56 @@ def filter_logits(logits, top_k, top_p):
 
 
 # ---- beam search -----------------------------------------------------------------------
-# This is the beam search of T5X (t5x/decoding.py). It keeps the N best unfinished outputs
-# of each example, the live beams. Every step extends all live beams by all ids, and finds
-# the 2N best extensions. Extensions that end with EOS compete for the N places of
-# finished outputs. The N best of the remaining extensions become the new live beams. At
-# most one extension of each live beam ends with EOS, so at least N extensions remain.
+# This section implements the beam search of T5X (t5x/decoding.py). Beam search keeps the
+# N best unfinished outputs of each example. These outputs are called live beams. Every
+# step extends each live beam by each id of the vocabulary, and selects the 2N best
+# extended outputs. An extended output that ends with EOS is a finished output. The N best
+# finished outputs are kept. Of the other extended outputs, the N best become the new live
+# beams. At most one extended output of each live beam ends with EOS. Therefore at least N
+# of the 2N extended outputs do not end with EOS.
 
-# Adding this number to the score of a beam excludes the beam. The number is T5X's.
+# To exclude an output from a selection, this number is added to the score of the output.
+# T5X uses the same number.
 MASKED_SCORE = -1e7
 
 
 class BeamState(NamedTuple):
-    """State of beam search, with N live beams and up to N finished outputs.
+    """The state of beam search, with N live beams and at most N finished outputs.
 
-    The best live beam and the best finished output come first. A score is a sum of
-    log-probabilities. The scores of finished outputs are divided by length_penalty.
+    Live beams are outputs that do not end with EOS yet. Live beams and finished outputs
+    are sorted by score, and the highest score comes first. The score of a live beam is
+    the sum of the log-probabilities of all ids in the beam. The score of a finished
+    output is this sum, divided by length_penalty.
     """
 
-    # [B, N, T] ids of the live beams, which do not end with EOS
+    # The ids of the live beams, of shape [B, N, T].
     ids: jax.Array
-    # [B, N] scores of the live beams, without length penalty
+    # The scores of the live beams, of shape [B, N].
     live_scores: jax.Array
-    # [B, N, T] ids of the finished outputs, which end with EOS
+    # The ids of the finished outputs, of shape [B, N, T].
     finished_ids: jax.Array
-    # [B, N] scores of the finished outputs, with length penalty
+    # The scores of the finished outputs, of shape [B, N].
     finished_scores: jax.Array
-    # [B, N] whether this place holds a finished output
+    # A boolean array of shape [B, N]. finished[b, n] is True if finished_ids[b, n] holds
+    # a finished output, and False if finished_ids[b, n] is still unused.
     finished: jax.Array
-    # [B, N, T] the beam that wrote the key that a live beam reads, for each position
+    # The numbers of beams, of shape [B, N, T]. ancestors[b, 2, 5] = 0 says that live beam
+    # 2 continues an output for which beam 0 computed the key and the value of position 5.
     ancestors: jax.Array
-    # [B, 1] whether the search of an example has ended
+    # Whether the search for the outputs of each example has ended, of shape [B, 1].
     done: jax.Array
 
 
 def start_beams(rows, N, length):
-    """Create the state of beam search for len(rows) examples.
+    """Create the state of beam search with N empty live beams for each example.
 
-    At first all N live beams are empty, so all beams would have the same extensions.
-    Therefore only the first live beam gets the score 0. The other beams are masked.
+    Live beams are outputs that do not end with EOS yet. All live beams are empty at
+    first, so the first step would extend all beams in the same way. Therefore only the
+    first beam gets the score 0. The other beams get the score MASKED_SCORE, which
+    excludes them.
+
+    rows: an array with one number for each example.
+    length: the maximum number of ids that the decoder generates.
     """
     shape = (len(rows), N)
     no_ids = jnp.zeros((*shape, length), jnp.int32)
@@ -347,9 +417,14 @@ def start_beams(rows, N, length):
 
 
 def length_penalty(tokens, decode):
-    """Return the divisor of the score of an output of `tokens` ids, including EOS.
+    """Return the number by which the score of an output is divided.
 
-    The penalty "gnmt" is used by T5X (Wu et al. 2016). "length" is used by Hugging Face.
+    A score is a sum of log-probabilities, so long outputs have lower scores than short
+    outputs. Dividing by this number reduces the difference.
+
+    tokens: the number of ids in the output, including EOS.
+    decode: a DecodeConfig. T5X uses the penalty "gnmt" (Wu et al. 2016). Hugging Face
+        uses the penalty "length".
     """
     if decode.penalty == "gnmt":
         return ((5 + tokens) / 6) ** decode.alpha
@@ -357,27 +432,35 @@ def length_penalty(tokens, decode):
 
 
 def beam_step(state, logits, at, *, decode):
-    """Extend the live beams by one id, given logits [B, N, V] of position `at`."""
+    """Extend the live beams by one id, and return the new BeamState.
+
+    Live beams are outputs that do not end with EOS yet.
+
+    logits: the logits of the id at position `at`, of shape [B, N, V].
+    decode: a DecodeConfig, which selects the length penalty.
+    """
     B, N, V = logits.shape
     length = state.ids.shape[-1]
 
-    # Find the 2N best extensions of each live beam, and then the 2N best of all beams.
+    # Find the 2N best ids for each live beam. Then find the 2N best extended outputs of
+    # each example.
     scores = jax.nn.log_softmax(logits) + state.live_scores[..., None]
     scores, ids = lax.top_k(scores, min(2 * N, V))
     width = scores.shape[-1]
     scores, best = lax.top_k(scores.reshape(B, -1), 2 * N)
-    parents = best // width  # the live beam that each extension continues
+    # `parents` holds the number of the live beam that each extended output continues.
+    parents = best // width
     ids = take_beams(ids.reshape(B, -1), best)
     extended = take_beams(state.ids, parents).at[:, :, at].set(ids)
     ends = ids == data.EOS
 
-    # The N best extensions that do not end with EOS become the live beams.
+    # The N best extended outputs that do not end with EOS become the new live beams.
     live_scores, best = lax.top_k(scores + jnp.where(ends, MASKED_SCORE, 0.0), N)
     live_ids = take_beams(extended, best)
     parents = take_beams(parents, best)
 
-    # Extensions that end with EOS compete with the outputs that finished earlier. The N
-    # outputs with the best scores are kept.
+    # Extended outputs that end with EOS are finished. Together with the outputs that
+    # finished in earlier steps, the N finished outputs with the best scores are kept.
     scores = scores / length_penalty(at + 1.0, decode)
     scores = scores + jnp.where(ends, 0.0, MASKED_SCORE)
     finished_scores = jnp.concatenate([state.finished_scores, scores], axis=1)
@@ -385,14 +468,17 @@ def beam_step(state, logits, at, *, decode):
     finished_ids = jnp.concatenate([state.finished_ids, extended], axis=1)
     finished = take_beams(jnp.concatenate([state.finished, ends], axis=1), best)
 
-    # Scores of live beams only decrease, and the longest output has the largest penalty.
-    # This gives an upper bound for the score of a live beam. The search ends when N
-    # outputs have finished and their scores are greater than this bound.
+    # The search ends when N outputs have finished and no live beam can get a better
+    # score. The sum of log-probabilities of a live beam is negative, and can only
+    # decrease. A negative sum gives the highest score if the divisor is the largest one.
+    # No output has more than length + 1 ids, so the divisor for length + 1 ids gives an
+    # upper bound.
     bound = live_scores[:, :1] / length_penalty(length + 1.0, decode)
     done = finished.all(1, keepdims=True) & (finished_scores[:, -1:] > bound)
 
-    # A beam inherits the ancestors of its parent. The parent wrote the keys of this
-    # position. The beam itself will write the keys of the next position.
+    # The parent of a new live beam is the old live beam that the new beam continues. The
+    # new beam copies the ancestors of the parent. The parent computed the keys of
+    # position `at`. The new beam will compute the keys of position `at + 1`.
     ancestors = take_beams(state.ancestors, parents).at[:, :, at].set(parents)
     ancestors = ancestors.at[:, :, at + 1].set(jnp.arange(N))
     return BeamState(
@@ -407,9 +493,11 @@ def beam_step(state, logits, at, *, decode):
 
 
 def beam_result(state):
-    """Return the finished outputs [B, N, T] and their scores [B, N], the best first.
+    """Return the ids and the scores of the finished outputs of a BeamState.
 
-    An example without a finished output gets its live beams.
+    The ids have the shape [B, N, T], and the scores have the shape [B, N]. The output
+    with the highest score comes first. If no output of an example has finished, the
+    unfinished outputs of this example are returned.
     """
     any_finished = state.finished.any(1, keepdims=True)
     ids = jnp.where(any_finished[..., None], state.finished_ids, state.ids)
@@ -430,25 +518,28 @@ def generate(
     rows=None,
     seed=0,
 ):
-    """Generate N outputs for each example, in one compiled loop over the positions.
+    """Generate N outputs for each example by greedy decoding, sampling or beam search.
 
-    inputs [B, S]: the ids of the inputs.
-    input_segments [B, S]: 0 at padding.
+    inputs: the input ids, of shape [B, S].
+    input_segments: an array of shape [B, S], which is 0 at padding.
     cfg: a ModelConfig.
     length: the maximum number of generated ids, including EOS.
     decode: a DecodeConfig, which selects the decoding method. N is decode.beams in beam
         search, decode.num_return in sampling, and 1 in greedy decoding.
-    rows [B]: the numbers of the examples. Random samples depend on the number of an
-        example and on the seed, but not on the other examples in the batch.
-    Returns ids [B, N, length], which are 0 after EOS, and scores [B, N]. The best output
-    of each example comes first.
+    rows: the number of each example, of shape [B]. The random samples of an example
+        depend on this number and on the seed, but not on the other examples in the batch.
+    seed: the seed of the random samples.
+
+    Returns a pair (ids, scores). The ids have the shape [B, N, length], and are 0 after
+    EOS. The scores have the shape [B, N]. The output with the highest score comes first.
     """
     if decode.beams:
         N = decode.beams
         start, result = start_beams, beam_result
         step = functools.partial(beam_step, decode=decode)
     elif decode.temperature > 1e-4 or decode.top_k or decode.top_p:
-        # As in T5X, a temperature of at most 1e-4 means greedy decoding.
+        # Without top_k and top_p, a temperature of at most 1e-4 means greedy decoding, as
+        # in T5X.
         N = decode.num_return
         start, result = start_greedy, greedy_result
         step = functools.partial(sampling_step, decode=decode, seed=seed)
@@ -461,7 +552,8 @@ def generate(
     rows = jax.reshard(rows.astype(jnp.uint32), P("data"))
     encoded = model.encode(params, cfg, inputs, input_segments)
     cache, fixed = init_cache(params, cfg, encoded, length, N)
-    # Under shard_map, each device runs a decoding method for its own rows of the batch.
+    # `for_own_rows` is a decorator. Each device calls the decorated function with the
+    # rows of the batch that the device holds.
     for_own_rows = functools.partial(jax.shard_map, out_specs=P("data"))
     has_inputs = jnp.any(input_segments > 0, axis=1, keepdims=True)
 
@@ -472,7 +564,8 @@ def generate(
 
     def unfinished(carry):
         at, _, state, _ = carry
-        # The loop does not wait for rows of padding, which have no inputs.
+        # A row without inputs is padding of the batch. The loop may end before the
+        # outputs of such rows are finished.
         return (at < length) & jnp.any(has_inputs & ~state.done)
 
     def decode_position(carry):
@@ -481,12 +574,14 @@ def generate(
         logits, cache = decode_step(
             params, cfg, ids, at, cache, fixed, input_segments, ancestors
         )
-        # The next id depends on the logits of the whole vocabulary.
+        # The logits may be split over the devices along the vocabulary. Gather the
+        # logits, because the choice of the next id needs the logits of the whole
+        # vocabulary.
         logits = jax.reshard(logits, P("data", None, None))
         ids, state = next_ids(state, logits, at)
         return at + 1, ids, state, cache
 
-    # The decoder's first input is the start token, which is 0 in T5.
+    # The first input id of the decoder is the start token. In T5 the start token is 0.
     ids = jnp.zeros((B, N), jnp.int32, out_sharding=P("data"))
     state = for_own_rows(lambda rows: start(rows, N, length))(rows)
     carry = (0, ids, state, cache)
@@ -499,9 +594,13 @@ def generate(
 
 @jax.jit(static_argnames="cfg")
 def score(params, batch, cfg):
-    """Sum the log-probabilities of the targets of each example in a data.Batch.
+    """Return the log-probability of the targets of each example.
 
-    Returns an array [B].
+    This is the sum of the log-probabilities of all target ids. The result has the shape
+    [B].
+
+    batch: a data.Batch with one example in each row.
+    cfg: a ModelConfig.
     """
     logits = model.forward(params, batch, cfg)
     cross_entropy, *_ = model.cross_entropy(logits, batch.targets)
@@ -510,59 +609,78 @@ def score(params, batch, cfg):
 
 @jax.jit(static_argnames=("cfg", "pool"))
 def encoder_vectors(params, inputs, segments, cfg, pool):
-    """Return the encoder's output for inputs and segments [B, S], in float32.
+    """Return the vectors of the encoder in float32, or one vector for each example.
 
-    With pool "none", all vectors are returned, as an array [B, S, D]. With pool "mean" or
-    "first", an array [B, D] is returned. It holds the mean of the vectors of an example
-    without padding, or the vector of the first token.
+    inputs: the input ids, of shape [B, S].
+    segments: an array of shape [B, S], which is 0 at padding.
+    pool: "none", "mean" or "first". "none" returns one vector for each input id, of shape
+        [B, S, D]. "mean" returns the mean of these vectors without padding, of shape
+        [B, D]. The mean of an empty example is zero. "first" returns the vector of the
+        first input id, of shape [B, D].
     """
     vectors = model.encode(params, cfg, inputs, segments).astype(jnp.float32)
     if pool == "mean":
-        return jnp.mean(vectors, axis=1, where=(segments > 0)[..., None])
+        is_input = (segments > 0)[..., None]
+        total = jnp.sum(vectors, axis=1, where=is_input)
+        return total / jnp.maximum(jnp.sum(is_input, axis=1), 1)
     return vectors[:, 0] if pool == "first" else vectors
 
 
 # ====== below: tuning for TPUs, batches of examples, masked spans, files, the command ===
 
 # ---- What the compiler is told ---------------------------------------------------------
-# This section changes speed, and does not change results.
+# The function in this section makes decoding faster, but does not change results.
 
 
 @model.tuned(einsum)
-def einsum(form, rows, others):
-    """Compute an einsum in float32, with rows [B, H, N, ...] padded to a multiple of 8.
+def einsum(equation, left, right):
+    """Compute an einsum of two arrays in float32. On a TPU, pad `left` for more speed.
 
-    The TPU compiler computes a matmul of fewer than 8 rows on the vector unit. This takes
-    four times as long as reading `others` from memory. A matmul of 8 rows is computed on
-    the matrix unit. With padding, greedy decoding of base on a v5e takes 770 million
-    cycles instead of 2,878 million. A batch has 64 examples with 512 input ids and 114
-    output ids in this measurement.
+    The first array, `left`, has the shape [B, H, N, ...]. On a TPU, axis 2 is padded to a
+    multiple of 8.
+
+    The TPU compiler computes a matmul with fewer than 8 rows on the vector unit. This
+    takes four times as long as reading the array `right` from memory. A matmul with 8
+    rows is computed on the matrix unit, which is faster. The padding was measured on a
+    TPU v5e, by greedy decoding of the recipe base. A batch had 64 examples with 512 input
+    ids and 114 output ids. Decoding took 770 million cycles with padding, and 2,878
+    million without.
     """
-    N = rows.shape[2]
+    N = left.shape[2]
     if partition.platform() == "tpu":
-        rows = jnp.pad(rows, ((0, 0), (0, 0), (0, -N % 8), (0, 0)))
-    return jnp.einsum(form, rows, others, preferred_element_type=jnp.float32)[:, :, :N]
+        left = jnp.pad(left, ((0, 0), (0, 0), (0, -N % 8), (0, 0)))
+    out = jnp.einsum(equation, left, right, preferred_element_type=jnp.float32)
+    return out[:, :, :N]
 
 
 # ---- batches of examples ---------------------------------------------------------------
 
 
 class Example(NamedTuple):
-    """The ids of one example. If EOS should end the inputs, the list must include EOS."""
+    """The token ids of one example.
+
+    EOS is not added later, so the lists of ids already include EOS where EOS is wanted.
+    """
 
     inputs: list
-    targets: list = ()  # needed for --mode score
-    number: int = 0  # Examples with different numbers get different random samples.
+    # The target ids, which only --mode score needs.
+    targets: list = ()
+    # The number of the example. Examples with different numbers get different random
+    # samples, even if the inputs are equal.
+    number: int = 0
 
 
-# The field of an output line that holds the vectors, for each value of --pool.
+# For each value of --pool, the name of the field of an output line that holds the
+# vectors.
 VECTOR_FIELD = {"mean": "mean", "first": "first", "none": "vectors"}
 
 
 def padded_length(length):
-    """Round a length up to a power of two from 16 to 512, or to a multiple of 512.
+    """Return the length to which a sequence is padded.
 
-    Each length needs a compiled program, so few different lengths are used.
+    A length of at most 512 is rounded up to a power of two, and to at least 16. A greater
+    length is rounded up to a multiple of 512. JAX compiles a program for each padded
+    length, so there should be few padded lengths.
     """
     if length > 512:
         return -(-length // 512) * 512
@@ -570,10 +688,11 @@ def padded_length(length):
 
 
 def pad_batch(sequences):
-    """Pad lists of ids with 0 to the padded_length of the longest list.
+    """Convert lists of ids to one array, in which short lists are padded with 0.
 
-    Returns the arrays ids and mask of the shape [number of lists, length]. The mask is
-    False at padding.
+    Returns a pair (ids, mask) of arrays. Both arrays have one row for each list, and
+    padded_length of the longest list as the number of columns. The mask is False at
+    padding.
     """
     lengths = [len(sequence) for sequence in sequences]
     ids = np.zeros((len(sequences), padded_length(max(lengths))), np.int32)
@@ -583,14 +702,18 @@ def pad_batch(sequences):
 
 
 def run_examples(params, cfg, mesh, examples, mode="predict"):
-    """Yield the result of each Example of an iterable, in the order of the examples.
+    """Run the model on many examples in batches, and yield the result of each example.
 
-    mode: "predict", "score", "mean", "first" or "none". See run_batch.
+    The results are in the order of the examples, and do not depend on the batches.
 
-    Batches need little padding if their examples have similar lengths. Therefore the
-    examples of 16 batches are sorted by length before the batches are formed. A batch has
-    at most decode.batch_size examples. It has fewer examples if their inputs are longer
-    than data.inputs_length. Results do not depend on the batches.
+    examples: an iterable of Examples.
+    mode: "predict", "score", "mean", "first" or "none". The docstring of run_batch says
+        what the result is in each mode.
+
+    A batch needs little padding if the examples in the batch have similar lengths.
+    Therefore the examples of 16 batches are sorted by length before the batches are
+    formed. A batch has at most decode.batch_size examples. A batch has fewer examples if
+    the inputs are longer than data.inputs_length.
     """
     most = cfg.decode.batch_size
     devices = mesh.shape["data"]
@@ -600,12 +723,14 @@ def run_examples(params, cfg, mesh, examples, mode="predict"):
         window.sort(key=lambda item: (len(item[1].inputs), len(item[1].targets)))
         results = {}
         while window:
-            # The longest examples are at the end of the window. They form the next batch.
+            # The longest examples are at the end of the window. These examples form the
+            # next batch.
             length = max(padded_length(len(window[-1][1].inputs)), cfg.data.inputs_length)
             rows = max(1, most * cfg.data.inputs_length // length)
             numbers, group = zip(*window[-rows:])
             del window[-rows:]
-            # A small group needs fewer rows, rounded up to a power of two.
+            # A small group of examples gets a small batch. The number of rows is rounded
+            # up to a power of two, and then to a multiple of the number of devices.
             rows = min(rows, 1 << (len(group) - 1).bit_length())
             rows = -(-rows // devices) * devices
             results |= zip(numbers, run_batch(params, cfg, mesh, group, mode, rows))
@@ -615,16 +740,20 @@ def run_examples(params, cfg, mesh, examples, mode="predict"):
 
 
 def run_batch(params, cfg, mesh, group, mode, B):
-    """Return a list with the results of a group of at most B Examples.
+    """Run the model on one batch, and return a list with the result of each example.
 
-    The mode determines what the result of an example is:
-    - "predict": the pair (ids, scores) of decode.num_return outputs. The best output
-      comes first. The ids of an output are a list without EOS.
-    - "score": the sum of the log-probabilities of the targets.
-    - "mean", "first" or "none": the encoder's vectors (see encoder_vectors).
+    group: a list of at most B Examples.
+    mode: the name of the wanted result.
+        - "predict" returns a pair (ids, scores) for each example. `ids` is a list of
+          decode.num_return outputs, and `scores` is the list of their scores. The output
+          with the highest score comes first. An output is a list of ids without EOS.
+        - "score" returns the sum of the log-probabilities of the targets.
+        - "mean", "first" and "none" return vectors of the encoder. encoder_vectors
+          explains these vectors.
+    B: the number of rows of the batch.
 
-    The group is padded to B rows with empty examples. Their results stand at the end of
-    the list.
+    The group is padded to B examples with empty examples. The results of the empty
+    examples are at the end of the returned list.
     """
     group = [*group, *[Example([])] * (B - len(group))]
     inputs, input_segments = pad_batch([x.inputs for x in group])
@@ -639,7 +768,7 @@ def run_batch(params, cfg, mesh, group, mode, B):
         "--decode.batch_size, --decode.beams, --decode.max_len or the input length",
     )
     batch = data.complete_batch(inputs, targets, input_segments, target_segments)
-    # Each process contributes the rows that its own devices hold.
+    # Each process provides the rows of the batch that the devices of this process hold.
     local = partition.local_rows(B, mesh)
     batch, numbers = partition.put_batch(
         jax.tree.map(lambda a: a[local], (batch, numbers)), B, mesh
@@ -661,12 +790,12 @@ def run_batch(params, cfg, mesh, group, mode, B):
 
 
 def to_numpy(array):
-    """Copy an array that is sharded over all processes to NumPy, on every process."""
+    """Return a sharded JAX array as a NumPy array. Every process gets the full array."""
     return np.asarray(jax.reshard(array, P()).addressable_data(0))
 
 
 def cut_at_eos(ids):
-    """Return the list of the ids before the first EOS or padding id."""
+    """Return the ids before the first EOS or padding id, as a list."""
     return list(itertools.takewhile(lambda i: i > data.EOS, map(int, ids)))
 
 
@@ -674,40 +803,46 @@ def cut_at_eos(ids):
 
 
 def split_spans(ids, tokenizer):
-    """Split ids at the sentinels, which stand for masked spans.
+    """Split a list of ids at the sentinels, and return the ids after each sentinel.
 
-    Returns a list of pairs (number of the sentinel, list of the ids after the sentinel).
-    The first pair is (None, list of the ids before the first sentinel). EOS and all later
-    ids are ignored.
+    A sentinel is a special token, such as <extra_id_0>, that marks a masked span. The
+    result is a list of pairs (number, ids). `number` is the number of a sentinel, and
+    `ids` is the list of ids between this sentinel and the next sentinel. In the first
+    pair, `number` is None, and `ids` are the ids before the first sentinel. EOS and all
+    later ids are ignored.
     """
     spans = [(None, [])]
     for i in cut_at_eos(ids):
-        # The sentinels are the last ids of the vocabulary, in descending order.
+        # Sentinel 0 has the last id of the vocabulary, sentinel 1 the id before, and so
+        # on.
         number = tokenizer.size - 1 - i
         if 0 <= number < tokenizer.sentinels:
             spans.append((number, []))
         else:
-            # The model may have more ids than the vocabulary. These ids are unknown.
+            # The model may have more ids than the vocabulary. Replace such an id by UNK,
+            # the id of unknown tokens.
             spans[-1][1].append(i if number >= 0 else data.UNK)
     return spans
 
 
 def fill_blanks(inputs, targets, tokenizer):
-    """Return the inputs as text, in which masked spans are filled in.
+    """Fill in the masked spans of the inputs, and return the inputs as text.
 
-    inputs and targets are lists of ids. A sentinel of the inputs is replaced by the text
-    that follows this sentinel in the targets, in brackets. If the targets do not contain
-    the sentinel, it is replaced by ____.
+    inputs: a list of ids, in which a sentinel such as <extra_id_0> marks a masked span.
+    targets: a list of ids, in which each sentinel is followed by the ids of the span.
+
+    Each sentinel of the inputs is replaced by the text of the span, in brackets. If a
+    sentinel is missing in the targets, the sentinel is replaced by ____.
     """
     (_, words), *blanks = split_spans(inputs, tokenizer)
-    # Ids before the first sentinel of the targets belong to no span.
+    # Ignore the ids before the first sentinel of the targets, which belong to no span.
     spans = dict(split_spans(targets, tokenizer)[1:])
     text = tokenizer.raw_text(words)
     for number, words in blanks:
         if number in spans:
             span = tokenizer.raw_text(spans[number])
             if span.startswith(" "):
-                text += " "  # a space before the word stays outside the brackets
+                text += " "  # The space is written before the bracket.
             text += f"[{span.removeprefix(' ')}]"
         else:
             text += " ____ "
@@ -720,19 +855,29 @@ def fill_blanks(inputs, targets, tokenizer):
 
 @dataclass
 class ExampleEncoder:
-    """Convert lines, which are dicts with "inputs" and perhaps "targets", to Examples."""
+    """A function that converts a line of --input to an Example.
+
+    A line is a dict with the field "inputs", and for --mode score the field "targets".
+    """
 
     cfg: configs.Config
+    # The Tokenizer, or None if the run has no vocabulary.
     tokenizer: data.Tokenizer | None
-    scoring: bool  # whether the targets are needed
-    task: data.Task = data.Task()  # has the rules for truncating texts
-    cut: int = 0  # number of texts that were truncated
+    # Whether each line must have targets.
+    scoring: bool
+    # A Task, which decides whether the token ids of a text end with EOS.
+    task: data.Task = data.Task()
+    # The number of texts that this object has truncated.
+    cut: int = 0
 
     def ids(self, line, key):
-        """Return the ids of the field `key` of a line.
+        """Return the token ids of one field of a line.
+
+        line: a dict.
+        key: the name of the field, "inputs" or "targets".
 
         A text is tokenized and truncated, and EOS is appended. A list of ids is returned
-        unchanged. Raises ValueError if the field is neither a text nor a list of ids.
+        unchanged. A field that is neither a text nor a list of ids raises ValueError.
         """
         value = line.get(key)
         problem = data.invalid_reason(value, self.cfg.model.vocab_size)
@@ -752,18 +897,26 @@ class ExampleEncoder:
         return data.truncate(ids, *rule).tolist()
 
     def __call__(self, line, number=0):
-        """Convert a line to an Example. Raises ValueError if the line is invalid."""
+        """Convert a line to an Example.
+
+        line: a dict with the field "inputs", and for --mode score the field "targets". An
+            invalid line raises ValueError.
+        number: the number of the example, which selects the random samples.
+        """
         inputs = self.ids(line, "inputs")
         targets = self.ids(line, "targets") if self.scoring else ()
         return Example(inputs, targets, number)
 
 
 def open_input(name, cfg):
-    """Return a pair (data.Task, function read) for the input that --input names.
+    """Return a pair (task, read) for the file or the task that --input names.
 
-    name is the path of a JSONL or .txt file, or task:NAME[:SPLIT]. The Task has the rules
-    for truncating texts. The function read(bad) yields pairs (position, dict), one for
-    each line. If a line cannot be read, `read` calls bad(position, problem).
+    name: the path of a JSONL or .txt file, or task:NAME[:SPLIT].
+
+    `task` is a data.Task, which decides whether the ids of a text end with EOS. `read` is
+    a function. read(bad) yields a pair (place, dict) for each line of the input. `place`
+    names the file and the line. If a line cannot be read, read(bad) calls bad(place,
+    problem).
     """
     if name.startswith("task:"):
         task, _, split = name.removeprefix("task:").partition(":")
@@ -783,11 +936,14 @@ def open_input(name, cfg):
 
 
 def read_examples(read, encode):
-    """Yield a pair (line, Example) for each line of --input.
+    """Read all lines of --input, and yield a pair (line, example) for each line.
 
-    read is the function that open_input returns, and encode is an ExampleEncoder. An
-    invalid line raises UserError. With --data.on_error skip, an invalid line gets a field
-    "error", and the pair is (line, None).
+    read: the function that open_input returns.
+    encode: an ExampleEncoder.
+
+    `line` is a dict, and `example` is an Example. An invalid line raises UserError. With
+    --data.on_error skip, the dict of an invalid line gets a field "error", and `example`
+    is None.
     """
     report_invalid = data.InvalidExamples(encode.cfg.data.on_error)
     unread = []
@@ -797,7 +953,7 @@ def read_examples(read, encode):
         unread.append(({"error": f"{where} {problem}"}, None))
 
     for number, (where, line) in enumerate(read(bad)):
-        # Lines that could not be read stand before this line.
+        # If lines before this line could not be read, yield those lines first.
         yield from unread
         unread.clear()
         example = None
@@ -814,28 +970,40 @@ def read_examples(read, encode):
 
 
 def json_line(line):
-    """Return a dict as a line of JSON. Characters outside ASCII are not escaped."""
+    """Return a dict as one line of JSON. Characters outside ASCII are not escaped."""
     text = json.dumps(line, ensure_ascii=False, default=json_default)
-    # UTF-8 cannot encode half of a surrogate pair. JSON writes it as \udXXX.
+    # UTF-8 cannot encode one half of a surrogate pair. Such a character is written as the
+    # escape sequence \udXXX, which JSON allows.
     return text.encode(errors="backslashreplace").decode() + "\n"
 
 
 def json_default(value):
-    """Convert a NumPy value to a list or number, and any other value to a text."""
+    """Convert a value that JSON cannot write to a value that JSON can write.
+
+    A NumPy array becomes a list, and a NumPy number becomes a Python number. Any other
+    value becomes a text.
+    """
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     return str(value)
 
 
 def result_fields(result, example, line, mode, cfg, tokenizer):
-    """Return the fields that a result adds to its line.
+    """Return a dict of the fields that are added to a line of --output.
 
-    A prediction is a list of ids if the inputs were a list of ids, and a text otherwise.
+    result: the result of the example, as run_batch returns the result.
+    example: the Example that was made from the line.
+    line: the line of --input, as a dict.
+    mode: the mode, as in run_batch.
+
+    If the inputs of the line are a text, a prediction is a text. If the inputs are a list
+    of ids, a prediction is a list of ids.
     """
     if mode == "score":
         return {"score": result}
     if mode != "predict":
-        # Write the shortest decimal number that identifies each float32 number.
+        # astype(str) gives the shortest decimal number that identifies a float32 number.
+        # The line of JSON is shorter with these numbers.
         vectors = result.astype(str).astype(float).tolist()
         return {"ids": example.inputs, VECTOR_FIELD[mode]: vectors}
     outputs, scores = result
@@ -847,10 +1015,12 @@ def result_fields(result, example, line, mode, cfg, tokenizer):
 
 
 def describe_job(args, cfg, step):
-    """Return the flags that determine the lines of --output, as {name: value}.
+    """Return a dict of the flags that determine the content of --output.
 
-    A job may be resumed on different devices, with another --decode.batch_size and with
-    another --data.on_error. These flags do not change a line that has been written.
+    The dict maps the name of each flag to the value of the flag. The dict leaves out
+    flags that may change when a command is resumed. These are the flags for devices,
+    --decode.batch_size and --data.on_error. Such flags do not change lines that are
+    already written.
     """
     job = vars(args) | {"step": step, "train.seed": cfg.train.seed}
     job["input (sizes and times of the files)"] = dict(data.find_files(args.input))
@@ -862,13 +1032,16 @@ def describe_job(args, cfg, step):
 
 
 def open_partial(path, job):
-    """Open the file OUTPUT.partial at `path`, to which a job appends its lines.
+    """Open the unfinished output file OUTPUT.partial, to append lines.
 
-    Returns the file and the number of lines in the file. The file is locked until it is
-    closed. An incomplete last line is removed. OUTPUT.partial.json describes the job that
-    began the file. A different job is refused with a UserError that names a difference.
-    Only the main process opens OUTPUT.partial. All other processes open a file that
-    discards what is written.
+    path: the path of OUTPUT.partial.
+    job: the dict of flags that describe_job returns.
+
+    Returns the file and the number of lines in the file. The file is locked until the
+    file is closed. If the last line is incomplete, the last line is removed.
+    OUTPUT.partial.json contains the flags of the command that began the file. If `job`
+    has different flags, a UserError names the first different flag. Only the main process
+    opens OUTPUT.partial. The other processes open os.devnull, which discards all lines.
     """
     if not partition.is_main_process():
         return open(os.devnull, "ab"), 0
@@ -887,7 +1060,7 @@ def open_partial(path, job):
         begun = configs.read_json(description, {}, f"remove {path}")
         for name, value in job.items():
             if begun.get(name) != value:
-                file.close()  # releases the lock
+                file.close()  # Closing the file releases the lock.
                 raise UserError(
                     f"{path} was begun with --{name} {begun.get(name)!s:.100} "
                     f"(now {value!s:.100}): repeat the command that began the file, or "
@@ -901,11 +1074,16 @@ def open_partial(path, job):
 
 
 def write_vectors(lines, path, field, width):
-    """Convert a JSONL file with ids and vectors to .npz, and remove the JSONL file.
+    """Convert a JSONL file with ids and vectors to an .npz file, and remove the JSONL
+    file.
 
-    lines is the path of the JSONL file, and path is the path of the .npz file. field is
-    the name of the vectors in a line, and width is the size of a vector. A line with an
-    error has no ids. With --pool mean or first, such a line gets a vector of nan.
+    lines: the path of the JSONL file.
+    path: the path of the .npz file.
+    field: the name of the field of a line that holds the vectors.
+    width: the number of elements of a vector.
+
+    A line with an error has no ids and no vectors. With --pool mean or --pool first, the
+    .npz file contains a vector of nan for such a line.
     """
     ids, vectors = [], []
     missing = [] if field == "vectors" else [math.nan] * width
@@ -925,11 +1103,12 @@ def write_vectors(lines, path, field, width):
 
 
 def run_file(args, cfg, mesh, tokenizer, params, step):
-    """Compute the result of each line of --input, and write the lines to --output.
+    """Run the model on each line of --input, and write the results to --output.
 
-    The lines are first written to OUTPUT.partial. This file is renamed at the end. If the
-    command is killed, the same command resumes after the last complete line. All
-    processes compute results, and the main process writes the lines.
+    The lines are written to the file OUTPUT.partial, which is renamed to OUTPUT at the
+    end. If the command is killed, the same command resumes after the last complete line
+    of OUTPUT.partial. All processes compute results, and the main process writes the
+    lines.
     """
     mode = args.pool if args.mode == "encode" else args.mode
     task, read = open_input(args.input, cfg)
@@ -942,8 +1121,8 @@ def run_file(args, cfg, mesh, tokenizer, params, step):
     shard, shards = configs.parse_shard(args.shard)
     lines = read_examples(read, encode)
     lines = itertools.islice(lines, shard + done * shards, None, shards)
-    # run_examples reads a window of examples before it yields the first result. tee keeps
-    # the lines of these examples until they are written.
+    # run_examples reads many examples before run_examples yields the first result.
+    # itertools.tee stores the lines of these examples until the lines are written.
     lines, ahead = itertools.tee(lines)
     examples = (example for _, example in ahead if example)
     results = run_examples(params, cfg, mesh, examples, mode)
@@ -966,7 +1145,8 @@ def run_file(args, cfg, mesh, tokenizer, params, step):
             os.remove(f"{partial}.json")
     if not done + count:
         raise UserError(
-            f"{args.input} has no lines for --shard {args.shard}: check both flags."
+            f"{args.input} has no lines for --shard {args.shard}: check --input and "
+            f"--shard."
         )
     rate = count / (time.perf_counter() - start)
     note(f"{args.output}: {count:,} examples, {rate:.4g} examples/s")
@@ -974,7 +1154,7 @@ def run_file(args, cfg, mesh, tokenizer, params, step):
 
 
 def note_truncated(encode):
-    """Tell the user how many texts an ExampleEncoder has truncated."""
+    """Print how many texts an ExampleEncoder has truncated, if any were truncated."""
     if encode.cut:
         note(
             f"{encode.cut:,} texts were truncated: raise --data.inputs_length or "
@@ -983,15 +1163,21 @@ def note_truncated(encode):
 
 
 def run_lines(lines, cfg, mesh, tokenizer, params, raw):
-    """Generate outputs for each text in `lines`, and print one line for each output.
+    """Generate outputs for each text, and print one line for each output.
 
-    lines: an iterable of texts, as bytes in UTF-8.
-    raw: whether to print the output of the model even if the text has sentinels.
-        Otherwise the text is printed with the masked spans filled in.
+    For an empty text, an empty line is printed.
+
+    lines: an iterable of texts, encoded as UTF-8.
+    raw: whether to print the model's output as it is. If `raw` is False, and a text has
+        sentinels such as <extra_id_0>, the text is printed with the masked spans filled
+        in.
     """
     encode = ExampleEncoder(cfg, tokenizer, False)
     for number, line in enumerate(lines):
         text = line.decode(errors="replace").strip()
+        if not text:
+            print(flush=True)
+            continue
         example = encode({"inputs": text}, number)
         ((outputs, scores),) = run_examples(params, cfg, mesh, [example])
         fill = not raw and len(split_spans(example.inputs, tokenizer)) > 1
@@ -1009,9 +1195,14 @@ def run_lines(lines, cfg, mesh, tokenizer, params, raw):
 
 
 def load_params(cfg, run_dir, step=None):
-    """Load the parameters of a run in float32, and return (step, params).
+    """Load the parameters of a run from a checkpoint, and return a pair (step, params).
 
-    If step is None, the newest complete checkpoint is loaded.
+    The parameters are float32.
+
+    cfg: the Config of the run.
+    run_dir: the directory of the run.
+    step: the step of the checkpoint. If `step` is None, the newest complete checkpoint is
+        loaded.
     """
     mesh = jax.sharding.get_mesh()
 
@@ -1031,7 +1222,10 @@ def load_params(cfg, run_dir, step=None):
 
 
 def check_decoder(cfg, mode=None):
-    """Refuse a model without a decoder, except for --mode encode."""
+    """Raise UserError if the model has no decoder and `mode` needs a decoder.
+
+    Only --mode encode needs no decoder.
+    """
     if not cfg.model.num_decoder_layers and mode != "encode":
         raise UserError(
             "This model has no decoder: use infer.py --mode encode, which writes the "
@@ -1042,9 +1236,10 @@ def check_decoder(cfg, mode=None):
 def open_model(args, changes, recipe=False):
     """Start JAX, and return the Config, the mesh and the Tokenizer of a run.
 
-    If the run has no vocabulary, None is returned instead of the Tokenizer.
+    If the run has no vocabulary, the Tokenizer is None.
 
-    args, changes: what configs.parse_args returned.
+    args: the flags of the command, from configs.parse_args.
+    changes: the fields of the Config that were given as flags, from configs.parse_args.
     recipe: whether to execute the file recipe.py of the run, which may define tasks.
     """
     if not args.run_dir:
@@ -1062,7 +1257,11 @@ def open_model(args, changes, recipe=False):
 
 
 def check_files(args):
-    """Refuse an existing --output, a missing --input, and a shared standard input."""
+    """Raise UserError if --output exists, or if the input cannot be read.
+
+    The input cannot be read if no file matches --input. Standard input cannot be read by
+    several processes.
+    """
     if os.path.exists(args.output):
         raise UserError(
             f"{args.output} already exists: name another --output, or move the file away."

@@ -1164,8 +1164,7 @@ def main(argv):
     cfg = resolve(args, changes)
     table = param_table(cfg.model)
     print(f"{'parameter':44} {'shape':20} {'axes':22} {'initial':>24} {'number':>14}")
-    for path, p in jax.tree_util.tree_leaves_with_path(table, is_leaf=is_param):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
+    for name, p in sorted(partition.flatten(table).items()):
         shape, axes = " x ".join(map(str, p.shape)), " ".join(p.axes)
         initial = p.init if p.init == "ones" else f"{p.init} {p.scale:.4g}"
         print(f"{name:44} {shape:20} {axes:22} {initial:>24} {math.prod(p.shape):>14,}")

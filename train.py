@@ -857,7 +857,8 @@ def open_data(cfg, run_dir, resumes, source, config):
                 f"warning: {cfg.data.source} has changed since {run_dir} was started. "
                 f"The run continues with the changed data."
             )
-        configs.write_file(run_dir / "spiece.model", tokenizer.serialized)
+        if not resumes:
+            configs.write_file(run_dir / "spiece.model", tokenizer.serialized)
         configs.save_run(cfg, run_dir, dataset.digest)
         info = model_info(cfg, jax.sharding.get_mesh())
         configs.write_file(run_dir / "model-info.txt", info)
