@@ -701,7 +701,7 @@ class Checkpoints:
         return self.folder / f"step_{step:08}"
 
     def save(self, tree, step, best=None):
-        """Start to write a checkpoint, after the checkpoint before it is written.
+        """Start to write a checkpoint, as soon as the previous checkpoint is written.
 
         tree: a nested dict of jax.Arrays.
         best: the step of a checkpoint that is kept no matter how old it is.
