@@ -270,8 +270,8 @@ class MeshConfig:
 
     # Number of devices over which each copy of the model is split (tensor parallelism).
     model: int = 1
-    # Whether the weights and the optimizer state are also split over the copies of the
-    # model, which is the data axis of the mesh (ZeRO-3).
+    # Whether the weights and the optimizer state are also split over the data axis of the
+    # mesh (ZeRO-3). The copies of the model then share one set of weights.
     fsdp: bool = False
 
 

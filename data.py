@@ -120,8 +120,7 @@ class Tokenizer:
         return self.processor.encode(text)
 
     def encode_batch(self, texts):
-        """Encode a list of texts on all CPU cores. Return a list of int32 arrays of
-        ids."""
+        """Encode texts on all CPU cores, and return a list of int32 arrays of ids."""
         return self.processor.encode(list(texts), return_type="numpy")
 
     def raw_text(self, ids):
@@ -673,8 +672,7 @@ class TrainingPlan:
                 self.row_starts.append(int(sum(self.samples_before(block + 1))))
 
     def prefetch(self, block):
-        """Return the result of `plan_block`, and plan the next block in the
-        background."""
+        """Return the rows of a block, and plan the next block in the background."""
         planned = self.future(block)
         self.future(block + 1)
         return planned.result()
@@ -948,14 +946,15 @@ def train_tokenizer(texts, pieces, max_characters=1 << 27):
 
 
 def progress_bar(what, unit, total=None):
-    """Return a tqdm progress bar that writes to standard error.
+    """Return a progress bar that prints to standard error.
 
-    On a terminal, the bar appears after half a second. Otherwise, the bar prints a line
-    every 30 seconds. Background threads print nothing. Of several processes, only the
-    main process prints.
+    On a terminal, the bar appears after half a second. In a log file, the bar prints a
+    line every 30 seconds. Background threads print no bar. With several processes, only
+    the main process prints a bar.
 
-    what: the title of the bar. unit: the singular noun for the objects that the bar
-    counts. total: the final count, if known.
+    what: the title of the bar.
+    unit: the noun, in the singular, for the counted objects.
+    total: the final count, if known.
     """
     in_background = threading.current_thread() is not threading.main_thread()
     on_terminal = sys.stderr.isatty()
@@ -2596,37 +2595,43 @@ def invalid_reason(value, size):
 
 
 # ---- token files -----------------------------------------------------------------------
-# The folder prepared/SOURCE-HASH has three files for each shard. For example, these are
-# the files of shard 3 of source file 0:
+# Text is tokenized once, and the token ids are stored in files. A shard is a set of three
+# files with the tokens of some consecutive documents. Shards are in the folder
+# prepared/SOURCE-HASH. For example, shard 3 of the first file of a source consists of:
 #
 #     00000-003.ids   the token ids of all documents, one document after the other
-#     00000-003.ends  int64 [documents, features]: where each text ends in the .ids file
-#     00000-003.json  metadata: counts, checksums, and the position of the next shard.
-#                     This file is written last, so it marks the shard as complete.
+#     00000-003.ends  int64 [documents, features], the end of each text in the .ids file
+#     00000-003.json  metadata: counts, checksums, and where the next shard begins
 #
-# The first shard is small, so that training can begin soon, and the next shards are
-# larger. While training uses one shard, the next shard is tokenized in the background.
-# Where a shard ends depends only on the source and the vocabulary.
+# The .json file is written last, so it marks the shard as complete.
+#
+# The first shard is small, so training can begin soon. Later shards are larger. While
+# training uses one shard, the next shard is tokenized in the background. The boundaries
+# between shards depend only on the source and the vocabulary.
 
-FIRST_SHARD_TOKENS, SHARD_TOKENS = 1 << 18, 1 << 25  # of the first and largest shard
-ENCODE_BATCH = 1024  # examples that are encoded together
+# Sizes of the first shard and of the largest shards, in tokens.
+FIRST_SHARD_TOKENS, SHARD_TOKENS = 1 << 18, 1 << 25
+ENCODE_BATCH = 1024  # the number of examples that are encoded together
 SHARD_METADATA = {
     "documents": int,
     "tokens": int,
-    "unknown": int,  # tokens that are UNK
-    "skipped": int,  # invalid examples
-    "ids": int,  # CRC-32 of the .ids file
-    "ends": int,  # CRC-32 of the .ends file
-    "next?": [int],  # where the next shard begins
+    "unknown": int,  # the number of unknown tokens
+    "skipped": int,  # the number of invalid examples, which are skipped
+    "ids": int,  # the CRC-32 checksum of the .ids file
+    "ends": int,  # the CRC-32 checksum of the .ends file
+    "next?": [int],  # the position in the source where the next shard begins
 }
-PREFETCH_LOCK = threading.Semaphore()  # only one shard at a time is tokenized in advance
+PREFETCH_LOCK = threading.Semaphore()  # lets only one thread tokenize a shard in advance
 
 
 def prepared_path(source, identity, cfg):
-    """Return the path in data.prepared_dir for files that are made from a source.
+    """Return the path at which the tokens or the vocabulary of a source are stored.
 
-    identity: JSON value with everything else that the files depend on. The path contains
-    a hash of the source and the identity, so a change of either gives another path.
+    The path is inside the folder data.prepared_dir. The path contains a hash of `source`
+    and `identity`, so a change of `source` or `identity` leads to a new path.
+
+    source: the name of the source.
+    identity: a JSON value with all settings that the stored files depend on.
     """
     if "://" in cfg.data.prepared_dir:
         raise UserError(
@@ -2641,8 +2646,9 @@ def prepared_path(source, identity, cfg):
 def source_identity(task, files, cfg):
     """Return a JSON value that changes when the texts of a task change.
 
-    The value contains the name, size and time of each source file. The function
-    task.format may also change, so the value contains its first 100 examples.
+    The value contains the name, size and modification time of each source file. The code
+    of the function task.format may change, too. Therefore the value also contains the
+    first 100 examples that task.format returns.
     """
     stamps = [[file.name, file.stamp] for file in files]
     identity = [stamps, task.objective.features, cfg.data.fields]
@@ -2654,10 +2660,11 @@ def source_identity(task, files, cfg):
 
 
 def with_vocab_size(changes):
-    """Return the changes of the command line, with model.vocab_size if needed.
+    """Set model.vocab_size if the command line sets only data.vocab.
 
-    changes: {"section.field": value}. If data.vocab is changed and model.vocab_size is
-    not, model.vocab_size becomes the vocabulary's size, rounded up to a multiple of 128.
+    model.vocab_size becomes the size of the vocabulary, rounded up to a multiple of 128.
+    `changes` is a dict of the settings on the command line, such as {"data.vocab":
+    "bytes"}. The function returns a dict of the same form.
     """
     vocab = changes.get("data.vocab", "")
     if not vocab or "model.vocab_size" in changes:
@@ -2669,20 +2676,22 @@ def with_vocab_size(changes):
 
 def check_vocab_size(size, cfg):
     """Raise a UserError if model.vocab_size does not fit a vocabulary with `size` ids."""
-    # The embedding may have up to 127 unused rows.
+    # model.vocab_size may be rounded up to a multiple of 128. The embedding then has up
+    # to 127 unused rows.
     if not size <= cfg.model.vocab_size < size + 128:
         raise UserError(
             f"The vocabulary has {size} ids, including its sentinels, but the model has "
-            f"{cfg.model.vocab_size}: set "
+            f"{cfg.model.vocab_size} ids: set "
             f"--model.vocab_size {math.ceil(size / 128) * 128}."
         )
 
 
 def prepare_vocabulary(cfg, split="train"):
-    """Return the Tokenizer that data.vocab names.
+    """Load or train the vocabulary of a run, and return the Tokenizer.
 
-    If data.vocab is "train:PIECES", a vocabulary with this number of pieces is trained on
-    the source, and it is stored in data.prepared_dir.
+    The setting data.vocab names the vocabulary. If data.vocab is "train:32000", a
+    vocabulary of 32,000 pieces is trained on the source. A trained vocabulary is stored
+    in data.prepared_dir.
     """
     trained = re.fullmatch(r"train:([1-9]\d{0,8})", cfg.data.vocab)
     if not trained:
@@ -2703,9 +2712,10 @@ def prepare_vocabulary(cfg, split="train"):
 
 
 def vocabulary_texts(opened, cfg):
-    """Yield the texts of several tasks, one text of each task in turn.
+    """Yield the texts on which a vocabulary is trained.
 
-    opened: list of (Task, source files).
+    The function takes one text from each task in turn. `opened` is a list with a pair
+    (Task, list of source files) for each task.
     """
     invalid = InvalidExamples(cfg.data.on_error)
 
@@ -2720,12 +2730,14 @@ def vocabulary_texts(opened, cfg):
 
 
 def encode_in_background(examples, tokenizer, characters):
-    """Encode the texts of examples in a second thread, while the next examples are read.
+    """Tokenize texts in a second thread, while the main thread reads the next texts.
 
-    examples: iterator of (number, texts). A text that the source has tokenized already is
-    a list of ids. Yields (number, list of arrays of ids) for each example.
-    characters: Counter of the characters of all texts with unknown tokens. This Counter
-    is updated.
+    The function yields a pair (number, list of arrays of ids) for each example.
+
+    examples: an iterator of pairs (number, texts of the example). If the source is
+        already tokenized, a text is a list of ids.
+    characters: a Counter. If a text has unknown tokens, the characters of the text are
+        added to this Counter.
     """
 
     def encode(batch):
@@ -2756,26 +2768,33 @@ def encode_in_background(examples, tokenizer, characters):
 
 
 def strip_eos(ids):
-    """Return the ids of a text without a final EOS.
+    """Return the token ids of a text without a final EOS.
 
-    Some sources provide token ids that end with EOS. `truncate` appends EOS again later.
+    Some sources provide token ids that end with EOS. The function `truncate` later
+    appends EOS to every text.
     """
     ids = np.asarray(ids, np.int32)
     return ids[:-1] if len(ids) and ids[-1] == EOS else ids
 
 
 def split_into_chunks(ends, objective, data):
-    """Return the boundaries [N, features + 1] of the chunks of a shard.
+    """Split the documents of a token file into chunks, and return the chunk boundaries.
 
-    ends: [documents, features] where each text ends in the shard. Feature f of chunk i is
-    between the boundaries [i, f] and [i, f + 1]. If the objective has two features, each
-    document is one chunk.
+    A chunk is a piece of text that becomes one example. If the objective has two features
+    (inputs and targets), each document is one chunk. The result has the shape [chunks,
+    features + 1]. Feature f of chunk i begins at token [i, f] and ends before token
+    [i, f + 1].
+
+    ends: an array [documents, features] with the position at which each text ends.
     """
-    first_starts = np.append(0, ends[:-1, -1])[: len(ends)]  # [documents]
+    # The start of each document [documents] is the end of the document before.
+    first_starts = np.append(0, ends[:-1, -1])[: len(ends)]
     if len(objective.features) > 1:
         return np.column_stack([first_starts, ends])
     ends, length = ends[:, 0], objective.length(data)
-    count = -(-(ends - first_starts) // length)  # chunks of each document, rounded up
+    # `count` is the number of chunks in each document, rounded up. `number` is the number
+    # of each chunk within its document.
+    count = -(-(ends - first_starts) // length)
     number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
     starts = np.repeat(first_starts, count) + number * length
     stops = np.minimum(starts + length, np.repeat(ends, count))
@@ -2783,13 +2802,18 @@ def split_into_chunks(ends, objective, data):
 
 
 class Corpus:
-    """Provide the chunks of one task and split.
+    """Tokenize the source of a task, and provide the tokens in chunks.
 
-    Chunks are numbered through all shards. The token files of a shard are written when
-    the shard is used for the first time. A shard begins at a position, a list of three
-    numbers: source file, shard of this file, and first example of this file.
+    A chunk is a piece of text that becomes one example. A shard is a set of files with
+    the tokens of consecutive documents. A shard is written when a chunk of the shard is
+    needed for the first time. Chunks are numbered through all shards.
 
-    opened: (Task, source files) from open_task, if the task is open already.
+    The position of a shard is a list of three integers. The first integer is the index of
+    the source file. The second is the number of the shard within this source file. The
+    third is the number of the shard's first example within this source file.
+
+    opened: the pair (Task, list of source files) that open_task returns. By default,
+        Corpus calls open_task.
     """
 
     def __init__(self, name, split, tokenizer, cfg, opened=None):
@@ -2807,20 +2831,25 @@ class Corpus:
         ]
         self.folder = prepared_path(self.task.source, identity, cfg)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.shards = []  # metadata of the known shards, with their positions
-        self.starts = [0]  # first chunk of each known shard and of the next shard
+        self.shards = []  # the metadata of each known shard, including its position
+        # The index of the first chunk in each known shard, and the number of all known
+        # chunks at the end.
+        self.starts = [0]
         self.next_position = [0, 0, 0] if self.files else None
         self.chunk_bounds = functools.lru_cache(8)(self.chunk_bounds)
         self.shard_ids = functools.lru_cache(8)(self.shard_ids)
-        self.readers = {}  # position: generator of `tokenize` that continues there
+        # Maps the position of a shard to a running generator of the method `tokenize`
+        # whose next result is this shard.
+        self.readers = {}
         self.invalid = InvalidExamples(cfg.data.on_error)
-        self.characters = Counter()  # characters of the texts with unknown tokens
+        self.characters = Counter()  # counts characters of texts with unknown tokens
         self.lock = threading.RLock()
 
     def shard(self, number):
-        """Return the metadata of a shard, or None if the source has fewer shards.
+        """Return the metadata of a shard, after preparing the shard if necessary.
 
-        This shard and all shards before it are prepared if needed.
+        A shard is a set of files with the tokens of consecutive documents. All earlier
+        shards are prepared, too. If the source has fewer shards, the result is None.
         """
         with self.lock:
             while len(self.shards) <= number and self.next_position:
@@ -2830,10 +2859,11 @@ class Corpus:
         return self.shards[number] if number < len(self.shards) else None
 
     def shard_starts(self, count=math.inf):
-        """Return the number of the first chunk of each known shard, as a list.
+        """Return a list with the index of the first chunk in each known shard.
 
-        The last entry is the number of all known chunks. Shards are prepared until at
-        least `count` chunks are known, or until the source ends.
+        A shard is a set of files with the tokens of consecutive documents. The last
+        number in the list is the total number of known chunks. The method prepares shards
+        until at least `count` chunks are known, or until the source ends.
         """
         while self.starts[-1] < count and self.shard(len(self.starts) - 1):
             bounds = self.chunk_bounds(len(self.starts) - 1)
@@ -2841,14 +2871,17 @@ class Corpus:
         return self.starts
 
     def count_documents(self):
-        """Return the number of documents in all shards, after preparing all shards."""
+        """Tokenize the complete source, and return the number of documents."""
         self.shard_starts()
         return sum(shard["documents"] for shard in self.shards)
 
     def chunk_bounds(self, number):
-        """Return the boundaries of the chunks of a shard [N, features + 1]."""
+        """Return the boundaries of all chunks in the token file of a shard.
+
+        The result has the shape [chunks, features + 1], as in `split_into_chunks`.
+        """
         objective = self.task.objective
-        if objective.across_documents:  # the shard is like one long document
+        if objective.across_documents:  # treat the shard as one long document
             ends = np.array([self.shards[number]["tokens"]])
         else:
             ends = self.load(number, "ends")
@@ -2856,10 +2889,10 @@ class Corpus:
         return split_into_chunks(ends, objective, self.cfg.data)
 
     def shard_ids(self, number):
-        """Return the ids of a shard, and prepare the next shard in the background.
+        """Return the token ids of a shard, and prepare the next shard in the background.
 
-        If data.keep_tokens is false, the .ids files of earlier shards are deleted. Arrays
-        that are memory-mapped from a deleted file stay readable.
+        If data.keep_tokens is false, the token files of earlier shards are deleted. An
+        array that is memory-mapped from a deleted file stays readable.
         """
         ids = self.load(number, "ids")
         if not self.cfg.data.keep_tokens:
@@ -2869,12 +2902,20 @@ class Corpus:
         return ids
 
     def prefetch(self, number):
-        """Prepare a shard in the background. Errors are raised when the shard is used."""
+        """Write the token files of a shard in advance, and ignore all errors.
+
+        The same error is raised again when the shard is used.
+        """
         with PREFETCH_LOCK, contextlib.suppress(Exception):
             self.shard(number)
 
     def find_chunks(self, numbers):
-        """Return the shards [N] of chunks, and their boundaries [N, features + 1]."""
+        """Find out which shards contain the given chunks, and where.
+
+        `numbers` [N] holds the indices of the chunks. The first result [N] holds the
+        number of the shard that contains each chunk. The second result [N, features + 1]
+        holds the boundaries of each chunk in the token file of this shard.
+        """
         shards = np.searchsorted(self.starts, numbers, "right") - 1
         bounds = np.zeros((len(numbers), len(self.task.objective.features) + 1), int)
         for shard in np.unique(shards).tolist():
@@ -2883,12 +2924,18 @@ class Corpus:
         return shards, bounds
 
     def lengths(self, numbers):
-        """Return the numbers of tokens [features, N] of chunks."""
+        """Return the lengths of the given chunks, in tokens.
+
+        The result has the shape [features, N].
+        """
         _, bounds = self.find_chunks(numbers)
         return np.diff(bounds).T
 
     def chunks(self, numbers):
-        """Return a list of chunks. A chunk is a list with an array of ids per feature."""
+        """Return the token ids of the given chunks.
+
+        The result has a list for each chunk, with one array of ids for each feature.
+        """
         shards, bounds = self.find_chunks(numbers)
         return [
             [self.shard_ids(shard)[start:stop] for start, stop in itertools.pairwise(row)]
@@ -2896,45 +2943,57 @@ class Corpus:
         ]
 
     def path(self, position, kind):
-        """Return the path of a file of the shard at a position."""
+        """Return the path of a token file or metadata file.
+
+        position: the position of the shard, as in the docstring of Corpus.
+        kind: the ending of the file name, which is "ids", "ends" or "json".
+        """
         file, shard, _ = position
         return self.folder / f"{file:05}-{shard:03}.{kind}"
 
     def load(self, number, kind):
-        """Return the array in the .ids or .ends file of a shard.
+        """Load the array of token ids or of text ends of a shard.
 
-        If the file is missing, or if its checksum is wrong, the shard is prepared again.
+        If the file is missing, or if the checksum of the file is wrong, the shard is
+        tokenized again.
+
+        number: the number of the shard.
+        kind: "ids" for the token ids, or "ends" for the position where each text ends.
         """
         shard = self.shards[number]
         path = self.path(shard["position"], kind)
         for _ in range(2):
-            try:  # a plain array is faster to index than a memmap
+            try:  # view the memmap as a plain array, because indexing is faster then
                 array = np.memmap(path, self.dtypes[kind], "r").view(np.ndarray)
-            except (OSError, ValueError):  # missing or damaged, or correctly empty
+            except (OSError, ValueError):  # the file is missing, damaged or empty
                 array = np.zeros(0, self.dtypes[kind])
             if zlib.crc32(array) == shard[kind]:
                 return array
-            note(f"{path} is missing or damaged: this shard is tokenized again")
+            note(f"{path} is missing or damaged, so these documents are tokenized again")
             self.path(shard["position"], "json").unlink(missing_ok=True)
             self.prepare_shard(shard["position"])
         raise UserError(
-            f"{path} was just written and now has different content: check the disk and "
-            f"the memory, and whether another program writes there."
+            f"{path} was just written, but its content has changed: check the disk and "
+            f"the memory, and whether another program writes to this file."
         )
 
     def prepare_shard(self, position):
-        """Write the files of the shard at a position, and return its metadata.
+        """Tokenize one shard, write the files of the shard, and return the metadata.
 
-        If the shard is complete, only its metadata are read. A lock file prevents two
+        A shard is a set of files with the tokens of consecutive documents. If the shard
+        already exists, the method only reads the metadata. A lock file prevents two
         processes from writing the same shard.
+
+        position: the position of the shard, as in the docstring of Corpus.
         """
         path = self.path(position, "json")
         with self.lock, configs.lock(path.with_suffix(".lock"), wait=True):
-            with contextlib.suppress(UserError):  # the metadata are missing or damaged
+            with contextlib.suppress(UserError):  # raised if metadata are missing or bad
                 return configs.read_checked(path, SHARD_METADATA)
             reader = self.readers.pop(tuple(position), None) or self.tokenize(*position)
             arrays, next_position = next(reader)
-            # If the next shard is in the same source file, the generator is used again.
+            # The second integer of a position is 0 at the start of a source file. If the
+            # next shard is in the same source file, keep the generator for this shard.
             if next_position and next_position[1]:
                 self.readers = {tuple(next_position): reader}
             ids = np.concatenate(
@@ -2962,11 +3021,15 @@ class Corpus:
         return metadata
 
     def tokenize(self, file, shard, first):
-        """Yield the shards of a source file, starting at a position.
+        """Tokenize a source file, and yield the tokens of one shard after the other.
 
-        file, shard, first: the three numbers of the position. Yields pairs of a list of
-        arrays of ids, one for each text, and the position of the next shard. This
-        position is None at the end of the source.
+        The method yields pairs. The first part of a pair is a list with an array of token
+        ids for each text. The second part is the position of the next shard, as in the
+        docstring of Corpus. At the end of the source, the second part is None.
+
+        file: the index of the source file.
+        shard: the number of the first yielded shard within this source file.
+        first: the number of the example at which the first yielded shard begins.
         """
         examples = formatted_examples(
             self.files[file], self.invalid, self.task, self.cfg, self.tokenizer.size
@@ -2974,7 +3037,7 @@ class Corpus:
         texts = ((number, texts) for _, number, _, texts in examples if number >= first)
         arrays = []
         tokens = 0
-        last = None  # number of the source example before
+        last = None  # the number of the previous example of the source
         with progress_bar(f"tokenizing {self.title}", "token") as bar:
             for number, document in encode_in_background(
                 texts, self.tokenizer, self.characters
@@ -2982,7 +3045,8 @@ class Corpus:
                 limit = SHARD_TOKENS
                 if file == 0:
                     limit = min(limit, FIRST_SHARD_TOKENS << shard)
-                # One source example may give several documents, which stay in one shard.
+                # One example of the source may become several documents. All documents
+                # of an example stay in the same shard.
                 if tokens >= limit and number != last:
                     shard += 1
                     yield arrays, [file, shard, number]
@@ -2996,7 +3060,10 @@ class Corpus:
         yield arrays, [file + 1, 0, 0] if file + 1 < len(self.files) else None
 
     def report(self, shards):
-        """Print the counts of the given shards, and warn about unknown characters."""
+        """Print how many documents and tokens were prepared.
+
+        If the vocabulary lacks many characters of the text, a warning names them.
+        """
         keys = ("documents", "tokens", "unknown", "skipped")
         documents, tokens, unknown, skipped = [
             sum(shard[key] for shard in shards) for key in keys
@@ -3006,7 +3073,7 @@ class Corpus:
             f"{unknown / max(tokens, 1):.3%} unknown, {skipped:,} skipped"
         )
         if "next" in shards[-1]:
-            text += ", the rest follows when it is needed"
+            text += ". The rest of the source is prepared when it is needed"
         note(text)
         if unknown > 0.001 * tokens:
             characters = [
@@ -3022,13 +3089,20 @@ class Corpus:
 
 
 class HeldOutPlan:
-    """Put one held-out example into each row, in the order of the source."""
+    """Assign one held-out example to each row of the batches.
+
+    The examples stay in the order of the source.
+    """
 
     def __init__(self, examples):
         self.corpus = examples.corpus
 
     def samples(self, row_number):
-        """Return the arrays (task, sample number) of a row, empty at the end."""
+        """Return the index of the task and the number of the example in a row.
+
+        Both results are arrays with one element. After the last example of the split,
+        both arrays are empty.
+        """
         count = self.corpus.shard_starts(row_number + 1)[-1]
         sample = np.arange(row_number, min(row_number + 1, count))
         return np.zeros_like(sample), sample
@@ -3037,30 +3111,35 @@ class HeldOutPlan:
 class Dataset:
     """Make the batches of one split of a task or mixture.
 
-    tasks: list of Examples. plan: TrainingPlan or HeldOutPlan.
+    tasks: a list with the Examples object of each task.
+    plan: a TrainingPlan or HeldOutPlan, which assigns examples to rows.
     """
 
     def __init__(self, tasks, plan, cfg):
         self.tasks, self.plan, self.cfg = tasks, plan, cfg
 
     def batch(self, step, rows=None):
-        """Return the Batch of a step, or some of its rows, as make_batch does."""
+        """Return the Batch of a step.
+
+        If `rows` is given, only the rows with these indices are made.
+        """
         return make_batch(step, self.tasks, self.plan, self.cfg, rows)
 
     def batches(self, most=0):
         """Return the number of batches of a held-out split.
 
-        most: the maximum that is returned, or 0 for no maximum. The last batch may end
-        with rows of padding.
+        The last batch may end with rows of padding. The result is at most `most`, unless
+        `most` is 0.
         """
         size = self.cfg.train.batch_size
         count = self.tasks[0].corpus.shard_starts(most * size or math.inf)[-1]
         return min(math.ceil(count / size), most or math.inf)
 
     def sample(self, most):
-        """Return about `most` tokens of the first shards, to count token frequencies.
+        """Return an array of about `most` token ids, from which frequencies are counted.
 
-        Of examples with inputs and targets, only the targets are returned.
+        The tokens come from the beginning of each task. If an example has inputs and
+        targets, only the targets are used.
         """
         tokens = []
         for task in self.tasks:
@@ -3069,7 +3148,8 @@ class Dataset:
             number = 0
             while left > 0 and corpus.shard(number):
                 ids = corpus.shard_ids(number)
-                # The last two boundaries of a chunk enclose the targets, if any.
+                # The last two boundaries of a chunk enclose the targets, or the text if
+                # the task has no inputs and targets.
                 for start, stop in corpus.chunk_bounds(number)[:, -2:].tolist():
                     tokens.append(ids[start:stop])
                 left -= len(ids)
@@ -3078,15 +3158,18 @@ class Dataset:
 
     @property
     def digest(self):
-        """Return a string that changes when the tokens of the first shards change."""
+        """Return a string that changes when the first tokens of a task change.
+
+        The string consists of checksums. Only the first token file of each task counts.
+        """
         return "-".join(str(task.corpus.shard(0)["ids"]) for task in self.tasks)
 
 
 def prepare(cfg, split, tokenizer):
-    """Check the tasks of a split, prepare the first shards, and return the Dataset.
+    """Tokenize the beginning of each task, check the data, and return the Dataset.
 
-    A UserError is raised if a task is invalid, or if the vocabulary does not fit the
-    model. The same holds for a split without text and for chunks that do not fit a row.
+    A UserError is raised in four cases: a task is invalid, a split has no text, the
+    vocabulary does not fit the model, or chunks of text do not fit into a row.
     """
     check_tasks(cfg)
     check_vocab_size(tokenizer.size, cfg)
@@ -3119,10 +3202,10 @@ def prepare(cfg, split, tokenizer):
 
 
 def plan_path(tasks, rates, cfg):
-    """Return the path in data.prepared_dir at which a TrainingPlan stores its rows.
+    """Return the path of the file in which a TrainingPlan stores its row numbers.
 
-    The name of the file is a hash of everything that the assignment of samples to rows
-    depends on.
+    A TrainingPlan assigns examples to rows. The file is in the folder data.prepared_dir.
+    The name of the file is a hash of all settings that this assignment depends on.
     """
     objectives = [task.task.objective for task in tasks]
     identity = [
@@ -3136,11 +3219,15 @@ def plan_path(tasks, rates, cfg):
 
 
 def check_lengths(tasks, data, title):
-    """Check before training whether the examples of the prepared shards fit into rows.
+    """Check before training whether the examples are short enough for a row.
 
-    Examples of most objectives are truncated if they are too long, and a note says how
-    many. If the chunks of an objective may continue across documents, no example may be
-    truncated. The function then raises a UserError for an example that is too long.
+    Span corruption cuts text into chunks that should fit exactly. If a chunk does not
+    fit, the settings contradict each other, and a UserError is raised. The same holds for
+    all objectives with `across_documents`. For all other objectives, examples may be
+    truncated, and a note says how many examples are affected.
+
+    tasks: a list with the Examples object of each task. Only the examples that are
+        already tokenized are checked.
     """
     truncated = Counter()
     total = sum(task.corpus.starts[-1] for task in tasks)
@@ -3148,15 +3235,15 @@ def check_lengths(tasks, data, title):
         objective = task.task.objective
         chunks = np.arange(task.corpus.starts[-1])
         epochs = np.zeros_like(chunks)
-        task.make(epochs[:1], chunks[:1])  # the objective may raise a UserError, too
+        task.make(epochs[:1], chunks[:1])  # lets the objective raise a UserError early
         for side, sizes in zip(SIDES, task.sizes(epochs, chunks)):
             limit, eos, kept = truncated_length(side, task.task, data)
             needed = sizes.max() + eos
             if objective.across_documents and needed > limit:
                 raise UserError(
                     f"A chunk of {objective.length(data)} tokens becomes {needed} "
-                    f"{side}: set --data.{side}_length to {needed} or more (it is "
-                    f"{limit})."
+                    f"{side}, but --data.{side}_length is {limit}: set "
+                    f"--data.{side}_length to {needed} or more."
                 )
             truncated[side] += np.count_nonzero(sizes > kept)
     for side, count in truncated.items():
@@ -3171,10 +3258,14 @@ def check_lengths(tasks, data, title):
 
 
 def read_task(name, split, cfg, bad, size=math.inf):
-    """Yield (where, dict) for each example of a split, formatted but not tokenized.
+    """Yield the examples of a task as text, together with their places in the source.
 
-    bad: function (where, what) that is called for each invalid example.
-    size: size of the vocabulary. An example with ids at or above this size is invalid.
+    The function yields pairs (where, example). The text `where` is a place such as
+    "a.jsonl:3". The example is a dict of fields, such as inputs and targets.
+
+    bad: a function that is called with (where, reason) for each invalid example.
+    size: the size of the vocabulary. An example with ids at or above this size is
+        invalid.
     """
     task, files = open_task(name, split, cfg)
     for file in files:
@@ -3183,10 +3274,13 @@ def read_task(name, split, cfg, bad, size=math.inf):
 
 
 def evaluation_config(task, cfg):
-    """Return the Config that evaluates one task of a run by itself.
+    """Return a Config with which a single task of a run is evaluated.
 
-    task: name of a task. cfg: Config of the run. Files without splits usually hold out
-    their first 1 %. If training does not read these files, all their examples are used.
+    If files have no splits, their first 1 % is usually held out for evaluation. If
+    training does not use these files at all, all examples of the files are evaluated.
+
+    task: the name of the task.
+    cfg: the Config of the run.
     """
     if task in MIXTURES:
         raise UserError(f"{task} is a mixture: name one of its tasks.")
@@ -3205,15 +3299,16 @@ def evaluation_config(task, cfg):
     if is_file and "{split}" not in source and source not in trained:
         changes["data.validation_source"] = source
     if task not in TASKS and p3_root(cfg):
-        changes["data.source"] = cfg.data.source  # the task is found in this folder of P3
+        # The task is one of the P3 tasks, and data.source is the folder of P3.
+        changes["data.source"] = cfg.data.source
     return configs.override(cfg, changes)
 
 
 def evaluation_configs(cfg, split="validation"):
-    """Return {name of a task: its Config} for all tasks that a run evaluates.
+    """Return a dict from the name of each evaluated task to the Config of this task.
 
-    A note names the tasks that do not have the split. If no task has the split,
-    MissingSplit is raised.
+    If a task does not have the split, the task is left out, and a note says so. If no
+    task has the split, MissingSplit is raised.
     """
     alone = {task: evaluation_config(task, cfg) for task in evaluated_tasks(cfg)}
     opened, missing = open_all((name, split, one) for name, one in alone.items())
@@ -3221,17 +3316,20 @@ def evaluation_configs(cfg, split="validation"):
     if not opened:
         raise MissingSplit(reasons)
     if reasons:
-        note(f"not evaluated: {reasons}")
+        note(f"some tasks are not evaluated: {reasons}")
     return {task: alone[task] for task in opened}
 
 
 def unigram_loss(counts, batches, tokenizer):
     """Return the loss of a unigram model on held-out batches, in nats per token.
 
-    A unigram model predicts each token with its frequency in the training data. A model
-    that uses the context should reach a lower loss. Sentinels and EOS are left out.
+    A unigram model ignores the context. The probability of a token is the frequency of
+    this token in the training data. A trained model should reach a lower loss. Sentinels
+    and EOS are left out.
 
-    counts: [vocabulary] number of occurrences of each token in the training data.
+    counts: an array [vocabulary] that says how often each token occurs in the training
+        data.
+    batches: a list with the held-out batches.
     """
     targets = np.concatenate([batch.targets.ravel() for batch in batches])
     content = targets[(targets > EOS) & (targets < tokenizer.size - tokenizer.sentinels)]
@@ -3252,10 +3350,13 @@ def is_span_corruption(cfg):
 
 
 def describe_rows(cfg):
-    """Return a line that says what a row of a batch holds."""
+    """Return a line of text that describes the size of a row in a batch."""
     data = cfg.data
     if not is_span_corruption(cfg):
-        return f"rows     {data.inputs_length} inputs and {data.targets_length} targets"
+        return (
+            f"rows     {data.inputs_length} input tokens and {data.targets_length} "
+            f"target tokens"
+        )
     length = raw_length(data)
     noise, spans = noise_counts(length, data)
     return (
@@ -3266,15 +3367,20 @@ def describe_rows(cfg):
 
 
 def describe_dataset(dataset):
-    """Return a text that says how many examples of a Dataset are prepared."""
+    """Return a text that says how many examples of a Dataset are tokenized already."""
     count = sum(task.corpus.starts[-1] for task in dataset.tasks)
     return f"{count:,} examples are prepared"
 
 
 def color_row(ids, segments, tokenizer):
-    """Return the text of one row, with colors if standard output is a terminal.
+    """Return the text of one row of a batch, in colors if the output is a terminal.
 
-    Each segment has its own color, and sentinels are shown in reverse video.
+    A row may hold several packed examples, and neighboring examples have different
+    colors. Sentinels such as <extra_id_0> are shown in reverse video.
+
+    ids: an array with the token ids of the row.
+    segments: an array with the number of the example at each position, counted from 1.
+        Padding is 0.
     """
     text = ""
     for segment in range(1, segments.max() + 1):
@@ -3288,24 +3394,25 @@ def color_row(ids, segments, tokenizer):
 
 
 def first_split(cfg):
-    """Return "train", or the first other split that the tasks of data.task have."""
+    """Return the first split that exists of "train", "validation" and "test"."""
     for split in Task().splits:
         with contextlib.suppress(MissingSplit):
             open_tasks(cfg, split)
             return split
-    return "train"  # prepare_vocabulary or prepare then raises MissingSplit
+    # No split exists. With "train", the caller then raises MissingSplit.
+    return "train"
 
 
 def show(cfg, count):
-    """Print `count` rows of the first batch, and how fast batches are made.
+    """Print `count` rows of the first batch, and measure how fast batches are made.
 
-    The rows are from the training split. If a task is only evaluated, the rows are from
-    its validation or test split.
+    The rows are from the training split. If a task has no training split, the rows are
+    from the validation or test split.
     """
     cfg = configs.override(cfg, {"train.eval_every": 0, "train.infer_every": 0})
     split = first_split(cfg)
     if split != "train":
-        cfg = evaluation_config(cfg.data.task, cfg)  # refuses a mixture
+        cfg = evaluation_config(cfg.data.task, cfg)  # raises a UserError for a mixture
     tokenizer = prepare_vocabulary(cfg, split)
     dataset = prepare(cfg, split, tokenizer)
     print(f"task     {cfg.data.task}, {split} split: {describe_dataset(dataset)}")
@@ -3315,7 +3422,8 @@ def show(cfg, count):
         "inputs": (batch.inputs, batch.input_segments),
         "targets": (batch.targets, batch.target_segments),
     }
-    filled = batch.target_segments.any(axis=1).sum()  # a held-out split may have few rows
+    # A held-out split may have fewer examples than a batch has rows.
+    filled = batch.target_segments.any(axis=1).sum()
     for i in range(min(count, filled)):
         for side, (ids, segments) in sides.items():
             lengths = " + ".join(map(str, np.bincount(segments[i])[1:]))
@@ -3328,7 +3436,10 @@ def show(cfg, count):
 
 
 def list_mixture(cfg):
-    """Print the tasks of the mixture data.task with their rates and sources."""
+    """Print a table of the tasks in a mixture, with their rates and sources.
+
+    The setting data.task names the mixture.
+    """
 
     def count_documents(task):
         return Corpus(task, "train", prepare_vocabulary(cfg), cfg).count_documents()
@@ -3342,13 +3453,14 @@ def list_mixture(cfg):
 
 
 def prepare_all(cfg, shard):
-    """Write the token files that a run needs.
+    """Tokenize the data of a run in advance, and write the token files.
 
-    If examples are packed, all shards of the training split are written. Otherwise, only
-    the shards that the steps of the run reach are written.
+    If examples are packed, the complete training split is tokenized. Otherwise, only the
+    text that the steps of the run reach is tokenized.
 
-    shard: None, or "i/n" if n machines share the work. Then machine i, from 0 to n - 1,
-        tokenizes every n-th source file completely.
+    shard: a text such as "0/4" if several machines share the work, and None otherwise.
+        With "0/4", this machine completely tokenizes every fourth source file, starting
+        with source file 0.
     """
     tokenizer = prepare_vocabulary(cfg)
     held_out = {}
@@ -3387,14 +3499,14 @@ def main(argv):
             type=int,
             default=3,
             metavar="N",
-            help="print N rows of the first batch (default: 3). This happens unless\n"
-            "--prepare or --list is given",
+            help="print N rows of the first batch (default: 3). This is the default\n"
+            "action, without --prepare and --list",
         ),
         prepare=dict(action="store_true", help="write the token files that a run needs"),
         shard=dict(
             metavar="I/N",
-            help="with --prepare: tokenize only every N-th source file, completely,\n"
-            "so that N machines with a common disk share the work (I from 0)",
+            help="use with --prepare if N machines with a common disk share the\n"
+            "work: tokenize every N-th source file. I is a number from 0 to N - 1",
         ),
         list=dict(
             nargs="?",

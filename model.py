@@ -187,9 +187,10 @@ def compute_dtype(cfg):
     Parameters, norm statistics, softmax, logits and loss are float32 whatever this dtype
     is.
     """
-    if cfg.dtype == "auto":
-        return partition.default_compute_dtype()
-    return jnp.dtype(cfg.dtype)
+    dtype = cfg.dtype
+    if dtype == "auto":
+        dtype = partition.default_compute_dtype()
+    return jnp.dtype(dtype)
 
 
 def sharding_of(x):
@@ -1036,8 +1037,9 @@ def scan_layers(layer, x, weights, keys, cfg):
     depth = len(weights["mlp"]["norm"])
     unroll = partition.platform() != "cpu" and depth <= 24 and cfg.d_model <= 1024
     # Common-subexpression elimination (CSE) in XLA would undo the rematerialization of
-    # unrolled layers, and prevent_cse avoids this. In a loop, XLA cannot merge the two
-    # passes. Both passes may share weights, unless the weights come from an all-gather.
+    # unrolled layers, and prevent_cse avoids this. In a loop there is nothing to undo.
+    # Weights are exempt, because they are stored anyway. Only weights from an all-gather
+    # are not stored.
     needs_all_gather = "data" in sharding_of(weights["mlp"]["up"])
     prevent_cse = unroll
     if cfg.remat != "full" and not needs_all_gather:
@@ -1055,11 +1057,10 @@ def scan_layers(layer, x, weights, keys, cfg):
     return x
 
 
-# Loss, on every platform. The logit of the target is selected by comparing column
-# numbers. The gradient of a lookup would be a scatter-add, which makes the loss take 1.2
-# times as long on a CPU. With comparisons, all sums over the vocabulary share one pass
-# over the logits. Devices that split the vocabulary exchange sums of shape [B, T], but no
-# logits.
+# Loss. On every platform, comparing column numbers selects the logit of each target. A
+# lookup of this logit would have a slow gradient (a scatter-add). On a CPU, the loss
+# would take 1.2 times as long. With comparisons, XLA reads the logits only once for all
+# sums. Devices that split the vocabulary exchange sums of shape [B, T], but no logits.
 
 
 @tuned(cross_entropy)
@@ -1124,7 +1125,7 @@ def minimum_memory(cfg, rows, S, T, copies=1, beams=0):
     float32 copies of the parameters. beams: the beams of cached decoding, 0 for a forward
     pass over all positions.
     """
-    size = jnp.dtype(compute_dtype(cfg)).itemsize
+    size = compute_dtype(cfg).itemsize
     A = cfg.num_heads * cfg.d_kv
     largest_scores = S * S if beams else max(S * S, S * T, T * T)
     cache = 0
@@ -1166,7 +1167,7 @@ def main(argv):
     print(f"{'parameter':44} {'shape':20} {'axes':22} {'initial':>24} {'number':>14}")
     for name, p in sorted(partition.flatten(table).items()):
         shape, axes = " x ".join(map(str, p.shape)), " ".join(p.axes)
-        initial = p.init if p.init == "ones" else f"{p.init} {p.scale:.4g}"
+        initial = f"{p.init} {p.scale:.4g}"
         print(f"{name:44} {shape:20} {axes:22} {initial:>24} {math.prod(p.shape):>14,}")
     print("\n" + describe_model(cfg))
 

@@ -176,7 +176,7 @@ def platform():
 
 def default_compute_dtype():
     """Return bfloat16 on GPUs and TPUs, and float32 on CPUs, where bfloat16 is slow."""
-    return jax.numpy.float32 if platform() == "cpu" else jax.numpy.bfloat16
+    return "float32" if platform() == "cpu" else "bfloat16"
 
 
 def local_rows(batch_size, mesh):
@@ -701,7 +701,7 @@ class Checkpoints:
         return self.folder / f"step_{step:08}"
 
     def save(self, tree, step, best=None):
-        """Start to write a checkpoint, after the checkpoint before it is written.
+        """Start to write a checkpoint, as soon as the previous checkpoint is written.
 
         tree: a nested dict of jax.Arrays.
         best: the step of a checkpoint that is kept no matter how old it is.

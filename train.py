@@ -625,7 +625,7 @@ def describe_mesh(cfg, mesh):
     batch among the devices.
     """
     t = cfg.train
-    dtype = jnp.dtype(model.compute_dtype(cfg.model)).name
+    dtype = model.compute_dtype(cfg.model).name
     return (
         f"mesh data {mesh.shape['data']} x model {mesh.shape['model']}, fsdp "
         f"{cfg.mesh.fsdp}, {dtype}, remat {cfg.model.remat}, batch {t.batch_size} = "
