@@ -313,7 +313,8 @@ def gradients(cfg, params, batch, key):
 
     If train.microbatches is n > 1, the batch is split into n microbatches to save memory.
     The model processes the microbatches one after another, and their gradients are added
-    up. The result is the same up to rounding, except that the dropout masks differ.
+    up. Without dropout, the result is the same up to rounding. With dropout, the random
+    masks differ.
     """
     # Divide the loss of every microbatch by the number of tokens in the complete batch.
     # The gradients of the microbatches then add up to the gradient of the complete batch.
@@ -345,8 +346,9 @@ def gradients(cfg, params, batch, key):
         new = sums_and_gradients(*microbatch_and_key)
         return jax.tree.map(jnp.add, total, new), None
 
-    # Start the sum from zeros. The zeros need the shapes and shardings of the sums and
-    # gradients of a microbatch. jax.eval_shape returns them without any computation.
+    # Start the addition from zeros. The zeros must have the same shapes and shardings as
+    # the results for one microbatch. The function jax.eval_shape finds these shapes and
+    # shardings without computing the results.
     first = jax.tree.map(lambda a: a[0], (microbatches, keys))
     zeros = jax.tree.map(
         lambda a: jnp.zeros(a.shape, a.dtype, out_sharding=a.sharding),
@@ -405,7 +407,7 @@ def train_step(cfg, state, batch):
 
 
 class NotFinite(Exception):
-    """Report that the loss or the gradients were infinite or NaN in several steps."""
+    """Report an infinite or NaN loss or gradient in several consecutive steps."""
 
 
 def check_finite(cfg, step, skipped):
@@ -477,8 +479,8 @@ def run(cfg, program, state, start, load_batch, progress, evaluations, save, aft
             evaluations.predict(step, state.params)
         if saves:
             save(step, state)
-        # Restart the clock, so that the measured training speed does not include the time
-        # of logs, evaluations, predictions and saves.
+        # Start a new measurement of the training speed. The measured time must not
+        # include evaluations, predictions and saves.
         if logs or evaluates or predicts or saves:
             progress.restart_clock(step)
         if stop:
@@ -1006,10 +1008,11 @@ def batch_template(cfg, mesh, rows):
 
 
 def lower_step(cfg, mesh):
-    """Translate the training step to the input of the compiler, for the devices of a mesh.
+    """Lower the training step to the input of the compiler.
 
-    Returns (state_template(cfg, mesh), jax.stages.Lowered). The method compile of the
-    jax.stages.Lowered compiles the training step.
+    mesh: the mesh of the devices that will run the training step.
+    Returns (the result of state_template, a jax.stages.Lowered). The method `compile` of
+    the jax.stages.Lowered compiles the training step.
     """
     template = state_template(cfg, mesh)
     options = None
@@ -1030,8 +1033,8 @@ def lower_step(cfg, mesh):
     return template, step.lower(template, batch_template(cfg, mesh, cfg.train.batch_size))
 
 
-# The end of an error message "lower ...". The message lists the flags that reduce the
-# memory of a training step.
+# This text is the end of an error message that says "lower ...". The text lists the flags
+# that reduce the memory of a training step.
 SMALLER_STEP = (
     "--train.batch_size, --data.inputs_length, --data.targets_length or the model's "
     "sizes, raise --train.microbatches, add --model.remat full"
