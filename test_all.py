@@ -2006,7 +2006,7 @@ def test_packing_is_planned_again_if_the_lengths_of_examples_change(mixture):
 def test_invalid_mixtures_and_tasks_are_refused(mixture):
     for name, entries, sentence in (
         ("self", {"self": 1}, "contains itself"),
-        ("minus", {"few": -1}, "is -1"),
+        ("minus", {"few": -1}, "rate -1 for few"),
         ("none", {"few": 0}, "no task with a rate above 0"),
         ("deep", {"inner": data.BySize()}, "is one task"),
         ("text", {"few": "1"}, "is 1"),
@@ -4209,7 +4209,7 @@ def test_rank_classification_equals_that_of_t5():
     assert "mean_3class_f1" in evaluate.rank_classification(
         rows([({0}, 3)]), [1, 0, 0], 3
     )
-    with pytest.raises(ValueError, match="twice"):
+    with pytest.raises(ValueError, match="have the same index"):
         evaluate.rank_classification(two + two[:1], scores + [0.0])
 
 
