@@ -2008,8 +2008,8 @@ def test_invalid_mixtures_and_tasks_are_refused(mixture):
         ("self", {"self": 1}, "contains itself"),
         ("minus", {"few": -1}, "rate -1 for few"),
         ("none", {"few": 0}, "no task with a rate above 0"),
-        ("deep", {"inner": data.BySize()}, "is one task"),
-        ("text", {"few": "1"}, "is 1"),
+        ("deep", {"inner": data.BySize()}, "rate BySize.* for inner"),
+        ("text", {"few": "1"}, "rate 1 for few"),
         ("list", ["few"], "is not a dict of rates"),
         ("raises", lambda cfg: 1 / 0, "ZeroDivision"),
     ):
