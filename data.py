@@ -1,7 +1,7 @@
 """Turn text into the batches of training and evaluation.
 
 The input is text, for example from files. The output is one Batch of int32 arrays for
-each training step. First, the text is tokenized. Then an objective, such as span
+each step. First, the text is tokenized. Then an objective, such as span
 corruption, turns the tokens into examples. Finally, short examples are packed together
 into the rows of a batch. A batch depends only on the config and on the number of the
 step. So a resumed run only needs its step number to continue with the right batches.
@@ -340,7 +340,7 @@ class SpanCorruption(Objective):
 
     across_documents = True
     min_length = 2  # at least one token is removed, and at least one token is kept
-    packs = False  # every example is long enough to fill a row
+    packs = False  # nearly every example fills a row
 
     def length(self, data):
         """Return how many tokens a chunk needs to fill the inputs after corruption."""
@@ -416,7 +416,7 @@ class Examples:
     """Make the examples of one task, for training or for evaluation.
 
     Each chunk of text becomes one example in each epoch. Every epoch uses new random
-    bits, so span corruption removes other spans of the same chunk.
+    bits, so span corruption removes different spans of the chunk each time.
 
     corpus: a Corpus (in the lower part of this file), which stores the chunks. The method
         shard_starts returns the index of the first chunk in each shard. The method
@@ -438,8 +438,9 @@ class Examples:
         because epochs 0 and 1 take 100 samples each. `samples` and both results are
         arrays [N].
 
-        An epoch visits the shards (files of tokens) in order. The chunks of each shard
-        are visited in random order. Training can begin as soon as the first shard exists.
+        An epoch visits the shards (files of tokens) in order. Within a shard, training
+        visits the chunks in random order. Training can begin as soon as the first shard
+        exists.
         """
         # Tokenize text until all these samples are in epoch 0, or until the source ends.
         # starts[-1] is the number of all chunks that are known then. If the source has
@@ -502,7 +503,8 @@ def pack(sizes, limits):
     For example, examples of 3, 5, 6 and 2 tokens fill two rows of 8 tokens. Row 0 takes
     6 + 2 tokens, and row 1 takes 5 + 3 tokens, so the result is [1, 1, 0, 0]. Each row
     repeatedly takes the example that leaves the least room, until no example fits. This
-    algorithm is called best-fit bin packing. The result is an array [N].
+    algorithm is called best-fit bin packing. An example fits only if its inputs and its
+    targets fit. The result is an array [N].
 
     sizes: an array [2, N] with the numbers of input tokens and target tokens.
     limits: the maximum numbers of input tokens and target tokens in a row.
@@ -538,7 +540,7 @@ def pack(sizes, limits):
             # The room in this row for inputs (a) and for targets (b), as a fraction of an
             # average row. In an empty row, a and b are 1.
             a, b = (1 - (limits - room) / average).astype(np.float32)
-            # For each kind, compute the room that is left after adding one example of it.
+            # For each kind, compute the room that is left after adding such an example.
             a, b = a - input_room[:fit], b - target_room[:fit]
             # Choose the kind that leaves the least room. The term |a - b| / 2 is a
             # penalty for rows in which only the inputs or only the targets fill up.
@@ -556,7 +558,7 @@ def pack(sizes, limits):
 
 
 def fill_rows(examples, rows, count, limits):
-    """Write examples one after the other into the rows of a new Batch, and return it.
+    """Write examples one after the other into the rows of a Batch, and return the Batch.
 
     For example, the inputs [5, 9, 1] and [4, 1] become the row [5, 9, 1, 4, 1, 0, 0, 0],
     if both examples are in this row. The input segments are [1, 1, 1, 2, 2, 0, 0, 0].
@@ -617,7 +619,7 @@ def random_bits(*key):
     Flood (2014).
     """
     bits = np.zeros((), np.uint64)
-    with np.errstate(over="ignore"):  # overflow is intended: computes modulo 2^64
+    with np.errstate(over="ignore"):  # no warning: SplitMix64 computes modulo 2^64
         for part in key:
             part = np.asarray(part).astype(np.uint64)
             bits = (bits + 0x9E3779B97F4A7C15) ^ part
@@ -635,10 +637,10 @@ def permute(index, size, *key):
     permutation is never stored, so `size` may be large. `index` and the result are arrays
     [N]. The key consists of integers or arrays [N].
 
-    A Feistel network permutes the numbers below a power of four. The network splits the
-    bits of a number into two halves. In each of four rounds, one half is XORed with
-    random bits that depend on the other half. Every round can be undone, so the network
-    is a permutation.
+    The algorithm is a Feistel network, which permutes all numbers below a power of four.
+    The network splits the bits of a number into two halves. In each of four rounds, one
+    half is XORed with random bits that depend on the other half. Every round can be
+    undone, so no two numbers get the same result.
     """
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half_bits) - 1  # selects the lower half of a number's bits
@@ -709,7 +711,7 @@ class TrainingPlan:
         return task[here], sample[here]
 
     def extend_row_starts(self, row_number):
-        """Compute row_starts for more blocks, until a block includes the given row."""
+        """Find where more blocks begin, until the block with the given row is known."""
         while self.row_starts[-1] <= row_number:
             block = len(self.row_starts) - 1
             if self.packs:
@@ -728,10 +730,10 @@ class TrainingPlan:
     def plan_block(self, block):
         """Pack the samples of a block into rows, and return three arrays.
 
-        The arrays are `task`, `sample` and `edges`. Sample number sample[i] of the task
-        with index task[i] is the i-th sample of the block. Row r holds the samples from
-        i = edges[r] to edges[r + 1] - 1. For example, edges [0, 2, 5] mean that row 0
-        holds two samples and row 1 holds three samples.
+        The arrays are `task`, `sample` and `edges`. The i-th sample of the block is
+        sample number sample[i] of the task with index task[i]. Row r holds the samples
+        from i = edges[r] to i = edges[r + 1] - 1. For example, edges [0, 2, 5] mean that
+        row 0 holds two samples and row 1 holds three samples.
         """
         first = self.samples_before(block)
         # The number of samples of each task in this block.
@@ -760,8 +762,8 @@ class TrainingPlan:
 
     def samples_before(self, block):
         """Return how many samples of each task are used before the given block."""
-        # Before rounding down, add a different fraction to the number of each task.
-        # Otherwise, many tasks of equal low rates would get a sample in the same block.
+        # Add a different fraction for each task before rounding down. Otherwise, tasks
+        # with the same low rate would all get their next sample in the same block.
         phase = (np.arange(len(self.rates)) + 0.5) / len(self.rates)
         return np.floor(self.rates * block * BLOCK_SAMPLES + phase).astype(int)
 
@@ -3404,7 +3406,8 @@ def describe_rows(cfg):
     """Return a line that says how many tokens a row of a batch holds.
 
     For example, the line is "rows     512 input tokens and 114 target tokens". For span
-    corruption, the line also says how many tokens are removed.
+    corruption, the line also says how many tokens a text has before corruption (raw
+    tokens), and how many of them are removed.
     """
     data = cfg.data
     if not is_span_corruption(cfg):
