@@ -1,11 +1,11 @@
 """Turn text into the batches of training and evaluation.
 
 The input is text, for example from files. The output is one Batch of int32 arrays for
-each step. First, the text is tokenized. Then an objective, such as span
-corruption, turns the tokens into examples. Finally, short examples are packed together
-into the rows of a batch. A batch depends only on the config and on the number of the
-step. So a resumed run only needs its step number to continue with the right batches.
-This file uses NumPy and never JAX.
+each step. First, the text is tokenized. Then an objective, such as span corruption, turns
+the tokens into examples. Finally, short examples are packed together into the rows of a
+batch. A batch depends only on the config and on the number of the step. So a resumed run
+only needs its step number to continue with the right batches. This file uses NumPy and
+never JAX.
 
     python data.py --show 3                          print three rows of the first batch
     python data.py --config small_c4 --prepare       write the token files of a run
@@ -122,8 +122,9 @@ class Tokenizer:
     def encode(self, text):
         """Return the token ids of a text as a list, without EOS.
 
-        If the text contains a sentinel, such as "<extra_id_0>", the sentinel becomes one
-        id. A space in front of a sentinel adds no id.
+        A sentinel, such as "<extra_id_0>", becomes one id if the sentinel begins the text
+        or follows a space. This space adds no id. In "a<extra_id_0>", the sentinel is not
+        recognized.
         """
         return self.processor.encode(text)
 
@@ -3564,8 +3565,9 @@ def main(argv):
         prepare=dict(action="store_true", help="write the token files that a run needs"),
         shard=dict(
             metavar="I/N",
-            help="tokenize every N-th source file, if N machines with a common disk\n"
-            "share the work. I is the number of this machine, from 0 to N - 1",
+            help="with --prepare, tokenize only every N-th source file, so that N\n"
+            "machines with a common disk share the work. I is the number of this\n"
+            "machine, from 0 to N - 1",
         ),
         list=dict(
             nargs="?",
