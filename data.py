@@ -1,19 +1,21 @@
 """Turn text into the batches of training and evaluation.
 
-The input is a source of text, such as files. The output is a Batch of int32 arrays for
-each step: text is tokenized, an objective turns the tokens into examples, and examples
-are packed into rows. A batch depends only on the config and the step, so a resumed run
-only needs its step number. This file uses NumPy and never JAX.
+The input is text, for example from files. The output is one Batch of int32 arrays for
+each step. First, the text is tokenized. Then an objective, such as span corruption, turns
+the tokens into examples. Finally, short examples are packed together into the rows of a
+batch. A batch depends only on the config and on the number of the step. So a resumed run
+only needs its step number to continue with the right batches. This file uses NumPy and
+never JAX.
 
     python data.py --show 3                          print three rows of the first batch
     python data.py --config small_c4 --prepare       write the token files of a run
-    python data.py --config small_c4 --prepare --shard 0/4     do a quarter of this work
+    python data.py --config small_c4 --prepare --shard 0/4     write a quarter of them
 
 Example:
-    Span corruption of "Thank you for inviting me to your party last week", whose words
-    are tokens 10 to 19. The result is "Thank you <X> me to your party <Y>" and "<X> for
-    inviting <Y> last week". Token 99 is the sentinel <X>, token 98 is the sentinel <Y>,
-    and token 1 is EOS.
+    The words of "Thank you for inviting me to your party last week" are tokens 10 to 19.
+    Span corruption turns this text into the inputs "Thank you <X> me to your party <Y>"
+    and the targets "<X> for inviting <Y> last week". The sentinel <X> is token 99, the
+    sentinel <Y> is token 98, and EOS is token 1.
 
     >>> import numpy as np
     >>> from configs import DataConfig
@@ -25,9 +27,10 @@ Example:
     ([[10, 11, 99, 14, 15, 16, 17, 98, 1]], [[99, 12, 13, 98, 18, 19, 1]])
 
 Terms:
+    task           a data source and an objective; a run may mix several tasks
     document       one text of a source, or one pair of texts (inputs and targets)
     shard          the tokens of some consecutive documents, stored in files on disk
-    chunk          the consecutive tokens that an objective turns into one example
+    chunk          consecutive tokens that become one example
     objective      a rule that turns a chunk into inputs and targets
     example        one pair of inputs and targets
     epoch          one pass through all chunks of a task
@@ -68,18 +71,22 @@ from tqdm import tqdm
 import configs
 from configs import UserError, note
 
-PAD, EOS, UNK = 0, 1, 2  # ids of padding, end of sequence and unknown tokens in every T5
-SENTINELS = 100  # T5 has the sentinels <extra_id_0> ... <extra_id_99>
-SIDES = ("inputs", "targets")  # the two sides of an example
+PAD, EOS, UNK = 0, 1, 2  # T5's ids of padding, end of sequence and unknown tokens
+SENTINELS = 100  # T5 has 100 sentinels, <extra_id_0> to <extra_id_99>
+SIDES = ("inputs", "targets")  # an example is a pair of inputs and targets
 
 
 class Batch(NamedTuple):
-    """Hold the batch of one training step as five int32 arrays.
+    """The batch of one training step, as five int32 arrays.
+
+    One row may hold several short examples, followed by padding. The segments number the
+    examples of a row from 1, and padding has segment 0. For example, the inputs
+    [5, 9, 1, 4, 1, 0] with the segments [1, 1, 1, 2, 2, 0] are two examples. The targets
+    have their own segments. `decoder_inputs` holds the targets of each example, shifted
+    right by one position, with token 0 (PAD) in front.
 
     `inputs` and `input_segments` have the shape [rows, inputs_length]. The other three
-    arrays have the shape [rows, targets_length]. A segment is the number of an example
-    within its row, counted from 1. Segment 0 is padding. `decoder_inputs` holds the
-    targets of each example, shifted right by one position, with token 0 (PAD) in front.
+    arrays have the shape [rows, targets_length].
     """
 
     inputs: np.ndarray
@@ -96,7 +103,8 @@ class Tokenizer:
     """Convert between text and token ids with a SentencePiece model.
 
     Id 0 is padding, id 1 is EOS and id 2 is the unknown token. The sentinels have the
-    highest ids. The sentinel <extra_id_0> has the id `size - 1`, as in T5.
+    highest ids. For example, in T5's vocabulary of 32,100 ids, <extra_id_0> has the id
+    32099 and <extra_id_99> has the id 32000.
 
     serialized: the bytes of the model file. A run directory stores these bytes.
     size: the number of all ids, including the sentinels.
@@ -112,30 +120,33 @@ class Tokenizer:
         self.processor = processor
 
     def encode(self, text):
-        """Return the list of token ids of a text, without EOS.
+        """Return the token ids of a text as a list, without EOS.
 
-        A sentinel such as <extra_id_0> becomes a single id. A space in front of the
-        sentinel belongs to the same id.
+        A sentinel, such as "<extra_id_0>", becomes one id if the sentinel begins the text
+        or follows a space. This space adds no id. In "a<extra_id_0>", the sentinel is not
+        recognized.
         """
         return self.processor.encode(text)
 
     def encode_batch(self, texts):
-        """Encode texts on all CPU cores, and return a list of int32 arrays of ids."""
+        """Encode texts on all CPU cores, and return one int32 array of ids per text."""
         return self.processor.encode(list(texts), return_type="numpy")
 
     def raw_text(self, ids):
-        """Return the text of token ids, including special tokens such as "<unk>".
+        """Return the text of token ids, with all special tokens written out.
 
-        All ids must be below `size`.
+        For example, EOS becomes "</s>" and the last id becomes "<extra_id_0>". Every id
+        must be in the vocabulary.
         """
         words = "".join(self.processor.id_to_piece(i) for i in ids)
-        return words.replace("\u2581", " ")  # SentencePiece writes a space as U+2581
+        return words.replace("\u2581", " ")  # SentencePiece stores a space as U+2581
 
     def decode(self, ids):
         """Return the text of the token ids before the first EOS, without padding.
 
-        Ids at or above `size` decode as unknown tokens. A model can predict such ids,
-        because the embedding may have more rows than the vocabulary has tokens.
+        An id that is not in the vocabulary becomes the unknown token. A model can predict
+        such an id. For example, T5's embedding table has 32,128 rows, but T5's vocabulary
+        has only 32,100 tokens.
         """
         content = []
         for i in map(int, ids):
@@ -156,59 +167,66 @@ class Tokenizer:
 #     inputs   Thank you <extra_id_0> me to your party <extra_id_1> </s>
 #     targets  <extra_id_0> for inviting <extra_id_1> last week </s>
 #
-# The spans are random. The function `random_bits`, defined in a later section, returns 64
-# random bits for a key. Equal keys give equal bits, so a resumed run needs no saved state
-# of a random number generator.
+# The spans are random. The function `random_bits`, defined in a later section, turns a
+# key, which is one or more integers, into 64 random bits. Equal keys give equal bits, so
+# a resumed run needs no saved state of a random number generator.
 
 
 def noise_counts(length, data):
-    """Return how many tokens span corruption removes, and in how many spans.
+    """Return how many tokens span corruption removes, and how many spans they form.
 
-    At least one token is removed, and at least one token is kept. Both numbers are
-    rounded half to even in float32, to agree with the t5 library.
+    For example, with T5's settings, a text of 100 tokens loses 15 tokens in 5 spans. At
+    least one token is removed, and at least one token is kept.
 
     length: the number of tokens before the removal.
     data: a DataConfig with noise_density and mean_span_length.
     """
+    # The t5 library computes in float32 and rounds half to even. We do so, too, to get
+    # the same numbers.
     noise = int(np.round(np.float32(length) * np.float32(data.noise_density)))
     noise = min(max(noise, 1), length - 1)
     spans = int(np.round(np.float32(noise) / np.float32(data.mean_span_length)))
+    # Each span follows a kept token, so the spans cannot outnumber the kept tokens.
     return noise, min(max(spans, 1), length - noise)
 
 
 def raw_length(data):
-    """Return how many raw tokens span corruption can take to fill data.inputs_length.
+    """Return the length of the longest text that fits into the inputs after corruption.
 
-    Span corruption shortens the inputs, because one sentinel replaces several tokens.
-    With T5's settings, 568 raw tokens become exactly 512 input tokens.
+    The text may be longer than the inputs, because one sentinel replaces a span of
+    several tokens. With T5's settings, 568 tokens of text become 512 input tokens.
     """
     for length in itertools.count(3):
         noise, spans = noise_counts(length, data)
-        inputs = length - noise + spans + 1  # kept tokens, sentinels and EOS
+        inputs = length - noise + spans + 1  # kept tokens, one sentinel per span, EOS
         if inputs > data.inputs_length:
             return length - 1
 
 
 def random_compositions(total, parts, keys):
-    """Write the integer `total` as a random sum of `parts` positive integers.
+    """Split the integer `total` at random into `parts` positive integers.
 
-    The function makes one such sum for each of the N random integers in `keys`. The
-    result has the shape [N, parts], and every row sums to `total`. All ordered sums
-    (compositions of `total`) are equally likely.
+    For example, 10 can be split into the three integers [4, 1, 5]. All ways to split (the
+    compositions of `total`) are equally likely. Each of the N random integers in `keys`
+    gives one row of the result, an array [N, parts].
     """
-    # Imagine `total` ones in a line, with total - 1 gaps between the ones. Each gap gets
-    # a random number of 32 bits. The line is cut at the parts - 1 gaps with the lowest
-    # random numbers.
-    bits = random_bits(keys[:, None], np.arange(total // 2))  # 64 bits serve two gaps
+    # Write 5 as the line 1 1 1 1 1, which has 4 gaps. If the line is cut at the first and
+    # the third gap, the result is 1 + 2 + 2. Each gap gets a random number of 32 bits,
+    # and the line is cut at the parts - 1 gaps with the lowest numbers.
+    bits = random_bits(keys[:, None], np.arange(total // 2))  # 64 bits for every two gaps
     gaps = bits.view(np.uint32)[:, : total - 1]
-    # argpartition moves the lowest numbers to the front. Its second argument must be a
-    # valid index, even if all total - 1 gaps are cut.
+    # argpartition moves the parts - 1 lowest numbers to the front. Its second argument
+    # must be a valid index into the total - 1 gaps, so `min` limits this argument.
     lowest = np.argpartition(gaps, min(parts - 1, total - 2), axis=1)[:, : parts - 1]
     return np.diff(np.sort(lowest + 1, axis=1), axis=1, prepend=0, append=total)
 
 
 def span_corruption(tokens, keys, sentinel, data):
     """Replace random spans of tokens by sentinels, and return the inputs and targets.
+
+    For example, the tokens [10, 11, 12, 13, 14, 15] may become the inputs
+    [10, 99, 13, 14, 98, 1] and the targets [99, 11, 12, 98, 15, 1]. Here 99 and 98 are
+    sentinels, and 1 is EOS.
 
     tokens: an array [N, n] with the ids of N chunks of equal length.
     keys: [N] random integers. Row i of the result depends only on tokens[i] and keys[i].
@@ -228,8 +246,8 @@ def span_corruption(tokens, keys, sentinel, data):
     lengths = np.stack([kept_lengths, span_lengths], axis=2)  # [N, spans, 2]
     removed = np.tile([False, True], rows * spans).repeat(lengths.ravel())
     removed = removed.reshape(rows, length)  # True where a token is removed
-    # In the inputs, the sentinel takes the place of the first token of its span. In the
-    # targets, the sentinel takes the place of the kept token before its span.
+    # In the inputs, the sentinel overwrites the first token of its span. In the targets,
+    # the sentinel overwrites the kept token before its span, so that the span stays.
     span_start = removed & ~np.roll(removed, 1, axis=1)
     before_span = np.roll(span_start, -1, axis=1)
     sentinels = np.tile(sentinel - np.arange(spans), rows)
@@ -239,13 +257,16 @@ def span_corruption(tokens, keys, sentinel, data):
 
 
 def insert_sentinels(tokens, sentinels, positions, selected):
-    """Overwrite tokens with sentinels, keep the selected tokens, and append EOS.
+    """Write sentinels over some tokens, remove other tokens, and append EOS.
+
+    For example, the tokens [10, 11, 12, 13, 14] become [10, 11, 99, 14, 1]. Here the
+    sentinel 99 overwrites token 12, token 13 is removed, and 1 is EOS.
 
     tokens: an array of ids [N, n].
     sentinels: the ids of all sentinels, row after row.
     positions: a boolean array [N, n] that is True where a sentinel is written.
-    selected: a boolean array [N, n] that is True where a token or sentinel is kept. The
-        number of kept ids is the same in every row, so the result is an array, too.
+    selected: a boolean array [N, n] that is True where a token or sentinel is kept. Every
+        row must keep the same number of ids, because the result is an array.
     """
     marked = tokens.astype(np.int32)
     marked[positions] = sentinels
@@ -258,12 +279,13 @@ def insert_sentinels(tokens, sentinels, positions, selected):
 
 
 class Objective:
-    """Turn chunks of tokens into examples, that is, pairs of inputs and targets.
+    """Turn tokens of text into examples, which are pairs of inputs and targets.
 
-    A chunk is a piece of text that becomes one example. Every Task has an Objective, and
-    a recipe file may define a subclass of Objective.
+    The objectives in this file are SpanCorruption, PrefixLM and Pairs. A recipe file may
+    define more objectives as subclasses of Objective. Every objective receives the tokens
+    in chunks, and turns each chunk into one example.
 
-    `features` names the fields of the source that are tokenized. With one feature (plain
+    `features` names the fields of a document that are tokenized. With one feature (plain
     text), documents are split into chunks. The objective then needs a method
     `length(data)`, which returns the maximum length of a chunk. With two features (inputs
     and targets), every document is one chunk. The arguments of the methods are:
@@ -273,72 +295,77 @@ class Objective:
     data: a DataConfig.
     """
 
-    features = ("text",)  # the fields of the source that are tokenized
-    across_documents = False  # whether a chunk may continue in the next document
+    features = ("text",)  # the names of the fields of a document that are tokenized
+    across_documents = False  # whether a chunk may hold tokens of several documents
     min_length = 1  # chunks with fewer tokens are dropped
-    packs = True  # whether several examples may share a row
+    packs = True  # whether examples may be so short that several fit into one row
 
     def sizes(self, lengths, keys, tokenizer, data):
-        """Return how many input tokens and target tokens `make` returns for N chunks.
+        """Return the lengths of the inputs and targets of N examples, without EOS.
 
-        The result has the shape [2, N]. `lengths` [features, N] holds the lengths of the
-        chunks. By default, this method calls `make` with chunks of zeros. Packing is
-        faster if a subclass computes the sizes directly.
+        The result is an array [2, N]. The first row is for the inputs, and the second row
+        is for the targets. `lengths` is an array [features, N] with the length of each
+        chunk. The base class creates examples from chunks of zeros and measures their
+        lengths. A subclass that computes the lengths directly makes packing faster.
         """
         chunks = [[np.zeros(n, np.int32) for n in chunk] for chunk in lengths.T]
         pairs = self.make(chunks, keys, tokenizer, data)
         return np.array([[len(ids) for ids in pair] for pair in pairs]).T
 
     def make(self, chunks, keys, tokenizer, data):
-        """Turn N chunks into N pairs of arrays (inputs, targets) without EOS.
+        """Return a pair of arrays (inputs, targets) for each chunk, without EOS.
 
-        By default, this method returns the chunks unchanged.
+        The base class returns the chunks unchanged. This is right if each chunk already
+        is a pair of inputs and targets.
         """
         return chunks
 
 
 class Pairs(Objective):
-    """Use the inputs and targets of the source without a change."""
+    """Use documents that already are pairs of inputs and targets, as in translation."""
 
     features = ("inputs", "targets")
 
     def sizes(self, lengths, keys, tokenizer, data):
-        """Return the lengths themselves, because `make` does not change the chunks."""
+        """Return `lengths`, because the inputs and targets are not changed."""
         return lengths
 
 
 class SpanCorruption(Objective):
-    """Remove random spans of tokens from the inputs, and use these spans as targets.
+    """Remove random spans of tokens from a text, and let the model predict the spans.
 
-    All documents in the same file of tokens form one long stream. The stream is cut into
-    chunks that fill the inputs, so a chunk may contain several documents.
+    The documents of a shard are joined into one long text. This text is cut into chunks
+    that are just long enough to fill the inputs. So a chunk may hold the end of one
+    document and the start of the next document.
     """
 
     across_documents = True
-    min_length = 2  # one token to remove and one token to keep
-    packs = False  # one example fills a row
+    min_length = 2  # at least one token is removed, and at least one token is kept
+    packs = False  # nearly every example fills a row
 
     def length(self, data):
-        """Return how many raw tokens fill the inputs after span corruption."""
+        """Return how many tokens a chunk needs to fill the inputs after corruption."""
         return raw_length(data)
 
     def sizes(self, lengths, keys, tokenizer, data):
         counts = [noise_counts(length, data) for length in lengths[0].tolist()]
         noise, spans = np.array(counts).T
-        # Inputs and targets contain one sentinel for each span. EOS is not counted here.
+        # Each span adds one sentinel to the inputs and one to the targets. EOS is not
+        # counted.
         return np.stack([lengths[0] - noise + spans, noise + spans])
 
     def make(self, chunks, keys, tokenizer, data):
         pairs = [None] * len(chunks)
-        lengths = np.array([len(ids) for (ids,) in chunks])  # the only feature is "text"
-        # span_corruption needs chunks of equal length, so chunks are grouped by length.
+        lengths = np.array([len(ids) for (ids,) in chunks])  # one array of ids per chunk
+        # Process all chunks of one length together, because span_corruption needs chunks
+        # of equal length.
         for length in np.unique(lengths):
             _, spans = noise_counts(length, data)
             if spans > tokenizer.sentinels:
                 raise UserError(
-                    f"Span corruption of {length} tokens makes {spans} spans, but the "
-                    f"vocabulary has only {tokenizer.sentinels} sentinels: raise "
-                    f"--data.mean_span_length."
+                    f"Span corruption makes {spans} spans in {length} tokens of text, "
+                    f"but the vocabulary has only {tokenizer.sentinels} sentinels: raise "
+                    f"--data.mean_span_length to make fewer spans."
                 )
             here = np.flatnonzero(lengths == length)
             tokens = np.stack([chunks[i][0] for i in here])
@@ -352,15 +379,15 @@ class SpanCorruption(Objective):
 
 
 def truncated_length(side, task, data):
-    """Return three integers that say how long inputs or targets are truncated.
+    """Return the maximum lengths of inputs or targets with and without EOS.
 
-    The integers are the maximum length with EOS, the number of EOS tokens (0 or 1), and
-    the maximum number of tokens before EOS.
+    The result is three integers. For example, (512, 1, 511) means at most 512 tokens, of
+    which 1 is EOS, and at most 511 tokens before EOS.
 
-    Targets always end with EOS. Inputs end with EOS unless task.inputs_eos is False. The
-    tokens are usually truncated so that EOS still fits, as in the t5 library. In T0's
-    tasks, task.eos_after_trim is False. Then the tokens before EOS may fill the maximum
-    length, and EOS is lost.
+    EOS is appended to all targets, and to the inputs unless task.inputs_eos is False.
+    Usually, long examples are truncated so that EOS still fits, as in the t5 library. In
+    T0's tasks, task.eos_after_trim is False. Then long targets fill the maximum length
+    without EOS.
 
     side: the string "inputs" or "targets".
     """
@@ -372,23 +399,25 @@ def truncated_length(side, task, data):
 def truncate(ids, side, task, data):
     """Truncate the token ids of an example's inputs or targets, and append EOS.
 
+    For example, with a maximum length of 4, the ids [5, 9, 7, 8, 6] become [5, 9, 7, 1].
+
     side: the string "inputs" or "targets".
     """
     limit, eos, kept = truncated_length(side, task, data)
-    # The last slice removes EOS if the tokens before EOS fill the maximum length.
+    # [:limit] removes EOS if the tokens before EOS already fill the maximum length.
     return np.concatenate([ids[:kept], [EOS] * eos]).astype(np.int32)[:limit]
 
 
-# The first key of `random_bits` is the purpose of the bits, so no bits are used twice.
+# Random bits shuffle chunks, choose the removed spans, and shuffle packed rows. The keys
+# of these three uses begin with different numbers, so that no bits are used twice.
 ORDER, NOISE, PACKING = 1, 2, 3
 
 
 class Examples:
-    """Make the training or evaluation examples of one task.
+    """Make the examples of one task, for training or for evaluation.
 
-    A chunk is a piece of text that becomes one example in each epoch. The random bits of
-    an example depend on the epoch and on the index of the chunk. Span corruption
-    therefore removes different spans in each epoch.
+    Each chunk of text becomes one example in each epoch. Every epoch uses new random
+    bits, so span corruption removes different spans of the chunk each time.
 
     corpus: a Corpus (in the lower part of this file), which stores the chunks. The method
         shard_starts returns the index of the first chunk in each shard. The method
@@ -404,16 +433,19 @@ class Examples:
         self.shuffled = shuffled
 
     def locate(self, samples):
-        """Return the epoch and the chunk index of each given sample.
+        """Return the epoch and the chunk of each sample number.
 
-        A sample is one use of a chunk in training. `samples` [N] holds indices into the
-        endless order of all samples. Both results have the shape [N].
+        For example, if a task has 100 chunks, then sample 250 uses a chunk in epoch 2,
+        because epochs 0 and 1 take 100 samples each. `samples` and both results are
+        arrays [N].
 
-        An epoch visits the shards (files of tokens) in order. The chunks of each shard
-        are visited in random order. Training can begin as soon as the first shard exists.
+        An epoch visits the shards (files of tokens) in order. Within a shard, training
+        visits the chunks in random order. Training can begin as soon as the first shard
+        exists.
         """
-        # shard_starts prepares shards until these samples exist, or until the source
-        # ends. In the first case, all samples are in epoch 0, so divmod is right, too.
+        # Tokenize text until all these samples are in epoch 0, or until the source ends.
+        # starts[-1] is the number of all chunks that are known then. If the source has
+        # not ended, divmod returns epoch 0, because every sample is below starts[-1].
         starts = self.corpus.shard_starts(int(samples.max()) + 1)
         epochs, chunks = np.divmod(samples, starts[-1])
         if not self.shuffled:
@@ -427,18 +459,20 @@ class Examples:
         return epochs, chunks
 
     def sizes(self, epochs, chunks):
-        """Return the numbers of input tokens and target tokens before truncation.
+        """Return the lengths of inputs and targets before truncation, without EOS.
 
-        The result has the shape [2, N] and does not count EOS.
+        The result is an array [2, N]. The first row is for the inputs of the N examples,
+        and the second row is for the targets.
         """
         keys = random_bits(NOISE, self.cfg.train.seed, epochs, chunks)
         lengths = self.corpus.lengths(chunks)
         return self.task.objective.sizes(lengths, keys, self.tokenizer, self.cfg.data)
 
     def truncated_sizes(self, epochs, chunks):
-        """Return the numbers of input tokens and target tokens after truncation.
+        """Return the lengths of inputs and targets after truncation, including EOS.
 
-        The result is a list of two arrays [N], which count EOS.
+        The result is a list of two arrays. The first array [N] is for the inputs of the N
+        examples, and the second array [N] is for the targets.
         """
         sizes = []
         for size, side in zip(self.sizes(epochs, chunks), SIDES):
@@ -447,7 +481,7 @@ class Examples:
         return sizes
 
     def make(self, epochs, chunks):
-        """Return the inputs and targets of N examples, truncated and with EOS."""
+        """Return N examples as pairs [inputs, targets], truncated and with EOS."""
         keys = random_bits(NOISE, self.cfg.train.seed, epochs, chunks)
         pairs = self.task.objective.make(
             self.corpus.chunks(chunks), keys, self.tokenizer, self.cfg.data
@@ -465,48 +499,52 @@ class Examples:
 
 
 def pack(sizes, limits):
-    """Assign N examples to the rows of batches by best-fit bin packing.
+    """Pack N examples into few rows, and return the row of each example.
 
-    Best-fit bin packing fills one row after the other. A row repeatedly takes the example
-    that leaves the least room, until no example fits. The result is an array [N] with the
-    row of each example.
+    For example, examples of 3, 5, 6 and 2 tokens fill two rows of 8 tokens. Row 0 takes
+    6 + 2 tokens, and row 1 takes 5 + 3 tokens, so the result is [1, 1, 0, 0]. Each row
+    repeatedly takes the example that leaves the least room, until no example fits. This
+    algorithm is called best-fit bin packing. An example fits only if its inputs and its
+    targets fit. The result is an array [N].
 
     sizes: an array [2, N] with the numbers of input tokens and target tokens.
     limits: the maximum numbers of input tokens and target tokens in a row.
     """
     limits = np.array(limits)
-    # Examples of equal sizes are interchangeable. Call each distinct size a kind, and
-    # search only over the kinds. Kinds are sorted by their number of input tokens.
+    # Group the examples by their numbers of input and target tokens. Each such group is
+    # called a kind. Searching a few kinds is faster than searching all examples. The
+    # kinds are sorted by their number of input tokens.
     kinds, kind_of = np.unique(sizes, axis=1, return_inverse=True)
     waiting = [[] for _ in kinds[0]]  # the examples of each kind that are not packed yet
     for example, kind in enumerate(kind_of.ravel().tolist()):
         waiting[kind].append(example)
-    # fitting[n] counts the kinds with at most n input tokens. `kinds` begins with these.
+    # The kinds are sorted, so the first fitting[n] kinds have at most n input tokens.
     fitting = np.searchsorted(kinds[0], np.arange(limits[0] + 1), "right")
-    # After the last example of a kind is packed, `targets` is set above the limit, so the
-    # kind is not chosen again.
+    # The number of target tokens of each kind. When the last example of a kind is packed,
+    # this number is set above the limit, so that the kind never fits again.
     targets = kinds[1].copy()
 
-    # Room is measured relative to an average row, because inputs and targets differ in
-    # length. The average row has the total number of input tokens (and of target tokens)
-    # divided by the smallest possible number of rows.
-    load = sizes.sum(1) / limits  # the number of rows that inputs and targets need
+    # Measure room as a fraction of an average row. Otherwise the inputs, which are often
+    # longer than the targets, would count more. In an average row, all tokens are spread
+    # evenly over the smallest possible number of rows.
+    load = sizes.sum(1) / limits  # how many rows all inputs fill, and all targets
     average = limits * load / load.max()  # mean numbers of tokens in a row
     input_room, target_room = (kinds / average[:, None]).astype(np.float32)
 
     rows = np.zeros(sizes.shape[1], int)
     row = -1
-    left = len(rows)  # examples that are not in a row yet
+    left = len(rows)  # the number of examples that are not in a row yet
     while left:
         row += 1
         room = limits.copy()
         while fit := fitting[room[0]]:
-            # `a` is the room that is left for inputs, and `b` is the room for targets.
+            # The room in this row for inputs (a) and for targets (b), as a fraction of an
+            # average row. In an empty row, a and b are 1.
             a, b = (1 - (limits - room) / average).astype(np.float32)
-            # For each kind, subtract the room that an example of this kind would take.
+            # For each kind, compute the room that is left after adding such an example.
             a, b = a - input_room[:fit], b - target_room[:fit]
-            # The cost of a kind is the room left plus half of the imbalance |a - b|. The
-            # imbalance favors rows in which inputs and targets fill up evenly.
+            # Choose the kind that leaves the least room. The term |a - b| / 2 is a
+            # penalty for rows in which only the inputs or only the targets fill up.
             remaining = a + b + np.abs(a - b) / 2
             remaining = np.where(targets[:fit] > room[1], np.inf, remaining)
             best = remaining.argmin()
@@ -521,7 +559,10 @@ def pack(sizes, limits):
 
 
 def fill_rows(examples, rows, count, limits):
-    """Write examples into the rows of a new Batch, and return the Batch.
+    """Write examples one after the other into the rows of a Batch, and return the Batch.
+
+    For example, the inputs [5, 9, 1] and [4, 1] become the row [5, 9, 1, 4, 1, 0, 0, 0],
+    if both examples are in this row. The input segments are [1, 1, 1, 2, 2, 0, 0, 0].
 
     examples: a list of N pairs of arrays (inputs, targets).
     rows: an array [N] with the row of each example.
@@ -546,13 +587,18 @@ def fill_rows(examples, rows, count, limits):
 
 
 def complete_batch(inputs, targets, input_segments, target_segments):
-    """Compute the decoder inputs from the targets, and return the complete Batch."""
+    """Compute the decoder inputs from the targets, and return the complete Batch.
+
+    The decoder inputs are the targets of each example, shifted right by one position,
+    with token 0 in front. For example, the targets [7, 1, 8, 6, 1] of two examples give
+    the decoder inputs [0, 7, 0, 8, 6].
+    """
     input_segments = input_segments.astype(np.int32)
     target_segments = target_segments.astype(np.int32)
     decoder_inputs = np.zeros_like(targets)
     decoder_inputs[:, 1:] = targets[:, :-1]  # shift right by one position
-    # The shift moved the EOS of each example to the start of the next example. Replace
-    # this EOS by padding, which is the start token of the decoder.
+    # The shift has moved the EOS of each example to the start of the next example. There,
+    # replace EOS by token 0 (PAD), which is the start token of the decoder.
     starts = target_segments[:, 1:] != target_segments[:, :-1]
     decoder_inputs[:, 1:][starts] = PAD
     return Batch(inputs, input_segments, decoder_inputs, targets, target_segments)
@@ -562,17 +608,19 @@ def complete_batch(inputs, targets, input_segments, target_segments):
 
 
 def random_bits(*key):
-    """Return 64 random bits (uint64) that depend only on the key.
+    """Return 64 random bits (uint64) for a key. Equal keys always give equal bits.
 
-    The key consists of integers or integer arrays. NumPy broadcasts the arrays, and the
-    result has the broadcast shape.
+    A key is one or more integers, as in random_bits(seed, 7). Arrays of integers work,
+    too. For example, random_bits(seed, np.arange(5)) returns an array with 64 random bits
+    for each of 5 keys.
 
-    The parts of the key are XORed into the bits one after the other. After each part, the
-    last step of SplitMix64 mixes the bits. Every new bit then depends on every old bit.
-    SplitMix64 is a random number generator by Steele, Lea and Flood (2014).
+    The function XORs the first integer of the key into the bits, then mixes the bits, and
+    goes on with the next integer. After mixing, every new bit depends on every old bit.
+    The bits are mixed as in SplitMix64, a random number generator by Steele, Lea and
+    Flood (2014).
     """
     bits = np.zeros((), np.uint64)
-    with np.errstate(over="ignore"):  # SplitMix64 computes modulo 2^64, so overflow is ok
+    with np.errstate(over="ignore"):  # no warning: SplitMix64 computes modulo 2^64
         for part in key:
             part = np.asarray(part).astype(np.uint64)
             bits = (bits + 0x9E3779B97F4A7C15) ^ part
@@ -583,19 +631,20 @@ def random_bits(*key):
 
 
 def permute(index, size, *key):
-    """Apply a random permutation of range(size) to an array of integers.
+    """Apply a random permutation of range(size) to each integer of an array.
 
-    The result has the same shape [N] as `index`. The key, which consists of integers or
-    arrays [N], selects the permutation. The permutation is computed for the given
-    integers only and never stored, so `size` may be large.
+    For example, permute(np.arange(5), 5, 1) returns [3, 2, 1, 0, 4]. The last argument is
+    the key that selects the permutation. Only the given integers are permuted, and the
+    permutation is never stored, so `size` may be large. `index` and the result are arrays
+    [N]. The key consists of integers or arrays [N].
 
-    A Feistel network permutes the numbers below a power of four. The network splits the
-    bits of a number into two halves. In each of four rounds, one half is XORed with
-    random bits that depend on the other half. Every round can be undone, so the network
-    is a permutation.
+    The algorithm is a Feistel network, which permutes all numbers below a power of four.
+    The network splits the bits of a number into two halves. In each of four rounds, one
+    half is XORed with random bits that depend on the other half. Every round can be
+    undone, so no two numbers get the same result.
     """
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
-    mask = (1 << half_bits) - 1  # a bit mask for the lower half of the bits
+    mask = (1 << half_bits) - 1  # selects the lower half of a number's bits
     out = index.astype(np.uint64)
     key = np.broadcast_to(random_bits(*key), out.shape)
     # Cycle walking: a result outside range(size) is permuted again until it is inside.
@@ -612,19 +661,19 @@ def permute(index, size, *key):
 
 # ---- the batch of a step ---------------------------------------------------------------
 
-BLOCK_SAMPLES = 1 << 14  # the number of samples, from all tasks, that are packed together
+BLOCK_SAMPLES = 1 << 14  # how many samples, of all tasks together, are packed at once
 
 
 class TrainingPlan:
-    """Assign training examples to the rows of batches.
+    """Decide which training examples are in which row of which batch.
 
-    Rows are numbered through all steps, so step 1 starts with row number batch_size.
-    Examples are packed in blocks of about BLOCK_SAMPLES examples. The rates determine how
-    many examples of a block belong to each task. After packing, the rows of a block are
-    shuffled.
+    Rows are numbered through all steps. With 64 rows in a batch, for example, step 0 has
+    the rows 0 to 63, and step 1 has the rows 64 to 127. Examples are packed into rows in
+    blocks of about 16,384 examples. After packing, the rows of a block are shuffled.
 
     tasks: a list with the Examples object of each task.
-    rates: a list with a positive number for each task.
+    rates: a list with a positive number for each task. A task with rate 2 gets twice as
+        many samples in a block as a task with rate 1.
     path: the file that stores the number of the first row in each block. A resumed run
         reads the file and does not pack the earlier blocks again.
     """
@@ -637,21 +686,23 @@ class TrainingPlan:
             examples.task.objective.packs for examples in tasks
         )
         self.path = path
-        # The number of the first row of each known block. An earlier run may have saved
-        # this list.
+        # The first row of block b has the number row_starts[b]. Block 0 starts with row
+        # 0. If an earlier run has saved a longer list, read this list.
         self.row_starts = [0]
-        with contextlib.suppress(UserError):  # the file is missing or damaged
+        with contextlib.suppress(UserError):  # ignore a missing or damaged file
             self.row_starts = configs.read_checked(path, {"starts": [int]})["starts"]
         thread = ThreadPoolExecutor(1)
-        # future(block) plans a block in a background thread. A cache keeps three plans.
+        # Calling future(block) starts plan_block(block) in a background thread. The cache
+        # keeps the results for three blocks.
         self.future = functools.lru_cache(3)(
             lambda block: thread.submit(self.plan_block, block)
         )
 
     def samples(self, row_number):
-        """Return the indices of the tasks and the sample numbers of a row's examples.
+        """Return which samples are in a row, as two arrays: tasks and sample numbers.
 
-        A sample number is an index into the endless shuffled order of a task.
+        For example, the arrays [0, 2] and [57, 8] mean sample 57 of task 0 and sample 8
+        of task 2.
         """
         self.extend_row_starts(row_number)
         block = bisect.bisect_right(self.row_starts, row_number) - 1
@@ -661,7 +712,7 @@ class TrainingPlan:
         return task[here], sample[here]
 
     def extend_row_starts(self, row_number):
-        """Count the rows of more blocks until the block of the given row is known."""
+        """Find where more blocks begin, until the block with the given row is known."""
         while self.row_starts[-1] <= row_number:
             block = len(self.row_starts) - 1
             if self.packs:
@@ -672,27 +723,26 @@ class TrainingPlan:
                 self.row_starts.append(int(sum(self.samples_before(block + 1))))
 
     def prefetch(self, block):
-        """Return the rows of a block, and plan the next block in the background."""
+        """Return plan_block(block), and plan the next block in the background."""
         planned = self.future(block)
         self.future(block + 1)
         return planned.result()
 
     def plan_block(self, block):
-        """Pack a block of examples into rows, and return three arrays about the rows.
+        """Pack the samples of a block into rows, and return three arrays.
 
-        The array `task` holds the index of each example's task. The array `sample` holds
-        the sample number, an index into the endless shuffled order of this task. Both
-        arrays list the examples row after row. Row r of the block consists of the
-        examples edges[r] to edges[r + 1] - 1.
+        The arrays are `task`, `sample` and `edges`. The i-th sample of the block is
+        sample number sample[i] of the task with index task[i]. Row r holds the samples
+        from i = edges[r] to i = edges[r + 1] - 1. For example, edges [0, 2, 5] mean that
+        row 0 holds two samples and row 1 holds three samples.
         """
         first = self.samples_before(block)
-        count = (
-            self.samples_before(block + 1) - first
-        )  # samples of each task in the block
+        # The number of samples of each task in this block.
+        count = self.samples_before(block + 1) - first
         task = np.repeat(np.arange(len(count)), count)
         number = np.concatenate([np.arange(n) for n in count])  # 0, 1, ... in each task
-        # Interleave the tasks evenly. A sample's sort key is the fraction of its task's
-        # samples that come earlier in the block.
+        # Spread the samples of each task evenly over the block. For example, 4 samples of
+        # task 0 and 2 samples of task 1 have the order 0, 1, 0, 0, 1, 0.
         order = np.argsort((number + 0.5) / count[task], kind="stable")
         task, number = task[order], number[order]
         sample = first[task] + number
@@ -704,28 +754,32 @@ class TrainingPlan:
             examples = self.tasks[k]
             sizes[:, here] = examples.truncated_sizes(*examples.locate(sample[here]))
         row = pack(sizes, (self.cfg.data.inputs_length, self.cfg.data.targets_length))
-        # Packing puts examples of similar sizes into neighboring rows. Shuffle the rows.
+        # Shuffle the rows, because packing puts examples of similar lengths into
+        # neighboring rows.
         row = permute(row, int(row.max()) + 1, PACKING, self.cfg.train.seed, block)
         order = np.argsort(row, kind="stable")
         edges = np.append(0, np.cumsum(np.bincount(row)))
         return task[order], sample[order], edges
 
     def samples_before(self, block):
-        """Return how many samples of each task come before the given block."""
-        # Add a different offset for each task before rounding down. Without offsets, many
-        # rare tasks would get their next sample in the same block.
+        """Return how many samples of each task are used before the given block."""
+        # Add a different fraction for each task before rounding down. Otherwise, tasks
+        # with the same low rate would all get their next sample in the same block.
         phase = (np.arange(len(self.rates)) + 0.5) / len(self.rates)
         return np.floor(self.rates * block * BLOCK_SAMPLES + phase).astype(int)
 
 
 def make_batch(step, tasks, plan, cfg, rows=None):
-    """Return the Batch of a step. Equal arguments always give an equal Batch.
+    """Return the Batch of a step, or only the given rows of this Batch.
+
+    Equal arguments always give an equal Batch, so a resumed run continues with the right
+    batches. The first step is step 0.
 
     tasks: a list with the Examples object of each task.
     plan: an object that assigns examples to rows. Training uses a TrainingPlan, and a
         held-out split uses a HeldOutPlan (in the lower part of this file).
-    rows: the indices of the wanted rows of the batch. By default, all rows are made. With
-        several processes, each process makes only the rows of its own devices.
+    rows: the indices of the rows to make, by default all rows. With several processes,
+        each process makes only the rows of its own devices.
     """
     batch_size = cfg.train.batch_size
     rows = range(batch_size) if rows is None else rows
@@ -3343,14 +3397,19 @@ def unigram_loss(counts, batches, tokenizer):
 
 
 def is_span_corruption(cfg):
-    """Return whether span corruption is the only objective of a run."""
+    """Return whether all tasks of a run train with span corruption."""
     names = mixture_rates(cfg.data.task, cfg)
     objectives = [find_task(name, cfg).objective for name in names]
     return all(type(objective) is SpanCorruption for objective in objectives)
 
 
 def describe_rows(cfg):
-    """Return a line of text that describes the size of a row in a batch."""
+    """Return a line that says how many tokens a row of a batch holds.
+
+    For example, the line is "rows     512 input tokens and 114 target tokens". For span
+    corruption, the line also says how many tokens a text has before corruption (raw
+    tokens), and how many of them are removed.
+    """
     data = cfg.data
     if not is_span_corruption(cfg):
         return (
@@ -3367,16 +3426,16 @@ def describe_rows(cfg):
 
 
 def describe_dataset(dataset):
-    """Return a text that says how many examples of a Dataset are tokenized already."""
+    """Return a text such as "1,234 examples are tokenized so far"."""
     count = sum(task.corpus.starts[-1] for task in dataset.tasks)
-    return f"{count:,} examples are prepared"
+    return f"{count:,} examples are tokenized so far"
 
 
 def color_row(ids, segments, tokenizer):
-    """Return the text of one row of a batch, in colors if the output is a terminal.
+    """Return the text of one row of a batch, with colors if the output is a terminal.
 
-    A row may hold several packed examples, and neighboring examples have different
-    colors. Sentinels such as <extra_id_0> are shown in reverse video.
+    If the row holds several packed examples, neighboring examples have different colors.
+    Sentinels, such as <extra_id_0>, have their text and background colors swapped.
 
     ids: an array with the token ids of the row.
     segments: an array with the number of the example at each position, counted from 1.
@@ -3394,25 +3453,26 @@ def color_row(ids, segments, tokenizer):
 
 
 def first_split(cfg):
-    """Return the first split that exists of "train", "validation" and "test"."""
+    """Return "train" if this split exists, otherwise "validation" or "test"."""
     for split in Task().splits:
         with contextlib.suppress(MissingSplit):
             open_tasks(cfg, split)
             return split
-    # No split exists. With "train", the caller then raises MissingSplit.
+    # No split exists. When the caller opens "train", MissingSplit is raised.
     return "train"
 
 
 def show(cfg, count):
-    """Print `count` rows of the first batch, and measure how fast batches are made.
+    """Print `count` rows of the first batch, and how fast batches are made.
 
-    The rows are from the training split. If a task has no training split, the rows are
+    The rows come from the training split. If a task has no training split, the rows come
     from the validation or test split.
     """
     cfg = configs.override(cfg, {"train.eval_every": 0, "train.infer_every": 0})
     split = first_split(cfg)
     if split != "train":
-        cfg = evaluation_config(cfg.data.task, cfg)  # raises a UserError for a mixture
+        # evaluation_config raises a UserError if data.task is a mixture.
+        cfg = evaluation_config(cfg.data.task, cfg)
     tokenizer = prepare_vocabulary(cfg, split)
     dataset = prepare(cfg, split, tokenizer)
     print(f"task     {cfg.data.task}, {split} split: {describe_dataset(dataset)}")
@@ -3422,23 +3482,24 @@ def show(cfg, count):
         "inputs": (batch.inputs, batch.input_segments),
         "targets": (batch.targets, batch.target_segments),
     }
-    # A held-out split may have fewer examples than a batch has rows.
+    # Print only rows that hold an example. The last rows are empty if a held-out split
+    # has fewer examples than a batch has rows.
     filled = batch.target_segments.any(axis=1).sum()
     for i in range(min(count, filled)):
         for side, (ids, segments) in sides.items():
             lengths = " + ".join(map(str, np.bincount(segments[i])[1:]))
-            print(f"\nrow {i}, {side}: {lengths} of {ids.shape[1]} tokens")
+            print(f"\nrow {i}, {side}: {lengths} of {ids.shape[1]} positions are filled")
             print(f"  {color_row(ids[i], segments[i], tokenizer)}")
     tokens = sum(np.count_nonzero(segments) for _, segments in sides.values())
     calls, seconds = timeit.Timer(lambda: dataset.batch(0)).autorange()
     speed = calls * tokens / seconds / 1e6
-    print(f"\nspeed    {speed:.1f} M tokens/s on one core")
+    print(f"\nspeed    {speed:.1f} million tokens per second on one CPU core")
 
 
 def list_mixture(cfg):
-    """Print a table of the tasks in a mixture, with their rates and sources.
+    """Print a table of the tasks in a mixture, with the rate and source of each task.
 
-    The setting data.task names the mixture.
+    The name of the mixture is cfg.data.task.
     """
 
     def count_documents(task):
@@ -3453,14 +3514,13 @@ def list_mixture(cfg):
 
 
 def prepare_all(cfg, shard):
-    """Tokenize the data of a run in advance, and write the token files.
+    """Tokenize the data of a run before training, and write the token files.
 
-    If examples are packed, the complete training split is tokenized. Otherwise, only the
-    text that the steps of the run reach is tokenized.
+    With packing, the complete training split is tokenized. Without packing, only the text
+    that the training steps will use is tokenized.
 
-    shard: a text such as "0/4" if several machines share the work, and None otherwise.
-        With "0/4", this machine completely tokenizes every fourth source file, starting
-        with source file 0.
+    shard: a text such as "0/4" if several machines share the work, otherwise None. With
+        "0/4", this machine tokenizes the complete source files 0, 4, 8 and so on.
     """
     tokenizer = prepare_vocabulary(cfg)
     held_out = {}
@@ -3476,7 +3536,7 @@ def prepare_all(cfg, shard):
                 position = [file, 0, 0]
                 while position and position[0] == file:
                     position = corpus.prepare_shard(position).get("next")
-        print(f"shard {shard} of {cfg.data.task} is prepared")
+        print(f"The text for --shard {shard} of {cfg.data.task} is tokenized.")
         return
     dataset = prepare(cfg, "train", tokenizer)
     rows = (cfg.train.steps - cfg.train.start_step) * cfg.train.batch_size
@@ -3491,7 +3551,7 @@ def prepare_all(cfg, shard):
 
 
 def main(argv):
-    """Run the command `python data.py`."""
+    """Run `python data.py`, which prints rows, lists tasks or writes token files."""
     args, changes = configs.parse_args(
         __doc__,
         argv,
@@ -3499,14 +3559,15 @@ def main(argv):
             type=int,
             default=3,
             metavar="N",
-            help="print N rows of the first batch (default: 3). This is the default\n"
-            "action, without --prepare and --list",
+            help="print N rows of the first batch (default: 3). This is done\n"
+            "if --prepare and --list are not given",
         ),
         prepare=dict(action="store_true", help="write the token files that a run needs"),
         shard=dict(
             metavar="I/N",
-            help="use with --prepare if N machines with a common disk share the\n"
-            "work: tokenize every N-th source file. I is a number from 0 to N - 1",
+            help="with --prepare, tokenize only every N-th source file, so that N\n"
+            "machines with a common disk share the work. I is the number of this\n"
+            "machine, from 0 to N - 1",
         ),
         list=dict(
             nargs="?",
