@@ -83,8 +83,8 @@ def at_least(low, default):
 class ModelConfig:
     """The size and the architecture of the model."""
 
-    # Number of rows of the embedding table.
-    # This table has one row for each token id, rounded up to a multiple of 128 rows.
+    # Number of rows of the embedding table: the number of token ids, rounded up to a
+    # multiple of 128.
     vocab_size: int = 32128
     # Width of the residual stream: the length of the vector that represents a token.
     d_model: int = 512
@@ -108,8 +108,7 @@ class ModelConfig:
     # Number of buckets for relative positions (key position minus query position).
     # Each attention head learns one bias for each bucket.
     relative_buckets: int = at_least(4, 32)
-    # Tokens that are at least this far apart all share the last bucket of relative
-    # positions.
+    # Distances of this many tokens or more share the last bucket of relative positions.
     relative_max_distance: int = 128
     # Whether each layer learns its own relative-position biases, as in UMT5.
     # If false, all encoder layers share one table, and all decoder layers another.
@@ -119,8 +118,8 @@ class ModelConfig:
     # Number format of the activations. The stored weights are always float32.
     # "auto" means float32 on a CPU, and bfloat16 on a GPU or TPU.
     dtype: str = one_of("auto", "float32", "bfloat16")
-    # Which activations are saved for the backward pass. It recomputes all others
-    # (rematerialization), which saves memory and takes time.
+    # Which activations the forward pass saves. The backward pass recomputes the others
+    # (rematerialization), which takes time but saves memory.
     # "none" saves all activations.
     # "dots" saves the results of attention and of the matmuls with weights.
     # "full" saves only the results of attention and the input of each layer, and adds
@@ -134,7 +133,7 @@ class DataConfig:
 
     # Where examples are read, such as text:books/*.txt or jsonl:pairs.jsonl.
     # README lists all kinds of sources. Empty means the source of the task.
-    # The task span_corruption reads python:, the manual and docstrings of Python.
+    # For span_corruption this is "python:", the manual and the docstrings of Python.
     source: str = ""
     # Where the held-out examples for evaluation are read.
     # Empty means the validation split of the training source.
@@ -441,14 +440,14 @@ RO = DataConfig(
 BLEU = "inference_eval/wmt_t2t_ende_v003/bleu"
 BEAMS = DecodeConfig(beams=4, batch_size=64)
 # Fine-tune a published checkpoint of step 1,000,000 for 20,000 more steps, with a
-# constant learning rate. The settings follow the T5X file
-# t5x/configs/runs/finetune.gin, which computes the held-out loss on only 20 batches.
+# constant learning rate, as in the T5X file t5x/configs/runs/finetune.gin.
 FINETUNE = TrainConfig(
     start_step=1_000_000,
     steps=1_020_000,
     learning_rate=1e-3,
     schedule="constant",
     infer_every=1000,
+    # Evaluate all held-out examples. T5X computes the held-out loss on only 20 batches.
     eval_batches=0,
     save_every=5000,
 )
@@ -1200,8 +1199,8 @@ def check_decoding(cfg):
     if cfg.beams and samples:
         raise UserError(
             "Beam search (--decode.beams) cannot be combined with sampling "
-            "(--decode.temperature, --decode.top_k, --decode.top_p): leave out the flags "
-            "of one of them."
+            "(--decode.temperature, --decode.top_k, --decode.top_p): leave out "
+            "--decode.beams or the sampling flags."
         )
     if not samples and cfg.num_return > max(1, cfg.beams):
         raise UserError(
@@ -1210,7 +1209,7 @@ def check_decoding(cfg):
         )
 
 
-@functools.cache  # Read the file only once, because each decoded batch needs the number.
+@functools.cache  # The result never changes, and each decoded batch asks for it.
 def machine_memory():
     """Return the memory of this machine or container in bytes."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

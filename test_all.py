@@ -5253,7 +5253,7 @@ BAD = {
     "T0 without P3": (["--data.task", "t0_train", "--data.source", ""], "seqio:DIR"),
     "beams and samples": (
         ["--decode.beams", "2", "--decode.top_k", "3"],
-        "leave out the flags of one of them",
+        "leave out --decode.beams",
     ),
     "a remote folder of tokens": (
         ["--data.prepared_dir", "gs://bucket/x"],
