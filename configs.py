@@ -1035,7 +1035,7 @@ def check_json(value, form, at="it"):
         int              a value of this type
         (int, str)       a value of one of these types
         [form]           a list of values, each with this form
-        {"key": form}    a dict with this key; other keys are ignored
+        {"key": form}    a dict that has this key, and perhaps other keys
         {"key?": form}   a dict that may have this key
         {str: form}      a dict with any keys, whose values have this form
 
