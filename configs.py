@@ -1,15 +1,19 @@
-"""Define every setting of plain T5 and the named recipes, with the standard library only.
+"""Define all settings of plain T5, and recipes with values for these settings.
 
-A recipe is an immutable Config with six sections of plain fields: model, data, train,
-decode, mesh and distributed. Every command takes a recipe with `--config NAME` and
-changes single fields with flags such as `--train.steps 500`. train.py writes the
-resulting Config to RUN_DIR/config.json, and the other commands read that file.
+A setting is a field of a frozen dataclass, such as the field `steps` of TrainConfig. The
+class Config contains all settings, in six sections: model, data, train, decode, mesh and
+distributed. A recipe is a predefined Config, such as "tiny" or "small_c4".
+
+Every command takes a recipe with `--config NAME` and changes single settings with flags
+such as `--train.steps 500`. train.py writes the resulting Config to RUN_DIR/config.json,
+and the other commands read that file. This file needs no library, except for remote
+paths.
 
     python configs.py               list the recipes
-    python configs.py small_c4      print all fields of one recipe
-    python train.py --help          print all fields with their meaning
+    python configs.py small_c4      print all settings of one recipe
+    python train.py --help          print all settings with their meaning
 
-Example: change one field of a recipe. The recipe itself does not change.
+Example: change one setting of a recipe. The recipe itself does not change.
 
     >>> from configs import RECIPES, override
     >>> cfg = override(RECIPES["tiny"], {"train.steps": 500})
@@ -36,7 +40,7 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """Report a mistake of the user.
+    """An error that the user can fix, such as a misspelled flag.
 
     The message says what happened and what to do. run_command prints only this message,
     without a traceback, and exits with status 2.
@@ -44,255 +48,278 @@ class UserError(Exception):
 
 
 # ---- the fields ------------------------------------------------------------------------
-# The comment above a field is its help text. --help and `python configs.py NAME` print
-# this text. To limit the values of a field, write its default with one_of, between or
-# at_least. An integer field without stated bounds must be at least 1.
+# Each setting is a field of one of the classes below. The comment above a field is its
+# help text, which --help and `python configs.py NAME` print. The functions one_of,
+# between and at_least limit the values of a field. An integer field without such a limit
+# must be at least 1.
 
 
 def one_of(default, *others):
-    """Declare a field that accepts only the default and the other given values."""
+    """Declare a field with a fixed set of allowed values.
+
+    For example, one_of("stop", "skip") allows "stop" and "skip". The first value is the
+    default.
+    """
     return field(default=default, metadata={"choices": (default, *others)})
 
 
 def between(low, high, default):
-    """Declare a number field with a smallest and a largest allowed value."""
+    """Declare a number field with a lower and an upper limit.
+
+    For example, between(0, 1, 0.5) allows 0 to 1, and the default is 0.5.
+    """
     return field(default=default, metadata={"low": low, "high": high})
 
 
 def at_least(low, default):
-    """Declare a number field with a smallest allowed value."""
+    """Declare a number field with a lower limit.
+
+    For example, at_least(0, 10) allows 0 and more, and the default is 10.
+    """
     return field(default=default, metadata={"low": low})
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Size and architecture of the model."""
+    """The size and the architecture of the model."""
 
-    # Number of rows of the embedding table.
-    # This is the number of token ids, rounded up to a multiple of 128.
+    # Number of rows of the embedding table: the number of token ids, rounded up to a
+    # multiple of 128.
     vocab_size: int = 32128
     # Width of the residual stream: the length of the vector that represents a token.
     d_model: int = 512
     # Width of the hidden layer of each MLP.
     d_ff: int = 1024
-    # Width of one attention head. num_heads * d_kv need not equal d_model.
+    # Width of one attention head. num_heads * d_kv may differ from d_model.
     d_kv: int = 64
     # Number of attention heads in each layer.
     num_heads: int = 6
     # Number of encoder layers.
     num_layers: int = 8
-    # Number of decoder layers. With 0 the model is only an encoder.
+    # Number of decoder layers. 0 means an encoder-only model.
     num_decoder_layers: int = at_least(0, 8)
-    # Activation function of the MLP, a name in model.ACTIVATIONS.
-    # The prefix "gated_" makes the MLP gated. T5 1.1 uses gated_gelu, T5 1.0 uses relu.
+    # Activation function of the MLP: relu, gelu, silu, or one from your recipe file.
+    # The prefix "gated_" selects a gated MLP (GLU), as in gated_gelu.
+    # T5 1.0 uses relu, and T5 1.1 uses gated_gelu.
     activation: str = "gated_gelu"
-    # Whether the output layer shares the weights of the embedding (T5 1.0).
-    # Shared weights are scaled by d_model^-0.5 in the output layer.
+    # Whether the output layer uses the weights of the embedding table, as in T5 1.0.
+    # If true, the logits are multiplied by d_model^-0.5.
     tied: bool = False
-    # Number of buckets into which relative positions are grouped.
-    # Each head learns one attention bias for each bucket.
+    # Number of buckets for relative positions (key position minus query position).
+    # Each attention head learns one bias for each bucket.
     relative_buckets: int = at_least(4, 32)
-    # Distance in tokens from which all relative positions fall into the last bucket.
+    # Distances of this many tokens or more share the last bucket of relative positions.
     relative_max_distance: int = 128
-    # Whether each layer has its own table of relative-position biases (UMT5).
-    # With "false", all layers of the encoder share one table, and all layers of the
-    # decoder share another.
+    # Whether each layer learns its own relative-position biases, as in UMT5.
+    # If false, all encoder layers share one table, and all decoder layers another.
     layer_biases: bool = False
     # Dropout rate. T5 1.1 uses 0 for pretraining and 0.1 for fine-tuning.
     dropout: float = between(0, 0.99, 0.0)
     # Number format of the activations. The stored weights are always float32.
     # "auto" means float32 on a CPU, and bfloat16 on a GPU or TPU.
     dtype: str = one_of("auto", "float32", "bfloat16")
-    # Which activations of a layer the forward pass saves for the backward pass.
-    # Rematerialization means that the backward pass recomputes all other activations.
-    # This takes time, but saves memory.
+    # Which activations the forward pass saves. The backward pass recomputes the others
+    # (rematerialization), which takes time but saves memory.
+    # "none" saves all activations.
     # "dots" saves the results of attention and of the matmuls with weights.
-    # "none" saves all activations, which takes the most memory.
-    # "full" saves only the input of each layer and the results of attention.
-    # It takes the least memory, and adds about one third to the computation of a step.
+    # "full" saves only the results of attention and the input of each layer, and adds
+    # about one third to the computation of a step.
     remat: str = one_of("dots", "none", "full")
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Source of the examples, and how examples are made."""
+    """Where text is read, and how it becomes examples for training."""
 
-    # Where the examples are read, as KIND:NAME, such as text:books/*.txt.
-    # README lists the kinds. Empty means the source that the task names.
-    # For span_corruption this is python:, the manual and docstrings of Python itself.
+    # Where examples are read, such as text:books/*.txt or jsonl:pairs.jsonl.
+    # README lists all kinds of sources. Empty means the source of the task.
+    # For span_corruption this is "python:", the manual and the docstrings of Python.
     source: str = ""
-    # Where the held-out examples are read.
-    # Empty means the validation split of the source.
-    # If the source has no splits, its first 1 % is held out.
+    # Where the held-out examples for evaluation are read.
+    # Empty means the validation split of the training source.
+    # If this source has no splits, its first 1 % is held out from training.
     validation_source: str = ""
-    # Task or mixture to train on. `python data.py --list` prints all names.
+    # Name of the task or mixture of tasks to train on.
+    # `python data.py --list` prints all names.
     task: str = "span_corruption"
-    # Tasks or mixtures to evaluate during training, separated by commas.
+    # Names of the tasks or mixtures to evaluate during training, separated by commas.
     # Empty means the training task.
     eval_tasks: str = ""
-    # Names of the fields in the source, if they differ from the names in the task.
-    # Examples: text=content or inputs=question,targets=answer.
+    # Which field of the source to read for each field of the task.
+    # For example, text=content reads the texts from the field "content".
+    # Pairs are separated by commas: inputs=question,targets=answer.
     fields: str = ""
-    # The vocabulary. "train:N" trains N SentencePiece tokens on the source.
-    # A path names a SentencePiece model. "bytes" means the byte vocabulary of ByT5.
-    # "ids:N" means that texts are token ids below N, separated by spaces.
+    # Vocabulary that maps text to token ids. A path names a SentencePiece model.
+    # "train:N" trains a SentencePiece model with N tokens on the source.
+    # "bytes" means the byte vocabulary of ByT5.
+    # "ids:N" is for texts that are already token ids below N, separated by spaces.
     vocab: str = "train:32000"
-    # Number of tokens in a row of inputs, EOS included. Longer examples are cut.
+    # Number of tokens in a row of inputs, including EOS. Longer examples are cut.
     inputs_length: int = 512
-    # Number of tokens in a row of targets, EOS included. Longer examples are cut.
+    # Number of tokens in a row of targets, including EOS. Longer examples are cut.
     targets_length: int = 114
-    # Whether a row of a training batch may hold several short examples.
+    # Whether several short examples may share one row of a training batch.
     pack: bool = True
-    # Whether token files stay on disk after training has used them.
-    # "false" saves disk space when the text is very large.
+    # Whether the token files (the tokenized text) stay on disk after training has used
+    # them. "false" saves disk space when the text is very large.
     keep_tokens: bool = True
-    # Fraction of the tokens that span corruption removes.
+    # Fraction of the tokens that span corruption removes from a text.
     noise_density: float = between(0.001, 0.999, 0.15)
-    # Mean number of tokens in a span that span corruption removes.
+    # Mean length, in tokens, of the spans that span corruption removes from a text.
     mean_span_length: float = between(1, 1000, 3.0)
-    # Folder for token files. It gets one subfolder for each source and vocabulary.
+    # Local folder for tokenized texts and trained vocabularies.
     prepared_dir: str = "prepared"
-    # Folder of the TFDS datasets.
+    # Folder of the TensorFlow Datasets (TFDS).
     # Empty means the environment variable TFDS_DATA_DIR, or ~/tensorflow_datasets.
     tfds_dir: str = ""
-    # What happens when an example or a file cannot be read.
-    # "stop" ends the command with a message. "skip" skips the example and counts it.
+    # What to do with an example or a file that cannot be read.
+    # "stop" ends the command with a message. "skip" leaves out and counts the example.
     on_error: str = one_of("stop", "skip")
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Optimizer, learning rate, evaluation and checkpoints of a training run."""
+    """Batches, optimizer, learning rate, evaluation and checkpoints of a training run."""
 
-    # Step at which training ends. Step numbers are absolute, so start_step is included.
+    # Step at which training ends. A run from step 1,000 to step 1,500 takes 500 steps.
     steps: int = 10_000
     # Step at which a new run begins.
-    # Recipes that continue a published checkpoint use its step, 1,000,000.
+    # To continue a published checkpoint, recipes begin at its step, such as 1,000,000.
     start_step: int = at_least(0, 0)
-    # What --init_from loads. "params" means the weights.
-    # "all" means the weights, the optimizer state and the step.
+    # What a new run takes from the run that --init_from names.
+    # "params" takes only the weights.
+    # "all" takes the weights, the optimizer state and the step.
     restore: str = one_of("params", "all")
     # Number of rows in a batch, over all devices and microbatches together.
     batch_size: int = 128
-    # Number of equal parts into which each batch is split to save memory.
-    # The gradients of the parts are added before the weights are updated.
+    # Number of microbatches into which each batch is split to save memory.
+    # Their gradients are added up before the weights are updated.
     microbatches: int = 1
-    # Name of the optimizer, an entry of train.OPTIMIZERS.
+    # Name of the optimizer: adafactor, adamw, or one from your recipe file.
     optimizer: str = "adafactor"
-    # Value of the factor "constant" of the learning rate schedule.
+    # Base learning rate. The factor "constant" of the schedule has this value.
     learning_rate: float = at_least(0, 1.0)
-    # Learning rate schedule: a product of the factors of T5X, which train.py explains.
+    # Learning rate schedule: a product of factors, such as "constant * linear_warmup".
+    # The function learning_rate in train.py defines all factors.
     schedule: str = "constant * rsqrt_decay"
-    # Number of warmup steps.
-    # linear_warmup rises until this step, and rsqrt_decay is flat until this step.
+    # Number of warmup steps of the schedule.
+    # In these steps, linear_warmup rises from 0 to 1, and rsqrt_decay stays constant.
     warmup_steps: int = 10_000
-    # Number that is subtracted from the step before the schedule is computed.
+    # Step that the schedule treats as step 0.
+    # A run that continues a checkpoint can start its schedule anew with this setting.
     schedule_offset: int = at_least(0, 0)
-    # Factor by which decay_every multiplies the learning rate.
-    # linear_decay lowers the rate by this fraction of learning_rate in every step.
+    # Decay of the schedule factors decay_every and linear_decay.
+    # decay_every is multiplied by decay_factor every steps_per_decay steps.
+    # linear_decay falls by decay_factor * learning_rate in each step after the warmup.
     decay_factor: float = 0.5
-    # Number of steps after which decay_every lowers the learning rate again.
+    # Number of steps between two decays of the schedule factor decay_every.
     steps_per_decay: int = 20_000
-    # Number of steps in one cycle of cosine_decay.
+    # Number of steps in which the schedule factor cosine_decay falls from 1 to 0.
+    # After these steps, cosine_decay starts again at 1.
     steps_per_cycle: int = 100_000
-    # Fraction that each update subtracts from every weight.
-    # adamw multiplies this fraction by the learning rate. adafactor does not, as in T5X.
+    # Fraction of each weight that every update subtracts.
+    # adamw first multiplies this fraction by the learning rate.
+    # adafactor uses the fraction itself, as in T5X.
     weight_decay: float = at_least(0, 0.0)
-    # Weight of the z-loss log(Z)^2, where Z is the softmax denominator.
-    # The z-loss keeps the logits near zero.
+    # Weight of the z-loss, which keeps the logits near zero.
+    # The z-loss is log(Z)^2, where Z is the denominator of the softmax.
     z_loss: float = at_least(0, 1e-4)
-    # Probability that label smoothing takes from the target token.
-    # All other tokens share this probability.
+    # Probability that label smoothing moves from the target token to all other tokens.
     label_smoothing: float = between(0, 0.99, 0.0)
-    # Number by which the summed loss is divided before gradients are computed.
-    # "none" means the number of target tokens in the batch. T5X pretrains with 233472.
+    # Number by which the summed loss of a batch is divided before its gradient is taken.
+    # "none" means the number of target tokens, which gives the mean loss per token.
+    # T5X pretrains with 233472.
     loss_divisor: float | None = at_least(1e-6, None)
-    # Number of steps between two log lines of training metrics. 0 turns them off.
+    # Log the training metrics every N steps. 0 means never.
     log_every: int = at_least(0, 10)
-    # Number of steps between two evaluations of the held-out loss. 0 turns them off.
+    # Compute the loss on held-out examples every N steps. 0 means never.
     eval_every: int = at_least(0, 1000)
-    # Number of steps between two evaluations of the task metrics on decoded text.
-    # 0 turns these evaluations off.
+    # Generate text for held-out examples every N steps, and compute the metrics of the
+    # task, such as BLEU. 0 means never.
     infer_every: int = at_least(0, 0)
-    # Number of batches in one evaluation. 0 means the complete split.
+    # Number of batches in one evaluation. 0 means all held-out examples.
     eval_batches: int = at_least(0, 20)
-    # Number of steps between two checkpoints. 0 turns checkpoints off.
+    # Save a checkpoint every N steps. 0 means never.
     save_every: int = at_least(0, 1000)
-    # Whether checkpoints are written in the background, from a copy in main memory.
+    # Whether training continues while a checkpoint is written.
+    # This needs main memory for a copy of the weights and the optimizer state.
     async_save: bool = True
     # Number of checkpoints to keep. Older checkpoints are deleted.
     keep: int = 3
-    # A metric, as named in metrics.jsonl. The checkpoint with the best value of this
-    # metric is kept too.
-    # Empty means none.
+    # Metric whose best checkpoint is kept, too, as named in metrics.jsonl.
+    # An example is training_eval/span_corruption/loss. Empty means none.
     keep_best: str = ""
-    # Steps that jax.profiler traces, as FIRST:LAST. The trace goes to RUN_DIR/profile.
-    # Empty means no trace.
+    # Steps to trace with jax.profiler, as FIRST:LAST, such as 10:13.
+    # The trace is written to RUN_DIR/profile. Empty means no trace.
     profile: str = ""
-    # Random seed of the initial weights, the order of the data, the noise and dropout.
+    # Random seed of the initial weights, the data order, the removed spans, dropout and
+    # sampling.
     seed: int = between(0, 2**31 - 1, 0)
 
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """How text is generated from a trained model."""
+    """How a trained model generates text."""
 
-    # Number of beams of T5X's beam search. 0 means greedy decoding or sampling.
+    # Number of beams of beam search. 0 means no beam search.
+    # Without beam search, the model decodes greedily or samples.
     beams: int = between(0, 1024, 0)
     # Exponent of the length penalty of beam search.
+    # A larger exponent favors longer outputs.
     alpha: float = 0.6
-    # Length penalty by which the score of a beam with n tokens is divided.
-    # "gnmt" means ((5 + n) / 6) ** alpha as in T5X. "length" means n ** alpha.
+    # Length penalty: the score of an output of n tokens is divided by this number.
+    # "gnmt" means ((5 + n) / 6) ** alpha, as in T5X.
+    # "length" means n ** alpha, as in Hugging Face.
     penalty: str = one_of("gnmt", "length")
-    # Largest number of generated tokens, EOS included. "none" means data.targets_length.
+    # Maximum number of generated tokens, including EOS. "none" means data.targets_length.
     max_len: int | None = None
-    # Temperature of sampling. 0 means greedy decoding.
-    # With top_k or top_p, 0 means temperature 1.
+    # Temperature of sampling.
+    # 0 means greedy decoding, or temperature 1 if top_k or top_p is set.
     temperature: float = at_least(0, 0.0)
     # Sample only from the k most probable tokens. 0 means all tokens.
     top_k: int = at_least(0, 0)
-    # Nucleus sampling: sample only from the smallest set of most probable tokens whose
-    # probabilities reach top_p together. 0 means all tokens.
+    # Sample only from the most probable tokens whose probabilities add up to top_p
+    # (nucleus sampling). 0 means all tokens.
     top_p: float = between(0, 1, 0.0)
-    # Number of predictions for each example: samples, or the best beams.
+    # Number of outputs for each example: random samples, or the best beams.
     num_return: int = 1
-    # Whether to write a list of all predictions with their scores.
-    # With num_return above 1 the list is always written.
+    # Whether to write the list of all outputs of an example with their scores.
+    # With num_return above 1, this list is always written.
     return_all: bool = False
-    # Number of examples that are decoded together. The results do not depend on this
-    # number.
+    # Number of examples that are decoded together.
+    # The outputs do not depend on this number.
     batch_size: int = 32
 
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """How the devices share one model."""
+    """How the model is split over the devices."""
 
     # Number of devices over which each copy of the model is split (tensor parallelism).
     model: int = 1
-    # Whether the weights and the optimizer state are also split over the data axis of the
-    # mesh (ZeRO-3). The copies of the model then share one set of weights.
+    # Whether each device stores only a part of the weights and of the optimizer state
+    # (FSDP, or ZeRO-3). This saves memory, but the devices communicate more.
     fsdp: bool = False
 
 
 @dataclass(frozen=True)
 class DistributedConfig:
-    """How several processes of one run find each other."""
+    """How the processes of one run on several machines find each other."""
 
     # Address HOST:PORT of process 0.
-    # Empty means that the cluster provides it, or that there is a single process.
+    # Empty means a single process, or a cluster (such as SLURM) that JAX detects.
     coordinator: str = ""
-    # Number of processes. "none" means that the cluster provides it.
+    # Number of processes. "none" means that JAX asks the cluster.
     processes: int | None = None
-    # Index of this process, counted from 0. "none" means that the cluster provides it.
+    # Index of this process, counted from 0. "none" means that JAX asks the cluster.
     process: int | None = at_least(0, None)
-    # Number of seconds after which a process that does not respond counts as dead.
+    # Number of seconds to wait for a process that does not respond. Then the run ends.
     timeout: int = 100
 
 
 @dataclass(frozen=True)
 class Config:
-    """The complete configuration of a run: a recipe, or a recipe with changed fields."""
+    """All settings of a run, in six sections, and the name of its recipe."""
 
     name: str
     model: ModelConfig = ModelConfig()
@@ -313,27 +340,31 @@ SECTIONS = {
 }
 
 # ---- tables that a recipe file may extend ----------------------------------------------
-# A recipe file is a Python file that defines CONFIG and may define tables with these
-# names. load_recipe adds the entries of the recipe file to the tables below. The built-in
-# entries come from data.py, model.py, evaluate.py and train.py.
+# These dicts map names to built-in objects, which data.py, model.py, evaluate.py and
+# train.py add. A recipe file is a Python file of the user that defines CONFIG. The file
+# may also define dicts with these names, and load_recipe adds their entries.
 
-TASKS = {}  # name -> data.Task
-MIXTURES = {}  # name -> {name of a task or mixture: rate}
-ACTIVATIONS = {}  # name -> function of an array
-METRICS = {}  # name -> function of targets and predictions
-OPTIMIZERS = {}  # name -> train.Optimizer
+TASKS = {}  # "squad_v010_allanswers" -> data.Task
+MIXTURES = {}  # "glue_v002_proportional" -> {name of a task: sampling rate}
+ACTIVATIONS = {}  # "relu" -> jax.nn.relu
+METRICS = {}  # "bleu" -> function(targets, predictions) that returns {"bleu": 27.5}
+OPTIMIZERS = {}  # "adafactor" -> train.Optimizer
 
 # ---- messages --------------------------------------------------------------------------
 
-# Whether this process prints messages. Among several processes, only the main process
-# does. partition.start_jax sets this variable.
+# Whether this process prints messages. If a run has several processes, only the main
+# process prints, and partition.start_jax sets this variable to False in the others.
 prints_progress = True
-# Whether the run consists of one process. partition.start_jax sets this variable.
+# Whether the run has only one process. Otherwise, partition.start_jax sets this variable
+# to False.
 single_process = True
 
 
 def escape_controls(text):
-    """Replace control characters by visible escape sequences such as \\x1b."""
+    """Replace each control character by a visible escape sequence such as \\x1b.
+
+    A printed text, such as a line of a file, then cannot control the terminal.
+    """
     return re.sub(
         r"[^\n\t\x20-\x7e\xa0-\U0010ffff]",
         lambda match: match[0].encode("unicode_escape").decode(),
@@ -342,9 +373,10 @@ def escape_controls(text):
 
 
 def note(text, always=False):
-    """Print a message on standard error.
+    """Print a message to standard error.
 
-    With several processes, only the main process prints it, unless `always` is set.
+    If a run has several processes, only the main process prints the message. With
+    always=True, every process prints the message.
     """
     if prints_progress or always:
         print(escape_controls(text), file=sys.stderr, flush=True)
@@ -354,7 +386,7 @@ def note(text, always=False):
 
 # ---- recipes ---------------------------------------------------------------------------
 
-# The sizes of T5 1.1, from t5x/examples/t5/t5_1_1/{size}.gin
+# The five sizes of T5 1.1, as in the T5X files t5x/examples/t5/t5_1_1/{size}.gin.
 SIZES = {
     size: ModelConfig(
         d_model=d_model,
@@ -372,7 +404,7 @@ SIZES = {
     )
 }
 
-# T5 1.0 small, from t5x/examples/t5/t5_1_0/small.gin
+# T5 1.0 small, as in the T5X file t5x/examples/t5/t5_1_0/small.gin.
 T5_1_0_SMALL = ModelConfig(
     d_ff=2048,
     num_heads=8,
@@ -396,7 +428,8 @@ BASE_DROPOUT = replace(SIZES["base"], dropout=0.1)
 C4 = DataConfig(source="tfds:c4/en")
 WMT = DataConfig(task="wmt_t2t_ende_v003", inputs_length=256, targets_length=256)
 P3 = DataConfig(task="t0_train", inputs_length=1024, targets_length=256)
-# 63,900 trained tokens and 100 sentinels make 64,000 token ids.
+# The data of the Romanian recipes, such as base_ro. The vocabulary of base_ro has 64,000
+# token ids: 63,900 trained tokens and 100 sentinels.
 RO = DataConfig(
     source="hf:dumitrescustefan/rlm",
     vocab="train:63900",
@@ -406,45 +439,43 @@ RO = DataConfig(
 
 BLEU = "inference_eval/wmt_t2t_ende_v003/bleu"
 BEAMS = DecodeConfig(beams=4, batch_size=64)
-# Fine-tuning as in t5x/configs/runs/finetune.gin: the learning rate is constant, and the
-# steps continue those of a published checkpoint at step 1,000,000. Evaluations use
-# complete splits. (In T5X, train_eval uses 20 batches and infer_eval uses complete
-# splits.)
+# Fine-tune a published checkpoint of step 1,000,000 for 20,000 more steps, with a
+# constant learning rate, as in the T5X file t5x/configs/runs/finetune.gin.
 FINETUNE = TrainConfig(
     start_step=1_000_000,
     steps=1_020_000,
     learning_rate=1e-3,
     schedule="constant",
     infer_every=1000,
+    # Evaluate all held-out examples. T5X computes the held-out loss on only 20 batches.
     eval_batches=0,
     save_every=5000,
 )
-# Fine-tuning as in Raffel et al. 2020, section 3.1.3: 2^18 steps. The paper reports the
-# best of the checkpoints.
+# Fine-tune for 2^18 steps, as in Raffel et al. 2020, section 3.1.3. This paper reports
+# the results of the best checkpoint.
 PAPER = replace(FINETUNE, steps=1_000_000 + 2**18, eval_every=5000, infer_every=5000)
-# T0, from Sanh et al. 2022 and bigscience-workshop/t-zero, training/README.md. Training
-# starts from the LM-adapted T5 at step 1,100,000 and takes 12,200 steps of 2^20 input
-# tokens. The original run also used 8 microbatches, of 2 rows on each of 64 copies of the
-# model. Nothing is evaluated during training.
+# Train T0 as in Sanh et al. 2022: 12,200 more steps for the LM-adapted T5 of step
+# 1,100,000. A batch has 2^20 input tokens. The settings are from training/README.md in
+# the GitHub repository bigscience-workshop/t-zero.
 T0 = TrainConfig(
     start_step=1_100_000,
     steps=1_112_200,
     batch_size=1024,
-    microbatches=8,
+    microbatches=8,  # as in the original run: 2 rows on each of 64 copies of the model
     learning_rate=1e-3,
     schedule="constant",
     eval_every=0,
 )
-# The Romanian models, from github.com/dumitrescustefan/t5x_models,
-# ro_t5x_base_pretrain.gin
+# Train the Romanian T5 models. The settings are those of ro_t5x_base_pretrain.gin in the
+# GitHub repository dumitrescustefan/t5x_models.
 RO_TRAIN = TrainConfig(steps=2_000_000, batch_size=128, save_every=10_000, keep=5)
 
 RECIPES = {
     cfg.name: cfg
     for cfg in (
-        # The recipe for a first try. It downloads nothing and takes about two minutes on
-        # two CPU cores. Most masked spans can be guessed from a few neighboring words, so
-        # the rows are short, and a batch has many of them.
+        # Train a tiny T5 for a first try. This recipe downloads nothing and takes about
+        # two minutes on two CPU cores. Rows are short, because a few neighboring words
+        # are enough to guess most of the removed spans.
         Config(
             "tiny",
             TINY,
@@ -460,8 +491,8 @@ RECIPES = {
                 save_every=500,
             ),
         ),
-        # Fine-tune the tiny model on tasks that follow simple rules, such as spelling
-        # numbers. The model learns to solve these tasks without a mistake:
+        # Fine-tune the tiny T5 on simple tasks, such as writing numbers as words. The
+        # model learns to solve these tasks without a mistake. The command is
         # python train.py --config tiny_finetune --init_from runs/tiny
         Config(
             "tiny_finetune",
@@ -482,12 +513,12 @@ RECIPES = {
                 save_every=350,
             ),
         ),
-        # Compare the learning curve with that of T5X, on sequences that have to be
-        # reversed. T5X's own training program, run on the same examples with 5 seeds,
-        # reaches a held-out accuracy of .32 to .48 at step 200, .75 to .88 at 400, .95 to
-        # .99 at 600 and .989 to .997 at 1000. The loss is a plain sum, as in T5X. The
-        # scale of the loss matters to Adafactor only for gradients near its epsilon, such
-        # as those of unused token ids.
+        # Learn to reverse sequences of token ids, and compare the accuracy with T5X. The
+        # training program of T5X, run with 5 seeds on the same examples, reaches these
+        # held-out accuracies:
+        #
+        #     step         200           400           600             1000
+        #     accuracy  .32 to .48    .75 to .88    .95 to .99    .989 to .997
         Config(
             "toy_reverse",
             ModelConfig(
@@ -513,6 +544,8 @@ RECIPES = {
                 batch_size=32,
                 learning_rate=0.01,
                 schedule="constant",
+                # The loss is a sum, as in T5X. The scale of the loss changes little in
+                # Adafactor, except for gradients close to its epsilon (unused token ids).
                 loss_divisor=1.0,
                 log_every=50,
                 eval_every=200,
@@ -521,19 +554,19 @@ RECIPES = {
                 save_every=500,
             ),
         ),
-        # Measure the speed of train.py: T5 1.1 small on random token ids. Nothing is
-        # evaluated or saved.
+        # Measure the speed of train.py. This recipe trains T5 1.1 small on random token
+        # ids for 10 steps, without evaluations and checkpoints.
         Config(
             "small_bench",
             replace(SIZES["small"], dtype="float32"),
             DataConfig(source="random:"),
             TrainConfig(steps=10, batch_size=8, log_every=1, eval_every=0, save_every=0),
         ),
-        # Pretrain on C4: t5x/examples/t5/t5_1_1/examples/{small,base}_c4_pretrain.gin.
-        # The larger sizes use the settings of base. The learning rate of
-        # t5x/configs/runs/pretrain.gin is 0.01 for 10,000 steps and then 1 / sqrt(step).
-        # To read the files that allenai publishes, add --data.source
-        # 'jsonl:en/c4-{split}.*.json.gz'.
+        # Pretrain T5 1.1 on C4. The learning rate is 0.01 for 10,000 steps, and then
+        # 1 / sqrt(step). To read the files of C4 that allenai publishes, add
+        # --data.source 'jsonl:en/c4-{split}.*.json.gz'. The settings are those of
+        # {small,base}_c4_pretrain.gin in t5x/examples/t5/t5_1_1/examples, and the larger
+        # sizes use the settings of base.
         Config("small_c4", SIZES["small"], C4, TrainConfig(steps=10_000, batch_size=256)),
         *(
             Config(
@@ -544,18 +577,18 @@ RECIPES = {
             )
             for size in ("base", "large", "xl", "xxl")
         ),
-        # LM adaptation, from Lester et al. 2021, section 3.1: 100,000 more steps in which
-        # the model continues prefixes, with the learning rate of pretraining. --init_from
-        # names a run of T5 1.1 at step 1,000,000.
+        # Train T5 1.1 for 100,000 more steps to continue a text from its beginning. This
+        # is the LM adaptation of Lester et al. 2021, section 3.1. The learning rate is
+        # that of pretraining. Name a run of T5 1.1 at step 1,000,000 with --init_from.
         Config(
             "small_lm_adapt",
             SIZES["small"],
             replace(C4, task="prefix_lm", targets_length=512),
             TrainConfig(start_step=1_000_000, steps=1_100_000, batch_size=256),
         ),
-        # Translate English to German:
-        # t5x/examples/t5/t5_1_1/examples/{base_wmt_from_scratch, small_wmt_finetune,
-        # base_wmt_finetune}.gin
+        # Translate English to German. These three recipes have the settings of
+        # {base_wmt_from_scratch,small_wmt_finetune,base_wmt_finetune}.gin in the folder
+        # t5x/examples/t5/t5_1_1/examples of T5X.
         Config(
             "base_wmt_scratch",
             SIZES["base"],
@@ -580,9 +613,9 @@ RECIPES = {
             replace(FINETUNE, eval_every=100, infer_every=100, keep_best=BLEU),
             BEAMS,
         ),
-        # Train on all tasks of GLUE and evaluate STS-B: t5x/docs/usage/finetune.md. The
-        # lengths of the targets in this recipe and the next three:
-        # t5/models/gin/sequence_lengths/*.gin
+        # Train on all tasks of GLUE, and evaluate the task STS-B, as in
+        # t5x/docs/usage/finetune.md. The values of targets_length in this recipe and the
+        # next three are those of t5/models/gin/sequence_lengths/*.gin.
         Config(
             "small_glue_finetune",
             T5_1_0_SMALL,
@@ -616,14 +649,15 @@ RECIPES = {
             replace(PAPER, keep_best="inference_eval/cnn_dailymail_v002/rougeLsum"),
             BEAMS,
         ),
-        # Train T0 on P3: add --data.source seqio:P3 or parquet:P3. For T0+ and T0++ add
-        # --data.task t0+_train or --data.task t0++_train.
+        # Train T0 on the dataset collection P3. Name the folder of P3 with
+        # --data.source seqio:FOLDER or --data.source parquet:FOLDER. To train T0+ or
+        # T0++, also add --data.task t0+_train or --data.task t0++_train.
         *(
             Config(f"{size}_t0", replace(SIZES[size], dropout=0.1), P3, T0)
             for size in ("small", "xxl")
         ),
-        # Pretrain a Romanian T5 on streamed text. For another language or text, add
-        # --data.source 'text:DIR/*.txt'.
+        # Pretrain a Romanian T5 on text that is streamed from Hugging Face. To train on
+        # your own text in any language, add --data.source 'text:DIR/*.txt'.
         Config("base_ro", replace(SIZES["base"], vocab_size=64_000), RO, RO_TRAIN),
         Config(
             "large_ro",
@@ -631,8 +665,9 @@ RECIPES = {
             replace(RO, targets_length=512),
             RO_TRAIN,
         ),
-        # Continue mT5 on Romanian text, with the final learning rate of mT5. --init_from
-        # names the run with the weights and the vocabulary of mT5.
+        # Continue the pretraining of mT5 on Romanian text, with the learning rate
+        # 0.4 / sqrt(step). Name a run with the weights and the vocabulary of mT5 with
+        # --init_from.
         Config(
             "mt5_base_ro",
             replace(SIZES["base"], vocab_size=250_112),
@@ -645,9 +680,10 @@ RECIPES = {
                 keep=3,
             ),
         ),
-        # Fine-tune on your own pairs: add --data.source jsonl:pairs.jsonl. --init_from
-        # names a run with the weights of T5 1.1, FLAN, T0, the LM-adapted T5 or, for the
-        # recipe umt5_small, UMT5 (Chung et al. 2023).
+        # Fine-tune on your own pairs of inputs and targets. Add
+        # --data.source jsonl:pairs.jsonl, and name a run to start from with --init_from.
+        # This run has weights of T5 1.1, FLAN-T5, T0 or the LM-adapted T5. For the recipe
+        # umt5_small, it has weights of UMT5 (Chung et al. 2023).
         *(
             Config(
                 f"{size}_pairs",
@@ -669,21 +705,25 @@ RECIPES = {
 
 # ---- fields and flags ------------------------------------------------------------------
 
-# Sections and fields that may change when a run is resumed. Any other change is refused,
-# because the resumed run would be another experiment.
+# The sections and settings that a resumed run may change. Other changes, such as another
+# model.d_model, are refused, because they would make the run a different experiment.
 CHANGEABLE = set(
     "mesh distributed decode data.keep_tokens train.steps train.log_every "
     "train.eval_every train.infer_every train.eval_batches train.save_every "
     "train.async_save train.keep train.keep_best train.microbatches "
     "train.profile".split()
 )
-# Version of the training data. This number increases if a new version of plain T5 makes
-# different batches from the same text. A run is never resumed with different batches.
+# Version number of the training batches. A new version of plain T5 increases this number
+# if it makes different batches from the same text. A run is never resumed with a version
+# that makes different batches.
 DATA_FORMAT = 2
 
 
 def fields(cfg):
-    """Yield ("section.field", dataclass field, value) for each field of a Config."""
+    """Yield each setting of a Config as a tuple (name, dataclass field, value).
+
+    For example, the name is "train.steps" and the value is 1500.
+    """
     for section, kind in SECTIONS.items():
         part = getattr(cfg, section)
         for item in dataclasses.fields(kind):
@@ -691,18 +731,19 @@ def fields(cfg):
 
 
 def differences(cfg, other):
-    """Return the fields in which two Configs differ.
+    """Return the settings in which two Configs differ.
 
-    The result is a dict {"section.field": (value, other value)}.
+    For example, the result {"train.steps": (500, 1500)} means that `cfg` trains until
+    step 500 and `other` until step 1500.
     """
     pairs = zip(fields(cfg), fields(other))
     return {name: (value, old) for (name, _, value), (_, _, old) in pairs if value != old}
 
 
 def override(cfg, changes):
-    """Return a copy of a Config with changed fields.
+    """Return a copy of a Config with changed settings.
 
-    changes: {"section.field": value}.
+    changes: the new values, such as {"train.steps": 500}.
     """
     for name, value in changes.items():
         section, item = name.split(".")
@@ -711,11 +752,14 @@ def override(cfg, changes):
 
 
 def parse_value(kind, text):
-    """Convert the text of a flag to the type of a field, such as bool or int | None.
+    """Convert the text of a flag to the type of its field.
 
-    A text that cannot be converted is returned unchanged. check_fields refuses this text.
+    For example, "500" becomes 500, "true" becomes True, and "none" becomes None. A text
+    that cannot be converted is returned unchanged, and check_fields refuses this text.
+
+    kind: the type of the field, such as bool, str or int | None.
     """
-    # The type int | None consists of the two types int and NoneType.
+    # If kind is int | None, then kinds is (int, NoneType). If kind is int, it is (int,).
     kinds = getattr(kind, "__args__", (kind,))
     value = {"none": None, "true": True, "false": False}.get(text.lower(), text)
     if type(value) in kinds or bool in kinds:
@@ -727,16 +771,16 @@ def parse_value(kind, text):
 
 
 def nearest(word, known):
-    """Return the suggestion "; did you mean X?" for a misspelled word.
+    """Return a suggestion such as "; did you mean tiny?" for the misspelled word "tinny".
 
-    The suggestion is empty if no known word is similar to the word.
+    If no known word is similar, return "".
     """
     close = difflib.get_close_matches(word, known, 1, 0.4)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def field_help(section):
-    """Return {field: help text} for the class of a section.
+    """Return the help text of each field of a class such as TrainConfig, as a dict.
 
     The help text of a field is the comment above the field in the source code.
     """
@@ -746,19 +790,21 @@ def field_help(section):
 
 
 def refuse_flags(message):
-    """Raise UserError for a mistake in the command line that argparse found."""
-    raise UserError(f"{message}; --help lists all flags.")
+    """Raise a UserError if argparse finds a mistake in the command line."""
+    raise UserError(f"{message}. --help lists all flags.")
 
 
 def parse_args(description, argv, **flags):
-    """Parse the command line of a script.
+    """Parse the command line of a script, and return the pair (args, changes).
 
-    description: the docstring of the script.
-    flags: the options of the script, as name=dict(arguments of argparse's
-        add_argument). An option whose name ends in "_" is positional.
+    args: an argparse.Namespace with config, run_dir and the script's own options.
+    changes: the settings that were given as flags. For example, --train.steps 500 gives
+        {"train.steps": 500}.
 
-    Returns a Namespace with config, run_dir and the options of the script, and the fields
-    that were given as flags, {"section.field": value}.
+    description: the docstring of the script, which --help prints.
+    flags: the script's own options, such as mode=dict(default="predict"). The dict
+        contains the arguments of argparse's add_argument. An option whose name ends in
+        "_" is positional.
     """
     parser = argparse.ArgumentParser(
         usage="python %(prog)s [options]",
@@ -769,7 +815,7 @@ def parse_args(description, argv, **flags):
     parser.error = refuse_flags
     flags["config"] = dict(help="name of a recipe, or a Python file that defines CONFIG")
     flags["run_dir"] = dict(
-        help="folder of the run; train.py uses runs/RECIPE by default"
+        help="folder of the run (by default, train.py uses runs/RECIPE)"
     )
     for name, options in flags.items():
         flag = name[:-1] if name.endswith("_") else f"--{name}"
@@ -781,14 +827,14 @@ def parse_args(description, argv, **flags):
                 f"--{section}.{name}",
                 metavar="",
                 default=argparse.SUPPRESS,
-                help=text.replace("%", "%%"),  # argparse reads a single % as a format
+                help=text.replace("%", "%%"),  # argparse prints %% as a single %
             )
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         known = re.findall(r"^  (--[\w.]+)", parser.format_help(), re.MULTILINE)
         hint = nearest(unknown[0].split("=")[0], known)
         raise UserError(
-            f"Unknown argument {unknown[0]}{hint or '; --help lists all flags.'}"
+            f"Unknown argument {unknown[0]}{hint or '. --help lists all flags.'}"
         )
     changes = {}
     for name, item, _ in fields(Config("")):
@@ -803,40 +849,46 @@ def parse_args(description, argv, **flags):
 def load_recipe(name):
     """Return the Config of a recipe.
 
-    name: a name in RECIPES, or the path of a Python file that defines CONFIG. The file is
-        executed. The file may also define tables such as TASKS, and load_recipe adds the
-        entries of these tables to the tables of this module.
+    name: a name in RECIPES, or the path of a recipe file.
+
+    A recipe file is a Python file that defines CONFIG, and this function executes the
+    file. The file may also define dicts such as TASKS. Their entries are added to the
+    dicts with the same names in configs.py.
     """
     if name in RECIPES:
         return RECIPES[name]
     if not name.endswith(".py"):
         raise UserError(
-            f"Unknown recipe {name}{nearest(name, RECIPES) or ';'} "
-            f"python configs.py lists all recipes."
+            f"Unknown recipe {name}{nearest(name, RECIPES) or '.'} "
+            f"The command python configs.py lists all recipes."
         )
     defined = {"__name__": "recipe", "__file__": name}
     try:
         exec(compile(to_path(name).read_bytes(), name, "exec"), defined)
         cfg = defined.get("CONFIG")
         if not isinstance(cfg, Config):
-            raise UserError("CONFIG must be a value of configs.Config")
+            raise UserError("this file must define CONFIG as a configs.Config")
         check_fields(cfg)
         for title in ("TASKS", "MIXTURES", "ACTIVATIONS", "METRICS", "OPTIMIZERS"):
             globals()[title].update(defined.get(title, {}))
     except (Exception, SystemExit) as error:
         raise UserError(
-            f"{name} cannot be loaded ({type(error).__name__}: {error}): fix this file, "
-            f"or name another --config."
+            f"The recipe file {name} cannot be loaded ({type(error).__name__}: {error}). "
+            f"Fix this file, or name another recipe with --config."
         ) from error
     return cfg
 
 
 def read_run(run_dir):
-    """Return the Config of a run, and the complete content of its config.json."""
+    """Read the config.json of a run, and return (Config, content of the file as a dict).
+
+    The content also has the keys "data_format" and "corpus", which save_run describes.
+    """
     path = to_path(run_dir) / "config.json"
     if not path.exists():
         raise UserError(
-            f"There is no run in {run_dir} (no config.json): train.py makes one."
+            f"{run_dir} is not a run, because it has no config.json: name the folder of "
+            f"a run, or start a run with train.py."
         )
     form = {
         "name": str,
@@ -847,7 +899,7 @@ def read_run(run_dir):
         "train": dict,
         "decode": dict,
     }
-    stored = read_json(path, form, "restore it from a copy")
+    stored = read_json(path, form, "restore this file from a copy")
     try:
         sections = {
             section: kind(**stored.get(section, {})) for section, kind in SECTIONS.items()
@@ -863,27 +915,32 @@ def read_run(run_dir):
 
 
 def load_run(run_dir):
-    """Return the Config of a run, without executing the recipe file of the run."""
+    """Return the Config of a run from its config.json.
+
+    The recipe file of the run is not executed.
+    """
     return read_run(run_dir)[0]
 
 
 def load_run_recipe(run_dir):
-    """Execute the recipe file of a run and return its CONFIG, or None without a file.
+    """Execute the recipe file of a run, and return its CONFIG.
 
-    A recipe file is a program. Only commands that need its tasks, objectives or
-    optimizers execute the file, and a note says so.
+    Return None if the run has no recipe file. A recipe file is a program, so only
+    commands that need its tasks, objectives or optimizers call this function. A printed
+    note tells the user that the file is executed.
     """
     path = to_path(run_dir) / "recipe.py"
     if not path.exists():
         return None
-    note(f"executing {path}, the recipe file of this run")
+    note(f"This command executes {path}, the recipe file of the run.")
     return load_recipe(str(path))
 
 
 def save_run(cfg, run_dir, corpus=""):
     """Write the Config of a run to RUN_DIR/config.json.
 
-    corpus: a digest of the training tokens.
+    The file also contains DATA_FORMAT and `corpus`, a checksum of the training tokens.
+    If the checksum has changed when the run is resumed, train.py warns.
     """
     content = {
         "name": cfg.name,
@@ -891,33 +948,33 @@ def save_run(cfg, run_dir, corpus=""):
         "corpus": corpus,
         **dataclasses.asdict(cfg),
     }
-    # The sections mesh and distributed describe the machine, so they are not stored. A
-    # run may be resumed on a different machine.
+    # Do not store the sections mesh and distributed, because they describe the machine.
+    # The run may be resumed on a different machine.
     del content["mesh"], content["distributed"]
     write_file(os.path.join(run_dir, "config.json"), json.dumps(content, indent=1))
 
 
 def resolve(args, changes, recipe=False):
-    """Return the Config for a command other than training.
+    """Return the Config for a command that does not train, such as infer.py.
 
-    If --run_dir names a run, start from the Config of this run. Otherwise start from the
-    recipe that --config names. Then change the fields that were given as flags.
+    The Config comes from the run in --run_dir, or else from the recipe in --config. Flags
+    such as --decode.beams 4 then change single settings.
 
-    args, changes: what parse_args returned.
+    args, changes: the result of parse_args.
     recipe: whether to execute the recipe file of the run, which defines its tasks.
     """
     if not args.run_dir:
         cfg = load_recipe(args.config or "tiny")
     elif args.config and not args.config.endswith(".py"):
         raise UserError(
-            "--config cannot name a recipe together with --run_dir, because the run has "
-            "its own configuration: leave out --config. A recipe file (--config FILE.py) "
-            "is allowed."
+            "--run_dir cannot be combined with the name of a recipe, because the run has "
+            "its own settings: leave out --config. Only a recipe file, such as "
+            "--config RUN/recipe.py, is allowed."
         )
     else:
         cfg = load_run(args.run_dir)
         if args.config:
-            load_recipe(args.config)
+            load_recipe(args.config)  # for the tasks of the recipe file, not its CONFIG
         elif recipe:
             load_run_recipe(args.run_dir)
     cfg = override(cfg, changes)
@@ -926,14 +983,14 @@ def resolve(args, changes, recipe=False):
 
 
 def resolve_run(args, changes):
-    """Return the Config for training, the run directory and the unchanged recipe.
+    """Return (Config for training, run directory, recipe without the user's changes).
 
-    A new run starts from the recipe that --config names. A resumed run without --config
-    starts from its own config.json. Then the fields that were given as flags are changed.
-    If the run directory has checkpoints, only the fields in CHANGEABLE may differ from
-    config.json. Other differences are listed and refused.
+    A new run starts from the recipe in --config. A resumed run without --config starts
+    from its own config.json. Flags such as --train.steps 500 then change single settings.
+    If the run has checkpoints, only the settings in CHANGEABLE may differ from its
+    config.json. Any other change raises UserError.
 
-    args, changes: what parse_args returned.
+    args, changes: the result of parse_args.
     """
     base = recipe = load_recipe(args.config or "tiny")
     run_dir = args.run_dir or os.path.join("runs", recipe.name)
@@ -954,14 +1011,14 @@ def resolve_run(args, changes):
         )
         if changed:
             raise UserError(
-                f"{run_dir} contains a run with another configuration ({changed}): "
-                f"leave these fields unchanged, or name another --run_dir."
+                f"The run in {run_dir} has other settings ({changed}): leave these "
+                f"settings unchanged, or start a new run with another --run_dir."
             )
         if stored["data_format"] != DATA_FORMAT:
             raise UserError(
-                f"{run_dir} cannot be resumed, because another version of plain T5 began "
-                f"this run with different batches (data format {stored['data_format']} "
-                f"instead of {DATA_FORMAT}): start a new run with --init_from {run_dir}."
+                f"{run_dir} cannot be resumed, because this version of plain T5 makes "
+                f"different batches (data format {stored['data_format']} instead of "
+                f"{DATA_FORMAT}): start a new run with --init_from {run_dir}."
             )
     return cfg, run_dir, recipe
 
@@ -972,9 +1029,15 @@ def resolve_run(args, changes):
 def check_json(value, form, at="it"):
     """Raise a ValueError if a JSON value does not have the expected form.
 
-    A form is a type, a tuple of types, [form] for a list, {str: form} for a dict with any
-    keys, or {key: form} for a dict with these keys. A key that ends in "?" may be
-    missing. Keys that are not in the form are ignored.
+    For example, the form {"step": int, "shape?": [int]} describes a dict with an integer
+    "step" and an optional list of integers "shape". All forms are:
+
+        int              a value of this type
+        (int, str)       a value of one of these types
+        [form]           a list of values, each with this form
+        {"key": form}    a dict that has this key, and perhaps other keys
+        {"key?": form}   a dict that may have this key
+        {str: form}      a dict with any keys, whose values have this form
 
     at: the place of the value in the file, for the message.
     """
@@ -993,11 +1056,11 @@ def check_json(value, form, at="it"):
 
 
 def read_json(path, form, remedy="fetch this file again"):
-    """Read a JSON file, and return the value in the file.
+    """Return the content of a JSON file, after a check of its form.
 
-    form: the expected form of the value, as check_json describes it.
-    remedy: what the user should do about a damaged file, for the message.
-    Raises UserError if the file cannot be read or the value does not have the form.
+    form: the expected form of the content, as check_json describes forms.
+    remedy: what the user should do if the file is damaged, for the message.
+    Raises UserError if the file is damaged or its content has another form.
     """
     try:
         value = json.loads(path.read_text())
@@ -1008,12 +1071,12 @@ def read_json(path, form, remedy="fetch this file again"):
 
 
 def checksum(value):
-    """Return the CRC-32 checksum of a JSON value."""
+    """Return the CRC-32 checksum of a JSON value. The order of keys does not matter."""
     return zlib.crc32(json.dumps(value, sort_keys=True).encode())
 
 
 def write_checked(path, value):
-    """Write a dict and the checksum of the dict to a JSON file.
+    """Write a dict to a JSON file, together with a checksum.
 
     read_checked reads this file and verifies the checksum.
     """
@@ -1021,7 +1084,7 @@ def write_checked(path, value):
 
 
 def read_checked(path, form, remedy="remove this file, and it will be written again"):
-    """Read a dict that write_checked wrote, and verify the checksum of the dict.
+    """Return the dict in a file of write_checked, after a check of its checksum.
 
     Raises UserError if the file is damaged.
     """
@@ -1041,11 +1104,12 @@ KIND_NAMES = {
 
 
 def check_fields(cfg):
-    """Refuse a Config with a field that has a wrong type or a value out of bounds."""
+    """Raise UserError if a setting has a wrong type or a value that is not allowed."""
     for name, item, value in fields(cfg):
-        # The type int | None consists of the two types int and NoneType.
+        # For the type int | None, kinds is (int, NoneType). For int, kinds is (int,).
         kinds = getattr(item.type, "__args__", (item.type,))
         is_number = type(value) in (int, float)
+        # Limits for fields that are declared without between or at_least.
         least, most = (1, 2**31 - 1) if int in kinds else (-1e30, 1e30)
         low = item.metadata.get("low", least)
         high = item.metadata.get("high", most)
@@ -1062,19 +1126,23 @@ def check_fields(cfg):
 
 
 def check(cfg):
-    """Refuse a Config that no run can have, before any work is done."""
+    """Raise UserError if a setting is invalid or contradicts another setting.
+
+    The commands call this function before they begin to work.
+    """
     check_fields(cfg)
     m, d, t = cfg.model, cfg.data, cfg.train
     for name, value, table in (
         ("model.activation", m.activation.removeprefix("gated_"), ACTIVATIONS),
         ("train.optimizer", t.optimizer, OPTIMIZERS),
     ):
-        # A table is empty if the command did not import the module that fills it.
+        # ACTIVATIONS is empty in a command that does not import model.py, and OPTIMIZERS
+        # is empty without train.py. Then the name cannot be checked.
         if table and value not in table:
             raise UserError(
-                f"--{name} {value} is unknown{nearest(value, table)}; known names are "
-                f"{', '.join(table)}. A recipe file that you trust may define others: "
-                f"--config RUN/recipe.py executes it."
+                f"--{name} {value} is unknown{nearest(value, table) or '.'} The known "
+                f"names are {', '.join(table)}. A recipe file may define other names: if "
+                f"you trust the file, execute it with --config RUN/recipe.py."
             )
     if m.relative_max_distance <= m.relative_buckets // 2:
         raise UserError(
@@ -1089,17 +1157,23 @@ def check(cfg):
     if t.batch_size % t.microbatches:
         raise UserError(
             f"--train.microbatches {t.microbatches} does not divide the {t.batch_size} "
-            f"rows of --train.batch_size: change one of the two."
+            f"rows of a batch: change --train.microbatches or --train.batch_size."
         )
     steps = re.fullmatch(r"(\d{1,9}):(\d{1,9})", t.profile)
     if t.profile and not (steps and 1 <= int(steps[1]) <= int(steps[2])):
-        raise UserError(f"--train.profile {t.profile}: write FIRST:LAST, such as 10:13.")
+        raise UserError(
+            f"--train.profile {t.profile} is not valid. Write FIRST:LAST, such as 10:13."
+        )
     check_processes(cfg.distributed)
     check_decoding(cfg.decode)
 
 
 def check_processes(cfg):
-    """Refuse a DistributedConfig in which some fields are missing or wrong."""
+    """Raise UserError if the --distributed flags are incomplete or wrong.
+
+    cfg: a DistributedConfig. Its coordinator, processes and process must all be set, or
+        all be empty.
+    """
     given = (cfg.coordinator or None, cfg.processes, cfg.process)
     if given.count(None) == 3:
         return
@@ -1109,43 +1183,47 @@ def check_processes(cfg):
         or not re.fullmatch(r"\S+:\d{1,5}", cfg.coordinator)
     ):
         raise UserError(
-            "Some flags of this process are missing or wrong: give all of "
+            "The --distributed flags are incomplete or wrong: give "
             "--distributed.coordinator HOST:PORT, --distributed.processes N and "
             "--distributed.process I, with I from 0 to N - 1."
         )
 
 
 def check_decoding(cfg):
-    """Refuse a DecodeConfig that mixes beam search and sampling, or has too few beams."""
+    """Raise UserError if the --decode flags contradict each other.
+
+    Beam search cannot be combined with sampling. Several outputs for each example need
+    sampling or enough beams.
+    """
     samples = cfg.temperature or cfg.top_k or cfg.top_p
     if cfg.beams and samples:
         raise UserError(
-            "--decode.beams selects beam search, but --decode.temperature, "
-            "--decode.top_k and --decode.top_p select sampling: leave out the one or the "
-            "others."
+            "Beam search (--decode.beams) cannot be combined with sampling "
+            "(--decode.temperature, --decode.top_k, --decode.top_p): leave out "
+            "--decode.beams or the sampling flags."
         )
     if not samples and cfg.num_return > max(1, cfg.beams):
         raise UserError(
             f"--decode.num_return {cfg.num_return} needs sampling "
-            f"(--decode.temperature 1) or --decode.beams {cfg.num_return}."
+            f"or at least as many beams: add --decode.temperature 1 or --decode.beams N."
         )
 
 
-@functools.cache  # This function is called for each batch that is decoded.
+@functools.cache  # The result never changes, and each decoded batch asks for it.
 def machine_memory():
-    """Return the number of bytes of memory that this machine or container has."""
+    """Return the memory of this machine or container in bytes."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     except (OSError, ValueError):
-        # The file exists only on Linux. It contains "max" if the container has no limit.
+        # This file exists only on Linux. Its content "max" means that there is no limit.
         return memory
 
 
 def require_memory(parts, available, flags):
-    """Refuse to start work that needs more memory than is available.
+    """Raise UserError if a command needs more memory than is available.
 
-    parts: {name: bytes} of the arrays that are in memory at one time.
+    parts: the arrays that are in memory at the same time, as {name: number of bytes}.
     available: the number of available bytes.
     flags: the flags that reduce the memory, for the message.
     """
@@ -1161,11 +1239,16 @@ def require_memory(parts, available, flags):
 
 
 def parse_shard(text):
-    """Convert the text "I/N" of --shard to the pair (I, N), where I counts from 0."""
+    """Convert the text of --shard to a pair of numbers: "0/4" becomes (0, 4).
+
+    The first of four machines has the shard 0/4, and the last one has 3/4.
+    """
     match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
     index, number = map(int, match.groups()) if match else (0, 0)
     if index >= number:
-        raise UserError(f"--shard {text}: write I/N, from 0/N to N-1/N.")
+        raise UserError(
+            f"--shard {text} is not valid. For 4 machines, write 0/4, 1/4, 2/4 or 3/4."
+        )
     return index, number
 
 
@@ -1173,22 +1256,30 @@ def parse_shard(text):
 
 
 def is_remote(path):
-    """Return whether a path names a remote location, such as gs://bucket/run."""
+    """Return whether a path is remote, such as gs://bucket/run."""
     return "://" in str(path)
 
 
 def to_path(name):
-    """Return a pathlib.Path, or an object with the same methods if the path is remote."""
+    """Convert the name of a file or folder to a path object.
+
+    A local name becomes a pathlib.Path. A remote name, such as gs://bucket/run, becomes
+    an epath.Path, which has the same methods.
+    """
     if not is_remote(name):
         return Path(name)
-    from etils import epath  # not in the standard library, needed only for remote paths
+    # Import etils only here, because it is not in the standard library.
+    from etils import epath
 
     return epath.Path(name)
 
 
 @contextlib.contextmanager
 def naming_file(path):
-    """Add the name of the file to an OSError that is raised while the file is written."""
+    """Add the path of a file to each OSError inside a `with naming_file(path)` block.
+
+    Errors such as "No space left on device" would otherwise not say which file it was.
+    """
     try:
         yield
     except OSError as error:
@@ -1199,14 +1290,14 @@ def naming_file(path):
 def write_file(path, content):
     """Write bytes or text to a file, completely or not at all.
 
-    The content is written to a temporary file, which is synced to disk and then renamed.
-    A kill or a full disk never leaves an incomplete file.
+    The content is first written to a temporary file, which then gets the name `path`. So
+    a kill or a full disk never leaves an incomplete file under this name.
     """
     path = to_path(path)
     if isinstance(content, str):
         content = content.encode()
     if is_remote(path):
-        path.write_bytes(content)  # A remote file appears when it is complete.
+        path.write_bytes(content)  # A remote file appears only when complete.
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
@@ -1223,7 +1314,7 @@ def write_file(path, content):
 def append_file(path, text):
     """Append text to a file.
 
-    A remote file cannot grow, so the complete remote file is written again.
+    A remote file cannot be extended, so it is read and written again as a whole.
     """
     if is_remote(path):
         return write_file(path, (path.read_text() if path.exists() else "") + text)
@@ -1233,10 +1324,11 @@ def append_file(path, text):
 
 
 def lock(path, wait=False):
-    """Lock a file and return the open file. Closing the file releases the lock.
+    """Lock a file, so that other processes cannot lock it, and return the open file.
 
-    The kernel also releases the lock when the process ends or is killed. If another
-    process holds the lock, wait for it (wait=True) or raise BlockingIOError.
+    The lock is released when the file is closed, or when the process ends or is killed.
+    If another process has locked the file, this function raises BlockingIOError. With
+    wait=True, the function waits for the lock instead.
     """
     file = open(path, "a+b")
     try:
@@ -1244,7 +1336,7 @@ def lock(path, wait=False):
     except BlockingIOError:
         raise
     except OSError as error:  # The filesystem does not support locks, so only warn.
-        note(f"{path} cannot be locked ({error}): let only one process work there.")
+        note(f"{path} cannot be locked ({error}): let only one command use this folder.")
     return file
 
 
@@ -1252,17 +1344,17 @@ def lock(path, wait=False):
 
 
 def run_command(main):
-    """Run main(argv) as a command, and exit with the status that main returns.
+    """Run the function main of a script, and exit with the status that main returns.
 
-    A UserError is printed as one message, and the exit status is 2. Other errors give
-    status 1.
+    main gets the command-line arguments. If main raises a UserError, print only its
+    message, without a traceback, and exit with status 2. Other errors give status 1.
     """
-    # Print every line at once, even if the output goes to a file or a pipe.
+    # Print each line immediately, even if the output goes to a file or a pipe.
     sys.stdout.reconfigure(line_buffering=True)
     script = os.path.basename(sys.argv[0])
     if main.__module__ == "__main__":
-        # A recipe file may import this script. The import then returns the running
-        # module, and Python does not execute the script a second time.
+        # A recipe file may import this script, for example `import train`. The import
+        # must return the running module. Otherwise Python would load a second copy.
         sys.modules[script.removesuffix(".py")] = sys.modules["__main__"]
     try:
         status = main(sys.argv[1:])
@@ -1271,13 +1363,14 @@ def run_command(main):
         note(f"{script}: {error}", always=True)
         status = 2
     except BrokenPipeError:
-        # The program that reads the output, such as head, has stopped reading.
+        # The program that reads the output, such as `head`, has ended. Send the rest of
+        # the output to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     except OSError as error:
         note(
             f"{script}: {error.filename or 'a file'} cannot be read or written "
-            f"({error.strerror or error}): fix this, or name another path.",
+            f"({error.strerror or error}). Solve this problem, or name another path.",
             always=True,
         )
         status = 1
@@ -1290,7 +1383,8 @@ def run_command(main):
         traceback.print_exc()
         status = 1
     if status and not single_process:
-        # sys.exit would wait for the other processes, which wait for this process.
+        # Do not call sys.exit here. It would wait for the other processes of the run, and
+        # they would wait for this process.
         sys.stderr.flush()
         os._exit(status)
     sys.exit(status)
@@ -1312,12 +1406,16 @@ row        tokens of inputs + tokens of targets
 batch      rows in one training step
 steps      step at which training ends, including the steps of a continued checkpoint
 
-python configs.py NAME prints all fields of a recipe.
+python configs.py NAME prints all settings of a recipe.
 python train.py --config NAME trains with this recipe."""
 
 
 def main(argv):
-    """List the recipes, or print all fields of the recipe that the arguments name."""
+    """Print the list of all recipes, or all settings of one recipe.
+
+    argv: the command-line arguments. [] prints the list, and ["tiny"] prints the settings
+        of the recipe tiny.
+    """
     if not argv:
         rows = [TABLE_ROW.format(cfg) for cfg in RECIPES.values()]
         print(TABLE_HEAD, *rows, TABLE_LEGEND, sep="\n")

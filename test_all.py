@@ -5266,7 +5266,7 @@ BAD = {
     "T0 without P3": (["--data.task", "t0_train", "--data.source", ""], "seqio:DIR"),
     "beams and samples": (
         ["--decode.beams", "2", "--decode.top_k", "3"],
-        "leave out the one",
+        "leave out --decode.beams",
     ),
     "a remote folder of tokens": (
         ["--data.prepared_dir", "gs://bucket/x"],
