@@ -1,4 +1,4 @@
-"""Split arrays over the devices, and save and load them as checkpoints.
+"""Split each array over the devices, and save and load checkpoints.
 
 - A mesh is a grid of all devices. The mesh has two axes. The axis "data" splits the
   batch, and the axis "model" splits the weights.
@@ -6,8 +6,8 @@
   from RULES, so one program runs on a laptop and on a TPU pod.
 - The mesh axes have JAX's type Explicit, so the sharding is part of an array's type. JAX
   reports a wrong sharding while it traces the program, even on a mesh of one device.
-- A checkpoint is a folder of files. Each process writes one file with the array shards
-  of its own devices. A checkpoint can be loaded on any other number of devices.
+- A checkpoint is a folder of files. Each process writes one file with the parts of the
+  arrays that its own devices hold. The checkpoint can be loaded on more or fewer devices.
 
     python partition.py --verify runs/NAME/checkpoints/step_00001000    report damage
 
@@ -62,7 +62,6 @@ from configs import (
 )
 
 # ---- mesh and sharding rules -----------------------------------------------------------
-
 # With 8 devices and --mesh.model 4, the mesh is a grid of 2 x 4 devices. The mesh axis
 # "data" has size 2, and "model" has size 4. A training step is split in three ways:
 #
@@ -93,10 +92,10 @@ RULES = {
     None: None,
 }
 
-# With --mesh.fsdp, STORAGE_RULES splits the stored weights and the optimizer state.
-# It splits "embed" over the mesh axis "data". On a mesh of 2 x 4 devices, each device
-# stores [256, 256] of a weight matrix ("embed", "mlp") of shape [512, 1024]. Before each
-# matmul, an all-gather over "data" joins two of these shards to one of shape [512, 256].
+# With --mesh.fsdp, STORAGE_RULES splits the stored weights and the optimizer state. These
+# rules also split "embed" over the mesh axis "data". Example: on a mesh of 2 x 4 devices,
+# a weight matrix of shape [512, 1024] is stored as 8 shards of shape [256, 256]. Before
+# each matmul, an all-gather over "data" joins two shards to one of shape [512, 256].
 STORAGE_RULES = {**RULES, "embed": "data"}
 
 
@@ -126,9 +125,9 @@ def set_mesh(cfg, devices=None):
     rows = cfg.train.batch_size // cfg.train.microbatches
     model_parts = f"--mesh.model {model_size}"
     data_parts = f"the number of data-parallel devices ({data_size})"
-    # Each tuple is (description of the divisor, divisor, size, description of the size).
-    # The size must be divisible by the divisor. For example, --mesh.model 4 can split 8
-    # heads but not 6 heads.
+    # Each tuple is (name of the divisor, divisor, size, name of the size). The size must
+    # be divisible by the divisor. For example, --mesh.model 4 can split 8 heads, but it
+    # cannot split 6 heads.
     splits = [
         (model_parts, model_size, len(devices), "devices"),
         (model_parts, model_size, m.num_heads, "heads (--model.num_heads)"),
@@ -182,8 +181,8 @@ def default_compute_dtype():
 def local_rows(batch_size, mesh):
     """Return which rows of a batch this process must load, as a sorted integer array.
 
-    For example, if two processes share a batch of 8 rows, this function can return
-    [0, 1, 2, 3] on one process and [4, 5, 6, 7] on the other process.
+    For example, two processes share a batch of 8 rows. One process then loads the rows
+    [0, 1, 2, 3], and the other process loads the rows [4, 5, 6, 7].
     """
     # JAX chooses the order of the devices in a mesh, so process 0 may not hold the first
     # rows. The sharding says which rows a device holds.
@@ -243,8 +242,8 @@ def put_batch(batch, batch_size, mesh):
 # The version of the checkpoint format. Every manifest.json contains this number.
 FORMAT = 2
 
-# A larger array shard is split before it is written to a file. The limit of msgpack, the
-# file format, is 4 GiB for one binary value.
+# An array shard of more than 1 GiB is split before it is written to a file. The file has
+# the format msgpack, in which no value can have more than 4 GiB.
 MAX_SHARD_BYTES = 1 << 30
 
 
@@ -258,7 +257,7 @@ def is_main_process():
 
 
 def flatten(tree):
-    """Flatten a nested dict. For example, {"a": {"b": 1}} becomes {"a/b": 1}."""
+    """Flatten a nested dict, for example {"a": {"b": 1}} to {"a/b": 1}."""
     return flatten_dict(tree, sep="/")
 
 
@@ -297,8 +296,9 @@ def local_shards(tree):
 def write_shards(path, shards):
     """Write array shards to one file, and flush the file to disk.
 
-    The file is a msgpack stream. For each shard, the stream contains a dict with the name
-    of the array and other properties. The numbers of the shard follow as binary data.
+    The file is a msgpack stream with two values for each shard. The first value is a dict
+    with the array name, bounds, dtype and checksum. The second value contains the numbers
+    of the shard as bytes.
 
     path: the path of the new file.
     shards: (array name, bounds, data) of each shard, as local_shards yields them.
@@ -355,8 +355,8 @@ def write_checkpoint(folder, arrays, shards, step):
     arrays: {array name: {"shape": ..., "dtype": ...}} of all arrays in the checkpoint.
     shards: (array name, bounds, data) of each shard that this process writes.
     """
-    # Write a local checkpoint to a folder with another name, and rename the folder at the
-    # end. A remote folder cannot be renamed, so its manifest.json is written last.
+    # A local checkpoint is written to a folder tmp-..., which is renamed at the end. A
+    # remote folder cannot be renamed, so its manifest.json is written last.
     temporary = folder if is_remote(folder) else folder.with_name(f"tmp-{folder.name}")
     temporary.mkdir(parents=True, exist_ok=True)
     if is_main_process():
@@ -431,10 +431,10 @@ def remove_checkpoint(path):
 
 
 def read_manifest(folder):
-    """Read manifest.json, the list of all array shards of a checkpoint, as a dict.
+    """Return the content of manifest.json, which lists all array shards of a checkpoint.
 
     Raises CheckpointError if the file is missing or if its checksum is wrong. Raises
-    UserError if another version of plain T5 wrote the file in another format.
+    UserError if the format version of the checkpoint is not FORMAT.
     """
     path = folder / "manifest.json"
     try:
@@ -470,7 +470,7 @@ def read_shard(folder, entry, dtype):
                 file.seek(offset)
                 data = file.read(size)
         else:
-            # Map the local file into memory, which saves the memory for a copy.
+            # Map the local file into memory instead of copying the file.
             data = np.memmap(path, np.uint8, "r")[offset : offset + size]
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error})") from error
@@ -491,8 +491,8 @@ def read_slice(folder, array, index, verified):
     wanted = [cut.indices(size)[:2] for cut, size in zip(index, array["shape"])]
     out = np.empty([stop - start for start, stop in wanted], array["dtype"])
     for number, entry in enumerate(array["pieces"]):
-        # Find the overlap of this shard and the wanted slice. The last line of the loop
-        # copies the overlap from shard[source] to out[target].
+        # Find the overlap of this shard and the wanted slice. The overlap is
+        # shard[source], and it will be copied to out[target].
         source, target = [], []
         for (start, stop), (first, last) in zip(wanted, entry["bounds"]):
             low, high = max(start, first), min(stop, last)
@@ -509,7 +509,7 @@ def read_slice(folder, array, index, verified):
 def read_checkpoint(folder, template):
     """Load arrays from a checkpoint, and put them on the devices.
 
-    For example, a checkpoint from 8 devices can be loaded on 4 devices.
+    A checkpoint that was saved on 8 devices can also be loaded on 4 devices.
 
     template: a nested dict of ShapeDtypeStructs with shardings, one for each array to
         load. Other arrays of the checkpoint are ignored.
@@ -534,7 +534,7 @@ def read_checkpoint(folder, template):
                 f"{asked}: use the configuration of the run that wrote this checkpoint."
             )
         verified = {}
-        # JAX calls this function for each slice that a device of this process needs.
+        # JAX calls the lambda for each slice that a device of this process needs.
         return jax.make_array_from_callback(
             wanted.shape,
             wanted.sharding,
@@ -557,7 +557,7 @@ def start_jax(cfg):
     """
     d = cfg.distributed
     if d.process == 0:
-        note(f"Waiting until {d.processes} processes have connected to {d.coordinator}")
+        note(f"{d.processes} processes must connect to {d.coordinator}. Please wait.")
 
     def give_up():
         note(
@@ -591,7 +591,7 @@ def start_jax(cfg):
             # Only process 0 prints progress and results.
             configs.prints_progress = False
             sys.stdout = open(os.devnull, "w")
-        # Connect all processes with Gloo, JAX's communication library for CPUs. Gloo
+        # Connect all processes now with Gloo, JAX's communication library for CPUs. Gloo
         # waits at most 30 s in the first operation. Later operations may wait longer.
         all_processes_agree(True)
     # Cache compiled programs on disk, unless the user has already chosen a folder.
@@ -649,7 +649,7 @@ def run_on_main_first(work):
 
 
 def is_complete(path):
-    """Return whether the save of a checkpoint was finished, not interrupted."""
+    """Return True for a complete checkpoint, and False if its save was interrupted."""
     # A local folder gets a name that begins with step_ when all its files are written. A
     # remote folder gets its manifest last.
     is_stored = not is_remote(path) or (path / "manifest.json").exists()
@@ -805,7 +805,8 @@ def find_checkpoint(source):
 def load_newest(source, template):
     """Load a given checkpoint, or the newest valid checkpoint of a given run.
 
-    source: the path of the checkpoint or of the run directory.
+    The path `source` is a checkpoint or a run directory.
+
     template: a nested dict of ShapeDtypeStructs with shardings.
     Returns (step, nested dict of jax.Arrays like template).
     """
@@ -851,7 +852,7 @@ def best_step(path, metric, steps):
 def resolve_step(run_dir, name):
     """Convert the text of --step to a step number, or to None for the latest step.
 
-    name: a step number such as "1000", or "latest" or "best". The best step has the best
+    name: "latest", "best" or a step number such as "1000". The best step has the best
         value of the metric that --train.keep_best names.
     """
     if name.isdecimal():
@@ -877,12 +878,12 @@ def resolve_step(run_dir, name):
 # The properties of an accelerator, from its data sheet:
 #   teraflops    10^12 bfloat16 operations per second in a matmul
 #   memory       in GB
-#   links        the GB per second that it can send to all its neighbors together
+#   links        GB per second from the accelerator to all its neighbors together
 #   clock        in GHz for a TPU, and 0 for a GPU, where the clock is not used
 Chip = namedtuple("Chip", "teraflops memory links clock")
 
-# {part of jax.Device.device_kind: Chip}. JAX counts each TPU v3 chip as two devices, so
-# the row "TPU v3" describes half a chip.
+# CHIPS maps the name of an accelerator, as in jax.Device.device_kind, to a Chip. JAX
+# counts a TPU v3 chip as two devices, so the row "TPU v3" describes half a chip.
 CHIPS = {}
 for row in """
 H200         989.5  141  450  0
@@ -932,7 +933,7 @@ def check_memory(parts, levers):
 
     The error message names flags that reduce the memory.
 
-    parts: {name: bytes} of the arrays that are in memory at the same time.
+    parts: a dict from names to bytes, for arrays that are in memory at the same time.
     levers: the text with these flags, such as "--train.batch_size".
     """
     device = jax.local_devices()[0]
@@ -949,7 +950,8 @@ def check_memory(parts, levers):
 def bytes_on_device(tree):
     """Return how many bytes one device needs for its shards of all arrays in a tree.
 
-    For example, each of 2 devices needs 64 bytes if they split 32 float32 numbers.
+    For example, if an array of 32 float32 numbers is split over 2 devices, each device
+    needs 64 bytes.
 
     tree: a tree of arrays or ShapeDtypeStructs with shardings.
     """
@@ -1084,7 +1086,7 @@ def ring_bytes(kind, result_bytes, devices):
 
 
 def first_device_group(line, count):
-    """Return the numbers of one group of devices that exchange data, such as 0, 2, 4, 6.
+    """Return the numbers of a group of devices that exchange data, such as [0, 2, 4, 6].
 
     Each collective operation divides the devices into groups of equal size. Only devices
     of the same group exchange data. This function returns the first group.
@@ -1120,7 +1122,7 @@ def first_device_group(line, count):
     if mesh:
         axes = re.findall(r"('\w+')=(\d+)", mesh[1])
         devices = devices.reshape([int(size) for _, size in axes])
-        # The first group has index 0 on every axis that is not named in braces.
+        # In the first group, all devices have index 0 on each axis that is not in braces.
         devices = devices[
             tuple(slice(None) if name in mesh[2] else 0 for name, _ in axes)
         ]
@@ -1138,7 +1140,8 @@ def count_collectives(lowered):
     """
     mesh = get_mesh()
     # Save the HLO text of the program after XLA's partitioner, which adds the collective
-    # operations. Later, a CPU replaces bfloat16 by float32, which would double the bytes.
+    # operations. The compiler for CPUs later replaces bfloat16 by float32, which would
+    # double the bytes.
     with tempfile.TemporaryDirectory() as folder:
         options = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning"}
         if platform() == "cpu":
