@@ -1,31 +1,28 @@
-"""Decide where every array lives: on the devices of a mesh, and in the files on disk.
+"""Split each array over the devices, and save and load checkpoints.
 
-The functions here take a Config, NumPy batches and nested dicts of arrays. They return a
-mesh, sharded JAX arrays, and checkpoints that can be restored on any other mesh.
-
-- All devices form a mesh with two axes. The axis "data" splits the batch, and the axis
-  "model" splits the model.
-- RULES maps each logical axis of an array (batch, heads, mlp, ...) to a mesh axis. Every
-  sharding follows from RULES, so one program runs on a laptop and on a TPU pod.
+- A mesh is a grid of all devices. The mesh has two axes. The axis "data" splits the
+  batch, and the axis "model" splits the weights.
+- RULES says which mesh axis splits each dimension of an array. Every sharding follows
+  from RULES, so one program runs on a laptop and on a TPU pod.
 - The mesh axes have JAX's type Explicit, so the sharding is part of an array's type. JAX
   reports a wrong sharding while it traces the program, even on a mesh of one device.
-- A checkpoint is a folder with the shards of all arrays and a manifest that lists the
-  shards. Each process writes the shards that its own devices hold.
+- A checkpoint is a folder of files. Each process writes one file with the parts of the
+  arrays that its own devices hold. The checkpoint can be loaded on more or fewer devices.
 
     python partition.py --verify runs/NAME/checkpoints/step_00001000    report damage
 
 Example:
 >>> from partition import STORAGE_RULES, spec
 >>> axes = ("embed", "mlp")             # the logical axes of an MLP weight matrix
->>> tuple(spec(axes))                   # the mesh axes that split it during compute
+>>> tuple(spec(axes))                   # the mesh axes that split the matrix in a matmul
 (None, 'model')
 >>> tuple(spec(axes, STORAGE_RULES))    # the mesh axes that split it in storage (FSDP)
 ('data', 'model')
 
 Terms:
-  logical axis    what a dimension of an array means, such as "batch", "heads" or "mlp"
-  array shard     a rectangular part of an array, held by a device or stored in a file
-  bounds          [start, stop] for each dimension: the position of a shard in its array
+  logical axis    the name of a dimension of an array, such as "batch", "heads" or "mlp"
+  array shard     a rectangular part of an array, on a device or in a file
+  bounds          [start, stop] for each dimension of a shard: its place in the array
   manifest        the file manifest.json in a checkpoint, which lists all array shards
   main process    process 0, which writes the manifest and prints progress
 """
@@ -65,49 +62,50 @@ from configs import (
 )
 
 # ---- mesh and sharding rules -----------------------------------------------------------
+# With 8 devices and --mesh.model 4, the mesh is a grid of 2 x 4 devices. The mesh axis
+# "data" has size 2, and "model" has size 4. A training step is split in three ways:
+#
+# - Data parallelism splits the batch over "data". Each device computes the gradients for
+#   its own rows of the batch. An all-reduce then sums the gradients over the devices.
+# - Tensor parallelism splits the vocabulary, the heads and the MLP over "model", as in
+#   Megatron (Shoeybi et al. 2019). The first matmul of attention or MLP splits its output
+#   features, and the last matmul splits its input features. The forward pass therefore
+#   needs only one all-reduce for each attention and one for each MLP.
+# - Fully sharded data parallelism (FSDP, --mesh.fsdp) also splits the stored weights over
+#   "data". Each layer's weights are all-gathered just before use. This method is called
+#   ZeRO-3 by Rajbhandari et al. 2020.
 
-# RULES names the mesh axis that splits each logical axis of an array during compute.
-#
-# "batch" on "data" is data parallelism. Each device computes the gradient for its own
-# rows of the batch, and an all-reduce sums the gradients over the devices.
-#
-# "vocab", "heads" and "mlp" on "model" are Megatron sharding (Shoeybi et al. 2019), also
-# called tensor parallelism. The first matmul of attention or MLP splits its output
-# features, and the last matmul splits its input features. Attention and MLP therefore
-# need only one all-reduce each.
-#
-# Example: an MLP weight matrix has the logical axes ("embed", "mlp") and the shape
-# [512, 1024]. With 4 devices along "model", each device multiplies by a shard of shape
-# [512, 256].
+# RULES maps the name of each array dimension to the mesh axis that splits this dimension.
+# Example: a weight matrix of an MLP has the dimensions ("embed", "mlp") and the shape
+# [512, 1024]. RULES splits "mlp" over the mesh axis "model". If this axis has 4 devices,
+# each device uses a shard of shape [512, 256].
 RULES = {
     "batch": "data",
     "vocab": "model",
     "heads": "model",
     "mlp": "model",
-    # An axis with the value None is not split. Every device holds the complete axis.
-    # The key None stands for a dimension without a logical axis.
+    # None means that the dimension is not split. Every device holds all of it.
     "embed": None,
     "layers": None,
     "buckets": None,
+    # A dimension without a name is not split.
     None: None,
 }
 
-# STORAGE_RULES shards the stored weights and the optimizer state if --mesh.fsdp is true.
-# This is ZeRO-3 (Rajbhandari et al. 2020), which PyTorch calls fully sharded data
-# parallelism (FSDP). The weights are split over "data" too. Each layer's weights are
-# all-gathered just before use.
-#
-# Example: with 2 devices along "data" and 4 along "model", each device stores a shard of
-# the matrix above with shape [256, 256]. An all-gather over "data" produces the shard of
-# shape [512, 256] that the matmul uses.
+# With --mesh.fsdp, STORAGE_RULES splits the stored weights and the optimizer state. These
+# rules also split "embed" over the mesh axis "data". Example: on a mesh of 2 x 4 devices,
+# a weight matrix of shape [512, 1024] is stored as 8 shards of shape [256, 256]. Before
+# each matmul, an all-gather over "data" joins two shards to one of shape [512, 256].
 STORAGE_RULES = {**RULES, "embed": "data"}
 
 
 def spec(axes, rules=RULES):
-    """Return the PartitionSpec of an array.
+    """Return the PartitionSpec for an array with these logical axes.
 
-    axes: the logical axis (a key of the rules) of each dimension.
-    rules: RULES for compute or STORAGE_RULES for stored weights under FSDP.
+    For example, spec(("embed", "mlp")) returns P(None, "model").
+
+    axes: the name of each dimension of the array, such as "embed".
+    rules: RULES for computing, or STORAGE_RULES for storing weights with --mesh.fsdp.
     """
     return P(*(rules[axis] for axis in axes))
 
@@ -115,11 +113,10 @@ def spec(axes, rules=RULES):
 def set_mesh(cfg, devices=None):
     """Create the mesh of devices for a Config, and make JAX use this mesh.
 
-    The mesh has the shape (data, model). The size of "model" is --mesh.model, and the
-    size of "data" is the number of devices divided by --mesh.model.
+    With 8 devices and --mesh.model 4, the axis "data" has size 2 and "model" has size 4.
 
-    devices: a list of JAX devices; by default the devices of all processes.
-    Raises UserError if a size cannot be split evenly.
+    devices: a list of JAX devices. The default is the devices of all processes.
+    Raises UserError if a dimension cannot be split evenly over its mesh axis.
     """
     devices = jax.devices() if devices is None else devices
     m = cfg.model
@@ -127,9 +124,10 @@ def set_mesh(cfg, devices=None):
     data_size = len(devices) // model_size
     rows = cfg.train.batch_size // cfg.train.microbatches
     model_parts = f"--mesh.model {model_size}"
-    data_parts = f"The number of data-parallel devices, {data_size},"
-    # Each tuple contains a name for the parts, the number of parts, the number that is
-    # split, and a name for this number.
+    data_parts = f"the number of data-parallel devices ({data_size})"
+    # Each tuple is (name of the divisor, divisor, size, name of the size). The size must
+    # be divisible by the divisor. For example, --mesh.model 4 can split 8 heads, but it
+    # cannot split 6 heads.
     splits = [
         (model_parts, model_size, len(devices), "devices"),
         (model_parts, model_size, m.num_heads, "heads (--model.num_heads)"),
@@ -138,12 +136,13 @@ def set_mesh(cfg, devices=None):
         (data_parts, data_size, rows, "rows (--train.batch_size / --train.microbatches)"),
     ]
     if cfg.mesh.fsdp:
-        channels = "channels (--model.d_model), as --mesh.fsdp requires"
+        channels = "channels (--model.d_model, which --mesh.fsdp splits)"
         splits.append((data_parts, data_size, m.d_model, channels))
     for parts, divisor, size, what in splits:
         if size % divisor:
             raise UserError(
-                f"{parts} does not divide the {size} {what}: change one of the two."
+                f"{size} {what} are not divisible by {parts}: change one of the two "
+                f"numbers."
             )
     try:
         mesh = jax.make_mesh(
@@ -152,21 +151,21 @@ def set_mesh(cfg, devices=None):
             devices=devices,
             axis_types=(AxisType.Explicit,) * 2,
         )
-    # JAX cannot arrange the chips of some TPU topologies in a mesh of this shape.
+    # On some TPUs, JAX cannot arrange the chips in a grid of data_size x model_size.
     except NotImplementedError as error:
         raise UserError(
             f"--mesh.model {model_size} does not fit the TPU topology: use a product of "
-            f"its side lengths."
+            f"its side lengths, such as 4 or 16 for a TPU with 4 x 4 x 4 chips."
         ) from error
     jax.set_mesh(mesh)
     return mesh
 
 
 def platform():
-    """Return "cpu", "gpu" or "tpu": the platform of the devices of the current mesh.
+    """Return "cpu", "gpu" or "tpu", the platform of the devices in the current mesh.
 
-    Code that depends on the platform asks the mesh and not jax.default_backend(), because
-    `train.py --plan` compiles on a CPU for a mesh of TPUs.
+    Do not use jax.default_backend() instead. For example, `train.py --plan v5e:2x4` runs
+    on a CPU and compiles for a mesh of TPUs.
     """
     return get_abstract_mesh().abstract_device.platform
 
@@ -175,18 +174,18 @@ def platform():
 
 
 def default_compute_dtype():
-    """Return bfloat16 on GPUs and TPUs, and float32 on CPUs, where bfloat16 is slow."""
+    """Return "bfloat16" on a GPU or TPU, and "float32" on a CPU, where it is faster."""
     return "float32" if platform() == "cpu" else "bfloat16"
 
 
 def local_rows(batch_size, mesh):
-    """Return the numbers of the rows of a global batch that this process must load.
+    """Return which rows of a batch this process must load, as a sorted integer array.
 
-    The rows follow from the sharding of the batch. The process index does not determine
-    the rows, because a mesh may order the devices differently.
-
-    Returns a sorted integer array.
+    For example, two processes share a batch of 8 rows. One process then loads the rows
+    [0, 1, 2, 3], and the other process loads the rows [4, 5, 6, 7].
     """
+    # JAX chooses the order of the devices in a mesh, so process 0 may not hold the first
+    # rows. The sharding says which rows a device holds.
     sharding = NamedSharding(mesh, P("data"))
     indices = sharding.addressable_devices_indices_map((batch_size,)).values()
     # Devices along the axis "model" hold the same rows, so np.unique removes duplicates.
@@ -194,11 +193,13 @@ def local_rows(batch_size, mesh):
 
 
 def put_batch(batch, batch_size, mesh):
-    """Make global arrays, split over "data", from the rows that each process has.
+    """Put a batch on the devices, and split its rows over the mesh axis "data".
 
-    batch: a tree of NumPy arrays [local rows, length]. The function local_rows says which
-        rows these arrays must hold.
-    batch_size: the number of rows in the global batch.
+    Each process passes only its own rows, as chosen by local_rows.
+
+    batch: a tree of NumPy arrays [local rows, length].
+    batch_size: the number of rows that all processes have together.
+    Returns a tree of jax.Arrays [batch_size, length].
     """
     sharding = NamedSharding(mesh, P("data"))
 
@@ -211,7 +212,7 @@ def put_batch(batch, batch_size, mesh):
 
 
 # ---- writing a checkpoint --------------------------------------------------------------
-# A checkpoint that two processes have written is a folder with these files:
+# If two processes train a model, each checkpoint is a folder with these files:
 #
 #   RUN_DIR/checkpoints/step_00001000/
 #     pieces-00000-of-00002.msgpack    the array shards that process 0 holds
@@ -219,14 +220,14 @@ def put_batch(batch, batch_size, mesh):
 #     manifest.json                    the step; shape and dtype of each array; file,
 #                                      offset, bounds and CRC-32 checksum of each shard
 #
-# The manifest's entry for an array with one shard looks like this:
+# In the manifest, an array with one shard looks like this:
 #
 #   "params/unembed": {"shape": [512, 1024], "dtype": "float32", "pieces": [
 #       {"file": "pieces-00000-of-00002.msgpack", "offset": 104,
 #        "bounds": [[0, 512], [0, 1024]], "crc32": 3632233996}]}
 #
-# The word "pieces" in file names and in the manifest means array shards. Other programs
-# rely on these names, so the names cannot change.
+# The word "pieces" means array shards. Other programs read these files, so the word must
+# not be changed.
 #
 # A kill or a power failure must never leave an incomplete folder that looks like a
 # checkpoint. Local files are therefore written in this order:
@@ -235,18 +236,19 @@ def put_batch(batch, batch_size, mesh):
 #   2. Write the manifest, and flush the manifest and the folder to disk.
 #   3. Rename the folder to step_00001000, and flush the parent folder to disk.
 #
-# A folder with its final name is a complete checkpoint. A complete checkpoint is valid if
-# the checksums of the manifest and of all shards are correct.
+# A folder with the name step_00001000 is a complete checkpoint. A complete checkpoint is
+# valid if the checksums of the manifest and of all shards are correct.
 
-# The version of the file format. The manifest states it.
+# The version of the checkpoint format. Every manifest.json contains this number.
 FORMAT = 2
 
-# Larger shards are split. One value in msgpack may hold at most 4 GiB.
+# An array shard of more than 1 GiB is split before it is written to a file. The file has
+# the format msgpack, in which no value can have more than 4 GiB.
 MAX_SHARD_BYTES = 1 << 30
 
 
 class CheckpointError(Exception):
-    """A checkpoint cannot be read or written. The message names the file and reason."""
+    """Raised if a file of a checkpoint is missing, is damaged or cannot be written."""
 
 
 def is_main_process():
@@ -255,27 +257,27 @@ def is_main_process():
 
 
 def flatten(tree):
-    """Return a flat dict {"params/encoder/...": leaf} for a nested dict."""
+    """Flatten a nested dict, for example {"a": {"b": 1}} to {"a/b": 1}."""
     return flatten_dict(tree, sep="/")
 
 
 def local_shards(tree):
     """Yield the array shards that this process must write to a checkpoint.
 
-    If several devices hold a copy of a shard, only the first copy is written. A shard of
-    more than MAX_SHARD_BYTES is split into groups of rows.
+    If several devices hold copies of the same shard, only one copy is written.
 
     tree: a nested dict of jax.Arrays.
-    Yields (array name, bounds, data), where data is a NumPy array. On a CPU, data is a
-    view of the device's memory; elsewhere data is a copy. Training never changes these
-    values.
+    Yields (array name, bounds, data) for each shard. The bounds are [start, stop] of each
+    dimension, and data is a NumPy array. On a CPU, data is a view of the device's memory.
+    On other devices, data is a copy. Training never changes the numbers in data.
     """
-    # Start all copies from the devices before the loop below waits for the first copy.
+    # Start to copy all arrays to the host now. The loop below waits for one shard at a
+    # time.
     jax.copy_to_host_async(tree)
     for name, array in sorted(flatten(tree).items()):
         for shard in array.addressable_shards:
             if shard.replica_id != 0:
-                continue
+                continue  # Another device has the copy that is written.
             bounds = [
                 index.indices(size)[:2] for index, size in zip(shard.index, array.shape)
             ]
@@ -283,7 +285,7 @@ def local_shards(tree):
             if data.nbytes <= MAX_SHARD_BYTES:
                 yield name, bounds, data
                 continue
-            # Split the shard along its first dimension.
+            # This shard is larger than MAX_SHARD_BYTES, so split it into groups of rows.
             rows = max(1, len(data) * MAX_SHARD_BYTES // data.nbytes)
             for start in range(0, len(data), rows):
                 part = data[start : start + rows]
@@ -292,19 +294,21 @@ def local_shards(tree):
 
 
 def write_shards(path, shards):
-    """Write array shards to one file and flush the file to disk.
+    """Write array shards to one file, and flush the file to disk.
 
-    The file is a valid msgpack stream that alternates between a header and the bytes of a
-    shard. Equal shards give equal bytes.
+    The file is a msgpack stream with two values for each shard. The first value is a dict
+    with the array name, bounds, dtype and checksum. The second value contains the numbers
+    of the shard as bytes.
 
     path: the path of the new file.
-    shards: (array name, bounds, data) of each shard, as from local_shards.
-    Returns {array name: [manifest entry of each shard]}.
+    shards: (array name, bounds, data) of each shard, as local_shards yields them.
+    Returns {array name: [dict for the manifest, one for each shard of the array]}.
     """
     entries = {}
     with path.open("wb") as file:
         for name, bounds, data in shards:
             crc = zlib.crc32(data)
+            # The header contains no time, so equal shards give equal files.
             header = msgpack.packb(
                 {
                     "name": name,
@@ -313,8 +317,8 @@ def write_shards(path, shards):
                     "crc32": crc,
                 }
             )
-            # In msgpack, binary data follows the byte C6 and a 4-byte length ("bin 32").
-            # Writing this prefix by hand avoids a copy of the array into a buffer.
+            # In msgpack, binary data begins with the byte C6 and a 4-byte length. Write
+            # both without msgpack.packb, which would copy the whole array.
             file.write(header + b"\xc6" + struct.pack(">I", data.nbytes))
             entry = {
                 "file": path.name,
@@ -324,7 +328,7 @@ def write_shards(path, shards):
             }
             entries.setdefault(name, []).append(entry)
             file.write(data.reshape(-1).view(np.uint8).data)
-        # A remote file is stored when it is closed.
+        # A local file must be flushed to disk. A remote file is stored when it is closed.
         if not is_remote(path):
             file.flush()
             os.fsync(file.fileno())
@@ -339,11 +343,10 @@ def sync_folder(path):
 
 
 def write_checkpoint(folder, arrays, shards, step):
-    """Write this process's shards of a checkpoint and, in the main process, the manifest.
+    """Write a checkpoint. Every process must call this function.
 
-    Each process writes one file of shards. Each process except the main process also
-    writes an index, a JSON file with the manifest entries of its shards. The main process
-    waits for these indexes, merges them into the manifest, and renames the folder.
+    Each process writes a file with its own array shards. Process 0 then waits for the
+    other processes, and writes a list of all shards to manifest.json.
 
     The processes communicate only by files, because this function runs in the background.
     A collective operation could block the collective operations of the training step.
@@ -352,21 +355,23 @@ def write_checkpoint(folder, arrays, shards, step):
     arrays: {array name: {"shape": ..., "dtype": ...}} of all arrays in the checkpoint.
     shards: (array name, bounds, data) of each shard that this process writes.
     """
-    # A remote folder cannot be renamed. Its checkpoint is complete with the manifest.
+    # A local checkpoint is written to a folder tmp-..., which is renamed at the end. A
+    # remote folder cannot be renamed, so its manifest.json is written last.
     temporary = folder if is_remote(folder) else folder.with_name(f"tmp-{folder.name}")
     temporary.mkdir(parents=True, exist_ok=True)
     if is_main_process():
-        # A damaged checkpoint of this step may exist at a remote path. It is invalid
-        # without its manifest.
+        # An earlier save of this step may have left a manifest. Remove this manifest,
+        # because it does not describe the new shards.
         (temporary / "manifest.json").unlink(missing_ok=True)
     count = jax.process_count()
     files = [temporary / f"pieces-{i:05}-of-{count:05}.msgpack" for i in range(count)]
     own_file = files[jax.process_index()]
     entries = write_shards(own_file, shards)
     if not is_main_process():
+        # Tell process 0 which shards this process has written.
         write_file(own_file.with_suffix(".json"), json.dumps(entries))
         return
-    # Add the shards of the other processes.
+    # Wait for the other processes, and add the shards that they have written.
     for file in files[1:]:
         index = file.with_suffix(".json")
         for name, more in json.loads(wait_and_read(index)).items():
@@ -381,11 +386,11 @@ def write_checkpoint(folder, arrays, shards, step):
             for name, array in sorted(arrays.items())
         },
     }
-    # write_checked writes a JSON file with a checksum of its content.
+    # Write the manifest with a checksum, so that readers can detect damage.
     configs.write_checked(temporary / "manifest.json", manifest)
     if not is_remote(folder):
         sync_folder(temporary)
-        # A damaged checkpoint of this step may exist. Remove it to free its name.
+        # If a damaged checkpoint of this step exists, the new checkpoint replaces it.
         remove_checkpoint(folder)
         temporary.rename(folder)
         sync_folder(folder.parent)
@@ -400,18 +405,18 @@ def wait_and_read(path, seconds=600):
     while not path.exists():
         if time.monotonic() > deadline:
             raise CheckpointError(
-                f"{path} did not appear within {seconds} s; every process must write to "
-                f"the same --run_dir, and process 0 must be able to read it"
+                f"{path} did not appear within {seconds} s (all processes must use the "
+                f"same --run_dir, and process 0 must be able to read the files there)"
             )
         time.sleep(0.05)
     return path.read_text()
 
 
 def remove_checkpoint(path):
-    """Remove a checkpoint, or any other file or folder at its path."""
+    """Delete a checkpoint, or any other file or folder at this path."""
     if is_remote(path):
-        # Remove the manifest first. If a kill then interrupts the removal, the remaining
-        # files are not a checkpoint.
+        # Delete the manifest first. The folder then no longer counts as a checkpoint,
+        # even if the deletion of the other files is interrupted.
         (path / "manifest.json").unlink(missing_ok=True)
         path.rmtree()
     elif path.is_dir():
@@ -426,10 +431,10 @@ def remove_checkpoint(path):
 
 
 def read_manifest(folder):
-    """Return the manifest of a checkpoint as a dict, after its checksum is verified.
+    """Return the content of manifest.json, which lists all array shards of a checkpoint.
 
-    Raises CheckpointError if the manifest is missing or damaged. Raises UserError if the
-    manifest has another format.
+    Raises CheckpointError if the file is missing or if its checksum is wrong. Raises
+    UserError if the format version of the checkpoint is not FORMAT.
     """
     path = folder / "manifest.json"
     try:
@@ -447,9 +452,11 @@ def read_manifest(folder):
 
 
 def read_shard(folder, entry, dtype):
-    """Return one array shard of a checkpoint, after its checksum is verified.
+    """Read one array shard of a checkpoint, and verify the checksum of the shard.
 
-    entry: the manifest's entry of the shard.
+    Returns a NumPy array.
+
+    entry: the dict in manifest.json that describes the shard.
     dtype: the name of the array's dtype.
     Raises CheckpointError if the shard is missing or damaged.
     """
@@ -463,7 +470,7 @@ def read_shard(folder, entry, dtype):
                 file.seek(offset)
                 data = file.read(size)
         else:
-            # Map the file into memory, so that the shard takes no memory of its own.
+            # Map the local file into memory instead of copying the file.
             data = np.memmap(path, np.uint8, "r")[offset : offset + size]
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error})") from error
@@ -473,17 +480,19 @@ def read_shard(folder, entry, dtype):
 
 
 def read_slice(folder, array, index, verified):
-    """Return a slice of a stored array, assembled from the shards that overlap with it.
+    """Read a slice of a stored array, such as rows 0 to 255, as a new NumPy array.
 
-    array: the manifest's entry of the array.
+    Only the shards that overlap with the slice are read.
+
+    array: the dict in manifest.json that describes the array.
     index: a Python slice for each dimension.
-    verified: a dict that caches the shards of this array that are read and verified.
-    Returns a new NumPy array.
+    verified: a dict that caches the shards of this array. Each shard is read only once.
     """
     wanted = [cut.indices(size)[:2] for cut, size in zip(index, array["shape"])]
     out = np.empty([stop - start for start, stop in wanted], array["dtype"])
     for number, entry in enumerate(array["pieces"]):
-        # The overlap of the slice and the shard, as slices of the shard and of `out`.
+        # Find the overlap of this shard and the wanted slice. The overlap is
+        # shard[source], and it will be copied to out[target].
         source, target = [], []
         for (start, stop), (first, last) in zip(wanted, entry["bounds"]):
             low, high = max(start, first), min(stop, last)
@@ -498,13 +507,12 @@ def read_slice(folder, array, index, verified):
 
 
 def read_checkpoint(folder, template):
-    """Read arrays from a checkpoint, each with the sharding that the template asks for.
+    """Load arrays from a checkpoint, and put them on the devices.
 
-    The sharding may differ from the sharding of the stored arrays. Each process reads
-    only the shards that its own devices need.
+    A checkpoint that was saved on 8 devices can also be loaded on 4 devices.
 
-    template: a nested dict of ShapeDtypeStructs with shardings. Other stored arrays are
-    ignored.
+    template: a nested dict of ShapeDtypeStructs with shardings, one for each array to
+        load. Other arrays of the checkpoint are ignored.
     Returns (step, nested dict of jax.Arrays like template).
     Raises UserError if an array is absent or has another shape or dtype than template.
     """
@@ -514,17 +522,19 @@ def read_checkpoint(folder, template):
         stored = manifest["arrays"].get(name)
         if stored is None:
             raise UserError(
-                f"{folder} has no array {name}: use the model and the optimizer of the "
-                f"checkpoint. To start a new run from weights alone, use --init_from."
+                f"{folder} has no array {name}: use the model and optimizer flags of the "
+                f"run that wrote this checkpoint. To load only the weights into a new "
+                f"run, use --init_from."
             )
         found = f"{stored['dtype']}{stored['shape']}"  # such as "float32[2, 3]"
         asked = f"{wanted.dtype}{list(wanted.shape)}"
         if found != asked:
             raise UserError(
-                f"{folder} stores {name} as {found}, but the configuration asks for "
-                f"{asked}: use the configuration of the checkpoint."
+                f"{folder} stores {name} as {found}, but your configuration asks for "
+                f"{asked}: use the configuration of the run that wrote this checkpoint."
             )
         verified = {}
+        # JAX calls the lambda for each slice that a device of this process needs.
         return jax.make_array_from_callback(
             wanted.shape,
             wanted.sharding,
@@ -541,13 +551,13 @@ def read_checkpoint(folder, template):
 def start_jax(cfg):
     """Connect to the other processes of a run, and turn on the compilation cache.
 
-    Call this function before the first use of a device. The processes are those that the
-    --distributed flags name, or those of a cluster that JAX detects (Cloud TPU, SLURM,
-    ...). Without either, the process runs alone.
+    Call this function before JAX uses a device. The --distributed flags say how to reach
+    the other processes. Without these flags, JAX detects clusters such as Cloud TPU and
+    SLURM. If there is no cluster, the process runs alone.
     """
     d = cfg.distributed
     if d.process == 0:
-        note(f"waiting for {d.processes} processes to connect to {d.coordinator}")
+        note(f"{d.processes} processes must connect to {d.coordinator}. Please wait.")
 
     def give_up():
         note(
@@ -557,8 +567,8 @@ def start_jax(cfg):
         )
         os._exit(2)
 
-    # After its own timeout, JAX would abort the process with a stack trace. This timer
-    # fires earlier and prints a message instead.
+    # Print a clear message and exit after --distributed.timeout seconds. JAX would wait
+    # 60 s longer, and would then abort with a stack trace.
     timer = threading.Timer(d.timeout, give_up)
     timer.start()
     try:
@@ -570,7 +580,7 @@ def start_jax(cfg):
             heartbeat_timeout_seconds=d.timeout,
         )
     except ValueError:
-        # Without a coordinator, the error means that JAX found no cluster.
+        # Without --distributed.coordinator, ValueError means that JAX found no cluster.
         if d.coordinator:
             raise
     finally:
@@ -578,14 +588,13 @@ def start_jax(cfg):
     if jax.process_count() > 1:
         configs.single_process = False
         if not is_main_process():
-            # Only the main process prints progress and results.
+            # Only process 0 prints progress and results.
             configs.prints_progress = False
             sys.stdout = open(os.devnull, "w")
-        # Gloo, the CPU communication library, must connect within 30 s of the first
-        # start. A first collective operation connects it now. Later operations may wait
-        # longer.
+        # Connect all processes now with Gloo, JAX's communication library for CPUs. Gloo
+        # waits at most 30 s in the first operation. Later operations may wait longer.
         all_processes_agree(True)
-    # Keep a cache that the user has configured.
+    # Cache compiled programs on disk, unless the user has already chosen a folder.
     if not jax.config.jax_compilation_cache_dir:
         cache = os.path.expanduser("~/.cache/plain_t5/compiled")
         jax.config.update("jax_compilation_cache_dir", cache)
@@ -593,26 +602,27 @@ def start_jax(cfg):
 
 
 def all_processes_agree(condition):
-    """Return, on every process, whether the condition is true on all processes."""
+    """Return True on every process if the condition is true on all processes."""
     return bool(process_allgather(condition).all())
 
 
 def from_main_process(value):
-    """Return the main process's value on every process. The value must fit into JSON."""
+    """Return the value of process 0 on every process. The value is sent as JSON."""
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    # A broadcast needs equal shapes on all processes, so broadcast the size first.
+    # In a broadcast, all processes must pass an array of the same length. The first
+    # broadcast therefore sends the length.
     size = int(broadcast_one_to_all(len(text)))
     text = broadcast_one_to_all(np.resize(text, size))
     return json.loads(bytes(text))
 
 
 def run_on_all(work, elsewhere=UserError):
-    """Call work() on every process, and raise on every process if one call fails.
+    """Call work() on every process. If one call fails, raise an error on all processes.
 
-    The process that failed raises its own error. The other processes raise `elsewhere`,
-    so that they do not wait forever for a process that has ended.
+    Otherwise the other processes would wait forever for the process that failed. Returns
+    the result of work() on this process.
 
-    Returns the result of this process's call.
+    elsewhere: the class of the error that the other processes raise.
     """
     result = error = None
     try:
@@ -625,12 +635,10 @@ def run_on_all(work, elsewhere=UserError):
 
 
 def run_on_main_first(work):
-    """Call work() on the main process, and after that on the other processes.
+    """Call work() on process 0, and after that on the other processes.
 
-    Use this function for work that creates shared files. The main process writes the
-    files, and the other processes find them complete.
-
-    Returns the result of this process's call.
+    This function is for work that writes shared files. The other processes then find the
+    files that process 0 has written. Returns the result of work() on this process.
     """
     result = run_on_all(lambda: work() if is_main_process() else None)
     others = run_on_all(lambda: None if is_main_process() else work())
@@ -641,17 +649,17 @@ def run_on_main_first(work):
 
 
 def is_complete(path):
-    """Return whether a path is a complete checkpoint, which may still be damaged."""
-    # A local folder gets its final name when the checkpoint is complete.
+    """Return True for a complete checkpoint, and False if its save was interrupted."""
+    # A local folder gets a name that begins with step_ when all its files are written. A
+    # remote folder gets its manifest last.
     is_stored = not is_remote(path) or (path / "manifest.json").exists()
     return path.name.startswith("step_") and is_stored
 
 
 def read_first_valid(paths, template):
-    """Read the first valid checkpoint of a list, and report the damaged ones before it.
+    """Load the first valid checkpoint of a list, and report the damaged ones before it.
 
-    All processes read the same checkpoint. If one process finds damage, all try the next
-    path.
+    If one process finds damage, all processes try the next checkpoint.
 
     template: a nested dict of ShapeDtypeStructs with shardings.
     Returns (step, nested dict of jax.Arrays like template).
@@ -662,17 +670,19 @@ def read_first_valid(paths, template):
             return run_on_all(lambda: read_checkpoint(path, template), CheckpointError)
         except CheckpointError as error:
             problem = error
-            note(f"{problem}; this checkpoint cannot be used", always=True)
+            note(f"This checkpoint cannot be used: {problem}", always=True)
     raise UserError(
-        f"None of the checkpoints can be used ({problem}): choose another one, restore "
-        f"one from a backup, or move {path.parent} away to start again."
+        f"None of the checkpoints can be used ({problem}): name another checkpoint, or "
+        f"restore one from a backup. To start the run again, move {path.parent} away."
     )
 
 
 class Checkpoints:
-    """The checkpoints of one run. At most one checkpoint is being written at any time.
+    """Save, list and load the checkpoints of one run.
 
-    run_dir: the directory of the run.
+    At most one checkpoint is being written at any time.
+
+    run_dir: the directory of the run, such as runs/tiny.
     keep: how many of the newest checkpoints to keep.
     background: whether to write in a background thread while training continues.
     """
@@ -682,29 +692,31 @@ class Checkpoints:
         self.keep = keep
         self.background = background
         self.executor = ThreadPoolExecutor(1)
-        self.unfinished = None  # the Future of a checkpoint that is being written
+        self.unfinished = None  # the Future of the latest save in the background
 
     def folders(self):
-        """Return the paths of all checkpoints and of all remains of interrupted saves."""
-        # The prefix of the paths that glob returns is wrong for some remote folders.
+        """Return the folders of all checkpoints, including those of interrupted saves."""
+        # Use only the names. For some remote folders, glob returns wrong parent folders.
         names = [path.name for path in self.folder.glob("*step_*")]
         return [
             self.folder / name for name in names if re.fullmatch(r"(tmp-)?step_\d+", name)
         ]
 
     def steps(self):
-        """Return the steps of the complete checkpoints, in ascending order."""
+        """Return the step numbers of all complete checkpoints, in ascending order."""
         return sorted(int(p.name[5:]) for p in self.folders() if is_complete(p))
 
     def path(self, step):
-        """Return the path of the checkpoint of a step."""
+        """Return the path of a step's checkpoint, such as .../step_00001000."""
         return self.folder / f"step_{step:08}"
 
     def save(self, tree, step, best=None):
-        """Start to write a checkpoint, as soon as the previous checkpoint is written.
+        """Save arrays as the checkpoint of a training step.
+
+        If the previous save is still running, wait until it is finished.
 
         tree: a nested dict of jax.Arrays.
-        best: the step of a checkpoint that is kept no matter how old it is.
+        best: the step of an older checkpoint that must not be removed, or None.
         """
         self.wait()
         arrays = {
@@ -713,19 +725,20 @@ class Checkpoints:
         }
         shards = local_shards(tree)
         if self.background:
-            # list() copies all shards to the host now, because training will reuse the
-            # memory of the arrays.
+            # list() copies all shards to the host before training continues, because the
+            # next training step reuses the memory of the arrays.
             self.unfinished = self.executor.submit(
                 self.commit, arrays, list(shards), step, best
             )
         else:
-            # local_shards copies one shard at a time, while the file is written.
+            # Write the files now, and continue training when they are complete.
             self.commit(arrays, shards, step, best)
 
     def commit(self, arrays, shards, step, best):
-        """Write a checkpoint, and then remove the checkpoints that are no longer kept.
+        """Write a checkpoint, and then remove all but the newest `keep` checkpoints.
 
-        Raises CheckpointError if the files cannot be written, for example to a full disk.
+        The checkpoint of the step `best` is never removed. Raises CheckpointError if the
+        files cannot be written, for example because the disk is full.
         """
         try:
             write_checkpoint(self.path(step), arrays, shards, step)
@@ -740,24 +753,24 @@ class Checkpoints:
                     remove_checkpoint(self.path(old))
 
     def discard_unfinished(self):
-        """Remove the remains of interrupted saves. Only the main process may do this."""
+        """Remove the folders of interrupted saves. Only process 0 may call this."""
         for path in self.folders():
             if not is_complete(path):
                 remove_checkpoint(path)
 
     def wait(self):
-        """Wait until no checkpoint is being written. Raise the error of a failed save."""
+        """Wait until the save in the background ends. If it failed, raise its error."""
         if self.unfinished:
             self.unfinished.result()
 
     def load(self, template, step=None):
         """Load the newest valid checkpoint, or the checkpoint of a given step.
 
-        A damaged checkpoint is reported, and the checkpoint before it is tried.
+        If the newest checkpoint is damaged, report this and try the one before it.
 
         template: a nested dict of ShapeDtypeStructs with shardings.
-        Returns (step, nested dict of jax.Arrays like template), or None without any
-        checkpoint.
+        Returns (step, nested dict of jax.Arrays like template). Returns None if there is
+        no checkpoint and no step is given.
         Raises UserError if the checkpoint of the given step, or every checkpoint, is
         damaged.
         """
@@ -765,7 +778,8 @@ class Checkpoints:
         if step is not None:
             if step not in steps:
                 raise UserError(
-                    f"{self.folder} has no step {step}: choose one of the steps {steps}."
+                    f"{self.folder} has no checkpoint of step {step}: choose one of the "
+                    f"steps {steps}."
                 )
             steps = [step]
         if not steps:
@@ -774,25 +788,27 @@ class Checkpoints:
 
 
 def find_checkpoint(source):
-    """Return whether a path is a run with checkpoints. Otherwise it must be a checkpoint.
+    """Return True for the path of a run with checkpoints, and False for a checkpoint.
 
-    Raises UserError if the path is neither.
+    Raises UserError for any other path.
     """
     if (to_path(source) / "manifest.json").exists():
         return False
     if not Checkpoints(source).steps():
         raise UserError(
-            f"{source} is neither a run with checkpoints nor a checkpoint: name one of "
-            f"these, or convert other weights with convert.py first."
+            f"{source} is not a checkpoint and not a run with checkpoints: name another "
+            f"path, or convert these weights with convert.py first."
         )
     return True
 
 
 def load_newest(source, template):
-    """Load a checkpoint, or the newest valid checkpoint of a run.
+    """Load a given checkpoint, or the newest valid checkpoint of a given run.
 
-    source: the path of a checkpoint or of a run directory.
-    Returns (step, nested dict of jax.Arrays like template), as Checkpoints.load does.
+    The path `source` is a checkpoint or a run directory.
+
+    template: a nested dict of ShapeDtypeStructs with shardings.
+    Returns (step, nested dict of jax.Arrays like template).
     """
     if find_checkpoint(source):
         return Checkpoints(source).load(template)
@@ -800,7 +816,7 @@ def load_newest(source, template):
 
 
 def read_metrics_file(path):
-    """Return the lines of a metrics.jsonl as a list of dicts, without damaged lines."""
+    """Return the lines of metrics.jsonl as a list of dicts. Skip damaged lines."""
     lines = []
     if not path.exists():
         return lines
@@ -809,19 +825,19 @@ def read_metrics_file(path):
             line = json.loads(text)
             configs.check_json(line, {"step": int, str: (int, float)})
         except (ValueError, RecursionError):
-            continue  # A kill during a write can leave an incomplete line.
+            continue  # A run that was killed can leave an incomplete line.
         lines.append(line)
     return lines
 
 
 def best_step(path, metric, steps):
-    """Return (step, value) of the step with the best value of a metric, or None.
+    """Find the step with the best value of a metric in metrics.jsonl.
 
-    The lowest value is the best one for a loss and for perplexity, else the highest
-    value.
+    Returns (step, value), or None if no step has a value. For a loss or perplexity, the
+    lowest value is the best. For all other metrics, the highest value is the best.
 
-    path: the path of a metrics.jsonl.
-    metric: a key of its lines, such as "training_eval/span_corruption/loss".
+    path: the path of metrics.jsonl.
+    metric: a key in the lines of the file, such as "training_eval/span_corruption/loss".
     steps: the steps to choose from. Steps without a value are ignored.
     """
     values = {
@@ -834,9 +850,10 @@ def best_step(path, metric, steps):
 
 
 def resolve_step(run_dir, name):
-    """Return the step that the value of --step names, or None for the latest step.
+    """Convert the text of --step to a step number, or to None for the latest step.
 
-    name: a step number, "latest", or "best" by the metric in the run's --train.keep_best.
+    name: "latest", "best" or a step number such as "1000". The best step has the best
+        value of the metric that --train.keep_best names.
     """
     if name.isdecimal():
         return int(name)
@@ -849,8 +866,8 @@ def resolve_step(run_dir, name):
     best = best_step(to_path(run_dir) / "metrics.jsonl", metric, steps)
     if not best:
         raise UserError(
-            f"{run_dir} has no best step, because it was not trained with "
-            f"--train.keep_best: use --step latest or a step number."
+            f"{run_dir} has no best step: use --step latest or a step number. Only runs "
+            f"with --train.keep_best have a best step."
         )
     return best[0]
 
@@ -858,13 +875,15 @@ def resolve_step(run_dir, name):
 # ---- the cost of a sharding: chips and memory ------------------------------------------
 
 
-# Chip contains properties of an accelerator from its data sheet. teraflops is the speed
-# of bfloat16 matmuls in 10^12 operations per second. memory is in GB. links is the
-# bandwidth from a device to all its neighbors in GB/s. clock is in GHz for TPUs and 0 for
-# GPUs.
+# The properties of an accelerator, from its data sheet:
+#   teraflops    10^12 bfloat16 operations per second in a matmul
+#   memory       in GB
+#   links        GB per second from the accelerator to all its neighbors together
+#   clock        in GHz for a TPU, and 0 for a GPU, where the clock is not used
 Chip = namedtuple("Chip", "teraflops memory links clock")
 
-# The names are parts of jax.Device.device_kind. JAX counts a TPU v3 chip as two devices.
+# CHIPS maps the name of an accelerator, as in jax.Device.device_kind, to a Chip. JAX
+# counts a TPU v3 chip as two devices, so the row "TPU v3" describes half a chip.
 CHIPS = {}
 for row in """
 H200         989.5  141  450  0
@@ -880,11 +899,11 @@ TPU v6 lite    918   32  224  1.75
     name, *numbers = re.split(" {2,}", row)
     CHIPS[name] = Chip(*map(json.loads, numbers))
 
-# The options below make the TPU compiler overlap communication with computation.
-# train.lower_step chooses the options that help on each kind of TPU.
+# With the following options, the TPU compiler makes faster programs. In train.py, the
+# function lower_step chooses the options that help on each TPU.
 
-# Without these options, the compiler gathers the weights of FSDP with blocking
-# all-reduces. With all of the options, it uses asynchronous all-gathers.
+# With all six options, a TPU computes while it gathers the weights of FSDP. By default,
+# the compiler gathers them by all-reduces, and the TPU waits for each all-reduce.
 ASYNC_GATHER_OPTIONS = dict.fromkeys(
     "xla_enable_async_all_gather "
     "xla_tpu_prefer_async_allgather_to_allreduce "
@@ -895,30 +914,32 @@ ASYNC_GATHER_OPTIONS = dict.fromkeys(
     True,
 )
 
-# Without these options, the compiler combines the all-reduces of all gradients at the end
-# of the step. With the options, it reduces each gradient of more than 1 MB as soon as it
-# is computed.
+# With these options, an all-reduce sums each gradient of more than 1 MB as soon as it is
+# computed. By default, all gradients are summed together at the end of the step. A TPU v4
+# has too little on-chip memory for these options.
 ASYNC_REDUCE_OPTIONS = {
     "xla_enable_async_all_reduce": True,
     "xla_jf_crs_combiner_threshold_in_bytes": 1_000_000,
     "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
 }
 
-# Each fusion may use 24 MiB of the fast on-chip memory (VMEM) instead of 16 MiB. This
-# makes a TPU v6e slower. A TPU v4 has too little VMEM for this option and for
-# ASYNC_REDUCE_OPTIONS.
+# With this option, each fused operation may use 24 MiB of on-chip memory (VMEM) instead
+# of 16 MiB. A TPU v4 has too little VMEM for this option, and a TPU v6e becomes slower.
 FUSION_MEMORY_OPTIONS = {"xla_tpu_scoped_vmem_limit_kib": 24 * 1024}
 
 
 def check_memory(parts, levers):
-    """Raise UserError if all devices together have too little memory.
+    """Raise UserError if arrays need more memory than all devices together have.
 
-    parts: {description: bytes} of what the devices must hold at once.
-    levers: the flags that reduce the memory, for the message.
+    The error message names flags that reduce the memory.
+
+    parts: a dict from names to bytes, for arrays that are in memory at the same time.
+    levers: the text with these flags, such as "--train.batch_size".
     """
     device = jax.local_devices()[0]
     if device.platform == "cpu":
-        # All CPU devices of a process share the memory of the machine.
+        # The CPU devices of a process share the memory of one machine. Count this memory
+        # once for each process.
         available = configs.machine_memory() * jax.process_count()
     else:
         stats = device.memory_stats() or {"bytes_limit": math.inf}
@@ -927,7 +948,10 @@ def check_memory(parts, levers):
 
 
 def bytes_on_device(tree):
-    """Return the bytes that one device holds of all arrays in a tree.
+    """Return how many bytes one device needs for its shards of all arrays in a tree.
+
+    For example, if an array of 32 float32 numbers is split over 2 devices, each device
+    needs 64 bytes.
 
     tree: a tree of arrays or ShapeDtypeStructs with shardings.
     """
@@ -940,8 +964,7 @@ def bytes_on_device(tree):
 # ---- the cost of a sharding: communication and TPU cycles ------------------------------
 # A compiled program can be printed as HLO text, XLA's intermediate language, with one
 # instruction per line. The functions below search this text for collective operations
-# (all-reduce, ...) and for the time estimates of the TPU compiler. A shortened example of
-# HLO:
+# (all-reduce, ...) and for the time estimates of the TPU compiler. Shortened example:
 #
 #   %body (p: f32[4,8]) -> f32[4,8] {
 #     %all-reduce.7 = f32[4,8]{1,0} all-reduce(%p), replica_groups={{0,1},{2,3}}
@@ -950,11 +973,11 @@ def bytes_on_device(tree):
 #     %while.1 = f32[4,8]{1,0} while(%p), condition=%cond, body=%body
 #   }
 #
-# The type f32[4,8]{1,0} of a result is its dtype, its shape on one device, and its memory
-# order.
+# The result of the all-reduce has the type f32[4,8]{1,0}. This is the dtype float32, the
+# shape [4, 8] on one device, and the order of the dimensions in memory.
 
-# Each alternative matches the example in its comment. "-start" marks an asynchronous
-# operation.
+# This pattern finds each HLO instruction that sends data to other devices. Each comment
+# shows an example. "-start" means that the device can compute during the operation.
 COLLECTIVE = re.compile(
     r"""
     # %a = f32[8]{0} all-reduce(%p), replica_groups=...
@@ -969,22 +992,24 @@ COLLECTIVE = re.compile(
 
 
 def hlo_instructions(text):
-    """Yield (line, times) for each instruction of an HLO program.
+    """Yield (line, times) for each instruction in the HLO text of a program.
 
-    times: how often the program executes the instruction. The body of a loop is one
-    computation in the text, but the program executes it many times.
+    times is how often the program executes the instruction. The instructions of a loop
+    appear once in the text, but the program executes them many times.
     """
-    # {name: lines} of each computation, which begins "%body (p: f32[4,8]) -> f32[4,8] {".
+    # Find the functions of the program, as {name: lines}. The first line of a function
+    # looks like "%body (p: f32[4,8]) -> f32[4,8] {".
     computations = dict(
         re.findall(r"^(?:ENTRY )?%(\S+) \(.*?\{\n(.*?)^\}", text, re.M | re.S)
     )
-    # The last computation is the program itself.
+    # Begin with the last function in the text, which is the program itself.
     unvisited = [(list(computations)[-1], 1)]
     while unvisited:
         name, times = unvisited.pop()
         for line in computations[name].splitlines():
-            # A loop:  %w = f32[8]{0} while(%p), condition=%cond, body=%body
-            # A call:  %c = f32[8]{0} call(%p), to_apply=%function
+            # Find loops and calls. Their lines look like these examples:
+            #   %w = f32[8]{0} while(%p), condition=%cond, body=%body
+            #   %c = f32[8]{0} call(%p), to_apply=%function
             inner = re.search(
                 r"\b(?:while\(.*condition=%([^,\s]+), body|call\(.*to_apply)=%([^,\s]+)",
                 line,
@@ -995,8 +1020,8 @@ def hlo_instructions(text):
             condition, function = inner.groups()
             counts = [1]
             if condition:
-                # Some loops state their number of iterations: known_trip_count":{"n":"3"}
-                # The others compare a counter in their condition with: constant(3)
+                # Find the number of iterations of the loop. A loop with 3 iterations
+                # contains known_trip_count":{"n":"3"}, or its condition has constant(3).
                 counts = re.findall(
                     r'known_trip_count":\{"n":"(\d+)"', line
                 ) or re.findall(r"constant\((\d+)\)", computations[condition])
@@ -1004,11 +1029,12 @@ def hlo_instructions(text):
 
 
 def hlo_bytes(text):
-    """Return the total bytes of all HLO types in a text, e.g. "(f32[2,3]{1,0}, pred[4])".
+    """Return the total number of bytes of all array types in an HLO text.
 
-    Example: f32[2,3] has 6 elements of 32 bits, which is 24 bytes.
+    For example, "(f32[2,3], pred[4])" has 24 + 4 = 28 bytes.
     """
-    # The dtype pred (bool) has no number in its name and takes 8 bits.
+    # The number in a dtype such as f32 is its size in bits. The dtype pred (bool) has no
+    # number, and has 8 bits.
     return sum(
         int(bits or 8) // 8 * math.prod(integers(shape))
         for bits, shape in re.findall(r"\b[a-z]+(\d*)\w*\[([\d,]*)\]", text)
@@ -1016,19 +1042,21 @@ def hlo_bytes(text):
 
 
 def integers(text):
-    """Return the list of all integers in a text."""
+    """Return all integers in a text as a list. For example, "4,8" becomes [4, 8]."""
     return list(map(int, re.findall(r"\d+", text)))
 
 
 def find_collectives(instructions):
-    """Yield (kind, bytes, line, times) for each collective operation.
+    """Find the collective operations, and yield (kind, bytes, line, times) for each one.
 
-    kind: "all-reduce", ..., or "collectives" for a TPU's fusion of several operations.
-    The kind of an asynchronous operation, during which computation continues, ends with
-    ", overlapped".
-    bytes: the size of the result. For an asynchronous operation, the operand is included,
-    which gives an upper bound for the bytes that a ring sends.
-    instructions: (line, times) of each instruction, as from hlo_instructions.
+    The kind is a name such as "all-reduce". If the device computes during the operation,
+    the kind is "all-reduce, overlapped". If a TPU fuses several operations into one, the
+    kind is "collectives, overlapped".
+
+    bytes is the size of the result. For an overlapped operation, the size of the operand
+    is added. This gives an upper bound for the bytes that a ring sends.
+
+    instructions: (line, times) of each instruction, as hlo_instructions yields them.
     """
     for line, times in instructions:
         found = COLLECTIVE.search(line)
@@ -1037,29 +1065,31 @@ def find_collectives(instructions):
             kind = kind or fused_kind or "collectives"
             if start or fused_start:
                 kind += ", overlapped"
-            # The result types stand before the operands, which begin with "(%". An
-            # asynchronous fusion returns its operand, its result and then counters, which
-            # begin with s32[2].
+            # Keep the types of the results, which are at the beginning of the line. The
+            # operands begin with "(%". A fusion also returns counters, which begin with
+            # s32[2].
             types = re.split(r"\(%| s32\[2\]", line)[0]
             yield kind, hlo_bytes(types), line, times
 
 
 def ring_bytes(kind, result_bytes, devices):
-    """Return about how many bytes each device sends for a collective operation on a ring.
+    """Estimate how many bytes each device sends in a collective operation on a ring.
 
-    An all-gather passes all shards of the result around the ring. A reduce-scatter passes
-    its operand, which is larger than its result by the number of devices. An all-reduce
-    is a reduce-scatter and then an all-gather. The exact number is smaller by the factor
-    1 - 1 / devices, because no device sends its own share.
+    If each of 4 devices gets a result of 100 bytes, an all-gather sends 100 bytes, an
+    all-reduce 200 and a reduce-scatter 400. The input of a reduce-scatter is 4 times as
+    large as its result. An all-reduce is a reduce-scatter and then an all-gather.
+
+    The exact number is smaller by the factor 1 - 1 / devices, because no device sends its
+    own share.
     """
     return {"all-reduce": 2, "reduce-scatter": devices}.get(kind, 1) * result_bytes
 
 
 def first_device_group(line, count):
-    """Return the numbers of the devices in the first group of a collective operation.
+    """Return the numbers of a group of devices that exchange data, such as [0, 2, 4, 6].
 
-    A collective operation communicates within groups of devices, which all have equal
-    sizes.
+    Each collective operation divides the devices into groups of equal size. Only devices
+    of the same group exchange data. This function returns the first group.
 
     XLA writes the groups in one of four forms. In these examples, the first group is 0,
     2, 4, 6 of 8 devices.
@@ -1092,7 +1122,7 @@ def first_device_group(line, count):
     if mesh:
         axes = re.findall(r"('\w+')=(\d+)", mesh[1])
         devices = devices.reshape([int(size) for _, size in axes])
-        # Take all devices along the named axes and the first device along the other axes.
+        # In the first group, all devices have index 0 on each axis that is not in braces.
         devices = devices[
             tuple(slice(None) if name in mesh[2] else 0 for name, _ in axes)
         ]
@@ -1100,20 +1130,22 @@ def first_device_group(line, count):
 
 
 def count_collectives(lowered):
-    """Compile a program, and count its collective operations and the bytes they send.
+    """Compile a program, and count the bytes that its devices send to each other.
 
-    The operations are counted in the HLO text after XLA's partitioner has inserted them.
-    In the final HLO of a CPU, bfloat16 is replaced by float32, so the bytes would be
-    wrong.
+    Returns a list of (kind, mesh axis, count, bytes) and the compiled program. The tuple
+    ("all-reduce", "data", 5, 8e6) means that each device sends 8 MB in 5 all-reduces over
+    the axis "data". If an operation uses both axes of the mesh, its axis is "both".
 
-    lowered: a jax.stages.Lowered, for the current mesh.
-    Returns ([(kind, mesh axis, count, bytes that each device sends)], compiled program).
+    lowered: a jax.stages.Lowered for the current mesh.
     """
     mesh = get_mesh()
+    # Save the HLO text of the program after XLA's partitioner, which adds the collective
+    # operations. The compiler for CPUs later replaces bfloat16 by float32, which would
+    # double the bytes.
     with tempfile.TemporaryDirectory() as folder:
         options = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning"}
         if platform() == "cpu":
-            # The program is only counted and never run, so optimization would waste time.
+            # Compile without optimization, because this program is never run.
             options["xla_backend_optimization_level"] = "0"
         program = lowered.compile(options)
         if mesh.size == 1:
@@ -1123,8 +1155,8 @@ def count_collectives(lowered):
     counts, sent = Counter(), Counter()
     for kind, size, line, times in find_collectives(hlo_instructions(text)):
         group = first_device_group(line, mesh.size)
-        # Devices are numbered row by row: rows lie along "data" and columns along
-        # "model".
+        # The devices are numbered row by row. In a mesh of 2 x 4 devices, for example,
+        # device 6 has the position (1, 2).
         positions = np.divmod(group, mesh.shape["model"])
         axes = [axis for axis, x in zip(mesh.axis_names, positions) if np.ptp(x) > 0]
         if not axes:
@@ -1139,14 +1171,16 @@ def count_collectives(lowered):
 
 
 def part_of_step(line):
-    """Return the part of the training step to which an HLO instruction belongs.
+    """Return which part of the training step an HLO instruction belongs to.
 
-    The part follows from the instruction's op_name, the path of JAX functions that led to
-    it:
+    The result is a name such as "attention", "mlp, gradient" or "optimizer". The name is
+    found in the instruction's op_name, which lists the JAX functions that were called.
+    Instructions without an op_name are copies that the compiler has added.
+
+    Examples of op_name and the result:
       jit(train_step)/jvp()/closed_call/attention/shard_map/add           "attention"
       jit(train_step)/transpose(jvp())/closed_call/mlp/dot_general        "mlp, gradient"
       jit(train_step)/reduce_sum                                          "optimizer"
-    Copies that the compiler adds have no op_name.
     """
     path = re.search(r'op_name="([^"]+)"', line)
     if not path:
@@ -1163,14 +1197,14 @@ def part_of_step(line):
 
 
 def estimated_cycles(text):
-    """Return the TPU compiler's own estimate of the cycles of a training step.
+    """Return the TPU compiler's estimate of how many clock cycles a training step takes.
+
+    Returns three Counters. The first maps each part of the step, such as "attention", to
+    clock cycles. The other two map each kind of communication, such as "all-reduce", to a
+    count and to the bytes that each device sends.
 
     text: the HLO text of a program that was compiled for a TPU. Most instructions contain
     an estimate, such as backend_config={"window_config":{"estimated_cycles":"2439", ...}}
-    Returns three Counters:
-      {part of the step: clock cycles of each device} {kind of collective operation:
-      count} {kind of collective operation: bytes that each device sends}
-    The kinds of asynchronous operations end with ", overlapped".
     """
     cycles, counts, sent = Counter(), Counter(), Counter()
     instructions = list(hlo_instructions(text))
@@ -1189,7 +1223,7 @@ def estimated_cycles(text):
 
 
 def verify(folder):
-    """Read every array shard of a checkpoint, and return a list of error messages."""
+    """Check every array shard of a checkpoint, and return a list of error messages."""
     problems = []
     for name, array in read_manifest(folder)["arrays"].items():
         for entry in array["pieces"]:
