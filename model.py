@@ -1038,9 +1038,9 @@ def run_in_sequence(function, groups):
 # Layers. Four choices save time or memory.
 # - Rematerialization: the forward pass saves only some activations, and the backward pass
 #   recomputes the others. This is jax.checkpoint with the policy remat_policy.
-# - Unrolling: on GPUs and TPUs, the loop over the layers is unrolled up to the size large.
-#   A loop would copy the slices of each layer into and out of stacked arrays. Unrolling
-#   reduced a training step from 125 to 95 million cycles.
+# - Unrolling: on GPUs and TPUs, the loop over the layers is unrolled up to the size
+#   large. A loop would copy the slices of each layer into and out of stacked arrays.
+#   Unrolling reduced a training step from 125 to 95 million cycles.
 # - One slice of weights: forward and backward pass of a layer use the same slice, because
 #   of an optimization barrier. XLA would otherwise keep a second copy of all weights. The
 #   barrier reduced a step of T5 base from 240 to 236 million cycles.
