@@ -313,8 +313,8 @@ def relative_bias(w, Q, K, bidirectional, cfg, shared=None):
     T5 has no position embeddings. Instead, each head learns a bias for each distance
     between query and key.
 
-    w: the weights of a stack or of one layer. If w contains no bias table, return
-    `shared`. In T5, `shared` is the bias of the stack, which is the same in all layers.
+    w: the weights of the encoder, of the decoder or of one layer. If w contains no bias
+    table, return `shared`. In T5, `shared` is the bias that all layers use.
     """
     if "relative_bias" not in w:
         return shared
@@ -714,10 +714,10 @@ def loss_fn(params, batch, cfg, key=None):
     return sums["cross_ent_loss"] + sums["z_loss"], sums
 
 
-# ====== below: what the compiler is told, sizes, the command ============================
+# ====== below: compiler optimizations, sizes, the command ===============================
 
 
-# ---- what the compiler is told: changes speed and memory, not results ------------------
+# ---- compiler optimizations ------------------------------------------------------------
 # A function with the decorator @tuned replaces the function of the same name above. The
 # replacement computes the same result in less time or memory. A comment explains what XLA
 # would do with the plain function, and gives the measured gain.
@@ -752,7 +752,7 @@ def tuned(plain):
 
 # Dense layers. The fastest matmul with a weight matrix differs between platforms.
 # - On a CPU, merge batch and length into one axis. The weight gradient is then a plain
-#   product of two matrices. With separate axes it takes 1.4 times as long.
+#   product of two matrices. With separate axes, it would take 1.4 times as long.
 # - On a GPU or TPU, keep batch and length as separate axes. Merging them makes a TPU copy
 #   the activations, and a training step takes 214 instead of 139 million cycles. Compute
 #   the weight gradient as [D, F], which is the axis order of the stored weights.
@@ -796,7 +796,7 @@ def batched_dense(x, w):
 
 @tuned(gated_unit)
 def gated_unit(gate, up, activation):
-    """Return activation(gate) * up. A barrier avoids work in the backward pass."""
+    """Return activation(gate) * up. A barrier keeps XLA from recomputing gradients."""
     gate, up = lax.optimization_barrier((gate, up))
     return activation(gate) * up
 
@@ -932,8 +932,8 @@ def fused_attention_forward(q, k, v, bias, mask):
     # the logarithm of the softmax denominator.
     log_z = checkpoint_name(maximum + jnp.log(sums[..., -1:]), "attended")
     saves_scores = n == 1 and bias is not None and partition.platform() == "tpu"
-    # Compute the scores again, to name an array that is not used here. XLA notices that
-    # the two computations are equal, and runs one of them.
+    # Compute the scores a second time and save this copy, because XLA would copy a named
+    # array at each use. XLA then merges the two equal computations into one.
     scores = masked_scores(q, k, bias, mask) if saves_scores else None
     inputs = (q_groups, k, v, bias_groups, scores)
     inputs = jax.tree.map(lambda x: checkpoint_name(x, "attention inputs"), inputs)
