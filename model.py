@@ -625,10 +625,11 @@ def forward(params, batch, cfg, key=None):
 
 
 def smoothed_target(label_smoothing, V):
-    """Return the smoothed probabilities `on` and `off`, and the entropy in nats.
+    """Return the probabilities `on` and `off` of label smoothing, and their entropy.
 
     The target token gets the probability `on`, which is 0.9 if label_smoothing is 0.1.
     The other V - 1 tokens share the remaining 0.1 equally, and each of them gets `off`.
+    The entropy is in nats.
     """
     on = 1 - label_smoothing
     off = label_smoothing / (V - 1)
@@ -640,9 +641,9 @@ def smoothed_target(label_smoothing, V):
 def cross_entropy(logits, targets, z_loss=0.0, label_smoothing=0.0):
     """Return cross entropy, z-loss and whether the prediction is right, for each target.
 
-    The cross entropy is log Z - logit[target], with Z = sum(exp(logits)). The z-loss is
-    z_loss * (log Z)^2, which keeps the logits near zero. A prediction is right if the
-    target has the largest logit.
+    Without label smoothing, the cross entropy is log Z - logit[target]. Here Z is
+    sum(exp(logits)). The z-loss is z_loss * (log Z)^2, which keeps the logits near zero.
+    A prediction is right if the target has the largest logit.
 
     logits [B, T, V] float32, targets [B, T]. Returns three arrays [B, T]. The losses are
     in nats.
