@@ -1,14 +1,15 @@
 """T5 1.1 as pure functions: parameters, encoder, decoder, logits and loss.
 
-A model is two values. The first is a ModelConfig, which states the dimensions. The second
-is a nested dict of float32 arrays, the parameters. `forward` computes the logits of a
-Batch of token ids, and `loss_fn` computes the training loss of a Batch.
+A model consists of a ModelConfig and parameters. The ModelConfig holds the dimensions,
+such as d_model=512. The parameters are a nested dict of float32 arrays. `forward`
+computes the logits for a Batch of token ids. `loss_fn` computes the training loss.
 
-    python model.py --config small_c4     print the parameters, their number and the FLOPs
+    python model.py --config small_c4     print the shape and size of every parameter
 
 The equations are those of Raffel et al. 2020 (arXiv:1910.10683), section 2.1, with the
-changes of version 1.1: a gated GELU, a separate output layer, and no dropout in
-pretraining. The numbers equal those of T5X (t5x/examples/t5/network.py).
+changes of version 1.1: an MLP with gated GELU, an output layer of its own, and no dropout
+in pretraining. The logits and the loss equal those of T5X
+(t5x/examples/t5/network.py).
 
 The shapes in comments and einsums use these letters:
 
@@ -16,14 +17,14 @@ The shapes in comments and einsums use these letters:
     D d_model     H heads             C d_kv, the channels of one head     F d_ff
     V vocabulary  L layers            R buckets of relative positions
 
-How to read `out_sharding` and `P(...)`: on several devices, each array is split over a
-mesh with the axes "data" and "model". P("data", None, "model") says that axis 0 of an
-array is split over "data" and axis 2 over "model". On one device nothing is split, and a
-reader may skip these arguments. partition.py explains the choice.
+How to read `out_sharding` and `P(...)`: several devices form a mesh with the axes "data"
+and "model". P("data", None, "model") splits axis 0 of an array over "data" and axis 2
+over "model". A single device holds complete arrays, so you may skip these arguments at
+the first reading. partition.py explains how each array is split.
 
-The first half of this file contains equations that JAX can differentiate as they stand.
-The second half begins at a line of equals signs. It replaces some of these functions by
-faster ones, which change speed and memory, but not results.
+The upper part of this file ends at a line of equals signs, and contains the equations of
+T5. The lower part replaces some functions by versions that need less time and memory. The
+results stay the same.
 
 Example:
     >>> from configs import RECIPES
@@ -57,26 +58,28 @@ from partition import RULES, spec
 
 
 class Param(NamedTuple):
-    """Declare the shape, the axes and the initial values of one parameter."""
+    """Describe one parameter: its shape, and how to shard and initialize it.
+
+    Example: Param((512, 1024), ("embed", "mlp"), "normal", 0.04) is a weight matrix whose
+    initial values have the standard deviation 0.04.
+    """
 
     shape: tuple
-    # What each axis means, e.g. ("embed", "mlp"). partition.RULES maps a meaning to a
-    # mesh axis.
+    # The name of each dimension (its logical axis), such as ("embed", "mlp").
+    # partition.RULES maps each name to the mesh axis that splits the dimension.
     axes: tuple
-    # The initial distribution: ones, normal, truncated_normal or uniform.
+    # The initialization: "ones", "normal", "truncated_normal" or "uniform".
     init: str = "ones"
-    # The standard deviation of the normal distributions, or the bound of the uniform one.
+    # The standard deviation of the initial values. For "uniform", the initial values lie
+    # between -scale and scale.
     scale: float = 1.0
 
 
 def param_table(cfg):
-    """Return the nested dict of Params that declares every parameter of a ModelConfig.
+    """List all parameters of a ModelConfig as a nested dict of Params.
 
-    Initial values, shardings, checkpoints, counts and conversion all follow from this
-    table. T5 differs from other Transformers in two ways. The weights of all heads form
-    one matrix, [D, H*C] or [H*C, D], so that Adafactor can store row and column means of
-    this matrix. The attention scores are not divided by sqrt(C), because the initial
-    scale of `query` already contains this factor.
+    For example, table["embed"] is the Param of the embedding matrix [V, D]. The code for
+    initialization, sharding, checkpoints and conversion reads this table.
     """
     D, F, V, R = cfg.d_model, cfg.d_ff, cfg.vocab_size, cfg.relative_buckets
     H, C = cfg.num_heads, cfg.d_kv
@@ -86,10 +89,14 @@ def param_table(cfg):
     bias_table = Param((H, R), ("heads", "buckets"), "uniform", bias_scale)
     bias = {"relative_bias": bias_table}
 
-    # T5 has one table of position biases for each stack, UMT5 one for each layer.
+    # In T5, all layers of the encoder share one table of relative position biases, and
+    # so do all layers of the decoder. In UMT5, each layer has a table of its own.
     stack_bias, layer_bias = ({}, bias) if cfg.layer_biases else (bias, {})
 
     def attention(bias):
+        # The weights of all heads form one matrix, so that Adafactor can store the row
+        # and column means of this matrix. The scale of `query` contains the factor
+        # 1 / sqrt(C). T5 therefore does not divide the attention scores by sqrt(C).
         return {
             "norm": norm,
             "query": Param((D, H * C), ("embed", "heads"), "normal", (D * C) ** -0.5),
@@ -109,7 +116,11 @@ def param_table(cfg):
         mlp["gate"] = up
 
     def stack(num_layers, layer):
-        """Declare the layers of a stack. Each weight is one array for all layers."""
+        """Declare the encoder or the decoder: all of its layers, and its final norm.
+
+        The layers are stacked, so each weight gets a leading axis. With 8 layers, the
+        shape (512, 384) becomes (8, 512, 384).
+        """
 
         def add_layer_axis(p):
             return p._replace(shape=(num_layers, *p.shape), axes=("layers", *p.axes))
@@ -129,7 +140,8 @@ def param_table(cfg):
     }
     if cfg.num_decoder_layers:
         table["decoder"] = stack(cfg.num_decoder_layers, decoder_layer)
-        # T5 1.0 ties the output layer to the embedding; T5 1.1 has a separate one.
+        # In T5 1.0 the output layer uses the embedding matrix. T5 1.1 has an output
+        # matrix of its own.
         if not cfg.tied:
             scale = D**-0.5
             table["unembed"] = Param(
@@ -139,19 +151,23 @@ def param_table(cfg):
 
 
 def is_param(x):
-    """Return whether x is a Param, so that jax.tree functions treat x as a leaf."""
+    """Return whether x is a Param. As `is_leaf`, this keeps jax.tree.map from entering x.
+
+    A Param is a tuple, and jax.tree.map would otherwise visit the fields of the tuple.
+    """
     return isinstance(x, Param)
 
 
 def init_params(cfg, key, rules=RULES):
-    """Sample the initial float32 parameters of a ModelConfig.
+    """Sample the initial parameters, as a nested dict of float32 arrays.
 
-    The values do not depend on the mesh. rules: the sharding rules of the stored
-    parameters. partition.py has different rules for fully sharded training.
+    The same PRNG key gives the same values on any number of devices. rules: how to shard
+    the parameters, which is partition.RULES or partition.STORAGE_RULES.
     """
 
     def sample(p, key):
-        # spec turns the meanings of the axes into a PartitionSpec.
+        # spec looks up the mesh axis for each named dimension. For example, ("embed",
+        # "mlp") becomes P(None, "model").
         shape, sharding = p.shape, spec(p.axes, rules)
         if p.init == "ones":
             return jnp.ones(shape, out_sharding=sharding)
@@ -162,8 +178,8 @@ def init_params(cfg, key, rules=RULES):
             )
         if p.init == "normal":
             return p.scale * jax.random.normal(key, shape, out_sharding=sharding)
-        # A normal distribution truncated at two standard deviations has this standard
-        # deviation.
+        # A standard normal distribution, truncated at -2 and 2, has the standard
+        # deviation 0.88. Divide by 0.88 to get samples of standard deviation p.scale.
         truncated_std = 0.87962566103423978
         x = jax.random.truncated_normal(key, -2, 2, shape, out_sharding=sharding)
         return p.scale / truncated_std * x
@@ -175,17 +191,16 @@ def init_params(cfg, key, rules=RULES):
 
 # ---- building blocks -------------------------------------------------------------------
 
-# The activation functions by name. A recipe file may add entries. gelu is the tanh
-# approximation.
+# Map names to activation functions for --model.activation. Your recipe file can add more.
+# Like T5X, jax.nn.gelu computes the tanh approximation of GELU.
 ACTIVATIONS = configs.ACTIVATIONS
 ACTIVATIONS |= {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "silu": jax.nn.silu}
 
 
 def compute_dtype(cfg):
-    """Return the dtype of activations and matmuls.
+    """Return the dtype of activations and matmuls, such as bfloat16.
 
-    Parameters, norm statistics, softmax, logits and loss are float32 whatever this dtype
-    is.
+    Parameters, softmax, logits, loss and the statistics of the norms are always float32.
     """
     dtype = cfg.dtype
     if dtype == "auto":
@@ -194,17 +209,15 @@ def compute_dtype(cfg):
 
 
 def sharding_of(x):
-    """Return the PartitionSpec of an array, which JAX stores in the type of the array."""
+    """Return the PartitionSpec of an array, such as P("data", None, "model")."""
     return jax.typeof(x).sharding.spec
 
 
 def dense(x, w):
     """Multiply activations [B, Q, D] by a weight matrix [D, F]. Returns [B, Q, F].
 
-    In this function, D and F stand for any two widths.
-
-    When D is split over the mesh axis "model", each device holds a partial sum.
-    `out_sharding` then makes JAX add the partial sums (an all-reduce).
+    If D is split over several devices, each device computes a partial sum.
+    `out_sharding` tells JAX to add the partial sums with an all-reduce.
     """
     rows, columns = sharding_of(x)[0], sharding_of(w)[1]
     return jnp.einsum("bqd,df->bqf", x, w, out_sharding=P(rows, None, columns))
@@ -213,8 +226,7 @@ def dense(x, w):
 def rms_norm(x, scale):
     """Divide each vector by its root mean square, and multiply it by a learned scale [D].
 
-    This is T5's layer norm (Zhang and Sennrich 2019): it subtracts no mean and adds no
-    bias.
+    RMSNorm is a layer norm without mean and bias (Zhang and Sennrich 2019).
     """
     x32 = x.astype(jnp.float32)
     mean_square = jnp.mean(x32 * x32, axis=-1, keepdims=True)
@@ -223,20 +235,21 @@ def rms_norm(x, scale):
 
 
 def dropout_mask(key, rate, shape, sharding, dtype):
-    """Sample a dropout mask.
+    """Sample a random mask for dropout, by which the caller multiplies its activations.
 
-    The mask is 0 for a dropped activation and 1 / (1 - rate) for every other activation.
+    At rate 0.1, a tenth of the entries are 0, and all others are 1 / 0.9. The activations
+    therefore keep their expected value.
     """
     keep = jax.random.bernoulli(key, 1 - rate, shape, out_sharding=sharding)
     return keep.astype(dtype) / (1 - rate)
 
 
 def dropout(x, rate, key, shared_length=True):
-    """Apply dropout to activations [B, Q, D]. Without a key, return x unchanged.
+    """Apply dropout to activations [B, Q, D]. Without a PRNG key, return x unchanged.
 
-    T5 drops the same channels at all positions of a row, so the mask has shape [B, 1, D].
-    Only at the end of the encoder does each position have a mask of its own
-    (shared_length=False).
+    T5 drops the same channels at all positions of a row, with a mask of shape [B, 1, D].
+    With shared_length=False, each position has its own mask. T5 does this only at the
+    end of the encoder.
     """
     if key is None or rate == 0:
         return x
@@ -246,7 +259,7 @@ def dropout(x, rate, key, shared_length=True):
 
 
 def split_key(key, n):
-    """Split a PRNG key into n keys. If the key is None, return n times None."""
+    """Split a PRNG key into n keys. Without a key, return a tuple of n Nones."""
     if key is None:
         return (None,) * n
     return jax.random.split(key, n)
@@ -256,14 +269,15 @@ def split_key(key, n):
 
 
 def relative_bucket(distance, bidirectional, cfg):
-    """Assign each relative position to a bucket. Returns an integer array.
+    """Map each relative position, key minus query, to one of the 32 buckets of T5.
 
-    distance: NumPy array of key position minus query position. Short distances have a
-    bucket each. Longer ones share buckets whose width grows logarithmically. All
-    distances from relative_max_distance on share the last bucket. In the encoder
-    (bidirectional) half of the buckets is for keys before the query and half for keys
-    after it. In the decoder a query sees no later key, so later keys all fall into bucket
-    0.
+    In the encoder (bidirectional), keys up to the query use buckets 0 to 15, and later
+    keys use buckets 16 to 31. For example, -1, 0, 1 and 200 become 1, 0, 17 and 31.
+    Each small distance has its own bucket. Larger distances share buckets, and the last
+    bucket takes all distances from relative_max_distance on. In the decoder, all 32
+    buckets are for keys before the query. Later keys are masked, and get bucket 0.
+
+    distance: NumPy array of any shape. Returns an integer array of the same shape.
     """
     buckets = cfg.relative_buckets
     first_bucket = 0
@@ -273,12 +287,11 @@ def relative_bucket(distance, bidirectional, cfg):
         distance = np.abs(distance)
     else:
         distance = np.maximum(-distance, 0)
-    # The first half of the buckets stands for exact distances 0, 1, 2, ...
+    # The first half of the buckets holds one distance each: 0, 1, 2 and so on.
     exact = buckets // 2
-    # The other half of the buckets covers the distances up to relative_max_distance.
-    # These buckets have equal widths on a logarithmic scale. The epsilon and float32 are
-    # those of T5X, because rounding decides the bucket of a distance at the edge of two
-    # buckets.
+    # The other half covers larger distances, with equal widths on a logarithmic scale.
+    # Compute in float32 with the epsilon of T5X. Other rounding would move a distance at
+    # the edge of two buckets into the wrong one.
     position = np.log(np.float32(distance) / exact + np.finfo(np.float32).eps)
     position = position / np.log(cfg.relative_max_distance / exact) * (buckets - exact)
     logarithmic = np.minimum(exact + position.astype(np.int32), buckets - 1)
@@ -286,22 +299,22 @@ def relative_bucket(distance, bidirectional, cfg):
 
 
 def bias_of_buckets(table, bucket):
-    """Look up the bias of each bucket in a table [H, R].
+    """Look up the learned bias of each head for each pair of query and key.
 
-    bucket: the bucket of each pair of a query and a key, [Q, K]. Returns [1, H, Q, K].
+    table: a number for each head and bucket, [H, R]. bucket: the bucket of each pair,
+    [Q, K]. Returns [1, H, Q, K].
     """
     return table[None, :, bucket]
 
 
 def relative_bias(w, Q, K, bidirectional, cfg, shared=None):
-    """Return the position bias, which is added to the attention scores.
+    """Return the relative position bias [1, H, Q, K], to add to the attention scores.
 
-    The bias has the shape [1, H, Q, K] and is float32. It depends on the head and on the
-    relative position of query and key.
+    T5 has no position embeddings. Instead, each head learns a bias for each distance
+    between query and key.
 
-    w: the weights of a stack or of a layer. When w has no table "relative_bias" [H, R],
-    return `shared`: T5 computes the bias once for a stack, and all of its layers add the
-    same bias.
+    w: the weights of the encoder, of the decoder or of one layer. If w contains no bias
+    table, return `shared`. In T5, `shared` is the bias that all layers use.
     """
     if "relative_bias" not in w:
         return shared
@@ -311,11 +324,13 @@ def relative_bias(w, Q, K, bidirectional, cfg, shared=None):
 
 
 def attention_mask(query_segments, key_segments, causal=False):
-    """Return a boolean mask [B, 1, Q, K] of the keys that each query sees.
+    """Return a boolean mask [B, 1, Q, K] that is True where a query may attend to a key.
 
-    query_segments [B, Q] and key_segments [B, K] number the packed examples of a row from
-    1, and padding is 0. A query sees the keys of its own example. With `causal` it sees
-    no later key.
+    A query attends only to keys of its own example. The segments number the examples of a
+    row: [1, 1, 2, 0] means two tokens of example 1, one token of example 2, and padding.
+    With `causal`, a query attends only to its own position and earlier ones.
+
+    query_segments [B, Q], key_segments [B, K].
     """
     seen = query_segments[:, None, :, None] == key_segments[:, None, None, :]
     if causal:
@@ -325,7 +340,7 @@ def attention_mask(query_segments, key_segments, causal=False):
 
 
 def split_heads(x, cfg):
-    """Split the channels of all heads, [B, K, H*C], into separate heads [B, H, K, C]."""
+    """Split activations [B, K, H*C] into heads. Returns [B, H, K, C]."""
     rows, _, heads = sharding_of(x)
     B, K, _ = x.shape
     sharding = P(rows, None, heads, None)
@@ -334,7 +349,7 @@ def split_heads(x, cfg):
 
 
 def join_heads(x):
-    """Join separate heads [B, H, Q, C] into one vector for each position, [B, Q, H*C]."""
+    """Concatenate the heads [B, H, Q, C] at each position. Returns [B, Q, H*C]."""
     rows, heads, *_ = sharding_of(x)
     B, H, Q, C = x.shape
     x = x.transpose(0, 2, 1, 3)
@@ -342,17 +357,18 @@ def join_heads(x):
 
 
 def keys_values(w, x, cfg):
-    """Project activations [B, K, D] to keys and values, each [B, H, K, C]."""
+    """Project activations [B, K, D] to keys and values. Returns two [B, H, K, C]."""
     k = split_heads(dense(x, w["key"]), cfg)
     v = split_heads(dense(x, w["value"]), cfg)
     return k, v
 
 
 def attend(q, k, v, bias, mask):
-    """Compute softmax(q k^T + bias) v for all heads. The softmax is float32.
+    """Compute softmax(q k^T + bias) v for all heads, with a float32 softmax.
 
-    q [B, H, Q, C], k and v [B, H, K, C], bias [1, H, Q, K] or None, mask [B, 1, Q, K].
-    Returns [B, H, Q, C]. T5 does not divide the scores by sqrt(C), see param_table.
+    q [B, H, Q, C], k and v [B, H, K, C]. Returns [B, H, Q, C].
+    bias [1, H, Q, K] or None. mask [B, 1, Q, K]: True where a query attends to a key.
+    T5 does not divide the scores by sqrt(C). param_table explains why.
     """
     scores = jnp.einsum("bhqc,bhkc->bhqk", q, k, preferred_element_type=jnp.float32)
     if bias is not None:
@@ -362,23 +378,21 @@ def attend(q, k, v, bias, mask):
     return jnp.einsum("bhqk,bhkc->bhqc", probabilities, v)
 
 
-# named_scope labels the operations of a function. A profile then shows to which part of
-# the model an operation belongs.
+# named_scope labels these operations "attention" in a profile.
 @jax.named_scope("attention")
 def attention(w, x, kv, bias, mask, cfg, key=None, core=None):
-    """Compute multi-head attention, followed by dropout.
+    """Compute multi-head attention, followed by dropout. Returns [B, Q, D].
 
-    x: normalized activations [B, Q, D], from which the queries are projected. kv: the
-    keys and values that the queries attend to. core: a function that computes the
-    attention instead of `attend`; infer.py passes one for decoding. Returns [B, Q, D].
+    x: normalized activations [B, Q, D], which are projected to queries.
+    kv: keys and values, from the same sequence or from the encoder.
+    core: a function that replaces `attend`. infer.py uses this for decoding.
     """
     key_probabilities, key_out = split_key(key, 2)
     q = split_heads(dense(x, w["query"]), cfg)
     k, v = kv
     if key is not None and cfg.dropout:
-        # When T5 drops an attention probability, T5 drops this key for all queries.
-        # Setting the value of the key to zero has the same effect, and needs a smaller
-        # mask.
+        # Dropout on the attention probabilities. T5 drops a key for all queries of a head
+        # at once. To do the same with a smaller mask, set the value of the key to zero.
         mask_shape = (*v.shape[:-1], 1)
         v = v * dropout_mask(
             key_probabilities, cfg.dropout, mask_shape, sharding_of(v), v.dtype
@@ -392,16 +406,16 @@ def attention(w, x, kv, bias, mask, cfg, key=None, core=None):
 
 
 def gated_unit(gate, up, activation):
-    """Multiply `up` by the activated `gate`, element by element (Shazeer 2020)."""
+    """Return activation(gate) * up, a gated linear unit (GLU, Shazeer 2020)."""
     return activation(gate) * up
 
 
 @jax.named_scope("mlp")
 def mlp(w, x, cfg, key=None):
-    """Compute the feed-forward layer with its dropout.
+    """Apply the feed-forward layer to normalized activations. [B, Q, D] -> [B, Q, D].
 
-    x: normalized activations [B, Q, D]. The result has the same shape. T5 1.1 computes
-    (gelu(x gate) * (x up)) down, T5 1.0 computes relu(x up) down.
+    T5 1.1 computes (gelu(x @ gate) * (x @ up)) @ down. T5 1.0 computes
+    relu(x @ up) @ down. Dropout acts before and after the multiplication by `down`.
     """
     key_hidden, key_out = split_key(key, 2)
     activation = ACTIVATIONS[cfg.activation.removeprefix("gated_")]
@@ -417,22 +431,23 @@ def mlp(w, x, cfg, key=None):
 
 
 def embed(params, ids, cfg, key):
-    """Look up the embeddings of token ids [B, Q]. Returns [B, Q, D].
+    """Look up the embedding vector of each token id, and apply dropout.
 
-    T5 does not scale the embeddings. The lookup is in float32: its gradient is a sum over
-    all occurrences of a token, and float32 keeps this sum exact enough.
+    ids [B, Q]. Returns [B, Q, D]. T5 does not scale the embeddings.
     """
+    # Look up in float32, and cast afterwards. The gradient of an embedding is a sum over
+    # all occurrences of the token, and bfloat16 would lose digits in this sum.
     table = jax.reshard(params["embed"], spec(("vocab", "embed")))
     x = table.at[ids].get(out_sharding=P("data", None, None))
     return dropout(x.astype(compute_dtype(cfg)), cfg.dropout, key)
 
 
 def reshard_for_compute(weights, table):
-    """Reshard the weights of one layer for the computation.
+    """All-gather the weights of one layer under FSDP (fully sharded data parallelism).
 
-    Under FSDP (fully sharded data parallelism) the stored weights are split over the data
-    axis too, and this is the all-gather. Without FSDP the two shardings are equal, and
-    nothing happens. table: the layer's Params.
+    FSDP also splits the stored weights over the mesh axis "data". Without FSDP, the
+    weights already have the sharding of the computation, and are returned as they are.
+    table: the Params of the layer.
     """
 
     def reshard(p, w):
@@ -443,12 +458,12 @@ def reshard_for_compute(weights, table):
 
 
 def scan_layers(layer, x, weights, keys, cfg):
-    """Apply the layers of a stack in sequence to activations [B, Q, D].
+    """Apply layers to x one after another, with a loop of lax.scan over stacked weights.
 
-    layer: a function (weights, x, key) -> x. weights: a nested dict of arrays with a
-    leading axis L. keys: L PRNG keys, or None for no dropout. lax.scan calls the function
-    with one slice of these arrays after another. JAX therefore compiles the layer once,
-    however deep the stack is.
+    JAX compiles the body of the loop once, whether there are 8 layers or 24.
+
+    layer: a function (weights, x, key) -> x. x [B, Q, D]. weights: a nested dict of
+    arrays with a leading axis L. keys: L PRNG keys, or None for no dropout.
     """
 
     def step(x, weights_and_key):
@@ -460,15 +475,15 @@ def scan_layers(layer, x, weights, keys, cfg):
 
 
 def run_layers(layer, x, stack, params, cfg, key):
-    """Apply all layers of a stack to activations [B, Q, D].
+    """Apply all layers of the encoder or the decoder to activations x [B, Q, D].
 
-    layer: a function (weights, x, key) -> x. stack: "encoder" or "decoder". The weights
-    of the layers are stacked, which means that each is one array with a leading axis L.
+    layer: a function (weights, x, key) -> x. stack: "encoder" or "decoder".
     """
     table = param_table(cfg)[stack]["layers"]
     depth = cfg.num_layers if stack == "encoder" else cfg.num_decoder_layers
     keys = None if key is None else jax.random.split(key, depth)
-    # Cast before resharding, so that the all-gather of FSDP moves the smaller dtype.
+    # Cast the weights first. The all-gather of FSDP then moves bfloat16 instead of
+    # float32, which is half of the bytes.
     weights = jax.tree.map(lambda w: w.astype(x.dtype), params[stack]["layers"])
 
     def resharded_layer(weights, x, key):
@@ -480,8 +495,8 @@ def run_layers(layer, x, stack, params, cfg, key):
 def encode(params, cfg, inputs, segments, key=None):
     """Run the encoder on token ids [B, S]. Returns [B, S, D].
 
-    segments [B, S]: the number of the packed example that a token belongs to, 0 for
-    padding. key: the PRNG key of dropout, None for no dropout.
+    segments [B, S]: the number of each token's example within its row, or 0 for padding.
+    key: the PRNG key of dropout, or None for no dropout.
     """
     key_embed, key_layers, key_end = split_key(key, 3)
     S = inputs.shape[1]
@@ -490,7 +505,7 @@ def encode(params, cfg, inputs, segments, key=None):
 
     def layer(w, x, key):
         key_attention, key_mlp = split_key(key, 2)
-        # Each sublayer is a residual block: x + sublayer(norm(x)).
+        # Attention and MLP are residual blocks. Each computes x + f(norm(x)).
         normalized = rms_norm(x, w["attention"]["norm"])
         kv = keys_values(w["attention"], normalized, cfg)
         bias = relative_bias(w["attention"], S, S, True, cfg, shared_bias)
@@ -504,7 +519,7 @@ def encode(params, cfg, inputs, segments, key=None):
 
 
 def final_norm(x, stack):
-    """Apply the norm at the end of a stack, which follows the last residual block."""
+    """Apply the last norm of the encoder or the decoder. stack: its parameters."""
     scale = jax.reshard(stack["norm"], P())
     return rms_norm(x, scale.astype(x.dtype))
 
@@ -522,28 +537,30 @@ def decoder_layer(
     key=None,
     core=None,
 ):
-    """Apply one decoder layer to activations x [B, T, D].
+    """Apply self-attention, cross-attention and MLP, the three blocks of a decoder layer.
 
-    The layer has three residual blocks: self-attention, cross-attention to the encoder's
-    output, and the feed-forward layer. normalized: x after rms_norm. self_kv and
-    cross_kv: the keys and values of the two attentions. In decoding they come from a
-    cache (infer.py), which is why the caller computes them. core: see `attention`.
+    x [B, T, D]: the activations. normalized: x after the norm of self-attention.
+    self_kv: the keys and values of the targets. cross_kv: those of the encoder's output.
+    The caller computes both, because infer.py takes them from a cache.
+    core: see `attention`. Returns [B, T, D].
     """
     key_self, key_cross, key_mlp = split_key(key, 3)
     w_self, w_cross, w_mlp = w["self_attention"], w["cross_attention"], w["mlp"]
     x += attention(w_self, normalized, self_kv, bias, self_mask, cfg, key_self, core)
-    # Cross-attention has no position bias.
+    # Cross-attention uses no position bias, so its bias is None.
     normalized = rms_norm(x, w_cross["norm"])
     x += attention(w_cross, normalized, cross_kv, None, cross_mask, cfg, key_cross, core)
     return x + mlp(w_mlp, rms_norm(x, w_mlp["norm"]), cfg, key_mlp)
 
 
 def decode(params, cfg, decoder_inputs, segments, encoded, input_segments, key=None):
-    """Run the decoder on all target positions at once (teacher forcing).
+    """Run the decoder on all target positions at once. Returns [B, T, D].
 
-    Returns [B, T, D]. decoder_inputs, segments [B, T]: the targets shifted right by one
-    position, and the numbers of their packed examples. encoded [B, S, D]: the encoder's
-    output. input_segments [B, S].
+    With teacher forcing, each position sees the true tokens before it. decoder_inputs
+    [B, T] are therefore the targets, shifted right by one position.
+
+    encoded [B, S, D]: the encoder's output. segments [B, T] and input_segments [B, S]:
+    the numbers of the examples within a row, for targets and inputs.
     """
     key_embed, key_layers, key_end = split_key(key, 3)
     T = decoder_inputs.shape[1]
@@ -567,15 +584,15 @@ def decode(params, cfg, decoder_inputs, segments, encoded, input_segments, key=N
 
 
 def output_logits(x, w):
-    """Multiply the decoder's float32 output [B, T, D] by the output layer [D, V]."""
+    """Multiply the decoder's float32 output [B, T, D] by the output matrix [D, V]."""
     return dense(x, w)
 
 
 @jax.named_scope("logits and loss")
 def unembed(params, cfg, x):
-    """Compute the logits of all tokens of the vocabulary. Returns float32 [B, T, V].
+    """Compute float32 logits [B, T, V] from the decoder's output [B, T, D].
 
-    T5 1.0 ties the output layer to the embedding and scales the logits by 1 / sqrt(D).
+    T5 1.0 reuses the embedding matrix here, and divides the logits by sqrt(D).
     """
     x = x.astype(jnp.float32)
     if cfg.tied:
@@ -585,9 +602,10 @@ def unembed(params, cfg, x):
 
 
 def forward(params, batch, cfg, key=None):
-    """Run encoder and decoder on a data.Batch. Returns float32 logits [B, T, V].
+    """Compute the logits for a batch of inputs and targets. Returns float32 [B, T, V].
 
-    cfg: a ModelConfig. key: the PRNG key of dropout, None for no dropout.
+    batch: a data.Batch. cfg: a ModelConfig. key: the PRNG key of dropout, or None for no
+    dropout.
     """
     key_encoder, key_decoder = split_key(key, 2)
     encoded = encode(params, cfg, batch.inputs, batch.input_segments, key_encoder)
@@ -607,10 +625,11 @@ def forward(params, batch, cfg, key=None):
 
 
 def smoothed_target(label_smoothing, V):
-    """Return the probabilities of label smoothing and their entropy in nats.
+    """Return the probabilities `on` and `off` of label smoothing, and their entropy.
 
-    Label smoothing gives the target the probability `on` = 1 - label_smoothing. The other
-    V - 1 tokens share the rest, so that each of them has the probability `off`.
+    The target token gets the probability `on`, which is 0.9 if label_smoothing is 0.1.
+    The other V - 1 tokens share the remaining 0.1 equally, and each of them gets `off`.
+    The entropy is in nats.
     """
     on = 1 - label_smoothing
     off = label_smoothing / (V - 1)
@@ -620,38 +639,45 @@ def smoothed_target(label_smoothing, V):
 
 @jax.named_scope("logits and loss")
 def cross_entropy(logits, targets, z_loss=0.0, label_smoothing=0.0):
-    """Return the cross entropy, the z-loss and the correctness of each target.
+    """Return cross entropy, z-loss and whether the prediction is right, for each target.
 
-    logits [B, T, V] float32, targets [B, T]. The three results have shape [B, T], and the
-    losses are in nats. The cross entropy is log Z - logit[target],
-    where Z = sum(exp(logits)). The z-loss, z_loss * (log Z)^2, keeps the logits from
-    drifting. A target is correct when it has the largest logit. With label smoothing, the
-    entropy of the smoothed target is subtracted, so that a perfect prediction has loss 0
-    (t5x/losses.py).
+    Without label smoothing, the cross entropy is log Z - logit[target]. Here Z is
+    sum(exp(logits)). The z-loss is z_loss * (log Z)^2, which keeps the logits near zero.
+    A prediction is right if the target has the largest logit.
+
+    logits [B, T, V] float32, targets [B, T]. Returns three arrays [B, T]. The losses are
+    in nats.
     """
     V = logits.shape[-1]
     on, off, entropy = smoothed_target(label_smoothing, V)
     target = jax.nn.one_hot(targets, V)
     probabilities = on * target + off * (1 - target)
     log_z = jax.nn.logsumexp(logits, axis=-1)
+    # Like T5X, subtract the entropy of the smoothed target. A perfect prediction then has
+    # the loss 0.
     loss = log_z - jnp.sum(probabilities * logits, axis=-1) - entropy
     correct = jnp.argmax(logits, axis=-1) == targets
     return loss, z_loss * log_z**2, correct
 
 
 def token_losses(params, batch, cfg, key=None):
-    """Run the model of a Config on a batch, and return the results of cross_entropy."""
+    """Run the model on a batch, and return the losses of each target token.
+
+    cfg: a Config. Returns three arrays [B, T]: cross entropy, z-loss, and whether the
+    prediction is right.
+    """
     logits = forward(params, batch, cfg.model, key)
     z_loss, label_smoothing = cfg.train.z_loss, cfg.train.label_smoothing
     return cross_entropy(logits, batch.targets, z_loss, label_smoothing)
 
 
 def sum_over_tokens(losses, batch):
-    """Sum the losses and the correct predictions over the target tokens of a batch.
+    """Sum the losses over the target tokens of a batch, and count the right predictions.
 
-    losses: the three results of token_losses. Segment 0 marks padding, which does not
-    count. Returns a dict of float32 scalars: cross_ent_loss, z_loss, correct and tokens.
+    losses: cross entropy, z-loss and correctness of each token, each [B, T].
+    Returns a dict of float32 scalars: cross_ent_loss, z_loss, correct and tokens.
     """
+    # Padding has segment 0 and does not count.
     weight = (batch.target_segments > 0).astype(jnp.float32)
     cross_ent_loss, z_loss, correct = (jnp.sum(x * weight) for x in losses)
     return {
@@ -663,9 +689,10 @@ def sum_over_tokens(losses, batch):
 
 
 def mean_metrics(sums):
-    """Divide the results of sum_over_tokens by the number of tokens.
+    """Turn sums over tokens into means: losses in nats per token, and the accuracy.
 
-    The losses are then in nats per token, and the accuracy is between 0 and 1.
+    sums: a dict from sum_over_tokens. If 30 of 40 tokens are correct, the accuracy is
+    0.75.
     """
     tokens = jnp.maximum(sums["tokens"], 1)
     return {
@@ -677,39 +704,44 @@ def mean_metrics(sums):
 
 
 def loss_fn(params, batch, cfg, key=None):
-    """Return the sum of the loss over the target tokens of a batch, and its parts.
+    """Return the training loss of a batch, summed over its target tokens, and all sums.
 
-    The loss is cross entropy plus z-loss in nats. The parts are the results of
-    sum_over_tokens. The caller divides the loss by the number of tokens to get a mean.
+    The loss is cross entropy plus z-loss, in nats. To get a mean, the caller divides the
+    loss by the number of tokens. The second result is the dict of sum_over_tokens.
+
     cfg: a Config. key: the PRNG key of dropout, or None for no dropout.
     """
     sums = sum_over_tokens(token_losses(params, batch, cfg, key), batch)
     return sums["cross_ent_loss"] + sums["z_loss"], sums
 
 
-# ====== below: what the compiler is told, sizes, the command ============================
+# ====== below: compiler optimizations, sizes, the command ===============================
 
 
-# ---- what the compiler is told: changes speed and memory, not results ------------------
-# Each function in this section replaces the function of the same name above. A comment
-# says what the replacement does, for which compiler, and what it gained when it was
-# measured. Numbers of cycles are estimates by the TPU compiler for one training step of
-# T5 1.1 small on v5e:2x4 with batch 256, unless the comment names another size or chip.
-# Without any of the replacements this step takes 170.9 M cycles and 9.1 GB. With all of
-# them the step takes 78.4 M cycles and 2.8 GB. On a CPU, the replacements save a quarter
-# of the time of a step.
+# ---- compiler optimizations ------------------------------------------------------------
+# A function with the decorator @tuned replaces the function of the same name above. The
+# replacement computes the same result in less time or memory. A comment explains what XLA
+# would do with the plain function, and gives the measured gain.
+#
+# Unless a comment says otherwise, the gains are for one training step of T5 1.1 small.
+# The TPU compiler estimated the number of cycles on v5e:2x4 with batch 256. All
+# replacements together reduce this step from 170.9 to 78.4 million cycles, and from 9.1
+# to 2.8 GB. On a CPU they save a quarter of the time.
 
-# The environment variable PLAIN_T5_TUNED=0 turns every replacement off. Whoever changes
-# an equation changes it with this setting first, and changes its replacement afterwards.
-# The command `pytest -k tuned` compares the equations with the replacements.
+# PLAIN_T5_TUNED=0 in the environment turns all compiler optimizations of this file off.
+# To change an equation of the model, first train with PLAIN_T5_TUNED=0. Then change the
+# optimized function of the same name, and compare the two with `pytest -k tuned`.
 TUNED = os.environ.get("PLAIN_T5_TUNED", "1") != "0"
 
 
 def tuned(plain):
-    """Replace the function `plain` by the decorated function, if TUNED is true."""
+    """Decorate a faster version of the function `plain`. If TUNED is false, run `plain`.
+
+    Example: `@tuned(dense)` above a second definition of `dense` replaces the first one.
+    """
 
     def decorate(fast):
-        # Each call decides between the two functions when JAX traces the call.
+        # Check TUNED at each call, so that a test can run both versions.
         @functools.wraps(fast)
         def plain_or_tuned(*args, **kwargs):
             return (fast if TUNED else plain)(*args, **kwargs)
@@ -719,24 +751,24 @@ def tuned(plain):
     return decorate
 
 
-# Dense layers. The shapes of a matmul decide how fast XLA computes its gradient.
-# - On a CPU, merge batch and length into one axis before the matmul. The weight gradient
-#   is then a product of two matrices. A sum over two axes takes 1.4 times as long.
-# - On a GPU or TPU, keep the three axes, and compute the weight gradient as [D, F], the
-#   axis order of the stored weights. Merging the axes makes a TPU copy the activations.
-#   The step of small took 139 M cycles without these copies and 214 M cycles with them.
+# Dense layers. The fastest matmul with a weight matrix differs between platforms.
+# - On a CPU, merge batch and length into one axis. The weight gradient is then a plain
+#   product of two matrices. With separate axes, it would take 1.4 times as long.
+# - On a GPU or TPU, keep batch and length as separate axes. Merging them makes a TPU copy
+#   the activations, and a training step takes 214 instead of 139 million cycles. Compute
+#   the weight gradient as [D, F], which is the axis order of the stored weights.
 
 
 @tuned(dense)
 def dense(x, w):
-    """Multiply activations by a weight matrix in the fastest way for the platform."""
+    """Multiply activations [B, Q, D] by a weight matrix [D, F], fast on each platform."""
     if partition.platform() == "cpu":
         return merged_dense(x, w)
     return batched_dense(x, w)
 
 
 def merged_dense(x, w):
-    """Merge batch and length, and multiply two matrices [B * Q, D] and [D, F]."""
+    """Reshape activations [B, Q, D] to a matrix [B*Q, D], and multiply it by w [D, F]."""
     rows, columns = sharding_of(x)[0], sharding_of(w)[1]
     x_matrix = x.reshape(-1, x.shape[-1])
     y = jnp.einsum("nd,df->nf", x_matrix, w, out_sharding=P(rows, columns))
@@ -745,7 +777,7 @@ def merged_dense(x, w):
 
 @jax.custom_gradient
 def batched_dense(x, w):
-    """Multiply activations by a weight matrix, and define both gradients explicitly."""
+    """Multiply activations [B, Q, D] by w [D, F], with hand-written gradients of both."""
 
     def gradient(d_y):
         d_x = jnp.einsum("bqf,df->bqd", d_y, w, out_sharding=sharding_of(x))
@@ -757,86 +789,92 @@ def batched_dense(x, w):
     return y, gradient
 
 
-# Gated unit. Two matmuls of the backward pass read the gradients of `gate` and `up`, and
-# XLA would recompute these gradients in both. An optimization barrier makes XLA write the
-# gradients to memory once. On a TPU, the barriers here and at the logits reduced the step
-# from 86 M to 78 M cycles.
+# Gated unit. Two matmuls of the backward pass read the gradients of `gate` and `up`. XLA
+# would recompute the gradients for each matmul. With an optimization barrier, XLA
+# computes the gradients once and writes them to memory. Together with the barrier at the
+# logits, this reduced a training step on a TPU from 86 to 78 million cycles.
 
 
 @tuned(gated_unit)
 def gated_unit(gate, up, activation):
-    """Compute a gated unit whose gradients XLA computes once."""
+    """Return activation(gate) * up. A barrier keeps XLA from recomputing gradients."""
     gate, up = lax.optimization_barrier((gate, up))
     return activation(gate) * up
 
 
-# Logits. XLA would compute the gradient of the output layer at the end of the backward
-# pass, and keep the logits in memory until then. A barrier makes XLA compute this
-# gradient together with the gradient of the decoder's output, so that the logits can be
-# freed. The barrier saves 0.24 GB for small.
+# Logits. XLA would compute the gradient of the output matrix last, and keep the logits in
+# memory until the end of the backward pass. A barrier makes XLA compute this gradient
+# first, so that the logits can be freed. This saves 0.24 GB.
 
 
 @tuned(output_logits)
 def output_logits(x, w):
-    """Compute the logits so that XLA can free them early in the backward pass."""
+    """Compute the logits. A barrier lets XLA free them early in the backward pass."""
     return dense(*lax.optimization_barrier((x, w)))
 
 
 # Position bias, on every platform.
-# - A matmul with one-hot vectors replaces the lookup in the table. The gradient of a
-#   lookup is a scatter-add, which is slow. The gain of this matmul was not measured by
-#   itself.
-# - Each data shard uses a copy of the table. A device first adds up the gradients of all
-#   layers for this copy, and one all-reduce over the devices follows. Without the copies,
-#   every layer would need an all-reduce.
+# - A matmul with one-hot vectors replaces the lookup in the bias table, because the
+#   gradient of a lookup is a slow scatter-add. This gain was not measured by itself.
+# - Each data-parallel device gets its own copy of the table, and adds up the gradients of
+#   all layers in this copy. One all-reduce over the devices is then enough. With a single
+#   shared table, every layer would need an all-reduce.
 
 
 @tuned(bias_of_buckets)
 def bias_of_buckets(table, bucket):
-    """Return the bias of each bucket for each of N data shards, [N, H, Q, K]."""
+    """Look up the position bias [N, H, Q, K]. N: one copy for each data-parallel device.
+
+    table: a number for each head and bucket, [H, R]. bucket: integers [Q, K].
+    """
     one_hot = jax.nn.one_hot(bucket, table.shape[1], axis=0, dtype=jnp.float32)
     data_shards = jax.sharding.get_abstract_mesh().shape["data"]
     ones = jnp.ones((data_shards, 1, 1), out_sharding=P("data"))
     return jnp.einsum("nhr,rqk->nhqk", ones * table, one_hot)
 
 
-# Attention. The function fused_attention has an explicit gradient, and uses these ideas:
-# - The softmax is normalized after the matmul with the values, as in FlashAttention. A
-#   column of ones beside the values yields the softmax denominator in the same matmul.
-#   This reduced the step from 139 M to 125 M cycles.
-# - The probabilities are not stored. The backward pass recomputes the probabilities from
-#   the scores and the logarithm of the softmax denominator, as FlashAttention does (Rabe
-#   and Staats 2021, Dao et al. 2022).
-# - On v5e and v6e, attention processes groups of heads in sequence, so that the scores of
-#   one group fit into fast on-chip memory. This reduced the step of base on v5e from 312
-#   M to 281 M cycles.
-# - On a TPU that processes all heads at once, the scores of self-attention are saved for
-#   the backward pass. The scores of cross-attention are recomputed. On v5p, recomputing
-#   these scores saved 5 % of the memory for 1 % more time.
-# - shard_map makes each device compute the rows and heads that it holds. XLA then inserts
-#   no communication into the attention.
+# Attention. The function fused_attention has a hand-written gradient, and borrows two
+# ideas from FlashAttention (Rabe and Staats 2021, Dao et al. 2022).
+# - Multiply by the values first, and divide by the softmax denominator last. A column of
+#   ones beside the values yields the denominator in the same matmul. This reduced a
+#   training step from 139 to 125 million cycles.
+# - Do not store the probabilities. The backward pass recomputes them from the scores and
+#   the logarithm of the softmax denominator.
+#
+# Three more optimizations depend on the devices.
+# - TPU v5e and v6e process groups of heads in sequence, because the scores of one group
+#   fit into fast on-chip memory. On v5e, this reduced a step of T5 base from 312 to 281
+#   million cycles.
+# - Other TPUs process all heads at once. They save the scores of self-attention for the
+#   backward pass, and recompute the scores of cross-attention. On v5p, recomputing the
+#   latter saved 5 % of the memory for 1 % more time.
+# - On several devices, shard_map makes each device compute its own rows and heads. XLA
+#   then inserts no communication into the attention.
 
 
 @tuned(attend)
 def attend(q, k, v, bias, mask):
-    """Compute attention on each device for the rows and heads of this device."""
+    """Compute softmax(q k^T + bias) v. Each device computes its own rows and heads."""
     return jax.shard_map(fused_attention, out_specs=sharding_of(v))(q, k, v, bias, mask)
 
 
 @jax.custom_vjp
 def fused_attention(q, k, v, bias, mask):
-    """Compute attention, dividing by the softmax denominator as the last operation."""
+    """Compute softmax(q k^T + bias) v, with the gradient of FlashAttention.
+
+    q [B, H, Q, C], k and v [B, H, K, C]. Returns [B, H, Q, C].
+    """
     sums, _ = weighted_sums(masked_scores(q, k, bias, mask), v)
     return normalize(sums, v.dtype)
 
 
 def masked_scores(q, k, bias, mask):
-    """Compute the attention scores [B, H, Q, K]. The score of a masked key is -1e10.
+    """Compute the attention scores q k^T + bias, [B, H, Q, K], in the dtype of q.
 
-    The scores are rounded to the dtype of q. The matmul sums in float32. On a GPU its
-    result is rounded before the bias is added: a GPU writes the scores to memory, and
-    this way it writes them once, in 16 bits.
+    A masked key gets the score -1e10, so that softmax ignores this key.
     """
+    # A GPU writes the result of the matmul to memory. Round it to 16 bits beforehand, so
+    # that the GPU writes half of the bytes.
     dtype = q.dtype if partition.platform() == "gpu" else jnp.float32
     scores = jnp.einsum("bhqc,bhkc->bhqk", q, k, preferred_element_type=dtype)
     if bias is not None:
@@ -845,13 +883,13 @@ def masked_scores(q, k, bias, mask):
 
 
 def weighted_sums(scores, v):
-    """Compute the numerator and the denominator of softmax attention.
+    """Compute attention before the division by the softmax denominator.
 
-    The numerator is the sum of the values with the weights exp(score - maximum). The
-    denominator is the sum of the weights.
+    The weight of a key is exp(score - maximum). Sum the values with these weights, and
+    also sum the weights. The sum of the weights is the softmax denominator.
 
-    Returns float32 [B, H, Q, C + 1], whose last channel is the sum of the weights (the
-    denominator of the softmax), and the maximum of each row of scores, [B, H, Q, 1].
+    Returns the sums, float32 [B, H, Q, C + 1], with the denominator in the last channel.
+    Also returns the maximum score of each query, [B, H, Q, 1].
     """
     maximum = scores.max(-1, keepdims=True).astype(jnp.float32)
     weights = jnp.exp(scores - maximum).astype(v.dtype)
@@ -864,22 +902,24 @@ def weighted_sums(scores, v):
 
 
 def normalize(sums, dtype):
-    """Divide the numerator of softmax attention by the denominator (the last channel)."""
+    """Divide the weighted sums of values by the denominator in the last channel."""
     return (sums[..., :-1] / sums[..., -1:]).astype(dtype)
 
 
 def fused_attention_forward(q, k, v, bias, mask):
-    """Return the result of attention and the arrays that the backward pass needs.
+    """Compute attention, and return its result and the arrays for the backward pass.
 
-    checkpoint_name marks the arrays that rematerialization may save. Each array is marked
-    after its last use here, because XLA would copy a marked array at every later use.
+    checkpoint_name gives these arrays names. remat_policy decides by name which arrays
+    are saved.
     """
+    # Name an array only after its last use in this function. XLA would copy a named array
+    # at every later use.
     n = count_head_groups(q, k)
     q_groups, k_groups, v_groups = (split_heads_into(n, x) for x in (q, k, v))
     bias_groups = split_heads_into(n, bias)
     if n > 1 and bias is not None:
-        # Store the bias in the memory layout of the scores. Otherwise every layer would
-        # transpose the bias.
+        # Give the bias the same memory layout as the scores, with the two axes Q and K
+        # swapped. Otherwise each layer would transpose the bias again.
         layout = Layout((0, 1, 3, 2))
         bias_groups = [with_layout_constraint(x, layout) for x in bias_groups]
 
@@ -889,11 +929,12 @@ def fused_attention_forward(q, k, v, bias, mask):
     groups = [*zip(q_groups, k_groups, v_groups, bias_groups)]
     sums, maximum = run_in_sequence(group_sums, groups)
     out = checkpoint_name(normalize(sums, v.dtype), "attended")
-    # log_z is the logarithm of the softmax denominator. The probability of a key is
-    # exp(score - log_z).
+    # The backward pass gets the probability of a key from exp(score - log_z). log_z is
+    # the logarithm of the softmax denominator.
     log_z = checkpoint_name(maximum + jnp.log(sums[..., -1:]), "attended")
     saves_scores = n == 1 and bias is not None and partition.platform() == "tpu"
-    # XLA merges this second computation of the scores with the first.
+    # Compute the scores a second time and save this copy, because XLA would copy a named
+    # array at each use. XLA then merges the two equal computations into one.
     scores = masked_scores(q, k, bias, mask) if saves_scores else None
     inputs = (q_groups, k, v, bias_groups, scores)
     inputs = jax.tree.map(lambda x: checkpoint_name(x, "attention inputs"), inputs)
@@ -901,8 +942,7 @@ def fused_attention_forward(q, k, v, bias, mask):
 
 
 def fused_attention_backward(saved, d_out):
-    """Return the gradients of q, k, v, bias and mask. The gradient of the mask is
-    None."""
+    """Return the gradients of q, k, v and bias, and None for the mask."""
     (q_groups, k, v, bias_groups, scores), mask, out, log_z = saved
     n = len(q_groups)
     others = [split_heads_into(n, x) for x in (k, v, out, log_z, d_out)]
@@ -917,8 +957,9 @@ def fused_attention_backward(saved, d_out):
 def head_group_gradients(q, k, v, out, log_z, d_out, bias, mask, scores):
     """Compute the gradients of attention for one group of heads, as FlashAttention does.
 
-    With P the probabilities and dP = d_out v^T, the gradient of the scores is P * (dP -
-    rowsum(d_out * out)). Returns d_q, d_k, d_v and d_bias (None without a bias).
+    Let p be the probabilities, and d_p = d_out v^T. The gradient of the scores is
+    p * (d_p - row_sum), where row_sum is the sum of d_out * out over the channels.
+    Returns d_q, d_k, d_v and d_bias. Without a bias, d_bias is None.
     """
     if scores is None:
         scores = masked_scores(q, k, bias, mask)
@@ -932,7 +973,8 @@ def head_group_gradients(q, k, v, out, log_z, d_out, bias, mask, scores):
     if bias is None:
         return d_q, d_k, d_v, None
     if partition.platform() == "cpu":
-        # Sum over the batch by a matmul with ones, which is forty times as fast on a CPU.
+        # Sum over the batch with a matmul by a row of ones. On a CPU, this is forty times
+        # as fast as jnp.sum.
         ones = jnp.ones((1, len(q)), v.dtype)
         form = "ab,bhqk->ahqk"
         d_bias = jnp.einsum(form, ones, d_scores, preferred_element_type=jnp.float32)
@@ -945,13 +987,13 @@ fused_attention.defvjp(fused_attention_forward, fused_attention_backward)
 
 
 def count_head_groups(q, k):
-    """Return the number of groups into which the heads are divided.
+    """Return the number of groups of heads that attention processes in sequence.
 
-    On v5e and v6e the scores of one group take at most 48 MB, which fits into fast
-    memory. Other chips compute all heads at once.
+    TPU v5e and v6e use as few groups as fit: the scores of one group may take 48 MB of
+    fast on-chip memory. All other devices use a single group.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
-    if "lite" not in device.device_kind:  # "TPU v5 lite" is v5e, "TPU v6 lite" is v6e
+    if "lite" not in device.device_kind:  # JAX calls v5e "TPU v5 lite", v6e "TPU v6 lite"
         return 1
     B, H, Q, _ = q.shape
     score_bytes = B * H * Q * k.shape[2] * q.dtype.itemsize
@@ -960,18 +1002,17 @@ def count_head_groups(q, k):
 
 
 def split_heads_into(n, x):
-    """Split the heads of an array [B, H, ...] into n groups. Returns n arrays."""
+    """Split an array [B, H, ...] into n arrays [B, H/n, ...], one for each group."""
     if x is None:
         return [None] * n
     return jnp.split(x, n, axis=1)
 
 
 def run_in_sequence(function, groups):
-    """Process the groups of heads in sequence, and join their results along the heads.
+    """Call a function for one group of heads after another. Returns the joined results.
 
-    Without a barrier, XLA would interleave the groups, and the scores of all groups would
-    be in memory at the same time. All results are written into one large array, which
-    avoids the copies of a concatenation.
+    An optimization barrier makes each group wait for the group before it. Otherwise XLA
+    would interleave them, and keep the scores of several groups in memory.
     """
     n = len(groups)
     if n == 1:
@@ -981,6 +1022,7 @@ def run_in_sequence(function, groups):
         if joined is not None:
             first, joined = lax.optimization_barrier((first, joined))
         results = function(first, *others)
+        # Write each result into one large array. Concatenation would copy all results.
         if joined is None:
             joined = jax.tree.map(
                 lambda x: lax.empty((x.shape[0], n * x.shape[1], *x.shape[2:]), x.dtype),
@@ -994,29 +1036,27 @@ def run_in_sequence(function, groups):
     return joined
 
 
-# Layers.
-# - Rematerialization (jax.checkpoint): the backward pass recomputes activations that were
-#   not saved. The function remat_policy says which activations are saved, on every
-#   platform.
-# - Unrolling: on GPUs and TPUs, up to size large, the scan becomes a sequence of layers.
-#   The program then copies no slices in and out of stacked arrays. This reduced the step
-#   from 125 M to 95 M cycles.
-# - Forward and backward pass share one slice of the stacked weights, which is taken
-#   before a barrier. XLA would otherwise keep a second copy of the weights of all layers.
-#   This reduced the step of base from 240 M to 236 M cycles.
-# - All layers are cast to the compute dtype at once, before the scan. Slices and
-#   all-gathers then move half of the bytes. Casting each layer by itself made the step of
-#   large on v5p 3 % slower.
+# Layers. Four choices save time or memory.
+# - Rematerialization: the forward pass saves only some activations, and the backward pass
+#   recomputes the others. This is jax.checkpoint with the policy remat_policy.
+# - Unrolling: on GPUs and TPUs, the loop over the layers is unrolled up to the size
+#   large. A loop would copy the slices of each layer into and out of stacked arrays.
+#   Unrolling reduced a training step from 125 to 95 million cycles.
+# - One slice of weights: forward and backward pass of a layer use the same slice, because
+#   of an optimization barrier. XLA would otherwise keep a second copy of all weights. The
+#   barrier reduced a step of T5 base from 240 to 236 million cycles.
+# - Early cast: the weights of all layers become bfloat16 before the loop. Slices and
+#   all-gathers then move half of the bytes. A cast in each layer made a step of T5 large
+#   on v5p 3 % slower.
 
 
 def remat_policy(remat):
     """Return the jax.checkpoint policy for a value of --model.remat.
 
-    The policy decides which intermediate results are saved for the backward pass. "dots"
-    saves the outputs of all matmuls with weights, because these matmuls take most of the
-    time. "dots" also saves the arrays that attention marks. The attention scores take
-    most of the memory and are recomputed. "full" saves nothing but the outputs of
-    attention. "none" saves everything except resharded weights.
+    The policy chooses what the forward pass saves. The backward pass recomputes the rest.
+    "full" saves only the outputs of attention. "dots" also saves the inputs of attention
+    and the outputs of all matmuls with weights, which would take the most time to
+    recompute. "none" saves everything except all-gathered weights.
     """
     policies = jax.checkpoint_policies
     named = policies.save_only_these_names
@@ -1032,16 +1072,19 @@ def remat_policy(remat):
 
 @tuned(scan_layers)
 def scan_layers(layer, x, weights, keys, cfg):
-    """Apply rematerialized layers in sequence, and unroll the loop where that is
-    faster."""
+    """Apply layers to x [B, Q, D] one after another, with rematerialization.
+
+    On GPUs and TPUs, the loop over the layers is unrolled up to the size large.
+    """
     depth = len(weights["mlp"]["norm"])
     unroll = partition.platform() != "cpu" and depth <= 24 and cfg.d_model <= 1024
-    # Common-subexpression elimination (CSE) in XLA would undo the rematerialization of
-    # unrolled layers, and prevent_cse avoids this. In a loop there is nothing to undo.
-    # Weights are exempt, because they are stored anyway. Only weights from an all-gather
-    # are not stored.
+    # Without a loop, XLA would notice that the backward pass repeats computations of the
+    # forward pass. It would keep their results instead, which takes the memory that
+    # rematerialization saves. prevent_cse stops this common-subexpression elimination.
     needs_all_gather = "data" in sharding_of(weights["mlp"]["up"])
     prevent_cse = unroll
+    # One flag for each of the layer's arguments (weights, x, key). Weights that need no
+    # all-gather are in memory anyway, so only x needs the protection.
     if cfg.remat != "full" and not needs_all_gather:
         prevent_cse = (False, unroll, False)
     policy = remat_policy(cfg.remat)
@@ -1057,16 +1100,16 @@ def scan_layers(layer, x, weights, keys, cfg):
     return x
 
 
-# Loss. On every platform, comparing column numbers selects the logit of each target. A
-# lookup of this logit would have a slow gradient (a scatter-add). On a CPU, the loss
-# would take 1.2 times as long. With comparisons, XLA reads the logits only once for all
-# sums. Devices that split the vocabulary exchange sums of shape [B, T], but no logits.
+# Loss. To pick the logit of each target, compare token ids and sum over the vocabulary. A
+# lookup would have a slow scatter-add as its gradient, and the loss would take 1.2 times
+# as long on a CPU. XLA fuses all sums into one pass over the logits. If devices split the
+# vocabulary, they exchange only sums of shape [B, T].
 
 
 @tuned(cross_entropy)
 @jax.named_scope("logits and loss")
 def cross_entropy(logits, targets, z_loss=0.0, label_smoothing=0.0):
-    """Compute the losses in one pass over the logits."""
+    """Return cross entropy, z-loss and correctness of each target, each [B, T]."""
     shardings = (P("data", None, "model"), P("data", None))
     logits, targets = jax.reshard((logits, targets), shardings)
     on, off, entropy = smoothed_target(label_smoothing, logits.shape[-1])
@@ -1077,7 +1120,8 @@ def cross_entropy(logits, targets, z_loss=0.0, label_smoothing=0.0):
     )
     target = targets[..., None]
     target_logit = jnp.where(column == target, logits, 0).sum(-1)
-    # Of several equal logits, argmax takes the first.
+    # If two tokens have the same largest logit, argmax takes the one with the lower id.
+    # A target is then correct only if no token with a lower id has this logit.
     is_earlier_maximum = (column < target) & (logits == largest[..., None])
     earlier_maxima = jnp.where(is_earlier_maximum, 1.0, 0.0).sum(-1)
     correct = (target_logit == largest) & (earlier_maxima == 0)
@@ -1091,39 +1135,40 @@ def cross_entropy(logits, targets, z_loss=0.0, label_smoothing=0.0):
 
 
 def count_params(table):
-    """Count the parameters that a nested dict of Params declares."""
+    """Count the numbers in all arrays of a nested dict of Params."""
     return sum(math.prod(p.shape) for p in jax.tree.leaves(table, is_leaf=is_param))
 
 
 def train_flops(cfg, S, T):
-    """Return the floating-point operations to train on one example.
+    """Count the floating-point operations (FLOPs) to train on one example.
 
-    The example has S input and T target tokens. A multiply-add counts as two operations.
-    Every matmul counts once in the forward pass and twice in the backward pass.
-    Recomputed activations do not count.
+    T5 1.1 small needs 106 billion FLOPs for S = 512 input tokens and T = 114 target
+    tokens. Only matmuls count, and recomputed matmuls do not.
     """
     D, F, A = cfg.d_model, cfg.d_ff, cfg.num_heads * cfg.d_kv
     mlp_matrices = 3 if cfg.activation.startswith("gated_") else 2
-    # Multiply-adds of one encoder layer: projections and MLP, then scores and weighted
-    # values.
+    # Count the multiply-adds of one encoder layer: first the matmuls with weights, then
+    # the two matmuls of attention (q k^T, and probabilities times values).
     encoder = S * (4 * D * A + mlp_matrices * D * F) + 2 * S * S * A
-    # A decoder layer also projects the encoder's output to keys and values, S * 2 * D *
-    # A.
+    # A decoder layer also projects the S encoder outputs to keys and values.
     decoder = T * (6 * D * A + mlp_matrices * D * F) + S * 2 * D * A
     decoder += 2 * T * T * A + 2 * T * S * A
     logits = T * D * cfg.vocab_size
     multiply_adds = cfg.num_layers * encoder + cfg.num_decoder_layers * decoder + logits
+    # A multiply-add is 2 FLOPs. Each matmul runs once in the forward pass, and its two
+    # gradients take twice as long.
     return 3 * 2 * multiply_adds
 
 
 def minimum_memory(cfg, rows, S, T, copies=1, beams=0):
-    """Estimate the smallest memory that a batch can need, in bytes.
+    """Estimate how much memory a batch needs at least. Returns {name: bytes}.
 
-    Returns a dict from the name of a part to its bytes.
+    For example, "logits" needs 4 * rows * T * vocab_size bytes in training. Callers can
+    refuse a batch that is too large before they compile anything.
 
-    rows: the rows of the batch, of S input and T target tokens. copies: the number of
-    float32 copies of the parameters. beams: the beams of cached decoding, 0 for a forward
-    pass over all positions.
+    rows: the number of rows, each with S input and T target tokens. copies: the number of
+    float32 arrays for each parameter. beams: the beams of decoding with a cache, or 0 to
+    run all positions at once.
     """
     size = compute_dtype(cfg).itemsize
     A = cfg.num_heads * cfg.d_kv
@@ -1131,8 +1176,8 @@ def minimum_memory(cfg, rows, S, T, copies=1, beams=0):
     cache = 0
     if beams:
         cache = 2 * size * rows * cfg.num_decoder_layers * A * (S + beams * T)
-    # The bias of every head, its one-hot matrix, and the four arrays that compute the
-    # buckets.
+    # Count the arrays of shape [Q, K]: one bias for each head, one row of the one-hot
+    # matrix for each bucket, and four to compute the buckets.
     bias_arrays = cfg.num_heads + cfg.relative_buckets + 4
     return {
         "parameters": 4 * copies * count_params(param_table(cfg)),
@@ -1145,7 +1190,7 @@ def minimum_memory(cfg, rows, S, T, copies=1, beams=0):
 
 
 def describe_model(cfg):
-    """Describe a model in one line: its parameters and the FLOPs of one example."""
+    """Return one line with the number of parameters and the FLOPs of one example."""
     table = param_table(cfg.model)
     S, T = cfg.data.inputs_length, cfg.data.targets_length
     parts = ", ".join(f"{name} {count_params(part):,}" for name, part in table.items())
@@ -1160,7 +1205,7 @@ def describe_model(cfg):
 
 
 def main(argv):
-    """Print the table of parameters of a recipe or of a run."""
+    """Print a table of all parameters: name, shape, initialization and number."""
     args, changes = parse_args(__doc__, argv)
     cfg = resolve(args, changes)
     table = param_table(cfg.model)
