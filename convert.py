@@ -1,30 +1,31 @@
-"""Convert T5 weights between Hugging Face, T5X, Mesh TensorFlow and runs of plain T5.
+"""Convert T5 weights between Hugging Face, T5X, Mesh TensorFlow and plain T5.
 
-SRC is a model in any of these formats. convert.py detects the format and all dimensions
-of SRC. DST is a new folder for a run, a Hugging Face model or a T5X checkpoint. The
-values of the weights do not change, unless --dtype bfloat16 rounds the values. convert.py
-reads the written model again and compares the written model with SRC. The folder DST
-appears only after this comparison.
+SRC is a model in any of these formats. convert.py finds out the format and the dimensions
+by itself. DST is a new folder. It becomes a run directory of plain T5, a Hugging Face
+model or a T5X checkpoint. The weights keep their values, unless --dtype bfloat16 rounds
+them. At the end, convert.py reads the new model again and compares it with SRC. DST
+appears only if all arrays are equal.
 
     python convert.py t5-v1_1-small/ runs/t5_1_1_small     import any format as a run
     python convert.py runs/tiny tiny_hf --to hf            export to Hugging Face
     python convert.py runs/tiny checkpoint_1500 --to t5x   export to T5X
 
-All formats store the same arrays. The formats differ in the names of the arrays, and in
-the order of the axes of a matrix:
+All formats store the same numbers. They differ in the names of the arrays, and in how
+they store a matrix:
 
-- Hugging Face (the library transformers): a directory with config.json and the weights in
-  model.safetensors, flax_model.msgpack or pytorch_model.bin. PyTorch stores a matrix as
-  [outputs, inputs], and a run of plain T5 stores the matrix as [inputs, outputs].
-- T5X (Google's JAX code for T5): a directory checkpoint_N. The directory contains either
-  a msgpack file with one zarr array per parameter, or a checkpoint of the library Orbax.
-  T5X stores a matrix as [inputs, outputs].
-- Mesh TensorFlow (the original code for T5): a TensorFlow checkpoint model.ckpt-N. Mesh
-  TensorFlow stores a matrix as [inputs, outputs].
+- plain T5: a run directory. It stores a matrix of all layers in one array, with the shape
+  [layers, inputs, outputs]. The formats below store one array per layer.
+- Hugging Face (the library transformers): a directory with config.json and the weights.
+  model.safetensors and pytorch_model.bin store a matrix as [outputs, inputs], as PyTorch
+  does. flax_model.msgpack stores it as [inputs, outputs].
+- T5X (Google's JAX code for T5): a directory checkpoint_N. It contains a msgpack file and
+  zarr arrays, or a checkpoint of the library Orbax. A matrix is [inputs, outputs].
+- Mesh TensorFlow (the original code for T5): a TensorFlow checkpoint model.ckpt-N. A
+  matrix is [inputs, outputs].
 
-The *external name* of an array is the name of the array in Hugging Face or T5X. The name
-of a parameter in a run starts with "params/", for example "params/embed". The name of an
-optimizer array in a run starts with "slots/".
+Plain T5 calls the embedding "params/embed". Names of parameters begin with "params/", and
+names of optimizer arrays begin with "slots/". The *external name* of an array is its name
+in Hugging Face or T5X. The embedding is "shared.weight" in Hugging Face.
 
 Example:
 >>> from convert import parameter_names
@@ -67,12 +68,11 @@ import partition
 from configs import Config, DataConfig, ModelConfig, TrainConfig, UserError, note
 
 # ---- names -----------------------------------------------------------------------------
-# The three dicts below translate the names of all parameters. A key is a name, or a part
-# of a name, in a run of plain T5. A value is a pair of strings. The first string is used
-# by Hugging Face, and the second string is used by T5X.
+# Three dicts translate the names of parameters. Each key is a name in plain T5, or a part
+# of one. Each value is the pair (name in Hugging Face, name in T5X).
 
-# SUBLAYERS contains the names of the attention and MLP sublayers of a layer. Hugging Face
-# numbers the sublayers, and T5X does not number the sublayers.
+# The names of the attention and MLP sublayers in plain T5, Hugging Face and T5X. For
+# example, Hugging Face calls the first sublayer of a layer "layer.0.SelfAttention".
 SUBLAYERS = {
     "encoder/layers/attention": ("layer.0.SelfAttention", "attention"),
     "encoder/layers/mlp": ("layer.1.DenseReluDense", "mlp"),
@@ -83,23 +83,23 @@ SUBLAYERS = {
     ),
     "decoder/layers/mlp": ("layer.2.DenseReluDense", "mlp"),
 }
-# MATRICES contains the names of the matrices of a sublayer. If the MLP has no gate,
-# Hugging Face and T5X write "wi" instead of "wi_1". Only UMT5 has a relative position
-# bias in every layer, and T5X does not support UMT5.
+# The names of the matrices of a sublayer in plain T5, Hugging Face and T5X. For example,
+# the query matrix is "query" in plain T5, "q" in Hugging Face and "query" in T5X.
 MATRICES = {
     "query": ("q", "query"),
     "key": ("k", "key"),
     "value": ("v", "value"),
     "out": ("o", "out"),
     "gate": ("wi_0", "wi_0"),
+    # If the MLP has no gate, "up" is called "wi" in Hugging Face and in T5X.
     "up": ("wi_1", "wi_1"),
     "down": ("wo", "wo"),
+    # Only UMT5 has position biases in every layer. T5X does not support UMT5.
     "relative_bias": ("relative_attention_bias", "relative_attention_bias"),
 }
-# UNSTACKED contains the names of the parameters that all layers share, and of the
-# parameters outside the layers. If all layers of the encoder share one table of relative
-# position biases, Hugging Face stores the table in the first layer. The same holds for
-# the decoder.
+# The names of the parameters that are not repeated in every layer, such as the embedding.
+# In T5, all layers of the encoder share one table of relative position biases. Hugging
+# Face stores this table in the first layer, "block.0".
 UNSTACKED = {
     "embed": ("shared.weight", "target/token_embedder/embedding"),
     "unembed": ("lm_head.weight", "target/decoder/logits_dense/kernel"),
@@ -123,14 +123,13 @@ UNSTACKED = {
 
 
 def parameter_names(path, layer, gated):
-    """Return the names of a parameter in Hugging Face (PyTorch) and in T5X.
+    """Return the pair of names that a parameter has in Hugging Face (PyTorch) and in T5X.
+
+    For example, "embed" becomes "shared.weight" and "target/token_embedder/embedding".
 
     path: the name of the parameter in `model.param_table`.
-    layer: the number of the layer to which the parameter belongs. The number is ignored
-        if the parameter does not belong to a layer.
+    layer: the layer number. It is ignored if the parameter does not belong to a layer.
     gated: True if the MLP of the model has a gate.
-
-    Returns a pair of strings: the name in Hugging Face and the name in T5X.
     """
     if path in UNSTACKED:
         return UNSTACKED[path]
@@ -154,8 +153,8 @@ def parameter_names(path, layer, gated):
     )
 
 
-# The function parameter_names returns a pair. HF is the index of the Hugging Face name in
-# the pair, and T5X is the index of the T5X name in the pair.
+# Indices into the pair that parameter_names returns. For example,
+# parameter_names(path, layer, gated)[HF] is the name in Hugging Face.
 HF, T5X = 0, 1
 
 
@@ -163,12 +162,13 @@ HF, T5X = 0, 1
 
 
 def split_layers(name, shape):
-    """Return the numbers of the layers in an array of a run, and the shape of one layer.
+    """Return the layer numbers of an array, and the shape of one layer.
 
-    A run stores the same parameter of all layers in one array, whose first axis is the
-    layer number. If an array does not contain layers, the result is ([None], shape).
+    Plain T5 stacks a parameter of all layers into one array, whose axis 0 is the layer.
+    For example, the shape (8, 512, 384) gives layers 0 to 7 of the shape (512, 384). An
+    array that is not stacked, such as the embedding, gives ([None], shape).
 
-    name: the name of the array in the run.
+    name: the name of the array, such as "params/encoder/layers/mlp/up".
     shape: the shape of the array.
     """
     if "layers" in name.split("/"):
@@ -177,45 +177,43 @@ def split_layers(name, shape):
 
 
 class Tensor(NamedTuple):
-    """An array on disk, which has a known shape and is read only when it is needed.
+    """An array that is read from disk only when its values are needed.
 
-    An argument with the name `tensors` is a dict from external names to Tensors. Such a
-    dict contains all arrays of a model in Hugging Face, T5X or Mesh TensorFlow.
+    The shape is known from the start. Calling read() returns the values as a NumPy array.
+    In this file, `tensors` is always a dict {external name: Tensor} of a complete model.
     """
 
     shape: tuple
-    read: Callable  # a function without arguments that returns the values of the array
+    read: Callable  # read() returns the values as a NumPy array
 
     def transpose(self):
-        """Return a Tensor whose values are the transpose of this matrix."""
+        """Return the transposed matrix as a Tensor, without reading its values yet."""
         return Tensor(self.shape[::-1], lambda: self.read().T)
 
 
 class Entry(NamedTuple):
-    """A record that maps an array of Hugging Face or T5X to an array of a run.
+    """The place where plain T5 stores one array of Hugging Face or T5X.
 
-    A run stores a matrix of all layers in one array [layers, inputs, outputs]. Hugging
-    Face and T5X store one array per layer. An array of a run that contains 12 layers
-    therefore has 12 entries.
+    Hugging Face and T5X store one array per layer. Plain T5 stacks the arrays of all
+    layers into one. With 12 layers, 12 entries therefore have the same `name`.
     """
 
-    external_name: str
-    name: str  # the name of the array in the run
-    layer: int | None  # the layer number, or None if the array does not contain layers
-    shape: tuple  # the shape that the layer has in the run
-    transposed: bool  # True if the external array is the transpose of the layer
+    external_name: str  # the name in Hugging Face or T5X
+    name: str  # the name in plain T5, such as "params/embed"
+    layer: int | None  # the layer number, or None if the array is not stacked
+    shape: tuple  # the shape of one layer in plain T5
+    transposed: bool  # True if Hugging Face stores the transpose of this matrix
 
 
 def parameter_entries(cfg, form):
-    """Return a list with one Entry for every parameter of a Hugging Face or T5X model.
+    """Return a list with one Entry for every parameter array in Hugging Face or T5X.
 
-    PyTorch stores the weight of a linear layer as [outputs, inputs]. A run stores the
-    weight as [inputs, outputs]. PyTorch stores the relative position biases as [buckets,
-    heads]. A run stores the biases as [heads, buckets]. Every matrix of Hugging Face is
-    therefore transposed, except the embedding.
+    PyTorch stores a matrix as [outputs, inputs], and plain T5 stores it as [inputs,
+    outputs]. The position biases are [buckets, heads] in PyTorch and [heads, buckets] in
+    plain T5. Every Hugging Face matrix is therefore transposed, except the embedding.
 
     cfg: the ModelConfig of the model.
-    form: the constant HF or T5X, which selects the external names.
+    form: HF for the names in Hugging Face, or T5X for the names in T5X.
     """
     gated = cfg.activation.startswith("gated_")
     entries = []
@@ -229,35 +227,43 @@ def parameter_entries(cfg, form):
     return entries
 
 
-# STEP is the name of the array in which T5X stores the step number.
+# The name of the array in which T5X stores the step number.
 STEP = "state/step"
 
 
 def slot_name(parameter, slot):
-    """Return the name that T5X gives to an array of the optimizer.
+    """Return the name of an Adafactor array in a T5X checkpoint.
 
-    parameter: the name of the parameter to which the optimizer array belongs.
-    slot: the name of the array in the optimizer Adafactor: m, v, v_row or v_col.
+    For example, the array v of the parameter "target/decoder/decoder_norm/scale" is
+    "state/param_states/decoder/decoder_norm/scale/v".
+
+    parameter: the external name of the parameter.
+    slot: which Adafactor array, "m", "v", "v_row" or "v_col".
     """
     return f"state/param_states/{parameter.removeprefix('target/')}/{slot}"
 
 
 def slot_entries(parameters, factored):
-    """Return a list with one Entry for every T5X array of the optimizer Adafactor.
+    """Return a list with one Entry for every Adafactor array in a T5X checkpoint.
 
-    Adafactor (Shazeer and Stern, 2018) estimates the mean square V of each gradient. An
-    array that Adafactor stores for a parameter is called a slot. For most parameters,
-    Adafactor stores V in one slot. The slot has the name "full" in a run and v in T5X.
+    Adafactor (Shazeer and Stern, 2018) keeps V, a moving average of the squared gradient
+    of each parameter. To save memory, it stores only the row means and column means of V
+    for a large matrix. For other parameters it stores the complete V.
 
-    For a large matrix, Adafactor stores two slots instead of V. A run calls the mean of
-    every row of V "row", with shape [rows]. A run calls the mean of every column of V
-    "column", with shape [columns]. T5X calls the shorter slot v_row and the longer slot
-    v_col. For a matrix [512, 1024], "row" is therefore v_row. For a matrix [1024, 512],
-    "row" is v_col. For a square matrix, "row" is v_row. Source: t5x/adafactor.py.
+    These arrays are called slots. Their names are:
+
+        slot                       shape             in plain T5    in T5X
+        complete V                 as the parameter  "full"         v
+        row means of a matrix      [rows]            "row"          v_row, or v_col
+        column means of a matrix   [columns]         "column"       v_col, or v_row
+
+    T5X calls the shorter slot v_row and the longer slot v_col. For a matrix [512, 1024]
+    or [512, 512], "row" is v_row. For a matrix [1024, 512], "row" is v_col. Source:
+    t5x/adafactor.py.
 
     parameters: the list of entries that parameter_entries returns.
-    factored: the names, in a run, of the parameters that have the slots "row" and
-        "column".
+    factored: the names of the parameters whose slots are "row" and "column", such as
+        "params/encoder/layers/mlp/up".
     """
     entries = []
     for parameter in parameters:
@@ -275,24 +281,20 @@ def slot_entries(parameters, factored):
 
 
 class Weights(NamedTuple):
-    """A model on disk, in the form that is independent of the format of the model.
+    """A model that has been opened and can be written in any format.
 
-    The functions that read a format return Weights, and the functions that write a format
-    take Weights. A writer reads a layer from the disk only when the writer writes this
-    layer. The model may therefore be larger than the memory.
+    The functions that open a model return Weights, and the functions that write a model
+    take Weights. An array is read from disk only when it is written. The model may
+    therefore be larger than the memory.
     """
 
     cfg: Config
     step: int
-    # A dict from (name of the array in a run, layer number) to a Tensor. The dict
-    # contains all parameters. The dict also contains the arrays of the optimizer if these
-    # arrays can be converted.
+    # {(name in plain T5, layer number or None): Tensor} for all parameters. The optimizer
+    # state is included if convert.py supports the optimizer.
     arrays: dict
-    # The content of the file spiece.model. The value is None if the model has no
-    # vocabulary.
-    vocabulary: bytes | None
-    # The content of the file recipe.py. The value is None if the model has no such file.
-    recipe: bytes | None = None
+    vocabulary: bytes | None  # the content of spiece.model, or None without a vocabulary
+    recipe: bytes | None = None  # the content of recipe.py, or None without such a file
 
 
 def in_memory(array):
