@@ -24,8 +24,9 @@ they store a matrix:
   matrix is [inputs, outputs].
 
 Plain T5 calls the embedding "params/embed". Names of parameters begin with "params/", and
-names of optimizer arrays begin with "slots/". The *external name* of an array is its name
-in Hugging Face or T5X. The embedding is "shared.weight" in Hugging Face.
+names of optimizer arrays begin with "slots/". The code calls the name of an array in
+Hugging Face or T5X its external name. For example, the external name of the embedding is
+"shared.weight" in Hugging Face.
 
 Example:
 >>> from convert import parameter_names
@@ -69,7 +70,7 @@ from configs import Config, DataConfig, ModelConfig, TrainConfig, UserError, not
 
 # ---- names -----------------------------------------------------------------------------
 # Three dicts translate the names of parameters. Each key is a name in plain T5, or a part
-# of one. Each value is the pair (name in Hugging Face, name in T5X).
+# of such a name. Each value is a pair (name in Hugging Face, name in T5X).
 
 # The names of the attention and MLP sublayers in plain T5, Hugging Face and T5X. For
 # example, Hugging Face calls the first sublayer of a layer "layer.0.SelfAttention".
@@ -180,7 +181,7 @@ class Tensor(NamedTuple):
     """An array that is read from disk only when its values are needed.
 
     The shape is known from the start. Calling read() returns the values as a NumPy array.
-    In this file, the name `tensors` always stands for a dict {external name: Tensor}.
+    In this file, `tensors` is always a dict {name in Hugging Face or T5X: Tensor}.
     """
 
     shape: tuple
@@ -237,7 +238,7 @@ def slot_name(parameter, slot):
     For example, the array v of the parameter "target/decoder/decoder_norm/scale" is
     "state/param_states/decoder/decoder_norm/scale/v".
 
-    parameter: the external name of the parameter.
+    parameter: the name of the parameter in Hugging Face or T5X.
     slot: which Adafactor array, "m", "v", "v_row" or "v_col".
     """
     return f"state/param_states/{parameter.removeprefix('target/')}/{slot}"
@@ -356,7 +357,7 @@ def model_from_shapes(tensors, form, source):
     follows from the names of the arrays. Values that are not in the weights, such as the
     dropout rate, keep their defaults.
 
-    tensors: {external name: Tensor} for all arrays of the model.
+    tensors: {name in Hugging Face or T5X: Tensor} for all arrays of the model.
     form: HF if the names in `tensors` are those of Hugging Face, or T5X.
     source: the path of the model, for error messages.
 
@@ -414,7 +415,7 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5"):
     names of plain T5, and transpose matrices if necessary. The optimizer state is
     converted too, if the optimizer is Adafactor without momentum.
 
-    tensors: {external name: Tensor} for all arrays of the model.
+    tensors: {name in Hugging Face or T5X: Tensor} for all arrays of the model.
     form: HF if the names in `tensors` are those of Hugging Face, or T5X.
     source: the path of the model, for error messages.
     cfg: the ModelConfig of the model.
@@ -440,8 +441,8 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5"):
     if unknown := others.keys() - required.keys():
         raise UserError(
             f"{source} has arrays that no T5 model has "
-            f"({', '.join(sorted(unknown)):.200}): convert a T5 1.0, T5 1.1, mT5, UMT5 or "
-            f"ByT5 model, or a model derived from one of these."
+            f"({', '.join(sorted(unknown)):.200}): convert a T5 1.0, T5 1.1, mT5, UMT5 "
+            f"or ByT5 model, or a model derived from one of these."
         )
     step = int(tensors[STEP].read()) if STEP in tensors else 0
     factored = set()
@@ -1046,7 +1047,7 @@ def open_google(source, tensors, form):
     or in its parent folder.
 
     source: the path of the checkpoint.
-    tensors: {external name: Tensor} for all arrays of the checkpoint.
+    tensors: {name in Hugging Face or T5X: Tensor} for all arrays of the checkpoint.
     form: HF if the names in `tensors` are those of Hugging Face, or T5X.
     """
     folders = [source]
