@@ -432,7 +432,7 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5"):
     optimizer, others = {}, {}
     for external_name, tensor in tensors.items():
         is_optimizer = external_name.startswith("state/")
-        # T5X stores a single zero for each optimizer array that is not used. Skip these.
+        # Skip unused optimizer arrays. T5X stores a single zero for each of them.
         if is_optimizer and math.prod(tensor.shape) > 1:
             optimizer[external_name] = tensor.shape
         elif not is_optimizer:
@@ -456,7 +456,7 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5"):
     if optimizer == {slot.external_name: slot.shape for slot in slots}:
         entries += slots
         # T5X stores only the step. Plain T5 also stores the number of updates (count) and
-        # the number of updates that were just skipped (skipped).
+        # the number of updates skipped in a row (skipped).
         for counter, value in {"step": step, "count": step, "skipped": 0}.items():
             arrays[counter, None] = in_memory(value)
     elif optimizer:
@@ -486,8 +486,8 @@ def read_vocabulary(folders, cfg, sentinels=data.SENTINELS):
     """Return the content of the spiece.model that a run directory needs.
 
     The content is read from spiece.model, or from tokenizer.json if there is no
-    spiece.model. Without both files, a model with 384 embeddings is taken for ByT5. For
-    any other model without these files, the result is None.
+    spiece.model. If both files are missing, a model with 384 embeddings is taken for
+    ByT5. For any other model, the result is None.
 
     folders: the folders to search. The first folder that contains the file is used.
     cfg: the ModelConfig of the model.
@@ -741,8 +741,8 @@ def read_hf(folder):
     tensors = {}
     for file in sorted(files):
         tensors |= HF_READERS[name](folder / file)
-    # Check that no array of the index file is missing. Without the array of the output
-    # layer, a model would be taken for a tied model.
+    # All arrays in the index file must exist. Otherwise a model that has lost its output
+    # layer would look like a tied model.
     if missing := set(map(pytorch_name, weight_map)) - tensors.keys():
         raise UserError(
             f"No file in {folder} contains {', '.join(sorted(missing)):.200}, which the "
@@ -784,7 +784,7 @@ SPECIAL_TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id"
 def hf_config(cfg):
     """Return the fields of Hugging Face's config.json that describe a model, as a dict.
 
-    For example, the result contains "d_model" and "feed_forward_proj".
+    For t5-small, for example, "d_model" is 512 and "feed_forward_proj" is "relu".
 
     cfg: the ModelConfig of the model.
     """
@@ -892,7 +892,7 @@ def apply_hf_config(cfg, config, generation, folder):
 
     These values are the dropout rate, the maximum distance of relative positions, and the
     choice between gated GELU and gated SiLU. All other values are already known from the
-    shapes of the weights. They are compared with config.json.
+    shapes of the weights. In config.json, these values must be the same.
 
     cfg: the ModelConfig that model_from_shapes returned.
     config: the content of config.json as a dict.
@@ -988,7 +988,7 @@ def read_orbax(folder):
 def open_zarr(kvstore, **options):
     """Return a Tensor for a zarr array, without reading its values yet.
 
-    TensorStore finds and reads the array.
+    The library TensorStore reads the shape now, and the values when they are needed.
 
     kvstore: a TensorStore dict with the path of the array and the storage driver.
     options: more fields of the TensorStore specification.
@@ -999,7 +999,7 @@ def open_zarr(kvstore, **options):
     return Tensor(array.shape, explain(lambda: array.read().result()))
 
 
-# The names of Adafactor's arrays in Mesh TensorFlow, and the same names in T5X.
+# The names of Adafactor's arrays in Mesh TensorFlow, and their names in T5X.
 MTF_SLOTS = {"v": "v", "vr": "v_row", "vc": "v_col", "m": "m"}
 
 
@@ -1059,14 +1059,16 @@ def open_google(source, tensors, form):
 
 
 def gin_activation(folders):
-    """Return the activation that a Gin file sets, such as "gated_gelu", or None.
+    """Return the activation that a Gin file sets, such as "gated_gelu".
 
     Gin files are the configuration files of T5X and Mesh TensorFlow. They are needed
-    because weights for gated GELU and gated SiLU have the same shapes. Raises a UserError
-    if plain T5 does not support the activation.
+    because weights for gated GELU and gated SiLU have the same shapes. The result is None
+    if no file sets the activation.
 
     folders: the folders that may contain a Gin file. The first Gin file that sets the
         activation is used.
+
+    Raises a UserError if plain T5 does not support the activation.
     """
     names = ("config.gin", "operative_config.gin")
     paths = [folder / name for folder in folders for name in names]
@@ -1128,11 +1130,11 @@ def open_plain(checkpoint, run_dir):
 
 
 def find_checkpoints(folder):
-    """Return {step: path} for all checkpoints in a folder of plain T5 or T5X.
+    """Return {step: path} for the checkpoints that plain T5 or T5X saved in a folder.
 
-    For example, T5X stores step 1000 in the folder checkpoint_1000.
+    Step 1000 is in the folder step_00001000 of plain T5, or in checkpoint_1000 of T5X.
 
-    folder: the folder in which a training run saved its checkpoints.
+    folder: the directory of the training run.
     """
     run = partition.Checkpoints(folder)
     checkpoints = {step: run.path(step) for step in run.steps()}
@@ -1194,12 +1196,12 @@ def write_plain(folder, weights, dtype):
 
     folder: the new run directory.
     weights: the Weights of the model.
-    dtype: an argument without effect, because a run always stores float32.
+    dtype: not used, because plain T5 always stores float32.
     """
     arrays = {}
     for (name, layer), tensor in weights.arrays.items():
-        # Axis 0 of a stacked array is the layer. Each layer overwrites the shape, and the
-        # last layer has the largest number and sets the correct shape.
+        # Axis 0 of a stacked array is the layer. Every layer overwrites the shape, and
+        # the last layer leaves the correct number of layers.
         shape = tensor.shape if layer is None else (layer + 1, *tensor.shape)
         # Arrays without axes are counters, such as the step. Store them as integers.
         arrays[name] = {"shape": shape, "dtype": "float32" if shape else "int32"}
@@ -1219,7 +1221,7 @@ def write_plain(folder, weights, dtype):
             bounds = [[0, size] for size in shard.shape]
             if layer is not None:
                 bounds.insert(0, [layer, layer + 1])
-            # A layer may have at most 4 GiB, because msgpack stores no larger value.
+            # A layer must not exceed 4 GiB, the largest value that msgpack can store.
             yield name, bounds, shard
 
     path = partition.Checkpoints(folder).path(weights.step)
@@ -1325,8 +1327,7 @@ def write_tokenizer(folder, vocabulary, cfg):
     """Write the tokenizer files of a Hugging Face directory.
 
     A SentencePiece model is written twice, as spiece.model and as tokenizer.json. Both
-    files give the same ids for almost all texts. A note tells the user which texts get
-    other ids.
+    files give the same ids for almost all texts. The exceptions are printed as a note.
 
     folder: the directory to write to.
     vocabulary: the content of the spiece.model in a run directory, or None.
@@ -1342,8 +1343,8 @@ def write_tokenizer(folder, vocabulary, cfg):
         config["tokenizer_class"] = "ByT5Tokenizer"
         config["extra_ids"] = max(0, cfg.vocab_size - 259)
         note(
-            "warning: Hugging Face's ByT5Tokenizer gives sentinels such as <extra_id_0> "
-            "other ids than plain T5. Texts without sentinels get the same ids."
+            "warning: sentinels such as <extra_id_0> have other ids in Hugging Face's "
+            "ByT5Tokenizer than in plain T5. Texts without sentinels get the same ids."
         )
     else:
         trainer_spec = parse_sentencepiece(vocabulary).trainer_spec
@@ -1363,9 +1364,9 @@ def write_tokenizer(folder, vocabulary, cfg):
     write_json(folder / "tokenizer_config.json", config)
 
 
-# The content of tokenizer.json, still without the pieces of the vocabulary. The "Replace"
-# steps remove spaces at the end of a text and merge adjacent spaces, as SentencePiece
-# does. The "Metaspace" step replaces every space by "\u2581".
+# A template for tokenizer.json, without the pieces of the vocabulary. The "Replace" steps
+# remove spaces at the end of a text and merge adjacent spaces, as SentencePiece does. The
+# "Metaspace" step replaces every space by "\u2581".
 TOKENIZER_JSON = r"""
 {
   "version": "1.0",
@@ -1392,7 +1393,7 @@ TOKENIZER_JSON = r"""
   "added_tokens": []
 }
 """
-# Every special token in tokenizer.json has these fields with these values.
+# The fields that have the same values for every special token in tokenizer.json.
 TOKEN_FLAGS = {
     "single_word": False,
     "rstrip": False,
@@ -1404,7 +1405,7 @@ TOKEN_FLAGS = {
 def tokenizer_json(vocabulary):
     """Return the content of Hugging Face's tokenizer.json for a SentencePiece model.
 
-    Hugging Face's library tokenizers reads this file.
+    The library `tokenizers` of Hugging Face reads this file.
 
     vocabulary: the bytes of a SentencePiece unigram model.
     """
@@ -1552,7 +1553,7 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False):
     to: the new format, which is "plain", "hf" or "t5x".
     dtype: the NumPy type in which the parameters are written.
     step: the step of the checkpoint to read, or None to read the newest checkpoint.
-    allow_pickle: True to allow reading a pickle file, which can run any program.
+    allow_pickle: True to allow reading a pickle file, which can run any code.
 
     Raises a UserError if the model cannot be read. Raises an OSError if the new model
     cannot be written or differs from the old model.
