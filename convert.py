@@ -1636,7 +1636,7 @@ def main(argv):
             default="latest",
             help="the checkpoint to convert: a step number, latest or best",
         ),
-        allow_pickle=dict(action="store_true", help="allow pytorch_model.bin as SRC"),
+        allow_pickle=dict(action="store_true", help="allow reading a pickle file"),
     )
     if changes or args.config or args.run_dir:
         raise UserError(
