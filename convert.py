@@ -1,30 +1,32 @@
-"""Convert T5 weights between Hugging Face, T5X, Mesh TensorFlow and runs of plain T5.
+"""Convert T5 weights between Hugging Face, T5X, Mesh TensorFlow and plain T5.
 
-SRC is a model in any of these formats. convert.py detects the format and all dimensions
-of SRC. DST is a new folder for a run, a Hugging Face model or a T5X checkpoint. The
-values of the weights do not change, unless --dtype bfloat16 rounds the values. convert.py
-reads the written model again and compares the written model with SRC. The folder DST
-appears only after this comparison.
+SRC is a model in any of these formats. convert.py finds out the format and the dimensions
+by itself. DST is a new folder. It becomes a run directory of plain T5, a Hugging Face
+model or a T5X checkpoint. The weights keep their values, unless --dtype bfloat16 rounds
+them. At the end, convert.py reads the new model again and compares it with SRC. DST
+appears only if all arrays are equal.
 
     python convert.py t5-v1_1-small/ runs/t5_1_1_small     import any format as a run
     python convert.py runs/tiny tiny_hf --to hf            export to Hugging Face
     python convert.py runs/tiny checkpoint_1500 --to t5x   export to T5X
 
-All formats store the same arrays. The formats differ in the names of the arrays, and in
-the order of the axes of a matrix:
+All formats store the same numbers. They differ in the names of the arrays, and in how
+they store a matrix:
 
-- Hugging Face (the library transformers): a directory with config.json and the weights in
-  model.safetensors, flax_model.msgpack or pytorch_model.bin. PyTorch stores a matrix as
-  [outputs, inputs], and a run of plain T5 stores the matrix as [inputs, outputs].
-- T5X (Google's JAX code for T5): a directory checkpoint_N. The directory contains either
-  a msgpack file with one zarr array per parameter, or a checkpoint of the library Orbax.
-  T5X stores a matrix as [inputs, outputs].
-- Mesh TensorFlow (the original code for T5): a TensorFlow checkpoint model.ckpt-N. Mesh
-  TensorFlow stores a matrix as [inputs, outputs].
+- plain T5: a run directory. It stores a matrix of all layers in one array, with the shape
+  [layers, inputs, outputs]. The formats below store one array per layer.
+- Hugging Face (the library transformers): a directory with config.json and the weights.
+  model.safetensors and pytorch_model.bin store a matrix as [outputs, inputs], as PyTorch
+  does. flax_model.msgpack stores it as [inputs, outputs].
+- T5X (Google's JAX code for T5): a directory checkpoint_N. It contains a msgpack file and
+  zarr arrays, or a checkpoint of the library Orbax. A matrix is [inputs, outputs].
+- Mesh TensorFlow (the original code for T5): a TensorFlow checkpoint model.ckpt-N. A
+  matrix is [inputs, outputs].
 
-The *external name* of an array is the name of the array in Hugging Face or T5X. The name
-of a parameter in a run starts with "params/", for example "params/embed". The name of an
-optimizer array in a run starts with "slots/".
+Plain T5 calls the embedding "params/embed". Names of parameters begin with "params/", and
+names of optimizer arrays begin with "slots/". The code calls the name of an array in
+Hugging Face or T5X its external name. For example, the external name of the embedding is
+"shared.weight" in Hugging Face.
 
 Example:
 >>> from convert import parameter_names
@@ -67,12 +69,11 @@ import partition
 from configs import Config, DataConfig, ModelConfig, TrainConfig, UserError, note
 
 # ---- names -----------------------------------------------------------------------------
-# The three dicts below translate the names of all parameters. A key is a name, or a part
-# of a name, in a run of plain T5. A value is a pair of strings. The first string is used
-# by Hugging Face, and the second string is used by T5X.
+# Three dicts translate the names of parameters. Each key is a name in plain T5, or a part
+# of such a name. Each value is a pair (name in Hugging Face, name in T5X).
 
-# SUBLAYERS contains the names of the attention and MLP sublayers of a layer. Hugging Face
-# numbers the sublayers, and T5X does not number the sublayers.
+# The names of the attention and MLP sublayers in plain T5, Hugging Face and T5X. For
+# example, Hugging Face calls the first sublayer of a layer "layer.0.SelfAttention".
 SUBLAYERS = {
     "encoder/layers/attention": ("layer.0.SelfAttention", "attention"),
     "encoder/layers/mlp": ("layer.1.DenseReluDense", "mlp"),
@@ -83,23 +84,23 @@ SUBLAYERS = {
     ),
     "decoder/layers/mlp": ("layer.2.DenseReluDense", "mlp"),
 }
-# MATRICES contains the names of the matrices of a sublayer. If the MLP has no gate,
-# Hugging Face and T5X write "wi" instead of "wi_1". Only UMT5 has a relative position
-# bias in every layer, and T5X does not support UMT5.
+# The names of the matrices of a sublayer in plain T5, Hugging Face and T5X. For example,
+# the query matrix is "query" in plain T5, "q" in Hugging Face and "query" in T5X.
 MATRICES = {
     "query": ("q", "query"),
     "key": ("k", "key"),
     "value": ("v", "value"),
     "out": ("o", "out"),
     "gate": ("wi_0", "wi_0"),
+    # If the MLP has no gate, "up" is called "wi" in Hugging Face and in T5X.
     "up": ("wi_1", "wi_1"),
     "down": ("wo", "wo"),
+    # Only UMT5 has position biases in every layer. T5X does not support UMT5.
     "relative_bias": ("relative_attention_bias", "relative_attention_bias"),
 }
-# UNSTACKED contains the names of the parameters that all layers share, and of the
-# parameters outside the layers. If all layers of the encoder share one table of relative
-# position biases, Hugging Face stores the table in the first layer. The same holds for
-# the decoder.
+# The names of the parameters that are not repeated in every layer, such as the embedding.
+# In T5, all layers of the encoder share one table of relative position biases. Hugging
+# Face stores this table in the first layer, "block.0".
 UNSTACKED = {
     "embed": ("shared.weight", "target/token_embedder/embedding"),
     "unembed": ("lm_head.weight", "target/decoder/logits_dense/kernel"),
@@ -123,14 +124,13 @@ UNSTACKED = {
 
 
 def parameter_names(path, layer, gated):
-    """Return the names of a parameter in Hugging Face (PyTorch) and in T5X.
+    """Return the pair of names that a parameter has in Hugging Face (PyTorch) and in T5X.
+
+    For example, "embed" becomes "shared.weight" and "target/token_embedder/embedding".
 
     path: the name of the parameter in `model.param_table`.
-    layer: the number of the layer to which the parameter belongs. The number is ignored
-        if the parameter does not belong to a layer.
+    layer: the layer number. It is ignored if the parameter does not belong to a layer.
     gated: True if the MLP of the model has a gate.
-
-    Returns a pair of strings: the name in Hugging Face and the name in T5X.
     """
     if path in UNSTACKED:
         return UNSTACKED[path]
@@ -154,8 +154,8 @@ def parameter_names(path, layer, gated):
     )
 
 
-# The function parameter_names returns a pair. HF is the index of the Hugging Face name in
-# the pair, and T5X is the index of the T5X name in the pair.
+# Indices into the pair that parameter_names returns. For example,
+# parameter_names(path, layer, gated)[HF] is the name in Hugging Face.
 HF, T5X = 0, 1
 
 
@@ -163,12 +163,13 @@ HF, T5X = 0, 1
 
 
 def split_layers(name, shape):
-    """Return the numbers of the layers in an array of a run, and the shape of one layer.
+    """Return the layer numbers of an array, and the shape of one layer.
 
-    A run stores the same parameter of all layers in one array, whose first axis is the
-    layer number. If an array does not contain layers, the result is ([None], shape).
+    Plain T5 stacks a parameter of all layers into one array, whose axis 0 is the layer.
+    For example, the shape (8, 512, 384) gives layers 0 to 7 of the shape (512, 384). An
+    array that is not stacked, such as the embedding, gives ([None], shape).
 
-    name: the name of the array in the run.
+    name: the name of the array, such as "params/encoder/layers/mlp/up".
     shape: the shape of the array.
     """
     if "layers" in name.split("/"):
@@ -177,45 +178,43 @@ def split_layers(name, shape):
 
 
 class Tensor(NamedTuple):
-    """An array on disk, which has a known shape and is read only when it is needed.
+    """An array that is read from disk only when its values are needed.
 
-    An argument with the name `tensors` is a dict from external names to Tensors. Such a
-    dict contains all arrays of a model in Hugging Face, T5X or Mesh TensorFlow.
+    The shape is known from the start. Calling read() returns the values as a NumPy array.
+    In this file, `tensors` is always a dict {name in Hugging Face or T5X: Tensor}.
     """
 
     shape: tuple
-    read: Callable  # a function without arguments that returns the values of the array
+    read: Callable  # read() returns the values as a NumPy array
 
     def transpose(self):
-        """Return a Tensor whose values are the transpose of this matrix."""
+        """Return the transposed matrix as a Tensor, without reading its values yet."""
         return Tensor(self.shape[::-1], lambda: self.read().T)
 
 
 class Entry(NamedTuple):
-    """A record that maps an array of Hugging Face or T5X to an array of a run.
+    """The place where plain T5 stores one array of Hugging Face or T5X.
 
-    A run stores a matrix of all layers in one array [layers, inputs, outputs]. Hugging
-    Face and T5X store one array per layer. An array of a run that contains 12 layers
-    therefore has 12 entries.
+    Hugging Face and T5X store one array per layer. Plain T5 stacks the arrays of all
+    layers into one. With 12 layers, 12 entries therefore have the same `name`.
     """
 
-    external_name: str
-    name: str  # the name of the array in the run
-    layer: int | None  # the layer number, or None if the array does not contain layers
-    shape: tuple  # the shape that the layer has in the run
-    transposed: bool  # True if the external array is the transpose of the layer
+    external_name: str  # the name in Hugging Face or T5X
+    name: str  # the name in plain T5, such as "params/embed"
+    layer: int | None  # the layer number, or None if the array is not stacked
+    shape: tuple  # the shape of one layer in plain T5
+    transposed: bool  # True if Hugging Face stores the transpose of this matrix
 
 
 def parameter_entries(cfg, form):
-    """Return a list with one Entry for every parameter of a Hugging Face or T5X model.
+    """Return a list with one Entry for every parameter array in Hugging Face or T5X.
 
-    PyTorch stores the weight of a linear layer as [outputs, inputs]. A run stores the
-    weight as [inputs, outputs]. PyTorch stores the relative position biases as [buckets,
-    heads]. A run stores the biases as [heads, buckets]. Every matrix of Hugging Face is
-    therefore transposed, except the embedding.
+    PyTorch stores a matrix as [outputs, inputs], and plain T5 stores it as [inputs,
+    outputs]. The position biases are [buckets, heads] in PyTorch and [heads, buckets] in
+    plain T5. Every Hugging Face matrix is therefore transposed, except the embedding.
 
     cfg: the ModelConfig of the model.
-    form: the constant HF or T5X, which selects the external names.
+    form: HF for the names in Hugging Face, or T5X for the names in T5X.
     """
     gated = cfg.activation.startswith("gated_")
     entries = []
@@ -229,35 +228,43 @@ def parameter_entries(cfg, form):
     return entries
 
 
-# STEP is the name of the array in which T5X stores the step number.
+# The name of the array in which T5X stores the step number.
 STEP = "state/step"
 
 
 def slot_name(parameter, slot):
-    """Return the name that T5X gives to an array of the optimizer.
+    """Return the name of an Adafactor array in a T5X checkpoint.
 
-    parameter: the name of the parameter to which the optimizer array belongs.
-    slot: the name of the array in the optimizer Adafactor: m, v, v_row or v_col.
+    For example, the array v of the parameter "target/decoder/decoder_norm/scale" is
+    "state/param_states/decoder/decoder_norm/scale/v".
+
+    parameter: the name of the parameter in Hugging Face or T5X.
+    slot: which Adafactor array, "m", "v", "v_row" or "v_col".
     """
     return f"state/param_states/{parameter.removeprefix('target/')}/{slot}"
 
 
 def slot_entries(parameters, factored):
-    """Return a list with one Entry for every T5X array of the optimizer Adafactor.
+    """Return a list with one Entry for every Adafactor array in a T5X checkpoint.
 
-    Adafactor (Shazeer and Stern, 2018) estimates the mean square V of each gradient. An
-    array that Adafactor stores for a parameter is called a slot. For most parameters,
-    Adafactor stores V in one slot. The slot has the name "full" in a run and v in T5X.
+    Adafactor (Shazeer and Stern, 2018) keeps V, a moving average of the squared gradient
+    of each parameter. To save memory, it stores only the row means and column means of V
+    for a large matrix. For other parameters it stores the complete V.
 
-    For a large matrix, Adafactor stores two slots instead of V. A run calls the mean of
-    every row of V "row", with shape [rows]. A run calls the mean of every column of V
-    "column", with shape [columns]. T5X calls the shorter slot v_row and the longer slot
-    v_col. For a matrix [512, 1024], "row" is therefore v_row. For a matrix [1024, 512],
-    "row" is v_col. For a square matrix, "row" is v_row. Source: t5x/adafactor.py.
+    These arrays are called slots. Their names are:
+
+        slot                       shape             in plain T5    in T5X
+        complete V                 as the parameter  "full"         v
+        row means of a matrix      [rows]            "row"          v_row, or v_col
+        column means of a matrix   [columns]         "column"       v_col, or v_row
+
+    T5X calls the shorter slot v_row and the longer slot v_col. For a matrix [512, 1024]
+    or [512, 512], "row" is v_row. For a matrix [1024, 512], "row" is v_col. Source:
+    t5x/adafactor.py.
 
     parameters: the list of entries that parameter_entries returns.
-    factored: the names, in a run, of the parameters that have the slots "row" and
-        "column".
+    factored: the names of the parameters whose slots are "row" and "column", such as
+        "params/encoder/layers/mlp/up".
     """
     entries = []
     for parameter in parameters:
@@ -275,24 +282,20 @@ def slot_entries(parameters, factored):
 
 
 class Weights(NamedTuple):
-    """A model on disk, in the form that is independent of the format of the model.
+    """A model that has been opened and can be written in any format.
 
-    The functions that read a format return Weights, and the functions that write a format
-    take Weights. A writer reads a layer from the disk only when the writer writes this
-    layer. The model may therefore be larger than the memory.
+    The functions that open a model return Weights, and the functions that write a model
+    take Weights. An array is read from disk only when it is written. The model may
+    therefore be larger than the memory.
     """
 
     cfg: Config
     step: int
-    # A dict from (name of the array in a run, layer number) to a Tensor. The dict
-    # contains all parameters. The dict also contains the arrays of the optimizer if these
-    # arrays can be converted.
+    # {(name in plain T5, layer number or None): Tensor} for all parameters. The optimizer
+    # state is included if convert.py supports the optimizer.
     arrays: dict
-    # The content of the file spiece.model. The value is None if the model has no
-    # vocabulary.
-    vocabulary: bytes | None
-    # The content of the file recipe.py. The value is None if the model has no such file.
-    recipe: bytes | None = None
+    vocabulary: bytes | None  # the content of spiece.model, or None without a vocabulary
+    recipe: bytes | None = None  # the content of recipe.py, or None without such a file
 
 
 def in_memory(array):
@@ -305,50 +308,58 @@ def in_memory(array):
 
 @contextlib.contextmanager
 def explain_errors(path, kind="in the format that its name and folder suggest"):
-    """Replace the exception of a library by a UserError that contains the path of a file.
+    """Turn any exception into a UserError that names the file.
 
-    This function can be used as a context manager or as a decorator.
+    For example, a truncated file gives the message "model.safetensors is missing, damaged
+    or not a complete safetensors file". A UserError passes unchanged. The function works
+    as a context manager and as a decorator.
 
-    path: the path of the file that the library reads.
-    kind: a noun phrase that says what the file should be, for the message.
+    path: the path of the file that is read.
+    kind: what the file should be, such as "a complete safetensors file".
     """
     try:
         yield
     except ImportError as error:
         raise UserError(
-            f"Reading {path} needs a missing package ({error}): install it with pip."
+            f"{path} cannot be read ({error}): install the missing package with pip."
         ) from error
     except UserError:
         raise
-    except Exception as error:  # The libraries raise exceptions of many classes.
+    except Exception as error:  # Every library has its own exception classes.
         reason = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
         raise UserError(
-            f"{path} is missing, damaged or not {kind} ({reason}): download it again, or "
-            f"choose another checkpoint with --step."
+            f"{path} is missing, damaged or not {kind} ({reason}): download the model "
+            f"again, or choose another checkpoint with --step."
         ) from error
 
 
 def check_shapes(source, required, found):
-    """Raise a UserError if an array of a model is missing or has a wrong shape.
+    """Raise a UserError if an array of a model is missing or has the wrong shape.
 
-    source: the path of the model, for the message.
-    required: a dict from the name of an array to the shape that the array must have.
-    found: a dict from the name of an array to the shape that the array has.
+    This check finds a damaged model before anything is converted.
+
+    source: the path of the model, for the error message.
+    required: {name: shape} of the arrays that the model must have.
+    found: {name: shape} of the arrays that the model has.
     """
     for name, shape in required.items():
         if found.get(name) != shape:
             raise UserError(
-                f"{source} is damaged: {name} must have shape {shape}, but it has "
-                f"{found.get(name, 'none')}. Use another copy of the model."
+                f"{source} is damaged: the shape of {name} must be {shape}, but it is "
+                f"{found.get(name, 'missing')}. Use another copy of the model."
             )
 
 
 def model_from_shapes(tensors, form, source):
-    """Return a ModelConfig with the values that follow from the shapes of the weights.
+    """Return the ModelConfig of a model, computed from the shapes of its weights.
 
-    tensors: a dict from external names to the Tensors of the model.
-    form: HF or T5X, the constant for the naming scheme of `tensors`.
-    source: the path of the model, for messages.
+    For example, the embedding has the shape [vocab_size, d_model]. The number of layers
+    follows from the names of the arrays. Values that are not in the weights, such as the
+    dropout rate, keep their defaults.
+
+    tensors: {name in Hugging Face or T5X: Tensor} for all arrays of the model.
+    form: HF if the names in `tensors` are those of Hugging Face, or T5X.
+    source: the path of the model, for error messages.
 
     Raises a UserError if the encoder has no layers. Raises a UserError if the model has
     an output layer, but no decoder layers.
@@ -356,17 +367,16 @@ def model_from_shapes(tensors, form, source):
     gated = parameter_names("encoder/layers/mlp/gate", 0, True)[form] in tensors
 
     def shape(path):
-        """Return the shape that a layer of the parameter `path` has in a run."""
+        """Return the shape of a parameter in plain T5, without the layer axis."""
         rows, columns = tensors[parameter_names(path, 0, gated)[form]].shape
         if form == HF and path != "embed":
             return columns, rows
         return rows, columns
 
     def count_layers(stack):
-        """Return the number of layers of the encoder or of the decoder.
+        """Return the number of layers of a stack, which is "encoder" or "decoder".
 
-        The number of layers is the largest layer number in the names of the arrays, plus
-        1. stack: the string "encoder" or "decoder".
+        If the largest layer number in the names of the arrays is 11, the result is 12.
         """
         pattern = rf"{stack}[./](?:block\.|layers_)(\d{{1,3}})\D"
         numbers = re.findall(pattern, " ".join(tensors))
@@ -377,8 +387,8 @@ def model_from_shapes(tensors, form, source):
     if not num_layers or not num_decoder_layers and not tied:
         raise UserError(
             f"{source} has {num_layers} encoder layers, {num_decoder_layers} decoder "
-            f"layers and {'no' if tied else 'an'} output layer: plain T5 converts "
-            f"complete encoder-decoders, and encoders without an output layer."
+            f"layers and {'no' if tied else 'an'} output layer: convert a complete "
+            f"encoder-decoder, or an encoder without an output layer."
         )
     num_heads, relative_buckets = shape("encoder/relative_bias")
     vocab_size, d_model = shape("embed")
@@ -399,11 +409,15 @@ def model_from_shapes(tensors, form, source):
 
 
 def to_weights(tensors, form, source, cfg, vocabulary, name="t5"):
-    """Return the Weights of a model whose arrays have the names of Hugging Face or T5X.
+    """Return the Weights of a model, given its Hugging Face or T5X arrays.
 
-    tensors: a dict from external names to the Tensors of the model.
-    form: HF or T5X, the constant for the naming scheme of `tensors`.
-    source: the path of the model, for messages.
+    First check that all arrays exist and have the right shapes. Then give the arrays the
+    names of plain T5, and transpose matrices if necessary. The optimizer state is
+    converted too, if the optimizer is Adafactor without momentum.
+
+    tensors: {name in Hugging Face or T5X: Tensor} for all arrays of the model.
+    form: HF if the names in `tensors` are those of Hugging Face, or T5X.
+    source: the path of the model, for error messages.
     cfg: the ModelConfig of the model.
     vocabulary: the content of spiece.model, or None if the model has no vocabulary.
     name: the name of the model.
@@ -418,7 +432,7 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5"):
     optimizer, others = {}, {}
     for external_name, tensor in tensors.items():
         is_optimizer = external_name.startswith("state/")
-        # T5X stores an array with a single zero if the optimizer does not use the array.
+        # Skip unused optimizer arrays. T5X stores a single zero for each of them.
         if is_optimizer and math.prod(tensor.shape) > 1:
             optimizer[external_name] = tensor.shape
         elif not is_optimizer:
@@ -426,9 +440,9 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5"):
     check_shapes(source, required, others)
     if unknown := others.keys() - required.keys():
         raise UserError(
-            f"{source} has {', '.join(sorted(unknown)):.200}, which no T5 model has: "
-            f"plain T5 converts T5 1.0, T5 1.1, mT5, UMT5, ByT5 and models derived from "
-            f"them."
+            f"{source} has arrays that no T5 model has "
+            f"({', '.join(sorted(unknown)):.200}): convert a T5 1.0, T5 1.1, mT5, UMT5 "
+            f"or ByT5 model, or a model derived from one of these."
         )
     step = int(tensors[STEP].read()) if STEP in tensors else 0
     factored = set()
@@ -437,18 +451,18 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5"):
             factored.add(entry.name)
     slots = slot_entries(entries, factored)
     arrays = {}
-    # The optimizer is Adafactor without momentum if the optimizer has exactly the arrays
-    # that slot_entries lists.
+    # Convert the optimizer state only if its arrays are exactly those of Adafactor
+    # without momentum.
     if optimizer == {slot.external_name: slot.shape for slot in slots}:
         entries += slots
-        # T5X stores only the number of steps. A run also stores the number of updates and
-        # the number of skipped updates.
+        # T5X stores only the step. Plain T5 also stores the number of updates (count) and
+        # the number of updates skipped in a row (skipped).
         for counter, value in {"step": step, "count": step, "skipped": 0}.items():
             arrays[counter, None] = in_memory(value)
     elif optimizer:
         note(
-            f"Only the parameters of {source} are converted, because its optimizer is "
-            f"not Adafactor without momentum."
+            f"The optimizer state of {source} is not converted, because convert.py "
+            f"supports only Adafactor without momentum. The parameters are converted."
         )
     for entry in entries:
         tensor = tensors[entry.external_name]
@@ -461,7 +475,7 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5"):
     try:
         configs.check(run)
     except UserError as error:
-        raise UserError(f"{source} cannot be converted: {error}") from error
+        raise UserError(f"{source} cannot be converted. {error}") from error
     return Weights(run, step, arrays, vocabulary)
 
 
@@ -469,17 +483,16 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5"):
 
 
 def read_vocabulary(folders, cfg, sentinels=data.SENTINELS):
-    """Return the vocabulary of a model as the bytes of a serialized SentencePiece model.
+    """Return the content of the spiece.model that a run directory needs.
 
-    The vocabulary is read from spiece.model or, if no folder contains this file, from
-    tokenizer.json. A model without a vocabulary file is ByT5 if the model has 384
-    embeddings. The result is then the line "bytes:0". Otherwise the result is None.
+    The content is read from spiece.model, or from tokenizer.json if there is no
+    spiece.model. If both files are missing, a model with 384 embeddings is taken for
+    ByT5. For any other model, the result is None.
 
-    folders: a list of folders. The file is taken from the first folder that contains the
-        file.
+    folders: the folders to search. The first folder that contains the file is used.
     cfg: the ModelConfig of the model.
-    sentinels: the number of sentinels (<extra_id_0> and so on) of the model. The
-        sentinels are appended if the file does not contain sentinels.
+    sentinels: the number of sentinels (<extra_id_0> and so on). They are appended to a
+        vocabulary that has none.
 
     Raises a UserError if the vocabulary has more pieces than the model has embeddings.
     """
@@ -487,9 +500,11 @@ def read_vocabulary(folders, cfg, sentinels=data.SENTINELS):
     paths = [folder / name for name in names for folder in folders]
     path = next(filter(Path.is_file, paths), None)
     if path is None:
+        # "bytes:0" is plain T5's name for the ByT5 tokenizer, which reads bytes.
         return b"bytes:0\n" if cfg.vocab_size == 384 else None
     vocabulary = path.read_bytes()
-    # A run for bytes or for token ids has a spiece.model that contains one line of text.
+    # If a model reads bytes or token ids, its spiece.model is a single line, such as
+    # "bytes:0" or "ids:32128:100".
     if vocabulary.startswith((b"bytes", b"ids:")):
         return vocabulary
     if path.suffix == ".json":
@@ -501,34 +516,37 @@ def read_vocabulary(folders, cfg, sentinels=data.SENTINELS):
     if len(proto.pieces) > cfg.vocab_size:
         raise UserError(
             f"{path} has {len(proto.pieces):,} pieces, but the model has only "
-            f"{cfg.vocab_size:,} embeddings: use the vocabulary of this model."
+            f"{cfg.vocab_size:,} embeddings: replace this file by the vocabulary of the "
+            f"model."
         )
     return vocabulary
 
 
 def parse_sentencepiece(vocabulary, path="spiece.model"):
-    """Return the protocol buffer (ModelProto) of a serialized SentencePiece model.
+    """Parse the bytes of a SentencePiece model into a protocol buffer (ModelProto).
+
+    The ModelProto contains the pieces of the vocabulary and the normalization rules.
 
     vocabulary: the bytes of the SentencePiece model.
-    path: the path of the SentencePiece model, for messages.
+    path: the path of the SentencePiece model, for error messages.
     """
     proto = sentencepiece_model_pb2.ModelProto()
     with explain_errors(path, "a SentencePiece model"):
         proto.ParseFromString(vocabulary)
-        proto.pieces[0]  # This line raises an IndexError if the vocabulary is empty.
+        # An empty file can be parsed too, so check that the vocabulary has a piece.
+        proto.pieces[0]
     return proto
 
 
-# WHITE_SPACE contains the characters at which the step WhitespaceSplit of a
-# tokenizer.json splits a text. The converted SentencePiece model replaces these
-# characters by spaces.
+# The characters that the tokenizer.json step "WhitespaceSplit" treats as white space. The
+# converted SentencePiece model replaces each of these characters by a space.
 WHITE_SPACE = (
     "\t\n\v\f\r\x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009"
     "\u200a\u2028\u2029\u202f\u205f\u3000"
 )
-# SUPPORTED_PARTS contains the processing steps of a tokenizer.json that a SentencePiece
-# model can express. A string consists of the type of the step and of the pattern of the
-# step. The steps "Replace" merge or remove spaces. SentencePiece always does the same.
+# The processing steps in a tokenizer.json that a SentencePiece model can reproduce. Each
+# string is the type of a step, followed by its pattern if it has one. The "Replace" steps
+# merge or remove spaces, which SentencePiece does by itself.
 SUPPORTED_PARTS = {
     "Unigram",
     "Precompiled",
@@ -542,11 +560,11 @@ SUPPORTED_PARTS = {
 
 
 def tokenizer_json_to_sentencepiece(path):
-    """Convert a tokenizer.json to a SentencePiece model that gives the same ids.
+    """Convert Hugging Face's tokenizer.json to a SentencePiece model (a ModelProto).
 
-    The file tokenizer.json is the tokenizer of a Hugging Face model. The ids differ only
-    if a text contains "</s>", "<pad>" or "<unk>", or if a text ends with a white-space
-    character that is not a space. The result is a protocol buffer (ModelProto).
+    Both tokenizers give the same ids for almost all texts. The ids may differ if a text
+    contains "</s>", "<pad>" or "<unk>". They may also differ if a text ends with white
+    space other than a space, such as a newline.
 
     path: the path of the tokenizer.json.
 
@@ -566,8 +584,9 @@ def tokenizer_json_to_sentencepiece(path):
         used.add("no Metaspace")
     if unsupported := used - SUPPORTED_PARTS:
         raise UserError(
-            f"{path} has {', '.join(sorted(unsupported)):.200}, which a SentencePiece "
-            f"unigram model does not support: add the spiece.model of this model."
+            f"{path} uses {', '.join(sorted(unsupported)):.200}, which SentencePiece "
+            f"unigram models do not support: download the model's spiece.model into the "
+            f"same folder."
         )
     vocab = unigram["vocab"]
     normal = [entry for entry in vocab if "<extra_id_" not in entry[0]]
@@ -578,15 +597,16 @@ def tokenizer_json_to_sentencepiece(path):
         proto.pieces.add(piece=piece, score=score, type=types.get(number, "NORMAL"))
     data.add_sentinels(proto, sentinels)
     for piece, (expected, _) in zip(proto.pieces, vocab):
-        # Some files write "<extra_id_0>" instead of "\u2581<extra_id_0>". The character
-        # "\u2581" stands for a space, and is ignored in this comparison.
+        # Some files write "<extra_id_0>", and others write "\u2581<extra_id_0>", where
+        # "\u2581" stands for a space. Accept both.
         if piece.piece.removeprefix("\u2581") != expected.removeprefix("\u2581"):
             raise UserError(
-                f"The sentinels in {path} do not count down to <extra_id_0>, the last "
-                f"piece: add the spiece.model of this model."
+                f"The sentinels in {path} must be the last pieces, in descending order "
+                f"to <extra_id_0>: download the model's spiece.model into the same "
+                f"folder."
             )
-    # norm_map is a dict of replacements. SentencePiece replaces every key by the value of
-    # the key before SentencePiece splits a text into pieces.
+    # norm_map contains the replacements that SentencePiece makes before it splits a text
+    # into pieces. For example, {"\t": " "} replaces every tab by a space.
     norm_map = {}
     if "WhitespaceSplit" in used:
         norm_map |= dict.fromkeys(WHITE_SPACE, " ")
@@ -596,9 +616,8 @@ def tokenizer_json_to_sentencepiece(path):
             spec = sentencepiece_model_pb2.NormalizerSpec(precompiled_charsmap=charsmap)
             normalizer = sentencepiece.SentencePieceNormalizer(normalizer_spec=spec)
             norm_map |= normalizer.decompile()
-    # If prepend_scheme is "first", the tokenizer does not insert a space between a
-    # sentinel and the text that follows the sentinel. Otherwise the tokenizer inserts a
-    # space there.
+    # Put a space before each sentinel, because its piece begins with "\u2581". Unless
+    # prepend_scheme is "first", Hugging Face also puts a space after each sentinel.
     space = "" if "first" in str(tokenizer["pre_tokenizer"]) else " "
     for k in range(sentinels):
         norm_map[f"<extra_id_{k}>"] = f" <extra_id_{k}>{space}"
@@ -612,10 +631,10 @@ def tokenizer_json_to_sentencepiece(path):
 
 
 def read_safetensors(file):
-    """Return a dict from the name of an array in a safetensors file to a Tensor.
+    """Return {name: Tensor} for all arrays in a safetensors file.
 
-    Raises a UserError if the weights are quantized, because a run needs floating point
-    numbers.
+    Raises a UserError if the weights are quantized, because plain T5 needs floating-point
+    weights.
     """
     tensors = {}
     with explain_errors(file, "a complete safetensors file"):
@@ -624,8 +643,9 @@ def read_safetensors(file):
             tensor = opened.get_slice(name)
             if tensor.get_dtype() not in ("F64", "F32", "F16", "BF16"):
                 raise UserError(
-                    f"{file} is quantized: {name} has type {tensor.get_dtype()}. Convert "
-                    f"the original model, whose weights are floating point numbers."
+                    f"{file} is quantized, because {name} has the type "
+                    f"{tensor.get_dtype()}: convert the original model with "
+                    f"floating-point weights."
                 )
             read = functools.partial(opened.get_tensor, name)
             tensors[name] = Tensor(tuple(tensor.get_shape()), read)
@@ -633,15 +653,15 @@ def read_safetensors(file):
 
 
 def read_pickle(file):
-    """Return a dict from the name of an array in a pytorch_model.bin to a Tensor.
+    """Return {name: Tensor} for all arrays in a pytorch_model.bin.
 
     This function needs the library torch.
     """
     with explain_errors(file):
         import torch
 
-        # Versions of torch before 1.6 wrote files that are not zip archives. Such files
-        # cannot be memory-mapped.
+        # Memory-map the file if it is a zip archive. Versions of torch before 1.6 wrote
+        # another format, which cannot be memory-mapped.
         mmap = zipfile.is_zipfile(file)
         arrays = torch.load(file, "cpu", weights_only=True, mmap=mmap)
     tensors = {}
@@ -653,15 +673,15 @@ def read_pickle(file):
 
 
 def restore_msgpack(file):
-    """Return the nested dict that Flax stored in a msgpack file."""
+    """Return the nested dict of arrays in a msgpack file that Flax wrote."""
     with explain_errors(file, "a complete msgpack file"):
         return flax.serialization.msgpack_restore(file.read_bytes())
 
 
 def pytorch_name(name):
-    """Return the PyTorch name of an array of a Hugging Face model.
+    """Return the PyTorch name of an array in a Hugging Face model.
 
-    The PyTorch name of the Flax array "lm_head/kernel" is "lm_head.weight".
+    For example, the Flax name "lm_head/kernel" becomes "lm_head.weight".
 
     name: the name of the array in Flax or in PyTorch. A PyTorch name is returned
         unchanged.
@@ -670,12 +690,10 @@ def pytorch_name(name):
 
 
 def read_flax(file):
-    """Return a dict from the PyTorch name of an array in a Flax file to a Tensor.
+    """Return {PyTorch name: Tensor} for all arrays in a flax_model.msgpack.
 
-    The file flax_model.msgpack contains a Hugging Face model. The arrays get the shapes
-    of PyTorch. A Flax array with the name "kernel" is the transpose of the PyTorch
-    matrix. Flax reads the complete file at once. Reading therefore needs twice the size
-    of the file in memory.
+    Arrays with the name "kernel" are transposed to [outputs, inputs], as in PyTorch. Flax
+    reads the complete file at once, which needs twice the size of the file in memory.
     """
     tensors = {}
     for name, array in partition.flatten(restore_msgpack(file)).items():
@@ -685,7 +703,8 @@ def read_flax(file):
     return tensors
 
 
-# HF_READERS maps the name of a weight file to the function that reads such a file.
+# The weight files of Hugging Face, and the functions that read them. If a folder contains
+# several of these files, the first one in this order is read.
 HF_READERS = {
     "model.safetensors": read_safetensors,
     "flax_model.msgpack": read_flax,
@@ -694,11 +713,11 @@ HF_READERS = {
 
 
 def find_hf_weights(folder):
-    """Return the name of the weight file in a Hugging Face directory.
+    """Return the name of the weight file in a Hugging Face directory, or None.
 
-    A large model is stored in several files, and model.safetensors.index.json lists the
-    files. The result is then the name without ".index.json". The result is None if the
-    directory contains no weights.
+    The name is "model.safetensors", "flax_model.msgpack" or "pytorch_model.bin". A large
+    model is split into several files, which model.safetensors.index.json lists. The
+    result is then also "model.safetensors".
     """
     for name in HF_READERS:
         if (folder / name).exists() or (folder / f"{name}.index.json").exists():
@@ -707,10 +726,10 @@ def find_hf_weights(folder):
 
 
 def read_hf(folder):
-    """Return a dict from the name of an array in a Hugging Face directory to a Tensor.
+    """Return {PyTorch name: Tensor} for all weights in a Hugging Face directory.
 
-    A large model is stored in several files, and an index file lists the arrays of all
-    files. Raises a UserError if the index file lists an array that no file contains.
+    A large model is split into several files, and an index file lists all arrays. Raises
+    a UserError if the index file lists an array that no file contains.
     """
     name = find_hf_weights(folder)
     weight_map = {}
@@ -722,18 +741,18 @@ def read_hf(folder):
     tensors = {}
     for file in sorted(files):
         tensors |= HF_READERS[name](folder / file)
-    # A model without an output layer is read as a tied model. If a file with the output
-    # layer is missing, this check therefore raises an error.
+    # All arrays in the index file must exist. Otherwise a model that has lost its output
+    # layer would look like a tied model.
     if missing := set(map(pytorch_name, weight_map)) - tensors.keys():
         raise UserError(
-            f"{folder} has no {', '.join(sorted(missing)):.200}, which its index lists: "
-            f"download the missing file again."
+            f"No file in {folder} contains {', '.join(sorted(missing)):.200}, which the "
+            f"index file lists: download the directory again."
         )
     return tensors
 
 
-# HF_FIELDS maps a field of Hugging Face's config.json to the field of ModelConfig that
-# has the same value.
+# Fields of Hugging Face's config.json, and the fields of ModelConfig with the same value.
+# For example, relative_attention_num_buckets is called relative_buckets in plain T5.
 HF_FIELDS = {
     "vocab_size": "vocab_size",
     "d_model": "d_model",
@@ -746,9 +765,9 @@ HF_FIELDS = {
     "relative_attention_max_distance": "relative_max_distance",
     "dropout_rate": "dropout",
 }
-# HF_TYPES contains the types of the fields that convert.py reads from Hugging Face's
-# config.json. A "?" marks a field that may be missing. The dimensions of the model are
-# not listed, because the shapes of the weights determine the dimensions.
+# The types of the fields that are read from Hugging Face's config.json. A "?" marks a
+# field that may be missing. Dimensions such as d_model are not listed, because they
+# follow from the shapes of the weights.
 HF_TYPES = {
     "model_type?": str,
     "feed_forward_proj?": str,
@@ -757,13 +776,15 @@ HF_TYPES = {
     "dropout_rate?": (int, float),
     "relative_attention_max_distance?": int,
 }
-# SPECIAL_TOKENS contains the fields of Hugging Face's config.json for the special tokens
-# of T5, with the token ids.
+# The ids of T5's special tokens, as fields of Hugging Face's config.json. T5 starts the
+# decoder with the padding token.
 SPECIAL_TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
 
 
 def hf_config(cfg):
-    """Return a dict with the fields of Hugging Face's config.json that describe a model.
+    """Return the fields of Hugging Face's config.json that describe a model, as a dict.
+
+    For t5-small, for example, "d_model" is 512 and "feed_forward_proj" is "relu".
 
     cfg: the ModelConfig of the model.
     """
@@ -776,12 +797,11 @@ def hf_config(cfg):
 def open_hf(folder):
     """Return the Weights of the model in a Hugging Face directory.
 
-    Raises a UserError if the directory is damaged or if plain T5 does not support the
-    model.
+    Raises a UserError if a file is damaged or plain T5 does not support the model.
     """
 
     def read_optional(name):
-        """Return the dict in a JSON file, or an empty dict if the file is missing."""
+        """Return the content of a JSON file, or {} if the file is missing."""
         path = folder / name
         return configs.read_json(path, dict) if path.exists() else {}
 
@@ -791,8 +811,8 @@ def open_hf(folder):
     model_type = config.get("model_type", "t5")
     if model_type not in ("t5", "mt5", "umt5"):
         raise UserError(
-            f"{folder} has a model of type {model_type}: convert.py reads the types t5, "
-            f"mt5 and umt5."
+            f"{folder} contains a model of type {model_type}: use a model of type t5, "
+            f"mt5 or umt5."
         )
     tensors = unify_embeddings(read_hf(folder), config, folder)
     cfg = model_from_shapes(tensors, HF, folder)
@@ -806,17 +826,19 @@ def open_hf(folder):
 
 
 def unify_embeddings(tensors, config, folder):
-    """Return the arrays of a Hugging Face model with the embedding stored only once.
+    """Return the arrays of a Hugging Face model with only one copy of the embedding.
 
-    A tied model of plain T5 uses the embedding as the output layer, and scales the logits
-    by d_model^-0.5. A Hugging Face model can use the embedding as the output layer
-    without scaling the logits. A Hugging Face model can also scale the logits of a
-    separate output layer. In these two cases, the result contains a separate output layer
-    that gives the same logits as Hugging Face.
+    Plain T5 has two types of models. A tied model uses the embedding as its output layer,
+    and scales the logits by d_model^-0.5. An untied model has a separate output layer,
+    and does not scale the logits.
 
-    tensors: a dict from names in Hugging Face to the Tensors of the model.
+    Some Hugging Face models are a mixture of the two types. They are tied without
+    scaling, or untied with scaling. The result is then an untied model that gives the
+    same logits.
+
+    tensors: {PyTorch name: Tensor} for all arrays of the model.
     config: the content of config.json as a dict.
-    folder: the Hugging Face directory, for messages.
+    folder: the Hugging Face directory, for error messages.
 
     Raises a UserError if the model has no embedding, or several different embeddings.
     Raises a UserError if the output layer is missing.
@@ -826,35 +848,36 @@ def unify_embeddings(tensors, config, folder):
     tables = [tensors[name] for name in (embed, *copies) if name in tensors]
     if not tables:
         raise UserError(
-            f"{folder} has no {embed}: download the complete directory of a T5 model."
+            f"{folder} has no {embed} (the embedding): download a complete T5 model."
         )
     embedding = tables[0]
 
     def equals_embedding(tensor):
-        """Return True if a Tensor has the same values as the embedding."""
+        """Return whether an array has the same values as the embedding."""
         return np.array_equal(tensor.read(), embedding.read(), equal_nan=True)
 
     if not all(map(equals_embedding, tables)):
         raise UserError(
-            f"{folder} has several embeddings that differ: plain T5 converts models that "
-            f"have one embedding."
+            f"{folder} contains several different embeddings: use a model whose encoder "
+            f"and decoder share one embedding."
         )
     head_tensor = tensors.get(head, embedding)
     shared = equals_embedding(head_tensor)
     tied = config.get("tie_word_embeddings", shared)
-    # By default, the library transformers scales the logits of a tied model by
-    # d_model^-0.5. The exception is mT5.
+    # By default, transformers scales the logits of tied models, except those of mT5.
     scaled = tied and config.get("model_type") != "mt5"
     scaled = config.get("scale_decoder_outputs", scaled)
     if not any(name.startswith(("decoder", head)) for name in tensors):
-        scaled = True  # An encoder without a decoder has no logits.
+        # A model without a decoder needs no output layer. If `scaled` is True, the code
+        # below adds none.
+        scaled = True
     elif not (head in tensors or tied or "scale_decoder_outputs" in config):
         raise UserError(
-            f"{folder} has no {head}, although its config.json says that the model is "
-            f"not tied: download the model again."
+            f"{folder} has no {head} (the output layer), although tie_word_embeddings is "
+            f"false in config.json: download the model again."
         )
-    # The published files of T5 1.0 contain relative position biases for cross-attention,
-    # although T5 does not use such biases.
+    # Drop the position biases for cross-attention. The published T5 1.0 files contain
+    # them, but T5 does not use them.
     unused = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
     tensors = {k: v for k, v in tensors.items() if k not in (head, *copies, unused)}
     tensors[embed] = embedding
@@ -865,16 +888,16 @@ def unify_embeddings(tensors, config, folder):
 
 
 def apply_hf_config(cfg, config, generation, folder):
-    """Return a copy of a ModelConfig with the values that only config.json contains.
+    """Return a ModelConfig that also has the values that only config.json contains.
 
-    The shapes of the weights determine most values of a ModelConfig. The shapes do not
-    determine the dropout rate, the maximum distance of the relative position biases, and
-    whether the activation is gated GELU or gated SiLU.
+    These values are the dropout rate, the maximum distance of relative positions, and the
+    choice between gated GELU and gated SiLU. All other values are already known from the
+    shapes of the weights. In config.json, these values must be the same.
 
     cfg: the ModelConfig that model_from_shapes returned.
     config: the content of config.json as a dict.
     generation: the content of generation_config.json as a dict.
-    folder: the Hugging Face directory, for messages.
+    folder: the Hugging Face directory, for error messages.
 
     Raises a UserError if a JSON file contradicts the weights, or contains a value that
     plain T5 does not support.
@@ -886,11 +909,11 @@ def apply_hf_config(cfg, config, generation, folder):
         "relative_attention_max_distance": 128,
         **config,
     }
-    # If the model is only an encoder, config.json still contains a number of decoder
-    # layers. This number must not be compared with the weights.
+    # Ignore the number of decoder layers if the model is only an encoder. config.json
+    # states such a number even for encoders.
     if not cfg.num_decoder_layers:
         del config["num_decoder_layers"]
-    # The shapes of the weights do not distinguish gated GELU from gated SiLU.
+    # Weights for gated GELU and gated SiLU have the same shapes, so config.json decides.
     silu = cfg.activation == "gated_gelu" and config["feed_forward_proj"] == "gated-silu"
     cfg = replace(
         cfg,
@@ -902,9 +925,9 @@ def apply_hf_config(cfg, config, generation, folder):
         for found in (config.get(name), generation.get(name)):
             if found not in (None, value, [value]):
                 raise UserError(
-                    f"The configuration in {folder} says {name} {found}, but plain T5 "
-                    f"needs {value} to use these weights: download the model again, or "
-                    f"run it with transformers."
+                    f"The configuration in {folder} sets {name} to {found}, but plain T5 "
+                    f"needs {value} for these weights: download the model again, or use "
+                    f"it with the library transformers."
                 )
     return cfg
 
@@ -913,19 +936,20 @@ def apply_hf_config(cfg, config, generation, folder):
 
 
 def read_t5x(folder):
-    """Return a dict from the name of an array in a T5X checkpoint to a Tensor.
+    """Return {T5X name: Tensor} for all arrays in a T5X checkpoint.
 
-    A T5X checkpoint consists of a msgpack file and of zarr arrays. The msgpack file
-    contains the small arrays. For every large array, the msgpack file contains the path
-    of a zarr array. Source: t5x/checkpoints.py.
+    A T5X checkpoint consists of a msgpack file and zarr arrays. The msgpack file contains
+    the small arrays, and the path of a zarr array for every large array.
+
+    Source: t5x/checkpoints.py.
     """
     path = folder / "checkpoint"
     tree = restore_msgpack(path)
     version = tree["version"]
     if version != 3:
         raise UserError(
-            f"{path} is a T5X checkpoint of version {version}, but plain T5 reads "
-            f"version 3: load and save it with a newer T5X."
+            f"{path} is a T5X checkpoint of version {version}, but plain T5 reads only "
+            f"version 3: load and save the checkpoint with a newer version of T5X."
         )
     leaves = flax.traverse_util.flatten_dict(
         tree["optimizer"], is_leaf=lambda _, value: "driver" in value, sep="/"
@@ -933,12 +957,12 @@ def read_t5x(folder):
     tensors = {}
     for name, leaf in leaves.items():
         if isinstance(leaf, dict):
-            # TensorStore writes the path of the array into the dict "kvstore". Versions
-            # before 0.1.14 wrote the path into the dict that contains "kvstore".
+            # TensorStore stores the path in leaf["kvstore"]. Versions before 0.1.14
+            # stored the path directly in leaf.
             relative_path = {**leaf, **leaf["kvstore"]}["path"]
             kvstore = {"driver": "file", "path": str(folder / relative_path)}
-            # By default, TensorStore reads a missing file as zeros. This option makes
-            # TensorStore raise an error.
+            # Raise an error if a file is missing. By default, TensorStore returns zeros
+            # instead.
             tensors[name] = open_zarr(kvstore, fill_missing_data_reads=False)
         else:
             tensors[name] = in_memory(leaf)
@@ -946,10 +970,10 @@ def read_t5x(folder):
 
 
 def read_orbax(folder):
-    """Return a dict from the name of an array in an Orbax checkpoint to a Tensor.
+    """Return {T5X name: Tensor} for all arrays in an Orbax checkpoint of T5X.
 
-    T5X can write checkpoints with the library Orbax. Orbax stores zarr arrays in OCDBT,
-    which is a key-value database of TensorStore. The file _METADATA lists the arrays.
+    The library Orbax stores zarr arrays in OCDBT, the key-value database of TensorStore.
+    The file _METADATA lists the names of the arrays.
     """
     form = {"tree_metadata": {str: {"key_metadata": [{"key": str}]}}}
     metadata = configs.read_json(folder / "_METADATA", form)
@@ -962,10 +986,12 @@ def read_orbax(folder):
 
 
 def open_zarr(kvstore, **options):
-    """Return a Tensor for a zarr array.
+    """Return a Tensor for a zarr array, without reading its values yet.
 
-    kvstore: the location of the array, as a dict in the format of TensorStore.
-    options: additional fields of the TensorStore specification.
+    The library TensorStore reads the shape now, and the values when they are needed.
+
+    kvstore: a TensorStore dict with the path of the array and the storage driver.
+    options: more fields of the TensorStore specification.
     """
     explain = explain_errors(kvstore["path"], "a complete array")
     spec = {"driver": "zarr", "kvstore": kvstore, **options}
@@ -973,18 +999,19 @@ def open_zarr(kvstore, **options):
     return Tensor(array.shape, explain(lambda: array.read().result()))
 
 
-# MTF_SLOTS translates the names of Adafactor's arrays from Mesh TensorFlow to T5X.
+# The names of Adafactor's arrays in Mesh TensorFlow, and their names in T5X.
 MTF_SLOTS = {"v": "v", "vr": "v_row", "vc": "v_col", "m": "m"}
 
 
 def read_mtf(prefix):
-    """Return a dict from the name of an array in Mesh TensorFlow's format to a Tensor.
+    """Return {name: Tensor} for all arrays in a Mesh TensorFlow checkpoint.
 
-    The parameters get the names and shapes of Hugging Face. For example,
+    Parameters get the names and shapes of Hugging Face. For example,
     "encoder/block_000/layer_000/SelfAttention/q" becomes
-    "encoder.block.0.layer.0.SelfAttention.q.weight". The arrays of the optimizer and the
-    step get the names of T5X. This function needs the library TensorFlow. Source:
-    t5x/checkpoint_importer.py.
+    "encoder.block.0.layer.0.SelfAttention.q.weight". The step and the arrays of the
+    optimizer get names as in T5X.
+
+    This function needs the library TensorFlow. Source: t5x/checkpoint_importer.py.
 
     prefix: the path of the checkpoint without ".index".
     """
@@ -995,8 +1022,7 @@ def read_mtf(prefix):
     for variable, shape in reader.get_variable_to_shape_map().items():
         name, _, slot = variable.partition("_slot_")
         name = re.sub(r"/(embedding|kernel|scale)$", "", name)
-        # Different versions of Mesh TensorFlow use different names for the normalization
-        # layers.
+        # Some versions of Mesh TensorFlow write "rms_norm" instead of "layer_norm".
         name = name.replace("rms_norm", "layer_norm").replace("final_", "")
         name = re.sub(r"^(encoder|decoder)/layer_norm", r"\1/final_layer_norm", name)
         name = re.sub(r"(block|layer)_0*(\d+)", r"\1/\2", name)
@@ -1007,22 +1033,22 @@ def read_mtf(prefix):
         elif variable == "global_step":
             name = STEP
         elif len(shape) == 2 and name != "shared.weight":
-            # Mesh TensorFlow stores a matrix as [inputs, outputs]. Hugging Face stores
-            # the matrix as [outputs, inputs].
+            # Transpose the matrix from [inputs, outputs] to Hugging Face's
+            # [outputs, inputs].
             tensor = tensor.transpose()
         tensors[name] = tensor
     return tensors
 
 
 def open_google(source, tensors, form):
-    """Return the Weights of a model from T5X or Mesh TensorFlow.
+    """Return the Weights of a T5X or Mesh TensorFlow checkpoint.
 
-    The vocabulary and the Gin file are searched in the directory of the checkpoint and in
-    the parent directory.
+    The vocabulary and the configuration (Gin file) may be in the folder of the checkpoint
+    or in its parent folder.
 
     source: the path of the checkpoint.
-    tensors: a dict from external names to the Tensors of the checkpoint.
-    form: HF or T5X, the constant for the naming scheme of `tensors`.
+    tensors: {name in Hugging Face or T5X: Tensor} for all arrays of the checkpoint.
+    form: HF if the names in `tensors` are those of Hugging Face, or T5X.
     """
     folders = [source]
     if source.name.startswith("checkpoint_") or not source.is_dir():
@@ -1033,14 +1059,14 @@ def open_google(source, tensors, form):
 
 
 def gin_activation(folders):
-    """Return the activation function that the Gin file of a model contains.
+    """Return the activation that a Gin file sets, such as "gated_gelu".
 
-    Gin files are the configuration files of T5X and Mesh TensorFlow. The Gin file is
-    needed because models with gated GELU and gated SiLU have weights of equal shapes. The
-    result is None if no Gin file contains the activation.
+    Gin files are the configuration files of T5X and Mesh TensorFlow. They are needed
+    because weights for gated GELU and gated SiLU have the same shapes. The result is None
+    if no file sets the activation.
 
-    folders: the list of folders that may contain a Gin file. The first Gin file that
-        contains the activation is used.
+    folders: the folders that may contain a Gin file. The first Gin file that sets the
+        activation is used.
 
     Raises a UserError if plain T5 does not support the activation.
     """
@@ -1051,13 +1077,13 @@ def gin_activation(folders):
     found = re.search(pattern, text)
     if not found:
         return None
-    # For a gated MLP, T5X writes the activations of both branches: ('gelu', 'linear').
+    # For a gated MLP, T5X lists the activations of both branches: ('gelu', 'linear').
     words = re.findall(r"\w+", found[1].replace("swish", "silu"))
     name = f"gated_{words[0]}" if "linear" in words else words[0]
     if name not in ("gated_gelu", "gated_silu", "relu"):
         raise UserError(
-            f"A Gin file in {folders[0]} has the line `{found[0]}`: plain T5 converts "
-            f"models with the activations gated GELU, gated SiLU and ReLU."
+            f"The Gin file of {folders[0]} sets an unsupported activation, "
+            f"`{found[0]}`: convert a model with gated GELU, gated SiLU or ReLU."
         )
     return name
 
@@ -1068,22 +1094,24 @@ def gin_activation(folders):
 def open_plain(checkpoint, run_dir):
     """Return the Weights of a checkpoint that plain T5 wrote.
 
+    The arrays come from the checkpoint. The configuration, the vocabulary and the recipe
+    file come from the run directory. Raises a UserError if an array is missing.
+
     checkpoint: the folder of the checkpoint.
-    run_dir: the directory of the run. This directory contains the configuration and the
-        vocabulary.
+    run_dir: the run directory.
     """
     manifest = partition.read_manifest(checkpoint)
     stored, cfg = manifest["arrays"], configs.load_run(run_dir)
     shapes = {name: tuple(array["shape"]) for name, array in stored.items()}
     params = partition.flatten({"params": model.param_table(cfg.model)})
     check_shapes(checkpoint, {name: params[name].shape for name in params}, shapes)
-    # A cache for partition.read_slice, so that every part of the checkpoint is verified
-    # only once. The cached arrays are memory-mapped, so the cache needs almost no memory.
+    # Cache the shards of each array, so that each checksum is verified only once. The
+    # shards are memory-mapped, so the cache needs almost no memory.
     verified = {name: {} for name in stored}
 
     @explain_errors(checkpoint)
     def read_layer(name, layer):
-        """Return one layer of an array. Return the complete array if `layer` is None."""
+        """Return one layer of an array, or the complete array if `layer` is None."""
         index = [slice(None)] * len(shapes[name])
         if layer is not None:
             index[0] = slice(layer, layer + 1)
@@ -1102,9 +1130,11 @@ def open_plain(checkpoint, run_dir):
 
 
 def find_checkpoints(folder):
-    """Return a dict from a step number to the path of the checkpoint of this step.
+    """Return {step: path} for the checkpoints that plain T5 or T5X saved in a folder.
 
-    folder: the directory of a run of plain T5 or T5X.
+    Step 1000 is in the folder step_00001000 of plain T5, or in checkpoint_1000 of T5X.
+
+    folder: the directory of the training run.
     """
     run = partition.Checkpoints(folder)
     checkpoints = {step: run.path(step) for step in run.steps()}
@@ -1116,9 +1146,11 @@ def find_checkpoints(folder):
 
 
 def open_any(source, step=None):
-    """Return the Weights of a model in any of the supported formats.
+    """Return the Weights of a model in any supported format.
 
-    The names of the files in the folder of the model determine the format.
+    The format is recognized by file names. For example, a folder with model.safetensors
+    is a Hugging Face model. If a folder contains several checkpoints, the newest one is
+    read, unless `step` names another.
 
     source: the path of the model.
     step: the step of the checkpoint to read, or None to read the newest checkpoint.
@@ -1133,8 +1165,8 @@ def open_any(source, step=None):
             step = max(checkpoints, default=None)
         if step is not None and step not in checkpoints:
             raise UserError(
-                f"{source} has no step {step:,}: leave out --step, or choose one of "
-                f"{sorted(checkpoints)}."
+                f"{source} has no checkpoint of step {step:,}: leave out --step, or "
+                f"choose one of {sorted(checkpoints)}."
             )
         path = checkpoints.get(step, path)
         if (path / "manifest.json").exists():
@@ -1150,7 +1182,7 @@ def open_any(source, step=None):
             return open_google(path, read_t5x(path), T5X)
     raise UserError(
         f"{source} is not a run directory, a Hugging Face directory with weights, or a "
-        f"checkpoint of T5X or Mesh TensorFlow: check the name."
+        f"checkpoint of T5X or Mesh TensorFlow: check the path of SRC."
     )
 
 
@@ -1160,27 +1192,28 @@ def open_any(source, step=None):
 def write_plain(folder, weights, dtype):
     """Write a model as a run directory of plain T5.
 
-    The checkpoint stores every layer of an array separately. A layer of an array can have
-    at most 4 GiB.
+    Each layer of an array is read and written separately, to save memory.
 
     folder: the new run directory.
     weights: the Weights of the model.
-    dtype: an argument without effect, because a run always stores float32.
+    dtype: not used, because plain T5 always stores float32.
     """
     arrays = {}
     for (name, layer), tensor in weights.arrays.items():
-        # An array of a run contains all layers, and the loop visits the layers in
-        # ascending order. The last layer therefore sets the final shape of the array.
+        # Axis 0 of a stacked array is the layer. Every layer overwrites the shape, and
+        # the last layer leaves the correct number of layers.
         shape = tensor.shape if layer is None else (layer + 1, *tensor.shape)
-        # The scalars are counters of steps and updates, and are stored as integers.
+        # Arrays without axes are counters, such as the step. Store them as integers.
         arrays[name] = {"shape": shape, "dtype": "float32" if shape else "int32"}
 
     def shards():
-        """Yield a tuple (name, bounds, values) for every layer of every array.
+        """Yield (name, bounds, values) for every layer of every array.
 
-        name: the name of the array in the run.
-        bounds: a list with [start, stop] for every axis of the array. The bounds say
-            which part of the array the layer is.
+        For example, layer 3 of an array [8, 512, 384] has the bounds [[3, 4], [0, 512],
+        [0, 384]].
+
+        name: the name of the array in plain T5.
+        bounds: the [start, stop] of every axis of the array.
         values: the layer as a NumPy array.
         """
         for (name, layer), tensor in weights.arrays.items():
@@ -1188,6 +1221,7 @@ def write_plain(folder, weights, dtype):
             bounds = [[0, size] for size in shard.shape]
             if layer is not None:
                 bounds.insert(0, [layer, layer + 1])
+            # A layer must not exceed 4 GiB, the largest value that msgpack can store.
             yield name, bounds, shard
 
     path = partition.Checkpoints(folder).path(weights.step)
@@ -1199,7 +1233,7 @@ def write_plain(folder, weights, dtype):
 
 # ---- writing Hugging Face --------------------------------------------------------------
 
-# The maximum size of a safetensors file in bytes. A larger model is written to several
+# The maximum size of a safetensors file in bytes. A larger model is split into several
 # files.
 SHARD_BYTES = 5_000_000_000
 
@@ -1207,7 +1241,9 @@ SHARD_BYTES = 5_000_000_000
 def write_hf(folder, weights, dtype):
     """Write a model as a Hugging Face directory.
 
-    folder: the directory to which the files are written.
+    The directory contains the weights, the configuration and the tokenizer.
+
+    folder: the directory to write to.
     weights: the Weights of the model.
     dtype: the NumPy type in which the weights are written.
     """
@@ -1217,15 +1253,15 @@ def write_hf(folder, weights, dtype):
     family = "t5"
     if cfg.layer_biases:
         family = "umt5"
-    # Version 5 of transformers does not scale the logits of mT5. A tied model needs
-    # scaled logits, so a tied mT5 is written as T5.
+    # Version 5 of transformers never scales the logits of mT5. A tied model of plain T5
+    # needs scaled logits, so write a tied mT5 as T5.
     elif is_mt5 and not cfg.tied:
         family = "mt5"
     if family == "umt5" and not cfg.tied:
         note(
-            "transformers 5 scales the logits of UMT5 by d_model^-0.5, as if the model "
-            "were tied. Greedy outputs are equal, but beam search and scores differ. "
-            "transformers 4.57 is exact."
+            "Version 5 of transformers wrongly scales the logits of this UMT5 model by "
+            "d_model^-0.5. Greedy decoding gives the same outputs, but beam search and "
+            "scores differ. For exact results, use transformers 4.57."
         )
     has_decoder = cfg.num_decoder_layers > 0
     architecture = "ForConditionalGeneration" if has_decoder else "EncoderModel"
@@ -1246,16 +1282,15 @@ def write_hf(folder, weights, dtype):
 def write_safetensors(folder, weights, dtype):
     """Write the parameters of a model as safetensors files.
 
-    A model up to 5 GB is written as one file. A larger model is written as several files.
-    An additional index file says which file contains which parameter.
+    A model of at most 5 GB becomes the file model.safetensors. A larger model is split
+    into several files. An index file then says which file contains which parameter.
 
-    folder: the directory to which the files are written.
+    folder: the directory to write to.
     weights: the Weights of the model.
     dtype: the NumPy type in which the parameters are written.
     """
-    # file_size is the size of the current file. A parameter that does not fit into the
-    # current file starts a new file. The infinite initial size makes the first parameter
-    # start the first file.
+    # Start a new file when the next parameter does not fit into the current file. An
+    # infinite file_size makes the first parameter start the first file.
     files, total_size, file_size = [], 0, math.inf
     for entry in parameter_entries(weights.cfg.model, HF):
         size = math.prod(entry.shape) * dtype.itemsize
@@ -1284,54 +1319,54 @@ def write_safetensors(folder, weights, dtype):
 
 
 def write_json(path, value):
-    """Write a Python value to a JSON file with indentation."""
+    """Write a dict to an indented JSON file."""
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
 def write_tokenizer(folder, vocabulary, cfg):
     """Write the tokenizer files of a Hugging Face directory.
 
-    A SentencePiece model is written as spiece.model and as tokenizer.json. Both files
-    give the same ids for almost all texts. This function prints a note that describes the
-    exceptions. No file is written if the model has no SentencePiece model and does not
-    read bytes.
+    A SentencePiece model is written twice, as spiece.model and as tokenizer.json. Both
+    files give the same ids for almost all texts. The exceptions are printed as a note.
 
-    folder: the directory to which the files are written.
-    vocabulary: the content of the spiece.model of a run, or None.
+    folder: the directory to write to.
+    vocabulary: the content of the spiece.model in a run directory, or None.
     cfg: the ModelConfig of the model.
 
     Raises a UserError if the SentencePiece model is not a unigram model.
     """
-    # A model without a vocabulary of pieces or bytes reads only token ids.
+    # A model that reads only token ids needs no tokenizer.
     if vocabulary is None or vocabulary.startswith(b"ids:"):
         return
     config = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
     if vocabulary.startswith(b"bytes"):
         config["tokenizer_class"] = "ByT5Tokenizer"
         config["extra_ids"] = max(0, cfg.vocab_size - 259)
-        note("warning: Hugging Face's ByT5Tokenizer gives different ids to sentinels.")
+        note(
+            "warning: sentinels such as <extra_id_0> have other ids in Hugging Face's "
+            "ByT5Tokenizer than in plain T5. Texts without sentinels get the same ids."
+        )
     else:
         trainer_spec = parse_sentencepiece(vocabulary).trainer_spec
         if trainer_spec.model_type != trainer_spec.UNIGRAM:
             raise UserError(
-                "The vocabulary is not a unigram model, and Hugging Face's T5Tokenizer "
-                "would split nearly all texts differently. To write the weights alone, "
-                "move spiece.model out of the run."
+                "The vocabulary is not a unigram model, but Hugging Face's T5 tokenizer "
+                "needs one. To convert only the weights, move spiece.model out of SRC."
             )
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
         (folder / "spiece.model").write_bytes(vocabulary)
         write_json(folder / "tokenizer.json", tokenizer_json(vocabulary))
         note(
-            "The tokenizer of transformers gives the same ids, with two exceptions: a "
-            "sentinel that has no space before it (plain T5 reads it as text), and </s>, "
-            "<pad> or <unk> spelled out in a text."
+            "The exported tokenizer gives the same ids as plain T5, with two exceptions. "
+            "Plain T5 reads a sentinel without a space before it as ordinary text. Plain "
+            "T5 also reads </s>, <pad> and <unk> in a text as ordinary text."
         )
     write_json(folder / "tokenizer_config.json", config)
 
 
-# TOKENIZER_JSON is a template for tokenizer.json, without the pieces of the vocabulary.
-# Like SentencePiece, the two steps "Replace" remove the spaces at the end of a text and
-# merge adjacent spaces. The step "Metaspace" replaces every space by "\u2581".
+# A template for tokenizer.json, without the pieces of the vocabulary. The "Replace" steps
+# remove spaces at the end of a text and merge adjacent spaces, as SentencePiece does. The
+# "Metaspace" step replaces every space by "\u2581".
 TOKENIZER_JSON = r"""
 {
   "version": "1.0",
@@ -1358,8 +1393,7 @@ TOKENIZER_JSON = r"""
   "added_tokens": []
 }
 """
-# TOKEN_FLAGS contains the fields of tokenizer.json that have the same values for all
-# special tokens.
+# The fields that have the same values for every special token in tokenizer.json.
 TOKEN_FLAGS = {
     "single_word": False,
     "rstrip": False,
@@ -1369,29 +1403,28 @@ TOKEN_FLAGS = {
 
 
 def tokenizer_json(vocabulary):
-    """Return a dict with the content of tokenizer.json for a SentencePiece model.
+    """Return the content of Hugging Face's tokenizer.json for a SentencePiece model.
 
-    The Hugging Face library tokenizers reads the file tokenizer.json.
+    The library `tokenizers` of Hugging Face reads this file.
 
-    vocabulary: the bytes of a serialized SentencePiece unigram model.
+    vocabulary: the bytes of a SentencePiece unigram model.
     """
     processor = data.parse_vocabulary(vocabulary).processor
-    # data.parse_vocabulary adds 100 sentinels to a vocabulary without sentinels. The
-    # pieces are therefore taken from the processor and not from the bytes.
+    # Take the pieces from the processor. If the file contains no sentinels,
+    # parse_vocabulary has added 100 sentinels to the processor.
     proto = parse_sentencepiece(processor.serialized_model_proto())
     content = json.loads(TOKENIZER_JSON)
     for number, piece in enumerate(proto.pieces):
         text = piece.piece.replace("\u2581<extra_id_", "<extra_id_")
         content["model"]["vocab"].append([text, piece.score])
         if number < 3 or "<extra_id_" in text:
-            # The field "lstrip" makes a space before a sentinel a part of the sentinel.
-            # Only sentinels have this field set, because their ids are greater than 2.
+            # With lstrip, a token absorbs the space before it. Sentinels need this. The
+            # tokens <pad>, </s> and <unk>, with the ids 0 to 2, do not.
             token = {"id": number, "content": text, "lstrip": number > 2, **TOKEN_FLAGS}
             content["added_tokens"].append(token)
     content["model"]["byte_fallback"] = proto.trainer_spec.byte_fallback
-    # Some SentencePiece models insert a space between a sentinel and the text that
-    # follows the sentinel. The library tokenizers does the same if prepend_scheme is
-    # "always".
+    # Some SentencePiece models insert a space after a sentinel, here between
+    # "<extra_id_0>" and ",". In tokenizer.json, prepend_scheme "always" does the same.
     after_sentinel = processor.encode("<extra_id_0>,", out_type=str)[1]
     prepend_scheme = "always" if after_sentinel.startswith("\u2581") else "first"
     content["pre_tokenizer"]["prepend_scheme"] = prepend_scheme
@@ -1409,20 +1442,18 @@ def tokenizer_json(vocabulary):
 def write_t5x(folder, weights, dtype):
     """Write a model as a T5X checkpoint.
 
-    The checkpoint consists of zarr arrays and of one msgpack file in version 3 of the
-    format. The arrays of the optimizer Adafactor are written if the model contains these
-    arrays. The arrays of the optimizer are always float32.
+    The parameters are written as zarr arrays, and a msgpack file lists all arrays. If the
+    model has an Adafactor state, this state is written in float32. Raises a UserError for
+    UMT5, which T5X does not support.
 
     folder: the directory of the checkpoint.
     weights: the Weights of the model.
     dtype: the NumPy type in which the parameters are written.
-
-    Raises a UserError for UMT5, because T5X does not support UMT5.
     """
     if weights.cfg.model.layer_biases:
         raise UserError(
-            "T5X has one table of position biases per stack, but this UMT5 has one table "
-            "per layer: convert the model with --to hf."
+            "T5X does not support UMT5, which has position biases in every layer: use "
+            "--to hf."
         )
     entries = parameter_entries(weights.cfg.model, T5X)
     tree = {STEP: np.array(weights.step, np.int32)}
@@ -1432,8 +1463,8 @@ def write_t5x(folder, weights, dtype):
             factored.add(name.replace("slots", "params", 1).removesuffix("/row"))
     slots = slot_entries(entries, factored)
     if all((slot.name, slot.layer) in weights.arrays for slot in slots):
-        # T5X expects four optimizer arrays per parameter. If Adafactor does not use an
-        # array, T5X expects a single zero.
+        # T5X expects the optimizer arrays m, v, v_row and v_col for every parameter. An
+        # unused array must be a single zero.
         for entry in entries:
             for slot in ("m", "v", "v_row", "v_col"):
                 tree[slot_name(entry.external_name, slot)] = np.zeros(1, np.float32)
@@ -1441,12 +1472,12 @@ def write_t5x(folder, weights, dtype):
     else:
         note(
             "The converted checkpoint has no Adafactor state. T5X can evaluate this "
-            "checkpoint. To fine-tune the model in T5X, turn on fallback_to_scratch."
+            "checkpoint. To fine-tune it in T5X, set fallback_to_scratch = True in the "
+            "Gin configuration."
         )
     for entry in entries:
         array = weights.arrays[entry.name, entry.layer].read()
-        # T5X stores the optimizer's v_row and v_col in the msgpack file, because these
-        # arrays are small.
+        # v_row and v_col are small, so T5X stores them in the msgpack file.
         if entry.external_name.endswith(("v_row", "v_col")):
             tree[entry.external_name] = np.array(array)
         else:
@@ -1459,22 +1490,22 @@ def write_t5x(folder, weights, dtype):
 
 
 def write_zarr(folder, name, array):
-    """Write a zarr array, and return a dict that describes the array for T5X.
+    """Write a zarr array, and return a dict that tells T5X where the array is.
 
-    The dict is the TensorStore specification that T5X reads from the msgpack file.
+    The dict is a TensorStore specification, which T5X reads from the msgpack file.
 
     folder: the directory of the checkpoint.
     name: the name of the directory of the zarr array.
     array: the values as a NumPy array.
     """
-    # zarr divides an array into chunks, and stores every chunk in a file. The maximum
-    # size of a chunk is 64 MiB, as in T5X.
+    # Zarr splits an array into chunks, with one file per chunk. A chunk has at most 64
+    # MiB, as in T5X.
     chunk_rows = max(1, (1 << 26) // array[0].nbytes)
     metadata = {
         "shape": list(array.shape),
         "chunks": [min(len(array), chunk_rows), *array.shape[1:]],
-        # T5X compresses zarr arrays with gzip. Plain T5 does not compress the arrays.
-        # Compression would save 7 % of the size and make writing ten times slower.
+        # Do not compress the values. T5X compresses them with gzip, which saves only 7 %
+        # of the size and makes writing ten times slower.
         "compressor": None,
     }
     spec = {"driver": "zarr", "dtype": array.dtype.name, "metadata": metadata}
@@ -1486,21 +1517,21 @@ def write_zarr(folder, name, array):
 
 # ---- the command -----------------------------------------------------------------------
 
-# WRITERS maps a value of the option --to to the function that writes a model in this
-# format.
+# The values of the option --to, and the functions that write these formats.
 WRITERS = {"plain": write_plain, "hf": write_hf, "t5x": write_t5x}
 
 
 @contextlib.contextmanager
 def atomic_destination(destination):
-    """Yield a temporary folder, and rename the folder to `destination` at the end.
+    """Yield a temporary folder that is renamed to `destination` at the end.
 
     If an exception is raised, the temporary folder is deleted, and `destination` is not
     created. Raises a UserError if `destination` exists and is not an empty folder.
     """
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise UserError(
-            f"{destination} already exists: name another DST, or move it away."
+            f"{destination} already exists: choose a new folder as DST, or rename the "
+            f"old one."
         )
     temporary = destination.with_name(f".{destination.name}.tmp{os.getpid()}")
     try:
@@ -1513,14 +1544,16 @@ def atomic_destination(destination):
 
 
 def convert(source, destination, to, dtype, step=None, allow_pickle=False):
-    """Convert a model to another format, and compare the new model with the old model.
+    """Convert a model to another format, and check the result.
+
+    The check reads the new model from disk and compares its arrays with the source.
 
     source: the path of the model.
-    destination: the path of the new folder. The folder appears only after the comparison.
+    destination: the path of the new folder, which appears only after the check.
     to: the new format, which is "plain", "hf" or "t5x".
     dtype: the NumPy type in which the parameters are written.
     step: the step of the checkpoint to read, or None to read the newest checkpoint.
-    allow_pickle: True to allow reading a pickle file, which can run any program.
+    allow_pickle: True to allow reading a pickle file, which can run any code.
 
     Raises a UserError if the model cannot be read. Raises an OSError if the new model
     cannot be written or differs from the old model.
@@ -1528,8 +1561,8 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False):
     start = time.perf_counter()
     if find_hf_weights(Path(source)) == "pytorch_model.bin" and not allow_pickle:
         raise UserError(
-            f"{source} has a pickle file, pytorch_model.bin, which can run any program "
-            f"when it is read: add --allow_pickle if you trust its origin."
+            f"{source} contains pytorch_model.bin, a pickle file that can run any code "
+            f"when it is read: add --allow_pickle if you trust the file."
         )
     with atomic_destination(destination) as folder:
         weights = open_any(source, step)
@@ -1538,15 +1571,15 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False):
         print(f"writing  {destination}", flush=True)
         if weights.vocabulary is None:
             note(
-                f"warning: {source} has no vocabulary. The converted model accepts only "
-                f"token ids until you copy its spiece.model into {destination}."
+                f"warning: {source} has no vocabulary. The converted model reads only "
+                f"token ids until you copy the model's spiece.model into {destination}."
             )
         try:
             WRITERS[to](folder, weights, dtype)
             if to != "hf" and weights.vocabulary:
                 configs.write_file(folder / "spiece.model", weights.vocabulary)
-        # If the disk is full, Python raises an OSError, TensorStore raises a ValueError
-        # and safetensors raises a SafetensorError.
+        # On a full disk, Python raises an OSError, TensorStore a ValueError and
+        # safetensors a SafetensorError.
         except (OSError, ValueError, safetensors.SafetensorError) as error:
             raise OSError(errno.EIO, str(error)[:200], str(destination)) from error
         count = compare(weights, open_any(folder), dtype)
@@ -1555,67 +1588,70 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False):
 
 
 def compare(weights, written, dtype):
-    """Compare the arrays of a converted model with the arrays of the original model.
+    """Check that a converted model has the same values as the original model.
+
+    Returns the number of compared arrays, or raises an OSError if two arrays differ.
 
     weights: the Weights of the original model.
     written: the Weights of the converted model, read from the disk.
     dtype: the NumPy type in which the parameters were written. The parameters of the
         original model are rounded to this type before the comparison.
-
-    Returns the number of compared arrays. Raises an OSError if two arrays differ.
     """
     count = 0
     for (name, layer), tensor in written.arrays.items():
-        # The scalars are counters of steps and updates. The counters are not compared,
-        # because T5X does not store all counters of a run.
+        # Skip counters, such as the step. T5X does not store all of them.
         if not tensor.shape:
             continue
         kind = dtype if name.startswith("params/") else np.float32
         expected = np.asarray(weights.arrays[name, layer].read(), kind)
         if not np.array_equal(expected, tensor.read(), equal_nan=True):
             raise OSError(
-                f"{name} was written, but different values were read back: the disk or "
-                f"the memory is faulty. Nothing was kept."
+                f"{name} has different values after it was written and read again, so "
+                f"the disk or the memory may be faulty"
             )
         count += 1
     return count
 
 
 def main(argv):
-    """Run convert.py with a list of command-line arguments.
+    """Convert a model as the command-line arguments say.
 
-    argv: the arguments as strings, without the name of the program.
+    For example, main(["t5_small", "runs/t5_small"]) imports the model in the folder
+    t5_small as a run of plain T5.
+
+    argv: the arguments as a list of strings.
     """
     args, changes = configs.parse_args(
         __doc__,
         argv,
-        src_=dict(help="the model to convert"),
-        dst_=dict(help="the folder to create"),
-        to=dict(default="plain", choices=tuple(WRITERS), help="the format of DST"),
+        src_=dict(help="the model to convert, in any supported format"),
+        dst_=dict(help="the new folder for the converted model"),
+        to=dict(default="plain", choices=tuple(WRITERS), help="the new format"),
         dtype=dict(
             default="float32",
             choices=("float32", "bfloat16"),
-            help="the type of the written weights",
+            help="the number type of the converted weights",
         ),
         step=dict(
             default="latest",
-            help="the checkpoint to convert: a step, latest or best",
+            help="the checkpoint to convert: a step number, latest or best",
         ),
-        allow_pickle=dict(action="store_true", help="read pytorch_model.bin"),
+        allow_pickle=dict(action="store_true", help="allow reading a pickle file"),
     )
     if changes or args.config or args.run_dir:
         raise UserError(
             "convert.py reads the model's configuration from SRC: leave out --config, "
-            "--run_dir and --SECTION.FIELD."
+            "--run_dir and flags such as --model.d_ff."
         )
     if configs.is_remote(args.src) or configs.is_remote(args.dst):
         raise UserError(
-            f"convert.py cannot convert {args.src} to {args.dst}, because it reads and "
-            f"writes local folders only: copy the remote folder first."
+            f"{args.src} and {args.dst} must both be local folders: copy a remote folder "
+            f"to this machine first."
         )
     if args.to == "plain" and args.dtype != "float32":
         raise UserError(
-            "A run keeps its weights in float32: leave out --dtype, or add --to hf."
+            "A run of plain T5 stores its weights in float32: leave out --dtype, or add "
+            "--to hf."
         )
     convert(
         args.src,

@@ -6702,7 +6702,7 @@ def test_exported_tokenizers(tmp_path, tokenizer, capsys):
     for vocabulary in (None, tokenizer.processor.serialized_model_proto()):
         kind, note = written(vocabulary)
         about = json.loads((tmp_path / "tokenizer.json").read_text())
-        assert kind == "PreTrainedTokenizerFast" and "no space before it" in note
+        assert kind == "PreTrainedTokenizerFast" and "without a space before it" in note
         assert (
             len(about["model"]["vocab"]) == tokenizer.size
             and len(about["added_tokens"]) == 103
@@ -6732,7 +6732,7 @@ BAD_WEIGHTS = {
         lambda s: s.pop("encoder.block.1.layer.1.DenseReluDense.wo.weight"),
         None,
         {},
-        "encoder.block.1.layer.1.DenseReluDense.wo.weight must have shape (32, 48)",
+        "encoder.block.1.layer.1.DenseReluDense.wo.weight must be (32, 48), but it is missing",
     ),
     "no head": (
         "safetensors",
@@ -6752,14 +6752,14 @@ BAD_WEIGHTS = {
         ),
         None,
         {},
-        "SelfAttention.q.weight must have shape (24, 32), but it has (3, 32)",
+        "SelfAttention.q.weight must be (24, 32), but it is (3, 32)",
     ),
     "unknown": (
         "safetensors",
         lambda s: s.update({"pooler.weight": np.ones(3, np.float32)}),
         None,
         {},
-        "has pooler.weight",
+        "has arrays that no T5 model has (pooler.weight)",
     ),
     "integers": (
         "safetensors",
@@ -6808,7 +6808,7 @@ BAD_WEIGHTS = {
         lambda s: s.pop("lm_head.weight"),
         promise_more,
         {"tie_word_embeddings": True},
-        "has no lm_head.weight, which its index lists",
+        "contains lm_head.weight, which the index file lists",
     ),
     "flax cut": (
         "flax_model.msgpack",
@@ -6824,15 +6824,15 @@ BAD_WEIGHTS = {
         None,
         None,
         {"d_ff": 99},
-        "says d_ff 99, but plain T5 needs 48",
+        "sets d_ff to 99, but plain T5 needs 48",
     ),
-    "another EOS": ("safetensors", None, None, {"eos_token_id": 2}, "eos_token_id 2"),
+    "another EOS": ("safetensors", None, None, {"eos_token_id": 2}, "eos_token_id to 2"),
     "several EOS": (
         "safetensors",
         None,
         lambda f: (f / "generation_config.json").write_text('{"eos_token_id": [1, 7]}'),
         {},
-        "eos_token_id [1, 7]",
+        "eos_token_id to [1, 7]",
     ),
     "null activation": (
         "safetensors",
