@@ -749,19 +749,20 @@ def make_batch(step, tasks, plan, cfg, rows=None):
 
 
 class ByteTokenizer(Tokenizer):
-    """Encode text as its UTF-8 bytes, as in ByT5 (Xue et al. 2022).
+    """Tokenize text into its UTF-8 bytes, as in ByT5 (Xue et al. 2022).
 
-    The token id of a byte is its value plus 3. The ids 0, 1 and 2 are padding, EOS and
-    UNK.
+    Byte b becomes the token id b + 3. For example, the letter "A" is byte 65, so its id
+    is 68. The ids 0, 1 and 2 are padding, EOS and UNK.
 
     extra_ids: the number of sentinel ids that are added after the ids of the bytes. If
     extra_ids is 0, the ids of the 11 highest bytes serve as sentinels, as in the
     published ByT5 models.
+
     """
 
     def __init__(self, extra_ids=0):
-        # UTF-8 never uses the 11 byte values from 245 to 255. So the ids of these bytes
-        # can serve as sentinels.
+        # UTF-8 never uses the 11 byte values from 245 to 255, so their ids are free for
+        # sentinels.
         sentinels = extra_ids or 11
         super().__init__(f"bytes:{extra_ids}\n".encode(), 3 + 256 + extra_ids, sentinels)
 
@@ -771,7 +772,8 @@ class ByteTokenizer(Tokenizer):
     def encode_batch(self, texts):
         encoded = []
         for text in texts:
-            # The list from re.split alternates between text and the number of a sentinel.
+            # re.split returns texts and sentinel numbers in turn. For example, the text
+            # "a<extra_id_7>b" becomes ["a", "7", "b"].
             parts = re.split(r"<extra_id_(\d\d?)>", text)
             arrays = [np.frombuffer(part.encode(), np.uint8) + 3 for part in parts]
             arrays[1::2] = [[self.size - 1 - int(number)] for number in parts[1::2]]
@@ -779,10 +781,10 @@ class ByteTokenizer(Tokenizer):
         return encoded
 
     def raw_text(self, ids):
-        """Return the text of token ids, with the special tokens written out.
+        """Turn token ids into text that shows the special tokens.
 
-        Sentinels appear as "<extra_id_0>", for example. The ids 0, 1 and 2 appear as
-        "<pad>", "</s>" and "<unk>". Bytes that are not valid UTF-8 are left out.
+        Padding appears as "<pad>", EOS as "</s>", UNK as "<unk>", and the first sentinel
+        as "<extra_id_0>". Bytes that are not valid UTF-8 are left out.
         """
         symbols = {PAD: b"<pad>", EOS: b"</s>", UNK: b"<unk>"}
         for number in range(self.size - 3 - 256):
@@ -791,21 +793,23 @@ class ByteTokenizer(Tokenizer):
         return text.decode(errors="ignore")
 
     def decode(self, ids):
-        """Return the text of the token ids before the first EOS.
+        """Turn token ids into text, up to the first EOS.
 
-        Special tokens and invalid UTF-8 are left out.
+        Padding, sentinels and UNK are left out, and so are bytes that are not valid
+        UTF-8.
         """
         ids = itertools.takewhile(lambda i: i != EOS, map(int, ids))
         return self.raw_text(i for i in ids if 3 <= i < 3 + 256)
 
 
 class IdTokenizer(Tokenizer):
-    """Encode text that consists of token ids in decimal digits, such as "17 4 29".
+    """Turn text such as "17 4 29" into the token ids [17, 4, 29].
 
-    This tokenizer serves the generated data sources `reverse:` and `random:`. The
-    examples of these two sources are lists of token ids.
+    The data sources `reverse:` and `random:` use this tokenizer, because their examples
+    are random ids instead of words.
 
     size: the number of token ids. sentinels: how many of the highest ids are sentinels.
+
     """
 
     def __init__(self, size, sentinels=0):
@@ -822,7 +826,10 @@ class IdTokenizer(Tokenizer):
         return "".join(f" {i}" for i in ids)
 
     def decode(self, ids):
-        """Return the token ids before the first EOS as text, without the padding."""
+        """Turn token ids into text, up to the first EOS and without padding.
+
+        For example, [17, 4, 29, 1, 0] becomes "17 4 29", because 1 is EOS.
+        """
         ids = itertools.takewhile(lambda i: i != EOS, ids)
         return " ".join(str(i) for i in ids if i != PAD)
 
@@ -830,23 +837,23 @@ class IdTokenizer(Tokenizer):
 def add_sentinels(model, number):
     """Append sentinel pieces to the vocabulary of a SentencePiece ModelProto.
 
-    The last piece is <extra_id_0>, as in T5. number: the number of sentinels.
+    If `number` is 100, the pieces <extra_id_99> to <extra_id_0> are appended in this
+    order. So <extra_id_0> gets the highest id, as in T5.
     """
     for k in reversed(range(number)):
         model.pieces.add(piece=f"▁<extra_id_{k}>", score=0.0, type="USER_DEFINED")
 
 
-# A mixture may have hundreds of tasks that share a vocabulary.
+# Cache the result, because hundreds of tasks in a mixture may use the same vocabulary.
 @functools.lru_cache(maxsize=4)
 def parse_vocabulary(serialized, name="the vocabulary"):
-    """Return the Tokenizer of a serialized SentencePiece model.
+    """Build a Tokenizer from the bytes of a SentencePiece model file.
 
-    If the model has no sentinels, 100 sentinels are added.
+    If the model has no sentinels, 100 sentinels such as <extra_id_0> are added. The ids
+    0, 1 and 2 must be <pad>, </s> and <unk>. Otherwise, or if the bytes are not a
+    SentencePiece model, the function raises UserError.
 
-    serialized: the bytes of a SentencePiece model file. name: the name of the file in
-    error messages. The function raises UserError if the bytes are not a SentencePiece
-    model. The function also raises UserError if the ids 0, 1 and 2 are not <pad>, </s>
-    and <unk>.
+    serialized: the bytes of the file. name: the name of the file in error messages.
     """
     try:
         model = sentencepiece_model_pb2.ModelProto.FromString(serialized)
@@ -855,8 +862,8 @@ def parse_vocabulary(serialized, name="the vocabulary"):
         processor = sentencepiece.SentencePieceProcessor(
             model_proto=model.SerializeToString(), num_threads=os.cpu_count()
         )
-    # Protobuf raises a DecodeError, whose module differs between versions.
-    # SentencePiece raises a RuntimeError.
+    # Catch all exceptions, because protobuf's DecodeError is in different modules in
+    # different versions. SentencePiece raises a RuntimeError.
     except Exception as error:
         raise UserError(
             f"{name} is not a SentencePiece model, or is damaged ({error}): give "
@@ -873,15 +880,18 @@ def parse_vocabulary(serialized, name="the vocabulary"):
 
 
 def load_tokenizer(path):
-    """Return the Tokenizer for a value of the flag --data.vocab.
+    """Load the vocabulary that --data.vocab names, and return its Tokenizer.
 
-    path: the local or remote path of a SentencePiece model, or the name of a built-in
-    tokenizer. The valid names are "bytes", "bytes:EXTRA_IDS", "ids:SIZE" and
-    "ids:SIZE:SENTINELS". The function raises UserError if the file cannot be read.
+    The argument is the local or remote path of a SentencePiece model, or the name of a
+    tokenizer that needs no model file. For example, "bytes:100" is a ByteTokenizer with
+    100 extra ids for sentinels. The name "ids:512:100" is an IdTokenizer with 512 ids, of
+    which 100 are sentinels. The last number can be left out, as in "bytes" and "ids:512".
+
+    If the file cannot be read, the function raises UserError.
     """
     path = str(path)
-    # A run stores its vocabulary in a file. For a built-in tokenizer, the file contains
-    # only the name of the tokenizer, such as "bytes:100".
+    # A name such as "bytes:100" may be the argument itself. It may also be the content of
+    # the file, because a run stores its vocabulary in a file.
     is_name = re.compile(rb"(bytes|ids:\d{1,9})(:\d{1,9})?\s*").fullmatch
     serialized = path.encode()
     if not is_name(serialized):
@@ -904,16 +914,18 @@ def load_tokenizer(path):
 def train_tokenizer(texts, pieces, max_characters=1 << 27):
     """Train a SentencePiece unigram model on texts and return its Tokenizer.
 
+    At most `max_characters` characters are read. With the default, training takes one or
+    two minutes. If the texts are too short for a vocabulary of this size, the function
+    raises UserError.
+
     texts: an iterable of strings. pieces: the size of the vocabulary without its
-    sentinels. max_characters: the number of characters after which reading stops.
-    Training on the default number of characters takes one or two minutes. The function
-    raises UserError if the texts are too short for a vocabulary of this size.
+    sentinels.
     """
     lines = []
     with progress_bar("reading for a vocabulary", "character") as bar:
         for text in texts:
-            # SentencePiece skips lines of more than 16,000 bytes. So longer lines are cut
-            # into lines of at most 4,000 characters, which have at most 16,000 bytes.
+            # SentencePiece skips lines of more than 16,000 bytes. So cut lines after
+            # 4,000 characters, because a UTF-8 character has at most 4 bytes.
             lines += re.findall(".{1,4000}", "\n".join(text.splitlines()))
             bar.update(len(text))
             if bar.n >= max_characters:
@@ -930,13 +942,14 @@ def train_tokenizer(texts, pieces, max_characters=1 << 27):
             eos_id=EOS,
             unk_id=UNK,
             bos_id=-1,
-            num_threads=4,  # a fixed number, because the resulting pieces depend on it
+            num_threads=4,  # fixed, because the number of threads changes the result
             minloglevel=2,
             max_sentence_length=16_000,
             character_coverage=0.9999,
         )
     except RuntimeError as error:
-        # SentencePiece's message ends with the largest possible size: "value <= 1234".
+        # If there is too little text, SentencePiece names the largest possible vocabulary
+        # size in its error, as in "Please set it to a value <= 1234".
         bounds = re.findall(r"<= (\d+)", str(error)) or ["N"]
         raise UserError(
             f"The source has too little text for {pieces} pieces: add text, or set "
@@ -946,7 +959,7 @@ def train_tokenizer(texts, pieces, max_characters=1 << 27):
 
 
 def progress_bar(what, unit, total=None):
-    """Return a progress bar that prints to standard error.
+    """Return a tqdm progress bar that prints to standard error.
 
     On a terminal, the bar appears after half a second. In a log file, the bar prints a
     line every 30 seconds. Background threads print no bar. With several processes, only
@@ -955,6 +968,7 @@ def progress_bar(what, unit, total=None):
     what: the title of the bar.
     unit: the noun, in the singular, for the counted objects.
     total: the final count, if known.
+
     """
     in_background = threading.current_thread() is not threading.main_thread()
     on_terminal = sys.stderr.isatty()
@@ -973,42 +987,47 @@ def progress_bar(what, unit, total=None):
 
 
 # ---- sources ---------------------------------------------------------------------------
-# A source is written KIND:NAME, for example text:books/*.txt. SOURCES maps each kind to a
-# function (name, split, cfg, whole) that opens the source. The function returns a list of
-# SourceFiles. A SourceFile is a part of the source that is read from beginning to end.
+# A data source is written KIND:NAME, such as text:books/*.txt. The dict SOURCES maps each
+# kind to a function with the arguments (name, split, cfg, whole). The function opens the
+# source and returns a list of SourceFiles, which are read one after the other.
 #
+# - name is the part after the colon, such as books/*.txt.
 # - split is the name of a split, such as "train" or "validation".
-# - A source without splits is divided into a training and a validation part. If `whole`
-#   is true, such a source is not divided.
-# - SourceFile.read(bad) yields pairs (where, example). `example` is a dict of fields.
+# - whole: a source without splits usually holds out its first 1 % for validation. If
+#   `whole` is true, nothing is held out.
+# - SourceFile.read(bad) yields pairs (where, example). The example is a dict of fields.
 #   `where` is the place of the example for messages, such as "books/a.txt:3".
 # - If an example cannot be read, the reader calls bad(where, what), such as
 #   bad("a.jsonl:3", "is not JSON"). With --data.on_error stop, this call raises a
-#   UserError. With --data.on_error skip, this call counts the example and returns. Then
-#   the reader continues with the next example.
+#   UserError. With --data.on_error skip, this call counts the example, and the reader
+#   continues with the next example.
 # - A path may be remote, such as gs://bucket/*.gz. The library fsspec opens remote paths.
 
 
 class SourceFile(NamedTuple):
-    """A part of a data source that is read from beginning to end.
+    """A file of a data source, or another unit that is read from start to end.
 
-    The part is a file, a group of small files, or a range of records.
+    For example, many small text files form one SourceFile. A large dataset of TensorFlow
+    Datasets (TFDS) is divided into ranges of examples.
     """
 
     name: str
-    stamp: list  # sizes and times of the files; if they change, the source has changed
-    read: Callable  # read(bad) yields (where, example) and reports problems to `bad`
+    # A list that changes with the content, such as the sizes and times of the files.
+    stamp: list
+    # read(bad) yields pairs such as ("a.txt:3", {"text": "Hello"}). If an example is
+    # invalid, it calls bad, as in bad("a.txt:4", "is not UTF-8").
+    read: Callable
 
 
 class MissingSplit(UserError):
-    """The error that a data source has splits, but not the requested split."""
+    """Raised if a data source exists but lacks the requested split, such as "test"."""
 
 
 class MissingSource(UserError):
-    """The error that a data source does not exist.
+    """Raised if a data source does not exist.
 
-    The exception has two arguments. The first describes the problem. The second says how
-    to solve the problem.
+    The two arguments are texts. The first text says what is missing. The second text says
+    what to do about it, such as "give --data.source the path of a file".
     """
 
     def __str__(self):
@@ -1017,14 +1036,13 @@ class MissingSource(UserError):
 
 @functools.cache
 def python_documents():
-    """Return the texts that come with Python as a list of documents.
+    """Return texts from the local Python installation as a list of strings.
 
-    There is one document for each file of the standard library, which consists of the
-    docstrings of the file. There is also one document for each topic of the language
-    manual (pydoc_data/topics.py). The files of the library are parsed by `ast` and not
-    imported.
+    Each file of the standard library gives one document, which joins all docstrings of
+    the file. Each topic of the language manual (pydoc_data/topics.py) gives another
+    document. The library files are parsed with `ast`, so their code never runs.
     """
-    from pydoc_data.topics import topics  # a dict of texts, and nothing else
+    from pydoc_data.topics import topics  # this module only defines a dict of texts
 
     library = Path(os.__file__).parent
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -1042,11 +1060,14 @@ def python_documents():
 
 
 def generated_source(name, stamp, examples, splits):
-    """Return a SourceFile for each split of a data source that a function generates.
+    """Return the SourceFiles of a data source whose examples a function generates.
+
+    There is one SourceFile for each split.
 
     name: the name of the data source in messages. stamp: a value that changes if the
     examples change. examples: a function that takes the name of a split and yields the
     examples of the split as dicts. splits: the names of the splits.
+
     """
 
     def read(split, bad):
@@ -1079,31 +1100,32 @@ def spell_number(n):
 
 
 def number_example(n):
-    """Return the example for a number, as a dict of fields.
+    """Return the example for the number n, as a dict of fields.
 
-    The fields are the number, its name in words, whether the number is even, and a date
-    in two notations. The date is n days after January 1, 1970. The tasks `by_rule_*` use
+    For 12, the fields are number 12, words "twelve", label 1, date "1970-01-13" and day
+    "13 January 1970". The date is n days after January 1, 1970. The tasks `by_rule_*` use
     these fields.
 
     n: a number below one million.
+
     """
     day = time.gmtime(86_400 * n)
     return {
         "number": n,
         "words": spell_number(n),
-        "label": int(n % 2 == 0),  # 1 if the number is even
+        "label": int(n % 2 == 0),  # 1 if n is even, 0 if n is odd
         "date": time.strftime("%Y-%m-%d", day),
         "day": f"{day.tm_mday} {time.strftime('%B %Y', day)}",
     }
 
 
 def python_source(name, split, cfg, whole):
-    """Open the data source `python:` or `python:COUNT`. Neither reads data files.
+    """Open the data source `python:` or `python:COUNT`, which needs no data files.
 
-    With `python:`, the examples are the texts that come with Python. With `python:COUNT`,
-    the examples are the numbers below COUNT. Each example of a number contains the number
-    in words and a date. The examples are shuffled. The first 1 % of the examples is the
-    validation split, and the rest is the training split.
+    The examples of `python:` are texts from the local Python installation. The examples
+    of `python:COUNT` are the numbers from 0 to COUNT - 1, each with its name in words and
+    a date. The examples are shuffled. The first 1 % is the validation split, and the rest
+    is the training split.
     """
     if name and not re.fullmatch(r"[1-9]\d{1,5}", name):
         raise UserError(
@@ -1123,10 +1145,10 @@ def python_source(name, split, cfg, whole):
 
 
 def reverse_source(name, split, cfg, whole):
-    """Open the data source `reverse:`, whose task is to reverse a sequence.
+    """Open the data source `reverse:`, a toy task in which the model reverses a list.
 
-    The inputs are 4 to 12 random token ids, and the targets are the same ids in reverse
-    order.
+    For example, the inputs [7, 30, 12, 9] have the targets [9, 12, 30, 7]. Each list has
+    4 to 12 random ids from 3 to 34, followed by EOS.
     """
 
     def examples(split):
@@ -1142,7 +1164,8 @@ def reverse_source(name, split, cfg, whole):
 def random_source(name, split, cfg, whole):
     """Open the data source `random:`, which generates random tokens for benchmarks.
 
-    Each document has 4096 random token ids. The training split is endless.
+    Each document has 4096 random token ids. The training split is endless, and the
+    validation split has 64 documents.
     """
     size = cfg.model.vocab_size - SENTINELS - 3
 
@@ -1156,19 +1179,21 @@ def random_source(name, split, cfg, whole):
 
 
 def open_file(path):
-    """Open a local or remote file to read bytes."""
+    """Open a local or remote file for reading bytes."""
     if "://" not in path:
         return open(path, "rb")
-    import fsspec  # imported here because the import takes 0.1 s
+    import fsspec  # only when needed, because the import takes 0.1 s
 
     return fsspec.open(path, "rb").open()
 
 
 def find_files(pattern):
-    """Return the files that match a glob pattern, sorted by path.
+    """Return the files that match a glob pattern, as pairs (path, [size, time]).
 
-    The result is a list of pairs (path, [size, time]). pattern: a local or remote glob
-    pattern. The function raises UserError if a remote file system cannot be read.
+    The pattern is local, such as "books/*.txt", or remote, such as "gs://bucket/*.gz".
+    The pairs are sorted by path. The time is when the file was last changed, or the
+    version of a remote file. If a remote file system cannot be read, the function raises
+    UserError.
     """
     found = []
     if "://" not in pattern:
@@ -1188,29 +1213,29 @@ def find_files(pattern):
         ) from error
     for path, info in infos.items():
         if info["type"] == "file":
-            # Remote file systems use different names for the time or version of a file.
+            # Each remote file system has its own name for the time or version of a file.
             times = [info.get(key) for key in ("etag", "mtime", "updated", "created")]
             found.append((system.unstrip_protocol(path), [info["size"], str(times)]))
     return sorted(found)
 
 
-GROUP_BYTES = 1 << 26  # files are grouped until a group has at least this size
-HELD_OUT_BYTES = 1 << 25  # the held-out beginning of a source has at most this size
+GROUP_BYTES = 1 << 26  # 64 MiB: the size at which a group of small files is complete
+HELD_OUT_BYTES = 1 << 25  # 32 MiB: at most this much text is held out for validation
 
 
 def group_files(files, read):
-    """Group small files and return a list with a SourceFile for each group.
+    """Combine small files into groups, and return a SourceFile for each group.
 
-    A file is added to the last group until the group has GROUP_BYTES bytes. If reading a
-    file raises an exception, the file is reported as damaged, and reading continues with
-    the next file.
+    A group is complete when it has 64 MiB (GROUP_BYTES) or more. Without groups,
+    thousands of small files would become thousands of tiny token files. A damaged file is
+    reported to the function `bad`, and reading continues with the next file.
 
-    files: a list of pairs (path, [size, time]). read: a function of a path and a function
-    `bad`. `read` yields a pair (where, example) for each example of the file, and reports
-    invalid examples to `bad`.
+    files: a list of pairs (path, [size, time]).
+    read: a function that yields the examples of one file, such as read_jsonl. read(path,
+        bad) yields pairs (where, example) and reports invalid examples to `bad`.
     """
     groups = []
-    size = math.inf  # bytes in the last group
+    size = math.inf  # bytes in the last group; infinity opens the first group
     for path, stamp in files:
         if size >= GROUP_BYTES:
             groups.append([])
@@ -1222,10 +1247,10 @@ def group_files(files, read):
         for path, _ in group:
             try:
                 yield from read(path, bad)
-            # The exception for a damaged file depends on the library that reads the file.
+            # Catch all exceptions, because each library has its own for a damaged file.
             except Exception as error:
-                # An error number means that the disk has failed, except in errors that
-                # come from pyarrow.
+                # An errno means that the disk has failed, and the file may be intact.
+                # Only the errors of pyarrow do not follow this rule.
                 disk_failed = read is not read_parquet and getattr(error, "errno", None)
                 if isinstance(error, UserError) or disk_failed:
                     raise
@@ -1243,12 +1268,11 @@ def file_source(read, pattern, split, cfg, whole):
     The files are read in alphabetical order. If the pattern contains "{split}", the name
     of the split is filled in. Otherwise, the first 1 % of the text is held out for
     validation, and the rest is for training. At least one example is held out. The
-    held-out text is one stretch, so only the end of this stretch is close to training
+    held-out examples are consecutive, so only the last of them are close to training
     text.
 
     read: a function that yields the examples of one file. pattern: the glob pattern.
-    split: the name of the split. cfg: the Config. whole: whether all text is read, so
-    that nothing is held out.
+    split: the name of the split. whole: whether to read all text and hold out nothing.
     """
     found = find_files(pattern.replace("{split}", split))
     if not found:
@@ -1267,12 +1291,12 @@ def file_source(read, pattern, split, cfg, whole):
     held_out = min(HELD_OUT_BYTES, total // 100)
 
     def read_first(bad):
-        seen = 0  # size of the examples so far
+        seen = 0  # the characters or token ids of all examples so far
         for where, example in files[0].read(bad):
             if (seen <= held_out) == (split == "validation"):
                 yield where, example
             elif split == "validation":
-                return  # the held-out stretch is complete
+                return  # all held-out examples have been read
             for value in example.values():
                 if isinstance(value, str | list):
                     seen += len(value)
@@ -1282,10 +1306,10 @@ def file_source(read, pattern, split, cfg, whole):
 
 
 def read_lines(path, bad):
-    """Yield a pair (line number, line) for each line of a text file.
+    """Yield the lines of a text file as pairs (line number, line).
 
-    A file whose name ends in .gz is decompressed. A line that is not valid UTF-8 is
-    skipped and reported to the function `bad`.
+    Line numbers start at 1. A file whose name ends in .gz is decompressed. A line that is
+    not valid UTF-8 is reported to the function `bad` and skipped.
     """
     with open_file(path) as raw:
         file = gzip.open(raw) if path.endswith(".gz") else raw
@@ -1299,9 +1323,10 @@ def read_lines(path, bad):
 def text_source(name, split, cfg, whole):
     """Open the data source `text:GLOB` or `text:GLOB:lines`, which reads text files.
 
-    With `text:GLOB`, each file is a document. With `text:GLOB:lines`, each line is a
-    document. Blank documents are left out. Files whose names end in .gz are decompressed.
-    The examples have only the field `text`.
+    For example, `text:books/*.txt` makes one document of each file.
+    `text:books/*.txt:lines` makes one document of each line. Blank documents are left
+    out. Files whose names end in .gz are decompressed. The examples have only the field
+    `text`.
     """
     pattern = name.removesuffix(":lines")
 
@@ -1320,8 +1345,8 @@ def read_jsonl(path, bad):
     """Yield the examples of a file that has one JSON object on each line.
 
     A file whose name ends in .gz is decompressed, because C4 is published in this form.
-    Blank lines are left out. A line that is not a JSON object is skipped and reported to
-    the function `bad`.
+    Blank lines are ignored. A line that is not a JSON object is reported to the function
+    `bad` and skipped.
     """
     for number, line in read_lines(path, bad):
         if not line.strip():
@@ -1341,9 +1366,9 @@ def read_jsonl(path, bad):
 def read_parquet(path, bad):
     """Yield the rows of a parquet file as examples.
 
-    Each example is a dict from the name of a column to its value.
+    Each example is a dict that maps the names of the columns to the values in the row.
     """
-    import pyarrow.parquet  # imported here because the import takes 0.2 s
+    import pyarrow.parquet  # only when needed: the import takes 0.2 s
 
     with open_file(path) as file:
         batches = pyarrow.parquet.ParquetFile(file).iter_batches(1024)
@@ -1355,8 +1380,7 @@ def read_parquet(path, bad):
 def decode_bytes(value):
     """Decode all bytes in an example of TensorFlow Datasets (TFDS) as UTF-8.
 
-    value: an example, or a value inside an example. Dicts and lists are decoded
-    recursively.
+    For example, [b"yes", 3] becomes ["yes", 3]. Lists and dicts may be nested.
     """
     if isinstance(value, bytes):
         return value.decode()
@@ -1374,25 +1398,25 @@ TFDS_REMEDY = (
     "To read C4's own files, use --data.source 'jsonl:DIR/c4-train.*.json.gz'. "
     "To read any text, use --data.source 'text:DIR/*.txt'."
 )
-TFDS_RANGE = 1 << 17  # a SourceFile of a TFDS dataset has at most this number of examples
+TFDS_RANGE = 1 << 17  # the number of examples in a SourceFile of a TFDS dataset
 
 
 def find_tfds(name, cfg):
-    """Return the folder of a TensorFlow Datasets (TFDS) dataset.
+    """Find the folder of a TensorFlow Datasets (TFDS) dataset and return its path.
 
-    name: the name of the dataset in the form NAME or NAME:VERSION, or the path of its
-    folder. Without a version, the newest version is used. The function raises
-    MissingSource if the folder does not exist.
+    For example, "c4/en:2.2.0" is stored in the folder c4/en/2.2.0 of --data.tfds_dir.
+    Without a version, as in "c4/en", the newest version is used. The name may also be the
+    path of a folder. If there is no such folder, the function raises MissingSource.
     """
-    from etils import epath  # epath reads local and remote folders alike
+    from etils import epath  # for local and remote folders
 
     home = cfg.data.tfds_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
-    # The version is the name of a folder. The colon of gs:// does not begin a version.
+    # The name "c4/en:2.2.0" becomes the path "c4/en/2.2.0". The colon of "gs://" stays.
     folder = epath.Path(home).expanduser() / re.sub(":(?!//)", "/", name)
-    # Either the folder itself is a version, or each subfolder is a version.
+    # The folder contains one version of the dataset, or a subfolder for each version.
     infos = [*folder.glob("dataset_info.json")] or [*folder.glob("*/dataset_info.json")]
     if infos:
-        # Compare the numbers, because version 1.10.0 is newer than version 1.9.0.
+        # Compare versions as lists of numbers, because 1.10.0 is newer than 1.9.0.
         folders = [info.parent for info in infos]
         return max(folders, key=lambda path: [*map(int, re.findall(r"\d+", path.name))])
     problem = f"{name} is not in {folder}"
@@ -1407,20 +1431,20 @@ def find_tfds(name, cfg):
 def tfds_source(name, split, cfg, whole):
     """Open a TensorFlow Datasets (TFDS) dataset that is stored on disk.
 
-    The dataset is never downloaded. The dataset must be stored as array_record files,
-    because these files can be read without TensorFlow. Examples that are missing, damaged
-    or not UTF-8 are skipped and reported as invalid. Each SourceFile is a range of
-    examples.
+    The function never downloads a dataset. The dataset must be stored as array_record
+    files, which can be read without TensorFlow. Examples that are missing, damaged or not
+    UTF-8 are reported to the function `bad`. Each SourceFile is a range of examples.
 
     name: the name of the dataset, as NAME[/CONFIG][:VERSION], or the path of its folder.
+
     """
     folder = find_tfds(name, cfg)
-    import tensorflow_datasets as tfds  # imported here because the import takes 0.5 s
+    import tensorflow_datasets as tfds  # only when needed: it takes 0.5 s
 
     try:
         builder = tfds.builder_from_directory(folder)
         info = builder.info
-    except Exception as error:  # TFDS and protobuf raise many kinds of exceptions
+    except Exception as error:  # TFDS and protobuf raise many exceptions
         raise UserError(
             f"{folder / 'dataset_info.json'} is damaged ({error}): "
             f"copy the dataset again."
@@ -1459,13 +1483,14 @@ def tfds_source(name, split, cfg, whole):
 
 
 def hf_source(name, split, cfg, whole):
-    """Open a dataset of the Hugging Face hub as a data source.
+    """Open a dataset of the Hugging Face Hub, such as hf:allenai/c4:en.
 
-    The examples are streamed. Each shard of the dataset becomes a SourceFile. The
-    function raises UserError if the library `datasets` is not installed or cannot open
-    the dataset.
+    The examples are streamed, so training can begin before the dataset is downloaded.
+    Each shard of the dataset becomes a SourceFile. If the library `datasets` is not
+    installed or cannot open the dataset, the function raises UserError.
 
     name: the name of the dataset, as NAME or NAME:CONFIG, or the path of a local folder.
+
     """
     try:
         import datasets
@@ -1478,7 +1503,7 @@ def hf_source(name, split, cfg, whole):
         stream = datasets.load_dataset(
             dataset, config or None, split=split, streaming=True
         )
-    except Exception as error:  # the library raises many kinds of exceptions
+    except Exception as error:  # the library raises many types of exceptions
         kind = MissingSplit if "split" in str(error) else UserError
         raise kind(
             f"The split {split} of hf:{name} cannot be opened ({error}): check the name, "
@@ -1496,11 +1521,11 @@ def hf_source(name, split, cfg, whole):
 
 
 def read_tfrecords(path):
-    """Yield the records of a tfrecord file. The checksums are not verified.
+    """Yield the records of a tfrecord file as bytes.
 
-    In the file, 8 bytes give the length of the next record, and 4 bytes are the checksum
-    of this length. Then the record follows, and the last 4 bytes are the checksum of the
-    record.
+    Before each record, the file has 8 bytes with the length of the record and 4 bytes
+    with a checksum of the length. After each record, the file has 4 bytes with a checksum
+    of the record. The checksums are not verified.
     """
     with open_file(path) as file:
         while header := file.read(12):
@@ -1514,11 +1539,12 @@ def read_tfrecords(path):
 def read_seqio(features, path, bad):
     """Yield the examples of a tfrecord file that SeqIO has cached.
 
-    A damaged record is skipped and reported to the function `bad`.
+    A damaged record is reported to the function `bad` and skipped.
 
-    features: a dict from the name of a field to a dict with the shape of the field, as in
-    the info file of the cache. A field with the shape [] holds a single value. Every
-    other field holds an array of ids or a list of texts. path: the path of the file.
+    features: the shape of each field, as in the info file of the cache. A field with the
+        shape [] holds a single value. Every other field holds an array of ids or a list
+        of texts.
+    path: the path of the file.
     """
     from tensorflow_datasets.proto import tf_example_generated_pb2
 
@@ -1534,20 +1560,22 @@ def read_seqio(features, path, bad):
                     values = np.array(numbers)
                 scalar = features.get(key, {}).get("shape") == []
                 example[key] = values[0] if scalar else values
-        except Exception as error:  # of protobuf, of bytes.decode, or an IndexError
+        except Exception as error:  # from protobuf, bytes.decode or values[0]
             bad(where, f"is damaged ({error})")
         else:
             yield where, example
 
 
 def seqio_source(name, split, cfg, whole):
-    """Open a task that SeqIO has cached in a folder as a data source.
+    """Open the folder of a task that SeqIO has cached.
 
-    The dataset P3 is published as such folders. A folder must contain info.SPLIT.json,
-    the file COMPLETED and all tfrecord files of the split. Otherwise, the function raises
-    MissingSource, MissingSplit or UserError.
+    For example, the dataset P3 is published as one such folder for each task. The folder
+    must contain info.SPLIT.json, all tfrecord files of the split, and the file COMPLETED,
+    which SeqIO writes last. Otherwise, the function raises MissingSource, MissingSplit or
+    UserError.
 
     name: the path of the folder, or a glob pattern for several folders.
+
     """
     infos = find_files(f"{name}/info.{split}.json")
     if not infos:
@@ -1587,17 +1615,17 @@ SOURCES = {
     "reverse": reverse_source,
     "random": random_source,
 }
-OWN_SPLITS = ("tfds", "hf", "seqio")  # kinds of sources whose splits have any names
+OWN_SPLITS = ("tfds", "hf", "seqio")  # sources that choose the names of their own splits
 
 
 def open_source(source, split, cfg, whole=False):
-    """Open a data source and return the SourceFiles of a split.
+    """Open a data source such as "jsonl:a.jsonl", and return the SourceFiles of a split.
 
-    source: the data source in the form KIND:NAME, such as "jsonl:data.jsonl". split: the
-    name of the split. cfg: the Config. whole: whether all text is read for a source
-    without splits, so that nothing is held out. The function raises UserError if the
-    source is invalid. The function raises MissingSplit or MissingSource if there is no
-    such split or source.
+    If `whole` is true, a source without splits is read completely, and nothing is held
+    out for validation. The function raises UserError if the source is invalid. It raises
+    MissingSource or MissingSplit if the source or the split does not exist.
+
+    source: the data source in the form KIND:NAME. split: the name of the split.
     """
     kind, _, name = source.partition(":")
     if kind not in SOURCES:
@@ -1613,13 +1641,14 @@ def open_source(source, split, cfg, whole=False):
 
 
 class InvalidExamples:
-    """Report an example that cannot be used: stop the program or count the example.
+    """Stop the program at an invalid example, or count the example and continue.
 
     With --data.on_error stop, the first call raises UserError. With --data.on_error skip,
-    the calls are counted.
+    each call adds 1 to `count`. For example, call invalid("a.jsonl:3", "is not JSON").
 
     where: the place of the example, such as "a.jsonl:3". what: the problem as the end of
     a sentence, such as "is not JSON".
+
     """
 
     def __init__(self, on_error):
