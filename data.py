@@ -1015,7 +1015,7 @@ class SourceFile(NamedTuple):
     # A list that changes with the content, such as the sizes and times of the files.
     stamp: list
     # read(bad) yields pairs such as ("a.txt:3", {"text": "Hello"}). If an example is
-    # invalid, it calls bad, as in bad("a.txt:4", "is not UTF-8").
+    # invalid, read calls bad, as in bad("a.txt:4", "is not UTF-8").
     read: Callable
 
 
@@ -1667,44 +1667,43 @@ class InvalidExamples:
 
 
 class PrefixLM(Objective):
-    """The prefix language modeling objective, as prefix_lm in the t5 library.
+    """Cut each text at a random place, and learn to predict the end from the start.
 
-    A text is cut in two at a random place. The model reads the first part as inputs and
-    learns to predict the second part as targets.
+    For example, the tokens [5, 6, 7, 8] may become the inputs [5] and the targets [6, 7,
+    8]. This objective is called prefix language modeling (prefix_lm in the t5 library).
     """
 
     def length(self, data):
         return data.inputs_length - 1
 
     def make(self, chunks, keys, tokenizer, data):
-        # Cut before the last token at the latest, so that the targets are not empty.
+        # The last possible cut is before the last token, so the targets are never empty.
         longest = np.array([len(ids) - 1 for (ids,) in chunks], int)
-        random = (keys >> np.uint64(32)).astype(int)  # from 0 to 2**32 - 1
+        random = (keys >> np.uint64(32)).astype(int)  # 32 random bits: 0 to 2**32 - 1
         cuts = np.minimum(1 + (random * longest >> 32), longest).tolist()
         return [(ids[:cut], ids[cut:]) for (ids,), cut in zip(chunks, cuts)]
 
 
-# T5 solves every task as text to text (Raffel et al. 2020, section 2.4). The inputs begin
-# with the name of the task. The name of each field stands before the text of the field. A
-# class is written as a word. Appendix D of the paper shows an example of each task. The
-# following example comes from RTE, in which the model decides whether sentence1 implies
-# sentence2:
+# T5 treats every task as text-to-text (Raffel et al. 2020, section 2.4). The inputs begin
+# with the name of the task, and each text is preceded by the name of its field. A class
+# is written as a word. In the task RTE, for example, the model decides whether sentence1
+# implies sentence2:
 #
 #     source   {"sentence1": "A cat sleeps.", "sentence2": "A cat runs.", "label": 1}
 #     inputs   rte sentence1: A cat sleeps. sentence2: A cat runs.
 #     targets  not_entailment
 #
-# A *format* is a function that converts an example of the source to inputs and targets.
-# The function returns a list of dicts, because some examples give several training
-# examples. Each dict has the fields inputs and targets, and the fields that metrics need.
-# The list is empty if the example is left out. The formats below give the same strings as
-# t5/data/preprocessors.py.
+# A *format* is a function that turns an example of the source into a list of dicts. Each
+# dict has the fields inputs and targets, and the fields that metrics need. Usually the
+# list has one dict. It has several if the example gives several training examples, and it
+# is empty if the example is left out. The formats below give the same strings as
+# t5/data/preprocessors.py. Appendix D of the paper shows an example of each task.
 
 
 def as_it_is(example):
-    """Return a list that contains only the given example, unchanged.
+    """Return the example unchanged, in a list.
 
-    This format serves training objectives that need only the field `text`.
+    Objectives such as span corruption need only the field `text` of the example.
     """
     return [example]
 
@@ -1712,9 +1711,9 @@ def as_it_is(example):
 def text_to_text(example):
     """Format an example that already has the fields inputs and targets.
 
-    The two fields may be texts or lists of token ids. A SeqIO cache may hold the ids and
-    also the texts, in the fields inputs_pretokenized and targets_pretokenized. In this
-    case, the texts are used.
+    The two fields may be texts or lists of token ids. A SeqIO cache may also hold the
+    texts of these ids, in inputs_pretokenized and targets_pretokenized. The texts are
+    then used, because they can be tokenized with any vocabulary.
     """
     texts = {
         key: example[f"{key}_pretokenized"]
@@ -1725,17 +1724,18 @@ def text_to_text(example):
 
 
 def template(inputs, targets, labels=()):
-    """Return a format that fills the {field} placeholders of two templates.
+    """Return a format, a function that turns an example into inputs and targets.
 
-    For example, template("translate English to German: {en}", "{de}") formats a
-    translation task.
+    The format fills the {field} placeholders of two templates. For example,
+    template("question: {q}", "{a}") uses the fields q and a of an example.
 
     inputs: the template of the inputs. targets: the template of the targets. labels: the
-    words for the classes 0, 1 and so on, if the field `label` is the number of a class.
-    The placeholder {label} is then replaced by the word of the class. The label -1 means
-    that the dataset does not publish the label. As in the t5 library, the word for this
-    label is "<unk>". If the example has the field `idx`, the formatted example keeps this
-    field.
+    words for the classes 0, 1, ... of a classification task. The field `label` of an
+    example is the number of a class, and the placeholder {label} becomes the word. The
+    label -1 means that the dataset does not publish the label. As in the t5 library, the
+    word for this label is "<unk>".
+
+    If the example has the field `idx`, the formatted example keeps this field.
     """
 
     def fill(example):
@@ -1755,10 +1755,10 @@ def template(inputs, targets, labels=()):
 
 
 def format_stsb(example):
-    """Format an example of STS-B, a task that rates the similarity of two sentences.
+    """Format an example of STS-B, which asks how similar two sentences are.
 
-    The target is a number from 0 to 5 as text, such as "3.8". The similarity is rounded
-    to a multiple of 0.2.
+    The target is the similarity as text, rounded to a multiple of 0.2. For example, 3.84
+    becomes "3.8". The similarity is between 0 and 5.
     """
     score = np.round(np.float32(example["label"]) * 5) / 5
     fill = template("stsb sentence1: {sentence1} sentence2: {sentence2}", f"{score:.1f}")
@@ -1766,10 +1766,11 @@ def format_stsb(example):
 
 
 def format_multirc(example):
-    """Format an example of MultiRC, in which the model judges an answer to a question.
+    """Format an example of MultiRC, which asks whether an answer is right.
 
-    HTML tags are removed. The metric counts all answers to one question together. So the
-    indices of the paragraph, the question and the answer are kept.
+    The inputs contain a question, an answer and a paragraph, without HTML tags. The
+    targets are "True" or "False". The metric groups all answers to the same question, so
+    the indices of paragraph, question and answer are kept.
     """
     texts = {
         key: re.sub("</?b>", "", example[key].replace("<br>", " "))
@@ -1786,12 +1787,14 @@ def format_multirc(example):
 
 
 def format_record(example):
-    """Format an example of ReCoRD, in which the model fills a gap with an entity.
+    """Format an example of ReCoRD, which asks for a missing name in a sentence.
 
-    The result has one formatted example for each correct answer. The bullet points of the
-    passage, which are marked by @highlight, become sentences.
+    The inputs contain the sentence, the possible names (entities) and a passage. Each
+    correct answer gives one formatted example, and all of them have the same inputs. In
+    the passage, the marker @highlight precedes each bullet point. The bullet points
+    become sentences.
     """
-    # If the text before a bullet point already ends a sentence, no period is added.
+    # Join the bullet points. Add a period where no punctuation ends the sentence.
     passage = re.sub(r"([.?!\"'])\n@highlight\n", r"\1 ", example["passage"])
     passage = passage.replace("\n@highlight\n", ". ")
     entities = ", ".join(example["entities"])
@@ -1812,9 +1815,9 @@ def format_record(example):
 def format_wsc(only_true, example):
     """Format an example of the Winograd schema challenge (WSC).
 
-    The model predicts the noun that a pronoun stands for. The inputs mark the pronoun
-    with asterisks, as in "wsc: Ann lost *it* again". The targets are the noun that the
-    example suggests.
+    The question is which noun a pronoun refers to. The inputs mark the pronoun with
+    asterisks, as in "wsc: The cup fell off the table and *it* broke". The targets are the
+    noun that the example suggests, such as "The cup".
 
     only_true: whether examples that suggest a wrong noun are left out. Training leaves
     out these examples, so that the model does not learn wrong nouns.
@@ -1824,14 +1827,16 @@ def format_wsc(only_true, example):
     words = example["text"].split(" ")
     position = example["span2_index"]
     pronoun = example["span2_text"]
-    # In one of the published examples, the index of the pronoun is too low by one. So we
-    # search for the pronoun in the words from this index on.
+    # In one published example, the given position is one word too early. So search for
+    # the pronoun from this position on.
     position += [word.startswith(pronoun) for word in words[position:]].index(True)
     before = " ".join(words[:position])
     after = " ".join(words[position:]).removeprefix(pronoun)
-    # In another published example, punctuation follows the pronoun without a space.
+    # Remove the space after the pronoun. In one published example there is none, because
+    # punctuation follows.
     after = after[1:] if after.startswith(" ") else after.rstrip()
-    # As in t5, every X between spaces is replaced, even if the text itself contains an X.
+    # X marks the place of the pronoun. As in the t5 library, any other " X " in the text
+    # is replaced, too.
     text = f"{before} X {after}".replace(" X ", f" *{pronoun}* ")
     return [
         {
@@ -1846,8 +1851,9 @@ def format_wsc(only_true, example):
 def format_definite_pronoun(example):
     """Format an example of definite pronoun resolution (DPR).
 
-    The inputs have the same form as in the Winograd schema challenge. The first
-    occurrence of the pronoun is marked with asterisks.
+    The question is which noun a pronoun refers to. The inputs begin with "wsc:" and mark
+    the first occurrence of the pronoun with asterisks, as in the Winograd schema
+    challenge. The targets are the noun.
     """
     pattern = rf" ({example['pronoun']})( |\.|,)"
     text = re.sub(pattern, r" *\1*\2", example["sentence"], count=1)
@@ -1856,23 +1862,23 @@ def format_definite_pronoun(example):
 
 
 def merge_spaces(text):
-    """Replace each run of white space characters in a text by one space."""
+    """Replace each run of white space in a text by one space."""
     return re.sub(r"[ \t\n\f\r]+", " ", text)
 
 
 def separate_punctuation(text):
     """Put spaces around each ASCII punctuation character of a text.
 
-    Several spaces in a row are merged into one space.
+    For example, "yes,no" becomes "yes , no". Several spaces in a row become one space.
     """
     return merge_spaces(re.sub(r"([!-/:-@\[-`{-~])", r" \1 ", text))
 
 
 def format_squad(example):
-    """Format an example of SQuAD, in which a question is answered from a context.
+    """Format an example of SQuAD, which asks a question about a paragraph (the context).
 
-    The target is the first answer. The metric accepts every answer, so all answers are
-    kept in the field `answers`.
+    The target is the first answer. The field `answers` keeps all answers, because the
+    metric accepts any of them.
     """
     question = separate_punctuation(example["question"])
     context = separate_punctuation(example["context"])
@@ -1890,35 +1896,35 @@ def format_squad(example):
 
 
 class Task(NamedTuple):
-    """A task: a data source, the format of the examples, and the metrics.
+    """A task is a data source, a format for its examples, and metrics.
 
-    The dict TASKS maps the name of each task to its Task. A recipe file may add tasks to
-    TASKS.
+    The dict TASKS maps names such as "glue_rte_v002" to Tasks. A recipe file may add its
+    own tasks to TASKS.
     """
 
-    source: str = ""  # the data source as KIND:NAME, as in --data.source
-    # The function that turns an example of the source into a list of formatted examples.
+    source: str = ""  # such as "tfds:glue/rte:1.0.0"
+    # The function that turns an example of the source into a list of dicts, each with the
+    # fields inputs and targets.
     format: Callable = text_to_text
-    # Each metric is a name in evaluate.METRICS, or a function that takes lists of targets
-    # and predictions and returns a dict of numbers.
+    # The metrics, such as ("bleu",). Each metric is a name in evaluate.METRICS, or a
+    # function (targets, predictions) that returns a dict of numbers.
     metrics: tuple = ()
-    choices: tuple = ()  # the words for the labels 0, 1, ... of a classification task
-    # The function that is applied to targets and predictions before metrics compare the
-    # two. The value is a name in evaluate.POSTPROCESSORS, or the function itself.
+    choices: tuple = ()  # the words for classes 0, 1, ..., such as ("no", "yes")
+    # This function is applied to targets and predictions before the metrics compare them.
+    # It is a name in evaluate.POSTPROCESSORS, such as "label", or the function itself.
     postprocess: str | Callable = ""
-    splits: tuple = ("train", "validation", "test")  # the splits that the source has
+    splits: tuple = ("train", "validation", "test")  # splits of the source
     objective: Objective = Pairs()
-    inputs_eos: bool = True  # whether EOS is appended to inputs; T0 appends no EOS
-    # Whether EOS is appended to targets that were cut because they are too long. T0 does
-    # not append EOS to such targets.
+    inputs_eos: bool = True  # whether inputs end with EOS (T5 yes, T0 no)
+    # Whether a text that was truncated still ends with EOS (T5 yes, T0 no).
     eos_after_trim: bool = True
 
 
-# The tasks whose format is a template. Each task takes three lines:
+# The tasks whose format is a template. Each task has three lines:
 #
 #     name   source   metrics (separated by commas, or -)   splits (if not all three)
 #         template of the inputs
-#         template of the targets, or words for the labels 0, 1, ... separated by |
+#         template of the targets, or the words for classes 0, 1, ... separated by |
 #
 # The names, strings and metrics of T5's tasks agree with t5/data/tasks.py. The tasks
 # by_rule_* are made for the recipe tiny_finetune.
@@ -2070,9 +2076,9 @@ by_rule_even   python:10000   accuracy
 
 
 def read_catalogue(text):
-    """Parse a list of tasks and return a dict from the name of a task to its Task.
+    """Parse a list of tasks that is written like CATALOGUE.
 
-    text: the list of tasks in the same form as CATALOGUE.
+    The result is a dict that maps the name of each task to its Task.
     """
     tasks = {}
     for entry in text.strip().split("\n\n"):
@@ -2088,12 +2094,12 @@ def read_catalogue(text):
     return tasks
 
 
-# The dicts TASKS and MIXTURES are defined in configs.py, because configs.py also loads
-# recipe files, which may add tasks and mixtures.
+# configs.py defines these two dicts. It loads the recipe files, which may add tasks and
+# mixtures.
 TASKS, MIXTURES = configs.TASKS, configs.MIXTURES
 TASKS |= read_catalogue(CATALOGUE)
 TASKS |= {
-    # The first three tasks are meant to be used with any --data.source.
+    # Use one of the first three tasks with your own --data.source.
     "span_corruption": Task("python:", as_it_is, objective=SpanCorruption()),
     "prefix_lm": Task("python:", as_it_is, objective=PrefixLM()),
     "text_to_text": Task(),
@@ -2101,7 +2107,7 @@ TASKS |= {
         "tfds:c4/en:2.2.0", as_it_is, objective=SpanCorruption()
     ),
     "c4_v220_prefix_lm": Task("tfds:c4/en:2.2.0", as_it_is, objective=PrefixLM()),
-    # The tasks below need a function as format, because a template is not enough.
+    # For the tasks below, a template is not enough. Their format is a function.
     "squad_v010_allanswers": Task(
         "tfds:squad/v1.1:3.0.0", format_squad, ("squad",), postprocess="answers"
     ),
@@ -2144,14 +2150,14 @@ TASKS |= {
 
 # ---- mixtures --------------------------------------------------------------------------
 # A mixture is a dict that maps the names of tasks or of other mixtures to rates. A task
-# is sampled with the probability rate / (sum of the rates). A task with the rate 0 is
-# evaluated together with the mixture, but the model is not trained on this task. A rate
-# is a number or a BySize. A mixture may also be a function that takes the Config and
-# returns such a dict.
+# is sampled with the probability rate / (sum of the rates). In {"a": 3, "b": 1}, task a
+# gives three of four examples. A task with the rate 0 is evaluated together with the
+# mixture, but the model is not trained on this task. A rate is a number or a BySize. A
+# mixture may also be a function that takes the Config and returns such a dict.
 
 
 class BySize(NamedTuple):
-    """A sampling rate that depends on the number of training examples of the task.
+    """A sampling rate that grows with the number of training examples of a task.
 
     The rate is min(examples * scale, maximum) ** (1 / temperature). The maximum keeps
     large tasks from dominating the mixture. A temperature above 1 samples small tasks
@@ -2167,8 +2173,9 @@ class BySize(NamedTuple):
 
 
 # The datasets of T0 (Sanh et al. 2022). Each line has the name of a dataset, the number
-# of training examples, and the groups that the dataset belongs to. The list agrees with
-# t0/datasets.csv in the repository bigscience-workshop/t-zero.
+# of training examples, and its groups. For example, glue_mrpc has 3668 examples and is in
+# the group train. The list agrees with t0/datasets.csv in the repository
+# bigscience-workshop/t-zero.
 T0_DATASETS = """
 glue_mrpc                     3668  train
 glue_qqp                    363846  train
@@ -2237,7 +2244,7 @@ wino_bias_type2_anti             0  bias
 wino_bias_type1_pro              0  bias
 wino_bias_type2_pro              0  bias
 """
-# For each mixture of T0, the groups of datasets in T0_DATASETS that the mixture contains.
+# Each mixture of T0 consists of all datasets in certain groups of T0_DATASETS.
 T0_MIXTURES = {
     "t0_train": "train",
     "t0+_train": "train gpt",
@@ -2246,22 +2253,23 @@ T0_MIXTURES = {
     "t0_eval_score_eval": "eval",
     "bias_fairness_eval_score_eval": "bias",
 }
-T0_CAP = 500_000  # a dataset counts as at most this number of examples
+T0_CAP = 500_000  # larger datasets count as if they had 500,000 examples
 
 
 def t0_mixture(name, cfg):
     """Return the sampling rates of a T0 mixture, as a dict from task to rate.
 
-    The dataset collection P3 has a folder for each prompt template of each dataset. The
-    name of a folder is DATASET_TEMPLATE, and each folder is a task. A dataset with more
-    than T0_CAP examples counts as T0_CAP examples, which are divided among its templates.
-    For a smaller dataset, the rate of each template is the full size of the dataset.
+    The tasks are the folders of the dataset collection P3. Each folder holds one dataset
+    in the words of one prompt template, and its name is DATASET_TEMPLATE. The rate of a
+    task is the number of examples in its dataset. If this number is above T0_CAP, T0_CAP
+    is divided among the templates of the dataset.
 
     A folder whose name ends in _score_eval is meant for rank classification. Mixtures
     whose names end in _score_eval consist of these folders. These mixtures are only
     evaluated, so every rate is 1.
 
     name: a key of T0_MIXTURES. cfg: the Config.
+
     """
     ending = "_score_eval"
     folders = [
@@ -2286,16 +2294,15 @@ def t0_mixture(name, cfg):
             rate = T0_CAP // len(templates)
         if set(roles) & set(T0_MIXTURES[name].split()):
             rates |= dict.fromkeys(templates, rate)
-    # The authors of T0 left out this prompt, because the published cache of the prompt is
-    # broken. The prompt still counts when the rate of a dataset is divided.
+    # Leave out this prompt, as in T0, because its published cache is broken. It is
+    # removed only here, because it counts when T0_CAP is divided among the prompts.
     rates.pop("gigaword_summarize_", None)
     return dict(sorted(rates.items()))
 
 
-# The ways in which the dataset collection P3 may be stored. For each kind of source,
-# there is a dict. Each key is a glob pattern that finds the files in a folder of P3. The
-# value is the text that is appended to the path of the folder to read a split. With
-# parquet files, the split is part of the file name or the name of a subfolder.
+# The dataset collection P3 may be stored as SeqIO caches or as parquet files. Each key of
+# an inner dict is a glob pattern for the files in a folder of P3. The value is appended
+# to the path of the folder, as in "parquet:data/p3/trec_a/{split}/*.parquet".
 P3_FILES = {
     "seqio": {"info.*.json": ""},
     "parquet": {"*.parquet": "/*{split}*.parquet", "*/*.parquet": "/{split}/*.parquet"},
@@ -2305,16 +2312,21 @@ P3_FILES = {
 def p3_root(cfg):
     """Return the path of the folder that contains the dataset collection P3.
 
-    If --data.source cannot be P3, the result is "".
+    For example, --data.source "seqio:data/p3/*" gives "data/p3". If the source does not
+    begin with seqio: or parquet:, the result is "".
     """
     kind, _, name = cfg.data.source.partition(":")
     return name.removesuffix("*").rstrip("/") if kind in P3_FILES else ""
 
 
 def p3_sources(cfg, folder="*"):
-    """Return a dict from the name of a P3 folder to the data source for this folder.
+    """Return a dict from the names of P3 folders to their data sources.
+
+    P3 is a collection of datasets with a folder for each task. For example, the folder
+    trec_a may have the data source "seqio:data/p3/trec_a".
 
     folder: the name of a P3 folder, or "*" for all folders.
+
     """
     kind = cfg.data.source.partition(":")[0]
     root = p3_root(cfg)
@@ -2326,8 +2338,8 @@ def p3_sources(cfg, folder="*"):
     return sources
 
 
-# The mixtures of T5 and T0 have the same names, members and rates as in the original
-# code (t5/data/mixtures.py and t0/tasks.py).
+# The mixtures of T5 and T0 have the same names, tasks and rates as in the original code
+# (t5/data/mixtures.py and t0/tasks.py).
 MIXTURES |= {
     "glue_v002_proportional": {
         "glue_cola_v002": 8_551,
@@ -2370,13 +2382,14 @@ MIXTURES |= {name: functools.partial(t0_mixture, name) for name in T0_MIXTURES}
 def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
     """Return the sampling rate of each task in a mixture, as a dict from task to rate.
 
-    If the mixture contains another mixture, the tasks of the inner mixture share the rate
-    of the inner mixture.
+    If a mixture contains another mixture, the tasks of the inner mixture share its rate.
+    For example, if the inner mixture has the rate 6 and two equal tasks, each of these
+    tasks gets the rate 3. A single task has the rate 1. If the mixture is not a valid
+    dict, the function raises UserError.
 
-    name: the name of a mixture or of a single task. cfg: the Config. examples: a function
-    that returns the number of training examples of a task. This function is used only for
-    rates that are a BySize. within: the names of the mixtures that contain this mixture.
-    The function raises UserError if the mixture is not a valid dict.
+    name: the name of a mixture or of a single task. examples: a function that returns the
+    number of training examples of a task. It is called only for rates that are a BySize.
+    within: the names of the mixtures that contain this mixture.
     """
     if name not in MIXTURES:
         return {name: 1.0}
@@ -2389,7 +2402,7 @@ def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
         entries = dict(entries(cfg) if callable(entries) else entries)
     except UserError:
         raise
-    except Exception as error:  # a recipe file may have defined the mixture
+    except Exception as error:  # the code of a recipe file may raise anything
         raise UserError(
             f"The mixture {name} is not a dict of rates ({error!r}): correct its entry "
             f"in MIXTURES."
@@ -2418,12 +2431,12 @@ def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
 def find_task(name, cfg):
     """Return the Task with a given name.
 
-    The flag --data.source replaces the data source of the task that --data.task names.
-    The function raises UserError if the task does not exist.
+    The name is a key of TASKS, a folder of the dataset collection P3, or a data source
+    such as "jsonl:a.jsonl". A folder of P3 is found only if --data.source names P3. A
+    data source must have the fields inputs and targets.
 
-    name: a key of TASKS, or a folder of the dataset collection P3, or a data source in
-    the form KIND:NAME. A folder of P3 is found only if --data.source names P3. A data
-    source must have the fields inputs and targets. cfg: the Config.
+    If the name equals --data.task, the flag --data.source replaces the source of the
+    task. If the task does not exist, the function raises UserError.
     """
     task = TASKS.get(name)
     if task is None:
@@ -2448,10 +2461,10 @@ def find_task(name, cfg):
 
 
 def check_tasks(cfg):
-    """Raise UserError if a task of the run is unknown or has an invalid data source."""
+    """Raise UserError if a task is unknown, or --data.source is set for a mixture."""
     data = cfg.data
-    # The tasks of a mixture have their own sources. T0's mixtures are an exception,
-    # because --data.source tells them where P3 is stored.
+    # The tasks of a mixture have their own sources, so --data.source is an error. Only
+    # T0's mixtures need this flag, because it says where P3 is stored.
     other_source = data.validation_source or data.source and not p3_root(cfg)
     if data.task in MIXTURES and other_source:
         raise UserError(
@@ -2464,11 +2477,12 @@ def check_tasks(cfg):
 
 
 def open_task(name, split, cfg):
-    """Return a pair of the Task with a given name and the SourceFiles of one split.
+    """Return the Task with a given name and the SourceFiles of one split.
 
-    name: the name of the task. split: the name of the split. cfg: the Config. The
-    function raises MissingSplit or MissingSource if the split or the data source does not
-    exist.
+    With --data.validation_source, the validation split comes from that source, and all of
+    the task's own source can be used for training. If the split does not exist, the
+    function raises MissingSplit. If the data source does not exist, the function raises
+    MissingSource.
     """
     task = find_task(name, cfg)
     validation_source = cfg.data.validation_source
@@ -2480,14 +2494,14 @@ def open_task(name, split, cfg):
 
 
 def open_all(wanted):
-    """Open the splits of several tasks and collect the errors.
+    """Open the splits of several tasks, and collect the errors.
 
-    The result is a pair. The first value is a dict from the name of a task to a pair
-    (Task, SourceFiles). The second value is a list with a MissingSplit error for each
-    task that lacks the split. If data sources are missing, one MissingSource error names
-    all of the missing sources.
+    The first result is a dict from the name of each task to a pair (Task, SourceFiles).
+    The second result is a list with a MissingSplit error for each task that lacks its
+    split. If data sources are missing, one MissingSource error names all of them.
 
     wanted: a list of triples (name of a task, name of a split, Config).
+
     """
     opened = {}
     missing_splits = []
@@ -2500,7 +2514,7 @@ def open_all(wanted):
         except MissingSource as error:
             missing_sources.update([error.args])
     if missing_sources:
-        # dict.fromkeys removes duplicates and keeps the order.
+        # dict.fromkeys removes duplicate remedies and keeps their order.
         remedies = dict.fromkeys(missing_sources.values())
         raise MissingSource(";\n".join(missing_sources), " ".join(remedies))
     return opened, missing_splits
@@ -2509,8 +2523,8 @@ def open_all(wanted):
 def evaluated_tasks(cfg):
     """Return the names of the tasks that a run evaluates.
 
-    The names come from the flag --data.eval_tasks. If this flag is empty, the names come
-    from --data.task.
+    The flag --data.eval_tasks names the tasks. If this flag is empty, --data.task is
+    used. A mixture stands for all of its tasks.
     """
     names = (cfg.data.eval_tasks or cfg.data.task).split(",")
     return [task for name in names for task in mixture_rates(name.strip(), cfg)]
@@ -2519,12 +2533,10 @@ def evaluated_tasks(cfg):
 def open_tasks(cfg, split="train"):
     """Open the tasks that a run trains on.
 
-    The result is a dict from the name of a task to a pair (Task, SourceFiles). Tasks with
-    the rate 0 are not trained on, so they are left out. If the run also evaluates, the
-    data sources of the evaluated tasks are opened, too. So one error message names all
-    missing sources before training begins.
-
-    cfg: the Config. split: the name of the split.
+    The result is a dict from the name of each task to a pair (Task, SourceFiles). Tasks
+    with the rate 0 are left out, because the model is not trained on them. The evaluated
+    tasks are opened, too, so that one error message names all missing sources before
+    training begins.
     """
     names = [name for name, rate in mixture_rates(cfg.data.task, cfg).items() if rate]
     wanted = [(name, split, cfg) for name in names]
@@ -2541,12 +2553,12 @@ def open_tasks(cfg, split="train"):
 def source_fields(cfg):
     """Parse the flag --data.fields, which renames the fields of a data source.
 
-    The result is a dict from the field that the task expects to the field in the data
-    source. For example, --data.fields text=content gives {"text": "content"}.
+    For example, --data.fields text=content gives {"text": "content"}. The field `content`
+    of the source is then used as `text`.
     """
     fields = cfg.data.fields
     try:
-        # dict() raises a ValueError if a pair does not consist of two names.
+        # dict() raises ValueError unless each pair consists of two names.
         return dict(
             re.split(" *= *", pair.strip()) for pair in fields.split(",") if fields
         )
@@ -2557,16 +2569,16 @@ def source_fields(cfg):
 
 
 def formatted_examples(source_file, bad, task, cfg, size=math.inf):
-    """Yield the examples of a SourceFile in the format of a task.
+    """Read the examples of a SourceFile, and yield them in the format of a task.
 
     Each result is a tuple (where, number, row, texts). `where` is the place of the
-    example for messages. `number` is the position of the example in the SourceFile. `row`
-    is the formatted example as a dict. `texts` holds the text or the array of token ids
-    for each feature of the training objective. Examples without text are left out.
+    example for messages, such as "a.jsonl:3". `number` counts the examples of the
+    SourceFile from 0. `row` is the formatted example as a dict. `texts` holds the text or
+    the array of token ids for each feature of the training objective. Examples without
+    text are left out.
 
-    source_file: a SourceFile. bad: a function to which invalid examples are reported.
-    task: the Task. cfg: the Config. size: the size of the vocabulary. Token ids must be
-    below this size.
+    bad: a function to which invalid examples are reported. size: the size of the
+    vocabulary. Token ids must be below this size.
     """
     names = source_fields(cfg)
     features = task.objective.features
@@ -2590,20 +2602,21 @@ def formatted_examples(source_file, bad, task, cfg, size=math.inf):
                     yield where, number, row, texts
         except UserError:
             raise
-        except Exception as error:  # a recipe file may have defined the format
+        except Exception as error:  # the code of a recipe file may raise anything
             problem = f"no {error}" if isinstance(error, KeyError) else repr(error)
             fields = ", ".join(map(str, example))
             bad(where, f"does not fit the task: {problem} (its fields are {fields})")
 
 
 def invalid_reason(value, size):
-    """Return the reason why a value cannot be tokenized, or None if it can be tokenized.
+    """Return why a value cannot be tokenized, or None if it can be tokenized.
 
-    A valid value is a text or a list of token ids. The reason is the end of a sentence
-    that begins with "The example has".
+    A text or a list of token ids can be tokenized. The reason completes a sentence that
+    begins with "The example has", such as "The example has no text".
 
     value: a field of an example. size: the size of the vocabulary. Token ids must be
     below this size.
+
     """
     if isinstance(value, str):
         try:
@@ -2611,8 +2624,8 @@ def invalid_reason(value, size):
         except UnicodeEncodeError:
             return "half of a character (a lone surrogate)"
         return None
-    # Numbers that are too large, and lists of different lengths, raise an exception.
-    # In this case, `ids` stays an array without dimensions, which is reported below.
+    # np.asarray raises an exception for very large numbers or for lists of different
+    # lengths. Then ids.ndim stays 0, and "no text" is returned below.
     ids = np.array(None)
     with contextlib.suppress(ValueError, OverflowError):
         ids = np.asarray(value)
