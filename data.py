@@ -866,14 +866,15 @@ def parse_vocabulary(serialized, name="the vocabulary"):
     # different versions. SentencePiece raises a RuntimeError.
     except Exception as error:
         raise UserError(
-            f"{name} is not a SentencePiece model, or is damaged ({error}): give "
-            f"--data.vocab another file."
+            f"{name} is not a valid SentencePiece model ({error}): set --data.vocab to "
+            f"another file."
         ) from error
     special = [piece.piece for piece in model.pieces[:3]]
     if special != ["<pad>", "</s>", "<unk>"]:
         raise UserError(
-            f"{name} begins with the pieces {special}, but T5 needs <pad>, </s>, <unk> "
-            f"as ids 0, 1, 2: train it with pad_id=0, eos_id=1, unk_id=2, bos_id=-1."
+            f"{name} begins with the pieces {special}, but T5 needs <pad>, </s> and <unk> "
+            f"as ids 0, 1 and 2: train the vocabulary again with pad_id=0, eos_id=1, "
+            f"unk_id=2 and bos_id=-1."
         )
     sentinels = sum("<extra_id_" in piece.piece for piece in model.pieces)
     return Tokenizer(serialized, len(model.pieces), sentinels, processor)
@@ -901,8 +902,8 @@ def load_tokenizer(path):
         except (OSError, ValueError) as error:
             raise UserError(
                 f"There is no vocabulary at {path} "
-                f"({getattr(error, 'strerror', 0) or error}): give --data.vocab the path "
-                f"of a SentencePiece model, or train a vocabulary on the source with "
+                f"({getattr(error, 'strerror', 0) or error}): set --data.vocab to the "
+                f"path of a SentencePiece model. To train a vocabulary on the source, use "
                 f"--data.vocab train:32000."
             ) from error
     if is_name(serialized):
@@ -952,8 +953,8 @@ def train_tokenizer(texts, pieces, max_characters=1 << 27):
         # size in its error, as in "Please set it to a value <= 1234".
         bounds = re.findall(r"<= (\d+)", str(error)) or ["N"]
         raise UserError(
-            f"The source has too little text for {pieces} pieces: add text, or set "
-            f"--data.vocab train:{bounds[0]} or fewer."
+            f"The source has too little text for a vocabulary of {pieces} pieces: add "
+            f"text, or set --data.vocab train:{bounds[0]} or a smaller number."
         ) from error
     return parse_vocabulary(model.getvalue())
 
@@ -1129,8 +1130,9 @@ def python_source(name, split, cfg, whole):
     """
     if name and not re.fullmatch(r"[1-9]\d{1,5}", name):
         raise UserError(
-            f"python:{name} is not a source: write python: for the texts that come with "
-            f"Python, or python:COUNT for the numbers below COUNT (10 to 999999)."
+            f"python:{name} is not a data source: use python: to read the texts that come "
+            f"with Python, or python:COUNT to generate examples from the numbers below "
+            f"COUNT (10 to 999999)."
         )
 
     def examples(split):
@@ -1452,7 +1454,7 @@ def tfds_source(name, split, cfg, whole):
     if info.file_format.value != "array_record":
         raise UserError(
             f"{folder} is stored as {info.file_format.value}, which only TensorFlow can "
-            f"read: prepare it again on a machine with TensorFlow, by "
+            f"read: prepare the dataset again on a machine with TensorFlow. Run "
             f"tfds.builder('NAME', file_format='array_record').download_and_prepare()."
         )
     if split not in info.splits:
@@ -1496,7 +1498,8 @@ def hf_source(name, split, cfg, whole):
         import datasets
     except ImportError:
         raise UserError(
-            "hf: needs the library datasets: install it with pip install '.[hf]'."
+            "A source that begins with hf: needs the Python library datasets. Run "
+            "pip install '.[hf]' to install this library."
         ) from None
     dataset, _, config = name.partition(":")
     try:
@@ -1631,8 +1634,8 @@ def open_source(source, split, cfg, whole=False):
     if kind not in SOURCES:
         kinds = ":, ".join(SOURCES)
         raise UserError(
-            f"{source!r} is not a source: give --data.source a name such as jsonl:FILE. "
-            f"It begins with one of {kinds}:."
+            f"{source!r} is not a data source: set --data.source to a name such as "
+            f"jsonl:FILE. The name must begin with one of {kinds}:."
         )
     has_splits = kind in OWN_SPLITS or "{split}" in name
     if not has_splits and split not in ("train", "validation"):
@@ -1657,8 +1660,8 @@ class InvalidExamples:
     def __call__(self, where, what):
         if self.stop:
             raise UserError(
-                f"{where} {what}: fix the file, or set --data.on_error skip to skip such "
-                f"examples."
+                f"{where} {what}: fix the file, or skip such examples with "
+                f"--data.on_error skip."
             )
         self.count += 1
 
@@ -2279,9 +2282,9 @@ def t0_mixture(name, cfg):
     ]
     if not folders:
         raise UserError(
-            "T0's mixtures are made of P3 (bigscience/P3), which has a folder for each "
-            "prompt: name the folder that contains these folders with --data.source "
-            "seqio:DIR or --data.source parquet:DIR."
+            "The mixtures of T0 need the dataset collection P3 (bigscience/P3): set "
+            "--data.source to seqio:DIR or parquet:DIR. DIR is the folder that contains "
+            "the folders of all prompts of P3."
         )
     rates = {}
     for row in T0_DATASETS.strip().splitlines():
@@ -2395,7 +2398,8 @@ def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
         return {name: 1.0}
     if name in within:
         raise UserError(
-            f"The mixture {name} contains itself: remove it from its members."
+            f"The mixture {name} contains itself, directly or in an inner mixture: correct "
+            f"its entry in MIXTURES."
         )
     entries = MIXTURES[name]
     try:
@@ -2414,8 +2418,8 @@ def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
         if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
             raise UserError(
                 f"The mixture {name} has the invalid rate {rate} for {member}: use a "
-                f"number of at least 0. For a single task, BySize with a maximum is "
-                f"allowed too."
+                f"number that is 0 or higher. The rate of a single task may also be a "
+                f"BySize with a maximum."
             )
         inner = mixture_rates(member, cfg, examples, (*within, name))
         total = sum(inner.values())
@@ -2423,7 +2427,8 @@ def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
             rates[task] = rates.get(task, 0.0) + rate * inner_rate / total
     if not any(rates.values()):
         raise UserError(
-            f"The mixture {name} has no task with a rate above 0: give it such a task."
+            f"The mixture {name} has no task with a rate above 0: raise the rate of at "
+            f"least one task."
         )
     return rates
 
@@ -2452,8 +2457,8 @@ def find_task(name, cfg):
         )
     if not isinstance(task, Task) or not isinstance(task.objective, Objective):
         raise UserError(
-            f"TASKS[{name!r}] is {task!r:.200}: give a data.Task whose objective is a "
-            f"data.Objective."
+            f"TASKS[{name!r}] is not a valid task ({task!r:.200}): give a data.Task whose "
+            f"objective is a data.Objective."
         )
     if cfg.data.source and cfg.data.task == name:
         task = task._replace(source=cfg.data.source, splits=Task().splits)
@@ -2534,9 +2539,9 @@ def open_tasks(cfg, split="train"):
     """Open the tasks that a run trains on.
 
     The result is a dict from the name of each task to a pair (Task, SourceFiles). Tasks
-    with the rate 0 are left out, because the model is not trained on them. The evaluated
-    tasks are opened, too, so that one error message names all missing sources before
-    training begins.
+    with the rate 0 are left out, because the model is not trained on them. If the run
+    also evaluates, the evaluated tasks are opened, too. So one error message names all
+    missing sources before training begins.
     """
     names = [name for name, rate in mixture_rates(cfg.data.task, cfg).items() if rate]
     wanted = [(name, split, cfg) for name in names]
@@ -2564,7 +2569,8 @@ def source_fields(cfg):
         )
     except ValueError:
         raise UserError(
-            f"--data.fields {fields} is not valid: write text=NAME or inputs=A,targets=B."
+            f"--data.fields {fields} is not valid: use text=NAME or inputs=A,targets=B, "
+            f"where NAME, A and B are fields of the source."
         ) from None
 
 
@@ -2638,8 +2644,8 @@ def invalid_reason(value, size):
 
 # ---- token files -----------------------------------------------------------------------
 # Text is tokenized once, and the token ids are stored in files. A shard is a set of three
-# files with the tokens of some consecutive documents. Shards are in the folder
-# prepared/SOURCE-HASH. For example, shard 3 of the first file of a source consists of:
+# files with the tokens of some consecutive documents. The shards of a source are in the
+# folder prepared/SOURCE-HASH. For example, shard 3 of its first SourceFile consists of:
 #
 #     00000-003.ids   the token ids of all documents, one document after the other
 #     00000-003.ends  int64 [documents, features], the end of each text in the .ids file
@@ -2647,38 +2653,40 @@ def invalid_reason(value, size):
 #
 # The .json file is written last, so it marks the shard as complete.
 #
-# The first shard is small, so training can begin soon. Later shards are larger. While
-# training uses one shard, the next shard is tokenized in the background. The boundaries
-# between shards depend only on the source and the vocabulary.
+# The first shard is small, so training can begin soon. While training uses one shard, the
+# next shard is tokenized in the background. Where one shard ends and the next begins
+# depends only on the source and the vocabulary.
 
-# Sizes of the first shard and of the largest shards, in tokens.
+# The first shard has about 262,000 tokens. Later shards grow to about 34 million tokens.
 FIRST_SHARD_TOKENS, SHARD_TOKENS = 1 << 18, 1 << 25
-ENCODE_BATCH = 1024  # the number of examples that are encoded together
+ENCODE_BATCH = 1024  # tokenize this number of examples in one call
 SHARD_METADATA = {
     "documents": int,
     "tokens": int,
-    "unknown": int,  # the number of unknown tokens
-    "skipped": int,  # the number of invalid examples, which are skipped
-    "ids": int,  # the CRC-32 checksum of the .ids file
-    "ends": int,  # the CRC-32 checksum of the .ends file
-    "next?": [int],  # the position in the source where the next shard begins
+    "unknown": int,  # how many tokens are UNK
+    "skipped": int,  # how many invalid examples were skipped
+    "ids": int,  # CRC-32 checksum of the file of token ids
+    "ends": int,  # CRC-32 checksum of the file with the ends of the texts
+    "next?": [int],  # where the next shard begins: [file, shard, example]
 }
-PREFETCH_LOCK = threading.Semaphore()  # lets only one thread tokenize a shard in advance
+PREFETCH_LOCK = threading.Semaphore()  # only one thread at a time prepares the next shard
 
 
 def prepared_path(source, identity, cfg):
-    """Return the path at which the tokens or the vocabulary of a source are stored.
+    """Return the path that stores the tokens or the vocabulary of a source.
 
-    The path is inside the folder data.prepared_dir. The path contains a hash of `source`
-    and `identity`, so a change of `source` or `identity` leads to a new path.
+    For example, the tokens of jsonl:a.jsonl are in the folder
+    prepared/jsonl-a.jsonl-52b6c81f0e. The name ends with a hash of `source` and
+    `identity`, so different settings have different paths.
 
     source: the name of the source.
     identity: a JSON value with all settings that the stored files depend on.
+
     """
     if "://" in cfg.data.prepared_dir:
         raise UserError(
             f"--data.prepared_dir {cfg.data.prepared_dir} is remote, but token files are "
-            f"memory-mapped: name a local folder."
+            f"memory-mapped: use a local folder."
         )
     slug = re.sub(r"[^\w.]+", "-", source).strip("-")[-40:]
     digest = hashlib.sha256(json.dumps([source, identity]).encode()).hexdigest()[:10]
@@ -2688,9 +2696,10 @@ def prepared_path(source, identity, cfg):
 def source_identity(task, files, cfg):
     """Return a JSON value that changes when the texts of a task change.
 
-    The value contains the name, size and modification time of each source file. The code
-    of the function task.format may change, too. Therefore the value also contains the
-    first 100 examples that task.format returns.
+    The folder of the token files is named after a hash of this value. The value contains
+    the name, size and modification time of each source file. The code of the function
+    task.format may change, too. Therefore the value also contains the first 100 examples
+    that task.format returns.
     """
     stamps = [[file.name, file.stamp] for file in files]
     identity = [stamps, task.objective.features, cfg.data.fields]
@@ -2704,9 +2713,9 @@ def source_identity(task, files, cfg):
 def with_vocab_size(changes):
     """Set model.vocab_size if the command line sets only data.vocab.
 
-    model.vocab_size becomes the size of the vocabulary, rounded up to a multiple of 128.
-    `changes` is a dict of the settings on the command line, such as {"data.vocab":
-    "bytes"}. The function returns a dict of the same form.
+    For example, the vocabulary "bytes" has 259 ids, so model.vocab_size becomes 384, the
+    next multiple of 128. `changes` is a dict of the settings on the command line, such as
+    {"data.vocab": "bytes"}. The function returns a dict of the same form.
     """
     vocab = changes.get("data.vocab", "")
     if not vocab or "model.vocab_size" in changes:
@@ -2718,8 +2727,8 @@ def with_vocab_size(changes):
 
 def check_vocab_size(size, cfg):
     """Raise a UserError if model.vocab_size does not fit a vocabulary with `size` ids."""
-    # model.vocab_size may be rounded up to a multiple of 128. The embedding then has up
-    # to 127 unused rows.
+    # model.vocab_size is often rounded up to a multiple of 128, so it may be up to 127
+    # larger than the vocabulary.
     if not size <= cfg.model.vocab_size < size + 128:
         raise UserError(
             f"The vocabulary has {size} ids, including its sentinels, but the model has "
@@ -2729,11 +2738,11 @@ def check_vocab_size(size, cfg):
 
 
 def prepare_vocabulary(cfg, split="train"):
-    """Load or train the vocabulary of a run, and return the Tokenizer.
+    """Load or train the vocabulary of a run, and return its Tokenizer.
 
-    The setting data.vocab names the vocabulary. If data.vocab is "train:32000", a
-    vocabulary of 32,000 pieces is trained on the source. A trained vocabulary is stored
-    in data.prepared_dir.
+    If data.vocab is "train:32000", a vocabulary of 32,000 pieces is trained on the texts
+    of the run and stored in data.prepared_dir. Otherwise, data.vocab names a vocabulary
+    to load.
     """
     trained = re.fullmatch(r"train:([1-9]\d{0,8})", cfg.data.vocab)
     if not trained:
@@ -2756,8 +2765,8 @@ def prepare_vocabulary(cfg, split="train"):
 def vocabulary_texts(opened, cfg):
     """Yield the texts on which a vocabulary is trained.
 
-    The function takes one text from each task in turn. `opened` is a list with a pair
-    (Task, list of source files) for each task.
+    The function yields one text of each task in turn, so that the vocabulary fits all
+    tasks. `opened` is a list with a pair (Task, list of SourceFiles) for each task.
     """
     invalid = InvalidExamples(cfg.data.on_error)
 
@@ -2772,14 +2781,16 @@ def vocabulary_texts(opened, cfg):
 
 
 def encode_in_background(examples, tokenizer, characters):
-    """Tokenize texts in a second thread, while the main thread reads the next texts.
+    """Tokenize examples in a second thread while this thread reads the next ones.
 
-    The function yields a pair (number, list of arrays of ids) for each example.
+    For each example, the function yields its number and a list with one array of token
+    ids for each text.
 
     examples: an iterator of pairs (number, texts of the example). If the source is
         already tokenized, a text is a list of ids.
     characters: a Counter. If a text has unknown tokens, the characters of the text are
         added to this Counter.
+
     """
 
     def encode(batch):
@@ -2810,32 +2821,36 @@ def encode_in_background(examples, tokenizer, characters):
 
 
 def strip_eos(ids):
-    """Return the token ids of a text without a final EOS.
+    """Remove a final EOS from the token ids of a text.
 
-    Some sources provide token ids that end with EOS. The function `truncate` later
-    appends EOS to every text.
+    For example, [5, 9, 1] becomes [5, 9]. Some sources provide token ids that end with
+    EOS. Without this function, such texts would end with two EOS tokens, because
+    `truncate` appends EOS later.
     """
     ids = np.asarray(ids, np.int32)
     return ids[:-1] if len(ids) and ids[-1] == EOS else ids
 
 
 def split_into_chunks(ends, objective, data):
-    """Split the documents of a token file into chunks, and return the chunk boundaries.
+    """Split the documents of a token file into chunks, and return their boundaries.
 
-    A chunk is a piece of text that becomes one example. If the objective has two features
-    (inputs and targets), each document is one chunk. The result has the shape [chunks,
-    features + 1]. Feature f of chunk i begins at token [i, f] and ends before token
-    [i, f + 1].
+    A chunk is the tokens that become one example. With at most 4 tokens in a chunk, a
+    document of 10 tokens has the chunk boundaries [0, 4], [4, 8] and [8, 10]. If the
+    objective has two features (inputs and targets), each document is one chunk.
+
+    The result has the shape [chunks, features + 1]. Feature f of chunk i begins at token
+    [i, f] and ends before token [i, f + 1].
 
     ends: an array [documents, features] with the position at which each text ends.
+
     """
-    # The start of each document [documents] is the end of the document before.
+    # Each document starts where the previous document ends. The first starts at 0.
     first_starts = np.append(0, ends[:-1, -1])[: len(ends)]
     if len(objective.features) > 1:
         return np.column_stack([first_starts, ends])
     ends, length = ends[:, 0], objective.length(data)
-    # `count` is the number of chunks in each document, rounded up. `number` is the number
-    # of each chunk within its document.
+    # `count` is how many chunks each document has, and `number` numbers the chunks within
+    # each document. For example, if `count` is [3, 2], `number` is [0, 1, 2, 0, 1].
     count = -(-(ends - first_starts) // length)
     number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
     starts = np.repeat(first_starts, count) + number * length
@@ -2846,16 +2861,17 @@ def split_into_chunks(ends, objective, data):
 class Corpus:
     """Tokenize the source of a task, and provide the tokens in chunks.
 
-    A chunk is a piece of text that becomes one example. A shard is a set of files with
-    the tokens of consecutive documents. A shard is written when a chunk of the shard is
-    needed for the first time. Chunks are numbered through all shards.
+    A chunk is the tokens that become one example. The tokens are stored in shards, which
+    are sets of files. Each shard is tokenized when one of its chunks is needed for the
+    first time. Chunks are numbered through all shards.
 
-    The position of a shard is a list of three integers. The first integer is the index of
-    the source file. The second is the number of the shard within this source file. The
-    third is the number of the shard's first example within this source file.
+    The position of a shard is the list [file, shard, example]. `file` is the index of the
+    SourceFile, and `shard` is the number of the shard within this SourceFile. `example`
+    is the number of the first example within this SourceFile. All three are counted from
+    0.
 
-    opened: the pair (Task, list of source files) that open_task returns. By default,
-        Corpus calls open_task.
+    opened: the pair (Task, list of SourceFiles) that open_task returns. By default,
+    Corpus calls open_task.
     """
 
     def __init__(self, name, split, tokenizer, cfg, opened=None):
@@ -2873,25 +2889,26 @@ class Corpus:
         ]
         self.folder = prepared_path(self.task.source, identity, cfg)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.shards = []  # the metadata of each known shard, including its position
-        # The index of the first chunk in each known shard, and the number of all known
-        # chunks at the end.
+        self.shards = []  # the metadata and position of each prepared shard
+        # The index of the first chunk in each shard, then the number of all chunks so
+        # far. For example, two shards with 7 and 5 chunks give [0, 7, 12].
         self.starts = [0]
         self.next_position = [0, 0, 0] if self.files else None
         self.chunk_bounds = functools.lru_cache(8)(self.chunk_bounds)
         self.shard_ids = functools.lru_cache(8)(self.shard_ids)
-        # Maps the position of a shard to a running generator of the method `tokenize`
-        # whose next result is this shard.
+        # Maps the position of the next shard to the generator that will yield its tokens.
+        # The generator continues in the middle of a SourceFile, so nothing is read twice.
         self.readers = {}
         self.invalid = InvalidExamples(cfg.data.on_error)
-        self.characters = Counter()  # counts characters of texts with unknown tokens
+        self.characters = Counter()  # the characters in texts that have unknown tokens
         self.lock = threading.RLock()
 
     def shard(self, number):
-        """Return the metadata of a shard, after preparing the shard if necessary.
+        """Return the metadata of a shard, such as its number of tokens.
 
-        A shard is a set of files with the tokens of consecutive documents. All earlier
-        shards are prepared, too. If the source has fewer shards, the result is None.
+        A shard is a set of files with the tokens of consecutive documents. If the shard
+        does not exist yet, the method first prepares this shard and all earlier shards.
+        If the source has fewer shards, the result is None.
         """
         with self.lock:
             while len(self.shards) <= number and self.next_position:
@@ -2901,11 +2918,11 @@ class Corpus:
         return self.shards[number] if number < len(self.shards) else None
 
     def shard_starts(self, count=math.inf):
-        """Return a list with the index of the first chunk in each known shard.
+        """Return the index of the first chunk in each shard, and the number of chunks.
 
-        A shard is a set of files with the tokens of consecutive documents. The last
-        number in the list is the total number of known chunks. The method prepares shards
-        until at least `count` chunks are known, or until the source ends.
+        For example, two shards with 7 and 5 chunks give [0, 7, 12]. A chunk is the tokens
+        that become one example. The method prepares shards until they have at least
+        `count` chunks, or until the source ends.
         """
         while self.starts[-1] < count and self.shard(len(self.starts) - 1):
             bounds = self.chunk_bounds(len(self.starts) - 1)
@@ -2913,17 +2930,18 @@ class Corpus:
         return self.starts
 
     def count_documents(self):
-        """Tokenize the complete source, and return the number of documents."""
+        """Tokenize the complete source, and return the number of its documents."""
         self.shard_starts()
         return sum(shard["documents"] for shard in self.shards)
 
     def chunk_bounds(self, number):
         """Return the boundaries of all chunks in the token file of a shard.
 
-        The result has the shape [chunks, features + 1], as in `split_into_chunks`.
+        Each row is [start, stop], or [start, middle, stop] if the objective has inputs
+        and targets. The result has the shape [chunks, features + 1].
         """
         objective = self.task.objective
-        if objective.across_documents:  # treat the shard as one long document
+        if objective.across_documents:  # the whole shard is one long document
             ends = np.array([self.shards[number]["tokens"]])
         else:
             ends = self.load(number, "ends")
@@ -2933,8 +2951,9 @@ class Corpus:
     def shard_ids(self, number):
         """Return the token ids of a shard, and prepare the next shard in the background.
 
-        If data.keep_tokens is false, the token files of earlier shards are deleted. An
-        array that is memory-mapped from a deleted file stays readable.
+        If data.keep_tokens is false, the token files of earlier shards are deleted. This
+        is safe even if another array still uses such a file, because a memory-mapped file
+        stays readable after it is deleted.
         """
         ids = self.load(number, "ids")
         if not self.cfg.data.keep_tokens:
@@ -2944,15 +2963,15 @@ class Corpus:
         return ids
 
     def prefetch(self, number):
-        """Write the token files of a shard in advance, and ignore all errors.
+        """Tokenize a shard before it is needed, and ignore all errors.
 
-        The same error is raised again when the shard is used.
+        An error is raised again later, when the shard is needed.
         """
         with PREFETCH_LOCK, contextlib.suppress(Exception):
             self.shard(number)
 
     def find_chunks(self, numbers):
-        """Find out which shards contain the given chunks, and where.
+        """Return the shard and the boundaries of each given chunk.
 
         `numbers` [N] holds the indices of the chunks. The first result [N] holds the
         number of the shard that contains each chunk. The second result [N, features + 1]
@@ -2966,9 +2985,10 @@ class Corpus:
         return shards, bounds
 
     def lengths(self, numbers):
-        """Return the lengths of the given chunks, in tokens.
+        """Return how many tokens each given chunk has.
 
-        The result has the shape [features, N].
+        The result has the shape [features, N]. A chunk with inputs and targets has two
+        features, and a chunk of plain text has one feature.
         """
         _, bounds = self.find_chunks(numbers)
         return np.diff(bounds).T
@@ -2976,7 +2996,8 @@ class Corpus:
     def chunks(self, numbers):
         """Return the token ids of the given chunks.
 
-        The result has a list for each chunk, with one array of ids for each feature.
+        Each chunk is a list with one array of ids for each feature. For example, a chunk
+        is [inputs, targets], or [text] for span corruption.
         """
         shards, bounds = self.find_chunks(numbers)
         return [
@@ -2985,33 +3006,36 @@ class Corpus:
         ]
 
     def path(self, position, kind):
-        """Return the path of a token file or metadata file.
+        """Return the path of a file of a shard, such as "00000-003.ids".
 
-        position: the position of the shard, as in the docstring of Corpus.
+        This file holds the token ids of shard 3 of the first SourceFile, because both are
+        counted from 0.
+
+        position: the list [file, shard, example] that says where the shard begins.
         kind: the ending of the file name, which is "ids", "ends" or "json".
         """
         file, shard, _ = position
         return self.folder / f"{file:05}-{shard:03}.{kind}"
 
     def load(self, number, kind):
-        """Load the array of token ids or of text ends of a shard.
+        """Load the token ids of a shard, or the positions where its texts end.
 
-        If the file is missing, or if the checksum of the file is wrong, the shard is
-        tokenized again.
+        If the file is missing or its checksum is wrong, the shard is tokenized again.
 
         number: the number of the shard.
         kind: "ids" for the token ids, or "ends" for the position where each text ends.
+
         """
         shard = self.shards[number]
         path = self.path(shard["position"], kind)
         for _ in range(2):
-            try:  # view the memmap as a plain array, because indexing is faster then
+            try:  # a plain array is faster to index than a memmap
                 array = np.memmap(path, self.dtypes[kind], "r").view(np.ndarray)
-            except (OSError, ValueError):  # the file is missing, damaged or empty
+            except (OSError, ValueError):  # the file is missing, empty or cut off
                 array = np.zeros(0, self.dtypes[kind])
             if zlib.crc32(array) == shard[kind]:
                 return array
-            note(f"{path} is missing or damaged, so these documents are tokenized again")
+            note(f"{path} is missing or damaged, so its text is tokenized again")
             self.path(shard["position"], "json").unlink(missing_ok=True)
             self.prepare_shard(shard["position"])
         raise UserError(
@@ -3020,22 +3044,22 @@ class Corpus:
         )
 
     def prepare_shard(self, position):
-        """Tokenize one shard, write the files of the shard, and return the metadata.
+        """Tokenize one shard, write its files, and return its metadata.
 
         A shard is a set of files with the tokens of consecutive documents. If the shard
-        already exists, the method only reads the metadata. A lock file prevents two
-        processes from writing the same shard.
+        already exists, only its metadata are read. A lock file keeps two processes from
+        writing the same shard.
 
-        position: the position of the shard, as in the docstring of Corpus.
+        position: the list [file, shard, example] that says where the shard begins.
         """
         path = self.path(position, "json")
         with self.lock, configs.lock(path.with_suffix(".lock"), wait=True):
-            with contextlib.suppress(UserError):  # raised if metadata are missing or bad
+            with contextlib.suppress(UserError):  # metadata missing or damaged
                 return configs.read_checked(path, SHARD_METADATA)
             reader = self.readers.pop(tuple(position), None) or self.tokenize(*position)
             arrays, next_position = next(reader)
-            # The second integer of a position is 0 at the start of a source file. If the
-            # next shard is in the same source file, keep the generator for this shard.
+            # If the next shard is not the first of a SourceFile (its number is not 0),
+            # the same generator will yield this shard, so keep the generator.
             if next_position and next_position[1]:
                 self.readers = {tuple(next_position): reader}
             ids = np.concatenate(
@@ -3063,14 +3087,15 @@ class Corpus:
         return metadata
 
     def tokenize(self, file, shard, first):
-        """Tokenize a source file, and yield the tokens of one shard after the other.
+        """Tokenize a SourceFile, and yield the tokens of its shards one after the other.
 
-        The method yields pairs. The first part of a pair is a list with an array of token
-        ids for each text. The second part is the position of the next shard, as in the
-        docstring of Corpus. At the end of the source, the second part is None.
+        Each result is a pair (arrays, next position). `arrays` is a list with one array
+        of token ids for each text of the shard. The next position is the list [file,
+        shard, example] that says where the next shard begins. At the end of the source,
+        the next position is None.
 
-        file: the index of the source file.
-        shard: the number of the first yielded shard within this source file.
+        file: the index of the SourceFile.
+        shard: the number of the first yielded shard within this SourceFile.
         first: the number of the example at which the first yielded shard begins.
         """
         examples = formatted_examples(
@@ -3079,7 +3104,7 @@ class Corpus:
         texts = ((number, texts) for _, number, _, texts in examples if number >= first)
         arrays = []
         tokens = 0
-        last = None  # the number of the previous example of the source
+        last = None  # the example that the previous document came from
         with progress_bar(f"tokenizing {self.title}", "token") as bar:
             for number, document in encode_in_background(
                 texts, self.tokenizer, self.characters
@@ -3087,8 +3112,8 @@ class Corpus:
                 limit = SHARD_TOKENS
                 if file == 0:
                     limit = min(limit, FIRST_SHARD_TOKENS << shard)
-                # One example of the source may become several documents. All documents
-                # of an example stay in the same shard.
+                # Begin a new shard only between two examples of the source. One example
+                # may give several documents, which stay together.
                 if tokens >= limit and number != last:
                     shard += 1
                     yield arrays, [file, shard, number]
@@ -3104,7 +3129,8 @@ class Corpus:
     def report(self, shards):
         """Print how many documents and tokens were prepared.
 
-        If the vocabulary lacks many characters of the text, a warning names them.
+        If more than 0.1 % of the tokens are unknown, a warning names the characters that
+        the vocabulary lacks.
         """
         keys = ("documents", "tokens", "unknown", "skipped")
         documents, tokens, unknown, skipped = [
@@ -3124,16 +3150,16 @@ class Corpus:
                 if UNK in self.tokenizer.encode(character)
             ]
             note(
-                f"warning: more than 0.1 % of the tokens are unknown to the vocabulary, "
-                f"because of {' '.join(characters[:12])}: train a vocabulary on this "
+                f"warning: more than 0.1 % of the tokens are unknown, because the "
+                f"vocabulary lacks {' '.join(characters[:12])}. Train a vocabulary on this "
                 f"text with --data.vocab train:32000, or use --data.vocab bytes."
             )
 
 
 class HeldOutPlan:
-    """Assign one held-out example to each row of the batches.
+    """Place held-out examples in the rows of batches, one example in each row.
 
-    The examples stay in the order of the source.
+    Examples are neither shuffled nor packed, so row 7 holds example 7.
     """
 
     def __init__(self, examples):
@@ -3142,8 +3168,8 @@ class HeldOutPlan:
     def samples(self, row_number):
         """Return the index of the task and the number of the example in a row.
 
-        Both results are arrays with one element. After the last example of the split,
-        both arrays are empty.
+        For example, row 7 gives the arrays [0] and [7], because there is one task and no
+        packing. After the last example of the split, both arrays are empty.
         """
         count = self.corpus.shard_starts(row_number + 1)[-1]
         sample = np.arange(row_number, min(row_number + 1, count))
@@ -3153,8 +3179,11 @@ class HeldOutPlan:
 class Dataset:
     """Make the batches of one split of a task or mixture.
 
+    For example, dataset.batch(7) returns the Batch of step 7.
+
     tasks: a list with the Examples object of each task.
     plan: a TrainingPlan or HeldOutPlan, which assigns examples to rows.
+
     """
 
     def __init__(self, tasks, plan, cfg):
@@ -3163,22 +3192,22 @@ class Dataset:
     def batch(self, step, rows=None):
         """Return the Batch of a step.
 
-        If `rows` is given, only the rows with these indices are made.
+        `rows` lists the indices of the rows to make. By default, all rows are made.
         """
         return make_batch(step, self.tasks, self.plan, self.cfg, rows)
 
     def batches(self, most=0):
         """Return the number of batches of a held-out split.
 
-        The last batch may end with rows of padding. The result is at most `most`, unless
-        `most` is 0.
+        The last batch may end with rows of padding. If `most` is above 0, the result is
+        at most `most`.
         """
         size = self.cfg.train.batch_size
         count = self.tasks[0].corpus.shard_starts(most * size or math.inf)[-1]
         return min(math.ceil(count / size), most or math.inf)
 
     def sample(self, most):
-        """Return an array of about `most` token ids, from which frequencies are counted.
+        """Return about `most` training tokens, to measure how often each token occurs.
 
         The tokens come from the beginning of each task. If an example has inputs and
         targets, only the targets are used.
@@ -3190,8 +3219,8 @@ class Dataset:
             number = 0
             while left > 0 and corpus.shard(number):
                 ids = corpus.shard_ids(number)
-                # The last two boundaries of a chunk enclose the targets, or the text if
-                # the task has no inputs and targets.
+                # The last two boundaries are the start and the end of the targets. If the
+                # task has only plain text, they are the start and the end of the text.
                 for start, stop in corpus.chunk_bounds(number)[:, -2:].tolist():
                     tokens.append(ids[start:stop])
                 left -= len(ids)
@@ -3202,16 +3231,18 @@ class Dataset:
     def digest(self):
         """Return a string that changes when the first tokens of a task change.
 
-        The string consists of checksums. Only the first token file of each task counts.
+        A resumed run compares this string, to notice that its data have changed. The
+        string consists of the checksum of the first token file of each task.
         """
         return "-".join(str(task.corpus.shard(0)["ids"]) for task in self.tasks)
 
 
 def prepare(cfg, split, tokenizer):
-    """Tokenize the beginning of each task, check the data, and return the Dataset.
+    """Return the Dataset of a split, after tokenizing the beginning of each task.
 
-    A UserError is raised in four cases: a task is invalid, a split has no text, the
-    vocabulary does not fit the model, or chunks of text do not fit into a row.
+    The data are checked first. The function raises UserError if a task is invalid or has
+    no text in this split. It also raises UserError if the vocabulary does not fit the
+    model, or if chunks of text do not fit into a row.
     """
     check_tasks(cfg)
     check_vocab_size(tokenizer.size, cfg)
@@ -3222,8 +3253,8 @@ def prepare(cfg, split, tokenizer):
         corpus = Corpus(name, split, tokenizer, cfg, opened.get(name))
         if not corpus.shard_starts(1)[-1]:
             raise UserError(
-                f"{corpus.task.source} holds no text for its {split} split: give it two "
-                f"documents or more (text:FILE:lines makes a document of each line)."
+                f"{corpus.task.source} holds no text for its {split} split: provide at "
+                f"least two documents. With text:FILE:lines, each line is a document."
             )
         return corpus
 
@@ -3244,10 +3275,11 @@ def prepare(cfg, split, tokenizer):
 
 
 def plan_path(tasks, rates, cfg):
-    """Return the path of the file in which a TrainingPlan stores its row numbers.
+    """Return the path of the file in which a TrainingPlan stores its progress.
 
-    A TrainingPlan assigns examples to rows. The file is in the folder data.prepared_dir.
-    The name of the file is a hash of all settings that this assignment depends on.
+    A TrainingPlan packs examples into rows, block after block. The file stores the number
+    of the first row in each block, so a resumed run does not pack earlier blocks again.
+    The name of the file is a hash of all settings that the packing depends on.
     """
     objectives = [task.task.objective for task in tasks]
     identity = [
@@ -3261,15 +3293,16 @@ def plan_path(tasks, rates, cfg):
 
 
 def check_lengths(tasks, data, title):
-    """Check before training whether the examples are short enough for a row.
+    """Check before training whether the examples are short enough.
 
-    Span corruption cuts text into chunks that should fit exactly. If a chunk does not
-    fit, the settings contradict each other, and a UserError is raised. The same holds for
-    all objectives with `across_documents`. For all other objectives, examples may be
-    truncated, and a note says how many examples are affected.
+    If inputs or targets are longer than --data.inputs_length or --data.targets_length,
+    they are cut, and a note says how many. Span corruption is stricter, because it makes
+    chunks that should fit exactly. If a chunk does not fit, the function raises
+    UserError. The same is true for every objective with `across_documents`.
 
     tasks: a list with the Examples object of each task. Only the examples that are
         already tokenized are checked.
+
     """
     truncated = Counter()
     total = sum(task.corpus.starts[-1] for task in tasks)
@@ -3277,14 +3310,14 @@ def check_lengths(tasks, data, title):
         objective = task.task.objective
         chunks = np.arange(task.corpus.starts[-1])
         epochs = np.zeros_like(chunks)
-        task.make(epochs[:1], chunks[:1])  # lets the objective raise a UserError early
+        task.make(epochs[:1], chunks[:1])  # an objective may raise a UserError here
         for side, sizes in zip(SIDES, task.sizes(epochs, chunks)):
             limit, eos, kept = truncated_length(side, task.task, data)
             needed = sizes.max() + eos
             if objective.across_documents and needed > limit:
                 raise UserError(
-                    f"A chunk of {objective.length(data)} tokens becomes {needed} "
-                    f"{side}, but --data.{side}_length is {limit}: set "
+                    f"A chunk of {objective.length(data)} tokens becomes {needed} tokens "
+                    f"of {side}, but --data.{side}_length is {limit}: set "
                     f"--data.{side}_length to {needed} or more."
                 )
             truncated[side] += np.count_nonzero(sizes > kept)
@@ -3302,12 +3335,13 @@ def check_lengths(tasks, data, title):
 def read_task(name, split, cfg, bad, size=math.inf):
     """Yield the examples of a task as text, together with their places in the source.
 
-    The function yields pairs (where, example). The text `where` is a place such as
+    Each result is a pair (where, example). The place `where` is a text such as
     "a.jsonl:3". The example is a dict of fields, such as inputs and targets.
 
     bad: a function that is called with (where, reason) for each invalid example.
     size: the size of the vocabulary. An example with ids at or above this size is
         invalid.
+
     """
     task, files = open_task(name, split, cfg)
     for file in files:
@@ -3316,16 +3350,19 @@ def read_task(name, split, cfg, bad, size=math.inf):
 
 
 def evaluation_config(task, cfg):
-    """Return a Config with which a single task of a run is evaluated.
+    """Return the Config for evaluating a single task of a run.
 
-    If files have no splits, their first 1 % is usually held out for evaluation. If
-    training does not use these files at all, all examples of the files are evaluated.
+    If files have no splits, usually only their first 1 % is evaluated. If the run does
+    not train on these files, all of their examples are evaluated.
 
     task: the name of the task.
     cfg: the Config of the run.
+
     """
     if task in MIXTURES:
-        raise UserError(f"{task} is a mixture: name one of its tasks.")
+        raise UserError(
+            f"{task} is a mixture, but a single task is needed: name one of its tasks."
+        )
     if task == cfg.data.task:
         return cfg
     source = find_task(task, cfg).source
@@ -3341,7 +3378,7 @@ def evaluation_config(task, cfg):
     if is_file and "{split}" not in source and source not in trained:
         changes["data.validation_source"] = source
     if task not in TASKS and p3_root(cfg):
-        # The task is one of the P3 tasks, and data.source is the folder of P3.
+        # The task belongs to P3, and --data.source says where P3 is stored.
         changes["data.source"] = cfg.data.source
     return configs.override(cfg, changes)
 
@@ -3349,8 +3386,8 @@ def evaluation_config(task, cfg):
 def evaluation_configs(cfg, split="validation"):
     """Return a dict from the name of each evaluated task to the Config of this task.
 
-    If a task does not have the split, the task is left out, and a note says so. If no
-    task has the split, MissingSplit is raised.
+    Tasks that lack the split are left out, and a note names them. If no task has the
+    split, the function raises MissingSplit.
     """
     alone = {task: evaluation_config(task, cfg) for task in evaluated_tasks(cfg)}
     opened, missing = open_all((name, split, one) for name, one in alone.items())
@@ -3365,19 +3402,20 @@ def evaluation_configs(cfg, split="validation"):
 def unigram_loss(counts, batches, tokenizer):
     """Return the loss of a unigram model on held-out batches, in nats per token.
 
-    A unigram model ignores the context. The probability of a token is the frequency of
-    this token in the training data. A trained model should reach a lower loss. Sentinels
-    and EOS are left out.
+    A unigram model ignores the context. The probability of a token is
+    simply its frequency in the training data. A trained model should reach a lower loss.
+    Sentinels and EOS are left out.
 
     counts: an array [vocabulary] that says how often each token occurs in the training
         data.
     batches: a list with the held-out batches.
+
     """
     targets = np.concatenate([batch.targets.ravel() for batch in batches])
     content = targets[(targets > EOS) & (targets < tokenizer.size - tokenizer.sentinels)]
     if not len(content):
         return 0.0
-    counts = counts + 1.0  # add-one smoothing: no token has probability 0
+    counts = counts + 1.0  # add-one smoothing, so no token has probability 0
     return float(np.mean(np.log(counts.sum()) - np.log(counts[content])))
 
 
