@@ -757,7 +757,6 @@ class ByteTokenizer(Tokenizer):
     extra_ids: the number of sentinel ids that are added after the ids of the bytes. If
     extra_ids is 0, the ids of the 11 highest bytes serve as sentinels, as in the
     published ByT5 models.
-
     """
 
     def __init__(self, extra_ids=0):
@@ -809,7 +808,6 @@ class IdTokenizer(Tokenizer):
     are random ids instead of words.
 
     size: the number of token ids. sentinels: how many of the highest ids are sentinels.
-
     """
 
     def __init__(self, size, sentinels=0):
@@ -872,9 +870,9 @@ def parse_vocabulary(serialized, name="the vocabulary"):
     special = [piece.piece for piece in model.pieces[:3]]
     if special != ["<pad>", "</s>", "<unk>"]:
         raise UserError(
-            f"{name} begins with the pieces {special}, but T5 needs <pad>, </s> and <unk> "
-            f"as ids 0, 1 and 2: train the vocabulary again with pad_id=0, eos_id=1, "
-            f"unk_id=2 and bos_id=-1."
+            f"{name} begins with the pieces {special}, but T5 needs <pad>, </s> and "
+            f"<unk> as ids 0, 1 and 2: train the vocabulary again with pad_id=0, "
+            f"eos_id=1, unk_id=2 and bos_id=-1."
         )
     sentinels = sum("<extra_id_" in piece.piece for piece in model.pieces)
     return Tokenizer(serialized, len(model.pieces), sentinels, processor)
@@ -903,8 +901,8 @@ def load_tokenizer(path):
             raise UserError(
                 f"There is no vocabulary at {path} "
                 f"({getattr(error, 'strerror', 0) or error}): set --data.vocab to the "
-                f"path of a SentencePiece model. To train a vocabulary on the source, use "
-                f"--data.vocab train:32000."
+                f"path of a SentencePiece model. To train a vocabulary on the source, "
+                f"use --data.vocab train:32000."
             ) from error
     if is_name(serialized):
         kind = ByteTokenizer if serialized.startswith(b"bytes") else IdTokenizer
@@ -969,7 +967,6 @@ def progress_bar(what, unit, total=None):
     what: the title of the bar.
     unit: the noun, in the singular, for the counted objects.
     total: the final count, if known.
-
     """
     in_background = threading.current_thread() is not threading.main_thread()
     on_terminal = sys.stderr.isatty()
@@ -1068,7 +1065,6 @@ def generated_source(name, stamp, examples, splits):
     name: the name of the data source in messages. stamp: a value that changes if the
     examples change. examples: a function that takes the name of a split and yields the
     examples of the split as dicts. splits: the names of the splits.
-
     """
 
     def read(split, bad):
@@ -1108,7 +1104,6 @@ def number_example(n):
     these fields.
 
     n: a number below one million.
-
     """
     day = time.gmtime(86_400 * n)
     return {
@@ -1130,9 +1125,9 @@ def python_source(name, split, cfg, whole):
     """
     if name and not re.fullmatch(r"[1-9]\d{1,5}", name):
         raise UserError(
-            f"python:{name} is not a data source: use python: to read the texts that come "
-            f"with Python, or python:COUNT to generate examples from the numbers below "
-            f"COUNT (10 to 999999)."
+            f"python:{name} is not a data source: use python: to read the texts that "
+            f"come with Python, or python:COUNT to generate examples from the numbers "
+            f"below COUNT (10 to 999999)."
         )
 
     def examples(split):
@@ -1438,7 +1433,6 @@ def tfds_source(name, split, cfg, whole):
     UTF-8 are reported to the function `bad`. Each SourceFile is a range of examples.
 
     name: the name of the dataset, as NAME[/CONFIG][:VERSION], or the path of its folder.
-
     """
     folder = find_tfds(name, cfg)
     import tensorflow_datasets as tfds  # only when needed: it takes 0.5 s
@@ -1492,7 +1486,6 @@ def hf_source(name, split, cfg, whole):
     installed or cannot open the dataset, the function raises UserError.
 
     name: the name of the dataset, as NAME or NAME:CONFIG, or the path of a local folder.
-
     """
     try:
         import datasets
@@ -1572,13 +1565,12 @@ def read_seqio(features, path, bad):
 def seqio_source(name, split, cfg, whole):
     """Open the folder of a task that SeqIO has cached.
 
-    For example, the dataset P3 is published as one such folder for each task. The folder
-    must contain info.SPLIT.json, all tfrecord files of the split, and the file COMPLETED,
-    which SeqIO writes last. Otherwise, the function raises MissingSource, MissingSplit or
-    UserError.
+    P3, the dataset of T0 (Sanh et al. 2022), is published as many such folders. The
+    folder must contain info.SPLIT.json, all tfrecord files of the split, and the file
+    COMPLETED, which SeqIO writes last. Otherwise, the function raises MissingSource,
+    MissingSplit or UserError.
 
     name: the path of the folder, or a glob pattern for several folders.
-
     """
     infos = find_files(f"{name}/info.{split}.json")
     if not infos:
@@ -1651,7 +1643,6 @@ class InvalidExamples:
 
     where: the place of the example, such as "a.jsonl:3". what: the problem as the end of
     a sentence, such as "is not JSON".
-
     """
 
     def __init__(self, on_error):
@@ -1672,8 +1663,8 @@ class InvalidExamples:
 class PrefixLM(Objective):
     """Cut each text at a random place, and learn to predict the end from the start.
 
-    For example, the tokens [5, 6, 7, 8] may become the inputs [5] and the targets [6, 7,
-    8]. This objective is called prefix language modeling (prefix_lm in the t5 library).
+    For example, the inputs may be [5, 6] and the targets [7, 8, 9]. This objective is
+    called prefix language modeling (prefix_lm in the t5 library).
     """
 
     def length(self, data):
@@ -2097,8 +2088,8 @@ def read_catalogue(text):
     return tasks
 
 
-# configs.py defines these two dicts. It loads the recipe files, which may add tasks and
-# mixtures.
+# configs.py defines these two dicts, because configs.py also loads recipe files, which
+# may add tasks and mixtures.
 TASKS, MIXTURES = configs.TASKS, configs.MIXTURES
 TASKS |= read_catalogue(CATALOGUE)
 TASKS |= {
@@ -2272,7 +2263,6 @@ def t0_mixture(name, cfg):
     evaluated, so every rate is 1.
 
     name: a key of T0_MIXTURES. cfg: the Config.
-
     """
     ending = "_score_eval"
     folders = [
@@ -2329,7 +2319,6 @@ def p3_sources(cfg, folder="*"):
     trec_a may have the data source "seqio:data/p3/trec_a".
 
     folder: the name of a P3 folder, or "*" for all folders.
-
     """
     kind = cfg.data.source.partition(":")[0]
     root = p3_root(cfg)
@@ -2398,8 +2387,8 @@ def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
         return {name: 1.0}
     if name in within:
         raise UserError(
-            f"The mixture {name} contains itself, directly or in an inner mixture: correct "
-            f"its entry in MIXTURES."
+            f"The mixture {name} contains itself, directly or in an inner mixture: "
+            f"correct its entry in MIXTURES."
         )
     entries = MIXTURES[name]
     try:
@@ -2457,8 +2446,8 @@ def find_task(name, cfg):
         )
     if not isinstance(task, Task) or not isinstance(task.objective, Objective):
         raise UserError(
-            f"TASKS[{name!r}] is not a valid task ({task!r:.200}): give a data.Task whose "
-            f"objective is a data.Objective."
+            f"TASKS[{name!r}] is not a valid task ({task!r:.200}): give a data.Task "
+            f"whose objective is a data.Objective."
         )
     if cfg.data.source and cfg.data.task == name:
         task = task._replace(source=cfg.data.source, splits=Task().splits)
@@ -2506,7 +2495,6 @@ def open_all(wanted):
     split. If data sources are missing, one MissingSource error names all of them.
 
     wanted: a list of triples (name of a task, name of a split, Config).
-
     """
     opened = {}
     missing_splits = []
@@ -2622,7 +2610,6 @@ def invalid_reason(value, size):
 
     value: a field of an example. size: the size of the vocabulary. Token ids must be
     below this size.
-
     """
     if isinstance(value, str):
         try:
@@ -2630,8 +2617,8 @@ def invalid_reason(value, size):
         except UnicodeEncodeError:
             return "half of a character (a lone surrogate)"
         return None
-    # np.asarray raises an exception for very large numbers or for lists of different
-    # lengths. Then ids.ndim stays 0, and "no text" is returned below.
+    # np.asarray raises an exception for very large numbers and for nested lists of
+    # different lengths. Then ids.ndim stays 0, and "no text" is returned below.
     ids = np.array(None)
     with contextlib.suppress(ValueError, OverflowError):
         ids = np.asarray(value)
@@ -2681,7 +2668,6 @@ def prepared_path(source, identity, cfg):
 
     source: the name of the source.
     identity: a JSON value with all settings that the stored files depend on.
-
     """
     if "://" in cfg.data.prepared_dir:
         raise UserError(
@@ -2790,7 +2776,6 @@ def encode_in_background(examples, tokenizer, characters):
         already tokenized, a text is a list of ids.
     characters: a Counter. If a text has unknown tokens, the characters of the text are
         added to this Counter.
-
     """
 
     def encode(batch):
@@ -2834,15 +2819,14 @@ def strip_eos(ids):
 def split_into_chunks(ends, objective, data):
     """Split the documents of a token file into chunks, and return their boundaries.
 
-    A chunk is the tokens that become one example. With at most 4 tokens in a chunk, a
-    document of 10 tokens has the chunk boundaries [0, 4], [4, 8] and [8, 10]. If the
+    A chunk is a run of tokens that becomes one example. With at most 4 tokens in a chunk,
+    a document of 10 tokens has the chunk boundaries [0, 4], [4, 8] and [8, 10]. If the
     objective has two features (inputs and targets), each document is one chunk.
 
     The result has the shape [chunks, features + 1]. Feature f of chunk i begins at token
     [i, f] and ends before token [i, f + 1].
 
     ends: an array [documents, features] with the position at which each text ends.
-
     """
     # Each document starts where the previous document ends. The first starts at 0.
     first_starts = np.append(0, ends[:-1, -1])[: len(ends)]
@@ -2861,17 +2845,17 @@ def split_into_chunks(ends, objective, data):
 class Corpus:
     """Tokenize the source of a task, and provide the tokens in chunks.
 
-    A chunk is the tokens that become one example. The tokens are stored in shards, which
-    are sets of files. Each shard is tokenized when one of its chunks is needed for the
-    first time. Chunks are numbered through all shards.
+    A chunk is a run of tokens that becomes one example. The tokens are stored in shards,
+    which are sets of files. Each shard is tokenized when one of its chunks is needed for
+    the first time. Chunks are numbered through all shards.
 
     The position of a shard is the list [file, shard, example]. `file` is the index of the
     SourceFile, and `shard` is the number of the shard within this SourceFile. `example`
-    is the number of the first example within this SourceFile. All three are counted from
-    0.
+    is the number of the first example of the shard within this SourceFile. All three are
+    counted from 0.
 
     opened: the pair (Task, list of SourceFiles) that open_task returns. By default,
-    Corpus calls open_task.
+        Corpus calls open_task.
     """
 
     def __init__(self, name, split, tokenizer, cfg, opened=None):
@@ -2920,9 +2904,9 @@ class Corpus:
     def shard_starts(self, count=math.inf):
         """Return the index of the first chunk in each shard, and the number of chunks.
 
-        For example, two shards with 7 and 5 chunks give [0, 7, 12]. A chunk is the tokens
-        that become one example. The method prepares shards until they have at least
-        `count` chunks, or until the source ends.
+        For example, two shards with 7 and 5 chunks give [0, 7, 12]. A chunk is a run of
+        tokens that becomes one example. The method prepares shards until they have at
+        least `count` chunks, or until the source ends.
         """
         while self.starts[-1] < count and self.shard(len(self.starts) - 1):
             bounds = self.chunk_bounds(len(self.starts) - 1)
@@ -3024,7 +3008,6 @@ class Corpus:
 
         number: the number of the shard.
         kind: "ids" for the token ids, or "ends" for the position where each text ends.
-
         """
         shard = self.shards[number]
         path = self.path(shard["position"], kind)
@@ -3151,8 +3134,8 @@ class Corpus:
             ]
             note(
                 f"warning: more than 0.1 % of the tokens are unknown, because the "
-                f"vocabulary lacks {' '.join(characters[:12])}. Train a vocabulary on this "
-                f"text with --data.vocab train:32000, or use --data.vocab bytes."
+                f"vocabulary lacks {' '.join(characters[:12])}. Train a vocabulary on "
+                f"this text with --data.vocab train:32000, or use --data.vocab bytes."
             )
 
 
@@ -3183,7 +3166,6 @@ class Dataset:
 
     tasks: a list with the Examples object of each task.
     plan: a TrainingPlan or HeldOutPlan, which assigns examples to rows.
-
     """
 
     def __init__(self, tasks, plan, cfg):
@@ -3302,7 +3284,6 @@ def check_lengths(tasks, data, title):
 
     tasks: a list with the Examples object of each task. Only the examples that are
         already tokenized are checked.
-
     """
     truncated = Counter()
     total = sum(task.corpus.starts[-1] for task in tasks)
@@ -3341,7 +3322,6 @@ def read_task(name, split, cfg, bad, size=math.inf):
     bad: a function that is called with (where, reason) for each invalid example.
     size: the size of the vocabulary. An example with ids at or above this size is
         invalid.
-
     """
     task, files = open_task(name, split, cfg)
     for file in files:
@@ -3357,7 +3337,6 @@ def evaluation_config(task, cfg):
 
     task: the name of the task.
     cfg: the Config of the run.
-
     """
     if task in MIXTURES:
         raise UserError(
@@ -3402,14 +3381,13 @@ def evaluation_configs(cfg, split="validation"):
 def unigram_loss(counts, batches, tokenizer):
     """Return the loss of a unigram model on held-out batches, in nats per token.
 
-    A unigram model ignores the context. The probability of a token is
-    simply its frequency in the training data. A trained model should reach a lower loss.
-    Sentinels and EOS are left out.
+    A unigram model ignores the context. The probability of a token is simply its
+    frequency in the training data. A trained model should reach a lower loss. Sentinels
+    and EOS are left out.
 
     counts: an array [vocabulary] that says how often each token occurs in the training
         data.
     batches: a list with the held-out batches.
-
     """
     targets = np.concatenate([batch.targets.ravel() for batch in batches])
     content = targets[(targets > EOS) & (targets < tokenizer.size - tokenizer.sentinels)]
