@@ -947,8 +947,8 @@ def train_tokenizer(texts, pieces, max_characters=1 << 27):
             character_coverage=0.9999,
         )
     except RuntimeError as error:
-        # If there is too little text, SentencePiece names the largest possible vocabulary
-        # size in its error, as in "Please set it to a value <= 1234".
+        # If there is too little text, the error of SentencePiece names the largest
+        # possible size, as in "Please set it to a value <= 1234".
         bounds = re.findall(r"<= (\d+)", str(error)) or ["N"]
         raise UserError(
             f"The source has too little text for a vocabulary of {pieces} pieces: add "
@@ -2316,7 +2316,8 @@ def p3_sources(cfg, folder="*"):
     """Return a dict from the names of P3 folders to their data sources.
 
     P3 is a collection of datasets with a folder for each task. For example, the folder
-    trec_a may have the data source "seqio:data/p3/trec_a".
+    trec_a may have the data source "seqio:data/p3/trec_a". If --data.source does not name
+    P3, the dict is empty.
 
     folder: the name of a P3 folder, or "*" for all folders.
     """
@@ -2605,8 +2606,8 @@ def formatted_examples(source_file, bad, task, cfg, size=math.inf):
 def invalid_reason(value, size):
     """Return why a value cannot be tokenized, or None if it can be tokenized.
 
-    A text or a list of token ids can be tokenized. The reason completes a sentence that
-    begins with "The example has", such as "The example has no text".
+    Texts and lists of token ids are valid values. The reason completes a sentence that
+    begins with "The example has". For example, "no text" is a reason.
 
     value: a field of an example. size: the size of the vocabulary. Token ids must be
     below this size.
@@ -2664,7 +2665,7 @@ def prepared_path(source, identity, cfg):
 
     For example, the tokens of jsonl:a.jsonl are in the folder
     prepared/jsonl-a.jsonl-52b6c81f0e. The name ends with a hash of `source` and
-    `identity`, so different settings have different paths.
+    `identity`. So a run with other settings never reads these files.
 
     source: the name of the source.
     identity: a JSON value with all settings that the stored files depend on.
@@ -3041,8 +3042,8 @@ class Corpus:
                 return configs.read_checked(path, SHARD_METADATA)
             reader = self.readers.pop(tuple(position), None) or self.tokenize(*position)
             arrays, next_position = next(reader)
-            # If the next shard is not the first of a SourceFile (its number is not 0),
-            # the same generator will yield this shard, so keep the generator.
+            # Shard number 0 begins a new SourceFile. Any other shard is in the same file,
+            # so keep the generator, which will yield this shard next.
             if next_position and next_position[1]:
                 self.readers = {tuple(next_position): reader}
             ids = np.concatenate(
@@ -3332,8 +3333,8 @@ def read_task(name, split, cfg, bad, size=math.inf):
 def evaluation_config(task, cfg):
     """Return the Config for evaluating a single task of a run.
 
-    If files have no splits, usually only their first 1 % is evaluated. If the run does
-    not train on these files, all of their examples are evaluated.
+    Files may have no splits. Then usually only their first 1 % is evaluated. If the run
+    does not train on these files, all of their examples are evaluated.
 
     task: the name of the task.
     cfg: the Config of the run.
