@@ -803,10 +803,10 @@ def make_batch(step, tasks, plan, cfg, rows=None):
 
 
 class ByteTokenizer(Tokenizer):
-    """Encode text as its UTF-8 bytes, as in ByT5 (Xue et al. 2022).
+    """Tokenize text into its UTF-8 bytes, as in ByT5 (Xue et al. 2022).
 
-    The token id of a byte is its value plus 3. The ids 0, 1 and 2 are padding, EOS and
-    UNK.
+    Byte b becomes the token id b + 3. For example, the letter "A" is byte 65, so its id
+    is 68. The ids 0, 1 and 2 are padding, EOS and UNK.
 
     extra_ids: the number of sentinel ids that are added after the ids of the bytes. If
     extra_ids is 0, the ids of the 11 highest bytes serve as sentinels, as in the
@@ -814,8 +814,8 @@ class ByteTokenizer(Tokenizer):
     """
 
     def __init__(self, extra_ids=0):
-        # UTF-8 never uses the 11 byte values from 245 to 255. So the ids of these bytes
-        # can serve as sentinels.
+        # UTF-8 never uses the 11 byte values from 245 to 255, so their ids are free for
+        # sentinels.
         sentinels = extra_ids or 11
         super().__init__(f"bytes:{extra_ids}\n".encode(), 3 + 256 + extra_ids, sentinels)
 
@@ -825,7 +825,8 @@ class ByteTokenizer(Tokenizer):
     def encode_batch(self, texts):
         encoded = []
         for text in texts:
-            # The list from re.split alternates between text and the number of a sentinel.
+            # re.split returns texts and sentinel numbers in turn. For example, the text
+            # "a<extra_id_7>b" becomes ["a", "7", "b"].
             parts = re.split(r"<extra_id_(\d\d?)>", text)
             arrays = [np.frombuffer(part.encode(), np.uint8) + 3 for part in parts]
             arrays[1::2] = [[self.size - 1 - int(number)] for number in parts[1::2]]
@@ -833,10 +834,10 @@ class ByteTokenizer(Tokenizer):
         return encoded
 
     def raw_text(self, ids):
-        """Return the text of token ids, with the special tokens written out.
+        """Turn token ids into text that shows the special tokens.
 
-        Sentinels appear as "<extra_id_0>", for example. The ids 0, 1 and 2 appear as
-        "<pad>", "</s>" and "<unk>". Bytes that are not valid UTF-8 are left out.
+        Padding appears as "<pad>", EOS as "</s>", UNK as "<unk>", and the first sentinel
+        as "<extra_id_0>". Bytes that are not valid UTF-8 are left out.
         """
         symbols = {PAD: b"<pad>", EOS: b"</s>", UNK: b"<unk>"}
         for number in range(self.size - 3 - 256):
@@ -845,19 +846,20 @@ class ByteTokenizer(Tokenizer):
         return text.decode(errors="ignore")
 
     def decode(self, ids):
-        """Return the text of the token ids before the first EOS.
+        """Turn token ids into text, up to the first EOS.
 
-        Special tokens and invalid UTF-8 are left out.
+        Padding, sentinels and UNK are left out, and so are bytes that are not valid
+        UTF-8.
         """
         ids = itertools.takewhile(lambda i: i != EOS, map(int, ids))
         return self.raw_text(i for i in ids if 3 <= i < 3 + 256)
 
 
 class IdTokenizer(Tokenizer):
-    """Encode text that consists of token ids in decimal digits, such as "17 4 29".
+    """Turn text such as "17 4 29" into the token ids [17, 4, 29].
 
-    This tokenizer serves the generated data sources `reverse:` and `random:`. The
-    examples of these two sources are lists of token ids.
+    The data sources `reverse:` and `random:` use this tokenizer, because their examples
+    are random ids instead of words.
 
     size: the number of token ids. sentinels: how many of the highest ids are sentinels.
     """
@@ -876,7 +878,10 @@ class IdTokenizer(Tokenizer):
         return "".join(f" {i}" for i in ids)
 
     def decode(self, ids):
-        """Return the token ids before the first EOS as text, without the padding."""
+        """Turn token ids into text, up to the first EOS and without padding.
+
+        For example, [17, 4, 29, 1, 0] becomes "17 4 29", because 1 is EOS.
+        """
         ids = itertools.takewhile(lambda i: i != EOS, ids)
         return " ".join(str(i) for i in ids if i != PAD)
 
@@ -884,23 +889,23 @@ class IdTokenizer(Tokenizer):
 def add_sentinels(model, number):
     """Append sentinel pieces to the vocabulary of a SentencePiece ModelProto.
 
-    The last piece is <extra_id_0>, as in T5. number: the number of sentinels.
+    If `number` is 100, the pieces <extra_id_99> to <extra_id_0> are appended in this
+    order. So <extra_id_0> gets the highest id, as in T5.
     """
     for k in reversed(range(number)):
         model.pieces.add(piece=f"▁<extra_id_{k}>", score=0.0, type="USER_DEFINED")
 
 
-# A mixture may have hundreds of tasks that share a vocabulary.
+# Cache the result, because hundreds of tasks in a mixture may use the same vocabulary.
 @functools.lru_cache(maxsize=4)
 def parse_vocabulary(serialized, name="the vocabulary"):
-    """Return the Tokenizer of a serialized SentencePiece model.
+    """Build a Tokenizer from the bytes of a SentencePiece model file.
 
-    If the model has no sentinels, 100 sentinels are added.
+    If the model has no sentinels, 100 sentinels such as <extra_id_0> are added. The ids
+    0, 1 and 2 must be <pad>, </s> and <unk>. Otherwise, or if the bytes are not a
+    SentencePiece model, the function raises UserError.
 
-    serialized: the bytes of a SentencePiece model file. name: the name of the file in
-    error messages. The function raises UserError if the bytes are not a SentencePiece
-    model. The function also raises UserError if the ids 0, 1 and 2 are not <pad>, </s>
-    and <unk>.
+    serialized: the bytes of the file. name: the name of the file in error messages.
     """
     try:
         model = sentencepiece_model_pb2.ModelProto.FromString(serialized)
@@ -909,33 +914,37 @@ def parse_vocabulary(serialized, name="the vocabulary"):
         processor = sentencepiece.SentencePieceProcessor(
             model_proto=model.SerializeToString(), num_threads=os.cpu_count()
         )
-    # Protobuf raises a DecodeError, whose module differs between versions.
-    # SentencePiece raises a RuntimeError.
+    # Catch all exceptions, because protobuf's DecodeError is in different modules in
+    # different versions. SentencePiece raises a RuntimeError.
     except Exception as error:
         raise UserError(
-            f"{name} is not a SentencePiece model, or is damaged ({error}): give "
-            f"--data.vocab another file."
+            f"{name} is not a valid SentencePiece model ({error}): set --data.vocab to "
+            f"another file."
         ) from error
     special = [piece.piece for piece in model.pieces[:3]]
     if special != ["<pad>", "</s>", "<unk>"]:
         raise UserError(
-            f"{name} begins with the pieces {special}, but T5 needs <pad>, </s>, <unk> "
-            f"as ids 0, 1, 2: train it with pad_id=0, eos_id=1, unk_id=2, bos_id=-1."
+            f"{name} begins with the pieces {special}, but T5 needs <pad>, </s> and "
+            f"<unk> as ids 0, 1 and 2: train the vocabulary again with pad_id=0, "
+            f"eos_id=1, unk_id=2 and bos_id=-1."
         )
     sentinels = sum("<extra_id_" in piece.piece for piece in model.pieces)
     return Tokenizer(serialized, len(model.pieces), sentinels, processor)
 
 
 def load_tokenizer(path):
-    """Return the Tokenizer for a value of the flag --data.vocab.
+    """Load the vocabulary that --data.vocab names, and return its Tokenizer.
 
-    path: the local or remote path of a SentencePiece model, or the name of a built-in
-    tokenizer. The valid names are "bytes", "bytes:EXTRA_IDS", "ids:SIZE" and
-    "ids:SIZE:SENTINELS". The function raises UserError if the file cannot be read.
+    The argument is the local or remote path of a SentencePiece model, or the name of a
+    tokenizer that needs no model file. For example, "bytes:100" is a ByteTokenizer with
+    100 extra ids for sentinels. The name "ids:512:100" is an IdTokenizer with 512 ids, of
+    which 100 are sentinels. The last number can be left out, as in "bytes" and "ids:512".
+
+    If the file cannot be read, the function raises UserError.
     """
     path = str(path)
-    # A run stores its vocabulary in a file. For a built-in tokenizer, the file contains
-    # only the name of the tokenizer, such as "bytes:100".
+    # A name such as "bytes:100" may be the argument itself. It may also be the content of
+    # the file, because a run stores its vocabulary in a file.
     is_name = re.compile(rb"(bytes|ids:\d{1,9})(:\d{1,9})?\s*").fullmatch
     serialized = path.encode()
     if not is_name(serialized):
@@ -945,9 +954,9 @@ def load_tokenizer(path):
         except (OSError, ValueError) as error:
             raise UserError(
                 f"There is no vocabulary at {path} "
-                f"({getattr(error, 'strerror', 0) or error}): give --data.vocab the path "
-                f"of a SentencePiece model, or train a vocabulary on the source with "
-                f"--data.vocab train:32000."
+                f"({getattr(error, 'strerror', 0) or error}): set --data.vocab to the "
+                f"path of a SentencePiece model. To train a vocabulary on the source, "
+                f"use --data.vocab train:32000."
             ) from error
     if is_name(serialized):
         kind = ByteTokenizer if serialized.startswith(b"bytes") else IdTokenizer
@@ -958,16 +967,18 @@ def load_tokenizer(path):
 def train_tokenizer(texts, pieces, max_characters=1 << 27):
     """Train a SentencePiece unigram model on texts and return its Tokenizer.
 
+    At most `max_characters` characters are read. With the default, training takes one or
+    two minutes. If the texts are too short for a vocabulary of this size, the function
+    raises UserError.
+
     texts: an iterable of strings. pieces: the size of the vocabulary without its
-    sentinels. max_characters: the number of characters after which reading stops.
-    Training on the default number of characters takes one or two minutes. The function
-    raises UserError if the texts are too short for a vocabulary of this size.
+    sentinels.
     """
     lines = []
     with progress_bar("reading for a vocabulary", "character") as bar:
         for text in texts:
-            # SentencePiece skips lines of more than 16,000 bytes. So longer lines are cut
-            # into lines of at most 4,000 characters, which have at most 16,000 bytes.
+            # SentencePiece skips lines of more than 16,000 bytes. So cut lines after
+            # 4,000 characters, because a UTF-8 character has at most 4 bytes.
             lines += re.findall(".{1,4000}", "\n".join(text.splitlines()))
             bar.update(len(text))
             if bar.n >= max_characters:
@@ -984,23 +995,24 @@ def train_tokenizer(texts, pieces, max_characters=1 << 27):
             eos_id=EOS,
             unk_id=UNK,
             bos_id=-1,
-            num_threads=4,  # a fixed number, because the resulting pieces depend on it
+            num_threads=4,  # fixed, because the number of threads changes the result
             minloglevel=2,
             max_sentence_length=16_000,
             character_coverage=0.9999,
         )
     except RuntimeError as error:
-        # SentencePiece's message ends with the largest possible size: "value <= 1234".
+        # If there is too little text, the error of SentencePiece names the largest
+        # possible size, as in "Please set it to a value <= 1234".
         bounds = re.findall(r"<= (\d+)", str(error)) or ["N"]
         raise UserError(
-            f"The source has too little text for {pieces} pieces: add text, or set "
-            f"--data.vocab train:{bounds[0]} or fewer."
+            f"The source has too little text for a vocabulary of {pieces} pieces: add "
+            f"text, or set --data.vocab train:{bounds[0]} or a smaller number."
         ) from error
     return parse_vocabulary(model.getvalue())
 
 
 def progress_bar(what, unit, total=None):
-    """Return a progress bar that prints to standard error.
+    """Return a tqdm progress bar that prints to standard error.
 
     On a terminal, the bar appears after half a second. In a log file, the bar prints a
     line every 30 seconds. Background threads print no bar. With several processes, only
@@ -1027,42 +1039,47 @@ def progress_bar(what, unit, total=None):
 
 
 # ---- sources ---------------------------------------------------------------------------
-# A source is written KIND:NAME, for example text:books/*.txt. SOURCES maps each kind to a
-# function (name, split, cfg, whole) that opens the source. The function returns a list of
-# SourceFiles. A SourceFile is a part of the source that is read from beginning to end.
+# A data source is written KIND:NAME, such as text:books/*.txt. The dict SOURCES maps each
+# kind to a function with the arguments (name, split, cfg, whole). The function opens the
+# source and returns a list of SourceFiles, which are read one after the other.
 #
+# - name is the part after the colon, such as books/*.txt.
 # - split is the name of a split, such as "train" or "validation".
-# - A source without splits is divided into a training and a validation part. If `whole`
-#   is true, such a source is not divided.
-# - SourceFile.read(bad) yields pairs (where, example). `example` is a dict of fields.
+# - whole: a source without splits usually holds out its first 1 % for validation. If
+#   `whole` is true, nothing is held out.
+# - SourceFile.read(bad) yields pairs (where, example). The example is a dict of fields.
 #   `where` is the place of the example for messages, such as "books/a.txt:3".
 # - If an example cannot be read, the reader calls bad(where, what), such as
 #   bad("a.jsonl:3", "is not JSON"). With --data.on_error stop, this call raises a
-#   UserError. With --data.on_error skip, this call counts the example and returns. Then
-#   the reader continues with the next example.
+#   UserError. With --data.on_error skip, this call counts the example, and the reader
+#   continues with the next example.
 # - A path may be remote, such as gs://bucket/*.gz. The library fsspec opens remote paths.
 
 
 class SourceFile(NamedTuple):
-    """A part of a data source that is read from beginning to end.
+    """A file of a data source, or another unit that is read from start to end.
 
-    The part is a file, a group of small files, or a range of records.
+    For example, many small text files form one SourceFile. A large dataset of TensorFlow
+    Datasets (TFDS) is divided into ranges of examples.
     """
 
     name: str
-    stamp: list  # sizes and times of the files; if they change, the source has changed
-    read: Callable  # read(bad) yields (where, example) and reports problems to `bad`
+    # A list that changes with the content, such as the sizes and times of the files.
+    stamp: list
+    # read(bad) yields pairs such as ("a.txt:3", {"text": "Hello"}). If an example is
+    # invalid, read calls bad, as in bad("a.txt:4", "is not UTF-8").
+    read: Callable
 
 
 class MissingSplit(UserError):
-    """The error that a data source has splits, but not the requested split."""
+    """Raised if a data source exists but lacks the requested split, such as "test"."""
 
 
 class MissingSource(UserError):
-    """The error that a data source does not exist.
+    """Raised if a data source does not exist.
 
-    The exception has two arguments. The first describes the problem. The second says how
-    to solve the problem.
+    The two arguments are texts. The first text says what is missing. The second text says
+    what to do about it, such as "give --data.source the path of a file".
     """
 
     def __str__(self):
@@ -1071,14 +1088,13 @@ class MissingSource(UserError):
 
 @functools.cache
 def python_documents():
-    """Return the texts that come with Python as a list of documents.
+    """Return texts from the local Python installation as a list of strings.
 
-    There is one document for each file of the standard library, which consists of the
-    docstrings of the file. There is also one document for each topic of the language
-    manual (pydoc_data/topics.py). The files of the library are parsed by `ast` and not
-    imported.
+    Each file of the standard library gives one document, which joins all docstrings of
+    the file. Each topic of the language manual (pydoc_data/topics.py) gives another
+    document. The library files are parsed with `ast`, so their code never runs.
     """
-    from pydoc_data.topics import topics  # a dict of texts, and nothing else
+    from pydoc_data.topics import topics  # this module only defines a dict of texts
 
     library = Path(os.__file__).parent
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -1096,7 +1112,9 @@ def python_documents():
 
 
 def generated_source(name, stamp, examples, splits):
-    """Return a SourceFile for each split of a data source that a function generates.
+    """Return the SourceFiles of a data source whose examples a function generates.
+
+    There is one SourceFile for each split.
 
     name: the name of the data source in messages. stamp: a value that changes if the
     examples change. examples: a function that takes the name of a split and yields the
@@ -1133,10 +1151,10 @@ def spell_number(n):
 
 
 def number_example(n):
-    """Return the example for a number, as a dict of fields.
+    """Return the example for the number n, as a dict of fields.
 
-    The fields are the number, its name in words, whether the number is even, and a date
-    in two notations. The date is n days after January 1, 1970. The tasks `by_rule_*` use
+    For 12, the fields are number 12, words "twelve", label 1, date "1970-01-13" and day
+    "13 January 1970". The date is n days after January 1, 1970. The tasks `by_rule_*` use
     these fields.
 
     n: a number below one million.
@@ -1145,24 +1163,25 @@ def number_example(n):
     return {
         "number": n,
         "words": spell_number(n),
-        "label": int(n % 2 == 0),  # 1 if the number is even
+        "label": int(n % 2 == 0),  # 1 if n is even, 0 if n is odd
         "date": time.strftime("%Y-%m-%d", day),
         "day": f"{day.tm_mday} {time.strftime('%B %Y', day)}",
     }
 
 
 def python_source(name, split, cfg, whole):
-    """Open the data source `python:` or `python:COUNT`. Neither reads data files.
+    """Open the data source `python:` or `python:COUNT`, which needs no data files.
 
-    With `python:`, the examples are the texts that come with Python. With `python:COUNT`,
-    the examples are the numbers below COUNT. Each example of a number contains the number
-    in words and a date. The examples are shuffled. The first 1 % of the examples is the
-    validation split, and the rest is the training split.
+    The examples of `python:` are texts from the local Python installation. The examples
+    of `python:COUNT` are the numbers from 0 to COUNT - 1, each with its name in words and
+    a date. The examples are shuffled. The first 1 % is the validation split, and the rest
+    is the training split.
     """
     if name and not re.fullmatch(r"[1-9]\d{1,5}", name):
         raise UserError(
-            f"python:{name} is not a source: write python: for the texts that come with "
-            f"Python, or python:COUNT for the numbers below COUNT (10 to 999999)."
+            f"python:{name} is not a data source: use python: to read the texts that "
+            f"come with Python, or python:COUNT to generate examples from the numbers "
+            f"below COUNT (10 to 999999)."
         )
 
     def examples(split):
@@ -1177,10 +1196,10 @@ def python_source(name, split, cfg, whole):
 
 
 def reverse_source(name, split, cfg, whole):
-    """Open the data source `reverse:`, whose task is to reverse a sequence.
+    """Open the data source `reverse:`, a toy task in which the model reverses a list.
 
-    The inputs are 4 to 12 random token ids, and the targets are the same ids in reverse
-    order.
+    For example, the inputs [7, 30, 12, 9] have the targets [9, 12, 30, 7]. Each list has
+    4 to 12 random ids from 3 to 34, followed by EOS.
     """
 
     def examples(split):
@@ -1196,7 +1215,8 @@ def reverse_source(name, split, cfg, whole):
 def random_source(name, split, cfg, whole):
     """Open the data source `random:`, which generates random tokens for benchmarks.
 
-    Each document has 4096 random token ids. The training split is endless.
+    Each document has 4096 random token ids. The training split is endless, and the
+    validation split has 64 documents.
     """
     size = cfg.model.vocab_size - SENTINELS - 3
 
@@ -1210,19 +1230,21 @@ def random_source(name, split, cfg, whole):
 
 
 def open_file(path):
-    """Open a local or remote file to read bytes."""
+    """Open a local or remote file for reading bytes."""
     if "://" not in path:
         return open(path, "rb")
-    import fsspec  # imported here because the import takes 0.1 s
+    import fsspec  # only when needed, because the import takes 0.1 s
 
     return fsspec.open(path, "rb").open()
 
 
 def find_files(pattern):
-    """Return the files that match a glob pattern, sorted by path.
+    """Return the files that match a glob pattern, as pairs (path, [size, time]).
 
-    The result is a list of pairs (path, [size, time]). pattern: a local or remote glob
-    pattern. The function raises UserError if a remote file system cannot be read.
+    The pattern is local, such as "books/*.txt", or remote, such as "gs://bucket/*.gz".
+    The pairs are sorted by path. The time is when the file was last changed, or the
+    version of a remote file. If a remote file system cannot be read, the function raises
+    UserError.
     """
     found = []
     if "://" not in pattern:
@@ -1242,29 +1264,29 @@ def find_files(pattern):
         ) from error
     for path, info in infos.items():
         if info["type"] == "file":
-            # Remote file systems use different names for the time or version of a file.
+            # Each remote file system has its own name for the time or version of a file.
             times = [info.get(key) for key in ("etag", "mtime", "updated", "created")]
             found.append((system.unstrip_protocol(path), [info["size"], str(times)]))
     return sorted(found)
 
 
-GROUP_BYTES = 1 << 26  # files are grouped until a group has at least this size
-HELD_OUT_BYTES = 1 << 25  # the held-out beginning of a source has at most this size
+GROUP_BYTES = 1 << 26  # 64 MiB: the size at which a group of small files is complete
+HELD_OUT_BYTES = 1 << 25  # 32 MiB: at most this much text is held out for validation
 
 
 def group_files(files, read):
-    """Group small files and return a list with a SourceFile for each group.
+    """Combine small files into groups, and return a SourceFile for each group.
 
-    A file is added to the last group until the group has GROUP_BYTES bytes. If reading a
-    file raises an exception, the file is reported as damaged, and reading continues with
-    the next file.
+    A group is complete when it has 64 MiB (GROUP_BYTES) or more. Without groups,
+    thousands of small files would become thousands of tiny token files. A damaged file is
+    reported to the function `bad`, and reading continues with the next file.
 
-    files: a list of pairs (path, [size, time]). read: a function of a path and a function
-    `bad`. `read` yields a pair (where, example) for each example of the file, and reports
-    invalid examples to `bad`.
+    files: a list of pairs (path, [size, time]).
+    read: a function that yields the examples of one file, such as read_jsonl. read(path,
+        bad) yields pairs (where, example) and reports invalid examples to `bad`.
     """
     groups = []
-    size = math.inf  # bytes in the last group
+    size = math.inf  # bytes in the last group; infinity opens the first group
     for path, stamp in files:
         if size >= GROUP_BYTES:
             groups.append([])
@@ -1276,10 +1298,10 @@ def group_files(files, read):
         for path, _ in group:
             try:
                 yield from read(path, bad)
-            # The exception for a damaged file depends on the library that reads the file.
+            # Catch all exceptions, because each library has its own for a damaged file.
             except Exception as error:
-                # An error number means that the disk has failed, except in errors that
-                # come from pyarrow.
+                # An errno means that the disk has failed, and the file may be intact.
+                # Only the errors of pyarrow do not follow this rule.
                 disk_failed = read is not read_parquet and getattr(error, "errno", None)
                 if isinstance(error, UserError) or disk_failed:
                     raise
@@ -1297,12 +1319,11 @@ def file_source(read, pattern, split, cfg, whole):
     The files are read in alphabetical order. If the pattern contains "{split}", the name
     of the split is filled in. Otherwise, the first 1 % of the text is held out for
     validation, and the rest is for training. At least one example is held out. The
-    held-out text is one stretch, so only the end of this stretch is close to training
+    held-out examples are consecutive, so only the last of them are close to training
     text.
 
     read: a function that yields the examples of one file. pattern: the glob pattern.
-    split: the name of the split. cfg: the Config. whole: whether all text is read, so
-    that nothing is held out.
+    split: the name of the split. whole: whether to read all text and hold out nothing.
     """
     found = find_files(pattern.replace("{split}", split))
     if not found:
@@ -1321,12 +1342,12 @@ def file_source(read, pattern, split, cfg, whole):
     held_out = min(HELD_OUT_BYTES, total // 100)
 
     def read_first(bad):
-        seen = 0  # size of the examples so far
+        seen = 0  # the characters or token ids of all examples so far
         for where, example in files[0].read(bad):
             if (seen <= held_out) == (split == "validation"):
                 yield where, example
             elif split == "validation":
-                return  # the held-out stretch is complete
+                return  # all held-out examples have been read
             for value in example.values():
                 if isinstance(value, str | list):
                     seen += len(value)
@@ -1336,10 +1357,10 @@ def file_source(read, pattern, split, cfg, whole):
 
 
 def read_lines(path, bad):
-    """Yield a pair (line number, line) for each line of a text file.
+    """Yield the lines of a text file as pairs (line number, line).
 
-    A file whose name ends in .gz is decompressed. A line that is not valid UTF-8 is
-    skipped and reported to the function `bad`.
+    Line numbers start at 1. A file whose name ends in .gz is decompressed. A line that is
+    not valid UTF-8 is reported to the function `bad` and skipped.
     """
     with open_file(path) as raw:
         file = gzip.open(raw) if path.endswith(".gz") else raw
@@ -1353,9 +1374,10 @@ def read_lines(path, bad):
 def text_source(name, split, cfg, whole):
     """Open the data source `text:GLOB` or `text:GLOB:lines`, which reads text files.
 
-    With `text:GLOB`, each file is a document. With `text:GLOB:lines`, each line is a
-    document. Blank documents are left out. Files whose names end in .gz are decompressed.
-    The examples have only the field `text`.
+    For example, `text:books/*.txt` makes one document of each file.
+    `text:books/*.txt:lines` makes one document of each line. Blank documents are left
+    out. Files whose names end in .gz are decompressed. The examples have only the field
+    `text`.
     """
     pattern = name.removesuffix(":lines")
 
@@ -1374,8 +1396,8 @@ def read_jsonl(path, bad):
     """Yield the examples of a file that has one JSON object on each line.
 
     A file whose name ends in .gz is decompressed, because C4 is published in this form.
-    Blank lines are left out. A line that is not a JSON object is skipped and reported to
-    the function `bad`.
+    Blank lines are ignored. A line that is not a JSON object is reported to the function
+    `bad` and skipped.
     """
     for number, line in read_lines(path, bad):
         if not line.strip():
@@ -1395,9 +1417,9 @@ def read_jsonl(path, bad):
 def read_parquet(path, bad):
     """Yield the rows of a parquet file as examples.
 
-    Each example is a dict from the name of a column to its value.
+    Each example is a dict that maps the names of the columns to the values in the row.
     """
-    import pyarrow.parquet  # imported here because the import takes 0.2 s
+    import pyarrow.parquet  # only when needed: the import takes 0.2 s
 
     with open_file(path) as file:
         batches = pyarrow.parquet.ParquetFile(file).iter_batches(1024)
@@ -1409,8 +1431,7 @@ def read_parquet(path, bad):
 def decode_bytes(value):
     """Decode all bytes in an example of TensorFlow Datasets (TFDS) as UTF-8.
 
-    value: an example, or a value inside an example. Dicts and lists are decoded
-    recursively.
+    For example, [b"yes", 3] becomes ["yes", 3]. Lists and dicts may be nested.
     """
     if isinstance(value, bytes):
         return value.decode()
@@ -1428,25 +1449,25 @@ TFDS_REMEDY = (
     "To read C4's own files, use --data.source 'jsonl:DIR/c4-train.*.json.gz'. "
     "To read any text, use --data.source 'text:DIR/*.txt'."
 )
-TFDS_RANGE = 1 << 17  # a SourceFile of a TFDS dataset has at most this number of examples
+TFDS_RANGE = 1 << 17  # the number of examples in a SourceFile of a TFDS dataset
 
 
 def find_tfds(name, cfg):
-    """Return the folder of a TensorFlow Datasets (TFDS) dataset.
+    """Find the folder of a TensorFlow Datasets (TFDS) dataset and return its path.
 
-    name: the name of the dataset in the form NAME or NAME:VERSION, or the path of its
-    folder. Without a version, the newest version is used. The function raises
-    MissingSource if the folder does not exist.
+    For example, "c4/en:2.2.0" is stored in the folder c4/en/2.2.0 of --data.tfds_dir.
+    Without a version, as in "c4/en", the newest version is used. The name may also be the
+    path of a folder. If there is no such folder, the function raises MissingSource.
     """
-    from etils import epath  # epath reads local and remote folders alike
+    from etils import epath  # for local and remote folders
 
     home = cfg.data.tfds_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
-    # The version is the name of a folder. The colon of gs:// does not begin a version.
+    # The name "c4/en:2.2.0" becomes the path "c4/en/2.2.0". The colon of "gs://" stays.
     folder = epath.Path(home).expanduser() / re.sub(":(?!//)", "/", name)
-    # Either the folder itself is a version, or each subfolder is a version.
+    # The folder contains one version of the dataset, or a subfolder for each version.
     infos = [*folder.glob("dataset_info.json")] or [*folder.glob("*/dataset_info.json")]
     if infos:
-        # Compare the numbers, because version 1.10.0 is newer than version 1.9.0.
+        # Compare versions as lists of numbers, because 1.10.0 is newer than 1.9.0.
         folders = [info.parent for info in infos]
         return max(folders, key=lambda path: [*map(int, re.findall(r"\d+", path.name))])
     problem = f"{name} is not in {folder}"
@@ -1461,20 +1482,19 @@ def find_tfds(name, cfg):
 def tfds_source(name, split, cfg, whole):
     """Open a TensorFlow Datasets (TFDS) dataset that is stored on disk.
 
-    The dataset is never downloaded. The dataset must be stored as array_record files,
-    because these files can be read without TensorFlow. Examples that are missing, damaged
-    or not UTF-8 are skipped and reported as invalid. Each SourceFile is a range of
-    examples.
+    The function never downloads a dataset. The dataset must be stored as array_record
+    files, which can be read without TensorFlow. Examples that are missing, damaged or not
+    UTF-8 are reported to the function `bad`. Each SourceFile is a range of examples.
 
     name: the name of the dataset, as NAME[/CONFIG][:VERSION], or the path of its folder.
     """
     folder = find_tfds(name, cfg)
-    import tensorflow_datasets as tfds  # imported here because the import takes 0.5 s
+    import tensorflow_datasets as tfds  # only when needed: it takes 0.5 s
 
     try:
         builder = tfds.builder_from_directory(folder)
         info = builder.info
-    except Exception as error:  # TFDS and protobuf raise many kinds of exceptions
+    except Exception as error:  # TFDS and protobuf raise many exceptions
         raise UserError(
             f"{folder / 'dataset_info.json'} is damaged ({error}): "
             f"copy the dataset again."
@@ -1482,7 +1502,7 @@ def tfds_source(name, split, cfg, whole):
     if info.file_format.value != "array_record":
         raise UserError(
             f"{folder} is stored as {info.file_format.value}, which only TensorFlow can "
-            f"read: prepare it again on a machine with TensorFlow, by "
+            f"read: prepare the dataset again on a machine with TensorFlow. Run "
             f"tfds.builder('NAME', file_format='array_record').download_and_prepare()."
         )
     if split not in info.splits:
@@ -1513,11 +1533,11 @@ def tfds_source(name, split, cfg, whole):
 
 
 def hf_source(name, split, cfg, whole):
-    """Open a dataset of the Hugging Face hub as a data source.
+    """Open a dataset of the Hugging Face Hub, such as hf:allenai/c4:en.
 
-    The examples are streamed. Each shard of the dataset becomes a SourceFile. The
-    function raises UserError if the library `datasets` is not installed or cannot open
-    the dataset.
+    The examples are streamed, so training can begin before the dataset is downloaded.
+    Each shard of the dataset becomes a SourceFile. If the library `datasets` is not
+    installed or cannot open the dataset, the function raises UserError.
 
     name: the name of the dataset, as NAME or NAME:CONFIG, or the path of a local folder.
     """
@@ -1525,14 +1545,15 @@ def hf_source(name, split, cfg, whole):
         import datasets
     except ImportError:
         raise UserError(
-            "hf: needs the library datasets: install it with pip install '.[hf]'."
+            "A source that begins with hf: needs the Python library datasets. Run "
+            "pip install '.[hf]' to install this library."
         ) from None
     dataset, _, config = name.partition(":")
     try:
         stream = datasets.load_dataset(
             dataset, config or None, split=split, streaming=True
         )
-    except Exception as error:  # the library raises many kinds of exceptions
+    except Exception as error:  # the library raises many types of exceptions
         kind = MissingSplit if "split" in str(error) else UserError
         raise kind(
             f"The split {split} of hf:{name} cannot be opened ({error}): check the name, "
@@ -1550,11 +1571,11 @@ def hf_source(name, split, cfg, whole):
 
 
 def read_tfrecords(path):
-    """Yield the records of a tfrecord file. The checksums are not verified.
+    """Yield the records of a tfrecord file as bytes.
 
-    In the file, 8 bytes give the length of the next record, and 4 bytes are the checksum
-    of this length. Then the record follows, and the last 4 bytes are the checksum of the
-    record.
+    Before each record, the file has 8 bytes with the length of the record and 4 bytes
+    with a checksum of the length. After each record, the file has 4 bytes with a checksum
+    of the record. The checksums are not verified.
     """
     with open_file(path) as file:
         while header := file.read(12):
@@ -1568,11 +1589,12 @@ def read_tfrecords(path):
 def read_seqio(features, path, bad):
     """Yield the examples of a tfrecord file that SeqIO has cached.
 
-    A damaged record is skipped and reported to the function `bad`.
+    A damaged record is reported to the function `bad` and skipped.
 
-    features: a dict from the name of a field to a dict with the shape of the field, as in
-    the info file of the cache. A field with the shape [] holds a single value. Every
-    other field holds an array of ids or a list of texts. path: the path of the file.
+    features: the shape of each field, as in the info file of the cache. A field with the
+        shape [] holds a single value. Every other field holds an array of ids or a list
+        of texts.
+    path: the path of the file.
     """
     from tensorflow_datasets.proto import tf_example_generated_pb2
 
@@ -1588,18 +1610,19 @@ def read_seqio(features, path, bad):
                     values = np.array(numbers)
                 scalar = features.get(key, {}).get("shape") == []
                 example[key] = values[0] if scalar else values
-        except Exception as error:  # of protobuf, of bytes.decode, or an IndexError
+        except Exception as error:  # from protobuf, bytes.decode or values[0]
             bad(where, f"is damaged ({error})")
         else:
             yield where, example
 
 
 def seqio_source(name, split, cfg, whole):
-    """Open a task that SeqIO has cached in a folder as a data source.
+    """Open the folder of a task that SeqIO has cached.
 
-    The dataset P3 is published as such folders. A folder must contain info.SPLIT.json,
-    the file COMPLETED and all tfrecord files of the split. Otherwise, the function raises
-    MissingSource, MissingSplit or UserError.
+    P3, the dataset of T0 (Sanh et al. 2022), is published as many such folders. The
+    folder must contain info.SPLIT.json, all tfrecord files of the split, and the file
+    COMPLETED, which SeqIO writes last. Otherwise, the function raises MissingSource,
+    MissingSplit or UserError.
 
     name: the path of the folder, or a glob pattern for several folders.
     """
@@ -1641,24 +1664,24 @@ SOURCES = {
     "reverse": reverse_source,
     "random": random_source,
 }
-OWN_SPLITS = ("tfds", "hf", "seqio")  # kinds of sources whose splits have any names
+OWN_SPLITS = ("tfds", "hf", "seqio")  # sources that choose the names of their own splits
 
 
 def open_source(source, split, cfg, whole=False):
-    """Open a data source and return the SourceFiles of a split.
+    """Open a data source such as "jsonl:a.jsonl", and return the SourceFiles of a split.
 
-    source: the data source in the form KIND:NAME, such as "jsonl:data.jsonl". split: the
-    name of the split. cfg: the Config. whole: whether all text is read for a source
-    without splits, so that nothing is held out. The function raises UserError if the
-    source is invalid. The function raises MissingSplit or MissingSource if there is no
-    such split or source.
+    If `whole` is true, a source without splits is read completely, and nothing is held
+    out for validation. The function raises UserError if the source is invalid. It raises
+    MissingSource or MissingSplit if the source or the split does not exist.
+
+    source: the data source in the form KIND:NAME. split: the name of the split.
     """
     kind, _, name = source.partition(":")
     if kind not in SOURCES:
         kinds = ":, ".join(SOURCES)
         raise UserError(
-            f"{source!r} is not a source: give --data.source a name such as jsonl:FILE. "
-            f"It begins with one of {kinds}:."
+            f"{source!r} is not a data source: set --data.source to a name such as "
+            f"jsonl:FILE. The name must begin with one of {kinds}:."
         )
     has_splits = kind in OWN_SPLITS or "{split}" in name
     if not has_splits and split not in ("train", "validation"):
@@ -1667,10 +1690,10 @@ def open_source(source, split, cfg, whole=False):
 
 
 class InvalidExamples:
-    """Report an example that cannot be used: stop the program or count the example.
+    """Stop the program at an invalid example, or count the example and continue.
 
     With --data.on_error stop, the first call raises UserError. With --data.on_error skip,
-    the calls are counted.
+    each call adds 1 to `count`. For example, call invalid("a.jsonl:3", "is not JSON").
 
     where: the place of the example, such as "a.jsonl:3". what: the problem as the end of
     a sentence, such as "is not JSON".
@@ -1682,8 +1705,8 @@ class InvalidExamples:
     def __call__(self, where, what):
         if self.stop:
             raise UserError(
-                f"{where} {what}: fix the file, or set --data.on_error skip to skip such "
-                f"examples."
+                f"{where} {what}: fix the file, or skip such examples with "
+                f"--data.on_error skip."
             )
         self.count += 1
 
@@ -1692,44 +1715,43 @@ class InvalidExamples:
 
 
 class PrefixLM(Objective):
-    """The prefix language modeling objective, as prefix_lm in the t5 library.
+    """Cut each text at a random place, and learn to predict the end from the start.
 
-    A text is cut in two at a random place. The model reads the first part as inputs and
-    learns to predict the second part as targets.
+    For example, the inputs may be [5, 6] and the targets [7, 8, 9]. This objective is
+    called prefix language modeling (prefix_lm in the t5 library).
     """
 
     def length(self, data):
         return data.inputs_length - 1
 
     def make(self, chunks, keys, tokenizer, data):
-        # Cut before the last token at the latest, so that the targets are not empty.
+        # The last possible cut is before the last token, so the targets are never empty.
         longest = np.array([len(ids) - 1 for (ids,) in chunks], int)
-        random = (keys >> np.uint64(32)).astype(int)  # from 0 to 2**32 - 1
+        random = (keys >> np.uint64(32)).astype(int)  # 32 random bits: 0 to 2**32 - 1
         cuts = np.minimum(1 + (random * longest >> 32), longest).tolist()
         return [(ids[:cut], ids[cut:]) for (ids,), cut in zip(chunks, cuts)]
 
 
-# T5 solves every task as text to text (Raffel et al. 2020, section 2.4). The inputs begin
-# with the name of the task. The name of each field stands before the text of the field. A
-# class is written as a word. Appendix D of the paper shows an example of each task. The
-# following example comes from RTE, in which the model decides whether sentence1 implies
-# sentence2:
+# T5 treats every task as text-to-text (Raffel et al. 2020, section 2.4). The inputs begin
+# with the name of the task, and each text is preceded by the name of its field. A class
+# is written as a word. In the task RTE, for example, the model decides whether sentence1
+# implies sentence2:
 #
 #     source   {"sentence1": "A cat sleeps.", "sentence2": "A cat runs.", "label": 1}
 #     inputs   rte sentence1: A cat sleeps. sentence2: A cat runs.
 #     targets  not_entailment
 #
-# A *format* is a function that converts an example of the source to inputs and targets.
-# The function returns a list of dicts, because some examples give several training
-# examples. Each dict has the fields inputs and targets, and the fields that metrics need.
-# The list is empty if the example is left out. The formats below give the same strings as
-# t5/data/preprocessors.py.
+# A *format* is a function that turns an example of the source into a list of dicts. Each
+# dict has the fields inputs and targets, and the fields that metrics need. Usually the
+# list has one dict. It has several if the example gives several training examples, and it
+# is empty if the example is left out. The formats below give the same strings as
+# t5/data/preprocessors.py. Appendix D of the paper shows an example of each task.
 
 
 def as_it_is(example):
-    """Return a list that contains only the given example, unchanged.
+    """Return the example unchanged, in a list.
 
-    This format serves training objectives that need only the field `text`.
+    Objectives such as span corruption need only the field `text` of the example.
     """
     return [example]
 
@@ -1737,9 +1759,9 @@ def as_it_is(example):
 def text_to_text(example):
     """Format an example that already has the fields inputs and targets.
 
-    The two fields may be texts or lists of token ids. A SeqIO cache may hold the ids and
-    also the texts, in the fields inputs_pretokenized and targets_pretokenized. In this
-    case, the texts are used.
+    The two fields may be texts or lists of token ids. A SeqIO cache may also hold the
+    texts of these ids, in inputs_pretokenized and targets_pretokenized. The texts are
+    then used, because they can be tokenized with any vocabulary.
     """
     texts = {
         key: example[f"{key}_pretokenized"]
@@ -1750,17 +1772,18 @@ def text_to_text(example):
 
 
 def template(inputs, targets, labels=()):
-    """Return a format that fills the {field} placeholders of two templates.
+    """Return a format, a function that turns an example into inputs and targets.
 
-    For example, template("translate English to German: {en}", "{de}") formats a
-    translation task.
+    The format fills the {field} placeholders of two templates. For example,
+    template("question: {q}", "{a}") uses the fields q and a of an example.
 
     inputs: the template of the inputs. targets: the template of the targets. labels: the
-    words for the classes 0, 1 and so on, if the field `label` is the number of a class.
-    The placeholder {label} is then replaced by the word of the class. The label -1 means
-    that the dataset does not publish the label. As in the t5 library, the word for this
-    label is "<unk>". If the example has the field `idx`, the formatted example keeps this
-    field.
+    words for the classes 0, 1, ... of a classification task. The field `label` of an
+    example is the number of a class, and the placeholder {label} becomes the word. The
+    label -1 means that the dataset does not publish the label. As in the t5 library, the
+    word for this label is "<unk>".
+
+    If the example has the field `idx`, the formatted example keeps this field.
     """
 
     def fill(example):
@@ -1780,10 +1803,10 @@ def template(inputs, targets, labels=()):
 
 
 def format_stsb(example):
-    """Format an example of STS-B, a task that rates the similarity of two sentences.
+    """Format an example of STS-B, which asks how similar two sentences are.
 
-    The target is a number from 0 to 5 as text, such as "3.8". The similarity is rounded
-    to a multiple of 0.2.
+    The target is the similarity as text, rounded to a multiple of 0.2. For example, 3.84
+    becomes "3.8". The similarity is between 0 and 5.
     """
     score = np.round(np.float32(example["label"]) * 5) / 5
     fill = template("stsb sentence1: {sentence1} sentence2: {sentence2}", f"{score:.1f}")
@@ -1791,10 +1814,11 @@ def format_stsb(example):
 
 
 def format_multirc(example):
-    """Format an example of MultiRC, in which the model judges an answer to a question.
+    """Format an example of MultiRC, which asks whether an answer is right.
 
-    HTML tags are removed. The metric counts all answers to one question together. So the
-    indices of the paragraph, the question and the answer are kept.
+    The inputs contain a question, an answer and a paragraph, without HTML tags. The
+    targets are "True" or "False". The metric groups all answers to the same question, so
+    the indices of paragraph, question and answer are kept.
     """
     texts = {
         key: re.sub("</?b>", "", example[key].replace("<br>", " "))
@@ -1811,12 +1835,14 @@ def format_multirc(example):
 
 
 def format_record(example):
-    """Format an example of ReCoRD, in which the model fills a gap with an entity.
+    """Format an example of ReCoRD, which asks for a missing name in a sentence.
 
-    The result has one formatted example for each correct answer. The bullet points of the
-    passage, which are marked by @highlight, become sentences.
+    The inputs contain the sentence, the possible names (entities) and a passage. Each
+    correct answer gives one formatted example, and all of them have the same inputs. In
+    the passage, the marker @highlight precedes each bullet point. The bullet points
+    become sentences.
     """
-    # If the text before a bullet point already ends a sentence, no period is added.
+    # Join the bullet points. Add a period where no punctuation ends the sentence.
     passage = re.sub(r"([.?!\"'])\n@highlight\n", r"\1 ", example["passage"])
     passage = passage.replace("\n@highlight\n", ". ")
     entities = ", ".join(example["entities"])
@@ -1837,9 +1863,9 @@ def format_record(example):
 def format_wsc(only_true, example):
     """Format an example of the Winograd schema challenge (WSC).
 
-    The model predicts the noun that a pronoun stands for. The inputs mark the pronoun
-    with asterisks, as in "wsc: Ann lost *it* again". The targets are the noun that the
-    example suggests.
+    The question is which noun a pronoun refers to. The inputs mark the pronoun with
+    asterisks, as in "wsc: The cup fell off the table and *it* broke". The targets are the
+    noun that the example suggests, such as "The cup".
 
     only_true: whether examples that suggest a wrong noun are left out. Training leaves
     out these examples, so that the model does not learn wrong nouns.
@@ -1849,14 +1875,16 @@ def format_wsc(only_true, example):
     words = example["text"].split(" ")
     position = example["span2_index"]
     pronoun = example["span2_text"]
-    # In one of the published examples, the index of the pronoun is too low by one. So we
-    # search for the pronoun in the words from this index on.
+    # In one published example, the given position is one word too early. So search for
+    # the pronoun from this position on.
     position += [word.startswith(pronoun) for word in words[position:]].index(True)
     before = " ".join(words[:position])
     after = " ".join(words[position:]).removeprefix(pronoun)
-    # In another published example, punctuation follows the pronoun without a space.
+    # Remove the space after the pronoun. In one published example there is none, because
+    # punctuation follows.
     after = after[1:] if after.startswith(" ") else after.rstrip()
-    # As in t5, every X between spaces is replaced, even if the text itself contains an X.
+    # X marks the place of the pronoun. As in the t5 library, any other " X " in the text
+    # is replaced, too.
     text = f"{before} X {after}".replace(" X ", f" *{pronoun}* ")
     return [
         {
@@ -1871,8 +1899,9 @@ def format_wsc(only_true, example):
 def format_definite_pronoun(example):
     """Format an example of definite pronoun resolution (DPR).
 
-    The inputs have the same form as in the Winograd schema challenge. The first
-    occurrence of the pronoun is marked with asterisks.
+    The question is which noun a pronoun refers to. The inputs begin with "wsc:" and mark
+    the first occurrence of the pronoun with asterisks, as in the Winograd schema
+    challenge. The targets are the noun.
     """
     pattern = rf" ({example['pronoun']})( |\.|,)"
     text = re.sub(pattern, r" *\1*\2", example["sentence"], count=1)
@@ -1881,23 +1910,23 @@ def format_definite_pronoun(example):
 
 
 def merge_spaces(text):
-    """Replace each run of white space characters in a text by one space."""
+    """Replace each run of white space in a text by one space."""
     return re.sub(r"[ \t\n\f\r]+", " ", text)
 
 
 def separate_punctuation(text):
     """Put spaces around each ASCII punctuation character of a text.
 
-    Several spaces in a row are merged into one space.
+    For example, "yes,no" becomes "yes , no". Several spaces in a row become one space.
     """
     return merge_spaces(re.sub(r"([!-/:-@\[-`{-~])", r" \1 ", text))
 
 
 def format_squad(example):
-    """Format an example of SQuAD, in which a question is answered from a context.
+    """Format an example of SQuAD, which asks a question about a paragraph (the context).
 
-    The target is the first answer. The metric accepts every answer, so all answers are
-    kept in the field `answers`.
+    The target is the first answer. The field `answers` keeps all answers, because the
+    metric accepts any of them.
     """
     question = separate_punctuation(example["question"])
     context = separate_punctuation(example["context"])
@@ -1915,35 +1944,35 @@ def format_squad(example):
 
 
 class Task(NamedTuple):
-    """A task: a data source, the format of the examples, and the metrics.
+    """A task is a data source, a format for its examples, and metrics.
 
-    The dict TASKS maps the name of each task to its Task. A recipe file may add tasks to
-    TASKS.
+    The dict TASKS maps names such as "glue_rte_v002" to Tasks. A recipe file may add its
+    own tasks to TASKS.
     """
 
-    source: str = ""  # the data source as KIND:NAME, as in --data.source
-    # The function that turns an example of the source into a list of formatted examples.
+    source: str = ""  # such as "tfds:glue/rte:1.0.0"
+    # The function that turns an example of the source into a list of dicts, each with the
+    # fields inputs and targets.
     format: Callable = text_to_text
-    # Each metric is a name in evaluate.METRICS, or a function that takes lists of targets
-    # and predictions and returns a dict of numbers.
+    # The metrics, such as ("bleu",). Each metric is a name in evaluate.METRICS, or a
+    # function (targets, predictions) that returns a dict of numbers.
     metrics: tuple = ()
-    choices: tuple = ()  # the words for the labels 0, 1, ... of a classification task
-    # The function that is applied to targets and predictions before metrics compare the
-    # two. The value is a name in evaluate.POSTPROCESSORS, or the function itself.
+    choices: tuple = ()  # the words for classes 0, 1, ..., such as ("no", "yes")
+    # This function is applied to targets and predictions before the metrics compare them.
+    # It is a name in evaluate.POSTPROCESSORS, such as "label", or the function itself.
     postprocess: str | Callable = ""
-    splits: tuple = ("train", "validation", "test")  # the splits that the source has
+    splits: tuple = ("train", "validation", "test")  # splits of the source
     objective: Objective = Pairs()
-    inputs_eos: bool = True  # whether EOS is appended to inputs; T0 appends no EOS
-    # Whether EOS is appended to targets that were cut because they are too long. T0 does
-    # not append EOS to such targets.
+    inputs_eos: bool = True  # whether inputs end with EOS (T5 yes, T0 no)
+    # Whether a text that was truncated still ends with EOS (T5 yes, T0 no).
     eos_after_trim: bool = True
 
 
-# The tasks whose format is a template. Each task takes three lines:
+# The tasks whose format is a template. Each task has three lines:
 #
 #     name   source   metrics (separated by commas, or -)   splits (if not all three)
 #         template of the inputs
-#         template of the targets, or words for the labels 0, 1, ... separated by |
+#         template of the targets, or the words for classes 0, 1, ... separated by |
 #
 # The names, strings and metrics of T5's tasks agree with t5/data/tasks.py. The tasks
 # by_rule_* are made for the recipe tiny_finetune.
@@ -2095,9 +2124,9 @@ by_rule_even   python:10000   accuracy
 
 
 def read_catalogue(text):
-    """Parse a list of tasks and return a dict from the name of a task to its Task.
+    """Parse a list of tasks that is written like CATALOGUE.
 
-    text: the list of tasks in the same form as CATALOGUE.
+    The result is a dict that maps the name of each task to its Task.
     """
     tasks = {}
     for entry in text.strip().split("\n\n"):
@@ -2113,12 +2142,12 @@ def read_catalogue(text):
     return tasks
 
 
-# The dicts TASKS and MIXTURES are defined in configs.py, because configs.py also loads
-# recipe files, which may add tasks and mixtures.
+# configs.py defines these two dicts, because configs.py also loads recipe files, which
+# may add tasks and mixtures.
 TASKS, MIXTURES = configs.TASKS, configs.MIXTURES
 TASKS |= read_catalogue(CATALOGUE)
 TASKS |= {
-    # The first three tasks are meant to be used with any --data.source.
+    # Use one of the first three tasks with your own --data.source.
     "span_corruption": Task("python:", as_it_is, objective=SpanCorruption()),
     "prefix_lm": Task("python:", as_it_is, objective=PrefixLM()),
     "text_to_text": Task(),
@@ -2126,7 +2155,7 @@ TASKS |= {
         "tfds:c4/en:2.2.0", as_it_is, objective=SpanCorruption()
     ),
     "c4_v220_prefix_lm": Task("tfds:c4/en:2.2.0", as_it_is, objective=PrefixLM()),
-    # The tasks below need a function as format, because a template is not enough.
+    # For the tasks below, a template is not enough. Their format is a function.
     "squad_v010_allanswers": Task(
         "tfds:squad/v1.1:3.0.0", format_squad, ("squad",), postprocess="answers"
     ),
@@ -2169,14 +2198,14 @@ TASKS |= {
 
 # ---- mixtures --------------------------------------------------------------------------
 # A mixture is a dict that maps the names of tasks or of other mixtures to rates. A task
-# is sampled with the probability rate / (sum of the rates). A task with the rate 0 is
-# evaluated together with the mixture, but the model is not trained on this task. A rate
-# is a number or a BySize. A mixture may also be a function that takes the Config and
-# returns such a dict.
+# is sampled with the probability rate / (sum of the rates). In {"a": 3, "b": 1}, task a
+# gives three of four examples. A task with the rate 0 is evaluated together with the
+# mixture, but the model is not trained on this task. A rate is a number or a BySize. A
+# mixture may also be a function that takes the Config and returns such a dict.
 
 
 class BySize(NamedTuple):
-    """A sampling rate that depends on the number of training examples of the task.
+    """A sampling rate that grows with the number of training examples of a task.
 
     The rate is min(examples * scale, maximum) ** (1 / temperature). The maximum keeps
     large tasks from dominating the mixture. A temperature above 1 samples small tasks
@@ -2192,8 +2221,9 @@ class BySize(NamedTuple):
 
 
 # The datasets of T0 (Sanh et al. 2022). Each line has the name of a dataset, the number
-# of training examples, and the groups that the dataset belongs to. The list agrees with
-# t0/datasets.csv in the repository bigscience-workshop/t-zero.
+# of training examples, and its groups. For example, glue_mrpc has 3668 examples and is in
+# the group train. The list agrees with t0/datasets.csv in the repository
+# bigscience-workshop/t-zero.
 T0_DATASETS = """
 glue_mrpc                     3668  train
 glue_qqp                    363846  train
@@ -2262,7 +2292,7 @@ wino_bias_type2_anti             0  bias
 wino_bias_type1_pro              0  bias
 wino_bias_type2_pro              0  bias
 """
-# For each mixture of T0, the groups of datasets in T0_DATASETS that the mixture contains.
+# Each mixture of T0 consists of all datasets in certain groups of T0_DATASETS.
 T0_MIXTURES = {
     "t0_train": "train",
     "t0+_train": "train gpt",
@@ -2271,16 +2301,16 @@ T0_MIXTURES = {
     "t0_eval_score_eval": "eval",
     "bias_fairness_eval_score_eval": "bias",
 }
-T0_CAP = 500_000  # a dataset counts as at most this number of examples
+T0_CAP = 500_000  # larger datasets count as if they had 500,000 examples
 
 
 def t0_mixture(name, cfg):
     """Return the sampling rates of a T0 mixture, as a dict from task to rate.
 
-    The dataset collection P3 has a folder for each prompt template of each dataset. The
-    name of a folder is DATASET_TEMPLATE, and each folder is a task. A dataset with more
-    than T0_CAP examples counts as T0_CAP examples, which are divided among its templates.
-    For a smaller dataset, the rate of each template is the full size of the dataset.
+    The tasks are the folders of the dataset collection P3. Each folder holds one dataset
+    in the words of one prompt template, and its name is DATASET_TEMPLATE. The rate of a
+    task is the number of examples in its dataset. If this number is above T0_CAP, T0_CAP
+    is divided among the templates of the dataset.
 
     A folder whose name ends in _score_eval is meant for rank classification. Mixtures
     whose names end in _score_eval consist of these folders. These mixtures are only
@@ -2296,9 +2326,9 @@ def t0_mixture(name, cfg):
     ]
     if not folders:
         raise UserError(
-            "T0's mixtures are made of P3 (bigscience/P3), which has a folder for each "
-            "prompt: name the folder that contains these folders with --data.source "
-            "seqio:DIR or --data.source parquet:DIR."
+            "The mixtures of T0 need the dataset collection P3 (bigscience/P3): set "
+            "--data.source to seqio:DIR or parquet:DIR. DIR is the folder that contains "
+            "the folders of all prompts of P3."
         )
     rates = {}
     for row in T0_DATASETS.strip().splitlines():
@@ -2311,16 +2341,15 @@ def t0_mixture(name, cfg):
             rate = T0_CAP // len(templates)
         if set(roles) & set(T0_MIXTURES[name].split()):
             rates |= dict.fromkeys(templates, rate)
-    # The authors of T0 left out this prompt, because the published cache of the prompt is
-    # broken. The prompt still counts when the rate of a dataset is divided.
+    # Leave out this prompt, as in T0, because its published cache is broken. It is
+    # removed only here, because it counts when T0_CAP is divided among the prompts.
     rates.pop("gigaword_summarize_", None)
     return dict(sorted(rates.items()))
 
 
-# The ways in which the dataset collection P3 may be stored. For each kind of source,
-# there is a dict. Each key is a glob pattern that finds the files in a folder of P3. The
-# value is the text that is appended to the path of the folder to read a split. With
-# parquet files, the split is part of the file name or the name of a subfolder.
+# The dataset collection P3 may be stored as SeqIO caches or as parquet files. Each key of
+# an inner dict is a glob pattern for the files in a folder of P3. The value is appended
+# to the path of the folder, as in "parquet:data/p3/trec_a/{split}/*.parquet".
 P3_FILES = {
     "seqio": {"info.*.json": ""},
     "parquet": {"*.parquet": "/*{split}*.parquet", "*/*.parquet": "/{split}/*.parquet"},
@@ -2330,14 +2359,19 @@ P3_FILES = {
 def p3_root(cfg):
     """Return the path of the folder that contains the dataset collection P3.
 
-    If --data.source cannot be P3, the result is "".
+    For example, --data.source "seqio:data/p3/*" gives "data/p3". If the source does not
+    begin with seqio: or parquet:, the result is "".
     """
     kind, _, name = cfg.data.source.partition(":")
     return name.removesuffix("*").rstrip("/") if kind in P3_FILES else ""
 
 
 def p3_sources(cfg, folder="*"):
-    """Return a dict from the name of a P3 folder to the data source for this folder.
+    """Return a dict from the names of P3 folders to their data sources.
+
+    P3 is a collection of datasets with a folder for each task. For example, the folder
+    trec_a may have the data source "seqio:data/p3/trec_a". If --data.source does not begin
+    with seqio: or parquet:, the dict is empty.
 
     folder: the name of a P3 folder, or "*" for all folders.
     """
@@ -2351,8 +2385,8 @@ def p3_sources(cfg, folder="*"):
     return sources
 
 
-# The mixtures of T5 and T0 have the same names, members and rates as in the original
-# code (t5/data/mixtures.py and t0/tasks.py).
+# The mixtures of T5 and T0 have the same names, tasks and rates as in the original code
+# (t5/data/mixtures.py and t0/tasks.py).
 MIXTURES |= {
     "glue_v002_proportional": {
         "glue_cola_v002": 8_551,
@@ -2395,26 +2429,28 @@ MIXTURES |= {name: functools.partial(t0_mixture, name) for name in T0_MIXTURES}
 def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
     """Return the sampling rate of each task in a mixture, as a dict from task to rate.
 
-    If the mixture contains another mixture, the tasks of the inner mixture share the rate
-    of the inner mixture.
+    If a mixture contains another mixture, the tasks of the inner mixture share its rate.
+    For example, if the inner mixture has the rate 6 and two equal tasks, each of these
+    tasks gets the rate 3. A single task has the rate 1. If the mixture is not a valid
+    dict, the function raises UserError.
 
-    name: the name of a mixture or of a single task. cfg: the Config. examples: a function
-    that returns the number of training examples of a task. This function is used only for
-    rates that are a BySize. within: the names of the mixtures that contain this mixture.
-    The function raises UserError if the mixture is not a valid dict.
+    name: the name of a mixture or of a single task. examples: a function that returns the
+    number of training examples of a task. It is called only for rates that are a BySize.
+    within: the names of the mixtures that contain this mixture.
     """
     if name not in MIXTURES:
         return {name: 1.0}
     if name in within:
         raise UserError(
-            f"The mixture {name} contains itself: remove it from its members."
+            f"The mixture {name} contains itself, directly or in an inner mixture: "
+            f"correct its entry in MIXTURES."
         )
     entries = MIXTURES[name]
     try:
         entries = dict(entries(cfg) if callable(entries) else entries)
     except UserError:
         raise
-    except Exception as error:  # a recipe file may have defined the mixture
+    except Exception as error:  # the code of a recipe file may raise anything
         raise UserError(
             f"The mixture {name} is not a dict of rates ({error!r}): correct its entry "
             f"in MIXTURES."
@@ -2426,8 +2462,8 @@ def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
         if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
             raise UserError(
                 f"The mixture {name} has the invalid rate {rate} for {member}: use a "
-                f"number of at least 0. For a single task, BySize with a maximum is "
-                f"allowed too."
+                f"number that is 0 or higher. The rate of a single task may also be a "
+                f"BySize with a maximum."
             )
         inner = mixture_rates(member, cfg, examples, (*within, name))
         total = sum(inner.values())
@@ -2435,7 +2471,8 @@ def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
             rates[task] = rates.get(task, 0.0) + rate * inner_rate / total
     if not any(rates.values()):
         raise UserError(
-            f"The mixture {name} has no task with a rate above 0: give it such a task."
+            f"The mixture {name} has no task with a rate above 0: raise the rate of at "
+            f"least one task."
         )
     return rates
 
@@ -2443,12 +2480,12 @@ def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
 def find_task(name, cfg):
     """Return the Task with a given name.
 
-    The flag --data.source replaces the data source of the task that --data.task names.
-    The function raises UserError if the task does not exist.
+    The name is a key of TASKS, a folder of the dataset collection P3, or a data source
+    such as "jsonl:a.jsonl". A folder of P3 is found only if --data.source names P3. A
+    data source must have the fields inputs and targets.
 
-    name: a key of TASKS, or a folder of the dataset collection P3, or a data source in
-    the form KIND:NAME. A folder of P3 is found only if --data.source names P3. A data
-    source must have the fields inputs and targets. cfg: the Config.
+    If the name equals --data.task, the flag --data.source replaces the source of the
+    task. If the task does not exist, the function raises UserError.
     """
     task = TASKS.get(name)
     if task is None:
@@ -2464,8 +2501,8 @@ def find_task(name, cfg):
         )
     if not isinstance(task, Task) or not isinstance(task.objective, Objective):
         raise UserError(
-            f"TASKS[{name!r}] is {task!r:.200}: give a data.Task whose objective is a "
-            f"data.Objective."
+            f"TASKS[{name!r}] is not a valid task ({task!r:.200}): give a data.Task "
+            f"whose objective is a data.Objective."
         )
     if cfg.data.source and cfg.data.task == name:
         task = task._replace(source=cfg.data.source, splits=Task().splits)
@@ -2473,10 +2510,10 @@ def find_task(name, cfg):
 
 
 def check_tasks(cfg):
-    """Raise UserError if a task of the run is unknown or has an invalid data source."""
+    """Raise UserError if a task is unknown, or --data.source is set for a mixture."""
     data = cfg.data
-    # The tasks of a mixture have their own sources. T0's mixtures are an exception,
-    # because --data.source tells them where P3 is stored.
+    # The tasks of a mixture have their own sources, so --data.source is an error. Only
+    # T0's mixtures need this flag, because it says where P3 is stored.
     other_source = data.validation_source or data.source and not p3_root(cfg)
     if data.task in MIXTURES and other_source:
         raise UserError(
@@ -2489,11 +2526,12 @@ def check_tasks(cfg):
 
 
 def open_task(name, split, cfg):
-    """Return a pair of the Task with a given name and the SourceFiles of one split.
+    """Return the Task with a given name and the SourceFiles of one split.
 
-    name: the name of the task. split: the name of the split. cfg: the Config. The
-    function raises MissingSplit or MissingSource if the split or the data source does not
-    exist.
+    With --data.validation_source, the validation split comes from that source, and all of
+    the task's own source can be used for training. If the split does not exist, the
+    function raises MissingSplit. If the data source does not exist, the function raises
+    MissingSource.
     """
     task = find_task(name, cfg)
     validation_source = cfg.data.validation_source
@@ -2505,12 +2543,11 @@ def open_task(name, split, cfg):
 
 
 def open_all(wanted):
-    """Open the splits of several tasks and collect the errors.
+    """Open the splits of several tasks, and collect the errors.
 
-    The result is a pair. The first value is a dict from the name of a task to a pair
-    (Task, SourceFiles). The second value is a list with a MissingSplit error for each
-    task that lacks the split. If data sources are missing, one MissingSource error names
-    all of the missing sources.
+    The first result is a dict from the name of each task to a pair (Task, SourceFiles).
+    The second result is a list with a MissingSplit error for each task that lacks its
+    split. If data sources are missing, one MissingSource error names all of them.
 
     wanted: a list of triples (name of a task, name of a split, Config).
     """
@@ -2525,7 +2562,7 @@ def open_all(wanted):
         except MissingSource as error:
             missing_sources.update([error.args])
     if missing_sources:
-        # dict.fromkeys removes duplicates and keeps the order.
+        # dict.fromkeys removes duplicate remedies and keeps their order.
         remedies = dict.fromkeys(missing_sources.values())
         raise MissingSource(";\n".join(missing_sources), " ".join(remedies))
     return opened, missing_splits
@@ -2534,8 +2571,8 @@ def open_all(wanted):
 def evaluated_tasks(cfg):
     """Return the names of the tasks that a run evaluates.
 
-    The names come from the flag --data.eval_tasks. If this flag is empty, the names come
-    from --data.task.
+    The flag --data.eval_tasks names the tasks. If this flag is empty, --data.task is
+    used. A mixture stands for all of its tasks.
     """
     names = (cfg.data.eval_tasks or cfg.data.task).split(",")
     return [task for name in names for task in mixture_rates(name.strip(), cfg)]
@@ -2544,12 +2581,10 @@ def evaluated_tasks(cfg):
 def open_tasks(cfg, split="train"):
     """Open the tasks that a run trains on.
 
-    The result is a dict from the name of a task to a pair (Task, SourceFiles). Tasks with
-    the rate 0 are not trained on, so they are left out. If the run also evaluates, the
-    data sources of the evaluated tasks are opened, too. So one error message names all
+    The result is a dict from the name of each task to a pair (Task, SourceFiles). Tasks
+    with the rate 0 are left out, because the model is not trained on them. If the run
+    also evaluates, the evaluated tasks are opened, too. So one error message names all
     missing sources before training begins.
-
-    cfg: the Config. split: the name of the split.
     """
     names = [name for name, rate in mixture_rates(cfg.data.task, cfg).items() if rate]
     wanted = [(name, split, cfg) for name in names]
@@ -2566,32 +2601,33 @@ def open_tasks(cfg, split="train"):
 def source_fields(cfg):
     """Parse the flag --data.fields, which renames the fields of a data source.
 
-    The result is a dict from the field that the task expects to the field in the data
-    source. For example, --data.fields text=content gives {"text": "content"}.
+    For example, --data.fields text=content gives {"text": "content"}. The field `content`
+    of the source is then used as `text`.
     """
     fields = cfg.data.fields
     try:
-        # dict() raises a ValueError if a pair does not consist of two names.
+        # dict() raises ValueError unless each pair consists of two names.
         return dict(
             re.split(" *= *", pair.strip()) for pair in fields.split(",") if fields
         )
     except ValueError:
         raise UserError(
-            f"--data.fields {fields} is not valid: write text=NAME or inputs=A,targets=B."
+            f"--data.fields {fields} is not valid: use text=NAME or inputs=A,targets=B, "
+            f"where NAME, A and B are fields of the source."
         ) from None
 
 
 def formatted_examples(source_file, bad, task, cfg, size=math.inf):
-    """Yield the examples of a SourceFile in the format of a task.
+    """Read the examples of a SourceFile, and yield them in the format of a task.
 
     Each result is a tuple (where, number, row, texts). `where` is the place of the
-    example for messages. `number` is the position of the example in the SourceFile. `row`
-    is the formatted example as a dict. `texts` holds the text or the array of token ids
-    for each feature of the training objective. Examples without text are left out.
+    example for messages, such as "a.jsonl:3". `number` counts the examples of the
+    SourceFile from 0. `row` is the formatted example as a dict. `texts` holds the text or
+    the array of token ids for each feature of the training objective. Examples without
+    text are left out.
 
-    source_file: a SourceFile. bad: a function to which invalid examples are reported.
-    task: the Task. cfg: the Config. size: the size of the vocabulary. Token ids must be
-    below this size.
+    bad: a function to which invalid examples are reported. size: the size of the
+    vocabulary. Token ids must be below this size.
     """
     names = source_fields(cfg)
     features = task.objective.features
@@ -2615,17 +2651,17 @@ def formatted_examples(source_file, bad, task, cfg, size=math.inf):
                     yield where, number, row, texts
         except UserError:
             raise
-        except Exception as error:  # a recipe file may have defined the format
+        except Exception as error:  # the code of a recipe file may raise anything
             problem = f"no {error}" if isinstance(error, KeyError) else repr(error)
             fields = ", ".join(map(str, example))
             bad(where, f"does not fit the task: {problem} (its fields are {fields})")
 
 
 def invalid_reason(value, size):
-    """Return the reason why a value cannot be tokenized, or None if it can be tokenized.
+    """Return why a value cannot be tokenized, or None if it can be tokenized.
 
-    A valid value is a text or a list of token ids. The reason is the end of a sentence
-    that begins with "The example has".
+    Texts and lists of token ids are valid values. The reason completes a sentence that
+    begins with "The example has". For example, "no text" is a reason.
 
     value: a field of an example. size: the size of the vocabulary. Token ids must be
     below this size.
@@ -2636,8 +2672,8 @@ def invalid_reason(value, size):
         except UnicodeEncodeError:
             return "half of a character (a lone surrogate)"
         return None
-    # Numbers that are too large, and lists of different lengths, raise an exception.
-    # In this case, `ids` stays an array without dimensions, which is reported below.
+    # np.asarray raises an exception for very large numbers and for nested lists of
+    # different lengths. Then ids.ndim stays 0, and "no text" is returned below.
     ids = np.array(None)
     with contextlib.suppress(ValueError, OverflowError):
         ids = np.asarray(value)
@@ -2650,8 +2686,8 @@ def invalid_reason(value, size):
 
 # ---- token files -----------------------------------------------------------------------
 # Text is tokenized once, and the token ids are stored in files. A shard is a set of three
-# files with the tokens of some consecutive documents. Shards are in the folder
-# prepared/SOURCE-HASH. For example, shard 3 of the first file of a source consists of:
+# files with the tokens of some consecutive documents. The shards of a source are in the
+# folder prepared/SOURCE-HASH. For example, shard 3 of its first SourceFile consists of:
 #
 #     00000-003.ids   the token ids of all documents, one document after the other
 #     00000-003.ends  int64 [documents, features], the end of each text in the .ids file
@@ -2659,30 +2695,31 @@ def invalid_reason(value, size):
 #
 # The .json file is written last, so it marks the shard as complete.
 #
-# The first shard is small, so training can begin soon. Later shards are larger. While
-# training uses one shard, the next shard is tokenized in the background. The boundaries
-# between shards depend only on the source and the vocabulary.
+# The first shard is small, so training can begin soon. While training uses one shard, the
+# next shard is tokenized in the background. Where one shard ends and the next begins
+# depends only on the source and the vocabulary.
 
-# Sizes of the first shard and of the largest shards, in tokens.
+# The first shard has about 262,000 tokens. Later shards grow to about 34 million tokens.
 FIRST_SHARD_TOKENS, SHARD_TOKENS = 1 << 18, 1 << 25
-ENCODE_BATCH = 1024  # the number of examples that are encoded together
+ENCODE_BATCH = 1024  # tokenize this number of examples in one call
 SHARD_METADATA = {
     "documents": int,
     "tokens": int,
-    "unknown": int,  # the number of unknown tokens
-    "skipped": int,  # the number of invalid examples, which are skipped
-    "ids": int,  # the CRC-32 checksum of the .ids file
-    "ends": int,  # the CRC-32 checksum of the .ends file
-    "next?": [int],  # the position in the source where the next shard begins
+    "unknown": int,  # how many tokens are UNK
+    "skipped": int,  # how many invalid examples were skipped
+    "ids": int,  # CRC-32 checksum of the file of token ids
+    "ends": int,  # CRC-32 checksum of the file with the ends of the texts
+    "next?": [int],  # where the next shard begins: [file, shard, example]
 }
-PREFETCH_LOCK = threading.Semaphore()  # lets only one thread tokenize a shard in advance
+PREFETCH_LOCK = threading.Semaphore()  # only one thread at a time prepares the next shard
 
 
 def prepared_path(source, identity, cfg):
-    """Return the path at which the tokens or the vocabulary of a source are stored.
+    """Return the path that stores the tokens or the vocabulary of a source.
 
-    The path is inside the folder data.prepared_dir. The path contains a hash of `source`
-    and `identity`, so a change of `source` or `identity` leads to a new path.
+    For example, the tokens of jsonl:a.jsonl are in the folder
+    prepared/jsonl-a.jsonl-52b6c81f0e. The name ends with a hash of `source` and
+    `identity`. So a run with other settings never reads these files.
 
     source: the name of the source.
     identity: a JSON value with all settings that the stored files depend on.
@@ -2690,7 +2727,7 @@ def prepared_path(source, identity, cfg):
     if "://" in cfg.data.prepared_dir:
         raise UserError(
             f"--data.prepared_dir {cfg.data.prepared_dir} is remote, but token files are "
-            f"memory-mapped: name a local folder."
+            f"memory-mapped: use a local folder."
         )
     slug = re.sub(r"[^\w.]+", "-", source).strip("-")[-40:]
     digest = hashlib.sha256(json.dumps([source, identity]).encode()).hexdigest()[:10]
@@ -2700,9 +2737,10 @@ def prepared_path(source, identity, cfg):
 def source_identity(task, files, cfg):
     """Return a JSON value that changes when the texts of a task change.
 
-    The value contains the name, size and modification time of each source file. The code
-    of the function task.format may change, too. Therefore the value also contains the
-    first 100 examples that task.format returns.
+    The folder of the token files is named after a hash of this value. The value contains
+    the name, size and modification time of each source file. The code of the function
+    task.format may change, too. Therefore the value also contains the first 100 examples
+    that task.format returns.
     """
     stamps = [[file.name, file.stamp] for file in files]
     identity = [stamps, task.objective.features, cfg.data.fields]
@@ -2716,9 +2754,9 @@ def source_identity(task, files, cfg):
 def with_vocab_size(changes):
     """Set model.vocab_size if the command line sets only data.vocab.
 
-    model.vocab_size becomes the size of the vocabulary, rounded up to a multiple of 128.
-    `changes` is a dict of the settings on the command line, such as {"data.vocab":
-    "bytes"}. The function returns a dict of the same form.
+    For example, the vocabulary "bytes" has 259 ids, so model.vocab_size becomes 384, the
+    next multiple of 128. `changes` is a dict of the settings on the command line, such as
+    {"data.vocab": "bytes"}. The function returns a dict of the same form.
     """
     vocab = changes.get("data.vocab", "")
     if not vocab or "model.vocab_size" in changes:
@@ -2730,8 +2768,8 @@ def with_vocab_size(changes):
 
 def check_vocab_size(size, cfg):
     """Raise a UserError if model.vocab_size does not fit a vocabulary with `size` ids."""
-    # model.vocab_size may be rounded up to a multiple of 128. The embedding then has up
-    # to 127 unused rows.
+    # model.vocab_size is often rounded up to a multiple of 128, so it may be up to 127
+    # larger than the vocabulary.
     if not size <= cfg.model.vocab_size < size + 128:
         raise UserError(
             f"The vocabulary has {size} ids, including its sentinels, but the model has "
@@ -2741,11 +2779,11 @@ def check_vocab_size(size, cfg):
 
 
 def prepare_vocabulary(cfg, split="train"):
-    """Load or train the vocabulary of a run, and return the Tokenizer.
+    """Load or train the vocabulary of a run, and return its Tokenizer.
 
-    The setting data.vocab names the vocabulary. If data.vocab is "train:32000", a
-    vocabulary of 32,000 pieces is trained on the source. A trained vocabulary is stored
-    in data.prepared_dir.
+    If data.vocab is "train:32000", a vocabulary of 32,000 pieces is trained on the texts
+    of the run and stored in data.prepared_dir. Otherwise, data.vocab names a vocabulary
+    to load.
     """
     trained = re.fullmatch(r"train:([1-9]\d{0,8})", cfg.data.vocab)
     if not trained:
@@ -2768,8 +2806,8 @@ def prepare_vocabulary(cfg, split="train"):
 def vocabulary_texts(opened, cfg):
     """Yield the texts on which a vocabulary is trained.
 
-    The function takes one text from each task in turn. `opened` is a list with a pair
-    (Task, list of source files) for each task.
+    The function yields one text of each task in turn, so that the vocabulary fits all
+    tasks. `opened` is a list with a pair (Task, list of SourceFiles) for each task.
     """
     invalid = InvalidExamples(cfg.data.on_error)
 
@@ -2784,9 +2822,10 @@ def vocabulary_texts(opened, cfg):
 
 
 def encode_in_background(examples, tokenizer, characters):
-    """Tokenize texts in a second thread, while the main thread reads the next texts.
+    """Tokenize examples in a second thread while this thread reads the next ones.
 
-    The function yields a pair (number, list of arrays of ids) for each example.
+    For each example, the function yields its number and a list with one array of token
+    ids for each text.
 
     examples: an iterator of pairs (number, texts of the example). If the source is
         already tokenized, a text is a list of ids.
@@ -2822,32 +2861,35 @@ def encode_in_background(examples, tokenizer, characters):
 
 
 def strip_eos(ids):
-    """Return the token ids of a text without a final EOS.
+    """Remove a final EOS from the token ids of a text.
 
-    Some sources provide token ids that end with EOS. The function `truncate` later
-    appends EOS to every text.
+    For example, [5, 9, 1] becomes [5, 9]. Some sources provide token ids that end with
+    EOS. Without this function, such texts would end with two EOS tokens, because
+    `truncate` appends EOS later.
     """
     ids = np.asarray(ids, np.int32)
     return ids[:-1] if len(ids) and ids[-1] == EOS else ids
 
 
 def split_into_chunks(ends, objective, data):
-    """Split the documents of a token file into chunks, and return the chunk boundaries.
+    """Split the documents of a token file into chunks, and return their boundaries.
 
-    A chunk is a piece of text that becomes one example. If the objective has two features
-    (inputs and targets), each document is one chunk. The result has the shape [chunks,
-    features + 1]. Feature f of chunk i begins at token [i, f] and ends before token
-    [i, f + 1].
+    A chunk is a run of tokens that becomes one example. With at most 4 tokens in a chunk,
+    a document of 10 tokens has the chunk boundaries [0, 4], [4, 8] and [8, 10]. If the
+    objective has two features (inputs and targets), each document is one chunk.
+
+    The result has the shape [chunks, features + 1]. Feature f of chunk i begins at token
+    [i, f] and ends before token [i, f + 1].
 
     ends: an array [documents, features] with the position at which each text ends.
     """
-    # The start of each document [documents] is the end of the document before.
+    # Each document starts where the previous document ends. The first starts at 0.
     first_starts = np.append(0, ends[:-1, -1])[: len(ends)]
     if len(objective.features) > 1:
         return np.column_stack([first_starts, ends])
     ends, length = ends[:, 0], objective.length(data)
-    # `count` is the number of chunks in each document, rounded up. `number` is the number
-    # of each chunk within its document.
+    # `count` is how many chunks each document has, and `number` numbers the chunks within
+    # each document. For example, if `count` is [3, 2], `number` is [0, 1, 2, 0, 1].
     count = -(-(ends - first_starts) // length)
     number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
     starts = np.repeat(first_starts, count) + number * length
@@ -2858,15 +2900,16 @@ def split_into_chunks(ends, objective, data):
 class Corpus:
     """Tokenize the source of a task, and provide the tokens in chunks.
 
-    A chunk is a piece of text that becomes one example. A shard is a set of files with
-    the tokens of consecutive documents. A shard is written when a chunk of the shard is
-    needed for the first time. Chunks are numbered through all shards.
+    A chunk is a run of tokens that becomes one example. The tokens are stored in shards,
+    which are sets of files. Each shard is tokenized when one of its chunks is needed for
+    the first time. Chunks are numbered through all shards.
 
-    The position of a shard is a list of three integers. The first integer is the index of
-    the source file. The second is the number of the shard within this source file. The
-    third is the number of the shard's first example within this source file.
+    The position of a shard is the list [file, shard, example]. `file` is the index of the
+    SourceFile, and `shard` is the number of the shard within this SourceFile. `example`
+    is the number of the first example of the shard within this SourceFile. All three are
+    counted from 0.
 
-    opened: the pair (Task, list of source files) that open_task returns. By default,
+    opened: the pair (Task, list of SourceFiles) that open_task returns. By default,
         Corpus calls open_task.
     """
 
@@ -2885,25 +2928,26 @@ class Corpus:
         ]
         self.folder = prepared_path(self.task.source, identity, cfg)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.shards = []  # the metadata of each known shard, including its position
-        # The index of the first chunk in each known shard, and the number of all known
-        # chunks at the end.
+        self.shards = []  # the metadata and position of each prepared shard
+        # The index of the first chunk in each shard, then the number of all chunks so
+        # far. For example, two shards with 7 and 5 chunks give [0, 7, 12].
         self.starts = [0]
         self.next_position = [0, 0, 0] if self.files else None
         self.chunk_bounds = functools.lru_cache(8)(self.chunk_bounds)
         self.shard_ids = functools.lru_cache(8)(self.shard_ids)
-        # Maps the position of a shard to a running generator of the method `tokenize`
-        # whose next result is this shard.
+        # Maps the position of the next shard to the generator that will yield its tokens.
+        # The generator continues in the middle of a SourceFile, so nothing is read twice.
         self.readers = {}
         self.invalid = InvalidExamples(cfg.data.on_error)
-        self.characters = Counter()  # counts characters of texts with unknown tokens
+        self.characters = Counter()  # the characters in texts that have unknown tokens
         self.lock = threading.RLock()
 
     def shard(self, number):
-        """Return the metadata of a shard, after preparing the shard if necessary.
+        """Return the metadata of a shard, such as its number of tokens.
 
-        A shard is a set of files with the tokens of consecutive documents. All earlier
-        shards are prepared, too. If the source has fewer shards, the result is None.
+        A shard is a set of files with the tokens of consecutive documents. If the shard
+        does not exist yet, the method first prepares this shard and all earlier shards.
+        If the source has fewer shards, the result is None.
         """
         with self.lock:
             while len(self.shards) <= number and self.next_position:
@@ -2913,11 +2957,11 @@ class Corpus:
         return self.shards[number] if number < len(self.shards) else None
 
     def shard_starts(self, count=math.inf):
-        """Return a list with the index of the first chunk in each known shard.
+        """Return the index of the first chunk in each shard, and the number of chunks.
 
-        A shard is a set of files with the tokens of consecutive documents. The last
-        number in the list is the total number of known chunks. The method prepares shards
-        until at least `count` chunks are known, or until the source ends.
+        For example, two shards with 7 and 5 chunks give [0, 7, 12]. A chunk is a run of
+        tokens that becomes one example. The method prepares shards until they have at
+        least `count` chunks, or until the source ends.
         """
         while self.starts[-1] < count and self.shard(len(self.starts) - 1):
             bounds = self.chunk_bounds(len(self.starts) - 1)
@@ -2925,17 +2969,18 @@ class Corpus:
         return self.starts
 
     def count_documents(self):
-        """Tokenize the complete source, and return the number of documents."""
+        """Tokenize the complete source, and return the number of its documents."""
         self.shard_starts()
         return sum(shard["documents"] for shard in self.shards)
 
     def chunk_bounds(self, number):
         """Return the boundaries of all chunks in the token file of a shard.
 
-        The result has the shape [chunks, features + 1], as in `split_into_chunks`.
+        Each row is [start, stop], or [start, middle, stop] if the objective has inputs
+        and targets. The result has the shape [chunks, features + 1].
         """
         objective = self.task.objective
-        if objective.across_documents:  # treat the shard as one long document
+        if objective.across_documents:  # the whole shard is one long document
             ends = np.array([self.shards[number]["tokens"]])
         else:
             ends = self.load(number, "ends")
@@ -2945,8 +2990,9 @@ class Corpus:
     def shard_ids(self, number):
         """Return the token ids of a shard, and prepare the next shard in the background.
 
-        If data.keep_tokens is false, the token files of earlier shards are deleted. An
-        array that is memory-mapped from a deleted file stays readable.
+        If data.keep_tokens is false, the token files of earlier shards are deleted. This
+        is safe even if another array still uses such a file, because a memory-mapped file
+        stays readable after it is deleted.
         """
         ids = self.load(number, "ids")
         if not self.cfg.data.keep_tokens:
@@ -2956,15 +3002,15 @@ class Corpus:
         return ids
 
     def prefetch(self, number):
-        """Write the token files of a shard in advance, and ignore all errors.
+        """Tokenize a shard before it is needed, and ignore all errors.
 
-        The same error is raised again when the shard is used.
+        An error is raised again later, when the shard is needed.
         """
         with PREFETCH_LOCK, contextlib.suppress(Exception):
             self.shard(number)
 
     def find_chunks(self, numbers):
-        """Find out which shards contain the given chunks, and where.
+        """Return the shard and the boundaries of each given chunk.
 
         `numbers` [N] holds the indices of the chunks. The first result [N] holds the
         number of the shard that contains each chunk. The second result [N, features + 1]
@@ -2978,9 +3024,10 @@ class Corpus:
         return shards, bounds
 
     def lengths(self, numbers):
-        """Return the lengths of the given chunks, in tokens.
+        """Return how many tokens each given chunk has.
 
-        The result has the shape [features, N].
+        The result has the shape [features, N]. A chunk with inputs and targets has two
+        features, and a chunk of plain text has one feature.
         """
         _, bounds = self.find_chunks(numbers)
         return np.diff(bounds).T
@@ -2988,7 +3035,8 @@ class Corpus:
     def chunks(self, numbers):
         """Return the token ids of the given chunks.
 
-        The result has a list for each chunk, with one array of ids for each feature.
+        Each chunk is a list with one array of ids for each feature. For example, a chunk
+        is [inputs, targets], or [text] for span corruption.
         """
         shards, bounds = self.find_chunks(numbers)
         return [
@@ -2997,19 +3045,21 @@ class Corpus:
         ]
 
     def path(self, position, kind):
-        """Return the path of a token file or metadata file.
+        """Return the path of a file of a shard, such as "00000-003.ids".
 
-        position: the position of the shard, as in the docstring of Corpus.
+        This file holds the token ids of shard 3 of the first SourceFile, because both are
+        counted from 0.
+
+        position: the list [file, shard, example] that says where the shard begins.
         kind: the ending of the file name, which is "ids", "ends" or "json".
         """
         file, shard, _ = position
         return self.folder / f"{file:05}-{shard:03}.{kind}"
 
     def load(self, number, kind):
-        """Load the array of token ids or of text ends of a shard.
+        """Load the token ids of a shard, or the positions where its texts end.
 
-        If the file is missing, or if the checksum of the file is wrong, the shard is
-        tokenized again.
+        If the file is missing or its checksum is wrong, the shard is tokenized again.
 
         number: the number of the shard.
         kind: "ids" for the token ids, or "ends" for the position where each text ends.
@@ -3017,13 +3067,13 @@ class Corpus:
         shard = self.shards[number]
         path = self.path(shard["position"], kind)
         for _ in range(2):
-            try:  # view the memmap as a plain array, because indexing is faster then
+            try:  # a plain array is faster to index than a memmap
                 array = np.memmap(path, self.dtypes[kind], "r").view(np.ndarray)
-            except (OSError, ValueError):  # the file is missing, damaged or empty
+            except (OSError, ValueError):  # the file is missing, empty or cut off
                 array = np.zeros(0, self.dtypes[kind])
             if zlib.crc32(array) == shard[kind]:
                 return array
-            note(f"{path} is missing or damaged, so these documents are tokenized again")
+            note(f"{path} is missing or damaged, so its text is tokenized again")
             self.path(shard["position"], "json").unlink(missing_ok=True)
             self.prepare_shard(shard["position"])
         raise UserError(
@@ -3032,22 +3082,22 @@ class Corpus:
         )
 
     def prepare_shard(self, position):
-        """Tokenize one shard, write the files of the shard, and return the metadata.
+        """Tokenize one shard, write its files, and return its metadata.
 
         A shard is a set of files with the tokens of consecutive documents. If the shard
-        already exists, the method only reads the metadata. A lock file prevents two
-        processes from writing the same shard.
+        already exists, only its metadata are read. A lock file keeps two processes from
+        writing the same shard.
 
-        position: the position of the shard, as in the docstring of Corpus.
+        position: the list [file, shard, example] that says where the shard begins.
         """
         path = self.path(position, "json")
         with self.lock, configs.lock(path.with_suffix(".lock"), wait=True):
-            with contextlib.suppress(UserError):  # raised if metadata are missing or bad
+            with contextlib.suppress(UserError):  # metadata missing or damaged
                 return configs.read_checked(path, SHARD_METADATA)
             reader = self.readers.pop(tuple(position), None) or self.tokenize(*position)
             arrays, next_position = next(reader)
-            # The second integer of a position is 0 at the start of a source file. If the
-            # next shard is in the same source file, keep the generator for this shard.
+            # Shard number 0 begins a new SourceFile. Any other shard is in the same file,
+            # so keep the generator, which will yield this shard next.
             if next_position and next_position[1]:
                 self.readers = {tuple(next_position): reader}
             ids = np.concatenate(
@@ -3075,14 +3125,15 @@ class Corpus:
         return metadata
 
     def tokenize(self, file, shard, first):
-        """Tokenize a source file, and yield the tokens of one shard after the other.
+        """Tokenize a SourceFile, and yield the tokens of its shards one after the other.
 
-        The method yields pairs. The first part of a pair is a list with an array of token
-        ids for each text. The second part is the position of the next shard, as in the
-        docstring of Corpus. At the end of the source, the second part is None.
+        Each result is a pair (arrays, next position). `arrays` is a list with one array
+        of token ids for each text of the shard. The next position is the list [file,
+        shard, example] that says where the next shard begins. At the end of the source,
+        the next position is None.
 
-        file: the index of the source file.
-        shard: the number of the first yielded shard within this source file.
+        file: the index of the SourceFile.
+        shard: the number of the first yielded shard within this SourceFile.
         first: the number of the example at which the first yielded shard begins.
         """
         examples = formatted_examples(
@@ -3091,7 +3142,7 @@ class Corpus:
         texts = ((number, texts) for _, number, _, texts in examples if number >= first)
         arrays = []
         tokens = 0
-        last = None  # the number of the previous example of the source
+        last = None  # the example that the previous document came from
         with progress_bar(f"tokenizing {self.title}", "token") as bar:
             for number, document in encode_in_background(
                 texts, self.tokenizer, self.characters
@@ -3099,8 +3150,8 @@ class Corpus:
                 limit = SHARD_TOKENS
                 if file == 0:
                     limit = min(limit, FIRST_SHARD_TOKENS << shard)
-                # One example of the source may become several documents. All documents
-                # of an example stay in the same shard.
+                # Begin a new shard only between two examples of the source. One example
+                # may give several documents, which stay together.
                 if tokens >= limit and number != last:
                     shard += 1
                     yield arrays, [file, shard, number]
@@ -3116,7 +3167,8 @@ class Corpus:
     def report(self, shards):
         """Print how many documents and tokens were prepared.
 
-        If the vocabulary lacks many characters of the text, a warning names them.
+        If more than 0.1 % of the tokens are unknown, a warning names the characters that
+        the vocabulary lacks.
         """
         keys = ("documents", "tokens", "unknown", "skipped")
         documents, tokens, unknown, skipped = [
@@ -3136,16 +3188,16 @@ class Corpus:
                 if UNK in self.tokenizer.encode(character)
             ]
             note(
-                f"warning: more than 0.1 % of the tokens are unknown to the vocabulary, "
-                f"because of {' '.join(characters[:12])}: train a vocabulary on this "
-                f"text with --data.vocab train:32000, or use --data.vocab bytes."
+                f"warning: more than 0.1 % of the tokens are unknown, because the "
+                f"vocabulary lacks {' '.join(characters[:12])}. Train a vocabulary on "
+                f"this text with --data.vocab train:32000, or use --data.vocab bytes."
             )
 
 
 class HeldOutPlan:
-    """Assign one held-out example to each row of the batches.
+    """Place held-out examples in the rows of batches, one example in each row.
 
-    The examples stay in the order of the source.
+    Examples are neither shuffled nor packed, so row 7 holds example 7.
     """
 
     def __init__(self, examples):
@@ -3154,8 +3206,8 @@ class HeldOutPlan:
     def samples(self, row_number):
         """Return the index of the task and the number of the example in a row.
 
-        Both results are arrays with one element. After the last example of the split,
-        both arrays are empty.
+        For example, row 7 gives the arrays [0] and [7], because there is one task and no
+        packing. After the last example of the split, both arrays are empty.
         """
         count = self.corpus.shard_starts(row_number + 1)[-1]
         sample = np.arange(row_number, min(row_number + 1, count))
@@ -3164,6 +3216,8 @@ class HeldOutPlan:
 
 class Dataset:
     """Make the batches of one split of a task or mixture.
+
+    For example, dataset.batch(7) returns the Batch of step 7.
 
     tasks: a list with the Examples object of each task.
     plan: a TrainingPlan or HeldOutPlan, which assigns examples to rows.
@@ -3175,22 +3229,22 @@ class Dataset:
     def batch(self, step, rows=None):
         """Return the Batch of a step.
 
-        If `rows` is given, only the rows with these indices are made.
+        `rows` lists the indices of the rows to make. By default, all rows are made.
         """
         return make_batch(step, self.tasks, self.plan, self.cfg, rows)
 
     def batches(self, most=0):
         """Return the number of batches of a held-out split.
 
-        The last batch may end with rows of padding. The result is at most `most`, unless
-        `most` is 0.
+        The last batch may end with rows of padding. If `most` is above 0, the result is
+        at most `most`.
         """
         size = self.cfg.train.batch_size
         count = self.tasks[0].corpus.shard_starts(most * size or math.inf)[-1]
         return min(math.ceil(count / size), most or math.inf)
 
     def sample(self, most):
-        """Return an array of about `most` token ids, from which frequencies are counted.
+        """Return about `most` training tokens, to measure how often each token occurs.
 
         The tokens come from the beginning of each task. If an example has inputs and
         targets, only the targets are used.
@@ -3202,8 +3256,8 @@ class Dataset:
             number = 0
             while left > 0 and corpus.shard(number):
                 ids = corpus.shard_ids(number)
-                # The last two boundaries of a chunk enclose the targets, or the text if
-                # the task has no inputs and targets.
+                # The last two boundaries are the start and the end of the targets. If the
+                # task has only plain text, they are the start and the end of the text.
                 for start, stop in corpus.chunk_bounds(number)[:, -2:].tolist():
                     tokens.append(ids[start:stop])
                 left -= len(ids)
@@ -3214,16 +3268,18 @@ class Dataset:
     def digest(self):
         """Return a string that changes when the first tokens of a task change.
 
-        The string consists of checksums. Only the first token file of each task counts.
+        A resumed run compares this string, to notice that its data have changed. The
+        string consists of the checksum of the first token file of each task.
         """
         return "-".join(str(task.corpus.shard(0)["ids"]) for task in self.tasks)
 
 
 def prepare(cfg, split, tokenizer):
-    """Tokenize the beginning of each task, check the data, and return the Dataset.
+    """Return the Dataset of a split, after tokenizing the beginning of each task.
 
-    A UserError is raised in four cases: a task is invalid, a split has no text, the
-    vocabulary does not fit the model, or chunks of text do not fit into a row.
+    The data are checked first. The function raises UserError if a task is invalid or has
+    no text in this split. It also raises UserError if the vocabulary does not fit the
+    model, or if chunks of text do not fit into a row.
     """
     check_tasks(cfg)
     check_vocab_size(tokenizer.size, cfg)
@@ -3234,8 +3290,8 @@ def prepare(cfg, split, tokenizer):
         corpus = Corpus(name, split, tokenizer, cfg, opened.get(name))
         if not corpus.shard_starts(1)[-1]:
             raise UserError(
-                f"{corpus.task.source} holds no text for its {split} split: give it two "
-                f"documents or more (text:FILE:lines makes a document of each line)."
+                f"{corpus.task.source} holds no text for its {split} split: provide at "
+                f"least two documents. With text:FILE:lines, each line is a document."
             )
         return corpus
 
@@ -3256,10 +3312,11 @@ def prepare(cfg, split, tokenizer):
 
 
 def plan_path(tasks, rates, cfg):
-    """Return the path of the file in which a TrainingPlan stores its row numbers.
+    """Return the path of the file in which a TrainingPlan stores its progress.
 
-    A TrainingPlan assigns examples to rows. The file is in the folder data.prepared_dir.
-    The name of the file is a hash of all settings that this assignment depends on.
+    A TrainingPlan packs examples into rows, block after block. The file stores the number
+    of the first row in each block, so a resumed run does not pack earlier blocks again.
+    The name of the file is a hash of all settings that the packing depends on.
     """
     objectives = [task.task.objective for task in tasks]
     identity = [
@@ -3273,12 +3330,12 @@ def plan_path(tasks, rates, cfg):
 
 
 def check_lengths(tasks, data, title):
-    """Check before training whether the examples are short enough for a row.
+    """Check before training whether the examples are short enough.
 
-    Span corruption cuts text into chunks that should fit exactly. If a chunk does not
-    fit, the settings contradict each other, and a UserError is raised. The same holds for
-    all objectives with `across_documents`. For all other objectives, examples may be
-    truncated, and a note says how many examples are affected.
+    If inputs or targets are longer than --data.inputs_length or --data.targets_length,
+    they are cut, and a note says how many. Span corruption is stricter, because it makes
+    chunks that should fit exactly. If a chunk does not fit, the function raises
+    UserError. The same is true for every objective with `across_documents`.
 
     tasks: a list with the Examples object of each task. Only the examples that are
         already tokenized are checked.
@@ -3289,14 +3346,14 @@ def check_lengths(tasks, data, title):
         objective = task.task.objective
         chunks = np.arange(task.corpus.starts[-1])
         epochs = np.zeros_like(chunks)
-        task.make(epochs[:1], chunks[:1])  # lets the objective raise a UserError early
+        task.make(epochs[:1], chunks[:1])  # an objective may raise a UserError here
         for side, sizes in zip(SIDES, task.sizes(epochs, chunks)):
             limit, eos, kept = truncated_length(side, task.task, data)
             needed = sizes.max() + eos
             if objective.across_documents and needed > limit:
                 raise UserError(
-                    f"A chunk of {objective.length(data)} tokens becomes {needed} "
-                    f"{side}, but --data.{side}_length is {limit}: set "
+                    f"A chunk of {objective.length(data)} tokens becomes {needed} tokens "
+                    f"of {side}, but --data.{side}_length is {limit}: set "
                     f"--data.{side}_length to {needed} or more."
                 )
             truncated[side] += np.count_nonzero(sizes > kept)
@@ -3314,7 +3371,7 @@ def check_lengths(tasks, data, title):
 def read_task(name, split, cfg, bad, size=math.inf):
     """Yield the examples of a task as text, together with their places in the source.
 
-    The function yields pairs (where, example). The text `where` is a place such as
+    Each result is a pair (where, example). The place `where` is a text such as
     "a.jsonl:3". The example is a dict of fields, such as inputs and targets.
 
     bad: a function that is called with (where, reason) for each invalid example.
@@ -3328,16 +3385,18 @@ def read_task(name, split, cfg, bad, size=math.inf):
 
 
 def evaluation_config(task, cfg):
-    """Return a Config with which a single task of a run is evaluated.
+    """Return the Config for evaluating a single task of a run.
 
-    If files have no splits, their first 1 % is usually held out for evaluation. If
-    training does not use these files at all, all examples of the files are evaluated.
+    Files may have no splits. Then usually only their first 1 % is evaluated. If the run
+    does not train on these files, all of their examples are evaluated.
 
     task: the name of the task.
     cfg: the Config of the run.
     """
     if task in MIXTURES:
-        raise UserError(f"{task} is a mixture: name one of its tasks.")
+        raise UserError(
+            f"{task} is a mixture, but a single task is needed: name one of its tasks."
+        )
     if task == cfg.data.task:
         return cfg
     source = find_task(task, cfg).source
@@ -3353,7 +3412,7 @@ def evaluation_config(task, cfg):
     if is_file and "{split}" not in source and source not in trained:
         changes["data.validation_source"] = source
     if task not in TASKS and p3_root(cfg):
-        # The task is one of the P3 tasks, and data.source is the folder of P3.
+        # The task belongs to P3, and --data.source says where P3 is stored.
         changes["data.source"] = cfg.data.source
     return configs.override(cfg, changes)
 
@@ -3361,8 +3420,8 @@ def evaluation_config(task, cfg):
 def evaluation_configs(cfg, split="validation"):
     """Return a dict from the name of each evaluated task to the Config of this task.
 
-    If a task does not have the split, the task is left out, and a note says so. If no
-    task has the split, MissingSplit is raised.
+    Tasks that lack the split are left out, and a note names them. If no task has the
+    split, the function raises MissingSplit.
     """
     alone = {task: evaluation_config(task, cfg) for task in evaluated_tasks(cfg)}
     opened, missing = open_all((name, split, one) for name, one in alone.items())
@@ -3377,8 +3436,8 @@ def evaluation_configs(cfg, split="validation"):
 def unigram_loss(counts, batches, tokenizer):
     """Return the loss of a unigram model on held-out batches, in nats per token.
 
-    A unigram model ignores the context. The probability of a token is the frequency of
-    this token in the training data. A trained model should reach a lower loss. Sentinels
+    A unigram model ignores the context. The probability of a token is simply its
+    frequency in the training data. A trained model should reach a lower loss. Sentinels
     and EOS are left out.
 
     counts: an array [vocabulary] that says how often each token occurs in the training
@@ -3389,7 +3448,7 @@ def unigram_loss(counts, batches, tokenizer):
     content = targets[(targets > EOS) & (targets < tokenizer.size - tokenizer.sentinels)]
     if not len(content):
         return 0.0
-    counts = counts + 1.0  # add-one smoothing: no token has probability 0
+    counts = counts + 1.0  # add-one smoothing, so no token has probability 0
     return float(np.mean(np.log(counts.sum()) - np.log(counts[content])))
 
 
