@@ -348,10 +348,10 @@ def fixed_choice_metrics(scores, correct, weights):
 
 
 def rank(params, cfg, mesh, split, tokenizer, normalize=False):
-    """Score the answer choices of each example, and compute the accuracy of the best ones.
+    """Score the answer choices of each example, and compute the accuracy of the answers.
 
-    The score of a choice is its log-probability, and the best choice is the model's
-    answer.
+    The score of a choice is its log-probability. The choice with the best score is the
+    model's answer to the example.
 
     normalize: whether to divide each score by the number of tokens of its choice.
 
@@ -900,8 +900,8 @@ def recorded_name(name, mode, args, changed):
     The metrics of different options thus get different columns in a table. The name also
     shows --mode rank and a --split other than validation.
 
-    changed: the fields that differ from the run, as {"section.field": (value, value of
-        the run)}. configs.differences returns this dict.
+    changed: a dict of the fields that differ from those of the run. For example,
+        {"decode.beams": (4, 0)} means 4 beams now and 0 in the run.
     """
     if mode == "rank":
         name += "-rank"

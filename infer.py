@@ -494,8 +494,8 @@ def beam_step(state, logits, at, *, decode):
     finished = take_beams(jnp.concatenate([state.finished, ends], axis=1), best)
 
     # The search ends when N outputs are finished and no live beam can beat them. The sum
-    # of log-probabilities of a live beam is negative and can only fall. Its final score is
-    # at most this sum divided by the largest penalty, which is that of length + 1 ids.
+    # of log-probabilities of a live beam is negative and can only fall. The final score
+    # is at most this sum divided by the largest penalty, which is that of length + 1 ids.
     bound = live_scores[:, :1] / length_penalty(length + 1.0, decode)
     done = finished.all(1, keepdims=True) & (finished_scores[:, -1:] > bound)
 
