@@ -159,8 +159,8 @@ def read_examples(cfg, tokenizer, split, expand=None, most=None):
         )
     if report_invalid.count or encode.cut:
         note(
-            f"{report_invalid.count:,} examples of {task_name}, split {split}, were "
-            f"skipped and {encode.cut:,} texts were truncated."
+            f"{task_name}, split {split}: {report_invalid.count:,} examples were skipped "
+            f"and {encode.cut:,} texts were truncated."
         )
     return pairs
 

@@ -5,7 +5,7 @@ text it writes one result: a generated text, the log-probability of a given targ
 the vectors that the encoder computes.
 
 The encoder runs once for each text. The decoder then generates one token at a time. A
-cache stores the keys and values of earlier tokens, so that each is computed only once.
+cache stores the keys and values of earlier tokens, so they are computed only once.
 
     python infer.py --run_dir runs/tiny "Return the <extra_id_0> of the list."
     python infer.py --run_dir runs/tiny < texts         one output line per input line
@@ -418,7 +418,7 @@ class BeamState(NamedTuple):
 
 
 def start_beams(rows, N, length):
-    """Return a BeamState with N empty live beams for each example.
+    """Return a BeamState with N empty beams for each example.
 
     Only the first beam gets the score 0. If all beams had this score, the first step
     would find the same outputs N times. The other beams get the very low score
@@ -457,7 +457,7 @@ def length_penalty(tokens, decode):
 
 
 def beam_step(state, logits, at, *, decode):
-    """Extend the live beams by one id, and return the new BeamState.
+    """Extend the live (unfinished) beams by one id, and return the new BeamState.
 
     Beams that now end with EOS become finished outputs, and the N best others stay live.
 
