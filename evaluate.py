@@ -1,17 +1,17 @@
 """Evaluate a trained model: held-out loss, metrics on text, and rank classification.
 
-The input is a run directory with checkpoints, and held-out examples of the run's tasks.
-The metrics are printed and appended to RUN/eval/metrics.jsonl. Predictions go to
-RUN/eval too, in one JSONL file for each task and step. There are three modes:
+The command loads checkpoints from a run directory, and evaluates them on held-out
+examples. It prints the metrics and appends them to RUN/eval/metrics.jsonl. RUN/eval also
+gets a JSONL file with the predictions for each task and step. There are three modes:
 
-- --mode loss computes the teacher-forced loss. The model predicts each target token
-  from the inputs and the true previous tokens. The loss is in nats per target token.
-- --mode predict lets the model generate a text for each example. The metrics of the
-  task compare this text with the target. They are the metrics of t5.
-- --mode rank lets the model score the answer choices of each example. The most likely
-  choice is its answer. T0 is evaluated in this way.
+- --mode loss computes the teacher-forced loss, in nats per target token. The model
+  predicts each target token from the inputs and the true previous tokens.
+- --mode predict generates a text for each example. The metrics of the task compare this
+  text with the target, as in the t5 library.
+- --mode rank is for examples with answer choices, such as "yes" and "no". The choice
+  that the model finds most likely is its answer. T0 is evaluated in this way.
 
-Without --mode, tasks that have metrics use predict and all other tasks use loss.
+Without --mode, a task that has metrics uses predict, and any other task uses loss.
 
     python evaluate.py --run_dir runs/tiny                    evaluate the last checkpoint
     python evaluate.py --run_dir runs/tiny --plot curves.png  draw training curves as well
@@ -55,11 +55,12 @@ import model
 import partition
 from configs import UserError, note
 
-# Metrics by name: functions (targets, predictions) that return {metric: value}. The table
-# is filled below the banner. A recipe file may add metrics of its own.
+# The metrics by name. For example, METRICS["accuracy"]([1, 0], [1, 1]) returns
+# {"accuracy": 50.0}. The second half of this file defines the metrics, and a recipe file
+# may add more.
 METRICS = configs.METRICS
-# Postprocessors by name: functions (task, text, example, is_target) that return the value
-# of a text for the metrics. The table is filled below the banner.
+# The postprocessors by name. A postprocessor converts a text before the metrics see it.
+# For example, the postprocessor "number" converts the text "4.5" to the number 4.5.
 POSTPROCESSORS = {}
 
 # ---- teacher-forced loss ---------------------------------------------------------------
@@ -94,23 +95,25 @@ def loss_sums(params, batch, cfg, first_sentinel):
 def evaluate_loss(params, cfg, mesh, dataset, batches):
     """Return the mean loss and accuracy over the first batches of a held-out dataset.
 
-    dataset: a held-out data.Dataset, which contains each example once.
+    The losses are in nats per token, and the accuracy is between 0 and 1.
+
+    dataset: a held-out data.Dataset, in which each example occurs once.
     batches: the number of batches.
-    Returns a dict {metric: value}. The losses are in nats per token, and the accuracy is
-    between 0 and 1.
+
+    Returns a dict from the name of each metric to its value.
     """
     batch_size = cfg.train.batch_size
     tokenizer = dataset.tasks[0].tokenizer
     first_sentinel = tokenizer.size - tokenizer.sentinels
     # Each process makes only the rows of a batch that its own devices hold.
     rows = partition.local_rows(batch_size, mesh)
-    # Counter.update adds the sums of a batch to the totals.
+    # Counter.update adds numbers to a Counter, so `totals` has the sums over all batches.
     totals = collections.Counter()
     for i in range(batches):
         batch = partition.put_batch(dataset.batch(i, rows), batch_size, mesh)
         totals.update(loss_sums(params, batch, cfg, first_sentinel))
-    # The totals are divided once, at the end. Every token then has the same weight in the
-    # mean, whatever its batch.
+    # Divide only once, at the end. Every token then has the same weight in the mean, even
+    # if some batches have fewer tokens than others.
     metrics = model.mean_metrics(totals)
     metrics["content_loss"] = totals["content_loss"] / max(totals["content_tokens"], 1)
     return {name: float(value) for name, value in jax.device_get(metrics).items()}
@@ -120,30 +123,29 @@ def evaluate_loss(params, cfg, mesh, dataset, batches):
 
 
 def read_examples(cfg, tokenizer, split, expand=None, most=None):
-    """Read the examples of a split of a task, and encode the examples for the model.
+    """Return a list of the examples of a split, each as text and as token ids.
 
-    An example is a dict with the fields "inputs" and "targets". The task makes this dict
-    from a record of its source. An invalid example stops the evaluation, or is skipped
-    with --data.on_error skip.
+    An element is a pair (dict, infer.Example). The dict has the texts in the fields
+    "inputs" and "targets". The infer.Example has the token ids. An invalid example stops
+    the evaluation, or is skipped with --data.on_error skip.
 
     cfg: a Config whose data.task is the task.
-    expand: a function (number, example) for rank classification, or None. The function
-        returns a list of dicts, the answer choices of the example. The answer choices
-        replace the example.
+    expand: None, or a function for rank classification. expand(number, example) returns
+        the answer choices of an example as a list of dicts, which replace the example.
     most: the maximum number of examples, or None to read all examples.
-    Returns a list of pairs (dict, infer.Example).
     """
     task_name = cfg.data.task
     task = data.find_task(task_name, cfg)
     if len(task.objective.features) < 2:
         raise UserError(
-            f"The task {task_name} has no inputs and targets: use --mode loss for it."
+            f"The task {task_name} has no inputs and targets: evaluate it with --mode "
+            f"loss."
         )
     report_invalid = data.InvalidExamples(cfg.data.on_error)
     encode = infer.ExampleEncoder(cfg, tokenizer, expand is not None, task)
     examples = data.read_task(task_name, split, cfg, report_invalid, tokenizer.size)
     pairs = []
-    # `where` is the file and the line of an example, for messages.
+    # `where` is the place of an example, such as "a.jsonl:3". Error messages show it.
     for number, (where, example) in enumerate(itertools.islice(examples, most)):
         try:
             dicts = expand(number, example) if expand else [example]
@@ -152,23 +154,25 @@ def read_examples(cfg, tokenizer, split, expand=None, most=None):
             report_invalid(where, str(error))
     if not pairs:
         raise UserError(
-            f"The task {task_name} has no valid examples in its {split} split: choose "
-            f"another --split or other --tasks."
+            f"The task {task_name} has no valid examples in the split {split}: choose "
+            f"another --split, or other --tasks."
         )
     if report_invalid.count or encode.cut:
         note(
-            f"{task_name}, {split}: {report_invalid.count:,} examples were skipped and "
-            f"{encode.cut:,} texts were truncated."
+            f"{task_name}, split {split}: {report_invalid.count:,} examples were skipped "
+            f"and {encode.cut:,} texts were truncated."
         )
     return pairs
 
 
 def postprocess(task, text, example, is_target):
-    """Convert the text of a target or of a prediction for the metrics of a task.
+    """Convert a text to the value that the metrics of a task compare.
 
-    For instance, the postprocessor "label" turns the text "entailment" into the number 0.
-    `task.postprocess` is a name in POSTPROCESSORS or a function. If `task.postprocess` is
-    empty, the metrics compare the text itself.
+    For example, the postprocessor "label" converts the text "entailment" to the number 0.
+    Without a postprocessor, the metrics compare the text itself.
+
+    task: a Task. task.postprocess is a function, a name in POSTPROCESSORS, or empty.
+    is_target: True if the text is a target, and False if the text is a prediction.
     """
     postprocessor = task.postprocess
     if not postprocessor:
@@ -182,9 +186,10 @@ def predict(params, cfg, mesh, split, tokenizer, most=None):
     """Generate a text for each example of a split, and compute the metrics of the task.
 
     most: the maximum number of examples, or None to use all examples.
-    Returns ({metric: value}, lines). A line is the dict of an example with three more
-    fields: "output" is the generated text, "prediction" is its value after
-    postprocessing, and "target" is the value of the target.
+
+    Returns a pair (metrics, lines). `metrics` is a dict such as {"accuracy": 50.0}. Each
+    line is the dict of an example with three more fields. "output" is the generated text.
+    "prediction" and "target" are the values that the metrics compare.
     """
     task = data.find_task(cfg.data.task, cfg)
     pairs = read_examples(cfg, tokenizer, split, most=most)
@@ -192,9 +197,9 @@ def predict(params, cfg, mesh, split, tokenizer, most=None):
     lines = []
     for (example, _), (answers, _) in zip(pairs, results):
         target = example["targets"]
-        if not isinstance(target, str):  # the targets may be token ids
+        if not isinstance(target, str):  # a list of token ids
             target = tokenizer.decode(target)
-        output = tokenizer.decode(answers[0])  # the first answer is the best one
+        output = tokenizer.decode(answers[0])  # the answer with the best score
         lines.append(
             {
                 **example,
@@ -222,17 +227,19 @@ def predict(params, cfg, mesh, split, tokenizer, most=None):
 
 
 def answer_choices(task, number, example):
-    """Return the answer choices of an example as a list of dicts.
+    """Return the answer choices of an example as a list with one dict for each choice.
 
-    The choices are the texts in the example's field answer_choices or, without this
-    field, in task.choices. Each dict is a copy of the example with one choice as its
-    "targets" and with three more fields. "idx" is the pair (number of the example, number
-    of the choice). "is_correct" tells whether the choice is correct. "weight" is the
-    weight of the example in the metrics.
+    A dict is a copy of the example, but its "targets" are one choice, such as "yes". The
+    choices come from the field answer_choices of the example. If the example has no such
+    field, the choices come from task.choices.
 
-    In some tasks of P3, the data of T0, each example is one answer choice. Such an
-    example has the fields idx and is_correct, and may have a weight.
-    Raises ValueError if the idx or the weight is invalid.
+    Each dict has three more fields. "idx" is the pair (number of the example, number of
+    the choice). "is_correct" tells whether the choice is correct. "weight" is the weight
+    of the example in the metrics.
+
+    In some tasks of P3, the training data of T0, each example is already one answer
+    choice. Such an example has the fields idx and is_correct, and may have a weight. If
+    the idx or the weight is invalid, ValueError is raised.
     """
     if "is_correct" in example and "idx" in example:
         try:
@@ -240,8 +247,8 @@ def answer_choices(task, number, example):
             weight = float(example.get("weight", 1))
         except (TypeError, ValueError):
             raise ValueError(
-                "has an idx that is not a pair of integers, or a weight that is not a "
-                "number"
+                "needs two integers as its idx, such as [3, 0], and a number as its "
+                "weight"
             ) from None
         choice = {"idx": (example_number, choice_number), "weight": weight}
         return [{**example, **choice, "is_correct": bool(example["is_correct"])}]
@@ -260,36 +267,45 @@ def answer_choices(task, number, example):
 
 
 def percent(values):
-    """Return a number between 0 and 1, or the mean of such numbers, in percent."""
+    """Return the mean of a list of numbers in percent. For example, [0, 1] gives 50.0.
+
+    `values` may also be a single number, so that 0.5 gives 50.0.
+    """
     return 100 * float(np.mean(values))
 
 
 def rank_classification(targets, scores, num_classes=None, normalize=False):
-    """Take the choice with the highest score as the answer to each example.
+    """Take the choice with the highest score as the answer, and compute the accuracy.
 
-    targets: a tuple (index, is_correct, weight, length in tokens) for each answer
-        choice, in any order. The index is (number of the example, number of the choice).
+    The accuracy is the percentage of examples whose answer is correct.
+
+    targets: a tuple (index, is_correct, weight, length in tokens) for each answer choice,
+        in any order. The index is the pair (number of the example, number of the choice).
     scores: the log-probability of each choice.
     num_classes: the number of choices if all examples have the same choices, else None.
     normalize: whether to divide each score by the length of its choice.
-    Returns {metric: 0 to 100}. The accuracy is the percentage of examples whose answer
-    is correct. With num_classes, there are also the metrics of fixed_choice_metrics.
-    Raises ValueError if an index occurs twice.
+
+    Returns a dict such as {"accuracy": 50.0}. With num_classes, the dict also has the
+    metrics of fixed_choice_metrics. If an index occurs twice, ValueError is raised.
+
     Source: rank_classification in t5/evaluation/metrics.py.
     """
     indices, correct, weights, lengths = map(np.array, zip(*targets))
     if len(np.unique(indices, axis=0)) < len(indices):
-        raise ValueError("two answer choices have the same index")
+        raise ValueError(
+            "Two answer choices have the same index: give each choice its own index."
+        )
     scores = np.float32(np.divide(scores, lengths) if normalize else scores)
-    # `groups` lists, for each example, the positions of its choices in `targets`.
+    # For each example, list the positions of its choices in `targets`. For instance, the
+    # group [4, 5] means that targets[4] and targets[5] are the choices of one example.
     groups = collections.defaultdict(list)
     for position in np.lexsort(indices.T[::-1]):
         groups[indices[position][0]].append(position)
     groups = list(groups.values())
-    # If several choices have the highest score, argmax takes the first of these.
+    # If two choices have the same highest score, argmax takes the first one.
     answers = [group[np.argmax(scores[group])] for group in groups]
-    # With num_classes, the weight of an example is the weight of its first choice.
-    # Otherwise the weight of an example is the weight of its answer. t5 does the same.
+    # The choices of an example can have different weights. As in t5, the example has the
+    # weight of its first choice if num_classes is given, else the weight of its answer.
     weights = weights[[group[0] for group in groups] if num_classes else answers]
     metrics = {"accuracy": percent(np.average(correct[answers], weights=weights))}
     if num_classes:
@@ -298,16 +314,18 @@ def rank_classification(targets, scores, num_classes=None, normalize=False):
 
 
 def fixed_choice_metrics(scores, correct, weights):
-    """Compute the metrics that need the same answer choices in all examples.
+    """Compute metrics that are defined only if all examples have the same answer choices.
 
-    Each choice is then a class, as in ordinary classification. With two choices, the
-    metrics are the F1 of the second choice and the areas under its ROC curve and
-    precision-recall curve. With more choices, the metric is the mean of the F1 of all
-    choices. There is no metric if an example has several correct choices.
+    Each choice is then a class, as in ordinary classification. For two choices, the
+    metrics are the F1, the area under the ROC curve and the area under the
+    precision-recall curve. The second choice is the positive class. For more choices, the
+    metric is the mean F1 of all choices. If an example has several correct choices, no
+    metric is computed.
 
-    scores, correct: arrays [examples, choices].
-    weights: an array [examples].
-    Returns {metric: 0 to 100}.
+    scores, correct: arrays of shape [examples, choices].
+    weights: an array of shape [examples].
+
+    Returns a dict from the name of each metric to a number between 0 and 100.
     """
     from scipy import special
     from sklearn import metrics  # scikit-learn is an optional library
@@ -315,7 +333,7 @@ def fixed_choice_metrics(scores, correct, weights):
     count = scores.shape[1]
     if count < 2 or (correct.sum(axis=1) > 1).any():
         return {}
-    # chosen [examples, choices] is true for the choice with the highest score.
+    # chosen[i, j] is True if choice j has the highest score in example i.
     chosen = scores.argmax(axis=1)[:, None] == np.arange(count)
     options = {"sample_weight": weights, "zero_division": 0}
     if count > 2:
@@ -330,19 +348,23 @@ def fixed_choice_metrics(scores, correct, weights):
 
 
 def rank(params, cfg, mesh, split, tokenizer, normalize=False):
-    """Score the answer choices of each example, and compute the metrics of the ranking.
+    """Score the answer choices of each example, and compute the accuracy of the answers.
+
+    The score of a choice is its log-probability. The choice with the best score is the
+    model's answer to the example.
 
     normalize: whether to divide each score by the number of tokens of its choice.
-    Returns ({metric: 0 to 100}, lines). A line is the dict of an answer choice, as
-    answer_choices returns it, with the score of the choice in the field "score".
+
+    Returns a pair (metrics, lines). `metrics` is the dict that rank_classification
+    returns. A line is the dict of an answer choice, with its score in the field "score".
     """
     task = data.find_task(cfg.data.task, cfg)
     expand = functools.partial(answer_choices, task)
     choices, encoded = zip(*read_examples(cfg, tokenizer, split, expand))
     if len({choice["idx"] for choice in choices}) < len(choices):
         raise UserError(
-            f"The task {cfg.data.task} has two choices with the same idx in its {split} "
-            f"split: give each choice its own idx."
+            f"The task {cfg.data.task} has two answer choices with the same idx in the "
+            f"split {split}: give each choice its own idx."
         )
     scores = list(infer.run_examples(params, cfg, mesh, encoded, "score"))
     rows = [
@@ -350,8 +372,9 @@ def rank(params, cfg, mesh, split, tokenizer, normalize=False):
         for choice, example in zip(choices, encoded)
     ]
     lines = [{**choice, "score": score} for choice, score in zip(choices, scores)]
-    # num_classes is known only if all examples have the same answer choices. It is 0 if
-    # each example of the task is one answer choice, and then has no effect.
+    # num_classes is the number of answer choices if all examples have the same choices,
+    # else None. In tasks without lists of choices it is 0, which has the same effect as
+    # None.
     texts = {tuple(choice.get("answer_choices", task.choices)) for choice in choices}
     num_classes = len(texts.pop()) if len(texts) == 1 else None
     if num_classes and not importlib.util.find_spec("sklearn"):
@@ -364,8 +387,9 @@ def rank(params, cfg, mesh, split, tokenizer, normalize=False):
 
 
 # ====== below: metrics, postprocessors, tables and plots, the command ===================
-# The metrics are those of t5/evaluation/metrics.py. Each takes the postprocessed
-# targets and predictions as two lists of equal length, and returns {metric: 0 to 100}.
+# The metrics are those of t5/evaluation/metrics.py. Each metric takes two lists of equal
+# length, the postprocessed targets and predictions. It returns a dict such as
+# {"accuracy": 50.0}, with numbers between 0 and 100.
 
 
 def accuracy(targets, predictions):
@@ -374,9 +398,11 @@ def accuracy(targets, predictions):
 
 
 def bleu(targets, predictions):
-    """Return the corpus BLEU, computed by sacrebleu with the tokenizer "intl" as in t5.
+    """Return the BLEU score of all predictions together, computed by sacrebleu.
 
-    A target is a text, or a list of reference texts.
+    The options of sacrebleu are the same as in the t5 library. `targets` is a list of
+    texts. As in t5, `targets` may also be a list of reference lists, with one text in
+    each list for each prediction.
     """
     import sacrebleu  # an optional library
 
@@ -390,8 +416,8 @@ def bleu(targets, predictions):
 def rouge(targets, predictions):
     """Return the mean F1 of ROUGE-1, ROUGE-2 and ROUGE-Lsum, computed by rouge-score.
 
-    Words are not stemmed. t5 returns the median of random bootstrap samples instead of
-    the mean. The two differ slightly, and only the mean is the same in each evaluation.
+    Words are not stemmed. The numbers can differ slightly from those of t5, because t5
+    takes the median of random bootstrap samples.
     """
     from rouge_score import rouge_scorer  # an optional library
 
@@ -405,9 +431,9 @@ def rouge(targets, predictions):
 
 
 def f1(targets, predictions):
-    """Return the F1 of class 1 for targets that are 0 or 1.
+    """Return the F1 score of class 1, if each target is 0 or 1.
 
-    A prediction that is neither 0 nor 1 counts as the wrong class.
+    An invalid prediction, such as -1, counts as the wrong class.
     """
     from sklearn import metrics
 
@@ -418,9 +444,9 @@ def f1(targets, predictions):
 
 
 def mean_3class_f1(targets, predictions):
-    """Return the mean of the F1 of the classes 0, 1 and 2.
+    """Return the mean of the F1 scores of the classes 0, 1 and 2.
 
-    Any other prediction counts as a missed target.
+    An invalid prediction, such as -1, lowers only the F1 of the correct class.
     """
     from sklearn import metrics
 
@@ -431,9 +457,9 @@ def mean_3class_f1(targets, predictions):
 
 
 def matthews_corrcoef(targets, predictions):
-    """Return the Matthews correlation coefficient between targets and predictions.
+    """Return the Matthews correlation coefficient of targets and predictions, in percent.
 
-    Invalid predictions, which are -1, count as one more class.
+    An invalid prediction is -1, which counts as one more class.
     """
     from sklearn import metrics
 
@@ -441,10 +467,10 @@ def matthews_corrcoef(targets, predictions):
 
 
 def correlation(name, targets, predictions):
-    """Return the Pearson or Spearman correlation of two lists of numbers, using SciPy.
+    """Return the Pearson or Spearman correlation of two lists of numbers, in percent.
 
-    name: "pearson" or "spearman". The correlation is nan if all targets or all
-    predictions are equal.
+    name: "pearson" or "spearman". If all targets or all predictions are equal, the
+        correlation is nan.
     """
     from scipy import stats  # imported here because the import takes half a second
 
@@ -456,7 +482,10 @@ def correlation(name, targets, predictions):
 
 
 def normalize_answer(text):
-    """Remove case, punctuation, articles and repeated spaces from an answer to SQuAD."""
+    """Simplify an answer as SQuAD does, for example "The  Cat!" to "cat".
+
+    The result has no upper case, no punctuation, no articles and no repeated spaces.
+    """
     text = "".join(c for c in text.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
@@ -487,10 +516,9 @@ def squad(targets, predictions):
 
 
 def record(targets, predictions):
-    """Return the metrics of SQuAD for ReCoRD.
+    """Return the exact match and the word F1 for the dataset ReCoRD, computed by `squad`.
 
-    ReCoRD repeats a query for each of its correct answers. Only the first example of
-    each query counts.
+    ReCoRD repeats a query for each correct answer. Only the first copy of a query counts.
     """
     queries = {}  # {query: (correct answers, prediction)}
     for target, prediction in zip(targets, predictions):
@@ -499,15 +527,20 @@ def record(targets, predictions):
 
 
 def multirc_f1(targets, predictions):
-    """Return the F1 of MultiRC over the candidate answers to all questions together."""
+    """Return the F1 score of the label 1 (true) for the dataset MultiRC.
+
+    MultiRC has several candidate answers for each question, and each of them is labeled
+    true or false. The F1 is computed over the candidate answers to all questions
+    together.
+    """
     return f1([t["value"] for t in targets], [p["value"] for p in predictions])
 
 
 def exact_match(targets, predictions):
-    """Return the percentage of MultiRC's questions that are answered without an error.
+    """Return the percentage of MultiRC questions for which the model makes no mistake.
 
-    The model labels each candidate answer as true or false. A question counts if the
-    labels of all its candidate answers equal the targets.
+    MultiRC has several candidate answers for each question. The model must label every
+    one of them correctly as true or false.
     """
     questions = collections.defaultdict(list)
     for target, prediction in zip(targets, predictions):
@@ -530,7 +563,7 @@ METRICS |= {
     "mean_3class_f1": mean_3class_f1,
 }
 
-# The optional library that a metric imports.
+# The optional Python library that each metric needs. Other metrics need none.
 LIBRARIES = {
     "bleu": "sacrebleu",
     "rouge": "rouge_score",
@@ -542,18 +575,19 @@ LIBRARIES = {
 
 
 def check_metrics(tasks):
-    """Refuse unknown metrics, unknown postprocessors and missing libraries.
+    """Raise UserError if a task has an unknown metric, or if a library is missing.
 
-    The check comes before the evaluation, because an error after it would lose the
-    predictions.
-    tasks: {name of a task: its Config}.
+    An unknown postprocessor raises UserError too. The check comes before the evaluation,
+    because a later error would lose the predictions.
+
+    tasks: a dict from the name of each task to its Config.
     """
     for name, cfg in tasks.items():
         task = data.find_task(name, cfg)
         used = [("postprocessor", task.postprocess, POSTPROCESSORS)]
         used += [("metric", metric, METRICS) for metric in task.metrics]
         for kind, value, known in used:
-            # A function needs no check, and "" means that there is no postprocessor.
+            # Only names are checked, not functions. The name "" means no postprocessor.
             if isinstance(value, str) and value not in ("", *known):
                 raise UserError(
                     f"The task {name} has the unknown {kind} {value}: use a function or "
@@ -568,12 +602,13 @@ def check_metrics(tasks):
 
 
 # ---- postprocessors --------------------------------------------------------------------
-# The postprocessors are those of t5/data/postprocessors.py. Each is a function (task,
-# text, example, is_target) that turns the text of a target or prediction into a value.
+# The postprocessors are those of t5/data/postprocessors.py. Each postprocessor converts
+# the text of a target or of a prediction to the value that the metrics compare.
+# `is_target` is True for a target, and `example` is the dict of the example.
 
 
 def label(task, text, example, is_target):
-    """Return the index of the text in the task's labels, or -1 if it is not a label."""
+    """Return the index of the text in the list task.choices, or -1 if it is not there."""
     return task.choices.index(text) if text in task.choices else -1
 
 
@@ -586,12 +621,16 @@ def number(task, text, example, is_target):
 
 
 def all_answers(task, text, example, is_target):
-    """Return the list of all correct answers for a target, else the text."""
+    """Return the list of correct answers for a target, and the text for a prediction."""
     return list(example["answers"]) if is_target else text
 
 
 def multirc(task, text, example, is_target):
-    """Return {"value": label} and, for a target, the question's number as "group"."""
+    """Return the label of a candidate answer in a dict, such as {"value": 1}.
+
+    For a target, the dict also has the number of the question in the field "group".
+    exact_match uses this number to find the candidate answers to the same question.
+    """
     value = {"value": label(task, text, example, is_target)}
     if is_target:
         value["group"] = example["idx/question"]
@@ -599,9 +638,10 @@ def multirc(task, text, example, is_target):
 
 
 def record_answers(task, text, example, is_target):
-    """Return {"value": text} for a prediction.
+    """Return a prediction or the correct answers to a query in a dict.
 
-    For a target, the value is the list of correct answers, and "group" names the query.
+    A prediction gives {"value": text}. For a target, "value" is the list of correct
+    answers, and "group" identifies the query, so that `record` can count each query once.
     """
     value = {"value": all_answers(task, text, example, is_target)}
     if is_target:
@@ -616,17 +656,21 @@ DETERMINERS = set(
 
 
 def content_words(text):
-    """Return the set of a text's words in lower case, except those in DETERMINERS."""
+    """Return the set of lower-case words of a text, without determiners such as "the".
+
+    If no word remains, the set contains only the empty text.
+    """
     words = set(text.strip().lower().split(" ")) - DETERMINERS
     return words or {""}
 
 
 def wsc(task, text, example, is_target):
-    """Return 1 if the text names the noun phrase that WSC asks about, else 0.
+    """Return 1 if the text names the same noun phrase as the WSC example, else 0.
 
-    A text names the phrase if all words of the text are in the phrase, or all words of
-    the phrase are in the text. Case and determiners do not matter. An empty text gives
-    -1. The value of a target is its label, 0 or 1.
+    For example, the texts "dog" and "the black dog" both name the phrase "the dog". All
+    words of one must be in the other, but upper case and determiners are ignored. An
+    empty text gives -1. For a target, the label of the example is returned, which is 0 or
+    1.
     """
     if is_target:
         return example["label"]
@@ -635,7 +679,7 @@ def wsc(task, text, example, is_target):
     if not any(answer):
         return -1
     if ("'" in text) != ("'" in candidate_text):
-        return 0  # "Bob" and "Bob's hat" are different
+        return 0  # "Bob's hat" does not name "Bob"
     return int(answer <= candidate or candidate <= answer)
 
 
@@ -653,14 +697,18 @@ POSTPROCESSORS |= {
 
 
 def split_loss(params, cfg, mesh, split, tokenizer):
-    """Compute the teacher-forced metrics of all examples of a held-out split.
+    """Compute the teacher-forced loss and accuracy over all examples of a held-out split.
 
-    Returns ({metric: value}, []). The list is empty, because there are no predictions.
+    In teacher forcing, the model predicts each target token from the true previous
+    tokens.
+
+    Returns a pair (metrics, []). The list is empty, because there are no predictions.
     """
+    # The rows of a training split hold several examples each, and the rows repeat.
     if split == "train":
         raise UserError(
-            "--mode loss evaluates held-out splits only, because the rows of a training "
-            "split hold several examples and repeat: use --mode predict instead."
+            "--mode loss cannot evaluate the split train: use --mode predict, or name a "
+            "held-out --split such as validation."
         )
     dataset = data.prepare(cfg, split, tokenizer)
     partition.check_memory(
@@ -679,11 +727,12 @@ def split_loss(params, cfg, mesh, split, tokenizer):
 
 
 def write_lines(folder, name, step, lines):
-    """Write the predictions for a task at a step to FOLDER/NAME-STEP.jsonl.
+    """Write the predictions for a task and a step to a JSONL file in a folder.
 
-    Characters that are unsafe in file names are replaced by "-", and only the last 200
-    characters of the name are used. Only the main process writes the file.
+    The name of the file is for example glue_rte_v002-00001500.jsonl. Only the main
+    process writes the file.
     """
+    # Replace characters that are unsafe in file names, and shorten long names.
     name = re.sub(r"[^\w.+-]+", "-", name)[-200:]
     if lines and partition.is_main_process():
         text = "".join(infer.json_line(line) for line in lines)
@@ -692,8 +741,9 @@ def write_lines(folder, name, step, lines):
 
 # ---- tables and plots ------------------------------------------------------------------
 
-# The averages of GLUE and SuperGLUE. Each string lists the columns TASK/METRIC of a
-# benchmark. The columns of a benchmark are averaged first, then the benchmarks.
+# The metrics that make up the averages of GLUE and SuperGLUE. Each string is a benchmark
+# with one or more metrics. First the metrics of each benchmark are averaged, and then the
+# benchmarks.
 AVERAGES = {
     "glue_average": (
         "glue_cola_v002/matthews_corrcoef",
@@ -719,10 +769,11 @@ AVERAGES = {
 
 
 def read_metrics(folders, prefix=""):
-    """Read the metrics whose names begin with a prefix from the folders' metrics.jsonl.
+    """Read the file metrics.jsonl of each folder, and return the metrics of each step.
 
-    A metric that is nan, such as an undefined correlation, counts as missing.
-    Returns {step: {name without the prefix: value}} in the order of the steps.
+    The result is a dict such as {100: {"glue_rte_v002/accuracy": 50.0}}, sorted by step.
+    Only metrics whose names begin with `prefix` are read, and the prefix is removed. A
+    metric that is nan, such as an undefined correlation, is left out.
     """
     table = collections.defaultdict(dict)
     for folder in folders:
@@ -736,24 +787,28 @@ def read_metrics(folders, prefix=""):
 
 
 def mean_of(values, columns):
-    """Return the mean of some columns. A column without a value does not count.
+    """Return the mean of the given columns, without the columns that have no value.
 
-    values: {column: value}.
+    values: a dict from the name of each column to its value.
+    columns: a list of names.
     """
     return np.mean([values[column] for column in columns if column in values])
 
 
 def write_csv(path, table):
-    """Write a table with a row of metrics for each step, as parse_tb of t5 does.
+    """Write a CSV table with one column for each metric and one row for each step.
 
-    Two more rows follow. The row "max" has the best value of each column, and the row
-    "step" below it has the step of this value. For a benchmark with several metrics, the
-    best step is the step at which the mean of these metrics is highest. The averages of
-    GLUE and SuperGLUE are added at each step that has all metrics of the average.
+    Two rows follow at the end. The row "max" has the best value of each column. The row
+    "step" has the step at which this value was reached. The table is that of parse_tb in
+    t5.
 
-    table: {step: {column: value}}, as read_metrics returns it.
+    If a benchmark has several metrics, its best step is the step with the highest mean of
+    these metrics. The averages of GLUE and SuperGLUE are added as columns. An average
+    needs all of its metrics at the same step.
+
+    table: the dict that read_metrics returns.
     """
-    benchmark_of = {}  # {column: the columns of its benchmark}
+    benchmark_of = {}  # from each column to all columns of its benchmark
     for average, benchmarks in AVERAGES.items():
         benchmarks = [benchmark.split() for benchmark in benchmarks]
         for columns in benchmarks:
@@ -778,13 +833,14 @@ def write_csv(path, table):
         writer.writerow({"step": "step", **best_steps})
 
 
-# The metrics that are drawn, with the labels of their y axes.
+# The plot has one panel for each of these metrics. The values label the y axes.
 Y_LABELS = {
     "loss": "loss (nats per token)",
     "accuracy": "accuracy (%)",
     "learning_rate": "learning rate",
 }
-# The kinds of metrics in metrics.jsonl, with their names in the legend.
+# The name of a metric in metrics.jsonl begins with one of these words, as in
+# "train/loss". The legend of the plot shows the text on the right.
 LEGEND = {
     "train": "training",
     "training_eval": "held-out, teacher-forced",
@@ -795,8 +851,9 @@ LEGEND = {
 def write_plot(path, folders):
     """Draw the losses, accuracies and learning rate of a run over the training steps.
 
-    The curves of training batches are solid, the curves of held-out examples are dashed.
-    folders: the run directory, and other folders whose metrics.jsonl are drawn.
+    Solid curves show training batches, and dashed curves show held-out examples.
+
+    folders: the folders with the files metrics.jsonl. The run directory comes first.
     """
     from matplotlib import figure  # an optional library
 
@@ -804,16 +861,17 @@ def write_plot(path, folders):
     axes = dict(zip(Y_LABELS, plot.subplots(len(Y_LABELS), sharex=True)))
     table = read_metrics(folders)
     for name in sorted(set().union(*table.values())):
-        # A name is KIND/TASK/METRIC. Metrics of training batches have no task.
+        # A name has two or three parts, such as "train/loss" (without a task) and
+        # "training_eval/span_corruption/loss".
         kind, *task, metric = name.split("/")
         if metric not in axes:
             continue
         steps = [step for step in table if name in table[step]]
         points = np.array([table[step][name] for step in steps])
-        # The accuracy of predictions is already in percent.
+        # Convert fractions to percent. The accuracy of predictions already is in percent.
         if metric == "accuracy" and kind != "inference_eval":
             points *= 100
-        style = "-" if kind == "train" else ".--"  # ".--" is dashed with dots
+        style = "-" if kind == "train" else ".--"  # ".--" draws dots and dashes
         label = ": ".join([LEGEND[kind], *task])
         axes[metric].plot(steps, points, style, label=label)
         axes[metric].legend(fontsize="small")
@@ -828,7 +886,7 @@ def write_plot(path, folders):
 
 # ---- the command -----------------------------------------------------------------------
 
-# Fields that change the generated texts.
+# The --decode options that change which texts are generated.
 DECODE_FIELDS = (
     "decode.beams decode.alpha decode.penalty decode.max_len decode.temperature "
     "decode.top_k decode.top_p".split()
@@ -836,13 +894,14 @@ DECODE_FIELDS = (
 
 
 def recorded_name(name, mode, args, changed):
-    """Return the name under which the metrics of a task are recorded.
+    """Return the name under which metrics.jsonl records the metrics of a task.
 
-    Different ways to compute a metric must not share a column of the table. Therefore
-    the name includes the mode rank, the settings of --decode that differ from those of
-    the run, and a --split other than validation.
+    For example, glue_rte_v002 with --decode.beams 4 is recorded as glue_rte_v002-beams=4.
+    The metrics of different options thus get different columns in a table. The name also
+    shows --mode rank and a --split other than validation.
 
-    changed: {"section.field": (value, value of the run)} from configs.differences.
+    changed: a dict of the fields that differ from those of the run. For example,
+        {"decode.beams": (4, 0)} means 4 beams now and 0 in the run.
     """
     if mode == "rank":
         name += "-rank"
@@ -897,7 +956,9 @@ def main(argv):
         args.step = "latest"
     cfg, mesh, tokenizer = infer.open_model(args, changes, recipe=True)
     if tokenizer is None:
-        raise UserError(f"{args.run_dir} has no vocabulary: put its spiece.model there.")
+        raise UserError(
+            f"{args.run_dir} has no vocabulary: copy the file spiece.model there."
+        )
     folder = configs.to_path(args.output or os.path.join(args.run_dir, "eval"))
     tasks = data.evaluation_configs(cfg, args.split)
     if args.mode in (None, "predict"):
@@ -910,11 +971,11 @@ def main(argv):
     }
     for path in (args.csv, args.plot):
         if path:
-            # If the file cannot be written, stop before the evaluation.
+            # Stop now, and not after a long evaluation, if the file cannot be written.
             open(path, "a").close()
     steps = [args.step]
     if all_steps:
-        # Every process evaluates the checkpoints that the main process has found.
+        # The main process lists the checkpoints, so that all processes use the same list.
         steps = partition.from_main_process(partition.Checkpoints(args.run_dir).steps())
     evaluated = False
     for wanted in steps:
@@ -923,7 +984,7 @@ def main(argv):
         except UserError as error:
             if not all_steps:
                 raise
-            # The checkpoint is damaged, or it was deleted during the evaluation.
+            # A checkpoint can be damaged. A running train.py can also have deleted it.
             note(f"Step {wanted:,} is skipped. {error}")
             continue
         evaluated = True
@@ -935,7 +996,7 @@ def main(argv):
             metrics, lines = evaluation(params, task_cfg, mesh, args.split, tokenizer)
             seconds = time.perf_counter() - start
             title = f"{args.run_dir}, step {step:,}, {name}, {args.split}, {mode}"
-            # With --mode rank, each example has a line for each answer choice.
+            # --mode rank writes a line for each answer choice. Count each example once.
             examples = {line["idx"][0] for line in lines} if mode == "rank" else lines
             count = f"{len(examples):,} examples in " if lines else ""
             print(f"{title}: {count}{seconds:.3g} s")
@@ -953,7 +1014,7 @@ def main(argv):
             f"{args.run_dir} has no complete checkpoint: train the model with train.py."
         )
     if partition.is_main_process():
-        # train.py writes metrics to the run directory, evaluate.py to `folder`.
+        # Show the metrics of train.py, in the run directory, and those of evaluate.py.
         folders = [args.run_dir, folder]
         if args.csv:
             write_csv(args.csv, read_metrics(folders, "inference_eval/"))

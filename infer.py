@@ -1,9 +1,11 @@
-"""Generate text with a trained T5, or score given targets.
+"""Generate text with a trained T5, or compute the log-probability of given targets.
 
-This command loads a trained model from a run directory, and reads texts. For each text,
-it writes the generated text, the log-probability of a given target, or the vectors of the
-encoder. The encoder runs once for each text. The decoder then generates one token after
-another. A cache keeps the keys and values of earlier positions.
+The command loads a trained model from a run directory and reads input texts. For each
+text it writes one result: a generated text, the log-probability of a given target, or
+the vectors that the encoder computes.
+
+The encoder runs once for each text. The decoder then generates one token at a time. A
+cache stores the keys and values of earlier tokens, so they are computed only once.
 
     python infer.py --run_dir runs/tiny "Return the <extra_id_0> of the list."
     python infer.py --run_dir runs/tiny < texts         one output line per input line
@@ -12,32 +14,40 @@ another. A cache keeps the keys and values of earlier positions.
     python infer.py --run_dir RUN --input IN.jsonl --output OUT.npz --mode encode
     python infer.py --run_dir RUN --input task:glue_rte_v002:validation --output OUT.jsonl
 
-Each line of IN.jsonl has a field "inputs". For --mode score, each line also has a field
-"targets". Both fields are texts or lists of token ids. Lists of ids are neither truncated
-nor extended by EOS. OUT.jsonl has the lines of IN.jsonl in the same order, with a new
-field "prediction" or "score".
+Each line of IN.jsonl is a JSON object with the field "inputs", such as
+{"inputs": "number: 4711"}. With --mode score, each line also needs the field "targets".
+Both fields hold a text or a list of token ids. A list of ids is used unchanged: it is
+not truncated, and EOS is not appended. OUT.jsonl has the lines of IN.jsonl in the same
+order, with a new field "prediction" or "score".
 
-With --mode encode, each line gets a field "ids" and a field with vectors of the encoder.
-The name of the second field depends on --pool. The name is "mean" for --pool mean,
-"first" for --pool first, and "vectors" for --pool none. OUT.npz has three arrays: the
-ids of all lines, the vectors of all lines, and the number of ids in each line.
+With --mode encode, each line gets the field "ids" and a field with vectors. --pool mean
+writes the mean vector of each text to the field "mean". --pool first writes the first
+vector to the field "first". --pool none writes all vectors to the field "vectors".
+OUT.npz has three arrays: the ids of all lines, the vectors of all lines, and the number
+of ids in each line.
 
-The result for a line does not depend on the other lines in the same batch. Several
-machines can share an input file if each machine is given a different --shard.
+The result for a line does not depend on the other lines in the same batch. To share an
+input file among four machines, give them --shard 0/4, 1/4, 2/4 and 3/4, and give each
+machine its own --output.
 
-Example: three steps of greedy decoding, with a vocabulary of ten ids. EOS has id 1.
+Example:
+    In three steps of greedy decoding, the most probable ids are 7, 1 and 9. The id 1 is
+    EOS, which ends the output, so the 9 is replaced by 0.
 
     >>> import jax, infer
     >>> state = infer.start_greedy(rows=[0], N=1, length=3)
-    >>> for at, likeliest in enumerate([7, 1, 9]):
-    ...     logits = jax.nn.one_hot([[likeliest]], 10)
+    >>> for at, most_probable in enumerate([7, 1, 9]):
+    ...     logits = jax.nn.one_hot([[most_probable]], 10)
     ...     state = infer.greedy_step(state, logits, at)
     >>> state.ids.tolist()
     [[[7, 1, 0]]]
 
-Shapes use the letters of model.py. This file also uses three other letters:
+The shapes in this file use the following letters:
 
-    N outputs of an example (samples or beams)   S input length   T maximum output length
+    B examples in a batch       N outputs of each example (samples or beams)
+    S input length              T maximum number of generated ids
+    D d_model    H heads        C channels of one head
+    K keys       V vocabulary
 """
 
 import functools
@@ -64,24 +74,29 @@ import partition
 from configs import DecodeConfig, UserError, note
 
 # ---- the cache and one decoding step ---------------------------------------------------
-# The decoder is causal, so the keys and values of a position do not depend on later
-# positions. Decoding computes the keys and values of each position once, and stores the
-# keys and values in a cache. Each decoding step runs the decoder layers for the newest
-# position only.
+# The decoder is causal: the keys and values of a token do not depend on later tokens.
+# Decoding therefore computes them once for each token, and stores them in a cache. Each
+# decoding step runs the decoder for the newest token only.
+#
+# An example has N outputs, which are samples or beams. This section calls them beams.
 
 
-# `einsum` computes jnp.einsum in float32. The section "What the compiler is told" below
-# defines another `einsum`, which has the same results but is faster on a TPU.
+# This is jnp.einsum, but the result is always float32, even for bfloat16 arrays. A
+# version that is faster on a TPU is defined below and replaces this function.
 einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def cached_attention(q, k, v, bias, mask):
-    """Compute attention, softmax(q k^T + bias) v, for the newest position of N beams.
+    """Compute attention for the newest token of each output: softmax(q k^T + bias) v.
 
-    The queries `q` have the shape [B, H, N, C]. The keys `k` and the values `v` have the
-    shape [B, H, K, C]. The position bias `bias` is None, or can be broadcast to
-    [B, H, N, K]. The boolean array `mask` is True where a query may attend to a key. The
-    result has the shape [B, H, N, C] and the dtype of `v`.
+    Only the newest token needs a query, because decoding generates one token at a time.
+
+    q: the queries, of shape [B, H, N, C].
+    k, v: the keys and the values, of shape [B, H, K, C].
+    bias: None, or the position bias, which can be broadcast to [B, H, N, K].
+    mask: a boolean array that is True where a query may attend to a key.
+
+    The result has the shape [B, H, N, C] and the dtype of `v`.
     """
     scores = einsum("bhqc,bhkc->bhqk", q, k)
     if bias is not None:
@@ -90,23 +105,25 @@ def cached_attention(q, k, v, bias, mask):
     # Subtract the maximum, so that exp does not overflow. The softmax does not change.
     weights = jnp.exp(scores - scores.max(-1, keepdims=True))
     out = einsum("bhqk,bhkc->bhqc", weights.astype(v.dtype), v)
-    # Normalize the softmax after the matmul. The result is the same, but fewer numbers
-    # are divided.
+    # Divide by the sum of the softmax weights after the matmul. The result is the same,
+    # and `out` usually has fewer numbers to divide than `weights`.
     return (out / weights.sum(-1, keepdims=True)).astype(v.dtype)
 
 
 def init_cache(params, cfg, encoded, length, beams=1):
     """Create an empty cache, and compute the arrays that all decoding steps share.
 
+    The shared arrays are computed only once, before the first step.
+
     encoded: the output of the encoder, of shape [B, S, D].
     length: the maximum number of ids that the decoder generates.
     beams: the number of beams or samples of each example.
 
-    Returns two lists. Both lists have one element for each decoder layer. The first list
-    is the cache. Its elements are pairs (keys, values) for self-attention. The keys and
-    the values have the shape [B, H, length * beams, C], and are filled with zeros.
+    Returns a pair of lists (cache, fixed) with one element for each decoder layer. An
+    element of `cache` is a pair (keys, values) for self-attention. Both arrays have the
+    shape [B, H, length * beams, C] and are filled with zeros.
 
-    The elements of the second list are tuples of three values:
+    An element of `fixed` is a tuple of three items:
     - The weights of the layer, in the dtype of `encoded`.
     - The pair (keys, values) for cross-attention. Keys and values have the shape
       [B, H, S, C], and all beams share them.
@@ -119,9 +136,8 @@ def init_cache(params, cfg, encoded, length, beams=1):
     shared = model.relative_bias(stack, length, length, False, cfg)
     cache = []
     fixed = []
-    # The parameters of all layers are stacked in one array. The layers are sliced from
-    # this array here, before the decoding loop. If lax.scan ran the layers in the
-    # decoding loop, XLA would copy each slice in every decoding step.
+    # Slice the weights of each layer from the stacked arrays once, before the decoding
+    # loop. With lax.scan over the layers, XLA would copy each slice in every step.
     for i in range(cfg.num_decoder_layers):
         weights = jax.tree.map(lambda w: w[i].astype(encoded.dtype), stack["layers"])
         weights = model.reshard_for_compute(weights, table)
@@ -138,46 +154,47 @@ def init_cache(params, cfg, encoded, length, beams=1):
 
 
 def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=None):
-    """Run the decoder for position `at` of all beams, and return the next logits.
+    """Run the decoder for position `at` of each beam, and return the next logits.
+
+    Earlier positions are not computed again, because `cache` holds their keys and values.
 
     ids: the decoder's input ids at position `at`, of shape [B, N].
     cache, fixed: the two lists that init_cache returns.
     input_segments: an array of shape [B, S], which is 0 at padding.
-    ancestors: None, or an array of shape [B, N, T] with indices of beams. For example,
-        ancestors[b, 2, 5] = 0 says that beam 2 continues an output for which beam 0
-        computed the key and the value of position 5. If `ancestors` is None, every beam
-        uses only the keys and values that this beam has computed.
+    ancestors: None, or an array of beam indices, of shape [B, N, T]. For example,
+        ancestors[b, 2, 5] = 0 means that beam 2 reads the key and the value of position 5
+        that beam 0 computed. None means that each beam reads only its own keys and
+        values.
 
     Returns a pair (logits, cache). The logits are float32 and have the shape [B, N, V].
     The returned cache includes the keys and values of position `at`.
 
-    All N beams of an example attend to the keys of all N beams together. A mask hides the
-    keys that do not belong to the output of a beam. When beam search reorders the beams,
-    only `ancestors` changes. Keys and values are not copied.
+    When beam search reorders the beams, only `ancestors` changes, and the cache is not
+    copied. This works because each query is compared with the keys of all N beams. A mask
+    then hides the keys that the beam must not read.
     """
     N = ids.shape[1]
     length = cache[0][0].shape[2] // N
     if ancestors is None:
         ancestors = jnp.arange(N)[None, :, None]
-    # Keys are sorted by position, and the keys of one position are sorted by beam. A beam
-    # may attend to a key under two conditions. The position of the key is at most `at`.
-    # The beam that computed the key is the ancestor of the attending beam at the key's
-    # position.
+    # visible[b, n, t, m] is True if beam n reads the key that beam m computed at position
+    # t. Position t must not be in the future, and ancestors[b, n, t] must be m.
     not_future = (jnp.arange(length) <= at)[:, None]
-    visible = not_future & (ancestors[..., None] == jnp.arange(N))  # [B or 1, N, T, N]
+    visible = not_future & (ancestors[..., None] == jnp.arange(N))
+    # Merge the last two axes, because the cache has the N keys of position 0 first, then
+    # the N keys of position 1, and so on.
     rows = model.sharding_of(visible)[0]
     self_mask = visible.reshape(len(visible), 1, N, length * N, out_sharding=P(rows))
-    # Every query attends to all input ids except padding. attention_mask compares the
-    # segment numbers of queries and keys. The segments of all queries are 1, and
-    # `input_segments > 0` is True, which equals 1, except at padding.
+    # Cross-attention reads all input ids except padding. A query reads the keys with its
+    # own segment number. Queries and input ids have the number 1, and padding has 0.
     query_segments = jnp.ones_like(input_segments[:, :1])
     cross_mask = model.attention_mask(query_segments, input_segments > 0)
 
     x = model.embed(params, ids, cfg, None)
     new_cache = []
     for stored, (weights, cross, biases) in zip(cache, fixed):
-        # The bias of position `at` is the same for all N beams. The keys of one position
-        # are N neighbors, so each number of the bias is repeated N times.
+        # Select the position bias of the query at position `at`. Repeat each number N
+        # times, because each position has N keys, one for each beam.
         bias = lax.dynamic_slice_in_dim(biases, at, 1, axis=2)
         bias = jnp.repeat(bias, N, axis=3)
         h = model.rms_norm(x, weights["self_attention"]["norm"])
@@ -208,30 +225,32 @@ def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=No
 
 
 # ---- greedy decoding -------------------------------------------------------------------
-# A decoding method consists of three functions, which the function `generate` below
-# calls. `start` creates a state. `step` chooses the next ids from the logits. `result`
-# returns the generated ids and the scores of the outputs. Under shard_map, each device
-# runs these functions for the rows of the batch that the device holds.
+# A decoding method consists of three functions. `start` creates a state with empty
+# outputs. `step` chooses the next ids from the logits, and appends them. `result` returns
+# the ids and the scores of all outputs. The function `generate` below calls the three
+# functions. On several devices, each device calls them for its own rows of the batch.
 
 
 class GreedyState(NamedTuple):
-    """The state of greedy decoding or sampling, after some ids were generated.
+    """The outputs that greedy decoding or sampling has generated so far.
 
-    Greedy decoding has N = 1 output for each example. Sampling has N samples.
+    Greedy decoding generates N = 1 output for each example. Sampling generates N outputs.
     """
 
     # The generated ids, of shape [B, N, T]. The ids after EOS are 0.
     ids: jax.Array
-    # The sum of the log-probabilities of the ids of each output, of shape [B, N].
+    # The log-probability of each output, which is the sum over its ids. Shape [B, N].
     scores: jax.Array
-    # Whether each output has ended with EOS, of shape [B, N].
+    # True for each output that has ended with EOS. Shape [B, N].
     done: jax.Array
-    # The number of each example, of shape [B]. Sampling derives random keys from it.
+    # The number of each example, of shape [B]. It is part of the random seed of sampling.
     rows: jax.Array
 
 
 def start_greedy(rows, N, length):
-    """Create the state of greedy decoding or sampling, with N empty outputs per example.
+    """Return a GreedyState with N empty outputs for each example.
+
+    Nothing has been generated yet, so all ids and all scores are 0.
 
     rows: the number of each example, of shape [B].
     length: the maximum number of ids that the decoder generates.
@@ -246,21 +265,23 @@ def start_greedy(rows, N, length):
 
 
 def greedy_step(state, logits, at):
-    """Append the id with the largest logit to each output, and return the new state.
+    """Append the most probable id to each output, and return the new GreedyState.
 
-    logits: the logits of the id at position `at`, of shape [B, N, V].
+    The most probable id is the id with the largest logit.
+
+    logits: the logits for position `at`, of shape [B, N, V].
     """
     return append_ids(state, jnp.argmax(logits, axis=-1), logits, at)
 
 
 def append_ids(state, ids, logits, at):
-    """Append the chosen ids to the outputs, and return the new GreedyState.
+    """Append one id to each output, and return the new GreedyState.
 
-    ids: the chosen ids for position `at`, of shape [B, N].
-    logits: the logits of the id at position `at`, of shape [B, N, V].
+    The log-probability of the id is added to the score of the output. An output that has
+    already ended with EOS gets padding, and its score does not change.
 
-    The log-probability of a chosen id is added to the score of the output. If an output
-    has already ended with EOS, padding is appended, and the score does not change.
+    ids: the ids to append, at position `at`, of shape [B, N].
+    logits: the logits for position `at`, of shape [B, N, V].
     """
     ids = jnp.where(state.done, data.PAD, ids).astype(jnp.int32)
     log_probs = jax.nn.log_softmax(logits)
@@ -273,19 +294,21 @@ def append_ids(state, ids, logits, at):
 
 
 def greedy_result(state):
-    """Return the generated ids and the scores of all outputs of a GreedyState.
+    """Return all outputs and their scores, with the best output of each example first.
 
-    The ids have the shape [B, N, T], and the scores have the shape [B, N]. The outputs of
-    an example are sorted by score, and the output with the highest score comes first.
+    The best output is the output with the highest score. The result is a pair
+    (ids, scores) of arrays with the shapes [B, N, T] and [B, N].
     """
     order = jnp.argsort(-state.scores, axis=1)
     return take_beams(state.ids, order), take_beams(state.scores, order)
 
 
 def take_beams(array, beams):
-    """Select M of the N beams or samples of each example.
+    """Select some beams of each example by their numbers, and return these beams.
 
-    array: an array of shape [B, N, ...].
+    For example, if beams[b] is [2, 0], row b of the result has beam 2 and then beam 0.
+
+    array: one item for each beam, of shape [B, N, ...].
     beams: the numbers of the selected beams, of shape [B, M]. Beams are numbered from 0.
 
     The result has the shape [B, M, ...].
@@ -294,27 +317,27 @@ def take_beams(array, beams):
 
 
 # ---- sampling --------------------------------------------------------------------------
-# Sampling uses the state of greedy decoding, a GreedyState. The next id is drawn at
-# random from the model's probability distribution. The options `temperature`, `top_k` and
-# `top_p` may change this distribution.
+# Sampling draws the next id at random from the model's probability distribution. The
+# options `temperature`, `top_k` and `top_p` change this distribution. For example, a
+# temperature below 1 makes probable ids even more probable. As in greedy decoding, a
+# GreedyState holds the outputs.
 
 
 def sampling_step(state, logits, at, *, decode, seed):
     """Append a randomly drawn id to each sample, and return the new GreedyState.
 
-    logits: the logits of the id at position `at`, of shape [B, N, V].
-    decode: a DecodeConfig with the options `temperature`, `top_k` and `top_p`.
-    seed: the seed of the random numbers.
+    The options `temperature`, `top_k` and `top_p` change how often each id is drawn. They
+    do not change the score of a sample, which is its log-probability under the model.
 
-    The score of a sample is computed from the unchanged logits. The three options do not
-    affect the score of an id.
+    logits: the logits for position `at`, of shape [B, N, V].
+    decode: a DecodeConfig with the three options.
+    seed: the seed of the random numbers.
     """
     temperature = max(decode.temperature or 1.0, 1e-4)
     filtered = filter_logits(logits / temperature, decode.top_k, decode.top_p)
 
-    # The random key depends on the seed and on three numbers: the number of the example,
-    # the number of the sample, and the position. Therefore the random samples of an
-    # example do not depend on the other examples in the batch.
+    # The random key depends on the seed, the example, the sample and the position. It
+    # does not depend on the batch, so an example gets the same samples in every batch.
     def draw(row, sample, logits):
         key = jax.random.key(seed)
         for number in (row, sample, at):
@@ -330,20 +353,21 @@ def sampling_step(state, logits, at, *, decode, seed):
 def filter_logits(logits, top_k, top_p):
     """Set the logits of improbable ids to -inf, so that these ids are never drawn.
 
-    top_k: the number of most probable ids to keep. 0 keeps all ids.
-    top_p: the probability that the kept ids must have together. The fewest ids with at
-        least this probability are kept, beginning with the most probable id. This is
-        nucleus sampling (Holtzman et al. 2020). 0 keeps all ids.
+    With top_k = 2, only the two most probable ids are kept: the logits [1, 4, 3] become
+    [-inf, 4, 3]. With top_p = 0.9, the fewest ids are kept whose probabilities add up to
+    at least 0.9. This is nucleus sampling (Holtzman et al. 2020). With 0, both options
+    keep all ids.
     """
     if top_k:
         top = lax.top_k(logits, min(top_k, logits.shape[-1]))[0]
-        # `top[..., -1:]` is the k-th largest logit. As in T5X, all ids with this logit
-        # are kept, even if more than k ids are kept.
+        # `top[..., -1:]` is the k-th largest logit. If several ids have this same logit,
+        # all of them are kept, as in T5X.
         logits = jnp.where(logits < top[..., -1:], -jnp.inf, logits)
     if 0 < top_p < 1:
         ordered = -jnp.sort(-logits, axis=-1)
         probs = jax.nn.softmax(ordered)
-        # An id is kept if the more probable ids together have a probability below top_p.
+        # The ids are ordered from most to least probable. Keep an id if the probabilities
+        # of the ids before it add up to less than top_p.
         kept = jnp.cumsum(probs, axis=-1) - probs < top_p
         smallest = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
         logits = jnp.where(logits < smallest, -jnp.inf, logits)
@@ -352,25 +376,27 @@ def filter_logits(logits, top_k, top_p):
 
 # ---- beam search -----------------------------------------------------------------------
 # This section implements the beam search of T5X (t5x/decoding.py). Beam search keeps the
-# N best unfinished outputs of each example. These outputs are called live beams. Every
-# step extends each live beam by each id of the vocabulary, and selects the 2N best
-# extended outputs. An extended output that ends with EOS is a finished output. The N best
-# finished outputs are kept. Of the other extended outputs, the N best become the new live
-# beams. At most one extended output of each live beam ends with EOS. Therefore at least N
-# of the 2N extended outputs do not end with EOS.
+# N best unfinished outputs of each example, which are called live beams. Each step works
+# as follows:
+#
+# 1. Extend each live beam by each id of the vocabulary. Select the 2N best results.
+# 2. The results that end with EOS are finished. Keep the N best finished outputs.
+# 3. Of the other results, the N best become the new live beams.
+#
+# Why 2N? Each live beam has only one extension by EOS, so at most N of the 2N results end
+# with EOS. At least N results remain for the live beams.
 
-# To exclude an output from a selection, this number is added to the score of the output.
+# Adding this number to the score of an output makes the output worse than all others.
 # T5X uses the same number.
 MASKED_SCORE = -1e7
 
 
 class BeamState(NamedTuple):
-    """The state of beam search, with N live beams and at most N finished outputs.
+    """The outputs that beam search has found so far, sorted from best to worst.
 
-    Live beams are outputs that do not end with EOS yet. Live beams and finished outputs
-    are sorted by score, and the highest score comes first. The score of a live beam is
-    the sum of the log-probabilities of all ids in the beam. The score of a finished
-    output is this sum, divided by length_penalty.
+    A live beam is an output that does not end with EOS yet. Its score is the sum of the
+    log-probabilities of its ids. A finished output ends with EOS. Its score is this sum,
+    divided by length_penalty.
     """
 
     # The ids of the live beams, of shape [B, N, T].
@@ -381,23 +407,22 @@ class BeamState(NamedTuple):
     finished_ids: jax.Array
     # The scores of the finished outputs, of shape [B, N].
     finished_scores: jax.Array
-    # A boolean array of shape [B, N]. finished[b, n] is True if finished_ids[b, n] holds
-    # a finished output, and False if finished_ids[b, n] is still unused.
+    # True where finished_ids holds an output, False where it is empty. Shape [B, N].
     finished: jax.Array
-    # An array of beam indices, of shape [B, N, T]. For example, ancestors[b, 2, 5] is 0
-    # if live beam 2 reads the key and the value of position 5 that beam 0 computed.
+    # The beams whose keys and values each live beam reads, of shape [B, N, T]. For
+    # example, if ancestors[b, 2, 5] is 0, live beam 2 reads the key of position 5 that
+    # beam 0 computed.
     ancestors: jax.Array
-    # Whether the search for the outputs of each example has ended, of shape [B, 1].
+    # True for each example whose search has ended. Shape [B, 1].
     done: jax.Array
 
 
 def start_beams(rows, N, length):
-    """Create the state of beam search with N empty live beams for each example.
+    """Return a BeamState with N empty beams for each example.
 
-    Live beams are outputs that do not end with EOS yet. All live beams are empty at
-    first, so the first step would extend all beams in the same way. Therefore only the
-    first beam gets the score 0. The other beams get the score MASKED_SCORE, which
-    excludes them.
+    Only the first beam gets the score 0. If all beams had this score, the first step
+    would find the same outputs N times. The other beams get the very low score
+    MASKED_SCORE, so the first step ignores them.
 
     rows: an array with one number for each example.
     length: the maximum number of ids that the decoder generates.
@@ -417,10 +442,10 @@ def start_beams(rows, N, length):
 
 
 def length_penalty(tokens, decode):
-    """Return the number by which the score of an output is divided.
+    """Return the number by which beam search divides the score of an output.
 
-    A score is a sum of log-probabilities, so long outputs have lower scores than short
-    outputs. Dividing by this number reduces the difference.
+    Each id adds a negative log-probability to the score, so long outputs have low scores.
+    Dividing by a number that grows with the length reduces this disadvantage.
 
     tokens: the number of ids in the output, including EOS.
     decode: a DecodeConfig. T5X uses the penalty "gnmt" (Wu et al. 2016). Hugging Face
@@ -432,35 +457,35 @@ def length_penalty(tokens, decode):
 
 
 def beam_step(state, logits, at, *, decode):
-    """Extend the live beams by one id, and return the new BeamState.
+    """Extend the live (unfinished) beams by one id, and return the new BeamState.
 
-    Live beams are outputs that do not end with EOS yet.
+    Beams that now end with EOS become finished outputs, and the N best others stay live.
 
-    logits: the logits of the id at position `at`, of shape [B, N, V].
+    logits: the logits for position `at`, of shape [B, N, V].
     decode: a DecodeConfig, which selects the length penalty.
     """
     B, N, V = logits.shape
     length = state.ids.shape[-1]
 
-    # Find the 2N best ids for each live beam. Then find the 2N best extended outputs of
-    # each example.
+    # Find the 2N best next ids of each live beam. Then select the 2N best extended beams
+    # of each example.
     scores = jax.nn.log_softmax(logits) + state.live_scores[..., None]
     scores, ids = lax.top_k(scores, min(2 * N, V))
     width = scores.shape[-1]
     scores, best = lax.top_k(scores.reshape(B, -1), 2 * N)
-    # `parents` holds the number of the live beam that each extended output continues.
+    # parents[b, i] is the live beam that the extended beam i continues.
     parents = best // width
     ids = take_beams(ids.reshape(B, -1), best)
     extended = take_beams(state.ids, parents).at[:, :, at].set(ids)
     ends = ids == data.EOS
 
-    # The N best extended outputs that do not end with EOS become the new live beams.
+    # The N best extended beams that do not end with EOS become the new live beams.
     live_scores, best = lax.top_k(scores + jnp.where(ends, MASKED_SCORE, 0.0), N)
     live_ids = take_beams(extended, best)
     parents = take_beams(parents, best)
 
-    # Extended outputs that end with EOS are finished. Together with the outputs that
-    # finished in earlier steps, the N finished outputs with the best scores are kept.
+    # Extended beams that end with EOS are finished outputs. Of all finished outputs, old
+    # and new, keep the N best.
     scores = scores / length_penalty(at + 1.0, decode)
     scores = scores + jnp.where(ends, 0.0, MASKED_SCORE)
     finished_scores = jnp.concatenate([state.finished_scores, scores], axis=1)
@@ -468,17 +493,15 @@ def beam_step(state, logits, at, *, decode):
     finished_ids = jnp.concatenate([state.finished_ids, extended], axis=1)
     finished = take_beams(jnp.concatenate([state.finished, ends], axis=1), best)
 
-    # The search ends when N outputs have finished and no live beam can get a better
-    # score. The sum of log-probabilities of a live beam is negative, and can only
-    # decrease. A negative sum gives the highest score if the divisor is the largest one.
-    # No output has more than length + 1 ids, so the divisor for length + 1 ids gives an
-    # upper bound.
+    # The search ends when N outputs are finished and no live beam can beat them. The sum
+    # of log-probabilities of a live beam is negative and can only fall. The final score
+    # is at most this sum divided by the largest penalty, which is that of length + 1 ids.
     bound = live_scores[:, :1] / length_penalty(length + 1.0, decode)
     done = finished.all(1, keepdims=True) & (finished_scores[:, -1:] > bound)
 
-    # Each new live beam continues an old live beam, which is called its parent. The new
-    # beam copies the ancestors of its parent. The parent computed the keys of position
-    # `at`. The new beam will compute the keys of position `at + 1`.
+    # A new live beam reads the same keys as its parent, the old beam that it extends. The
+    # parent computed the key of position `at`. The new beam will compute the key of
+    # position `at + 1`.
     ancestors = take_beams(state.ancestors, parents).at[:, :, at].set(parents)
     ancestors = ancestors.at[:, :, at + 1].set(jnp.arange(N))
     return BeamState(
@@ -493,11 +516,10 @@ def beam_step(state, logits, at, *, decode):
 
 
 def beam_result(state):
-    """Return the ids and the scores of the finished outputs of a BeamState.
+    """Return the finished outputs and their scores, with the best output first.
 
-    The ids have the shape [B, N, T], and the scores have the shape [B, N]. The output
-    with the highest score comes first. If no output of an example has finished, the
-    unfinished outputs of this example are returned.
+    If no output of an example has ended with EOS, its unfinished outputs are returned.
+    The result is a pair (ids, scores) of arrays with the shapes [B, N, T] and [B, N].
     """
     any_finished = state.finished.any(1, keepdims=True)
     ids = jnp.where(any_finished[..., None], state.finished_ids, state.ids)
@@ -520,12 +542,14 @@ def generate(
 ):
     """Generate N outputs for each example by greedy decoding, sampling or beam search.
 
+    N is 1 in greedy decoding, decode.num_return in sampling, and decode.beams in beam
+    search.
+
     inputs: the input ids, of shape [B, S].
     input_segments: an array of shape [B, S], which is 0 at padding.
     cfg: a ModelConfig.
     length: the maximum number of generated ids, including EOS.
-    decode: a DecodeConfig, which selects the decoding method. N is decode.beams in beam
-        search, decode.num_return in sampling, and 1 in greedy decoding.
+    decode: a DecodeConfig, which selects the decoding method.
     rows: the number of each example, of shape [B]. The random samples of an example
         depend on this number and on the seed, but not on the other examples in the batch.
     seed: the seed of the random samples.
@@ -538,8 +562,8 @@ def generate(
         start, result = start_beams, beam_result
         step = functools.partial(beam_step, decode=decode)
     elif decode.temperature > 1e-4 or decode.top_k or decode.top_p:
-        # Without top_k and top_p, a temperature of at most 1e-4 means greedy decoding, as
-        # in T5X.
+        # A temperature of at most 1e-4 means greedy decoding, as in T5X, unless top_k or
+        # top_p is set.
         N = decode.num_return
         start, result = start_greedy, greedy_result
         step = functools.partial(sampling_step, decode=decode, seed=seed)
@@ -552,8 +576,7 @@ def generate(
     rows = jax.reshard(rows.astype(jnp.uint32), P("data"))
     encoded = model.encode(params, cfg, inputs, input_segments)
     cache, fixed = init_cache(params, cfg, encoded, length, N)
-    # `for_own_rows` is a decorator. Each device calls the decorated function with the
-    # rows of the batch that the device holds.
+    # A function wrapped in for_own_rows runs on each device, for that device's rows only.
     for_own_rows = functools.partial(jax.shard_map, out_specs=P("data"))
     has_inputs = jnp.any(input_segments > 0, axis=1, keepdims=True)
 
@@ -564,8 +587,7 @@ def generate(
 
     def unfinished(carry):
         at, _, state, _ = carry
-        # A row without inputs is padding of the batch. The loop may end before the
-        # outputs of such rows are finished.
+        # Rows without inputs only fill up the batch. The loop does not wait for them.
         return (at < length) & jnp.any(has_inputs & ~state.done)
 
     def decode_position(carry):
@@ -574,14 +596,13 @@ def generate(
         logits, cache = decode_step(
             params, cfg, ids, at, cache, fixed, input_segments, ancestors
         )
-        # The logits may be split over the devices along the vocabulary. Gather the
-        # logits, because the choice of the next id needs the logits of the whole
-        # vocabulary.
+        # Gather the logits of the whole vocabulary, which may be split over devices. The
+        # next id is chosen among all of them.
         logits = jax.reshard(logits, P("data", None, None))
         ids, state = next_ids(state, logits, at)
         return at + 1, ids, state, cache
 
-    # The first input id of the decoder is the start token. In T5 the start token is 0.
+    # The decoder's first input is the start token, which has id 0 in T5.
     ids = jnp.zeros((B, N), jnp.int32, out_sharding=P("data"))
     state = for_own_rows(lambda rows: start(rows, N, length))(rows)
     carry = (0, ids, state, cache)
@@ -594,10 +615,10 @@ def generate(
 
 @jax.jit(static_argnames="cfg")
 def score(params, batch, cfg):
-    """Return the log-probability of the targets of each example.
+    """Return the log-probability of the targets of each example, given the inputs.
 
-    This is the sum of the log-probabilities of all target ids. The result has the shape
-    [B].
+    The log-probabilities of all target ids are added up. For example, two target ids with
+    probability 0.5 each give 2 * log(0.5) = -1.39. The result has the shape [B].
 
     batch: a data.Batch with one example in each row.
     cfg: a ModelConfig.
@@ -609,14 +630,15 @@ def score(params, batch, cfg):
 
 @jax.jit(static_argnames=("cfg", "pool"))
 def encoder_vectors(params, inputs, segments, cfg, pool):
-    """Return the vectors of the encoder in float32, or one vector for each example.
+    """Return the vectors that the encoder computes, in float32.
+
+    `pool` is "none", "mean" or "first". "none" returns one vector for each input id, of
+    shape [B, S, D]. "mean" returns the mean vector of each example, of shape [B, D].
+    "first" returns the vector of the first input id, of shape [B, D].
 
     inputs: the input ids, of shape [B, S].
-    segments: an array of shape [B, S], which is 0 at padding.
-    pool: "none", "mean" or "first". "none" returns one vector for each input id, of shape
-        [B, S, D]. "mean" returns the mean of these vectors without padding, of shape
-        [B, D]. The mean of an empty example is zero. "first" returns the vector of the
-        first input id, of shape [B, D].
+    segments: an array of shape [B, S], which is 0 at padding. The mean leaves out
+        padding. If an example has no ids, its mean is zero.
     """
     vectors = model.encode(params, cfg, inputs, segments).astype(jnp.float32)
     if pool == "mean":
@@ -634,17 +656,16 @@ def encoder_vectors(params, inputs, segments, cfg, pool):
 
 @model.tuned(einsum)
 def einsum(equation, left, right):
-    """Compute an einsum of two arrays in float32. On a TPU, pad `left` for more speed.
+    """Compute jnp.einsum with a float32 result. On a TPU, pad `left` to save time.
 
-    The first array, `left`, has the shape [B, H, N, ...]. On a TPU, axis 2 is padded to a
+    A TPU computes a matmul with fewer than 8 rows on the vector unit, which takes four
+    times as long as reading `right` from memory. With 8 rows, the TPU uses the faster
+    matrix unit. Axis 2 of `left`, of shape [B, H, N, ...], is therefore padded to a
     multiple of 8.
 
-    The TPU compiler computes a matmul with fewer than 8 rows on the vector unit. This
-    takes four times as long as reading the array `right` from memory. A matmul with 8
-    rows is computed on the matrix unit, which is faster. The padding was measured on a
-    TPU v5e, by greedy decoding of the recipe base. A batch had 64 examples with 512 input
-    ids and 114 output ids. Decoding took 770 million cycles with padding, and 2,878
-    million without.
+    The padding was measured on a TPU v5e, by greedy decoding of the recipe base. A batch
+    had 64 examples with 512 input ids and 114 output ids. Decoding took 770 million
+    cycles with padding, and 2,878 million without.
     """
     N = left.shape[2]
     if partition.platform() == "tpu":
@@ -659,28 +680,28 @@ def einsum(equation, left, right):
 class Example(NamedTuple):
     """The token ids of one example.
 
-    EOS is not added later, so the lists of ids already include EOS where EOS is wanted.
+    The ids go to the model unchanged. If an example needs EOS (id 1), its list already
+    ends with EOS, as in [5, 9, 1].
     """
 
     inputs: list
-    # The target ids, which only --mode score needs.
+    # The target ids. Only --mode score needs targets.
     targets: list = ()
-    # The number of the example. Examples with different numbers get different random
-    # samples, even if the inputs are equal.
+    # The number of the example. Sampling uses this number as a seed, so two examples with
+    # equal inputs get different samples if their numbers differ.
     number: int = 0
 
 
-# For each value of --pool, the name of the field of an output line that holds the
-# vectors.
+# The field of an output line for each --pool. For example, --pool none writes "vectors".
 VECTOR_FIELD = {"mean": "mean", "first": "first", "none": "vectors"}
 
 
 def padded_length(length):
-    """Return the length to which a sequence is padded.
+    """Round up the length of a sequence, for example 40 to 64, and 600 to 1,024.
 
-    A length of at most 512 is rounded up to a power of two, and to at least 16. A greater
-    length is rounded up to a multiple of 512. JAX compiles a program for each padded
-    length, so there should be few padded lengths.
+    JAX compiles a separate program for each length, so few lengths mean few compilations.
+    Lengths up to 512 are rounded up to a power of two, and to at least 16. Greater
+    lengths are rounded up to a multiple of 512.
     """
     if length > 512:
         return -(-length // 512) * 512
@@ -688,11 +709,11 @@ def padded_length(length):
 
 
 def pad_batch(sequences):
-    """Convert lists of ids to one array, in which short lists are padded with 0.
+    """Put lists of ids into the rows of one array, and pad short lists with 0.
 
-    Returns a pair (ids, mask) of arrays. Both arrays have one row for each list, and
-    padded_length of the longest list as the number of columns. The mask is False at
-    padding.
+    For example, [[5, 9, 1], [7, 1]] becomes the rows [5, 9, 1, 0, ...] and
+    [7, 1, 0, 0, ...]. The number of columns is the padded_length of the longest list.
+    Returns a pair (ids, mask). The mask has the shape of the ids and is False at padding.
     """
     lengths = [len(sequence) for sequence in sequences]
     ids = np.zeros((len(sequences), padded_length(max(lengths))), np.int32)
@@ -704,16 +725,17 @@ def pad_batch(sequences):
 def run_examples(params, cfg, mesh, examples, mode="predict"):
     """Run the model on many examples in batches, and yield the result of each example.
 
-    The results are in the order of the examples, and do not depend on the batches.
+    The results come in the order of the examples. They do not depend on which examples
+    share a batch. A batch needs little padding if its examples have similar lengths.
+    Therefore the examples of 16 batches are sorted by length before the batches are
+    formed.
 
     examples: an iterable of Examples.
     mode: "predict", "score", "mean", "first" or "none". The docstring of run_batch says
         what the result is in each mode.
 
-    A batch needs little padding if the examples in the batch have similar lengths.
-    Therefore the examples of 16 batches are sorted by length before the batches are
-    formed. A batch has at most decode.batch_size examples. A batch has fewer examples if
-    the inputs are longer than data.inputs_length.
+    A batch has at most decode.batch_size examples. A batch has fewer examples if the
+    inputs are longer than data.inputs_length.
     """
     most = cfg.decode.batch_size
     devices = mesh.shape["data"]
@@ -723,14 +745,15 @@ def run_examples(params, cfg, mesh, examples, mode="predict"):
         window.sort(key=lambda item: (len(item[1].inputs), len(item[1].targets)))
         results = {}
         while window:
-            # The longest examples are at the end of the window. These examples form the
-            # next batch.
+            # `window` is sorted by length. The longest examples, which are at its end,
+            # form the next batch.
             length = max(padded_length(len(window[-1][1].inputs)), cfg.data.inputs_length)
             rows = max(1, most * cfg.data.inputs_length // length)
             numbers, group = zip(*window[-rows:])
             del window[-rows:]
-            # A small group of examples gets a small batch. The number of rows is rounded
-            # up to a power of two, and then to a multiple of the number of devices.
+            # A small group gets a small batch. The number of rows is rounded up to a
+            # power of two, and then to a multiple of the number of devices. For example,
+            # 5 examples on one device get 8 rows.
             rows = min(rows, 1 << (len(group) - 1).bit_length())
             rows = -(-rows // devices) * devices
             results |= zip(numbers, run_batch(params, cfg, mesh, group, mode, rows))
@@ -742,6 +765,9 @@ def run_examples(params, cfg, mesh, examples, mode="predict"):
 def run_batch(params, cfg, mesh, group, mode, B):
     """Run the model on one batch, and return a list with the result of each example.
 
+    If the group has fewer than B examples, empty examples are added. Their results are at
+    the end of the returned list.
+
     group: a list of at most B Examples.
     mode: the name of the wanted result.
         - "predict" returns a pair (ids, scores) for each example. `ids` is a list of
@@ -751,9 +777,6 @@ def run_batch(params, cfg, mesh, group, mode, B):
         - "mean", "first" and "none" return vectors of the encoder. encoder_vectors
           explains these vectors.
     B: the number of rows of the batch.
-
-    The group is padded to B examples with empty examples. The results of the empty
-    examples are at the end of the returned list.
     """
     group = [*group, *[Example([])] * (B - len(group))]
     inputs, input_segments = pad_batch([x.inputs for x in group])
@@ -795,7 +818,7 @@ def to_numpy(array):
 
 
 def cut_at_eos(ids):
-    """Return the ids before the first EOS or padding id, as a list."""
+    """Return the ids before the first EOS or padding: [5, 9, 1, 0] becomes [5, 9]."""
     return list(itertools.takewhile(lambda i: i > data.EOS, map(int, ids)))
 
 
@@ -803,46 +826,43 @@ def cut_at_eos(ids):
 
 
 def split_spans(ids, tokenizer):
-    """Split a list of ids at the sentinels, and return the ids after each sentinel.
+    """Split a list of ids at the sentinels, which are tokens such as <extra_id_0>.
 
-    A sentinel is a special token, such as <extra_id_0>, that marks a masked span. The
-    result is a list of pairs (number, ids). `number` is the number of a sentinel, and
-    `ids` is the list of ids between this sentinel and the next sentinel. In the first
-    pair, `number` is None, and `ids` are the ids before the first sentinel. EOS and all
-    later ids are ignored.
+    For example, [8, <extra_id_0>, 5, 6] becomes [(None, [8]), (0, [5, 6])]. Each pair has
+    the number of a sentinel and the ids after this sentinel. The first pair has None and
+    the ids before the first sentinel. EOS and all later ids are left out.
     """
     spans = [(None, [])]
     for i in cut_at_eos(ids):
-        # Sentinel 0 has the last id of the vocabulary, sentinel 1 the id before, and so
-        # on.
+        # The sentinels are the last ids. In a vocabulary of 1,000 ids, <extra_id_0> has
+        # id 999 and <extra_id_1> has id 998.
         number = tokenizer.size - 1 - i
         if 0 <= number < tokenizer.sentinels:
             spans.append((number, []))
         else:
-            # The model may have more ids than the vocabulary. Replace such an id by UNK,
-            # the id of unknown tokens.
+            # A model can generate ids that the vocabulary does not have. Such an id is
+            # replaced by UNK, the unknown token.
             spans[-1][1].append(i if number >= 0 else data.UNK)
     return spans
 
 
 def fill_blanks(inputs, targets, tokenizer):
-    """Fill in the masked spans of the inputs, and return the inputs as text.
+    """Fill the masked spans of the inputs from the targets, and return the text.
 
-    inputs: a list of ids, in which a sentinel such as <extra_id_0> marks a masked span.
-    targets: a list of ids, in which each sentinel is followed by the ids of the span.
-
-    Each sentinel of the inputs is replaced by the text of the span, in brackets. If a
-    sentinel is missing in the targets, the sentinel is replaced by ____.
+    For example, the inputs "Return the <extra_id_0> value" and the targets
+    "<extra_id_0> current" give "Return the [current] value". If a sentinel such as
+    <extra_id_0> is missing in the targets, ____ takes its place. Inputs and targets are
+    lists of token ids.
     """
     (_, words), *blanks = split_spans(inputs, tokenizer)
-    # Ignore the ids before the first sentinel of the targets, which belong to no span.
+    # Leave out the ids before the first sentinel, because they fill no span.
     spans = dict(split_spans(targets, tokenizer)[1:])
     text = tokenizer.raw_text(words)
     for number, words in blanks:
         if number in spans:
             span = tokenizer.raw_text(spans[number])
             if span.startswith(" "):
-                text += " "  # The space is written before the bracket.
+                text += " "  # write "a [b]", not "a[ b]"
             text += f"[{span.removeprefix(' ')}]"
         else:
             text += " ____ "
@@ -855,40 +875,43 @@ def fill_blanks(inputs, targets, tokenizer):
 
 @dataclass
 class ExampleEncoder:
-    """A function that converts a line of --input to an Example.
+    """A callable object that converts a line of --input to an Example.
 
-    A line is a dict with the field "inputs", and for --mode score the field "targets".
+    A line is a dict such as {"inputs": "number: 4711"}. With --mode score, the line also
+    has the field "targets".
     """
 
     cfg: configs.Config
     # The Tokenizer, or None if the run has no vocabulary.
     tokenizer: data.Tokenizer | None
-    # Whether each line must have targets.
+    # True if each line must also have targets.
     scoring: bool
-    # A Task, which decides whether the token ids of a text end with EOS.
+    # The task of the lines. Its options say whether the inputs end with EOS.
     task: data.Task = data.Task()
-    # The number of texts that this object has truncated.
+    # The number of texts that have been truncated so far.
     cut: int = 0
 
     def ids(self, line, key):
-        """Return the token ids of one field of a line.
+        """Return the token ids of the field "inputs" or "targets" of a line.
+
+        A text is tokenized and truncated, and EOS is usually appended. A list of ids is
+        returned unchanged. Anything else raises ValueError.
 
         line: a dict.
-        key: the name of the field, "inputs" or "targets".
-
-        A text is tokenized and truncated, and EOS is appended. A list of ids is returned
-        unchanged. A field that is neither a text nor a list of ids raises ValueError.
+        key: the name of the field.
         """
         value = line.get(key)
         problem = data.invalid_reason(value, self.cfg.model.vocab_size)
         if problem:
-            raise ValueError(f"has {problem} in {key} (fields: {', '.join(line)})")
+            raise ValueError(
+                f"has {problem} in the field {key} (the fields are {', '.join(line)})"
+            )
         if not isinstance(value, str):
             return list(map(int, value))
         if self.tokenizer is None:
             raise UserError(
-                "This run has no vocabulary, so it cannot read texts: copy its "
-                "spiece.model into the run directory, or give --input with lists of ids."
+                "This run has no vocabulary, so it cannot read texts: copy the file "
+                "spiece.model into the run directory, or use lists of ids as inputs."
             )
         ids = self.tokenizer.encode(value)
         rule = (key, self.task, self.cfg.data)
@@ -897,10 +920,11 @@ class ExampleEncoder:
         return data.truncate(ids, *rule).tolist()
 
     def __call__(self, line, number=0):
-        """Convert a line to an Example.
+        """Convert a line to an Example, or raise ValueError if the line is invalid.
 
-        line: a dict with the field "inputs", and for --mode score the field "targets". An
-            invalid line raises ValueError.
+        A line is a dict such as {"inputs": "number: 4711"}. With --mode score, it also
+        has the field "targets".
+
         number: the number of the example, which selects the random samples.
         """
         inputs = self.ids(line, "inputs")
@@ -909,14 +933,13 @@ class ExampleEncoder:
 
 
 def open_input(name, cfg):
-    """Return a pair (task, read) for the file or the task that --input names.
+    """Open the file or the task that --input names, and return a pair (task, read).
+
+    `task` is a data.Task, which says whether inputs end with EOS. `read` is a function.
+    read(bad) yields pairs such as ("a.jsonl:3", {"inputs": "some text"}). For an
+    unreadable line, read(bad) calls bad("a.jsonl:3", "is not JSON") instead.
 
     name: the path of a JSONL or .txt file, or task:NAME[:SPLIT].
-
-    `task` is a data.Task, which decides whether the ids of a text end with EOS. `read` is
-    a function. read(bad) yields a pair (place, dict) for each line of the input. `place`
-    names the file and the line. If a line cannot be read, read(bad) calls bad(place,
-    problem).
     """
     if name.startswith("task:"):
         task, _, split = name.removeprefix("task:").partition(":")
@@ -936,14 +959,14 @@ def open_input(name, cfg):
 
 
 def read_examples(read, encode):
-    """Read all lines of --input, and yield a pair (line, example) for each line.
+    """Yield a pair (line, example) for each line of --input.
+
+    `line` is a dict, and `example` is the Example made from this dict. An invalid line
+    raises UserError. With --data.on_error skip, an invalid line instead gets a field
+    "error", and its example is None.
 
     read: the function that open_input returns.
     encode: an ExampleEncoder.
-
-    `line` is a dict, and `example` is an Example. An invalid line raises UserError. With
-    --data.on_error skip, the dict of an invalid line gets a field "error", and `example`
-    is None.
     """
     report_invalid = data.InvalidExamples(encode.cfg.data.on_error)
     unread = []
@@ -953,7 +976,8 @@ def read_examples(read, encode):
         unread.append(({"error": f"{where} {problem}"}, None))
 
     for number, (where, line) in enumerate(read(bad)):
-        # If lines before this line could not be read, yield those lines first.
+        # First yield the unreadable lines before this line, to keep the order of the
+        # input.
         yield from unread
         unread.clear()
         example = None
@@ -972,16 +996,15 @@ def read_examples(read, encode):
 def json_line(line):
     """Return a dict as one line of JSON. Characters outside ASCII are not escaped."""
     text = json.dumps(line, ensure_ascii=False, default=json_default)
-    # UTF-8 cannot encode one half of a surrogate pair. Such a character is written as the
-    # escape sequence \udXXX, which JSON allows.
+    # UTF-8 cannot encode a lone surrogate, which is half of a character. Write it as an
+    # escape sequence such as \ud83d, which JSON allows.
     return text.encode(errors="backslashreplace").decode() + "\n"
 
 
 def json_default(value):
-    """Convert a value that JSON cannot write to a value that JSON can write.
+    """Convert a NumPy array to a list, a NumPy number to a number, all else to text.
 
-    A NumPy array becomes a list, and a NumPy number becomes a Python number. Any other
-    value becomes a text.
+    json.dumps calls this function for each value that it cannot write itself.
     """
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
@@ -989,21 +1012,21 @@ def json_default(value):
 
 
 def result_fields(result, example, line, mode, cfg, tokenizer):
-    """Return a dict of the fields that are added to a line of --output.
+    """Return a dict of the new fields of an output line, for instance "prediction".
 
-    result: the result of the example, as run_batch returns the result.
+    A prediction is a text if the inputs of the line are a text. If the inputs are a list
+    of ids, the prediction is a list of ids too.
+
+    result: the result that run_batch returns for the example.
     example: the Example that was made from the line.
     line: the line of --input, as a dict.
     mode: the mode, as in run_batch.
-
-    If the inputs of the line are a text, a prediction is a text. If the inputs are a list
-    of ids, a prediction is a list of ids.
     """
     if mode == "score":
         return {"score": result}
     if mode != "predict":
-        # astype(str) gives the shortest decimal number that identifies a float32 number.
-        # The line of JSON is shorter with these numbers.
+        # Write each float32 with as few digits as possible. For example, write 0.1 and
+        # not 0.10000000149011612.
         vectors = result.astype(str).astype(float).tolist()
         return {"ids": example.inputs, VECTOR_FIELD[mode]: vectors}
     outputs, scores = result
@@ -1015,15 +1038,13 @@ def result_fields(result, example, line, mode, cfg, tokenizer):
 
 
 def describe_job(args, cfg, step):
-    """Return a dict of the flags that determine the content of --output.
+    """Return a dict with the name and the value of each flag that affects --output.
 
-    The dict maps the name of each flag to the value of the flag. The dict leaves out
-    flags that may change when a command is resumed. These are the flags for devices,
-    --decode.batch_size and --data.on_error. Such flags do not change lines that are
-    already written.
+    open_partial uses this dict to check that a resumed command has the same flags.
     """
     job = vars(args) | {"step": step, "train.seed": cfg.train.seed}
     job["input (sizes and times of the files)"] = dict(data.find_files(args.input))
+    # These flags may change, because they do not affect the lines already written.
     left_out = ("train.", "mesh.", "distributed.", "decode.batch_size", "data.on_error")
     for name, _, value in configs.fields(cfg):
         if not name.startswith(left_out):
@@ -1032,17 +1053,17 @@ def describe_job(args, cfg, step):
 
 
 def open_partial(path, job):
-    """Open the unfinished output file OUTPUT.partial, to append lines.
+    """Open the unfinished output file OUTPUT.partial, so that a command can append lines.
+
+    Returns the file and the number of complete lines in it. The file stays locked until
+    it is closed. An incomplete last line is removed.
 
     path: the path of OUTPUT.partial.
-    job: the dict of flags that describe_job returns.
-
-    Returns the file and the number of lines in the file. The file is locked until the
-    file is closed. If the last line is incomplete, the last line is removed.
-    OUTPUT.partial.json contains the flags of the command that began the file. If `job`
-    has different flags, a UserError names the first different flag. Only the main process
-    opens OUTPUT.partial. The other processes open os.devnull, which discards all lines.
+    job: the dict of flags that describe_job returns. OUTPUT.partial.json stores the flags
+        of the command that began the file. If a flag differs, a UserError names this
+        flag.
     """
+    # Only the main process writes. os.devnull discards the lines of other processes.
     if not partition.is_main_process():
         return open(os.devnull, "ab"), 0
     description = configs.to_path(f"{path}.json")
@@ -1051,7 +1072,8 @@ def open_partial(path, job):
         file = configs.lock(path)
     except BlockingIOError:
         raise UserError(
-            f"Another process is writing {path}: wait for it, or name another --output."
+            f"Another process is writing {path}: wait until it ends, or name another "
+            f"--output."
         ) from None
     file.seek(0)
     content = file.read()
@@ -1060,30 +1082,29 @@ def open_partial(path, job):
         begun = configs.read_json(description, {}, f"remove {path}")
         for name, value in job.items():
             if begun.get(name) != value:
-                file.close()  # Closing the file releases the lock.
+                file.close()  # This also unlocks the file.
                 raise UserError(
-                    f"{path} was begun with --{name} {begun.get(name)!s:.100} "
-                    f"(now {value!s:.100}): repeat the command that began the file, or "
-                    f"remove the file."
+                    f"{path} was begun with --{name} {begun.get(name)!s:.100}, not "
+                    f"{value!s:.100}: repeat the command that began the file, or remove "
+                    f"the file."
                 )
         file.truncate(content.rfind(b"\n") + 1)
-        note(f"{path} has {lines:,} lines: resuming after these lines")
+        note(f"{path} already has {lines:,} lines. The command is resuming after them.")
     else:
         configs.write_file(description, json.dumps(job, indent=1))
     return file, lines
 
 
 def write_vectors(lines, path, field, width):
-    """Convert a JSONL file with ids and vectors to an .npz file, and remove the JSONL
-    file.
+    """Convert a JSONL file with ids and vectors to an .npz file. Remove the JSONL file.
+
+    If a line has an error, it has no vector. With --pool mean or --pool first, the .npz
+    file then has a vector of nan for this line.
 
     lines: the path of the JSONL file.
     path: the path of the .npz file.
     field: the name of the field of a line that holds the vectors.
     width: the number of elements of a vector.
-
-    A line with an error has no ids and no vectors. With --pool mean or --pool first, the
-    .npz file contains a vector of nan for such a line.
     """
     ids, vectors = [], []
     missing = [] if field == "vectors" else [math.nan] * width
@@ -1105,10 +1126,9 @@ def write_vectors(lines, path, field, width):
 def run_file(args, cfg, mesh, tokenizer, params, step):
     """Run the model on each line of --input, and write the results to --output.
 
-    The lines are written to the file OUTPUT.partial, which is renamed to OUTPUT at the
-    end. If the command is killed, the same command resumes after the last complete line
-    of OUTPUT.partial. All processes compute results, and the main process writes the
-    lines.
+    The results are first written to OUTPUT.partial, which is renamed to OUTPUT at the
+    end. If the command is killed, the same command resumes after the last complete line.
+    All processes run the model, but only the main process writes.
     """
     mode = args.pool if args.mode == "encode" else args.mode
     task, read = open_input(args.input, cfg)
@@ -1121,8 +1141,8 @@ def run_file(args, cfg, mesh, tokenizer, params, step):
     shard, shards = configs.parse_shard(args.shard)
     lines = read_examples(read, encode)
     lines = itertools.islice(lines, shard + done * shards, None, shards)
-    # run_examples reads many examples before run_examples yields the first result.
-    # itertools.tee stores the lines of these examples until the lines are written.
+    # run_examples reads many examples before the first result is ready. Until then,
+    # itertools.tee stores the lines, which are written together with the results.
     lines, ahead = itertools.tee(lines)
     examples = (example for _, example in ahead if example)
     results = run_examples(params, cfg, mesh, examples, mode)
@@ -1149,27 +1169,27 @@ def run_file(args, cfg, mesh, tokenizer, params, step):
             f"--shard."
         )
     rate = count / (time.perf_counter() - start)
-    note(f"{args.output}: {count:,} examples, {rate:.4g} examples/s")
+    note(f"{args.output} is complete: {count:,} examples at {rate:.4g} examples/s.")
     note_truncated(encode)
 
 
 def note_truncated(encode):
-    """Print how many texts an ExampleEncoder has truncated, if any were truncated."""
+    """Print how many texts have been truncated, unless the number is 0."""
     if encode.cut:
         note(
-            f"{encode.cut:,} texts were truncated: raise --data.inputs_length or "
-            f"--data.targets_length to keep more"
+            f"{encode.cut:,} texts were truncated: increase --data.inputs_length or "
+            f"--data.targets_length to keep more of each text."
         )
 
 
 def run_lines(lines, cfg, mesh, tokenizer, params, raw):
-    """Generate outputs for each text, and print one line for each output.
+    """Generate outputs for each text, and print each output on its own line.
 
-    For an empty text, an empty line is printed.
+    An empty text gives an empty line.
 
-    lines: an iterable of texts, encoded as UTF-8.
-    raw: whether to print the model's output as it is. If `raw` is False, and a text has
-        sentinels such as <extra_id_0>, the text is printed with the masked spans filled
+    lines: an iterable of texts, as bytes in UTF-8.
+    raw: whether to print only the generated text. If `raw` is False, and a text has
+        sentinels such as <extra_id_0>, the text is printed with its masked spans filled
         in.
     """
     encode = ExampleEncoder(cfg, tokenizer, False)
@@ -1197,12 +1217,11 @@ def run_lines(lines, cfg, mesh, tokenizer, params, raw):
 def load_params(cfg, run_dir, step=None):
     """Load the parameters of a run from a checkpoint, and return a pair (step, params).
 
-    The parameters are float32.
+    The parameters are float32, and each array is split over the devices of the mesh.
 
     cfg: the Config of the run.
     run_dir: the directory of the run.
-    step: the step of the checkpoint. If `step` is None, the newest complete checkpoint is
-        loaded.
+    step: the step of the checkpoint. None means the newest complete checkpoint.
     """
     mesh = jax.sharding.get_mesh()
 
@@ -1222,9 +1241,9 @@ def load_params(cfg, run_dir, step=None):
 
 
 def check_decoder(cfg, mode=None):
-    """Raise UserError if the model has no decoder and `mode` needs a decoder.
+    """Raise UserError if the model has no decoder, unless the mode is "encode".
 
-    Only --mode encode needs no decoder.
+    All other modes need a decoder.
     """
     if not cfg.model.num_decoder_layers and mode != "encode":
         raise UserError(
@@ -1236,7 +1255,7 @@ def check_decoder(cfg, mode=None):
 def open_model(args, changes, recipe=False):
     """Start JAX, and return the Config, the mesh and the Tokenizer of a run.
 
-    If the run has no vocabulary, the Tokenizer is None.
+    The Tokenizer is None if the run has no vocabulary.
 
     args: the flags of the command, from configs.parse_args.
     changes: the fields of the Config that were given as flags, from configs.parse_args.
@@ -1257,10 +1276,10 @@ def open_model(args, changes, recipe=False):
 
 
 def check_files(args):
-    """Raise UserError if --output exists, or if the input cannot be read.
+    """Raise UserError if --output already exists, or if no file matches --input.
 
-    The input cannot be read if no file matches --input. Standard input cannot be read by
-    several processes.
+    Also raise UserError if several processes would read standard input, because they
+    cannot share it.
     """
     if os.path.exists(args.output):
         raise UserError(
@@ -1279,7 +1298,7 @@ def main(argv):
     args, changes = configs.parse_args(
         __doc__,
         argv,
-        text_=dict(nargs="?", help="a text from which to generate"),
+        text_=dict(nargs="?", help="the input text (default: read standard input)"),
         input=dict(default="", help="a JSONL or .txt file, or task:NAME[:SPLIT]"),
         output=dict(
             default="", help="the JSONL file to write, or .npz with --mode encode"
@@ -1292,24 +1311,27 @@ def main(argv):
         pool=dict(
             default="mean",
             choices=("mean", "first", "none"),
-            help="--mode encode: the mean or first vector of each text, or all vectors",
+            help="with --mode encode, write the mean vector of each text, the first "
+            "vector, or all vectors (none)",
         ),
         raw=dict(
-            action="store_true", help="print the model's output, not the filled text"
+            action="store_true", help="print the generated text, not the filled input"
         ),
         step=dict(
             default="latest", help="the checkpoint to load: a step, latest or best"
         ),
         shard=dict(
-            default="0/1", metavar="I/N", help="read every N-th line, beginning at line I"
+            default="0/1",
+            metavar="I/N",
+            help="read every N-th line, beginning at line I (counted from 0)",
         ),
     )
     reads_file = args.input and args.output and args.text is None
     reads_text = not args.input and not args.output and args.mode == "predict"
     if not reads_file and not reads_text:
         raise UserError(
-            "The source of the texts is unclear: give --input and --output, or give a "
-            "text or standard input with --mode predict."
+            "infer.py reads either a file or a text: give both --input and --output, or "
+            "give only a text (or standard input) with --mode predict."
         )
     configs.parse_shard(args.shard)
     if args.mode != "encode" and args.output.endswith(".npz"):
@@ -1317,7 +1339,7 @@ def main(argv):
             "An .npz --output works only with --mode encode: for other modes name a "
             ".jsonl file."
         )
-    # The file recipe.py of a run may define the task that --input names.
+    # If --input names a task, execute recipe.py of the run, which may define this task.
     cfg, mesh, tokenizer = open_model(
         args, changes, recipe=args.input.startswith("task:")
     )
