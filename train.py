@@ -348,9 +348,9 @@ def gradients(cfg, params, batch, key):
     if n == 1:
         return sums_and_gradients(batch, key)
 
-    # With n = 2, one microbatch has the rows 0, 2, 4, ..., and the other has the rows 1,
-    # 3, 5, ... Each device holds a block of neighboring rows. It therefore holds rows of
-    # every microbatch, and no row has to move to another device.
+    # With n = 2, one microbatch has the rows 0, 2, 4, ..., and the other has the rows
+    # 1, 3, 5, ... Each device holds a block of neighboring rows, so every microbatch has
+    # rows on every device. No row has to move to another device.
     microbatches = jax.tree.map(
         lambda a: a.reshape(-1, n, a.shape[1]).swapaxes(0, 1), batch
     )
@@ -563,10 +563,10 @@ OPTIMIZERS["adamw"] = from_optax(
 class MetricsFile:
     """Write the metrics of a run to the file metrics.jsonl.
 
-    Each line of the file is a JSON object with metrics of one step, for example {"step":
-    100, "train/loss": 2.5, "train/accuracy": 0.5}. Only the main process writes the file.
-    If the library tensorboardX is installed, the metrics of a local run are also written
-    to RUN_DIR/tensorboard.
+    Each line of the file is a JSON object with metrics of one step. An example is
+    {"step": 100, "train/loss": 2.5}. Only the main process writes the file. If the
+    library tensorboardX is installed, the metrics of a local run are also written to
+    RUN_DIR/tensorboard.
 
     path: the local or remote path of the file.
     step: the step at which the run starts or resumes. All lines of later steps are
@@ -589,8 +589,8 @@ class MetricsFile:
     def write(self, step, **groups):
         """Add a line with metrics of one step to the file.
 
-        For example, write(100, train={"loss": 2.5}) adds {"step": 100, "train/loss":
-        2.5}.
+        For example, write(100, train={"loss": 2.5}) adds
+        {"step": 100, "train/loss": 2.5}.
         step: the number of the step.
         groups: Each keyword, such as `train`, is the name of a group of metrics. Its
             value is a dict from the name of a metric to a number.
@@ -650,8 +650,8 @@ class MetricsFile:
 def describe_mesh(cfg, mesh):
     """Return a text that describes how a run uses its devices.
 
-    An example is "mesh data 1 x model 1, fsdp False, float32, remat dots, batch 64 = 64
-    rows on each device, microbatches 1".
+    An example is "mesh data 1 x model 1, fsdp False, float32, remat dots, batch 64 =
+    64 rows on each device, microbatches 1".
     """
     t = cfg.train
     dtype = model.compute_dtype(cfg.model).name
@@ -819,8 +819,7 @@ class Evaluations:
             )
 
     def evaluate(self, step, params):
-        """Compute the loss and the accuracy of the model on the held-out data of each
-        task.
+        """Compute the loss and the accuracy of the model on held-out data of each task.
 
         The results are printed and written to metrics.jsonl. For one example, the output
         that the model generates is also printed.
@@ -1240,8 +1239,8 @@ def train(cfg, run_dir, recipe, config, source):
             profile(step)
             if jax.process_count() == 1:
                 return terminated.is_set()
-            # All processes must stop after the same step. This function of JAX tells them
-            # when.
+            # All processes must stop after the same step. This function of JAX chooses
+            # the step.
             return multihost_utils.reached_preemption_sync_point(step)
 
         def save(step, state):
@@ -1362,9 +1361,9 @@ def memory_table(cfg, mesh):
 def memory_savings(cfg):
     """Return a list of the flags that reduce the memory of a training step.
 
-    Each element of the list is a tuple (flag, bytes, cost). An example is ("--model.remat
-    full", 2e9, "a third more arithmetic"). The bytes are the memory of one device with
-    this flag and all earlier flags in the list.
+    Each element of the list is a tuple (flag, bytes, cost). An example is
+    ("--model.remat full", 2e9, "a third more arithmetic"). The bytes are the memory of
+    one device with this flag and all earlier flags in the list.
     """
     mesh = jax.sharding.get_mesh()
     least = sum(memory_table(cfg, mesh).values())
