@@ -102,8 +102,8 @@ def learning_rate(step, cfg):
         name = name.strip()
         if name not in factors:
             raise UserError(
-                f"--train.schedule has an unknown factor {name!r}: "
-                f"use {', '.join(factors)}."
+                f"--train.schedule contains the unknown factor {name!r}: choose from "
+                f"{', '.join(factors)}."
             )
         rate = rate * factors[name]
     return jnp.maximum(rate, 1e-8)
@@ -439,10 +439,11 @@ def check_finite(cfg, step, skipped):
     # and before = 10, the skipped batches begin with row 640 of the training data.
     before = step - skipped - t.start_step
     raise NotFinite(
-        f"The loss or the gradients of steps {step - skipped + 1:,} to {step:,} (rows "
-        f"{before * t.batch_size:,} to {(before + skipped) * t.batch_size - 1:,} of the "
-        f"run) were not finite, so their updates were skipped. Start another run with a "
-        f"lower --train.learning_rate."
+        f"The loss or a gradient was infinite or NaN in steps {step - skipped + 1:,} to "
+        f"{step:,} (rows {before * t.batch_size:,} to "
+        f"{(before + skipped) * t.batch_size - 1:,} of the training data). These steps "
+        f"did not change the model. Start another run with a lower "
+        f"--train.learning_rate."
     )
 
 
@@ -813,9 +814,9 @@ class Evaluations:
             batches = [dataset.batch(i) for i in range(number)]
             loss = data.unigram_loss(counts, batches, dataset.tasks[0].tokenizer)
             print(
-                f"unigram  {loss:.3f} nats per content token of held-out {name}, if each "
-                f"token is predicted by its frequency alone (sentinels and EOS are not "
-                f"content tokens)"
+                f"unigram  {loss:.3f} nats per content token on held-out {name}. This is "
+                f"the loss of a baseline that knows only how often each token occurs. "
+                f"Content tokens are all target tokens except sentinels and EOS."
             )
 
     def evaluate(self, step, params):
@@ -901,14 +902,14 @@ def lock_run(run_dir, checkpoints):
     lock = None
     run_dir.mkdir(parents=True, exist_ok=True)
     if configs.is_remote(run_dir):
-        note(f"{run_dir} cannot be locked: start only one run at a time there.")
+        note(f"{run_dir} cannot be locked, so do not start two runs there at a time.")
     else:
         try:
             lock = configs.lock(run_dir / ".lock")
         except BlockingIOError:
             raise UserError(
-                f"Another process trains in {run_dir}: stop that process, or name "
-                f"another --run_dir."
+                f"Another process is already training in {run_dir}: stop that process, "
+                f"or choose another --run_dir."
             ) from None
     checkpoints.discard_unfinished()
     return lock
@@ -939,7 +940,8 @@ def run_tokenizer(cfg, run_dir, resumes, source):
     tokenizer = data.load_tokenizer(named)
     if found.exists() and tokenizer.sha256 != data.load_tokenizer(found).sha256:
         raise UserError(
-            f"--data.vocab is not the vocabulary of {source}: leave out --data.vocab."
+            f"--data.vocab is not the vocabulary of {source}. Leave out --data.vocab to "
+            f"use the right vocabulary."
         )
     return tokenizer
 
@@ -956,8 +958,9 @@ def check_keep_best(t, tasks):
     groups += [f"inference_eval/{task}" for task in tasks if t.infer_every]
     if t.keep_best and t.keep_best.rpartition("/")[0] not in groups:
         raise UserError(
-            f"No evaluation of this run writes --train.keep_best {t.keep_best}: use a "
-            f"metric of {', '.join(groups) or 'an evaluation (--train.eval_every)'}."
+            f"--train.keep_best {t.keep_best} names a metric that this run does not "
+            f"compute. Choose a metric whose name begins with "
+            f"{' or '.join(groups) or 'training_eval, and turn on --train.eval_every'}."
         )
 
 
@@ -978,8 +981,8 @@ def open_data(cfg, run_dir, resumes, source, config):
     # the directory.
     if not partition.is_main_process() and not (run_dir / "config.json").exists():
         raise UserError(
-            f"--run_dir {run_dir} is not the same directory for all processes: name a "
-            f"directory that all of them share."
+            f"The processes of this run do not share --run_dir {run_dir}: choose a "
+            f"directory that all machines can read and write."
         )
     tokenizer = run_tokenizer(cfg, run_dir, resumes, source)
     dataset = data.prepare(cfg, "train", tokenizer)
@@ -995,8 +998,9 @@ def open_data(cfg, run_dir, resumes, source, config):
         digest = configs.read_run(run_dir)[1]["corpus"] if resumes else ""
         if digest and digest != dataset.digest:
             note(
-                f"warning: {cfg.data.source} has changed since {run_dir} was started. "
-                f"The run continues with the changed data."
+                f"warning: {cfg.data.source} has changed since the run {run_dir} began. "
+                f"Training continues with the changed data. To train on the old data, "
+                f"stop this run and restore the data."
             )
         if not resumes:
             configs.write_file(run_dir / "spiece.model", tokenizer.serialized)
@@ -1099,7 +1103,7 @@ def compile_step(step, mesh):
     program = step.compile()
     sizes = program.memory_analysis()
     size = sizes.argument_size_in_bytes + sizes.temp_size_in_bytes
-    partition.check_memory({"a step": mesh.size * size}, SMALLER_STEP)
+    partition.check_memory({"a training step": mesh.size * size}, SMALLER_STEP)
     return program
 
 
@@ -1124,11 +1128,11 @@ def load_state(cfg, template, checkpoints, source):
         step, arrays = partition.load_newest(source, state)
         if not t.start_step <= step < t.steps:
             raise UserError(
-                f"--train.restore all resumes {source} at step {step:,}, so "
-                f"--train.start_step must be at most {step} and --train.steps greater "
-                f"than {step}."
+                f"--train.restore all continues {source} at step {step:,}: set "
+                f"--train.start_step to at most {step}, and --train.steps to more than "
+                f"{step}."
             )
-        print(f"started  from {source}, step {step:,}, with its optimizer")
+        print(f"started  from {source}, with weights and optimizer of step {step:,}")
     else:
         # The initialization runs only once, so compile it quickly instead of making it
         # fast. On a CPU, optimization level 1 halves the compile time.
@@ -1143,11 +1147,11 @@ def load_state(cfg, template, checkpoints, source):
         arrays = {}
         if source:
             source_step, arrays = partition.load_newest(source, parameters)
-            print(f"started  from {source}, the weights of step {source_step:,}")
+            print(f"started  from {source}, with the weights of step {source_step:,}")
         elif t.start_step:
             note(
-                f"warning: starting at step {t.start_step:,} with newly initialized "
-                f"weights. To continue an earlier run, name it with --init_from."
+                f"warning: training starts at step {t.start_step:,} with random weights. "
+                f"To continue an earlier run, add --init_from RUN."
             )
     # Replace the entries of `state` that were loaded. Some optax optimizers have empty
     # entries, which are not in a checkpoint. Keep the empty entries of `state`.
@@ -1177,7 +1181,7 @@ def train(cfg, run_dir, recipe, config, source):
     check_minimum_memory(cfg)
     print(f"recipe {cfg.name}")
     for name, (new, old) in configs.differences(cfg, recipe).items():
-        print(f"  {name} {new} (recipe: {old})")
+        print(f"  {name} {new} (instead of {old} in the recipe)")
     print(f"model    {model.describe_model(cfg)}")
     device = jax.devices()[0].device_kind
     print(f"devices  {mesh.size} x {device}, {describe_mesh(cfg, mesh)}")
@@ -1209,8 +1213,8 @@ def train(cfg, run_dir, recipe, config, source):
             trim(0)
         if start >= t.steps:
             print(
-                f"{run_dir} already has its {start:,} steps; continue with "
-                f"--train.steps {2 * start}"
+                f"{run_dir} has already reached step {start:,}. To train longer, add "
+                f"--train.steps {2 * start}."
             )
             return 0
         metrics_file = MetricsFile(run_dir / "metrics.jsonl", start)
@@ -1280,8 +1284,8 @@ def train(cfg, run_dir, recipe, config, source):
             lock.close()
     if step < t.steps:
         print(
-            f"stopped at step {step:,} on SIGTERM: run the same command again to "
-            f"continue from the last checkpoint."
+            f"stopped at step {step:,} on SIGTERM. To continue from the last checkpoint, "
+            f"run the same command again."
         )
         return 0
     print(f"done     {run_dir}: {step:,} steps.")
@@ -1430,8 +1434,8 @@ def plan_mesh(cfg, where):
     if where.isdecimal():
         if not 1 <= int(where) <= 2048:
             raise UserError(
-                "--plan takes 1 to 2048 devices: for more devices, divide the number of "
-                "devices and --train.batch_size by the same factor."
+                "--plan takes 1 to 2048 devices. To plan for more devices, divide both "
+                "the number of devices and --train.batch_size by the same number."
             )
         jax.config.update("jax_num_cpu_devices", int(where))
         return partition.set_mesh(cfg)
@@ -1444,9 +1448,9 @@ def plan_mesh(cfg, where):
         devices = topologies.get_topology_desc(where, "tpu", **chips).devices
     except Exception as error:  # libtpu raises exceptions of many types.
         raise UserError(
-            f"--plan {where} needs libtpu, the compiler of TPUs "
-            f"({str(error).splitlines()[0]:.120}): install it on Linux with "
-            f"pip install '.[tpu]', or use --plan N for N devices."
+            f"--plan {where} did not work ({str(error).splitlines()[0]:.120}). For a "
+            f"TPU topology such as v5e:2x4, first run pip install '.[tpu]' on Linux. For N "
+            f"devices of any kind, use --plan N."
         ) from error
     return partition.set_mesh(cfg, devices)
 
@@ -1527,13 +1531,13 @@ def main(argv):
         argv,
         init_from=dict(
             metavar="RUN",
-            help="a run or a checkpoint from whose weights a new run starts\n"
-            "(from its complete state with --train.restore all)",
+            help="start a new run with the weights of this run or checkpoint\n"
+            "(--train.restore all also loads the optimizer state and the step)",
         ),
         plan=dict(
             metavar="N",
-            help="print an estimate of memory, communication and time for N devices,\n"
-            "or for a TPU topology such as v5e:2x4 by the compiler of the TPU, and exit",
+            help="estimate memory and time of a training step on N devices, and exit\n"
+            "(N may also be a TPU topology such as v5e:2x4)",
         ),
     )
     if not args.init_from:
@@ -1550,21 +1554,21 @@ def main(argv):
         return train(cfg, folder, recipe, args.config, args.init_from)
     except partition.CheckpointError as error:
         problem = (
-            f"Training stopped, because {error}. The previous checkpoint is complete: "
-            f"free some space, and run the same command again."
+            f"Training stopped, because {error}. Free some space, and run the same "
+            f"command again to continue from the previous checkpoint."
         )
     except jax.errors.JaxRuntimeError as error:
         reason = str(error)
         if "RESOURCE_EXHAUSTED" in reason:
             problem = (
-                f"Out of memory: use more devices, a smaller --train.batch_size or the "
-                f"options below.\n{memory_report(cfg)}"
+                f"Out of memory: use more devices, a smaller --train.batch_size, or the "
+                f"options at the end of this list.\n{memory_report(cfg)}"
             )
         elif jax.process_count() > 1:
             problem = (
                 f"Another process of this run has ended or cannot be reached "
-                f"({reason.splitlines()[0]}): run the same command again on all machines "
-                f"to resume from the last checkpoint."
+                f"({reason.splitlines()[0]}). To continue from the last checkpoint, run "
+                f"the same command again on all machines."
             )
         else:
             raise
