@@ -52,7 +52,7 @@ from configs import UserError, note
 
 try:
     import tensorboardX
-except ImportError:  # The library tensorboardX is optional.
+except ImportError:  # Without tensorboardX, write no files for TensorBoard.
     tensorboardX = None
 
 # ---- learning rate ---------------------------------------------------------------------
@@ -61,10 +61,10 @@ except ImportError:  # The library tensorboardX is optional.
 def learning_rate(step, cfg):
     """Return the learning rate of one training step.
 
-    The schedule is a product of factors, such as "constant * rsqrt_decay", which is the
-    schedule of T5. With --train.learning_rate 1.0 and 10,000 warmup steps, this product
-    is 0.01 at step 10,000 and 0.005 at step 40,000. The learning rate is never below
-    1e-8. All factors are those of T5X (create_learning_rate_scheduler in t5x/utils.py).
+    The schedule is a product of factors. The schedule of T5 is "constant * rsqrt_decay".
+    With --train.learning_rate 1.0 and 10,000 warmup steps, this product is 0.01 at step
+    10,000 and 0.005 at step 40,000. The learning rate is never below 1e-8. All factors
+    are those of T5X (create_learning_rate_scheduler in t5x/utils.py).
 
     step: the step number, counted from 0.
     cfg: a TrainConfig. The string cfg.schedule names the factors.
@@ -155,9 +155,9 @@ class Optimizer(NamedTuple):
 #     u    = u / max(1, RMS(u))                        clip the update to an RMS of 1
 #     w    = w - rate * max(1e-3, RMS(w)) * u          the step is relative to RMS(w)
 #
-# For a large matrix, V is not stored. It is approximated by V = R C^T / mean(R). The
-# vector R contains the moving averages of the row means of g^2. The vector C contains the
-# moving averages of the column means of g^2.
+# For a large matrix, V is not stored, but approximated by R C^T / mean(R). The vector R
+# contains the moving averages of the row means of g^2. The vector C contains the moving
+# averages of the column means of g^2.
 #
 # The updates equal those of T5X (t5x/adafactor.py), because all settings are the same.
 # There is no momentum. V is approximated only for matrices with at least 128 rows and 128
@@ -185,9 +185,9 @@ def axes_of_one_layer(p):
 def is_factored(p):
     """Return True if Adafactor stores only row and column averages for a parameter.
 
-    This is the case for matrices with at least 128 rows and 128 columns, as in T5X. For
-    example, a matrix of shape [512, 1024] is factored, but a vector of length 512 is not.
-    The stacked matrices of all layers count as separate matrices.
+    This is the case for a matrix with at least 128 rows and 128 columns, as in T5X. It is
+    also the case for a stack of such matrices, one for each layer. Adafactor stores more
+    for small matrices and vectors: one average for each element.
     p: a model.Param.
     """
     shape = [p.shape[axis] for axis in axes_of_one_layer(p)]
@@ -243,9 +243,9 @@ def adafactor_update(table, params, grads, slots, count, rate, train):
                 "row": moving_average(s["row"], squared.mean(-1)),
                 "column": moving_average(s["column"], squared.mean(-2)),
             }
-            # Compute g / sqrt(V) without storing the large matrix V = R C^T / mean(R).
-            # First divide the rows of g by sqrt(R / mean(R)), and then the columns by
-            # sqrt(C).
+            # Compute g / sqrt(V) for V = row * column / mean(row), without storing the
+            # large matrix V. First divide the rows of g by sqrt(row / mean(row)), and
+            # then divide the columns by sqrt(column).
             row = s["row"] / s["row"].mean(-1, keepdims=True)
             u = g * lax.rsqrt(row)[..., None] * lax.rsqrt(s["column"])[..., None, :]
         step_size = rate * jnp.maximum(rms(w), 1e-3)
@@ -265,7 +265,7 @@ def adafactor_update(table, params, grads, slots, count, rate, train):
 
 
 # The option --train.optimizer NAME uses OPTIMIZERS[NAME]. A recipe file (a Python file of
-# the user) can add optimizers, such as optimizers of the library optax.
+# the user) can add optimizers, for example Lion from the library optax.
 OPTIMIZERS = configs.OPTIMIZERS
 OPTIMIZERS["adafactor"] = Optimizer(adafactor_slots, adafactor_update)
 
@@ -280,7 +280,7 @@ class TrainState:
     A checkpoint contains all of these arrays.
     """
 
-    # The number of the last finished step. In a new run, this is train.start_step.
+    # The number of the last finished step. A new run begins with train.start_step.
     step: jax.Array
     # How many updates the optimizer has made. Skipped updates are not counted. Adafactor
     # needs this number to compute moving averages.
@@ -297,7 +297,7 @@ class TrainState:
 def init_state(cfg):
     """Return the TrainState of a new run, with random parameters.
 
-    The number of the last step is train.start_step, which is usually 0.
+    The step number is train.start_step, which is usually 0.
     """
     # With FSDP (ZeRO-3), each device along the mesh axis "data" stores only a shard of
     # the parameters and of the optimizer state. Without FSDP, all of these devices store
@@ -360,8 +360,8 @@ def gradients(cfg, params, batch, key):
         new = sums_and_gradients(*microbatch_and_key)
         return jax.tree.map(jnp.add, total, new), None
 
-    # Before the first microbatch, all sums are zero. The function jax.eval_shape finds
-    # the shape and the sharding of each sum without running the model.
+    # The gradients of all microbatches are summed, beginning with zeros. The function
+    # jax.eval_shape finds the shapes and shardings of the sums without running the model.
     first = jax.tree.map(lambda a: a[0], (microbatches, keys))
     zeros = jax.tree.map(
         lambda a: jnp.zeros(a.shape, a.dtype, out_sharding=a.sharding),
@@ -492,8 +492,8 @@ def run(cfg, program, state, start, load_batch, progress, evaluations, save, aft
         saves = is_due(t.save_every, step) or (stop and t.save_every > 0)
         if logs:
             progress.log(step, metrics)
-        # Stop if several updates in a row were skipped. This check comes before `save`,
-        # so that no checkpoint is saved in this case.
+        # Raise NotFinite if several updates in a row were skipped. This check comes
+        # before `save`, so that no checkpoint is saved in this case.
         if logs or saves:
             check_finite(cfg, step, int(state.skipped))
         if evaluates:
@@ -631,7 +631,7 @@ class MetricsFile:
         self.writers[group].flush()
 
     def sync(self):
-        """Make sure that the file contains all metrics on disk or in remote storage.
+        """Make sure that all metrics written so far are stored in the file.
 
         For a local file, wait until the operating system has written the file to disk.
         For a remote file, write all lines.
@@ -733,7 +733,7 @@ class Progress:
         self.restart_clock(start)
 
     def restart_clock(self, step):
-        """Start to measure the speed again, beginning after this step."""
+        """Restart the measurement of the training speed after this step."""
         self.step = step
         self.clock = time.perf_counter()
         self.waited = 0.0
@@ -1087,7 +1087,7 @@ def check_minimum_memory(cfg):
     """
     rows = cfg.train.batch_size // cfg.train.microbatches
     lengths = cfg.data.inputs_length, cfg.data.targets_length
-    # With copies=2, the parameters are counted twice, because the gradients are as large.
+    # With copies=2, both parameters and gradients are counted. They have the same size.
     memory = model.minimum_memory(cfg.model, rows, *lengths, copies=2)
     partition.check_memory(memory, SMALLER_STEP)
 
@@ -1449,8 +1449,8 @@ def plan_mesh(cfg, where):
     except Exception as error:  # libtpu raises exceptions of many types.
         raise UserError(
             f"--plan {where} did not work ({str(error).splitlines()[0]:.120}). For a "
-            f"TPU topology such as v5e:2x4, first run pip install '.[tpu]' on Linux. For N "
-            f"devices of any kind, use --plan N."
+            f"TPU topology such as v5e:2x4, first run pip install '.[tpu]' on Linux. "
+            f"For N devices of any kind, use --plan N."
         ) from error
     return partition.set_mesh(cfg, devices)
 
