@@ -1181,7 +1181,7 @@ def train(cfg, run_dir, recipe, config, source):
     check_minimum_memory(cfg)
     print(f"recipe {cfg.name}")
     for name, (new, old) in configs.differences(cfg, recipe).items():
-        print(f"  {name} {new} (instead of {old} in the recipe)")
+        print(f"  {name} {new} (the recipe has {old!r})")
     print(f"model    {model.describe_model(cfg)}")
     device = jax.devices()[0].device_kind
     print(f"devices  {mesh.size} x {device}, {describe_mesh(cfg, mesh)}")
