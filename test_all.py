@@ -3288,7 +3288,7 @@ def test_a_step_that_does_not_fit_in_memory_is_refused(monkeypatch, one_device):
     _, step = train.lower_step(SMALL, one_device)
     assert train.compile_step(step, one_device)
     monkeypatch.setattr(configs, "machine_memory", lambda: 100_000)
-    with pytest.raises(configs.UserError, match="a step .*--train.microbatches"):
+    with pytest.raises(configs.UserError, match="a training step .*--train.microbatches"):
         train.compile_step(step, one_device)
 
 
@@ -4658,7 +4658,7 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_run(corpus, compiled, 
     status, out, _ = finish(start(compiled, "--run_dir", broken))
     assert status == 0
     assert out.splitlines()[-1] == (
-        f"{broken} already has its 400 steps; continue with --train.steps 800"
+        f"{broken} has already reached step 400. To train longer, add --train.steps 800."
     )
 
 
@@ -5406,10 +5406,10 @@ def test_a_second_process_in_a_run_directory_is_refused(trained, capsys, monkeyp
     monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
     lock = train.lock_run(run_dir, partition.Checkpoints(run_dir))
     status, _, err = run(train, capsys, monkeypatch, "--run_dir", run_dir)
-    assert status == 2 and "Another process trains" in err
+    assert status == 2 and "Another process is already training" in err
     lock.close()
     status, out, _ = run(train, capsys, monkeypatch, "--run_dir", run_dir)
-    assert status == 0 and "already has its" in out
+    assert status == 0 and "has already reached step" in out
 
 
 def test_a_checkpoint_of_another_model_is_refused(trained, tmp_path, one_device):
@@ -5472,7 +5472,7 @@ def test_init_from_starts_a_run_with_the_weights_of_another(
     status, out, err = start("new", run_dir, *task)
     assert status == 0 and f"the weights of step {newest}" in out and "accuracy" in out
     status, out, _ = start("new", run_dir, *task)  # the same command again
-    assert status == 0 and "already has its" in out
+    assert status == 0 and "has already reached step" in out
     cfg = configs.load_run(tmp_path / "new")
     mesh = partition.set_mesh(cfg, jax.local_devices()[:1])
     old, new = (
@@ -5500,7 +5500,7 @@ def test_init_from_starts_a_run_with_the_weights_of_another(
         "--train.eval_every",
         0,
     )
-    assert status == 0 and "with its optimizer" in out
+    assert status == 0 and f"with weights and optimizer of step {newest}" in out
     assert [line["step"] for line in metrics_of(tmp_path / "all")][-1] == newest + 1
     (tmp_path / "other.model").write_bytes(
         data.train_tokenizer(sentences(50, seed=7), 50).serialized
@@ -5513,7 +5513,7 @@ def test_init_from_starts_a_run_with_the_weights_of_another(
     status, _, err = start(
         "late", checkpoint, "--train.restore", "all", "--train.steps", 2
     )
-    assert status == 2 and "--train.steps greater than" in err
+    assert status == 2 and "--train.steps to more than" in err
 
 
 # ---- fuzz ----------------------------------------------------------------------------------------
@@ -5722,7 +5722,7 @@ def test_step_best_names_the_best_checkpoint(trained, tmp_path, capsys, monkeypa
         "--train.steps",
         9,
     )
-    assert status == 2 and "a metric of training_eval/span_corruption" in err
+    assert status == 2 and "begins with training_eval/span_corruption" in err
 
 
 def test_csv_has_one_column_per_decoding(trained, tmp_path, capsys, monkeypatch):

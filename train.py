@@ -52,44 +52,49 @@ from configs import UserError, note
 
 try:
     import tensorboardX
-except ImportError:  # The library tensorboardX is optional.
+except ImportError:  # Without tensorboardX, write no files for TensorBoard.
     tensorboardX = None
 
 # ---- learning rate ---------------------------------------------------------------------
 
 
 def learning_rate(step, cfg):
-    """Return the learning rate of one update.
+    """Return the learning rate of one training step.
 
-    The string cfg.schedule contains names of factors, such as "constant * rsqrt_decay".
-    The learning rate is the product of these factors, and at least 1e-8. The factors and
-    the minimum are the same as in T5X (create_learning_rate_scheduler in t5x/utils.py).
-    step: the number of the update, counted from 0.
-    cfg: a TrainConfig.
+    The schedule is a product of factors. The schedule of T5 is "constant * rsqrt_decay".
+    With --train.learning_rate 1.0 and 10,000 warmup steps, this product is 0.01 at step
+    10,000 and 0.005 at step 40,000. The learning rate is never below 1e-8. All factors
+    are those of T5X (create_learning_rate_scheduler in t5x/utils.py).
+
+    step: the step number, counted from 0.
+    cfg: a TrainConfig. The string cfg.schedule names the factors.
     Raises UserError if a name in cfg.schedule is unknown.
     """
     step = jnp.maximum(0.0, step - cfg.schedule_offset)
     warmup = cfg.warmup_steps
     after_warmup = jnp.maximum(step, warmup)
     cycle = jnp.maximum(0.0, (step - warmup) / cfg.steps_per_cycle)
-    # Compute all factors. The compiler removes the factors that the schedule does not
-    # use.
+    # Compute every factor, including factors that the schedule does not use. The compiler
+    # removes the unused factors.
     factors = {
-        # The learning rate that the user has chosen.
+        # The value of --train.learning_rate, in every step.
         "constant": cfg.learning_rate,
-        # Rise linearly from 0 to 1 during the warmup, then stay at 1.
+        # Rise linearly from 0 to 1 during the warmup, and then stay at 1.
         "linear_warmup": jnp.minimum(1.0, step / warmup),
-        # Rise linearly to the learning rate, then fall linearly with slope decay_factor.
-        # Do not multiply this factor by "constant", which is also the learning rate.
+        # Rise linearly from 0 to learning_rate during the warmup. Then fall by
+        # decay_factor * learning_rate in each step. Use this factor without "constant",
+        # which would multiply by learning_rate again.
         "linear_decay": cfg.learning_rate
         * jnp.minimum(step / warmup, 1 + cfg.decay_factor * (warmup - step)),
         # Stay at 1 / sqrt(warmup) during the warmup, and then fall as 1 / sqrt(step).
         "rsqrt_decay": 1 / jnp.sqrt(after_warmup),
         # Stay at 1 during the warmup, and then fall as sqrt(warmup) / sqrt(step).
         "rsqrt_normalized_decay": math.sqrt(warmup) / jnp.sqrt(after_warmup),
-        # Start at 1, and multiply by decay_factor every steps_per_decay steps.
+        # Start at 1, and multiply by decay_factor after every steps_per_decay steps. With
+        # decay_factor 0.5, the values are 1, 0.5, 0.25 and so on.
         "decay_every": cfg.decay_factor ** (step // cfg.steps_per_decay),
-        # After the warmup, follow a half cosine from 1 to 0 in each cycle.
+        # Stay at 1 during the warmup. Then fall from 1 to 0 along half a cosine wave, and
+        # repeat this fall every steps_per_cycle steps.
         "cosine_decay": jnp.maximum(0.0, 0.5 * (1 + jnp.cos(jnp.pi * (cycle % 1.0)))),
     }
     rate = 1.0
@@ -97,8 +102,8 @@ def learning_rate(step, cfg):
         name = name.strip()
         if name not in factors:
             raise UserError(
-                f"--train.schedule has an unknown factor {name!r}: "
-                f"use {', '.join(factors)}."
+                f"--train.schedule contains the unknown factor {name!r}: choose from "
+                f"{', '.join(factors)}."
             )
         rate = rate * factors[name]
     return jnp.maximum(rate, 1e-8)
@@ -106,23 +111,27 @@ def learning_rate(step, cfg):
 
 # ---- optimizers ------------------------------------------------------------------------
 
-# Most optimizers keep state for each parameter. We call one array of this state a slot.
-# For example, Adam has two slots for each parameter. The first slot is the moving average
-# of the gradient. The second slot is the moving average of the squared gradient.
-# Slots are declared with model.Param, and so are parameters. The code for sharding and
-# checkpoints can therefore treat slots and parameters alike.
+# An optimizer stores some arrays for each parameter. We call each of these arrays a slot.
+# Adam, for example, has two slots for each parameter: the moving average of the gradient,
+# and the moving average of the squared gradient.
+#
+# A slot is declared by a model.Param, just like a parameter. The code that shards and
+# saves parameters therefore also works for slots.
 
 
 class Optimizer(NamedTuple):
-    """Define an optimizer by three functions: `slots`, `update` and `init`.
+    """Define an optimizer by the three functions `slots`, `update` and `init`.
 
-    A slot is an array of the optimizer state, such as a moving average of gradients.
-    slots(table): Declare the slots. The argument is the result of model.param_table(cfg).
-        The result is a nested dict of model.Param with the shape and axes of every slot.
-    update(table, params, grads, slots, count, rate, train): Compute one update from the
-        gradients `grads`. The result is (new params, new slots). The argument `count` is
-        the number of earlier updates, `rate` is the learning rate, and `train` is the
-        TrainConfig.
+    The arrays of the optimizer state are called slots. Adam, for example, has two slots
+    for each parameter: moving averages of the gradient and of the squared gradient. The
+    function `slots` declares these arrays, `init` creates them before training, and
+    `update` changes them in each training step.
+
+    slots(table): Return a nested dict of model.Param with the shape and axes of every
+        slot. The argument is the result of model.param_table.
+    update(table, params, grads, slots, count, rate, train): Return (new params, new
+        slots). `grads` are the gradients, `count` is the number of earlier updates,
+        `rate` is the learning rate, and `train` is the TrainConfig.
     init(params): Return the initial slots. If `init` is None, all slots start as zeros.
     """
 
@@ -131,12 +140,14 @@ class Optimizer(NamedTuple):
     init: Callable | None = None
 
 
-# Adafactor (Shazeer and Stern 2018, arXiv:1804.04235) divides each gradient by the root
-# mean square of the past gradients, as Adam does. Adam stores a moving average of the
-# squared gradient for every element of a matrix. Adafactor stores a moving average only
-# for each row and each column of the matrix.
+# Adafactor (Shazeer and Stern 2018, arXiv:1804.04235) works like Adam, but needs much
+# less memory. Both optimizers divide the gradient by the root mean square of past
+# gradients. For a matrix of shape [512, 1024], Adam stores 524,288 averages of squared
+# gradients, one for each element. Adafactor stores 512 averages for the rows and 1,024
+# averages for the columns.
 #
-# The update of a parameter w with gradient g, after t earlier updates:
+# After t earlier updates, Adafactor updates a parameter w with gradient g as follows.
+# RMS(x) is the root mean square of all elements of x.
 #
 #     beta = 1 - (t + 1)^-0.8
 #     V    = beta * V + (1 - beta) * (g^2 + 1e-30)     moving average of squared gradients
@@ -144,26 +155,27 @@ class Optimizer(NamedTuple):
 #     u    = u / max(1, RMS(u))                        clip the update to an RMS of 1
 #     w    = w - rate * max(1e-3, RMS(w)) * u          the step is relative to RMS(w)
 #
-# For a matrix, V is approximated by R C^T / mean(R). The vector R contains the moving
-# averages of the row means of g^2. The vector C contains the moving averages of the
-# column means of g^2.
+# For a large matrix, V is not stored, but approximated by R C^T / mean(R). The vector R
+# contains the moving averages of the row means of g^2. The vector C contains the moving
+# averages of the column means of g^2.
 #
-# The updates equal the updates of T5X (t5x/adafactor.py), because the settings are the
-# same. There is no momentum. Only matrices with at least 128 rows and 128 columns are
-# approximated. Weight decay is not multiplied by the learning rate.
+# The updates equal those of T5X (t5x/adafactor.py), because all settings are the same.
+# There is no momentum. V is approximated only for matrices with at least 128 rows and 128
+# columns. Weight decay is not multiplied by the learning rate.
 #
 # T5X has a separate parameter array for each layer. We stack the parameters of all layers
 # in one array. To get the same updates, we compute every mean and RMS within one layer.
 #
-# The library optax also has Adafactor, and its updates are the same. On a CPU,
-# optax.adafactor takes 1.6 times as long as our code. A test compares our updates with
-# the updates of optax and of T5X.
+# The library optax also has Adafactor, with the same updates. We wrote our own, because
+# optax.adafactor takes 1.6 times as long on a CPU. A test checks that our updates equal
+# those of optax and T5X.
 
 
 def axes_of_one_layer(p):
-    """Return the indices of a parameter's axes, without the axis "layers".
+    """Return the indices of all axes of a parameter except the axis "layers".
 
-    The parameters of all layers are stacked along the axis "layers".
+    For example, a parameter with the axes ("layers", "embed", "mlp") gives (1, 2). A mean
+    over the axes 1 and 2 is computed for each layer separately.
     p: a model.Param.
     """
     first = 1 if p.axes[0] == "layers" else 0
@@ -171,9 +183,11 @@ def axes_of_one_layer(p):
 
 
 def is_factored(p):
-    """Return whether Adafactor stores only row means and column means for a parameter.
+    """Return True if Adafactor stores only row and column averages for a parameter.
 
-    Adafactor does so for matrices with at least 128 rows and 128 columns, as in T5X.
+    This is the case for a matrix with at least 128 rows and 128 columns, as in T5X. It is
+    also the case for a stack of such matrices, one for each layer. Adafactor stores more
+    for small matrices and vectors: one average for each element.
     p: a model.Param.
     """
     shape = [p.shape[axis] for axis in axes_of_one_layer(p)]
@@ -181,20 +195,19 @@ def is_factored(p):
 
 
 def adafactor_slots(table):
-    """Declare the optimizer state of Adafactor.
+    """Declare the arrays that Adafactor stores for each parameter, called slots.
 
-    An array of the optimizer state is called a slot. A large matrix with the shape
-    [..., a, b] has two slots. The slot "row" has the shape [..., a]. The slot "column"
-    has the shape [..., b]. Every other parameter has one slot "full" with the shape of
-    the parameter.
+    A large matrix of shape [512, 1024] has two slots. The slot "row" stores 512 row
+    averages, and the slot "column" stores 1,024 column averages. Every other parameter
+    has one slot "full", which stores an average for each element.
     table: a nested dict of model.Param, which declares the parameters.
     """
 
     def slots(p):
         if not is_factored(p):
             return {"full": p}
-        # The mean of a row averages over the last axis, so "row" has no last axis. The
-        # mean of a column averages over the second-to-last axis.
+        # If p has the shape [layers, 512, 1024], then "row" has the shape [layers, 512],
+        # and "column" has the shape [layers, 1024].
         return {
             "row": model.Param(p.shape[:-1], p.axes[:-1]),
             "column": model.Param(p.shape[:-2] + p.shape[-1:], p.axes[:-2] + p.axes[-1:]),
@@ -204,10 +217,11 @@ def adafactor_slots(table):
 
 
 def adafactor_update(table, params, grads, slots, count, rate, train):
-    """Return the parameters and the optimizer state after one update of Adafactor.
+    """Update all parameters once with Adafactor, and return (new params, new slots).
 
-    The comment above axes_of_one_layer contains the equations. The class Optimizer
-    describes the arguments.
+    Adafactor divides each gradient by the root mean square of past gradients. The comment
+    above axes_of_one_layer explains the equations. The class Optimizer explains the
+    arguments.
     """
     beta = 1 - (count + 1.0) ** -0.8
 
@@ -229,19 +243,20 @@ def adafactor_update(table, params, grads, slots, count, rate, train):
                 "row": moving_average(s["row"], squared.mean(-1)),
                 "column": moving_average(s["column"], squared.mean(-2)),
             }
-            # Compute g / sqrt(V) for V = row * column / mean(row). The two factors of
-            # 1 / sqrt(V) multiply g separately, so the matrix V is never stored.
+            # Compute g / sqrt(V) for V = row * column / mean(row), without storing the
+            # large matrix V. First divide the rows of g by sqrt(row / mean(row)), and
+            # then divide the columns by sqrt(column).
             row = s["row"] / s["row"].mean(-1, keepdims=True)
             u = g * lax.rsqrt(row)[..., None] * lax.rsqrt(s["column"])[..., None, :]
         step_size = rate * jnp.maximum(rms(w), 1e-3)
         clipping = jnp.maximum(1.0, rms(u))
         return w * (1 - train.weight_decay) - step_size / clipping * u, s
 
-    # The result is a tree with a tuple (new parameter, new slots) for each parameter.
+    # For each parameter, `updated` contains a tuple (new parameter, new slots).
     updated = jax.tree.map(
         update_parameter, table, params, grads, slots, is_leaf=model.is_param
     )
-    # Split the tree of tuples into a tree of parameters and a tree of slots.
+    # Split the tree `updated` into two trees, one with parameters and one with slots.
     new_params, new_slots = (
         jax.tree.map(lambda _, new: new[i], table, updated, is_leaf=model.is_param)
         for i in (0, 1)
@@ -249,8 +264,8 @@ def adafactor_update(table, params, grads, slots, count, rate, train):
     return new_params, new_slots
 
 
-# This dict maps the name of an optimizer to an Optimizer. A recipe file (a Python file of
-# the user) may add its own optimizers, for example with from_optax.
+# The option --train.optimizer NAME uses OPTIMIZERS[NAME]. A recipe file (a Python file of
+# the user) can add optimizers, for example Lion from the library optax.
 OPTIMIZERS = configs.OPTIMIZERS
 OPTIMIZERS["adafactor"] = Optimizer(adafactor_slots, adafactor_update)
 
@@ -260,33 +275,33 @@ OPTIMIZERS["adafactor"] = Optimizer(adafactor_slots, adafactor_update)
 
 @flax.struct.dataclass
 class TrainState:
-    """Hold all arrays that a training step changes.
+    """Hold the arrays that training changes: counters, parameters and optimizer state.
 
-    A checkpoint contains all fields of this class.
+    A checkpoint contains all of these arrays.
     """
 
-    # The number of the last step. A run starts at train.start_step. A step also counts if
-    # the update of this step was skipped.
+    # The number of the last finished step. A new run begins with train.start_step.
     step: jax.Array
-    # The number of updates that were not skipped. The beta of Adafactor depends on this
-    # number.
+    # How many updates the optimizer has made. Skipped updates are not counted. Adafactor
+    # needs this number to compute moving averages.
     count: jax.Array
-    # The number of consecutive updates that were skipped just before this state. An
-    # update is skipped if the loss or a gradient is infinite or NaN.
+    # How many updates in a row were just skipped. An update is skipped if the loss or a
+    # gradient is infinite or NaN.
     skipped: jax.Array
-    # The parameters are a nested dict, which model.param_table declares.
+    # The parameters, as a nested dict of arrays with the keys of model.param_table.
     params: dict
-    # The optimizer state is a nested dict, which Optimizer.slots declares.
+    # The optimizer state, as a nested dict of arrays, such as averages of gradients.
     slots: dict
 
 
 def init_state(cfg):
-    """Return the TrainState at the start of a run, with random parameters.
+    """Return the TrainState of a new run, with random parameters.
 
-    The arrays have the sharding in which they are stored between training steps.
+    The step number is train.start_step, which is usually 0.
     """
-    # With FSDP (ZeRO-3), parameters and optimizer state are also split over the mesh axis
-    # "data".
+    # With FSDP (ZeRO-3), each device along the mesh axis "data" stores only a shard of
+    # the parameters and of the optimizer state. Without FSDP, all of these devices store
+    # the same values.
     rules = partition.STORAGE_RULES if cfg.mesh.fsdp else partition.RULES
     optimizer = OPTIMIZERS[cfg.train.optimizer]
     params = model.init_params(cfg.model, jax.random.key(cfg.train.seed), rules)
@@ -304,21 +319,20 @@ def init_state(cfg):
 
 
 def gradients(cfg, params, batch, key):
-    """Compute the gradients of the loss of a batch.
+    """Compute the gradients of the mean loss per target token of a batch.
 
-    The loss is the mean over all target tokens of the batch, without padding.
+    Padding is not counted. To save memory, a batch can be split into microbatches, which
+    the model processes one after another. The gradients of all microbatches are added up.
+    Without dropout, the result is the same as without microbatches, up to rounding. With
+    dropout, the random masks differ.
+
     batch: a data.Batch with arrays of the shape [rows, length]. Segment 0 is padding.
     key: the PRNG key for dropout, or None for no dropout.
     Returns (the sums that model.loss_fn returns, the gradients of the parameters).
-
-    If train.microbatches is n > 1, the batch is split into n microbatches to save memory.
-    The model processes the microbatches one after another, and their gradients are added
-    up. Without dropout, the result is the same up to rounding. With dropout, the random
-    masks differ.
     """
-    # Divide the loss of every microbatch by the number of tokens in the complete batch.
-    # The gradients of the microbatches then add up to the gradient of the complete batch.
-    # If the TrainConfig has a loss_divisor, divide by the loss_divisor instead.
+    # Divide by the number of target tokens in the complete batch, not in one microbatch.
+    # The gradients of the microbatches then add up to the gradient of the mean loss. The
+    # option --train.loss_divisor replaces this number.
     tokens = jnp.sum(batch.target_segments > 0)
     divisor = cfg.train.loss_divisor or jnp.maximum(tokens, 1).astype(jnp.float32)
 
@@ -334,9 +348,9 @@ def gradients(cfg, params, batch, key):
     if n == 1:
         return sums_and_gradients(batch, key)
 
-    # Microbatch i consists of the rows i, i + n, i + 2n and so on. Each device holds a
-    # contiguous block of rows, so every microbatch has rows on every device. No row has
-    # to move to another device.
+    # With n = 2, one microbatch has the rows 0, 2, 4, ..., and the other has the rows
+    # 1, 3, 5, ... Each device holds a block of neighboring rows, so every microbatch has
+    # rows on every device. No row has to move to another device.
     microbatches = jax.tree.map(
         lambda a: a.reshape(-1, n, a.shape[1]).swapaxes(0, 1), batch
     )
@@ -346,9 +360,8 @@ def gradients(cfg, params, batch, key):
         new = sums_and_gradients(*microbatch_and_key)
         return jax.tree.map(jnp.add, total, new), None
 
-    # Start the addition from zeros. The zeros must have the same shapes and shardings as
-    # the results for one microbatch. The function jax.eval_shape finds these shapes and
-    # shardings without computing the results.
+    # The gradients of all microbatches are summed, beginning with zeros. The function
+    # jax.eval_shape finds the shapes and shardings of the sums without running the model.
     first = jax.tree.map(lambda a: a[0], (microbatches, keys))
     zeros = jax.tree.map(
         lambda a: jnp.zeros(a.shape, a.dtype, out_sharding=a.sharding),
@@ -359,19 +372,22 @@ def gradients(cfg, params, batch, key):
 
 
 def train_step(cfg, state, batch):
-    """Compute the gradients of a batch, and update the parameters once.
+    """Train on one batch: compute the gradients, and update the parameters once.
+
+    Returns (the new TrainState, metrics). The metrics are a dict of numbers, such as the
+    loss, the accuracy and the learning rate. All losses are in nats per target token.
+    This function is compiled before training starts.
 
     state: the TrainState before the update.
     batch: a data.Batch with arrays of the shape [rows, length].
-    Returns (the TrainState after the update, metrics). The metrics are a dict of float32
-    scalars. Losses are in nats per target token, without padding.
 
-    This function is compiled before training starts. The result depends only on the
-    arguments, so a resumed run gives the same result as an uninterrupted run.
+    The result depends only on the arguments. A resumed run therefore gives the same
+    result as an uninterrupted run.
     """
     key = None
     if cfg.model.dropout:
-        # Derive the key from the step, so that a resumed run has the same dropout masks.
+        # The step number determines the dropout masks. A resumed run therefore has the
+        # same masks as an uninterrupted run.
         key = jax.random.fold_in(jax.random.key(cfg.train.seed + 1), state.step)
     sums, grads = gradients(cfg, state.params, batch, key)
     rate = learning_rate(state.step, cfg.train)
@@ -381,9 +397,8 @@ def train_step(cfg, state, batch):
         table, state.params, grads, state.slots, state.count, rate, cfg.train
     )
 
-    # Skip the update if the loss or a gradient is infinite or NaN. A compiled function
-    # cannot use a Python `if` for this purpose. Therefore jnp.where selects the new or
-    # the old value of every array.
+    # If the loss or a gradient is infinite or NaN, keep the old parameters and slots. A
+    # compiled function cannot use a Python `if` on computed values, so use jnp.where.
     grad_norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums["cross_ent_loss"])
     params, slots = jax.tree.map(
@@ -407,36 +422,42 @@ def train_step(cfg, state, batch):
 
 
 class NotFinite(Exception):
-    """Report an infinite or NaN loss or gradient in several consecutive steps."""
+    """Raised if the loss or a gradient is infinite or NaN in several steps in a row."""
 
 
 def check_finite(cfg, step, skipped):
-    """Raise NotFinite if at least the last three updates were skipped.
+    """Raise NotFinite if at least three updates in a row were skipped.
 
     An update is skipped if the loss or a gradient is infinite or NaN.
-    step: the number of the last step.
-    skipped: the number of consecutive updates that were skipped up to this step.
+    step: the number of the last finished step.
+    skipped: how many updates in a row were skipped, up to this step.
     """
     if skipped < 3:
         return
     t = cfg.train
-    # Count the steps of this run before the first skipped update.
+    # The number of steps of this run before the first skipped update. With batch size 64
+    # and before = 10, the skipped batches begin with row 640 of the training data.
     before = step - skipped - t.start_step
     raise NotFinite(
-        f"The loss or the gradients of steps {step - skipped + 1:,} to {step:,} (rows "
-        f"{before * t.batch_size:,} to {(before + skipped) * t.batch_size - 1:,} of the "
-        f"run) were not finite, so their updates were skipped. Start another run with a "
-        f"lower --train.learning_rate."
+        f"The loss or a gradient was infinite or NaN in steps {step - skipped + 1:,} to "
+        f"{step:,} (rows {before * t.batch_size:,} to "
+        f"{(before + skipped) * t.batch_size - 1:,} of the training data). These steps "
+        f"did not change the model. Start another run with a lower "
+        f"--train.learning_rate."
     )
 
 
 def run(cfg, program, state, start, load_batch, progress, evaluations, save, after_step):
-    """Train the model from step `start` to step train.steps.
+    """Run the training loop from step `start` to step train.steps.
+
+    In each step, the loop takes one batch and updates the parameters. At regular
+    intervals, the loop also prints metrics, evaluates the model and saves a checkpoint.
+    Training stops early if after_step returns True.
 
     program: the compiled function train_step.
     state: the TrainState after step `start`.
-    load_batch(n): A function that returns the batch for the update from step n to step
-        n + 1. The arrays of this batch are on the devices.
+    load_batch(n): A function that returns the batch of the step that follows step n. The
+        arrays of this batch are on the devices.
     progress: a Progress (lower part of this file), which measures and reports the speed.
     evaluations: an Evaluations (lower part of this file), which evaluates the model.
     save(step, state): A function that starts to write a checkpoint.
@@ -446,21 +467,22 @@ def run(cfg, program, state, start, load_batch, progress, evaluations, save, aft
     """
     t = cfg.train
 
-    # An action with the interval `every` is due at every multiple of the interval, and at
-    # the end of the run. The interval 0 turns the action off.
+    # With every = 100, an action is due after the steps 100, 200, 300 and so on, and
+    # after the last step. With every = 0, the action is never due.
     def is_due(every, step):
         return every > 0 and (step % every == 0 or step == t.steps)
 
-    # Load the next batch in a thread while the devices compute the current step.
+    # Load the next batch in a background thread while the devices compute the current
+    # step.
     loader = ThreadPoolExecutor(1)
     next_batch = loader.submit(load_batch, start)
     for step in range(start + 1, t.steps + 1):
         batch = progress.wait(next_batch)
         if step < t.steps:
             next_batch = loader.submit(load_batch, step)
-        # JAX runs programs asynchronously. This call therefore returns before the devices
-        # have computed the step. Code that reads a result, such as a metric, waits for
-        # the devices.
+        # This call starts the step and returns at once, because JAX runs programs
+        # asynchronously. Code that reads a result, such as a metric, waits until the
+        # devices have computed the step.
         state, metrics = program(state, batch)
         stop = after_step(step)
 
@@ -470,7 +492,8 @@ def run(cfg, program, state, start, load_batch, progress, evaluations, save, aft
         saves = is_due(t.save_every, step) or (stop and t.save_every > 0)
         if logs:
             progress.log(step, metrics)
-        # Raise an error before a checkpoint is saved if several updates were skipped.
+        # Raise NotFinite if several updates in a row were skipped. This check comes
+        # before `save`, so that no checkpoint is saved in this case.
         if logs or saves:
             check_finite(cfg, step, int(state.skipped))
         if evaluates:
@@ -479,8 +502,8 @@ def run(cfg, program, state, start, load_batch, progress, evaluations, save, aft
             evaluations.predict(step, state.params)
         if saves:
             save(step, state)
-        # Start a new measurement of the training speed. The measured time must not
-        # include evaluations, predictions and saves.
+        # Restart the clock, so that the measured training speed does not include
+        # evaluations and checkpoints.
         if logs or evaluates or predicts or saves:
             progress.restart_clock(step)
         if stop:
@@ -496,10 +519,11 @@ def run(cfg, program, state, start, load_batch, progress, evaluations, save, aft
 def from_optax(make):
     """Convert an optimizer of the library optax to an Optimizer.
 
-    make(rate, train): A function that takes a learning rate and a TrainConfig. The result
-        is an optax.GradientTransformation. For the optimizer Lion, this function is
-        `lambda rate, train: optax.lion(rate)`.
-    The optimizer state is the state of the optax optimizer, such as the momentum.
+    For example, `from_optax(lambda rate, train: optax.lion(rate))` returns the optimizer
+    Lion. The state of the optax optimizer, such as the momentum, becomes the optimizer
+    state of the run.
+    make(rate, train): A function that returns an optax.GradientTransformation for a
+        learning rate and a TrainConfig.
     """
 
     def init(params):
@@ -511,9 +535,9 @@ def from_optax(make):
         declared = flatten_dict(state)
         for path, slot in declared.items():
             axes = (None,) * len(slot.shape)
-            # Find the parameter to which an array of the optimizer state belongs. The
-            # array "0/mu/encoder/norm", for example, belongs to the parameter
-            # "encoder/norm". If the shapes are equal, the axes are also equal.
+            # The optax array "0/mu/encoder/norm", for example, belongs to the parameter
+            # "encoder/norm". If the array and the parameter have the same shape, they
+            # also get the same axes, and therefore the same sharding.
             for name, p in partition.flatten(table).items():
                 if "/".join(path).endswith(f"/{name}") and p.shape == slot.shape:
                     axes = p.axes
@@ -521,8 +545,8 @@ def from_optax(make):
         return unflatten_dict(declared)
 
     def update(table, params, grads, slots, count, rate, train):
-        # In optax, the learning rate is an argument that creates an optimizer. The
-        # learning rate changes in every step, so create a new optimizer in every step.
+        # An optax optimizer is created with a fixed learning rate. Our learning rate
+        # changes in every step, so create the optimizer with the current learning rate.
         updates, slots = make(rate, train).update(grads, slots, params)
         return optax.apply_updates(params, updates), slots
 
@@ -540,15 +564,15 @@ OPTIMIZERS["adamw"] = from_optax(
 class MetricsFile:
     """Write the metrics of a run to the file metrics.jsonl.
 
-    Each line of the file is a JSON object with the metrics of one step. Only the main
-    process writes the file.
+    Each line of the file is a JSON object with metrics of one step. An example is
+    {"step": 100, "train/loss": 2.5}. Only the main process writes the file. If the
+    library tensorboardX is installed, the metrics of a local run are also written to
+    RUN_DIR/tensorboard.
+
     path: the local or remote path of the file.
     step: the step at which the run starts or resumes. All lines of later steps are
         removed, because the run repeats these steps. The file contains lines of later
         steps if the run was killed after its last checkpoint.
-
-    The metrics of a local run are also written to RUN_DIR/tensorboard if the library
-    tensorboardX is installed. Each group of metrics has a folder in RUN_DIR/tensorboard.
     """
 
     def __init__(self, path, step):
@@ -557,18 +581,20 @@ class MetricsFile:
         lines = partition.read_metrics_file(path)
         self.lines = [json.dumps(line) + "\n" for line in lines if line["step"] <= step]
         self.writers = {}
-        # TensorBoard hides all old events from this step on, because the run repeats
-        # these steps.
+        # A resumed run repeats the steps after its last checkpoint. Make TensorBoard hide
+        # the old metrics of these steps.
         self.purge_step = step + 1
         if partition.is_main_process():
             configs.write_file(path, "".join(self.lines))
 
     def write(self, step, **groups):
-        """Write the metrics of one step to the file, as one line.
+        """Add a line with metrics of one step to the file.
 
+        For example, write(100, train={"loss": 2.5}) adds
+        {"step": 100, "train/loss": 2.5}.
         step: the number of the step.
-        groups: The name of each argument is the name of a group of metrics. The value of
-            each argument is a dict from the name of a metric to a number.
+        groups: Each keyword, such as `train`, is the name of a group of metrics. Its
+            value is a dict from the name of a metric to a number.
         """
         if not partition.is_main_process():
             return
@@ -578,8 +604,8 @@ class MetricsFile:
                 values[f"{group}/{name}"] = float(value)
         line = json.dumps({"step": step, **values}) + "\n"
         if self.is_remote:
-            # No line can be appended to a remote file. Keep all lines in memory until the
-            # method sync writes the complete file.
+            # Remote storage cannot append a line to a file. Collect all lines in memory,
+            # and let the method sync write the complete file.
             self.lines.append(line)
         else:
             configs.append_file(self.path, line)
@@ -588,25 +614,27 @@ class MetricsFile:
                 self.write_events(group, metrics, step)
 
     def write_events(self, group, metrics, step):
-        """Write the metrics of one step for TensorBoard.
+        """Write the metrics of one step to a folder that TensorBoard can display.
 
-        Each group of metrics has its own folder, as in the library SeqIO.
+        For example, the group "train" has the folder RUN_DIR/tensorboard/train. The
+        library SeqIO also has a folder for each group.
         """
         if group not in self.writers:
             folder = str(self.path.parent / "tensorboard" / group)
             writer = tensorboardX.SummaryWriter(folder, purge_step=self.purge_step)
             self.writers[group] = writer
         for name, value in metrics.items():
-            # The library SeqIO adds "eval/" to the names of metrics of generated text.
-            # Use the same names.
+            # SeqIO adds "eval/" to the names of metrics of generated text, for example
+            # "eval/bleu". Use the same names.
             tag = f"eval/{name}" if group.startswith("inference_eval/") else name
             self.writers[group].add_scalar(tag, float(value), step)
         self.writers[group].flush()
 
     def sync(self):
-        """Save all lines that were written so far.
+        """Make sure that all metrics written so far are stored in the file.
 
-        A local file is flushed to disk. A remote file is written as a whole.
+        For a local file, wait until the operating system has written the file to disk.
+        For a remote file, write all lines.
         """
         if not partition.is_main_process():
             return
@@ -621,10 +649,10 @@ class MetricsFile:
 
 
 def describe_mesh(cfg, mesh):
-    """Return a line of text that describes how a run uses its devices.
+    """Return a text that describes how a run uses its devices.
 
-    The line contains the sizes of the mesh, the number format, and the division of a
-    batch among the devices.
+    An example is "mesh data 1 x model 1, fsdp False, float32, remat dots, batch 64 =
+    64 rows on each device, microbatches 1".
     """
     t = cfg.train
     dtype = model.compute_dtype(cfg.model).name
@@ -637,19 +665,20 @@ def describe_mesh(cfg, mesh):
 
 
 def find_chip(device):
-    """Return the key of partition.CHIPS that describes a device.
+    """Return the name of a device in the table partition.CHIPS, such as "H100".
 
-    Return None if partition.CHIPS does not contain the device.
+    Return None if the table does not contain the device.
     device: a jax.Device.
     """
     return next((name for name in partition.CHIPS if name in device.device_kind), None)
 
 
 def peak_flops():
-    """Return the peak floating-point operations per second of all devices together.
+    """Return the peak speed of all devices together, in operations per second.
 
-    The peak of a chip in partition.CHIPS is the value in its data sheet. For all other
-    devices, the speed of a matmul is measured. This function also prints the peak.
+    Only floating-point operations are counted. For a known GPU or TPU, the peak comes
+    from the data sheet. For all other devices, the speed of a matmul is measured. This
+    function also prints the peak.
     """
     name = find_chip(jax.devices()[0])
     if name:
@@ -657,8 +686,8 @@ def peak_flops():
     else:
         name = "a 1024 x 1024 matmul"
         a = jnp.ones((1024, 1024))
-        # Measure ten repetitions and use the fastest. The first repetition is slow,
-        # because the matmul is compiled. Other programs may slow down other repetitions.
+        # Time the matmul ten times, and use the shortest time. The first time includes
+        # the compilation, and other programs may slow down some repetitions.
         times = timeit.repeat(
             lambda: jnp.matmul(a, a).block_until_ready(), number=1, repeat=10
         )
@@ -668,16 +697,16 @@ def peak_flops():
 
 
 def step_flops(cfg):
-    """Return the number of floating-point operations of one training step.
+    """Return how many floating-point operations a training step needs.
 
-    The number is the sum over all devices.
+    The result is the total for all devices.
     """
     return cfg.train.batch_size * model.train_flops(
         cfg.model, cfg.data.inputs_length, cfg.data.targets_length
     )
 
 
-# The format of a line of the progress output. The names in braces are names of metrics.
+# A line of the progress output. Each name in braces is replaced by the value of a metric.
 PROGRESS_LINE = (
     "loss {loss:.3f}  accuracy {accuracy:.3f}  learning rate {learning_rate:.1e}  "
     "{seqs_per_second:.4g} examples/s  {gigaflops:.4g} GFLOP/s "
@@ -686,10 +715,10 @@ PROGRESS_LINE = (
 
 
 class Progress:
-    """Measure the speed of a run, and report the metrics of the training steps.
+    """Measure the training speed, and report the loss and other metrics during training.
 
-    The metrics are written to the metrics file. On a terminal, a progress bar shows the
-    latest metrics. If the output is not a terminal, the method log prints a line.
+    The metrics are written to metrics.jsonl. In a terminal, a progress bar also shows the
+    latest metrics. If the output is not a terminal, the metrics are printed as lines.
     """
 
     def __init__(self, cfg, metrics_file, start):
@@ -697,14 +726,14 @@ class Progress:
         self.metrics_file = metrics_file
         self.flops = step_flops(cfg)
         self.peak = peak_flops()
-        # The value disable=None shows the bar only if the output is a terminal.
+        # With disable=None, the bar is shown only if the output is a terminal.
         self.bar = tqdm(
             total=cfg.train.steps, initial=start, disable=None, file=sys.stdout
         )
         self.restart_clock(start)
 
     def restart_clock(self, step):
-        """Start a new measurement of the speed at this step."""
+        """Restart the measurement of the training speed after this step."""
         self.step = step
         self.clock = time.perf_counter()
         self.waited = 0.0
@@ -712,7 +741,7 @@ class Progress:
     def wait(self, batch):
         """Wait until a batch is loaded, and return the batch.
 
-        The waiting time is added to self.waited.
+        The waiting time is recorded, because a long time means that loading is too slow.
         batch: a concurrent.futures.Future whose result is the batch.
         """
         began = time.perf_counter()
@@ -721,12 +750,14 @@ class Progress:
         return result
 
     def log(self, step, metrics):
-        """Write and print the metrics of a step and the current speed.
+        """Report the metrics of a step and the training speed.
 
-        The speed is the average since the last call of the method restart_clock.
+        The metrics are written to metrics.jsonl and also shown to the user. The speed is
+        the average since the last call of restart_clock.
         """
         t = self.cfg.train
-        # Wait until the devices have computed the step, and copy the metrics to the host.
+        # Copy the metrics from the devices. This waits until the devices have computed
+        # the step.
         metrics = jax.device_get(metrics)
         seconds = time.perf_counter() - self.clock
         steps = (step - self.step) / seconds
@@ -753,7 +784,8 @@ class Progress:
 # ---- evaluations during training -------------------------------------------------------
 
 
-# The format of the line that reports the loss of a task on held-out data.
+# The line that reports how well the model predicts held-out data of a task. Each name in
+# braces is replaced by a value.
 HELD_OUT_LINE = (
     "step {step:,}: {task}: held-out loss {loss:.3f}, accuracy {accuracy:.3f}, "
     "{content_loss:.3f} nats per content token"
@@ -761,14 +793,15 @@ HELD_OUT_LINE = (
 
 
 class Evaluations:
-    """Evaluate a model on held-out data, and write and print the results.
+    """Evaluate the model during training, on held-out data that it is not trained on.
 
-    At the start, the unigram loss of each task is printed as a baseline. The unigram loss
-    is the loss of a model that knows only how frequent each token is.
+    The results are printed and written to metrics.jsonl. Before training, a baseline is
+    printed for each task: the loss of a unigram model. This model knows only how often
+    each token occurs.
 
     held_out: a dict from the name of a task to a tuple (Config, Dataset).
-    counts: The number of occurrences of each token in a sample of the training data. This
-        array of integers has the shape [vocabulary size].
+    counts: how often each token occurs in a sample of the training data, as an array of
+        integers of the shape [vocabulary size].
     """
 
     def __init__(self, mesh, run_dir, metrics_file, held_out, counts):
@@ -781,16 +814,16 @@ class Evaluations:
             batches = [dataset.batch(i) for i in range(number)]
             loss = data.unigram_loss(counts, batches, dataset.tasks[0].tokenizer)
             print(
-                f"unigram  {loss:.3f} nats per content token of held-out {name}, if each "
-                f"token is predicted by its frequency alone (sentinels and EOS are not "
-                f"content tokens)"
+                f"unigram  {loss:.3f} nats per content token on held-out {name}. This is "
+                f"the loss of a baseline that knows only how often each token occurs. "
+                f"Content tokens are all target tokens except sentinels and EOS."
             )
 
     def evaluate(self, step, params):
-        """Evaluate the loss of the model on every task.
+        """Compute the loss and the accuracy of the model on held-out data of each task.
 
-        The results are written to the metrics file and printed. One example is also
-        printed, with the output that the model generates.
+        The results are printed and written to metrics.jsonl. For one example, the output
+        that the model generates is also printed.
         """
         for name, (cfg, dataset) in self.held_out.items():
             number = dataset.batches(cfg.train.eval_batches)
@@ -801,17 +834,17 @@ class Evaluations:
         tqdm.write(held_out_example(params, cfg, self.mesh, dataset))
 
     def predict(self, step, params):
-        """Generate outputs for held-out examples, and compute the metrics of each task.
+        """Generate an output for each held-out example, and compute metrics such as BLEU.
 
-        Tasks without inputs and targets are ignored. The generated outputs are written to
-        RUN_DIR/eval, and the metrics are written to the metrics file.
+        The outputs are written to RUN_DIR/eval, and the metrics to metrics.jsonl. Tasks
+        that have only text instead of inputs and targets are left out.
         """
         for name, (cfg, dataset) in self.held_out.items():
             task = dataset.tasks[0]
             if len(task.task.objective.features) < 2:
                 continue
-            # The limit is the number of examples. If eval_batches is 0, the limit is
-            # None, and all examples are evaluated.
+            # Use at most this many examples. If eval_batches is 0, None means all
+            # examples.
             limit = cfg.train.eval_batches * cfg.train.batch_size or None
             metrics, lines = evaluate.predict(
                 params, cfg, self.mesh, "validation", task.tokenizer, limit
@@ -825,24 +858,24 @@ class Evaluations:
 
 
 def held_out_example(params, cfg, mesh, dataset):
-    """Return a text that shows an example and the output of the model for this example.
+    """Return a text that compares the output of the model with the true output.
 
-    The text contains the inputs, the true targets and the output.
-    dataset: a Dataset of held-out data. The example is the first row of this Dataset.
+    The text has three lines: the inputs, the true targets, and the output of the model.
+    dataset: a Dataset of held-out data. Its first row is the example.
     """
     tokenizer = dataset.tasks[0].tokenizer
     batch = dataset.batch(0)
     inputs = batch.inputs[0][batch.input_segments[0] > 0]
     targets = batch.targets[0]
-    # The rows of a batch are split over the mesh axis "data". The batch size must
-    # therefore be at least the size of this axis.
+    # The devices along the mesh axis "data" share the rows of a batch. The batch
+    # therefore needs at least one row for each of these devices. Only the first row is
+    # used.
     (outputs, _), *_ = infer.run_batch(
         params, cfg, mesh, [infer.Example(inputs)], "predict", mesh.shape["data"]
     )
     if data.is_span_corruption(cfg):
-        # Show the text three times. The masked spans are blank in the first text. They
-        # are filled with the true tokens in the second text, and by the model in the
-        # third.
+        # Show the same text three times: with gaps, with the true tokens in the gaps, and
+        # with the tokens that the model writes.
         texts = [
             infer.fill_blanks(inputs, ids, tokenizer) for ids in ([], targets, outputs[0])
         ]
@@ -856,10 +889,10 @@ def held_out_example(params, cfg, mesh, dataset):
 
 
 def lock_run(run_dir, checkpoints):
-    """Lock a run directory, so that only one run at a time uses this directory.
+    """Lock a run directory, so that only one run at a time can use it.
 
-    Returns an open file. Closing the file releases the lock. Returns None if the
-    directory is remote, because a remote directory cannot be locked.
+    Returns the open lock file. Closing this file releases the lock. A remote directory
+    cannot be locked, so the result is None.
 
     Only the main process locks the directory. All other processes return None. The main
     process also deletes checkpoints that were not completely written.
@@ -869,14 +902,14 @@ def lock_run(run_dir, checkpoints):
     lock = None
     run_dir.mkdir(parents=True, exist_ok=True)
     if configs.is_remote(run_dir):
-        note(f"{run_dir} cannot be locked: start only one run at a time there.")
+        note(f"{run_dir} cannot be locked, so do not start two runs there at a time.")
     else:
         try:
             lock = configs.lock(run_dir / ".lock")
         except BlockingIOError:
             raise UserError(
-                f"Another process trains in {run_dir}: stop that process, or name "
-                f"another --run_dir."
+                f"Another process is already training in {run_dir}: stop that process, "
+                f"or choose another --run_dir."
             ) from None
     checkpoints.discard_unfinished()
     return lock
@@ -885,10 +918,10 @@ def lock_run(run_dir, checkpoints):
 def run_tokenizer(cfg, run_dir, resumes, source):
     """Return the Tokenizer of a run.
 
-    A resumed run loads the vocabulary from its run directory. A run that starts from the
-    weights of another run uses the vocabulary of the other run. All other runs use the
-    vocabulary of --data.vocab. If --data.vocab starts with "train:", this vocabulary is
-    trained first.
+    A resumed run uses the vocabulary in its run directory. A new run with --init_from
+    uses the vocabulary of the run that it starts from. Any other new run uses the
+    vocabulary of --data.vocab. The value "train:8000", for example, first trains a
+    vocabulary of 8,000 tokens.
     resumes: whether the run resumes from its own checkpoint.
     source: the value of --init_from, or None.
     """
@@ -896,8 +929,8 @@ def run_tokenizer(cfg, run_dir, resumes, source):
         return data.load_tokenizer(run_dir / "spiece.model")
     if not source:
         return data.prepare_vocabulary(cfg)
-    # The vocabulary is in the run directory. If `source` is the path of a checkpoint, the
-    # run directory is the parent of the parent folder.
+    # The file spiece.model is in the run directory. The run directory of the checkpoint
+    # runs/tiny/checkpoints/step_00001500, for example, is runs/tiny.
     path = configs.to_path(source)
     folder = path if partition.find_checkpoint(source) else path.parent.parent
     found = folder / "spiece.model"
@@ -907,15 +940,17 @@ def run_tokenizer(cfg, run_dir, resumes, source):
     tokenizer = data.load_tokenizer(named)
     if found.exists() and tokenizer.sha256 != data.load_tokenizer(found).sha256:
         raise UserError(
-            f"--data.vocab is not the vocabulary of {source}: leave out --data.vocab."
+            f"--data.vocab is not the vocabulary of {source}. Leave out --data.vocab to "
+            f"use the right vocabulary."
         )
     return tokenizer
 
 
 def check_keep_best(t, tasks):
-    """Raise UserError if the metric of --train.keep_best is never computed.
+    """Raise UserError if a run does not compute the metric that --train.keep_best names.
 
-    Each evaluation of a run computes the metrics of one task.
+    For example, "training_eval/span_corruption/loss" is computed if --train.eval_every is
+    not 0 and span_corruption is one of the evaluated tasks.
     t: a TrainConfig.
     tasks: the names of the tasks that are evaluated.
     """
@@ -923,15 +958,17 @@ def check_keep_best(t, tasks):
     groups += [f"inference_eval/{task}" for task in tasks if t.infer_every]
     if t.keep_best and t.keep_best.rpartition("/")[0] not in groups:
         raise UserError(
-            f"No evaluation of this run writes --train.keep_best {t.keep_best}: use a "
-            f"metric of {', '.join(groups) or 'an evaluation (--train.eval_every)'}."
+            f"--train.keep_best {t.keep_best} names a metric that this run does not "
+            f"compute. Choose a metric whose name begins with "
+            f"{' or '.join(groups) or 'training_eval, and turn on --train.eval_every'}."
         )
 
 
 def open_data(cfg, run_dir, resumes, source, config):
-    """Open the data of a run, and write the files that describe the run.
+    """Open the training data and the held-out data of a run.
 
-    These files are spiece.model, config.json, model-info.txt and recipe.py.
+    This function also writes the files that describe the run: spiece.model, config.json,
+    model-info.txt and recipe.py.
     resumes: whether the run resumes from its own checkpoint.
     source: the value of --init_from, or None.
     config: the value of --config, or None.
@@ -939,13 +976,13 @@ def open_data(cfg, run_dir, resumes, source, config):
     of an evaluated task to a tuple (Config, Dataset).
     """
     t = cfg.train
-    # The main process calls this function before all other processes, and writes
-    # config.json. If another process does not find this file, the directory is not
-    # shared.
+    # The main process runs this function before all other processes, and writes
+    # config.json. If another process does not find this file, the processes do not share
+    # the directory.
     if not partition.is_main_process() and not (run_dir / "config.json").exists():
         raise UserError(
-            f"--run_dir {run_dir} is not the same directory for all processes: name a "
-            f"directory that all of them share."
+            f"The processes of this run do not share --run_dir {run_dir}: choose a "
+            f"directory that all machines can read and write."
         )
     tokenizer = run_tokenizer(cfg, run_dir, resumes, source)
     dataset = data.prepare(cfg, "train", tokenizer)
@@ -961,8 +998,9 @@ def open_data(cfg, run_dir, resumes, source, config):
         digest = configs.read_run(run_dir)[1]["corpus"] if resumes else ""
         if digest and digest != dataset.digest:
             note(
-                f"warning: {cfg.data.source} has changed since {run_dir} was started. "
-                f"The run continues with the changed data."
+                f"warning: {cfg.data.source} has changed since the run {run_dir} began. "
+                f"Training continues with the changed data. To train on the old data, "
+                f"stop this run and restore the data."
             )
         if not resumes:
             configs.write_file(run_dir / "spiece.model", tokenizer.serialized)
@@ -976,13 +1014,14 @@ def open_data(cfg, run_dir, resumes, source, config):
 
 
 def state_template(cfg, mesh):
-    """Return a TrainState of jax.ShapeDtypeStructs instead of arrays.
+    """Return the shapes, dtypes and shardings of a TrainState without creating arrays.
 
-    A jax.ShapeDtypeStruct describes the shape, dtype and sharding of an array.
+    The result is a TrainState of jax.ShapeDtypeStructs.
     """
 
     def with_sharding(a):
-        # A counter of an optax optimizer has no sharding. Put a copy on every device.
+        # The step counter of an optax optimizer has no sharding. Put a copy on every
+        # device.
         spec = a.sharding.spec if a.sharding else jax.P()
         sharding = jax.NamedSharding(mesh, spec)
         return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
@@ -992,9 +1031,9 @@ def state_template(cfg, mesh):
 
 
 def batch_template(cfg, mesh, rows):
-    """Return a data.Batch of jax.ShapeDtypeStructs instead of arrays.
+    """Return the shapes, dtypes and shardings of a batch without creating arrays.
 
-    A jax.ShapeDtypeStruct describes the shape, dtype and sharding of an array.
+    The result is a data.Batch of jax.ShapeDtypeStructs.
     rows: the number of rows on all devices together.
     """
     sharding = jax.NamedSharding(mesh, jax.P("data"))
@@ -1002,14 +1041,15 @@ def batch_template(cfg, mesh, rows):
         jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=sharding)
         for length in (cfg.data.inputs_length, cfg.data.targets_length)
     )
-    # The first two arrays of a Batch have the length of the inputs. The last three arrays
-    # have the length of the targets.
+    # The fields of a Batch are inputs, input_segments, decoder_inputs, targets and
+    # target_segments.
     return data.Batch(inputs, inputs, targets, targets, targets)
 
 
 def lower_step(cfg, mesh):
-    """Lower the training step to the input of the compiler.
+    """Translate the training step to StableHLO, the input language of the XLA compiler.
 
+    JAX calls this translation lowering.
     mesh: the mesh of the devices that will run the training step.
     Returns (the result of state_template, a jax.stages.Lowered). The method `compile` of
     the jax.stages.Lowered compiles the training step.
@@ -1017,24 +1057,22 @@ def lower_step(cfg, mesh):
     template = state_template(cfg, mesh)
     options = None
     if partition.platform() == "tpu":
-        # These compiler options make training faster on some TPUs. The file partition.py
-        # explains the options.
+        # Choose the compiler options that make training faster on this kind of TPU. The
+        # file partition.py explains the options.
         kind = mesh.devices.flat[0].device_kind
         options = dict(partition.ASYNC_GATHER_OPTIONS)
         if kind not in ("TPU v3", "TPU v4"):
             options |= partition.ASYNC_REDUCE_OPTIONS
         if kind.startswith("TPU v5"):
             options |= partition.FUSION_MEMORY_OPTIONS
-    # The argument donate_argnums lets the new TrainState reuse the memory of the old
-    # TrainState.
+    # With donate_argnums=0, the new TrainState reuses the memory of the old TrainState.
     step = jax.jit(
         functools.partial(train_step, cfg), donate_argnums=0, compiler_options=options
     )
     return template, step.lower(template, batch_template(cfg, mesh, cfg.train.batch_size))
 
 
-# This text is the end of an error message that says "lower ...". The text lists the flags
-# that reduce the memory of a training step.
+# An error message about too little memory says "lower", followed by this text.
 SMALLER_STEP = (
     "--train.batch_size, --data.inputs_length, --data.targets_length or the model's "
     "sizes, raise --train.microbatches, add --model.remat full"
@@ -1044,42 +1082,41 @@ SMALLER_STEP = (
 def check_minimum_memory(cfg):
     """Raise UserError if the largest arrays of a training step do not fit in memory.
 
-    This estimate needs no compilation. Compilation starts by tracing the model, and
-    tracing already creates matrices of the shape [inputs_length, inputs_length]. This
-    estimate therefore comes before tracing.
+    This check is a quick estimate, which runs before JAX traces the model. Tracing itself
+    already needs memory for matrices of the shape [inputs_length, inputs_length].
     """
     rows = cfg.train.batch_size // cfg.train.microbatches
     lengths = cfg.data.inputs_length, cfg.data.targets_length
-    # Count two copies, because the gradients need as much memory as the parameters.
+    # With copies=2, both parameters and gradients are counted. They have the same size.
     memory = model.minimum_memory(cfg.model, rows, *lengths, copies=2)
     partition.check_memory(memory, SMALLER_STEP)
 
 
 def compile_step(step, mesh):
-    """Compile the training step, and return the compiled program.
+    """Compile the training step, and check that the compiled program fits in memory.
 
-    Raises UserError if the program does not fit in memory. The compiler knows the size
-    before any memory is allocated. Without this check, a machine without accelerators
-    would start to swap, or the kernel would kill the process.
+    Raises UserError if the program is too large. This check comes before any memory is
+    allocated. Without it, a machine without accelerators would start to swap, or the
+    kernel would kill the process.
     step: a jax.stages.Lowered from lower_step.
     """
     program = step.compile()
     sizes = program.memory_analysis()
     size = sizes.argument_size_in_bytes + sizes.temp_size_in_bytes
-    partition.check_memory({"a step": mesh.size * size}, SMALLER_STEP)
+    partition.check_memory({"a training step": mesh.size * size}, SMALLER_STEP)
     return program
 
 
 def load_state(cfg, template, checkpoints, source):
-    """Load or initialize the TrainState with which a run starts.
+    """Return the TrainState with which a run starts, and the number of its step.
 
-    A run with checkpoints resumes from the newest checkpoint. A run without checkpoints
-    starts from `source` or from random parameters. The run takes the complete state of
-    `source` if train.restore is "all", and only the parameters otherwise.
+    If the run already has checkpoints, the newest checkpoint is loaded. Otherwise, the
+    parameters of `source` are loaded if --init_from is given. In all other cases, the
+    parameters are random. With --train.restore all, the optimizer state and the step of
+    `source` are loaded too.
     template: the result of state_template.
     checkpoints: the partition.Checkpoints of the run.
-    source: the path of another run or of a checkpoint, or None.
-    Returns (the TrainState, the step of the TrainState).
+    source: the value of --init_from (the path of a run or a checkpoint), or None.
     """
     t = cfg.train
     state = to_state_dict(template)
@@ -1091,14 +1128,14 @@ def load_state(cfg, template, checkpoints, source):
         step, arrays = partition.load_newest(source, state)
         if not t.start_step <= step < t.steps:
             raise UserError(
-                f"--train.restore all resumes {source} at step {step:,}, so "
-                f"--train.start_step must be at most {step} and --train.steps greater "
-                f"than {step}."
+                f"--train.restore all continues {source} at step {step:,}: set "
+                f"--train.start_step to at most {step}, and --train.steps to more than "
+                f"{step}."
             )
-        print(f"started  from {source}, step {step:,}, with its optimizer")
+        print(f"started  from {source}, with weights and optimizer of step {step:,}")
     else:
-        # The program that initializes the state runs only once, so fast compilation is
-        # more important than fast code. On a CPU, this option halves the compile time.
+        # The initialization runs only once, so compile it quickly instead of making it
+        # fast. On a CPU, optimization level 1 halves the compile time.
         options = None
         if partition.platform() == "cpu":
             options = {"xla_backend_optimization_level": "1"}
@@ -1110,14 +1147,14 @@ def load_state(cfg, template, checkpoints, source):
         arrays = {}
         if source:
             source_step, arrays = partition.load_newest(source, parameters)
-            print(f"started  from {source}, the weights of step {source_step:,}")
+            print(f"started  from {source}, with the weights of step {source_step:,}")
         elif t.start_step:
             note(
-                f"warning: starting at step {t.start_step:,} with newly initialized "
-                f"weights. To continue an earlier run, name it with --init_from."
+                f"warning: training starts at step {t.start_step:,} with random weights. "
+                f"To continue an earlier run, add --init_from RUN."
             )
-    # Replace arrays of the state by arrays of the checkpoint. Some optax optimizers have
-    # empty states. A checkpoint does not contain empty states, so keep them from `state`.
+    # Replace the entries of `state` that were loaded. Some optax optimizers have empty
+    # entries, which are not in a checkpoint. Keep the empty entries of `state`.
     arrays = flatten_dict(state, keep_empty_nodes=True) | flatten_dict(arrays)
     return from_state_dict(template, unflatten_dict(arrays)), step
 
@@ -1126,26 +1163,25 @@ def load_state(cfg, template, checkpoints, source):
 
 
 def train(cfg, run_dir, recipe, config, source):
-    """Train a model until step train.steps, and write the run directory.
+    """Train a model until step train.steps, and write all results to the run directory.
 
     If the run directory already contains checkpoints, training resumes from the newest
-    checkpoint.
+    checkpoint. Returns the exit status of the command, which is 0 if training succeeded.
+    The exit status is 1 if the loss or a gradient was infinite or NaN in several steps.
     cfg: the Config of the run.
     recipe: the Config before the flags of the command line changed any field.
     config: the value of --config, or None.
     source: the value of --init_from, or None.
-    Returns the exit status of the command. The exit status is 1 if the loss or the
-    gradients were infinite or NaN, and otherwise 0.
     """
     t = cfg.train
     mesh = partition.set_mesh(cfg)
-    # Raise an error for an unknown schedule or too little memory before any file is
-    # written.
+    # Before any file is written, check that the schedule is valid and the memory
+    # suffices.
     learning_rate(0, t)
     check_minimum_memory(cfg)
     print(f"recipe {cfg.name}")
     for name, (new, old) in configs.differences(cfg, recipe).items():
-        print(f"  {name} {new} (recipe: {old})")
+        print(f"  {name} {new} (the recipe has {old!r})")
     print(f"model    {model.describe_model(cfg)}")
     device = jax.devices()[0].device_kind
     print(f"devices  {mesh.size} x {device}, {describe_mesh(cfg, mesh)}")
@@ -1157,29 +1193,28 @@ def train(cfg, run_dir, recipe, config, source):
     dataset, held_out = partition.run_on_main_first(
         lambda: open_data(cfg, run_dir, resumes, source, config)
     )
-    # After the signal SIGTERM, a run finishes the current step, saves a checkpoint and
-    # exits. If there are several processes, JAX handles the signal (see after_step).
+    # On the signal SIGTERM, a run finishes the current step, saves a checkpoint and
+    # exits. With several processes, JAX handles the signal (see after_step).
     terminated = threading.Event()
     if jax.process_count() == 1:
         signal.signal(signal.SIGTERM, lambda *_: terminated.set())
     try:
         template, step = lower_step(cfg, mesh)
         note("compiling the training step")
-        # Compile the training step in a thread while the TrainState is loaded or
-        # initialized.
+        # Compile the training step in a background thread while the TrainState is loaded.
         with ThreadPoolExecutor(1) as thread:
             compiling = thread.submit(compile_step, step, mesh)
             state, start = load_state(cfg, template, checkpoints, source)
             program = compiling.result()
-        # Return memory that the compiler no longer uses to the operating system. The C
-        # library glibc would otherwise keep this memory. For T5 1.1 small on a CPU, this
+        # The compiler no longer needs much of its memory, but the C library glibc keeps
+        # it. Return this memory to the operating system. For T5 1.1 small on a CPU, this
         # saves 280 MB.
         if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
             trim(0)
         if start >= t.steps:
             print(
-                f"{run_dir} already has its {start:,} steps; continue with "
-                f"--train.steps {2 * start}"
+                f"{run_dir} has already reached step {start:,}. To train longer, add "
+                f"--train.steps {2 * start}."
             )
             return 0
         metrics_file = MetricsFile(run_dir / "metrics.jsonl", start)
@@ -1192,15 +1227,15 @@ def train(cfg, run_dir, recipe, config, source):
             batch = dataset.batch(step - t.start_step, rows)
             return partition.put_batch(batch, t.batch_size, mesh)
 
-        # The flag --train.profile FIRST:LAST traces the steps from FIRST to LAST. The
-        # value 0:0 traces no step.
+        # The flag --train.profile 10:12 records the steps 10, 11 and 12 with
+        # jax.profiler. The value 0:0 records no step.
         first, last = map(int, (t.profile or "0:0").split(":"))
 
         def profile(step):
             if step == first - 1:
                 jax.profiler.start_trace(run_dir / "profile")
-            # End the trace one step after LAST, because the devices compute step LAST
-            # after its call has returned.
+            # The call for step LAST returns before the devices have computed the step. To
+            # record the complete step, stop the profiler one step later.
             if start < first <= step == min(last + 1, t.steps):
                 jax.profiler.stop_trace()
 
@@ -1208,13 +1243,14 @@ def train(cfg, run_dir, recipe, config, source):
             profile(step)
             if jax.process_count() == 1:
                 return terminated.is_set()
-            # This function of JAX makes all processes stop after the same step.
+            # All processes must stop after the same step. This function of JAX chooses
+            # the step.
             return multihost_utils.reached_preemption_sync_point(step)
 
         def save(step, state):
             metrics_file.sync()
-            # Wait until the previous checkpoint is complete. The previous checkpoint may
-            # be the best checkpoint, which must be kept.
+            # Wait until the previous checkpoint is complete. Only complete checkpoints
+            # are compared below to find the best one.
             checkpoints.wait()
             best = None
             if t.keep_best:
@@ -1248,8 +1284,8 @@ def train(cfg, run_dir, recipe, config, source):
             lock.close()
     if step < t.steps:
         print(
-            f"stopped at step {step:,} on SIGTERM: run the same command again to "
-            f"continue from the last checkpoint."
+            f"stopped at step {step:,} on SIGTERM. To continue from the last checkpoint, "
+            f"run the same command again."
         )
         return 0
     print(f"done     {run_dir}: {step:,} steps.")
@@ -1262,7 +1298,7 @@ def train(cfg, run_dir, recipe, config, source):
 
 
 def model_info(cfg, mesh):
-    """Return a text that describes every array of the parameters and optimizer state.
+    """Return a text that lists all arrays of the parameters and the optimizer state.
 
     Each line contains the name, the size, the shape and the sharding of an array. The
     format is the same as in the file model-info.txt of T5X.
@@ -1287,7 +1323,7 @@ def model_info(cfg, mesh):
 def activation_bytes(cfg, params, batch):
     """Return how many bytes of activations a device saves for the backward pass.
 
-    The model is traced, but nothing is computed.
+    The bytes are computed from the shapes of arrays, without running the model.
     params: the parameters, as a nested dict of jax.ShapeDtypeStructs with shardings.
     batch: a data.Batch of jax.ShapeDtypeStructs with shardings.
     """
@@ -1297,23 +1333,23 @@ def activation_bytes(cfg, params, batch):
         def loss(params):
             return model.loss_fn(params, batch, cfg, key)[0]
 
-        # The function jax.vjp returns the backward pass as a pytree. The leaves of this
-        # pytree are the saved activations.
+        # The function jax.vjp returns the backward pass as a pytree of arrays. These
+        # arrays include the saved activations.
         _, backward_pass = jax.vjp(loss, params)
         return backward_pass
 
     program = jax.make_jaxpr(backward)(params, batch).jaxpr
     saved = {v for v in program.outvars if isinstance(v, jax.extend.core.Var)}
-    # Exclude the parameters and the batch, because they are not activations.
+    # The arrays also include parameters and the batch, which are not activations.
     saved -= set(program.invars)
     return partition.bytes_on_device([v.aval for v in saved])
 
 
 def memory_table(cfg, mesh):
-    """Estimate the minimum memory of a training step on one device.
+    """Estimate the memory in bytes that a training step needs on one device.
 
-    The result is a dict from the name of a group of arrays to the number of bytes. The
-    bytes are computed from shapes and shardings. Temporary arrays are not included.
+    The result is a dict with the keys "parameters", "optimizer", "gradients" and
+    "activations". The real memory is larger, because temporary arrays are not counted.
     """
     template = state_template(cfg, mesh)
     batch = batch_template(cfg, mesh, cfg.train.batch_size // cfg.train.microbatches)
@@ -1329,14 +1365,14 @@ def memory_table(cfg, mesh):
 def memory_savings(cfg):
     """Return a list of the flags that reduce the memory of a training step.
 
-    Each element of the list is a tuple (flag, bytes on one device, cost). The bytes are
-    the total memory with this flag and all earlier flags of the list. The cost is a text,
-    such as "a third more arithmetic".
+    Each element of the list is a tuple (flag, bytes, cost). An example is
+    ("--model.remat full", 2e9, "a third more arithmetic"). The bytes are the memory of
+    one device with this flag and all earlier flags in the list.
     """
     mesh = jax.sharding.get_mesh()
     least = sum(memory_table(cfg, mesh).values())
     savings = []
-    # Try the flags in order of their cost. The cheapest flag comes first.
+    # Try the flags from the cheapest to the most expensive.
     for name, value, cost in (
         ("train.microbatches", 2 * cfg.train.microbatches, "more and smaller matmuls"),
         ("model.remat", "full", "a third more arithmetic"),
@@ -1348,8 +1384,8 @@ def memory_savings(cfg):
             configs.check(changed)
             changed_mesh = partition.set_mesh(changed, mesh.devices.ravel())
         except UserError:
-            # This flag cannot be used with this Config. For example, the rows of the
-            # batch cannot be divided evenly among the devices.
+            # Leave out a flag that this run cannot use. For example, --mesh.model 2 needs
+            # an even number of devices.
             continue
         size = sum(memory_table(changed, changed_mesh).values())
         if size < least:
@@ -1360,18 +1396,18 @@ def memory_savings(cfg):
 
 
 def format_table(title, rows):
-    """Return a text that contains a title and a table.
+    """Return a text with a title and one line for each row of a table.
 
-    rows: a list of tuples (name, number, remark). Each tuple becomes a line of the table.
+    rows: a list of tuples (name, number, remark), such as ("total", 2.5, "GB").
     """
     lines = [f"  {name:28} {number:>10.4g} {remark}" for name, number, remark in rows]
     return "\n".join([f"{title}:", *lines])
 
 
 def memory_report(cfg):
-    """Return a text with the memory that a training step needs on each device.
+    """Return a text that says how much memory a training step needs on each device.
 
-    The text also contains the flags that reduce this memory.
+    The text also lists flags that reduce the memory.
     """
     memory = memory_table(cfg, jax.sharding.get_mesh())
     memory["total"] = sum(memory.values())
@@ -1387,45 +1423,46 @@ def memory_report(cfg):
 
 
 def plan_mesh(cfg, where):
-    """Return a mesh of simulated devices, for an estimate of a run on other machines.
+    """Return a mesh of simulated devices, so that --plan can estimate a run on them.
 
-    where: a string with the number of devices or a TPU topology such as v5e:2x4.
+    where: the number of devices, such as "512", or a TPU topology, such as "v5e:2x4".
     """
     jax.config.update("jax_platforms", "cpu")
-    # Turn off the compilation cache, so that the compiler always runs. The function
-    # count_collectives reads files that the compiler writes.
+    # Turn off the compilation cache. With a cached program, the compiler would not write
+    # the files that count_collectives reads.
     jax.config.update("jax_enable_compilation_cache", False)
     if where.isdecimal():
         if not 1 <= int(where) <= 2048:
             raise UserError(
-                "--plan takes 1 to 2048 devices: for more devices, divide the number of "
-                "devices and --train.batch_size by the same factor."
+                "--plan takes 1 to 2048 devices. To plan for more devices, divide both "
+                "the number of devices and --train.batch_size by the same number."
             )
         jax.config.update("jax_num_cpu_devices", int(where))
         return partition.set_mesh(cfg)
     from jax.experimental import topologies
 
-    # These variables prevent the library libtpu from searching this machine for TPUs.
+    # Keep the library libtpu from searching for a TPU on this machine.
     os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost")
     chips = {"chip_config_name": "megacore"} if where.startswith("v4") else {}
     try:
         devices = topologies.get_topology_desc(where, "tpu", **chips).devices
     except Exception as error:  # libtpu raises exceptions of many types.
         raise UserError(
-            f"--plan {where} needs libtpu, the compiler of TPUs "
-            f"({str(error).splitlines()[0]:.120}): install it on Linux with "
-            f"pip install '.[tpu]', or use --plan N for N devices."
+            f"--plan {where} did not work ({str(error).splitlines()[0]:.120}). For a "
+            f"TPU topology such as v5e:2x4, first run pip install '.[tpu]' on Linux. "
+            f"For N devices of any kind, use --plan N."
         ) from error
     return partition.set_mesh(cfg, devices)
 
 
 def plan(cfg, where):
-    """Print an estimate of a training step on devices that this machine does not have.
+    """Print how much memory and time a training step needs on other devices.
 
-    The estimate contains the memory, the communication and the time.
-    where: a string with the number of devices or a TPU topology such as v5e:2x4. For a
-        TPU topology, the step is compiled by the TPU compiler. The compiler estimates the
-        time of the arithmetic. The compiler also decides which communication overlaps
+    The devices do not have to exist on this machine. The printed estimate also contains
+    the communication between the devices.
+    where: the number of devices, such as "512", or a TPU topology, such as "v5e:2x4". For
+        a TPU topology, the step is compiled by the TPU compiler. The compiler estimates
+        the time of the arithmetic. The compiler also decides which communication overlaps
         with arithmetic.
     """
     if cfg.model.dtype == "auto":
@@ -1437,8 +1474,8 @@ def plan(cfg, where):
     name = find_chip(mesh.devices.flat[0])
     if name:
         program = step.compile()
-        # The runtime of the TPU needs about 5 % of the memory. The program can use the
-        # other 95 %.
+        # The needed memory in GB. The TPU runtime takes about 5 % of the memory, so the
+        # program can use 95 %.
         needed = program.memory_analysis().peak_memory_in_bytes / 0.95e9
         cycles, counts, sent = partition.estimated_cycles(program.as_text())
         rows = [(part, number / 1e6, "million") for part, number in cycles.most_common(6)]
@@ -1450,12 +1487,13 @@ def plan(cfg, where):
         ]
         exposed = sum(size for kind, size, _ in rows if "overlapped" not in kind)
     else:
-        # Assume that temporary arrays take 10 % of the memory.
+        # The needed memory in GB. Temporary arrays take about 10 % of it.
         needed = sum(memory_table(cfg, mesh).values()) / 0.9e9
         computed = step_flops(cfg) / mesh.size
         if cfg.model.remat == "full":
-            # With full rematerialization, the forward pass is computed twice. A step then
-            # costs 4 instead of 3 times as much as a forward pass.
+            # The backward pass costs twice as much as the forward pass. With full
+            # rematerialization, the forward pass runs twice, so a step costs 4 instead of
+            # 3 forward passes.
             computed *= 4 / 3
         arithmetic = {
             name: computed / chip.teraflops / 1e12
@@ -1466,8 +1504,8 @@ def plan(cfg, where):
             (f"{kind} over {axis}", size / 1e9, f"GB, {count:,} times")
             for kind, axis, count, size in collectives
         ]
-        # Assume that all communication overlaps with arithmetic. No time is then spent on
-        # communication alone.
+        # Assume that the devices compute during all communication, so that no time is
+        # spent on communication alone.
         exposed = 0
     print(format_table("communication, sent by each device in a step", rows))
     sent = sum(size for _, size, _ in rows)
@@ -1493,18 +1531,18 @@ def main(argv):
         argv,
         init_from=dict(
             metavar="RUN",
-            help="a run or a checkpoint from whose weights a new run starts\n"
-            "(from its complete state with --train.restore all)",
+            help="start a new run with the weights of this run or checkpoint\n"
+            "(--train.restore all also loads the optimizer state and the step)",
         ),
         plan=dict(
             metavar="N",
-            help="print an estimate of memory, communication and time for N devices,\n"
-            "or for a TPU topology such as v5e:2x4 by the compiler of the TPU, and exit",
+            help="estimate memory and time of a training step on N devices, and exit\n"
+            "(N may also be a TPU topology such as v5e:2x4)",
         ),
     )
     if not args.init_from:
-        # If --data.vocab is changed, change the vocabulary size of the model accordingly.
-        # With --init_from, the model must keep the vocabulary size of the loaded weights.
+        # A new vocabulary also changes the vocabulary size of the model. With
+        # --init_from, the size stays the same as in the loaded weights.
         changes = data.with_vocab_size(changes)
     cfg, run_dir, recipe = configs.resolve_run(args, changes)
     infer.check_decoder(cfg)
@@ -1516,21 +1554,21 @@ def main(argv):
         return train(cfg, folder, recipe, args.config, args.init_from)
     except partition.CheckpointError as error:
         problem = (
-            f"Training stopped, because {error}. The previous checkpoint is complete: "
-            f"free some space, and run the same command again."
+            f"Training stopped, because {error}. Free some space, and run the same "
+            f"command again to continue from the previous checkpoint."
         )
     except jax.errors.JaxRuntimeError as error:
         reason = str(error)
         if "RESOURCE_EXHAUSTED" in reason:
             problem = (
-                f"Out of memory: use more devices, a smaller --train.batch_size or the "
-                f"options below.\n{memory_report(cfg)}"
+                f"Out of memory: use more devices, a smaller --train.batch_size, or the "
+                f"options at the end of this list.\n{memory_report(cfg)}"
             )
         elif jax.process_count() > 1:
             problem = (
                 f"Another process of this run has ended or cannot be reached "
-                f"({reason.splitlines()[0]}): run the same command again on all machines "
-                f"to resume from the last checkpoint."
+                f"({reason.splitlines()[0]}). To continue from the last checkpoint, run "
+                f"the same command again on all machines."
             )
         else:
             raise
