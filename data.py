@@ -2370,8 +2370,8 @@ def p3_sources(cfg, folder="*"):
     """Return a dict from the names of P3 folders to their data sources.
 
     P3 is a collection of datasets with a folder for each task. For example, the folder
-    trec_a may have the data source "seqio:data/p3/trec_a". If --data.source does not begin
-    with seqio: or parquet:, the dict is empty.
+    trec_a may have the data source "seqio:data/p3/trec_a". If --data.source does not
+    begin with seqio: or parquet:, the dict is empty.
 
     folder: the name of a P3 folder, or "*" for all folders.
     """
