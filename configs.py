@@ -197,7 +197,8 @@ class TrainConfig:
     microbatches: int = 1
     # Name of the optimizer: adafactor, adamw, or one from your recipe file.
     optimizer: str = "adafactor"
-    # Base learning rate. The factor "constant" of the schedule has this value.
+    # Base learning rate: the value of "constant", one of the factors of the schedule.
+    # The next setting lists the factors that are multiplied.
     learning_rate: float = at_least(0, 1.0)
     # Learning rate schedule: a product of factors, such as "constant * linear_warmup".
     # The function learning_rate in train.py defines all factors.
@@ -208,9 +209,9 @@ class TrainConfig:
     # Step that the schedule treats as step 0.
     # A run that continues a checkpoint can start its schedule anew with this setting.
     schedule_offset: int = at_least(0, 0)
-    # Decay of the schedule factors decay_every and linear_decay.
-    # decay_every is multiplied by decay_factor every steps_per_decay steps.
-    # linear_decay falls by decay_factor * learning_rate in each step after the warmup.
+    # Decay of the learning rate, for two factors of the schedule.
+    # For decay_every, the rate is multiplied by decay_factor every steps_per_decay steps.
+    # For linear_decay, each step after the warmup takes this fraction of learning_rate off.
     decay_factor: float = 0.5
     # Number of steps between two decays of the schedule factor decay_every.
     steps_per_decay: int = 20_000
@@ -246,7 +247,7 @@ class TrainConfig:
     async_save: bool = True
     # Number of checkpoints to keep. Older checkpoints are deleted.
     keep: int = 3
-    # Metric whose best checkpoint is kept, too, as named in metrics.jsonl.
+    # Name of a metric in metrics.jsonl. The checkpoint with its best value is also kept.
     # An example is training_eval/span_corruption/loss. Empty means none.
     keep_best: str = ""
     # Steps to trace with jax.profiler, as FIRST:LAST, such as 10:13.

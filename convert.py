@@ -238,8 +238,9 @@ def slot_name(parameter, slot):
     For example, the array v of the parameter "target/decoder/decoder_norm/scale" is
     "state/param_states/decoder/decoder_norm/scale/v".
 
-    parameter: the name of the parameter in Hugging Face or T5X.
-    slot: which Adafactor array, "m", "v", "v_row" or "v_col".
+    parameter: the name of the parameter in T5X.
+    slot: "v", "v_row" or "v_col", the averages of Adafactor, or "m", the momentum, which
+    T5X stores and plain T5 does not use.
     """
     return f"state/param_states/{parameter.removeprefix('target/')}/{slot}"
 

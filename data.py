@@ -379,10 +379,10 @@ class SpanCorruption(Objective):
 
 
 def truncated_length(side, task, data):
-    """Return the maximum lengths of inputs or targets with and without EOS.
+    """Return how long the inputs or the targets may be, as three integers.
 
-    The result is three integers. For example, (512, 1, 511) means at most 512 tokens, of
-    which 1 is EOS, and at most 511 tokens before EOS.
+    The integers are the maximum length with EOS, the number of EOS tokens (0 or 1), and
+    the maximum number of tokens before EOS. An example is (512, 1, 511).
 
     EOS is appended to all targets, and to the inputs unless task.inputs_eos is False.
     Usually, long examples are truncated so that EOS still fits, as in the t5 library. In
@@ -443,9 +443,9 @@ class Examples:
         visits the chunks in random order. Training can begin as soon as the first shard
         exists.
         """
-        # Tokenize text until all these samples are in epoch 0, or until the source ends.
-        # starts[-1] is the number of all chunks that are known then. If the source has
-        # not ended, divmod returns epoch 0, because every sample is below starts[-1].
+        # shard_starts tokenizes text until enough chunks are known, or until the source
+        # ends. starts[-1] is the number of known chunks. A sample number is at least
+        # starts[-1] only if the source has ended. Then the sample is in a later epoch.
         starts = self.corpus.shard_starts(int(samples.max()) + 1)
         epochs, chunks = np.divmod(samples, starts[-1])
         if not self.shuffled:
@@ -525,10 +525,13 @@ def pack(sizes, limits):
     targets = kinds[1].copy()
 
     # Measure room as a fraction of an average row. Otherwise the inputs, which are often
-    # longer than the targets, would count more. In an average row, all tokens are spread
-    # evenly over the smallest possible number of rows.
-    load = sizes.sum(1) / limits  # how many rows all inputs fill, and all targets
-    average = limits * load / load.max()  # mean numbers of tokens in a row
+    # longer than the targets, would count more.
+    #
+    # load: the number of rows that all inputs would fill, and that all targets would
+    # fill. The larger of the two is the smallest possible number of rows.
+    # average: the tokens in a row if all tokens are spread evenly over these rows.
+    load = sizes.sum(1) / limits
+    average = limits * load / load.max()
     input_room, target_room = (kinds / average[:, None]).astype(np.float32)
 
     rows = np.zeros(sizes.shape[1], int)

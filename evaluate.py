@@ -373,8 +373,8 @@ def rank(params, cfg, mesh, split, tokenizer, normalize=False):
     ]
     lines = [{**choice, "score": score} for choice, score in zip(choices, scores)]
     # num_classes is the number of answer choices if all examples have the same choices,
-    # else None. In tasks without lists of choices it is 0, which has the same effect as
-    # None.
+    # else None. In P3, each example is one answer choice and has no list of choices. Then
+    # num_classes is 0, which has the same effect as None.
     texts = {tuple(choice.get("answer_choices", task.choices)) for choice in choices}
     num_classes = len(texts.pop()) if len(texts) == 1 else None
     if num_classes and not importlib.util.find_spec("sklearn"):

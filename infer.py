@@ -128,8 +128,8 @@ def init_cache(params, cfg, encoded, length, beams=1):
     - The pair (keys, values) for cross-attention. Keys and values have the shape
       [B, H, S, C], and all beams share them.
     - The position bias of self-attention, from model.relative_bias. The bias has the
-      shape [1, H, length, length]. On a mesh, the first axis may have one copy of the
-      bias for each device of the "data" axis.
+      shape [1, H, length, length]. On a mesh, axis 0 may instead hold one copy for each
+      device of the "data" axis, because training needs the bias in this form.
     """
     stack = params["decoder"]
     table = model.param_table(cfg)["decoder"]["layers"]
@@ -495,7 +495,8 @@ def beam_step(state, logits, at, *, decode):
 
     # The search ends when N outputs are finished and no live beam can beat them. The sum
     # of log-probabilities of a live beam is negative and can only fall. The final score
-    # is at most this sum divided by the largest penalty, which is that of length + 1 ids.
+    # is at most this sum divided by the penalty of length + 1 ids. No output is longer,
+    # so no output has a larger penalty.
     bound = live_scores[:, :1] / length_penalty(length + 1.0, decode)
     done = finished.all(1, keepdims=True) & (finished_scores[:, -1:] > bound)
 

@@ -94,9 +94,11 @@ def param_table(cfg):
     stack_bias, layer_bias = ({}, bias) if cfg.layer_biases else (bias, {})
 
     def attention(bias):
-        # The weights of all heads form one matrix, so that Adafactor can store the row
-        # and column means of this matrix. The scale of `query` contains the factor
-        # 1 / sqrt(C). T5 therefore does not divide the attention scores by sqrt(C).
+        # The weights of all heads form one matrix, so that Adafactor can store row and
+        # column means of the squared gradient of this matrix.
+        #
+        # The scale of `query` contains the factor 1 / sqrt(C). T5 therefore does not
+        # divide the attention scores by sqrt(C).
         return {
             "norm": norm,
             "query": Param((D, H * C), ("embed", "heads"), "normal", (D * C) ** -0.5),
@@ -161,8 +163,11 @@ def is_param(x):
 def init_params(cfg, key, rules=RULES):
     """Sample the initial parameters, as a nested dict of float32 arrays.
 
-    The same PRNG key gives the same values on any number of devices. rules: how to shard
-    the parameters, which is partition.RULES or partition.STORAGE_RULES.
+    The same PRNG key gives the same values on any number of devices.
+
+    rules: how to shard the parameters over the mesh. partition.STORAGE_RULES splits them
+    over the mesh axis "data" too (fully sharded data parallelism). partition.RULES does
+    not.
     """
 
     def sample(p, key):

@@ -308,7 +308,7 @@ def write_shards(path, shards):
     with path.open("wb") as file:
         for name, bounds, data in shards:
             crc = zlib.crc32(data)
-            # The header contains no time, so equal shards give equal files.
+            # The header contains no timestamp, so equal shards give equal files.
             header = msgpack.packb(
                 {
                     "name": name,
