@@ -211,7 +211,8 @@ class TrainConfig:
     schedule_offset: int = at_least(0, 0)
     # Decay of the learning rate, for two factors of the schedule.
     # For decay_every, the rate is multiplied by decay_factor every steps_per_decay steps.
-    # For linear_decay, each step after the warmup takes this fraction of learning_rate off.
+    # For linear_decay, each step after the warmup subtracts this fraction of
+    # learning_rate.
     decay_factor: float = 0.5
     # Number of steps between two decays of the schedule factor decay_every.
     steps_per_decay: int = 20_000
