@@ -285,9 +285,9 @@ class TrainState:
     # How many updates the optimizer has made. Skipped updates are not counted. Adafactor
     # needs this number to compute moving averages.
     count: jax.Array
-    # How many of the latest updates were skipped one after another. The number is 0 if the
-    # latest update was applied. An update is skipped if the loss or a gradient is infinite
-    # or NaN.
+    # How many of the latest updates were skipped one after another. The number is 0 if
+    # the latest update was applied. An update is skipped if the loss or a gradient is
+    # infinite or NaN.
     skipped: jax.Array
     # The parameters, as a nested dict of arrays with the keys of model.param_table.
     params: dict
