@@ -768,18 +768,18 @@ def weights_identity(cfg, vocabulary):
 
 
 def check_identity(wanted, found, problem, remedy):
-    """Raise UserError if two dicts differ, and name the values that differ.
+    """Raise UserError if the values of two dicts differ, and name these values.
 
-    A vocabulary with the digest "" is unknown, so it may be any vocabulary.
+    The value "", or a name that `found` lacks, means that a value is unknown. Unknown
+    values are not compared. For example, many converted models have no vocabulary.
 
-    wanted, found: dicts such as those that weights_identity returns. Only the names in
-        `wanted` are compared.
+    wanted, found: dicts such as those that weights_identity returns.
     problem, remedy: the beginning and the end of the message.
     """
     differing = ", ".join(
-        f"{name.replace('model.', '--model.')} {value!s:.16}, not {found.get(name)!s:.16}"
+        f"{name.replace('model.', '--model.')} {value!s:.16}, not {found[name]!s:.16}"
         for name, value in wanted.items()
-        if value != found.get(name) and "" not in (value, found.get(name))
+        if found.get(name, "") not in ("", value) and value != ""
     )
     if differing:
         raise UserError(f"{problem} ({differing}): {remedy}.")
