@@ -1059,7 +1059,7 @@ def source_run(source):
 
 
 def resolve_run(args, changes):
-    """Return (Config, run directory, recipe without the user's changes, source of weights).
+    """Return (Config, run directory, recipe without flags, source of the weights).
 
     A new run starts from the recipe in --config. A resumed run without --config starts
     from its own config.json. Flags such as --train.steps 500 then change single settings.
@@ -1068,7 +1068,7 @@ def resolve_run(args, changes):
     config.json. Any other change raises UserError.
 
     args, changes: the result of parse_args.
-    The source of weights is the run or checkpoint with which the run begins or began. It
+    The source of the weights is the run or checkpoint with which the run begins or began. It
     is "" if the run begins with random weights.
     """
     base = recipe = load_recipe(args.config or "tiny")

@@ -657,25 +657,14 @@ def run_on_all(work, elsewhere=UserError):
     return result
 
 
-def check_same_command(cfg, args):
-    """Raise UserError if the processes of a run were started with different settings.
+def check_same(own):
+    """Raise UserError if the processes of a run differ in something.
 
-    Every process compares its own settings with those of process 0. The message names the
-    settings that differ. The recipe file and the code of plain T5 must be the same, too.
+    Every process compares its own values with those of process 0. The message names the
+    values that differ.
 
-    cfg: the Config of this process.
-    args: the other options of the command, from configs.parse_args.
+    own: the values of this process, as a dict such as {"--train.seed": 0}.
     """
-    settings = {name: value for name, _, value in configs.fields(cfg)} | vars(args)
-    # This number is the only setting that must be different.
-    del settings["distributed.process"]
-    own = {f"--{name}": value for name, value in settings.items()}
-    names = "configs data partition model infer evaluate train".split()
-    files = [Path(__file__).with_name(f"{name}.py") for name in names]
-    if (args.config or "").endswith(".py"):
-        files.append(to_path(args.config))
-    for path in files:
-        own[f"the checksum of {path.name}"] = zlib.crc32(path.read_bytes())
     main = from_main_process(own)
     differing = ", ".join(
         f"{name} {own.get(name)!s:.60} instead of {main.get(name)!s:.60}"
@@ -691,6 +680,27 @@ def check_same_command(cfg, args):
             )
 
     run_on_all(refuse)
+
+
+def check_same_command(cfg, args):
+    """Raise UserError if the processes of a run were started with different settings.
+
+    The recipe file and the code of plain T5 must be the same, too.
+
+    cfg: the Config of this process.
+    args: the other options of the command, from configs.parse_args.
+    """
+    settings = {name: value for name, _, value in configs.fields(cfg)} | vars(args)
+    # This number is the only setting that must be different.
+    del settings["distributed.process"]
+    own = {f"--{name}": value for name, value in settings.items()}
+    names = "configs data partition model infer evaluate train".split()
+    files = [Path(__file__).with_name(f"{name}.py") for name in names]
+    if (args.config or "").endswith(".py"):
+        files.append(to_path(args.config))
+    for path in files:
+        own[f"the checksum of {path.name}"] = zlib.crc32(path.read_bytes())
+    check_same(own)
 
 
 def run_on_main_first(work):

@@ -5250,7 +5250,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(corpus, compiled, tmp_path):
 # ---- bad input -----------------------------------------------------------------------------------
 
 # A mistake that is found before text is tokenized, but after mistakes in names.
-UNFIT_VOCABULARY = "--data.vocab", "train:60", "--model.vocab_size", "2176"
+UNFIT_VOCABULARY = "--data.vocab", "train:4000", "--model.vocab_size", "2176"
 BAD = {
     "unknown recipe": (["--config", "tinny"], "did you mean tiny"),
     "unknown flag": (["--train.setps", "5"], "did you mean --train.steps"),
@@ -5415,6 +5415,8 @@ def test_processes_with_other_settings_than_process_0_are_refused(tmp_path, monk
     args.run_dir = "elsewhere"
     with pytest.raises(configs.UserError, match="--run_dir elsewhere instead of run"):
         check(SMALL)
+    with pytest.raises(configs.UserError, match="text 2 instead of None"):
+        partition.check_same({"the training text": 2})
 
 
 def test_model_py_reads_a_run_only_if_run_dir_names_it(trained, capsys, monkeypatch):
@@ -5511,6 +5513,24 @@ def test_a_run_with_another_data_format_is_not_resumed(
     path.write_text(json.dumps(stored))
     status, _, err = run(train, capsys, monkeypatch, "--run_dir", tmp_path / "run")
     assert status == 2 and "momentum" in err and "config.json" in err
+
+
+def test_a_resumed_run_reports_that_its_recipe_file_has_changed(
+    trained, tmp_path, capsys, monkeypatch
+):
+    """The tasks and functions of a recipe file can change an answer, as flags can."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(trained[0], run_dir)
+    text = f"import configs\nCONFIG = configs.load_run({str(run_dir)!r})\n"
+    for path in (tmp_path / "mine.py", run_dir / "recipe.py"):
+        path.write_text(text)
+    monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
+    for more, changed in (("", False), ("# new", True)):
+        (tmp_path / "mine.py").write_text(text + more)
+        argv = ["--run_dir", run_dir, "--config", tmp_path / "mine.py"]
+        status, out, err = run(train, capsys, monkeypatch, *argv)
+        assert status == 0 and "already reached" in out, err
+        assert changed == ("has changed since the run began" in err)
 
 
 def test_a_second_process_in_a_run_directory_is_refused(trained, capsys, monkeypatch):

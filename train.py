@@ -1032,7 +1032,13 @@ def open_data(cfg, run_dir, resumes, source, config):
         configs.write_file(run_dir / "model-info.txt", info)
         if config and config.endswith(".py"):
             recipe = configs.to_path(config).read_text()
-            configs.write_file(run_dir / "recipe.py", recipe)
+            stored = run_dir / "recipe.py"
+            if resumes and (not stored.exists() or stored.read_text() != recipe):
+                note(
+                    f"warning: the recipe file {config} has changed since the run began. "
+                    f"Training continues with the tasks and functions of the new file."
+                )
+            configs.write_file(stored, recipe)
     return dataset, held_out
 
 
@@ -1226,6 +1232,9 @@ def train(cfg, run_dir, recipe, config, source):
         lambda: open_data(cfg, run_dir, resumes, source, config)
     )
     vocabulary = dataset.tasks[0].tokenizer.sha256
+    partition.check_same(
+        {"the vocabulary": vocabulary, "the training text": dataset.digest}
+    )
     checkpoints.identity = configs.weights_identity(cfg, vocabulary)
     # On the signal SIGTERM, a run finishes the current step, saves a checkpoint and
     # exits. With several processes, JAX handles the signal (see after_step).
