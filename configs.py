@@ -1068,8 +1068,8 @@ def resolve_run(args, changes):
     config.json. Any other change raises UserError.
 
     args, changes: the result of parse_args.
-    The source of the weights is the run or checkpoint with which the run begins or began. It
-    is "" if the run begins with random weights.
+    The source of the weights is the run or checkpoint with which the run begins or began,
+    or "" if the run begins with random weights.
     """
     base = recipe = load_recipe(args.config or "tiny")
     run_dir = args.run_dir or os.path.join("runs", recipe.name)
@@ -1098,8 +1098,8 @@ def resolve_run(args, changes):
     check(cfg)
     if cfg.train.restore == "all" and not source:
         raise UserError(
-            "--train.restore all needs weights and an optimizer state to start from: name "
-            "a run with --init_from, or leave out --train.restore."
+            "--train.restore all needs the optimizer state of another run: name this run "
+            "with --init_from, or leave out --train.restore."
         )
     if resumes:
         changed = ", ".join(

@@ -2804,9 +2804,9 @@ def check_vocab_size(size, cfg):
 def prepare_vocabulary(cfg, split="train", run_dir=None):
     """Load or train the vocabulary of a run, and return its Tokenizer.
 
-    If `run_dir` names a run that exists already, its vocabulary is loaded. If data.vocab is "train:32000", a vocabulary of 32,000 pieces is trained on the texts
-    of the run and stored in data.prepared_dir. Otherwise, data.vocab names a vocabulary
-    to load.
+    If `run_dir` names a run that exists already, its vocabulary is loaded. If data.vocab
+    is "train:32000", a vocabulary of 32,000 pieces is trained on the texts of the run and
+    stored in data.prepared_dir. Otherwise, data.vocab names a vocabulary to load.
     """
     if run_dir:
         return load_run_tokenizer(run_dir)

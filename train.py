@@ -588,14 +588,10 @@ class MetricsFile:
         if partition.is_main_process():
             configs.write_file(path, "".join(self.lines))
             if self.is_remote or not tensorboardX:
-                note(
-                    "No files for TensorBoard are written, because "
-                    + (
-                        "the run directory is remote."
-                        if self.is_remote
-                        else "tensorboardX is not installed: run pip install '.[tensorboard]'."
-                    )
-                )
+                reason = "tensorboardX is not installed: run pip install '.[tensorboard]'"
+                if self.is_remote:
+                    reason = "the run directory is remote"
+                note(f"The folder tensorboard/ is not written, because {reason}.")
 
     def write(self, step, **groups):
         """Add a line with metrics of one step to the file.
@@ -981,8 +977,8 @@ def check_keep_best(t, tasks):
         choices = ", ".join([*known, *groups]) or "none without --train.eval_every"
         raise UserError(
             f"--train.keep_best {t.keep_best} names a metric that this run does not "
-            f"compute{configs.nearest(t.keep_best, known) or '.'} The metrics of this run "
-            f"are {choices:.400}."
+            f"compute{configs.nearest(t.keep_best, known) or '.'} This run computes "
+            f"{choices:.400}."
         )
 
 
