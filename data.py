@@ -972,6 +972,8 @@ def load_run_tokenizer(run_dir):
     the vocabulary is compared.
     """
     path = configs.to_path(run_dir) / "spiece.model"
+    if not path.exists():
+        raise UserError(f"{run_dir} has no vocabulary: copy the file spiece.model there.")
     tokenizer = load_tokenizer(path)
     cfg, stored = configs.read_run(run_dir)
     if stored["vocabulary_sha256"] not in ("", tokenizer.sha256):
