@@ -719,6 +719,9 @@ CHANGEABLE = set(
 # if it makes different batches from the same text. A run is never resumed with a version
 # that makes different batches.
 DATA_FORMAT = 2
+# The settings of the model that do not change what its weights compute. A run that starts
+# from the weights of another run may choose these settings. All others must be the same.
+FREE_IN_MODEL = {"model.dropout", "model.dtype", "model.remat"}
 
 
 def fields(cfg):
@@ -740,6 +743,48 @@ def differences(cfg, other):
     """
     pairs = zip(fields(cfg), fields(other))
     return {name: (value, old) for (name, _, value), (_, _, old) in pairs if value != old}
+
+
+def architecture(cfg):
+    """Return the settings that decide what the weights of a model compute, as a dict.
+
+    The dict contains all settings of the model except those in FREE_IN_MODEL. An example
+    of an item is {"model.d_ff": 1024}.
+    """
+    return {
+        name: value
+        for name, _, value in fields(cfg)
+        if name.startswith("model.") and name not in FREE_IN_MODEL
+    }
+
+
+def weights_identity(cfg, vocabulary):
+    """Return a dict that says to which model and vocabulary the weights of a run belong.
+
+    A checkpoint stores this dict, because weights are meaningless in another model or
+    with another vocabulary, even if all shapes are equal.
+
+    vocabulary: the SHA-256 digest of the vocabulary, or "" if it is unknown.
+    """
+    return architecture(cfg) | {"vocabulary_sha256": vocabulary}
+
+
+def check_identity(wanted, found, problem, remedy):
+    """Raise UserError if the values of two dicts differ, and name these values.
+
+    The value "", or a name that `found` lacks, means that a value is unknown. Unknown
+    values are not compared. For example, many converted models have no vocabulary.
+
+    wanted, found: dicts such as those that weights_identity returns.
+    problem, remedy: the beginning and the end of the message.
+    """
+    differing = ", ".join(
+        f"{name.replace('model.', '--model.')} {value!s:.16}, not {found[name]!s:.16}"
+        for name, value in wanted.items()
+        if found.get(name, "") not in ("", value) and value != ""
+    )
+    if differing:
+        raise UserError(f"{problem} ({differing}): {remedy}.")
 
 
 def override(cfg, changes):
@@ -833,7 +878,8 @@ def parse_args(description, argv, **flags):
             )
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        known = re.findall(r"^  (--[\w.]+)", parser.format_help(), re.MULTILINE)
+        names = [*flags, *(name for name, *_ in fields(Config("")))]
+        known = [f"--{name}" for name in names if not name.endswith("_")]
         hint = nearest(unknown[0].split("=")[0], known)
         raise UserError(
             f"Unknown argument {unknown[0]}{hint or '. --help lists all flags.'}"
@@ -884,7 +930,7 @@ def load_recipe(name):
 def read_run(run_dir):
     """Read the config.json of a run, and return (Config, content of the file as a dict).
 
-    The content also has the keys "data_format" and "corpus", which save_run describes.
+    The content also has keys such as "corpus", which save_run describes.
     """
     path = to_path(run_dir) / "config.json"
     if not path.exists():
@@ -896,12 +942,19 @@ def read_run(run_dir):
         "name": str,
         "data_format": int,
         "corpus": str,
+        "vocabulary_sha256": str,
+        "init_from": str,
         "model": dict,
         "data": dict,
         "train": dict,
         "decode": dict,
     }
-    stored = read_json(path, form, "restore this file from a copy")
+    stored = read_json(
+        path,
+        form,
+        "restore this file from a copy, or use the version of plain T5 that wrote it. "
+        "Convert a model of another program with convert.py first",
+    )
     try:
         sections = {
             section: kind(**stored.get(section, {})) for section, kind in SECTIONS.items()
@@ -938,16 +991,21 @@ def load_run_recipe(run_dir):
     return load_recipe(str(path))
 
 
-def save_run(cfg, run_dir, corpus=""):
-    """Write the Config of a run to RUN_DIR/config.json.
+def save_run(cfg, run_dir, vocabulary="", corpus="", source=""):
+    """Write the Config of a run to RUN_DIR/config.json, with DATA_FORMAT.
 
-    The file also contains DATA_FORMAT and `corpus`, a checksum of the training tokens.
-    If the checksum has changed when the run is resumed, train.py warns.
+    vocabulary: the SHA-256 digest of the run's vocabulary, or "" without a vocabulary.
+        All commands compare it with the file spiece.model of the run.
+    corpus: a checksum of the training tokens. If this checksum has changed when the run
+        is resumed, train.py warns.
+    source: the value of --init_from with which the run began, or "".
     """
     content = {
         "name": cfg.name,
         "data_format": DATA_FORMAT,
         "corpus": corpus,
+        "vocabulary_sha256": vocabulary,
+        "init_from": source,
         **dataclasses.asdict(cfg),
     }
     # Do not store the sections mesh and distributed, because they describe the machine.
@@ -979,33 +1037,73 @@ def resolve(args, changes, recipe=False):
             load_recipe(args.config)  # for the tasks of the recipe file, not its CONFIG
         elif recipe:
             load_run_recipe(args.run_dir)
+        if changes.get("data.vocab", cfg.data.vocab) != cfg.data.vocab:
+            raise UserError(
+                f"--run_dir {args.run_dir} has its own vocabulary, the file "
+                f"spiece.model: leave out --data.vocab."
+            )
     cfg = override(cfg, changes)
     check(cfg)
     return cfg
 
 
+def source_run(source):
+    """Return the folder of the run that --init_from names.
+
+    source: the path of a run, or of one of its checkpoints, such as
+        RUN/checkpoints/step_00001000.
+    """
+    path = to_path(source)
+    if not (path / "manifest.json").exists():
+        return path
+    # A relative path such as "step_00001000" does not contain the names of its parents.
+    return (path if is_remote(path) else path.resolve()).parent.parent
+
+
 def resolve_run(args, changes):
-    """Return (Config for training, run directory, recipe without the user's changes).
+    """Return (Config, run directory, recipe without flags, source of the weights).
 
     A new run starts from the recipe in --config. A resumed run without --config starts
     from its own config.json. Flags such as --train.steps 500 then change single settings.
+    With --init_from, the model of the recipe is replaced by the model of the named run.
     If the run has checkpoints, only the settings in CHANGEABLE may differ from its
     config.json. Any other change raises UserError.
 
     args, changes: the result of parse_args.
+    The source of the weights is the run or checkpoint with which the run begins or began,
+    or "" if the run begins with random weights.
     """
     base = recipe = load_recipe(args.config or "tiny")
     run_dir = args.run_dir or os.path.join("runs", recipe.name)
     folder = to_path(run_dir)
-    exists = (folder / "config.json").exists()
-    if exists:
+    source = args.init_from or ""
+    resumes = False
+    if (folder / "config.json").exists():
         old, stored = read_run(run_dir)
+        resumes = any(folder.glob("checkpoints/step_*/manifest.json"))
         if not args.config:
             base = old
             recipe = load_run_recipe(run_dir) or RECIPES.get(old.name, old)
+        if resumes and source not in ("", stored["init_from"]):
+            began = stored["init_from"] or "random weights"
+            raise UserError(
+                f"The run in {run_dir} already has checkpoints, and it began with "
+                f"{began}: leave out --init_from to resume the run, or start a new run "
+                f"with another --run_dir."
+            )
+        if resumes or not args.config:
+            source = source or stored["init_from"]
+    if source:
+        origin = old if resumes else load_run(source_run(source))
+        base = override(base, architecture(origin))
     cfg = override(base, changes)
     check(cfg)
-    if exists and any(folder.glob("checkpoints/step_*/manifest.json")):
+    if cfg.train.restore == "all" and not source:
+        raise UserError(
+            "--train.restore all needs the optimizer state of another run: name this run "
+            "with --init_from, or leave out --train.restore."
+        )
+    if resumes:
         changed = ", ".join(
             f"--{name} {new} (was {was})"
             for name, (new, was) in differences(cfg, old).items()
@@ -1022,7 +1120,29 @@ def resolve_run(args, changes):
                 f"different batches (data format {stored['data_format']} instead of "
                 f"{DATA_FORMAT}): start a new run with --init_from {run_dir}."
             )
-    return cfg, run_dir, recipe
+    elif source:
+        check_source(cfg, origin, source)
+    return cfg, run_dir, recipe, source
+
+
+def check_source(cfg, origin, source):
+    """Raise UserError if flags contradict the run from which a new run takes its weights.
+
+    cfg: the Config of the new run. origin: the Config of the other run.
+    source: the value of --init_from.
+    """
+    check_identity(
+        architecture(cfg),
+        architecture(origin),
+        f"The flags ask for another model than --init_from {source} has",
+        "leave out these flags, and the new run takes the model of the other run",
+    )
+    if cfg.train.restore == "all" and cfg.train.optimizer != origin.train.optimizer:
+        raise UserError(
+            f"--train.restore all continues the optimizer {origin.train.optimizer} of "
+            f"{source}: set --train.optimizer {origin.train.optimizer}, or leave out "
+            f"--train.restore."
+        )
 
 
 # ---- checks ----------------------------------------------------------------------------

@@ -1102,7 +1102,10 @@ def open_plain(checkpoint, run_dir):
     run_dir: the run directory.
     """
     manifest = partition.read_manifest(checkpoint)
-    stored, cfg = manifest["arrays"], configs.load_run(run_dir)
+    cfg, run = configs.read_run(run_dir)
+    identity = configs.weights_identity(cfg, run["vocabulary_sha256"])
+    partition.check_owner(checkpoint, manifest, identity)
+    stored = manifest["arrays"]
     shapes = {name: tuple(array["shape"]) for name, array in stored.items()}
     params = partition.flatten({"params": model.param_table(cfg.model)})
     check_shapes(checkpoint, {name: params[name].shape for name in params}, shapes)
@@ -1126,6 +1129,8 @@ def open_plain(checkpoint, run_dir):
             read = functools.partial(read_layer, name, layer)
             arrays[name, layer] = Tensor(shape, read)
     files = [run_dir / "spiece.model", run_dir / "recipe.py"]
+    if files[0].exists():
+        data.load_run_tokenizer(run_dir)  # Check that the run was trained with this file.
     contents = [file.read_bytes() if file.exists() else None for file in files]
     return Weights(cfg, manifest["step"], arrays, *contents)
 
@@ -1225,9 +1230,14 @@ def write_plain(folder, weights, dtype):
             # A layer must not exceed 4 GiB, the largest value that msgpack can store.
             yield name, bounds, shard
 
+    digest = ""
+    if weights.vocabulary:
+        configs.write_file(folder / "spiece.model", weights.vocabulary)
+        digest = data.load_tokenizer(folder / "spiece.model").sha256
     path = partition.Checkpoints(folder).path(weights.step)
-    partition.write_checkpoint(path, arrays, shards(), weights.step)
-    configs.save_run(weights.cfg, folder)
+    identity = configs.weights_identity(weights.cfg, digest)
+    partition.write_checkpoint(path, arrays, shards(), weights.step, identity)
+    configs.save_run(weights.cfg, folder, digest)
     if weights.recipe:
         configs.write_file(folder / "recipe.py", weights.recipe)
 
@@ -1577,7 +1587,7 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False):
             )
         try:
             WRITERS[to](folder, weights, dtype)
-            if to != "hf" and weights.vocabulary:
+            if to == "t5x" and weights.vocabulary:
                 configs.write_file(folder / "spiece.model", weights.vocabulary)
         # On a full disk, Python raises an OSError, TensorStore a ValueError and
         # safetensors a SafetensorError.

@@ -967,6 +967,31 @@ def load_tokenizer(path):
     return parse_vocabulary(serialized, path)
 
 
+def load_run_tokenizer(run_dir):
+    """Load the vocabulary of a run, the file spiece.model, and return its Tokenizer.
+
+    Raises UserError if this is not the vocabulary with which the run was trained. For a
+    converted model without a vocabulary, config.json has no digest. Then only the size of
+    the vocabulary is compared.
+    """
+    path = configs.to_path(run_dir) / "spiece.model"
+    if not path.exists():
+        raise UserError(f"{run_dir} has no vocabulary: copy the file spiece.model there.")
+    tokenizer = load_tokenizer(path)
+    cfg, stored = configs.read_run(run_dir)
+    if stored["vocabulary_sha256"] not in ("", tokenizer.sha256):
+        raise UserError(
+            f"{path} is not the vocabulary with which {run_dir} was trained: restore "
+            f"this file from a copy (config.json has its SHA-256 digest)."
+        )
+    if tokenizer.size > cfg.model.vocab_size:
+        raise UserError(
+            f"{path} has {tokenizer.size} ids, but the model of {run_dir} has only "
+            f"{cfg.model.vocab_size}: replace this file by the vocabulary of the model."
+        )
+    return tokenizer
+
+
 def train_tokenizer(texts, pieces, max_characters=1 << 27):
     """Train a SentencePiece unigram model on texts and return its Tokenizer.
 
@@ -2781,13 +2806,15 @@ def check_vocab_size(size, cfg):
         )
 
 
-def prepare_vocabulary(cfg, split="train"):
+def prepare_vocabulary(cfg, split="train", run_dir=None):
     """Load or train the vocabulary of a run, and return its Tokenizer.
 
-    If data.vocab is "train:32000", a vocabulary of 32,000 pieces is trained on the texts
-    of the run and stored in data.prepared_dir. Otherwise, data.vocab names a vocabulary
-    to load.
+    If `run_dir` names a run that exists already, its vocabulary is loaded. If data.vocab
+    is "train:32000", a vocabulary of 32,000 pieces is trained on the texts of the run and
+    stored in data.prepared_dir. Otherwise, data.vocab names a vocabulary to load.
     """
+    if run_dir:
+        return load_run_tokenizer(run_dir)
     trained = re.fullmatch(r"train:([1-9]\d{0,8})", cfg.data.vocab)
     if not trained:
         return load_tokenizer(cfg.data.vocab)
@@ -3524,7 +3551,7 @@ def first_split(cfg):
     return "train"
 
 
-def show(cfg, count):
+def show(cfg, count, run_dir=None):
     """Print `count` rows of the first batch, and how fast batches are made.
 
     The rows come from the training split. If a task has no training split, the rows come
@@ -3535,7 +3562,7 @@ def show(cfg, count):
     if split != "train":
         # evaluation_config raises a UserError if data.task is a mixture.
         cfg = evaluation_config(cfg.data.task, cfg)
-    tokenizer = prepare_vocabulary(cfg, split)
+    tokenizer = prepare_vocabulary(cfg, split, run_dir)
     dataset = prepare(cfg, split, tokenizer)
     print(f"task     {cfg.data.task}, {split} split: {describe_dataset(dataset)}")
     print(describe_rows(cfg))
@@ -3558,14 +3585,15 @@ def show(cfg, count):
     print(f"\nspeed    {speed:.1f} million tokens per second on one CPU core")
 
 
-def list_mixture(cfg):
+def list_mixture(cfg, run_dir=None):
     """Print a table of the tasks in a mixture, with the rate and source of each task.
 
     The name of the mixture is cfg.data.task.
     """
 
     def count_documents(task):
-        return Corpus(task, "train", prepare_vocabulary(cfg), cfg).count_documents()
+        tokenizer = prepare_vocabulary(cfg, run_dir=run_dir)
+        return Corpus(task, "train", tokenizer, cfg).count_documents()
 
     rates = mixture_rates(cfg.data.task, cfg, count_documents)
     total = sum(rates.values())
@@ -3575,7 +3603,7 @@ def list_mixture(cfg):
         print(f"{task:40} {rate:>12,.6g} {rate / total:>9.4%}  {source}")
 
 
-def prepare_all(cfg, shard):
+def prepare_all(cfg, shard, run_dir=None):
     """Tokenize the data of a run before training, and write the token files.
 
     With packing, the complete training split is tokenized. Without packing, only the text
@@ -3584,7 +3612,7 @@ def prepare_all(cfg, shard):
     shard: a text such as "0/4" if several machines share the work, otherwise None. With
         "0/4", this machine tokenizes the complete source files 0, 4, 8 and so on.
     """
-    tokenizer = prepare_vocabulary(cfg)
+    tokenizer = prepare_vocabulary(cfg, run_dir=run_dir)
     held_out = {}
     if cfg.train.eval_every or cfg.train.infer_every:
         held_out = evaluation_configs(cfg)
@@ -3646,14 +3674,14 @@ def main(argv):
         cfg = configs.override(cfg, {"data.task": args.list})
     check_tasks(cfg)
     if args.list:
-        list_mixture(cfg)
+        list_mixture(cfg, args.run_dir)
     elif args.list is not None:
         print("tasks", *TASKS, sep="\n  ")
         print("mixtures", *MIXTURES, sep="\n  ")
     elif args.prepare or args.shard:
-        prepare_all(cfg, args.shard)
+        prepare_all(cfg, args.shard, args.run_dir)
     else:
-        show(cfg, args.show)
+        show(cfg, args.show, args.run_dir)
 
 
 if __name__ == "__main__":

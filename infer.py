@@ -1232,7 +1232,10 @@ def load_params(cfg, run_dir, step=None):
 
     table = model.param_table(cfg.model)
     params = jax.tree.map(template, table, is_leaf=model.is_param)
-    found = partition.Checkpoints(run_dir).load({"params": params}, step)
+    vocabulary = configs.read_run(run_dir)[1]["vocabulary_sha256"]
+    identity = configs.weights_identity(cfg, vocabulary)
+    checkpoints = partition.Checkpoints(run_dir, identity=identity)
+    found = checkpoints.load({"params": params}, step)
     if not found:
         raise UserError(
             f"{run_dir} has no complete checkpoint yet: train the model with train.py."
@@ -1271,9 +1274,10 @@ def open_model(args, changes, recipe=False):
     check_decoder(cfg, args.mode)
     args.step = partition.resolve_step(args.run_dir, args.step)
     partition.start_jax(cfg)
+    partition.check_same_command(cfg, args)
     mesh = partition.set_mesh(cfg)
-    vocabulary = configs.to_path(args.run_dir) / "spiece.model"
-    return cfg, mesh, data.load_tokenizer(vocabulary) if vocabulary.exists() else None
+    has_vocabulary = (configs.to_path(args.run_dir) / "spiece.model").exists()
+    return cfg, mesh, data.load_run_tokenizer(args.run_dir) if has_vocabulary else None
 
 
 def check_files(args):

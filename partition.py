@@ -217,8 +217,9 @@ def put_batch(batch, batch_size, mesh):
 #   RUN_DIR/checkpoints/step_00001000/
 #     pieces-00000-of-00002.msgpack    the array shards that process 0 holds
 #     pieces-00001-of-00002.msgpack    the array shards that process 1 holds
-#     manifest.json                    the step; shape and dtype of each array; file,
-#                                      offset, bounds and CRC-32 checksum of each shard
+#     manifest.json                    the step; the model and the vocabulary to which
+#                                      the weights belong; shape and dtype of each array;
+#                                      file, offset, bounds and checksum of each shard
 #
 # In the manifest, an array with one shard looks like this:
 #
@@ -240,7 +241,7 @@ def put_batch(batch, batch_size, mesh):
 # valid if the checksums of the manifest and of all shards are correct.
 
 # The version of the checkpoint format. Every manifest.json contains this number.
-FORMAT = 2
+FORMAT = 3
 
 # An array shard of more than 1 GiB is split before it is written to a file. The file has
 # the format msgpack, in which no value can have more than 4 GiB.
@@ -342,7 +343,7 @@ def sync_folder(path):
     os.close(descriptor)
 
 
-def write_checkpoint(folder, arrays, shards, step):
+def write_checkpoint(folder, arrays, shards, step, identity):
     """Write a checkpoint. Every process must call this function.
 
     Each process writes a file with its own array shards. Process 0 then waits for the
@@ -354,6 +355,8 @@ def write_checkpoint(folder, arrays, shards, step):
     folder: the final path of the checkpoint.
     arrays: {array name: {"shape": ..., "dtype": ...}} of all arrays in the checkpoint.
     shards: (array name, bounds, data) of each shard that this process writes.
+    identity: the model and the vocabulary of the run, as configs.weights_identity returns
+        them.
     """
     # A local checkpoint is written to a folder tmp-..., which is renamed at the end. A
     # remote folder cannot be renamed, so its manifest.json is written last.
@@ -381,6 +384,7 @@ def write_checkpoint(folder, arrays, shards, step):
         "format": FORMAT,
         "step": step,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "identity": identity,
         "arrays": {
             name: {**array, "pieces": entries[name]}
             for name, array in sorted(arrays.items())
@@ -439,7 +443,7 @@ def read_manifest(folder):
     path = folder / "manifest.json"
     try:
         manifest = configs.read_checked(
-            path, {"format": int, "step": int, "arrays": dict}
+            path, {"format": int, "step": int, "identity?": dict, "arrays": dict}
         )
     except UserError as error:
         raise CheckpointError(f"{path} is missing or damaged ({error})") from error
@@ -506,17 +510,36 @@ def read_slice(folder, array, index, verified):
     return out
 
 
-def read_checkpoint(folder, template):
+def check_owner(folder, manifest, identity):
+    """Raise UserError if a checkpoint belongs to another model or another vocabulary.
+
+    folder: the folder of the checkpoint.
+    manifest: the content of its manifest.json.
+    identity: the model and the vocabulary of the run, as configs.weights_identity returns
+        them.
+    """
+    configs.check_identity(
+        identity,
+        manifest.get("identity", {}),
+        f"{folder} belongs to another model or vocabulary than the run",
+        "use the config.json and the spiece.model of the run that wrote this checkpoint",
+    )
+
+
+def read_checkpoint(folder, template, identity):
     """Load arrays from a checkpoint, and put them on the devices.
 
     A checkpoint that was saved on 8 devices can also be loaded on 4 devices.
 
     template: a nested dict of ShapeDtypeStructs with shardings, one for each array to
         load. Other arrays of the checkpoint are ignored.
+    identity: the model and the vocabulary of the run (see check_owner).
     Returns (step, nested dict of jax.Arrays like template).
-    Raises UserError if an array is absent or has another shape or dtype than template.
+    Raises UserError if the checkpoint belongs to another model or vocabulary, or if an
+    array is absent or has another shape or dtype than template.
     """
     manifest = read_manifest(folder)
+    check_owner(folder, manifest, identity)
 
     def read(name, wanted):
         stored = manifest["arrays"].get(name)
@@ -634,6 +657,52 @@ def run_on_all(work, elsewhere=UserError):
     return result
 
 
+def check_same(own):
+    """Raise UserError if the processes of a run differ in something.
+
+    Every process compares its own values with those of process 0. The message names the
+    values that differ.
+
+    own: the values of this process, as a dict such as {"--train.seed": 0}.
+    """
+    main = from_main_process(own)
+    differing = ", ".join(
+        f"{name} {own.get(name)!s:.60} instead of {main.get(name)!s:.60}"
+        for name in sorted({*own, *main})
+        if own.get(name) != main.get(name)
+    )
+
+    def refuse():
+        if differing:
+            raise UserError(
+                f"Process {jax.process_index()} differs from process 0 ({differing}): "
+                f"start the same command, with the same files, on all machines."
+            )
+
+    run_on_all(refuse)
+
+
+def check_same_command(cfg, args):
+    """Raise UserError if the processes of a run were started with different settings.
+
+    The recipe file and the code of plain T5 must be the same, too.
+
+    cfg: the Config of this process.
+    args: the other options of the command, from configs.parse_args.
+    """
+    settings = {name: value for name, _, value in configs.fields(cfg)} | vars(args)
+    # This number is the only setting that must be different.
+    del settings["distributed.process"]
+    own = {f"--{name}": value for name, value in settings.items()}
+    names = "configs data partition model infer evaluate train".split()
+    files = [Path(__file__).with_name(f"{name}.py") for name in names]
+    if (args.config or "").endswith(".py"):
+        files.append(to_path(args.config))
+    for path in files:
+        own[f"the checksum of {path.name}"] = zlib.crc32(path.read_bytes())
+    check_same(own)
+
+
 def run_on_main_first(work):
     """Call work() on process 0, and after that on the other processes.
 
@@ -656,18 +725,21 @@ def is_complete(path):
     return path.name.startswith("step_") and is_stored
 
 
-def read_first_valid(paths, template):
+def read_first_valid(paths, template, identity):
     """Load the first valid checkpoint of a list, and report the damaged ones before it.
 
     If one process finds damage, all processes try the next checkpoint.
 
     template: a nested dict of ShapeDtypeStructs with shardings.
+    identity: the model and the vocabulary of the run (see check_owner).
     Returns (step, nested dict of jax.Arrays like template).
     Raises UserError if no checkpoint is valid.
     """
     for path in paths:
         try:
-            return run_on_all(lambda: read_checkpoint(path, template), CheckpointError)
+            return run_on_all(
+                lambda: read_checkpoint(path, template, identity), CheckpointError
+            )
         except CheckpointError as error:
             problem = error
             note(f"This checkpoint cannot be used: {problem}", always=True)
@@ -685,12 +757,15 @@ class Checkpoints:
     run_dir: the directory of the run, such as runs/tiny.
     keep: how many of the newest checkpoints to keep.
     background: whether to write in a background thread while training continues.
+    identity: the model and the vocabulary of the run, as configs.weights_identity returns
+        them. They are written to each checkpoint, and compared when one is loaded.
     """
 
-    def __init__(self, run_dir, keep=3, background=True):
+    def __init__(self, run_dir, keep=3, background=True, identity=None):
         self.folder = to_path(run_dir) / "checkpoints"
         self.keep = keep
         self.background = background
+        self.identity = identity or {}
         self.executor = ThreadPoolExecutor(1)
         self.unfinished = None  # the Future of the latest save in the background
 
@@ -741,7 +816,7 @@ class Checkpoints:
         files cannot be written, for example because the disk is full.
         """
         try:
-            write_checkpoint(self.path(step), arrays, shards, step)
+            write_checkpoint(self.path(step), arrays, shards, step, self.identity)
         except OSError as error:
             raise CheckpointError(
                 f"{self.path(step)} could not be written ({error})"
@@ -784,7 +859,8 @@ class Checkpoints:
             steps = [step]
         if not steps:
             return None
-        return read_first_valid(map(self.path, reversed(steps)), template)
+        paths = map(self.path, reversed(steps))
+        return read_first_valid(paths, template, self.identity)
 
 
 def find_checkpoint(source):
@@ -802,17 +878,18 @@ def find_checkpoint(source):
     return True
 
 
-def load_newest(source, template):
+def load_newest(source, template, identity):
     """Load a given checkpoint, or the newest valid checkpoint of a given run.
 
     The path `source` is a checkpoint or a run directory.
 
     template: a nested dict of ShapeDtypeStructs with shardings.
+    identity: the model and the vocabulary of the new run (see check_owner).
     Returns (step, nested dict of jax.Arrays like template).
     """
     if find_checkpoint(source):
-        return Checkpoints(source).load(template)
-    return read_first_valid([to_path(source)], template)
+        return Checkpoints(source, identity=identity).load(template)
+    return read_first_valid([to_path(source)], template, identity)
 
 
 def read_metrics_file(path):

@@ -7,6 +7,7 @@ with more of them, whole checkpoints too, may be named by the environment variab
 """
 
 import ast
+import argparse
 import collections
 import dataclasses
 import doctest
@@ -27,6 +28,7 @@ import sys
 import threading
 import time
 import tokenize
+import types
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -405,6 +407,15 @@ def test_help_lists_a_commands_own_options_before_the_shared_ones(capsys, monkey
         configs.parse_args("first line\n\nExample:\n    >>> 1 + 1\n    2\n", ["--help"])
     out = capsys.readouterr().out
     assert "first line" in out and ">>>" not in out
+
+
+def test_suggested_flags_have_dashes_also_if_help_is_colored(monkeypatch):
+    """Python 3.14 colors the help text, which must not hide the names of the flags."""
+    text = "\x1b[1;34m--train.steps\x1b[0m"
+    monkeypatch.setattr(argparse.ArgumentParser, "format_help", lambda self: text)
+    for word in ("--train.setps", "train.steps"):
+        with pytest.raises(configs.UserError, match=r"did you mean --train.steps\?"):
+            configs.parse_args("", [word, "5"])
 
 
 def test_flags_are_converted_to_the_types_of_their_fields():
@@ -3588,7 +3599,9 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path, one_device):
     manifest = json.loads(path.read_text()) | {"format": 99}
     del manifest["check"]
     configs.write_checked(path, manifest)
-    with pytest.raises(configs.UserError, match="has format 99, .* reads format 2"):
+    with pytest.raises(
+        configs.UserError, match=f"has format 99, .* reads format {partition.FORMAT}"
+    ):
         checkpoints.load(template_of(some_arrays(), one_device))
 
 
@@ -4733,6 +4746,33 @@ def test_files_of_a_run_directory(trained):
     } < set(lines[-1])
 
 
+def test_a_run_says_where_no_files_for_tensorboard_are_written(
+    tmp_path, capsys, monkeypatch
+):
+    """The message names the extra that must be installed."""
+    monkeypatch.setattr(train, "tensorboardX", None)
+    train.MetricsFile(tmp_path / "metrics.jsonl", 0)
+    assert "pip install '.[tensorboard]'" in capsys.readouterr().err
+
+
+def test_a_metric_of_keep_best_that_is_not_computed_is_reported(
+    tmp_path, capsys, monkeypatch
+):
+    """The names in inference_eval/ are known only after the first evaluation."""
+    cfg = change(train=dict(keep_best="inference_eval/yes/f1"))
+    task = types.SimpleNamespace(
+        task=data.TASKS["text_to_text"], tokenizer=None, source="random:"
+    )
+    monkeypatch.setattr(evaluate, "predict", lambda *_: ({"accuracy": 5.0}, []))
+    metrics_file = train.MetricsFile(tmp_path / "metrics.jsonl", 0)
+    evaluations = train.Evaluations(None, tmp_path, metrics_file, {}, None)
+    evaluations.held_out = {"yes": (cfg, types.SimpleNamespace(tasks=[task]))}
+    evaluations.predict(5, None)
+    assert "f1 is not a metric of yes" in capsys.readouterr().err
+    losses = [*model.mean_metrics(collections.Counter()), "content_loss"]
+    assert losses == ["loss", "cross_ent_loss", "z_loss", "accuracy", "content_loss"]
+
+
 def test_other_commands_read_a_run(trained, capsys, monkeypatch):
     run_dir, _ = trained
     monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
@@ -4912,6 +4952,34 @@ def test_several_processes_train_one_run(corpus, compiled, tmp_path):
     assert found["training_eval/span_corruption/loss"] == pytest.approx(
         metrics_of(runs[4])[-1]["training_eval/span_corruption/loss"], rel=1e-3
     )
+
+
+@slow
+def test_two_processes_with_different_flags_do_not_train(corpus, compiled, tmp_path):
+    """The second process names the flags that differ. No run directory is written."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+    more = {"train.optimizer": "adamw", "train.seed": 3}
+    results = finish_all(
+        [
+            start(
+                compiled,
+                "--run_dir",
+                tmp_path / "run",
+                *flags_of(corpus, **SHORT, **(more if i else {})),
+                f"--distributed.coordinator={coordinator}",
+                "--distributed.processes=2",
+                f"--distributed.process={i}",
+                JAX_NUM_CPU_DEVICES="1",
+            )
+            for i in range(2)
+        ]
+    )
+    assert [status for status, *_ in results] == [2, 2], results
+    assert "--train.optimizer adamw instead of adafactor" in results[1][2]
+    assert "--train.seed 3 instead of 0" in results[1][2]
+    assert not (tmp_path / "run/config.json").exists()
 
 
 @slow
@@ -5181,6 +5249,8 @@ def test_a_loss_that_is_not_finite_stops_the_run(corpus, compiled, tmp_path):
 
 # ---- bad input -----------------------------------------------------------------------------------
 
+# A mistake that is found before text is tokenized, but after mistakes in names.
+UNFIT_VOCABULARY = "--data.vocab", "train:4000", "--model.vocab_size", "2176"
 BAD = {
     "unknown recipe": (["--config", "tinny"], "did you mean tiny"),
     "unknown flag": (["--train.setps", "5"], "did you mean --train.steps"),
@@ -5232,6 +5302,19 @@ BAD = {
         "nowhere/c4/en",
     ),
     "no vocabulary": (["--data.vocab", "none.model"], "train:32000"),
+    "unknown loss": (
+        ["--train.keep_best", "training_eval/span_corruption/los", *UNFIT_VOCABULARY],
+        "did you mean training_eval/span_corruption/loss?",
+    ),
+    "unknown metric": (
+        ["--train.keep_best", "inference_eval/wmt/bleu", *UNFIT_VOCABULARY],
+        "--train.keep_best inference_eval/wmt/bleu names",
+    ),
+    "fine-tuning of nothing": (
+        ["--config", "tiny_finetune", *UNFIT_VOCABULARY],
+        "the recipe tiny_finetune continues",
+    ),
+    "optimizer state of nothing": (["--train.restore", "all"], "with --init_from"),
     "bad schedule": (
         ["--data.source", "random:", "--train.schedule", "constant * magic"],
         "magic",
@@ -5302,6 +5385,38 @@ def test_a_mistake_of_the_user_gets_one_message(
     assert len([line for line in err.splitlines() if expected in line]) == 1
     # Nothing was written, so the corrected command starts a new run.
     assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_processes_with_other_settings_than_process_0_are_refused(tmp_path, monkeypatch):
+    """The setting that differs is named. Only the number of the process may differ."""
+    (tmp_path / "mine.py").write_text("CONFIG = None")
+    args = argparse.Namespace(config=str(tmp_path / "mine.py"), run_dir="run")
+    sent = []
+    monkeypatch.setattr(
+        partition, "from_main_process", lambda own: sent.append(own) or own
+    )
+    partition.check_same_command(SMALL, args)
+
+    def check(cfg):
+        monkeypatch.setattr(partition, "from_main_process", lambda own: sent[0])
+        partition.check_same_command(cfg, args)
+
+    check(change(distributed=dict(process=3)))
+    for cfg, message in (
+        (change(train=dict(seed=5)), "--train.seed 5 instead of 0"),
+        (change(train=dict(optimizer="adamw")), "--train.optimizer adamw instead of ada"),
+        (change(mesh=dict(model=2)), "--mesh.model 2 instead of 1"),
+    ):
+        with pytest.raises(configs.UserError, match=message):
+            check(cfg)
+    (tmp_path / "mine.py").write_text("CONFIG = 1")
+    with pytest.raises(configs.UserError, match="the checksum of mine.py"):
+        check(SMALL)
+    args.run_dir = "elsewhere"
+    with pytest.raises(configs.UserError, match="--run_dir elsewhere instead of run"):
+        check(SMALL)
+    with pytest.raises(configs.UserError, match="text 2 instead of None"):
+        partition.check_same({"the training text": 2})
 
 
 def test_model_py_reads_a_run_only_if_run_dir_names_it(trained, capsys, monkeypatch):
@@ -5400,6 +5515,24 @@ def test_a_run_with_another_data_format_is_not_resumed(
     assert status == 2 and "momentum" in err and "config.json" in err
 
 
+def test_a_resumed_run_reports_that_its_recipe_file_has_changed(
+    trained, tmp_path, capsys, monkeypatch
+):
+    """The tasks and functions of a recipe file can change an answer, as flags can."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(trained[0], run_dir)
+    text = f"import configs\nCONFIG = configs.load_run({str(run_dir)!r})\n"
+    for path in (tmp_path / "mine.py", run_dir / "recipe.py"):
+        path.write_text(text)
+    monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
+    for more, changed in (("", False), ("# new", True)):
+        (tmp_path / "mine.py").write_text(text + more)
+        argv = ["--run_dir", run_dir, "--config", tmp_path / "mine.py"]
+        status, out, err = run(train, capsys, monkeypatch, *argv)
+        assert status == 0 and "already reached" in out, err
+        assert changed == ("has changed since the run began" in err)
+
+
 def test_a_second_process_in_a_run_directory_is_refused(trained, capsys, monkeypatch):
     """After the first process has released its lock, the command works."""
     run_dir, _ = trained
@@ -5416,10 +5549,126 @@ def test_a_checkpoint_of_another_model_is_refused(trained, tmp_path, one_device)
     """A run directory that was moved or copied still loads."""
     run_dir, _ = trained
     cfg = configs.load_run(run_dir)
-    with pytest.raises(configs.UserError, match=r"has no array|asks for"):
+    with pytest.raises(configs.UserError, match="--model.d_ff 64, not 48"):
         infer.load_params(change(cfg, model=dict(d_ff=64)), run_dir)
     shutil.copytree(run_dir, tmp_path / "moved")
     infer.load_params(cfg, tmp_path / "moved")
+
+
+def edit_config(run_dir, **changes):
+    """Change values in the config.json of a run, as edit_config(run, init_from="x")."""
+    path = run_dir / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_init_from_takes_the_model_of_the_named_run(trained, tmp_path, monkeypatch):
+    """Dropout and the like come from the recipe. A flag that contradicts the run is named."""
+    run_dir, _ = trained
+    source = configs.load_run(run_dir)
+    args = argparse.Namespace(config="small_pairs", run_dir=str(tmp_path / "new"))
+
+    def resolve(path, **changes):
+        args.init_from = str(path)
+        changes = {name.replace("__", "."): value for name, value in changes.items()}
+        return configs.resolve_run(args, changes)[0]
+
+    monkeypatch.chdir(run_dir / "checkpoints")
+    for path in (run_dir, run_dir / "checkpoints/step_00000006", "step_00000006"):
+        cfg = resolve(path, model__dtype="bfloat16")
+        assert configs.architecture(cfg) == configs.architecture(source)
+        assert cfg.model.dropout == 0.1 and cfg.model.dtype == "bfloat16"
+    resolve(run_dir, model__d_ff=48)  # a flag that says the same
+    for changes, message in (
+        (dict(model__relative_max_distance=64), "relative_max_distance 64, not 128"),
+        (dict(model__activation="gated_silu"), "activation gated_silu, not gated_gelu"),
+        (dict(model__tied=True, model__d_ff=64), "--model.d_ff 64, not 48, --model.tied"),
+        (dict(train__restore="all"), "continues the optimizer adamw"),
+    ):
+        with pytest.raises(configs.UserError, match=message):
+            resolve(run_dir, **changes)
+
+
+def test_a_run_with_checkpoints_ignores_init_from_or_refuses_it(
+    trained, tmp_path, capsys, monkeypatch
+):
+    """Only the run or checkpoint with which the run began may be named again."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(trained[0], run_dir)
+    monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
+
+    def resume(*argv):
+        return run(train, capsys, monkeypatch, "--run_dir", run_dir, *argv)
+
+    status, _, err = resume("--init_from", tmp_path / "nowhere")
+    assert status == 2 and "began with random weights: leave out --init_from" in err
+    edit_config(run_dir, init_from="gone")
+    status, out, err = resume("--init_from", "gone")
+    assert status == 0 and "already reached step 6" in out, err
+    assert "began with the weights of gone, and now continues" in err
+    # Without checkpoints, the run begins again with the same weights, not with random ones.
+    shutil.rmtree(run_dir / "checkpoints")
+    status, _, err = resume()
+    assert status == 2 and "gone is not a run" in err
+
+
+def test_another_vocabulary_of_the_same_size_is_refused_everywhere(
+    trained, tmp_path, capsys, monkeypatch
+):
+    """Every command compares spiece.model with config.json, and both with checkpoints."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(trained[0], run_dir)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
+    other = data.train_tokenizer(sentences(50, seed=7), 60)
+    right = data.load_tokenizer(run_dir / "spiece.model")
+    assert other.size == right.size and other.sha256 != right.sha256
+    stored = json.loads((run_dir / "config.json").read_text())
+    assert stored["vocabulary_sha256"] == right.sha256
+    (run_dir / "spiece.model").write_bytes(other.serialized)
+    commands = {
+        infer: ["--run_dir", run_dir, "alpha"],
+        evaluate: ["--run_dir", run_dir],
+        data: ["--run_dir", run_dir],
+        train: ["--run_dir", run_dir, "--train.steps", 9],
+        convert: [run_dir, tmp_path / "hf", "--to", "hf"],
+    }
+    for module, argv in commands.items():
+        status, _, err = run(module, capsys, monkeypatch, *argv)
+        assert status == 2 and "is not the vocabulary with which" in err, (module, err)
+    flags = [flag for flag in trained[1] if "model." not in flag]
+    status, _, err = run(
+        train, capsys, monkeypatch, "--run_dir", "new", "--init_from", run_dir, *flags
+    )
+    assert status == 2 and "is not the vocabulary with which" in err
+    assert not (tmp_path / "new/config.json").exists()
+    # The checkpoints know their vocabulary, too, and all settings of their model.
+    edit_config(run_dir, vocabulary_sha256=other.sha256)
+    del commands[data], commands[train]  # train.py would first compile the step
+    for module, argv in commands.items():
+        status, _, err = run(module, capsys, monkeypatch, *argv)
+        assert status == 2 and "(vocabulary_sha256 " in err, (module, err)
+    edit_config(
+        run_dir,
+        vocabulary_sha256="",
+        model=stored["model"] | {"relative_max_distance": 64},
+    )
+    status, _, err = run(infer, capsys, monkeypatch, "--run_dir", run_dir, "alpha")
+    assert status == 2 and "(--model.relative_max_distance 64, not 128)" in err
+    status, _, err = run(
+        infer, capsys, monkeypatch, "--run_dir", run_dir, "alpha", "--data.vocab", "bytes"
+    )
+    assert status == 2 and "leave out --data.vocab" in err
+
+
+def test_data_py_uses_the_vocabulary_of_a_run(trained, tmp_path, capsys, monkeypatch):
+    """With --init_from, data.vocab does not say which vocabulary the run really has."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(trained[0], run_dir)
+    stored = json.loads((run_dir / "config.json").read_text())
+    edit_config(run_dir, data=stored["data"] | {"vocab": "train:2000"})
+    for argv in (["--show", 1], ["--prepare"]):
+        status, out, err = run(data, capsys, monkeypatch, "--run_dir", run_dir, *argv)
+        assert status == 0 and out, err
 
 
 @slow
@@ -5722,7 +5971,7 @@ def test_step_best_names_the_best_checkpoint(trained, tmp_path, capsys, monkeypa
         "--train.steps",
         9,
     )
-    assert status == 2 and "begins with training_eval/span_corruption" in err
+    assert status == 2 and "did you mean training_eval/span_corruption/loss" in err
 
 
 def test_csv_has_one_column_per_decoding(trained, tmp_path, capsys, monkeypatch):

@@ -17,6 +17,7 @@ Example: T5's learning rate is constant for 10,000 steps and then falls as 1 / s
     [0.01, 0.01, 0.005]
 """
 
+import collections
 import ctypes
 import functools
 import json
@@ -587,6 +588,11 @@ class MetricsFile:
         self.purge_step = step + 1
         if partition.is_main_process():
             configs.write_file(path, "".join(self.lines))
+            if self.is_remote or not tensorboardX:
+                reason = "tensorboardX is not installed: run pip install '.[tensorboard]'"
+                if self.is_remote:
+                    reason = "the run directory is remote"
+                note(f"The folder tensorboard/ is not written, because {reason}.")
 
     def write(self, step, **groups):
         """Add a line with metrics of one step to the file.
@@ -851,6 +857,12 @@ class Evaluations:
                 params, cfg, self.mesh, "validation", task.tokenizer, limit
             )
             self.write(step, **{f"inference_eval/{name}": metrics})
+            group, _, best = cfg.train.keep_best.rpartition("/")
+            if group == f"inference_eval/{name}" and best not in metrics:
+                note(
+                    f"warning: --train.keep_best {best} is not a metric of {name}, so no "
+                    f"best checkpoint is kept. The metrics are {', '.join(metrics)}."
+                )
             evaluate.write_lines(self.run_dir / "eval", name, step, lines)
             values = ", ".join(
                 f"{metric} {value:.2f}" for metric, value in metrics.items()
@@ -924,22 +936,19 @@ def run_tokenizer(cfg, run_dir, resumes, source):
     vocabulary of --data.vocab. The value "train:8000", for example, first trains a
     vocabulary of 8,000 tokens.
     resumes: whether the run resumes from its own checkpoint.
-    source: the value of --init_from, or None.
+    source: the run or checkpoint with which the run begins or began, or "".
     """
     if resumes or not partition.is_main_process():
-        return data.load_tokenizer(run_dir / "spiece.model")
+        return data.load_run_tokenizer(run_dir)
     if not source:
         return data.prepare_vocabulary(cfg)
-    # The file spiece.model is in the run directory. The run directory of the checkpoint
-    # runs/tiny/checkpoints/step_00001500, for example, is runs/tiny.
-    path = configs.to_path(source)
-    folder = path if partition.find_checkpoint(source) else path.parent.parent
-    found = folder / "spiece.model"
-    named = cfg.data.vocab
-    if named.startswith("train:"):
-        named = found
-    tokenizer = data.load_tokenizer(named)
-    if found.exists() and tokenizer.sha256 != data.load_tokenizer(found).sha256:
+    partition.find_checkpoint(source)
+    folder = configs.source_run(source)
+    if cfg.data.vocab.startswith("train:"):
+        return data.load_run_tokenizer(folder)
+    tokenizer = data.load_tokenizer(cfg.data.vocab)
+    exists = (folder / "spiece.model").exists()
+    if exists and tokenizer.sha256 != data.load_run_tokenizer(folder).sha256:
         raise UserError(
             f"--data.vocab is not the vocabulary of {source}. Leave out --data.vocab to "
             f"use the right vocabulary."
@@ -955,13 +964,22 @@ def check_keep_best(t, tasks):
     t: a TrainConfig.
     tasks: the names of the tasks that are evaluated.
     """
-    groups = [f"training_eval/{task}" for task in tasks if t.eval_every]
-    groups += [f"inference_eval/{task}" for task in tasks if t.infer_every]
-    if t.keep_best and t.keep_best.rpartition("/")[0] not in groups:
+    losses = [*model.mean_metrics(collections.Counter()), "content_loss"]
+    known = [
+        f"training_eval/{task}/{name}"
+        for task in tasks
+        if t.eval_every
+        for name in losses
+    ]
+    # The metric functions choose the names of their results, so only the beginning of
+    # these names is known before the first evaluation.
+    groups = [f"inference_eval/{task}/" for task in tasks if t.infer_every]
+    if t.keep_best not in ("", *known) and not t.keep_best.startswith((*groups,)):
+        choices = ", ".join([*known, *groups]) or "none without --train.eval_every"
         raise UserError(
             f"--train.keep_best {t.keep_best} names a metric that this run does not "
-            f"compute. Choose a metric whose name begins with "
-            f"{' or '.join(groups) or 'training_eval, and turn on --train.eval_every'}."
+            f"compute{configs.nearest(t.keep_best, known) or '.'} This run computes "
+            f"{choices:.400}."
         )
 
 
@@ -971,7 +989,7 @@ def open_data(cfg, run_dir, resumes, source, config):
     This function also writes the files that describe the run: spiece.model, config.json,
     model-info.txt and recipe.py.
     resumes: whether the run resumes from its own checkpoint.
-    source: the value of --init_from, or None.
+    source: the run or checkpoint with which the run begins or began, or "".
     config: the value of --config, or None.
     Returns (training Dataset, held-out data). The held-out data are a dict from the name
     of an evaluated task to a tuple (Config, Dataset).
@@ -985,12 +1003,13 @@ def open_data(cfg, run_dir, resumes, source, config):
             f"The processes of this run do not share --run_dir {run_dir}: choose a "
             f"directory that all machines can read and write."
         )
-    tokenizer = run_tokenizer(cfg, run_dir, resumes, source)
-    dataset = data.prepare(cfg, "train", tokenizer)
+    # Check the names of metrics before the text is tokenized, which can take long.
     tasks = data.evaluation_configs(cfg) if t.eval_every or t.infer_every else {}
     if t.infer_every:
         evaluate.check_metrics(tasks)
     check_keep_best(t, tasks)
+    tokenizer = run_tokenizer(cfg, run_dir, resumes, source)
+    dataset = data.prepare(cfg, "train", tokenizer)
     held_out = {
         name: (task_cfg, data.prepare(task_cfg, "validation", tokenizer))
         for name, task_cfg in tasks.items()
@@ -1005,12 +1024,18 @@ def open_data(cfg, run_dir, resumes, source, config):
             )
         if not resumes:
             configs.write_file(run_dir / "spiece.model", tokenizer.serialized)
-        configs.save_run(cfg, run_dir, dataset.digest)
+        configs.save_run(cfg, run_dir, tokenizer.sha256, dataset.digest, source)
         info = model_info(cfg, jax.sharding.get_mesh())
         configs.write_file(run_dir / "model-info.txt", info)
         if config and config.endswith(".py"):
             recipe = configs.to_path(config).read_text()
-            configs.write_file(run_dir / "recipe.py", recipe)
+            stored = run_dir / "recipe.py"
+            if resumes and (not stored.exists() or stored.read_text() != recipe):
+                note(
+                    f"warning: the recipe file {config} has changed since the run began. "
+                    f"Training continues with the tasks and functions of the new file."
+                )
+            configs.write_file(stored, recipe)
     return dataset, held_out
 
 
@@ -1117,7 +1142,7 @@ def load_state(cfg, template, checkpoints, source):
     `source` are loaded too.
     template: the result of state_template.
     checkpoints: the partition.Checkpoints of the run.
-    source: the value of --init_from (the path of a run or a checkpoint), or None.
+    source: the run or checkpoint with which the run begins or began, or "".
     """
     t = cfg.train
     state = to_state_dict(template)
@@ -1125,8 +1150,13 @@ def load_state(cfg, template, checkpoints, source):
     if restored:
         step, arrays = restored
         print(f"resumed  {checkpoints.path(step)}")
+        if source:
+            note(
+                f"The run began with the weights of {source}, and now continues from its "
+                f"own checkpoint. --init_from is not read again."
+            )
     elif source and t.restore == "all":
-        step, arrays = partition.load_newest(source, state)
+        step, arrays = partition.load_newest(source, state, checkpoints.identity)
         if not t.start_step <= step < t.steps:
             raise UserError(
                 f"--train.restore all continues {source} at step {step:,}: set "
@@ -1147,13 +1177,10 @@ def load_state(cfg, template, checkpoints, source):
         step = t.start_step
         arrays = {}
         if source:
-            source_step, arrays = partition.load_newest(source, parameters)
-            print(f"started  from {source}, with the weights of step {source_step:,}")
-        elif t.start_step:
-            note(
-                f"warning: training starts at step {t.start_step:,} with random weights. "
-                f"To continue an earlier run, add --init_from RUN."
+            source_step, arrays = partition.load_newest(
+                source, parameters, checkpoints.identity
             )
+            print(f"started  from {source}, with the weights of step {source_step:,}")
     # Replace the entries of `state` that were loaded. Some optax optimizers have empty
     # entries, which are not in a checkpoint. Keep the empty entries of `state`.
     arrays = flatten_dict(state, keep_empty_nodes=True) | flatten_dict(arrays)
@@ -1172,7 +1199,7 @@ def train(cfg, run_dir, recipe, config, source):
     cfg: the Config of the run.
     recipe: the Config before the flags of the command line changed any field.
     config: the value of --config, or None.
-    source: the value of --init_from, or None.
+    source: the run or checkpoint with which the run begins or began, or "".
     """
     t = cfg.train
     mesh = partition.set_mesh(cfg)
@@ -1191,9 +1218,21 @@ def train(cfg, run_dir, recipe, config, source):
     checkpoints = partition.Checkpoints(run_dir, t.keep, t.async_save)
     lock = partition.run_on_all(lambda: lock_run(run_dir, checkpoints))
     resumes = bool(partition.from_main_process(checkpoints.steps()))
+    # Recipes for fine-tuning have "finetune" in their name, or begin at a later step.
+    if not (resumes or source) and (t.start_step or "finetune" in cfg.name):
+        note(
+            f"warning: the recipe {cfg.name} continues the training of a model, but this "
+            f"run starts at step {t.start_step:,} with random weights. To start with "
+            f"trained weights, stop this run and add --init_from RUN."
+        )
     dataset, held_out = partition.run_on_main_first(
         lambda: open_data(cfg, run_dir, resumes, source, config)
     )
+    vocabulary = dataset.tasks[0].tokenizer.sha256
+    partition.check_same(
+        {"the vocabulary": vocabulary, "the training text": dataset.digest}
+    )
+    checkpoints.identity = configs.weights_identity(cfg, vocabulary)
     # On the signal SIGTERM, a run finishes the current step, saves a checkpoint and
     # exits. With several processes, JAX handles the signal (see after_step).
     terminated = threading.Event()
@@ -1545,14 +1584,15 @@ def main(argv):
         # A new vocabulary also changes the vocabulary size of the model. With
         # --init_from, the size stays the same as in the loaded weights.
         changes = data.with_vocab_size(changes)
-    cfg, run_dir, recipe = configs.resolve_run(args, changes)
+    cfg, run_dir, recipe, source = configs.resolve_run(args, changes)
     infer.check_decoder(cfg)
     if args.plan is not None:
         return plan(cfg, args.plan)
     partition.start_jax(cfg)
+    partition.check_same_command(cfg, args)
     try:
         folder = configs.to_path(run_dir)
-        return train(cfg, folder, recipe, args.config, args.init_from)
+        return train(cfg, folder, recipe, args.config, source)
     except partition.CheckpointError as error:
         problem = (
             f"Training stopped, because {error}. Free some space, and run the same "
