@@ -4,15 +4,16 @@
     python assets/pictures.py FOLDER      write the pictures to another folder
 
 The functions that a picture explains also compute its content. For example, the picture
-of span corruption shows the result of data.span_corruption. If you change such a function,
-run this script again. A test draws all pictures and compares them with the files in
-assets/.
+of span corruption shows the result of data.span_corruption. If you change one of these
+functions, run this script again. A test draws all pictures and compares them with the
+files in assets/.
 
 The unit of all coordinates is one pixel. Every picture is 830 pixels wide, which is the
 width of README.md on GitHub, and has a light background of its own.
 """
 
 import dataclasses
+import functools
 import html
 import sys
 import tempfile
@@ -76,6 +77,10 @@ class Picture:
                 words.append(f'{key.replace("_", "-")}="{value}"')
         self.elements.append(" ".join(words) + "/>")
 
+    def rect(self, x, y, width, height, **look):
+        """Draw a rectangle. look: attributes such as fill and stroke."""
+        self.add("rect", x=x, y=y, width=width, height=height, **look)
+
     def text(
         self,
         x,
@@ -115,15 +120,7 @@ class Picture:
     ):
         """Draw a box with a text in its center. A strong box has a thick border."""
         more = {"fill": PALE[color], "stroke": color, "rx": 3, **more}
-        self.add(
-            "rect",
-            x=x,
-            y=y,
-            width=width,
-            height=height,
-            stroke_width="2.5" if strong else None,
-            **more,
-        )
+        self.rect(x, y, width, height, stroke_width="2.5" if strong else None, **more)
         if text:
             baseline = y + height / 2 + 0.36 * size
             # A text that may be too wide in some fonts is fitted to the box.
@@ -156,7 +153,10 @@ class Picture:
             self.add("polygon", points=head, fill=color)
 
     def cells(self, x, y, values, cell, colors, gap=1):
-        """Draw a matrix of small squares. values: integers, which are indices of colors."""
+        """Draw a matrix of small squares.
+
+        values: a matrix of integers. The integer i stands for the color colors[i].
+        """
         for value, color in enumerate(colors):
             path = "".join(
                 f"M{number(x + cell * column)} {number(y + cell * row)}"
@@ -167,18 +167,19 @@ class Picture:
                 self.elements.append(f'<path fill="{color}" d="{path}"/>')
 
     def legend(self, x, y, items):
-        """Explain colors. items: (color, text, width of the text in pixels) of each one."""
-        for color, text, width in items:
-            self.add("rect", x=x, y=y - 10, width=12, height=12, fill=color, stroke=GRAY)
+        """Explain colors. items: the (color, text) of each color."""
+        for color, text in items:
+            self.rect(x, y - 10, 12, 12, fill=color, stroke=GRAY)
             self.text(x + 18, y, text, 12)
-            x += width + 18
+            x += 34 + 6.6 * len(text)
 
     def svg(self):
         """Return the picture as the text of an SVG file."""
         head = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {self.height}" '
+            '<svg xmlns="http://www.w3.org/2000/svg" '
+            f'viewBox="0 0 {WIDTH} {self.height}" '
             f'width="{WIDTH}" height="{self.height}" font-size="13" fill="{BLACK}" '
-            'font-family="Helvetica, Arial, sans-serif" role="img">\n'
+            'font-family="Helvetica, Arial, Liberation Sans, sans-serif" role="img">\n'
             f"<title>{html.escape(self.title)}</title>\n"
             f'<rect x="1" y="1" width="{WIDTH - 2}" height="{self.height - 2}" rx="8" '
             'fill="#fcfcfb" stroke="#c9ccd1"/>\n'
@@ -189,7 +190,7 @@ class Picture:
 # ---- the example of most pictures ------------------------------------------------------
 
 WORDS = "Thank you for inviting me to your party last week".split()
-FIRST_SENTINEL = 99
+SENTINELS = 99, 98  # <extra_id_0> and <extra_id_1>
 # The ids of the example, and the text of each id.
 NAMES = {
     data.PAD: "start",
@@ -205,7 +206,7 @@ def corrupted_example():
     tokens = np.arange(10, 10 + len(WORDS))
     settings = configs.DataConfig(noise_density=0.4, mean_span_length=2)
     inputs, targets = data.span_corruption(
-        tokens[None], np.array([0]), FIRST_SENTINEL, settings
+        tokens[None], np.array([0]), SENTINELS[0], settings
     )
     return tokens, inputs[0], targets[0]
 
@@ -234,16 +235,15 @@ def span_corruption():
     )
     step, left = 72, 20
     # The color of each id: the sentinel of a span and the tokens of the span share one.
-    color = {}
+    color, span_color = {}, GRAY
     for token in targets[:-1].tolist():
-        if token <= FIRST_SENTINEL - 2:
-            color[token] = span_color
-        else:
-            span_color = color[token] = (BLUE, ORANGE)[FIRST_SENTINEL - token]
+        if token in SENTINELS:
+            span_color = BLUE if token == SENTINELS[0] else ORANGE
+        color[token] = span_color
 
     def token_box(column, y, token, columns=1):
-        x, width = left + step * column, step * columns - 6
-        is_sentinel = token in (99, 98)
+        x, width = left + step * column, step * columns - 4
+        is_sentinel = token in SENTINELS
         size = 11 if is_sentinel and columns == 1 else 12
         picture.box(x, y, width, 26, NAMES[token], color.get(token, GRAY), size)
         picture.text(x + width / 2, y + 40, str(token), 11, "middle", GRAY)
@@ -253,22 +253,24 @@ def span_corruption():
         token_box(column, 96, token)
 
     picture.text(left, 168, "Inputs", bold=True)
-    picture.text(left + 50, 168, "One sentinel replaces each removed span.", 12)
+    picture.text(left + 62, 168, "One sentinel replaces each removed span.", 12)
     place = {token: i for i, token in enumerate(tokens.tolist())}
     column = 0
     for token in inputs.tolist():
         # A sentinel is as wide as the span that it replaces.
         width = 1
-        if token in (99, 98):
+        if token in SENTINELS:
             width = sum(color.get(t) == color[token] for t in tokens.tolist())
         token_box(column, 176, token, width)
         column += width
 
     picture.text(left, 248, "Targets", bold=True)
-    note = "Each sentinel, followed by the tokens that it replaced. EOS ends both sides."
-    picture.text(left + 58, 248, note, 12)
+    note = (
+        "Each sentinel, followed by the tokens that it replaced. EOS ends every sequence."
+    )
+    picture.text(left + 62, 248, note, 12)
     for i, token in enumerate(targets.tolist()):
-        if token in (99, 98):
+        if token in SENTINELS:
             column = place[targets[i + 1]] - 1
         else:
             column = place.get(token, len(tokens))
@@ -277,17 +279,17 @@ def span_corruption():
     batch = one_row(inputs, targets)
     picture.text(left, 332, "In the decoder", bold=True)
     note = "The targets are shifted right by one position. At each position, the decoder"
-    picture.text(left + 105, 332, note, 12)
+    picture.text(left + 120, 332, note, 12)
     note = "reads one token, sees all tokens to the left, and predicts the token below."
-    picture.text(left + 105, 349, note, 12)
+    picture.text(left + 120, 349, note, 12)
     picture.text(left, 385, "decoder inputs", 12)
     picture.text(left, 438, "targets", 12)
     for column, (read, target) in enumerate(zip(batch.decoder_inputs[0], targets)):
-        x = left + 105 + step * column
+        x = left + 120 + step * column
         for y, token in ((367, int(read)), (420, int(target))):
-            size = 11 if token in (99, 98) else 12
-            picture.box(x, y, step - 6, 26, NAMES[token], color.get(token, GRAY), size)
-        picture.line((x + 33, 395), (x + 33, 418), arrow=True)
+            size = 11 if token in SENTINELS else 12
+            picture.box(x, y, step - 4, 26, NAMES[token], color.get(token, GRAY), size)
+        picture.line((x + 34, 395), (x + 34, 418), arrow=True)
     settings = (
         "Here 40 % of the tokens are removed. T5 removes 15 %, in spans of 3 tokens."
     )
@@ -353,16 +355,8 @@ def attention():
         assert len(blocks) == len(layers), "a block of the layer is missing"
         width = 18 + sum(112 if "attention" in name else 62 for name in blocks)
         width += 18 * (len(blocks) - 1)
-        picture.add(
-            "rect",
-            x=x,
-            y=y - 12,
-            width=width,
-            height=80,
-            rx=5,
-            fill="none",
-            stroke=GRAY,
-            stroke_dasharray="4 3",
+        picture.rect(
+            x, y - 12, width, 80, rx=5, fill="none", stroke=GRAY, stroke_dasharray="4 3"
         )
         label = f"{depth} {stack} layers, one after another"
         picture.text(x + 9, y + 61, label, 11, color=GRAY)
@@ -421,8 +415,8 @@ def attention():
     text = (
         "Rows are queries, columns are keys. Dark: the query sees the key. Light: masked."
     )
-    picture.text(290, 550, text, 12)
-    picture.text(290, 535, "<0> and <1> are the sentinels.", 12)
+    picture.text(290, 554, text, 12)
+    picture.text(290, 538, "<0> and <1> are the sentinels.", 12)
     return picture
 
 
@@ -441,8 +435,8 @@ def buckets():
     )
     sides = [("Encoder", True, BLUE), ("Decoder", False, ORANGE)]
     picture.text(20, 86, "Near the query", bold=True)
-    near = np.arange(-15, 16)
-    left, step = 92, 23
+    near = np.arange(-14, 15)
+    left, step = 106, 24
     picture.text(20, 113, "key − query", 12)
     for i, distance in enumerate(near.tolist()):
         label = str(distance).replace("-", "−")
@@ -475,9 +469,9 @@ def buckets():
         left,
         202,
         [
-            (PALE[BLUE], "one position has its own bucket", 190),
-            (BLUE, "several positions share a bucket", 195),
-            (WHITE, "masked in the decoder", 140),
+            (PALE[BLUE], "one position has its own bucket"),
+            (BLUE, "several positions share a bucket"),
+            (WHITE, "masked in the decoder"),
         ],
     )
 
@@ -518,23 +512,21 @@ def buckets():
         picture.line(*points, color=color, width=2)
     (before, after, last), (all_before, _, decoder_last) = counts.values()
     notes = [
-        (-reach + 3, 20.6, "Decoder: the query itself and", ORANGE),
-        (-reach + 3, 18.3, f"keys before it, in {all_before} buckets", ORANGE),
-        (-reach + 3, 10.2, f"Encoder: {before} buckets for the", BLUE),
-        (-reach + 3, 7.9, "query itself and keys before it ...", BLUE),
-        (48, 24.8, f"... and {after} for keys after it", BLUE),
-        (48, 22.5, "(bucket 16 is never used)", BLUE),
-        (14, 9.5, "Small distances have buckets of their own.", None),
-        (14, 7.2, "Larger distances share buckets. The last bucket", None),
-        (14, 4.9, f"holds all distances of {last} or more in the encoder,", None),
-        (14, 2.6, f"and of {decoder_last} or more in the decoder.", None),
+        (-reach + 3, 20.8, "Decoder: the query itself and", ORANGE),
+        (-reach + 3, 18.5, f"keys before it, in {all_before} buckets", ORANGE),
+        (-reach + 3, 11.0, f"Encoder: {before} buckets for the", BLUE),
+        (-reach + 3, 8.7, "query itself and keys before it ...", BLUE),
+        (48, 21.4, f"... and {after} for keys after it", BLUE),
+        (48, 19.1, "(bucket 16 is never used)", BLUE),
+        (14, 8.6, "Small distances have buckets of their own.", None),
+        (14, 6.3, "Larger distances share buckets. The last bucket", None),
+        (14, 4.0, f"holds all distances of {last} or more in the encoder,", None),
+        (14, 1.7, f"and of {decoder_last} or more in the decoder.", None),
     ]
     for distance, bucket, text, color in notes:
         x, y = place(distance, bucket)
         # Hide the grid behind the text.
-        picture.add(
-            "rect", x=x, y=y - 10, width=5.4 * len(text), height=13, fill="#fcfcfb"
-        )
+        picture.rect(x, y - 10, 5.4 * len(text), 13, fill="#fcfcfb")
         picture.text(x, y, text, 12, color=color)
     assert 16 not in model.relative_bucket(np.arange(-far, far), True, cfg)
     return picture
@@ -608,7 +600,7 @@ def packed():
     cell = 15
     for title, query, key, causal, x in masks:
         seen = model.attention_mask(segments_of[query], segments_of[key], causal)
-        # Give each visible pair the color of its segment. Masked pairs get the last color.
+        # Visible pairs get the color of their segment. Masked pairs get the last color.
         value = np.where(np.asarray(seen)[0, 0], segments_of[query][0][:, None], 4)
         picture.text(x, y + 8, title, bold=True)
         strong = ("#a5abb3", BLUE, ORANGE, GREEN, "#eef0f2")
@@ -620,11 +612,11 @@ def packed():
         20,
         y,
         [
-            (BLUE, "example 1", 72),
-            (ORANGE, "example 2", 72),
-            (GREEN, "example 3", 72),
-            ("#a5abb3", "padding sees only padding", 155),
-            ("#eef0f2", "masked", 60),
+            (BLUE, "example 1"),
+            (ORANGE, "example 2"),
+            (GREEN, "example 3"),
+            ("#a5abb3", "padding sees only padding"),
+            ("#eef0f2", "masked"),
         ],
     )
     y += 24
@@ -651,7 +643,7 @@ def random_normal(*shape, seed):
 
 
 def second_moments(shape, steps):
-    """Update a weight matrix with Adafactor, and return the averages of squared gradients.
+    """Update a matrix with Adafactor, and return the averages of squared gradients.
 
     The result is the complete matrix V, and the slots "row" and "column" that Adafactor
     stores instead of V. All three come from train.adafactor_update.
@@ -669,15 +661,18 @@ def second_moments(shape, steps):
         lambda p: jnp.zeros(p.shape), train.adafactor_slots(table), is_leaf=model.is_param
     )
     params = {name: jnp.ones(p.shape) for name, p in table.items()}
+
+    @jax.jit
+    def update(params, grads, slots, count):
+        cfg = configs.TrainConfig()
+        return train.adafactor_update(table, params, grads, slots, count, 0.01, cfg)
+
     for step in range(steps):
         activations = row_scale * random_normal(6, rows, seed=10 + 2 * step)
         errors = column_scale * random_normal(6, columns, seed=11 + 2 * step)
         gradient = jnp.asarray(activations.T @ errors, jnp.float32)
         grads = {"matrix": gradient, "full": gradient[..., None]}
-        cfg = configs.TrainConfig()
-        params, slots = train.adafactor_update(
-            table, params, grads, slots, float(step), 0.01, cfg
-        )
+        params, slots = update(params, grads, slots, float(step))
     full, matrix = slots["full"]["full"][..., 0], slots["matrix"]
     return tuple(map(np.asarray, (full, matrix["row"], matrix["column"])))
 
@@ -689,7 +684,7 @@ def adafactor():
     approximation = np.outer(row, column) / row.mean()
     picture = Picture(
         "What Adafactor stores: one average for each row and for each column",
-        "The moving average of the squared gradients of a weight matrix, after 8 updates.",
+        "The moving average of the squared gradients of a matrix, after 8 updates.",
         392,
     )
     shades = ["#f2f4f8", "#dae4f1", "#bdd1e8", "#98b8db", "#719bcb"]
@@ -713,9 +708,7 @@ def adafactor():
             if path:
                 picture.add("path", stroke=shade, stroke_width=cell, d=path)
         height, width = (cell * n for n in values.shape)
-        picture.add(
-            "rect", x=x, y=y, width=width, height=height, fill="none", stroke=GRAY
-        )
+        picture.rect(x, y, width, height, fill="none", stroke=GRAY)
 
     crop = (slice(rows), slice(columns))
     y, left, right = 134, 20, 478
@@ -738,16 +731,14 @@ def adafactor():
     picture.text(left, y, "V: one average for each element", 12)
     picture.text(right, y, "V[i, j] ≈ R[i] C[j] / mean(R)", 12)
     for i, shade in enumerate(shades):
-        picture.add(
-            "rect", x=left + 60 + 22 * i, y=y + 18, width=22, height=12, fill=shade
-        )
+        picture.rect(left + 60 + 22 * i, y + 18, 22, 12, fill=shade)
     picture.text(left, y + 28, "small", 12)
     picture.text(left + 66 + 22 * len(shades), y + 28, "large (each shade: × 4)", 12)
     text = f"The picture shows {rows} of the {shape[0]} rows and {columns} of the "
-    picture.text(left, y + 52, text + f"{shape[1]} columns.", 12)
+    picture.text(left, y + 72, text + f"{shape[1]} columns.", 12)
     text = "Each update computes this approximation of V, and does not store it."
-    picture.text(right - 52, y + 28, text, 12)
-    picture.height = y + 68
+    picture.text(left, y + 54, text, 12)
+    picture.height = y + 90
     return picture
 
 
@@ -761,7 +752,7 @@ def schedules():
     panels = [
         ("T5 pretraining (small_c4)", base, 40_000),
         ("fine-tuning (small_wmt_finetune)", recipes["small_wmt_finetune"], 20_000),
-        ("the recipe tiny", recipes["tiny"], 1500),
+        ("the first run (tiny)", recipes["tiny"], 1500),
     ]
     others = [
         (
@@ -796,7 +787,8 @@ def schedules():
         step = np.linspace(start, start + steps - 1, 97)
         if "decay_every" in cfg.schedule:  # draw vertical lines where the rate falls
             falls = np.arange(cfg.steps_per_decay, steps, cfg.steps_per_decay)
-            step = np.unique([*step, *falls, *falls - 1])
+            after = np.searchsorted(step, falls)
+            step[after - 1], step[after] = falls - 1, falls
         rates = np.broadcast_to(train.learning_rate(step, cfg), step.shape)
         top = cfg.learning_rate
         if cfg.schedule == base.schedule:
@@ -839,7 +831,7 @@ def cache_of_steps(steps):
     array says on which positions the logits of the step depend.
     """
     cfg = configs.ModelConfig(
-        vocab_size=FIRST_SENTINEL + 1,
+        vocab_size=SENTINELS[0] + 1,
         d_model=4,
         d_ff=4,
         d_kv=2,
@@ -950,12 +942,12 @@ def kv_cache():
         left,
         y + 74,
         [
-            (PALE[ORANGE], "written in this step", 118),
-            (PALE[BLUE], "written in an earlier step", 148),
-            (WHITE, "not written yet", 90),
+            (PALE[ORANGE], "written in this step"),
+            (PALE[BLUE], "written in an earlier step"),
+            (WHITE, "not written yet"),
         ],
     )
-    text = "In this example, the model generates the targets of the picture of span corruption."
+    text = "The tokens are those of the picture of span corruption."
     picture.text(left, y + 98, text, 12, color=GRAY)
     picture.height = y + 114
     return picture
@@ -995,15 +987,17 @@ def search(beams, length):
     Returns the BeamState after each step, and the output and score of greedy decoding.
     """
     decode = configs.DecodeConfig(beams=beams)
+    beam_step = jax.jit(functools.partial(infer.beam_step, decode=decode))
+    greedy_step = jax.jit(infer.greedy_step)
     state, states = infer.start_beams(jnp.zeros(1), beams, length), []
     greedy = infer.start_greedy(jnp.zeros(1), 1, length)
     for at in range(length):
         if not state.done.all():
             logits = next_logits(np.asarray(state.ids)[:, :, :at])
-            state = infer.beam_step(state, logits, at, decode=decode)
+            state = beam_step(state, logits, at)
             states.append(jax.tree.map(np.asarray, state))
         logits = next_logits(np.asarray(greedy.ids)[:, :, :at])
-        greedy = infer.greedy_step(greedy, logits, at)
+        greedy = greedy_step(greedy, logits, at)
     return states, words_of(np.asarray(greedy.ids)[0, 0]), float(greedy.scores[0, 0])
 
 
@@ -1030,8 +1024,8 @@ def beam_search():
     best = words_of(states[-1].finished_ids[0, 0])
     picture = Picture(
         f"Beam search with {beams} beams",
-        "Each step extends the live beams by every word, and keeps the best results. "
-        "The number on a line is the probability of the word.",
+        "Each step extends the live beams by every word. The number on a line is the "
+        "probability of the word.",
         520,
     )
     columns, width = (150, 355, 560), 110
@@ -1076,14 +1070,7 @@ def beam_search():
         )
         share = 0.68
         middle = x_parent + share * (x - x_parent), y_parent + share * (y - y_parent)
-        picture.add(
-            "rect",
-            x=middle[0] - 14,
-            y=middle[1] - 8,
-            width=28,
-            height=15,
-            fill="#fcfcfb",
-        )
+        picture.rect(middle[0] - 14, middle[1] - 8, 28, 15, fill="#fcfcfb")
         picture.text(middle[0], middle[1] + 4, f"{probability:.2f}", 11, "middle")
         score = f"{log_prob[output]:.2f}".replace("-", "−")
         strong = output == best
@@ -1104,17 +1091,18 @@ def beam_search():
         20,
         y,
         [
-            (PALE[BLUE], "live beam", 60),
-            (PALE[GREEN], "finished output", 92),
-            (PALE[GRAY], "not kept", 52),
+            (PALE[BLUE], "live beam"),
+            (PALE[GREEN], "finished output"),
+            (PALE[GRAY], "not kept"),
         ],
     )
     y += 26
     lines = [
-        "The number in a box is the sum of the log-probabilities of the words so far. The "
-        "score of a finished output is this",
-        f"sum, divided by the length penalty. The best output is “{' '.join(best[:-1])}”. "
-        f"Greedy decoding takes the most probable word in",
+        "The number in a box is the sum of the log-probabilities of the words so far. "
+        "Finished outputs",
+        "are ranked by this sum, divided by the length penalty. The best output is "
+        f"“{' '.join(best[:-1])}”.",
+        "Greedy decoding takes the most probable word in "
         f"each step, and finds “{' '.join(greedy[:-1])}”, whose log-probability "
         f"{greedy_score:.2f} is lower.".replace("-0", "−0").replace("-1", "−1"),
     ]
@@ -1136,8 +1124,8 @@ def devices():
     base = configs.RECIPES["base_c4"]
     picture = Picture(
         "What each of eight devices holds, and what the devices send to each other",
-        "Each mesh trains T5 1.1 base. The matrix stands for all weights: it is the first "
-        "matrix of an MLP.",
+        "Each mesh trains T5 1.1 base. The matrix is the first matrix of an MLP. "
+        "It stands for all weights.",
         700,
     )
     weight = model.param_table(base.model)["encoder"]["layers"]["mlp"]["up"]
@@ -1192,9 +1180,7 @@ def devices():
         for i, device in enumerate(mesh.devices.flat):
             x = 20 + 99 * i
             position = np.argwhere(mesh.devices == device)[0]
-            picture.add(
-                "rect", x=x, y=y + 10, width=95, height=90, rx=4, fill=WHITE, stroke=LIGHT
-            )
+            picture.rect(x, y + 10, 95, 90, rx=4, fill=WHITE, stroke=LIGHT)
             picture.text(x + 8, y + 25, f"device {i}", 11)
             place = ", ".join(map(str, position))
             picture.text(x + 88, y + 25, place, 11, "end", GRAY)
@@ -1209,12 +1195,11 @@ def devices():
                 ]
                 (top, bottom), (start, stop) = [*bounds, (0, 1)][:2]
                 columns = [*shape, 1][1]
-                picture.add(
-                    "rect",
-                    x=x + width * start / columns,
-                    y=y + height * top / shape[0],
-                    width=width * (stop - start) / columns,
-                    height=height * (bottom - top) / shape[0],
+                picture.rect(
+                    x + width * start / columns,
+                    y + height * top / shape[0],
+                    width * (stop - start) / columns,
+                    height * (bottom - top) / shape[0],
                     fill=color,
                 )
 
@@ -1225,15 +1210,7 @@ def devices():
             part(*matrix, stored, shape, ORANGE)
             for rectangle in (batch, matrix):
                 x_left, top, width, height = rectangle
-                picture.add(
-                    "rect",
-                    x=x_left,
-                    y=top,
-                    width=width,
-                    height=height,
-                    fill="none",
-                    stroke=GRAY,
-                )
+                picture.rect(x_left, top, width, height, fill="none", stroke=GRAY)
         for x, width, head, lines in (
             (20, 280, "forward pass", forward),
             (308, 300, "backward pass", backward),
@@ -1248,13 +1225,13 @@ def devices():
         20,
         y,
         [
-            (BLUE, "its rows of the batch", 138),
-            (ORANGE, "its part of the stored weights", 190),
-            (PALE[ORANGE], "gathered for use, and then deleted", 222),
-            (WHITE, "on other devices", 100),
+            (BLUE, "its rows of the batch"),
+            (ORANGE, "its part of the stored weights"),
+            (PALE[ORANGE], "gathered for use, and then deleted"),
+            (WHITE, "on other devices"),
         ],
     )
-    text = "Two numbers in a device are its indices on the mesh axes “data” and “model”. The "
+    text = "Two numbers in a device are its indices on the axes “data” and “model”. The "
     picture.text(20, y + 24, text + "optimizer state is split like the weights.", 12)
     picture.height = y + 42
     return picture
@@ -1346,7 +1323,7 @@ def checkpoint():
         found, step = save_and_kill(when)
         complete = found[0]["step_00001000/pieces-00000-of-00001.msgpack"]
         lines = max(map(len, found))
-        height = 42 + 17 * lines
+        height = 50 + 17 * lines
         for x, files, head in zip(
             columns, found, ("", title, f"resumes at step {step:,}")
         ):
