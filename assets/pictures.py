@@ -17,6 +17,7 @@ import functools
 import html
 import sys
 import tempfile
+import textwrap
 import unittest.mock
 from pathlib import Path
 
@@ -124,7 +125,7 @@ class Picture:
         if text:
             baseline = y + height / 2 + 0.36 * size
             # A text that may be too wide in some fonts is fitted to the box.
-            fit = width - 8 if 0.56 * size * len(text) > width - 8 else None
+            fit = width - 8 if 0.53 * size * len(text) > width - 8 else None
             middle = x + width / 2
             self.text(middle, baseline, text, size, "middle", bold=strong, fit=fit)
 
@@ -151,6 +152,13 @@ class Picture:
             ]
             head = " ".join(f"{number(x)},{number(y)}" for x, y in corners)
             self.add("polygon", points=head, fill=color)
+
+    def paragraph(self, y, text):
+        """Write text in lines, beginning at the baseline y. Returns the next baseline."""
+        for line in textwrap.wrap(text, 118, break_on_hyphens=False):
+            self.text(20, y, line, 12)
+            y += 18
+        return y
 
     def cells(self, x, y, values, cell, colors, gap=1):
         """Draw a matrix of small squares.
@@ -1097,18 +1105,18 @@ def beam_search():
         ],
     )
     y += 26
-    lines = [
-        "The number in a box is the sum of the log-probabilities of the words so far. "
-        "Finished outputs",
-        "are ranked by this sum, divided by the length penalty. The best output is "
-        f"“{' '.join(best[:-1])}”.",
-        "Greedy decoding takes the most probable word in "
-        f"each step, and finds “{' '.join(greedy[:-1])}”, whose log-probability "
-        f"{greedy_score:.2f} is lower.".replace("-0", "−0").replace("-1", "−1"),
-    ]
-    for line in lines:
-        picture.text(20, y, line, 12)
-        y += 18
+    best_score, greedy_score = (
+        f"{score:.2f}".replace("-", "−") for score in (log_prob[best], greedy_score)
+    )
+    y = picture.paragraph(
+        y,
+        f"The search keeps the {beams} best live beams and the {beams} best finished "
+        "outputs. The number in a box is the sum of the log-probabilities of the words "
+        "so far. Finished outputs are ranked by this sum, divided by the length penalty. "
+        f"The best output is “{' '.join(best[:-1])}”, with the sum {best_score}. Greedy "
+        "decoding takes the most probable word in each step. It finds "
+        f"“{' '.join(greedy[:-1])}”, which is less probable: its sum is {greedy_score}.",
+    )
     picture.height = y + 4
     return picture
 
@@ -1137,7 +1145,7 @@ def devices():
             "Data parallelism",
             "the default",
             dict(model=1, fsdp=False),
-            ["No communication."],
+            ["No communication of weights or activations."],
             ["All-reduce over “data” sums the", "gradients of all weights."],
         ),
         (
@@ -1298,8 +1306,8 @@ def checkpoint():
     """Show a folder of checkpoints before, during and after a save that is killed."""
     picture = Picture(
         "A checkpoint folder before, during and after a kill",
-        "The save of step 2000 is killed at three different moments. A folder named "
-        "step_... is always complete.",
+        "The save of step 2000 is killed at three different moments. A local folder "
+        "named step_... is always complete.",
         560,
     )
     moments = {
@@ -1346,12 +1354,14 @@ def checkpoint():
         for x in columns[1:]:
             picture.line((x - 19, y + height / 2), (x - 2, y + height / 2), arrow=True)
         y += height + 14
-    text = (
+    y = picture.paragraph(
+        y + 10,
         "The folder tmp-step_00002000 becomes step_00002000 by one rename, which a kill "
+        "cannot split. A restart deletes folders named tmp-... and loads the newest "
+        "checkpoint. Cloud storage cannot rename folders. There, a checkpoint is "
+        "complete when it contains manifest.json, which is written last.",
     )
-    picture.text(20, y + 10, text + "cannot split. A restart deletes", 12)
-    picture.text(20, y + 28, "folders named tmp-... and loads the newest checkpoint.", 12)
-    picture.height = y + 46
+    picture.height = y + 4
     return picture
 
 
