@@ -167,6 +167,8 @@ class Tokenizer:
 #     inputs   Thank you <extra_id_0> me to your party <extra_id_1> </s>
 #     targets  <extra_id_0> for inviting <extra_id_1> last week </s>
 #
+# assets/span_corruption.svg shows this example token by token.
+#
 # The spans are random. The function `random_bits`, defined in a later section, turns a
 # key, which is one or more integers, into 64 random bits. Equal keys give equal bits, so
 # a resumed run needs no saved state of a random number generator.
@@ -566,6 +568,7 @@ def fill_rows(examples, rows, count, limits):
 
     For example, the inputs [5, 9, 1] and [4, 1] become the row [5, 9, 1, 4, 1, 0, 0, 0],
     if both examples are in this row. The input segments are [1, 1, 1, 2, 2, 0, 0, 0].
+    assets/packed.svg shows a row with three examples.
 
     examples: a list of N pairs of arrays (inputs, targets).
     rows: an array [N] with the row of each example.

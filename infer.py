@@ -76,7 +76,8 @@ from configs import DecodeConfig, UserError, note
 # ---- the cache and one decoding step ---------------------------------------------------
 # The decoder is causal: the keys and values of a token do not depend on later tokens.
 # Decoding therefore computes them once for each token, and stores them in a cache. Each
-# decoding step runs the decoder for the newest token only.
+# decoding step runs the decoder for the newest token only. assets/kv_cache.svg shows
+# three steps.
 #
 # An example has N outputs, which are samples or beams. This section calls them beams.
 
@@ -385,6 +386,8 @@ def filter_logits(logits, top_k, top_p):
 #
 # Why 2N? Each live beam has only one extension by EOS, so at most N of the 2N results end
 # with EOS. At least N results remain for the live beams.
+#
+# assets/beam_search.svg shows a search with two beams and all of its scores.
 
 # Adding this number to the score of an output makes the output worse than all others.
 # T5X uses the same number.

@@ -9,7 +9,7 @@ computes the logits for a Batch of token ids. `loss_fn` computes the training lo
 The equations are those of Raffel et al. 2020 (arXiv:1910.10683), section 2.1, with the
 changes of version 1.1: an MLP with gated GELU, an output layer of its own, and no dropout
 in pretraining. The logits and the loss equal those of T5X
-(t5x/examples/t5/network.py).
+(t5x/examples/t5/network.py). assets/attention.svg shows the encoder and the decoder.
 
 The shapes in comments and einsums use these letters:
 
@@ -281,6 +281,7 @@ def relative_bucket(distance, bidirectional, cfg):
     Each small distance has its own bucket. Larger distances share buckets, and the last
     bucket takes all distances from relative_max_distance on. In the decoder, all 32
     buckets are for keys before the query. Later keys are masked, and get bucket 0.
+    assets/buckets.svg shows the buckets of both directions.
 
     distance: NumPy array of any shape. Returns an integer array of the same shape.
     """
@@ -334,6 +335,7 @@ def attention_mask(query_segments, key_segments, causal=False):
     A query attends only to keys of its own example. The segments number the examples of a
     row: [1, 1, 2, 0] means two tokens of example 1, one token of example 2, and padding.
     With `causal`, a query attends only to its own position and earlier ones.
+    assets/packed.svg shows the masks of a packed row.
 
     query_segments [B, Q], key_segments [B, K].
     """

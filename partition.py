@@ -74,6 +74,8 @@ from configs import (
 # - Fully sharded data parallelism (FSDP, --mesh.fsdp) also splits the stored weights over
 #   "data". Each layer's weights are all-gathered just before use. This method is called
 #   ZeRO-3 by Rajbhandari et al. 2020.
+#
+# assets/devices.svg shows what each of eight devices holds in these three ways.
 
 # RULES maps the name of each array dimension to the mesh axis that splits this dimension.
 # Example: a weight matrix of an MLP has the dimensions ("embed", "mlp") and the shape
@@ -239,6 +241,7 @@ def put_batch(batch, batch_size, mesh):
 #
 # A folder with the name step_00001000 is a complete checkpoint. A complete checkpoint is
 # valid if the checksums of the manifest and of all shards are correct.
+# assets/checkpoint.svg shows the files before, during and after a kill.
 
 # The version of the checkpoint format. Every manifest.json contains this number.
 FORMAT = 3

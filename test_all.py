@@ -282,6 +282,38 @@ def test_lines_are_at_most_90_columns_wide():
             assert len(line) <= 90, f"{name}.py:{number} has {len(line)} columns"
 
 
+def test_pictures_show_what_the_code_computes(tmp_path, monkeypatch):
+    """assets/pictures.py draws exactly the pictures that are stored in assets/.
+
+    The last digit of a number may differ, because machines round differently.
+    """
+    monkeypatch.syspath_prepend(HERE / "assets")
+    import pictures
+
+    pictures.draw_all(tmp_path)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {path.name for path in HERE.glob("assets/*.svg")}
+    sources = README + "".join((HERE / f"{name}.py").read_text() for name in COURSE)
+    for name in names:
+        number = r"-?\d+(?:\.\d+)?"
+        stored, drawn = (
+            (folder / name).read_text("utf-8") for folder in (HERE / "assets", tmp_path)
+        )
+        assert re.sub(number, "", stored) == re.sub(number, "", drawn), (
+            f"assets/{name} differs from what the code computes: if the code is right, "
+            f"run python assets/pictures.py and look at the picture"
+        )
+        for pair in zip(re.findall(number, stored), re.findall(number, drawn)):
+            decimals = max(len(text.partition(".")[2]) for text in pair)
+            before, now = map(float, pair)
+            assert before == now or decimals and abs(before - now) < 1.1 / 10**decimals, (
+                f"assets/{name} has the number {before}, but the code computes {now}"
+            )
+        assert len(stored) < 40_000, f"assets/{name} is too large for a README"
+        assert f"assets/{name}" in sources, f"no text mentions assets/{name}"
+    assert len(re.findall(r'<img src="assets/\w+\.svg"', README)) == 5
+
+
 def count_lines(source, first, last):
     """Count AST nodes, lines of code and lines of prose from line `first` to line `last`.
 

@@ -66,6 +66,7 @@ def learning_rate(step, cfg):
     With --train.learning_rate 1.0 and 10,000 warmup steps, this product is 0.01 at step
     10,000 and 0.005 at step 40,000. The learning rate is never below 1e-8. All factors
     are those of T5X (create_learning_rate_scheduler in t5x/utils.py).
+    assets/schedules.svg shows six schedules.
 
     step: the step number, counted from 0.
     cfg: a TrainConfig. The string cfg.schedule names the factors.
@@ -158,7 +159,7 @@ class Optimizer(NamedTuple):
 #
 # For a large matrix, V is not stored, but approximated by R C^T / mean(R). The vector R
 # contains the moving averages of the row means of g^2. The vector C contains the moving
-# averages of the column means of g^2.
+# averages of the column means of g^2. assets/adafactor.svg shows V, R and C.
 #
 # The updates equal those of T5X (t5x/adafactor.py), because all settings are the same.
 # There is no momentum. V is approximated only for matrices with at least 128 rows and 128
