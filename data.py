@@ -1297,38 +1297,41 @@ def check_regular(path):
     return found
 
 
-def find_folders(folder, above=()):
+def find_folders(folder, above):
     """Yield a folder and all folders inside it, as the pattern "**" does.
 
     Links to folders are followed, except a link to one of the folders that contain the
     link. Such a link is a loop, in which the same files would be found again and again.
     Folders whose names begin with a dot are left out.
 
-    above: the real paths of the folders that contain `folder`.
+    Each result is a pair (path, real paths). The real paths are those of the folder and
+    of the folders that contain it. above: the real paths of the folders that contain the
+    first folder.
     """
-    real = os.path.realpath(folder)
-    if real in above:
+    above = (*above, os.path.realpath(folder))
+    if above[-1] in above[:-1]:
         return
-    yield folder
+    yield folder, above
     for entry in os.scandir(folder or "."):
         if entry.is_dir() and not entry.name.startswith("."):
-            yield from find_folders(os.path.join(folder, entry.name), (*above, real))
+            yield from find_folders(os.path.join(folder, entry.name), above)
 
 
-def expand_glob(pattern):
+def expand_glob(pattern, above=()):
     """Return the local paths that match a glob pattern, as a set.
 
     The function glob.glob would follow a link that leads back to its own folder 40 times.
+
+    above: the real paths of the folders in which the search began.
     """
-    head, recursive, tail = re.fullmatch(
-        r"(?s)(|.*?/)(\*\*(?:/|\Z))(.*)|.*", pattern
-    ).groups()
-    if not recursive:
+    match = re.fullmatch(r"(|.*?/)(?:\*\*/)*\*\*(?:/(.*)|)", pattern, re.DOTALL)
+    if not match:
         return set(glob.glob(pattern))
+    head, tail = match.groups()
     paths = set()
     for start in glob.glob(head) if head else [""]:
-        for folder in find_folders(start):
-            paths |= expand_glob(os.path.join(glob.escape(folder), tail or "*"))
+        for folder, inside in find_folders(start, above):
+            paths |= expand_glob(os.path.join(glob.escape(folder), tail or "*"), inside)
     return paths
 
 
@@ -1461,7 +1464,8 @@ def file_source(read, pattern, split, cfg, whole):
                 if isinstance(value, str | list):
                     seen += len(value)
 
-    first = files[0]._replace(read=read_first)
+    # The stamp says that some text is left out, because another run may read all of it.
+    first = files[0]._replace(read=read_first, stamp=[files[0].stamp, held_out])
     return [first] if split == "validation" else [first, *files[1:]]
 
 
@@ -1611,16 +1615,20 @@ def read_jsonl(path, bad):
 
 
 def check_jsonl(path):
-    """Raise UserError if none of the first ten lines of a file is a JSON object."""
+    """Raise UserError if a file is no JSONL file, as its first ten lines show.
+
+    None of these lines is a JSON object, or the file begins with "[" like a JSON list.
+    """
     lines = read_lines(path, lambda where, what: None)
     lines = ((number, line) for number, line in lines if line.strip())
     head = list(itertools.islice(lines, 10))
-    if not any(parse_json(line)[0] is not None for _, line in head):
-        number, line = head[0]
+    objects = [parse_json(line)[0] is not None for _, line in head]
+    number, line = head[0]
+    if not any(objects) or line.startswith("["):
         raise UserError(
-            f"{path} is not a JSONL file, because none of its first lines is a JSON "
-            f"object (line {number} is {line.strip()!r:.60}): name a file with lines "
-            f'such as {{"inputs": "a", "targets": "b"}}. Convert tables and JSON lists '
+            f"{path} is not a JSONL file, because its lines are not JSON objects (line "
+            f"{number} is {line.strip()!r:.60}): name a file with lines such as "
+            f'{{"inputs": "a", "targets": "b"}}. Convert tables and JSON lists '
             f"to this form. To read plain text, use text:FILE:lines."
         )
 
