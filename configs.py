@@ -720,7 +720,7 @@ CHANGEABLE = set(
 # Version number of the training batches. A new version of plain T5 increases this number
 # if it makes different batches from the same text. A run is never resumed with a version
 # that makes different batches.
-DATA_FORMAT = 2
+DATA_FORMAT = 3
 
 
 def fields(cfg):

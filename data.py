@@ -1525,7 +1525,8 @@ def text_source(name, split, cfg, whole):
     For example, `text:books/*.txt` makes one document of each file.
     `text:books/*.txt:lines` makes one document of each line. Blank documents are left
     out. Files that are compressed with gzip are decompressed. The examples have only the
-    field `text`. A document of more than PART_CHARACTERS is read in several Parts.
+    field `text`. A document of more than PART_CHARACTERS is read in several Parts. For a
+    task without a format, each Part is a document. A format gets the complete document.
     """
     pattern = name.removesuffix(":lines")
 
@@ -1558,7 +1559,7 @@ def read_parts(lines):
 
 
 def join_parts(examples):
-    """Join the Parts of long documents, for tasks that need complete documents.
+    """Join the Parts of long documents, for tasks whose format needs complete documents.
 
     examples: an iterator of pairs (where, example), as SourceFile.read returns it. A
     document that is too long for the memory is refused with a UserError.
@@ -1571,8 +1572,9 @@ def join_parts(examples):
             if sum(map(len, parts)) > LINE_BYTES:
                 raise UserError(
                     f"{where.rpartition(':')[0]} is one document of more than "
-                    f"{LINE_BYTES:,} characters, and this task needs complete documents "
-                    f"in memory: write text:FILE:lines, in which each line is a document."
+                    f"{LINE_BYTES:,} characters, and the format of this task needs "
+                    f"complete documents in memory: write text:FILE:lines, in which each "
+                    f"line is a document."
                 )
             continue
         if parts:
@@ -2892,8 +2894,8 @@ def formatted_examples(source_file, bad, task, cfg, size=math.inf):
     names = source_fields(cfg)
     features = task.objective.features
     examples = source_file.read(bad)
-    # If the texts of all documents are joined anyway, a document may come in parts.
-    if not task.objective.across_documents or task.format is not as_it_is:
+    # Without a format, texts are cut into chunks anyway, so a document may come in parts.
+    if task.format is not as_it_is:
         examples = join_parts(examples)
     for number, (where, example) in enumerate(examples):
         example |= {key: example[name] for key, name in names.items() if name in example}
