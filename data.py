@@ -127,17 +127,11 @@ class Tokenizer:
         or follows a space. This space adds no id. In "a<extra_id_0>", the sentinel is not
         recognized.
         """
-        return [i for part in split_text(text) for i in self.processor.encode(part)]
+        return self.processor.encode(text)
 
     def encode_batch(self, texts):
         """Encode texts on all CPU cores, and return one int32 array of ids per text."""
-        parts = [split_text(text) for text in texts]
-        together = list(itertools.chain.from_iterable(parts))
-        encoded = self.processor.encode(together, return_type="numpy")
-        if len(together) == len(parts):  # no text is long
-            return encoded
-        encoded = iter(encoded)
-        return [np.concatenate([next(encoded) for _ in part]) for part in parts]
+        return self.processor.encode(list(texts), return_type="numpy")
 
     def raw_text(self, ids):
         """Return the text of token ids, with all special tokens written out.
@@ -925,6 +919,21 @@ def split_text(text):
     return [*parts, text[start:]]
 
 
+class LongTextTokenizer(Tokenizer):
+    """A Tokenizer that encodes long texts in parts, because this needs less memory."""
+
+    def encode(self, text):
+        return list(itertools.chain(*map(super().encode, split_text(text))))
+
+    def encode_batch(self, texts):
+        parts = [split_text(text) for text in texts]
+        encoded = super().encode_batch(itertools.chain(*parts))
+        if len(encoded) == len(parts):  # no text is long
+            return encoded
+        encoded = iter(encoded)
+        return [np.concatenate([next(encoded) for _ in part]) for part in parts]
+
+
 # Cache the result, because hundreds of tasks in a mixture may use the same vocabulary.
 @functools.lru_cache(maxsize=4)
 def parse_vocabulary(serialized, name="the vocabulary"):
@@ -958,7 +967,7 @@ def parse_vocabulary(serialized, name="the vocabulary"):
             f"eos_id=1, unk_id=2 and bos_id=-1."
         )
     sentinels = sum("<extra_id_" in piece.piece for piece in model.pieces)
-    return Tokenizer(serialized, len(model.pieces), sentinels, processor)
+    return LongTextTokenizer(serialized, len(model.pieces), sentinels, processor)
 
 
 def load_tokenizer(path):

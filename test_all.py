@@ -5658,7 +5658,8 @@ def test_a_run_with_another_data_format_is_not_resumed(
     stored = json.loads(path.read_text())
     path.write_text(json.dumps(stored | {"data_format": stored["data_format"] + 1}))
     status, _, err = run(train, capsys, monkeypatch, "--run_dir", tmp_path / "run")
-    assert status == 2 and "data format 3 instead of 2" in err and "--init_from" in err
+    formats = f"data format {configs.DATA_FORMAT + 1} instead of {configs.DATA_FORMAT}"
+    assert status == 2 and formats in err and "--init_from" in err
     # A field that this version does not know is refused as well.
     stored["train"]["momentum"] = 0.9
     path.write_text(json.dumps(stored))
