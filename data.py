@@ -1321,7 +1321,12 @@ def find_folders(folder, above):
     if above[-1] in above[:-1]:
         return
     yield folder, above
-    for entry in os.scandir(folder or "."):
+    try:
+        entries = list(os.scandir(folder or "."))
+    except OSError as error:
+        note(f"warning: {folder} cannot be read ({error.strerror}) and is left out")
+        return
+    for entry in entries:
         if entry.is_dir() and not entry.name.startswith("."):
             yield from find_folders(os.path.join(folder, entry.name), above)
 
@@ -1640,7 +1645,8 @@ def check_jsonl(path):
             f"{path} is not a JSONL file, because its lines are not JSON objects (line "
             f"{number} is {line.strip()!r:.60}): name a file with lines such as "
             f'{{"inputs": "a", "targets": "b"}}. Convert tables and JSON lists '
-            f"to this form. To read plain text, use text:FILE:lines."
+            f"to this form. To read plain text, use --data.source text:FILE:lines, or "
+            f"infer.py --input FILE.txt."
         )
 
 
@@ -1652,7 +1658,8 @@ def read_parquet(path, bad):
     import pyarrow.parquet  # only when needed: the import takes 0.2 s
 
     with open_file(path) as file:
-        batches = pyarrow.parquet.ParquetFile(file).iter_batches(1024)
+        opened = pyarrow.parquet.ParquetFile(file, page_checksum_verification=True)
+        batches = opened.iter_batches(1024)
         rows = (row for batch in batches for row in batch.to_pylist())
         for number, row in enumerate(rows):
             yield f"{path} row {number}", row
@@ -3089,10 +3096,17 @@ def prepare_vocabulary(cfg, split="train"):
     name = cfg.data.task if len(opened) > 1 else opened[0][0].source
     identity = [pieces, [source_identity(x, *by_name[x], cfg) for x in by_name]]
     path = Path(f"{prepared_path(name, identity, cfg)}.{pieces}.model")
-    if not path.exists():
-        note(f"training a vocabulary of {pieces} pieces on {name}")
-        tokenizer = train_tokenizer(vocabulary_texts(opened, cfg), int(pieces))
-        configs.write_file(path, tokenizer.serialized)
+    # The checksum is written last. Without it, a damaged vocabulary could be used.
+    checksum = path.with_suffix(".json")
+    with contextlib.suppress(UserError, OSError):
+        tokenizer = load_tokenizer(path)
+        if configs.read_checked(checksum, {"sha256": str})["sha256"] == tokenizer.sha256:
+            return tokenizer
+        note(f"{path} is damaged, so this vocabulary is trained again")
+    note(f"training a vocabulary of {pieces} pieces on {name}")
+    tokenizer = train_tokenizer(vocabulary_texts(opened, cfg), int(pieces))
+    configs.write_file(path, tokenizer.serialized)
+    configs.write_checked(checksum, {"sha256": tokenizer.sha256})
     return load_tokenizer(path)
 
 

@@ -1090,6 +1090,21 @@ def test_vocabularies_of_bytes_and_of_ids(tmp_path, corpus):
     assert data.load_tokenizer(tmp_path / "spiece.model").sentinels == 100
 
 
+def test_a_damaged_vocabulary_is_trained_again(corpus, capsys):
+    """One flipped bit in a score would give other tokens without an error."""
+    expected = data.prepare_vocabulary(corpus).serialized
+    (path,) = Path(corpus.data.prepared_dir).glob("*.model")
+    for at in (len(expected) // 3, len(expected) // 2, 0):
+        damaged = bytearray(expected)
+        damaged[at] ^= 1
+        path.write_bytes(damaged)
+        assert data.prepare_vocabulary(corpus).serialized == expected
+        assert path.read_bytes() == expected
+    capsys.readouterr()
+    data.prepare_vocabulary(corpus)
+    assert "training" not in capsys.readouterr().err
+
+
 def test_unknown_characters_are_reported(tmp_path, corpus, capsys, tokenizer):
     """Unknown tokens are counted, and above 0.1 % their characters are named."""
     (tmp_path / "odd.txt").write_text(
@@ -2409,11 +2424,25 @@ def test_a_damaged_record_of_a_seqio_cache_is_skipped_alone(tmp_path, corpus):
     assert found == [sentences(9)[0], *sentences(9)[2:8]] and bad.count == 2
 
 
+def test_checksums_of_parquet_pages_are_verified(tmp_path, corpus):
+    import pyarrow.parquet
+
+    path = tmp_path / "a.parquet"
+    table = pyarrow.Table.from_pylist([{"text": "alpha beta"}])
+    options = dict(write_page_checksum=True, use_dictionary=False, compression="none")
+    pyarrow.parquet.write_table(table, path, write_statistics=False, **options)
+    assert documents_of(sourced(corpus, f"parquet:{path}")) == ["alpha beta"]
+    assert path.read_bytes().count(b"alpha beta") == 1
+    path.write_bytes(path.read_bytes().replace(b"alpha beta", b"alphA beta"))
+    with pytest.raises(configs.UserError, match="a.parquet is damaged"):
+        documents_of(sourced(corpus, f"parquet:{path}"))
+
+
 def test_a_parquet_file_with_a_system_error_is_damaged(tmp_path, corpus, monkeypatch):
     """Pyarrow reports some damages as system errors. Text files do not have such errors."""
     import pyarrow.parquet
 
-    def fail(*args):
+    def fail(*args, **options):
         raise OSError(22, "Invalid argument")
 
     (tmp_path / "a.parquet").touch()
