@@ -53,7 +53,6 @@ import json
 import math
 import os
 import re
-import stat
 import sys
 import threading
 import time
@@ -986,6 +985,7 @@ def load_tokenizer(path):
     is_name = re.compile(rb"(bytes|ids:\d{1,9})(:\d{1,9})?\s*").fullmatch
     serialized = path.encode()
     if not is_name(serialized):
+        check_regular(path)
         try:
             with open_file(path) as file:
                 serialized = file.read()
@@ -1286,7 +1286,6 @@ def random_source(name, split, cfg, whole):
 def open_file(path):
     """Open a local or remote file for reading bytes."""
     if "://" not in path:
-        check_regular(path)
         return open(path, "rb")
     import fsspec  # only when needed, because the import takes 0.1 s
 
@@ -1294,16 +1293,15 @@ def open_file(path):
 
 
 def check_regular(path):
-    """Return os.stat(path). Raise UserError if the path is a FIFO, socket or device."""
-    found = os.stat(path)
-    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
-        # Opening a FIFO would wait forever if no program writes to it. A FIFO can also
-        # be read only once, but data are read at each start of a run.
-        raise UserError(
-            f"{path} is a FIFO, a socket or a device: write its content to a file, and "
-            f"name this file."
-        )
-    return found
+    """Raise UserError if a local path is a FIFO, a socket or a device."""
+    if "://" not in path and os.path.exists(path):
+        if not os.path.isfile(path) and not os.path.isdir(path):
+            # Opening a FIFO would wait forever if no program writes to it. A FIFO can
+            # also be read only once, but data are read at each start of a run.
+            raise UserError(
+                f"{path} is a FIFO, a socket or a device: write its content to a file, "
+                f"and name this file."
+            )
 
 
 def find_folders(folder, above):
@@ -1349,21 +1347,24 @@ def expand_glob(pattern, above=()):
     return paths
 
 
-def find_files(pattern):
+def find_files(pattern, pipes=False):
     """Return the files that match a glob pattern, as pairs (path, [size, time]).
 
     The pattern is local, such as "books/*.txt", or remote, such as "gs://bucket/*.gz".
     The pairs are sorted by path. The time is when a local file was last changed. For a
     remote file, the time is a hash of everything that the file system says about the
-    file. If a remote file system cannot be read, or if a path is a FIFO, a socket or a
-    device, the function raises UserError.
+    file. If a remote file system cannot be read, the function raises UserError.
+
+    pipes: whether a path may be a FIFO or a device. If not, such a path is a UserError.
     """
     found = []
     if "://" not in pattern:
         for path in sorted(expand_glob(os.path.expanduser(pattern))):
-            info = check_regular(path)
-            if stat.S_ISREG(info.st_mode):
-                found.append((path, [info.st_size, info.st_mtime_ns]))
+            if not pipes:
+                check_regular(path)
+            if not os.path.isdir(path):
+                stat = os.stat(path)
+                found.append((path, [stat.st_size, stat.st_mtime_ns]))
         return found
     import fsspec
 
@@ -1413,7 +1414,8 @@ def group_files(files, read):
             try:
                 yield from read(path, bad)
                 # Token files are named after the stamps that the files had at first.
-                is_local = "://" not in path
+                # Remote files and pipes are not compared.
+                is_local = os.path.isfile(path)
                 if is_local and find_files(glob.escape(path)) != [(path, stamp)]:
                     raise UserError(
                         f"{path} has changed while it was read: when no other program "
