@@ -27,6 +27,7 @@ import dataclasses
 import difflib
 import fcntl
 import functools
+import hashlib
 import inspect
 import json
 import os
@@ -34,6 +35,7 @@ import re
 import sys
 import textwrap
 import traceback
+import types
 import zlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -351,6 +353,8 @@ MIXTURES = {}  # "glue_v002_proportional" -> {name of a task: sampling rate}
 ACTIVATIONS = {}  # "relu" -> jax.nn.relu
 METRICS = {}  # "bleu" -> function(targets, predictions) that returns {"bleu": 27.5}
 OPTIMIZERS = {}  # "adafactor" -> train.Optimizer
+
+TASK_CODE = {}  # task of a recipe file -> hashes of this file and of what it imports
 
 # ---- messages --------------------------------------------------------------------------
 
@@ -718,7 +722,7 @@ CHANGEABLE = set(
 # Version number of the training batches. A new version of plain T5 increases this number
 # if it makes different batches from the same text. A run is never resumed with a version
 # that makes different batches.
-DATA_FORMAT = 2
+DATA_FORMAT = 3
 # The settings of the model that do not change what its weights compute. A run that starts
 # from the weights of another run may choose these settings. All others must be the same.
 FREE_IN_MODEL = {"model.dropout", "model.dtype", "model.remat"}
@@ -911,20 +915,48 @@ def load_recipe(name):
             f"The command python configs.py lists all recipes."
         )
     defined = {"__name__": "recipe", "__file__": name}
+    known_tasks = dict(TASKS)
     try:
-        exec(compile(to_path(name).read_bytes(), name, "exec"), defined)
+        content = to_path(name).read_bytes()
+        exec(compile(content, name, "exec"), defined)
         cfg = defined.get("CONFIG")
         if not isinstance(cfg, Config):
             raise UserError("this file must define CONFIG as a configs.Config")
         check_fields(cfg)
         for title in ("TASKS", "MIXTURES", "ACTIVATIONS", "METRICS", "OPTIMIZERS"):
             globals()[title].update(defined.get(title, {}))
+        code = [hashlib.sha256(content).hexdigest(), *imported_code(defined, {}).values()]
+        new = [task for task in TASKS if TASKS[task] is not known_tasks.get(task)]
+        TASK_CODE.update(dict.fromkeys(new, sorted(code)))
     except (Exception, SystemExit) as error:
         raise UserError(
             f"The recipe file {name} cannot be loaded ({type(error).__name__}: {error}). "
             f"Fix this file, or name another recipe with --config."
         ) from error
     return cfg
+
+
+def imported_code(defined, found):
+    """Return a hash of each Python file that a recipe imports, as {path: hash}.
+
+    Files that these files import are included. Installed libraries and the files of
+    plain T5 are left out.
+
+    defined: the global names of the recipe or of an imported module, as {name: value}.
+    found: the result so far, to which the function adds.
+    """
+    programs = "configs data partition model infer evaluate train convert".split()
+    own = {str(Path(__file__).with_name(f"{name}.py")) for name in programs}
+    for value in list(defined.values()):
+        module = sys.modules.get(getattr(value, "__module__", None), value)
+        path = getattr(module, "__file__", None)
+        if not isinstance(module, types.ModuleType) or not path or path in own | {*found}:
+            continue
+        installed = {"site-packages", "dist-packages"} & {*Path(path).parts}
+        if not installed and Path(os.__file__).parent not in Path(path).parents:
+            found[path] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+            imported_code(vars(module), found)
+    return found
 
 
 def read_run(run_dir):

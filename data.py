@@ -902,6 +902,43 @@ def add_sentinels(model, number):
         model.pieces.add(piece=f"▁<extra_id_{k}>", score=0.0, type="USER_DEFINED")
 
 
+def split_text(text):
+    """Split a long text after spaces into parts of at most PART_CHARACTERS characters.
+
+    A shorter text is the only part. SentencePiece needs about 60 bytes of memory for each
+    character of a text. In T5's vocabularies, no token crosses a space, so the parts have
+    the token ids of the complete text. There are two exceptions. A part without spaces is
+    cut inside a word. In a text of millions of tokens, SentencePiece rounds the sums of
+    its float32 scores, and may choose another of two nearly equal ways to cut a word.
+    """
+    if len(text) <= PART_CHARACTERS:
+        return [text]
+    parts = []
+    start = 0
+    while len(text) - start > PART_CHARACTERS:
+        stop = start + PART_CHARACTERS
+        space = max(text.rfind(" ", start, stop), text.rfind("\n", start, stop))
+        stop = space + 1 if space >= 0 else stop
+        parts.append(text[start:stop])
+        start = stop
+    return [*parts, text[start:]]
+
+
+class LongTextTokenizer(Tokenizer):
+    """A Tokenizer that encodes long texts in parts, because this needs less memory."""
+
+    def encode(self, text):
+        return list(itertools.chain(*map(super().encode, split_text(text))))
+
+    def encode_batch(self, texts):
+        parts = [split_text(text) for text in texts]
+        encoded = super().encode_batch(itertools.chain(*parts))
+        if len(encoded) == len(parts):  # no text is long
+            return encoded
+        encoded = iter(encoded)
+        return [np.concatenate([next(encoded) for _ in part]) for part in parts]
+
+
 # Cache the result, because hundreds of tasks in a mixture may use the same vocabulary.
 @functools.lru_cache(maxsize=4)
 def parse_vocabulary(serialized, name="the vocabulary"):
@@ -935,7 +972,7 @@ def parse_vocabulary(serialized, name="the vocabulary"):
             f"eos_id=1, unk_id=2 and bos_id=-1."
         )
     sentinels = sum("<extra_id_" in piece.piece for piece in model.pieces)
-    return Tokenizer(serialized, len(model.pieces), sentinels, processor)
+    return LongTextTokenizer(serialized, len(model.pieces), sentinels, processor)
 
 
 def load_tokenizer(path):
@@ -954,6 +991,7 @@ def load_tokenizer(path):
     is_name = re.compile(rb"(bytes|ids:\d{1,9})(:\d{1,9})?\s*").fullmatch
     serialized = path.encode()
     if not is_name(serialized):
+        check_regular(path)
         try:
             with open_file(path) as file:
                 serialized = file.read()
@@ -1117,6 +1155,22 @@ class MissingSource(UserError):
         return ": ".join(self.args)
 
 
+def digest(value):
+    """Return a short hash of a JSON value, such as the stamps of 1,000 files."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def python_files():
+    """Return the paths of Python's standard library, without its tests, as a list."""
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    files = []
+    for folder, folders, names in os.walk(Path(os.__file__).parent):
+        folders[:] = [name for name in folders if name not in left_out]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(files)
+
+
 @functools.cache
 def python_documents():
     """Return texts from the local Python installation as a list of strings.
@@ -1127,13 +1181,9 @@ def python_documents():
     """
     from pydoc_data.topics import topics  # this module only defines a dict of texts
 
-    library = Path(os.__file__).parent
-    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     documents = []
-    for path in sorted(library.rglob("*.py")):
-        if left_out & set(path.relative_to(library).parts):
-            continue
+    for path in python_files():
         if path.match("pydoc_data/topics.py"):
             documents += topics.values()
         nodes = ast.walk(ast.parse(path.read_bytes()))
@@ -1223,7 +1273,11 @@ def python_source(name, split, cfg, whole):
             yield number_example(n) if name else {"text": documents[n]}
 
     splits = ("train", "validation") if whole else (split,)
-    return generated_source(f"python:{name}", [sys.version], examples, splits)
+    # Some systems install parts of the library separately, so the version is not enough.
+    # The times of the files are left out, because they differ between equal machines.
+    sizes = [] if name else [[str(x), x.stat().st_size] for x in python_files()]
+    stamp = [sys.version, digest(sizes)]
+    return generated_source(f"python:{name}", stamp, examples, splits)
 
 
 def reverse_source(name, split, cfg, whole):
@@ -1269,17 +1323,76 @@ def open_file(path):
     return fsspec.open(path, "rb").open()
 
 
-def find_files(pattern):
+def check_regular(path):
+    """Raise UserError if a local path is a FIFO, a socket or a device."""
+    if "://" not in path and os.path.exists(path):
+        if not os.path.isfile(path) and not os.path.isdir(path):
+            # Opening a FIFO would wait forever if no program writes to it. A FIFO can
+            # also be read only once, but data are read at each start of a run.
+            raise UserError(
+                f"{path} is a FIFO, a socket or a device: write its content to a file, "
+                f"and name this file."
+            )
+
+
+def find_folders(folder, above):
+    """Yield a folder and all folders inside it, as the pattern "**" does.
+
+    Links to folders are followed, except a link to one of the folders that contain the
+    link. Such a link is a loop, in which the same files would be found again and again.
+    Folders whose names begin with a dot are left out.
+
+    Each result is a pair (path, real paths). The real paths are those of the folder and
+    of the folders that contain it. above: the real paths of the folders that contain the
+    first folder.
+    """
+    above = (*above, os.path.realpath(folder))
+    if above[-1] in above[:-1]:
+        return
+    yield folder, above
+    try:
+        entries = list(os.scandir(folder or "."))
+    except OSError as error:
+        note(f"warning: {folder} cannot be read ({error.strerror}) and is left out")
+        return
+    for entry in entries:
+        if entry.is_dir() and not entry.name.startswith("."):
+            yield from find_folders(os.path.join(folder, entry.name), above)
+
+
+def expand_glob(pattern, above=()):
+    """Return the local paths that match a glob pattern, as a set.
+
+    The function glob.glob would follow a link that leads back to its own folder 40 times.
+
+    above: the real paths of the folders in which the search began.
+    """
+    match = re.fullmatch(r"(|.*?/)(?:\*\*/)*\*\*(?:/(.*)|)", pattern, re.DOTALL)
+    if not match:
+        return set(glob.glob(pattern))
+    head, tail = match.groups()
+    paths = set()
+    for start in glob.glob(head) if head else [""]:
+        for folder, inside in find_folders(start, above):
+            paths |= expand_glob(os.path.join(glob.escape(folder), tail or "*"), inside)
+    return paths
+
+
+def find_files(pattern, pipes=False):
     """Return the files that match a glob pattern, as pairs (path, [size, time]).
 
     The pattern is local, such as "books/*.txt", or remote, such as "gs://bucket/*.gz".
-    The pairs are sorted by path. The time is when the file was last changed, or the
-    version of a remote file. If a remote file system cannot be read, the function raises
-    UserError.
+    The pairs are sorted by path. The time is when a local file was last changed. For a
+    remote file, the time is a hash of everything that the file system says about the
+    file. If a remote file system cannot be read, the function raises UserError.
+
+    pipes: whether a path may be a FIFO or a device. If not, such a path is a UserError.
     """
     found = []
     if "://" not in pattern:
-        for path in sorted(glob.glob(os.path.expanduser(pattern), recursive=True)):
+        for path in sorted(expand_glob(os.path.expanduser(pattern))):
+            if not pipes:
+                check_regular(path)
             if not os.path.isdir(path):
                 stat = os.stat(path)
                 found.append((path, [stat.st_size, stat.st_mtime_ns]))
@@ -1295,9 +1408,11 @@ def find_files(pattern):
         ) from error
     for path, info in infos.items():
         if info["type"] == "file":
-            # Each remote file system has its own name for the time or version of a file.
-            times = [info.get(key) for key in ("etag", "mtime", "updated", "created")]
-            found.append((system.unstrip_protocol(path), [info["size"], str(times)]))
+            # Each remote file system has its own names for the version of a file, such as
+            # "etag", "ETag", "updated" or "LastModified". So all entries are used except
+            # "time", which is the time of the last reading in some file systems.
+            version = {key: str(info[key]) for key in sorted(info) if key != "time"}
+            found.append((system.unstrip_protocol(path), [info["size"], digest(version)]))
     return sorted(found)
 
 
@@ -1326,9 +1441,17 @@ def group_files(files, read):
         size += stamp[0]
 
     def read_group(group, bad):
-        for path, _ in group:
+        for path, stamp in group:
             try:
                 yield from read(path, bad)
+                # Token files are named after the stamps that the files had at first.
+                # Remote files and pipes are not compared.
+                is_local = os.path.isfile(path)
+                if is_local and find_files(glob.escape(path)) != [(path, stamp)]:
+                    raise UserError(
+                        f"{path} has changed while it was read: when no other program "
+                        f"writes to this file, repeat the command."
+                    )
             # Catch all exceptions, because each library has its own for a damaged file.
             except Exception as error:
                 # An errno means that the disk has failed, and the file may be intact.
@@ -1374,8 +1497,13 @@ def file_source(read, pattern, split, cfg, whole):
 
     def read_first(bad):
         seen = 0  # the characters or token ids of all examples so far
+        last = None
         for where, example in files[0].read(bad):
-            if (seen <= held_out) == (split == "validation"):
+            # The parts of a long document have the same place, and are held out together.
+            if where != last:
+                is_held_out = seen <= held_out
+                last = where
+            if is_held_out == (split == "validation"):
                 yield where, example
             elif split == "validation":
                 return  # all held-out examples have been read
@@ -1383,23 +1511,59 @@ def file_source(read, pattern, split, cfg, whole):
                 if isinstance(value, str | list):
                     seen += len(value)
 
-    first = files[0]._replace(read=read_first)
+    # The stamp says that some text is left out, because another run may read all of it.
+    first = files[0]._replace(read=read_first, stamp=[files[0].stamp, held_out])
     return [first] if split == "validation" else [first, *files[1:]]
+
+
+# A line, or a document that must be in memory as a whole, has at most this many bytes.
+LINE_BYTES = 1 << 27
+# A document of more characters is read in parts, and tokenized in parts.
+PART_CHARACTERS = 1 << 20
+# The first bytes of files that are not text, and what the message says about such files.
+OTHER_FILES = {
+    b"\x28\xb5\x2f\xfd": "compressed with zstd: decompress it with `zstd -d`",
+    b"\xfd7zXZ\0": "compressed with xz: decompress it with `xz -d`",
+    b"BZh": "compressed with bzip2: decompress it with `bzip2 -d`",
+    b"\x04\x22\x4d\x18": "compressed with lz4: decompress it with `lz4 -d`",
+    b"PK\3\4": "a zip archive: unpack it with `unzip`",
+    b"7z\xbc\xaf\x27\x1c": "a 7z archive: unpack it with `7z x`",
+    b"PAR1": "a parquet file: write the source as parquet:FILE",
+    b"ARROW1": "an Arrow file: convert it to parquet or JSON lines",
+}
 
 
 def read_lines(path, bad):
     """Yield the lines of a text file as pairs (line number, line).
 
-    Line numbers start at 1. A file whose name ends in .gz is decompressed. A line that is
-    not valid UTF-8 is reported to the function `bad` and skipped.
+    Line numbers start at 1. A file that is compressed with gzip is decompressed. A line
+    that is not valid UTF-8 or that is too long is reported to the function `bad` and
+    skipped. A file in a format such as zstd is refused with a UserError.
     """
-    with open_file(path) as raw:
-        file = gzip.open(raw) if path.endswith(".gz") else raw
-        for number, line in enumerate(file, 1):
+    with io.BufferedReader(open_file(path)) as raw:
+        start = raw.peek(8)
+        for first_bytes, kind in OTHER_FILES.items():
+            if start.startswith(first_bytes):
+                raise UserError(
+                    f"{path} is {kind}. Text files may be compressed with gzip."
+                )
+        is_gzip = path.endswith(".gz") or start.startswith(b"\x1f\x8b")
+        file = gzip.open(raw) if is_gzip else raw
+        lines = iter(lambda: file.readline(LINE_BYTES), b"")
+        for number, line in enumerate(lines, 1):
+            if len(line) == LINE_BYTES and not line.endswith(b"\n"):
+                while line and not line.endswith(b"\n"):  # skip the rest of the line
+                    line = file.readline(LINE_BYTES)
+                bad(f"{path}:{number}", f"has {LINE_BYTES:,} bytes or more in one line")
+                continue
             try:
                 yield number, line.decode()
             except UnicodeDecodeError:
                 bad(f"{path}:{number}", "is not UTF-8")
+
+
+class Part(str):
+    """The text of a part of a document. The next example continues the document."""
 
 
 def text_source(name, split, cfg, whole):
@@ -1407,15 +1571,16 @@ def text_source(name, split, cfg, whole):
 
     For example, `text:books/*.txt` makes one document of each file.
     `text:books/*.txt:lines` makes one document of each line. Blank documents are left
-    out. Files whose names end in .gz are decompressed. The examples have only the field
-    `text`.
+    out. Files that are compressed with gzip are decompressed. The examples have only the
+    field `text`. A document of more than PART_CHARACTERS is read in several Parts. For a
+    task without a format, each Part is a document. A format gets the complete document.
     """
     pattern = name.removesuffix(":lines")
 
     def read(path, bad):
         lines = read_lines(path, bad)
         if pattern == name:
-            lines = [(1, "".join(line for _, line in lines))]
+            lines = ((1, part) for part in read_parts(line for _, line in lines))
         for number, text in lines:
             if text.strip():
                 yield f"{path}:{number}", {"text": text}
@@ -1423,26 +1588,99 @@ def text_source(name, split, cfg, whole):
     return file_source(read, pattern, split, cfg, whole)
 
 
+def read_parts(lines):
+    """Join the lines of a document, and yield the text in parts if it is long.
+
+    All parts except the last one are of the class Part, and end with a complete line.
+    """
+    text = []
+    size = 0
+    for line in lines:
+        if size + len(line) > PART_CHARACTERS and text:
+            yield Part("".join(text))
+            text = []
+            size = 0
+        text.append(line)
+        size += len(line)
+    yield "".join(text)
+
+
+def join_parts(examples):
+    """Join the Parts of long documents, for tasks whose format needs complete documents.
+
+    examples: an iterator of pairs (where, example), as SourceFile.read returns it. A
+    document that is too long for the memory is refused with a UserError.
+    """
+    parts = []
+    for where, example in examples:
+        text = example.get("text")
+        if isinstance(text, Part):
+            parts.append(text)
+            if sum(map(len, parts)) > LINE_BYTES:
+                raise UserError(
+                    f"{where.rpartition(':')[0]} is one document of more than "
+                    f"{LINE_BYTES:,} characters, and the format of this task needs "
+                    f"complete documents in memory: write text:FILE:lines, in which each "
+                    f"line is a document."
+                )
+            continue
+        if parts:
+            example = {"text": "".join([*parts, text])}
+            parts = []
+        yield where, example
+
+
+def parse_json(line):
+    """Return the JSON object in a line and None, or None and why there is no object."""
+    try:
+        example = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return None, f"is not JSON ({error})"
+    if isinstance(example, dict):
+        return example, None
+    return None, "is not a JSON object"
+
+
 def read_jsonl(path, bad):
     """Yield the examples of a file that has one JSON object on each line.
 
-    A file whose name ends in .gz is decompressed, because C4 is published in this form.
-    Blank lines are ignored. A line that is not a JSON object is reported to the function
-    `bad` and skipped.
+    A file that is compressed with gzip is decompressed, because C4 is published in this
+    form. Blank lines are ignored. A line that is not a JSON object is reported to the
+    function `bad` and skipped. If none of the first ten lines is a JSON object, the file
+    is of another kind, and the function raises UserError.
     """
+    checked = False  # whether the file is known to have JSON objects
     for number, line in read_lines(path, bad):
         if not line.strip():
             continue
-        where = f"{path}:{number}"
-        try:
-            example = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            bad(where, f"is not JSON ({error})")
-            continue
-        if isinstance(example, dict):
-            yield where, example
+        example, reason = parse_json(line)
+        if reason and not checked:
+            check_jsonl(path)
+        checked = True
+        if reason:
+            bad(f"{path}:{number}", reason)
         else:
-            bad(where, "is not a JSON object")
+            yield f"{path}:{number}", example
+
+
+def check_jsonl(path):
+    """Raise UserError if a file is no JSONL file, as its first ten lines show.
+
+    None of these lines is a JSON object, or the file begins with "[" like a JSON list.
+    """
+    lines = read_lines(path, lambda where, what: None)
+    lines = ((number, line) for number, line in lines if line.strip())
+    head = list(itertools.islice(lines, 10))
+    objects = [parse_json(line)[0] is not None for _, line in head]
+    number, line = head[0]
+    if not any(objects) or line.startswith("["):
+        raise UserError(
+            f"{path} is not a JSONL file, because its lines are not JSON objects (line "
+            f"{number} is {line.strip()!r:.60}): name a file with lines such as "
+            f'{{"inputs": "a", "targets": "b"}}. Convert tables and JSON lists '
+            f"to this form. To read plain text, use --data.source text:FILE:lines, or "
+            f"infer.py --input FILE.txt."
+        )
 
 
 def read_parquet(path, bad):
@@ -1453,7 +1691,8 @@ def read_parquet(path, bad):
     import pyarrow.parquet  # only when needed: the import takes 0.2 s
 
     with open_file(path) as file:
-        batches = pyarrow.parquet.ParquetFile(file).iter_batches(1024)
+        opened = pyarrow.parquet.ParquetFile(file, page_checksum_verification=True)
+        batches = opened.iter_batches(1024)
         rows = (row for batch in batches for row in batch.to_pylist())
         for number, row in enumerate(rows):
             yield f"{path} row {number}", row
@@ -1510,6 +1749,32 @@ def find_tfds(name, cfg):
     raise MissingSource(problem, TFDS_REMEDY)
 
 
+@functools.cache
+def import_tfds():
+    """Import TensorFlow Datasets (TFDS), and keep it from running code of a dataset.
+
+    The file features.json of a dataset names a Python class for each field. TFDS would
+    import, and so execute, the module of any such class that Python can find. Here, all
+    classes except TFDS's own are refused with a UserError.
+    """
+    import tensorflow_datasets as tfds  # only when needed: it takes 0.5 s
+
+    connector = tfds.features.FeatureConnector
+    find_class = connector.cls_from_name
+
+    def find_own_class(name):
+        if not re.fullmatch(r"tensorflow_datasets\.core\.features\.\w+\.\w+", name):
+            raise UserError(
+                f"The features.json of a dataset needs the class {name}, which is not "
+                f"part of TFDS. Plain T5 does not run such code: prepare the dataset "
+                f"again with features of TFDS, such as Text."
+            )
+        return find_class(name)
+
+    connector.cls_from_name = staticmethod(find_own_class)
+    return tfds
+
+
 def tfds_source(name, split, cfg, whole):
     """Open a TensorFlow Datasets (TFDS) dataset that is stored on disk.
 
@@ -1520,11 +1785,12 @@ def tfds_source(name, split, cfg, whole):
     name: the name of the dataset, as NAME[/CONFIG][:VERSION], or the path of its folder.
     """
     folder = find_tfds(name, cfg)
-    import tensorflow_datasets as tfds  # only when needed: it takes 0.5 s
-
+    stamp = digest(find_files(f"{glob.escape(str(folder))}/*"))
     try:
-        builder = tfds.builder_from_directory(folder)
+        builder = import_tfds().builder_from_directory(folder)
         info = builder.info
+    except UserError:
+        raise
     except Exception as error:  # TFDS and protobuf raise many exceptions
         raise UserError(
             f"{folder / 'dataset_info.json'} is damaged ({error}): "
@@ -1556,9 +1822,8 @@ def tfds_source(name, split, cfg, whole):
                     f"examples; {error})",
                 )
 
-    stamp = [info.splits[split].shard_lengths, info.splits[split].num_bytes]
     return [
-        SourceFile(f"{folder} {split} {start}", stamp, functools.partial(read, start))
+        SourceFile(f"{folder} {split} {start}", [stamp], functools.partial(read, start))
         for start in range(0, count, TFDS_RANGE)
     ]
 
@@ -1579,11 +1844,15 @@ def hf_source(name, split, cfg, whole):
             "A source that begins with hf: needs the Python library datasets. Run "
             "pip install '.[hf]' to install this library."
         ) from None
+    if int(datasets.__version__.partition(".")[0]) < 4:
+        raise UserError(
+            f"The library datasets {datasets.__version__} can run code of a dataset: run "
+            f"pip install '.[hf]' to install a newer version, which cannot."
+        )
     dataset, _, config = name.partition(":")
     try:
-        stream = datasets.load_dataset(
-            dataset, config or None, split=split, streaming=True
-        )
+        builder = datasets.load_dataset_builder(dataset, config or None)
+        stream = builder.as_streaming_dataset(split=split)
     except Exception as error:  # the library raises many types of exceptions
         kind = MissingSplit if "split" in str(error) else UserError
         raise kind(
@@ -1595,8 +1864,17 @@ def hf_source(name, split, cfg, whole):
         for row, example in enumerate(stream.shard(stream.num_shards, shard)):
             yield f"hf:{name} {split} shard {shard} row {row}", example
 
+    # The paths of remote files contain the version of the dataset on the hub. The library
+    # also notes the time of a local file, or the version that a web server states.
+    files = [
+        [path, find_files(glob.escape(path)) if os.path.exists(path) else []]
+        for paths in (builder.config.data_files or {}).values()
+        for path in paths
+    ]
+    versions = [x.origin_metadata for x in (builder.config.data_files or {}).values()]
+    stamp = [stream.num_shards, digest([files, versions])]
     return [
-        SourceFile(f"shard {shard}", [stream.num_shards], functools.partial(read, shard))
+        SourceFile(f"shard {shard}", stamp, functools.partial(read, shard))
         for shard in range(stream.num_shards)
     ]
 
@@ -1680,7 +1958,9 @@ def seqio_source(name, split, cfg, whole):
                 f"{folder} has {len(shards)} shards of {split}, but info.{split}.json "
                 f"promises {info['num_shards']}: copy the missing shards."
             )
-        files += group_files(shards, functools.partial(read_seqio, info["features"]))
+        read = functools.partial(read_seqio, info["features"])
+        for file in group_files(shards, read):
+            files.append(file._replace(stamp=[file.stamp, info]))
     return files
 
 
@@ -2662,7 +2942,11 @@ def formatted_examples(source_file, bad, task, cfg, size=math.inf):
     """
     names = source_fields(cfg)
     features = task.objective.features
-    for number, (where, example) in enumerate(source_file.read(bad)):
+    examples = source_file.read(bad)
+    # Without a format, texts are cut into chunks anyway, so a document may come in parts.
+    if task.format is not as_it_is:
+        examples = join_parts(examples)
+    for number, (where, example) in enumerate(examples):
         example |= {key: example[name] for key, name in names.items() if name in example}
         try:
             for row in task.format(example):
@@ -2732,7 +3016,8 @@ def invalid_reason(value, size):
 
 # The first shard has about 262,000 tokens. Later shards grow to about 34 million tokens.
 FIRST_SHARD_TOKENS, SHARD_TOKENS = 1 << 18, 1 << 25
-ENCODE_BATCH = 1024  # tokenize this number of examples in one call
+# Tokenize this number of examples in one call, or fewer if they have many characters.
+ENCODE_BATCH, ENCODE_CHARACTERS = 1024, 1 << 24
 SHARD_METADATA = {
     "documents": int,
     "tokens": int,
@@ -2765,13 +3050,28 @@ def prepared_path(source, identity, cfg):
     return Path(cfg.data.prepared_dir, f"{slug}-{digest}")
 
 
-def source_identity(task, files, cfg):
+def code_identity(name):
+    """Return a JSON value that changes with the code that defines a task.
+
+    The value is a hash of data.py, and of the recipe file if it defines the task.
+    """
+    code = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    return [code, configs.TASK_CODE.get(name)]
+
+
+def source_identity(name, task, files, cfg):
     """Return a JSON value that changes when the texts of a task change.
 
     The folder of the token files is named after a hash of this value. The value contains
-    the name, size and modification time of each source file. The code of the function
-    task.format may change, too. Therefore the value also contains the first 100 examples
-    that task.format returns.
+    the name and the stamp of each source file. For local files, the stamp is the size and
+    the modification time. The code of the function task.format may change, too. Therefore
+    the value also contains a hash of this code, and the first 100 examples that
+    task.format returns.
+
+    Some changes are not noticed. One is a change of a file that keeps its size and time.
+    Another is a change in a file that task.format reads by itself, if the first 100
+    examples stay the same. The readers of sources in data.py have a version number,
+    configs.DATA_FORMAT.
     """
     stamps = [[file.name, file.stamp] for file in files]
     identity = [stamps, task.objective.features, cfg.data.fields]
@@ -2779,7 +3079,8 @@ def source_identity(task, files, cfg):
         return identity
     examples = formatted_examples(files[0], InvalidExamples("skip"), task, cfg)
     texts = [texts for *_, texts in itertools.islice(examples, 100)]
-    return [*identity, [[str(text) for text in pair] for pair in texts]]
+    texts = [[str(text) for text in pair] for pair in texts]
+    return [*identity, texts, code_identity(name)]
 
 
 def with_vocab_size(changes):
@@ -2823,16 +3124,24 @@ def prepare_vocabulary(cfg, split="train", run_dir=None):
         return load_tokenizer(cfg.data.vocab)
     pieces = trained[1]
     check_vocab_size(int(pieces) + SENTINELS, cfg)
-    opened = list(open_tasks(cfg, split).values())
+    by_name = open_tasks(cfg, split)
+    opened = list(by_name.values())
     if all(task.source == "random:" for task, _ in opened):
         return IdTokenizer(cfg.model.vocab_size, SENTINELS)
     name = cfg.data.task if len(opened) > 1 else opened[0][0].source
-    identity = [pieces, [source_identity(task, files, cfg) for task, files in opened]]
+    identity = [pieces, [source_identity(x, *by_name[x], cfg) for x in by_name]]
     path = Path(f"{prepared_path(name, identity, cfg)}.{pieces}.model")
-    if not path.exists():
-        note(f"training a vocabulary of {pieces} pieces on {name}")
-        tokenizer = train_tokenizer(vocabulary_texts(opened, cfg), int(pieces))
-        configs.write_file(path, tokenizer.serialized)
+    # The checksum is written last. Without it, a damaged vocabulary could be used.
+    checksum = path.with_suffix(".json")
+    with contextlib.suppress(UserError, OSError):
+        tokenizer = load_tokenizer(path)
+        if configs.read_checked(checksum, {"sha256": str})["sha256"] == tokenizer.sha256:
+            return tokenizer
+        note(f"{path} is damaged, so this vocabulary is trained again")
+    note(f"training a vocabulary of {pieces} pieces on {name}")
+    tokenizer = train_tokenizer(vocabulary_texts(opened, cfg), int(pieces))
+    configs.write_file(path, tokenizer.serialized)
+    configs.write_checked(checksum, {"sha256": tokenizer.sha256})
     return load_tokenizer(path)
 
 
@@ -2884,9 +3193,21 @@ def encode_in_background(examples, tokenizer, characters):
             for number, texts in batch
         ]
 
+    def batches():
+        batch = []
+        size = 0
+        for example in examples:
+            batch.append(example)
+            size += sum(map(len, example[1]))
+            if len(batch) == ENCODE_BATCH or size > ENCODE_CHARACTERS:
+                yield batch
+                batch = []
+                size = 0
+        yield batch
+
     with ThreadPoolExecutor(1) as thread:
         previous = thread.submit(encode, [])
-        while batch := list(itertools.islice(examples, ENCODE_BATCH)):
+        for batch in batches():
             future = thread.submit(encode, batch)
             yield from previous.result()
             previous = future
@@ -2956,9 +3277,10 @@ class Corpus:
         identity = [
             configs.DATA_FORMAT,
             split,
-            source_identity(self.task, self.files, cfg),
+            source_identity(name, self.task, self.files, cfg),
             tokenizer.sha256,
         ]
+        self.source_digest = digest([[file.name, file.stamp] for file in self.files])
         self.folder = prepared_path(self.task.source, identity, cfg)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.shards = []  # the metadata and position of each prepared shard
@@ -3299,12 +3621,16 @@ class Dataset:
 
     @property
     def digest(self):
-        """Return a string that changes when the first tokens of a task change.
+        """Return a string that changes when the source of a task changes.
 
-        A resumed run compares this string, to notice that its data have changed. The
-        string consists of the checksum of the first token file of each task.
+        A resumed run compares this string, to notice that its data have changed. For each
+        task, the string has the checksum of the first token file, and a hash of the names
+        and stamps of all source files.
         """
-        return "-".join(str(task.corpus.shard(0)["ids"]) for task in self.tasks)
+        return " ".join(
+            f"{task.corpus.shard(0)['ids']}-{task.corpus.source_digest}"
+            for task in self.tasks
+        )
 
 
 def prepare(cfg, split, tokenizer):
@@ -3339,17 +3665,20 @@ def prepare(cfg, split, tokenizer):
     check_lengths(tasks, cfg.data, f"{cfg.data.task}, {split}")
     if split != "train":
         return Dataset(tasks, HeldOutPlan(tasks[0]), cfg)
-    rates = list(rates.values())
-    plan = TrainingPlan(tasks, rates, cfg, plan_path(tasks, rates, cfg))
+    names, rates = list(rates), list(rates.values())
+    code = [code_identity(name) for name in names]
+    plan = TrainingPlan(tasks, rates, cfg, plan_path(tasks, rates, cfg, code))
     return Dataset(tasks, plan, cfg)
 
 
-def plan_path(tasks, rates, cfg):
+def plan_path(tasks, rates, cfg, code):
     """Return the path of the file in which a TrainingPlan stores its progress.
 
     A TrainingPlan packs examples into rows, block after block. The file stores the number
     of the first row in each block, so a resumed run does not pack earlier blocks again.
     The name of the file is a hash of all settings that the packing depends on.
+
+    code: the code_identity of each task, because a recipe file may define objectives.
     """
     objectives = [task.task.objective for task in tasks]
     identity = [
@@ -3357,7 +3686,7 @@ def plan_path(tasks, rates, cfg):
         [(type(objective).__name__, vars(objective)) for objective in objectives],
     ]
     sizes = BLOCK_SAMPLES, FIRST_SHARD_TOKENS, SHARD_TOKENS
-    key = repr([identity, rates, cfg.data, cfg.train.seed, *sizes])
+    key = repr([identity, code, rates, cfg.data, cfg.train.seed, *sizes])
     name = f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
     return Path(cfg.data.prepared_dir, "plans", name)
 

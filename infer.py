@@ -956,7 +956,8 @@ def open_input(name, cfg):
             for number, line in data.read_lines(name, bad):
                 yield f"{name}:{number}", {"inputs": line.rstrip("\r\n")}
         else:
-            for file in data.open_source(f"jsonl:{name}", "train", cfg, whole=True):
+            files = data.find_files(name, pipes=True)
+            for file in data.group_files(files, data.read_jsonl):
                 yield from file.read(bad)
 
     return data.Task(), read
@@ -1047,7 +1048,9 @@ def describe_job(args, cfg, step):
     open_partial uses this dict to check that a resumed command has the same flags.
     """
     job = vars(args) | {"step": step, "train.seed": cfg.train.seed}
-    job["input (sizes and times of the files)"] = dict(data.find_files(args.input))
+    job["input (sizes and times of the files)"] = dict(
+        data.find_files(args.input, pipes=True)
+    )
     # These flags may change, because they do not affect the lines already written.
     left_out = ("train.", "mesh.", "distributed.", "decode.batch_size", "data.on_error")
     for name, _, value in configs.fields(cfg):
@@ -1294,7 +1297,7 @@ def check_files(args):
             f"{args.output} already exists: name another --output, or move the file away."
         )
     is_file = args.input and not args.input.startswith("task:")
-    if is_file and not data.find_files(args.input):
+    if is_file and not data.find_files(args.input, pipes=True):
         raise UserError(f"No file matches --input {args.input}: check the path.")
     if not args.input and args.text is None and jax.process_count() > 1:
         raise UserError(

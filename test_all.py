@@ -14,6 +14,7 @@ import doctest
 import fcntl
 import functools
 import gzip
+import importlib
 import io
 import itertools
 import json
@@ -719,6 +720,35 @@ def test_tfds_datasets_are_read_without_tensorflow(tmp_path, corpus):
     assert "tensorflow" not in sys.modules
 
 
+@pytest.mark.parametrize("form", ["pythonClassName", "type", "nested"])
+def test_the_code_of_a_tfds_folder_never_runs(tmp_path, corpus, monkeypatch, form):
+    """features.json names a class of a module that Python can import."""
+    folder = tmp_path / "x" / "1.0.0"
+    write_tfds(folder, {"train": sentences(60)})
+    (tmp_path / "payload.py").write_text(
+        "from pathlib import Path\nPath(__file__).with_name('ran').touch()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    path = folder / "features.json"
+    stored = json.loads(path.read_text())
+    foreign = {"type": "payload.F", "content": {}, "proto_cls": ""}
+    if form == "type":
+        stored = foreign
+    elif form == "nested":  # the name is in a text inside the JSON file
+        sequence = "tensorflow_datasets.core.features.sequence_feature.Sequence"
+        content = json.dumps({"feature": foreign, "length": None})
+        stored = {"pythonClassName": sequence, "jsonFeature": {"json": content}}
+    else:
+        stored["featuresDict"]["features"]["text"]["pythonClassName"] = "payload.F"
+    path.write_text(json.dumps(stored))
+    cfg = sourced(corpus, "tfds:x", tfds_dir=str(tmp_path))
+    with pytest.raises(
+        configs.UserError, match=r"needs the class payload\.F, which is not"
+    ):
+        documents_of(cfg)
+    assert not (tmp_path / "ran").exists()
+
+
 @pytest.fixture
 def small_shards(monkeypatch):
     """Make shards of 500, then 1,000 tokens. Each file of `corpus` has about 3,000."""
@@ -783,6 +813,139 @@ def test_tokenization_resumes_after_a_kill_and_notices_changed_sources(
     assert open_corpus(corpus, tokenizer).folder != found.folder
 
 
+@pytest.mark.parametrize("kind", ["hf", "tfds", "seqio", "jsonl", "parquet", "python"])
+def test_a_changed_source_is_tokenized_again(corpus, tmp_path, monkeypatch, kind):
+    """The new source has as many rows, shards and bytes as the old one."""
+    folder = tmp_path / "folder" / "1.0.0"
+
+    def write(texts):
+        rows = [{"text": text} for text in texts]
+        if kind == "tfds":
+            shutil.rmtree(folder, ignore_errors=True)
+            write_tfds(folder, {"train": texts})
+        elif kind == "seqio":
+            write_seqio_cache(folder, "train", rows)
+        elif kind == "parquet":
+            folder.mkdir(parents=True, exist_ok=True)
+            pyarrow.parquet.write_table(
+                pyarrow.Table.from_pylist(rows), folder / "a.parquet"
+            )
+        elif kind == "python":
+            monkeypatch.setattr(data, "python_documents", lambda: texts)
+            # The library is the same Python version with another set of files.
+            monkeypatch.setattr(data, "python_files", lambda: [tmp_path / texts[0][:5]])
+            (tmp_path / texts[0][:5]).touch()
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    sources = {
+        "jsonl": f"jsonl:{folder}/*",
+        "parquet": f"parquet:{folder}/*",
+        "python": "python:",
+    }
+    if kind == "parquet":
+        import pyarrow.parquet
+    if kind == "hf":
+        pytest.importorskip("datasets", reason="needs pip install '.[hf]'")
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    source = sources.get(kind, f"{kind}:{folder}")
+    cfg = sourced(corpus, source, vocab="bytes:100", validation_source="python:200")
+    tokenizer = data.load_tokenizer("bytes:100")
+    for texts in (["alpha beta"] * 9, ["gamma zeta"] * 9, ["gamma zeta"] * 9):
+        write(texts)
+        found = tokens_of(open_corpus(cfg, tokenizer))
+        expected = tokenizer.encode("".join(texts))
+        assert sorted(found.tolist()) == sorted(expected)
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_held_out_text_and_complete_text_have_different_token_files(
+    corpus, tokenizer, monkeypatch, split
+):
+    """With another validation source, the held-out text of a source is used, too."""
+    monkeypatch.setattr(data, "GROUP_BYTES", 1 << 26)
+    whole = change(corpus, data=dict(validation_source=corpus.data.source))
+    expected = [ids for text in documents_of(corpus) for ids in tokenizer.encode(text)]
+    assert 0 < len(tokens_of(open_corpus(corpus, tokenizer, split))) < len(expected)
+    assert tokens_of(open_corpus(whole, tokenizer, split)).tolist() == expected
+
+
+def test_a_changed_recipe_is_tokenized_again(pairs, tmp_path, monkeypatch):
+    """Only examples after the first 100 differ. They come from the recipe or its module."""
+    cfg, _ = pairs
+    monkeypatch.setattr(configs, "TASKS", dict(configs.TASKS))
+    monkeypatch.setattr(data, "TASKS", configs.TASKS)
+    monkeypatch.setattr(configs, "TASK_CODE", {})
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # the module is written twice
+    monkeypatch.syspath_prepend(tmp_path)
+    recipe, module = tmp_path / "mine.py", tmp_path / "helping.py"
+    recipe_text = (
+        "from configs import RECIPES\nimport data\nfrom helping import word\n"
+        "def change(example):\n"
+        "    n = example['number']\n"
+        "    return [{'inputs': str(n), 'targets': 'a' if n < 9900 else word() + 'OLD'}]\n"
+        "TASKS = {'mine': data.Task('python:10000', change)}\n"
+        "CONFIG = RECIPES['tiny']\n"
+    )
+    module_text = "def word():\n    return 'old'\n"
+    monkeypatch.setattr(data, "FIRST_SHARD_TOKENS", 1 << 20)
+    cfg = sourced(cfg, "", task="mine", vocab="bytes:100")
+    tokenizer = data.load_tokenizer("bytes:100")
+    folders = []
+    for old, new in (("", ""), ("OLD", "NEW"), ("old", "new"), ("", "")):
+        recipe_text = recipe_text.replace(old, new) if old else recipe_text
+        module_text = module_text.replace(old, new) if old else module_text
+        recipe.write_text(recipe_text)
+        module.write_text(module_text)
+        sys.modules.pop("helping", None)
+        importlib.invalidate_caches()
+        configs.load_recipe(str(recipe))
+        found = open_corpus(cfg, tokenizer)
+        folders.append(found.folder)
+        text = tokenizer.raw_text(tokens_of(found).tolist())
+        last = re.search("(old|new)(OLD|NEW)", text)[0]
+        expected = ("new" if "new" in module_text else "old") + (
+            "NEW" if "NEW" in recipe_text else "OLD"
+        )
+        assert last == expected
+    assert len(set(folders)) == 3 and folders[2] == folders[3]
+    # An unchanged built-in task is not affected by the recipe.
+    assert set(configs.TASK_CODE) == {"mine"}
+
+
+def test_a_changed_objective_gets_a_new_plan(pairs):
+    """The plan of the packed rows depends on the code of the task's objective."""
+    cfg, _ = pairs
+    tasks = open_dataset(cfg).tasks
+    paths = {data.plan_path(tasks, [1], cfg, [code]) for code in ("a", "b", "b")}
+    assert len(paths) == 2
+
+
+def test_a_later_change_of_a_source_is_noticed_by_a_run(corpus, tokenizer, small_shards):
+    """The first token file stays the same. A resumed run compares Dataset.digest."""
+    digests = [open_dataset(corpus).digest for _ in range(2)]
+    (path,) = Path(corpus.data.prepared_dir).parent.glob("2.txt")
+    path.write_text(path.read_text() + "\nomega")
+    digests.append(open_dataset(corpus).digest)
+    assert digests[0] == digests[1] != digests[2]
+    assert digests[1].split("-")[0] == digests[2].split("-")[0]
+
+
+def test_a_file_that_changes_while_it_is_read_is_named(tmp_path, corpus, tokenizer):
+    path = tmp_path / "grows.txt"
+    path.write_text("\n".join(sentences(60)))
+    cfg = sourced(corpus, f"text:{path}:lines", validation_source="python:")
+    _, (file,) = data.open_task("span_corruption", "train", cfg)
+    lines = file.read(data.InvalidExamples("skip"))
+    next(lines)
+    path.write_text(path.read_text() + "\nomega")
+    with pytest.raises(
+        configs.UserError, match="grows.txt has changed while it was read"
+    ):
+        list(lines)
+
+
 @pytest.mark.parametrize("kind", ["ids", "ends", "json"])
 def test_damaged_token_files_are_named_and_prepared_again(
     corpus, small_shards, capsys, kind
@@ -822,6 +985,109 @@ def test_a_bad_line_met_by_the_prefetch_is_still_named(tmp_path, corpus, small_s
         for number in range(100):
             found.prefetch(number)
             assert found.shard(number)
+
+
+@pytest.mark.parametrize("vocab", ["bytes:100", "train:60"])
+@pytest.mark.parametrize("task", ["span_corruption", "prefix_lm", "formatted"])
+def test_long_documents_are_tokenized_in_parts(
+    corpus, tmp_path, monkeypatch, task, vocab
+):
+    """The tokens are those of the documents. A format gets each document as a whole."""
+    formatted = data.Task("", lambda x: [{"text": x["text"]}], objective=data.PrefixLM())
+    monkeypatch.setitem(data.TASKS, "formatted", formatted)
+    tokenizer = data.prepare_vocabulary(change(corpus, data=dict(vocab=vocab)))
+    (tmp_path / "long").mkdir()
+    texts = ["\n".join(sentences(80, seed=i)) for i in (1, 2)]
+    for number, text in enumerate(texts):
+        (tmp_path / "long" / f"{number}.txt").write_text(text)
+    monkeypatch.setattr(data, "GROUP_BYTES", 1 << 26)
+    cfg = sourced(corpus, f"text:{tmp_path}/long/*.txt", task=task)
+    expected = [tokenizer.encode(text) for text in texts]
+    monkeypatch.setattr(data, "PART_CHARACTERS", 300)
+    if tokenizer.processor:
+        longest, encode = [], tokenizer.processor.encode
+
+        class Processor:  # records the length of the longest text
+            def encode(self, texts, **more):
+                longest.extend(map(len, texts if more else [texts]))
+                return encode(texts, **more)
+
+        monkeypatch.setattr(tokenizer, "processor", Processor())
+        assert tokenizer.encode(texts[0]) == expected[0] and max(longest) <= 300
+    for split, ids in (("validation", expected[0]), ("train", expected[1])):
+        found = open_corpus(cfg, tokenizer, split)
+        assert tokens_of(found).tolist() == ids
+        count = found.shards[0]["documents"]
+        assert count == 1 if task == "formatted" else count > 9
+    monkeypatch.setattr(data, "LINE_BYTES", 1000)
+    if task == "formatted":
+        with pytest.raises(configs.UserError, match="write text:FILE:lines"):
+            open_corpus(change(cfg, data=dict(validation_source="python:")), tokenizer)
+
+
+def test_long_lines_are_named_or_skipped(corpus, tmp_path, monkeypatch):
+    """The file is small, because it is compressed."""
+    lines = ["alpha", "x" * 5000, "beta", "y" * 999]
+    packed = [json.dumps({"text": line}) for line in lines]
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress("\n".join(packed).encode()))
+    monkeypatch.setattr(data, "LINE_BYTES", 1000)
+    cfg = sourced(corpus, f"jsonl:{tmp_path}/a.jsonl.gz")
+    with pytest.raises(configs.UserError, match="gz:2 has 1,000 bytes or more in one"):
+        documents_of(cfg)
+    skipping = change(cfg, data=dict(on_error="skip"))
+    assert documents_of(skipping) == ["alpha", "beta"]
+
+
+@pytest.mark.parametrize("source", ["jsonl", "text"])
+def test_files_of_another_kind_are_named(corpus, tmp_path, source):
+    """The message names the file and not a line, also with --data.on_error skip."""
+    files = {
+        "zst": (
+            b"\x28\xb5\x2f\xfd\x04\x00\xff\xfe\n",
+            "zstd: decompress it with `zstd -d`",
+        ),
+        "zip": (b"PK\x03\x04\xff\n", "a zip archive: unpack it"),
+        "parquet": (b"PAR1\xff\n", "a parquet file: write the source as parquet:FILE"),
+        "tsv": (b"inputs\ttargets\na\tb\n", "is not a JSONL file"),
+        "json": (b'[\n{"text": "a"},\n{"text": "b"}\n]\n', "is not a JSONL file"),
+    }
+    for on_error, name in itertools.product(("stop", "skip"), files):
+        content, expected = files[name]
+        path = tmp_path / f"a.{name}"
+        path.write_bytes(content)
+        cfg = sourced(corpus, f"{source}:{path}", on_error=on_error)
+        if "JSONL" in expected and source == "text":
+            assert documents_of(cfg) == [content.decode()]
+            continue
+        with pytest.raises(configs.UserError, match=re.escape(f"a.{name} is")) as error:
+            documents_of(cfg)
+        assert expected in str(error.value) and "--data.on_error" not in str(error.value)
+    # The name of a compressed file does not matter.
+    (tmp_path / "plain").write_bytes(gzip.compress(b'{"text": "alpha"}\n'))
+    cfg = sourced(corpus, f"jsonl:{tmp_path}/plain")
+    assert documents_of(cfg) == ["alpha"]
+
+
+def test_loops_of_links_and_special_files_are_handled(corpus, tmp_path):
+    """Links to folders are followed, but a folder is not read again inside itself."""
+    folder = tmp_path / "books"
+    (folder / "a" / ".hidden").mkdir(parents=True)
+    for name in ("1.txt", "a/2.txt", "a/.hidden/3.txt", "[b].txt"):
+        (folder / name).write_text(name)
+    for name, target in (("up", "."), ("a/top", ".."), ("a/same", "."), ("linked", "a")):
+        (folder / name).symlink_to(target)
+    names = ["1.txt", "[b].txt", "a/2.txt", "a/2.txt"]
+    for pattern in ("books/**/*.txt", "books/**", "**/books/**/*.txt", "b*/**/*.txt"):
+        assert documents_of(sourced(corpus, f"text:{tmp_path}/{pattern}")) == names
+    assert documents_of(sourced(corpus, f"text:{folder}/**/a/**/*.txt")) == ["a/2.txt"]
+    os.mkfifo(folder / "pipe.txt")
+    for source in (f"text:{folder}/*.txt", f"jsonl:{folder}/pipe.txt"):
+        with pytest.raises(
+            configs.UserError, match="pipe.txt is a FIFO, a socket or a d"
+        ):
+            documents_of(sourced(corpus, source))
+    with pytest.raises(configs.UserError, match="pipe.txt is a FIFO"):
+        data.load_tokenizer(folder / "pipe.txt")
 
 
 def test_invalid_lines_stop_the_run_or_are_counted(tmp_path, corpus, capsys):
@@ -865,6 +1131,21 @@ def test_vocabularies_of_bytes_and_of_ids(tmp_path, corpus):
     assert (ids.size, ids.sentinels) == (200, 100)
     (tmp_path / "spiece.model").write_bytes(ids.serialized)
     assert data.load_tokenizer(tmp_path / "spiece.model").sentinels == 100
+
+
+def test_a_damaged_vocabulary_is_trained_again(corpus, capsys):
+    """One flipped bit in a score would give other tokens without an error."""
+    expected = data.prepare_vocabulary(corpus).serialized
+    (path,) = Path(corpus.data.prepared_dir).glob("*.model")
+    for at in (len(expected) // 3, len(expected) // 2, 0):
+        damaged = bytearray(expected)
+        damaged[at] ^= 1
+        path.write_bytes(damaged)
+        assert data.prepare_vocabulary(corpus).serialized == expected
+        assert path.read_bytes() == expected
+    capsys.readouterr()
+    data.prepare_vocabulary(corpus)
+    assert "training" not in capsys.readouterr().err
 
 
 def test_unknown_characters_are_reported(tmp_path, corpus, capsys, tokenizer):
@@ -2186,11 +2467,25 @@ def test_a_damaged_record_of_a_seqio_cache_is_skipped_alone(tmp_path, corpus):
     assert found == [sentences(9)[0], *sentences(9)[2:8]] and bad.count == 2
 
 
+def test_checksums_of_parquet_pages_are_verified(tmp_path, corpus):
+    import pyarrow.parquet
+
+    path = tmp_path / "a.parquet"
+    table = pyarrow.Table.from_pylist([{"text": "alpha beta"}])
+    options = dict(write_page_checksum=True, use_dictionary=False, compression="none")
+    pyarrow.parquet.write_table(table, path, write_statistics=False, **options)
+    assert documents_of(sourced(corpus, f"parquet:{path}")) == ["alpha beta"]
+    assert path.read_bytes().count(b"alpha beta") == 1
+    path.write_bytes(path.read_bytes().replace(b"alpha beta", b"alphA beta"))
+    with pytest.raises(configs.UserError, match="a.parquet is damaged"):
+        documents_of(sourced(corpus, f"parquet:{path}"))
+
+
 def test_a_parquet_file_with_a_system_error_is_damaged(tmp_path, corpus, monkeypatch):
     """Pyarrow reports some damages as system errors. Text files do not have such errors."""
     import pyarrow.parquet
 
-    def fail(*args):
+    def fail(*args, **options):
         raise OSError(22, "Invalid argument")
 
     (tmp_path / "a.parquet").touch()
@@ -5539,7 +5834,8 @@ def test_a_run_with_another_data_format_is_not_resumed(
     stored = json.loads(path.read_text())
     path.write_text(json.dumps(stored | {"data_format": stored["data_format"] + 1}))
     status, _, err = run(train, capsys, monkeypatch, "--run_dir", tmp_path / "run")
-    assert status == 2 and "data format 3 instead of 2" in err and "--init_from" in err
+    formats = f"data format {configs.DATA_FORMAT + 1} instead of {configs.DATA_FORMAT}"
+    assert status == 2 and formats in err and "--init_from" in err
     # A field that this version does not know is refused as well.
     stored["train"]["momentum"] = 0.9
     path.write_text(json.dumps(stored))

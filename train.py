@@ -1019,9 +1019,10 @@ def open_data(cfg, run_dir, resumes, source, config):
         digest = configs.read_run(run_dir)[1]["corpus"] if resumes else ""
         if digest and digest != dataset.digest:
             note(
-                f"warning: {cfg.data.source} has changed since the run {run_dir} began. "
-                f"Training continues with the changed data. To train on the old data, "
-                f"stop this run and restore the data."
+                f"warning: the training data of {run_dir} have changed since the run "
+                f"began: a source file has another name, size, time or content. Training "
+                f"continues with the new data. To train on the old data, stop this run "
+                f"and restore the files."
             )
         if not resumes:
             configs.write_file(run_dir / "spiece.model", tokenizer.serialized)
