@@ -4,7 +4,7 @@ SRC is a model in any of these formats. convert.py finds out the format and the 
 by itself. DST is a new folder. It becomes a run directory of plain T5, a Hugging Face
 model or a T5X checkpoint. The weights keep their values, unless --dtype bfloat16 rounds
 them. At the end, convert.py reads the new model again and compares it with SRC. DST
-appears only if all arrays are equal.
+appears only if all arrays are equal, and if the vocabulary gives equal ids.
 
     python convert.py t5-v1_1-small/ runs/t5_1_1_small     import any format as a run
     python convert.py runs/tiny tiny_hf --to hf            export to Hugging Face
@@ -586,7 +586,9 @@ def read_added_tokens(folders):
                 found.append((int(number), token))
             for about in (config, read(folder / "special_tokens_map.json", dict)):
                 for name in ("additional_special_tokens", "extra_special_tokens"):
-                    for token in about.get(name) or []:
+                    tokens = about.get(name) or []
+                    # Version 4 of transformers stores a dict in extra_special_tokens.
+                    for token in tokens.values() if isinstance(tokens, dict) else tokens:
                         named.append(
                             token if isinstance(token, str) else token["content"]
                         )

@@ -951,8 +951,8 @@ def parse_vocabulary(serialized, name="the vocabulary"):
     if block != expected:
         raise UserError(
             f"The sentinels in {name} are not in descending order from "
-            f"<extra_id_{len(found) - 1}> to <extra_id_0> without a gap: use a vocabulary "
-            f"in this order."
+            f"<extra_id_{len(found) - 1}> to <extra_id_0> without a gap: use a "
+            f"vocabulary in this order."
         )
     added = len(pieces) - 1 - found[-1]
     return Tokenizer(serialized, len(pieces), len(found), processor, added)

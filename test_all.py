@@ -6906,6 +6906,10 @@ BAD_ADDED_TOKENS = {
         {"special_tokens_map.json": {"additional_special_tokens": ["<hl>"]}},
         "<hl> without an id",
     ),
+    "no id in a dict": (
+        {"tokenizer_config.json": {"extra_special_tokens": {"mark": "<hl>"}}},
+        "<hl> without an id",
+    ),
     "contradiction": (
         {
             "added_tokens.json": {"<hl>": 160},
