@@ -602,8 +602,9 @@ def read_added_tokens(folders):
     if refused:
         raise UserError(
             f"The tokenizer files in {folders[0]} contain the added tokens "
-            f"{', '.join(sorted(refused)):.200} without an id, with contradicting ids, or "
-            f"as single words, which plain T5 does not support: download the files again."
+            f"{', '.join(sorted(refused)):.200} without an id, with contradicting ids, "
+            f"or as single words, which plain T5 does not support: download the files "
+            f"again."
         )
     return added
 

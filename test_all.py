@@ -6811,6 +6811,11 @@ def test_exported_tokenizers(tmp_path, tokenizer, capsys):
     proto.pieces[9].type = proto.pieces[9].USER_DEFINED
     with pytest.raises(configs.UserError, match="user-defined piece"):
         written(proto.SerializeToString())
+    # In a vocabulary of proteins, a sentinel may be one unknown token.
+    protein = convert.parse_sentencepiece(tokenizer.serialized)
+    del protein.pieces[4:]
+    protein.normalizer_spec.add_dummy_prefix = False
+    assert len(convert.tokenizer_json(protein.SerializeToString())["added_tokens"]) == 103
 
 
 def test_written_vocabularies_are_compared(tmp_path, tokenizer, monkeypatch, capsys):
