@@ -696,7 +696,7 @@ def parse_sentencepiece(vocabulary, path="spiece.model"):
 
 
 def decompile(charsmap):
-    """Return the replacements that SentencePiece makes before it splits a text, as a dict.
+    """Return a dict of the replacements that SentencePiece makes in a text.
 
     For example, {"\\t": " "} replaces every tab by a space.
 
