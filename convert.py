@@ -700,7 +700,7 @@ def decompile(charsmap):
 
     For example, {"\\t": " "} replaces every tab by a space.
 
-    charsmap: the compiled replacements of a SentencePiece model, or b"" if there are none.
+    charsmap: the compiled replacements of a SentencePiece model, or b"" without any.
     """
     if not charsmap:
         return {}
