@@ -4,7 +4,7 @@ SRC is a model in any of these formats. convert.py finds out the format and the 
 by itself. DST is a new folder. It becomes a run directory of plain T5, a Hugging Face
 model or a T5X checkpoint. The weights keep their values, unless --dtype bfloat16 rounds
 them. At the end, convert.py reads the new model again and compares it with SRC. DST
-appears only if all arrays are equal.
+appears only if all arrays are equal, and if the vocabulary gives equal ids.
 
     python convert.py t5-v1_1-small/ runs/t5_1_1_small     import any format as a run
     python convert.py runs/tiny tiny_hf --to hf            export to Hugging Face
@@ -487,40 +487,197 @@ def read_vocabulary(folders, cfg, sentinels=data.SENTINELS):
     """Return the content of the spiece.model that a run directory needs.
 
     The content is read from spiece.model, or from tokenizer.json if there is no
-    spiece.model. If both files are missing, a model with 384 embeddings is taken for
-    ByT5. For any other model, the result is None.
+    spiece.model. Added tokens become pieces of the vocabulary. If both files are missing,
+    a model with 384 embeddings is taken for ByT5. For any other model, the result is
+    None.
 
     folders: the folders to search. The first folder that contains the file is used.
     cfg: the ModelConfig of the model.
     sentinels: the number of sentinels (<extra_id_0> and so on). They are appended to a
         vocabulary that has none.
 
-    Raises a UserError if the vocabulary has more pieces than the model has embeddings.
+    Raises a UserError if plain T5 cannot use the vocabulary, or if the vocabulary has
+    more pieces than the model has embeddings.
     """
     names = ("spiece.model", "tokenizer.json")
     paths = [folder / name for name in names for folder in folders]
     path = next(filter(Path.is_file, paths), None)
     if path is None:
-        # "bytes:0" is plain T5's name for the ByT5 tokenizer, which reads bytes.
-        return b"bytes:0\n" if cfg.vocab_size == 384 else None
+        return byte_vocabulary(folders) if cfg.vocab_size == 384 else None
     vocabulary = path.read_bytes()
-    # If a model reads bytes or token ids, its spiece.model is a single line, such as
-    # "bytes:0" or "ids:32128:100".
-    if vocabulary.startswith((b"bytes", b"ids:")):
-        return vocabulary
-    if path.suffix == ".json":
-        vocabulary = tokenizer_json_to_sentencepiece(path).SerializeToString()
-    proto = parse_sentencepiece(vocabulary, path)
-    if sentinels != data.SENTINELS and "<extra_id_" not in proto.pieces[-1].piece:
-        data.add_sentinels(proto, sentinels)
-        vocabulary = proto.SerializeToString()
-    if len(proto.pieces) > cfg.vocab_size:
+    try:
+        # If a model reads bytes or token ids, its spiece.model is a single line, such as
+        # "bytes:0" or "ids:32128:100".
+        if not vocabulary.startswith((b"bytes", b"ids:")):
+            vocabulary = keep_added_tokens(path, read_added_tokens(folders), sentinels)
+        tokenizer = load_vocabulary(vocabulary, path)
+        if path.suffix == ".json":
+            compare_with_library(path, tokenizer)
+    except UserError as error:
         raise UserError(
-            f"{path} has {len(proto.pieces):,} pieces, but the model has only "
-            f"{cfg.vocab_size:,} embeddings: replace this file by the vocabulary of the "
-            f"model."
+            f"{error} To convert only the weights, move spiece.model and tokenizer.json "
+            f"out of the folder of the model."
+        ) from error
+    if tokenizer.size > cfg.vocab_size:
+        raise UserError(
+            f"{path} has {tokenizer.size:,} pieces, including the sentinels, but the "
+            f"model has only {cfg.vocab_size:,} embeddings: replace this file by the "
+            f"vocabulary of the model."
         )
     return vocabulary
+
+
+def load_vocabulary(vocabulary, path="spiece.model"):
+    """Return the Tokenizer of a vocabulary, given as the content of a spiece.model."""
+    if vocabulary.startswith((b"bytes", b"ids:")):
+        return data.load_tokenizer(vocabulary.decode(errors="replace"))
+    return data.parse_vocabulary(vocabulary, str(path))
+
+
+def byte_vocabulary(folders):
+    """Return the content of spiece.model for ByT5, which reads bytes.
+
+    folders: the folders that may contain the tokenizer files of Hugging Face.
+
+    Raises a UserError if the tokenizer has added tokens other than sentinels.
+    """
+    sentinel = re.compile(r"<extra_id_[0-9]+>|<pad>|</s>|<unk>")
+    added = read_added_tokens(folders).values()
+    if others := [text for text in added if not sentinel.fullmatch(text)]:
+        raise UserError(
+            f"The tokenizer in {folders[0]} adds {', '.join(others):.200} to the bytes "
+            f"of ByT5, which plain T5 does not support: to convert only the weights, "
+            f"move the tokenizer files out of the folder."
+        )
+    if added:
+        note(
+            "warning: sentinels such as <extra_id_0> have other ids in Hugging Face's "
+            "ByT5Tokenizer than in plain T5. Texts without sentinels get the same ids."
+        )
+    # "bytes:0" is plain T5's name for the ByT5 tokenizer without extra ids.
+    return b"bytes:0\n"
+
+
+def read_added_tokens(folders):
+    """Return {id: text} for the tokens that were added to a Hugging Face tokenizer.
+
+    An example is {32100: "<hl>"}. Hugging Face stores these tokens in up to four files.
+
+    folders: the folders that may contain the files.
+
+    Raises a UserError if the files contradict each other, if a token has no id, or if
+    Hugging Face recognizes a token only between words.
+    """
+    found, named, refused = [], [], set()
+    form = {"content": str, "single_word?": bool}
+
+    def read(path, form):
+        """Return the content of a JSON file, or {} if the file is missing."""
+        return configs.read_json(path, form) if path.is_file() else {}
+
+    for folder in folders:
+        tokens = read(folder / "added_tokens.json", {str: int})
+        found += [(number, {"content": text}) for text, number in tokens.items()]
+        tokens = read(folder / "tokenizer.json", {"added_tokens?": [{"id": int, **form}]})
+        found += [(token["id"], token) for token in tokens.get("added_tokens", [])]
+        path = folder / "tokenizer_config.json"
+        config = read(path, {"added_tokens_decoder?": {str: form}})
+        with explain_errors(path):
+            for number, token in config.get("added_tokens_decoder", {}).items():
+                found.append((int(number), token))
+            for about in (config, read(folder / "special_tokens_map.json", dict)):
+                for name in ("additional_special_tokens", "extra_special_tokens"):
+                    tokens = about.get(name) or []
+                    # Version 4 of transformers stores a dict in extra_special_tokens.
+                    for token in tokens.values() if isinstance(tokens, dict) else tokens:
+                        named.append(
+                            token if isinstance(token, str) else token["content"]
+                        )
+    added = {number: token["content"] for number, token in found}
+    for number, token in found:
+        if token["content"] != added[number] or token.get("single_word"):
+            refused.add(token["content"])
+    # Plain T5 knows the sentinels without their ids.
+    known = {*added.values(), *(text for text in named if "<extra_id_" in text)}
+    refused |= {*named} - known
+    if refused:
+        raise UserError(
+            f"The tokenizer files in {folders[0]} contain the added tokens "
+            f"{', '.join(sorted(refused)):.200} without an id, with contradicting ids, "
+            f"or as single words, which plain T5 does not support: download the files "
+            f"again."
+        )
+    return added
+
+
+def keep_added_tokens(path, added, sentinels):
+    """Return a SentencePiece model, as bytes, in which all added tokens are pieces.
+
+    path: the path of a spiece.model or tokenizer.json.
+    added: {id: text} of the added tokens.
+    sentinels: the number of sentinels for a vocabulary that has none.
+
+    Raises a UserError if an added token does not fit the vocabulary.
+    """
+    vocabulary = path.read_bytes()
+    if path.suffix == ".json":
+        proto, norm_map, space = tokenizer_json_to_sentencepiece(path)
+    else:
+        proto = parse_sentencepiece(vocabulary, path)
+        norm_map = decompile(proto.normalizer_spec.precompiled_charsmap)
+        space = " "  # Hugging Face's T5Tokenizer begins a new word after each token.
+    has_sentinels = any("<extra_id_" in piece.piece for piece in proto.pieces)
+    if not has_sentinels and (added or sentinels != data.SENTINELS):
+        data.add_sentinels(proto, sentinels)
+        # data.parse_vocabulary adds the usual number of sentinels, so leave them out.
+        if sentinels != data.SENTINELS:
+            vocabulary = proto.SerializeToString()
+    places = {piece.piece: number for number, piece in enumerate(proto.pieces)}
+    tokens = {}
+    for number, text in sorted(added.items()):
+        if number == len(proto.pieces) and text not in places:
+            proto.pieces.add(piece=text)
+        exists = text and 0 <= number < len(proto.pieces)
+        piece = proto.pieces[number if exists else 0]
+        if not exists or piece.piece.removeprefix(SPACE) != text.removeprefix(SPACE):
+            raise UserError(
+                f"The added token {text!r} has the id {number}, but {path} with its "
+                f"sentinels and added tokens has {len(proto.pieces):,} pieces, and no "
+                f"such piece at this id: download the files of the tokenizer again."
+            )
+        if piece.type == piece.NORMAL and "<extra_id_" not in text:
+            tokens[number] = text
+    if not tokens and path.suffix != ".json":
+        return vocabulary
+    # A Hugging Face tokenizer recognizes sentinels and added tokens at any place. Put a
+    # space before each of them, because its piece begins with one. Do this also where the
+    # normalization makes an added token, such as "f" in the character "\ufb01" ("fi").
+    if tokens:
+        longest_first = sorted(tokens.values(), key=len, reverse=True)
+        pattern = re.compile(f" ?({'|'.join(map(re.escape, longest_first))})(?:{space})?")
+        for old, new in norm_map.items():
+            norm_map[old] = pattern.sub(rf" \1{space}", new)
+    for number, piece in enumerate(proto.pieces):
+        if "<extra_id_" in piece.piece:
+            tokens[number] = piece.piece.removeprefix(SPACE)
+    for number, text in tokens.items():
+        norm_map[text] = f" {text}{space}"
+        piece = proto.pieces[number]
+        piece.piece = SPACE + text
+        piece.score, piece.type = 0.0, piece.USER_DEFINED
+    if norm_map:
+        with explain_errors(path, "a vocabulary that SentencePiece supports"):
+            rules = sentencepiece.SentencePieceNormalizer(norm_map=list(norm_map.items()))
+        proto.normalizer_spec.MergeFromString(rules.serialized_normalizer_spec())
+    tokenizer = data.parse_vocabulary(proto.SerializeToString(), str(path))
+    for number, text in tokens.items():
+        # A text with several spaces would not match a piece with a space.
+        if " " in text or tokenizer.encode(text) != [number]:
+            raise UserError(
+                f"{path} has the added token {text!r}, which cannot be a piece of a "
+                f"SentencePiece model: use the model with the library transformers."
+            )
+    return tokenizer.serialized
 
 
 def parse_sentencepiece(vocabulary, path="spiece.model"):
@@ -539,6 +696,21 @@ def parse_sentencepiece(vocabulary, path="spiece.model"):
     return proto
 
 
+def decompile(charsmap):
+    """Return a dict of the replacements that SentencePiece makes in a text.
+
+    For example, {"\\t": " "} replaces every tab by a space.
+
+    charsmap: the compiled replacements of a SentencePiece model, or b"" without any.
+    """
+    if not charsmap:
+        return {}
+    spec = sentencepiece_model_pb2.NormalizerSpec(precompiled_charsmap=charsmap)
+    rules = sentencepiece.SentencePieceNormalizer(normalizer_spec=spec).decompile()
+    return dict(rules)
+
+
+SPACE = "\u2581"  # the character that stands for a space in the pieces of SentencePiece
 # The characters that the tokenizer.json step "WhitespaceSplit" treats as white space. The
 # converted SentencePiece model replaces each of these characters by a space.
 WHITE_SPACE = (
@@ -546,86 +718,180 @@ WHITE_SPACE = (
     "\u200a\u2028\u2029\u202f\u205f\u3000"
 )
 # The processing steps in a tokenizer.json that a SentencePiece model can reproduce. Each
-# string is the type of a step, followed by its pattern if it has one. The "Replace" steps
-# merge or remove spaces, which SentencePiece does by itself.
+# string is the type of a step, followed by its options if they matter. SentencePiece
+# merges spaces by itself, and removes them at the start and the end of a text. MERGES and
+# STRIPS are the steps that do this in a tokenizer.json.
+STRIPS = {"WhitespaceSplit", "Strip right", "Replace [ \u2581]+$ by ''"}
+MERGES = {
+    "WhitespaceSplit",
+    "Replace  {2,} by ' '",
+    "Replace  {2,} by '\u2581'",
+    "Replace [ \u2581]{2,} by ' '",
+}
 SUPPORTED_PARTS = {
     "Unigram",
+    "NFC",
     "Precompiled",
-    "Strip",
-    "Metaspace",
-    "WhitespaceSplit",
-    "Replace{'Regex': ' {2,}'}",
-    "Replace{'Regex': '[ \u2581]{2,}'}",
-    "Replace{'Regex': '[ \u2581]+$'}",
+    "Metaspace always",
+    "Metaspace first",
+    *STRIPS,
+    *MERGES,
 }
 
 
+def describe_part(part):
+    """Return a step of a tokenizer.json as text, in the form of SUPPORTED_PARTS."""
+    kind = part["type"]
+    if kind == "Replace":
+        pattern = part["pattern"]
+        pattern = pattern.get("Regex") or pattern["String"]
+        return f"Replace {pattern} by {part['content']!r}"
+    if kind == "Strip":
+        return "Strip right" if part.get("strip_right") else "Strip left"
+    if kind == "Metaspace":
+        if part.get("replacement", SPACE) != SPACE:
+            return f"Metaspace by {part['replacement']!r}"
+        # Files of older versions have add_prefix_space instead of prepend_scheme.
+        default = "always" if part.get("add_prefix_space", True) else "never"
+        return f"Metaspace {part.get('prepend_scheme', default)}"
+    return kind
+
+
 def tokenizer_json_to_sentencepiece(path):
-    """Convert Hugging Face's tokenizer.json to a SentencePiece model (a ModelProto).
+    """Convert the ordinary pieces of Hugging Face's tokenizer.json to SentencePiece.
+
+    Returns the ModelProto, a dict with the replacements that it needs, and the text that
+    Hugging Face inserts after an added token.
 
     Both tokenizers give the same ids for almost all texts. The ids may differ if a text
     contains "</s>", "<pad>" or "<unk>". They may also differ if a text ends with white
-    space other than a space, such as a newline.
+    space other than a space, such as a newline, or if a letter and its accents are
+    several characters.
 
     path: the path of the tokenizer.json.
 
     Raises a UserError if the tokenizer.json contains a step that a SentencePiece unigram
     model does not support.
     """
-    tokenizer = configs.read_json(path, {"model": {"vocab": list, "type?": str}})
+    form = {"model": {"vocab": list, "type?": str, "unk_id": int}}
+    tokenizer = configs.read_json(path, form)
     unigram = tokenizer["model"]
     parts = [{"type": unigram.get("type", "Unigram")}]
     for key, inside in ("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers"):
         part = tokenizer.get(key) or {inside: []}
         parts += part.get(inside, [part])
-    used = {part["type"] + str(part.get("pattern", "")) for part in parts}
+    used = set(map(describe_part, parts))
     if unigram.get("byte_fallback"):
         used.add("byte_fallback")
-    if "Metaspace" not in used:
+    if "Precompiled" not in used:
+        # Only together with "Precompiled" does NFC leave the ids of SentencePiece alone.
+        used = {f"{name} without Precompiled" if name == "NFC" else name for name in used}
+    if not any(name.startswith("Metaspace") for name in used):
         used.add("no Metaspace")
+    elif not used & STRIPS or not used & MERGES:
+        used.add("Metaspace without steps that strip and merge spaces")
     if unsupported := used - SUPPORTED_PARTS:
         raise UserError(
             f"{path} uses {', '.join(sorted(unsupported)):.200}, which SentencePiece "
             f"unigram models do not support: download the model's spiece.model into the "
             f"same folder."
         )
-    vocab = unigram["vocab"]
-    normal = [entry for entry in vocab if "<extra_id_" not in entry[0]]
-    sentinels = len(vocab) - len(normal)
     proto = sentencepiece_model_pb2.ModelProto()
     types = {0: "CONTROL", 1: "CONTROL", unigram["unk_id"]: "UNKNOWN"}
-    for number, (piece, score) in enumerate(normal):
+    for number, (piece, score) in enumerate(unigram["vocab"]):
         proto.pieces.add(piece=piece, score=score, type=types.get(number, "NORMAL"))
-    data.add_sentinels(proto, sentinels)
-    for piece, (expected, _) in zip(proto.pieces, vocab):
-        # Some files write "<extra_id_0>", and others write "\u2581<extra_id_0>", where
-        # "\u2581" stands for a space. Accept both.
-        if piece.piece.removeprefix("\u2581") != expected.removeprefix("\u2581"):
-            raise UserError(
-                f"The sentinels in {path} must be the last pieces, in descending order "
-                f"to <extra_id_0>: download the model's spiece.model into the same "
-                f"folder."
-            )
-    # norm_map contains the replacements that SentencePiece makes before it splits a text
-    # into pieces. For example, {"\t": " "} replaces every tab by a space.
     norm_map = {}
     if "WhitespaceSplit" in used:
         norm_map |= dict.fromkeys(WHITE_SPACE, " ")
     for part in parts:
         if part["type"] == "Precompiled":
-            charsmap = base64.b64decode(part["precompiled_charsmap"])
-            spec = sentencepiece_model_pb2.NormalizerSpec(precompiled_charsmap=charsmap)
-            normalizer = sentencepiece.SentencePieceNormalizer(normalizer_spec=spec)
-            norm_map |= normalizer.decompile()
-    # Put a space before each sentinel, because its piece begins with "\u2581". Unless
-    # prepend_scheme is "first", Hugging Face also puts a space after each sentinel.
-    space = "" if "first" in str(tokenizer["pre_tokenizer"]) else " "
-    for k in range(sentinels):
-        norm_map[f"<extra_id_{k}>"] = f" <extra_id_{k}>{space}"
-    if norm_map:
-        rules = sentencepiece.SentencePieceNormalizer(norm_map=list(norm_map.items()))
-        proto.normalizer_spec.MergeFromString(rules.serialized_normalizer_spec())
-    return proto
+            norm_map |= decompile(base64.b64decode(part["precompiled_charsmap"]))
+    return proto, norm_map, "" if "Metaspace first" in used else " "
+
+
+def hard_texts(tokenizer):
+    """Return a list of short texts on which different tokenizers often disagree.
+
+    The texts contain white space, accents, rare characters, sentinels, and pieces of the
+    vocabulary. No text contains "</s>" or a sentinel without a space before it, because
+    Hugging Face always treats these as special tokens.
+
+    tokenizer: the data.Tokenizer that reads the texts.
+    """
+    texts = [
+        "",
+        " ",
+        "a",
+        "  a   b ",
+        "a\tb\nc",
+        "\u3000x\xa0y",
+        "A.B, (c)! 12,345",
+        "\xe9 e\u0301 \xdf \ufb01 \u2460 \uff5e",
+        "\u4e2d\u6587 \ud55c\uad6d \u0639\u0631\u0628 \U0001f642\u200b",
+        "x" * 300,
+    ]
+    if tokenizer.processor is None:
+        return texts
+    texts += ["a <extra_id_0>, b", "<extra_id_1> a <extra_id_0>", "a <extra_id_2> "]
+    count = tokenizer.sentinel_ids.start
+    # At most about 200 pairs of pieces, from the complete vocabulary.
+    for number in range(data.UNK + 1, count - 1, 1 + count // 200):
+        texts.append(tokenizer.decode([number, count + data.UNK - number]))
+    for number in range(tokenizer.sentinel_ids.stop, tokenizer.size):
+        text = tokenizer.decode([number])
+        texts += [f"a{text}b", f"a {text} b", f"{text},{text}"]
+    return texts
+
+
+def compare_with_library(path, tokenizer):
+    """Check that Hugging Face's library tokenizers reads the same ids as plain T5.
+
+    If the library is not installed, print a note.
+
+    path: the path of the tokenizer.json that the library reads.
+    tokenizer: the data.Tokenizer of plain T5.
+
+    Raises a UserError that names the first text with different ids.
+    """
+    try:
+        import tokenizers
+    except ImportError:
+        note(
+            f"warning: {path} was not compared with the vocabulary of plain T5, because "
+            f"the library tokenizers is missing. To compare them, install it with pip "
+            f"install tokenizers, and convert again."
+        )
+        return
+    with explain_errors(path, "a file that the library tokenizers can read"):
+        library = tokenizers.Tokenizer.from_file(str(path))
+    library.no_truncation()
+    for text in hard_texts(tokenizer):
+        theirs = library.encode(text, add_special_tokens=False).ids
+        ours = tokenizer.encode(text)
+        if theirs != ours:
+            raise UserError(
+                f"For the text {text!r}, the library tokenizers reads the ids "
+                f"{theirs!s:.60} from {path}, but plain T5 reads {ours!s:.60}."
+            )
+
+
+def compare_vocabularies(old, new):
+    """Check that two vocabularies give the same ids for texts without sentinels.
+
+    old: the content of the spiece.model that was converted.
+    new: the content of the spiece.model that was written.
+
+    Returns the number of compared texts. Raises an OSError if the ids differ.
+    """
+    old, new = load_vocabulary(old), load_vocabulary(new)
+    texts = hard_texts(old)
+    for text in texts:
+        if old.encode(text) != new.encode(text):
+            raise OSError(
+                f"the vocabulary gives other ids for {text!r} after it was written and "
+                f"read again, so the disk or the memory may be faulty"
+            )
+    return len(texts)
 
 
 # ---- reading Hugging Face --------------------------------------------------------------
@@ -819,7 +1085,7 @@ def open_hf(folder):
     cfg = model_from_shapes(tensors, HF, folder)
     cfg = apply_hf_config(cfg, config, generation, folder)
     if "ByT5" in str(tokenizer.get("tokenizer_class")):
-        vocabulary = b"bytes:0\n"
+        vocabulary = byte_vocabulary([folder])
     else:
         sentinels = tokenizer.get("extra_ids") or data.SENTINELS
         vocabulary = read_vocabulary([folder], cfg, sentinels)
@@ -1338,13 +1604,14 @@ def write_tokenizer(folder, vocabulary, cfg):
     """Write the tokenizer files of a Hugging Face directory.
 
     A SentencePiece model is written twice, as spiece.model and as tokenizer.json. Both
-    files give the same ids for almost all texts. The exceptions are printed as a note.
+    files give the same ids for almost all texts. The exceptions are printed as a note. If
+    the library tokenizers is installed, it reads the file and compares the ids.
 
     folder: the directory to write to.
     vocabulary: the content of the spiece.model in a run directory, or None.
     cfg: the ModelConfig of the model.
 
-    Raises a UserError if the SentencePiece model is not a unigram model.
+    Raises a UserError if tokenizer.json cannot express the SentencePiece model.
     """
     # A model that reads only token ids needs no tokenizer.
     if vocabulary is None or vocabulary.startswith(b"ids:"):
@@ -1358,19 +1625,36 @@ def write_tokenizer(folder, vocabulary, cfg):
             "ByT5Tokenizer than in plain T5. Texts without sentinels get the same ids."
         )
     else:
-        trainer_spec = parse_sentencepiece(vocabulary).trainer_spec
-        if trainer_spec.model_type != trainer_spec.UNIGRAM:
+        proto = parse_sentencepiece(vocabulary)
+        trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
+        reasons = {
+            "is not a unigram model": trainer.model_type != trainer.UNIGRAM,
+            "keeps repeated white space": not normalizer.remove_extra_whitespaces,
+            "stores spaces as spaces": not normalizer.escape_whitespaces,
+            "puts no space before a text": not normalizer.add_dummy_prefix,
+            "puts spaces at the end of a piece": trainer.treat_whitespace_as_suffix,
+            "has unused pieces": any(p.type == p.UNUSED for p in proto.pieces),
+        }
+        for piece in proto.pieces:
+            is_user_defined = piece.type == piece.USER_DEFINED
+            if is_user_defined and not piece.piece.startswith(SPACE):
+                reasons[f"has the user-defined piece {piece.piece!r}"] = True
+        if found := [reason for reason, applies in reasons.items() if applies]:
             raise UserError(
-                "The vocabulary is not a unigram model, but Hugging Face's T5 tokenizer "
-                "needs one. To convert only the weights, move spiece.model out of SRC."
+                f"The vocabulary {' and '.join(found):.200}, which Hugging Face's T5 "
+                f"tokenizer cannot express. To convert only the weights, move "
+                f"spiece.model out of SRC."
             )
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
         (folder / "spiece.model").write_bytes(vocabulary)
         write_json(folder / "tokenizer.json", tokenizer_json(vocabulary))
+        compare_with_library(folder / "tokenizer.json", load_vocabulary(vocabulary))
         note(
-            "The exported tokenizer gives the same ids as plain T5, with two exceptions. "
+            "The exported tokenizer gives the same ids as plain T5, with few exceptions. "
             "Plain T5 reads a sentinel without a space before it as ordinary text. Plain "
-            "T5 also reads </s>, <pad> and <unk> in a text as ordinary text."
+            "T5 also reads </s>, <pad>, <unk> and names of bytes, such as <0x41>, as "
+            "ordinary text. Some rare characters that are made of several code points, "
+            "such as half-width kana with a voicing mark, also get other ids."
         )
     write_json(folder / "tokenizer_config.json", config)
 
@@ -1408,8 +1692,6 @@ TOKENIZER_JSON = r"""
 TOKEN_FLAGS = {
     "single_word": False,
     "rstrip": False,
-    "normalized": False,
-    "special": True,
 }
 
 
@@ -1426,24 +1708,39 @@ def tokenizer_json(vocabulary):
     proto = parse_sentencepiece(processor.serialized_model_proto())
     content = json.loads(TOKENIZER_JSON)
     for number, piece in enumerate(proto.pieces):
-        text = piece.piece.replace("\u2581<extra_id_", "<extra_id_")
+        text, is_sentinel = piece.piece, "<extra_id_" in piece.piece
+        is_added = is_sentinel or piece.type == piece.USER_DEFINED
+        if is_added:
+            text = text.removeprefix(SPACE)
         content["model"]["vocab"].append([text, piece.score])
-        if number < 3 or "<extra_id_" in text:
-            # With lstrip, a token absorbs the space before it. Sentinels need this. The
-            # tokens <pad>, </s> and <unk>, with the ids 0 to 2, do not.
-            token = {"id": number, "content": text, "lstrip": number > 2, **TOKEN_FLAGS}
+        if number < 3 or is_added:
+            # With lstrip, a token absorbs the space before it. Sentinels and added tokens
+            # need this. The tokens <pad>, </s> and <unk>, with the ids 0 to 2, do not.
+            token = {"id": number, "content": text, "lstrip": is_added, **TOKEN_FLAGS}
+            # Decoding with skip_special_tokens leaves out only special tokens. All other
+            # added tokens are also recognized where the normalization makes them.
+            token["special"] = is_sentinel or not is_added
+            token["normalized"] = not token["special"]
             content["added_tokens"].append(token)
     content["model"]["byte_fallback"] = proto.trainer_spec.byte_fallback
     # Some SentencePiece models insert a space after a sentinel, here between
     # "<extra_id_0>" and ",". In tokenizer.json, prepend_scheme "always" does the same.
-    after_sentinel = processor.encode("<extra_id_0>,", out_type=str)[1]
-    prepend_scheme = "always" if after_sentinel.startswith("\u2581") else "first"
-    content["pre_tokenizer"]["prepend_scheme"] = prepend_scheme
-    content["decoder"] = content["pre_tokenizer"]
+    metaspace = content["pre_tokenizer"]
+    inserts = processor.normalize("<extra_id_0>,").endswith(f"{SPACE},")
+    metaspace["prepend_scheme"] = "always" if inserts else "first"
+    # Do not split a text into words if a piece contains several words.
+    metaspace["split"] = not any(SPACE in p.piece[1:] for p in proto.pieces)
+    content["decoder"] = {
+        "type": "Sequence",
+        "decoders": [{"type": "ByteFallback"}, metaspace],
+    }
     if charsmap := proto.normalizer_spec.precompiled_charsmap:
         charsmap = base64.b64encode(charsmap).decode()
         normalizer = {"type": "Precompiled", "precompiled_charsmap": charsmap}
         content["normalizer"]["normalizers"].insert(0, normalizer)
+        # "Precompiled" drops the second of several accents, which NFC avoids.
+        if processor.normalize("e\u0301") == processor.normalize("\xe9"):
+            content["normalizer"]["normalizers"].insert(0, {"type": "NFC"})
     return content
 
 
@@ -1593,8 +1890,12 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False):
         # safetensors a SafetensorError.
         except (OSError, ValueError, safetensors.SafetensorError) as error:
             raise OSError(errno.EIO, str(error)[:200], str(destination)) from error
-        count = compare(weights, open_any(folder), dtype)
+        written = open_any(folder)
+        count = compare(weights, written, dtype)
         print(f"compared {count:,} arrays with the source: all are equal in {dtype}")
+        if weights.vocabulary and written.vocabulary:
+            count = compare_vocabularies(weights.vocabulary, written.vocabulary)
+            print(f"compared the ids of {count:,} texts with the source: all are equal")
     print(f"done     {destination}, in {time.perf_counter() - start:.2f} s", flush=True)
 
 

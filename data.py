@@ -104,19 +104,23 @@ class Tokenizer:
 
     Id 0 is padding, id 1 is EOS and id 2 is the unknown token. The sentinels have the
     highest ids. For example, in T5's vocabulary of 32,100 ids, <extra_id_0> has the id
-    32099 and <extra_id_99> has the id 32000.
+    32099 and <extra_id_99> has the id 32000. Only added tokens have higher ids. These
+    are tokens such as "<hl>" that someone has added to a trained model.
 
     serialized: the bytes of the model file. A run directory stores these bytes.
-    size: the number of all ids, including the sentinels.
+    size: the number of all ids, including the sentinels and the added tokens.
     sentinels: the number of sentinels.
     processor: the SentencePieceProcessor of the model. The model includes the sentinels.
+    added: the number of added tokens.
     """
 
-    def __init__(self, serialized, size, sentinels, processor=None):
+    def __init__(self, serialized, size, sentinels, processor=None, added=0):
         self.serialized = serialized
         self.sha256 = hashlib.sha256(serialized).hexdigest()
         self.size = size
         self.sentinels = sentinels
+        # <extra_id_0> has the last of these ids, and <extra_id_1> has the id before it.
+        self.sentinel_ids = range(size - added - sentinels, size - added)
         self.processor = processor
 
     def encode(self, text):
@@ -371,7 +375,8 @@ class SpanCorruption(Objective):
                 )
             here = np.flatnonzero(lengths == length)
             tokens = np.stack([chunks[i][0] for i in here])
-            sides = span_corruption(tokens, keys[here], tokenizer.size - 1, data)
+            sentinel = tokenizer.sentinel_ids[-1]  # the id of <extra_id_0>
+            sides = span_corruption(tokens, keys[here], sentinel, data)
             for i, inputs, targets in zip(here, *sides):
                 pairs[i] = inputs[:-1], targets[:-1]  # `truncate` appends EOS later
         return pairs
@@ -831,11 +836,15 @@ class ByteTokenizer(Tokenizer):
     def encode_batch(self, texts):
         encoded = []
         for text in texts:
-            # re.split returns texts and sentinel numbers in turn. For example, the text
-            # "a<extra_id_7>b" becomes ["a", "7", "b"].
-            parts = re.split(r"<extra_id_(\d\d?)>", text)
+            # re.split returns texts and sentinels in turn. For example, the text
+            # "a<extra_id_7>b" becomes ["a", "<extra_id_7>", "b"].
+            parts = re.split(r"(<extra_id_(?:0|[1-9][0-9]{0,8})>)", text)
             arrays = [np.frombuffer(part.encode(), np.uint8) + 3 for part in parts]
-            arrays[1::2] = [[self.size - 1 - int(number)] for number in parts[1::2]]
+            for place in range(1, len(parts), 2):
+                number = int(parts[place][len("<extra_id_") : -1])
+                # A larger number is no sentinel, so this text stays a sequence of bytes.
+                if number < self.sentinels:
+                    arrays[place] = [self.size - 1 - number]
             encoded.append(np.concatenate(arrays, dtype=np.int32))
         return encoded
 
@@ -846,9 +855,12 @@ class ByteTokenizer(Tokenizer):
         as "<extra_id_0>". Bytes that are not valid UTF-8 are left out.
         """
         symbols = {PAD: b"<pad>", EOS: b"</s>", UNK: b"<unk>"}
-        for number in range(self.size - 3 - 256):
-            symbols[self.size - 1 - number] = b"<extra_id_%d>" % number
-        text = b"".join(symbols.get(i) or bytes([i - 3]) for i in ids)
+        text = b""
+        for i in ids:
+            if i in self.sentinel_ids:
+                text += b"<extra_id_%d>" % (self.size - 1 - i)
+            else:
+                text += symbols.get(i) or bytes([i - 3])
         return text.decode(errors="ignore")
 
     def decode(self, ids):
@@ -858,7 +870,7 @@ class ByteTokenizer(Tokenizer):
         UTF-8.
         """
         ids = itertools.takewhile(lambda i: i != EOS, map(int, ids))
-        return self.raw_text(i for i in ids if 3 <= i < 3 + 256)
+        return self.raw_text(i for i in ids if 3 <= i < self.sentinel_ids.start)
 
 
 class IdTokenizer(Tokenizer):
@@ -944,16 +956,20 @@ class LongTextTokenizer(Tokenizer):
 def parse_vocabulary(serialized, name="the vocabulary"):
     """Build a Tokenizer from the bytes of a SentencePiece model file.
 
-    If the model has no sentinels, 100 sentinels such as <extra_id_0> are added. The ids
-    0, 1 and 2 must be <pad>, </s> and <unk>. Otherwise, or if the bytes are not a
-    SentencePiece model, the function raises UserError.
+    If the model has no sentinels, 100 sentinels such as <extra_id_0> are added. Pieces
+    after the sentinels are added tokens. The ids 0, 1 and 2 must be <pad>, </s> and
+    <unk>, and the sentinels must be in descending order. Otherwise, or if the bytes are
+    not a SentencePiece model, the function raises UserError.
 
     serialized: the bytes of the file. name: the name of the file in error messages.
     """
     try:
         model = sentencepiece_model_pb2.ModelProto.FromString(serialized)
-        if not model.pieces[-1].piece.endswith("<extra_id_0>"):
+        if not any("<extra_id_" in piece.piece for piece in model.pieces):
             add_sentinels(model, SENTINELS)
+        # SentencePiece itself refuses empty pieces and duplicates, but not a NaN.
+        if not all(math.isfinite(piece.score) for piece in model.pieces):
+            raise ValueError("some scores are not finite numbers")
         processor = sentencepiece.SentencePieceProcessor(
             model_proto=model.SerializeToString(), num_threads=os.cpu_count()
         )
@@ -964,15 +980,25 @@ def parse_vocabulary(serialized, name="the vocabulary"):
             f"{name} is not a valid SentencePiece model ({error}): set --data.vocab to "
             f"another file."
         ) from error
-    special = [piece.piece for piece in model.pieces[:3]]
-    if special != ["<pad>", "</s>", "<unk>"]:
+    pieces = [piece.piece for piece in model.pieces]
+    special = pieces[:3]
+    if special != ["<pad>", "</s>", "<unk>"] or processor.unk_id() != UNK:
         raise UserError(
             f"{name} begins with the pieces {special}, but T5 needs <pad>, </s> and "
             f"<unk> as ids 0, 1 and 2: train the vocabulary again with pad_id=0, "
             f"eos_id=1, unk_id=2 and bos_id=-1."
         )
-    sentinels = sum("<extra_id_" in piece.piece for piece in model.pieces)
-    return LongTextTokenizer(serialized, len(model.pieces), sentinels, processor)
+    found = [i for i, piece in enumerate(pieces) if "<extra_id_" in piece]
+    expected = [f"<extra_id_{k}>" for k in reversed(range(len(found)))]
+    block = [piece.removeprefix("▁") for piece in pieces[found[0] : found[-1] + 1]]
+    if block != expected:
+        raise UserError(
+            f"The sentinels in {name} are not in descending order from "
+            f"<extra_id_{len(found) - 1}> to <extra_id_0> without a gap: use a "
+            f"vocabulary in this order."
+        )
+    added = len(pieces) - 1 - found[-1]
+    return LongTextTokenizer(serialized, len(pieces), len(found), processor, added)
 
 
 def load_tokenizer(path):
@@ -1004,7 +1030,13 @@ def load_tokenizer(path):
             ) from error
     if is_name(serialized):
         kind = ByteTokenizer if serialized.startswith(b"bytes") else IdTokenizer
-        return kind(*map(int, re.findall(rb"\d+", serialized)))
+        tokenizer = kind(*map(int, re.findall(rb"\d+", serialized)))
+        if tokenizer.sentinel_ids.start <= UNK:
+            raise UserError(
+                f"The vocabulary {path} has fewer than {tokenizer.sentinels + 3} ids, so "
+                f"its sentinels do not fit: set --data.vocab to another vocabulary."
+            )
+        return tokenizer
     return parse_vocabulary(serialized, path)
 
 
@@ -3807,7 +3839,7 @@ def unigram_loss(counts, batches, tokenizer):
     batches: a list with the held-out batches.
     """
     targets = np.concatenate([batch.targets.ravel() for batch in batches])
-    content = targets[(targets > EOS) & (targets < tokenizer.size - tokenizer.sentinels)]
+    content = targets[(targets > EOS) & ~np.isin(targets, tokenizer.sentinel_ids)]
     if not len(content):
         return 0.0
     counts = counts + 1.0  # add-one smoothing, so no token has probability 0

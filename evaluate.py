@@ -66,8 +66,8 @@ POSTPROCESSORS = {}
 # ---- teacher-forced loss ---------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def loss_sums(params, batch, cfg, first_sentinel):
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def loss_sums(params, batch, cfg, sentinel_ids):
     """Sum the losses of a batch over all target tokens, and over content tokens alone.
 
     Content tokens are the target tokens without EOS and without sentinels. A sentinel,
@@ -78,13 +78,15 @@ def loss_sums(params, batch, cfg, first_sentinel):
 
     params: the parameters of the model.
     batch: a data.Batch.
-    first_sentinel: the lowest id of a sentinel. The sentinels are the last ids.
+    sentinel_ids: the range of the ids of all sentinels.
     Returns a dict from the name of each sum to a float32 scalar.
     """
     losses = model.token_losses(params, batch, cfg)
     cross_entropy = losses[0]
     is_real = batch.target_segments > 0  # segment 0 marks padding
-    is_content = is_real & (batch.targets > data.EOS) & (batch.targets < first_sentinel)
+    first, stop = sentinel_ids.start, sentinel_ids.stop
+    is_sentinel = (batch.targets >= first) & (batch.targets < stop)
+    is_content = is_real & (batch.targets > data.EOS) & ~is_sentinel
     return {
         **model.sum_over_tokens(losses, batch),
         "content_loss": jnp.sum(cross_entropy * is_content),
@@ -104,14 +106,13 @@ def evaluate_loss(params, cfg, mesh, dataset, batches):
     """
     batch_size = cfg.train.batch_size
     tokenizer = dataset.tasks[0].tokenizer
-    first_sentinel = tokenizer.size - tokenizer.sentinels
     # Each process makes only the rows of a batch that its own devices hold.
     rows = partition.local_rows(batch_size, mesh)
     # Counter.update adds numbers to a Counter, so `totals` has the sums over all batches.
     totals = collections.Counter()
     for i in range(batches):
         batch = partition.put_batch(dataset.batch(i, rows), batch_size, mesh)
-        totals.update(loss_sums(params, batch, cfg, first_sentinel))
+        totals.update(loss_sums(params, batch, cfg, tokenizer.sentinel_ids))
     # Divide only once, at the end. Every token then has the same weight in the mean, even
     # if some batches have fewer tokens than others.
     metrics = model.mean_metrics(totals)

@@ -838,15 +838,13 @@ def split_spans(ids, tokenizer):
     """
     spans = [(None, [])]
     for i in cut_at_eos(ids):
-        # The sentinels are the last ids. In a vocabulary of 1,000 ids, <extra_id_0> has
-        # id 999 and <extra_id_1> has id 998.
-        number = tokenizer.size - 1 - i
-        if 0 <= number < tokenizer.sentinels:
-            spans.append((number, []))
+        if i in tokenizer.sentinel_ids:
+            # The sentinels count down. If <extra_id_0> has id 999, <extra_id_1> has 998.
+            spans.append((tokenizer.sentinel_ids[-1] - i, []))
         else:
             # A model can generate ids that the vocabulary does not have. Such an id is
             # replaced by UNK, the unknown token.
-            spans[-1][1].append(i if number >= 0 else data.UNK)
+            spans[-1][1].append(i if i < tokenizer.size else data.UNK)
     return spans
 
 
