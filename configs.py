@@ -1003,7 +1003,10 @@ def resolve_run(args, changes):
             recipe = load_run_recipe(run_dir) or RECIPES.get(old.name, old)
     cfg = override(base, changes)
     check(cfg)
-    if exists and any(folder.glob("checkpoints/step_*/manifest.json")):
+    # A local checkpoint counts even if it is damaged. A remote checkpoint without a
+    # manifest is the result of an interrupted save.
+    saved = "step_*/manifest.json" if is_remote(folder) else "step_*"
+    if exists and any(folder.glob(f"checkpoints/{saved}")):
         changed = ", ".join(
             f"--{name} {new} (was {was})"
             for name, (new, was) in differences(cfg, old).items()

@@ -3592,6 +3592,21 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path, one_device):
         checkpoints.load(template_of(some_arrays(), one_device))
 
 
+def test_a_flipped_bit_in_a_manifest_never_looks_like_another_format(tmp_path):
+    """The checksum is compared first, so that the checkpoint before can be used."""
+    checkpoints = partition.Checkpoints(tmp_path, background=False)
+    checkpoints.save({"c": jnp.int32(7)}, 1)
+    path = checkpoints.path(1) / "manifest.json"
+    content = path.read_bytes()
+    for position in range(content.index(b"time")):  # format and step
+        for bit in range(8):
+            flipped = bytearray(content)
+            flipped[position] ^= 1 << bit
+            path.write_bytes(flipped)
+            with pytest.raises(partition.CheckpointError, match="manifest.json is"):
+                partition.read_manifest(checkpoints.path(1))
+
+
 def test_a_mesh_that_does_not_fit_the_tpu_topology(monkeypatch):
     """JAX cannot arrange some meshes, such as two halves of a TPU of 4 x 4 x 4 chips."""
 
@@ -3621,9 +3636,19 @@ def test_restoring_onto_another_mesh(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "damage", ["flipped bit", "truncated", "no shards", "no manifest", "half manifest"]
+    "damage, said",
+    [
+        ("flipped bit", "is damaged"),
+        ("truncated", "is damaged or too short"),
+        ("no shards", "cannot be read"),
+        ("no manifest", "manifest.json is missing or damaged"),
+        ("half manifest", "manifest.json is missing or damaged"),
+        ("other step", "contains step 1: rename this folder to step_00000001"),
+        ("no entry", "does not list all shards of a/b"),
+        ("a file", "step_00000002 is a file, but a checkpoint is a folder"),
+    ],
 )
-def test_a_damaged_checkpoint_is_skipped(tmp_path, capsys, one_device, damage):
+def test_a_damaged_checkpoint_is_skipped(tmp_path, capsys, one_device, damage, said):
     """The damaged checkpoint is reported, and the checkpoint before it is loaded."""
     checkpoints = partition.Checkpoints(tmp_path, background=False)
     for step in (1, 2):
@@ -3640,14 +3665,27 @@ def test_a_damaged_checkpoint_is_skipped(tmp_path, capsys, one_device, damage):
         shards.unlink()
     elif damage == "no manifest":
         manifest.unlink()
-    else:
+    elif damage == "half manifest":
         manifest.write_text(manifest.read_text()[:100])
+    elif damage == "no entry":
+        value = json.loads(manifest.read_text())
+        value["arrays"]["a/b"]["pieces"] = []
+        del value["check"]
+        configs.write_checked(manifest, value)
+    else:
+        shutil.rmtree(folder)
+        if damage == "a file":
+            folder.write_text("")
+        else:
+            shutil.copytree(checkpoints.path(1), folder)
     step, arrays = checkpoints.load(template_of(some_arrays(), one_device))
     assert step == 1
     assert_equal(arrays, some_arrays(1))
-    assert "step_00000002" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "step_00000002" in err and said in err
     assert partition.main(["--verify", str(folder)]) == 1
-    assert "step_00000002" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "step_00000002" in out and said in out
     # Saving the step again replaces the damaged checkpoint.
     partition.Checkpoints(tmp_path, keep=1, background=False).save(some_arrays(2), 2)
     assert checkpoints.steps() == [2] and partition.verify(folder) == []
@@ -3662,6 +3700,46 @@ def test_a_run_without_a_valid_checkpoint_does_not_start_again(tmp_path, one_dev
     manifest.write_text(manifest.read_text().replace('"float32"', '"int32"'))
     with pytest.raises(configs.UserError, match="None of the checkpoints"):
         checkpoints.load(template_of(some_arrays(), one_device))
+
+
+@pytest.mark.parametrize(
+    "path, flags, said",
+    [
+        ("none", [], "none does not exist: check the path of --verify"),
+        ("", [], "name one of its checkpoints, such as --verify .*/step_00000001"),
+        ("checkpoints/step_00000001", ["--train.steps=3"], "leave out --config"),
+        ("checkpoints/step_00000001", ["--run_dir=x"], "leave out --config"),
+    ],
+)
+def test_verify_refuses_what_it_cannot_check(tmp_path, path, flags, said):
+    partition.Checkpoints(tmp_path, background=False).save(some_arrays(), 1)
+    configs.save_run(SMALL, tmp_path)
+    with pytest.raises(configs.UserError, match=said):
+        partition.main(["--verify", str(tmp_path / path), *flags])
+
+
+def test_only_a_link_to_an_old_checkpoint_is_removed(tmp_path):
+    """A checkpoint may have been moved to another disk, with a link in its place."""
+    checkpoints = partition.Checkpoints(tmp_path / "run", keep=1, background=False)
+    checkpoints.save(some_arrays(), 1)
+    checkpoints.path(1).rename(tmp_path / "moved")
+    checkpoints.path(1).symlink_to(tmp_path / "moved")
+    checkpoints.save(some_arrays(), 2)
+    assert checkpoints.steps() == [2] and partition.verify(tmp_path / "moved") == []
+
+
+def test_a_run_that_is_moved_during_a_save_leaves_nothing_behind(tmp_path, monkeypatch):
+    old = partition.write_shards
+
+    def write_and_move(*args):
+        entries = old(*args)
+        (tmp_path / "run").rename(tmp_path / "moved")
+        return entries
+
+    monkeypatch.setattr(partition, "write_shards", write_and_move)
+    with pytest.raises(partition.CheckpointError, match="could not be written"):
+        partition.Checkpoints(tmp_path / "run", background=False).save(some_arrays(), 1)
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_interrupted_save_is_not_a_checkpoint(tmp_path, monkeypatch):

@@ -461,7 +461,8 @@ def run(cfg, program, state, start, load_batch, progress, evaluations, save, aft
     progress: a Progress (lower part of this file), which measures and reports the speed.
     evaluations: an Evaluations (lower part of this file), which evaluates the model.
     save(step, state): A function that starts to write a checkpoint.
-    after_step(step): A function that returns whether training must stop after this step.
+    after_step(step, state): A function that returns whether training must stop after this
+        step. The devices may still be computing the TrainState `state`.
     Returns (the number of the last step, the TrainState after the last step).
     Raises NotFinite if the loss or the gradients are infinite or NaN in several steps.
     """
@@ -484,7 +485,7 @@ def run(cfg, program, state, start, load_batch, progress, evaluations, save, aft
         # asynchronously. Code that reads a result, such as a metric, waits until the
         # devices have computed the step.
         state, metrics = program(state, batch)
-        stop = after_step(step)
+        stop = after_step(step, state)
 
         logs = is_due(t.log_every, step)
         evaluates = is_due(t.eval_every, step)
@@ -640,7 +641,7 @@ class MetricsFile:
             return
         if self.is_remote:
             configs.write_file(self.path, "".join(self.lines))
-        else:
+        elif self.path.exists():  # The run directory may have been moved.
             with open(self.path) as file:
                 os.fsync(file.fileno())
 
@@ -900,19 +901,46 @@ def lock_run(run_dir, checkpoints):
     if not partition.is_main_process():
         return None
     lock = None
-    run_dir.mkdir(parents=True, exist_ok=True)
-    if configs.is_remote(run_dir):
-        note(f"{run_dir} cannot be locked, so do not start two runs there at a time.")
-    else:
-        try:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if configs.is_remote(run_dir):
+            note(f"{run_dir} cannot be locked, so do not start two runs there at a time.")
+        else:
             lock = configs.lock(run_dir / ".lock")
-        except BlockingIOError:
-            raise UserError(
-                f"Another process is already training in {run_dir}: stop that process, "
-                f"or choose another --run_dir."
-            ) from None
-    checkpoints.discard_unfinished()
+        checkpoints.discard_unfinished()
+    except BlockingIOError:
+        raise UserError(
+            f"Another process is already training in {run_dir}: stop that process, "
+            f"or choose another --run_dir."
+        ) from None
+    except OSError as error:
+        raise UserError(
+            f"--run_dir {run_dir} cannot be written ({error.strerror or error}): choose "
+            f"another --run_dir."
+        ) from error
     return lock
+
+
+def check_run_dir(run_dir, lock):
+    """Raise UserError if the run directory was moved, deleted or replaced during training.
+
+    Without this check, the next checkpoint would be written to a new folder with the old
+    name. The check compares the open lock file with the lock file in the directory.
+    lock: the result of lock_run. If it is None, only the existence of the file is checked.
+    """
+    if configs.is_remote(run_dir):
+        return
+    path = run_dir / ".lock"
+    try:
+        found = path.stat()
+    except OSError:
+        found = None
+    if not found or (lock and not os.path.samestat(found, os.fstat(lock.fileno()))):
+        raise UserError(
+            f"Training stops, because {run_dir} was moved, deleted or replaced ({path} is "
+            f"no longer the lock file of this run). To continue from the last checkpoint, "
+            f"run train.py with --run_dir and the new path of the run."
+        )
 
 
 def run_tokenizer(cfg, run_dir, resumes, source):
@@ -932,7 +960,7 @@ def run_tokenizer(cfg, run_dir, resumes, source):
     # The file spiece.model is in the run directory. The run directory of the checkpoint
     # runs/tiny/checkpoints/step_00001500, for example, is runs/tiny.
     path = configs.to_path(source)
-    folder = path if partition.find_checkpoint(source) else path.parent.parent
+    folder = path if partition.is_run(source) else path.parent.parent
     found = folder / "spiece.model"
     named = cfg.data.vocab
     if named.startswith("train:"):
@@ -1230,22 +1258,32 @@ def train(cfg, run_dir, recipe, config, source):
         # The flag --train.profile 10:12 records the steps 10, 11 and 12 with
         # jax.profiler. The value 0:0 records no step.
         first, last = map(int, (t.profile or "0:0").split(":"))
+        if t.profile and not start < first <= t.steps:
+            note(
+                f"warning: --train.profile {t.profile} records nothing, because this "
+                f"command computes the steps {start + 1:,} to {t.steps:,}."
+            )
 
-        def profile(step):
-            if step == first - 1:
+        def profile(step, state, stop):
+            if step == first - 1 < t.steps:
                 jax.profiler.start_trace(run_dir / "profile")
-            # The call for step LAST returns before the devices have computed the step. To
-            # record the complete step, stop the profiler one step later.
-            if start < first <= step == min(last + 1, t.steps):
+            last_of_trace = stop or step == min(last, t.steps)
+            if start < first <= step <= last and last_of_trace:
+                # Wait until the devices have computed this step, so that the trace
+                # contains the complete step.
+                jax.block_until_ready(state)
                 jax.profiler.stop_trace()
 
-        def after_step(step):
-            profile(step)
+        def after_step(step, state):
+            check_run_dir(run_dir, lock)
             if jax.process_count() == 1:
-                return terminated.is_set()
-            # All processes must stop after the same step. This function of JAX chooses
-            # the step.
-            return multihost_utils.reached_preemption_sync_point(step)
+                stop = terminated.is_set()
+            else:
+                # All processes must stop after the same step. This function of JAX
+                # chooses the step.
+                stop = multihost_utils.reached_preemption_sync_point(step)
+            profile(step, state, stop)
+            return stop
 
         def save(step, state):
             metrics_file.sync()
@@ -1259,7 +1297,7 @@ def train(cfg, run_dir, recipe, config, source):
             checkpoints.save(to_state_dict(state), step, best[0] if best else None)
 
         try:
-            profile(start)
+            profile(start, state, False)
             step, state = run(
                 cfg,
                 program,
@@ -1280,6 +1318,10 @@ def train(cfg, run_dir, recipe, config, source):
             metrics_file.sync()
         checkpoints.wait()
     finally:
+        # After an error, a checkpoint may still be in the background. Wait for it before
+        # another command can lock the run directory. With several processes, do not wait,
+        # because the other processes may never write their parts of the checkpoint.
+        checkpoints.executor.shutdown(wait=jax.process_count() == 1)
         if lock:
             lock.close()
     if step < t.steps:
@@ -1554,8 +1596,9 @@ def main(argv):
         return train(cfg, folder, recipe, args.config, args.init_from)
     except partition.CheckpointError as error:
         problem = (
-            f"Training stopped, because {error}. Free some space, and run the same "
-            f"command again to continue from the previous checkpoint."
+            f"Training stopped, because {error}. Solve this problem, for example free "
+            f"some space. Then run the same command again to continue from the previous "
+            f"checkpoint."
         )
     except jax.errors.JaxRuntimeError as error:
         reason = str(error)
