@@ -814,7 +814,15 @@ class Checkpoints:
             steps = [step]
         if not steps:
             return None
-        return read_first_valid(map(self.path, reversed(steps)), template)
+        try:
+            return read_first_valid(map(self.path, reversed(steps)), template)
+        except UserError:
+            # Another process that trains this run may have replaced these checkpoints by
+            # newer ones.
+            newest = from_main_process(self.steps())[-1:]
+            if step is not None or newest <= steps[-1:]:
+                raise
+        return self.load(template)
 
 
 def is_run(source):

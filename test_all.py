@@ -1874,6 +1874,17 @@ def test_mixtures_keep_their_proportions_and_use_every_example(mixture):
     assert sorted(names[0]) == sorted(names[1]) and len(names[0]) > 90
 
 
+def test_the_sample_of_a_mixture_has_an_equal_share_of_each_task(mixture):
+    """The unigram baseline counts the tokens of this sample."""
+    cfg = change(mixture, data=dict(task="both"))
+    dataset = data.prepare(cfg, "train", data.prepare_vocabulary(cfg))
+    expected = []
+    for task in dataset.tasks:
+        chunks = task.corpus.chunks(np.arange(task.corpus.starts[-1]))
+        expected += np.concatenate([chunk[-1] for chunk in chunks])[:50].tolist()
+    assert dataset.sample(100).tolist() == expected and len(expected) == 100
+
+
 def test_span_corruption_and_supervised_tasks_share_a_batch(mixture):
     """The examples are the same as without the other task."""
     cfg = change(mixture, data=dict(task="both", targets_length=16))
@@ -3742,6 +3753,25 @@ def test_a_run_that_is_moved_during_a_save_leaves_nothing_behind(tmp_path, monke
     assert not (tmp_path / "run").exists()
 
 
+def test_checkpoints_that_are_replaced_while_they_are_read(
+    tmp_path, monkeypatch, one_device
+):
+    """With --train.keep 1, a run that trains removes the checkpoint that infer.py reads."""
+    checkpoints = partition.Checkpoints(tmp_path, keep=1, background=False)
+    checkpoints.save(some_arrays(1), 1)
+    old = partition.read_slice
+
+    def save_and_read(*args):
+        if checkpoints.steps() == [1]:
+            checkpoints.save(some_arrays(2), 2)
+        return old(*args)
+
+    monkeypatch.setattr(partition, "read_slice", save_and_read)
+    step, arrays = checkpoints.load(template_of(some_arrays(), one_device))
+    assert step == 2
+    assert_equal(arrays, some_arrays(2))
+
+
 def test_an_interrupted_save_is_not_a_checkpoint(tmp_path, monkeypatch):
     checkpoints = partition.Checkpoints(tmp_path, background=False)
     checkpoints.save(some_arrays(1), 1)
@@ -4811,6 +4841,111 @@ def test_files_of_a_run_directory(trained):
     } < set(lines[-1])
 
 
+def test_lines_that_metrics_jsonl_lacks_or_loses_are_reported(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "train/loss": 1.0}) for step in range(1, 8)]
+    path.write_text("\n".join([*lines[:3], lines[3][:-1], *lines[4:]]))
+    train.check_metrics_file(path, 7, 1)
+    assert "1 of the 7 lines" in capsys.readouterr().err
+    train.check_metrics_file(path, 5, 1)
+    assert "3 of the 7 lines" in capsys.readouterr().err
+    path.write_text("\n".join(lines))
+    train.check_metrics_file(path, 7, 1)
+    assert not capsys.readouterr().err
+    # A copy of a run that trains may have an older metrics.jsonl than its checkpoints.
+    train.check_metrics_file(path, 9, 1)
+    assert "no line between step 7 and the checkpoint of step 9" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_run_that_is_moved_during_training_stops(
+    trained, tmp_path, capsys, monkeypatch
+):
+    """Nothing is written to the old path."""
+    monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
+    old, new = tmp_path / "old", tmp_path / "new"
+    shutil.copytree(trained[0], old)
+    log = train.Progress.log
+
+    def move_and_log(self, step, metrics):
+        if step == 8:
+            old.rename(new)
+        log(self, step, metrics)
+
+    monkeypatch.setattr(train.Progress, "log", move_and_log)
+    flags = ["--train.eval_every=0", "--train.steps=12"]
+    status, _, err = run(train, capsys, monkeypatch, "--run_dir", old, *flags)
+    assert status == 2 and "was moved, deleted or replaced" in err
+    assert not old.exists() and [line["step"] for line in metrics_of(new)][-1] == 7
+
+
+def test_a_run_directory_without_its_lock_file_is_another_one(tmp_path):
+    lock = train.lock_run(tmp_path, partition.Checkpoints(tmp_path))
+    train.check_run_dir(tmp_path, lock)
+    train.check_run_dir(tmp_path, None)  # a process that does not hold the lock
+    (tmp_path / ".lock").unlink()
+    for holder in (lock, None):
+        with pytest.raises(configs.UserError, match="moved, deleted or replaced"):
+            train.check_run_dir(tmp_path, holder)
+    (tmp_path / ".lock").touch()
+    with pytest.raises(configs.UserError, match="moved, deleted or replaced"):
+        train.check_run_dir(tmp_path, lock)
+
+
+def test_a_failed_run_completes_its_checkpoint_before_it_is_unlocked(
+    trained, tmp_path, capsys, monkeypatch
+):
+    """Otherwise, the next command would delete the checkpoint during the save."""
+    monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
+    shutil.copytree(trained[0], tmp_path / "run")
+    write = partition.write_checkpoint
+
+    def write_slowly(*args):
+        time.sleep(1)
+        write(*args)
+
+    def fail(*_):
+        raise configs.UserError("no memory for the evaluation")
+
+    monkeypatch.setattr(partition, "write_checkpoint", write_slowly)
+    monkeypatch.setattr(train.Evaluations, "evaluate", fail)
+    flags = ["--train.save_every=4", "--train.eval_every=9", "--train.steps=9"]
+    status, _, err = run(
+        train, capsys, monkeypatch, "--run_dir", tmp_path / "run", *flags
+    )
+    assert status == 2 and "no memory for the evaluation" in err
+    assert partition.Checkpoints(tmp_path / "run").steps()[-1] >= 8
+    assert not list((tmp_path / "run").glob("checkpoints/tmp-*"))
+
+
+def test_the_profile_ends_when_the_devices_have_computed_the_last_step(
+    trained, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
+    shutil.copytree(trained[0], tmp_path / "run")
+    calls = []
+
+    def record(name):
+        return lambda value=None: calls.append(
+            (name, int(value.step)) if name == "wait" else name
+        )
+
+    monkeypatch.setattr(train.jax.profiler, "start_trace", record("start"))
+    monkeypatch.setattr(train.jax, "block_until_ready", record("wait"))
+    monkeypatch.setattr(train.jax.profiler, "stop_trace", record("stop"))
+    command = "--run_dir", tmp_path / "run", "--train.eval_every=0", "--train.steps=9"
+    status, _, err = run(train, capsys, monkeypatch, *command, "--train.profile=7:8")
+    assert status == 0 and "records nothing" not in err
+    assert calls == ["start", ("wait", 8), "stop"]
+    # The step 8 belongs to the past when the run resumes.
+    status, _, err = run(
+        train, capsys, monkeypatch, *command, "--train.steps=10", "--train.profile=8:9"
+    )
+    assert status == 0 and len(calls) == 3
+    assert "--train.profile 8:9 records nothing" in err and "steps 10 to 10" in err
+
+
 def test_other_commands_read_a_run(trained, capsys, monkeypatch):
     run_dir, _ = trained
     monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
@@ -5263,6 +5398,10 @@ BAD = {
     "unknown recipe": (["--config", "tinny"], "did you mean tiny"),
     "unknown flag": (["--train.setps", "5"], "did you mean --train.steps"),
     "abbreviated flag": (["--train.step", "5"], "did you mean --train.steps"),
+    "a file in place of a folder": (
+        ["--data.source", "random:", "--run_dir", "a.txt/run"],
+        "--run_dir a.txt/run cannot be written (Not a directory): choose another",
+    ),
     "no number": (["--train.steps", "many"], "--train.steps must be a whole number"),
     "negative rate": (
         ["--train.learning_rate=-1"],
@@ -5459,6 +5598,21 @@ def test_a_run_with_another_config_is_refused_and_the_fields_are_listed(
     assert status == 2
     assert "--train.seed 1 (was 0)" in err and "--model.d_ff 64 (was 48)" in err
     assert "train.steps" not in err and (run_dir / "config.json").read_bytes() == before
+
+
+def test_a_damaged_checkpoint_does_not_let_other_settings_in(
+    trained, tmp_path, capsys, monkeypatch
+):
+    """The run has begun, although none of its manifests exists any more."""
+    shutil.copytree(trained[0], tmp_path / "run")
+    for path in (tmp_path / "run").glob("checkpoints/*/manifest.json"):
+        path.unlink()
+    before = (tmp_path / "run/config.json").read_bytes()
+    status, _, err = run(
+        train, capsys, monkeypatch, "--run_dir", tmp_path / "run", "--model.d_ff", 64
+    )
+    assert status == 2 and "--model.d_ff 64 (was 48)" in err
+    assert (tmp_path / "run/config.json").read_bytes() == before
 
 
 def test_a_run_with_another_data_format_is_not_resumed(
@@ -6329,6 +6483,19 @@ def test_mesh_tensorflow(tmp_path):
         all_of_it["slots"]["decoder"]["layers"]["cross_attention"]["key"]["full"][2],
         slots["decoder/block_002/layer_001/EncDecAttention/k_slot_v"],
     )
+
+
+def test_a_file_in_place_of_the_newest_checkpoint_is_not_converted(trained, tmp_path):
+    """An older checkpoint is converted only if --step names it."""
+    shutil.copytree(trained[0], tmp_path / "run")
+    newest = partition.Checkpoints(tmp_path / "run").path(6)
+    shutil.rmtree(newest)
+    newest.write_text("")
+    with pytest.raises(
+        configs.UserError, match="is a file, but a checkpoint is a folder"
+    ):
+        convert.open_any(tmp_path / "run")
+    assert convert.open_any(tmp_path / "run", 3).step == 3
 
 
 def test_run_to_hugging_face_and_back(trained, tmp_path, capsys, monkeypatch):

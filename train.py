@@ -574,10 +574,12 @@ class MetricsFile:
     step: the step at which the run starts or resumes. All lines of later steps are
         removed, because the run repeats these steps. The file contains lines of later
         steps if the run was killed after its last checkpoint.
+    lock: the result of lock_run.
     """
 
-    def __init__(self, path, step):
+    def __init__(self, path, step, lock=None):
         self.path = path
+        self.lock = lock
         self.is_remote = configs.is_remote(path)
         lines = partition.read_metrics_file(path)
         self.lines = [json.dumps(line) + "\n" for line in lines if line["step"] <= step]
@@ -604,6 +606,7 @@ class MetricsFile:
             for name, value in metrics.items():
                 values[f"{group}/{name}"] = float(value)
         line = json.dumps({"step": step, **values}) + "\n"
+        check_run_dir(self.path.parent, self.lock)
         if self.is_remote:
             # Remote storage cannot append a line to a file. Collect all lines in memory,
             # and let the method sync write the complete file.
@@ -644,6 +647,30 @@ class MetricsFile:
         elif self.path.exists():  # The run directory may have been moved.
             with open(self.path) as file:
                 os.fsync(file.fileno())
+
+
+def check_metrics_file(path, step, log_every):
+    """Print a note if metrics.jsonl does not contain exactly the lines up to a step.
+
+    path: the path of the file.
+    step: the step at which the run starts or resumes.
+    log_every: the value of --train.log_every.
+    """
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    steps = [line["step"] for line in partition.read_metrics_file(path)]
+    steps = [other for other in steps if other <= step]
+    if len(steps) < len(lines):
+        note(
+            f"{len(lines) - len(steps):,} of the {len(lines):,} lines of {path} are "
+            f"removed, because they are damaged or belong to steps after {step:,}, which "
+            f"are computed again."
+        )
+    if log_every and steps and step - max(steps) >= log_every:
+        note(
+            f"warning: {path} has no line between step {max(steps):,} and the checkpoint "
+            f"of step {step:,}. If this run was copied during training, stop it and copy "
+            f"it again."
+        )
 
 
 # ---- the progress output ---------------------------------------------------------------
@@ -937,9 +964,9 @@ def check_run_dir(run_dir, lock):
         found = None
     if not found or (lock and not os.path.samestat(found, os.fstat(lock.fileno()))):
         raise UserError(
-            f"Training stops, because {run_dir} was moved, deleted or replaced ({path} is "
-            f"no longer the lock file of this run). To continue from the last checkpoint, "
-            f"run train.py with --run_dir and the new path of the run."
+            f"Training stops, because {run_dir} or its file {path.name} was moved, deleted "
+            f"or replaced. To continue from the last checkpoint, run train.py with "
+            f"--run_dir and the path that the run has now."
         )
 
 
@@ -1245,7 +1272,8 @@ def train(cfg, run_dir, recipe, config, source):
                 f"--train.steps {2 * start}."
             )
             return 0
-        metrics_file = MetricsFile(run_dir / "metrics.jsonl", start)
+        check_metrics_file(run_dir / "metrics.jsonl", start, t.log_every)
+        metrics_file = MetricsFile(run_dir / "metrics.jsonl", start, lock)
         progress = Progress(cfg, metrics_file, start)
         counts = np.bincount(dataset.sample(1 << 20), minlength=cfg.model.vocab_size)
         evaluations = Evaluations(mesh, run_dir, metrics_file, held_out, counts)
@@ -1275,7 +1303,6 @@ def train(cfg, run_dir, recipe, config, source):
                 jax.profiler.stop_trace()
 
         def after_step(step, state):
-            check_run_dir(run_dir, lock)
             if jax.process_count() == 1:
                 stop = terminated.is_set()
             else:
@@ -1286,6 +1313,7 @@ def train(cfg, run_dir, recipe, config, source):
             return stop
 
         def save(step, state):
+            check_run_dir(run_dir, lock)
             metrics_file.sync()
             # Wait until the previous checkpoint is complete. Only complete checkpoints
             # are compared below to find the best one.
