@@ -4846,9 +4846,9 @@ def test_lines_that_metrics_jsonl_lacks_or_loses_are_reported(tmp_path, capsys):
     lines = [json.dumps({"step": step, "train/loss": 1.0}) for step in range(1, 8)]
     path.write_text("\n".join([*lines[:3], lines[3][:-1], *lines[4:]]))
     train.check_metrics_file(path, 7, 1)
-    assert "1 of the 7 lines" in capsys.readouterr().err
+    assert "1 of 7 lines" in capsys.readouterr().err
     train.check_metrics_file(path, 5, 1)
-    assert "3 of the 7 lines" in capsys.readouterr().err
+    assert "3 of 7 lines" in capsys.readouterr().err
     path.write_text("\n".join(lines))
     train.check_metrics_file(path, 7, 1)
     assert not capsys.readouterr().err

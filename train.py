@@ -661,7 +661,7 @@ def check_metrics_file(path, step, log_every):
     steps = [other for other in steps if other <= step]
     if len(steps) < len(lines):
         note(
-            f"{len(lines) - len(steps):,} of the {len(lines):,} lines of {path} are "
+            f"{len(lines) - len(steps):,} of {len(lines):,} lines of {path} will be "
             f"removed, because they are damaged or belong to steps after {step:,}, which "
             f"are computed again."
         )
@@ -949,18 +949,19 @@ def lock_run(run_dir, checkpoints):
 
 
 def check_run_dir(run_dir, lock):
-    """Raise UserError if the run directory was moved, deleted or replaced during training.
+    """Raise UserError if a run directory was moved, deleted or replaced during training.
 
     Without this check, the next checkpoint would be written to a new folder with the old
-    name. The check compares the open lock file with the lock file in the directory.
-    lock: the result of lock_run. If it is None, only the existence of the file is checked.
+    name. The function compares the lock file in the directory with the open lock file. If
+    `lock` is None, the function only checks that the lock file exists.
+    lock: the result of lock_run.
     """
     if configs.is_remote(run_dir):
         return
     path = run_dir / ".lock"
     try:
         found = path.stat()
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         found = None
     if not found or (lock and not os.path.samestat(found, os.fstat(lock.fileno()))):
         raise UserError(
