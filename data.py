@@ -3093,7 +3093,9 @@ class Corpus:
         path = self.path(position, "json")
         with self.lock, configs.lock(path.with_suffix(".lock"), wait=True):
             with contextlib.suppress(UserError):  # metadata missing or damaged
-                return configs.read_checked(path, SHARD_METADATA)
+                metadata = configs.read_checked(path, SHARD_METADATA)
+                path.with_suffix(".lock").unlink(missing_ok=True)
+                return metadata
             reader = self.readers.pop(tuple(position), None) or self.tokenize(*position)
             arrays, next_position = next(reader)
             # Shard number 0 begins a new SourceFile. Any other shard is in the same file,

@@ -5279,6 +5279,23 @@ def test_killed_while_preparing_data_and_while_predicting(corpus, compiled, tmp_
 
 
 @slow
+def test_commands_that_prepare_the_same_data_at_once(corpus, compiled, tmp_path):
+    """They write the files that a single command writes, and leave no lock files."""
+    flags = flags_of(corpus, **SHORT)
+    found = []
+    for count in (1, 3):
+        results = finish_all(
+            [start(compiled, *flags, "--prepare", script="data.py") for _ in range(count)]
+        )
+        assert [status for status, *_ in results] == [0] * count, results
+        folder = tmp_path / "prepared"
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        found.append({str(path): path.read_bytes() for path in files})
+        shutil.rmtree(folder)
+    assert found[0] == found[1] and len(found[0]) > 6
+
+
+@slow
 def test_a_full_disk_stops_a_run_and_keeps_its_checkpoints(corpus, compiled, tmp_path):
     """A limit on the size of files acts like a full disk. The run then resumes."""
     flags = flags_of(corpus, **SHORT)

@@ -965,9 +965,9 @@ def check_run_dir(run_dir, lock):
         found = None
     if not found or (lock and not os.path.samestat(found, os.fstat(lock.fileno()))):
         raise UserError(
-            f"Training stops, because {run_dir} or its file {path.name} was moved, deleted "
-            f"or replaced. To continue from the last checkpoint, run train.py with "
-            f"--run_dir and the path that the run has now."
+            f"Training stops, because {run_dir} or its file {path.name} was moved, "
+            f"deleted or replaced. To continue from the last checkpoint, run train.py "
+            f"with --run_dir and the path that the run has now."
         )
 
 
