@@ -1112,7 +1112,10 @@ def resolve_run(args, changes):
     resumes = False
     if (folder / "config.json").exists():
         old, stored = read_run(run_dir)
-        resumes = any(folder.glob("checkpoints/step_*/manifest.json"))
+        # A local checkpoint counts even if it is damaged. A remote checkpoint without a
+        # manifest is the result of an interrupted save.
+        saved = "step_*/manifest.json" if is_remote(folder) else "step_*"
+        resumes = any(folder.glob(f"checkpoints/{saved}"))
         if not args.config:
             base = old
             recipe = load_run_recipe(run_dir) or RECIPES.get(old.name, old)

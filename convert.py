@@ -326,6 +326,11 @@ def explain_errors(path, kind="in the format that its name and folder suggest"):
         ) from error
     except UserError:
         raise
+    except partition.CheckpointError as error:
+        raise UserError(
+            f"{path} cannot be read, because {error}. Choose another checkpoint with "
+            f"--step."
+        ) from error
     except Exception as error:  # Every library has its own exception classes.
         reason = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
         raise UserError(
@@ -1441,7 +1446,11 @@ def open_any(source, step=None):
                 f"choose one of {sorted(checkpoints)}."
             )
         path = checkpoints.get(step, path)
-        if (path / "manifest.json").exists():
+        # Also open a checkpoint of plain T5 without a manifest, to report the damage.
+        is_plain = (
+            re.fullmatch(r"step_\d+", path.name) and path.parent.name == "checkpoints"
+        )
+        if is_plain or (path / "manifest.json").exists():
             return open_plain(path, path.resolve().parent.parent)
         if find_hf_weights(path):
             return open_hf(path)

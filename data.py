@@ -3480,7 +3480,9 @@ class Corpus:
         path = self.path(position, "json")
         with self.lock, configs.lock(path.with_suffix(".lock"), wait=True):
             with contextlib.suppress(UserError):  # metadata missing or damaged
-                return configs.read_checked(path, SHARD_METADATA)
+                metadata = configs.read_checked(path, SHARD_METADATA)
+                path.with_suffix(".lock").unlink(missing_ok=True)
+                return metadata
             reader = self.readers.pop(tuple(position), None) or self.tokenize(*position)
             arrays, next_position = next(reader)
             # Shard number 0 begins a new SourceFile. Any other shard is in the same file,
@@ -3631,25 +3633,28 @@ class Dataset:
         return min(math.ceil(count / size), most or math.inf)
 
     def sample(self, most):
-        """Return about `most` training tokens, to measure how often each token occurs.
+        """Return at most `most` training tokens, to measure how often each token occurs.
 
-        The tokens come from the beginning of each task. If an example has inputs and
-        targets, only the targets are used.
+        The tokens come from the beginning of each task. All tasks have the same share. If
+        an example has inputs and targets, only the targets are used.
         """
+        share = most // len(self.tasks)
         tokens = []
         for task in self.tasks:
             corpus = task.corpus
-            left = most / len(self.tasks)
+            found = [corpus.shard_ids(0)[:0]]
+            read = 0
             number = 0
-            while left > 0 and corpus.shard(number):
+            while read < share and corpus.shard(number):
                 ids = corpus.shard_ids(number)
                 # The last two boundaries are the start and the end of the targets. If the
                 # task has only plain text, they are the start and the end of the text.
                 for start, stop in corpus.chunk_bounds(number)[:, -2:].tolist():
-                    tokens.append(ids[start:stop])
-                left -= len(ids)
+                    found.append(ids[start:stop])
+                read += len(ids)
                 number += 1
-        return np.concatenate(tokens)[: 2 * most]
+            tokens.append(np.concatenate(found)[:share])
+        return np.concatenate(tokens)
 
     @property
     def digest(self):

@@ -383,6 +383,9 @@ def write_checkpoint(folder, arrays, shards, step, identity):
         for name, more in json.loads(wait_and_read(index)).items():
             entries.setdefault(name, []).extend(more)
         index.unlink()
+    # If the run directory was moved meanwhile, raise an error. Otherwise write_checked
+    # would create the folder again, without the shard files.
+    own_file.stat()
     manifest = {
         "format": FORMAT,
         "step": step,
@@ -426,7 +429,7 @@ def remove_checkpoint(path):
         # even if the deletion of the other files is interrupted.
         (path / "manifest.json").unlink(missing_ok=True)
         path.rmtree()
-    elif path.is_dir():
+    elif path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
@@ -440,22 +443,46 @@ def remove_checkpoint(path):
 def read_manifest(folder):
     """Return the content of manifest.json, which lists all array shards of a checkpoint.
 
-    Raises CheckpointError if the file is missing or if its checksum is wrong. Raises
-    UserError if the format version of the checkpoint is not FORMAT.
+    Raises CheckpointError if the file is missing or damaged, or if the name of the folder
+    contradicts the file. Raises UserError if the format version of the checkpoint is not
+    FORMAT.
     """
     path = folder / "manifest.json"
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file, but a checkpoint is a folder")
     try:
         manifest = configs.read_checked(
             path, {"format": int, "step": int, "identity?": dict, "arrays": dict}
         )
     except UserError as error:
-        raise CheckpointError(f"{path} is missing or damaged ({error})") from error
+        reason = error.__cause__ or "its checksum is wrong"
+        raise CheckpointError(f"{path} is missing or damaged ({reason})") from error
+    # The checksum is right, so the version number is not the result of damage.
     if manifest["format"] != FORMAT:
         raise UserError(
             f"{path} has format {manifest['format']}, but this version of plain T5 reads "
             f"format {FORMAT}: use the version that wrote the checkpoint."
         )
+    step = manifest["step"]
+    named = re.fullmatch(r"step_(\d+)", folder.name)
+    if named and int(named[1]) != step:
+        raise CheckpointError(
+            f"{folder} contains step {step:,}: rename this folder to step_{step:08}"
+        )
+    for name, array in manifest["arrays"].items():
+        # Different shards never overlap, so their sizes must add up to the whole array.
+        stored = sum(math.prod(shard_shape(entry)) for entry in array["pieces"])
+        if stored != math.prod(array["shape"]):
+            raise CheckpointError(f"{path} does not list all shards of {name}")
     return manifest
+
+
+def shard_shape(entry):
+    """Return the shape of an array shard.
+
+    entry: the dict in manifest.json that describes the shard.
+    """
+    return [stop - start for start, stop in entry["bounds"]]
 
 
 def read_shard(folder, entry, dtype):
@@ -467,7 +494,7 @@ def read_shard(folder, entry, dtype):
     dtype: the name of the array's dtype.
     Raises CheckpointError if the shard is missing or damaged.
     """
-    shape = [stop - start for start, stop in entry["bounds"]]
+    shape = shard_shape(entry)
     size = math.prod(shape) * np.dtype(dtype).itemsize
     path = folder / Path(entry["file"]).name
     offset = entry["offset"]
@@ -721,10 +748,13 @@ def run_on_main_first(work):
 
 
 def is_complete(path):
-    """Return True for a complete checkpoint, and False if its save was interrupted."""
+    """Return True for a complete checkpoint, and False if its save was interrupted.
+
+    A file with the name of a checkpoint also counts, so that read_manifest reports it.
+    """
     # A local folder gets a name that begins with step_ when all its files are written. A
     # remote folder gets its manifest last.
-    is_stored = not is_remote(path) or (path / "manifest.json").exists()
+    is_stored = not is_remote(path) or (path / "manifest.json").exists() or path.is_file()
     return path.name.startswith("step_") and is_stored
 
 
@@ -862,11 +892,20 @@ class Checkpoints:
             steps = [step]
         if not steps:
             return None
-        paths = map(self.path, reversed(steps))
-        return read_first_valid(paths, template, self.identity)
+        try:
+            return read_first_valid(
+                map(self.path, reversed(steps)), template, self.identity
+            )
+        except UserError:
+            # Another process that trains this run may have replaced these checkpoints by
+            # newer ones.
+            newest = from_main_process(self.steps())[-1:]
+            if step is not None or newest <= steps[-1:]:
+                raise
+        return self.load(template)
 
 
-def find_checkpoint(source):
+def is_run(source):
     """Return True for the path of a run with checkpoints, and False for a checkpoint.
 
     Raises UserError for any other path.
@@ -890,7 +929,7 @@ def load_newest(source, template, identity):
     identity: the model and the vocabulary of the new run (see check_owner).
     Returns (step, nested dict of jax.Arrays like template).
     """
-    if find_checkpoint(source):
+    if is_run(source):
         return Checkpoints(source, identity=identity).load(template)
     return read_first_valid([to_path(source)], template, identity)
 
@@ -1316,15 +1355,29 @@ def verify(folder):
 
 def main(argv):
     """Return the exit status: 0 if the checkpoint is valid, 1 if it is damaged."""
-    args, _ = parse_args(
+    args, changes = parse_args(
         __doc__,
         argv,
         verify=dict(
             metavar="CHECKPOINT", required=True, help="the folder of a checkpoint"
         ),
     )
+    if changes or args.config or args.run_dir:
+        raise UserError(
+            "partition.py only reads the files of a checkpoint: leave out --config, "
+            "--run_dir and --SECTION.FIELD."
+        )
+    folder = to_path(args.verify)
+    if not folder.exists():
+        raise UserError(f"{folder} does not exist: check the path of --verify.")
+    if (folder / "config.json").exists():
+        steps = Checkpoints(folder).steps()
+        raise UserError(
+            f"{folder} is a run: name one of its checkpoints, such as --verify "
+            f"{Checkpoints(folder).path(max(steps, default=0))}."
+        )
     try:
-        problems = verify(to_path(args.verify))
+        problems = verify(folder)
     except CheckpointError as error:
         problems = [str(error)]
     print("\n".join(problems) or f"{args.verify} is valid.")

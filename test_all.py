@@ -2275,6 +2275,17 @@ def test_mixtures_keep_their_proportions_and_use_every_example(mixture):
     assert sorted(names[0]) == sorted(names[1]) and len(names[0]) > 90
 
 
+def test_the_sample_of_a_mixture_has_an_equal_share_of_each_task(mixture):
+    """The unigram baseline counts the tokens of this sample."""
+    cfg = change(mixture, data=dict(task="both"))
+    dataset = data.prepare(cfg, "train", data.prepare_vocabulary(cfg))
+    expected = []
+    for task in dataset.tasks:
+        chunks = task.corpus.chunks(np.arange(task.corpus.starts[-1]))
+        expected += np.concatenate([chunk[-1] for chunk in chunks])[:50].tolist()
+    assert dataset.sample(100).tolist() == expected and len(expected) == 100
+
+
 def test_span_corruption_and_supervised_tasks_share_a_batch(mixture):
     """The examples are the same as without the other task."""
     cfg = change(mixture, data=dict(task="both", targets_length=16))
@@ -4009,6 +4020,21 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path, one_device):
         checkpoints.load(template_of(some_arrays(), one_device))
 
 
+def test_a_flipped_bit_in_a_manifest_never_looks_like_another_format(tmp_path):
+    """The checksum is compared first, so that the checkpoint before can be used."""
+    checkpoints = partition.Checkpoints(tmp_path, background=False)
+    checkpoints.save({"c": jnp.int32(7)}, 1)
+    path = checkpoints.path(1) / "manifest.json"
+    content = path.read_bytes()
+    for position in range(content.index(b"time")):  # format and step
+        for bit in range(8):
+            flipped = bytearray(content)
+            flipped[position] ^= 1 << bit
+            path.write_bytes(flipped)
+            with pytest.raises(partition.CheckpointError, match="manifest.json is"):
+                partition.read_manifest(checkpoints.path(1))
+
+
 def test_a_mesh_that_does_not_fit_the_tpu_topology(monkeypatch):
     """JAX cannot arrange some meshes, such as two halves of a TPU of 4 x 4 x 4 chips."""
 
@@ -4038,9 +4064,19 @@ def test_restoring_onto_another_mesh(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "damage", ["flipped bit", "truncated", "no shards", "no manifest", "half manifest"]
+    "damage, said",
+    [
+        ("flipped bit", "is damaged"),
+        ("truncated", "is damaged or too short"),
+        ("no shards", "cannot be read"),
+        ("no manifest", "manifest.json is missing or damaged"),
+        ("half manifest", "manifest.json is missing or damaged"),
+        ("other step", "contains step 1: rename this folder to step_00000001"),
+        ("no entry", "does not list all shards of a/b"),
+        ("a file", "step_00000002 is a file, but a checkpoint is a folder"),
+    ],
 )
-def test_a_damaged_checkpoint_is_skipped(tmp_path, capsys, one_device, damage):
+def test_a_damaged_checkpoint_is_skipped(tmp_path, capsys, one_device, damage, said):
     """The damaged checkpoint is reported, and the checkpoint before it is loaded."""
     checkpoints = partition.Checkpoints(tmp_path, background=False)
     for step in (1, 2):
@@ -4057,14 +4093,27 @@ def test_a_damaged_checkpoint_is_skipped(tmp_path, capsys, one_device, damage):
         shards.unlink()
     elif damage == "no manifest":
         manifest.unlink()
-    else:
+    elif damage == "half manifest":
         manifest.write_text(manifest.read_text()[:100])
+    elif damage == "no entry":
+        value = json.loads(manifest.read_text())
+        value["arrays"]["a/b"]["pieces"] = []
+        del value["check"]
+        configs.write_checked(manifest, value)
+    else:
+        shutil.rmtree(folder)
+        if damage == "a file":
+            folder.write_text("")
+        else:
+            shutil.copytree(checkpoints.path(1), folder)
     step, arrays = checkpoints.load(template_of(some_arrays(), one_device))
     assert step == 1
     assert_equal(arrays, some_arrays(1))
-    assert "step_00000002" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "step_00000002" in err and said in err
     assert partition.main(["--verify", str(folder)]) == 1
-    assert "step_00000002" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "step_00000002" in out and said in out
     # Saving the step again replaces the damaged checkpoint.
     partition.Checkpoints(tmp_path, keep=1, background=False).save(some_arrays(2), 2)
     assert checkpoints.steps() == [2] and partition.verify(folder) == []
@@ -4079,6 +4128,65 @@ def test_a_run_without_a_valid_checkpoint_does_not_start_again(tmp_path, one_dev
     manifest.write_text(manifest.read_text().replace('"float32"', '"int32"'))
     with pytest.raises(configs.UserError, match="None of the checkpoints"):
         checkpoints.load(template_of(some_arrays(), one_device))
+
+
+@pytest.mark.parametrize(
+    "path, flags, said",
+    [
+        ("none", [], "none does not exist: check the path of --verify"),
+        ("", [], "name one of its checkpoints, such as --verify .*/step_00000001"),
+        ("checkpoints/step_00000001", ["--train.steps=3"], "leave out --config"),
+        ("checkpoints/step_00000001", ["--run_dir=x"], "leave out --config"),
+    ],
+)
+def test_verify_refuses_what_it_cannot_check(tmp_path, path, flags, said):
+    partition.Checkpoints(tmp_path, background=False).save(some_arrays(), 1)
+    configs.save_run(SMALL, tmp_path)
+    with pytest.raises(configs.UserError, match=said):
+        partition.main(["--verify", str(tmp_path / path), *flags])
+
+
+def test_only_a_link_to_an_old_checkpoint_is_removed(tmp_path):
+    """A checkpoint may have been moved to another disk, with a link in its place."""
+    checkpoints = partition.Checkpoints(tmp_path / "run", keep=1, background=False)
+    checkpoints.save(some_arrays(), 1)
+    checkpoints.path(1).rename(tmp_path / "moved")
+    checkpoints.path(1).symlink_to(tmp_path / "moved")
+    checkpoints.save(some_arrays(), 2)
+    assert checkpoints.steps() == [2] and partition.verify(tmp_path / "moved") == []
+
+
+def test_a_run_that_is_moved_during_a_save_leaves_nothing_behind(tmp_path, monkeypatch):
+    old = partition.write_shards
+
+    def write_and_move(*args):
+        entries = old(*args)
+        (tmp_path / "run").rename(tmp_path / "moved")
+        return entries
+
+    monkeypatch.setattr(partition, "write_shards", write_and_move)
+    with pytest.raises(partition.CheckpointError, match="could not be written"):
+        partition.Checkpoints(tmp_path / "run", background=False).save(some_arrays(), 1)
+    assert not (tmp_path / "run").exists()
+
+
+def test_checkpoints_that_are_replaced_while_they_are_read(
+    tmp_path, monkeypatch, one_device
+):
+    """With --train.keep 1, a run that trains removes the checkpoint that infer.py reads."""
+    checkpoints = partition.Checkpoints(tmp_path, keep=1, background=False)
+    checkpoints.save(some_arrays(1), 1)
+    old = partition.read_slice
+
+    def save_and_read(*args):
+        if checkpoints.steps() == [1]:
+            checkpoints.save(some_arrays(2), 2)
+        return old(*args)
+
+    monkeypatch.setattr(partition, "read_slice", save_and_read)
+    step, arrays = checkpoints.load(template_of(some_arrays(), one_device))
+    assert step == 2
+    assert_equal(arrays, some_arrays(2))
 
 
 def test_an_interrupted_save_is_not_a_checkpoint(tmp_path, monkeypatch):
@@ -5177,6 +5285,111 @@ def test_a_metric_of_keep_best_that_is_not_computed_is_reported(
     assert losses == ["loss", "cross_ent_loss", "z_loss", "accuracy", "content_loss"]
 
 
+def test_lines_that_metrics_jsonl_lacks_or_loses_are_reported(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "train/loss": 1.0}) for step in range(1, 8)]
+    path.write_text("\n".join([*lines[:3], lines[3][:-1], *lines[4:]]))
+    train.check_metrics_file(path, 7, 1)
+    assert "1 of 7 lines" in capsys.readouterr().err
+    train.check_metrics_file(path, 5, 1)
+    assert "3 of 7 lines" in capsys.readouterr().err
+    path.write_text("\n".join(lines))
+    train.check_metrics_file(path, 7, 1)
+    assert not capsys.readouterr().err
+    # A copy of a run that trains may have an older metrics.jsonl than its checkpoints.
+    train.check_metrics_file(path, 9, 1)
+    assert "no line between step 7 and the checkpoint of step 9" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_run_that_is_moved_during_training_stops(
+    trained, tmp_path, capsys, monkeypatch
+):
+    """Nothing is written to the old path."""
+    monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
+    old, new = tmp_path / "old", tmp_path / "new"
+    shutil.copytree(trained[0], old)
+    log = train.Progress.log
+
+    def move_and_log(self, step, metrics):
+        if step == 8:
+            old.rename(new)
+        log(self, step, metrics)
+
+    monkeypatch.setattr(train.Progress, "log", move_and_log)
+    flags = ["--train.eval_every=0", "--train.steps=12"]
+    status, _, err = run(train, capsys, monkeypatch, "--run_dir", old, *flags)
+    assert status == 2 and "was moved, deleted or replaced" in err
+    assert not old.exists() and [line["step"] for line in metrics_of(new)][-1] == 7
+
+
+def test_a_run_directory_without_its_lock_file_is_another_one(tmp_path):
+    lock = train.lock_run(tmp_path, partition.Checkpoints(tmp_path))
+    train.check_run_dir(tmp_path, lock)
+    train.check_run_dir(tmp_path, None)  # a process that does not hold the lock
+    (tmp_path / ".lock").unlink()
+    for holder in (lock, None):
+        with pytest.raises(configs.UserError, match="moved, deleted or replaced"):
+            train.check_run_dir(tmp_path, holder)
+    (tmp_path / ".lock").touch()
+    with pytest.raises(configs.UserError, match="moved, deleted or replaced"):
+        train.check_run_dir(tmp_path, lock)
+
+
+def test_a_failed_run_completes_its_checkpoint_before_it_is_unlocked(
+    trained, tmp_path, capsys, monkeypatch
+):
+    """Otherwise, the next command would delete the checkpoint during the save."""
+    monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
+    shutil.copytree(trained[0], tmp_path / "run")
+    write = partition.write_checkpoint
+
+    def write_slowly(*args):
+        time.sleep(1)
+        write(*args)
+
+    def fail(*_):
+        raise configs.UserError("no memory for the evaluation")
+
+    monkeypatch.setattr(partition, "write_checkpoint", write_slowly)
+    monkeypatch.setattr(train.Evaluations, "evaluate", fail)
+    flags = ["--train.save_every=4", "--train.eval_every=9", "--train.steps=9"]
+    status, _, err = run(
+        train, capsys, monkeypatch, "--run_dir", tmp_path / "run", *flags
+    )
+    assert status == 2 and "no memory for the evaluation" in err
+    assert partition.Checkpoints(tmp_path / "run").steps()[-1] >= 8
+    assert not list((tmp_path / "run").glob("checkpoints/tmp-*"))
+
+
+def test_the_profile_ends_when_the_devices_have_computed_the_last_step(
+    trained, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
+    shutil.copytree(trained[0], tmp_path / "run")
+    calls = []
+
+    def record(name):
+        return lambda value=None: calls.append(
+            (name, int(value.step)) if name == "wait" else name
+        )
+
+    monkeypatch.setattr(train.jax.profiler, "start_trace", record("start"))
+    monkeypatch.setattr(train.jax, "block_until_ready", record("wait"))
+    monkeypatch.setattr(train.jax.profiler, "stop_trace", record("stop"))
+    command = "--run_dir", tmp_path / "run", "--train.eval_every=0", "--train.steps=9"
+    status, _, err = run(train, capsys, monkeypatch, *command, "--train.profile=7:8")
+    assert status == 0 and "records nothing" not in err
+    assert calls == ["start", ("wait", 8), "stop"]
+    # The step 8 belongs to the past when the run resumes.
+    status, _, err = run(
+        train, capsys, monkeypatch, *command, "--train.steps=10", "--train.profile=8:9"
+    )
+    assert status == 0 and len(calls) == 3
+    assert "--train.profile 8:9 records nothing" in err and "steps 10 to 10" in err
+
+
 def test_other_commands_read_a_run(trained, capsys, monkeypatch):
     run_dir, _ = trained
     monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
@@ -5538,6 +5751,23 @@ def test_killed_while_preparing_data_and_while_predicting(corpus, compiled, tmp_
 
 
 @slow
+def test_commands_that_prepare_the_same_data_at_once(corpus, compiled, tmp_path):
+    """They write the files that a single command writes, and leave no lock files."""
+    flags = flags_of(corpus, **SHORT)
+    found = []
+    for count in (1, 3):
+        results = finish_all(
+            [start(compiled, *flags, "--prepare", script="data.py") for _ in range(count)]
+        )
+        assert [status for status, *_ in results] == [0] * count, results
+        folder = tmp_path / "prepared"
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        found.append({str(path): path.read_bytes() for path in files})
+        shutil.rmtree(folder)
+    assert found[0] == found[1] and len(found[0]) > 6
+
+
+@slow
 def test_a_full_disk_stops_a_run_and_keeps_its_checkpoints(corpus, compiled, tmp_path):
     """A limit on the size of files acts like a full disk. The run then resumes."""
     flags = flags_of(corpus, **SHORT)
@@ -5659,6 +5889,10 @@ BAD = {
     "unknown recipe": (["--config", "tinny"], "did you mean tiny"),
     "unknown flag": (["--train.setps", "5"], "did you mean --train.steps"),
     "abbreviated flag": (["--train.step", "5"], "did you mean --train.steps"),
+    "a file in place of a folder": (
+        ["--data.source", "random:", "--run_dir", "a.txt/run"],
+        "--run_dir a.txt/run cannot be written (Not a directory): choose another",
+    ),
     "no number": (["--train.steps", "many"], "--train.steps must be a whole number"),
     "negative rate": (
         ["--train.learning_rate=-1"],
@@ -5900,6 +6134,21 @@ def test_a_run_with_another_config_is_refused_and_the_fields_are_listed(
     assert status == 2
     assert "--train.seed 1 (was 0)" in err and "--model.d_ff 64 (was 48)" in err
     assert "train.steps" not in err and (run_dir / "config.json").read_bytes() == before
+
+
+def test_a_damaged_checkpoint_does_not_let_other_settings_in(
+    trained, tmp_path, capsys, monkeypatch
+):
+    """The run has begun, although none of its manifests exists any more."""
+    shutil.copytree(trained[0], tmp_path / "run")
+    for path in (tmp_path / "run").glob("checkpoints/*/manifest.json"):
+        path.unlink()
+    before = (tmp_path / "run/config.json").read_bytes()
+    status, _, err = run(
+        train, capsys, monkeypatch, "--run_dir", tmp_path / "run", "--model.d_ff", 64
+    )
+    assert status == 2 and "--model.d_ff 64 (was 48)" in err
+    assert (tmp_path / "run/config.json").read_bytes() == before
 
 
 def test_a_run_with_another_data_format_is_not_resumed(
@@ -6905,6 +7154,19 @@ def test_mesh_tensorflow(tmp_path):
         all_of_it["slots"]["decoder"]["layers"]["cross_attention"]["key"]["full"][2],
         slots["decoder/block_002/layer_001/EncDecAttention/k_slot_v"],
     )
+
+
+def test_a_file_in_place_of_the_newest_checkpoint_is_not_converted(trained, tmp_path):
+    """An older checkpoint is converted only if --step names it."""
+    shutil.copytree(trained[0], tmp_path / "run")
+    newest = partition.Checkpoints(tmp_path / "run").path(6)
+    shutil.rmtree(newest)
+    newest.write_text("")
+    with pytest.raises(
+        configs.UserError, match="is a file, but a checkpoint is a folder"
+    ):
+        convert.open_any(tmp_path / "run")
+    assert convert.open_any(tmp_path / "run", 3).step == 3
 
 
 def test_run_to_hugging_face_and_back(trained, tmp_path, capsys, monkeypatch):

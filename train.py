@@ -464,7 +464,8 @@ def run(cfg, program, state, start, load_batch, progress, evaluations, save, aft
     progress: a Progress (lower part of this file), which measures and reports the speed.
     evaluations: an Evaluations (lower part of this file), which evaluates the model.
     save(step, state): A function that starts to write a checkpoint.
-    after_step(step): A function that returns whether training must stop after this step.
+    after_step(step, state): A function that returns whether training must stop after this
+        step. The devices may still be computing the TrainState `state`.
     Returns (the number of the last step, the TrainState after the last step).
     Raises NotFinite if the loss or the gradients are infinite or NaN in several steps.
     """
@@ -487,7 +488,7 @@ def run(cfg, program, state, start, load_batch, progress, evaluations, save, aft
         # asynchronously. Code that reads a result, such as a metric, waits until the
         # devices have computed the step.
         state, metrics = program(state, batch)
-        stop = after_step(step)
+        stop = after_step(step, state)
 
         logs = is_due(t.log_every, step)
         evaluates = is_due(t.eval_every, step)
@@ -576,10 +577,12 @@ class MetricsFile:
     step: the step at which the run starts or resumes. All lines of later steps are
         removed, because the run repeats these steps. The file contains lines of later
         steps if the run was killed after its last checkpoint.
+    lock: the result of lock_run.
     """
 
-    def __init__(self, path, step):
+    def __init__(self, path, step, lock=None):
         self.path = path
+        self.lock = lock
         self.is_remote = configs.is_remote(path)
         lines = partition.read_metrics_file(path)
         self.lines = [json.dumps(line) + "\n" for line in lines if line["step"] <= step]
@@ -611,6 +614,7 @@ class MetricsFile:
             for name, value in metrics.items():
                 values[f"{group}/{name}"] = float(value)
         line = json.dumps({"step": step, **values}) + "\n"
+        check_run_dir(self.path.parent, self.lock)
         if self.is_remote:
             # Remote storage cannot append a line to a file. Collect all lines in memory,
             # and let the method sync write the complete file.
@@ -648,9 +652,33 @@ class MetricsFile:
             return
         if self.is_remote:
             configs.write_file(self.path, "".join(self.lines))
-        else:
+        elif self.path.exists():  # The run directory may have been moved.
             with open(self.path) as file:
                 os.fsync(file.fileno())
+
+
+def check_metrics_file(path, step, log_every):
+    """Print a note if metrics.jsonl does not contain exactly the lines up to a step.
+
+    path: the path of the file.
+    step: the step at which the run starts or resumes.
+    log_every: the value of --train.log_every.
+    """
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    steps = [line["step"] for line in partition.read_metrics_file(path)]
+    steps = [other for other in steps if other <= step]
+    if len(steps) < len(lines):
+        note(
+            f"{len(lines) - len(steps):,} of {len(lines):,} lines of {path} will be "
+            f"removed, because they are damaged or belong to steps after {step:,}, which "
+            f"are computed again."
+        )
+    if log_every and steps and step - max(steps) >= log_every:
+        note(
+            f"warning: {path} has no line between step {max(steps):,} and the checkpoint "
+            f"of step {step:,}. If this run was copied during training, stop it and copy "
+            f"it again."
+        )
 
 
 # ---- the progress output ---------------------------------------------------------------
@@ -914,19 +942,47 @@ def lock_run(run_dir, checkpoints):
     if not partition.is_main_process():
         return None
     lock = None
-    run_dir.mkdir(parents=True, exist_ok=True)
-    if configs.is_remote(run_dir):
-        note(f"{run_dir} cannot be locked, so do not start two runs there at a time.")
-    else:
-        try:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if configs.is_remote(run_dir):
+            note(f"{run_dir} cannot be locked, so do not start two runs there at a time.")
+        else:
             lock = configs.lock(run_dir / ".lock")
-        except BlockingIOError:
-            raise UserError(
-                f"Another process is already training in {run_dir}: stop that process, "
-                f"or choose another --run_dir."
-            ) from None
-    checkpoints.discard_unfinished()
+        checkpoints.discard_unfinished()
+    except BlockingIOError:
+        raise UserError(
+            f"Another process is already training in {run_dir}: stop that process, "
+            f"or choose another --run_dir."
+        ) from None
+    except OSError as error:
+        raise UserError(
+            f"--run_dir {run_dir} cannot be written ({error.strerror or error}): choose "
+            f"another --run_dir."
+        ) from error
     return lock
+
+
+def check_run_dir(run_dir, lock):
+    """Raise UserError if a run directory was moved, deleted or replaced during training.
+
+    Without this check, the next checkpoint would be written to a new folder with the old
+    name. The function compares the lock file in the directory with the open lock file. If
+    `lock` is None, the function only checks that the lock file exists.
+    lock: the result of lock_run.
+    """
+    if configs.is_remote(run_dir):
+        return
+    path = run_dir / ".lock"
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        found = None
+    if not found or (lock and not os.path.samestat(found, os.fstat(lock.fileno()))):
+        raise UserError(
+            f"Training stops, because {run_dir} or its file {path.name} was moved, "
+            f"deleted or replaced. To continue from the last checkpoint, run train.py "
+            f"with --run_dir and the path that the run has now."
+        )
 
 
 def run_tokenizer(cfg, run_dir, resumes, source):
@@ -943,7 +999,7 @@ def run_tokenizer(cfg, run_dir, resumes, source):
         return data.load_run_tokenizer(run_dir)
     if not source:
         return data.prepare_vocabulary(cfg)
-    partition.find_checkpoint(source)
+    partition.is_run(source)
     folder = configs.source_run(source)
     if cfg.data.vocab.startswith("train:"):
         return data.load_run_tokenizer(folder)
@@ -1259,7 +1315,8 @@ def train(cfg, run_dir, recipe, config, source):
                 f"--train.steps {2 * start}."
             )
             return 0
-        metrics_file = MetricsFile(run_dir / "metrics.jsonl", start)
+        check_metrics_file(run_dir / "metrics.jsonl", start, t.log_every)
+        metrics_file = MetricsFile(run_dir / "metrics.jsonl", start, lock)
         progress = Progress(cfg, metrics_file, start)
         counts = np.bincount(dataset.sample(1 << 20), minlength=cfg.model.vocab_size)
         evaluations = Evaluations(mesh, run_dir, metrics_file, held_out, counts)
@@ -1272,24 +1329,34 @@ def train(cfg, run_dir, recipe, config, source):
         # The flag --train.profile 10:12 records the steps 10, 11 and 12 with
         # jax.profiler. The value 0:0 records no step.
         first, last = map(int, (t.profile or "0:0").split(":"))
+        if t.profile and not start < first <= t.steps:
+            note(
+                f"warning: --train.profile {t.profile} records nothing, because this "
+                f"command computes the steps {start + 1:,} to {t.steps:,}."
+            )
 
-        def profile(step):
-            if step == first - 1:
+        def profile(step, state, stop):
+            if step == first - 1 < t.steps:
                 jax.profiler.start_trace(run_dir / "profile")
-            # The call for step LAST returns before the devices have computed the step. To
-            # record the complete step, stop the profiler one step later.
-            if start < first <= step == min(last + 1, t.steps):
+            last_of_trace = stop or step == min(last, t.steps)
+            if start < first <= step <= last and last_of_trace:
+                # Wait until the devices have computed this step, so that the trace
+                # contains the complete step.
+                jax.block_until_ready(state)
                 jax.profiler.stop_trace()
 
-        def after_step(step):
-            profile(step)
+        def after_step(step, state):
             if jax.process_count() == 1:
-                return terminated.is_set()
-            # All processes must stop after the same step. This function of JAX chooses
-            # the step.
-            return multihost_utils.reached_preemption_sync_point(step)
+                stop = terminated.is_set()
+            else:
+                # All processes must stop after the same step. This function of JAX
+                # chooses the step.
+                stop = multihost_utils.reached_preemption_sync_point(step)
+            profile(step, state, stop)
+            return stop
 
         def save(step, state):
+            check_run_dir(run_dir, lock)
             metrics_file.sync()
             # Wait until the previous checkpoint is complete. Only complete checkpoints
             # are compared below to find the best one.
@@ -1301,7 +1368,7 @@ def train(cfg, run_dir, recipe, config, source):
             checkpoints.save(to_state_dict(state), step, best[0] if best else None)
 
         try:
-            profile(start)
+            profile(start, state, False)
             step, state = run(
                 cfg,
                 program,
@@ -1322,6 +1389,10 @@ def train(cfg, run_dir, recipe, config, source):
             metrics_file.sync()
         checkpoints.wait()
     finally:
+        # After an error, a checkpoint may still be in the background. Wait for it before
+        # another command can lock the run directory. With several processes, do not wait,
+        # because the other processes may never write their parts of the checkpoint.
+        checkpoints.executor.shutdown(wait=jax.process_count() == 1)
         if lock:
             lock.close()
     if step < t.steps:
@@ -1597,8 +1668,9 @@ def main(argv):
         return train(cfg, folder, recipe, args.config, source)
     except partition.CheckpointError as error:
         problem = (
-            f"Training stopped, because {error}. Free some space, and run the same "
-            f"command again to continue from the previous checkpoint."
+            f"Training stopped, because {error}. Solve this problem, for example free "
+            f"some space. Then run the same command again to continue from the previous "
+            f"checkpoint."
         )
     except jax.errors.JaxRuntimeError as error:
         reason = str(error)
