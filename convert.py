@@ -408,6 +408,24 @@ def model_from_shapes(tensors, form, source):
     )
 
 
+def read_floats(tensor, name, source):
+    """Return the values of a Tensor, which must be floating-point numbers.
+
+    name: the name of the array in Hugging Face or T5X, for the error message.
+    source: the path of the model, for error messages.
+
+    Raises a UserError if the values are damaged, or if they are integers. Integers are
+    quantized weights, or come from a damaged description of the array.
+    """
+    values = explain_errors(source)(tensor.read)()
+    if not jnp.issubdtype(values.dtype, jnp.floating):
+        raise UserError(
+            f"{source} is damaged or quantized, because {name} has the type "
+            f"{values.dtype}: convert another copy with floating-point weights."
+        )
+    return values
+
+
 def to_weights(tensors, form, source, cfg, vocabulary, name="t5"):
     """Return the Weights of a model, given its Hugging Face or T5X arrays.
 
@@ -468,7 +486,7 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5"):
         tensor = tensors[entry.external_name]
         if entry.transposed:
             tensor = tensor.transpose()
-        read = explain_errors(source)(tensor.read)
+        read = functools.partial(read_floats, tensor, entry.external_name, source)
         arrays[entry.name, entry.layer] = Tensor(entry.shape, read)
     data_config = DataConfig("python:", vocab="spiece.model")
     run = Config(name, cfg, data_config, TrainConfig(steps=max(step, 1)))
@@ -666,9 +684,12 @@ def read_pickle(file):
         arrays = torch.load(file, "cpu", weights_only=True, mmap=mmap)
     tensors = {}
     for name, array in arrays.items():
-        tensors[name] = Tensor(
-            tuple(array.shape), lambda array=array: array.float().numpy()
-        )
+
+        def read(array=array):
+            """Return the values as a NumPy array. NumPy has no bfloat16 of torch."""
+            return (array.float() if array.is_floating_point() else array).numpy()
+
+        tensors[name] = Tensor(tuple(array.shape), read)
     return tensors
 
 
@@ -800,14 +821,16 @@ def open_hf(folder):
     Raises a UserError if a file is damaged or plain T5 does not support the model.
     """
 
-    def read_optional(name):
+    def read_optional(name, form):
         """Return the content of a JSON file, or {} if the file is missing."""
         path = folder / name
-        return configs.read_json(path, dict) if path.exists() else {}
+        return configs.read_json(path, form) if path.exists() else {}
 
     config = configs.read_json(folder / "config.json", HF_TYPES)
-    generation = read_optional("generation_config.json")
-    tokenizer = read_optional("tokenizer_config.json")
+    generation = read_optional("generation_config.json", dict)
+    modules = read_optional("modules.json", [{"type": str}])
+    tokenizer_form = {"extra_ids?": (int, type(None))}
+    tokenizer = read_optional("tokenizer_config.json", tokenizer_form)
     model_type = config.get("model_type", "t5")
     if model_type not in ("t5", "mt5", "umt5"):
         raise UserError(
@@ -821,8 +844,60 @@ def open_hf(folder):
         vocabulary = b"bytes:0\n"
     else:
         sentinels = tokenizer.get("extra_ids") or data.SENTINELS
+        if not 0 < sentinels <= cfg.vocab_size:
+            raise UserError(
+                f"{folder / 'tokenizer_config.json'} sets extra_ids to {sentinels}, but "
+                f"the model has {cfg.vocab_size} embeddings: download this file again."
+            )
         vocabulary = read_vocabulary([folder], cfg, sentinels)
+    note_unused(folder, config | generation, modules)
     return to_weights(tensors, HF, folder, cfg, vocabulary, model_type)
+
+
+# Settings of generation in Hugging Face's JSON files that convert.py does not convert,
+# and the values that mean that a setting has no effect.
+GENERATION_DEFAULTS = {
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "bad_words_ids": None,
+    "sequence_bias": None,
+    "min_length": 0,
+    "no_repeat_ngram_size": 0,
+    "repetition_penalty": 1,
+    "num_beams": 1,
+    "length_penalty": 1,
+    "do_sample": False,
+}
+
+
+def note_unused(folder, settings, modules):
+    """Print a note about each part of a Hugging Face model that is not converted.
+
+    folder: the Hugging Face directory.
+    settings: the content of config.json and generation_config.json as one dict.
+    modules: the list in modules.json, a file of the library sentence-transformers.
+    """
+    unused = [
+        f"{name} {settings[name]}"
+        for name, default in GENERATION_DEFAULTS.items()
+        if settings.get(name) not in (None, [], default)
+    ]
+    if unused:
+        note(
+            f"The configuration in {folder} changes how text is generated "
+            f"({', '.join(unused):.300}), but convert.py does not convert these settings. "
+            f"Without them the outputs may differ. Choose beam search or sampling with "
+            f"flags such as --decode.beams."
+        )
+    kinds = [module["type"].rsplit(".")[-1] for module in modules]
+    if dropped := set(kinds) - {"Transformer", "Pooling"}:
+        note(
+            f"{folder} computes sentence vectors with sentence-transformers. The modules "
+            f"{', '.join(sorted(dropped))} after the encoder are not converted, so "
+            f"infer.py --mode encode gives other vectors than sentence-transformers."
+        )
 
 
 def unify_embeddings(tensors, config, folder):
@@ -863,10 +938,17 @@ def unify_embeddings(tensors, config, folder):
         )
     head_tensor = tensors.get(head, embedding)
     shared = equals_embedding(head_tensor)
-    tied = config.get("tie_word_embeddings", shared)
-    # By default, transformers scales the logits of tied models, except those of mT5.
-    scaled = tied and config.get("model_type") != "mt5"
-    scaled = config.get("scale_decoder_outputs", scaled)
+    # tie_word_embeddings is true by default. In version 4 of transformers, it is false by
+    # default for mT5. A true value means two things: the embedding is the output layer,
+    # and the logits are scaled. Version 5 always uses lm_head.weight if the file contains
+    # it. The value then only means that the logits of T5 are scaled. Version 5 never
+    # scales the logits of mT5, and always scales those of UMT5, which is a mistake.
+    family = config.get("model_type", "t5")
+    tied = config.get("tie_word_embeddings", True)
+    tied_4 = config.get("tie_word_embeddings", family != "mt5")
+    scaled_by_5 = {"mt5": False, "umt5": True}
+    scaled_5 = scaled_by_5.get(family, config.get("scale_decoder_outputs", tied))
+    scaled = tied if family == "umt5" else scaled_5
     if not any(name.startswith(("decoder", head)) for name in tensors):
         # A model without a decoder needs no output layer. If `scaled` is True, the code
         # below adds none.
@@ -875,6 +957,18 @@ def unify_embeddings(tensors, config, folder):
         raise UserError(
             f"{folder} has no {head} (the output layer), although tie_word_embeddings is "
             f"false in config.json: download the model again."
+        )
+    # Each reading says whether the embedding is the output layer, and whether the logits
+    # are scaled.
+    elif {(shared or tied_4, tied_4), (shared, scaled_5)} != {(shared, scaled)}:
+        version = 5 if scaled == scaled_5 else 4
+        note(
+            f"Versions 4 and 5 of transformers compute different logits for {folder}, "
+            f"because tie_word_embeddings is {config.get('tie_word_embeddings')} in "
+            f"config.json and {head} is {'' if head in tensors else 'not '}in the "
+            f"weights. convert.py follows version {version}: the output layer is "
+            f"{'the embedding' if shared else head}, and the logits are "
+            f"{'multiplied by d_model^-0.5' if scaled else 'not scaled'}."
         )
     # Drop the position biases for cross-attention. The published T5 1.0 files contain
     # them, but T5 does not use them.
@@ -961,9 +1055,9 @@ def read_t5x(folder):
             # stored the path directly in leaf.
             relative_path = {**leaf, **leaf["kvstore"]}["path"]
             kvstore = {"driver": "file", "path": str(folder / relative_path)}
-            # Raise an error if a file is missing. By default, TensorStore returns zeros
-            # instead.
-            tensors[name] = open_zarr(kvstore, fill_missing_data_reads=False)
+            shape = leaf["metadata"]["shape"]
+            expected = {"dtype": leaf["dtype"], "metadata": {"shape": shape}}
+            tensors[name] = open_zarr(kvstore, shape, **expected)
         else:
             tensors[name] = in_memory(leaf)
     return tensors
@@ -973,29 +1067,66 @@ def read_orbax(folder):
     """Return {T5X name: Tensor} for all arrays in an Orbax checkpoint of T5X.
 
     The library Orbax stores zarr arrays in OCDBT, the key-value database of TensorStore.
-    The file _METADATA lists the names of the arrays.
+    The file _METADATA lists the names of the arrays. It also lists the shape of the part
+    that each process has written, but files of older versions of Orbax do not.
     """
-    form = {"tree_metadata": {str: {"key_metadata": [{"key": str}]}}}
+    entry_form = {
+        "key_metadata": [{"key": str}],
+        "value_metadata?": {"write_shape?": [int]},
+    }
+    form = {"tree_metadata": {str: entry_form}}
     metadata = configs.read_json(folder / "_METADATA", form)
     database = {"driver": "ocdbt", "base": f"file://{folder.resolve()}/"}
     tensors = {}
     for entry in metadata["tree_metadata"].values():
         keys = [part["key"] for part in entry["key_metadata"]]
-        tensors["/".join(keys)] = open_zarr({**database, "path": ".".join(keys) + "/"})
+        kvstore = {**database, "path": ".".join(keys) + "/"}
+        written = entry.get("value_metadata", {}).get("write_shape")
+        tensors["/".join(keys)] = open_zarr(kvstore, written)
     return tensors
 
 
-def open_zarr(kvstore, **options):
+def open_zarr(kvstore, written, **expected):
     """Return a Tensor for a zarr array, without reading its values yet.
 
     The library TensorStore reads the shape now, and the values when they are needed.
 
     kvstore: a TensorStore dict with the path of the array and the storage driver.
-    options: more fields of the TensorStore specification.
+    written: the shape of the part that each process has written, or None if it is
+        unknown. The shape of the array is a multiple of this shape.
+    expected: fields of the TensorStore specification, such as the dtype, which must agree
+        with the array.
+
+    Raises a UserError if the array contradicts `written` or `expected`, or if it lacks a
+    chunk. zarr splits an array into chunks, which are separate files.
     """
     explain = explain_errors(kvstore["path"], "a complete array")
-    spec = {"driver": "zarr", "kvstore": kvstore, **options}
-    array = explain(lambda: tensorstore.open(spec, open=True).result())()
+    # Raise an error if a chunk is missing. By default, TensorStore returns zeros instead.
+    options = {"driver": "zarr", "fill_missing_data_reads": False}
+    spec = {**options, "kvstore": kvstore, **expected}
+
+    @explain
+    def open_array():
+        """Return the TensorStore of the array, after a check of its .zarray file."""
+        array = tensorstore.open(spec, open=True).result()
+        stored = array.spec().to_json()["metadata"]
+        shape, chunk = stored["shape"], stored["chunks"]
+        part = shape if written is None else written
+        sizes = list(zip(shape, part, chunk, strict=True))
+        if any(size % width or width < block for size, width, block in sizes):
+            raise ValueError(
+                f"it has the shape {shape} and chunks of {chunk}, not {part}"
+            )
+        # T5X and Orbax always write in C order and in little-endian format.
+        if stored["order"] != "C" or stored["dtype"].startswith(">"):
+            raise ValueError(f"it has order {stored['order']}, type {stored['dtype']}")
+        # Count the chunks here, because a wrong shape would need endless memory.
+        count = math.prod(-(-size // block) for size, _, block in sizes)
+        if len(array.kvstore.list().result()) <= count:  # One more file is .zarray.
+            raise ValueError(f"it has fewer than {count:,} chunks")
+        return array
+
+    array = open_array()
     return Tensor(array.shape, explain(lambda: array.read().result()))
 
 
@@ -1054,38 +1185,72 @@ def open_google(source, tensors, form):
     if source.name.startswith("checkpoint_") or not source.is_dir():
         folders.append(source.parent)
     cfg = model_from_shapes(tensors, form, source)
-    cfg = replace(cfg, activation=gin_activation(folders) or cfg.activation)
+    stated = read_gin(folders)
+    assumed = [
+        f"{name} {getattr(cfg, name)}"
+        for name in ("activation", "relative_max_distance", "dropout")
+        if name not in stated
+    ]
+    if assumed:
+        note(
+            f"No config.gin or operative_config.gin of {source} states all values that the "
+            f"weights do not show. convert.py assumes {', '.join(assumed)}. If the model "
+            f"has other values, copy its config.gin into {folders[-1]} and convert again."
+        )
+    cfg = replace(cfg, **stated)
     return to_weights(tensors, form, source, cfg, read_vocabulary(folders, cfg))
 
 
-def gin_activation(folders):
-    """Return the activation that a Gin file sets, such as "gated_gelu".
+# The activations that Hugging Face, T5X and plain T5 compute in the same way.
+SHARED_ACTIVATIONS = "gated_gelu", "gated_silu", "relu"
+
+
+def read_gin(folders):
+    """Return the fields of ModelConfig that Gin files set, such as {"dropout": 0.1}.
 
     Gin files are the configuration files of T5X and Mesh TensorFlow. They are needed
-    because weights for gated GELU and gated SiLU have the same shapes. The result is None
-    if no file sets the activation.
+    because the weights do not show the activation, the largest distance of relative
+    positions and the dropout rate. For example, weights for gated GELU and gated SiLU
+    have the same shapes.
 
-    folders: the folders that may contain a Gin file. The first Gin file that sets the
-        activation is used.
+    folders: the folders that may contain a Gin file. If several Gin files set a field,
+        the file in the first folder counts.
 
     Raises a UserError if plain T5 does not support the activation.
     """
-    names = ("config.gin", "operative_config.gin")
-    paths = [folder / name for folder in folders for name in names]
-    text = "".join(path.read_text() for path in paths if path.exists())
-    pattern = r"(?:mlp_activations|DenseReluDense\.activation) *= *(.*)"
-    found = re.search(pattern, text)
-    if not found:
-        return None
-    # For a gated MLP, T5X lists the activations of both branches: ('gelu', 'linear').
-    words = re.findall(r"\w+", found[1].replace("swish", "silu"))
-    name = f"gated_{words[0]}" if "linear" in words else words[0]
-    if name not in ("gated_gelu", "gated_silu", "relu"):
-        raise UserError(
-            f"The Gin file of {folders[0]} sets an unsupported activation, "
-            f"`{found[0]}`: convert a model with gated GELU, gated SiLU or ReLU."
-        )
-    return name
+    names = ("operative_config.gin", "config.gin")
+    paths = [folder / name for folder in reversed(folders) for name in names]
+    text = "\n".join(path.read_text() for path in paths if path.exists())
+    # A line that ends in a backslash continues in the next line.
+    text = re.sub("#.*", "", text.replace("\\\n", " "))
+
+    def last_value(name, value):
+        """Return the last value that a Gin file gives to a name, or "" if there is none.
+
+        name: a regular expression that matches the name.
+        value: a regular expression that matches the value.
+        """
+        return ["", *re.findall(rf"(?:{name}) *= *({value})", text)][-1]
+
+    stated = {}
+    names = r"mlp_activations|DenseReluDense\.activation"
+    # The value may be a list or tuple of several lines.
+    if activation := last_value(names, r"[(\[][^)\]]*|.*"):
+        # For a gated MLP, T5X lists the activations of both branches: ('gelu', 'linear').
+        words = re.findall(r"\w+", activation.replace("swish", "silu"))
+        prefix = "gated_" if "linear" in words else ""
+        stated["activation"] = prefix + "".join(words[:1])
+        if stated["activation"] not in SHARED_ACTIVATIONS:
+            raise UserError(
+                f"The Gin file of {folders[0]} sets an unsupported activation, "
+                f"`{activation}`: convert a model with gated GELU, gated SiLU or ReLU."
+            )
+    # T5X's own Gin files set the dropout rate by the macro DROPOUT_RATE.
+    if dropout := last_value(r"T5Config\.dropout_rate|\bDROPOUT_RATE", r"\d[\d.e-]*"):
+        stated["dropout"] = float(dropout)
+    if distance := last_value(r"RelativePositionBiases\.max_distance", r"\d+"):
+        stated["relative_max_distance"] = int(distance)
+    return stated
 
 
 # ---- reading a run, and finding the format ---------------------------------------------
@@ -1442,9 +1607,9 @@ def tokenizer_json(vocabulary):
 def write_t5x(folder, weights, dtype):
     """Write a model as a T5X checkpoint.
 
-    The parameters are written as zarr arrays, and a msgpack file lists all arrays. If the
-    model has an Adafactor state, this state is written in float32. Raises a UserError for
-    UMT5, which T5X does not support.
+    The parameters are written as zarr arrays, and a msgpack file lists all arrays. A file
+    config.gin describes the model. If the model has an Adafactor state, this state is
+    written in float32. Raises a UserError for UMT5, which T5X does not support.
 
     folder: the directory of the checkpoint.
     weights: the Weights of the model.
@@ -1487,6 +1652,47 @@ def write_t5x(folder, weights, dtype):
     tree = flax.traverse_util.unflatten_dict(tree, sep="/")
     content = flax.serialization.msgpack_serialize({"version": 3, "optimizer": tree})
     configs.write_file(folder / "checkpoint", content)
+    configs.write_file(folder / "config.gin", config_gin(weights.cfg.model))
+
+
+def config_gin(cfg):
+    """Return the Gin file of a model, which T5X and convert.py read.
+
+    The weights do not show all values of a model, such as its activation.
+
+    cfg: the ModelConfig of the model.
+    """
+    activations = [cfg.activation.removeprefix("gated_")]
+    if cfg.activation.startswith("gated_"):
+        activations.append("linear")
+    fields = {
+        "network.T5Config.vocab_size": cfg.vocab_size,
+        "network.T5Config.emb_dim": cfg.d_model,
+        "network.T5Config.num_heads": cfg.num_heads,
+        "network.T5Config.num_encoder_layers": cfg.num_layers,
+        "network.T5Config.num_decoder_layers": cfg.num_decoder_layers,
+        "network.T5Config.head_dim": cfg.d_kv,
+        "network.T5Config.mlp_dim": cfg.d_ff,
+        "network.T5Config.mlp_activations": tuple(activations),
+        "network.T5Config.dropout_rate": cfg.dropout,
+        "network.T5Config.logits_via_embedding": cfg.tied,
+        "layers.RelativePositionBiases.num_buckets": cfg.relative_buckets,
+        "layers.RelativePositionBiases.max_distance": cfg.relative_max_distance,
+    }
+    if (cfg.relative_buckets, cfg.relative_max_distance) != (32, 128):
+        note(
+            f"warning: the file network.py of T5X always uses 32 buckets of relative "
+            f"positions and a largest distance of 128. To use this model in T5X, change "
+            f"these numbers to {cfg.relative_buckets} and {cfg.relative_max_distance}."
+        )
+    imports = [
+        "from __gin__ import dynamic_registration",
+        "from t5x.examples.t5 import layers",
+        "from t5x.examples.t5 import network",
+        "",
+    ]
+    lines = [f"{name} = {value!r}" for name, value in fields.items()]
+    return "\n".join([*imports, *lines, ""])
 
 
 def write_zarr(folder, name, array):
@@ -1566,6 +1772,12 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False):
         )
     with atomic_destination(destination) as folder:
         weights = open_any(source, step)
+        activation = weights.cfg.model.activation
+        if to != "plain" and activation not in SHARED_ACTIVATIONS:
+            raise UserError(
+                f"The model has the activation {activation}, which --to {to} cannot "
+                f"store: convert a model with {', '.join(SHARED_ACTIVATIONS)}."
+            )
         params = model.count_params(model.param_table(weights.cfg.model))
         print(f"source   {source}: {params:,} parameters, step {weights.step:,}")
         print(f"writing  {destination}", flush=True)
@@ -1590,14 +1802,21 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False):
 def compare(weights, written, dtype):
     """Check that a converted model has the same values as the original model.
 
-    Returns the number of compared arrays, or raises an OSError if two arrays differ.
+    Returns the number of compared arrays. Raises an OSError if two arrays or the
+    configurations of the two models differ. Prints a note if there are values that are
+    not finite.
 
     weights: the Weights of the original model.
     written: the Weights of the converted model, read from the disk.
     dtype: the NumPy type in which the parameters were written. The parameters of the
         original model are rounded to this type before the comparison.
     """
-    count = 0
+    for name, value in vars(weights.cfg.model).items():
+        found = getattr(written.cfg.model, name)
+        # dtype and remat are no properties of the weights.
+        if name not in ("dtype", "remat") and found != value:
+            raise OSError(f"model.{name} is {value}, but the written files say {found}")
+    count, infinite = 0, []
     for (name, layer), tensor in written.arrays.items():
         # Skip counters, such as the step. T5X does not store all of them.
         if not tensor.shape:
@@ -1609,7 +1828,16 @@ def compare(weights, written, dtype):
                 f"{name} has different values after it was written and read again, so "
                 f"the disk or the memory may be faulty"
             )
+        if not np.isfinite(expected).all():
+            infinite.append(name if layer is None else f"{name} (layer {layer})")
         count += 1
+    if infinite:
+        note(
+            f"warning: {len(infinite)} arrays contain values that are infinite or NaN "
+            f"({', '.join(infinite):.200}). The converted model has the same values, and "
+            f"its outputs may be NaN. Use another copy of the model, or train with a "
+            f"lower --train.learning_rate."
+        )
     return count
 
 
