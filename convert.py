@@ -844,7 +844,7 @@ def open_hf(folder):
         vocabulary = b"bytes:0\n"
     else:
         sentinels = tokenizer.get("extra_ids") or data.SENTINELS
-        if not 0 < sentinels <= cfg.vocab_size:
+        if not 0 < sentinels <= max(cfg.vocab_size, data.SENTINELS):
             raise UserError(
                 f"{folder / 'tokenizer_config.json'} sets extra_ids to {sentinels}, but "
                 f"the model has {cfg.vocab_size} embeddings: download this file again."
@@ -962,12 +962,13 @@ def unify_embeddings(tensors, config, folder):
     # are scaled.
     elif {(shared or tied_4, tied_4), (shared, scaled_5)} != {(shared, scaled)}:
         version = 5 if scaled == scaled_5 else 4
+        place = "in" if head in tensors else "missing in"
         note(
-            f"Versions 4 and 5 of transformers compute different logits for {folder}, "
-            f"because tie_word_embeddings is {config.get('tie_word_embeddings')} in "
-            f"config.json and {head} is {'' if head in tensors else 'not '}in the "
-            f"weights. convert.py follows version {version}: the output layer is "
-            f"{'the embedding' if shared else head}, and the logits are "
+            f"Versions 4 and 5 of transformers compute different logits for a model of "
+            f"type {family} if tie_word_embeddings is "
+            f"{config.get('tie_word_embeddings', 'missing')} in config.json and {head} is "
+            f"{place} the weights. convert.py follows version {version}: the output layer "
+            f"is {'the embedding' if shared else head}, and the logits are "
             f"{'multiplied by d_model^-0.5' if scaled else 'not scaled'}."
         )
     # Drop the position biases for cross-attention. The published T5 1.0 files contain
@@ -1334,20 +1335,111 @@ def open_any(source, step=None):
                 f"choose one of {sorted(checkpoints)}."
             )
         path = checkpoints.get(step, path)
+        if (path / "adapter_config.json").exists():
+            raise UserError(
+                f"{path} contains a LoRA adapter: load it with the library peft, call "
+                f"merge_and_unload() and save_pretrained(), and convert the result."
+            )
         if (path / "manifest.json").exists():
-            return open_plain(path, path.resolve().parent.parent)
+            return open_plain(check_files(path), path.resolve().parent.parent)
         if find_hf_weights(path):
-            return open_hf(path)
+            return open_hf(check_files(path))
         if Path(f"{path}.index").exists():
-            return open_google(path, read_mtf(path), HF)
+            return open_google(check_files(path), read_mtf(path), HF)
         for folder in (path / "state", path):
             if (folder / "_METADATA").exists():
-                return open_google(path, read_orbax(folder), T5X)
-        if (path / "checkpoint").is_file():
-            return open_google(path, read_t5x(path), T5X)
+                return open_google(check_files(path), read_orbax(folder), T5X)
+        # TensorFlow writes a text file with the same name beside its checkpoints.
+        index = path / "checkpoint"
+        if index.exists() and not index.is_dir() and not any(path.glob("*.index")):
+            return open_google(check_files(path), read_t5x(path), T5X)
     raise UserError(
         f"{source} is not a run directory, a Hugging Face directory with weights, or a "
-        f"checkpoint of T5X or Mesh TensorFlow: check the path of SRC."
+        f"checkpoint of T5X or Mesh TensorFlow: {advice(source)}."
+    )
+
+
+def check_files(path):
+    """Return the path of a model, after a check that no file is a pipe or a device.
+
+    Reading a pipe or a device could take forever, so it raises a UserError.
+
+    path: the folder of the model, or the prefix of a Mesh TensorFlow checkpoint.
+    """
+    files = [*path.rglob("*"), *path.parent.glob(f"{path.name}.*")]
+    # These files may be in the parent folder of a checkpoint, or in the run directory.
+    names = "spiece.model", "tokenizer.json", "recipe.py", "config.gin"
+    for folder in path.absolute().parents[:2]:
+        files += [folder / name for name in (*names, "operative_config.gin")]
+    for file in files:
+        if file.exists() and not file.is_file() and not file.is_dir():
+            raise UserError(f"{file} is a pipe or a device, not a file: remove it.")
+    return path
+
+
+def advice(source):
+    """Return what to do about a SRC that is not a model, as the end of a sentence.
+
+    For example, SRC may be a folder that contains models, such as a cache of the Hugging
+    Face hub, a folder of diffusers or the output folder of Hugging Face's Trainer.
+
+    source: the path of SRC.
+    """
+    path = Path(source)
+    if not path.exists():
+        if re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", str(source)):
+            return (
+                f"there is no folder {source}. If this is the name of a model on the "
+                f"Hugging Face hub, download it with `hf download {source} --local-dir "
+                f"{path.name}`, and use {path.name} as SRC"
+            )
+        return "this path does not exist. Check SRC"
+
+    def is_model(folder):
+        """Return whether a folder seems to contain a model that open_any reads."""
+        config = folder / "config.json"
+        is_t5 = config.is_file() and "t5" in config.read_text(errors="replace").lower()
+        names = "manifest.json", "adapter_config.json"
+        return (
+            (is_t5 and find_hf_weights(folder))
+            or any((folder / name).exists() for name in names)
+            or find_checkpoints(folder)
+        )
+
+    if path.is_file() and is_model(path.parent):
+        return f"use its folder {path.parent} as SRC"
+    for pattern in ("*", "*/*", "*/*/*"):
+        models = [folder for folder in path.glob(pattern) if is_model(folder)]
+        if models:
+            # Sort checkpoint-500 before checkpoint-1000.
+            models.sort(key=lambda folder: (len(folder.name), folder))
+            pipeline = ""
+            if (path / "model_index.json").exists():
+                pipeline = (
+                    ". In this folder of diffusers, the vocabulary is in the tokenizer "
+                    "folder with the same number: copy its spiece.model or tokenizer.json"
+                )
+            return f"use one of its subfolders, {', '.join(map(str, models))}{pipeline}"
+    files = [path] if path.is_file() else sorted(path.iterdir())
+    prefixes = [str(file.with_suffix("")) for file in files if file.suffix == ".index"]
+    if prefixes:
+        return f"name one checkpoint of Mesh TensorFlow, such as {prefixes[-1]}"
+    if any(file.suffix == ".gguf" for file in files):
+        return (
+            "convert.py cannot read GGUF files. Download the original model of this file, "
+            "which has a config.json and a model.safetensors"
+        )
+    weights = [file.name for file in files if file.suffix in (".safetensors", ".bin")]
+    if weights:
+        kind = "pytorch_model.bin" if weights[0].endswith("bin") else "model.safetensors"
+        return (
+            f"SRC must be a folder with the weights and their config.json. Rename "
+            f"{weights[0]} to {kind} if it has another name, add the config.json of the "
+            f"model, and use the folder as SRC"
+        )
+    return (
+        "check the path of SRC. Weights of PyTorch or Flax must be in a file "
+        "model.safetensors, pytorch_model.bin or flax_model.msgpack"
     )
 
 
@@ -1422,12 +1514,6 @@ def write_hf(folder, weights, dtype):
     # needs scaled logits, so write a tied mT5 as T5.
     elif is_mt5 and not cfg.tied:
         family = "mt5"
-    if family == "umt5" and not cfg.tied:
-        note(
-            "Version 5 of transformers wrongly scales the logits of this UMT5 model by "
-            "d_model^-0.5. Greedy decoding gives the same outputs, but beam search and "
-            "scores differ. For exact results, use transformers 4.57."
-        )
     has_decoder = cfg.num_decoder_layers > 0
     architecture = "ForConditionalGeneration" if has_decoder else "EncoderModel"
     config = {
