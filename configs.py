@@ -888,8 +888,8 @@ def read_run(run_dir):
     if not path.exists():
         raise UserError(
             f"{run_dir} is not a run, because it has no config.json: name the folder of "
-            f"a run, or start a run with train.py. A model of Hugging Face or T5X becomes "
-            f"a run with `python convert.py MODEL runs/NAME`."
+            f"a run, or start a run with train.py. A model of Hugging Face or T5X "
+            f"becomes a run with `python convert.py MODEL runs/NAME`."
         )
     form = {
         "name": str,

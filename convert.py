@@ -4,7 +4,7 @@ SRC is a model in any of these formats. convert.py finds out the format and the 
 by itself. DST is a new folder. It becomes a run directory of plain T5, a Hugging Face
 model or a T5X checkpoint. The weights keep their values, unless --dtype bfloat16 rounds
 them. At the end, convert.py reads the new model again and compares it with SRC. DST
-appears only if all arrays are equal.
+appears only if the configurations and all arrays are equal.
 
     python convert.py t5-v1_1-small/ runs/t5_1_1_small     import any format as a run
     python convert.py runs/tiny tiny_hf --to hf            export to Hugging Face
@@ -19,7 +19,8 @@ they store a matrix:
   model.safetensors and pytorch_model.bin store a matrix as [outputs, inputs], as PyTorch
   does. flax_model.msgpack stores it as [inputs, outputs].
 - T5X (Google's JAX code for T5): a directory checkpoint_N. It contains a msgpack file and
-  zarr arrays, or a checkpoint of the library Orbax. A matrix is [inputs, outputs].
+  zarr arrays, or a checkpoint of the library Orbax. The file config.gin describes the
+  model. A matrix is [inputs, outputs].
 - Mesh TensorFlow (the original code for T5): a TensorFlow checkpoint model.ckpt-N. A
   matrix is [inputs, outputs].
 
@@ -41,6 +42,7 @@ import base64
 import contextlib
 import errno
 import functools
+import itertools
 import json
 import math
 import os
@@ -1098,8 +1100,9 @@ def open_zarr(kvstore, written, **expected):
     expected: fields of the TensorStore specification, such as the dtype, which must agree
         with the array.
 
-    Raises a UserError if the array contradicts `written` or `expected`, or if it lacks a
-    chunk. zarr splits an array into chunks, which are separate files.
+    Raises a UserError if the array contradicts `written` or `expected`. zarr splits an
+    array into chunks, which are separate files. If a chunk is missing, this function or
+    the reading of the values raises a UserError.
     """
     explain = explain_errors(kvstore["path"], "a complete array")
     # Raise an error if a chunk is missing. By default, TensorStore returns zeros instead.
@@ -1121,9 +1124,10 @@ def open_zarr(kvstore, written, **expected):
         # T5X and Orbax always write in C order and in little-endian format.
         if stored["order"] != "C" or stored["dtype"].startswith(">"):
             raise ValueError(f"it has order {stored['order']}, type {stored['dtype']}")
-        # Count the chunks here, because a wrong shape would need endless memory.
+        # Without an expected shape, reading an array of a wrong shape could use up the
+        # memory. So count the chunks, which need one file each. One more file is .zarray.
         count = math.prod(-(-size // block) for size, _, block in sizes)
-        if len(array.kvstore.list().result()) <= count:  # One more file is .zarray.
+        if not expected and len(array.kvstore.list().result()) <= count:
             raise ValueError(f"it has fewer than {count:,} chunks")
         return array
 
@@ -1187,6 +1191,12 @@ def open_google(source, tensors, form):
         folders.append(source.parent)
     cfg = model_from_shapes(tensors, form, source)
     stated = read_gin(folders)
+    for name in set(stated) & set(GIN_FIELDS.values()):
+        if stated[name] != getattr(cfg, name):
+            raise UserError(
+                f"The Gin file of {source} sets {name} to {stated[name]}, but the weights "
+                f"have {getattr(cfg, name)}: replace it by the config.gin of this model."
+            )
     assumed = [
         f"{name} {getattr(cfg, name)}"
         for name in ("activation", "relative_max_distance", "dropout")
@@ -1202,6 +1212,16 @@ def open_google(source, tensors, form):
     return to_weights(tensors, form, source, cfg, read_vocabulary(folders, cfg))
 
 
+# Fields of T5X's T5Config in Gin files, and the fields of ModelConfig with the same value.
+GIN_FIELDS = {
+    "vocab_size": "vocab_size",
+    "emb_dim": "d_model",
+    "mlp_dim": "d_ff",
+    "head_dim": "d_kv",
+    "num_heads": "num_heads",
+    "num_encoder_layers": "num_layers",
+    "num_decoder_layers": "num_decoder_layers",
+}
 # The activations that Hugging Face, T5X and plain T5 compute in the same way.
 SHARED_ACTIVATIONS = "gated_gelu", "gated_silu", "relu"
 
@@ -1234,6 +1254,9 @@ def read_gin(folders):
         return ["", *re.findall(rf"(?:{name}) *= *({value})", text)][-1]
 
     stated = {}
+    for name, own_name in GIN_FIELDS.items():
+        if value := last_value(rf"T5Config\.{name}", r"\d+"):
+            stated[own_name] = int(value)
     names = r"mlp_activations|DenseReluDense\.activation"
     # The value may be a list or tuple of several lines.
     if activation := last_value(names, r"[(\[][^)\]]*|.*"):
@@ -1409,7 +1432,9 @@ def advice(source):
     if path.is_file() and is_model(path.parent):
         return f"use its folder {path.parent} as SRC"
     for pattern in ("*", "*/*", "*/*/*"):
-        models = [folder for folder in path.glob(pattern) if is_model(folder)]
+        # Look at no more than 10,000 paths, in case that SRC is a home directory.
+        found = itertools.islice(path.glob(pattern), 10_000)
+        models = [folder for folder in found if is_model(folder)]
         if models:
             # Sort checkpoint-500 before checkpoint-1000.
             models.sort(key=lambda folder: (len(folder.name), folder))
@@ -1429,7 +1454,12 @@ def advice(source):
             "convert.py cannot read GGUF files. Download the original model of this file, "
             "which has a config.json and a model.safetensors"
         )
-    weights = [file.name for file in files if file.suffix in (".safetensors", ".bin")]
+    # The Trainer of Hugging Face writes its options to training_args.bin.
+    weights = [
+        file.name
+        for file in files
+        if file.suffix in (".safetensors", ".bin") and file.name != "training_args.bin"
+    ]
     if weights:
         kind = "pytorch_model.bin" if weights[0].endswith("bin") else "model.safetensors"
         return (
@@ -1752,13 +1782,9 @@ def config_gin(cfg):
     if cfg.activation.startswith("gated_"):
         activations.append("linear")
     fields = {
-        "network.T5Config.vocab_size": cfg.vocab_size,
-        "network.T5Config.emb_dim": cfg.d_model,
-        "network.T5Config.num_heads": cfg.num_heads,
-        "network.T5Config.num_encoder_layers": cfg.num_layers,
-        "network.T5Config.num_decoder_layers": cfg.num_decoder_layers,
-        "network.T5Config.head_dim": cfg.d_kv,
-        "network.T5Config.mlp_dim": cfg.d_ff,
+        f"network.T5Config.{name}": getattr(cfg, own_name)
+        for name, own_name in GIN_FIELDS.items()
+    } | {
         "network.T5Config.mlp_activations": tuple(activations),
         "network.T5Config.dropout_rate": cfg.dropout,
         "network.T5Config.logits_via_embedding": cfg.tied,

@@ -6291,7 +6291,13 @@ def test_a_t5x_checkpoint_keeps_what_its_weights_do_not_show(
     convert.main([str(tmp_path / "t5x"), str(tmp_path / "run")])
     assert "assumes" not in capsys.readouterr().err
     assert configs.load_run(tmp_path / "run").model == replace(m, dtype="auto")
-    (tmp_path / "t5x" / "config.gin").unlink()
+    gin = tmp_path / "t5x" / "config.gin"
+    gin.write_text(gin.read_text().replace("emb_dim = 8", "emb_dim = 9"))
+    with pytest.raises(
+        configs.UserError, match="sets d_model to 9, but the weights have 8"
+    ):
+        convert.main([str(tmp_path / "t5x"), str(tmp_path / "guessed")])
+    gin.unlink()
     convert.main([str(tmp_path / "t5x"), str(tmp_path / "guessed")])
     assumed = "relu" if activation == "relu" else "gated_gelu"
     assert (
