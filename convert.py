@@ -889,9 +889,9 @@ def note_unused(folder, settings, modules):
     if unused:
         note(
             f"The configuration in {folder} changes how text is generated "
-            f"({', '.join(unused):.300}), but convert.py does not convert these settings. "
-            f"Without them the outputs may differ. Choose beam search or sampling with "
-            f"flags such as --decode.beams."
+            f"({', '.join(unused):.300}), but convert.py does not convert these "
+            f"settings. Without them the outputs may differ. Choose beam search or "
+            f"sampling with flags such as --decode.beams."
         )
     kinds = [module["type"].rsplit(".")[-1] for module in modules]
     if dropped := set(kinds) - {"Transformer", "Pooling"}:
@@ -918,7 +918,8 @@ def unify_embeddings(tensors, config, folder):
     folder: the Hugging Face directory, for error messages.
 
     Raises a UserError if the model has no embedding, or several different embeddings.
-    Raises a UserError if the output layer is missing.
+    Raises a UserError if the output layer is missing, or if config.json does not say
+    whether its logits are scaled.
     """
     embed, head = "shared.weight", "lm_head.weight"
     copies = ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
@@ -946,6 +947,7 @@ def unify_embeddings(tensors, config, folder):
     # it. The value then only means that the logits of T5 are scaled. Version 5 never
     # scales the logits of mT5, and always scales those of UMT5, which is a mistake.
     family = config.get("model_type", "t5")
+    flags = {"tie_word_embeddings", "scale_decoder_outputs"}
     tied = config.get("tie_word_embeddings", True)
     tied_4 = config.get("tie_word_embeddings", family != "mt5")
     scaled_by_5 = {"mt5": False, "umt5": True}
@@ -960,17 +962,23 @@ def unify_embeddings(tensors, config, folder):
             f"{folder} has no {head} (the output layer), although tie_word_embeddings is "
             f"false in config.json: download the model again."
         )
+    elif not shared and family != "mt5" and not flags & config.keys():
+        raise UserError(
+            f"{folder} has an output layer {head} that differs from the embedding, but "
+            f"config.json does not say whether the logits are scaled: add "
+            f'"tie_word_embeddings": false for a model without scaling, such as T5 1.1.'
+        )
     # Each reading says whether the embedding is the output layer, and whether the logits
     # are scaled.
     elif {(shared or tied_4, tied_4), (shared, scaled_5)} != {(shared, scaled)}:
         version = 5 if scaled == scaled_5 else 4
         place = "in" if head in tensors else "missing in"
+        flag = config.get("tie_word_embeddings", "missing")
         note(
             f"Versions 4 and 5 of transformers compute different logits for a model of "
-            f"type {family} if tie_word_embeddings is "
-            f"{config.get('tie_word_embeddings', 'missing')} in config.json and {head} is "
-            f"{place} the weights. convert.py follows version {version}: the output layer "
-            f"is {'the embedding' if shared else head}, and the logits are "
+            f"type {family} if tie_word_embeddings is {flag} in config.json and {head} "
+            f"is {place} the weights. convert.py follows version {version}: the output "
+            f"layer is {'the embedding' if shared else head}, and the logits are "
             f"{'multiplied by d_model^-0.5' if scaled else 'not scaled'}."
         )
     # Drop the position biases for cross-attention. The published T5 1.0 files contain
@@ -1194,8 +1202,9 @@ def open_google(source, tensors, form):
     for name in set(stated) & set(GIN_FIELDS.values()):
         if stated[name] != getattr(cfg, name):
             raise UserError(
-                f"The Gin file of {source} sets {name} to {stated[name]}, but the weights "
-                f"have {getattr(cfg, name)}: replace it by the config.gin of this model."
+                f"The Gin file of {source} sets {name} to {stated[name]}, but the "
+                f"weights have {getattr(cfg, name)}: replace it by the config.gin of "
+                f"this model."
             )
     assumed = [
         f"{name} {getattr(cfg, name)}"
@@ -1204,15 +1213,17 @@ def open_google(source, tensors, form):
     ]
     if assumed:
         note(
-            f"No config.gin or operative_config.gin of {source} states all values that the "
-            f"weights do not show. convert.py assumes {', '.join(assumed)}. If the model "
-            f"has other values, copy its config.gin into {folders[-1]} and convert again."
+            f"No config.gin or operative_config.gin of {source} states all values that "
+            f"the weights do not show. convert.py assumes {', '.join(assumed)}. If the "
+            f"model has other values, copy its config.gin into {folders[-1]} and convert "
+            f"the checkpoint again."
         )
     cfg = replace(cfg, **stated)
     return to_weights(tensors, form, source, cfg, read_vocabulary(folders, cfg))
 
 
-# Fields of T5X's T5Config in Gin files, and the fields of ModelConfig with the same value.
+# Fields of T5X's T5Config in Gin files, and the fields of ModelConfig with the same
+# value.
 GIN_FIELDS = {
     "vocab_size": "vocab_size",
     "emb_dim": "d_model",
@@ -1451,8 +1462,8 @@ def advice(source):
         return f"name one checkpoint of Mesh TensorFlow, such as {prefixes[-1]}"
     if any(file.suffix == ".gguf" for file in files):
         return (
-            "convert.py cannot read GGUF files. Download the original model of this file, "
-            "which has a config.json and a model.safetensors"
+            "convert.py cannot read GGUF files. Download the original model of this "
+            "file, which has a config.json and a model.safetensors"
         )
     # The Trainer of Hugging Face writes its options to training_args.bin.
     weights = [

@@ -6030,7 +6030,6 @@ def test_large_models_are_written_in_shards(tmp_path, monkeypatch):
     "head, flags, tied, factor",
     [
         ("other", {"tie_word_embeddings": False}, False, 1),
-        ("other", {}, False, 32**-0.5),  # tie_word_embeddings is true by default
         ("other", {"model_type": "mt5"}, False, 1),
         ("none", {}, True, None),
         ("same", {"tie_word_embeddings": True}, True, None),
@@ -6069,7 +6068,7 @@ def test_arrays_and_config_determine_whether_a_model_is_tied(
     m, params = params_of(tmp_path / "run")
     assert m.tied == tied
     # Version 4 ignores lm_head.weight if tie_word_embeddings is true.
-    ambiguous = flags.get("tie_word_embeddings", "model_type" not in flags) and not tied
+    ambiguous = flags.get("tie_word_embeddings", False) and not tied
     assert ("convert.py follows version 5" in capsys.readouterr().err) == ambiguous
     if not tied:
         np.testing.assert_array_equal(params["unembed"], expected.T * np.float32(factor))
@@ -7053,6 +7052,15 @@ BAD_WEIGHTS = {
         "spiece.model is missing, damaged or not a SentencePiece model",
     ),
     "pickle": ("pytorch_model.bin", None, None, {}, "--allow_pickle"),
+    "no tie flag": (
+        "safetensors",
+        None,
+        lambda f: (f / "config.json").write_text(
+            (f / "config.json").read_text().replace("tie_word_embeddings", "other")
+        ),
+        {},
+        "config.json does not say whether the logits are scaled",
+    ),
     "sentinels true": (
         "safetensors",
         None,
