@@ -1432,13 +1432,16 @@ def advice(source):
     def is_model(folder):
         """Return whether a folder seems to contain a model that open_any reads."""
         config = folder / "config.json"
-        is_t5 = config.is_file() and "t5" in config.read_text(errors="replace").lower()
         names = "manifest.json", "adapter_config.json"
-        return (
-            (is_t5 and find_hf_weights(folder))
-            or any((folder / name).exists() for name in names)
-            or find_checkpoints(folder)
-        )
+        try:
+            text = config.read_text(errors="replace") if config.is_file() else ""
+            return (
+                ("t5" in text.lower() and find_hf_weights(folder))
+                or any((folder / name).exists() for name in names)
+                or find_checkpoints(folder)
+            )
+        except OSError:  # This user may not read the folder.
+            return False
 
     if path.is_file() and is_model(path.parent):
         return f"use its folder {path.parent} as SRC"
@@ -1456,7 +1459,7 @@ def advice(source):
                     "folder with the same number: copy its spiece.model or tokenizer.json"
                 )
             return f"use one of its subfolders, {', '.join(map(str, models))}{pipeline}"
-    files = [path] if path.is_file() else sorted(path.iterdir())
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
     prefixes = [str(file.with_suffix("")) for file in files if file.suffix == ".index"]
     if prefixes:
         return f"name one checkpoint of Mesh TensorFlow, such as {prefixes[-1]}"
@@ -1997,7 +2000,8 @@ def main(argv):
     if configs.is_remote(args.src) or configs.is_remote(args.dst):
         raise UserError(
             f"{args.src} and {args.dst} must both be local folders: copy a remote folder "
-            f"to this machine first."
+            f"to this machine first. To copy a model of the Hugging Face hub, use "
+            f"`hf download`."
         )
     if args.to == "plain" and args.dtype != "float32":
         raise UserError(
