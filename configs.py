@@ -968,7 +968,8 @@ def read_run(run_dir):
     if not path.exists():
         raise UserError(
             f"{run_dir} is not a run, because it has no config.json: name the folder of "
-            f"a run, or start a run with train.py."
+            f"a run, or start a run with train.py. A model of Hugging Face or T5X "
+            f"becomes a run with `python convert.py MODEL runs/NAME`."
         )
     form = {
         "name": str,
@@ -981,12 +982,11 @@ def read_run(run_dir):
         "train": dict,
         "decode": dict,
     }
-    stored = read_json(
-        path,
-        form,
-        "restore this file from a copy, or use the version of plain T5 that wrote it. "
-        "Convert a model of another program with convert.py first",
+    remedy = (
+        "restore this file from a copy, or use the version of plain T5 that wrote it. A "
+        "model of Hugging Face becomes a run with `python convert.py MODEL runs/NAME`"
     )
+    stored = read_json(path, form, remedy)
     try:
         sections = {
             section: kind(**stored.get(section, {})) for section, kind in SECTIONS.items()
@@ -1220,6 +1220,8 @@ def read_json(path, form, remedy="fetch this file again"):
     Raises UserError if the file is damaged or its content has another form.
     """
     try:
+        if path.exists() and not path.is_file():  # Reading a pipe could take forever.
+            raise OSError("it is not a file")
         value = json.loads(path.read_text())
         check_json(value, form)
     except (OSError, ValueError, RecursionError) as error:

@@ -4,7 +4,8 @@ SRC is a model in any of these formats. convert.py finds out the format and the 
 by itself. DST is a new folder. It becomes a run directory of plain T5, a Hugging Face
 model or a T5X checkpoint. The weights keep their values, unless --dtype bfloat16 rounds
 them. At the end, convert.py reads the new model again and compares it with SRC. DST
-appears only if all arrays are equal, and if the vocabulary gives equal ids.
+appears only if the configurations and all arrays are equal, and if the vocabulary
+gives equal ids.
 
     python convert.py t5-v1_1-small/ runs/t5_1_1_small     import any format as a run
     python convert.py runs/tiny tiny_hf --to hf            export to Hugging Face
@@ -19,7 +20,8 @@ they store a matrix:
   model.safetensors and pytorch_model.bin store a matrix as [outputs, inputs], as PyTorch
   does. flax_model.msgpack stores it as [inputs, outputs].
 - T5X (Google's JAX code for T5): a directory checkpoint_N. It contains a msgpack file and
-  zarr arrays, or a checkpoint of the library Orbax. A matrix is [inputs, outputs].
+  zarr arrays, or a checkpoint of the library Orbax. The file config.gin describes the
+  model. A matrix is [inputs, outputs].
 - Mesh TensorFlow (the original code for T5): a TensorFlow checkpoint model.ckpt-N. A
   matrix is [inputs, outputs].
 
@@ -41,6 +43,7 @@ import base64
 import contextlib
 import errno
 import functools
+import itertools
 import json
 import math
 import os
@@ -414,6 +417,24 @@ def model_from_shapes(tensors, form, source):
     )
 
 
+def read_floats(tensor, name, source):
+    """Return the values of a Tensor, which must be floating-point numbers.
+
+    name: the name of the array in Hugging Face or T5X, for the error message.
+    source: the path of the model, for error messages.
+
+    Raises a UserError if the values are damaged, or if they are integers. Integers are
+    quantized weights, or come from a damaged description of the array.
+    """
+    values = explain_errors(source)(tensor.read)()
+    if not jnp.issubdtype(values.dtype, jnp.floating):
+        raise UserError(
+            f"{source} is damaged or quantized, because {name} has the type "
+            f"{values.dtype}: convert another copy with floating-point weights."
+        )
+    return values
+
+
 def to_weights(tensors, form, source, cfg, vocabulary, name="t5"):
     """Return the Weights of a model, given its Hugging Face or T5X arrays.
 
@@ -474,7 +495,7 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5"):
         tensor = tensors[entry.external_name]
         if entry.transposed:
             tensor = tensor.transpose()
-        read = explain_errors(source)(tensor.read)
+        read = functools.partial(read_floats, tensor, entry.external_name, source)
         arrays[entry.name, entry.layer] = Tensor(entry.shape, read)
     data_config = DataConfig("python:", vocab="spiece.model")
     run = Config(name, cfg, data_config, TrainConfig(steps=max(step, 1)))
@@ -938,9 +959,12 @@ def read_pickle(file):
         arrays = torch.load(file, "cpu", weights_only=True, mmap=mmap)
     tensors = {}
     for name, array in arrays.items():
-        tensors[name] = Tensor(
-            tuple(array.shape), lambda array=array: array.float().numpy()
-        )
+
+        def read(array=array):
+            """Return the values as a NumPy array. NumPy has no bfloat16 of torch."""
+            return (array.float() if array.is_floating_point() else array).numpy()
+
+        tensors[name] = Tensor(tuple(array.shape), read)
     return tensors
 
 
@@ -1072,14 +1096,16 @@ def open_hf(folder):
     Raises a UserError if a file is damaged or plain T5 does not support the model.
     """
 
-    def read_optional(name):
+    def read_optional(name, form):
         """Return the content of a JSON file, or {} if the file is missing."""
         path = folder / name
-        return configs.read_json(path, dict) if path.exists() else {}
+        return configs.read_json(path, form) if path.exists() else {}
 
     config = configs.read_json(folder / "config.json", HF_TYPES)
-    generation = read_optional("generation_config.json")
-    tokenizer = read_optional("tokenizer_config.json")
+    generation = read_optional("generation_config.json", dict)
+    modules = read_optional("modules.json", [{"type": str}])
+    tokenizer_form = {"extra_ids?": (int, type(None))}
+    tokenizer = read_optional("tokenizer_config.json", tokenizer_form)
     model_type = config.get("model_type", "t5")
     if model_type not in ("t5", "mt5", "umt5"):
         raise UserError(
@@ -1093,8 +1119,60 @@ def open_hf(folder):
         vocabulary = byte_vocabulary([folder])
     else:
         sentinels = tokenizer.get("extra_ids") or data.SENTINELS
+        if not 0 < sentinels <= max(cfg.vocab_size, data.SENTINELS):
+            raise UserError(
+                f"{folder / 'tokenizer_config.json'} sets extra_ids to {sentinels}, but "
+                f"the model has {cfg.vocab_size} embeddings: download this file again."
+            )
         vocabulary = read_vocabulary([folder], cfg, sentinels)
+    note_unused(folder, config | generation, modules)
     return to_weights(tensors, HF, folder, cfg, vocabulary, model_type)
+
+
+# Settings of generation in Hugging Face's JSON files that convert.py does not convert,
+# and the values that mean that a setting has no effect.
+GENERATION_DEFAULTS = {
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "bad_words_ids": None,
+    "sequence_bias": None,
+    "min_length": 0,
+    "no_repeat_ngram_size": 0,
+    "repetition_penalty": 1,
+    "num_beams": 1,
+    "length_penalty": 1,
+    "do_sample": False,
+}
+
+
+def note_unused(folder, settings, modules):
+    """Print a note about each part of a Hugging Face model that is not converted.
+
+    folder: the Hugging Face directory.
+    settings: the content of config.json and generation_config.json as one dict.
+    modules: the list in modules.json, a file of the library sentence-transformers.
+    """
+    unused = [
+        f"{name} {settings[name]}"
+        for name, default in GENERATION_DEFAULTS.items()
+        if settings.get(name) not in (None, [], default)
+    ]
+    if unused:
+        note(
+            f"The configuration in {folder} changes how text is generated "
+            f"({', '.join(unused):.300}), but convert.py does not convert these "
+            f"settings. Without them the outputs may differ. Choose beam search or "
+            f"sampling with flags such as --decode.beams."
+        )
+    kinds = [module["type"].rsplit(".")[-1] for module in modules]
+    if dropped := set(kinds) - {"Transformer", "Pooling"}:
+        note(
+            f"{folder} computes sentence vectors with sentence-transformers. The modules "
+            f"{', '.join(sorted(dropped))} after the encoder are not converted, so "
+            f"infer.py --mode encode gives other vectors than sentence-transformers."
+        )
 
 
 def unify_embeddings(tensors, config, folder):
@@ -1113,7 +1191,8 @@ def unify_embeddings(tensors, config, folder):
     folder: the Hugging Face directory, for error messages.
 
     Raises a UserError if the model has no embedding, or several different embeddings.
-    Raises a UserError if the output layer is missing.
+    Raises a UserError if the output layer is missing, or if config.json does not say
+    whether its logits are scaled.
     """
     embed, head = "shared.weight", "lm_head.weight"
     copies = ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
@@ -1135,10 +1214,18 @@ def unify_embeddings(tensors, config, folder):
         )
     head_tensor = tensors.get(head, embedding)
     shared = equals_embedding(head_tensor)
-    tied = config.get("tie_word_embeddings", shared)
-    # By default, transformers scales the logits of tied models, except those of mT5.
-    scaled = tied and config.get("model_type") != "mt5"
-    scaled = config.get("scale_decoder_outputs", scaled)
+    # tie_word_embeddings is true by default. In version 4 of transformers, it is false by
+    # default for mT5. A true value means two things: the embedding is the output layer,
+    # and the logits are scaled. Version 5 always uses lm_head.weight if the file contains
+    # it. The value then only means that the logits of T5 are scaled. Version 5 never
+    # scales the logits of mT5, and always scales those of UMT5, which is a mistake.
+    family = config.get("model_type", "t5")
+    flags = {"tie_word_embeddings", "scale_decoder_outputs"}
+    tied = config.get("tie_word_embeddings", True)
+    tied_4 = config.get("tie_word_embeddings", family != "mt5")
+    scaled_by_5 = {"mt5": False, "umt5": True}
+    scaled_5 = scaled_by_5.get(family, config.get("scale_decoder_outputs", tied))
+    scaled = tied if family == "umt5" else scaled_5
     if not any(name.startswith(("decoder", head)) for name in tensors):
         # A model without a decoder needs no output layer. If `scaled` is True, the code
         # below adds none.
@@ -1147,6 +1234,25 @@ def unify_embeddings(tensors, config, folder):
         raise UserError(
             f"{folder} has no {head} (the output layer), although tie_word_embeddings is "
             f"false in config.json: download the model again."
+        )
+    elif not shared and family != "mt5" and not flags & config.keys():
+        raise UserError(
+            f"{folder} has an output layer {head} that differs from the embedding, but "
+            f"config.json does not say whether the logits are scaled: add "
+            f'"tie_word_embeddings": false for a model without scaling, such as T5 1.1.'
+        )
+    # Each reading says whether the embedding is the output layer, and whether the logits
+    # are scaled.
+    elif {(shared or tied_4, tied_4), (shared, scaled_5)} != {(shared, scaled)}:
+        version = 5 if scaled == scaled_5 else 4
+        place = "in" if head in tensors else "missing in"
+        flag = config.get("tie_word_embeddings", "missing")
+        note(
+            f"Versions 4 and 5 of transformers compute different logits for a model of "
+            f"type {family} if tie_word_embeddings is {flag} in config.json and {head} "
+            f"is {place} the weights. convert.py follows version {version}: the output "
+            f"layer is {'the embedding' if shared else head}, and the logits are "
+            f"{'multiplied by d_model^-0.5' if scaled else 'not scaled'}."
         )
     # Drop the position biases for cross-attention. The published T5 1.0 files contain
     # them, but T5 does not use them.
@@ -1233,9 +1339,9 @@ def read_t5x(folder):
             # stored the path directly in leaf.
             relative_path = {**leaf, **leaf["kvstore"]}["path"]
             kvstore = {"driver": "file", "path": str(folder / relative_path)}
-            # Raise an error if a file is missing. By default, TensorStore returns zeros
-            # instead.
-            tensors[name] = open_zarr(kvstore, fill_missing_data_reads=False)
+            shape = leaf["metadata"]["shape"]
+            expected = {"dtype": leaf["dtype"], "metadata": {"shape": shape}}
+            tensors[name] = open_zarr(kvstore, shape, **expected)
         else:
             tensors[name] = in_memory(leaf)
     return tensors
@@ -1245,29 +1351,68 @@ def read_orbax(folder):
     """Return {T5X name: Tensor} for all arrays in an Orbax checkpoint of T5X.
 
     The library Orbax stores zarr arrays in OCDBT, the key-value database of TensorStore.
-    The file _METADATA lists the names of the arrays.
+    The file _METADATA lists the names of the arrays. It also lists the shape of the part
+    that each process has written, but files of older versions of Orbax do not.
     """
-    form = {"tree_metadata": {str: {"key_metadata": [{"key": str}]}}}
+    entry_form = {
+        "key_metadata": [{"key": str}],
+        "value_metadata?": {"write_shape?": [int]},
+    }
+    form = {"tree_metadata": {str: entry_form}}
     metadata = configs.read_json(folder / "_METADATA", form)
     database = {"driver": "ocdbt", "base": f"file://{folder.resolve()}/"}
     tensors = {}
     for entry in metadata["tree_metadata"].values():
         keys = [part["key"] for part in entry["key_metadata"]]
-        tensors["/".join(keys)] = open_zarr({**database, "path": ".".join(keys) + "/"})
+        kvstore = {**database, "path": ".".join(keys) + "/"}
+        written = entry.get("value_metadata", {}).get("write_shape")
+        tensors["/".join(keys)] = open_zarr(kvstore, written)
     return tensors
 
 
-def open_zarr(kvstore, **options):
+def open_zarr(kvstore, written, **expected):
     """Return a Tensor for a zarr array, without reading its values yet.
 
     The library TensorStore reads the shape now, and the values when they are needed.
 
     kvstore: a TensorStore dict with the path of the array and the storage driver.
-    options: more fields of the TensorStore specification.
+    written: the shape of the part that each process has written, or None if it is
+        unknown. The shape of the array is a multiple of this shape.
+    expected: fields of the TensorStore specification, such as the dtype, which must agree
+        with the array.
+
+    Raises a UserError if the array contradicts `written` or `expected`. zarr splits an
+    array into chunks, which are separate files. If a chunk is missing, this function or
+    the reading of the values raises a UserError.
     """
     explain = explain_errors(kvstore["path"], "a complete array")
-    spec = {"driver": "zarr", "kvstore": kvstore, **options}
-    array = explain(lambda: tensorstore.open(spec, open=True).result())()
+    # Raise an error if a chunk is missing. By default, TensorStore returns zeros instead.
+    options = {"driver": "zarr", "fill_missing_data_reads": False}
+    spec = {**options, "kvstore": kvstore, **expected}
+
+    @explain
+    def open_array():
+        """Return the TensorStore of the array, after a check of its .zarray file."""
+        array = tensorstore.open(spec, open=True).result()
+        stored = array.spec().to_json()["metadata"]
+        shape, chunk = stored["shape"], stored["chunks"]
+        part = shape if written is None else written
+        sizes = list(zip(shape, part, chunk, strict=True))
+        if any(size % width or width < block for size, width, block in sizes):
+            raise ValueError(
+                f"it has the shape {shape} and chunks of {chunk}, not {part}"
+            )
+        # T5X and Orbax always write in C order and in little-endian format.
+        if stored["order"] != "C" or stored["dtype"].startswith(">"):
+            raise ValueError(f"it has order {stored['order']}, type {stored['dtype']}")
+        # Without an expected shape, reading an array of a wrong shape could use up the
+        # memory. So count the chunks, which need one file each. One more file is .zarray.
+        count = math.prod(-(-size // block) for size, _, block in sizes)
+        if not expected and len(array.kvstore.list().result()) <= count:
+            raise ValueError(f"it has fewer than {count:,} chunks")
+        return array
+
+    array = open_array()
     return Tensor(array.shape, explain(lambda: array.read().result()))
 
 
@@ -1326,38 +1471,94 @@ def open_google(source, tensors, form):
     if source.name.startswith("checkpoint_") or not source.is_dir():
         folders.append(source.parent)
     cfg = model_from_shapes(tensors, form, source)
-    cfg = replace(cfg, activation=gin_activation(folders) or cfg.activation)
+    stated = read_gin(folders)
+    for name in set(stated) & set(GIN_FIELDS.values()):
+        if stated[name] != getattr(cfg, name):
+            raise UserError(
+                f"The Gin file of {source} sets {name} to {stated[name]}, but the "
+                f"weights have {getattr(cfg, name)}: replace it by the config.gin of "
+                f"this model."
+            )
+    assumed = [
+        f"{name} {getattr(cfg, name)}"
+        for name in ("activation", "relative_max_distance", "dropout")
+        if name not in stated
+    ]
+    if assumed:
+        note(
+            f"No config.gin or operative_config.gin of {source} states all values that "
+            f"the weights do not show. convert.py assumes {', '.join(assumed)}. If the "
+            f"model has other values, copy its config.gin into {folders[-1]} and convert "
+            f"the checkpoint again."
+        )
+    cfg = replace(cfg, **stated)
     return to_weights(tensors, form, source, cfg, read_vocabulary(folders, cfg))
 
 
-def gin_activation(folders):
-    """Return the activation that a Gin file sets, such as "gated_gelu".
+# Fields of T5X's T5Config in Gin files, and the fields of ModelConfig with the same
+# value.
+GIN_FIELDS = {
+    "vocab_size": "vocab_size",
+    "emb_dim": "d_model",
+    "mlp_dim": "d_ff",
+    "head_dim": "d_kv",
+    "num_heads": "num_heads",
+    "num_encoder_layers": "num_layers",
+    "num_decoder_layers": "num_decoder_layers",
+}
+# The activations that Hugging Face, T5X and plain T5 compute in the same way.
+SHARED_ACTIVATIONS = "gated_gelu", "gated_silu", "relu"
+
+
+def read_gin(folders):
+    """Return the fields of ModelConfig that Gin files set, such as {"dropout": 0.1}.
 
     Gin files are the configuration files of T5X and Mesh TensorFlow. They are needed
-    because weights for gated GELU and gated SiLU have the same shapes. The result is None
-    if no file sets the activation.
+    because the weights do not show the activation, the largest distance of relative
+    positions and the dropout rate. For example, weights for gated GELU and gated SiLU
+    have the same shapes.
 
-    folders: the folders that may contain a Gin file. The first Gin file that sets the
-        activation is used.
+    folders: the folders that may contain a Gin file. If several Gin files set a field,
+        the file in the first folder counts.
 
     Raises a UserError if plain T5 does not support the activation.
     """
-    names = ("config.gin", "operative_config.gin")
-    paths = [folder / name for folder in folders for name in names]
-    text = "".join(path.read_text() for path in paths if path.exists())
-    pattern = r"(?:mlp_activations|DenseReluDense\.activation) *= *(.*)"
-    found = re.search(pattern, text)
-    if not found:
-        return None
-    # For a gated MLP, T5X lists the activations of both branches: ('gelu', 'linear').
-    words = re.findall(r"\w+", found[1].replace("swish", "silu"))
-    name = f"gated_{words[0]}" if "linear" in words else words[0]
-    if name not in ("gated_gelu", "gated_silu", "relu"):
-        raise UserError(
-            f"The Gin file of {folders[0]} sets an unsupported activation, "
-            f"`{found[0]}`: convert a model with gated GELU, gated SiLU or ReLU."
-        )
-    return name
+    names = ("operative_config.gin", "config.gin")
+    paths = [folder / name for folder in reversed(folders) for name in names]
+    text = "\n".join(path.read_text() for path in paths if path.exists())
+    # A line that ends in a backslash continues in the next line.
+    text = re.sub("#.*", "", text.replace("\\\n", " "))
+
+    def last_value(name, value):
+        """Return the last value that a Gin file gives to a name, or "" if there is none.
+
+        name: a regular expression that matches the name.
+        value: a regular expression that matches the value.
+        """
+        return ["", *re.findall(rf"(?:{name}) *= *({value})", text)][-1]
+
+    stated = {}
+    for name, own_name in GIN_FIELDS.items():
+        if value := last_value(rf"T5Config\.{name}", r"\d+"):
+            stated[own_name] = int(value)
+    names = r"mlp_activations|DenseReluDense\.activation"
+    # The value may be a list or tuple of several lines.
+    if activation := last_value(names, r"[(\[][^)\]]*|.*"):
+        # For a gated MLP, T5X lists the activations of both branches: ('gelu', 'linear').
+        words = re.findall(r"\w+", activation.replace("swish", "silu"))
+        prefix = "gated_" if "linear" in words else ""
+        stated["activation"] = prefix + "".join(words[:1])
+        if stated["activation"] not in SHARED_ACTIVATIONS:
+            raise UserError(
+                f"The Gin file of {folders[0]} sets an unsupported activation, "
+                f"`{activation}`: convert a model with gated GELU, gated SiLU or ReLU."
+            )
+    # T5X's own Gin files set the dropout rate by the macro DROPOUT_RATE.
+    if dropout := last_value(r"T5Config\.dropout_rate|\bDROPOUT_RATE", r"\d[\d.e-]*"):
+        stated["dropout"] = float(dropout)
+    if distance := last_value(r"RelativePositionBiases\.max_distance", r"\d+"):
+        stated["relative_max_distance"] = int(distance)
+    return stated
 
 
 # ---- reading a run, and finding the format ---------------------------------------------
@@ -1446,24 +1647,125 @@ def open_any(source, step=None):
                 f"choose one of {sorted(checkpoints)}."
             )
         path = checkpoints.get(step, path)
+        if (path / "adapter_config.json").exists():
+            raise UserError(
+                f"{path} contains a LoRA adapter: load it with the library peft, call "
+                f"merge_and_unload() and save_pretrained(), and convert the result."
+            )
         # Also open a checkpoint of plain T5 without a manifest, to report the damage.
         is_plain = (
             re.fullmatch(r"step_\d+", path.name) and path.parent.name == "checkpoints"
         )
         if is_plain or (path / "manifest.json").exists():
-            return open_plain(path, path.resolve().parent.parent)
+            return open_plain(check_files(path), path.resolve().parent.parent)
         if find_hf_weights(path):
-            return open_hf(path)
+            return open_hf(check_files(path))
         if Path(f"{path}.index").exists():
-            return open_google(path, read_mtf(path), HF)
+            return open_google(check_files(path), read_mtf(path), HF)
         for folder in (path / "state", path):
             if (folder / "_METADATA").exists():
-                return open_google(path, read_orbax(folder), T5X)
-        if (path / "checkpoint").is_file():
-            return open_google(path, read_t5x(path), T5X)
+                return open_google(check_files(path), read_orbax(folder), T5X)
+        # TensorFlow writes a text file with the same name beside its checkpoints.
+        index = path / "checkpoint"
+        if index.exists() and not index.is_dir() and not any(path.glob("*.index")):
+            return open_google(check_files(path), read_t5x(path), T5X)
     raise UserError(
         f"{source} is not a run directory, a Hugging Face directory with weights, or a "
-        f"checkpoint of T5X or Mesh TensorFlow: check the path of SRC."
+        f"checkpoint of T5X or Mesh TensorFlow: {advice(source)}."
+    )
+
+
+def check_files(path):
+    """Return the path of a model, after a check that no file is a pipe or a device.
+
+    Reading a pipe or a device could take forever, so it raises a UserError.
+
+    path: the folder of the model, or the prefix of a Mesh TensorFlow checkpoint.
+    """
+    files = [*path.rglob("*"), *path.parent.glob(f"{path.name}.*")]
+    # These files may be in the parent folder of a checkpoint, or in the run directory.
+    names = "spiece.model", "tokenizer.json", "recipe.py", "config.gin"
+    for folder in path.absolute().parents[:2]:
+        files += [folder / name for name in (*names, "operative_config.gin")]
+    for file in files:
+        if file.exists() and not file.is_file() and not file.is_dir():
+            raise UserError(f"{file} is a pipe or a device, not a file: remove it.")
+    return path
+
+
+def advice(source):
+    """Return what to do about a SRC that is not a model, as the end of a sentence.
+
+    For example, SRC may be a folder that contains models, such as a cache of the Hugging
+    Face hub, a folder of diffusers or the output folder of Hugging Face's Trainer.
+
+    source: the path of SRC.
+    """
+    path = Path(source)
+    if not path.exists():
+        if re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", str(source)):
+            return (
+                f"there is no folder {source}. If this is the name of a model on the "
+                f"Hugging Face hub, download it with `hf download {source} --local-dir "
+                f"{path.name}`, and use {path.name} as SRC"
+            )
+        return "this path does not exist. Check SRC"
+
+    def is_model(folder):
+        """Return whether a folder seems to contain a model that open_any reads."""
+        config = folder / "config.json"
+        names = "manifest.json", "adapter_config.json"
+        try:
+            text = config.read_text(errors="replace") if config.is_file() else ""
+            return (
+                ("t5" in text.lower() and find_hf_weights(folder))
+                or any((folder / name).exists() for name in names)
+                or find_checkpoints(folder)
+            )
+        except OSError:  # This user may not read the folder.
+            return False
+
+    if path.is_file() and is_model(path.parent):
+        return f"use its folder {path.parent} as SRC"
+    for pattern in ("*", "*/*", "*/*/*"):
+        # Look at no more than 10,000 paths, in case that SRC is a home directory.
+        found = itertools.islice(path.glob(pattern), 10_000)
+        models = [folder for folder in found if is_model(folder)]
+        if models:
+            # Sort checkpoint-500 before checkpoint-1000.
+            models.sort(key=lambda folder: (len(folder.name), folder))
+            pipeline = ""
+            if (path / "model_index.json").exists():
+                pipeline = (
+                    ". In this folder of diffusers, the vocabulary is in the tokenizer "
+                    "folder with the same number: copy its spiece.model or tokenizer.json"
+                )
+            return f"use one of its subfolders, {', '.join(map(str, models))}{pipeline}"
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    prefixes = [str(file.with_suffix("")) for file in files if file.suffix == ".index"]
+    if prefixes:
+        return f"name one checkpoint of Mesh TensorFlow, such as {prefixes[-1]}"
+    if any(file.suffix == ".gguf" for file in files):
+        return (
+            "convert.py cannot read GGUF files. Download the original model of this "
+            "file, which has a config.json and a model.safetensors"
+        )
+    # The Trainer of Hugging Face writes its options to training_args.bin.
+    weights = [
+        file.name
+        for file in files
+        if file.suffix in (".safetensors", ".bin") and file.name != "training_args.bin"
+    ]
+    if weights:
+        kind = "pytorch_model.bin" if weights[0].endswith("bin") else "model.safetensors"
+        return (
+            f"SRC must be a folder with the weights and their config.json. Rename "
+            f"{weights[0]} to {kind} if it has another name, add the config.json of the "
+            f"model, and use the folder as SRC"
+        )
+    return (
+        "check the path of SRC. Weights of PyTorch or Flax must be in a file "
+        "model.safetensors, pytorch_model.bin or flax_model.msgpack"
     )
 
 
@@ -1543,12 +1845,6 @@ def write_hf(folder, weights, dtype):
     # needs scaled logits, so write a tied mT5 as T5.
     elif is_mt5 and not cfg.tied:
         family = "mt5"
-    if family == "umt5" and not cfg.tied:
-        note(
-            "Version 5 of transformers wrongly scales the logits of this UMT5 model by "
-            "d_model^-0.5. Greedy decoding gives the same outputs, but beam search and "
-            "scores differ. For exact results, use transformers 4.57."
-        )
     has_decoder = cfg.num_decoder_layers > 0
     architecture = "ForConditionalGeneration" if has_decoder else "EncoderModel"
     config = {
@@ -1759,9 +2055,9 @@ def tokenizer_json(vocabulary):
 def write_t5x(folder, weights, dtype):
     """Write a model as a T5X checkpoint.
 
-    The parameters are written as zarr arrays, and a msgpack file lists all arrays. If the
-    model has an Adafactor state, this state is written in float32. Raises a UserError for
-    UMT5, which T5X does not support.
+    The parameters are written as zarr arrays, and a msgpack file lists all arrays. A file
+    config.gin describes the model. If the model has an Adafactor state, this state is
+    written in float32. Raises a UserError for UMT5, which T5X does not support.
 
     folder: the directory of the checkpoint.
     weights: the Weights of the model.
@@ -1804,6 +2100,43 @@ def write_t5x(folder, weights, dtype):
     tree = flax.traverse_util.unflatten_dict(tree, sep="/")
     content = flax.serialization.msgpack_serialize({"version": 3, "optimizer": tree})
     configs.write_file(folder / "checkpoint", content)
+    configs.write_file(folder / "config.gin", config_gin(weights.cfg.model))
+
+
+def config_gin(cfg):
+    """Return the Gin file of a model, which T5X and convert.py read.
+
+    The weights do not show all values of a model, such as its activation.
+
+    cfg: the ModelConfig of the model.
+    """
+    activations = [cfg.activation.removeprefix("gated_")]
+    if cfg.activation.startswith("gated_"):
+        activations.append("linear")
+    fields = {
+        f"network.T5Config.{name}": getattr(cfg, own_name)
+        for name, own_name in GIN_FIELDS.items()
+    } | {
+        "network.T5Config.mlp_activations": tuple(activations),
+        "network.T5Config.dropout_rate": cfg.dropout,
+        "network.T5Config.logits_via_embedding": cfg.tied,
+        "layers.RelativePositionBiases.num_buckets": cfg.relative_buckets,
+        "layers.RelativePositionBiases.max_distance": cfg.relative_max_distance,
+    }
+    if (cfg.relative_buckets, cfg.relative_max_distance) != (32, 128):
+        note(
+            f"warning: the file network.py of T5X always uses 32 buckets of relative "
+            f"positions and a largest distance of 128. To use this model in T5X, change "
+            f"these numbers to {cfg.relative_buckets} and {cfg.relative_max_distance}."
+        )
+    imports = [
+        "from __gin__ import dynamic_registration",
+        "from t5x.examples.t5 import layers",
+        "from t5x.examples.t5 import network",
+        "",
+    ]
+    lines = [f"{name} = {value!r}" for name, value in fields.items()]
+    return "\n".join([*imports, *lines, ""])
 
 
 def write_zarr(folder, name, array):
@@ -1883,6 +2216,12 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False):
         )
     with atomic_destination(destination) as folder:
         weights = open_any(source, step)
+        activation = weights.cfg.model.activation
+        if to != "plain" and activation not in SHARED_ACTIVATIONS:
+            raise UserError(
+                f"The model has the activation {activation}, which --to {to} cannot "
+                f"store: convert a model with {', '.join(SHARED_ACTIVATIONS)}."
+            )
         params = model.count_params(model.param_table(weights.cfg.model))
         print(f"source   {source}: {params:,} parameters, step {weights.step:,}")
         print(f"writing  {destination}", flush=True)
@@ -1911,14 +2250,21 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False):
 def compare(weights, written, dtype):
     """Check that a converted model has the same values as the original model.
 
-    Returns the number of compared arrays, or raises an OSError if two arrays differ.
+    Returns the number of compared arrays. Raises an OSError if two arrays or the
+    configurations of the two models differ. Prints a note if there are values that are
+    not finite.
 
     weights: the Weights of the original model.
     written: the Weights of the converted model, read from the disk.
     dtype: the NumPy type in which the parameters were written. The parameters of the
         original model are rounded to this type before the comparison.
     """
-    count = 0
+    for name, value in vars(weights.cfg.model).items():
+        found = getattr(written.cfg.model, name)
+        # dtype and remat are no properties of the weights.
+        if name not in ("dtype", "remat") and found != value:
+            raise OSError(f"model.{name} is {value}, but the written files say {found}")
+    count, infinite = 0, []
     for (name, layer), tensor in written.arrays.items():
         # Skip counters, such as the step. T5X does not store all of them.
         if not tensor.shape:
@@ -1930,7 +2276,16 @@ def compare(weights, written, dtype):
                 f"{name} has different values after it was written and read again, so "
                 f"the disk or the memory may be faulty"
             )
+        if not np.isfinite(expected).all():
+            infinite.append(name if layer is None else f"{name} (layer {layer})")
         count += 1
+    if infinite:
+        note(
+            f"warning: {len(infinite)} arrays contain values that are infinite or NaN "
+            f"({', '.join(infinite):.200}). The converted model has the same values, and "
+            f"its outputs may be NaN. Use another copy of the model, or train with a "
+            f"lower --train.learning_rate."
+        )
     return count
 
 
@@ -1967,7 +2322,8 @@ def main(argv):
     if configs.is_remote(args.src) or configs.is_remote(args.dst):
         raise UserError(
             f"{args.src} and {args.dst} must both be local folders: copy a remote folder "
-            f"to this machine first."
+            f"to this machine first. To copy a model of the Hugging Face hub, use "
+            f"`hf download`."
         )
     if args.to == "plain" and args.dtype != "float32":
         raise UserError(

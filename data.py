@@ -3131,14 +3131,16 @@ def with_vocab_size(changes):
 
 
 def check_vocab_size(size, cfg):
-    """Raise a UserError if model.vocab_size does not fit a vocabulary with `size` ids."""
-    # model.vocab_size is often rounded up to a multiple of 128, so it may be up to 127
-    # larger than the vocabulary.
-    if not size <= cfg.model.vocab_size < size + 128:
+    """Raise a UserError if a vocabulary with `size` ids is too large for the model.
+
+    A model may have more ids than its vocabulary. Some published models do.
+    """
+    if size > cfg.model.vocab_size:
         raise UserError(
             f"The vocabulary has {size} ids, including its sentinels, but the model has "
             f"{cfg.model.vocab_size} ids: set "
-            f"--model.vocab_size {math.ceil(size / 128) * 128}."
+            f"--model.vocab_size {math.ceil(size / 128) * 128}. A model that has already "
+            f"been trained needs its own vocabulary instead."
         )
 
 
@@ -3674,11 +3676,18 @@ def prepare(cfg, split, tokenizer):
     """Return the Dataset of a split, after tokenizing the beginning of each task.
 
     The data are checked first. The function raises UserError if a task is invalid or has
-    no text in this split. It also raises UserError if the vocabulary does not fit the
+    no text in this split. It also raises UserError if the vocabulary is too large for the
     model, or if chunks of text do not fit into a row.
     """
     check_tasks(cfg)
     check_vocab_size(tokenizer.size, cfg)
+    rounded = math.ceil(tokenizer.size / 128) * 128
+    if split == "train" and cfg.model.vocab_size > rounded:
+        note(
+            f"The model has {cfg.model.vocab_size} ids, but the vocabulary uses only the "
+            f"first {tokenizer.size}. A new model needs less memory with "
+            f"--model.vocab_size {rounded}."
+        )
     opened = open_tasks(cfg, split)
 
     @functools.cache

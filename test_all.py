@@ -6106,10 +6106,18 @@ def test_a_vocabulary_of_another_size_is_refused(trained, capsys, monkeypatch, t
         tmp_path / "run",
         *flags,
         "--model.vocab_size",
-        512,
+        128,
     )
     assert status == 2 and "--model.vocab_size 256" in err
     assert not (tmp_path / "run" / "config.json").exists()
+
+
+@pytest.mark.parametrize("spare", [False, True])
+def test_a_model_may_have_more_ids_than_its_vocabulary(corpus, capsys, spare):
+    """A converted model keeps its number of ids. A note names the unused ids."""
+    cfg = change(corpus, model=dict(vocab_size=512 if spare else 256))
+    assert len(open_dataset(cfg).batch(0).inputs) == 8
+    assert ("--model.vocab_size 256" in capsys.readouterr().err) == spare
 
 
 def test_a_run_with_another_config_is_refused_and_the_fields_are_listed(
@@ -6925,6 +6933,7 @@ def test_large_models_are_written_in_shards(tmp_path, monkeypatch):
     "head, flags, tied, factor",
     [
         ("other", {"tie_word_embeddings": False}, False, 1),
+        ("other", {"model_type": "mt5"}, False, 1),
         ("none", {}, True, None),
         ("same", {"tie_word_embeddings": True}, True, None),
         # transformers 5 writes scale_decoder_outputs
@@ -6945,8 +6954,9 @@ def test_large_models_are_written_in_shards(tmp_path, monkeypatch):
     ],
 )
 def test_arrays_and_config_determine_whether_a_model_is_tied(
-    head, flags, tied, factor, tmp_path
+    head, flags, tied, factor, tmp_path, capsys
 ):
+    """A note says so if versions 4 and 5 of transformers disagree."""
     state = hf_state(ODD.model)
     if head != "other":
         state["lm_head.weight"] = state["shared.weight"].copy()
@@ -6960,6 +6970,9 @@ def test_arrays_and_config_determine_whether_a_model_is_tied(
     convert.main([str(tmp_path / "hf"), str(tmp_path / "run")])
     m, params = params_of(tmp_path / "run")
     assert m.tied == tied
+    # Version 4 ignores lm_head.weight if tie_word_embeddings is true.
+    ambiguous = flags.get("tie_word_embeddings", False) and not tied
+    assert ("convert.py follows version 5" in capsys.readouterr().err) == ambiguous
     if not tied:
         np.testing.assert_array_equal(params["unembed"], expected.T * np.float32(factor))
 
@@ -7090,6 +7103,131 @@ def test_t5x_and_back_with_optimizer(tmp_path):
         params_of(tmp_path / "rounded")[1],
         jax.tree.map(lambda a: np.float32(a.astype(jnp.bfloat16)), params),
     )
+
+
+TINY_T5X = ModelConfig(
+    vocab_size=40,
+    d_model=8,
+    d_ff=12,
+    d_kv=2,
+    num_heads=2,
+    num_layers=1,
+    num_decoder_layers=1,
+    tied=True,
+)
+
+
+def write_orbax(folder, tree):
+    """Write arrays as Orbax does: zarr arrays in one database, and a list of them."""
+    import tensorstore
+
+    database, metadata = {"driver": "ocdbt", "base": f"file://{folder}/"}, {}
+    with tensorstore.Transaction() as transaction:
+        for name, array in flax.traverse_util.flatten_dict(tree, sep="/").items():
+            spec = {
+                "driver": "zarr",
+                "dtype": array.dtype.name,
+                "kvstore": {**database, "path": name.replace("/", ".") + "/"},
+                "metadata": {"shape": array.shape, "chunks": array.shape},
+            }
+            store = tensorstore.open(spec, create=True, transaction=transaction).result()
+            store.write(array).result()
+            metadata[name] = {
+                "key_metadata": [{"key": key} for key in name.split("/")],
+                "value_metadata": {"write_shape": array.shape},
+            }
+    (folder / "_METADATA").write_text(json.dumps({"tree_metadata": metadata}))
+
+
+@pytest.mark.parametrize("form", ["t5x", "orbax"])
+def test_arrays_that_contradict_the_index_of_a_checkpoint_are_refused(form, tmp_path):
+    """A missing chunk must not become zeros, and a wrong shape must not use memory."""
+    import tensorstore
+
+    tree, expected, _ = t5x_state(TINY_T5X)
+    tree["state"] = {"step": tree["state"]["step"]}
+    folder = tmp_path / "checkpoint_1000"
+    folder.mkdir()
+    if form == "orbax":
+        write_orbax(folder, tree)
+        store = {"driver": "ocdbt", "base": f"file://{folder}/"}
+    else:
+        content = flax.serialization.msgpack_serialize({"version": 3, "optimizer": tree})
+        (folder / "checkpoint").write_bytes(content)
+        folder, arrays = tmp_path / "written", folder
+        convert.convert(arrays, folder, "t5x", np.dtype(np.float32))
+        store = {"driver": "file", "path": f"{folder}/"}
+    convert.convert(folder, tmp_path / "run", "plain", np.dtype(np.float32))
+    assert_equal(params_of(tmp_path / "run")[1], expected)
+    store = tensorstore.KvStore.open(store).result()
+    name = "target.token_embedder.embedding"
+    about, chunk = store[f"{name}/.zarray"], store[f"{name}/0.0"]
+    damages = (
+        {"shape": [10**9, 10**6]},
+        {"shape": [39, 8]},
+        {"chunks": [40, 16]},
+        {"dtype": "<i4"},
+        {"dtype": ">f4"},
+        {"order": "F"},
+        None,  # The chunk is missing.
+    )
+    for damage in damages:
+        if damage:
+            store[f"{name}/.zarray"] = json.dumps({**json.loads(about), **damage})
+        else:
+            del store[f"{name}/0.0"]
+        with pytest.raises(configs.UserError, match="token_embedder.embedding"):
+            convert.convert(folder, tmp_path / "bad", "plain", np.dtype(np.float32))
+        store[f"{name}/.zarray"], store[f"{name}/0.0"] = about, chunk
+    assert all_arrays(folder).keys() == all_arrays(tmp_path / "run").keys()
+
+
+@pytest.mark.parametrize("activation", ["gated_silu", "gated_gelu", "relu"])
+def test_a_t5x_checkpoint_keeps_what_its_weights_do_not_show(
+    activation, tmp_path, capsys
+):
+    m = replace(TINY_T5X, activation=activation, relative_max_distance=40, dropout=0.05)
+    write_hf(tmp_path / "hf", m)
+    convert.main([str(tmp_path / "hf"), str(tmp_path / "t5x"), "--to", "t5x"])
+    assert "network.py of T5X always uses" in capsys.readouterr().err
+    convert.main([str(tmp_path / "t5x"), str(tmp_path / "run")])
+    assert "assumes" not in capsys.readouterr().err
+    assert configs.load_run(tmp_path / "run").model == replace(m, dtype="auto")
+    gin = tmp_path / "t5x" / "config.gin"
+    gin.write_text(gin.read_text().replace("emb_dim = 8", "emb_dim = 9"))
+    with pytest.raises(
+        configs.UserError, match="sets d_model to 9, but the weights have 8"
+    ):
+        convert.main([str(tmp_path / "t5x"), str(tmp_path / "guessed")])
+    gin.unlink()
+    convert.main([str(tmp_path / "t5x"), str(tmp_path / "guessed")])
+    assumed = "relu" if activation == "relu" else "gated_gelu"
+    assert (
+        f"assumes activation {assumed}, relative_max_distance 128, dropout 0.0"
+        in capsys.readouterr().err
+    )
+
+
+def test_gin_files_of_t5x_and_mesh_tensorflow_are_read(tmp_path):
+    """Gin files may have several lines for a value, comments, macros and later values."""
+    inner, outer = tmp_path / "checkpoint_5", tmp_path
+    inner.mkdir()
+    for text, expected in (
+        ("x.mlp_activations = ('swish', 'linear')", {"activation": "gated_silu"}),
+        ("mlp_activations = \\\n  ('gelu',\n 'linear')", {"activation": "gated_gelu"}),
+        ("a.DenseReluDense.activation = 'relu'  # gelu", {"activation": "relu"}),
+        ("# mlp_activations = ('silu', 'linear')\nother = 3", {}),
+        ("DROPOUT_RATE = 0.1\nT5Config.dropout_rate = %DROPOUT_RATE", {"dropout": 0.1}),
+        ("T5Config.dropout_rate = 0.1\nT5Config.dropout_rate = 1e-05", {"dropout": 1e-5}),
+        ("RelativePositionBiases.max_distance = 7", {"relative_max_distance": 7}),
+    ):
+        (outer / "operative_config.gin").write_text(text)
+        assert convert.read_gin([inner, outer]) == expected
+    (inner / "config.gin").write_text("RelativePositionBiases.max_distance = 9")
+    assert convert.read_gin([inner, outer]) == {"relative_max_distance": 9}
+    (inner / "config.gin").write_text("mlp_activations = ('tanh', 'linear')")
+    with pytest.raises(configs.UserError, match="tanh"):
+        convert.read_gin([inner, outer])
 
 
 @needs_cases
@@ -7525,6 +7663,30 @@ def test_input_from_a_pipe_is_read_once(trained, tmp_path, capsys, monkeypatch):
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
 
 
+def test_notes_name_what_is_not_converted_and_values_that_are_not_finite(
+    tmp_path, capsys
+):
+    state = hf_state(ODD.model)
+    write_hf(tmp_path / "hf", ODD.model, state=state, num_beams=1, min_length=0)
+    convert.main([str(tmp_path / "hf"), str(tmp_path / "quiet")])
+    assert not re.search("NaN|not convert", capsys.readouterr().err)
+    state["encoder.block.1.layer.1.DenseReluDense.wo.weight"][3, 2] = np.nan
+    state["shared.weight"][0, 0] = np.inf
+    shutil.rmtree(tmp_path / "hf")
+    write_hf(tmp_path / "hf", ODD.model, state=state)
+    modules = "Transformer", "Pooling", "Dense", "Normalize"
+    modules = [{"type": f"sentence_transformers.models.{name}"} for name in modules]
+    (tmp_path / "hf" / "modules.json").write_text(json.dumps(modules))
+    generation = {"forced_bos_token_id": 0, "suppress_tokens": [5], "bad_words_ids": None}
+    (tmp_path / "hf" / "generation_config.json").write_text(json.dumps(generation))
+    convert.main([str(tmp_path / "hf"), str(tmp_path / "run")])
+    err = capsys.readouterr().err
+    assert "modules Dense, Normalize after the encoder are not converted" in err
+    assert "(forced_bos_token_id 0, suppress_tokens [5])" in err
+    assert "2 arrays contain values that are infinite or NaN (params/e" in err
+    assert "params/embed" in err and "params/encoder/layers/mlp/down (layer 1)" in err
+
+
 @pytest.mark.parametrize("sentinels", [100, 30])
 def test_tokenizer_config_determines_the_number_of_sentinels(
     sentinels, tmp_path, tokenizer
@@ -7816,6 +7978,11 @@ def promise_more(folder):
     path.write_text(json.dumps(index))
 
 
+def make_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
 # Each value: kind of directory, damage to the arrays, damage to the folder, changes of
 # config.json, expected message.
 BAD_WEIGHTS = {
@@ -7977,6 +8144,64 @@ BAD_WEIGHTS = {
         "spiece.model is missing, damaged or not a SentencePiece model",
     ),
     "pickle": ("pytorch_model.bin", None, None, {}, "--allow_pickle"),
+    "no tie flag": (
+        "safetensors",
+        None,
+        lambda f: (f / "config.json").write_text(
+            (f / "config.json").read_text().replace("tie_word_embeddings", "other")
+        ),
+        {},
+        "config.json does not say whether the logits are scaled",
+    ),
+    "sentinels true": (
+        "safetensors",
+        None,
+        lambda f: (f / "tokenizer_config.json").write_text('{"extra_ids": true}'),
+        {},
+        "tokenizer_config.json cannot be used (it/extra_ids is true)",
+    ),
+    "endless sentinels": (
+        "safetensors",
+        None,
+        lambda f: (f / "tokenizer_config.json").write_text('{"extra_ids": 1000000000}'),
+        {},
+        "sets extra_ids to 1000000000, but the model has 201 embeddings",
+    ),
+    "negative sentinels": (
+        "safetensors",
+        None,
+        lambda f: (f / "tokenizer_config.json").write_text('{"extra_ids": -1}'),
+        {},
+        "sets extra_ids to -1",
+    ),
+    "pipe as weights": (
+        "safetensors",
+        None,
+        lambda f: make_pipe(f / "model.safetensors"),
+        {},
+        "model.safetensors is a pipe or a device",
+    ),
+    "pipe as config": (
+        "safetensors",
+        None,
+        lambda f: make_pipe(f / "config.json"),
+        {},
+        "config.json is a pipe or a device",
+    ),
+    "device as vocabulary": (
+        "safetensors",
+        None,
+        lambda f: (f / "spiece.model").symlink_to("/dev/zero"),
+        {},
+        "spiece.model is a pipe or a device",
+    ),
+    "LoRA": (
+        "safetensors",
+        None,
+        lambda f: (f / "adapter_config.json").write_text("{}"),
+        {},
+        "contains a LoRA adapter",
+    ),
     "no weights": (
         "safetensors",
         None,
@@ -8007,20 +8232,11 @@ def test_invalid_weights_are_named_and_nothing_is_written(
 
 def test_invalid_sources_and_destinations_are_refused(tmp_path, capsys, monkeypatch):
     write_hf(tmp_path / "hf", ODD.model)
-    m = ModelConfig(
-        vocab_size=40,
-        d_model=8,
-        d_ff=12,
-        d_kv=2,
-        num_heads=2,
-        num_layers=1,
-        num_decoder_layers=1,
-    )
     for name, version in (("old", 2), ("new", 3)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "checkpoint").write_bytes(
             flax.serialization.msgpack_serialize(
-                {"version": version, "optimizer": t5x_state(m)[0]}
+                {"version": version, "optimizer": t5x_state(TINY_T5X)[0]}
             )
         )
     convert.main([str(tmp_path / "new"), str(tmp_path / "zarr"), "--to", "t5x"])
@@ -8049,6 +8265,63 @@ def test_invalid_sources_and_destinations_are_refused(tmp_path, capsys, monkeypa
     assert (tmp_path / "full" / "mine").read_text() == "precious"
 
 
+def test_folders_and_files_that_are_not_models_get_advice(
+    trained, tmp_path, capsys, monkeypatch
+):
+    """For example, a cache of the Hugging Face hub contains models in subfolders."""
+    write_hf(tmp_path / "hf", ODD.model)
+
+    def place(*folders):
+        for folder in folders:
+            shutil.copytree(tmp_path / "hf", tmp_path / folder)
+
+    place("hub/models--google--t5/snapshots/abc", "trainer/checkpoint-500")
+    place("trainer/checkpoint-1000", "diffusers/text_encoder_2", "renamed")
+    (tmp_path / "diffusers" / "model_index.json").write_text("{}")
+    (tmp_path / "diffusers" / "text_encoder").mkdir()
+    (tmp_path / "diffusers" / "text_encoder" / "config.json").write_text("clip")
+    (tmp_path / "diffusers" / "text_encoder" / "model.safetensors").write_text("")
+    (tmp_path / "renamed" / "model.safetensors").rename(
+        tmp_path / "renamed" / "t5_fp16.safetensors"
+    )
+    for name in ("gguf/t5.gguf", "mtf/checkpoint", "mtf/model.ckpt-5.index", "bin/a.bin"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("GGUF")
+    monkeypatch.chdir(tmp_path)
+    for source, expected in (
+        ("hub", "subfolders, hub/models--google--t5/snapshots/abc."),
+        ("hub/models--google--t5", "hub/models--google--t5/snapshots/abc."),
+        ("trainer", "trainer/checkpoint-500, trainer/checkpoint-1000."),
+        ("diffusers", "diffusers/text_encoder_2. In this folder of diffusers, the voc"),
+        (trained[0].parent, f"use one of its subfolders, {trained[0]}"),
+        (trained[0] / "checkpoints", "checkpoints/step_"),
+        ("hf/model.safetensors", "use its folder hf as SRC"),
+        ("renamed", "Rename t5_fp16.safetensors to model.safetensors"),
+        (
+            "renamed/t5_fp16.safetensors",
+            "Rename t5_fp16.safetensors to model.safetensors",
+        ),
+        ("bin/a.bin", "Rename a.bin to pytorch_model.bin"),
+        ("gguf", "cannot read GGUF files"),
+        ("gguf/t5.gguf", "cannot read GGUF files"),
+        ("mtf", "such as mtf/model.ckpt-5"),
+        (
+            "google/flan-t5-small",
+            "hf download google/flan-t5-small --local-dir flan-t5-s",
+        ),
+        ("t5-small", "hf download t5-small"),
+        ("/no/such/folder", "this path does not exist"),
+    ):
+        status, _, err = run(convert, capsys, monkeypatch, source, "new")
+        assert status == 2 and expected in err and "Traceback" not in err, err
+    for source in ("hf", "google/flan-t5-small"):
+        status, _, err = run(infer, capsys, monkeypatch, "--run_dir", source, "text")
+        assert status == 2 and "python convert.py MODEL runs/NAME" in err, err
+    os.mkfifo("config.json")
+    with pytest.raises(configs.UserError, match="it is not a file"):
+        configs.load_run(tmp_path)
+
+
 def test_wrongly_written_arrays_are_detected(tmp_path, monkeypatch):
     write_hf(tmp_path / "hf", ODD.model)
     weights = convert.open_any(tmp_path / "hf")
@@ -8057,8 +8330,12 @@ def test_wrongly_written_arrays_are_detected(tmp_path, monkeypatch):
     changed = convert.in_memory(changed.read() + np.float32(1e-7))
     flipped = weights._replace(arrays={**weights.arrays, (name, 2): changed})
     convert.write_plain(tmp_path / "run", flipped, np.dtype(np.float32))
+    read = convert.open_any(tmp_path / "run")
     with pytest.raises(OSError, match="decoder/layers/mlp/norm"):
-        convert.compare(weights, convert.open_any(tmp_path / "run"), np.dtype(np.float32))
+        convert.compare(weights, read, np.dtype(np.float32))
+    other = weights._replace(cfg=change(weights.cfg, model=dict(activation="gated_silu")))
+    with pytest.raises(OSError, match="model.activation is gated_silu"):
+        convert.compare(other, read, np.dtype(np.float32))
 
 
 # ---- the jobs ------------------------------------------------------------------------------------
