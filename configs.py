@@ -266,7 +266,8 @@ class DecodeConfig:
     beams: int = between(0, 1024, 0)
     # Exponent of the length penalty of beam search.
     # A larger exponent favors longer outputs.
-    alpha: float = 0.6
+    # A negative exponent is refused, because the search would end too early.
+    alpha: float = at_least(0, 0.6)
     # Length penalty: the score of an output of n tokens is divided by this number.
     # "gnmt" means ((5 + n) / 6) ** alpha, as in T5X.
     # "length" means n ** alpha, as in Hugging Face.

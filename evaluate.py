@@ -66,25 +66,23 @@ POSTPROCESSORS = {}
 # ---- teacher-forced loss ---------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def loss_sums(params, batch, cfg, first_sentinel):
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def loss_sums(params, batch, cfg, tokenizer):
     """Sum the losses of a batch over all target tokens, and over content tokens alone.
 
-    Content tokens are the target tokens without EOS and without sentinels. A sentinel,
-    such as <extra_id_0>, stands for a removed span. EOS and sentinels carry no text, and
-    sentinels come in a fixed order, so they are easy to predict. The loss over content
-    tokens measures how well the model predicts the text itself. It can be compared with
-    the unigram baseline that train.py prints, which counts content tokens only.
+    Content tokens are all target tokens except EOS and sentinels, which carry no text.
+    The loss over content tokens measures how well the model predicts the text itself. It
+    can be compared with the unigram baseline that train.py prints, which counts content
+    tokens only.
 
     params: the parameters of the model.
     batch: a data.Batch.
-    first_sentinel: the lowest id of a sentinel. The sentinels are the last ids.
+    tokenizer: the Tokenizer of the run, which says which ids are sentinels.
     Returns a dict from the name of each sum to a float32 scalar.
     """
     losses = model.token_losses(params, batch, cfg)
     cross_entropy = losses[0]
-    is_real = batch.target_segments > 0  # segment 0 marks padding
-    is_content = is_real & (batch.targets > data.EOS) & (batch.targets < first_sentinel)
+    is_content = data.is_content(batch.targets, tokenizer)
     return {
         **model.sum_over_tokens(losses, batch),
         "content_loss": jnp.sum(cross_entropy * is_content),
@@ -104,14 +102,13 @@ def evaluate_loss(params, cfg, mesh, dataset, batches):
     """
     batch_size = cfg.train.batch_size
     tokenizer = dataset.tasks[0].tokenizer
-    first_sentinel = tokenizer.size - tokenizer.sentinels
     # Each process makes only the rows of a batch that its own devices hold.
     rows = partition.local_rows(batch_size, mesh)
     # Counter.update adds numbers to a Counter, so `totals` has the sums over all batches.
     totals = collections.Counter()
     for i in range(batches):
         batch = partition.put_batch(dataset.batch(i, rows), batch_size, mesh)
-        totals.update(loss_sums(params, batch, cfg, first_sentinel))
+        totals.update(loss_sums(params, batch, cfg, tokenizer))
     # Divide only once, at the end. Every token then has the same weight in the mean, even
     # if some batches have fewer tokens than others.
     metrics = model.mean_metrics(totals)
