@@ -578,7 +578,6 @@ def generate(
     cache, fixed = init_cache(params, cfg, encoded, length, N)
     # A function wrapped in for_own_rows runs on each device, for that device's rows only.
     for_own_rows = functools.partial(jax.shard_map, out_specs=P("data"))
-    has_inputs = jnp.any(input_segments > 0, axis=1, keepdims=True)
 
     @for_own_rows
     def next_ids(state, logits, at):
@@ -587,8 +586,7 @@ def generate(
 
     def unfinished(carry):
         at, _, state, _ = carry
-        # Rows without inputs only fill up the batch. The loop does not wait for them.
-        return (at < length) & jnp.any(has_inputs & ~state.done)
+        return (at < length) & ~jnp.all(state.done)
 
     def decode_position(carry):
         at, ids, state, cache = carry
@@ -765,8 +763,9 @@ def run_examples(params, cfg, mesh, examples, mode="predict"):
 def run_batch(params, cfg, mesh, group, mode, B):
     """Run the model on one batch, and return a list with the result of each example.
 
-    If the group has fewer than B examples, empty examples are added. Their results are at
-    the end of the returned list.
+    If the group has fewer than B examples, copies of its last example fill the batch. A
+    copy ends when the example ends, so the copies do not make decoding longer. Their
+    results are at the end of the returned list.
 
     group: a list of at most B Examples.
     mode: the name of the wanted result.
@@ -778,7 +777,7 @@ def run_batch(params, cfg, mesh, group, mode, B):
           explains these vectors.
     B: the number of rows of the batch.
     """
-    group = [*group, *[Example([])] * (B - len(group))]
+    group = [*group, *[group[-1]] * (B - len(group))]
     inputs, input_segments = pad_batch([x.inputs for x in group])
     targets, target_segments = pad_batch([x.targets for x in group])
     numbers = np.array([x.number for x in group], np.uint32)

@@ -13,6 +13,7 @@ import doctest
 import fcntl
 import functools
 import gzip
+import importlib.util
 import io
 import itertools
 import json
@@ -2181,6 +2182,72 @@ def test_ids_of_a_seqio_cache_are_used_unchanged(tmp_path, pairs, tokenizer):
         data.prepare(cfg, "train", tokenizer)
 
 
+@pytest.mark.parametrize("inputs_eos, eos_after_trim", [(True, True), (False, False)])
+def test_a_task_has_the_same_ids_in_training_and_decoding(
+    tmp_path, pairs, tokenizer, monkeypatch, inputs_eos, eos_after_trim
+):
+    """The examples of every kind of source become the ids of the rows that the model is trained
+    on, whether they are texts or ids, end with EOS or not, and fit or are truncated."""
+    import pyarrow.parquet
+    import tensorflow_datasets as tfds
+
+    lists = [[5, 9, 1], [5, 9], [6, 1], [7, 1, 8], list(range(3, 90)), [*range(3, 90), 1]]
+    rows = [{"inputs": ids, "targets": ids[::-1]} for ids in lists]
+    texts = [{"inputs": text, "targets": text[:20]} for text in sentences(4)]
+    (tmp_path / "in-validation.jsonl").write_text(
+        "\n".join(map(json.dumps, rows + texts))
+    )
+    (tmp_path / "in.txt").write_text("\n".join(sentences(150)))
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist(rows), tmp_path / "in-validation.parquet"
+    )
+    write_seqio_cache(tmp_path / "cache", "validation", rows, shards=1)
+    ids = tfds.features.Tensor(shape=(None,), dtype=np.int32)
+    held_out = {
+        "validation": [
+            jax.tree.map(np.int32, row, is_leaf=list.__instancecheck__) for row in rows
+        ]
+    }
+    write_tfds(tmp_path / "d" / "1.0.0", held_out, inputs=ids, targets=ids)
+
+    def halves(example):
+        return [{"inputs": example["text"][:50], "targets": example["text"][50:]}]
+
+    tasks = {
+        "jsonl": data.Task(f"jsonl:{tmp_path}/in-{{split}}.jsonl"),
+        "parquet": data.Task(f"parquet:{tmp_path}/in-{{split}}.parquet"),
+        "seqio": data.Task(f"seqio:{tmp_path}/cache"),
+        "tfds": data.Task(f"tfds:{tmp_path}/d"),
+        "reverse": data.Task("reverse:"),
+        "python": data.TASKS["by_rule_words"],
+        "text": data.Task(f"text:{tmp_path}/in.txt:lines", halves),
+        "random": data.Task("random:", halves),
+    }
+    if importlib.util.find_spec("datasets"):
+        (tmp_path / "hub").mkdir()
+        shutil.copy(tmp_path / "in-validation.parquet", tmp_path / "hub")
+        tasks["hf"] = data.Task(f"hf:{tmp_path}/hub")
+    assert set(data.SOURCES) - {"hf"} == set(tasks) - {"hf"}
+    for name, task in tasks.items():
+        task = task._replace(inputs_eos=inputs_eos, eos_after_trim=eos_after_trim)
+        monkeypatch.setitem(data.TASKS, name, task)
+        cfg = change(pairs[0], data=dict(task=name, source=""))
+        dataset = data.prepare(cfg, "validation", tokenizer)
+        count = dataset.batches()
+        trained = [x for i in range(count) for x in unpack(dataset.batch(i))]
+        assert trained and all((x[-1] == 1) == inputs_eos for x, _ in trained[:1])
+        task, read = infer.open_input(f"task:{name}", cfg)[:2]
+        encode = infer.ExampleEncoder(cfg, tokenizer, True, task)
+        pairs_read = evaluate.read_examples(
+            cfg, tokenizer, "validation", lambda _, example: [example]
+        )
+        for found in (infer.read_examples(read, encode), pairs_read):
+            assert [(tuple(x.inputs), tuple(x.targets)) for _, x in found] == trained
+    # A list of ids in a file is used unchanged.
+    file = infer.ExampleEncoder(cfg, tokenizer, True)
+    assert [list(file(row)[:2]) for row in rows] == [list(row.values()) for row in rows]
+
+
 # ---- model: parameters -----------------------------------------------------------------
 
 T5 = dict(activation="relu", tied=True)
@@ -3960,11 +4027,12 @@ def test_samples_have_the_models_distribution_and_do_not_depend_on_the_batch():
     ids=str,
 )
 def test_outputs_do_not_depend_on_the_batch(decode):
-    """Seven examples have the same outputs in batches of 4 and of 7, and on 8 devices."""
+    """Eight examples, one without inputs, have the same outputs in batches of 4 and of 7,
+    and on 8 devices."""
     rng = np.random.default_rng(0)
     examples = [
         infer.Example(rng.integers(3, 256, n).tolist(), rng.integers(3, 256, m).tolist())
-        for n, m in ((5, 3), (30, 8), (17, 1), (1, 5), (16, 2), (25, 7), (9, 4))
+        for n, m in ((5, 3), (30, 8), (17, 1), (1, 5), (16, 2), (25, 7), (9, 4), (0, 2))
     ]
     results, weights = [], jax.device_get(make_params(SMALL))
     for devices, size, axes in ((1, 4, {}), (1, 7, {}), (8, 8, dict(model=2))):
