@@ -4597,6 +4597,91 @@ def test_infer_writes_one_output_line_per_input_line(
     ]
 
 
+def test_a_resumed_output_file_keeps_its_checkpoint_and_its_input(
+    trained, tmp_path, capsys, monkeypatch
+):
+    """--step latest means the checkpoint with which the file was begun, even if there is a newer
+    one. Another checkpoint of the same step, and a changed source of a task, are refused."""
+    monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained[0], "run")
+    newer = partition.Checkpoints("run").path(6)
+    older = partition.Checkpoints("run").path(3)
+    newer.rename("kept")
+    rows = [{"inputs": text, "targets": "beta"} for text in sentences(4)]
+    Path("in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.setitem(data.TASKS, "mine", data.Task("jsonl:in.jsonl"))
+
+    def answer(*flags, source="task:mine", output="o.jsonl"):
+        files = ["--input", source, "--output", output, "--decode.max_len", 3]
+        return run(infer, capsys, monkeypatch, "--run_dir", "run", *files, *flags)
+
+    assert answer(output="whole.jsonl")[0] == 0
+    interrupt_after(monkeypatch, 2, answer)
+    Path("kept").rename(newer)
+    files = {path: Path(path).read_bytes() for path in ("o.jsonl.partial", "in.jsonl")}
+    stat = os.stat("in.jsonl")
+
+    def refused(sentence):
+        status, _, err = answer()
+        assert status == 2 and sentence in err, err
+        assert Path("o.jsonl.partial").read_bytes() == files["o.jsonl.partial"]
+
+    Path("in.jsonl").write_text("\n".join(map(json.dumps, rows[::-1])))
+    refused("the input has changed since o.jsonl.partial was begun")
+    Path("in.jsonl").write_bytes(files["in.jsonl"])
+    os.utime("in.jsonl", ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    older.rename("kept")
+    refused("was begun with the checkpoint of step 3, which run no longer has")
+    # Another checkpoint gets the same step.
+    shutil.copytree(newer, older)
+    manifest = partition.read_manifest(older)
+    configs.write_checked(older / "manifest.json", manifest | {"step": 3})
+    refused("the checkpoint has changed since o.jsonl.partial was begun")
+    shutil.rmtree(older)
+    Path("kept").rename(older)
+    status, _, err = answer()
+    assert status == 0 and "already has 2 lines" in err, err
+    assert Path("o.jsonl").read_text() == Path("whole.jsonl").read_text()
+
+    # An empty line of a .txt file gets an empty prediction, and other lines do not change.
+    Path("in.txt").write_text(f"{rows[0]['inputs']}\n\n  \n{rows[1]['inputs']}")
+    assert answer("--step", 3, source="in.txt", output="txt.jsonl")[0] == 0
+    lines, whole = (
+        [json.loads(line)["prediction"] for line in Path(name).read_text().splitlines()]
+        for name in ("txt.jsonl", "whole.jsonl")
+    )
+    assert lines == [whole[0], "", "", whole[1]]
+    for name in ("out.csv", "out.json", "out.jsonl.gz"):
+        status, _, err = answer(output=name)
+        assert status == 2 and f"{name} does not end with .jsonl" in err
+
+
+def test_inputs_that_end_unlike_those_of_training_are_reported(
+    tokenizer, monkeypatch, capsys
+):
+    """Inputs of a task are never reported, because they become the same ids as in training."""
+    for name, inputs_eos in (("with", True), ("without", False)):
+        task = data.Task("jsonl:x", inputs_eos=inputs_eos)
+        monkeypatch.setitem(data.TASKS, name, task)
+    monkeypatch.setitem(data.MIXTURES, "both", {"with": 1, "without": 1})
+    for name, sentence in (
+        ("with", "2 inputs do not end with EOS (id 1), unlike the inputs that this run"),
+        ("without", "3 inputs end with EOS (id 1), unlike the inputs that this run was"),
+        ("of a recipe", "2 inputs do not end with EOS (id 1), unlike the inputs of T5's"),
+        ("both", ""),
+    ):
+        cfg = change(data=dict(task=name, source=""))
+        encode = infer.ExampleEncoder(cfg, tokenizer, False)
+        for inputs in ([5, 6], [5, 6, 1], [], "alpha", [1]):
+            encode({"inputs": inputs})
+        infer.note_differences(encode)
+        err = capsys.readouterr().err
+        assert sentence in err and bool(sentence) == bool(err)
+        infer.note_differences(replace(encode, task=data.Task()))
+        assert not capsys.readouterr().err
+
+
 # ---- whole runs ----------------------------------------------------------------------------------
 
 
