@@ -4231,16 +4231,100 @@ def test_bleu_and_rouge_are_computed_by_their_libraries():
     ],
     ids=str,
 )
-def test_unknown_metrics_and_missing_libraries_are_refused(task, sentence, monkeypatch):
+def test_unknown_metrics_and_missing_libraries_are_refused(
+    task, sentence, monkeypatch, tmp_path
+):
     """Every task is checked before the evaluation starts; known names and functions pass."""
+    (tmp_path / "x").write_text('{"inputs": "a", "targets": "b"}\n' * 9)
     for library in ("sacrebleu", "sklearn"):
         monkeypatch.setitem(sys.modules, library, None)  # as if it were not installed
-    known = data.Task("jsonl:x", metrics=("accuracy", max), postprocess="label")
+    source = f"jsonl:{tmp_path}/x"
+    metrics = ("accuracy", lambda targets, predictions: {"count": len(targets)})
+    known = data.Task(source, metrics=metrics, postprocess="label")
     monkeypatch.setitem(data.TASKS, "known", known)
-    monkeypatch.setitem(data.TASKS, "refused", data.Task("jsonl:x", **task))
+    monkeypatch.setitem(data.TASKS, "refused", data.Task(source, **task))
     evaluate.check_metrics({"known": SMALL})
     with pytest.raises(configs.UserError, match=sentence):
         evaluate.check_metrics({"known": SMALL, "refused": SMALL})
+
+
+def wrong_metric(targets, predictions):
+    """A metric that fails unless all predictions are correct."""
+    return {"wrong": 1 / (targets == predictions)}
+
+
+def test_metrics_that_do_not_fit_their_task_are_named(
+    mixture, tmp_path, capsys, monkeypatch, one_device
+):
+    """train.py and evaluate.py refuse such metrics before a text is tokenized. A metric that
+    fails on the predictions of the model is named too."""
+    monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
+    task = data.TASKS["some"]
+    cfg = change(mixture, data=dict(task="some", prepared_dir=str(tmp_path / "new")))
+    flags = flags_of(cfg, **{"train.infer_every": 1, "train.steps": 1})
+    for changes, sentence in (
+        (
+            dict(metrics=("exact_match",)),
+            "metric exact_match of the task some failed (Type",
+        ),
+        (dict(metrics=(max,)), "metric max of the task some failed (AttributeError"),
+        (dict(metrics=("squad",)), "squad needs a list of correct answers"),
+        (
+            dict(postprocess="answers"),
+            "postprocessor answers of the task some failed (KeyE",
+        ),
+        (
+            dict(postprocess=lambda text, is_target, **_: [text] if is_target else text),
+            "accuracy needs targets of the same kind",
+        ),
+        (
+            dict(metrics=(evaluate.accuracy, "accuracy")),
+            "Two metrics of the task some return the name accuracy",
+        ),
+    ):
+        changes = dict(metrics=("accuracy",)) | changes
+        monkeypatch.setitem(data.TASKS, "some", task._replace(**changes))
+        status, _, err = run(
+            train, capsys, monkeypatch, "--run_dir", tmp_path / "run", *flags
+        )
+        assert status == 2 and sentence in err and "Traceback" not in err, err
+        assert not (tmp_path / "new").exists() and not list(tmp_path.glob("run/*.json"))
+    monkeypatch.setitem(data.TASKS, "some", task._replace(metrics=(wrong_metric,)))
+    one = change(cfg, data=dict(task="some"), decode=dict(max_len=2))
+    evaluate.check_metrics({"some": one})
+    tokenizer = data.prepare_vocabulary(one)
+    sentence = "The metric wrong_metric of the task some failed .ZeroDivisionError"
+    generated = itertools.repeat(([[5]], [0.0]))
+    monkeypatch.setattr(infer, "run_examples", lambda *_: generated)
+    with pytest.raises(configs.UserError, match=sentence):
+        evaluate.predict({}, one, one_device, "validation", tokenizer)
+    lines = [{"target": value} for value in (-1, 0, -1)]
+    for postprocess, warning in (("label", "2 of 3 targets of the task some"), ("", "")):
+        labels = task._replace(choices=("a", "b"), postprocess=postprocess)
+        evaluate.note_unknown_targets("some", labels, lines)
+        err = capsys.readouterr().err
+        assert warning in err and bool(warning) == bool(err)
+
+
+def test_metrics_refuse_targets_that_they_would_misread():
+    """Such targets gave numbers without a meaning."""
+    for name, targets, predictions in (
+        ("accuracy", [["a"], ["b"]], ["a", "b"]),
+        ("accuracy", [{"value": 1, "group": 2}], [{"value": 1}]),
+        ("squad", ["the cat"], ["the cat"]),
+        ("mean_3class_f1", ["no", "yes"], ["no", "yes"]),
+        ("spearman_corrcoef", ["no", "yes"], ["no", "yes"]),
+        ("bleu", [["a b c", "d"], ["e f g", "h"], ["i j k", "l"]], ["a b c"] * 3),
+    ):
+        if library := evaluate.LIBRARIES.get(name):
+            pytest.importorskip(library, reason="needs pip install '.[metrics]'")
+        with pytest.raises((TypeError, ValueError)):
+            evaluate.METRICS[name](targets, predictions)
+    # As in t5, each list of references has a text for each prediction.
+    references = [["a b c d", ""], ["", "e f g h"]]
+    assert evaluate.METRICS["bleu"](references, ["a b c d", "e f g h"])[
+        "bleu"
+    ] == pytest.approx(100)
 
 
 def test_rank_classification_equals_that_of_t5():
@@ -5339,6 +5423,10 @@ BAD = {
     "unknown flag": (["--train.setps", "5"], "did you mean --train.steps"),
     "abbreviated flag": (["--train.step", "5"], "did you mean --train.steps"),
     "no number": (["--train.steps", "many"], "--train.steps must be a whole number"),
+    "negative length penalty": (
+        ["--decode.alpha=-1"],
+        "--decode.alpha must be at least 0, not -1.0",
+    ),
     "negative rate": (
         ["--train.learning_rate=-1"],
         "--train.learning_rate must be at least 0, not -1.0",

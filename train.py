@@ -984,12 +984,13 @@ def open_data(cfg, run_dir, resumes, source, config):
             f"The processes of this run do not share --run_dir {run_dir}: choose a "
             f"directory that all machines can read and write."
         )
-    tokenizer = run_tokenizer(cfg, run_dir, resumes, source)
-    dataset = data.prepare(cfg, "train", tokenizer)
+    # Check the names of metrics before the text is tokenized, which can take long.
     tasks = data.evaluation_configs(cfg) if t.eval_every or t.infer_every else {}
     if t.infer_every:
         evaluate.check_metrics(tasks)
     check_keep_best(t, tasks)
+    tokenizer = run_tokenizer(cfg, run_dir, resumes, source)
+    dataset = data.prepare(cfg, "train", tokenizer)
     held_out = {
         name: (task_cfg, data.prepare(task_cfg, "validation", tokenizer))
         for name, task_cfg in tasks.items()
