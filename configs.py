@@ -1288,6 +1288,25 @@ def naming_file(path):
         raise
 
 
+@contextlib.contextmanager
+def naming_task(name, kind, function):
+    """Convert an error of a metric or postprocessor to a UserError that names the task.
+
+    The function may be defined in a recipe file, so it may raise any exception.
+
+    kind: "metric" or "postprocessor".
+    function: the function, or its name.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise UserError(
+            f"The {kind} {getattr(function, '__name__', function)} of the task {name} "
+            f"failed ({error!r:.300}): correct the {kind} in the definition of the task, "
+            f"or use another one."
+        ) from error
+
+
 def write_file(path, content):
     """Write bytes or text to a file, completely or not at all.
 

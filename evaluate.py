@@ -33,7 +33,6 @@ Example:
 """
 
 import collections
-import contextlib
 import csv
 import functools
 import importlib.util
@@ -199,7 +198,6 @@ def predict(params, cfg, mesh, split, tokenizer, most=None):
             target = tokenizer.decode(target)
         output = tokenizer.decode(answers[0])  # the answer with the best score
         lines.append(result_line(cfg.data.task, task, example, target, output))
-    note_unknown_targets(cfg.data.task, task, lines)
     return compute_metrics(cfg.data.task, task, lines), lines
 
 
@@ -212,7 +210,7 @@ def result_line(name, task, example, target, output):
     target: the text of the target.
     output: the text that the model has generated.
     """
-    with naming_task(name, "postprocessor", task.postprocess):
+    with configs.naming_task(name, "postprocessor", task.postprocess):
         return {
             **example,
             "target": postprocess(task, target, example, True),
@@ -233,7 +231,7 @@ def compute_metrics(name, task, lines):
     for metric in task.metrics or ("accuracy",):
         # A metric of a task is a name in METRICS, or a function.
         function = METRICS.get(metric, metric)
-        with naming_task(name, "metric", metric):
+        with configs.naming_task(name, "metric", metric):
             for key, value in function(targets, predictions).items():
                 metrics[key] = float(value)
     return metrics
@@ -618,25 +616,6 @@ LIBRARIES = {
 }
 
 
-@contextlib.contextmanager
-def naming_task(name, kind, function):
-    """Convert an error of a metric or postprocessor to a UserError that names the task.
-
-    The function may be defined in a recipe file, so it may raise any exception.
-
-    kind: "metric" or "postprocessor".
-    function: the function, or its name.
-    """
-    try:
-        yield
-    except Exception as error:
-        raise UserError(
-            f"The {kind} {getattr(function, '__name__', function)} of the task {name} "
-            f"failed ({error!r:.300}): correct the {kind} in the definition of the task, "
-            f"or use another one."
-        ) from error
-
-
 def note_unknown_targets(name, task, lines):
     """Print a warning if targets of a task are none of the words in task.choices.
 
@@ -650,9 +629,9 @@ def note_unknown_targets(name, task, lines):
     count = [line["target"] for line in lines].count(-1)
     if count:
         note(
-            f"warning: {count:,} of {len(lines):,} targets of the task {name} are none of "
-            f"its choices ({', '.join(task.choices)}), so its metrics are wrong: correct "
-            f"the choices, or evaluate a split that has targets."
+            f"warning: {count:,} of the first {len(lines):,} targets of the task {name} "
+            f"are none of its choices ({', '.join(task.choices)}), so its metrics are "
+            f"wrong. Correct the choices, or evaluate a split that has targets."
         )
 
 
@@ -676,6 +655,7 @@ def try_metrics(name, task, split, cfg):
         for example in first
         if isinstance(example["targets"], str)
     ]
+    note_unknown_targets(name, task, lines)
     names = []
     for metric in task.metrics if lines else ():
         names += compute_metrics(name, task._replace(metrics=(metric,)), lines)
@@ -1004,10 +984,12 @@ def write_plot(path, folders):
 
 # ---- the command -----------------------------------------------------------------------
 
-# The --decode options that change which texts are generated.
-DECODE_FIELDS = (
-    "decode.beams decode.alpha decode.penalty decode.max_len decode.temperature "
-    "decode.top_k decode.top_p".split()
+# The names of options that do not change the metrics begin with these texts. The names of
+# the tasks are recorded anyway.
+NEUTRAL = (
+    *("mesh.", "distributed.", "train.", "model.remat", "decode.batch_size"),
+    *("decode.return_all", "data.eval_tasks", "data.on_error", "data.keep_tokens"),
+    *("data.prepared_dir", "data.tfds_dir", "data.pack", "data.task"),
 )
 
 
@@ -1015,8 +997,9 @@ def recorded_name(name, mode, args, changed):
     """Return the name under which metrics.jsonl records the metrics of a task.
 
     For example, glue_rte_v002 with --decode.beams 4 is recorded as glue_rte_v002-beams=4.
-    The metrics of different options thus get different columns in a table. The name also
-    shows --mode rank and a --split other than validation.
+    The metrics of different options thus get different columns in a table. The name has
+    each option that differs from the run and may change the metrics. The name also shows
+    --mode rank and a --split other than validation.
 
     changed: a dict of the fields that differ from those of the run. For example,
         {"decode.beams": (4, 0)} means 4 beams now and 0 in the run.
@@ -1025,10 +1008,10 @@ def recorded_name(name, mode, args, changed):
         name += "-rank"
         if args.normalize:
             name += "-normalized"
-    if mode == "predict":
-        for field in DECODE_FIELDS:
-            if field in changed:
-                name += f"-{field.removeprefix('decode.')}={changed[field][0]}"
+    for field, (value, _) in changed.items():
+        section, _, option = field.partition(".")
+        if not field.startswith(NEUTRAL) and (section != "decode" or mode == "predict"):
+            name += f"-{option}={value}"
     if args.split != "validation":
         name += f"-{args.split}"
     return name

@@ -1447,8 +1447,8 @@ def main(argv):
         )
     if args.output and not args.output.endswith((".jsonl", ".npz")):
         raise UserError(
-            f"--output {args.output} does not end with .jsonl: infer.py writes JSON lines, "
-            f"so name a .jsonl file (or an .npz file with --mode encode)."
+            f"--output {args.output} does not end with .jsonl: infer.py writes JSON "
+            f"lines, so name a .jsonl file (or an .npz file with --mode encode)."
         )
     # If --input names a task, execute recipe.py of the run, which may define this task.
     name = args.step

@@ -6,6 +6,7 @@ thing computed another way, Hugging Face's model with random weights (needs torc
 with more of them, whole checkpoints too, may be named by the environment variable PLAIN_T5_CASES.
 """
 
+import argparse
 import ast
 import collections
 import dataclasses
@@ -4299,7 +4300,10 @@ def test_metrics_that_do_not_fit_their_task_are_named(
     with pytest.raises(configs.UserError, match=sentence):
         evaluate.predict({}, one, one_device, "validation", tokenizer)
     lines = [{"target": value} for value in (-1, 0, -1)]
-    for postprocess, warning in (("label", "2 of 3 targets of the task some"), ("", "")):
+    for postprocess, warning in (
+        ("label", "2 of the first 3 targets of the task some"),
+        ("", ""),
+    ):
         labels = task._replace(choices=("a", "b"), postprocess=postprocess)
         evaluate.note_unknown_targets("some", labels, lines)
         err = capsys.readouterr().err
@@ -5995,6 +5999,16 @@ def test_csv_has_one_column_per_decoding(trained, tmp_path, capsys, monkeypatch)
         assert status == 0, err
     columns = (tmp_path / "t.csv").read_text().splitlines()[0].split(",")
     assert {"pairs/accuracy", "pairs-beams=2/accuracy"} <= set(columns)
+    # The same holds for every other option that changes the metrics.
+    changed = {"data.inputs_length": (8, 32), "decode.num_return": (2, 1)}
+    changed |= {"data.eval_tasks": ("a", ""), "mesh.model": (2, 1)}
+    args = argparse.Namespace(normalize=False, split="test")
+    for mode, name in (
+        ("predict", "a-inputs_length=8-num_return=2-test"),
+        ("loss", "a-inputs_length=8-test"),
+        ("rank", "a-rank-inputs_length=8-test"),
+    ):
+        assert evaluate.recorded_name("a", mode, args, changed) == name
 
 
 def test_full_disk_is_reported_with_the_file_name(trained, tmp_path, capsys, monkeypatch):
