@@ -17,8 +17,9 @@ cache stores the keys and values of earlier tokens, so they are computed only on
 Each line of IN.jsonl is a JSON object with the field "inputs", such as
 {"inputs": "number: 4711"}. With --mode score, each line also needs the field "targets".
 Both fields hold a text or a list of token ids. A list of ids is used unchanged: it is
-not truncated, and EOS is not appended. OUT.jsonl has the lines of IN.jsonl in the same
-order, with a new field "prediction" or "score".
+not truncated, and EOS is not appended. An input file may also be a .txt file with one
+text on each line, and an empty line gets an empty prediction. OUT.jsonl has the lines of
+IN.jsonl in the same order, with a new field "prediction" or "score".
 
 With --mode encode, each line gets the field "ids" and a field with vectors. --pool mean
 writes the mean vector of each text to the field "mean". --pool first writes the first
@@ -1068,7 +1069,8 @@ def describe_job(args, cfg, step, tokenizer, identity):
     path = partition.Checkpoints(args.run_dir).path(step)
     try:
         manifest = partition.read_manifest(path)
-    except partition.CheckpointError as error:  # a running train.py has deleted it
+    except partition.CheckpointError as error:
+        # A running train.py can have deleted the checkpoint after it was loaded.
         raise UserError(f"{error}: repeat the command.") from error
     # The code of a recipe file can change the examples of a task and the model.
     recipes = filter(None, [args.config, f"{args.run_dir}/recipe.py"])
@@ -1263,8 +1265,8 @@ def note_differences(encode):
     """Print how many texts were truncated, and how many inputs end unlike in training.
 
     Nothing is printed if both numbers are 0. The inputs of T5's own tasks end with EOS,
-    and the inputs of T0's tasks do not. Without EOS, a T5 model often continues the input
-    instead of answering it.
+    and the inputs of T0's tasks do not. If inputs end unlike in training, the outputs are
+    often wrong, and nothing else shows it.
 
     encode: the ExampleEncoder that has converted all lines.
     """
