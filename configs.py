@@ -270,7 +270,8 @@ class DecodeConfig:
     beams: int = between(0, 1024, 0)
     # Exponent of the length penalty of beam search.
     # A larger exponent favors longer outputs.
-    alpha: float = 0.6
+    # A negative exponent is refused, because the search would end too early.
+    alpha: float = at_least(0, 0.6)
     # Length penalty: the score of an output of n tokens is divided by this number.
     # "gnmt" means ((5 + n) / 6) ** alpha, as in T5X.
     # "length" means n ** alpha, as in Hugging Face.
@@ -1444,6 +1445,25 @@ def naming_file(path):
     except OSError as error:
         error.filename = os.fspath(path)
         raise
+
+
+@contextlib.contextmanager
+def naming_task(name, kind, function):
+    """Convert an error of a metric or postprocessor to a UserError that names the task.
+
+    The function may be defined in a recipe file, so it may raise any exception.
+
+    kind: "metric" or "postprocessor".
+    function: the function, or its name.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise UserError(
+            f"The {kind} {getattr(function, '__name__', function)} of the task {name} "
+            f"failed ({error!r:.300}): correct the {kind} in the definition of the task, "
+            f"or use another one."
+        ) from error
 
 
 def write_file(path, content):

@@ -161,6 +161,20 @@ class Tokenizer:
         return self.processor.decode(content)
 
 
+def is_content(ids, tokenizer):
+    """Return which ids are content tokens, as an array of booleans.
+
+    Content tokens are all tokens except padding, EOS and sentinels. A sentinel, such as
+    <extra_id_0>, stands for a removed span. EOS and sentinels carry no text, and
+    sentinels come in a fixed order, so they are easy to predict.
+
+    ids: an array of NumPy or JAX.
+    """
+    sentinels = tokenizer.sentinel_ids
+    is_sentinel = (ids >= sentinels.start) & (ids < sentinels.stop)
+    return (ids > EOS) & ~is_sentinel  # padding has the id 0, which is below EOS
+
+
 # ---- span corruption -------------------------------------------------------------------
 # Span corruption is the pretraining objective of T5 (Raffel et al. 2020, section 3.1.4).
 # About 15 % of the tokens are removed, in spans of 3 tokens on average. In the inputs,
@@ -3210,22 +3224,13 @@ def encode_in_background(examples, tokenizer, characters):
     """
 
     def encode(batch):
-        texts = [text for _, texts in batch for text in texts if isinstance(text, str)]
-        encoded = tokenizer.encode_batch(texts)
+        texts = [text for _, texts in batch for text in texts]
+        encoded = encode_texts(texts, tokenizer)
         for text, ids in zip(texts, encoded):
-            if UNK in ids:
+            if isinstance(text, str) and UNK in ids:
                 characters.update(text)
         encoded = iter(encoded)
-        return [
-            (
-                number,
-                [
-                    next(encoded) if isinstance(text, str) else strip_eos(text)
-                    for text in texts
-                ],
-            )
-            for number, texts in batch
-        ]
+        return [(number, [next(encoded) for _ in texts]) for number, texts in batch]
 
     def batches():
         batch = []
@@ -3246,6 +3251,20 @@ def encode_in_background(examples, tokenizer, characters):
             yield from previous.result()
             previous = future
         yield from previous.result()
+
+
+def encode_texts(texts, tokenizer):
+    """Return the token ids of each text of a task, as arrays without EOS.
+
+    Training, evaluation and infer.py all call this function, and then `truncate`. So an
+    example of a task has the same ids everywhere.
+
+    texts: a list. An element is a text, or a list of token ids if the source is already
+        tokenized. The tokenizer may be None if all elements are lists of ids.
+    """
+    strings = [text for text in texts if isinstance(text, str)]
+    encoded = iter(tokenizer.encode_batch(strings) if strings else [])
+    return [next(encoded) if isinstance(text, str) else strip_eos(text) for text in texts]
 
 
 def strip_eos(ids):
@@ -3841,6 +3860,20 @@ def evaluation_configs(cfg, split="validation"):
     return {task: alone[task] for task in opened}
 
 
+def trained_ends(cfg):
+    """Return how the inputs of a run's training tasks end, as a set of booleans.
+
+    True means that inputs end with EOS, and False means that they do not. A mixture may
+    have tasks of both kinds. The set is empty if a task is unknown, for example because
+    it is defined in a recipe file that has not been executed.
+    """
+    try:
+        rates = mixture_rates(cfg.data.task, cfg)
+        return {find_task(name, cfg).inputs_eos for name, rate in rates.items() if rate}
+    except UserError:
+        return set()
+
+
 def unigram_loss(counts, batches, tokenizer):
     """Return the loss of a unigram model on held-out batches, in nats per token.
 
@@ -3853,7 +3886,7 @@ def unigram_loss(counts, batches, tokenizer):
     batches: a list with the held-out batches.
     """
     targets = np.concatenate([batch.targets.ravel() for batch in batches])
-    content = targets[(targets > EOS) & ~np.isin(targets, tokenizer.sentinel_ids)]
+    content = targets[is_content(targets, tokenizer)]
     if not len(content):
         return 0.0
     counts = counts + 1.0  # add-one smoothing, so no token has probability 0

@@ -67,26 +67,22 @@ POSTPROCESSORS = {}
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def loss_sums(params, batch, cfg, sentinel_ids):
+def loss_sums(params, batch, cfg, tokenizer):
     """Sum the losses of a batch over all target tokens, and over content tokens alone.
 
-    Content tokens are the target tokens without EOS and without sentinels. A sentinel,
-    such as <extra_id_0>, stands for a removed span. EOS and sentinels carry no text, and
-    sentinels come in a fixed order, so they are easy to predict. The loss over content
-    tokens measures how well the model predicts the text itself. It can be compared with
-    the unigram baseline that train.py prints, which counts content tokens only.
+    Content tokens are all target tokens except EOS and sentinels, which carry no text.
+    The loss over content tokens measures how well the model predicts the text itself. It
+    can be compared with the unigram baseline that train.py prints, which counts content
+    tokens only.
 
     params: the parameters of the model.
     batch: a data.Batch.
-    sentinel_ids: the range of the ids of all sentinels.
+    tokenizer: the Tokenizer of the run, which says which ids are sentinels.
     Returns a dict from the name of each sum to a float32 scalar.
     """
     losses = model.token_losses(params, batch, cfg)
     cross_entropy = losses[0]
-    is_real = batch.target_segments > 0  # segment 0 marks padding
-    first, stop = sentinel_ids.start, sentinel_ids.stop
-    is_sentinel = (batch.targets >= first) & (batch.targets < stop)
-    is_content = is_real & (batch.targets > data.EOS) & ~is_sentinel
+    is_content = data.is_content(batch.targets, tokenizer)
     return {
         **model.sum_over_tokens(losses, batch),
         "content_loss": jnp.sum(cross_entropy * is_content),
@@ -112,7 +108,7 @@ def evaluate_loss(params, cfg, mesh, dataset, batches):
     totals = collections.Counter()
     for i in range(batches):
         batch = partition.put_batch(dataset.batch(i, rows), batch_size, mesh)
-        totals.update(loss_sums(params, batch, cfg, tokenizer.sentinel_ids))
+        totals.update(loss_sums(params, batch, cfg, tokenizer))
     # Divide only once, at the end. Every token then has the same weight in the mean, even
     # if some batches have fewer tokens than others.
     metrics = model.mean_metrics(totals)
@@ -201,22 +197,44 @@ def predict(params, cfg, mesh, split, tokenizer, most=None):
         if not isinstance(target, str):  # a list of token ids
             target = tokenizer.decode(target)
         output = tokenizer.decode(answers[0])  # the answer with the best score
-        lines.append(
-            {
-                **example,
-                "target": postprocess(task, target, example, True),
-                "output": output,
-                "prediction": postprocess(task, output, example, False),
-            }
-        )
+        lines.append(result_line(cfg.data.task, task, example, target, output))
+    return compute_metrics(cfg.data.task, task, lines), lines
+
+
+def result_line(name, task, example, target, output):
+    """Return the dict of an example with the fields target, output and prediction.
+
+    The fields target and prediction hold the values that the metrics compare.
+
+    name: the name of the task, for error messages.
+    target: the text of the target.
+    output: the text that the model has generated.
+    """
+    with configs.naming_task(name, "postprocessor", task.postprocess):
+        return {
+            **example,
+            "target": postprocess(task, target, example, True),
+            "output": output,
+            "prediction": postprocess(task, output, example, False),
+        }
+
+
+def compute_metrics(name, task, lines):
+    """Return the metrics of a task as a dict such as {"accuracy": 50.0}.
+
+    name: the name of the task, for error messages.
+    lines: a list with the dict that result_line returns for each example.
+    """
     targets = [line["target"] for line in lines]
     predictions = [line["prediction"] for line in lines]
     metrics = {}
     for metric in task.metrics or ("accuracy",):
         # A metric of a task is a name in METRICS, or a function.
         function = METRICS.get(metric, metric)
-        metrics |= function(targets, predictions)
-    return metrics, lines
+        with configs.naming_task(name, "metric", metric):
+            for key, value in function(targets, predictions).items():
+                metrics[key] = float(value)
+    return metrics
 
 
 # ---- rank classification ---------------------------------------------------------------
@@ -394,7 +412,17 @@ def rank(params, cfg, mesh, split, tokenizer, normalize=False):
 
 
 def accuracy(targets, predictions):
-    """Return the percentage of predictions that equal their targets."""
+    """Return the percentage of predictions that equal their targets.
+
+    If a target and its prediction are of different kinds, such as a list and a text, they
+    could never be equal, and TypeError is raised.
+    """
+
+    def kind(value):
+        return sorted(value) if isinstance(value, dict) else isinstance(value, list)
+
+    if list(map(kind, targets)) != list(map(kind, predictions)):
+        raise TypeError("accuracy needs targets of the same kind as the predictions")
     return {"accuracy": percent([t == p for t, p in zip(targets, predictions)])}
 
 
@@ -403,11 +431,17 @@ def bleu(targets, predictions):
 
     The options of sacrebleu are the same as in the t5 library. `targets` is a list of
     texts. As in t5, `targets` may also be a list of reference lists, with one text in
-    each list for each prediction.
+    each list for each prediction. If a reference list has another length, ValueError is
+    raised. For example, a list with all references of one example is not valid.
     """
     import sacrebleu  # an optional library
 
     references = targets if isinstance(targets[0], list) else [targets]
+    if any(len(texts) != len(predictions) for texts in references):
+        raise ValueError(
+            f"{len(predictions)} predictions need a text as each target, or lists of "
+            f"{len(predictions)} references, one for each prediction"
+        )
     score = sacrebleu.corpus_bleu(
         predictions, references, smooth_method="exp", smooth_value=0.0, tokenize="intl"
     )
@@ -447,10 +481,13 @@ def f1(targets, predictions):
 def mean_3class_f1(targets, predictions):
     """Return the mean of the F1 scores of the classes 0, 1 and 2.
 
-    An invalid prediction, such as -1, lowers only the F1 of the correct class.
+    An invalid prediction, such as -1, lowers only the F1 of the correct class. Targets
+    that are no numbers raise TypeError.
     """
     from sklearn import metrics
 
+    if not set(targets) <= {-1, 0, 1, 2}:
+        raise TypeError("mean_3class_f1 needs the numbers 0, 1 and 2 as targets")
     score = metrics.f1_score(
         targets, predictions, labels=range(3), average="macro", zero_division=0
     )
@@ -476,6 +513,7 @@ def correlation(name, targets, predictions):
     from scipy import stats  # imported here because the import takes half a second
 
     key = f"{name}_corrcoef"
+    targets, predictions = np.float64(targets), np.float64(predictions)
     if min(len(set(targets)), len(set(predictions))) < 2:
         return {key: math.nan}
     function = getattr(stats, f"{name}r")  # stats.pearsonr or stats.spearmanr
@@ -505,8 +543,11 @@ def squad(targets, predictions):
     """Return the percentage of exact matches and the mean word F1, as SQuAD does.
 
     A target is the list of correct answers to a question. A prediction is compared with
-    each of these answers, and the best result counts.
+    each of these answers, and the best result counts. A text as a target raises
+    TypeError, because it would be read as a list of characters.
     """
+    if any(isinstance(answers, str) for answers in targets):
+        raise TypeError("squad needs a list of correct answers as each target")
     exact, f1s = [], []
     for answers, prediction in zip(targets, predictions):
         answers = [normalize_answer(answer) for answer in answers]
@@ -575,13 +616,65 @@ LIBRARIES = {
 }
 
 
-def check_metrics(tasks):
-    """Raise UserError if a task has an unknown metric, or if a library is missing.
+def note_unknown_targets(name, task, lines):
+    """Print a warning if targets of a task are none of the words in task.choices.
+
+    Such targets become the label -1. A wrong prediction also becomes -1, and would count
+    as correct.
+
+    lines: a list with the dict that result_line returns for each example.
+    """
+    if task.postprocess != "label":
+        return
+    count = [line["target"] for line in lines].count(-1)
+    if count:
+        note(
+            f"warning: {count:,} of the first {len(lines):,} targets of the task {name} "
+            f"are none of its choices ({', '.join(task.choices)}), so its metrics are "
+            f"wrong. Correct the choices, or evaluate a split that has targets."
+        )
+
+
+# The number of examples on which the metrics of a task are tried before an evaluation.
+TRIED_EXAMPLES = 100
+
+
+def try_metrics(name, task, split, cfg):
+    """Raise UserError if the metrics do not fit the targets of a task.
+
+    The metrics are computed for perfect predictions of the first examples of a split. If
+    two metrics return numbers of the same name, UserError is raised too. Examples that
+    consist of token ids are left out, because they have no text yet.
+
+    cfg: a Config whose data.task is the task.
+    """
+    examples = data.read_task(name, split, cfg, data.InvalidExamples("skip"))
+    first = [example for _, example in itertools.islice(examples, TRIED_EXAMPLES)]
+    lines = [
+        result_line(name, task, example, example["targets"], example["targets"])
+        for example in first
+        if isinstance(example["targets"], str)
+    ]
+    note_unknown_targets(name, task, lines)
+    names = []
+    for metric in task.metrics if lines else ():
+        names += compute_metrics(name, task._replace(metrics=(metric,)), lines)
+    twice = [key for key, count in collections.Counter(names).items() if count > 1]
+    if twice:
+        raise UserError(
+            f"Two metrics of the task {name} return the name {twice[0]}: remove one of "
+            f"these metrics."
+        )
+
+
+def check_metrics(tasks, split="validation"):
+    """Raise UserError if a metric is unknown, lacks its library or does not fit its task.
 
     An unknown postprocessor raises UserError too. The check comes before the evaluation,
     because a later error would lose the predictions.
 
     tasks: a dict from the name of each task to its Config.
+    split: the split of the tasks that will be evaluated.
     """
     for name, cfg in tasks.items():
         task = data.find_task(name, cfg)
@@ -600,6 +693,10 @@ def check_metrics(tasks):
                     f"The metric {value} needs the Python library {library}: pip install "
                     f"'.[metrics]'."
                 )
+        # Accuracy without a postprocessor fits every task.
+        used_values = task.metrics or task.postprocess
+        if used_values and len(task.objective.features) > 1:
+            try_metrics(name, task, split, cfg)
 
 
 # ---- postprocessors --------------------------------------------------------------------
@@ -887,10 +984,12 @@ def write_plot(path, folders):
 
 # ---- the command -----------------------------------------------------------------------
 
-# The --decode options that change which texts are generated.
-DECODE_FIELDS = (
-    "decode.beams decode.alpha decode.penalty decode.max_len decode.temperature "
-    "decode.top_k decode.top_p".split()
+# The names of options that do not change the metrics begin with these texts. The names of
+# the tasks are recorded anyway.
+NEUTRAL = (
+    *("mesh.", "distributed.", "train.", "model.remat", "decode.batch_size"),
+    *("decode.return_all", "data.eval_tasks", "data.on_error", "data.keep_tokens"),
+    *("data.prepared_dir", "data.tfds_dir", "data.pack", "data.task"),
 )
 
 
@@ -898,8 +997,9 @@ def recorded_name(name, mode, args, changed):
     """Return the name under which metrics.jsonl records the metrics of a task.
 
     For example, glue_rte_v002 with --decode.beams 4 is recorded as glue_rte_v002-beams=4.
-    The metrics of different options thus get different columns in a table. The name also
-    shows --mode rank and a --split other than validation.
+    The metrics of different options thus get different columns in a table. The name has
+    each option that differs from the run and may change the metrics. The name also shows
+    --mode rank and a --split other than validation.
 
     changed: a dict of the fields that differ from those of the run. For example,
         {"decode.beams": (4, 0)} means 4 beams now and 0 in the run.
@@ -908,10 +1008,10 @@ def recorded_name(name, mode, args, changed):
         name += "-rank"
         if args.normalize:
             name += "-normalized"
-    if mode == "predict":
-        for field in DECODE_FIELDS:
-            if field in changed:
-                name += f"-{field.removeprefix('decode.')}={changed[field][0]}"
+    for field, (value, _) in changed.items():
+        section, _, option = field.partition(".")
+        if not field.startswith(NEUTRAL) and (section != "decode" or mode == "predict"):
+            name += f"-{option}={value}"
     if args.split != "validation":
         name += f"-{args.split}"
     return name
@@ -962,8 +1062,14 @@ def main(argv):
         )
     folder = configs.to_path(args.output or os.path.join(args.run_dir, "eval"))
     tasks = data.evaluation_configs(cfg, args.split)
-    if args.mode in (None, "predict"):
-        check_metrics(tasks)
+    generated = {
+        name: task_cfg
+        for name, task_cfg in tasks.items()
+        if args.mode == "predict"
+        or not args.mode
+        and data.find_task(name, task_cfg).metrics
+    }
+    check_metrics(generated, args.split)
     changed = configs.differences(cfg, configs.load_run(args.run_dir))
     evaluations = {
         "loss": split_loss,

@@ -17,8 +17,9 @@ cache stores the keys and values of earlier tokens, so they are computed only on
 Each line of IN.jsonl is a JSON object with the field "inputs", such as
 {"inputs": "number: 4711"}. With --mode score, each line also needs the field "targets".
 Both fields hold a text or a list of token ids. A list of ids is used unchanged: it is
-not truncated, and EOS is not appended. OUT.jsonl has the lines of IN.jsonl in the same
-order, with a new field "prediction" or "score".
+not truncated, and EOS is not appended. An input file may also be a .txt file with one
+text on each line, and an empty line gets an empty prediction. OUT.jsonl has the lines of
+IN.jsonl in the same order, with a new field "prediction" or "score".
 
 With --mode encode, each line gets the field "ids" and a field with vectors. --pool mean
 writes the mean vector of each text to the field "mean". --pool first writes the first
@@ -582,7 +583,6 @@ def generate(
     cache, fixed = init_cache(params, cfg, encoded, length, N)
     # A function wrapped in for_own_rows runs on each device, for that device's rows only.
     for_own_rows = functools.partial(jax.shard_map, out_specs=P("data"))
-    has_inputs = jnp.any(input_segments > 0, axis=1, keepdims=True)
 
     @for_own_rows
     def next_ids(state, logits, at):
@@ -591,8 +591,7 @@ def generate(
 
     def unfinished(carry):
         at, _, state, _ = carry
-        # Rows without inputs only fill up the batch. The loop does not wait for them.
-        return (at < length) & jnp.any(has_inputs & ~state.done)
+        return (at < length) & ~jnp.all(state.done)
 
     def decode_position(carry):
         at, ids, state, cache = carry
@@ -769,8 +768,9 @@ def run_examples(params, cfg, mesh, examples, mode="predict"):
 def run_batch(params, cfg, mesh, group, mode, B):
     """Run the model on one batch, and return a list with the result of each example.
 
-    If the group has fewer than B examples, empty examples are added. Their results are at
-    the end of the returned list.
+    If the group has fewer than B examples, copies of its last example fill the batch. A
+    copy ends when the example ends, so the copies do not make decoding longer. Their
+    results are at the end of the returned list.
 
     group: a list of at most B Examples.
     mode: the name of the wanted result.
@@ -782,7 +782,7 @@ def run_batch(params, cfg, mesh, group, mode, B):
           explains these vectors.
     B: the number of rows of the batch.
     """
-    group = [*group, *[Example([])] * (B - len(group))]
+    group = [*group, *[group[-1]] * (B - len(group))]
     inputs, input_segments = pad_batch([x.inputs for x in group])
     targets, target_segments = pad_batch([x.targets for x in group])
     numbers = np.array([x.number for x in group], np.uint32)
@@ -888,16 +888,21 @@ class ExampleEncoder:
     tokenizer: data.Tokenizer | None
     # True if each line must also have targets.
     scoring: bool
-    # The task of the lines. Its options say whether the inputs end with EOS.
-    task: data.Task = data.Task()
+    # The task of the lines. Its options say whether the inputs end with EOS. None means
+    # that the lines do not come from a task, but from a file or from standard input.
+    task: data.Task | None = None
     # The number of texts that have been truncated so far.
     cut: int = 0
+    # The number of inputs so far that end with EOS, and of those that do not.
+    with_eos: int = 0
+    without_eos: int = 0
 
     def ids(self, line, key):
         """Return the token ids of the field "inputs" or "targets" of a line.
 
-        A text is tokenized and truncated, and EOS is usually appended. A list of ids is
-        returned unchanged. Anything else raises ValueError.
+        The text or the ids of a task become the same ids as in training. If the line does
+        not come from a task, its text is tokenized and truncated, and EOS is appended,
+        but its list of ids is returned unchanged. Anything else raises ValueError.
 
         line: a dict.
         key: the name of the field.
@@ -908,15 +913,16 @@ class ExampleEncoder:
             raise ValueError(
                 f"has {problem} in the field {key} (the fields are {', '.join(line)})"
             )
-        if not isinstance(value, str):
+        is_text = isinstance(value, str)
+        if not is_text and self.task is None:
             return list(map(int, value))
-        if self.tokenizer is None:
+        if is_text and self.tokenizer is None:
             raise UserError(
                 "This run has no vocabulary, so it cannot read texts: copy the file "
                 "spiece.model into the run directory, or use lists of ids as inputs."
             )
-        ids = self.tokenizer.encode(value)
-        rule = (key, self.task, self.cfg.data)
+        (ids,) = data.encode_texts([value], self.tokenizer)
+        rule = (key, self.task or data.Task(), self.cfg.data)
         _, _, kept = data.truncated_length(*rule)
         self.cut += kept < len(ids)
         return data.truncate(ids, *rule).tolist()
@@ -931,34 +937,43 @@ class ExampleEncoder:
         """
         inputs = self.ids(line, "inputs")
         targets = self.ids(line, "targets") if self.scoring else ()
+        ends = inputs[-1:] == [data.EOS]
+        self.with_eos += ends
+        self.without_eos += not ends
         return Example(inputs, targets, number)
 
 
 def open_input(name, cfg):
-    """Open the file or the task that --input names, and return a pair (task, read).
+    """Open the file or the task that --input names.
 
-    `task` is a data.Task, which says whether inputs end with EOS. `read` is a function.
-    read(bad) yields pairs such as ("a.jsonl:3", {"inputs": "some text"}). For an
-    unreadable line, read(bad) calls bad("a.jsonl:3", "is not JSON") instead.
+    Returns a tuple (task, read, identity). `task` is the data.Task, or None if --input
+    names a file. `read` is a function. read(bad) yields pairs such as
+    ("a.jsonl:3", {"inputs": "some text"}). For an unreadable line, read(bad) calls
+    bad("a.jsonl:3", "is not JSON") instead. `identity` is a JSON value that changes when
+    the input changes, such as the sizes and times of the files.
 
     name: the path of a JSONL or .txt file, or task:NAME[:SPLIT].
     """
     if name.startswith("task:"):
-        task, _, split = name.removeprefix("task:").partition(":")
-        cfg = data.evaluation_config(task, cfg)
-        read = functools.partial(data.read_task, task, split or "validation", cfg)
-        return data.find_task(task, cfg), read
+        name, _, split = name.removeprefix("task:").partition(":")
+        split = split or "validation"
+        cfg = data.evaluation_config(name, cfg)
+        task, files = data.open_task(name, split, cfg)
+        read = functools.partial(data.read_task, name, split, cfg)
+        return task, read, data.source_identity(task, files, cfg)
+
+    files = data.find_files(name, pipes=True)
 
     def read(bad):
         if name.endswith(".txt"):
-            for number, line in data.read_lines(name, bad):
-                yield f"{name}:{number}", {"inputs": line.rstrip("\r\n")}
+            for path, _ in files:
+                for number, line in data.read_lines(path, bad):
+                    yield f"{path}:{number}", {"inputs": line.rstrip("\r\n")}
         else:
-            files = data.find_files(name, pipes=True)
             for file in data.group_files(files, data.read_jsonl):
                 yield from file.read(bad)
 
-    return data.Task(), read
+    return None, read, files
 
 
 def read_examples(read, encode):
@@ -1040,34 +1055,93 @@ def result_fields(result, example, line, mode, cfg, tokenizer):
     return {"prediction": outputs[0]}
 
 
-def describe_job(args, cfg, step):
-    """Return a dict with the name and the value of each flag that affects --output.
+def describe_job(args, cfg, step, tokenizer, identity):
+    """Return a dict with everything that the lines of --output depend on.
 
-    open_partial uses this dict to check that a resumed command has the same flags.
+    The keys are flags, such as "--mode", and other facts, such as "the input". A
+    command that resumes an unfinished output file must have the same dict.
+
+    step: the step of the checkpoint that was loaded.
+    identity: a JSON value that changes when the input changes, from open_input.
     """
-    job = vars(args) | {"step": step, "train.seed": cfg.train.seed}
-    job["input (sizes and times of the files)"] = dict(
-        data.find_files(args.input, pipes=True)
-    )
+    job = {f"--{name}": value for name, value in vars(args).items() if name != "output"}
     # These flags may change, because they do not affect the lines already written.
     left_out = ("train.", "mesh.", "distributed.", "decode.batch_size", "data.on_error")
     for name, _, value in configs.fields(cfg):
         if not name.startswith(left_out):
-            job[name] = value
-    return job
+            job[f"--{name}"] = value
+    path = partition.Checkpoints(args.run_dir).path(step)
+    try:
+        manifest = partition.read_manifest(path)
+    except partition.CheckpointError as error:
+        # A running train.py can have deleted the checkpoint after it was loaded.
+        raise UserError(f"{error}: repeat the command.") from error
+    # The code of a recipe file can change the examples of a task and the model.
+    recipes = filter(None, [args.config, f"{args.run_dir}/recipe.py"])
+    texts = [path.read_text() for path in map(configs.to_path, recipes) if path.exists()]
+    facts = {
+        "the step": step,
+        # A new run in the same folder can have a checkpoint of the same step. Therefore
+        # compare the checksums of all arrays.
+        "the checkpoint": configs.checksum(manifest["arrays"]),
+        "the vocabulary": tokenizer and tokenizer.sha256,
+        "the input": identity,
+        "the recipe file": configs.checksum(texts),
+        # A GPU and a CPU compute with different precision.
+        "the number format": partition.default_compute_dtype(),
+    }
+    # Convert the dict to JSON and back, because the stored dict is compared with it.
+    return json.loads(json.dumps(job | {"--train.seed": cfg.train.seed} | facts))
 
 
-def open_partial(path, job):
+def begun_job(output):
+    """Return the dict of describe_job of the command that began an output file.
+
+    The dict is read from OUTPUT.partial.json. If no line has been written yet, the dict
+    is empty. If the description of the lines is missing or damaged, raise UserError.
+    """
+    path = configs.to_path(f"{output}.partial")
+    if not path.exists() or not path.stat().st_size:
+        return {}
+    return configs.read_json(configs.to_path(f"{path}.json"), {}, f"remove {path}")
+
+
+def resumed_step(args, step):
+    """Return the step of the checkpoint that a command loads, or None for the latest.
+
+    The names latest and best may mean another checkpoint when a command is repeated while
+    train.py is running. All lines of a file must come from the same checkpoint.
+    Therefore a resumed command loads the checkpoint with which its file was begun.
+
+    step: the step that --step means now, or None for the latest.
+    """
+    begun = partition.run_on_main_first(lambda: begun_job(args.output))
+    begun = partition.from_main_process(begun)
+    if begun.get("--step") != args.step:
+        return step
+    older = begun.get("the step")
+    if older not in partition.from_main_process(
+        partition.Checkpoints(args.run_dir).steps()
+    ):
+        raise UserError(
+            f"{args.output}.partial was begun with the checkpoint of step {older}, which "
+            f"{args.run_dir} no longer has: remove the file to begin again with another "
+            f"checkpoint."
+        )
+    return older
+
+
+def open_partial(output, job):
     """Open the unfinished output file OUTPUT.partial, so that a command can append lines.
 
     Returns the file and the number of complete lines in it. The file stays locked until
     it is closed. An incomplete last line is removed.
 
-    path: the path of OUTPUT.partial.
-    job: the dict of flags that describe_job returns. OUTPUT.partial.json stores the flags
-        of the command that began the file. If a flag differs, a UserError names this
-        flag.
+    output: the path of OUTPUT.
+    job: the dict that describe_job returns. OUTPUT.partial.json stores the dict of the
+        command that began the file. If an item differs, a UserError names this item.
     """
+    path = f"{output}.partial"
     # Only the main process writes. os.devnull discards the lines of other processes.
     if not partition.is_main_process():
         return open(os.devnull, "ab"), 0
@@ -1084,14 +1158,19 @@ def open_partial(path, job):
     content = file.read()
     lines = content.count(b"\n")
     if content:
-        begun = configs.read_json(description, {}, f"remove {path}")
+        begun = begun_job(output)
         for name, value in job.items():
-            if begun.get(name) != value:
+            old = begun.get(name)
+            if old != value:
                 file.close()  # This also unlocks the file.
+                problem = f"{name} has changed since {path} was begun"
+                if name.startswith("--"):
+                    problem = (
+                        f"{path} was begun with {name} {old!s:.100}, not {value!s:.100}"
+                    )
                 raise UserError(
-                    f"{path} was begun with --{name} {begun.get(name)!s:.100}, not "
-                    f"{value!s:.100}: repeat the command that began the file, or remove "
-                    f"the file."
+                    f"{problem}: repeat the command that began the file with the same "
+                    f"data, or remove the file."
                 )
         file.truncate(content.rfind(b"\n") + 1)
         note(f"{path} already has {lines:,} lines. The command is resuming after them.")
@@ -1136,12 +1215,11 @@ def run_file(args, cfg, mesh, tokenizer, params, step):
     All processes run the model, but only the main process writes.
     """
     mode = args.pool if args.mode == "encode" else args.mode
-    task, read = open_input(args.input, cfg)
+    task, read, identity = open_input(args.input, cfg)
     encode = ExampleEncoder(cfg, tokenizer, mode == "score", task)
     partial = f"{args.output}.partial"
-    file, done = partition.run_on_main_first(
-        lambda: open_partial(partial, describe_job(args, cfg, step))
-    )
+    job = describe_job(args, cfg, step, tokenizer, identity)
+    file, done = partition.run_on_main_first(lambda: open_partial(args.output, job))
     done = partition.from_main_process(done)
     shard, shards = configs.parse_shard(args.shard)
     lines = read_examples(read, encode)
@@ -1149,14 +1227,23 @@ def run_file(args, cfg, mesh, tokenizer, params, step):
     # run_examples reads many examples before the first result is ready. Until then,
     # itertools.tee stores the lines, which are written together with the results.
     lines, ahead = itertools.tee(lines)
-    examples = (example for _, example in ahead if example)
+    # An empty line of a .txt file gets an empty prediction, as on standard input. The
+    # model would invent a text.
+    nothing = [[]] * cfg.decode.num_return, [0.0] * cfg.decode.num_return
+    skips = mode == "predict" and args.input.endswith(".txt")
+
+    def is_blank(line):
+        return skips and not line["inputs"].strip()
+
+    examples = (x for line, x in ahead if x and not is_blank(line))
     results = run_examples(params, cfg, mesh, examples, mode)
     count = 0
     start = time.perf_counter()
     with configs.naming_file(partial), file:
         for count, (line, example) in enumerate(lines, 1):
             if example:
-                line |= result_fields(next(results), example, line, mode, cfg, tokenizer)
+                result = nothing if is_blank(line) else next(results)
+                line |= result_fields(result, example, line, mode, cfg, tokenizer)
             file.write(json_line(line).encode())
             file.flush()
         if partition.is_main_process():
@@ -1175,11 +1262,31 @@ def run_file(args, cfg, mesh, tokenizer, params, step):
         )
     rate = count / (time.perf_counter() - start)
     note(f"{args.output} is complete: {count:,} examples at {rate:.4g} examples/s.")
-    note_truncated(encode)
+    note_differences(encode)
 
 
-def note_truncated(encode):
-    """Print how many texts have been truncated, unless the number is 0."""
+def note_differences(encode):
+    """Print how many texts were truncated, and how many inputs end unlike in training.
+
+    Nothing is printed if both numbers are 0. The inputs of T5's own tasks end with EOS,
+    and the inputs of T0's tasks do not. If inputs end unlike in training, the outputs are
+    often wrong, and nothing else shows it.
+
+    encode: the ExampleEncoder that has converted all lines.
+    """
+    trained = data.trained_ends(encode.cfg)
+    # If the tasks of the run are unknown, compare the inputs with those of T5's tasks.
+    whose = "that this run was trained on" if trained else "of T5's own tasks"
+    ends = ("do not end", "append 1 to each list")
+    count = encode.without_eos
+    if trained == {False}:
+        ends = ("end", "give lists that do not end with 1")
+        count = encode.with_eos
+    if count and encode.task is None and len(trained) < 2:
+        note(
+            f"warning: {count:,} inputs {ends[0]} with EOS (id 1), unlike the inputs "
+            f"{whose}. Lists of token ids are used unchanged: {ends[1]}."
+        )
     if encode.cut:
         note(
             f"{encode.cut:,} texts were truncated: increase --data.inputs_length or "
@@ -1213,7 +1320,7 @@ def run_lines(lines, cfg, mesh, tokenizer, params, raw):
                 text = tokenizer.decode(ids)
             text = configs.escape_controls(text.replace("\n", " "))
             print(f"{score:.4f}\t{text}" if cfg.decode.return_all else text, flush=True)
-    note_truncated(encode)
+    note_differences(encode)
 
 
 # ---- the command -----------------------------------------------------------------------
@@ -1348,12 +1455,23 @@ def main(argv):
             "An .npz --output works only with --mode encode: for other modes name a "
             ".jsonl file."
         )
+    if args.output and not args.output.endswith((".jsonl", ".npz")):
+        raise UserError(
+            f"--output {args.output} does not end with .jsonl: infer.py writes JSON "
+            f"lines, so name a .jsonl file (or an .npz file with --mode encode)."
+        )
     # If --input names a task, execute recipe.py of the run, which may define this task.
+    name = args.step
     cfg, mesh, tokenizer = open_model(
         args, changes, recipe=args.input.startswith("task:")
     )
     partition.run_on_main_first(lambda: check_files(args))
-    step, params = load_params(cfg, args.run_dir, args.step)
+    # open_model has replaced a name such as "latest" by a step. Keep both, because
+    # describe_job records the option as it was given.
+    step, args.step = args.step, name
+    if args.output:
+        step = resumed_step(args, step)
+    step, params = load_params(cfg, args.run_dir, step)
     if args.input:
         return run_file(args, cfg, mesh, tokenizer, params, step)
     lines = sys.stdin.buffer

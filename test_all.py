@@ -6,15 +6,15 @@ thing computed another way, Hugging Face's model with random weights (needs torc
 with more of them, whole checkpoints too, may be named by the environment variable PLAIN_T5_CASES.
 """
 
-import ast
 import argparse
+import ast
 import collections
 import dataclasses
 import doctest
 import fcntl
 import functools
 import gzip
-import importlib
+import importlib.util
 import io
 import itertools
 import json
@@ -2607,6 +2607,72 @@ def test_ids_of_a_seqio_cache_are_used_unchanged(tmp_path, pairs, tokenizer):
         data.prepare(cfg, "train", tokenizer)
 
 
+@pytest.mark.parametrize("inputs_eos, eos_after_trim", [(True, True), (False, False)])
+def test_a_task_has_the_same_ids_in_training_and_decoding(
+    tmp_path, pairs, tokenizer, monkeypatch, inputs_eos, eos_after_trim
+):
+    """The examples of every kind of source become the ids of the rows that the model is trained
+    on, whether they are texts or ids, end with EOS or not, and fit or are truncated."""
+    import pyarrow.parquet
+    import tensorflow_datasets as tfds
+
+    lists = [[5, 9, 1], [5, 9], [6, 1], [7, 1, 8], list(range(3, 90)), [*range(3, 90), 1]]
+    rows = [{"inputs": ids, "targets": ids[::-1]} for ids in lists]
+    texts = [{"inputs": text, "targets": text[:20]} for text in sentences(4)]
+    (tmp_path / "in-validation.jsonl").write_text(
+        "\n".join(map(json.dumps, rows + texts))
+    )
+    (tmp_path / "in.txt").write_text("\n".join(sentences(150)))
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist(rows), tmp_path / "in-validation.parquet"
+    )
+    write_seqio_cache(tmp_path / "cache", "validation", rows, shards=1)
+    ids = tfds.features.Tensor(shape=(None,), dtype=np.int32)
+    held_out = {
+        "validation": [
+            jax.tree.map(np.int32, row, is_leaf=list.__instancecheck__) for row in rows
+        ]
+    }
+    write_tfds(tmp_path / "d" / "1.0.0", held_out, inputs=ids, targets=ids)
+
+    def halves(example):
+        return [{"inputs": example["text"][:50], "targets": example["text"][50:]}]
+
+    tasks = {
+        "jsonl": data.Task(f"jsonl:{tmp_path}/in-{{split}}.jsonl"),
+        "parquet": data.Task(f"parquet:{tmp_path}/in-{{split}}.parquet"),
+        "seqio": data.Task(f"seqio:{tmp_path}/cache"),
+        "tfds": data.Task(f"tfds:{tmp_path}/d"),
+        "reverse": data.Task("reverse:"),
+        "python": data.TASKS["by_rule_words"],
+        "text": data.Task(f"text:{tmp_path}/in.txt:lines", halves),
+        "random": data.Task("random:", halves),
+    }
+    if importlib.util.find_spec("datasets"):
+        (tmp_path / "hub").mkdir()
+        shutil.copy(tmp_path / "in-validation.parquet", tmp_path / "hub")
+        tasks["hf"] = data.Task(f"hf:{tmp_path}/hub")
+    assert set(data.SOURCES) - {"hf"} == set(tasks) - {"hf"}
+    for name, task in tasks.items():
+        task = task._replace(inputs_eos=inputs_eos, eos_after_trim=eos_after_trim)
+        monkeypatch.setitem(data.TASKS, name, task)
+        cfg = change(pairs[0], data=dict(task=name, source=""))
+        dataset = data.prepare(cfg, "validation", tokenizer)
+        count = dataset.batches()
+        trained = [x for i in range(count) for x in unpack(dataset.batch(i))]
+        assert trained and all((x[-1] == 1) == inputs_eos for x, _ in trained[:1])
+        task, read = infer.open_input(f"task:{name}", cfg)[:2]
+        encode = infer.ExampleEncoder(cfg, tokenizer, True, task)
+        pairs_read = evaluate.read_examples(
+            cfg, tokenizer, "validation", lambda _, example: [example]
+        )
+        for found in (infer.read_examples(read, encode), pairs_read):
+            assert [(tuple(x.inputs), tuple(x.targets)) for _, x in found] == trained
+    # A list of ids in a file is used unchanged.
+    file = infer.ExampleEncoder(cfg, tokenizer, True)
+    assert [list(file(row)[:2]) for row in rows] == [list(row.values()) for row in rows]
+
+
 # ---- model: parameters -----------------------------------------------------------------
 
 T5 = dict(activation="relu", tied=True)
@@ -4485,11 +4551,12 @@ def test_samples_have_the_models_distribution_and_do_not_depend_on_the_batch():
     ids=str,
 )
 def test_outputs_do_not_depend_on_the_batch(decode):
-    """Seven examples have the same outputs in batches of 4 and of 7, and on 8 devices."""
+    """Eight examples, one without inputs, have the same outputs in batches of 4 and of 7,
+    and on 8 devices."""
     rng = np.random.default_rng(0)
     examples = [
         infer.Example(rng.integers(3, 256, n).tolist(), rng.integers(3, 256, m).tolist())
-        for n, m in ((5, 3), (30, 8), (17, 1), (1, 5), (16, 2), (25, 7), (9, 4))
+        for n, m in ((5, 3), (30, 8), (17, 1), (1, 5), (16, 2), (25, 7), (9, 4), (0, 2))
     ]
     results, weights = [], jax.device_get(make_params(SMALL))
     for devices, size, axes in ((1, 4, {}), (1, 7, {}), (8, 8, dict(model=2))):
@@ -4688,16 +4755,103 @@ def test_bleu_and_rouge_are_computed_by_their_libraries():
     ],
     ids=str,
 )
-def test_unknown_metrics_and_missing_libraries_are_refused(task, sentence, monkeypatch):
+def test_unknown_metrics_and_missing_libraries_are_refused(
+    task, sentence, monkeypatch, tmp_path
+):
     """Every task is checked before the evaluation starts; known names and functions pass."""
+    (tmp_path / "x").write_text('{"inputs": "a", "targets": "b"}\n' * 9)
     for library in ("sacrebleu", "sklearn"):
         monkeypatch.setitem(sys.modules, library, None)  # as if it were not installed
-    known = data.Task("jsonl:x", metrics=("accuracy", max), postprocess="label")
+    source = f"jsonl:{tmp_path}/x"
+    metrics = ("accuracy", lambda targets, predictions: {"count": len(targets)})
+    known = data.Task(source, metrics=metrics, postprocess="label")
     monkeypatch.setitem(data.TASKS, "known", known)
-    monkeypatch.setitem(data.TASKS, "refused", data.Task("jsonl:x", **task))
+    monkeypatch.setitem(data.TASKS, "refused", data.Task(source, **task))
     evaluate.check_metrics({"known": SMALL})
     with pytest.raises(configs.UserError, match=sentence):
         evaluate.check_metrics({"known": SMALL, "refused": SMALL})
+
+
+def wrong_metric(targets, predictions):
+    """A metric that fails unless all predictions are correct."""
+    return {"wrong": 1 / (targets == predictions)}
+
+
+def test_metrics_that_do_not_fit_their_task_are_named(
+    mixture, tmp_path, capsys, monkeypatch, one_device
+):
+    """train.py and evaluate.py refuse such metrics before a text is tokenized. A metric that
+    fails on the predictions of the model is named too."""
+    monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
+    task = data.TASKS["some"]
+    cfg = change(mixture, data=dict(task="some", prepared_dir=str(tmp_path / "new")))
+    flags = flags_of(cfg, **{"train.infer_every": 1, "train.steps": 1})
+    for changes, sentence in (
+        (
+            dict(metrics=("exact_match",)),
+            "metric exact_match of the task some failed (Type",
+        ),
+        (dict(metrics=(max,)), "metric max of the task some failed (AttributeError"),
+        (dict(metrics=("squad",)), "squad needs a list of correct answers"),
+        (
+            dict(postprocess="answers"),
+            "postprocessor answers of the task some failed (KeyE",
+        ),
+        (
+            dict(postprocess=lambda text, is_target, **_: [text] if is_target else text),
+            "accuracy needs targets of the same kind",
+        ),
+        (
+            dict(metrics=(evaluate.accuracy, "accuracy")),
+            "Two metrics of the task some return the name accuracy",
+        ),
+    ):
+        changes = dict(metrics=("accuracy",)) | changes
+        monkeypatch.setitem(data.TASKS, "some", task._replace(**changes))
+        status, _, err = run(
+            train, capsys, monkeypatch, "--run_dir", tmp_path / "run", *flags
+        )
+        assert status == 2 and sentence in err and "Traceback" not in err, err
+        assert not (tmp_path / "new").exists() and not list(tmp_path.glob("run/*.json"))
+    monkeypatch.setitem(data.TASKS, "some", task._replace(metrics=(wrong_metric,)))
+    one = change(cfg, data=dict(task="some"), decode=dict(max_len=2))
+    evaluate.check_metrics({"some": one})
+    tokenizer = data.prepare_vocabulary(one)
+    sentence = "The metric wrong_metric of the task some failed .ZeroDivisionError"
+    generated = itertools.repeat(([[5]], [0.0]))
+    monkeypatch.setattr(infer, "run_examples", lambda *_: generated)
+    with pytest.raises(configs.UserError, match=sentence):
+        evaluate.predict({}, one, one_device, "validation", tokenizer)
+    lines = [{"target": value} for value in (-1, 0, -1)]
+    for postprocess, warning in (
+        ("label", "2 of the first 3 targets of the task some"),
+        ("", ""),
+    ):
+        labels = task._replace(choices=("a", "b"), postprocess=postprocess)
+        evaluate.note_unknown_targets("some", labels, lines)
+        err = capsys.readouterr().err
+        assert warning in err and bool(warning) == bool(err)
+
+
+def test_metrics_refuse_targets_that_they_would_misread():
+    """Such targets gave numbers without a meaning."""
+    for name, targets, predictions in (
+        ("accuracy", [["a"], ["b"]], ["a", "b"]),
+        ("accuracy", [{"value": 1, "group": 2}], [{"value": 1}]),
+        ("squad", ["the cat"], ["the cat"]),
+        ("mean_3class_f1", ["no", "yes"], ["no", "yes"]),
+        ("spearman_corrcoef", ["no", "yes"], ["no", "yes"]),
+        ("bleu", [["a b c", "d"], ["e f g", "h"], ["i j k", "l"]], ["a b c"] * 3),
+    ):
+        if library := evaluate.LIBRARIES.get(name):
+            pytest.importorskip(library, reason="needs pip install '.[metrics]'")
+        with pytest.raises((TypeError, ValueError)):
+            evaluate.METRICS[name](targets, predictions)
+    # As in t5, each list of references has a text for each prediction.
+    references = [["a b c d", ""], ["", "e f g h"]]
+    assert evaluate.METRICS["bleu"](references, ["a b c d", "e f g h"])[
+        "bleu"
+    ] == pytest.approx(100)
 
 
 def test_rank_classification_equals_that_of_t5():
@@ -4998,18 +5152,18 @@ def test_infer_writes_one_output_line_per_input_line(
     for flags, named in (
         (["--mode", "score"], "--mode predict, not score"),
         (["--shard", "1/2"], "--shard 0/1, not 1/2"),
-        (["--step", 3], "--step 6, not 3"),
+        (["--step", 3], "--step latest, not 3"),
         (["--decode.beams", 2], "--decode.beams 0, not 2"),
         (["--decode.max_len", 5], "--decode.max_len None, not 5"),
         (["--data.inputs_length", 8], "--data.inputs_length 32, not 8"),
         (["--train.seed", 7], "--train.seed 0, not 7"),
         (["--input", "*n.jsonl"], "--input in.jsonl, not *n.jsonl"),
-        ([], "--input (sizes and times of the files)"),
+        ([], "the input has changed since o.jsonl.partial was begun"),
     ):
         if not flags:
             Path("in.jsonl").write_text(original.replace("beta", "gamma", 1))
         status, _, err = answer("--output", "o.jsonl", *flags)
-        assert status == 2 and "o.jsonl.partial was begun with" in err and named in err
+        assert status == 2 and "o.jsonl.partial was begun" in err and named in err
         assert partial.read_text() == begun and not Path("o.jsonl").exists()
     Path("in.jsonl").write_text(original)
     os.utime("in.jsonl", ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -5052,6 +5206,91 @@ def test_infer_writes_one_output_line_per_input_line(
         ["error", "x"],
         ["error", "inputs"],
     ]
+
+
+def test_a_resumed_output_file_keeps_its_checkpoint_and_its_input(
+    trained, tmp_path, capsys, monkeypatch
+):
+    """--step latest means the checkpoint with which the file was begun, even if there is a newer
+    one. Another checkpoint of the same step, and a changed source of a task, are refused."""
+    monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained[0], "run")
+    newer = partition.Checkpoints("run").path(6)
+    older = partition.Checkpoints("run").path(3)
+    newer.rename("kept")
+    rows = [{"inputs": text, "targets": "beta"} for text in sentences(4)]
+    Path("in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.setitem(data.TASKS, "mine", data.Task("jsonl:in.jsonl"))
+
+    def answer(*flags, source="task:mine", output="o.jsonl"):
+        files = ["--input", source, "--output", output, "--decode.max_len", 3]
+        return run(infer, capsys, monkeypatch, "--run_dir", "run", *files, *flags)
+
+    assert answer(output="whole.jsonl")[0] == 0
+    interrupt_after(monkeypatch, 2, answer)
+    Path("kept").rename(newer)
+    files = {path: Path(path).read_bytes() for path in ("o.jsonl.partial", "in.jsonl")}
+    stat = os.stat("in.jsonl")
+
+    def refused(sentence):
+        status, _, err = answer()
+        assert status == 2 and sentence in err, err
+        assert Path("o.jsonl.partial").read_bytes() == files["o.jsonl.partial"]
+
+    Path("in.jsonl").write_text("\n".join(map(json.dumps, rows[::-1])))
+    refused("the input has changed since o.jsonl.partial was begun")
+    Path("in.jsonl").write_bytes(files["in.jsonl"])
+    os.utime("in.jsonl", ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    older.rename("kept")
+    refused("was begun with the checkpoint of step 3, which run no longer has")
+    # Another checkpoint gets the same step.
+    shutil.copytree(newer, older)
+    manifest = partition.read_manifest(older)
+    configs.write_checked(older / "manifest.json", manifest | {"step": 3})
+    refused("the checkpoint has changed since o.jsonl.partial was begun")
+    shutil.rmtree(older)
+    Path("kept").rename(older)
+    status, _, err = answer()
+    assert status == 0 and "already has 2 lines" in err, err
+    assert Path("o.jsonl").read_text() == Path("whole.jsonl").read_text()
+
+    # An empty line of a .txt file gets an empty prediction, and other lines do not change.
+    Path("in.txt").write_text(f"{rows[0]['inputs']}\n\n  \n{rows[1]['inputs']}")
+    assert answer("--step", 3, source="in.txt", output="txt.jsonl")[0] == 0
+    lines, whole = (
+        [json.loads(line)["prediction"] for line in Path(name).read_text().splitlines()]
+        for name in ("txt.jsonl", "whole.jsonl")
+    )
+    assert lines == [whole[0], "", "", whole[1]]
+    for name in ("out.csv", "out.json", "out.jsonl.gz"):
+        status, _, err = answer(output=name)
+        assert status == 2 and f"{name} does not end with .jsonl" in err
+
+
+def test_inputs_that_end_unlike_those_of_training_are_reported(
+    tokenizer, monkeypatch, capsys
+):
+    """Inputs of a task are never reported, because they become the same ids as in training."""
+    for name, inputs_eos in (("with", True), ("without", False)):
+        task = data.Task("jsonl:x", inputs_eos=inputs_eos)
+        monkeypatch.setitem(data.TASKS, name, task)
+    monkeypatch.setitem(data.MIXTURES, "both", {"with": 1, "without": 1})
+    for name, sentence in (
+        ("with", "2 inputs do not end with EOS (id 1), unlike the inputs that this run"),
+        ("without", "3 inputs end with EOS (id 1), unlike the inputs that this run was"),
+        ("of a recipe", "2 inputs do not end with EOS (id 1), unlike the inputs of T5's"),
+        ("both", ""),
+    ):
+        cfg = change(data=dict(task=name, source=""))
+        encode = infer.ExampleEncoder(cfg, tokenizer, False)
+        for inputs in ([5, 6], [5, 6, 1], [], "alpha", [1]):
+            encode({"inputs": inputs})
+        infer.note_differences(encode)
+        err = capsys.readouterr().err
+        assert sentence in err and bool(sentence) == bool(err)
+        infer.note_differences(replace(encode, task=data.Task()))
+        assert not capsys.readouterr().err
 
 
 # ---- whole runs ----------------------------------------------------------------------------------
@@ -5894,6 +6133,10 @@ BAD = {
         "--run_dir a.txt/run cannot be written (Not a directory): choose another",
     ),
     "no number": (["--train.steps", "many"], "--train.steps must be a whole number"),
+    "negative length penalty": (
+        ["--decode.alpha=-1"],
+        "--decode.alpha must be at least 0, not -1.0",
+    ),
     "negative rate": (
         ["--train.learning_rate=-1"],
         "--train.learning_rate must be at least 0, not -1.0",
@@ -6665,6 +6908,16 @@ def test_csv_has_one_column_per_decoding(trained, tmp_path, capsys, monkeypatch)
         assert status == 0, err
     columns = (tmp_path / "t.csv").read_text().splitlines()[0].split(",")
     assert {"pairs/accuracy", "pairs-beams=2/accuracy"} <= set(columns)
+    # The same holds for every other option that changes the metrics.
+    changed = {"data.inputs_length": (8, 32), "decode.num_return": (2, 1)}
+    changed |= {"data.eval_tasks": ("a", ""), "mesh.model": (2, 1)}
+    args = argparse.Namespace(normalize=False, split="test")
+    for mode, name in (
+        ("predict", "a-inputs_length=8-num_return=2-test"),
+        ("loss", "a-inputs_length=8-test"),
+        ("rank", "a-rank-inputs_length=8-test"),
+    ):
+        assert evaluate.recorded_name("a", mode, args, changed) == name
 
 
 def test_full_disk_is_reported_with_the_file_name(trained, tmp_path, capsys, monkeypatch):
@@ -8554,7 +8807,7 @@ def test_the_compiler_of_tpus_accepts_all_programs():
     """
     pytest.importorskip("libtpu", reason="needs pip install '.[tpu]'")
     script = """
-import functools, jax, configs, evaluate, infer, model, partition, train
+import functools, jax, configs, data, evaluate, infer, model, partition, train
 cfg = configs.RECIPES["small_c4"]
 mesh = train.plan_mesh(cfg, "v5e:2x4")
 program = train.lower_step(cfg, mesh)[1].compile()
@@ -8563,7 +8816,7 @@ print(parts.total())
 assert program.memory_analysis().peak_memory_in_bytes < 0.78 * 3.755e9
 params = train.state_template(cfg, mesh).params
 batch = train.batch_template(cfg, mesh, 64)
-evaluate.loss_sums.lower(params, batch, cfg, range(32000, 32100)).compile()
+evaluate.loss_sums.lower(params, batch, cfg, data.IdTokenizer(32100, 100)).compile()
 for beams in (0, 4):
     decode = configs.DecodeConfig(beams=beams)
     infer.generate.lower(
