@@ -480,6 +480,7 @@ def run(cfg, program, state, start, load_batch, progress, evaluations, save, aft
     Raises NotFinite if the loss or the gradients are infinite or NaN in several steps.
     """
     t = cfg.train
+    step = start
     # Load the next batch in a background thread while the devices compute the current
     # step.
     loader = ThreadPoolExecutor(1)
@@ -1745,8 +1746,11 @@ def main(argv):
             f"Training stopped, because {error}. Free some space, and run the same "
             f"command again to continue from the previous checkpoint."
         )
-    except jax.errors.JaxRuntimeError as error:
+    # JAX reports a failed communication by one of these two classes.
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
         reason = str(error)
+        if isinstance(error, ValueError) and "Gloo" not in reason:
+            raise
         if "RESOURCE_EXHAUSTED" in reason:
             problem = (
                 f"Out of memory: use more devices, a smaller --train.batch_size, or the "
