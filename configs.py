@@ -32,8 +32,11 @@ import inspect
 import json
 import os
 import re
+import signal
 import sys
 import textwrap
+import threading
+import time
 import traceback
 import types
 import zlib
@@ -386,7 +389,10 @@ def note(text, always=False):
     always=True, every process prints the message.
     """
     if prints_progress or always:
-        print(escape_controls(text), file=sys.stderr, flush=True)
+        try:
+            print(escape_controls(text), file=sys.stderr, flush=True)
+        except OSError:
+            discard_output(sys.stderr)
 
 
 # ====== below: recipes, the command line, run directories, checks, files ================
@@ -1522,6 +1528,84 @@ def lock(path, wait=False):
 # ---- the command -----------------------------------------------------------------------
 
 
+def discard_output(stream):
+    """Send all further output of a stream to /dev/null.
+
+    This is needed if a write has failed, because the terminal is closed, or because the
+    program that reads the output, such as `head`, has ended.
+    """
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def prepare_script():
+    """Prepare the process of a command, before the command imports large libraries."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        # A stream is None if the shell has closed it, for example with `>&-`.
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
+    # With LC_ALL=C and PYTHONUTF8=0, Python reads arguments and files as ASCII. Start
+    # again in Python's UTF-8 mode, because texts and file names may contain any letter.
+    if sys.getfilesystemencoding() == "ascii":
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+    # Until run_command is called, Ctrl-C ends the process without a traceback.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+# Every command imports this file first. A notebook or pytest may import this file too, but
+# then it must not change their process.
+if Path(sys.argv[0]).suffix == ".py" and (
+    Path(sys.argv[0]).absolute().parent == Path(__file__).absolute().parent
+):
+    prepare_script()
+
+
+@contextlib.contextmanager
+def watch_signals(names, handler, act):
+    """Call act(number) in a thread when this process receives one of some signals.
+
+    Python calls a signal handler only in the main thread, which the compiler or the wait
+    for another process can block for minutes. The thread reacts at once. A signal that
+    the process ignores, as under nohup, stays ignored.
+
+    names: the names of the signals, such as "SIGINT".
+    handler: the signal handler that Python calls in the main thread.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    numbers = [signal.Signals[name] for name in names]
+    numbers = [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]
+
+    def watch():
+        # Python writes the number of each signal to the pipe when the signal arrives.
+        while received := os.read(reader, 1):
+            if received[0] in numbers:
+                act(signal.Signals(received[0]))
+        os.close(reader)
+
+    old_pipe = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    old_handlers = {number: signal.signal(number, handler) for number in numbers}
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        for number, old in old_handlers.items():
+            signal.signal(number, old)
+        signal.set_wakeup_fd(old_pipe)
+        os.close(writer)
+
+
+def interrupt(number):
+    """End the command after Ctrl-C.
+
+    The main thread receives a KeyboardInterrupt and removes temporary files. If it is
+    still busy after two seconds, for example in the compiler, end the process anyway.
+    """
+    note("interrupted")
+    time.sleep(2)
+    os._exit(130)
+
+
 def run_command(main):
     """Run the function main of a script, and exit with the status that main returns.
 
@@ -1536,15 +1620,14 @@ def run_command(main):
         # must return the running module. Otherwise Python would load a second copy.
         sys.modules[script.removesuffix(".py")] = sys.modules["__main__"]
     try:
-        status = main(sys.argv[1:])
+        with watch_signals(["SIGINT"], signal.default_int_handler, interrupt):
+            status = main(sys.argv[1:])
         sys.stdout.flush()
     except UserError as error:
         note(f"{script}: {error}", always=True)
         status = 2
     except BrokenPipeError:
-        # The program that reads the output, such as `head`, has ended. Send the rest of
-        # the output to /dev/null.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output(sys.stdout)
         status = 1
     except OSError as error:
         note(
@@ -1554,7 +1637,6 @@ def run_command(main):
         )
         status = 1
     except KeyboardInterrupt:
-        note("interrupted")
         status = 130
     except Exception:
         if single_process:

@@ -55,6 +55,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Callable, NamedTuple
 
+import configs  # comes first, because it also prepares the process
+
 import flax
 import jax
 import jax.numpy as jnp
@@ -65,7 +67,6 @@ import sentencepiece
 import tensorstore
 from sentencepiece import sentencepiece_model_pb2
 
-import configs
 import data
 import model
 import partition

@@ -63,12 +63,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Callable, NamedTuple
 
+import configs  # comes first, because it also prepares the process
+
 import numpy as np
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 from tqdm import tqdm
 
-import configs
 from configs import UserError, note
 
 PAD, EOS, UNK = 0, 1, 2  # T5's ids of padding, end of sequence and unknown tokens

@@ -44,11 +44,12 @@ import re
 import string
 import time
 
+import configs  # comes first, because it also prepares the process
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import configs
 import data
 import infer
 import model

@@ -62,13 +62,14 @@ import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import configs  # comes first, because it also prepares the process
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-import configs
 import data
 import model
 import partition

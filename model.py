@@ -41,6 +41,8 @@ import math
 import os
 from typing import NamedTuple
 
+import configs  # comes first, because it also prepares the process
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,7 +51,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
-import configs
 import partition
 from configs import parse_args, resolve, run_command
 from partition import RULES, spec

@@ -27,11 +27,14 @@ Terms:
   main process    process 0, which writes the manifest and prints progress
 """
 
+import ctypes
+import functools
 import json
 import math
 import os
 import re
 import shutil
+import signal
 import struct
 import sys
 import tempfile
@@ -42,15 +45,17 @@ from collections import Counter, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import configs  # comes first, because it also prepares the process
+
 import jax
 import msgpack
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import NamedSharding, P
 from jax.experimental.multihost_utils import broadcast_one_to_all, process_allgather
+import jaxlib._jax as runtime
 from jax.sharding import AxisType, get_abstract_mesh, get_mesh
 
-import configs
 from configs import (
     UserError,
     is_remote,
@@ -624,6 +629,7 @@ def start_jax(cfg):
     # 60 s longer, and would then abort with a stack trace.
     timer = threading.Timer(d.timeout, give_up)
     timer.start()
+    hide_stack_trace()
     try:
         jax.distributed.initialize(
             d.coordinator or None,
@@ -640,6 +646,8 @@ def start_jax(cfg):
         timer.cancel()
     if jax.process_count() > 1:
         configs.single_process = False
+        # A signal handler of Python would run too late, because the process is aborting.
+        ctypes.CDLL(None).signal(signal.SIGABRT, on_abort)
         if not is_main_process():
             # Only process 0 prints progress and results.
             configs.prints_progress = False
@@ -652,6 +660,35 @@ def start_jax(cfg):
         cache = os.path.expanduser("~/.cache/plain_t5/compiled")
         jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def report_lost_process(*_):
+    """End this process with a message, because another process of the run has ended."""
+    note(
+        "Another process of this run has ended or does not respond, as the lines above "
+        "say. To continue from the last checkpoint, run the same command again on all "
+        "machines.",
+        always=True,
+    )
+    os._exit(1)
+
+
+# The same function for C. This variable keeps the function in memory.
+on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(report_lost_process)
+
+
+def hide_stack_trace():
+    """Keep JAX from printing a stack trace if another process ends or freezes.
+
+    JAX then calls a callback or, in JAX 0.10, the function abort of C. It cannot convert
+    the argument of the callback.
+    """
+    connect = runtime.get_distributed_runtime_client
+    # This function is not public, so a version of JAX may lack the argument.
+    if "missed_heartbeat_callback" in connect.__doc__:
+        runtime.get_distributed_runtime_client = functools.partial(
+            connect, missed_heartbeat_callback=report_lost_process
+        )
 
 
 def all_processes_agree(condition):
@@ -855,10 +892,14 @@ class Checkpoints:
                 f"{self.path(step)} could not be written ({error})"
             ) from error
         if is_main_process():
-            written = [other for other in self.steps() if other <= step]
-            for old in written[: -self.keep]:
-                if old != best:
-                    remove_checkpoint(self.path(old))
+            self.remove_old(step, best)
+
+    def remove_old(self, step, best):
+        """Remove all but the newest `keep` checkpoints up to a step, and the best one."""
+        written = [other for other in self.steps() if other <= step]
+        for old in written[: -self.keep]:
+            if old != best:
+                remove_checkpoint(self.path(old))
 
     def discard_unfinished(self):
         """Remove the folders of interrupted saves. Only process 0 may call this."""
@@ -1008,7 +1049,6 @@ for row in """
 H200         989.5  141  450  0
 H100         989.5   80  450  0
 A100           312   80  300  0
-V100           125   32  150  0
 TPU v3        61.5   16   41  0.94
 TPU v4         275   32  150  1.05
 TPU v5 lite    197   16  100  1.503

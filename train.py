@@ -18,18 +18,21 @@ Example: T5's learning rate is constant for 10,000 steps and then falls as 1 / s
 """
 
 import collections
+import contextlib
 import ctypes
 import functools
 import json
 import math
 import os
+import shlex
 import signal
 import sys
-import threading
 import time
 import timeit
 from concurrent.futures import ThreadPoolExecutor
 from typing import Callable, NamedTuple
+
+import configs  # comes first, because it also prepares the process
 
 import flax
 import jax
@@ -43,7 +46,6 @@ from jax import lax
 from jax.experimental import multihost_utils
 from tqdm import tqdm
 
-import configs
 import data
 import evaluate
 import infer
@@ -52,9 +54,11 @@ import partition
 from configs import UserError, note
 
 try:
-    import tensorboardX
+    from tensorboardX import summary
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
 except ImportError:  # Without tensorboardX, write no files for TensorBoard.
-    tensorboardX = None
+    EventsWriter = None
 
 # ---- learning rate ---------------------------------------------------------------------
 
@@ -450,6 +454,16 @@ def check_finite(cfg, step, skipped):
     )
 
 
+def is_due(every, step, cfg):
+    """Return whether an action that runs every `every` steps is due after a step.
+
+    With every = 100, the action is due after the steps 100, 200, 300 and so on, and after
+    the last step. With every = 0, the action is never due.
+    cfg: a TrainConfig.
+    """
+    return every > 0 and (step % every == 0 or step == cfg.steps)
+
+
 def run(cfg, program, state, start, load_batch, progress, evaluations, save, after_step):
     """Run the training loop from step `start` to step train.steps.
 
@@ -470,12 +484,7 @@ def run(cfg, program, state, start, load_batch, progress, evaluations, save, aft
     Raises NotFinite if the loss or the gradients are infinite or NaN in several steps.
     """
     t = cfg.train
-
-    # With every = 100, an action is due after the steps 100, 200, 300 and so on, and
-    # after the last step. With every = 0, the action is never due.
-    def is_due(every, step):
-        return every > 0 and (step % every == 0 or step == t.steps)
-
+    step = start
     # Load the next batch in a background thread while the devices compute the current
     # step.
     loader = ThreadPoolExecutor(1)
@@ -488,24 +497,26 @@ def run(cfg, program, state, start, load_batch, progress, evaluations, save, aft
         # asynchronously. Code that reads a result, such as a metric, waits until the
         # devices have computed the step.
         state, metrics = program(state, batch)
-        stop = after_step(step, state)
+        stop = after_step(step, state) and step < t.steps
 
-        logs = is_due(t.log_every, step)
-        evaluates = is_due(t.eval_every, step)
-        predicts = is_due(t.infer_every, step)
-        saves = is_due(t.save_every, step) or (stop and t.save_every > 0)
+        logs = is_due(t.log_every, step, t)
+        saves = is_due(t.save_every, step, t) or (stop and t.save_every > 0)
+        # A run that must stop leaves out the evaluations. They follow when it resumes.
+        evaluates = is_due(t.eval_every, step, t) and not stop
+        predicts = is_due(t.infer_every, step, t) and not stop
         if logs:
             progress.log(step, metrics)
         # Raise NotFinite if several updates in a row were skipped. This check comes
         # before `save`, so that no checkpoint is saved in this case.
         if logs or saves:
             check_finite(cfg, step, int(state.skipped))
+        # Save before the evaluations, so that nothing is lost if an evaluation fails.
+        if saves:
+            save(step, state)
         if evaluates:
             evaluations.evaluate(step, state.params)
         if predicts:
             evaluations.predict(step, state.params)
-        if saves:
-            save(step, state)
         # Restart the clock, so that the measured training speed does not include
         # evaluations and checkpoints.
         if logs or evaluates or predicts or saves:
@@ -621,25 +632,36 @@ class MetricsFile:
             self.lines.append(line)
         else:
             configs.append_file(self.path, line)
-        if tensorboardX and not self.is_remote:
+        if EventsWriter and not self.is_remote:
             for group, metrics in groups.items():
-                self.write_events(group, metrics, step)
+                folder = self.path.parent / "tensorboard" / group
+                with configs.naming_file(folder):
+                    self.write_events(folder, group, metrics, step)
 
-    def write_events(self, group, metrics, step):
+    def write_events(self, folder, group, metrics, step):
         """Write the metrics of one step to a folder that TensorBoard can display.
 
         For example, the group "train" has the folder RUN_DIR/tensorboard/train. The
         library SeqIO also has a folder for each group.
         """
+        now = time.time()
         if group not in self.writers:
-            folder = str(self.path.parent / "tensorboard" / group)
-            writer = tensorboardX.SummaryWriter(folder, purge_step=self.purge_step)
-            self.writers[group] = writer
+            folder.mkdir(parents=True, exist_ok=True)
+            # An EventsWriter writes in this thread. The class SummaryWriter would write
+            # in a thread of its own, where an error such as a full disk is lost.
+            self.writers[group] = EventsWriter(str(folder / "events"))
+            start = SessionLog(status=SessionLog.START)
+            self.writers[group].write_event(
+                Event(wall_time=now, step=self.purge_step, session_log=start)
+            )
         for name, value in metrics.items():
             # SeqIO adds "eval/" to the names of metrics of generated text, for example
             # "eval/bleu". Use the same names.
             tag = f"eval/{name}" if group.startswith("inference_eval/") else name
-            self.writers[group].add_scalar(tag, float(value), step)
+            values = summary.scalar(tag, float(value))
+            self.writers[group].write_event(
+                Event(wall_time=now, step=step, summary=values)
+            )
         self.writers[group].flush()
 
     def sync(self):
@@ -713,23 +735,18 @@ def peak_flops():
     """Return the peak speed of all devices together, in operations per second.
 
     Only floating-point operations are counted. For a known GPU or TPU, the peak comes
-    from the data sheet. For all other devices, the speed of a matmul is measured. This
-    function also prints the peak.
+    from the data sheet. For all other devices, the speed of a matmul is measured.
     """
     name = find_chip(jax.devices()[0])
     if name:
-        peak = partition.CHIPS[name].teraflops * 1e12 * jax.device_count()
-    else:
-        name = "a 1024 x 1024 matmul"
-        a = jnp.ones((1024, 1024))
-        # Time the matmul ten times, and use the shortest time. The first time includes
-        # the compilation, and other programs may slow down some repetitions.
-        times = timeit.repeat(
-            lambda: jnp.matmul(a, a).block_until_ready(), number=1, repeat=10
-        )
-        peak = 2 * 1024**3 / min(times) * jax.process_count()
-    print(f"peak     {peak / 1e9:,.0f} GFLOP/s, the speed of {name}")
-    return peak
+        return partition.CHIPS[name].teraflops * 1e12 * jax.device_count()
+    a = jnp.ones((1024, 1024))
+    # Time the matmul ten times, and use the shortest time. The first time includes the
+    # compilation, and other programs may slow down some repetitions.
+    times = timeit.repeat(
+        lambda: jnp.matmul(a, a).block_until_ready(), number=1, repeat=10
+    )
+    return 2 * 1024**3 / min(times) * jax.process_count()
 
 
 def step_flops(cfg):
@@ -745,9 +762,22 @@ def step_flops(cfg):
 # A line of the progress output. Each name in braces is replaced by the value of a metric.
 PROGRESS_LINE = (
     "loss {loss:.3f}  accuracy {accuracy:.3f}  learning rate {learning_rate:.1e}  "
-    "{seqs_per_second:.4g} examples/s  {gigaflops:.4g} GFLOP/s "
-    "({model_flops_fraction:.0%} of peak)  waiting for data {data_wait_fraction:.0%}"
+    "{seqs_per_second:.4g} examples/s  {gigaflops:.4g} GFLOP/s{share}  "
+    "waiting for data {data_wait_fraction:.0%}"
 )
+
+
+def report(text):
+    """Print a text of the progress output, above the progress bar if there is one.
+
+    If the terminal is closed, or the program that reads the output has ended, stop the
+    run as the signal SIGHUP does. The run then saves a checkpoint.
+    """
+    try:
+        tqdm.write(text)
+    except OSError:
+        configs.discard_output(sys.stdout)
+        signal.raise_signal(signal.SIGHUP)
 
 
 class Progress:
@@ -762,6 +792,8 @@ class Progress:
         self.metrics_file = metrics_file
         self.flops = step_flops(cfg)
         self.peak = peak_flops()
+        chip = find_chip(jax.devices()[0]) or "a 1024 x 1024 matmul"
+        print(f"peak     {self.peak / 1e9:,.0f} GFLOP/s, the speed of {chip}")
         # With disable=None, the bar is shown only if the output is a terminal.
         self.bar = tqdm(
             total=cfg.train.steps, initial=start, disable=None, file=sys.stdout
@@ -799,22 +831,32 @@ class Progress:
         steps = (step - self.step) / seconds
         examples = steps * t.batch_size
         flops = steps * self.flops
+        if flops > self.peak:
+            # Other programs used the machine while the peak was measured. Measure again.
+            self.peak = max(self.peak, peak_flops())
         timing = {
             "seconds": seconds,
             "steps_per_second": steps,
             "seqs_per_second": examples,
             "target_tokens_per_second": examples * self.cfg.data.targets_length,
             "model_flops_per_second": flops,
-            "model_flops_fraction": flops / self.peak,
             "data_wait_fraction": self.waited / seconds,
         }
+        share = ""
+        # The measured peak may still be too low. A share of more than 100 % cannot be
+        # true, so leave it out.
+        if flops <= self.peak:
+            timing["model_flops_fraction"] = flops / self.peak
+            share = f" ({flops / self.peak:.0%} of peak)"
         self.metrics_file.write(step, train=metrics, timing=timing)
-        line = PROGRESS_LINE.format(**metrics, **timing, gigaflops=flops / 1e9)
+        line = PROGRESS_LINE.format(
+            **metrics, **timing, gigaflops=flops / 1e9, share=share
+        )
         self.bar.n = step
         self.bar.set_postfix_str(line)
         if self.bar.disable:
             left = tqdm.format_interval((t.steps - step) / steps)
-            print(f"step {step:,}/{t.steps:,} ({left} left)  {line}")
+            report(f"step {step:,}/{t.steps:,} ({left} left)  {line}")
 
 
 # ---- evaluations during training -------------------------------------------------------
@@ -855,27 +897,31 @@ class Evaluations:
                 f"Content tokens are all target tokens except sentinels and EOS."
             )
 
-    def evaluate(self, step, params):
+    def evaluate(self, step, params, names=None):
         """Compute the loss and the accuracy of the model on held-out data of each task.
 
         The results are printed and written to metrics.jsonl. For one example, the output
         that the model generates is also printed.
+        names: the names of the tasks. None means all tasks.
         """
-        for name, (cfg, dataset) in self.held_out.items():
+        for name in self.held_out if names is None else names:
+            cfg, dataset = self.held_out[name]
             number = dataset.batches(cfg.train.eval_batches)
             metrics = evaluate.evaluate_loss(params, cfg, self.mesh, dataset, number)
             self.write(step, **{f"training_eval/{name}": metrics})
-            tqdm.write(HELD_OUT_LINE.format(step=step, task=name, **metrics))
+            report(HELD_OUT_LINE.format(step=step, task=name, **metrics))
         cfg, dataset = next(iter(self.held_out.values()))
-        tqdm.write(held_out_example(params, cfg, self.mesh, dataset))
+        report(held_out_example(params, cfg, self.mesh, dataset))
 
-    def predict(self, step, params):
+    def predict(self, step, params, names=None):
         """Generate an output for each held-out example, and compute metrics such as BLEU.
 
         The outputs are written to RUN_DIR/eval, and the metrics to metrics.jsonl. Tasks
         that have only text instead of inputs and targets are left out.
+        names: the names of the tasks. None means all tasks.
         """
-        for name, (cfg, dataset) in self.held_out.items():
+        for name in self.held_out if names is None else names:
+            cfg, dataset = self.held_out[name]
             task = dataset.tasks[0]
             if len(task.task.objective.features) < 2:
                 continue
@@ -896,7 +942,35 @@ class Evaluations:
             values = ", ".join(
                 f"{metric} {value:.2f}" for metric, value in metrics.items()
             )
-            tqdm.write(f"step {step:,}: {name}: {values}")
+            report(f"step {step:,}: {name}: {values}")
+
+
+def missing_evaluations(t, step, held_out, lines):
+    """Return the evaluations that are due after a step, but are not in metrics.jsonl.
+
+    A run saves a checkpoint before it evaluates, so it may have ended between the two.
+    Returns two lists with names of tasks: those to evaluate, and those to predict.
+
+    t: a TrainConfig.
+    step: the step of the checkpoint from which the run resumes.
+    held_out: a dict from the name of a task to a tuple (Config, Dataset).
+    lines: the lines of metrics.jsonl, as a list of dicts.
+    """
+    found = [name for line in lines if line["step"] == step for name in line]
+
+    def missing(group, every, features):
+        return [
+            name
+            for name, (_, dataset) in held_out.items()
+            if is_due(every, step, t)
+            and len(dataset.tasks[0].task.objective.features) >= features
+            and not any(metric.startswith(f"{group}/{name}/") for metric in found)
+        ]
+
+    return (
+        missing("training_eval", t.eval_every, 1),
+        missing("inference_eval", t.infer_every, 2),
+    )
 
 
 def held_out_example(params, cfg, mesh, dataset):
@@ -1291,12 +1365,13 @@ def train(cfg, run_dir, recipe, config, source):
         {"the vocabulary": vocabulary, "the training text": dataset.digest}
     )
     checkpoints.identity = configs.weights_identity(cfg, vocabulary)
-    # On the signal SIGTERM, a run finishes the current step, saves a checkpoint and
-    # exits. With several processes, JAX handles the signal (see after_step).
-    terminated = threading.Event()
-    if jax.process_count() == 1:
-        signal.signal(signal.SIGTERM, lambda *_: terminated.set())
-    try:
+    stop = StopSignal(t)
+    # With several processes, JAX handles SIGTERM (see after_step).
+    names = ["SIGINT", "SIGHUP", "SIGTERM"][: 2 + (jax.process_count() == 1)]
+    with (
+        lock or contextlib.nullcontext(),
+        configs.watch_signals(names, lambda *_: None, stop.receive),
+    ):
         template, step = lower_step(cfg, mesh)
         note("compiling the training step")
         # Compile the training step in a background thread while the TrainState is loaded.
@@ -1309,10 +1384,16 @@ def train(cfg, run_dir, recipe, config, source):
         # saves 280 MB.
         if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
             trim(0)
-        if start >= t.steps:
+        lines = partition.read_metrics_file(run_dir / "metrics.jsonl")
+        missing = [], []
+        if resumes:
+            missing = missing_evaluations(t, start, held_out, lines)
+        # Another process may have read the file while the main process wrote it.
+        evaluated, predicted = partition.from_main_process(missing)
+        if start >= t.steps and not evaluated and not predicted:
             print(
-                f"{run_dir} has already reached step {start:,}. To train longer, add "
-                f"--train.steps {2 * start}."
+                f"{run_dir} has already reached step {start:,}. To train longer, run: "
+                f"{longer_training(cfg, recipe, run_dir, config, source, start)}"
             )
             return 0
         check_metrics_file(run_dir / "metrics.jsonl", start, t.log_every)
@@ -1347,28 +1428,36 @@ def train(cfg, run_dir, recipe, config, source):
 
         def after_step(step, state):
             if jax.process_count() == 1:
-                stop = terminated.is_set()
+                stop_now = stop.number is not None
             else:
                 # All processes must stop after the same step. This function of JAX
                 # chooses the step.
-                stop = multihost_utils.reached_preemption_sync_point(step)
-            profile(step, state, stop)
-            return stop
+                stop_now = multihost_utils.reached_preemption_sync_point(step)
+            profile(step, state, stop_now)
+            return stop_now
+
+        def best():
+            if t.keep_best:
+                steps = checkpoints.steps()
+                found = partition.best_step(metrics_file.path, t.keep_best, steps)
+                return found[0] if found else None
 
         def save(step, state):
             check_run_dir(run_dir, lock)
             metrics_file.sync()
             # Wait until the previous checkpoint is complete. Only complete checkpoints
-            # are compared below to find the best one.
+            # are compared to find the best one.
             checkpoints.wait()
-            best = None
-            if t.keep_best:
-                steps = [*checkpoints.steps(), step]
-                best = partition.best_step(metrics_file.path, t.keep_best, steps)
-            checkpoints.save(to_state_dict(state), step, best[0] if best else None)
+            checkpoints.save(to_state_dict(state), step, best())
 
         try:
+            if evaluated:
+                evaluations.evaluate(start, state.params, evaluated)
+            if predicted:
+                evaluations.predict(start, state.params, predicted)
             profile(start, state, False)
+            progress.restart_clock(start)
+            stop.training = True
             step, state = run(
                 cfg,
                 program,
@@ -1381,33 +1470,134 @@ def train(cfg, run_dir, recipe, config, source):
                 after_step,
             )
         except NotFinite as error:
-            checkpoints.wait()
             note(error)
             return 1
         finally:
             progress.bar.close()
             metrics_file.sync()
+            # After an error, a checkpoint may still be in the background. Wait for it
+            # before another command can lock the run directory. With several processes,
+            # do not wait, because the other processes may never write their parts of the
+            # checkpoint.
+            checkpoints.executor.shutdown(wait=jax.process_count() == 1)
         checkpoints.wait()
-    finally:
-        # After an error, a checkpoint may still be in the background. Wait for it before
-        # another command can lock the run directory. With several processes, do not wait,
-        # because the other processes may never write their parts of the checkpoint.
-        checkpoints.executor.shutdown(wait=jax.process_count() == 1)
-        if lock:
-            lock.close()
+        # The last evaluation may have found another best checkpoint.
+        if partition.is_main_process():
+            checkpoints.remove_old(step, best())
     if step < t.steps:
-        print(
-            f"stopped at step {step:,} on SIGTERM. To continue from the last checkpoint, "
-            f"run the same command again."
+        command = shlex.join(["python", *sys.argv])
+        kept = f"The checkpoint {checkpoints.path(step)} is saved."
+        if not t.save_every:
+            kept = "No checkpoint is saved, because --train.save_every is 0."
+        report(
+            f"stopped at step {step:,} on {stop.name}. {kept} To continue, run the same "
+            f"command again: {command}"
         )
-        return 0
+        return stop.status
     print(f"done     {run_dir}: {step:,} steps.")
     if t.save_every:
+        example = '"Return the <extra_id_0> of the list."'
+        if not data.is_span_corruption(cfg):
+            example = (
+                f"--input task:{next(iter(held_out), cfg.data.task)} --output o.jsonl"
+            )
         print(f"""Next:
-  python infer.py --run_dir {run_dir} "Return the <extra_id_0> of the list."
+  python infer.py --run_dir {run_dir} {example}
   python evaluate.py --run_dir {run_dir}
-  python train.py --run_dir {run_dir} --train.steps {2 * t.steps - t.start_step}""")
+  {longer_training(cfg, recipe, run_dir, config, source, step)}""")
     return 0
+
+
+class StopSignal:
+    """React to the signals that end a run: SIGINT (Ctrl-C), SIGHUP and SIGTERM.
+
+    Before the first training step, a signal ends the process at once. During training,
+    the first signal makes the run stop after the current step and save a checkpoint. A
+    second signal ends the process at once.
+
+    t: the TrainConfig of the run.
+    """
+
+    def __init__(self, t):
+        self.t = t
+        self.training = False
+        self.number = None  # the first signal
+        self.time = None  # the time of the first signal
+
+    def receive(self, number):
+        """React to a signal. This method runs in a thread, see configs.watch_signals."""
+        now = time.monotonic()
+        if not self.training:
+            self.number = number
+            note(
+                f"stopped on {number.name} before the first training step, so there is "
+                f"nothing to save. To continue, run the same command again."
+            )
+            os._exit(self.status)
+        if self.number is None:
+            self.number, self.time = number, now
+            then = "saves a checkpoint and stops" if self.t.save_every else "stops"
+            note(
+                f"{number.name}: this run finishes the current step, {then}. A second "
+                f"signal ends the run at once."
+            )
+            if jax.process_count() > 1:
+                signal.raise_signal(signal.SIGTERM)
+        # Programs such as `timeout` send a signal twice at the same time. This counts as
+        # one signal.
+        elif now > self.time + 1:
+            note(
+                f"A second signal ended this run at once. Its last complete checkpoint "
+                f"is kept. To continue, run the same command again.",
+                always=True,
+            )
+            os._exit(128 + number)
+
+    @property
+    def name(self):
+        """Return the name of the first signal. Without a signal, JAX received SIGTERM."""
+        return self.number.name if self.number else "SIGTERM"
+
+    @property
+    def status(self):
+        """Return the exit status of the stopped run, which is 0 for SIGTERM."""
+        return 0 if self.name == "SIGTERM" else 128 + self.number
+
+
+def longer_training(cfg, recipe, run_dir, config, source, step):
+    """Return a command that trains twice as long as a run that has reached its last step.
+
+    Usually, the command continues the run. Some schedules would restart at a high
+    learning rate, which destroys much of what the model has learned. An example is
+    cosine_decay. The command then starts a new run with a schedule of twice the length.
+
+    The arguments are those of train, and the step that the run has reached.
+    """
+    t = cfg.train
+    steps = 2 * step - t.start_step
+    # Learning rates from the beginning of this run to the end of the longer training. The
+    # last rate of this run is in the middle.
+    rates = jax.vmap(lambda step: learning_rate(step, t))(
+        np.linspace(t.start_step, steps, 1001)
+    )
+    restarts = min(rates[:501].max(), rates[501:].max()) > 2 * rates[500]
+    if not restarts:
+        flags = {"run_dir": run_dir, "train.steps": steps}
+    else:
+        flags = {"config": config or cfg.name}
+        if (run_dir / "recipe.py").exists():
+            flags = {"config": run_dir / "recipe.py"}
+        if source:
+            flags["init_from"] = source
+        changes = configs.differences(cfg, recipe).items()
+        flags |= {name: new for name, (new, _) in changes}
+        flags |= {
+            "run_dir": f"{run_dir}_{steps}",
+            "train.steps": steps,
+            "train.steps_per_cycle": 2 * t.steps_per_cycle,
+        }
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    return shlex.join(["python", "train.py", *words])
 
 
 def model_info(cfg, mesh):
@@ -1672,8 +1862,11 @@ def main(argv):
             f"some space. Then run the same command again to continue from the previous "
             f"checkpoint."
         )
-    except jax.errors.JaxRuntimeError as error:
+    # JAX reports a failed communication by one of these two classes.
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
         reason = str(error)
+        if isinstance(error, ValueError) and "Gloo" not in reason:
+            raise
         if "RESOURCE_EXHAUSTED" in reason:
             problem = (
                 f"Out of memory: use more devices, a smaller --train.batch_size, or the "
