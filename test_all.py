@@ -5505,7 +5505,7 @@ def test_a_run_says_where_no_files_for_tensorboard_are_written(
     tmp_path, capsys, monkeypatch
 ):
     """The message names the extra that must be installed."""
-    monkeypatch.setattr(train, "tensorboardX", None)
+    monkeypatch.setattr(train, "EventsWriter", None)
     train.MetricsFile(tmp_path / "metrics.jsonl", 0)
     assert "pip install '.[tensorboard]'" in capsys.readouterr().err
 

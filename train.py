@@ -603,7 +603,7 @@ class MetricsFile:
         self.purge_step = step + 1
         if partition.is_main_process():
             configs.write_file(path, "".join(self.lines))
-            if self.is_remote or not tensorboardX:
+            if self.is_remote or not EventsWriter:
                 reason = "tensorboardX is not installed: run pip install '.[tensorboard]'"
                 if self.is_remote:
                     reason = "the run directory is remote"
@@ -1547,8 +1547,8 @@ class StopSignal:
         # one signal.
         elif now > self.time + 1:
             note(
-                f"A second signal ended this run at once. Its last complete checkpoint "
-                f"is kept. To continue, run the same command again.",
+                "A second signal ended this run at once. Its last complete checkpoint "
+                "is kept. To continue, run the same command again.",
                 always=True,
             )
             os._exit(128 + number)
