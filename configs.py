@@ -1552,8 +1552,8 @@ def prepare_script():
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-# Every command imports this file first. A notebook or pytest may import this file too, but
-# then it must not change their process.
+# Every command imports this file first. A notebook or pytest may import this file too,
+# but then it must not change their process.
 if Path(sys.argv[0]).suffix == ".py" and (
     Path(sys.argv[0]).absolute().parent == Path(__file__).absolute().parent
 ):
