@@ -375,6 +375,15 @@ def escape_controls(text):
     )
 
 
+def discard_output(stream):
+    """Send all further output of a stream to /dev/null.
+
+    This is needed if a write has failed, because the terminal is closed, or because the
+    program that reads the output, such as `head`, has ended.
+    """
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def note(text, always=False):
     """Print a message to standard error.
 
@@ -1349,15 +1358,6 @@ def lock(path, wait=False):
 # ---- the command -----------------------------------------------------------------------
 
 
-def discard_output(stream):
-    """Send all further output of a stream to /dev/null.
-
-    This is needed if a write has failed, because the terminal is closed, or because the
-    program that reads the output, such as `head`, has ended.
-    """
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
 def prepare_script():
     """Prepare the process of a command, before the command imports large libraries."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
@@ -1373,8 +1373,8 @@ def prepare_script():
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-# Every command imports this file first. A notebook or pytest may import this file too, but
-# then it must not change their process.
+# Every command imports this file first. A notebook or pytest may import this file too,
+# but this file must not change their process.
 if Path(sys.argv[0]).suffix == ".py" and (
     Path(sys.argv[0]).absolute().parent == Path(__file__).absolute().parent
 ):
