@@ -6226,7 +6226,7 @@ def test_the_suggested_command_trains_longer_without_a_jump(
         folder = tmp_path / name
         assert train.main(["--run_dir", str(folder), *flags, *more]) == 0
         lines = capsys.readouterr().out.splitlines()
-        (command,) = [line for line in lines if line.startswith("  python train.py")]
+        command = [line for line in lines if line.startswith("  python train.py")][-1]
         assert train.main(shlex.split(command)[2:]) == 0
         run_dirs = {"constant": folder, "cosine": tmp_path / "cosine_12"}
         rates = [
