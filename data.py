@@ -3245,13 +3245,16 @@ def encode_in_background(examples, tokenizer, characters):
                 size = 0
         yield batch
 
-    with ThreadPoolExecutor(1) as thread:
-        previous = thread.submit(encode, [])
-        for batch in batches():
-            future = thread.submit(encode, batch)
-            yield from previous.result()
-            previous = future
+    # Do not write `with ThreadPoolExecutor(1)`, which would wait for the thread at the end.
+    # If nobody reads this generator to its end, the garbage collector closes it, possibly
+    # while another thread starts. Waiting for a thread at that moment is a deadlock.
+    thread = ThreadPoolExecutor(1)
+    previous = thread.submit(encode, [])
+    for batch in batches():
+        future = thread.submit(encode, batch)
         yield from previous.result()
+        previous = future
+    yield from previous.result()
 
 
 def encode_texts(texts, tokenizer):

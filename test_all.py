@@ -707,6 +707,15 @@ def join_prefetch():
             thread.join()
 
 
+def test_an_abandoned_generator_does_not_wait_for_its_thread(tokenizer, monkeypatch):
+    """The garbage collector may close it while a thread starts: waiting is a deadlock."""
+    examples = ((number, ["some text"]) for number in range(10_000))
+    generator = data.encode_in_background(examples, tokenizer, collections.Counter())
+    next(generator)
+    monkeypatch.setattr(threading.Thread, "join", lambda *_: pytest.fail("it waits"))
+    generator.close()
+
+
 def open_dataset(cfg, split="train"):
     return data.prepare(cfg, split, data.prepare_vocabulary(cfg))
 
