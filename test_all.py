@@ -5258,7 +5258,7 @@ def test_a_resumed_output_file_keeps_its_checkpoint_and_its_input(
     refused("was begun with the checkpoint of step 3, which run no longer has")
     # Another checkpoint gets the same step.
     shutil.copytree(newer, older)
-    manifest = partition.read_manifest(older)
+    manifest = partition.read_manifest(newer)
     configs.write_checked(older / "manifest.json", manifest | {"step": 3})
     refused("the checkpoint has changed since o.jsonl.partial was begun")
     shutil.rmtree(older)
@@ -5528,6 +5528,7 @@ def test_a_metric_of_keep_best_that_is_not_computed_is_reported(
         task=data.TASKS["text_to_text"], tokenizer=None, source="random:"
     )
     monkeypatch.setattr(evaluate, "predict", lambda *_: ({"accuracy": 5.0}, []))
+    (tmp_path / ".lock").touch()
     metrics_file = train.MetricsFile(tmp_path / "metrics.jsonl", 0)
     evaluations = train.Evaluations(None, tmp_path, metrics_file, {}, None)
     evaluations.held_out = {"yes": (cfg, types.SimpleNamespace(tasks=[task]))}
@@ -6253,6 +6254,7 @@ def test_a_share_of_more_than_100_percent_is_not_printed(monkeypatch, tmp_path, 
     speeds = iter([1.0, 1e30])
     monkeypatch.setattr(train, "peak_flops", lambda: next(speeds, 1.0))
     metrics = dict.fromkeys(("loss", "accuracy", "learning_rate"), 1.0)
+    (tmp_path / ".lock").touch()
     for expected in (True, False):
         file = train.MetricsFile(tmp_path / f"{expected}.jsonl", 0)
         train.Progress(SMALL, file, 0).log(1, metrics)
@@ -6271,6 +6273,7 @@ def test_a_full_disk_names_the_folder_of_tensorboard(monkeypatch, tmp_path):
     monkeypatch.setattr(train, "EventsWriter", Writer)
     for name in ("Event", "SessionLog", "summary"):
         monkeypatch.setattr(train, name, None, raising=False)
+    (tmp_path / ".lock").touch()
     with pytest.raises(OSError) as error:
         train.MetricsFile(tmp_path / "metrics.jsonl", 0).write(1, train={"loss": 1.0})
     assert error.value.filename == str(tmp_path / "tensorboard" / "train")
@@ -7532,7 +7535,7 @@ def restored(run_dir, optimizer="adafactor"):
             shapes,
         )
     )
-    return partition.load_newest(run_dir, template)
+    return partition.load_newest(run_dir, template, None)
 
 
 def test_t5x_and_back_with_optimizer(tmp_path):
