@@ -942,13 +942,6 @@ def load_recipe(name):
     return cfg
 
 
-# The files of plain T5.
-OWN_FILES = [
-    Path(__file__).with_name(f"{name}.py")
-    for name in "configs data partition model infer evaluate train convert".split()
-]
-
-
 def imported_code(defined):
     """Return a checksum of each Python file that a recipe imports, as a list.
 
@@ -1536,11 +1529,15 @@ def prepare_script():
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+# The files of plain T5.
+OWN_FILES = [
+    Path(__file__).with_name(f"{name}.py")
+    for name in "configs data partition model infer evaluate train convert".split()
+]
+
 # Every command imports this file first. A notebook or pytest may import this file too,
 # but then it must not change their process.
-if Path(sys.argv[0]).suffix == ".py" and (
-    Path(sys.argv[0]).absolute().parent == Path(__file__).absolute().parent
-):
+if Path(sys.argv[0]).absolute() in OWN_FILES:
     prepare_script()
 
 

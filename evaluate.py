@@ -1055,14 +1055,13 @@ def main(argv):
         )
     folder = configs.to_path(args.output or os.path.join(args.run_dir, "eval"))
     tasks = data.evaluation_configs(cfg, args.split)
-    generated = {
-        name: task_cfg
+    modes = {
+        name: args.mode
+        or ("predict" if data.find_task(name, task_cfg).metrics else "loss")
         for name, task_cfg in tasks.items()
-        if args.mode == "predict"
-        or not args.mode
-        and data.find_task(name, task_cfg).metrics
     }
-    check_metrics(generated, args.split)
+    predicted = {name: tasks[name] for name in tasks if modes[name] == "predict"}
+    check_metrics(predicted, args.split)
     changed = configs.differences(cfg, configs.load_run(args.run_dir))
     evaluations = {
         "loss": split_loss,
@@ -1091,8 +1090,7 @@ def main(argv):
             continue
         evaluated = True
         for name, task_cfg in tasks.items():
-            has_metrics = data.find_task(name, task_cfg).metrics
-            mode = args.mode or ("predict" if has_metrics else "loss")
+            mode = modes[name]
             evaluation = evaluations[mode]
             start = time.perf_counter()
             metrics, lines = evaluation(params, task_cfg, mesh, args.split, tokenizer)

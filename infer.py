@@ -1067,18 +1067,13 @@ def describe_job(args, cfg, step, tokenizer, identity):
     job |= configs.settings(
         cfg, {"train", "mesh", "distributed", "decode.batch_size", "data.on_error"}
     )
-    path = partition.Checkpoints(args.run_dir).path(step)
-    try:
-        manifest = partition.read_manifest(path)
-    except partition.CheckpointError as error:
-        # A running train.py can have deleted the checkpoint after it was loaded.
-        raise UserError(f"{error}: repeat the command.") from error
+    manifest = partition.Checkpoints(args.run_dir).path(step) / "manifest.json"
     job |= {
         "--train.seed": cfg.train.seed,
         "the step": step,
         # A new run in the same folder can have a checkpoint of the same step. Therefore
         # compare the checksums of all arrays.
-        "the checkpoint": configs.checksum(manifest["arrays"]),
+        "the checkpoint": configs.checksum(configs.read_json(manifest, {})["arrays"]),
         "the vocabulary": tokenizer and tokenizer.sha256,
         "the checksum of the input": configs.checksum(identity),
         "the recipe file": list(configs.RECIPE_CODE.values()),
@@ -1128,6 +1123,12 @@ def open_partial(output, job):
     # Only the main process writes. os.devnull discards the lines of other processes.
     if not partition.is_main_process():
         return open(os.devnull, "ab"), 0
+    configs.refuse_differences(
+        job,
+        begun_job(output),
+        f"{path} was begun by another command or with other data",
+        "repeat the command that began it, or remove the file",
+    )
     description = configs.to_path(f"{path}.json")
     description.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -1141,16 +1142,6 @@ def open_partial(output, job):
     content = file.read()
     lines = content.count(b"\n")
     if content:
-        try:
-            configs.refuse_differences(
-                job,
-                begun_job(output),
-                f"{path} was begun by another command or with other data",
-                "repeat the command that began it, or remove the file",
-            )
-        except UserError:
-            file.close()  # This also unlocks the file.
-            raise
         file.truncate(content.rfind(b"\n") + 1)
         note(f"{path} already has {lines:,} lines. The command is resuming after them.")
     else:

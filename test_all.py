@@ -5214,7 +5214,7 @@ def test_a_resumed_output_file_keeps_its_checkpoint_and_its_input(
     refused("has no checkpoint of step 3")
     # Another checkpoint gets the same step.
     shutil.copytree(newer, older)
-    manifest = partition.read_manifest(older)
+    manifest = partition.read_manifest(newer)
     configs.write_checked(older / "manifest.json", manifest | {"step": 3})
     refused("by another command or with other data (the checkpoint ")
     shutil.rmtree(older)
@@ -6181,12 +6181,12 @@ def test_the_suggested_command_trains_longer_without_a_jump(
     schedule = "constant * linear_warmup * cosine_decay"
     cosine = ["--train.schedule", schedule, "--train.steps_per_cycle", "6"]
     cosine += ["--train.warmup_steps", "2"]
-    capsys.readouterr()  # Remove the output of the fixture.
     for name, more in (("constant", []), ("cosine", cosine)):
         folder = tmp_path / name
         assert train.main(["--run_dir", str(folder), *flags, *more]) == 0
         lines = capsys.readouterr().out.splitlines()
-        (command,) = [line for line in lines if line.startswith("  python train.py")]
+        commands = [line for line in lines if line.startswith("  python train.py")]
+        command = commands[-1]
         assert train.main(shlex.split(command)[2:]) == 0
         run_dirs = {"constant": folder, "cosine": tmp_path / "cosine_12"}
         rates = [
@@ -6200,9 +6200,9 @@ def test_the_suggested_command_trains_longer_without_a_jump(
 
 
 def test_a_share_of_more_than_100_percent_is_not_printed(monkeypatch, tmp_path, capsys):
-    """If the peak was measured on a busy machine, it is measured again."""
-    speeds = iter([1.0, 1e30])
-    monkeypatch.setattr(train, "peak_flops", lambda: next(speeds, 1.0))
+    """The peak is too low if it was measured on a busy machine."""
+    speeds = iter([1e30, 1.0])
+    monkeypatch.setattr(train, "peak_flops", lambda: next(speeds))
     (tmp_path / ".lock").touch()
     metrics = dict.fromkeys(("loss", "accuracy", "learning_rate"), 1.0)
     for expected in (True, False):
@@ -6221,6 +6221,7 @@ def test_a_full_disk_names_the_folder_of_tensorboard(monkeypatch, tmp_path):
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(train, "EventsWriter", Writer)
+    (tmp_path / ".lock").touch()
     for name in ("Event", "SessionLog", "summary"):
         monkeypatch.setattr(train, name, None, raising=False)
     with pytest.raises(OSError) as error:
@@ -6359,7 +6360,7 @@ BAD = {
     "no vocabulary": (["--data.vocab", "none.model"], "train:32000"),
     "unknown loss": (
         ["--train.keep_best", "training_eval/span_corruption/los", *UNFIT_VOCABULARY],
-        "did you mean training_eval/span_corruption/loss?",
+        "choose from training_eval/span_corruption/loss, ",
     ),
     "unknown metric": (
         ["--train.keep_best", "inference_eval/wmt/bleu", *UNFIT_VOCABULARY],

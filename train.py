@@ -20,6 +20,7 @@ Example: T5's learning rate is constant for 10,000 steps and then falls as 1 / s
 import collections
 import contextlib
 import ctypes
+import fnmatch
 import functools
 import json
 import math
@@ -613,10 +614,10 @@ class MetricsFile:
         if partition.is_main_process():
             configs.write_file(path, "".join(self.lines))
             if self.is_remote or not EventsWriter:
-                reason = "tensorboardX is not installed: run pip install '.[tensorboard]'"
-                if self.is_remote:
-                    reason = "the run directory is remote"
-                note(f"The folder tensorboard/ is not written, because {reason}.")
+                note(
+                    "The folder tensorboard/ is not written. It needs a local run directory "
+                    "and the library tensorboardX: pip install '.[tensorboard]'."
+                )
 
     def write(self, step, **groups):
         """Add a line with metrics of one step to the file.
@@ -720,18 +721,23 @@ def peak_flops():
     """Return the peak speed of all devices together, in operations per second.
 
     Only floating-point operations are counted. For a known GPU or TPU, the peak comes
-    from the data sheet. For all other devices, the speed of a matmul is measured.
+    from the data sheet. For all other devices, the speed of a matmul is measured. This
+    function also prints the peak.
     """
     name = find_chip(jax.devices()[0])
     if name:
-        return partition.CHIPS[name].teraflops * 1e12 * jax.device_count()
-    a = jnp.ones((1024, 1024))
-    # Time the matmul ten times, and use the shortest time. The first time includes the
-    # compilation, and other programs may slow down some repetitions.
-    times = timeit.repeat(
-        lambda: jnp.matmul(a, a).block_until_ready(), number=1, repeat=10
-    )
-    return 2 * 1024**3 / min(times) * jax.process_count()
+        peak = partition.CHIPS[name].teraflops * 1e12 * jax.device_count()
+    else:
+        name = "a 1024 x 1024 matmul"
+        a = jnp.ones((1024, 1024))
+        # Time the matmul ten times, and use the shortest time. The first time includes
+        # the compilation, and other programs may slow down some repetitions.
+        times = timeit.repeat(
+            lambda: jnp.matmul(a, a).block_until_ready(), number=1, repeat=10
+        )
+        peak = 2 * 1024**3 / min(times) * jax.process_count()
+    print(f"peak     {peak / 1e9:,.0f} GFLOP/s, the speed of {name}")
+    return peak
 
 
 def step_flops(cfg):
@@ -777,8 +783,6 @@ class Progress:
         self.metrics_file = metrics_file
         self.flops = step_flops(cfg)
         self.peak = peak_flops()
-        chip = find_chip(jax.devices()[0]) or "a 1024 x 1024 matmul"
-        print(f"peak     {self.peak / 1e9:,.0f} GFLOP/s, the speed of {chip}")
         # With disable=None, the bar is shown only if the output is a terminal.
         self.bar = tqdm(
             total=cfg.train.steps, initial=start, disable=None, file=sys.stdout
@@ -816,9 +820,6 @@ class Progress:
         steps = (step - self.step) / seconds
         examples = steps * t.batch_size
         flops = steps * self.flops
-        if flops > self.peak:
-            # Other programs used the machine while the peak was measured. Measure again.
-            self.peak = max(self.peak, peak_flops())
         timing = {
             "seconds": seconds,
             "steps_per_second": steps,
@@ -828,8 +829,8 @@ class Progress:
             "data_wait_fraction": self.waited / seconds,
         }
         share = ""
-        # The measured peak may still be too low. A share of more than 100 % cannot be
-        # true, so leave it out.
+        # The measured peak is too low if other programs used the machine. A share of more
+        # than 100 % cannot be true, so leave it out.
         if flops <= self.peak:
             timing["model_flops_fraction"] = flops / self.peak
             share = f" ({flops / self.peak:.0%} of peak)"
@@ -1066,21 +1067,18 @@ def check_keep_best(t, tasks):
     tasks: the names of the tasks that are evaluated.
     """
     losses = [*model.mean_metrics(collections.Counter()), "content_loss"]
-    known = [
-        f"training_eval/{task}/{name}"
-        for task in tasks
-        if t.eval_every
-        for name in losses
-    ]
-    # The metric functions choose the names of their results, so only the beginning of
-    # these names is known before the first evaluation.
-    groups = [f"inference_eval/{task}/" for task in tasks if t.infer_every]
-    if t.keep_best not in ("", *known) and not t.keep_best.startswith((*groups,)):
-        choices = ", ".join([*known, *groups]) or "none without --train.eval_every"
+    known = []
+    for task in tasks:
+        if t.eval_every:
+            known += [f"training_eval/{task}/{name}" for name in losses]
+        if t.infer_every:
+            # The metric functions choose the names of their results.
+            known.append(f"inference_eval/{task}/*")
+    if t.keep_best and not any(fnmatch.fnmatch(t.keep_best, name) for name in known):
         raise UserError(
             f"--train.keep_best {t.keep_best} names a metric that this run does not "
-            f"compute{configs.nearest(t.keep_best, known) or '.'} This run computes "
-            f"{choices:.400}."
+            f"compute: choose from {', '.join(known) or 'none'}, or set "
+            f"--train.eval_every or --train.infer_every."
         )
 
 
@@ -1132,7 +1130,7 @@ def open_data(cfg, run_dir, resumes, source, config):
         if config and config.endswith(".py"):
             recipe = configs.to_path(config).read_text()
             stored = run_dir / "recipe.py"
-            if resumes and (not stored.exists() or stored.read_text() != recipe):
+            if stored.exists() and stored.read_text() != recipe:
                 note(
                     f"warning: the recipe file {config} has changed since the run began. "
                     f"Training continues with the tasks and functions of the new file."
