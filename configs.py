@@ -381,6 +381,15 @@ def escape_controls(text):
     )
 
 
+def discard_output(stream):
+    """Send all further output of a stream to /dev/null.
+
+    This is needed if a write has failed, because the terminal is closed, or because the
+    program that reads the output, such as `head`, has ended.
+    """
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def note(text, always=False):
     """Print a message to standard error.
 
@@ -1503,15 +1512,6 @@ def lock(path, wait=False):
 
 
 # ---- the command -----------------------------------------------------------------------
-
-
-def discard_output(stream):
-    """Send all further output of a stream to /dev/null.
-
-    This is needed if a write has failed, because the terminal is closed, or because the
-    program that reads the output, such as `head`, has ended.
-    """
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def prepare_script():

@@ -1248,8 +1248,8 @@ def note_differences(encode):
     if is_file and encode.without_eos and False not in data.trained_ends(encode.cfg):
         note(
             f"warning: {encode.without_eos:,} inputs do not end with EOS (id 1), unlike "
-            f"the inputs of T5's tasks. Lists of token ids are used unchanged: append 1 to "
-            f"each list."
+            f"the inputs of T5's tasks. Lists of token ids are used unchanged: append 1 "
+            f"to each list."
         )
     if encode.cut:
         note(

@@ -467,8 +467,7 @@ def read_manifest(folder):
             f"format {FORMAT}: use the version that wrote the checkpoint."
         )
     step = manifest["step"]
-    named = re.fullmatch(r"step_(\d+)", folder.name)
-    if named and int(named[1]) != step:
+    if folder.name.startswith("step_") and folder.name != f"step_{step:08}":
         raise CheckpointError(
             f"{folder} contains step {step:,}: rename this folder to step_{step:08}"
         )

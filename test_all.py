@@ -7052,7 +7052,7 @@ def test_step_best_names_the_best_checkpoint(trained, tmp_path, capsys, monkeypa
         "--train.steps",
         9,
     )
-    assert status == 2 and "did you mean training_eval/span_corruption/loss" in err
+    assert status == 2 and "choose from training_eval/span_corruption/loss, " in err
 
 
 def test_csv_has_one_column_per_decoding(trained, tmp_path, capsys, monkeypatch):

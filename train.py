@@ -1374,25 +1374,22 @@ def train(cfg, run_dir, recipe, config, source):
         # jax.profiler. The value 0:0 records no step.
         first, last = map(int, (t.profile or "0:0").split(":"))
 
-        def profile(step, state, stop):
+        def profile(step, state):
             if step == first - 1 < t.steps:
                 jax.profiler.start_trace(run_dir / "profile")
-            last_of_trace = stop or step == min(last, t.steps)
-            if start < first <= step <= last and last_of_trace:
+            if start < first <= step == min(last, t.steps):
                 # Wait until the devices have computed this step, so that the trace
                 # contains the complete step.
                 jax.block_until_ready(state)
                 jax.profiler.stop_trace()
 
         def after_step(step, state):
+            profile(step, state)
             if jax.process_count() == 1:
-                stop_now = stop.number is not None
-            else:
-                # All processes must stop after the same step. This function of JAX
-                # chooses the step.
-                stop_now = multihost_utils.reached_preemption_sync_point(step)
-            profile(step, state, stop_now)
-            return stop_now
+                return stop.number is not None
+            # All processes must stop after the same step. This function of JAX chooses
+            # the step.
+            return multihost_utils.reached_preemption_sync_point(step)
 
         def best():
             if t.keep_best:
@@ -1411,7 +1408,7 @@ def train(cfg, run_dir, recipe, config, source):
         try:
             for evaluation in missing:
                 evaluation(start, state.params)
-            profile(start, state, False)
+            profile(start, state)
             progress.restart_clock(start)
             stop.training = True
             step, state = run(
