@@ -1416,8 +1416,8 @@ def main(argv):
     endings = (".jsonl", ".npz") if args.mode == "encode" else (".jsonl",)
     if args.output and not args.output.endswith(endings):
         raise UserError(
-            f"With --mode {args.mode}, --output must end with {' or '.join(endings)}, not "
-            f"{args.output}: name another file."
+            f"With --mode {args.mode}, --output must end with {' or '.join(endings)}, "
+            f"not {args.output}: name another file."
         )
     # If --input names a task, execute recipe.py of the run, which may define this task.
     cfg, mesh, tokenizer = open_model(

@@ -615,8 +615,8 @@ class MetricsFile:
             configs.write_file(path, "".join(self.lines))
             if self.is_remote or not EventsWriter:
                 note(
-                    "The folder tensorboard/ is not written. It needs a local run directory "
-                    "and the library tensorboardX: pip install '.[tensorboard]'."
+                    "The folder tensorboard/ is not written. It needs a local run "
+                    "directory and tensorboardX: pip install '.[tensorboard]'."
                 )
 
     def write(self, step, **groups):
@@ -1025,8 +1025,8 @@ def check_run_dir(run_dir, lock):
     if not is_same:
         raise UserError(
             f"Training stops, because {run_dir} or its file .lock was moved, deleted or "
-            f"replaced. To continue from the last checkpoint, run train.py with --run_dir "
-            f"and the path that the run has now."
+            f"replaced. To continue from the last checkpoint, run train.py with "
+            f"--run_dir and the path that the run has now."
         )
 
 
