@@ -5796,8 +5796,8 @@ def test_two_processes_with_different_flags_do_not_train(corpus, compiled, tmp_p
         ]
     )
     assert [status for status, *_ in results] == [2, 2], results
-    assert "--train.optimizer adamw instead of adafactor" in results[1][2]
-    assert "--train.seed 3 instead of 0" in results[1][2]
+    assert "--train.optimizer adamw, not adafactor" in results[1][2]
+    assert "--train.seed 3, not 0" in results[1][2]
     assert not (tmp_path / "run/config.json").exists()
 
 
