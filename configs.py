@@ -27,7 +27,6 @@ import dataclasses
 import difflib
 import fcntl
 import functools
-import hashlib
 import inspect
 import json
 import os
@@ -38,7 +37,6 @@ import textwrap
 import threading
 import time
 import traceback
-import types
 import zlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -358,7 +356,8 @@ ACTIVATIONS = {}  # "relu" -> jax.nn.relu
 METRICS = {}  # "bleu" -> function(targets, predictions) that returns {"bleu": 27.5}
 OPTIMIZERS = {}  # "adafactor" -> train.Optimizer
 
-TASK_CODE = {}  # task of a recipe file -> hashes of this file and of what it imports
+RECIPE_CODE = {}  # executed recipe file -> hashes of this file and of what it imports
+TASK_CODE = {}  # task of a recipe file -> the same hashes
 
 # ---- messages --------------------------------------------------------------------------
 
@@ -739,9 +738,11 @@ CHANGEABLE = set(
 # if it makes different batches from the same text. A run is never resumed with a version
 # that makes different batches.
 DATA_FORMAT = 3
-# The settings of the model that do not change what its weights compute. A run that starts
-# from the weights of another run may choose these settings. All others must be the same.
-FREE_IN_MODEL = {"model.dropout", "model.dtype", "model.remat"}
+# The sections and settings that do not change what the weights of a model compute. A run
+# that starts from the weights of another run may choose these. All others must be equal.
+FREE_FOR_WEIGHTS = set(
+    "data train decode mesh distributed model.dropout model.dtype model.remat".split()
+)
 
 
 def fields(cfg):
@@ -765,17 +766,33 @@ def differences(cfg, other):
     return {name: (value, old) for (name, _, value), (_, _, old) in pairs if value != old}
 
 
-def architecture(cfg):
-    """Return the settings that decide what the weights of a model compute, as a dict.
+def settings(cfg, free=()):
+    """Return the settings of a Config as {flag: value}, without those named in `free`.
 
-    The dict contains all settings of the model except those in FREE_IN_MODEL. An example
-    of an item is {"model.d_ff": 1024}.
+    free: the names of sections and settings, such as {"data", "train.steps"}.
     """
     return {
-        name: value
+        f"--{name}": value
         for name, _, value in fields(cfg)
-        if name.startswith("model.") and name not in FREE_IN_MODEL
+        if not {name, name.split(".")[0]} & set(free)
     }
+
+
+def refuse_differences(values, expected, problem, remedy):
+    """Raise UserError if two dicts differ, and name the values that differ.
+
+    Only names that both dicts contain are compared.
+
+    values, expected: dicts such as those that `settings` returns.
+    problem, remedy: the beginning and the end of the message.
+    """
+    differing = ", ".join(
+        f"{name} {value!s:.100}, not {expected[name]!s:.100}"
+        for name, value in values.items()
+        if value != expected.get(name, value)
+    )
+    if differing:
+        raise UserError(f"{problem} ({differing}): {remedy}.")
 
 
 def weights_identity(cfg, vocabulary):
@@ -786,25 +803,8 @@ def weights_identity(cfg, vocabulary):
 
     vocabulary: the SHA-256 digest of the vocabulary, or "" if it is unknown.
     """
-    return architecture(cfg) | {"vocabulary_sha256": vocabulary}
-
-
-def check_identity(wanted, found, problem, remedy):
-    """Raise UserError if the values of two dicts differ, and name these values.
-
-    The value "", or a name that `found` lacks, means that a value is unknown. Unknown
-    values are not compared. For example, many converted models have no vocabulary.
-
-    wanted, found: dicts such as those that weights_identity returns.
-    problem, remedy: the beginning and the end of the message.
-    """
-    differing = ", ".join(
-        f"{name.replace('model.', '--model.')} {value!s:.16}, not {found[name]!s:.16}"
-        for name, value in wanted.items()
-        if found.get(name, "") not in ("", value) and value != ""
-    )
-    if differing:
-        raise UserError(f"{problem} ({differing}): {remedy}.")
+    known = {"the vocabulary": vocabulary} if vocabulary else {}
+    return settings(cfg, FREE_FOR_WEIGHTS) | known
 
 
 def override(cfg, changes):
@@ -898,8 +898,7 @@ def parse_args(description, argv, **flags):
             )
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        names = [*flags, *(name for name, *_ in fields(Config("")))]
-        known = [f"--{name}" for name in names if not name.endswith("_")]
+        known = [*settings(Config("")), *(f"--{name}" for name in flags)]
         hint = nearest(unknown[0].split("=")[0], known)
         raise UserError(
             f"Unknown argument {unknown[0]}{hint or '. --help lists all flags.'}"
@@ -941,9 +940,9 @@ def load_recipe(name):
         check_fields(cfg)
         for title in ("TASKS", "MIXTURES", "ACTIVATIONS", "METRICS", "OPTIMIZERS"):
             globals()[title].update(defined.get(title, {}))
-        code = [hashlib.sha256(content).hexdigest(), *imported_code(defined, {}).values()]
+        RECIPE_CODE[name] = [zlib.crc32(content), *imported_code(defined)]
         new = [task for task in TASKS if TASKS[task] is not known_tasks.get(task)]
-        TASK_CODE.update(dict.fromkeys(new, sorted(code)))
+        TASK_CODE.update(dict.fromkeys(new, RECIPE_CODE[name]))
     except (Exception, SystemExit) as error:
         raise UserError(
             f"The recipe file {name} cannot be loaded ({type(error).__name__}: {error}). "
@@ -952,27 +951,24 @@ def load_recipe(name):
     return cfg
 
 
-def imported_code(defined, found):
-    """Return a hash of each Python file that a recipe imports, as {path: hash}.
+def imported_code(defined):
+    """Return a checksum of each Python file that a recipe imports, as a list.
 
-    Files that these files import are included. Installed libraries and the files of
-    plain T5 are left out.
+    Installed libraries and the files of plain T5 are left out.
 
-    defined: the global names of the recipe or of an imported module, as {name: value}.
-    found: the result so far, to which the function adds.
+    defined: the global names of the recipe, as {name: value}.
     """
-    programs = "configs data partition model infer evaluate train convert".split()
-    own = {str(Path(__file__).with_name(f"{name}.py")) for name in programs}
-    for value in list(defined.values()):
-        module = sys.modules.get(getattr(value, "__module__", None), value)
-        path = getattr(module, "__file__", None)
-        if not isinstance(module, types.ModuleType) or not path or path in own | {*found}:
-            continue
-        installed = {"site-packages", "dist-packages"} & {*Path(path).parts}
-        if not installed and Path(os.__file__).parent not in Path(path).parents:
-            found[path] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
-            imported_code(vars(module), found)
-    return found
+    code = []
+    for value in defined.values():
+        # A function or class has __module__. A module has only __name__.
+        name = str(getattr(value, "__module__", getattr(value, "__name__", "")))
+        path = Path(getattr(sys.modules.get(name), "__file__", None) or "")
+        is_installed = {"site-packages", "dist-packages"} & {*path.parts}
+        is_standard = name.split(".")[0] in sys.stdlib_module_names
+        if path.suffix == ".py" and path not in OWN_FILES:
+            if not is_installed and not is_standard:
+                code.append(zlib.crc32(path.read_bytes()))
+    return sorted(set(code))
 
 
 def read_run(run_dir):
@@ -1010,10 +1006,7 @@ def read_run(run_dir):
         cfg = Config(stored["name"], **sections)
         check_fields(cfg)
     except (TypeError, UserError) as error:
-        raise UserError(
-            f"{path} cannot be used ({error}): restore this file from a copy, or use the "
-            f"version of plain T5 that wrote it."
-        ) from error
+        raise UserError(f"{path} cannot be used ({error}): {remedy}.") from error
     return cfg, stored
 
 
@@ -1146,7 +1139,8 @@ def resolve_run(args, changes):
             source = source or stored["init_from"]
     if source:
         origin = old if resumes else load_run(source_run(source))
-        base = override(base, architecture(origin))
+        same = weights_identity(origin, "")
+        base = override(base, {flag[2:]: value for flag, value in same.items()})
     cfg = override(base, changes)
     check(cfg)
     if cfg.train.restore == "all" and not source:
@@ -1155,16 +1149,12 @@ def resolve_run(args, changes):
             "with --init_from, or leave out --train.restore."
         )
     if resumes:
-        changed = ", ".join(
-            f"--{name} {new} (was {was})"
-            for name, (new, was) in differences(cfg, old).items()
-            if not {name, name.split(".")[0]} & CHANGEABLE
+        refuse_differences(
+            settings(cfg, CHANGEABLE),
+            settings(old),
+            f"The run in {run_dir} has other settings",
+            "leave these settings unchanged, or start a new run with another --run_dir",
         )
-        if changed:
-            raise UserError(
-                f"The run in {run_dir} has other settings ({changed}): leave these "
-                f"settings unchanged, or start a new run with another --run_dir."
-            )
         if stored["data_format"] != DATA_FORMAT:
             raise UserError(
                 f"{run_dir} cannot be resumed, because this version of plain T5 makes "
@@ -1172,28 +1162,15 @@ def resolve_run(args, changes):
                 f"{DATA_FORMAT}): start a new run with --init_from {run_dir}."
             )
     elif source:
-        check_source(cfg, origin, source)
-    return cfg, run_dir, recipe, source
-
-
-def check_source(cfg, origin, source):
-    """Raise UserError if flags contradict the run from which a new run takes its weights.
-
-    cfg: the Config of the new run. origin: the Config of the other run.
-    source: the value of --init_from.
-    """
-    check_identity(
-        architecture(cfg),
-        architecture(origin),
-        f"The flags ask for another model than --init_from {source} has",
-        "leave out these flags, and the new run takes the model of the other run",
-    )
-    if cfg.train.restore == "all" and cfg.train.optimizer != origin.train.optimizer:
-        raise UserError(
-            f"--train.restore all continues the optimizer {origin.train.optimizer} of "
-            f"{source}: set --train.optimizer {origin.train.optimizer}, or leave out "
-            f"--train.restore."
+        if cfg.train.restore == "all":
+            same["--train.optimizer"] = origin.train.optimizer
+        refuse_differences(
+            settings(cfg),
+            same,
+            f"The flags ask for another model or optimizer than {source} has",
+            "change these flags, or start without the weights of the other run",
         )
+    return cfg, run_dir, recipe, source
 
 
 # ---- checks ----------------------------------------------------------------------------
@@ -1552,11 +1529,15 @@ def prepare_script():
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+# The files of plain T5.
+OWN_FILES = [
+    Path(__file__).with_name(f"{name}.py")
+    for name in "configs data partition model infer evaluate train convert".split()
+]
+
 # Every command imports this file first. A notebook or pytest may import this file too,
 # but then it must not change their process.
-if Path(sys.argv[0]).suffix == ".py" and (
-    Path(sys.argv[0]).absolute().parent == Path(__file__).absolute().parent
-):
+if Path(sys.argv[0]).absolute() in OWN_FILES:
     prepare_script()
 
 

@@ -234,6 +234,8 @@ def compute_metrics(name, task, lines):
         function = METRICS.get(metric, metric)
         with configs.naming_task(name, "metric", metric):
             for key, value in function(targets, predictions).items():
+                if key in metrics:
+                    raise ValueError(f"another metric also returns the name {key}")
                 metrics[key] = float(value)
     return metrics
 
@@ -643,9 +645,8 @@ TRIED_EXAMPLES = 100
 def try_metrics(name, task, split, cfg):
     """Raise UserError if the metrics do not fit the targets of a task.
 
-    The metrics are computed for perfect predictions of the first examples of a split. If
-    two metrics return numbers of the same name, UserError is raised too. Examples that
-    consist of token ids are left out, because they have no text yet.
+    The metrics are computed for perfect predictions of the first examples of a split.
+    Examples that consist of token ids are left out, because they have no text yet.
 
     cfg: a Config whose data.task is the task.
     """
@@ -657,15 +658,8 @@ def try_metrics(name, task, split, cfg):
         if isinstance(example["targets"], str)
     ]
     note_unknown_targets(name, task, lines)
-    names = []
-    for metric in task.metrics if lines else ():
-        names += compute_metrics(name, task._replace(metrics=(metric,)), lines)
-    twice = [key for key, count in collections.Counter(names).items() if count > 1]
-    if twice:
-        raise UserError(
-            f"Two metrics of the task {name} return the name {twice[0]}: remove one of "
-            f"these metrics."
-        )
+    if lines:
+        compute_metrics(name, task, lines)
 
 
 def check_metrics(tasks, split="validation"):
@@ -985,12 +979,12 @@ def write_plot(path, folders):
 
 # ---- the command -----------------------------------------------------------------------
 
-# The names of options that do not change the metrics begin with these texts. The names of
-# the tasks are recorded anyway.
-NEUTRAL = (
-    *("mesh.", "distributed.", "train.", "model.remat", "decode.batch_size"),
-    *("decode.return_all", "data.eval_tasks", "data.on_error", "data.keep_tokens"),
-    *("data.prepared_dir", "data.tfds_dir", "data.pack", "data.task"),
+# The sections and options that do not change the metrics. The names of the tasks are
+# recorded anyway.
+NEUTRAL = set(
+    "mesh distributed train model.remat decode.batch_size decode.return_all "
+    "data.eval_tasks data.on_error data.keep_tokens data.prepared_dir data.tfds_dir "
+    "data.pack data.task".split()
 )
 
 
@@ -1011,7 +1005,8 @@ def recorded_name(name, mode, args, changed):
             name += "-normalized"
     for field, (value, _) in changed.items():
         section, _, option = field.partition(".")
-        if not field.startswith(NEUTRAL) and (section != "decode" or mode == "predict"):
+        used = section != "decode" or mode == "predict"
+        if used and not {field, section} & NEUTRAL:
             name += f"-{option}={value}"
     if args.split != "validation":
         name += f"-{args.split}"
@@ -1053,9 +1048,6 @@ def main(argv):
         raise UserError("--plot needs matplotlib: pip install '.[plot]'.")
     if args.tasks:
         changes["data.eval_tasks"] = args.tasks
-    all_steps = args.step == "all"
-    if all_steps:
-        args.step = "latest"
     cfg, mesh, tokenizer = infer.open_model(args, changes, recipe=True)
     if tokenizer is None:
         raise UserError(
@@ -1063,14 +1055,13 @@ def main(argv):
         )
     folder = configs.to_path(args.output or os.path.join(args.run_dir, "eval"))
     tasks = data.evaluation_configs(cfg, args.split)
-    generated = {
-        name: task_cfg
+    modes = {
+        name: args.mode
+        or ("predict" if data.find_task(name, task_cfg).metrics else "loss")
         for name, task_cfg in tasks.items()
-        if args.mode == "predict"
-        or not args.mode
-        and data.find_task(name, task_cfg).metrics
     }
-    check_metrics(generated, args.split)
+    predicted = {name: tasks[name] for name in tasks if modes[name] == "predict"}
+    check_metrics(predicted, args.split)
     changed = configs.differences(cfg, configs.load_run(args.run_dir))
     evaluations = {
         "loss": split_loss,
@@ -1081,10 +1072,12 @@ def main(argv):
         if path:
             # Stop now, and not after a long evaluation, if the file cannot be written.
             open(path, "a").close()
-    steps = [args.step]
+    all_steps = args.step == "all"
     if all_steps:
         # The main process lists the checkpoints, so that all processes use the same list.
         steps = partition.from_main_process(partition.Checkpoints(args.run_dir).steps())
+    else:
+        steps = [partition.resolve_step(args.run_dir, args.step)]
     evaluated = False
     for wanted in steps:
         try:
@@ -1097,8 +1090,7 @@ def main(argv):
             continue
         evaluated = True
         for name, task_cfg in tasks.items():
-            has_metrics = data.find_task(name, task_cfg).metrics
-            mode = args.mode or ("predict" if has_metrics else "loss")
+            mode = modes[name]
             evaluation = evaluations[mode]
             start = time.perf_counter()
             metrics, lines = evaluation(params, task_cfg, mesh, args.split, tokenizer)

@@ -894,8 +894,7 @@ class ExampleEncoder:
     task: data.Task | None = None
     # The number of texts that have been truncated so far.
     cut: int = 0
-    # The number of inputs so far that end with EOS, and of those that do not.
-    with_eos: int = 0
+    # The number of inputs so far that do not end with EOS.
     without_eos: int = 0
 
     def ids(self, line, key):
@@ -938,9 +937,7 @@ class ExampleEncoder:
         """
         inputs = self.ids(line, "inputs")
         targets = self.ids(line, "targets") if self.scoring else ()
-        ends = inputs[-1:] == [data.EOS]
-        self.with_eos += ends
-        self.without_eos += not ends
+        self.without_eos += inputs[-1:] != [data.EOS]
         return Example(inputs, targets, number)
 
 
@@ -1066,33 +1063,24 @@ def describe_job(args, cfg, step, tokenizer, identity):
     identity: a JSON value that changes when the input changes, from open_input.
     """
     job = {f"--{name}": value for name, value in vars(args).items() if name != "output"}
-    # These flags may change, because they do not affect the lines already written.
-    left_out = ("train.", "mesh.", "distributed.", "decode.batch_size", "data.on_error")
-    for name, _, value in configs.fields(cfg):
-        if not name.startswith(left_out):
-            job[f"--{name}"] = value
-    path = partition.Checkpoints(args.run_dir).path(step)
-    try:
-        manifest = partition.read_manifest(path)
-    except partition.CheckpointError as error:
-        # A running train.py can have deleted the checkpoint after it was loaded.
-        raise UserError(f"{error}: repeat the command.") from error
-    # The code of a recipe file can change the examples of a task and the model.
-    recipes = filter(None, [args.config, f"{args.run_dir}/recipe.py"])
-    texts = [path.read_text() for path in map(configs.to_path, recipes) if path.exists()]
-    facts = {
+    # Other flags may change, because they do not affect the lines already written.
+    job |= configs.settings(
+        cfg, {"train", "mesh", "distributed", "decode.batch_size", "data.on_error"}
+    )
+    manifest = partition.Checkpoints(args.run_dir).path(step) / "manifest.json"
+    job |= {
+        "--train.seed": cfg.train.seed,
         "the step": step,
         # A new run in the same folder can have a checkpoint of the same step. Therefore
         # compare the checksums of all arrays.
-        "the checkpoint": configs.checksum(manifest["arrays"]),
+        "the checkpoint": configs.checksum(configs.read_json(manifest, {})["arrays"]),
         "the vocabulary": tokenizer and tokenizer.sha256,
-        "the input": identity,
-        "the recipe file": configs.checksum(texts),
+        "the checksum of the input": configs.checksum(identity),
+        "the recipe file": list(configs.RECIPE_CODE.values()),
         # A GPU and a CPU compute with different precision.
         "the number format": partition.default_compute_dtype(),
     }
-    # Convert the dict to JSON and back, because the stored dict is compared with it.
-    return json.loads(json.dumps(job | {"--train.seed": cfg.train.seed} | facts))
+    return job
 
 
 def begun_job(output):
@@ -1116,20 +1104,9 @@ def resumed_step(args, step):
 
     step: the step that --step means now, or None for the latest.
     """
-    begun = partition.run_on_main_first(lambda: begun_job(args.output))
+    begun = partition.run_on_all(lambda: begun_job(args.output))
     begun = partition.from_main_process(begun)
-    if begun.get("--step") != args.step:
-        return step
-    older = begun.get("the step")
-    if older not in partition.from_main_process(
-        partition.Checkpoints(args.run_dir).steps()
-    ):
-        raise UserError(
-            f"{args.output}.partial was begun with the checkpoint of step {older}, which "
-            f"{args.run_dir} no longer has: remove the file to begin again with another "
-            f"checkpoint."
-        )
-    return older
+    return begun["the step"] if begun.get("--step") == args.step else step
 
 
 def open_partial(output, job):
@@ -1146,6 +1123,12 @@ def open_partial(output, job):
     # Only the main process writes. os.devnull discards the lines of other processes.
     if not partition.is_main_process():
         return open(os.devnull, "ab"), 0
+    configs.refuse_differences(
+        job,
+        begun_job(output),
+        f"{path} was begun by another command or with other data",
+        "repeat the command that began it, or remove the file",
+    )
     description = configs.to_path(f"{path}.json")
     description.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -1159,20 +1142,6 @@ def open_partial(output, job):
     content = file.read()
     lines = content.count(b"\n")
     if content:
-        begun = begun_job(output)
-        for name, value in job.items():
-            old = begun.get(name)
-            if old != value:
-                file.close()  # This also unlocks the file.
-                problem = f"{name} has changed since {path} was begun"
-                if name.startswith("--"):
-                    problem = (
-                        f"{path} was begun with {name} {old!s:.100}, not {value!s:.100}"
-                    )
-                raise UserError(
-                    f"{problem}: repeat the command that began the file with the same "
-                    f"data, or remove the file."
-                )
         file.truncate(content.rfind(b"\n") + 1)
         note(f"{path} already has {lines:,} lines. The command is resuming after them.")
     else:
@@ -1267,26 +1236,20 @@ def run_file(args, cfg, mesh, tokenizer, params, step):
 
 
 def note_differences(encode):
-    """Print how many texts were truncated, and how many inputs end unlike in training.
+    """Print how many texts were truncated, and how many inputs do not end with EOS.
 
     Nothing is printed if both numbers are 0. The inputs of T5's own tasks end with EOS,
-    and the inputs of T0's tasks do not. If inputs end unlike in training, the outputs are
+    and the inputs of T0's tasks do not. If the model expects EOS, outputs without EOS are
     often wrong, and nothing else shows it.
 
     encode: the ExampleEncoder that has converted all lines.
     """
-    trained = data.trained_ends(encode.cfg)
-    # If the tasks of the run are unknown, compare the inputs with those of T5's tasks.
-    whose = "that this run was trained on" if trained else "of T5's own tasks"
-    ends = ("do not end", "append 1 to each list")
-    count = encode.without_eos
-    if trained == {False}:
-        ends = ("end", "give lists that do not end with 1")
-        count = encode.with_eos
-    if count and encode.task is None and len(trained) < 2:
+    is_file = encode.task is None
+    if is_file and encode.without_eos and False not in data.trained_ends(encode.cfg):
         note(
-            f"warning: {count:,} inputs {ends[0]} with EOS (id 1), unlike the inputs "
-            f"{whose}. Lists of token ids are used unchanged: {ends[1]}."
+            f"warning: {encode.without_eos:,} inputs do not end with EOS (id 1), unlike "
+            f"the inputs of T5's tasks. Lists of token ids are used unchanged: append 1 "
+            f"to each list."
         )
     if encode.cut:
         note(
@@ -1384,7 +1347,6 @@ def open_model(args, changes, recipe=False):
         )
     cfg = configs.resolve(args, changes, recipe)
     check_decoder(cfg, args.mode)
-    args.step = partition.resolve_step(args.run_dir, args.step)
     partition.start_jax(cfg)
     partition.check_same_command(cfg, args)
     mesh = partition.set_mesh(cfg)
@@ -1451,25 +1413,18 @@ def main(argv):
             "give only a text (or standard input) with --mode predict."
         )
     configs.parse_shard(args.shard)
-    if args.mode != "encode" and args.output.endswith(".npz"):
+    endings = (".jsonl", ".npz") if args.mode == "encode" else (".jsonl",)
+    if args.output and not args.output.endswith(endings):
         raise UserError(
-            "An .npz --output works only with --mode encode: for other modes name a "
-            ".jsonl file."
-        )
-    if args.output and not args.output.endswith((".jsonl", ".npz")):
-        raise UserError(
-            f"--output {args.output} does not end with .jsonl: infer.py writes JSON "
-            f"lines, so name a .jsonl file (or an .npz file with --mode encode)."
+            f"With --mode {args.mode}, --output must end with {' or '.join(endings)}, "
+            f"not {args.output}: name another file."
         )
     # If --input names a task, execute recipe.py of the run, which may define this task.
-    name = args.step
     cfg, mesh, tokenizer = open_model(
         args, changes, recipe=args.input.startswith("task:")
     )
     partition.run_on_main_first(lambda: check_files(args))
-    # open_model has replaced a name such as "latest" by a step. Keep both, because
-    # describe_job records the option as it was given.
-    step, args.step = args.step, name
+    step = partition.resolve_step(args.run_dir, args.step)
     if args.output:
         step = resumed_step(args, step)
     step, params = load_params(cfg, args.run_dir, step)

@@ -453,8 +453,6 @@ def read_manifest(folder):
     FORMAT.
     """
     path = folder / "manifest.json"
-    if folder.exists() and not folder.is_dir():
-        raise CheckpointError(f"{folder} is a file, but a checkpoint is a folder")
     try:
         manifest = configs.read_checked(
             path, {"format": int, "step": int, "identity?": dict, "arrays": dict}
@@ -469,8 +467,7 @@ def read_manifest(folder):
             f"format {FORMAT}: use the version that wrote the checkpoint."
         )
     step = manifest["step"]
-    named = re.fullmatch(r"step_(\d+)", folder.name)
-    if named and int(named[1]) != step:
+    if folder.name.startswith("step_") and folder.name != f"step_{step:08}":
         raise CheckpointError(
             f"{folder} contains step {step:,}: rename this folder to step_{step:08}"
         )
@@ -553,7 +550,7 @@ def check_owner(folder, manifest, identity):
     identity: the model and the vocabulary of the run, as configs.weights_identity returns
         them.
     """
-    configs.check_identity(
+    configs.refuse_differences(
         identity,
         manifest.get("identity", {}),
         f"{folder} belongs to another model or vocabulary than the run",
@@ -725,28 +722,19 @@ def run_on_all(work, elsewhere=UserError):
 
 
 def check_same(own):
-    """Raise UserError if the processes of a run differ in something.
-
-    Every process compares its own values with those of process 0. The message names the
-    values that differ.
+    """Raise UserError if a value of this process differs from that of process 0.
 
     own: the values of this process, as a dict such as {"--train.seed": 0}.
     """
-    main = from_main_process(own)
-    differing = ", ".join(
-        f"{name} {own.get(name)!s:.60} instead of {main.get(name)!s:.60}"
-        for name in sorted({*own, *main})
-        if own.get(name) != main.get(name)
+    expected = from_main_process(own)
+    run_on_all(
+        lambda: configs.refuse_differences(
+            own,
+            expected,
+            f"Process {jax.process_index()} differs from process 0",
+            "start the same command, with the same files, on all machines",
+        )
     )
-
-    def refuse():
-        if differing:
-            raise UserError(
-                f"Process {jax.process_index()} differs from process 0 ({differing}): "
-                f"start the same command, with the same files, on all machines."
-            )
-
-    run_on_all(refuse)
 
 
 def check_same_command(cfg, args):
@@ -757,16 +745,13 @@ def check_same_command(cfg, args):
     cfg: the Config of this process.
     args: the other options of the command, from configs.parse_args.
     """
-    settings = {name: value for name, _, value in configs.fields(cfg)} | vars(args)
-    # This number is the only setting that must be different.
-    del settings["distributed.process"]
-    own = {f"--{name}": value for name, value in settings.items()}
-    names = "configs data partition model infer evaluate train".split()
-    files = [Path(__file__).with_name(f"{name}.py") for name in names]
-    if (args.config or "").endswith(".py"):
-        files.append(to_path(args.config))
-    for path in files:
-        own[f"the checksum of {path.name}"] = zlib.crc32(path.read_bytes())
+    # The number of the process is the only setting that must be different.
+    own = configs.settings(cfg, {"distributed.process"})
+    own |= {f"--{name}": value for name, value in vars(args).items()}
+    own["the recipe file"] = list(configs.RECIPE_CODE.values())
+    own["the code of plain T5"] = [
+        zlib.crc32(path.read_bytes()) for path in configs.OWN_FILES
+    ]
     check_same(own)
 
 
@@ -933,17 +918,7 @@ class Checkpoints:
             steps = [step]
         if not steps:
             return None
-        try:
-            return read_first_valid(
-                map(self.path, reversed(steps)), template, self.identity
-            )
-        except UserError:
-            # Another process that trains this run may have replaced these checkpoints by
-            # newer ones.
-            newest = from_main_process(self.steps())[-1:]
-            if step is not None or newest <= steps[-1:]:
-                raise
-        return self.load(template)
+        return read_first_valid(map(self.path, reversed(steps)), template, self.identity)
 
 
 def is_run(source):
@@ -1395,29 +1370,15 @@ def verify(folder):
 
 def main(argv):
     """Return the exit status: 0 if the checkpoint is valid, 1 if it is damaged."""
-    args, changes = parse_args(
+    args, _ = parse_args(
         __doc__,
         argv,
         verify=dict(
             metavar="CHECKPOINT", required=True, help="the folder of a checkpoint"
         ),
     )
-    if changes or args.config or args.run_dir:
-        raise UserError(
-            "partition.py only reads the files of a checkpoint: leave out --config, "
-            "--run_dir and --SECTION.FIELD."
-        )
-    folder = to_path(args.verify)
-    if not folder.exists():
-        raise UserError(f"{folder} does not exist: check the path of --verify.")
-    if (folder / "config.json").exists():
-        steps = Checkpoints(folder).steps()
-        raise UserError(
-            f"{folder} is a run: name one of its checkpoints, such as --verify "
-            f"{Checkpoints(folder).path(max(steps, default=0))}."
-        )
     try:
-        problems = verify(folder)
+        problems = verify(to_path(args.verify))
     except CheckpointError as error:
         problems = [str(error)]
     print("\n".join(problems) or f"{args.verify} is valid.")

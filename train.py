@@ -20,6 +20,7 @@ Example: T5's learning rate is constant for 10,000 steps and then falls as 1 / s
 import collections
 import contextlib
 import ctypes
+import fnmatch
 import functools
 import json
 import math
@@ -502,8 +503,7 @@ def run(cfg, program, state, start, load_batch, progress, evaluations, save, aft
         logs = is_due(t.log_every, step, t)
         saves = is_due(t.save_every, step, t) or (stop and t.save_every > 0)
         # A run that must stop leaves out the evaluations. They follow when it resumes.
-        evaluates = is_due(t.eval_every, step, t) and not stop
-        predicts = is_due(t.infer_every, step, t) and not stop
+        due = [] if stop else evaluations.due(step)
         if logs:
             progress.log(step, metrics)
         # Raise NotFinite if several updates in a row were skipped. This check comes
@@ -513,13 +513,11 @@ def run(cfg, program, state, start, load_batch, progress, evaluations, save, aft
         # Save before the evaluations, so that nothing is lost if an evaluation fails.
         if saves:
             save(step, state)
-        if evaluates:
-            evaluations.evaluate(step, state.params)
-        if predicts:
-            evaluations.predict(step, state.params)
+        for evaluation in due:
+            evaluation(step, state.params)
         # Restart the clock, so that the measured training speed does not include
         # evaluations and checkpoints.
-        if logs or evaluates or predicts or saves:
+        if logs or due or saves:
             progress.restart_clock(step)
         if stop:
             break
@@ -589,14 +587,26 @@ class MetricsFile:
         removed, because the run repeats these steps. The file contains lines of later
         steps if the run was killed after its last checkpoint.
     lock: the result of lock_run.
+    log_every: the value of --train.log_every, or 0 if lines may be missing.
     """
 
-    def __init__(self, path, step, lock=None):
+    def __init__(self, path, step, lock=None, log_every=0):
         self.path = path
         self.lock = lock
         self.is_remote = configs.is_remote(path)
         lines = partition.read_metrics_file(path)
-        self.lines = [json.dumps(line) + "\n" for line in lines if line["step"] <= step]
+        lines = [line for line in lines if line["step"] <= step]
+        if lines and log_every and step - lines[-1]["step"] >= log_every:
+            note(
+                f"warning: {path} has no line between step {lines[-1]['step']:,} and the "
+                f"checkpoint of step {step:,}. If this run was copied during training, "
+                f"stop it and copy it again."
+            )
+        # The evaluations in the file, such as (100, "training_eval/span_corruption").
+        self.evaluated = {
+            (line["step"], name.rpartition("/")[0]) for line in lines for name in line
+        }
+        self.lines = [json.dumps(line) + "\n" for line in lines]
         self.writers = {}
         # A resumed run repeats the steps after its last checkpoint. Make TensorBoard hide
         # the old metrics of these steps.
@@ -604,10 +614,10 @@ class MetricsFile:
         if partition.is_main_process():
             configs.write_file(path, "".join(self.lines))
             if self.is_remote or not EventsWriter:
-                reason = "tensorboardX is not installed: run pip install '.[tensorboard]'"
-                if self.is_remote:
-                    reason = "the run directory is remote"
-                note(f"The folder tensorboard/ is not written, because {reason}.")
+                note(
+                    "The folder tensorboard/ is not written. It needs a local run "
+                    "directory and tensorboardX: pip install '.[tensorboard]'."
+                )
 
     def write(self, step, **groups):
         """Add a line with metrics of one step to the file.
@@ -679,30 +689,6 @@ class MetricsFile:
                 os.fsync(file.fileno())
 
 
-def check_metrics_file(path, step, log_every):
-    """Print a note if metrics.jsonl does not contain exactly the lines up to a step.
-
-    path: the path of the file.
-    step: the step at which the run starts or resumes.
-    log_every: the value of --train.log_every.
-    """
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    steps = [line["step"] for line in partition.read_metrics_file(path)]
-    steps = [other for other in steps if other <= step]
-    if len(steps) < len(lines):
-        note(
-            f"{len(lines) - len(steps):,} of {len(lines):,} lines of {path} will be "
-            f"removed, because they are damaged or belong to steps after {step:,}, which "
-            f"are computed again."
-        )
-    if log_every and steps and step - max(steps) >= log_every:
-        note(
-            f"warning: {path} has no line between step {max(steps):,} and the checkpoint "
-            f"of step {step:,}. If this run was copied during training, stop it and copy "
-            f"it again."
-        )
-
-
 # ---- the progress output ---------------------------------------------------------------
 
 
@@ -735,18 +721,23 @@ def peak_flops():
     """Return the peak speed of all devices together, in operations per second.
 
     Only floating-point operations are counted. For a known GPU or TPU, the peak comes
-    from the data sheet. For all other devices, the speed of a matmul is measured.
+    from the data sheet. For all other devices, the speed of a matmul is measured. This
+    function also prints the peak.
     """
     name = find_chip(jax.devices()[0])
     if name:
-        return partition.CHIPS[name].teraflops * 1e12 * jax.device_count()
-    a = jnp.ones((1024, 1024))
-    # Time the matmul ten times, and use the shortest time. The first time includes the
-    # compilation, and other programs may slow down some repetitions.
-    times = timeit.repeat(
-        lambda: jnp.matmul(a, a).block_until_ready(), number=1, repeat=10
-    )
-    return 2 * 1024**3 / min(times) * jax.process_count()
+        peak = partition.CHIPS[name].teraflops * 1e12 * jax.device_count()
+    else:
+        name = "a 1024 x 1024 matmul"
+        a = jnp.ones((1024, 1024))
+        # Time the matmul ten times, and use the shortest time. The first time includes
+        # the compilation, and other programs may slow down some repetitions.
+        times = timeit.repeat(
+            lambda: jnp.matmul(a, a).block_until_ready(), number=1, repeat=10
+        )
+        peak = 2 * 1024**3 / min(times) * jax.process_count()
+    print(f"peak     {peak / 1e9:,.0f} GFLOP/s, the speed of {name}")
+    return peak
 
 
 def step_flops(cfg):
@@ -792,8 +783,6 @@ class Progress:
         self.metrics_file = metrics_file
         self.flops = step_flops(cfg)
         self.peak = peak_flops()
-        chip = find_chip(jax.devices()[0]) or "a 1024 x 1024 matmul"
-        print(f"peak     {self.peak / 1e9:,.0f} GFLOP/s, the speed of {chip}")
         # With disable=None, the bar is shown only if the output is a terminal.
         self.bar = tqdm(
             total=cfg.train.steps, initial=start, disable=None, file=sys.stdout
@@ -831,9 +820,6 @@ class Progress:
         steps = (step - self.step) / seconds
         examples = steps * t.batch_size
         flops = steps * self.flops
-        if flops > self.peak:
-            # Other programs used the machine while the peak was measured. Measure again.
-            self.peak = max(self.peak, peak_flops())
         timing = {
             "seconds": seconds,
             "steps_per_second": steps,
@@ -843,8 +829,8 @@ class Progress:
             "data_wait_fraction": self.waited / seconds,
         }
         share = ""
-        # The measured peak may still be too low. A share of more than 100 % cannot be
-        # true, so leave it out.
+        # The measured peak is too low if other programs used the machine. A share of more
+        # than 100 % cannot be true, so leave it out.
         if flops <= self.peak:
             timing["model_flops_fraction"] = flops / self.peak
             share = f" ({flops / self.peak:.0%} of peak)"
@@ -873,21 +859,26 @@ HELD_OUT_LINE = (
 class Evaluations:
     """Evaluate the model during training, on held-out data that it is not trained on.
 
-    The results are printed and written to metrics.jsonl. Before training, a baseline is
-    printed for each task: the loss of a unigram model. This model knows only how often
-    each token occurs.
+    The results are printed and written to metrics.jsonl.
 
     held_out: a dict from the name of a task to a tuple (Config, Dataset).
-    counts: how often each token occurs in a sample of the training data, as an array of
-        integers of the shape [vocabulary size].
     """
 
-    def __init__(self, mesh, run_dir, metrics_file, held_out, counts):
+    def __init__(self, mesh, run_dir, metrics_file, held_out):
         self.mesh = mesh
         self.run_dir = run_dir
         self.write = metrics_file.write
+        self.evaluated = metrics_file.evaluated
         self.held_out = held_out
-        for name, (cfg, dataset) in held_out.items():
+
+    def print_baseline(self, counts):
+        """Print the loss of a unigram model on the held-out data of each task.
+
+        This model knows only how often each token occurs.
+        counts: how often each token occurs in a sample of the training data, as an array
+            of integers of the shape [vocabulary size].
+        """
+        for name, (cfg, dataset) in self.held_out.items():
             number = dataset.batches(cfg.train.eval_batches)
             batches = [dataset.batch(i) for i in range(number)]
             loss = data.unigram_loss(counts, batches, dataset.tasks[0].tokenizer)
@@ -897,80 +888,61 @@ class Evaluations:
                 f"Content tokens are all target tokens except sentinels and EOS."
             )
 
-    def evaluate(self, step, params, names=None):
-        """Compute the loss and the accuracy of the model on held-out data of each task.
+    def due(self, step):
+        """Return the evaluations that are due after a step, and not yet in metrics.jsonl.
 
-        The results are printed and written to metrics.jsonl. For one example, the output
-        that the model generates is also printed.
-        names: the names of the tasks. None means all tasks.
+        A run saves a checkpoint before it evaluates. If it ends between the two, the
+        resumed run makes the evaluations that are missing. Each evaluation is a function
+        of the step and the parameters.
         """
-        for name in self.held_out if names is None else names:
-            cfg, dataset = self.held_out[name]
-            number = dataset.batches(cfg.train.eval_batches)
-            metrics = evaluate.evaluate_loss(params, cfg, self.mesh, dataset, number)
-            self.write(step, **{f"training_eval/{name}": metrics})
-            report(HELD_OUT_LINE.format(step=step, task=name, **metrics))
-        cfg, dataset = next(iter(self.held_out.values()))
-        report(held_out_example(params, cfg, self.mesh, dataset))
+        found = []
+        for name, (cfg, dataset) in self.held_out.items():
+            t = cfg.train
+            kinds = [("training_eval", t.eval_every, self.evaluate)]
+            # Tasks that have only text, without inputs and targets, are not predicted.
+            if len(dataset.tasks[0].task.objective.features) > 1:
+                kinds.append(("inference_eval", t.infer_every, self.predict))
+            for group, every, evaluation in kinds:
+                is_written = (step, f"{group}/{name}") in self.evaluated
+                if is_due(every, step, t) and not is_written:
+                    found.append(functools.partial(evaluation, name))
+        return found
 
-    def predict(self, step, params, names=None):
+    def evaluate(self, name, step, params):
+        """Compute the loss and the accuracy of the model on held-out data of a task.
+
+        The results are printed and written to metrics.jsonl. For an example of the first
+        task, the output that the model generates is also printed.
+        """
+        cfg, dataset = self.held_out[name]
+        number = dataset.batches(cfg.train.eval_batches)
+        metrics = evaluate.evaluate_loss(params, cfg, self.mesh, dataset, number)
+        self.write(step, **{f"training_eval/{name}": metrics})
+        report(HELD_OUT_LINE.format(step=step, task=name, **metrics))
+        if name == next(iter(self.held_out)):
+            report(held_out_example(params, cfg, self.mesh, dataset))
+
+    def predict(self, name, step, params):
         """Generate an output for each held-out example, and compute metrics such as BLEU.
 
-        The outputs are written to RUN_DIR/eval, and the metrics to metrics.jsonl. Tasks
-        that have only text instead of inputs and targets are left out.
-        names: the names of the tasks. None means all tasks.
+        The outputs are written to RUN_DIR/eval, and the metrics to metrics.jsonl.
         """
-        for name in self.held_out if names is None else names:
-            cfg, dataset = self.held_out[name]
-            task = dataset.tasks[0]
-            if len(task.task.objective.features) < 2:
-                continue
-            # Use at most this many examples. If eval_batches is 0, None means all
-            # examples.
-            limit = cfg.train.eval_batches * cfg.train.batch_size or None
-            metrics, lines = evaluate.predict(
-                params, cfg, self.mesh, "validation", task.tokenizer, limit
+        cfg, dataset = self.held_out[name]
+        # Use at most this many examples. If eval_batches is 0, None means all examples.
+        limit = cfg.train.eval_batches * cfg.train.batch_size or None
+        metrics, lines = evaluate.predict(
+            params, cfg, self.mesh, "validation", dataset.tasks[0].tokenizer, limit
+        )
+        self.write(step, **{f"inference_eval/{name}": metrics})
+        group, _, best = cfg.train.keep_best.rpartition("/")
+        if group == f"inference_eval/{name}" and best not in metrics:
+            note(
+                f"warning: --train.keep_best {best} is not a metric of {name}, so no "
+                f"best checkpoint is kept. The metrics are {', '.join(metrics)}."
             )
-            self.write(step, **{f"inference_eval/{name}": metrics})
-            group, _, best = cfg.train.keep_best.rpartition("/")
-            if group == f"inference_eval/{name}" and best not in metrics:
-                note(
-                    f"warning: --train.keep_best {best} is not a metric of {name}, so no "
-                    f"best checkpoint is kept. The metrics are {', '.join(metrics)}."
-                )
-            evaluate.write_lines(self.run_dir / "eval", name, step, lines)
-            values = ", ".join(
-                f"{metric} {value:.2f}" for metric, value in metrics.items()
-            )
-            report(f"step {step:,}: {name}: {values}")
-
-
-def missing_evaluations(t, step, held_out, lines):
-    """Return the evaluations that are due after a step, but are not in metrics.jsonl.
-
-    A run saves a checkpoint before it evaluates, so it may have ended between the two.
-    Returns two lists with names of tasks: those to evaluate, and those to predict.
-
-    t: a TrainConfig.
-    step: the step of the checkpoint from which the run resumes.
-    held_out: a dict from the name of a task to a tuple (Config, Dataset).
-    lines: the lines of metrics.jsonl, as a list of dicts.
-    """
-    found = [name for line in lines if line["step"] == step for name in line]
-
-    def missing(group, every, features):
-        return [
-            name
-            for name, (_, dataset) in held_out.items()
-            if is_due(every, step, t)
-            and len(dataset.tasks[0].task.objective.features) >= features
-            and not any(metric.startswith(f"{group}/{name}/") for metric in found)
-        ]
-
-    return (
-        missing("training_eval", t.eval_every, 1),
-        missing("inference_eval", t.infer_every, 2),
-    )
+        evaluate.write_lines(self.run_dir / "eval", name, step, lines)
+        values = ", ".join(f"{metric} {value:.2f}" for metric, value in metrics.items())
+        report(f"step {step:,}: {name}: {values}")
 
 
 def held_out_example(params, cfg, mesh, dataset):
@@ -1047,15 +1019,14 @@ def check_run_dir(run_dir, lock):
     if configs.is_remote(run_dir):
         return
     path = run_dir / ".lock"
-    try:
-        found = path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        found = None
-    if not found or (lock and not os.path.samestat(found, os.fstat(lock.fileno()))):
+    is_same = path.exists()
+    if is_same and lock:
+        is_same = os.path.samestat(path.stat(), os.fstat(lock.fileno()))
+    if not is_same:
         raise UserError(
-            f"Training stops, because {run_dir} or its file {path.name} was moved, "
-            f"deleted or replaced. To continue from the last checkpoint, run train.py "
-            f"with --run_dir and the path that the run has now."
+            f"Training stops, because {run_dir} or its file .lock was moved, deleted or "
+            f"replaced. To continue from the last checkpoint, run train.py with "
+            f"--run_dir and the path that the run has now."
         )
 
 
@@ -1096,21 +1067,18 @@ def check_keep_best(t, tasks):
     tasks: the names of the tasks that are evaluated.
     """
     losses = [*model.mean_metrics(collections.Counter()), "content_loss"]
-    known = [
-        f"training_eval/{task}/{name}"
-        for task in tasks
-        if t.eval_every
-        for name in losses
-    ]
-    # The metric functions choose the names of their results, so only the beginning of
-    # these names is known before the first evaluation.
-    groups = [f"inference_eval/{task}/" for task in tasks if t.infer_every]
-    if t.keep_best not in ("", *known) and not t.keep_best.startswith((*groups,)):
-        choices = ", ".join([*known, *groups]) or "none without --train.eval_every"
+    known = []
+    for task in tasks:
+        if t.eval_every:
+            known += [f"training_eval/{task}/{name}" for name in losses]
+        if t.infer_every:
+            # The metric functions choose the names of their results.
+            known.append(f"inference_eval/{task}/*")
+    if t.keep_best and not any(fnmatch.fnmatch(t.keep_best, name) for name in known):
         raise UserError(
             f"--train.keep_best {t.keep_best} names a metric that this run does not "
-            f"compute{configs.nearest(t.keep_best, known) or '.'} This run computes "
-            f"{choices:.400}."
+            f"compute: choose from {', '.join(known) or 'none'}, or set "
+            f"--train.eval_every or --train.infer_every."
         )
 
 
@@ -1162,7 +1130,7 @@ def open_data(cfg, run_dir, resumes, source, config):
         if config and config.endswith(".py"):
             recipe = configs.to_path(config).read_text()
             stored = run_dir / "recipe.py"
-            if resumes and (not stored.exists() or stored.read_text() != recipe):
+            if stored.exists() and stored.read_text() != recipe:
                 note(
                     f"warning: the recipe file {config} has changed since the run began. "
                     f"Training continues with the tasks and functions of the new file."
@@ -1384,23 +1352,18 @@ def train(cfg, run_dir, recipe, config, source):
         # saves 280 MB.
         if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
             trim(0)
-        lines = partition.read_metrics_file(run_dir / "metrics.jsonl")
-        missing = [], []
-        if resumes:
-            missing = missing_evaluations(t, start, held_out, lines)
-        # Another process may have read the file while the main process wrote it.
-        evaluated, predicted = partition.from_main_process(missing)
-        if start >= t.steps and not evaluated and not predicted:
+        metrics_file = MetricsFile(run_dir / "metrics.jsonl", start, lock, t.log_every)
+        evaluations = Evaluations(mesh, run_dir, metrics_file, held_out)
+        missing = evaluations.due(start) if resumes else []
+        if start >= t.steps and not missing:
             print(
                 f"{run_dir} has already reached step {start:,}. To train longer, run: "
-                f"{longer_training(cfg, recipe, run_dir, config, source, start)}"
+                f"{longer_training(cfg, recipe, run_dir, source, start)}"
             )
             return 0
-        check_metrics_file(run_dir / "metrics.jsonl", start, t.log_every)
-        metrics_file = MetricsFile(run_dir / "metrics.jsonl", start, lock)
         progress = Progress(cfg, metrics_file, start)
         counts = np.bincount(dataset.sample(1 << 20), minlength=cfg.model.vocab_size)
-        evaluations = Evaluations(mesh, run_dir, metrics_file, held_out, counts)
+        evaluations.print_baseline(counts)
         rows = partition.local_rows(t.batch_size, mesh)
 
         def load_batch(step):
@@ -1410,31 +1373,23 @@ def train(cfg, run_dir, recipe, config, source):
         # The flag --train.profile 10:12 records the steps 10, 11 and 12 with
         # jax.profiler. The value 0:0 records no step.
         first, last = map(int, (t.profile or "0:0").split(":"))
-        if t.profile and not start < first <= t.steps:
-            note(
-                f"warning: --train.profile {t.profile} records nothing, because this "
-                f"command computes the steps {start + 1:,} to {t.steps:,}."
-            )
 
-        def profile(step, state, stop):
+        def profile(step, state):
             if step == first - 1 < t.steps:
                 jax.profiler.start_trace(run_dir / "profile")
-            last_of_trace = stop or step == min(last, t.steps)
-            if start < first <= step <= last and last_of_trace:
+            if start < first <= step == min(last, t.steps):
                 # Wait until the devices have computed this step, so that the trace
                 # contains the complete step.
                 jax.block_until_ready(state)
                 jax.profiler.stop_trace()
 
         def after_step(step, state):
+            profile(step, state)
             if jax.process_count() == 1:
-                stop_now = stop.number is not None
-            else:
-                # All processes must stop after the same step. This function of JAX
-                # chooses the step.
-                stop_now = multihost_utils.reached_preemption_sync_point(step)
-            profile(step, state, stop_now)
-            return stop_now
+                return stop.number is not None
+            # All processes must stop after the same step. This function of JAX chooses
+            # the step.
+            return multihost_utils.reached_preemption_sync_point(step)
 
         def best():
             if t.keep_best:
@@ -1451,11 +1406,9 @@ def train(cfg, run_dir, recipe, config, source):
             checkpoints.save(to_state_dict(state), step, best())
 
         try:
-            if evaluated:
-                evaluations.evaluate(start, state.params, evaluated)
-            if predicted:
-                evaluations.predict(start, state.params, predicted)
-            profile(start, state, False)
+            for evaluation in missing:
+                evaluation(start, state.params)
+            profile(start, state)
             progress.restart_clock(start)
             stop.training = True
             step, state = run(
@@ -1504,7 +1457,7 @@ def train(cfg, run_dir, recipe, config, source):
         print(f"""Next:
   python infer.py --run_dir {run_dir} {example}
   python evaluate.py --run_dir {run_dir}
-  {longer_training(cfg, recipe, run_dir, config, source, step)}""")
+  {longer_training(cfg, recipe, run_dir, source, step)}""")
     return 0
 
 
@@ -1564,39 +1517,30 @@ class StopSignal:
         return 0 if self.name == "SIGTERM" else 128 + self.number
 
 
-def longer_training(cfg, recipe, run_dir, config, source, step):
+def longer_training(cfg, recipe, run_dir, source, step):
     """Return a command that trains twice as long as a run that has reached its last step.
 
-    Usually, the command continues the run. Some schedules would restart at a high
-    learning rate, which destroys much of what the model has learned. An example is
-    cosine_decay. The command then starts a new run with a schedule of twice the length.
+    Usually, the command continues the run. The schedule factor cosine_decay may start
+    again at a high learning rate, which destroys much of what the model has learned. The
+    command then starts a new run with a schedule of twice the length.
 
     The arguments are those of train, and the step that the run has reached.
     """
     t = cfg.train
     steps = 2 * step - t.start_step
-    # Learning rates from the beginning of this run to the end of the longer training. The
-    # last rate of this run is in the middle.
-    rates = jax.vmap(lambda step: learning_rate(step, t))(
-        np.linspace(t.start_step, steps, 1001)
-    )
-    restarts = min(rates[:501].max(), rates[501:].max()) > 2 * rates[500]
-    if not restarts:
-        flags = {"run_dir": run_dir, "train.steps": steps}
-    else:
-        flags = {"config": config or cfg.name}
-        if (run_dir / "recipe.py").exists():
-            flags = {"config": run_dir / "recipe.py"}
+    flags = {"--run_dir": run_dir, "--train.steps": steps}
+    cycle_end = t.schedule_offset + t.warmup_steps + t.steps_per_cycle
+    if "cosine_decay" in t.schedule and cycle_end < steps:
+        stored = run_dir / "recipe.py"
+        flags = {"--config": stored if stored.exists() else cfg.name}
         if source:
-            flags["init_from"] = source
-        changes = configs.differences(cfg, recipe).items()
-        flags |= {name: new for name, (new, _) in changes}
-        flags |= {
-            "run_dir": f"{run_dir}_{steps}",
-            "train.steps": steps,
-            "train.steps_per_cycle": 2 * t.steps_per_cycle,
-        }
-    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+            flags["--init_from"] = source
+        for name, (value, _) in configs.differences(cfg, recipe).items():
+            flags[f"--{name}"] = value
+        flags["--run_dir"] = f"{run_dir}_{steps}"
+        flags["--train.steps"] = steps
+        flags["--train.steps_per_cycle"] = 2 * t.steps_per_cycle
+    words = [str(word) for flag in flags.items() for word in flag]
     return shlex.join(["python", "train.py", *words])
 
 
@@ -1873,11 +1817,8 @@ def main(argv):
                 f"options at the end of this list.\n{memory_report(cfg)}"
             )
         elif jax.process_count() > 1:
-            problem = (
-                f"Another process of this run has ended or cannot be reached "
-                f"({reason.splitlines()[0]}). To continue from the last checkpoint, run "
-                f"the same command again on all machines."
-            )
+            note(reason.splitlines()[0], always=True)
+            partition.report_lost_process()
         else:
             raise
     note(problem, always=True)
