@@ -43,7 +43,6 @@ import base64
 import contextlib
 import errno
 import functools
-import itertools
 import json
 import math
 import os
@@ -330,11 +329,6 @@ def explain_errors(path, kind="in the format that its name and folder suggest"):
         ) from error
     except UserError:
         raise
-    except partition.CheckpointError as error:
-        raise UserError(
-            f"{path} cannot be read, because {error}. Choose another checkpoint with "
-            f"--step."
-        ) from error
     except Exception as error:  # Every library has its own exception classes.
         reason = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
         raise UserError(
@@ -457,20 +451,20 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5"):
     for entry in entries:
         shape = entry.shape[::-1] if entry.transposed else entry.shape
         required[entry.external_name] = shape
-    optimizer, others = {}, {}
-    for external_name, tensor in tensors.items():
-        is_optimizer = external_name.startswith("state/")
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    check_shapes(source, required, shapes)
+    optimizer, unknown = {}, []
+    for external_name in sorted(shapes.keys() - required.keys()):
+        if not external_name.startswith("state/"):
+            unknown.append(external_name)
         # Skip unused optimizer arrays. T5X stores a single zero for each of them.
-        if is_optimizer and math.prod(tensor.shape) > 1:
-            optimizer[external_name] = tensor.shape
-        elif not is_optimizer:
-            others[external_name] = tensor.shape
-    check_shapes(source, required, others)
-    if unknown := others.keys() - required.keys():
+        elif math.prod(shapes[external_name]) > 1:
+            optimizer[external_name] = shapes[external_name]
+    if unknown:
         raise UserError(
-            f"{source} has arrays that no T5 model has "
-            f"({', '.join(sorted(unknown)):.200}): convert a T5 1.0, T5 1.1, mT5, UMT5 "
-            f"or ByT5 model, or a model derived from one of these."
+            f"{source} has arrays that no T5 model has ({', '.join(unknown):.200}): "
+            f"convert a T5 1.0, T5 1.1, mT5, UMT5 or ByT5 model, or a model derived from "
+            f"one of these."
         )
     step = int(tensors[STEP].read()) if STEP in tensors else 0
     factored = set()
@@ -510,7 +504,7 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5"):
 # ---- vocabularies ----------------------------------------------------------------------
 
 
-def read_vocabulary(folders, cfg, sentinels=data.SENTINELS):
+def read_vocabulary(folders, cfg):
     """Return the vocabulary of a model as a data.Tokenizer, or None without a vocabulary.
 
     The vocabulary is read from spiece.model, or from tokenizer.json if there is no
@@ -519,17 +513,25 @@ def read_vocabulary(folders, cfg, sentinels=data.SENTINELS):
 
     folders: the folders to search. The first folder that contains the file is used.
     cfg: the ModelConfig of the model.
-    sentinels: the number of sentinels (<extra_id_0> and so on). They are appended to a
-        vocabulary that has none.
 
     Raises a UserError if plain T5 cannot use the vocabulary, or if the vocabulary has
     more pieces than the model has embeddings.
     """
+    config_path = folders[0] / "tokenizer_config.json"
+    config = read_optional(config_path, {"extra_ids?": (int, type(None))})
+    # The number of sentinels, such as <extra_id_0>, for a vocabulary that has none.
+    sentinels = config.get("extra_ids") or data.SENTINELS
+    if not 0 < sentinels <= max(cfg.vocab_size, data.SENTINELS):
+        raise UserError(
+            f"{config_path} sets extra_ids to {sentinels}, but the model has "
+            f"{cfg.vocab_size} embeddings: download this file again."
+        )
     names = ("spiece.model", "tokenizer.json")
     paths = [folder / name for name in names for folder in folders]
     path = next(filter(Path.exists, paths), None)
     if path is None:
-        return byte_vocabulary(folders[0]) if cfg.vocab_size == 384 else None
+        is_byt5 = cfg.vocab_size == 384 or "ByT5" in str(config.get("tokenizer_class"))
+        return byte_vocabulary(folders[0]) if is_byt5 else None
     data.check_regular(str(path))
     try:
         # If a model reads bytes or token ids, its spiece.model is a single line, such as
@@ -565,16 +567,15 @@ def byte_vocabulary(folder):
 
     Raises a UserError if the tokenizer has added tokens other than sentinels.
     """
-    added = [text for _, text in read_added_tokens(folder)]
     sentinel = re.compile(r"<extra_id_[0-9]+>|<pad>|</s>|<unk>")
-    if others := [text for text in added if not sentinel.fullmatch(text)]:
-        raise UserError(
-            f"The tokenizer in {folder} adds {', '.join(others):.200} to the bytes of "
-            f"ByT5, which plain T5 does not support: to convert only the weights, move "
-            f"the tokenizer files out of the folder."
-        )
-    if added:
-        note(BYT5_WARNING)
+    for _, text in read_added_tokens(folder):
+        if not sentinel.fullmatch(text):
+            raise UserError(
+                f"The tokenizer in {folder} adds {text} to the bytes of ByT5, which "
+                f"plain T5 does not support: to convert only the weights, move the "
+                f"tokenizer files out of the folder."
+            )
+    note(BYT5_WARNING)
     return data.ByteTokenizer()
 
 
@@ -587,14 +588,12 @@ def read_optional(path, form):
 
 
 def read_added_tokens(folder):
-    """Return a list of (id, text) for the tokens that were added to a tokenizer.
+    """Return a sorted list of (id, text) for the tokens that were added to a tokenizer.
 
     An example of an element is (32100, "<hl>"). Hugging Face stores these tokens in up to
-    four files. The list may contain a token several times.
+    three files. The list may contain a token several times.
 
     folder: the folder with the tokenizer files of Hugging Face.
-
-    Raises a UserError if a token has no id.
     """
     form = {"content": str}
     ids = read_optional(folder / "added_tokens.json", {str: int})
@@ -607,18 +606,7 @@ def read_added_tokens(folder):
     config = read_optional(folder / "tokenizer_config.json", config_form)
     for number, token in config.get("added_tokens_decoder", {}).items():
         added.append((int(number), token["content"]))
-    known = [text for _, text in added]
-    config |= read_optional(folder / "special_tokens_map.json", dict)
-    for name in ("additional_special_tokens", "extra_special_tokens"):
-        for token in config.get(name) or []:
-            text = token if isinstance(token, str) else token["content"]
-            # Plain T5 knows the sentinels without their ids.
-            if text not in known and "<extra_id_" not in text:
-                raise UserError(
-                    f"The tokenizer files in {folder} contain the added token {text!r} "
-                    f"without an id: download the files again."
-                )
-    return added
+    return sorted(added)
 
 
 def read_pieces(path, sentinels):
@@ -630,7 +618,8 @@ def read_pieces(path, sentinels):
     Raises a UserError if plain T5 cannot use the vocabulary or an added token.
     """
     vocabulary = path.read_bytes()
-    if path.suffix == ".json":
+    is_json = path.suffix == ".json"
+    if is_json:
         proto, norm_map, space = tokenizer_json_to_sentencepiece(path)
     else:
         proto = parse_sentencepiece(vocabulary, path)
@@ -641,16 +630,16 @@ def read_pieces(path, sentinels):
         # data.parse_vocabulary adds the usual number of sentinels, so leave them out.
         if sentinels != data.SENTINELS:
             vocabulary = proto.SerializeToString()
-    added = sorted(read_added_tokens(path.parent))
+    added = read_added_tokens(path.parent)
     tokens = {}
     for number, text in added:
         if number == len(proto.pieces):
             proto.pieces.add(piece=text)
         piece = dict(enumerate(proto.pieces)).get(number)
-        is_ordinary = piece and piece.type == piece.NORMAL
+        is_ordinary = text and piece and piece.type == piece.NORMAL
         if is_ordinary and piece.piece.removeprefix(SPACE) == text.removeprefix(SPACE):
             tokens[number] = text
-    if tokens or path.suffix == ".json":
+    if tokens or is_json:
         for number, piece in enumerate(proto.pieces):
             if "<extra_id_" in piece.piece:
                 tokens[number] = piece.piece.removeprefix(SPACE)
@@ -661,20 +650,20 @@ def read_pieces(path, sentinels):
             piece = proto.pieces[number]
             piece.piece = SPACE + text
             piece.score, piece.type = 0.0, piece.USER_DEFINED
-        with explain_errors(path, "a vocabulary that SentencePiece supports"):
-            rules = sentencepiece.SentencePieceNormalizer(norm_map=list(norm_map.items()))
+        rules = sentencepiece.SentencePieceNormalizer(norm_map=list(norm_map.items()))
         proto.normalizer_spec.MergeFromString(rules.serialized_normalizer_spec())
         vocabulary = proto.SerializeToString()
     tokenizer = data.parse_vocabulary(vocabulary, str(path))
     special = {0: "<pad>", 1: "</s>", 2: "<unk>"}
     for number, text in added:
-        if special.get(number) != text and tokenizer.encode(text) != [number]:
+        ids = tokenizer.encode(text)
+        if special.get(number) != text and ids != [number]:
             raise UserError(
                 f"The added token {text!r} has the id {number}, but plain T5 reads the "
-                f"ids {tokenizer.encode(text)!s:.60} with {path}: download the files of "
-                f"the tokenizer again, or use the model with the library transformers."
+                f"ids {ids!s:.60} with {path}: download the files of the tokenizer "
+                f"again, or use the model with the library transformers."
             )
-    if path.suffix == ".json":
+    if is_json:
         compare_with_library(path, tokenizer)
     return tokenizer
 
@@ -717,43 +706,38 @@ WHITE_SPACE = (
     "\u200a\u2028\u2029\u202f\u205f\u3000"
 )
 # The processing steps in a tokenizer.json that a SentencePiece model can reproduce. Each
-# string is the type of a step, followed by its options if they matter. SentencePiece
-# merges spaces by itself, and removes them at the start and the end of a text. MERGES and
-# STRIPS are the steps that do this in a tokenizer.json.
-STRIPS = {"WhitespaceSplit", "Strip right", "Replace [ \u2581]+$ by ''"}
-MERGES = {
-    "WhitespaceSplit",
-    "Replace  {2,} by ' '",
-    "Replace  {2,} by '\u2581'",
-    "Replace [ \u2581]{2,} by ' '",
+# string is the type of a step, followed by its options that matter. SentencePiece merges
+# spaces by itself, and removes them at the end of a text. SPACE_STEPS do this in a
+# tokenizer.json. Files of older versions have add_prefix_space instead of prepend_scheme.
+STEP_OPTIONS = (
+    "pattern",
+    "content",
+    "strip_right",
+    "prepend_scheme",
+    "add_prefix_space",
+    "byte_fallback",
+)
+METASPACE_STEPS = {
+    "Metaspace prepend_scheme=always",
+    "Metaspace prepend_scheme=always add_prefix_space=True",
+    "Metaspace prepend_scheme=first",
+    "Metaspace prepend_scheme=first add_prefix_space=True",
+    "Metaspace add_prefix_space=True",
 }
-SUPPORTED_PARTS = {
+SPACE_STEPS = {
+    "Strip strip_right=True",
+    "Replace pattern={'Regex': '[ \u2581]+$'} content=",
+    "Replace pattern={'Regex': ' {2,}'} content= ",
+    "Replace pattern={'Regex': ' {2,}'} content=\u2581",
+    "Replace pattern={'Regex': '[ \u2581]{2,}'} content= ",
+}
+OTHER_STEPS = {
     "Unigram",
+    "Unigram byte_fallback=False",
     "NFC",
     "Precompiled",
-    "Metaspace always",
-    "Metaspace first",
-    *STRIPS,
-    *MERGES,
+    "WhitespaceSplit",
 }
-
-
-def describe_part(part):
-    """Return a step of a tokenizer.json as text, in the form of SUPPORTED_PARTS."""
-    kind = part["type"]
-    if kind == "Replace":
-        pattern = part["pattern"]
-        pattern = pattern.get("Regex") or pattern["String"]
-        return f"Replace {pattern} by {part['content']!r}"
-    if kind == "Strip":
-        return "Strip right" if part.get("strip_right") else "Strip left"
-    if kind == "Metaspace":
-        if part.get("replacement", SPACE) != SPACE:
-            return f"Metaspace by {part['replacement']!r}"
-        # Files of older versions have add_prefix_space instead of prepend_scheme.
-        default = "always" if part.get("add_prefix_space", True) else "never"
-        return f"Metaspace {part.get('prepend_scheme', default)}"
-    return kind
 
 
 def tokenizer_json_to_sentencepiece(path):
@@ -772,24 +756,27 @@ def tokenizer_json_to_sentencepiece(path):
     Raises a UserError if the tokenizer.json contains a step that a SentencePiece unigram
     model does not support.
     """
-    form = {"model": {"vocab": list, "type?": str, "unk_id": int}}
+    form = {"model": {"vocab": list, "unk_id": int}}
     tokenizer = configs.read_json(path, form)
     unigram = tokenizer["model"]
-    parts = [{"type": unigram.get("type", "Unigram")}]
+    steps = [{"type": "Unigram", **unigram}]
     for key, inside in ("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers"):
-        part = tokenizer.get(key) or {inside: []}
-        parts += part.get(inside, [part])
-    used = set(map(describe_part, parts))
-    if unigram.get("byte_fallback"):
-        used.add("byte_fallback")
-    if "Precompiled" not in used:
-        # Only together with "Precompiled" does NFC leave the ids of SentencePiece alone.
-        used = {f"{name} without Precompiled" if name == "NFC" else name for name in used}
-    if not any(name.startswith("Metaspace") for name in used):
-        used.add("no Metaspace")
-    elif not used & STRIPS or not used & MERGES:
+        step = tokenizer.get(key) or {inside: []}
+        steps += step.get(inside, [step])
+    used, norm_map = set(), {}
+    for step in steps:
+        options = [f" {name}={step[name]}" for name in STEP_OPTIONS if name in step]
+        used.add(step["type"] + "".join(options))
+        if step["type"] == "WhitespaceSplit":
+            norm_map |= dict.fromkeys(WHITE_SPACE, " ")
+        if step["type"] == "Precompiled":
+            norm_map |= decompile(base64.b64decode(step["precompiled_charsmap"]))
+    if not used & METASPACE_STEPS:
+        used.add("no supported Metaspace")
+    # One step must strip spaces and another must merge them, or one step must do both.
+    elif "WhitespaceSplit" not in used and len(used & SPACE_STEPS) < 2:
         used.add("Metaspace without steps that strip and merge spaces")
-    if unsupported := used - SUPPORTED_PARTS:
+    if unsupported := used - OTHER_STEPS - METASPACE_STEPS - SPACE_STEPS:
         raise UserError(
             f"{path} uses {', '.join(sorted(unsupported)):.200}, which SentencePiece "
             f"unigram models do not support: download the model's spiece.model into the "
@@ -799,13 +786,7 @@ def tokenizer_json_to_sentencepiece(path):
     types = {0: "CONTROL", 1: "CONTROL", unigram["unk_id"]: "UNKNOWN"}
     for number, (piece, score) in enumerate(unigram["vocab"]):
         proto.pieces.add(piece=piece, score=score, type=types.get(number, "NORMAL"))
-    norm_map = {}
-    if "WhitespaceSplit" in used:
-        norm_map |= dict.fromkeys(WHITE_SPACE, " ")
-    for part in parts:
-        if part["type"] == "Precompiled":
-            norm_map |= decompile(base64.b64decode(part["precompiled_charsmap"]))
-    return proto, norm_map, "" if "Metaspace first" in used else " "
+    return proto, norm_map, "" if any("first" in step for step in used) else " "
 
 
 def hard_texts(tokenizer):
@@ -1055,8 +1036,6 @@ def open_hf(folder):
     config = configs.read_json(folder / "config.json", HF_TYPES)
     generation = read_optional(folder / "generation_config.json", dict)
     modules = read_optional(folder / "modules.json", [{"type": str}])
-    path = folder / "tokenizer_config.json"
-    tokenizer = read_optional(path, {"extra_ids?": (int, type(None))})
     model_type = config.get("model_type", "t5")
     if model_type not in ("t5", "mt5", "umt5"):
         raise UserError(
@@ -1066,17 +1045,8 @@ def open_hf(folder):
     tensors = unify_embeddings(read_hf(folder), config, folder)
     cfg = model_from_shapes(tensors, HF, folder)
     cfg = apply_hf_config(cfg, config, generation, folder)
-    sentinels = tokenizer.get("extra_ids") or data.SENTINELS
-    if not 0 < sentinels <= max(cfg.vocab_size, data.SENTINELS):
-        raise UserError(
-            f"{path} sets extra_ids to {sentinels}, but the model has {cfg.vocab_size} "
-            f"embeddings: download this file again."
-        )
-    if "ByT5" in str(tokenizer.get("tokenizer_class")):
-        vocabulary = byte_vocabulary(folder)
-    else:
-        vocabulary = read_vocabulary([folder], cfg, sentinels)
     note_unused(folder, config | generation, modules)
+    vocabulary = read_vocabulary([folder], cfg)
     return to_weights(tensors, HF, folder, cfg, vocabulary, model_type)
 
 
@@ -1161,14 +1131,12 @@ def unify_embeddings(tensors, config, folder):
     # it. The value then only means that the logits of T5 are scaled. Version 5 never
     # scales the logits of mT5, and always scales those of UMT5, which is a mistake.
     family = config.get("model_type", "t5")
+    flags = {"tie_word_embeddings", "scale_decoder_outputs"}
     tied = config.get("tie_word_embeddings", True)
     tied_4 = config.get("tie_word_embeddings", family != "mt5")
     scaled_5 = config.get("scale_decoder_outputs", tied)
     scaled_5 = {"mt5": False, "umt5": True}.get(family, scaled_5)
     scaled = tied if family == "umt5" else scaled_5
-    is_known = family == "mt5" or {"tie_word_embeddings", "scale_decoder_outputs"} & {
-        *config
-    }
     if not any(name.startswith(("decoder", head)) for name in tensors):
         # A model without a decoder needs no output layer. If `scaled` is True, the code
         # below adds none.
@@ -1178,15 +1146,13 @@ def unify_embeddings(tensors, config, folder):
             f"{folder} has no {head} (the output layer), although tie_word_embeddings is "
             f"false in config.json: download the model again."
         )
-    elif not shared and not is_known:
+    elif not shared and family != "mt5" and not flags & config.keys():
         raise UserError(
             f"{folder} has an output layer {head} that differs from the embedding, but "
             f"config.json does not say whether the logits are scaled: add "
             f'"tie_word_embeddings": false for a model without scaling, such as T5 1.1.'
         )
-    # Each reading says whether the embedding is the output layer, and whether the logits
-    # are scaled.
-    elif {(shared or tied_4, tied_4), (shared, scaled_5)} != {(shared, scaled)}:
+    elif scaled_5 != tied_4 or tied_4 and not shared:
         note(
             f"Versions 4 and 5 of transformers compute different logits for this model. "
             f"convert.py follows version {5 if scaled == scaled_5 else 4}: the output "
@@ -1688,8 +1654,8 @@ def write_plain(folder, weights, dtype):
 
 # ---- writing Hugging Face --------------------------------------------------------------
 
-# The maximum size of a safetensors file in bytes. A larger model is split into several
-# files.
+# The size of a safetensors file in bytes, without its last array. A larger model is split
+# into several files.
 SHARD_BYTES = 5_000_000_000
 
 
@@ -1731,26 +1697,20 @@ def write_hf(folder, weights, dtype):
 def write_safetensors(folder, weights, dtype):
     """Write the parameters of a model as safetensors files.
 
-    A model of at most 5 GB becomes the file model.safetensors. A larger model is split
+    A model of less than 5 GB becomes the file model.safetensors. A larger model is split
     into several files. An index file then says which file contains which parameter.
 
     folder: the directory to write to.
     weights: the Weights of the model.
     dtype: the NumPy type in which the parameters are written.
     """
-    # Start a new file when the next parameter does not fit into the current file. An
-    # infinite file_size makes the first parameter start the first file.
-    files, total_size, file_size = [], 0, math.inf
+    # The parameters that begin in the first 5 GB are in the first file, and so on.
+    files, total_size = {}, 0
     for entry in parameter_entries(weights.cfg.model, HF):
-        size = math.prod(entry.shape) * dtype.itemsize
-        if file_size + size > SHARD_BYTES:
-            files.append([])
-            file_size = 0
-        files[-1].append(entry)
-        file_size += size
-        total_size += size
+        files.setdefault(total_size // SHARD_BYTES, []).append(entry)
+        total_size += math.prod(entry.shape) * dtype.itemsize
     weight_map = {}
-    for number, entries in enumerate(files, 1):
+    for number, entries in enumerate(files.values(), 1):
         name = f"model-{number:05}-of-{len(files):05}.safetensors"
         if len(files) == 1:
             name = "model.safetensors"
@@ -1802,11 +1762,11 @@ def write_tokenizer(folder, vocabulary, cfg):
             "stores spaces as spaces": not normalizer.escape_whitespaces,
             "puts no space before a text": not normalizer.add_dummy_prefix,
             "puts spaces at the end of a piece": trainer.treat_whitespace_as_suffix,
+            "has user-defined pieces inside of words": any(
+                piece.type == piece.USER_DEFINED and not piece.piece.startswith(SPACE)
+                for piece in proto.pieces
+            ),
         }
-        for piece in proto.pieces:
-            is_user_defined = piece.type == piece.USER_DEFINED
-            if is_user_defined and not piece.piece.startswith(SPACE):
-                reasons[f"has the user-defined piece {piece.piece!r}"] = True
         if found := [reason for reason, applies in reasons.items() if applies]:
             raise UserError(
                 f"The vocabulary {' and '.join(found):.200}, which Hugging Face's T5 "
