@@ -567,9 +567,8 @@ def byte_vocabulary(folder):
 
     Raises a UserError if the tokenizer has added tokens other than sentinels.
     """
-    sentinel = re.compile(r"<extra_id_[0-9]+>|<pad>|</s>|<unk>")
     for _, text in read_added_tokens(folder):
-        if not sentinel.fullmatch(text):
+        if "<extra_id_" not in text:
             raise UserError(
                 f"The tokenizer in {folder} adds {text} to the bytes of ByT5, which "
                 f"plain T5 does not support: to convert only the weights, move the "
@@ -591,22 +590,22 @@ def read_added_tokens(folder):
     """Return a sorted list of (id, text) for the tokens that were added to a tokenizer.
 
     An example of an element is (32100, "<hl>"). Hugging Face stores these tokens in up to
-    three files. The list may contain a token several times.
+    three files. The tokens <pad>, </s> and <unk> of T5 are left out.
 
     folder: the folder with the tokenizer files of Hugging Face.
     """
     form = {"content": str}
     ids = read_optional(folder / "added_tokens.json", {str: int})
-    added = [(number, text) for text, number in ids.items()]
+    added = {(number, text) for text, number in ids.items()}
     tokenizer_form = {"added_tokens?": [{"id": int, **form}]}
     tokenizer = read_optional(folder / "tokenizer.json", tokenizer_form)
     for token in tokenizer.get("added_tokens", []):
-        added.append((token["id"], token["content"]))
+        added.add((token["id"], token["content"]))
     config_form = {"added_tokens_decoder?": {str: form}}
     config = read_optional(folder / "tokenizer_config.json", config_form)
     for number, token in config.get("added_tokens_decoder", {}).items():
-        added.append((int(number), token["content"]))
-    return sorted(added)
+        added.add((int(number), token["content"]))
+    return sorted(added - {(0, "<pad>"), (1, "</s>"), (2, "<unk>")})
 
 
 def read_pieces(path, sentinels):
@@ -635,10 +634,10 @@ def read_pieces(path, sentinels):
     for number, text in added:
         if number == len(proto.pieces):
             proto.pieces.add(piece=text)
-        piece = dict(enumerate(proto.pieces)).get(number)
-        is_ordinary = text and piece and piece.type == piece.NORMAL
-        if is_ordinary and piece.piece.removeprefix(SPACE) == text.removeprefix(SPACE):
-            tokens[number] = text
+        if text and number in range(len(proto.pieces)):
+            piece = proto.pieces[number]
+            if piece.type == piece.NORMAL and piece.piece.removeprefix(SPACE) == text:
+                tokens[number] = text
     if tokens or is_json:
         for number, piece in enumerate(proto.pieces):
             if "<extra_id_" in piece.piece:
@@ -654,10 +653,9 @@ def read_pieces(path, sentinels):
         proto.normalizer_spec.MergeFromString(rules.serialized_normalizer_spec())
         vocabulary = proto.SerializeToString()
     tokenizer = data.parse_vocabulary(vocabulary, str(path))
-    special = {0: "<pad>", 1: "</s>", 2: "<unk>"}
     for number, text in added:
         ids = tokenizer.encode(text)
-        if special.get(number) != text and ids != [number]:
+        if ids != [number]:
             raise UserError(
                 f"The added token {text!r} has the id {number}, but plain T5 reads the "
                 f"ids {ids!s:.60} with {path}: download the files of the tokenizer "
@@ -1584,8 +1582,9 @@ def advice(path):
     for pattern in ("*", "*/*", "*/*/*"):
         models = set()
         for file in path.glob(f"{pattern}/*.json"):
+            is_config = file.name == "config.json" and file.is_file()
             # Other folders of diffusers have a config.json and weights too.
-            is_t5 = file.name == "config.json" and "t5" in file.read_text().lower()
+            is_t5 = is_config and "t5" in file.read_text().lower()
             is_model = is_t5 and find_hf_weights(file.parent)
             if is_model or find_checkpoints(file.parent) or file.name == "manifest.json":
                 models.add(str(file.parent))
@@ -1812,6 +1811,7 @@ TOKENIZER_JSON = r"""
     ],
     "special_tokens": {"</s>": {"id": "</s>", "ids": [1], "tokens": ["</s>"]}}
   },
+  "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}]},
   "model": {"type": "Unigram", "unk_id": 2, "vocab": []},
   "added_tokens": []
 }
@@ -1820,6 +1820,7 @@ TOKENIZER_JSON = r"""
 TOKEN_FLAGS = {
     "single_word": False,
     "rstrip": False,
+    "normalized": False,
 }
 
 
@@ -1845,10 +1846,8 @@ def tokenizer_json(vocabulary):
             # With lstrip, a token absorbs the space before it. Sentinels and added tokens
             # need this. The tokens <pad>, </s> and <unk>, with the ids 0 to 2, do not.
             token = {"id": number, "content": text, "lstrip": is_added, **TOKEN_FLAGS}
-            # Decoding with skip_special_tokens leaves out only special tokens. All other
-            # added tokens are also recognized where the normalization makes them.
+            # Decoding with skip_special_tokens leaves out only special tokens.
             token["special"] = is_sentinel or not is_added
-            token["normalized"] = not token["special"]
             content["added_tokens"].append(token)
     content["model"]["byte_fallback"] = proto.trainer_spec.byte_fallback
     # Some SentencePiece models insert a space after a sentinel, here between
@@ -1858,10 +1857,7 @@ def tokenizer_json(vocabulary):
     metaspace["prepend_scheme"] = "always" if inserts else "first"
     # Do not split a text into words if a piece contains several words.
     metaspace["split"] = not any(SPACE in p.piece[1:] for p in proto.pieces)
-    content["decoder"] = {
-        "type": "Sequence",
-        "decoders": [{"type": "ByteFallback"}, metaspace],
-    }
+    content["decoder"]["decoders"].append(metaspace)
     if charsmap := proto.normalizer_spec.precompiled_charsmap:
         charsmap = base64.b64encode(charsmap).decode()
         normalizer = {"type": "Precompiled", "precompiled_charsmap": charsmap}
