@@ -1816,12 +1816,6 @@ TOKENIZER_JSON = r"""
   "added_tokens": []
 }
 """
-# The fields that have the same values for every special token in tokenizer.json.
-TOKEN_FLAGS = {
-    "single_word": False,
-    "rstrip": False,
-    "normalized": False,
-}
 
 
 def tokenizer_json(vocabulary):
@@ -1845,9 +1839,16 @@ def tokenizer_json(vocabulary):
         if number < 3 or is_added:
             # With lstrip, a token absorbs the space before it. Sentinels and added tokens
             # need this. The tokens <pad>, </s> and <unk>, with the ids 0 to 2, do not.
-            token = {"id": number, "content": text, "lstrip": is_added, **TOKEN_FLAGS}
-            # Decoding with skip_special_tokens leaves out only special tokens.
-            token["special"] = is_sentinel or not is_added
+            token = {
+                "id": number,
+                "content": text,
+                "lstrip": is_added,
+                "rstrip": False,
+                "single_word": False,
+                "normalized": False,
+                # Decoding with skip_special_tokens leaves out only special tokens.
+                "special": is_sentinel or not is_added,
+            }
             content["added_tokens"].append(token)
     content["model"]["byte_fallback"] = proto.trainer_spec.byte_fallback
     # Some SentencePiece models insert a space after a sentinel, here between
