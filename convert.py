@@ -43,7 +43,6 @@ import base64
 import contextlib
 import errno
 import functools
-import itertools
 import json
 import math
 import os
@@ -299,7 +298,7 @@ class Weights(NamedTuple):
     # {(name in plain T5, layer number or None): Tensor} for all parameters. The optimizer
     # state is included if convert.py supports the optimizer.
     arrays: dict
-    vocabulary: bytes | None  # the content of spiece.model, or None without a vocabulary
+    vocabulary: data.Tokenizer | None  # None if the model has no vocabulary
     recipe: bytes | None = None  # the content of recipe.py, or None without such a file
 
 
@@ -330,11 +329,6 @@ def explain_errors(path, kind="in the format that its name and folder suggest"):
         ) from error
     except UserError:
         raise
-    except partition.CheckpointError as error:
-        raise UserError(
-            f"{path} cannot be read, because {error}. Choose another checkpoint with "
-            f"--step."
-        ) from error
     except Exception as error:  # Every library has its own exception classes.
         reason = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
         raise UserError(
@@ -447,7 +441,7 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5"):
     form: HF if the names in `tensors` are those of Hugging Face, or T5X.
     source: the path of the model, for error messages.
     cfg: the ModelConfig of the model.
-    vocabulary: the content of spiece.model, or None if the model has no vocabulary.
+    vocabulary: the data.Tokenizer, or None if the model has no vocabulary.
     name: the name of the model.
 
     Raises a UserError if an array is missing or unknown, or has a wrong shape.
@@ -457,20 +451,20 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5"):
     for entry in entries:
         shape = entry.shape[::-1] if entry.transposed else entry.shape
         required[entry.external_name] = shape
-    optimizer, others = {}, {}
-    for external_name, tensor in tensors.items():
-        is_optimizer = external_name.startswith("state/")
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    check_shapes(source, required, shapes)
+    optimizer, unknown = {}, []
+    for external_name in sorted(shapes.keys() - required.keys()):
+        if not external_name.startswith("state/"):
+            unknown.append(external_name)
         # Skip unused optimizer arrays. T5X stores a single zero for each of them.
-        if is_optimizer and math.prod(tensor.shape) > 1:
-            optimizer[external_name] = tensor.shape
-        elif not is_optimizer:
-            others[external_name] = tensor.shape
-    check_shapes(source, required, others)
-    if unknown := others.keys() - required.keys():
+        elif math.prod(shapes[external_name]) > 1:
+            optimizer[external_name] = shapes[external_name]
+    if unknown:
         raise UserError(
-            f"{source} has arrays that no T5 model has "
-            f"({', '.join(sorted(unknown)):.200}): convert a T5 1.0, T5 1.1, mT5, UMT5 "
-            f"or ByT5 model, or a model derived from one of these."
+            f"{source} has arrays that no T5 model has ({', '.join(unknown):.200}): "
+            f"convert a T5 1.0, T5 1.1, mT5, UMT5 or ByT5 model, or a model derived from "
+            f"one of these."
         )
     step = int(tensors[STEP].read()) if STEP in tensors else 0
     factored = set()
@@ -510,36 +504,42 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5"):
 # ---- vocabularies ----------------------------------------------------------------------
 
 
-def read_vocabulary(folders, cfg, sentinels=data.SENTINELS):
-    """Return the content of the spiece.model that a run directory needs.
+def read_vocabulary(folders, cfg):
+    """Return the vocabulary of a model as a data.Tokenizer, or None without a vocabulary.
 
-    The content is read from spiece.model, or from tokenizer.json if there is no
+    The vocabulary is read from spiece.model, or from tokenizer.json if there is no
     spiece.model. Added tokens become pieces of the vocabulary. If both files are missing,
-    a model with 384 embeddings is taken for ByT5. For any other model, the result is
-    None.
+    a model with 384 embeddings is taken for ByT5.
 
     folders: the folders to search. The first folder that contains the file is used.
     cfg: the ModelConfig of the model.
-    sentinels: the number of sentinels (<extra_id_0> and so on). They are appended to a
-        vocabulary that has none.
 
     Raises a UserError if plain T5 cannot use the vocabulary, or if the vocabulary has
     more pieces than the model has embeddings.
     """
+    config_path = folders[0] / "tokenizer_config.json"
+    config = read_optional(config_path, {"extra_ids?": (int, type(None))})
+    # The number of sentinels, such as <extra_id_0>, for a vocabulary that has none.
+    sentinels = config.get("extra_ids") or data.SENTINELS
+    if not 0 < sentinels <= max(cfg.vocab_size, data.SENTINELS):
+        raise UserError(
+            f"{config_path} sets extra_ids to {sentinels}, but the model has "
+            f"{cfg.vocab_size} embeddings: download this file again."
+        )
     names = ("spiece.model", "tokenizer.json")
     paths = [folder / name for name in names for folder in folders]
-    path = next(filter(Path.is_file, paths), None)
+    path = next(filter(Path.exists, paths), None)
     if path is None:
-        return byte_vocabulary(folders) if cfg.vocab_size == 384 else None
-    vocabulary = path.read_bytes()
+        is_byt5 = cfg.vocab_size == 384 or "ByT5" in str(config.get("tokenizer_class"))
+        return byte_vocabulary(folders[0]) if is_byt5 else None
+    data.check_regular(str(path))
     try:
         # If a model reads bytes or token ids, its spiece.model is a single line, such as
         # "bytes:0" or "ids:32128:100".
-        if not vocabulary.startswith((b"bytes", b"ids:")):
-            vocabulary = keep_added_tokens(path, read_added_tokens(folders), sentinels)
-        tokenizer = load_vocabulary(vocabulary, path)
-        if path.suffix == ".json":
-            compare_with_library(path, tokenizer)
+        if path.read_bytes().startswith((b"bytes", b"ids:")):
+            tokenizer = data.load_tokenizer(path)
+        else:
+            tokenizer = read_pieces(path, sentinels)
     except UserError as error:
         raise UserError(
             f"{error} To convert only the weights, move spiece.model and tokenizer.json "
@@ -551,160 +551,119 @@ def read_vocabulary(folders, cfg, sentinels=data.SENTINELS):
             f"model has only {cfg.vocab_size:,} embeddings: replace this file by the "
             f"vocabulary of the model."
         )
-    return vocabulary
+    return tokenizer
 
 
-def load_vocabulary(vocabulary, path="spiece.model"):
-    """Return the Tokenizer of a vocabulary, given as the content of a spiece.model."""
-    if vocabulary.startswith((b"bytes", b"ids:")):
-        return data.load_tokenizer(vocabulary.decode(errors="replace"))
-    return data.parse_vocabulary(vocabulary, str(path))
+BYT5_WARNING = (
+    "warning: sentinels such as <extra_id_0> have other ids in Hugging Face's "
+    "ByT5Tokenizer than in plain T5. Texts without sentinels get the same ids."
+)
 
 
-def byte_vocabulary(folders):
-    """Return the content of spiece.model for ByT5, which reads bytes.
+def byte_vocabulary(folder):
+    """Return the data.Tokenizer of ByT5, which reads bytes.
 
-    folders: the folders that may contain the tokenizer files of Hugging Face.
+    folder: the folder that may contain the tokenizer files of Hugging Face.
 
     Raises a UserError if the tokenizer has added tokens other than sentinels.
     """
-    sentinel = re.compile(r"<extra_id_[0-9]+>|<pad>|</s>|<unk>")
-    added = read_added_tokens(folders).values()
-    if others := [text for text in added if not sentinel.fullmatch(text)]:
-        raise UserError(
-            f"The tokenizer in {folders[0]} adds {', '.join(others):.200} to the bytes "
-            f"of ByT5, which plain T5 does not support: to convert only the weights, "
-            f"move the tokenizer files out of the folder."
-        )
-    if added:
-        note(
-            "warning: sentinels such as <extra_id_0> have other ids in Hugging Face's "
-            "ByT5Tokenizer than in plain T5. Texts without sentinels get the same ids."
-        )
-    # "bytes:0" is plain T5's name for the ByT5 tokenizer without extra ids.
-    return b"bytes:0\n"
+    for _, text in read_added_tokens(folder):
+        if "<extra_id_" not in text:
+            raise UserError(
+                f"The tokenizer in {folder} adds {text} to the bytes of ByT5, which "
+                f"plain T5 does not support: to convert only the weights, move the "
+                f"tokenizer files out of the folder."
+            )
+    note(BYT5_WARNING)
+    return data.ByteTokenizer()
 
 
-def read_added_tokens(folders):
-    """Return {id: text} for the tokens that were added to a Hugging Face tokenizer.
+def read_optional(path, form):
+    """Return the content of a JSON file, or {} if the file is missing.
 
-    An example is {32100: "<hl>"}. Hugging Face stores these tokens in up to four files.
-
-    folders: the folders that may contain the files.
-
-    Raises a UserError if the files contradict each other, if a token has no id, or if
-    Hugging Face recognizes a token only between words.
+    form: the expected form of the content, as configs.check_json describes forms.
     """
-    found, named, refused = [], [], set()
-    form = {"content": str, "single_word?": bool}
-
-    def read(path, form):
-        """Return the content of a JSON file, or {} if the file is missing."""
-        return configs.read_json(path, form) if path.is_file() else {}
-
-    for folder in folders:
-        tokens = read(folder / "added_tokens.json", {str: int})
-        found += [(number, {"content": text}) for text, number in tokens.items()]
-        tokens = read(folder / "tokenizer.json", {"added_tokens?": [{"id": int, **form}]})
-        found += [(token["id"], token) for token in tokens.get("added_tokens", [])]
-        path = folder / "tokenizer_config.json"
-        config = read(path, {"added_tokens_decoder?": {str: form}})
-        with explain_errors(path):
-            for number, token in config.get("added_tokens_decoder", {}).items():
-                found.append((int(number), token))
-            for about in (config, read(folder / "special_tokens_map.json", dict)):
-                for name in ("additional_special_tokens", "extra_special_tokens"):
-                    tokens = about.get(name) or []
-                    # Version 4 of transformers stores a dict in extra_special_tokens.
-                    for token in tokens.values() if isinstance(tokens, dict) else tokens:
-                        named.append(
-                            token if isinstance(token, str) else token["content"]
-                        )
-    added = {number: token["content"] for number, token in found}
-    for number, token in found:
-        if token["content"] != added[number] or token.get("single_word"):
-            refused.add(token["content"])
-    # Plain T5 knows the sentinels without their ids.
-    known = {*added.values(), *(text for text in named if "<extra_id_" in text)}
-    refused |= {*named} - known
-    if refused:
-        raise UserError(
-            f"The tokenizer files in {folders[0]} contain the added tokens "
-            f"{', '.join(sorted(refused)):.200} without an id, with contradicting ids, "
-            f"or as single words, which plain T5 does not support: download the files "
-            f"again."
-        )
-    return added
+    return configs.read_json(path, form) if path.exists() else {}
 
 
-def keep_added_tokens(path, added, sentinels):
-    """Return a SentencePiece model, as bytes, in which all added tokens are pieces.
+def read_added_tokens(folder):
+    """Return a sorted list of (id, text) for the tokens that were added to a tokenizer.
+
+    An example of an element is (32100, "<hl>"). Hugging Face stores these tokens in up to
+    three files. The tokens <pad>, </s> and <unk> of T5 are left out.
+
+    folder: the folder with the tokenizer files of Hugging Face.
+    """
+    form = {"content": str}
+    ids = read_optional(folder / "added_tokens.json", {str: int})
+    added = {(number, text) for text, number in ids.items()}
+    tokenizer_form = {"added_tokens?": [{"id": int, **form}]}
+    tokenizer = read_optional(folder / "tokenizer.json", tokenizer_form)
+    for token in tokenizer.get("added_tokens", []):
+        added.add((token["id"], token["content"]))
+    config_form = {"added_tokens_decoder?": {str: form}}
+    config = read_optional(folder / "tokenizer_config.json", config_form)
+    for number, token in config.get("added_tokens_decoder", {}).items():
+        added.add((int(number), token["content"]))
+    return sorted(added - {(0, "<pad>"), (1, "</s>"), (2, "<unk>")})
+
+
+def read_pieces(path, sentinels):
+    """Return the data.Tokenizer of a vocabulary, in which all added tokens are pieces.
 
     path: the path of a spiece.model or tokenizer.json.
-    added: {id: text} of the added tokens.
     sentinels: the number of sentinels for a vocabulary that has none.
 
-    Raises a UserError if an added token does not fit the vocabulary.
+    Raises a UserError if plain T5 cannot use the vocabulary or an added token.
     """
     vocabulary = path.read_bytes()
-    if path.suffix == ".json":
+    is_json = path.suffix == ".json"
+    if is_json:
         proto, norm_map, space = tokenizer_json_to_sentencepiece(path)
     else:
         proto = parse_sentencepiece(vocabulary, path)
         norm_map = decompile(proto.normalizer_spec.precompiled_charsmap)
         space = " "  # Hugging Face's T5Tokenizer begins a new word after each token.
-    has_sentinels = any("<extra_id_" in piece.piece for piece in proto.pieces)
-    if not has_sentinels and (added or sentinels != data.SENTINELS):
+    if not any("<extra_id_" in piece.piece for piece in proto.pieces):
         data.add_sentinels(proto, sentinels)
         # data.parse_vocabulary adds the usual number of sentinels, so leave them out.
         if sentinels != data.SENTINELS:
             vocabulary = proto.SerializeToString()
-    places = {piece.piece: number for number, piece in enumerate(proto.pieces)}
+    added = read_added_tokens(path.parent)
     tokens = {}
-    for number, text in sorted(added.items()):
-        if number == len(proto.pieces) and text not in places:
+    for number, text in added:
+        if number == len(proto.pieces):
             proto.pieces.add(piece=text)
-        exists = text and 0 <= number < len(proto.pieces)
-        piece = proto.pieces[number if exists else 0]
-        if not exists or piece.piece.removeprefix(SPACE) != text.removeprefix(SPACE):
-            raise UserError(
-                f"The added token {text!r} has the id {number}, but {path} with its "
-                f"sentinels and added tokens has {len(proto.pieces):,} pieces, and no "
-                f"such piece at this id: download the files of the tokenizer again."
-            )
-        if piece.type == piece.NORMAL and "<extra_id_" not in text:
-            tokens[number] = text
-    if not tokens and path.suffix != ".json":
-        return vocabulary
-    # A Hugging Face tokenizer recognizes sentinels and added tokens at any place. Put a
-    # space before each of them, because its piece begins with one. Do this also where the
-    # normalization makes an added token, such as "f" in the character "\ufb01" ("fi").
-    if tokens:
-        longest_first = sorted(tokens.values(), key=len, reverse=True)
-        pattern = re.compile(f" ?({'|'.join(map(re.escape, longest_first))})(?:{space})?")
-        for old, new in norm_map.items():
-            norm_map[old] = pattern.sub(rf" \1{space}", new)
-    for number, piece in enumerate(proto.pieces):
-        if "<extra_id_" in piece.piece:
-            tokens[number] = piece.piece.removeprefix(SPACE)
-    for number, text in tokens.items():
-        norm_map[text] = f" {text}{space}"
-        piece = proto.pieces[number]
-        piece.piece = SPACE + text
-        piece.score, piece.type = 0.0, piece.USER_DEFINED
-    if norm_map:
-        with explain_errors(path, "a vocabulary that SentencePiece supports"):
-            rules = sentencepiece.SentencePieceNormalizer(norm_map=list(norm_map.items()))
+        if text and number in range(len(proto.pieces)):
+            piece = proto.pieces[number]
+            if piece.type == piece.NORMAL and piece.piece.removeprefix(SPACE) == text:
+                tokens[number] = text
+    if tokens or is_json:
+        for number, piece in enumerate(proto.pieces):
+            if "<extra_id_" in piece.piece:
+                tokens[number] = piece.piece.removeprefix(SPACE)
+        # A Hugging Face tokenizer recognizes sentinels and added tokens at any place. Put
+        # a space before each of them, because its piece begins with one.
+        for number, text in tokens.items():
+            norm_map[text] = f" {text}{space}"
+            piece = proto.pieces[number]
+            piece.piece = SPACE + text
+            piece.score, piece.type = 0.0, piece.USER_DEFINED
+        rules = sentencepiece.SentencePieceNormalizer(norm_map=list(norm_map.items()))
         proto.normalizer_spec.MergeFromString(rules.serialized_normalizer_spec())
-    tokenizer = data.parse_vocabulary(proto.SerializeToString(), str(path))
-    for number, text in tokens.items():
-        # A text with several spaces would not match a piece with a space.
-        if " " in text or tokenizer.encode(text) != [number]:
+        vocabulary = proto.SerializeToString()
+    tokenizer = data.parse_vocabulary(vocabulary, str(path))
+    for number, text in added:
+        ids = tokenizer.encode(text)
+        if ids != [number]:
             raise UserError(
-                f"{path} has the added token {text!r}, which cannot be a piece of a "
-                f"SentencePiece model: use the model with the library transformers."
+                f"The added token {text!r} has the id {number}, but plain T5 reads the "
+                f"ids {ids!s:.60} with {path}: download the files of the tokenizer "
+                f"again, or use the model with the library transformers."
             )
-    return tokenizer.serialized
+    if is_json:
+        compare_with_library(path, tokenizer)
+    return tokenizer
 
 
 def parse_sentencepiece(vocabulary, path="spiece.model"):
@@ -745,43 +704,38 @@ WHITE_SPACE = (
     "\u200a\u2028\u2029\u202f\u205f\u3000"
 )
 # The processing steps in a tokenizer.json that a SentencePiece model can reproduce. Each
-# string is the type of a step, followed by its options if they matter. SentencePiece
-# merges spaces by itself, and removes them at the start and the end of a text. MERGES and
-# STRIPS are the steps that do this in a tokenizer.json.
-STRIPS = {"WhitespaceSplit", "Strip right", "Replace [ \u2581]+$ by ''"}
-MERGES = {
-    "WhitespaceSplit",
-    "Replace  {2,} by ' '",
-    "Replace  {2,} by '\u2581'",
-    "Replace [ \u2581]{2,} by ' '",
+# string is the type of a step, followed by its options that matter. SentencePiece merges
+# spaces by itself, and removes them at the end of a text. SPACE_STEPS do this in a
+# tokenizer.json. Files of older versions have add_prefix_space instead of prepend_scheme.
+STEP_OPTIONS = (
+    "pattern",
+    "content",
+    "strip_right",
+    "prepend_scheme",
+    "add_prefix_space",
+    "byte_fallback",
+)
+METASPACE_STEPS = {
+    "Metaspace prepend_scheme=always",
+    "Metaspace prepend_scheme=always add_prefix_space=True",
+    "Metaspace prepend_scheme=first",
+    "Metaspace prepend_scheme=first add_prefix_space=True",
+    "Metaspace add_prefix_space=True",
 }
-SUPPORTED_PARTS = {
+SPACE_STEPS = {
+    "Strip strip_right=True",
+    "Replace pattern={'Regex': '[ \u2581]+$'} content=",
+    "Replace pattern={'Regex': ' {2,}'} content= ",
+    "Replace pattern={'Regex': ' {2,}'} content=\u2581",
+    "Replace pattern={'Regex': '[ \u2581]{2,}'} content= ",
+}
+OTHER_STEPS = {
     "Unigram",
+    "Unigram byte_fallback=False",
     "NFC",
     "Precompiled",
-    "Metaspace always",
-    "Metaspace first",
-    *STRIPS,
-    *MERGES,
+    "WhitespaceSplit",
 }
-
-
-def describe_part(part):
-    """Return a step of a tokenizer.json as text, in the form of SUPPORTED_PARTS."""
-    kind = part["type"]
-    if kind == "Replace":
-        pattern = part["pattern"]
-        pattern = pattern.get("Regex") or pattern["String"]
-        return f"Replace {pattern} by {part['content']!r}"
-    if kind == "Strip":
-        return "Strip right" if part.get("strip_right") else "Strip left"
-    if kind == "Metaspace":
-        if part.get("replacement", SPACE) != SPACE:
-            return f"Metaspace by {part['replacement']!r}"
-        # Files of older versions have add_prefix_space instead of prepend_scheme.
-        default = "always" if part.get("add_prefix_space", True) else "never"
-        return f"Metaspace {part.get('prepend_scheme', default)}"
-    return kind
 
 
 def tokenizer_json_to_sentencepiece(path):
@@ -800,24 +754,27 @@ def tokenizer_json_to_sentencepiece(path):
     Raises a UserError if the tokenizer.json contains a step that a SentencePiece unigram
     model does not support.
     """
-    form = {"model": {"vocab": list, "type?": str, "unk_id": int}}
+    form = {"model": {"vocab": list, "unk_id": int}}
     tokenizer = configs.read_json(path, form)
     unigram = tokenizer["model"]
-    parts = [{"type": unigram.get("type", "Unigram")}]
+    steps = [{"type": "Unigram", **unigram}]
     for key, inside in ("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers"):
-        part = tokenizer.get(key) or {inside: []}
-        parts += part.get(inside, [part])
-    used = set(map(describe_part, parts))
-    if unigram.get("byte_fallback"):
-        used.add("byte_fallback")
-    if "Precompiled" not in used:
-        # Only together with "Precompiled" does NFC leave the ids of SentencePiece alone.
-        used = {f"{name} without Precompiled" if name == "NFC" else name for name in used}
-    if not any(name.startswith("Metaspace") for name in used):
-        used.add("no Metaspace")
-    elif not used & STRIPS or not used & MERGES:
+        step = tokenizer.get(key) or {inside: []}
+        steps += step.get(inside, [step])
+    used, norm_map = set(), {}
+    for step in steps:
+        options = [f" {name}={step[name]}" for name in STEP_OPTIONS if name in step]
+        used.add(step["type"] + "".join(options))
+        if step["type"] == "WhitespaceSplit":
+            norm_map |= dict.fromkeys(WHITE_SPACE, " ")
+        if step["type"] == "Precompiled":
+            norm_map |= decompile(base64.b64decode(step["precompiled_charsmap"]))
+    if not used & METASPACE_STEPS:
+        used.add("no supported Metaspace")
+    # One step must strip spaces and another must merge them, or one step must do both.
+    elif "WhitespaceSplit" not in used and len(used & SPACE_STEPS) < 2:
         used.add("Metaspace without steps that strip and merge spaces")
-    if unsupported := used - SUPPORTED_PARTS:
+    if unsupported := used - OTHER_STEPS - METASPACE_STEPS - SPACE_STEPS:
         raise UserError(
             f"{path} uses {', '.join(sorted(unsupported)):.200}, which SentencePiece "
             f"unigram models do not support: download the model's spiece.model into the "
@@ -827,13 +784,7 @@ def tokenizer_json_to_sentencepiece(path):
     types = {0: "CONTROL", 1: "CONTROL", unigram["unk_id"]: "UNKNOWN"}
     for number, (piece, score) in enumerate(unigram["vocab"]):
         proto.pieces.add(piece=piece, score=score, type=types.get(number, "NORMAL"))
-    norm_map = {}
-    if "WhitespaceSplit" in used:
-        norm_map |= dict.fromkeys(WHITE_SPACE, " ")
-    for part in parts:
-        if part["type"] == "Precompiled":
-            norm_map |= decompile(base64.b64decode(part["precompiled_charsmap"]))
-    return proto, norm_map, "" if "Metaspace first" in used else " "
+    return proto, norm_map, "" if any("first" in step for step in used) else " "
 
 
 def hard_texts(tokenizer):
@@ -870,15 +821,34 @@ def hard_texts(tokenizer):
     return texts
 
 
+def compare_ids(tokenizer, encode, path):
+    """Check that another reader of a vocabulary gives the same ids as plain T5.
+
+    tokenizer: the data.Tokenizer of plain T5.
+    encode: a function that returns the ids of a text as the other reader sees them.
+    path: what the other reader reads, for the error message.
+
+    Returns the number of compared texts. Raises a UserError that names the first text
+    with different ids.
+    """
+    texts = hard_texts(tokenizer)
+    for text in texts:
+        ours, theirs = tokenizer.encode(text), encode(text)
+        if theirs != ours:
+            raise UserError(
+                f"For the text {text!r}, {path} gives the ids {theirs!s:.60}, but the "
+                f"vocabulary of plain T5 gives {ours!s:.60}."
+            )
+    return len(texts)
+
+
 def compare_with_library(path, tokenizer):
     """Check that Hugging Face's library tokenizers reads the same ids as plain T5.
 
-    If the library is not installed, print a note.
+    If the library is not installed, print a note. Raises a UserError if the ids differ.
 
     path: the path of the tokenizer.json that the library reads.
     tokenizer: the data.Tokenizer of plain T5.
-
-    Raises a UserError that names the first text with different ids.
     """
     try:
         import tokenizers
@@ -892,57 +862,22 @@ def compare_with_library(path, tokenizer):
     with explain_errors(path, "a file that the library tokenizers can read"):
         library = tokenizers.Tokenizer.from_file(str(path))
     library.no_truncation()
-    for text in hard_texts(tokenizer):
-        theirs = library.encode(text, add_special_tokens=False).ids
-        ours = tokenizer.encode(text)
-        if theirs != ours:
-            raise UserError(
-                f"For the text {text!r}, the library tokenizers reads the ids "
-                f"{theirs!s:.60} from {path}, but plain T5 reads {ours!s:.60}."
-            )
-
-
-def compare_vocabularies(old, new):
-    """Check that two vocabularies give the same ids for texts without sentinels.
-
-    old: the content of the spiece.model that was converted.
-    new: the content of the spiece.model that was written.
-
-    Returns the number of compared texts. Raises an OSError if the ids differ.
-    """
-    old, new = load_vocabulary(old), load_vocabulary(new)
-    texts = hard_texts(old)
-    for text in texts:
-        if old.encode(text) != new.encode(text):
-            raise OSError(
-                f"the vocabulary gives other ids for {text!r} after it was written and "
-                f"read again, so the disk or the memory may be faulty"
-            )
-    return len(texts)
+    compare_ids(
+        tokenizer, lambda text: library.encode(text, add_special_tokens=False).ids, path
+    )
 
 
 # ---- reading Hugging Face --------------------------------------------------------------
 
 
 def read_safetensors(file):
-    """Return {name: Tensor} for all arrays in a safetensors file.
-
-    Raises a UserError if the weights are quantized, because plain T5 needs floating-point
-    weights.
-    """
+    """Return {name: Tensor} for all arrays in a safetensors file."""
     tensors = {}
     with explain_errors(file, "a complete safetensors file"):
         opened = safetensors.safe_open(file, "numpy")
         for name in opened.keys():
-            tensor = opened.get_slice(name)
-            if tensor.get_dtype() not in ("F64", "F32", "F16", "BF16"):
-                raise UserError(
-                    f"{file} is quantized, because {name} has the type "
-                    f"{tensor.get_dtype()}: convert the original model with "
-                    f"floating-point weights."
-                )
-            read = functools.partial(opened.get_tensor, name)
-            tensors[name] = Tensor(tuple(tensor.get_shape()), read)
+            shape = tuple(opened.get_slice(name).get_shape())
+            tensors[name] = Tensor(shape, functools.partial(opened.get_tensor, name))
     return tensors
 
 
@@ -1096,17 +1031,9 @@ def open_hf(folder):
 
     Raises a UserError if a file is damaged or plain T5 does not support the model.
     """
-
-    def read_optional(name, form):
-        """Return the content of a JSON file, or {} if the file is missing."""
-        path = folder / name
-        return configs.read_json(path, form) if path.exists() else {}
-
     config = configs.read_json(folder / "config.json", HF_TYPES)
-    generation = read_optional("generation_config.json", dict)
-    modules = read_optional("modules.json", [{"type": str}])
-    tokenizer_form = {"extra_ids?": (int, type(None))}
-    tokenizer = read_optional("tokenizer_config.json", tokenizer_form)
+    generation = read_optional(folder / "generation_config.json", dict)
+    modules = read_optional(folder / "modules.json", [{"type": str}])
     model_type = config.get("model_type", "t5")
     if model_type not in ("t5", "mt5", "umt5"):
         raise UserError(
@@ -1116,17 +1043,8 @@ def open_hf(folder):
     tensors = unify_embeddings(read_hf(folder), config, folder)
     cfg = model_from_shapes(tensors, HF, folder)
     cfg = apply_hf_config(cfg, config, generation, folder)
-    if "ByT5" in str(tokenizer.get("tokenizer_class")):
-        vocabulary = byte_vocabulary([folder])
-    else:
-        sentinels = tokenizer.get("extra_ids") or data.SENTINELS
-        if not 0 < sentinels <= max(cfg.vocab_size, data.SENTINELS):
-            raise UserError(
-                f"{folder / 'tokenizer_config.json'} sets extra_ids to {sentinels}, but "
-                f"the model has {cfg.vocab_size} embeddings: download this file again."
-            )
-        vocabulary = read_vocabulary([folder], cfg, sentinels)
     note_unused(folder, config | generation, modules)
+    vocabulary = read_vocabulary([folder], cfg)
     return to_weights(tensors, HF, folder, cfg, vocabulary, model_type)
 
 
@@ -1155,24 +1073,19 @@ def note_unused(folder, settings, modules):
     settings: the content of config.json and generation_config.json as one dict.
     modules: the list in modules.json, a file of the library sentence-transformers.
     """
-    unused = [
-        f"{name} {settings[name]}"
-        for name, default in GENERATION_DEFAULTS.items()
-        if settings.get(name) not in (None, [], default)
-    ]
+    unused = []
+    for name, default in GENERATION_DEFAULTS.items():
+        if settings.get(name) not in (None, [], default):
+            unused.append(f"{name} {settings[name]}")
+    for module in modules:
+        kind = module["type"].rsplit(".")[-1]
+        if kind not in ("Transformer", "Pooling"):
+            unused.append(f"the module {kind} of sentence-transformers")
     if unused:
         note(
-            f"The configuration in {folder} changes how text is generated "
-            f"({', '.join(unused):.300}), but convert.py does not convert these "
-            f"settings. Without them the outputs may differ. Choose beam search or "
-            f"sampling with flags such as --decode.beams."
-        )
-    kinds = [module["type"].rsplit(".")[-1] for module in modules]
-    if dropped := set(kinds) - {"Transformer", "Pooling"}:
-        note(
-            f"{folder} computes sentence vectors with sentence-transformers. The modules "
-            f"{', '.join(sorted(dropped))} after the encoder are not converted, so "
-            f"infer.py --mode encode gives other vectors than sentence-transformers."
+            f"convert.py does not convert these parts of {folder}: "
+            f"{', '.join(unused):.300}. Without them the outputs may differ. Choose beam "
+            f"search or sampling with flags such as --decode.beams."
         )
 
 
@@ -1198,22 +1111,17 @@ def unify_embeddings(tensors, config, folder):
     embed, head = "shared.weight", "lm_head.weight"
     copies = ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
     tables = [tensors[name] for name in (embed, *copies) if name in tensors]
-    if not tables:
-        raise UserError(
-            f"{folder} has no {embed} (the embedding): download a complete T5 model."
-        )
-    embedding = tables[0]
 
     def equals_embedding(tensor):
         """Return whether an array has the same values as the embedding."""
-        return np.array_equal(tensor.read(), embedding.read(), equal_nan=True)
+        return np.array_equal(tensor.read(), tables[0].read(), equal_nan=True)
 
-    if not all(map(equals_embedding, tables)):
+    if not tables or not all(map(equals_embedding, tables)):
         raise UserError(
-            f"{folder} contains several different embeddings: use a model whose encoder "
-            f"and decoder share one embedding."
+            f"{folder} has no embedding {embed}, or several different ones: use a "
+            f"complete model whose encoder and decoder share one embedding."
         )
-    head_tensor = tensors.get(head, embedding)
+    head_tensor = tensors.get(head, tables[0])
     shared = equals_embedding(head_tensor)
     # tie_word_embeddings is true by default. In version 4 of transformers, it is false by
     # default for mT5. A true value means two things: the embedding is the output layer,
@@ -1224,8 +1132,8 @@ def unify_embeddings(tensors, config, folder):
     flags = {"tie_word_embeddings", "scale_decoder_outputs"}
     tied = config.get("tie_word_embeddings", True)
     tied_4 = config.get("tie_word_embeddings", family != "mt5")
-    scaled_by_5 = {"mt5": False, "umt5": True}
-    scaled_5 = scaled_by_5.get(family, config.get("scale_decoder_outputs", tied))
+    scaled_5 = config.get("scale_decoder_outputs", tied)
+    scaled_5 = {"mt5": False, "umt5": True}.get(family, scaled_5)
     scaled = tied if family == "umt5" else scaled_5
     if not any(name.startswith(("decoder", head)) for name in tensors):
         # A model without a decoder needs no output layer. If `scaled` is True, the code
@@ -1242,16 +1150,10 @@ def unify_embeddings(tensors, config, folder):
             f"config.json does not say whether the logits are scaled: add "
             f'"tie_word_embeddings": false for a model without scaling, such as T5 1.1.'
         )
-    # Each reading says whether the embedding is the output layer, and whether the logits
-    # are scaled.
-    elif {(shared or tied_4, tied_4), (shared, scaled_5)} != {(shared, scaled)}:
-        version = 5 if scaled == scaled_5 else 4
-        place = "in" if head in tensors else "missing in"
-        flag = config.get("tie_word_embeddings", "missing")
+    elif scaled_5 != tied_4 or tied_4 and not shared:
         note(
-            f"Versions 4 and 5 of transformers compute different logits for a model of "
-            f"type {family} if tie_word_embeddings is {flag} in config.json and {head} "
-            f"is {place} the weights. convert.py follows version {version}: the output "
+            f"Versions 4 and 5 of transformers compute different logits for this model. "
+            f"convert.py follows version {5 if scaled == scaled_5 else 4}: the output "
             f"layer is {'the embedding' if shared else head}, and the logits are "
             f"{'multiplied by d_model^-0.5' if scaled else 'not scaled'}."
         )
@@ -1259,9 +1161,9 @@ def unify_embeddings(tensors, config, folder):
     # them, but T5 does not use them.
     unused = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
     tensors = {k: v for k, v in tensors.items() if k not in (head, *copies, unused)}
-    tensors[embed] = embedding
+    tensors[embed] = tables[0]
     if not (shared and scaled):
-        scale = np.float32(embedding.shape[1] ** -0.5 if scaled else 1)
+        scale = np.float32(tables[0].shape[1] ** -0.5 if scaled else 1)
         tensors[head] = Tensor(head_tensor.shape, lambda: scale * head_tensor.read())
     return tensors
 
@@ -1340,9 +1242,7 @@ def read_t5x(folder):
             # stored the path directly in leaf.
             relative_path = {**leaf, **leaf["kvstore"]}["path"]
             kvstore = {"driver": "file", "path": str(folder / relative_path)}
-            shape = leaf["metadata"]["shape"]
-            expected = {"dtype": leaf["dtype"], "metadata": {"shape": shape}}
-            tensors[name] = open_zarr(kvstore, shape, **expected)
+            tensors[name] = open_zarr(kvstore, leaf["metadata"]["shape"], leaf["dtype"])
         else:
             tensors[name] = in_memory(leaf)
     return tensors
@@ -1371,46 +1271,37 @@ def read_orbax(folder):
     return tensors
 
 
-def open_zarr(kvstore, written, **expected):
+def open_zarr(kvstore, part=None, dtype=None):
     """Return a Tensor for a zarr array, without reading its values yet.
 
     The library TensorStore reads the shape now, and the values when they are needed.
 
     kvstore: a TensorStore dict with the path of the array and the storage driver.
-    written: the shape of the part that each process has written, or None if it is
-        unknown. The shape of the array is a multiple of this shape.
-    expected: fields of the TensorStore specification, such as the dtype, which must agree
-        with the array.
+    part: the shape of the array, or of an equal part of it, as the checkpoint states it.
+    dtype: the type of the array, as the checkpoint states it.
 
-    Raises a UserError if the array contradicts `written` or `expected`. zarr splits an
-    array into chunks, which are separate files. If a chunk is missing, this function or
-    the reading of the values raises a UserError.
+    zarr splits an array into chunks, which are separate files. If a chunk is missing or
+    the file .zarray contradicts the checkpoint, this function or the reading of the
+    values raises a UserError.
     """
     explain = explain_errors(kvstore["path"], "a complete array")
     # Raise an error if a chunk is missing. By default, TensorStore returns zeros instead.
     options = {"driver": "zarr", "fill_missing_data_reads": False}
-    spec = {**options, "kvstore": kvstore, **expected}
+    # T5X and Orbax always write in C order and in little-endian format.
+    spec = {**options, "kvstore": kvstore, "metadata": {"order": "C"}}
 
     @explain
     def open_array():
         """Return the TensorStore of the array, after a check of its .zarray file."""
-        array = tensorstore.open(spec, open=True).result()
+        array = tensorstore.open(spec, dtype=dtype, open=True).result()
         stored = array.spec().to_json()["metadata"]
-        shape, chunk = stored["shape"], stored["chunks"]
-        part = shape if written is None else written
-        sizes = list(zip(shape, part, chunk, strict=True))
-        if any(size % width or width < block for size, width, block in sizes):
-            raise ValueError(
-                f"it has the shape {shape} and chunks of {chunk}, not {part}"
-            )
-        # T5X and Orbax always write in C order and in little-endian format.
-        if stored["order"] != "C" or stored["dtype"].startswith(">"):
-            raise ValueError(f"it has order {stored['order']}, type {stored['dtype']}")
-        # Without an expected shape, reading an array of a wrong shape could use up the
-        # memory. So count the chunks, which need one file each. One more file is .zarray.
-        count = math.prod(-(-size // block) for size, _, block in sizes)
-        if not expected and len(array.kvstore.list().result()) <= count:
-            raise ValueError(f"it has fewer than {count:,} chunks")
+        # Reading an array of a wrong shape could use up the memory. So compare the number
+        # of chunks with the number of files. One more file is .zarray.
+        chunks = np.ceil(np.divide(array.shape, stored["chunks"])).prod()
+        files = len(array.kvstore.list().result())
+        is_multiple = not np.mod(array.shape, part or array.shape).any()
+        if files <= chunks or not is_multiple or stored["dtype"].startswith(">"):
+            raise ValueError(f"its file .zarray says {stored}")
         return array
 
     array = open_array()
@@ -1471,94 +1362,77 @@ def open_google(source, tensors, form):
     folders = [source]
     if source.name.startswith("checkpoint_") or not source.is_dir():
         folders.append(source.parent)
-    cfg = model_from_shapes(tensors, form, source)
     stated = read_gin(folders)
-    for name in set(stated) & set(GIN_FIELDS.values()):
-        if stated[name] != getattr(cfg, name):
-            raise UserError(
-                f"The Gin file of {source} sets {name} to {stated[name]}, but the "
-                f"weights have {getattr(cfg, name)}: replace it by the config.gin of "
-                f"this model."
-            )
-    assumed = [
-        f"{name} {getattr(cfg, name)}"
-        for name in ("activation", "relative_max_distance", "dropout")
-        if name not in stated
-    ]
-    if assumed:
+    cfg = replace(model_from_shapes(tensors, form, source), **stated)
+    missing = GIN_FIELDS.keys() - stated.keys()
+    if missing:
+        assumed = [f"{name} {getattr(cfg, name)}" for name in sorted(missing)]
         note(
             f"No config.gin or operative_config.gin of {source} states all values that "
             f"the weights do not show. convert.py assumes {', '.join(assumed)}. If the "
             f"model has other values, copy its config.gin into {folders[-1]} and convert "
             f"the checkpoint again."
         )
-    cfg = replace(cfg, **stated)
     return to_weights(tensors, form, source, cfg, read_vocabulary(folders, cfg))
 
 
-# Fields of T5X's T5Config in Gin files, and the fields of ModelConfig with the same
-# value.
-GIN_FIELDS = {
-    "vocab_size": "vocab_size",
-    "emb_dim": "d_model",
-    "mlp_dim": "d_ff",
-    "head_dim": "d_kv",
-    "num_heads": "num_heads",
-    "num_encoder_layers": "num_layers",
-    "num_decoder_layers": "num_decoder_layers",
+# The activations that Hugging Face, T5X and plain T5 compute in the same way. For a gated
+# MLP, T5X lists the activations of both branches.
+T5X_ACTIVATIONS = {
+    "gated_gelu": ["gelu", "linear"],
+    "gated_silu": ["silu", "linear"],
+    "relu": ["relu"],
 }
-# The activations that Hugging Face, T5X and plain T5 compute in the same way.
-SHARED_ACTIVATIONS = "gated_gelu", "gated_silu", "relu"
+
+
+def gin_activation(value):
+    """Return the activation that a Gin file names, such as "gated_gelu".
+
+    value: the text of the value in the Gin file, such as "('gelu', 'linear')".
+
+    Raises a UserError if plain T5 does not support the activation.
+    """
+    words = re.findall(r"\w+", value.replace("swish", "silu"))
+    for activation, branches in T5X_ACTIVATIONS.items():
+        if words == branches:
+            return activation
+    raise UserError(
+        f"The Gin file sets an unsupported activation, {value}: convert a model with "
+        f"one of {', '.join(T5X_ACTIVATIONS)}."
+    )
+
+
+# The fields of ModelConfig that the weights do not show. For each field, a regular
+# expression finds its value in a Gin file, and a function converts the value.
+GIN_FIELDS = {
+    "activation": (
+        r"(?:mlp_activations|DenseReluDense\.activation) = (.*)",
+        gin_activation,
+    ),
+    "relative_max_distance": (r"RelativePositionBiases\.max_distance = (\d+)", int),
+    # T5X's own Gin files set the dropout rate by the macro DROPOUT_RATE.
+    "dropout": (r"(?:T5Config\.dropout_rate|\bDROPOUT_RATE) = (\d[\d.e-]*)", float),
+}
 
 
 def read_gin(folders):
     """Return the fields of ModelConfig that Gin files set, such as {"dropout": 0.1}.
 
     Gin files are the configuration files of T5X and Mesh TensorFlow. They are needed
-    because the weights do not show the activation, the largest distance of relative
-    positions and the dropout rate. For example, weights for gated GELU and gated SiLU
-    have the same shapes.
+    because the weights do not show all values. For example, weights for gated GELU and
+    gated SiLU have the same shapes.
 
     folders: the folders that may contain a Gin file. If several Gin files set a field,
         the file in the first folder counts.
-
-    Raises a UserError if plain T5 does not support the activation.
     """
-    names = ("operative_config.gin", "config.gin")
+    names = "operative_config.gin", "config.gin"
     paths = [folder / name for folder in reversed(folders) for name in names]
-    text = "\n".join(path.read_text() for path in paths if path.exists())
-    # A line that ends in a backslash continues in the next line.
-    text = re.sub("#.*", "", text.replace("\\\n", " "))
-
-    def last_value(name, value):
-        """Return the last value that a Gin file gives to a name, or "" if there is none.
-
-        name: a regular expression that matches the name.
-        value: a regular expression that matches the value.
-        """
-        return ["", *re.findall(rf"(?:{name}) *= *({value})", text)][-1]
-
+    text = "\n".join(path.read_text() for path in paths if path.is_file())
+    text = re.sub(" *#.*", "", text)
     stated = {}
-    for name, own_name in GIN_FIELDS.items():
-        if value := last_value(rf"T5Config\.{name}", r"\d+"):
-            stated[own_name] = int(value)
-    names = r"mlp_activations|DenseReluDense\.activation"
-    # The value may be a list or tuple of several lines.
-    if activation := last_value(names, r"[(\[][^)\]]*|.*"):
-        # For a gated MLP, T5X lists the activations of both branches: ('gelu', 'linear').
-        words = re.findall(r"\w+", activation.replace("swish", "silu"))
-        prefix = "gated_" if "linear" in words else ""
-        stated["activation"] = prefix + "".join(words[:1])
-        if stated["activation"] not in SHARED_ACTIVATIONS:
-            raise UserError(
-                f"The Gin file of {folders[0]} sets an unsupported activation, "
-                f"`{activation}`: convert a model with gated GELU, gated SiLU or ReLU."
-            )
-    # T5X's own Gin files set the dropout rate by the macro DROPOUT_RATE.
-    if dropout := last_value(r"T5Config\.dropout_rate|\bDROPOUT_RATE", r"\d[\d.e-]*"):
-        stated["dropout"] = float(dropout)
-    if distance := last_value(r"RelativePositionBiases\.max_distance", r"\d+"):
-        stated["relative_max_distance"] = int(distance)
+    for field, (pattern, convert_value) in GIN_FIELDS.items():
+        if values := re.findall(pattern, text):
+            stated[field] = convert_value(values[-1])
     return stated
 
 
@@ -1601,11 +1475,11 @@ def open_plain(checkpoint, run_dir):
         for layer in layers:
             read = functools.partial(read_layer, name, layer)
             arrays[name, layer] = Tensor(shape, read)
-    files = [run_dir / "spiece.model", run_dir / "recipe.py"]
-    if files[0].exists():
-        data.load_run_tokenizer(run_dir)  # Check that the run was trained with this file.
-    contents = [file.read_bytes() if file.exists() else None for file in files]
-    return Weights(cfg, manifest["step"], arrays, *contents)
+    vocabulary, recipe = None, run_dir / "recipe.py"
+    if (run_dir / "spiece.model").exists():
+        vocabulary = data.load_run_tokenizer(run_dir)
+    recipe = recipe.read_bytes() if recipe.exists() else None
+    return Weights(cfg, manifest["step"], arrays, vocabulary, recipe)
 
 
 def find_checkpoints(folder):
@@ -1648,122 +1522,79 @@ def open_any(source, step=None):
                 f"choose one of {sorted(checkpoints)}."
             )
         path = checkpoints.get(step, path)
+        for file in path.glob("*"):
+            data.check_regular(str(file))  # Reading a pipe could take forever.
         if (path / "adapter_config.json").exists():
             raise UserError(
                 f"{path} contains a LoRA adapter: load it with the library peft, call "
                 f"merge_and_unload() and save_pretrained(), and convert the result."
             )
         # Also open a checkpoint of plain T5 without a manifest, to report the damage.
-        is_plain = (
-            re.fullmatch(r"step_\d+", path.name) and path.parent.name == "checkpoints"
-        )
-        if is_plain or (path / "manifest.json").exists():
-            return open_plain(check_files(path), path.resolve().parent.parent)
+        if (path / "manifest.json").exists() or path.match("checkpoints/step_*"):
+            return open_plain(path, path.resolve().parent.parent)
         if find_hf_weights(path):
-            return open_hf(check_files(path))
+            return open_hf(path)
         if Path(f"{path}.index").exists():
-            return open_google(check_files(path), read_mtf(path), HF)
+            return open_google(path, read_mtf(path), HF)
         for folder in (path / "state", path):
             if (folder / "_METADATA").exists():
-                return open_google(check_files(path), read_orbax(folder), T5X)
+                return open_google(path, read_orbax(folder), T5X)
         # TensorFlow writes a text file with the same name beside its checkpoints.
-        index = path / "checkpoint"
-        if index.exists() and not index.is_dir() and not any(path.glob("*.index")):
-            return open_google(check_files(path), read_t5x(path), T5X)
-    raise UserError(
-        f"{source} is not a run directory, a Hugging Face directory with weights, or a "
-        f"checkpoint of T5X or Mesh TensorFlow: {advice(source)}."
-    )
+        if (path / "checkpoint").is_file() and not any(path.glob("*.index")):
+            return open_google(path, read_t5x(path), T5X)
+        raise UserError(
+            f"{source} is not a run directory, a Hugging Face directory with weights, or "
+            f"a checkpoint of T5X or Mesh TensorFlow: {advice(path)}."
+        )
 
 
-def check_files(path):
-    """Return the path of a model, after a check that no file is a pipe or a device.
+# What to do about a SRC with a file that has one of these suffixes, as the end of a
+# sentence.
+ADVICE = {
+    ".index": "name one checkpoint of Mesh TensorFlow, such as {path}",
+    ".gguf": (
+        "convert.py cannot read GGUF files. Download the original model of {file}, which "
+        "has a config.json and a model.safetensors"
+    ),
+    ".safetensors": (
+        "use a folder with the weights and their config.json as SRC. Rename {file} to "
+        "model.safetensors if it has another name"
+    ),
+    ".bin": (
+        "use a folder with the weights and their config.json as SRC. Rename {file} to "
+        "pytorch_model.bin if it has another name"
+    ),
+}
 
-    Reading a pipe or a device could take forever, so it raises a UserError.
 
-    path: the folder of the model, or the prefix of a Mesh TensorFlow checkpoint.
-    """
-    files = [*path.rglob("*"), *path.parent.glob(f"{path.name}.*")]
-    # These files may be in the parent folder of a checkpoint, or in the run directory.
-    names = "spiece.model", "tokenizer.json", "recipe.py", "config.gin"
-    for folder in path.absolute().parents[:2]:
-        files += [folder / name for name in (*names, "operative_config.gin")]
-    for file in files:
-        if file.exists() and not file.is_file() and not file.is_dir():
-            raise UserError(f"{file} is a pipe or a device, not a file: remove it.")
-    return path
-
-
-def advice(source):
+def advice(path):
     """Return what to do about a SRC that is not a model, as the end of a sentence.
 
     For example, SRC may be a folder that contains models, such as a cache of the Hugging
     Face hub, a folder of diffusers or the output folder of Hugging Face's Trainer.
-
-    source: the path of SRC.
     """
-    path = Path(source)
     if not path.exists():
-        if re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", str(source)):
-            return (
-                f"there is no folder {source}. If this is the name of a model on the "
-                f"Hugging Face hub, download it with `hf download {source} --local-dir "
-                f"{path.name}`, and use {path.name} as SRC"
-            )
-        return "this path does not exist. Check SRC"
-
-    def is_model(folder):
-        """Return whether a folder seems to contain a model that open_any reads."""
-        config = folder / "config.json"
-        names = "manifest.json", "adapter_config.json"
-        try:
-            text = config.read_text(errors="replace") if config.is_file() else ""
-            return (
-                ("t5" in text.lower() and find_hf_weights(folder))
-                or any((folder / name).exists() for name in names)
-                or find_checkpoints(folder)
-            )
-        except OSError:  # This user may not read the folder.
-            return False
-
-    if path.is_file() and is_model(path.parent):
-        return f"use its folder {path.parent} as SRC"
+        return (
+            f"this path does not exist. If {path} is the name of a model on the Hugging "
+            f"Face hub, download it with `hf download {path} --local-dir {path.name}`, "
+            f"and use {path.name} as SRC"
+        )
     for pattern in ("*", "*/*", "*/*/*"):
-        # Look at no more than 10,000 paths, in case that SRC is a home directory.
-        found = itertools.islice(path.glob(pattern), 10_000)
-        models = [folder for folder in found if is_model(folder)]
+        models = set()
+        for file in path.glob(f"{pattern}/*.json"):
+            is_config = file.name == "config.json" and file.is_file()
+            # Other folders of diffusers have a config.json and weights too.
+            is_t5 = is_config and "t5" in file.read_text().lower()
+            is_model = is_t5 and find_hf_weights(file.parent)
+            if is_model or find_checkpoints(file.parent) or file.name == "manifest.json":
+                models.add(str(file.parent))
         if models:
-            # Sort checkpoint-500 before checkpoint-1000.
-            models.sort(key=lambda folder: (len(folder.name), folder))
-            pipeline = ""
-            if (path / "model_index.json").exists():
-                pipeline = (
-                    ". In this folder of diffusers, the vocabulary is in the tokenizer "
-                    "folder with the same number: copy its spiece.model or tokenizer.json"
-                )
-            return f"use one of its subfolders, {', '.join(map(str, models))}{pipeline}"
+            return f"use one of its subfolders, {', '.join(sorted(models))}"
     files = sorted(path.iterdir()) if path.is_dir() else [path]
-    prefixes = [str(file.with_suffix("")) for file in files if file.suffix == ".index"]
-    if prefixes:
-        return f"name one checkpoint of Mesh TensorFlow, such as {prefixes[-1]}"
-    if any(file.suffix == ".gguf" for file in files):
-        return (
-            "convert.py cannot read GGUF files. Download the original model of this "
-            "file, which has a config.json and a model.safetensors"
-        )
-    # The Trainer of Hugging Face writes its options to training_args.bin.
-    weights = [
-        file.name
-        for file in files
-        if file.suffix in (".safetensors", ".bin") and file.name != "training_args.bin"
-    ]
-    if weights:
-        kind = "pytorch_model.bin" if weights[0].endswith("bin") else "model.safetensors"
-        return (
-            f"SRC must be a folder with the weights and their config.json. Rename "
-            f"{weights[0]} to {kind} if it has another name, add the config.json of the "
-            f"model, and use the folder as SRC"
-        )
+    for suffix, sentence in ADVICE.items():
+        for file in files:
+            if file.suffix == suffix:
+                return sentence.format(file=file.name, path=file.with_suffix(""))
     return (
         "check the path of SRC. Weights of PyTorch or Flax must be in a file "
         "model.safetensors, pytorch_model.bin or flax_model.msgpack"
@@ -1810,8 +1641,8 @@ def write_plain(folder, weights, dtype):
 
     digest = ""
     if weights.vocabulary:
-        configs.write_file(folder / "spiece.model", weights.vocabulary)
-        digest = data.load_tokenizer(folder / "spiece.model").sha256
+        configs.write_file(folder / "spiece.model", weights.vocabulary.serialized)
+        digest = weights.vocabulary.sha256
     path = partition.Checkpoints(folder).path(weights.step)
     identity = configs.weights_identity(weights.cfg, digest)
     partition.write_checkpoint(path, arrays, shards(), weights.step, identity)
@@ -1822,8 +1653,8 @@ def write_plain(folder, weights, dtype):
 
 # ---- writing Hugging Face --------------------------------------------------------------
 
-# The maximum size of a safetensors file in bytes. A larger model is split into several
-# files.
+# The size of a safetensors file in bytes, without its last array. A larger model is split
+# into several files.
 SHARD_BYTES = 5_000_000_000
 
 
@@ -1865,26 +1696,20 @@ def write_hf(folder, weights, dtype):
 def write_safetensors(folder, weights, dtype):
     """Write the parameters of a model as safetensors files.
 
-    A model of at most 5 GB becomes the file model.safetensors. A larger model is split
+    A model of less than 5 GB becomes the file model.safetensors. A larger model is split
     into several files. An index file then says which file contains which parameter.
 
     folder: the directory to write to.
     weights: the Weights of the model.
     dtype: the NumPy type in which the parameters are written.
     """
-    # Start a new file when the next parameter does not fit into the current file. An
-    # infinite file_size makes the first parameter start the first file.
-    files, total_size, file_size = [], 0, math.inf
+    # The parameters that begin in the first 5 GB are in the first file, and so on.
+    files, total_size = {}, 0
     for entry in parameter_entries(weights.cfg.model, HF):
-        size = math.prod(entry.shape) * dtype.itemsize
-        if file_size + size > SHARD_BYTES:
-            files.append([])
-            file_size = 0
-        files[-1].append(entry)
-        file_size += size
-        total_size += size
+        files.setdefault(total_size // SHARD_BYTES, []).append(entry)
+        total_size += math.prod(entry.shape) * dtype.itemsize
     weight_map = {}
-    for number, entries in enumerate(files, 1):
+    for number, entries in enumerate(files.values(), 1):
         name = f"model-{number:05}-of-{len(files):05}.safetensors"
         if len(files) == 1:
             name = "model.safetensors"
@@ -1914,24 +1739,21 @@ def write_tokenizer(folder, vocabulary, cfg):
     the library tokenizers is installed, it reads the file and compares the ids.
 
     folder: the directory to write to.
-    vocabulary: the content of the spiece.model in a run directory, or None.
+    vocabulary: the data.Tokenizer of the model, or None.
     cfg: the ModelConfig of the model.
 
     Raises a UserError if tokenizer.json cannot express the SentencePiece model.
     """
     # A model that reads only token ids needs no tokenizer.
-    if vocabulary is None or vocabulary.startswith(b"ids:"):
+    if vocabulary is None or isinstance(vocabulary, data.IdTokenizer):
         return
     config = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
-    if vocabulary.startswith(b"bytes"):
+    if isinstance(vocabulary, data.ByteTokenizer):
         config["tokenizer_class"] = "ByT5Tokenizer"
         config["extra_ids"] = max(0, cfg.vocab_size - 259)
-        note(
-            "warning: sentinels such as <extra_id_0> have other ids in Hugging Face's "
-            "ByT5Tokenizer than in plain T5. Texts without sentinels get the same ids."
-        )
+        note(BYT5_WARNING)
     else:
-        proto = parse_sentencepiece(vocabulary)
+        proto = parse_sentencepiece(vocabulary.serialized)
         trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
         reasons = {
             "is not a unigram model": trainer.model_type != trainer.UNIGRAM,
@@ -1939,12 +1761,11 @@ def write_tokenizer(folder, vocabulary, cfg):
             "stores spaces as spaces": not normalizer.escape_whitespaces,
             "puts no space before a text": not normalizer.add_dummy_prefix,
             "puts spaces at the end of a piece": trainer.treat_whitespace_as_suffix,
-            "has unused pieces": any(p.type == p.UNUSED for p in proto.pieces),
+            "has user-defined pieces inside of words": any(
+                piece.type == piece.USER_DEFINED and not piece.piece.startswith(SPACE)
+                for piece in proto.pieces
+            ),
         }
-        for piece in proto.pieces:
-            is_user_defined = piece.type == piece.USER_DEFINED
-            if is_user_defined and not piece.piece.startswith(SPACE):
-                reasons[f"has the user-defined piece {piece.piece!r}"] = True
         if found := [reason for reason, applies in reasons.items() if applies]:
             raise UserError(
                 f"The vocabulary {' and '.join(found):.200}, which Hugging Face's T5 "
@@ -1952,9 +1773,9 @@ def write_tokenizer(folder, vocabulary, cfg):
                 f"spiece.model out of SRC."
             )
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
-        (folder / "spiece.model").write_bytes(vocabulary)
+        (folder / "spiece.model").write_bytes(vocabulary.serialized)
         write_json(folder / "tokenizer.json", tokenizer_json(vocabulary))
-        compare_with_library(folder / "tokenizer.json", load_vocabulary(vocabulary))
+        compare_with_library(folder / "tokenizer.json", vocabulary)
         note(
             "The exported tokenizer gives the same ids as plain T5, with few exceptions. "
             "Plain T5 reads a sentinel without a space before it as ordinary text. Plain "
@@ -1990,15 +1811,11 @@ TOKENIZER_JSON = r"""
     ],
     "special_tokens": {"</s>": {"id": "</s>", "ids": [1], "tokens": ["</s>"]}}
   },
+  "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}]},
   "model": {"type": "Unigram", "unk_id": 2, "vocab": []},
   "added_tokens": []
 }
 """
-# The fields that have the same values for every special token in tokenizer.json.
-TOKEN_FLAGS = {
-    "single_word": False,
-    "rstrip": False,
-}
 
 
 def tokenizer_json(vocabulary):
@@ -2006,9 +1823,9 @@ def tokenizer_json(vocabulary):
 
     The library `tokenizers` of Hugging Face reads this file.
 
-    vocabulary: the bytes of a SentencePiece unigram model.
+    vocabulary: the data.Tokenizer of a SentencePiece unigram model.
     """
-    processor = data.parse_vocabulary(vocabulary).processor
+    processor = vocabulary.processor
     # Take the pieces from the processor. If the file contains no sentinels,
     # parse_vocabulary has added 100 sentinels to the processor.
     proto = parse_sentencepiece(processor.serialized_model_proto())
@@ -2022,11 +1839,16 @@ def tokenizer_json(vocabulary):
         if number < 3 or is_added:
             # With lstrip, a token absorbs the space before it. Sentinels and added tokens
             # need this. The tokens <pad>, </s> and <unk>, with the ids 0 to 2, do not.
-            token = {"id": number, "content": text, "lstrip": is_added, **TOKEN_FLAGS}
-            # Decoding with skip_special_tokens leaves out only special tokens. All other
-            # added tokens are also recognized where the normalization makes them.
-            token["special"] = is_sentinel or not is_added
-            token["normalized"] = not token["special"]
+            token = {
+                "id": number,
+                "content": text,
+                "lstrip": is_added,
+                "rstrip": False,
+                "single_word": False,
+                "normalized": False,
+                # Decoding with skip_special_tokens leaves out only special tokens.
+                "special": is_sentinel or not is_added,
+            }
             content["added_tokens"].append(token)
     content["model"]["byte_fallback"] = proto.trainer_spec.byte_fallback
     # Some SentencePiece models insert a space after a sentinel, here between
@@ -2036,10 +1858,7 @@ def tokenizer_json(vocabulary):
     metaspace["prepend_scheme"] = "always" if inserts else "first"
     # Do not split a text into words if a piece contains several words.
     metaspace["split"] = not any(SPACE in p.piece[1:] for p in proto.pieces)
-    content["decoder"] = {
-        "type": "Sequence",
-        "decoders": [{"type": "ByteFallback"}, metaspace],
-    }
+    content["decoder"]["decoders"].append(metaspace)
     if charsmap := proto.normalizer_spec.precompiled_charsmap:
         charsmap = base64.b64encode(charsmap).decode()
         normalizer = {"type": "Precompiled", "precompiled_charsmap": charsmap}
@@ -2051,6 +1870,28 @@ def tokenizer_json(vocabulary):
 
 
 # ---- writing T5X -----------------------------------------------------------------------
+
+
+# A template for config.gin, which T5X and convert.py read. Each name in braces is a field
+# of ModelConfig.
+CONFIG_GIN = """\
+from __gin__ import dynamic_registration
+from t5x.examples.t5 import layers
+from t5x.examples.t5 import network
+
+network.T5Config.vocab_size = {vocab_size}
+network.T5Config.emb_dim = {d_model}
+network.T5Config.mlp_dim = {d_ff}
+network.T5Config.head_dim = {d_kv}
+network.T5Config.num_heads = {num_heads}
+network.T5Config.num_encoder_layers = {num_layers}
+network.T5Config.num_decoder_layers = {num_decoder_layers}
+network.T5Config.mlp_activations = {activations}
+network.T5Config.dropout_rate = {dropout}
+network.T5Config.logits_via_embedding = {tied}
+layers.RelativePositionBiases.num_buckets = {relative_buckets}
+layers.RelativePositionBiases.max_distance = {relative_max_distance}
+"""
 
 
 def write_t5x(folder, weights, dtype):
@@ -2101,43 +1942,18 @@ def write_t5x(folder, weights, dtype):
     tree = flax.traverse_util.unflatten_dict(tree, sep="/")
     content = flax.serialization.msgpack_serialize({"version": 3, "optimizer": tree})
     configs.write_file(folder / "checkpoint", content)
-    configs.write_file(folder / "config.gin", config_gin(weights.cfg.model))
-
-
-def config_gin(cfg):
-    """Return the Gin file of a model, which T5X and convert.py read.
-
-    The weights do not show all values of a model, such as its activation.
-
-    cfg: the ModelConfig of the model.
-    """
-    activations = [cfg.activation.removeprefix("gated_")]
-    if cfg.activation.startswith("gated_"):
-        activations.append("linear")
-    fields = {
-        f"network.T5Config.{name}": getattr(cfg, own_name)
-        for name, own_name in GIN_FIELDS.items()
-    } | {
-        "network.T5Config.mlp_activations": tuple(activations),
-        "network.T5Config.dropout_rate": cfg.dropout,
-        "network.T5Config.logits_via_embedding": cfg.tied,
-        "layers.RelativePositionBiases.num_buckets": cfg.relative_buckets,
-        "layers.RelativePositionBiases.max_distance": cfg.relative_max_distance,
-    }
+    cfg = weights.cfg.model
     if (cfg.relative_buckets, cfg.relative_max_distance) != (32, 128):
         note(
             f"warning: the file network.py of T5X always uses 32 buckets of relative "
             f"positions and a largest distance of 128. To use this model in T5X, change "
             f"these numbers to {cfg.relative_buckets} and {cfg.relative_max_distance}."
         )
-    imports = [
-        "from __gin__ import dynamic_registration",
-        "from t5x.examples.t5 import layers",
-        "from t5x.examples.t5 import network",
-        "",
-    ]
-    lines = [f"{name} = {value!r}" for name, value in fields.items()]
-    return "\n".join([*imports, *lines, ""])
+    activations = tuple(T5X_ACTIVATIONS[cfg.activation])
+    gin = CONFIG_GIN.format(activations=activations, **vars(cfg))
+    configs.write_file(folder / "config.gin", gin)
+    if weights.vocabulary:
+        configs.write_file(folder / "spiece.model", weights.vocabulary.serialized)
 
 
 def write_zarr(folder, name, array):
@@ -2218,10 +2034,10 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False):
     with atomic_destination(destination) as folder:
         weights = open_any(source, step)
         activation = weights.cfg.model.activation
-        if to != "plain" and activation not in SHARED_ACTIVATIONS:
+        if to != "plain" and activation not in T5X_ACTIVATIONS:
             raise UserError(
                 f"The model has the activation {activation}, which --to {to} cannot "
-                f"store: convert a model with {', '.join(SHARED_ACTIVATIONS)}."
+                f"store: convert a model with {', '.join(T5X_ACTIVATIONS)}."
             )
         params = model.count_params(model.param_table(weights.cfg.model))
         print(f"source   {source}: {params:,} parameters, step {weights.step:,}")
@@ -2233,8 +2049,6 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False):
             )
         try:
             WRITERS[to](folder, weights, dtype)
-            if to == "t5x" and weights.vocabulary:
-                configs.write_file(folder / "spiece.model", weights.vocabulary)
         # On a full disk, Python raises an OSError, TensorStore a ValueError and
         # safetensors a SafetensorError.
         except (OSError, ValueError, safetensors.SafetensorError) as error:
@@ -2243,7 +2057,8 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False):
         count = compare(weights, written, dtype)
         print(f"compared {count:,} arrays with the source: all are equal in {dtype}")
         if weights.vocabulary and written.vocabulary:
-            count = compare_vocabularies(weights.vocabulary, written.vocabulary)
+            encode = written.vocabulary.encode
+            count = compare_ids(weights.vocabulary, encode, destination)
             print(f"compared the ids of {count:,} texts with the source: all are equal")
     print(f"done     {destination}, in {time.perf_counter() - start:.2f} s", flush=True)
 
@@ -2251,21 +2066,22 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False):
 def compare(weights, written, dtype):
     """Check that a converted model has the same values as the original model.
 
-    Returns the number of compared arrays. Raises an OSError if two arrays or the
-    configurations of the two models differ. Prints a note if there are values that are
-    not finite.
+    Returns the number of compared arrays. Raises a UserError if the configurations of the
+    two models differ, or an OSError if two arrays differ. Prints a note if there are
+    values that are not finite.
 
     weights: the Weights of the original model.
     written: the Weights of the converted model, read from the disk.
     dtype: the NumPy type in which the parameters were written. The parameters of the
         original model are rounded to this type before the comparison.
     """
-    for name, value in vars(weights.cfg.model).items():
-        found = getattr(written.cfg.model, name)
-        # dtype and remat are no properties of the weights.
-        if name not in ("dtype", "remat") and found != value:
-            raise OSError(f"model.{name} is {value}, but the written files say {found}")
-    count, infinite = 0, []
+    configs.refuse_differences(
+        configs.weights_identity(weights.cfg, ""),
+        configs.weights_identity(written.cfg, ""),
+        "The written files describe another model",
+        "report this error, because convert.py has a mistake",
+    )
+    count, infinite = 0, set()
     for (name, layer), tensor in written.arrays.items():
         # Skip counters, such as the step. T5X does not store all of them.
         if not tensor.shape:
@@ -2278,14 +2094,14 @@ def compare(weights, written, dtype):
                 f"the disk or the memory may be faulty"
             )
         if not np.isfinite(expected).all():
-            infinite.append(name if layer is None else f"{name} (layer {layer})")
+            infinite.add(name)
         count += 1
     if infinite:
         note(
-            f"warning: {len(infinite)} arrays contain values that are infinite or NaN "
-            f"({', '.join(infinite):.200}). The converted model has the same values, and "
-            f"its outputs may be NaN. Use another copy of the model, or train with a "
-            f"lower --train.learning_rate."
+            f"warning: some values of {', '.join(sorted(infinite)):.200} are infinite or "
+            f"NaN. The converted model has the same values, and its outputs may be NaN. "
+            f"Use another copy of the model, or train with a lower "
+            f"--train.learning_rate."
         )
     return count
 
