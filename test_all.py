@@ -900,8 +900,7 @@ def test_a_changed_source_is_tokenized_again(corpus, tmp_path, monkeypatch, kind
         elif kind == "python":
             monkeypatch.setattr(data, "python_documents", lambda: texts)
             # The library is the same Python version with another set of files.
-            monkeypatch.setattr(data, "python_files", lambda: [tmp_path / texts[0][:5]])
-            (tmp_path / texts[0][:5]).touch()
+            monkeypatch.setattr(os, "listdir", lambda path: [texts[0]])
         else:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -981,12 +980,15 @@ def test_a_changed_recipe_is_tokenized_again(pairs, tmp_path, monkeypatch):
     assert set(configs.TASK_CODE) == {"mine"}
 
 
-def test_a_changed_objective_gets_a_new_plan(pairs):
+def test_a_changed_objective_gets_a_new_plan(pairs, monkeypatch):
     """The plan of the packed rows depends on the code of the task's objective."""
     cfg, _ = pairs
     tasks = open_dataset(cfg).tasks
-    paths = {data.plan_path(tasks, [1], cfg, [code]) for code in ("a", "b", "b")}
-    assert len(paths) == 2
+    paths = []
+    for code in "abb":
+        monkeypatch.setitem(configs.TASK_CODE, "text_to_text", code)
+        paths.append(data.plan_path(tasks, [1], cfg))
+    assert paths[0] != paths[1] == paths[2]
 
 
 def test_a_later_change_of_a_source_is_noticed_by_a_run(corpus, tokenizer, small_shards):
@@ -1059,7 +1061,7 @@ def test_a_bad_line_met_by_the_prefetch_is_still_named(tmp_path, corpus, small_s
 def test_long_documents_are_tokenized_in_parts(
     corpus, tmp_path, monkeypatch, task, vocab
 ):
-    """The tokens are those of the documents. A format gets each document as a whole."""
+    """The tokens are those of the documents. Very long files become several documents."""
     formatted = data.Task("", lambda x: [{"text": x["text"]}], objective=data.PrefixLM())
     monkeypatch.setitem(data.TASKS, "formatted", formatted)
     tokenizer = data.prepare_vocabulary(change(corpus, data=dict(vocab=vocab)))
@@ -1084,15 +1086,19 @@ def test_long_documents_are_tokenized_in_parts(
     for split, ids in (("validation", expected[0]), ("train", expected[1])):
         found = open_corpus(cfg, tokenizer, split)
         assert tokens_of(found).tolist() == ids
-        count = found.shards[0]["documents"]
-        assert count == 1 if task == "formatted" else count > 9
-    monkeypatch.setattr(data, "LINE_BYTES", 1000)
-    if task == "formatted":
-        with pytest.raises(configs.UserError, match="write text:FILE:lines"):
-            open_corpus(change(cfg, data=dict(validation_source="python:")), tokenizer)
+        assert found.shards[0]["documents"] == 1
+    monkeypatch.setattr(data, "DOCUMENT_CHARACTERS", 1000)
+    whole = change(
+        cfg, data=dict(validation_source=cfg.data.source, prepared_dir=f"{tmp_path}/2")
+    )
+    found = open_corpus(whole, tokenizer)
+    assert tokens_of(found).tolist() == expected[0] + expected[1]
+    texts = documents_of(cfg)
+    assert found.shards[0]["documents"] == len(texts) > 9
+    assert max(map(len, texts)) <= 1000 and all(text[-1] == "\n" for text in texts[:3])
 
 
-def test_long_lines_are_named_or_skipped(corpus, tmp_path, monkeypatch):
+def test_long_lines_are_named(corpus, tmp_path, monkeypatch):
     """The file is small, because it is compressed."""
     lines = ["alpha", "x" * 5000, "beta", "y" * 999]
     packed = [json.dumps({"text": line}) for line in lines]
@@ -1101,8 +1107,6 @@ def test_long_lines_are_named_or_skipped(corpus, tmp_path, monkeypatch):
     cfg = sourced(corpus, f"jsonl:{tmp_path}/a.jsonl.gz")
     with pytest.raises(configs.UserError, match="gz:2 has 1,000 bytes or more in one"):
         documents_of(cfg)
-    skipping = change(cfg, data=dict(on_error="skip"))
-    assert documents_of(skipping) == ["alpha", "beta"]
 
 
 @pytest.mark.parametrize("source", ["jsonl", "text"])
@@ -1136,17 +1140,22 @@ def test_files_of_another_kind_are_named(corpus, tmp_path, source):
 
 
 def test_loops_of_links_and_special_files_are_handled(corpus, tmp_path):
-    """Links to folders are followed, but a folder is not read again inside itself."""
+    """Links to folders are followed, but a link that would be followed forever is named."""
     folder = tmp_path / "books"
     (folder / "a" / ".hidden").mkdir(parents=True)
     for name in ("1.txt", "a/2.txt", "a/.hidden/3.txt", "[b].txt"):
         (folder / name).write_text(name)
-    for name, target in (("up", "."), ("a/top", ".."), ("a/same", "."), ("linked", "a")):
-        (folder / name).symlink_to(target)
+    (folder / "linked").symlink_to("a")
     names = ["1.txt", "[b].txt", "a/2.txt", "a/2.txt"]
-    for pattern in ("books/**/*.txt", "books/**", "**/books/**/*.txt", "b*/**/*.txt"):
+    patterns = ("books/**/*.txt", "books/**", "**/books/**/*.txt", "b*/**/*.txt")
+    for pattern in patterns:
         assert documents_of(sourced(corpus, f"text:{tmp_path}/{pattern}")) == names
     assert documents_of(sourced(corpus, f"text:{folder}/**/a/**/*.txt")) == ["a/2.txt"]
+    for name, target in (("up", "."), ("a/top", ".."), ("a/same", ".")):
+        (folder / name).symlink_to(target)
+        for pattern in patterns:
+            with pytest.raises(configs.UserError, match="leads back to a folder above"):
+                documents_of(sourced(corpus, f"text:{tmp_path}/{pattern}"))
     os.mkfifo(folder / "pipe.txt")
     for source in (f"text:{folder}/*.txt", f"jsonl:{folder}/pipe.txt"):
         with pytest.raises(
