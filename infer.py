@@ -961,7 +961,7 @@ def open_input(name, cfg):
         cfg = data.evaluation_config(name, cfg)
         task, files = data.open_task(name, split, cfg)
         read = functools.partial(data.read_task, name, split, cfg)
-        return task, read, data.source_identity(task, files, cfg)
+        return task, read, data.source_identity(name, task, files, cfg)
 
     files = data.find_files(name, pipes=True)
 
