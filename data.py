@@ -853,15 +853,17 @@ class ByteTokenizer(Tokenizer):
         for text in texts:
             # re.split returns texts and sentinels in turn. For example, the text
             # "a<extra_id_7>b" becomes ["a", "<extra_id_7>", "b"].
-            parts = re.split(r"(<extra_id_(?:0|[1-9][0-9]{0,8})>)", text)
-            arrays = [np.frombuffer(part.encode(), np.uint8) + 3 for part in parts]
-            for place in range(1, len(parts), 2):
-                number = int(parts[place][len("<extra_id_") : -1])
-                # A larger number is no sentinel, so this text stays a sequence of bytes.
-                if number < self.sentinels:
-                    arrays[place] = [self.size - 1 - number]
-            encoded.append(np.concatenate(arrays, dtype=np.int32))
+            parts = re.split(r"(<extra_id_\d{1,9}>)", text)
+            ids = [self.encode_part(part) for part in parts]
+            encoded.append(np.concatenate(ids, dtype=np.int32))
         return encoded
+
+    def encode_part(self, part):
+        """Return the id of a sentinel, or the ids of the bytes of any other text."""
+        sentinel = re.fullmatch("<extra_id_(0|[1-9][0-9]*)>", part)
+        if sentinel and int(sentinel[1]) < self.sentinels:
+            return [self.size - 1 - int(sentinel[1])]
+        return np.frombuffer(part.encode(), np.uint8) + 3
 
     def raw_text(self, ids):
         """Turn token ids into text that shows the special tokens.
@@ -898,6 +900,11 @@ class IdTokenizer(Tokenizer):
     """
 
     def __init__(self, size, sentinels=0):
+        if size < sentinels + 3:
+            raise UserError(
+                f"A vocabulary of {size} ids is too small for {sentinels} sentinels: use "
+                f"{sentinels + 3} or more ids."
+            )
         super().__init__(f"ids:{size}:{sentinels}\n".encode(), size, sentinels)
 
     def encode(self, text):
@@ -981,12 +988,14 @@ def parse_vocabulary(serialized, name="the vocabulary"):
                 f"0, 1 and 2, which training with pad_id=0, eos_id=1, unk_id=2 and "
                 f"bos_id=-1 gives"
             )
-        found = [i for i, piece in enumerate(pieces) if "<extra_id_" in piece]
-        expected = [f"<extra_id_{k}>" for k in reversed(range(len(found)))]
-        if pieces[found[0] : found[-1] + 1] != expected:
+        sentinels = sum("<extra_id_" in piece for piece in pieces)
+        expected = [f"<extra_id_{k}>" for k in reversed(range(sentinels))]
+        # The last piece with "<extra_id_" is <extra_id_0>. Added tokens follow.
+        end = 1 + pieces.index("<extra_id_0>")
+        if pieces[max(end - sentinels, 0) : end] != expected:
             raise ValueError(
-                f"its sentinels are not in descending order from "
-                f"<extra_id_{len(found) - 1}> to <extra_id_0> without a gap"
+                f"its sentinels are not in descending order from {expected[0]} to "
+                f"<extra_id_0> without a gap"
             )
     # Catch all exceptions, because protobuf's DecodeError is in different modules in
     # different versions. SentencePiece raises a RuntimeError.
@@ -995,8 +1004,8 @@ def parse_vocabulary(serialized, name="the vocabulary"):
             f"{name} is not a valid SentencePiece model for T5 ({error}): set "
             f"--data.vocab to another file."
         ) from error
-    added = len(pieces) - 1 - found[-1]
-    return LongTextTokenizer(serialized, len(pieces), len(found), processor, added)
+    added = len(pieces) - end
+    return LongTextTokenizer(serialized, len(pieces), sentinels, processor, added)
 
 
 def load_tokenizer(path):
@@ -1021,20 +1030,13 @@ def load_tokenizer(path):
                 serialized = file.read()
         except (OSError, ValueError) as error:
             raise UserError(
-                f"There is no vocabulary at {path} "
-                f"({getattr(error, 'strerror', 0) or error}): set --data.vocab to the "
-                f"path of a SentencePiece model. To train a vocabulary on the source, "
-                f"use --data.vocab train:32000."
+                f"There is no vocabulary at {path} ({error}): copy this file there, or "
+                f"set --data.vocab to the path of a SentencePiece model. To train a "
+                f"vocabulary on the source, use --data.vocab train:32000."
             ) from error
     if is_name(serialized):
         kind = ByteTokenizer if serialized.startswith(b"bytes") else IdTokenizer
-        tokenizer = kind(*map(int, re.findall(rb"\d+", serialized)))
-        if tokenizer.sentinel_ids.start <= UNK:
-            raise UserError(
-                f"The vocabulary {path} has fewer than {tokenizer.sentinels + 3} ids, so "
-                f"its sentinels do not fit: set --data.vocab to another vocabulary."
-            )
-        return tokenizer
+        return kind(*map(int, re.findall(rb"\d+", serialized)))
     return parse_vocabulary(serialized, path)
 
 
@@ -1046,8 +1048,6 @@ def load_run_tokenizer(run_dir):
     the vocabulary is compared.
     """
     path = configs.to_path(run_dir) / "spiece.model"
-    if not path.exists():
-        raise UserError(f"{run_dir} has no vocabulary: copy the file spiece.model there.")
     tokenizer = load_tokenizer(path)
     cfg, stored = configs.read_run(run_dir)
     if stored["vocabulary_sha256"] not in ("", tokenizer.sha256):
@@ -1183,7 +1183,8 @@ class MissingSource(UserError):
 
 def digest(value):
     """Return a short hash of a JSON value, such as the stamps of 1,000 files."""
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @functools.cache
@@ -1402,8 +1403,8 @@ def find_files(pattern, pipes=False):
             # Each remote file system has its own names for the version of a file, such as
             # "etag", "ETag", "updated" or "LastModified". So all entries are used except
             # "time", which is the time of the last reading in some file systems.
-            version = {key: str(info[key]) for key in sorted(info) if key != "time"}
-            found.append((system.unstrip_protocol(path), [info["size"], digest(version)]))
+            version = digest(info | {"time": None})
+            found.append((system.unstrip_protocol(path), [info["size"], version]))
     return sorted(found)
 
 
@@ -1474,11 +1475,10 @@ def file_source(read, pattern, split, cfg, whole):
     if not found:
         if find_files(pattern.replace("{split}", "*")):
             raise MissingSplit(f"No file matches {pattern} with the split {split}.")
-        folder = pattern.rstrip("/") if os.path.isdir(pattern) else "FOLDER"
         raise MissingSource(
             f"No file matches {pattern.replace('{split}', split)}",
-            f"give --data.source the path of a file, or a quoted glob, such as "
-            f"'{folder}/*'.",
+            "give --data.source the path of a file, or a quoted glob, such as "
+            "'FOLDER/*'.",
         )
     files = group_files(found, read)
     if whole or "{split}" in pattern:
@@ -1884,9 +1884,7 @@ def seqio_source(name, split, cfg, whole):
                 f"{folder} has {len(shards)} shards of {split}, but info.{split}.json "
                 f"promises {info['num_shards']}: copy the missing shards."
             )
-        read = functools.partial(read_seqio, info["features"])
-        for file in group_files(shards, read):
-            files.append(file._replace(stamp=[file.stamp, info]))
+        files += group_files(shards, functools.partial(read_seqio, info["features"]))
     return files
 
 
@@ -2938,8 +2936,7 @@ def invalid_reason(value, size):
 
 # The first shard has about 262,000 tokens. Later shards grow to about 34 million tokens.
 FIRST_SHARD_TOKENS, SHARD_TOKENS = 1 << 18, 1 << 25
-# Tokenize this number of examples in one call, or fewer if they have many characters.
-ENCODE_BATCH, ENCODE_CHARACTERS = 1024, 1 << 24
+ENCODE_CHARACTERS = 1 << 21  # tokenize about two million characters in one call
 SHARD_METADATA = {
     "documents": int,
     "tokens": int,
@@ -3103,7 +3100,7 @@ def encode_in_background(examples, tokenizer, characters):
         for example in examples:
             batch.append(example)
             size += sum(map(len, example[1]))
-            if len(batch) == ENCODE_BATCH or size > ENCODE_CHARACTERS:
+            if size > ENCODE_CHARACTERS:
                 yield batch
                 batch = []
                 size = 0
@@ -3528,18 +3525,17 @@ class Dataset:
         tokens = []
         for task in self.tasks:
             corpus = task.corpus
-            found = [corpus.shard_ids(0)[:0]]
-            read = 0
+            left = share
             number = 0
-            while read < share and corpus.shard(number):
+            while left > 0 and corpus.shard(number):
                 ids = corpus.shard_ids(number)
                 # The last two boundaries are the start and the end of the targets. If the
                 # task has only plain text, they are the start and the end of the text.
-                for start, stop in corpus.chunk_bounds(number)[:, -2:].tolist():
-                    found.append(ids[start:stop])
-                read += len(ids)
+                bounds = corpus.chunk_bounds(number)[:, -2:].tolist()
+                targets = [ids[start:stop] for start, stop in bounds]
+                tokens.append(np.concatenate([ids[:0], *targets])[:left])
+                left -= len(ids)
                 number += 1
-            tokens.append(np.concatenate(found)[:share])
         return np.concatenate(tokens)
 
     @property
@@ -3547,13 +3543,14 @@ class Dataset:
         """Return a string that changes when the source of a task changes.
 
         A resumed run compares this string, to notice that its data have changed. The
-        string has a hash of the checksum of each task's first token file, and a hash of
-        the names and stamps of all source files.
+        string is a hash of the names and stamps of all source files, and of the checksum
+        of the first token file of each task.
         """
-        corpora = [task.corpus for task in self.tasks]
-        files = [[file.name, file.stamp] for corpus in corpora for file in corpus.files]
-        checksums = [corpus.shard(0)["ids"] for corpus in corpora]
-        return f"{digest(checksums)}-{digest(files)}"
+        contents = []
+        for task in self.tasks:
+            files = [[file.name, file.stamp] for file in task.corpus.files]
+            contents.append([files, task.corpus.shard(0)["ids"]])
+        return digest(contents)
 
 
 def prepare(cfg, split, tokenizer):
@@ -3565,13 +3562,6 @@ def prepare(cfg, split, tokenizer):
     """
     check_tasks(cfg)
     check_vocab_size(tokenizer.size, cfg)
-    rounded = math.ceil(tokenizer.size / 128) * 128
-    if split == "train" and cfg.model.vocab_size > rounded:
-        note(
-            f"The model has {cfg.model.vocab_size} ids, but the vocabulary uses only the "
-            f"first {tokenizer.size}. A new model needs less memory with "
-            f"--model.vocab_size {rounded}."
-        )
     opened = open_tasks(cfg, split)
 
     @functools.cache
@@ -3690,8 +3680,7 @@ def evaluation_config(task, cfg):
     if task == cfg.data.task:
         return cfg
     source = find_task(task, cfg).source
-    rates = mixture_rates(cfg.data.task, cfg)
-    trained = [find_task(name, cfg).source for name, rate in rates.items() if rate]
+    trained = [task.source for task in trained_tasks(cfg)]
     is_file = source.startswith(("text:", "jsonl:", "parquet:"))
     changes = {
         "data.task": task,
@@ -3723,6 +3712,12 @@ def evaluation_configs(cfg, split="validation"):
     return {task: alone[task] for task in opened}
 
 
+def trained_tasks(cfg):
+    """Return a list of the Tasks that a run trains on. A task with the rate 0 is none."""
+    rates = mixture_rates(cfg.data.task, cfg)
+    return [find_task(name, cfg) for name, rate in rates.items() if rate]
+
+
 def trained_ends(cfg):
     """Return how the inputs of a run's training tasks end, as a set of booleans.
 
@@ -3731,8 +3726,7 @@ def trained_ends(cfg):
     it is defined in a recipe file that has not been executed.
     """
     try:
-        rates = mixture_rates(cfg.data.task, cfg)
-        return {find_task(name, cfg).inputs_eos for name, rate in rates.items() if rate}
+        return {task.inputs_eos for task in trained_tasks(cfg)}
     except UserError:
         return set()
 
@@ -3761,9 +3755,7 @@ def unigram_loss(counts, batches, tokenizer):
 
 def is_span_corruption(cfg):
     """Return whether all tasks of a run train with span corruption."""
-    names = mixture_rates(cfg.data.task, cfg)
-    objectives = [find_task(name, cfg).objective for name in names]
-    return all(type(objective) is SpanCorruption for objective in objectives)
+    return all(type(task.objective) is SpanCorruption for task in trained_tasks(cfg))
 
 
 def describe_rows(cfg):
