@@ -903,7 +903,7 @@ class IdTokenizer(Tokenizer):
         if size < sentinels + 3:
             raise UserError(
                 f"A vocabulary of {size} ids is too small for {sentinels} sentinels: use "
-                f"{sentinels + 3} or more ids."
+                f"more ids."
             )
         super().__init__(f"ids:{size}:{sentinels}\n".encode(), size, sentinels)
 
@@ -994,8 +994,8 @@ def parse_vocabulary(serialized, name="the vocabulary"):
         end = 1 + pieces.index("<extra_id_0>")
         if pieces[max(end - sentinels, 0) : end] != expected:
             raise ValueError(
-                f"its sentinels are not in descending order from {expected[0]} to "
-                f"<extra_id_0> without a gap"
+                "its sentinels are not in descending order, down to <extra_id_0> and "
+                "without a gap"
             )
     # Catch all exceptions, because protobuf's DecodeError is in different modules in
     # different versions. SentencePiece raises a RuntimeError.
@@ -1047,7 +1047,7 @@ def load_run_tokenizer(run_dir):
     converted model without a vocabulary, config.json has no digest. Then only the size of
     the vocabulary is compared.
     """
-    path = configs.to_path(run_dir) / "spiece.model"
+    path = f"{run_dir}/spiece.model"
     tokenizer = load_tokenizer(path)
     cfg, stored = configs.read_run(run_dir)
     if stored["vocabulary_sha256"] not in ("", tokenizer.sha256):
@@ -1106,7 +1106,7 @@ def train_tokenizer(texts, pieces, max_characters=1 << 27):
     return parse_vocabulary(model.getvalue())
 
 
-def progress_bar(what, unit, total=None):
+def progress_bar(what, unit):
     """Return a tqdm progress bar that prints to standard error.
 
     On a terminal, the bar appears after half a second. In a log file, the bar prints a
@@ -1115,7 +1115,6 @@ def progress_bar(what, unit, total=None):
 
     what: the title of the bar.
     unit: the noun, in the singular, for the counted objects.
-    total: the final count, if known.
     """
     in_background = threading.current_thread() is not threading.main_thread()
     on_terminal = sys.stderr.isatty()
@@ -1124,7 +1123,6 @@ def progress_bar(what, unit, total=None):
         desc=what,
         unit=f" {unit}s",
         unit_scale=True,
-        total=total,
         leave=False,
         delay=seconds,
         mininterval=seconds,
@@ -1294,8 +1292,7 @@ def python_source(name, split, cfg, whole):
 
     splits = ("train", "validation") if whole else (split,)
     # Some systems install parts of the library separately, so the version is not enough.
-    library = os.path.dirname(os.__file__)
-    stamp = [sys.version, digest(sorted(os.listdir(library)))]
+    stamp = [sys.version, digest(sorted(os.listdir(Path(os.__file__).parent)))]
     return generated_source(f"python:{name}", stamp, examples, splits)
 
 
@@ -1344,7 +1341,8 @@ def open_file(path):
 
 def check_regular(path):
     """Raise UserError if a local path is a FIFO, a socket or a device."""
-    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+    file = Path(path)
+    if file.exists() and not file.is_file() and not file.is_dir():
         # Opening a FIFO would wait forever if no program writes to it. A FIFO can also be
         # read only once, but data are read at each start of a run.
         raise UserError(
@@ -1360,7 +1358,7 @@ def check_loop(folder):
     In such a path, a link leads back to a folder that contains the link. The pattern "**"
     would follow this link 40 times, and find the same files 41 times.
     """
-    paths = [Path(folder), *Path(folder).parents]
+    paths = Path(folder, "file").parents  # the folder and all folders above it
     if len({path.resolve() for path in paths}) < len(paths):
         raise UserError(
             f"{folder} contains a link that leads back to a folder above it: remove this "
@@ -1378,7 +1376,7 @@ def find_files(pattern, pipes=False):
 
     pipes: whether a path may be a FIFO or a device. If not, such a path is a UserError.
     """
-    found = []
+    found = {}
     if "://" not in pattern:
         for path in glob.iglob(os.path.expanduser(pattern), recursive=True):
             if "**" in pattern:
@@ -1387,8 +1385,8 @@ def find_files(pattern, pipes=False):
                 check_regular(path)
             if not os.path.isdir(path):
                 stat = os.stat(path)
-                found.append((path, [stat.st_size, stat.st_mtime_ns]))
-        return sorted(dict(found).items())  # two "**" may find a file twice
+                found[path] = [stat.st_size, stat.st_mtime_ns]
+        return sorted(found.items())
     import fsspec
 
     try:
@@ -1404,8 +1402,8 @@ def find_files(pattern, pipes=False):
             # "etag", "ETag", "updated" or "LastModified". So all entries are used except
             # "time", which is the time of the last reading in some file systems.
             version = digest(info | {"time": None})
-            found.append((system.unstrip_protocol(path), [info["size"], version]))
-    return sorted(found)
+            found[system.unstrip_protocol(path)] = [info["size"], version]
+    return sorted(found.items())
 
 
 GROUP_BYTES = 1 << 26  # 64 MiB: the size at which a group of small files is complete
@@ -1471,20 +1469,20 @@ def file_source(read, pattern, split, cfg, whole):
     read: a function that yields the examples of one file. pattern: the glob pattern.
     split: the name of the split. whole: whether to read all text and hold out nothing.
     """
-    found = find_files(pattern.replace("{split}", split))
+    filled_in = pattern.replace("{split}", split)
+    found = find_files(filled_in)
     if not found:
         if find_files(pattern.replace("{split}", "*")):
-            raise MissingSplit(f"No file matches {pattern} with the split {split}.")
+            raise MissingSplit(f"No file matches {filled_in}.")
         raise MissingSource(
-            f"No file matches {pattern.replace('{split}', split)}",
+            f"No file matches {filled_in}",
             "give --data.source the path of a file, or a quoted glob, such as "
             "'FOLDER/*'.",
         )
     files = group_files(found, read)
     if whole or "{split}" in pattern:
         return files
-    total = sum(size for _, (size, _) in found)
-    held_out = min(HELD_OUT_BYTES, total // 100)
+    held_out = min(HELD_OUT_BYTES, sum(size for _, (size, _) in found) // 100)
 
     def read_first(bad):
         seen = 0  # the characters or token ids of all examples so far
@@ -1593,13 +1591,14 @@ def read_jsonl(path, bad):
     kind, such as a table or a JSON list, and the function raises UserError.
     """
     for number, line in read_lines(path, bad):
-        if not line.strip():
+        line = line.strip()
+        if not line:
             continue
         where = f"{path}:{number}"
-        if number == 1 and not line.lstrip().startswith("{"):
+        if number == 1 and not line.startswith("{"):
             raise UserError(
                 f"{path} is not a JSONL file, because it begins with "
-                f"{line.strip()!r:.60}: name a file with lines such as "
+                f"{line!r:.60}: name a file with lines such as "
                 f'{{"inputs": "a", "targets": "b"}}. Convert tables and JSON lists '
                 f"to this form. To read plain text, use --data.source text:FILE:lines, "
                 f"or infer.py --input FILE.txt."
@@ -1736,8 +1735,8 @@ def tfds_source(name, split, cfg, whole):
         )
     if split not in info.splits:
         raise MissingSplit(
-            f"{folder} has no split {split} (it has {', '.join(info.splits)}): name "
-            f"another source with --data.validation_source."
+            f"{folder} has no split {split}: name another source with "
+            f"--data.validation_source."
         )
     count = info.splits[split].num_examples
 
@@ -1748,11 +1747,8 @@ def tfds_source(name, split, cfg, whole):
             try:
                 yield where, decode_bytes(examples[number])
             except (IndexError, ValueError, RuntimeError) as error:
-                bad(
-                    where,
-                    f"is missing or damaged (dataset_info.json promises {count:,} "
-                    f"examples; {error})",
-                )
+                problem = f"dataset_info.json promises {count} examples; {error}"
+                bad(where, f"is missing or damaged ({problem})")
 
     return [
         SourceFile(f"{folder} {split} {start}", [stamp], functools.partial(read, start))
@@ -1864,9 +1860,8 @@ def seqio_source(name, split, cfg, whole):
     infos = find_files(f"{name}/info.{split}.json")
     if not infos:
         problem = f"{name} has no info.{split}.json"
-        others = [path for path, _ in find_files(f"{name}/info.*.json")]
-        if others:
-            raise MissingSplit(f"{problem} (there is {', '.join(others)}).")
+        if find_files(f"{name}/info.*.json"):
+            raise MissingSplit(f"{problem}, but other splits.")
         raise MissingSource(problem, "name a folder that SeqIO has cached.")
     files = []
     for path, _ in infos:
@@ -2907,11 +2902,10 @@ def invalid_reason(value, size):
         except UnicodeEncodeError:
             return "half of a character (a lone surrogate)"
         return None
-    # np.asarray raises an exception for very large numbers and for nested lists of
-    # different lengths. Then ids.ndim stays 0, and "no text" is returned below.
-    ids = np.array(None)
-    with contextlib.suppress(ValueError, OverflowError):
+    try:
         ids = np.asarray(value)
+    except (ValueError, OverflowError):  # nested lists, or a very large number
+        return "no text"
     if ids.ndim != 1 or len(ids) and ids.dtype.kind not in "iu":
         return "no text"
     if len(ids) and not 0 <= ids.min() <= ids.max() < size:
@@ -2944,7 +2938,7 @@ SHARD_METADATA = {
     "skipped": int,  # how many invalid examples were skipped
     "ids": int,  # CRC-32 checksum of the file of token ids
     "ends": int,  # CRC-32 checksum of the file with the ends of the texts
-    "next?": [int],  # where the next shard begins: [file, shard, example]
+    "next": [int],  # where the next shard begins: [file, shard, example], or []
 }
 PREFETCH_LOCK = threading.Semaphore()  # only one thread at a time prepares the next shard
 
@@ -3031,27 +3025,19 @@ def prepare_vocabulary(cfg, split="train"):
     trained = re.fullmatch(r"train:([1-9]\d{0,8})", cfg.data.vocab)
     if not trained:
         return load_tokenizer(cfg.data.vocab)
-    pieces = trained[1]
-    check_vocab_size(int(pieces) + SENTINELS, cfg)
+    pieces = int(trained[1])
+    check_vocab_size(pieces + SENTINELS, cfg)
     opened = open_tasks(cfg, split)
-    sources = [task.source for task, _ in opened.values()]
-    if set(sources) == {"random:"}:
+    if {task.source for task, _ in opened.values()} == {"random:"}:
         return IdTokenizer(cfg.model.vocab_size, SENTINELS)
-    name = cfg.data.task if len(sources) > 1 else sources[0]
-    identity = [
-        pieces,
-        [source_identity(task, *pair, cfg) for task, pair in opened.items()],
-    ]
-    path = Path(f"{prepared_path(name, identity, cfg)}.{pieces}.model")
-    # The checksum is written last. Without it, a damaged vocabulary could be used.
-    checksum = path.with_suffix(".json")
-    with contextlib.suppress(UserError):
-        tokenizer = load_tokenizer(path)
-        if configs.read_checked(checksum, {"sha256": str})["sha256"] == tokenizer.sha256:
-            return tokenizer
-    tokenizer = train_tokenizer(vocabulary_texts(opened.values(), cfg), int(pieces))
-    configs.write_file(path, tokenizer.serialized)
-    configs.write_checked(checksum, {"sha256": tokenizer.sha256})
+    identity = [source_identity(name, *opened[name], cfg) for name in opened]
+    folder = prepared_path(cfg.data.task, [pieces, *identity], cfg)
+    path = Path(f"{folder}.vocabulary.json")
+    with contextlib.suppress(UserError):  # the file is missing or damaged
+        model = configs.read_checked(path, {"model": str})["model"]
+        return parse_vocabulary(bytes.fromhex(model))
+    tokenizer = train_tokenizer(vocabulary_texts(opened.values(), cfg), pieces)
+    configs.write_checked(path, {"model": tokenizer.serialized.hex()})
     return tokenizer
 
 
@@ -3059,7 +3045,7 @@ def vocabulary_texts(opened, cfg):
     """Yield the texts on which a vocabulary is trained.
 
     The function yields one text of each task in turn, so that the vocabulary fits all
-    tasks. `opened` is a list with a pair (Task, list of SourceFiles) for each task.
+    tasks. `opened` holds a pair (Task, list of SourceFiles) for each task.
     """
     invalid = InvalidExamples(cfg.data.on_error)
 
@@ -3094,25 +3080,20 @@ def encode_in_background(examples, tokenizer, characters):
         encoded = iter(encoded)
         return [(number, [next(encoded) for _ in texts]) for number, texts in batch]
 
-    def batches():
-        batch = []
-        size = 0
+    batch = []
+    size = 0
+    with ThreadPoolExecutor(1) as thread:
+        future = thread.submit(encode, [])
         for example in examples:
             batch.append(example)
             size += sum(map(len, example[1]))
             if size > ENCODE_CHARACTERS:
-                yield batch
+                previous, future = future, thread.submit(encode, batch)
+                yield from previous.result()
                 batch = []
                 size = 0
-        yield batch
-
-    with ThreadPoolExecutor(1) as thread:
-        previous = thread.submit(encode, [])
-        for batch in batches():
-            future = thread.submit(encode, batch)
-            yield from previous.result()
-            previous = future
-        yield from previous.result()
+        yield from future.result()
+    yield from encode(batch)
 
 
 def encode_texts(texts, tokenizer):
@@ -3202,7 +3183,7 @@ class Corpus:
         # The index of the first chunk in each shard, then the number of all chunks so
         # far. For example, two shards with 7 and 5 chunks give [0, 7, 12].
         self.starts = [0]
-        self.next_position = [0, 0, 0] if self.files else None
+        self.next_position = [0, 0, 0] if self.files else []  # [] is the end
         self.chunk_bounds = functools.lru_cache(8)(self.chunk_bounds)
         self.shard_ids = functools.lru_cache(8)(self.shard_ids)
         # Maps the position of the next shard to the generator that will yield its tokens.
@@ -3223,7 +3204,7 @@ class Corpus:
             while len(self.shards) <= number and self.next_position:
                 metadata = self.prepare_shard(self.next_position)
                 self.shards.append(metadata | {"position": self.next_position})
-                self.next_position = metadata.get("next")
+                self.next_position = metadata["next"]
         return self.shards[number] if number < len(self.shards) else None
 
     def shard_starts(self, count=math.inf):
@@ -3363,9 +3344,7 @@ class Corpus:
         path = self.path(position, "json")
         with self.lock, configs.lock(path.with_suffix(".lock"), wait=True):
             with contextlib.suppress(UserError):  # metadata missing or damaged
-                metadata = configs.read_checked(path, SHARD_METADATA)
-                path.with_suffix(".lock").unlink(missing_ok=True)
-                return metadata
+                return configs.read_checked(path, SHARD_METADATA)
             reader = self.readers.pop(tuple(position), None) or self.tokenize(*position)
             arrays, next_position = next(reader)
             # Shard number 0 begins a new SourceFile. Any other shard is in the same file,
@@ -3385,10 +3364,9 @@ class Corpus:
                 "skipped": self.invalid.count,
                 "ids": zlib.crc32(ids),
                 "ends": zlib.crc32(ends),
+                "next": next_position,
             }
             self.invalid.count = 0
-            if next_position:
-                metadata["next"] = next_position
             configs.write_checked(path, metadata)
             path.with_suffix(".lock").unlink(missing_ok=True)
         if position == [0, 0, 0] or not next_position:
@@ -3402,7 +3380,7 @@ class Corpus:
         Each result is a pair (arrays, next position). `arrays` is a list with one array
         of token ids for each text of the shard. The next position is the list [file,
         shard, example] that says where the next shard begins. At the end of the source,
-        the next position is None.
+        the next position is an empty list.
 
         file: the index of the SourceFile.
         shard: the number of the first yielded shard within this SourceFile.
@@ -3434,7 +3412,7 @@ class Corpus:
                 tokens += size
                 last = number
                 bar.update(size)
-        yield arrays, [file + 1, 0, 0] if file + 1 < len(self.files) else None
+        yield arrays, [file + 1, 0, 0] if file + 1 < len(self.files) else []
 
     def report(self, shards):
         """Print how many documents and tokens were prepared.
@@ -3450,7 +3428,7 @@ class Corpus:
             f"prepared {self.title}: {documents:,} documents, {tokens:,} tokens, "
             f"{unknown / max(tokens, 1):.3%} unknown, {skipped:,} skipped"
         )
-        if "next" in shards[-1]:
+        if shards[-1]["next"]:
             text += ". The rest of the source is prepared when it is needed"
         note(text)
         if unknown > 0.001 * tokens:
@@ -3598,15 +3576,15 @@ def plan_path(tasks, rates, cfg):
     The name of the file is a hash of all settings that the packing depends on. They
     include the code of recipe files, because a recipe file may define objectives.
     """
-    objectives = [task.task.objective for task in tasks]
-    identity = [
-        [task.corpus.folder.name for task in tasks],
-        [configs.TASK_CODE.get(task.corpus.name) for task in tasks],
-        [(type(objective).__name__, vars(objective)) for objective in objectives],
-    ]
+    identity = []
+    for task in tasks:
+        objective = task.task.objective
+        code = configs.TASK_CODE.get(task.corpus.name)
+        settings = type(objective).__name__, vars(objective)
+        identity.append([task.corpus.folder.name, code, settings])
     sizes = BLOCK_SAMPLES, FIRST_SHARD_TOKENS, SHARD_TOKENS
-    key = repr([identity, rates, cfg.data, cfg.train.seed, *sizes])
-    return Path(cfg.data.prepared_dir, "plans", f"{digest(key)}.json")
+    key = digest([identity, rates, cfg.data, cfg.train.seed, sizes])
+    return Path(cfg.data.prepared_dir, "plans", f"{key}.json")
 
 
 def check_lengths(tasks, data, title):
@@ -3680,7 +3658,7 @@ def evaluation_config(task, cfg):
     if task == cfg.data.task:
         return cfg
     source = find_task(task, cfg).source
-    trained = [task.source for task in trained_tasks(cfg)]
+    trained = [other.source for other in trained_tasks(cfg)]
     is_file = source.startswith(("text:", "jsonl:", "parquet:"))
     changes = {
         "data.task": task,
@@ -3833,19 +3811,19 @@ def show(cfg, count):
     print(f"task     {cfg.data.task}, {split} split: {describe_dataset(dataset)}")
     print(describe_rows(cfg))
     batch = dataset.batch(0)
-    sides = {
-        "inputs": (batch.inputs, batch.input_segments),
-        "targets": (batch.targets, batch.target_segments),
-    }
+    sides = [
+        ("inputs", batch.inputs, batch.input_segments),
+        ("targets", batch.targets, batch.target_segments),
+    ]
     # Print only rows that hold an example. The last rows are empty if a held-out split
     # has fewer examples than a batch has rows.
     filled = batch.target_segments.any(axis=1).sum()
     for i in range(min(count, filled)):
-        for side, (ids, segments) in sides.items():
+        for side, ids, segments in sides:
             lengths = " + ".join(map(str, np.bincount(segments[i])[1:]))
             print(f"\nrow {i}, {side}: {lengths} of {ids.shape[1]} positions are filled")
             print(f"  {color_row(ids[i], segments[i], tokenizer)}")
-    tokens = sum(np.count_nonzero(segments) for _, segments in sides.values())
+    tokens = sum(np.count_nonzero(segments) for *_, segments in sides)
     calls, seconds = timeit.Timer(lambda: dataset.batch(0)).autorange()
     speed = calls * tokens / seconds / 1e6
     print(f"\nspeed    {speed:.1f} million tokens per second on one CPU core")
@@ -3890,7 +3868,7 @@ def prepare_all(cfg, shard):
             for file in range(first, len(corpus.files), machines):
                 position = [file, 0, 0]
                 while position and position[0] == file:
-                    position = corpus.prepare_shard(position).get("next")
+                    position = corpus.prepare_shard(position)["next"]
         print(f"The text for --shard {shard} of {cfg.data.task} is tokenized.")
         return
     dataset = prepare(cfg, "train", tokenizer)

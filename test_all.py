@@ -1224,13 +1224,14 @@ def test_vocabularies_of_bytes_and_of_ids(tmp_path, corpus):
 def test_a_damaged_vocabulary_is_trained_again(corpus, capsys):
     """One flipped bit in a score would give other tokens without an error."""
     expected = data.prepare_vocabulary(corpus).serialized
-    (path,) = Path(corpus.data.prepared_dir).glob("*.model")
-    for at in (len(expected) // 3, len(expected) // 2, 0):
-        damaged = bytearray(expected)
+    (path,) = Path(corpus.data.prepared_dir).glob("*.vocabulary.json")
+    stored = path.read_bytes()
+    for at in (len(stored) // 3, len(stored) // 2, 0):
+        damaged = bytearray(stored)
         damaged[at] ^= 1
         path.write_bytes(damaged)
         assert data.prepare_vocabulary(corpus).serialized == expected
-        assert path.read_bytes() == expected
+        assert path.read_bytes() == stored
     capsys.readouterr()
     data.prepare_vocabulary(corpus)
     assert "training" not in capsys.readouterr().err
