@@ -853,15 +853,17 @@ class ByteTokenizer(Tokenizer):
         for text in texts:
             # re.split returns texts and sentinels in turn. For example, the text
             # "a<extra_id_7>b" becomes ["a", "<extra_id_7>", "b"].
-            parts = re.split(r"(<extra_id_(?:0|[1-9][0-9]{0,8})>)", text)
-            arrays = [np.frombuffer(part.encode(), np.uint8) + 3 for part in parts]
-            for place in range(1, len(parts), 2):
-                number = int(parts[place][len("<extra_id_") : -1])
-                # A larger number is no sentinel, so this text stays a sequence of bytes.
-                if number < self.sentinels:
-                    arrays[place] = [self.size - 1 - number]
-            encoded.append(np.concatenate(arrays, dtype=np.int32))
+            parts = re.split(r"(<extra_id_\d{1,9}>)", text)
+            ids = [self.encode_part(part) for part in parts]
+            encoded.append(np.concatenate(ids, dtype=np.int32))
         return encoded
+
+    def encode_part(self, part):
+        """Return the id of a sentinel, or the ids of the bytes of any other text."""
+        sentinel = re.fullmatch("<extra_id_(0|[1-9][0-9]*)>", part)
+        if sentinel and int(sentinel[1]) < self.sentinels:
+            return [self.size - 1 - int(sentinel[1])]
+        return np.frombuffer(part.encode(), np.uint8) + 3
 
     def raw_text(self, ids):
         """Turn token ids into text that shows the special tokens.
@@ -898,6 +900,11 @@ class IdTokenizer(Tokenizer):
     """
 
     def __init__(self, size, sentinels=0):
+        if size < sentinels + 3:
+            raise UserError(
+                f"A vocabulary of {size} ids is too small for {sentinels} sentinels: use "
+                f"more ids."
+            )
         super().__init__(f"ids:{size}:{sentinels}\n".encode(), size, sentinels)
 
     def encode(self, text):
@@ -929,41 +936,27 @@ def add_sentinels(model, number):
         model.pieces.add(piece=f"▁<extra_id_{k}>", score=0.0, type="USER_DEFINED")
 
 
-def split_text(text):
-    """Split a long text after spaces into parts of at most PART_CHARACTERS characters.
-
-    A shorter text is the only part. SentencePiece needs about 60 bytes of memory for each
-    character of a text. In T5's vocabularies, no token crosses a space, so the parts have
-    the token ids of the complete text. There are two exceptions. A part without spaces is
-    cut inside a word. In a text of millions of tokens, SentencePiece rounds the sums of
-    its float32 scores, and may choose another of two nearly equal ways to cut a word.
-    """
-    if len(text) <= PART_CHARACTERS:
-        return [text]
-    parts = []
-    start = 0
-    while len(text) - start > PART_CHARACTERS:
-        stop = start + PART_CHARACTERS
-        space = max(text.rfind(" ", start, stop), text.rfind("\n", start, stop))
-        stop = space + 1 if space >= 0 else stop
-        parts.append(text[start:stop])
-        start = stop
-    return [*parts, text[start:]]
-
-
 class LongTextTokenizer(Tokenizer):
-    """A Tokenizer that encodes long texts in parts, because this needs less memory."""
+    """A Tokenizer that encodes long texts in parts, because this needs less memory.
+
+    SentencePiece needs about 60 bytes of memory for each character of a text. So a text
+    is cut after spaces into parts of at most PART_CHARACTERS characters. In T5's
+    vocabularies, no token crosses a space, so the parts have the token ids of the
+    complete text. There are two exceptions. A part without spaces is cut inside a word.
+    In a text of millions of tokens, SentencePiece rounds the sums of its float32 scores,
+    and may choose another of two nearly equal ways to cut a word.
+    """
 
     def encode(self, text):
-        return list(itertools.chain(*map(super().encode, split_text(text))))
+        return self.encode_batch([text])[0].tolist()
 
     def encode_batch(self, texts):
-        parts = [split_text(text) for text in texts]
-        encoded = super().encode_batch(itertools.chain(*parts))
-        if len(encoded) == len(parts):  # no text is long
-            return encoded
-        encoded = iter(encoded)
-        return [np.concatenate([next(encoded) for _ in part]) for part in parts]
+        part = f".{{1,{PART_CHARACTERS}}}"
+        # A part ends at the end of the text or after a space, if there is a space.
+        find_parts = re.compile(rf"{part}(?:\Z|(?<=[ \n]))|{part}", re.DOTALL).findall
+        parts = [find_parts(text) or [""] for text in texts]
+        encoded = iter(super().encode_batch(itertools.chain(*parts)))
+        return [np.concatenate([next(encoded) for _ in found]) for found in parts]
 
 
 # Cache the result, because hundreds of tasks in a mixture may use the same vocabulary.
@@ -982,38 +975,37 @@ def parse_vocabulary(serialized, name="the vocabulary"):
         model = sentencepiece_model_pb2.ModelProto.FromString(serialized)
         if not any("<extra_id_" in piece.piece for piece in model.pieces):
             add_sentinels(model, SENTINELS)
-        # SentencePiece itself refuses empty pieces and duplicates, but not a NaN.
+        pieces = [piece.piece.removeprefix("▁") for piece in model.pieces]
+        # SentencePiece itself refuses empty pieces and duplicates, but not always a NaN.
         if not all(math.isfinite(piece.score) for piece in model.pieces):
             raise ValueError("some scores are not finite numbers")
         processor = sentencepiece.SentencePieceProcessor(
             model_proto=model.SerializeToString(), num_threads=os.cpu_count()
         )
+        if pieces[:3] != ["<pad>", "</s>", "<unk>"] or processor.unk_id() != UNK:
+            raise ValueError(
+                f"it begins with {pieces[:3]}, but T5 needs <pad>, </s> and <unk> as ids "
+                f"0, 1 and 2, which training with pad_id=0, eos_id=1, unk_id=2 and "
+                f"bos_id=-1 gives"
+            )
+        sentinels = sum("<extra_id_" in piece for piece in pieces)
+        expected = [f"<extra_id_{k}>" for k in reversed(range(sentinels))]
+        # The last piece with "<extra_id_" is <extra_id_0>. Added tokens follow.
+        end = 1 + pieces.index("<extra_id_0>")
+        if pieces[max(end - sentinels, 0) : end] != expected:
+            raise ValueError(
+                "its sentinels are not in descending order, down to <extra_id_0> and "
+                "without a gap"
+            )
     # Catch all exceptions, because protobuf's DecodeError is in different modules in
     # different versions. SentencePiece raises a RuntimeError.
     except Exception as error:
         raise UserError(
-            f"{name} is not a valid SentencePiece model ({error}): set --data.vocab to "
-            f"another file."
+            f"{name} is not a valid SentencePiece model for T5 ({error}): set "
+            f"--data.vocab to another file."
         ) from error
-    pieces = [piece.piece for piece in model.pieces]
-    special = pieces[:3]
-    if special != ["<pad>", "</s>", "<unk>"] or processor.unk_id() != UNK:
-        raise UserError(
-            f"{name} begins with the pieces {special}, but T5 needs <pad>, </s> and "
-            f"<unk> as ids 0, 1 and 2: train the vocabulary again with pad_id=0, "
-            f"eos_id=1, unk_id=2 and bos_id=-1."
-        )
-    found = [i for i, piece in enumerate(pieces) if "<extra_id_" in piece]
-    expected = [f"<extra_id_{k}>" for k in reversed(range(len(found)))]
-    block = [piece.removeprefix("▁") for piece in pieces[found[0] : found[-1] + 1]]
-    if block != expected:
-        raise UserError(
-            f"The sentinels in {name} are not in descending order from "
-            f"<extra_id_{len(found) - 1}> to <extra_id_0> without a gap: use a "
-            f"vocabulary in this order."
-        )
-    added = len(pieces) - 1 - found[-1]
-    return LongTextTokenizer(serialized, len(pieces), len(found), processor, added)
+    added = len(pieces) - end
+    return LongTextTokenizer(serialized, len(pieces), sentinels, processor, added)
 
 
 def load_tokenizer(path):
@@ -1038,20 +1030,13 @@ def load_tokenizer(path):
                 serialized = file.read()
         except (OSError, ValueError) as error:
             raise UserError(
-                f"There is no vocabulary at {path} "
-                f"({getattr(error, 'strerror', 0) or error}): set --data.vocab to the "
-                f"path of a SentencePiece model. To train a vocabulary on the source, "
-                f"use --data.vocab train:32000."
+                f"There is no vocabulary at {path} ({error}): copy this file there, or "
+                f"set --data.vocab to the path of a SentencePiece model. To train a "
+                f"vocabulary on the source, use --data.vocab train:32000."
             ) from error
     if is_name(serialized):
         kind = ByteTokenizer if serialized.startswith(b"bytes") else IdTokenizer
-        tokenizer = kind(*map(int, re.findall(rb"\d+", serialized)))
-        if tokenizer.sentinel_ids.start <= UNK:
-            raise UserError(
-                f"The vocabulary {path} has fewer than {tokenizer.sentinels + 3} ids, so "
-                f"its sentinels do not fit: set --data.vocab to another vocabulary."
-            )
-        return tokenizer
+        return kind(*map(int, re.findall(rb"\d+", serialized)))
     return parse_vocabulary(serialized, path)
 
 
@@ -1062,9 +1047,7 @@ def load_run_tokenizer(run_dir):
     converted model without a vocabulary, config.json has no digest. Then only the size of
     the vocabulary is compared.
     """
-    path = configs.to_path(run_dir) / "spiece.model"
-    if not path.exists():
-        raise UserError(f"{run_dir} has no vocabulary: copy the file spiece.model there.")
+    path = f"{run_dir}/spiece.model"
     tokenizer = load_tokenizer(path)
     cfg, stored = configs.read_run(run_dir)
     if stored["vocabulary_sha256"] not in ("", tokenizer.sha256):
@@ -1072,11 +1055,7 @@ def load_run_tokenizer(run_dir):
             f"{path} is not the vocabulary with which {run_dir} was trained: restore "
             f"this file from a copy (config.json has its SHA-256 digest)."
         )
-    if tokenizer.size > cfg.model.vocab_size:
-        raise UserError(
-            f"{path} has {tokenizer.size} ids, but the model of {run_dir} has only "
-            f"{cfg.model.vocab_size}: replace this file by the vocabulary of the model."
-        )
+    check_vocab_size(tokenizer.size, cfg)
     return tokenizer
 
 
@@ -1127,7 +1106,7 @@ def train_tokenizer(texts, pieces, max_characters=1 << 27):
     return parse_vocabulary(model.getvalue())
 
 
-def progress_bar(what, unit, total=None):
+def progress_bar(what, unit):
     """Return a tqdm progress bar that prints to standard error.
 
     On a terminal, the bar appears after half a second. In a log file, the bar prints a
@@ -1136,7 +1115,6 @@ def progress_bar(what, unit, total=None):
 
     what: the title of the bar.
     unit: the noun, in the singular, for the counted objects.
-    total: the final count, if known.
     """
     in_background = threading.current_thread() is not threading.main_thread()
     on_terminal = sys.stderr.isatty()
@@ -1145,7 +1123,6 @@ def progress_bar(what, unit, total=None):
         desc=what,
         unit=f" {unit}s",
         unit_scale=True,
-        total=total,
         leave=False,
         delay=seconds,
         mininterval=seconds,
@@ -1204,18 +1181,8 @@ class MissingSource(UserError):
 
 def digest(value):
     """Return a short hash of a JSON value, such as the stamps of 1,000 files."""
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
-
-
-@functools.cache
-def python_files():
-    """Return the paths of Python's standard library, without its tests, as a list."""
-    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-    files = []
-    for folder, folders, names in os.walk(Path(os.__file__).parent):
-        folders[:] = [name for name in folders if name not in left_out]
-        files += [Path(folder, name) for name in names if name.endswith(".py")]
-    return sorted(files)
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @functools.cache
@@ -1228,9 +1195,13 @@ def python_documents():
     """
     from pydoc_data.topics import topics  # this module only defines a dict of texts
 
+    library = Path(os.__file__).parent
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     documents = []
-    for path in python_files():
+    for path in sorted(library.rglob("*.py")):
+        if left_out & set(path.relative_to(library).parts):
+            continue
         if path.match("pydoc_data/topics.py"):
             documents += topics.values()
         nodes = ast.walk(ast.parse(path.read_bytes()))
@@ -1321,9 +1292,7 @@ def python_source(name, split, cfg, whole):
 
     splits = ("train", "validation") if whole else (split,)
     # Some systems install parts of the library separately, so the version is not enough.
-    # The times of the files are left out, because they differ between equal machines.
-    sizes = [] if name else [[str(x), x.stat().st_size] for x in python_files()]
-    stamp = [sys.version, digest(sizes)]
+    stamp = [sys.version, digest(sorted(os.listdir(Path(os.__file__).parent)))]
     return generated_source(f"python:{name}", stamp, examples, splits)
 
 
@@ -1372,57 +1341,29 @@ def open_file(path):
 
 def check_regular(path):
     """Raise UserError if a local path is a FIFO, a socket or a device."""
-    if "://" not in path and os.path.exists(path):
-        if not os.path.isfile(path) and not os.path.isdir(path):
-            # Opening a FIFO would wait forever if no program writes to it. A FIFO can
-            # also be read only once, but data are read at each start of a run.
-            raise UserError(
-                f"{path} is a FIFO, a socket or a device: write its content to a file, "
-                f"and name this file."
-            )
+    file = Path(path)
+    if file.exists() and not file.is_file() and not file.is_dir():
+        # Opening a FIFO would wait forever if no program writes to it. A FIFO can also be
+        # read only once, but data are read at each start of a run.
+        raise UserError(
+            f"{path} is a FIFO, a socket or a device: write its content to a file, and "
+            f"name this file."
+        )
 
 
-def find_folders(folder, above):
-    """Yield a folder and all folders inside it, as the pattern "**" does.
+@functools.cache
+def check_loop(folder):
+    """Raise UserError if the path of a folder leads into the same folder twice.
 
-    Links to folders are followed, except a link to one of the folders that contain the
-    link. Such a link is a loop, in which the same files would be found again and again.
-    Folders whose names begin with a dot are left out.
-
-    Each result is a pair (path, real paths). The real paths are those of the folder and
-    of the folders that contain it. above: the real paths of the folders that contain the
-    first folder.
+    In such a path, a link leads back to a folder that contains the link. The pattern "**"
+    would follow this link 40 times, and find the same files 41 times.
     """
-    above = (*above, os.path.realpath(folder))
-    if above[-1] in above[:-1]:
-        return
-    yield folder, above
-    try:
-        entries = list(os.scandir(folder or "."))
-    except OSError as error:
-        note(f"warning: {folder} cannot be read ({error.strerror}) and is left out")
-        return
-    for entry in entries:
-        if entry.is_dir() and not entry.name.startswith("."):
-            yield from find_folders(os.path.join(folder, entry.name), above)
-
-
-def expand_glob(pattern, above=()):
-    """Return the local paths that match a glob pattern, as a set.
-
-    The function glob.glob would follow a link that leads back to its own folder 40 times.
-
-    above: the real paths of the folders in which the search began.
-    """
-    match = re.fullmatch(r"(|.*?/)(?:\*\*/)*\*\*(?:/(.*)|)", pattern, re.DOTALL)
-    if not match:
-        return set(glob.glob(pattern))
-    head, tail = match.groups()
-    paths = set()
-    for start in glob.glob(head) if head else [""]:
-        for folder, inside in find_folders(start, above):
-            paths |= expand_glob(os.path.join(glob.escape(folder), tail or "*"), inside)
-    return paths
+    paths = Path(folder, "file").parents  # the folder and all folders above it
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise UserError(
+            f"{folder} contains a link that leads back to a folder above it: remove this "
+            f"link, or name the files without **."
+        )
 
 
 def find_files(pattern, pipes=False):
@@ -1435,15 +1376,17 @@ def find_files(pattern, pipes=False):
 
     pipes: whether a path may be a FIFO or a device. If not, such a path is a UserError.
     """
-    found = []
+    found = {}
     if "://" not in pattern:
-        for path in sorted(expand_glob(os.path.expanduser(pattern))):
+        for path in glob.iglob(os.path.expanduser(pattern), recursive=True):
+            if "**" in pattern:
+                check_loop(os.path.dirname(os.path.abspath(path)))
             if not pipes:
                 check_regular(path)
             if not os.path.isdir(path):
                 stat = os.stat(path)
-                found.append((path, [stat.st_size, stat.st_mtime_ns]))
-        return found
+                found[path] = [stat.st_size, stat.st_mtime_ns]
+        return sorted(found.items())
     import fsspec
 
     try:
@@ -1458,9 +1401,9 @@ def find_files(pattern, pipes=False):
             # Each remote file system has its own names for the version of a file, such as
             # "etag", "ETag", "updated" or "LastModified". So all entries are used except
             # "time", which is the time of the last reading in some file systems.
-            version = {key: str(info[key]) for key in sorted(info) if key != "time"}
-            found.append((system.unstrip_protocol(path), [info["size"], digest(version)]))
-    return sorted(found)
+            version = digest(info | {"time": None})
+            found[system.unstrip_protocol(path)] = [info["size"], version]
+    return sorted(found.items())
 
 
 GROUP_BYTES = 1 << 26  # 64 MiB: the size at which a group of small files is complete
@@ -1526,31 +1469,25 @@ def file_source(read, pattern, split, cfg, whole):
     read: a function that yields the examples of one file. pattern: the glob pattern.
     split: the name of the split. whole: whether to read all text and hold out nothing.
     """
-    found = find_files(pattern.replace("{split}", split))
+    filled_in = pattern.replace("{split}", split)
+    found = find_files(filled_in)
     if not found:
         if find_files(pattern.replace("{split}", "*")):
-            raise MissingSplit(f"No file matches {pattern} with the split {split}.")
-        folder = pattern.rstrip("/") if os.path.isdir(pattern) else "FOLDER"
+            raise MissingSplit(f"No file matches {filled_in}.")
         raise MissingSource(
-            f"No file matches {pattern.replace('{split}', split)}",
-            f"give --data.source the path of a file, or a quoted glob, such as "
-            f"'{folder}/*'.",
+            f"No file matches {filled_in}",
+            "give --data.source the path of a file, or a quoted glob, such as "
+            "'FOLDER/*'.",
         )
     files = group_files(found, read)
     if whole or "{split}" in pattern:
         return files
-    total = sum(size for _, (size, _) in found)
-    held_out = min(HELD_OUT_BYTES, total // 100)
+    held_out = min(HELD_OUT_BYTES, sum(size for _, (size, _) in found) // 100)
 
     def read_first(bad):
         seen = 0  # the characters or token ids of all examples so far
-        last = None
         for where, example in files[0].read(bad):
-            # The parts of a long document have the same place, and are held out together.
-            if where != last:
-                is_held_out = seen <= held_out
-                last = where
-            if is_held_out == (split == "validation"):
+            if (seen <= held_out) == (split == "validation"):
                 yield where, example
             elif split == "validation":
                 return  # all held-out examples have been read
@@ -1563,10 +1500,9 @@ def file_source(read, pattern, split, cfg, whole):
     return [first] if split == "validation" else [first, *files[1:]]
 
 
-# A line, or a document that must be in memory as a whole, has at most this many bytes.
-LINE_BYTES = 1 << 27
-# A document of more characters is read in parts, and tokenized in parts.
-PART_CHARACTERS = 1 << 20
+# A line of a text file has fewer bytes, and a document of several lines has at most this
+# many characters. The tokenizer gets parts of at most this many characters.
+LINE_BYTES, DOCUMENT_CHARACTERS, PART_CHARACTERS = 1 << 27, 1 << 24, 1 << 20
 # The first bytes of files that are not text, and what the message says about such files.
 OTHER_FILES = {
     b"\x28\xb5\x2f\xfd": "compressed with zstd: decompress it with `zstd -d`",
@@ -1584,8 +1520,8 @@ def read_lines(path, bad):
     """Yield the lines of a text file as pairs (line number, line).
 
     Line numbers start at 1. A file that is compressed with gzip is decompressed. A line
-    that is not valid UTF-8 or that is too long is reported to the function `bad` and
-    skipped. A file in a format such as zstd is refused with a UserError.
+    that is not valid UTF-8 is reported to the function `bad` and skipped. The function
+    raises UserError if a line is too long, or if the file has a format such as zstd.
     """
     with io.BufferedReader(open_file(path)) as raw:
         start = raw.peek(8)
@@ -1598,19 +1534,15 @@ def read_lines(path, bad):
         file = gzip.open(raw) if is_gzip else raw
         lines = iter(lambda: file.readline(LINE_BYTES), b"")
         for number, line in enumerate(lines, 1):
-            if len(line) == LINE_BYTES and not line.endswith(b"\n"):
-                while line and not line.endswith(b"\n"):  # skip the rest of the line
-                    line = file.readline(LINE_BYTES)
-                bad(f"{path}:{number}", f"has {LINE_BYTES:,} bytes or more in one line")
-                continue
+            if len(line) == LINE_BYTES:
+                raise UserError(
+                    f"{path}:{number} has {LINE_BYTES:,} bytes or more in one line: "
+                    f"divide this line, or remove it."
+                )
             try:
                 yield number, line.decode()
             except UnicodeDecodeError:
                 bad(f"{path}:{number}", "is not UTF-8")
-
-
-class Part(str):
-    """The text of a part of a document. The next example continues the document."""
 
 
 def text_source(name, split, cfg, whole):
@@ -1619,73 +1551,35 @@ def text_source(name, split, cfg, whole):
     For example, `text:books/*.txt` makes one document of each file.
     `text:books/*.txt:lines` makes one document of each line. Blank documents are left
     out. Files that are compressed with gzip are decompressed. The examples have only the
-    field `text`. A document of more than PART_CHARACTERS is read in several Parts. For a
-    task without a format, each Part is a document. A format gets the complete document.
+    field `text`. A file of more than DOCUMENT_CHARACTERS is divided into several
+    documents at line ends, because a document must fit into memory.
     """
     pattern = name.removesuffix(":lines")
+    limit = DOCUMENT_CHARACTERS if pattern == name else 0
 
     def read(path, bad):
-        lines = read_lines(path, bad)
-        if pattern == name:
-            lines = ((1, part) for part in read_parts(line for _, line in lines))
-        for number, text in lines:
+        for number, text in join_lines(read_lines(path, bad), limit):
             if text.strip():
                 yield f"{path}:{number}", {"text": text}
 
     return file_source(read, pattern, split, cfg, whole)
 
 
-def read_parts(lines):
-    """Join the lines of a document, and yield the text in parts if it is long.
+def join_lines(lines, limit):
+    """Join lines into documents of at most `limit` characters, or of a single line.
 
-    All parts except the last one are of the class Part, and end with a complete line.
+    lines: pairs (line number, line). Each result is a pair of the same form, with the
+    number of the first line of the document.
     """
-    text = []
-    size = 0
-    for line in lines:
-        if size + len(line) > PART_CHARACTERS and text:
-            yield Part("".join(text))
-            text = []
-            size = 0
-        text.append(line)
-        size += len(line)
-    yield "".join(text)
-
-
-def join_parts(examples):
-    """Join the Parts of long documents, for tasks whose format needs complete documents.
-
-    examples: an iterator of pairs (where, example), as SourceFile.read returns it. A
-    document that is too long for the memory is refused with a UserError.
-    """
-    parts = []
-    for where, example in examples:
-        text = example.get("text")
-        if isinstance(text, Part):
-            parts.append(text)
-            if sum(map(len, parts)) > LINE_BYTES:
-                raise UserError(
-                    f"{where.rpartition(':')[0]} is one document of more than "
-                    f"{LINE_BYTES:,} characters, and the format of this task needs "
-                    f"complete documents in memory: write text:FILE:lines, in which each "
-                    f"line is a document."
-                )
-            continue
-        if parts:
-            example = {"text": "".join([*parts, text])}
-            parts = []
-        yield where, example
-
-
-def parse_json(line):
-    """Return the JSON object in a line and None, or None and why there is no object."""
-    try:
-        example = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        return None, f"is not JSON ({error})"
-    if isinstance(example, dict):
-        return example, None
-    return None, "is not a JSON object"
+    first = 1
+    document = ""
+    for number, line in lines:
+        if len(document) + len(line) > limit:
+            yield first, document
+            first = number
+            document = ""
+        document += line
+    yield first, document
 
 
 def read_jsonl(path, bad):
@@ -1693,41 +1587,31 @@ def read_jsonl(path, bad):
 
     A file that is compressed with gzip is decompressed, because C4 is published in this
     form. Blank lines are ignored. A line that is not a JSON object is reported to the
-    function `bad` and skipped. If none of the first ten lines is a JSON object, the file
-    is of another kind, and the function raises UserError.
+    function `bad` and skipped. If the file does not begin with "{", it is of another
+    kind, such as a table or a JSON list, and the function raises UserError.
     """
-    checked = False  # whether the file is known to have JSON objects
     for number, line in read_lines(path, bad):
-        if not line.strip():
+        line = line.strip()
+        if not line:
             continue
-        example, reason = parse_json(line)
-        if reason and not checked:
-            check_jsonl(path)
-        checked = True
-        if reason:
-            bad(f"{path}:{number}", reason)
+        where = f"{path}:{number}"
+        if number == 1 and not line.startswith("{"):
+            raise UserError(
+                f"{path} is not a JSONL file, because it begins with "
+                f"{line!r:.60}: name a file with lines such as "
+                f'{{"inputs": "a", "targets": "b"}}. Convert tables and JSON lists '
+                f"to this form. To read plain text, use --data.source text:FILE:lines, "
+                f"or infer.py --input FILE.txt."
+            )
+        try:
+            example = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            bad(where, f"is not JSON ({error})")
+            continue
+        if isinstance(example, dict):
+            yield where, example
         else:
-            yield f"{path}:{number}", example
-
-
-def check_jsonl(path):
-    """Raise UserError if a file is no JSONL file, as its first ten lines show.
-
-    None of these lines is a JSON object, or the file begins with "[" like a JSON list.
-    """
-    lines = read_lines(path, lambda where, what: None)
-    lines = ((number, line) for number, line in lines if line.strip())
-    head = list(itertools.islice(lines, 10))
-    objects = [parse_json(line)[0] is not None for _, line in head]
-    number, line = head[0]
-    if not any(objects) or line.startswith("["):
-        raise UserError(
-            f"{path} is not a JSONL file, because its lines are not JSON objects (line "
-            f"{number} is {line.strip()!r:.60}): name a file with lines such as "
-            f'{{"inputs": "a", "targets": "b"}}. Convert tables and JSON lists '
-            f"to this form. To read plain text, use --data.source text:FILE:lines, or "
-            f"infer.py --input FILE.txt."
-        )
+            bad(where, "is not a JSON object")
 
 
 def read_parquet(path, bad):
@@ -1851,8 +1735,8 @@ def tfds_source(name, split, cfg, whole):
         )
     if split not in info.splits:
         raise MissingSplit(
-            f"{folder} has no split {split} (it has {', '.join(info.splits)}): name "
-            f"another source with --data.validation_source."
+            f"{folder} has no split {split}: name another source with "
+            f"--data.validation_source."
         )
     count = info.splits[split].num_examples
 
@@ -1863,11 +1747,8 @@ def tfds_source(name, split, cfg, whole):
             try:
                 yield where, decode_bytes(examples[number])
             except (IndexError, ValueError, RuntimeError) as error:
-                bad(
-                    where,
-                    f"is missing or damaged (dataset_info.json promises {count:,} "
-                    f"examples; {error})",
-                )
+                problem = f"dataset_info.json promises {count} examples; {error}"
+                bad(where, f"is missing or damaged ({problem})")
 
     return [
         SourceFile(f"{folder} {split} {start}", [stamp], functools.partial(read, start))
@@ -1886,16 +1767,15 @@ def hf_source(name, split, cfg, whole):
     """
     try:
         import datasets
+
+        if int(datasets.__version__.partition(".")[0]) < 4:
+            raise ImportError
     except ImportError:
         raise UserError(
-            "A source that begins with hf: needs the Python library datasets. Run "
+            "A source that begins with hf: needs version 4 or newer of the Python "
+            "library datasets, because older versions may run code of a dataset. Run "
             "pip install '.[hf]' to install this library."
         ) from None
-    if int(datasets.__version__.partition(".")[0]) < 4:
-        raise UserError(
-            f"The library datasets {datasets.__version__} can run code of a dataset: run "
-            f"pip install '.[hf]' to install a newer version, which cannot."
-        )
     dataset, _, config = name.partition(":")
     try:
         builder = datasets.load_dataset_builder(dataset, config or None)
@@ -1913,13 +1793,8 @@ def hf_source(name, split, cfg, whole):
 
     # The paths of remote files contain the version of the dataset on the hub. The library
     # also notes the time of a local file, or the version that a web server states.
-    files = [
-        [path, find_files(glob.escape(path)) if os.path.exists(path) else []]
-        for paths in (builder.config.data_files or {}).values()
-        for path in paths
-    ]
-    versions = [x.origin_metadata for x in (builder.config.data_files or {}).values()]
-    stamp = [stream.num_shards, digest([files, versions])]
+    files = (builder.config.data_files or {}).values()
+    stamp = [digest([[list(paths), paths.origin_metadata] for paths in files])]
     return [
         SourceFile(f"shard {shard}", stamp, functools.partial(read, shard))
         for shard in range(stream.num_shards)
@@ -1985,9 +1860,8 @@ def seqio_source(name, split, cfg, whole):
     infos = find_files(f"{name}/info.{split}.json")
     if not infos:
         problem = f"{name} has no info.{split}.json"
-        others = [path for path, _ in find_files(f"{name}/info.*.json")]
-        if others:
-            raise MissingSplit(f"{problem} (there is {', '.join(others)}).")
+        if find_files(f"{name}/info.*.json"):
+            raise MissingSplit(f"{problem}, but other splits.")
         raise MissingSource(problem, "name a folder that SeqIO has cached.")
     files = []
     for path, _ in infos:
@@ -2005,9 +1879,7 @@ def seqio_source(name, split, cfg, whole):
                 f"{folder} has {len(shards)} shards of {split}, but info.{split}.json "
                 f"promises {info['num_shards']}: copy the missing shards."
             )
-        read = functools.partial(read_seqio, info["features"])
-        for file in group_files(shards, read):
-            files.append(file._replace(stamp=[file.stamp, info]))
+        files += group_files(shards, functools.partial(read_seqio, info["features"]))
     return files
 
 
@@ -2989,11 +2861,7 @@ def formatted_examples(source_file, bad, task, cfg, size=math.inf):
     """
     names = source_fields(cfg)
     features = task.objective.features
-    examples = source_file.read(bad)
-    # Without a format, texts are cut into chunks anyway, so a document may come in parts.
-    if task.format is not as_it_is:
-        examples = join_parts(examples)
-    for number, (where, example) in enumerate(examples):
+    for number, (where, example) in enumerate(source_file.read(bad)):
         example |= {key: example[name] for key, name in names.items() if name in example}
         try:
             for row in task.format(example):
@@ -3034,11 +2902,10 @@ def invalid_reason(value, size):
         except UnicodeEncodeError:
             return "half of a character (a lone surrogate)"
         return None
-    # np.asarray raises an exception for very large numbers and for nested lists of
-    # different lengths. Then ids.ndim stays 0, and "no text" is returned below.
-    ids = np.array(None)
-    with contextlib.suppress(ValueError, OverflowError):
+    try:
         ids = np.asarray(value)
+    except (ValueError, OverflowError):  # nested lists, or a very large number
+        return "no text"
     if ids.ndim != 1 or len(ids) and ids.dtype.kind not in "iu":
         return "no text"
     if len(ids) and not 0 <= ids.min() <= ids.max() < size:
@@ -3063,8 +2930,7 @@ def invalid_reason(value, size):
 
 # The first shard has about 262,000 tokens. Later shards grow to about 34 million tokens.
 FIRST_SHARD_TOKENS, SHARD_TOKENS = 1 << 18, 1 << 25
-# Tokenize this number of examples in one call, or fewer if they have many characters.
-ENCODE_BATCH, ENCODE_CHARACTERS = 1024, 1 << 24
+ENCODE_CHARACTERS = 1 << 21  # tokenize about two million characters in one call
 SHARD_METADATA = {
     "documents": int,
     "tokens": int,
@@ -3072,7 +2938,7 @@ SHARD_METADATA = {
     "skipped": int,  # how many invalid examples were skipped
     "ids": int,  # CRC-32 checksum of the file of token ids
     "ends": int,  # CRC-32 checksum of the file with the ends of the texts
-    "next?": [int],  # where the next shard begins: [file, shard, example]
+    "next": [int],  # where the next shard begins: [file, shard, example], or []
 }
 PREFETCH_LOCK = threading.Semaphore()  # only one thread at a time prepares the next shard
 
@@ -3093,17 +2959,7 @@ def prepared_path(source, identity, cfg):
             f"memory-mapped: use a local folder."
         )
     slug = re.sub(r"[^\w.]+", "-", source).strip("-")[-40:]
-    digest = hashlib.sha256(json.dumps([source, identity]).encode()).hexdigest()[:10]
-    return Path(cfg.data.prepared_dir, f"{slug}-{digest}")
-
-
-def code_identity(name):
-    """Return a JSON value that changes with the code that defines a task.
-
-    The value is a hash of data.py, and of the recipe file if it defines the task.
-    """
-    code = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-    return [code, configs.TASK_CODE.get(name)]
+    return Path(cfg.data.prepared_dir, f"{slug}-{digest([source, identity])[:10]}")
 
 
 def source_identity(name, task, files, cfg):
@@ -3112,8 +2968,8 @@ def source_identity(name, task, files, cfg):
     The folder of the token files is named after a hash of this value. The value contains
     the name and the stamp of each source file. For local files, the stamp is the size and
     the modification time. The code of the function task.format may change, too. Therefore
-    the value also contains a hash of this code, and the first 100 examples that
-    task.format returns.
+    the value also contains hashes of data.py and of the recipe file that defines the
+    task, and the first 100 examples that task.format returns.
 
     Some changes are not noticed. One is a change of a file that keeps its size and time.
     Another is a change in a file that task.format reads by itself, if the first 100
@@ -3126,8 +2982,8 @@ def source_identity(name, task, files, cfg):
         return identity
     examples = formatted_examples(files[0], InvalidExamples("skip"), task, cfg)
     texts = [texts for *_, texts in itertools.islice(examples, 100)]
-    texts = [[str(text) for text in pair] for pair in texts]
-    return [*identity, texts, code_identity(name)]
+    code = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    return [*identity, str(texts), code, configs.TASK_CODE.get(name)]
 
 
 def with_vocab_size(changes):
@@ -3159,46 +3015,37 @@ def check_vocab_size(size, cfg):
         )
 
 
-def prepare_vocabulary(cfg, split="train", run_dir=None):
+def prepare_vocabulary(cfg, split="train"):
     """Load or train the vocabulary of a run, and return its Tokenizer.
 
-    If `run_dir` names a run that exists already, its vocabulary is loaded. If data.vocab
-    is "train:32000", a vocabulary of 32,000 pieces is trained on the texts of the run and
-    stored in data.prepared_dir. Otherwise, data.vocab names a vocabulary to load.
+    If data.vocab is "train:32000", a vocabulary of 32,000 pieces is trained on the texts
+    of the run and stored in data.prepared_dir. Otherwise, data.vocab names a vocabulary
+    to load.
     """
-    if run_dir:
-        return load_run_tokenizer(run_dir)
     trained = re.fullmatch(r"train:([1-9]\d{0,8})", cfg.data.vocab)
     if not trained:
         return load_tokenizer(cfg.data.vocab)
-    pieces = trained[1]
-    check_vocab_size(int(pieces) + SENTINELS, cfg)
-    by_name = open_tasks(cfg, split)
-    opened = list(by_name.values())
-    if all(task.source == "random:" for task, _ in opened):
+    pieces = int(trained[1])
+    check_vocab_size(pieces + SENTINELS, cfg)
+    opened = open_tasks(cfg, split)
+    if {task.source for task, _ in opened.values()} == {"random:"}:
         return IdTokenizer(cfg.model.vocab_size, SENTINELS)
-    name = cfg.data.task if len(opened) > 1 else opened[0][0].source
-    identity = [pieces, [source_identity(x, *by_name[x], cfg) for x in by_name]]
-    path = Path(f"{prepared_path(name, identity, cfg)}.{pieces}.model")
-    # The checksum is written last. Without it, a damaged vocabulary could be used.
-    checksum = path.with_suffix(".json")
-    with contextlib.suppress(UserError, OSError):
-        tokenizer = load_tokenizer(path)
-        if configs.read_checked(checksum, {"sha256": str})["sha256"] == tokenizer.sha256:
-            return tokenizer
-        note(f"{path} is damaged, so this vocabulary is trained again")
-    note(f"training a vocabulary of {pieces} pieces on {name}")
-    tokenizer = train_tokenizer(vocabulary_texts(opened, cfg), int(pieces))
-    configs.write_file(path, tokenizer.serialized)
-    configs.write_checked(checksum, {"sha256": tokenizer.sha256})
-    return load_tokenizer(path)
+    identity = [source_identity(name, *opened[name], cfg) for name in opened]
+    folder = prepared_path(cfg.data.task, [pieces, *identity], cfg)
+    path = Path(f"{folder}.vocabulary.json")
+    with contextlib.suppress(UserError):  # the file is missing or damaged
+        model = configs.read_checked(path, {"model": str})["model"]
+        return parse_vocabulary(bytes.fromhex(model))
+    tokenizer = train_tokenizer(vocabulary_texts(opened.values(), cfg), pieces)
+    configs.write_checked(path, {"model": tokenizer.serialized.hex()})
+    return tokenizer
 
 
 def vocabulary_texts(opened, cfg):
     """Yield the texts on which a vocabulary is trained.
 
     The function yields one text of each task in turn, so that the vocabulary fits all
-    tasks. `opened` is a list with a pair (Task, list of SourceFiles) for each task.
+    tasks. `opened` holds a pair (Task, list of SourceFiles) for each task.
     """
     invalid = InvalidExamples(cfg.data.on_error)
 
@@ -3233,28 +3080,23 @@ def encode_in_background(examples, tokenizer, characters):
         encoded = iter(encoded)
         return [(number, [next(encoded) for _ in texts]) for number, texts in batch]
 
-    def batches():
-        batch = []
-        size = 0
-        for example in examples:
-            batch.append(example)
-            size += sum(map(len, example[1]))
-            if len(batch) == ENCODE_BATCH or size > ENCODE_CHARACTERS:
-                yield batch
-                batch = []
-                size = 0
-        yield batch
-
     # Do not write `with ThreadPoolExecutor(1)`, which would wait for the thread at the end.
     # If nobody reads this generator to its end, the garbage collector closes it, possibly
     # while another thread starts. Waiting for a thread at that moment is a deadlock.
     thread = ThreadPoolExecutor(1)
-    previous = thread.submit(encode, [])
-    for batch in batches():
-        future = thread.submit(encode, batch)
-        yield from previous.result()
-        previous = future
-    yield from previous.result()
+    future = thread.submit(encode, [])
+    batch = []
+    size = 0
+    for example in examples:
+        batch.append(example)
+        size += sum(map(len, example[1]))
+        if size > ENCODE_CHARACTERS:
+            previous, future = future, thread.submit(encode, batch)
+            yield from previous.result()
+            batch = []
+            size = 0
+    yield from future.result()
+    yield from encode(batch)
 
 
 def encode_texts(texts, tokenizer):
@@ -3326,6 +3168,7 @@ class Corpus:
 
     def __init__(self, name, split, tokenizer, cfg, opened=None):
         self.task, self.files = opened or open_task(name, split, cfg)
+        self.name = name
         self.title = f"{self.task.source} ({name}, {split})"
         self.tokenizer = tokenizer
         self.cfg = cfg
@@ -3337,14 +3180,13 @@ class Corpus:
             source_identity(name, self.task, self.files, cfg),
             tokenizer.sha256,
         ]
-        self.source_digest = digest([[file.name, file.stamp] for file in self.files])
         self.folder = prepared_path(self.task.source, identity, cfg)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.shards = []  # the metadata and position of each prepared shard
         # The index of the first chunk in each shard, then the number of all chunks so
         # far. For example, two shards with 7 and 5 chunks give [0, 7, 12].
         self.starts = [0]
-        self.next_position = [0, 0, 0] if self.files else None
+        self.next_position = [0, 0, 0] if self.files else []  # [] is the end
         self.chunk_bounds = functools.lru_cache(8)(self.chunk_bounds)
         self.shard_ids = functools.lru_cache(8)(self.shard_ids)
         # Maps the position of the next shard to the generator that will yield its tokens.
@@ -3365,7 +3207,7 @@ class Corpus:
             while len(self.shards) <= number and self.next_position:
                 metadata = self.prepare_shard(self.next_position)
                 self.shards.append(metadata | {"position": self.next_position})
-                self.next_position = metadata.get("next")
+                self.next_position = metadata["next"]
         return self.shards[number] if number < len(self.shards) else None
 
     def shard_starts(self, count=math.inf):
@@ -3505,9 +3347,7 @@ class Corpus:
         path = self.path(position, "json")
         with self.lock, configs.lock(path.with_suffix(".lock"), wait=True):
             with contextlib.suppress(UserError):  # metadata missing or damaged
-                metadata = configs.read_checked(path, SHARD_METADATA)
-                path.with_suffix(".lock").unlink(missing_ok=True)
-                return metadata
+                return configs.read_checked(path, SHARD_METADATA)
             reader = self.readers.pop(tuple(position), None) or self.tokenize(*position)
             arrays, next_position = next(reader)
             # Shard number 0 begins a new SourceFile. Any other shard is in the same file,
@@ -3527,10 +3367,9 @@ class Corpus:
                 "skipped": self.invalid.count,
                 "ids": zlib.crc32(ids),
                 "ends": zlib.crc32(ends),
+                "next": next_position,
             }
             self.invalid.count = 0
-            if next_position:
-                metadata["next"] = next_position
             configs.write_checked(path, metadata)
             path.with_suffix(".lock").unlink(missing_ok=True)
         if position == [0, 0, 0] or not next_position:
@@ -3544,7 +3383,7 @@ class Corpus:
         Each result is a pair (arrays, next position). `arrays` is a list with one array
         of token ids for each text of the shard. The next position is the list [file,
         shard, example] that says where the next shard begins. At the end of the source,
-        the next position is None.
+        the next position is an empty list.
 
         file: the index of the SourceFile.
         shard: the number of the first yielded shard within this SourceFile.
@@ -3576,7 +3415,7 @@ class Corpus:
                 tokens += size
                 last = number
                 bar.update(size)
-        yield arrays, [file + 1, 0, 0] if file + 1 < len(self.files) else None
+        yield arrays, [file + 1, 0, 0] if file + 1 < len(self.files) else []
 
     def report(self, shards):
         """Print how many documents and tokens were prepared.
@@ -3592,7 +3431,7 @@ class Corpus:
             f"prepared {self.title}: {documents:,} documents, {tokens:,} tokens, "
             f"{unknown / max(tokens, 1):.3%} unknown, {skipped:,} skipped"
         )
-        if "next" in shards[-1]:
+        if shards[-1]["next"]:
             text += ". The rest of the source is prepared when it is needed"
         note(text)
         if unknown > 0.001 * tokens:
@@ -3667,32 +3506,32 @@ class Dataset:
         tokens = []
         for task in self.tasks:
             corpus = task.corpus
-            found = [corpus.shard_ids(0)[:0]]
-            read = 0
+            left = share
             number = 0
-            while read < share and corpus.shard(number):
+            while left > 0 and corpus.shard(number):
                 ids = corpus.shard_ids(number)
                 # The last two boundaries are the start and the end of the targets. If the
                 # task has only plain text, they are the start and the end of the text.
-                for start, stop in corpus.chunk_bounds(number)[:, -2:].tolist():
-                    found.append(ids[start:stop])
-                read += len(ids)
+                bounds = corpus.chunk_bounds(number)[:, -2:].tolist()
+                targets = [ids[start:stop] for start, stop in bounds]
+                tokens.append(np.concatenate([ids[:0], *targets])[:left])
+                left -= len(ids)
                 number += 1
-            tokens.append(np.concatenate(found)[:share])
         return np.concatenate(tokens)
 
     @property
     def digest(self):
         """Return a string that changes when the source of a task changes.
 
-        A resumed run compares this string, to notice that its data have changed. For each
-        task, the string has the checksum of the first token file, and a hash of the names
-        and stamps of all source files.
+        A resumed run compares this string, to notice that its data have changed. The
+        string is a hash of the names and stamps of all source files, and of the checksum
+        of the first token file of each task.
         """
-        return " ".join(
-            f"{task.corpus.shard(0)['ids']}-{task.corpus.source_digest}"
-            for task in self.tasks
-        )
+        contents = []
+        for task in self.tasks:
+            files = [[file.name, file.stamp] for file in task.corpus.files]
+            contents.append([files, task.corpus.shard(0)["ids"]])
+        return digest(contents)
 
 
 def prepare(cfg, split, tokenizer):
@@ -3704,13 +3543,6 @@ def prepare(cfg, split, tokenizer):
     """
     check_tasks(cfg)
     check_vocab_size(tokenizer.size, cfg)
-    rounded = math.ceil(tokenizer.size / 128) * 128
-    if split == "train" and cfg.model.vocab_size > rounded:
-        note(
-            f"The model has {cfg.model.vocab_size} ids, but the vocabulary uses only the "
-            f"first {tokenizer.size}. A new model needs less memory with "
-            f"--model.vocab_size {rounded}."
-        )
     opened = open_tasks(cfg, split)
 
     @functools.cache
@@ -3734,30 +3566,28 @@ def prepare(cfg, split, tokenizer):
     check_lengths(tasks, cfg.data, f"{cfg.data.task}, {split}")
     if split != "train":
         return Dataset(tasks, HeldOutPlan(tasks[0]), cfg)
-    names, rates = list(rates), list(rates.values())
-    code = [code_identity(name) for name in names]
-    plan = TrainingPlan(tasks, rates, cfg, plan_path(tasks, rates, cfg, code))
+    rates = list(rates.values())
+    plan = TrainingPlan(tasks, rates, cfg, plan_path(tasks, rates, cfg))
     return Dataset(tasks, plan, cfg)
 
 
-def plan_path(tasks, rates, cfg, code):
+def plan_path(tasks, rates, cfg):
     """Return the path of the file in which a TrainingPlan stores its progress.
 
     A TrainingPlan packs examples into rows, block after block. The file stores the number
     of the first row in each block, so a resumed run does not pack earlier blocks again.
-    The name of the file is a hash of all settings that the packing depends on.
-
-    code: the code_identity of each task, because a recipe file may define objectives.
+    The name of the file is a hash of all settings that the packing depends on. They
+    include the code of recipe files, because a recipe file may define objectives.
     """
-    objectives = [task.task.objective for task in tasks]
-    identity = [
-        [task.corpus.folder.name for task in tasks],
-        [(type(objective).__name__, vars(objective)) for objective in objectives],
-    ]
+    identity = []
+    for task in tasks:
+        objective = task.task.objective
+        code = configs.TASK_CODE.get(task.corpus.name)
+        settings = type(objective).__name__, vars(objective)
+        identity.append([task.corpus.folder.name, code, settings])
     sizes = BLOCK_SAMPLES, FIRST_SHARD_TOKENS, SHARD_TOKENS
-    key = repr([identity, code, rates, cfg.data, cfg.train.seed, *sizes])
-    name = f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
-    return Path(cfg.data.prepared_dir, "plans", name)
+    key = digest([identity, rates, cfg.data, cfg.train.seed, sizes])
+    return Path(cfg.data.prepared_dir, "plans", f"{key}.json")
 
 
 def check_lengths(tasks, data, title):
@@ -3831,8 +3661,7 @@ def evaluation_config(task, cfg):
     if task == cfg.data.task:
         return cfg
     source = find_task(task, cfg).source
-    rates = mixture_rates(cfg.data.task, cfg)
-    trained = [find_task(name, cfg).source for name, rate in rates.items() if rate]
+    trained = [other.source for other in trained_tasks(cfg)]
     is_file = source.startswith(("text:", "jsonl:", "parquet:"))
     changes = {
         "data.task": task,
@@ -3864,6 +3693,12 @@ def evaluation_configs(cfg, split="validation"):
     return {task: alone[task] for task in opened}
 
 
+def trained_tasks(cfg):
+    """Return a list of the Tasks that a run trains on. A task with the rate 0 is none."""
+    rates = mixture_rates(cfg.data.task, cfg)
+    return [find_task(name, cfg) for name, rate in rates.items() if rate]
+
+
 def trained_ends(cfg):
     """Return how the inputs of a run's training tasks end, as a set of booleans.
 
@@ -3872,8 +3707,7 @@ def trained_ends(cfg):
     it is defined in a recipe file that has not been executed.
     """
     try:
-        rates = mixture_rates(cfg.data.task, cfg)
-        return {find_task(name, cfg).inputs_eos for name, rate in rates.items() if rate}
+        return {task.inputs_eos for task in trained_tasks(cfg)}
     except UserError:
         return set()
 
@@ -3902,9 +3736,7 @@ def unigram_loss(counts, batches, tokenizer):
 
 def is_span_corruption(cfg):
     """Return whether all tasks of a run train with span corruption."""
-    names = mixture_rates(cfg.data.task, cfg)
-    objectives = [find_task(name, cfg).objective for name in names]
-    return all(type(objective) is SpanCorruption for objective in objectives)
+    return all(type(task.objective) is SpanCorruption for task in trained_tasks(cfg))
 
 
 def describe_rows(cfg):
@@ -3966,7 +3798,7 @@ def first_split(cfg):
     return "train"
 
 
-def show(cfg, count, run_dir=None):
+def show(cfg, count):
     """Print `count` rows of the first batch, and how fast batches are made.
 
     The rows come from the training split. If a task has no training split, the rows come
@@ -3977,38 +3809,37 @@ def show(cfg, count, run_dir=None):
     if split != "train":
         # evaluation_config raises a UserError if data.task is a mixture.
         cfg = evaluation_config(cfg.data.task, cfg)
-    tokenizer = prepare_vocabulary(cfg, split, run_dir)
+    tokenizer = prepare_vocabulary(cfg, split)
     dataset = prepare(cfg, split, tokenizer)
     print(f"task     {cfg.data.task}, {split} split: {describe_dataset(dataset)}")
     print(describe_rows(cfg))
     batch = dataset.batch(0)
-    sides = {
-        "inputs": (batch.inputs, batch.input_segments),
-        "targets": (batch.targets, batch.target_segments),
-    }
+    sides = [
+        ("inputs", batch.inputs, batch.input_segments),
+        ("targets", batch.targets, batch.target_segments),
+    ]
     # Print only rows that hold an example. The last rows are empty if a held-out split
     # has fewer examples than a batch has rows.
     filled = batch.target_segments.any(axis=1).sum()
     for i in range(min(count, filled)):
-        for side, (ids, segments) in sides.items():
+        for side, ids, segments in sides:
             lengths = " + ".join(map(str, np.bincount(segments[i])[1:]))
             print(f"\nrow {i}, {side}: {lengths} of {ids.shape[1]} positions are filled")
             print(f"  {color_row(ids[i], segments[i], tokenizer)}")
-    tokens = sum(np.count_nonzero(segments) for _, segments in sides.values())
+    tokens = sum(np.count_nonzero(segments) for *_, segments in sides)
     calls, seconds = timeit.Timer(lambda: dataset.batch(0)).autorange()
     speed = calls * tokens / seconds / 1e6
     print(f"\nspeed    {speed:.1f} million tokens per second on one CPU core")
 
 
-def list_mixture(cfg, run_dir=None):
+def list_mixture(cfg):
     """Print a table of the tasks in a mixture, with the rate and source of each task.
 
     The name of the mixture is cfg.data.task.
     """
 
     def count_documents(task):
-        tokenizer = prepare_vocabulary(cfg, run_dir=run_dir)
-        return Corpus(task, "train", tokenizer, cfg).count_documents()
+        return Corpus(task, "train", prepare_vocabulary(cfg), cfg).count_documents()
 
     rates = mixture_rates(cfg.data.task, cfg, count_documents)
     total = sum(rates.values())
@@ -4018,7 +3849,7 @@ def list_mixture(cfg, run_dir=None):
         print(f"{task:40} {rate:>12,.6g} {rate / total:>9.4%}  {source}")
 
 
-def prepare_all(cfg, shard, run_dir=None):
+def prepare_all(cfg, shard):
     """Tokenize the data of a run before training, and write the token files.
 
     With packing, the complete training split is tokenized. Without packing, only the text
@@ -4027,7 +3858,7 @@ def prepare_all(cfg, shard, run_dir=None):
     shard: a text such as "0/4" if several machines share the work, otherwise None. With
         "0/4", this machine tokenizes the complete source files 0, 4, 8 and so on.
     """
-    tokenizer = prepare_vocabulary(cfg, run_dir=run_dir)
+    tokenizer = prepare_vocabulary(cfg)
     held_out = {}
     if cfg.train.eval_every or cfg.train.infer_every:
         held_out = evaluation_configs(cfg)
@@ -4040,7 +3871,7 @@ def prepare_all(cfg, shard, run_dir=None):
             for file in range(first, len(corpus.files), machines):
                 position = [file, 0, 0]
                 while position and position[0] == file:
-                    position = corpus.prepare_shard(position).get("next")
+                    position = corpus.prepare_shard(position)["next"]
         print(f"The text for --shard {shard} of {cfg.data.task} is tokenized.")
         return
     dataset = prepare(cfg, "train", tokenizer)
@@ -4085,18 +3916,21 @@ def main(argv):
     if not args.run_dir:
         changes = with_vocab_size(changes)
     cfg = configs.resolve(args, changes, recipe=True)
+    if args.run_dir:
+        load_run_tokenizer(args.run_dir)  # check that it is the vocabulary of the run
+        cfg = configs.override(cfg, {"data.vocab": f"{args.run_dir}/spiece.model"})
     if args.list:
         cfg = configs.override(cfg, {"data.task": args.list})
     check_tasks(cfg)
     if args.list:
-        list_mixture(cfg, args.run_dir)
+        list_mixture(cfg)
     elif args.list is not None:
         print("tasks", *TASKS, sep="\n  ")
         print("mixtures", *MIXTURES, sep="\n  ")
     elif args.prepare or args.shard:
-        prepare_all(cfg, args.shard, args.run_dir)
+        prepare_all(cfg, args.shard)
     else:
-        show(cfg, args.show, args.run_dir)
+        show(cfg, args.show)
 
 
 if __name__ == "__main__":
