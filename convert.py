@@ -1386,7 +1386,9 @@ def open_zarr(kvstore, written, **expected):
     array into chunks, which are separate files. If a chunk is missing, this function or
     the reading of the values raises a UserError.
     """
-    explain = explain_errors(kvstore["path"], "a complete array")
+    explain = explain_errors(
+        kvstore.get("base", "") + kvstore["path"], "a complete array"
+    )
     # Raise an error if a chunk is missing. By default, TensorStore returns zeros instead.
     options = {"driver": "zarr", "fill_missing_data_reads": False}
     spec = {**options, "kvstore": kvstore, **expected}
