@@ -1541,8 +1541,11 @@ def read_gin(folders):
         return ["", *re.findall(rf"(?:{name}) *= *({value})", text)][-1]
 
     stated = {}
+    number = (
+        r"[^%\s]\S*"  # A macro, such as %DROPOUT_RATE, has its value in another line.
+    )
     for name, own_name in GIN_FIELDS.items():
-        if value := last_value(rf"T5Config\.{name}", r"\d+"):
+        if value := last_value(rf"T5Config\.{name}", number):
             stated[own_name] = int(value)
     names = r"mlp_activations|DenseReluDense\.activation"
     # The value may be a list or tuple of several lines.
@@ -1557,9 +1560,9 @@ def read_gin(folders):
                 f"`{activation}`: convert a model with gated GELU, gated SiLU or ReLU."
             )
     # T5X's own Gin files set the dropout rate by the macro DROPOUT_RATE.
-    if dropout := last_value(r"T5Config\.dropout_rate|\bDROPOUT_RATE", r"\d[\d.e-]*"):
+    if dropout := last_value(r"T5Config\.dropout_rate|\bDROPOUT_RATE", number):
         stated["dropout"] = float(dropout)
-    if distance := last_value(r"RelativePositionBiases\.max_distance", r"\d+"):
+    if distance := last_value(r"RelativePositionBiases\.max_distance", number):
         stated["relative_max_distance"] = int(distance)
     return stated
 

@@ -2043,6 +2043,10 @@ def seqio_source(name, split, cfg, whole):
                 f"{folder} has {len(shards)} shards of {split}, but info.{split}.json "
                 f"promises {info['num_shards']}: copy the missing shards."
             )
+        if empty := [path for path, (size, _) in shards if not size]:
+            note(
+                f"warning: {', '.join(empty):.200} is empty: copy it again if SeqIO's is not"
+            )
         read = functools.partial(read_seqio, info["features"])
         for file in group_files(shards, read):
             files.append(file._replace(stamp=[file.stamp, info]))

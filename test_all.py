@@ -7322,6 +7322,8 @@ def damage_folder(folder, others, rng):
     is_json = content[:1] in b"{[" and path.suffix != ".gz"
     if is_json or path.suffix == ".safetensors":
         damages += ["value"] * 8
+    if path.suffix == ".gin":
+        damages += ["line"] * 8
     damage = str(rng.choice(damages))
     if damage == "flip":
         changed = bytearray(content)
@@ -7350,6 +7352,13 @@ def damage_folder(folder, others, rng):
         size = 8 + int.from_bytes(content[:8], "little")
         header = change_value(json.loads(content[8:size]), rng).encode()
         content = len(header).to_bytes(8, "little") + header + content[size:]
+    elif damage == "line":
+        lines = content.decode().splitlines()
+        place = rng.integers(len(lines))
+        other = OTHER_VALUES[rng.integers(len(OTHER_VALUES))]
+        line = f"{lines[place].split(' = ')[0]} = {other!r}"
+        lines[place : place + rng.integers(2)] = [line][: rng.integers(3)]
+        content = "\n".join(lines).encode()
     elif damage == "swap":
         found = [x for other in others for x in sorted(other.rglob(path.name))]
         content = found[rng.integers(len(found))].read_bytes() if found else b"other"
@@ -7671,7 +7680,9 @@ def fuzz_data(number, case, folder, rng):
         return "right"
     try:
         undamaged = read_examples(source.format(folder / kind))[0]
-        found, skipped = read_examples(source.format(damaged), on_error)
+        notes = io.StringIO()
+        with contextlib.redirect_stderr(notes):
+            found, skipped = read_examples(source.format(damaged), on_error)
     except configs.UserError as error:
         named(str(error), damaged, path.name)
         return "refused"
@@ -7684,6 +7695,7 @@ def fuzz_data(number, case, folder, rng):
         elif kind != "gz":
             same_lists(found, expected)
         return "skipped"
+    complete |= f"{path} is empty" in notes.getvalue()
     assert complete, "an incomplete file is read without a message"
     same_lists(found, expected)
     return "right"
@@ -7813,6 +7825,12 @@ def run_fuzz(kind, folder, first, log):
     jax.config.update("jax_num_cpu_devices", 1)
     partition.start_jax = lambda cfg: None  # JAX is already running in this process
     os.fsync = lambda _: None  # waiting for the disk takes most of the time
+    # These functions take most of the processor's time, and get the same arguments each time.
+    decompile = functools.cache(convert.decompile)
+    convert.decompile = lambda charsmap: dict(decompile(charsmap))
+    configs.field_help = functools.cache(configs.field_help)
+    documents = data.python_documents()[:50]
+    data.python_documents = lambda: documents
     limit = 20 << 30  # bytes of addresses; a larger array is a MemoryError
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     with open(log, "a", buffering=1) as file:
