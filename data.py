@@ -2045,7 +2045,8 @@ def seqio_source(name, split, cfg, whole):
             )
         if empty := [path for path, (size, _) in shards if not size]:
             note(
-                f"warning: {', '.join(empty):.200} is empty: copy it again if SeqIO's is not"
+                f"warning: {', '.join(empty):.200} is empty: if it is not empty in the "
+                f"original cache, copy it again."
             )
         read = functools.partial(read_seqio, info["features"])
         for file in group_files(shards, read):
