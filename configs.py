@@ -1593,8 +1593,9 @@ def run_command(main):
     main gets the command-line arguments. If main raises a UserError, print only its
     message, without a traceback, and exit with status 2. Other errors give status 1.
     """
-    # Print each line immediately, even if the output goes to a file or a pipe.
-    sys.stdout.reconfigure(line_buffering=True)
+    # Print each line immediately, even if the output goes to a file or a pipe. A path may
+    # contain bytes that are not UTF-8.
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     script = os.path.basename(sys.argv[0])
     if main.__module__ == "__main__":
         # A recipe file may import this script, for example `import train`. The import

@@ -1284,7 +1284,9 @@ def open_zarr(kvstore, part=None, dtype=None):
     the file .zarray contradicts the checkpoint, this function or the reading of the
     values raises a UserError.
     """
-    explain = explain_errors(kvstore["path"], "a complete array")
+    explain = explain_errors(
+        kvstore.get("base", "") + kvstore["path"], "a complete array"
+    )
     # Raise an error if a chunk is missing. By default, TensorStore returns zeros instead.
     options = {"driver": "zarr", "fill_missing_data_reads": False}
     # T5X and Orbax always write in C order and in little-endian format.

@@ -1720,6 +1720,20 @@ def tfds_source(name, split, cfg, whole):
     try:
         builder = import_tfds().builder_from_directory(folder)
         info = builder.info
+        if info.file_format.value != "array_record":
+            raise UserError(
+                f"{folder} is stored as {info.file_format.value}, which only TensorFlow "
+                f"can read: prepare the dataset again on a machine with TensorFlow. Run "
+                f"tfds.builder('NAME', file_format='array_record')"
+                f".download_and_prepare()."
+            )
+        if split not in info.splits:
+            raise MissingSplit(
+                f"{folder} has no split {split} (it has {', '.join(info.splits)}): name "
+                f"another source with --data.validation_source."
+            )
+        examples = builder.as_data_source(split)
+        count = info.splits[split].num_examples
     except UserError:
         raise
     except Exception as error:  # TFDS and protobuf raise many exceptions
@@ -1727,21 +1741,8 @@ def tfds_source(name, split, cfg, whole):
             f"{folder / 'dataset_info.json'} is damaged ({error}): "
             f"copy the dataset again."
         ) from error
-    if info.file_format.value != "array_record":
-        raise UserError(
-            f"{folder} is stored as {info.file_format.value}, which only TensorFlow can "
-            f"read: prepare the dataset again on a machine with TensorFlow. Run "
-            f"tfds.builder('NAME', file_format='array_record').download_and_prepare()."
-        )
-    if split not in info.splits:
-        raise MissingSplit(
-            f"{folder} has no split {split}: name another source with "
-            f"--data.validation_source."
-        )
-    count = info.splits[split].num_examples
 
     def read(start, bad):
-        examples = builder.as_data_source(split)
         for number in range(count)[start : start + TFDS_RANGE]:
             where = f"{folder} {split} {number}"
             try:
@@ -1801,12 +1802,44 @@ def hf_source(name, split, cfg, whole):
     ]
 
 
+@functools.cache
+def crc32c_tables():
+    """Return the tables [1024, 256] of crc32c. The last row is for the last byte."""
+    table = np.arange(256, dtype=np.uint32)
+    for _ in range(8):
+        table = table >> 1 ^ (table & 1) * np.uint32(0x82F63B78)
+    tables = [table]
+    for _ in range(1023):
+        tables.append(tables[-1] >> 8 ^ table[tables[-1] & 255])
+    return np.stack(tables[::-1])
+
+
+def crc32c(content):
+    """Return the CRC-32C checksum of bytes. zlib.crc32 uses another polynomial.
+
+    A CRC is linear: the checksum of a block is the XOR of one table entry for each byte.
+    The tables say what a byte becomes at its distance from the end of the block.
+
+    >>> hex(crc32c(b"123456789"))
+    '0xe3069283'
+    """
+    crc = 0xFFFFFFFF
+    for start in range(0, len(content), 1024):
+        block = np.array(memoryview(content)[start : start + 1024])
+        size = len(block)
+        # The checksum so far is added to the first four bytes of the block.
+        block[:4] ^= np.frombuffer(crc.to_bytes(4, "little"), np.uint8)[:size]
+        entries = crc32c_tables()[-size:][np.arange(size), block]
+        crc = crc >> 8 * size ^ int(np.bitwise_xor.reduce(entries))
+    return crc ^ 0xFFFFFFFF
+
+
 def read_tfrecords(path):
-    """Yield the records of a tfrecord file as bytes.
+    """Yield the records of a tfrecord file as pairs (record, checksum).
 
     Before each record, the file has 8 bytes with the length of the record and 4 bytes
-    with a checksum of the length. After each record, the file has 4 bytes with a checksum
-    of the record. The checksums are not verified.
+    with a checksum of the length, which is not needed here. After each record, the file
+    has 4 bytes with a checksum of the record.
     """
     with open_file(path) as file:
         while header := file.read(12):
@@ -1814,7 +1847,7 @@ def read_tfrecords(path):
             record = file.read(min(size, 1 << 31) + 4)
             if len(header) < 12 or len(record) != size + 4:
                 raise EOFError("it is cut off")
-            yield record[:-4]
+            yield record[:-4], int.from_bytes(record[-4:], "little")
 
 
 def read_seqio(features, path, bad):
@@ -1829,19 +1862,24 @@ def read_seqio(features, path, bad):
     """
     from tensorflow_datasets.proto import tf_example_generated_pb2
 
-    for number, record in enumerate(read_tfrecords(path)):
+    for number, (record, checksum) in enumerate(read_tfrecords(path)):
         where = f"{path} record {number}"
         example = {}
         try:
+            crc = crc32c(record)
+            # tfrecord files store the checksum rotated by 15 bits, plus a constant.
+            if ((crc >> 15 | crc << 17) + 0xA282EAD8) % (1 << 32) != checksum:
+                raise ValueError("its checksum is wrong")
             stored = tf_example_generated_pb2.Example.FromString(record)
             for key, feature in stored.features.feature.items():
                 values = [value.decode() for value in feature.bytes_list.value]
                 if not values:
                     numbers = [*feature.int64_list.value, *feature.float_list.value]
                     values = np.array(numbers)
-                scalar = features.get(key, {}).get("shape") == []
-                example[key] = values[0] if scalar else values
-        except Exception as error:  # from protobuf, bytes.decode or values[0]
+                if features.get(key, {}).get("shape") == []:
+                    (values,) = values
+                example[key] = values
+        except Exception as error:  # from protobuf, bytes.decode or (values,) = values
             bad(where, f"is damaged ({error})")
         else:
             yield where, example
@@ -1878,6 +1916,11 @@ def seqio_source(name, split, cfg, whole):
             raise UserError(
                 f"{folder} has {len(shards)} shards of {split}, but info.{split}.json "
                 f"promises {info['num_shards']}: copy the missing shards."
+            )
+        if empty := [path for path, (size, _) in shards if not size]:
+            note(
+                f"warning: {', '.join(empty):.200} is empty: if it is not empty in the "
+                f"original cache, copy it again."
             )
         files += group_files(shards, functools.partial(read_seqio, info["features"]))
     return files

@@ -9,8 +9,10 @@ with more of them, whole checkpoints too, may be named by the environment variab
 import argparse
 import ast
 import collections
+import contextlib
 import dataclasses
 import doctest
+import faulthandler
 import fcntl
 import functools
 import gzip
@@ -21,6 +23,7 @@ import json
 import math
 import os
 import re
+import resource
 import shlex
 import shutil
 import signal
@@ -30,6 +33,7 @@ import sys
 import threading
 import time
 import tokenize
+import traceback
 import types
 import unicodedata
 import zipfile
@@ -2459,8 +2463,48 @@ def test_invalid_mixtures_and_tasks_are_refused(mixture):
             data.find_task("string", mixture)
 
 
+def masked_crc(content):
+    """Return the CRC-32C checksum of bytes as tfrecord files store it, bit by bit."""
+    crc = 0xFFFFFFFF
+    for byte in content:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (crc & 1) * 0x82F63B78
+    crc ^= 0xFFFFFFFF
+    rotated = (crc >> 15 | crc << 17) & 0xFFFFFFFF
+    return (rotated + 0xA282EAD8 & 0xFFFFFFFF).to_bytes(4, "little")
+
+
+def read_tfrecord(path, shapes):
+    """Return the examples of a tfrecord file, and whether none of them is damaged."""
+    from tensorflow_datasets.proto import tf_example_generated_pb2
+
+    content, examples = path.read_bytes(), []
+    complete, at = len(content) > 0, 0
+    while at < len(content):
+        size = content[at : at + 8]
+        raw = content[at + 12 :][: int.from_bytes(size, "little")]
+        at += 16 + len(raw)
+        if content[at - 4 : at] != masked_crc(raw):
+            complete = False
+            continue
+        example = {}
+        parsed = tf_example_generated_pb2.Example.FromString(raw)
+        for key, feature in parsed.features.feature.items():
+            kind = feature.WhichOneof("kind")
+            values = list(getattr(feature, kind).value)
+            if kind == "bytes_list":
+                values = [value.decode() for value in values]
+            if shapes.get(key, {}).get("shape") == []:
+                complete &= len(values) == 1
+                values = values[0]
+            example[key] = values
+        examples.append(example)
+    return examples, complete
+
+
 def write_seqio_cache(folder, split, examples, shards=2):
-    """Write a cache like seqio.scripts.cache_tasks_main, but without checksums."""
+    """Write a cache like seqio.scripts.cache_tasks_main."""
     from tensorflow_datasets.proto import tf_example_generated_pb2
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -2487,7 +2531,8 @@ def write_seqio_cache(folder, split, examples, shards=2):
                 else:
                     record.features.feature[key].int64_list.value.extend(value)
             raw = record.SerializeToString()
-            records += len(raw).to_bytes(8, "little") + bytes(4) + raw + bytes(4)
+            size = len(raw).to_bytes(8, "little")
+            records += size + masked_crc(size) + raw + masked_crc(raw)
         (folder / f"{split}.tfrecord-{shard:05}-of-{shards:05}").write_bytes(records)
     (folder / "COMPLETED").write_text("tfrecord")
 
@@ -7187,6 +7232,742 @@ def test_random_command_lines_never_end_in_a_traceback(capsys, monkeypatch):
         ), flags
         ended[status] += 1
     assert ended[0] > 20 and ended[2] > 100
+
+
+# ---- fuzz: damaged models, damaged data and wrong command lines ----------------------------------
+# A process of its own runs the cases of one kind, and the test restarts it after a case that
+# ended the process. Each case ends in a refusal or in the answer of an independent reading.
+
+FUZZ = {"models": 300, "data": 300, "commands": 100}  # how many cases each kind has
+SECONDS, MEGABYTES = 20, 2000  # the limits of a case
+OTHER_VALUES = (
+    *(None, True, False, 0, -1, 1, 7, 10**9, -(10**18), 10**30, 0.5, -0.1, 1e300),
+    *(math.nan, math.inf, "", "x", "5", "../x", "\0", [], [1], [-1, 10**9], {}, {"a": 1}),
+)
+
+
+def change_value(value, rng):
+    """Return a JSON text of `value` with a random change: another, missing or double value."""
+    places = []
+
+    def collect(inner):
+        for key in inner if isinstance(inner, dict) else range(len(inner)):
+            places.append((inner, key))
+            if isinstance(inner[key], dict | list):
+                collect(inner[key])
+
+    collect(value)
+    inner, key = places[rng.integers(len(places))]
+    other = OTHER_VALUES[rng.integers(len(OTHER_VALUES))]
+    how = rng.integers(6)
+    if how == 0:
+        del inner[key]
+    elif how == 1 and isinstance(inner, dict):
+        inner["duplicate of a key"] = other
+        text = json.dumps(value)
+        return text.replace('"duplicate of a key"', json.dumps(key))
+    elif how == 2 and type(inner[key]) in (int, float):
+        inner[key] += int(rng.choice([-1, 1, 1000]))
+    else:
+        inner[key] = other
+    return json.dumps(value)
+
+
+def damage_folder(folder, others, rng):
+    """Damage one file of a folder. Return the path of the file and the name of the damage.
+
+    others: folders with files of other models or sources, which may replace the file.
+    """
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    # Choose a kind of file first, because a folder may have a hundred files with arrays.
+    kinds = collections.defaultdict(list)
+    for path in files:
+        # The names of Orbax's data files are digests.
+        kinds[path.suffix or ("digest" if len(path.name) > 25 else path.name)].append(
+            path
+        )
+    group = kinds[rng.choice(sorted(kinds))]
+    path = group[rng.integers(len(group))]
+    content = path.read_bytes()
+    damages = [
+        "flip",
+        "flip",
+        "flip",
+        "cut",
+        "append",
+        "empty",
+        "rename",
+        "remove",
+        "swap",
+    ]
+    is_json = content[:1] in b"{[" and path.suffix != ".gz"
+    if is_json or path.suffix == ".safetensors":
+        damages += ["value"] * 8
+    if path.suffix == ".gin":
+        damages += ["line"] * 8
+    damage = str(rng.choice(damages))
+    if damage == "flip":
+        changed = bytearray(content)
+        # Most files begin or end with their description, so damage it more often.
+        low, high = [(0, 200), (-200, 0), (0, len(content))][rng.integers(3)]
+        for _ in range(rng.integers(1, 4) if content else 0):
+            changed[rng.integers(low, high or len(content)) % len(content)] ^= (
+                1 << rng.integers(8)
+            )
+        content = bytes(changed)
+    elif damage == "cut":
+        content = content[: int(len(content) * rng.random())]
+    elif damage == "append":
+        content += [rng.bytes(50), b"\0", content[:100], b"\n{}"][rng.integers(4)]
+    elif damage == "empty":
+        content = b""
+    elif damage == "value" and is_json:
+        try:
+            content = change_value(json.loads(content), rng).encode()
+        except ValueError:  # a file of JSON lines
+            lines = content.splitlines()
+            number = rng.integers(len(lines))
+            lines[number] = change_value(json.loads(lines[number]), rng).encode()
+            content = b"\n".join(lines)
+    elif damage == "value":
+        size = 8 + int.from_bytes(content[:8], "little")
+        header = change_value(json.loads(content[8:size]), rng).encode()
+        content = len(header).to_bytes(8, "little") + header + content[size:]
+    elif damage == "line":
+        lines = content.decode().splitlines()
+        place = rng.integers(len(lines))
+        other = OTHER_VALUES[rng.integers(len(OTHER_VALUES))]
+        line = f"{lines[place].split(' = ')[0]} = {other!r}"
+        lines[place : place + rng.integers(2)] = [line][: rng.integers(3)]
+        content = "\n".join(lines).encode()
+    elif damage == "swap":
+        found = [x for other in others for x in sorted(other.rglob(path.name))]
+        content = found[rng.integers(len(found))].read_bytes() if found else b"other"
+    if damage == "rename":
+        names = [file.name for file in files] + [
+            "pytorch_model.bin",
+            "x",
+            "x.gz",
+            "a.json",
+        ]
+        path.rename(path.with_name(str(rng.choice(names))))
+    elif damage == "remove":
+        path.unlink()
+    else:
+        path.write_bytes(content)
+    return path, damage
+
+
+# Plain T5's fields, and the name and the default that transformers gives to them.
+DEFAULTS_OF_HF = {
+    "dropout": ("dropout_rate", 0.1),
+    "relative_max_distance": ("relative_attention_max_distance", 128),
+    "activation": ("feed_forward_proj", "relu"),
+}
+
+
+def decode_model(folder):
+    """Read a model with the libraries of its format. Return (form, {name: array}, fields).
+
+    fields: the values of ModelConfig that the configuration states.
+    """
+    fields, arrays = {}, {}
+    if (folder / "checkpoint").is_file() or (folder / "_METADATA").is_file():
+        text = (
+            (folder / "config.gin").read_text()
+            if (folder / "config.gin").exists()
+            else ""
+        )
+        stated = dict(re.findall(r"^\w+\.\w+\.(\w+) = (.*)$", text, re.M))
+        for name, own in (
+            ("dropout_rate", "dropout"),
+            ("max_distance", "relative_max_distance"),
+            *convert.GIN_FIELDS.items(),
+        ):
+            if name in stated:
+                fields[own] = ast.literal_eval(stated[name])
+        if "mlp_activations" in stated:
+            first, *gate = ast.literal_eval(stated["mlp_activations"])
+            fields["activation"] = f"gated_{first}" if gate else first
+    if (folder / "_METADATA").is_file():
+        import tensorstore
+
+        store = {"driver": "ocdbt", "base": f"file://{folder}/"}
+        tree = json.loads((folder / "_METADATA").read_text())["tree_metadata"].values()
+        for entry in tree:
+            keys = [part["key"] for part in entry["key_metadata"]]
+            spec = {"driver": "zarr", "kvstore": {**store, "path": ".".join(keys) + "/"}}
+            spec["fill_missing_data_reads"] = False
+            opened = tensorstore.open(spec).result()
+            assert math.prod(opened.shape) < 10**7, "a huge shape"
+            arrays["/".join(keys)] = opened.read().result()
+        return convert.T5X, arrays, fields
+    if (folder / "checkpoint").is_file():
+        tree = flax.serialization.msgpack_restore((folder / "checkpoint").read_bytes())
+        leaves = flax.traverse_util.flatten_dict(
+            tree["optimizer"], is_leaf=lambda _, x: "driver" in x, sep="/"
+        )
+        for name, leaf in leaves.items():
+            if isinstance(leaf, dict):  # one file holds all values, without compression
+                path = folder / leaf["kvstore"]["path"]
+                about = json.loads((path / ".zarray").read_text())
+                values = (path / ".".join("0" * len(about["shape"]))).read_bytes()
+                leaf = np.frombuffer(values, about["dtype"]).reshape(about["shape"])
+            arrays[name] = np.asarray(leaf)
+        return convert.T5X, arrays, fields
+    config = json.loads((folder / "config.json").read_text())
+    for own, (name, default) in DEFAULTS_OF_HF.items():
+        fields[own] = config.get(name, default)
+    fields["activation"] = fields["activation"].replace("-", "_")
+    for name, own in convert.HF_FIELDS.items():
+        if config.get(name) is not None:
+            fields[own] = config[name]
+    for name, read in (
+        ("model*.safetensors", safetensors.numpy.load_file),
+        ("part*.safetensors", safetensors.numpy.load_file),
+        ("flax_model.msgpack", flax_arrays),
+        ("pytorch_model.bin", torch_arrays),
+    ):
+        for path in folder.glob(name) if not arrays or "*" in name else ():
+            arrays |= read(path)
+    return convert.HF, arrays, fields
+
+
+def flax_arrays(path):
+    tree = flax.serialization.msgpack_restore(path.read_bytes())
+    leaves = flax.traverse_util.flatten_dict(tree, sep=".").items()
+    return {
+        f"{name.rpartition('.')[0]}.weight": array.T if name.endswith("kernel") else array
+        for name, array in leaves
+    }
+
+
+def torch_arrays(path):
+    import torch
+
+    found = torch.load(path, "cpu", weights_only=True)
+    return {name: array.float().numpy() for name, array in found.items()}
+
+
+def ids_of(folder, texts):
+    """Return the ids of texts as another library reads the vocabulary, or None without one."""
+    import sentencepiece
+
+    if (folder / "spiece.model").is_file():
+        read = sentencepiece.SentencePieceProcessor()
+        read.LoadFromSerializedProto((folder / "spiece.model").read_bytes())
+        return [read.encode(text) for text in texts]
+    if (folder / "tokenizer.json").is_file() and importlib.util.find_spec("tokenizers"):
+        import tokenizers
+
+        read = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        return [read.encode(text, add_special_tokens=False).ids for text in texts]
+    return None
+
+
+def command(module, *argv):
+    """Run a command in this process. Return (status, standard output, standard error)."""
+    out, err = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.StringIO()
+    sys.argv = [f"{module.__name__}.py", *map(str, argv)]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            configs.run_command(module.main)
+        except SystemExit as error:
+            status = error.code or 0
+    out.flush()
+    return status, out.buffer.getvalue().decode(), err.getvalue()
+
+
+def named(message, *words):
+    """Assert that the message of a refusal is one sentence that contains one of the words."""
+    assert any(str(word) in message for word in words), message
+    assert "Traceback" not in message, message
+
+
+def fuzz_models(number, case, folder, rng):
+    """Damage a model and convert it. The result equals what other libraries read."""
+    names = sorted(
+        path.name for path in folder.iterdir() if not path.name.startswith("_")
+    )
+    name = names[number % len(names)]
+    shutil.copytree(folder / name, case / name)
+    source, written = case / name, case / "written"
+    others = [folder / "_same" / name, folder / "_other" / name]
+    path, damage = damage_folder(source, others, rng)
+    label = f"{name} {path.relative_to(source)} {damage}"
+    yield label
+    status, _, err = command(convert, source, written, "--allow_pickle")
+    if status:
+        assert status in (1, 2), err
+        named(err, source, path.name)
+        assert status == 2, err
+        return "refused"
+    found = convert.open_any(written)
+    if name == "plain":  # checksums protect the arrays
+        undamaged = convert.open_any(folder / name, found.step)
+        assert all(
+            np.array_equal(tensor.read(), undamaged.arrays[key].read())
+            for key, tensor in found.arrays.items()
+        )
+        stated = json.loads((source / "config.json").read_text())
+        for section in ("model", "data", "decode"):
+            for key, value in stated.get(section, {}).items():
+                own = getattr(getattr(found.cfg, section), key, value)
+                assert own == value, (key, own, value)
+        return "right" if found.step == 6 else "older step"
+    form, arrays, fields = decode_model(source)
+    m = found.cfg.model
+    for key, value in fields.items():
+        assert getattr(m, key) == value, (key, getattr(m, key), value)
+    for key in ("dropout", "relative_max_distance", "activation"):
+        assert key in fields or f"{key} {getattr(m, key)}" in err, (key, err)
+    for entry in convert.parameter_entries(m, form):
+        expected = arrays.pop(entry.external_name)
+        own = found.arrays[entry.name, entry.layer].read()
+        expected = np.float32(expected.T if entry.transposed else expected)
+        if entry.name == "params/unembed" and "Versions 4 and 5" in err:
+            expected = expected * (
+                1 if np.array_equal(own, expected) else m.d_model**-0.5
+            )
+        assert np.allclose(own, expected, 1e-6, 0, equal_nan=True), entry
+        assert np.isfinite(expected).all() or "infinite or NaN" in err
+    arrays = {key for key in arrays if not key.startswith("state/")}
+    assert not arrays - {"encoder.embed_tokens.weight", "decoder.embed_tokens.weight"}
+    texts = [*sentences(20), " a  b ", "Ä ß ﬁ 5 x"]
+    expected = ids_of(source, texts)
+    if expected is None or not (written / "spiece.model").exists():
+        assert not (written / "spiece.model").exists() and "has no vocabulary" in err
+    else:
+        tokenizer = data.load_tokenizer(written / "spiece.model")
+        assert [tokenizer.encode(text) for text in texts] == expected
+    return "right"
+
+
+def lines_of(path):
+    """Return the lines of a text file and whether all of it could be read, with zlib alone."""
+    content, complete = path.read_bytes(), True
+    if path.suffix == ".gz" or content.startswith(b"\x1f\x8b"):
+        try:
+            content = gzip.decompress(content)
+        except Exception:
+            content, complete = b"", False
+    *lines, last = content.split(b"\n")
+    lines = [line + b"\n" for line in lines] + [last]
+    found = []
+    for line in lines:
+        try:
+            found.append(line.decode())
+        except UnicodeDecodeError:
+            complete = False
+    return found, complete
+
+
+def read_independently(kind, folder, undamaged):
+    """Return the valid examples of a data folder, and whether the other ones are none."""
+    paths = sorted(path for path in folder.glob(FUZZ_SOURCES[kind][1]) if path.is_file())
+    examples, complete = [], True
+    if kind == "tfds":
+        from array_record.python import array_record_module
+        from tensorflow_datasets.proto import tf_example_generated_pb2
+
+        try:
+            reader = array_record_module.ArrayRecordReader(str(paths[0]))
+            for record in reader.read_all():
+                found = tf_example_generated_pb2.Example.FromString(record).features
+                (text,) = found.feature["text"].bytes_list.value
+                examples.append({"text": text.decode()})
+        except Exception:
+            examples, complete = undamaged, False
+        (split,) = json.loads((folder / "dataset_info.json").read_text())["splits"]
+        return examples[: sum(map(int, split["shardLengths"] or ()))], complete
+    if kind == "seqio":
+        features = json.loads((folder / "info.train.json").read_text())["features"]
+    for path in paths:
+        if kind == "parquet":
+            import pyarrow.parquet
+
+            try:
+                examples += pyarrow.parquet.read_table(path).to_pylist()
+            except Exception:
+                complete = False
+            continue
+        if kind == "seqio":
+            found, valid = read_tfrecord(path, features)
+            examples, complete = examples + found, complete and valid
+            continue
+        lines, valid = lines_of(path)
+        complete &= valid
+        if kind == "text":
+            lines = ["".join(lines)]
+        for line in lines:
+            if line.strip() and kind in ("text", "lines"):
+                examples.append({"text": line})
+            elif line.strip():
+                try:
+                    value = json.loads(line)
+                    assert isinstance(value, dict)
+                    examples.append(value)
+                except (ValueError, AssertionError, RecursionError):
+                    complete = False
+    return examples, complete
+
+
+# Kinds of data: the source, and the files that it reads.
+FUZZ_SOURCES = {
+    "text": ("text:{0}/*.txt", "*.txt"),
+    "lines": ("text:{0}/*.txt:lines", "*.txt"),
+    "jsonl": ("jsonl:{0}/*.jsonl", "*.jsonl"),
+    "gz": ("jsonl:{0}/*.gz", "*.gz"),
+    "parquet": ("parquet:{0}/*.parquet", "*.parquet"),
+    "seqio": ("seqio:{0}", "train.tfrecord-*-of-*"),
+    "tfds": ("tfds:{0}", "*array_record*"),
+    "tokens": ("text:{0}/../text/*.txt:lines", "*"),
+}
+
+
+def read_examples(source, on_error="stop"):
+    """Return (all examples of a source, how many were skipped)."""
+    bad = data.InvalidExamples(on_error)
+    parts = data.open_source(source, "train", SMALL, whole=True)
+    return [example for part in parts for _, example in part.read(bad)], bad.count
+
+
+def token_config(folder):
+    """Return a Config whose token files are in the folder `tokens`."""
+    return change(
+        data=dict(
+            source=f"text:{folder}/text/*.txt:lines",
+            vocab=str(folder / "v.model"),
+            inputs_length=32,
+            targets_length=8,
+            prepared_dir=str(folder / "tokens"),
+        )
+    )
+
+
+def fuzz_data(number, case, folder, rng):
+    """Damage a file of a source and read it. The examples are those of another reader."""
+    kind = list(FUZZ_SOURCES)[number % len(FUZZ_SOURCES)]
+    on_error = str(rng.choice(["stop", "skip"]))
+    source = FUZZ_SOURCES[kind][0]
+    if kind == "tokens":
+        # The name of the folder with the token files depends on the path of the text.
+        damaged = folder / "tokens"
+        shutil.rmtree(damaged)
+        shutil.copytree(folder / "_tokens", damaged)
+        others = [folder / "text"]
+    else:
+        damaged = case / kind
+        shutil.copytree(folder / kind, damaged)
+        others = [folder / "_other" / kind, folder / "text", folder / "parquet"]
+    path, damage = damage_folder(damaged, others, rng)
+    yield f"{kind} {path.relative_to(damaged)} {damage} {on_error}"
+    if kind == "tokens":
+        cfg = token_config(folder)
+        dataset = data.prepare(cfg, "train", data.load_tokenizer(cfg.data.vocab))
+        batches = [dataset.batch(step) for step in range(3)]
+        join_prefetch()
+        expected = np.load(folder / "batches.npy")
+        assert np.array_equal([batch.inputs for batch in batches], expected)
+        return "right"
+    try:
+        undamaged = read_examples(source.format(folder / kind))[0]
+        notes = io.StringIO()
+        with contextlib.redirect_stderr(notes):
+            found, skipped = read_examples(source.format(damaged), on_error)
+    except configs.UserError as error:
+        named(str(error), damaged, path.name)
+        return "refused"
+    expected, complete = read_independently(kind, damaged, undamaged)
+    if skipped:
+        if complete:
+            assert kind in ("seqio", "tfds", "parquet"), "intact lines were skipped"
+        if kind in ("seqio", "tfds", "parquet"):
+            assert all(same(one, expected if complete else undamaged) for one in found)
+        elif kind != "gz":
+            same_lists(found, expected)
+        return "skipped"
+    complete |= f"{path} is empty" in notes.getvalue()
+    assert complete, "an incomplete file is read without a message"
+    same_lists(found, expected)
+    return "right"
+
+
+def as_text(example):
+    return json.dumps(example, sort_keys=True, default=lambda a: np.asarray(a).tolist())
+
+
+def same(example, examples):
+    return as_text(example) in set(map(as_text, examples))
+
+
+def same_lists(found, expected):
+    assert list(map(as_text, found)) == list(map(as_text, expected)), "other examples"
+
+
+VALUES = (
+    *("0", "-1", "1", "2", "64", "1e9", "2147483648", "1e400", "nan", "none", "true"),
+    *(
+        "x",
+        "",
+        "-",
+        "ü\x1b",
+        "0.1",
+        "../..",
+        "a" * 300,
+        "/dev/null",
+        "\udcff",
+        "--",
+        "{}",
+    ),
+)
+# Flags of these commands that change no answer.
+HARMLESS = ("--decode.batch_size", "1"), ("--data.on_error", "skip")
+HARMLESS_BY_COMMAND = {
+    infer: HARMLESS,
+    evaluate: HARMLESS,
+    train: (("--train.log_every", "1"), ("--train.keep", "1"), HARMLESS[1]),
+    data: HARMLESS[1:],
+    convert: (("--step", "latest"), ("--dtype", "float32")),
+}
+
+
+def run_changed(script, words, case, changes):
+    """Run a command in an empty folder after some changes of its words."""
+    shutil.rmtree(case)
+    case.mkdir()
+    lines = '{"inputs": "alpha <extra_id_0>", "targets": "beta"}\n' * 3
+    (case / "in.jsonl").write_text(lines)
+    os.chdir(case)
+    return command(script, *words, *changes)
+
+
+def fuzz_commands(number, case, folder, rng):
+    """Change a command line at random. It is refused, or it does what it says."""
+    run_dir, out = folder / "models/plain", case / "out.jsonl"
+    toy = [f"--data.source=text:{folder}/data/text/*.txt:lines", "--config", "tiny"]
+    toy += [f"--data.vocab={folder}/data/v.model", "--data.inputs_length=32"]
+    small = ["--data.targets_length=8", "--model.vocab_size=256", "--train.batch_size=8"]
+    small += ["--train.steps=2", "--model.d_model=32", "--train.eval_every=0"]
+    step = run_dir / "checkpoints/step_00000006"
+    commands = [
+        (infer, ["--run_dir", run_dir, "alpha <extra_id_0>"]),
+        (infer, ["--run_dir", run_dir, "--input", case / "in.jsonl", "--output", out]),
+        (evaluate, ["--run_dir", run_dir, "--output", case / "eval"]),
+        (convert, [folder / "models/hf", case / "new"]),
+        (convert, [run_dir, case / "new", "--to", "hf"]),
+        (data, [*toy, "--data.targets_length=8", "--show", "1"]),
+        (data, [*toy, "--data.targets_length=8", "--prepare"]),
+        (partition, ["--verify", step]),
+        (train, ["--run_dir", case / "run", *toy, *small]),
+        (model, ["--config", "tiny"]),
+        (configs, ["tiny"]),
+    ]
+    script, words = commands[number % len(commands)]
+    words = list(map(str, words))
+    harmless = HARMLESS_BY_COMMAND.get(script, ())
+    if harmless and rng.random() < 0.3:
+        changes = [
+            word for pair in rng.permutation(harmless)[:2].tolist() for word in pair
+        ]
+        yield f"{script.__name__} with {changes}"
+        expected, found = (run_changed(script, words, case, c) for c in ([], changes))
+        assert found[0] == 0, found
+        # Times and speeds differ.
+        one, two = (re.sub(r"[\d.,]+", "", result[1]) for result in (expected, found))
+        if script in (infer, evaluate, convert):
+            numbers = [
+                re.findall(r"loss +(\S+)", result[1]) for result in (expected, found)
+            ]
+            assert one == two and numbers[0] == numbers[1]
+        return "right"
+    names = [f"--{name}" for name, *_ in configs.fields(Config(""))]
+    flags = re.findall(r"^        (\w+)=dict\(", Path(script.__file__).read_text(), re.M)
+    names += [f"--{name}" for name in flags if name != "plan"] * 10
+    for _ in range(rng.integers(1, 3)):
+        place, value = rng.integers(len(words)), str(rng.choice(VALUES))
+        name = str(rng.choice(names))
+        how = rng.integers(10)
+        if how == 0 and len(words) > 1:
+            del words[place]
+        elif how == 1:
+            words[place] = value
+        elif how == 2:
+            words[place] = words[place][:-1]
+        elif how == 3:
+            words.insert(place, words[place])
+        elif how == 4:
+            words += [name[:-1], value]
+        else:
+            words += [name, value]
+    yield f"{script.__name__} {shlex.join(words)!a}"
+    status, out, err = run_changed(script, words, case, [])
+    assert "Traceback" not in err and "\x1b" not in err
+    if status == 2:
+        assert err.splitlines()[-1].startswith(f"{script.__name__}.py: "), err
+        return "refused"
+    assert status == 0, (status, err)
+    assert out.strip()
+    return "right"
+
+
+def run_fuzz(kind, folder, first, log):
+    """Run the cases of one kind, and append the outcome of each case to a file of JSON lines."""
+    folder, case = Path(folder), Path(folder).parent / f"case_{kind}"
+    jax.config.update("jax_num_cpu_devices", 1)
+    partition.start_jax = lambda cfg: None  # JAX is already running in this process
+    os.fsync = lambda _: None  # waiting for the disk takes most of the time
+    # These functions take most of the processor's time, and get the same arguments each time.
+    decompile = functools.cache(convert.decompile)
+    convert.decompile = lambda charsmap: dict(decompile(charsmap))
+    configs.field_help = functools.cache(configs.field_help)
+    documents = data.python_documents()[:50]
+    data.python_documents = lambda: documents
+    limit = 20 << 30  # bytes of addresses; a larger array is a MemoryError
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    with open(log, "a", buffering=1) as file:
+        for number in range(first, FUZZ[kind]):
+            faulthandler.dump_traceback_later(SECONDS, exit=True)
+            shutil.rmtree(case, ignore_errors=True)
+            case.mkdir()
+            rng = np.random.default_rng([number, *kind.encode()])
+            steps = globals()[f"fuzz_{kind}"](number, case, folder, rng)
+            label, outcome, start = "", "", time.perf_counter()
+            try:
+                label = next(steps)
+                print(json.dumps([number, label, "unfinished", 0]), file=file)
+                next(steps)
+            except StopIteration as error:
+                outcome = error.value
+            except BaseException as error:
+                outcome = f"FAULT {''.join(traceback.format_exception(error)[-4:])}"
+            used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+            if used > MEGABYTES:
+                outcome = f"FAULT {used} MB, {outcome}"
+            seconds = round(time.perf_counter() - start, 2)
+            print(json.dumps([number, label, outcome, seconds]), file=file)
+            if used > MEGABYTES:
+                os._exit(1)
+    faulthandler.cancel_dump_traceback_later()
+    os._exit(0)
+
+
+def make_fuzz_models(folder, tokenizer):
+    """Write the same toy model in each format, and copies with other weights and shapes."""
+    toy = change(ODD, model=dict(num_layers=1, num_decoder_layers=2))
+    parts = (folder, toy, 0), (folder / "_same", toy, 1), (folder / "_other", SMALL, 2)
+    for parent, cfg, seed in parts:
+        m, state = cfg.model, hf_state(cfg.model, seed)
+        start = parent / "_start"
+        write_hf(start, m, state=state)
+        (start / "spiece.model").write_bytes(tokenizer.serialized)
+        for name, source, to in (
+            ("_run", "_start", "plain"),
+            ("hf", "_run", "hf"),
+            ("t5x", "_run", "t5x"),
+        ):
+            convert.convert(parent / source, parent / name, to, np.dtype(np.float32))
+        for name, kind in (
+            ("sharded", "sharded"),
+            ("flax", "flax_model.msgpack"),
+            ("torch", "pytorch_model.bin"),
+        ):
+            if kind == "pytorch_model.bin" and not importlib.util.find_spec("torch"):
+                continue
+            write_hf(parent / name, m, kind, state)
+            for file in (parent / "hf").glob("*token*"):
+                shutil.copy(file, parent / name)
+        shutil.copytree(parent / "hf", parent / "tokenizer_json")
+        (parent / "tokenizer_json" / "spiece.model").unlink(missing_ok=True)
+        tree = {name: a for name, a in read_t5x(parent / "t5x").items()}
+        tree = flax.traverse_util.unflatten_dict(
+            {name: np.asarray(a) for name, a in tree.items()}, sep="/"
+        )
+        (parent / "orbax").mkdir()
+        write_orbax(parent / "orbax", tree)
+        for file in ("config.gin", "spiece.model"):
+            shutil.copy(parent / "t5x" / file, parent / "orbax")
+
+
+def make_fuzz_data(folder, tokenizer):
+    """Write the same sentences in each format of data, and other sentences."""
+    import pyarrow.parquet
+
+    (folder / "v.model").parent.mkdir(parents=True)
+    (folder / "v.model").write_bytes(tokenizer.serialized)
+    for parent, seed in ((folder, 0), (folder / "_other", 50)):
+        for kind in ("text", "lines", "jsonl", "gz", "parquet"):
+            (parent / kind).mkdir(parents=True)
+        for part in "ab":
+            texts = [f"{line} ä\u20ac" for line in sentences(40, seed + ord(part))]
+            for kind in ("text", "lines"):
+                (parent / kind / f"{part}.txt").write_text("\n".join(texts))
+            rows = [
+                {"text": line, "n": number, "inner": {"x": [1.5, None]}}
+                for number, line in enumerate(texts)
+            ]
+            content = "".join(json.dumps(row) + "\n" for row in rows)
+            (parent / "jsonl" / f"{part}.jsonl").write_text(content)
+            (parent / "gz" / f"{part}.gz").write_bytes(gzip.compress(content.encode()))
+            pyarrow.parquet.write_table(
+                pyarrow.Table.from_pylist(rows),
+                parent / "parquet" / f"{part}.parquet",
+                write_page_checksum=part == "a",
+                row_group_size=16,
+            )
+        texts = sentences(40, seed)
+        rows = [{"inputs": tokenizer.encode(x), "inputs_pretokenized": x} for x in texts]
+        write_seqio_cache(parent / "seqio", "train", rows)
+        write_tfds(parent / "tfds/1.0.0", {"train": texts})
+        (parent / "tfds/1.0.0").rename(parent / "moved")
+        (parent / "tfds").rmdir()
+        (parent / "moved").rename(parent / "tfds")
+    cfg = token_config(folder)
+    dataset = data.prepare(cfg, "train", data.load_tokenizer(cfg.data.vocab))
+    np.save(folder / "batches.npy", [dataset.batch(step).inputs for step in range(3)])
+    join_prefetch()
+    shutil.copytree(folder / "tokens", folder / "_tokens")
+
+
+@slow
+@pytest.mark.parametrize("kind", FUZZ)
+def test_random_damage_is_refused_or_changes_no_answer(
+    kind, trained, tokenizer, tmp_path
+):
+    """Damaged models, damaged data and wrong command lines never give an unreported error."""
+    folder, log = tmp_path / "fuzz", tmp_path / "outcomes.jsonl"
+    if kind != "data":
+        make_fuzz_models(folder / "models", tokenizer)
+        for name in ("plain", "_same/plain", "_other/plain"):
+            shutil.copytree(trained[0], folder / "models" / name)
+    if kind != "models":
+        make_fuzz_data(folder / "data", tokenizer)
+    given, first = folder if kind == "commands" else folder / kind, 0
+    while first < FUZZ[kind]:
+        program = f"import test_all; test_all.run_fuzz({kind!r}, {str(given)!r}, {first}, {str(log)!r})"
+        process = subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE)},
+            capture_output=True,
+            cwd=tmp_path,
+            stdin=subprocess.DEVNULL,
+        )
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        if lines[-1][2] == "unfinished":
+            error = process.stderr.decode(errors="replace")[-1500:]
+            lines.append([*lines[-1][:2], f"FAULT ended the process: {error}", 0])
+            with log.open("a") as file:
+                print(json.dumps(lines[-1]), file=file)
+        first = lines[-1][0] + 1
+    outcomes = {number: (label, outcome) for number, label, outcome, _ in lines}
+    faults = [pair for pair in outcomes.values() if pair[1].startswith("FAULT")]
+    counts = collections.Counter(
+        (label.split()[0], outcome) for label, outcome in outcomes.values() if outcome
+    )
+    assert not faults, f"{len(faults)} faults, {faults[:3]}"
+    assert len(outcomes) == FUZZ[kind], counts
+    assert sum(n for (_, outcome), n in counts.items() if outcome == "refused") > 30
+    assert sum(n for (_, outcome), n in counts.items() if outcome == "right") > 10
 
 
 # ---- convert -------------------------------------------------------------------------------------
