@@ -1541,9 +1541,8 @@ def read_gin(folders):
         return ["", *re.findall(rf"(?:{name}) *= *({value})", text)][-1]
 
     stated = {}
-    number = (
-        r"[^%\s]\S*"  # A macro, such as %DROPOUT_RATE, has its value in another line.
-    )
+    # A macro, such as %DROPOUT_RATE, has its value in another line.
+    number = r"[^%\s]\S*"
     for name, own_name in GIN_FIELDS.items():
         if value := last_value(rf"T5Config\.{name}", number):
             stated[own_name] = int(value)

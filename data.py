@@ -1929,7 +1929,10 @@ def hf_source(name, split, cfg, whole):
 
 @functools.cache
 def crc32c_tables():
-    """Return the tables [1024, 256] of crc32c. The last row is for the last byte."""
+    """Return the tables of the function crc32c, with the shape [1024, 256].
+
+    The last table is for the last byte of a block.
+    """
     table = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         table = table >> 1 ^ (table & 1) * np.uint32(0x82F63B78)
