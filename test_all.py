@@ -2517,6 +2517,39 @@ def write_seqio_cache(folder, split, examples, shards=2):
     (folder / "COMPLETED").write_text("tfrecord")
 
 
+def test_every_flipped_bit_of_a_seqio_cache_is_reported(tmp_path):
+    """Without the checksums, a flipped bit would give other token ids."""
+    write_seqio_cache(
+        tmp_path, "train", [{"inputs": [5, 300]}, {"inputs": [7]}], shards=1
+    )
+    (path,) = tmp_path.glob("train*")
+    content, bad = path.read_bytes(), data.InvalidExamples("stop")
+    size = int.from_bytes(content[:8], "little")
+    for position, bit in itertools.product(range(12, size + 16), range(8)):
+        flipped = content[position] ^ 1 << bit
+        path.write_bytes(content[:position] + bytes([flipped]) + content[position + 1 :])
+        with pytest.raises(configs.UserError, match="record 0 is damaged"):
+            list(data.read_seqio({}, str(path), bad))
+    path.write_bytes(content)
+    (_, first), _ = data.read_seqio({"inputs": {"shape": [None]}}, str(path), bad)
+    assert first["inputs"].tolist() == [5, 300]
+    with pytest.raises(configs.UserError, match="record 0 is damaged"):
+        list(data.read_seqio({"inputs": {"shape": []}}, str(path), bad))
+
+
+@pytest.mark.parametrize("value", ["1e3", "64.5", "0x", "'12'"])
+def test_a_number_of_a_gin_file_is_read_completely(tmp_path, value):
+    """A number must not be cut off, such as 1e3 to 1."""
+    name = "layers.RelativePositionBiases.max_distance"
+    (tmp_path / "config.gin").write_text(
+        f"{name} = 64\nA.T5Config.dropout_rate = %RATE\n"
+    )
+    assert convert.read_gin([tmp_path]) == {"relative_max_distance": 64}
+    (tmp_path / "config.gin").write_text(f"{name} = {value}\n")
+    with pytest.raises(ValueError, match="invalid literal"):
+        convert.read_gin([tmp_path])
+
+
 def test_t0_mixtures_consist_of_the_folders_of_p3(
     tmp_path, pairs, tokenizer, capsys, monkeypatch
 ):
