@@ -1392,16 +1392,13 @@ def gin_activation(value):
 
     value: the text of the value in the Gin file, such as "('gelu', 'linear')".
 
-    Raises a UserError if plain T5 does not support the activation.
+    Raises a ValueError if plain T5 does not support the activation.
     """
     words = re.findall(r"\w+", value.replace("swish", "silu"))
     for activation, branches in T5X_ACTIVATIONS.items():
         if words == branches:
             return activation
-    raise UserError(
-        f"The Gin file sets an unsupported activation, {value}: convert a model with "
-        f"one of {', '.join(T5X_ACTIVATIONS)}."
-    )
+    raise ValueError(f"{value} is none of {', '.join(T5X_ACTIVATIONS)}")
 
 
 # The fields of ModelConfig that the weights do not show. For each field, a regular
@@ -1411,9 +1408,10 @@ GIN_FIELDS = {
         r"(?:mlp_activations|DenseReluDense\.activation) = (.*)",
         gin_activation,
     ),
-    "relative_max_distance": (r"RelativePositionBiases\.max_distance = (\d+)", int),
-    # T5X's own Gin files set the dropout rate by the macro DROPOUT_RATE.
-    "dropout": (r"(?:T5Config\.dropout_rate|\bDROPOUT_RATE) = (\d[\d.e-]*)", float),
+    "relative_max_distance": (r"RelativePositionBiases\.max_distance = ([^%\s]\S*)", int),
+    # T5X's own Gin files set the dropout rate by the macro DROPOUT_RATE. A value such as
+    # %DROPOUT_RATE stands for a macro, whose value is in another line.
+    "dropout": (r"(?:T5Config\.dropout_rate|\bDROPOUT_RATE) = ([^%\s]\S*)", float),
 }
 
 
@@ -1426,6 +1424,8 @@ def read_gin(folders):
 
     folders: the folders that may contain a Gin file. If several Gin files set a field,
         the file in the first folder counts.
+
+    Raises a UserError if a value is invalid.
     """
     names = "operative_config.gin", "config.gin"
     paths = [folder / name for folder in reversed(folders) for name in names]
@@ -1434,7 +1434,13 @@ def read_gin(folders):
     stated = {}
     for field, (pattern, convert_value) in GIN_FIELDS.items():
         if values := re.findall(pattern, text):
-            stated[field] = convert_value(values[-1])
+            try:
+                stated[field] = convert_value(values[-1])
+            except ValueError as error:
+                raise UserError(
+                    f"The Gin file of {folders[0]} has an invalid {field} ({error}): copy "
+                    f"the file again, or convert another model."
+                ) from error
     return stated
 
 

@@ -1804,7 +1804,10 @@ def hf_source(name, split, cfg, whole):
 
 @functools.cache
 def crc32c_tables():
-    """Return the tables [1024, 256] of crc32c. The last row is for the last byte."""
+    """Return the tables of the function crc32c, with the shape [1024, 256].
+
+    The last table is for the last byte of a block.
+    """
     table = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         table = table >> 1 ^ (table & 1) * np.uint32(0x82F63B78)
@@ -3123,9 +3126,9 @@ def encode_in_background(examples, tokenizer, characters):
         encoded = iter(encoded)
         return [(number, [next(encoded) for _ in texts]) for number, texts in batch]
 
-    # Do not write `with ThreadPoolExecutor(1)`, which would wait for the thread at the end.
-    # If nobody reads this generator to its end, the garbage collector closes it, possibly
-    # while another thread starts. Waiting for a thread at that moment is a deadlock.
+    # Do not write `with ThreadPoolExecutor(1)`, which would wait for the thread at the
+    # end. If nobody reads this generator to its end, the garbage collector closes it,
+    # possibly while another thread starts. Waiting for a thread would then be a deadlock.
     thread = ThreadPoolExecutor(1)
     future = thread.submit(encode, [])
     batch = []
