@@ -846,6 +846,7 @@ def nearest(word, known):
     return f"; did you mean {close[0]}?" if close else ""
 
 
+@functools.cache  # inspect.getsource takes 20 ms
 def field_help(section):
     """Return the help text of each field of a class such as TrainConfig, as a dict.
 

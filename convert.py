@@ -1438,8 +1438,8 @@ def read_gin(folders):
                 stated[field] = convert_value(values[-1])
             except ValueError as error:
                 raise UserError(
-                    f"The Gin file of {folders[0]} has an invalid {field} ({error}): copy "
-                    f"the file again, or convert another model."
+                    f"The Gin file of {folders[0]} has an invalid {field} ({error}): "
+                    f"copy the file again, or convert another model."
                 ) from error
     return stated
 

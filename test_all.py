@@ -2566,7 +2566,7 @@ def test_a_number_of_a_gin_file_is_read_completely(tmp_path, value):
     )
     assert convert.read_gin([tmp_path]) == {"relative_max_distance": 64}
     (tmp_path / "config.gin").write_text(f"{name} = {value}\n")
-    with pytest.raises(ValueError, match="invalid literal"):
+    with pytest.raises(configs.UserError, match="invalid relative_max_distance"):
         convert.read_gin([tmp_path])
 
 
@@ -6268,6 +6268,7 @@ def test_a_failing_evaluation_loses_no_checkpoint(trained, tmp_path, monkeypatch
         assert evaluations() == [3, 6, 9]
 
 
+@slow
 def test_the_suggested_command_trains_longer_without_a_jump(
     trained, tmp_path, monkeypatch, capsys
 ):
@@ -6968,7 +6969,7 @@ def all_arrays(folder):
     return {key: np.asarray(tensor.read()) for key, tensor in weights.arrays.items()}
 
 
-@pytest.mark.parametrize("to, flips", [("hf", 12), ("t5x", 8), ("plain", 6)])
+@pytest.mark.parametrize("to, flips", [("hf", 5), ("t5x", 4), ("plain", 6)])
 def test_damaged_weights_are_refused_or_read_exactly(trained, tmp_path, to, flips):
     """A damaged file is refused by name, or it is read without any difference."""
     convert.convert(trained[0], tmp_path / "model", to, np.dtype(np.float32))
