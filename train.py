@@ -1446,6 +1446,10 @@ def train(cfg, run_dir, recipe, config, source):
             f"stopped at step {step:,} on {stop.name}. {kept} To continue, run the same "
             f"command again: {command}"
         )
+        if jax.process_count() > 1:
+            # Wait for the other processes. run_command does not wait for them if the
+            # status is not 0.
+            jax.distributed.shutdown()
         return stop.status
     print(f"done     {run_dir}: {step:,} steps.")
     if t.save_every:
