@@ -1883,6 +1883,48 @@ def test_held_out_pairs_come_in_order_with_one_in_a_row(pairs):
     assert all(alone.batch(step).input_segments.max() == 1 for step in range(3))
 
 
+def slow_best_fit(sizes, limits):
+    """Pack by comparing every waiting example for every place, as the docstring of pack says."""
+    f = np.float32
+    load = [sum(side) / limit for side, limit in zip(sizes, limits)]
+    average = [limit * n / max(load) for limit, n in zip(limits, load)]
+    waiting, rows, row = set(range(len(sizes[0]))), {}, -1
+    while waiting:
+        row, room = row + 1, list(limits)
+        while True:
+            best = None
+            for n in waiting:
+                if sizes[0][n] > room[0] or sizes[1][n] > room[1]:
+                    continue
+                a, b = (
+                    f(1 - (limits[side] - room[side]) / average[side])
+                    - f(sizes[side][n] / average[side])
+                    for side in (0, 1)
+                )
+                # Of equally good examples, take the shortest, and of equals the latest.
+                order = (a + b + abs(a - b) / f(2), sizes[0][n], sizes[1][n], -n)
+                if best is None or order < best:
+                    best = order
+            if best is None:
+                break
+            n = -best[3]
+            waiting.remove(n)
+            rows[n] = row
+            room = [room[side] - sizes[side][n] for side in (0, 1)]
+    return [rows[n] for n in range(len(rows))]
+
+
+@pytest.mark.parametrize("limits", [(24, 11), (40, 40), (17, 90)])
+def test_packing_equals_a_slow_best_fit(limits):
+    rng = np.random.default_rng(limits[0])
+    for n in (1, 2, 25, 120):
+        sizes = np.stack([rng.integers(1, limit + 1, n) for limit in limits])
+        sizes[:, n // 2 :] = (
+            sizes[:, n // 2 :] + 2
+        ) // 3  # half of the examples are short
+        assert data.pack(sizes, limits).tolist() == slow_best_fit(sizes.tolist(), limits)
+
+
 def test_packing_is_tight_and_keeps_the_limits():
     """Packing reaches 97 % of the upper bound, whichever side is short of room."""
     rng, N = np.random.default_rng(0), data.BLOCK_SAMPLES
