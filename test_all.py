@@ -458,6 +458,60 @@ def test_suggested_flags_have_dashes_also_if_help_is_colored(monkeypatch):
             configs.parse_args("", [word, "5"])
 
 
+# The smallest and the largest value of each field that does not use the limits of its type.
+LIMITS = {
+    "model.num_decoder_layers": (0, 2**31 - 1),
+    "model.relative_buckets": (4, 2**31 - 1),
+    "model.dropout": (0, 0.99),
+    "data.noise_density": (0.001, 0.999),
+    "data.mean_span_length": (1, 1000),
+    "train.start_step": (0, 2**31 - 1),
+    "train.learning_rate": (0, 1e30),
+    "train.schedule_offset": (0, 2**31 - 1),
+    "train.weight_decay": (0, 1e30),
+    "train.z_loss": (0, 1e30),
+    "train.label_smoothing": (0, 0.99),
+    "train.loss_divisor": (1e-6, 1e30),
+    "train.log_every": (0, 2**31 - 1),
+    "train.eval_every": (0, 2**31 - 1),
+    "train.infer_every": (0, 2**31 - 1),
+    "train.eval_batches": (0, 2**31 - 1),
+    "train.save_every": (0, 2**31 - 1),
+    "train.seed": (0, 2**31 - 1),
+    "decode.beams": (0, 1024),
+    "decode.alpha": (0, 1e30),
+    "decode.temperature": (0, 1e30),
+    "decode.top_k": (0, 2**31 - 1),
+    "decode.top_p": (0, 1),
+    "distributed.process": (0, 2**31 - 1),
+}
+
+
+def test_every_number_has_a_smallest_and_a_largest_value():
+    """A value at a limit is allowed, and the next value beyond the limit is refused."""
+    numbers = {}
+    for name, item, _ in configs.fields(SMALL):
+        kinds = getattr(item.type, "__args__", (item.type,))
+        if int in kinds:
+            numbers[name] = (1, 2**31 - 1)
+        elif float in kinds:
+            numbers[name] = (-1e30, 1e30)
+    assert set(LIMITS) < set(numbers)
+    for name, (low, high) in (numbers | LIMITS).items():
+        beyond = (
+            1 if isinstance(high, int) and numbers[name][1] != 1e30 else abs(high) / 1000
+        )
+        for value in (low, high):
+            configs.check_fields(configs.override(SMALL, {name: value}))
+        for value, expected in (
+            (low - beyond, f"at least {low}"),
+            (high + beyond, f"at most {high}"),
+        ):
+            with pytest.raises(configs.UserError, match=f"--{name} must be") as error:
+                configs.check_fields(configs.override(SMALL, {name: value}))
+            assert expected in str(error.value), f"{name} = {value}: {error.value}"
+
+
 def test_flags_are_converted_to_the_types_of_their_fields():
     _, changes = configs.parse_args(
         "",
