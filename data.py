@@ -742,7 +742,8 @@ class TrainingPlan:
         return task[here], sample[here]
 
     def extend_row_starts(self, row_number):
-        """Find the first row of more blocks, until the block of this row is known."""
+        """Find the first row of more blocks, until the block of the given row is
+        known."""
         while self.row_starts[-1] <= row_number:
             block = len(self.row_starts) - 1
             if self.packs:
@@ -2663,9 +2664,9 @@ def t0_mixture(name, cfg):
 
 
 # The dataset collection P3 may be stored as SeqIO caches or as parquet files. Each inner
-# dict describes how the files are arranged in a folder of P3. If the folder has files
-# that match the key, a glob pattern, then the value is appended to the path of the
-# folder. An example is the data source "parquet:data/p3/trec_a/{split}/*.parquet".
+# dict maps a glob pattern to an ending. If a folder such as data/p3/trec_a has files that
+# match the pattern, then the path of the folder and the ending form a data source. For
+# example, this source is "parquet:data/p3/trec_a/{split}/*.parquet".
 P3_FILES = {
     "seqio": {"info.*.json": ""},
     "parquet": {"*.parquet": "/*{split}*.parquet", "*/*.parquet": "/{split}/*.parquet"},
