@@ -4294,7 +4294,7 @@ def test_restoring_onto_another_mesh(tmp_path, monkeypatch):
         ("no manifest", "manifest.json is missing or damaged"),
         ("half manifest", "manifest.json is missing or damaged"),
         ("other step", "contains step 1: rename this folder to step_00000001"),
-        ("no entry", "does not list all shards of a/b"),
+        ("no entry", "does not list all shards of the array a/b"),
         ("a file", "Not a directory"),
     ],
 )
