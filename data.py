@@ -63,7 +63,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Callable, NamedTuple
 
-import configs  # comes first, because it may restart Python in its UTF-8 mode
+# Import configs before JAX, because configs also sets up Ctrl-C and UTF-8.
+import configs
 
 import numpy as np
 import sentencepiece
