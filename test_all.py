@@ -197,6 +197,47 @@ def assert_equal(a, b):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
+def assert_same(actual, expected, sentence, tolerance=0):
+    """Fail if a result differs from the expected result, and show the first difference.
+
+    `sentence` says what the result should have been. The results are numbers, texts, arrays,
+    or lists or dicts of them. `tolerance` is the largest allowed difference of two numbers,
+    as a fraction of the largest expected number of the same array.
+    """
+    __tracebackhide__ = True  # pytest shows the line of the test, not a line of this helper
+    if isinstance(expected, dict):
+        if set(actual) != set(expected):
+            raise AssertionError(f"{sentence}\nGot {set(actual)}, not {set(expected)}.")
+        for name in expected:
+            text = f"{sentence}\nThe name is {name!r}."
+            assert_same(actual[name], expected[name], text, tolerance)
+        return
+    try:
+        actual, expected = np.asarray(actual), np.asarray(expected)
+    except ValueError:  # The rows have different lengths.
+        if list(actual) != list(expected):
+            raise AssertionError(f"{sentence}\nGot {actual}, not {expected}.") from None
+        return
+    if actual.shape != expected.shape:
+        raise AssertionError(
+            f"{sentence}\nThe shape should be {expected.shape}, but it is {actual.shape}. "
+            f"Got {actual}, expected {expected}."
+        )
+    if tolerance:
+        wanted = np.float64(expected)
+        limit = tolerance * np.abs(wanted).max(initial=0)
+        differs = ~(np.abs(np.float64(actual) - wanted) <= limit)  # NaN differs from all
+    else:
+        differs = np.asarray(actual != expected)
+    if differs.any():
+        index = tuple(int(i) for i in np.argwhere(differs)[0])
+        place = f"At index {list(index)}, got" if index else "Got"
+        count = f" {differs.sum()} of {differs.size} elements differ." if index else ""
+        raise AssertionError(
+            f"{sentence}\n{place} {actual[index]}, expected {expected[index]}.{count}"
+        )
+
+
 def equations(jaxpr):
     """All equations of a traced program, those of its inner programs included."""
     for equation in jaxpr.eqns:
