@@ -204,7 +204,7 @@ def assert_same(actual, expected, sentence, tolerance=0):
     or lists or dicts of them. `tolerance` is the largest allowed difference of two numbers,
     as a fraction of the largest expected number of the same array.
     """
-    __tracebackhide__ = True  # pytest shows the line of the test, not a line of this helper
+    __tracebackhide__ = True  # pytest shows the line of the test, not of this helper
     if isinstance(expected, dict):
         if set(actual) != set(expected):
             raise AssertionError(f"{sentence}\nGot {set(actual)}, not {set(expected)}.")
