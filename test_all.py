@@ -1,7 +1,7 @@
 """Test plain T5: first the lessons, then the tests of each file.
 
-The lessons are short tests from which you can learn how T5 works. Each lesson explains one
-idea, and checks it against a slow version or a result by hand.
+The lessons are short tests from which you can learn how T5 works. Each lesson explains
+one idea, and checks it against a slow version or a result by hand.
 
     pytest -k lesson                   run the lessons, in about half a minute
     pytest -k lesson_model             run only the lessons about model.py
@@ -110,8 +110,8 @@ if jax.__version_info__ < (0, 11):
         f"{os.getenv('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
     )
 
-# The small model of the tests. All of its dimensions differ, also from heads * d_kv and from
-# the number of relative buckets, so a test fails if a function swaps two axes of an array.
+# The small model of the tests. All of its dimensions differ, also from heads * d_kv and
+# from the number of relative buckets. So a test fails if a function swaps two axes.
 SMALL = Config(
     "small",
     ModelConfig(
@@ -228,9 +228,9 @@ def assert_equal(a, b):
 def assert_same(actual, expected, sentence, tolerance=0):
     """Fail if a result differs from the expected result, and show the first difference.
 
-    `sentence` says what the result should have been. The results are numbers, texts, arrays,
-    or lists or dicts of them. `tolerance` is the largest allowed difference of two numbers,
-    as a fraction of the largest expected number of the same array.
+    `sentence` says what the result should have been. The results are numbers, texts,
+    arrays, or lists or dicts of them. `tolerance` is the largest allowed difference of two
+    numbers, as a fraction of the largest expected number of the same array.
     """
     __tracebackhide__ = True  # pytest shows the line of the test, not of this helper
     if isinstance(expected, dict):
