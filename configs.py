@@ -358,8 +358,11 @@ ACTIVATIONS = {}  # "relu" -> jax.nn.relu
 METRICS = {}  # "bleu" -> function(targets, predictions) that returns {"bleu": 27.5}
 OPTIMIZERS = {}  # "adafactor" -> train.Optimizer
 
-RECIPE_CODE = {}  # executed recipe file -> hashes of this file and of what it imports
-TASK_CODE = {}  # task of a recipe file -> the same hashes
+# For each recipe file that was executed, the checksums of this file and of the files that
+# it imports. If one of them changes, the tasks of the recipe are tokenized again.
+RECIPE_CODE = {}
+# For each task that a recipe file defines, the checksums of this recipe file.
+TASK_CODE = {}
 
 # ---- messages --------------------------------------------------------------------------
 
@@ -740,8 +743,9 @@ CHANGEABLE = set(
 # if it makes different batches from the same text. A run is never resumed with a version
 # that makes different batches.
 DATA_FORMAT = 3
-# The sections and settings that do not change what the weights of a model compute. A run
-# that starts from the weights of another run may choose these. All others must be equal.
+# The sections and settings that do not change what a model computes from its weights. A
+# run that starts from the weights of another run may change these settings. All other
+# settings must be equal in both runs.
 FREE_FOR_WEIGHTS = set(
     "data train decode mesh distributed model.dropout model.dtype model.remat".split()
 )
@@ -769,9 +773,11 @@ def differences(cfg, other):
 
 
 def settings(cfg, free=()):
-    """Return the settings of a Config as {flag: value}, without those named in `free`.
+    """Return a dict with the flag and the value of each setting of a Config.
 
-    free: the names of sections and settings, such as {"data", "train.steps"}.
+    An example of an element is {"--train.steps": 1500}.
+
+    free: sections and settings to leave out, such as {"data", "train.steps"}.
     """
     return {
         f"--{name}": value
@@ -785,7 +791,7 @@ def refuse_differences(values, expected, problem, remedy):
 
     Only names that both dicts contain are compared.
 
-    values, expected: dicts such as those that `settings` returns.
+    values, expected: dicts of names and values, such as {"--model.d_ff": 1024}.
     problem, remedy: the beginning and the end of the message.
     """
     differing = ", ".join(
@@ -955,15 +961,16 @@ def load_recipe(name):
 
 
 def imported_code(defined):
-    """Return a checksum of each Python file that a recipe imports, as a list.
+    """Return a list with a checksum of each Python file that a recipe file imports.
 
     Installed libraries and the files of plain T5 are left out.
 
-    defined: the global names of the recipe, as {name: value}.
+    defined: a dict of the global names that the recipe file defines, with their values.
     """
     code = []
     for value in defined.values():
-        # A function or class has __module__. A module has only __name__.
+        # A function or a class names its module in __module__. A module itself has no
+        # __module__, but its own name in __name__.
         name = str(getattr(value, "__module__", getattr(value, "__name__", "")))
         path = Path(getattr(sys.modules.get(name), "__file__", None) or "")
         is_installed = {"site-packages", "dist-packages"} & {*path.parts}
@@ -1444,7 +1451,9 @@ def naming_file(path):
 
 @contextlib.contextmanager
 def naming_task(name, kind, function):
-    """Convert an error of a metric or postprocessor to a UserError that names the task.
+    """Convert an error inside a `with` block to a UserError that names the task.
+
+    The block calls a metric or a postprocessor of the task.
 
     The function may be defined in a recipe file, so it may raise any exception.
 
@@ -1532,7 +1541,7 @@ def prepare_script():
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-# The files of plain T5.
+# The paths of the eight Python files of plain T5.
 OWN_FILES = [
     Path(__file__).with_name(f"{name}.py")
     for name in "configs data partition model infer evaluate train convert".split()

@@ -56,7 +56,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Callable, NamedTuple
 
-import configs  # comes first, because it also prepares the process
+# Import configs before JAX, because configs also sets up Ctrl-C and UTF-8.
+import configs
 
 import flax
 import jax
@@ -625,10 +626,12 @@ def read_pieces(path, sentinels):
     else:
         proto = parse_sentencepiece(vocabulary, path)
         norm_map = decompile(proto.normalizer_spec.precompiled_charsmap)
-        space = " "  # Hugging Face's T5Tokenizer begins a new word after each token.
+        # Hugging Face's T5Tokenizer begins a new word after each added token.
+        space = " "
     if not any("<extra_id_" in piece.piece for piece in proto.pieces):
         data.add_sentinels(proto, sentinels)
-        # data.parse_vocabulary adds the usual number of sentinels, so leave them out.
+        # Keep these sentinels only if their number is unusual. data.parse_vocabulary adds
+        # the usual number of sentinels by itself.
         if sentinels != data.SENTINELS:
             vocabulary = proto.SerializeToString()
     added = read_added_tokens(path.parent)
@@ -644,8 +647,9 @@ def read_pieces(path, sentinels):
         for number, piece in enumerate(proto.pieces):
             if "<extra_id_" in piece.piece:
                 tokens[number] = piece.piece.removeprefix(SPACE)
-        # A Hugging Face tokenizer recognizes sentinels and added tokens at any place. Put
-        # a space before each of them, because its piece begins with one.
+        # A Hugging Face tokenizer recognizes sentinels and added tokens even inside a
+        # word. SentencePiece needs a space before such a token, because the text of its
+        # piece begins with a space. So a normalization rule inserts this space.
         for number, text in tokens.items():
             norm_map[text] = f" {text}{space}"
             piece = proto.pieces[number]
@@ -814,7 +818,7 @@ def hard_texts(tokenizer):
         return texts
     texts += ["a <extra_id_0>, b", "<extra_id_1> a <extra_id_0>", "a <extra_id_2> "]
     count = tokenizer.sentinel_ids.start
-    # At most about 200 pairs of pieces, from the complete vocabulary.
+    # Decode about 200 pairs of pieces, which are spread over the complete vocabulary.
     for number in range(data.UNK + 1, count - 1, 1 + count // 200):
         texts.append(tokenizer.decode([number, count + data.UNK - number]))
     for number in range(tokenizer.sentinel_ids.stop, tokenizer.size):
@@ -899,7 +903,7 @@ def read_pickle(file):
     for name, array in arrays.items():
 
         def read(array=array):
-            """Return the values as a NumPy array. NumPy has no bfloat16 of torch."""
+            """Return the values as a NumPy array, after a cast of bfloat16 to float32."""
             return (array.float() if array.is_floating_point() else array).numpy()
 
         tensors[name] = Tensor(tuple(array.shape), read)
@@ -1296,11 +1300,12 @@ def open_zarr(kvstore, part=None, dtype=None):
 
     @explain
     def open_array():
-        """Return the TensorStore of the array, after a check of its .zarray file."""
+        """Open the array with TensorStore, and check the shape in its .zarray file."""
         array = tensorstore.open(spec, dtype=dtype, open=True).result()
         stored = array.spec().to_json()["metadata"]
-        # Reading an array of a wrong shape could use up the memory. So compare the number
-        # of chunks with the number of files. One more file is .zarray.
+        # If .zarray is damaged and states a huge shape, reading the array could use up
+        # the memory. So check that there is a file for each chunk. The file .zarray is
+        # also counted, so the number of files must be greater than the number of chunks.
         chunks = np.ceil(np.divide(array.shape, stored["chunks"])).prod()
         files = len(array.kvstore.list().result())
         is_multiple = not np.mod(array.shape, part or array.shape).any()

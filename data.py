@@ -65,7 +65,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Callable, NamedTuple
 
-import configs  # comes first, because it also prepares the process
+# Import configs before JAX, because configs also sets up Ctrl-C and UTF-8.
+import configs
 
 import numpy as np
 import sentencepiece
@@ -122,7 +123,7 @@ class Tokenizer:
         self.sha256 = hashlib.sha256(serialized).hexdigest()
         self.size = size
         self.sentinels = sentinels
-        # <extra_id_0> has the last of these ids, and <extra_id_1> has the id before it.
+        # The last id of this range is <extra_id_0>, and the id before it is <extra_id_1>.
         self.sentinel_ids = range(size - added - sentinels, size - added)
         self.processor = processor
 
@@ -204,8 +205,8 @@ def noise_counts(length, data):
     length: the number of tokens before the removal.
     data: a DataConfig with noise_density and mean_span_length.
     """
-    # The t5 library computes in float32 and rounds half to even. We do so, too, to get
-    # the same numbers.
+    # Compute in float32 and round half to even, as the t5 library does. Otherwise some
+    # numbers would differ from those of the t5 library.
     noise = int(np.round(np.float32(length) * np.float32(data.noise_density)))
     noise = min(max(noise, 1), length - 1)
     spans = int(np.round(np.float32(noise) / np.float32(data.mean_span_length)))
@@ -221,7 +222,8 @@ def raw_length(data):
     """
     for length in itertools.count(3):
         noise, spans = noise_counts(length, data)
-        inputs = length - noise + spans + 1  # kept tokens, one sentinel per span, EOS
+        # The inputs are the kept tokens, one sentinel for each span, and EOS.
+        inputs = length - noise + spans + 1
         if inputs > data.inputs_length:
             return length - 1
 
@@ -238,8 +240,8 @@ def random_compositions(total, parts, keys):
     # and the line is cut at the parts - 1 gaps with the lowest numbers.
     bits = random_bits(keys[:, None], np.arange(total // 2))  # 64 bits for every two gaps
     gaps = bits.view(np.uint32)[:, : total - 1]
-    # argpartition moves the parts - 1 lowest numbers to the front. Its second argument
-    # must be a valid index into the total - 1 gaps, so `min` limits this argument.
+    # argpartition moves the parts - 1 lowest numbers to the front. If parts equals total,
+    # every gap is cut. Then `min` keeps the second argument a valid index.
     lowest = np.argpartition(gaps, min(parts - 1, total - 2), axis=1)[:, : parts - 1]
     return np.diff(np.sort(lowest + 1, axis=1), axis=1, prepend=0, append=total)
 
@@ -379,9 +381,10 @@ class SpanCorruption(Objective):
 
     def make(self, chunks, keys, tokenizer, data):
         pairs = [None] * len(chunks)
-        lengths = np.array([len(ids) for (ids,) in chunks])  # one array of ids per chunk
-        # Process all chunks of one length together, because span_corruption needs chunks
-        # of equal length.
+        # Each chunk is a list with a single array of ids.
+        lengths = np.array([len(ids) for (ids,) in chunks])
+        # Process chunks of equal length together, because span_corruption takes an array
+        # with one chunk in each row.
         for length in np.unique(lengths):
             _, spans = noise_counts(length, data)
             if spans > tokenizer.sentinels:
@@ -467,9 +470,10 @@ class Examples:
         visits the chunks in random order. Training can begin as soon as the first shard
         exists.
         """
-        # shard_starts tokenizes text until enough chunks are known, or until the source
-        # ends. starts[-1] is the number of known chunks. A sample number is at least
-        # starts[-1] only if the source has ended. Then the sample is in a later epoch.
+        # shard_starts tokenizes text until it has enough chunks, or until the source
+        # ends. starts[-1] is the number of chunks so far. If a sample number is not below
+        # starts[-1], the source has ended. Then starts[-1] is the number of all chunks,
+        # and the sample is in a later epoch.
         starts = self.corpus.shard_starts(int(samples.max()) + 1)
         epochs, chunks = np.divmod(samples, starts[-1])
         if not self.shuffled:
@@ -535,25 +539,26 @@ def pack(sizes, limits):
     limits: the maximum numbers of input tokens and target tokens in a row.
     """
     limits = np.array(limits)
-    # Group the examples by their numbers of input and target tokens. Each such group is
-    # called a kind. Searching a few kinds is faster than searching all examples. The
-    # kinds are sorted by their number of input tokens.
+    # Group the examples that have the same number of input tokens and the same number of
+    # target tokens. Each group is called a kind. Searching a few kinds is faster than
+    # searching all examples. The kinds are sorted by their number of input tokens.
     kinds, kind_of = np.unique(sizes, axis=1, return_inverse=True)
     waiting = [[] for _ in kinds[0]]  # the examples of each kind that are not packed yet
     for example, kind in enumerate(kind_of.ravel().tolist()):
         waiting[kind].append(example)
     # The kinds are sorted, so the first fitting[n] kinds have at most n input tokens.
     fitting = np.searchsorted(kinds[0], np.arange(limits[0] + 1), "right")
-    # The number of target tokens of each kind. When the last example of a kind is packed,
-    # this number is set above the limit, so that the kind never fits again.
+    # `targets` holds the number of target tokens of each kind. When the last example of a
+    # kind is packed, this number is set above the limit. So the kind never fits again.
     targets = kinds[1].copy()
 
-    # Measure room as a fraction of an average row. Otherwise the inputs, which are often
-    # longer than the targets, would count more.
+    # Measure the free room of a row as a fraction of an average row. Otherwise the inputs
+    # would count more than the targets, because inputs are often longer.
     #
-    # load: the number of rows that all inputs would fill, and that all targets would
-    # fill. The larger of the two is the smallest possible number of rows.
-    # average: the tokens in a row if all tokens are spread evenly over these rows.
+    # `load` holds two numbers: how many rows all inputs fill, and how many rows all
+    # targets fill. At least max(load) rows are needed. `average` holds the numbers of
+    # input and target tokens in a row if all tokens are spread evenly over max(load)
+    # rows.
     load = sizes.sum(1) / limits
     average = limits * load / load.max()
     input_room, target_room = (kinds / average[:, None]).astype(np.float32)
@@ -714,8 +719,8 @@ class TrainingPlan:
             examples.task.objective.packs for examples in tasks
         )
         self.path = path
-        # The first row of block b has the number row_starts[b]. Block 0 starts with row
-        # 0. If an earlier run has saved a longer list, read this list.
+        # row_starts[b] is the number of the first row of block b. Block 0 begins with row
+        # 0. If an earlier run has saved a longer list, read the saved list.
         self.row_starts = [0]
         with contextlib.suppress(UserError):  # ignore a missing or damaged file
             self.row_starts = configs.read_checked(path, {"starts": [int]})["starts"]
@@ -740,7 +745,8 @@ class TrainingPlan:
         return task[here], sample[here]
 
     def extend_row_starts(self, row_number):
-        """Find where more blocks begin, until the block with the given row is known."""
+        """Find the first row of more blocks, until the block of the given row is
+        known."""
         while self.row_starts[-1] <= row_number:
             block = len(self.row_starts) - 1
             if self.packs:
@@ -765,10 +771,11 @@ class TrainingPlan:
         row 0 holds two samples and row 1 holds three samples.
         """
         first = self.samples_before(block)
-        # The number of samples of each task in this block.
+        # `count` holds the number of samples of each task in this block.
         count = self.samples_before(block + 1) - first
         task = np.repeat(np.arange(len(count)), count)
-        number = np.concatenate([np.arange(n) for n in count])  # 0, 1, ... in each task
+        # Number the samples of each task from 0.
+        number = np.concatenate([np.arange(n) for n in count])
         # Spread the samples of each task evenly over the block. For example, 4 samples of
         # task 0 and 2 samples of task 1 have the order 0, 1, 0, 0, 1, 0.
         order = np.argsort((number + 0.5) / count[task], kind="stable")
@@ -790,7 +797,8 @@ class TrainingPlan:
         return task[order], sample[order], edges
 
     def samples_before(self, block):
-        """Return how many samples of each task are used before the given block."""
+        """Return the number of samples of each task in all blocks before the given
+        block."""
         # Add a different fraction for each task before rounding down. Otherwise, tasks
         # with the same low rate would all get their next sample in the same block.
         phase = (np.arange(len(self.rates)) + 0.5) / len(self.rates)
@@ -853,7 +861,7 @@ class ByteTokenizer(Tokenizer):
     def encode_batch(self, texts):
         encoded = []
         for text in texts:
-            # re.split returns texts and sentinels in turn. For example, the text
+            # re.split separates the sentinels from the text between them. For example,
             # "a<extra_id_7>b" becomes ["a", "<extra_id_7>", "b"].
             parts = re.split(r"(<extra_id_\d{1,9}>)", text)
             ids = [self.encode_part(part) for part in parts]
@@ -861,7 +869,7 @@ class ByteTokenizer(Tokenizer):
         return encoded
 
     def encode_part(self, part):
-        """Return the id of a sentinel, or the ids of the bytes of any other text."""
+        """Return one id for a sentinel, or one id for each byte of any other text."""
         sentinel = re.fullmatch("<extra_id_(0|[1-9][0-9]*)>", part)
         if sentinel and int(sentinel[1]) < self.sentinels:
             return [self.size - 1 - int(sentinel[1])]
@@ -939,14 +947,15 @@ def add_sentinels(model, number):
 
 
 class LongTextTokenizer(Tokenizer):
-    """A Tokenizer that encodes long texts in parts, because this needs less memory.
+    """Encode long texts in parts, because this needs less memory.
 
     SentencePiece needs about 60 bytes of memory for each character of a text. So a text
     is cut after spaces into parts of at most PART_CHARACTERS characters. In T5's
-    vocabularies, no token crosses a space, so the parts have the token ids of the
-    complete text. There are two exceptions. A part without spaces is cut inside a word.
-    In a text of millions of tokens, SentencePiece rounds the sums of its float32 scores,
-    and may choose another of two nearly equal ways to cut a word.
+    vocabularies, no token continues after a space. So encoding the parts gives the same
+    token ids as encoding the complete text. There are two exceptions. A part without
+    spaces is cut inside a word. In a text of millions of tokens, SentencePiece rounds the
+    sums of its float32 scores, and may choose another of two nearly equal ways to cut a
+    word.
     """
 
     def encode(self, text):
@@ -954,7 +963,8 @@ class LongTextTokenizer(Tokenizer):
 
     def encode_batch(self, texts):
         part = f".{{1,{PART_CHARACTERS}}}"
-        # A part ends at the end of the text or after a space, if there is a space.
+        # A part ends at the end of the text, or after its last space or newline. A part
+        # that has neither is cut after PART_CHARACTERS characters.
         find_parts = re.compile(rf"{part}(?:\Z|(?<=[ \n]))|{part}", re.DOTALL).findall
         parts = [find_parts(text) or [""] for text in texts]
         encoded = iter(super().encode_batch(itertools.chain(*parts)))
@@ -978,7 +988,8 @@ def parse_vocabulary(serialized, name="the vocabulary"):
         if not any("<extra_id_" in piece.piece for piece in model.pieces):
             add_sentinels(model, SENTINELS)
         pieces = [piece.piece.removeprefix("▁") for piece in model.pieces]
-        # SentencePiece itself refuses empty pieces and duplicates, but not always a NaN.
+        # SentencePiece rejects empty pieces and duplicates, but it may accept a score
+        # that is not a number (NaN).
         if not all(math.isfinite(piece.score) for piece in model.pieces):
             raise ValueError("some scores are not finite numbers")
         processor = sentencepiece.SentencePieceProcessor(
@@ -987,20 +998,21 @@ def parse_vocabulary(serialized, name="the vocabulary"):
         if pieces[:3] != ["<pad>", "</s>", "<unk>"] or processor.unk_id() != UNK:
             raise ValueError(
                 f"it begins with {pieces[:3]}, but T5 needs <pad>, </s> and <unk> as ids "
-                f"0, 1 and 2, which training with pad_id=0, eos_id=1, unk_id=2 and "
-                f"bos_id=-1 gives"
+                f"0, 1 and 2. To get these ids, train the model with pad_id=0, eos_id=1, "
+                f"unk_id=2 and bos_id=-1"
             )
         sentinels = sum("<extra_id_" in piece for piece in pieces)
         expected = [f"<extra_id_{k}>" for k in reversed(range(sentinels))]
-        # The last piece with "<extra_id_" is <extra_id_0>. Added tokens follow.
+        # The sentinels end with <extra_id_0>. Any pieces after it are added tokens.
         end = 1 + pieces.index("<extra_id_0>")
         if pieces[max(end - sentinels, 0) : end] != expected:
             raise ValueError(
-                "its sentinels are not in descending order, down to <extra_id_0> and "
-                "without a gap"
+                "its sentinels are not in descending order, without a gap, from "
+                "<extra_id_N> to <extra_id_0>"
             )
-    # Catch all exceptions, because protobuf's DecodeError is in different modules in
-    # different versions. SentencePiece raises a RuntimeError.
+    # Catch all exceptions. SentencePiece raises RuntimeError. protobuf raises
+    # DecodeError, which is defined in different modules in different versions of
+    # protobuf.
     except Exception as error:
         raise UserError(
             f"{name} is not a valid SentencePiece model for T5 ({error}): set "
@@ -1021,8 +1033,8 @@ def load_tokenizer(path):
     If the file cannot be read, the function raises UserError.
     """
     path = str(path)
-    # A name such as "bytes:100" may be the argument itself. It may also be the content of
-    # the file, because a run stores its vocabulary in a file.
+    # The argument may be a name, such as "bytes:100". It may also be the path of a file
+    # that contains such a name, because every run stores its vocabulary in a file.
     is_name = re.compile(rb"(bytes|ids:\d{1,9})(:\d{1,9})?\s*").fullmatch
     serialized = path.encode()
     if not is_name(serialized):
@@ -1045,9 +1057,10 @@ def load_tokenizer(path):
 def load_run_tokenizer(run_dir):
     """Load the vocabulary of a run, the file spiece.model, and return its Tokenizer.
 
-    Raises UserError if this is not the vocabulary with which the run was trained. For a
-    converted model without a vocabulary, config.json has no digest. Then only the size of
-    the vocabulary is compared.
+    The function raises UserError if the run was trained with another vocabulary. To
+    notice this, it compares the file with the SHA-256 digest in config.json. A run that
+    was converted from a model without a vocabulary has no digest. Then the function only
+    checks that the vocabulary is not too large for the model.
     """
     path = f"{run_dir}/spiece.model"
     tokenizer = load_tokenizer(path)
@@ -1152,14 +1165,14 @@ def progress_bar(what, unit):
 
 
 class SourceFile(NamedTuple):
-    """A file of a data source, or another unit that is read from start to end.
+    """A part of a data source that is read from start to end, usually a file.
 
     For example, many small text files form one SourceFile. A large dataset of TensorFlow
     Datasets (TFDS) is divided into ranges of examples.
     """
 
     name: str
-    # A list that changes with the content, such as the sizes and times of the files.
+    # A list that changes when the content changes, such as file sizes and times.
     stamp: list
     # read(bad) yields pairs such as ("a.txt:3", {"text": "Hello"}). If an example is
     # invalid, read calls bad, as in bad("a.txt:4", "is not UTF-8").
@@ -1182,7 +1195,7 @@ class MissingSource(UserError):
 
 
 def digest(value):
-    """Return a short hash of a JSON value, such as the stamps of 1,000 files."""
+    """Return a short hash of a JSON value, such as a list of file names and sizes."""
     text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -1217,7 +1230,7 @@ def generated_source(name, stamp, examples, splits):
 
     There is one SourceFile for each split.
 
-    name: the name of the data source in messages. stamp: a value that changes if the
+    name: the name of the data source in messages. stamp: a list that changes when the
     examples change. examples: a function that takes the name of a split and yields the
     examples of the split as dicts. splits: the names of the splits.
     """
@@ -1293,7 +1306,8 @@ def python_source(name, split, cfg, whole):
             yield number_example(n) if name else {"text": documents[n]}
 
     splits = ("train", "validation") if whole else (split,)
-    # Some systems install parts of the library separately, so the version is not enough.
+    # The stamp must change when the texts change. Python's version alone is not enough,
+    # because some systems install parts of the standard library separately.
     stamp = [sys.version, digest(sorted(os.listdir(Path(os.__file__).parent)))]
     return generated_source(f"python:{name}", stamp, examples, splits)
 
@@ -1345,8 +1359,8 @@ def check_regular(path):
     """Raise UserError if a local path is a FIFO, a socket or a device."""
     file = Path(path)
     if file.exists() and not file.is_file() and not file.is_dir():
-        # Opening a FIFO would wait forever if no program writes to it. A FIFO can also be
-        # read only once, but data are read at each start of a run.
+        # Opening a FIFO would wait forever if no program writes to it. Also, a FIFO can
+        # be read only once, but every start of a run reads the data again.
         raise UserError(
             f"{path} is a FIFO, a socket or a device: write its content to a file, and "
             f"name this file."
@@ -1355,10 +1369,11 @@ def check_regular(path):
 
 @functools.cache
 def check_loop(folder):
-    """Raise UserError if the path of a folder leads into the same folder twice.
+    """Raise UserError if the path of a folder goes through the same folder twice.
 
-    In such a path, a link leads back to a folder that contains the link. The pattern "**"
-    would follow this link 40 times, and find the same files 41 times.
+    For example, if the link books/again points to books, then the path books/again is the
+    folder books once more. The pattern "**" would follow this link 40 times, and find the
+    same files 41 times.
     """
     paths = Path(folder, "file").parents  # the folder and all folders above it
     if len({path.resolve() for path in paths}) < len(paths):
@@ -1400,9 +1415,9 @@ def find_files(pattern, pipes=False):
         ) from error
     for path, info in infos.items():
         if info["type"] == "file":
-            # Each remote file system has its own names for the version of a file, such as
-            # "etag", "ETag", "updated" or "LastModified". So all entries are used except
-            # "time", which is the time of the last reading in some file systems.
+            # Each remote file system has its own entry for the version of a file, such as
+            # "etag", "ETag", "updated" or "LastModified". So hash all entries except
+            # "time". In some file systems, "time" is when the file was last read.
             version = digest(info | {"time": None})
             found[system.unstrip_protocol(path)] = [info["size"], version]
     return sorted(found.items())
@@ -1416,15 +1431,16 @@ def group_files(files, read):
     """Combine small files into groups, and return a SourceFile for each group.
 
     A group is complete when it has 64 MiB (GROUP_BYTES) or more. Without groups,
-    thousands of small files would become thousands of tiny token files. A damaged file is
-    reported to the function `bad`, and reading continues with the next file.
+    thousands of small files would become thousands of tiny token files. A damaged file
+    counts as one invalid example, and the rest of this file is skipped.
 
     files: a list of pairs (path, [size, time]).
     read: a function that yields the examples of one file, such as read_jsonl. read(path,
         bad) yields pairs (where, example) and reports invalid examples to `bad`.
     """
     groups = []
-    size = math.inf  # bytes in the last group; infinity opens the first group
+    # The number of bytes in the last group. Infinity makes the first file begin a group.
+    size = math.inf
     for path, stamp in files:
         if size >= GROUP_BYTES:
             groups.append([])
@@ -1436,18 +1452,21 @@ def group_files(files, read):
         for path, stamp in group:
             try:
                 yield from read(path, bad)
-                # Token files are named after the stamps that the files had at first.
-                # Remote files and pipes are not compared.
+                # Stop if a local file has changed since its size and time were read. The
+                # name of the token files is a hash of the old size and time, so it would
+                # be wrong.
                 is_local = os.path.isfile(path)
                 if is_local and find_files(glob.escape(path)) != [(path, stamp)]:
                     raise UserError(
-                        f"{path} has changed while it was read: when no other program "
-                        f"writes to this file, repeat the command."
+                        f"{path} has changed while it was read: repeat the command when "
+                        f"no other program writes to this file."
                     )
-            # Catch all exceptions, because each library has its own for a damaged file.
+            # Catch all exceptions, because each library raises different types of
+            # exceptions for a damaged file.
             except Exception as error:
-                # An errno means that the disk has failed, and the file may be intact.
-                # Only the errors of pyarrow do not follow this rule.
+                # An exception with an errno usually means that the disk has failed, so
+                # the file itself may be intact. But pyarrow, which reads parquet files,
+                # sets errno for some damaged files, too.
                 disk_failed = read is not read_parquet and getattr(error, "errno", None)
                 if isinstance(error, UserError) or disk_failed:
                     raise
@@ -1487,7 +1506,7 @@ def file_source(read, pattern, split, cfg, whole):
     held_out = min(HELD_OUT_BYTES, sum(size for _, (size, _) in found) // 100)
 
     def read_first(bad):
-        seen = 0  # the characters or token ids of all examples so far
+        seen = 0  # how many characters or token ids all examples had so far
         for where, example in files[0].read(bad):
             if (seen <= held_out) == (split == "validation"):
                 yield where, example
@@ -1497,15 +1516,18 @@ def file_source(read, pattern, split, cfg, whole):
                 if isinstance(value, str | list):
                     seen += len(value)
 
-    # The stamp says that some text is left out, because another run may read all of it.
+    # Add the size of the held-out text to the stamp. Another run may read the complete
+    # file, and must not use the token files of this run.
     first = files[0]._replace(read=read_first, stamp=[files[0].stamp, held_out])
     return [first] if split == "validation" else [first, *files[1:]]
 
 
-# A line of a text file has fewer bytes, and a document of several lines has at most this
-# many characters. The tokenizer gets parts of at most this many characters.
+# These limits bound the memory. A line of a text file has fewer than LINE_BYTES bytes. A
+# document of several lines has at most DOCUMENT_CHARACTERS characters. A text is
+# tokenized in parts of at most PART_CHARACTERS characters.
 LINE_BYTES, DOCUMENT_CHARACTERS, PART_CHARACTERS = 1 << 27, 1 << 24, 1 << 20
-# The first bytes of files that are not text, and what the message says about such files.
+# Files that are not text begin with these bytes. For each format, an error message names
+# the format and says what to do.
 OTHER_FILES = {
     b"\x28\xb5\x2f\xfd": "compressed with zstd: decompress it with `zstd -d`",
     b"\xfd7zXZ\0": "compressed with xz: decompress it with `xz -d`",
@@ -1530,7 +1552,8 @@ def read_lines(path, bad):
         for first_bytes, kind in OTHER_FILES.items():
             if start.startswith(first_bytes):
                 raise UserError(
-                    f"{path} is {kind}. Text files may be compressed with gzip."
+                    f"{path} is {kind}. Only plain text and gzip files can be read "
+                    f"as text."
                 )
         is_gzip = path.endswith(".gz") or start.startswith(b"\x1f\x8b")
         file = gzip.open(raw) if is_gzip else raw
@@ -1568,10 +1591,13 @@ def text_source(name, split, cfg, whole):
 
 
 def join_lines(lines, limit):
-    """Join lines into documents of at most `limit` characters, or of a single line.
+    """Join consecutive lines into documents, and yield the documents.
 
-    lines: pairs (line number, line). Each result is a pair of the same form, with the
-    number of the first line of the document.
+    A document has at most `limit` characters, but a single line may be longer. So with
+    limit 0, each line is a document. Each result is a pair (number of the first line,
+    document).
+
+    lines: an iterator of pairs (line number, line).
     """
     first = 1
     document = ""
@@ -1684,13 +1710,13 @@ def find_tfds(name, cfg):
 
 @functools.cache
 def import_tfds():
-    """Import TensorFlow Datasets (TFDS), and keep it from running code of a dataset.
+    """Import TensorFlow Datasets (TFDS), and prevent TFDS from running foreign code.
 
-    The file features.json of a dataset names a Python class for each field. TFDS would
-    import, and so execute, the module of any such class that Python can find. Here, all
-    classes except TFDS's own are refused with a UserError.
+    The file features.json of a dataset names a Python class for each field. TFDS itself
+    would import, and so execute, the module of any such class. After import_tfds has run,
+    a class that is not part of TFDS causes a UserError instead.
     """
-    import tensorflow_datasets as tfds  # only when needed: it takes 0.5 s
+    import tensorflow_datasets as tfds  # only when needed: the import takes 0.5 s
 
     connector = tfds.features.FeatureConnector
     find_class = connector.cls_from_name
@@ -1794,8 +1820,9 @@ def hf_source(name, split, cfg, whole):
         for row, example in enumerate(stream.shard(stream.num_shards, shard)):
             yield f"hf:{name} {split} shard {shard} row {row}", example
 
-    # The paths of remote files contain the version of the dataset on the hub. The library
-    # also notes the time of a local file, or the version that a web server states.
+    # The stamp must change when the dataset changes. A path on the hub contains the
+    # version of the dataset. For other files, origin_metadata holds the time of a local
+    # file, or the version that a web server reports.
     files = (builder.config.data_files or {}).values()
     stamp = [digest([[list(paths), paths.origin_metadata] for paths in files])]
     return [
@@ -1806,24 +1833,32 @@ def hf_source(name, split, cfg, whole):
 
 @functools.cache
 def crc32c_tables():
-    """Return the tables of the function crc32c, with the shape [1024, 256].
+    """Return a lookup table for the function crc32c, with the shape [1024, 256].
 
-    The last table is for the last byte of a block.
+    crc32c reads blocks of at most 1024 bytes. Entry [i, b] of the table is the part of
+    the checksum that comes from a byte b followed by 1023 - i more bytes. So row 1023 is
+    for the last byte of a block, and row 1022 is for the byte before it.
     """
+    # A CRC is the remainder of a polynomial division. Each step handles one bit.
+    # 0x82F63B78 is the polynomial of CRC-32C, with its bits in reverse order.
     table = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         table = table >> 1 ^ (table & 1) * np.uint32(0x82F63B78)
     tables = [table]
     for _ in range(1023):
+        # Move each byte one place further from the end of the block.
         tables.append(tables[-1] >> 8 ^ table[tables[-1] & 255])
     return np.stack(tables[::-1])
 
 
 def crc32c(content):
-    """Return the CRC-32C checksum of bytes. zlib.crc32 uses another polynomial.
+    """Return the CRC-32C checksum of bytes, an integer of 32 bits.
 
-    A CRC is linear: the checksum of a block is the XOR of one table entry for each byte.
-    The tables say what a byte becomes at its distance from the end of the block.
+    Records of tfrecord files have this checksum. Python's zlib.crc32 computes a different
+    checksum. Each byte contributes to the checksum independently of the other bytes. So a
+    table can store the contribution of each byte value at each place, and the
+    contributions are combined by XOR. NumPy does this for 1024 bytes at once, which is
+    faster than a loop over the bytes.
 
     >>> hex(crc32c(b"123456789"))
     '0xe3069283'
@@ -1832,9 +1867,12 @@ def crc32c(content):
     for start in range(0, len(content), 1024):
         block = np.array(memoryview(content)[start : start + 1024])
         size = len(block)
-        # The checksum so far is added to the first four bytes of the block.
+        # Continue the checksum of the earlier blocks: XOR these 32 bits into the first
+        # four bytes of this block.
         block[:4] ^= np.frombuffer(crc.to_bytes(4, "little"), np.uint8)[:size]
+        # Look up the contribution of each byte, given its place and its value.
         entries = crc32c_tables()[-size:][np.arange(size), block]
+        # If the block has fewer than four bytes, some bits of the old checksum remain.
         crc = crc >> 8 * size ^ int(np.bitwise_xor.reduce(entries))
     return crc ^ 0xFFFFFFFF
 
@@ -1842,9 +1880,9 @@ def crc32c(content):
 def read_tfrecords(path):
     """Yield the records of a tfrecord file as pairs (record, checksum).
 
-    Before each record, the file has 8 bytes with the length of the record and 4 bytes
-    with a checksum of the length, which is not needed here. After each record, the file
-    has 4 bytes with a checksum of the record.
+    In the file, 12 bytes precede each record: its length (8 bytes) and a checksum of the
+    length (4 bytes), which is ignored. After the record, 4 bytes hold the checksum of the
+    record. If the file ends inside a record, the function raises EOFError.
     """
     with open_file(path) as file:
         while header := file.read(12):
@@ -1872,7 +1910,8 @@ def read_seqio(features, path, bad):
         example = {}
         try:
             crc = crc32c(record)
-            # tfrecord files store the checksum rotated by 15 bits, plus a constant.
+            # tfrecord files do not store the CRC itself. They rotate its 32 bits by 15
+            # places, and add a constant.
             if ((crc >> 15 | crc << 17) + 0xA282EAD8) % (1 << 32) != checksum:
                 raise ValueError("its checksum is wrong")
             stored = tf_example_generated_pb2.Example.FromString(record)
@@ -1884,7 +1923,8 @@ def read_seqio(features, path, bad):
                 if features.get(key, {}).get("shape") == []:
                     (values,) = values
                 example[key] = values
-        except Exception as error:  # from protobuf, bytes.decode or (values,) = values
+        # The exception may come from protobuf, bytes.decode or `(values,) = values`.
+        except Exception as error:
             bad(where, f"is damaged ({error})")
         else:
             yield where, example
@@ -1924,8 +1964,8 @@ def seqio_source(name, split, cfg, whole):
             )
         if empty := [path for path, (size, _) in shards if not size]:
             note(
-                f"warning: {', '.join(empty):.200} is empty: if it is not empty in the "
-                f"original cache, copy it again."
+                f"warning: {', '.join(empty):.200} is empty. If the original file is not "
+                f"empty, copy it again."
             )
         files += group_files(shards, functools.partial(read_seqio, info["features"]))
     return files
@@ -1942,7 +1982,8 @@ SOURCES = {
     "reverse": reverse_source,
     "random": random_source,
 }
-OWN_SPLITS = ("tfds", "hf", "seqio")  # sources that choose the names of their own splits
+# The data sources of these kinds define their own splits, which may have any names.
+OWN_SPLITS = ("tfds", "hf", "seqio")
 
 
 def open_source(source, split, cfg, whole=False):
@@ -2005,7 +2046,7 @@ class PrefixLM(Objective):
     def make(self, chunks, keys, tokenizer, data):
         # The last possible cut is before the last token, so the targets are never empty.
         longest = np.array([len(ids) - 1 for (ids,) in chunks], int)
-        random = (keys >> np.uint64(32)).astype(int)  # 32 random bits: 0 to 2**32 - 1
+        random = (keys >> np.uint64(32)).astype(int)  # random integers below 2**32
         cuts = np.minimum(1 + (random * longest >> 32), longest).tolist()
         return [(ids[:cut], ids[cut:]) for (ids,), cut in zip(chunks, cuts)]
 
@@ -2050,9 +2091,9 @@ def text_to_text(example):
 
 
 def template(inputs, targets, labels=()):
-    """Return a format, a function that turns an example into inputs and targets.
+    """Return a function that formats examples as inputs and targets.
 
-    The format fills the {field} placeholders of two templates. For example,
+    The returned function fills the {field} placeholders of two templates. For example,
     template("question: {q}", "{a}") uses the fields q and a of an example.
 
     inputs: the template of the inputs. targets: the template of the targets. labels: the
@@ -2145,7 +2186,7 @@ def format_wsc(only_true, example):
     asterisks, as in "wsc: The cup fell off the table and *it* broke". The targets are the
     noun that the example suggests, such as "The cup".
 
-    only_true: whether examples that suggest a wrong noun are left out. Training leaves
+    only_true: whether to leave out examples that suggest a wrong noun. Training leaves
     out these examples, so that the model does not learn wrong nouns.
     """
     if only_true and not example["label"]:
@@ -2153,16 +2194,16 @@ def format_wsc(only_true, example):
     words = example["text"].split(" ")
     position = example["span2_index"]
     pronoun = example["span2_text"]
-    # In one published example, the given position is one word too early. So search for
-    # the pronoun from this position on.
+    # In one published example, span2_index is one word too small. So search for the
+    # pronoun from this position on.
     position += [word.startswith(pronoun) for word in words[position:]].index(True)
     before = " ".join(words[:position])
     after = " ".join(words[position:]).removeprefix(pronoun)
-    # Remove the space after the pronoun. In one published example there is none, because
-    # punctuation follows.
+    # Remove the space after the pronoun. In one published example, punctuation follows
+    # the pronoun instead of a space.
     after = after[1:] if after.startswith(" ") else after.rstrip()
-    # X marks the place of the pronoun. As in the t5 library, any other " X " in the text
-    # is replaced, too.
+    # Mark the place of the pronoun with X, then replace X by the pronoun in asterisks. As
+    # in the t5 library, any other " X " in the text is replaced, too.
     text = f"{before} X {after}".replace(" X ", f" *{pronoun}* ")
     return [
         {
@@ -2242,7 +2283,7 @@ class Task(NamedTuple):
     splits: tuple = ("train", "validation", "test")  # splits of the source
     objective: Objective = Pairs()
     inputs_eos: bool = True  # whether inputs end with EOS (T5 yes, T0 no)
-    # Whether a text that was truncated still ends with EOS (T5 yes, T0 no).
+    # Whether a text still ends with EOS after it was truncated (T5 yes, T0 no).
     eos_after_trim: bool = True
 
 
@@ -2425,7 +2466,7 @@ def read_catalogue(text):
 TASKS, MIXTURES = configs.TASKS, configs.MIXTURES
 TASKS |= read_catalogue(CATALOGUE)
 TASKS |= {
-    # Use one of the first three tasks with your own --data.source.
+    # The first three tasks are meant for your own texts, which --data.source names.
     "span_corruption": Task("python:", as_it_is, objective=SpanCorruption()),
     "prefix_lm": Task("python:", as_it_is, objective=PrefixLM()),
     "text_to_text": Task(),
@@ -2433,7 +2474,7 @@ TASKS |= {
         "tfds:c4/en:2.2.0", as_it_is, objective=SpanCorruption()
     ),
     "c4_v220_prefix_lm": Task("tfds:c4/en:2.2.0", as_it_is, objective=PrefixLM()),
-    # For the tasks below, a template is not enough. Their format is a function.
+    # The formats of the tasks below are functions, because a template is not enough.
     "squad_v010_allanswers": Task(
         "tfds:squad/v1.1:3.0.0", format_squad, ("squad",), postprocess="answers"
     ),
@@ -2585,10 +2626,10 @@ T0_CAP = 500_000  # larger datasets count as if they had 500,000 examples
 def t0_mixture(name, cfg):
     """Return the sampling rates of a T0 mixture, as a dict from task to rate.
 
-    The tasks are the folders of the dataset collection P3. Each folder holds one dataset
-    in the words of one prompt template, and its name is DATASET_TEMPLATE. The rate of a
-    task is the number of examples in its dataset. If this number is above T0_CAP, T0_CAP
-    is divided among the templates of the dataset.
+    The tasks are the folders of the dataset collection P3. Each folder is named
+    DATASET_TEMPLATE, and holds the examples of one dataset, formatted with one prompt
+    template. The rate of a task is the number of examples in its dataset. If this number
+    is above T0_CAP, T0_CAP is divided among the templates of the dataset.
 
     A folder whose name ends in _score_eval is meant for rank classification. Mixtures
     whose names end in _score_eval consist of these folders. These mixtures are only
@@ -2619,15 +2660,16 @@ def t0_mixture(name, cfg):
             rate = T0_CAP // len(templates)
         if set(roles) & set(T0_MIXTURES[name].split()):
             rates |= dict.fromkeys(templates, rate)
-    # Leave out this prompt, as in T0, because its published cache is broken. It is
-    # removed only here, because it counts when T0_CAP is divided among the prompts.
+    # Leave out this task, as in T0, because its published cache is broken. Remove it only
+    # after T0_CAP is divided, because T0 counts it as one of the templates.
     rates.pop("gigaword_summarize_", None)
     return dict(sorted(rates.items()))
 
 
-# The dataset collection P3 may be stored as SeqIO caches or as parquet files. Each key of
-# an inner dict is a glob pattern for the files in a folder of P3. The value is appended
-# to the path of the folder, as in "parquet:data/p3/trec_a/{split}/*.parquet".
+# The dataset collection P3 may be stored as SeqIO caches or as parquet files. Each inner
+# dict maps a glob pattern to an ending. If a folder such as data/p3/trec_a has files that
+# match the pattern, then the path of the folder and the ending form a data source. For
+# example, this source is "parquet:data/p3/trec_a/{split}/*.parquet".
 P3_FILES = {
     "seqio": {"info.*.json": ""},
     "parquet": {"*.parquet": "/*{split}*.parquet", "*/*.parquet": "/{split}/*.parquet"},
@@ -2728,7 +2770,7 @@ def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
         entries = dict(entries(cfg) if callable(entries) else entries)
     except UserError:
         raise
-    except Exception as error:  # the code of a recipe file may raise anything
+    except Exception as error:  # a function of a recipe file may raise any exception
         raise UserError(
             f"The mixture {name} is not a dict of rates ({error!r}): correct its entry "
             f"in MIXTURES."
@@ -2791,7 +2833,7 @@ def check_tasks(cfg):
     """Raise UserError if a task is unknown, or --data.source is set for a mixture."""
     data = cfg.data
     # The tasks of a mixture have their own sources, so --data.source is an error. Only
-    # T0's mixtures need this flag, because it says where P3 is stored.
+    # the mixtures of T0 need this flag, for the folder of P3.
     other_source = data.validation_source or data.source and not p3_root(cfg)
     if data.task in MIXTURES and other_source:
         raise UserError(
@@ -2840,7 +2882,8 @@ def open_all(wanted):
         except MissingSource as error:
             missing_sources.update([error.args])
     if missing_sources:
-        # dict.fromkeys removes duplicate remedies and keeps their order.
+        # Several sources may have the same remedy. dict.fromkeys removes duplicates and
+        # keeps the order.
         remedies = dict.fromkeys(missing_sources.values())
         raise MissingSource(";\n".join(missing_sources), " ".join(remedies))
     return opened, missing_splits
@@ -2929,7 +2972,7 @@ def formatted_examples(source_file, bad, task, cfg, size=math.inf):
                     yield where, number, row, texts
         except UserError:
             raise
-        except Exception as error:  # the code of a recipe file may raise anything
+        except Exception as error:  # a format in a recipe file may raise any exception
             problem = f"no {error}" if isinstance(error, KeyError) else repr(error)
             fields = ", ".join(map(str, example))
             bad(where, f"does not fit the task: {problem} (its fields are {fields})")
@@ -2952,7 +2995,7 @@ def invalid_reason(value, size):
         return None
     try:
         ids = np.asarray(value)
-    except (ValueError, OverflowError):  # nested lists, or a very large number
+    except (ValueError, OverflowError):  # from nested lists or a very large number
         return "no text"
     if ids.ndim != 1 or len(ids) and ids.dtype.kind not in "iu":
         return "no text"
@@ -2978,17 +3021,20 @@ def invalid_reason(value, size):
 
 # The first shard has about 262,000 tokens. Later shards grow to about 34 million tokens.
 FIRST_SHARD_TOKENS, SHARD_TOKENS = 1 << 18, 1 << 25
-ENCODE_CHARACTERS = 1 << 21  # tokenize about two million characters in one call
+ENCODE_CHARACTERS = 1 << 21  # tokenize texts in batches of about two million characters
 SHARD_METADATA = {
     "documents": int,
     "tokens": int,
-    "unknown": int,  # how many tokens are UNK
+    "unknown": int,  # how many tokens are the unknown token (UNK)
     "skipped": int,  # how many invalid examples were skipped
-    "ids": int,  # CRC-32 checksum of the file of token ids
-    "ends": int,  # CRC-32 checksum of the file with the ends of the texts
-    "next": [int],  # where the next shard begins: [file, shard, example], or []
+    "ids": int,  # CRC-32 checksum of the .ids file, which holds the token ids
+    "ends": int,  # CRC-32 checksum of the .ends file, which holds the ends of the texts
+    # The next shard begins at this position, the list [file, shard, example]. The list
+    # is empty if this shard is the last one.
+    "next": [int],
 }
-PREFETCH_LOCK = threading.Semaphore()  # only one thread at a time prepares the next shard
+# Only one background thread at a time may tokenize the next shard.
+PREFETCH_LOCK = threading.Semaphore()
 
 
 def prepared_path(source, identity, cfg):
@@ -3081,7 +3127,7 @@ def prepare_vocabulary(cfg, split="train"):
     identity = [source_identity(name, *opened[name], cfg) for name in opened]
     folder = prepared_path(cfg.data.task, [pieces, *identity], cfg)
     path = Path(f"{folder}.vocabulary.json")
-    with contextlib.suppress(UserError):  # the file is missing or damaged
+    with contextlib.suppress(UserError):  # train again if the file is missing or damaged
         model = configs.read_checked(path, {"model": str})["model"]
         return parse_vocabulary(bytes.fromhex(model))
     tokenizer = train_tokenizer(vocabulary_texts(opened.values(), cfg), pieces)
@@ -3108,7 +3154,7 @@ def vocabulary_texts(opened, cfg):
 
 
 def encode_in_background(examples, tokenizer, characters):
-    """Tokenize examples in a second thread while this thread reads the next ones.
+    """Tokenize examples in a background thread while the next examples are read.
 
     For each example, the function yields its number and a list with one array of token
     ids for each text.
@@ -3128,9 +3174,9 @@ def encode_in_background(examples, tokenizer, characters):
         encoded = iter(encoded)
         return [(number, [next(encoded) for _ in texts]) for number, texts in batch]
 
-    # Do not write `with ThreadPoolExecutor(1)`, which would wait for the thread at the
-    # end. If nobody reads this generator to its end, the garbage collector closes it,
-    # possibly while another thread starts. Waiting for a thread would then be a deadlock.
+    # Do not write `with ThreadPoolExecutor(1)`, because `with` waits for the thread at
+    # its end. If the caller stops early, the garbage collector closes this generator.
+    # This can happen while another thread starts, and waiting would then be a deadlock.
     thread = ThreadPoolExecutor(1)
     future = thread.submit(encode, [])
     batch = []
@@ -3150,8 +3196,8 @@ def encode_in_background(examples, tokenizer, characters):
 def encode_texts(texts, tokenizer):
     """Return the token ids of each text of a task, as arrays without EOS.
 
-    Training, evaluation and infer.py all call this function, and then `truncate`. So an
-    example of a task has the same ids everywhere.
+    Training, evaluation and infer.py all call this function and then the function
+    `truncate`. So the same example always has the same ids.
 
     texts: a list. An element is a text, or a list of token ids if the source is already
         tokenized. The tokenizer may be None if all elements are lists of ids.
@@ -3165,7 +3211,7 @@ def strip_eos(ids):
     """Remove a final EOS from the token ids of a text.
 
     For example, [5, 9, 1] becomes [5, 9]. Some sources provide token ids that end with
-    EOS. Without this function, such texts would end with two EOS tokens, because
+    EOS. Without strip_eos, such texts would end with two EOS tokens, because the function
     `truncate` appends EOS later.
     """
     ids = np.asarray(ids, np.int32)
@@ -3237,8 +3283,9 @@ class Corpus:
         self.next_position = [0, 0, 0] if self.files else []  # [] is the end
         self.chunk_bounds = functools.lru_cache(8)(self.chunk_bounds)
         self.shard_ids = functools.lru_cache(8)(self.shard_ids)
-        # Maps the position of the next shard to the generator that will yield its tokens.
-        # The generator continues in the middle of a SourceFile, so nothing is read twice.
+        # This dict maps the position of the next shard to the generator that will yield
+        # the tokens of this shard. The generator continues where the previous shard has
+        # ended, so no text is read twice.
         self.readers = {}
         self.invalid = InvalidExamples(cfg.data.on_error)
         self.characters = Counter()  # the characters in texts that have unknown tokens
@@ -3369,9 +3416,10 @@ class Corpus:
         shard = self.shards[number]
         path = self.path(shard["position"], kind)
         for _ in range(2):
-            try:  # a plain array is faster to index than a memmap
+            try:
+                # Indexing a plain array is faster than indexing a memmap.
                 array = np.memmap(path, self.dtypes[kind], "r").view(np.ndarray)
-            except (OSError, ValueError):  # the file is missing, empty or cut off
+            except (OSError, ValueError):  # if the file is missing, empty or cut off
                 array = np.zeros(0, self.dtypes[kind])
             if zlib.crc32(array) == shard[kind]:
                 return array
@@ -3398,8 +3446,9 @@ class Corpus:
                 return configs.read_checked(path, SHARD_METADATA)
             reader = self.readers.pop(tuple(position), None) or self.tokenize(*position)
             arrays, next_position = next(reader)
-            # Shard number 0 begins a new SourceFile. Any other shard is in the same file,
-            # so keep the generator, which will yield this shard next.
+            # A next shard with the number 0 begins a new SourceFile. Otherwise, the next
+            # shard is in the same SourceFile. Then keep the generator, which will yield
+            # the next shard.
             if next_position and next_position[1]:
                 self.readers = {tuple(next_position): reader}
             ids = np.concatenate(
@@ -3443,7 +3492,7 @@ class Corpus:
         texts = ((number, texts) for _, number, _, texts in examples if number >= first)
         arrays = []
         tokens = 0
-        last = None  # the example that the previous document came from
+        last = None  # the number of the example that gave the previous document
         with progress_bar(f"tokenizing {self.title}", "token") as bar:
             for number, document in encode_in_background(
                 texts, self.tokenizer, self.characters
@@ -3451,8 +3500,9 @@ class Corpus:
                 limit = SHARD_TOKENS
                 if file == 0:
                     limit = min(limit, FIRST_SHARD_TOKENS << shard)
-                # Begin a new shard only between two examples of the source. One example
-                # may give several documents, which stay together.
+                # One example of the source may give several documents. Keep them in one
+                # shard, so begin a new shard only if the next document comes from another
+                # example.
                 if tokens >= limit and number != last:
                     shard += 1
                     yield arrays, [file, shard, number]
@@ -3547,8 +3597,8 @@ class Dataset:
     def sample(self, most):
         """Return at most `most` training tokens, to measure how often each token occurs.
 
-        The tokens come from the beginning of each task. All tasks have the same share. If
-        an example has inputs and targets, only the targets are used.
+        The tokens come from the beginning of each task, with an equal share for each
+        task. If an example has inputs and targets, only the targets are used.
         """
         share = most // len(self.tasks)
         tokens = []
@@ -3655,7 +3705,8 @@ def check_lengths(tasks, data, title):
         objective = task.task.objective
         chunks = np.arange(task.corpus.starts[-1])
         epochs = np.zeros_like(chunks)
-        task.make(epochs[:1], chunks[:1])  # an objective may raise a UserError here
+        # Make one example now, because the objective may raise a UserError.
+        task.make(epochs[:1], chunks[:1])
         for side, sizes in zip(SIDES, task.sizes(epochs, chunks)):
             limit, eos, kept = truncated_length(side, task.task, data)
             needed = sizes.max() + eos
@@ -3670,7 +3721,8 @@ def check_lengths(tasks, data, title):
         if count:
             note(
                 f"{title}: {count:,} of the first {total:,} {side} are longer than "
-                f"--data.{side}_length {getattr(data, f'{side}_length')} and are cut"
+                f"--data.{side}_length {getattr(data, f'{side}_length')} and are cut. "
+                f"To keep them complete, raise --data.{side}_length."
             )
 
 
@@ -3696,8 +3748,9 @@ def read_task(name, split, cfg, bad, size=math.inf):
 def evaluation_config(task, cfg):
     """Return the Config for evaluating a single task of a run.
 
-    Files may have no splits. Then usually only their first 1 % is evaluated. If the run
-    does not train on these files, all of their examples are evaluated.
+    If the source of the task has no splits, usually only the first 1 % of its text is
+    evaluated, because the rest is training text. If the run does not train on this
+    source, and the source consists of files, all of its examples are evaluated.
 
     task: the name of the task.
     cfg: the Config of the run.
@@ -3742,16 +3795,16 @@ def evaluation_configs(cfg, split="validation"):
 
 
 def trained_tasks(cfg):
-    """Return a list of the Tasks that a run trains on. A task with the rate 0 is none."""
+    """Return a list of the Tasks that a run trains on, without tasks of rate 0."""
     rates = mixture_rates(cfg.data.task, cfg)
     return [find_task(name, cfg) for name, rate in rates.items() if rate]
 
 
 def trained_ends(cfg):
-    """Return how the inputs of a run's training tasks end, as a set of booleans.
+    """Return whether the inputs of a run's training tasks end with EOS.
 
-    True means that inputs end with EOS, and False means that they do not. A mixture may
-    have tasks of both kinds. The set is empty if a task is unknown, for example because
+    The result is a set of booleans. The set is {True, False} if only some of the tasks
+    end their inputs with EOS. The set is empty if a task is unknown, for example because
     it is defined in a recipe file that has not been executed.
     """
     try:
@@ -3842,7 +3895,8 @@ def first_split(cfg):
         with contextlib.suppress(MissingSplit):
             open_tasks(cfg, split)
             return split
-    # No split exists. When the caller opens "train", MissingSplit is raised.
+    # If there is no split, return "train". Then the caller raises MissingSplit when it
+    # opens this split.
     return "train"
 
 
@@ -3965,7 +4019,8 @@ def main(argv):
         changes = with_vocab_size(changes)
     cfg = configs.resolve(args, changes, recipe=True)
     if args.run_dir:
-        load_run_tokenizer(args.run_dir)  # check that it is the vocabulary of the run
+        # Raise UserError if spiece.model is not the vocabulary of the run.
+        load_run_tokenizer(args.run_dir)
         cfg = configs.override(cfg, {"data.vocab": f"{args.run_dir}/spiece.model"})
     if args.list:
         cfg = configs.override(cfg, {"data.task": args.list})

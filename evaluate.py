@@ -46,7 +46,8 @@ import re
 import string
 import time
 
-import configs  # comes first, because it also prepares the process
+# Import configs before JAX, because configs also sets up Ctrl-C and UTF-8.
+import configs
 
 import jax
 import jax.numpy as jnp
@@ -762,10 +763,10 @@ def content_words(text):
 def wsc(task, text, example, is_target):
     """Return 1 if the text names the same noun phrase as the WSC example, else 0.
 
-    For example, the texts "dog" and "the black dog" both name the phrase "the dog". All
-    words of one must be in the other, but upper case and determiners are ignored. An
-    empty text gives -1. For a target, the label of the example is returned, which is 0 or
-    1.
+    For example, the texts "dog" and "the black dog" both name the phrase "the dog". A
+    text names a phrase if all words of one of them occur in the other. Upper case and
+    determiners, such as "the", are ignored. The result for an empty text is -1. If
+    is_target is true, the result is the label of the example, 0 or 1.
     """
     if is_target:
         return example["label"]
@@ -981,8 +982,8 @@ def write_plot(path, folders):
 
 # ---- the command -----------------------------------------------------------------------
 
-# The sections and options that do not change the metrics. The names of the tasks are
-# recorded anyway.
+# The sections and options that do not change the metrics of a task. The option data.task
+# is among them, because each metric is recorded under the name of its task.
 NEUTRAL = set(
     "mesh distributed train model.remat decode.batch_size decode.return_all "
     "data.eval_tasks data.on_error data.keep_tokens data.prepared_dir data.tfds_dir "

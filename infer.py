@@ -64,7 +64,8 @@ import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import configs  # comes first, because it also prepares the process
+# Import configs before JAX, because configs also sets up Ctrl-C and UTF-8.
+import configs
 
 import jax
 import jax.numpy as jnp

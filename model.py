@@ -43,7 +43,8 @@ import math
 import os
 from typing import NamedTuple
 
-import configs  # comes first, because it also prepares the process
+# Import configs before JAX, because configs also sets up Ctrl-C and UTF-8.
+import configs
 
 import jax
 import jax.numpy as jnp

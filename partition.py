@@ -47,7 +47,8 @@ from collections import Counter, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import configs  # comes first, because it also prepares the process
+# Import configs before JAX, because configs also sets up Ctrl-C and UTF-8.
+import configs
 
 import jax
 import msgpack
@@ -97,7 +98,7 @@ RULES = {
     "embed": None,
     "layers": None,
     "buckets": None,
-    # A dimension without a name is not split.
+    # A dimension without a name has the key None here. This dimension is not split.
     None: None,
 }
 
@@ -109,9 +110,11 @@ STORAGE_RULES = {**RULES, "embed": "data"}
 
 
 def spec(axes, rules=RULES):
-    """Return the PartitionSpec for an array with these logical axes.
+    """Return the PartitionSpec of an array from the names of its dimensions.
 
-    For example, spec(("embed", "mlp")) returns P(None, "model").
+    A PartitionSpec contains, for each dimension, the mesh axis that splits the dimension.
+    For example, spec(("embed", "mlp")) returns P(None, "model"). None means that the
+    dimension is not split.
 
     axes: the name of each dimension of the array, such as "embed".
     rules: RULES for computing, or STORAGE_RULES for storing weights with --mesh.fsdp.
@@ -122,7 +125,9 @@ def spec(axes, rules=RULES):
 def set_mesh(cfg, devices=None):
     """Create the mesh of devices for a Config, and make JAX use this mesh.
 
-    With 8 devices and --mesh.model 4, the axis "data" has size 2 and "model" has size 4.
+    A mesh is a grid of all devices. The axis "data" of the mesh splits the batch, and the
+    axis "model" splits the weights. With 8 devices and --mesh.model 4, the axis "data"
+    has size 2, and the axis "model" has size 4.
 
     devices: a list of JAX devices. The default is the devices of all processes.
     Raises UserError if a dimension cannot be split evenly over its mesh axis.
@@ -134,9 +139,9 @@ def set_mesh(cfg, devices=None):
     rows = cfg.train.batch_size // cfg.train.microbatches
     model_parts = f"--mesh.model {model_size}"
     data_parts = f"the number of data-parallel devices ({data_size})"
-    # Each tuple is (name of the divisor, divisor, size, name of the size). The size must
-    # be divisible by the divisor. For example, --mesh.model 4 can split 8 heads, but it
-    # cannot split 6 heads.
+    # List all sizes that the mesh must split evenly. Each tuple is (name of the divisor,
+    # divisor, size, name of the size). The size must be divisible by the divisor. For
+    # example, --mesh.model 4 can split 8 heads, but cannot split 6 heads.
     splits = [
         (model_parts, model_size, len(devices), "devices"),
         (model_parts, model_size, m.num_heads, "heads (--model.num_heads)"),
@@ -160,7 +165,7 @@ def set_mesh(cfg, devices=None):
             devices=devices,
             axis_types=(AxisType.Explicit,) * 2,
         )
-    # On some TPUs, JAX cannot arrange the chips in a grid of data_size x model_size.
+    # JAX raises this error if the TPU chips cannot form a grid of data_size x model_size.
     except NotImplementedError as error:
         raise UserError(
             f"--mesh.model {model_size} does not fit the TPU topology: use a product of "
@@ -173,8 +178,9 @@ def set_mesh(cfg, devices=None):
 def platform():
     """Return "cpu", "gpu" or "tpu", the platform of the devices in the current mesh.
 
-    Do not use jax.default_backend() instead. For example, `train.py --plan v5e:2x4` runs
-    on a CPU and compiles for a mesh of TPUs.
+    The devices of the mesh may differ from the devices of this machine, which
+    jax.default_backend() returns. For example, `train.py --plan v5e:2x4` runs on a CPU,
+    but compiles the training step for a mesh of TPUs.
     """
     return get_abstract_mesh().abstract_device.platform
 
@@ -183,7 +189,11 @@ def platform():
 
 
 def default_compute_dtype():
-    """Return "bfloat16" on a GPU or TPU, and "float32" on a CPU, where it is faster."""
+    """Return the name of the dtype in which the model computes by default.
+
+    A GPU or TPU computes in "bfloat16". A CPU computes in "float32", because bfloat16 is
+    slower on a CPU.
+    """
     return "float32" if platform() == "cpu" else "bfloat16"
 
 
@@ -204,7 +214,7 @@ def local_rows(batch_size, mesh):
 def put_batch(batch, batch_size, mesh):
     """Put a batch on the devices, and split its rows over the mesh axis "data".
 
-    Each process passes only its own rows, as chosen by local_rows.
+    Each process passes only the rows of its own devices, which local_rows selects.
 
     batch: a tree of NumPy arrays [local rows, length].
     batch_size: the number of rows that all processes have together.
@@ -253,8 +263,8 @@ def put_batch(batch, batch_size, mesh):
 # The version of the checkpoint format. Every manifest.json contains this number.
 FORMAT = 3
 
-# An array shard of more than 1 GiB is split before it is written to a file. The file has
-# the format msgpack, in which no value can have more than 4 GiB.
+# An array shard of more than 1 GiB is split before it is written to a file. The reason is
+# the file format msgpack, in which no single value can have more than 4 GiB.
 MAX_SHARD_BYTES = 1 << 30
 
 
@@ -268,7 +278,7 @@ def is_main_process():
 
 
 def flatten(tree):
-    """Flatten a nested dict, for example {"a": {"b": 1}} to {"a/b": 1}."""
+    """Flatten a nested dict. For example, {"a": {"b": 1}} becomes {"a/b": 1}."""
     return flatten_dict(tree, sep="/")
 
 
@@ -282,13 +292,14 @@ def local_shards(tree):
     dimension, and data is a NumPy array. On a CPU, data is a view of the device's memory.
     On other devices, data is a copy. Training never changes the numbers in data.
     """
-    # Start to copy all arrays to the host now. The loop below waits for one shard at a
-    # time.
+    # Start to copy all arrays from the devices to the host. The copies run in the
+    # background, and the loop below waits for one shard at a time.
     jax.copy_to_host_async(tree)
     for name, array in sorted(flatten(tree).items()):
         for shard in array.addressable_shards:
+            # Devices can hold copies of the same shard. Only copy number 0 is written.
             if shard.replica_id != 0:
-                continue  # Another device has the copy that is written.
+                continue
             bounds = [
                 index.indices(size)[:2] for index, size in zip(shard.index, array.shape)
             ]
@@ -368,8 +379,9 @@ def write_checkpoint(folder, arrays, shards, step, identity):
     identity: the model and the vocabulary of the run, as configs.weights_identity returns
         them.
     """
-    # A local checkpoint is written to a folder tmp-..., which is renamed at the end. A
-    # remote folder cannot be renamed, so its manifest.json is written last.
+    # A local checkpoint is written to a folder tmp-..., which is renamed when it is
+    # complete. A remote folder cannot be renamed. A remote checkpoint is complete when it
+    # contains manifest.json, which is written last.
     temporary = folder if is_remote(folder) else folder.with_name(f"tmp-{folder.name}")
     temporary.mkdir(parents=True, exist_ok=True)
     if is_main_process():
@@ -381,17 +393,17 @@ def write_checkpoint(folder, arrays, shards, step, identity):
     own_file = files[jax.process_index()]
     entries = write_shards(own_file, shards)
     if not is_main_process():
-        # Tell process 0 which shards this process has written.
+        # List the shards of this process in a JSON file, which process 0 waits for.
         write_file(own_file.with_suffix(".json"), json.dumps(entries))
         return
-    # Wait for the other processes, and add the shards that they have written.
+    # Wait for the JSON file of each other process, and collect the shards listed there.
     for file in files[1:]:
         index = file.with_suffix(".json")
         for name, more in json.loads(wait_and_read(index)).items():
             entries.setdefault(name, []).extend(more)
         index.unlink()
-    # If the run directory was moved meanwhile, raise an error. Otherwise write_checked
-    # would create the folder again, without the shard files.
+    # The method stat raises an error if the run directory was moved during the save.
+    # Without this error, write_checked would create a new folder without shard files.
     own_file.stat()
     manifest = {
         "format": FORMAT,
@@ -403,11 +415,13 @@ def write_checkpoint(folder, arrays, shards, step, identity):
             for name, array in sorted(arrays.items())
         },
     }
-    # Write the manifest with a checksum, so that readers can detect damage.
+    # Write the manifest with a checksum. If the file is damaged later, the checksum is
+    # wrong, and read_manifest reports this.
     configs.write_checked(temporary / "manifest.json", manifest)
     if not is_remote(folder):
         sync_folder(temporary)
-        # If a damaged checkpoint of this step exists, the new checkpoint replaces it.
+        # If a damaged checkpoint of the same step exists, delete that checkpoint. The new
+        # checkpoint takes its place.
         remove_checkpoint(folder)
         temporary.rename(folder)
         sync_folder(folder.parent)
@@ -450,9 +464,9 @@ def remove_checkpoint(path):
 def read_manifest(folder):
     """Return the content of manifest.json, which lists all array shards of a checkpoint.
 
-    Raises CheckpointError if the file is missing or damaged, or if the name of the folder
-    contradicts the file. Raises UserError if the format version of the checkpoint is not
-    FORMAT.
+    Raises CheckpointError if the file is missing or damaged, or if the folder has the
+    name of another step. Raises UserError if another version of plain T5 has written the
+    checkpoint in another format.
     """
     path = folder / "manifest.json"
     try:
@@ -462,7 +476,8 @@ def read_manifest(folder):
     except UserError as error:
         reason = error.__cause__ or "its checksum is wrong"
         raise CheckpointError(f"{path} is missing or damaged ({reason})") from error
-    # The checksum is right, so the version number is not the result of damage.
+    # The checksum of the manifest is right, so the manifest is not damaged. If the format
+    # differs, another version of plain T5 has written the checkpoint.
     if manifest["format"] != FORMAT:
         raise UserError(
             f"{path} has format {manifest['format']}, but this version of plain T5 reads "
@@ -474,15 +489,16 @@ def read_manifest(folder):
             f"{folder} contains step {step:,}: rename this folder to step_{step:08}"
         )
     for name, array in manifest["arrays"].items():
-        # Different shards never overlap, so their sizes must add up to the whole array.
+        # The shards of an array never overlap, so their sizes must add up to the size of
+        # the array. If the sum is too small, the manifest does not list all shards.
         stored = sum(math.prod(shard_shape(entry)) for entry in array["pieces"])
         if stored != math.prod(array["shape"]):
-            raise CheckpointError(f"{path} does not list all shards of {name}")
+            raise CheckpointError(f"{path} does not list all shards of the array {name}")
     return manifest
 
 
 def shard_shape(entry):
-    """Return the shape of an array shard.
+    """Return the shape of an array shard, computed from the bounds of the shard.
 
     entry: the dict in manifest.json that describes the shard.
     """
@@ -492,7 +508,7 @@ def shard_shape(entry):
 def read_shard(folder, entry, dtype):
     """Read one array shard of a checkpoint, and verify the checksum of the shard.
 
-    Returns a NumPy array.
+    Returns the numbers of the shard as a NumPy array.
 
     entry: the dict in manifest.json that describes the shard.
     dtype: the name of the array's dtype.
@@ -508,7 +524,8 @@ def read_shard(folder, entry, dtype):
                 file.seek(offset)
                 data = file.read(size)
         else:
-            # Map the local file into memory instead of copying the file.
+            # Map the local file into memory. The operating system then reads only the
+            # bytes of this shard, and does not copy the bytes.
             data = np.memmap(path, np.uint8, "r")[offset : offset + size]
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error})") from error
@@ -529,8 +546,8 @@ def read_slice(folder, array, index, verified):
     wanted = [cut.indices(size)[:2] for cut, size in zip(index, array["shape"])]
     out = np.empty([stop - start for start, stop in wanted], array["dtype"])
     for number, entry in enumerate(array["pieces"]):
-        # Find the overlap of this shard and the wanted slice. The overlap is
-        # shard[source], and it will be copied to out[target].
+        # Find the overlap of this shard and the wanted slice. The overlapping part of the
+        # shard, shard[source], is copied to out[target].
         source, target = [], []
         for (start, stop), (first, last) in zip(wanted, entry["bounds"]):
             low, high = max(start, first), min(stop, last)
@@ -547,8 +564,10 @@ def read_slice(folder, array, index, verified):
 def check_owner(folder, manifest, identity):
     """Raise UserError if a checkpoint belongs to another model or another vocabulary.
 
+    The model and the vocabulary in the manifest are compared with those of the run.
+
     folder: the folder of the checkpoint.
-    manifest: the content of its manifest.json.
+    manifest: the content of manifest.json in this folder.
     identity: the model and the vocabulary of the run, as configs.weights_identity returns
         them.
     """
@@ -645,14 +664,16 @@ def start_jax(cfg):
         timer.cancel()
     if jax.process_count() > 1:
         configs.single_process = False
-        # A signal handler of Python would run too late, because the process is aborting.
+        # If another process is lost, JAX may abort this process. The handler then prints
+        # a message. Python would call a handler too late, so register a C function.
         ctypes.CDLL(None).signal(signal.SIGABRT, on_abort)
         if not is_main_process():
             # Only process 0 prints progress and results.
             configs.prints_progress = False
             sys.stdout = open(os.devnull, "w")
-        # Connect all processes now with Gloo, JAX's communication library for CPUs. Gloo
-        # waits at most 30 s in the first operation. Later operations may wait longer.
+        # Connect all processes with Gloo, JAX's communication library for CPUs. Gloo
+        # waits at most 30 s in its first operation, and longer in later operations. So
+        # run the first operation now, because all processes are here at the same time.
         all_processes_agree(True)
     # Cache compiled programs on disk, unless the user has already chosen a folder.
     if not jax.config.jax_compilation_cache_dir:
@@ -662,28 +683,31 @@ def start_jax(cfg):
 
 
 def report_lost_process(*_):
-    """End this process with a message, because another process of the run has ended."""
+    """Print a message that another process of the run has ended, and end this process."""
     note(
-        "Another process of this run has ended or does not respond, as the lines above "
-        "say. To continue from the last checkpoint, run the same command again on all "
-        "machines.",
+        "Another process of this run has ended or does not respond. The lines above this "
+        "message may show the reason. To continue from the last checkpoint, run the same "
+        "command again on all machines.",
         always=True,
     )
     os._exit(1)
 
 
-# The same function for C. This variable keeps the function in memory.
+# Convert report_lost_process to a function that C code can call. The function is kept in
+# a global variable, because Python would otherwise delete it while C code needs it.
 on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(report_lost_process)
 
 
 def hide_stack_trace():
     """Keep JAX from printing a stack trace if another process ends or freezes.
 
-    JAX then calls a callback or, in JAX 0.10, the function abort of C. It cannot convert
-    the argument of the callback.
+    In such a case, JAX calls report_lost_process, which prints a short message. JAX 0.10
+    cannot convert the argument of this call to a Python object. JAX 0.10 therefore calls
+    the C function abort, and the signal handler on_abort prints the message.
     """
     connect = runtime.get_distributed_runtime_client
-    # This function is not public, so a version of JAX may lack the argument.
+    # The function get_distributed_runtime_client is not public. In some versions of JAX,
+    # the function may not have the argument missed_heartbeat_callback.
     if "missed_heartbeat_callback" in connect.__doc__:
         runtime.get_distributed_runtime_client = functools.partial(
             connect, missed_heartbeat_callback=report_lost_process
@@ -691,12 +715,19 @@ def hide_stack_trace():
 
 
 def all_processes_agree(condition):
-    """Return True on every process if the condition is true on all processes."""
+    """Return True if the condition is true on all processes, and False otherwise.
+
+    Every process must call this function, and every process gets the same result.
+    """
     return bool(process_allgather(condition).all())
 
 
 def from_main_process(value):
-    """Return the value of process 0 on every process. The value is sent as JSON."""
+    """Send a value from process 0 to all processes, and return this value.
+
+    Every process must call this function. The value is sent as JSON. The values that the
+    other processes pass are ignored.
+    """
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     # In a broadcast, all processes must pass an array of the same length. The first
     # broadcast therefore sends the length.
@@ -708,8 +739,8 @@ def from_main_process(value):
 def run_on_all(work, elsewhere=UserError):
     """Call work() on every process. If one call fails, raise an error on all processes.
 
-    Otherwise the other processes would wait forever for the process that failed. Returns
-    the result of work() on this process.
+    Without an error on all processes, the other processes would wait forever for the
+    process that failed. Returns the result of work() on this process.
 
     elsewhere: the class of the error that the other processes raise.
     """
@@ -742,12 +773,13 @@ def check_same(own):
 def check_same_command(cfg, args):
     """Raise UserError if the processes of a run were started with different settings.
 
-    The recipe file and the code of plain T5 must be the same, too.
+    The recipe file and the code of plain T5 must also be the same on all processes.
 
     cfg: the Config of this process.
     args: the other options of the command, from configs.parse_args.
     """
-    # The number of the process is the only setting that must be different.
+    # Leave out --distributed.process, the number of the process. All other settings must
+    # be the same.
     own = configs.settings(cfg, {"distributed.process"})
     own |= {f"--{name}": value for name, value in vars(args).items()}
     own["the recipe file"] = list(configs.RECIPE_CODE.values())
@@ -774,18 +806,20 @@ def run_on_main_first(work):
 def is_complete(path):
     """Return True for a complete checkpoint, and False if its save was interrupted.
 
-    A file with the name of a checkpoint also counts, so that read_manifest reports it.
+    The result is also True if the path is a file instead of a folder. The function
+    read_manifest then reports that the file is not a checkpoint.
     """
-    # A local folder gets a name that begins with step_ when all its files are written. A
-    # remote folder gets its manifest last.
+    # A local folder is renamed to step_... when all its files are written. In a remote
+    # folder, manifest.json is written last.
     is_stored = not is_remote(path) or (path / "manifest.json").exists() or path.is_file()
     return path.name.startswith("step_") and is_stored
 
 
 def read_first_valid(paths, template, identity):
-    """Load the first valid checkpoint of a list, and report the damaged ones before it.
+    """Load the first checkpoint of a list that is not damaged.
 
-    If one process finds damage, all processes try the next checkpoint.
+    If one process finds damage, all processes print a message and try the next
+    checkpoint.
 
     template: a nested dict of ShapeDtypeStructs with shardings.
     identity: the model and the vocabulary of the run (see check_owner).
@@ -802,7 +836,8 @@ def read_first_valid(paths, template, identity):
             note(f"This checkpoint cannot be used: {problem}", always=True)
     raise UserError(
         f"None of the checkpoints can be used ({problem}): name another checkpoint, or "
-        f"restore one from a backup. To start the run again, move {path.parent} away."
+        f"restore one from a backup. To start the run from the beginning, move "
+        f"{path.parent} to another place."
     )
 
 
@@ -828,7 +863,8 @@ class Checkpoints:
 
     def folders(self):
         """Return the folders of all checkpoints, including those of interrupted saves."""
-        # Use only the names. For some remote folders, glob returns wrong parent folders.
+        # Use only the names of the paths that glob finds. For some remote folders, glob
+        # returns paths with wrong parent folders.
         names = [path.name for path in self.folder.glob("*step_*")]
         return [
             self.folder / name for name in names if re.fullmatch(r"(tmp-)?step_\d+", name)
@@ -839,7 +875,7 @@ class Checkpoints:
         return sorted(int(p.name[5:]) for p in self.folders() if is_complete(p))
 
     def path(self, step):
-        """Return the path of a step's checkpoint, such as .../step_00001000."""
+        """Return the path of the checkpoint of a step, such as .../step_00001000."""
         return self.folder / f"step_{step:08}"
 
     def save(self, tree, step, best=None):
@@ -882,27 +918,38 @@ class Checkpoints:
             self.remove_old(step, best)
 
     def remove_old(self, step, best):
-        """Remove all but the newest `keep` checkpoints up to a step, and the best one."""
+        """Remove old checkpoints, so that only the newest `keep` checkpoints remain.
+
+        Checkpoints of steps after `step` are ignored. The checkpoint of the step `best`
+        is never removed.
+        """
         written = [other for other in self.steps() if other <= step]
         for old in written[: -self.keep]:
             if old != best:
                 remove_checkpoint(self.path(old))
 
     def discard_unfinished(self):
-        """Remove the folders of interrupted saves. Only process 0 may call this."""
+        """Remove the folders of interrupted saves.
+
+        Only process 0 may call this method.
+        """
         for path in self.folders():
             if not is_complete(path):
                 remove_checkpoint(path)
 
     def wait(self):
-        """Wait until the save in the background ends. If it failed, raise its error."""
+        """Wait until the save in the background ends. Raise an error if the save failed.
+
+        The error is the CheckpointError that the method commit has raised.
+        """
         if self.unfinished:
             self.unfinished.result()
 
     def load(self, template, step=None):
         """Load the newest valid checkpoint, or the checkpoint of a given step.
 
-        If the newest checkpoint is damaged, report this and try the one before it.
+        If the newest checkpoint is damaged, print a message and try the checkpoint before
+        it.
 
         template: a nested dict of ShapeDtypeStructs with shardings.
         Returns (step, nested dict of jax.Arrays like template). Returns None if there is
@@ -924,7 +971,7 @@ class Checkpoints:
 
 
 def is_run(source):
-    """Return True for the path of a run with checkpoints, and False for a checkpoint.
+    """Return True for a run directory with checkpoints, and False for a checkpoint.
 
     Raises UserError for any other path.
     """
@@ -1012,11 +1059,10 @@ def resolve_step(run_dir, name):
 # ---- the cost of a sharding: chips and memory ------------------------------------------
 
 
-# The properties of an accelerator, from its data sheet:
-#   teraflops    10^12 bfloat16 operations per second in a matmul
-#   memory       in GB
-#   links        GB per second from the accelerator to all its neighbors together
-#   clock        in GHz for a TPU, and 0 for a GPU, where the clock is not used
+# A Chip contains four numbers from the data sheet of an accelerator. `teraflops` is the
+# speed of a bfloat16 matmul, in 10^12 operations per second. `memory` is in GB. `links`
+# is the speed at which the accelerator sends to all neighbors together, in GB per second.
+# `clock` is the clock rate of a TPU in GHz, and 0 for a GPU.
 Chip = namedtuple("Chip", "teraflops memory links clock")
 
 # CHIPS maps the name of an accelerator, as in jax.Device.device_kind, to a Chip. JAX
@@ -1038,8 +1084,9 @@ TPU v6 lite    918   32  224  1.75
 # With the following options, the TPU compiler makes faster programs. In train.py, the
 # function lower_step chooses the options that help on each TPU.
 
-# With all six options, a TPU computes while it gathers the weights of FSDP. By default,
-# the compiler gathers them by all-reduces, and the TPU waits for each all-reduce.
+# FSDP must all-gather the weights of each layer before use. With all six options, a TPU
+# computes during an all-gather. By default, the compiler gathers the weights by
+# all-reduces, and the TPU waits until each all-reduce is finished.
 ASYNC_GATHER_OPTIONS = dict.fromkeys(
     "xla_enable_async_all_gather "
     "xla_tpu_prefer_async_allgather_to_allreduce "
@@ -1050,9 +1097,10 @@ ASYNC_GATHER_OPTIONS = dict.fromkeys(
     True,
 )
 
-# With these options, an all-reduce sums each gradient of more than 1 MB as soon as it is
-# computed. By default, all gradients are summed together at the end of the step. A TPU v4
-# has too little on-chip memory for these options.
+# The devices sum their gradients by all-reduces. With these options, the all-reduce of a
+# gradient of more than 1 MB starts as soon as the gradient is computed. By default, all
+# gradients are summed together at the end of the step. A TPU v4 has too little on-chip
+# memory for these options.
 ASYNC_REDUCE_OPTIONS = {
     "xla_enable_async_all_reduce": True,
     "xla_jf_crs_combiner_threshold_in_bytes": 1_000_000,
@@ -1112,8 +1160,9 @@ def bytes_on_device(tree):
 # The result of the all-reduce has the type f32[4,8]{1,0}. This is the dtype float32, the
 # shape [4, 8] on one device, and the order of the dimensions in memory.
 
-# This pattern finds each HLO instruction that sends data to other devices. Each comment
-# shows an example. "-start" means that the device can compute during the operation.
+# This pattern finds each instruction in an HLO text that sends data to other devices. The
+# comments in the pattern show examples of such instructions. "-start" in the name of an
+# operation means that the device can compute during the operation.
 COLLECTIVE = re.compile(
     r"""
     # %a = f32[8]{0} all-reduce(%p), replica_groups=...
@@ -1130,8 +1179,9 @@ COLLECTIVE = re.compile(
 def hlo_instructions(text):
     """Yield (line, times) for each instruction in the HLO text of a program.
 
-    times is how often the program executes the instruction. The instructions of a loop
-    appear once in the text, but the program executes them many times.
+    HLO is the intermediate language of the XLA compiler. The number `times` says how
+    often the program executes the instruction. The instructions of a loop appear once in
+    the text, but the program executes them many times.
     """
     # Find the functions of the program, as {name: lines}. The first line of a function
     # looks like "%body (p: f32[4,8]) -> f32[4,8] {".
@@ -1143,7 +1193,7 @@ def hlo_instructions(text):
     while unvisited:
         name, times = unvisited.pop()
         for line in computations[name].splitlines():
-            # Find loops and calls. Their lines look like these examples:
+            # Find the loops and the function calls. The following lines are examples:
             #   %w = f32[8]{0} while(%p), condition=%cond, body=%body
             #   %c = f32[8]{0} call(%p), to_apply=%function
             inner = re.search(
@@ -1156,8 +1206,9 @@ def hlo_instructions(text):
             condition, function = inner.groups()
             counts = [1]
             if condition:
-                # Find the number of iterations of the loop. A loop with 3 iterations
-                # contains known_trip_count":{"n":"3"}, or its condition has constant(3).
+                # Find the number of iterations of the loop. For 3 iterations, the line of
+                # the loop contains known_trip_count":{"n":"3"}, or the condition of the
+                # loop contains constant(3).
                 counts = re.findall(
                     r'known_trip_count":\{"n":"(\d+)"', line
                 ) or re.findall(r"constant\((\d+)\)", computations[condition])
@@ -1183,11 +1234,12 @@ def integers(text):
 
 
 def find_collectives(instructions):
-    """Find the collective operations, and yield (kind, bytes, line, times) for each one.
+    """Find all operations in which devices exchange data (collective operations).
 
-    The kind is a name such as "all-reduce". If the device computes during the operation,
-    the kind is "all-reduce, overlapped". If a TPU fuses several operations into one, the
-    kind is "collectives, overlapped".
+    Yields (kind, bytes, line, times) for each operation. The kind is a name such as
+    "all-reduce". If the device computes during the operation, the kind is "all-reduce,
+    overlapped". If a TPU fuses several operations into one, the kind is "collectives,
+    overlapped".
 
     bytes is the size of the result. For an overlapped operation, the size of the operand
     is added. This gives an upper bound for the bytes that a ring sends.
@@ -1201,9 +1253,9 @@ def find_collectives(instructions):
             kind = kind or fused_kind or "collectives"
             if start or fused_start:
                 kind += ", overlapped"
-            # Keep the types of the results, which are at the beginning of the line. The
-            # operands begin with "(%". A fusion also returns counters, which begin with
-            # s32[2].
+            # Keep only the types of the results, which come before the operands in the
+            # line. The operands begin with "(%". A fusion also returns counters of the
+            # type s32[2], which are not counted.
             types = re.split(r"\(%| s32\[2\]", line)[0]
             yield kind, hlo_bytes(types), line, times
 
@@ -1258,7 +1310,8 @@ def first_device_group(line, count):
     if mesh:
         axes = re.findall(r"('\w+')=(\d+)", mesh[1])
         devices = devices.reshape([int(size) for _, size in axes])
-        # In the first group, all devices have index 0 on each axis that is not in braces.
+        # The devices of a group differ only in their positions on the axes in braces. In
+        # the first group, the position on each other axis is 0.
         devices = devices[
             tuple(slice(None) if name in mesh[2] else 0 for name, _ in axes)
         ]
@@ -1371,7 +1424,10 @@ def verify(folder):
 
 
 def main(argv):
-    """Return the exit status: 0 if the checkpoint is valid, 1 if it is damaged."""
+    """Check the checkpoint that --verify names, and print all damaged parts.
+
+    Returns the exit status, which is 0 for a valid and 1 for a damaged checkpoint.
+    """
     args, _ = parse_args(
         __doc__,
         argv,

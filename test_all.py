@@ -998,6 +998,60 @@ def test_suggested_flags_have_dashes_also_if_help_is_colored(monkeypatch):
             configs.parse_args("", [word, "5"])
 
 
+# The smallest and the largest value of each field that does not use the limits of its type.
+LIMITS = {
+    "model.num_decoder_layers": (0, 2**31 - 1),
+    "model.relative_buckets": (4, 2**31 - 1),
+    "model.dropout": (0, 0.99),
+    "data.noise_density": (0.001, 0.999),
+    "data.mean_span_length": (1, 1000),
+    "train.start_step": (0, 2**31 - 1),
+    "train.learning_rate": (0, 1e30),
+    "train.schedule_offset": (0, 2**31 - 1),
+    "train.weight_decay": (0, 1e30),
+    "train.z_loss": (0, 1e30),
+    "train.label_smoothing": (0, 0.99),
+    "train.loss_divisor": (1e-6, 1e30),
+    "train.log_every": (0, 2**31 - 1),
+    "train.eval_every": (0, 2**31 - 1),
+    "train.infer_every": (0, 2**31 - 1),
+    "train.eval_batches": (0, 2**31 - 1),
+    "train.save_every": (0, 2**31 - 1),
+    "train.seed": (0, 2**31 - 1),
+    "decode.beams": (0, 1024),
+    "decode.alpha": (0, 1e30),
+    "decode.temperature": (0, 1e30),
+    "decode.top_k": (0, 2**31 - 1),
+    "decode.top_p": (0, 1),
+    "distributed.process": (0, 2**31 - 1),
+}
+
+
+def test_every_number_has_a_smallest_and_a_largest_value():
+    """A value at a limit is allowed, and the next value beyond the limit is refused."""
+    numbers = {}
+    for name, item, _ in configs.fields(SMALL):
+        kinds = getattr(item.type, "__args__", (item.type,))
+        if int in kinds:
+            numbers[name] = (1, 2**31 - 1)
+        elif float in kinds:
+            numbers[name] = (-1e30, 1e30)
+    assert set(LIMITS) < set(numbers)
+    for name, (low, high) in (numbers | LIMITS).items():
+        beyond = (
+            1 if isinstance(high, int) and numbers[name][1] != 1e30 else abs(high) / 1000
+        )
+        for value in (low, high):
+            configs.check_fields(configs.override(SMALL, {name: value}))
+        for value, expected in (
+            (low - beyond, f"at least {low}"),
+            (high + beyond, f"at most {high}"),
+        ):
+            with pytest.raises(configs.UserError, match=f"--{name} must be") as error:
+                configs.check_fields(configs.override(SMALL, {name: value}))
+            assert expected in str(error.value), f"{name} = {value}: {error.value}"
+
+
 def test_flags_are_converted_to_the_types_of_their_fields():
     _, changes = configs.parse_args(
         "",
@@ -2324,6 +2378,48 @@ def test_held_out_pairs_come_in_order_with_one_in_a_row(pairs):
     assert [pair for batch in batches for pair in unpack(batch)] == examples
     alone = open_dataset(change(cfg, data=dict(pack=False)))
     assert all(alone.batch(step).input_segments.max() == 1 for step in range(3))
+
+
+def slow_best_fit(sizes, limits):
+    """Pack by comparing every waiting example for every place, as the docstring of pack says."""
+    f = np.float32
+    load = [sum(side) / limit for side, limit in zip(sizes, limits)]
+    average = [limit * n / max(load) for limit, n in zip(limits, load)]
+    waiting, rows, row = set(range(len(sizes[0]))), {}, -1
+    while waiting:
+        row, room = row + 1, list(limits)
+        while True:
+            best = None
+            for n in waiting:
+                if sizes[0][n] > room[0] or sizes[1][n] > room[1]:
+                    continue
+                a, b = (
+                    f(1 - (limits[side] - room[side]) / average[side])
+                    - f(sizes[side][n] / average[side])
+                    for side in (0, 1)
+                )
+                # Of equally good examples, take the shortest, and of equals the latest.
+                order = (a + b + abs(a - b) / f(2), sizes[0][n], sizes[1][n], -n)
+                if best is None or order < best:
+                    best = order
+            if best is None:
+                break
+            n = -best[3]
+            waiting.remove(n)
+            rows[n] = row
+            room = [room[side] - sizes[side][n] for side in (0, 1)]
+    return [rows[n] for n in range(len(rows))]
+
+
+@pytest.mark.parametrize("limits", [(24, 11), (40, 40), (17, 90)])
+def test_packing_equals_a_slow_best_fit(limits):
+    rng = np.random.default_rng(limits[0])
+    for n in (1, 2, 25, 120):
+        sizes = np.stack([rng.integers(1, limit + 1, n) for limit in limits])
+        sizes[:, n // 2 :] = (
+            sizes[:, n // 2 :] + 2
+        ) // 3  # half of the examples are short
+        assert data.pack(sizes, limits).tolist() == slow_best_fit(sizes.tolist(), limits)
 
 
 def test_packing_is_tight_and_keeps_the_limits():
@@ -4633,7 +4729,7 @@ def test_restoring_onto_another_mesh(tmp_path, monkeypatch):
         ("no manifest", "manifest.json is missing or damaged"),
         ("half manifest", "manifest.json is missing or damaged"),
         ("other step", "contains step 1: rename this folder to step_00000001"),
-        ("no entry", "does not list all shards of a/b"),
+        ("no entry", "does not list all shards of the array a/b"),
         ("a file", "Not a directory"),
     ],
 )

@@ -35,7 +35,8 @@ import timeit
 from concurrent.futures import ThreadPoolExecutor
 from typing import Callable, NamedTuple
 
-import configs  # comes first, because it also prepares the process
+# Import configs before JAX, because configs also sets up Ctrl-C and UTF-8.
+import configs
 
 import flax
 import jax
@@ -86,7 +87,7 @@ def learning_rate(step, cfg):
     # Compute every factor, including factors that the schedule does not use. The compiler
     # removes the unused factors.
     factors = {
-        # The value of --train.learning_rate, in every step.
+        # Keep the value of --train.learning_rate in every step.
         "constant": cfg.learning_rate,
         # Rise linearly from 0 to 1 during the warmup, and then stay at 1.
         "linear_warmup": jnp.minimum(1.0, step / warmup),
@@ -184,8 +185,8 @@ def axes_of_one_layer(p):
     """Return the indices of all axes of a parameter except the axis "layers".
 
     For example, a parameter with the axes ("layers", "embed", "mlp") gives (1, 2). A mean
-    over the axes 1 and 2 is computed for each layer separately.
-    p: a model.Param.
+    over the axes 1 and 2 is computed for each layer separately. The argument p is the
+    model.Param that declares the parameter.
     """
     first = 1 if p.axes[0] == "layers" else 0
     return tuple(range(first, len(p.shape)))
@@ -194,10 +195,10 @@ def axes_of_one_layer(p):
 def is_factored(p):
     """Return True if Adafactor stores only row and column averages for a parameter.
 
-    This is the case for a matrix with at least 128 rows and 128 columns, as in T5X. It is
-    also the case for a stack of such matrices, one for each layer. Adafactor stores more
-    for small matrices and vectors: one average for each element.
-    p: a model.Param.
+    As in T5X, the result is True for a matrix with at least 128 rows and 128 columns. The
+    result is also True for a stack of such matrices, one for each layer. For a smaller
+    matrix or a vector, Adafactor stores one average for each element.
+    p: the model.Param that declares the parameter.
     """
     shape = [p.shape[axis] for axis in axes_of_one_layer(p)]
     return len(shape) == 2 and min(shape) >= 128
@@ -289,14 +290,14 @@ class TrainState:
     A checkpoint contains all of these arrays.
     """
 
-    # The number of the last finished step. A new run begins with train.start_step.
+    # The number of the last finished step. A new run begins with --train.start_step.
     step: jax.Array
-    # How many updates the optimizer has made. Skipped updates are not counted. Adafactor
-    # needs this number to compute moving averages.
+    # The number of updates that the optimizer has made, without skipped updates.
+    # Adafactor needs this number to compute moving averages.
     count: jax.Array
-    # How many of the latest updates were skipped one after another. The number is 0 if
-    # the latest update was applied. An update is skipped if the loss or a gradient is
-    # infinite or NaN.
+    # The number of updates that were skipped in a row, up to the last finished step. The
+    # number is 0 if the last update was applied. An update is skipped if the loss or a
+    # gradient is infinite or NaN.
     skipped: jax.Array
     # The parameters, as a nested dict of arrays with the keys of model.param_table.
     params: dict
@@ -307,7 +308,8 @@ class TrainState:
 def init_state(cfg):
     """Return the TrainState of a new run, with random parameters.
 
-    The step number is train.start_step, which is usually 0.
+    The optimizer state is in its initial state, which is zero for Adafactor. The step
+    number is the value of --train.start_step, which is usually 0.
     """
     # With FSDP (ZeRO-3), each device along the mesh axis "data" stores only a shard of
     # the parameters and of the optimizer state. Without FSDP, all of these devices store
@@ -461,8 +463,8 @@ def is_due(every, step, cfg):
     """Return whether an action that runs every `every` steps is due after a step.
 
     With every = 100, the action is due after the steps 100, 200, 300 and so on, and after
-    the last step. With every = 0, the action is never due.
-    cfg: a TrainConfig.
+    the last step. With every = 0, the action is never due. The argument cfg is a
+    TrainConfig.
     """
     return every > 0 and (step % every == 0 or step == cfg.steps)
 
@@ -504,15 +506,17 @@ def run(cfg, program, state, start, load_batch, progress, evaluations, save, aft
 
         logs = is_due(t.log_every, step, t)
         saves = is_due(t.save_every, step, t) or (stop and t.save_every > 0)
-        # A run that must stop leaves out the evaluations. They follow when it resumes.
+        # If the run must stop now, skip the evaluations of this step. The resumed run
+        # makes these evaluations.
         due = [] if stop else evaluations.due(step)
         if logs:
             progress.log(step, metrics)
         # Raise NotFinite if several updates in a row were skipped. This check comes
-        # before `save`, so that no checkpoint is saved in this case.
+        # before `save`, because the state of such a run must not be saved.
         if logs or saves:
             check_finite(cfg, step, int(state.skipped))
-        # Save before the evaluations, so that nothing is lost if an evaluation fails.
+        # Save the checkpoint before the evaluations, so that no training is lost if an
+        # evaluation fails.
         if saves:
             save(step, state)
         for evaluation in due:
@@ -579,10 +583,10 @@ OPTIMIZERS["adamw"] = from_optax(
 class MetricsFile:
     """Write the metrics of a run to the file metrics.jsonl.
 
-    Each line of the file is a JSON object with metrics of one step. An example is
-    {"step": 100, "train/loss": 2.5}. Only the main process writes the file. If the
-    library tensorboardX is installed, the metrics of a local run are also written to
-    RUN_DIR/tensorboard.
+    Each line of the file is a JSON object with metrics of one step. Only the main process
+    writes the file. If the library tensorboardX is installed, the metrics of a local run
+    are also written to RUN_DIR/tensorboard. An example of a line is
+    {"step": 100, "train/loss": 2.5}.
 
     path: the local or remote path of the file.
     step: the step at which the run starts or resumes. All lines of later steps are
@@ -601,31 +605,33 @@ class MetricsFile:
         if lines and log_every and step - lines[-1]["step"] >= log_every:
             note(
                 f"warning: {path} has no line between step {lines[-1]['step']:,} and the "
-                f"checkpoint of step {step:,}. If this run was copied during training, "
-                f"stop it and copy it again."
+                f"checkpoint of step {step:,}. If the run directory was copied during "
+                f"training, stop this run and copy the directory again."
             )
-        # The evaluations in the file, such as (100, "training_eval/span_corruption").
+        # The step and the name of each evaluation whose results are in the file. An
+        # example is (100, "training_eval/span_corruption").
         self.evaluated = {
             (line["step"], name.rpartition("/")[0]) for line in lines for name in line
         }
         self.lines = [json.dumps(line) + "\n" for line in lines]
         self.writers = {}
-        # A resumed run repeats the steps after its last checkpoint. Make TensorBoard hide
-        # the old metrics of these steps.
+        # A resumed run repeats the steps after its last checkpoint. TensorBoard hides
+        # older metrics of the step purge_step and all later steps.
         self.purge_step = step + 1
         if partition.is_main_process():
             configs.write_file(path, "".join(self.lines))
             if self.is_remote or not EventsWriter:
                 note(
-                    "The folder tensorboard/ is not written. It needs a local run "
-                    "directory and tensorboardX: pip install '.[tensorboard]'."
+                    "No metrics are written for TensorBoard. To write them, choose a "
+                    "local --run_dir and run pip install '.[tensorboard]'."
                 )
 
     def write(self, step, **groups):
         """Add a line with metrics of one step to the file.
 
-        For example, write(100, train={"loss": 2.5}) adds
-        {"step": 100, "train/loss": 2.5}.
+        Every process calls this method, but only the main process writes. The metrics are
+        also written for TensorBoard, if this is possible. For example, the call
+        write(100, train={"loss": 2.5}) adds the line {"step": 100, "train/loss": 2.5}.
         step: the number of the step.
         groups: Each keyword, such as `train`, is the name of a group of metrics. Its
             value is a dict from the name of a metric to a number.
@@ -639,8 +645,8 @@ class MetricsFile:
         line = json.dumps({"step": step, **values}) + "\n"
         check_run_dir(self.path.parent, self.lock)
         if self.is_remote:
-            # Remote storage cannot append a line to a file. Collect all lines in memory,
-            # and let the method sync write the complete file.
+            # Remote storage cannot append a line to a file. Therefore collect all lines
+            # in memory. The method sync writes the complete file.
             self.lines.append(line)
         else:
             configs.append_file(self.path, line)
@@ -653,14 +659,15 @@ class MetricsFile:
     def write_events(self, folder, group, metrics, step):
         """Write the metrics of one step to a folder that TensorBoard can display.
 
-        For example, the group "train" has the folder RUN_DIR/tensorboard/train. The
-        library SeqIO also has a folder for each group.
+        Each group of metrics has its own folder, as in the library SeqIO. For example,
+        the group "train" has the folder RUN_DIR/tensorboard/train.
         """
         now = time.time()
         if group not in self.writers:
             folder.mkdir(parents=True, exist_ok=True)
-            # An EventsWriter writes in this thread. The class SummaryWriter would write
-            # in a thread of its own, where an error such as a full disk is lost.
+            # An EventsWriter writes in the current thread and raises errors there. A
+            # SummaryWriter, the usual choice, would write in a background thread. An
+            # error in that thread, such as a full disk, would be ignored.
             self.writers[group] = EventsWriter(str(folder / "events"))
             start = SessionLog(status=SessionLog.START)
             self.writers[group].write_event(
@@ -686,7 +693,8 @@ class MetricsFile:
             return
         if self.is_remote:
             configs.write_file(self.path, "".join(self.lines))
-        elif self.path.exists():  # The run directory may have been moved.
+        # The file does not exist at this path if the run directory was moved.
+        elif self.path.exists():
             with open(self.path) as file:
                 os.fsync(file.fileno())
 
@@ -792,7 +800,7 @@ class Progress:
         self.restart_clock(start)
 
     def restart_clock(self, step):
-        """Restart the measurement of the training speed after this step."""
+        """Restart the measurement of the training speed after a given step."""
         self.step = step
         self.clock = time.perf_counter()
         self.waited = 0.0
@@ -815,8 +823,8 @@ class Progress:
         the average since the last call of restart_clock.
         """
         t = self.cfg.train
-        # Copy the metrics from the devices. This waits until the devices have computed
-        # the step.
+        # Copy the metrics from the devices. The call of device_get waits until the
+        # devices have computed the step.
         metrics = jax.device_get(metrics)
         seconds = time.perf_counter() - self.clock
         steps = (step - self.step) / seconds
@@ -831,8 +839,9 @@ class Progress:
             "data_wait_fraction": self.waited / seconds,
         }
         share = ""
-        # The measured peak is too low if other programs used the machine. A share of more
-        # than 100 % cannot be true, so leave it out.
+        # The measured peak is too low if other programs used the machine during the
+        # measurement. A share of more than 100 % cannot be true. Do not report the share
+        # in this case.
         if flops <= self.peak:
             timing["model_flops_fraction"] = flops / self.peak
             share = f" ({flops / self.peak:.0%} of peak)"
@@ -893,15 +902,16 @@ class Evaluations:
     def due(self, step):
         """Return the evaluations that are due after a step, and not yet in metrics.jsonl.
 
-        A run saves a checkpoint before it evaluates. If it ends between the two, the
-        resumed run makes the evaluations that are missing. Each evaluation is a function
-        of the step and the parameters.
+        Each evaluation is a function of the step and the parameters. A run saves its
+        checkpoint before the evaluations. If the run is killed during the evaluations,
+        the resumed run makes the missing evaluations.
         """
         found = []
         for name, (cfg, dataset) in self.held_out.items():
             t = cfg.train
             kinds = [("training_eval", t.eval_every, self.evaluate)]
-            # Tasks that have only text, without inputs and targets, are not predicted.
+            # Generate outputs only for a task whose documents have inputs and targets. In
+            # a pretraining task, a document is only a text.
             if len(dataset.tasks[0].task.objective.features) > 1:
                 kinds.append(("inference_eval", t.infer_every, self.predict))
             for group, every, evaluation in kinds:
@@ -913,8 +923,8 @@ class Evaluations:
     def evaluate(self, name, step, params):
         """Compute the loss and the accuracy of the model on held-out data of a task.
 
-        The results are printed and written to metrics.jsonl. For an example of the first
-        task, the output that the model generates is also printed.
+        The results are printed and written to metrics.jsonl. For the first of all tasks,
+        the model also generates the output of one example, which is printed.
         """
         cfg, dataset = self.held_out[name]
         number = dataset.batches(cfg.train.eval_batches)
@@ -930,7 +940,8 @@ class Evaluations:
         The outputs are written to RUN_DIR/eval, and the metrics to metrics.jsonl.
         """
         cfg, dataset = self.held_out[name]
-        # Use at most this many examples. If eval_batches is 0, None means all examples.
+        # The variable `limit` is the maximum number of examples. If --train.eval_batches
+        # is 0, the limit is None, so that all examples are used.
         limit = cfg.train.eval_batches * cfg.train.batch_size or None
         metrics, lines = evaluate.predict(
             params, cfg, self.mesh, "validation", dataset.tasks[0].tokenizer, limit
@@ -951,7 +962,7 @@ def held_out_example(params, cfg, mesh, dataset):
     """Return a text that compares the output of the model with the true output.
 
     The text has three lines: the inputs, the true targets, and the output of the model.
-    dataset: a Dataset of held-out data. Its first row is the example.
+    The example is the first row of `dataset`, which is a Dataset of held-out data.
     """
     tokenizer = dataset.tasks[0].tokenizer
     batch = dataset.batch(0)
@@ -993,7 +1004,10 @@ def lock_run(run_dir, checkpoints):
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         if configs.is_remote(run_dir):
-            note(f"{run_dir} cannot be locked, so do not start two runs there at a time.")
+            note(
+                f"{run_dir} cannot be locked, because it is remote: do not start two "
+                f"runs in this directory at the same time."
+            )
         else:
             lock = configs.lock(run_dir / ".lock")
         checkpoints.discard_unfinished()
@@ -1027,8 +1041,8 @@ def check_run_dir(run_dir, lock):
     if not is_same:
         raise UserError(
             f"Training stops, because {run_dir} or its file .lock was moved, deleted or "
-            f"replaced. To continue from the last checkpoint, run train.py with "
-            f"--run_dir and the path that the run has now."
+            f"replaced. To continue from the last checkpoint, run train.py again, with "
+            f"--run_dir set to the new path of the run."
         )
 
 
@@ -1074,7 +1088,8 @@ def check_keep_best(t, tasks):
         if t.eval_every:
             known += [f"training_eval/{task}/{name}" for name in losses]
         if t.infer_every:
-            # The metric functions choose the names of their results.
+            # The metric functions choose the names of their results, so the names are not
+            # known yet. Accept every name.
             known.append(f"inference_eval/{task}/*")
     if t.keep_best and not any(fnmatch.fnmatch(t.keep_best, name) for name in known):
         raise UserError(
@@ -1087,8 +1102,9 @@ def check_keep_best(t, tasks):
 def open_data(cfg, run_dir, resumes, source, config):
     """Open the training data and the held-out data of a run.
 
-    This function also writes the files that describe the run: spiece.model, config.json,
-    model-info.txt and recipe.py.
+    If the text has not been tokenized yet, this function tokenizes the text. The function
+    also writes the files spiece.model, config.json, model-info.txt and recipe.py. These
+    files describe the run.
     resumes: whether the run resumes from its own checkpoint.
     source: the run or checkpoint with which the run begins or began, or "".
     config: the value of --config, or None.
@@ -1120,9 +1136,9 @@ def open_data(cfg, run_dir, resumes, source, config):
         if digest and digest != dataset.digest:
             note(
                 f"warning: the training data of {run_dir} have changed since the run "
-                f"began: a source file has another name, size, time or content. Training "
-                f"continues with the new data. To train on the old data, stop this run "
-                f"and restore the files."
+                f"began. A source file has a new name, size, modification time or "
+                f"content. Training continues with the new data. To train on the old "
+                f"data, stop this run and restore the files."
             )
         if not resumes:
             configs.write_file(run_dir / "spiece.model", tokenizer.serialized)
@@ -1148,8 +1164,8 @@ def state_template(cfg, mesh):
     """
 
     def with_sharding(a):
-        # The step counter of an optax optimizer has no sharding. Put a copy on every
-        # device.
+        # The step counter of an optax optimizer has no sharding. The empty PartitionSpec
+        # jax.P() puts a copy of the counter on every device.
         spec = a.sharding.spec if a.sharding else jax.P()
         sharding = jax.NamedSharding(mesh, spec)
         return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
@@ -1186,7 +1202,7 @@ def lower_step(cfg, mesh):
     options = None
     if partition.platform() == "tpu":
         # Choose the compiler options that make training faster on this kind of TPU. The
-        # file partition.py explains the options.
+        # comments above these options in partition.py explain them.
         kind = mesh.devices.flat[0].device_kind
         options = dict(partition.ASYNC_GATHER_OPTIONS)
         if kind not in ("TPU v3", "TPU v4"):
@@ -1194,13 +1210,15 @@ def lower_step(cfg, mesh):
         if kind.startswith("TPU v5"):
             options |= partition.FUSION_MEMORY_OPTIONS
     # With donate_argnums=0, the new TrainState reuses the memory of the old TrainState.
+    # This saves the memory of a second TrainState.
     step = jax.jit(
         functools.partial(train_step, cfg), donate_argnums=0, compiler_options=options
     )
     return template, step.lower(template, batch_template(cfg, mesh, cfg.train.batch_size))
 
 
-# An error message about too little memory says "lower", followed by this text.
+# An error message about too little memory contains the word "lower", followed by this
+# text.
 SMALLER_STEP = (
     "--train.batch_size, --data.inputs_length, --data.targets_length or the model's "
     "sizes, raise --train.microbatches, add --model.remat full"
@@ -1215,7 +1233,8 @@ def check_minimum_memory(cfg):
     """
     rows = cfg.train.batch_size // cfg.train.microbatches
     lengths = cfg.data.inputs_length, cfg.data.targets_length
-    # With copies=2, both parameters and gradients are counted. They have the same size.
+    # With copies=2, the parameters are counted twice, because the gradients have the same
+    # size as the parameters.
     memory = model.minimum_memory(cfg.model, rows, *lengths, copies=2)
     partition.check_memory(memory, SMALLER_STEP)
 
@@ -1223,9 +1242,9 @@ def check_minimum_memory(cfg):
 def compile_step(step, mesh):
     """Compile the training step, and check that the compiled program fits in memory.
 
-    Raises UserError if the program is too large. This check comes before any memory is
-    allocated. Without it, a machine without accelerators would start to swap, or the
-    kernel would kill the process.
+    Raises UserError if the program is too large. This check comes before the program
+    allocates memory. Without this check, a machine without accelerators would start to
+    swap, or the kernel would kill the process.
     step: a jax.stages.Lowered from lower_step.
     """
     program = step.compile()
@@ -1255,7 +1274,7 @@ def load_state(cfg, template, checkpoints, source):
         if source:
             note(
                 f"The run began with the weights of {source}, and now continues from its "
-                f"own checkpoint. --init_from is not read again."
+                f"own checkpoint. The weights of --init_from are not loaded again."
             )
     elif source and t.restore == "all":
         step, arrays = partition.load_newest(source, state, checkpoints.identity)
@@ -1283,8 +1302,9 @@ def load_state(cfg, template, checkpoints, source):
                 source, parameters, checkpoints.identity
             )
             print(f"started  from {source}, with the weights of step {source_step:,}")
-    # Replace the entries of `state` that were loaded. Some optax optimizers have empty
-    # entries, which are not in a checkpoint. Keep the empty entries of `state`.
+    # Replace the arrays of `state` by the loaded arrays. The state of some optax
+    # optimizers has empty entries, which a checkpoint does not contain. Keep the empty
+    # entries.
     arrays = flatten_dict(state, keep_empty_nodes=True) | flatten_dict(arrays)
     return from_state_dict(template, unflatten_dict(arrays)), step
 
@@ -1320,7 +1340,8 @@ def train(cfg, run_dir, recipe, config, source):
     checkpoints = partition.Checkpoints(run_dir, t.keep, t.async_save)
     lock = partition.run_on_all(lambda: lock_run(run_dir, checkpoints))
     resumes = bool(partition.from_main_process(checkpoints.steps()))
-    # Recipes for fine-tuning have "finetune" in their name, or begin at a later step.
+    # Warn if a recipe for fine-tuning starts with random weights. Such a recipe has
+    # "finetune" in its name, or begins at a step after 0.
     if not (resumes or source) and (t.start_step or "finetune" in cfg.name):
         note(
             f"warning: the recipe {cfg.name} continues the training of a model, but this "
@@ -1336,7 +1357,8 @@ def train(cfg, run_dir, recipe, config, source):
     )
     checkpoints.identity = configs.weights_identity(cfg, vocabulary)
     stop = StopSignal(t)
-    # With several processes, JAX handles SIGTERM (see after_step).
+    # Handle SIGTERM here only if there is one process. With several processes, JAX
+    # handles SIGTERM, so that all processes stop after the same step.
     names = ["SIGINT", "SIGHUP", "SIGTERM"][: 2 + (jax.process_count() == 1)]
     with (
         lock or contextlib.nullcontext(),
@@ -1389,8 +1411,8 @@ def train(cfg, run_dir, recipe, config, source):
             profile(step, state)
             if jax.process_count() == 1:
                 return stop.number is not None
-            # All processes must stop after the same step. This function of JAX chooses
-            # the step.
+            # All processes must stop after the same step. JAX chooses this step when a
+            # process receives SIGTERM.
             return multihost_utils.reached_preemption_sync_point(step)
 
         def best():
@@ -1430,13 +1452,14 @@ def train(cfg, run_dir, recipe, config, source):
         finally:
             progress.bar.close()
             metrics_file.sync()
-            # After an error, a checkpoint may still be in the background. Wait for it
-            # before another command can lock the run directory. With several processes,
-            # do not wait, because the other processes may never write their parts of the
-            # checkpoint.
+            # After an error, a background thread may still write a checkpoint. Wait for
+            # this thread before another command can lock the run directory. With several
+            # processes, do not wait, because the other processes may never write their
+            # parts of the checkpoint.
             checkpoints.executor.shutdown(wait=jax.process_count() == 1)
         checkpoints.wait()
-        # The last evaluation may have found another best checkpoint.
+        # The last evaluation may have changed which checkpoint is the best. Therefore
+        # remove old checkpoints once more.
         if partition.is_main_process():
             checkpoints.remove_old(step, best())
     if step < t.steps:
@@ -1449,8 +1472,8 @@ def train(cfg, run_dir, recipe, config, source):
             f"command again: {command}"
         )
         if jax.process_count() > 1:
-            # Wait for the other processes. run_command does not wait for them if the
-            # status is not 0.
+            # Wait for the other processes here. The function run_command, which ends the
+            # command, waits for other processes only if the status is 0.
             jax.distributed.shutdown()
         return stop.status
     print(f"done     {run_dir}: {step:,} steps.")
@@ -1484,7 +1507,11 @@ class StopSignal:
         self.time = None  # the time of the first signal
 
     def receive(self, number):
-        """React to a signal. This method runs in a thread, see configs.watch_signals."""
+        """Make the run stop after a signal, or end the process at once.
+
+        The function configs.watch_signals calls this method in a separate thread, so the
+        main thread may be busy. The argument `number` is a signal.Signals.
+        """
         now = time.monotonic()
         if not self.training:
             self.number = number
@@ -1502,8 +1529,8 @@ class StopSignal:
             )
             if jax.process_count() > 1:
                 signal.raise_signal(signal.SIGTERM)
-        # Programs such as `timeout` send a signal twice at the same time. This counts as
-        # one signal.
+        # Programs such as `timeout` send a signal twice at the same time. Ignore a signal
+        # that arrives within one second after the first signal.
         elif now > self.time + 1:
             note(
                 "A second signal ended this run at once. Its last complete checkpoint "
@@ -1514,23 +1541,32 @@ class StopSignal:
 
     @property
     def name(self):
-        """Return the name of the first signal. Without a signal, JAX received SIGTERM."""
+        """Return the name of the signal that stops the run, such as "SIGINT".
+
+        With several processes, JAX receives SIGTERM instead of this class. The name is
+        therefore "SIGTERM" if this class has received no signal.
+        """
         return self.number.name if self.number else "SIGTERM"
 
     @property
     def status(self):
-        """Return the exit status of the stopped run, which is 0 for SIGTERM."""
+        """Return the exit status of a run that was stopped by a signal.
+
+        The exit status is 0 for SIGTERM. For any other signal, the exit status is 128
+        plus the number of the signal, as in a shell.
+        """
         return 0 if self.name == "SIGTERM" else 128 + self.number
 
 
 def longer_training(cfg, recipe, run_dir, source, step):
-    """Return a command that trains twice as long as a run that has reached its last step.
+    """Return a shell command that doubles the number of steps of a finished run.
 
-    Usually, the command continues the run. The schedule factor cosine_decay may start
-    again at a high learning rate, which destroys much of what the model has learned. The
-    command then starts a new run with a schedule of twice the length.
+    Usually, the command continues the run. With the schedule cosine_decay, the learning
+    rate may become high again, which destroys much of what the model has learned. In this
+    case, the command starts a new run with a schedule of twice the length.
 
-    The arguments are those of train, and the step that the run has reached.
+    step: the step that the run has reached. The function train explains the other
+        arguments.
     """
     t = cfg.train
     steps = 2 * step - t.start_step
@@ -1694,12 +1730,14 @@ def plan_mesh(cfg, where):
         return partition.set_mesh(cfg)
     from jax.experimental import topologies
 
-    # Keep the library libtpu from searching for a TPU on this machine.
+    # Keep libtpu, which contains the TPU compiler, from searching for a TPU on this
+    # machine.
     os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost")
     chips = {"chip_config_name": "megacore"} if where.startswith("v4") else {}
     try:
         devices = topologies.get_topology_desc(where, "tpu", **chips).devices
-    except Exception as error:  # libtpu raises exceptions of many types.
+    # If the library libtpu is missing or fails, exceptions of many types are possible.
+    except Exception as error:
         raise UserError(
             f"--plan {where} did not work ({str(error).splitlines()[0]:.120}). For a "
             f"TPU topology such as v5e:2x4, first run pip install '.[tpu]' on Linux. "
@@ -1712,7 +1750,7 @@ def plan(cfg, where):
     """Print how much memory and time a training step needs on other devices.
 
     The devices do not have to exist on this machine. The printed estimate also contains
-    the communication between the devices.
+    the communication between the devices. The option --plan calls this function.
     where: the number of devices, such as "512", or a TPU topology, such as "v5e:2x4". For
         a TPU topology, the step is compiled by the TPU compiler. The compiler estimates
         the time of the arithmetic. The compiler also decides which communication overlaps
@@ -1740,7 +1778,8 @@ def plan(cfg, where):
         ]
         exposed = sum(size for kind, size, _ in rows if "overlapped" not in kind)
     else:
-        # The needed memory in GB. Temporary arrays take about 10 % of it.
+        # The needed memory in GB. About 10 % of the memory is used by temporary arrays,
+        # which memory_table does not count.
         needed = sum(memory_table(cfg, mesh).values()) / 0.9e9
         computed = step_flops(cfg) / mesh.size
         if cfg.model.remat == "full":

@@ -52,14 +52,17 @@ PALE = {
 
 
 def number(x):
-    """Write a coordinate with at most one decimal, such as 12.5 or 7."""
+    """Convert a coordinate to text with at most one decimal, such as "12.5" or "7"."""
     return f"{round(float(x), 1) + 0.0:.1f}".removesuffix(".0")
 
 
 class Picture:
-    """Collect SVG elements, and write them to a file.
+    """Collect the SVG elements of one picture.
 
-    title: the heading of the picture. caption: one line of text below the heading.
+    The method `svg` returns the text of the SVG file.
+    title: the heading of the picture.
+    caption: one line of text below the heading.
+    height: the height of the picture in pixels.
     """
 
     def __init__(self, title, caption, height):
@@ -70,7 +73,12 @@ class Picture:
         self.text(20, 54, caption, color=GRAY)
 
     def add(self, name, **attributes):
-        """Add one element, such as <rect x="5" y="5" width="20" height="9"/>."""
+        """Add one SVG element, such as <rect x="5" y="5" width="20" height="9"/>.
+
+        The arguments are the name and the attributes of the element. An underscore in the
+        name of an attribute becomes a hyphen. An attribute with the value None is left
+        out.
+        """
         words = [f"<{name}"]
         for key, value in attributes.items():
             if value is not None:
@@ -79,7 +87,10 @@ class Picture:
         self.elements.append(" ".join(words) + "/>")
 
     def rect(self, x, y, width, height, **look):
-        """Draw a rectangle. look: attributes such as fill and stroke."""
+        """Draw a rectangle with the upper left corner (x, y).
+
+        look: further SVG attributes, such as fill="#ffffff".
+        """
         self.add("rect", x=x, y=y, width=width, height=height, **look)
 
     def text(
@@ -95,8 +106,11 @@ class Picture:
         angle=0,
         fit=None,
     ):
-        """Write text at a baseline. anchor: "start", "middle" or "end" of the text is x.
+        """Write one line of text. The baseline of the text has the coordinate y.
 
+        anchor: "start", "middle" or "end". This part of the text has the coordinate x.
+        mono: whether to use a font in which all letters have the same width.
+        angle: the angle by which the text is rotated, in degrees.
         fit: the width to which the text is stretched or shrunk, or None.
         """
         attributes = f'x="{number(x)}" y="{number(y)}"'
@@ -124,13 +138,18 @@ class Picture:
         self.rect(x, y, width, height, stroke_width="2.5" if strong else None, **more)
         if text:
             baseline = y + height / 2 + 0.36 * size
-            # A text that may be too wide in some fonts is fitted to the box.
+            # If the text may be too wide for the box in some fonts, fit the text to the
+            # width of the box.
             fit = width - 8 if 0.53 * size * len(text) > width - 8 else None
             middle = x + width / 2
             self.text(middle, baseline, text, size, "middle", bold=strong, fit=fit)
 
     def line(self, *points, color=GRAY, width=1.5, dash=None, arrow=False):
-        """Draw a line through points (x, y). An arrow has a head at the last point."""
+        """Draw a line through points (x, y).
+
+        If `arrow` is True, the line ends with an arrowhead at the last point.
+        dash: the lengths of dashes and gaps, such as "4 3", or None for a solid line.
+        """
         path = " ".join(f"{number(x)},{number(y)}" for x, y in points)
         self.add(
             "polyline",
@@ -143,7 +162,7 @@ class Picture:
         if arrow:
             (x0, y0), (x, y) = points[-2:]
             length = ((x - x0) ** 2 + (y - y0) ** 2) ** 0.5
-            # (a, b) is the direction of the arrow, with a length of 7 pixels.
+            # The vector (a, b) has the direction of the arrow and a length of 7 pixels.
             a, b = 7 * (x - x0) / length, 7 * (y - y0) / length
             corners = [
                 (x, y),
@@ -154,7 +173,10 @@ class Picture:
             self.add("polygon", points=head, fill=color)
 
     def paragraph(self, y, text):
-        """Write text in lines, beginning at the baseline y. Returns the next baseline."""
+        """Write a text in several lines, and return the y coordinate below these lines.
+
+        y: the baseline of the first line.
+        """
         for line in textwrap.wrap(text, 118, break_on_hyphens=False):
             self.text(20, y, line, 12)
             y += 18
@@ -175,7 +197,10 @@ class Picture:
                 self.elements.append(f'<path fill="{color}" d="{path}"/>')
 
     def legend(self, x, y, items):
-        """Explain colors. items: the (color, text) of each color."""
+        """Draw a legend that explains the colors of the picture.
+
+        items: a tuple (color, text) for each color.
+        """
         for color, text in items:
             self.rect(x, y - 10, 12, 12, fill=color, stroke=GRAY)
             self.text(x + 18, y, text, 12)
@@ -199,7 +224,7 @@ class Picture:
 
 WORDS = "Thank you for inviting me to your party last week".split()
 SENTINELS = 99, 98  # <extra_id_0> and <extra_id_1>
-# The ids of the example, and the text of each id.
+# NAMES maps each token id of the example to the text of the token.
 NAMES = {
     data.PAD: "start",
     data.EOS: "EOS",
@@ -210,7 +235,11 @@ NAMES = {
 
 
 def corrupted_example():
-    """Return the tokens, the inputs and the targets of README's example, as ids."""
+    """Apply span corruption to the sentence that README.md uses as its example.
+
+    Returns three arrays of token ids: the tokens of the sentence, the inputs and the
+    targets.
+    """
     tokens = np.arange(10, 10 + len(WORDS))
     settings = configs.DataConfig(noise_density=0.4, mean_span_length=2)
     inputs, targets = data.span_corruption(
@@ -220,13 +249,16 @@ def corrupted_example():
 
 
 def one_row(inputs, targets):
-    """Return a Batch with one row, which holds one example without padding."""
+    """Return a data.Batch with one row, which contains one example without padding.
+
+    inputs, targets: the token ids of the example.
+    """
     limits = len(inputs), len(targets)
     return data.fill_rows([(inputs, targets)], np.array([0]), 1, limits)
 
 
 def short(token):
-    """Return the text of an id. Sentinels are shortened to <0> and <1>."""
+    """Return the text of a token id. The sentinel <extra_id_0> is shortened to <0>."""
     return NAMES[token].replace("extra_id_", "")
 
 
@@ -234,7 +266,7 @@ def short(token):
 
 
 def span_corruption():
-    """Show how the tokens of a sentence become inputs and targets."""
+    """Draw how span corruption turns the tokens of a sentence into inputs and targets."""
     tokens, inputs, targets = corrupted_example()
     picture = Picture(
         "Span corruption: from a text to the inputs and the targets",
@@ -242,7 +274,8 @@ def span_corruption():
         478,
     )
     step, left = 72, 20
-    # The color of each id: the sentinel of a span and the tokens of the span share one.
+    # Choose a color for each token id. The tokens of a removed span get the same color as
+    # the sentinel that replaces the span.
     color, span_color = {}, GRAY
     for token in targets[:-1].tolist():
         if token in SENTINELS:
@@ -265,7 +298,7 @@ def span_corruption():
     place = {token: i for i, token in enumerate(tokens.tolist())}
     column = 0
     for token in inputs.tolist():
-        # A sentinel is as wide as the span that it replaces.
+        # Draw a sentinel as wide as the span that the sentinel replaces.
         width = 1
         if token in SENTINELS:
             width = sum(color.get(t) == color[token] for t in tokens.tolist())
@@ -309,7 +342,15 @@ def span_corruption():
 
 
 def draw_mask(picture, x, y, mask, cell, colors, queries, keys, size=11):
-    """Draw an attention mask with the tokens of its queries (rows) and keys (columns)."""
+    """Draw an attention mask as a matrix of squares.
+
+    Each row is a query, and each column is a key.
+
+    x, y: the upper left corner of the matrix.
+    mask: an array [queries, keys] of indices into `colors`.
+    cell: the width of a square in pixels.
+    queries, keys: the texts of the rows and of the columns.
+    """
     picture.cells(x, y, mask, cell, colors)
     for row, name in enumerate(queries):
         picture.text(x - 5, y + cell * row + cell / 2 + 3.5, name, size, "end")
@@ -319,7 +360,7 @@ def draw_mask(picture, x, y, mask, cell, colors, queries, keys, size=11):
 
 
 def attention():
-    """Show the blocks of encoder and decoder, and what the three attentions may see."""
+    """Draw the layers of encoder and decoder, and the masks of the three attentions."""
     _, inputs, targets = corrupted_example()
     batch = one_row(inputs, targets)
     cfg = configs.RECIPES["small_c4"].model
@@ -391,7 +432,8 @@ def attention():
     )
     picture.text(output[0] + 8, 156, "keys and values", 12, color=GREEN)
 
-    # The three masks, computed by model.attention_mask.
+    # Describe the three masks by tuples (segments of the queries, segments of the keys,
+    # whether the mask is causal, color). The function model.attention_mask computes them.
     segments, target_segments = batch.input_segments, batch.target_segments
     masks = [
         (segments, segments, False, BLUE),
@@ -432,7 +474,7 @@ def attention():
 
 
 def buckets():
-    """Show the bucket of each relative position, in the encoder and in the decoder."""
+    """Draw the bucket of each relative position, in the encoder and in the decoder."""
     cfg = configs.RECIPES["small_c4"].model
     far = cfg.relative_max_distance
     picture = Picture(
@@ -456,8 +498,9 @@ def buckets():
         everywhere = np.arange(-1000, 1001 if bidirectional else 1)
         all_buckets = model.relative_bucket(everywhere, bidirectional, cfg)
         shared = np.bincount(all_buckets) > 1
-        # How many buckets the keys before and after the query use, and the distance from
-        # which on all keys share the last bucket.
+        # Count the buckets of the keys before the query (or at the query itself), and of
+        # the keys after the query. All keys at the distance `last` or farther before the
+        # query share one bucket.
         before = len(np.unique(all_buckets[everywhere <= 0]))
         after = len(np.unique(all_buckets[everywhere > 0]))
         last = -int(everywhere[all_buckets == all_buckets[0]].max())
@@ -483,7 +526,7 @@ def buckets():
         ],
     )
 
-    # The complete range, as a chart with one step for each bucket.
+    # Draw the buckets of all relative positions as a staircase. Each stair is a bucket.
     picture.text(20, 240, "All positions", bold=True)
     x0, y0, width, height = 70, 455, 720, 190
     reach = far + 22
@@ -533,7 +576,7 @@ def buckets():
     ]
     for distance, bucket, text, color in notes:
         x, y = place(distance, bucket)
-        # Hide the grid behind the text.
+        # Hide the grid behind the text by a rectangle in the color of the background.
         picture.rect(x, y - 10, 5.4 * len(text), 13, fill="#fcfcfb")
         picture.text(x, y, text, 12, color=color)
     assert 16 not in model.relative_bucket(np.arange(-far, far), True, cfg)
@@ -550,7 +593,7 @@ PAIRS = [
 
 
 def packed():
-    """Show the arrays and the attention masks of a row that holds three examples."""
+    """Draw the arrays and the attention masks of a row that contains three examples."""
     names = {data.PAD: "0", data.EOS: "EOS"}
 
     def ids(text):
@@ -608,7 +651,8 @@ def packed():
     cell = 15
     for title, query, key, causal, x in masks:
         seen = model.attention_mask(segments_of[query], segments_of[key], causal)
-        # Visible pairs get the color of their segment. Masked pairs get the last color.
+        # If a query sees a key, the square of this pair gets the color of the query's
+        # segment. All other squares get color 4, the last color.
         value = np.where(np.asarray(seen)[0, 0], segments_of[query][0][:, None], 4)
         picture.text(x, y + 8, title, bold=True)
         strong = ("#a5abb3", BLUE, ORANGE, GREEN, "#eef0f2")
@@ -644,24 +688,32 @@ def packed():
 
 
 def random_normal(*shape, seed):
-    """Return random numbers of a standard normal distribution (Box-Muller transform)."""
+    """Return random numbers with mean 0 and variance 1 from a normal distribution.
+
+    The Box-Muller transform computes the numbers from uniformly distributed random bits.
+    Equal seeds give equal numbers.
+    """
     bits = data.random_bits(seed, np.arange(2 * np.prod(shape)))
     first, second = ((bits >> 11) + 1).astype(np.float64).reshape(2, *shape) / 2**53
     return np.sqrt(-2 * np.log(first)) * np.cos(2 * np.pi * second)
 
 
 def second_moments(shape, steps):
-    """Update a matrix with Adafactor, and return the averages of squared gradients.
+    """Update a weight matrix with Adafactor, and return averages of squared gradients.
 
-    The result is the complete matrix V, and the slots "row" and "column" that Adafactor
-    stores instead of V. All three come from train.adafactor_update.
+    The first result is the complete matrix V, which has one average for each weight. The
+    other results are the arrays "row" and "column", which Adafactor stores instead of V.
+    The function train.adafactor_update computes all three arrays.
+    shape: the shape of the weight matrix.
+    steps: the number of updates.
     """
     rows, columns = shape
     # The gradient of a weight matrix is a sum over tokens: activation times error. Some
     # channels have large activations or errors, and some have small ones.
     row_scale = np.exp(0.9 * random_normal(rows, seed=1))
     column_scale = np.exp(0.9 * random_normal(columns, seed=2))
-    # Declared as a matrix, the weights are factored. With a third axis, they are not.
+    # Declare the weights twice. For a matrix, Adafactor stores only row and column
+    # averages. For the same weights with a third axis of size 1, it stores all averages.
     matrix = model.Param(shape, ("embed", "mlp"))
     full = model.Param((*shape, 1), ("embed", "mlp", None))
     table = {"matrix": matrix, "full": full}
@@ -686,7 +738,7 @@ def second_moments(shape, steps):
 
 
 def adafactor():
-    """Show Adafactor's row and column averages beside the complete second moment."""
+    """Draw Adafactor's row and column averages beside the complete matrix of averages."""
     shape, rows, columns = (512, 1024), 22, 40
     full, row, column = second_moments(shape, 8)
     approximation = np.outer(row, column) / row.mean()
@@ -699,11 +751,15 @@ def adafactor():
     shades += ["#4b7cb6", "#31609c", "#1e467c", "#102d57"]
 
     def levels(values):
-        # Nine levels. Each is four times as large as the level before.
+        # Convert each value to a level from 0 to 8. The next level means a value that is
+        # four times as large.
         return np.clip(np.floor(np.log2(values) / 2 + 3.2), 0, 8).astype(int)
 
     def heat_map(x, y, values, cell=8):
-        """Draw runs of cells of equal shade as thick horizontal lines."""
+        """Draw a matrix of numbers as a heat map, in which large numbers are dark.
+
+        Neighboring cells of the same shade are drawn as one thick horizontal line.
+        """
         found = levels(values)
         for level, shade in enumerate(shades):
             path = ""
@@ -754,7 +810,7 @@ def adafactor():
 
 
 def schedules():
-    """Show the learning rate of six schedules, as train.learning_rate computes them."""
+    """Draw the learning rate of six schedules, as train.learning_rate computes it."""
     recipes = {name: cfg.train for name, cfg in configs.RECIPES.items()}
     base = recipes["small_c4"]
     panels = [
@@ -793,7 +849,10 @@ def schedules():
         width, height = 192, 112
         start = cfg.start_step
         step = np.linspace(start, start + steps - 1, 97)
-        if "decay_every" in cfg.schedule:  # draw vertical lines where the rate falls
+        # With the factor "decay_every", the learning rate falls suddenly. Draw a point
+        # for the step before each fall and for the step of the fall itself. The line
+        # between these two points is almost vertical.
+        if "decay_every" in cfg.schedule:
             falls = np.arange(cfg.steps_per_decay, steps, cfg.steps_per_decay)
             after = np.searchsorted(step, falls)
             step[after - 1], step[after] = falls - 1, falls
@@ -833,10 +892,12 @@ def schedules():
 
 
 def cache_of_steps(steps):
-    """Run decoding steps with a small model. Returns two boolean arrays for each step.
+    """Run decoding steps with a small model, and find out how each step uses the cache.
 
-    The first array says which positions of the cache hold keys after the step. The second
-    array says on which positions the logits of the step depend.
+    Returns a data.Batch with the example, and three boolean arrays for each step. Each
+    array has one element for each position of the cache. The first two arrays say which
+    positions contain keys before the step, and after the step. The third array says on
+    which earlier positions the logits of the step depend.
     """
     cfg = configs.ModelConfig(
         vocab_size=SENTINELS[0] + 1,
@@ -866,7 +927,8 @@ def cache_of_steps(steps):
             )
             return logits.sum(), cache
 
-        # The logits depend on the old keys and values whose derivative is not zero.
+        # Differentiate the logits with respect to the cache. The logits depend on those
+        # keys and values for which the derivative is not zero.
         derivative, cache = jax.grad(sum_of_logits, has_aux=True)(cache)
         return derivative, cache
 
@@ -883,7 +945,7 @@ def cache_of_steps(steps):
 
 
 def kv_cache():
-    """Show which keys and values each of three decoding steps reads and writes."""
+    """Draw which keys and values each of three decoding steps reads and writes."""
     batch, found = cache_of_steps(3)
     length = batch.targets.shape[1]
     picture = Picture(
@@ -919,7 +981,7 @@ def kv_cache():
                     color=ORANGE if new else BLUE,
                     width=2,
                 )
-        # A bracket joins all positions that the query of this step reads.
+        # Draw a bracket below all positions that the query of this step reads.
         visible = np.flatnonzero(read | (after & ~before))
         first, last = (left + cell * i + cell / 2 - 2 for i in visible[[0, -1]])
         picture.line((first, y + 61), (last, y + 61), color=BLUE, width=2)
@@ -963,7 +1025,8 @@ def kv_cache():
 
 # ---- beam search -----------------------------------------------------------------------
 
-# A language model with four words: the probabilities of the next word after each prefix.
+# NEXT is a tiny language model. NEXT maps each prefix, such as "good day", to the
+# probabilities of the next word.
 NEXT = {
     "": {"good": 0.45, "hello": 0.35, "hi": 0.2},
     "good": {"day": 0.5, "morning": 0.35, "EOS": 0.15},
@@ -975,7 +1038,11 @@ VOCABULARY = ["PAD", "EOS", "good", "hello", "hi", "day", "morning", "there"]
 
 
 def next_logits(ids):
-    """Return the logits of the next word after each beam. ids [B, N, t]."""
+    """Return the logits of the next word after the words of each beam.
+
+    ids: the words of each beam, as an array of ids of the shape [1, beams, words].
+    Returns an array [1, beams, size of the vocabulary].
+    """
     logits = np.full((*ids.shape[:2], len(VOCABULARY)), -1e4, np.float32)
     for beam, words in enumerate(ids[0].tolist()):
         prefix = " ".join(VOCABULARY[i] for i in words)
@@ -985,14 +1052,17 @@ def next_logits(ids):
 
 
 def words_of(ids):
-    """Return the words of a sequence of ids without padding, as a tuple."""
+    """Convert a sequence of ids to a tuple of words, and leave out padding."""
     return tuple(VOCABULARY[i] for i in ids if i != data.PAD)
 
 
 def search(beams, length):
-    """Run beam search, and greedy decoding, on the language model NEXT.
+    """Run beam search and greedy decoding with the language model NEXT.
 
-    Returns the BeamState after each step, and the output and score of greedy decoding.
+    Returns the infer.BeamState after each step of beam search, and the output and the
+    score of greedy decoding.
+    beams: the number of beams.
+    length: the maximum number of words of an output.
     """
     decode = configs.DecodeConfig(beams=beams)
     beam_step = jax.jit(functools.partial(infer.beam_step, decode=decode))
@@ -1010,11 +1080,12 @@ def search(beams, length):
 
 
 def beam_search():
-    """Show the tree that beam search explores with two beams, and all scores."""
+    """Draw the tree of outputs that beam search explores with two beams, with scores."""
     beams = 2
     states, greedy, greedy_score = search(beams, 5)
     assert states[-1].done.all(), "the search must end"
-    # Find what became of each output: live, finished, or not kept.
+    # Collect the live outputs of each step, and all finished outputs. An output that is
+    # neither live nor finished was not kept by the search.
     live, finished = [], {}
     for state in states:
         live.append(
@@ -1040,7 +1111,10 @@ def beam_search():
     y_of, next_y = {}, [112]
 
     def place(prefix):
-        """Place an output and its extensions. Returns its vertical position."""
+        """Choose the vertical position of an output and of all its extensions.
+
+        prefix: the words of the output. Returns the vertical position of the output.
+        """
         parents = [(), *live[len(prefix) - 1]] if prefix else [()]
         children = NEXT.get(" ".join(prefix), {}) if prefix in parents else {}
         if len(prefix) >= len(states) or "EOS" in prefix:
@@ -1068,7 +1142,8 @@ def beam_search():
         x = columns[depth - 1]
         x_parent = 76 if depth == 1 else columns[depth - 2] + width
         is_live = output in live[depth - 1]
-        if is_live:  # the score that infer.beam_step computes
+        # The score in the picture must be the score that infer.beam_step has computed.
+        if is_live:
             assert abs(live[depth - 1][output] - log_prob[output]) < 1e-4
         color = GREEN if output in finished else BLUE if is_live else GRAY
         is_best = output == best[:depth]
@@ -1088,7 +1163,8 @@ def beam_search():
             assert abs(log_prob[output] / penalty - finished[output]) < 1e-4
             final = f"{finished[output]:.2f}".replace("-", "−")
             text = f"÷ {penalty:.2f} = {final}"
-            # A finished output is dropped when better ones fill all places.
+            # The search keeps only the best finished outputs. Find the step, if there is
+            # one, in which better outputs replace this output.
             for later in range(depth, len(states)):
                 if output not in map(words_of, states[later].finished_ids[0]):
                     text += f", dropped in step {later}"
@@ -1125,9 +1201,11 @@ def beam_search():
 
 
 def devices():
-    """Show what each of eight devices holds for three meshes, and what they communicate.
+    """Draw what each of eight devices stores, and what the devices send to each other.
 
-    The slow test test_shardings_communicate_what_they_must checks the communication.
+    The picture shows three meshes of devices: data parallelism, FSDP and tensor
+    parallelism. The slow test test_shardings_communicate_what_they_must checks that the
+    devices send what the picture says.
     """
     base = configs.RECIPES["base_c4"]
     picture = Picture(
@@ -1194,7 +1272,11 @@ def devices():
             picture.text(x + 88, y + 25, place, 11, "end", GRAY)
 
             def part(x, y, width, height, sharding, shape, color):
-                """Fill the part of a rectangle that the device holds of an array."""
+                """Draw the shard of an array that the device holds.
+
+                A rectangle of the given position and size stands for the whole array. The
+                function fills the part of this rectangle that stands for the shard.
+                """
                 bounds = [
                     index.indices(size)[:2]
                     for index, size in zip(
@@ -1253,11 +1335,16 @@ class Killed(BaseException):
 
 
 def save_and_kill(when):
-    """Save the steps 1000 and 2000, and stop the second save at a given moment.
+    """Save two checkpoints, and interrupt the second save as if the process was killed.
 
-    when: "shards", "manifest" or "rename", the part of the save that was last begun.
-    Returns the files before the second save, at the kill and after a restart, each as a
-    dict {path: size}, and the step from which the run resumes.
+    The first checkpoint is of step 1000, and the second checkpoint is of step 2000. The
+    function then restarts the run, which deletes incomplete checkpoints. The function
+    checkpoint draws the files of each moment.
+    when: "shards", "manifest" or "rename". The save is interrupted while the shards are
+        written, after the manifest is written, or after the folder is renamed.
+    Returns (found, step). The list `found` has the result of the inner function `files`
+    before the second save, at the interruption and after the restart. The restarted run
+    resumes from `step`.
     """
     mesh = partition.set_mesh(configs.RECIPES["tiny"], jax.devices()[:1])
     sharding = jax.NamedSharding(mesh, jax.P())
@@ -1267,7 +1354,10 @@ def save_and_kill(when):
     )
 
     def files():
-        """Return the sizes of all files and folders."""
+        """Return a dict from the path of each file to its size in bytes.
+
+        A folder has the size -1. All paths are relative to the folder of checkpoints.
+        """
         return {
             str(path.relative_to(folder)): path.stat().st_size if path.is_file() else -1
             for path in sorted(folder.rglob("*"))
@@ -1278,7 +1368,8 @@ def save_and_kill(when):
         raise Killed
 
     def interrupted_sync(path):
-        # The first call follows the manifest, and the second call follows the rename.
+        # A save calls sync_folder twice. The first call comes after the manifest is
+        # written. The second call, for the parent folder, comes after the rename.
         if (path == folder) == (when == "rename"):
             raise Killed
 
@@ -1303,7 +1394,7 @@ def save_and_kill(when):
 
 
 def checkpoint():
-    """Show a folder of checkpoints before, during and after a save that is killed."""
+    """Draw the files of a run's checkpoints before, during and after a killed save."""
     picture = Picture(
         "A checkpoint folder before, during and after a kill",
         "The save of step 2000 is killed at three different moments. A local folder "
