@@ -19,6 +19,8 @@ Example: change one setting of a recipe. The recipe itself does not change.
     >>> cfg = override(RECIPES["tiny"], {"train.steps": 500})
     >>> cfg.train.steps, RECIPES["tiny"].train.steps
     (500, 1500)
+
+`pytest -k lesson_configs` runs the lessons about this file, which are in test_all.py.
 """
 
 import argparse

@@ -37,6 +37,8 @@ Example:
 'encoder.block.0.layer.0.SelfAttention.q.weight'
 >>> t5x
 'target/encoder/layers_0/attention/query/kernel'
+
+`pytest -k lesson_convert` runs the lessons about this file, which are in test_all.py.
 """
 
 import base64

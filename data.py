@@ -38,6 +38,8 @@ Terms:
     sample number  the index of a sample in the endless shuffled order of a task
     row            one line of a batch, which holds one example or several packed examples
     block          about 16,384 consecutive samples, which are packed together
+
+`pytest -k lesson_data` runs the lessons about this file, which are in test_all.py.
 """
 
 import ast

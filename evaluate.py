@@ -30,6 +30,8 @@ Example:
     ...     ((1, 0), True, 1.0, 2), ((1, 1), False, 1.0, 2)]
     >>> rank_classification(choices, scores=[-1.5, -4.0, -3.0, -2.0])
     {'accuracy': 50.0}
+
+`pytest -k lesson_evaluate` runs the lessons about this file, which are in test_all.py.
 """
 
 import collections

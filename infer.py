@@ -49,6 +49,8 @@ The shapes in this file use the following letters:
     S input length              T maximum number of generated ids
     D d_model    H heads        C channels of one head
     K keys       V vocabulary
+
+`pytest -k lesson_infer` runs the lessons about this file, which are in test_all.py.
 """
 
 import functools

@@ -34,6 +34,8 @@ Example:
     (8, 512, 384)
     >>> count_params(table)
     76961152
+
+`pytest -k lesson_model` runs the lessons about this file, which are in test_all.py.
 """
 
 import functools

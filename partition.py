@@ -25,6 +25,8 @@ Terms:
   bounds          [start, stop] for each dimension of a shard: its place in the array
   manifest        the file manifest.json in a checkpoint, which lists all array shards
   main process    process 0, which writes the manifest and prints progress
+
+`pytest -k lesson_partition` runs the lessons about this file, which are in test_all.py.
 """
 
 import ctypes

@@ -15,6 +15,8 @@ Example: T5's learning rate is constant for 10,000 steps and then falls as 1 / s
     >>> cfg = configs.TrainConfig(learning_rate=1.0, warmup_steps=10_000)
     >>> [round(float(train.learning_rate(step, cfg)), 4) for step in (0, 10_000, 40_000)]
     [0.01, 0.01, 0.005]
+
+`pytest -k lesson_train` runs the lessons about this file, which are in test_all.py.
 """
 
 import collections
