@@ -34,6 +34,7 @@ import fcntl
 import functools
 import gc
 import gzip
+import hashlib
 import importlib.util
 import io
 import itertools
@@ -55,6 +56,7 @@ import traceback
 import types
 import unicodedata
 import zipfile
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -64,6 +66,7 @@ import fsspec
 import jax
 import jax.extend
 import jax.numpy as jnp
+import msgpack
 import numpy as np
 import optax
 import pytest
@@ -10668,13 +10671,1059 @@ def test_toy_reverse_is_learned_as_fast_as_by_t5x(compiled, tmp_path):
         assert reached[step] >= least
 
 
+# ---- one function at a time --------------------------------------------------------------
+# Each test checks a few functions with the smallest examples. The exercises use these tests.
+
+
+def test_limits_of_a_field_are_stored_in_its_metadata():
+    limited = configs.between(0, 1, 0.5)
+    expected = (0.5, {"low": 0, "high": 1})
+    assert (limited.default, dict(limited.metadata)) == expected, (
+        "between(0, 1, 0.5) should have the default 0.5 and the limits 0 and 1."
+    )
+    limited = configs.at_least(2, 3)
+    assert (limited.default, dict(limited.metadata)) == (3, {"low": 2}), (
+        "at_least(2, 3) should have the default 3 and the lower limit 2."
+    )
+    limited = configs.one_of("stop", "skip")
+    expected = ("stop", {"choices": ("stop", "skip")})
+    assert (limited.default, dict(limited.metadata)) == expected, (
+        'The first value of one_of("stop", "skip") should be the default.'
+    )
+
+
+def test_notes_have_no_control_characters(capsys, monkeypatch):
+    """A note goes to standard error. Only the main process prints it."""
+    sentence = "Every control character except newline and tab should become an escape."
+    assert_same(configs.escape_controls("a\x1b[1m\té\n"), "a\\x1b[1m\té\n", sentence)
+    assert_same(configs.escape_controls(5), "5", "Other values should become text first.")
+    configs.note("one\x07")
+    assert_same(capsys.readouterr(), ("", "one\\x07\n"), "note writes to standard error.")
+    monkeypatch.setattr(configs, "prints_progress", False)
+    configs.note("two")
+    configs.note("three", always=True)
+    sentence = "A process other than process 0 should print a note only with always=True."
+    assert_same(capsys.readouterr().err, "three\n", sentence)
+
+
+def test_discarded_output_is_not_written(tmp_path):
+    with (tmp_path / "output").open("w") as file:
+        file.write("kept")
+        file.flush()
+        configs.discard_output(file)
+        file.write("discarded")
+    content = (tmp_path / "output").read_text()
+    assert_same(
+        content, "kept", "Text that is written after discard_output should be lost."
+    )
+
+
+def test_a_note_does_not_fail_if_its_stream_is_closed(monkeypatch):
+    """If standard error cannot be written, note sends all further output to /dev/null."""
+    discarded = []
+    closed = types.SimpleNamespace(
+        write=lambda text: (_ for _ in ()).throw(OSError("closed"))
+    )
+    monkeypatch.setattr(sys, "stderr", closed)
+    monkeypatch.setattr(configs, "discard_output", discarded.append)
+    configs.note("lost")
+    assert discarded == [closed], (
+        "note should call discard_output(sys.stderr) after an OSError."
+    )
+
+
+def test_a_tokenizer_converts_text_to_ids_and_back(tokenizer):
+    """Sentinels are the highest ids. decode stops at EOS, and leaves out padding."""
+    sentinel = tokenizer.sentinel_ids[-1]
+    assert_same(
+        [tokenizer.sentinel_ids.start, tokenizer.sentinel_ids.stop, tokenizer.sentinels],
+        [60, 160, 100],
+        "60 pieces and 100 sentinels should give the sentinels the ids 60 to 159.",
+    )
+    digest = hashlib.sha256(tokenizer.serialized).hexdigest()
+    assert_same(
+        tokenizer.sha256, digest, "sha256 should be the digest of the model file."
+    )
+    later = data.Tokenizer(b"", 165, 100, added=5).sentinel_ids
+    assert later == range(60, 160), "Added tokens should have higher ids than sentinels."
+    text = "the dog"
+    ids = tokenizer.encode(text)
+    sentence = (
+        "encode should return what the SentencePiece processor returns, without EOS."
+    )
+    assert_same(ids, tokenizer.processor.encode(text), sentence)
+    assert_same(
+        tokenizer.encode(f"{text} <extra_id_0>")[-1], sentinel, "A sentinel is one id."
+    )
+    batch = tokenizer.encode_batch([text, "a"])
+    assert_same(batch[0], ids, "encode_batch should give the same ids as encode.")
+    assert isinstance(batch[0], np.ndarray), "encode_batch should return NumPy arrays."
+    sentence = "decode should leave out padding (id 0), and stop at EOS (id 1)."
+    assert_same(
+        tokenizer.decode([0, *ids, 1, 5, 6]), tokenizer.processor.decode(ids), sentence
+    )
+    unknown = tokenizer.processor.decode([*ids, data.UNK])
+    sentence = "An id beyond the vocabulary should be decoded like the unknown token."
+    assert_same(tokenizer.decode([*ids, tokenizer.size]), unknown, sentence)
+    raw = tokenizer.raw_text([data.EOS, sentinel])
+    assert_same(raw, "</s> <extra_id_0>", "raw_text should write out special tokens.")
+
+
+def test_content_tokens_are_neither_padding_nor_eos_nor_sentinels():
+    ids = np.array([[0, 1, 2, 16, 17, 19]])
+    tokenizer = data.IdTokenizer(20, sentinels=3)
+    sentence = "Of 20 ids with 3 sentinels, the ids 2 to 16 should be content."
+    expected = [[False, False, True, True, False, False]]
+    assert_same(data.is_content(ids, tokenizer), expected, sentence)
+
+
+def test_objectives_predict_the_lengths_of_their_examples():
+    """Packing needs only lengths. `sizes` must agree with the examples that `make` makes."""
+
+    class Halves(data.Objective):
+        def make(self, chunks, keys, tokenizer, data):
+            return [(chunk[0][:1], chunk[0][1:]) for chunk in chunks]
+
+    tokenizer, cfg = data.IdTokenizer(200, sentinels=100), SMALL.data
+    lengths, keys = np.array([[3, 40, 3, 21]]), np.arange(4, dtype=np.uint64)
+    chunks = [[np.arange(3, 3 + n, dtype=np.int32)] for n in lengths[0]]
+    for objective in (Halves(), data.SpanCorruption()):
+        pairs = objective.make(chunks, keys, tokenizer, cfg)
+        wanted = [[len(pair[side]) for pair in pairs] for side in (0, 1)]
+        sentence = "sizes should return the lengths of the pairs that make returns."
+        assert_same(objective.sizes(lengths, keys, tokenizer, cfg), wanted, sentence)
+    for (tokens,), (inputs, targets) in zip(chunks, pairs):
+        both = np.concatenate([inputs, targets])
+        sentence = (
+            "Each token of a chunk should be in the inputs or in the targets, once."
+        )
+        assert_same(np.sort(both[both < 100]), tokens, sentence)
+    with pytest.raises(configs.UserError, match="sentinels"):
+        few = data.IdTokenizer(200, sentinels=1)
+        data.SpanCorruption().make(chunks, keys, few, cfg)
+    sentence = "SpanCorruption.length should return raw_length(data)."
+    assert_same(data.SpanCorruption().length(cfg), data.raw_length(cfg), sentence)
+    both = np.array([[3, 4], [5, 6]])
+    sizes = data.Pairs().sizes(both, keys[:2], tokenizer, cfg)
+    assert_same(sizes, both, "Pairs should not change the lengths of inputs and targets.")
+
+
+def test_truncation_leaves_room_for_eos():
+    """T5 cuts a text so that EOS still fits. Two settings of a task change this."""
+    task = data.TASKS["text_to_text"]
+    cfg = change(data=dict(inputs_length=4, targets_length=3)).data
+    ids = [5, 9, 7, 8, 6]
+    for changes, side, lengths, expected in (
+        ({}, "inputs", (4, 1, 3), [5, 9, 7, 1]),
+        ({}, "targets", (3, 1, 2), [5, 9, 1]),
+        ({"inputs_eos": False}, "inputs", (4, 0, 4), [5, 9, 7, 8]),
+        ({"inputs_eos": False}, "targets", (3, 1, 2), [5, 9, 1]),
+        ({"eos_after_trim": False}, "targets", (3, 1, 3), [5, 9, 7]),
+    ):
+        changed = task._replace(**changes)
+        sentence = (
+            f"With {changes or 'the usual task'}, check truncated_length({side!r})."
+        )
+        assert_same(data.truncated_length(side, changed, cfg), lengths, sentence)
+        sentence = (
+            f"With {changes or 'the usual task'}, {ids} is too long for the {side}."
+        )
+        assert_same(data.truncate(np.array(ids), side, changed, cfg), expected, sentence)
+    result = data.truncate(np.array([5]), "inputs", task, cfg)
+    assert_same(result, [5, 1], "EOS should follow the ids of a short example.")
+
+
+def test_examples_fill_rows_one_after_the_other():
+    pairs = [([5, 9, 1], [7, 1]), ([8, 1], [4, 1]), ([4, 1], [6, 2, 1])]
+    examples = [tuple(np.array(ids) for ids in pair) for pair in pairs]
+    batch = data.fill_rows(examples, np.array([0, 1, 0]), 2, (6, 5))
+    sentence = (
+        "Row 0 should contain examples 0 and 2, and row 1 should contain example 1."
+    )
+    for name, expected in dict(
+        inputs=[[5, 9, 1, 4, 1, 0], [8, 1, 0, 0, 0, 0]],
+        targets=[[7, 1, 6, 2, 1], [4, 1, 0, 0, 0]],
+        input_segments=[[1, 1, 1, 2, 2, 0], [1, 1, 0, 0, 0, 0]],
+        target_segments=[[1, 1, 2, 2, 2], [1, 1, 0, 0, 0]],
+        decoder_inputs=[[0, 7, 0, 6, 2], [0, 4, 0, 0, 0]],
+    ).items():
+        assert_same(getattr(batch, name), expected, f"{sentence} The array is {name}.")
+
+
+def test_compute_dtype_is_float32_on_a_cpu():
+    for dtype, expected in (
+        ("float32", "float32"),
+        ("bfloat16", "bfloat16"),
+        ("auto", "float32"),
+    ):
+        result = model.compute_dtype(change(model=dict(dtype=dtype)).model)
+        assert result == jnp.dtype(expected), (
+            f"{dtype!r} should mean {expected} on a CPU."
+        )
+    assert partition.default_compute_dtype() == "float32", "A CPU should use float32."
+    assert partition.platform() == "cpu", "The devices of the tests are CPUs."
+
+
+def test_the_default_dtype_of_accelerators_is_bfloat16(monkeypatch):
+    for platform, expected in (
+        ("cpu", "float32"),
+        ("gpu", "bfloat16"),
+        ("tpu", "bfloat16"),
+    ):
+        monkeypatch.setattr(partition, "platform", lambda platform=platform: platform)
+        result = partition.default_compute_dtype()
+        assert_same(
+            result, expected, f"The default on a {platform} should be {expected}."
+        )
+
+
+def test_parameters_are_leaves_of_their_table():
+    table = {
+        "norm": model.Param((3,), ("embed",)),
+        "layers": {"up": model.Param((2, 3), (None, None))},
+    }
+    shapes = jax.tree.map(lambda p: p.shape, table, is_leaf=model.is_param)
+    expected = {"norm": (3,), "layers": {"up": (2, 3)}}
+    assert shapes == expected, "is_param should be true for a Param."
+    assert not model.is_param((3,)), "is_param should be false for another tuple."
+
+
+def test_dense_multiplies_by_a_matrix_and_adds_up_over_devices():
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(2, 3, 8)).astype("f"), rng.normal(size=(8, 4)).astype("f")
+    expected = x @ w
+    sentence = "dense(x, w) should equal x @ w."
+    assert_same(model.dense(jnp.array(x), jnp.array(w)), expected, sentence, 1e-6)
+    mesh = partition.set_mesh(change(mesh=dict(model=4)), jax.devices())
+
+    def put(array, *axes):
+        return jax.device_put(array, jax.NamedSharding(mesh, jax.P(*axes)))
+
+    x, w = put(x, "data", None, "model"), put(w, "model", None)
+    assert model.sharding_of(x) == jax.P("data", None, "model"), (
+        "sharding_of(x) is its spec."
+    )
+    result = model.dense(x, w)
+    sentence = "If D is split over devices, the partial sums should be added up."
+    assert_same(result, expected, sentence, 1e-6)
+    assert model.sharding_of(result) == jax.P("data", None, None), "The rows stay split."
+
+
+def test_dropout_keeps_the_expected_value_and_shares_its_mask():
+    """T5 drops the same channels at all positions of a row, except after the encoder."""
+    key = jax.random.key(0)
+    mask = model.dropout_mask(key, 0.25, (64, 1, 100), jax.P(), jnp.float32)
+    assert_same(
+        np.unique(mask), np.float32([0, 4 / 3]), "A mask of rate 1/4 has 0 and 4/3.", 1e-6
+    )
+    assert abs(float(mask.mean()) - 1) < 0.03, "The mean of a mask should be about 1."
+    x = jnp.ones((3, 5, 200))
+    for shared in (True, False):
+        y = np.asarray(model.dropout(x, 0.5, key, shared_length=shared))
+        same = (y == y[:, :1]).all()
+        assert same == shared, (
+            f"With shared_length={shared}, positions share a mask: {same}."
+        )
+        assert not (y[0] == y[1]).all(), "Each row should have its own mask."
+    assert model.dropout(x, 0.5, None) is x, "Without a key, dropout should return x."
+    assert model.dropout(x, 0.0, key) is x, "At rate 0, dropout should return x."
+    assert model.split_key(None, 3) == (None, None, None), "No key gives three Nones."
+    first, second = model.split_key(key, 2)
+    assert (first != second).all(), "split_key should return two different keys."
+
+
+def test_the_position_bias_depends_only_on_the_distance():
+    table = jnp.array([[1.0, 2, 3], [4, 5, 6]])
+    result = model.bias_of_buckets(table, np.array([[0, 2]]))
+    sentence = "The bias of head h and bucket r is table[h, r]."
+    assert_same(result, [[[[1, 3]], [[4, 6]]]], sentence)
+    cfg = SMALL.model
+    table = jax.random.normal(jax.random.key(0), (cfg.num_heads, cfg.relative_buckets))
+    for bidirectional in (True, False):
+        bias = model.relative_bias({"relative_bias": table}, 5, 7, bidirectional, cfg)
+        assert bias.shape == (1, cfg.num_heads, 5, 7), "The shape should be [1, H, Q, K]."
+        for q, k in ((0, 0), (4, 1), (2, 6)):
+            bucket = model.relative_bucket(np.array(k - q), bidirectional, cfg)
+            sentence = f"Query {q} and key {k} have the distance key - query = {k - q}."
+            assert_same(bias[0, :, q, k], table[:, int(bucket)], sentence)
+    shared = object()
+    result = model.relative_bias({}, 5, 7, True, cfg, shared)
+    assert result is shared, "Without a table of its own, a layer uses the shared bias."
+
+
+def test_a_mask_separates_examples_and_hides_the_future():
+    queries, keys = np.array([[1, 1, 2]]), np.array([[1, 2, 2]])
+    sentence = "A query of segment 1 should see only keys of segment 1."
+    expected = [[[[True, False, False], [True, False, False], [False, True, True]]]]
+    assert_same(model.attention_mask(queries, keys), expected, sentence)
+    sentence = "With causal=True, query 1 should not see key 2."
+    expected = [[[[True, False, False], [True, True, False], [False, False, True]]]]
+    assert_same(model.attention_mask(queries, queries, causal=True), expected, sentence)
+
+
+def test_heads_are_split_and_joined():
+    cfg = SMALL.model
+    H, C = cfg.num_heads, cfg.d_kv
+    x = jnp.arange(2.0 * 3 * H * C).reshape(2, 3, H * C)
+    heads = model.split_heads(x, cfg)
+    assert heads.shape == (2, H, 3, C), "split_heads should return [B, H, K, C]."
+    sentence = "Head 2 should be the channels 2 * C to 3 * C."
+    assert_same(heads[:, 2], x[..., 2 * C : 3 * C], sentence)
+    assert_same(model.join_heads(heads), x, "join_heads should undo split_heads.")
+
+
+def test_one_attention_layer_equals_numpy():
+    """Attention projects to queries, keys and values, and projects the result back."""
+    cfg = change(model=dict(num_heads=1, d_kv=3)).model
+    rng = np.random.default_rng(0)
+    w = {name: rng.normal(size=(4, 3)).astype("f") for name in ("query", "key", "value")}
+    w["out"] = rng.normal(size=(3, 4)).astype("f")
+    x, mask = rng.normal(size=(1, 5, 4)).astype("f"), np.tri(5, dtype=bool)[None, None]
+    arrays = jax.tree.map(jnp.array, w)
+    k, v = model.keys_values(arrays, jnp.array(x), cfg)
+    assert_same(k[:, 0], x @ w["key"], "The keys should be x times w['key'].", 1e-6)
+    assert_same(v[:, 0], x @ w["value"], "The values should be x times w['value'].", 1e-6)
+    result = model.attention(arrays, jnp.array(x), (k, v), None, mask, cfg)
+    scores = np.where(
+        mask[0], x @ w["query"] @ (x @ w["key"]).transpose(0, 2, 1), -np.inf
+    )
+    weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+    expected = weights @ (x @ w["value"]) @ w["out"]
+    sentence = "Attention should equal softmax(q k^T) v times w['out'], by NumPy."
+    assert_same(result, expected, sentence, 1e-5)
+    zeros = lambda q, k, v, bias, mask: jnp.zeros_like(q)
+    result = model.attention(arrays, jnp.array(x), (k, v), None, mask, cfg, core=zeros)
+    assert_same(result, np.zeros_like(x), "`core` should replace the function attend.")
+
+
+def test_the_feed_forward_layer_equals_numpy():
+    """T5 1.1 gates the hidden layer. T5 1.0 applies ReLU to it."""
+    rng = np.random.default_rng(0)
+    w = {name: rng.normal(size=(4, 6)).astype("f") for name in ("gate", "up")}
+    w["down"] = rng.normal(size=(6, 4)).astype("f")
+    x = rng.normal(size=(2, 3, 4)).astype("f")
+    gate, up = jnp.array([-1.0, 2.0]), jnp.array([3.0, 4.0])
+    result = model.gated_unit(gate, up, jax.nn.relu)
+    assert_same(result, [0, 8], "relu([-1, 2]) * [3, 4] should be [0, 8].")
+    arrays = jax.tree.map(jnp.array, w)
+    cfg = change(model=dict(activation="gated_silu")).model
+    silu = x @ w["gate"] / (1 + np.exp(-x @ w["gate"]))
+    sentence = "With a gate, the layer should be (silu(x gate) * (x up)) down."
+    assert_same(
+        model.mlp(arrays, x, cfg), silu * (x @ w["up"]) @ w["down"], sentence, 1e-5
+    )
+    cfg = change(model=dict(activation="relu")).model
+    del arrays["gate"]
+    expected = np.maximum(x @ w["up"], 0) @ w["down"]
+    sentence = "Without a gate, the layer should be relu(x up) down."
+    assert_same(model.mlp(arrays, x, cfg), expected, sentence, 1e-5)
+    dropped = change(model=dict(activation="relu", dropout=0.9)).model
+    result = model.mlp(arrays, jnp.array(x), dropped, jax.random.key(0))
+    assert (np.asarray(result) == 0).any(), (
+        "With a key, dropout should act on the output."
+    )
+
+
+def test_embeddings_and_logits_equal_numpy():
+    """The first layer looks up rows of a table. The last layer multiplies by a matrix."""
+    cfg, params = SMALL.model, make_params(SMALL)
+    table, out = np.asarray(params["embed"]), np.asarray(params["unembed"])
+    ids = np.array([[5, 9, 5]])
+    x = model.embed(params, ids, cfg, None)
+    assert_same(x, table[ids], "embed should return the rows 5, 9 and 5 of the table.")
+    half = change(model=dict(dtype="bfloat16")).model
+    assert model.embed(params, ids, half, None).dtype == jnp.bfloat16, (
+        "Cast to cfg.dtype."
+    )
+    sentence = "output_logits should multiply by the output matrix."
+    assert_same(
+        model.output_logits(x, params["unembed"]), table[ids] @ out, sentence, 1e-5
+    )
+    sentence = "unembed should multiply by the matrix params['unembed']."
+    assert_same(model.unembed(params, cfg, x), table[ids] @ out, sentence, 1e-5)
+    tied = change(model=dict(tied=True)).model
+    expected = table[ids] @ table.T / np.sqrt(cfg.d_model)
+    sentence = "A tied model should multiply by the embedding, and divide by sqrt(D)."
+    assert_same(model.unembed(params, tied, x), expected, sentence, 1e-5)
+    logits = model.unembed(params, cfg, x.astype(jnp.bfloat16))
+    assert logits.dtype == jnp.float32, "Logits should be float32."
+    norm = params["encoder"]["norm"]
+    sentence = "final_norm should apply rms_norm with the scale of the stack."
+    result = model.final_norm(x, params["encoder"])
+    assert_same(result, model.rms_norm(x, norm), sentence, 1e-6)
+
+
+def test_fsdp_gathers_the_weights_of_a_layer_before_use():
+    cfg = change(mesh=dict(model=2, fsdp=True))
+    partition.set_mesh(cfg, jax.devices())
+    params = model.init_params(cfg.model, jax.random.key(0), partition.STORAGE_RULES)
+    table = model.param_table(cfg.model)["encoder"]["layers"]["mlp"]
+    layer = jax.tree.map(lambda w: w[0], params["encoder"]["layers"]["mlp"])
+    result = model.reshard_for_compute(layer, table)
+    assert model.sharding_of(layer["up"]) == jax.P("data", "model"), "The stored weights."
+    sentence = "For the computation, only the axis 'model' should split the weights."
+    assert model.sharding_of(result["up"]) == jax.P(None, "model"), sentence
+    assert_same(result["up"], layer["up"], "The values should not change.")
+
+
+def test_encoder_and_decoder_equal_a_loop_by_hand():
+    """Each block computes x + f(norm(x)). The decoder also attends to the encoder."""
+    cfg, params = SMALL.model, make_params(SMALL)
+    batch = make_batch(SMALL, UNEVEN)
+    pick = lambda stack, n: jax.tree.map(lambda w: w[n], params[stack]["layers"])
+
+    def block(w, x, kv_x, bias, mask):
+        normalized = model.rms_norm(x, w["norm"])
+        kv = model.keys_values(w, normalized if kv_x is None else kv_x, cfg)
+        return x + model.attention(w, normalized, kv, bias, mask, cfg)
+
+    def feed_forward(w, x):
+        return x + model.mlp(w, model.rms_norm(x, w["norm"]), cfg)
+
+    S, T = batch.inputs.shape[1], batch.targets.shape[1]
+    x = model.embed(params, batch.inputs, cfg, None)
+    mask = model.attention_mask(batch.input_segments, batch.input_segments)
+    bias = model.relative_bias(params["encoder"], S, S, True, cfg)
+    for n in range(cfg.num_layers):
+        w = pick("encoder", n)
+        x = feed_forward(w["mlp"], block(w["attention"], x, None, bias, mask))
+    encoded = model.final_norm(x, params["encoder"])
+    result = model.encode(params, cfg, batch.inputs, batch.input_segments)
+    sentence = "The encoder should apply attention and MLP of each layer, then a norm."
+    real = np.asarray(batch.input_segments)[..., None] > 0
+    assert_same(np.where(real, result, 0), np.where(real, encoded, 0), sentence, 1e-4)
+
+    x = model.embed(params, batch.decoder_inputs, cfg, None)
+    causal = model.attention_mask(
+        batch.target_segments, batch.target_segments, causal=True
+    )
+    cross = model.attention_mask(batch.target_segments, batch.input_segments)
+    bias = model.relative_bias(params["decoder"], T, T, False, cfg)
+    for n in range(cfg.num_decoder_layers):
+        w = pick("decoder", n)
+        before = x
+        x = block(w["self_attention"], x, None, bias, causal)
+        x = feed_forward(w["mlp"], block(w["cross_attention"], x, encoded, None, cross))
+        if n == 0:
+            normalized = model.rms_norm(before, w["self_attention"]["norm"])
+            self_kv = model.keys_values(w["self_attention"], normalized, cfg)
+            cross_kv = model.keys_values(w["cross_attention"], encoded, cfg)
+            result = model.decoder_layer(
+                w, before, normalized, self_kv, bias, causal, cross_kv, cross, cfg
+            )
+            real = np.asarray(batch.target_segments)[..., None] > 0
+            sentence = (
+                "A decoder layer should be self-attention, cross-attention and MLP."
+            )
+            assert_same(np.where(real, result, 0), np.where(real, x, 0), sentence, 1e-4)
+    decoded = model.final_norm(x, params["decoder"])
+    segments = batch.target_segments, encoded, batch.input_segments
+    result = model.decode(params, cfg, batch.decoder_inputs, *segments)
+    sentence = "The decoder should apply its layers one after another, then a norm."
+    assert_same(np.where(real, result, 0), np.where(real, decoded, 0), sentence, 1e-4)
+    expected = np.where(real, model.unembed(params, cfg, decoded), 0)
+    sentence = "forward should encode the inputs, decode the targets and compute logits."
+    assert_same(np.where(real, forward(params, batch, cfg), 0), expected, sentence, 1e-4)
+
+
+def test_sums_and_means_of_the_loss_leave_out_padding():
+    """The loss of a batch is a sum over its target tokens. The metrics are means."""
+    on, off, entropy = model.smoothed_target(0.1, 11)
+    assert_same(
+        [on, off], [0.9, 0.01], "0.1 should be shared by the 10 other tokens.", 1e-6
+    )
+    by_hand = -(0.9 * math.log(0.9) + 10 * 0.01 * math.log(0.01))
+    assert_same(entropy, by_hand, "The entropy should be -sum(p log p).", 1e-6)
+    losses = tuple(np.float32(x) for x in ([[3, 1, 9]], [[0.5, 0.5, 9]], [[1, 0, 1]]))
+    batch = types.SimpleNamespace(target_segments=np.array([[1, 2, 0]]))
+    sums = model.sum_over_tokens(losses, batch)
+    expected = {"cross_ent_loss": 4, "z_loss": 1, "correct": 1, "tokens": 2}
+    assert_same(sums, expected, "Padding (segment 0) should not count in the sums.")
+    expected = {"loss": 2.5, "cross_ent_loss": 2, "z_loss": 0.5, "accuracy": 0.5}
+    assert_same(model.mean_metrics(sums), expected, "Means should be sums / tokens.")
+    cfg, params = change(train=dict(z_loss=0.01, label_smoothing=0.1)), make_params(SMALL)
+    batch = make_batch(cfg, UNEVEN)
+    logits = forward(params, batch, cfg.model)
+    expected = model.cross_entropy(logits, batch.targets, 0.01, 0.1)
+    for part, wanted in zip(model.token_losses(params, batch, cfg), expected):
+        sentence = "token_losses should apply cross_entropy to the logits of forward."
+        assert_same(np.float32(part), np.float32(wanted), sentence, 1e-4)
+    loss, sums = model.loss_fn(params, batch, cfg)
+    wanted = model.sum_over_tokens(expected, batch)
+    assert_same(
+        sums["z_loss"], wanted["z_loss"], "loss_fn should also return the sums.", 1e-4
+    )
+    total = wanted["cross_ent_loss"] + wanted["z_loss"]
+    assert_same(loss, total, "The loss should be cross entropy + z-loss, summed.", 1e-4)
+
+
+def test_adafactor_factors_only_large_matrices():
+    P = model.Param
+    matrix, small = (
+        P((3, 128, 200), ("layers", "embed", "mlp")),
+        P((128, 127), ("embed", "mlp")),
+    )
+    vector = P((3, 500), ("layers", "embed"))
+    results = [train.axes_of_one_layer(p) for p in (matrix, small, vector)]
+    sentence = "The axis of the layers should be left out."
+    assert results == [(1, 2), (0, 1), (1,)], sentence
+    results = [train.is_factored(p) for p in (matrix, small, vector)]
+    sentence = "Only a matrix with 128 rows and 128 columns or more should be factored."
+    assert_same(results, [True, False, False], sentence)
+    slots = train.adafactor_slots({"a": matrix, "b": {"c": vector}})
+    assert slots["a"] == {
+        "row": P((3, 128), ("layers", "embed")),
+        "column": P((3, 200), ("layers", "mlp")),
+    }, f"A large matrix should have the slots row and column, not {slots['a']}."
+    assert slots["b"]["c"] == {"full": vector}, "A vector should have the slot full."
+
+
+def test_a_new_run_begins_at_its_start_step_with_zero_slots():
+    cfg = change(train=dict(start_step=7, seed=3))
+    state = train.init_state(cfg)
+    assert_same(state.step, 7, "The step should be --train.start_step.")
+    assert_same(state.skipped, 0, "No update has been skipped yet.")
+    expected = model.init_params(cfg.model, jax.random.key(3))
+    assert_same(state.params["embed"], expected["embed"], "Use the key of --train.seed.")
+    shapes = [slot.shape for slot in jax.tree.leaves(state.slots)]
+    table = train.adafactor_slots(model.param_table(cfg.model))
+    wanted = [p.shape for p in jax.tree.leaves(table, is_leaf=model.is_param)]
+    assert shapes == wanted, "There should be an array for each slot of the optimizer."
+    zero = all(not np.asarray(slot).any() for slot in jax.tree.leaves(state.slots))
+    assert zero, "The slots of Adafactor should begin at zero."
+
+
+def test_actions_are_due_at_regular_steps_and_at_the_end():
+    cfg = change(train=dict(steps=25)).train
+    due = [step for step in range(1, 26) if train.is_due(10, step, cfg)]
+    assert_same(due, [10, 20, 25], "Every 10 steps, and after the last step 25.")
+    never = [step for step in range(1, 26) if train.is_due(0, step, cfg)]
+    assert_same(never, [], "With every = 0, an action should never be due.")
+
+
+def test_three_skipped_updates_in_a_row_end_a_run():
+    cfg = change(train=dict(start_step=100, batch_size=8))
+    train.check_finite(cfg, 110, 2)  # two are allowed
+    with pytest.raises(train.NotFinite, match="steps 108 to 110") as error:
+        train.check_finite(cfg, 110, 3)
+    message = str(error.value)
+    assert "rows 56 to 79" in message, f"7 steps of 8 rows came before. Got: {message}"
+
+
+def test_the_training_loop_calls_each_part_at_its_step():
+    """A toy loop with numbers in place of batches and states shows the order of events."""
+
+    class Loop:
+        def __init__(self):
+            self.events = []
+
+        def wait(self, batch):
+            return batch.result()
+
+        def log(self, step, metrics):
+            self.events.append(f"log {step}: {metrics}")
+
+        def restart_clock(self, step):
+            pass
+
+        def due(self, step):
+            return [self.evaluate] if step == 2 else []
+
+        def evaluate(self, step, params):
+            self.events.append(f"evaluate {step}: {params}")
+
+        def save(self, step, state):
+            self.events.append(f"save {step}: {state.params}")
+
+    def program(state, batch):
+        state = types.SimpleNamespace(params=state.params + batch, skipped=0)
+        return state, f"sum {state.params}"
+
+    cfg = change(train=dict(steps=4, log_every=3, save_every=2))
+    begin = types.SimpleNamespace(params=0, skipped=0)
+    batches = [1, 1, 2, 3]
+    for stop_at, expected, total in (
+        (
+            None,
+            ["save 2: 2", "evaluate 2: 2", "log 3: sum 4", "log 4: sum 7", "save 4: 7"],
+            7,
+        ),
+        (1, ["save 1: 1"], 1),
+    ):
+        loop = Loop()
+
+        def after_step(step, state, stop_at=stop_at):
+            return step == stop_at
+
+        arguments = (batches.__getitem__, loop, loop, loop.save, after_step)
+        last, state = train.run(cfg, program, begin, 0, *arguments)
+        assert_same(loop.events, expected, f"The events with a stop at {stop_at} differ.")
+        assert_same(last, stop_at or 4, "run should return the number of the last step.")
+        assert_same(state.params, total, "run should return the state.")
+
+
+def test_one_step_of_greedy_decoding_by_hand():
+    """Each output gets the most probable id. An output that has ended gets padding."""
+    state = infer.start_greedy(jnp.arange(2), 1, 3)
+    shapes = [state.ids.shape, state.scores.shape, state.done.shape]
+    assert shapes == [(2, 1, 3), (2, 1), (2, 1)], (
+        f"Shapes of ids, scores, done: {shapes}."
+    )
+    logits = jnp.log(jnp.array([[[0.1, 0.6, 0.3]], [[0.2, 0.3, 0.5]]]))
+    state = infer.greedy_step(state, logits, 0)
+    sentence = "The most probable ids of the two examples are 1 and 2."
+    assert_same(state.ids[:, 0], [[1, 0, 0], [2, 0, 0]], sentence)
+    assert_same(state.scores[:, 0], np.log([0.6, 0.5]), "The scores add log p(id).", 1e-6)
+    assert_same(state.done[:, 0], [True, False], "An output should end at EOS, the id 1.")
+    state = infer.append_ids(state, jnp.array([[2], [1]]), logits, 1)
+    assert_same(state.ids[:, 0], [[1, 0, 0], [2, 1, 0]], "After EOS, append padding.")
+    expected = np.log([0.6, 0.5 * 0.3])
+    assert_same(state.scores[:, 0], expected, "After EOS, the score stays.", 1e-6)
+
+
+def test_outputs_are_selected_and_sorted_by_score():
+    array = jnp.array([[[1, 2], [3, 4], [5, 6]]])
+    result = infer.take_beams(array, jnp.array([[2, 0]]))
+    assert_same(
+        result, [[[5, 6], [1, 2]]], "The beams [2, 0] should be beam 2, then beam 0."
+    )
+    state = infer.start_greedy(jnp.arange(1), 3, 2)
+    state = state._replace(ids=array, scores=jnp.array([[-3.0, -1.0, -2.0]]))
+    ids, scores = infer.greedy_result(state)
+    assert_same(ids, [[[3, 4], [5, 6], [1, 2]]], "The best output should come first.")
+    assert_same(scores, [[-1, -2, -3]], "The scores should be in the same order.")
+
+
+def test_top_k_and_top_p_filter_logits():
+    logits = jnp.log(jnp.array([[0.1, 0.5, 0.3, 0.1]]))
+    for top_k, top_p, kept in (
+        (0, 0.0, 4),
+        (1, 0.0, 1),
+        (2, 0.0, 2),
+        (0, 0.4, 1),
+        (0, 0.7, 2),
+    ):
+        result = np.isfinite(infer.filter_logits(logits, top_k, top_p)[0])
+        order = [1, 2, 0, 3][:kept]  # the most probable ids
+        expected = [i in order for i in range(4)]
+        sentence = f"top_k={top_k} and top_p={top_p} should keep the ids {sorted(order)}."
+        assert_same(result, expected, sentence)
+
+
+def test_samples_depend_on_the_example_and_not_on_its_place():
+    logits = jnp.zeros((3, 2, 500))
+    decode = DecodeConfig(temperature=1.0)
+
+    def sample(rows, seed=0, at=0, decode=decode, logits=logits):
+        state = infer.start_greedy(jnp.array(rows), 2, 4)
+        return infer.sampling_step(state, logits, at, decode=decode, seed=seed).ids[
+            ..., at
+        ]
+
+    first = sample([7, 8, 9])
+    assert_same(
+        sample([9, 7, 8]), first[jnp.array([2, 0, 1])], "Example 9 moved to row 0."
+    )
+    assert (first[:, 0] != first[:, 1]).any(), "The samples of an example should differ."
+    assert (sample([7, 8, 9], seed=1) != first).any(), "Another seed, other samples."
+    assert (sample([7, 8, 9], at=1) != first).any(), "Another position, other samples."
+    best = logits.at[..., 3].set(1.0)
+    only = DecodeConfig(temperature=1.0, top_k=1)
+    result = sample([7, 8, 9], decode=only, logits=best)
+    assert_same(result, np.full((3, 2), 3), "top_k = 1 should draw the most probable id.")
+    cold = DecodeConfig(temperature=0.001)
+    result = sample([7, 8, 9], decode=cold, logits=best)
+    assert_same(result, np.full((3, 2), 3), "A low temperature should be nearly greedy.")
+
+
+def test_length_penalties_by_hand():
+    result = infer.length_penalty(7, DecodeConfig(alpha=0.5))
+    assert_same(result, 2**0.5, '"gnmt" should give ((5 + 7) / 6) ** 0.5.', 1e-6)
+    result = infer.length_penalty(9, DecodeConfig(alpha=0.5, penalty="length"))
+    assert_same(result, 3.0, '"length" should give 9 ** 0.5.', 1e-6)
+
+
+def test_scores_and_vectors_leave_out_padding():
+    cfg, params = SMALL.model, make_params(SMALL)
+    batch = make_batch(SMALL, UNEVEN)
+    log_probs = jax.nn.log_softmax(forward(params, batch, cfg))
+    chosen = np.take_along_axis(
+        np.asarray(log_probs), np.asarray(batch.targets)[..., None], 2
+    )
+    expected = (chosen[..., 0] * np.asarray(batch.target_segments > 0)).sum(1)
+    sentence = "A score should be the sum of log p(target token), without padding."
+    assert_same(infer.score(params, batch, cfg), expected, sentence, 1e-4)
+    inputs, segments = batch.inputs, batch.input_segments
+    vectors = np.asarray(model.encode(params, cfg, inputs, segments))
+    result = infer.encoder_vectors(params, inputs, segments, cfg, "none")
+    assert_same(result, vectors, '"none" should return all vectors.', 1e-4)
+    result = infer.encoder_vectors(params, inputs, segments, cfg, "first")
+    assert_same(result, vectors[:, 0], '"first" should return the first vector.', 1e-4)
+    means = [row[:n].mean(0) for row, (n, _) in zip(vectors, UNEVEN)]
+    result = infer.encoder_vectors(params, inputs, segments, cfg, "mean")
+    assert_same(result, means, '"mean" should be the mean over the tokens.', 1e-4)
+
+
+def test_the_held_out_loss_is_a_mean_over_all_tokens(tmp_path, one_device):
+    """Sums of batches are divided once. The content loss leaves out EOS and sentinels."""
+    cfg, params = change(train=dict(batch_size=4)), make_params(SMALL)
+    tokenizer = data.IdTokenizer(256, sentinels=100)
+    batches = [make_batch(cfg, UNEVEN[:4]), make_batch(cfg, UNEVEN[4:], seed=1)]
+    total, content, counts = 0.0, 0.0, [0, 0]
+    for batch in batches:
+        losses = model.token_losses(params, batch, cfg)
+        sums = evaluate.loss_sums(params, batch, cfg, tokenizer)
+        real = np.asarray(batch.target_segments) > 0
+        is_content = np.asarray((batch.targets > 1) & (batch.targets < 156))
+        sentence = "content_tokens should count targets between EOS and the sentinels."
+        assert_same(sums["content_tokens"], is_content.sum(), sentence)
+        by_hand = (np.asarray(losses[0]) * is_content).sum()
+        assert_same(sums["content_loss"], by_hand, "Sum their cross entropy.", 1e-4)
+        assert_same(sums["tokens"], real.sum(), "All target tokens count as tokens.")
+        total += ((np.asarray(losses[0]) + np.asarray(losses[1])) * real).sum()
+        content += by_hand
+        counts = [counts[0] + real.sum(), counts[1] + is_content.sum()]
+    dataset = types.SimpleNamespace(
+        tasks=[types.SimpleNamespace(tokenizer=tokenizer)],
+        batch=lambda i, rows: jax.tree.map(lambda x: np.asarray(x)[rows], batches[i]),
+    )
+    metrics = evaluate.evaluate_loss(params, cfg, one_device, dataset, 2)
+    sentence = "The loss should be the sum over both batches, divided by all tokens."
+    assert_same(metrics["loss"], total / counts[0], sentence, 1e-4)
+    assert_same(
+        metrics["content_loss"], content / counts[1], "The same for content.", 1e-4
+    )
+
+
+def test_a_text_becomes_a_value_and_the_values_become_metrics():
+    """A postprocessor converts target and prediction, and the metrics compare the values."""
+    task = data.TASKS["text_to_text"]._replace(metrics=("accuracy",))
+    half = lambda targets, predictions: {"half": 0.5 * len(targets)}
+    number = task._replace(
+        postprocess=lambda text, example, is_target: (
+            int(text) + example["add"] * is_target
+        )
+    )
+    result = evaluate.postprocess(task, "4", {}, True)
+    assert_same(result, "4", "Without a postprocessor, the text should not change.")
+    result = evaluate.postprocess(number, "4", {"add": 2}, True)
+    assert_same(result, 6, "A function should get the text, the example and is_target.")
+    label = task._replace(postprocess="label", choices=("no", "yes"))
+    assert_same(
+        evaluate.postprocess(label, "yes", {}, False), 1, "A name is in POSTPROCESSORS."
+    )
+    line = evaluate.result_line("mine", number, {"add": 2}, "4", "5")
+    expected = {"add": 2, "target": 6, "output": "5", "prediction": 5}
+    assert line == expected, f"The line should be {expected}, not {line}."
+    lines = [{"target": 1, "prediction": 1}, {"target": 0, "prediction": 1}]
+    both = task._replace(metrics=("accuracy", half))
+    result = evaluate.compute_metrics("mine", both, lines)
+    assert_same(
+        result, {"accuracy": 50.0, "half": 1.0}, "Collect all metrics of the task."
+    )
+    default = task._replace(metrics=())
+    result = evaluate.compute_metrics("mine", default, lines)
+    assert_same(result, {"accuracy": 50.0}, "Without metrics, use the accuracy.")
+    with pytest.raises(configs.UserError, match="mine"):
+        evaluate.compute_metrics("mine", task._replace(metrics=(half, half)), lines)
+    assert_same(evaluate.percent([0, 1]), 50.0, "The mean of [0, 1] is 50 percent.")
+
+
+def test_each_answer_choice_becomes_an_example():
+    task = data.TASKS["text_to_text"]._replace(choices=("no", "yes"))
+    example = {"inputs": "a?", "targets": " yes "}
+    result = evaluate.answer_choices(task, 3, example)
+    expected = [
+        {
+            "inputs": "a?",
+            "targets": text,
+            "idx": (3, i),
+            "is_correct": i == 1,
+            "weight": 1.0,
+        }
+        for i, text in enumerate(("no", "yes"))
+    ]
+    assert result == expected, f"Expected {expected}, got {result}."
+    own = {**example, "answer_choices": ["yes", "maybe", "no"]}
+    texts = [choice["targets"] for choice in evaluate.answer_choices(task, 0, own)]
+    assert_same(texts, ["yes", "maybe", "no"], "The field answer_choices counts first.")
+    p3 = {"inputs": "a?", "targets": "no", "idx": [4, 1], "is_correct": 1, "weight": 2}
+    (choice,) = evaluate.answer_choices(task, 0, p3)
+    assert choice == {**p3, "idx": (4, 1), "is_correct": True, "weight": 2.0}, (
+        f"An example of P3 already is an answer choice. Got {choice}."
+    )
+    with pytest.raises(ValueError, match="idx"):
+        evaluate.answer_choices(task, 0, {**p3, "idx": "x"})
+    with pytest.raises(configs.UserError, match="answer choices"):
+        evaluate.answer_choices(task._replace(choices=()), 0, example)
+
+
+def test_a_mesh_has_a_data_axis_and_a_model_axis():
+    mesh = partition.set_mesh(change(mesh=dict(model=4)), jax.devices())
+    sentence = "Eight devices with --mesh.model 4 should form a grid of 2 x 4."
+    assert_same([mesh.shape["data"], mesh.shape["model"]], [2, 4], sentence)
+    assert jax.sharding.get_mesh() == mesh, "set_mesh should make JAX use the mesh."
+    for changes, name in (
+        (dict(mesh=dict(model=3)), "devices"),
+        (dict(mesh=dict(model=8)), "num_heads"),
+        (dict(train=dict(batch_size=12)), "batch_size"),
+        (dict(mesh=dict(fsdp=True), model=dict(d_model=42)), "d_model"),
+    ):
+        with pytest.raises(configs.UserError, match=name):
+            partition.set_mesh(change(**changes), jax.devices())
+
+
+def test_rows_of_a_batch_are_spread_over_the_data_axis():
+    mesh = partition.set_mesh(change(mesh=dict(model=2)), jax.devices())
+    rows = partition.local_rows(8, mesh)
+    assert_same(rows, np.arange(8), "A single process should load all 8 rows.")
+    batch = partition.put_batch({"x": np.arange(24).reshape(8, 3)}, 8, mesh)
+    assert_same(batch["x"], np.arange(24).reshape(8, 3), "The values should not change.")
+    shards = [shard.data.shape for shard in batch["x"].addressable_shards]
+    assert shards == [(2, 3)] * 8, "Each of the 4 x 2 devices should hold 2 rows."
+    spec = partition.spec(("embed", None, "mlp"))
+    assert spec == jax.P(None, None, "model"), "Only mlp should be split over 'model'."
+    assert partition.is_main_process(), "A single process is process 0."
+    flat = partition.flatten({"a": {"b": 1}, "c": 2})
+    assert_same(flat, {"a/b": 1, "c": 2}, "Names should be joined by a slash.")
+
+
+def test_a_process_writes_each_array_shard_once(tmp_path, monkeypatch):
+    """Copies of a shard on other devices are not written. Large shards are split."""
+    mesh = partition.set_mesh(change(mesh=dict(model=2)), jax.devices())
+    x = np.arange(12, dtype=np.int32).reshape(4, 3)
+    split = jax.device_put(x, jax.NamedSharding(mesh, jax.P("model", None)))
+    shards = list(partition.local_shards({"a": {"b": split}}))
+    bounds = [(name, [list(pair) for pair in pairs]) for name, pairs, _ in shards]
+    expected = [("a/b", [[0, 2], [0, 3]]), ("a/b", [[2, 4], [0, 3]])]
+    assert bounds == expected, f"Expected the shards {expected}, got {bounds}."
+    assert_same(np.concatenate([part for *_, part in shards]), x, "Values of the shards.")
+    monkeypatch.setattr(partition, "MAX_SHARD_BYTES", 12)  # a row has 12 bytes
+    count = len(list(partition.local_shards({"b": split})))
+    assert_same(count, 4, "Shards over MAX_SHARD_BYTES should be split by rows.")
+    synced = []
+    monkeypatch.setattr(partition.os, "fsync", synced.append)
+    entries = partition.write_shards(tmp_path / "file", shards)
+    assert len(synced) == 1, "A local file should be flushed to disk with os.fsync."
+    content = (tmp_path / "file").read_bytes()
+    for entry, (_, _, part) in zip(entries["a/b"], shards):
+        stored = content[entry["offset"] :][: part.nbytes]
+        assert stored == part.tobytes(), (
+            "The bytes of a shard should begin at its offset."
+        )
+        assert_same(entry["crc32"], zlib.crc32(stored), "crc32 should be its checksum.")
+    headers = [
+        value for value in msgpack.Unpacker(io.BytesIO(content)) if type(value) is dict
+    ]
+    names = [header["name"] for header in headers]
+    assert names == ["a/b", "a/b"], "A header with the array name should precede a shard."
+    partition.sync_folder(tmp_path)
+    assert len(synced) == 2, "sync_folder should call os.fsync for the folder."
+    assert all(type(number) is int for number in synced), "os.fsync needs a descriptor."
+
+
+def test_a_process_waits_for_the_files_of_others_and_removes_old_ones(tmp_path):
+    path = tmp_path / "index.json"
+    threading.Timer(0.2, lambda: path.write_text("here")).start()
+    text = partition.wait_and_read(path, 10)
+    assert_same(text, "here", "wait_and_read should return the text of the file.")
+    with pytest.raises(partition.CheckpointError, match="0.1 s"):
+        partition.wait_and_read(tmp_path / "missing", 0.1)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "folder")
+    partition.remove_checkpoint(tmp_path / "link")
+    assert (tmp_path / "folder/file").exists(), "Only the link should be removed."
+    for name in ("folder", "index.json", "missing"):
+        partition.remove_checkpoint(tmp_path / name)
+        assert not (tmp_path / name).exists(), f"{name} should be removed."
+
+
+def test_names_and_shapes_of_converted_arrays():
+    layers, shape = convert.split_layers("params/encoder/layers/mlp/up", (3, 5, 7))
+    sentence = "A stacked array should give its layers and the shape of one layer."
+    assert (list(layers), tuple(shape)) == ([0, 1, 2], (5, 7)), sentence
+    layers, shape = convert.split_layers("params/embed", (5, 7))
+    assert (list(layers), tuple(shape)) == ([None], (5, 7)), (
+        "The embedding is not stacked."
+    )
+    tensor = convert.in_memory(np.arange(6).reshape(2, 3))
+    assert_same(tensor.shape, (2, 3), "in_memory should return the shape of the array.")
+    transposed = tensor.transpose()
+    assert_same(transposed.shape, (3, 2), "transpose should reverse the shape.")
+    assert_same(
+        transposed.read(), tensor.read().T, "transpose should transpose the values."
+    )
+    unread = convert.Tensor((2, 3), lambda: 1 / 0).transpose()  # an error if it is read
+    assert_same(unread.shape, (3, 2), "transpose should not read the values.")
+    name = convert.slot_name("target/decoder/decoder_norm/scale", "v")
+    expected = "state/param_states/decoder/decoder_norm/scale/v"
+    assert_same(name, expected, "The slot v of a parameter of T5X.")
+    parameter = convert.Entry(
+        "target/token_embedder/embedding", "params/embed", None, (9, 5), False
+    )
+    (row, column) = convert.slot_entries([parameter], {"params/embed"})
+    found = {
+        entry.name: (entry.external_name.split("/")[-1], entry.shape)
+        for entry in (row, column)
+    }
+    wanted = {"slots/embed/row": ("v_col", (9,)), "slots/embed/column": ("v_row", (5,))}
+    assert found == wanted, (
+        f"T5X calls the shorter slot v_row. Expected {wanted}, got {found}."
+    )
+    (full,) = convert.slot_entries([parameter], set())
+    assert (full.name, full.shape) == ("slots/embed/full", (9, 5)), "Without factors: v."
+
+
 # ---- exercises ---------------------------------------------------------------------------
 # `python test_all.py --exercise model.rms_norm` blanks one function and runs its tests.
 
 README_ORDER = "configs data model train infer evaluate partition convert".split()
 
 # For each function above a banner, the tests that fail without its body.
-EXERCISES = {}
+EXERCISES = {
+    "configs.one_of": "test_limits_of_a_field_are_stored_in_its_metadata",
+    "configs.between": "test_limits_of_a_field_are_stored_in_its_metadata",
+    "configs.at_least": "test_limits_of_a_field_are_stored_in_its_metadata",
+    "configs.escape_controls": "test_notes_have_no_control_characters",
+    "configs.discard_output": "test_discarded_output_is_not_written",
+    "configs.note": "test_notes_have_no_control_characters test_a_note_does_not_fail_if_its_stream_is_closed",
+    "data.Tokenizer.__init__": "test_a_tokenizer_converts_text_to_ids_and_back",
+    "data.Tokenizer.encode": "test_a_tokenizer_converts_text_to_ids_and_back",
+    "data.Tokenizer.encode_batch": "test_a_tokenizer_converts_text_to_ids_and_back",
+    "data.Tokenizer.raw_text": "test_a_tokenizer_converts_text_to_ids_and_back",
+    "data.Tokenizer.decode": "test_a_tokenizer_converts_text_to_ids_and_back test_special_ids_and_sentinels_have_the_ids_of_t5",
+    "data.is_content": "test_content_tokens_are_neither_padding_nor_eos_nor_sentinels",
+    "data.noise_counts": "test_lengths_equal_those_of_t5 test_counts_are_rounded_in_float32_as_in_t5",
+    "data.raw_length": "test_lengths_equal_those_of_t5",
+    "data.random_compositions": "test_lesson_data_span_corruption_equals_a_slow_version test_compositions_are_equally_likely",
+    "data.span_corruption": "test_lesson_data_span_corruption_equals_a_slow_version test_span_corruption_loses_nothing",
+    "data.insert_sentinels": "test_lesson_data_span_corruption_equals_a_slow_version test_span_corruption_loses_nothing",
+    "data.Objective.sizes": "test_objectives_predict_the_lengths_of_their_examples",
+    "data.Objective.make": "test_objectives_predict_the_lengths_of_their_examples",
+    "data.Pairs.sizes": "test_objectives_predict_the_lengths_of_their_examples",
+    "data.SpanCorruption.length": "test_objectives_predict_the_lengths_of_their_examples",
+    "data.SpanCorruption.sizes": "test_objectives_predict_the_lengths_of_their_examples",
+    "data.SpanCorruption.make": "test_objectives_predict_the_lengths_of_their_examples",
+    "data.truncated_length": "test_truncation_leaves_room_for_eos",
+    "data.truncate": "test_truncation_leaves_room_for_eos",
+    "data.Examples.__init__": "test_lesson_data_a_batch_is_a_function_of_the_step",
+    "data.Examples.locate": "test_lesson_data_a_batch_is_a_function_of_the_step test_an_epoch_has_every_row_once_and_new_noise test_validation_has_each_held_out_row_once",
+    "data.Examples.sizes": "test_lesson_data_a_batch_is_a_function_of_the_step test_packed_rows_hold_every_example_whole",
+    "data.Examples.truncated_sizes": "test_packed_rows_hold_every_example_whole",
+    "data.Examples.make": "test_lesson_data_a_batch_is_a_function_of_the_step test_packed_rows_hold_every_example_whole",
+    "data.pack": "test_packing_equals_a_slow_best_fit test_packing_is_tight_and_keeps_the_limits",
+    "data.fill_rows": "test_examples_fill_rows_one_after_the_other",
+    "data.complete_batch": "test_decoder_inputs_start_with_0_in_each_segment test_examples_fill_rows_one_after_the_other",
+    "data.random_bits": "test_examples_in_docstrings_are_true[data] test_each_random_bit_is_set_half_of_the_time",
+    "data.permute": "test_permute_is_a_permutation",
+    "data.TrainingPlan.__init__": "test_lesson_data_a_batch_is_a_function_of_the_step",
+    "data.TrainingPlan.samples": "test_lesson_data_a_batch_is_a_function_of_the_step test_an_epoch_has_every_row_once_and_new_noise",
+    "data.TrainingPlan.extend_row_starts": "test_lesson_data_a_batch_is_a_function_of_the_step test_packed_rows_hold_every_example_whole",
+    "data.TrainingPlan.prefetch": "test_lesson_data_a_batch_is_a_function_of_the_step test_packed_rows_hold_every_example_whole",
+    "data.TrainingPlan.plan_block": "test_lesson_data_a_batch_is_a_function_of_the_step test_packed_rows_hold_every_example_whole",
+    "data.TrainingPlan.samples_before": "test_lesson_data_a_batch_is_a_function_of_the_step test_packed_rows_hold_every_example_whole",
+    "data.make_batch": "test_lesson_data_a_batch_is_a_function_of_the_step test_processes_share_one_global_batch",
+    "model.param_table": "test_lesson_partition_rules_split_weights_over_a_mesh test_parameter_counts_equal_the_published_counts",
+    "model.is_param": "test_parameters_are_leaves_of_their_table",
+    "model.init_params": "test_initial_values_have_the_standard_deviations_of_t5x",
+    "model.compute_dtype": "test_compute_dtype_is_float32_on_a_cpu",
+    "model.sharding_of": "test_dense_multiplies_by_a_matrix_and_adds_up_over_devices",
+    "model.dense": "test_dense_multiplies_by_a_matrix_and_adds_up_over_devices",
+    "model.rms_norm": "test_lesson_model_rms_norm_divides_by_the_root_mean_square",
+    "model.dropout_mask": "test_dropout_keeps_the_expected_value_and_shares_its_mask",
+    "model.dropout": "test_dropout_keeps_the_expected_value_and_shares_its_mask",
+    "model.split_key": "test_dropout_keeps_the_expected_value_and_shares_its_mask",
+    "model.relative_bucket": "test_lesson_model_near_positions_have_buckets_of_their_own test_relative_buckets_equal_those_of_t5x",
+    "model.bias_of_buckets": "test_the_position_bias_depends_only_on_the_distance",
+    "model.relative_bias": "test_the_position_bias_depends_only_on_the_distance",
+    "model.attention_mask": "test_a_mask_separates_examples_and_hides_the_future",
+    "model.split_heads": "test_heads_are_split_and_joined",
+    "model.join_heads": "test_heads_are_split_and_joined",
+    "model.keys_values": "test_one_attention_layer_equals_numpy",
+    "model.attend": "test_lesson_model_attention_equals_softmax_times_values",
+    "model.attention": "test_one_attention_layer_equals_numpy test_attention_dropout_drops_probabilities",
+    "model.gated_unit": "test_the_feed_forward_layer_equals_numpy",
+    "model.mlp": "test_the_feed_forward_layer_equals_numpy",
+    "model.embed": "test_embeddings_and_logits_equal_numpy",
+    "model.reshard_for_compute": "test_fsdp_gathers_the_weights_of_a_layer_before_use",
+    "model.scan_layers": "test_lesson_model_a_scan_over_layers_equals_a_loop",
+    "model.run_layers": "test_lesson_model_a_scan_over_layers_equals_a_loop test_encoder_and_decoder_equal_a_loop_by_hand",
+    "model.encode": "test_encoder_and_decoder_equal_a_loop_by_hand",
+    "model.final_norm": "test_embeddings_and_logits_equal_numpy",
+    "model.decoder_layer": "test_encoder_and_decoder_equal_a_loop_by_hand",
+    "model.decode": "test_encoder_and_decoder_equal_a_loop_by_hand",
+    "model.output_logits": "test_embeddings_and_logits_equal_numpy",
+    "model.unembed": "test_embeddings_and_logits_equal_numpy",
+    "model.forward": "test_encoder_and_decoder_equal_a_loop_by_hand",
+    "model.smoothed_target": "test_sums_and_means_of_the_loss_leave_out_padding",
+    "model.cross_entropy": "test_lesson_model_the_loss_of_two_tokens_by_hand test_loss_equals_that_of_t5x",
+    "model.token_losses": "test_sums_and_means_of_the_loss_leave_out_padding",
+    "model.sum_over_tokens": "test_sums_and_means_of_the_loss_leave_out_padding",
+    "model.mean_metrics": "test_sums_and_means_of_the_loss_leave_out_padding",
+    "model.loss_fn": "test_sums_and_means_of_the_loss_leave_out_padding",
+    "train.learning_rate": "test_lesson_train_the_learning_rate_of_t5_by_hand test_learning_rates_equal_recorded_rates_of_t5x",
+    "train.axes_of_one_layer": "test_adafactor_factors_only_large_matrices",
+    "train.is_factored": "test_adafactor_factors_only_large_matrices",
+    "train.adafactor_slots": "test_adafactor_factors_only_large_matrices",
+    "train.adafactor_update": "test_lesson_train_two_updates_of_adafactor_by_hand test_adafactor_equals_recorded_updates_of_t5x",
+    "train.init_state": "test_a_new_run_begins_at_its_start_step_with_zero_slots",
+    "train.gradients": "test_lesson_train_microbatches_equal_one_batch",
+    "train.train_step": "test_updates_that_are_not_finite_are_skipped_and_counted test_loss_divisor_scales_only_the_gradients",
+    "train.check_finite": "test_three_skipped_updates_in_a_row_end_a_run",
+    "train.is_due": "test_actions_are_due_at_regular_steps_and_at_the_end",
+    "train.run": "test_the_training_loop_calls_each_part_at_its_step",
+    "infer.cached_attention": "test_lesson_infer_cached_decoding_equals_uncached_decoding",
+    "infer.init_cache": "test_lesson_infer_cached_decoding_equals_uncached_decoding",
+    "infer.decode_step": "test_lesson_infer_cached_decoding_equals_uncached_decoding",
+    "infer.start_greedy": "test_one_step_of_greedy_decoding_by_hand",
+    "infer.greedy_step": "test_one_step_of_greedy_decoding_by_hand",
+    "infer.append_ids": "test_one_step_of_greedy_decoding_by_hand",
+    "infer.greedy_result": "test_outputs_are_selected_and_sorted_by_score",
+    "infer.take_beams": "test_outputs_are_selected_and_sorted_by_score",
+    "infer.sampling_step": "test_samples_depend_on_the_example_and_not_on_its_place",
+    "infer.filter_logits": "test_top_k_and_top_p_filter_logits",
+    "infer.start_beams": "test_lesson_infer_a_wide_beam_search_is_exhaustive",
+    "infer.length_penalty": "test_length_penalties_by_hand",
+    "infer.beam_step": "test_lesson_infer_a_wide_beam_search_is_exhaustive test_beam_search_equals_a_search_in_plain_python",
+    "infer.beam_result": "test_lesson_infer_a_wide_beam_search_is_exhaustive test_beam_search_equals_a_search_in_plain_python",
+    "infer.generate": "test_lesson_infer_greedy_decoding_takes_the_most_probable_id test_lesson_infer_a_wide_beam_search_is_exhaustive",
+    "infer.score": "test_scores_and_vectors_leave_out_padding",
+    "infer.encoder_vectors": "test_scores_and_vectors_leave_out_padding",
+    "evaluate.loss_sums": "test_the_held_out_loss_is_a_mean_over_all_tokens",
+    "evaluate.evaluate_loss": "test_the_held_out_loss_is_a_mean_over_all_tokens",
+    "evaluate.read_examples": "test_tasks_are_evaluated_on_text_and_by_rank",
+    "evaluate.postprocess": "test_a_text_becomes_a_value_and_the_values_become_metrics",
+    "evaluate.predict": "test_tasks_are_evaluated_on_text_and_by_rank",
+    "evaluate.result_line": "test_a_text_becomes_a_value_and_the_values_become_metrics",
+    "evaluate.compute_metrics": "test_a_text_becomes_a_value_and_the_values_become_metrics",
+    "evaluate.answer_choices": "test_each_answer_choice_becomes_an_example",
+    "evaluate.percent": "test_a_text_becomes_a_value_and_the_values_become_metrics",
+    "evaluate.rank_classification": "test_lesson_evaluate_the_most_probable_choice_is_the_answer test_rank_classification_equals_that_of_t5",
+    "evaluate.fixed_choice_metrics": "test_rank_classification_equals_that_of_t5",
+    "evaluate.rank": "test_tasks_are_evaluated_on_text_and_by_rank",
+    "partition.spec": "test_rows_of_a_batch_are_spread_over_the_data_axis test_lesson_partition_rules_split_weights_over_a_mesh",
+    "partition.set_mesh": "test_a_mesh_has_a_data_axis_and_a_model_axis",
+    "partition.platform": "test_compute_dtype_is_float32_on_a_cpu",
+    "partition.default_compute_dtype": "test_the_default_dtype_of_accelerators_is_bfloat16",
+    "partition.local_rows": "test_rows_of_a_batch_are_spread_over_the_data_axis",
+    "partition.put_batch": "test_rows_of_a_batch_are_spread_over_the_data_axis",
+    "partition.is_main_process": "test_rows_of_a_batch_are_spread_over_the_data_axis",
+    "partition.flatten": "test_rows_of_a_batch_are_spread_over_the_data_axis",
+    "partition.local_shards": "test_a_process_writes_each_array_shard_once",
+    "partition.write_shards": "test_a_process_writes_each_array_shard_once",
+    "partition.sync_folder": "test_a_process_writes_each_array_shard_once",
+    "partition.write_checkpoint": "test_checkpoints_round_trip_and_the_oldest_are_removed test_an_interrupted_save_is_not_a_checkpoint",
+    "partition.wait_and_read": "test_a_process_waits_for_the_files_of_others_and_removes_old_ones",
+    "partition.remove_checkpoint": "test_a_process_waits_for_the_files_of_others_and_removes_old_ones",
+    "convert.parameter_names": "test_lesson_convert_hugging_face_stores_transposed_matrices",
+    "convert.split_layers": "test_names_and_shapes_of_converted_arrays",
+    "convert.Tensor.transpose": "test_names_and_shapes_of_converted_arrays",
+    "convert.parameter_entries": "test_lesson_convert_hugging_face_stores_transposed_matrices",
+    "convert.slot_name": "test_names_and_shapes_of_converted_arrays",
+    "convert.slot_entries": "test_names_and_shapes_of_converted_arrays",
+    "convert.in_memory": "test_names_and_shapes_of_converted_arrays",
+}
 EXERCISE_TEXT = "write the body of this function"
 
 
