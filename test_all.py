@@ -27,6 +27,7 @@ import ast
 import collections
 import contextlib
 import dataclasses
+import difflib
 import doctest
 import faulthandler
 import fcntl
@@ -739,8 +740,9 @@ def test_lessons_come_first_and_are_short_and_explained():
     lessons = [test for test in tests if test.name.startswith("test_lesson_")]
     assert lessons == tests[: len(lessons)], "The lessons should be the first tests."
     files = [test.name.split("_")[2] for test in lessons]
-    order = "configs data model train infer evaluate partition convert".split()
-    assert list(dict.fromkeys(files)) == order, "Lessons should follow README's order."
+    assert list(dict.fromkeys(files)) == README_ORDER, (
+        "Lessons should follow README's order."
+    )
     for test in lessons:
         lines += test.end_lineno - test.lineno + 1
         sentences = re.findall(r"\.(?=\s|$)", ast.get_docstring(test))
@@ -787,6 +789,7 @@ def test_commands_in_readme_exist(capsys, monkeypatch):
     modules = {
         m.__name__: m for m in (train, data, evaluate, infer, model, partition, convert)
     }
+    modules["test_all"] = sys.modules[__name__]
     flags = {}
     for name, module in modules.items():
         monkeypatch.setattr(sys, "argv", [f"{name}.py"])
@@ -10663,3 +10666,190 @@ def test_toy_reverse_is_learned_as_fast_as_by_t5x(compiled, tmp_path):
     }
     for step, least in {200: 0.32, 400: 0.75, 600: 0.95, 1000: 0.989}.items():
         assert reached[step] >= least
+
+
+# ---- exercises ---------------------------------------------------------------------------
+# `python test_all.py --exercise model.rms_norm` blanks one function and runs its tests.
+
+README_ORDER = "configs data model train infer evaluate partition convert".split()
+
+# For each function above a banner, the tests that fail without its body.
+EXERCISES = {}
+EXERCISE_TEXT = "write the body of this function"
+
+
+def exercise_functions():
+    """Return a dict of all exercises, from a name such as "data.Tokenizer.encode".
+
+    Each function and method above a banner is an exercise. A value is a tuple (file, first
+    line of the body, last line of the body, number of AST nodes in the body).
+    """
+    functions = {}
+    for name in README_ORDER:
+        source = (HERE / f"{name}.py").read_text()
+        banner = source[: source.index("\n# ======")].count("\n") + 1
+        nodes = [(name, node) for node in ast.parse(source).body if node.lineno < banner]
+        for prefix, node in nodes:
+            if isinstance(node, ast.ClassDef):
+                nodes += [(f"{prefix}.{node.name}", method) for method in node.body]
+            elif isinstance(node, ast.FunctionDef):
+                first, *_ = node.body
+                has_docstring = ast.get_docstring(node) is not None
+                body = node.body[1:] if has_docstring else node.body
+                if body and not isinstance(body[0], ast.Raise):
+                    start = first.end_lineno + 1 if has_docstring else first.lineno
+                    size = sum(1 for statement in body for _ in ast.walk(statement))
+                    where = (f"{name}.py", start, node.end_lineno, size)
+                    functions[f"{prefix}.{node.name}"] = where
+    return functions
+
+
+def difficulty(size):
+    """Return the difficulty of an exercise, from 1 (a line or two) to 3 (long)."""
+    return 1 if size < 60 else 2 if size < 150 else 3
+
+
+def blank(name, folder):
+    """Copy the project to a folder, and blank the body of one function there."""
+    file, start, stop, _ = exercise_functions()[name]
+    folder.mkdir(parents=True)
+    for path in [*HERE.glob("*.py"), HERE / "README.md", HERE / "pyproject.toml"]:
+        shutil.copy(path, folder)
+    shutil.copytree(HERE / "assets", folder / "assets")
+    lines = (folder / file).read_text().splitlines(keepends=True)
+    first = next(line for line in lines[start - 1 : stop] if line.strip())
+    indent = first[: len(first) - len(first.lstrip())]
+    error = f'{indent}raise NotImplementedError("{name}: {EXERCISE_TEXT}")\n'
+    lines[start - 1 : stop] = [error]
+    (folder / file).write_text("".join(lines))
+
+
+def run_exercise(name, folder):
+    """Run the tests of an exercise in its folder, and return whether they all pass.
+
+    PLAIN_T5_TUNED=0 makes the model use the functions above the banner of model.py, and not
+    the faster versions below it.
+    """
+    tests = [f"test_all.py::{test}" for test in EXERCISES[name].split()]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-x", "--no-header"]
+    command += ["--tb=short", "-m", "", "-p", "no:cacheprovider", *tests]
+    env = {**os.environ, "PLAIN_T5_TUNED": "0"}
+    return subprocess.run(command, cwd=folder, env=env).returncode == 0
+
+
+def exercise(name, folder):
+    """Create an exercise, or test the solution if the exercise exists. Return the status.
+
+    The folder gets an empty file "solved" when all tests pass.
+    """
+    functions = exercise_functions()
+    if name not in functions:
+        near = difflib.get_close_matches(name, functions, 3, 0.5)
+        print(f"There is no exercise {name}. Similar names: {', '.join(near) or 'none'}.")
+        print("python test_all.py --list prints all names.")
+        return 2
+    file, _, _, size = functions[name]
+    if not folder.exists():
+        blank(name, folder)
+    source = (folder / file).read_text()
+    marker = f"{name}: {EXERCISE_TEXT}"
+    is_blank = marker in source
+    definition = f"def {name.split('.')[-1]}("
+    position = source.index(marker) if is_blank else source.find(definition)
+    line = source[:position].count("\n") + 1
+    print(f"exercise {name}, difficulty {difficulty(size)} of 3")
+    print(f"file     {folder / file}, line {line}")
+    print(f"tests    {EXERCISES[name]}", flush=True)
+    passed = run_exercise(name, folder)
+    again = f"python test_all.py --exercise {name}"
+    (folder / "solved").unlink(missing_ok=True)
+    if passed and is_blank:
+        raise AssertionError(f"The tests of {name} pass although its body is blank.")
+    if passed:
+        (folder / "solved").touch()
+        print(f"solved   Compare your function with the one in {file} of this project.")
+    elif is_blank:
+        print(
+            f"todo     Write the body of {name} in the file above. Then repeat: {again}"
+        )
+    else:
+        print(f"todo     The tests fail. Correct the function, and repeat: {again}")
+        print(f"         To begin again, delete the folder {folder}.")
+    return 0 if passed else 1
+
+
+def list_exercises(root):
+    """Print all exercises by file in reading order, with a mark at those that are solved."""
+    functions = exercise_functions()
+    solved = {name for name in functions if (root / name / "solved").exists()}
+    for number, file in enumerate(README_ORDER, 1):
+        print(f"\n{file}.py")
+        for name, (_, _, _, size) in functions.items():
+            if name.split(".")[0] == file:
+                mark = "solved" if name in solved else "      "
+                print(f"  {mark}  {'*' * difficulty(size):3}  {name}")
+    print(
+        f"\n{len(solved)} of {len(functions)} exercises are solved. More stars are harder."
+    )
+
+
+def test_every_function_above_a_banner_is_an_exercise():
+    """The table EXERCISES lists each function once, and names tests that exist."""
+    functions = exercise_functions()
+    missing, unknown = set(functions) - set(EXERCISES), set(EXERCISES) - set(functions)
+    assert not missing, f"Name the tests of these functions in EXERCISES: {missing}."
+    assert not unknown, f"EXERCISES names functions that do not exist: {unknown}."
+    for name, tests in EXERCISES.items():
+        for test in tests.split():
+            assert test.partition("[")[0] in globals(), f"{name} names the test {test}."
+
+
+def test_an_exercise_is_blanked_tested_and_solved(tmp_path, capfd):
+    """The blank function fails its tests, and the original function passes them."""
+    name, folder = "data.is_content", tmp_path / "data.is_content"
+    assert exercise(name, folder) == 1
+    out = capfd.readouterr().out
+    assert f"{name}: {EXERCISE_TEXT}" in out and "Then repeat" in out
+    source = (folder / "data.py").read_text()
+    assert "def is_content(" in source and source.count(EXERCISE_TEXT) == 1
+    list_exercises(tmp_path)
+    assert "0 of" in capfd.readouterr().out
+    file, start, stop, _ = exercise_functions()[name]
+    original = (HERE / file).read_text().splitlines(keepends=True)
+    wrong = source.replace(
+        f'raise NotImplementedError("{name}: {EXERCISE_TEXT}")', "return ids > 0"
+    )
+    (folder / "data.py").write_text(wrong)
+    assert exercise(name, folder) == 1
+    assert "Correct the function" in capfd.readouterr().out
+    (folder / "data.py").write_text("".join(original))
+    assert exercise(name, folder) == 0
+    assert "solved " in capfd.readouterr().out
+    list_exercises(tmp_path)
+    out = capfd.readouterr().out
+    assert re.search(rf"solved +\*+ +{name}\n", out) and "1 of" in out
+    assert exercise("model.rmsnorm", tmp_path / "x") == 2
+    assert "model.rms_norm" in capfd.readouterr().out
+
+
+def main(argv=None):
+    """Run an exercise or list all exercises. pytest runs the tests themselves."""
+    parser = argparse.ArgumentParser(
+        description="Exercises: restore one function of plain T5."
+    )
+    choice = parser.add_mutually_exclusive_group(required=True)
+    choice.add_argument(
+        "--exercise", metavar="NAME", help="a function, such as model.rms_norm"
+    )
+    choice.add_argument(
+        "--list", action="store_true", help="print the names of all exercises"
+    )
+    args = parser.parse_args(argv)
+    root = HERE / "exercises"
+    if args.list:
+        return list_exercises(root)
+    return exercise(args.exercise, root / args.exercise)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
