@@ -800,12 +800,11 @@ def test_commands_in_readme_exist(capsys, monkeypatch):
             module.main(["--help"])
         flags[name] = set(re.findall(r"^  (--[\w.]+)", capsys.readouterr().out, re.M))
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", README, re.M | re.S)
-    plain = "\n".join(text for language, text in blocks if not language).replace(
-        "\\\n", " "
-    )
+    plain = "\n".join(text for language, text in blocks if not language)
     cells = json.loads((HERE / "assets/notebook.ipynb").read_text())["cells"]
     plain += "".join(line for cell in cells for line in ["\n", *cell["source"]])
     plain += (HERE / "assets/slurm.sh").read_text()
+    plain = plain.replace("\\\n", " ")
     commands = re.findall(r"python (\w+)\.py(.*)", plain)
     assert len(commands) > 35
     for script, rest in commands:
@@ -866,6 +865,77 @@ def test_pictures_show_what_the_code_computes(tmp_path, monkeypatch):
         assert len(stored) < 40_000, f"assets/{name} is too large for a README"
         assert f"assets/{name}" in sources, f"no text mentions assets/{name}"
     assert len(re.findall(r'<img src="assets/\w+\.svg"', README)) == 5
+
+
+NOTEBOOK = HERE / "assets/notebook.ipynb"
+
+
+def test_the_notebook_can_be_read_without_running_it():
+    """The notebook contains the outputs of one complete run from its first cell on."""
+    cells = json.loads(NOTEBOOK.read_text("utf-8"))["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    counts = [cell["execution_count"] for cell in code]
+    remedy = "run all cells of assets/notebook.ipynb in a new kernel, and save it"
+    assert counts == list(range(1, len(code) + 1)), f"{remedy}: {counts}"
+    printed = ""
+    for cell in code:
+        source, outputs = "".join(cell["source"]), cell["outputs"]
+        kinds = {output["output_type"] for output in outputs}
+        assert kinds <= {"stream", "display_data"}, f"{remedy}: {source}"
+        draws = "plt.show()\n" in source + "\n" or "\ndraw_tokens(" in source
+        has_picture = any("image/png" in output.get("data", ()) for output in outputs)
+        is_definition = "def draw_matrix" in source
+        assert has_picture == (draws and not is_definition), f"{remedy}: {source}"
+        printed += "".join(line for out in outputs for line in out.get("text", ()))
+    # No line may be about the machine on which the notebook was run.
+    own_paths = re.findall(r"\S*/(?:home|root|opt|tmp|usr|var|Users)/\S*", printed)
+    assert not own_paths and "Warning" not in printed and "examples/s" not in printed
+    assert NOTEBOOK.stat().st_size < 600_000, "use smaller pictures"
+    for cell in cells:
+        for line in "".join(cell["source"]).splitlines():
+            assert len(line) <= 90, f"this line of the notebook is too wide: {line}"
+
+
+@slow
+def test_the_notebook_runs(tmp_path):
+    """Run the code cells of the notebook in order, in one new process.
+
+    All cells are plain Python, without the special commands of Jupyter. The test
+    therefore needs neither Jupyter nor nbclient, and can run where these are missing. The
+    asserts in the cells compare each step with a computation by hand.
+    """
+    pytest.importorskip("matplotlib", reason="needs pip install '.[plot]'")
+    # Copy the files, because the notebook writes the folders runs/ and prepared/. Like
+    # Jupyter, start in the folder of the notebook.
+    assets = tmp_path / "assets"
+    assets.mkdir()
+    for name in COURSE:
+        shutil.copy(HERE / f"{name}.py", tmp_path)
+    program = """
+import json, sys
+with open(sys.argv[1], encoding="utf-8") as file:
+    cells = json.load(file)["cells"]
+names = {"__name__": "__main__"}
+for number, cell in enumerate(cells):
+    if cell["cell_type"] == "code":
+        source = "".join(cell["source"])
+        exec(compile(source, f"cell {number} of the notebook", "exec"), names)
+"""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "MPLBACKEND": "Agg"}
+    # Compile as a student does. The tests turn most optimizations of XLA off.
+    for name in ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS"):
+        environment.pop(name, None)
+    done = subprocess.run(
+        [sys.executable, "-c", program, NOTEBOOK],
+        capture_output=True,
+        text=True,
+        cwd=assets,
+        env=environment,
+        timeout=1200,  # five minutes on two cores, and much longer if they are busy
+    )
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    assert (tmp_path / "runs/tiny_finetune/metrics.jsonl").exists()
+    assert not (tmp_path / "pairs.jsonl").exists(), "FLAN must be False by default"
 
 
 def count_lines(source, first, last):
