@@ -2933,6 +2933,19 @@ def test_rates_of_nested_mixtures_and_rates_by_size(mixture):
     assert list(data.evaluation_configs(mixture)) == ["few", "some", "many", "documents"]
 
 
+def test_samples_of_several_tasks_are_spread_evenly_over_a_block():
+    plan = object.__new__(data.TrainingPlan)
+    plan.packs = False
+    plan.samples_before = lambda block: block * np.array([4, 2])
+    task, sample, _ = plan.plan_block(1)
+    sentence = (
+        "4 samples of task 0 and 2 of task 1 should alternate as evenly as possible."
+    )
+    assert_same(task, [0, 1, 0, 0, 1, 0], sentence)
+    sentence = "Block 1 should begin with sample 4 of task 0 and sample 2 of task 1."
+    assert_same(sample, [4, 2, 5, 6, 3, 7], sentence)
+
+
 def test_mixtures_keep_their_proportions_and_use_every_example(mixture):
     """Each block has each task's share, up to one example. An epoch has every example."""
     dataset = open_dataset(mixture)
@@ -3942,7 +3955,7 @@ def test_tuned_forms_equal_the_plain_equations(dtype, side, monkeypatch):
     )
 
     def loss(params, batch):
-        return model.loss_fn(params, batch, cfg, jax.random.key(3))[0]
+        return model.loss_fn(params, batch, cfg, jax.random.key(3))
 
     def loss_and_gradients(tuned, platform):
         monkeypatch.setattr(model, "TUNED", tuned)
@@ -3952,21 +3965,27 @@ def test_tuned_forms_equal_the_plain_equations(dtype, side, monkeypatch):
         batch = make_batch(cfg, [(30, 8), (12, 5)] * 4)
         batch = partition.put_batch(batch, 8, mesh)
         # A function of its own, so that jit traces each form anew.
-        program = jax.jit(jax.value_and_grad(lambda *args: loss(*args)))
-        return jax.device_get(program(params, batch))
+        program = jax.jit(jax.value_and_grad(lambda *args: loss(*args), has_aux=True))
+        (total, sums), gradients = jax.device_get(program(params, batch))
+        return total, sums, gradients
 
-    plain_loss, plain_gradients = loss_and_gradients(False, "cpu")
+    plain_loss, plain_sums, plain_gradients = loss_and_gradients(False, "cpu")
     names = partition.flatten(plain_gradients)
     # A GPU and a TPU differ in how they round and save scores, so one of them suffices
     # here.
     for platform in ("cpu", "tpu" if dtype == "float32" else "gpu"):
-        tuned_loss, tuned_gradients = loss_and_gradients(True, platform)
+        tuned_loss, tuned_sums, tuned_gradients = loss_and_gradients(True, platform)
         for name, tuned in partition.flatten(tuned_gradients).items():
             error = np.linalg.norm(tuned - names[name]) / np.linalg.norm(names[name])
             limit = 1e-5 if dtype == "float32" else 0.05
             assert error < limit, f"{platform}: gradient of {name} differs by {error:.2g}"
         error = abs(tuned_loss / plain_loss - 1)
         assert error < (1e-6 if dtype == "float32" else 1e-3), f"{platform}: loss {error}"
+        # Rounding in bfloat16 may change which of two logits is larger.
+        error = abs(tuned_sums["correct"] - plain_sums["correct"])
+        assert error <= (0 if dtype == "float32" else 2), (
+            f"{platform}: {error} predictions"
+        )
 
 
 @slow
@@ -10804,6 +10823,8 @@ def test_a_note_does_not_fail_if_its_stream_is_closed(monkeypatch):
 
 def test_a_tokenizer_converts_text_to_ids_and_back(tokenizer):
     """Sentinels are the highest ids. decode stops at EOS, and leaves out padding."""
+    trained = tokenizer
+    tokenizer = data.Tokenizer(trained.serialized, 160, 100, trained.processor)
     sentinel = tokenizer.sentinel_ids[-1]
     assert_same(
         [tokenizer.sentinel_ids.start, tokenizer.sentinel_ids.stop, tokenizer.sentinels],
@@ -10873,6 +10894,8 @@ def test_objectives_predict_the_lengths_of_their_examples():
         data.SpanCorruption().make(chunks, keys, few, cfg)
     sentence = "SpanCorruption.length should return raw_length(data)."
     assert_same(data.SpanCorruption().length(cfg), data.raw_length(cfg), sentence)
+    unchanged = data.Objective().make(chunks, keys, tokenizer, cfg)
+    assert unchanged is chunks, "The make of the base class should return the chunks."
     both = np.array([[3, 4], [5, 6]])
     sizes = data.Pairs().sizes(both, keys[:2], tokenizer, cfg)
     assert_same(sizes, both, "Pairs should not change the lengths of inputs and targets.")
@@ -11738,6 +11761,7 @@ EXERCISES = {
         "test_packed_rows_hold_every_example_whole"
     ),
     "data.TrainingPlan.plan_block": (
+        "test_samples_of_several_tasks_are_spread_evenly_over_a_block "
         "test_lesson_data_a_batch_is_a_function_of_the_step "
         "test_packed_rows_hold_every_example_whole"
     ),
