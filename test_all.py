@@ -4468,6 +4468,18 @@ def test_each_microbatch_has_its_own_dropout_key():
     assert_close(grads, jax.tree.map(lambda a, b: (a + b) / 2, *parts))
 
 
+def test_the_seed_and_the_step_choose_the_dropout_masks():
+    """The masks of a step are part of the results of a run, so they must never change."""
+    cfg = change(model=dict(dropout=0.2), train=dict(seed=3, start_step=7))
+    state, batch = train.init_state(cfg), make_batch(cfg, UNEVEN)
+    key = jax.random.fold_in(jax.random.key(3 + 1), 7)
+    sums, _ = gradients(cfg, state.params, batch, key)
+    _, metrics = train_step(cfg, state, batch)
+    expected = model.mean_metrics(sums)["loss"]
+    sentence = "Step 7 with seed 3 should use the key fold_in(key(4), 7)."
+    assert_same(metrics["loss"], expected, sentence, 1e-6)
+
+
 def test_loss_divisor_scales_only_the_gradients():
     """The divisor of T5X makes gradients smaller. Metrics stay means over real tokens."""
     cfg = change(train=dict(loss_divisor=233472.0))
