@@ -4479,6 +4479,14 @@ def test_the_seed_and_the_step_choose_the_dropout_masks():
     assert_same(metrics["loss"], expected, sentence, 1e-6)
 
 
+def test_a_batch_with_a_single_target_has_the_gradient_of_its_loss():
+    params, batch = make_params(SMALL), make_batch(SMALL, [(5, 1)])
+    expected = jax.grad(lambda params: model.loss_fn(params, batch, SMALL)[0])(params)
+    _, grads = gradients(SMALL, params, batch, None)
+    sentence = "The mean over one target should be the loss itself."
+    assert_same(grads["unembed"], expected["unembed"], sentence, 1e-5)
+
+
 def test_loss_divisor_scales_only_the_gradients():
     """The divisor of T5X makes gradients smaller. Metrics stay means over real tokens."""
     cfg = change(train=dict(loss_divisor=233472.0))
