@@ -2933,6 +2933,19 @@ def test_rates_of_nested_mixtures_and_rates_by_size(mixture):
     assert list(data.evaluation_configs(mixture)) == ["few", "some", "many", "documents"]
 
 
+def test_samples_of_several_tasks_are_spread_evenly_over_a_block():
+    plan = object.__new__(data.TrainingPlan)
+    plan.packs = False
+    plan.samples_before = lambda block: block * np.array([4, 2])
+    task, sample, _ = plan.plan_block(1)
+    sentence = (
+        "4 samples of task 0 and 2 of task 1 should alternate as evenly as possible."
+    )
+    assert_same(task, [0, 1, 0, 0, 1, 0], sentence)
+    sentence = "Block 1 should begin with sample 4 of task 0 and sample 2 of task 1."
+    assert_same(sample, [4, 2, 5, 6, 3, 7], sentence)
+
+
 def test_mixtures_keep_their_proportions_and_use_every_example(mixture):
     """Each block has each task's share, up to one example. An epoch has every example."""
     dataset = open_dataset(mixture)
@@ -3942,7 +3955,7 @@ def test_tuned_forms_equal_the_plain_equations(dtype, side, monkeypatch):
     )
 
     def loss(params, batch):
-        return model.loss_fn(params, batch, cfg, jax.random.key(3))[0]
+        return model.loss_fn(params, batch, cfg, jax.random.key(3))
 
     def loss_and_gradients(tuned, platform):
         monkeypatch.setattr(model, "TUNED", tuned)
@@ -3952,21 +3965,27 @@ def test_tuned_forms_equal_the_plain_equations(dtype, side, monkeypatch):
         batch = make_batch(cfg, [(30, 8), (12, 5)] * 4)
         batch = partition.put_batch(batch, 8, mesh)
         # A function of its own, so that jit traces each form anew.
-        program = jax.jit(jax.value_and_grad(lambda *args: loss(*args)))
-        return jax.device_get(program(params, batch))
+        program = jax.jit(jax.value_and_grad(lambda *args: loss(*args), has_aux=True))
+        (total, sums), gradients = jax.device_get(program(params, batch))
+        return total, sums, gradients
 
-    plain_loss, plain_gradients = loss_and_gradients(False, "cpu")
+    plain_loss, plain_sums, plain_gradients = loss_and_gradients(False, "cpu")
     names = partition.flatten(plain_gradients)
     # A GPU and a TPU differ in how they round and save scores, so one of them suffices
     # here.
     for platform in ("cpu", "tpu" if dtype == "float32" else "gpu"):
-        tuned_loss, tuned_gradients = loss_and_gradients(True, platform)
+        tuned_loss, tuned_sums, tuned_gradients = loss_and_gradients(True, platform)
         for name, tuned in partition.flatten(tuned_gradients).items():
             error = np.linalg.norm(tuned - names[name]) / np.linalg.norm(names[name])
             limit = 1e-5 if dtype == "float32" else 0.05
             assert error < limit, f"{platform}: gradient of {name} differs by {error:.2g}"
         error = abs(tuned_loss / plain_loss - 1)
         assert error < (1e-6 if dtype == "float32" else 1e-3), f"{platform}: loss {error}"
+        # Rounding in bfloat16 may change which of two logits is larger.
+        error = abs(tuned_sums["correct"] - plain_sums["correct"])
+        assert error <= (0 if dtype == "float32" else 2), (
+            f"{platform}: {error} predictions"
+        )
 
 
 @slow
@@ -4447,6 +4466,18 @@ def test_each_microbatch_has_its_own_dropout_key():
         for i, k in enumerate(jax.random.split(key, 2))
     ]
     assert_close(grads, jax.tree.map(lambda a, b: (a + b) / 2, *parts))
+
+
+def test_the_seed_and_the_step_choose_the_dropout_masks():
+    """The masks of a step are part of the results of a run, so they must never change."""
+    cfg = change(model=dict(dropout=0.2), train=dict(seed=3, start_step=7))
+    state, batch = train.init_state(cfg), make_batch(cfg, UNEVEN)
+    key = jax.random.fold_in(jax.random.key(3 + 1), 7)
+    sums, _ = gradients(cfg, state.params, batch, key)
+    _, metrics = train_step(cfg, state, batch)
+    expected = model.mean_metrics(sums)["loss"]
+    sentence = "Step 7 with seed 3 should use the key fold_in(key(4), 7)."
+    assert_same(metrics["loss"], expected, sentence, 1e-6)
 
 
 def test_loss_divisor_scales_only_the_gradients():
@@ -10804,6 +10835,8 @@ def test_a_note_does_not_fail_if_its_stream_is_closed(monkeypatch):
 
 def test_a_tokenizer_converts_text_to_ids_and_back(tokenizer):
     """Sentinels are the highest ids. decode stops at EOS, and leaves out padding."""
+    trained = tokenizer
+    tokenizer = data.Tokenizer(trained.serialized, 160, 100, trained.processor)
     sentinel = tokenizer.sentinel_ids[-1]
     assert_same(
         [tokenizer.sentinel_ids.start, tokenizer.sentinel_ids.stop, tokenizer.sentinels],
@@ -10873,6 +10906,8 @@ def test_objectives_predict_the_lengths_of_their_examples():
         data.SpanCorruption().make(chunks, keys, few, cfg)
     sentence = "SpanCorruption.length should return raw_length(data)."
     assert_same(data.SpanCorruption().length(cfg), data.raw_length(cfg), sentence)
+    unchanged = data.Objective().make(chunks, keys, tokenizer, cfg)
+    assert unchanged is chunks, "The make of the base class should return the chunks."
     both = np.array([[3, 4], [5, 6]])
     sizes = data.Pairs().sizes(both, keys[:2], tokenizer, cfg)
     assert_same(sizes, both, "Pairs should not change the lengths of inputs and targets.")
@@ -11657,44 +11692,103 @@ EXERCISES = {
     "configs.at_least": "test_limits_of_a_field_are_stored_in_its_metadata",
     "configs.escape_controls": "test_notes_have_no_control_characters",
     "configs.discard_output": "test_discarded_output_is_not_written",
-    "configs.note": "test_notes_have_no_control_characters test_a_note_does_not_fail_if_its_stream_is_closed",
+    "configs.note": (
+        "test_notes_have_no_control_characters "
+        "test_a_note_does_not_fail_if_its_stream_is_closed"
+    ),
     "data.Tokenizer.__init__": "test_a_tokenizer_converts_text_to_ids_and_back",
     "data.Tokenizer.encode": "test_a_tokenizer_converts_text_to_ids_and_back",
     "data.Tokenizer.encode_batch": "test_a_tokenizer_converts_text_to_ids_and_back",
     "data.Tokenizer.raw_text": "test_a_tokenizer_converts_text_to_ids_and_back",
-    "data.Tokenizer.decode": "test_a_tokenizer_converts_text_to_ids_and_back test_special_ids_and_sentinels_have_the_ids_of_t5",
+    "data.Tokenizer.decode": (
+        "test_a_tokenizer_converts_text_to_ids_and_back "
+        "test_special_ids_and_sentinels_have_the_ids_of_t5"
+    ),
     "data.is_content": "test_content_tokens_are_neither_padding_nor_eos_nor_sentinels",
-    "data.noise_counts": "test_lengths_equal_those_of_t5 test_counts_are_rounded_in_float32_as_in_t5",
+    "data.noise_counts": (
+        "test_lengths_equal_those_of_t5 test_counts_are_rounded_in_float32_as_in_t5"
+    ),
     "data.raw_length": "test_lengths_equal_those_of_t5",
-    "data.random_compositions": "test_lesson_data_span_corruption_equals_a_slow_version test_compositions_are_equally_likely",
-    "data.span_corruption": "test_lesson_data_span_corruption_equals_a_slow_version test_span_corruption_loses_nothing",
-    "data.insert_sentinels": "test_lesson_data_span_corruption_equals_a_slow_version test_span_corruption_loses_nothing",
+    "data.random_compositions": (
+        "test_lesson_data_span_corruption_equals_a_slow_version "
+        "test_compositions_are_equally_likely"
+    ),
+    "data.span_corruption": (
+        "test_lesson_data_span_corruption_equals_a_slow_version "
+        "test_span_corruption_loses_nothing"
+    ),
+    "data.insert_sentinels": (
+        "test_lesson_data_span_corruption_equals_a_slow_version "
+        "test_span_corruption_loses_nothing"
+    ),
     "data.Objective.sizes": "test_objectives_predict_the_lengths_of_their_examples",
     "data.Objective.make": "test_objectives_predict_the_lengths_of_their_examples",
     "data.Pairs.sizes": "test_objectives_predict_the_lengths_of_their_examples",
-    "data.SpanCorruption.length": "test_objectives_predict_the_lengths_of_their_examples",
+    "data.SpanCorruption.length": (
+        "test_objectives_predict_the_lengths_of_their_examples"
+    ),
     "data.SpanCorruption.sizes": "test_objectives_predict_the_lengths_of_their_examples",
     "data.SpanCorruption.make": "test_objectives_predict_the_lengths_of_their_examples",
     "data.truncated_length": "test_truncation_leaves_room_for_eos",
     "data.truncate": "test_truncation_leaves_room_for_eos",
     "data.Examples.__init__": "test_lesson_data_a_batch_is_a_function_of_the_step",
-    "data.Examples.locate": "test_lesson_data_a_batch_is_a_function_of_the_step test_an_epoch_has_every_row_once_and_new_noise test_validation_has_each_held_out_row_once",
-    "data.Examples.sizes": "test_lesson_data_a_batch_is_a_function_of_the_step test_packed_rows_hold_every_example_whole",
+    "data.Examples.locate": (
+        "test_lesson_data_a_batch_is_a_function_of_the_step "
+        "test_an_epoch_has_every_row_once_and_new_noise "
+        "test_validation_has_each_held_out_row_once"
+    ),
+    "data.Examples.sizes": (
+        "test_lesson_data_a_batch_is_a_function_of_the_step "
+        "test_packed_rows_hold_every_example_whole"
+    ),
     "data.Examples.truncated_sizes": "test_packed_rows_hold_every_example_whole",
-    "data.Examples.make": "test_lesson_data_a_batch_is_a_function_of_the_step test_packed_rows_hold_every_example_whole",
-    "data.pack": "test_packing_equals_a_slow_best_fit test_packing_is_tight_and_keeps_the_limits",
+    "data.Examples.make": (
+        "test_lesson_data_a_batch_is_a_function_of_the_step "
+        "test_packed_rows_hold_every_example_whole"
+    ),
+    "data.pack": (
+        "test_packing_equals_a_slow_best_fit test_packing_is_tight_and_keeps_the_limits"
+    ),
     "data.fill_rows": "test_examples_fill_rows_one_after_the_other",
-    "data.complete_batch": "test_decoder_inputs_start_with_0_in_each_segment test_examples_fill_rows_one_after_the_other",
-    "data.random_bits": "test_examples_in_docstrings_are_true[data] test_each_random_bit_is_set_half_of_the_time",
+    "data.complete_batch": (
+        "test_decoder_inputs_start_with_0_in_each_segment "
+        "test_examples_fill_rows_one_after_the_other"
+    ),
+    "data.random_bits": (
+        "test_examples_in_docstrings_are_true[data] "
+        "test_each_random_bit_is_set_half_of_the_time"
+    ),
     "data.permute": "test_permute_is_a_permutation",
     "data.TrainingPlan.__init__": "test_lesson_data_a_batch_is_a_function_of_the_step",
-    "data.TrainingPlan.samples": "test_lesson_data_a_batch_is_a_function_of_the_step test_an_epoch_has_every_row_once_and_new_noise",
-    "data.TrainingPlan.extend_row_starts": "test_lesson_data_a_batch_is_a_function_of_the_step test_packed_rows_hold_every_example_whole",
-    "data.TrainingPlan.prefetch": "test_lesson_data_a_batch_is_a_function_of_the_step test_packed_rows_hold_every_example_whole",
-    "data.TrainingPlan.plan_block": "test_lesson_data_a_batch_is_a_function_of_the_step test_packed_rows_hold_every_example_whole",
-    "data.TrainingPlan.samples_before": "test_lesson_data_a_batch_is_a_function_of_the_step test_packed_rows_hold_every_example_whole",
-    "data.make_batch": "test_lesson_data_a_batch_is_a_function_of_the_step test_processes_share_one_global_batch",
-    "model.param_table": "test_lesson_partition_rules_split_weights_over_a_mesh test_parameter_counts_equal_the_published_counts",
+    "data.TrainingPlan.samples": (
+        "test_lesson_data_a_batch_is_a_function_of_the_step "
+        "test_an_epoch_has_every_row_once_and_new_noise"
+    ),
+    "data.TrainingPlan.extend_row_starts": (
+        "test_lesson_data_a_batch_is_a_function_of_the_step "
+        "test_packed_rows_hold_every_example_whole"
+    ),
+    "data.TrainingPlan.prefetch": (
+        "test_lesson_data_a_batch_is_a_function_of_the_step "
+        "test_packed_rows_hold_every_example_whole"
+    ),
+    "data.TrainingPlan.plan_block": (
+        "test_samples_of_several_tasks_are_spread_evenly_over_a_block "
+        "test_lesson_data_a_batch_is_a_function_of_the_step "
+        "test_packed_rows_hold_every_example_whole"
+    ),
+    "data.TrainingPlan.samples_before": (
+        "test_lesson_data_a_batch_is_a_function_of_the_step "
+        "test_packed_rows_hold_every_example_whole"
+    ),
+    "data.make_batch": (
+        "test_lesson_data_a_batch_is_a_function_of_the_step "
+        "test_processes_share_one_global_batch"
+    ),
+    "model.param_table": (
+        "test_lesson_partition_rules_split_weights_over_a_mesh "
+        "test_parameter_counts_equal_the_published_counts"
+    ),
     "model.is_param": "test_parameters_are_leaves_of_their_table",
     "model.init_params": "test_initial_values_have_the_standard_deviations_of_t5x",
     "model.compute_dtype": "test_compute_dtype_is_float32_on_a_cpu",
@@ -11704,7 +11798,10 @@ EXERCISES = {
     "model.dropout_mask": "test_dropout_keeps_the_expected_value_and_shares_its_mask",
     "model.dropout": "test_dropout_keeps_the_expected_value_and_shares_its_mask",
     "model.split_key": "test_dropout_keeps_the_expected_value_and_shares_its_mask",
-    "model.relative_bucket": "test_lesson_model_near_positions_have_buckets_of_their_own test_relative_buckets_equal_those_of_t5x",
+    "model.relative_bucket": (
+        "test_lesson_model_near_positions_have_buckets_of_their_own "
+        "test_relative_buckets_equal_those_of_t5x"
+    ),
     "model.bias_of_buckets": "test_the_position_bias_depends_only_on_the_distance",
     "model.relative_bias": "test_the_position_bias_depends_only_on_the_distance",
     "model.attention_mask": "test_a_mask_separates_examples_and_hides_the_future",
@@ -11712,13 +11809,18 @@ EXERCISES = {
     "model.join_heads": "test_heads_are_split_and_joined",
     "model.keys_values": "test_one_attention_layer_equals_numpy",
     "model.attend": "test_lesson_model_attention_equals_softmax_times_values",
-    "model.attention": "test_one_attention_layer_equals_numpy test_attention_dropout_drops_probabilities",
+    "model.attention": (
+        "test_one_attention_layer_equals_numpy test_attention_dropout_drops_probabilities"
+    ),
     "model.gated_unit": "test_the_feed_forward_layer_equals_numpy",
     "model.mlp": "test_the_feed_forward_layer_equals_numpy",
     "model.embed": "test_embeddings_and_logits_equal_numpy",
     "model.reshard_for_compute": "test_fsdp_gathers_the_weights_of_a_layer_before_use",
     "model.scan_layers": "test_lesson_model_a_scan_over_layers_equals_a_loop",
-    "model.run_layers": "test_lesson_model_a_scan_over_layers_equals_a_loop test_encoder_and_decoder_equal_a_loop_by_hand",
+    "model.run_layers": (
+        "test_lesson_model_a_scan_over_layers_equals_a_loop "
+        "test_encoder_and_decoder_equal_a_loop_by_hand"
+    ),
     "model.encode": "test_encoder_and_decoder_equal_a_loop_by_hand",
     "model.final_norm": "test_embeddings_and_logits_equal_numpy",
     "model.decoder_layer": "test_encoder_and_decoder_equal_a_loop_by_hand",
@@ -11727,23 +11829,36 @@ EXERCISES = {
     "model.unembed": "test_embeddings_and_logits_equal_numpy",
     "model.forward": "test_encoder_and_decoder_equal_a_loop_by_hand",
     "model.smoothed_target": "test_sums_and_means_of_the_loss_leave_out_padding",
-    "model.cross_entropy": "test_lesson_model_the_loss_of_two_tokens_by_hand test_loss_equals_that_of_t5x",
+    "model.cross_entropy": (
+        "test_lesson_model_the_loss_of_two_tokens_by_hand test_loss_equals_that_of_t5x"
+    ),
     "model.token_losses": "test_sums_and_means_of_the_loss_leave_out_padding",
     "model.sum_over_tokens": "test_sums_and_means_of_the_loss_leave_out_padding",
     "model.mean_metrics": "test_sums_and_means_of_the_loss_leave_out_padding",
     "model.loss_fn": "test_sums_and_means_of_the_loss_leave_out_padding",
-    "train.learning_rate": "test_lesson_train_the_learning_rate_of_t5_by_hand test_learning_rates_equal_recorded_rates_of_t5x",
+    "train.learning_rate": (
+        "test_lesson_train_the_learning_rate_of_t5_by_hand "
+        "test_learning_rates_equal_recorded_rates_of_t5x"
+    ),
     "train.axes_of_one_layer": "test_adafactor_factors_only_large_matrices",
     "train.is_factored": "test_adafactor_factors_only_large_matrices",
     "train.adafactor_slots": "test_adafactor_factors_only_large_matrices",
-    "train.adafactor_update": "test_lesson_train_two_updates_of_adafactor_by_hand test_adafactor_equals_recorded_updates_of_t5x",
+    "train.adafactor_update": (
+        "test_lesson_train_two_updates_of_adafactor_by_hand "
+        "test_adafactor_equals_recorded_updates_of_t5x"
+    ),
     "train.init_state": "test_a_new_run_begins_at_its_start_step_with_zero_slots",
     "train.gradients": "test_lesson_train_microbatches_equal_one_batch",
-    "train.train_step": "test_updates_that_are_not_finite_are_skipped_and_counted test_loss_divisor_scales_only_the_gradients",
+    "train.train_step": (
+        "test_updates_that_are_not_finite_are_skipped_and_counted "
+        "test_loss_divisor_scales_only_the_gradients"
+    ),
     "train.check_finite": "test_three_skipped_updates_in_a_row_end_a_run",
     "train.is_due": "test_actions_are_due_at_regular_steps_and_at_the_end",
     "train.run": "test_the_training_loop_calls_each_part_at_its_step",
-    "infer.cached_attention": "test_lesson_infer_cached_decoding_equals_uncached_decoding",
+    "infer.cached_attention": (
+        "test_lesson_infer_cached_decoding_equals_uncached_decoding"
+    ),
     "infer.init_cache": "test_lesson_infer_cached_decoding_equals_uncached_decoding",
     "infer.decode_step": "test_lesson_infer_cached_decoding_equals_uncached_decoding",
     "infer.start_greedy": "test_one_step_of_greedy_decoding_by_hand",
@@ -11755,9 +11870,18 @@ EXERCISES = {
     "infer.filter_logits": "test_top_k_and_top_p_filter_logits",
     "infer.start_beams": "test_lesson_infer_a_wide_beam_search_is_exhaustive",
     "infer.length_penalty": "test_length_penalties_by_hand",
-    "infer.beam_step": "test_lesson_infer_a_wide_beam_search_is_exhaustive test_beam_search_equals_a_search_in_plain_python",
-    "infer.beam_result": "test_lesson_infer_a_wide_beam_search_is_exhaustive test_beam_search_equals_a_search_in_plain_python",
-    "infer.generate": "test_lesson_infer_greedy_decoding_takes_the_most_probable_id test_lesson_infer_a_wide_beam_search_is_exhaustive",
+    "infer.beam_step": (
+        "test_lesson_infer_a_wide_beam_search_is_exhaustive "
+        "test_beam_search_equals_a_search_in_plain_python"
+    ),
+    "infer.beam_result": (
+        "test_lesson_infer_a_wide_beam_search_is_exhaustive "
+        "test_beam_search_equals_a_search_in_plain_python"
+    ),
+    "infer.generate": (
+        "test_lesson_infer_greedy_decoding_takes_the_most_probable_id "
+        "test_lesson_infer_a_wide_beam_search_is_exhaustive"
+    ),
     "infer.score": "test_scores_and_vectors_leave_out_padding",
     "infer.encoder_vectors": "test_scores_and_vectors_leave_out_padding",
     "evaluate.loss_sums": "test_the_held_out_loss_is_a_mean_over_all_tokens",
@@ -11766,16 +11890,26 @@ EXERCISES = {
     "evaluate.postprocess": "test_a_text_becomes_a_value_and_the_values_become_metrics",
     "evaluate.predict": "test_tasks_are_evaluated_on_text_and_by_rank",
     "evaluate.result_line": "test_a_text_becomes_a_value_and_the_values_become_metrics",
-    "evaluate.compute_metrics": "test_a_text_becomes_a_value_and_the_values_become_metrics",
+    "evaluate.compute_metrics": (
+        "test_a_text_becomes_a_value_and_the_values_become_metrics"
+    ),
     "evaluate.answer_choices": "test_each_answer_choice_becomes_an_example",
     "evaluate.percent": "test_a_text_becomes_a_value_and_the_values_become_metrics",
-    "evaluate.rank_classification": "test_lesson_evaluate_the_most_probable_choice_is_the_answer test_rank_classification_equals_that_of_t5",
+    "evaluate.rank_classification": (
+        "test_lesson_evaluate_the_most_probable_choice_is_the_answer "
+        "test_rank_classification_equals_that_of_t5"
+    ),
     "evaluate.fixed_choice_metrics": "test_rank_classification_equals_that_of_t5",
     "evaluate.rank": "test_tasks_are_evaluated_on_text_and_by_rank",
-    "partition.spec": "test_rows_of_a_batch_are_spread_over_the_data_axis test_lesson_partition_rules_split_weights_over_a_mesh",
+    "partition.spec": (
+        "test_rows_of_a_batch_are_spread_over_the_data_axis "
+        "test_lesson_partition_rules_split_weights_over_a_mesh"
+    ),
     "partition.set_mesh": "test_a_mesh_has_a_data_axis_and_a_model_axis",
     "partition.platform": "test_compute_dtype_is_float32_on_a_cpu",
-    "partition.default_compute_dtype": "test_the_default_dtype_of_accelerators_is_bfloat16",
+    "partition.default_compute_dtype": (
+        "test_the_default_dtype_of_accelerators_is_bfloat16"
+    ),
     "partition.local_rows": "test_rows_of_a_batch_are_spread_over_the_data_axis",
     "partition.put_batch": "test_rows_of_a_batch_are_spread_over_the_data_axis",
     "partition.is_main_process": "test_rows_of_a_batch_are_spread_over_the_data_axis",
@@ -11783,13 +11917,24 @@ EXERCISES = {
     "partition.local_shards": "test_a_process_writes_each_array_shard_once",
     "partition.write_shards": "test_a_process_writes_each_array_shard_once",
     "partition.sync_folder": "test_a_process_writes_each_array_shard_once",
-    "partition.write_checkpoint": "test_checkpoints_round_trip_and_the_oldest_are_removed test_an_interrupted_save_is_not_a_checkpoint",
-    "partition.wait_and_read": "test_a_process_waits_for_the_files_of_others_and_removes_old_ones",
-    "partition.remove_checkpoint": "test_a_process_waits_for_the_files_of_others_and_removes_old_ones",
-    "convert.parameter_names": "test_lesson_convert_hugging_face_stores_transposed_matrices",
+    "partition.write_checkpoint": (
+        "test_checkpoints_round_trip_and_the_oldest_are_removed "
+        "test_an_interrupted_save_is_not_a_checkpoint"
+    ),
+    "partition.wait_and_read": (
+        "test_a_process_waits_for_the_files_of_others_and_removes_old_ones"
+    ),
+    "partition.remove_checkpoint": (
+        "test_a_process_waits_for_the_files_of_others_and_removes_old_ones"
+    ),
+    "convert.parameter_names": (
+        "test_lesson_convert_hugging_face_stores_transposed_matrices"
+    ),
     "convert.split_layers": "test_names_and_shapes_of_converted_arrays",
     "convert.Tensor.transpose": "test_names_and_shapes_of_converted_arrays",
-    "convert.parameter_entries": "test_lesson_convert_hugging_face_stores_transposed_matrices",
+    "convert.parameter_entries": (
+        "test_lesson_convert_hugging_face_stores_transposed_matrices"
+    ),
     "convert.slot_name": "test_names_and_shapes_of_converted_arrays",
     "convert.slot_entries": "test_names_and_shapes_of_converted_arrays",
     "convert.in_memory": "test_names_and_shapes_of_converted_arrays",

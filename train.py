@@ -400,6 +400,8 @@ def train_step(cfg, state, batch):
     if cfg.model.dropout:
         # The step number determines the dropout masks. A resumed run therefore has the
         # same masks as an uninterrupted run.
+        # The initial weights use the key of the seed itself, so this key begins with
+        # another number.
         key = jax.random.fold_in(jax.random.key(cfg.train.seed + 1), state.step)
     sums, grads = gradients(cfg, state.params, batch, key)
     rate = learning_rate(state.step, cfg.train)
