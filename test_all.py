@@ -32,7 +32,6 @@ import doctest
 import faulthandler
 import fcntl
 import functools
-import gc
 import gzip
 import hashlib
 import importlib.util
@@ -5480,7 +5479,6 @@ def test_metrics_that_do_not_fit_their_task_are_named(
     ):
         changes = dict(metrics=("accuracy",)) | changes
         monkeypatch.setitem(data.TASKS, "some", task._replace(**changes))
-        gc.collect()  # the traceback of the command before keeps its lock file open
         status, _, err = run(
             train, capsys, monkeypatch, "--run_dir", tmp_path / "run", *flags
         )

@@ -1341,6 +1341,18 @@ def train(cfg, run_dir, recipe, config, source):
 
     checkpoints = partition.Checkpoints(run_dir, t.keep, t.async_save)
     lock = partition.run_on_all(lambda: lock_run(run_dir, checkpoints))
+    with lock or contextlib.nullcontext():
+        return train_locked(cfg, run_dir, recipe, config, source, mesh, checkpoints, lock)
+
+
+def train_locked(cfg, run_dir, recipe, config, source, mesh, checkpoints, lock):
+    """Train a model in a run directory that this process has locked.
+
+    The first five arguments and the result are those of the function `train`.
+    checkpoints: the partition.Checkpoints of the run.
+    lock: the result of lock_run.
+    """
+    t = cfg.train
     resumes = bool(partition.from_main_process(checkpoints.steps()))
     # Warn if a recipe for fine-tuning starts with random weights. Such a recipe has
     # "finetune" in its name, or begins at a step after 0.
@@ -1362,10 +1374,7 @@ def train(cfg, run_dir, recipe, config, source):
     # Handle SIGTERM here only if there is one process. With several processes, JAX
     # handles SIGTERM, so that all processes stop after the same step.
     names = ["SIGINT", "SIGHUP", "SIGTERM"][: 2 + (jax.process_count() == 1)]
-    with (
-        lock or contextlib.nullcontext(),
-        configs.watch_signals(names, lambda *_: None, stop.receive),
-    ):
+    with configs.watch_signals(names, lambda *_: None, stop.receive):
         template, step = lower_step(cfg, mesh)
         note("compiling the training step")
         # Compile the training step in a background thread while the TrainState is loaded.
