@@ -46,7 +46,7 @@ import re
 import string
 import time
 
-# Import configs before JAX, because configs also sets up Ctrl-C and UTF-8.
+# Import configs before JAX, because the module configs also sets up Ctrl-C and UTF-8.
 import configs
 
 import jax
@@ -59,12 +59,13 @@ import model
 import partition
 from configs import UserError, note
 
-# The metrics by name. For example, METRICS["accuracy"]([1, 0], [1, 1]) returns
-# {"accuracy": 50.0}. The second half of this file defines the metrics, and a recipe file
-# may add more.
+# A dict from the name of each metric to its function. For example,
+# METRICS["accuracy"]([1, 0], [1, 1]) returns {"accuracy": 50.0}. The lower part of this
+# file defines the metrics, and a recipe file may add more.
 METRICS = configs.METRICS
-# The postprocessors by name. A postprocessor converts a text before the metrics see it.
-# For example, the postprocessor "number" converts the text "4.5" to the number 4.5.
+# A dict from the name of each postprocessor to its function. A postprocessor converts a
+# text to the value that the metrics compare. For example, the postprocessor "number"
+# converts the text "4.5" to the number 4.5.
 POSTPROCESSORS = {}
 
 # ---- teacher-forced loss ---------------------------------------------------------------
@@ -106,7 +107,7 @@ def evaluate_loss(params, cfg, mesh, dataset, batches):
     """
     batch_size = cfg.train.batch_size
     tokenizer = dataset.tasks[0].tokenizer
-    # Each process makes only the rows of a batch that its own devices hold.
+    # Each process prepares only the rows of a batch that its own devices hold.
     rows = partition.local_rows(batch_size, mesh)
     # Counter.update adds numbers to a Counter, so `totals` has the sums over all batches.
     totals = collections.Counter()
@@ -198,9 +199,9 @@ def predict(params, cfg, mesh, split, tokenizer, most=None):
     lines = []
     for (example, _), (answers, _) in zip(pairs, results):
         target = example["targets"]
-        if not isinstance(target, str):  # a list of token ids
+        if not isinstance(target, str):  # The target is a list of token ids.
             target = tokenizer.decode(target)
-        output = tokenizer.decode(answers[0])  # the answer with the best score
+        output = tokenizer.decode(answers[0])  # The first answer has the best score.
         lines.append(result_line(cfg.data.task, task, example, target, output))
     return compute_metrics(cfg.data.task, task, lines), lines
 
@@ -208,7 +209,8 @@ def predict(params, cfg, mesh, split, tokenizer, most=None):
 def result_line(name, task, example, target, output):
     """Return the dict of an example with the fields target, output and prediction.
 
-    The fields target and prediction hold the values that the metrics compare.
+    The fields target and prediction hold the values that the metrics compare. The field
+    output holds the text that the model has generated.
 
     name: the name of the task, for error messages.
     target: the text of the target.
@@ -225,6 +227,8 @@ def result_line(name, task, example, target, output):
 
 def compute_metrics(name, task, lines):
     """Return the metrics of a task as a dict such as {"accuracy": 50.0}.
+
+    A task without metrics gets the accuracy.
 
     name: the name of the task, for error messages.
     lines: a list with the dict that result_line returns for each example.
@@ -254,9 +258,9 @@ def compute_metrics(name, task, lines):
 def answer_choices(task, number, example):
     """Return the answer choices of an example as a list with one dict for each choice.
 
-    A dict is a copy of the example, but its "targets" are one choice, such as "yes". The
-    choices come from the field answer_choices of the example. If the example has no such
-    field, the choices come from task.choices.
+    Each dict is a copy of the example in which one choice, such as "yes", is the value of
+    "targets". The choices come from the field answer_choices of the example. If the
+    example has no such field, the choices come from task.choices.
 
     Each dict has three more fields. "idx" is the pair (number of the example, number of
     the choice). "is_correct" tells whether the choice is correct. "weight" is the weight
@@ -330,7 +334,8 @@ def rank_classification(targets, scores, num_classes=None, normalize=False):
     # If two choices have the same highest score, argmax takes the first one.
     answers = [group[np.argmax(scores[group])] for group in groups]
     # The choices of an example can have different weights. As in t5, the example has the
-    # weight of its first choice if num_classes is given, else the weight of its answer.
+    # weight of its first choice if num_classes is given. Otherwise, the example has the
+    # weight of the choice that is the model's answer.
     weights = weights[[group[0] for group in groups] if num_classes else answers]
     metrics = {"accuracy": percent(np.average(correct[answers], weights=weights))}
     if num_classes:
@@ -341,7 +346,7 @@ def rank_classification(targets, scores, num_classes=None, normalize=False):
 def fixed_choice_metrics(scores, correct, weights):
     """Compute metrics that are defined only if all examples have the same answer choices.
 
-    Each choice is then a class, as in ordinary classification. For two choices, the
+    Each choice then is a class, as in ordinary classification. For two choices, the
     metrics are the F1, the area under the ROC curve and the area under the
     precision-recall curve. The second choice is the positive class. For more choices, the
     metric is the mean F1 of all choices. If an example has several correct choices, no
@@ -397,9 +402,9 @@ def rank(params, cfg, mesh, split, tokenizer, normalize=False):
         for choice, example in zip(choices, encoded)
     ]
     lines = [{**choice, "score": score} for choice, score in zip(choices, scores)]
-    # num_classes is the number of answer choices if all examples have the same choices,
-    # else None. In P3, each example is one answer choice and has no list of choices. Then
-    # num_classes is 0, which has the same effect as None.
+    # Count the answer choices if all examples have the same choices. Otherwise,
+    # num_classes is None. In P3, each example is a single answer choice and has no list
+    # of choices. In this case num_classes is 0, which has the same effect as None.
     texts = {tuple(choice.get("answer_choices", task.choices)) for choice in choices}
     num_classes = len(texts.pop()) if len(texts) == 1 else None
     if num_classes and not importlib.util.find_spec("sklearn"):
@@ -420,15 +425,18 @@ def rank(params, cfg, mesh, split, tokenizer, normalize=False):
 def accuracy(targets, predictions):
     """Return the percentage of predictions that equal their targets.
 
-    If a target and its prediction are of different kinds, such as a list and a text, they
-    could never be equal, and TypeError is raised.
+    A list and a text can never be equal. If a target and its prediction are of different
+    kinds, such as a list and a text, TypeError is raised.
     """
 
     def kind(value):
         return sorted(value) if isinstance(value, dict) else isinstance(value, list)
 
     if list(map(kind, targets)) != list(map(kind, predictions)):
-        raise TypeError("accuracy needs targets of the same kind as the predictions")
+        raise TypeError(
+            "accuracy needs targets of the same kind as the predictions: use a "
+            "postprocessor that returns the same kind of value for both"
+        )
     return {"accuracy": percent([t == p for t, p in zip(targets, predictions)])}
 
 
@@ -445,8 +453,8 @@ def bleu(targets, predictions):
     references = targets if isinstance(targets[0], list) else [targets]
     if any(len(texts) != len(predictions) for texts in references):
         raise ValueError(
-            f"{len(predictions)} predictions need a text as each target, or lists of "
-            f"{len(predictions)} references, one for each prediction"
+            f"bleu needs a text as the target of each of the {len(predictions)} "
+            f"predictions, or lists of {len(predictions)} texts"
         )
     score = sacrebleu.corpus_bleu(
         predictions, references, smooth_method="exp", smooth_value=0.0, tokenize="intl"
@@ -464,7 +472,8 @@ def rouge(targets, predictions):
 
     names = "rouge1", "rouge2", "rougeLsum"
     scorer = rouge_scorer.RougeScorer(names)
-    # ROUGE-Lsum expects each sentence on its own line.
+    # ROUGE-Lsum compares texts sentence by sentence, and expects each sentence on its own
+    # line.
     targets = [text.replace(" . ", " .\n") for text in targets]
     predictions = [text.replace(" . ", " .\n") for text in predictions]
     scores = list(map(scorer.score, targets, predictions))
@@ -472,7 +481,7 @@ def rouge(targets, predictions):
 
 
 def f1(targets, predictions):
-    """Return the F1 score of class 1, if each target is 0 or 1.
+    """Return the F1 score of class 1 for targets that are 0 or 1.
 
     An invalid prediction, such as -1, counts as the wrong class.
     """
@@ -487,8 +496,8 @@ def f1(targets, predictions):
 def mean_3class_f1(targets, predictions):
     """Return the mean of the F1 scores of the classes 0, 1 and 2.
 
-    An invalid prediction, such as -1, lowers only the F1 of the correct class. Targets
-    that are no numbers raise TypeError.
+    An invalid prediction is -1, which lowers only the F1 score of the correct class. If a
+    target is neither a class nor -1, TypeError is raised.
     """
     from sklearn import metrics
 
@@ -516,7 +525,8 @@ def correlation(name, targets, predictions):
     name: "pearson" or "spearman". If all targets or all predictions are equal, the
         correlation is nan.
     """
-    from scipy import stats  # imported here because the import takes half a second
+    # Import scipy only where it is needed, because the import takes half a second.
+    from scipy import stats
 
     key = f"{name}_corrcoef"
     targets, predictions = np.float64(targets), np.float64(predictions)
@@ -549,11 +559,11 @@ def squad(targets, predictions):
     """Return the percentage of exact matches and the mean word F1, as SQuAD does.
 
     A target is the list of correct answers to a question. A prediction is compared with
-    each of these answers, and the best result counts. A text as a target raises
-    TypeError, because it would be read as a list of characters.
+    each of these answers, and the best result counts. If a target is a text, TypeError is
+    raised, because the text would be read as a list of characters.
     """
     if any(isinstance(answers, str) for answers in targets):
-        raise TypeError("squad needs a list of correct answers as each target")
+        raise TypeError("squad needs a list of correct answers, not a text, as target")
     exact, f1s = [], []
     for answers, prediction in zip(targets, predictions):
         answers = [normalize_answer(answer) for answer in answers]
@@ -564,9 +574,10 @@ def squad(targets, predictions):
 
 
 def record(targets, predictions):
-    """Return the exact match and the word F1 for the dataset ReCoRD, computed by `squad`.
+    """Return the percentage of exact matches and the mean word F1 for the dataset ReCoRD.
 
     ReCoRD repeats a query for each correct answer. Only the first copy of a query counts.
+    The function `squad` then computes the metrics.
     """
     queries = {}  # {query: (correct answers, prediction)}
     for target, prediction in zip(targets, predictions):
@@ -623,10 +634,10 @@ LIBRARIES = {
 
 
 def note_unknown_targets(name, task, lines):
-    """Print a warning if targets of a task are none of the words in task.choices.
+    """Print a warning if some targets of a task are not in the list task.choices.
 
-    Such targets become the label -1. A wrong prediction also becomes -1, and would count
-    as correct.
+    Such targets become the label -1. A wrong prediction also becomes -1, so it would
+    count as correct.
 
     lines: a list with the dict that result_line returns for each example.
     """
@@ -636,7 +647,7 @@ def note_unknown_targets(name, task, lines):
     if count:
         note(
             f"warning: {count:,} of the first {len(lines):,} targets of the task {name} "
-            f"are none of its choices ({', '.join(task.choices)}), so its metrics are "
+            f"are not among its choices ({', '.join(task.choices)}), so its metrics are "
             f"wrong. Correct the choices, or evaluate a split that has targets."
         )
 
@@ -648,8 +659,9 @@ TRIED_EXAMPLES = 100
 def try_metrics(name, task, split, cfg):
     """Raise UserError if the metrics do not fit the targets of a task.
 
-    The metrics are computed for perfect predictions of the first examples of a split.
-    Examples that consist of token ids are left out, because they have no text yet.
+    The metrics are computed for the first examples of a split, with the targets
+    themselves as predictions. Examples that consist of token ids are left out, because
+    they have no text yet.
 
     cfg: a Config whose data.task is the task.
     """
@@ -668,8 +680,8 @@ def try_metrics(name, task, split, cfg):
 def check_metrics(tasks, split="validation"):
     """Raise UserError if a metric is unknown, lacks its library or does not fit its task.
 
-    An unknown postprocessor raises UserError too. The check comes before the evaluation,
-    because a later error would lose the predictions.
+    An unknown postprocessor also raises UserError. The check happens before the
+    evaluation, because an error at the end would lose the predictions.
 
     tasks: a dict from the name of each task to its Config.
     split: the split of the tasks that will be evaluated.
@@ -679,7 +691,8 @@ def check_metrics(tasks, split="validation"):
         used = [("postprocessor", task.postprocess, POSTPROCESSORS)]
         used += [("metric", metric, METRICS) for metric in task.metrics]
         for kind, value, known in used:
-            # Only names are checked, not functions. The name "" means no postprocessor.
+            # A name can be unknown, but not a function. The name "" means that the task
+            # has no postprocessor.
             if isinstance(value, str) and value not in ("", *known):
                 raise UserError(
                     f"The task {name} has the unknown {kind} {value}: use a function or "
@@ -691,7 +704,8 @@ def check_metrics(tasks, split="validation"):
                     f"The metric {value} needs the Python library {library}: pip install "
                     f"'.[metrics]'."
                 )
-        # Accuracy without a postprocessor fits every task.
+        # A task without metrics and postprocessor gets the accuracy of the texts, which
+        # fits every task.
         used_values = task.metrics or task.postprocess
         if used_values and len(task.objective.features) > 1:
             try_metrics(name, task, split, cfg)
@@ -734,7 +748,7 @@ def multirc(task, text, example, is_target):
 
 
 def record_answers(task, text, example, is_target):
-    """Return a prediction or the correct answers to a query in a dict.
+    """Return a prediction, or the list of correct answers to a query, in a dict.
 
     A prediction gives {"value": text}. For a target, "value" is the list of correct
     answers, and "group" identifies the query, so that `record` can count each query once.
@@ -764,9 +778,9 @@ def wsc(task, text, example, is_target):
     """Return 1 if the text names the same noun phrase as the WSC example, else 0.
 
     For example, the texts "dog" and "the black dog" both name the phrase "the dog". A
-    text names a phrase if all words of one of them occur in the other. Upper case and
-    determiners, such as "the", are ignored. The result for an empty text is -1. If
-    is_target is true, the result is the label of the example, 0 or 1.
+    text names a phrase if all words of the text occur in the phrase, or the other way
+    round. Upper case and determiners, such as "the", are ignored. The result for an empty
+    text is -1. If is_target is true, the result is the label of the example, 0 or 1.
     """
     if is_target:
         return example["label"]
@@ -774,8 +788,10 @@ def wsc(task, text, example, is_target):
     answer, candidate = content_words(text), content_words(candidate_text)
     if not any(answer):
         return -1
+    # If only one of the two texts has an apostrophe, they name different things. For
+    # example, "Bob's dog" does not name "the dog".
     if ("'" in text) != ("'" in candidate_text):
-        return 0  # "Bob's hat" does not name "Bob"
+        return 0
     return int(answer <= candidate or candidate <= answer)
 
 
@@ -800,7 +816,7 @@ def split_loss(params, cfg, mesh, split, tokenizer):
 
     Returns a pair (metrics, []). The list is empty, because there are no predictions.
     """
-    # The rows of a training split hold several examples each, and the rows repeat.
+    # In a training split, a row holds several examples, and the examples repeat forever.
     if split == "train":
         raise UserError(
             "--mode loss cannot evaluate the split train: use --mode predict, or name a "
@@ -837,9 +853,9 @@ def write_lines(folder, name, step, lines):
 
 # ---- tables and plots ------------------------------------------------------------------
 
-# The metrics that make up the averages of GLUE and SuperGLUE. Each string is a benchmark
-# with one or more metrics. First the metrics of each benchmark are averaged, and then the
-# benchmarks.
+# The metrics that make up the averages of GLUE and SuperGLUE. Each string lists the
+# metrics of one benchmark. First the metrics of each benchmark are averaged, and then the
+# means of all benchmarks.
 AVERAGES = {
     "glue_average": (
         "glue_cola_v002/matthews_corrcoef",
@@ -885,6 +901,8 @@ def read_metrics(folders, prefix=""):
 def mean_of(values, columns):
     """Return the mean of the given columns, without the columns that have no value.
 
+    The columns are those of the table that write_csv writes, for one step.
+
     values: a dict from the name of each column to its value.
     columns: a list of names.
     """
@@ -904,7 +922,8 @@ def write_csv(path, table):
 
     table: the dict that read_metrics returns.
     """
-    benchmark_of = {}  # from each column to all columns of its benchmark
+    # A dict from each column to the list of all columns of the same benchmark.
+    benchmark_of = {}
     for average, benchmarks in AVERAGES.items():
         benchmarks = [benchmark.split() for benchmark in benchmarks]
         for columns in benchmarks:
@@ -967,7 +986,8 @@ def write_plot(path, folders):
         # Convert fractions to percent. The accuracy of predictions already is in percent.
         if metric == "accuracy" and kind != "inference_eval":
             points *= 100
-        style = "-" if kind == "train" else ".--"  # ".--" draws dots and dashes
+        # The style "-" draws a solid line, and ".--" draws dots and dashes.
+        style = "-" if kind == "train" else ".--"
         label = ": ".join([LEGEND[kind], *task])
         axes[metric].plot(steps, points, style, label=label)
         axes[metric].legend(fontsize="small")
@@ -982,8 +1002,8 @@ def write_plot(path, folders):
 
 # ---- the command -----------------------------------------------------------------------
 
-# The sections and options that do not change the metrics of a task. The option data.task
-# is among them, because each metric is recorded under the name of its task.
+# The sections and options of a Config that do not change the metrics of a task. The
+# option data.task is among them, because each metric is recorded under its task's name.
 NEUTRAL = set(
     "mesh distributed train model.remat decode.batch_size decode.return_all "
     "data.eval_tasks data.on_error data.keep_tokens data.prepared_dir data.tfds_dir "
@@ -1073,7 +1093,7 @@ def main(argv):
     }
     for path in (args.csv, args.plot):
         if path:
-            # Stop now, and not after a long evaluation, if the file cannot be written.
+            # If the file cannot be written, stop now and not after a long evaluation.
             open(path, "a").close()
     all_steps = args.step == "all"
     if all_steps:
@@ -1099,7 +1119,8 @@ def main(argv):
             metrics, lines = evaluation(params, task_cfg, mesh, args.split, tokenizer)
             seconds = time.perf_counter() - start
             title = f"{args.run_dir}, step {step:,}, {name}, {args.split}, {mode}"
-            # --mode rank writes a line for each answer choice. Count each example once.
+            # With --mode rank, an example has one line for each answer choice. Count
+            # each example once.
             examples = {line["idx"][0] for line in lines} if mode == "rank" else lines
             count = f"{len(examples):,} examples in " if lines else ""
             print(f"{title}: {count}{seconds:.3g} s")
@@ -1117,7 +1138,8 @@ def main(argv):
             f"{args.run_dir} has no complete checkpoint: train the model with train.py."
         )
     if partition.is_main_process():
-        # Show the metrics of train.py, in the run directory, and those of evaluate.py.
+        # Show the metrics that train.py has written to the run directory, and the metrics
+        # that evaluate.py has written to its own folder.
         folders = [args.run_dir, folder]
         if args.csv:
             write_csv(args.csv, read_metrics(folders, "inference_eval/"))

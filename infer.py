@@ -64,7 +64,7 @@ import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Import configs before JAX, because configs also sets up Ctrl-C and UTF-8.
+# Import configs before JAX, because the module configs also sets up Ctrl-C and UTF-8.
 import configs
 
 import jax
@@ -87,15 +87,16 @@ from configs import DecodeConfig, UserError, note
 # An example has N outputs, which are samples or beams. This section calls them beams.
 
 
-# This is jnp.einsum, but the result is always float32, even for bfloat16 arrays. A
-# version that is faster on a TPU is defined below and replaces this function.
+# Compute jnp.einsum with a float32 result, even for bfloat16 arrays. The lower part of
+# this file replaces this function by a version that is faster on a TPU.
 einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def cached_attention(q, k, v, bias, mask):
-    """Compute attention for the newest token of each output: softmax(q k^T + bias) v.
+    """Compute attention, softmax(q k^T + bias) v, for the newest token of each output.
 
     Only the newest token needs a query, because decoding generates one token at a time.
+    The keys and values of earlier tokens come from the cache.
 
     q: the queries, of shape [B, H, N, C].
     k, v: the keys and the values, of shape [B, H, K, C].
@@ -119,7 +120,8 @@ def cached_attention(q, k, v, bias, mask):
 def init_cache(params, cfg, encoded, length, beams=1):
     """Create an empty cache, and compute the arrays that all decoding steps share.
 
-    The shared arrays are computed only once, before the first step.
+    The shared arrays are computed only once, before the first step. They are the weights
+    of each layer, the keys and values of cross-attention, and the position biases.
 
     encoded: the output of the encoder, of shape [B, S, D].
     length: the maximum number of ids that the decoder generates.
@@ -187,9 +189,9 @@ def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=No
     # t. Position t must not be in the future, and ancestors[b, n, t] must be m.
     not_future = (jnp.arange(length) <= at)[:, None]
     visible = not_future & (ancestors[..., None] == jnp.arange(N))
-    # Merge the last two axes, because the cache has the N keys of position 0 first, then
-    # the N keys of position 1, and so on.
     rows = model.sharding_of(visible)[0]
+    # Merge the axes of positions and beams, because the cache has the N keys of position
+    # 0 first, then the N keys of position 1, and so on.
     self_mask = visible.reshape(len(visible), 1, N, length * N, out_sharding=P(rows))
     # Cross-attention reads all input ids except padding. A query reads the keys with its
     # own segment number. Queries and input ids have the number 1, and padding has 0.
@@ -249,7 +251,8 @@ class GreedyState(NamedTuple):
     scores: jax.Array
     # True for each output that has ended with EOS. Shape [B, N].
     done: jax.Array
-    # The number of each example, of shape [B]. It is part of the random seed of sampling.
+    # The number of each example, of shape [B]. Sampling makes its random key from this
+    # number, among others.
     rows: jax.Array
 
 
@@ -426,7 +429,7 @@ class BeamState(NamedTuple):
 
 
 def start_beams(rows, N, length):
-    """Return a BeamState with N empty beams for each example.
+    """Return a BeamState with N empty beams (unfinished outputs) for each example.
 
     Only the first beam gets the score 0. If all beams had this score, the first step
     would find the same outputs N times. The other beams get the very low score
@@ -501,10 +504,10 @@ def beam_step(state, logits, at, *, decode):
     finished_ids = jnp.concatenate([state.finished_ids, extended], axis=1)
     finished = take_beams(jnp.concatenate([state.finished, ends], axis=1), best)
 
-    # The search ends when N outputs are finished and no live beam can beat them. The sum
-    # of log-probabilities of a live beam is negative and can only fall. The final score
-    # is at most this sum divided by the penalty of length + 1 ids. No output is longer,
-    # so no output has a larger penalty.
+    # The search ends when N outputs are finished and no live beam can beat any of them.
+    # The log-probability of a live beam is negative, and each further id lowers it. The
+    # final score of the beam is therefore at most this log-probability, divided by the
+    # largest possible penalty. No output has more than length + 1 ids.
     bound = live_scores[:, :1] / length_penalty(length + 1.0, decode)
     done = finished.all(1, keepdims=True) & (finished_scores[:, -1:] > bound)
 
@@ -694,8 +697,8 @@ class Example(NamedTuple):
     inputs: list
     # The target ids. Only --mode score needs targets.
     targets: list = ()
-    # The number of the example. Sampling uses this number as a seed, so two examples with
-    # equal inputs get different samples if their numbers differ.
+    # The number of the example. The random samples depend on this number, so two examples
+    # with equal inputs get different samples if their numbers differ.
     number: int = 0
 
 
@@ -867,8 +870,9 @@ def fill_blanks(inputs, targets, tokenizer):
     for number, words in blanks:
         if number in spans:
             span = tokenizer.raw_text(spans[number])
+            # Put the space before the bracket, as in "a [b]", and not "a[ b]".
             if span.startswith(" "):
-                text += " "  # write "a [b]", not "a[ b]"
+                text += " "
             text += f"[{span.removeprefix(' ')}]"
         else:
             text += " ____ "
@@ -890,7 +894,7 @@ class ExampleEncoder:
     cfg: configs.Config
     # The Tokenizer, or None if the run has no vocabulary.
     tokenizer: data.Tokenizer | None
-    # True if each line must also have targets.
+    # Whether each line must have the field "targets" in addition to "inputs".
     scoring: bool
     # The task of the lines. Its options say whether the inputs end with EOS. None means
     # that the lines do not come from a task, but from a file or from standard input.
@@ -903,9 +907,9 @@ class ExampleEncoder:
     def ids(self, line, key):
         """Return the token ids of the field "inputs" or "targets" of a line.
 
-        The text or the ids of a task become the same ids as in training. If the line does
-        not come from a task, its text is tokenized and truncated, and EOS is appended,
-        but its list of ids is returned unchanged. Anything else raises ValueError.
+        If the line comes from a task, the result has the same ids as in training. For any
+        other line, a text is tokenized and truncated, and EOS is appended. A list of ids
+        is returned unchanged. If the field is missing or invalid, ValueError is raised.
 
         line: a dict.
         key: the name of the field.
@@ -948,10 +952,10 @@ def open_input(name, cfg):
     """Open the file or the task that --input names.
 
     Returns a tuple (task, read, identity). `task` is the data.Task, or None if --input
-    names a file. `read` is a function. read(bad) yields pairs such as
-    ("a.jsonl:3", {"inputs": "some text"}). For an unreadable line, read(bad) calls
-    bad("a.jsonl:3", "is not JSON") instead. `identity` is a JSON value that changes when
-    the input changes, such as the sizes and times of the files.
+    names a file. The function `read` reads the lines of the input. read(bad) yields pairs
+    such as ("a.jsonl:3", {"inputs": "some text"}). For an unreadable line, read(bad)
+    calls bad("a.jsonl:3", "is not JSON") instead. `identity` is a JSON value that changes
+    when the input changes, such as the sizes and times of the files.
 
     name: the path of a JSONL or .txt file, or task:NAME[:SPLIT].
     """
@@ -1021,9 +1025,10 @@ def json_line(line):
 
 
 def json_default(value):
-    """Convert a NumPy array to a list, a NumPy number to a number, all else to text.
+    """Convert a NumPy array to a list, and a NumPy number to a number of Python.
 
-    json.dumps calls this function for each value that it cannot write itself.
+    Any other value is converted to text. json.dumps calls this function for each value
+    that it cannot write itself.
     """
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
@@ -1033,8 +1038,8 @@ def json_default(value):
 def result_fields(result, example, line, mode, cfg, tokenizer):
     """Return a dict of the new fields of an output line, for instance "prediction".
 
-    A prediction is a text if the inputs of the line are a text. If the inputs are a list
-    of ids, the prediction is a list of ids too.
+    A prediction is a text if the inputs of the line are a text, and a list of ids if the
+    inputs are a list of ids.
 
     result: the result that run_batch returns for the example.
     example: the Example that was made from the line.
@@ -1059,14 +1064,16 @@ def result_fields(result, example, line, mode, cfg, tokenizer):
 def describe_job(args, cfg, step, tokenizer, identity):
     """Return a dict with everything that the lines of --output depend on.
 
-    The keys are flags, such as "--mode", and other facts, such as "the input". A
-    command that resumes an unfinished output file must have the same dict.
+    The keys are flags, such as "--mode", and other facts, such as "the step". A command
+    resumes an unfinished output file only if the command has the same dict. Other flags
+    may change.
 
     step: the step of the checkpoint that was loaded.
     identity: a JSON value that changes when the input changes, from open_input.
     """
     job = {f"--{name}": value for name, value in vars(args).items() if name != "output"}
-    # Other flags may change, because they do not affect the lines already written.
+    # Add all options except the following ones, which do not affect the results. The seed
+    # is added below.
     job |= configs.settings(
         cfg, {"train", "mesh", "distributed", "decode.batch_size", "data.on_error"}
     )
@@ -1080,14 +1087,14 @@ def describe_job(args, cfg, step, tokenizer, identity):
         "the vocabulary": tokenizer and tokenizer.sha256,
         "the checksum of the input": configs.checksum(identity),
         "the recipe file": list(configs.RECIPE_CODE.values()),
-        # A GPU and a CPU compute with different precision.
+        # A GPU computes in bfloat16 by default, and a CPU in float32.
         "the number format": partition.default_compute_dtype(),
     }
     return job
 
 
 def begun_job(output):
-    """Return the dict of describe_job of the command that began an output file.
+    """Return the dict that describe_job made for the command that began an output file.
 
     The dict is read from OUTPUT.partial.json. If no line has been written yet, the dict
     is empty. If the description of the lines is missing or damaged, raise UserError.
@@ -1101,8 +1108,8 @@ def begun_job(output):
 def resumed_step(args, step):
     """Return the step of the checkpoint that a command loads, or None for the latest.
 
-    The names latest and best may mean another checkpoint when a command is repeated while
-    train.py is running. All lines of a file must come from the same checkpoint.
+    If a command is repeated while train.py is running, --step latest or --step best may
+    mean another checkpoint. All lines of an output file must come from one checkpoint.
     Therefore a resumed command loads the checkpoint with which its file was begun.
 
     step: the step that --step means now, or None for the latest.
@@ -1200,8 +1207,8 @@ def run_file(args, cfg, mesh, tokenizer, params, step):
     # run_examples reads many examples before the first result is ready. Until then,
     # itertools.tee stores the lines, which are written together with the results.
     lines, ahead = itertools.tee(lines)
-    # An empty line of a .txt file gets an empty prediction, as on standard input. The
-    # model would invent a text.
+    # For an empty line, the model would invent a text. Therefore an empty line of a .txt
+    # file gets an empty prediction, as on standard input.
     nothing = [[]] * cfg.decode.num_return, [0.0] * cfg.decode.num_return
     skips = mode == "predict" and args.input.endswith(".txt")
 
@@ -1241,9 +1248,9 @@ def run_file(args, cfg, mesh, tokenizer, params, step):
 def note_differences(encode):
     """Print how many texts were truncated, and how many inputs do not end with EOS.
 
-    Nothing is printed if both numbers are 0. The inputs of T5's own tasks end with EOS,
-    and the inputs of T0's tasks do not. If the model expects EOS, outputs without EOS are
-    often wrong, and nothing else shows it.
+    A number that is 0 is not printed. Models such as T5 were trained on inputs that end
+    with EOS. For inputs without EOS, these models often generate wrong text. T0 was
+    trained on inputs without EOS, so nothing is printed about EOS for T0.
 
     encode: the ExampleEncoder that has converted all lines.
     """

@@ -43,7 +43,7 @@ import math
 import os
 from typing import NamedTuple
 
-# Import configs before JAX, because configs also sets up Ctrl-C and UTF-8.
+# Import configs before JAX, because the module configs also sets up Ctrl-C and UTF-8.
 import configs
 
 import jax
@@ -98,13 +98,12 @@ def param_table(cfg):
     stack_bias, layer_bias = ({}, bias) if cfg.layer_biases else (bias, {})
 
     def attention(bias):
-        # The weights of all heads form one matrix, so that Adafactor can store row and
+        # The weights of all heads form one matrix. Adafactor can then store row means and
         # column means of the squared gradient of this matrix.
-        #
-        # The scale of `query` contains the factor 1 / sqrt(C). T5 therefore does not
-        # divide the attention scores by sqrt(C).
         return {
             "norm": norm,
+            # The scale of the initial values contains the factor 1 / sqrt(C). T5
+            # therefore does not divide the attention scores by sqrt(C).
             "query": Param((D, H * C), ("embed", "heads"), "normal", (D * C) ** -0.5),
             "key": Param((D, H * C), ("embed", "heads"), "normal", D**-0.5),
             "value": Param((D, H * C), ("embed", "heads"), "normal", D**-0.5),
@@ -122,10 +121,10 @@ def param_table(cfg):
         mlp["gate"] = up
 
     def stack(num_layers, layer):
-        """Declare the encoder or the decoder: all of its layers, and its final norm.
+        """List the parameters of the encoder or the decoder as a nested dict of Params.
 
-        The layers are stacked, so each weight gets a leading axis. With 8 layers, the
-        shape (512, 384) becomes (8, 512, 384).
+        The weights of all layers are stacked in one array with a new first axis. With 8
+        layers, the shape (512, 384) becomes (8, 512, 384).
         """
 
         def add_layer_axis(p):
@@ -157,7 +156,7 @@ def param_table(cfg):
 
 
 def is_param(x):
-    """Return whether x is a Param. As `is_leaf`, this keeps jax.tree.map from entering x.
+    """Return whether x is a Param. Functions such as jax.tree.map use this as `is_leaf`.
 
     A Param is a tuple, and jax.tree.map would otherwise visit the fields of the tuple.
     """
@@ -175,8 +174,8 @@ def init_params(cfg, key, rules=RULES):
     """
 
     def sample(p, key):
-        # spec looks up the mesh axis for each named dimension. For example, ("embed",
-        # "mlp") becomes P(None, "model").
+        # The function spec looks up the mesh axis of each named dimension. For example,
+        # ("embed", "mlp") becomes P(None, "model").
         shape, sharding = p.shape, spec(p.axes, rules)
         if p.init == "ones":
             return jnp.ones(shape, out_sharding=sharding)
@@ -218,7 +217,11 @@ def compute_dtype(cfg):
 
 
 def sharding_of(x):
-    """Return the PartitionSpec of an array, such as P("data", None, "model")."""
+    """Return the PartitionSpec of an array, such as P("data", None, "model").
+
+    A PartitionSpec names the mesh axis that splits each dimension of the array. None
+    means that the dimension is not split.
+    """
     return jax.typeof(x).sharding.spec
 
 
@@ -244,7 +247,7 @@ def rms_norm(x, scale):
 
 
 def dropout_mask(key, rate, shape, sharding, dtype):
-    """Sample a random mask for dropout, by which the caller multiplies its activations.
+    """Sample a random dropout mask. The caller multiplies its activations by this mask.
 
     At rate 0.1, a tenth of the entries are 0, and all others are 1 / 0.9. The activations
     therefore keep their expected value.
@@ -268,7 +271,7 @@ def dropout(x, rate, key, shared_length=True):
 
 
 def split_key(key, n):
-    """Split a PRNG key into n keys. Without a key, return a tuple of n Nones."""
+    """Split a PRNG key into n keys. If the key is None, return a tuple of n Nones."""
     if key is None:
         return (None,) * n
     return jax.random.split(key, n)
@@ -282,10 +285,12 @@ def relative_bucket(distance, bidirectional, cfg):
 
     In the encoder (bidirectional), keys up to the query use buckets 0 to 15, and later
     keys use buckets 16 to 31. For example, -1, 0, 1 and 200 become 1, 0, 17 and 31.
-    Each small distance has its own bucket. Larger distances share buckets, and the last
-    bucket takes all distances from relative_max_distance on. In the decoder, all 32
-    buckets are for keys before the query. Later keys are masked, and get bucket 0.
-    assets/buckets.svg shows the buckets of both directions.
+    Each small distance has its own bucket. Larger distances share buckets, which have
+    equal widths on a logarithmic scale up to relative_max_distance, 128 in T5. The last
+    bucket begins at the distance 91, and also takes all distances above 128. In the
+    decoder, all 32 buckets are for keys before the query, and the last bucket begins at
+    113. Later keys are masked, and get bucket 0. assets/buckets.svg shows the buckets of
+    both directions.
 
     distance: NumPy array of any shape. Returns an integer array of the same shape.
     """
@@ -297,11 +302,11 @@ def relative_bucket(distance, bidirectional, cfg):
         distance = np.abs(distance)
     else:
         distance = np.maximum(-distance, 0)
-    # The first half of the buckets holds one distance each: 0, 1, 2 and so on.
+    # Each bucket in the first half holds a single distance: 0, 1, 2 and so on.
     exact = buckets // 2
-    # The other half covers larger distances, with equal widths on a logarithmic scale.
-    # Compute in float32 with the epsilon of T5X. Other rounding would move a distance at
-    # the edge of two buckets into the wrong one.
+    # The other buckets share the larger distances. They have equal widths on a
+    # logarithmic scale. Compute in float32 and add a small epsilon, like T5X. Other
+    # rounding could move a distance at the edge of a bucket into the next bucket.
     position = np.log(np.float32(distance) / exact + np.finfo(np.float32).eps)
     position = position / np.log(cfg.relative_max_distance / exact) * (buckets - exact)
     logarithmic = np.minimum(exact + position.astype(np.int32), buckets - 1)
@@ -309,19 +314,19 @@ def relative_bucket(distance, bidirectional, cfg):
 
 
 def bias_of_buckets(table, bucket):
-    """Look up the learned bias of each head for each pair of query and key.
+    """Look up the learned position bias of each head for each pair of query and key.
 
-    table: a number for each head and bucket, [H, R]. bucket: the bucket of each pair,
-    [Q, K]. Returns [1, H, Q, K].
+    `table` [H, R] has one number for each head and bucket. `bucket` [Q, K] has the bucket
+    of each pair. Returns [1, H, Q, K].
     """
     return table[None, :, bucket]
 
 
 def relative_bias(w, Q, K, bidirectional, cfg, shared=None):
-    """Return the relative position bias [1, H, Q, K], to add to the attention scores.
+    """Return the relative position bias [1, H, Q, K] of all pairs of query and key.
 
     T5 has no position embeddings. Instead, each head learns a bias for each distance
-    between query and key.
+    between query and key. The bias is added to the attention score of the pair.
 
     w: the weights of the encoder, of the decoder or of one layer. If w contains no bias
     table, return `shared`. In T5, `shared` is the bias that all layers use.
@@ -368,18 +373,23 @@ def join_heads(x):
 
 
 def keys_values(w, x, cfg):
-    """Project activations [B, K, D] to keys and values. Returns two [B, H, K, C]."""
+    """Project activations [B, K, D] to the keys and values of all heads.
+
+    Returns a pair (keys, values). Both arrays have the shape [B, H, K, C].
+    """
     k = split_heads(dense(x, w["key"]), cfg)
     v = split_heads(dense(x, w["value"]), cfg)
     return k, v
 
 
 def attend(q, k, v, bias, mask):
-    """Compute softmax(q k^T + bias) v for all heads, with a float32 softmax.
+    """Compute attention for all heads, softmax(q k^T + bias) v. Returns [B, H, Q, C].
 
-    q [B, H, Q, C], k and v [B, H, K, C]. Returns [B, H, Q, C].
-    bias [1, H, Q, K] or None. mask [B, 1, Q, K]: True where a query attends to a key.
-    T5 does not divide the scores by sqrt(C). param_table explains why.
+    The softmax is computed in float32. T5 does not divide the scores by sqrt(C), and
+    param_table explains why.
+
+    q [B, H, Q, C], k and v [B, H, K, C]. bias [1, H, Q, K] or None.
+    mask [B, 1, Q, K]: True where a query attends to a key.
     """
     scores = jnp.einsum("bhqc,bhkc->bhqk", q, k, preferred_element_type=jnp.float32)
     if bias is not None:
@@ -402,8 +412,9 @@ def attention(w, x, kv, bias, mask, cfg, key=None, core=None):
     q = split_heads(dense(x, w["query"]), cfg)
     k, v = kv
     if key is not None and cfg.dropout:
-        # Dropout on the attention probabilities. T5 drops a key for all queries of a head
-        # at once. To do the same with a smaller mask, set the value of the key to zero.
+        # Apply dropout to the attention probabilities. T5 drops a key for all queries of
+        # a head at once. Setting the value of this key to zero has the same effect, and
+        # needs a smaller random mask.
         mask_shape = (*v.shape[:-1], 1)
         v = v * dropout_mask(
             key_probabilities, cfg.dropout, mask_shape, sharding_of(v), v.dtype
@@ -423,7 +434,7 @@ def gated_unit(gate, up, activation):
 
 @jax.named_scope("mlp")
 def mlp(w, x, cfg, key=None):
-    """Apply the feed-forward layer to normalized activations. [B, Q, D] -> [B, Q, D].
+    """Apply the feed-forward layer to normalized activations [B, Q, D].
 
     T5 1.1 computes (gelu(x @ gate) * (x @ up)) @ down. T5 1.0 computes
     relu(x @ up) @ down. Dropout acts before and after the multiplication by `down`.
@@ -446,18 +457,21 @@ def embed(params, ids, cfg, key):
 
     ids [B, Q]. Returns [B, Q, D]. T5 does not scale the embeddings.
     """
-    # Look up in float32, and cast afterwards. The gradient of an embedding is a sum over
-    # all occurrences of the token, and bfloat16 would lose digits in this sum.
+    # Look up the vectors in float32, and cast them afterwards. The gradient of an
+    # embedding is a sum over all occurrences of the token. In bfloat16, this sum would
+    # lose digits.
     table = jax.reshard(params["embed"], spec(("vocab", "embed")))
     x = table.at[ids].get(out_sharding=P("data", None, None))
     return dropout(x.astype(compute_dtype(cfg)), cfg.dropout, key)
 
 
 def reshard_for_compute(weights, table):
-    """All-gather the weights of one layer under FSDP (fully sharded data parallelism).
+    """Give the weights of one layer the sharding that the computation needs.
 
-    FSDP also splits the stored weights over the mesh axis "data". Without FSDP, the
-    weights already have the sharding of the computation, and are returned as they are.
+    Under FSDP (fully sharded data parallelism), the mesh axis "data" also splits the
+    stored weights. This function is then an all-gather over that axis. Without FSDP, the
+    weights already have the right sharding, and are returned unchanged.
+
     table: the Params of the layer.
     """
 
@@ -469,9 +483,9 @@ def reshard_for_compute(weights, table):
 
 
 def scan_layers(layer, x, weights, keys, cfg):
-    """Apply layers to x one after another, with a loop of lax.scan over stacked weights.
+    """Apply the layers to x one after another, by a loop over their stacked weights.
 
-    JAX compiles the body of the loop once, whether there are 8 layers or 24.
+    JAX compiles the body of the loop only once, whether there are 8 layers or 24.
 
     layer: a function (weights, x, key) -> x. x [B, Q, D]. weights: a nested dict of
     arrays with a leading axis L. keys: L PRNG keys, or None for no dropout.
@@ -488,13 +502,15 @@ def scan_layers(layer, x, weights, keys, cfg):
 def run_layers(layer, x, stack, params, cfg, key):
     """Apply all layers of the encoder or the decoder to activations x [B, Q, D].
 
-    layer: a function (weights, x, key) -> x. stack: "encoder" or "decoder".
+    `stack` is "encoder" or "decoder". `layer` is a function (weights, x, key) -> x that
+    applies one layer.
     """
     table = param_table(cfg)[stack]["layers"]
     depth = cfg.num_layers if stack == "encoder" else cfg.num_decoder_layers
     keys = None if key is None else jax.random.split(key, depth)
-    # Cast the weights first. The all-gather of FSDP then moves bfloat16 instead of
-    # float32, which is half of the bytes.
+    # Cast the weights of all layers before the loop. The all-gathers of FSDP then move
+    # bfloat16 instead of float32, which is half of the bytes. A cast in each layer made a
+    # training step of T5 large on TPU v5p 3 % slower.
     weights = jax.tree.map(lambda w: w.astype(x.dtype), params[stack]["layers"])
 
     def resharded_layer(weights, x, key):
@@ -516,7 +532,7 @@ def encode(params, cfg, inputs, segments, key=None):
 
     def layer(w, x, key):
         key_attention, key_mlp = split_key(key, 2)
-        # Attention and MLP are residual blocks. Each computes x + f(norm(x)).
+        # Attention and MLP are residual blocks, which compute x + f(norm(x)).
         normalized = rms_norm(x, w["attention"]["norm"])
         kv = keys_values(w["attention"], normalized, cfg)
         bias = relative_bias(w["attention"], S, S, True, cfg, shared_bias)
@@ -530,7 +546,10 @@ def encode(params, cfg, inputs, segments, key=None):
 
 
 def final_norm(x, stack):
-    """Apply the last norm of the encoder or the decoder. stack: its parameters."""
+    """Apply the RMSNorm at the end of the encoder or of the decoder to activations x.
+
+    stack: the parameters of the encoder or of the decoder.
+    """
     scale = jax.reshard(stack["norm"], P())
     return rms_norm(x, scale.astype(x.dtype))
 
@@ -550,10 +569,13 @@ def decoder_layer(
 ):
     """Apply self-attention, cross-attention and MLP, the three blocks of a decoder layer.
 
+    The caller provides the keys and values, because infer.py takes them from a cache.
+    Returns the new activations [B, T, D].
+
     x [B, T, D]: the activations. normalized: x after the norm of self-attention.
-    self_kv: the keys and values of the targets. cross_kv: those of the encoder's output.
-    The caller computes both, because infer.py takes them from a cache.
-    core: see `attention`. Returns [B, T, D].
+    self_kv: the keys and values of the targets.
+    cross_kv: the keys and values of the encoder's output.
+    core: a function that replaces `attend`, as in `attention`.
     """
     key_self, key_cross, key_mlp = split_key(key, 3)
     w_self, w_cross, w_mlp = w["self_attention"], w["cross_attention"], w["mlp"]
@@ -674,8 +696,8 @@ def cross_entropy(logits, targets, z_loss=0.0, label_smoothing=0.0):
 def token_losses(params, batch, cfg, key=None):
     """Run the model on a batch, and return the losses of each target token.
 
-    cfg: a Config. Returns three arrays [B, T]: cross entropy, z-loss, and whether the
-    prediction is right.
+    Returns the cross entropy, the z-loss, and whether the prediction is right. Each of
+    the three arrays has the shape [B, T]. cfg: a Config.
     """
     logits = forward(params, batch, cfg.model, key)
     z_loss, label_smoothing = cfg.train.z_loss, cfg.train.label_smoothing
@@ -685,10 +707,10 @@ def token_losses(params, batch, cfg, key=None):
 def sum_over_tokens(losses, batch):
     """Sum the losses over the target tokens of a batch, and count the right predictions.
 
-    losses: cross entropy, z-loss and correctness of each token, each [B, T].
-    Returns a dict of float32 scalars: cross_ent_loss, z_loss, correct and tokens.
+    `losses` are the three arrays [B, T] from token_losses. Returns a dict of the float32
+    scalars cross_ent_loss, z_loss, correct and tokens.
     """
-    # Padding has segment 0 and does not count.
+    # Padding has the segment number 0. It gets the weight 0, so it does not count.
     weight = (batch.target_segments > 0).astype(jnp.float32)
     cross_ent_loss, z_loss, correct = (jnp.sum(x * weight) for x in losses)
     return {
@@ -700,10 +722,12 @@ def sum_over_tokens(losses, batch):
 
 
 def mean_metrics(sums):
-    """Turn sums over tokens into means: losses in nats per token, and the accuracy.
+    """Divide the sums over tokens by the number of tokens. Returns a dict of means.
 
-    sums: a dict from sum_over_tokens. If 30 of 40 tokens are correct, the accuracy is
+    The losses are in nats per token. If 30 of 40 tokens are correct, the accuracy is
     0.75.
+
+    sums: the dict that sum_over_tokens returns.
     """
     tokens = jnp.maximum(sums["tokens"], 1)
     return {
@@ -715,10 +739,10 @@ def mean_metrics(sums):
 
 
 def loss_fn(params, batch, cfg, key=None):
-    """Return the training loss of a batch, summed over its target tokens, and all sums.
+    """Return the training loss of a batch, and the dict that sum_over_tokens returns.
 
-    The loss is cross entropy plus z-loss, in nats. To get a mean, the caller divides the
-    loss by the number of tokens. The second result is the dict of sum_over_tokens.
+    The loss is the cross entropy plus the z-loss, in nats. It is summed over all target
+    tokens. To get a mean, the caller divides the loss by the number of tokens.
 
     cfg: a Config. key: the PRNG key of dropout, or None for no dropout.
     """
@@ -741,16 +765,17 @@ def loss_fn(params, batch, cfg, key=None):
 # replacements together reduce this step from 170.9 to 78.4 million cycles, and from 9.1
 # to 2.8 GB. On a CPU they save a quarter of the time.
 
-# PLAIN_T5_TUNED=0 in the environment turns all compiler optimizations of this file off.
+# The environment variable PLAIN_T5_TUNED=0 turns off the compiler optimizations below.
 # To change an equation of the model, first train with PLAIN_T5_TUNED=0. Then change the
 # optimized function of the same name, and compare the two with `pytest -k tuned`.
 TUNED = os.environ.get("PLAIN_T5_TUNED", "1") != "0"
 
 
 def tuned(plain):
-    """Decorate a faster version of the function `plain`. If TUNED is false, run `plain`.
+    """Return a decorator for a faster version of the function `plain`.
 
-    Example: `@tuned(dense)` above a second definition of `dense` replaces the first one.
+    If TUNED is true, the decorated function runs the faster version, and otherwise
+    `plain`. For example, `@tuned(dense)` stands above the second definition of `dense`.
     """
 
     def decorate(fast):
@@ -764,19 +789,17 @@ def tuned(plain):
     return decorate
 
 
-# Dense layers. The fastest matmul with a weight matrix differs between platforms.
-# - On a CPU, merge batch and length into one axis. The weight gradient is then a plain
-#   product of two matrices. With separate axes, it would take 1.4 times as long.
-# - On a GPU or TPU, keep batch and length as separate axes. Merging them makes a TPU copy
-#   the activations, and a training step takes 214 instead of 139 million cycles. Compute
-#   the weight gradient as [D, F], which is the axis order of the stored weights.
-
-
+# Dense layers. The fastest way to multiply by a weight matrix differs between platforms.
 @tuned(dense)
 def dense(x, w):
     """Multiply activations [B, Q, D] by a weight matrix [D, F], fast on each platform."""
+    # On a CPU, merge batch and length into one axis. The weight gradient is then a plain
+    # product of two matrices. With separate axes, it would take 1.4 times as long.
     if partition.platform() == "cpu":
         return merged_dense(x, w)
+    # On a GPU or TPU, keep batch and length as separate axes. If they are merged, a TPU
+    # copies the activations. A training step then takes 214 instead of 139 million
+    # cycles.
     return batched_dense(x, w)
 
 
@@ -794,6 +817,7 @@ def batched_dense(x, w):
 
     def gradient(d_y):
         d_x = jnp.einsum("bqf,df->bqd", d_y, w, out_sharding=sharding_of(x))
+        # Compute this gradient as [D, F], which is the axis order of the stored weights.
         d_w = jnp.einsum("bqd,bqf->df", x, d_y, out_sharding=sharding_of(w))
         return d_x, d_w
 
@@ -802,78 +826,63 @@ def batched_dense(x, w):
     return y, gradient
 
 
-# Gated unit. Two matmuls of the backward pass read the gradients of `gate` and `up`. XLA
-# would recompute the gradients for each matmul. With an optimization barrier, XLA
-# computes the gradients once and writes them to memory. Together with the barrier at the
-# logits, this reduced a training step on a TPU from 86 to 78 million cycles.
-
-
 @tuned(gated_unit)
 def gated_unit(gate, up, activation):
-    """Return activation(gate) * up. A barrier keeps XLA from recomputing gradients."""
+    """Return activation(gate) * up, with an optimization barrier for the gradients."""
+    # In the backward pass, two matmuls read the gradients of `gate` and `up`. XLA would
+    # compute the gradients again for each matmul. With the barrier, XLA computes them
+    # once, and writes them to memory. Together with the barrier in output_logits, this
+    # reduced a training step on a TPU from 86 to 78 million cycles.
     gate, up = lax.optimization_barrier((gate, up))
     return activation(gate) * up
 
 
-# Logits. XLA would compute the gradient of the output matrix last, and keep the logits in
-# memory until the end of the backward pass. A barrier makes XLA compute this gradient
-# first, so that the logits can be freed. This saves 0.24 GB.
-
-
 @tuned(output_logits)
 def output_logits(x, w):
-    """Compute the logits. A barrier lets XLA free them early in the backward pass."""
+    """Multiply the decoder's output by the output matrix. A barrier saves memory."""
+    # XLA would compute the gradient of the output matrix last, and keep the logits in
+    # memory until the end of the backward pass. The barrier makes XLA compute this
+    # gradient first. XLA can then free the memory of the logits, which saves 0.24 GB.
     return dense(*lax.optimization_barrier((x, w)))
-
-
-# Position bias, on every platform.
-# - A matmul with one-hot vectors replaces the lookup in the bias table, because the
-#   gradient of a lookup is a slow scatter-add. This gain was not measured by itself.
-# - Each data-parallel device gets its own copy of the table, and adds up the gradients of
-#   all layers in this copy. One all-reduce over the devices is then enough. With a single
-#   shared table, every layer would need an all-reduce.
 
 
 @tuned(bias_of_buckets)
 def bias_of_buckets(table, bucket):
-    """Look up the position bias [N, H, Q, K]. N: one copy for each data-parallel device.
+    """Look up the position bias by a matmul with one-hot vectors. Returns [N, H, Q, K].
 
-    table: a number for each head and bucket, [H, R]. bucket: integers [Q, K].
+    N is the size of the mesh axis "data". The result has one copy of the bias for each
+    part of the batch. `table` [H, R] has one number for each head and bucket. `bucket`
+    [Q, K] has the bucket of each pair of query and key.
     """
+    # The gradient of a lookup would be a slow scatter-add. The gradient of this matmul is
+    # another matmul. The gain was not measured by itself.
     one_hot = jax.nn.one_hot(bucket, table.shape[1], axis=0, dtype=jnp.float32)
+    # Each part of the batch gets its own copy of the table. The gradients of all layers
+    # are added up in this copy, and one all-reduce over the devices is enough. With a
+    # single table, every layer would need an all-reduce.
     data_shards = jax.sharding.get_abstract_mesh().shape["data"]
     ones = jnp.ones((data_shards, 1, 1), out_sharding=P("data"))
     return jnp.einsum("nhr,rqk->nhqk", ones * table, one_hot)
 
 
-# Attention. The function fused_attention has a hand-written gradient, and borrows two
-# ideas from FlashAttention (Rabe and Staats 2021, Dao et al. 2022).
-# - Multiply by the values first, and divide by the softmax denominator last. A column of
-#   ones beside the values yields the denominator in the same matmul. This reduced a
-#   training step from 139 to 125 million cycles.
-# - Do not store the probabilities. The backward pass recomputes them from the scores and
-#   the logarithm of the softmax denominator.
-#
-# Three more optimizations depend on the devices.
-# - TPU v5e and v6e process groups of heads in sequence, because the scores of one group
-#   fit into fast on-chip memory. On v5e, this reduced a step of T5 base from 312 to 281
-#   million cycles.
-# - Other TPUs process all heads at once. They save the scores of self-attention for the
-#   backward pass, and recompute the scores of cross-attention. On v5p, recomputing the
-#   latter saved 5 % of the memory for 1 % more time.
-# - On several devices, shard_map makes each device compute its own rows and heads. XLA
-#   then inserts no communication into the attention.
-
-
+# Attention. The function fused_attention has a hand-written gradient, and uses two ideas
+# of FlashAttention (Rabe and Staats 2021, Dao et al. 2022). First, the division by the
+# softmax denominator comes last, after the matmul with the values. Second, the
+# probabilities are not stored. The backward pass recomputes them from the scores and the
+# logarithm of the denominator.
 @tuned(attend)
 def attend(q, k, v, bias, mask):
-    """Compute softmax(q k^T + bias) v. Each device computes its own rows and heads."""
+    """Compute attention, softmax(q k^T + bias) v, with the function fused_attention."""
+    # With shard_map, each device computes its own rows and heads. XLA then inserts no
+    # communication into the attention.
     return jax.shard_map(fused_attention, out_specs=sharding_of(v))(q, k, v, bias, mask)
 
 
 @jax.custom_vjp
 def fused_attention(q, k, v, bias, mask):
-    """Compute softmax(q k^T + bias) v, with the gradient of FlashAttention.
+    """Compute attention, softmax(q k^T + bias) v, with a hand-written gradient.
+
+    As in FlashAttention, the backward pass recomputes the probabilities.
 
     q [B, H, Q, C], k and v [B, H, K, C]. Returns [B, H, Q, C].
     """
@@ -886,8 +895,8 @@ def masked_scores(q, k, bias, mask):
 
     A masked key gets the score -1e10, so that softmax ignores this key.
     """
-    # A GPU writes the result of the matmul to memory. Round it to 16 bits beforehand, so
-    # that the GPU writes half of the bytes.
+    # A GPU writes the result of this matmul to memory. In the dtype of q, which is
+    # usually bfloat16 on a GPU, the result has half of the bytes.
     dtype = q.dtype if partition.platform() == "gpu" else jnp.float32
     scores = jnp.einsum("bhqc,bhkc->bhqk", q, k, preferred_element_type=dtype)
     if bias is not None:
@@ -896,16 +905,18 @@ def masked_scores(q, k, bias, mask):
 
 
 def weighted_sums(scores, v):
-    """Compute attention before the division by the softmax denominator.
+    """Compute attention up to the division by the softmax denominator.
 
-    The weight of a key is exp(score - maximum). Sum the values with these weights, and
-    also sum the weights. The sum of the weights is the softmax denominator.
+    The weight of a key is exp(score - maximum). The function adds up the values with
+    these weights. The softmax denominator is the sum of the weights.
 
     Returns the sums, float32 [B, H, Q, C + 1], with the denominator in the last channel.
     Also returns the maximum score of each query, [B, H, Q, 1].
     """
     maximum = scores.max(-1, keepdims=True).astype(jnp.float32)
     weights = jnp.exp(scores - maximum).astype(v.dtype)
+    # A column of ones beside the values yields the denominator in the same matmul. On a
+    # TPU, this reduced a training step from 139 to 125 million cycles.
     ones = jnp.ones((*v.shape[:-1], 1), v.dtype)
     values_and_ones = jnp.concatenate([v, ones], -1)
     sums = jnp.einsum(
@@ -915,7 +926,10 @@ def weighted_sums(scores, v):
 
 
 def normalize(sums, dtype):
-    """Divide the weighted sums of values by the denominator in the last channel."""
+    """Divide the weighted sums of the values by the softmax denominator.
+
+    The denominator is the last channel of `sums`.
+    """
     return (sums[..., :-1] / sums[..., -1:]).astype(dtype)
 
 
@@ -925,13 +939,11 @@ def fused_attention_forward(q, k, v, bias, mask):
     checkpoint_name gives these arrays names. remat_policy decides by name which arrays
     are saved.
     """
-    # Name an array only after its last use in this function. XLA would copy a named array
-    # at every later use.
     n = count_head_groups(q, k)
     q_groups, k_groups, v_groups = (split_heads_into(n, x) for x in (q, k, v))
     bias_groups = split_heads_into(n, bias)
     if n > 1 and bias is not None:
-        # Give the bias the same memory layout as the scores, with the two axes Q and K
+        # Store the bias in the memory layout of the scores, in which the axes Q and K are
         # swapped. Otherwise each layer would transpose the bias again.
         layout = Layout((0, 1, 3, 2))
         bias_groups = [with_layout_constraint(x, layout) for x in bias_groups]
@@ -941,13 +953,18 @@ def fused_attention_forward(q, k, v, bias, mask):
 
     groups = [*zip(q_groups, k_groups, v_groups, bias_groups)]
     sums, maximum = run_in_sequence(group_sums, groups)
+    # Give an array its name only after its last use in this function. XLA would copy a
+    # named array at every later use.
     out = checkpoint_name(normalize(sums, v.dtype), "attended")
-    # The backward pass gets the probability of a key from exp(score - log_z). log_z is
-    # the logarithm of the softmax denominator.
+    # log_z is the logarithm of the softmax denominator. The backward pass recomputes the
+    # probability of a key as exp(score - log_z).
     log_z = checkpoint_name(maximum + jnp.log(sums[..., -1:]), "attended")
+    # TPUs that process all heads at once save the scores of self-attention, which has a
+    # bias, and recompute those of cross-attention. On v5p, recomputing the scores of
+    # cross-attention saved 5 % of the memory for 1 % more time.
     saves_scores = n == 1 and bias is not None and partition.platform() == "tpu"
-    # Compute the scores a second time and save this copy, because XLA would copy a named
-    # array at each use. XLA then merges the two equal computations into one.
+    # Compute the scores a second time, and give only this second array a name. XLA would
+    # copy a named array at each use. XLA merges the two equal computations into one.
     scores = masked_scores(q, k, bias, mask) if saves_scores else None
     inputs = (q_groups, k, v, bias_groups, scores)
     inputs = jax.tree.map(lambda x: checkpoint_name(x, "attention inputs"), inputs)
@@ -955,7 +972,11 @@ def fused_attention_forward(q, k, v, bias, mask):
 
 
 def fused_attention_backward(saved, d_out):
-    """Return the gradients of q, k, v and bias, and None for the mask."""
+    """Return the gradients of q, k, v and bias. The mask gets None as its gradient.
+
+    saved: the arrays that fused_attention_forward has returned for the backward pass.
+    d_out: the gradient of the result of attention, [B, H, Q, C].
+    """
     (q_groups, k, v, bias_groups, scores), mask, out, log_z = saved
     n = len(q_groups)
     others = [split_heads_into(n, x) for x in (k, v, out, log_z, d_out)]
@@ -970,9 +991,9 @@ def fused_attention_backward(saved, d_out):
 def head_group_gradients(q, k, v, out, log_z, d_out, bias, mask, scores):
     """Compute the gradients of attention for one group of heads, as FlashAttention does.
 
-    Let p be the probabilities, and d_p = d_out v^T. The gradient of the scores is
-    p * (d_p - row_sum), where row_sum is the sum of d_out * out over the channels.
-    Returns d_q, d_k, d_v and d_bias. Without a bias, d_bias is None.
+    Let p be the softmax probabilities. Their gradient is d_p = d_out v^T. The gradient of
+    the scores is p * (d_p - row_sum), where row_sum is the sum of d_out * out over the
+    channels. Returns d_q, d_k, d_v and d_bias. Without a bias, d_bias is None.
     """
     if scores is None:
         scores = masked_scores(q, k, bias, mask)
@@ -1002,11 +1023,14 @@ fused_attention.defvjp(fused_attention_forward, fused_attention_backward)
 def count_head_groups(q, k):
     """Return the number of groups of heads that attention processes in sequence.
 
-    TPU v5e and v6e use as few groups as fit: the scores of one group may take 48 MB of
-    fast on-chip memory. All other devices use a single group.
+    On TPU v5e and v6e, the scores of a group must fit into 48 MB of fast on-chip memory.
+    The function returns the smallest number of groups that fit. All other devices use a
+    single group. On v5e, the groups reduced a training step of T5 base from 312 to 281
+    million cycles.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
-    if "lite" not in device.device_kind:  # JAX calls v5e "TPU v5 lite", v6e "TPU v6 lite"
+    # JAX calls TPU v5e "TPU v5 lite", and TPU v6e "TPU v6 lite".
+    if "lite" not in device.device_kind:
         return 1
     B, H, Q, _ = q.shape
     score_bytes = B * H * Q * k.shape[2] * q.dtype.itemsize
@@ -1025,7 +1049,7 @@ def run_in_sequence(function, groups):
     """Call a function for one group of heads after another. Returns the joined results.
 
     An optimization barrier makes each group wait for the group before it. Otherwise XLA
-    would interleave them, and keep the scores of several groups in memory.
+    would interleave the groups, and keep the scores of several groups in memory.
     """
     n = len(groups)
     if n == 1:
@@ -1035,7 +1059,8 @@ def run_in_sequence(function, groups):
         if joined is not None:
             first, joined = lax.optimization_barrier((first, joined))
         results = function(first, *others)
-        # Write each result into one large array. Concatenation would copy all results.
+        # Write the results of all groups into one large array. A concatenation at the end
+        # would copy all results.
         if joined is None:
             joined = jax.tree.map(
                 lambda x: lax.empty((x.shape[0], n * x.shape[1], *x.shape[2:]), x.dtype),
@@ -1049,24 +1074,13 @@ def run_in_sequence(function, groups):
     return joined
 
 
-# Layers. Four choices save time or memory.
-# - Rematerialization: the forward pass saves only some activations, and the backward pass
-#   recomputes the others. This is jax.checkpoint with the policy remat_policy.
-# - Unrolling: on GPUs and TPUs, the loop over the layers is unrolled up to the size
-#   large. A loop would copy the slices of each layer into and out of stacked arrays.
-#   Unrolling reduced a training step from 125 to 95 million cycles.
-# - One slice of weights: forward and backward pass of a layer use the same slice, because
-#   of an optimization barrier. XLA would otherwise keep a second copy of all weights. The
-#   barrier reduced a step of T5 base from 240 to 236 million cycles.
-# - Early cast: the weights of all layers become bfloat16 before the loop. Slices and
-#   all-gathers then move half of the bytes. A cast in each layer made a step of T5 large
-#   on v5p 3 % slower.
-
-
+# Layers. Rematerialization reduces memory: the forward pass saves only some activations,
+# and the backward pass recomputes the others. The function jax.checkpoint does this.
 def remat_policy(remat):
     """Return the jax.checkpoint policy for a value of --model.remat.
 
-    The policy chooses what the forward pass saves. The backward pass recomputes the rest.
+    The policy chooses the arrays that the forward pass saves for the backward pass. The
+    backward pass recomputes all other arrays.
     "full" saves only the outputs of attention. "dots" also saves the inputs of attention
     and the outputs of all matmuls with weights, which would take the most time to
     recompute. "none" saves everything except all-gathered weights.
@@ -1085,26 +1099,31 @@ def remat_policy(remat):
 
 @tuned(scan_layers)
 def scan_layers(layer, x, weights, keys, cfg):
-    """Apply layers to x [B, Q, D] one after another, with rematerialization.
+    """Apply the layers to x [B, Q, D] one after another, with rematerialization.
 
-    On GPUs and TPUs, the loop over the layers is unrolled up to the size large.
+    On GPUs and TPUs, the loop over the layers is unrolled, for models up to T5 large.
     """
     depth = len(weights["mlp"]["norm"])
+    # A loop that is not unrolled copies the slices of each layer into and out of stacked
+    # arrays. On a TPU, unrolling reduced a training step from 125 to 95 million cycles.
     unroll = partition.platform() != "cpu" and depth <= 24 and cfg.d_model <= 1024
-    # Without a loop, XLA would notice that the backward pass repeats computations of the
-    # forward pass. It would keep their results instead, which takes the memory that
-    # rematerialization saves. prevent_cse stops this common-subexpression elimination.
     needs_all_gather = "data" in sharding_of(weights["mlp"]["up"])
+    # In an unrolled loop, XLA would notice that the backward pass repeats computations of
+    # the forward pass. XLA would keep their results instead, and rematerialization would
+    # save no memory. prevent_cse turns this common-subexpression elimination (CSE) off.
     prevent_cse = unroll
-    # One flag for each of the layer's arguments (weights, x, key). Weights that need no
-    # all-gather are in memory anyway, so only x needs the protection.
     if cfg.remat != "full" and not needs_all_gather:
+        # Set one flag for each argument of a layer (weights, x, key). Weights that need
+        # no all-gather stay in memory anyway, so only x needs the protection from CSE.
         prevent_cse = (False, unroll, False)
     policy = remat_policy(cfg.remat)
     rematerialized = jax.checkpoint(layer, policy=policy, prevent_cse=prevent_cse)
 
     def step(x, weights_and_key):
         weights, key = weights_and_key
+        # With the barrier, forward and backward pass use the same slice of the weights.
+        # XLA would otherwise keep a second copy of all weights. On a TPU, the barrier
+        # reduced a training step of T5 base from 240 to 236 million cycles.
         if unroll:
             weights = lax.optimization_barrier(weights)
         return rematerialized(weights, x, key), None
@@ -1113,16 +1132,14 @@ def scan_layers(layer, x, weights, keys, cfg):
     return x
 
 
-# Loss. To pick the logit of each target, compare token ids and sum over the vocabulary. A
-# lookup would have a slow scatter-add as its gradient, and the loss would take 1.2 times
-# as long on a CPU. XLA fuses all sums into one pass over the logits. If devices split the
-# vocabulary, they exchange only sums of shape [B, T].
-
-
 @tuned(cross_entropy)
 @jax.named_scope("logits and loss")
 def cross_entropy(logits, targets, z_loss=0.0, label_smoothing=0.0):
-    """Return cross entropy, z-loss and correctness of each target, each [B, T]."""
+    """Return cross entropy, z-loss and correctness of each target token, each [B, T].
+
+    XLA fuses all sums over the vocabulary into one pass over the logits. If devices split
+    the vocabulary, they exchange only sums of shape [B, T].
+    """
     shardings = (P("data", None, "model"), P("data", None))
     logits, targets = jax.reshard((logits, targets), shardings)
     on, off, entropy = smoothed_target(label_smoothing, logits.shape[-1])
@@ -1132,6 +1149,9 @@ def cross_entropy(logits, targets, z_loss=0.0, label_smoothing=0.0):
         jnp.int32, logits.shape, 2, out_sharding=sharding_of(logits)
     )
     target = targets[..., None]
+    # To get the logit of each target, compare all token ids with the target, and sum over
+    # the vocabulary. A lookup would have a slow scatter-add as its gradient, and the loss
+    # would take 1.2 times as long on a CPU.
     target_logit = jnp.where(column == target, logits, 0).sum(-1)
     # If two tokens have the same largest logit, argmax takes the one with the lower id.
     # A target is then correct only if no token with a lower id has this logit.
@@ -1203,7 +1223,7 @@ def minimum_memory(cfg, rows, S, T, copies=1, beams=0):
 
 
 def describe_model(cfg):
-    """Return one line with the number of parameters and the FLOPs of one example."""
+    """Return a line of text with the number of parameters and the FLOPs of an example."""
     table = param_table(cfg.model)
     S, T = cfg.data.inputs_length, cfg.data.targets_length
     parts = ", ".join(f"{name} {count_params(part):,}" for name, part in table.items())
