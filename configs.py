@@ -113,7 +113,8 @@ class ModelConfig:
     # Number of buckets for relative positions (key position minus query position).
     # Each attention head learns one bias for each bucket.
     relative_buckets: int = at_least(4, 32)
-    # Distances of this many tokens or more share the last bucket of relative positions.
+    # Distances of this many tokens or more always share the last bucket of relative
+    # positions. The last bucket also takes some smaller distances.
     relative_max_distance: int = 128
     # Whether each layer learns its own relative-position biases, as in UMT5.
     # If false, all encoder layers share one table, and all decoder layers another.

@@ -56,7 +56,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Callable, NamedTuple
 
-# Import configs before JAX, because configs also sets up Ctrl-C and UTF-8.
+# Import configs before JAX, because the module configs also sets up Ctrl-C and UTF-8.
 import configs
 
 import flax

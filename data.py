@@ -65,7 +65,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Callable, NamedTuple
 
-# Import configs before JAX, because configs also sets up Ctrl-C and UTF-8.
+# Import configs before JAX, because the module configs also sets up Ctrl-C and UTF-8.
 import configs
 
 import numpy as np

@@ -47,7 +47,7 @@ from collections import Counter, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-# Import configs before JAX, because configs also sets up Ctrl-C and UTF-8.
+# Import configs before JAX, because the module configs also sets up Ctrl-C and UTF-8.
 import configs
 
 import jax

@@ -3616,6 +3616,17 @@ BOTH_WAYS = [0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 23, 32, 46, 64, 91]
 CAUSAL = [*range(17), 19, 21, 24, 27, 31, 35, 40, 46, 52, 59, 67, 77, 87, 99, 113]
 
 
+def test_the_last_bucket_begins_below_the_largest_distance():
+    """T5's formula rounds down, so the last bucket begins before distance 128."""
+    distances, cfg = np.arange(1, 200), ModelConfig()
+    buckets = model.relative_bucket(distances, True, cfg)
+    first = distances[buckets == 31].min()
+    assert_same(first, 91, "In the encoder, bucket 31 should begin at distance 91.")
+    buckets = model.relative_bucket(-distances, False, cfg)
+    first = distances[buckets == 31].min()
+    assert_same(first, 113, "In the decoder, bucket 31 should begin at distance 113.")
+
+
 def test_relative_buckets_equal_those_of_t5x():
     cfg, far = ModelConfig(), np.arange(300)
     before = np.searchsorted(BOTH_WAYS, far, "right") - 1

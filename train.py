@@ -35,7 +35,7 @@ import timeit
 from concurrent.futures import ThreadPoolExecutor
 from typing import Callable, NamedTuple
 
-# Import configs before JAX, because configs also sets up Ctrl-C and UTF-8.
+# Import configs before JAX, because the module configs also sets up Ctrl-C and UTF-8.
 import configs
 
 import flax
