@@ -6208,7 +6208,7 @@ def test_a_metric_of_keep_best_that_is_not_computed_is_reported(
     monkeypatch.setattr(evaluate, "predict", lambda *_: ({"accuracy": 5.0}, []))
     (tmp_path / ".lock").touch()
     metrics_file = train.MetricsFile(tmp_path / "metrics.jsonl", 0)
-    evaluations = train.Evaluations(None, tmp_path, metrics_file, {})
+    evaluations = train.Evaluations(None, tmp_path, metrics_file, {}, None)
     evaluations.held_out = {"yes": (cfg, types.SimpleNamespace(tasks=[task]))}
     evaluations.predict("yes", 5, None)
     assert "f1 is not a metric of yes" in capsys.readouterr().err
@@ -6726,14 +6726,14 @@ def test_a_full_disk_stops_a_run_and_keeps_its_checkpoints(corpus, compiled, tmp
             "old = evaluate.evaluate_loss\ndef teacher_forced(*args):\n"
             "    os.kill(os.getpid(), signal.SIGTERM)\n    return old(*args)\n"
             "evaluate.evaluate_loss = teacher_forced",
-            13,
+            12,
         ),
     ],
     ids=["compile", "evaluation"],
 )
 def test_sigterm_outside_a_step(corpus, compiled, tmp_path, where, step):
-    """SIGTERM during an evaluation stops the run after its next step. During compilation,
-    it stops the run at once.
+    """SIGTERM ends an evaluation, saves a checkpoint and stops the run. Before the first
+    step, it stops the run at once.
     """
     process = start_patched(
         compiled, where, "--run_dir", tmp_path, *flags_of(corpus, **SHORT)
@@ -6791,6 +6791,32 @@ def test_a_signal_saves_a_checkpoint_and_the_second_ends_at_once(
     assert (
         command.startswith("python -c --run_dir ") and "--train.steps=100000" in command
     )
+
+
+@slow
+def test_a_signal_ends_an_evaluation(corpus, compiled, tmp_path):
+    """A long evaluation stops at once. The resumed run makes the evaluation again."""
+    changes = {"train.steps": 12, "train.eval_every": 4, "train.save_every": 100}
+    flags = flags_of(corpus, **{**SHORT, **changes})
+    slow_down = (
+        "import time, evaluate\nold = evaluate.evaluate_loss\n"
+        "def wait(*args):\n    print('evaluating', flush=True)\n    time.sleep(60)\n"
+        "    return old(*args)\nevaluate.evaluate_loss = wait"
+    )
+    process = start_patched(compiled, slow_down, "--run_dir", tmp_path / "run", *flags)
+    for line in process.stdout:
+        if "evaluating" in line:
+            break
+    process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    status, out, err = finish(process)
+    assert status == 0 and time.monotonic() - began < 20, out + err
+    assert partition.Checkpoints(tmp_path / "run").steps() == [4], out + err
+    assert "Traceback" not in err and "stopped at step 4 on SIGTERM" in out, out + err
+    for folder in ("run", "other"):
+        status, _, err = finish(start(compiled, "--run_dir", tmp_path / folder, *flags))
+        assert status == 0, err
+    assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "other")
 
 
 @slow

@@ -439,6 +439,10 @@ class NotFinite(Exception):
     """Raised if the loss or a gradient is infinite or NaN in several steps in a row."""
 
 
+class Interrupted(Exception):
+    """Raised during an evaluation if a signal, such as Ctrl-C, ends the run."""
+
+
 def check_finite(cfg, step, skipped):
     """Raise NotFinite if at least three updates in a row were skipped.
 
@@ -521,8 +525,14 @@ def run(cfg, program, state, start, load_batch, progress, evaluations, save, aft
         # evaluation fails.
         if saves:
             save(step, state)
-        for evaluation in due:
-            evaluation(step, state.params)
+        try:
+            for evaluation in due:
+                evaluation(step, state.params)
+        except Interrupted:
+            # The resumed run makes this evaluation again.
+            stop = step < t.steps
+            if stop and t.save_every and not saves:
+                save(step, state)
         # Restart the clock, so that the measured training speed does not include
         # evaluations and checkpoints.
         if logs or due or saves:
@@ -875,14 +885,16 @@ class Evaluations:
     The results are printed and written to metrics.jsonl.
 
     held_out: a dict from the name of a task to a tuple (Config, Dataset).
+    stop: the StopSignal of the run.
     """
 
-    def __init__(self, mesh, run_dir, metrics_file, held_out):
+    def __init__(self, mesh, run_dir, metrics_file, held_out, stop):
         self.mesh = mesh
         self.run_dir = run_dir
         self.write = metrics_file.write
         self.evaluated = metrics_file.evaluated
         self.held_out = held_out
+        self.stop = stop
 
     def print_baseline(self, counts):
         """Print the loss of a unigram model on the held-out data of each task.
@@ -919,8 +931,16 @@ class Evaluations:
             for group, every, evaluation in kinds:
                 is_written = (step, f"{group}/{name}") in self.evaluated
                 if is_due(every, step, t) and not is_written:
-                    found.append(functools.partial(evaluation, name))
+                    found.append(functools.partial(self.run, evaluation, name))
         return found
+
+    def run(self, evaluation, name, step, params):
+        """Make one of the evaluations that `due` returns, which a signal may end."""
+        self.stop.evaluating = True
+        try:
+            evaluation(name, step, params)
+        finally:
+            self.stop.evaluating = False
 
     def evaluate(self, name, step, params):
         """Compute the loss and the accuracy of the model on held-out data of a task.
@@ -1374,7 +1394,7 @@ def train_locked(cfg, run_dir, recipe, config, source, mesh, checkpoints, lock):
     # Handle SIGTERM here only if there is one process. With several processes, JAX
     # handles SIGTERM, so that all processes stop after the same step.
     names = ["SIGINT", "SIGHUP", "SIGTERM"][: 2 + (jax.process_count() == 1)]
-    with configs.watch_signals(names, lambda *_: None, stop.receive):
+    with configs.watch_signals(names, stop.interrupt, stop.receive):
         template, step = lower_step(cfg, mesh)
         note("compiling the training step")
         # Compile the training step in a background thread while the TrainState is loaded.
@@ -1388,7 +1408,7 @@ def train_locked(cfg, run_dir, recipe, config, source, mesh, checkpoints, lock):
         if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
             trim(0)
         metrics_file = MetricsFile(run_dir / "metrics.jsonl", start, lock, t.log_every)
-        evaluations = Evaluations(mesh, run_dir, metrics_file, held_out)
+        evaluations = Evaluations(mesh, run_dir, metrics_file, held_out, stop)
         missing = evaluations.due(start) if resumes else []
         if start >= t.steps and not missing:
             print(
@@ -1514,8 +1534,18 @@ class StopSignal:
     def __init__(self, t):
         self.t = t
         self.training = False
+        self.evaluating = False
         self.number = None  # the first signal
         self.time = None  # the time of the first signal
+
+    def interrupt(self, *_):
+        """Raise Interrupted if the run is evaluating the model.
+
+        Python calls this signal handler in the main thread. Several processes must stop
+        after the same step, so they finish their evaluation instead.
+        """
+        if self.training and self.evaluating and jax.process_count() == 1:
+            raise Interrupted
 
     def receive(self, number):
         """Make the run stop after a signal, or end the process at once.
