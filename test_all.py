@@ -11409,6 +11409,17 @@ def test_the_training_loop_calls_each_part_at_its_step():
         assert_same(last, stop_at or 4, "run should return the number of the last step.")
         assert_same(state.params, total, "run should return the state.")
 
+    def failing_program(state, batch):
+        return types.SimpleNamespace(params=0, skipped=3), "sum"
+
+    for changes, step in ((dict(log_every=0), 2), (dict(save_every=0), 3)):
+        loop, changed = Loop(), change(cfg, train=changes)
+        arguments = (batches.__getitem__, loop, loop, loop.save, lambda *_: False)
+        with pytest.raises(train.NotFinite, match=f"to {step}"):
+            train.run(changed, failing_program, begin, 0, *arguments)
+        saved = [event for event in loop.events if event.startswith("save")]
+        assert not saved, "A state after three skipped updates should not be saved."
+
 
 def test_one_step_of_greedy_decoding_by_hand():
     """Each output gets the most probable id. An output that has ended gets padding."""
