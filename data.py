@@ -44,7 +44,9 @@ Terms:
 
 import ast
 import bisect
+import bz2
 import contextlib
+import csv
 import functools
 import glob
 import gzip
@@ -52,6 +54,7 @@ import hashlib
 import io
 import itertools
 import json
+import lzma
 import math
 import os
 import re
@@ -1503,7 +1506,8 @@ def file_source(read, pattern, split, cfg, whole):
     files = group_files(found, read)
     if whole or "{split}" in pattern:
         return files
-    held_out = min(HELD_OUT_BYTES, sum(size for _, (size, _) in found) // 100)
+    # Count decompressed bytes, so that compression does not change what is held out.
+    held_out = min(HELD_OUT_BYTES, text_size(found, 100 * HELD_OUT_BYTES) // 100)
 
     def read_first(bad):
         seen = 0  # how many characters or token ids all examples had so far
@@ -1529,9 +1533,6 @@ LINE_BYTES, DOCUMENT_CHARACTERS, PART_CHARACTERS = 1 << 27, 1 << 24, 1 << 20
 # Files that are not text begin with these bytes. For each format, an error message names
 # the format and says what to do.
 OTHER_FILES = {
-    b"\x28\xb5\x2f\xfd": "compressed with zstd: decompress it with `zstd -d`",
-    b"\xfd7zXZ\0": "compressed with xz: decompress it with `xz -d`",
-    b"BZh": "compressed with bzip2: decompress it with `bzip2 -d`",
     b"\x04\x22\x4d\x18": "compressed with lz4: decompress it with `lz4 -d`",
     b"PK\3\4": "a zip archive: unpack it with `unzip`",
     b"7z\xbc\xaf\x27\x1c": "a 7z archive: unpack it with `7z x`",
@@ -1540,23 +1541,73 @@ OTHER_FILES = {
 }
 
 
-def read_lines(path, bad):
-    """Yield the lines of a text file as pairs (line number, line).
+def open_zstd(file):
+    """Return a file that decompresses a binary file in the format zstd."""
+    import pyarrow  # only when needed: the import takes 0.1 s
 
-    Line numbers start at 1. A file that is compressed with gzip is decompressed. A line
-    that is not valid UTF-8 is reported to the function `bad` and skipped. The function
-    raises UserError if a line is too long, or if the file has a format such as zstd.
+    return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"))
+
+
+# The formats of compressed text. For each suffix of a file name, the table gives the
+# first bytes of such a file, and the function that opens it.
+COMPRESSED = {
+    ".gz": (b"\x1f\x8b", gzip.open),
+    ".zst": (b"\x28\xb5\x2f\xfd", open_zstd),
+    ".bz2": (b"BZh", bz2.open),
+    ".xz": (b"\xfd7zXZ\0", lzma.open),
+}
+
+
+@contextlib.contextmanager
+def open_text(path):
+    """Open a text file as bytes, and decompress it if it is compressed.
+
+    The function raises UserError if the file has a format that is not text, such as zip.
     """
     with io.BufferedReader(open_file(path)) as raw:
         start = raw.peek(8)
         for first_bytes, kind in OTHER_FILES.items():
             if start.startswith(first_bytes):
                 raise UserError(
-                    f"{path} is {kind}. Only plain text and gzip files can be read "
-                    f"as text."
+                    f"{path} is {kind}. Only text can be read, also if it is compressed "
+                    f"with gzip, zstd, bzip2 or xz."
                 )
-        is_gzip = path.endswith(".gz") or start.startswith(b"\x1f\x8b")
-        file = gzip.open(raw) if is_gzip else raw
+        file = raw
+        for suffix, (first_bytes, opener) in COMPRESSED.items():
+            if start.startswith(first_bytes) or (start and path.endswith(suffix)):
+                file = opener(raw)
+        yield file
+
+
+def text_size(files, enough):
+    """Return the number of bytes of all files, after decompression.
+
+    Decompressing many files takes long, so stop counting at `enough` bytes.
+
+    files: pairs (path, [size, time]), as find_files returns them.
+    """
+    total = 0
+    for path, (size, _) in files:
+        if total >= enough:
+            return total
+        if path.endswith(tuple(COMPRESSED)):
+            with contextlib.suppress(EOFError, OSError, lzma.LZMAError, zlib.error):
+                with open_text(path) as file:
+                    while total < enough and (part := file.read(1 << 20)):
+                        total += len(part)
+        else:
+            total += size
+    return total
+
+
+def read_lines(path, bad):
+    """Yield the lines of a text file as pairs (line number, line).
+
+    Line numbers start at 1. A compressed file is decompressed. A line that is not valid
+    UTF-8 is reported to the function `bad` and skipped. The function raises UserError if
+    a line is too long, or if the file is not text.
+    """
+    with open_text(path) as file:
         lines = iter(lambda: file.readline(LINE_BYTES), b"")
         for number, line in enumerate(lines, 1):
             if len(line) == LINE_BYTES:
@@ -1575,9 +1626,9 @@ def text_source(name, split, cfg, whole):
 
     For example, `text:books/*.txt` makes one document of each file.
     `text:books/*.txt:lines` makes one document of each line. Blank documents are left
-    out. Files that are compressed with gzip are decompressed. The examples have only the
-    field `text`. A file of more than DOCUMENT_CHARACTERS is divided into several
-    documents at line ends, because a document must fit into memory.
+    out. Compressed files are decompressed. The examples have only the field `text`. A
+    file of more than DOCUMENT_CHARACTERS is divided into several documents at line ends,
+    because a document must fit into memory.
     """
     pattern = name.removesuffix(":lines")
     limit = DOCUMENT_CHARACTERS if pattern == name else 0
@@ -1613,10 +1664,11 @@ def join_lines(lines, limit):
 def read_jsonl(path, bad):
     """Yield the examples of a file that has one JSON object on each line.
 
-    A file that is compressed with gzip is decompressed, because C4 is published in this
-    form. Blank lines are ignored. A line that is not a JSON object is reported to the
-    function `bad` and skipped. If the file does not begin with "{", it is of another
-    kind, such as a table or a JSON list, and the function raises UserError.
+    A compressed file is decompressed. For example, C4 is published as .json.gz, and the
+    corpora of HPLT are published as .jsonl.zst. Blank lines are ignored. A line that is
+    not a JSON object is reported to the function `bad` and skipped. If the file does not
+    begin with "{", it is of another kind, such as a table or a JSON list, and the
+    function raises UserError.
     """
     for number, line in read_lines(path, bad):
         line = line.strip()
@@ -1627,9 +1679,10 @@ def read_jsonl(path, bad):
             raise UserError(
                 f"{path} is not a JSONL file, because it begins with "
                 f"{line!r:.60}: name a file with lines such as "
-                f'{{"inputs": "a", "targets": "b"}}. Convert tables and JSON lists '
-                f"to this form. To read plain text, use --data.source text:FILE:lines, "
-                f"or infer.py --input FILE.txt."
+                f'{{"inputs": "a", "targets": "b"}}. Convert a JSON list to this '
+                f"form. To read a table, use --data.source csv:FILE or tsv:FILE. To read "
+                f"plain text, use --data.source text:FILE:lines, or infer.py --input "
+                f"FILE.txt."
             )
         try:
             example = json.loads(line)
@@ -1640,6 +1693,63 @@ def read_jsonl(path, bad):
             yield where, example
         else:
             bad(where, "is not a JSON object")
+
+
+def table_source(delimiter, pattern, split, cfg, whole):
+    """Open the data source `csv:GLOB` or `tsv:GLOB`, which reads tables in text files.
+
+    Each row is an example. The first line names the columns. If --data.fields names the
+    columns by their numbers, such as inputs=0,targets=1, there is no such line, and the
+    first row is an example. As usual in such tables, a value in double quotes may contain
+    the delimiter and line ends.
+
+    delimiter: the character between two values, "," or a tab.
+    """
+    columns = source_fields(cfg).values()
+    has_header = not any(column.isdecimal() for column in columns)
+
+    def read(path, bad):
+        line = 0  # the number of the last line that csv.reader has read
+
+        def lines():
+            nonlocal line
+            for line, text in read_lines(path, bad):
+                yield text
+
+        csv.field_size_limit(LINE_BYTES)
+        rows = csv.reader(lines(), delimiter=delimiter, strict=True)
+        names = None
+        while True:
+            first = line + 1
+            try:
+                row = next(rows, None)
+            except csv.Error as error:
+                bad(f"{path}:{first}", f"is not a row of a table ({error})")
+                continue
+            if row is None:
+                return
+            if names is None:
+                # Some programs write U+FEFF, the byte order mark, before the first name.
+                row[:1] = [value.removeprefix("\ufeff") for value in row[:1]]
+                names = row if has_header else [str(i) for i in range(len(row))]
+                if len(set(names)) < len(names):
+                    raise UserError(
+                        f"{path} has two columns with the same name in its first line "
+                        f"({', '.join(names):.200}): rename a column. If the file has no "
+                        f"names of columns, give their numbers, such as --data.fields "
+                        f"inputs=0,targets=1."
+                    )
+                if has_header:
+                    continue
+            if len(row) == len(names):
+                yield f"{path}:{first}", dict(zip(names, row))
+            elif row:  # A blank line is an empty list.
+                bad(
+                    f"{path}:{first}",
+                    f"has {len(row)} columns, but the first line has {len(names)}",
+                )
+
+    return file_source(read, pattern, split, cfg, whole)
 
 
 def read_parquet(path, bad):
@@ -1978,9 +2088,20 @@ SOURCES = {
     "hf": hf_source,
     "jsonl": functools.partial(file_source, read_jsonl),
     "parquet": functools.partial(file_source, read_parquet),
+    "csv": functools.partial(table_source, ","),
+    "tsv": functools.partial(table_source, "\t"),
     "seqio": seqio_source,
     "reverse": reverse_source,
     "random": random_source,
+}
+# The kind of source that a file with one of these suffixes usually needs.
+SUFFIX_KINDS = {
+    ".jsonl": "jsonl",
+    ".json": "jsonl",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+    ".txt": "text",
 }
 # The data sources of these kinds define their own splits, which may have any names.
 OWN_SPLITS = ("tfds", "hf", "seqio")
@@ -1998,9 +2119,13 @@ def open_source(source, split, cfg, whole=False):
     kind, _, name = source.partition(":")
     if kind not in SOURCES:
         kinds = ":, ".join(SOURCES)
+        likely = [
+            SUFFIX_KINDS[end] for end in SUFFIX_KINDS if end in Path(source).suffixes
+        ]
+        example = f"{likely[0]}:{source}" if likely else "jsonl:FILE"
         raise UserError(
             f"{source!r} is not a data source: set --data.source to a name such as "
-            f"jsonl:FILE. The name must begin with one of {kinds}:."
+            f"{example}. The name must begin with one of {kinds}:."
         )
     has_splits = kind in OWN_SPLITS or "{split}" in name
     if not has_splits and split not in ("train", "validation"):

@@ -24,6 +24,7 @@ environment variable PLAIN_T5_CASES.
 
 import argparse
 import ast
+import bz2
 import collections
 import contextlib
 import dataclasses
@@ -38,6 +39,7 @@ import importlib.util
 import io
 import itertools
 import json
+import lzma
 import math
 import os
 import re
@@ -1780,6 +1782,75 @@ def test_long_documents_are_tokenized_in_parts(
     assert max(map(len, texts)) <= 1000 and all(text[-1] == "\n" for text in texts[:3])
 
 
+def compressed(content):
+    """Return a dict from the suffix of each kind of compression to the compressed bytes."""
+    import pyarrow
+
+    return {
+        "": content,
+        ".gz": gzip.compress(content),
+        ".bz2": bz2.compress(content),
+        ".xz": lzma.compress(content),
+        ".zst": pyarrow.Codec("zstd").compress(content, asbytes=True),
+    }
+
+
+def test_compression_changes_no_token(corpus, tokenizer, tmp_path):
+    """Text and held-out text are the same, whatever the kind of compression."""
+    texts = [" ".join(sentences(3, seed=n)) for n in range(200)]
+    content = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    found = {}
+    for suffix, packed in compressed(content).items():
+        (tmp_path / f"a.jsonl{suffix}").write_bytes(packed)
+        cfg = sourced(corpus, f"jsonl:{tmp_path}/a.jsonl{suffix}")
+        found[suffix] = [
+            tokens_of(open_corpus(cfg, tokenizer, split)).tobytes()
+            for split in ("train", "validation")
+        ]
+        assert found[suffix] == found[""], f"a.jsonl{suffix} should have the same tokens."
+        if not suffix:
+            continue
+        # The first half of a compressed file is damaged, and its name does not matter.
+        (tmp_path / "cut").write_bytes(packed[: len(packed) // 2])
+        cfg = sourced(corpus, f"jsonl:{tmp_path}/cut")
+        with pytest.raises(configs.UserError, match="cut is damaged"):
+            documents_of(cfg)
+
+
+def test_tables_are_read_as_a_spreadsheet_reads_them(corpus, tmp_path):
+    """Quoted values may contain delimiters and line ends. Rows of another width are bad."""
+    text = '\ufeffquestion,answer\n"a, b","c ""d""\ne"\n\nü,2\nalone\n5,6,7\n8,9\n'
+    (tmp_path / "a.csv").write_text(text)
+    cfg = sourced(corpus, f"csv:{tmp_path}/a.csv", on_error="skip")
+    expected = ["a, b", "ü", "8"]
+    sentence = "Quoted values, a blank line, and rows with one and three columns."
+    assert_same(documents_of(cfg, "question"), expected, sentence)
+    assert_same(documents_of(cfg, "answer"), ['c "d"\ne', "2", "9"], sentence)
+    with pytest.raises(configs.UserError, match="a.csv:6 has 1 columns, but the first"):
+        documents_of(sourced(corpus, f"csv:{tmp_path}/a.csv"), "question")
+    # The same as tab-separated values without a header, and compressed.
+    rows = [["a, b", 'c ""d""\ne'], ["ü", "2"], ["8", "9"]]
+    text = "".join("\t".join(f'"{value}"' for value in row) + "\n" for row in rows)
+    (tmp_path / "a.tsv.gz").write_bytes(gzip.compress(text.encode()))
+    cfg = sourced(corpus, f"tsv:{tmp_path}/a.tsv.gz", fields="inputs=0,targets=1")
+    assert_same(documents_of(cfg, "0"), expected, "Columns are named by their numbers.")
+    assert_same(documents_of(cfg, "1"), ['c "d"\ne', "2", "9"], "The second column.")
+    cfg = change(cfg, data=dict(task="text_to_text"))
+    _, examples = zip(*data.read_task("text_to_text", "train", cfg, None, 1000))
+    sentence = "The first row is held out, and --data.fields names the columns."
+    assert_same(examples[0]["targets"], "2", sentence)
+    for content, message in (
+        ("a,a\n1,2\n", "two columns with the same name"),
+        ('a,b\n"1,2\n3,4\n', "is not a row of a table"),
+    ):
+        (tmp_path / "a.csv").write_text(content)
+        with pytest.raises(configs.UserError, match=message):
+            documents_of(sourced(corpus, f"csv:{tmp_path}/a.csv"), "a")
+    for path, example in (("x/a.csv", "csv:x/a.csv"), ("a.json.gz", "jsonl:a.json.gz")):
+        with pytest.raises(configs.UserError, match=f"such as {example}"):
+            data.open_source(path, "train", corpus)
+
+
 def test_long_lines_are_named(corpus, tmp_path, monkeypatch):
     """The file is small, because it is compressed."""
     lines = ["alpha", "x" * 5000, "beta", "y" * 999]
@@ -1795,9 +1866,9 @@ def test_long_lines_are_named(corpus, tmp_path, monkeypatch):
 def test_files_of_another_kind_are_named(corpus, tmp_path, source):
     """The message names the file and not a line, also with --data.on_error skip."""
     files = {
-        "zst": (
-            b"\x28\xb5\x2f\xfd\x04\x00\xff\xfe\n",
-            "zstd: decompress it with `zstd -d`",
+        "lz4": (
+            b"\x04\x22\x4d\x18\x04\x00\xff\xfe\n",
+            "lz4: decompress it with `lz4 -d`",
         ),
         "zip": (b"PK\x03\x04\xff\n", "a zip archive: unpack it"),
         "parquet": (b"PAR1\xff\n", "a parquet file: write the source as parquet:FILE"),
@@ -7079,7 +7150,7 @@ BAD = {
         ["--data.source", "text:nowhere/*.txt"],
         "No file matches nowhere/*.txt",
     ),
-    "no such kind": (["--data.source", "csv:a"], "python:, text:"),
+    "no such kind": (["--data.source", "xml:a"], "python:, text:"),
     "no such recipe file": (
         ["--config", "none.py"],
         "No such file or directory: 'none.py'",
