@@ -1115,9 +1115,7 @@ def test_every_number_has_a_smallest_and_a_largest_value():
             numbers[name] = (-1e30, 1e30)
     assert set(LIMITS) < set(numbers)
     for name, (low, high) in (numbers | LIMITS).items():
-        beyond = (
-            1 if isinstance(high, int) and numbers[name][1] != 1e30 else abs(high) / 1000
-        )
+        beyond = max(1, high // 1000) if isinstance(high, int) else high / 1000
         for value in (low, high):
             configs.check_fields(configs.override(SMALL, {name: value}))
         for value, expected in (
@@ -11564,6 +11562,46 @@ def test_samples_depend_on_the_example_and_not_on_its_place():
     cold = DecodeConfig(temperature=0.001)
     result = sample([7, 8, 9], decode=cold, logits=best)
     assert_same(result, np.full((3, 2), 3), "A low temperature should be nearly greedy.")
+
+
+def test_beam_search_continues_while_a_live_beam_can_win():
+    """A live beam can still win if its best possible final score is high enough."""
+    decode = DecodeConfig(beams=1, alpha=1.0, penalty="length")
+    logits = jnp.zeros((1, 1, 6)).at[..., 5].set(50.0)  # the next id is 5, almost surely
+    state = infer.start_beams(jnp.arange(1), 1, 8)
+    finished = dict(finished=jnp.array([[True]]), finished_scores=jnp.array([[-1.0]]))
+    for live, done in ((-8.9, False), (-9.1, True)):
+        begun = state._replace(live_scores=jnp.array([[live]]), **finished)
+        result = infer.beam_step(begun, logits, 2, decode=decode).done
+        sentence = f"The best possible score is {live} / 9, and the finished one is -1."
+        assert_same(result, [[done]], sentence)
+
+
+def test_cached_attention_does_not_overflow():
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.array(rng.normal(size=(1, 2, 3, 4)), jnp.float32) for _ in range(3))
+    mask = jnp.ones((1, 1, 3, 3), bool)
+    expected = model.attend(100 * q, k, v, None, mask)
+    result = infer.cached_attention(100 * q, k, v, None, mask)
+    assert_same(result, expected, "Large scores should give the same softmax.", 1e-5)
+
+
+def test_each_option_of_sampling_makes_the_outputs_random():
+    """Without an option, decoding is greedy. The default seed is 0."""
+    params, batch = make_params(SMALL), make_batch(SMALL, UNEVEN)
+
+    def outputs(decode, *seed):
+        inputs = batch.inputs, batch.input_segments
+        rows = jnp.arange(len(UNEVEN))
+        arguments = (SMALL.model, 4, decode, rows, *seed)
+        return np.asarray(infer.generate(params, *inputs, *arguments)[0])
+
+    greedy = outputs(DecodeConfig())
+    assert_same(outputs(DecodeConfig(), 1), greedy, "Greedy decoding ignores the seed.")
+    for options in (dict(temperature=2.0), dict(top_k=9), dict(top_p=0.9)):
+        found = outputs(DecodeConfig(**options))
+        assert (found != outputs(DecodeConfig(**options), 1)).any(), options
+        assert_same(found, outputs(DecodeConfig(**options), 0), "The default seed is 0.")
 
 
 def test_length_penalties_by_hand():
