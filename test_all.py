@@ -11767,8 +11767,9 @@ def test_a_process_writes_each_array_shard_once(tmp_path, monkeypatch):
     assert bounds == expected, f"Expected the shards {expected}, got {bounds}."
     assert_same(np.concatenate([part for *_, part in shards]), x, "Values of the shards.")
     monkeypatch.setattr(partition, "MAX_SHARD_BYTES", 12)  # a row has 12 bytes
-    count = len(list(partition.local_shards({"b": split})))
-    assert_same(count, 4, "Shards over MAX_SHARD_BYTES should be split by rows.")
+    rows = [pairs[0] for _, pairs, _ in partition.local_shards({"b": split})]
+    sentence = "Shards over MAX_SHARD_BYTES should be split into groups of rows."
+    assert_same(rows, [[0, 1], [1, 2], [2, 3], [3, 4]], sentence)
     synced = []
     monkeypatch.setattr(partition.os, "fsync", synced.append)
     entries = partition.write_shards(tmp_path / "file", shards)
