@@ -10561,11 +10561,12 @@ def test_job_custom_task(compiled, tmp_path, monkeypatch, pretrained):
         "--data.vocab",
         pretrained[0] / "spiece.model",
         *short(64, 48),
-        steps=12,
+        steps=48,
         eval_every=0,
-        infer_every=12,
+        infer_every=48,
     )
-    assert_learns(metrics, 1, 12)
+    # With warmup, Lion lowers the loss of this mixture only after about 15 steps.
+    assert_learns(metrics, 1, 48)
     assert values_of(metrics, "inference_eval/wmt_de_en/accuracy")
     assert values_of(metrics, "inference_eval/wmt_de_en/length_ratio")
     assert Path("run/recipe.py").read_text() == Path("mine.py").read_text()
