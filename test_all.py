@@ -36,6 +36,7 @@ import functools
 import gzip
 import hashlib
 import importlib.util
+import inspect
 import io
 import itertools
 import json
@@ -53,6 +54,7 @@ import sys
 import threading
 import time
 import tokenize
+import tomllib
 import traceback
 import types
 import unicodedata
@@ -10490,6 +10492,323 @@ def test_the_recipe_of_the_readme_is_the_mixture_of_ul2(tmp_path, monkeypatch):
     assert set(kinds) == seven
     for (mode, *_), count in kinds.items():
         assert abs(count / 3000 - (0.2 if mode == "[S2S] " else 4 / 30)) < 0.03
+
+
+REFERENCE = (HERE / "assets/reference.md").read_text()
+MIGRATION = (HERE / "assets/migration.md").read_text()
+
+
+def table_of(text, head):
+    """Return the rows of the Markdown table whose first column is called `head`."""
+    (table,) = re.findall(rf"^\| {head} \|.*\n\|[-|]+\n((?:\|.*\n)+)", text, re.M)
+    return [
+        [cell.strip() for cell in line.strip("|").split(" |")]
+        for line in table.splitlines()
+    ]
+
+
+def quoted(cell):
+    """Return the texts in backquotes, such as ["f1"]."""
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def test_the_tables_of_the_reference_are_complete(monkeypatch):
+    """The reference lists exactly the fields, metrics, dicts and extras of the code."""
+    fields = {
+        quoted(name)[0]: default for name, default, _ in table_of(REFERENCE, "field")
+    }
+    assert list(fields) == list(data.Task._fields)
+    task = data.Task()
+    names = {"format": "text_to_text", "objective": "Pairs()"}
+    for name, default in fields.items():
+        shown = names.get(name, repr(getattr(task, name)).replace("'", '"'))
+        assert quoted(default) == [shown], f"the default of the field {name}"
+    assert task.format is data.text_to_text and type(task.objective) is data.Pairs
+    for name in evaluate.POSTPROCESSORS:
+        assert f"`{name}`" in REFERENCE, f"the postprocessor {name}"
+
+    libraries = {"sacrebleu": "sacrebleu", "rouge_score": "rouge-score"}
+    libraries["sklearn"] = "scikit-learn"
+    metrics = table_of(REFERENCE, "metric")
+    assert {quoted(row[0])[0] for row in metrics} == set(evaluate.METRICS)
+    for (name,), _, result, tasks, library in (
+        (quoted(row[0]), *row[1:]) for row in metrics
+    ):
+        assert library == libraries.get(evaluate.LIBRARIES.get(name), ""), name
+        assert quoted(result) and quoted(tasks), name
+        for task in quoted(tasks):
+            assert name in data.TASKS[task].metrics, f"{task} does not use {name}"
+    dicts = {quoted(row[0])[0] for row in table_of(REFERENCE, "name")}
+    for name in dicts - {"CONFIG"}:
+        monkeypatch.setattr(configs, name, {})
+    loop = re.search(r"for title in \((.*?)\)", inspect.getsource(configs.load_recipe))
+    assert dicts - {"CONFIG"} == set(re.findall(r"\w+", loop[1]))
+
+    extras = tomllib.loads((HERE / "pyproject.toml").read_text())
+    extras = extras["project"]["optional-dependencies"]
+    rows = table_of(REFERENCE, "extra")
+    found = {quoted(name)[0]: quoted(needed) for name, _, needed in rows}
+    assert found == {
+        name: [re.split("[<>=!]", library)[0] for library in needed]
+        for name, needed in extras.items()
+    }
+
+
+@slow
+def test_the_options_of_the_reference_fit_into_memory():
+    """Each number of the table of devices is the estimate of --plan, and fits.
+
+    A model that "does not fit" needs too much memory even with all options that save it.
+    """
+    recipes = quoted(re.search(r"^\| (\| `small_c4`.*)", REFERENCE, re.M)[1])
+    words = {"one": 1, "eight": 8, "64": 64}
+    meaning = {"F": ("mesh.fsdp", True), "R": ("model.remat", "full")}
+    wanted = []  # (recipe, devices, GB of a device, settings, estimate or None)
+    machines = r"^\| (one|eight|64) (?:chips?|GPUs?) with (\d+) GB(.*)"
+    for word, size, row in re.findall(machines, REFERENCE, re.M):
+        cells = row.split("|")[1:-1]
+        for recipe, cell in itertools.zip_longest(recipes, cells, fillvalue=""):
+            case = recipe, words[word], int(size)
+            if "does not fit" in cell:
+                smallest = {"train.microbatches": 256 // words[word], "mesh.fsdp": True}
+                wanted.append((*case, smallest | {"model.remat": "full"}, None))
+            for flags, number in re.findall(r"((?:[FRMT]\d*,? ?)*):? ?([\d.]+) GB", cell):
+                changes = {}
+                for flag in re.findall(r"[FRMT]\d*", flags):
+                    if flag in meaning:
+                        changes[meaning[flag][0]] = meaning[flag][1]
+                    else:
+                        name = {"M": "train.microbatches", "T": "mesh.model"}[flag[0]]
+                        changes[name] = int(flag[1:])
+                wanted.append((*case, changes, float(number)))
+    assert len(wanted) == 24
+    script = """
+import json, sys, jax
+jax.config.update("jax_num_cpu_devices", 64)
+import configs, partition, train
+for recipe, devices, _, changes, _ in json.loads(sys.argv[1]):
+    cfg = configs.override(configs.RECIPES[recipe], {"model.dtype": "bfloat16", **changes})
+    mesh = partition.set_mesh(cfg, jax.devices()[:devices])
+    print(sum(train.memory_table(cfg, mesh).values()) / 0.9e9)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, json.dumps(wanted)],
+        capture_output=True,
+        text=True,
+        cwd=HERE,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = map(float, done.stdout.split())
+    for (recipe, devices, size, changes, number), needed in zip(
+        wanted, found, strict=True
+    ):
+        case = f"{recipe} on {devices} devices with {changes}"
+        if number is None:
+            assert needed > size, f"{case} fits, with {needed} GB"
+        else:
+            assert needed < size, f"{case} needs {needed} GB"
+            assert float(f"{needed:.2g}") == number or abs(needed - number) <= 0.6, case
+
+
+# The recipe files of the two pages, such as {"mlm.py": "# mlm.py ..."}.
+RECIPE_FILES = {
+    name: text
+    for text, name in re.findall(
+        r"```python\n(# (\w+\.py)\n.*?)```", REFERENCE + MIGRATION, re.S
+    )
+}
+
+
+@pytest.fixture
+def load_page(tmp_path, monkeypatch):
+    """Return a function that loads a recipe file of the two pages in an empty folder."""
+    tables = ("TASKS", "MIXTURES", "ACTIVATIONS", "METRICS", "OPTIMIZERS")
+    for table in tables:
+        monkeypatch.setattr(configs, table, dict(getattr(configs, table)))
+    for module, table in zip((data, data, model, evaluate, train), tables):
+        monkeypatch.setattr(module, table, getattr(configs, table))
+    monkeypatch.setattr(data, "SOURCES", dict(data.SOURCES))
+    monkeypatch.chdir(tmp_path)
+
+    def load(name):
+        Path(name).write_text(RECIPE_FILES[name])
+        return configs.load_recipe(name)
+
+    return load
+
+
+def train_a_step(cfg, task, **settings):
+    """Train a small model with the data, the optimizer and the activation of a recipe."""
+    small = replace(SMALL.model, vocab_size=384, activation=cfg.model.activation)
+    settings = dict(task=task, vocab="bytes:100", prepared_dir="prepared") | settings
+    cfg = change(replace(cfg, model=small), data=settings, train=dict(start_step=0))
+    cfg = change(cfg, train=dict(batch_size=8, microbatches=1))
+    dataset = data.prepare(cfg, "train", data.load_tokenizer("bytes:100"))
+    state, metrics = train_step(cfg, train.init_state(cfg), dataset.batch(0))
+    assert state.step == 1 and state.skipped == 0 and np.isfinite(metrics["loss"])
+    return dataset.batch(0)
+
+
+def rates(cfg, steps):
+    return [float(train.learning_rate(step, cfg.train)) for step in steps]
+
+
+def linear_rates(highest, warmup, last, steps):
+    """The learning rates of Hugging Face's linear schedule."""
+    return [
+        max(1e-8, highest * min(step / warmup, (last - step) / (last - warmup)))
+        for step in steps
+    ]
+
+
+def test_the_recipe_of_the_reference_defines_one_object_of_each_kind(load_page):
+    """Each object of contract.py works: the source, the format, the metric and so on."""
+    cfg = load_page("contract.py")
+    task = data.TASKS["add_one"]
+    assert data.mixture_rates("both", cfg) == {"add_one": 3, "halves": 1}
+    batch = train_a_step(cfg, "both")
+    assert batch.input_segments.max() > 1  # several examples share a row
+    numbers = [
+        {
+            example["n"]
+            for file in data.open_source("numbers:1000", split, cfg)
+            for _, example in file.read(None)
+        }
+        for split in ("train", "validation")
+    ]
+    assert list(map(len, numbers)) == [900, 100] and not numbers[0] & numbers[1]
+    (example,) = task.format({"n": 41})
+    assert example == {"inputs": "add one: 41", "targets": "42"}
+    line = evaluate.result_line("add_one", task, example, "42", "40")
+    found = evaluate.compute_metrics("add_one", task, [line])
+    assert found == {"accuracy": 0.0, "mean_error": 2.0}
+    assert float(model.ACTIVATIONS["squared_relu"](jnp.float32(3))) == 9
+    assert cfg.model.activation == "gated_squared_relu"
+    assert cfg.train.optimizer == "momentum"
+
+
+def test_the_recipe_beside_a_gin_file_has_its_settings(load_page):
+    """The recipe has the tasks, rates and numbers of the gin file beside it."""
+    cfg = load_page("headlines.py")
+    gin = dict(re.findall(r"^([\w.]+) = (.*?) *#", MIGRATION, re.M))
+    assert eval(gin["TASK_FEATURE_LENGTHS"]) == {
+        "inputs": cfg.data.inputs_length,
+        "targets": cfg.data.targets_length,
+    }
+    pairs = [
+        ("BATCH_SIZE", cfg.train.batch_size),
+        ("DROPOUT_RATE", cfg.model.dropout),
+        ("TRAIN_STEPS", cfg.train.steps),
+        ("EVAL_PERIOD", cfg.train.eval_every),
+        ("EVAL_PERIOD", cfg.train.infer_every),
+        ("RANDOM_SEED", cfg.train.seed),
+        ("MIXTURE_OR_TASK_NAME", cfg.data.task),
+        ("trainer.Trainer.num_microbatches", cfg.train.microbatches),
+        ("utils.create_learning_rate_scheduler.factors", cfg.train.schedule),
+        (
+            "utils.create_learning_rate_scheduler.base_learning_rate",
+            cfg.train.learning_rate,
+        ),
+        ("utils.create_learning_rate_scheduler.warmup_steps", cfg.train.warmup_steps),
+        ("utils.SaveCheckpointConfig.period", cfg.train.save_every),
+        ("utils.SaveCheckpointConfig.keep", cfg.train.keep),
+    ]
+    for name, value in pairs:
+        assert eval(gin[name]) == value, name
+    assert cfg.model == replace(configs.SIZES["base"], dropout=0.1)
+    assert rates(cfg, [500, 1000, 1_010_000]) == pytest.approx([0.00025, 0.0005, 0.0005])
+    task = data.TASKS["headline"]
+    (example,) = task.format({"document": "rain fell", "summary": "rain"})
+    assert example == {"inputs": "summarize: rain fell", "targets": "rain"}
+    many = data.mixture_rates(cfg.data.task, cfg, lambda task: 4_500_000)
+    assert many == {"headline": 30_000, "wmt_t2t_ende_v003": 2**16}
+    assert many["headline"] / sum(many.values()) == pytest.approx(0.31, abs=0.005)
+    few = data.mixture_rates(cfg.data.task, cfg, lambda task: 1000)
+    assert few["wmt_t2t_ende_v003"] == 1000
+    lines = [json.dumps({"document": "rain fell", "summary": "rain"})] * 200
+    Path("headlines.jsonl").write_text("\n".join(lines))
+    train_a_step(cfg, "headline", source="jsonl:headlines.jsonl")
+
+
+def test_the_recipe_beside_run_t5_mlm_flax_has_its_settings(load_page):
+    """The recipe has the lengths and the learning rates of the script beside it."""
+    cfg = load_page("mlm.py")
+    flags = dict(re.findall(r"--(\w+) ([\w./-]+)", MIGRATION))
+    d, t = cfg.data, cfg.train
+    assert [d.noise_density, d.mean_span_length, d.inputs_length, t.batch_size] == [
+        float(flags["mlm_probability"]),
+        float(flags["mean_noise_span_length"]),
+        int(flags["max_seq_length"]),
+        8 * int(flags["per_device_train_batch_size"]),
+    ]
+    assert [t.log_every, t.eval_every, t.save_every, t.seed, cfg.model.dtype] == [
+        *(int(flags[name]) for name in ("logging_steps", "eval_steps", "save_steps")),
+        int(flags["seed"]),
+        flags["dtype"],
+    ]
+    # The script makes chunks of 568 tokens, which have 114 target tokens.
+    noise, spans = data.noise_counts(568, d)
+    assert data.raw_length(d) == 568 and noise + spans + 1 == d.targets_length
+    steps, warmup = 10_000 * int(flags["num_train_epochs"]), int(flags["warmup_steps"])
+    assert t.steps == steps
+    some = [0, 1, warmup // 2, warmup, warmup + 1, steps // 2, steps - 1]
+    expected = linear_rates(float(flags["learning_rate"]), warmup, steps, some)
+    assert rates(cfg, some) == pytest.approx(expected, rel=1e-5, abs=1e-9)
+    text = "\n".join(" ".join(WORDS) for _ in range(400))
+    Path("corpus.txt").write_text(text)
+    Path("held_out.txt").write_text(text)
+    batch = train_a_step(cfg, "span_corruption")
+    assert batch.inputs.shape == (8, 512) and batch.targets.shape == (8, 114)
+    assert (batch.inputs[0] == data.EOS).sum() == 1  # lines are joined without EOS
+
+
+def test_the_recipe_beside_seq2seqtrainer_has_its_settings(load_page):
+    """The recipe has the batches, the learning rates and the clipping of the script."""
+    cfg = load_page("dialogues.py")
+    script = MIGRATION[MIGRATION.index("## A script with Seq2SeqTrainer") :]
+    values = dict(re.findall(r"(\w+)=([\w.\"-]+)", script[: script.index("```python")]))
+    t, decode = cfg.train, cfg.decode
+    assert int(values["per_device_train_batch_size"]) == t.batch_size // t.microbatches
+    assert int(values["gradient_accumulation_steps"]) == t.microbatches
+    assert int(values["generation_num_beams"]) == decode.beams
+    assert (
+        int(values["generation_max_length"]) == decode.max_len == cfg.data.targets_length
+    )
+    assert [t.seed, t.keep, t.save_every, t.eval_every, t.infer_every] == [
+        int(values[name])
+        for name in "seed save_total_limit save_steps eval_steps eval_steps".split()
+    ]
+    steps, warmup = int(values["max_steps"]), int(values["warmup_steps"])
+    assert t.steps == steps
+    some = [0, 1, warmup, warmup + 1, steps // 2, steps - 1]
+    expected = linear_rates(float(values["learning_rate"]), warmup, steps, some)
+    assert rates(cfg, some) == pytest.approx(expected, rel=1e-5, abs=1e-9)
+    # AdamW makes updates of equal size for all gradients, so look at its momentum.
+    assert values["max_grad_norm"] == "1.0"
+    optimizer = train.OPTIMIZERS["clipped_adamw"]
+    params = {"embed": jnp.ones((4, 8))}
+    table = {"embed": model.Param((4, 8), ("vocab", "embed"))}
+    for norm in (0.5, 1.0, 30.0):
+        grads = {"embed": jnp.full((4, 8), norm / 32**0.5)}
+        _, slots = optimizer.update(
+            table, params, grads, optimizer.init(params), 0, 0.1, t
+        )
+        momentum = next(x for x in jax.tree.leaves(slots) if x.shape == (4, 8))
+        found = float(jnp.linalg.norm(momentum))
+        assert found == pytest.approx(0.1 * min(norm, 1.0), rel=1e-5)
+    lines = [json.dumps({"dialogue": "A: hi. B: hello.", "summary": "They greet."})] * 200
+    Path("train.jsonl").write_text("\n".join(lines))
+    train_a_step(cfg, "dialogues")
+    assert {"rouge1", "rouge2", "rougeLsum"} == set(
+        quoted(
+            next(row[2] for row in table_of(REFERENCE, "metric") if "`rouge`" in row[0])
+        )
+    )
+    assert (
+        t.keep_best
+        == f"inference_eval/dialogues/{json.loads(values['metric_for_best_model'])}"
+    )
 
 
 @slow
