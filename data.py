@@ -1695,60 +1695,70 @@ def read_jsonl(path, bad):
             bad(where, "is not a JSON object")
 
 
-def table_source(delimiter, pattern, split, cfg, whole):
-    """Open the data source `csv:GLOB` or `tsv:GLOB`, which reads tables in text files.
+def read_table(delimiter, has_header, path, bad):
+    """Yield the rows of a text file with a table, such as a CSV file, as examples.
 
-    Each row is an example. The first line names the columns. If --data.fields names the
-    columns by their numbers, such as inputs=0,targets=1, there is no such line, and the
-    first row is an example. As usual in such tables, a value in double quotes may contain
-    the delimiter and line ends.
+    The first line names the columns, unless has_header is False. Then the names of the
+    columns are their numbers, "0", "1" and so on. As usual in such tables, a value in
+    double quotes may contain the delimiter and line ends. A row that has more or fewer
+    values than the first row is reported to the function `bad` and skipped.
 
     delimiter: the character between two values, "," or a tab.
     """
-    columns = source_fields(cfg).values()
-    has_header = not any(column.isdecimal() for column in columns)
+    line = 0  # the number of the last line that csv.reader has read
 
-    def read(path, bad):
-        line = 0  # the number of the last line that csv.reader has read
+    def lines():
+        nonlocal line
+        for line, text in read_lines(path, bad):
+            yield text
 
-        def lines():
-            nonlocal line
-            for line, text in read_lines(path, bad):
-                yield text
-
-        csv.field_size_limit(LINE_BYTES)
-        rows = csv.reader(lines(), delimiter=delimiter, strict=True)
-        names = None
-        while True:
-            first = line + 1
-            try:
-                row = next(rows, None)
-            except csv.Error as error:
-                bad(f"{path}:{first}", f"is not a row of a table ({error})")
-                continue
-            if row is None:
-                return
-            if names is None:
-                # Some programs write U+FEFF, the byte order mark, before the first name.
-                row[:1] = [value.removeprefix("\ufeff") for value in row[:1]]
-                names = row if has_header else [str(i) for i in range(len(row))]
-                if len(set(names)) < len(names):
-                    raise UserError(
-                        f"{path} has two columns with the same name in its first line "
-                        f"({', '.join(names):.200}): rename a column. If the file has no "
-                        f"names of columns, give their numbers, such as --data.fields "
-                        f"inputs=0,targets=1."
-                    )
-                if has_header:
-                    continue
-            if len(row) == len(names):
-                yield f"{path}:{first}", dict(zip(names, row))
-            elif row:  # A blank line is an empty list.
-                bad(
-                    f"{path}:{first}",
-                    f"has {len(row)} columns, but the first line has {len(names)}",
+    csv.field_size_limit(LINE_BYTES)
+    rows = csv.reader(lines(), delimiter=delimiter, strict=True)
+    names = None
+    while True:
+        first = line + 1
+        try:
+            row = next(rows, None)
+        except csv.Error as error:
+            bad(f"{path}:{first}", f"is not a row of a table ({error})")
+            continue
+        if row is None:
+            return
+        if not row:  # a blank line
+            continue
+        if names is None:
+            # Some programs write U+FEFF, the byte order mark, before the first name.
+            row[0] = row[0].removeprefix("\ufeff")
+            names = row if has_header else [str(i) for i in range(len(row))]
+            if len(set(names)) < len(names):
+                raise UserError(
+                    f"{path} has two columns with the same name in its first line "
+                    f"({', '.join(names):.200}): rename a column. If a data source has "
+                    f"no names of columns, give their numbers, such as --data.fields "
+                    f"inputs=0,targets=1."
                 )
+            if has_header:
+                continue
+        if len(row) == len(names):
+            yield f"{path}:{first}", dict(zip(names, row))
+        else:
+            problem = f"has {len(row)} columns, but the first line has {len(names)}"
+            bad(f"{path}:{first}", problem)
 
+
+DELIMITERS = {"csv": ",", "tsv": "\t"}
+
+
+def table_source(kind, pattern, split, cfg, whole):
+    """Open the data source `csv:GLOB` or `tsv:GLOB`, which reads tables in text files.
+
+    The first line of a file names the columns. If --data.fields names the columns by
+    their numbers, such as inputs=0,targets=1, the first line is an example.
+
+    kind: "csv" or "tsv".
+    """
+    has_header = not any(column.isdecimal() for column in source_fields(cfg).values())
+    read = functools.partial(read_table, DELIMITERS[kind], has_header)
     return file_source(read, pattern, split, cfg, whole)
 
 
@@ -2088,8 +2098,8 @@ SOURCES = {
     "hf": hf_source,
     "jsonl": functools.partial(file_source, read_jsonl),
     "parquet": functools.partial(file_source, read_parquet),
-    "csv": functools.partial(table_source, ","),
-    "tsv": functools.partial(table_source, "\t"),
+    "csv": functools.partial(table_source, "csv"),
+    "tsv": functools.partial(table_source, "tsv"),
     "seqio": seqio_source,
     "reverse": reverse_source,
     "random": random_source,
@@ -2103,6 +2113,17 @@ SUFFIX_KINDS = {
     ".parquet": "parquet",
     ".txt": "text",
 }
+
+
+def file_kind(path):
+    """Return the kind of a file by its suffix, such as "csv" for "a.csv.gz".
+
+    The kind of a file without a known suffix is "jsonl".
+    """
+    suffixes = [suffix for suffix in Path(path).suffixes if suffix in SUFFIX_KINDS]
+    return SUFFIX_KINDS[suffixes[-1]] if suffixes else "jsonl"
+
+
 # The data sources of these kinds define their own splits, which may have any names.
 OWN_SPLITS = ("tfds", "hf", "seqio")
 
@@ -2119,10 +2140,7 @@ def open_source(source, split, cfg, whole=False):
     kind, _, name = source.partition(":")
     if kind not in SOURCES:
         kinds = ":, ".join(SOURCES)
-        likely = [
-            SUFFIX_KINDS[end] for end in SUFFIX_KINDS if end in Path(source).suffixes
-        ]
-        example = f"{likely[0]}:{source}" if likely else "jsonl:FILE"
+        example = f"{file_kind(source)}:{source if '.' in source else 'FILE'}"
         raise UserError(
             f"{source!r} is not a data source: set --data.source to a name such as "
             f"{example}. The name must begin with one of {kinds}:."

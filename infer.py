@@ -53,6 +53,7 @@ The shapes in this file use the following letters:
 `pytest -k lesson_infer` runs the lessons about this file, which are in test_all.py.
 """
 
+import csv
 import functools
 import io
 import itertools
@@ -957,7 +958,7 @@ def open_input(name, cfg):
     calls bad("a.jsonl:3", "is not JSON") instead. `identity` is a JSON value that changes
     when the input changes, such as the sizes and times of the files.
 
-    name: the path of a JSONL or .txt file, or task:NAME[:SPLIT].
+    name: task:NAME[:SPLIT], or the path of a JSONL, CSV, TSV, parquet or text file.
     """
     if name.startswith("task:"):
         name, _, split = name.removeprefix("task:").partition(":")
@@ -969,13 +970,20 @@ def open_input(name, cfg):
 
     files = data.find_files(name, pipes=True)
 
+    kind = data.file_kind(name)
+    read_file = data.read_jsonl
+    if kind == "parquet":
+        read_file = data.read_parquet
+    elif kind in data.DELIMITERS:
+        read_file = functools.partial(data.read_table, data.DELIMITERS[kind], True)
+
     def read(bad):
-        if name.endswith(".txt"):
+        if kind == "text":
             for path, _ in files:
                 for number, line in data.read_lines(path, bad):
                     yield f"{path}:{number}", {"inputs": line.rstrip("\r\n")}
         else:
-            for file in data.group_files(files, data.read_jsonl):
+            for file in data.group_files(files, read_file):
                 yield from file.read(bad)
 
     return None, read, files
@@ -1187,6 +1195,33 @@ def write_vectors(lines, path, field, width):
     os.remove(lines)
 
 
+def write_table(lines, path):
+    """Convert a JSONL file to a CSV or TSV file. Remove the JSONL file.
+
+    The first line of the table names the columns. A value that is not a text, such as a
+    list of outputs, is written as JSON.
+
+    lines: the path of the JSONL file.
+    path: the path of the table, which ends with .csv or .tsv.
+    """
+    with open(lines) as file:
+        names = list(dict.fromkeys(name for line in file for name in json.loads(line)))
+    content = io.StringIO(newline="")
+    delimiter = data.DELIMITERS[data.file_kind(path)]
+    table = csv.DictWriter(content, names, delimiter=delimiter, lineterminator="\n")
+    table.writeheader()
+    with open(lines) as file:
+        for line in map(json.loads, file):
+            table.writerow(
+                {
+                    name: value if isinstance(value, str) else json.dumps(value)
+                    for name, value in line.items()
+                }
+            )
+    configs.write_file(path, content.getvalue())
+    os.remove(lines)
+
+
 def run_file(args, cfg, mesh, tokenizer, params, step):
     """Run the model on each line of --input, and write the results to --output.
 
@@ -1210,7 +1245,7 @@ def run_file(args, cfg, mesh, tokenizer, params, step):
     # For an empty line, the model would invent a text. Therefore an empty line of a .txt
     # file gets an empty prediction, as on standard input.
     nothing = [[]] * cfg.decode.num_return, [0.0] * cfg.decode.num_return
-    skips = mode == "predict" and args.input.endswith(".txt")
+    skips = mode == "predict" and data.file_kind(args.input) == "text"
 
     def is_blank(line):
         return skips and not line["inputs"].strip()
@@ -1232,6 +1267,8 @@ def run_file(args, cfg, mesh, tokenizer, params, step):
                 os.remove(partial)
             elif args.output.endswith(".npz"):
                 write_vectors(partial, args.output, VECTOR_FIELD[mode], cfg.model.d_model)
+            elif data.file_kind(args.output) in data.DELIMITERS:
+                write_table(partial, args.output)
             else:
                 os.replace(partial, args.output)
             os.remove(f"{partial}.json")
@@ -1423,7 +1460,9 @@ def main(argv):
             "give only a text (or standard input) with --mode predict."
         )
     configs.parse_shard(args.shard)
-    endings = (".jsonl", ".npz") if args.mode == "encode" else (".jsonl",)
+    endings = (".jsonl", ".csv", ".tsv")
+    if args.mode == "encode":
+        endings = (".jsonl", ".npz")
     if args.output and not args.output.endswith(endings):
         raise UserError(
             f"With --mode {args.mode}, --output must end with {' or '.join(endings)}, "

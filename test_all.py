@@ -27,6 +27,7 @@ import ast
 import bz2
 import collections
 import contextlib
+import csv
 import dataclasses
 import difflib
 import doctest
@@ -1849,6 +1850,41 @@ def test_tables_are_read_as_a_spreadsheet_reads_them(corpus, tmp_path):
     for path, example in (("x/a.csv", "csv:x/a.csv"), ("a.json.gz", "jsonl:a.json.gz")):
         with pytest.raises(configs.UserError, match=f"such as {example}"):
             data.open_source(path, "train", corpus)
+
+
+def test_infer_reads_and_writes_tables(trained, tmp_path, capsys, monkeypatch):
+    """The predictions of a table equal those of the same examples in JSONL."""
+    examples = [
+        {"inputs": "alpha, beta", "id": "1"},
+        {"inputs": "gamma\ndelta", "id": "2"},
+    ]
+    outputs = {}
+    for kind, delimiter in (("csv", ","), ("tsv", "\t")):
+        with (tmp_path / f"in.{kind}").open("w", newline="") as file:
+            table = csv.DictWriter(file, ["inputs", "id"], delimiter=delimiter)
+            table.writeheader()
+            table.writerows(examples)
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(x) + "\n" for x in examples))
+    for source, target in (("jsonl", "jsonl"), ("csv", "tsv"), ("tsv", "csv")):
+        flags = [
+            "--input",
+            tmp_path / f"in.{source}",
+            "--output",
+            tmp_path / f"o.{target}",
+        ]
+        status, _, err = run(infer, capsys, monkeypatch, "--run_dir", trained[0], *flags)
+        assert status == 0, err
+        text = (tmp_path / f"o.{target}").read_text()
+        if target == "jsonl":
+            outputs[target] = [json.loads(line) for line in text.splitlines()]
+        else:
+            delimiter = data.DELIMITERS[target]
+            outputs[target] = list(csv.DictReader(io.StringIO(text), delimiter=delimiter))
+    expected = [{**line, "prediction": line["prediction"]} for line in outputs["jsonl"]]
+    for target in ("csv", "tsv"):
+        assert outputs[target] == expected, (
+            f"The {target} file should have the same lines."
+        )
 
 
 def test_long_lines_are_named(corpus, tmp_path, monkeypatch):
