@@ -808,6 +808,11 @@ def test_commands_in_readme_exist(capsys, monkeypatch):
     cells = json.loads((HERE / "assets/notebook.ipynb").read_text())["cells"]
     plain += "".join(line for cell in cells for line in ["\n", *cell["source"]])
     plain += (HERE / "assets/slurm.sh").read_text()
+    # The course has its commands in its text, between backticks.
+    course = (HERE / "assets/course.md").read_text()
+    plain += "".join(
+        "\n" + " ".join(code.split()) for code in re.findall(r"`(python [^`]+)`", course)
+    )
     plain = plain.replace("\\\n", " ")
     commands = re.findall(r"python (\w+)\.py(.*)", plain)
     assert len(commands) > 35
@@ -831,6 +836,34 @@ def test_examples_in_docstrings_are_true(name):
     """Every `>>>` example in a file's docstrings prints what the docstring says."""
     results = doctest.testmod(sys.modules[name])
     assert results.attempted and not results.failed
+
+
+def test_the_course_has_three_questions_for_each_file_and_their_solutions():
+    """The glossary has at most 60 terms, and the exercises that the course names exist."""
+    course, solutions = (
+        (HERE / f"assets/{name}.md").read_text() for name in ("course", "solutions")
+    )
+    for text in (course, solutions):
+        parts = re.split(r"^## ", text, flags=re.M)
+        for number, file in enumerate(README_ORDER, 1):
+            (part,) = [part for part in parts if part.startswith(f"{number}. {file}.py")]
+            numbers = re.findall(r"^(\d)\. ", part.partition("\n")[2], re.M)
+            assert numbers == ["1", "2", "3"], f"{file}: three questions, not {numbers}."
+            if text is course:
+                words = [
+                    part.lower().count(f"*{word}*")
+                    for word in ("predict", "run", "change")
+                ]
+                assert words == [3, 3, 3], (
+                    f"{file}: each question has three parts: {words}."
+                )
+    terms = re.findall(
+        r"^\| ([^|]+) \| [^|]+ \|$", course.partition("## Glossary")[2], re.M
+    )
+    assert terms[1:] == sorted(terms[1:], key=str.lower) and len(terms) - 1 <= 60
+    names = re.findall(r"`((?:%s)\.\w[\w.]*)`" % "|".join(README_ORDER), course)
+    named = [name for name in names if not name.endswith(".py")]
+    assert named and set(named) <= set(exercise_functions()), named
 
 
 def test_lines_are_at_most_90_columns_wide():
@@ -3262,34 +3295,6 @@ def masked_crc(content):
     crc ^= 0xFFFFFFFF
     rotated = (crc >> 15 | crc << 17) & 0xFFFFFFFF
     return (rotated + 0xA282EAD8 & 0xFFFFFFFF).to_bytes(4, "little")
-
-
-def read_tfrecord(path, shapes):
-    """Return the examples of a tfrecord file, and whether none of them is damaged."""
-    from tensorflow_datasets.proto import tf_example_generated_pb2
-
-    content, examples = path.read_bytes(), []
-    complete, at = len(content) > 0, 0
-    while at < len(content):
-        size = content[at : at + 8]
-        raw = content[at + 12 :][: int.from_bytes(size, "little")]
-        at += 16 + len(raw)
-        if content[at - 4 : at] != masked_crc(raw):
-            complete = False
-            continue
-        example = {}
-        parsed = tf_example_generated_pb2.Example.FromString(raw)
-        for key, feature in parsed.features.feature.items():
-            kind = feature.WhichOneof("kind")
-            values = list(getattr(feature, kind).value)
-            if kind == "bytes_list":
-                values = [value.decode() for value in values]
-            if shapes.get(key, {}).get("shape") == []:
-                complete &= len(values) == 1
-                values = values[0]
-            example[key] = values
-        examples.append(example)
-    return examples, complete
 
 
 def write_seqio_cache(folder, split, examples, shards=2):
@@ -6156,73 +6161,12 @@ def finish(process):
     return process.returncode, out, err
 
 
-def wait_for_step(process, run_dir, step):
-    """Wait until metrics.jsonl has a line of this step or a later one."""
-    path = run_dir / "metrics.jsonl"
-    for _ in range(24_000):
-        lines = path.read_text().splitlines() if path.exists() else []
-        if any(json.loads(line)["step"] >= step for line in lines[:-1]):
-            return
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.005)
-    raise AssertionError(f"no step {step} in two minutes")
-
-
 def metrics_of(run_dir):
     """Return the lines of metrics.jsonl, without the values that a clock measured."""
     return [
         {k: v for k, v in json.loads(line).items() if not k.startswith("timing/")}
         for line in (run_dir / "metrics.jsonl").read_text().splitlines()
     ]
-
-
-@slow
-def test_a_killed_and_resumed_run_equals_an_uninterrupted_run(corpus, compiled, tmp_path):
-    """Stop a run by kill -9 and then by SIGTERM. Its files are equal bit for bit."""
-    flags = flags_of(corpus)
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    status, out, err = finish(start(compiled, "--run_dir", whole, *flags))
-    assert status == 0, err
-    said = [
-        out.index(words)
-        for words in (
-            "recipe tiny",
-            "parameters",
-            "devices",
-            "39 raw tokens",
-            "unigram",
-            "held-out loss",
-            "  inputs  ",
-            "truth",
-            "infer.py",
-            "evaluate.py",
-            "train.py",
-        )
-    ]
-    assert said == sorted(said)
-    process = start(compiled, "--run_dir", broken, *flags)
-    wait_for_step(process, broken, 120)
-    process.kill()
-    process.wait()
-    process = start(compiled, "--run_dir", broken, *flags)
-    wait_for_step(process, broken, 240)
-    process.send_signal(signal.SIGTERM)
-    status, out, err = finish(process)
-    assert status == 0 and "resumed" in out and "stopped at step" in out, err
-    status, out, err = finish(start(compiled, "--run_dir", broken))  # without flags
-    assert status == 0 and "resumed" in out and "done" in out, err
-    assert metrics_of(whole) == metrics_of(broken)
-    steps = [line["step"] for line in metrics_of(whole) if "train/loss" in line]
-    assert steps == [*range(20, 401, 20)]
-    one, two = (partition.Checkpoints(folder).path(400) for folder in (whole, broken))
-    (one,), (two,) = one.glob("*.msgpack"), two.glob("*.msgpack")
-    assert one.read_bytes() == two.read_bytes()
-    status, out, _ = finish(start(compiled, "--run_dir", broken))
-    assert status == 0
-    assert out.splitlines()[-1] == (
-        f"{broken} has already reached step 400. To train longer, run: "
-        f"python train.py --run_dir {broken} --train.steps 800"
-    )
 
 
 @pytest.fixture(scope="session")
@@ -6436,10 +6380,6 @@ def test_other_commands_read_a_run(trained, capsys, monkeypatch):
     assert status == 0 and "encoder/layers/attention/query" in out
 
 
-# ---- survival ------------------------------------------------------------------------------------
-# These tests kill and freeze real processes: pytest -m slow.
-
-
 def start_all(compiled, count, *argv, script="train.py", devices=1, timeout=20):
     """Start the processes of one run on this machine."""
     with socket.socket() as probe:
@@ -6483,547 +6423,12 @@ def finish_all(processes):
         return list(threads.map(finish, processes))
 
 
-def spoken(out):
-    """Return the lines of standard output, except those of the library Gloo."""
-    return [line for line in out.splitlines() if "[Gloo]" not in line]
-
-
-def start_patched(compiled, patch, *argv, script="train"):
-    """Start a command whose process first runs `patch`, some lines of Python."""
-    program = (
-        f"import os, signal, sys\nimport configs, data, evaluate, infer, partition, train\n"
-        f"def die(*_):\n    os.kill(os.getpid(), signal.SIGKILL)\n{patch}\n"
-        f"configs.run_command({script}.main)\n"
-    )
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(compiled),
-        "PYTHONPATH": str(HERE),
-    }
-    return subprocess.Popen(
-        [sys.executable, "-c", program, *map(str, argv)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 SHORT = {
     "train.steps": 24,
     "train.save_every": 8,
     "train.eval_every": 12,
     "train.log_every": 4,
 }
-
-
-@slow
-def test_several_processes_train_one_run(corpus, compiled, tmp_path):
-    """Any number of processes gives the same run, and resumes the run of another number."""
-    flags, runs = flags_of(corpus, **SHORT), {}
-    for count, devices in ((1, 4), (4, 1)):
-        runs[count] = tmp_path / f"by{count}"
-        results = finish_all(
-            start_all(
-                compiled,
-                count,
-                "--run_dir",
-                runs[count],
-                *flags,
-                "--train.steps",
-                32 if count == 1 else 24,
-                devices=devices,
-            )
-        )
-        assert [status for status, *_ in results] == [0] * count, results
-        assert "done" in results[0][1] and not any(
-            spoken(out) for _, out, _ in results[1:]
-        )
-        assert (
-            len(list(partition.Checkpoints(runs[count]).path(24).glob("*.msgpack")))
-            == count
-        )
-        for a, b in zip(metrics_of(runs[1]), metrics_of(runs[count])):
-            assert {**a} == {
-                name: pytest.approx(value, rel=2e-3) for name, value in b.items()
-            }
-    manifest = partition.Checkpoints(runs[4]).path(24)
-    assert partition.verify(manifest) == [] and not list(runs[4].glob("checkpoints/tmp*"))
-    run_dir = tmp_path / "after2"  # two processes resume the run of four
-    shutil.copytree(runs[4], run_dir)
-    results = finish_all(
-        start_all(compiled, 2, "--run_dir", run_dir, "--train.steps", 32, devices=2)
-    )
-    assert results[0][0] == 0 and "resumed" in results[0][1], results
-    pairs = list(zip(metrics_of(runs[1]), metrics_of(run_dir), strict=True))
-    for a, b in pairs:
-        assert {**a} == {
-            name: pytest.approx(value, rel=2e-3) for name, value in b.items()
-        }
-    lines = [{"inputs": text, "targets": "beta"} for text in sentences(7)]
-    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    for count in (1, 2):
-        results = finish_all(
-            start_all(
-                compiled,
-                count,
-                "--run_dir",
-                runs[4],
-                "--input",
-                tmp_path / "in.jsonl",
-                "--output",
-                tmp_path / f"out{count}.jsonl",
-                "--decode.batch_size",
-                4,
-                script="infer.py",
-            )
-        )
-        assert not any(status for status, *_ in results), results
-    one, two = ((tmp_path / f"out{count}.jsonl").read_text() for count in (1, 2))
-    assert one == two and len(one.splitlines()) == 7
-    results = finish_all(
-        start_all(
-            compiled,
-            2,
-            "--run_dir",
-            runs[4],
-            "--output",
-            tmp_path / "eval",
-            "--mode",
-            "loss",
-            script="evaluate.py",
-        )
-    )
-    assert results[0][0] == 0 and not spoken(results[1][1]), results
-    found = json.loads((tmp_path / "eval/metrics.jsonl").read_text())
-    assert found["training_eval/span_corruption/loss"] == pytest.approx(
-        metrics_of(runs[4])[-1]["training_eval/span_corruption/loss"], rel=1e-3
-    )
-
-
-@slow
-def test_two_processes_with_different_flags_do_not_train(corpus, compiled, tmp_path):
-    """The second process names the flags that differ. No run directory is written."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
-    more = {"train.optimizer": "adamw", "train.seed": 3}
-    results = finish_all(
-        [
-            start(
-                compiled,
-                "--run_dir",
-                tmp_path / "run",
-                *flags_of(corpus, **SHORT, **(more if i else {})),
-                f"--distributed.coordinator={coordinator}",
-                "--distributed.processes=2",
-                f"--distributed.process={i}",
-                JAX_NUM_CPU_DEVICES="1",
-            )
-            for i in range(2)
-        ]
-    )
-    assert [status for status, *_ in results] == [2, 2], results
-    assert "--train.optimizer adamw, not adafactor" in results[1][2]
-    assert "--train.seed 3, not 0" in results[1][2]
-    assert not (tmp_path / "run/config.json").exists()
-
-
-@slow
-@pytest.mark.parametrize(
-    "number, victim",
-    [
-        (signal.SIGTERM, 1),
-        (signal.SIGINT, 1),
-        (signal.SIGKILL, 0),
-        (signal.SIGKILL, 1),
-        (signal.SIGSTOP, 0),
-        (signal.SIGSTOP, 1),
-    ],
-)
-def test_one_stopped_process_ends_the_other(corpus, compiled, tmp_path, number, victim):
-    """After SIGTERM, both stop and save at one step. If one is killed or frozen, the other
-    ends with a message.
-    """
-    flags = flags_of(corpus, **{**SHORT, "train.steps": 100_000, "train.eval_every": 0})
-    both = start_all(compiled, 2, "--run_dir", tmp_path / "run", *flags, timeout=10)
-    wait_for_step(both[0], tmp_path / "run", 16)
-    both[victim].send_signal(number)
-    if number in (signal.SIGTERM, signal.SIGINT):
-        (status, out, err), (other, *_) = finish_all(both)
-        assert other == (0 if number == signal.SIGTERM else 130)
-        assert status == 0, err
-        step = int(
-            re.search(r"stopped at step ([\d,]+) on SIGTERM", out)[1].replace(",", "")
-        )
-        assert status == 0 and partition.Checkpoints(tmp_path / "run").steps()[-1] == step
-        return
-    began = time.monotonic()
-    status, _, err = finish(both[1 - victim])
-    both[victim].kill()
-    both[victim].communicate()
-    assert status == 1 and time.monotonic() - began < 60
-    assert "Another process of this run has ended or" in err
-    assert "stack trace" not in err and "Traceback" not in err
-    if (number, victim) != (signal.SIGKILL, 0):
-        return
-    results = finish_all(
-        start_all(
-            compiled,
-            2,
-            "--run_dir",
-            tmp_path / "run",
-            "--train.steps",
-            partition.Checkpoints(tmp_path / "run").steps()[-1] + 8,
-        )
-    )
-    assert [status for status, *_ in results] == [0, 0] and "resumed" in results[0][1]
-
-
-# Patches that kill the process at a certain moment of a save.
-KILLS = {
-    "before": "partition.write_shards = die",
-    "during": """old = partition.write_shards
-def write_pieces(path, pieces):
-    def some():
-        for number, piece in enumerate(pieces):
-            yield piece if number < 5 else die()
-    return old(path, some())
-partition.write_shards = write_pieces""",
-    "before the manifest": "configs.write_checked = die",
-    "before the rename": "from pathlib import Path\nPath.rename = die",
-    "after the rename": """partition.sync_folder, old = (
-    lambda path: die() if path.name == 'checkpoints' else old(path)), partition.sync_folder""",
-}
-
-
-@slow
-def test_a_run_killed_during_a_save_resumes(corpus, compiled, tmp_path):
-    """No checkpoint is damaged, and the resumed run equals an uninterrupted run."""
-    flags, whole = flags_of(corpus, **SHORT), tmp_path / "whole"
-    assert finish(start(compiled, "--run_dir", whole, *flags, "--train.steps=8"))[0] == 0
-    for where in KILLS:
-        shutil.copytree(whole, tmp_path / where)
-    assert finish(start(compiled, "--run_dir", whole, *flags))[0] == 0
-    for where, patch in KILLS.items():
-        broken = tmp_path / where
-        checkpoints = partition.Checkpoints(broken)
-        process = start_patched(compiled, patch, "--run_dir", broken, *flags)
-        assert finish(process)[0] == -signal.SIGKILL, where
-        assert checkpoints.steps() == ([8, 16] if where == "after the rename" else [8]), (
-            where
-        )
-        assert not any(
-            partition.verify(checkpoints.path(step)) for step in checkpoints.steps()
-        )
-        status, out, err = finish(start(compiled, "--run_dir", broken, *flags))
-        assert status == 0 and "resumed" in out, err
-        assert metrics_of(whole) == metrics_of(broken)
-        (one,), (two,) = (
-            partition.Checkpoints(run_dir).path(24).glob("*.msgpack")
-            for run_dir in (whole, broken)
-        )
-        assert one.read_bytes() == two.read_bytes() and not list(
-            checkpoints.folder.glob("tmp*")
-        )
-
-
-@slow
-def test_killed_while_preparing_data_and_while_predicting(corpus, compiled, tmp_path):
-    """Token files and predictions equal those of commands that were not killed."""
-    flags = ["--data.prepared_dir", tmp_path / "prep", *flags_of(corpus, **SHORT)]
-    flags = [flag for flag in flags if not str(flag).startswith("--data.prepared_dir=")]
-    patch = (
-        "import threading\ndata.GROUP_BYTES = 1\nold, marks = configs.write_checked, []\n"
-        "one_at_a_time = threading.Lock()\n"  # two threads tokenize
-        "def write_checked(*args):\n    with one_at_a_time:\n        marks.append(1)\n"
-        # The first checked file is the vocabulary, and the next two belong to shards.
-        "        return old(*args) if len(marks) < 4 else die()\n"
-        "configs.write_checked = write_checked"
-    )
-    one, other = tmp_path / "one", tmp_path / "other"
-    process = start_patched(compiled, patch, "--run_dir", one, *flags)
-    assert finish(process)[0] == -signal.SIGKILL
-    assert (
-        len(list((tmp_path / "prep").glob("*/*.json")))
-        == 2
-        < len(list((tmp_path / "prep").glob("*/*.ids")))
-    )
-    process = start_patched(compiled, "data.GROUP_BYTES = 1", "--run_dir", one, *flags)
-    assert finish(process)[0] == 0
-    shutil.rmtree(tmp_path / "prep")
-    process = start_patched(compiled, "data.GROUP_BYTES = 1", "--run_dir", other, *flags)
-    assert finish(process)[0] == 0
-    assert metrics_of(one) == metrics_of(other)
-    lines = [{"inputs": text} for text in sentences(20)]
-    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    patch = (
-        "old, count = infer.json_line, []\ndef json_line(line):\n    count.append(1)\n"
-        "    return old(line) if len(count) < 12 else die()\ninfer.json_line = json_line"
-    )
-    command = [
-        "--run_dir",
-        one,
-        "--input",
-        tmp_path / "in.jsonl",
-        "--decode.batch_size",
-        2,
-    ]
-    process = start_patched(
-        compiled, patch, *command, "--output", tmp_path / "a.jsonl", script="infer"
-    )
-    assert finish(process)[0] == -signal.SIGKILL and not (tmp_path / "a.jsonl").exists()
-    for name, said in (("a", "resuming after"), ("b", "")):
-        process = start_patched(
-            compiled, "", *command, "--output", tmp_path / f"{name}.jsonl", script="infer"
-        )
-        status, _, err = finish(process)
-        assert status == 0 and said in err
-    assert (tmp_path / "a.jsonl").read_text() == (tmp_path / "b.jsonl").read_text()
-
-
-@slow
-def test_commands_that_prepare_the_same_data_at_once(corpus, compiled, tmp_path):
-    """They write the files that a single command writes."""
-    flags = flags_of(corpus, **SHORT)
-    found = []
-    for count in (1, 3):
-        results = finish_all(
-            [start(compiled, *flags, "--prepare", script="data.py") for _ in range(count)]
-        )
-        assert [status for status, *_ in results] == [0] * count, results
-        folder = tmp_path / "prepared"
-        files = [path for path in folder.rglob("*") if path.is_file()]
-        files = [path for path in files if path.suffix != ".lock"]  # they are empty
-        found.append({str(path): path.read_bytes() for path in files})
-        shutil.rmtree(folder)
-    assert found[0] == found[1] and len(found[0]) > 6
-
-
-@slow
-def test_a_full_disk_stops_a_run_and_keeps_its_checkpoints(corpus, compiled, tmp_path):
-    """A limit on the size of files acts like a full disk. The run then resumes."""
-    flags = flags_of(corpus, **SHORT)
-    assert (
-        finish(start(compiled, "--run_dir", tmp_path, *flags, "--train.steps=8"))[0] == 0
-    )
-    patch = (
-        "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)"
-    )
-    status, _, err = finish(start_patched(compiled, patch, "--run_dir", tmp_path, *flags))
-    assert status == 1 and "could not be written" in err and "Traceback" not in err
-    checkpoints = partition.Checkpoints(tmp_path)
-    assert checkpoints.steps() == [8] and partition.verify(checkpoints.path(8)) == []
-    status, out, _ = finish(start(compiled, "--run_dir", tmp_path, *flags))
-    assert status == 0 and "resumed" in out and checkpoints.steps()[-1] == 24
-
-
-@slow
-@pytest.mark.parametrize(
-    "where, step",
-    [
-        (
-            "old = train.train_step\ndef train_step(*args):\n"
-            # train_step is traced once, so the signal comes while it is compiled.
-            "    os.kill(os.getpid(), signal.SIGTERM)\n    return old(*args)\ntrain.train_step = train_step",
-            0,
-        ),
-        (
-            "old = evaluate.evaluate_loss\ndef teacher_forced(*args):\n"
-            "    os.kill(os.getpid(), signal.SIGTERM)\n    return old(*args)\n"
-            "evaluate.evaluate_loss = teacher_forced",
-            12,
-        ),
-    ],
-    ids=["compile", "evaluation"],
-)
-def test_sigterm_outside_a_step(corpus, compiled, tmp_path, where, step):
-    """SIGTERM ends an evaluation, saves a checkpoint and stops the run. Before the first
-    step, it stops the run at once.
-    """
-    process = start_patched(
-        compiled, where, "--run_dir", tmp_path, *flags_of(corpus, **SHORT)
-    )
-    status, out, err = finish(process)
-    if not step:
-        assert status == 0 and "stopped on SIGTERM before the first" in err, err
-        assert not partition.Checkpoints(tmp_path).steps() and "peak" not in out
-        return
-    assert status == 0 and f"stopped at step {step} on SIGTERM" in out, err
-    assert partition.Checkpoints(tmp_path).steps()[-1] == step
-
-
-@slow
-@pytest.mark.parametrize(
-    "numbers, status, said",
-    [
-        ([signal.SIGINT], 130, "on SIGINT"),
-        ([signal.SIGHUP], 129, "on SIGHUP"),
-        ([signal.SIGTERM, 0.01, signal.SIGTERM], 0, "on SIGTERM"),  # as `timeout` does
-        ([signal.SIGTERM, 1.5, signal.SIGINT], 130, None),
-        ([signal.SIGINT, 1.5, signal.SIGTERM], 143, None),
-    ],
-    ids=str,
-)
-def test_a_signal_saves_a_checkpoint_and_the_second_ends_at_once(
-    corpus, compiled, tmp_path, numbers, status, said
-):
-    """The message names the checkpoint and a command that resumes the run."""
-    flags = flags_of(corpus, **{**SHORT, "train.steps": 100_000, "train.eval_every": 0})
-    # A save in the foreground that takes ten seconds, unless only one signal comes.
-    patch = (
-        "import time\nold = partition.write_checkpoint\ndef write(*args):\n"
-        "    time.sleep(0 if args[3] == 8 else 10)\n    old(*args)\n"
-        "partition.write_checkpoint = write"
-    )
-    process = start_patched(
-        compiled, "" if said else patch, "--run_dir", tmp_path / "run", *flags
-    )
-    wait_for_step(process, tmp_path / "run", 8)
-    for item in numbers:
-        time.sleep(item) if isinstance(item, float) else process.send_signal(item)
-    began = time.monotonic()
-    found, out, err = finish(process)
-    assert found == status and "Traceback" not in err, err
-    steps = partition.Checkpoints(tmp_path / "run").steps()
-    if not said:
-        assert time.monotonic() - began < 5 and "A second signal ended" in err
-        assert "stopped at step" not in out and steps in ([], [8])
-        return
-    step = steps[-1]
-    folder = partition.Checkpoints(tmp_path / "run").path(step)
-    assert f"stopped at step {step:,} {said}. The checkpoint {folder} is saved" in out
-    command = out.splitlines()[-1].partition("same command again: ")[2]
-    assert (
-        command.startswith("python -c --run_dir ") and "--train.steps=100000" in command
-    )
-
-
-@slow
-def test_a_signal_ends_an_evaluation(corpus, compiled, tmp_path):
-    """A long evaluation stops at once. The resumed run makes the evaluation again."""
-    changes = {"train.steps": 12, "train.eval_every": 4, "train.save_every": 100}
-    flags = flags_of(corpus, **{**SHORT, **changes})
-    slow_down = (
-        "import time, evaluate\nold = evaluate.evaluate_loss\n"
-        "def wait(*args):\n    print('evaluating', flush=True)\n    time.sleep(60)\n"
-        "    return old(*args)\nevaluate.evaluate_loss = wait"
-    )
-    process = start_patched(compiled, slow_down, "--run_dir", tmp_path / "run", *flags)
-    for line in process.stdout:
-        if "evaluating" in line:
-            break
-    process.send_signal(signal.SIGTERM)
-    began = time.monotonic()
-    status, out, err = finish(process)
-    assert status == 0 and time.monotonic() - began < 20, out + err
-    assert partition.Checkpoints(tmp_path / "run").steps() == [4], out + err
-    assert "Traceback" not in err and "stopped at step 4 on SIGTERM" in out, out + err
-    for folder in ("run", "other"):
-        status, _, err = finish(start(compiled, "--run_dir", tmp_path / folder, *flags))
-        assert status == 0, err
-    assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "other")
-
-
-@slow
-def test_a_run_saves_if_its_output_is_no_longer_read(corpus, compiled, tmp_path):
-    """If the reader of a pipe ends, for example tee at Ctrl-C, the run saves and stops."""
-    flags = flags_of(
-        corpus, **{**SHORT, "train.steps": 100_000, "train.save_every": 5000}
-    )
-    process = start_patched(compiled, "", "--run_dir", tmp_path, *flags)
-    wait_for_step(process, tmp_path, 8)
-    process.stdout.close()
-    process.stderr.close()
-    assert process.wait(60) == 129
-    assert 8 < partition.Checkpoints(tmp_path).steps()[-1] < 5000
-
-
-@slow
-def test_ctrl_c_ends_a_busy_command(compiled, tmp_path):
-    """Ctrl-C ends the compiler and the wait for another process within seconds."""
-    patches = {
-        "compiler": "old = train.compile_step\ndef slowly(*args):\n    import time\n"
-        "    print('busy', flush=True)\n    time.sleep(30)\n"
-        "train.compile_step = slowly",
-        "wait": "old = partition.start_jax\ndef waits(cfg):\n"
-        "    print('busy', flush=True)\n    old(cfg)\npartition.start_jax = waits",
-    }
-    flags = {
-        "compiler": ["--config", "small_bench", "--model.num_layers", "1"],
-        "wait": "--distributed.coordinator=127.0.0.1:9 --distributed.processes=2 "
-        "--distributed.process=1".split(),
-    }
-    for name, patch in patches.items():
-        process = start_patched(
-            compiled, patch, "--run_dir", tmp_path / name, *flags[name]
-        )
-        while "busy" not in process.stdout.readline():
-            assert process.poll() is None, process.stderr.read()
-        time.sleep(1)
-        process.send_signal(signal.SIGINT)
-        began = time.monotonic()
-        status, _, err = finish(process)
-        assert status == 130 and time.monotonic() - began < 8, (name, err)
-        assert "interrupted" in err or "stopped on SIGINT" in err, err
-        assert "Traceback" not in err, err
-
-
-@slow
-def test_commands_with_closed_streams_and_an_ascii_locale(trained, tmp_path):
-    """A command works if the shell closed its output, and with LC_ALL=C. The interruption
-    of an import gives no traceback.
-    """
-    run_dir, _ = trained
-    infer_py = f"{sys.executable} {HERE}/infer.py --run_dir {run_dir}"
-    (tmp_path / "ü.txt").write_text("grün\n")
-    for command in (
-        f"{infer_py} alpha >&-",
-        f"{infer_py} alpha >&- 2>&- <&-",
-        f"LC_ALL=C PYTHONUTF8=0 {infer_py} grün",
-        f"LC_ALL=C PYTHONUTF8=0 {infer_py} --input ü.txt --output ö.jsonl",
-    ):
-        found = subprocess.run(
-            ["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True
-        )
-        assert found.returncode == 0 and "Traceback" not in found.stderr, found
-    assert json.loads((tmp_path / "ö.jsonl").read_text())["inputs"] == "grün"
-    process = start(tmp_path, "--run_dir", tmp_path / "run")
-    time.sleep(0.7)
-    process.send_signal(signal.SIGINT)
-    _, out, err = finish(process)
-    assert process.returncode in (-signal.SIGINT, 130) and "Traceback" not in err
-
-
-def test_a_failing_evaluation_loses_no_checkpoint(trained, tmp_path, monkeypatch):
-    """The checkpoint comes before the evaluation, and a resumed run evaluates again."""
-    shutil.copytree(trained[0], tmp_path / "run")
-    monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
-    monkeypatch.setattr(partition, "start_jax", lambda cfg: None)
-    command = ["--run_dir", str(tmp_path / "run"), "--train.steps", "9"]
-    with monkeypatch.context() as patch:
-
-        def fail(*args):
-            raise ZeroDivisionError("a metric")
-
-        patch.setattr(evaluate, "evaluate_loss", fail)
-        with pytest.raises(ZeroDivisionError):
-            train.main(command)
-    checkpoints = partition.Checkpoints(tmp_path / "run")
-    assert checkpoints.steps() == [3, 6, 9] and not partition.verify(checkpoints.path(9))
-
-    def evaluations():
-        return [
-            line["step"]
-            for line in metrics_of(tmp_path / "run")
-            if "training_eval/span_corruption/loss" in line
-        ]
-
-    assert evaluations() == [3, 6]
-    for _ in range(2):
-        assert train.main(command) == 0
-        assert evaluations() == [3, 6, 9]
 
 
 @slow
@@ -7068,22 +6473,6 @@ def test_a_share_of_more_than_100_percent_is_not_printed(monkeypatch, tmp_path, 
         assert ("of peak" in capsys.readouterr().out) == expected
         (line,) = partition.read_metrics_file(file.path)
         assert ("timing/model_flops_fraction" in line) == expected
-
-
-def test_a_full_disk_names_the_folder_of_tensorboard(monkeypatch, tmp_path):
-    """The events are written in the main thread, so an error ends the run."""
-
-    class Writer:
-        def __init__(self, path):
-            raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(train, "EventsWriter", Writer)
-    (tmp_path / ".lock").touch()
-    for name in ("Event", "SessionLog", "summary"):
-        monkeypatch.setattr(train, name, None, raising=False)
-    with pytest.raises(OSError) as error:
-        train.MetricsFile(tmp_path / "metrics.jsonl", 0).write(1, train={"loss": 1.0})
-    assert error.value.filename == str(tmp_path / "tensorboard" / "train")
 
 
 @slow
@@ -7132,27 +6521,8 @@ def test_a_run_directory_may_be_remote(corpus, capsys, monkeypatch, tmp_path):
     assert (configs.to_path(place) / "eval" / "metrics.jsonl").exists()
 
 
-@slow
-def test_a_loss_that_is_not_finite_stops_the_run(corpus, compiled, tmp_path):
-    """After three skipped updates, the message names their steps and rows."""
-    patch = (
-        "old = train.learning_rate\ntrain.learning_rate = lambda step, cfg: "
-        "old(step, cfg) * train.jnp.where(step == 9, 1e38, 1.0) * 1e38 ** (step == 9)"
-    )
-    status, _, err = finish(
-        start_patched(
-            compiled,
-            patch,
-            "--run_dir",
-            tmp_path,
-            *flags_of(corpus, **{**SHORT, "train.log_every": 1}),
-        )
-    )
-    assert status == 1 and re.search(r"steps 11 to 13 \(rows 80 to 103", err), err
-    assert partition.Checkpoints(tmp_path).steps() == [8]
-
-
 # ---- bad input -----------------------------------------------------------------------------------
+
 
 # A mistake that is found before text is tokenized, but after mistakes in names.
 UNFIT_VOCABULARY = "--data.vocab", "train:4000", "--model.vocab_size", "2176"
@@ -7701,99 +7071,12 @@ def test_init_from_starts_a_run_with_the_weights_of_another(
     assert status == 2 and "--train.steps to more than" in err
 
 
-# ---- fuzz ----------------------------------------------------------------------------------------
-
-OTHER_JSON = b"[]", b"{}", b"null", b"5", b'"x"', b'{"a": ' * 3000, b'[[[{"name": 1}]]]'
-
-
-def damages(path, count, rng):
-    """Yield damaged contents of a file: flipped bits, truncation, other JSON values."""
-    content = path.read_bytes()
-    last = len(content)
-    if path.suffix == ".safetensors":  # only the header can be checked
-        last = 8 + int.from_bytes(content[:8], "little")
-    for position in rng.integers(0, last, count).tolist():
-        flipped = content[position] ^ 1 << int(rng.integers(8))
-        yield content[:position] + bytes([flipped]) + content[position + 1 :]
-    for fraction in (0, 0.3, 0.7):
-        yield content[: int(len(content) * fraction)]
-    yield content[:-1]
-    if path.suffix in (".json", ".jsonl"):
-        yield from OTHER_JSON
+# ---- memory, disks and the choice of a checkpoint ------------------------------------------------
 
 
 def all_arrays(folder):
     weights = convert.open_any(folder)
     return {key: np.asarray(tensor.read()) for key, tensor in weights.arrays.items()}
-
-
-@pytest.mark.parametrize("to, flips", [("hf", 5), ("t5x", 4), ("plain", 6)])
-def test_damaged_weights_are_refused_or_read_exactly(trained, tmp_path, to, flips):
-    """A damaged file is refused by name, or it is read without any difference."""
-    convert.convert(trained[0], tmp_path / "model", to, np.dtype(np.float32))
-    expected, rng = all_arrays(tmp_path / "model"), np.random.default_rng(0)
-    files = [path for path in sorted((tmp_path / "model").rglob("*")) if path.is_file()]
-    kinds = list({path.suffix or path.name[:9]: path for path in files}.values())
-    refused = 0
-    for path in {*kinds, *[path for path in files if path.suffix == ".json"]}:
-        original = path.read_bytes()
-        for content in damages(path, flips, rng):
-            path.write_bytes(content)
-            try:
-                found = all_arrays(tmp_path / "model")
-            except (configs.UserError, OSError) as error:
-                assert path.name[:10] in str(error) or str(tmp_path / "model") in str(
-                    error
-                )
-                refused += 1
-                continue
-            if to != "t5x":  # The arrays of T5X have no checksum.
-                assert found.keys() == expected.keys(), path
-                assert all(
-                    np.array_equal(found[key], expected[key]) for key in expected
-                ), path
-        path.write_bytes(original)
-    assert refused > 15
-
-
-def test_damaged_run_files_are_refused_or_read_exactly(trained, tmp_path):
-    """A damaged config.json, checkpoint or metrics.jsonl is refused or read exactly."""
-    shutil.copytree(trained[0], tmp_path / "run")
-    rng, mesh = (
-        np.random.default_rng(1),
-        partition.set_mesh(configs.load_run(trained[0]), jax.devices()[:1]),
-    )
-    with jax.set_mesh(mesh):
-        cfg = configs.load_run(tmp_path / "run")
-        steps = {
-            step: jax.tree.leaves(infer.load_params(cfg, tmp_path / "run", step)[1])
-            for step in partition.Checkpoints(tmp_path / "run").steps()
-        }
-        latest, refused = max(steps), 0
-        folder = partition.Checkpoints(tmp_path / "run").path(latest)
-        for path in [
-            tmp_path / "run/config.json",
-            tmp_path / "run/metrics.jsonl",
-            folder / "manifest.json",
-            *sorted(folder.glob("*.msgpack"))[:1],
-        ]:
-            original = path.read_bytes()
-            for content in damages(path, 12, rng):
-                path.write_bytes(content)
-                try:
-                    partition.read_metrics_file(tmp_path / "run/metrics.jsonl")
-                    configs.load_run(tmp_path / "run")
-                    step, params = infer.load_params(cfg, tmp_path / "run")
-                except configs.UserError as error:
-                    assert path.name in str(error)
-                    refused += 1
-                    continue
-                assert all(
-                    np.array_equal(a, b)
-                    for a, b in zip(jax.tree.leaves(params), steps[step])
-                ), path
-            path.write_bytes(original)
-        assert refused > 15 and len(steps) > 1
 
 
 @pytest.mark.parametrize(
@@ -7980,775 +7263,8 @@ def test_vocab_size_follows_the_vocabulary():
     assert data.with_vocab_size(named) == named and data.with_vocab_size({}) == {}
 
 
-def test_random_command_lines_never_end_in_a_traceback(capsys, monkeypatch):
-    """300 random command lines end with status 0, or with status 2 and one sentence."""
-    rng = np.random.default_rng(2)
-    names = [name for name, *_ in configs.fields(Config(""))]
-    values = [
-        "0",
-        "-1",
-        "1",
-        "2",
-        "64",
-        "1e9",
-        "1000000000",
-        "2147483648",
-        "1e400",
-        "nan",
-        "inf",
-        "none",
-        "true",
-        "x",
-        "",
-        "-",
-        "ü\x1b",
-        "0.1",
-        "[]",
-        "../..",
-        "a" * 300,
-    ]
-    ended = collections.Counter()
-    for _ in range(300):
-        flags = [
-            part
-            for name in rng.choice(names, rng.integers(1, 4))
-            for part in (
-                f"--{name}" if rng.random() < 0.9 else f"--{name[:-1]}",
-                str(rng.choice(values)),
-            )
-        ]
-        status, out, err = run(model, capsys, monkeypatch, "--config", "tiny", *flags)
-        assert status in (0, 2) and "Traceback" not in err and "\x1b" not in err, flags
-        assert (
-            status == 0 or err.startswith("model.py: ") and len(err.splitlines()) == 1
-        ), flags
-        ended[status] += 1
-    assert ended[0] > 20 and ended[2] > 100
-
-
-# ---- fuzz: damaged models, damaged data and wrong command lines ----------------------------------
-# A process of its own runs the cases of one kind, and the test restarts it after a case that
-# ended the process. Each case ends in a refusal or in the answer of an independent reading.
-
-FUZZ = {"models": 300, "data": 300, "commands": 100}  # how many cases each kind has
-SECONDS, MEGABYTES = 20, 2000  # the limits of a case
-OTHER_VALUES = (
-    *(None, True, False, 0, -1, 1, 7, 10**9, -(10**18), 10**30, 0.5, -0.1, 1e300),
-    *(math.nan, math.inf, "", "x", "5", "../x", "\0", [], [1], [-1, 10**9], {}, {"a": 1}),
-)
-
-
-def change_value(value, rng):
-    """Return a JSON text of `value` with a random change: another, missing or double value."""
-    places = []
-
-    def collect(inner):
-        for key in inner if isinstance(inner, dict) else range(len(inner)):
-            places.append((inner, key))
-            if isinstance(inner[key], dict | list):
-                collect(inner[key])
-
-    collect(value)
-    inner, key = places[rng.integers(len(places))]
-    other = OTHER_VALUES[rng.integers(len(OTHER_VALUES))]
-    how = rng.integers(6)
-    if how == 0:
-        del inner[key]
-    elif how == 1 and isinstance(inner, dict):
-        inner["duplicate of a key"] = other
-        text = json.dumps(value)
-        return text.replace('"duplicate of a key"', json.dumps(key))
-    elif how == 2 and type(inner[key]) in (int, float):
-        inner[key] += int(rng.choice([-1, 1, 1000]))
-    else:
-        inner[key] = other
-    return json.dumps(value)
-
-
-def damage_folder(folder, others, rng):
-    """Damage one file of a folder. Return the path of the file and the name of the damage.
-
-    others: folders with files of other models or sources, which may replace the file.
-    """
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    # Choose a kind of file first, because a folder may have a hundred files with arrays.
-    groups = collections.defaultdict(list)
-    for path in files:
-        # The names of Orbax's data files are digests.
-        name = "digest" if len(path.name) > 25 else path.name
-        groups[path.suffix or name].append(path)
-    group = groups[rng.choice(sorted(groups))]
-    path = group[rng.integers(len(group))]
-    content = path.read_bytes()
-    kinds = ["flip"] * 3 + "other append empty rename remove swap".split()
-    is_json = content.startswith((b"{", b"["))
-    if is_json or path.suffix == ".safetensors":
-        kinds += ["value"] * 8
-    if path.suffix == ".gin":
-        kinds += ["line"] * 8
-    damage = str(rng.choice(kinds))
-    if damage == "flip":
-        changed = bytearray(content)
-        # Most files begin or end with their description, so damage it more often.
-        low, high = [(0, 200), (-200, 0), (0, len(content))][rng.integers(3)]
-        for _ in range(rng.integers(1, 4) if content else 0):
-            changed[rng.integers(low, high or len(content)) % len(content)] ^= (
-                1 << rng.integers(8)
-            )
-        content = bytes(changed)
-    elif damage == "other":
-        found = list(damages(path, 3, rng)) if content else [b"other"]
-        content = found[rng.integers(len(found))]
-    elif damage == "append":
-        content += [rng.bytes(50), b"\0", content[:100], b"\n{}"][rng.integers(4)]
-    elif damage == "empty":
-        content = b""
-    elif damage == "value" and is_json:
-        try:
-            content = change_value(json.loads(content), rng).encode()
-        except ValueError:  # a file of JSON lines
-            lines = content.splitlines()
-            number = rng.integers(len(lines))
-            lines[number] = change_value(json.loads(lines[number]), rng).encode()
-            content = b"\n".join(lines)
-    elif damage == "value":
-        size = 8 + int.from_bytes(content[:8], "little")
-        header = change_value(json.loads(content[8:size]), rng).encode()
-        content = len(header).to_bytes(8, "little") + header + content[size:]
-    elif damage == "line":
-        lines = content.decode().splitlines()
-        place = rng.integers(len(lines))
-        other = OTHER_VALUES[rng.integers(len(OTHER_VALUES))]
-        line = f"{lines[place].split(' = ')[0]} = {other!r}"
-        lines[place : place + rng.integers(2)] = [line][: rng.integers(3)]
-        content = "\n".join(lines).encode()
-    elif damage == "swap":
-        found = [x for other in others for x in sorted(other.rglob(path.name))]
-        content = found[rng.integers(len(found))].read_bytes() if found else b"other"
-    if damage == "rename":
-        names = [file.name for file in files] + "pytorch_model.bin x x.gz a.json".split()
-        path.rename(path.with_name(str(rng.choice(names))))
-    elif damage == "remove":
-        path.unlink()
-    else:
-        path.write_bytes(content)
-    return path, damage
-
-
-# Plain T5's fields, and the name and the default that transformers gives to them.
-DEFAULTS_OF_HF = {
-    "dropout": ("dropout_rate", 0.1),
-    "relative_max_distance": ("relative_attention_max_distance", 128),
-    "activation": ("feed_forward_proj", "relu"),
-}
-
-
-def decode_model(folder):
-    """Read a model with the libraries of its format. Return (form, {name: array}, fields).
-
-    fields: the values of ModelConfig that the configuration states.
-    """
-    fields, arrays = {}, {}
-    if (folder / "checkpoint").is_file() or (folder / "_METADATA").is_file():
-        text = (
-            (folder / "config.gin").read_text()
-            if (folder / "config.gin").exists()
-            else ""
-        )
-        stated = dict(re.findall(r"^\w+\.\w+\.(\w+) = (.*)$", text, re.M))
-        for name, own in (
-            ("dropout_rate", "dropout"),
-            ("max_distance", "relative_max_distance"),
-            *convert.GIN_FIELDS.items(),
-        ):
-            if name in stated:
-                fields[own] = ast.literal_eval(stated[name])
-        if "mlp_activations" in stated:
-            first, *gate = ast.literal_eval(stated["mlp_activations"])
-            fields["activation"] = f"gated_{first}" if gate else first
-    if (folder / "_METADATA").is_file():
-        import tensorstore
-
-        store = {"driver": "ocdbt", "base": f"file://{folder}/"}
-        tree = json.loads((folder / "_METADATA").read_text())["tree_metadata"].values()
-        for entry in tree:
-            keys = [part["key"] for part in entry["key_metadata"]]
-            spec = {"driver": "zarr", "kvstore": {**store, "path": ".".join(keys) + "/"}}
-            spec["fill_missing_data_reads"] = False
-            opened = tensorstore.open(spec).result()
-            assert math.prod(opened.shape) < 10**7, "a huge shape"
-            arrays["/".join(keys)] = opened.read().result()
-        return convert.T5X, arrays, fields
-    if (folder / "checkpoint").is_file():
-        tree = flax.serialization.msgpack_restore((folder / "checkpoint").read_bytes())
-        leaves = flax.traverse_util.flatten_dict(
-            tree["optimizer"], is_leaf=lambda _, x: "driver" in x, sep="/"
-        )
-        for name, leaf in leaves.items():
-            if isinstance(leaf, dict):  # one file holds all values, without compression
-                path = folder / leaf["kvstore"]["path"]
-                about = json.loads((path / ".zarray").read_text())
-                values = (path / ".".join("0" * len(about["shape"]))).read_bytes()
-                leaf = np.frombuffer(values, about["dtype"]).reshape(about["shape"])
-            arrays[name] = np.asarray(leaf)
-        return convert.T5X, arrays, fields
-    config = json.loads((folder / "config.json").read_text())
-    for own, (name, default) in DEFAULTS_OF_HF.items():
-        fields[own] = config.get(name, default)
-    fields["activation"] = fields["activation"].replace("-", "_")
-    for name, own in convert.HF_FIELDS.items():
-        if config.get(name) is not None:
-            fields[own] = config[name]
-    for name, read in (
-        ("model*.safetensors", safetensors.numpy.load_file),
-        ("part*.safetensors", safetensors.numpy.load_file),
-        ("flax_model.msgpack", flax_arrays),
-        ("pytorch_model.bin", torch_arrays),
-    ):
-        for path in folder.glob(name) if not arrays or "*" in name else ():
-            arrays |= read(path)
-    return convert.HF, arrays, fields
-
-
-def flax_arrays(path):
-    tree = flax.serialization.msgpack_restore(path.read_bytes())
-    leaves = flax.traverse_util.flatten_dict(tree, sep=".").items()
-    return {
-        f"{name.rpartition('.')[0]}.weight": array.T if name.endswith("kernel") else array
-        for name, array in leaves
-    }
-
-
-def torch_arrays(path):
-    import torch
-
-    found = torch.load(path, "cpu", weights_only=True)
-    return {name: array.float().numpy() for name, array in found.items()}
-
-
-def ids_of(folder, texts):
-    """Return the ids of texts as another library reads the vocabulary, or None without one."""
-    import sentencepiece
-
-    if (folder / "spiece.model").is_file():
-        read = sentencepiece.SentencePieceProcessor()
-        read.LoadFromSerializedProto((folder / "spiece.model").read_bytes())
-        return [read.encode(text) for text in texts]
-    if (folder / "tokenizer.json").is_file() and importlib.util.find_spec("tokenizers"):
-        import tokenizers
-
-        read = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        return [read.encode(text, add_special_tokens=False).ids for text in texts]
-    return None
-
-
-def command(module, *argv):
-    """Run a command in this process. Return (status, standard output, standard error)."""
-    out, err = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.StringIO()
-    sys.argv = [f"{module.__name__}.py", *map(str, argv)]
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            configs.run_command(module.main)
-        except SystemExit as error:
-            status = error.code or 0
-    out.flush()
-    return status, out.buffer.getvalue().decode(), err.getvalue()
-
-
-def named(message, *words):
-    """Assert that the message of a refusal is one sentence that contains one of the words."""
-    assert any(str(word) in message for word in words), message
-    assert "Traceback" not in message, message
-
-
-def fuzz_models(number, case, folder, rng):
-    """Damage a model and convert it. The result equals what other libraries read."""
-    names = sorted(
-        path.name for path in folder.iterdir() if not path.name.startswith("_")
-    )
-    name = names[number % len(names)]
-    shutil.copytree(folder / name, case / name)
-    source, written = case / name, case / "written"
-    others = [folder / "_same" / name, folder / "_other" / name]
-    path, damage = damage_folder(source, others, rng)
-    label = f"{name} {path.relative_to(source)} {damage}"
-    yield label
-    status, _, err = command(convert, source, written, "--allow_pickle")
-    if status:
-        assert status in (1, 2), err
-        named(err, source, path.name)
-        assert status == 2, err
-        return "refused"
-    found = convert.open_any(written)
-    if name == "plain":  # checksums protect the arrays
-        undamaged = convert.open_any(folder / name, found.step)
-        assert all(
-            np.array_equal(tensor.read(), undamaged.arrays[key].read())
-            for key, tensor in found.arrays.items()
-        )
-        stated = json.loads((source / "config.json").read_text())
-        for section in ("model", "data", "decode"):
-            for key, value in stated.get(section, {}).items():
-                own = getattr(getattr(found.cfg, section), key, value)
-                assert own == value, (key, own, value)
-        return "right" if found.step == 6 else "older step"
-    form, arrays, fields = decode_model(source)
-    m = found.cfg.model
-    for key, value in fields.items():
-        assert getattr(m, key) == value, (key, getattr(m, key), value)
-    for key in ("dropout", "relative_max_distance", "activation"):
-        assert key in fields or f"{key} {getattr(m, key)}" in err, (key, err)
-    for entry in convert.parameter_entries(m, form):
-        expected = arrays.pop(entry.external_name)
-        own = found.arrays[entry.name, entry.layer].read()
-        expected = np.float32(expected.T if entry.transposed else expected)
-        if entry.name == "params/unembed" and "Versions 4 and 5" in err:
-            expected = expected * (
-                1 if np.array_equal(own, expected) else m.d_model**-0.5
-            )
-        assert np.allclose(own, expected, 1e-6, 0, equal_nan=True), entry
-        assert np.isfinite(expected).all() or "infinite or NaN" in err
-    arrays = {key for key in arrays if not key.startswith("state/")}
-    assert not arrays - {"encoder.embed_tokens.weight", "decoder.embed_tokens.weight"}
-    texts = [*sentences(20), " a  b ", "Ä ß ﬁ 5 x"]
-    expected = ids_of(source, texts)
-    if expected is None or not (written / "spiece.model").exists():
-        assert not (written / "spiece.model").exists() and "has no vocabulary" in err
-    else:
-        tokenizer = data.load_tokenizer(written / "spiece.model")
-        assert [tokenizer.encode(text) for text in texts] == expected
-    return "right"
-
-
-def lines_of(path):
-    """Return the lines of a text file and whether all of it could be read, with zlib alone."""
-    content, complete = path.read_bytes(), True
-    if path.suffix == ".gz" or content.startswith(b"\x1f\x8b"):
-        try:
-            content = gzip.decompress(content)
-        except Exception:
-            content, complete = b"", False
-    *lines, last = content.split(b"\n")
-    lines = [line + b"\n" for line in lines] + [last]
-    found = []
-    for line in lines:
-        try:
-            found.append(line.decode())
-        except UnicodeDecodeError:
-            complete = False
-    return found, complete
-
-
-def read_independently(kind, folder, undamaged):
-    """Return the valid examples of a data folder, and whether the other ones are none."""
-    paths = sorted(path for path in folder.glob(FUZZ_SOURCES[kind][1]) if path.is_file())
-    examples, complete = [], True
-    if kind == "tfds":
-        from array_record.python import array_record_module
-        from tensorflow_datasets.proto import tf_example_generated_pb2
-
-        try:
-            reader = array_record_module.ArrayRecordReader(str(paths[0]))
-            for record in reader.read_all():
-                found = tf_example_generated_pb2.Example.FromString(record).features
-                (text,) = found.feature["text"].bytes_list.value
-                examples.append({"text": text.decode()})
-        except Exception:
-            examples, complete = undamaged, False
-        (split,) = json.loads((folder / "dataset_info.json").read_text())["splits"]
-        return examples[: sum(map(int, split["shardLengths"] or ()))], complete
-    if kind == "seqio":
-        features = json.loads((folder / "info.train.json").read_text())["features"]
-    for path in paths:
-        if kind == "parquet":
-            import pyarrow.parquet
-
-            try:
-                examples += pyarrow.parquet.read_table(path).to_pylist()
-            except Exception:
-                complete = False
-            continue
-        if kind == "seqio":
-            found, valid = read_tfrecord(path, features)
-            examples, complete = examples + found, complete and valid
-            continue
-        lines, valid = lines_of(path)
-        complete &= valid
-        if kind == "text":
-            lines = ["".join(lines)]
-        for line in lines:
-            if line.strip() and kind in ("text", "lines"):
-                examples.append({"text": line})
-            elif line.strip():
-                try:
-                    value = json.loads(line)
-                    assert isinstance(value, dict)
-                    examples.append(value)
-                except (ValueError, AssertionError, RecursionError):
-                    complete = False
-    return examples, complete
-
-
-# Kinds of data: the source, and the files that it reads.
-FUZZ_SOURCES = {
-    "text": ("text:{0}/*.txt", "*.txt"),
-    "lines": ("text:{0}/*.txt:lines", "*.txt"),
-    "jsonl": ("jsonl:{0}/*.jsonl", "*.jsonl"),
-    "gz": ("jsonl:{0}/*.gz", "*.gz"),
-    "parquet": ("parquet:{0}/*.parquet", "*.parquet"),
-    "seqio": ("seqio:{0}", "train.tfrecord-*-of-*"),
-    "tfds": ("tfds:{0}", "*array_record*"),
-    "tokens": ("text:{0}/../text/*.txt:lines", "*"),
-}
-
-
-def read_examples(source, on_error="stop"):
-    """Return (all examples of a source, how many were skipped)."""
-    bad = data.InvalidExamples(on_error)
-    parts = data.open_source(source, "train", SMALL, whole=True)
-    return [example for part in parts for _, example in part.read(bad)], bad.count
-
-
-def token_config(folder):
-    """Return a Config whose token files are in the folder `tokens`."""
-    return change(
-        data=dict(
-            source=f"text:{folder}/text/*.txt:lines",
-            vocab=str(folder / "v.model"),
-            inputs_length=32,
-            targets_length=8,
-            prepared_dir=str(folder / "tokens"),
-        )
-    )
-
-
-def fuzz_data(number, case, folder, rng):
-    """Damage a file of a source and read it. The examples are those of another reader."""
-    kind = list(FUZZ_SOURCES)[number % len(FUZZ_SOURCES)]
-    on_error = str(rng.choice(["stop", "skip"]))
-    source = FUZZ_SOURCES[kind][0]
-    if kind == "tokens":
-        # The name of the folder with the token files depends on the path of the text.
-        damaged = folder / "tokens"
-        shutil.rmtree(damaged)
-        shutil.copytree(folder / "_tokens", damaged)
-        others = [folder / "text"]
-    else:
-        damaged = case / kind
-        shutil.copytree(folder / kind, damaged)
-        others = [folder / "_other" / kind, folder / "text", folder / "parquet"]
-    path, damage = damage_folder(damaged, others, rng)
-    yield f"{kind} {path.relative_to(damaged)} {damage} {on_error}"
-    if kind == "tokens":
-        cfg = token_config(folder)
-        dataset = data.prepare(cfg, "train", data.load_tokenizer(cfg.data.vocab))
-        batches = [dataset.batch(step) for step in range(3)]
-        join_prefetch()
-        expected = np.load(folder / "batches.npy")
-        assert np.array_equal([batch.inputs for batch in batches], expected)
-        return "right"
-    try:
-        undamaged = read_examples(source.format(folder / kind))[0]
-        notes = io.StringIO()
-        with contextlib.redirect_stderr(notes):
-            found, skipped = read_examples(source.format(damaged), on_error)
-    except configs.UserError as error:
-        named(str(error), damaged, path.name)
-        return "refused"
-    expected, complete = read_independently(kind, damaged, undamaged)
-    if skipped:
-        if complete:
-            assert kind in ("seqio", "tfds", "parquet"), "intact lines were skipped"
-        if kind in ("seqio", "tfds", "parquet"):
-            assert all(same(one, expected if complete else undamaged) for one in found)
-        elif kind != "gz":
-            same_lists(found, expected)
-        return "skipped"
-    complete |= f"{path} is empty" in notes.getvalue()
-    assert complete, "an incomplete file is read without a message"
-    same_lists(found, expected)
-    return "right"
-
-
-def as_text(example):
-    return json.dumps(example, sort_keys=True, default=lambda a: np.asarray(a).tolist())
-
-
-def same(example, examples):
-    return as_text(example) in set(map(as_text, examples))
-
-
-def same_lists(found, expected):
-    assert list(map(as_text, found)) == list(map(as_text, expected)), "other examples"
-
-
-VALUES = (
-    *("0", "-1", "1", "2", "64", "1e9", "2147483648", "1e400", "nan", "none", "true"),
-    *(
-        "x",
-        "",
-        "-",
-        "ü\x1b",
-        "0.1",
-        "../..",
-        "a" * 300,
-        "/dev/null",
-        "\udcff",
-        "--",
-        "{}",
-    ),
-)
-# Flags of these commands that change no answer.
-HARMLESS = ("--decode.batch_size", "1"), ("--data.on_error", "skip")
-HARMLESS_BY_COMMAND = {
-    infer: HARMLESS,
-    evaluate: HARMLESS,
-    train: (("--train.log_every", "1"), ("--train.keep", "1"), HARMLESS[1]),
-    data: HARMLESS[1:],
-    convert: (("--step", "latest"), ("--dtype", "float32")),
-}
-
-
-def run_changed(script, words, case, changes):
-    """Run a command in an empty folder after some changes of its words."""
-    shutil.rmtree(case)
-    case.mkdir()
-    lines = '{"inputs": "alpha <extra_id_0>", "targets": "beta"}\n' * 3
-    (case / "in.jsonl").write_text(lines)
-    os.chdir(case)
-    return command(script, *words, *changes)
-
-
-def fuzz_commands(number, case, folder, rng):
-    """Change a command line at random. It is refused, or it does what it says."""
-    run_dir, out = folder / "models/plain", case / "out.jsonl"
-    toy = [f"--data.source=text:{folder}/data/text/*.txt:lines", "--config", "tiny"]
-    toy += [f"--data.vocab={folder}/data/v.model", "--data.inputs_length=32"]
-    small = ["--data.targets_length=8", "--model.vocab_size=256", "--train.batch_size=8"]
-    small += ["--train.steps=2", "--model.d_model=32", "--train.eval_every=0"]
-    step = run_dir / "checkpoints/step_00000006"
-    commands = [
-        (infer, ["--run_dir", run_dir, "alpha <extra_id_0>"]),
-        (infer, ["--run_dir", run_dir, "--input", case / "in.jsonl", "--output", out]),
-        (evaluate, ["--run_dir", run_dir, "--output", case / "eval"]),
-        (convert, [folder / "models/hf", case / "new"]),
-        (convert, [run_dir, case / "new", "--to", "hf"]),
-        (data, [*toy, "--data.targets_length=8", "--show", "1"]),
-        (data, [*toy, "--data.targets_length=8", "--prepare"]),
-        (partition, ["--verify", step]),
-        (train, ["--run_dir", case / "run", *toy, *small]),
-        (model, ["--config", "tiny"]),
-        (configs, ["tiny"]),
-    ]
-    script, words = commands[number % len(commands)]
-    words = list(map(str, words))
-    harmless = HARMLESS_BY_COMMAND.get(script, ())
-    if harmless and rng.random() < 0.3:
-        changes = [
-            word for pair in rng.permutation(harmless)[:2].tolist() for word in pair
-        ]
-        yield f"{script.__name__} with {changes}"
-        expected, found = (run_changed(script, words, case, c) for c in ([], changes))
-        assert found[0] == 0, found
-        # Times and speeds differ.
-        one, two = (re.sub(r"[\d.,]+", "", result[1]) for result in (expected, found))
-        if script in (infer, evaluate, convert):
-            numbers = [
-                re.findall(r"loss +(\S+)", result[1]) for result in (expected, found)
-            ]
-            assert one == two and numbers[0] == numbers[1]
-        return "right"
-    names = [f"--{name}" for name, *_ in configs.fields(Config(""))]
-    flags = re.findall(r"^        (\w+)=dict\(", Path(script.__file__).read_text(), re.M)
-    names += [f"--{name}" for name in flags if name != "plan"] * 10
-    for _ in range(rng.integers(1, 3)):
-        place, value = rng.integers(len(words)), str(rng.choice(VALUES))
-        name = str(rng.choice(names))
-        how = rng.integers(10)
-        if how == 0 and len(words) > 1:
-            del words[place]
-        elif how == 1:
-            words[place] = value
-        elif how == 2:
-            words[place] = words[place][:-1]
-        elif how == 3:
-            words.insert(place, words[place])
-        elif how == 4:
-            words += [name[:-1], value]
-        else:
-            words += [name, value]
-    yield f"{script.__name__} {shlex.join(words)!a}"
-    status, out, err = run_changed(script, words, case, [])
-    assert "Traceback" not in err and "\x1b" not in err
-    if status == 2:
-        assert err.splitlines()[-1].startswith(f"{script.__name__}.py: "), err
-        return "refused"
-    # Errors of the disk, and damage that partition.py --verify finds, have the status 1.
-    named(out + err, *(("cannot be read or written", "damaged") if status else [""]))
-    assert status in (0, 1), (status, err)
-    return "refused" if status else "right"
-
-
-def run_fuzz(kind, folder, first, log):
-    """Run the cases of one kind, and append the outcome of each case to a file of JSON lines."""
-    folder, case = Path(folder), Path(folder).parent / f"case_{kind}"
-    jax.config.update("jax_num_cpu_devices", 1)
-    partition.start_jax = lambda cfg: None  # JAX is already running in this process
-    os.fsync = lambda _: None  # waiting for the disk takes most of the time
-    # These functions take most of the processor's time, and get the same arguments each time.
-    decompile = functools.cache(convert.decompile)
-    convert.decompile = lambda charsmap: dict(decompile(charsmap))
-    configs.field_help = functools.cache(configs.field_help)
-    documents = data.python_documents()[:50]
-    data.python_documents = lambda: documents
-    limit = 20 << 30  # bytes of addresses; a larger array is a MemoryError
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    with open(log, "a", buffering=1) as file:
-        for number in range(first, FUZZ[kind]):
-            faulthandler.dump_traceback_later(SECONDS, exit=True)
-            shutil.rmtree(case, ignore_errors=True)
-            case.mkdir()
-            rng = np.random.default_rng([number, *kind.encode()])
-            steps = globals()[f"fuzz_{kind}"](number, case, folder, rng)
-            label, outcome, start = "", "", time.perf_counter()
-            try:
-                label = next(steps)
-                print(json.dumps([number, label, "unfinished", 0]), file=file)
-                next(steps)
-            except StopIteration as error:
-                outcome = error.value
-            except BaseException as error:
-                outcome = f"FAULT {''.join(traceback.format_exception(error)[-4:])}"
-            used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
-            if used > MEGABYTES:
-                outcome = f"FAULT {used} MB, {outcome}"
-            seconds = round(time.perf_counter() - start, 2)
-            print(json.dumps([number, label, outcome, seconds]), file=file)
-            if used > MEGABYTES:
-                os._exit(1)
-    faulthandler.cancel_dump_traceback_later()
-    os._exit(0)
-
-
-def make_fuzz_models(folder, tokenizer):
-    """Write the same toy model in each format, and copies with other weights and shapes."""
-    toy = change(ODD, model=dict(num_layers=1, num_decoder_layers=2))
-    parts = (folder, toy, 0), (folder / "_same", toy, 1), (folder / "_other", SMALL, 2)
-    for parent, cfg, seed in parts:
-        m, state = cfg.model, hf_state(cfg.model, seed)
-        start = parent / "_start"
-        write_hf(start, m, state=state)
-        (start / "spiece.model").write_bytes(tokenizer.serialized)
-        for name, source, to in (
-            ("_run", "_start", "plain"),
-            ("hf", "_run", "hf"),
-            ("t5x", "_run", "t5x"),
-        ):
-            convert.convert(parent / source, parent / name, to, np.dtype(np.float32))
-        for name, kind in (
-            ("sharded", "sharded"),
-            ("flax", "flax_model.msgpack"),
-            ("torch", "pytorch_model.bin"),
-        ):
-            if kind == "pytorch_model.bin" and not importlib.util.find_spec("torch"):
-                continue
-            write_hf(parent / name, m, kind, state)
-            for file in (parent / "hf").glob("*token*"):
-                shutil.copy(file, parent / name)
-        shutil.copytree(parent / "hf", parent / "tokenizer_json")
-        (parent / "tokenizer_json" / "spiece.model").unlink(missing_ok=True)
-        tree = {name: a for name, a in read_t5x(parent / "t5x").items()}
-        tree = flax.traverse_util.unflatten_dict(
-            {name: np.asarray(a) for name, a in tree.items()}, sep="/"
-        )
-        (parent / "orbax").mkdir()
-        write_orbax(parent / "orbax", tree)
-        for file in ("config.gin", "spiece.model"):
-            shutil.copy(parent / "t5x" / file, parent / "orbax")
-
-
-def make_fuzz_data(folder, tokenizer):
-    """Write the same sentences in each format of data, and other sentences."""
-    import pyarrow.parquet
-
-    (folder / "v.model").parent.mkdir(parents=True)
-    (folder / "v.model").write_bytes(tokenizer.serialized)
-    for parent, seed in ((folder, 0), (folder / "_other", 50)):
-        for kind in ("text", "lines", "jsonl", "gz", "parquet"):
-            (parent / kind).mkdir(parents=True)
-        for part in "ab":
-            texts = [f"{line} ä\u20ac" for line in sentences(40, seed + ord(part))]
-            for kind in ("text", "lines"):
-                (parent / kind / f"{part}.txt").write_text("\n".join(texts))
-            rows = [
-                {"text": line, "n": number, "inner": {"x": [1.5, None]}}
-                for number, line in enumerate(texts)
-            ]
-            content = "".join(json.dumps(row) + "\n" for row in rows)
-            (parent / "jsonl" / f"{part}.jsonl").write_text(content)
-            (parent / "gz" / f"{part}.gz").write_bytes(gzip.compress(content.encode()))
-            pyarrow.parquet.write_table(
-                pyarrow.Table.from_pylist(rows),
-                parent / "parquet" / f"{part}.parquet",
-                write_page_checksum=part == "a",
-                row_group_size=16,
-            )
-        texts = sentences(40, seed)
-        rows = [{"inputs": tokenizer.encode(x), "inputs_pretokenized": x} for x in texts]
-        write_seqio_cache(parent / "seqio", "train", rows)
-        write_tfds(parent / "tfds/1.0.0", {"train": texts})
-        (parent / "tfds/1.0.0").rename(parent / "moved")
-        (parent / "tfds").rmdir()
-        (parent / "moved").rename(parent / "tfds")
-    cfg = token_config(folder)
-    dataset = data.prepare(cfg, "train", data.load_tokenizer(cfg.data.vocab))
-    np.save(folder / "batches.npy", [dataset.batch(step).inputs for step in range(3)])
-    join_prefetch()
-    shutil.copytree(folder / "tokens", folder / "_tokens")
-
-
-@slow
-@pytest.mark.parametrize("kind", FUZZ)
-def test_random_damage_is_refused_or_changes_no_answer(
-    kind, trained, tokenizer, tmp_path
-):
-    """Damaged models, damaged data and wrong command lines never give an unreported error."""
-    folder, log = tmp_path / "fuzz", tmp_path / "outcomes.jsonl"
-    if kind != "data":
-        make_fuzz_models(folder / "models", tokenizer)
-        for name in ("plain", "_same/plain", "_other/plain"):
-            shutil.copytree(trained[0], folder / "models" / name)
-    if kind != "models":
-        make_fuzz_data(folder / "data", tokenizer)
-    given, first = folder if kind == "commands" else folder / kind, 0
-    while first < FUZZ[kind]:
-        program = f"import test_all; test_all.run_fuzz({kind!r}, {str(given)!r}, {first}, {str(log)!r})"
-        process = subprocess.run(
-            [sys.executable, "-c", program],
-            env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE)},
-            capture_output=True,
-            cwd=tmp_path,
-            stdin=subprocess.DEVNULL,
-        )
-        lines = [json.loads(line) for line in log.read_text().splitlines()]
-        if lines[-1][2] == "unfinished":
-            error = process.stderr.decode(errors="replace")[-1500:]
-            lines.append([*lines[-1][:2], f"FAULT ended the process: {error}", 0])
-            with log.open("a") as file:
-                print(json.dumps(lines[-1]), file=file)
-        first = lines[-1][0] + 1
-    outcomes = {number: (label, outcome) for number, label, outcome, _ in lines}
-    faults = [pair for pair in outcomes.values() if pair[1].startswith("FAULT")]
-    counts = collections.Counter(
-        (label.split()[0], outcome) for label, outcome in outcomes.values() if outcome
-    )
-    assert not faults, f"{len(faults)} faults, {faults[:3]}"
-    assert len(outcomes) == FUZZ[kind], counts
-    assert sum(n for (_, outcome), n in counts.items() if outcome == "refused") > 30
-    assert sum(n for (_, outcome), n in counts.items() if outcome == "right") > 10
-
-
 # ---- convert -------------------------------------------------------------------------------------
+
 
 # A model in which all dimensions differ, so that a transposed array is noticed.
 ODD = change(
@@ -12674,6 +11190,1527 @@ def main(argv=None):
     if args.list:
         return list_exercises(root)
     return exercise(args.exercise, root / args.exercise)
+
+
+# ---- survival ------------------------------------------------------------------------------------
+# These tests kill and freeze real processes: pytest -m slow.
+
+
+def wait_for_step(process, run_dir, step):
+    """Wait until metrics.jsonl has a line of this step or a later one."""
+    path = run_dir / "metrics.jsonl"
+    for _ in range(24_000):
+        lines = path.read_text().splitlines() if path.exists() else []
+        if any(json.loads(line)["step"] >= step for line in lines[:-1]):
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
+    raise AssertionError(f"no step {step} in two minutes")
+
+
+@slow
+def test_a_killed_and_resumed_run_equals_an_uninterrupted_run(corpus, compiled, tmp_path):
+    """Stop a run by kill -9 and then by SIGTERM. Its files are equal bit for bit."""
+    flags = flags_of(corpus)
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    status, out, err = finish(start(compiled, "--run_dir", whole, *flags))
+    assert status == 0, err
+    said = [
+        out.index(words)
+        for words in (
+            "recipe tiny",
+            "parameters",
+            "devices",
+            "39 raw tokens",
+            "unigram",
+            "held-out loss",
+            "  inputs  ",
+            "truth",
+            "infer.py",
+            "evaluate.py",
+            "train.py",
+        )
+    ]
+    assert said == sorted(said)
+    process = start(compiled, "--run_dir", broken, *flags)
+    wait_for_step(process, broken, 120)
+    process.kill()
+    process.wait()
+    process = start(compiled, "--run_dir", broken, *flags)
+    wait_for_step(process, broken, 240)
+    process.send_signal(signal.SIGTERM)
+    status, out, err = finish(process)
+    assert status == 0 and "resumed" in out and "stopped at step" in out, err
+    status, out, err = finish(start(compiled, "--run_dir", broken))  # without flags
+    assert status == 0 and "resumed" in out and "done" in out, err
+    assert metrics_of(whole) == metrics_of(broken)
+    steps = [line["step"] for line in metrics_of(whole) if "train/loss" in line]
+    assert steps == [*range(20, 401, 20)]
+    one, two = (partition.Checkpoints(folder).path(400) for folder in (whole, broken))
+    (one,), (two,) = one.glob("*.msgpack"), two.glob("*.msgpack")
+    assert one.read_bytes() == two.read_bytes()
+    status, out, _ = finish(start(compiled, "--run_dir", broken))
+    assert status == 0
+    assert out.splitlines()[-1] == (
+        f"{broken} has already reached step 400. To train longer, run: "
+        f"python train.py --run_dir {broken} --train.steps 800"
+    )
+
+
+def spoken(out):
+    """Return the lines of standard output, except those of the library Gloo."""
+    return [line for line in out.splitlines() if "[Gloo]" not in line]
+
+
+def start_patched(compiled, patch, *argv, script="train"):
+    """Start a command whose process first runs `patch`, some lines of Python."""
+    program = (
+        f"import os, signal, sys\nimport configs, data, evaluate, infer, partition, train\n"
+        f"def die(*_):\n    os.kill(os.getpid(), signal.SIGKILL)\n{patch}\n"
+        f"configs.run_command({script}.main)\n"
+    )
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(compiled),
+        "PYTHONPATH": str(HERE),
+    }
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *map(str, argv)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@slow
+def test_several_processes_train_one_run(corpus, compiled, tmp_path):
+    """Any number of processes gives the same run, and resumes the run of another number."""
+    flags, runs = flags_of(corpus, **SHORT), {}
+    for count, devices in ((1, 4), (4, 1)):
+        runs[count] = tmp_path / f"by{count}"
+        results = finish_all(
+            start_all(
+                compiled,
+                count,
+                "--run_dir",
+                runs[count],
+                *flags,
+                "--train.steps",
+                32 if count == 1 else 24,
+                devices=devices,
+            )
+        )
+        assert [status for status, *_ in results] == [0] * count, results
+        assert "done" in results[0][1] and not any(
+            spoken(out) for _, out, _ in results[1:]
+        )
+        assert (
+            len(list(partition.Checkpoints(runs[count]).path(24).glob("*.msgpack")))
+            == count
+        )
+        for a, b in zip(metrics_of(runs[1]), metrics_of(runs[count])):
+            assert {**a} == {
+                name: pytest.approx(value, rel=2e-3) for name, value in b.items()
+            }
+    manifest = partition.Checkpoints(runs[4]).path(24)
+    assert partition.verify(manifest) == [] and not list(runs[4].glob("checkpoints/tmp*"))
+    run_dir = tmp_path / "after2"  # two processes resume the run of four
+    shutil.copytree(runs[4], run_dir)
+    results = finish_all(
+        start_all(compiled, 2, "--run_dir", run_dir, "--train.steps", 32, devices=2)
+    )
+    assert results[0][0] == 0 and "resumed" in results[0][1], results
+    pairs = list(zip(metrics_of(runs[1]), metrics_of(run_dir), strict=True))
+    for a, b in pairs:
+        assert {**a} == {
+            name: pytest.approx(value, rel=2e-3) for name, value in b.items()
+        }
+    lines = [{"inputs": text, "targets": "beta"} for text in sentences(7)]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    for count in (1, 2):
+        results = finish_all(
+            start_all(
+                compiled,
+                count,
+                "--run_dir",
+                runs[4],
+                "--input",
+                tmp_path / "in.jsonl",
+                "--output",
+                tmp_path / f"out{count}.jsonl",
+                "--decode.batch_size",
+                4,
+                script="infer.py",
+            )
+        )
+        assert not any(status for status, *_ in results), results
+    one, two = ((tmp_path / f"out{count}.jsonl").read_text() for count in (1, 2))
+    assert one == two and len(one.splitlines()) == 7
+    results = finish_all(
+        start_all(
+            compiled,
+            2,
+            "--run_dir",
+            runs[4],
+            "--output",
+            tmp_path / "eval",
+            "--mode",
+            "loss",
+            script="evaluate.py",
+        )
+    )
+    assert results[0][0] == 0 and not spoken(results[1][1]), results
+    found = json.loads((tmp_path / "eval/metrics.jsonl").read_text())
+    assert found["training_eval/span_corruption/loss"] == pytest.approx(
+        metrics_of(runs[4])[-1]["training_eval/span_corruption/loss"], rel=1e-3
+    )
+
+
+@slow
+def test_two_processes_with_different_flags_do_not_train(corpus, compiled, tmp_path):
+    """The second process names the flags that differ. No run directory is written."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+    more = {"train.optimizer": "adamw", "train.seed": 3}
+    results = finish_all(
+        [
+            start(
+                compiled,
+                "--run_dir",
+                tmp_path / "run",
+                *flags_of(corpus, **SHORT, **(more if i else {})),
+                f"--distributed.coordinator={coordinator}",
+                "--distributed.processes=2",
+                f"--distributed.process={i}",
+                JAX_NUM_CPU_DEVICES="1",
+            )
+            for i in range(2)
+        ]
+    )
+    assert [status for status, *_ in results] == [2, 2], results
+    assert "--train.optimizer adamw, not adafactor" in results[1][2]
+    assert "--train.seed 3, not 0" in results[1][2]
+    assert not (tmp_path / "run/config.json").exists()
+
+
+@slow
+@pytest.mark.parametrize(
+    "number, victim",
+    [
+        (signal.SIGTERM, 1),
+        (signal.SIGINT, 1),
+        (signal.SIGKILL, 0),
+        (signal.SIGKILL, 1),
+        (signal.SIGSTOP, 0),
+        (signal.SIGSTOP, 1),
+    ],
+)
+def test_one_stopped_process_ends_the_other(corpus, compiled, tmp_path, number, victim):
+    """After SIGTERM, both stop and save at one step. If one is killed or frozen, the other
+    ends with a message.
+    """
+    flags = flags_of(corpus, **{**SHORT, "train.steps": 100_000, "train.eval_every": 0})
+    both = start_all(compiled, 2, "--run_dir", tmp_path / "run", *flags, timeout=10)
+    wait_for_step(both[0], tmp_path / "run", 16)
+    both[victim].send_signal(number)
+    if number in (signal.SIGTERM, signal.SIGINT):
+        (status, out, err), (other, *_) = finish_all(both)
+        assert other == (0 if number == signal.SIGTERM else 130)
+        assert status == 0, err
+        step = int(
+            re.search(r"stopped at step ([\d,]+) on SIGTERM", out)[1].replace(",", "")
+        )
+        assert status == 0 and partition.Checkpoints(tmp_path / "run").steps()[-1] == step
+        return
+    began = time.monotonic()
+    status, _, err = finish(both[1 - victim])
+    both[victim].kill()
+    both[victim].communicate()
+    assert status == 1 and time.monotonic() - began < 60
+    assert "Another process of this run has ended or" in err
+    assert "stack trace" not in err and "Traceback" not in err
+    if (number, victim) != (signal.SIGKILL, 0):
+        return
+    results = finish_all(
+        start_all(
+            compiled,
+            2,
+            "--run_dir",
+            tmp_path / "run",
+            "--train.steps",
+            partition.Checkpoints(tmp_path / "run").steps()[-1] + 8,
+        )
+    )
+    assert [status for status, *_ in results] == [0, 0] and "resumed" in results[0][1]
+
+
+# Patches that kill the process at a certain moment of a save.
+KILLS = {
+    "before": "partition.write_shards = die",
+    "during": """old = partition.write_shards
+def write_pieces(path, pieces):
+    def some():
+        for number, piece in enumerate(pieces):
+            yield piece if number < 5 else die()
+    return old(path, some())
+partition.write_shards = write_pieces""",
+    "before the manifest": "configs.write_checked = die",
+    "before the rename": "from pathlib import Path\nPath.rename = die",
+    "after the rename": """partition.sync_folder, old = (
+    lambda path: die() if path.name == 'checkpoints' else old(path)), partition.sync_folder""",
+}
+
+
+@slow
+def test_a_run_killed_during_a_save_resumes(corpus, compiled, tmp_path):
+    """No checkpoint is damaged, and the resumed run equals an uninterrupted run."""
+    flags, whole = flags_of(corpus, **SHORT), tmp_path / "whole"
+    assert finish(start(compiled, "--run_dir", whole, *flags, "--train.steps=8"))[0] == 0
+    for where in KILLS:
+        shutil.copytree(whole, tmp_path / where)
+    assert finish(start(compiled, "--run_dir", whole, *flags))[0] == 0
+    for where, patch in KILLS.items():
+        broken = tmp_path / where
+        checkpoints = partition.Checkpoints(broken)
+        process = start_patched(compiled, patch, "--run_dir", broken, *flags)
+        assert finish(process)[0] == -signal.SIGKILL, where
+        assert checkpoints.steps() == ([8, 16] if where == "after the rename" else [8]), (
+            where
+        )
+        assert not any(
+            partition.verify(checkpoints.path(step)) for step in checkpoints.steps()
+        )
+        status, out, err = finish(start(compiled, "--run_dir", broken, *flags))
+        assert status == 0 and "resumed" in out, err
+        assert metrics_of(whole) == metrics_of(broken)
+        (one,), (two,) = (
+            partition.Checkpoints(run_dir).path(24).glob("*.msgpack")
+            for run_dir in (whole, broken)
+        )
+        assert one.read_bytes() == two.read_bytes() and not list(
+            checkpoints.folder.glob("tmp*")
+        )
+
+
+@slow
+def test_killed_while_preparing_data_and_while_predicting(corpus, compiled, tmp_path):
+    """Token files and predictions equal those of commands that were not killed."""
+    flags = ["--data.prepared_dir", tmp_path / "prep", *flags_of(corpus, **SHORT)]
+    flags = [flag for flag in flags if not str(flag).startswith("--data.prepared_dir=")]
+    patch = (
+        "import threading\ndata.GROUP_BYTES = 1\nold, marks = configs.write_checked, []\n"
+        "one_at_a_time = threading.Lock()\n"  # two threads tokenize
+        "def write_checked(*args):\n    with one_at_a_time:\n        marks.append(1)\n"
+        # The first checked file is the vocabulary, and the next two belong to shards.
+        "        return old(*args) if len(marks) < 4 else die()\n"
+        "configs.write_checked = write_checked"
+    )
+    one, other = tmp_path / "one", tmp_path / "other"
+    process = start_patched(compiled, patch, "--run_dir", one, *flags)
+    assert finish(process)[0] == -signal.SIGKILL
+    assert (
+        len(list((tmp_path / "prep").glob("*/*.json")))
+        == 2
+        < len(list((tmp_path / "prep").glob("*/*.ids")))
+    )
+    process = start_patched(compiled, "data.GROUP_BYTES = 1", "--run_dir", one, *flags)
+    assert finish(process)[0] == 0
+    shutil.rmtree(tmp_path / "prep")
+    process = start_patched(compiled, "data.GROUP_BYTES = 1", "--run_dir", other, *flags)
+    assert finish(process)[0] == 0
+    assert metrics_of(one) == metrics_of(other)
+    lines = [{"inputs": text} for text in sentences(20)]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    patch = (
+        "old, count = infer.json_line, []\ndef json_line(line):\n    count.append(1)\n"
+        "    return old(line) if len(count) < 12 else die()\ninfer.json_line = json_line"
+    )
+    command = [
+        "--run_dir",
+        one,
+        "--input",
+        tmp_path / "in.jsonl",
+        "--decode.batch_size",
+        2,
+    ]
+    process = start_patched(
+        compiled, patch, *command, "--output", tmp_path / "a.jsonl", script="infer"
+    )
+    assert finish(process)[0] == -signal.SIGKILL and not (tmp_path / "a.jsonl").exists()
+    for name, said in (("a", "resuming after"), ("b", "")):
+        process = start_patched(
+            compiled, "", *command, "--output", tmp_path / f"{name}.jsonl", script="infer"
+        )
+        status, _, err = finish(process)
+        assert status == 0 and said in err
+    assert (tmp_path / "a.jsonl").read_text() == (tmp_path / "b.jsonl").read_text()
+
+
+@slow
+def test_commands_that_prepare_the_same_data_at_once(corpus, compiled, tmp_path):
+    """They write the files that a single command writes."""
+    flags = flags_of(corpus, **SHORT)
+    found = []
+    for count in (1, 3):
+        results = finish_all(
+            [start(compiled, *flags, "--prepare", script="data.py") for _ in range(count)]
+        )
+        assert [status for status, *_ in results] == [0] * count, results
+        folder = tmp_path / "prepared"
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        files = [path for path in files if path.suffix != ".lock"]  # they are empty
+        found.append({str(path): path.read_bytes() for path in files})
+        shutil.rmtree(folder)
+    assert found[0] == found[1] and len(found[0]) > 6
+
+
+@slow
+def test_a_full_disk_stops_a_run_and_keeps_its_checkpoints(corpus, compiled, tmp_path):
+    """A limit on the size of files acts like a full disk. The run then resumes."""
+    flags = flags_of(corpus, **SHORT)
+    assert (
+        finish(start(compiled, "--run_dir", tmp_path, *flags, "--train.steps=8"))[0] == 0
+    )
+    patch = (
+        "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)"
+    )
+    status, _, err = finish(start_patched(compiled, patch, "--run_dir", tmp_path, *flags))
+    assert status == 1 and "could not be written" in err and "Traceback" not in err
+    checkpoints = partition.Checkpoints(tmp_path)
+    assert checkpoints.steps() == [8] and partition.verify(checkpoints.path(8)) == []
+    status, out, _ = finish(start(compiled, "--run_dir", tmp_path, *flags))
+    assert status == 0 and "resumed" in out and checkpoints.steps()[-1] == 24
+
+
+@slow
+@pytest.mark.parametrize(
+    "where, step",
+    [
+        (
+            "old = train.train_step\ndef train_step(*args):\n"
+            # train_step is traced once, so the signal comes while it is compiled.
+            "    os.kill(os.getpid(), signal.SIGTERM)\n    return old(*args)\ntrain.train_step = train_step",
+            0,
+        ),
+        (
+            "old = evaluate.evaluate_loss\ndef teacher_forced(*args):\n"
+            "    os.kill(os.getpid(), signal.SIGTERM)\n    return old(*args)\n"
+            "evaluate.evaluate_loss = teacher_forced",
+            12,
+        ),
+    ],
+    ids=["compile", "evaluation"],
+)
+def test_sigterm_outside_a_step(corpus, compiled, tmp_path, where, step):
+    """SIGTERM ends an evaluation, saves a checkpoint and stops the run. Before the first
+    step, it stops the run at once.
+    """
+    process = start_patched(
+        compiled, where, "--run_dir", tmp_path, *flags_of(corpus, **SHORT)
+    )
+    status, out, err = finish(process)
+    if not step:
+        assert status == 0 and "stopped on SIGTERM before the first" in err, err
+        assert not partition.Checkpoints(tmp_path).steps() and "peak" not in out
+        return
+    assert status == 0 and f"stopped at step {step} on SIGTERM" in out, err
+    assert partition.Checkpoints(tmp_path).steps()[-1] == step
+
+
+@slow
+@pytest.mark.parametrize(
+    "numbers, status, said",
+    [
+        ([signal.SIGINT], 130, "on SIGINT"),
+        ([signal.SIGHUP], 129, "on SIGHUP"),
+        ([signal.SIGTERM, 0.01, signal.SIGTERM], 0, "on SIGTERM"),  # as `timeout` does
+        ([signal.SIGTERM, 1.5, signal.SIGINT], 130, None),
+        ([signal.SIGINT, 1.5, signal.SIGTERM], 143, None),
+    ],
+    ids=str,
+)
+def test_a_signal_saves_a_checkpoint_and_the_second_ends_at_once(
+    corpus, compiled, tmp_path, numbers, status, said
+):
+    """The message names the checkpoint and a command that resumes the run."""
+    flags = flags_of(corpus, **{**SHORT, "train.steps": 100_000, "train.eval_every": 0})
+    # A save in the foreground that takes ten seconds, unless only one signal comes.
+    patch = (
+        "import time\nold = partition.write_checkpoint\ndef write(*args):\n"
+        "    time.sleep(0 if args[3] == 8 else 10)\n    old(*args)\n"
+        "partition.write_checkpoint = write"
+    )
+    process = start_patched(
+        compiled, "" if said else patch, "--run_dir", tmp_path / "run", *flags
+    )
+    wait_for_step(process, tmp_path / "run", 8)
+    for item in numbers:
+        time.sleep(item) if isinstance(item, float) else process.send_signal(item)
+    began = time.monotonic()
+    found, out, err = finish(process)
+    assert found == status and "Traceback" not in err, err
+    steps = partition.Checkpoints(tmp_path / "run").steps()
+    if not said:
+        assert time.monotonic() - began < 5 and "A second signal ended" in err
+        assert "stopped at step" not in out and steps in ([], [8])
+        return
+    step = steps[-1]
+    folder = partition.Checkpoints(tmp_path / "run").path(step)
+    assert f"stopped at step {step:,} {said}. The checkpoint {folder} is saved" in out
+    command = out.splitlines()[-1].partition("same command again: ")[2]
+    assert (
+        command.startswith("python -c --run_dir ") and "--train.steps=100000" in command
+    )
+
+
+@slow
+def test_a_signal_ends_an_evaluation(corpus, compiled, tmp_path):
+    """A long evaluation stops at once. The resumed run makes the evaluation again."""
+    changes = {"train.steps": 12, "train.eval_every": 4, "train.save_every": 100}
+    flags = flags_of(corpus, **{**SHORT, **changes})
+    slow_down = (
+        "import time, evaluate\nold = evaluate.evaluate_loss\n"
+        "def wait(*args):\n    print('evaluating', flush=True)\n    time.sleep(60)\n"
+        "    return old(*args)\nevaluate.evaluate_loss = wait"
+    )
+    process = start_patched(compiled, slow_down, "--run_dir", tmp_path / "run", *flags)
+    for line in process.stdout:
+        if "evaluating" in line:
+            break
+    process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    status, out, err = finish(process)
+    assert status == 0 and time.monotonic() - began < 20, out + err
+    assert partition.Checkpoints(tmp_path / "run").steps() == [4], out + err
+    assert "Traceback" not in err and "stopped at step 4 on SIGTERM" in out, out + err
+    for folder in ("run", "other"):
+        status, _, err = finish(start(compiled, "--run_dir", tmp_path / folder, *flags))
+        assert status == 0, err
+    assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "other")
+
+
+@slow
+def test_a_run_saves_if_its_output_is_no_longer_read(corpus, compiled, tmp_path):
+    """If the reader of a pipe ends, for example tee at Ctrl-C, the run saves and stops."""
+    flags = flags_of(
+        corpus, **{**SHORT, "train.steps": 100_000, "train.save_every": 5000}
+    )
+    process = start_patched(compiled, "", "--run_dir", tmp_path, *flags)
+    wait_for_step(process, tmp_path, 8)
+    process.stdout.close()
+    process.stderr.close()
+    assert process.wait(60) == 129
+    assert 8 < partition.Checkpoints(tmp_path).steps()[-1] < 5000
+
+
+@slow
+def test_ctrl_c_ends_a_busy_command(compiled, tmp_path):
+    """Ctrl-C ends the compiler and the wait for another process within seconds."""
+    patches = {
+        "compiler": "old = train.compile_step\ndef slowly(*args):\n    import time\n"
+        "    print('busy', flush=True)\n    time.sleep(30)\n"
+        "train.compile_step = slowly",
+        "wait": "old = partition.start_jax\ndef waits(cfg):\n"
+        "    print('busy', flush=True)\n    old(cfg)\npartition.start_jax = waits",
+    }
+    flags = {
+        "compiler": ["--config", "small_bench", "--model.num_layers", "1"],
+        "wait": "--distributed.coordinator=127.0.0.1:9 --distributed.processes=2 "
+        "--distributed.process=1".split(),
+    }
+    for name, patch in patches.items():
+        process = start_patched(
+            compiled, patch, "--run_dir", tmp_path / name, *flags[name]
+        )
+        while "busy" not in process.stdout.readline():
+            assert process.poll() is None, process.stderr.read()
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        status, _, err = finish(process)
+        assert status == 130 and time.monotonic() - began < 8, (name, err)
+        assert "interrupted" in err or "stopped on SIGINT" in err, err
+        assert "Traceback" not in err, err
+
+
+@slow
+def test_commands_with_closed_streams_and_an_ascii_locale(trained, tmp_path):
+    """A command works if the shell closed its output, and with LC_ALL=C. The interruption
+    of an import gives no traceback.
+    """
+    run_dir, _ = trained
+    infer_py = f"{sys.executable} {HERE}/infer.py --run_dir {run_dir}"
+    (tmp_path / "ü.txt").write_text("grün\n")
+    for command in (
+        f"{infer_py} alpha >&-",
+        f"{infer_py} alpha >&- 2>&- <&-",
+        f"LC_ALL=C PYTHONUTF8=0 {infer_py} grün",
+        f"LC_ALL=C PYTHONUTF8=0 {infer_py} --input ü.txt --output ö.jsonl",
+    ):
+        found = subprocess.run(
+            ["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert found.returncode == 0 and "Traceback" not in found.stderr, found
+    assert json.loads((tmp_path / "ö.jsonl").read_text())["inputs"] == "grün"
+    process = start(tmp_path, "--run_dir", tmp_path / "run")
+    time.sleep(0.7)
+    process.send_signal(signal.SIGINT)
+    _, out, err = finish(process)
+    assert process.returncode in (-signal.SIGINT, 130) and "Traceback" not in err
+
+
+def test_a_failing_evaluation_loses_no_checkpoint(trained, tmp_path, monkeypatch):
+    """The checkpoint comes before the evaluation, and a resumed run evaluates again."""
+    shutil.copytree(trained[0], tmp_path / "run")
+    monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
+    monkeypatch.setattr(partition, "start_jax", lambda cfg: None)
+    command = ["--run_dir", str(tmp_path / "run"), "--train.steps", "9"]
+    with monkeypatch.context() as patch:
+
+        def fail(*args):
+            raise ZeroDivisionError("a metric")
+
+        patch.setattr(evaluate, "evaluate_loss", fail)
+        with pytest.raises(ZeroDivisionError):
+            train.main(command)
+    checkpoints = partition.Checkpoints(tmp_path / "run")
+    assert checkpoints.steps() == [3, 6, 9] and not partition.verify(checkpoints.path(9))
+
+    def evaluations():
+        return [
+            line["step"]
+            for line in metrics_of(tmp_path / "run")
+            if "training_eval/span_corruption/loss" in line
+        ]
+
+    assert evaluations() == [3, 6]
+    for _ in range(2):
+        assert train.main(command) == 0
+        assert evaluations() == [3, 6, 9]
+
+
+def test_a_full_disk_names_the_folder_of_tensorboard(monkeypatch, tmp_path):
+    """The events are written in the main thread, so an error ends the run."""
+
+    class Writer:
+        def __init__(self, path):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(train, "EventsWriter", Writer)
+    (tmp_path / ".lock").touch()
+    for name in ("Event", "SessionLog", "summary"):
+        monkeypatch.setattr(train, name, None, raising=False)
+    with pytest.raises(OSError) as error:
+        train.MetricsFile(tmp_path / "metrics.jsonl", 0).write(1, train={"loss": 1.0})
+    assert error.value.filename == str(tmp_path / "tensorboard" / "train")
+
+
+@slow
+def test_a_loss_that_is_not_finite_stops_the_run(corpus, compiled, tmp_path):
+    """After three skipped updates, the message names their steps and rows."""
+    patch = (
+        "old = train.learning_rate\ntrain.learning_rate = lambda step, cfg: "
+        "old(step, cfg) * train.jnp.where(step == 9, 1e38, 1.0) * 1e38 ** (step == 9)"
+    )
+    status, _, err = finish(
+        start_patched(
+            compiled,
+            patch,
+            "--run_dir",
+            tmp_path,
+            *flags_of(corpus, **{**SHORT, "train.log_every": 1}),
+        )
+    )
+    assert status == 1 and re.search(r"steps 11 to 13 \(rows 80 to 103", err), err
+    assert partition.Checkpoints(tmp_path).steps() == [8]
+
+
+# ---- fuzz: damaged models, damaged data and wrong command lines ----------------------------------
+# A process of its own runs the cases of one kind, and the test restarts it after a case that
+# ended the process. Each case ends in a refusal or in the answer of an independent reading.
+
+
+def read_tfrecord(path, shapes):
+    """Return the examples of a tfrecord file, and whether none of them is damaged."""
+    from tensorflow_datasets.proto import tf_example_generated_pb2
+
+    content, examples = path.read_bytes(), []
+    complete, at = len(content) > 0, 0
+    while at < len(content):
+        size = content[at : at + 8]
+        raw = content[at + 12 :][: int.from_bytes(size, "little")]
+        at += 16 + len(raw)
+        if content[at - 4 : at] != masked_crc(raw):
+            complete = False
+            continue
+        example = {}
+        parsed = tf_example_generated_pb2.Example.FromString(raw)
+        for key, feature in parsed.features.feature.items():
+            kind = feature.WhichOneof("kind")
+            values = list(getattr(feature, kind).value)
+            if kind == "bytes_list":
+                values = [value.decode() for value in values]
+            if shapes.get(key, {}).get("shape") == []:
+                complete &= len(values) == 1
+                values = values[0]
+            example[key] = values
+        examples.append(example)
+    return examples, complete
+
+
+OTHER_JSON = b"[]", b"{}", b"null", b"5", b'"x"', b'{"a": ' * 3000, b'[[[{"name": 1}]]]'
+
+
+def damages(path, count, rng):
+    """Yield damaged contents of a file: flipped bits, truncation, other JSON values."""
+    content = path.read_bytes()
+    last = len(content)
+    if path.suffix == ".safetensors":  # only the header can be checked
+        last = 8 + int.from_bytes(content[:8], "little")
+    for position in rng.integers(0, last, count).tolist():
+        flipped = content[position] ^ 1 << int(rng.integers(8))
+        yield content[:position] + bytes([flipped]) + content[position + 1 :]
+    for fraction in (0, 0.3, 0.7):
+        yield content[: int(len(content) * fraction)]
+    yield content[:-1]
+    if path.suffix in (".json", ".jsonl"):
+        yield from OTHER_JSON
+
+
+@pytest.mark.parametrize("to, flips", [("hf", 5), ("t5x", 4), ("plain", 6)])
+def test_damaged_weights_are_refused_or_read_exactly(trained, tmp_path, to, flips):
+    """A damaged file is refused by name, or it is read without any difference."""
+    convert.convert(trained[0], tmp_path / "model", to, np.dtype(np.float32))
+    expected, rng = all_arrays(tmp_path / "model"), np.random.default_rng(0)
+    files = [path for path in sorted((tmp_path / "model").rglob("*")) if path.is_file()]
+    kinds = list({path.suffix or path.name[:9]: path for path in files}.values())
+    refused = 0
+    for path in {*kinds, *[path for path in files if path.suffix == ".json"]}:
+        original = path.read_bytes()
+        for content in damages(path, flips, rng):
+            path.write_bytes(content)
+            try:
+                found = all_arrays(tmp_path / "model")
+            except (configs.UserError, OSError) as error:
+                assert path.name[:10] in str(error) or str(tmp_path / "model") in str(
+                    error
+                )
+                refused += 1
+                continue
+            if to != "t5x":  # The arrays of T5X have no checksum.
+                assert found.keys() == expected.keys(), path
+                assert all(
+                    np.array_equal(found[key], expected[key]) for key in expected
+                ), path
+        path.write_bytes(original)
+    assert refused > 15
+
+
+def test_damaged_run_files_are_refused_or_read_exactly(trained, tmp_path):
+    """A damaged config.json, checkpoint or metrics.jsonl is refused or read exactly."""
+    shutil.copytree(trained[0], tmp_path / "run")
+    rng, mesh = (
+        np.random.default_rng(1),
+        partition.set_mesh(configs.load_run(trained[0]), jax.devices()[:1]),
+    )
+    with jax.set_mesh(mesh):
+        cfg = configs.load_run(tmp_path / "run")
+        steps = {
+            step: jax.tree.leaves(infer.load_params(cfg, tmp_path / "run", step)[1])
+            for step in partition.Checkpoints(tmp_path / "run").steps()
+        }
+        latest, refused = max(steps), 0
+        folder = partition.Checkpoints(tmp_path / "run").path(latest)
+        for path in [
+            tmp_path / "run/config.json",
+            tmp_path / "run/metrics.jsonl",
+            folder / "manifest.json",
+            *sorted(folder.glob("*.msgpack"))[:1],
+        ]:
+            original = path.read_bytes()
+            for content in damages(path, 12, rng):
+                path.write_bytes(content)
+                try:
+                    partition.read_metrics_file(tmp_path / "run/metrics.jsonl")
+                    configs.load_run(tmp_path / "run")
+                    step, params = infer.load_params(cfg, tmp_path / "run")
+                except configs.UserError as error:
+                    assert path.name in str(error)
+                    refused += 1
+                    continue
+                assert all(
+                    np.array_equal(a, b)
+                    for a, b in zip(jax.tree.leaves(params), steps[step])
+                ), path
+            path.write_bytes(original)
+        assert refused > 15 and len(steps) > 1
+
+
+def test_random_command_lines_never_end_in_a_traceback(capsys, monkeypatch):
+    """300 random command lines end with status 0, or with status 2 and one sentence."""
+    rng = np.random.default_rng(2)
+    names = [name for name, *_ in configs.fields(Config(""))]
+    values = [
+        "0",
+        "-1",
+        "1",
+        "2",
+        "64",
+        "1e9",
+        "1000000000",
+        "2147483648",
+        "1e400",
+        "nan",
+        "inf",
+        "none",
+        "true",
+        "x",
+        "",
+        "-",
+        "ü\x1b",
+        "0.1",
+        "[]",
+        "../..",
+        "a" * 300,
+    ]
+    ended = collections.Counter()
+    for _ in range(300):
+        flags = [
+            part
+            for name in rng.choice(names, rng.integers(1, 4))
+            for part in (
+                f"--{name}" if rng.random() < 0.9 else f"--{name[:-1]}",
+                str(rng.choice(values)),
+            )
+        ]
+        status, out, err = run(model, capsys, monkeypatch, "--config", "tiny", *flags)
+        assert status in (0, 2) and "Traceback" not in err and "\x1b" not in err, flags
+        assert (
+            status == 0 or err.startswith("model.py: ") and len(err.splitlines()) == 1
+        ), flags
+        ended[status] += 1
+    assert ended[0] > 20 and ended[2] > 100
+
+
+FUZZ = {"models": 300, "data": 300, "commands": 100}  # how many cases each kind has
+SECONDS, MEGABYTES = 20, 2000  # the limits of a case
+OTHER_VALUES = (
+    *(None, True, False, 0, -1, 1, 7, 10**9, -(10**18), 10**30, 0.5, -0.1, 1e300),
+    *(math.nan, math.inf, "", "x", "5", "../x", "\0", [], [1], [-1, 10**9], {}, {"a": 1}),
+)
+
+
+def change_value(value, rng):
+    """Return a JSON text of `value` with a random change: another, missing or double value."""
+    places = []
+
+    def collect(inner):
+        for key in inner if isinstance(inner, dict) else range(len(inner)):
+            places.append((inner, key))
+            if isinstance(inner[key], dict | list):
+                collect(inner[key])
+
+    collect(value)
+    inner, key = places[rng.integers(len(places))]
+    other = OTHER_VALUES[rng.integers(len(OTHER_VALUES))]
+    how = rng.integers(6)
+    if how == 0:
+        del inner[key]
+    elif how == 1 and isinstance(inner, dict):
+        inner["duplicate of a key"] = other
+        text = json.dumps(value)
+        return text.replace('"duplicate of a key"', json.dumps(key))
+    elif how == 2 and type(inner[key]) in (int, float):
+        inner[key] += int(rng.choice([-1, 1, 1000]))
+    else:
+        inner[key] = other
+    return json.dumps(value)
+
+
+def damage_folder(folder, others, rng):
+    """Damage one file of a folder. Return the path of the file and the name of the damage.
+
+    others: folders with files of other models or sources, which may replace the file.
+    """
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    # Choose a kind of file first, because a folder may have a hundred files with arrays.
+    groups = collections.defaultdict(list)
+    for path in files:
+        # The names of Orbax's data files are digests.
+        name = "digest" if len(path.name) > 25 else path.name
+        groups[path.suffix or name].append(path)
+    group = groups[rng.choice(sorted(groups))]
+    path = group[rng.integers(len(group))]
+    content = path.read_bytes()
+    kinds = ["flip"] * 3 + "other append empty rename remove swap".split()
+    is_json = content.startswith((b"{", b"["))
+    if is_json or path.suffix == ".safetensors":
+        kinds += ["value"] * 8
+    if path.suffix == ".gin":
+        kinds += ["line"] * 8
+    damage = str(rng.choice(kinds))
+    if damage == "flip":
+        changed = bytearray(content)
+        # Most files begin or end with their description, so damage it more often.
+        low, high = [(0, 200), (-200, 0), (0, len(content))][rng.integers(3)]
+        for _ in range(rng.integers(1, 4) if content else 0):
+            changed[rng.integers(low, high or len(content)) % len(content)] ^= (
+                1 << rng.integers(8)
+            )
+        content = bytes(changed)
+    elif damage == "other":
+        found = list(damages(path, 3, rng)) if content else [b"other"]
+        content = found[rng.integers(len(found))]
+    elif damage == "append":
+        content += [rng.bytes(50), b"\0", content[:100], b"\n{}"][rng.integers(4)]
+    elif damage == "empty":
+        content = b""
+    elif damage == "value" and is_json:
+        try:
+            content = change_value(json.loads(content), rng).encode()
+        except ValueError:  # a file of JSON lines
+            lines = content.splitlines()
+            number = rng.integers(len(lines))
+            lines[number] = change_value(json.loads(lines[number]), rng).encode()
+            content = b"\n".join(lines)
+    elif damage == "value":
+        size = 8 + int.from_bytes(content[:8], "little")
+        header = change_value(json.loads(content[8:size]), rng).encode()
+        content = len(header).to_bytes(8, "little") + header + content[size:]
+    elif damage == "line":
+        lines = content.decode().splitlines()
+        place = rng.integers(len(lines))
+        other = OTHER_VALUES[rng.integers(len(OTHER_VALUES))]
+        line = f"{lines[place].split(' = ')[0]} = {other!r}"
+        lines[place : place + rng.integers(2)] = [line][: rng.integers(3)]
+        content = "\n".join(lines).encode()
+    elif damage == "swap":
+        found = [x for other in others for x in sorted(other.rglob(path.name))]
+        content = found[rng.integers(len(found))].read_bytes() if found else b"other"
+    if damage == "rename":
+        names = [file.name for file in files] + "pytorch_model.bin x x.gz a.json".split()
+        path.rename(path.with_name(str(rng.choice(names))))
+    elif damage == "remove":
+        path.unlink()
+    else:
+        path.write_bytes(content)
+    return path, damage
+
+
+# Plain T5's fields, and the name and the default that transformers gives to them.
+DEFAULTS_OF_HF = {
+    "dropout": ("dropout_rate", 0.1),
+    "relative_max_distance": ("relative_attention_max_distance", 128),
+    "activation": ("feed_forward_proj", "relu"),
+}
+
+
+def decode_model(folder):
+    """Read a model with the libraries of its format. Return (form, {name: array}, fields).
+
+    fields: the values of ModelConfig that the configuration states.
+    """
+    fields, arrays = {}, {}
+    if (folder / "checkpoint").is_file() or (folder / "_METADATA").is_file():
+        text = (
+            (folder / "config.gin").read_text()
+            if (folder / "config.gin").exists()
+            else ""
+        )
+        stated = dict(re.findall(r"^\w+\.\w+\.(\w+) = (.*)$", text, re.M))
+        for name, own in (
+            ("dropout_rate", "dropout"),
+            ("max_distance", "relative_max_distance"),
+            *convert.GIN_FIELDS.items(),
+        ):
+            if name in stated:
+                fields[own] = ast.literal_eval(stated[name])
+        if "mlp_activations" in stated:
+            first, *gate = ast.literal_eval(stated["mlp_activations"])
+            fields["activation"] = f"gated_{first}" if gate else first
+    if (folder / "_METADATA").is_file():
+        import tensorstore
+
+        store = {"driver": "ocdbt", "base": f"file://{folder}/"}
+        tree = json.loads((folder / "_METADATA").read_text())["tree_metadata"].values()
+        for entry in tree:
+            keys = [part["key"] for part in entry["key_metadata"]]
+            spec = {"driver": "zarr", "kvstore": {**store, "path": ".".join(keys) + "/"}}
+            spec["fill_missing_data_reads"] = False
+            opened = tensorstore.open(spec).result()
+            assert math.prod(opened.shape) < 10**7, "a huge shape"
+            arrays["/".join(keys)] = opened.read().result()
+        return convert.T5X, arrays, fields
+    if (folder / "checkpoint").is_file():
+        tree = flax.serialization.msgpack_restore((folder / "checkpoint").read_bytes())
+        leaves = flax.traverse_util.flatten_dict(
+            tree["optimizer"], is_leaf=lambda _, x: "driver" in x, sep="/"
+        )
+        for name, leaf in leaves.items():
+            if isinstance(leaf, dict):  # one file holds all values, without compression
+                path = folder / leaf["kvstore"]["path"]
+                about = json.loads((path / ".zarray").read_text())
+                values = (path / ".".join("0" * len(about["shape"]))).read_bytes()
+                leaf = np.frombuffer(values, about["dtype"]).reshape(about["shape"])
+            arrays[name] = np.asarray(leaf)
+        return convert.T5X, arrays, fields
+    config = json.loads((folder / "config.json").read_text())
+    for own, (name, default) in DEFAULTS_OF_HF.items():
+        fields[own] = config.get(name, default)
+    fields["activation"] = fields["activation"].replace("-", "_")
+    for name, own in convert.HF_FIELDS.items():
+        if config.get(name) is not None:
+            fields[own] = config[name]
+    for name, read in (
+        ("model*.safetensors", safetensors.numpy.load_file),
+        ("part*.safetensors", safetensors.numpy.load_file),
+        ("flax_model.msgpack", flax_arrays),
+        ("pytorch_model.bin", torch_arrays),
+    ):
+        for path in folder.glob(name) if not arrays or "*" in name else ():
+            arrays |= read(path)
+    return convert.HF, arrays, fields
+
+
+def flax_arrays(path):
+    tree = flax.serialization.msgpack_restore(path.read_bytes())
+    leaves = flax.traverse_util.flatten_dict(tree, sep=".").items()
+    return {
+        f"{name.rpartition('.')[0]}.weight": array.T if name.endswith("kernel") else array
+        for name, array in leaves
+    }
+
+
+def torch_arrays(path):
+    import torch
+
+    found = torch.load(path, "cpu", weights_only=True)
+    return {name: array.float().numpy() for name, array in found.items()}
+
+
+def ids_of(folder, texts):
+    """Return the ids of texts as another library reads the vocabulary, or None without one."""
+    import sentencepiece
+
+    if (folder / "spiece.model").is_file():
+        read = sentencepiece.SentencePieceProcessor()
+        read.LoadFromSerializedProto((folder / "spiece.model").read_bytes())
+        return [read.encode(text) for text in texts]
+    if (folder / "tokenizer.json").is_file() and importlib.util.find_spec("tokenizers"):
+        import tokenizers
+
+        read = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        return [read.encode(text, add_special_tokens=False).ids for text in texts]
+    return None
+
+
+def command(module, *argv):
+    """Run a command in this process. Return (status, standard output, standard error)."""
+    out, err = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.StringIO()
+    sys.argv = [f"{module.__name__}.py", *map(str, argv)]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            configs.run_command(module.main)
+        except SystemExit as error:
+            status = error.code or 0
+    out.flush()
+    return status, out.buffer.getvalue().decode(), err.getvalue()
+
+
+def named(message, *words):
+    """Assert that the message of a refusal is one sentence that contains one of the words."""
+    assert any(str(word) in message for word in words), message
+    assert "Traceback" not in message, message
+
+
+def fuzz_models(number, case, folder, rng):
+    """Damage a model and convert it. The result equals what other libraries read."""
+    names = sorted(
+        path.name for path in folder.iterdir() if not path.name.startswith("_")
+    )
+    name = names[number % len(names)]
+    shutil.copytree(folder / name, case / name)
+    source, written = case / name, case / "written"
+    others = [folder / "_same" / name, folder / "_other" / name]
+    path, damage = damage_folder(source, others, rng)
+    label = f"{name} {path.relative_to(source)} {damage}"
+    yield label
+    status, _, err = command(convert, source, written, "--allow_pickle")
+    if status:
+        assert status in (1, 2), err
+        named(err, source, path.name)
+        assert status == 2, err
+        return "refused"
+    found = convert.open_any(written)
+    if name == "plain":  # checksums protect the arrays
+        undamaged = convert.open_any(folder / name, found.step)
+        assert all(
+            np.array_equal(tensor.read(), undamaged.arrays[key].read())
+            for key, tensor in found.arrays.items()
+        )
+        stated = json.loads((source / "config.json").read_text())
+        for section in ("model", "data", "decode"):
+            for key, value in stated.get(section, {}).items():
+                own = getattr(getattr(found.cfg, section), key, value)
+                assert own == value, (key, own, value)
+        return "right" if found.step == 6 else "older step"
+    form, arrays, fields = decode_model(source)
+    m = found.cfg.model
+    for key, value in fields.items():
+        assert getattr(m, key) == value, (key, getattr(m, key), value)
+    for key in ("dropout", "relative_max_distance", "activation"):
+        assert key in fields or f"{key} {getattr(m, key)}" in err, (key, err)
+    for entry in convert.parameter_entries(m, form):
+        expected = arrays.pop(entry.external_name)
+        own = found.arrays[entry.name, entry.layer].read()
+        expected = np.float32(expected.T if entry.transposed else expected)
+        if entry.name == "params/unembed" and "Versions 4 and 5" in err:
+            expected = expected * (
+                1 if np.array_equal(own, expected) else m.d_model**-0.5
+            )
+        assert np.allclose(own, expected, 1e-6, 0, equal_nan=True), entry
+        assert np.isfinite(expected).all() or "infinite or NaN" in err
+    arrays = {key for key in arrays if not key.startswith("state/")}
+    assert not arrays - {"encoder.embed_tokens.weight", "decoder.embed_tokens.weight"}
+    texts = [*sentences(20), " a  b ", "Ä ß ﬁ 5 x"]
+    expected = ids_of(source, texts)
+    if expected is None or not (written / "spiece.model").exists():
+        assert not (written / "spiece.model").exists() and "has no vocabulary" in err
+    else:
+        tokenizer = data.load_tokenizer(written / "spiece.model")
+        assert [tokenizer.encode(text) for text in texts] == expected
+    return "right"
+
+
+def lines_of(path):
+    """Return the lines of a text file and whether all of it could be read, with zlib alone."""
+    content, complete = path.read_bytes(), True
+    if path.suffix == ".gz" or content.startswith(b"\x1f\x8b"):
+        try:
+            content = gzip.decompress(content)
+        except Exception:
+            content, complete = b"", False
+    *lines, last = content.split(b"\n")
+    lines = [line + b"\n" for line in lines] + [last]
+    found = []
+    for line in lines:
+        try:
+            found.append(line.decode())
+        except UnicodeDecodeError:
+            complete = False
+    return found, complete
+
+
+def read_independently(kind, folder, undamaged):
+    """Return the valid examples of a data folder, and whether the other ones are none."""
+    paths = sorted(path for path in folder.glob(FUZZ_SOURCES[kind][1]) if path.is_file())
+    examples, complete = [], True
+    if kind == "tfds":
+        from array_record.python import array_record_module
+        from tensorflow_datasets.proto import tf_example_generated_pb2
+
+        try:
+            reader = array_record_module.ArrayRecordReader(str(paths[0]))
+            for record in reader.read_all():
+                found = tf_example_generated_pb2.Example.FromString(record).features
+                (text,) = found.feature["text"].bytes_list.value
+                examples.append({"text": text.decode()})
+        except Exception:
+            examples, complete = undamaged, False
+        (split,) = json.loads((folder / "dataset_info.json").read_text())["splits"]
+        return examples[: sum(map(int, split["shardLengths"] or ()))], complete
+    if kind == "seqio":
+        features = json.loads((folder / "info.train.json").read_text())["features"]
+    for path in paths:
+        if kind == "parquet":
+            import pyarrow.parquet
+
+            try:
+                examples += pyarrow.parquet.read_table(path).to_pylist()
+            except Exception:
+                complete = False
+            continue
+        if kind == "seqio":
+            found, valid = read_tfrecord(path, features)
+            examples, complete = examples + found, complete and valid
+            continue
+        lines, valid = lines_of(path)
+        complete &= valid
+        if kind == "text":
+            lines = ["".join(lines)]
+        for line in lines:
+            if line.strip() and kind in ("text", "lines"):
+                examples.append({"text": line})
+            elif line.strip():
+                try:
+                    value = json.loads(line)
+                    assert isinstance(value, dict)
+                    examples.append(value)
+                except (ValueError, AssertionError, RecursionError):
+                    complete = False
+    return examples, complete
+
+
+# Kinds of data: the source, and the files that it reads.
+FUZZ_SOURCES = {
+    "text": ("text:{0}/*.txt", "*.txt"),
+    "lines": ("text:{0}/*.txt:lines", "*.txt"),
+    "jsonl": ("jsonl:{0}/*.jsonl", "*.jsonl"),
+    "gz": ("jsonl:{0}/*.gz", "*.gz"),
+    "parquet": ("parquet:{0}/*.parquet", "*.parquet"),
+    "seqio": ("seqio:{0}", "train.tfrecord-*-of-*"),
+    "tfds": ("tfds:{0}", "*array_record*"),
+    "tokens": ("text:{0}/../text/*.txt:lines", "*"),
+}
+
+
+def read_examples(source, on_error="stop"):
+    """Return (all examples of a source, how many were skipped)."""
+    bad = data.InvalidExamples(on_error)
+    parts = data.open_source(source, "train", SMALL, whole=True)
+    return [example for part in parts for _, example in part.read(bad)], bad.count
+
+
+def token_config(folder):
+    """Return a Config whose token files are in the folder `tokens`."""
+    return change(
+        data=dict(
+            source=f"text:{folder}/text/*.txt:lines",
+            vocab=str(folder / "v.model"),
+            inputs_length=32,
+            targets_length=8,
+            prepared_dir=str(folder / "tokens"),
+        )
+    )
+
+
+def fuzz_data(number, case, folder, rng):
+    """Damage a file of a source and read it. The examples are those of another reader."""
+    kind = list(FUZZ_SOURCES)[number % len(FUZZ_SOURCES)]
+    on_error = str(rng.choice(["stop", "skip"]))
+    source = FUZZ_SOURCES[kind][0]
+    if kind == "tokens":
+        # The name of the folder with the token files depends on the path of the text.
+        damaged = folder / "tokens"
+        shutil.rmtree(damaged)
+        shutil.copytree(folder / "_tokens", damaged)
+        others = [folder / "text"]
+    else:
+        damaged = case / kind
+        shutil.copytree(folder / kind, damaged)
+        others = [folder / "_other" / kind, folder / "text", folder / "parquet"]
+    path, damage = damage_folder(damaged, others, rng)
+    yield f"{kind} {path.relative_to(damaged)} {damage} {on_error}"
+    if kind == "tokens":
+        cfg = token_config(folder)
+        dataset = data.prepare(cfg, "train", data.load_tokenizer(cfg.data.vocab))
+        batches = [dataset.batch(step) for step in range(3)]
+        join_prefetch()
+        expected = np.load(folder / "batches.npy")
+        assert np.array_equal([batch.inputs for batch in batches], expected)
+        return "right"
+    try:
+        undamaged = read_examples(source.format(folder / kind))[0]
+        notes = io.StringIO()
+        with contextlib.redirect_stderr(notes):
+            found, skipped = read_examples(source.format(damaged), on_error)
+    except configs.UserError as error:
+        named(str(error), damaged, path.name)
+        return "refused"
+    expected, complete = read_independently(kind, damaged, undamaged)
+    if skipped:
+        if complete:
+            assert kind in ("seqio", "tfds", "parquet"), "intact lines were skipped"
+        if kind in ("seqio", "tfds", "parquet"):
+            assert all(same(one, expected if complete else undamaged) for one in found)
+        elif kind != "gz":
+            same_lists(found, expected)
+        return "skipped"
+    complete |= f"{path} is empty" in notes.getvalue()
+    assert complete, "an incomplete file is read without a message"
+    same_lists(found, expected)
+    return "right"
+
+
+def as_text(example):
+    return json.dumps(example, sort_keys=True, default=lambda a: np.asarray(a).tolist())
+
+
+def same(example, examples):
+    return as_text(example) in set(map(as_text, examples))
+
+
+def same_lists(found, expected):
+    assert list(map(as_text, found)) == list(map(as_text, expected)), "other examples"
+
+
+VALUES = (
+    *("0", "-1", "1", "2", "64", "1e9", "2147483648", "1e400", "nan", "none", "true"),
+    *(
+        "x",
+        "",
+        "-",
+        "ü\x1b",
+        "0.1",
+        "../..",
+        "a" * 300,
+        "/dev/null",
+        "\udcff",
+        "--",
+        "{}",
+    ),
+)
+# Flags of these commands that change no answer.
+HARMLESS = ("--decode.batch_size", "1"), ("--data.on_error", "skip")
+HARMLESS_BY_COMMAND = {
+    infer: HARMLESS,
+    evaluate: HARMLESS,
+    train: (("--train.log_every", "1"), ("--train.keep", "1"), HARMLESS[1]),
+    data: HARMLESS[1:],
+    convert: (("--step", "latest"), ("--dtype", "float32")),
+}
+
+
+def run_changed(script, words, case, changes):
+    """Run a command in an empty folder after some changes of its words."""
+    shutil.rmtree(case)
+    case.mkdir()
+    lines = '{"inputs": "alpha <extra_id_0>", "targets": "beta"}\n' * 3
+    (case / "in.jsonl").write_text(lines)
+    os.chdir(case)
+    return command(script, *words, *changes)
+
+
+def fuzz_commands(number, case, folder, rng):
+    """Change a command line at random. It is refused, or it does what it says."""
+    run_dir, out = folder / "models/plain", case / "out.jsonl"
+    toy = [f"--data.source=text:{folder}/data/text/*.txt:lines", "--config", "tiny"]
+    toy += [f"--data.vocab={folder}/data/v.model", "--data.inputs_length=32"]
+    small = ["--data.targets_length=8", "--model.vocab_size=256", "--train.batch_size=8"]
+    small += ["--train.steps=2", "--model.d_model=32", "--train.eval_every=0"]
+    step = run_dir / "checkpoints/step_00000006"
+    commands = [
+        (infer, ["--run_dir", run_dir, "alpha <extra_id_0>"]),
+        (infer, ["--run_dir", run_dir, "--input", case / "in.jsonl", "--output", out]),
+        (evaluate, ["--run_dir", run_dir, "--output", case / "eval"]),
+        (convert, [folder / "models/hf", case / "new"]),
+        (convert, [run_dir, case / "new", "--to", "hf"]),
+        (data, [*toy, "--data.targets_length=8", "--show", "1"]),
+        (data, [*toy, "--data.targets_length=8", "--prepare"]),
+        (partition, ["--verify", step]),
+        (train, ["--run_dir", case / "run", *toy, *small]),
+        (model, ["--config", "tiny"]),
+        (configs, ["tiny"]),
+    ]
+    script, words = commands[number % len(commands)]
+    words = list(map(str, words))
+    harmless = HARMLESS_BY_COMMAND.get(script, ())
+    if harmless and rng.random() < 0.3:
+        changes = [
+            word for pair in rng.permutation(harmless)[:2].tolist() for word in pair
+        ]
+        yield f"{script.__name__} with {changes}"
+        expected, found = (run_changed(script, words, case, c) for c in ([], changes))
+        assert found[0] == 0, found
+        # Times and speeds differ.
+        one, two = (re.sub(r"[\d.,]+", "", result[1]) for result in (expected, found))
+        if script in (infer, evaluate, convert):
+            numbers = [
+                re.findall(r"loss +(\S+)", result[1]) for result in (expected, found)
+            ]
+            assert one == two and numbers[0] == numbers[1]
+        return "right"
+    names = [f"--{name}" for name, *_ in configs.fields(Config(""))]
+    flags = re.findall(r"^        (\w+)=dict\(", Path(script.__file__).read_text(), re.M)
+    names += [f"--{name}" for name in flags if name != "plan"] * 10
+    for _ in range(rng.integers(1, 3)):
+        place, value = rng.integers(len(words)), str(rng.choice(VALUES))
+        name = str(rng.choice(names))
+        how = rng.integers(10)
+        if how == 0 and len(words) > 1:
+            del words[place]
+        elif how == 1:
+            words[place] = value
+        elif how == 2:
+            words[place] = words[place][:-1]
+        elif how == 3:
+            words.insert(place, words[place])
+        elif how == 4:
+            words += [name[:-1], value]
+        else:
+            words += [name, value]
+    yield f"{script.__name__} {shlex.join(words)!a}"
+    status, out, err = run_changed(script, words, case, [])
+    assert "Traceback" not in err and "\x1b" not in err
+    if status == 2:
+        assert err.splitlines()[-1].startswith(f"{script.__name__}.py: "), err
+        return "refused"
+    # Errors of the disk, and damage that partition.py --verify finds, have the status 1.
+    named(out + err, *(("cannot be read or written", "damaged") if status else [""]))
+    assert status in (0, 1), (status, err)
+    return "refused" if status else "right"
+
+
+def run_fuzz(kind, folder, first, log):
+    """Run the cases of one kind, and append the outcome of each case to a file of JSON lines."""
+    folder, case = Path(folder), Path(folder).parent / f"case_{kind}"
+    jax.config.update("jax_num_cpu_devices", 1)
+    partition.start_jax = lambda cfg: None  # JAX is already running in this process
+    os.fsync = lambda _: None  # waiting for the disk takes most of the time
+    # These functions take most of the processor's time, and get the same arguments each time.
+    decompile = functools.cache(convert.decompile)
+    convert.decompile = lambda charsmap: dict(decompile(charsmap))
+    configs.field_help = functools.cache(configs.field_help)
+    documents = data.python_documents()[:50]
+    data.python_documents = lambda: documents
+    limit = 20 << 30  # bytes of addresses; a larger array is a MemoryError
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    with open(log, "a", buffering=1) as file:
+        for number in range(first, FUZZ[kind]):
+            faulthandler.dump_traceback_later(SECONDS, exit=True)
+            shutil.rmtree(case, ignore_errors=True)
+            case.mkdir()
+            rng = np.random.default_rng([number, *kind.encode()])
+            steps = globals()[f"fuzz_{kind}"](number, case, folder, rng)
+            label, outcome, start = "", "", time.perf_counter()
+            try:
+                label = next(steps)
+                print(json.dumps([number, label, "unfinished", 0]), file=file)
+                next(steps)
+            except StopIteration as error:
+                outcome = error.value
+            except BaseException as error:
+                outcome = f"FAULT {''.join(traceback.format_exception(error)[-4:])}"
+            used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+            if used > MEGABYTES:
+                outcome = f"FAULT {used} MB, {outcome}"
+            seconds = round(time.perf_counter() - start, 2)
+            print(json.dumps([number, label, outcome, seconds]), file=file)
+            if used > MEGABYTES:
+                os._exit(1)
+    faulthandler.cancel_dump_traceback_later()
+    os._exit(0)
+
+
+def make_fuzz_models(folder, tokenizer):
+    """Write the same toy model in each format, and copies with other weights and shapes."""
+    toy = change(ODD, model=dict(num_layers=1, num_decoder_layers=2))
+    parts = (folder, toy, 0), (folder / "_same", toy, 1), (folder / "_other", SMALL, 2)
+    for parent, cfg, seed in parts:
+        m, state = cfg.model, hf_state(cfg.model, seed)
+        start = parent / "_start"
+        write_hf(start, m, state=state)
+        (start / "spiece.model").write_bytes(tokenizer.serialized)
+        for name, source, to in (
+            ("_run", "_start", "plain"),
+            ("hf", "_run", "hf"),
+            ("t5x", "_run", "t5x"),
+        ):
+            convert.convert(parent / source, parent / name, to, np.dtype(np.float32))
+        for name, kind in (
+            ("sharded", "sharded"),
+            ("flax", "flax_model.msgpack"),
+            ("torch", "pytorch_model.bin"),
+        ):
+            if kind == "pytorch_model.bin" and not importlib.util.find_spec("torch"):
+                continue
+            write_hf(parent / name, m, kind, state)
+            for file in (parent / "hf").glob("*token*"):
+                shutil.copy(file, parent / name)
+        shutil.copytree(parent / "hf", parent / "tokenizer_json")
+        (parent / "tokenizer_json" / "spiece.model").unlink(missing_ok=True)
+        tree = {name: a for name, a in read_t5x(parent / "t5x").items()}
+        tree = flax.traverse_util.unflatten_dict(
+            {name: np.asarray(a) for name, a in tree.items()}, sep="/"
+        )
+        (parent / "orbax").mkdir()
+        write_orbax(parent / "orbax", tree)
+        for file in ("config.gin", "spiece.model"):
+            shutil.copy(parent / "t5x" / file, parent / "orbax")
+
+
+def make_fuzz_data(folder, tokenizer):
+    """Write the same sentences in each format of data, and other sentences."""
+    import pyarrow.parquet
+
+    (folder / "v.model").parent.mkdir(parents=True)
+    (folder / "v.model").write_bytes(tokenizer.serialized)
+    for parent, seed in ((folder, 0), (folder / "_other", 50)):
+        for kind in ("text", "lines", "jsonl", "gz", "parquet"):
+            (parent / kind).mkdir(parents=True)
+        for part in "ab":
+            texts = [f"{line} ä\u20ac" for line in sentences(40, seed + ord(part))]
+            for kind in ("text", "lines"):
+                (parent / kind / f"{part}.txt").write_text("\n".join(texts))
+            rows = [
+                {"text": line, "n": number, "inner": {"x": [1.5, None]}}
+                for number, line in enumerate(texts)
+            ]
+            content = "".join(json.dumps(row) + "\n" for row in rows)
+            (parent / "jsonl" / f"{part}.jsonl").write_text(content)
+            (parent / "gz" / f"{part}.gz").write_bytes(gzip.compress(content.encode()))
+            pyarrow.parquet.write_table(
+                pyarrow.Table.from_pylist(rows),
+                parent / "parquet" / f"{part}.parquet",
+                write_page_checksum=part == "a",
+                row_group_size=16,
+            )
+        texts = sentences(40, seed)
+        rows = [{"inputs": tokenizer.encode(x), "inputs_pretokenized": x} for x in texts]
+        write_seqio_cache(parent / "seqio", "train", rows)
+        write_tfds(parent / "tfds/1.0.0", {"train": texts})
+        (parent / "tfds/1.0.0").rename(parent / "moved")
+        (parent / "tfds").rmdir()
+        (parent / "moved").rename(parent / "tfds")
+    cfg = token_config(folder)
+    dataset = data.prepare(cfg, "train", data.load_tokenizer(cfg.data.vocab))
+    np.save(folder / "batches.npy", [dataset.batch(step).inputs for step in range(3)])
+    join_prefetch()
+    shutil.copytree(folder / "tokens", folder / "_tokens")
+
+
+@slow
+@pytest.mark.parametrize("kind", FUZZ)
+def test_random_damage_is_refused_or_changes_no_answer(
+    kind, trained, tokenizer, tmp_path
+):
+    """Damaged models, damaged data and wrong command lines never give an unreported error."""
+    folder, log = tmp_path / "fuzz", tmp_path / "outcomes.jsonl"
+    if kind != "data":
+        make_fuzz_models(folder / "models", tokenizer)
+        for name in ("plain", "_same/plain", "_other/plain"):
+            shutil.copytree(trained[0], folder / "models" / name)
+    if kind != "models":
+        make_fuzz_data(folder / "data", tokenizer)
+    given, first = folder if kind == "commands" else folder / kind, 0
+    while first < FUZZ[kind]:
+        program = f"import test_all; test_all.run_fuzz({kind!r}, {str(given)!r}, {first}, {str(log)!r})"
+        process = subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE)},
+            capture_output=True,
+            cwd=tmp_path,
+            stdin=subprocess.DEVNULL,
+        )
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        if lines[-1][2] == "unfinished":
+            error = process.stderr.decode(errors="replace")[-1500:]
+            lines.append([*lines[-1][:2], f"FAULT ended the process: {error}", 0])
+            with log.open("a") as file:
+                print(json.dumps(lines[-1]), file=file)
+        first = lines[-1][0] + 1
+    outcomes = {number: (label, outcome) for number, label, outcome, _ in lines}
+    faults = [pair for pair in outcomes.values() if pair[1].startswith("FAULT")]
+    counts = collections.Counter(
+        (label.split()[0], outcome) for label, outcome in outcomes.values() if outcome
+    )
+    assert not faults, f"{len(faults)} faults, {faults[:3]}"
+    assert len(outcomes) == FUZZ[kind], counts
+    assert sum(n for (_, outcome), n in counts.items() if outcome == "refused") > 30
+    assert sum(n for (_, outcome), n in counts.items() if outcome == "right") > 10
 
 
 if __name__ == "__main__":
