@@ -861,8 +861,9 @@ def test_the_course_has_three_questions_for_each_file_and_their_solutions():
         r"^\| ([^|]+) \| [^|]+ \|$", course.partition("## Glossary")[2], re.M
     )
     assert terms[1:] == sorted(terms[1:], key=str.lower) and len(terms) - 1 <= 60
-    names = re.findall(r"`((?:%s)\.\w[\w.]*)`" % "|".join(README_ORDER), course)
-    named = [name for name in names if not name.endswith(".py")]
+    plan = course.partition("\n| sitting |")[2].partition("\n\n")[0]
+    named = re.findall(r"`((?:%s)\.\w[\w.]*)`" % "|".join(README_ORDER), plan)
+    named = [name for name in named if not name.endswith(".py")]
     assert named and set(named) <= set(exercise_functions()), named
 
 
@@ -3520,6 +3521,10 @@ def test_a_task_has_the_same_ids_in_training_and_decoding(
         pyarrow.Table.from_pylist(rows), tmp_path / "in-validation.parquet"
     )
     write_seqio_cache(tmp_path / "cache", "validation", rows, shards=1)
+    for kind, separator in (("csv", ","), ("tsv", "\t")):
+        table = [["inputs", "targets"], *([x["inputs"], x["targets"]] for x in texts)]
+        lines = [separator.join(f'"{cell}"' for cell in row) for row in table]
+        (tmp_path / f"in-validation.{kind}").write_text("\n".join(lines))
     ids = tfds.features.Tensor(shape=(None,), dtype=np.int32)
     held_out = {
         "validation": [
@@ -3534,6 +3539,8 @@ def test_a_task_has_the_same_ids_in_training_and_decoding(
     tasks = {
         "jsonl": data.Task(f"jsonl:{tmp_path}/in-{{split}}.jsonl"),
         "parquet": data.Task(f"parquet:{tmp_path}/in-{{split}}.parquet"),
+        "csv": data.Task(f"csv:{tmp_path}/in-{{split}}.csv"),
+        "tsv": data.Task(f"tsv:{tmp_path}/in-{{split}}.tsv"),
         "seqio": data.Task(f"seqio:{tmp_path}/cache"),
         "tfds": data.Task(f"tfds:{tmp_path}/d"),
         "reverse": data.Task("reverse:"),
