@@ -6072,9 +6072,9 @@ def test_a_resumed_output_file_keeps_its_checkpoint_and_its_input(
         for name in ("txt.jsonl", "whole.jsonl")
     )
     assert lines == [whole[0], "", "", whole[1]]
-    for name in ("out.csv", "out.json", "out.jsonl.gz"):
+    for name in ("out.parquet", "out.json", "out.jsonl.gz"):
         status, _, err = answer(output=name)
-        assert status == 2 and f"end with .jsonl, not {name}" in err
+        assert status == 2 and f"not {name}" in err and not Path(name).exists(), err
 
 
 def test_inputs_that_end_unlike_those_of_training_are_reported(
