@@ -159,6 +159,7 @@ class DataConfig:
     # "train:N" trains a SentencePiece model with N tokens on the source.
     # "bytes" means the byte vocabulary of ByT5.
     # "ids:N" is for texts that are already token ids below N, separated by spaces.
+    # A recipe file can define other vocabularies.
     vocab: str = "train:32000"
     # Number of tokens in a row of inputs, including EOS. Longer examples are cut.
     inputs_length: int = 512
@@ -358,6 +359,17 @@ MIXTURES = {}  # "glue_v002_proportional" -> {name of a task: sampling rate}
 ACTIVATIONS = {}  # "relu" -> jax.nn.relu
 METRICS = {}  # "bleu" -> function(targets, predictions) that returns {"bleu": 27.5}
 OPTIMIZERS = {}  # "adafactor" -> train.Optimizer
+SOURCES = {}  # "jsonl" -> function(name, split, cfg, whole) that opens a data source
+VOCABULARIES = {}  # "smiles" -> data.Tokenizer, such as a data.PatternTokenizer
+RECIPE_TABLES = (
+    "TASKS",
+    "MIXTURES",
+    "ACTIVATIONS",
+    "METRICS",
+    "OPTIMIZERS",
+    "SOURCES",
+    "VOCABULARIES",
+)
 
 # For each recipe file that was executed, the checksums of this file and of the files that
 # it imports. If one of them changes, the tasks of the recipe are tokenized again.
@@ -948,7 +960,7 @@ def load_recipe(name):
         if not isinstance(cfg, Config):
             raise UserError("this file must define CONFIG as a configs.Config")
         check_fields(cfg)
-        for title in ("TASKS", "MIXTURES", "ACTIVATIONS", "METRICS", "OPTIMIZERS"):
+        for title in RECIPE_TABLES:
             globals()[title].update(defined.get(title, {}))
         RECIPE_CODE[name] = [zlib.crc32(content), *imported_code(defined)]
         new = [task for task in TASKS if TASKS[task] is not known_tasks.get(task)]
@@ -1226,9 +1238,22 @@ def read_json(path, form, remedy="fetch this file again"):
     try:
         if path.exists() and not path.is_file():  # Reading a pipe could take forever.
             raise OSError("it is not a file")
-        value = json.loads(path.read_text())
+        content = path.read_text()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be used ({error}): {remedy}.") from error
+    return parse_json(content, form, path, remedy)
+
+
+def parse_json(content, form, path, remedy="fetch this file again"):
+    """Return the value of a JSON text, after a check of its form.
+
+    path: the place of the text, for the message. The other arguments and the errors are
+    those of read_json.
+    """
+    try:
+        value = json.loads(content)
         check_json(value, form)
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be used ({error}): {remedy}.") from error
     return value
 

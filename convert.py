@@ -538,9 +538,11 @@ def read_vocabulary(folders, cfg):
     data.check_regular(str(path))
     try:
         # If a model reads bytes or token ids, its spiece.model is a single line, such as
-        # "bytes:0" or "ids:32128:100".
-        if path.read_bytes().startswith((b"bytes", b"ids:")):
+        # "bytes:0" or "ids:32128:100". The vocabulary of a recipe file is a JSON object.
+        if path.read_bytes().startswith((b"bytes", b"ids:", data.PATTERN_FILE)):
             tokenizer = data.load_tokenizer(path)
+        elif is_pattern_vocabulary(path):
+            tokenizer = read_pattern_vocabulary(path)
         else:
             tokenizer = read_pieces(path, sentinels)
     except UserError as error:
@@ -579,6 +581,41 @@ def byte_vocabulary(folder):
             )
     note(BYT5_WARNING)
     return data.ByteTokenizer()
+
+
+def is_pattern_vocabulary(path):
+    """Return whether a file is a tokenizer.json that finds tokens by a pattern."""
+    if path.suffix != ".json":
+        return False
+    form = {"model": {"type?": str}}
+    return configs.read_json(path, form)["model"].get("type") == "WordLevel"
+
+
+def read_pattern_vocabulary(path):
+    """Return the data.PatternTokenizer of a tokenizer.json that `write_hf` has written.
+
+    path: the path of the tokenizer.json.
+
+    Raises a UserError if a data.PatternTokenizer cannot express the vocabulary.
+    """
+    form = {
+        "model": {"vocab": {str: int}},
+        "pre_tokenizer": {"pattern?": {"Regex?": str}},
+    }
+    content = configs.read_json(path, form)
+    names = sorted(content["model"]["vocab"], key=content["model"]["vocab"].get)
+    sentinels = sum("<extra_id_" in name for name in names)
+    pieces = names[3 : len(names) - sentinels]
+    pattern = content["pre_tokenizer"].get("pattern", {}).get("Regex", "")
+    tokenizer = data.PatternTokenizer(pattern, pieces, sentinels)
+    same = pattern_tokenizer_json(tokenizer)
+    if {key: content.get(key) for key in same} != same:
+        raise UserError(
+            f"{path} is a word-level vocabulary with steps or ids that plain T5 does not "
+            f"support: use the model with the library transformers."
+        )
+    compare_with_library(path, tokenizer)
+    return tokenizer
 
 
 def read_optional(path, form):
@@ -814,6 +851,10 @@ def hard_texts(tokenizer):
         "\u4e2d\u6587 \ud55c\uad6d \u0639\u0631\u0628 \U0001f642\u200b",
         "x" * 300,
     ]
+    if isinstance(tokenizer, data.PatternTokenizer):
+        pieces = tokenizer.pieces[3:]
+        texts += [a + b for a, b in zip(pieces, pieces[::-1])]
+        texts += [f"a{piece} {piece}\n" for piece in pieces]
     if tokenizer.processor is None:
         return texts
     texts += ["a <extra_id_0>, b", "<extra_id_1> a <extra_id_0>", "a <extra_id_2> "]
@@ -1767,6 +1808,10 @@ def write_tokenizer(folder, vocabulary, cfg):
         config["tokenizer_class"] = "ByT5Tokenizer"
         config["extra_ids"] = max(0, cfg.vocab_size - 259)
         note(BYT5_WARNING)
+    elif isinstance(vocabulary, data.PatternTokenizer):
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        write_json(folder / "tokenizer.json", pattern_tokenizer_json(vocabulary))
+        compare_with_library(folder / "tokenizer.json", vocabulary)
     else:
         proto = parse_sentencepiece(vocabulary.serialized)
         trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
@@ -1852,18 +1897,9 @@ def tokenizer_json(vocabulary):
             text = text.removeprefix(SPACE)
         content["model"]["vocab"].append([text, piece.score])
         if number < 3 or is_added:
-            # With lstrip, a token absorbs the space before it. Sentinels and added tokens
-            # need this. The tokens <pad>, </s> and <unk>, with the ids 0 to 2, do not.
-            token = {
-                "id": number,
-                "content": text,
-                "lstrip": is_added,
-                "rstrip": False,
-                "single_word": False,
-                "normalized": False,
-                # Decoding with skip_special_tokens leaves out only special tokens.
-                "special": is_sentinel or not is_added,
-            }
+            # Sentinels and added tokens absorb the space before them. The tokens <pad>,
+            # </s> and <unk>, with the ids 0 to 2, do not.
+            token = added_token(number, text, is_sentinel or not is_added, is_added)
             content["added_tokens"].append(token)
     content["model"]["byte_fallback"] = proto.trainer_spec.byte_fallback
     # Some SentencePiece models insert a space after a sentinel, here between
@@ -1882,6 +1918,47 @@ def tokenizer_json(vocabulary):
         if processor.normalize("e\u0301") == processor.normalize("\xe9"):
             content["normalizer"]["normalizers"].insert(0, {"type": "NFC"})
     return content
+
+
+def pattern_tokenizer_json(vocabulary):
+    """Return the content of Hugging Face's tokenizer.json for a data.PatternTokenizer.
+
+    The step "Split" with "Isolated" cuts a text before and after each match of the
+    pattern, and the model "WordLevel" looks up the id of each part.
+    """
+    content = json.loads(TOKENIZER_JSON)
+    pattern = json.loads(vocabulary.serialized)["pattern"]
+    content["normalizer"] = None
+    content["pre_tokenizer"] = {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    content["decoder"] = {"type": "Fuse"}  # write the tokens without spaces between them
+    vocab = {"type": "WordLevel", "vocab": vocabulary.ids, "unk_token": "<unk>"}
+    content["model"] = vocab
+    for number in [0, 1, 2, *vocabulary.sentinel_ids]:
+        text = vocabulary.pieces[number]
+        content["added_tokens"].append(added_token(number, text))
+    return content
+
+
+def added_token(number, text, special=True, absorbs_space=False):
+    """Return a token that a tokenizer.json finds before it cuts a text into pieces.
+
+    special: whether decoding with skip_special_tokens leaves out the token.
+    absorbs_space: whether the token includes the space before it.
+    """
+    return {
+        "id": number,
+        "content": text,
+        "lstrip": absorbs_space,
+        "rstrip": False,
+        "single_word": False,
+        "normalized": False,
+        "special": special,
+    }
 
 
 # ---- writing T5X -----------------------------------------------------------------------

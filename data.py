@@ -840,6 +840,8 @@ def make_batch(step, tasks, plan, cfg, rows=None):
 
 # ---- vocabularies ----------------------------------------------------------------------
 
+VOCABULARIES = configs.VOCABULARIES  # the vocabularies that a recipe file defines
+
 
 class ByteTokenizer(Tokenizer):
     """Tokenize text into its UTF-8 bytes, as in ByT5 (Xue et al. 2022).
@@ -939,6 +941,69 @@ class IdTokenizer(Tokenizer):
         return " ".join(str(i) for i in ids if i != PAD)
 
 
+class PatternTokenizer(Tokenizer):
+    """Tokenize text into the matches of a regular expression, such as characters.
+
+    A recipe file defines such a vocabulary for text that is not ordinary language, such
+    as molecules, proteins or phonemes. For example, PatternTokenizer("Cl|.", ["C", "Cl"])
+    tokenizes "CCl" into the ids [3, 4]. The ids 0, 1 and 2 are padding, EOS and UNK, and
+    the sentinels follow the pieces.
+
+    pattern: the regular expression. Each match becomes one id, and so does the text
+        between two matches.
+    pieces: the texts that have an id. All other texts become UNK.
+    sentinels: the number of sentinels.
+
+    Raises UserError if the pattern does not match each piece as a whole.
+    """
+
+    def __init__(self, pattern, pieces, sentinels=SENTINELS):
+        pieces = list(pieces)
+        content = {"pattern": pattern, "pieces": pieces, "sentinels": sentinels}
+        serialized = json.dumps(content, ensure_ascii=False).encode()
+        super().__init__(serialized, 3 + len(pieces) + sentinels, sentinels)
+        names = [f"<extra_id_{k}>" for k in reversed(range(sentinels))]
+        self.pieces = ["<pad>", "</s>", "<unk>", *pieces, *names]
+        self.ids = {piece: i for i, piece in enumerate(self.pieces)}
+        try:
+            # Look for sentinels first, because they are not part of the pattern.
+            self.find = re.compile("|".join([*names, pattern])).finditer
+        except re.error as error:
+            raise UserError(
+                f"The pattern {pattern!r} of a vocabulary is not a regular expression "
+                f"({error}): correct the pattern in the recipe file."
+            ) from error
+        for i, piece in enumerate(pieces, 3):
+            if self.encode(piece) != [i]:
+                raise UserError(
+                    f"The piece {piece!r} of a vocabulary occurs twice, or the pattern "
+                    f"{pattern!r} does not match it as a whole: correct the pattern or "
+                    f"the pieces in the recipe file."
+                )
+
+    def encode(self, text):
+        parts, end = [], 0
+        for match in self.find(text):
+            parts += [text[end : match.start()], match[0]]
+            end = match.end()
+        parts.append(text[end:])
+        return [self.ids.get(part, UNK) for part in parts if part]
+
+    def encode_batch(self, texts):
+        return [np.array(self.encode(text), np.int32) for text in texts]
+
+    def raw_text(self, ids):
+        return "".join(self.pieces[i] for i in ids)
+
+    def decode(self, ids):
+        """Turn token ids into text, up to the first EOS and without padding.
+
+        An id that is not in the vocabulary becomes "<unk>".
+        """
+        ids = itertools.takewhile(lambda i: i != EOS, map(int, ids))
+        return self.raw_text(i if i < self.size else UNK for i in ids if i != PAD)
+
+
 def add_sentinels(model, number):
     """Append sentinel pieces to the vocabulary of a SentencePiece ModelProto.
 
@@ -972,6 +1037,9 @@ class LongTextTokenizer(Tokenizer):
         parts = [find_parts(text) or [""] for text in texts]
         encoded = iter(super().encode_batch(itertools.chain(*parts)))
         return [np.concatenate([next(encoded) for _ in found]) for found in parts]
+
+
+PATTERN_FILE = b'{"pattern": '  # the first bytes of a serialized PatternTokenizer
 
 
 # Cache the result, because hundreds of tasks in a mixture may use the same vocabulary.
@@ -1028,14 +1096,17 @@ def parse_vocabulary(serialized, name="the vocabulary"):
 def load_tokenizer(path):
     """Load the vocabulary that --data.vocab names, and return its Tokenizer.
 
-    The argument is the local or remote path of a SentencePiece model, or the name of a
-    tokenizer that needs no model file. For example, "bytes:100" is a ByteTokenizer with
-    100 extra ids for sentinels. The name "ids:512:100" is an IdTokenizer with 512 ids, of
-    which 100 are sentinels. The last number can be left out, as in "bytes" and "ids:512".
+    The argument is the local or remote path of a SentencePiece model, a name in
+    VOCABULARIES, or the name of a tokenizer that needs no model file. For example,
+    "bytes:100" is a ByteTokenizer with 100 extra ids for sentinels. The name
+    "ids:512:100" is an IdTokenizer with 512 ids, of which 100 are sentinels. The last
+    number can be left out, as in "bytes" and "ids:512".
 
     If the file cannot be read, the function raises UserError.
     """
     path = str(path)
+    if path in VOCABULARIES:
+        return VOCABULARIES[path]
     # The argument may be a name, such as "bytes:100". It may also be the path of a file
     # that contains such a name, because every run stores its vocabulary in a file.
     is_name = re.compile(rb"(bytes|ids:\d{1,9})(:\d{1,9})?\s*").fullmatch
@@ -1054,6 +1125,9 @@ def load_tokenizer(path):
     if is_name(serialized):
         kind = ByteTokenizer if serialized.startswith(b"bytes") else IdTokenizer
         return kind(*map(int, re.findall(rb"\d+", serialized)))
+    if serialized.startswith(PATTERN_FILE):
+        form = {"pattern": str, "pieces": [str], "sentinels": int}
+        return PatternTokenizer(**configs.parse_json(serialized, form, path))
     return parse_vocabulary(serialized, path)
 
 
@@ -2091,7 +2165,8 @@ def seqio_source(name, split, cfg, whole):
     return files
 
 
-SOURCES = {
+SOURCES = configs.SOURCES
+SOURCES |= {
     "python": python_source,
     "text": text_source,
     "tfds": tfds_source,
