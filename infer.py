@@ -552,6 +552,7 @@ def generate(
     decode=DecodeConfig(),
     rows=None,
     seed=0,
+    trie=None,
 ):
     """Generate N outputs for each example by greedy decoding, sampling or beam search.
 
@@ -566,6 +567,7 @@ def generate(
     rows: the number of each example, of shape [B]. The random samples of an example
         depend on this number and on the seed, but not on the other examples in the batch.
     seed: the seed of the random samples.
+    trie: a Trie with the only outputs that are allowed, or None.
 
     Returns a pair (ids, scores). The ids have the shape [B, N, length], and are 0 after
     EOS. The scores have the shape [B, N]. The output with the highest score comes first.
@@ -583,6 +585,8 @@ def generate(
     else:
         N = 1
         start, step, result = start_greedy, greedy_step, greedy_result
+    if trie is not None:
+        start, step, result = restricted(start, step, result, trie)
 
     B = len(inputs)
     rows = jnp.zeros(B) if rows is None else rows
@@ -685,6 +689,174 @@ def einsum(equation, left, right):
     return out[:, :, :N]
 
 
+# ---- outputs from a list ---------------------------------------------------------------
+# With --decode.choices FILE, the model generates only outputs that the file lists. This
+# is called constrained decoding. The allowed outputs form a tree (a trie). Its root is
+# the empty output, each edge appends one id, and each output is a path from the root to a
+# leaf. At each step, only the ids on the edges of the current node are allowed.
+
+
+class Trie(NamedTuple):
+    """A tree of all allowed outputs. The root is node 0, and the last node is a leaf.
+
+    The edges of node i are first[i], ..., first[i + 1] - 1. Each edge appends the id
+    ids[edge], and leads to the node children[edge]. The last node has no edges. It is
+    reached when an output has ended with EOS, or has left the tree.
+    """
+
+    first: jax.Array  # [nodes + 1]
+    ids: jax.Array  # [edges]
+    children: jax.Array  # [edges]
+    slots: jax.Array  # the numbers 0, 1, ... for the edges of the node with most edges
+
+    def edges(self, nodes):
+        """Return the edges of each node [B, N], and which of them exist.
+
+        Both results have the shape [B, N, slots].
+        """
+        edges = self.first[nodes][..., None] + self.slots
+        exist = edges < self.first[nodes + 1][..., None]
+        return jnp.where(exist, edges, 0), exist
+
+    def allowed(self, nodes, V):
+        """Return an array [B, N, V] that is True for the ids on the edges of each node."""
+        edges, exist = self.edges(nodes)
+        ids = jnp.where(exist, self.ids[edges], V)  # column V is for edges that lack
+        beam = jnp.arange(nodes.shape[1])[:, None]
+
+        def mark(ids):
+            return jnp.zeros((len(beam), V + 1), bool).at[beam, ids].set(True)[:, :V]
+
+        return jax.vmap(mark)(ids)
+
+    def follow(self, nodes, ids):
+        """Return the child of each node [B, N] on the edge with the given id [B, N]."""
+        edges, exist = self.edges(nodes)
+        found = exist & (self.ids[edges] == ids[..., None])
+        child = jnp.max(jnp.where(found, self.children[edges], 0), axis=-1)
+        # The root is no child, so 0 means that no edge has this id.
+        return jnp.where(child > 0, child, len(self.first) - 2)
+
+
+def build_trie(outputs):
+    """Return the Trie of a list of outputs. An output is a list of ids, without EOS."""
+    children = [{}]  # for each node, a dict from ids to children
+    for output in outputs:
+        node = 0
+        for i in output:
+            if i not in children[node]:
+                children[node][i] = len(children)
+                children.append({})
+            node = children[node][i]
+        children[node][data.EOS] = None
+    leaf = len(children)
+    edges = [
+        (i, leaf if child is None else child)
+        for node in children
+        for i, child in sorted(node.items())
+    ]
+    counts = [len(node) for node in children]
+    first = np.cumsum([0, *counts, 0])
+    ids, ends = np.array(edges, np.int32).T
+    return Trie(first.astype(np.int32), ids, ends, np.arange(max(counts)))
+
+
+def read_choices(cfg, tokenizer):
+    """Return the Trie of the outputs in the file --decode.choices, or None without it.
+
+    The file has one output on each line. Raises UserError if an output is too long, or if
+    the vocabulary cannot express it.
+    """
+    path = cfg.decode.choices
+    if not path:
+        return None
+    if not data.find_files(path):
+        raise UserError(f"There is no file {path}: correct --decode.choices.")
+    length = cfg.decode.max_len or cfg.data.targets_length
+    report_invalid = data.InvalidExamples("stop")
+    outputs = []
+    for number, line in data.read_lines(path, report_invalid):
+        text = line.rstrip("\r\n")
+        if not text:
+            continue
+        ids = tokenizer.encode(text)
+        if tokenizer.decode(ids) != text:
+            raise UserError(
+                f"{path}:{number} is not a possible output, because the vocabulary turns "
+                f"{text!r} into {tokenizer.decode(ids)!r}: correct this line."
+            )
+        if len(ids) >= length:
+            raise UserError(
+                f"{path}:{number} has {len(ids) + 1} tokens, including EOS: set "
+                f"--decode.max_len to at least {len(ids) + 1}."
+            )
+        outputs.append(ids)
+    if not outputs:
+        raise UserError(f"{path} has no lines: write one allowed output on each line.")
+    return build_trie(outputs)
+
+
+class RestrictedState(NamedTuple):
+    """The state of a decoding method that follows a Trie."""
+
+    inner: GreedyState | BeamState
+    nodes: jax.Array  # the node of the trie that each output has reached, [B, N]
+
+    @property
+    def ids(self):
+        return self.inner.ids
+
+    @property
+    def done(self):
+        return self.inner.done
+
+    @property
+    def ancestors(self):
+        return self.inner.ancestors
+
+
+def restricted(start, step, result, trie):
+    """Restrict a decoding method to the outputs of a Trie.
+
+    The scores stay the log-probabilities of the model, which also gives probability to
+    other outputs. With more beams than outputs, the remaining outputs are empty.
+
+    start, step, result: the three functions of the method. Returns three such functions.
+    """
+
+    def start_at_root(rows, N, length):
+        return RestrictedState(
+            start(rows, N, length), jnp.zeros((len(rows), N), jnp.int32)
+        )
+
+    def step_in_trie(state, logits, at):
+        inner, nodes = state
+        allowed = trie.allowed(nodes, logits.shape[-1])
+        log_probs = jax.nn.log_softmax(logits)
+        masked = jnp.where(allowed, log_probs, -1e9)
+        # The method normalizes the probabilities of the allowed ids to the sum 1. Adding
+        # the logarithm of their true sum to the score reverses this. An output that has
+        # ended has no allowed ids, and its score does not change.
+        total = jax.nn.logsumexp(masked, axis=-1)
+        total = jnp.where(allowed.any(-1), total, 0.0)
+        is_beam_search = isinstance(inner, BeamState)
+        if is_beam_search:
+            inner = inner._replace(live_scores=inner.live_scores + total)
+        else:
+            inner = inner._replace(scores=inner.scores + total)
+        inner = step(inner, masked, at)
+        if is_beam_search:
+            nodes = take_beams(nodes, inner.ancestors[:, :, at])
+        return RestrictedState(inner, trie.follow(nodes, inner.ids[:, :, at]))
+
+    def allowed_result(state):
+        ids, scores = result(state.inner)
+        # A lower score means that the output has left the tree, or was never begun.
+        return jnp.where(scores[..., None] > MASKED_SCORE / 100, ids, data.PAD), scores
+
+    return start_at_root, step_in_trie, allowed_result
+
+
 # ---- batches of examples ---------------------------------------------------------------
 
 
@@ -733,7 +905,7 @@ def pad_batch(sequences):
     return ids, np.arange(ids.shape[1]) < np.array(lengths)[:, None]
 
 
-def run_examples(params, cfg, mesh, examples, mode="predict"):
+def run_examples(params, cfg, mesh, examples, mode="predict", trie=None):
     """Run the model on many examples in batches, and yield the result of each example.
 
     The results come in the order of the examples. They do not depend on which examples
@@ -744,6 +916,7 @@ def run_examples(params, cfg, mesh, examples, mode="predict"):
     examples: an iterable of Examples.
     mode: "predict", "score", "mean", "first" or "none". The docstring of run_batch says
         what the result is in each mode.
+    trie: a Trie with the only outputs that are allowed, or None.
 
     A batch has at most decode.batch_size examples. A batch has fewer examples if the
     inputs are longer than data.inputs_length.
@@ -767,13 +940,14 @@ def run_examples(params, cfg, mesh, examples, mode="predict"):
             # 5 examples on one device get 8 rows.
             rows = min(rows, 1 << (len(group) - 1).bit_length())
             rows = -(-rows // devices) * devices
-            results |= zip(numbers, run_batch(params, cfg, mesh, group, mode, rows))
+            batch_results = run_batch(params, cfg, mesh, group, mode, rows, trie)
+            results |= zip(numbers, batch_results)
             bar.update(len(group))
         yield from (results[number] for number in sorted(results))
     bar.close()
 
 
-def run_batch(params, cfg, mesh, group, mode, B):
+def run_batch(params, cfg, mesh, group, mode, B, trie=None):
     """Run the model on one batch, and return a list with the result of each example.
 
     If the group has fewer than B examples, copies of its last example fill the batch. A
@@ -789,6 +963,8 @@ def run_batch(params, cfg, mesh, group, mode, B):
         - "mean", "first" and "none" return vectors of the encoder. encoder_vectors
           explains these vectors.
     B: the number of rows of the batch.
+    trie: a Trie with the only outputs that are allowed, or None. If it has fewer outputs
+        than decode.num_return, an example gets fewer outputs.
     """
     group = [*group, *[group[-1]] * (B - len(group))]
     inputs, input_segments = pad_batch([x.inputs for x in group])
@@ -817,10 +993,13 @@ def run_batch(params, cfg, mesh, group, mode, B):
             return [row[: len(x.inputs)] for row, x in zip(vectors, group)]
         return vectors
     outputs = generate(
-        params, *inputs, cfg.model, length, cfg.decode, numbers, cfg.train.seed
+        params, *inputs, cfg.model, length, cfg.decode, numbers, cfg.train.seed, trie
     )
     kept = cfg.decode.num_return
     ids, scores = (to_numpy(array)[:, :kept].tolist() for array in outputs)
+    if trie is not None:  # leave out the empty outputs, which begin with padding
+        counts = [sum(output[0] != data.PAD for output in row) for row in ids]
+        ids, scores = ([x[:n] for x, n in zip(a, counts)] for a in (ids, scores))
     return [([cut_at_eos(x) for x in row], score) for row, score in zip(ids, scores)]
 
 
@@ -1093,6 +1272,7 @@ def describe_job(args, cfg, step, tokenizer, identity):
         # compare the checksums of all arrays.
         "the checkpoint": configs.checksum(configs.read_json(manifest, {})["arrays"]),
         "the vocabulary": tokenizer and tokenizer.sha256,
+        "the file of --decode.choices": data.find_files(cfg.decode.choices),
         "the checksum of the input": configs.checksum(identity),
         "the recipe file": list(configs.RECIPE_CODE.values()),
         # A GPU computes in bfloat16 by default, and a CPU in float32.
@@ -1251,7 +1431,8 @@ def run_file(args, cfg, mesh, tokenizer, params, step):
         return skips and not line["inputs"].strip()
 
     examples = (x for line, x in ahead if x and not is_blank(line))
-    results = run_examples(params, cfg, mesh, examples, mode)
+    trie = read_choices(cfg, tokenizer) if mode == "predict" else None
+    results = run_examples(params, cfg, mesh, examples, mode, trie)
     count = 0
     start = time.perf_counter()
     with configs.naming_file(partial), file:
@@ -1316,13 +1497,15 @@ def run_lines(lines, cfg, mesh, tokenizer, params, raw):
         in.
     """
     encode = ExampleEncoder(cfg, tokenizer, False)
+    trie = read_choices(cfg, tokenizer)
     for number, line in enumerate(lines):
         text = line.decode(errors="replace").strip()
         if not text:
             print(flush=True)
             continue
         example = encode({"inputs": text}, number)
-        ((outputs, scores),) = run_examples(params, cfg, mesh, [example])
+        results = run_examples(params, cfg, mesh, [example], trie=trie)
+        ((outputs, scores),) = results
         fill = not raw and len(split_spans(example.inputs, tokenizer)) > 1
         for ids, score in zip(outputs, scores):
             if fill:

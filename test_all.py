@@ -2043,6 +2043,50 @@ def test_vocabularies_of_bytes_and_of_ids(tmp_path, corpus):
     assert data.load_tokenizer(tmp_path / "spiece.model").sentinels == 100
 
 
+ATOMS = r"\[[^\]]+\]|Br|Cl|[BCNOPSFIbcnops]|[=#+\\/():.@?>*$-]|%[0-9]{2}|[0-9]"
+
+
+def test_a_pattern_defines_a_vocabulary(tmp_path):
+    """10,000 strings of atoms come back unchanged. The ids are those of transformers."""
+    transformers = pytest.importorskip("transformers")
+    pieces = ["C", "Cl", "c", "1", "(", ")", "=", "O", "[NH3+]", "%12"]
+    tokenizer = data.PatternTokenizer(ATOMS, pieces, 10)
+    assert tokenizer.size == 3 + len(pieces) + 10
+    ids = {piece: i for i, piece in enumerate(pieces, 3)}
+    assert tokenizer.encode("CClc") == [ids["C"], ids["Cl"], ids["c"]]
+    # The pattern finds [Xe], but the vocabulary lacks it. The text "zz" is no match.
+    assert tokenizer.encode("C[Xe]zzC") == [ids["C"], data.UNK, data.UNK, ids["C"]]
+    assert tokenizer.encode("<extra_id_0>C<extra_id_9>") == [22, ids["C"], 13]
+    assert tokenizer.decode([ids["C"], 0, ids["Cl"], 999, 1, ids["O"]]) == "CCl<unk>"
+    rng = np.random.default_rng(0)
+    texts = ["".join(rng.choice(pieces, rng.integers(0, 30))) for _ in range(10_000)]
+    encoded = tokenizer.encode_batch(texts)
+    assert [tokenizer.decode(ids) for ids in encoded] == texts
+    path = tmp_path / "spiece.model"
+    path.write_bytes(tokenizer.serialized)
+    assert data.load_tokenizer(path).encode_batch(texts[:9])[8].tolist() == list(
+        encoded[8]
+    )
+
+    convert.write_tokenizer(tmp_path, tokenizer, SMALL.model)
+    library = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    some = [*texts[:500], "C[Xe]zzC", "C <extra_id_0>C", "", "c1 (="]
+    for text in some:
+        assert library(text).input_ids == [*tokenizer.encode(text), data.EOS], text
+    decoded = library.batch_decode(encoded[:500], skip_special_tokens=True)
+    assert decoded == texts[:500]
+    path.unlink()
+    back = convert.read_vocabulary([tmp_path], SMALL.model)
+    assert back.serialized == tokenizer.serialized
+
+    for pattern, words in (("[ab", ["a"]), ("[ab]", ["ab"]), ("a|b", ["a", "a"])):
+        with pytest.raises(configs.UserError, match="in the recipe file"):
+            data.PatternTokenizer(pattern, words)
+    path.write_bytes(tokenizer.serialized[:-9])
+    with pytest.raises(configs.UserError, match="spiece.model cannot be used"):
+        data.load_tokenizer(path)
+
+
 def test_a_damaged_vocabulary_is_trained_again(corpus, capsys):
     """One flipped bit in a score would give other tokens without an error."""
     expected = data.prepare_vocabulary(corpus).serialized
@@ -5475,6 +5519,74 @@ def test_unigram_baseline_is_the_cross_entropy_of_the_counts(corpus):
     expected = -sum(math.log(counts[i] / counts.sum()) for i in content) / len(content)
     found = np.bincount(dataset.sample(1 << 20), minlength=len(counts))
     assert abs(data.unigram_loss(found, batches, tokenizer) - expected) < 1e-9
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 2)])
+def test_restricted_decoding_equals_an_exhaustive_search(shape):
+    """All outputs are in the list. A wide beam search ranks 1,000 outputs as their scores
+    do, and greedy decoding equals a slow loop over the allowed prefixes."""
+    cfg = change(model=dict(vocab_size=16), mesh=dict(model=shape[1]))
+    rng = np.random.default_rng(5)
+    outputs = set()
+    while len(outputs) < 1000:
+        outputs.add(tuple(rng.integers(2, 16, rng.integers(1, 6)).tolist()))
+    outputs = sorted(outputs)
+    trie = infer.build_trie(outputs)
+    inputs = rng.integers(2, 16, (2, 7))
+    segments = np.ones((2, 7), int)
+
+    # Score all outputs, for both inputs, without the trie.
+    params = make_params(cfg, seed=8)
+    targets = np.zeros((1000, 6), int)
+    for row, output in zip(targets, outputs):
+        row[: len(output) + 1] = [*output, data.EOS]
+    expected = []
+    for row in inputs:
+        repeated = np.tile(row, (1000, 1))
+        batch = to_batch(repeated, targets, repeated > 0, targets > 0)
+        expected.append(np.asarray(infer.score(params, batch, cfg.model)))
+
+    def generate(length=6, **decode):
+        mesh = partition.set_mesh(cfg, jax.devices()[: shape[0] * shape[1]])
+        with jax.set_mesh(mesh):
+            params = make_params(cfg, seed=8)
+            arrays = partition.put_batch((inputs, segments), 2, mesh)
+            decode = DecodeConfig(**decode)
+            found = infer.generate(params, *arrays, cfg.model, length, decode, trie=trie)
+            return [infer.to_numpy(x) for x in found]
+
+    ids, scores = generate(beams=1001, alpha=0.0, num_return=1001)
+    for row in range(2):
+        order = np.argsort(-expected[row])
+        assert_same(
+            ids[row, :1000], targets[order], "Both should rank the outputs equally."
+        )
+        assert_same(
+            scores[row, :1000], expected[row][order], "Scores should be equal.", 1e-4
+        )
+        assert not ids[row, 1000].any()  # there are only 1,000 outputs
+
+    # With few beams, and in sampling, all outputs are in the list, with their scores.
+    for decode in (dict(beams=4), dict(temperature=2.0, num_return=8), {}):
+        ids, scores = generate(**decode)
+        for row, found in enumerate(ids):
+            for output, score in zip(found, scores[row]):
+                at = outputs.index(tuple(infer.cut_at_eos(output)))
+                if "beams" not in decode:
+                    assert score == pytest.approx(float(expected[row][at]), abs=1e-4)
+
+    partition.set_mesh(SMALL, jax.devices()[:1])
+    # Greedy decoding appends the most probable id that continues a prefix of the list.
+    allowed = {target[:n] for target in map(tuple, targets.tolist()) for n in range(7)}
+    output = ()
+    while data.EOS not in output:
+        decoded = np.array([[*output, 0]])
+        batch = to_batch(inputs[:1], decoded, segments[:1], np.ones_like(decoded))
+        logits = np.asarray(forward(params, batch, cfg.model))[0, -1]
+        output += (
+            max((i for i in range(16) if (*output, i) in allowed), key=logits.item),
+        )
+    assert_same(ids[0, 0, : len(output)], output, "Greedy outputs should be equal.")
 
 
 # ---- evaluate ------------------------------------------------------------------------------------
@@ -9096,12 +9208,14 @@ def test_the_tables_of_the_reference_are_complete(monkeypatch):
         assert library == libraries.get(evaluate.LIBRARIES.get(name), ""), name
         assert quoted(result) and quoted(tasks), name
         for task in quoted(tasks):
+            if task.startswith("assets/recipes/"):
+                assert f'"{name}"' in (HERE / task).read_text()
+                continue
             assert name in data.TASKS[task].metrics, f"{task} does not use {name}"
     dicts = {quoted(row[0])[0] for row in table_of(REFERENCE, "name")}
     for name in dicts - {"CONFIG"}:
         monkeypatch.setattr(configs, name, {})
-    loop = re.search(r"for title in \((.*?)\)", inspect.getsource(configs.load_recipe))
-    assert dicts - {"CONFIG"} == set(re.findall(r"\w+", loop[1]))
+    assert dicts - {"CONFIG"} == set(configs.RECIPE_TABLES)
 
     extras = tomllib.loads((HERE / "pyproject.toml").read_text())
     extras = extras["project"]["optional-dependencies"]
@@ -9182,12 +9296,10 @@ RECIPE_FILES = {
 @pytest.fixture
 def load_page(tmp_path, monkeypatch):
     """Return a function that loads a recipe file of the two pages in an empty folder."""
-    tables = ("TASKS", "MIXTURES", "ACTIVATIONS", "METRICS", "OPTIMIZERS")
-    for table in tables:
+    modules = (data, data, model, evaluate, train, data, data)
+    for module, table in zip(modules, configs.RECIPE_TABLES, strict=True):
         monkeypatch.setattr(configs, table, dict(getattr(configs, table)))
-    for module, table in zip((data, data, model, evaluate, train), tables):
         monkeypatch.setattr(module, table, getattr(configs, table))
-    monkeypatch.setattr(data, "SOURCES", dict(data.SOURCES))
     monkeypatch.chdir(tmp_path)
 
     def load(name):
@@ -9200,10 +9312,11 @@ def load_page(tmp_path, monkeypatch):
 def train_a_step(cfg, task, **settings):
     """Train a small model with the data, the optimizer and the activation of a recipe."""
     small = replace(SMALL.model, vocab_size=384, activation=cfg.model.activation)
-    settings = dict(task=task, vocab="bytes:100", prepared_dir="prepared") | settings
+    vocab = "digits" if cfg.data.vocab == "digits" else "bytes:100"
+    settings = dict(task=task, vocab=vocab, prepared_dir="prepared") | settings
     cfg = change(replace(cfg, model=small), data=settings, train=dict(start_step=0))
     cfg = change(cfg, train=dict(batch_size=8, microbatches=1))
-    dataset = data.prepare(cfg, "train", data.load_tokenizer("bytes:100"))
+    dataset = data.prepare(cfg, "train", data.load_tokenizer(vocab))
     state, metrics = train_step(cfg, train.init_state(cfg), dataset.batch(0))
     assert state.step == 1 and state.skipped == 0 and np.isfinite(metrics["loss"])
     return dataset.batch(0)
@@ -9243,6 +9356,8 @@ def test_the_recipe_of_the_reference_defines_one_object_of_each_kind(load_page):
     found = evaluate.compute_metrics("add_one", task, [line])
     assert found == {"accuracy": 0.0, "mean_error": 2.0}
     assert float(model.ACTIVATIONS["squared_relu"](jnp.float32(3))) == 9
+    tokenizer = data.load_tokenizer("digits")
+    assert tokenizer.decode(tokenizer.encode("add one: 41")) == "add one: 41"
     assert cfg.model.activation == "gated_squared_relu"
     assert cfg.train.optimizer == "momentum"
 
