@@ -2768,7 +2768,8 @@ TASKS |= {
 # is sampled with the probability rate / (sum of the rates). In {"a": 3, "b": 1}, task a
 # gives three of four examples. A task with the rate 0 is evaluated together with the
 # mixture, but the model is not trained on this task. A rate is a number or a BySize. A
-# mixture may also be a function that takes the Config and returns such a dict.
+# mixture may also be a function that takes the Config and returns such a dict, or a
+# BySizes, which computes all rates from the sizes of all tasks.
 
 
 class BySize(NamedTuple):
@@ -2785,6 +2786,43 @@ class BySize(NamedTuple):
 
     def of(self, examples):
         return min(examples * self.scale, self.maximum) ** (1 / self.temperature)
+
+
+class BySizes(NamedTuple):
+    """A mixture whose rates are a function of the sizes of all its tasks at once.
+
+    The size of a task is the number of its training tokens. For example,
+    BySizes(("german", "welsh"), functools.partial(unimax, budget=1e9)) samples two tasks
+    by UniMax.
+
+    tasks: the names of the tasks, which are not mixtures.
+    rates: a function that takes a dict from task to size, and returns a dict from task to
+        rate.
+    """
+
+    tasks: tuple
+    rates: Callable
+
+
+def unimax(sizes, budget, epochs=1):
+    """Return the sampling rates of UniMax, as a dict from task to rate.
+
+    UniMax (Chung et al. 2023) samples all languages equally often, but repeats no
+    language more than `epochs` times. What small languages cannot use is divided equally
+    among the larger languages. The rate of a language is the number of its tokens that
+    training uses.
+
+    >>> unimax({"german": 900, "welsh": 100, "swiss": 400}, budget=1000, epochs=2)
+    {'welsh': 200, 'swiss': 400.0, 'german': 400.0}
+
+    sizes: a dict from task to the number of its tokens. The paper counts characters.
+    budget: the number of tokens of all tasks together that training uses.
+    """
+    rates = {}
+    for number, task in enumerate(sorted(sizes, key=sizes.get)):
+        equal_share = (budget - sum(rates.values())) / (len(sizes) - number)
+        rates[task] = min(sizes[task] * epochs, equal_share)
+    return rates
 
 
 # The datasets of T0 (Sanh et al. 2022). Each line has the name of a dataset, the number
@@ -2994,7 +3032,7 @@ MIXTURES |= {
 MIXTURES |= {name: functools.partial(t0_mixture, name) for name in T0_MIXTURES}
 
 
-def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
+def mixture_rates(name, cfg, examples=lambda task: 1, within=(), tokens=lambda task: 1):
     """Return the sampling rate of each task in a mixture, as a dict from task to rate.
 
     If a mixture contains another mixture, the tasks of the inner mixture share its rate.
@@ -3004,7 +3042,8 @@ def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
 
     name: the name of a mixture or of a single task. examples: a function that returns the
     number of training examples of a task. It is called only for rates that are a BySize.
-    within: the names of the mixtures that contain this mixture.
+    within: the names of the mixtures that contain this mixture. tokens: a function that
+    returns the number of training tokens of a task. It is called only for a BySizes.
     """
     if name not in MIXTURES:
         return {name: 1.0}
@@ -3015,6 +3054,8 @@ def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
         )
     entries = MIXTURES[name]
     try:
+        if isinstance(entries, BySizes):
+            entries = entries.rates({task: tokens(task) for task in entries.tasks})
         entries = dict(entries(cfg) if callable(entries) else entries)
     except UserError:
         raise
@@ -3033,7 +3074,7 @@ def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
                 f"number that is 0 or higher. The rate of a single task may also be a "
                 f"BySize with a maximum."
             )
-        inner = mixture_rates(member, cfg, examples, (*within, name))
+        inner = mixture_rates(member, cfg, examples, (*within, name), tokens)
         total = sum(inner.values())
         for task, inner_rate in inner.items():
             rates[task] = rates.get(task, 0.0) + rate * inner_rate / total
@@ -3565,10 +3606,10 @@ class Corpus:
             self.starts.append(self.starts[-1] + len(bounds))
         return self.starts
 
-    def count_documents(self):
-        """Tokenize the complete source, and return the number of its documents."""
+    def count(self, what):
+        """Tokenize the complete source, and count its "documents" or its "tokens"."""
         self.shard_starts()
-        return sum(shard["documents"] for shard in self.shards)
+        return sum(shard[what] for shard in self.shards)
 
     def chunk_bounds(self, number):
         """Return the boundaries of all chunks in the token file of a shard.
@@ -3902,7 +3943,10 @@ def prepare(cfg, split, tokenizer):
         return corpus
 
     rates = mixture_rates(
-        cfg.data.task, cfg, lambda name: open_corpus(name).count_documents()
+        cfg.data.task,
+        cfg,
+        examples=lambda name: open_corpus(name).count("documents"),
+        tokens=lambda name: open_corpus(name).count("tokens"),
     )
     rates = {name: rate for name, rate in rates.items() if rate}
     tasks = [
@@ -4188,10 +4232,15 @@ def list_mixture(cfg):
     The name of the mixture is cfg.data.task.
     """
 
-    def count_documents(task):
-        return Corpus(task, "train", prepare_vocabulary(cfg), cfg).count_documents()
+    def count(what, task):
+        return Corpus(task, "train", prepare_vocabulary(cfg), cfg).count(what)
 
-    rates = mixture_rates(cfg.data.task, cfg, count_documents)
+    rates = mixture_rates(
+        cfg.data.task,
+        cfg,
+        examples=functools.partial(count, "documents"),
+        tokens=functools.partial(count, "tokens"),
+    )
     total = sum(rates.values())
     print(f"{'task':40} {'rate':>12} {'share':>9}  source")
     for task, rate in Counter(rates).most_common():

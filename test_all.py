@@ -3293,6 +3293,112 @@ def test_rates_of_nested_mixtures_and_rates_by_size(mixture):
     assert list(data.evaluation_configs(mixture)) == ["few", "some", "many", "documents"]
 
 
+def unimax_slowly(sizes, budget, epochs):
+    """Algorithm 1 of Chung et al. 2023, line by line, with lists instead of a dict."""
+    languages = sorted(range(len(sizes)), key=lambda language: sizes[language])
+    budget_left, languages_left = budget, len(sizes)
+    used = [0.0] * len(sizes)
+    for language in languages:
+        per_language = budget_left / languages_left
+        if per_language > sizes[language] * epochs:
+            used[language] = sizes[language] * epochs
+        else:
+            used[language] = per_language
+        budget_left -= used[language]
+        languages_left -= 1
+    return [one / sum(used) for one in used]
+
+
+def water_level(caps, budget):
+    """Find by bisection the level at which the sum of min(level, cap) is the budget."""
+    low, high = 0.0, max(caps)
+    for _ in range(200):
+        middle = (low + high) / 2
+        if sum(min(middle, cap) for cap in caps) < budget:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def test_unimax_equals_the_algorithm_of_the_paper():
+    """Two slow methods agree with data.unimax on 100 random vectors of sizes."""
+    rng = np.random.default_rng(5)
+    for number in range(100):
+        sizes = rng.lognormal(10, 3, rng.integers(1, 110)).round() + 1
+        epochs = int(rng.choice([1, 4, 5, 10]))
+        budget = float(sizes.sum() * rng.choice([0.01, 0.3, 1.0, 20.0]))
+        tasks = {f"language {i}": size for i, size in enumerate(sizes.tolist())}
+        rates = data.unimax(tasks, budget, epochs)
+        assert rates.keys() == tasks.keys()
+        total = sum(rates.values())
+        found = [rates[task] / total for task in tasks]
+        np.testing.assert_allclose(
+            found, unimax_slowly(sizes.tolist(), budget, epochs), rtol=1e-9
+        )
+        caps = (sizes * epochs).tolist()
+        level = water_level(caps, budget)
+        np.testing.assert_allclose(
+            [rates[task] for task in tasks], np.minimum(level, caps), rtol=1e-9
+        )
+
+
+def test_rates_may_be_a_function_of_all_sizes(mixture, capsys, monkeypatch):
+    """The sizes are numbers of training tokens. A recipe may give its own function."""
+    tasks = ("few", "some", "many")
+    unimax = functools.partial(data.unimax, budget=700, epochs=2)
+    data.MIXTURES["unimax"] = data.BySizes(tasks, unimax)
+    data.MIXTURES["over"] = {"unimax": 2, "documents": 1}
+    dataset = open_dataset(change(mixture, data=dict(task="unimax")))
+    sizes = {}
+    for examples in dataset.tasks:
+        corpus = examples.corpus
+        sizes[corpus.name] = len(tokens_of(corpus))
+    expected = dict(zip(tasks, unimax_slowly([sizes[task] for task in tasks], 700, 2)))
+    assert 2 * sizes["few"] < 700 / 3, "The smallest task should be limited by epochs."
+    for task, examples in zip(dataset.plan.rates, dataset.tasks):
+        assert task == pytest.approx(expected[examples.corpus.name])
+    rates = data.mixture_rates("over", mixture, tokens=sizes.get)
+    for task in tasks:
+        assert rates[task] == pytest.approx(2 * expected[task])
+    assert rates["documents"] == 1
+    flags = [
+        f"--data.{name}={value}"
+        for name, value in dataclasses.asdict(mixture.data).items()
+    ]
+    flags += ["--model.vocab_size", 256, "--list", "unimax"]
+    status, out, err = run(data, capsys, monkeypatch, *flags)
+    assert status == 0, err
+    for task in tasks:
+        assert f"{expected[task]:.4%}" in out, f"--list should print the share of {task}."
+    # Without sizes, for example to list the evaluated tasks, all tasks are named.
+    alone = change(mixture, data=dict(task="unimax"))
+    assert sorted(data.evaluation_configs(alone)) == sorted(tasks)
+    for function, message in (
+        (lambda sizes: {"few": -1}, "invalid rate -1 for few"),
+        (lambda sizes: 1 / 0, "not a dict of rates"),
+    ):
+        data.MIXTURES["wrong"] = data.BySizes(tasks, function)
+        with pytest.raises(configs.UserError, match=message):
+            data.mixture_rates("wrong", mixture)
+
+
+def test_the_languages_of_the_readme_are_sampled_by_unimax(mixture, monkeypatch):
+    """The code block is executed. The sizes are given by hand."""
+    text = (HERE / "README.md").read_text()
+    (block,) = re.findall(r"```python\n((?:(?!```).)*?BySizes.*?)```", text, re.DOTALL)
+    recipe = {}
+    exec(block, recipe)
+    for name, task in recipe["TASKS"].items():
+        monkeypatch.setitem(data.TASKS, name, task)
+    monkeypatch.setitem(data.MIXTURES, "languages", recipe["MIXTURES"]["languages"])
+    sizes = {"deu_Latn": 9e11, "cym_Latn": 7e9, "gsw_Latn": 5e6}
+    rates = data.mixture_rates("languages", mixture, tokens=sizes.get)
+    # Swiss German is used four times, and the others share what it leaves of 1e9 tokens.
+    expected = {"gsw_Latn": 2e7, "cym_Latn": 4.9e8, "deu_Latn": 4.9e8}
+    assert rates == expected
+
+
 def test_samples_of_several_tasks_are_spread_evenly_over_a_block():
     plan = object.__new__(data.TrainingPlan)
     plan.packs = False
