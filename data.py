@@ -2092,8 +2092,8 @@ def read_tfrecords(path):
 def check_record(record, checksum):
     """Return the bytes of a record of a tfrecord file, or raise ValueError if damaged."""
     crc = crc32c(record)
-    # tfrecord files do not store the CRC itself. They rotate its 32 bits by 15 places, and
-    # add a constant.
+    # tfrecord files do not store the CRC itself. They rotate its 32 bits by 15 places,
+    # and add a constant.
     if ((crc >> 15 | crc << 17) + 0xA282EAD8) % (1 << 32) != checksum:
         raise ValueError("its checksum is wrong")
     return record
