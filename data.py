@@ -1504,6 +1504,20 @@ GROUP_BYTES = 1 << 26  # 64 MiB: the size at which a group of small files is com
 HELD_OUT_BYTES = 1 << 25  # 32 MiB: at most this much text is held out for validation
 
 
+def check_unchanged(path, stamp):
+    """Raise UserError if a local file has changed since its size and time were read.
+
+    The name of the token files is a hash of the old size and time, so it would be wrong.
+
+    stamp: the size and the time of the file, as find_files returns them.
+    """
+    if os.path.isfile(path) and find_files(glob.escape(path)) != [(path, stamp)]:
+        raise UserError(
+            f"{path} has changed while it was read: repeat the command when no other "
+            f"program writes to this file."
+        )
+
+
 def group_files(files, read):
     """Combine small files into groups, and return a SourceFile for each group.
 
@@ -1529,15 +1543,7 @@ def group_files(files, read):
         for path, stamp in group:
             try:
                 yield from read(path, bad)
-                # Stop if a local file has changed since its size and time were read. The
-                # name of the token files is a hash of the old size and time, so it would
-                # be wrong.
-                is_local = os.path.isfile(path)
-                if is_local and find_files(glob.escape(path)) != [(path, stamp)]:
-                    raise UserError(
-                        f"{path} has changed while it was read: repeat the command when "
-                        f"no other program writes to this file."
-                    )
+                check_unchanged(path, stamp)
             # Catch all exceptions, because each library raises different types of
             # exceptions for a damaged file.
             except Exception as error:
@@ -1555,7 +1561,7 @@ def group_files(files, read):
     ]
 
 
-def file_source(read, pattern, split, cfg, whole):
+def file_source(read, pattern, split, cfg, whole, partners=()):
     """Open the files that match a glob pattern as a data source.
 
     The files are read in alphabetical order. If the pattern contains "{split}", the name
@@ -1566,6 +1572,8 @@ def file_source(read, pattern, split, cfg, whole):
 
     read: a function that yields the examples of one file. pattern: the glob pattern.
     split: the name of the split. whole: whether to read all text and hold out nothing.
+    partners: more files, as find_files returns them, whose text `read` yields together
+    with the text of the matching files.
     """
     filled_in = pattern.replace("{split}", split)
     found = find_files(filled_in)
@@ -1581,7 +1589,8 @@ def file_source(read, pattern, split, cfg, whole):
     if whole or "{split}" in pattern:
         return files
     # Count decompressed bytes, so that compression does not change what is held out.
-    held_out = min(HELD_OUT_BYTES, text_size(found, 100 * HELD_OUT_BYTES) // 100)
+    size = text_size([*found, *partners], 100 * HELD_OUT_BYTES)
+    held_out = min(HELD_OUT_BYTES, size // 100)
 
     def read_first(bad):
         seen = 0  # how many characters or token ids all examples had so far
@@ -1674,12 +1683,13 @@ def text_size(files, enough):
     return total
 
 
-def read_lines(path, bad):
+def read_lines(path, bad, keep_place=False):
     """Yield the lines of a text file as pairs (line number, line).
 
     Line numbers start at 1. A compressed file is decompressed. A line that is not valid
-    UTF-8 is reported to the function `bad` and skipped. The function raises UserError if
-    a line is too long, or if the file is not text.
+    UTF-8 is reported to the function `bad` and skipped. With keep_place, None is yielded
+    in the place of such a line. The function raises UserError if a line is too long, or
+    if the file is not text.
     """
     with open_text(path) as file:
         lines = iter(lambda: file.readline(LINE_BYTES), b"")
@@ -1690,9 +1700,12 @@ def read_lines(path, bad):
                     f"divide this line, or remove it."
                 )
             try:
-                yield number, line.decode()
+                text = line.decode()
             except UnicodeDecodeError:
                 bad(f"{path}:{number}", "is not UTF-8")
+                text = None
+            if text is not None or keep_place:
+                yield number, text
 
 
 def text_source(name, split, cfg, whole):
@@ -1836,6 +1849,54 @@ def table_source(kind, pattern, split, cfg, whole):
     return file_source(read, pattern, split, cfg, whole)
 
 
+def lines_source(name, split, cfg, whole):
+    """Open the data source `lines:GLOB,GLOB`, which reads two files of parallel lines.
+
+    Line 7 of the first file and line 7 of the second file are the inputs and the targets
+    of one example. This is the usual form of texts for translation. If the patterns match
+    several files, the first file of one pattern belongs to the first file of the other.
+    The function raises UserError if two files do not have equally many lines.
+
+    name: the two patterns with a comma between them, such as "{split}.de,{split}.en".
+    """
+    patterns = name.split(",")
+    if len(patterns) != 2:
+        raise UserError(
+            f"lines:{name} is not a pair of files: name two files or two quoted globs, "
+            f"with one comma between them, such as lines:de.txt,en.txt."
+        )
+    inputs, targets = [find_files(one.replace("{split}", split)) for one in patterns]
+    if inputs and len(inputs) != len(targets):
+        raise MissingSource(
+            f"{patterns[0]} matches {len(inputs)} files, and {patterns[1]} matches "
+            f"{len(targets)}",
+            "name two globs that match equally many files.",
+        )
+    partners = dict(zip([path for path, _ in inputs], targets))
+
+    def read(path, bad):
+        other, stamp = partners[path]
+        sides = [read_lines(file, bad, keep_place=True) for file in (path, other)]
+        for left, right in itertools.zip_longest(*sides):
+            if not left or not right:
+                shorter, longer = (other, path) if left else (path, other)
+                raise UserError(
+                    f"{shorter} has fewer lines than {longer}, so its lines do not "
+                    f"belong together: name two files with equally many lines."
+                )
+            number, source = left
+            _, target = right
+            if source is not None and target is not None:
+                yield (
+                    f"{path}:{number}",
+                    {"inputs": source.rstrip("\r\n"), "targets": target.rstrip("\r\n")},
+                )
+        check_unchanged(other, stamp)
+
+    files = file_source(read, patterns[0], split, cfg, whole, targets)
+    return [file._replace(stamp=[file.stamp, targets]) for file in files]
+
+
 def read_parquet(path, bad):
     """Yield the rows of a parquet file as examples.
 
@@ -1932,8 +1993,9 @@ def tfds_source(name, split, cfg, whole):
     """Open a TensorFlow Datasets (TFDS) dataset that is stored on disk.
 
     The function never downloads a dataset. The dataset must be stored as array_record
-    files, which can be read without TensorFlow. Examples that are missing, damaged or not
-    UTF-8 are reported to the function `bad`. Each SourceFile is a range of examples.
+    files or as tfrecord files, which can be read without TensorFlow. Examples that are
+    missing, damaged or not UTF-8 are reported to the function `bad`. Each SourceFile is a
+    range of examples.
 
     name: the name of the dataset, as NAME[/CONFIG][:VERSION], or the path of its folder.
     """
@@ -1942,10 +2004,11 @@ def tfds_source(name, split, cfg, whole):
     try:
         builder = import_tfds().builder_from_directory(folder)
         info = builder.info
-        if info.file_format.value != "array_record":
+        stored_as = info.file_format.value
+        if stored_as not in ("array_record", "tfrecord"):
             raise UserError(
-                f"{folder} is stored as {info.file_format.value}, which only TensorFlow "
-                f"can read: prepare the dataset again on a machine with TensorFlow. Run "
+                f"{folder} is stored as {stored_as}, which plain T5 cannot read: prepare "
+                f"the dataset again on a machine with TensorFlow. Run "
                 f"tfds.builder('NAME', file_format='array_record')"
                 f".download_and_prepare()."
             )
@@ -1954,7 +2017,9 @@ def tfds_source(name, split, cfg, whole):
                 f"{folder} has no split {split} (it has {', '.join(info.splits)}): name "
                 f"another source with --data.validation_source."
             )
-        examples = builder.as_data_source(split)
+        if stored_as == "array_record":
+            examples = builder.as_data_source(split)
+        shards = list(zip(info.splits[split].filepaths, info.splits[split].shard_lengths))
         count = info.splits[split].num_examples
     except UserError:
         raise
@@ -1965,10 +2030,21 @@ def tfds_source(name, split, cfg, whole):
         ) from error
 
     def read(start, bad):
+        if stored_as == "array_record":
+            load = examples.__getitem__
+        else:
+            records = read_tfds_records(shards, start)
+
+            def load(number):
+                record = next(records)
+                if record is None:
+                    raise IndexError("its file is cut off")
+                return info.features.deserialize_example_np(check_record(*record))
+
         for number in range(count)[start : start + TFDS_RANGE]:
             where = f"{folder} {split} {number}"
             try:
-                yield where, decode_bytes(examples[number])
+                yield where, decode_bytes(load(number))
             except (IndexError, ValueError, RuntimeError) as error:
                 problem = f"dataset_info.json promises {count} examples; {error}"
                 bad(where, f"is missing or damaged ({problem})")
@@ -2087,6 +2163,37 @@ def read_tfrecords(path):
             yield record[:-4], int.from_bytes(record[-4:], "little")
 
 
+def check_record(record, checksum):
+    """Return the bytes of a record of a tfrecord file, or raise ValueError if damaged."""
+    crc = crc32c(record)
+    # tfrecord files do not store the CRC itself. They rotate its 32 bits by 15 places,
+    # and add a constant.
+    if ((crc >> 15 | crc << 17) + 0xA282EAD8) % (1 << 32) != checksum:
+        raise ValueError("its checksum is wrong")
+    return record
+
+
+def read_tfds_records(shards, start):
+    """Yield the records of a TFDS dataset in tfrecord format, from number `start` on.
+
+    Each result is a pair (record, checksum). Shards before this record are not opened. If
+    a shard is cut off or has fewer records than TFDS has noted, None takes the place of
+    the missing records, so that the records of the next shards keep their numbers.
+
+    shards: a list of pairs (path, number of records).
+    """
+
+    def read(path):
+        with contextlib.suppress(EOFError):
+            yield from read_tfrecords(str(path))
+        yield from itertools.repeat(None)
+
+    for path, length in shards:
+        if start < length:
+            yield from itertools.islice(read(path), start, length)
+        start = max(0, start - length)
+
+
 def read_seqio(features, path, bad):
     """Yield the examples of a tfrecord file that SeqIO has cached.
 
@@ -2103,11 +2210,7 @@ def read_seqio(features, path, bad):
         where = f"{path} record {number}"
         example = {}
         try:
-            crc = crc32c(record)
-            # tfrecord files do not store the CRC itself. They rotate its 32 bits by 15
-            # places, and add a constant.
-            if ((crc >> 15 | crc << 17) + 0xA282EAD8) % (1 << 32) != checksum:
-                raise ValueError("its checksum is wrong")
+            check_record(record, checksum)
             stored = tf_example_generated_pb2.Example.FromString(record)
             for key, feature in stored.features.feature.items():
                 values = [value.decode() for value in feature.bytes_list.value]
@@ -2175,6 +2278,7 @@ SOURCES |= {
     "parquet": functools.partial(file_source, read_parquet),
     "csv": functools.partial(table_source, "csv"),
     "tsv": functools.partial(table_source, "tsv"),
+    "lines": lines_source,
     "seqio": seqio_source,
     "reverse": reverse_source,
     "random": random_source,
@@ -2215,7 +2319,8 @@ def open_source(source, split, cfg, whole=False):
     kind, _, name = source.partition(":")
     if kind not in SOURCES:
         kinds = ":, ".join(SOURCES)
-        example = f"{file_kind(source)}:{source if '.' in source else 'FILE'}"
+        likely = "lines" if "," in source else file_kind(source)
+        example = f"{likely}:{source if '.' in source else 'FILE'}"
         raise UserError(
             f"{source!r} is not a data source: set --data.source to a name such as "
             f"{example}. The name must begin with one of {kinds}:."
@@ -2738,7 +2843,8 @@ TASKS |= {
 # is sampled with the probability rate / (sum of the rates). In {"a": 3, "b": 1}, task a
 # gives three of four examples. A task with the rate 0 is evaluated together with the
 # mixture, but the model is not trained on this task. A rate is a number or a BySize. A
-# mixture may also be a function that takes the Config and returns such a dict.
+# mixture may also be a function that takes the Config and returns such a dict, or a
+# BySizes, which computes all rates from the sizes of all tasks.
 
 
 class BySize(NamedTuple):
@@ -2755,6 +2861,43 @@ class BySize(NamedTuple):
 
     def of(self, examples):
         return min(examples * self.scale, self.maximum) ** (1 / self.temperature)
+
+
+class BySizes(NamedTuple):
+    """A mixture whose rates are a function of the sizes of all its tasks at once.
+
+    The size of a task is the number of its training tokens. For example,
+    BySizes(("german", "welsh"), functools.partial(unimax, budget=1e9)) samples two tasks
+    by UniMax.
+
+    tasks: the names of the tasks, which are not mixtures.
+    rates: a function that takes a dict from task to size, and returns a dict from task to
+        rate.
+    """
+
+    tasks: tuple
+    rates: Callable
+
+
+def unimax(sizes, budget, epochs=1):
+    """Return the sampling rates of UniMax, as a dict from task to rate.
+
+    UniMax (Chung et al. 2023) samples all languages equally often, but repeats no
+    language more than `epochs` times. What small languages cannot use is divided equally
+    among the larger languages. The rate of a language is the number of its tokens that
+    training uses.
+
+    >>> unimax({"german": 900, "welsh": 100, "swiss": 400}, budget=1000, epochs=2)
+    {'welsh': 200, 'swiss': 400.0, 'german': 400.0}
+
+    sizes: a dict from task to the number of its tokens. The paper counts characters.
+    budget: the number of tokens of all tasks together that training uses.
+    """
+    rates = {}
+    for number, task in enumerate(sorted(sizes, key=sizes.get)):
+        equal_share = (budget - sum(rates.values())) / (len(sizes) - number)
+        rates[task] = min(sizes[task] * epochs, equal_share)
+    return rates
 
 
 # The datasets of T0 (Sanh et al. 2022). Each line has the name of a dataset, the number
@@ -2964,7 +3107,7 @@ MIXTURES |= {
 MIXTURES |= {name: functools.partial(t0_mixture, name) for name in T0_MIXTURES}
 
 
-def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
+def mixture_rates(name, cfg, examples=lambda task: 1, within=(), tokens=lambda task: 1):
     """Return the sampling rate of each task in a mixture, as a dict from task to rate.
 
     If a mixture contains another mixture, the tasks of the inner mixture share its rate.
@@ -2974,7 +3117,8 @@ def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
 
     name: the name of a mixture or of a single task. examples: a function that returns the
     number of training examples of a task. It is called only for rates that are a BySize.
-    within: the names of the mixtures that contain this mixture.
+    within: the names of the mixtures that contain this mixture. tokens: a function that
+    returns the number of training tokens of a task. It is called only for a BySizes.
     """
     if name not in MIXTURES:
         return {name: 1.0}
@@ -2985,6 +3129,8 @@ def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
         )
     entries = MIXTURES[name]
     try:
+        if isinstance(entries, BySizes):
+            entries = entries.rates({task: tokens(task) for task in entries.tasks})
         entries = dict(entries(cfg) if callable(entries) else entries)
     except UserError:
         raise
@@ -3003,7 +3149,7 @@ def mixture_rates(name, cfg, examples=lambda task: 1, within=()):
                 f"number that is 0 or higher. The rate of a single task may also be a "
                 f"BySize with a maximum."
             )
-        inner = mixture_rates(member, cfg, examples, (*within, name))
+        inner = mixture_rates(member, cfg, examples, (*within, name), tokens)
         total = sum(inner.values())
         for task, inner_rate in inner.items():
             rates[task] = rates.get(task, 0.0) + rate * inner_rate / total
@@ -3535,10 +3681,10 @@ class Corpus:
             self.starts.append(self.starts[-1] + len(bounds))
         return self.starts
 
-    def count_documents(self):
-        """Tokenize the complete source, and return the number of its documents."""
+    def count(self, what):
+        """Tokenize the complete source, and count its "documents" or its "tokens"."""
         self.shard_starts()
-        return sum(shard["documents"] for shard in self.shards)
+        return sum(shard[what] for shard in self.shards)
 
     def chunk_bounds(self, number):
         """Return the boundaries of all chunks in the token file of a shard.
@@ -3872,7 +4018,10 @@ def prepare(cfg, split, tokenizer):
         return corpus
 
     rates = mixture_rates(
-        cfg.data.task, cfg, lambda name: open_corpus(name).count_documents()
+        cfg.data.task,
+        cfg,
+        examples=lambda name: open_corpus(name).count("documents"),
+        tokens=lambda name: open_corpus(name).count("tokens"),
     )
     rates = {name: rate for name, rate in rates.items() if rate}
     tasks = [
@@ -4158,10 +4307,15 @@ def list_mixture(cfg):
     The name of the mixture is cfg.data.task.
     """
 
-    def count_documents(task):
-        return Corpus(task, "train", prepare_vocabulary(cfg), cfg).count_documents()
+    def count(what, task):
+        return Corpus(task, "train", prepare_vocabulary(cfg), cfg).count(what)
 
-    rates = mixture_rates(cfg.data.task, cfg, count_documents)
+    rates = mixture_rates(
+        cfg.data.task,
+        cfg,
+        examples=functools.partial(count, "documents"),
+        tokens=functools.partial(count, "tokens"),
+    )
     total = sum(rates.values())
     print(f"{'task':40} {'rate':>12} {'share':>9}  source")
     for task, rate in Counter(rates).most_common():

@@ -13,13 +13,16 @@ cache stores the keys and values of earlier tokens, so they are computed only on
     python infer.py --run_dir RUN --input IN.jsonl --output OUT.jsonl --mode score
     python infer.py --run_dir RUN --input IN.jsonl --output OUT.npz --mode encode
     python infer.py --run_dir RUN --input task:glue_rte_v002:validation --output OUT.jsonl
+    python infer.py --run_dir RUN --input lines:de.txt,en.txt --output OUT.txt --mode score
 
 Each line of IN.jsonl is a JSON object with the field "inputs", such as
 {"inputs": "number: 4711"}. With --mode score, each line also needs the field "targets".
 Both fields hold a text or a list of token ids. A list of ids is used unchanged: it is
 not truncated, and EOS is not appended. An input file may also be a .txt file with one
-text on each line, and an empty line gets an empty prediction. OUT.jsonl has the lines of
-IN.jsonl in the same order, with a new field "prediction" or "score".
+text on each line, and an empty line gets an empty prediction. Other inputs are tables,
+and data sources such as lines:de.txt,en.txt, whose first file holds the inputs. OUT.jsonl
+has the lines of IN.jsonl in the same order, with a new field "prediction" or "score".
+OUT.txt has only the predictions or the scores, one on each line.
 
 With --mode encode, each line gets the field "ids" and a field with vectors. --pool mean
 writes the mean vector of each text to the field "mean". --pool first writes the first
@@ -1128,16 +1131,22 @@ class ExampleEncoder:
         return Example(inputs, targets, number)
 
 
+def is_source(name):
+    """Return whether --input names a data source, such as lines:de.txt,en.txt."""
+    return name.partition(":")[0] in data.SOURCES
+
+
 def open_input(name, cfg):
-    """Open the file or the task that --input names.
+    """Open the file, the data source or the task that --input names.
 
     Returns a tuple (task, read, identity). `task` is the data.Task, or None if --input
-    names a file. The function `read` reads the lines of the input. read(bad) yields pairs
+    names another input. The function `read` reads the lines of the input. read(bad) yields pairs
     such as ("a.jsonl:3", {"inputs": "some text"}). For an unreadable line, read(bad)
     calls bad("a.jsonl:3", "is not JSON") instead. `identity` is a JSON value that changes
     when the input changes, such as the sizes and times of the files.
 
-    name: task:NAME[:SPLIT], or the path of a JSONL, CSV, TSV, parquet or text file.
+    name: task:NAME[:SPLIT], a data source such as lines:de.txt,en.txt, or the path of a
+    JSONL, CSV, TSV, parquet or text file.
     """
     if name.startswith("task:"):
         name, _, split = name.removeprefix("task:").partition(":")
@@ -1146,6 +1155,18 @@ def open_input(name, cfg):
         task, files = data.open_task(name, split, cfg)
         read = functools.partial(data.read_task, name, split, cfg)
         return task, read, data.source_identity(name, task, files, cfg)
+
+    if is_source(name):
+        sources = data.open_source(name, "train", cfg, whole=True)
+        fields = data.source_fields(cfg)
+
+        def read_source(bad):
+            for source in sources:
+                for where, line in source.read(bad):
+                    renamed = {to: line[old] for to, old in fields.items() if old in line}
+                    yield where, line | renamed
+
+        return None, read_source, [[source.name, source.stamp] for source in sources]
 
     files = data.find_files(name, pipes=True)
 
@@ -1402,6 +1423,26 @@ def write_table(lines, path):
     os.remove(lines)
 
 
+def write_text(lines, path):
+    """Convert a JSONL file to a text file with one result on each line, and remove it.
+
+    The result is the field `prediction` or `score`. Line ends inside a result become
+    spaces, so that line n of the text file belongs to example n. If an example has an
+    error, its line is empty.
+
+    lines: the path of the JSONL file.
+    path: the path of the text file.
+    """
+    results = []
+    with open(lines) as file:
+        for line in map(json.loads, file):
+            result = line.get("prediction", line.get("score", ""))
+            text = result if isinstance(result, str) else json.dumps(result)
+            results.append(" ".join(text.splitlines()) + "\n")
+    configs.write_file(path, "".join(results))
+    os.remove(lines)
+
+
 def run_file(args, cfg, mesh, tokenizer, params, step):
     """Run the model on each line of --input, and write the results to --output.
 
@@ -1422,10 +1463,12 @@ def run_file(args, cfg, mesh, tokenizer, params, step):
     # run_examples reads many examples before the first result is ready. Until then,
     # itertools.tee stores the lines, which are written together with the results.
     lines, ahead = itertools.tee(lines)
-    # For an empty line, the model would invent a text. Therefore an empty line of a .txt
+    # For an empty line, the model would invent a text. Therefore an empty line of a text
     # file gets an empty prediction, as on standard input.
     nothing = [[]] * cfg.decode.num_return, [0.0] * cfg.decode.num_return
-    skips = mode == "predict" and data.file_kind(args.input) == "text"
+    is_text = args.input.startswith(("lines:", "text:"))
+    is_text = is_text or data.file_kind(args.input) == "text"
+    skips = mode == "predict" and is_text
 
     def is_blank(line):
         return skips and not line["inputs"].strip()
@@ -1450,6 +1493,8 @@ def run_file(args, cfg, mesh, tokenizer, params, step):
                 write_vectors(partial, args.output, VECTOR_FIELD[mode], cfg.model.d_model)
             elif data.file_kind(args.output) in data.DELIMITERS:
                 write_table(partial, args.output)
+            elif data.file_kind(args.output) == "text":
+                write_text(partial, args.output)
             else:
                 os.replace(partial, args.output)
             os.remove(f"{partial}.json")
@@ -1595,6 +1640,7 @@ def check_files(args):
             f"{args.output} already exists: name another --output, or move the file away."
         )
     is_file = args.input and not args.input.startswith("task:")
+    is_file = is_file and not is_source(args.input)
     if is_file and not data.find_files(args.input, pipes=True):
         raise UserError(f"No file matches --input {args.input}: check the path.")
     if not args.input and args.text is None and jax.process_count() > 1:
@@ -1608,9 +1654,11 @@ def main(argv):
         __doc__,
         argv,
         text_=dict(nargs="?", help="the input text (default: read standard input)"),
-        input=dict(default="", help="a JSONL or .txt file, or task:NAME[:SPLIT]"),
+        input=dict(default="", help="a file, a data source, or task:NAME[:SPLIT]"),
         output=dict(
-            default="", help="the JSONL file to write, or .npz with --mode encode"
+            default="",
+            help="the file to write: .jsonl, .csv, .tsv, .txt with one result on each\n"
+            "line, or .npz with --mode encode",
         ),
         mode=dict(
             default="predict",
@@ -1643,7 +1691,7 @@ def main(argv):
             "give only a text (or standard input) with --mode predict."
         )
     configs.parse_shard(args.shard)
-    endings = (".jsonl", ".csv", ".tsv")
+    endings = (".jsonl", ".csv", ".tsv", ".txt")
     if args.mode == "encode":
         endings = (".jsonl", ".npz")
     if args.output and not args.output.endswith(endings):

@@ -1467,7 +1467,10 @@ def test_the_first_percent_of_files_without_splits_is_held_out(corpus, end):
 
 
 def write_tfds(folder, texts, **features):
-    """Write a TFDS dataset {split: texts or dicts of features} as array_record files."""
+    """Write a TFDS dataset {split: texts or dicts of features} as array_record files.
+
+    If the name of the folder's parent ends with "_tfrecord", write tfrecord files instead.
+    """
     import tensorflow_datasets as tfds
     from tensorflow_datasets.core import dataset_info, file_adapters, sequential_writer
 
@@ -1481,16 +1484,201 @@ def write_tfds(folder, texts, **features):
         ),
         features=tfds.features.FeaturesDict(features or {"text": tfds.features.Text()}),
     )
-    info.set_file_format(file_adapters.FileFormat.ARRAY_RECORD)
+    stored_as = "array_record"
+    if folder.parent.name.endswith("_tfrecord"):
+        stored_as = "tfrecord"
+    info.set_file_format(file_adapters.FileFormat(stored_as))
+    examples = {
+        split: [{"text": line} if isinstance(line, str) else line for line in lines]
+        for split, lines in texts.items()
+    }
+    if stored_as == "tfrecord":
+        return write_tfrecord_shards(folder, info, examples)
     writer = sequential_writer.SequentialWriter(
         ds_info=info, max_examples_per_shard=50, file_format="array_record"
     )
     writer.initialize_splits(list(texts))
-    for split, lines in texts.items():
-        writer.add_examples(
-            {split: [{"text": line} if isinstance(line, str) else line for line in lines]}
-        )
+    for split in texts:
+        writer.add_examples({split: examples[split]})
     writer.close_all()
+
+
+def write_tfrecord_shards(folder, info, examples):
+    """Write the tfrecord files of a TFDS dataset, because TFDS needs TensorFlow for this.
+
+    The names of the files and the bytes of the examples come from TFDS.
+    """
+    import tensorflow_datasets as tfds
+    from tensorflow_datasets.core import example_serializer, naming
+
+    serializer = example_serializer.ExampleSerializer(info.features.get_serialized_info())
+    splits = []
+    for split, rows in examples.items():
+        shards = [rows[start : start + 50] for start in range(0, len(rows), 50)]
+        names = naming.ShardedFileTemplate(
+            data_dir=folder, dataset_name="c4", split=split, filetype_suffix="tfrecord"
+        )
+        for path, shard in zip(names.sharded_filepaths(len(shards)), shards):
+            with open(path, "wb") as file:
+                for row in shard:
+                    encoded = info.features.encode_example(row)
+                    file.write(to_tfrecord(serializer.serialize_example(encoded)))
+        lengths = [len(shard) for shard in shards]
+        splits.append(tfds.core.SplitInfo(split, lengths, 0, filename_template=names))
+    info.set_splits(tfds.core.SplitDict(splits))
+    info.write_to_directory(folder)
+
+
+def to_tfrecord(record):
+    """Return the bytes of a record in a tfrecord file."""
+    size = len(record).to_bytes(8, "little")
+    return size + masked_crc(size) + record + masked_crc(record)
+
+
+TFDS_ROWS = [
+    {
+        "text": f"café {n}",
+        "words": ["a", "b" * n][: n % 3],
+        "label": n % 2,
+        "score": n / 7,
+        "idx": {"question": n, "answer": 2 * n},
+        "translations": [{"de": "ja", "en": "yes"}] * (n % 4),
+    }
+    for n in range(130)
+]
+
+
+def tfds_features():
+    import tensorflow_datasets as tfds
+
+    return {
+        "text": tfds.features.Text(),
+        "words": tfds.features.Sequence(tfds.features.Text()),
+        "label": tfds.features.ClassLabel(num_classes=2),
+        "score": tfds.features.Scalar(np.float32),
+        "idx": {"question": np.int32, "answer": np.int64},
+        "translations": tfds.features.Sequence(
+            {"de": tfds.features.Text(), "en": tfds.features.Text()}
+        ),
+    }
+
+
+def test_tfds_folders_of_both_formats_are_equal(tmp_path, corpus, monkeypatch):
+    """The tfrecord files are read although TensorFlow cannot be imported."""
+    find_spec = importlib.machinery.PathFinder.find_spec
+    blocked = staticmethod(
+        lambda name, *more: None if name == "tensorflow" else find_spec(name, *more)
+    )
+    monkeypatch.setattr(importlib.machinery.PathFinder, "find_spec", blocked)
+    with pytest.raises(ImportError):
+        import tensorflow  # noqa: F401
+    monkeypatch.setattr(data, "TFDS_RANGE", 30)  # so ranges begin inside the shards of 50
+    found = {}
+    for name in ("x", "x_tfrecord"):
+        folder = tmp_path / name / "1.0.0"
+        write_tfds(folder, {"train": TFDS_ROWS}, **tfds_features())
+        cfg = sourced(corpus, f"tfds:{folder}")
+        parts = data.open_source(cfg.data.source, "train", cfg)
+        sizes = [len(list(part.read(None))) for part in parts]
+        assert_same(
+            sizes, [30, 30, 30, 30, 10], "Each SourceFile is a range of examples."
+        )
+        found[name] = [
+            jax.tree.map(np.asarray, example)
+            for part in parts
+            for _, example in part.read(None)
+        ]
+    assert_equal(found["x_tfrecord"], found["x"])
+    read_back = [
+        {"text": str(row["text"]), "score": float(row["score"]), "idx": row["idx"]}
+        for row in found["x_tfrecord"]
+    ]
+    expected = [{key: row[key] for key in ("text", "score", "idx")} for row in TFDS_ROWS]
+    for row, wanted in zip(read_back, expected, strict=True):
+        assert row["text"] == wanted["text"] and row["idx"] == wanted["idx"]
+        assert row["score"] == pytest.approx(wanted["score"])
+    # Damage: a flipped bit, and a shard that lacks its end. Both name the example.
+    files = sorted((tmp_path / "x_tfrecord" / "1.0.0").glob("*.tfrecord*"))
+    intact = files[0].read_bytes()
+    first = 16 + int.from_bytes(intact[:8], "little")  # the size of the first record
+    flipped = bytearray(intact)
+    flipped[first + 30] ^= 4
+    for content, message, left in (
+        (bytes(flipped), "train 1 is missing or damaged.*checksum is wrong", 129),
+        (intact[: first + 9], "train 1 is missing or damaged.*its file is cut off", 81),
+        (intact[:first], "train 1 is missing or damaged.*its file is cut off", 81),
+    ):
+        files[0].write_bytes(content)
+        with pytest.raises(configs.UserError, match=message):
+            documents_of(cfg)
+        skipping = change(cfg, data=dict(on_error="skip"))
+        assert_same(len(documents_of(skipping)), left, "All other examples are read.")
+        assert documents_of(skipping)[-1] == "café 129"
+
+
+def test_parallel_lines_are_pairs(corpus, tokenizer, tmp_path):
+    """Two files of lines give the same token files as the same pairs in a JSONL file."""
+    pairs = [(" ".join(sentences(1, n)), f"ü {n}") for n in range(300)]
+    pairs[7] = "\u2028 x", ""  # a line separator that does not end a line
+    lines = ["".join(f"{side}\n" for side in sides) for sides in zip(*pairs)]
+    for half, count in (("0", 120), ("1", 300)):
+        for name, text in zip(("de", "en"), lines):
+            part = text.splitlines(keepends=True) if name == "en" else None
+            part = part or [line + "\n" for line in text.split("\n")[:-1]]
+            first = 0 if half == "0" else 120
+            packed = gzip.compress("".join(part[first:count]).encode())
+            (tmp_path / f"{half}.{name}.gz").write_bytes(packed)
+    rows = [json.dumps({"inputs": a, "targets": b}) + "\n" for a, b in pairs]
+    (tmp_path / "pairs.jsonl").write_text("".join(rows))
+    cfg = sourced(corpus, f"lines:{tmp_path}/*.de.gz,{tmp_path}/*.en.gz")
+    other = sourced(corpus, f"jsonl:{tmp_path}/pairs.jsonl")
+    tokens = []
+    for one in (cfg, other):
+        one = change(one, data=dict(task="text_to_text", validation_source="python:10"))
+        tokens.append(tokens_of(open_corpus(one, tokenizer)).tolist())
+    assert_same(tokens[0], tokens[1], "Lines and JSONL should have equal tokens.")
+    held_out = documents_of(cfg, "inputs")[
+        : 300 - len(documents_of(cfg, "inputs", whole=False))
+    ]
+    size = sum(len(a) + len(b) for a, b in pairs)
+    seen = [len(a) + len(b) for a, b in pairs[: len(held_out)]]
+    assert sum(seen[:-1]) <= 1.1 * size / 100 < sum(seen) + 60, "1 % should be held out."
+    swapped = change(
+        cfg, data=dict(fields="inputs=targets,targets=inputs", task="text_to_text")
+    )
+    _, first = next(data.read_task("text_to_text", "train", swapped, None))
+    assert first["inputs"] == first["inputs"].strip() and first["inputs"].startswith("ü")
+    # A line that is not UTF-8 is skipped together with the line beside it.
+    (tmp_path / "a").write_bytes(b"one\n\xff\nthree\n")
+    (tmp_path / "b").write_bytes(b"1\n2\n3\n")
+    source = f"lines:{tmp_path}/a,{tmp_path}/b"
+    skipping = sourced(corpus, source, on_error="skip")
+    assert_same(documents_of(skipping, "targets"), ["1", "3"], "Line 2 is skipped.")
+    with pytest.raises(configs.UserError, match="a:2 is not UTF-8"):
+        documents_of(sourced(corpus, source), "targets")
+    for content, message in (
+        (b"1\n2\n", "b has fewer lines than .*a"),
+        (b"1\n2\n3\n4\n", "a has fewer lines than .*b"),
+    ):
+        (tmp_path / "b").write_bytes(content)
+        with pytest.raises(configs.UserError, match=message):
+            documents_of(skipping, "targets")
+    for source, message in (
+        ("lines:a.txt", "not a pair of files: name two files"),
+        (f"lines:{tmp_path}/*.de.gz,{tmp_path}/a", "matches 2 files, and .* matches 1"),
+        (f"lines:{tmp_path}/none,{tmp_path}/a", "No file matches"),
+        ("de.txt,en.txt", "such as lines:de.txt,en.txt"),
+    ):
+        with pytest.raises(configs.UserError, match=message):
+            data.open_source(source, "train", corpus)
+    # A file that changes while the other is read is named.
+    (tmp_path / "b").write_bytes(b"1\n2\n3\n")
+    (file,) = data.open_source(skipping.data.source, "train", corpus, True)
+    rows = file.read(data.InvalidExamples("skip"))
+    next(rows)
+    (tmp_path / "b").write_bytes(b"1\n2\n4\n")
+    with pytest.raises(configs.UserError, match="b has changed while it was read"):
+        list(rows)
 
 
 def test_tfds_datasets_are_read_without_tensorflow(tmp_path, corpus):
@@ -1914,6 +2102,38 @@ def test_infer_reads_and_writes_tables(trained, tmp_path, capsys, monkeypatch):
         else:
             delimiter = data.DELIMITERS[target]
             outputs[target] = list(csv.DictReader(io.StringIO(text), delimiter=delimiter))
+    # Parallel lines give the same predictions as a text file of their first side, and a
+    # text file of scores has one score for each pair.
+    (tmp_path / "a").write_text("alpha, beta\n\ngamma\n")
+    (tmp_path / "b").write_text("one\ntwo\nthree\n")
+    (tmp_path / "in.txt").write_text((tmp_path / "a").read_text())
+    pairs = [
+        {"inputs": "alpha, beta", "targets": "one"},
+        {"inputs": "", "targets": "two"},
+        {"inputs": "gamma", "targets": "three"},
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(x) + "\n" for x in pairs))
+    found = {}
+    for mode, source, target in (
+        ("predict", f"lines:{tmp_path}/a,{tmp_path}/b", "lines.txt"),
+        ("predict", f"{tmp_path}/in.txt", "text.jsonl"),
+        ("score", f"lines:{tmp_path}/a,{tmp_path}/b", "scores.txt"),
+        ("score", f"{tmp_path}/pairs.jsonl", "scores.jsonl"),
+        ("score", f"lines:{tmp_path}/b,{tmp_path}/a", "swapped.txt"),
+        ("score", f"lines:{tmp_path}/a,{tmp_path}/b", "fields.txt"),
+    ):
+        flags = ["--mode", mode, "--input", source, "--output", tmp_path / target]
+        if target == "fields.txt":
+            flags += ["--data.fields", "inputs=targets,targets=inputs"]
+        status, _, err = run(infer, capsys, monkeypatch, "--run_dir", trained[0], *flags)
+        assert status == 0, err
+        found[target] = (tmp_path / target).read_text().split("\n")[:-1]
+    texts = [json.loads(line)["prediction"] for line in found["text.jsonl"]]
+    assert_same(found["lines.txt"], texts, "Predictions of the first side.")
+    assert found["lines.txt"][1] == ""
+    scores = [json.loads(line)["score"] for line in found["scores.jsonl"]]
+    assert_same([*map(float, found["scores.txt"])], scores, "Scores of pairs.")
+    assert found["swapped.txt"] == found["fields.txt"] != found["scores.txt"]
     expected = [{**line, "prediction": line["prediction"]} for line in outputs["jsonl"]]
     for target in ("csv", "tsv"):
         assert outputs[target] == expected, (
@@ -2313,7 +2533,7 @@ def test_versions_and_damage_of_tfds_datasets_are_noticed(tmp_path, corpus):
     with pytest.raises(configs.UserError, match="promises 75 examples"):
         documents_of(cfg)
     assert len(documents_of(change(cfg, data=dict(on_error="skip")))) == 70
-    path.write_text(json.dumps(info | {"fileFormat": "tfrecord"}))
+    path.write_text(json.dumps(info | {"fileFormat": "riegeli"}))
     with pytest.raises(configs.UserError, match="file_format='array_record'"):
         documents_of(cfg)
     with pytest.raises(data.MissingSplit, match="has no split validation"):
@@ -3115,6 +3335,112 @@ def test_rates_of_nested_mixtures_and_rates_by_size(mixture):
         dataset.plan.rates, np.array([few, 30, many**0.5]) / (few + 30 + many**0.5)
     )
     assert list(data.evaluation_configs(mixture)) == ["few", "some", "many", "documents"]
+
+
+def unimax_slowly(sizes, budget, epochs):
+    """Algorithm 1 of Chung et al. 2023, line by line, with lists instead of a dict."""
+    languages = sorted(range(len(sizes)), key=lambda language: sizes[language])
+    budget_left, languages_left = budget, len(sizes)
+    used = [0.0] * len(sizes)
+    for language in languages:
+        per_language = budget_left / languages_left
+        if per_language > sizes[language] * epochs:
+            used[language] = sizes[language] * epochs
+        else:
+            used[language] = per_language
+        budget_left -= used[language]
+        languages_left -= 1
+    return [one / sum(used) for one in used]
+
+
+def water_level(caps, budget):
+    """Find by bisection the level at which the sum of min(level, cap) is the budget."""
+    low, high = 0.0, max(caps)
+    for _ in range(200):
+        middle = (low + high) / 2
+        if sum(min(middle, cap) for cap in caps) < budget:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def test_unimax_equals_the_algorithm_of_the_paper():
+    """Two slow methods agree with data.unimax on 100 random vectors of sizes."""
+    rng = np.random.default_rng(5)
+    for number in range(100):
+        sizes = rng.lognormal(10, 3, rng.integers(1, 110)).round() + 1
+        epochs = int(rng.choice([1, 4, 5, 10]))
+        budget = float(sizes.sum() * rng.choice([0.01, 0.3, 1.0, 20.0]))
+        tasks = {f"language {i}": size for i, size in enumerate(sizes.tolist())}
+        rates = data.unimax(tasks, budget, epochs)
+        assert rates.keys() == tasks.keys()
+        total = sum(rates.values())
+        found = [rates[task] / total for task in tasks]
+        np.testing.assert_allclose(
+            found, unimax_slowly(sizes.tolist(), budget, epochs), rtol=1e-9
+        )
+        caps = (sizes * epochs).tolist()
+        level = water_level(caps, budget)
+        np.testing.assert_allclose(
+            [rates[task] for task in tasks], np.minimum(level, caps), rtol=1e-9
+        )
+
+
+def test_rates_may_be_a_function_of_all_sizes(mixture, capsys, monkeypatch):
+    """The sizes are numbers of training tokens. A recipe may give its own function."""
+    tasks = ("few", "some", "many")
+    unimax = functools.partial(data.unimax, budget=700, epochs=2)
+    data.MIXTURES["unimax"] = data.BySizes(tasks, unimax)
+    data.MIXTURES["over"] = {"unimax": 2, "documents": 1}
+    dataset = open_dataset(change(mixture, data=dict(task="unimax")))
+    sizes = {}
+    for examples in dataset.tasks:
+        corpus = examples.corpus
+        sizes[corpus.name] = len(tokens_of(corpus))
+    expected = dict(zip(tasks, unimax_slowly([sizes[task] for task in tasks], 700, 2)))
+    assert 2 * sizes["few"] < 700 / 3, "The smallest task should be limited by epochs."
+    for task, examples in zip(dataset.plan.rates, dataset.tasks):
+        assert task == pytest.approx(expected[examples.corpus.name])
+    rates = data.mixture_rates("over", mixture, tokens=sizes.get)
+    for task in tasks:
+        assert rates[task] == pytest.approx(2 * expected[task])
+    assert rates["documents"] == 1
+    flags = [
+        f"--data.{name}={value}"
+        for name, value in dataclasses.asdict(mixture.data).items()
+    ]
+    flags += ["--model.vocab_size", 256, "--list", "unimax"]
+    status, out, err = run(data, capsys, monkeypatch, *flags)
+    assert status == 0, err
+    for task in tasks:
+        assert f"{expected[task]:.4%}" in out, f"--list should print the share of {task}."
+    # Without sizes, for example to list the evaluated tasks, all tasks are named.
+    alone = change(mixture, data=dict(task="unimax"))
+    assert sorted(data.evaluation_configs(alone)) == sorted(tasks)
+    for function, message in (
+        (lambda sizes: {"few": -1}, "invalid rate -1 for few"),
+        (lambda sizes: 1 / 0, "not a dict of rates"),
+    ):
+        data.MIXTURES["wrong"] = data.BySizes(tasks, function)
+        with pytest.raises(configs.UserError, match=message):
+            data.mixture_rates("wrong", mixture)
+
+
+def test_the_languages_of_the_readme_are_sampled_by_unimax(mixture, monkeypatch):
+    """The code block is executed. The sizes are given by hand."""
+    text = (HERE / "README.md").read_text()
+    (block,) = re.findall(r"```python\n((?:(?!```).)*?BySizes.*?)```", text, re.DOTALL)
+    recipe = {}
+    exec(block, recipe)
+    for name, task in recipe["TASKS"].items():
+        monkeypatch.setitem(data.TASKS, name, task)
+    monkeypatch.setitem(data.MIXTURES, "languages", recipe["MIXTURES"]["languages"])
+    sizes = {"deu_Latn": 9e11, "cym_Latn": 7e9, "gsw_Latn": 5e6}
+    rates = data.mixture_rates("languages", mixture, tokens=sizes.get)
+    # Swiss German is used four times, and the others share what it leaves of 1e9 tokens.
+    expected = {"gsw_Latn": 2e7, "cym_Latn": 4.9e8, "deu_Latn": 4.9e8}
+    assert rates == expected
 
 
 def test_samples_of_several_tasks_are_spread_evenly_over_a_block():

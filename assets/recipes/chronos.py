@@ -50,7 +50,10 @@ def absolute_error(text, example, is_target):
 
 
 def errors(of_repeated_season, of_model):
-    return {"error": np.mean(of_model), "error_of_last_season": np.mean(of_repeated_season)}
+    return {
+        "error": np.mean(of_model),
+        "error_of_last_season": np.mean(of_repeated_season),
+    }
 
 
 SOURCES = {"series": open_series}

