@@ -294,7 +294,7 @@ class DecodeConfig:
     # Number of outputs for each example: random samples, or the best beams.
     num_return: int = 1
     # File with the allowed outputs, one on each line (constrained decoding).
-    # Empty means that every output is allowed.
+    # "task" means the choices of the task. Empty means that every output is allowed.
     choices: str = ""
     # Whether to write the list of all outputs of an example with their scores.
     # With num_return above 1, this list is always written.

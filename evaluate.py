@@ -196,7 +196,7 @@ def predict(params, cfg, mesh, split, tokenizer, most=None):
     """
     task = data.find_task(cfg.data.task, cfg)
     pairs = read_examples(cfg, tokenizer, split, most=most)
-    trie = infer.read_choices(cfg, tokenizer)
+    trie = infer.read_choices(cfg, tokenizer, task)
     encoded = [example for _, example in pairs]
     results = infer.run_examples(params, cfg, mesh, encoded, "predict", trie)
     lines = []

@@ -764,38 +764,53 @@ def build_trie(outputs):
     return Trie(first.astype(np.int32), ids, ends, np.arange(max(counts)))
 
 
-def read_choices(cfg, tokenizer):
-    """Return the Trie of the outputs in the file --decode.choices, or None without it.
+def choice_texts(source, task):
+    """Yield the allowed outputs, as pairs of a place for messages and a text.
 
-    The file has one output on each line. Raises UserError if an output is too long, or if
-    the vocabulary cannot express it.
+    source: the value of --decode.choices, "task" or the path of a file.
+    task: a data.Task with choices, or None.
     """
-    path = cfg.decode.choices
-    if not path:
+    if source == "task":
+        choices = task.choices if task else ()
+        yield from ((f"choice {i} of the task", text) for i, text in enumerate(choices))
+    elif not data.find_files(source):
+        raise UserError(f"There is no file {source}: correct --decode.choices.")
+    else:
+        for number, line in data.read_lines(source, data.InvalidExamples("stop")):
+            yield f"{source}:{number}", line.rstrip("\r\n")
+
+
+def read_choices(cfg, tokenizer, task=None):
+    """Return the Trie of the outputs that --decode.choices allows, or None without it.
+
+    task: the task that is decoded, or None. Its choices are the allowed outputs if the
+    option is "task". Raises UserError if an output is too long, or if the vocabulary
+    cannot express it.
+    """
+    if not cfg.decode.choices:
         return None
-    if not data.find_files(path):
-        raise UserError(f"There is no file {path}: correct --decode.choices.")
     length = cfg.decode.max_len or cfg.data.targets_length
-    report_invalid = data.InvalidExamples("stop")
     outputs = []
-    for number, line in data.read_lines(path, report_invalid):
-        text = line.rstrip("\r\n")
+    for place, text in choice_texts(cfg.decode.choices, task):
         if not text:
             continue
         ids = tokenizer.encode(text)
         if tokenizer.decode(ids) != text:
             raise UserError(
-                f"{path}:{number} is not a possible output, because the vocabulary turns "
-                f"{text!r} into {tokenizer.decode(ids)!r}: correct this line."
+                f"{place} is not a possible output, because the vocabulary turns "
+                f"{text!r} into {tokenizer.decode(ids)!r}: correct this text."
             )
         if len(ids) >= length:
             raise UserError(
-                f"{path}:{number} has {len(ids) + 1} tokens, including EOS: set "
+                f"{place} has {len(ids) + 1} tokens, including EOS: set "
                 f"--decode.max_len to at least {len(ids) + 1}."
             )
         outputs.append(ids)
     if not outputs:
-        raise UserError(f"{path} has no lines: write one allowed output on each line.")
+        raise UserError(
+            f"--decode.choices {cfg.decode.choices} gives no outputs: name a file with one "
+            f"output on each line, or use a task that has choices."
+        )
     return build_trie(outputs)
 
 
@@ -1474,7 +1489,7 @@ def run_file(args, cfg, mesh, tokenizer, params, step):
         return skips and not line["inputs"].strip()
 
     examples = (x for line, x in ahead if x and not is_blank(line))
-    trie = read_choices(cfg, tokenizer) if mode == "predict" else None
+    trie = read_choices(cfg, tokenizer, task) if mode == "predict" else None
     results = run_examples(params, cfg, mesh, examples, mode, trie)
     count = 0
     start = time.perf_counter()

@@ -994,7 +994,7 @@ def held_out_example(params, cfg, mesh, dataset):
     # therefore needs at least one row for each of these devices. Only the first row is
     # used.
     rows = mesh.shape["data"]
-    trie = infer.read_choices(cfg, tokenizer)
+    trie = infer.read_choices(cfg, tokenizer, data.TASKS.get(cfg.data.task))
     example = infer.Example(inputs)
     results = infer.run_batch(params, cfg, mesh, [example], "predict", rows, trie)
     (outputs, _), *_ = results

@@ -38,28 +38,22 @@ def to_ids(example):
     return [dict(example, inputs=ids[:KNOWN], targets=ids[KNOWN:])]
 
 
-def absolute_error(text, example, is_target):
+def to_error(text, example, is_target):
     """Return the error of a forecast such as "57 60". For a target, repeat a season."""
-    scale, new = np.abs(example["values"][:KNOWN]).mean(), example["values"][KNOWN:]
-    if is_target:
-        forecast = np.resize(example["values"][KNOWN - example["period"] : KNOWN], NEW)
-    else:
-        ids = np.array([int(word) for word in text.split()] + [FIRST_ID] * NEW)[:NEW]
-        forecast = scale * BINS[np.clip(ids - FIRST_ID, 0, len(BINS) - 1)]
-    return np.abs(forecast - new).mean()
+    known, new = np.split(example["values"], [KNOWN])
+    ids = np.array([int(word) for word in text.split()] + [FIRST_ID] * NEW)[:NEW]
+    forecast = np.abs(known).mean() * BINS[np.clip(ids - FIRST_ID, 0, len(BINS) - 1)]
+    last_season = np.resize(known[-example["period"] :], NEW)
+    return np.abs((last_season if is_target else forecast) - new).mean()
 
 
-def errors(of_repeated_season, of_model):
-    return {
-        "error": np.mean(of_model),
-        "error_of_last_season": np.mean(of_repeated_season),
-    }
+def errors(last_season, model):
+    return {"error": np.mean(model), "error_of_last_season": np.mean(last_season)}
 
 
 SOURCES = {"series": open_series}
-TASKS = {"series": Task("series:20000", to_ids, (errors,), postprocess=absolute_error)}
-CONFIG = override(RECIPES["tiny"], {
-    "model.vocab_size": 128, "data.task": "series", "data.vocab": "ids:128",
-    "data.inputs_length": KNOWN + 1, "data.targets_length": NEW + 1, "data.pack": False,
-    "train.learning_rate": 0.02, "train.infer_every": 1500, "train.eval_batches": 0,
-})  # fmt: skip
+TASKS = {"series": Task("series:20000", to_ids, (errors,), postprocess=to_error)}
+CHANGES = {"data.task": "series", "data.vocab": "ids:128", "model.vocab_size": 128}
+LENGTHS = {"data.inputs_length": KNOWN + 1, "data.targets_length": NEW + 1}
+TRAIN = {"train.learning_rate": 0.02, "train.infer_every": 1500, "train.eval_batches": 0}
+CONFIG = override(RECIPES["tiny"], CHANGES | LENGTHS | TRAIN)

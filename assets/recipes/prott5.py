@@ -1,9 +1,9 @@
 """Pretrain on protein sequences with the objective of ProtT5 (Elnaggar et al. 2021).
 
 ProtT5 replaces single amino acids by <extra_id_0>, and predicts the complete sequence. Here
-the proteins come from a rule: each belongs to one of 200 families, and differs from the
-ancestor of its family in 20 % of the amino acids. A model that knows only how often each amino
-acid occurs reaches 2.9 nats per amino acid.
+a rule makes the proteins: each belongs to one of 200 families, and differs from the ancestor
+of its family in 20 % of the amino acids. A model that copies what it sees, and guesses the
+rest by frequency, reaches 0.45 nats per amino acid. Knowing the families allows 0.16 nats.
 
     python train.py --config assets/recipes/prott5.py --run_dir runs/prott5
 """
@@ -17,20 +17,17 @@ AMINO_ACIDS = np.array(list("ACDEFGHIKLMNPQRSTVWY"))
 
 
 def open_proteins(name, split, cfg, whole):
-    """Generate proteins of 40 to 60 amino acids."""
+    """Generate proteins of 40 to 59 amino acids."""
 
     def read(bad):
         for number in range(int(name)):
-            if whole or (number % 20 == 0) == (split == "validation"):
+            if whole or (number % 21 == 0) == (split == "validation"):
                 random = np.random.default_rng(number)
                 family = np.random.default_rng([7, number % 200])
-                ancestor = family.choice(AMINO_ACIDS, family.integers(40, 60))
-                mutated = random.choice(AMINO_ACIDS, len(ancestor))
-                changed = random.random(len(ancestor)) < 0.2
-                yield (
-                    f"protein {number}",
-                    {"text": "".join(np.where(changed, mutated, ancestor))},
-                )
+                protein = family.choice(AMINO_ACIDS, family.integers(40, 60))
+                changed = random.random(len(protein)) < 0.2
+                protein[changed] = random.choice(AMINO_ACIDS, changed.sum())
+                yield f"protein {number}", {"text": "".join(protein)}
 
     return [SourceFile(f"proteins {split}", [name], read)]
 
@@ -53,7 +50,6 @@ class MaskedAminoAcids(Objective):
 SOURCES = {"proteins": open_proteins}
 VOCABULARIES = {"amino_acids": PatternTokenizer("[A-Z]", AMINO_ACIDS.tolist())}
 TASKS = {"proteins": Task("proteins:20000", as_it_is, objective=MaskedAminoAcids())}
-CONFIG = override(RECIPES["tiny"], {
-    "model.vocab_size": 128, "data.task": "proteins", "data.vocab": "amino_acids",
-    "data.inputs_length": 64, "data.targets_length": 64, "train.batch_size": 32,
-})  # fmt: skip
+DATA = {"data.task": "proteins", "data.vocab": "amino_acids", "model.vocab_size": 128}
+LENGTHS = {"data.inputs_length": 64, "data.targets_length": 64, "train.batch_size": 32}
+CONFIG = override(RECIPES["tiny"], DATA | LENGTHS)
