@@ -377,7 +377,8 @@ RECIPE_TABLES = (
 # For each recipe file that was executed, the checksums of this file and of the files that
 # it imports. If one of them changes, the tasks of the recipe are tokenized again.
 RECIPE_CODE = {}
-# For each task that a recipe file defines, the checksums of this recipe file.
+# For each task and each kind of source that a recipe file defines, the checksums of this
+# recipe file. The name of a kind ends with a colon, as in "numbers:".
 TASK_CODE = {}
 
 # ---- messages --------------------------------------------------------------------------
@@ -955,7 +956,7 @@ def load_recipe(name):
             f"The command python configs.py lists all recipes."
         )
     defined = {"__name__": "recipe", "__file__": name}
-    known_tasks = dict(TASKS)
+    known = dict(TASKS), dict(SOURCES)
     try:
         content = to_path(name).read_bytes()
         exec(compile(content, name, "exec"), defined)
@@ -966,7 +967,8 @@ def load_recipe(name):
         for title in RECIPE_TABLES:
             globals()[title].update(defined.get(title, {}))
         RECIPE_CODE[name] = [zlib.crc32(content), *imported_code(defined)]
-        new = [task for task in TASKS if TASKS[task] is not known_tasks.get(task)]
+        new = [task for task in TASKS if TASKS[task] is not known[0].get(task)]
+        new += [f"{x}:" for x in SOURCES if SOURCES[x] is not known[1].get(x)]
         TASK_CODE.update(dict.fromkeys(new, RECIPE_CODE[name]))
     except (Exception, SystemExit) as error:
         raise UserError(

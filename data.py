@@ -1039,6 +1039,9 @@ class LongTextTokenizer(Tokenizer):
         return [np.concatenate([next(encoded) for _ in found]) for found in parts]
 
 
+# convert.py writes this text into the field model_prefix of a SentencePiece model whose
+# network has no rows for sentinels, such as MADLAD-400.
+NO_SENTINELS = "plain T5: no sentinels"
 PATTERN_FILE = b'{"pattern": '  # the first bytes of a serialized PatternTokenizer
 
 
@@ -1047,8 +1050,8 @@ PATTERN_FILE = b'{"pattern": '  # the first bytes of a serialized PatternTokeniz
 def parse_vocabulary(serialized, name="the vocabulary"):
     """Build a Tokenizer from the bytes of a SentencePiece model file.
 
-    If the model has no sentinels, 100 sentinels such as <extra_id_0> are added. Pieces
-    after the sentinels are added tokens. The ids 0, 1 and 2 must be <pad>, </s> and
+    If the model has no sentinels, 100 sentinels such as <extra_id_0> are added, unless the
+    file says that the network has no rows for them. Pieces after the sentinels are added tokens. The ids 0, 1 and 2 must be <pad>, </s> and
     <unk>, and the sentinels must be in descending order. Otherwise, or if the bytes are
     not a SentencePiece model, the function raises UserError.
 
@@ -1056,8 +1059,10 @@ def parse_vocabulary(serialized, name="the vocabulary"):
     """
     try:
         model = sentencepiece_model_pb2.ModelProto.FromString(serialized)
-        if not any("<extra_id_" in piece.piece for piece in model.pieces):
+        has_sentinels = any("<extra_id_" in piece.piece for piece in model.pieces)
+        if not has_sentinels and model.trainer_spec.model_prefix != NO_SENTINELS:
             add_sentinels(model, SENTINELS)
+            has_sentinels = True
         pieces = [piece.piece.removeprefix("▁") for piece in model.pieces]
         # SentencePiece rejects empty pieces and duplicates, but it may accept a score
         # that is not a number (NaN).
@@ -1075,7 +1080,7 @@ def parse_vocabulary(serialized, name="the vocabulary"):
         sentinels = sum("<extra_id_" in piece for piece in pieces)
         expected = [f"<extra_id_{k}>" for k in reversed(range(sentinels))]
         # The sentinels end with <extra_id_0>. Any pieces after it are added tokens.
-        end = 1 + pieces.index("<extra_id_0>")
+        end = 1 + pieces.index("<extra_id_0>") if has_sentinels else len(pieces)
         if pieces[max(end - sentinels, 0) : end] != expected:
             raise ValueError(
                 "its sentinels are not in descending order, without a gap, from "
@@ -2328,7 +2333,10 @@ def open_source(source, split, cfg, whole=False):
     has_splits = kind in OWN_SPLITS or "{split}" in name
     if not has_splits and split not in ("train", "validation"):
         raise MissingSplit(f"{source} has no {split} split.")
-    return SOURCES[kind](name, split, cfg, whole)
+    files = SOURCES[kind](name, split, cfg, whole)
+    # If a recipe file defines this kind of source, its code is a part of the content.
+    code = configs.TASK_CODE.get(f"{kind}:", [])
+    return [file._replace(stamp=[*file.stamp, *code]) for file in files]
 
 
 class InvalidExamples:

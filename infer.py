@@ -74,6 +74,7 @@ import configs
 import jax
 import jax.numpy as jnp
 import numpy as np
+import safetensors
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -894,7 +895,40 @@ class Example(NamedTuple):
 
 
 # The field of an output line for each --pool. For example, --pool none writes "vectors".
-VECTOR_FIELD = {"mean": "mean", "first": "first", "none": "vectors"}
+VECTOR_FIELD = {"mean": "mean", "first": "first", "none": "vectors", "model": "vector"}
+
+# The file in a run that has the layers of a model of the library sentence-transformers.
+HEAD_FILE = "vector_head.safetensors"
+
+
+def read_vector_head(run_dir):
+    """Return the layers of sentence-transformers that a run has, or {} without any.
+
+    The dict has the keys "pool" (the value of --pool for the encoder's vectors), "dense"
+    (matrices [inputs, outputs] that are applied one after another) and "normalize".
+    """
+    path = configs.to_path(run_dir) / HEAD_FILE
+    if not path.exists():
+        return {}
+    try:
+        with safetensors.safe_open(path, "numpy") as file:
+            settings = file.metadata()
+            dense = [file.get_tensor(f"dense_{i}") for i in range(len(file.keys()))]
+        pool, normalize = settings["pool"], settings["normalize"] == "True"
+    except Exception as error:  # the library has its own exception classes
+        raise UserError(
+            f"{path} is damaged ({error}): convert the model again."
+        ) from error
+    return {"pool": pool, "dense": dense, "normalize": normalize}
+
+
+def apply_vector_head(head, vector):
+    """Apply the dense layers and the normalization of a model to a pooled vector."""
+    for matrix in head["dense"]:
+        vector = vector @ matrix
+    if head["normalize"]:
+        vector = vector / max(np.linalg.norm(vector), 1e-12)
+    return vector.astype(np.float32)
 
 
 def padded_length(length):
@@ -1465,7 +1499,13 @@ def run_file(args, cfg, mesh, tokenizer, params, step):
     end. If the command is killed, the same command resumes after the last complete line.
     All processes run the model, but only the main process writes.
     """
-    mode = args.pool if args.mode == "encode" else args.mode
+    mode, head = args.mode, read_vector_head(args.run_dir)
+    if mode == "encode":
+        mode = args.pool or ("model" if head else "mean")
+    if mode == "model" and not head:
+        raise UserError(
+            f"{args.run_dir} has no layers of sentence-transformers: use --pool mean."
+        )
     task, read, identity = open_input(args.input, cfg)
     encode = ExampleEncoder(cfg, tokenizer, mode == "score", task)
     partial = f"{args.output}.partial"
@@ -1490,7 +1530,13 @@ def run_file(args, cfg, mesh, tokenizer, params, step):
 
     examples = (x for line, x in ahead if x and not is_blank(line))
     trie = read_choices(cfg, tokenizer, task) if mode == "predict" else None
-    results = run_examples(params, cfg, mesh, examples, mode, trie)
+    width = cfg.model.d_model
+    if mode == "model":
+        results = run_examples(params, cfg, mesh, examples, head["pool"])
+        results = (apply_vector_head(head, vector) for vector in results)
+        width = head["dense"][-1].shape[1] if head["dense"] else width
+    else:
+        results = run_examples(params, cfg, mesh, examples, mode, trie)
     count = 0
     start = time.perf_counter()
     with configs.naming_file(partial), file:
@@ -1505,7 +1551,7 @@ def run_file(args, cfg, mesh, tokenizer, params, step):
             if not done + count:
                 os.remove(partial)
             elif args.output.endswith(".npz"):
-                write_vectors(partial, args.output, VECTOR_FIELD[mode], cfg.model.d_model)
+                write_vectors(partial, args.output, VECTOR_FIELD[mode], width)
             elif data.file_kind(args.output) in data.DELIMITERS:
                 write_table(partial, args.output)
             elif data.file_kind(args.output) == "text":
@@ -1681,10 +1727,11 @@ def main(argv):
             help="generate outputs, score targets, or write the encoder's vectors",
         ),
         pool=dict(
-            default="mean",
-            choices=("mean", "first", "none"),
+            default="",
+            choices=("", *VECTOR_FIELD),
             help="with --mode encode, write the mean vector of each text, the first "
-            "vector, or all vectors (none)",
+            "vector, all vectors (none), or what a model of sentence-transformers "
+            "computes (model); the default is model for such a model, and else mean",
         ),
         raw=dict(
             action="store_true", help="print the generated text, not the filled input"

@@ -37,7 +37,6 @@ import functools
 import gzip
 import hashlib
 import importlib.util
-import inspect
 import io
 import itertools
 import json
@@ -8646,8 +8645,10 @@ def test_notes_name_what_is_not_converted_and_values_that_are_not_finite(
     (tmp_path / "hf" / "generation_config.json").write_text(json.dumps(generation))
     convert.main([str(tmp_path / "hf"), str(tmp_path / "run")])
     err = capsys.readouterr().err
-    unused = "forced_bos_token_id 0, suppress_tokens [5], the module Dense of sentence-"
-    assert unused in err and "the module Normalize of sentence-transformers" in err
+    unused = (
+        "forced_bos_token_id 0, suppress_tokens [5], the modules Transformer, Pooling"
+    )
+    assert unused in err and "Dense, Normalize of sentence-transformers" in err
     infinite = "values of params/embed, params/encoder/layers/mlp/down are infinite or N"
     assert infinite in err
 
@@ -9686,6 +9687,30 @@ def test_the_recipe_of_the_reference_defines_one_object_of_each_kind(load_page):
     assert tokenizer.decode(tokenizer.encode("add one: 41")) == "add one: 41"
     assert cfg.model.activation == "gated_squared_relu"
     assert cfg.train.optimizer == "momentum"
+
+
+def test_a_changed_source_of_a_recipe_is_tokenized_again(tmp_path, monkeypatch):
+    """The stamp of a source that a recipe file defines includes the code of the file."""
+    for table in configs.RECIPE_TABLES:
+        monkeypatch.setattr(configs, table, dict(getattr(configs, table)))
+    monkeypatch.setattr(configs, "TASK_CODE", {})
+    monkeypatch.setattr(data, "SOURCES", configs.SOURCES)
+    monkeypatch.setattr(data, "TASKS", configs.TASKS)
+    recipe = tmp_path / "mine.py"
+    found = []
+    for word in ("alpha", "alpha", "omega"):
+        recipe.write_text(
+            "from configs import RECIPES\nfrom data import SourceFile, Task\n"
+            "def letters(name, split, cfg, whole):\n"
+            f"    read = lambda bad: [('1', {{'inputs': {word!r}, 'targets': 'a'}})]\n"
+            "    return [SourceFile('letters', [], read)]\n"
+            "SOURCES = {'letters': letters}\nTASKS = {'mine': Task('letters:')}\n"
+            "CONFIG = RECIPES['tiny']\n"
+        )
+        cfg = change(configs.load_recipe(str(recipe)), data=dict(task="mine"))
+        task, files = data.open_task("mine", "train", cfg)
+        found.append(data.source_identity("mine", task, files, cfg))
+    assert found[0] == found[1] != found[2]
 
 
 def test_the_recipe_beside_a_gin_file_has_its_settings(load_page):

@@ -44,7 +44,9 @@ def open_molecules(name, split, cfg, whole):
     return [SourceFile(f"molecules {split}", [VERSION], read)]
 
 
-PIECES = {piece for pair in read_molecules() for piece in re.findall(ATOMS, "".join(pair))}
+PIECES = {
+    piece for pair in read_molecules() for piece in re.findall(ATOMS, "".join(pair))
+}
 
 SOURCES = {"molecules": open_molecules}
 VOCABULARIES = {"atoms": PatternTokenizer(ATOMS, sorted(PIECES), sentinels=0)}
