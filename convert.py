@@ -1111,7 +1111,9 @@ def hf_config(cfg):
     cfg: the ModelConfig of the model.
     """
     fields = {name: getattr(cfg, own_name) for name, own_name in HF_FIELDS.items()}
-    fields["feed_forward_proj"] = cfg.activation.replace("_", "-")
+    names = {"gelu": "gelu_new"}  # the approximation of GELU by tanh
+    name = names.get(cfg.activation, cfg.activation.replace("_", "-"))
+    fields["feed_forward_proj"] = name
     fields["layer_norm_epsilon"] = 1e-6
     return fields | SPECIAL_TOKENS
 
@@ -1239,15 +1241,15 @@ def read_vector_head(folder, modules):
         path = folder / module.get("path", "")
         config = read_optional(path / "config.json", dict)
         if kind == "Pooling":
-            modes = {name for name, value in config.items() if value is True}
-            pools = {
-                "pooling_mode_mean_tokens": "mean",
-                "pooling_mode_cls_token": "first",
-            }
-            modes = modes & {name for name in config if name.startswith("pooling_mode")}
-            if len(modes) != 1 or not modes <= pools.keys():
+            # Old files have one field for each mode, such as pooling_mode_mean_tokens.
+            modes = [name for name in config if config[name] is True]
+            modes = [mode for mode in modes if mode.startswith("pooling_mode_")]
+            modes += [config["pooling_mode"]] if "pooling_mode" in config else []
+            # The models instructor leave their instructions out of the mean.
+            with_prompt = config.get("include_prompt", True)
+            if len(modes) != 1 or modes[0] not in POOLING_MODES or not with_prompt:
                 return {}
-            head["pool"] = pools[modes.pop()]
+            head["pool"] = POOLING_MODES[modes[0]]
         if kind == "Dense":
             arrays = read_hf(path)
             if (
@@ -1262,6 +1264,13 @@ def read_vector_head(folder, modules):
 
 # The modules of sentence-transformers that plain T5 supports.
 VECTOR_MODULES = {"Transformer", "Pooling", "Dense", "Normalize"}
+# The poolings of sentence-transformers that plain T5 supports, as values of --pool.
+POOLING_MODES = {
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "first",
+    "mean": "mean",
+    "cls": "first",
+}
 
 
 # Settings of generation in Hugging Face's JSON files that convert.py does not convert,
@@ -1413,9 +1422,11 @@ def apply_hf_config(cfg, config, generation, folder):
     # decides. The name gelu_new means the approximation of GELU that T5 uses.
     activation = config["feed_forward_proj"].replace("gelu_new", "gelu").replace("-", "_")
     gated = cfg.activation.startswith("gated_")
-    if activation in T5X_ACTIVATIONS and activation.startswith("gated_") == gated:
+    # In Hugging Face, "gelu" without a gate is the exact GELU, which T5 does not use.
+    is_known = activation in T5X_ACTIVATIONS and config["feed_forward_proj"] != "gelu"
+    if is_known and activation.startswith("gated_") == gated:
         cfg = replace(cfg, activation=activation)
-        config["feed_forward_proj"] = activation.replace("_", "-")
+        config["feed_forward_proj"] = hf_config(cfg)["feed_forward_proj"]
     cfg = replace(
         cfg,
         dropout=config["dropout_rate"],
@@ -1604,6 +1615,9 @@ T5X_ACTIVATIONS = {
     "gated_gelu": ["gelu", "linear"],
     "gated_silu": ["silu", "linear"],
     "relu": ["relu"],
+    "gelu": ["gelu"],
+    "silu": ["silu"],
+    "gated_relu": ["relu", "linear"],
 }
 
 
@@ -1926,7 +1940,7 @@ def write_hf(folder, weights, dtype):
     write_json(folder / "generation_config.json", SPECIAL_TOKENS)
     write_tokenizer(folder, weights.vocabulary, cfg)
     if weights.head:
-        write_modules(folder, weights.head)
+        write_modules(folder, weights.head, cfg.d_model)
 
 
 def write_dense(path, head):
@@ -1937,8 +1951,11 @@ def write_dense(path, head):
     safetensors.numpy.save_file(arrays, path, settings)
 
 
-def write_modules(folder, head):
-    """Write the layers of sentence-transformers into a Hugging Face directory."""
+def write_modules(folder, head, width):
+    """Write the layers of sentence-transformers into a Hugging Face directory.
+
+    width: the number of elements of the encoder's vectors.
+    """
     kinds = ["Transformer", "Pooling", *["Dense"] * len(head["dense"])]
     kinds += ["Normalize"] * head["normalize"]
     modules, dense = [], iter(head["dense"])
@@ -1955,6 +1972,7 @@ def write_modules(folder, head):
                 "first": "pooling_mode_cls_token",
             }
             config = {name: pool == head["pool"] for pool, name in names.items()}
+            config["word_embedding_dimension"] = width
             write_json(folder / path / "config.json", config)
         if kind == "Dense":
             matrix = next(dense)

@@ -74,6 +74,7 @@ import numpy as np
 import optax
 import pytest
 import safetensors.numpy
+import sentencepiece
 from jax.experimental.compilation_cache import compilation_cache
 
 import configs
@@ -8566,6 +8567,300 @@ def test_families(family, tmp_path, capsys, monkeypatch, tokenizer):
         assert [written(line).input_ids for line in lines if "a<ex" not in line] == [
             theirs(line).input_ids for line in lines if "a<ex" not in line
         ]
+
+
+def import_hf(network, folder, monkeypatch, capsys, **config):
+    """Save a transformers model in a folder, convert it to a run, and return its params."""
+    network.save_pretrained(folder)
+    about = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(about | config))
+    run_dir = folder.parent / "run"
+    status, _, err = run(convert, capsys, monkeypatch, folder, run_dir)
+    assert status == 0, err
+    return *params_of(run_dir), err
+
+
+def test_madlad_gets_the_ids_of_t5(tmp_path, capsys, monkeypatch):
+    """MADLAD-400 has other special ids, no sentinels, and falls back to bytes.
+
+    Ids, logits and greedy outputs equal those of transformers, with the ids exchanged. The
+    model also does after it was exported.
+    """
+    torch = pytest.importorskip("torch", reason="needs pip install '.[parity]'")
+    transformers = pytest.importorskip("transformers")
+    model_file = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sentences(200)), model_writer=model_file, vocab_size=384,
+        byte_fallback=True, minloglevel=2, hard_vocab_limit=False,
+        user_defined_symbols=["<2de>"],
+    )  # fmt: skip
+    vocabulary = model_file.getvalue()
+    theirs = sentencepiece.SentencePieceProcessor(model_proto=vocabulary)
+    rows = theirs.get_piece_size()
+    assert [theirs.id_to_piece(i) for i in range(3)] == ["<unk>", "<s>", "</s>"]
+    cfg = change(model=dict(dropout=0.0, vocab_size=rows))
+    network, _ = hugging_face(cfg.model)
+    special = dict(pad_token_id=1, eos_token_id=2, decoder_start_token_id=0)
+    network.config.update(special)
+    network.generation_config.update(**special)
+    folder = tmp_path / "madlad"
+    folder.mkdir()
+    (folder / "spiece.model").write_bytes(vocabulary)
+    flags = dict(tie_word_embeddings=False)
+    m, params, err = import_hf(network, folder, monkeypatch, capsys, **flags)
+    assert "ids of some tokens change" in err and m.vocab_size == rows
+
+    tokenizer = data.load_tokenizer(tmp_path / "run" / "spiece.model")
+    assert (tokenizer.size, tokenizer.sentinels) == (rows, 0)
+    order = np.arange(rows)
+    order[[1, 2]] = 2, 1  # the old id of each new id
+    texts = [*sentences(20, 1), "<2de> alpha beta", "\u4e2d \U0001f642 x\u00e9", ""]
+    for text in texts:
+        assert order[tokenizer.encode(text)].tolist() == theirs.encode(text), text
+        assert tokenizer.decode(tokenizer.encode(text)) == theirs.decode(
+            theirs.encode(text)
+        )
+
+    partition.set_mesh(SMALL, jax.devices()[:1])
+    ids = [*theirs.encode("<2de> alpha beta"), 2]
+    # The cache of transformers needs as many decoder layers as encoder layers.
+    decoding = dict(use_cache=False, max_new_tokens=8, do_sample=False)
+    with torch.no_grad():
+        inputs = torch.tensor([ids])
+        start = torch.tensor([[0, 5, 9]])
+        logits = network(input_ids=inputs, decoder_input_ids=start).logits.numpy()
+        greedy = network.generate(inputs, **decoding)[0].tolist()
+    new = np.argsort(order)
+    inputs, targets = new[ids][None], new[[5, 9, 7]][None]
+    batch = to_batch(inputs, targets, np.ones_like(inputs), np.ones_like(targets))
+    ours = np.asarray(forward(params, batch, replace(m, dtype="float32")))
+    np.testing.assert_allclose(ours[..., new], logits, atol=1e-4 * np.abs(logits).max())
+    found, _ = infer.generate(
+        params, batch.inputs, batch.input_segments, replace(m, dtype="float32"), 8
+    )
+    found = order[infer.cut_at_eos(found[0, 0])].tolist()
+    assert found == [i for i in greedy[1:] if i not in (1, 2)]
+
+    status, _, err = run(
+        convert, capsys, monkeypatch, tmp_path / "run", tmp_path / "hf", "--to", "hf"
+    )
+    assert status == 0, err
+    again = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "hf")
+    library = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    asked = library(["<2de> alpha beta"], return_tensors="pt")
+    assert asked.input_ids.tolist() == inputs.tolist()
+    output = again.generate(asked.input_ids, **decoding)[0]
+    assert order[output[1 : len(greedy)].numpy()].tolist() == greedy[1:]
+
+
+def test_the_vectors_of_sentence_transformers(tmp_path, capsys, monkeypatch, tokenizer):
+    """sentence-t5 and GTR have pooling, a dense layer and a normalization. infer.py writes
+    the vectors of the library, also after an export."""
+    library = pytest.importorskip("sentence_transformers")
+    import sentence_transformers.models as modules
+
+    cfg = change(model=dict(dropout=0.0, num_decoder_layers=0, tied=True))
+    network, _ = hugging_face(cfg.model)
+    (tmp_path / "encoder").mkdir()
+    (tmp_path / "encoder" / "spiece.model").write_bytes(tokenizer.serialized)
+    convert.write_tokenizer(tmp_path / "encoder", tokenizer, cfg.model)
+    network.save_pretrained(tmp_path / "encoder")
+    transformer = modules.Transformer(str(tmp_path / "encoder"))
+    width = cfg.model.d_model
+    dense = modules.Dense(width, 24, bias=False, activation_function=torch_identity())
+    theirs = library.SentenceTransformer(
+        modules=[transformer, modules.Pooling(width, "mean"), dense, modules.Normalize()],
+        device="cpu",
+    )
+    theirs.save(str(tmp_path / "st5"))
+    status, _, err = run(convert, capsys, monkeypatch, tmp_path / "st5", tmp_path / "run")
+    assert status == 0 and "does not convert" not in err, err
+    texts = ["alpha beta", "gamma", "delta theta alpha beta"]
+    (tmp_path / "in.jsonl").write_text(
+        "".join(json.dumps({"inputs": text}) + "\n" for text in texts)
+    )
+    monkeypatch.setattr(partition.jax, "devices", lambda *_: jax.local_devices()[:1])
+    for source in ("run", "back"):
+        output = tmp_path / f"{source}.npz"
+        flags = ("--input", tmp_path / "in.jsonl", "--output", output, "--mode", "encode")
+        flags += ("--model.dtype", "float32")
+        status, _, err = run(
+            infer, capsys, monkeypatch, "--run_dir", tmp_path / source, *flags
+        )
+        assert status == 0, err
+        found = np.load(output)["vectors"]
+        np.testing.assert_allclose(found, theirs.encode(texts), atol=1e-5)
+        if source == "run":
+            for steps in (("run", "hf", "--to", "hf"), ("hf", "back")):
+                paths = [tmp_path / steps[0], tmp_path / steps[1], *steps[2:]]
+                status, _, err = run(convert, capsys, monkeypatch, *paths)
+                assert status == 0, err
+            again = library.SentenceTransformer(str(tmp_path / "hf"), device="cpu")
+            np.testing.assert_allclose(
+                again.encode(texts), theirs.encode(texts), atol=1e-5
+            )
+    (tmp_path / "run" / infer.HEAD_FILE).write_bytes(b"damaged")
+    status, _, err = run(
+        infer, capsys, monkeypatch, "--run_dir", tmp_path / "run", *flags[:3],
+        tmp_path / "other.npz", *flags[4:],
+    )  # fmt: skip
+    assert status == 2 and "vector_head.safetensors is damaged" in err
+
+
+def torch_identity():
+    return pytest.importorskip("torch").nn.Identity()
+
+
+@pytest.mark.parametrize("base", ["hf", "run"])
+def test_a_lora_adapter_is_merged(base, tmp_path, capsys, monkeypatch):
+    """The merged weights equal those of the library peft, on a folder and on a run."""
+    torch = pytest.importorskip("torch", reason="needs pip install '.[parity]'")
+    peft = pytest.importorskip("peft", reason="needs pip install '.[parity]'")
+    cfg = change(model=dict(dropout=0.0))
+    network, params = hugging_face(cfg.model)
+    network.save_pretrained(tmp_path / "hf")
+    config = tmp_path / "hf" / "config.json"
+    config.write_text(
+        config.read_text().replace('embeddings": true', 'embeddings": false')
+    )
+    if base == "run":
+        status, _, err = run(
+            convert, capsys, monkeypatch, tmp_path / "hf", tmp_path / "run"
+        )
+        assert status == 0, err
+    modules = ["q", "v", "wo", "wi_0"]
+    adapted = peft.get_peft_model(
+        network, peft.LoraConfig(r=3, lora_alpha=5, target_modules=modules)
+    )
+    torch.manual_seed(1)
+    for name, p in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(p)
+    adapted.save_pretrained(tmp_path / "lora")
+    status, _, err = run(
+        convert, capsys, monkeypatch, tmp_path / base, tmp_path / "merged", "--lora",
+        tmp_path / "lora",
+    )  # fmt: skip
+    assert status == 0, err
+    merged = adapted.merge_and_unload().state_dict()
+    expected = from_hugging_face({k: v.numpy() for k, v in merged.items()}, cfg.model)
+    _, found = params_of(tmp_path / "merged")
+    differs = 0
+    for x, y, old in zip(*map(jax.tree.leaves, (found, expected, params))):
+        np.testing.assert_allclose(x, y, atol=1e-6 * float(np.abs(y).max()))
+        differs += not np.array_equal(y, old)
+    assert differs == 10  # query and value in three attentions, gate and down in two MLPs
+    about = tmp_path / "lora" / "adapter_config.json"
+    for key, value in (("use_dora", True), ("r", "three"), ("peft_type", "IA3")):
+        content = json.loads(about.read_text())
+        (tmp_path / "bad").mkdir(exist_ok=True)
+        shutil.copy(tmp_path / "lora" / "adapter_model.safetensors", tmp_path / "bad")
+        (tmp_path / "bad" / "adapter_config.json").write_text(
+            json.dumps(content | {key: value})
+        )
+        status, _, err = run(
+            convert, capsys, monkeypatch, tmp_path / base, tmp_path / "no", "--lora",
+            tmp_path / "bad",
+        )  # fmt: skip
+        assert status == 2 and (key in err or "adapter_config.json" in err), err
+
+
+@pytest.mark.parametrize("form", ["single file", "text_encoder_2"])
+def test_encoders_of_image_models(form, tmp_path, capsys, monkeypatch, tokenizer):
+    """A single file of an encoder, and the folders of diffusers with ../tokenizer_2."""
+    cfg = change(model=dict(dropout=0.0, num_decoder_layers=0, tied=True))
+    network, params = hugging_face(cfg.model)
+    folder = tmp_path / "flux" / "text_encoder_2"
+    network.save_pretrained(folder)
+    beside = tmp_path / "flux" / "tokenizer_2"
+    source = folder
+    if form == "single file":
+        source = folder / "t5xxl_fp16.safetensors"
+        (folder / "model.safetensors").rename(source)
+        (folder / "config.json").unlink()
+        beside = folder
+    beside.mkdir(exist_ok=True)
+    (beside / "spiece.model").write_bytes(tokenizer.serialized)
+    status, _, err = run(convert, capsys, monkeypatch, source, tmp_path / "run")
+    assert status == 0 and ("gated-gelu" in err) == (form == "single file"), err
+    m, found = params_of(tmp_path / "run")
+    assert replace(m, dtype="float32", dropout=0.0) == cfg.model
+    assert_equal(found, params)
+    stored = data.load_run_tokenizer(tmp_path / "run")
+    assert stored.encode("alpha beta") == tokenizer.encode("alpha beta")
+
+
+@pytest.mark.parametrize(
+    "kind, activation",
+    [
+        ("T5ForConditionalGeneration", "gated-relu"),
+        ("T5ForConditionalGeneration", "gated-gelu_new"),
+        ("T5ForConditionalGeneration", "gelu_new"),
+        ("T5Model", "relu"),
+        ("T5ForSequenceClassification", "gated-gelu"),
+        ("T5ForTokenClassification", "gated-gelu"),
+        ("T5ForQuestionAnswering", "gated-gelu"),
+    ],
+)
+def test_other_classes_and_activations(kind, activation, tmp_path, capsys, monkeypatch):
+    """Classifiers and T5Model are read without their heads. The encoder is the same."""
+    torch = pytest.importorskip("torch", reason="needs pip install '.[parity]'")
+    transformers = pytest.importorskip("transformers")
+    m = SMALL.model
+    torch.manual_seed(0)
+    network = getattr(transformers, kind)(
+        transformers.T5Config(
+            vocab_size=m.vocab_size, d_model=m.d_model, d_kv=m.d_kv, d_ff=m.d_ff,
+            num_heads=m.num_heads, num_layers=2, num_decoder_layers=3, dropout_rate=0.0,
+            feed_forward_proj=activation, decoder_start_token_id=0,
+        )
+    ).eval()  # fmt: skip
+    with torch.no_grad():
+        for p in network.parameters():
+            p.copy_(0.2 * torch.randn(p.shape))
+    network.save_pretrained(tmp_path / "theirs")
+    status, _, err = run(
+        convert, capsys, monkeypatch, tmp_path / "theirs", tmp_path / "run"
+    )
+    assert status == 0, err
+    assert ("output layer of a task" in err) == ("Classif" in kind or "Answering" in kind)
+    m, params = params_of(tmp_path / "run")
+    assert m.activation == activation.replace("gelu_new", "gelu").replace("-", "_")
+    assert m.num_decoder_layers == (0 if "TokenClass" in kind else 3)
+    inputs = np.array([[5, 9, 7, 1]])
+    ours = model.encode(params, replace(m, dtype="float32"), inputs, inputs > 0)
+    inner = getattr(network, "transformer", network)
+    with torch.no_grad():
+        theirs = inner.encoder(torch.tensor(inputs)).last_hidden_state.numpy()
+    np.testing.assert_allclose(ours, theirs, atol=1e-4 * np.abs(theirs).max())
+
+
+def test_another_start_token_becomes_id_0(tmp_path, capsys, monkeypatch, tokenizer):
+    """The rows of the two ids are exchanged. EOS cannot also start the decoder."""
+    torch = pytest.importorskip("torch", reason="needs pip install '.[parity]'")
+    cfg = change(model=dict(dropout=0.0))
+    network, _ = hugging_face(cfg.model)
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "spiece.model").write_bytes(tokenizer.serialized)
+    flags = dict(tie_word_embeddings=False, decoder_start_token_id=3)
+    network.generation_config.decoder_start_token_id = 3
+    folder = tmp_path / "theirs"
+    m, params, err = import_hf(network, folder, monkeypatch, capsys, **flags)
+    order = np.arange(m.vocab_size)
+    order[[0, 3]] = 3, 0
+    inputs, targets = np.array([[5, 9, 7, 1]]), np.array([[8, 1]])
+    batch = to_batch(inputs, targets, inputs > 0, targets > 0)
+    ours = np.asarray(forward(params, batch, replace(m, dtype="float32")))
+    with torch.no_grad():
+        logits = network(
+            input_ids=torch.tensor(inputs), decoder_input_ids=torch.tensor([[3, 8]])
+        ).logits.numpy()
+    np.testing.assert_allclose(ours[..., order], logits, atol=1e-4 * np.abs(logits).max())
+    about = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(about | {"decoder_start_token_id": 1}))
+    (folder / "generation_config.json").unlink()
+    status, _, err = run(convert, capsys, monkeypatch, folder, tmp_path / "no")
+    assert status == 2 and "two different tokens" in err
 
 
 @pytest.mark.parametrize(
