@@ -8580,7 +8580,8 @@ def import_hf(network, folder, monkeypatch, capsys, **config):
     return *params_of(run_dir), err
 
 
-def test_madlad_gets_the_ids_of_t5(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("tags", [[], ["<2de>"]])
+def test_madlad_gets_the_ids_of_t5(tags, tmp_path, capsys, monkeypatch):
     """MADLAD-400 has other special ids, no sentinels, and falls back to bytes.
 
     Ids, logits and greedy outputs equal those of transformers, with the ids exchanged. The
@@ -8592,7 +8593,7 @@ def test_madlad_gets_the_ids_of_t5(tmp_path, capsys, monkeypatch):
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(sentences(200)), model_writer=model_file, vocab_size=384,
         byte_fallback=True, minloglevel=2, hard_vocab_limit=False,
-        user_defined_symbols=["<2de>"],
+        user_defined_symbols=tags,
     )  # fmt: skip
     vocabulary = model_file.getvalue()
     theirs = sentencepiece.SentencePieceProcessor(model_proto=vocabulary)
@@ -8644,6 +8645,9 @@ def test_madlad_gets_the_ids_of_t5(tmp_path, capsys, monkeypatch):
     status, _, err = run(
         convert, capsys, monkeypatch, tmp_path / "run", tmp_path / "hf", "--to", "hf"
     )
+    if tags:
+        assert status == 2 and "user-defined pieces inside of words" in err
+        return
     assert status == 0, err
     again = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "hf")
     library = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
