@@ -304,7 +304,7 @@ class Weights(NamedTuple):
     arrays: dict
     vocabulary: data.Tokenizer | None  # None if the model has no vocabulary
     recipe: bytes | None = None  # the content of recipe.py, or None without such a file
-    head: dict = {}  # the layers of sentence-transformers, from read_vector_head
+    modules: dict = {}  # the files of sentence-transformers, from read_modules
 
 
 def in_memory(array):
@@ -544,8 +544,6 @@ def read_vocabulary(folders, cfg, order=None):
         # "bytes:0" or "ids:32128:100". The vocabulary of a recipe file is a JSON object.
         if path.read_bytes().startswith((b"bytes", b"ids:", data.PATTERN_FILE)):
             tokenizer = data.load_tokenizer(path)
-        elif is_pattern_vocabulary(path):
-            tokenizer = read_pattern_vocabulary(path)
         else:
             tokenizer = read_pieces(path, sentinels, cfg.vocab_size, order)
     except UserError as error:
@@ -584,41 +582,6 @@ def byte_vocabulary(folder):
             )
     note(BYT5_WARNING)
     return data.ByteTokenizer()
-
-
-def is_pattern_vocabulary(path):
-    """Return whether a file is a tokenizer.json that finds tokens by a pattern."""
-    if path.suffix != ".json":
-        return False
-    form = {"model": {"type?": str}}
-    return configs.read_json(path, form)["model"].get("type") == "WordLevel"
-
-
-def read_pattern_vocabulary(path):
-    """Return the data.PatternTokenizer of a tokenizer.json that `write_hf` has written.
-
-    path: the path of the tokenizer.json.
-
-    Raises a UserError if a data.PatternTokenizer cannot express the vocabulary.
-    """
-    form = {
-        "model": {"vocab": {str: int}},
-        "pre_tokenizer": {"pattern?": {"Regex?": str}},
-    }
-    content = configs.read_json(path, form)
-    names = sorted(content["model"]["vocab"], key=content["model"]["vocab"].get)
-    sentinels = sum("<extra_id_" in name for name in names)
-    pieces = names[3 : len(names) - sentinels]
-    pattern = content["pre_tokenizer"].get("pattern", {}).get("Regex", "")
-    tokenizer = data.PatternTokenizer(pattern, pieces, sentinels)
-    same = pattern_tokenizer_json(tokenizer)
-    if {key: content.get(key) for key in same} != same:
-        raise UserError(
-            f"{path} is a word-level vocabulary with steps or ids that plain T5 does not "
-            f"support: use the model with the library transformers."
-        )
-    compare_with_library(path, tokenizer)
-    return tokenizer
 
 
 def read_optional(path, form):
@@ -1139,7 +1102,6 @@ def open_hf(folder, file=None):
         arrays = read_hf(folder)
         config = configs.read_json(folder / "config.json", HF_TYPES)
     generation = read_optional(folder / "generation_config.json", dict)
-    modules = read_optional(folder / "modules.json", [{"type": str}])
     model_type = config.get("model_type", "t5")
     if model_type not in ("t5", "mt5", "umt5"):
         raise UserError(
@@ -1155,12 +1117,12 @@ def open_hf(folder, file=None):
     if order is not None:
         config, generation = ({**x, **SPECIAL_TOKENS} for x in (config, generation))
     cfg = apply_hf_config(cfg, config, generation, folder)
-    note_unused(folder, config | generation, modules)
+    note_unused(folder, config | generation)
     # The tokenizer of the folder text_encoder_2 of diffusers is in tokenizer_2.
     beside = folder.parent / folder.name.replace("text_encoder", "tokenizer")
     vocabulary = read_vocabulary([folder, beside], cfg, order)
     weights = to_weights(tensors, HF, folder, cfg, vocabulary, model_type)
-    return weights._replace(head=read_vector_head(folder, modules))
+    return weights._replace(modules=read_modules(folder))
 
 
 # The first parts of the names of arrays that plain T5 does not use: the output layers of
@@ -1222,55 +1184,30 @@ def reorder_rows(tensor, order):
     return Tensor(tensor.shape, lambda: tensor.read()[order])
 
 
-def read_vector_head(folder, modules):
-    """Return what sentence-transformers computes from the encoder's vectors, or {}.
+def read_modules(folder):
+    """Return the files of the library sentence-transformers in a folder of a model.
 
-    The result is a dict with "pool" (as for infer.py --pool), "dense" (a list of matrices
-    [inputs, outputs] that are applied one after another) and "normalize" (whether the
-    result is divided by its length). It is empty for other models, and for a module that
-    plain T5 does not support. note_unused names such a module.
+    The files describe how one vector is computed from the vectors of the encoder. The
+    result is a dict from relative paths, such as "1_Pooling/config.json", to bytes. It is
+    empty for other models.
 
-    folder: the Hugging Face directory.
-    modules: the list in modules.json.
+    folder: a Hugging Face directory, or the run directory of a converted model.
     """
-    head = {"pool": "mean", "dense": [], "normalize": False}
-    kinds = [module["type"].rsplit(".")[-1] for module in modules]
-    if not modules or set(kinds) - VECTOR_MODULES:
-        return {}
-    for kind, module in zip(kinds, modules):
-        path = folder / module.get("path", "")
-        config = read_optional(path / "config.json", dict)
-        if kind == "Pooling":
-            # Old files have one field for each mode, such as pooling_mode_mean_tokens.
-            modes = [name for name in config if config[name] is True]
-            modes = [mode for mode in modes if mode.startswith("pooling_mode_")]
-            modes += [config["pooling_mode"]] if "pooling_mode" in config else []
-            # The models instructor leave their instructions out of the mean.
-            with_prompt = config.get("include_prompt", True)
-            if len(modes) != 1 or modes[0] not in POOLING_MODES or not with_prompt:
-                return {}
-            head["pool"] = POOLING_MODES[modes[0]]
-        if kind == "Dense":
-            arrays = read_hf(path)
-            if (
-                "Identity" not in str(config.get("activation_function"))
-                or len(arrays) > 1
-            ):
-                return {}
-            head["dense"].append(next(iter(arrays.values())).transpose())
-        head["normalize"] |= kind == "Normalize"
-    return head
+    modules = read_optional(folder / "modules.json", [{"type": str, "path": str}])
+    folders = [folder / module["path"] for module in modules if module["path"]]
+    paths = [path for part in folders for path in part.iterdir() if path.is_file()]
+    paths = [path for path in paths if path.suffix in (".json", ".safetensors")]
+    if modules:
+        paths.append(folder / "modules.json")
+        infer.read_vector_head(folder)  # raise a UserError for unknown modules
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
-# The modules of sentence-transformers that plain T5 supports.
-VECTOR_MODULES = {"Transformer", "Pooling", "Dense", "Normalize"}
-# The poolings of sentence-transformers that plain T5 supports, as values of --pool.
-POOLING_MODES = {
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_cls_token": "first",
-    "mean": "mean",
-    "cls": "first",
-}
+def write_modules(folder, weights):
+    """Write the files that read_modules returned into a folder."""
+    for name, content in weights.modules.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        configs.write_file(folder / name, content)
 
 
 # Settings of generation in Hugging Face's JSON files that convert.py does not convert,
@@ -1291,20 +1228,16 @@ GENERATION_DEFAULTS = {
 }
 
 
-def note_unused(folder, settings, modules):
+def note_unused(folder, settings):
     """Print a note about each part of a Hugging Face model that is not converted.
 
     folder: the Hugging Face directory.
     settings: the content of config.json and generation_config.json as one dict.
-    modules: the list in modules.json, a file of the library sentence-transformers.
     """
     unused = []
     for name, default in GENERATION_DEFAULTS.items():
         if settings.get(name) not in (None, [], default):
             unused.append(f"{name} {settings[name]}")
-    if modules and not read_vector_head(folder, modules):
-        kinds = [module["type"].rsplit(".")[-1] for module in modules]
-        unused.append(f"the modules {', '.join(kinds)} of sentence-transformers")
     if unused:
         note(
             f"convert.py does not convert these parts of {folder}: "
@@ -1721,9 +1654,8 @@ def open_plain(checkpoint, run_dir):
     if (run_dir / "spiece.model").exists():
         vocabulary = data.load_run_tokenizer(run_dir)
     recipe = recipe.read_bytes() if recipe.exists() else None
-    head = infer.read_vector_head(run_dir)
-    head = head and {**head, "dense": list(map(in_memory, head["dense"]))}
-    return Weights(cfg, manifest["step"], arrays, vocabulary, recipe, head)
+    modules = read_modules(run_dir)
+    return Weights(cfg, manifest["step"], arrays, vocabulary, recipe, modules)
 
 
 def find_checkpoints(folder):
@@ -1895,8 +1827,7 @@ def write_plain(folder, weights, dtype):
     configs.save_run(weights.cfg, folder, digest)
     if weights.recipe:
         configs.write_file(folder / "recipe.py", weights.recipe)
-    if weights.head:
-        write_dense(folder / infer.HEAD_FILE, weights.head)
+    write_modules(folder, weights)
 
 
 # ---- writing Hugging Face --------------------------------------------------------------
@@ -1939,51 +1870,7 @@ def write_hf(folder, weights, dtype):
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", SPECIAL_TOKENS)
     write_tokenizer(folder, weights.vocabulary, cfg)
-    if weights.head:
-        write_modules(folder, weights.head, cfg.d_model)
-
-
-def write_dense(path, head):
-    """Write the layers of sentence-transformers beside the weights of a run."""
-    arrays = {f"dense_{i}": dense.read() for i, dense in enumerate(head["dense"])}
-    arrays = {name: np.ascontiguousarray(x, np.float32) for name, x in arrays.items()}
-    settings = {"pool": head["pool"], "normalize": str(head["normalize"])}
-    safetensors.numpy.save_file(arrays, path, settings)
-
-
-def write_modules(folder, head, width):
-    """Write the layers of sentence-transformers into a Hugging Face directory.
-
-    width: the number of elements of the encoder's vectors.
-    """
-    kinds = ["Transformer", "Pooling", *["Dense"] * len(head["dense"])]
-    kinds += ["Normalize"] * head["normalize"]
-    modules, dense = [], iter(head["dense"])
-    for number, kind in enumerate(kinds):
-        path = f"{number}_{kind}" if number else ""
-        kind_path = f"sentence_transformers.models.{kind}"
-        modules.append(
-            {"idx": number, "name": str(number), "path": path, "type": kind_path}
-        )
-        (folder / path).mkdir(exist_ok=True)
-        if kind == "Pooling":
-            names = {
-                "mean": "pooling_mode_mean_tokens",
-                "first": "pooling_mode_cls_token",
-            }
-            config = {name: pool == head["pool"] for pool, name in names.items()}
-            config["word_embedding_dimension"] = width
-            write_json(folder / path / "config.json", config)
-        if kind == "Dense":
-            matrix = next(dense)
-            rows, columns = matrix.shape
-            config = {"in_features": rows, "out_features": columns, "bias": False}
-            config["activation_function"] = "torch.nn.modules.linear.Identity"
-            write_json(folder / path / "config.json", config)
-            array = np.ascontiguousarray(matrix.read().T, np.float32)
-            arrays = {"linear.weight": array}
-            safetensors.numpy.save_file(arrays, folder / path / "model.safetensors")
-    write_json(folder / "modules.json", modules)
+    write_modules(folder, weights)
 
 
 def write_safetensors(folder, weights, dtype):
@@ -2047,6 +1934,8 @@ def write_tokenizer(folder, vocabulary, cfg):
         note(BYT5_WARNING)
     elif isinstance(vocabulary, data.PatternTokenizer):
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        # convert.py reads spiece.model, and the library transformers reads tokenizer.json.
+        (folder / "spiece.model").write_bytes(vocabulary.serialized)
         write_json(folder / "tokenizer.json", pattern_tokenizer_json(vocabulary))
         compare_with_library(folder / "tokenizer.json", vocabulary)
     else:
@@ -2450,25 +2339,14 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False, lora=
             raise OSError(errno.EIO, str(error)[:200], str(destination)) from error
         written = open_any(folder)
         count = compare(weights, written, dtype)
-        if to != "t5x" and not same_head(weights.head, written.head):
-            raise OSError("the layers of sentence-transformers have different values")
+        if to != "t5x" and weights.modules != written.modules:
+            raise OSError("the files of sentence-transformers have different contents")
         print(f"compared {count:,} arrays with the source: all are equal in {dtype}")
         if weights.vocabulary and written.vocabulary:
             encode = written.vocabulary.encode
             count = compare_ids(weights.vocabulary, encode, destination)
             print(f"compared the ids of {count:,} texts with the source: all are equal")
     print(f"done     {destination}, in {time.perf_counter() - start:.2f} s", flush=True)
-
-
-def same_head(head, other):
-    """Return whether two results of read_vector_head have the same values."""
-    if not head or not other:
-        return head == other
-    pairs = zip(head["dense"], other["dense"], strict=True)
-    settings = [(x["pool"], x["normalize"]) for x in (head, other)]
-    return settings[0] == settings[1] and all(
-        np.array_equal(np.float32(a.read()), b.read()) for a, b in pairs
-    )
 
 
 def compare(weights, written, dtype):

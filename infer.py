@@ -74,7 +74,7 @@ import configs
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors
+import safetensors.numpy
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -897,35 +897,64 @@ class Example(NamedTuple):
 # The field of an output line for each --pool. For example, --pool none writes "vectors".
 VECTOR_FIELD = {"mean": "mean", "first": "first", "none": "vectors", "model": "vector"}
 
-# The file in a run that has the layers of a model of the library sentence-transformers.
-HEAD_FILE = "vector_head.safetensors"
+# The poolings of sentence-transformers, as values of --pool.
+POOLING_MODES = {
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "first",
+    "mean": "mean",
+    "cls": "first",
+}
 
 
-def read_vector_head(run_dir):
+def read_vector_head(folder):
     """Return the layers of sentence-transformers that a run has, or {} without any.
 
     The dict has the keys "pool" (the value of --pool for the encoder's vectors), "dense"
-    (matrices [inputs, outputs] that are applied one after another) and "normalize".
+    (matrices [outputs, inputs] that are applied one after another) and "normalize".
+    Raises UserError for layers that plain T5 does not support, or for damaged files.
     """
-    path = configs.to_path(run_dir) / HEAD_FILE
+    path = configs.to_path(folder) / "modules.json"
     if not path.exists():
         return {}
+    head = {"pool": "", "dense": [], "normalize": False}
     try:
-        with safetensors.safe_open(path, "numpy") as file:
-            settings = file.metadata()
-            dense = [file.get_tensor(f"dense_{i}") for i in range(len(file.keys()))]
-        pool, normalize = settings["pool"], settings["normalize"] == "True"
-    except Exception as error:  # the library has its own exception classes
+        for module in configs.read_json(path, [{"type": str, "path": str}]):
+            kind = module["type"].rsplit(".")[-1]
+            part = path.parent / module["path"]
+            if kind == "Pooling":
+                config = json.loads((part / "config.json").read_text())
+                # Old files have one field for each mode, such as pooling_mode_cls_token.
+                modes = {mode for mode in config if config[mode] is True}
+                modes |= {config.get("pooling_mode")}
+                # The models instructor leave their instructions out of the mean.
+                if config.get("include_prompt", True):
+                    (head["pool"],) = {POOLING_MODES[x] for x in modes & {*POOLING_MODES}}
+            elif kind == "Dense":
+                config = json.loads((part / "config.json").read_text())
+                file = safetensors.numpy.load_file(part / "model.safetensors")
+                (matrix,) = file.values()
+                if not config["activation_function"].endswith("Identity"):
+                    raise ValueError(config["activation_function"])
+                head["dense"].append(matrix)
+            elif kind == "Normalize":
+                head["normalize"] = True
+            elif kind != "Transformer":
+                raise ValueError(kind)
+        if not head["pool"]:
+            raise ValueError("no supported pooling")
+    except Exception as error:  # safetensors has its own exception classes
         raise UserError(
-            f"{path} is damaged ({error}): convert the model again."
+            f"{path} describes layers that plain T5 does not support, or a file is damaged "
+            f"({type(error).__name__}: {error}): remove modules.json to use only the "
+            f"encoder."
         ) from error
-    return {"pool": pool, "dense": dense, "normalize": normalize}
+    return head
 
 
 def apply_vector_head(head, vector):
     """Apply the dense layers and the normalization of a model to a pooled vector."""
     for matrix in head["dense"]:
-        vector = vector @ matrix
+        vector = matrix @ vector
     if head["normalize"]:
         vector = vector / max(np.linalg.norm(vector), 1e-12)
     return vector.astype(np.float32)
@@ -1534,7 +1563,7 @@ def run_file(args, cfg, mesh, tokenizer, params, step):
     if mode == "model":
         results = run_examples(params, cfg, mesh, examples, head["pool"])
         results = (apply_vector_head(head, vector) for vector in results)
-        width = head["dense"][-1].shape[1] if head["dense"] else width
+        width = len(head["dense"][-1]) if head["dense"] else width
     else:
         results = run_examples(params, cfg, mesh, examples, mode, trie)
     count = 0
