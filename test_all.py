@@ -8715,6 +8715,30 @@ def test_the_vectors_of_sentence_transformers(tmp_path, capsys, monkeypatch, tok
     assert status == 2 and "modules.json describes layers" in err
 
 
+def test_the_embeddings_of_the_readme_are_those_of_transformers(
+    tmp_path, capsys, monkeypatch, tokenizer
+):
+    """The six lines of README give the vectors of an encoder, such as that of Flux."""
+    torch = pytest.importorskip("torch", reason="needs pip install '.[parity]'")
+    cfg = change(model=dict(dropout=0.0, num_decoder_layers=0, tied=True))
+    network, _ = hugging_face(cfg.model)
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "spiece.model").write_bytes(tokenizer.serialized)
+    import_hf(network, tmp_path / "hf", monkeypatch, capsys)
+    code = README.partition("### Embeddings in JAX")[2]
+    code = code.partition("```python\n")[2].partition("```")[0]
+    code = code.replace("runs/encoder", str(tmp_path / "run"))
+    code = code.replace("set_mesh(cfg)", "set_mesh(cfg, jax.devices()[:1])")
+    defined = {"jax": jax}
+    exec(code, defined)
+    ids = [*tokenizer.encode("a cat"), data.EOS]
+    with torch.no_grad():
+        expected = network(torch.tensor([ids])).last_hidden_state.numpy()
+    found = np.asarray(defined["vectors"])[:, : len(ids)]
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+    assert len(code.strip().splitlines()) == 8  # the import, an empty line, six lines
+
+
 def torch_identity():
     return pytest.importorskip("torch").nn.Identity()
 
