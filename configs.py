@@ -1402,14 +1402,15 @@ def check_decoding(cfg):
         )
 
 
-@functools.cache  # The result never changes, and each decoded batch asks for it.
+@functools.cache  # read the file only once, although each decoded batch needs the result
 def machine_memory():
     """Return the memory of this machine or container in bytes."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     except (OSError, ValueError):
-        # This file exists only on Linux. Its content "max" means that there is no limit.
+        # Only Linux has the file memory.max. Its content is the word "max" if the memory
+        # of the container is not limited.
         return memory
 
 

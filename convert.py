@@ -644,8 +644,8 @@ def read_pieces(path, sentinels, vocab_size=math.inf, order=None):
         vocabulary = proto.SerializeToString()
     elif not has_sentinels:
         data.add_sentinels(proto, sentinels)
-        # Keep these sentinels only if their number is unusual. data.parse_vocabulary adds
-        # the usual number of sentinels by itself.
+        # Store the sentinels in the file only if their number is not 100. Otherwise,
+        # data.parse_vocabulary adds 100 sentinels when it reads the file.
         if sentinels != data.SENTINELS:
             vocabulary = proto.SerializeToString()
     added = read_added_tokens(path.parent)
@@ -1329,8 +1329,9 @@ def apply_hf_config(cfg, config, generation, folder):
     """Return a ModelConfig that also has the values that only config.json contains.
 
     These values are the dropout rate, the maximum distance of relative positions, and the
-    activation function. All other values are already known from the
-    shapes of the weights. In config.json, these values must be the same.
+    activation function. All other values are already known from the shapes of the
+    weights. If config.json states other sizes than the weights have, the function raises
+    an error.
 
     cfg: the ModelConfig that model_from_shapes returned.
     config: the content of config.json as a dict.

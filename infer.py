@@ -1157,8 +1157,8 @@ class ExampleEncoder:
     tokenizer: data.Tokenizer | None
     # Whether each line must have the field "targets" in addition to "inputs".
     scoring: bool
-    # The task of the lines. Its options say whether the inputs end with EOS. None means
-    # that the lines do not come from a task, but from a file or from standard input.
+    # The task from which the lines come, or None if they come from a file or from standard
+    # input. The task says whether the inputs end with EOS.
     task: data.Task | None = None
     # The number of texts that have been truncated so far.
     cut: int = 0

@@ -398,10 +398,9 @@ def train_step(cfg, state, batch):
     """
     key = None
     if cfg.model.dropout:
-        # The step number determines the dropout masks. A resumed run therefore has the
-        # same masks as an uninterrupted run.
-        # The initial weights use the key of the seed itself, so this key begins with
-        # another number.
+        # The seed and the step number determine the dropout masks. A resumed run
+        # therefore has the same masks as an uninterrupted run. The initial weights were
+        # sampled with the key of the seed. Use seed + 1 here to get other random numbers.
         key = jax.random.fold_in(jax.random.key(cfg.train.seed + 1), state.step)
     sums, grads = gradients(cfg, state.params, batch, key)
     rate = learning_rate(state.step, cfg.train)
@@ -620,15 +619,15 @@ class MetricsFile:
                 f"checkpoint of step {step:,}. If the run directory was copied during "
                 f"training, stop this run and copy the directory again."
             )
-        # The step and the name of each evaluation whose results are in the file. An
-        # example is (100, "training_eval/span_corruption").
+        # The evaluations whose results are already in metrics.jsonl, as a set of pairs
+        # (step, name). An example is (100, "training_eval/span_corruption").
         self.evaluated = {
             (line["step"], name.rpartition("/")[0]) for line in lines for name in line
         }
         self.lines = [json.dumps(line) + "\n" for line in lines]
         self.writers = {}
-        # A resumed run repeats the steps after its last checkpoint. TensorBoard hides
-        # older metrics of the step purge_step and all later steps.
+        # A resumed run repeats the steps after its last checkpoint. The argument
+        # purge_step tells TensorBoard to hide the older metrics of these steps.
         self.purge_step = step + 1
         if partition.is_main_process():
             configs.write_file(path, "".join(self.lines))
@@ -935,7 +934,10 @@ class Evaluations:
         return found
 
     def run(self, evaluation, name, step, params):
-        """Make one of the evaluations that `due` returns, which a signal may end."""
+        """Call the function `evaluation`, which is a method of this class.
+
+        While it runs, a signal such as Ctrl-C may interrupt it.
+        """
         self.stop.evaluating = True
         try:
             evaluation(name, step, params)

@@ -981,7 +981,7 @@ def kv_cache():
                     color=ORANGE if new else BLUE,
                     width=2,
                 )
-        # Draw a bracket below all positions that the query of this step reads.
+        # Draw a line below the positions whose keys the query of this step reads.
         visible = np.flatnonzero(read | (after & ~before))
         first, last = (left + cell * i + cell / 2 - 2 for i in visible[[0, -1]])
         picture.line((first, y + 61), (last, y + 61), color=BLUE, width=2)
@@ -1368,8 +1368,8 @@ def save_and_kill(when):
         raise Killed
 
     def interrupted_sync(path):
-        # A save calls sync_folder twice. The first call comes after the manifest is
-        # written. The second call, for the parent folder, comes after the rename.
+        # Saving a checkpoint calls sync_folder twice: with the folder of the checkpoint
+        # after the manifest is written, and with its parent after the folder is renamed.
         if (path == folder) == (when == "rename"):
             raise Killed
 
