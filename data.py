@@ -517,7 +517,7 @@ class Examples:
         return sizes
 
     def make(self, epochs, chunks):
-        """Return N examples as pairs [inputs, targets], truncated and with EOS."""
+        """Return N examples as pairs (inputs, targets), truncated and with EOS."""
         keys = random_bits(NOISE, self.cfg.train.seed, epochs, chunks)
         pairs = self.task.objective.make(
             self.corpus.chunks(chunks), keys, self.tokenizer, self.cfg.data
@@ -527,7 +527,7 @@ class Examples:
             truncate_all(arrays, side, self.task, self.cfg.data)
             for arrays, side in zip(zip(*pairs), SIDES)
         ]
-        return [[inputs, targets] for inputs, targets in zip(*sides)]
+        return list(zip(*sides))
 
 
 # ---- packing ---------------------------------------------------------------------------
@@ -746,7 +746,8 @@ class TrainingPlan:
         self.row_starts = [0]
         with contextlib.suppress(UserError):  # ignore a missing or damaged file
             self.row_starts = configs.read_checked(path, {"starts": [int]})["starts"]
-        # This thread plans the next block while the rows of a block are used.
+        # This thread looks up the lengths of the examples of the next block. It may have
+        # to wait until their text is tokenized.
         self.thread = ThreadPoolExecutor(1)
         # The cache keeps the plans of three blocks.
         self.steps = functools.lru_cache(3)(
@@ -763,9 +764,9 @@ class TrainingPlan:
         block = bisect.bisect_right(self.row_starts, row_number) - 1
         task, sample, edges = self.plan_block(block)
         row = row_number - self.row_starts[block]
-        # When a fraction of this block is used, plan the same fraction of the next block
-        # in the background. So no batch waits until a complete block is planned.
-        self.steps(block + 1).request((row + 1) / (len(edges) - 1), self.thread)
+        # When a fraction of this block is used, plan the same fraction of the next block.
+        # So no batch waits until a complete block is planned.
+        self.steps(block + 1).advance(row + 1, len(edges) - 1, self.thread)
         here = slice(edges[row], edges[row + 1])
         return task[here], sample[here]
 
@@ -789,7 +790,7 @@ class TrainingPlan:
         """Pack the samples of a block into rows, and return three arrays.
 
         This generator works in small steps. After each step, it yields the fraction of
-        the work that is done.
+        the packing that is done.
 
         The arrays are `task`, `sample` and `edges`. The i-th sample of the block is
         sample number sample[i] of the task with index task[i]. Row r holds the samples
@@ -3962,49 +3963,43 @@ class Corpus:
             )
 
 
-PAUSE_SECONDS = 1e-3  # how long a background thread works before others may run
-
-
 def truncate_all(arrays, side, task, data):
     """Apply `truncate` to each array of a list.
 
     Joining all arrays, and dividing the result, takes a third of the time of a loop.
     """
     limit, eos, kept = truncated_length(side, task, data)
-    end = np.full(eos, EOS)
+    end = np.full(eos, EOS, np.int32)
     parts = [part for ids in arrays for part in (ids[:kept], end)]
     joined = np.concatenate(parts, dtype=np.int32, casting="unsafe")
-    stops = itertools.accumulate((min(len(ids), kept) + eos for ids in arrays), initial=0)
-    return [
-        joined[start : min(stop, start + limit)]
-        for start, stop in itertools.pairwise(stops)
-    ]
+    sizes = np.minimum([len(ids) for ids in arrays], kept) + eos
+    starts = np.cumsum(sizes) - sizes
+    stops = starts + np.minimum(sizes, limit)
+    return [joined[i:j] for i, j in zip(starts.tolist(), stops.tolist())]
 
 
 class Steps:
     """Work that a generator does in small steps, so that it can be divided.
 
+    A thread does the first part of the work, because it may have to wait. The thread that
+    needs the result does the rest, a fraction at a time. A second thread would not save
+    time there, because only one thread at a time can run Python code.
+
     work: a generator that yields the fraction of the work that is done after each step,
-        and returns the result.
+        and returns the result. During the first part, it yields 0.
     """
 
     def __init__(self, work):
         self.work = work
         self.done = 0.0  # the fraction of the work that is done
-        self.requested = 0.0  # the fraction of the work that shall be done
         self.future = Future()  # holds the result, or the exception of the work
         self.lock = threading.Lock()
+        self.begun = False
 
-    def run(self):
-        """Do the work, up to the requested fraction."""
+    def run(self, fraction):
+        """Do the work until more than a fraction of it is done."""
         with self.lock:
-            pause = time.perf_counter() + PAUSE_SECONDS
-            while not self.future.done() and self.done <= self.requested:
-                # Let the thread that makes batches run. Otherwise it waits 5 ms for
-                # Python's global lock each time that it needs this lock.
-                if time.perf_counter() > pause:
-                    time.sleep(0)
-                    pause = time.perf_counter() + PAUSE_SECONDS
+            while self.done <= fraction and not self.future.done():
                 try:
                     self.done = next(self.work)
                 except StopIteration as end:
@@ -4012,17 +4007,23 @@ class Steps:
                 except Exception as error:  # is raised again when the result is needed
                     self.future.set_exception(error)
 
-    def request(self, fraction, thread):
-        """Let a thread do the work up to a fraction, in at most 16 parts."""
-        if fraction >= self.requested + 1 / 16:
-            self.requested = fraction
-            thread.submit(self.run)
+    def advance(self, row, rows, thread):
+        """Do the fraction row / rows of the work, unless its first part is not done yet.
+
+        If the work is late, do only a little more than the work of a row, so that no
+        batch has to wait long. For the same reason, the first part does not begin at
+        once, when the last rows of the plan before have just been made.
+        """
+        if self.done:
+            self.run(min(row, self.done * rows + 1.25) / rows)
+        elif not self.begun and row > rows / 16:
+            self.begun = True
+            thread.submit(self.run, 0.0)
 
     def result(self):
-        """Complete the work in the current thread, and return its result."""
+        """Complete the work, and return its result."""
         if not self.future.done():
-            self.requested = math.inf
-            self.run()
+            self.run(math.inf)
         return self.future.result()
 
 
@@ -4057,6 +4058,7 @@ def pack_in_steps(sizes, limits):
     taken, taken_targets = [(n / a).astype(np.float32) for n, a in zip(tokens, average)]
     taken = np.append(taken, np.float32(-np.inf))  # the last entry means that none fits
     taken_targets = taken_targets[::-1]
+    half = np.float32(0.5)
     free = [
         (1 - (limit - n) / a).astype(np.float32)
         for limit, n, a in zip(limits, tokens, average)
@@ -4069,13 +4071,16 @@ def pack_in_steps(sizes, limits):
     largest = np.maximum.accumulate(largest)
     number = {pair: index for index, pair in enumerate(zip(*kinds.tolist()))}
 
+    @functools.cache
+    def target_left(target_room):
+        return free[1][target_room] - taken_targets[most_targets - target_room :]
+
     def find_best(room, target_room):
-        fitting = slice(most_targets - target_room, None)
-        inputs = largest[room, fitting]
+        inputs = largest[room, most_targets - target_room :]
         a = free[0][room] - taken[inputs]
-        b = free[1][target_room] - taken_targets[fitting]
-        place = (a + b + np.abs(a - b) / 2).argmin()
-        return number.get((int(inputs[place]), target_room - int(place)))
+        b = target_left(target_room)
+        place = int((a + b + np.abs(a - b) * half).argmin())
+        return number.get((int(inputs[place]), target_room - place))
 
     rows = np.zeros(sizes.shape[1], int)
     best_kinds = {}
@@ -4465,7 +4470,7 @@ def first_split(cfg):
 
 
 def show(cfg, count):
-    """Print `count` rows of the first batch, and how fast batches are made.
+    """Print `count` rows of the first batch, and how fast batches are planned and made.
 
     The rows come from the training split. If a task has no training split, the rows come
     from the validation or test split.
@@ -4495,7 +4500,19 @@ def show(cfg, count):
     tokens = sum(np.count_nonzero(segments) for *_, segments in sides)
     calls, seconds = timeit.Timer(lambda: dataset.batch(0)).autorange()
     speed = calls * tokens / seconds / 1e6
-    print(f"\nspeed    {speed:.1f} million tokens per second on one CPU core")
+    print(
+        f"\nspeed    {speed:.1f} million tokens per second on one CPU core, for batches"
+    )
+    if split == "train":
+        start = time.perf_counter()
+        _, _, edges = Steps(dataset.plan.plan_in_steps(0)).result()
+        seconds = time.perf_counter() - start
+        rows = len(edges) - 1
+        speed = rows * tokens / filled / seconds / 1e6
+        print(
+            f"planning {speed:.1f} million tokens per second: {edges[-1]:,} examples are "
+            f"assigned to {rows:,} rows in {seconds:.3f} s"
+        )
 
 
 def list_mixture(cfg):

@@ -57,6 +57,7 @@ import time
 import tokenize
 import tomllib
 import traceback
+import tracemalloc
 import types
 import unicodedata
 import zipfile
@@ -2418,6 +2419,77 @@ def test_deleting_used_shards_does_not_change_batches(mixture, small_shards, tas
     assert_equal(part, jax.tree.map(lambda a: a[[5]], kept[23]))
 
 
+def test_memory_does_not_grow_with_each_document(corpus, monkeypatch):
+    """A shard of 200,000 documents needs a few bytes for each of them."""
+    count = 200_000
+
+    def read(bad):
+        for n in range(count):
+            yield f"number {n}", {"text": [3 + n % 40, 5]}
+
+    cfg = change(corpus, data=dict(task="prefix_lm"))
+    file = data.SourceFile("numbers", [count], read)
+    tokenizer = data.IdTokenizer(256, 100)
+    opened = (
+        data.TASKS["prefix_lm"],
+        [file._replace(name="small", read=lambda bad: []), file],
+    )
+    found = data.Corpus("prefix_lm", "train", tokenizer, cfg, opened)
+    tracemalloc.start()
+    starts = found.shard_starts()
+    lengths = found.lengths(np.arange(0, count, 1000))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert starts[-1] == count and (lengths == 2).all()
+    assert len(found.shards) == 2, "All documents should be in one shard."
+    # The batches that are being tokenized need about 10 MB, whatever the number of
+    # documents. A list of arrays would need more than 200 bytes for each document.
+    assert peak < 20e6 + 50 * count, f"{peak / 1e6:.0f} MB are too much memory."
+
+
+def test_boundaries_of_old_shards_are_forgotten(corpus, small_shards, monkeypatch):
+    """The boundaries of chunks are the same if they are computed again and in parts."""
+    cfg = change(corpus, data=dict(task="prefix_lm"))
+    tokenizer = data.prepare_vocabulary(cfg)
+    found = open_corpus(cfg, tokenizer)
+    numbers = np.arange(found.starts[-1])
+    expected = found.find_chunks(numbers)
+    monkeypatch.setattr(data, "BOUNDS_DOCUMENTS", 3)
+    monkeypatch.setattr(data, "BOUNDS_BYTES", 500)
+    again = open_corpus(cfg, tokenizer)
+    assert_equal(again.find_chunks(numbers), expected)
+    assert 1 < len(again.bounds) < len(again.shards), "Some boundaries are forgotten."
+
+
+def test_processes_on_one_machine_share_its_cores(tmp_path, monkeypatch):
+    """Locked files stand for processes. A process that ends gives its cores back."""
+    monkeypatch.setattr(data.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(os, "cpu_count", lambda: 12)
+    data.core_slot.cache_clear()
+    seconds = itertools.count()
+    assert data.share_of_cores(next(seconds)) == 12
+    (folder,) = tmp_path.iterdir()
+    others = []
+    for expected in (6, 4, 3):
+        path = folder / f"{len(others) + 1}.lock"
+        others.append(configs.lock(path))
+        assert data.share_of_cores(next(seconds)) == expected
+    program = (
+        "import data, tempfile; from pathlib import Path; "
+        f"tempfile.gettempdir = lambda: {str(tmp_path)!r}; "
+        f"print(data.core_slot(Path({str(folder)!r}))[0])"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=HERE
+    )
+    assert process.stdout == "4\n", process.stderr  # the first file that is free
+    assert data.share_of_cores(next(seconds)) == 3, "That process has ended."
+    others.pop().close()
+    assert data.share_of_cores(next(seconds)) == 4
+    folder.chmod(0o500)
+    data.core_slot.cache_clear()
+
+
 def test_machines_share_the_work(corpus, capsys, monkeypatch, tmp_path, small_shards):
     """After --shard 0/2 and 1/2, nothing is left to tokenize."""
     flags = [
@@ -2434,6 +2506,19 @@ def test_machines_share_the_work(corpus, capsys, monkeypatch, tmp_path, small_sh
     assert len(encoded) == 4  # three source files for training, one held-out split
     status, out, _ = run(data, capsys, monkeypatch, *flags, "--train.steps", 100)
     assert status == 0 and "validation span_corruption: " in out and len(encoded) == 4
+    # A single machine writes the same files.
+    alone = [*flags[:-1], "--data.prepared_dir", tmp_path / "alone", "--prepare"]
+    status, _, err = run(data, capsys, monkeypatch, *alone, "--train.steps", 10_000)
+    assert status == 0, err
+    stored = [
+        {
+            str(path.relative_to(folder)): path.read_bytes()
+            for ending in ("ids", "ends", "json")
+            for path in Path(folder).glob(f"*/[0-9]*.{ending}")
+        }
+        for folder in (corpus.data.prepared_dir, tmp_path / "alone")
+    ]
+    assert len(stored[0]) > 30 and stored[0] == stored[1]
     assert run(data, capsys, monkeypatch, *flags, "--shard", "2/2")[0] == 2
 
 
@@ -2636,6 +2721,62 @@ def test_compositions_are_equally_likely():
 # ---- data: the batch of a step -------------------------------------------------------------------
 
 
+# For each case, the beginnings of two SHA-256 digests: of six batches, and of all token
+# files. They were recorded in November 2026, before planning was divided into steps.
+RECORDED_ORDER = {
+    ("span_corruption", "text:{}/a.txt:lines", True): ("e416c90129f4", "3c5a602381a0"),
+    ("prefix_lm", "text:{}/a.txt:lines", True): ("fd5c78fd1091", "3c5a602381a0"),
+    ("prefix_lm", "text:{}/a.txt:lines", False): ("60c091205d05", "3c5a602381a0"),
+    ("text_to_text", "jsonl:{}/a.jsonl", True): ("3b9520f7d72c", "8bd0b0a6b3b7"),
+    ("by_rule", "", True): ("16b2aacb3d6f", "a5e4eb898767"),
+    ("by_rule", "", False): ("7f43be20d740", "a5e4eb898767"),
+}
+
+
+@pytest.mark.parametrize("case", RECORDED_ORDER)
+def test_token_files_and_batches_equal_recorded_ones(case, tmp_path, monkeypatch):
+    """Runs that began with an earlier version continue with the same batches."""
+    task, source, pack = case
+    monkeypatch.setattr(data, "FIRST_SHARD_TOKENS", 3000)
+    monkeypatch.setattr(data, "SHARD_TOKENS", 20_000)
+    monkeypatch.setattr(data, "BLOCK_SAMPLES", 512)
+    words = [data.spell_number(n * n) for n in range(40)]
+    lines = [
+        " ".join(words[(n * n + k) % 40] for k in range(1 + n % 7)) for n in range(900)
+    ]
+    (tmp_path / "a.txt").write_text("\n".join(lines))
+    rows = [
+        {"inputs": line, "targets": " ".join(line.split()[: n % 4])}
+        for n, line in enumerate(lines)
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = Config(
+        "recorded",
+        ModelConfig(vocab_size=384),
+        DataConfig(
+            source=source.format(tmp_path),
+            task=task,
+            vocab="bytes:100",
+            inputs_length=120,
+            targets_length=50,
+            pack=pack,
+            prepared_dir=str(tmp_path / "prepared"),
+        ),
+        TrainConfig(batch_size=16, eval_every=0),
+    )
+    dataset = open_dataset(cfg)
+    batches, files = hashlib.sha256(), hashlib.sha256()
+    for step in (0, 1, 2, 40, 41, 90):
+        for array in dataset.batch(step):
+            batches.update(array.tobytes())
+    for examples in dataset.tasks:
+        examples.corpus.shard_starts()
+        for path in sorted(examples.corpus.folder.glob("*.[ie][dn]*s")):
+            files.update(path.read_bytes())
+    found = batches.hexdigest()[:12], files.hexdigest()[:12]
+    assert_same(found, RECORDED_ORDER[case], "The order of samples should not change.")
+
+
 def row_texts(batch):
     """Return the set of pairs (inputs, targets) in the rows of a Batch."""
     return {
@@ -2794,8 +2935,11 @@ def test_packed_rows_hold_every_example_whole(pairs, capsys):
         assert sorted(seen[block * 64 : (block + 1) * 64]) == sorted(expected)
     # A later dataset reads where the blocks start, so it packs no earlier block again.
     again = open_dataset(cfg)
-    plan_block, planned = again.plan.plan_block, []
-    again.plan.plan_block = lambda block: (planned.append(block), plan_block(block))[1]
+    plan_in_steps, planned = again.plan.plan_in_steps, []
+    again.plan.plan_in_steps = lambda block: (
+        planned.append(block),
+        plan_in_steps(block),
+    )[1]
     assert_equal(again.batch(step - 1), batch)
     assert min(planned) >= 5
     (path,) = Path(cfg.data.prepared_dir, "plans").glob("*.json")
@@ -2858,6 +3002,91 @@ def test_packing_equals_a_slow_best_fit(limits):
         assert data.pack(sizes, limits).tolist() == slow_best_fit(sizes.tolist(), limits)
 
 
+def test_packing_in_steps_equals_packing():
+    """The tuned form gives the same rows, also if its table would be too large."""
+    rng = np.random.default_rng(7)
+    for limits in ((512, 114), (1024, 256), (24, 11), (40, 40), (17, 90), (9000, 2000)):
+        for count in (1, 2, 40, 1500):
+            middle = np.log(limits)[:, None] - 2
+            sizes = np.exp(rng.normal(middle, 0.8, (2, count))).astype(int)
+            sizes = np.clip(sizes, [[count % 2], [1]], np.transpose([limits]))
+            steps = []
+            work = data.pack_in_steps(sizes, limits)
+            with pytest.raises(StopIteration) as end:
+                while True:
+                    steps.append(next(work))
+            assert_same(end.value.value, data.pack(sizes, limits), "Equal rows.")
+            if np.prod(limits) < 1 << 24:
+                assert steps == sorted(steps) and steps[-1] == 1.0
+                assert len(steps) == end.value.value.max() + 1, "One step for each row."
+
+
+def test_truncating_a_list_equals_truncating_each_array():
+    rng = np.random.default_rng(2)
+    arrays = [np.arange(n, dtype=np.uint16) for n in rng.integers(0, 30, 50)]
+    for side, inputs_eos, after_trim in itertools.product(
+        data.SIDES, (True, False), (True, False)
+    ):
+        task = data.Task(inputs_eos=inputs_eos, eos_after_trim=after_trim)
+        settings = DataConfig(inputs_length=12, targets_length=20)
+        found = data.truncate_all(arrays, side, task, settings)
+        expected = [data.truncate(ids, side, task, settings) for ids in arrays]
+        assert all(ids.dtype == np.int32 for ids in found)
+        assert [ids.tolist() for ids in found] == [ids.tolist() for ids in expected]
+
+
+def test_each_batch_plans_a_part_of_the_next_block(pairs, monkeypatch):
+    """No batch waits for a complete plan, except the first batch of a run."""
+    cfg, _ = pairs
+    monkeypatch.setattr(data, "BLOCK_SAMPLES", 512)
+    dataset = open_dataset(cfg)
+    done = (
+        collections.Counter()
+    )  # the number of packed rows, for each pair (batch, block)
+    plan_in_steps = dataset.plan.plan_in_steps
+
+    def counting(block):
+        work = plan_in_steps(block)
+        while True:
+            try:
+                fraction = next(work)
+            except StopIteration as end:
+                return end.value
+            done[step, block] += fraction > 0
+            yield fraction
+
+    monkeypatch.setattr(dataset.plan, "plan_in_steps", counting)
+    for step in range(130):
+        dataset.batch(step)
+        dataset.plan.thread.submit(int).result()  # wait for the thread
+    starts = dataset.plan.row_starts
+    assert len(starts) > 3 and starts[1] > 300, "There should be several blocks."
+    first = done[0, 0]
+    assert first == starts[1], "The first batch plans the first block completely."
+    for (step, block), rows in done.items():
+        if block:
+            assert rows <= 1.25 * 8 * 1.2 + 3, f"Batch {step} should plan only a part."
+
+
+def test_work_in_steps_raises_its_exception_when_its_result_is_needed():
+    def work():
+        yield 0.0
+        yield 0.5
+        raise configs.UserError("line 7 is damaged")
+
+    with ThreadPoolExecutor(1) as thread:
+        steps = data.Steps(work())
+        steps.advance(1, 100, thread)
+        assert not steps.begun, "The first part does not begin with the first row."
+        steps.advance(50, 100, thread)
+        thread.submit(int).result()
+        assert steps.done == 0.5, "The thread does the first part, and no more."
+        steps.advance(51, 100, thread)  # meets the exception, and keeps it
+        for _ in range(2):
+            with pytest.raises(configs.UserError, match="line 7"):
+                steps.result()
+
+
 def test_packing_is_tight_and_keeps_the_limits():
     """Packing reaches 97 % of the upper bound, whichever side is short of room."""
     rng, N = np.random.default_rng(0), data.BLOCK_SAMPLES
@@ -2902,6 +3131,10 @@ def test_show_prints_rows_and_speed(corpus, capsys, monkeypatch):
     )
     assert status == 0 and out.count("<extra_id_0>") == 4
     assert re.search(r"(?m)^speed +\d+\.\d million tokens per second", out)
+    (count,) = re.findall(
+        r"(?m)^planning \d+\.\d million tokens .* to ([\d,]+) rows", out
+    )
+    assert count == f"{data.BLOCK_SAMPLES:,}", "Span corruption has one example in a row."
     assert "row 1, targets" in out and "row 2" not in out
 
 
@@ -3403,7 +3636,7 @@ def test_samples_of_several_tasks_are_spread_evenly_over_a_block():
     plan = object.__new__(data.TrainingPlan)
     plan.packs = False
     plan.samples_before = lambda block: block * np.array([4, 2])
-    task, sample, _ = plan.plan_block(1)
+    task, sample, _ = data.Steps(plan.plan_in_steps(1)).result()
     sentence = (
         "4 samples of task 0 and 2 of task 1 should alternate as evenly as possible."
     )
@@ -11137,11 +11370,11 @@ EXERCISES = {
         "test_lesson_data_a_batch_is_a_function_of_the_step "
         "test_packed_rows_hold_every_example_whole"
     ),
-    "data.TrainingPlan.prefetch": (
+    "data.TrainingPlan.plan_block": (
         "test_lesson_data_a_batch_is_a_function_of_the_step "
         "test_packed_rows_hold_every_example_whole"
     ),
-    "data.TrainingPlan.plan_block": (
+    "data.TrainingPlan.plan_in_steps": (
         "test_samples_of_several_tasks_are_spread_evenly_over_a_block "
         "test_lesson_data_a_batch_is_a_function_of_the_step "
         "test_packed_rows_hold_every_example_whole"
