@@ -42,6 +42,7 @@ Terms:
 `pytest -k lesson_data` runs the lessons about this file, which are in test_all.py.
 """
 
+import array
 import ast
 import bisect
 import bz2
@@ -145,10 +146,9 @@ class Tokenizer:
 
         If several processes of plain T5 tokenize on this machine, they share its cores.
         """
-        threads = share_of_cores(int(time.monotonic()))
-        return self.processor.encode(
-            list(texts), return_type="numpy", num_threads=threads
-        )
+        texts = list(texts)
+        with free_cores(len(texts)) as cores:
+            return self.processor.encode(texts, return_type="numpy", num_threads=cores)
 
     def raw_text(self, ids):
         """Return the text of token ids, with all special tokens written out.
@@ -433,16 +433,23 @@ def truncated_length(side, task, data):
     return limit, eos, limit - eos * task.eos_after_trim
 
 
-def truncate(ids, side, task, data):
-    """Truncate the token ids of an example's inputs or targets, and append EOS.
+def truncate(arrays, side, task, data):
+    """Truncate the token ids of the inputs or targets of N examples, and append EOS.
 
     For example, with a maximum length of 4, the ids [5, 9, 7, 8, 6] become [5, 9, 7, 1].
 
+    arrays: a list with the ids of each example. The result is a list, too.
     side: the string "inputs" or "targets".
     """
     limit, eos, kept = truncated_length(side, task, data)
-    # [:limit] removes EOS if the tokens before EOS already fill the maximum length.
-    return np.concatenate([ids[:kept], [EOS] * eos]).astype(np.int32)[:limit]
+    # Join all examples, and cut the result into examples again. This is faster than
+    # calling NumPy for each example.
+    end = np.full(eos, EOS, np.int32)
+    parts = [part for ids in arrays for part in (ids[:kept], end)]
+    joined = np.concatenate(parts, dtype=np.int32, casting="unsafe")
+    stops = itertools.accumulate([min(len(ids), kept) + eos for ids in arrays], initial=0)
+    # The limit removes EOS if the tokens before EOS already fill the maximum length.
+    return [joined[i : min(j, i + limit)] for i, j in itertools.pairwise(stops)]
 
 
 # Random bits shuffle chunks, choose the removed spans, and shuffle packed rows. The keys
@@ -522,9 +529,8 @@ class Examples:
         pairs = self.task.objective.make(
             self.corpus.chunks(chunks), keys, self.tokenizer, self.cfg.data
         )
-        # truncate_all, in the lower part of this file, truncates each array of a list.
         sides = [
-            truncate_all(arrays, side, self.task, self.cfg.data)
+            truncate(list(arrays), side, self.task, self.cfg.data)
             for arrays, side in zip(zip(*pairs), SIDES)
         ]
         return list(zip(*sides))
@@ -545,19 +551,30 @@ def pack(sizes, limits):
     sizes: an array [2, N] with the numbers of input tokens and target tokens.
     limits: the maximum numbers of input tokens and target tokens in a row.
     """
+    return Steps(pack_in_steps(sizes, limits)).result()
+
+
+def pack_in_steps(sizes, limits):
+    """Do the work of `pack` as a generator, with one step for each row.
+
+    After each row, the generator yields the fraction of the examples that are packed. At
+    the end, it returns the result of `pack`.
+    """
     limits = np.array(limits)
     # Group the examples that have the same number of input tokens and the same number of
-    # target tokens. Each group is called a kind. Searching a few kinds is faster than
-    # searching all examples. The kinds are sorted by their number of input tokens.
-    kinds, kind_of = np.unique(sizes, axis=1, return_inverse=True)
-    waiting = [[] for _ in kinds[0]]  # the examples of each kind that are not packed yet
-    for example, kind in enumerate(kind_of.ravel().tolist()):
-        waiting[kind].append(example)
-    # The kinds are sorted, so the first fitting[n] kinds have at most n input tokens.
-    fitting = np.searchsorted(kinds[0], np.arange(limits[0] + 1), "right")
-    # `targets` holds the number of target tokens of each kind. When the last example of a
-    # kind is packed, this number is set above the limit. So the kind never fits again.
-    targets = kinds[1].copy()
+    # target tokens. Each group is called a kind. A kind is a pair of these two numbers.
+    waiting = {}  # the examples of each kind that are not packed yet
+    for example, kind in enumerate(zip(*sizes.tolist())):
+        waiting.setdefault(kind, []).append(example)
+    # Of the kinds with the same number of target tokens, the kind with the most input
+    # tokens that fit leaves the least room. largest[n, t] is the largest number of input
+    # tokens, up to n, of a waiting kind with t target tokens. If there is no such kind,
+    # it is `none`.
+    none = sizes[0].max() + 1
+    largest = np.full(sizes.max(1) + 1, -1, np.int32)
+    largest[*sizes] = sizes[0]
+    np.maximum.accumulate(largest, out=largest)
+    largest[largest < 0] = none
 
     # Measure the free room of a row as a fraction of an average row. Otherwise the inputs
     # would count more than the targets, because inputs are often longer.
@@ -568,32 +585,49 @@ def pack(sizes, limits):
     # rows.
     load = sizes.sum(1) / limits
     average = limits * load / load.max()
-    input_room, target_room = (kinds / average[:, None]).astype(np.float32)
+    # taken[side][n] is the room that n tokens take. free[side][n] is the room in a row in
+    # which n more tokens fit. In an empty row, this is 1.
+    tokens = [np.arange(limit + 1) for limit in limits]
+    taken = [(n / size).astype(np.float32) for n, size in zip(tokens, average)]
+    free = [(1 - n[::-1] / size).astype(np.float32) for n, size in zip(tokens, average)]
+    taken[0] = np.append(taken[0][:none], np.float32(-np.inf))  # `none` never fits
+
+    def find_best(room, target_room):
+        """Return the best kind for a row in which these numbers of tokens still fit."""
+        inputs = largest[min(room, none - 1), : target_room + 1]
+        # For each number of targets, the room that is left for inputs (a) and targets (b).
+        a = free[0][room] - taken[0][inputs]
+        b = free[1][target_room] - taken[1][: len(inputs)]
+        # Choose the kind that leaves the least room. The term |a - b| / 2 is a penalty
+        # for rows in which only the inputs or only the targets fill up. Of equally good
+        # kinds, choose the last, which has the fewest inputs.
+        remaining = a + b + np.abs(a - b) * np.float32(0.5)
+        targets = len(inputs) - 1 - int(remaining[::-1].argmin())
+        return int(inputs[targets]), targets
 
     rows = np.zeros(sizes.shape[1], int)
-    row = -1
-    left = len(rows)  # the number of examples that are not in a row yet
-    while left:
-        row += 1
-        room = limits.copy()
-        while fit := fitting[room[0]]:
-            # The room in this row for inputs (a) and for targets (b), as a fraction of an
-            # average row. In an empty row, a and b are 1.
-            a, b = (1 - (limits - room) / average).astype(np.float32)
-            # For each kind, compute the room that is left after adding such an example.
-            a, b = a - input_room[:fit], b - target_room[:fit]
-            # Choose the kind that leaves the least room. The term |a - b| / 2 is a
-            # penalty for rows in which only the inputs or only the targets fill up.
-            remaining = a + b + np.abs(a - b) / 2
-            remaining = np.where(targets[:fit] > room[1], np.inf, remaining)
-            best = remaining.argmin()
-            if remaining[best] == np.inf:
+    best = {}  # the best kind for each room, which stays the best while it is waiting
+    packed = row = 0
+    while packed < len(rows):
+        room = tuple(limits.tolist())
+        while True:
+            kind = best.get(room)
+            if kind not in waiting:
+                kind = best[room] = find_best(*room)
+            if kind not in waiting:  # no kind fits
                 break
-            rows[waiting[best].pop()] = row
-            left -= 1
-            room = room - kinds[:, best]
-            if not waiting[best]:
-                targets[best] = limits[1] + 1
+            rows[waiting[kind].pop()] = row
+            packed += 1
+            inputs, targets = kind
+            room = room[0] - inputs, room[1] - targets
+            if not waiting[kind]:
+                # The kind with the next smaller number of inputs takes its place.
+                del waiting[kind]
+                column = largest[:, targets]
+                smaller = column[inputs - 1] if inputs else none
+                column[column == inputs] = smaller
+        row += 1
+        yield packed / len(rows)
     return rows
 
 
@@ -753,6 +787,9 @@ class TrainingPlan:
         self.steps = functools.lru_cache(3)(
             lambda block: Steps(self.plan_in_steps(block))
         )
+        self.begin = functools.lru_cache(3)(
+            lambda block: self.thread.submit(self.steps(block).run, 0.0)
+        )
 
     def samples(self, row_number):
         """Return which samples are in a row, as two arrays: tasks and sample numbers.
@@ -764,9 +801,13 @@ class TrainingPlan:
         block = bisect.bisect_right(self.row_starts, row_number) - 1
         task, sample, edges = self.plan_block(block)
         row = row_number - self.row_starts[block]
-        # When a fraction of this block is used, plan the same fraction of the next block.
-        # So no batch waits until a complete block is planned.
-        self.steps(block + 1).advance(row + 1, len(edges) - 1, self.thread)
+        # When a fraction of this block is used, pack the same fraction of the next block.
+        # So no batch waits until a complete block is packed. If the packing is late, do
+        # only a little more of it for each row.
+        rows = len(edges) - 1
+        if row > rows / 16 and self.begin(block + 1).done():
+            following = self.steps(block + 1)
+            following.run(min(row / rows, following.done + 1.25 / rows))
         here = slice(edges[row], edges[row + 1])
         return task[here], sample[here]
 
@@ -818,7 +859,6 @@ class TrainingPlan:
                     where = examples.locate(sample[here])
                     sizes[:, here] = examples.truncated_sizes(*where)
                 yield 0.0
-        # pack_in_steps, in the lower part of this file, gives the same rows as pack.
         limits = self.cfg.data.inputs_length, self.cfg.data.targets_length
         row = yield from pack_in_steps(sizes, limits)
         # Shuffle the rows, because packing puts examples of similar lengths into
@@ -978,43 +1018,26 @@ def add_sentinels(model, number):
         model.pieces.add(piece=f"▁<extra_id_{k}>", score=0.0, type="USER_DEFINED")
 
 
-@functools.cache
-def core_slot(folder):
-    """Lock the first free file of a folder, and return its number and the open file.
+@contextlib.contextmanager
+def free_cores(most):
+    """Reserve the free CPU cores of this machine, and return their number as context.
 
-    The file stays locked until this process ends. So the number of locked files is the
-    number of processes that tokenize.
+    A process reserves core 3 by locking the file core-3. So processes that tokenize at
+    the same time share the cores. The number of cores does not change the tokens.
+
+    most: the maximum number of cores. The result is at least 1.
     """
-    folder.mkdir(exist_ok=True)
-    for number in itertools.count():
-        with contextlib.suppress(BlockingIOError):
-            return number, configs.lock(folder / f"{number}.lock")
-
-
-@functools.lru_cache(1)
-def share_of_cores(second):
-    """Return how many CPU cores this process may use to tokenize.
-
-    The cores are divided by the number of processes of the same user that tokenize on
-    this machine. The number of cores does not change the tokens.
-
-    second: the time in seconds. The result is computed again in each second.
-    """
-    cores = os.cpu_count()
-    processes = 1
-    try:
-        folder = Path(tempfile.gettempdir(), f"plain_t5_cores_{os.getuid()}")
-        own, _ = core_slot(folder)
-        for number in range(cores):
-            path = folder / f"{number}.lock"
-            if number != own and path.exists():
-                try:
-                    configs.lock(path).close()
-                except BlockingIOError:
-                    processes += 1
-    except OSError:  # the folder cannot be written
-        pass
-    return max(1, cores // processes)
+    count = 0
+    with contextlib.ExitStack() as locks:
+        with contextlib.suppress(OSError):  # the folder cannot be written
+            folder = Path(tempfile.gettempdir(), f"plain_t5_{os.getuid()}")
+            folder.mkdir(exist_ok=True)
+            for number in range(os.cpu_count()):
+                with contextlib.suppress(BlockingIOError):
+                    if count < most:
+                        locks.enter_context(configs.lock(folder / f"core-{number}"))
+                        count += 1
+        yield max(1, count)
 
 
 class LongTextTokenizer(Tokenizer):
@@ -3400,9 +3423,6 @@ SHARD_METADATA = {
     # is empty if this shard is the last one.
     "next": [int],
 }
-# The boundaries of chunks are computed for this many documents at a time, and stored in
-# about this many bytes of memory.
-BOUNDS_DOCUMENTS, BOUNDS_BYTES = 1 << 18, 1 << 27
 # Only one background thread at a time may tokenize the next shard.
 PREFETCH_LOCK = threading.Semaphore()
 
@@ -3526,10 +3546,8 @@ def vocabulary_texts(opened, cfg):
 def encode_in_background(examples, tokenizer, characters):
     """Tokenize examples in a background thread while the next examples are read.
 
-    The function yields triples of arrays (numbers, lengths, ids) for some consecutive
-    documents. `numbers` [N] has the number of the example of each document. `lengths`
-    [N, features] has the number of tokens of each text, and `ids` has the tokens of all
-    texts, one text after the other.
+    For each example, the function yields its number and a list with one array of token
+    ids for each text.
 
     examples: an iterator of pairs (number, texts of the example). If the source is
         already tokenized, a text is a list of ids.
@@ -3540,21 +3558,17 @@ def encode_in_background(examples, tokenizer, characters):
     def encode(batch):
         texts = [text for _, texts in batch for text in texts]
         encoded = encode_texts(texts, tokenizer)
-        # Three arrays need much less memory than one array for each text.
-        lengths = np.array([len(ids) for ids in encoded], np.int32)
-        ids = np.concatenate([np.zeros(0, np.int32), *encoded])
-        unknown = np.searchsorted(np.cumsum(lengths), np.flatnonzero(ids == UNK), "right")
-        for place in np.unique(unknown).tolist():
-            if isinstance(texts[place], str):
-                characters.update(texts[place])
-        numbers = np.array([number for number, _ in batch], np.int64)
-        return numbers, lengths.reshape(len(batch), -1), ids
+        for text, ids in zip(texts, encoded):
+            if isinstance(text, str) and UNK in ids:
+                characters.update(text)
+        encoded = iter(encoded)
+        return [(number, [next(encoded) for _ in texts]) for number, texts in batch]
 
     # Do not write `with ThreadPoolExecutor(1)`, because `with` waits for the thread at
     # its end. If the caller stops early, the garbage collector closes this generator.
     # This can happen while another thread starts, and waiting would then be a deadlock.
     thread = ThreadPoolExecutor(1)
-    future = None
+    future = thread.submit(encode, [])
     batch = []
     size = 0
     for example in examples:
@@ -3563,14 +3577,11 @@ def encode_in_background(examples, tokenizer, characters):
         size += sum(map(len, example[1])) + TEXT_OVERHEAD
         if size > ENCODE_CHARACTERS:
             previous, future = future, thread.submit(encode, batch)
-            if previous:
-                yield previous.result()
+            yield from previous.result()
             batch = []
             size = 0
-    if future:
-        yield future.result()
-    if batch:
-        yield encode(batch)
+    yield from future.result()
+    yield from encode(batch)
 
 
 def encode_texts(texts, tokenizer):
@@ -3598,7 +3609,7 @@ def strip_eos(ids):
     return ids[:-1] if len(ids) and ids[-1] == EOS else ids
 
 
-def split_into_chunks(ends, objective, data, start=0):
+def split_into_chunks(ends, objective, data):
     """Split the documents of a token file into chunks, and return their boundaries.
 
     A chunk is a run of tokens that becomes one example. With at most 4 tokens in a chunk,
@@ -3609,10 +3620,9 @@ def split_into_chunks(ends, objective, data, start=0):
     [i, f] and ends before token [i, f + 1].
 
     ends: an array [documents, features] with the position at which each text ends.
-    start: the position at which the first document begins.
     """
-    # Each document starts where the previous document ends.
-    first_starts = np.append(start, ends[:-1, -1])[: len(ends)]
+    # Each document starts where the previous document ends. The first starts at 0.
+    first_starts = np.append(0, ends[:-1, -1])[: len(ends)]
     if len(objective.features) > 1:
         return np.column_stack([first_starts, ends])
     ends, length = ends[:, 0], objective.length(data)
@@ -3662,7 +3672,7 @@ class Corpus:
         # far. For example, two shards with 7 and 5 chunks give [0, 7, 12].
         self.starts = [0]
         self.next_position = [0, 0, 0] if self.files else []  # [] is the end
-        self.bounds = {}  # the results of chunk_bounds for some shards
+        self.chunk_bounds = functools.lru_cache(3)(self.chunk_bounds)
         self.shard_ids = functools.lru_cache(8)(self.shard_ids)
         # This dict maps the position of the next shard to the generator that will yield
         # the tokens of this shard. The generator continues where the previous shard has
@@ -3715,28 +3725,14 @@ class Corpus:
         Each row is [start, stop], or [start, middle, stop] if the objective has inputs
         and targets. The result has the shape [chunks, features + 1].
         """
-        bounds = self.bounds.get(number)
-        if bounds is not None:
-            return bounds
         objective = self.task.objective
         if objective.across_documents:  # the whole shard is one long document
             ends = np.array([self.shards[number]["tokens"]])
         else:
             ends = self.load(number, "ends")
         ends = ends.reshape(-1, len(objective.features))
-        # Work on some documents at a time, which needs less memory.
-        parts = [np.zeros((0, len(objective.features) + 1), np.uint32)]
-        for first in range(0, len(ends), BOUNDS_DOCUMENTS):
-            part = ends[first : first + BOUNDS_DOCUMENTS]
-            start = ends[first - 1, -1] if first else 0
-            chunks = split_into_chunks(part, objective, self.cfg.data, start)
-            parts.append(chunks.astype(np.uint32))
-        bounds = np.concatenate(parts)
-        # Forget the boundaries of old shards, so that all together need little memory.
-        while sum(array.nbytes for array in list(self.bounds.values())) > BOUNDS_BYTES:
-            self.bounds.pop(next(iter(list(self.bounds))), None)
-        self.bounds[number] = bounds
-        return bounds
+        # The cache keeps these arrays, so store the integers in 32 bits.
+        return split_into_chunks(ends, objective, self.cfg.data).astype(np.uint32)
 
     def shard_ids(self, number):
         """Return the token ids of a shard, and prepare the next shard in the background.
@@ -3890,48 +3886,32 @@ class Corpus:
             self.files[file], self.invalid, self.task, self.cfg, self.tokenizer.size
         )
         texts = ((number, texts) for _, number, _, texts in examples if number >= first)
-        parts = []  # arrays (ids, lengths), which together form the shard
-        tokens = 0
-
-        def join():
-            ids = np.concatenate([ids for ids, _ in parts])
-            lengths = np.concatenate([lengths.ravel() for _, lengths in parts])
-            parts.clear()
-            return ids, lengths
-
-        last = -1  # the number of the example that gave the previous document
+        dtype = self.dtypes["ids"]
+        # Collect bytes and integers, which need much less memory than one NumPy array for
+        # each text.
+        ids, lengths = bytearray(), array.array("i")
+        last = None  # the number of the example that gave the previous document
         with progress_bar(f"tokenizing {self.title}", "token") as bar:
-            for numbers, lengths, ids in encode_in_background(
+            for number, document in encode_in_background(
                 texts, self.tokenizer, self.characters
             ):
-                bar.update(len(ids))
-                ids = ids.astype(self.dtypes["ids"])
+                limit = SHARD_TOKENS
+                if file == 0:
+                    limit = min(limit, FIRST_SHARD_TOKENS << shard)
                 # One example of the source may give several documents. Keep them in one
-                # shard, so begin a new shard only at a document of another example.
-                may_begin = numbers != np.append(last, numbers[:-1])
-                last = numbers[-1]
-                while True:
-                    limit = SHARD_TOKENS
-                    if file == 0:
-                        limit = min(limit, FIRST_SHARD_TOKENS << shard)
-                    ends = np.cumsum(lengths.sum(1))
-                    before = tokens + np.append(0, ends[:-1])
-                    begins = np.flatnonzero((before >= limit) & may_begin)
-                    if not len(begins):
-                        break
-                    cut = begins[0]
-                    used = before[cut] - tokens
-                    parts.append((ids[:used], lengths[:cut]))
+                # shard, so begin a new shard only if the next document comes from another
+                # example.
+                if len(ids) >= limit * dtype().itemsize and number != last:
                     shard += 1
-                    yield *join(), [file, shard, int(numbers[cut])]
-                    tokens = 0
-                    ids, lengths = ids[used:], lengths[cut:]
-                    numbers, may_begin = numbers[cut:], may_begin[cut:]
-                parts.append((ids, lengths))
-                tokens += len(ids)
-        empty = np.zeros(0, self.dtypes["ids"]), np.zeros(0, np.int32)
-        parts.append(empty)
-        yield *join(), [file + 1, 0, 0] if file + 1 < len(self.files) else []
+                    yield np.frombuffer(ids, dtype), lengths, [file, shard, number]
+                    ids, lengths = bytearray(), array.array("i")
+                for text in document:
+                    ids += text.astype(dtype).data
+                    lengths.append(len(text))
+                last = number
+                bar.update(sum(map(len, document)))
+        after = [file + 1, 0, 0] if file + 1 < len(self.files) else []
+        yield np.frombuffer(ids, dtype), lengths, after
 
     def report(self, shards):
         """Print how many documents and tokens were prepared.
@@ -3963,30 +3943,11 @@ class Corpus:
             )
 
 
-def truncate_all(arrays, side, task, data):
-    """Apply `truncate` to each array of a list.
-
-    Joining all arrays, and dividing the result, takes a third of the time of a loop.
-    """
-    limit, eos, kept = truncated_length(side, task, data)
-    end = np.full(eos, EOS, np.int32)
-    parts = [part for ids in arrays for part in (ids[:kept], end)]
-    joined = np.concatenate(parts, dtype=np.int32, casting="unsafe")
-    sizes = np.minimum([len(ids) for ids in arrays], kept) + eos
-    starts = np.cumsum(sizes) - sizes
-    stops = starts + np.minimum(sizes, limit)
-    return [joined[i:j] for i, j in zip(starts.tolist(), stops.tolist())]
-
-
 class Steps:
     """Work that a generator does in small steps, so that it can be divided.
 
-    A thread does the first part of the work, because it may have to wait. The thread that
-    needs the result does the rest, a fraction at a time. A second thread would not save
-    time there, because only one thread at a time can run Python code.
-
     work: a generator that yields the fraction of the work that is done after each step,
-        and returns the result. During the first part, it yields 0.
+        and returns the result.
     """
 
     def __init__(self, work):
@@ -3994,7 +3955,6 @@ class Steps:
         self.done = 0.0  # the fraction of the work that is done
         self.future = Future()  # holds the result, or the exception of the work
         self.lock = threading.Lock()
-        self.begun = False
 
     def run(self, fraction):
         """Do the work until more than a fraction of it is done."""
@@ -4007,104 +3967,11 @@ class Steps:
                 except Exception as error:  # is raised again when the result is needed
                     self.future.set_exception(error)
 
-    def advance(self, row, rows, thread):
-        """Do the fraction row / rows of the work, unless its first part is not done yet.
-
-        If the work is late, do only a little more than the work of a row, so that no
-        batch has to wait long. For the same reason, the first part does not begin at
-        once, when the last rows of the plan before have just been made.
-        """
-        if self.done:
-            self.run(min(row, self.done * rows + 1.25) / rows)
-        elif not self.begun and row > rows / 16:
-            self.begun = True
-            thread.submit(self.run, 0.0)
-
     def result(self):
         """Complete the work, and return its result."""
         if not self.future.done():
             self.run(math.inf)
         return self.future.result()
-
-
-def pack_in_steps(sizes, limits):
-    """Do the work of `pack` in small steps and in a third of the time.
-
-    This generator yields the fraction of the packed examples after each row. It returns
-    the same rows as `pack`, whose arguments it takes. Two ideas save time:
-
-    - Among the waiting kinds with the same number of target tokens, only the kind with
-      the most input tokens that fit can be the best, because it leaves the least room. A
-      table has this kind for each number of input tokens and of target tokens.
-    - The best kind for a certain room stays the best until all of its examples are
-      packed, because no kind is added. So the best kind for each room is stored.
-    """
-    limits = np.array(limits)
-    if np.prod(limits + 1) > 1 << 24:  # the table would be too large
-        return pack(sizes, limits)
-    # One number for each pair of sizes is sorted faster than the pairs.
-    numbers = sizes[0] * (limits[1] + 1) + sizes[1]
-    by_kind = np.argsort(numbers, kind="stable")
-    _, starts = np.unique(numbers[by_kind], return_index=True)
-    kinds = sizes[:, by_kind[starts]]
-    # The examples of each kind that are not packed yet.
-    waiting = [examples.tolist() for examples in np.split(by_kind, starts[1:])]
-    load = sizes.sum(1) / limits
-    average = limits * load / load.max()
-    tokens = [np.arange(limit + 1) for limit in limits]
-    # The same numbers as in `pack`, for each number of tokens instead of each kind. The
-    # targets are in descending order. So of two equally good kinds, argmin takes the kind
-    # with fewer inputs, as `pack` does.
-    taken, taken_targets = [(n / a).astype(np.float32) for n, a in zip(tokens, average)]
-    taken = np.append(taken, np.float32(-np.inf))  # the last entry means that none fits
-    taken_targets = taken_targets[::-1]
-    half = np.float32(0.5)
-    free = [
-        (1 - (limit - n) / a).astype(np.float32)
-        for limit, n, a in zip(limits, tokens, average)
-    ]
-    most_inputs, most_targets = limits.tolist()
-    # largest[n, most_targets - t] is the largest number of inputs up to n of a waiting
-    # kind with t targets, or -1. number[n, t] is the index of the kind.
-    largest = np.full(limits + 1, -1, np.int32)
-    largest[kinds[0], most_targets - kinds[1]] = kinds[0]
-    largest = np.maximum.accumulate(largest)
-    number = {pair: index for index, pair in enumerate(zip(*kinds.tolist()))}
-
-    @functools.cache
-    def target_left(target_room):
-        return free[1][target_room] - taken_targets[most_targets - target_room :]
-
-    def find_best(room, target_room):
-        inputs = largest[room, most_targets - target_room :]
-        a = free[0][room] - taken[inputs]
-        b = target_left(target_room)
-        place = int((a + b + np.abs(a - b) * half).argmin())
-        return number.get((int(inputs[place]), target_room - place))
-
-    rows = np.zeros(sizes.shape[1], int)
-    best_kinds = {}
-    packed = row = 0
-    while packed < len(rows):
-        room = most_inputs, most_targets
-        while True:
-            kind = best_kinds.get(room, -1)
-            if kind is not None and (kind < 0 or not waiting[kind]):
-                kind = best_kinds[room] = find_best(*room)
-            if kind is None:
-                break
-            rows[waiting[kind].pop()] = row
-            packed += 1
-            inputs, targets = kinds[:, kind].tolist()
-            room = room[0] - inputs, room[1] - targets
-            if not waiting[kind]:
-                # The kind with the next smaller number of inputs takes its place.
-                column = largest[:, most_targets - targets]
-                smaller = column[inputs - 1] if inputs else -1
-                column[column == inputs] = smaller
-        row += 1
-        yield packed / len(rows)
-    return rows
 
 
 class HeldOutPlan:

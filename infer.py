@@ -936,7 +936,8 @@ class ExampleEncoder:
         rule = (key, self.task or data.Task(), self.cfg.data)
         _, _, kept = data.truncated_length(*rule)
         self.cut += kept < len(ids)
-        return data.truncate(ids, *rule).tolist()
+        (ids,) = data.truncate([ids], *rule)
+        return ids.tolist()
 
     def __call__(self, line, number=0):
         """Convert a line to an Example, or raise ValueError if the line is invalid.
