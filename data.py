@@ -142,13 +142,8 @@ class Tokenizer:
         return self.processor.encode(text)
 
     def encode_batch(self, texts):
-        """Encode texts on several CPU cores, and return one int32 array of ids per text.
-
-        If several processes of plain T5 tokenize on this machine, they share its cores.
-        """
-        texts = list(texts)
-        with free_cores(len(texts)) as cores:
-            return self.processor.encode(texts, return_type="numpy", num_threads=cores)
+        """Encode texts on all CPU cores, and return one int32 array of ids per text."""
+        return self.processor.encode(list(texts), return_type="numpy")
 
     def raw_text(self, ids):
         """Return the text of token ids, with all special tokens written out.
@@ -539,6 +534,37 @@ class Examples:
 # ---- packing ---------------------------------------------------------------------------
 
 
+class Steps:
+    """Work that a generator does in small steps, so that it can be divided.
+
+    work: a generator that yields the fraction of the work that is done after each step,
+        and returns the result.
+    """
+
+    def __init__(self, work):
+        self.work = work
+        self.done = 0.0  # the fraction of the work that is done
+        self.future = Future()  # holds the result, or the exception of the work
+        self.lock = threading.Lock()
+
+    def run(self, fraction):
+        """Do the work until more than a fraction of it is done."""
+        with self.lock:
+            while self.done <= fraction and not self.future.done():
+                try:
+                    self.done = next(self.work)
+                except StopIteration as end:
+                    self.future.set_result(end.value)
+                except Exception as error:  # is raised again when the result is needed
+                    self.future.set_exception(error)
+
+    def result(self):
+        """Complete the work, and return its result."""
+        if not self.future.done():
+            self.run(math.inf)
+        return self.future.result()
+
+
 def pack(sizes, limits):
     """Pack N examples into few rows, and return the row of each example.
 
@@ -593,9 +619,12 @@ def pack_in_steps(sizes, limits):
     taken[0] = np.append(taken[0][:none], np.float32(-np.inf))  # `none` never fits
 
     def find_best(room, target_room):
-        """Return the best kind for a row in which these numbers of tokens still fit."""
+        """Return the best kind for a row in which these numbers of tokens still fit.
+
+        If no waiting kind fits, the result is None.
+        """
         inputs = largest[min(room, none - 1), : target_room + 1]
-        # For each number of targets, the room that is left for inputs (a) and targets (b).
+        # For each number of targets, the room that is left for inputs and for targets.
         a = free[0][room] - taken[0][inputs]
         b = free[1][target_room] - taken[1][: len(inputs)]
         # Choose the kind that leaves the least room. The term |a - b| / 2 is a penalty
@@ -603,7 +632,8 @@ def pack_in_steps(sizes, limits):
         # kinds, choose the last, which has the fewest inputs.
         remaining = a + b + np.abs(a - b) * np.float32(0.5)
         targets = len(inputs) - 1 - int(remaining[::-1].argmin())
-        return int(inputs[targets]), targets
+        kind = int(inputs[targets]), targets
+        return kind if kind in waiting else None
 
     rows = np.zeros(sizes.shape[1], int)
     best = {}  # the best kind for each room, which stays the best while it is waiting
@@ -611,10 +641,10 @@ def pack_in_steps(sizes, limits):
     while packed < len(rows):
         room = tuple(limits.tolist())
         while True:
-            kind = best.get(room)
-            if kind not in waiting:
+            kind = best.get(room, room)
+            if kind and kind not in waiting:
                 kind = best[room] = find_best(*room)
-            if kind not in waiting:  # no kind fits
+            if not kind:  # nothing fits
                 break
             rows[waiting[kind].pop()] = row
             packed += 1
@@ -1043,6 +1073,8 @@ def free_cores(most):
 class LongTextTokenizer(Tokenizer):
     """Encode long texts in parts, because this needs less memory.
 
+    Several processes on one machine share its CPU cores.
+
     SentencePiece needs about 60 bytes of memory for each character of a text. So a text
     is cut after spaces into parts of at most PART_CHARACTERS characters. In T5's
     vocabularies, no token continues after a space. So encoding the parts gives the same
@@ -1061,7 +1093,12 @@ class LongTextTokenizer(Tokenizer):
         # that has neither is cut after PART_CHARACTERS characters.
         find_parts = re.compile(rf"{part}(?:\Z|(?<=[ \n]))|{part}", re.DOTALL).findall
         parts = [find_parts(text) or [""] for text in texts]
-        encoded = iter(super().encode_batch(itertools.chain(*parts)))
+        joined = [*itertools.chain(*parts)]
+        with free_cores(len(joined)) as cores:
+            encoded = self.processor.encode(
+                joined, return_type="numpy", num_threads=cores
+            )
+        encoded = iter(encoded)
         return [np.concatenate([next(encoded) for _ in found]) for found in parts]
 
 
@@ -1710,9 +1747,11 @@ def read_lines(path, bad, keep_place=False):
     """Yield the lines of a text file as pairs (line number, line).
 
     Line numbers start at 1. A compressed file is decompressed. A line that is not valid
-    UTF-8 is reported to the function `bad` and skipped. With keep_place, None is yielded
-    in the place of such a line. The function raises UserError if a line is too long, or
-    if the file is not text.
+    UTF-8 is reported to the function `bad` and skipped. The function raises UserError if
+    a line is too long, or if the file is not text.
+
+    keep_place: whether to yield None in the place of a skipped line, and all other lines
+        without their line ends.
     """
     with open_text(path) as file:
         lines = iter(lambda: file.readline(LINE_BYTES), b"")
@@ -1727,7 +1766,9 @@ def read_lines(path, bad, keep_place=False):
             except UnicodeDecodeError:
                 bad(f"{path}:{number}", "is not UTF-8")
                 text = None
-            if text is not None or keep_place:
+            if keep_place:
+                yield number, text and text.rstrip("\r\n")
+            elif text is not None:
                 yield number, text
 
 
@@ -1890,30 +1931,24 @@ def lines_source(name, split, cfg, whole):
         )
     inputs, targets = [find_files(one.replace("{split}", split)) for one in patterns]
     if inputs and len(inputs) != len(targets):
-        raise MissingSource(
-            f"{patterns[0]} matches {len(inputs)} files, and {patterns[1]} matches "
-            f"{len(targets)}",
-            "name two globs that match equally many files.",
+        raise UserError(
+            f"lines:{name} matches {len(inputs)} and {len(targets)} files: name two "
+            f"globs that match equally many files."
         )
-    partners = dict(zip([path for path, _ in inputs], targets))
+    partners = {path: target for (path, _), target in zip(inputs, targets)}
 
     def read(path, bad):
         other, stamp = partners[path]
         sides = [read_lines(file, bad, keep_place=True) for file in (path, other)]
-        for left, right in itertools.zip_longest(*sides):
-            if not left or not right:
-                shorter, longer = (other, path) if left else (path, other)
+        for pair in itertools.zip_longest(*sides):
+            if None in pair:
                 raise UserError(
-                    f"{shorter} has fewer lines than {longer}, so its lines do not "
-                    f"belong together: name two files with equally many lines."
+                    f"{path} and {other} do not have equally many lines, so their lines "
+                    f"do not belong together: name other files."
                 )
-            number, source = left
-            _, target = right
+            (number, source), (_, target) = pair
             if source is not None and target is not None:
-                yield (
-                    f"{path}:{number}",
-                    {"inputs": source.rstrip("\r\n"), "targets": target.rstrip("\r\n")},
-                )
+                yield f"{path}:{number}", {"inputs": source, "targets": target}
         check_unchanged(other, stamp)
 
     files = file_source(read, patterns[0], split, cfg, whole, targets)
@@ -3943,37 +3978,6 @@ class Corpus:
             )
 
 
-class Steps:
-    """Work that a generator does in small steps, so that it can be divided.
-
-    work: a generator that yields the fraction of the work that is done after each step,
-        and returns the result.
-    """
-
-    def __init__(self, work):
-        self.work = work
-        self.done = 0.0  # the fraction of the work that is done
-        self.future = Future()  # holds the result, or the exception of the work
-        self.lock = threading.Lock()
-
-    def run(self, fraction):
-        """Do the work until more than a fraction of it is done."""
-        with self.lock:
-            while self.done <= fraction and not self.future.done():
-                try:
-                    self.done = next(self.work)
-                except StopIteration as end:
-                    self.future.set_result(end.value)
-                except Exception as error:  # is raised again when the result is needed
-                    self.future.set_exception(error)
-
-    def result(self):
-        """Complete the work, and return its result."""
-        if not self.future.done():
-            self.run(math.inf)
-        return self.future.result()
-
-
 class HeldOutPlan:
     """Place held-out examples in the rows of batches, one example in each row.
 
@@ -4039,13 +4043,9 @@ class Dataset:
                 ids = corpus.shard_ids(number)
                 # The last two boundaries are the start and the end of the targets. If the
                 # task has only plain text, they are the start and the end of the text.
-                bounds = corpus.chunk_bounds(number)[:, -2:]
-                # The sum of `edges` up to a token is 1 inside of targets, and 0 outside.
-                edges = np.zeros(len(ids) + 1, np.int8)
-                np.add.at(edges, bounds[:, 0], 1)
-                np.subtract.at(edges, bounds[:, 1], 1)
-                inside = np.cumsum(edges[:-1], dtype=np.int8) > 0
-                tokens.append(ids[inside][:left])
+                bounds = corpus.chunk_bounds(number)[:left, -2:].tolist()
+                targets = [ids[start:stop] for start, stop in bounds]
+                tokens.append(np.concatenate([ids[:0], *targets])[:left])
                 left -= len(ids)
                 number += 1
         return np.concatenate(tokens)
@@ -4371,14 +4371,12 @@ def show(cfg, count):
         f"\nspeed    {speed:.1f} million tokens per second on one CPU core, for batches"
     )
     if split == "train":
-        start = time.perf_counter()
-        _, _, edges = Steps(dataset.plan.plan_in_steps(0)).result()
-        seconds = time.perf_counter() - start
-        rows = len(edges) - 1
-        speed = rows * tokens / filled / seconds / 1e6
+        plan = Steps(dataset.plan.plan_in_steps(0))
+        seconds = timeit.timeit(plan.result, number=1)
+        rows = len(plan.result()[2]) - 1
         print(
-            f"planning {speed:.1f} million tokens per second: {edges[-1]:,} examples are "
-            f"assigned to {rows:,} rows in {seconds:.3f} s"
+            f"planning {rows * tokens / filled / seconds / 1e6:.1f} million tokens per "
+            f"second: {rows:,} rows in {seconds:.3f} s"
         )
 
 
