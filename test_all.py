@@ -2345,6 +2345,239 @@ def test_hugging_face_datasets_are_streamed(tmp_path, corpus):
     assert tokens_of(held_out).tolist() == [byte + 3 for byte in text]
 
 
+def as_jsonl(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def write_parquet(path, rows):
+    import pyarrow.parquet
+
+    path.parent.mkdir(parents=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+
+def write_memory(path, content):
+    import fsspec
+
+    fsspec.filesystem("memory").pipe(path, content)
+
+
+def quoted_table(rows, delimiter):
+    file = io.StringIO()
+    table = csv.DictWriter(file, list(rows[0]), delimiter=delimiter)
+    table.writeheader()
+    table.writerows(rows)
+    return file.getvalue()
+
+
+# The kinds of corpora that users have. For each kind: a function that writes the files of a
+# folder, the task, and the flags of --data, in which {} stands for the folder. The function
+# takes the folder and the examples, which have the fields text, inputs and targets.
+CORPORA = {
+    "C4 in .json.gz": (
+        lambda folder, rows: [
+            (folder / f"c4-train.{n:05}-of-00002.json.gz").write_bytes(
+                gzip.compress(
+                    as_jsonl({**row, "url": "u"} for row in rows[n * 50 :][:50])
+                )
+            )
+            for n in range(2)
+        ],
+        "span_corruption",
+        {"source": "jsonl:{}/c4-train.*.json.gz"},
+    ),
+    "HPLT in .jsonl.zst": (
+        lambda folder, rows: (folder / "1.jsonl.zst").write_bytes(
+            compressed(as_jsonl({"id": "x", "lang": ["de"], **row} for row in rows))[
+                ".zst"
+            ]
+        ),
+        "span_corruption",
+        {"source": "jsonl:{}/*.jsonl.zst"},
+    ),
+    "TFDS in tfrecord": (
+        lambda folder, rows: write_tfds(
+            folder / "c4_tfrecord" / "3.1.0", {"train": [row["text"] for row in rows]}
+        ),
+        "span_corruption",
+        {"source": "tfds:c4_tfrecord", "tfds_dir": "{}"},
+    ),
+    "TFDS in array_record": (
+        lambda folder, rows: write_tfds(
+            folder / "c4" / "3.1.0", {"train": [row["text"] for row in rows]}
+        ),
+        "span_corruption",
+        {"source": "tfds:{}/c4/3.1.0"},
+    ),
+    "parquet": (
+        lambda folder, rows: write_parquet(folder / "a" / "0.parquet", rows),
+        "span_corruption",
+        {"source": "parquet:{}/*/*.parquet"},
+    ),
+    "text files": (
+        lambda folder, rows: (folder / "a.txt").write_text(
+            "\n".join(row["text"] for row in rows)
+        ),
+        "span_corruption",
+        {"source": "text:{}/*.txt:lines"},
+    ),
+    "a remote glob": (
+        lambda folder, rows: write_memory(
+            f"{folder}/a.jsonl.gz", gzip.compress(as_jsonl(rows))
+        ),
+        "span_corruption",
+        {"source": "jsonl:memory:/{}/*.jsonl.gz"},
+    ),
+    "a folder for datasets": (
+        lambda folder, rows: (folder / "train.jsonl").write_bytes(as_jsonl(rows)),
+        "span_corruption",
+        {"source": "hf:{}"},
+    ),
+    "pairs in JSONL": (
+        lambda folder, rows: (folder / "a.jsonl").write_bytes(as_jsonl(rows)),
+        "text_to_text",
+        {"source": "jsonl:{}/a.jsonl"},
+    ),
+    "a cache of SeqIO": (
+        lambda folder, rows: write_seqio_cache(
+            folder / "trec_a",
+            "train",
+            [
+                {
+                    "inputs": [5, 6, 1],
+                    "inputs_pretokenized": row["inputs"],
+                    "targets": [7, 1],
+                    "targets_pretokenized": row["targets"],
+                }
+                for row in rows
+            ],
+            shards=1,
+        ),
+        "text_to_text",
+        {"source": "seqio:{}/*"},
+    ),
+    "TSV": (
+        lambda folder, rows: (folder / "a.tsv").write_text(quoted_table(rows, "\t")),
+        "text_to_text",
+        {"source": "tsv:{}/a.tsv"},
+    ),
+    "CSV without a header": (
+        lambda folder, rows: (folder / "a.csv").write_text(
+            quoted_table(rows, ",").split("\n", 1)[1]
+        ),
+        "text_to_text",
+        {"source": "csv:{}/a.csv", "fields": "inputs=1,targets=2"},
+    ),
+    "ids in JSONL": (
+        lambda folder, rows: (folder / "a.jsonl").write_bytes(
+            as_jsonl(
+                {
+                    name: [byte + 3 for byte in row[side].encode()]
+                    for name, side in (("x", "inputs"), ("y", "targets"))
+                }
+                for row in rows
+            )
+        ),
+        "text_to_text",
+        {"source": "jsonl:{}/a.jsonl", "fields": "inputs=x,targets=y"},
+    ),
+    "parallel lines": (
+        lambda folder, rows: [
+            (folder / f"train.{name}").write_text(
+                "".join(row[side] + "\n" for row in rows)
+            )
+            for name, side in (("de", "inputs"), ("en", "targets"))
+        ],
+        "text_to_text",
+        {"source": "lines:{}/train.de,{}/train.en"},
+    ),
+}
+
+
+@slow
+@pytest.mark.parametrize("kind", CORPORA)
+def test_each_kind_of_corpus_reaches_its_first_training_step(
+    kind, tmp_path, monkeypatch, one_device, capsys
+):
+    """All kinds have the tokens of the same texts, and train without a conversion."""
+    if kind == "a folder for datasets":
+        pytest.importorskip("datasets", reason="needs pip install '.[hf]'")
+    monkeypatch.setattr(partition, "start_jax", lambda cfg: None)
+    texts = [f"{text} ü" for text in sentences(100, seed=8)]
+    rows = [
+        {"text": text, "inputs": f'translate, "{n}": {text}', "targets": text[:9]}
+        for n, text in enumerate(texts)
+    ]
+    write, task, flags = CORPORA[kind]
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    write(folder, rows)
+    (tmp_path / "held_out.jsonl").write_bytes(as_jsonl(rows[:9]))
+    settings = {name: value.replace("{}", str(folder)) for name, value in flags.items()}
+    settings |= {
+        "task": task,
+        "vocab": "bytes:100",
+        "prepared_dir": str(tmp_path / "prepared"),
+    }
+    if kind == "CSV without a header":  # the same fields must be in both sources
+        held_out = [{"1": row["inputs"], "2": row["targets"]} for row in rows[:9]]
+        (tmp_path / "held_out.jsonl").write_bytes(as_jsonl(held_out))
+    if kind == "ids in JSONL":
+        held_out = [{"x": row["inputs"], "y": row["targets"]} for row in rows[:9]]
+        (tmp_path / "held_out.jsonl").write_bytes(as_jsonl(held_out))
+    settings["validation_source"] = f"jsonl:{tmp_path}/held_out.jsonl"
+    cfg = change(data=settings | {"source": settings["source"]})
+    more = {"train.steps": 1, "train.log_every": 1, "train.eval_every": 1}
+    more |= {"model.vocab_size": 384, "train.save_every": 0}
+    run_dir = tmp_path / "run"
+    assert train.main(["--run_dir", str(run_dir), *flags_of(cfg, **more)]) == 0
+    (line,) = [line for line in metrics_of(run_dir) if "train/loss" in line]
+    assert line["step"] == 1 and 0 < line["train/loss"] < 20
+    (line,) = [
+        line for line in metrics_of(run_dir) if f"training_eval/{task}/loss" in line
+    ]
+    assert 0 < line[f"training_eval/{task}/loss"] < 20
+    stored = open_corpus(
+        change(cfg, model=dict(vocab_size=384)), data.load_tokenizer("bytes:100")
+    )
+    sides = ("text",) if task == "span_corruption" else ("inputs", "targets")
+    lines = "\n" if kind == "text files" else ""
+    expected = "".join(
+        row[side] + lines * (row is not rows[-1]) for row in rows for side in sides
+    )
+    found = bytes(np.clip(tokens_of(stored).astype(int) - 3, 0, 255).tolist()).decode()
+    assert_same(found, expected, f"The tokens of {kind} should be those of the texts.")
+
+
+@slow
+def test_the_loss_of_each_language_is_logged(tmp_path, monkeypatch, one_device):
+    """A recipe file samples three languages by UniMax."""
+    monkeypatch.setattr(partition, "start_jax", lambda cfg: None)
+    monkeypatch.setattr(data, "TASKS", dict(data.TASKS))
+    monkeypatch.setattr(data, "MIXTURES", dict(data.MIXTURES))
+    for number, name in enumerate(("large", "middle", "small")):
+        text = "\n".join(sentences(600 // 5**number, seed=number))
+        (tmp_path / f"{name}.txt").write_text(text)
+        data.TASKS[name] = data.Task(
+            f"text:{tmp_path}/{name}.txt:lines",
+            data.as_it_is,
+            objective=data.SpanCorruption(),
+        )
+    rates = functools.partial(data.unimax, budget=30_000, epochs=2)
+    data.MIXTURES["languages"] = data.BySizes(("large", "middle", "small"), rates)
+    settings = dict(task="languages", vocab="bytes:100", prepared_dir=str(tmp_path / "p"))
+    cfg = change(data=settings | {"source": ""})
+    more = {"train.steps": 2, "train.log_every": 1, "train.eval_every": 1}
+    more |= {"model.vocab_size": 384, "train.save_every": 0}
+    run_dir = tmp_path / "run"
+    assert train.main(["--run_dir", str(run_dir), *flags_of(cfg, **more)]) == 0
+    losses = collections.Counter(
+        name for line in metrics_of(run_dir) for name in line if name.endswith("/loss")
+    )
+    expected = {f"training_eval/{name}/loss": 2 for name in ("large", "middle", "small")}
+    assert losses == expected | {"train/loss": 2}
+
+
 @pytest.mark.parametrize("task", ["prefix_lm", "pairs_of_lines"])
 def test_a_shard_without_documents_is_skipped(mixture, tmp_path, monkeypatch, task):
     """One of three source files is blank, so its shard has no documents."""
