@@ -159,6 +159,7 @@ class DataConfig:
     # "train:N" trains a SentencePiece model with N tokens on the source.
     # "bytes" means the byte vocabulary of ByT5.
     # "ids:N" is for texts that are already token ids below N, separated by spaces.
+    # A recipe file can define other vocabularies.
     vocab: str = "train:32000"
     # Number of tokens in a row of inputs, including EOS. Longer examples are cut.
     inputs_length: int = 512
@@ -292,6 +293,9 @@ class DecodeConfig:
     top_p: float = between(0, 1, 0.0)
     # Number of outputs for each example: random samples, or the best beams.
     num_return: int = 1
+    # File with the allowed outputs, one on each line (constrained decoding).
+    # "task" means the choices of the task. Empty means that every output is allowed.
+    choices: str = ""
     # Whether to write the list of all outputs of an example with their scores.
     # With num_return above 1, this list is always written.
     return_all: bool = False
@@ -358,11 +362,23 @@ MIXTURES = {}  # "glue_v002_proportional" -> {name of a task: sampling rate}
 ACTIVATIONS = {}  # "relu" -> jax.nn.relu
 METRICS = {}  # "bleu" -> function(targets, predictions) that returns {"bleu": 27.5}
 OPTIMIZERS = {}  # "adafactor" -> train.Optimizer
+SOURCES = {}  # "jsonl" -> function(name, split, cfg, whole) that opens a data source
+VOCABULARIES = {}  # "smiles" -> data.Tokenizer, such as a data.PatternTokenizer
+RECIPE_TABLES = (
+    "TASKS",
+    "MIXTURES",
+    "ACTIVATIONS",
+    "METRICS",
+    "OPTIMIZERS",
+    "SOURCES",
+    "VOCABULARIES",
+)
 
 # For each recipe file that was executed, the checksums of this file and of the files that
 # it imports. If one of them changes, the tasks of the recipe are tokenized again.
 RECIPE_CODE = {}
-# For each task that a recipe file defines, the checksums of this recipe file.
+# For each task and each kind of source that a recipe file defines, the checksums of this
+# recipe file. The name of a kind ends with a colon, as in "numbers:".
 TASK_CODE = {}
 
 # ---- messages --------------------------------------------------------------------------
@@ -940,7 +956,7 @@ def load_recipe(name):
             f"The command python configs.py lists all recipes."
         )
     defined = {"__name__": "recipe", "__file__": name}
-    known_tasks = dict(TASKS)
+    known = dict(TASKS), dict(SOURCES)
     try:
         content = to_path(name).read_bytes()
         exec(compile(content, name, "exec"), defined)
@@ -948,10 +964,11 @@ def load_recipe(name):
         if not isinstance(cfg, Config):
             raise UserError("this file must define CONFIG as a configs.Config")
         check_fields(cfg)
-        for title in ("TASKS", "MIXTURES", "ACTIVATIONS", "METRICS", "OPTIMIZERS"):
+        for title in RECIPE_TABLES:
             globals()[title].update(defined.get(title, {}))
         RECIPE_CODE[name] = [zlib.crc32(content), *imported_code(defined)]
-        new = [task for task in TASKS if TASKS[task] is not known_tasks.get(task)]
+        new = [task for task in TASKS if TASKS[task] is not known[0].get(task)]
+        new += [f"{x}:" for x in SOURCES if SOURCES[x] is not known[1].get(x)]
         TASK_CODE.update(dict.fromkeys(new, RECIPE_CODE[name]))
     except (Exception, SystemExit) as error:
         raise UserError(
@@ -1226,9 +1243,22 @@ def read_json(path, form, remedy="fetch this file again"):
     try:
         if path.exists() and not path.is_file():  # Reading a pipe could take forever.
             raise OSError("it is not a file")
-        value = json.loads(path.read_text())
+        content = path.read_text()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be used ({error}): {remedy}.") from error
+    return parse_json(content, form, path, remedy)
+
+
+def parse_json(content, form, path, remedy="fetch this file again"):
+    """Return the value of a JSON text, after a check of its form.
+
+    path: the place of the text, for the message. The other arguments and the errors are
+    those of read_json.
+    """
+    try:
+        value = json.loads(content)
         check_json(value, form)
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be used ({error}): {remedy}.") from error
     return value
 

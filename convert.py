@@ -70,6 +70,7 @@ import tensorstore
 from sentencepiece import sentencepiece_model_pb2
 
 import data
+import infer
 import model
 import partition
 from configs import Config, DataConfig, ModelConfig, TrainConfig, UserError, note
@@ -303,6 +304,7 @@ class Weights(NamedTuple):
     arrays: dict
     vocabulary: data.Tokenizer | None  # None if the model has no vocabulary
     recipe: bytes | None = None  # the content of recipe.py, or None without such a file
+    modules: dict = {}  # the files of sentence-transformers, from read_modules
 
 
 def in_memory(array):
@@ -507,7 +509,7 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5"):
 # ---- vocabularies ----------------------------------------------------------------------
 
 
-def read_vocabulary(folders, cfg):
+def read_vocabulary(folders, cfg, order=None):
     """Return the vocabulary of a model as a data.Tokenizer, or None without a vocabulary.
 
     The vocabulary is read from spiece.model, or from tokenizer.json if there is no
@@ -516,6 +518,7 @@ def read_vocabulary(folders, cfg):
 
     folders: the folders to search. The first folder that contains the file is used.
     cfg: the ModelConfig of the model.
+    order: the array that find_id_order returns, or None.
 
     Raises a UserError if plain T5 cannot use the vocabulary, or if the vocabulary has
     more pieces than the model has embeddings.
@@ -538,11 +541,11 @@ def read_vocabulary(folders, cfg):
     data.check_regular(str(path))
     try:
         # If a model reads bytes or token ids, its spiece.model is a single line, such as
-        # "bytes:0" or "ids:32128:100".
-        if path.read_bytes().startswith((b"bytes", b"ids:")):
+        # "bytes:0" or "ids:32128:100". The vocabulary of a recipe file is a JSON object.
+        if path.read_bytes().startswith((b"bytes", b"ids:", data.PATTERN_FILE)):
             tokenizer = data.load_tokenizer(path)
         else:
-            tokenizer = read_pieces(path, sentinels)
+            tokenizer = read_pieces(path, sentinels, cfg.vocab_size, order)
     except UserError as error:
         raise UserError(
             f"{error} To convert only the weights, move spiece.model and tokenizer.json "
@@ -611,11 +614,14 @@ def read_added_tokens(folder):
     return sorted(added - {(0, "<pad>"), (1, "</s>"), (2, "<unk>")})
 
 
-def read_pieces(path, sentinels):
+def read_pieces(path, sentinels, vocab_size=math.inf, order=None):
     """Return the data.Tokenizer of a vocabulary, in which all added tokens are pieces.
 
     path: the path of a spiece.model or tokenizer.json.
     sentinels: the number of sentinels for a vocabulary that has none.
+    vocab_size: the number of embeddings of the model. A vocabulary gets no sentinels if
+        the model has no embeddings for them.
+    order: the old id of each id, if the model gets other ids, or None.
 
     Raises a UserError if plain T5 cannot use the vocabulary or an added token.
     """
@@ -628,13 +634,24 @@ def read_pieces(path, sentinels):
         norm_map = decompile(proto.normalizer_spec.precompiled_charsmap)
         # Hugging Face's T5Tokenizer begins a new word after each added token.
         space = " "
-    if not any("<extra_id_" in piece.piece for piece in proto.pieces):
+    renamed = {}
+    if order is not None:
+        renamed = reorder_pieces(proto, order)
+        vocabulary = proto.SerializeToString()
+    has_sentinels = any("<extra_id_" in piece.piece for piece in proto.pieces)
+    if not has_sentinels and len(proto.pieces) + sentinels > vocab_size:
+        proto.trainer_spec.model_prefix = data.NO_SENTINELS
+        vocabulary = proto.SerializeToString()
+    elif not has_sentinels:
         data.add_sentinels(proto, sentinels)
         # Keep these sentinels only if their number is unusual. data.parse_vocabulary adds
         # the usual number of sentinels by itself.
         if sentinels != data.SENTINELS:
             vocabulary = proto.SerializeToString()
     added = read_added_tokens(path.parent)
+    if order is not None:
+        new_ids = {int(old): new for new, old in enumerate(order)}
+        added = [(new_ids[i], text) for i, text in added if text not in renamed]
     tokens = {}
     for number, text in added:
         if number == len(proto.pieces):
@@ -670,6 +687,32 @@ def read_pieces(path, sentinels):
     if is_json:
         compare_with_library(path, tokenizer)
     return tokenizer
+
+
+def reorder_pieces(proto, order):
+    """Change the order of the pieces of a ModelProto, and return the old special pieces.
+
+    The first three pieces get T5's names. Old pieces with such a role become unused.
+
+    order: for each new id, its old id.
+    """
+    pieces = [proto.pieces[old] for old in order[: len(proto.pieces)]]
+    copies = [type(piece).FromString(piece.SerializeToString()) for piece in pieces]
+    del proto.pieces[:]
+    renamed = set()
+    for number, piece in enumerate(copies):
+        if piece.type in (piece.CONTROL, piece.UNKNOWN) or number < 3:
+            renamed.add(piece.piece)
+            piece.piece = f"<unused_{number}>"
+            piece.type = piece.UNUSED
+        if number < 3:
+            piece.piece = ("<pad>", "</s>", "<unk>")[number]
+            piece.type = piece.UNKNOWN if number == data.UNK else piece.CONTROL
+        proto.pieces.append(piece)
+    trainer = proto.trainer_spec
+    trainer.pad_id, trainer.eos_id, trainer.unk_id, trainer.bos_id = 0, 1, 2, -1
+    trainer.pad_piece, trainer.eos_piece, trainer.unk_piece = "<pad>", "</s>", "<unk>"
+    return renamed
 
 
 def parse_sentencepiece(vocabulary, path="spiece.model"):
@@ -814,6 +857,10 @@ def hard_texts(tokenizer):
         "\u4e2d\u6587 \ud55c\uad6d \u0639\u0631\u0628 \U0001f642\u200b",
         "x" * 300,
     ]
+    if isinstance(tokenizer, data.PatternTokenizer):
+        pieces = tokenizer.pieces[3:]
+        texts += [a + b for a, b in zip(pieces, pieces[::-1])]
+        texts += [f"a{piece} {piece}\n" for piece in pieces]
     if tokenizer.processor is None:
         return texts
     texts += ["a <extra_id_0>, b", "<extra_id_1> a <extra_id_0>", "a <extra_id_2> "]
@@ -1027,31 +1074,140 @@ def hf_config(cfg):
     cfg: the ModelConfig of the model.
     """
     fields = {name: getattr(cfg, own_name) for name, own_name in HF_FIELDS.items()}
-    fields["feed_forward_proj"] = cfg.activation.replace("_", "-")
+    names = {"gelu": "gelu_new"}  # the approximation of GELU by tanh
+    name = names.get(cfg.activation, cfg.activation.replace("_", "-"))
+    fields["feed_forward_proj"] = name
     fields["layer_norm_epsilon"] = 1e-6
     return fields | SPECIAL_TOKENS
 
 
-def open_hf(folder):
+def open_hf(folder, file=None):
     """Return the Weights of the model in a Hugging Face directory.
+
+    file: a single safetensors file without a config.json, such as t5xxl_fp16.safetensors,
+        or None. Such a file usually contains the encoder of an image model. The vocabulary
+        is then read from the folder of the file.
 
     Raises a UserError if a file is damaged or plain T5 does not support the model.
     """
-    config = configs.read_json(folder / "config.json", HF_TYPES)
+    if file:
+        arrays = read_safetensors(file)
+        gated = any("wi_0" in name for name in arrays)
+        config = {"feed_forward_proj": "gated-gelu" if gated else "relu"}
+        note(
+            f"{file} has no config.json: the activation function "
+            f"{config['feed_forward_proj']} and the dropout rate 0.1 are assumed."
+        )
+    else:
+        arrays = read_hf(folder)
+        config = configs.read_json(folder / "config.json", HF_TYPES)
     generation = read_optional(folder / "generation_config.json", dict)
-    modules = read_optional(folder / "modules.json", [{"type": str}])
     model_type = config.get("model_type", "t5")
     if model_type not in ("t5", "mt5", "umt5"):
         raise UserError(
             f"{folder} contains a model of type {model_type}: use a model of type t5, "
             f"mt5 or umt5."
         )
-    tensors = unify_embeddings(read_hf(folder), config, folder)
+    tensors = unify_embeddings(remove_heads(arrays), config, folder)
     cfg = model_from_shapes(tensors, HF, folder)
+    order = find_id_order(config | generation, cfg.vocab_size, folder)
+    for name in ("shared.weight", "lm_head.weight"):
+        if order is not None and name in tensors:
+            tensors[name] = reorder_rows(tensors[name], order)
+    if order is not None:
+        config, generation = ({**x, **SPECIAL_TOKENS} for x in (config, generation))
     cfg = apply_hf_config(cfg, config, generation, folder)
-    note_unused(folder, config | generation, modules)
-    vocabulary = read_vocabulary([folder], cfg)
-    return to_weights(tensors, HF, folder, cfg, vocabulary, model_type)
+    note_unused(folder, config | generation)
+    # The tokenizer of the folder text_encoder_2 of diffusers is in tokenizer_2.
+    beside = folder.parent / folder.name.replace("text_encoder", "tokenizer")
+    vocabulary = read_vocabulary([folder, beside], cfg, order)
+    weights = to_weights(tensors, HF, folder, cfg, vocabulary, model_type)
+    return weights._replace(modules=read_modules(folder))
+
+
+# The first parts of the names of arrays that plain T5 does not use: the output layers of
+# classifiers and of models for question answering.
+TASK_HEADS = ("classification_head.", "classifier.", "qa_outputs.")
+
+
+def remove_heads(tensors):
+    """Return the arrays of a Hugging Face model without the output layer of a task.
+
+    The names of a T5ForSequenceClassification begin with "transformer.", which is removed.
+    """
+    names = {name: name.removeprefix("transformer.") for name in tensors}
+    dropped = [name for name in tensors if name.startswith(TASK_HEADS)]
+    if dropped:
+        note(
+            f"The output layer of a task is not converted ({', '.join(dropped):.200}): "
+            f"the result is the encoder, or the encoder and decoder, of the model."
+        )
+    return {names[name]: tensors[name] for name in tensors if name not in dropped}
+
+
+def find_id_order(settings, vocab_size, folder):
+    """Return the order of token ids that gives the special tokens T5's ids, or None.
+
+    The decoder of T5 starts with id 0, and an output ends with id 1. Other models, such as
+    MADLAD-400, use other ids. The result is an array: element i is the old id of the new
+    id i. None means that the model already uses T5's ids.
+
+    settings: the content of config.json and generation_config.json as one dict.
+
+    Raises a UserError if one token both starts and ends an output.
+    """
+    start = settings.get("decoder_start_token_id") or 0
+    end = settings.get("eos_token_id", 1)
+    if isinstance(end, list) and len(end) == 1:
+        (end,) = end
+    if (start, end) == (0, 1) or end is None:
+        return None
+    if start == end or end not in range(vocab_size) or start not in range(vocab_size):
+        raise UserError(
+            f"The configuration in {folder} sets decoder_start_token_id to {start} and "
+            f"eos_token_id to {end}: plain T5 needs two different tokens here. Use the "
+            f"model with the library transformers."
+        )
+    order = np.arange(vocab_size)
+    for new, old in enumerate((start, end)):
+        other = np.flatnonzero(order == old)[0]
+        order[[new, other]] = order[[other, new]]
+    note(
+        f"The ids of some tokens change, because plain T5 starts the decoder with id 0 and "
+        f"ends an output with id 1. In this model, these ids were {start} and {end}."
+    )
+    return order
+
+
+def reorder_rows(tensor, order):
+    """Return a Tensor whose row i is row order[i] of the given Tensor."""
+    return Tensor(tensor.shape, lambda: tensor.read()[order])
+
+
+def read_modules(folder):
+    """Return the files of the library sentence-transformers in a folder of a model.
+
+    The files describe how one vector is computed from the vectors of the encoder. The
+    result is a dict from relative paths, such as "1_Pooling/config.json", to bytes. It is
+    empty for other models.
+
+    folder: a Hugging Face directory, or the run directory of a converted model.
+    """
+    modules = read_optional(folder / "modules.json", [{"type": str, "path": str}])
+    folders = [folder / module["path"] for module in modules if module["path"]]
+    paths = [path for part in folders for path in part.iterdir() if path.is_file()]
+    paths = [path for path in paths if path.suffix in (".json", ".safetensors")]
+    if modules:
+        paths.append(folder / "modules.json")
+        infer.read_vector_head(folder)  # raise a UserError for unknown modules
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def write_modules(folder, weights):
+    """Write the files that read_modules returned into a folder."""
+    for name, content in weights.modules.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        configs.write_file(folder / name, content)
 
 
 # Settings of generation in Hugging Face's JSON files that convert.py does not convert,
@@ -1072,21 +1228,16 @@ GENERATION_DEFAULTS = {
 }
 
 
-def note_unused(folder, settings, modules):
+def note_unused(folder, settings):
     """Print a note about each part of a Hugging Face model that is not converted.
 
     folder: the Hugging Face directory.
     settings: the content of config.json and generation_config.json as one dict.
-    modules: the list in modules.json, a file of the library sentence-transformers.
     """
     unused = []
     for name, default in GENERATION_DEFAULTS.items():
         if settings.get(name) not in (None, [], default):
             unused.append(f"{name} {settings[name]}")
-    for module in modules:
-        kind = module["type"].rsplit(".")[-1]
-        if kind not in ("Transformer", "Pooling"):
-            unused.append(f"the module {kind} of sentence-transformers")
     if unused:
         note(
             f"convert.py does not convert these parts of {folder}: "
@@ -1178,7 +1329,7 @@ def apply_hf_config(cfg, config, generation, folder):
     """Return a ModelConfig that also has the values that only config.json contains.
 
     These values are the dropout rate, the maximum distance of relative positions, and the
-    choice between gated GELU and gated SiLU. All other values are already known from the
+    activation function. All other values are already known from the
     shapes of the weights. In config.json, these values must be the same.
 
     cfg: the ModelConfig that model_from_shapes returned.
@@ -1200,11 +1351,17 @@ def apply_hf_config(cfg, config, generation, folder):
     # states such a number even for encoders.
     if not cfg.num_decoder_layers:
         del config["num_decoder_layers"]
-    # Weights for gated GELU and gated SiLU have the same shapes, so config.json decides.
-    silu = cfg.activation == "gated_gelu" and config["feed_forward_proj"] == "gated-silu"
+    # Weights with different activation functions have the same shapes, so config.json
+    # decides. The name gelu_new means the approximation of GELU that T5 uses.
+    activation = config["feed_forward_proj"].replace("gelu_new", "gelu").replace("-", "_")
+    gated = cfg.activation.startswith("gated_")
+    # In Hugging Face, "gelu" without a gate is the exact GELU, which T5 does not use.
+    is_known = activation in T5X_ACTIVATIONS and config["feed_forward_proj"] != "gelu"
+    if is_known and activation.startswith("gated_") == gated:
+        cfg = replace(cfg, activation=activation)
+        config["feed_forward_proj"] = hf_config(cfg)["feed_forward_proj"]
     cfg = replace(
         cfg,
-        activation="gated_silu" if silu else cfg.activation,
         dropout=config["dropout_rate"],
         relative_max_distance=config["relative_attention_max_distance"],
     )
@@ -1391,6 +1548,9 @@ T5X_ACTIVATIONS = {
     "gated_gelu": ["gelu", "linear"],
     "gated_silu": ["silu", "linear"],
     "relu": ["relu"],
+    "gelu": ["gelu"],
+    "silu": ["silu"],
+    "gated_relu": ["relu", "linear"],
 }
 
 
@@ -1494,7 +1654,8 @@ def open_plain(checkpoint, run_dir):
     if (run_dir / "spiece.model").exists():
         vocabulary = data.load_run_tokenizer(run_dir)
     recipe = recipe.read_bytes() if recipe.exists() else None
-    return Weights(cfg, manifest["step"], arrays, vocabulary, recipe)
+    modules = read_modules(run_dir)
+    return Weights(cfg, manifest["step"], arrays, vocabulary, recipe, modules)
 
 
 def find_checkpoints(folder):
@@ -1541,9 +1702,11 @@ def open_any(source, step=None):
             data.check_regular(str(file))  # Reading a pipe could take forever.
         if (path / "adapter_config.json").exists():
             raise UserError(
-                f"{path} contains a LoRA adapter: load it with the library peft, call "
-                f"merge_and_unload() and save_pretrained(), and convert the result."
+                f"{path} contains a LoRA adapter: name its base model as SRC, and add "
+                f"--lora {path}."
             )
+        if path.is_file() and path.suffix == ".safetensors":
+            return open_hf(path.parent, path)
         # Also open a checkpoint of plain T5 without a manifest, to report the damage.
         if (path / "manifest.json").exists() or path.match("checkpoints/step_*"):
             return open_plain(path, path.resolve().parent.parent)
@@ -1572,8 +1735,8 @@ ADVICE = {
         "has a config.json and a model.safetensors"
     ),
     ".safetensors": (
-        "use a folder with the weights and their config.json as SRC. Rename {file} to "
-        "model.safetensors if it has another name"
+        "use a folder with the weights and their config.json as SRC, or the path of {file} "
+        "if it contains a complete encoder"
     ),
     ".bin": (
         "use a folder with the weights and their config.json as SRC. Rename {file} to "
@@ -1664,6 +1827,7 @@ def write_plain(folder, weights, dtype):
     configs.save_run(weights.cfg, folder, digest)
     if weights.recipe:
         configs.write_file(folder / "recipe.py", weights.recipe)
+    write_modules(folder, weights)
 
 
 # ---- writing Hugging Face --------------------------------------------------------------
@@ -1706,6 +1870,7 @@ def write_hf(folder, weights, dtype):
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", SPECIAL_TOKENS)
     write_tokenizer(folder, weights.vocabulary, cfg)
+    write_modules(folder, weights)
 
 
 def write_safetensors(folder, weights, dtype):
@@ -1767,6 +1932,12 @@ def write_tokenizer(folder, vocabulary, cfg):
         config["tokenizer_class"] = "ByT5Tokenizer"
         config["extra_ids"] = max(0, cfg.vocab_size - 259)
         note(BYT5_WARNING)
+    elif isinstance(vocabulary, data.PatternTokenizer):
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        # convert.py reads spiece.model, and the library transformers reads tokenizer.json.
+        (folder / "spiece.model").write_bytes(vocabulary.serialized)
+        write_json(folder / "tokenizer.json", pattern_tokenizer_json(vocabulary))
+        compare_with_library(folder / "tokenizer.json", vocabulary)
     else:
         proto = parse_sentencepiece(vocabulary.serialized)
         trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
@@ -1852,18 +2023,9 @@ def tokenizer_json(vocabulary):
             text = text.removeprefix(SPACE)
         content["model"]["vocab"].append([text, piece.score])
         if number < 3 or is_added:
-            # With lstrip, a token absorbs the space before it. Sentinels and added tokens
-            # need this. The tokens <pad>, </s> and <unk>, with the ids 0 to 2, do not.
-            token = {
-                "id": number,
-                "content": text,
-                "lstrip": is_added,
-                "rstrip": False,
-                "single_word": False,
-                "normalized": False,
-                # Decoding with skip_special_tokens leaves out only special tokens.
-                "special": is_sentinel or not is_added,
-            }
+            # Sentinels and added tokens absorb the space before them. The tokens <pad>,
+            # </s> and <unk>, with the ids 0 to 2, do not.
+            token = added_token(number, text, is_sentinel or not is_added, is_added)
             content["added_tokens"].append(token)
     content["model"]["byte_fallback"] = proto.trainer_spec.byte_fallback
     # Some SentencePiece models insert a space after a sentinel, here between
@@ -1882,6 +2044,47 @@ def tokenizer_json(vocabulary):
         if processor.normalize("e\u0301") == processor.normalize("\xe9"):
             content["normalizer"]["normalizers"].insert(0, {"type": "NFC"})
     return content
+
+
+def pattern_tokenizer_json(vocabulary):
+    """Return the content of Hugging Face's tokenizer.json for a data.PatternTokenizer.
+
+    The step "Split" with "Isolated" cuts a text before and after each match of the
+    pattern, and the model "WordLevel" looks up the id of each part.
+    """
+    content = json.loads(TOKENIZER_JSON)
+    pattern = json.loads(vocabulary.serialized)["pattern"]
+    content["normalizer"] = None
+    content["pre_tokenizer"] = {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    content["decoder"] = {"type": "Fuse"}  # write the tokens without spaces between them
+    vocab = {"type": "WordLevel", "vocab": vocabulary.ids, "unk_token": "<unk>"}
+    content["model"] = vocab
+    for number in [0, 1, 2, *vocabulary.sentinel_ids]:
+        text = vocabulary.pieces[number]
+        content["added_tokens"].append(added_token(number, text))
+    return content
+
+
+def added_token(number, text, special=True, absorbs_space=False):
+    """Return a token that a tokenizer.json finds before it cuts a text into pieces.
+
+    special: whether decoding with skip_special_tokens leaves out the token.
+    absorbs_space: whether the token includes the space before it.
+    """
+    return {
+        "id": number,
+        "content": text,
+        "lstrip": absorbs_space,
+        "rstrip": False,
+        "single_word": False,
+        "normalized": False,
+        "special": special,
+    }
 
 
 # ---- writing T5X -----------------------------------------------------------------------
@@ -2025,7 +2228,70 @@ def atomic_destination(destination):
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def convert(source, destination, to, dtype, step=None, allow_pickle=False):
+def merge_lora(weights, folder):
+    """Return the Weights of a model into which a LoRA adapter is merged.
+
+    LoRA (Hu et al. 2021) adds a product of two small matrices, A and B, to a matrix of
+    the model. Merging computes W + (alpha / rank) A B. The optimizer state is left out.
+
+    folder: a folder that the library peft wrote, with adapter_config.json.
+
+    Raises a UserError if the adapter changes anything else than matrices of the model.
+    """
+    form = {"peft_type": str, "r": int, "lora_alpha": (int, float)}
+    config = configs.read_json(folder / "adapter_config.json", form)
+    for name, usual in LORA_DEFAULTS.items():
+        if config.get(name, usual) not in (usual, None, [], {}):
+            raise UserError(
+                f"{folder} is an adapter with {name} {config[name]}, which plain T5 does "
+                f"not support: merge it with the library peft (merge_and_unload), and "
+                f"convert the result."
+            )
+    root = config["r"] ** (0.5 if config.get("use_rslora") else 1)
+    scale = np.float32(config["lora_alpha"] / root)
+    factors = {
+        name.removeprefix("base_model.model."): tensor
+        for name, tensor in read_safetensors(folder / "adapter_model.safetensors").items()
+    }
+    arrays = {key: x for key, x in weights.arrays.items() if key[0].startswith("params/")}
+    for entry in parameter_entries(weights.cfg.model, HF):
+        stem = entry.external_name.removesuffix(".weight")
+        pair = [factors.pop(f"{stem}.lora_{x}.weight", None) for x in "AB"]
+        if None in pair:
+            continue
+        key = entry.name, entry.layer
+        a, b = (tensor.transpose() for tensor in pair)  # [inputs, rank], [rank, outputs]
+        if (a.shape[0], b.shape[1]) != entry.shape or a.shape[1] != b.shape[0]:
+            raise UserError(
+                f"{folder} does not fit the model, because {stem} has the shape "
+                f"{entry.shape}: use the base model of this adapter as SRC."
+            )
+
+        def read(old=arrays[key], a=a, b=b):
+            return old.read() + scale * (np.float32(a.read()) @ np.float32(b.read()))
+
+        arrays[key] = Tensor(entry.shape, read)
+    if factors:
+        raise UserError(
+            f"{folder} changes {', '.join(sorted(factors)):.200}, which this model lacks "
+            f"or plain T5 cannot merge: use the base model of this adapter as SRC."
+        )
+    return weights._replace(arrays=arrays)
+
+
+# Settings of a LoRA adapter, and the values that plain T5 supports.
+LORA_DEFAULTS = {
+    "peft_type": "LORA",
+    "bias": "none",
+    "use_dora": False,
+    "fan_in_fan_out": False,
+    "modules_to_save": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+}
+
+
+def convert(source, destination, to, dtype, step=None, allow_pickle=False, lora=""):
     """Convert a model to another format, and check the result.
 
     The check reads the new model from disk and compares its arrays with the source.
@@ -2036,6 +2302,7 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False):
     dtype: the NumPy type in which the parameters are written.
     step: the step of the checkpoint to read, or None to read the newest checkpoint.
     allow_pickle: True to allow reading a pickle file, which can run any code.
+    lora: the folder of a LoRA adapter that is merged into the model, or "".
 
     Raises a UserError if the model cannot be read. Raises an OSError if the new model
     cannot be written or differs from the old model.
@@ -2048,6 +2315,8 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False):
         )
     with atomic_destination(destination) as folder:
         weights = open_any(source, step)
+        if lora:
+            weights = merge_lora(weights, Path(lora))
         activation = weights.cfg.model.activation
         if to != "plain" and activation not in T5X_ACTIVATIONS:
             raise UserError(
@@ -2070,6 +2339,8 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False):
             raise OSError(errno.EIO, str(error)[:200], str(destination)) from error
         written = open_any(folder)
         count = compare(weights, written, dtype)
+        if to != "t5x" and weights.modules != written.modules:
+            raise OSError("the files of sentence-transformers have different contents")
         print(f"compared {count:,} arrays with the source: all are equal in {dtype}")
         if weights.vocabulary and written.vocabulary:
             encode = written.vocabulary.encode
@@ -2145,6 +2416,7 @@ def main(argv):
             help="the checkpoint to convert: a step number, latest or best",
         ),
         allow_pickle=dict(action="store_true", help="allow reading a pickle file"),
+        lora=dict(default="", help="the folder of a LoRA adapter to merge into SRC"),
     )
     if changes or args.config or args.run_dir:
         raise UserError(
@@ -2169,6 +2441,7 @@ def main(argv):
         np.dtype(jnp.dtype(args.dtype)),
         partition.resolve_step(args.src, args.step),
         args.allow_pickle,
+        args.lora,
     )
 
 

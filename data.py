@@ -939,6 +939,8 @@ def make_batch(step, tasks, plan, cfg, rows=None):
 
 # ---- vocabularies ----------------------------------------------------------------------
 
+VOCABULARIES = configs.VOCABULARIES  # the vocabularies that a recipe file defines
+
 
 class ByteTokenizer(Tokenizer):
     """Tokenize text into its UTF-8 bytes, as in ByT5 (Xue et al. 2022).
@@ -1038,6 +1040,69 @@ class IdTokenizer(Tokenizer):
         return " ".join(str(i) for i in ids if i != PAD)
 
 
+class PatternTokenizer(Tokenizer):
+    """Tokenize text into the matches of a regular expression, such as characters.
+
+    A recipe file defines such a vocabulary for text that is not ordinary language, such
+    as molecules, proteins or phonemes. For example, PatternTokenizer("Cl|.", ["C", "Cl"])
+    tokenizes "CCl" into the ids [3, 4]. The ids 0, 1 and 2 are padding, EOS and UNK, and
+    the sentinels follow the pieces.
+
+    pattern: the regular expression. Each match becomes one id, and so does the text
+        between two matches.
+    pieces: the texts that have an id. All other texts become UNK.
+    sentinels: the number of sentinels.
+
+    Raises UserError if the pattern does not match each piece as a whole.
+    """
+
+    def __init__(self, pattern, pieces, sentinels=SENTINELS):
+        pieces = list(pieces)
+        content = {"pattern": pattern, "pieces": pieces, "sentinels": sentinels}
+        serialized = json.dumps(content, ensure_ascii=False).encode()
+        super().__init__(serialized, 3 + len(pieces) + sentinels, sentinels)
+        names = [f"<extra_id_{k}>" for k in reversed(range(sentinels))]
+        self.pieces = ["<pad>", "</s>", "<unk>", *pieces, *names]
+        self.ids = {piece: i for i, piece in enumerate(self.pieces)}
+        try:
+            # Look for sentinels first, because they are not part of the pattern.
+            self.find = re.compile("|".join([*names, pattern])).finditer
+        except re.error as error:
+            raise UserError(
+                f"The pattern {pattern!r} of a vocabulary is not a regular expression "
+                f"({error}): correct the pattern in the recipe file."
+            ) from error
+        for i, piece in enumerate(pieces, 3):
+            if self.encode(piece) != [i]:
+                raise UserError(
+                    f"The piece {piece!r} of a vocabulary occurs twice, or the pattern "
+                    f"{pattern!r} does not match it as a whole: correct the pattern or "
+                    f"the pieces in the recipe file."
+                )
+
+    def encode(self, text):
+        parts, end = [], 0
+        for match in self.find(text):
+            parts += [text[end : match.start()], match[0]]
+            end = match.end()
+        parts.append(text[end:])
+        return [self.ids.get(part, UNK) for part in parts if part]
+
+    def encode_batch(self, texts):
+        return [np.array(self.encode(text), np.int32) for text in texts]
+
+    def raw_text(self, ids):
+        return "".join(self.pieces[i] for i in ids)
+
+    def decode(self, ids):
+        """Turn token ids into text, up to the first EOS and without padding.
+
+        An id that is not in the vocabulary becomes "<unk>".
+        """
+        ids = itertools.takewhile(lambda i: i != EOS, map(int, ids))
+        return self.raw_text(i if i < self.size else UNK for i in ids if i != PAD)
+
+
 def add_sentinels(model, number):
     """Append sentinel pieces to the vocabulary of a SentencePiece ModelProto.
 
@@ -1102,13 +1167,19 @@ class LongTextTokenizer(Tokenizer):
         return [np.concatenate([next(encoded) for _ in found]) for found in parts]
 
 
+# convert.py writes this text into the field model_prefix of a SentencePiece model whose
+# network has no rows for sentinels, such as MADLAD-400.
+NO_SENTINELS = "plain T5: no sentinels"
+PATTERN_FILE = b'{"pattern": '  # the first bytes of a serialized PatternTokenizer
+
+
 # Cache the result, because hundreds of tasks in a mixture may use the same vocabulary.
 @functools.lru_cache(maxsize=4)
 def parse_vocabulary(serialized, name="the vocabulary"):
     """Build a Tokenizer from the bytes of a SentencePiece model file.
 
-    If the model has no sentinels, 100 sentinels such as <extra_id_0> are added. Pieces
-    after the sentinels are added tokens. The ids 0, 1 and 2 must be <pad>, </s> and
+    If the model has no sentinels, 100 sentinels such as <extra_id_0> are added, unless the
+    file says that the network has no rows for them. Pieces after the sentinels are added tokens. The ids 0, 1 and 2 must be <pad>, </s> and
     <unk>, and the sentinels must be in descending order. Otherwise, or if the bytes are
     not a SentencePiece model, the function raises UserError.
 
@@ -1116,8 +1187,10 @@ def parse_vocabulary(serialized, name="the vocabulary"):
     """
     try:
         model = sentencepiece_model_pb2.ModelProto.FromString(serialized)
-        if not any("<extra_id_" in piece.piece for piece in model.pieces):
+        has_sentinels = any("<extra_id_" in piece.piece for piece in model.pieces)
+        if not has_sentinels and model.trainer_spec.model_prefix != NO_SENTINELS:
             add_sentinels(model, SENTINELS)
+            has_sentinels = True
         pieces = [piece.piece.removeprefix("▁") for piece in model.pieces]
         # SentencePiece rejects empty pieces and duplicates, but it may accept a score
         # that is not a number (NaN).
@@ -1135,7 +1208,7 @@ def parse_vocabulary(serialized, name="the vocabulary"):
         sentinels = sum("<extra_id_" in piece for piece in pieces)
         expected = [f"<extra_id_{k}>" for k in reversed(range(sentinels))]
         # The sentinels end with <extra_id_0>. Any pieces after it are added tokens.
-        end = 1 + pieces.index("<extra_id_0>")
+        end = 1 + pieces.index("<extra_id_0>") if has_sentinels else len(pieces)
         if pieces[max(end - sentinels, 0) : end] != expected:
             raise ValueError(
                 "its sentinels are not in descending order, without a gap, from "
@@ -1156,14 +1229,17 @@ def parse_vocabulary(serialized, name="the vocabulary"):
 def load_tokenizer(path):
     """Load the vocabulary that --data.vocab names, and return its Tokenizer.
 
-    The argument is the local or remote path of a SentencePiece model, or the name of a
-    tokenizer that needs no model file. For example, "bytes:100" is a ByteTokenizer with
-    100 extra ids for sentinels. The name "ids:512:100" is an IdTokenizer with 512 ids, of
-    which 100 are sentinels. The last number can be left out, as in "bytes" and "ids:512".
+    The argument is the local or remote path of a SentencePiece model, a name in
+    VOCABULARIES, or the name of a tokenizer that needs no model file. For example,
+    "bytes:100" is a ByteTokenizer with 100 extra ids for sentinels. The name
+    "ids:512:100" is an IdTokenizer with 512 ids, of which 100 are sentinels. The last
+    number can be left out, as in "bytes" and "ids:512".
 
     If the file cannot be read, the function raises UserError.
     """
     path = str(path)
+    if path in VOCABULARIES:
+        return VOCABULARIES[path]
     # The argument may be a name, such as "bytes:100". It may also be the path of a file
     # that contains such a name, because every run stores its vocabulary in a file.
     is_name = re.compile(rb"(bytes|ids:\d{1,9})(:\d{1,9})?\s*").fullmatch
@@ -1182,6 +1258,9 @@ def load_tokenizer(path):
     if is_name(serialized):
         kind = ByteTokenizer if serialized.startswith(b"bytes") else IdTokenizer
         return kind(*map(int, re.findall(rb"\d+", serialized)))
+    if serialized.startswith(PATTERN_FILE):
+        form = {"pattern": str, "pieces": [str], "sentinels": int}
+        return PatternTokenizer(**configs.parse_json(serialized, form, path))
     return parse_vocabulary(serialized, path)
 
 
@@ -2326,7 +2405,8 @@ def seqio_source(name, split, cfg, whole):
     return files
 
 
-SOURCES = {
+SOURCES = configs.SOURCES
+SOURCES |= {
     "python": python_source,
     "text": text_source,
     "tfds": tfds_source,
@@ -2385,7 +2465,10 @@ def open_source(source, split, cfg, whole=False):
     has_splits = kind in OWN_SPLITS or "{split}" in name
     if not has_splits and split not in ("train", "validation"):
         raise MissingSplit(f"{source} has no {split} split.")
-    return SOURCES[kind](name, split, cfg, whole)
+    files = SOURCES[kind](name, split, cfg, whole)
+    # If a recipe file defines this kind of source, its code is a part of the content.
+    code = configs.TASK_CODE.get(f"{kind}:", [])
+    return [file._replace(stamp=[*file.stamp, *code]) for file in files]
 
 
 class InvalidExamples:

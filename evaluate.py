@@ -190,39 +190,48 @@ def predict(params, cfg, mesh, split, tokenizer, most=None):
     most: the maximum number of examples, or None to use all examples.
 
     Returns a pair (metrics, lines). `metrics` is a dict such as {"accuracy": 50.0}. Each
-    line is the dict of an example with three more fields. "output" is the generated text.
-    "prediction" and "target" are the values that the metrics compare.
+    line is the dict of an example with three or four more fields. "output" is the generated text.
+    "prediction" and "target" are the values that the metrics compare. If
+    decode.num_return is above 1, "predictions" is the list of the values of all outputs.
     """
     task = data.find_task(cfg.data.task, cfg)
     pairs = read_examples(cfg, tokenizer, split, most=most)
-    results = infer.run_examples(params, cfg, mesh, [encoded for _, encoded in pairs])
+    trie = infer.read_choices(cfg, tokenizer, task)
+    encoded = [example for _, example in pairs]
+    results = infer.run_examples(params, cfg, mesh, encoded, "predict", trie)
     lines = []
     for (example, _), (answers, _) in zip(pairs, results):
         target = example["targets"]
         if not isinstance(target, str):  # The target is a list of token ids.
             target = tokenizer.decode(target)
-        output = tokenizer.decode(answers[0])  # The first answer has the best score.
-        lines.append(result_line(cfg.data.task, task, example, target, output))
+        outputs = list(map(tokenizer.decode, answers))
+        lines.append(result_line(cfg.data.task, task, example, target, *outputs))
     return compute_metrics(cfg.data.task, task, lines), lines
 
 
-def result_line(name, task, example, target, output):
+def result_line(name, task, example, target, output, *more):
     """Return the dict of an example with the fields target, output and prediction.
 
     The fields target and prediction hold the values that the metrics compare. The field
-    output holds the text that the model has generated.
+    output holds the text that the model has generated. If there are several texts, the
+    field predictions holds all of their values.
 
     name: the name of the task, for error messages.
     target: the text of the target.
-    output: the text that the model has generated.
+    output: the text that the model has generated, with the best score.
+    more: further texts that the model has generated, from the best to the worst.
     """
     with configs.naming_task(name, "postprocessor", task.postprocess):
-        return {
+        line = {
             **example,
             "target": postprocess(task, target, example, True),
             "output": output,
             "prediction": postprocess(task, output, example, False),
         }
+        if more:
+            others = [postprocess(task, text, example, False) for text in more]
+            line["predictions"] = [line["prediction"], *others]
+        return line
 
 
 def compute_metrics(name, task, lines):
@@ -234,11 +243,16 @@ def compute_metrics(name, task, lines):
     lines: a list with the dict that result_line returns for each example.
     """
     targets = [line["target"] for line in lines]
-    predictions = [line["prediction"] for line in lines]
     metrics = {}
     for metric in task.metrics or ("accuracy",):
         # A metric of a task is a name in METRICS, or a function.
         function = METRICS.get(metric, metric)
+        # Most metrics compare the best output, and some compare the list of all outputs.
+        predictions = [line["prediction"] for line in lines]
+        if is_ranking(function):
+            predictions = [
+                line.get("predictions", [line["prediction"]]) for line in lines
+            ]
         with configs.naming_task(name, "metric", metric):
             for key, value in function(targets, predictions).items():
                 if key in metrics:
@@ -607,6 +621,42 @@ def exact_match(targets, predictions):
     return {"exact_match": percent([all(matches) for matches in questions.values()])}
 
 
+def ranking(function):
+    """Mark a metric that compares each target with the list of all generated outputs."""
+    function.is_ranking = True
+    return function
+
+
+def is_ranking(metric):
+    """Return whether a metric compares lists of outputs, ordered from best to worst."""
+    return getattr(metric, "is_ranking", False)
+
+
+@ranking
+def recall(targets, predictions):
+    """Return recall@k and the hit rate@k for k = 1, 5, 10, 50 and 100, in percent.
+
+    Recall@k is the part of the relevant items that is among the first k predictions. The
+    hit rate@k is the part of the examples with a relevant item among the first k. The
+    largest k is the number of predictions, which --decode.num_return sets.
+
+    targets: for each example, a list of relevant items, or a single item.
+    predictions: for each example, a list of items, ordered from best to worst.
+    """
+    longest = max(map(len, predictions))
+    metrics = {}
+    for k in (1, 5, 10, 50, 100):
+        if k > longest:
+            break
+        found = []
+        for target, ranked in zip(targets, predictions):
+            relevant = target if isinstance(target, list) else [target]
+            found.append(np.mean([item in ranked[:k] for item in relevant]))
+        metrics[f"recall@{k}"] = percent(found)
+        metrics[f"hit_rate@{k}"] = percent(np.array(found) > 0)
+    return metrics
+
+
 METRICS |= {
     "bleu": bleu,
     "rouge": rouge,
@@ -620,6 +670,7 @@ METRICS |= {
     "pearson_corrcoef": functools.partial(correlation, "pearson"),
     "spearman_corrcoef": functools.partial(correlation, "spearman"),
     "mean_3class_f1": mean_3class_f1,
+    "recall": recall,
 }
 
 # The optional Python library that each metric needs. Other metrics need none.

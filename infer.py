@@ -74,6 +74,7 @@ import configs
 import jax
 import jax.numpy as jnp
 import numpy as np
+import safetensors.numpy
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -555,6 +556,7 @@ def generate(
     decode=DecodeConfig(),
     rows=None,
     seed=0,
+    trie=None,
 ):
     """Generate N outputs for each example by greedy decoding, sampling or beam search.
 
@@ -569,6 +571,7 @@ def generate(
     rows: the number of each example, of shape [B]. The random samples of an example
         depend on this number and on the seed, but not on the other examples in the batch.
     seed: the seed of the random samples.
+    trie: a Trie with the only outputs that are allowed, or None.
 
     Returns a pair (ids, scores). The ids have the shape [B, N, length], and are 0 after
     EOS. The scores have the shape [B, N]. The output with the highest score comes first.
@@ -586,6 +589,8 @@ def generate(
     else:
         N = 1
         start, step, result = start_greedy, greedy_step, greedy_result
+    if trie is not None:
+        start, step, result = restricted(start, step, result, trie)
 
     B = len(inputs)
     rows = jnp.zeros(B) if rows is None else rows
@@ -688,6 +693,189 @@ def einsum(equation, left, right):
     return out[:, :, :N]
 
 
+# ---- outputs from a list ---------------------------------------------------------------
+# With --decode.choices FILE, the model generates only outputs that the file lists. This
+# is called constrained decoding. The allowed outputs form a tree (a trie). Its root is
+# the empty output, each edge appends one id, and each output is a path from the root to a
+# leaf. At each step, only the ids on the edges of the current node are allowed.
+
+
+class Trie(NamedTuple):
+    """A tree of all allowed outputs. The root is node 0, and the last node is a leaf.
+
+    The edges of node i are first[i], ..., first[i + 1] - 1. Each edge appends the id
+    ids[edge], and leads to the node children[edge]. The last node has no edges. It is
+    reached when an output has ended with EOS, or has left the tree.
+    """
+
+    first: jax.Array  # [nodes + 1]
+    ids: jax.Array  # [edges]
+    children: jax.Array  # [edges]
+    slots: jax.Array  # the numbers 0, 1, ... for the edges of the node with most edges
+
+    def edges(self, nodes):
+        """Return the edges of each node [B, N], and which of them exist.
+
+        Both results have the shape [B, N, slots].
+        """
+        edges = self.first[nodes][..., None] + self.slots
+        exist = edges < self.first[nodes + 1][..., None]
+        return jnp.where(exist, edges, 0), exist
+
+    def allowed(self, nodes, V):
+        """Return an array [B, N, V] that is True for the ids on the edges of each node."""
+        edges, exist = self.edges(nodes)
+        ids = jnp.where(exist, self.ids[edges], V)  # column V is for edges that lack
+        beam = jnp.arange(nodes.shape[1])[:, None]
+
+        def mark(ids):
+            return jnp.zeros((len(beam), V + 1), bool).at[beam, ids].set(True)[:, :V]
+
+        return jax.vmap(mark)(ids)
+
+    def follow(self, nodes, ids):
+        """Return the child of each node [B, N] on the edge with the given id [B, N]."""
+        edges, exist = self.edges(nodes)
+        found = exist & (self.ids[edges] == ids[..., None])
+        child = jnp.max(jnp.where(found, self.children[edges], 0), axis=-1)
+        # The root is no child, so 0 means that no edge has this id.
+        return jnp.where(child > 0, child, len(self.first) - 2)
+
+
+def build_trie(outputs):
+    """Return the Trie of a list of outputs. An output is a list of ids, without EOS."""
+    children = [{}]  # for each node, a dict from ids to children
+    for output in outputs:
+        node = 0
+        for i in output:
+            if i not in children[node]:
+                children[node][i] = len(children)
+                children.append({})
+            node = children[node][i]
+        children[node][data.EOS] = None
+    leaf = len(children)
+    edges = [
+        (i, leaf if child is None else child)
+        for node in children
+        for i, child in sorted(node.items())
+    ]
+    counts = [len(node) for node in children]
+    first = np.cumsum([0, *counts, 0])
+    ids, ends = np.array(edges, np.int32).T
+    return Trie(first.astype(np.int32), ids, ends, np.arange(max(counts)))
+
+
+def choice_texts(source, task):
+    """Yield the allowed outputs, as pairs of a place for messages and a text.
+
+    source: the value of --decode.choices, "task" or the path of a file.
+    task: a data.Task with choices, or None.
+    """
+    if source == "task":
+        choices = task.choices if task else ()
+        yield from ((f"choice {i} of the task", text) for i, text in enumerate(choices))
+    elif not data.find_files(source):
+        raise UserError(f"There is no file {source}: correct --decode.choices.")
+    else:
+        for number, line in data.read_lines(source, data.InvalidExamples("stop")):
+            yield f"{source}:{number}", line.rstrip("\r\n")
+
+
+def read_choices(cfg, tokenizer, task=None):
+    """Return the Trie of the outputs that --decode.choices allows, or None without it.
+
+    task: the task that is decoded, or None. Its choices are the allowed outputs if the
+    option is "task". Raises UserError if an output is too long, or if the vocabulary
+    cannot express it.
+    """
+    if not cfg.decode.choices:
+        return None
+    length = cfg.decode.max_len or cfg.data.targets_length
+    outputs = []
+    for place, text in choice_texts(cfg.decode.choices, task):
+        if not text:
+            continue
+        ids = tokenizer.encode(text)
+        if tokenizer.decode(ids) != text:
+            raise UserError(
+                f"{place} is not a possible output, because the vocabulary turns "
+                f"{text!r} into {tokenizer.decode(ids)!r}: correct this text."
+            )
+        if len(ids) >= length:
+            raise UserError(
+                f"{place} has {len(ids) + 1} tokens, including EOS: set "
+                f"--decode.max_len to at least {len(ids) + 1}."
+            )
+        outputs.append(ids)
+    if not outputs:
+        raise UserError(
+            f"--decode.choices {cfg.decode.choices} gives no outputs: name a file with one "
+            f"output on each line, or use a task that has choices."
+        )
+    return build_trie(outputs)
+
+
+class RestrictedState(NamedTuple):
+    """The state of a decoding method that follows a Trie."""
+
+    inner: GreedyState | BeamState
+    nodes: jax.Array  # the node of the trie that each output has reached, [B, N]
+
+    @property
+    def ids(self):
+        return self.inner.ids
+
+    @property
+    def done(self):
+        return self.inner.done
+
+    @property
+    def ancestors(self):
+        return self.inner.ancestors
+
+
+def restricted(start, step, result, trie):
+    """Restrict a decoding method to the outputs of a Trie.
+
+    The scores stay the log-probabilities of the model, which also gives probability to
+    other outputs. With more beams than outputs, the remaining outputs are empty.
+
+    start, step, result: the three functions of the method. Returns three such functions.
+    """
+
+    def start_at_root(rows, N, length):
+        return RestrictedState(
+            start(rows, N, length), jnp.zeros((len(rows), N), jnp.int32)
+        )
+
+    def step_in_trie(state, logits, at):
+        inner, nodes = state
+        allowed = trie.allowed(nodes, logits.shape[-1])
+        log_probs = jax.nn.log_softmax(logits)
+        masked = jnp.where(allowed, log_probs, -1e9)
+        # The method normalizes the probabilities of the allowed ids to the sum 1. Adding
+        # the logarithm of their true sum to the score reverses this. An output that has
+        # ended has no allowed ids, and its score does not change.
+        total = jax.nn.logsumexp(masked, axis=-1)
+        total = jnp.where(allowed.any(-1), total, 0.0)
+        is_beam_search = isinstance(inner, BeamState)
+        if is_beam_search:
+            inner = inner._replace(live_scores=inner.live_scores + total)
+        else:
+            inner = inner._replace(scores=inner.scores + total)
+        inner = step(inner, masked, at)
+        if is_beam_search:
+            nodes = take_beams(nodes, inner.ancestors[:, :, at])
+        return RestrictedState(inner, trie.follow(nodes, inner.ids[:, :, at]))
+
+    def allowed_result(state):
+        ids, scores = result(state.inner)
+        # A lower score means that the output has left the tree, or was never begun.
+        return jnp.where(scores[..., None] > MASKED_SCORE / 100, ids, data.PAD), scores
+
+    return start_at_root, step_in_trie, allowed_result
+
+
 # ---- batches of examples ---------------------------------------------------------------
 
 
@@ -707,7 +895,69 @@ class Example(NamedTuple):
 
 
 # The field of an output line for each --pool. For example, --pool none writes "vectors".
-VECTOR_FIELD = {"mean": "mean", "first": "first", "none": "vectors"}
+VECTOR_FIELD = {"mean": "mean", "first": "first", "none": "vectors", "model": "vector"}
+
+# The poolings of sentence-transformers, as values of --pool.
+POOLING_MODES = {
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "first",
+    "mean": "mean",
+    "cls": "first",
+}
+
+
+def read_vector_head(folder):
+    """Return the layers of sentence-transformers that a run has, or {} without any.
+
+    The dict has the keys "pool" (the value of --pool for the encoder's vectors), "dense"
+    (matrices [outputs, inputs] that are applied one after another) and "normalize".
+    Raises UserError for layers that plain T5 does not support, or for damaged files.
+    """
+    path = configs.to_path(folder) / "modules.json"
+    if not path.exists():
+        return {}
+    head = {"pool": "", "dense": [], "normalize": False}
+    try:
+        for module in configs.read_json(path, [{"type": str, "path": str}]):
+            kind = module["type"].rsplit(".")[-1]
+            part = path.parent / module["path"]
+            if kind == "Pooling":
+                config = json.loads((part / "config.json").read_text())
+                # Old files have one field for each mode, such as pooling_mode_cls_token.
+                modes = {mode for mode in config if config[mode] is True}
+                modes |= {config.get("pooling_mode")}
+                # The models instructor leave their instructions out of the mean.
+                if config.get("include_prompt", True):
+                    (head["pool"],) = {POOLING_MODES[x] for x in modes & {*POOLING_MODES}}
+            elif kind == "Dense":
+                config = json.loads((part / "config.json").read_text())
+                file = safetensors.numpy.load_file(part / "model.safetensors")
+                (matrix,) = file.values()
+                if not config["activation_function"].endswith("Identity"):
+                    raise ValueError(config["activation_function"])
+                head["dense"].append(matrix)
+            elif kind == "Normalize":
+                head["normalize"] = True
+            elif kind != "Transformer":
+                raise ValueError(kind)
+        if not head["pool"]:
+            raise ValueError("no supported pooling")
+    except Exception as error:  # safetensors has its own exception classes
+        raise UserError(
+            f"{path} describes layers that plain T5 does not support, or a file is damaged "
+            f"({type(error).__name__}: {error}): remove modules.json to use only the "
+            f"encoder."
+        ) from error
+    return head
+
+
+def apply_vector_head(head, vector):
+    """Apply the dense layers and the normalization of a model to a pooled vector."""
+    for matrix in head["dense"]:
+        vector = matrix @ vector
+    if head["normalize"]:
+        vector = vector / max(np.linalg.norm(vector), 1e-12)
+    return vector.astype(np.float32)
 
 
 def padded_length(length):
@@ -736,7 +986,7 @@ def pad_batch(sequences):
     return ids, np.arange(ids.shape[1]) < np.array(lengths)[:, None]
 
 
-def run_examples(params, cfg, mesh, examples, mode="predict"):
+def run_examples(params, cfg, mesh, examples, mode="predict", trie=None):
     """Run the model on many examples in batches, and yield the result of each example.
 
     The results come in the order of the examples. They do not depend on which examples
@@ -747,6 +997,7 @@ def run_examples(params, cfg, mesh, examples, mode="predict"):
     examples: an iterable of Examples.
     mode: "predict", "score", "mean", "first" or "none". The docstring of run_batch says
         what the result is in each mode.
+    trie: a Trie with the only outputs that are allowed, or None.
 
     A batch has at most decode.batch_size examples. A batch has fewer examples if the
     inputs are longer than data.inputs_length.
@@ -770,13 +1021,14 @@ def run_examples(params, cfg, mesh, examples, mode="predict"):
             # 5 examples on one device get 8 rows.
             rows = min(rows, 1 << (len(group) - 1).bit_length())
             rows = -(-rows // devices) * devices
-            results |= zip(numbers, run_batch(params, cfg, mesh, group, mode, rows))
+            batch_results = run_batch(params, cfg, mesh, group, mode, rows, trie)
+            results |= zip(numbers, batch_results)
             bar.update(len(group))
         yield from (results[number] for number in sorted(results))
     bar.close()
 
 
-def run_batch(params, cfg, mesh, group, mode, B):
+def run_batch(params, cfg, mesh, group, mode, B, trie=None):
     """Run the model on one batch, and return a list with the result of each example.
 
     If the group has fewer than B examples, copies of its last example fill the batch. A
@@ -792,6 +1044,8 @@ def run_batch(params, cfg, mesh, group, mode, B):
         - "mean", "first" and "none" return vectors of the encoder. encoder_vectors
           explains these vectors.
     B: the number of rows of the batch.
+    trie: a Trie with the only outputs that are allowed, or None. If it has fewer outputs
+        than decode.num_return, an example gets fewer outputs.
     """
     group = [*group, *[group[-1]] * (B - len(group))]
     inputs, input_segments = pad_batch([x.inputs for x in group])
@@ -820,10 +1074,13 @@ def run_batch(params, cfg, mesh, group, mode, B):
             return [row[: len(x.inputs)] for row, x in zip(vectors, group)]
         return vectors
     outputs = generate(
-        params, *inputs, cfg.model, length, cfg.decode, numbers, cfg.train.seed
+        params, *inputs, cfg.model, length, cfg.decode, numbers, cfg.train.seed, trie
     )
     kept = cfg.decode.num_return
     ids, scores = (to_numpy(array)[:, :kept].tolist() for array in outputs)
+    if trie is not None:  # leave out the empty outputs, which begin with padding
+        counts = [sum(output[0] != data.PAD for output in row) for row in ids]
+        ids, scores = ([x[:n] for x, n in zip(a, counts)] for a in (ids, scores))
     return [([cut_at_eos(x) for x in row], score) for row, score in zip(ids, scores)]
 
 
@@ -1103,6 +1360,7 @@ def describe_job(args, cfg, step, tokenizer, identity):
         # compare the checksums of all arrays.
         "the checkpoint": configs.checksum(configs.read_json(manifest, {})["arrays"]),
         "the vocabulary": tokenizer and tokenizer.sha256,
+        "the file of --decode.choices": data.find_files(cfg.decode.choices),
         "the checksum of the input": configs.checksum(identity),
         "the recipe file": list(configs.RECIPE_CODE.values()),
         # A GPU computes in bfloat16 by default, and a CPU in float32.
@@ -1257,7 +1515,13 @@ def run_file(args, cfg, mesh, tokenizer, params, step):
     end. If the command is killed, the same command resumes after the last complete line.
     All processes run the model, but only the main process writes.
     """
-    mode = args.pool if args.mode == "encode" else args.mode
+    mode, head = args.mode, read_vector_head(args.run_dir)
+    if mode == "encode":
+        mode = args.pool or ("model" if head else "mean")
+    if mode == "model" and not head:
+        raise UserError(
+            f"{args.run_dir} has no layers of sentence-transformers: use --pool mean."
+        )
     task, read, identity = open_input(args.input, cfg)
     encode = ExampleEncoder(cfg, tokenizer, mode == "score", task)
     partial = f"{args.output}.partial"
@@ -1280,7 +1544,14 @@ def run_file(args, cfg, mesh, tokenizer, params, step):
         return skips and not line["inputs"].strip()
 
     examples = (x for line, x in ahead if x and not is_blank(line))
-    results = run_examples(params, cfg, mesh, examples, mode)
+    trie = read_choices(cfg, tokenizer, task) if mode == "predict" else None
+    width = cfg.model.d_model
+    if mode == "model":
+        results = run_examples(params, cfg, mesh, examples, head["pool"])
+        results = (apply_vector_head(head, vector) for vector in results)
+        width = len(head["dense"][-1]) if head["dense"] else width
+    else:
+        results = run_examples(params, cfg, mesh, examples, mode, trie)
     count = 0
     start = time.perf_counter()
     with configs.naming_file(partial), file:
@@ -1295,7 +1566,7 @@ def run_file(args, cfg, mesh, tokenizer, params, step):
             if not done + count:
                 os.remove(partial)
             elif args.output.endswith(".npz"):
-                write_vectors(partial, args.output, VECTOR_FIELD[mode], cfg.model.d_model)
+                write_vectors(partial, args.output, VECTOR_FIELD[mode], width)
             elif data.file_kind(args.output) in data.DELIMITERS:
                 write_table(partial, args.output)
             elif data.file_kind(args.output) == "text":
@@ -1347,13 +1618,15 @@ def run_lines(lines, cfg, mesh, tokenizer, params, raw):
         in.
     """
     encode = ExampleEncoder(cfg, tokenizer, False)
+    trie = read_choices(cfg, tokenizer)
     for number, line in enumerate(lines):
         text = line.decode(errors="replace").strip()
         if not text:
             print(flush=True)
             continue
         example = encode({"inputs": text}, number)
-        ((outputs, scores),) = run_examples(params, cfg, mesh, [example])
+        results = run_examples(params, cfg, mesh, [example], trie=trie)
+        ((outputs, scores),) = results
         fill = not raw and len(split_spans(example.inputs, tokenizer)) > 1
         for ids, score in zip(outputs, scores):
             if fill:
@@ -1468,10 +1741,11 @@ def main(argv):
             help="generate outputs, score targets, or write the encoder's vectors",
         ),
         pool=dict(
-            default="mean",
-            choices=("mean", "first", "none"),
+            default="",
+            choices=("", *VECTOR_FIELD),
             help="with --mode encode, write the mean vector of each text, the first "
-            "vector, or all vectors (none)",
+            "vector, all vectors (none), or what a model of sentence-transformers "
+            "computes (model); the default is model for such a model, and else mean",
         ),
         raw=dict(
             action="store_true", help="print the generated text, not the filled input"

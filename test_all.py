@@ -37,7 +37,6 @@ import functools
 import gzip
 import hashlib
 import importlib.util
-import inspect
 import io
 import itertools
 import json
@@ -76,6 +75,7 @@ import numpy as np
 import optax
 import pytest
 import safetensors.numpy
+import sentencepiece
 from jax.experimental.compilation_cache import compilation_cache
 
 import configs
@@ -2262,6 +2262,49 @@ def test_vocabularies_of_bytes_and_of_ids(tmp_path, corpus):
     assert (ids.size, ids.sentinels) == (200, 100)
     (tmp_path / "spiece.model").write_bytes(ids.serialized)
     assert data.load_tokenizer(tmp_path / "spiece.model").sentinels == 100
+
+
+ATOMS = r"\[[^\]]+\]|Br|Cl|[BCNOPSFIbcnops]|[=#+\\/():.@?>*$-]|%[0-9]{2}|[0-9]"
+
+
+def test_a_pattern_defines_a_vocabulary(tmp_path):
+    """10,000 strings of atoms come back unchanged. The ids are those of transformers."""
+    transformers = pytest.importorskip("transformers")
+    pieces = ["C", "Cl", "c", "1", "(", ")", "=", "O", "[NH3+]", "%12"]
+    tokenizer = data.PatternTokenizer(ATOMS, pieces, 10)
+    assert tokenizer.size == 3 + len(pieces) + 10
+    ids = {piece: i for i, piece in enumerate(pieces, 3)}
+    assert tokenizer.encode("CClc") == [ids["C"], ids["Cl"], ids["c"]]
+    # The pattern finds [Xe], but the vocabulary lacks it. The text "zz" is no match.
+    assert tokenizer.encode("C[Xe]zzC") == [ids["C"], data.UNK, data.UNK, ids["C"]]
+    assert tokenizer.encode("<extra_id_0>C<extra_id_9>") == [22, ids["C"], 13]
+    assert tokenizer.decode([ids["C"], 0, ids["Cl"], 999, 1, ids["O"]]) == "CCl<unk>"
+    rng = np.random.default_rng(0)
+    texts = ["".join(rng.choice(pieces, rng.integers(0, 30))) for _ in range(10_000)]
+    encoded = tokenizer.encode_batch(texts)
+    assert [tokenizer.decode(ids) for ids in encoded] == texts
+    path = tmp_path / "spiece.model"
+    path.write_bytes(tokenizer.serialized)
+    assert data.load_tokenizer(path).encode_batch(texts[:9])[8].tolist() == list(
+        encoded[8]
+    )
+
+    convert.write_tokenizer(tmp_path, tokenizer, SMALL.model)
+    library = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    some = [*texts[:500], "C[Xe]zzC", "C <extra_id_0>C", "", "c1 (="]
+    for text in some:
+        assert library(text).input_ids == [*tokenizer.encode(text), data.EOS], text
+    decoded = library.batch_decode(encoded[:500], skip_special_tokens=True)
+    assert decoded == texts[:500]
+    back = convert.read_vocabulary([tmp_path], SMALL.model)
+    assert back.serialized == tokenizer.serialized
+
+    for pattern, words in (("[ab", ["a"]), ("[ab]", ["ab"]), ("a|b", ["a", "a"])):
+        with pytest.raises(configs.UserError, match="in the recipe file"):
+            data.PatternTokenizer(pattern, words)
+    path.write_bytes(tokenizer.serialized[:-9])
+    with pytest.raises(configs.UserError, match="spiece.model cannot be used"):
+        data.load_tokenizer(path)
 
 
 def test_a_damaged_vocabulary_is_trained_again(corpus, capsys):
@@ -6236,6 +6279,74 @@ def test_unigram_baseline_is_the_cross_entropy_of_the_counts(corpus):
     assert abs(data.unigram_loss(found, batches, tokenizer) - expected) < 1e-9
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (2, 2)])
+def test_restricted_decoding_equals_an_exhaustive_search(shape):
+    """All outputs are in the list. A wide beam search ranks 1,000 outputs as their scores
+    do, and greedy decoding equals a slow loop over the allowed prefixes."""
+    cfg = change(model=dict(vocab_size=16), mesh=dict(model=shape[1]))
+    rng = np.random.default_rng(5)
+    outputs = set()
+    while len(outputs) < 1000:
+        outputs.add(tuple(rng.integers(2, 16, rng.integers(1, 6)).tolist()))
+    outputs = sorted(outputs)
+    trie = infer.build_trie(outputs)
+    inputs = rng.integers(2, 16, (2, 7))
+    segments = np.ones((2, 7), int)
+
+    # Score all outputs, for both inputs, without the trie.
+    params = make_params(cfg, seed=8)
+    targets = np.zeros((1000, 6), int)
+    for row, output in zip(targets, outputs):
+        row[: len(output) + 1] = [*output, data.EOS]
+    expected = []
+    for row in inputs:
+        repeated = np.tile(row, (1000, 1))
+        batch = to_batch(repeated, targets, repeated > 0, targets > 0)
+        expected.append(np.asarray(infer.score(params, batch, cfg.model)))
+
+    def generate(length=6, **decode):
+        mesh = partition.set_mesh(cfg, jax.devices()[: shape[0] * shape[1]])
+        with jax.set_mesh(mesh):
+            params = make_params(cfg, seed=8)
+            arrays = partition.put_batch((inputs, segments), 2, mesh)
+            decode = DecodeConfig(**decode)
+            found = infer.generate(params, *arrays, cfg.model, length, decode, trie=trie)
+            return [infer.to_numpy(x) for x in found]
+
+    ids, scores = generate(beams=1001, alpha=0.0, num_return=1001)
+    for row in range(2):
+        order = np.argsort(-expected[row])
+        assert_same(
+            ids[row, :1000], targets[order], "Both should rank the outputs equally."
+        )
+        assert_same(
+            scores[row, :1000], expected[row][order], "Scores should be equal.", 1e-4
+        )
+        assert not ids[row, 1000].any()  # there are only 1,000 outputs
+
+    # With few beams, and in sampling, all outputs are in the list, with their scores.
+    for decode in (dict(beams=4), dict(temperature=2.0, num_return=8), {}):
+        ids, scores = generate(**decode)
+        for row, found in enumerate(ids):
+            for output, score in zip(found, scores[row]):
+                at = outputs.index(tuple(infer.cut_at_eos(output)))
+                if "beams" not in decode:
+                    assert score == pytest.approx(float(expected[row][at]), abs=1e-4)
+
+    partition.set_mesh(SMALL, jax.devices()[:1])
+    # Greedy decoding appends the most probable id that continues a prefix of the list.
+    allowed = {target[:n] for target in map(tuple, targets.tolist()) for n in range(7)}
+    output = ()
+    while data.EOS not in output:
+        decoded = np.array([[*output, 0]])
+        batch = to_batch(inputs[:1], decoded, segments[:1], np.ones_like(decoded))
+        logits = np.asarray(forward(params, batch, cfg.model))[0, -1]
+        output += (
+            max((i for i in range(16) if (*output, i) in allowed), key=logits.item),
+        )
+    assert_same(ids[0, 0, : len(output)], output, "Greedy outputs should be equal.")
+
+
 # ---- evaluate ------------------------------------------------------------------------------------
 
 # (metric, targets, predictions, the result of t5 0.9.4)
@@ -8890,6 +9001,333 @@ def test_families(family, tmp_path, capsys, monkeypatch, tokenizer):
         ]
 
 
+def import_hf(network, folder, monkeypatch, capsys, **config):
+    """Save a transformers model in a folder, convert it to a run, and return its params."""
+    network.save_pretrained(folder)
+    about = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(about | config))
+    run_dir = folder.parent / "run"
+    status, _, err = run(convert, capsys, monkeypatch, folder, run_dir)
+    assert status == 0, err
+    return *params_of(run_dir), err
+
+
+@pytest.mark.parametrize("tags", [[], ["<2de>"]])
+def test_madlad_gets_the_ids_of_t5(tags, tmp_path, capsys, monkeypatch):
+    """MADLAD-400 has other special ids, no sentinels, and falls back to bytes.
+
+    Ids, logits and greedy outputs equal those of transformers, with the ids exchanged. The
+    model also does after it was exported.
+    """
+    torch = pytest.importorskip("torch", reason="needs pip install '.[parity]'")
+    transformers = pytest.importorskip("transformers")
+    model_file = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sentences(200)), model_writer=model_file, vocab_size=384,
+        byte_fallback=True, minloglevel=2, hard_vocab_limit=False,
+        user_defined_symbols=tags,
+    )  # fmt: skip
+    vocabulary = model_file.getvalue()
+    theirs = sentencepiece.SentencePieceProcessor(model_proto=vocabulary)
+    rows = theirs.get_piece_size()
+    assert [theirs.id_to_piece(i) for i in range(3)] == ["<unk>", "<s>", "</s>"]
+    cfg = change(model=dict(dropout=0.0, vocab_size=rows))
+    network, _ = hugging_face(cfg.model)
+    special = dict(pad_token_id=1, eos_token_id=2, decoder_start_token_id=0)
+    network.config.update(special)
+    network.generation_config.update(**special)
+    folder = tmp_path / "madlad"
+    folder.mkdir()
+    (folder / "spiece.model").write_bytes(vocabulary)
+    flags = dict(tie_word_embeddings=False)
+    m, params, err = import_hf(network, folder, monkeypatch, capsys, **flags)
+    assert "ids of some tokens change" in err and m.vocab_size == rows
+
+    tokenizer = data.load_tokenizer(tmp_path / "run" / "spiece.model")
+    assert (tokenizer.size, tokenizer.sentinels) == (rows, 0)
+    order = np.arange(rows)
+    order[[1, 2]] = 2, 1  # the old id of each new id
+    texts = [*sentences(20, 1), "<2de> alpha beta", "\u4e2d \U0001f642 x\u00e9", ""]
+    for text in texts:
+        assert order[tokenizer.encode(text)].tolist() == theirs.encode(text), text
+        assert tokenizer.decode(tokenizer.encode(text)) == theirs.decode(
+            theirs.encode(text)
+        )
+
+    partition.set_mesh(SMALL, jax.devices()[:1])
+    ids = [*theirs.encode("<2de> alpha beta"), 2]
+    # The cache of transformers needs as many decoder layers as encoder layers.
+    decoding = dict(use_cache=False, max_new_tokens=8, do_sample=False)
+    with torch.no_grad():
+        inputs = torch.tensor([ids])
+        start = torch.tensor([[0, 5, 9]])
+        logits = network(input_ids=inputs, decoder_input_ids=start).logits.numpy()
+        greedy = network.generate(inputs, **decoding)[0].tolist()
+    new = np.argsort(order)
+    inputs, targets = new[ids][None], new[[5, 9, 7]][None]
+    batch = to_batch(inputs, targets, np.ones_like(inputs), np.ones_like(targets))
+    ours = np.asarray(forward(params, batch, replace(m, dtype="float32")))
+    np.testing.assert_allclose(ours[..., new], logits, atol=1e-4 * np.abs(logits).max())
+    found, _ = infer.generate(
+        params, batch.inputs, batch.input_segments, replace(m, dtype="float32"), 8
+    )
+    found = order[infer.cut_at_eos(found[0, 0])].tolist()
+    assert found == [i for i in greedy[1:] if i not in (1, 2)]
+
+    status, _, err = run(
+        convert, capsys, monkeypatch, tmp_path / "run", tmp_path / "hf", "--to", "hf"
+    )
+    if tags:
+        assert status == 2 and "user-defined pieces inside of words" in err
+        return
+    assert status == 0, err
+    again = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "hf")
+    library = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    asked = library(["<2de> alpha beta"], return_tensors="pt")
+    assert asked.input_ids.tolist() == inputs.tolist()
+    output = again.generate(asked.input_ids, **decoding)[0]
+    assert order[output[1 : len(greedy)].numpy()].tolist() == greedy[1:]
+
+
+def test_the_vectors_of_sentence_transformers(tmp_path, capsys, monkeypatch, tokenizer):
+    """sentence-t5 and GTR have pooling, a dense layer and a normalization. infer.py writes
+    the vectors of the library, also after an export."""
+    library = pytest.importorskip("sentence_transformers")
+    import sentence_transformers.models as modules
+
+    cfg = change(model=dict(dropout=0.0, num_decoder_layers=0, tied=True))
+    network, _ = hugging_face(cfg.model)
+    (tmp_path / "encoder").mkdir()
+    (tmp_path / "encoder" / "spiece.model").write_bytes(tokenizer.serialized)
+    convert.write_tokenizer(tmp_path / "encoder", tokenizer, cfg.model)
+    network.save_pretrained(tmp_path / "encoder")
+    transformer = modules.Transformer(str(tmp_path / "encoder"))
+    width = cfg.model.d_model
+    dense = modules.Dense(width, 24, bias=False, activation_function=torch_identity())
+    theirs = library.SentenceTransformer(
+        modules=[transformer, modules.Pooling(width, "mean"), dense, modules.Normalize()],
+        device="cpu",
+    )
+    theirs.save(str(tmp_path / "st5"))
+    status, _, err = run(convert, capsys, monkeypatch, tmp_path / "st5", tmp_path / "run")
+    assert status == 0 and "does not convert" not in err, err
+    texts = ["alpha beta", "gamma", "delta theta alpha beta"]
+    (tmp_path / "in.jsonl").write_text(
+        "".join(json.dumps({"inputs": text}) + "\n" for text in texts)
+    )
+    monkeypatch.setattr(partition.jax, "devices", lambda *_: jax.local_devices()[:1])
+    for source in ("run", "back"):
+        output = tmp_path / f"{source}.npz"
+        flags = ("--input", tmp_path / "in.jsonl", "--output", output, "--mode", "encode")
+        flags += ("--model.dtype", "float32")
+        status, _, err = run(
+            infer, capsys, monkeypatch, "--run_dir", tmp_path / source, *flags
+        )
+        assert status == 0, err
+        found = np.load(output)["vectors"]
+        np.testing.assert_allclose(found, theirs.encode(texts), atol=1e-5)
+        if source == "run":
+            for steps in (("run", "hf", "--to", "hf"), ("hf", "back")):
+                paths = [tmp_path / steps[0], tmp_path / steps[1], *steps[2:]]
+                status, _, err = run(convert, capsys, monkeypatch, *paths)
+                assert status == 0, err
+            again = library.SentenceTransformer(str(tmp_path / "hf"), device="cpu")
+            np.testing.assert_allclose(
+                again.encode(texts), theirs.encode(texts), atol=1e-5
+            )
+    modules = json.loads((tmp_path / "st5" / "modules.json").read_text())
+    modules[3]["type"] = "sentence_transformers.models.LSTM"
+    (tmp_path / "st5" / "modules.json").write_text(json.dumps(modules))
+    status, _, err = run(convert, capsys, monkeypatch, tmp_path / "st5", tmp_path / "no")
+    assert status == 2 and "does not support" in err and "LSTM" in err
+    (tmp_path / "run" / "2_Dense" / "model.safetensors").write_bytes(b"damaged")
+    status, _, err = run(
+        infer, capsys, monkeypatch, "--run_dir", tmp_path / "run", *flags[:3],
+        tmp_path / "other.npz", *flags[4:],
+    )  # fmt: skip
+    assert status == 2 and "modules.json describes layers" in err
+
+
+def test_the_embeddings_of_the_readme_are_those_of_transformers(
+    tmp_path, capsys, monkeypatch, tokenizer
+):
+    """The six lines of README give the vectors of an encoder, such as that of Flux."""
+    torch = pytest.importorskip("torch", reason="needs pip install '.[parity]'")
+    cfg = change(model=dict(dropout=0.0, num_decoder_layers=0, tied=True))
+    network, _ = hugging_face(cfg.model)
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "spiece.model").write_bytes(tokenizer.serialized)
+    import_hf(network, tmp_path / "hf", monkeypatch, capsys)
+    code = README.partition("### Embeddings in JAX")[2]
+    code = code.partition("```python\n")[2].partition("```")[0]
+    code = code.replace("runs/encoder", str(tmp_path / "run"))
+    code = code.replace("set_mesh(cfg)", "set_mesh(cfg, jax.devices()[:1])")
+    defined = {"jax": jax}
+    exec(code, defined)
+    ids = [*tokenizer.encode("a cat"), data.EOS]
+    with torch.no_grad():
+        expected = network(torch.tensor([ids])).last_hidden_state.numpy()
+    found = np.asarray(defined["vectors"])[:, : len(ids)]
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+    assert len(code.strip().splitlines()) == 8  # the import, an empty line, six lines
+
+
+def torch_identity():
+    return pytest.importorskip("torch").nn.Identity()
+
+
+@pytest.mark.parametrize("base", ["hf", "run"])
+def test_a_lora_adapter_is_merged(base, tmp_path, capsys, monkeypatch):
+    """The merged weights equal those of the library peft, on a folder and on a run."""
+    torch = pytest.importorskip("torch", reason="needs pip install '.[parity]'")
+    peft = pytest.importorskip("peft", reason="needs pip install '.[parity]'")
+    cfg = change(model=dict(dropout=0.0))
+    network, params = hugging_face(cfg.model)
+    network.save_pretrained(tmp_path / "hf")
+    config = tmp_path / "hf" / "config.json"
+    config.write_text(
+        config.read_text().replace('embeddings": true', 'embeddings": false')
+    )
+    if base == "run":
+        status, _, err = run(
+            convert, capsys, monkeypatch, tmp_path / "hf", tmp_path / "run"
+        )
+        assert status == 0, err
+    modules = ["q", "v", "wo", "wi_0"]
+    adapted = peft.get_peft_model(
+        network, peft.LoraConfig(r=3, lora_alpha=5, target_modules=modules)
+    )
+    torch.manual_seed(1)
+    for name, p in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(p)
+    adapted.save_pretrained(tmp_path / "lora")
+    status, _, err = run(
+        convert, capsys, monkeypatch, tmp_path / base, tmp_path / "merged", "--lora",
+        tmp_path / "lora",
+    )  # fmt: skip
+    assert status == 0, err
+    merged = adapted.merge_and_unload().state_dict()
+    expected = from_hugging_face({k: v.numpy() for k, v in merged.items()}, cfg.model)
+    _, found = params_of(tmp_path / "merged")
+    differs = 0
+    for x, y, old in zip(*map(jax.tree.leaves, (found, expected, params))):
+        np.testing.assert_allclose(x, y, atol=1e-6 * float(np.abs(y).max()))
+        differs += not np.array_equal(y, old)
+    assert differs == 10  # query and value in three attentions, gate and down in two MLPs
+    about = tmp_path / "lora" / "adapter_config.json"
+    for key, value in (("use_dora", True), ("r", "three"), ("peft_type", "IA3")):
+        content = json.loads(about.read_text())
+        (tmp_path / "bad").mkdir(exist_ok=True)
+        shutil.copy(tmp_path / "lora" / "adapter_model.safetensors", tmp_path / "bad")
+        (tmp_path / "bad" / "adapter_config.json").write_text(
+            json.dumps(content | {key: value})
+        )
+        status, _, err = run(
+            convert, capsys, monkeypatch, tmp_path / base, tmp_path / "no", "--lora",
+            tmp_path / "bad",
+        )  # fmt: skip
+        assert status == 2 and (key in err or "adapter_config.json" in err), err
+
+
+@pytest.mark.parametrize("form", ["single file", "text_encoder_2"])
+def test_encoders_of_image_models(form, tmp_path, capsys, monkeypatch, tokenizer):
+    """A single file of an encoder, and the folders of diffusers with ../tokenizer_2."""
+    cfg = change(model=dict(dropout=0.0, num_decoder_layers=0, tied=True))
+    network, params = hugging_face(cfg.model)
+    folder = tmp_path / "flux" / "text_encoder_2"
+    network.save_pretrained(folder)
+    beside = tmp_path / "flux" / "tokenizer_2"
+    source = folder
+    if form == "single file":
+        source = folder / "t5xxl_fp16.safetensors"
+        (folder / "model.safetensors").rename(source)
+        (folder / "config.json").unlink()
+        beside = folder
+    beside.mkdir(exist_ok=True)
+    (beside / "spiece.model").write_bytes(tokenizer.serialized)
+    status, _, err = run(convert, capsys, monkeypatch, source, tmp_path / "run")
+    assert status == 0 and ("gated-gelu" in err) == (form == "single file"), err
+    m, found = params_of(tmp_path / "run")
+    assert replace(m, dtype="float32", dropout=0.0) == cfg.model
+    assert_equal(found, params)
+    stored = data.load_run_tokenizer(tmp_path / "run")
+    assert stored.encode("alpha beta") == tokenizer.encode("alpha beta")
+
+
+@pytest.mark.parametrize(
+    "kind, activation",
+    [
+        ("T5ForConditionalGeneration", "gated-relu"),
+        ("T5ForConditionalGeneration", "gated-gelu_new"),
+        ("T5ForConditionalGeneration", "gelu_new"),
+        ("T5Model", "relu"),
+        ("T5ForSequenceClassification", "gated-gelu"),
+        ("T5ForTokenClassification", "gated-gelu"),
+        ("T5ForQuestionAnswering", "gated-gelu"),
+    ],
+)
+def test_other_classes_and_activations(kind, activation, tmp_path, capsys, monkeypatch):
+    """Classifiers and T5Model are read without their heads. The encoder is the same."""
+    torch = pytest.importorskip("torch", reason="needs pip install '.[parity]'")
+    transformers = pytest.importorskip("transformers")
+    m = SMALL.model
+    torch.manual_seed(0)
+    network = getattr(transformers, kind)(
+        transformers.T5Config(
+            vocab_size=m.vocab_size, d_model=m.d_model, d_kv=m.d_kv, d_ff=m.d_ff,
+            num_heads=m.num_heads, num_layers=2, num_decoder_layers=3, dropout_rate=0.0,
+            feed_forward_proj=activation, decoder_start_token_id=0,
+        )
+    ).eval()  # fmt: skip
+    with torch.no_grad():
+        for p in network.parameters():
+            p.copy_(0.2 * torch.randn(p.shape))
+    network.save_pretrained(tmp_path / "theirs")
+    status, _, err = run(
+        convert, capsys, monkeypatch, tmp_path / "theirs", tmp_path / "run"
+    )
+    assert status == 0, err
+    assert ("output layer of a task" in err) == ("Classif" in kind or "Answering" in kind)
+    m, params = params_of(tmp_path / "run")
+    assert m.activation == activation.replace("gelu_new", "gelu").replace("-", "_")
+    assert m.num_decoder_layers == (0 if "TokenClass" in kind else 3)
+    inputs = np.array([[5, 9, 7, 1]])
+    ours = model.encode(params, replace(m, dtype="float32"), inputs, inputs > 0)
+    inner = getattr(network, "transformer", network)
+    with torch.no_grad():
+        theirs = inner.encoder(torch.tensor(inputs)).last_hidden_state.numpy()
+    np.testing.assert_allclose(ours, theirs, atol=1e-4 * np.abs(theirs).max())
+
+
+def test_another_start_token_becomes_id_0(tmp_path, capsys, monkeypatch, tokenizer):
+    """The rows of the two ids are exchanged. EOS cannot also start the decoder."""
+    torch = pytest.importorskip("torch", reason="needs pip install '.[parity]'")
+    cfg = change(model=dict(dropout=0.0))
+    network, _ = hugging_face(cfg.model)
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "spiece.model").write_bytes(tokenizer.serialized)
+    flags = dict(tie_word_embeddings=False, decoder_start_token_id=3)
+    network.generation_config.decoder_start_token_id = 3
+    folder = tmp_path / "theirs"
+    m, params, err = import_hf(network, folder, monkeypatch, capsys, **flags)
+    order = np.arange(m.vocab_size)
+    order[[0, 3]] = 3, 0
+    inputs, targets = np.array([[5, 9, 7, 1]]), np.array([[8, 1]])
+    batch = to_batch(inputs, targets, inputs > 0, targets > 0)
+    ours = np.asarray(forward(params, batch, replace(m, dtype="float32")))
+    with torch.no_grad():
+        logits = network(
+            input_ids=torch.tensor(inputs), decoder_input_ids=torch.tensor([[3, 8]])
+        ).logits.numpy()
+    np.testing.assert_allclose(ours[..., order], logits, atol=1e-4 * np.abs(logits).max())
+    about = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(about | {"decoder_start_token_id": 1}))
+    (folder / "generation_config.json").unlink()
+    status, _, err = run(convert, capsys, monkeypatch, folder, tmp_path / "no")
+    assert status == 2 and "two different tokens" in err
+
+
 @pytest.mark.parametrize(
     "change_it, expected",
     [
@@ -8960,15 +9398,11 @@ def test_notes_name_what_is_not_converted_and_values_that_are_not_finite(
     state["shared.weight"][0, 0] = np.inf
     shutil.rmtree(tmp_path / "hf")
     write_hf(tmp_path / "hf", ODD.model, state=state)
-    modules = "Transformer", "Pooling", "Dense", "Normalize"
-    modules = [{"type": f"sentence_transformers.models.{name}"} for name in modules]
-    (tmp_path / "hf" / "modules.json").write_text(json.dumps(modules))
     generation = {"forced_bos_token_id": 0, "suppress_tokens": [5], "bad_words_ids": None}
     (tmp_path / "hf" / "generation_config.json").write_text(json.dumps(generation))
     convert.main([str(tmp_path / "hf"), str(tmp_path / "run")])
     err = capsys.readouterr().err
-    unused = "forced_bos_token_id 0, suppress_tokens [5], the module Dense of sentence-"
-    assert unused in err and "the module Normalize of sentence-transformers" in err
+    assert "forced_bos_token_id 0, suppress_tokens [5]" in err
     infinite = "values of params/embed, params/encoder/layers/mlp/down are infinite or N"
     assert infinite in err
 
@@ -9855,12 +10289,14 @@ def test_the_tables_of_the_reference_are_complete(monkeypatch):
         assert library == libraries.get(evaluate.LIBRARIES.get(name), ""), name
         assert quoted(result) and quoted(tasks), name
         for task in quoted(tasks):
+            if task.startswith("assets/recipes/"):
+                assert f'"{name}"' in (HERE / task).read_text()
+                continue
             assert name in data.TASKS[task].metrics, f"{task} does not use {name}"
     dicts = {quoted(row[0])[0] for row in table_of(REFERENCE, "name")}
     for name in dicts - {"CONFIG"}:
         monkeypatch.setattr(configs, name, {})
-    loop = re.search(r"for title in \((.*?)\)", inspect.getsource(configs.load_recipe))
-    assert dicts - {"CONFIG"} == set(re.findall(r"\w+", loop[1]))
+    assert dicts - {"CONFIG"} == set(configs.RECIPE_TABLES)
 
     extras = tomllib.loads((HERE / "pyproject.toml").read_text())
     extras = extras["project"]["optional-dependencies"]
@@ -9941,12 +10377,10 @@ RECIPE_FILES = {
 @pytest.fixture
 def load_page(tmp_path, monkeypatch):
     """Return a function that loads a recipe file of the two pages in an empty folder."""
-    tables = ("TASKS", "MIXTURES", "ACTIVATIONS", "METRICS", "OPTIMIZERS")
-    for table in tables:
+    modules = (data, data, model, evaluate, train, data, data)
+    for module, table in zip(modules, configs.RECIPE_TABLES, strict=True):
         monkeypatch.setattr(configs, table, dict(getattr(configs, table)))
-    for module, table in zip((data, data, model, evaluate, train), tables):
         monkeypatch.setattr(module, table, getattr(configs, table))
-    monkeypatch.setattr(data, "SOURCES", dict(data.SOURCES))
     monkeypatch.chdir(tmp_path)
 
     def load(name):
@@ -9959,10 +10393,11 @@ def load_page(tmp_path, monkeypatch):
 def train_a_step(cfg, task, **settings):
     """Train a small model with the data, the optimizer and the activation of a recipe."""
     small = replace(SMALL.model, vocab_size=384, activation=cfg.model.activation)
-    settings = dict(task=task, vocab="bytes:100", prepared_dir="prepared") | settings
+    vocab = "digits" if cfg.data.vocab == "digits" else "bytes:100"
+    settings = dict(task=task, vocab=vocab, prepared_dir="prepared") | settings
     cfg = change(replace(cfg, model=small), data=settings, train=dict(start_step=0))
     cfg = change(cfg, train=dict(batch_size=8, microbatches=1))
-    dataset = data.prepare(cfg, "train", data.load_tokenizer("bytes:100"))
+    dataset = data.prepare(cfg, "train", data.load_tokenizer(vocab))
     state, metrics = train_step(cfg, train.init_state(cfg), dataset.batch(0))
     assert state.step == 1 and state.skipped == 0 and np.isfinite(metrics["loss"])
     return dataset.batch(0)
@@ -10002,8 +10437,34 @@ def test_the_recipe_of_the_reference_defines_one_object_of_each_kind(load_page):
     found = evaluate.compute_metrics("add_one", task, [line])
     assert found == {"accuracy": 0.0, "mean_error": 2.0}
     assert float(model.ACTIVATIONS["squared_relu"](jnp.float32(3))) == 9
+    tokenizer = data.load_tokenizer("digits")
+    assert tokenizer.decode(tokenizer.encode("add one: 41")) == "add one: 41"
     assert cfg.model.activation == "gated_squared_relu"
     assert cfg.train.optimizer == "momentum"
+
+
+def test_a_changed_source_of_a_recipe_is_tokenized_again(tmp_path, monkeypatch):
+    """The stamp of a source that a recipe file defines includes the code of the file."""
+    for table in configs.RECIPE_TABLES:
+        monkeypatch.setattr(configs, table, dict(getattr(configs, table)))
+    monkeypatch.setattr(configs, "TASK_CODE", {})
+    monkeypatch.setattr(data, "SOURCES", configs.SOURCES)
+    monkeypatch.setattr(data, "TASKS", configs.TASKS)
+    recipe = tmp_path / "mine.py"
+    found = []
+    for word in ("alpha", "alpha", "omega"):
+        recipe.write_text(
+            "from configs import RECIPES\nfrom data import SourceFile, Task\n"
+            "def letters(name, split, cfg, whole):\n"
+            f"    read = lambda bad: [('1', {{'inputs': {word!r}, 'targets': 'a'}})]\n"
+            "    return [SourceFile('letters', [], read)]\n"
+            "SOURCES = {'letters': letters}\nTASKS = {'mine': Task('letters:')}\n"
+            "CONFIG = RECIPES['tiny']\n"
+        )
+        cfg = change(configs.load_recipe(str(recipe)), data=dict(task="mine"))
+        task, files = data.open_task("mine", "train", cfg)
+        found.append(data.source_identity("mine", task, files, cfg))
+    assert found[0] == found[1] != found[2]
 
 
 def test_the_recipe_beside_a_gin_file_has_its_settings(load_page):

@@ -993,9 +993,11 @@ def held_out_example(params, cfg, mesh, dataset):
     # The devices along the mesh axis "data" share the rows of a batch. The batch
     # therefore needs at least one row for each of these devices. Only the first row is
     # used.
-    (outputs, _), *_ = infer.run_batch(
-        params, cfg, mesh, [infer.Example(inputs)], "predict", mesh.shape["data"]
-    )
+    rows = mesh.shape["data"]
+    trie = infer.read_choices(cfg, tokenizer, data.TASKS.get(cfg.data.task))
+    example = infer.Example(inputs)
+    results = infer.run_batch(params, cfg, mesh, [example], "predict", rows, trie)
+    (outputs, _), *_ = results
     if data.is_span_corruption(cfg):
         # Show the same text three times: with gaps, with the true tokens in the gaps, and
         # with the tokens that the model writes.

