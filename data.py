@@ -42,6 +42,7 @@ Terms:
 `pytest -k lesson_data` runs the lessons about this file, which are in test_all.py.
 """
 
+import array
 import ast
 import bisect
 import bz2
@@ -59,12 +60,13 @@ import math
 import os
 import re
 import sys
+import tempfile
 import threading
 import time
 import timeit
 import zlib
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -426,16 +428,23 @@ def truncated_length(side, task, data):
     return limit, eos, limit - eos * task.eos_after_trim
 
 
-def truncate(ids, side, task, data):
-    """Truncate the token ids of an example's inputs or targets, and append EOS.
+def truncate(arrays, side, task, data):
+    """Truncate the token ids of the inputs or targets of N examples, and append EOS.
 
     For example, with a maximum length of 4, the ids [5, 9, 7, 8, 6] become [5, 9, 7, 1].
 
+    arrays: a list with the ids of each example. The result is a list, too.
     side: the string "inputs" or "targets".
     """
     limit, eos, kept = truncated_length(side, task, data)
-    # [:limit] removes EOS if the tokens before EOS already fill the maximum length.
-    return np.concatenate([ids[:kept], [EOS] * eos]).astype(np.int32)[:limit]
+    # Join all examples, and cut the result into examples again. This is faster than
+    # calling NumPy for each example.
+    end = np.full(eos, EOS, np.int32)
+    parts = [part for ids in arrays for part in (ids[:kept], end)]
+    joined = np.concatenate(parts, dtype=np.int32, casting="unsafe")
+    stops = itertools.accumulate([min(len(ids), kept) + eos for ids in arrays], initial=0)
+    # The limit removes EOS if the tokens before EOS already fill the maximum length.
+    return [joined[i : min(j, i + limit)] for i, j in itertools.pairwise(stops)]
 
 
 # Random bits shuffle chunks, choose the removed spans, and shuffle packed rows. The keys
@@ -482,12 +491,10 @@ class Examples:
         if not self.shuffled:
             return epochs, chunks
         shards = np.searchsorted(starts, chunks, "right") - 1
-        for shard in np.unique(shards):
-            here = shards == shard
-            start, stop = starts[shard], starts[shard + 1]
-            key = ORDER, self.cfg.train.seed, epochs[here], shard
-            chunks[here] = start + permute(chunks[here] - start, stop - start, *key)
-        return epochs, chunks
+        first = np.array(starts)[shards]  # the first chunk of each chunk's shard
+        size = np.array(starts)[shards + 1] - first
+        key = ORDER, self.cfg.train.seed, epochs, shards
+        return epochs, first + permute(chunks - first, size, *key)
 
     def sizes(self, epochs, chunks):
         """Return the lengths of inputs and targets before truncation, without EOS.
@@ -512,21 +519,50 @@ class Examples:
         return sizes
 
     def make(self, epochs, chunks):
-        """Return N examples as pairs [inputs, targets], truncated and with EOS."""
+        """Return N examples as pairs (inputs, targets), truncated and with EOS."""
         keys = random_bits(NOISE, self.cfg.train.seed, epochs, chunks)
         pairs = self.task.objective.make(
             self.corpus.chunks(chunks), keys, self.tokenizer, self.cfg.data
         )
-        return [
-            [
-                truncate(ids, side, self.task, self.cfg.data)
-                for ids, side in zip(pair, SIDES)
-            ]
-            for pair in pairs
+        sides = [
+            truncate(list(arrays), side, self.task, self.cfg.data)
+            for arrays, side in zip(zip(*pairs), SIDES)
         ]
+        return list(zip(*sides))
 
 
 # ---- packing ---------------------------------------------------------------------------
+
+
+class Steps:
+    """Work that a generator does in small steps, so that it can be divided.
+
+    work: a generator that yields the fraction of the work that is done after each step,
+        and returns the result.
+    """
+
+    def __init__(self, work):
+        self.work = work
+        self.done = 0.0  # the fraction of the work that is done
+        self.future = Future()  # holds the result, or the exception of the work
+        self.lock = threading.Lock()
+
+    def run(self, fraction):
+        """Do the work until more than a fraction of it is done."""
+        with self.lock:
+            while self.done <= fraction and not self.future.done():
+                try:
+                    self.done = next(self.work)
+                except StopIteration as end:
+                    self.future.set_result(end.value)
+                except Exception as error:  # is raised again when the result is needed
+                    self.future.set_exception(error)
+
+    def result(self):
+        """Complete the work, and return its result."""
+        if not self.future.done():
+            self.run(math.inf)
+        return self.future.result()
 
 
 def pack(sizes, limits):
@@ -541,19 +577,30 @@ def pack(sizes, limits):
     sizes: an array [2, N] with the numbers of input tokens and target tokens.
     limits: the maximum numbers of input tokens and target tokens in a row.
     """
+    return Steps(pack_in_steps(sizes, limits)).result()
+
+
+def pack_in_steps(sizes, limits):
+    """Do the work of `pack` as a generator, with one step for each row.
+
+    After each row, the generator yields the fraction of the examples that are packed. At
+    the end, it returns the result of `pack`.
+    """
     limits = np.array(limits)
     # Group the examples that have the same number of input tokens and the same number of
-    # target tokens. Each group is called a kind. Searching a few kinds is faster than
-    # searching all examples. The kinds are sorted by their number of input tokens.
-    kinds, kind_of = np.unique(sizes, axis=1, return_inverse=True)
-    waiting = [[] for _ in kinds[0]]  # the examples of each kind that are not packed yet
-    for example, kind in enumerate(kind_of.ravel().tolist()):
-        waiting[kind].append(example)
-    # The kinds are sorted, so the first fitting[n] kinds have at most n input tokens.
-    fitting = np.searchsorted(kinds[0], np.arange(limits[0] + 1), "right")
-    # `targets` holds the number of target tokens of each kind. When the last example of a
-    # kind is packed, this number is set above the limit. So the kind never fits again.
-    targets = kinds[1].copy()
+    # target tokens. Each group is called a kind. A kind is a pair of these two numbers.
+    waiting = {}  # the examples of each kind that are not packed yet
+    for example, kind in enumerate(zip(*sizes.tolist())):
+        waiting.setdefault(kind, []).append(example)
+    # Of the kinds with the same number of target tokens, the kind with the most input
+    # tokens that fit leaves the least room. largest[n, t] is the largest number of input
+    # tokens, up to n, of a waiting kind with t target tokens. If there is no such kind,
+    # it is `none`.
+    none = sizes[0].max() + 1
+    largest = np.full(sizes.max(1) + 1, -1, np.int32)
+    largest[*sizes] = sizes[0]
+    np.maximum.accumulate(largest, out=largest)
+    largest[largest < 0] = none
 
     # Measure the free room of a row as a fraction of an average row. Otherwise the inputs
     # would count more than the targets, because inputs are often longer.
@@ -564,32 +611,53 @@ def pack(sizes, limits):
     # rows.
     load = sizes.sum(1) / limits
     average = limits * load / load.max()
-    input_room, target_room = (kinds / average[:, None]).astype(np.float32)
+    # taken[side][n] is the room that n tokens take. free[side][n] is the room in a row in
+    # which n more tokens fit. In an empty row, this is 1.
+    tokens = [np.arange(limit + 1) for limit in limits]
+    taken = [(n / size).astype(np.float32) for n, size in zip(tokens, average)]
+    free = [(1 - n[::-1] / size).astype(np.float32) for n, size in zip(tokens, average)]
+    taken[0] = np.append(taken[0][:none], np.float32(-np.inf))  # `none` never fits
+
+    def find_best(room, target_room):
+        """Return the best kind for a row in which these numbers of tokens still fit.
+
+        If no waiting kind fits, the result is None.
+        """
+        inputs = largest[min(room, none - 1), : target_room + 1]
+        # For each number of targets, the room that is left for inputs and for targets.
+        a = free[0][room] - taken[0][inputs]
+        b = free[1][target_room] - taken[1][: len(inputs)]
+        # Choose the kind that leaves the least room. The term |a - b| / 2 is a penalty
+        # for rows in which only the inputs or only the targets fill up. Of equally good
+        # kinds, choose the last, which has the fewest inputs.
+        remaining = a + b + np.abs(a - b) * np.float32(0.5)
+        targets = len(inputs) - 1 - int(remaining[::-1].argmin())
+        kind = int(inputs[targets]), targets
+        return kind if kind in waiting else None
 
     rows = np.zeros(sizes.shape[1], int)
-    row = -1
-    left = len(rows)  # the number of examples that are not in a row yet
-    while left:
-        row += 1
-        room = limits.copy()
-        while fit := fitting[room[0]]:
-            # The room in this row for inputs (a) and for targets (b), as a fraction of an
-            # average row. In an empty row, a and b are 1.
-            a, b = (1 - (limits - room) / average).astype(np.float32)
-            # For each kind, compute the room that is left after adding such an example.
-            a, b = a - input_room[:fit], b - target_room[:fit]
-            # Choose the kind that leaves the least room. The term |a - b| / 2 is a
-            # penalty for rows in which only the inputs or only the targets fill up.
-            remaining = a + b + np.abs(a - b) / 2
-            remaining = np.where(targets[:fit] > room[1], np.inf, remaining)
-            best = remaining.argmin()
-            if remaining[best] == np.inf:
+    best = {}  # the best kind for each room, which stays the best while it is waiting
+    packed = row = 0
+    while packed < len(rows):
+        room = tuple(limits.tolist())
+        while True:
+            kind = best.get(room, room)
+            if kind and kind not in waiting:
+                kind = best[room] = find_best(*room)
+            if not kind:  # nothing fits
                 break
-            rows[waiting[best].pop()] = row
-            left -= 1
-            room = room - kinds[:, best]
-            if not waiting[best]:
-                targets[best] = limits[1] + 1
+            rows[waiting[kind].pop()] = row
+            packed += 1
+            inputs, targets = kind
+            room = room[0] - inputs, room[1] - targets
+            if not waiting[kind]:
+                # The kind with the next smaller number of inputs takes its place.
+                del waiting[kind]
+                column = largest[:, targets]
+                smaller = column[inputs - 1] if inputs else none
+                column[column == inputs] = smaller
+        row += 1
+        yield packed / len(rows)
     return rows
 
 
@@ -609,14 +677,22 @@ def fill_rows(examples, rows, count, limits):
     for side, limit in enumerate(limits):
         tokens = np.zeros((count, limit), np.int32)
         segments = np.zeros((count, limit), np.int32)
+        arrays = [pair[side] for pair in examples]
         used = [0] * count  # the number of tokens in each row so far
         segment = [0] * count  # the number of examples in each row so far
-        for row, pair in zip(rows.tolist(), examples):
-            start = used[row]
-            used[row] += len(pair[side])
+        starts, numbers = [], []  # the first position and the segment of each example
+        for row, ids in zip(rows.tolist(), arrays):
+            starts.append(row * limit + used[row])
+            used[row] += len(ids)
             segment[row] += 1  # the first example of a row is segment 1
-            tokens[row, start : used[row]] = pair[side]
-            segments[row, start : used[row]] = segment[row]
+            numbers.append(segment[row])
+        # Write all examples at once, which is faster than one at a time. `places` holds
+        # the position of each token in the rows, which are numbered one after the other.
+        sizes = np.array([len(ids) for ids in arrays])
+        before = np.cumsum(sizes) - sizes  # the number of tokens before each example
+        places = np.arange(sizes.sum()) + np.repeat(starts - before, sizes)
+        tokens.ravel()[places] = np.concatenate(arrays)
+        segments.ravel()[places] = np.repeat(numbers, sizes)
         sides.append((tokens, segments))
     (inputs, input_segments), (targets, target_segments) = sides
     return complete_batch(inputs, targets, input_segments, target_segments)
@@ -643,7 +719,7 @@ def complete_batch(inputs, targets, input_segments, target_segments):
 # ---- random numbers without state, and the order of samples ----------------------------
 
 
-def random_bits(*key):
+def random_bits(*key, start=0):
     """Return 64 random bits (uint64) for a key. Equal keys always give equal bits.
 
     A key is one or more integers, as in random_bits(seed, 7). Arrays of integers work,
@@ -654,8 +730,11 @@ def random_bits(*key):
     goes on with the next integer. After mixing, every new bit depends on every old bit.
     The bits are mixed as in SplitMix64, a random number generator by Steele, Lea and
     Flood (2014).
+
+    start: the random bits of the first integers of the key, if they are known. So
+        random_bits(7, start=random_bits(seed)) equals random_bits(seed, 7).
     """
-    bits = np.zeros((), np.uint64)
+    bits = np.asarray(start, np.uint64)
     with np.errstate(over="ignore"):  # no warning: SplitMix64 computes modulo 2^64
         for part in key:
             part = np.asarray(part).astype(np.uint64)
@@ -672,26 +751,30 @@ def permute(index, size, *key):
     For example, permute(np.arange(5), 5, 1) returns [3, 2, 1, 0, 4]. The last argument is
     the key that selects the permutation. Only the given integers are permuted, and the
     permutation is never stored, so `size` may be large. `index` and the result are arrays
-    [N]. The key consists of integers or arrays [N].
+    [N]. The size is an integer or an array [N], and so are the parts of the key.
 
     The algorithm is a Feistel network, which permutes all numbers below a power of four.
     The network splits the bits of a number into two halves. In each of four rounds, one
     half is XORed with random bits that depend on the other half. Every round can be
     undone, so no two numbers get the same result.
     """
-    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
-    mask = (1 << half_bits) - 1  # selects the lower half of a number's bits
     out = index.astype(np.uint64)
+    size = np.broadcast_to(size, out.shape)
+    _, bit_length = np.frexp(size - 1)  # the number of bits of size - 1
+    half_bits = np.maximum(1, (bit_length + 1) // 2).astype(np.uint64)
     key = np.broadcast_to(random_bits(*key), out.shape)
+    rounds = [random_bits(key, number) for number in range(4)]
     # Cycle walking: a result outside range(size) is permuted again until it is inside.
     outside = np.arange(out.size)
     while outside.size:
-        left, right = out[outside] >> half_bits, out[outside] & mask
-        for number in range(4):
-            mixed = left ^ (random_bits(key[outside], number, right) & mask)
+        half = half_bits[outside]
+        mask = (1 << half) - 1  # selects the lower half of a number's bits
+        left, right = out[outside] >> half, out[outside] & mask
+        for bits in rounds:
+            mixed = left ^ (random_bits(right, start=bits[outside]) & mask)
             left, right = right, mixed
-        out[outside] = left << half_bits | right
-        outside = outside[out[outside] >= size]
+        out[outside] = left << half | right
+        outside = outside[out[outside] >= size[outside]]
     return out.astype(np.int64)
 
 
@@ -727,11 +810,15 @@ class TrainingPlan:
         self.row_starts = [0]
         with contextlib.suppress(UserError):  # ignore a missing or damaged file
             self.row_starts = configs.read_checked(path, {"starts": [int]})["starts"]
-        thread = ThreadPoolExecutor(1)
-        # Calling future(block) starts plan_block(block) in a background thread. The cache
-        # keeps the results for three blocks.
-        self.future = functools.lru_cache(3)(
-            lambda block: thread.submit(self.plan_block, block)
+        # This thread looks up the lengths of the examples of the next block. It may have
+        # to wait until their text is tokenized.
+        self.thread = ThreadPoolExecutor(1)
+        # The cache keeps the plans of three blocks.
+        self.steps = functools.lru_cache(3)(
+            lambda block: Steps(self.plan_in_steps(block))
+        )
+        self.begin = functools.lru_cache(3)(
+            lambda block: self.thread.submit(self.steps(block).run, 0.0)
         )
 
     def samples(self, row_number):
@@ -742,8 +829,15 @@ class TrainingPlan:
         """
         self.extend_row_starts(row_number)
         block = bisect.bisect_right(self.row_starts, row_number) - 1
-        task, sample, edges = self.prefetch(block)
+        task, sample, edges = self.plan_block(block)
         row = row_number - self.row_starts[block]
+        # When a fraction of this block is used, pack the same fraction of the next block.
+        # So no batch waits until a complete block is packed. If the packing is late, do
+        # only a little more of it for each row.
+        rows = len(edges) - 1
+        if row > rows / 16 and self.begin(block + 1).done():
+            following = self.steps(block + 1)
+            following.run(min(row / rows, following.done + 1.25 / rows))
         here = slice(edges[row], edges[row + 1])
         return task[here], sample[here]
 
@@ -753,20 +847,21 @@ class TrainingPlan:
         while self.row_starts[-1] <= row_number:
             block = len(self.row_starts) - 1
             if self.packs:
-                _, _, edges = self.prefetch(block)
+                _, _, edges = self.plan_block(block)
                 self.row_starts.append(self.row_starts[-1] + len(edges) - 1)
                 configs.write_checked(self.path, {"starts": self.row_starts})
             else:  # without packing, every row holds one sample
                 self.row_starts.append(int(sum(self.samples_before(block + 1))))
 
-    def prefetch(self, block):
-        """Return plan_block(block), and plan the next block in the background."""
-        planned = self.future(block)
-        self.future(block + 1)
-        return planned.result()
-
     def plan_block(self, block):
+        """Return the plan of a block, as plan_in_steps describes it."""
+        return self.steps(block).result()
+
+    def plan_in_steps(self, block):
         """Pack the samples of a block into rows, and return three arrays.
+
+        This generator works in small steps. After each step, it yields the fraction of
+        the packing that is done.
 
         The arrays are `task`, `sample` and `edges`. The i-th sample of the block is
         sample number sample[i] of the task with index task[i]. Row r holds the samples
@@ -788,10 +883,14 @@ class TrainingPlan:
             return task, sample, np.arange(len(task) + 1)
         sizes = np.zeros((2, len(task)), int)
         for k in np.unique(task):
-            here = task == k
             examples = self.tasks[k]
-            sizes[:, here] = examples.truncated_sizes(*examples.locate(sample[here]))
-        row = pack(sizes, (self.cfg.data.inputs_length, self.cfg.data.targets_length))
+            for here in np.array_split(np.flatnonzero(task == k), 4):
+                if len(here):
+                    where = examples.locate(sample[here])
+                    sizes[:, here] = examples.truncated_sizes(*where)
+                yield 0.0
+        limits = self.cfg.data.inputs_length, self.cfg.data.targets_length
+        row = yield from pack_in_steps(sizes, limits)
         # Shuffle the rows, because packing puts examples of similar lengths into
         # neighboring rows.
         row = permute(row, int(row.max()) + 1, PACKING, self.cfg.train.seed, block)
@@ -1014,8 +1113,32 @@ def add_sentinels(model, number):
         model.pieces.add(piece=f"▁<extra_id_{k}>", score=0.0, type="USER_DEFINED")
 
 
+@contextlib.contextmanager
+def free_cores(most):
+    """Reserve the free CPU cores of this machine, and return their number as context.
+
+    A process reserves core 3 by locking the file core-3. So processes that tokenize at
+    the same time share the cores. The number of cores does not change the tokens.
+
+    most: the maximum number of cores. The result is at least 1.
+    """
+    count = 0
+    with contextlib.ExitStack() as locks:
+        with contextlib.suppress(OSError):  # the folder cannot be written
+            folder = Path(tempfile.gettempdir(), f"plain_t5_{os.getuid()}")
+            folder.mkdir(exist_ok=True)
+            for number in range(os.cpu_count()):
+                with contextlib.suppress(BlockingIOError):
+                    if count < most:
+                        locks.enter_context(configs.lock(folder / f"core-{number}"))
+                        count += 1
+        yield max(1, count)
+
+
 class LongTextTokenizer(Tokenizer):
     """Encode long texts in parts, because this needs less memory.
+
+    Several processes on one machine share its CPU cores.
 
     SentencePiece needs about 60 bytes of memory for each character of a text. So a text
     is cut after spaces into parts of at most PART_CHARACTERS characters. In T5's
@@ -1035,7 +1158,12 @@ class LongTextTokenizer(Tokenizer):
         # that has neither is cut after PART_CHARACTERS characters.
         find_parts = re.compile(rf"{part}(?:\Z|(?<=[ \n]))|{part}", re.DOTALL).findall
         parts = [find_parts(text) or [""] for text in texts]
-        encoded = iter(super().encode_batch(itertools.chain(*parts)))
+        joined = [*itertools.chain(*parts)]
+        with free_cores(len(joined)) as cores:
+            encoded = self.processor.encode(
+                joined, return_type="numpy", num_threads=cores
+            )
+        encoded = iter(encoded)
         return [np.concatenate([next(encoded) for _ in found]) for found in parts]
 
 
@@ -1069,7 +1197,7 @@ def parse_vocabulary(serialized, name="the vocabulary"):
         if not all(math.isfinite(piece.score) for piece in model.pieces):
             raise ValueError("some scores are not finite numbers")
         processor = sentencepiece.SentencePieceProcessor(
-            model_proto=model.SerializeToString(), num_threads=os.cpu_count()
+            model_proto=model.SerializeToString()
         )
         if pieces[:3] != ["<pad>", "</s>", "<unk>"] or processor.unk_id() != UNK:
             raise ValueError(
@@ -1599,11 +1727,15 @@ def file_source(read, pattern, split, cfg, whole, partners=()):
 
     def read_first(bad):
         seen = 0  # how many characters or token ids all examples had so far
-        for where, example in files[0].read(bad):
-            if (seen <= held_out) == (split == "validation"):
+        examples = files[0].read(bad)
+        for where, example in examples:
+            if seen > held_out:  # all held-out examples have been read
+                if split == "train":
+                    yield where, example
+                    yield from examples
+                return
+            if split == "validation":
                 yield where, example
-            elif split == "validation":
-                return  # all held-out examples have been read
             for value in example.values():
                 if isinstance(value, str | list):
                     seen += len(value)
@@ -1652,8 +1784,10 @@ def open_text(path):
 
     The function raises UserError if the file has a format that is not text, such as zip.
     """
-    with io.BufferedReader(open_file(path)) as raw:
-        start = raw.peek(8)
+    # With a large buffer, reading rarely waits for Python's global lock, which the thread
+    # that tokenizes holds most of the time.
+    with io.BufferedReader(open_file(path), 1 << 20) as raw:
+        start = raw.peek(8)[:8]
         for first_bytes, kind in OTHER_FILES.items():
             if start.startswith(first_bytes):
                 raise UserError(
@@ -1692,9 +1826,11 @@ def read_lines(path, bad, keep_place=False):
     """Yield the lines of a text file as pairs (line number, line).
 
     Line numbers start at 1. A compressed file is decompressed. A line that is not valid
-    UTF-8 is reported to the function `bad` and skipped. With keep_place, None is yielded
-    in the place of such a line. The function raises UserError if a line is too long, or
-    if the file is not text.
+    UTF-8 is reported to the function `bad` and skipped. The function raises UserError if
+    a line is too long, or if the file is not text.
+
+    keep_place: whether to yield None in the place of a skipped line, and all other lines
+        without their line ends.
     """
     with open_text(path) as file:
         lines = iter(lambda: file.readline(LINE_BYTES), b"")
@@ -1709,7 +1845,9 @@ def read_lines(path, bad, keep_place=False):
             except UnicodeDecodeError:
                 bad(f"{path}:{number}", "is not UTF-8")
                 text = None
-            if text is not None or keep_place:
+            if keep_place:
+                yield number, text and text.rstrip("\r\n")
+            elif text is not None:
                 yield number, text
 
 
@@ -1872,30 +2010,24 @@ def lines_source(name, split, cfg, whole):
         )
     inputs, targets = [find_files(one.replace("{split}", split)) for one in patterns]
     if inputs and len(inputs) != len(targets):
-        raise MissingSource(
-            f"{patterns[0]} matches {len(inputs)} files, and {patterns[1]} matches "
-            f"{len(targets)}",
-            "name two globs that match equally many files.",
+        raise UserError(
+            f"lines:{name} matches {len(inputs)} and {len(targets)} files: name two "
+            f"globs that match equally many files."
         )
-    partners = dict(zip([path for path, _ in inputs], targets))
+    partners = {path: target for (path, _), target in zip(inputs, targets)}
 
     def read(path, bad):
         other, stamp = partners[path]
         sides = [read_lines(file, bad, keep_place=True) for file in (path, other)]
-        for left, right in itertools.zip_longest(*sides):
-            if not left or not right:
-                shorter, longer = (other, path) if left else (path, other)
+        for pair in itertools.zip_longest(*sides):
+            if None in pair:
                 raise UserError(
-                    f"{shorter} has fewer lines than {longer}, so its lines do not "
-                    f"belong together: name two files with equally many lines."
+                    f"{path} and {other} do not have equally many lines, so their lines "
+                    f"do not belong together: name other files."
                 )
-            number, source = left
-            _, target = right
+            (number, source), (_, target) = pair
             if source is not None and target is not None:
-                yield (
-                    f"{path}:{number}",
-                    {"inputs": source.rstrip("\r\n"), "targets": target.rstrip("\r\n")},
-                )
+                yield f"{path}:{number}", {"inputs": source, "targets": target}
         check_unchanged(other, stamp)
 
     files = file_source(read, patterns[0], split, cfg, whole, targets)
@@ -3325,7 +3457,10 @@ def formatted_examples(source_file, bad, task, cfg, size=math.inf):
     names = source_fields(cfg)
     features = task.objective.features
     for number, (where, example) in enumerate(source_file.read(bad)):
-        example |= {key: example[name] for key, name in names.items() if name in example}
+        if names:
+            example |= {
+                key: example[name] for key, name in names.items() if name in example
+            }
         try:
             for row in task.format(example):
                 texts = tuple(row.get(feature) for feature in features)
@@ -3394,6 +3529,7 @@ def invalid_reason(value, size):
 # The first shard has about 262,000 tokens. Later shards grow to about 34 million tokens.
 FIRST_SHARD_TOKENS, SHARD_TOKENS = 1 << 18, 1 << 25
 ENCODE_CHARACTERS = 1 << 21  # tokenize texts in batches of about two million characters
+TEXT_OVERHEAD = 100  # a text of n characters counts as n + 100 characters
 SHARD_METADATA = {
     "documents": int,
     "tokens": int,
@@ -3555,7 +3691,8 @@ def encode_in_background(examples, tokenizer, characters):
     size = 0
     for example in examples:
         batch.append(example)
-        size += sum(map(len, example[1]))
+        # Each text also needs memory that does not depend on its length.
+        size += sum(map(len, example[1])) + TEXT_OVERHEAD
         if size > ENCODE_CHARACTERS:
             previous, future = future, thread.submit(encode, batch)
             yield from previous.result()
@@ -3653,7 +3790,7 @@ class Corpus:
         # far. For example, two shards with 7 and 5 chunks give [0, 7, 12].
         self.starts = [0]
         self.next_position = [0, 0, 0] if self.files else []  # [] is the end
-        self.chunk_bounds = functools.lru_cache(8)(self.chunk_bounds)
+        self.chunk_bounds = functools.lru_cache(3)(self.chunk_bounds)
         self.shard_ids = functools.lru_cache(8)(self.shard_ids)
         # This dict maps the position of the next shard to the generator that will yield
         # the tokens of this shard. The generator continues where the previous shard has
@@ -3684,9 +3821,15 @@ class Corpus:
         tokens that becomes one example. The method prepares shards until they have at
         least `count` chunks, or until the source ends.
         """
-        while self.starts[-1] < count and self.shard(len(self.starts) - 1):
-            bounds = self.chunk_bounds(len(self.starts) - 1)
-            self.starts.append(self.starts[-1] + len(bounds))
+        while self.starts[-1] < count:
+            with self.lock:
+                number = len(self.starts) - 1
+                if not self.shard(number):
+                    break
+                # Another thread may have done this while this thread waited.
+                if self.starts[-1] < count:
+                    bounds = self.chunk_bounds(number)
+                    self.starts.append(self.starts[-1] + len(bounds))
         return self.starts
 
     def count(self, what):
@@ -3706,7 +3849,8 @@ class Corpus:
         else:
             ends = self.load(number, "ends")
         ends = ends.reshape(-1, len(objective.features))
-        return split_into_chunks(ends, objective, self.cfg.data)
+        # The cache keeps these arrays, so store the integers in 32 bits.
+        return split_into_chunks(ends, objective, self.cfg.data).astype(np.uint32)
 
     def shard_ids(self, number):
         """Return the token ids of a shard, and prepare the next shard in the background.
@@ -3760,8 +3904,9 @@ class Corpus:
         is [inputs, targets], or [text] for span corruption.
         """
         shards, bounds = self.find_chunks(numbers)
+        stored = {shard: self.shard_ids(shard) for shard in np.unique(shards).tolist()}
         return [
-            [self.shard_ids(shard)[start:stop] for start, stop in itertools.pairwise(row)]
+            [stored[shard][start:stop] for start, stop in zip(row, row[1:])]
             for shard, row in zip(shards.tolist(), bounds.tolist())
         ]
 
@@ -3817,20 +3962,17 @@ class Corpus:
             with contextlib.suppress(UserError):  # metadata missing or damaged
                 return configs.read_checked(path, SHARD_METADATA)
             reader = self.readers.pop(tuple(position), None) or self.tokenize(*position)
-            arrays, next_position = next(reader)
+            ids, lengths, next_position = next(reader)
             # A next shard with the number 0 begins a new SourceFile. Otherwise, the next
             # shard is in the same SourceFile. Then keep the generator, which will yield
             # the next shard.
             if next_position and next_position[1]:
                 self.readers = {tuple(next_position): reader}
-            ids = np.concatenate(
-                [[], *arrays], dtype=self.dtypes["ids"], casting="unsafe"
-            )
-            ends = np.cumsum([len(array) for array in arrays], dtype=np.int64)
-            configs.write_file(self.path(position, "ids"), ids.tobytes())
-            configs.write_file(self.path(position, "ends"), ends.tobytes())
+            ends = np.cumsum(lengths, dtype=np.int64)
+            configs.write_file(self.path(position, "ids"), memoryview(ids))
+            configs.write_file(self.path(position, "ends"), memoryview(ends))
             metadata = {
-                "documents": len(arrays) // len(self.task.objective.features),
+                "documents": len(lengths) // len(self.task.objective.features),
                 "tokens": len(ids),
                 "unknown": int(np.count_nonzero(ids == UNK)),
                 "skipped": self.invalid.count,
@@ -3849,10 +3991,10 @@ class Corpus:
     def tokenize(self, file, shard, first):
         """Tokenize a SourceFile, and yield the tokens of its shards one after the other.
 
-        Each result is a pair (arrays, next position). `arrays` is a list with one array
-        of token ids for each text of the shard. The next position is the list [file,
-        shard, example] that says where the next shard begins. At the end of the source,
-        the next position is an empty list.
+        Each result is a triple (ids, lengths, next position). `ids` has the token ids of
+        all texts of the shard, and `lengths` has the number of tokens of each text. The
+        next position is the list [file, shard, example] that says where the next shard
+        begins. At the end of the source, the next position is an empty list.
 
         file: the index of the SourceFile.
         shard: the number of the first yielded shard within this SourceFile.
@@ -3862,8 +4004,10 @@ class Corpus:
             self.files[file], self.invalid, self.task, self.cfg, self.tokenizer.size
         )
         texts = ((number, texts) for _, number, _, texts in examples if number >= first)
-        arrays = []
-        tokens = 0
+        dtype = self.dtypes["ids"]
+        # Collect bytes and integers, which need much less memory than one NumPy array for
+        # each text.
+        ids, lengths = bytearray(), array.array("i")
         last = None  # the number of the example that gave the previous document
         with progress_bar(f"tokenizing {self.title}", "token") as bar:
             for number, document in encode_in_background(
@@ -3875,17 +4019,17 @@ class Corpus:
                 # One example of the source may give several documents. Keep them in one
                 # shard, so begin a new shard only if the next document comes from another
                 # example.
-                if tokens >= limit and number != last:
+                if len(ids) >= limit * dtype().itemsize and number != last:
                     shard += 1
-                    yield arrays, [file, shard, number]
-                    arrays = []
-                    tokens = 0
-                size = sum(map(len, document))
-                arrays += document
-                tokens += size
+                    yield np.frombuffer(ids, dtype), lengths, [file, shard, number]
+                    ids, lengths = bytearray(), array.array("i")
+                for text in document:
+                    ids += text.astype(dtype).data
+                    lengths.append(len(text))
                 last = number
-                bar.update(size)
-        yield arrays, [file + 1, 0, 0] if file + 1 < len(self.files) else []
+                bar.update(sum(map(len, document)))
+        after = [file + 1, 0, 0] if file + 1 < len(self.files) else []
+        yield np.frombuffer(ids, dtype), lengths, after
 
     def report(self, shards):
         """Print how many documents and tokens were prepared.
@@ -3982,7 +4126,7 @@ class Dataset:
                 ids = corpus.shard_ids(number)
                 # The last two boundaries are the start and the end of the targets. If the
                 # task has only plain text, they are the start and the end of the text.
-                bounds = corpus.chunk_bounds(number)[:, -2:].tolist()
+                bounds = corpus.chunk_bounds(number)[:left, -2:].tolist()
                 targets = [ids[start:stop] for start, stop in bounds]
                 tokens.append(np.concatenate([ids[:0], *targets])[:left])
                 left -= len(ids)
@@ -4276,7 +4420,7 @@ def first_split(cfg):
 
 
 def show(cfg, count):
-    """Print `count` rows of the first batch, and how fast batches are made.
+    """Print `count` rows of the first batch, and how fast batches are planned and made.
 
     The rows come from the training split. If a task has no training split, the rows come
     from the validation or test split.
@@ -4306,7 +4450,17 @@ def show(cfg, count):
     tokens = sum(np.count_nonzero(segments) for *_, segments in sides)
     calls, seconds = timeit.Timer(lambda: dataset.batch(0)).autorange()
     speed = calls * tokens / seconds / 1e6
-    print(f"\nspeed    {speed:.1f} million tokens per second on one CPU core")
+    print(
+        f"\nspeed    {speed:.1f} million tokens per second on one CPU core, for batches"
+    )
+    if split == "train":
+        plan = Steps(dataset.plan.plan_in_steps(0))
+        seconds = timeit.timeit(plan.result, number=1)
+        rows = len(plan.result()[2]) - 1
+        print(
+            f"planning {rows * tokens / filled / seconds / 1e6:.1f} million tokens per "
+            f"second: {rows:,} rows in {seconds:.3f} s"
+        )
 
 
 def list_mixture(cfg):

@@ -13,7 +13,7 @@ cache stores the keys and values of earlier tokens, so they are computed only on
     python infer.py --run_dir RUN --input IN.jsonl --output OUT.jsonl --mode score
     python infer.py --run_dir RUN --input IN.jsonl --output OUT.npz --mode encode
     python infer.py --run_dir RUN --input task:glue_rte_v002:validation --output OUT.jsonl
-    python infer.py --run_dir RUN --input lines:de.txt,en.txt --output OUT.txt --mode score
+    python infer.py --run_dir RUN --input lines:de.txt,en.txt --output OUT.txt
 
 Each line of IN.jsonl is a JSON object with the field "inputs", such as
 {"inputs": "number: 4711"}. With --mode score, each line also needs the field "targets".
@@ -1193,7 +1193,8 @@ class ExampleEncoder:
         rule = (key, self.task or data.Task(), self.cfg.data)
         _, _, kept = data.truncated_length(*rule)
         self.cut += kept < len(ids)
-        return data.truncate(ids, *rule).tolist()
+        (ids,) = data.truncate([ids], *rule)
+        return ids.tolist()
 
     def __call__(self, line, number=0):
         """Convert a line to an Example, or raise ValueError if the line is invalid.
@@ -1209,16 +1210,11 @@ class ExampleEncoder:
         return Example(inputs, targets, number)
 
 
-def is_source(name):
-    """Return whether --input names a data source, such as lines:de.txt,en.txt."""
-    return name.partition(":")[0] in data.SOURCES
-
-
 def open_input(name, cfg):
     """Open the file, the data source or the task that --input names.
 
     Returns a tuple (task, read, identity). `task` is the data.Task, or None if --input
-    names another input. The function `read` reads the lines of the input. read(bad) yields pairs
+    names a file. The function `read` reads the lines of the input. read(bad) yields pairs
     such as ("a.jsonl:3", {"inputs": "some text"}). For an unreadable line, read(bad)
     calls bad("a.jsonl:3", "is not JSON") instead. `identity` is a JSON value that changes
     when the input changes, such as the sizes and times of the files.
@@ -1226,25 +1222,18 @@ def open_input(name, cfg):
     name: task:NAME[:SPLIT], a data source such as lines:de.txt,en.txt, or the path of a
     JSONL, CSV, TSV, parquet or text file.
     """
-    if name.startswith("task:"):
-        name, _, split = name.removeprefix("task:").partition(":")
+    kind = name.partition(":")[0]
+    if kind == "task" or kind in data.SOURCES:
+        if kind == "task":
+            name, _, split = name.removeprefix("task:").partition(":")
+            cfg = data.evaluation_config(name, cfg)
+        else:  # read the complete data source
+            cfg = configs.override(cfg, {"data.validation_source": name})
+            split = ""
         split = split or "validation"
-        cfg = data.evaluation_config(name, cfg)
         task, files = data.open_task(name, split, cfg)
         read = functools.partial(data.read_task, name, split, cfg)
         return task, read, data.source_identity(name, task, files, cfg)
-
-    if is_source(name):
-        sources = data.open_source(name, "train", cfg, whole=True)
-        fields = data.source_fields(cfg)
-
-        def read_source(bad):
-            for source in sources:
-                for where, line in source.read(bad):
-                    renamed = {to: line[old] for to, old in fields.items() if old in line}
-                    yield where, line | renamed
-
-        return None, read_source, [[source.name, source.stamp] for source in sources]
 
     files = data.find_files(name, pipes=True)
 
@@ -1511,13 +1500,11 @@ def write_text(lines, path):
     lines: the path of the JSONL file.
     path: the path of the text file.
     """
-    results = []
     with open(lines) as file:
-        for line in map(json.loads, file):
-            result = line.get("prediction", line.get("score", ""))
-            text = result if isinstance(result, str) else json.dumps(result)
-            results.append(" ".join(text.splitlines()) + "\n")
-    configs.write_file(path, "".join(results))
+        examples = [json.loads(line) for line in file]
+    results = [line.get("prediction", line.get("score", "")) for line in examples]
+    texts = [" ".join(str(result).splitlines()) + "\n" for result in results]
+    configs.write_file(path, "".join(texts))
     os.remove(lines)
 
 
@@ -1550,8 +1537,7 @@ def run_file(args, cfg, mesh, tokenizer, params, step):
     # For an empty line, the model would invent a text. Therefore an empty line of a text
     # file gets an empty prediction, as on standard input.
     nothing = [[]] * cfg.decode.num_return, [0.0] * cfg.decode.num_return
-    is_text = args.input.startswith(("lines:", "text:"))
-    is_text = is_text or data.file_kind(args.input) == "text"
+    is_text = args.input.startswith("lines:") or data.file_kind(args.input) == "text"
     skips = mode == "predict" and is_text
 
     def is_blank(line):
@@ -1729,8 +1715,7 @@ def check_files(args):
         raise UserError(
             f"{args.output} already exists: name another --output, or move the file away."
         )
-    is_file = args.input and not args.input.startswith("task:")
-    is_file = is_file and not is_source(args.input)
+    is_file = args.input and args.input.partition(":")[0] not in ("task", *data.SOURCES)
     if is_file and not data.find_files(args.input, pipes=True):
         raise UserError(f"No file matches --input {args.input}: check the path.")
     if not args.input and args.text is None and jax.process_count() > 1:

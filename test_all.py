@@ -56,6 +56,7 @@ import time
 import tokenize
 import tomllib
 import traceback
+import tracemalloc
 import types
 import unicodedata
 import zipfile
@@ -1657,15 +1658,15 @@ def test_parallel_lines_are_pairs(corpus, tokenizer, tmp_path):
     with pytest.raises(configs.UserError, match="a:2 is not UTF-8"):
         documents_of(sourced(corpus, source), "targets")
     for content, message in (
-        (b"1\n2\n", "b has fewer lines than .*a"),
-        (b"1\n2\n3\n4\n", "a has fewer lines than .*b"),
+        (b"1\n2\n", "a and .*b do not have equally many lines"),
+        (b"1\n2\n3\n4\n", "a and .*b do not have equally many lines"),
     ):
         (tmp_path / "b").write_bytes(content)
         with pytest.raises(configs.UserError, match=message):
             documents_of(skipping, "targets")
     for source, message in (
         ("lines:a.txt", "not a pair of files: name two files"),
-        (f"lines:{tmp_path}/*.de.gz,{tmp_path}/a", "matches 2 files, and .* matches 1"),
+        (f"lines:{tmp_path}/*.de.gz,{tmp_path}/a", "matches 2 and 1 files"),
         (f"lines:{tmp_path}/none,{tmp_path}/a", "No file matches"),
         ("de.txt,en.txt", "such as lines:de.txt,en.txt"),
     ):
@@ -2387,6 +2388,239 @@ def test_hugging_face_datasets_are_streamed(tmp_path, corpus):
     assert tokens_of(held_out).tolist() == [byte + 3 for byte in text]
 
 
+def as_jsonl(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def write_parquet(path, rows):
+    import pyarrow.parquet
+
+    path.parent.mkdir(parents=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+
+def write_memory(path, content):
+    import fsspec
+
+    fsspec.filesystem("memory").pipe(path, content)
+
+
+def quoted_table(rows, delimiter):
+    file = io.StringIO()
+    table = csv.DictWriter(file, list(rows[0]), delimiter=delimiter)
+    table.writeheader()
+    table.writerows(rows)
+    return file.getvalue()
+
+
+# The kinds of corpora that users have. For each kind: a function that writes the files of a
+# folder, the task, and the flags of --data, in which {} stands for the folder. The function
+# takes the folder and the examples, which have the fields text, inputs and targets.
+CORPORA = {
+    "C4 in .json.gz": (
+        lambda folder, rows: [
+            (folder / f"c4-train.{n:05}-of-00002.json.gz").write_bytes(
+                gzip.compress(
+                    as_jsonl({**row, "url": "u"} for row in rows[n * 50 :][:50])
+                )
+            )
+            for n in range(2)
+        ],
+        "span_corruption",
+        {"source": "jsonl:{}/c4-train.*.json.gz"},
+    ),
+    "HPLT in .jsonl.zst": (
+        lambda folder, rows: (folder / "1.jsonl.zst").write_bytes(
+            compressed(as_jsonl({"id": "x", "lang": ["de"], **row} for row in rows))[
+                ".zst"
+            ]
+        ),
+        "span_corruption",
+        {"source": "jsonl:{}/*.jsonl.zst"},
+    ),
+    "TFDS in tfrecord": (
+        lambda folder, rows: write_tfds(
+            folder / "c4_tfrecord" / "3.1.0", {"train": [row["text"] for row in rows]}
+        ),
+        "span_corruption",
+        {"source": "tfds:c4_tfrecord", "tfds_dir": "{}"},
+    ),
+    "TFDS in array_record": (
+        lambda folder, rows: write_tfds(
+            folder / "c4" / "3.1.0", {"train": [row["text"] for row in rows]}
+        ),
+        "span_corruption",
+        {"source": "tfds:{}/c4/3.1.0"},
+    ),
+    "parquet": (
+        lambda folder, rows: write_parquet(folder / "a" / "0.parquet", rows),
+        "span_corruption",
+        {"source": "parquet:{}/*/*.parquet"},
+    ),
+    "text files": (
+        lambda folder, rows: (folder / "a.txt").write_text(
+            "\n".join(row["text"] for row in rows)
+        ),
+        "span_corruption",
+        {"source": "text:{}/*.txt:lines"},
+    ),
+    "a remote glob": (
+        lambda folder, rows: write_memory(
+            f"{folder}/a.jsonl.gz", gzip.compress(as_jsonl(rows))
+        ),
+        "span_corruption",
+        {"source": "jsonl:memory:/{}/*.jsonl.gz"},
+    ),
+    "a folder for datasets": (
+        lambda folder, rows: (folder / "train.jsonl").write_bytes(as_jsonl(rows)),
+        "span_corruption",
+        {"source": "hf:{}"},
+    ),
+    "pairs in JSONL": (
+        lambda folder, rows: (folder / "a.jsonl").write_bytes(as_jsonl(rows)),
+        "text_to_text",
+        {"source": "jsonl:{}/a.jsonl"},
+    ),
+    "a cache of SeqIO": (
+        lambda folder, rows: write_seqio_cache(
+            folder / "trec_a",
+            "train",
+            [
+                {
+                    "inputs": [5, 6, 1],
+                    "inputs_pretokenized": row["inputs"],
+                    "targets": [7, 1],
+                    "targets_pretokenized": row["targets"],
+                }
+                for row in rows
+            ],
+            shards=1,
+        ),
+        "text_to_text",
+        {"source": "seqio:{}/*"},
+    ),
+    "TSV": (
+        lambda folder, rows: (folder / "a.tsv").write_text(quoted_table(rows, "\t")),
+        "text_to_text",
+        {"source": "tsv:{}/a.tsv"},
+    ),
+    "CSV without a header": (
+        lambda folder, rows: (folder / "a.csv").write_text(
+            quoted_table(rows, ",").split("\n", 1)[1]
+        ),
+        "text_to_text",
+        {"source": "csv:{}/a.csv", "fields": "inputs=1,targets=2"},
+    ),
+    "ids in JSONL": (
+        lambda folder, rows: (folder / "a.jsonl").write_bytes(
+            as_jsonl(
+                {
+                    name: [byte + 3 for byte in row[side].encode()]
+                    for name, side in (("x", "inputs"), ("y", "targets"))
+                }
+                for row in rows
+            )
+        ),
+        "text_to_text",
+        {"source": "jsonl:{}/a.jsonl", "fields": "inputs=x,targets=y"},
+    ),
+    "parallel lines": (
+        lambda folder, rows: [
+            (folder / f"train.{name}").write_text(
+                "".join(row[side] + "\n" for row in rows)
+            )
+            for name, side in (("de", "inputs"), ("en", "targets"))
+        ],
+        "text_to_text",
+        {"source": "lines:{}/train.de,{}/train.en"},
+    ),
+}
+
+
+@slow
+@pytest.mark.parametrize("kind", CORPORA)
+def test_each_kind_of_corpus_reaches_its_first_training_step(
+    kind, tmp_path, monkeypatch, one_device, capsys
+):
+    """All kinds have the tokens of the same texts, and train without a conversion."""
+    if kind == "a folder for datasets":
+        pytest.importorskip("datasets", reason="needs pip install '.[hf]'")
+    monkeypatch.setattr(partition, "start_jax", lambda cfg: None)
+    texts = [f"{text} ü" for text in sentences(100, seed=8)]
+    rows = [
+        {"text": text, "inputs": f'translate, "{n}": {text}', "targets": text[:9]}
+        for n, text in enumerate(texts)
+    ]
+    write, task, flags = CORPORA[kind]
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    write(folder, rows)
+    (tmp_path / "held_out.jsonl").write_bytes(as_jsonl(rows[:9]))
+    settings = {name: value.replace("{}", str(folder)) for name, value in flags.items()}
+    settings |= {
+        "task": task,
+        "vocab": "bytes:100",
+        "prepared_dir": str(tmp_path / "prepared"),
+    }
+    if kind == "CSV without a header":  # the same fields must be in both sources
+        held_out = [{"1": row["inputs"], "2": row["targets"]} for row in rows[:9]]
+        (tmp_path / "held_out.jsonl").write_bytes(as_jsonl(held_out))
+    if kind == "ids in JSONL":
+        held_out = [{"x": row["inputs"], "y": row["targets"]} for row in rows[:9]]
+        (tmp_path / "held_out.jsonl").write_bytes(as_jsonl(held_out))
+    settings["validation_source"] = f"jsonl:{tmp_path}/held_out.jsonl"
+    cfg = change(data=settings | {"source": settings["source"]})
+    more = {"train.steps": 1, "train.log_every": 1, "train.eval_every": 1}
+    more |= {"model.vocab_size": 384, "train.save_every": 0}
+    run_dir = tmp_path / "run"
+    assert train.main(["--run_dir", str(run_dir), *flags_of(cfg, **more)]) == 0
+    (line,) = [line for line in metrics_of(run_dir) if "train/loss" in line]
+    assert line["step"] == 1 and 0 < line["train/loss"] < 20
+    (line,) = [
+        line for line in metrics_of(run_dir) if f"training_eval/{task}/loss" in line
+    ]
+    assert 0 < line[f"training_eval/{task}/loss"] < 20
+    stored = open_corpus(
+        change(cfg, model=dict(vocab_size=384)), data.load_tokenizer("bytes:100")
+    )
+    sides = ("text",) if task == "span_corruption" else ("inputs", "targets")
+    lines = "\n" if kind == "text files" else ""
+    expected = "".join(
+        row[side] + lines * (row is not rows[-1]) for row in rows for side in sides
+    )
+    found = bytes(np.clip(tokens_of(stored).astype(int) - 3, 0, 255).tolist()).decode()
+    assert_same(found, expected, f"The tokens of {kind} should be those of the texts.")
+
+
+@slow
+def test_the_loss_of_each_language_is_logged(tmp_path, monkeypatch, one_device):
+    """A recipe file samples three languages by UniMax."""
+    monkeypatch.setattr(partition, "start_jax", lambda cfg: None)
+    monkeypatch.setattr(data, "TASKS", dict(data.TASKS))
+    monkeypatch.setattr(data, "MIXTURES", dict(data.MIXTURES))
+    for number, name in enumerate(("large", "middle", "small")):
+        text = "\n".join(sentences(600 // 5**number, seed=number))
+        (tmp_path / f"{name}.txt").write_text(text)
+        data.TASKS[name] = data.Task(
+            f"text:{tmp_path}/{name}.txt:lines",
+            data.as_it_is,
+            objective=data.SpanCorruption(),
+        )
+    rates = functools.partial(data.unimax, budget=30_000, epochs=2)
+    data.MIXTURES["languages"] = data.BySizes(("large", "middle", "small"), rates)
+    settings = dict(task="languages", vocab="bytes:100", prepared_dir=str(tmp_path / "p"))
+    cfg = change(data=settings | {"source": ""})
+    more = {"train.steps": 2, "train.log_every": 1, "train.eval_every": 1}
+    more |= {"model.vocab_size": 384, "train.save_every": 0}
+    run_dir = tmp_path / "run"
+    assert train.main(["--run_dir", str(run_dir), *flags_of(cfg, **more)]) == 0
+    losses = collections.Counter(
+        name for line in metrics_of(run_dir) for name in line if name.endswith("/loss")
+    )
+    expected = {f"training_eval/{name}/loss": 2 for name in ("large", "middle", "small")}
+    assert losses == expected | {"train/loss": 2}
+
+
 @pytest.mark.parametrize("task", ["prefix_lm", "pairs_of_lines"])
 def test_a_shard_without_documents_is_skipped(mixture, tmp_path, monkeypatch, task):
     """One of three source files is blank, so its shard has no documents."""
@@ -2461,6 +2695,61 @@ def test_deleting_used_shards_does_not_change_batches(mixture, small_shards, tas
     assert_equal(part, jax.tree.map(lambda a: a[[5]], kept[23]))
 
 
+def test_memory_does_not_grow_with_each_document(corpus, monkeypatch):
+    """A shard of 200,000 documents needs a few bytes for each of them."""
+    count = 200_000
+
+    def read(bad):
+        for n in range(count):
+            yield f"number {n}", {"text": [3 + n % 40, 5]}
+
+    cfg = change(corpus, data=dict(task="prefix_lm"))
+    file = data.SourceFile("numbers", [count], read)
+    tokenizer = data.IdTokenizer(256, 100)
+    opened = (
+        data.TASKS["prefix_lm"],
+        [file._replace(name="small", read=lambda bad: []), file],
+    )
+    found = data.Corpus("prefix_lm", "train", tokenizer, cfg, opened)
+    tracemalloc.start()
+    starts = found.shard_starts()
+    lengths = found.lengths(np.arange(0, count, 1000))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert starts[-1] == count and (lengths == 2).all()
+    assert len(found.shards) == 2, "All documents should be in one shard."
+    # The batches that are being tokenized need about 10 MB, whatever the number of
+    # documents. A list of arrays would need more than 200 bytes for each document.
+    assert peak < 20e6 + 50 * count, f"{peak / 1e6:.0f} MB are too much memory."
+
+
+def test_processes_on_one_machine_share_its_cores(tmp_path, monkeypatch):
+    """A core is reserved by locking a file. A process gets at least one core."""
+    monkeypatch.setattr(data.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(os, "cpu_count", lambda: 12)
+    with data.free_cores(8) as first:
+        with data.free_cores(100) as second, data.free_cores(100) as third:
+            assert_same([first, second, third], [8, 4, 1], "12 cores are shared.")
+            (folder,) = tmp_path.iterdir()
+            program = (
+                "import data, os, tempfile\n"
+                f"tempfile.gettempdir = lambda: {str(tmp_path)!r}\n"
+                "os.cpu_count = lambda: 14\n"
+                "with data.free_cores(100) as count: print(count)\n"
+            )
+            command = [sys.executable, "-c", program]
+            other = subprocess.run(command, capture_output=True, text=True, cwd=HERE)
+            assert other.stdout == "2\n", other.stderr
+        with data.free_cores(100) as second:
+            assert second == 4, "The cores should be free again."
+    with data.free_cores(1) as one:
+        assert one == 1
+    # If the folder cannot be written, one core is used.
+    monkeypatch.setattr(data.tempfile, "gettempdir", lambda: str(tmp_path / "none"))
+    with data.free_cores(100) as count:
+        assert count == 1
+
+
 def test_machines_share_the_work(corpus, capsys, monkeypatch, tmp_path, small_shards):
     """After --shard 0/2 and 1/2, nothing is left to tokenize."""
     flags = [
@@ -2477,6 +2766,19 @@ def test_machines_share_the_work(corpus, capsys, monkeypatch, tmp_path, small_sh
     assert len(encoded) == 4  # three source files for training, one held-out split
     status, out, _ = run(data, capsys, monkeypatch, *flags, "--train.steps", 100)
     assert status == 0 and "validation span_corruption: " in out and len(encoded) == 4
+    # A single machine writes the same files.
+    alone = [*flags[:-1], "--data.prepared_dir", tmp_path / "alone", "--prepare"]
+    status, _, err = run(data, capsys, monkeypatch, *alone, "--train.steps", 10_000)
+    assert status == 0, err
+    stored = [
+        {
+            str(path.relative_to(folder)): path.read_bytes()
+            for ending in ("ids", "ends", "json")
+            for path in Path(folder).glob(f"*/[0-9]*.{ending}")
+        }
+        for folder in (corpus.data.prepared_dir, tmp_path / "alone")
+    ]
+    assert len(stored[0]) > 30 and stored[0] == stored[1]
     assert run(data, capsys, monkeypatch, *flags, "--shard", "2/2")[0] == 2
 
 
@@ -2679,6 +2981,62 @@ def test_compositions_are_equally_likely():
 # ---- data: the batch of a step -------------------------------------------------------------------
 
 
+# For each case, the beginnings of two SHA-256 digests: of six batches, and of all token
+# files. They were recorded in November 2026, before planning was divided into steps.
+RECORDED_ORDER = {
+    ("span_corruption", "text:{}/a.txt:lines", True): ("e416c90129f4", "3c5a602381a0"),
+    ("prefix_lm", "text:{}/a.txt:lines", True): ("fd5c78fd1091", "3c5a602381a0"),
+    ("prefix_lm", "text:{}/a.txt:lines", False): ("60c091205d05", "3c5a602381a0"),
+    ("text_to_text", "jsonl:{}/a.jsonl", True): ("3b9520f7d72c", "8bd0b0a6b3b7"),
+    ("by_rule", "", True): ("16b2aacb3d6f", "a5e4eb898767"),
+    ("by_rule", "", False): ("7f43be20d740", "a5e4eb898767"),
+}
+
+
+@pytest.mark.parametrize("case", RECORDED_ORDER)
+def test_token_files_and_batches_equal_recorded_ones(case, tmp_path, monkeypatch):
+    """Runs that began with an earlier version continue with the same batches."""
+    task, source, pack = case
+    monkeypatch.setattr(data, "FIRST_SHARD_TOKENS", 3000)
+    monkeypatch.setattr(data, "SHARD_TOKENS", 20_000)
+    monkeypatch.setattr(data, "BLOCK_SAMPLES", 512)
+    words = [data.spell_number(n * n) for n in range(40)]
+    lines = [
+        " ".join(words[(n * n + k) % 40] for k in range(1 + n % 7)) for n in range(900)
+    ]
+    (tmp_path / "a.txt").write_text("\n".join(lines))
+    rows = [
+        {"inputs": line, "targets": " ".join(line.split()[: n % 4])}
+        for n, line in enumerate(lines)
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = Config(
+        "recorded",
+        ModelConfig(vocab_size=384),
+        DataConfig(
+            source=source.format(tmp_path),
+            task=task,
+            vocab="bytes:100",
+            inputs_length=120,
+            targets_length=50,
+            pack=pack,
+            prepared_dir=str(tmp_path / "prepared"),
+        ),
+        TrainConfig(batch_size=16, eval_every=0),
+    )
+    dataset = open_dataset(cfg)
+    batches, files = hashlib.sha256(), hashlib.sha256()
+    for step in (0, 1, 2, 40, 41, 90):
+        for array in dataset.batch(step):
+            batches.update(array.tobytes())
+    for examples in dataset.tasks:
+        examples.corpus.shard_starts()
+        for path in sorted(examples.corpus.folder.glob("*.[ie][dn]*s")):
+            files.update(path.read_bytes())
+    found = batches.hexdigest()[:12], files.hexdigest()[:12]
+    assert_same(found, RECORDED_ORDER[case], "The order of samples should not change.")
+
+
 def row_texts(batch):
     """Return the set of pairs (inputs, targets) in the rows of a Batch."""
     return {
@@ -2837,8 +3195,11 @@ def test_packed_rows_hold_every_example_whole(pairs, capsys):
         assert sorted(seen[block * 64 : (block + 1) * 64]) == sorted(expected)
     # A later dataset reads where the blocks start, so it packs no earlier block again.
     again = open_dataset(cfg)
-    plan_block, planned = again.plan.plan_block, []
-    again.plan.plan_block = lambda block: (planned.append(block), plan_block(block))[1]
+    plan_in_steps, planned = again.plan.plan_in_steps, []
+    again.plan.plan_in_steps = lambda block: (
+        planned.append(block),
+        plan_in_steps(block),
+    )[1]
     assert_equal(again.batch(step - 1), batch)
     assert min(planned) >= 5
     (path,) = Path(cfg.data.prepared_dir, "plans").glob("*.json")
@@ -2901,6 +3262,74 @@ def test_packing_equals_a_slow_best_fit(limits):
         assert data.pack(sizes, limits).tolist() == slow_best_fit(sizes.tolist(), limits)
 
 
+def test_truncating_a_list_equals_truncating_each_array():
+    rng = np.random.default_rng(2)
+    arrays = [np.arange(n, dtype=np.uint16) for n in rng.integers(0, 30, 50)]
+    for side, inputs_eos, after_trim in itertools.product(
+        data.SIDES, (True, False), (True, False)
+    ):
+        task = data.Task(inputs_eos=inputs_eos, eos_after_trim=after_trim)
+        settings = DataConfig(inputs_length=12, targets_length=20)
+        found = data.truncate(arrays, side, task, settings)
+        expected = []
+        for ids in map(np.ndarray.tolist, arrays):
+            most = 12 if side == "inputs" else 20
+            eos = [1] if side == "targets" or inputs_eos else []
+            expected.append([*ids[: most - len(eos) * after_trim], *eos][:most])
+        assert all(ids.dtype == np.int32 for ids in found)
+        assert_same([ids.tolist() for ids in found], expected, f"{side} with EOS {eos}")
+
+
+def test_each_batch_plans_a_part_of_the_next_block(pairs, monkeypatch):
+    """No batch waits for a complete plan, except the first batch of a run."""
+    cfg, _ = pairs
+    monkeypatch.setattr(data, "BLOCK_SAMPLES", 512)
+    dataset = open_dataset(cfg)
+    # The packed fraction, for each pair (batch, block).
+    done = collections.Counter()
+    plan_in_steps = dataset.plan.plan_in_steps
+
+    def counting(block):
+        work = plan_in_steps(block)
+        before = 0.0
+        while True:
+            try:
+                fraction = next(work)
+            except StopIteration as end:
+                return end.value
+            done[step, block] += fraction - before
+            before = fraction
+            yield fraction
+
+    monkeypatch.setattr(dataset.plan, "plan_in_steps", counting)
+    for step in range(130):
+        dataset.batch(step)
+        dataset.plan.thread.submit(int).result()  # wait for the thread
+    starts = dataset.plan.row_starts
+    assert len(starts) > 3 and starts[1] > 300, "There should be several blocks."
+    assert done[0, 0] == 1.0, "The first batch plans the first block completely."
+    rows = min(np.diff(starts))
+    for (step, block), fraction in done.items():
+        if block:  # one row takes at most 3 of 512 examples
+            sentence = f"Batch {step} should pack only a part of block {block}."
+            assert fraction <= 8 * 1.25 / rows + 2 * 3 / 512, sentence
+
+
+def test_work_in_steps_raises_its_exception_when_its_result_is_needed():
+    def work():
+        yield 0.0
+        yield 0.5
+        raise configs.UserError("line 7 is damaged")
+
+    steps = data.Steps(work())
+    steps.run(0.0)
+    assert steps.done == 0.5, "The work goes on until more than the fraction is done."
+    steps.run(0.5)  # meets the exception, and keeps it
+    for _ in range(2):
+        with pytest.raises(configs.UserError, match="line 7"):
+            steps.result()
+
+
 def test_packing_is_tight_and_keeps_the_limits():
     """Packing reaches 97 % of the upper bound, whichever side is short of room."""
     rng, N = np.random.default_rng(0), data.BLOCK_SAMPLES
@@ -2945,6 +3374,10 @@ def test_show_prints_rows_and_speed(corpus, capsys, monkeypatch):
     )
     assert status == 0 and out.count("<extra_id_0>") == 4
     assert re.search(r"(?m)^speed +\d+\.\d million tokens per second", out)
+    (count,) = re.findall(
+        r"(?m)^planning \d+\.\d million tokens .* to ([\d,]+) rows", out
+    )
+    assert count == f"{data.BLOCK_SAMPLES:,}", "Span corruption has one example in a row."
     assert "row 1, targets" in out and "row 2" not in out
 
 
@@ -3446,7 +3879,7 @@ def test_samples_of_several_tasks_are_spread_evenly_over_a_block():
     plan = object.__new__(data.TrainingPlan)
     plan.packs = False
     plan.samples_before = lambda block: block * np.array([4, 2])
-    task, sample, _ = plan.plan_block(1)
+    task, sample, _ = data.Steps(plan.plan_in_steps(1)).result()
     sentence = (
         "4 samples of task 0 and 2 of task 1 should alternate as evenly as possible."
     )
@@ -10711,9 +11144,11 @@ def test_truncation_leaves_room_for_eos():
         sentence = (
             f"With {changes or 'the usual task'}, {ids} is too long for the {side}."
         )
-        assert_same(data.truncate(np.array(ids), side, changed, cfg), expected, sentence)
-    result = data.truncate(np.array([5]), "inputs", task, cfg)
-    assert_same(result, [5, 1], "EOS should follow the ids of a short example.")
+        (result,) = data.truncate([np.array(ids)], side, changed, cfg)
+        assert_same(result, expected, sentence)
+    first, second = data.truncate([np.array([5]), np.array([7, 8])], "inputs", task, cfg)
+    assert_same(first, [5, 1], "EOS should follow the ids of a short example.")
+    assert_same(second, [7, 8, 1], "The second example should be separate.")
 
 
 def test_examples_fill_rows_one_after_the_other():
@@ -11579,6 +12014,20 @@ EXERCISES = {
     "data.pack": (
         "test_packing_equals_a_slow_best_fit test_packing_is_tight_and_keeps_the_limits"
     ),
+    "data.Steps.__init__": (
+        "test_work_in_steps_raises_its_exception_when_its_result_is_needed"
+    ),
+    "data.Steps.run": (
+        "test_work_in_steps_raises_its_exception_when_its_result_is_needed "
+        "test_packing_equals_a_slow_best_fit"
+    ),
+    "data.Steps.result": (
+        "test_work_in_steps_raises_its_exception_when_its_result_is_needed "
+        "test_packing_equals_a_slow_best_fit"
+    ),
+    "data.pack_in_steps": (
+        "test_packing_equals_a_slow_best_fit test_packing_is_tight_and_keeps_the_limits"
+    ),
     "data.fill_rows": "test_examples_fill_rows_one_after_the_other",
     "data.complete_batch": (
         "test_decoder_inputs_start_with_0_in_each_segment "
@@ -11598,11 +12047,11 @@ EXERCISES = {
         "test_lesson_data_a_batch_is_a_function_of_the_step "
         "test_packed_rows_hold_every_example_whole"
     ),
-    "data.TrainingPlan.prefetch": (
+    "data.TrainingPlan.plan_block": (
         "test_lesson_data_a_batch_is_a_function_of_the_step "
         "test_packed_rows_hold_every_example_whole"
     ),
-    "data.TrainingPlan.plan_block": (
+    "data.TrainingPlan.plan_in_steps": (
         "test_samples_of_several_tasks_are_spread_evenly_over_a_block "
         "test_lesson_data_a_batch_is_a_function_of_the_step "
         "test_packed_rows_hold_every_example_whole"
