@@ -1,7 +1,7 @@
 """Pretrain on protein sequences with the objective of ProtT5 (Elnaggar et al. 2021).
 
 ProtT5 replaces single amino acids by <extra_id_0>, and predicts the complete sequence. Here
-a rule makes the proteins: each belongs to one of 200 families, and differs from the ancestor
+a rule makes the proteins: each belongs to one of 20 families, and differs from the ancestor
 of its family in 20 % of the amino acids. A model that copies what it sees, and guesses the
 rest by frequency, reaches 0.45 nats per amino acid. Knowing the families allows 0.16 nats.
 
@@ -23,7 +23,7 @@ def open_proteins(name, split, cfg, whole):
         for number in range(int(name)):
             if whole or (number % 21 == 0) == (split == "validation"):
                 random = np.random.default_rng(number)
-                family = np.random.default_rng([7, number % 200])
+                family = np.random.default_rng([7, number % 20])
                 protein = family.choice(AMINO_ACIDS, family.integers(40, 60))
                 changed = random.random(len(protein)) < 0.2
                 protein[changed] = random.choice(AMINO_ACIDS, changed.sum())
