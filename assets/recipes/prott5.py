@@ -1,9 +1,10 @@
 """Pretrain on protein sequences with the objective of ProtT5 (Elnaggar et al. 2021).
 
-ProtT5 replaces single amino acids by <extra_id_0>, and predicts the complete sequence. Here
-a rule makes the proteins: each belongs to one of 20 families, and differs from the ancestor
-of its family in 20 % of the amino acids. A model that copies what it sees, and guesses the
-rest by frequency, reaches 0.45 nats per amino acid. Knowing the families allows 0.16 nats.
+ProtT5 replaces single amino acids by <extra_id_0>, and predicts the complete sequence.
+Here a rule makes the proteins: each belongs to one of 20 families, and differs from the
+ancestor of its family in 20 % of the amino acids. A model that copies what it sees, and
+guesses the rest by frequency, reaches 0.45 nats per amino acid. A model that knows the
+families reaches 0.16 nats.
 
     python train.py --config assets/recipes/prott5.py --run_dir runs/prott5
 """

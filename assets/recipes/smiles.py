@@ -1,8 +1,8 @@
 """Read molecules in SMILES notation with a regular expression as vocabulary.
 
-The pattern finds atoms, bonds and rings, as in Schwaller et al. (2019). The model learns to
-write the molecular formula: "CCO" (ethanol) becomes "C2H6O". It must count the atoms and
-infer the hydrogens, which SMILES leaves out. The molecules come with a Python package.
+The pattern finds atoms, bonds and rings, as in Schwaller et al. (2019). The model learns
+to write the molecular formula: "CCO" (ethanol) becomes "C2H6O". It must count the atoms
+and infer the hydrogens, which SMILES leaves out. A Python package has the molecules.
 
     pip install chemicals
     python train.py --config assets/recipes/smiles.py --run_dir runs/smiles
