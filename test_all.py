@@ -284,8 +284,15 @@ def equations(jaxpr):
 
 
 # ---- lessons ---------------------------------------------------------------------------
-# Each lesson checks one idea against a slow version or a result by hand. The lessons
-# follow the reading order of README. Run them with `pytest -k lesson`.
+# Each lesson takes one idea, and compares the code with a slow version or with a result
+# that was computed by hand. The lessons follow the reading order of README. Run them with
+# `pytest -k lesson`.
+#
+# The lessons use some names that are defined above. SMALL is the Config of a tiny model.
+# `change(SMALL, train=dict(steps=7))` returns a copy of SMALL with 7 steps. `make_params`
+# makes random weights. `make_batch(SMALL, [(5, 9)])` makes a batch of random tokens with one
+# row, which has 5 input tokens and 9 target tokens. UNEVEN is a list of eight such pairs.
+# `to_batch` makes a batch of given tokens. MESHES is a list of meshes for eight devices.
 
 
 def test_lesson_configs_a_flag_changes_one_setting():
@@ -309,7 +316,7 @@ def corrupt_slowly(tokens, key, sentinel, cfg):
     def split(total, key):
         """Cut a line of `total` tokens into `spans` parts, at randomly chosen gaps."""
         bits = [int(data.random_bits(key, pair)) for pair in range(total // 2)]
-        # The 64 random bits of a pair of gaps become one number of 32 bits for each gap.
+        # Two neighboring gaps share 64 random bits. Each gap gets a half of these bits.
         numbers = [half for pair in bits for half in (pair & 0xFFFFFFFF, pair >> 32)]
         gaps = sorted(range(1, total), key=lambda gap: (numbers[gap - 1], gap))
         cuts = [0, *sorted(gaps[: spans - 1]), total]
@@ -378,9 +385,10 @@ def test_lesson_model_near_positions_have_buckets_of_their_own():
     """T5 learns one attention bias for each bucket of distances from query to key.
 
     A row of the tables is a query, and a column is a key. The encoder uses buckets 0 to 3
-    up to the query, and buckets 4 to 7 after the query. The decoder uses all 8 buckets up
-    to the query, because later keys are masked. Half of the buckets hold one distance
-    each. The others hold ranges, which become wider and wider.
+    up to the query, and buckets 5 to 7 after the query. Bucket 4 would hold the distance 0
+    after the query, which is in bucket 0 already. The decoder uses all 8 buckets up to the
+    query, because later keys are masked. Half of the buckets hold one distance each. The
+    others hold ranges, which become wider and wider.
     """
     cfg = ModelConfig(relative_buckets=8, relative_max_distance=16)
     distance = np.array([0, 1, 4, 5, 6, 7, 8, 10, 14, 99]) - np.array([[0], [6], [16]])
@@ -498,7 +506,8 @@ def test_lesson_train_the_learning_rate_of_t5_by_hand():
     """The learning rate of T5 is 1 / sqrt(max(step, 10,000)).
 
     It is constant during the first 10,000 steps. After that, a step that is four times as
-    late has half the rate. Small late steps average out the noise of single batches.
+    late has half the rate. Late in training, small steps average out the noise of single
+    batches.
     """
     by_hand = {0: 1 / 100, 10_000: 1 / 100, 40_000: 1 / 200, 1_000_000: 1 / 1000}
     found = {step: train.learning_rate(step, TrainConfig()) for step in by_hand}
@@ -616,9 +625,10 @@ def test_lesson_infer_a_wide_beam_search_is_exhaustive():
     """A beam search with enough beams finds the most probable of all outputs.
 
     With 5 ids, 1 + 4 + 16 = 21 outputs of at most 3 ids end with EOS. In the last step,
-    the search compares 16 x 5 = 80 extended beams, and selects two for each beam. With 40
-    beams, no output is lost, and the ranking is that of the exhaustive search below. With
-    fewer beams, the best output may be lost.
+    the 16 unfinished beams have 16 x 5 = 80 extensions by one id. The search keeps the
+    best extensions, two for each beam. With 40 beams, all 80 extensions are kept, so the
+    ranking is that of the exhaustive search below. With fewer beams, the best output may
+    be lost.
     """
     cfg = change(model=dict(vocab_size=5))
     params, decode = make_params(cfg, seed=8), DecodeConfig(beams=40, alpha=0.6)
@@ -4634,7 +4644,7 @@ def test_relative_buckets_equal_those_of_t5x():
         "In the encoder, earlier keys should use buckets 0 to 15."
     )
     assert np.array_equal(model.relative_bucket(far[1:], True, cfg), before[1:] + 16), (
-        "In the encoder, later keys should use buckets 16 to 31."
+        "In the encoder, later keys should use buckets 17 to 31."
     )
     assert np.array_equal(
         model.relative_bucket(-far, False, cfg), np.searchsorted(CAUSAL, far, "right") - 1
