@@ -290,8 +290,9 @@ def equations(jaxpr):
 #
 # The lessons use some names that are defined above. SMALL is the Config of a tiny model.
 # `change(SMALL, train=dict(steps=7))` returns a copy of SMALL with 7 steps. `make_params`
-# makes random weights. `make_batch(SMALL, [(5, 9)])` makes a batch of random tokens with one
-# row, which has 5 input tokens and 9 target tokens. UNEVEN is a list of eight such pairs.
+# makes random weights. `make_batch(SMALL, [(5, 9)])` makes a batch of random tokens with
+# one row, which has 5 input tokens and 9 target tokens. UNEVEN is a list of eight such
+# pairs.
 # `to_batch` makes a batch of given tokens. MESHES is a list of meshes for eight devices.
 
 
