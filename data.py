@@ -66,7 +66,7 @@ import time
 import timeit
 import zlib
 from collections import Counter
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -437,14 +437,10 @@ def truncate(arrays, side, task, data):
     side: the string "inputs" or "targets".
     """
     limit, eos, kept = truncated_length(side, task, data)
-    # Join all examples, and cut the result into examples again. This is faster than
-    # calling NumPy for each example.
     end = np.full(eos, EOS, np.int32)
-    parts = [part for ids in arrays for part in (ids[:kept], end)]
-    joined = np.concatenate(parts, dtype=np.int32, casting="unsafe")
-    stops = itertools.accumulate([min(len(ids), kept) + eos for ids in arrays], initial=0)
     # The limit removes EOS if the tokens before EOS already fill the maximum length.
-    return [joined[i : min(j, i + limit)] for i, j in itertools.pairwise(stops)]
+    types = dict(dtype=np.int32, casting="unsafe")
+    return [np.concatenate([ids[:kept], end], **types)[:limit] for ids in arrays]
 
 
 # Random bits shuffle chunks, choose the removed spans, and shuffle packed rows. The keys
@@ -534,57 +530,17 @@ class Examples:
 # ---- packing ---------------------------------------------------------------------------
 
 
-class Steps:
-    """Work that a generator does in small steps, so that it can be divided.
-
-    work: a generator that yields the fraction of the work that is done after each step,
-        and returns the result.
-    """
-
-    def __init__(self, work):
-        self.work = work
-        self.done = 0.0  # the fraction of the work that is done
-        self.future = Future()  # holds the result, or the exception of the work
-        self.lock = threading.Lock()
-
-    def run(self, fraction):
-        """Do the work until more than a fraction of it is done."""
-        with self.lock:
-            while self.done <= fraction and not self.future.done():
-                try:
-                    self.done = next(self.work)
-                except StopIteration as end:
-                    self.future.set_result(end.value)
-                except Exception as error:  # is raised again when the result is needed
-                    self.future.set_exception(error)
-
-    def result(self):
-        """Complete the work, and return its result."""
-        if not self.future.done():
-            self.run(math.inf)
-        return self.future.result()
-
-
 def pack(sizes, limits):
-    """Pack N examples into few rows, and return the row of each example.
+    """Pack N examples into few rows, and yield a list of the examples in each row.
 
-    For example, examples of 3, 5, 6 and 2 tokens fill two rows of 8 tokens. Row 0 takes
-    6 + 2 tokens, and row 1 takes 5 + 3 tokens, so the result is [1, 1, 0, 0]. Each row
-    repeatedly takes the example that leaves the least room, until no example fits. This
-    algorithm is called best-fit bin packing. An example fits only if its inputs and its
-    targets fit. The result is an array [N].
+    For example, examples of 3, 5, 6 and 2 tokens fill two rows of 8 tokens. The first row
+    takes 6 + 2 tokens, and the second row takes 3 + 5 tokens, so the results are [2, 3]
+    and [0, 1]. Each row repeatedly takes the example that leaves the least room, until no
+    example fits. This algorithm is called best-fit bin packing. An example fits only if
+    its inputs and its targets fit.
 
     sizes: an array [2, N] with the numbers of input tokens and target tokens.
     limits: the maximum numbers of input tokens and target tokens in a row.
-    """
-    return Steps(pack_in_steps(sizes, limits)).result()
-
-
-def pack_in_steps(sizes, limits):
-    """Do the work of `pack` as a generator, with one step for each row.
-
-    After each row, the generator yields the fraction of the examples that are packed. At
-    the end, it returns the result of `pack`.
     """
     limits = np.array(limits)
     # Group the examples that have the same number of input tokens and the same number of
@@ -595,12 +551,10 @@ def pack_in_steps(sizes, limits):
     # Of the kinds with the same number of target tokens, the kind with the most input
     # tokens that fit leaves the least room. largest[n, t] is the largest number of input
     # tokens, up to n, of a waiting kind with t target tokens. If there is no such kind,
-    # it is `none`.
-    none = sizes[0].max() + 1
-    largest = np.full(sizes.max(1) + 1, -1, np.int32)
+    # it is -1.
+    largest = np.full(limits + 1, -1)
     largest[*sizes] = sizes[0]
     np.maximum.accumulate(largest, out=largest)
-    largest[largest < 0] = none
 
     # Measure the free room of a row as a fraction of an average row. Otherwise the inputs
     # would count more than the targets, because inputs are often longer.
@@ -614,51 +568,39 @@ def pack_in_steps(sizes, limits):
     # taken[side][n] is the room that n tokens take. free[side][n] is the room in a row in
     # which n more tokens fit. In an empty row, this is 1.
     tokens = [np.arange(limit + 1) for limit in limits]
-    taken = [(n / size).astype(np.float32) for n, size in zip(tokens, average)]
-    free = [(1 - n[::-1] / size).astype(np.float32) for n, size in zip(tokens, average)]
-    taken[0] = np.append(taken[0][:none], np.float32(-np.inf))  # `none` never fits
+    taken = [np.float32(n / size) for n, size in zip(tokens, average)]
+    free = [np.float32(1 - n[::-1] / size) for n, size in zip(tokens, average)]
+    # NumPy takes the last element for the index -1, which means that nothing fits.
+    taken[0] = np.append(taken[0], np.float32(-np.inf))
 
-    def find_best(room, target_room):
-        """Return the best kind for a row in which these numbers of tokens still fit.
-
-        If no waiting kind fits, the result is None.
-        """
-        inputs = largest[min(room, none - 1), : target_room + 1]
-        # For each number of targets, the room that is left for inputs and for targets.
-        a = free[0][room] - taken[0][inputs]
-        b = free[1][target_room] - taken[1][: len(inputs)]
+    start = tuple(limits.tolist())
+    room = start  # how many input tokens and target tokens still fit into the row
+    row = []  # the examples in the row
+    while waiting:
+        # For each number of targets that fits, take the kind with the most inputs that
+        # fit. `a` and `b` are the room that this kind leaves for inputs and for targets.
+        inputs = largest[room[0], : room[1] + 1]
+        a = free[0][room[0]] - taken[0].take(inputs)
+        b = free[1][room[1]] - taken[1][: len(inputs)]
         # Choose the kind that leaves the least room. The term |a - b| / 2 is a penalty
         # for rows in which only the inputs or only the targets fill up. Of equally good
         # kinds, choose the last, which has the fewest inputs.
-        remaining = a + b + np.abs(a - b) * np.float32(0.5)
-        targets = len(inputs) - 1 - int(remaining[::-1].argmin())
+        remaining = a + b + np.abs(a - b) / 2
+        targets = room[1] - int(remaining[::-1].argmin())
         kind = int(inputs[targets]), targets
-        return kind if kind in waiting else None
-
-    rows = np.zeros(sizes.shape[1], int)
-    best = {}  # the best kind for each room, which stays the best while it is waiting
-    packed = row = 0
-    while packed < len(rows):
-        room = tuple(limits.tolist())
-        while True:
-            kind = best.get(room, room)
-            if kind and kind not in waiting:
-                kind = best[room] = find_best(*room)
-            if not kind:  # nothing fits
-                break
-            rows[waiting[kind].pop()] = row
-            packed += 1
-            inputs, targets = kind
-            room = room[0] - inputs, room[1] - targets
-            if not waiting[kind]:
-                # The kind with the next smaller number of inputs takes its place.
-                del waiting[kind]
-                column = largest[:, targets]
-                smaller = column[inputs - 1] if inputs else none
-                column[column == inputs] = smaller
-        row += 1
-        yield packed / len(rows)
-    return rows
+        if kind not in waiting:  # nothing fits, so begin the next row
+            yield sorted(row)
+            room = start
+            row = []
+            continue
+        row.append(waiting[kind].pop())
+        room = room[0] - kind[0], room[1] - targets
+        if not waiting[kind]:
+            # The kind with the next smaller number of inputs takes its place.
+            del waiting[kind]
+            column = largest[:, targets]
+            column[column == kind[0]] = column[kind[0] - 1] if kind[0] else -1
+    yield sorted(row)
 
 
 def fill_rows(examples, rows, count, limits):
@@ -669,30 +611,22 @@ def fill_rows(examples, rows, count, limits):
     assets/packed.svg shows a row with three examples.
 
     examples: a list of N pairs of arrays (inputs, targets).
-    rows: an array [N] with the row of each example.
+    rows: an array [N] with the row of each example, in ascending order.
     count: the number of rows in the Batch.
     limits: the maximum numbers of input tokens and target tokens in a row.
     """
+    # Number the examples of each row from 1. searchsorted finds the first example that
+    # is in the same row.
+    segment = np.arange(len(rows)) - np.searchsorted(rows, rows) + 1
     sides = []
-    for side, limit in enumerate(limits):
+    for arrays, limit in zip(zip(*examples), limits):
+        sizes = [len(ids) for ids in arrays]
+        used = np.bincount(rows, sizes, count)  # the number of tokens in each row
+        filled = np.arange(limit) < used[:, None]  # True where a row holds a token
         tokens = np.zeros((count, limit), np.int32)
         segments = np.zeros((count, limit), np.int32)
-        arrays = [pair[side] for pair in examples]
-        used = [0] * count  # the number of tokens in each row so far
-        segment = [0] * count  # the number of examples in each row so far
-        starts, numbers = [], []  # the first position and the segment of each example
-        for row, ids in zip(rows.tolist(), arrays):
-            starts.append(row * limit + used[row])
-            used[row] += len(ids)
-            segment[row] += 1  # the first example of a row is segment 1
-            numbers.append(segment[row])
-        # Write all examples at once, which is faster than one at a time. `places` holds
-        # the position of each token in the rows, which are numbered one after the other.
-        sizes = np.array([len(ids) for ids in arrays])
-        before = np.cumsum(sizes) - sizes  # the number of tokens before each example
-        places = np.arange(sizes.sum()) + np.repeat(starts - before, sizes)
-        tokens.ravel()[places] = np.concatenate(arrays)
-        segments.ravel()[places] = np.repeat(numbers, sizes)
+        tokens[filled] = np.concatenate(arrays)
+        segments[filled] = np.repeat(segment, sizes)
         sides.append((tokens, segments))
     (inputs, input_segments), (targets, target_segments) = sides
     return complete_batch(inputs, targets, input_segments, target_segments)
@@ -745,7 +679,7 @@ def random_bits(*key, start=0):
     return bits
 
 
-def permute(index, size, *key):
+def permute(index, size, *key, start=0):
     """Apply a random permutation of range(size) to each integer of an array.
 
     For example, permute(np.arange(5), 5, 1) returns [3, 2, 1, 0, 4]. The last argument is
@@ -757,25 +691,24 @@ def permute(index, size, *key):
     The network splits the bits of a number into two halves. In each of four rounds, one
     half is XORed with random bits that depend on the other half. Every round can be
     undone, so no two numbers get the same result.
+
+    start: the random bits of the first integers of the key, as in random_bits.
     """
-    out = index.astype(np.uint64)
-    size = np.broadcast_to(size, out.shape)
+    size = np.broadcast_to(size, index.shape)
+    bits = np.broadcast_to(random_bits(*key, start=start), index.shape)
     _, bit_length = np.frexp(size - 1)  # the number of bits of size - 1
-    half_bits = np.maximum(1, (bit_length + 1) // 2).astype(np.uint64)
-    key = np.broadcast_to(random_bits(*key), out.shape)
-    rounds = [random_bits(key, number) for number in range(4)]
+    half = np.maximum(1, (bit_length + 1) // 2).astype(np.uint64)
+    mask = (1 << half) - 1  # selects the lower half of a number's bits
+    out = index.astype(np.uint64)
+    left, right = out >> half, out & mask
+    for round_bits in random_bits(bits, np.arange(4)[:, None]):
+        left, right = right, left ^ (random_bits(right, start=round_bits) & mask)
+    out = (left << half | right).astype(np.int64)
     # Cycle walking: a result outside range(size) is permuted again until it is inside.
-    outside = np.arange(out.size)
-    while outside.size:
-        half = half_bits[outside]
-        mask = (1 << half) - 1  # selects the lower half of a number's bits
-        left, right = out[outside] >> half, out[outside] & mask
-        for bits in rounds:
-            mixed = left ^ (random_bits(right, start=bits[outside]) & mask)
-            left, right = right, mixed
-        out[outside] = left << half | right
-        outside = outside[out[outside] >= size[outside]]
-    return out.astype(np.int64)
+    outside = np.flatnonzero(out >= size)
+    if len(outside):
+        out[outside] = permute(out[outside], size[outside], start=bits[outside])
+    return out
 
 
 # ---- the batch of a step ---------------------------------------------------------------
@@ -810,16 +743,10 @@ class TrainingPlan:
         self.row_starts = [0]
         with contextlib.suppress(UserError):  # ignore a missing or damaged file
             self.row_starts = configs.read_checked(path, {"starts": [int]})["starts"]
-        # This thread looks up the lengths of the examples of the next block. It may have
-        # to wait until their text is tokenized.
-        self.thread = ThreadPoolExecutor(1)
-        # The cache keeps the plans of three blocks.
-        self.steps = functools.lru_cache(3)(
-            lambda block: Steps(self.plan_in_steps(block))
-        )
-        self.begin = functools.lru_cache(3)(
-            lambda block: self.thread.submit(self.steps(block).run, 0.0)
-        )
+        # For each of the last three blocks: the rows that are packed, and a generator that
+        # packs the other rows.
+        self.packing = functools.lru_cache(3)(lambda block: ([], self.pack_block(block)))
+        self.plan_block = functools.lru_cache(3)(self.plan_block)
 
     def samples(self, row_number):
         """Return which samples are in a row, as two arrays: tasks and sample numbers.
@@ -829,44 +756,57 @@ class TrainingPlan:
         """
         self.extend_row_starts(row_number)
         block = bisect.bisect_right(self.row_starts, row_number) - 1
-        task, sample, edges = self.plan_block(block)
         row = row_number - self.row_starts[block]
-        # When a fraction of this block is used, pack the same fraction of the next block.
-        # So no batch waits until a complete block is packed. If the packing is late, do
-        # only a little more of it for each row.
-        rows = len(edges) - 1
-        if row > rows / 16 and self.begin(block + 1).done():
-            following = self.steps(block + 1)
-            following.run(min(row / rows, following.done + 1.25 / rows))
-        here = slice(edges[row], edges[row + 1])
-        return task[here], sample[here]
+        rows = self.plan_block(block)
+        # Pack some rows of the next block now, so that no batch has to wait until a
+        # complete block is packed. Begin when a fifth of this block is used.
+        packed, packing = self.packing(block + 1)
+        count = (5 * row - len(rows)) // 4 - len(packed)
+        if count > 0 and self.is_tokenized(block + 1):
+            packed.extend(itertools.islice(packing, count))
+        return rows[row]
 
     def extend_row_starts(self, row_number):
-        """Find the first row of more blocks, until the block of the given row is
-        known."""
+        """Plan more blocks until row_starts shows which block holds the given row."""
         while self.row_starts[-1] <= row_number:
             block = len(self.row_starts) - 1
             if self.packs:
-                _, _, edges = self.plan_block(block)
-                self.row_starts.append(self.row_starts[-1] + len(edges) - 1)
+                rows = self.plan_block(block)
+                self.row_starts.append(self.row_starts[-1] + len(rows))
                 configs.write_checked(self.path, {"starts": self.row_starts})
             else:  # without packing, every row holds one sample
                 self.row_starts.append(int(sum(self.samples_before(block + 1))))
 
     def plan_block(self, block):
-        """Return the plan of a block, as plan_in_steps describes it."""
-        return self.steps(block).result()
+        """Return the samples of all rows of a block, in shuffled order.
 
-    def plan_in_steps(self, block):
-        """Pack the samples of a block into rows, and return three arrays.
+        The result is a list. For each row, it holds the pair of arrays that the method
+        `samples` returns.
+        """
+        packed, packing = self.packing(block)
+        packed.extend(packing)  # pack the remaining rows
+        rows = [row for row in packed if row]
+        if self.packs:
+            # Shuffle the rows, because packing puts examples of similar lengths into
+            # neighboring rows.
+            key = PACKING, self.cfg.train.seed, block
+            place = permute(np.arange(len(rows)), len(rows), *key)
+            rows = [rows[i] for i in np.argsort(place)]
+        return rows
 
-        This generator works in small steps. After each step, it yields the fraction of
-        the packing that is done.
+    def is_tokenized(self, block):
+        """Return whether the texts of all samples of a block are tokenized already."""
+        counts = self.samples_before(block + 1)
+        return all(
+            examples.corpus.is_tokenized(count)
+            for examples, count in zip(self.tasks, counts)
+        )
 
-        The arrays are `task`, `sample` and `edges`. The i-th sample of the block is
-        sample number sample[i] of the task with index task[i]. Row r holds the samples
-        from i = edges[r] to i = edges[r + 1] - 1. For example, edges [0, 2, 5] mean that
-        row 0 holds two samples and row 1 holds three samples.
+    def pack_block(self, block):
+        """Pack the samples of a block into rows, and yield the samples of each row.
+
+        Before the first row, None is yielded once for each task. So the caller can look
+        up the lengths of the examples of one task at a time, instead of all at once.
         """
         first = self.samples_before(block)
         # `count` holds the number of samples of each task in this block.
@@ -879,24 +819,18 @@ class TrainingPlan:
         order = np.argsort((number + 0.5) / count[task], kind="stable")
         task, number = task[order], number[order]
         sample = first[task] + number
-        if not self.packs:
-            return task, sample, np.arange(len(task) + 1)
+        if not self.packs:  # every row holds one sample
+            yield from zip(task[:, None], sample[:, None])
+            return
         sizes = np.zeros((2, len(task)), int)
         for k in np.unique(task):
-            examples = self.tasks[k]
-            for here in np.array_split(np.flatnonzero(task == k), 4):
-                if len(here):
-                    where = examples.locate(sample[here])
-                    sizes[:, here] = examples.truncated_sizes(*where)
-                yield 0.0
+            here = task == k
+            where = self.tasks[k].locate(sample[here])
+            sizes[:, here] = self.tasks[k].truncated_sizes(*where)
+            yield None
         limits = self.cfg.data.inputs_length, self.cfg.data.targets_length
-        row = yield from pack_in_steps(sizes, limits)
-        # Shuffle the rows, because packing puts examples of similar lengths into
-        # neighboring rows.
-        row = permute(row, int(row.max()) + 1, PACKING, self.cfg.train.seed, block)
-        order = np.argsort(row, kind="stable")
-        edges = np.append(0, np.cumsum(np.bincount(row)))
-        return task[order], sample[order], edges
+        for row in pack(sizes, limits):
+            yield task[row], sample[row]
 
     def samples_before(self, block):
         """Return the number of samples of each task in all blocks before the given
@@ -3832,6 +3766,10 @@ class Corpus:
                     self.starts.append(self.starts[-1] + len(bounds))
         return self.starts
 
+    def is_tokenized(self, count):
+        """Return whether `count` chunks, or all chunks of the source, are tokenized."""
+        return self.starts[-1] >= count or not self.next_position
+
     def count(self, what):
         """Tokenize the complete source, and count its "documents" or its "tokens"."""
         self.shard_starts()
@@ -4454,9 +4392,9 @@ def show(cfg, count):
         f"\nspeed    {speed:.1f} million tokens per second on one CPU core, for batches"
     )
     if split == "train":
-        plan = Steps(dataset.plan.plan_in_steps(0))
-        seconds = timeit.timeit(plan.result, number=1)
-        rows = len(plan.result()[2]) - 1
+        start = time.thread_time()
+        rows = len([row for row in dataset.plan.pack_block(0) if row])
+        seconds = time.thread_time() - start
         print(
             f"planning {rows * tokens / filled / seconds / 1e6:.1f} million tokens per "
             f"second: {rows:,} rows in {seconds:.3f} s"

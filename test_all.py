@@ -3260,11 +3260,8 @@ def test_packed_rows_hold_every_example_whole(pairs, capsys):
         )
     # A later dataset reads where the blocks start, so it packs no earlier block again.
     again = open_dataset(cfg)
-    plan_in_steps, planned = again.plan.plan_in_steps, []
-    again.plan.plan_in_steps = lambda block: (
-        planned.append(block),
-        plan_in_steps(block),
-    )[1]
+    pack_block, planned = again.plan.pack_block, []
+    again.plan.pack_block = lambda block: (planned.append(block), pack_block(block))[1]
     assert_equal(again.batch(step - 1), batch)
     assert min(planned) >= 5, "A later dataset should plan only the blocks that it needs."
     (path,) = Path(cfg.data.prepared_dir, "plans").glob("*.json")
@@ -3283,6 +3280,18 @@ def test_held_out_pairs_come_in_order_with_one_in_a_row(pairs):
     assert [pair for batch in batches for pair in unpack(batch)] == examples
     alone = open_dataset(change(cfg, data=dict(pack=False)))
     assert all(alone.batch(step).input_segments.max() == 1 for step in range(3))
+
+
+def row_numbers(sizes, limits):
+    """Return the row into which data.pack puts each example, as an array [N]."""
+    rows = np.full(sizes.shape[1], -1)
+    for number, examples in enumerate(data.pack(sizes, limits)):
+        assert examples == sorted(set(examples)) and (rows[examples] < 0).all(), (
+            "The examples of a row should be sorted, and no example should occur twice."
+        )
+        rows[examples] = number
+    assert (rows >= 0).all(), "Each example should have a row."
+    return rows
 
 
 def slow_best_fit(sizes, limits):
@@ -3324,7 +3333,7 @@ def test_packing_equals_a_slow_best_fit(limits):
         sizes[:, n // 2 :] = (
             sizes[:, n // 2 :] + 2
         ) // 3  # half of the examples are short
-        assert data.pack(sizes, limits).tolist() == slow_best_fit(
+        assert row_numbers(sizes, limits).tolist() == slow_best_fit(
             sizes.tolist(), limits
         ), "pack should put each example into the row of the slow best fit."
 
@@ -3352,49 +3361,55 @@ def test_each_batch_plans_a_part_of_the_next_block(pairs, monkeypatch):
     cfg, _ = pairs
     monkeypatch.setattr(data, "BLOCK_SAMPLES", 512)
     dataset = open_dataset(cfg)
-    # The packed fraction, for each pair (batch, block).
-    done = collections.Counter()
-    plan_in_steps = dataset.plan.plan_in_steps
+    packed = collections.Counter()  # the packed rows, for each pair (batch, block)
+    pack_block = dataset.plan.pack_block
 
     def counting(block):
-        work = plan_in_steps(block)
-        before = 0.0
-        while True:
-            try:
-                fraction = next(work)
-            except StopIteration as end:
-                return end.value
-            done[step, block] += fraction - before
-            before = fraction
-            yield fraction
+        for row in pack_block(block):
+            packed[step, block] += row is not None
+            yield row
 
-    monkeypatch.setattr(dataset.plan, "plan_in_steps", counting)
+    monkeypatch.setattr(dataset.plan, "pack_block", counting)
+    dataset.tasks[0].corpus.shard_starts()
     for step in range(130):
         dataset.batch(step)
-        dataset.plan.thread.submit(int).result()  # wait for the thread
     starts = dataset.plan.row_starts
     assert len(starts) > 3 and starts[1] > 300, "There should be several blocks."
-    assert done[0, 0] == 1.0, "The first batch plans the first block completely."
-    rows = min(np.diff(starts))
-    for (step, block), fraction in done.items():
-        if block:  # one row takes at most 3 of 512 examples
+    assert packed[0, 0] == starts[1], "The first batch packs the first block completely."
+    rows = np.diff(starts)
+    for (step, block), count in packed.items():
+        if block:
             sentence = f"Batch {step} should pack only a part of block {block}."
-            assert fraction <= 8 * 1.25 / rows + 2 * 3 / 512, sentence
+            # Each row packs 1.25 rows. The last batch of a block also packs the rows
+            # that the next block has more than this block, and one for None.
+            assert count <= 8 * 1.25 + 2 + rows.max() - rows.min(), sentence
 
 
-def test_work_in_steps_raises_its_exception_when_its_result_is_needed():
-    def work():
-        yield 0.0
-        yield 0.5
-        raise configs.UserError("line 7 is damaged")
+def test_rows_of_the_next_block_are_packed_only_if_its_text_exists(pairs, monkeypatch):
+    """An error in the text of the next block does not end the batches of this block."""
+    cfg, _ = pairs
+    dataset = open_dataset(cfg)
+    corpus, begun = dataset.tasks[0].corpus, []
+    pack_block = dataset.plan.pack_block
 
-    steps = data.Steps(work())
-    steps.run(0.0)
-    assert steps.done == 0.5, "The work goes on until more than the fraction is done."
-    steps.run(0.5)  # meets the exception, and keeps it
-    for _ in range(2):
-        with pytest.raises(configs.UserError, match="line 7"):
-            steps.result()
+    def begin(block):
+        begun.append(block)
+        yield from pack_block(block)
+
+    monkeypatch.setattr(dataset.plan, "pack_block", begin)
+    dataset.batch(0)
+    last = dataset.plan.row_starts[1] - 1  # the last row of block 0
+    count = corpus.shard_starts()[-1]
+    assert corpus.is_tokenized(10**9), "The source has ended, so all text is tokenized."
+    with monkeypatch.context() as patch:
+        patch.setattr(corpus, "next_position", [0, 9, 99])  # the source has more text
+        assert corpus.is_tokenized(count), "These chunks are tokenized."
+        assert not corpus.is_tokenized(count + 1), "This chunk is not tokenized."
+        patch.setattr(corpus, "is_tokenized", lambda count: count <= 64)
+        dataset.plan.samples(last)
+        assert begun == [0], "Without the text of block 1, its rows should not be packed."
+    dataset.plan.samples(last)
+    assert begun == [0, 1], "With the text of block 1, its rows should be packed."
 
 
 def test_packing_is_tight_and_keeps_the_limits():
@@ -3410,7 +3425,7 @@ def test_packing_is_tight_and_keeps_the_limits():
         (lengths(4.8, 0.9, 1024), lengths(2.0, 1.0, 256), (1024, 256)),  # like T0's
         (lengths(3.9, 0.6, 512), rng.integers(2, 6, N), (512, 84)),
     ):  # like GLUE's
-        rows = data.pack(np.stack([inputs, targets]), limits)
+        rows = row_numbers(np.stack([inputs, targets]), limits)
         assert np.bincount(rows, inputs).max() <= limits[0], (
             "The inputs of a row should have at most inputs_length tokens."
         )
@@ -3423,7 +3438,7 @@ def test_packing_is_tight_and_keeps_the_limits():
         )
     for limits in ((4, 4), (5, 3), (1, 1)):
         sizes = np.minimum([[4, 1, 3], [1, 2, 3]], np.transpose([limits]))
-        rows = data.pack(sizes, limits)
+        rows = row_numbers(sizes, limits)
         assert (np.bincount(rows) > 0).all() and len(rows) == 3, (
             "Each of the three examples should get a row, and no row should be empty."
         )
@@ -3954,7 +3969,7 @@ def test_samples_of_several_tasks_are_spread_evenly_over_a_block():
     plan = object.__new__(data.TrainingPlan)
     plan.packs = False
     plan.samples_before = lambda block: block * np.array([4, 2])
-    task, sample, _ = data.Steps(plan.plan_in_steps(1)).result()
+    task, sample = map(np.concatenate, zip(*plan.pack_block(1)))
     sentence = (
         "4 samples of task 0 and 2 of task 1 should alternate as evenly as possible."
     )
@@ -3968,7 +3983,7 @@ def test_mixtures_keep_their_proportions_and_use_every_example(mixture):
     dataset = open_dataset(mixture)
     shares, drawn = dataset.plan.rates, [[], [], []]
     for block in range(40):
-        task, draw, _ = dataset.plan.plan_block(block)
+        task, draw = map(np.concatenate, zip(*dataset.plan.plan_block(block)))
         counts = np.bincount(task, minlength=3)
         assert (abs(counts - 64 * shares) < 1).all()
         for number in range(3):
@@ -3981,7 +3996,7 @@ def test_mixtures_keep_their_proportions_and_use_every_example(mixture):
             assert sorted(numbers[epochs == epoch]) == list(range(count))
     # Without packing, 8 consecutive rows have each task's share up to two examples.
     alone = change(mixture, data=dict(pack=False))
-    task, _, _ = open_dataset(alone).plan.plan_block(3)
+    task, _ = map(np.concatenate, zip(*open_dataset(alone).plan.plan_block(3)))
     for start in range(0, 56, 8):
         assert (
             abs(np.bincount(task[start : start + 8], minlength=3) - 8 * shares) <= 2
@@ -11308,11 +11323,11 @@ def test_truncation_leaves_room_for_eos():
 
 
 def test_examples_fill_rows_one_after_the_other():
-    pairs = [([5, 9, 1], [7, 1]), ([8, 1], [4, 1]), ([4, 1], [6, 2, 1])]
+    pairs = [([5, 9, 1], [7, 1]), ([4, 1], [6, 2, 1]), ([8, 1], [4, 1])]
     examples = [tuple(np.array(ids) for ids in pair) for pair in pairs]
-    batch = data.fill_rows(examples, np.array([0, 1, 0]), 2, (6, 5))
+    batch = data.fill_rows(examples, np.array([0, 0, 1]), 2, (6, 5))
     sentence = (
-        "Row 0 should contain examples 0 and 2, and row 1 should contain example 1."
+        "Row 0 should contain examples 0 and 1, and row 1 should contain example 2."
     )
     for name, expected in dict(
         inputs=[[5, 9, 1, 4, 1, 0], [8, 1, 0, 0, 0, 0]],
@@ -12170,20 +12185,6 @@ EXERCISES = {
     "data.pack": (
         "test_packing_equals_a_slow_best_fit test_packing_is_tight_and_keeps_the_limits"
     ),
-    "data.Steps.__init__": (
-        "test_work_in_steps_raises_its_exception_when_its_result_is_needed"
-    ),
-    "data.Steps.run": (
-        "test_work_in_steps_raises_its_exception_when_its_result_is_needed "
-        "test_packing_equals_a_slow_best_fit"
-    ),
-    "data.Steps.result": (
-        "test_work_in_steps_raises_its_exception_when_its_result_is_needed "
-        "test_packing_equals_a_slow_best_fit"
-    ),
-    "data.pack_in_steps": (
-        "test_packing_equals_a_slow_best_fit test_packing_is_tight_and_keeps_the_limits"
-    ),
     "data.fill_rows": "test_examples_fill_rows_one_after_the_other",
     "data.complete_batch": (
         "test_decoder_inputs_start_with_0_in_each_segment "
@@ -12207,7 +12208,11 @@ EXERCISES = {
         "test_lesson_data_a_batch_is_a_function_of_the_step "
         "test_packed_rows_hold_every_example_whole"
     ),
-    "data.TrainingPlan.plan_in_steps": (
+    "data.TrainingPlan.is_tokenized": (
+        "test_each_batch_plans_a_part_of_the_next_block "
+        "test_rows_of_the_next_block_are_packed_only_if_its_text_exists"
+    ),
+    "data.TrainingPlan.pack_block": (
         "test_samples_of_several_tasks_are_spread_evenly_over_a_block "
         "test_lesson_data_a_batch_is_a_function_of_the_step "
         "test_packed_rows_hold_every_example_whole"
