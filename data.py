@@ -142,8 +142,8 @@ class Tokenizer:
         return self.processor.encode(text)
 
     def encode_batch(self, texts):
-        """Encode texts on all CPU cores, and return one int32 array of ids per text."""
-        return self.processor.encode(list(texts), return_type="numpy")
+        """Encode several texts, and return one int32 array of ids per text."""
+        return [np.array(self.encode(text), np.int32) for text in texts]
 
     def raw_text(self, ids):
         """Return the text of token ids, with all special tokens written out.
@@ -154,6 +154,11 @@ class Tokenizer:
         words = "".join(self.processor.id_to_piece(i) for i in ids)
         return words.replace("\u2581", " ")  # SentencePiece stores a space as U+2581
 
+    def content(self, ids):
+        """Return the token ids before the first EOS, without padding, as a list."""
+        ids = itertools.takewhile(lambda i: i != EOS, map(int, ids))
+        return [i for i in ids if i != PAD]
+
     def decode(self, ids):
         """Return the text of the token ids before the first EOS, without padding.
 
@@ -161,13 +166,8 @@ class Tokenizer:
         such an id. For example, T5's embedding table has 32,128 rows, but T5's vocabulary
         has only 32,100 tokens.
         """
-        content = []
-        for i in map(int, ids):
-            if i == EOS:
-                break
-            if i != PAD:
-                content.append(i if i < self.size else UNK)
-        return self.processor.decode(content)
+        known = [i if i < self.size else UNK for i in self.content(ids)]
+        return self.processor.decode(known)
 
 
 def is_content(ids, tokenizer):
@@ -743,8 +743,8 @@ class TrainingPlan:
         self.row_starts = [0]
         with contextlib.suppress(UserError):  # ignore a missing or damaged file
             self.row_starts = configs.read_checked(path, {"starts": [int]})["starts"]
-        # For each of the last three blocks: the rows that are packed, and a generator that
-        # packs the other rows.
+        # For each block, `packing` returns a list of the rows that are packed so far, and
+        # a generator that packs the other rows. The caches keep the last three blocks.
         self.packing = functools.lru_cache(3)(lambda block: ([], self.pack_block(block)))
         self.plan_block = functools.lru_cache(3)(self.plan_block)
 
@@ -934,8 +934,8 @@ class ByteTokenizer(Tokenizer):
         Padding, sentinels and UNK are left out, and so are bytes that are not valid
         UTF-8.
         """
-        ids = itertools.takewhile(lambda i: i != EOS, map(int, ids))
-        return self.raw_text(i for i in ids if 3 <= i < self.sentinel_ids.start)
+        content = self.content(ids)
+        return self.raw_text(i for i in content if 3 <= i < self.sentinel_ids.start)
 
 
 class IdTokenizer(Tokenizer):
@@ -959,9 +959,6 @@ class IdTokenizer(Tokenizer):
         ids = [int(word) if word.isdecimal() else UNK for word in text.split()]
         return [i if i < self.size else UNK for i in ids]
 
-    def encode_batch(self, texts):
-        return [np.array(self.encode(text), np.int32) for text in texts]
-
     def raw_text(self, ids):
         return "".join(f" {i}" for i in ids)
 
@@ -970,8 +967,7 @@ class IdTokenizer(Tokenizer):
 
         For example, [17, 4, 29, 1, 0] becomes "17 4 29", because 1 is EOS.
         """
-        ids = itertools.takewhile(lambda i: i != EOS, ids)
-        return " ".join(str(i) for i in ids if i != PAD)
+        return " ".join(map(str, self.content(ids)))
 
 
 class PatternTokenizer(Tokenizer):
@@ -1022,9 +1018,6 @@ class PatternTokenizer(Tokenizer):
         parts.append(text[end:])
         return [self.ids.get(part, UNK) for part in parts if part]
 
-    def encode_batch(self, texts):
-        return [np.array(self.encode(text), np.int32) for text in texts]
-
     def raw_text(self, ids):
         return "".join(self.pieces[i] for i in ids)
 
@@ -1033,8 +1026,7 @@ class PatternTokenizer(Tokenizer):
 
         An id that is not in the vocabulary becomes "<unk>".
         """
-        ids = itertools.takewhile(lambda i: i != EOS, map(int, ids))
-        return self.raw_text(i if i < self.size else UNK for i in ids if i != PAD)
+        return self.raw_text(i if i < self.size else UNK for i in self.content(ids))
 
 
 def add_sentinels(model, number):
@@ -1056,16 +1048,16 @@ def free_cores(most):
 
     most: the maximum number of cores. The result is at least 1.
     """
+    folder = Path(tempfile.gettempdir(), f"plain_t5_{os.getuid()}")
     count = 0
     with contextlib.ExitStack() as locks:
-        with contextlib.suppress(OSError):  # the folder cannot be written
-            folder = Path(tempfile.gettempdir(), f"plain_t5_{os.getuid()}")
-            folder.mkdir(exist_ok=True)
-            for number in range(os.cpu_count()):
-                with contextlib.suppress(BlockingIOError):
-                    if count < most:
-                        locks.enter_context(configs.lock(folder / f"core-{number}"))
-                        count += 1
+        for number in range(os.cpu_count()):
+            # An OSError means that the core is reserved, or the folder cannot be written.
+            with contextlib.suppress(OSError):
+                if count < most:
+                    folder.mkdir(exist_ok=True)
+                    locks.enter_context(configs.lock(folder / f"core-{number}"))
+                    count += 1
         yield max(1, count)
 
 
@@ -1112,10 +1104,11 @@ PATTERN_FILE = b'{"pattern": '  # the first bytes of a serialized PatternTokeniz
 def parse_vocabulary(serialized, name="the vocabulary"):
     """Build a Tokenizer from the bytes of a SentencePiece model file.
 
-    If the model has no sentinels, 100 sentinels such as <extra_id_0> are added, unless the
-    file says that the network has no rows for them. Pieces after the sentinels are added tokens. The ids 0, 1 and 2 must be <pad>, </s> and
-    <unk>, and the sentinels must be in descending order. Otherwise, or if the bytes are
-    not a SentencePiece model, the function raises UserError.
+    If the model has no sentinels, 100 sentinels such as <extra_id_0> are added, unless
+    the file says that the network has no rows for them. Pieces after the sentinels are
+    added tokens. The ids 0, 1 and 2 must be <pad>, </s> and <unk>, and the sentinels must
+    be in descending order. Otherwise, or if the bytes are not a SentencePiece model, the
+    function raises UserError.
 
     serialized: the bytes of the file. name: the name of the file in error messages.
     """
@@ -1712,27 +1705,25 @@ COMPRESSED = {
 }
 
 
-@contextlib.contextmanager
 def open_text(path):
-    """Open a text file as bytes, and decompress it if it is compressed.
+    """Open a text file for reading bytes, and decompress it if it is compressed.
 
     The function raises UserError if the file has a format that is not text, such as zip.
     """
     # With a large buffer, reading rarely waits for Python's global lock, which the thread
     # that tokenizes holds most of the time.
-    with io.BufferedReader(open_file(path), 1 << 20) as raw:
-        start = raw.peek(8)[:8]
-        for first_bytes, kind in OTHER_FILES.items():
-            if start.startswith(first_bytes):
-                raise UserError(
-                    f"{path} is {kind}. Only text can be read, also if it is compressed "
-                    f"with gzip, zstd, bzip2 or xz."
-                )
-        file = raw
-        for suffix, (first_bytes, opener) in COMPRESSED.items():
-            if start.startswith(first_bytes) or (start and path.endswith(suffix)):
-                file = opener(raw)
-        yield file
+    file = io.BufferedReader(open_file(path), 1 << 20)
+    start = file.peek(8)[:8]
+    for first_bytes, kind in OTHER_FILES.items():
+        if start.startswith(first_bytes):
+            raise UserError(
+                f"{path} is {kind}. Only text can be read, also if it is compressed with "
+                f"gzip, zstd, bzip2 or xz."
+            )
+    for suffix, (first_bytes, opener) in COMPRESSED.items():
+        if start.startswith(first_bytes) or (start and path.endswith(suffix)):
+            return opener(file)
+    return file
 
 
 def text_size(files, enough):
@@ -1763,8 +1754,7 @@ def read_lines(path, bad, keep_place=False):
     UTF-8 is reported to the function `bad` and skipped. The function raises UserError if
     a line is too long, or if the file is not text.
 
-    keep_place: whether to yield None in the place of a skipped line, and all other lines
-        without their line ends.
+    keep_place: whether to yield an empty text in the place of a skipped line.
     """
     with open_text(path) as file:
         lines = iter(lambda: file.readline(LINE_BYTES), b"")
@@ -1775,14 +1765,11 @@ def read_lines(path, bad, keep_place=False):
                     f"divide this line, or remove it."
                 )
             try:
-                text = line.decode()
+                yield number, line.decode()
             except UnicodeDecodeError:
                 bad(f"{path}:{number}", "is not UTF-8")
-                text = None
-            if keep_place:
-                yield number, text and text.rstrip("\r\n")
-            elif text is not None:
-                yield number, text
+                if keep_place:
+                    yield number, ""
 
 
 def text_source(name, split, cfg, whole):
@@ -1869,22 +1856,16 @@ def read_table(delimiter, has_header, path, bad):
 
     delimiter: the character between two values, "," or a tab.
     """
-    line = 0  # the number of the last line that csv.reader has read
-
-    def lines():
-        nonlocal line
-        for line, text in read_lines(path, bad):
-            yield text
-
     csv.field_size_limit(LINE_BYTES)
-    rows = csv.reader(lines(), delimiter=delimiter, strict=True)
+    lines = (line for _, line in read_lines(path, bad, keep_place=True))
+    rows = csv.reader(lines, delimiter=delimiter, strict=True)
     names = None
     while True:
-        first = line + 1
+        where = f"{path}:{rows.line_num + 1}"  # the first line of the next row
         try:
             row = next(rows, None)
         except csv.Error as error:
-            bad(f"{path}:{first}", f"is not a row of a table ({error})")
+            bad(where, f"is not a row of a table ({error})")
             continue
         if row is None:
             return
@@ -1904,10 +1885,9 @@ def read_table(delimiter, has_header, path, bad):
             if has_header:
                 continue
         if len(row) == len(names):
-            yield f"{path}:{first}", dict(zip(names, row))
+            yield where, dict(zip(names, row))
         else:
-            problem = f"has {len(row)} columns, but the first line has {len(names)}"
-            bad(f"{path}:{first}", problem)
+            bad(where, f"has {len(row)} columns, but the first line has {len(names)}")
 
 
 DELIMITERS = {"csv": ",", "tsv": "\t"}
@@ -1959,9 +1939,10 @@ def lines_source(name, split, cfg, whole):
                     f"{path} and {other} do not have equally many lines, so their lines "
                     f"do not belong together: name other files."
                 )
-            (number, source), (_, target) = pair
-            if source is not None and target is not None:
-                yield f"{path}:{number}", {"inputs": source, "targets": target}
+            (number, *_), _ = pair
+            if all(line for _, line in pair):  # only the place of a skipped line is empty
+                texts = [line.rstrip("\r\n") for _, line in pair]
+                yield f"{path}:{number}", dict(zip(SIDES, texts))
         check_unchanged(other, stamp)
 
     files = file_source(read, patterns[0], split, cfg, whole, targets)
@@ -3181,7 +3162,7 @@ MIXTURES |= {
 MIXTURES |= {name: functools.partial(t0_mixture, name) for name in T0_MIXTURES}
 
 
-def mixture_rates(name, cfg, examples=lambda task: 1, within=(), tokens=lambda task: 1):
+def mixture_rates(name, cfg, count=lambda task, what: 1, within=()):
     """Return the sampling rate of each task in a mixture, as a dict from task to rate.
 
     If a mixture contains another mixture, the tasks of the inner mixture share its rate.
@@ -3189,10 +3170,9 @@ def mixture_rates(name, cfg, examples=lambda task: 1, within=(), tokens=lambda t
     tasks gets the rate 3. A single task has the rate 1. If the mixture is not a valid
     dict, the function raises UserError.
 
-    name: the name of a mixture or of a single task. examples: a function that returns the
-    number of training examples of a task. It is called only for rates that are a BySize.
-    within: the names of the mixtures that contain this mixture. tokens: a function that
-    returns the number of training tokens of a task. It is called only for a BySizes.
+    name: the name of a mixture or of a single task. count: a function that returns how
+    many training "documents" or "tokens" a task has. It is called only for a BySize or
+    a BySizes. within: the names of the mixtures that contain this mixture.
     """
     if name not in MIXTURES:
         return {name: 1.0}
@@ -3204,7 +3184,9 @@ def mixture_rates(name, cfg, examples=lambda task: 1, within=(), tokens=lambda t
     entries = MIXTURES[name]
     try:
         if isinstance(entries, BySizes):
-            entries = entries.rates({task: tokens(task) for task in entries.tasks})
+            entries = entries.rates(
+                {task: count(task, "tokens") for task in entries.tasks}
+            )
         entries = dict(entries(cfg) if callable(entries) else entries)
     except UserError:
         raise
@@ -3216,14 +3198,14 @@ def mixture_rates(name, cfg, examples=lambda task: 1, within=(), tokens=lambda t
     rates = {}
     for member, rate in entries.items():
         if isinstance(rate, BySize) and member not in MIXTURES:
-            rate = rate.of(examples(member))
+            rate = rate.of(count(member, "documents"))
         if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
             raise UserError(
                 f"The mixture {name} has the invalid rate {rate} for {member}: use a "
                 f"number that is 0 or higher. The rate of a single task may also be a "
                 f"BySize with a maximum."
             )
-        inner = mixture_rates(member, cfg, examples, (*within, name), tokens)
+        inner = mixture_rates(member, cfg, count, (*within, name))
         total = sum(inner.values())
         for task, inner_rate in inner.items():
             rates[task] = rates.get(task, 0.0) + rate * inner_rate / total
@@ -4108,10 +4090,7 @@ def prepare(cfg, split, tokenizer):
         return corpus
 
     rates = mixture_rates(
-        cfg.data.task,
-        cfg,
-        examples=lambda name: open_corpus(name).count("documents"),
-        tokens=lambda name: open_corpus(name).count("tokens"),
+        cfg.data.task, cfg, lambda name, what: open_corpus(name).count(what)
     )
     rates = {name: rate for name, rate in rates.items() if rate}
     tasks = [
@@ -4388,16 +4367,14 @@ def show(cfg, count):
     tokens = sum(np.count_nonzero(segments) for *_, segments in sides)
     calls, seconds = timeit.Timer(lambda: dataset.batch(0)).autorange()
     speed = calls * tokens / seconds / 1e6
-    print(
-        f"\nspeed    {speed:.1f} million tokens per second on one CPU core, for batches"
-    )
+    print(f"\nspeed    {speed:.1f} million tokens per second on one core, for batches")
     if split == "train":
-        start = time.thread_time()
-        rows = len([row for row in dataset.plan.pack_block(0) if row])
-        seconds = time.thread_time() - start
+        rows = dataset.plan.row_starts[1]
+        seconds = timeit.timeit(lambda: [*dataset.plan.pack_block(0)], number=1)
+        speed = rows * tokens / filled / seconds / 1e6
         print(
-            f"planning {rows * tokens / filled / seconds / 1e6:.1f} million tokens per "
-            f"second: {rows:,} rows in {seconds:.3f} s"
+            f"planning {speed:.1f} million tokens per second, to assign a block of "
+            f"samples to {rows:,} rows"
         )
 
 
@@ -4407,15 +4384,10 @@ def list_mixture(cfg):
     The name of the mixture is cfg.data.task.
     """
 
-    def count(what, task):
+    def count(task, what):
         return Corpus(task, "train", prepare_vocabulary(cfg), cfg).count(what)
 
-    rates = mixture_rates(
-        cfg.data.task,
-        cfg,
-        examples=functools.partial(count, "documents"),
-        tokens=functools.partial(count, "tokens"),
-    )
+    rates = mixture_rates(cfg.data.task, cfg, count)
     total = sum(rates.values())
     print(f"{'task':40} {'rate':>12} {'share':>9}  source")
     for task, rate in Counter(rates).most_common():

@@ -3845,7 +3845,7 @@ def test_rates_of_nested_mixtures_and_rates_by_size(mixture):
     rates = data.mixture_rates("outer", mixture)
     assert rates == {"few": 0.5, "some": 1.5, "many": 1.3, "documents": 0}
     sizes = {"few": 5, "some": 40, "many": 90}
-    assert data.mixture_rates("sized", mixture, sizes.get) == {
+    assert data.mixture_rates("sized", mixture, lambda task, what: sizes[task]) == {
         "few": 5,
         "some": 30,
         "many": 90**0.5,
@@ -3924,7 +3924,7 @@ def test_rates_may_be_a_function_of_all_sizes(mixture, capsys, monkeypatch):
     assert 2 * sizes["few"] < 700 / 3, "The smallest task should be limited by epochs."
     for task, examples in zip(dataset.plan.rates, dataset.tasks):
         assert task == pytest.approx(expected[examples.corpus.name])
-    rates = data.mixture_rates("over", mixture, tokens=sizes.get)
+    rates = data.mixture_rates("over", mixture, lambda task, what: sizes[task])
     for task in tasks:
         assert rates[task] == pytest.approx(2 * expected[task])
     assert rates["documents"] == 1
@@ -3959,7 +3959,7 @@ def test_the_languages_of_the_readme_are_sampled_by_unimax(mixture, monkeypatch)
         monkeypatch.setitem(data.TASKS, name, task)
     monkeypatch.setitem(data.MIXTURES, "languages", recipe["MIXTURES"]["languages"])
     sizes = {"deu_Latn": 9e11, "cym_Latn": 7e9, "gsw_Latn": 5e6}
-    rates = data.mixture_rates("languages", mixture, tokens=sizes.get)
+    rates = data.mixture_rates("languages", mixture, lambda task, what: sizes[task])
     # Swiss German is used four times, and the others share what it leaves of 1e9 tokens.
     expected = {"gsw_Latn": 2e7, "cym_Latn": 4.9e8, "deu_Latn": 4.9e8}
     assert rates == expected
@@ -10671,10 +10671,10 @@ def test_the_recipe_beside_a_gin_file_has_its_settings(load_page):
     task = data.TASKS["headline"]
     (example,) = task.format({"document": "rain fell", "summary": "rain"})
     assert example == {"inputs": "summarize: rain fell", "targets": "rain"}
-    many = data.mixture_rates(cfg.data.task, cfg, lambda task: 4_500_000)
+    many = data.mixture_rates(cfg.data.task, cfg, lambda task, what: 4_500_000)
     assert many == {"headline": 30_000, "wmt_t2t_ende_v003": 2**16}
     assert many["headline"] / sum(many.values()) == pytest.approx(0.31, abs=0.005)
-    few = data.mixture_rates(cfg.data.task, cfg, lambda task: 1000)
+    few = data.mixture_rates(cfg.data.task, cfg, lambda task, what: 1000)
     assert few["wmt_t2t_ende_v003"] == 1000
     lines = [json.dumps({"document": "rain fell", "summary": "rain"})] * 200
     Path("headlines.jsonl").write_text("\n".join(lines))
@@ -12136,6 +12136,7 @@ EXERCISES = {
     "data.Tokenizer.encode": "test_a_tokenizer_converts_text_to_ids_and_back",
     "data.Tokenizer.encode_batch": "test_a_tokenizer_converts_text_to_ids_and_back",
     "data.Tokenizer.raw_text": "test_a_tokenizer_converts_text_to_ids_and_back",
+    "data.Tokenizer.content": "test_special_ids_and_sentinels_have_the_ids_of_t5",
     "data.Tokenizer.decode": (
         "test_a_tokenizer_converts_text_to_ids_and_back "
         "test_special_ids_and_sentinels_have_the_ids_of_t5"
