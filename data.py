@@ -60,7 +60,6 @@ import math
 import os
 import re
 import sys
-import tempfile
 import threading
 import time
 import timeit
@@ -482,13 +481,13 @@ class Examples:
         # ends. starts[-1] is the number of chunks so far. If a sample number is not below
         # starts[-1], the source has ended. Then starts[-1] is the number of all chunks,
         # and the sample is in a later epoch.
-        starts = self.corpus.shard_starts(int(samples.max()) + 1)
+        starts = np.array(self.corpus.shard_starts(int(samples.max()) + 1))
         epochs, chunks = np.divmod(samples, starts[-1])
         if not self.shuffled:
             return epochs, chunks
         shards = np.searchsorted(starts, chunks, "right") - 1
-        first = np.array(starts)[shards]  # the first chunk of each chunk's shard
-        size = np.array(starts)[shards + 1] - first
+        first = starts[shards]  # the first chunk of each chunk's shard
+        size = starts[shards + 1] - first
         key = ORDER, self.cfg.train.seed, epochs, shards
         return epochs, first + permute(chunks - first, size, *key)
 
@@ -542,7 +541,6 @@ def pack(sizes, limits):
     sizes: an array [2, N] with the numbers of input tokens and target tokens.
     limits: the maximum numbers of input tokens and target tokens in a row.
     """
-    limits = np.array(limits)
     # Group the examples that have the same number of input tokens and the same number of
     # target tokens. Each group is called a kind. A kind is a pair of these two numbers.
     waiting = {}  # the examples of each kind that are not packed yet
@@ -552,7 +550,7 @@ def pack(sizes, limits):
     # tokens that fit leaves the least room. largest[n, t] is the largest number of input
     # tokens, up to n, of a waiting kind with t target tokens. If there is no such kind,
     # it is -1.
-    largest = np.full(limits + 1, -1)
+    largest = np.full(np.add(limits, 1), -1)
     largest[*sizes] = sizes[0]
     np.maximum.accumulate(largest, out=largest)
 
@@ -573,8 +571,7 @@ def pack(sizes, limits):
     # NumPy takes the last element for the index -1, which means that nothing fits.
     taken[0] = np.append(taken[0], np.float32(-np.inf))
 
-    start = tuple(limits.tolist())
-    room = start  # how many input tokens and target tokens still fit into the row
+    room = limits  # how many input tokens and target tokens still fit into the row
     row = []  # the examples in the row
     while waiting:
         # For each number of targets that fits, take the kind with the most inputs that
@@ -590,8 +587,7 @@ def pack(sizes, limits):
         kind = int(inputs[targets]), targets
         if kind not in waiting:  # nothing fits, so begin the next row
             yield sorted(row)
-            room = start
-            row = []
+            room, row = limits, []
             continue
         row.append(waiting[kind].pop())
         room = room[0] - kind[0], room[1] - targets
@@ -767,7 +763,7 @@ class TrainingPlan:
         return rows[row]
 
     def extend_row_starts(self, row_number):
-        """Plan more blocks until row_starts shows which block holds the given row."""
+        """Extend the list row_starts until it shows which block holds the given row."""
         while self.row_starts[-1] <= row_number:
             block = len(self.row_starts) - 1
             if self.packs:
@@ -1005,9 +1001,9 @@ class PatternTokenizer(Tokenizer):
         for i, piece in enumerate(pieces, 3):
             if self.encode(piece) != [i]:
                 raise UserError(
-                    f"The piece {piece!r} of a vocabulary occurs twice, or the pattern "
-                    f"{pattern!r} does not match it as a whole: correct the pattern or "
-                    f"the pieces in the recipe file."
+                    f"The vocabulary of a recipe file cannot encode its piece {piece!r}: "
+                    f"list each piece once, and correct the pattern {pattern!r} if it "
+                    f"does not match the complete piece."
                 )
 
     def encode(self, text):
@@ -1039,32 +1035,8 @@ def add_sentinels(model, number):
         model.pieces.add(piece=f"▁<extra_id_{k}>", score=0.0, type="USER_DEFINED")
 
 
-@contextlib.contextmanager
-def free_cores(most):
-    """Reserve the free CPU cores of this machine, and return their number as context.
-
-    A process reserves core 3 by locking the file core-3. So processes that tokenize at
-    the same time share the cores. The number of cores does not change the tokens.
-
-    most: the maximum number of cores. The result is at least 1.
-    """
-    folder = Path(tempfile.gettempdir(), f"plain_t5_{os.getuid()}")
-    count = 0
-    with contextlib.ExitStack() as locks:
-        for number in range(os.cpu_count()):
-            # An OSError means that the core is reserved, or the folder cannot be written.
-            with contextlib.suppress(OSError):
-                if count < most:
-                    folder.mkdir(exist_ok=True)
-                    locks.enter_context(configs.lock(folder / f"core-{number}"))
-                    count += 1
-        yield max(1, count)
-
-
 class LongTextTokenizer(Tokenizer):
-    """Encode long texts in parts, because this needs less memory.
-
-    Several processes on one machine share its CPU cores.
+    """Encode texts on all CPU cores, and encode long texts in parts to save memory.
 
     SentencePiece needs about 60 bytes of memory for each character of a text. So a text
     is cut after spaces into parts of at most PART_CHARACTERS characters. In T5's
@@ -1084,12 +1056,10 @@ class LongTextTokenizer(Tokenizer):
         # that has neither is cut after PART_CHARACTERS characters.
         find_parts = re.compile(rf"{part}(?:\Z|(?<=[ \n]))|{part}", re.DOTALL).findall
         parts = [find_parts(text) or [""] for text in texts]
+        # SentencePiece uses a thread for each CPU core. If several processes tokenize at
+        # the same time, the operating system divides the cores among their threads.
         joined = [*itertools.chain(*parts)]
-        with free_cores(len(joined)) as cores:
-            encoded = self.processor.encode(
-                joined, return_type="numpy", num_threads=cores
-            )
-        encoded = iter(encoded)
+        encoded = iter(self.processor.encode(joined, return_type="numpy"))
         return [np.concatenate([next(encoded) for _ in found]) for found in parts]
 
 
@@ -1117,12 +1087,11 @@ def parse_vocabulary(serialized, name="the vocabulary"):
         has_sentinels = any("<extra_id_" in piece.piece for piece in model.pieces)
         if not has_sentinels and model.trainer_spec.model_prefix != NO_SENTINELS:
             add_sentinels(model, SENTINELS)
-            has_sentinels = True
         pieces = [piece.piece.removeprefix("▁") for piece in model.pieces]
         # SentencePiece rejects empty pieces and duplicates, but it may accept a score
         # that is not a number (NaN).
         if not all(math.isfinite(piece.score) for piece in model.pieces):
-            raise ValueError("some scores are not finite numbers")
+            raise ValueError("it contains pieces whose scores are not finite")
         processor = sentencepiece.SentencePieceProcessor(
             model_proto=model.SerializeToString()
         )
@@ -1135,7 +1104,7 @@ def parse_vocabulary(serialized, name="the vocabulary"):
         sentinels = sum("<extra_id_" in piece for piece in pieces)
         expected = [f"<extra_id_{k}>" for k in reversed(range(sentinels))]
         # The sentinels end with <extra_id_0>. Any pieces after it are added tokens.
-        end = 1 + pieces.index("<extra_id_0>") if has_sentinels else len(pieces)
+        end = 1 + pieces.index("<extra_id_0>") if sentinels else len(pieces)
         if pieces[max(end - sentinels, 0) : end] != expected:
             raise ValueError(
                 "its sentinels are not in descending order, without a gap, from "
@@ -1933,15 +1902,15 @@ def lines_source(name, split, cfg, whole):
     def read(path, bad):
         other, stamp = partners[path]
         sides = [read_lines(file, bad, keep_place=True) for file in (path, other)]
-        for pair in itertools.zip_longest(*sides):
-            if None in pair:
+        for first, second in itertools.zip_longest(*sides):
+            if not first or not second:
                 raise UserError(
                     f"{path} and {other} do not have equally many lines, so their lines "
                     f"do not belong together: name other files."
                 )
-            (number, *_), _ = pair
-            if all(line for _, line in pair):  # only the place of a skipped line is empty
-                texts = [line.rstrip("\r\n") for _, line in pair]
+            (number, source), (_, target) = first, second
+            if source and target:  # only the place of a skipped line is empty
+                texts = source.rstrip("\r\n"), target.rstrip("\r\n")
                 yield f"{path}:{number}", dict(zip(SIDES, texts))
         check_unchanged(other, stamp)
 
@@ -2154,48 +2123,32 @@ def hf_source(name, split, cfg, whole):
 
 
 @functools.cache
-def crc32c_tables():
-    """Return a lookup table for the function crc32c, with the shape [1024, 256].
+def crc32c_table():
+    """Return the CRC-32C checksums of the 256 bytes, as a list of integers.
 
-    crc32c reads blocks of at most 1024 bytes. Entry [i, b] of the table is the part of
-    the checksum that comes from a byte b followed by 1023 - i more bytes. So row 1023 is
-    for the last byte of a block, and row 1022 is for the byte before it.
+    crc32c uses this table to add one byte to the checksum of the bytes before it.
     """
     # A CRC is the remainder of a polynomial division. Each step handles one bit.
     # 0x82F63B78 is the polynomial of CRC-32C, with its bits in reverse order.
-    table = np.arange(256, dtype=np.uint32)
+    table = np.arange(256)
     for _ in range(8):
-        table = table >> 1 ^ (table & 1) * np.uint32(0x82F63B78)
-    tables = [table]
-    for _ in range(1023):
-        # Move each byte one place further from the end of the block.
-        tables.append(tables[-1] >> 8 ^ table[tables[-1] & 255])
-    return np.stack(tables[::-1])
+        table = table >> 1 ^ (table & 1) * 0x82F63B78
+    return table.tolist()
 
 
 def crc32c(content):
     """Return the CRC-32C checksum of bytes, an integer of 32 bits.
 
     Records of tfrecord files have this checksum. Python's zlib.crc32 computes a different
-    checksum. Each byte contributes to the checksum independently of the other bytes. So a
-    table can store the contribution of each byte value at each place, and the
-    contributions are combined by XOR. NumPy does this for 1024 bytes at once, which is
-    faster than a loop over the bytes.
+    checksum.
 
     >>> hex(crc32c(b"123456789"))
     '0xe3069283'
     """
+    table = crc32c_table()
     crc = 0xFFFFFFFF
-    for start in range(0, len(content), 1024):
-        block = np.array(memoryview(content)[start : start + 1024])
-        size = len(block)
-        # Continue the checksum of the earlier blocks: XOR these 32 bits into the first
-        # four bytes of this block.
-        block[:4] ^= np.frombuffer(crc.to_bytes(4, "little"), np.uint8)[:size]
-        # Look up the contribution of each byte, given its place and its value.
-        entries = crc32c_tables()[-size:][np.arange(size), block]
-        # If the block has fewer than four bytes, some bits of the old checksum remain.
-        crc = crc >> 8 * size ^ int(np.bitwise_xor.reduce(entries))
+    for byte in content:
+        crc = crc >> 8 ^ table[crc & 255 ^ byte]
     return crc ^ 0xFFFFFFFF
 
 
@@ -2311,11 +2264,12 @@ def seqio_source(name, split, cfg, whole):
                 f"{folder} has {len(shards)} shards of {split}, but info.{split}.json "
                 f"promises {info['num_shards']}: copy the missing shards."
             )
-        if empty := [path for path, (size, _) in shards if not size]:
-            note(
-                f"warning: {', '.join(empty):.200} is empty. If the original file is not "
-                f"empty, copy it again."
-            )
+        for shard, (size, _) in shards:
+            if not size:
+                note(
+                    f"warning: {shard} is empty, so it contains no examples. If the "
+                    f"original file is not empty, copy it again."
+                )
         files += group_files(shards, functools.partial(read_seqio, info["features"]))
     return files
 
@@ -2370,12 +2324,12 @@ def open_source(source, split, cfg, whole=False):
     """
     kind, _, name = source.partition(":")
     if kind not in SOURCES:
-        kinds = ":, ".join(SOURCES)
         likely = "lines" if "," in source else file_kind(source)
-        example = f"{likely}:{source if '.' in source else 'FILE'}"
         raise UserError(
-            f"{source!r} is not a data source: set --data.source to a name such as "
-            f"{example}. The name must begin with one of {kinds}:."
+            f"{source!r} is not a data source, because it does not begin with the kind "
+            f"of the source: set --data.source to KIND:NAME, such as "
+            f"{likely}:{name or source}. "
+            f"The kinds are {', '.join(SOURCES)}."
         )
     has_splits = kind in OWN_SPLITS or "{split}" in name
     if not has_splits and split not in ("train", "validation"):
@@ -3737,14 +3691,11 @@ class Corpus:
         tokens that becomes one example. The method prepares shards until they have at
         least `count` chunks, or until the source ends.
         """
-        while self.starts[-1] < count:
+        if self.starts[-1] < count:
+            # Another thread may have prepared shards while this thread waits.
             with self.lock:
-                number = len(self.starts) - 1
-                if not self.shard(number):
-                    break
-                # Another thread may have done this while this thread waited.
-                if self.starts[-1] < count:
-                    bounds = self.chunk_bounds(number)
+                while self.starts[-1] < count and self.shard(len(self.starts) - 1):
+                    bounds = self.chunk_bounds(len(self.starts) - 1)
                     self.starts.append(self.starts[-1] + len(bounds))
         return self.starts
 
@@ -4199,7 +4150,7 @@ def evaluation_config(task, cfg):
         return cfg
     source = find_task(task, cfg).source
     trained = [other.source for other in trained_tasks(cfg)]
-    is_file = source.startswith(("text:", "jsonl:", "parquet:"))
+    is_file = source.partition(":")[0] in {"lines", *SUFFIX_KINDS.values()}
     changes = {
         "data.task": task,
         "data.eval_tasks": "",
@@ -4418,7 +4369,10 @@ def prepare_all(cfg, shard):
                 position = [file, 0, 0]
                 while position and position[0] == file:
                     position = corpus.prepare_shard(position)["next"]
-        print(f"The text for --shard {shard} of {cfg.data.task} is tokenized.")
+        print(
+            f"Wrote the token files of --shard {shard} for {cfg.data.task}. When all "
+            f"{machines} shards are written, start the training."
+        )
         return
     dataset = prepare(cfg, "train", tokenizer)
     rows = (cfg.train.steps - cfg.train.start_step) * cfg.train.batch_size

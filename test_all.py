@@ -2746,31 +2746,25 @@ def test_memory_does_not_grow_with_each_document(corpus, monkeypatch):
     assert peak < 20e6 + 50 * count, f"{peak / 1e6:.0f} MB are too much memory."
 
 
-def test_processes_on_one_machine_share_its_cores(tmp_path, monkeypatch):
-    """A core is reserved by locking a file. A process gets at least one core."""
-    monkeypatch.setattr(data.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(os, "cpu_count", lambda: 12)
-    with data.free_cores(8) as first:
-        with data.free_cores(100) as second, data.free_cores(100) as third:
-            assert_same([first, second, third], [8, 4, 1], "12 cores are shared.")
-            (folder,) = tmp_path.iterdir()
-            program = (
-                "import data, os, tempfile\n"
-                f"tempfile.gettempdir = lambda: {str(tmp_path)!r}\n"
-                "os.cpu_count = lambda: 14\n"
-                "with data.free_cores(100) as count: print(count)\n"
-            )
-            command = [sys.executable, "-c", program]
-            other = subprocess.run(command, capture_output=True, text=True, cwd=HERE)
-            assert other.stdout == "2\n", other.stderr
-        with data.free_cores(100) as second:
-            assert second == 4, "The cores should be free again."
-    with data.free_cores(1) as one:
-        assert one == 1
-    # If the folder cannot be written, one core is used.
-    monkeypatch.setattr(data.tempfile, "gettempdir", lambda: str(tmp_path / "none"))
-    with data.free_cores(100) as count:
-        assert count == 1
+def test_processes_on_one_machine_tokenize_at_the_same_time(tmp_path, tokenizer):
+    """The threads of two processes share the cores, and both get the same ids."""
+    (tmp_path / "v.model").write_bytes(tokenizer.serialized)
+    program = (
+        "import data\n"
+        f"tokenizer = data.load_tokenizer({str(tmp_path / 'v.model')!r})\n"
+        "texts = [f'alpha {n} beta' for n in range(2000)]\n"
+        "print([ids.tolist() for ids in tokenizer.encode_batch(texts)])\n"
+    )
+    command = [sys.executable, "-c", program]
+    processes = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=HERE)
+        for _ in range(2)
+    ]
+    outputs = [process.communicate()[0] for process in processes]
+    expected = [tokenizer.encode(f"alpha {n} beta") for n in range(2000)]
+    for process, output in zip(processes, outputs):
+        assert process.returncode == 0
+        assert ast.literal_eval(output) == expected, "Each process gets the same ids."
 
 
 def test_machines_share_the_work(corpus, capsys, monkeypatch, tmp_path, small_shards):
