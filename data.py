@@ -79,7 +79,10 @@ from tqdm import tqdm
 
 from configs import UserError, note
 
-PAD, EOS, UNK = 0, 1, 2  # T5's ids of padding, end of sequence and unknown tokens
+# T5's ids of padding, of the end of a sequence, and of unknown tokens.
+PAD = 0
+EOS = 1
+UNK = 2
 SENTINELS = 100  # T5 has 100 sentinels, <extra_id_0> to <extra_id_99>
 SIDES = ("inputs", "targets")  # an example is a pair of inputs and targets
 
@@ -246,8 +249,9 @@ def random_compositions(total, parts, keys):
     gaps = bits.view(np.uint32)[:, : total - 1]
     # argpartition moves the parts - 1 lowest numbers to the front. If parts equals total,
     # every gap is cut. Then `min` keeps the second argument a valid index.
-    lowest = np.argpartition(gaps, min(parts - 1, total - 2), axis=1)[:, : parts - 1]
-    return np.diff(np.sort(lowest + 1, axis=1), axis=1, prepend=0, append=total)
+    order = np.argpartition(gaps, min(parts - 1, total - 2), axis=1)
+    cuts = np.sort(order[:, : parts - 1] + 1, axis=1)
+    return np.diff(cuts, axis=1, prepend=0, append=total)
 
 
 def span_corruption(tokens, keys, sentinel, data):
@@ -299,7 +303,8 @@ def insert_sentinels(tokens, sentinels, positions, selected):
     """
     marked = tokens.astype(np.int32)
     marked[positions] = sentinels
-    out = np.full((len(tokens), np.count_nonzero(selected[0]) + 1), EOS, np.int32)
+    length = np.count_nonzero(selected[0]) + 1
+    out = np.full((len(tokens), length), EOS, np.int32)
     out[:, :-1] = marked[selected].reshape(len(tokens), -1)
     return out
 
@@ -444,7 +449,9 @@ def truncate(arrays, side, task, data):
 
 # Random bits shuffle chunks, choose the removed spans, and shuffle packed rows. The keys
 # of these three uses begin with different numbers, so that no bits are used twice.
-ORDER, NOISE, PACKING = 1, 2, 3
+ORDER = 1
+NOISE = 2
+PACKING = 3
 
 
 class Examples:
@@ -510,7 +517,8 @@ class Examples:
         sizes = []
         for size, side in zip(self.sizes(epochs, chunks), SIDES):
             limit, eos, kept = truncated_length(side, self.task, self.cfg.data)
-            sizes.append(np.minimum(np.minimum(size, kept) + eos, limit))
+            with_eos = np.minimum(size, kept) + eos
+            sizes.append(np.minimum(with_eos, limit))
         return sizes
 
     def make(self, epochs, chunks):
@@ -565,37 +573,41 @@ def pack(sizes, limits):
     average = limits * load / load.max()
     # taken[side][n] is the room that n tokens take. free[side][n] is the room in a row in
     # which n more tokens fit. In an empty row, this is 1.
-    tokens = [np.arange(limit + 1) for limit in limits]
-    taken = [np.float32(n / size) for n, size in zip(tokens, average)]
-    free = [np.float32(1 - n[::-1] / size) for n, size in zip(tokens, average)]
+    parts = [np.arange(limit + 1) / size for limit, size in zip(limits, average)]
+    taken = [np.float32(part) for part in parts]
+    free = [np.float32(1 - part[::-1]) for part in parts]
     # NumPy takes the last element for the index -1, which means that nothing fits.
     taken[0] = np.append(taken[0], np.float32(-np.inf))
 
-    room = limits  # how many input tokens and target tokens still fit into the row
+    input_room, target_room = limits  # how many tokens still fit into the row
     row = []  # the examples in the row
     while waiting:
         # For each number of targets that fits, take the kind with the most inputs that
         # fit. `a` and `b` are the room that this kind leaves for inputs and for targets.
-        inputs = largest[room[0], : room[1] + 1]
-        a = free[0][room[0]] - taken[0].take(inputs)
-        b = free[1][room[1]] - taken[1][: len(inputs)]
+        inputs = largest[input_room, : target_room + 1]
+        a = free[0][input_room] - taken[0].take(inputs)
+        b = free[1][target_room] - taken[1][: len(inputs)]
         # Choose the kind that leaves the least room. The term |a - b| / 2 is a penalty
         # for rows in which only the inputs or only the targets fill up. Of equally good
         # kinds, choose the last, which has the fewest inputs.
         remaining = a + b + np.abs(a - b) / 2
-        targets = room[1] - int(remaining[::-1].argmin())
-        kind = int(inputs[targets]), targets
+        targets = target_room - int(remaining[::-1].argmin())
+        best = int(inputs[targets])
+        kind = best, targets
         if kind not in waiting:  # nothing fits, so begin the next row
             yield sorted(row)
-            room, row = limits, []
+            row = []
+            input_room, target_room = limits
             continue
         row.append(waiting[kind].pop())
-        room = room[0] - kind[0], room[1] - targets
+        input_room -= best
+        target_room -= targets
         if not waiting[kind]:
             # The kind with the next smaller number of inputs takes its place.
             del waiting[kind]
             column = largest[:, targets]
-            column[column == kind[0]] = column[kind[0] - 1] if kind[0] else -1
+            smaller = column[best - 1] if best else -1
+            column[column == best] = smaller
     yield sorted(row)
 
 
@@ -696,7 +708,8 @@ def permute(index, size, *key, start=0):
     half = np.maximum(1, (bit_length + 1) // 2).astype(np.uint64)
     mask = (1 << half) - 1  # selects the lower half of a number's bits
     out = index.astype(np.uint64)
-    left, right = out >> half, out & mask
+    left = out >> half
+    right = out & mask
     for round_bits in random_bits(bits, np.arange(4)[:, None]):
         left, right = right, left ^ (random_bits(right, start=round_bits) & mask)
     out = (left << half | right).astype(np.int64)
@@ -755,7 +768,8 @@ class TrainingPlan:
         row = row_number - self.row_starts[block]
         rows = self.plan_block(block)
         # Pack some rows of the next block now, so that no batch has to wait until a
-        # complete block is packed. Begin when a fifth of this block is used.
+        # complete block is packed. `count` is chosen so that packing begins when a fifth
+        # of this block is used, and ends with the last row of this block.
         packed, packing = self.packing(block + 1)
         count = (5 * row - len(rows)) // 4 - len(packed)
         if count > 0 and self.is_tokenized(block + 1):
@@ -801,8 +815,8 @@ class TrainingPlan:
     def pack_block(self, block):
         """Pack the samples of a block into rows, and yield the samples of each row.
 
-        Before the first row, None is yielded once for each task. So the caller can look
-        up the lengths of the examples of one task at a time, instead of all at once.
+        Before the first row, the generator looks up the lengths of the examples of each
+        task. It yields None after each task, so that the caller can pause between tasks.
         """
         first = self.samples_before(block)
         # `count` holds the number of samples of each task in this block.
@@ -813,16 +827,16 @@ class TrainingPlan:
         # Spread the samples of each task evenly over the block. For example, 4 samples of
         # task 0 and 2 samples of task 1 have the order 0, 1, 0, 0, 1, 0.
         order = np.argsort((number + 0.5) / count[task], kind="stable")
-        task, number = task[order], number[order]
-        sample = first[task] + number
+        task = task[order]
+        sample = first[task] + number[order]
         if not self.packs:  # every row holds one sample
             yield from zip(task[:, None], sample[:, None])
             return
         sizes = np.zeros((2, len(task)), int)
         for k in np.unique(task):
             here = task == k
-            where = self.tasks[k].locate(sample[here])
-            sizes[:, here] = self.tasks[k].truncated_sizes(*where)
+            epochs, chunks = self.tasks[k].locate(sample[here])
+            sizes[:, here] = self.tasks[k].truncated_sizes(epochs, chunks)
             yield None
         limits = self.cfg.data.inputs_length, self.cfg.data.targets_length
         for row in pack(sizes, limits):
@@ -852,12 +866,14 @@ def make_batch(step, tasks, plan, cfg, rows=None):
     batch_size = cfg.train.batch_size
     rows = range(batch_size) if rows is None else rows
     members = [plan.samples(step * batch_size + int(row)) for row in rows]
-    row = np.repeat(np.arange(len(rows)), [len(task) for task, _ in members])
+    counts = [len(task) for task, _ in members]  # the number of examples in each row
+    row = np.repeat(np.arange(len(rows)), counts)
     task, sample = [np.concatenate(arrays) for arrays in zip(*members)]
     examples = [None] * len(row)
     for k in np.unique(task):
         here = np.flatnonzero(task == k)
-        pairs = tasks[k].make(*tasks[k].locate(sample[here]))
+        epochs, chunks = tasks[k].locate(sample[here])
+        pairs = tasks[k].make(epochs, chunks)
         for i, pair in zip(here.tolist(), pairs):
             examples[i] = pair
     limits = cfg.data.inputs_length, cfg.data.targets_length
@@ -992,7 +1008,7 @@ class PatternTokenizer(Tokenizer):
         self.ids = {piece: i for i, piece in enumerate(self.pieces)}
         try:
             # Look for sentinels first, because they are not part of the pattern.
-            self.find = re.compile("|".join([*names, pattern])).finditer
+            self.pattern = re.compile("|".join([*names, pattern]))
         except re.error as error:
             raise UserError(
                 f"The pattern {pattern!r} of a vocabulary is not a regular expression "
@@ -1007,11 +1023,8 @@ class PatternTokenizer(Tokenizer):
                 )
 
     def encode(self, text):
-        parts, end = [], 0
-        for match in self.find(text):
-            parts += [text[end : match.start()], match[0]]
-            end = match.end()
-        parts.append(text[end:])
+        # Mark the ends of each match with a code point that no valid text contains.
+        parts = self.pattern.sub("\ud800\\g<0>\ud800", text).split("\ud800")
         return [self.ids.get(part, UNK) for part in parts if part]
 
     def raw_text(self, ids):
@@ -4362,8 +4375,7 @@ def prepare_all(cfg, shard):
     if shard:
         first, machines = configs.parse_shard(shard)
         corpora = [Corpus(name, "train", tokenizer, cfg) for name in open_tasks(cfg)]
-        for name, alone in held_out.items():
-            corpora.append(Corpus(name, "validation", tokenizer, alone))
+        corpora += [Corpus(x, "validation", tokenizer, held_out[x]) for x in held_out]
         for corpus in corpora:
             for file in range(first, len(corpus.files), machines):
                 position = [file, 0, 0]

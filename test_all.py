@@ -3023,7 +3023,7 @@ def test_compositions_are_equally_likely():
 
 
 # For each case, the beginnings of two SHA-256 digests: of six batches, and of all token
-# files. They were recorded in November 2026, before planning was divided into steps.
+# files. They were recorded in November 2026 with an earlier version of data.py.
 RECORDED_ORDER = {
     ("span_corruption", "text:{}/a.txt:lines", True): ("e416c90129f4", "3c5a602381a0"),
     ("prefix_lm", "text:{}/a.txt:lines", True): ("fd5c78fd1091", "3c5a602381a0"),
@@ -3959,6 +3959,16 @@ def test_the_languages_of_the_readme_are_sampled_by_unimax(mixture, monkeypatch)
     assert rates == expected
 
 
+def test_files_that_are_not_trained_on_are_evaluated_completely(mixture, monkeypatch):
+    for source in ("csv:a.csv", "tsv:a.tsv", "lines:a.txt,b.txt", "jsonl:a.jsonl"):
+        monkeypatch.setitem(data.TASKS, "other", data.Task(source))
+        found = data.evaluation_config("other", mixture).data.validation_source
+        assert_same(found, source, "All examples of these files should be evaluated.")
+    monkeypatch.setitem(data.TASKS, "other", data.Task("csv:a-{split}.csv"))
+    found = data.evaluation_config("other", mixture).data.validation_source
+    assert_same(found, "", "A source with splits should be evaluated on its own split.")
+
+
 def test_samples_of_several_tasks_are_spread_evenly_over_a_block():
     plan = object.__new__(data.TrainingPlan)
     plan.packs = False
@@ -4411,6 +4421,9 @@ def test_a_task_has_the_same_ids_in_training_and_decoding(
         table = [["inputs", "targets"], *([x["inputs"], x["targets"]] for x in texts)]
         lines = [separator.join(f'"{cell}"' for cell in row) for row in table]
         (tmp_path / f"in-validation.{kind}").write_text("\n".join(lines))
+    for side in data.SIDES:
+        text = "".join(example[side] + "\n" for example in texts)
+        (tmp_path / f"{side}-validation.txt").write_text(text)
     ids = tfds.features.Tensor(shape=(None,), dtype=np.int32)
     held_out = {
         "validation": [
@@ -4427,6 +4440,9 @@ def test_a_task_has_the_same_ids_in_training_and_decoding(
         "parquet": data.Task(f"parquet:{tmp_path}/in-{{split}}.parquet"),
         "csv": data.Task(f"csv:{tmp_path}/in-{{split}}.csv"),
         "tsv": data.Task(f"tsv:{tmp_path}/in-{{split}}.tsv"),
+        "lines": data.Task(
+            "lines:" + ",".join(f"{tmp_path}/{side}-{{split}}.txt" for side in data.SIDES)
+        ),
         "seqio": data.Task(f"seqio:{tmp_path}/cache"),
         "tfds": data.Task(f"tfds:{tmp_path}/d"),
         "reverse": data.Task("reverse:"),
