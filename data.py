@@ -796,6 +796,10 @@ class TrainingPlan:
         packed, packing = self.packing(block)
         packed.extend(packing)  # pack the remaining rows
         rows = [row for row in packed if row]
+        if not rows:
+            # The generator has raised an exception in an earlier call, so begin again.
+            self.packing.cache_clear()
+            return self.plan_block(block)
         if self.packs:
             # Shuffle the rows, because packing puts examples of similar lengths into
             # neighboring rows.

@@ -3406,6 +3406,18 @@ def test_rows_of_the_next_block_are_packed_only_if_its_text_exists(pairs, monkey
     assert begun == [0, 1], "With the text of block 1, its rows should be packed."
 
 
+def test_packing_begins_again_after_an_exception(pairs, monkeypatch):
+    cfg, _ = pairs
+    expected = open_dataset(cfg).batch(0)
+    dataset = open_dataset(cfg)
+    with monkeypatch.context() as patch:
+        patch.setattr(dataset.tasks[0], "locate", lambda samples: 1 / 0)
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                dataset.batch(0)
+    assert_equal(dataset.batch(0), expected)
+
+
 def test_packing_is_tight_and_keeps_the_limits():
     """Packing reaches 97 % of the upper bound, whichever side is short of room."""
     rng, N = np.random.default_rng(0), data.BLOCK_SAMPLES
