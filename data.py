@@ -1919,13 +1919,13 @@ def lines_source(name, split, cfg, whole):
     def read(path, bad):
         other, stamp = partners[path]
         sides = [read_lines(file, bad, keep_place=True) for file in (path, other)]
-        for first, second in itertools.zip_longest(*sides):
-            if not first or not second:
+        pairs = itertools.zip_longest(*sides, fillvalue=(0, None))
+        for (number, source), (_, target) in pairs:
+            if source is None or target is None:
                 raise UserError(
                     f"{path} and {other} do not have equally many lines, so their lines "
                     f"do not belong together: name other files."
                 )
-            (number, source), (_, target) = first, second
             if source and target:  # only the place of a skipped line is empty
                 texts = source.rstrip("\r\n"), target.rstrip("\r\n")
                 yield f"{path}:{number}", dict(zip(SIDES, texts))
