@@ -463,6 +463,7 @@ class Examples:
     corpus: a Corpus (in the lower part of this file), which stores the chunks. The method
         shard_starts returns the index of the first chunk in each shard. The method
         lengths returns the lengths of chunks, and the method chunks returns token ids.
+        The method is_tokenized returns whether a number of chunks is stored already.
     shuffled: whether the chunks are shuffled. Held-out splits are not shuffled.
     """
 
@@ -2141,11 +2142,9 @@ def hf_source(name, split, cfg, whole):
 
 @functools.cache
 def crc32c_table():
-    """Return the CRC-32C checksums of the 256 bytes, as a list of integers.
-
-    crc32c uses this table to add one byte to the checksum of the bytes before it.
-    """
-    # A CRC is the remainder of a polynomial division. Each step handles one bit.
+    """Return a list of 256 integers, with which crc32c adds a byte to a checksum."""
+    # A CRC is the remainder of a polynomial division. Entry b of the list is the
+    # remainder of the byte b. Each step of the division handles one bit.
     # 0x82F63B78 is the polynomial of CRC-32C, with its bits in reverse order.
     table = np.arange(256)
     for _ in range(8):
