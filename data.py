@@ -1022,7 +1022,7 @@ class PatternTokenizer(Tokenizer):
         for i, piece in enumerate(pieces, 3):
             if self.encode(piece) != [i]:
                 raise UserError(
-                    f"The vocabulary of a recipe file cannot encode its piece {piece!r}: "
+                    f"A vocabulary cannot encode its piece {piece!r}: in the recipe file, "
                     f"list each piece once, and correct the pattern {pattern!r} if it "
                     f"does not match the complete piece."
                 )
