@@ -3366,7 +3366,8 @@ def formatted_examples(source_file, bad, task, cfg, size=math.inf):
         except UserError:
             raise
         except Exception as error:  # a format in a recipe file may raise any exception
-            problem = f"no {error}" if isinstance(error, KeyError) else repr(error)
+            missing = isinstance(error, KeyError)
+            problem = f"the field {error} is missing" if missing else repr(error)
             fields = ", ".join(map(str, example))
             bad(where, f"does not fit the task: {problem} (its fields are {fields})")
 

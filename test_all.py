@@ -3802,7 +3802,8 @@ CONFIG = Config("mine", ModelConfig(vocab_size=256),
     done = subprocess.run(script, capture_output=True, text=True)
     assert (
         done.returncode == 2
-        and "a.jsonl:2 does not fit the task: no 'a' (its fields are q)" in done.stderr
+        and "a.jsonl:2 does not fit the task: the field 'a' is missing (its fields are q)"
+        in done.stderr
     )
 
 
