@@ -60,13 +60,12 @@ import math
 import os
 import re
 import sys
-import tempfile
 import threading
 import time
 import timeit
 import zlib
 from collections import Counter
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -80,7 +79,10 @@ from tqdm import tqdm
 
 from configs import UserError, note
 
-PAD, EOS, UNK = 0, 1, 2  # T5's ids of padding, end of sequence and unknown tokens
+# T5's ids of padding, of the end of a sequence, and of unknown tokens.
+PAD = 0
+EOS = 1
+UNK = 2
 SENTINELS = 100  # T5 has 100 sentinels, <extra_id_0> to <extra_id_99>
 SIDES = ("inputs", "targets")  # an example is a pair of inputs and targets
 
@@ -142,8 +144,8 @@ class Tokenizer:
         return self.processor.encode(text)
 
     def encode_batch(self, texts):
-        """Encode texts on all CPU cores, and return one int32 array of ids per text."""
-        return self.processor.encode(list(texts), return_type="numpy")
+        """Encode several texts, and return one int32 array of ids per text."""
+        return [np.array(self.encode(text), np.int32) for text in texts]
 
     def raw_text(self, ids):
         """Return the text of token ids, with all special tokens written out.
@@ -154,6 +156,11 @@ class Tokenizer:
         words = "".join(self.processor.id_to_piece(i) for i in ids)
         return words.replace("\u2581", " ")  # SentencePiece stores a space as U+2581
 
+    def content(self, ids):
+        """Return the token ids before the first EOS, without padding, as a list."""
+        ids = itertools.takewhile(lambda i: i != EOS, map(int, ids))
+        return [i for i in ids if i != PAD]
+
     def decode(self, ids):
         """Return the text of the token ids before the first EOS, without padding.
 
@@ -161,13 +168,8 @@ class Tokenizer:
         such an id. For example, T5's embedding table has 32,128 rows, but T5's vocabulary
         has only 32,100 tokens.
         """
-        content = []
-        for i in map(int, ids):
-            if i == EOS:
-                break
-            if i != PAD:
-                content.append(i if i < self.size else UNK)
-        return self.processor.decode(content)
+        known = [i if i < self.size else UNK for i in self.content(ids)]
+        return self.processor.decode(known)
 
 
 def is_content(ids, tokenizer):
@@ -247,8 +249,9 @@ def random_compositions(total, parts, keys):
     gaps = bits.view(np.uint32)[:, : total - 1]
     # argpartition moves the parts - 1 lowest numbers to the front. If parts equals total,
     # every gap is cut. Then `min` keeps the second argument a valid index.
-    lowest = np.argpartition(gaps, min(parts - 1, total - 2), axis=1)[:, : parts - 1]
-    return np.diff(np.sort(lowest + 1, axis=1), axis=1, prepend=0, append=total)
+    order = np.argpartition(gaps, min(parts - 1, total - 2), axis=1)
+    cuts = np.sort(order[:, : parts - 1] + 1, axis=1)
+    return np.diff(cuts, axis=1, prepend=0, append=total)
 
 
 def span_corruption(tokens, keys, sentinel, data):
@@ -300,7 +303,8 @@ def insert_sentinels(tokens, sentinels, positions, selected):
     """
     marked = tokens.astype(np.int32)
     marked[positions] = sentinels
-    out = np.full((len(tokens), np.count_nonzero(selected[0]) + 1), EOS, np.int32)
+    length = np.count_nonzero(selected[0]) + 1
+    out = np.full((len(tokens), length), EOS, np.int32)
     out[:, :-1] = marked[selected].reshape(len(tokens), -1)
     return out
 
@@ -437,19 +441,17 @@ def truncate(arrays, side, task, data):
     side: the string "inputs" or "targets".
     """
     limit, eos, kept = truncated_length(side, task, data)
-    # Join all examples, and cut the result into examples again. This is faster than
-    # calling NumPy for each example.
     end = np.full(eos, EOS, np.int32)
-    parts = [part for ids in arrays for part in (ids[:kept], end)]
-    joined = np.concatenate(parts, dtype=np.int32, casting="unsafe")
-    stops = itertools.accumulate([min(len(ids), kept) + eos for ids in arrays], initial=0)
     # The limit removes EOS if the tokens before EOS already fill the maximum length.
-    return [joined[i : min(j, i + limit)] for i, j in itertools.pairwise(stops)]
+    types = dict(dtype=np.int32, casting="unsafe")
+    return [np.concatenate([ids[:kept], end], **types)[:limit] for ids in arrays]
 
 
 # Random bits shuffle chunks, choose the removed spans, and shuffle packed rows. The keys
 # of these three uses begin with different numbers, so that no bits are used twice.
-ORDER, NOISE, PACKING = 1, 2, 3
+ORDER = 1
+NOISE = 2
+PACKING = 3
 
 
 class Examples:
@@ -461,6 +463,7 @@ class Examples:
     corpus: a Corpus (in the lower part of this file), which stores the chunks. The method
         shard_starts returns the index of the first chunk in each shard. The method
         lengths returns the lengths of chunks, and the method chunks returns token ids.
+        The method is_tokenized returns whether a number of chunks is stored already.
     shuffled: whether the chunks are shuffled. Held-out splits are not shuffled.
     """
 
@@ -486,13 +489,13 @@ class Examples:
         # ends. starts[-1] is the number of chunks so far. If a sample number is not below
         # starts[-1], the source has ended. Then starts[-1] is the number of all chunks,
         # and the sample is in a later epoch.
-        starts = self.corpus.shard_starts(int(samples.max()) + 1)
+        starts = np.array(self.corpus.shard_starts(int(samples.max()) + 1))
         epochs, chunks = np.divmod(samples, starts[-1])
         if not self.shuffled:
             return epochs, chunks
         shards = np.searchsorted(starts, chunks, "right") - 1
-        first = np.array(starts)[shards]  # the first chunk of each chunk's shard
-        size = np.array(starts)[shards + 1] - first
+        first = starts[shards]  # the first chunk of each chunk's shard
+        size = starts[shards + 1] - first
         key = ORDER, self.cfg.train.seed, epochs, shards
         return epochs, first + permute(chunks - first, size, *key)
 
@@ -515,7 +518,8 @@ class Examples:
         sizes = []
         for size, side in zip(self.sizes(epochs, chunks), SIDES):
             limit, eos, kept = truncated_length(side, self.task, self.cfg.data)
-            sizes.append(np.minimum(np.minimum(size, kept) + eos, limit))
+            with_eos = np.minimum(size, kept) + eos
+            sizes.append(np.minimum(with_eos, limit))
         return sizes
 
     def make(self, epochs, chunks):
@@ -534,59 +538,18 @@ class Examples:
 # ---- packing ---------------------------------------------------------------------------
 
 
-class Steps:
-    """Work that a generator does in small steps, so that it can be divided.
-
-    work: a generator that yields the fraction of the work that is done after each step,
-        and returns the result.
-    """
-
-    def __init__(self, work):
-        self.work = work
-        self.done = 0.0  # the fraction of the work that is done
-        self.future = Future()  # holds the result, or the exception of the work
-        self.lock = threading.Lock()
-
-    def run(self, fraction):
-        """Do the work until more than a fraction of it is done."""
-        with self.lock:
-            while self.done <= fraction and not self.future.done():
-                try:
-                    self.done = next(self.work)
-                except StopIteration as end:
-                    self.future.set_result(end.value)
-                except Exception as error:  # is raised again when the result is needed
-                    self.future.set_exception(error)
-
-    def result(self):
-        """Complete the work, and return its result."""
-        if not self.future.done():
-            self.run(math.inf)
-        return self.future.result()
-
-
 def pack(sizes, limits):
-    """Pack N examples into few rows, and return the row of each example.
+    """Pack N examples into few rows, and yield a list of the examples in each row.
 
-    For example, examples of 3, 5, 6 and 2 tokens fill two rows of 8 tokens. Row 0 takes
-    6 + 2 tokens, and row 1 takes 5 + 3 tokens, so the result is [1, 1, 0, 0]. Each row
-    repeatedly takes the example that leaves the least room, until no example fits. This
-    algorithm is called best-fit bin packing. An example fits only if its inputs and its
-    targets fit. The result is an array [N].
+    For example, examples of 3, 5, 6 and 2 tokens fill two rows of 8 tokens. The first row
+    takes 6 + 2 tokens, and the second row takes 3 + 5 tokens, so the results are [2, 3]
+    and [0, 1]. Each row repeatedly takes the example that leaves the least room, until no
+    example fits. This algorithm is called best-fit bin packing. An example fits only if
+    its inputs and its targets fit.
 
     sizes: an array [2, N] with the numbers of input tokens and target tokens.
     limits: the maximum numbers of input tokens and target tokens in a row.
     """
-    return Steps(pack_in_steps(sizes, limits)).result()
-
-
-def pack_in_steps(sizes, limits):
-    """Do the work of `pack` as a generator, with one step for each row.
-
-    After each row, the generator yields the fraction of the examples that are packed. At
-    the end, it returns the result of `pack`.
-    """
-    limits = np.array(limits)
     # Group the examples that have the same number of input tokens and the same number of
     # target tokens. Each group is called a kind. A kind is a pair of these two numbers.
     waiting = {}  # the examples of each kind that are not packed yet
@@ -595,12 +558,10 @@ def pack_in_steps(sizes, limits):
     # Of the kinds with the same number of target tokens, the kind with the most input
     # tokens that fit leaves the least room. largest[n, t] is the largest number of input
     # tokens, up to n, of a waiting kind with t target tokens. If there is no such kind,
-    # it is `none`.
-    none = sizes[0].max() + 1
-    largest = np.full(sizes.max(1) + 1, -1, np.int32)
+    # it is -1.
+    largest = np.full(np.add(limits, 1), -1)
     largest[*sizes] = sizes[0]
     np.maximum.accumulate(largest, out=largest)
-    largest[largest < 0] = none
 
     # Measure the free room of a row as a fraction of an average row. Otherwise the inputs
     # would count more than the targets, because inputs are often longer.
@@ -613,52 +574,42 @@ def pack_in_steps(sizes, limits):
     average = limits * load / load.max()
     # taken[side][n] is the room that n tokens take. free[side][n] is the room in a row in
     # which n more tokens fit. In an empty row, this is 1.
-    tokens = [np.arange(limit + 1) for limit in limits]
-    taken = [(n / size).astype(np.float32) for n, size in zip(tokens, average)]
-    free = [(1 - n[::-1] / size).astype(np.float32) for n, size in zip(tokens, average)]
-    taken[0] = np.append(taken[0][:none], np.float32(-np.inf))  # `none` never fits
+    parts = [np.arange(limit + 1) / size for limit, size in zip(limits, average)]
+    taken = [np.float32(part) for part in parts]
+    free = [np.float32(1 - part[::-1]) for part in parts]
+    # NumPy takes the last element for the index -1, which means that nothing fits.
+    taken[0] = np.append(taken[0], np.float32(-np.inf))
 
-    def find_best(room, target_room):
-        """Return the best kind for a row in which these numbers of tokens still fit.
-
-        If no waiting kind fits, the result is None.
-        """
-        inputs = largest[min(room, none - 1), : target_room + 1]
-        # For each number of targets, the room that is left for inputs and for targets.
-        a = free[0][room] - taken[0][inputs]
+    input_room, target_room = limits  # how many tokens still fit into the row
+    row = []  # the examples in the row
+    while waiting:
+        # For each number of targets that fits, take the kind with the most inputs that
+        # fit. `a` and `b` are the room that this kind leaves for inputs and for targets.
+        inputs = largest[input_room, : target_room + 1]
+        a = free[0][input_room] - taken[0].take(inputs)
         b = free[1][target_room] - taken[1][: len(inputs)]
         # Choose the kind that leaves the least room. The term |a - b| / 2 is a penalty
         # for rows in which only the inputs or only the targets fill up. Of equally good
         # kinds, choose the last, which has the fewest inputs.
-        remaining = a + b + np.abs(a - b) * np.float32(0.5)
-        targets = len(inputs) - 1 - int(remaining[::-1].argmin())
-        kind = int(inputs[targets]), targets
-        return kind if kind in waiting else None
-
-    rows = np.zeros(sizes.shape[1], int)
-    best = {}  # the best kind for each room, which stays the best while it is waiting
-    packed = row = 0
-    while packed < len(rows):
-        room = tuple(limits.tolist())
-        while True:
-            kind = best.get(room, room)
-            if kind and kind not in waiting:
-                kind = best[room] = find_best(*room)
-            if not kind:  # nothing fits
-                break
-            rows[waiting[kind].pop()] = row
-            packed += 1
-            inputs, targets = kind
-            room = room[0] - inputs, room[1] - targets
-            if not waiting[kind]:
-                # The kind with the next smaller number of inputs takes its place.
-                del waiting[kind]
-                column = largest[:, targets]
-                smaller = column[inputs - 1] if inputs else none
-                column[column == inputs] = smaller
-        row += 1
-        yield packed / len(rows)
-    return rows
+        remaining = a + b + np.abs(a - b) / 2
+        targets = target_room - int(remaining[::-1].argmin())
+        best = int(inputs[targets])
+        kind = best, targets
+        if kind not in waiting:  # nothing fits, so begin the next row
+            yield sorted(row)
+            row = []
+            input_room, target_room = limits
+            continue
+        row.append(waiting[kind].pop())
+        input_room -= best
+        target_room -= targets
+        if not waiting[kind]:
+            # The kind with the next smaller number of inputs takes its place.
+            del waiting[kind]
+            column = largest[:, targets]
+            smaller = column[best - 1] if best else -1
+            column[column == best] = smaller
+    yield sorted(row)
 
 
 def fill_rows(examples, rows, count, limits):
@@ -669,30 +620,22 @@ def fill_rows(examples, rows, count, limits):
     assets/packed.svg shows a row with three examples.
 
     examples: a list of N pairs of arrays (inputs, targets).
-    rows: an array [N] with the row of each example.
+    rows: an array [N] with the row of each example, in ascending order.
     count: the number of rows in the Batch.
     limits: the maximum numbers of input tokens and target tokens in a row.
     """
+    # Number the examples of each row from 1. searchsorted finds the first example that
+    # is in the same row.
+    segment = np.arange(len(rows)) - np.searchsorted(rows, rows) + 1
     sides = []
-    for side, limit in enumerate(limits):
+    for arrays, limit in zip(zip(*examples), limits):
+        sizes = [len(ids) for ids in arrays]
+        used = np.bincount(rows, sizes, count)  # the number of tokens in each row
+        filled = np.arange(limit) < used[:, None]  # True where a row holds a token
         tokens = np.zeros((count, limit), np.int32)
         segments = np.zeros((count, limit), np.int32)
-        arrays = [pair[side] for pair in examples]
-        used = [0] * count  # the number of tokens in each row so far
-        segment = [0] * count  # the number of examples in each row so far
-        starts, numbers = [], []  # the first position and the segment of each example
-        for row, ids in zip(rows.tolist(), arrays):
-            starts.append(row * limit + used[row])
-            used[row] += len(ids)
-            segment[row] += 1  # the first example of a row is segment 1
-            numbers.append(segment[row])
-        # Write all examples at once, which is faster than one at a time. `places` holds
-        # the position of each token in the rows, which are numbered one after the other.
-        sizes = np.array([len(ids) for ids in arrays])
-        before = np.cumsum(sizes) - sizes  # the number of tokens before each example
-        places = np.arange(sizes.sum()) + np.repeat(starts - before, sizes)
-        tokens.ravel()[places] = np.concatenate(arrays)
-        segments.ravel()[places] = np.repeat(numbers, sizes)
+        tokens[filled] = np.concatenate(arrays)
+        segments[filled] = np.repeat(segment, sizes)
         sides.append((tokens, segments))
     (inputs, input_segments), (targets, target_segments) = sides
     return complete_batch(inputs, targets, input_segments, target_segments)
@@ -745,7 +688,7 @@ def random_bits(*key, start=0):
     return bits
 
 
-def permute(index, size, *key):
+def permute(index, size, *key, start=0):
     """Apply a random permutation of range(size) to each integer of an array.
 
     For example, permute(np.arange(5), 5, 1) returns [3, 2, 1, 0, 4]. The last argument is
@@ -757,25 +700,25 @@ def permute(index, size, *key):
     The network splits the bits of a number into two halves. In each of four rounds, one
     half is XORed with random bits that depend on the other half. Every round can be
     undone, so no two numbers get the same result.
+
+    start: the random bits of the first integers of the key, as in random_bits.
     """
-    out = index.astype(np.uint64)
-    size = np.broadcast_to(size, out.shape)
+    size = np.broadcast_to(size, index.shape)
+    bits = np.broadcast_to(random_bits(*key, start=start), index.shape)
     _, bit_length = np.frexp(size - 1)  # the number of bits of size - 1
-    half_bits = np.maximum(1, (bit_length + 1) // 2).astype(np.uint64)
-    key = np.broadcast_to(random_bits(*key), out.shape)
-    rounds = [random_bits(key, number) for number in range(4)]
+    half = np.maximum(1, (bit_length + 1) // 2).astype(np.uint64)
+    mask = (1 << half) - 1  # selects the lower half of a number's bits
+    out = index.astype(np.uint64)
+    left = out >> half
+    right = out & mask
+    for round_bits in random_bits(bits, np.arange(4)[:, None]):
+        left, right = right, left ^ (random_bits(right, start=round_bits) & mask)
+    out = (left << half | right).astype(np.int64)
     # Cycle walking: a result outside range(size) is permuted again until it is inside.
-    outside = np.arange(out.size)
-    while outside.size:
-        half = half_bits[outside]
-        mask = (1 << half) - 1  # selects the lower half of a number's bits
-        left, right = out[outside] >> half, out[outside] & mask
-        for bits in rounds:
-            mixed = left ^ (random_bits(right, start=bits[outside]) & mask)
-            left, right = right, mixed
-        out[outside] = left << half | right
-        outside = outside[out[outside] >= size[outside]]
-    return out.astype(np.int64)
+    outside = np.flatnonzero(out >= size)
+    if len(outside):
+        out[outside] = permute(out[outside], size[outside], start=bits[outside])
+    return out
 
 
 # ---- the batch of a step ---------------------------------------------------------------
@@ -810,16 +753,10 @@ class TrainingPlan:
         self.row_starts = [0]
         with contextlib.suppress(UserError):  # ignore a missing or damaged file
             self.row_starts = configs.read_checked(path, {"starts": [int]})["starts"]
-        # This thread looks up the lengths of the examples of the next block. It may have
-        # to wait until their text is tokenized.
-        self.thread = ThreadPoolExecutor(1)
-        # The cache keeps the plans of three blocks.
-        self.steps = functools.lru_cache(3)(
-            lambda block: Steps(self.plan_in_steps(block))
-        )
-        self.begin = functools.lru_cache(3)(
-            lambda block: self.thread.submit(self.steps(block).run, 0.0)
-        )
+        # For each block, `packing` returns a list of the rows that are packed so far, and
+        # a generator that packs the other rows. The caches keep the last three blocks.
+        self.packing = functools.lru_cache(3)(lambda block: ([], self.pack_block(block)))
+        self.plan_block = functools.lru_cache(3)(self.plan_block)
 
     def samples(self, row_number):
         """Return which samples are in a row, as two arrays: tasks and sample numbers.
@@ -829,44 +766,62 @@ class TrainingPlan:
         """
         self.extend_row_starts(row_number)
         block = bisect.bisect_right(self.row_starts, row_number) - 1
-        task, sample, edges = self.plan_block(block)
         row = row_number - self.row_starts[block]
-        # When a fraction of this block is used, pack the same fraction of the next block.
-        # So no batch waits until a complete block is packed. If the packing is late, do
-        # only a little more of it for each row.
-        rows = len(edges) - 1
-        if row > rows / 16 and self.begin(block + 1).done():
-            following = self.steps(block + 1)
-            following.run(min(row / rows, following.done + 1.25 / rows))
-        here = slice(edges[row], edges[row + 1])
-        return task[here], sample[here]
+        rows = self.plan_block(block)
+        # Pack some rows of the next block now, so that no batch has to wait until a
+        # complete block is packed. `count` is chosen so that packing begins when a fifth
+        # of this block is used, and ends with the last row of this block.
+        packed, packing = self.packing(block + 1)
+        count = (5 * row - len(rows)) // 4 - len(packed)
+        if count > 0 and self.is_tokenized(block + 1):
+            packed.extend(itertools.islice(packing, count))
+        return rows[row]
 
     def extend_row_starts(self, row_number):
-        """Find the first row of more blocks, until the block of the given row is
-        known."""
+        """Extend the list row_starts until it shows which block holds the given row."""
         while self.row_starts[-1] <= row_number:
             block = len(self.row_starts) - 1
             if self.packs:
-                _, _, edges = self.plan_block(block)
-                self.row_starts.append(self.row_starts[-1] + len(edges) - 1)
+                rows = self.plan_block(block)
+                self.row_starts.append(self.row_starts[-1] + len(rows))
                 configs.write_checked(self.path, {"starts": self.row_starts})
             else:  # without packing, every row holds one sample
                 self.row_starts.append(int(sum(self.samples_before(block + 1))))
 
     def plan_block(self, block):
-        """Return the plan of a block, as plan_in_steps describes it."""
-        return self.steps(block).result()
+        """Return the samples of all rows of a block, in shuffled order.
 
-    def plan_in_steps(self, block):
-        """Pack the samples of a block into rows, and return three arrays.
+        The result is a list. For each row, it holds the pair of arrays that the method
+        `samples` returns.
+        """
+        packed, packing = self.packing(block)
+        packed.extend(packing)  # pack the remaining rows
+        rows = [row for row in packed if row]
+        if not rows:
+            # The generator has raised an exception in an earlier call, so begin again.
+            self.packing.cache_clear()
+            return self.plan_block(block)
+        if self.packs:
+            # Shuffle the rows, because packing puts examples of similar lengths into
+            # neighboring rows.
+            key = PACKING, self.cfg.train.seed, block
+            place = permute(np.arange(len(rows)), len(rows), *key)
+            rows = [rows[i] for i in np.argsort(place)]
+        return rows
 
-        This generator works in small steps. After each step, it yields the fraction of
-        the packing that is done.
+    def is_tokenized(self, block):
+        """Return whether the texts of all samples of a block are tokenized already."""
+        counts = self.samples_before(block + 1)
+        return all(
+            examples.corpus.is_tokenized(count)
+            for examples, count in zip(self.tasks, counts)
+        )
 
-        The arrays are `task`, `sample` and `edges`. The i-th sample of the block is
-        sample number sample[i] of the task with index task[i]. Row r holds the samples
-        from i = edges[r] to i = edges[r + 1] - 1. For example, edges [0, 2, 5] mean that
-        row 0 holds two samples and row 1 holds three samples.
+    def pack_block(self, block):
+        """Pack the samples of a block into rows, and yield the samples of each row.
+
+        Before the first row, the generator looks up the lengths of the examples of each
+        task. It yields None after each task, so that the caller can pause between tasks.
         """
         first = self.samples_before(block)
         # `count` holds the number of samples of each task in this block.
@@ -877,26 +832,20 @@ class TrainingPlan:
         # Spread the samples of each task evenly over the block. For example, 4 samples of
         # task 0 and 2 samples of task 1 have the order 0, 1, 0, 0, 1, 0.
         order = np.argsort((number + 0.5) / count[task], kind="stable")
-        task, number = task[order], number[order]
-        sample = first[task] + number
-        if not self.packs:
-            return task, sample, np.arange(len(task) + 1)
+        task = task[order]
+        sample = first[task] + number[order]
+        if not self.packs:  # every row holds one sample
+            yield from zip(task[:, None], sample[:, None])
+            return
         sizes = np.zeros((2, len(task)), int)
         for k in np.unique(task):
-            examples = self.tasks[k]
-            for here in np.array_split(np.flatnonzero(task == k), 4):
-                if len(here):
-                    where = examples.locate(sample[here])
-                    sizes[:, here] = examples.truncated_sizes(*where)
-                yield 0.0
+            here = task == k
+            epochs, chunks = self.tasks[k].locate(sample[here])
+            sizes[:, here] = self.tasks[k].truncated_sizes(epochs, chunks)
+            yield None
         limits = self.cfg.data.inputs_length, self.cfg.data.targets_length
-        row = yield from pack_in_steps(sizes, limits)
-        # Shuffle the rows, because packing puts examples of similar lengths into
-        # neighboring rows.
-        row = permute(row, int(row.max()) + 1, PACKING, self.cfg.train.seed, block)
-        order = np.argsort(row, kind="stable")
-        edges = np.append(0, np.cumsum(np.bincount(row)))
-        return task[order], sample[order], edges
+        for row in pack(sizes, limits):
+            yield task[row], sample[row]
 
     def samples_before(self, block):
         """Return the number of samples of each task in all blocks before the given
@@ -922,12 +871,14 @@ def make_batch(step, tasks, plan, cfg, rows=None):
     batch_size = cfg.train.batch_size
     rows = range(batch_size) if rows is None else rows
     members = [plan.samples(step * batch_size + int(row)) for row in rows]
-    row = np.repeat(np.arange(len(rows)), [len(task) for task, _ in members])
+    counts = [len(task) for task, _ in members]  # the number of examples in each row
+    row = np.repeat(np.arange(len(rows)), counts)
     task, sample = [np.concatenate(arrays) for arrays in zip(*members)]
     examples = [None] * len(row)
     for k in np.unique(task):
         here = np.flatnonzero(task == k)
-        pairs = tasks[k].make(*tasks[k].locate(sample[here]))
+        epochs, chunks = tasks[k].locate(sample[here])
+        pairs = tasks[k].make(epochs, chunks)
         for i, pair in zip(here.tolist(), pairs):
             examples[i] = pair
     limits = cfg.data.inputs_length, cfg.data.targets_length
@@ -1000,8 +951,8 @@ class ByteTokenizer(Tokenizer):
         Padding, sentinels and UNK are left out, and so are bytes that are not valid
         UTF-8.
         """
-        ids = itertools.takewhile(lambda i: i != EOS, map(int, ids))
-        return self.raw_text(i for i in ids if 3 <= i < self.sentinel_ids.start)
+        content = self.content(ids)
+        return self.raw_text(i for i in content if 3 <= i < self.sentinel_ids.start)
 
 
 class IdTokenizer(Tokenizer):
@@ -1025,9 +976,6 @@ class IdTokenizer(Tokenizer):
         ids = [int(word) if word.isdecimal() else UNK for word in text.split()]
         return [i if i < self.size else UNK for i in ids]
 
-    def encode_batch(self, texts):
-        return [np.array(self.encode(text), np.int32) for text in texts]
-
     def raw_text(self, ids):
         return "".join(f" {i}" for i in ids)
 
@@ -1036,8 +984,7 @@ class IdTokenizer(Tokenizer):
 
         For example, [17, 4, 29, 1, 0] becomes "17 4 29", because 1 is EOS.
         """
-        ids = itertools.takewhile(lambda i: i != EOS, ids)
-        return " ".join(str(i) for i in ids if i != PAD)
+        return " ".join(map(str, self.content(ids)))
 
 
 class PatternTokenizer(Tokenizer):
@@ -1066,7 +1013,7 @@ class PatternTokenizer(Tokenizer):
         self.ids = {piece: i for i, piece in enumerate(self.pieces)}
         try:
             # Look for sentinels first, because they are not part of the pattern.
-            self.find = re.compile("|".join([*names, pattern])).finditer
+            self.pattern = re.compile("|".join([*names, pattern]))
         except re.error as error:
             raise UserError(
                 f"The pattern {pattern!r} of a vocabulary is not a regular expression "
@@ -1075,21 +1022,15 @@ class PatternTokenizer(Tokenizer):
         for i, piece in enumerate(pieces, 3):
             if self.encode(piece) != [i]:
                 raise UserError(
-                    f"The piece {piece!r} of a vocabulary occurs twice, or the pattern "
-                    f"{pattern!r} does not match it as a whole: correct the pattern or "
-                    f"the pieces in the recipe file."
+                    f"A vocabulary cannot encode its piece {piece!r}: in the recipe file, "
+                    f"list each piece once, and correct the pattern {pattern!r} if it "
+                    f"does not match the complete piece."
                 )
 
     def encode(self, text):
-        parts, end = [], 0
-        for match in self.find(text):
-            parts += [text[end : match.start()], match[0]]
-            end = match.end()
-        parts.append(text[end:])
+        # Mark the ends of each match with a code point that no valid text contains.
+        parts = self.pattern.sub("\ud800\\g<0>\ud800", text).split("\ud800")
         return [self.ids.get(part, UNK) for part in parts if part]
-
-    def encode_batch(self, texts):
-        return [np.array(self.encode(text), np.int32) for text in texts]
 
     def raw_text(self, ids):
         return "".join(self.pieces[i] for i in ids)
@@ -1099,8 +1040,7 @@ class PatternTokenizer(Tokenizer):
 
         An id that is not in the vocabulary becomes "<unk>".
         """
-        ids = itertools.takewhile(lambda i: i != EOS, map(int, ids))
-        return self.raw_text(i if i < self.size else UNK for i in ids if i != PAD)
+        return self.raw_text(i if i < self.size else UNK for i in self.content(ids))
 
 
 def add_sentinels(model, number):
@@ -1113,32 +1053,8 @@ def add_sentinels(model, number):
         model.pieces.add(piece=f"▁<extra_id_{k}>", score=0.0, type="USER_DEFINED")
 
 
-@contextlib.contextmanager
-def free_cores(most):
-    """Reserve the free CPU cores of this machine, and return their number as context.
-
-    A process reserves core 3 by locking the file core-3. So processes that tokenize at
-    the same time share the cores. The number of cores does not change the tokens.
-
-    most: the maximum number of cores. The result is at least 1.
-    """
-    count = 0
-    with contextlib.ExitStack() as locks:
-        with contextlib.suppress(OSError):  # the folder cannot be written
-            folder = Path(tempfile.gettempdir(), f"plain_t5_{os.getuid()}")
-            folder.mkdir(exist_ok=True)
-            for number in range(os.cpu_count()):
-                with contextlib.suppress(BlockingIOError):
-                    if count < most:
-                        locks.enter_context(configs.lock(folder / f"core-{number}"))
-                        count += 1
-        yield max(1, count)
-
-
 class LongTextTokenizer(Tokenizer):
-    """Encode long texts in parts, because this needs less memory.
-
-    Several processes on one machine share its CPU cores.
+    """Encode texts on all CPU cores, and encode long texts in parts to save memory.
 
     SentencePiece needs about 60 bytes of memory for each character of a text. So a text
     is cut after spaces into parts of at most PART_CHARACTERS characters. In T5's
@@ -1158,12 +1074,10 @@ class LongTextTokenizer(Tokenizer):
         # that has neither is cut after PART_CHARACTERS characters.
         find_parts = re.compile(rf"{part}(?:\Z|(?<=[ \n]))|{part}", re.DOTALL).findall
         parts = [find_parts(text) or [""] for text in texts]
+        # SentencePiece uses a thread for each CPU core. If several processes tokenize at
+        # the same time, the operating system divides the cores among their threads.
         joined = [*itertools.chain(*parts)]
-        with free_cores(len(joined)) as cores:
-            encoded = self.processor.encode(
-                joined, return_type="numpy", num_threads=cores
-            )
-        encoded = iter(encoded)
+        encoded = iter(self.processor.encode(joined, return_type="numpy"))
         return [np.concatenate([next(encoded) for _ in found]) for found in parts]
 
 
@@ -1178,10 +1092,11 @@ PATTERN_FILE = b'{"pattern": '  # the first bytes of a serialized PatternTokeniz
 def parse_vocabulary(serialized, name="the vocabulary"):
     """Build a Tokenizer from the bytes of a SentencePiece model file.
 
-    If the model has no sentinels, 100 sentinels such as <extra_id_0> are added, unless the
-    file says that the network has no rows for them. Pieces after the sentinels are added tokens. The ids 0, 1 and 2 must be <pad>, </s> and
-    <unk>, and the sentinels must be in descending order. Otherwise, or if the bytes are
-    not a SentencePiece model, the function raises UserError.
+    If the model has no sentinels, 100 sentinels such as <extra_id_0> are added, unless
+    the file says that the network has no rows for them. Pieces after the sentinels are
+    added tokens. The ids 0, 1 and 2 must be <pad>, </s> and <unk>, and the sentinels must
+    be in descending order. Otherwise, or if the bytes are not a SentencePiece model, the
+    function raises UserError.
 
     serialized: the bytes of the file. name: the name of the file in error messages.
     """
@@ -1190,12 +1105,11 @@ def parse_vocabulary(serialized, name="the vocabulary"):
         has_sentinels = any("<extra_id_" in piece.piece for piece in model.pieces)
         if not has_sentinels and model.trainer_spec.model_prefix != NO_SENTINELS:
             add_sentinels(model, SENTINELS)
-            has_sentinels = True
         pieces = [piece.piece.removeprefix("▁") for piece in model.pieces]
         # SentencePiece rejects empty pieces and duplicates, but it may accept a score
         # that is not a number (NaN).
         if not all(math.isfinite(piece.score) for piece in model.pieces):
-            raise ValueError("some scores are not finite numbers")
+            raise ValueError("it contains pieces whose scores are not finite")
         processor = sentencepiece.SentencePieceProcessor(
             model_proto=model.SerializeToString()
         )
@@ -1208,7 +1122,7 @@ def parse_vocabulary(serialized, name="the vocabulary"):
         sentinels = sum("<extra_id_" in piece for piece in pieces)
         expected = [f"<extra_id_{k}>" for k in reversed(range(sentinels))]
         # The sentinels end with <extra_id_0>. Any pieces after it are added tokens.
-        end = 1 + pieces.index("<extra_id_0>") if has_sentinels else len(pieces)
+        end = 1 + pieces.index("<extra_id_0>") if sentinels else len(pieces)
         if pieces[max(end - sentinels, 0) : end] != expected:
             raise ValueError(
                 "its sentinels are not in descending order, without a gap, from "
@@ -1778,27 +1692,25 @@ COMPRESSED = {
 }
 
 
-@contextlib.contextmanager
 def open_text(path):
-    """Open a text file as bytes, and decompress it if it is compressed.
+    """Open a text file for reading bytes, and decompress it if it is compressed.
 
     The function raises UserError if the file has a format that is not text, such as zip.
     """
     # With a large buffer, reading rarely waits for Python's global lock, which the thread
     # that tokenizes holds most of the time.
-    with io.BufferedReader(open_file(path), 1 << 20) as raw:
-        start = raw.peek(8)[:8]
-        for first_bytes, kind in OTHER_FILES.items():
-            if start.startswith(first_bytes):
-                raise UserError(
-                    f"{path} is {kind}. Only text can be read, also if it is compressed "
-                    f"with gzip, zstd, bzip2 or xz."
-                )
-        file = raw
-        for suffix, (first_bytes, opener) in COMPRESSED.items():
-            if start.startswith(first_bytes) or (start and path.endswith(suffix)):
-                file = opener(raw)
-        yield file
+    file = io.BufferedReader(open_file(path), 1 << 20)
+    start = file.peek(8)[:8]
+    for first_bytes, kind in OTHER_FILES.items():
+        if start.startswith(first_bytes):
+            raise UserError(
+                f"{path} is {kind}. Only text can be read, also if it is compressed with "
+                f"gzip, zstd, bzip2 or xz."
+            )
+    for suffix, (first_bytes, opener) in COMPRESSED.items():
+        if start.startswith(first_bytes) or (start and path.endswith(suffix)):
+            return opener(file)
+    return file
 
 
 def text_size(files, enough):
@@ -1829,8 +1741,7 @@ def read_lines(path, bad, keep_place=False):
     UTF-8 is reported to the function `bad` and skipped. The function raises UserError if
     a line is too long, or if the file is not text.
 
-    keep_place: whether to yield None in the place of a skipped line, and all other lines
-        without their line ends.
+    keep_place: whether to yield an empty text in the place of a skipped line.
     """
     with open_text(path) as file:
         lines = iter(lambda: file.readline(LINE_BYTES), b"")
@@ -1841,14 +1752,11 @@ def read_lines(path, bad, keep_place=False):
                     f"divide this line, or remove it."
                 )
             try:
-                text = line.decode()
+                yield number, line.decode()
             except UnicodeDecodeError:
                 bad(f"{path}:{number}", "is not UTF-8")
-                text = None
-            if keep_place:
-                yield number, text and text.rstrip("\r\n")
-            elif text is not None:
-                yield number, text
+                if keep_place:
+                    yield number, ""
 
 
 def text_source(name, split, cfg, whole):
@@ -1935,22 +1843,16 @@ def read_table(delimiter, has_header, path, bad):
 
     delimiter: the character between two values, "," or a tab.
     """
-    line = 0  # the number of the last line that csv.reader has read
-
-    def lines():
-        nonlocal line
-        for line, text in read_lines(path, bad):
-            yield text
-
     csv.field_size_limit(LINE_BYTES)
-    rows = csv.reader(lines(), delimiter=delimiter, strict=True)
+    lines = (line for _, line in read_lines(path, bad, keep_place=True))
+    rows = csv.reader(lines, delimiter=delimiter, strict=True)
     names = None
     while True:
-        first = line + 1
+        where = f"{path}:{rows.line_num + 1}"  # the first line of the next row
         try:
             row = next(rows, None)
         except csv.Error as error:
-            bad(f"{path}:{first}", f"is not a row of a table ({error})")
+            bad(where, f"is not a row of a table ({error})")
             continue
         if row is None:
             return
@@ -1970,10 +1872,9 @@ def read_table(delimiter, has_header, path, bad):
             if has_header:
                 continue
         if len(row) == len(names):
-            yield f"{path}:{first}", dict(zip(names, row))
+            yield where, dict(zip(names, row))
         else:
-            problem = f"has {len(row)} columns, but the first line has {len(names)}"
-            bad(f"{path}:{first}", problem)
+            bad(where, f"has {len(row)} columns, but the first line has {len(names)}")
 
 
 DELIMITERS = {"csv": ",", "tsv": "\t"}
@@ -2019,15 +1920,16 @@ def lines_source(name, split, cfg, whole):
     def read(path, bad):
         other, stamp = partners[path]
         sides = [read_lines(file, bad, keep_place=True) for file in (path, other)]
-        for pair in itertools.zip_longest(*sides):
-            if None in pair:
+        pairs = itertools.zip_longest(*sides, fillvalue=(0, None))
+        for (number, source), (_, target) in pairs:
+            if source is None or target is None:
                 raise UserError(
                     f"{path} and {other} do not have equally many lines, so their lines "
                     f"do not belong together: name other files."
                 )
-            (number, source), (_, target) = pair
-            if source is not None and target is not None:
-                yield f"{path}:{number}", {"inputs": source, "targets": target}
+            if source and target:  # only the place of a skipped line is empty
+                texts = source.rstrip("\r\n"), target.rstrip("\r\n")
+                yield f"{path}:{number}", dict(zip(SIDES, texts))
         check_unchanged(other, stamp)
 
     files = file_source(read, patterns[0], split, cfg, whole, targets)
@@ -2239,48 +2141,30 @@ def hf_source(name, split, cfg, whole):
 
 
 @functools.cache
-def crc32c_tables():
-    """Return a lookup table for the function crc32c, with the shape [1024, 256].
-
-    crc32c reads blocks of at most 1024 bytes. Entry [i, b] of the table is the part of
-    the checksum that comes from a byte b followed by 1023 - i more bytes. So row 1023 is
-    for the last byte of a block, and row 1022 is for the byte before it.
-    """
-    # A CRC is the remainder of a polynomial division. Each step handles one bit.
+def crc32c_table():
+    """Return a list of 256 integers, with which crc32c adds a byte to a checksum."""
+    # A CRC is the remainder of a polynomial division. Entry b of the list is the
+    # remainder of the byte b. Each step of the division handles one bit.
     # 0x82F63B78 is the polynomial of CRC-32C, with its bits in reverse order.
-    table = np.arange(256, dtype=np.uint32)
+    table = np.arange(256)
     for _ in range(8):
-        table = table >> 1 ^ (table & 1) * np.uint32(0x82F63B78)
-    tables = [table]
-    for _ in range(1023):
-        # Move each byte one place further from the end of the block.
-        tables.append(tables[-1] >> 8 ^ table[tables[-1] & 255])
-    return np.stack(tables[::-1])
+        table = table >> 1 ^ (table & 1) * 0x82F63B78
+    return table.tolist()
 
 
 def crc32c(content):
     """Return the CRC-32C checksum of bytes, an integer of 32 bits.
 
     Records of tfrecord files have this checksum. Python's zlib.crc32 computes a different
-    checksum. Each byte contributes to the checksum independently of the other bytes. So a
-    table can store the contribution of each byte value at each place, and the
-    contributions are combined by XOR. NumPy does this for 1024 bytes at once, which is
-    faster than a loop over the bytes.
+    checksum.
 
     >>> hex(crc32c(b"123456789"))
     '0xe3069283'
     """
+    table = crc32c_table()
     crc = 0xFFFFFFFF
-    for start in range(0, len(content), 1024):
-        block = np.array(memoryview(content)[start : start + 1024])
-        size = len(block)
-        # Continue the checksum of the earlier blocks: XOR these 32 bits into the first
-        # four bytes of this block.
-        block[:4] ^= np.frombuffer(crc.to_bytes(4, "little"), np.uint8)[:size]
-        # Look up the contribution of each byte, given its place and its value.
-        entries = crc32c_tables()[-size:][np.arange(size), block]
-        # If the block has fewer than four bytes, some bits of the old checksum remain.
-        crc = crc >> 8 * size ^ int(np.bitwise_xor.reduce(entries))
+    for byte in content:
+        crc = crc >> 8 ^ table[crc & 255 ^ byte]
     return crc ^ 0xFFFFFFFF
 
 
@@ -2396,11 +2280,12 @@ def seqio_source(name, split, cfg, whole):
                 f"{folder} has {len(shards)} shards of {split}, but info.{split}.json "
                 f"promises {info['num_shards']}: copy the missing shards."
             )
-        if empty := [path for path, (size, _) in shards if not size]:
-            note(
-                f"warning: {', '.join(empty):.200} is empty. If the original file is not "
-                f"empty, copy it again."
-            )
+        for shard, (size, _) in shards:
+            if not size:
+                note(
+                    f"warning: {shard} is empty, so it contains no examples. If the "
+                    f"original file is not empty, copy it again."
+                )
         files += group_files(shards, functools.partial(read_seqio, info["features"]))
     return files
 
@@ -2455,12 +2340,12 @@ def open_source(source, split, cfg, whole=False):
     """
     kind, _, name = source.partition(":")
     if kind not in SOURCES:
-        kinds = ":, ".join(SOURCES)
         likely = "lines" if "," in source else file_kind(source)
-        example = f"{likely}:{source if '.' in source else 'FILE'}"
         raise UserError(
-            f"{source!r} is not a data source: set --data.source to a name such as "
-            f"{example}. The name must begin with one of {kinds}:."
+            f"{source!r} is not a data source, because it does not begin with the kind "
+            f"of the source: set --data.source to KIND:NAME, such as "
+            f"{likely}:{name or source}. "
+            f"The kinds are {', '.join(SOURCES)}."
         )
     has_splits = kind in OWN_SPLITS or "{split}" in name
     if not has_splits and split not in ("train", "validation"):
@@ -3247,7 +3132,7 @@ MIXTURES |= {
 MIXTURES |= {name: functools.partial(t0_mixture, name) for name in T0_MIXTURES}
 
 
-def mixture_rates(name, cfg, examples=lambda task: 1, within=(), tokens=lambda task: 1):
+def mixture_rates(name, cfg, count=lambda task, what: 1, within=()):
     """Return the sampling rate of each task in a mixture, as a dict from task to rate.
 
     If a mixture contains another mixture, the tasks of the inner mixture share its rate.
@@ -3255,10 +3140,9 @@ def mixture_rates(name, cfg, examples=lambda task: 1, within=(), tokens=lambda t
     tasks gets the rate 3. A single task has the rate 1. If the mixture is not a valid
     dict, the function raises UserError.
 
-    name: the name of a mixture or of a single task. examples: a function that returns the
-    number of training examples of a task. It is called only for rates that are a BySize.
-    within: the names of the mixtures that contain this mixture. tokens: a function that
-    returns the number of training tokens of a task. It is called only for a BySizes.
+    name: the name of a mixture or of a single task. count: a function that returns how
+    many training "documents" or "tokens" a task has. It is called only for a BySize or
+    a BySizes. within: the names of the mixtures that contain this mixture.
     """
     if name not in MIXTURES:
         return {name: 1.0}
@@ -3270,7 +3154,9 @@ def mixture_rates(name, cfg, examples=lambda task: 1, within=(), tokens=lambda t
     entries = MIXTURES[name]
     try:
         if isinstance(entries, BySizes):
-            entries = entries.rates({task: tokens(task) for task in entries.tasks})
+            entries = entries.rates(
+                {task: count(task, "tokens") for task in entries.tasks}
+            )
         entries = dict(entries(cfg) if callable(entries) else entries)
     except UserError:
         raise
@@ -3282,14 +3168,14 @@ def mixture_rates(name, cfg, examples=lambda task: 1, within=(), tokens=lambda t
     rates = {}
     for member, rate in entries.items():
         if isinstance(rate, BySize) and member not in MIXTURES:
-            rate = rate.of(examples(member))
+            rate = rate.of(count(member, "documents"))
         if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
             raise UserError(
                 f"The mixture {name} has the invalid rate {rate} for {member}: use a "
                 f"number that is 0 or higher. The rate of a single task may also be a "
                 f"BySize with a maximum."
             )
-        inner = mixture_rates(member, cfg, examples, (*within, name), tokens)
+        inner = mixture_rates(member, cfg, count, (*within, name))
         total = sum(inner.values())
         for task, inner_rate in inner.items():
             rates[task] = rates.get(task, 0.0) + rate * inner_rate / total
@@ -3480,7 +3366,8 @@ def formatted_examples(source_file, bad, task, cfg, size=math.inf):
         except UserError:
             raise
         except Exception as error:  # a format in a recipe file may raise any exception
-            problem = f"no {error}" if isinstance(error, KeyError) else repr(error)
+            missing = isinstance(error, KeyError)
+            problem = f"the field {error} is missing" if missing else repr(error)
             fields = ", ".join(map(str, example))
             bad(where, f"does not fit the task: {problem} (its fields are {fields})")
 
@@ -3821,16 +3708,17 @@ class Corpus:
         tokens that becomes one example. The method prepares shards until they have at
         least `count` chunks, or until the source ends.
         """
-        while self.starts[-1] < count:
+        if self.starts[-1] < count:
+            # Another thread may have prepared shards while this thread waits.
             with self.lock:
-                number = len(self.starts) - 1
-                if not self.shard(number):
-                    break
-                # Another thread may have done this while this thread waited.
-                if self.starts[-1] < count:
-                    bounds = self.chunk_bounds(number)
+                while self.starts[-1] < count and self.shard(len(self.starts) - 1):
+                    bounds = self.chunk_bounds(len(self.starts) - 1)
                     self.starts.append(self.starts[-1] + len(bounds))
         return self.starts
+
+    def is_tokenized(self, count):
+        """Return whether `count` chunks, or all chunks of the source, are tokenized."""
+        return self.starts[-1] >= count or not self.next_position
 
     def count(self, what):
         """Tokenize the complete source, and count its "documents" or its "tokens"."""
@@ -4170,10 +4058,7 @@ def prepare(cfg, split, tokenizer):
         return corpus
 
     rates = mixture_rates(
-        cfg.data.task,
-        cfg,
-        examples=lambda name: open_corpus(name).count("documents"),
-        tokens=lambda name: open_corpus(name).count("tokens"),
+        cfg.data.task, cfg, lambda name, what: open_corpus(name).count(what)
     )
     rates = {name: rate for name, rate in rates.items() if rate}
     tasks = [
@@ -4282,7 +4167,7 @@ def evaluation_config(task, cfg):
         return cfg
     source = find_task(task, cfg).source
     trained = [other.source for other in trained_tasks(cfg)]
-    is_file = source.startswith(("text:", "jsonl:", "parquet:"))
+    is_file = source.partition(":")[0] in {"lines", *SUFFIX_KINDS.values()}
     changes = {
         "data.task": task,
         "data.eval_tasks": "",
@@ -4450,16 +4335,14 @@ def show(cfg, count):
     tokens = sum(np.count_nonzero(segments) for *_, segments in sides)
     calls, seconds = timeit.Timer(lambda: dataset.batch(0)).autorange()
     speed = calls * tokens / seconds / 1e6
-    print(
-        f"\nspeed    {speed:.1f} million tokens per second on one CPU core, for batches"
-    )
+    print(f"\nspeed    {speed:.1f} million tokens per second on one core, for batches")
     if split == "train":
-        plan = Steps(dataset.plan.plan_in_steps(0))
-        seconds = timeit.timeit(plan.result, number=1)
-        rows = len(plan.result()[2]) - 1
+        rows = dataset.plan.row_starts[1]
+        seconds = timeit.timeit(lambda: [*dataset.plan.pack_block(0)], number=1)
+        speed = rows * tokens / filled / seconds / 1e6
         print(
-            f"planning {rows * tokens / filled / seconds / 1e6:.1f} million tokens per "
-            f"second: {rows:,} rows in {seconds:.3f} s"
+            f"planning {speed:.1f} million tokens per second, to assign a block of "
+            f"samples to {rows:,} rows"
         )
 
 
@@ -4469,15 +4352,10 @@ def list_mixture(cfg):
     The name of the mixture is cfg.data.task.
     """
 
-    def count(what, task):
+    def count(task, what):
         return Corpus(task, "train", prepare_vocabulary(cfg), cfg).count(what)
 
-    rates = mixture_rates(
-        cfg.data.task,
-        cfg,
-        examples=functools.partial(count, "documents"),
-        tokens=functools.partial(count, "tokens"),
-    )
+    rates = mixture_rates(cfg.data.task, cfg, count)
     total = sum(rates.values())
     print(f"{'task':40} {'rate':>12} {'share':>9}  source")
     for task, rate in Counter(rates).most_common():
@@ -4501,14 +4379,16 @@ def prepare_all(cfg, shard):
     if shard:
         first, machines = configs.parse_shard(shard)
         corpora = [Corpus(name, "train", tokenizer, cfg) for name in open_tasks(cfg)]
-        for name, alone in held_out.items():
-            corpora.append(Corpus(name, "validation", tokenizer, alone))
+        corpora += [Corpus(x, "validation", tokenizer, held_out[x]) for x in held_out]
         for corpus in corpora:
             for file in range(first, len(corpus.files), machines):
                 position = [file, 0, 0]
                 while position and position[0] == file:
                     position = corpus.prepare_shard(position)["next"]
-        print(f"The text for --shard {shard} of {cfg.data.task} is tokenized.")
+        print(
+            f"Wrote the token files of --shard {shard} for {cfg.data.task}. When all "
+            f"{machines} shards are written, start the training."
+        )
         return
     dataset = prepare(cfg, "train", tokenizer)
     rows = (cfg.train.steps - cfg.train.start_step) * cfg.train.batch_size

@@ -2757,31 +2757,25 @@ def test_memory_does_not_grow_with_each_document(corpus, monkeypatch):
     assert peak < 20e6 + 50 * count, f"{peak / 1e6:.0f} MB are too much memory."
 
 
-def test_processes_on_one_machine_share_its_cores(tmp_path, monkeypatch):
-    """A core is reserved by locking a file. A process gets at least one core."""
-    monkeypatch.setattr(data.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(os, "cpu_count", lambda: 12)
-    with data.free_cores(8) as first:
-        with data.free_cores(100) as second, data.free_cores(100) as third:
-            assert_same([first, second, third], [8, 4, 1], "12 cores are shared.")
-            (folder,) = tmp_path.iterdir()
-            program = (
-                "import data, os, tempfile\n"
-                f"tempfile.gettempdir = lambda: {str(tmp_path)!r}\n"
-                "os.cpu_count = lambda: 14\n"
-                "with data.free_cores(100) as count: print(count)\n"
-            )
-            command = [sys.executable, "-c", program]
-            other = subprocess.run(command, capture_output=True, text=True, cwd=HERE)
-            assert other.stdout == "2\n", other.stderr
-        with data.free_cores(100) as second:
-            assert second == 4, "The cores should be free again."
-    with data.free_cores(1) as one:
-        assert one == 1
-    # If the folder cannot be written, one core is used.
-    monkeypatch.setattr(data.tempfile, "gettempdir", lambda: str(tmp_path / "none"))
-    with data.free_cores(100) as count:
-        assert count == 1
+def test_processes_on_one_machine_tokenize_at_the_same_time(tmp_path, tokenizer):
+    """The threads of two processes share the cores, and both get the same ids."""
+    (tmp_path / "v.model").write_bytes(tokenizer.serialized)
+    program = (
+        "import data\n"
+        f"tokenizer = data.load_tokenizer({str(tmp_path / 'v.model')!r})\n"
+        "texts = [f'alpha {n} beta' for n in range(2000)]\n"
+        "print([ids.tolist() for ids in tokenizer.encode_batch(texts)])\n"
+    )
+    command = [sys.executable, "-c", program]
+    processes = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=HERE)
+        for _ in range(2)
+    ]
+    outputs = [process.communicate()[0] for process in processes]
+    expected = [tokenizer.encode(f"alpha {n} beta") for n in range(2000)]
+    for process, output in zip(processes, outputs):
+        assert process.returncode == 0
+        assert ast.literal_eval(output) == expected, "Each process gets the same ids."
 
 
 def test_machines_share_the_work(corpus, capsys, monkeypatch, tmp_path, small_shards):
@@ -3040,7 +3034,7 @@ def test_compositions_are_equally_likely():
 
 
 # For each case, the beginnings of two SHA-256 digests: of six batches, and of all token
-# files. They were recorded in November 2026, before planning was divided into steps.
+# files. They were recorded in November 2026 with an earlier version of data.py.
 RECORDED_ORDER = {
     ("span_corruption", "text:{}/a.txt:lines", True): ("e416c90129f4", "3c5a602381a0"),
     ("prefix_lm", "text:{}/a.txt:lines", True): ("fd5c78fd1091", "3c5a602381a0"),
@@ -3271,11 +3265,8 @@ def test_packed_rows_hold_every_example_whole(pairs, capsys):
         )
     # A later dataset reads where the blocks start, so it packs no earlier block again.
     again = open_dataset(cfg)
-    plan_in_steps, planned = again.plan.plan_in_steps, []
-    again.plan.plan_in_steps = lambda block: (
-        planned.append(block),
-        plan_in_steps(block),
-    )[1]
+    pack_block, planned = again.plan.pack_block, []
+    again.plan.pack_block = lambda block: (planned.append(block), pack_block(block))[1]
     assert_equal(again.batch(step - 1), batch)
     assert min(planned) >= 5, "A later dataset should plan only the blocks that it needs."
     (path,) = Path(cfg.data.prepared_dir, "plans").glob("*.json")
@@ -3294,6 +3285,18 @@ def test_held_out_pairs_come_in_order_with_one_in_a_row(pairs):
     assert [pair for batch in batches for pair in unpack(batch)] == examples
     alone = open_dataset(change(cfg, data=dict(pack=False)))
     assert all(alone.batch(step).input_segments.max() == 1 for step in range(3))
+
+
+def row_numbers(sizes, limits):
+    """Return the row into which data.pack puts each example, as an array [N]."""
+    rows = np.full(sizes.shape[1], -1)
+    for number, examples in enumerate(data.pack(sizes, limits)):
+        assert examples == sorted(set(examples)) and (rows[examples] < 0).all(), (
+            "The examples of a row should be sorted, and no example should occur twice."
+        )
+        rows[examples] = number
+    assert (rows >= 0).all(), "Each example should have a row."
+    return rows
 
 
 def slow_best_fit(sizes, limits):
@@ -3335,7 +3338,7 @@ def test_packing_equals_a_slow_best_fit(limits):
         sizes[:, n // 2 :] = (
             sizes[:, n // 2 :] + 2
         ) // 3  # half of the examples are short
-        assert data.pack(sizes, limits).tolist() == slow_best_fit(
+        assert row_numbers(sizes, limits).tolist() == slow_best_fit(
             sizes.tolist(), limits
         ), "pack should put each example into the row of the slow best fit."
 
@@ -3363,49 +3366,67 @@ def test_each_batch_plans_a_part_of_the_next_block(pairs, monkeypatch):
     cfg, _ = pairs
     monkeypatch.setattr(data, "BLOCK_SAMPLES", 512)
     dataset = open_dataset(cfg)
-    # The packed fraction, for each pair (batch, block).
-    done = collections.Counter()
-    plan_in_steps = dataset.plan.plan_in_steps
+    packed = collections.Counter()  # the packed rows, for each pair (batch, block)
+    pack_block = dataset.plan.pack_block
 
     def counting(block):
-        work = plan_in_steps(block)
-        before = 0.0
-        while True:
-            try:
-                fraction = next(work)
-            except StopIteration as end:
-                return end.value
-            done[step, block] += fraction - before
-            before = fraction
-            yield fraction
+        for row in pack_block(block):
+            packed[step, block] += row is not None
+            yield row
 
-    monkeypatch.setattr(dataset.plan, "plan_in_steps", counting)
+    monkeypatch.setattr(dataset.plan, "pack_block", counting)
+    dataset.tasks[0].corpus.shard_starts()
     for step in range(130):
         dataset.batch(step)
-        dataset.plan.thread.submit(int).result()  # wait for the thread
     starts = dataset.plan.row_starts
     assert len(starts) > 3 and starts[1] > 300, "There should be several blocks."
-    assert done[0, 0] == 1.0, "The first batch plans the first block completely."
-    rows = min(np.diff(starts))
-    for (step, block), fraction in done.items():
-        if block:  # one row takes at most 3 of 512 examples
+    assert packed[0, 0] == starts[1], "The first batch packs the first block completely."
+    rows = np.diff(starts)
+    for (step, block), count in packed.items():
+        if block:
             sentence = f"Batch {step} should pack only a part of block {block}."
-            assert fraction <= 8 * 1.25 / rows + 2 * 3 / 512, sentence
+            # Each row packs 1.25 rows. The last batch of a block also packs the rows
+            # that the next block has more than this block, and one for None.
+            assert count <= 8 * 1.25 + 2 + rows.max() - rows.min(), sentence
 
 
-def test_work_in_steps_raises_its_exception_when_its_result_is_needed():
-    def work():
-        yield 0.0
-        yield 0.5
-        raise configs.UserError("line 7 is damaged")
+def test_rows_of_the_next_block_are_packed_only_if_its_text_exists(pairs, monkeypatch):
+    """An error in the text of the next block does not end the batches of this block."""
+    cfg, _ = pairs
+    dataset = open_dataset(cfg)
+    corpus, begun = dataset.tasks[0].corpus, []
+    pack_block = dataset.plan.pack_block
 
-    steps = data.Steps(work())
-    steps.run(0.0)
-    assert steps.done == 0.5, "The work goes on until more than the fraction is done."
-    steps.run(0.5)  # meets the exception, and keeps it
-    for _ in range(2):
-        with pytest.raises(configs.UserError, match="line 7"):
-            steps.result()
+    def begin(block):
+        begun.append(block)
+        yield from pack_block(block)
+
+    monkeypatch.setattr(dataset.plan, "pack_block", begin)
+    dataset.batch(0)
+    last = dataset.plan.row_starts[1] - 1  # the last row of block 0
+    count = corpus.shard_starts()[-1]
+    assert corpus.is_tokenized(10**9), "The source has ended, so all text is tokenized."
+    with monkeypatch.context() as patch:
+        patch.setattr(corpus, "next_position", [0, 9, 99])  # the source has more text
+        assert corpus.is_tokenized(count), "These chunks are tokenized."
+        assert not corpus.is_tokenized(count + 1), "This chunk is not tokenized."
+        patch.setattr(corpus, "is_tokenized", lambda count: count <= 64)
+        dataset.plan.samples(last)
+        assert begun == [0], "Without the text of block 1, its rows should not be packed."
+    dataset.plan.samples(last)
+    assert begun == [0, 1], "With the text of block 1, its rows should be packed."
+
+
+def test_packing_begins_again_after_an_exception(pairs, monkeypatch):
+    cfg, _ = pairs
+    expected = open_dataset(cfg).batch(0)
+    dataset = open_dataset(cfg)
+    with monkeypatch.context() as patch:
+        patch.setattr(dataset.tasks[0], "locate", lambda samples: 1 / 0)
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                dataset.batch(0)
+    assert_equal(dataset.batch(0), expected)
 
 
 def test_packing_is_tight_and_keeps_the_limits():
@@ -3421,7 +3442,7 @@ def test_packing_is_tight_and_keeps_the_limits():
         (lengths(4.8, 0.9, 1024), lengths(2.0, 1.0, 256), (1024, 256)),  # like T0's
         (lengths(3.9, 0.6, 512), rng.integers(2, 6, N), (512, 84)),
     ):  # like GLUE's
-        rows = data.pack(np.stack([inputs, targets]), limits)
+        rows = row_numbers(np.stack([inputs, targets]), limits)
         assert np.bincount(rows, inputs).max() <= limits[0], (
             "The inputs of a row should have at most inputs_length tokens."
         )
@@ -3434,7 +3455,7 @@ def test_packing_is_tight_and_keeps_the_limits():
         )
     for limits in ((4, 4), (5, 3), (1, 1)):
         sizes = np.minimum([[4, 1, 3], [1, 2, 3]], np.transpose([limits]))
-        rows = data.pack(sizes, limits)
+        rows = row_numbers(sizes, limits)
         assert (np.bincount(rows) > 0).all() and len(rows) == 3, (
             "Each of the three examples should get a row, and no row should be empty."
         )
@@ -3792,7 +3813,8 @@ CONFIG = Config("mine", ModelConfig(vocab_size=256),
     done = subprocess.run(script, capture_output=True, text=True)
     assert (
         done.returncode == 2
-        and "a.jsonl:2 does not fit the task: no 'a' (its fields are q)" in done.stderr
+        and "a.jsonl:2 does not fit the task: the field 'a' is missing (its fields are q)"
+        in done.stderr
     )
 
 
@@ -3841,7 +3863,7 @@ def test_rates_of_nested_mixtures_and_rates_by_size(mixture):
     rates = data.mixture_rates("outer", mixture)
     assert rates == {"few": 0.5, "some": 1.5, "many": 1.3, "documents": 0}
     sizes = {"few": 5, "some": 40, "many": 90}
-    assert data.mixture_rates("sized", mixture, sizes.get) == {
+    assert data.mixture_rates("sized", mixture, lambda task, what: sizes[task]) == {
         "few": 5,
         "some": 30,
         "many": 90**0.5,
@@ -3920,7 +3942,7 @@ def test_rates_may_be_a_function_of_all_sizes(mixture, capsys, monkeypatch):
     assert 2 * sizes["few"] < 700 / 3, "The smallest task should be limited by epochs."
     for task, examples in zip(dataset.plan.rates, dataset.tasks):
         assert task == pytest.approx(expected[examples.corpus.name])
-    rates = data.mixture_rates("over", mixture, tokens=sizes.get)
+    rates = data.mixture_rates("over", mixture, lambda task, what: sizes[task])
     for task in tasks:
         assert rates[task] == pytest.approx(2 * expected[task])
     assert rates["documents"] == 1
@@ -3955,17 +3977,27 @@ def test_the_languages_of_the_readme_are_sampled_by_unimax(mixture, monkeypatch)
         monkeypatch.setitem(data.TASKS, name, task)
     monkeypatch.setitem(data.MIXTURES, "languages", recipe["MIXTURES"]["languages"])
     sizes = {"deu_Latn": 9e11, "cym_Latn": 7e9, "gsw_Latn": 5e6}
-    rates = data.mixture_rates("languages", mixture, tokens=sizes.get)
+    rates = data.mixture_rates("languages", mixture, lambda task, what: sizes[task])
     # Swiss German is used four times, and the others share what it leaves of 1e9 tokens.
     expected = {"gsw_Latn": 2e7, "cym_Latn": 4.9e8, "deu_Latn": 4.9e8}
     assert rates == expected
+
+
+def test_files_that_are_not_trained_on_are_evaluated_completely(mixture, monkeypatch):
+    for source in ("csv:a.csv", "tsv:a.tsv", "lines:a.txt,b.txt", "jsonl:a.jsonl"):
+        monkeypatch.setitem(data.TASKS, "other", data.Task(source))
+        found = data.evaluation_config("other", mixture).data.validation_source
+        assert_same(found, source, "All examples of these files should be evaluated.")
+    monkeypatch.setitem(data.TASKS, "other", data.Task("csv:a-{split}.csv"))
+    found = data.evaluation_config("other", mixture).data.validation_source
+    assert_same(found, "", "A source with splits should be evaluated on its own split.")
 
 
 def test_samples_of_several_tasks_are_spread_evenly_over_a_block():
     plan = object.__new__(data.TrainingPlan)
     plan.packs = False
     plan.samples_before = lambda block: block * np.array([4, 2])
-    task, sample, _ = data.Steps(plan.plan_in_steps(1)).result()
+    task, sample = map(np.concatenate, zip(*plan.pack_block(1)))
     sentence = (
         "4 samples of task 0 and 2 of task 1 should alternate as evenly as possible."
     )
@@ -3979,7 +4011,7 @@ def test_mixtures_keep_their_proportions_and_use_every_example(mixture):
     dataset = open_dataset(mixture)
     shares, drawn = dataset.plan.rates, [[], [], []]
     for block in range(40):
-        task, draw, _ = dataset.plan.plan_block(block)
+        task, draw = map(np.concatenate, zip(*dataset.plan.plan_block(block)))
         counts = np.bincount(task, minlength=3)
         assert (abs(counts - 64 * shares) < 1).all()
         for number in range(3):
@@ -3992,7 +4024,7 @@ def test_mixtures_keep_their_proportions_and_use_every_example(mixture):
             assert sorted(numbers[epochs == epoch]) == list(range(count))
     # Without packing, 8 consecutive rows have each task's share up to two examples.
     alone = change(mixture, data=dict(pack=False))
-    task, _, _ = open_dataset(alone).plan.plan_block(3)
+    task, _ = map(np.concatenate, zip(*open_dataset(alone).plan.plan_block(3)))
     for start in range(0, 56, 8):
         assert (
             abs(np.bincount(task[start : start + 8], minlength=3) - 8 * shares) <= 2
@@ -4413,6 +4445,9 @@ def test_a_task_has_the_same_ids_in_training_and_decoding(
         table = [["inputs", "targets"], *([x["inputs"], x["targets"]] for x in texts)]
         lines = [separator.join(f'"{cell}"' for cell in row) for row in table]
         (tmp_path / f"in-validation.{kind}").write_text("\n".join(lines))
+    for side in data.SIDES:
+        text = "".join(example[side] + "\n" for example in texts)
+        (tmp_path / f"{side}-validation.txt").write_text(text)
     ids = tfds.features.Tensor(shape=(None,), dtype=np.int32)
     held_out = {
         "validation": [
@@ -4429,6 +4464,9 @@ def test_a_task_has_the_same_ids_in_training_and_decoding(
         "parquet": data.Task(f"parquet:{tmp_path}/in-{{split}}.parquet"),
         "csv": data.Task(f"csv:{tmp_path}/in-{{split}}.csv"),
         "tsv": data.Task(f"tsv:{tmp_path}/in-{{split}}.tsv"),
+        "lines": data.Task(
+            "lines:" + ",".join(f"{tmp_path}/{side}-{{split}}.txt" for side in data.SIDES)
+        ),
         "seqio": data.Task(f"seqio:{tmp_path}/cache"),
         "tfds": data.Task(f"tfds:{tmp_path}/d"),
         "reverse": data.Task("reverse:"),
@@ -10667,10 +10705,10 @@ def test_the_recipe_beside_a_gin_file_has_its_settings(load_page):
     task = data.TASKS["headline"]
     (example,) = task.format({"document": "rain fell", "summary": "rain"})
     assert example == {"inputs": "summarize: rain fell", "targets": "rain"}
-    many = data.mixture_rates(cfg.data.task, cfg, lambda task: 4_500_000)
+    many = data.mixture_rates(cfg.data.task, cfg, lambda task, what: 4_500_000)
     assert many == {"headline": 30_000, "wmt_t2t_ende_v003": 2**16}
     assert many["headline"] / sum(many.values()) == pytest.approx(0.31, abs=0.005)
-    few = data.mixture_rates(cfg.data.task, cfg, lambda task: 1000)
+    few = data.mixture_rates(cfg.data.task, cfg, lambda task, what: 1000)
     assert few["wmt_t2t_ende_v003"] == 1000
     lines = [json.dumps({"document": "rain fell", "summary": "rain"})] * 200
     Path("headlines.jsonl").write_text("\n".join(lines))
@@ -11319,11 +11357,11 @@ def test_truncation_leaves_room_for_eos():
 
 
 def test_examples_fill_rows_one_after_the_other():
-    pairs = [([5, 9, 1], [7, 1]), ([8, 1], [4, 1]), ([4, 1], [6, 2, 1])]
+    pairs = [([5, 9, 1], [7, 1]), ([4, 1], [6, 2, 1]), ([8, 1], [4, 1])]
     examples = [tuple(np.array(ids) for ids in pair) for pair in pairs]
-    batch = data.fill_rows(examples, np.array([0, 1, 0]), 2, (6, 5))
+    batch = data.fill_rows(examples, np.array([0, 0, 1]), 2, (6, 5))
     sentence = (
-        "Row 0 should contain examples 0 and 2, and row 1 should contain example 1."
+        "Row 0 should contain examples 0 and 1, and row 1 should contain example 2."
     )
     for name, expected in dict(
         inputs=[[5, 9, 1, 4, 1, 0], [8, 1, 0, 0, 0, 0]],
@@ -12132,6 +12170,7 @@ EXERCISES = {
     "data.Tokenizer.encode": "test_a_tokenizer_converts_text_to_ids_and_back",
     "data.Tokenizer.encode_batch": "test_a_tokenizer_converts_text_to_ids_and_back",
     "data.Tokenizer.raw_text": "test_a_tokenizer_converts_text_to_ids_and_back",
+    "data.Tokenizer.content": "test_special_ids_and_sentinels_have_the_ids_of_t5",
     "data.Tokenizer.decode": (
         "test_a_tokenizer_converts_text_to_ids_and_back "
         "test_special_ids_and_sentinels_have_the_ids_of_t5"
@@ -12181,20 +12220,6 @@ EXERCISES = {
     "data.pack": (
         "test_packing_equals_a_slow_best_fit test_packing_is_tight_and_keeps_the_limits"
     ),
-    "data.Steps.__init__": (
-        "test_work_in_steps_raises_its_exception_when_its_result_is_needed"
-    ),
-    "data.Steps.run": (
-        "test_work_in_steps_raises_its_exception_when_its_result_is_needed "
-        "test_packing_equals_a_slow_best_fit"
-    ),
-    "data.Steps.result": (
-        "test_work_in_steps_raises_its_exception_when_its_result_is_needed "
-        "test_packing_equals_a_slow_best_fit"
-    ),
-    "data.pack_in_steps": (
-        "test_packing_equals_a_slow_best_fit test_packing_is_tight_and_keeps_the_limits"
-    ),
     "data.fill_rows": "test_examples_fill_rows_one_after_the_other",
     "data.complete_batch": (
         "test_decoder_inputs_start_with_0_in_each_segment "
@@ -12218,7 +12243,11 @@ EXERCISES = {
         "test_lesson_data_a_batch_is_a_function_of_the_step "
         "test_packed_rows_hold_every_example_whole"
     ),
-    "data.TrainingPlan.plan_in_steps": (
+    "data.TrainingPlan.is_tokenized": (
+        "test_each_batch_plans_a_part_of_the_next_block "
+        "test_rows_of_the_next_block_are_packed_only_if_its_text_exists"
+    ),
+    "data.TrainingPlan.pack_block": (
         "test_samples_of_several_tasks_are_spread_evenly_over_a_block "
         "test_lesson_data_a_batch_is_a_function_of_the_step "
         "test_packed_rows_hold_every_example_whole"
