@@ -56,12 +56,12 @@ The shapes in this file use the following letters:
 `pytest -k lesson_infer` runs the lessons about this file, which are in test_all.py.
 """
 
+import collections
 import csv
 import functools
 import io
 import itertools
 import json
-import math
 import os
 import sys
 import time
@@ -701,116 +701,70 @@ def einsum(equation, left, right):
 
 
 class Trie(NamedTuple):
-    """A tree of all allowed outputs. The root is node 0, and the last node is a leaf.
+    """A tree of all allowed outputs, stored as a list of its edges.
 
-    The edges of node i are first[i], ..., first[i + 1] - 1. Each edge appends the id
-    ids[edge], and leads to the node children[edge]. The last node has no edges. It is
-    reached when an output has ended with EOS, or has left the tree.
+    The nodes are numbered level by level, and node 0 is the root. Edge e leads to node
+    e + 1, and appends the id ids[e]. The edges of node i are first[i], first[i] + 1, ...,
+    first[i + 1] - 1.
+
+    For example, the outputs [5, 6] and [7] have the edges 5, 7, 6, 1 and 1. The edges 5
+    and 7 leave the root, edge 6 leaves node 1, and the id 1 is EOS.
     """
 
     first: jax.Array  # [nodes + 1]
     ids: jax.Array  # [edges]
-    children: jax.Array  # [edges]
     slots: jax.Array  # the numbers 0, 1, ... for the edges of the node with most edges
-
-    def edges(self, nodes):
-        """Return the edges of each node [B, N], and which of them exist.
-
-        Both results have the shape [B, N, slots].
-        """
-        edges = self.first[nodes][..., None] + self.slots
-        exist = edges < self.first[nodes + 1][..., None]
-        return jnp.where(exist, edges, 0), exist
-
-    def allowed(self, nodes, V):
-        """Return an array [B, N, V] that is True for the ids on the edges of each node."""
-        edges, exist = self.edges(nodes)
-        ids = jnp.where(exist, self.ids[edges], V)  # column V is for edges that lack
-        beam = jnp.arange(nodes.shape[1])[:, None]
-
-        def mark(ids):
-            return jnp.zeros((len(beam), V + 1), bool).at[beam, ids].set(True)[:, :V]
-
-        return jax.vmap(mark)(ids)
-
-    def follow(self, nodes, ids):
-        """Return the child of each node [B, N] on the edge with the given id [B, N]."""
-        edges, exist = self.edges(nodes)
-        found = exist & (self.ids[edges] == ids[..., None])
-        child = jnp.max(jnp.where(found, self.children[edges], 0), axis=-1)
-        # The root is no child, so 0 means that no edge has this id.
-        return jnp.where(child > 0, child, len(self.first) - 2)
 
 
 def build_trie(outputs):
     """Return the Trie of a list of outputs. An output is a list of ids, without EOS."""
-    children = [{}]  # for each node, a dict from ids to children
-    for output in outputs:
-        node = 0
-        for i in output:
-            if i not in children[node]:
-                children[node][i] = len(children)
-                children.append({})
-            node = children[node][i]
-        children[node][data.EOS] = None
-    leaf = len(children)
-    edges = [
-        (i, leaf if child is None else child)
-        for node in children
-        for i, child in sorted(node.items())
-    ]
-    counts = [len(node) for node in children]
-    first = np.cumsum([0, *counts, 0])
-    ids, ends = np.array(edges, np.int32).T
-    return Trie(first.astype(np.int32), ids, ends, np.arange(max(counts)))
-
-
-def choice_texts(source, task):
-    """Yield the allowed outputs, as pairs of a place for messages and a text.
-
-    source: the value of --decode.choices, "task" or the path of a file.
-    task: a data.Task with choices, or None.
-    """
-    if source == "task":
-        choices = task.choices if task else ()
-        yield from ((f"choice {i} of the task", text) for i, text in enumerate(choices))
-    elif not data.find_files(source):
-        raise UserError(f"There is no file {source}: correct --decode.choices.")
-    else:
-        for number, line in data.read_lines(source, data.InvalidExamples("stop")):
-            yield f"{source}:{number}", line.rstrip("\r\n")
+    outputs = [(*output, data.EOS) for output in outputs]
+    prefixes = {output[:n] for output in outputs for n in range(len(output) + 1)}
+    # Each prefix is a node. The order is by length and then by ids, so that the children
+    # of a node follow each other.
+    nodes = sorted(prefixes, key=lambda prefix: (len(prefix), prefix))
+    edges = collections.Counter(node[:-1] for node in nodes[1:])
+    counts = [edges[node] for node in nodes]
+    return Trie(
+        first=np.cumsum([0, *counts], dtype=np.int32),
+        ids=np.int32([node[-1] for node in nodes[1:]]),
+        slots=np.arange(max(counts)),
+    )
 
 
 def read_choices(cfg, tokenizer, task=None):
     """Return the Trie of the outputs that --decode.choices allows, or None without it.
 
-    task: the task that is decoded, or None. Its choices are the allowed outputs if the
-    option is "task". Raises UserError if an output is too long, or if the vocabulary
-    cannot express it.
+    task: the data.Task that is decoded, or None. With --decode.choices task, the choices
+        of this task are the allowed outputs.
+
+    Raises UserError if an output is too long, or if the vocabulary cannot express it.
     """
-    if not cfg.decode.choices:
+    source = cfg.decode.choices
+    if not source:
         return None
-    length = cfg.decode.max_len or cfg.data.targets_length
+    check_vocabulary(tokenizer)
+    texts = task.choices if task else ()
+    if source != "task":
+        files = data.group_files(data.find_files(source), read_texts)
+        lines = read_files(files, data.InvalidExamples("stop"))
+        texts = [line["inputs"] for _, line in lines]
+    # Leave room for EOS.
+    most = (cfg.decode.max_len or cfg.data.targets_length) - 1
     outputs = []
-    for place, text in choice_texts(cfg.decode.choices, task):
-        if not text:
-            continue
-        ids = tokenizer.encode(text)
-        if tokenizer.decode(ids) != text:
+    for text in filter(None, texts):
+        outputs.append(tokenizer.encode(text)[:most])
+        found = tokenizer.decode(outputs[-1])
+        if found != text:
             raise UserError(
-                f"{place} is not a possible output, because the vocabulary turns "
-                f"{text!r} into {tokenizer.decode(ids)!r}: correct this text."
+                f"--decode.choices {source} has the output {text!r}, which becomes "
+                f"{found!r} in the vocabulary with at most {most} tokens before EOS: "
+                f"correct this output, or increase --decode.max_len."
             )
-        if len(ids) >= length:
-            raise UserError(
-                f"{place} has {len(ids) + 1} tokens, including EOS: set "
-                f"--decode.max_len to at least {len(ids) + 1}."
-            )
-        outputs.append(ids)
     if not outputs:
         raise UserError(
-            f"--decode.choices {cfg.decode.choices} gives no outputs: name a file with one "
-            f"output on each line, or use a task that has choices."
+            f"--decode.choices {source} gives no outputs: name a file with one output on "
+            f"each line, or use a task that has choices."
         )
     return build_trie(outputs)
 
@@ -821,17 +775,9 @@ class RestrictedState(NamedTuple):
     inner: GreedyState | BeamState
     nodes: jax.Array  # the node of the trie that each output has reached, [B, N]
 
-    @property
-    def ids(self):
-        return self.inner.ids
-
-    @property
-    def done(self):
-        return self.inner.done
-
-    @property
-    def ancestors(self):
-        return self.inner.ancestors
+    def __getattr__(self, name):
+        # All other fields, such as `ids` and `done`, are those of the method.
+        return getattr(self.inner, name)
 
 
 def restricted(start, step, result, trie):
@@ -844,36 +790,50 @@ def restricted(start, step, result, trie):
     """
 
     def start_at_root(rows, N, length):
-        return RestrictedState(
-            start(rows, N, length), jnp.zeros((len(rows), N), jnp.int32)
-        )
+        nodes = jnp.zeros((len(rows), N), jnp.int32)
+        return RestrictedState(start(rows, N, length), nodes)
 
     def step_in_trie(state, logits, at):
         inner, nodes = state
-        allowed = trie.allowed(nodes, logits.shape[-1])
-        log_probs = jax.nn.log_softmax(logits)
-        masked = jnp.where(allowed, log_probs, -1e9)
+
+        def mark(ids):
+            return jnp.zeros(logits.shape[-1], bool).at[ids].set(True, mode="drop")
+
+        # Find the edges of each node and their ids, of shape [B, N, slots]. A node with
+        # few edges does not need all slots. The other slots get an id that is too large.
+        edges = trie.first[nodes][..., None] + trie.slots
+        exist = edges < trie.first[nodes + 1][..., None]
+        ids = jnp.where(exist, trie.ids[edges], 2**31 - 1)
+        allowed = jax.vmap(jax.vmap(mark))(ids)
+        masked = jnp.where(allowed, jax.nn.log_softmax(logits), -1e9)
         # The method normalizes the probabilities of the allowed ids to the sum 1. Adding
-        # the logarithm of their true sum to the score reverses this. An output that has
-        # ended has no allowed ids, and its score does not change.
+        # the logarithm of their true sum to the score reverses this.
         total = jax.nn.logsumexp(masked, axis=-1)
-        total = jnp.where(allowed.any(-1), total, 0.0)
-        is_beam_search = isinstance(inner, BeamState)
-        if is_beam_search:
+        if isinstance(inner, BeamState):
             inner = inner._replace(live_scores=inner.live_scores + total)
+            inner = step(inner, masked, at)
+            parents = inner.ancestors[:, :, at]
+            edges, ids = take_beams(edges, parents), take_beams(ids, parents)
         else:
-            inner = inner._replace(scores=inner.scores + total)
-        inner = step(inner, masked, at)
-        if is_beam_search:
-            nodes = take_beams(nodes, inner.ancestors[:, :, at])
-        return RestrictedState(inner, trie.follow(nodes, inner.ids[:, :, at]))
+            total = jnp.where(inner.done, 0.0, total)
+            inner = step(inner._replace(scores=inner.scores + total), masked, at)
+        # Follow the edge with the chosen id. An output that has ended returns to the root.
+        chosen = ids == inner.ids[:, :, at, None]
+        return RestrictedState(inner, jnp.where(chosen, edges + 1, 0).max(axis=-1))
 
     def allowed_result(state):
         ids, scores = result(state.inner)
-        # A lower score means that the output has left the tree, or was never begun.
-        return jnp.where(scores[..., None] > MASKED_SCORE / 100, ids, data.PAD), scores
+        return jnp.where(is_output(scores)[..., None], ids, data.PAD), scores
 
     return start_at_root, step_in_trie, allowed_result
+
+
+def is_output(scores):
+    """Return whether scores belong to outputs of the model.
+
+    A lower score means that beam search has found fewer outputs than there are beams.
+    """
+    return scores > MASKED_SCORE / 1000
 
 
 # ---- batches of examples ---------------------------------------------------------------
@@ -895,9 +855,10 @@ class Example(NamedTuple):
 
 
 # The field of an output line for each --pool. For example, --pool none writes "vectors".
-VECTOR_FIELD = {"mean": "mean", "first": "first", "none": "vectors", "model": "vector"}
+VECTOR_FIELD = {"mean": "mean", "first": "first", "none": "vectors"}
 
-# The poolings of sentence-transformers, as values of --pool.
+# The poolings of sentence-transformers, as values of --pool. The first two names are those
+# of old files.
 POOLING_MODES = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_cls_token": "first",
@@ -906,58 +867,55 @@ POOLING_MODES = {
 }
 
 
-def read_vector_head(folder):
-    """Return the layers of sentence-transformers that a run has, or {} without any.
+def read_vector_head(folder, pool="model"):
+    """Return how the vectors of a text become one vector, for a value of --pool.
 
-    The dict has the keys "pool" (the value of --pool for the encoder's vectors), "dense"
-    (matrices [outputs, inputs] that are applied one after another) and "normalize".
+    The result is a tuple (field, pool, layers). `field` is the field of an output line
+    for the vector. `pool` is "mean", "first" or "none". `layers` is a list of functions
+    from a vector to a vector, which are applied one after another. With --pool model, the
+    files of sentence-transformers in the run define all of them. The default of --pool is
+    model for a run with these files, and else mean.
+
     Raises UserError for layers that plain T5 does not support, or for damaged files.
     """
     path = configs.to_path(folder) / "modules.json"
-    if not path.exists():
-        return {}
-    head = {"pool": "", "dense": [], "normalize": False}
+    if pool != "model" and (pool or not path.exists()):
+        return VECTOR_FIELD[pool or "mean"], pool or "mean", []
+    pools, layers = [], []
     try:
         for module in configs.read_json(path, [{"type": str, "path": str}]):
-            kind = module["type"].rsplit(".")[-1]
+            kind = module["type"].rpartition(".")[2]
             part = path.parent / module["path"]
-            if kind == "Pooling":
+            if kind in ("Pooling", "Dense"):
                 config = json.loads((part / "config.json").read_text())
-                # Old files have one field for each mode, such as pooling_mode_cls_token.
-                modes = {mode for mode in config if config[mode] is True}
-                modes |= {config.get("pooling_mode")}
-                # The models instructor leave their instructions out of the mean.
-                if config.get("include_prompt", True):
-                    (head["pool"],) = {POOLING_MODES[x] for x in modes & {*POOLING_MODES}}
-            elif kind == "Dense":
-                config = json.loads((part / "config.json").read_text())
+            if kind == "Pooling" and config.get("include_prompt", True):
+                modes = [x for x in config if x.startswith("pooling_mode_") and config[x]]
+                (mode,) = modes or [config["pooling_mode"]]
+                pools.append(POOLING_MODES[mode])
+            elif kind == "Dense" and config["activation_function"].endswith("Identity"):
                 file = safetensors.numpy.load_file(part / "model.safetensors")
                 (matrix,) = file.values()
-                if not config["activation_function"].endswith("Identity"):
-                    raise ValueError(config["activation_function"])
-                head["dense"].append(matrix)
+                layers.append(np.float32(matrix).dot)
             elif kind == "Normalize":
-                head["normalize"] = True
+                layers.append(lambda vector: vector / max(np.linalg.norm(vector), 1e-12))
             elif kind != "Transformer":
-                raise ValueError(kind)
-        if not head["pool"]:
-            raise ValueError("no supported pooling")
+                # For example, the models instructor leave their prompts out of the mean.
+                raise ValueError(f"unknown options of {kind}")
+        (pool,) = pools
     except Exception as error:  # safetensors has its own exception classes
         raise UserError(
             f"{path} describes layers that plain T5 does not support, or a file is damaged "
-            f"({type(error).__name__}: {error}): remove modules.json to use only the "
-            f"encoder."
+            f"({type(error).__name__}: {error}): to use only the encoder, add --pool mean "
+            f"or remove modules.json."
         ) from error
-    return head
+    return "vector", pool, layers
 
 
-def apply_vector_head(head, vector):
-    """Apply the dense layers and the normalization of a model to a pooled vector."""
-    for matrix in head["dense"]:
-        vector = matrix @ vector
-    if head["normalize"]:
-        vector = vector / max(np.linalg.norm(vector), 1e-12)
-    return vector.astype(np.float32)
+def apply_layers(layers, vector):
+    """Apply the layers that read_vector_head returns to a vector, one after another."""
+    for layer in layers:
+        vector = layer(vector)
+    return vector
 
 
 def padded_length(length):
@@ -1038,14 +996,14 @@ def run_batch(params, cfg, mesh, group, mode, B, trie=None):
     group: a list of at most B Examples.
     mode: the name of the wanted result.
         - "predict" returns a pair (ids, scores) for each example. `ids` is a list of
-          decode.num_return outputs, and `scores` is the list of their scores. The output
-          with the highest score comes first. An output is a list of ids without EOS.
+          decode.num_return outputs, or fewer if beam search has found fewer. `scores` is
+          the list of their scores. The output with the highest score comes first. An
+          output is a list of ids without EOS.
         - "score" returns the sum of the log-probabilities of the targets.
         - "mean", "first" and "none" return vectors of the encoder. encoder_vectors
           explains these vectors.
     B: the number of rows of the batch.
-    trie: a Trie with the only outputs that are allowed, or None. If it has fewer outputs
-        than decode.num_return, an example gets fewer outputs.
+    trie: a Trie with the only outputs that are allowed, or None.
     """
     group = [*group, *[group[-1]] * (B - len(group))]
     inputs, input_segments = pad_batch([x.inputs for x in group])
@@ -1077,11 +1035,12 @@ def run_batch(params, cfg, mesh, group, mode, B, trie=None):
         params, *inputs, cfg.model, length, cfg.decode, numbers, cfg.train.seed, trie
     )
     kept = cfg.decode.num_return
-    ids, scores = (to_numpy(array)[:, :kept].tolist() for array in outputs)
-    if trie is not None:  # leave out the empty outputs, which begin with padding
-        counts = [sum(output[0] != data.PAD for output in row) for row in ids]
-        ids, scores = ([x[:n] for x, n in zip(a, counts)] for a in (ids, scores))
-    return [([cut_at_eos(x) for x in row], score) for row, score in zip(ids, scores)]
+    ids, scores = (to_numpy(array)[:, :kept] for array in outputs)
+    counts = is_output(scores).sum(axis=1)
+    return [
+        (list(map(cut_at_eos, outputs[:n])), row[:n].tolist())
+        for outputs, row, n in zip(ids, scores, counts)
+    ]
 
 
 def to_numpy(array):
@@ -1144,6 +1103,15 @@ def fill_blanks(inputs, targets, tokenizer):
 # ---- reading examples ------------------------------------------------------------------
 
 
+def check_vocabulary(tokenizer):
+    """Raise UserError if a run has no vocabulary, because it then cannot read texts."""
+    if tokenizer is None:
+        raise UserError(
+            "This run has no vocabulary, so it cannot read texts: copy the file "
+            "spiece.model into the run directory, or use lists of ids as inputs."
+        )
+
+
 @dataclass
 class ExampleEncoder:
     """A callable object that converts a line of --input to an Example.
@@ -1184,11 +1152,8 @@ class ExampleEncoder:
         is_text = isinstance(value, str)
         if not is_text and self.task is None:
             return list(map(int, value))
-        if is_text and self.tokenizer is None:
-            raise UserError(
-                "This run has no vocabulary, so it cannot read texts: copy the file "
-                "spiece.model into the run directory, or use lists of ids as inputs."
-            )
+        if is_text:
+            check_vocabulary(self.tokenizer)
         (ids,) = data.encode_texts([value], self.tokenizer)
         rule = (key, self.task or data.Task(), self.cfg.data)
         _, _, kept = data.truncated_length(*rule)
@@ -1210,53 +1175,71 @@ class ExampleEncoder:
         return Example(inputs, targets, number)
 
 
+def read_texts(path, bad):
+    """Yield each line of a text file as an example, without its line end.
+
+    A result is a pair such as ("a.txt:3", {"inputs": "some text"}). A line that is not
+    UTF-8 is reported to the function `bad`.
+    """
+    for number, line in data.read_lines(path, bad):
+        yield f"{path}:{number}", {"inputs": line.rstrip("\r\n")}
+
+
+# The function that reads a file of each kind. data.file_kind returns the kind.
+READERS = {
+    "jsonl": data.read_jsonl,
+    "parquet": data.read_parquet,
+    "csv": functools.partial(data.read_table, ",", True),
+    "tsv": functools.partial(data.read_table, "\t", True),
+    "text": read_texts,
+}
+
+
+def read_files(files, bad, fields=()):
+    """Yield the lines of SourceFiles as pairs such as ("a.jsonl:3", {"inputs": "x"}).
+
+    fields: pairs of a new name and an old name of a field, from --data.fields.
+    """
+    for file in files:
+        for where, line in file.read(bad):
+            yield where, line | {new: line[old] for new, old in fields if old in line}
+
+
 def open_input(name, cfg):
-    """Open the file, the data source or the task that --input names.
+    """Open the files, the data source or the task that --input names.
 
     Returns a tuple (task, read, identity). `task` is the data.Task, or None if --input
-    names a file. The function `read` reads the lines of the input. read(bad) yields pairs
-    such as ("a.jsonl:3", {"inputs": "some text"}). For an unreadable line, read(bad)
-    calls bad("a.jsonl:3", "is not JSON") instead. `identity` is a JSON value that changes
-    when the input changes, such as the sizes and times of the files.
+    names no task. The function `read` reads the lines of the input. read(bad) yields
+    pairs such as ("a.jsonl:3", {"inputs": "some text"}). For an unreadable line,
+    read(bad) calls bad("a.jsonl:3", "is not JSON") instead. `identity` is a JSON value
+    that changes when the input changes, such as the sizes and times of the files.
 
     name: task:NAME[:SPLIT], a data source such as lines:de.txt,en.txt, or the path of a
     JSONL, CSV, TSV, parquet or text file.
     """
-    kind = name.partition(":")[0]
-    if kind == "task" or kind in data.SOURCES:
-        if kind == "task":
-            name, _, split = name.removeprefix("task:").partition(":")
-            cfg = data.evaluation_config(name, cfg)
-        else:  # read the complete data source
-            cfg = configs.override(cfg, {"data.validation_source": name})
-            split = ""
-        split = split or "validation"
+    kind, _, rest = name.partition(":")
+    if kind == "task":
+        name, split = f"{rest}:validation".split(":")[:2]
+        cfg = data.evaluation_config(name, cfg)
         task, files = data.open_task(name, split, cfg)
         read = functools.partial(data.read_task, name, split, cfg)
         return task, read, data.source_identity(name, task, files, cfg)
-
-    files = data.find_files(name, pipes=True)
-
-    kind = data.file_kind(name)
-    read_file = data.read_jsonl
-    if kind == "parquet":
-        read_file = data.read_parquet
-    elif kind in data.DELIMITERS:
-        read_file = functools.partial(data.read_table, data.DELIMITERS[kind], True)
-
-    def read(bad):
-        if kind == "text":
-            for path, _ in files:
-                for number, line in data.read_lines(path, bad):
-                    yield f"{path}:{number}", {"inputs": line.rstrip("\r\n")}
-        else:
-            for file in data.group_files(files, read_file):
-                yield from file.read(bad)
-
-    return None, read, files
+    if kind in data.SOURCES:
+        files = data.open_source(name, "validation", cfg, whole=True)
+    else:
+        found = data.find_files(name, pipes=True)
+        files = data.group_files(found, READERS[data.file_kind(name)])
+    if not files:
+        raise UserError(
+            f"No file matches --input {name}: correct the path, or name a data source "
+            f"such as lines:de.txt,en.txt or csv:FILE."
+        )
+    fields = data.source_fields(cfg).items()
+    read = functools.partial(read_files, files, fields=fields)
+    return None, read, [file.stamp for file in files]
 
 
-def read_examples(read, encode):
+def read_examples(read, encode, skip_empty):
     """Yield a pair (line, example) for each line of --input.
 
     `line` is a dict, and `example` is the Example made from this dict. An invalid line
@@ -1265,6 +1248,8 @@ def read_examples(read, encode):
 
     read: the function that open_input returns.
     encode: an ExampleEncoder.
+    skip_empty: whether a line with an empty text gets an empty prediction. Its example is
+        None, because the model would invent a text.
     """
     report_invalid = data.InvalidExamples(encode.cfg.data.on_error)
     unread = []
@@ -1279,11 +1264,14 @@ def read_examples(read, encode):
         yield from unread
         unread.clear()
         example = None
-        try:
-            example = encode(line, number)
-        except ValueError as error:
-            report_invalid(where, str(error))
-            line["error"] = f"{where} {error}"
+        if skip_empty and not line["inputs"].strip():
+            line["prediction"] = ""
+        else:
+            try:
+                example = encode(line, number)
+            except ValueError as error:
+                report_invalid(where, str(error))
+                line["error"] = f"{where} {error}"
         yield line, example
     yield from unread
 
@@ -1305,12 +1293,10 @@ def json_default(value):
     Any other value is converted to text. json.dumps calls this function for each value
     that it cannot write itself.
     """
-    if isinstance(value, np.generic | np.ndarray):
-        return value.tolist()
-    return str(value)
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
-def result_fields(result, example, line, mode, cfg, tokenizer):
+def result_fields(result, example, line, field, cfg, tokenizer):
     """Return a dict of the new fields of an output line, for instance "prediction".
 
     A prediction is a text if the inputs of the line are a text, and a list of ids if the
@@ -1319,21 +1305,22 @@ def result_fields(result, example, line, mode, cfg, tokenizer):
     result: the result that run_batch returns for the example.
     example: the Example that was made from the line.
     line: the line of --input, as a dict.
-    mode: the mode, as in run_batch.
+    field: the name of the field for vectors, or "" unless the mode is encode.
     """
-    if mode == "score":
+    if isinstance(result, float):
         return {"score": result}
-    if mode != "predict":
+    if field:
         # Write each float32 with as few digits as possible. For example, write 0.1 and
         # not 0.10000000149011612.
         vectors = result.astype(str).astype(float).tolist()
-        return {"ids": example.inputs, VECTOR_FIELD[mode]: vectors}
+        return {"ids": example.inputs, field: vectors}
     outputs, scores = result
     if isinstance(line["inputs"], str):
-        outputs = [tokenizer.decode(ids) for ids in outputs]
+        outputs = list(map(tokenizer.decode, outputs))
+    fields = {"prediction": outputs[0]}
     if cfg.decode.return_all or len(outputs) > 1:
-        return {"prediction": outputs[0], "predictions": outputs, "scores": scores}
-    return {"prediction": outputs[0]}
+        fields |= {"predictions": outputs, "scores": scores}
+    return fields
 
 
 def describe_job(args, cfg, step, tokenizer, identity):
@@ -1373,37 +1360,29 @@ def begun_job(output):
     """Return the dict that describe_job made for the command that began an output file.
 
     The dict is read from OUTPUT.partial.json. If no line has been written yet, the dict
-    is empty. If the description of the lines is missing or damaged, raise UserError.
+    is empty. If the output file is complete, or if the description of its lines is
+    missing or damaged, raise UserError.
     """
+    if os.path.exists(output):
+        raise UserError(
+            f"{output} already exists: name another --output, or move the file away."
+        )
     path = configs.to_path(f"{output}.partial")
     if not path.exists() or not path.stat().st_size:
         return {}
     return configs.read_json(configs.to_path(f"{path}.json"), {}, f"remove {path}")
 
 
-def resumed_step(args, step):
-    """Return the step of the checkpoint that a command loads, or None for the latest.
-
-    If a command is repeated while train.py is running, --step latest or --step best may
-    mean another checkpoint. All lines of an output file must come from one checkpoint.
-    Therefore a resumed command loads the checkpoint with which its file was begun.
-
-    step: the step that --step means now, or None for the latest.
-    """
-    begun = partition.run_on_all(lambda: begun_job(args.output))
-    begun = partition.from_main_process(begun)
-    return begun["the step"] if begun.get("--step") == args.step else step
-
-
-def open_partial(output, job):
+def open_partial(output, job, begun):
     """Open the unfinished output file OUTPUT.partial, so that a command can append lines.
 
     Returns the file and the number of complete lines in it. The file stays locked until
     it is closed. An incomplete last line is removed.
 
     output: the path of OUTPUT.
-    job: the dict that describe_job returns. OUTPUT.partial.json stores the dict of the
-        command that began the file. If an item differs, a UserError names this item.
+    job: the dict that describe_job returns. OUTPUT.partial.json stores this dict.
+    begun: the dict of the command that began the file, from begun_job. If an item
+        differs, a UserError names this item.
     """
     path = f"{output}.partial"
     # Only the main process writes. os.devnull discards the lines of other processes.
@@ -1411,7 +1390,7 @@ def open_partial(output, job):
         return open(os.devnull, "ab"), 0
     configs.refuse_differences(
         job,
-        begun_job(output),
+        begun,
         f"{path} was begun by another command or with other data",
         "repeat the command that began it, or remove the file",
     )
@@ -1435,145 +1414,122 @@ def open_partial(output, job):
     return file, lines
 
 
-def write_vectors(lines, path, field, width):
-    """Convert a JSONL file with ids and vectors to an .npz file. Remove the JSONL file.
+def finish_output(partial, path, field, width):
+    """Convert OUTPUT.partial, a JSONL file, to the kind of file that --output names.
 
-    If a line has an error, it has no vector. With --pool mean or --pool first, the .npz
-    file then has a vector of nan for this line.
+    An .npz file gets the ids and the vectors of all lines. If a line has an error, it has
+    no vector. With --pool mean or --pool first, the .npz file then has a vector of nan
+    for this line.
 
-    lines: the path of the JSONL file.
-    path: the path of the .npz file.
+    The first line of a table names the columns. A value that is not a text, such as a
+    list of outputs, is written as JSON.
+
+    A .txt file gets the prediction or the score of each line. Line ends inside a result
+    become spaces, so that line n of the file belongs to example n. If an example has an
+    error, its line is empty.
+
+    partial: the path of the JSONL file. path: the path of OUTPUT.
     field: the name of the field of a line that holds the vectors.
     width: the number of elements of a vector.
     """
-    ids, vectors = [], []
-    missing = [] if field == "vectors" else [math.nan] * width
-    with open(lines) as file:
-        for line in map(json.loads, file):
+
+    def read_lines():
+        with open(partial) as file:
+            yield from map(json.loads, file)
+
+    kind = data.file_kind(path)
+    content = io.StringIO(newline="")
+    if path.endswith(".npz"):
+        ids, vectors = [], []
+        missing = np.full((int(field != "vectors"), width), np.nan)
+        for line in read_lines():
             ids.append(np.int32(line.get("ids", [])))
             vectors.append(np.float32(line.get(field, missing)).reshape(-1, width))
-    content = io.BytesIO()
-    np.savez(
-        content,
-        ids=np.concatenate(ids),
-        lengths=[len(row) for row in ids],
-        vectors=np.concatenate(vectors),
-    )
-    configs.write_file(path, content.getvalue())
-    os.remove(lines)
-
-
-def write_table(lines, path):
-    """Convert a JSONL file to a CSV or TSV file. Remove the JSONL file.
-
-    The first line of the table names the columns. A value that is not a text, such as a
-    list of outputs, is written as JSON.
-
-    lines: the path of the JSONL file.
-    path: the path of the table, which ends with .csv or .tsv.
-    """
-    with open(lines) as file:
-        names = list(dict.fromkeys(name for line in file for name in json.loads(line)))
-    content = io.StringIO(newline="")
-    delimiter = data.DELIMITERS[data.file_kind(path)]
-    table = csv.DictWriter(content, names, delimiter=delimiter, lineterminator="\n")
-    table.writeheader()
-    with open(lines) as file:
-        for line in map(json.loads, file):
+        content = io.BytesIO()
+        np.savez(
+            content,
+            ids=np.concatenate(ids),
+            lengths=list(map(len, ids)),
+            vectors=np.concatenate(vectors),
+        )
+    elif kind in data.DELIMITERS:
+        names = dict.fromkeys(name for line in read_lines() for name in line)
+        delimiter = data.DELIMITERS[kind]
+        table = csv.DictWriter(content, names, delimiter=delimiter, lineterminator="\n")
+        table.writeheader()
+        for line in read_lines():
             table.writerow(
                 {
                     name: value if isinstance(value, str) else json.dumps(value)
                     for name, value in line.items()
                 }
             )
+    elif kind == "text":
+        for line in read_lines():
+            result = line.get("prediction", line.get("score", ""))
+            content.write(" ".join(str(result).splitlines()) + "\n")
+    else:
+        os.replace(partial, path)
+        return
     configs.write_file(path, content.getvalue())
-    os.remove(lines)
+    os.remove(partial)
 
 
-def write_text(lines, path):
-    """Convert a JSONL file to a text file with one result on each line, and remove it.
-
-    The result is the field `prediction` or `score`. Line ends inside a result become
-    spaces, so that line n of the text file belongs to example n. If an example has an
-    error, its line is empty.
-
-    lines: the path of the JSONL file.
-    path: the path of the text file.
-    """
-    with open(lines) as file:
-        examples = [json.loads(line) for line in file]
-    results = [line.get("prediction", line.get("score", "")) for line in examples]
-    texts = [" ".join(str(result).splitlines()) + "\n" for result in results]
-    configs.write_file(path, "".join(texts))
-    os.remove(lines)
-
-
-def run_file(args, cfg, mesh, tokenizer, params, step):
+def run_file(args, cfg, mesh, tokenizer):
     """Run the model on each line of --input, and write the results to --output.
 
-    The results are first written to OUTPUT.partial, which is renamed to OUTPUT at the
-    end. If the command is killed, the same command resumes after the last complete line.
-    All processes run the model, but only the main process writes.
+    The results are first written to OUTPUT.partial, which becomes OUTPUT at the end. If
+    the command is killed, the same command resumes after the last complete line. All
+    processes run the model, but only the main process writes.
     """
-    mode, head = args.mode, read_vector_head(args.run_dir)
-    if mode == "encode":
-        mode = args.pool or ("model" if head else "mean")
-    if mode == "model" and not head:
-        raise UserError(
-            f"{args.run_dir} has no layers of sentence-transformers: use --pool mean."
-        )
-    task, read, identity = open_input(args.input, cfg)
-    encode = ExampleEncoder(cfg, tokenizer, mode == "score", task)
-    partial = f"{args.output}.partial"
-    job = describe_job(args, cfg, step, tokenizer, identity)
-    file, done = partition.run_on_main_first(lambda: open_partial(args.output, job))
-    done = partition.from_main_process(done)
     shard, shards = configs.parse_shard(args.shard)
-    lines = read_examples(read, encode)
+    mode, field, layers = args.mode, "", []
+    if mode == "encode":
+        field, mode, layers = read_vector_head(args.run_dir, args.pool)
+    task, read, identity = partition.run_on_all(lambda: open_input(args.input, cfg))
+    trie = read_choices(cfg, tokenizer, task) if mode == "predict" else None
+    # While train.py is running, --step latest or --step best may mean another checkpoint
+    # when a command is repeated. All lines of a file must come from one checkpoint, so
+    # a resumed command loads the checkpoint with which its file was begun.
+    begun = partition.run_on_all(lambda: begun_job(args.output))
+    begun = partition.from_main_process(begun)
+    step = partition.resolve_step(args.run_dir, args.step)
+    if begun.get("--step") == args.step:
+        step = begun["the step"]
+    step, params = load_params(cfg, args.run_dir, step)
+    job = describe_job(args, cfg, step, tokenizer, identity)
+    file, done = partition.run_on_main_first(
+        lambda: open_partial(args.output, job, begun)
+    )
+    done = partition.from_main_process(done)
+
+    encode = ExampleEncoder(cfg, tokenizer, mode == "score", task)
+    is_text = args.input.startswith("lines:") or data.file_kind(args.input) == "text"
+    skip_empty = mode == "predict" and is_text
+    lines = read_examples(read, encode, skip_empty)
     lines = itertools.islice(lines, shard + done * shards, None, shards)
     # run_examples reads many examples before the first result is ready. Until then,
     # itertools.tee stores the lines, which are written together with the results.
     lines, ahead = itertools.tee(lines)
-    # For an empty line, the model would invent a text. Therefore an empty line of a text
-    # file gets an empty prediction, as on standard input.
-    nothing = [[]] * cfg.decode.num_return, [0.0] * cfg.decode.num_return
-    is_text = args.input.startswith("lines:") or data.file_kind(args.input) == "text"
-    skips = mode == "predict" and is_text
-
-    def is_blank(line):
-        return skips and not line["inputs"].strip()
-
-    examples = (x for line, x in ahead if x and not is_blank(line))
-    trie = read_choices(cfg, tokenizer, task) if mode == "predict" else None
-    width = cfg.model.d_model
-    if mode == "model":
-        results = run_examples(params, cfg, mesh, examples, head["pool"])
-        results = (apply_vector_head(head, vector) for vector in results)
-        width = len(head["dense"][-1]) if head["dense"] else width
-    else:
-        results = run_examples(params, cfg, mesh, examples, mode, trie)
+    examples = (example for _, example in ahead if example)
+    results = run_examples(params, cfg, mesh, examples, mode, trie)
+    width = len(apply_layers(layers, np.zeros(cfg.model.d_model)))
     count = 0
     start = time.perf_counter()
-    with configs.naming_file(partial), file:
+    with configs.naming_file(file.name), file:
         for count, (line, example) in enumerate(lines, 1):
             if example:
-                result = nothing if is_blank(line) else next(results)
-                line |= result_fields(result, example, line, mode, cfg, tokenizer)
+                result = apply_layers(layers, next(results))
+                line |= result_fields(result, example, line, field, cfg, tokenizer)
             file.write(json_line(line).encode())
             file.flush()
         if partition.is_main_process():
             os.fsync(file.fileno())
-            if not done + count:
-                os.remove(partial)
-            elif args.output.endswith(".npz"):
-                write_vectors(partial, args.output, VECTOR_FIELD[mode], width)
-            elif data.file_kind(args.output) in data.DELIMITERS:
-                write_table(partial, args.output)
-            elif data.file_kind(args.output) == "text":
-                write_text(partial, args.output)
+            if done + count:
+                finish_output(file.name, args.output, field, width)
             else:
-                os.replace(partial, args.output)
-            os.remove(f"{partial}.json")
+                os.remove(file.name)
+            os.remove(f"{file.name}.json")
     if not done + count:
         raise UserError(
             f"{args.input} has no lines for --shard {args.shard}: check --input and "
@@ -1625,14 +1581,12 @@ def run_lines(lines, cfg, mesh, tokenizer, params, raw):
             print(flush=True)
             continue
         example = encode({"inputs": text}, number)
-        results = run_examples(params, cfg, mesh, [example], trie=trie)
-        ((outputs, scores),) = results
+        ((outputs, scores),) = run_examples(params, cfg, mesh, [example], trie=trie)
         fill = not raw and len(split_spans(example.inputs, tokenizer)) > 1
         for ids, score in zip(outputs, scores):
+            text = tokenizer.decode(ids)
             if fill:
                 text = fill_blanks(example.inputs, ids, tokenizer)
-            else:
-                text = tokenizer.decode(ids)
             text = configs.escape_controls(text.replace("\n", " "))
             print(f"{score:.4f}\t{text}" if cfg.decode.return_all else text, flush=True)
     note_differences(encode)
@@ -1705,25 +1659,6 @@ def open_model(args, changes, recipe=False):
     return cfg, mesh, data.load_run_tokenizer(args.run_dir) if has_vocabulary else None
 
 
-def check_files(args):
-    """Raise UserError if --output already exists, or if no file matches --input.
-
-    Also raise UserError if several processes would read standard input, because they
-    cannot share it.
-    """
-    if os.path.exists(args.output):
-        raise UserError(
-            f"{args.output} already exists: name another --output, or move the file away."
-        )
-    is_file = args.input and args.input.partition(":")[0] not in ("task", *data.SOURCES)
-    if is_file and not data.find_files(args.input, pipes=True):
-        raise UserError(f"No file matches --input {args.input}: check the path.")
-    if not args.input and args.text is None and jax.process_count() > 1:
-        raise UserError(
-            "Several processes cannot share standard input: give --input and --output."
-        )
-
-
 def main(argv):
     args, changes = configs.parse_args(
         __doc__,
@@ -1742,7 +1677,7 @@ def main(argv):
         ),
         pool=dict(
             default="",
-            choices=("", *VECTOR_FIELD),
+            choices=("", "model", *VECTOR_FIELD),
             help="with --mode encode, write the mean vector of each text, the first "
             "vector, all vectors (none), or what a model of sentence-transformers "
             "computes (model); the default is model for such a model, and else mean",
@@ -1766,10 +1701,8 @@ def main(argv):
             "infer.py reads either a file or a text: give both --input and --output, or "
             "give only a text (or standard input) with --mode predict."
         )
-    configs.parse_shard(args.shard)
-    endings = (".jsonl", ".csv", ".tsv", ".txt")
-    if args.mode == "encode":
-        endings = (".jsonl", ".npz")
+    other = (".npz",) if args.mode == "encode" else (".csv", ".tsv", ".txt")
+    endings = (".jsonl", *other)
     if args.output and not args.output.endswith(endings):
         raise UserError(
             f"With --mode {args.mode}, --output must end with {' or '.join(endings)}, "
@@ -1779,16 +1712,17 @@ def main(argv):
     cfg, mesh, tokenizer = open_model(
         args, changes, recipe=args.input.startswith("task:")
     )
-    partition.run_on_main_first(lambda: check_files(args))
-    step = partition.resolve_step(args.run_dir, args.step)
-    if args.output:
-        step = resumed_step(args, step)
-    step, params = load_params(cfg, args.run_dir, step)
     if args.input:
-        return run_file(args, cfg, mesh, tokenizer, params, step)
+        return run_file(args, cfg, mesh, tokenizer)
     lines = sys.stdin.buffer
     if args.text is not None:
         lines = [args.text.encode(errors="surrogateescape")]
+    elif jax.process_count() > 1:
+        raise UserError(
+            "Several processes cannot share standard input: give --input and --output."
+        )
+    step = partition.resolve_step(args.run_dir, args.step)
+    _, params = load_params(cfg, args.run_dir, step)
     run_lines(lines, cfg, mesh, tokenizer, params, args.raw)
 
 
