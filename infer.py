@@ -63,6 +63,7 @@ import io
 import itertools
 import json
 import os
+import re
 import sys
 import time
 from dataclasses import dataclass
@@ -749,17 +750,16 @@ def read_choices(cfg, tokenizer, task=None):
         files = data.group_files(data.find_files(source), read_texts)
         lines = read_files(files, data.InvalidExamples("stop"))
         texts = [line["inputs"] for _, line in lines]
-    # Leave room for EOS.
-    most = (cfg.decode.max_len or cfg.data.targets_length) - 1
+    length = cfg.decode.max_len or cfg.data.targets_length
     outputs = []
     for text in filter(None, texts):
-        outputs.append(tokenizer.encode(text)[:most])
+        outputs.append(tokenizer.encode(text)[: length - 1])  # leave room for EOS
         found = tokenizer.decode(outputs[-1])
         if found != text:
             raise UserError(
                 f"--decode.choices {source} has the output {text!r}, which becomes "
-                f"{found!r} in the vocabulary with at most {most} tokens before EOS: "
-                f"correct this output, or increase --decode.max_len."
+                f"{found!r} with this vocabulary and --decode.max_len {length}: correct "
+                f"this output, or increase --decode.max_len."
             )
     if not outputs:
         raise UserError(
@@ -883,7 +883,7 @@ def read_vector_head(folder, pool="model"):
         return VECTOR_FIELD[pool or "mean"], pool or "mean", []
     pools, layers = [], []
     try:
-        for module in configs.read_json(path, [{"type": str, "path": str}]):
+        for module in json.loads(path.read_text()):
             kind = module["type"].rpartition(".")[2]
             part = path.parent / module["path"]
             if kind in ("Pooling", "Dense"):
@@ -904,18 +904,11 @@ def read_vector_head(folder, pool="model"):
         (pool,) = pools
     except Exception as error:  # safetensors has its own exception classes
         raise UserError(
-            f"{path} describes layers that plain T5 does not support, or a file is damaged "
-            f"({type(error).__name__}: {error}): to use only the encoder, add --pool mean "
-            f"or remove modules.json."
+            f"{path} describes layers that plain T5 does not support, or a file is missing "
+            f"or damaged ({error!r}): to use only the encoder, add --pool mean, or remove "
+            f"modules.json."
         ) from error
     return "vector", pool, layers
-
-
-def apply_layers(layers, vector):
-    """Apply the layers that read_vector_head returns to a vector, one after another."""
-    for layer in layers:
-        vector = layer(vector)
-    return vector
 
 
 def padded_length(length):
@@ -937,11 +930,11 @@ def pad_batch(sequences):
     [7, 1, 0, 0, ...]. The number of columns is the padded_length of the longest list.
     Returns a pair (ids, mask). The mask has the shape of the ids and is False at padding.
     """
-    lengths = [len(sequence) for sequence in sequences]
-    ids = np.zeros((len(sequences), padded_length(max(lengths))), np.int32)
-    for row, sequence in zip(ids, sequences):
-        row[: len(sequence)] = sequence
-    return ids, np.arange(ids.shape[1]) < np.array(lengths)[:, None]
+    lengths = list(map(len, sequences))
+    mask = np.arange(padded_length(max(lengths))) < np.array(lengths)[:, None]
+    ids = np.zeros(mask.shape, np.int32)
+    ids[mask] = list(itertools.chain(*sequences))
+    return ids, mask
 
 
 def run_examples(params, cfg, mesh, examples, mode="predict", trie=None):
@@ -1010,9 +1003,8 @@ def run_batch(params, cfg, mesh, group, mode, B, trie=None):
     targets, target_segments = pad_batch([x.targets for x in group])
     numbers = np.array([x.number for x in group], np.uint32)
     length = cfg.decode.max_len or cfg.data.targets_length
-    T, beams = targets.shape[1], 0
-    if mode == "predict":
-        T, beams = length, max(cfg.decode.beams, cfg.decode.num_return)
+    beams = max(cfg.decode.beams, cfg.decode.num_return) if mode == "predict" else 0
+    T = length if beams else targets.shape[1]
     partition.check_memory(
         model.minimum_memory(cfg.model, B, inputs.shape[1], T, beams=beams),
         "--decode.batch_size, --decode.beams, --decode.max_len or the input length",
@@ -1089,11 +1081,8 @@ def fill_blanks(inputs, targets, tokenizer):
     text = tokenizer.raw_text(words)
     for number, words in blanks:
         if number in spans:
-            span = tokenizer.raw_text(spans[number])
-            # Put the space before the bracket, as in "a [b]", and not "a[ b]".
-            if span.startswith(" "):
-                text += " "
-            text += f"[{span.removeprefix(' ')}]"
+            # Put a space before the bracket, as in "a [b]", and not "a[ b]".
+            text += re.sub("^( ?)", r"\1[", tokenizer.raw_text(spans[number])) + "]"
         else:
             text += " ____ "
         text += tokenizer.raw_text(words)
@@ -1149,15 +1138,13 @@ class ExampleEncoder:
             raise ValueError(
                 f"has {problem} in the field {key} (the fields are {', '.join(line)})"
             )
-        is_text = isinstance(value, str)
-        if not is_text and self.task is None:
-            return list(map(int, value))
-        if is_text:
+        if isinstance(value, str):
             check_vocabulary(self.tokenizer)
+        elif self.task is None:
+            return list(map(int, value))
         (ids,) = data.encode_texts([value], self.tokenizer)
-        rule = (key, self.task or data.Task(), self.cfg.data)
-        _, _, kept = data.truncated_length(*rule)
-        self.cut += kept < len(ids)
+        rule = key, self.task or data.Task(), self.cfg.data
+        self.cut += len(ids) > data.truncated_length(*rule)[2]
         (ids,) = data.truncate([ids], *rule)
         return ids.tolist()
 
@@ -1333,27 +1320,28 @@ def describe_job(args, cfg, step, tokenizer, identity):
     step: the step of the checkpoint that was loaded.
     identity: a JSON value that changes when the input changes, from open_input.
     """
-    job = {f"--{name}": value for name, value in vars(args).items() if name != "output"}
-    # Add all options except the following ones, which do not affect the results. The seed
-    # is added below.
-    job |= configs.settings(
-        cfg, {"train", "mesh", "distributed", "decode.batch_size", "data.on_error"}
-    )
+    flags = {f"--{name}": vars(args)[name] for name in vars(args) if name != "output"}
+    # The following options do not affect the results. Of the section train, only the seed
+    # does, which is added below.
+    neutral = {"train", "mesh", "distributed", "decode.batch_size", "data.on_error"}
     manifest = partition.Checkpoints(args.run_dir).path(step) / "manifest.json"
-    job |= {
-        "--train.seed": cfg.train.seed,
-        "the step": step,
-        # A new run in the same folder can have a checkpoint of the same step. Therefore
-        # compare the checksums of all arrays.
-        "the checkpoint": configs.checksum(configs.read_json(manifest, {})["arrays"]),
-        "the vocabulary": tokenizer and tokenizer.sha256,
-        "the file of --decode.choices": data.find_files(cfg.decode.choices),
-        "the checksum of the input": configs.checksum(identity),
-        "the recipe file": list(configs.RECIPE_CODE.values()),
-        # A GPU computes in bfloat16 by default, and a CPU in float32.
-        "the number format": partition.default_compute_dtype(),
-    }
-    return job
+    return (
+        flags
+        | configs.settings(cfg, neutral)
+        | {
+            "--train.seed": cfg.train.seed,
+            "the step": step,
+            # A new run in the same folder can have a checkpoint of the same step. Therefore
+            # compare the checksums of all arrays.
+            "the checkpoint": configs.checksum(configs.read_json(manifest, {})["arrays"]),
+            "the vocabulary": tokenizer and tokenizer.sha256,
+            "the file of --decode.choices": data.find_files(cfg.decode.choices),
+            "the checksum of the input": configs.checksum(identity),
+            "the recipe file": list(configs.RECIPE_CODE.values()),
+            # A GPU computes in bfloat16 by default, and a CPU in float32.
+            "the number format": partition.default_compute_dtype(),
+        }
+    )
 
 
 def begun_job(output):
@@ -1414,7 +1402,7 @@ def open_partial(output, job, begun):
     return file, lines
 
 
-def finish_output(partial, path, field, width):
+def finish_output(partial, path, field):
     """Convert OUTPUT.partial, a JSONL file, to the kind of file that --output names.
 
     An .npz file gets the ids and the vectors of all lines. If a line has an error, it has
@@ -1430,7 +1418,6 @@ def finish_output(partial, path, field, width):
 
     partial: the path of the JSONL file. path: the path of OUTPUT.
     field: the name of the field of a line that holds the vectors.
-    width: the number of elements of a vector.
     """
 
     def read_lines():
@@ -1440,17 +1427,17 @@ def finish_output(partial, path, field, width):
     kind = data.file_kind(path)
     content = io.StringIO(newline="")
     if path.endswith(".npz"):
-        ids, vectors = [], []
-        missing = np.full((int(field != "vectors"), width), np.nan)
-        for line in read_lines():
-            ids.append(np.int32(line.get("ids", [])))
-            vectors.append(np.float32(line.get(field, missing)).reshape(-1, width))
+        ids = [np.int32(line.get("ids", [])) for line in read_lines()]
+        vectors = [np.float32(line.get(field, [])) for line in read_lines()]
+        width = max(array.shape[-1] for array in vectors)
+        missing = np.full((int(field != "vectors"), width), np.float32(np.nan))
+        rows = [x.reshape(-1, width) if x.size else missing for x in vectors]
         content = io.BytesIO()
         np.savez(
             content,
             ids=np.concatenate(ids),
             lengths=list(map(len, ids)),
-            vectors=np.concatenate(vectors),
+            vectors=np.concatenate(rows),
         )
     elif kind in data.DELIMITERS:
         names = dict.fromkeys(name for line in read_lines() for name in line)
@@ -1513,20 +1500,21 @@ def run_file(args, cfg, mesh, tokenizer):
     lines, ahead = itertools.tee(lines)
     examples = (example for _, example in ahead if example)
     results = run_examples(params, cfg, mesh, examples, mode, trie)
-    width = len(apply_layers(layers, np.zeros(cfg.model.d_model)))
     count = 0
     start = time.perf_counter()
     with configs.naming_file(file.name), file:
         for count, (line, example) in enumerate(lines, 1):
             if example:
-                result = apply_layers(layers, next(results))
+                result = next(results)
+                for layer in layers:
+                    result = layer(result)
                 line |= result_fields(result, example, line, field, cfg, tokenizer)
             file.write(json_line(line).encode())
             file.flush()
         if partition.is_main_process():
             os.fsync(file.fileno())
             if done + count:
-                finish_output(file.name, args.output, field, width)
+                finish_output(file.name, args.output, field)
             else:
                 os.remove(file.name)
             os.remove(f"{file.name}.json")
@@ -1604,10 +1592,9 @@ def load_params(cfg, run_dir, step=None):
     run_dir: the directory of the run.
     step: the step of the checkpoint. None means the newest complete checkpoint.
     """
-    mesh = jax.sharding.get_mesh()
 
     def template(p):
-        sharding = jax.NamedSharding(mesh, partition.spec(p.axes))
+        sharding = jax.NamedSharding(jax.sharding.get_mesh(), partition.spec(p.axes))
         return jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=sharding)
 
     table = model.param_table(cfg.model)
@@ -1655,8 +1642,10 @@ def open_model(args, changes, recipe=False):
     partition.start_jax(cfg)
     partition.check_same_command(cfg, args)
     mesh = partition.set_mesh(cfg)
-    has_vocabulary = (configs.to_path(args.run_dir) / "spiece.model").exists()
-    return cfg, mesh, data.load_run_tokenizer(args.run_dir) if has_vocabulary else None
+    tokenizer = None
+    if (configs.to_path(args.run_dir) / "spiece.model").exists():
+        tokenizer = data.load_run_tokenizer(args.run_dir)
+    return cfg, mesh, tokenizer
 
 
 def main(argv):
