@@ -56,7 +56,6 @@ The shapes in this file use the following letters:
 `pytest -k lesson_infer` runs the lessons about this file, which are in test_all.py.
 """
 
-import collections
 import csv
 import functools
 import io
@@ -719,18 +718,17 @@ class Trie(NamedTuple):
 
 def build_trie(outputs):
     """Return the Trie of a list of outputs. An output is a list of ids, without EOS."""
-    outputs = [(*output, data.EOS) for output in outputs]
-    prefixes = {output[:n] for output in outputs for n in range(len(output) + 1)}
-    # Each prefix is a node. The order is by length and then by ids, so that the children
-    # of a node follow each other.
-    nodes = sorted(prefixes, key=lambda prefix: (len(prefix), prefix))
-    edges = collections.Counter(node[:-1] for node in nodes[1:])
-    counts = [edges[node] for node in nodes]
-    return Trie(
-        first=np.cumsum([0, *counts], dtype=np.int32),
-        ids=np.int32([node[-1] for node in nodes[1:]]),
-        slots=np.arange(max(counts)),
-    )
+    rows, _ = pad_batch([[*output, data.EOS] for output in outputs])
+    rows = np.unique(rows, axis=0)  # sorted, so that equal prefixes follow each other
+    # Element [n, i] is True if the first n + 1 ids of output i differ from those of
+    # output i - 1. Then they lead to a new node, and their last id is a new edge.
+    differs = np.logical_or.accumulate(rows[1:] != rows[:-1], axis=1)
+    is_new = (np.vstack([rows[:1] > 0, differs]) & (rows > 0)).T
+    nodes = np.cumsum(is_new).reshape(is_new.shape)
+    parents = np.vstack([0 * nodes[:1], nodes[:-1]])[is_new]
+    counts = np.bincount(parents, minlength=nodes.max() + 1)
+    first = np.cumsum([0, *counts], dtype=np.int32)
+    return Trie(first, ids=rows.T[is_new], slots=np.arange(counts.max()))
 
 
 def read_choices(cfg, tokenizer, task=None):
@@ -747,9 +745,9 @@ def read_choices(cfg, tokenizer, task=None):
     check_vocabulary(tokenizer)
     texts = task.choices if task else ()
     if source != "task":
-        files = data.group_files(data.find_files(source), read_texts)
-        lines = read_files(files, data.InvalidExamples("stop"))
-        texts = [line["inputs"] for _, line in lines]
+        report = data.InvalidExamples("stop")
+        found = (read_texts(path, report) for path, _ in data.find_files(source))
+        texts = [line["inputs"] for lines in found for _, line in lines]
     length = cfg.decode.max_len or cfg.data.targets_length
     outputs = []
     for text in filter(None, texts):
@@ -958,7 +956,8 @@ def run_examples(params, cfg, mesh, examples, mode="predict", trie=None):
     bar = data.progress_bar(mode, "example")
     numbered = enumerate(examples)
     while window := list(itertools.islice(numbered, 16 * most)):
-        window.sort(key=lambda item: (len(item[1].inputs), len(item[1].targets)))
+        # Sort by the lengths of the inputs and the targets.
+        window.sort(key=lambda item: list(map(len, item[1][:2])))
         results = {}
         while window:
             # `window` is sorted by length. The longest examples, which are at its end,
@@ -975,7 +974,7 @@ def run_examples(params, cfg, mesh, examples, mode="predict", trie=None):
             batch_results = run_batch(params, cfg, mesh, group, mode, rows, trie)
             results |= zip(numbers, batch_results)
             bar.update(len(group))
-        yield from (results[number] for number in sorted(results))
+        yield from map(results.get, sorted(results))
     bar.close()
 
 
@@ -999,9 +998,10 @@ def run_batch(params, cfg, mesh, group, mode, B, trie=None):
     trie: a Trie with the only outputs that are allowed, or None.
     """
     group = [*group, *[group[-1]] * (B - len(group))]
-    inputs, input_segments = pad_batch([x.inputs for x in group])
-    targets, target_segments = pad_batch([x.targets for x in group])
-    numbers = np.array([x.number for x in group], np.uint32)
+    inputs, targets, numbers = zip(*group)
+    inputs, input_segments = pad_batch(inputs)
+    targets, target_segments = pad_batch(targets)
+    numbers = np.uint32(numbers)
     length = cfg.decode.max_len or cfg.data.targets_length
     beams = max(cfg.decode.beams, cfg.decode.num_return) if mode == "predict" else 0
     T = length if beams else targets.shape[1]
@@ -1214,8 +1214,8 @@ def open_input(name, cfg):
     if kind in data.SOURCES:
         files = data.open_source(name, "validation", cfg, whole=True)
     else:
-        found = data.find_files(name, pipes=True)
-        files = data.group_files(found, READERS[data.file_kind(name)])
+        read = READERS[data.file_kind(name)]
+        files = data.group_files(data.find_files(name, pipes=True), read)
     if not files:
         raise UserError(
             f"No file matches --input {name}: correct the path, or name a data source "
@@ -1492,8 +1492,7 @@ def run_file(args, cfg, mesh, tokenizer):
 
     encode = ExampleEncoder(cfg, tokenizer, mode == "score", task)
     is_text = args.input.startswith("lines:") or data.file_kind(args.input) == "text"
-    skip_empty = mode == "predict" and is_text
-    lines = read_examples(read, encode, skip_empty)
+    lines = read_examples(read, encode, skip_empty=is_text and mode == "predict")
     lines = itertools.islice(lines, shard + done * shards, None, shards)
     # run_examples reads many examples before the first result is ready. Until then,
     # itertools.tee stores the lines, which are written together with the results.
