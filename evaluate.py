@@ -247,8 +247,8 @@ def compute_metrics(name, task, lines):
     for metric in task.metrics or ("accuracy",):
         # A metric of a task is a name in METRICS, or a function.
         function = METRICS.get(metric, metric)
-        # Most metrics compare the best output of an example with its target. A metric with
-        # the decorator `ranking` compares the list of all outputs.
+        # Most metrics compare the best output of an example with the target. A metric
+        # with the decorator `ranking` compares the list of all outputs.
         predictions = [line["prediction"] for line in lines]
         if hasattr(function, "is_ranking"):
             predictions = [

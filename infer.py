@@ -798,7 +798,7 @@ def restricted(start, step, result, trie):
             return jnp.zeros(logits.shape[-1], bool).at[ids].set(True, mode="drop")
 
         # Find the edges of each node and their ids, of shape [B, N, slots]. A node with
-        # few edges does not need all slots. The other slots get an id that is too large.
+        # few edges does not need all slots. The other slots get an id above all others.
         edges = trie.first[nodes][..., None] + trie.slots
         exist = edges < trie.first[nodes + 1][..., None]
         ids = jnp.where(exist, trie.ids[edges], 2**31 - 1)
@@ -815,7 +815,7 @@ def restricted(start, step, result, trie):
         else:
             total = jnp.where(inner.done, 0.0, total)
             inner = step(inner._replace(scores=inner.scores + total), masked, at)
-        # Follow the edge with the chosen id. An output that has ended returns to the root.
+        # Follow the edge with the chosen id. Ended outputs return to the root.
         chosen = ids == inner.ids[:, :, at, None]
         return RestrictedState(inner, jnp.where(chosen, edges + 1, 0).max(axis=-1))
 
@@ -827,9 +827,9 @@ def restricted(start, step, result, trie):
 
 
 def is_output(scores):
-    """Return whether scores belong to outputs of the model.
+    """Return an array that is True for the scores of complete or unfinished outputs.
 
-    A lower score means that beam search has found fewer outputs than there are beams.
+    If beam search finds fewer outputs than beams, the other beams have very low scores.
     """
     return scores > MASKED_SCORE / 1000
 
@@ -855,8 +855,8 @@ class Example(NamedTuple):
 # The field of an output line for each --pool. For example, --pool none writes "vectors".
 VECTOR_FIELD = {"mean": "mean", "first": "first", "none": "vectors"}
 
-# The poolings of sentence-transformers, as values of --pool. The first two names are those
-# of old files.
+# For each supported pooling of sentence-transformers, the equal value of --pool. Older
+# models have the names that begin with "pooling_mode".
 POOLING_MODES = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_cls_token": "first",
@@ -866,13 +866,18 @@ POOLING_MODES = {
 
 
 def read_vector_head(folder, pool="model"):
-    """Return how the vectors of a text become one vector, for a value of --pool.
+    """Return how --mode encode computes the vectors of an output line, for a --pool.
 
-    The result is a tuple (field, pool, layers). `field` is the field of an output line
-    for the vector. `pool` is "mean", "first" or "none". `layers` is a list of functions
-    from a vector to a vector, which are applied one after another. With --pool model, the
-    files of sentence-transformers in the run define all of them. The default of --pool is
-    model for a run with these files, and else mean.
+    The result is a tuple (field, pool, layers):
+    - `field` is the field of the output line that holds the vectors.
+    - `pool` is "mean", "first" or "none", an argument of encoder_vectors.
+    - `layers` is a list of functions that are applied to the vector one after another.
+      With --pool model, these are the layers of sentence-transformers in the run, such
+      as a dense layer. Otherwise, the list is empty.
+
+    folder: the run directory.
+    pool: the value of --pool. An empty value means "model" if the run has the file
+        modules.json of sentence-transformers, and "mean" if not.
 
     Raises UserError for layers that plain T5 does not support, or for damaged files.
     """
@@ -902,9 +907,9 @@ def read_vector_head(folder, pool="model"):
         (pool,) = pools
     except Exception as error:  # safetensors has its own exception classes
         raise UserError(
-            f"{path} describes layers that plain T5 does not support, or a file is missing "
-            f"or damaged ({error!r}): to use only the encoder, add --pool mean, or remove "
-            f"modules.json."
+            f"{path} describes layers that plain T5 does not support, or a file is "
+            f"missing or damaged ({error!r}): to use only the encoder, add --pool mean, "
+            f"or remove modules.json."
         ) from error
     return "vector", pool, layers
 
@@ -1114,8 +1119,8 @@ class ExampleEncoder:
     tokenizer: data.Tokenizer | None
     # Whether each line must have the field "targets" in addition to "inputs".
     scoring: bool
-    # The task from which the lines come, or None if they come from a file or from standard
-    # input. The task says whether the inputs end with EOS.
+    # The task from which the lines come, or None if they come from a file or from
+    # standard input. The task says whether the inputs end with EOS.
     task: data.Task | None = None
     # The number of texts that have been truncated so far.
     cut: int = 0
@@ -1172,7 +1177,7 @@ def read_texts(path, bad):
         yield f"{path}:{number}", {"inputs": line.rstrip("\r\n")}
 
 
-# The function that reads a file of each kind. data.file_kind returns the kind.
+# For each kind of file, the function that reads it. data.file_kind finds out the kind.
 READERS = {
     "jsonl": data.read_jsonl,
     "parquet": data.read_parquet,
@@ -1183,9 +1188,12 @@ READERS = {
 
 
 def read_files(files, bad, fields=()):
-    """Yield the lines of SourceFiles as pairs such as ("a.jsonl:3", {"inputs": "x"}).
+    """Yield the lines of files as pairs such as ("a.jsonl:3", {"inputs": "x"}).
 
-    fields: pairs of a new name and an old name of a field, from --data.fields.
+    files: a list of data.SourceFiles.
+    bad: a function that is called for each unreadable line, with its place and a reason.
+    fields: pairs (new name, old name). The value of the field with the old name also gets
+        the new name. The flag --data.fields gives these pairs.
     """
     for file in files:
         for where, line in file.read(bad):
@@ -1235,8 +1243,8 @@ def read_examples(read, encode, skip_empty):
 
     read: the function that open_input returns.
     encode: an ExampleEncoder.
-    skip_empty: whether a line with an empty text gets an empty prediction. Its example is
-        None, because the model would invent a text.
+    skip_empty: whether a line with an empty text gets an empty prediction. The example of
+        this line is then None. The model would invent a text for it.
     """
     report_invalid = data.InvalidExamples(encode.cfg.data.on_error)
     unread = []
@@ -1325,23 +1333,20 @@ def describe_job(args, cfg, step, tokenizer, identity):
     # does, which is added below.
     neutral = {"train", "mesh", "distributed", "decode.batch_size", "data.on_error"}
     manifest = partition.Checkpoints(args.run_dir).path(step) / "manifest.json"
-    return (
-        flags
-        | configs.settings(cfg, neutral)
-        | {
-            "--train.seed": cfg.train.seed,
-            "the step": step,
-            # A new run in the same folder can have a checkpoint of the same step. Therefore
-            # compare the checksums of all arrays.
-            "the checkpoint": configs.checksum(configs.read_json(manifest, {})["arrays"]),
-            "the vocabulary": tokenizer and tokenizer.sha256,
-            "the file of --decode.choices": data.find_files(cfg.decode.choices),
-            "the checksum of the input": configs.checksum(identity),
-            "the recipe file": list(configs.RECIPE_CODE.values()),
-            # A GPU computes in bfloat16 by default, and a CPU in float32.
-            "the number format": partition.default_compute_dtype(),
-        }
-    )
+    facts = {
+        "--train.seed": cfg.train.seed,
+        "the step": step,
+        # A new run in the same folder can have a checkpoint of the same step. Therefore
+        # compare the checksums of all arrays.
+        "the checkpoint": configs.checksum(configs.read_json(manifest, {})["arrays"]),
+        "the vocabulary": tokenizer and tokenizer.sha256,
+        "the file of --decode.choices": data.find_files(cfg.decode.choices),
+        "the checksum of the input": configs.checksum(identity),
+        "the recipe file": list(configs.RECIPE_CODE.values()),
+        # A GPU computes in bfloat16 by default, and a CPU in float32.
+        "the number format": partition.default_compute_dtype(),
+    }
+    return flags | configs.settings(cfg, neutral) | facts
 
 
 def begun_job(output):
@@ -1558,7 +1563,7 @@ def run_lines(lines, cfg, mesh, tokenizer, params, raw):
     lines: an iterable of texts, as bytes in UTF-8.
     raw: whether to print only the generated text. If `raw` is False, and a text has
         sentinels such as <extra_id_0>, the text is printed with its masked spans filled
-        in.
+        in. Outputs from a list (--decode.choices) are always printed as they are.
     """
     encode = ExampleEncoder(cfg, tokenizer, False)
     trie = read_choices(cfg, tokenizer)
@@ -1569,7 +1574,8 @@ def run_lines(lines, cfg, mesh, tokenizer, params, raw):
             continue
         example = encode({"inputs": text}, number)
         ((outputs, scores),) = run_examples(params, cfg, mesh, [example], trie=trie)
-        fill = not raw and len(split_spans(example.inputs, tokenizer)) > 1
+        has_blanks = len(split_spans(example.inputs, tokenizer)) > 1
+        fill = has_blanks and not raw and trie is None
         for ids, score in zip(outputs, scores):
             text = tokenizer.decode(ids)
             if fill:
