@@ -74,7 +74,6 @@ import configs
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors.numpy
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -82,6 +81,7 @@ import data
 import model
 import partition
 from configs import DecodeConfig, UserError, note
+from partition import read_vector_head
 
 # ---- the cache and one decoding step ---------------------------------------------------
 # The decoder is causal: the keys and values of a token do not depend on later tokens.
@@ -853,65 +853,7 @@ class Example(NamedTuple):
 
 
 # The field of an output line for each --pool. For example, --pool none writes "vectors".
-VECTOR_FIELD = {"mean": "mean", "first": "first", "none": "vectors"}
-
-# For each supported pooling of sentence-transformers, the equal value of --pool. Older
-# models have the names that begin with "pooling_mode".
-POOLING_MODES = {
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_cls_token": "first",
-    "mean": "mean",
-    "cls": "first",
-}
-
-
-def read_vector_head(folder, pool="model"):
-    """Return how --mode encode computes the vectors of an output line, for a --pool.
-
-    The result is a tuple (field, pool, layers):
-    - `field` is the field of the output line that holds the vectors.
-    - `pool` is "mean", "first" or "none", an argument of encoder_vectors.
-    - `layers` is a list of functions that are applied to the vector one after another.
-      With --pool model, these are the layers of sentence-transformers in the run, such
-      as a dense layer. Otherwise, the list is empty.
-
-    folder: the run directory.
-    pool: the value of --pool. An empty value means "model" if the run has the file
-        modules.json of sentence-transformers, and "mean" if not.
-
-    Raises UserError for layers that plain T5 does not support, or for damaged files.
-    """
-    path = configs.to_path(folder) / "modules.json"
-    if pool != "model" and (pool or not path.exists()):
-        return VECTOR_FIELD[pool or "mean"], pool or "mean", []
-    pools, layers = [], []
-    try:
-        for module in json.loads(path.read_text()):
-            kind = module["type"].rpartition(".")[2]
-            part = path.parent / module["path"]
-            if kind in ("Pooling", "Dense"):
-                config = json.loads((part / "config.json").read_text())
-            if kind == "Pooling" and config.get("include_prompt", True):
-                modes = [x for x in config if x.startswith("pooling_mode_") and config[x]]
-                (mode,) = modes or [config["pooling_mode"]]
-                pools.append(POOLING_MODES[mode])
-            elif kind == "Dense" and config["activation_function"].endswith("Identity"):
-                file = safetensors.numpy.load_file(part / "model.safetensors")
-                (matrix,) = file.values()
-                layers.append(np.float32(matrix).dot)
-            elif kind == "Normalize":
-                layers.append(lambda vector: vector / max(np.linalg.norm(vector), 1e-12))
-            elif kind != "Transformer":
-                # For example, the models instructor leave their prompts out of the mean.
-                raise ValueError(f"unknown options of {kind}")
-        (pool,) = pools
-    except Exception as error:  # safetensors has its own exception classes
-        raise UserError(
-            f"{path} describes layers that plain T5 does not support, or a file is "
-            f"missing or damaged ({error!r}): to use only the encoder, add --pool mean, "
-            f"or remove modules.json."
-        ) from error
-    return "vector", pool, layers
+VECTOR_FIELD = {"mean": "mean", "first": "first", "none": "vectors", "model": "vector"}
 
 
 def padded_length(length):
@@ -1477,7 +1419,11 @@ def run_file(args, cfg, mesh, tokenizer):
     shard, shards = configs.parse_shard(args.shard)
     mode, field, layers = args.mode, "", []
     if mode == "encode":
-        field, mode, layers = read_vector_head(args.run_dir, args.pool)
+        has_layers = (configs.to_path(args.run_dir) / "modules.json").exists()
+        mode = args.pool or ("model" if has_layers else "mean")
+        field = VECTOR_FIELD[mode]
+        if mode == "model":
+            mode, layers = read_vector_head(args.run_dir)
     task, read, identity = partition.run_on_all(lambda: open_input(args.input, cfg))
     trie = read_choices(cfg, tokenizer, task) if mode == "predict" else None
     # While train.py is running, --step latest or --step best may mean another checkpoint
@@ -1671,7 +1617,7 @@ def main(argv):
         ),
         pool=dict(
             default="",
-            choices=("", "model", *VECTOR_FIELD),
+            choices=("", *VECTOR_FIELD),
             help="with --mode encode, write the mean vector of each text, the first "
             "vector, all vectors (none), or what a model of sentence-transformers "
             "computes (model); the default is model for such a model, and else mean",
