@@ -2168,7 +2168,7 @@ def test_infer_reads_and_writes_tables(trained, tmp_path, capsys, monkeypatch):
             f"The {target} file should have the same lines."
         )
 
-    # A command that was interrupted before it wrote its table resumes after the first line.
+    # A command that was interrupted after the first line resumes, and writes the table.
     def resume():
         flags = ["--input", tmp_path / "in.tsv", "--output", tmp_path / "again.csv"]
         return run(infer, capsys, monkeypatch, "--run_dir", trained[0], *flags)
@@ -6404,7 +6404,7 @@ def test_unigram_baseline_is_the_cross_entropy_of_the_counts(corpus):
 
 
 def test_a_trie_by_hand():
-    """The outputs [5, 6], [7] and [] share the root. Their nodes are numbered by level."""
+    """The outputs [5, 6], [7] and [] share the root. Nodes are numbered by level."""
     trie = infer.build_trie([[7], [5, 6], [], [7]])
     assert_same(trie.ids, [1, 5, 7, 6, 1, 1], "The ids of the edges of three levels.")
     sentence = "The root has three edges, and nodes 2, 3 and 4 have one edge each."
@@ -6617,8 +6617,8 @@ def test_unknown_metrics_and_missing_libraries_are_refused(
 
 
 def test_recall_and_hit_rate_compare_all_outputs_with_the_target():
-    """The first example has one relevant item, in third place. The second has two relevant
-    items, in first and sixth place."""
+    """The first example has one relevant item, in third place. The second example has two
+    relevant items, in first and sixth place."""
     task = data.Task("jsonl:x", metrics=("recall",))
     ranked = ["u", "v", "a", "w", "x", "y"], ["b", "v", "w", "x", "y", "c"]
     lines = [
