@@ -216,10 +216,9 @@ class TrainConfig:
     # Step that the schedule treats as step 0.
     # A run that continues a checkpoint can start its schedule anew with this setting.
     schedule_offset: int = at_least(0, 0)
-    # Decay of the learning rate, for two factors of the schedule.
-    # For decay_every, the rate is multiplied by decay_factor every steps_per_decay steps.
-    # For linear_decay, each step after the warmup subtracts this fraction of
-    # learning_rate.
+    # How much the schedule factors decay_every and linear_decay lower the learning rate.
+    # decay_every multiplies the rate by this number every steps_per_decay steps.
+    # linear_decay subtracts this fraction of learning_rate in each step after the warmup.
     decay_factor: float = 0.5
     # Number of steps between two decays of the schedule factor decay_every.
     steps_per_decay: int = 20_000

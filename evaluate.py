@@ -190,9 +190,9 @@ def predict(params, cfg, mesh, split, tokenizer, most=None):
     most: the maximum number of examples, or None to use all examples.
 
     Returns a pair (metrics, lines). `metrics` is a dict such as {"accuracy": 50.0}. Each
-    line is the dict of an example with three or four more fields. "output" is the generated text.
-    "prediction" and "target" are the values that the metrics compare. If
-    decode.num_return is above 1, "predictions" is the list of the values of all outputs.
+    line is the dict of an example with more fields. "output" is the generated text.
+    "prediction" and "target" are the values that the metrics compare. If there are
+    several outputs, "predictions" is the list of the values of all outputs.
     """
     task = data.find_task(cfg.data.task, cfg)
     pairs = read_examples(cfg, tokenizer, split, most=most)
@@ -247,9 +247,10 @@ def compute_metrics(name, task, lines):
     for metric in task.metrics or ("accuracy",):
         # A metric of a task is a name in METRICS, or a function.
         function = METRICS.get(metric, metric)
-        # Most metrics compare the best output, and some compare the list of all outputs.
+        # Most metrics compare the best output of an example with the target. A metric
+        # with the decorator `ranking` compares the list of all outputs.
         predictions = [line["prediction"] for line in lines]
-        if is_ranking(function):
+        if hasattr(function, "is_ranking"):
             predictions = [
                 line.get("predictions", [line["prediction"]]) for line in lines
             ]
@@ -622,14 +623,12 @@ def exact_match(targets, predictions):
 
 
 def ranking(function):
-    """Mark a metric that compares each target with the list of all generated outputs."""
+    """Mark a metric that compares each target with the list of all generated outputs.
+
+    The outputs in the list are ordered from best to worst.
+    """
     function.is_ranking = True
     return function
-
-
-def is_ranking(metric):
-    """Return whether a metric compares lists of outputs, ordered from best to worst."""
-    return getattr(metric, "is_ranking", False)
 
 
 @ranking
@@ -742,8 +741,8 @@ def check_metrics(tasks, split="validation"):
         used = [("postprocessor", task.postprocess, POSTPROCESSORS)]
         used += [("metric", metric, METRICS) for metric in task.metrics]
         for kind, value, known in used:
-            # A name can be unknown, but not a function. The name "" means that the task
-            # has no postprocessor.
+            # `value` is a function or a name. Only a name has to be in the table `known`.
+            # The empty name means that the task has no postprocessor.
             if isinstance(value, str) and value not in ("", *known):
                 raise UserError(
                     f"The task {name} has the unknown {kind} {value}: use a function or "

@@ -61,8 +61,8 @@ import functools
 import io
 import itertools
 import json
-import math
 import os
+import re
 import sys
 import time
 from dataclasses import dataclass
@@ -74,7 +74,6 @@ import configs
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors.numpy
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -82,6 +81,7 @@ import data
 import model
 import partition
 from configs import DecodeConfig, UserError, note
+from partition import read_vector_head
 
 # ---- the cache and one decoding step ---------------------------------------------------
 # The decoder is causal: the keys and values of a token do not depend on later tokens.
@@ -701,116 +701,68 @@ def einsum(equation, left, right):
 
 
 class Trie(NamedTuple):
-    """A tree of all allowed outputs. The root is node 0, and the last node is a leaf.
+    """A tree of all allowed outputs, stored as a list of its edges.
 
-    The edges of node i are first[i], ..., first[i + 1] - 1. Each edge appends the id
-    ids[edge], and leads to the node children[edge]. The last node has no edges. It is
-    reached when an output has ended with EOS, or has left the tree.
+    The nodes are numbered level by level, and node 0 is the root. Edge e leads to node
+    e + 1, and appends the id ids[e]. The edges of node i are first[i], first[i] + 1, ...,
+    first[i + 1] - 1.
+
+    For example, the outputs [5, 6] and [7] have the edges 5, 7, 6, 1 and 1. The edges 5
+    and 7 leave the root, edge 6 leaves node 1, and the id 1 is EOS.
     """
 
     first: jax.Array  # [nodes + 1]
     ids: jax.Array  # [edges]
-    children: jax.Array  # [edges]
     slots: jax.Array  # the numbers 0, 1, ... for the edges of the node with most edges
-
-    def edges(self, nodes):
-        """Return the edges of each node [B, N], and which of them exist.
-
-        Both results have the shape [B, N, slots].
-        """
-        edges = self.first[nodes][..., None] + self.slots
-        exist = edges < self.first[nodes + 1][..., None]
-        return jnp.where(exist, edges, 0), exist
-
-    def allowed(self, nodes, V):
-        """Return an array [B, N, V] that is True for the ids on the edges of each node."""
-        edges, exist = self.edges(nodes)
-        ids = jnp.where(exist, self.ids[edges], V)  # column V is for edges that lack
-        beam = jnp.arange(nodes.shape[1])[:, None]
-
-        def mark(ids):
-            return jnp.zeros((len(beam), V + 1), bool).at[beam, ids].set(True)[:, :V]
-
-        return jax.vmap(mark)(ids)
-
-    def follow(self, nodes, ids):
-        """Return the child of each node [B, N] on the edge with the given id [B, N]."""
-        edges, exist = self.edges(nodes)
-        found = exist & (self.ids[edges] == ids[..., None])
-        child = jnp.max(jnp.where(found, self.children[edges], 0), axis=-1)
-        # The root is no child, so 0 means that no edge has this id.
-        return jnp.where(child > 0, child, len(self.first) - 2)
 
 
 def build_trie(outputs):
     """Return the Trie of a list of outputs. An output is a list of ids, without EOS."""
-    children = [{}]  # for each node, a dict from ids to children
-    for output in outputs:
-        node = 0
-        for i in output:
-            if i not in children[node]:
-                children[node][i] = len(children)
-                children.append({})
-            node = children[node][i]
-        children[node][data.EOS] = None
-    leaf = len(children)
-    edges = [
-        (i, leaf if child is None else child)
-        for node in children
-        for i, child in sorted(node.items())
-    ]
-    counts = [len(node) for node in children]
-    first = np.cumsum([0, *counts, 0])
-    ids, ends = np.array(edges, np.int32).T
-    return Trie(first.astype(np.int32), ids, ends, np.arange(max(counts)))
-
-
-def choice_texts(source, task):
-    """Yield the allowed outputs, as pairs of a place for messages and a text.
-
-    source: the value of --decode.choices, "task" or the path of a file.
-    task: a data.Task with choices, or None.
-    """
-    if source == "task":
-        choices = task.choices if task else ()
-        yield from ((f"choice {i} of the task", text) for i, text in enumerate(choices))
-    elif not data.find_files(source):
-        raise UserError(f"There is no file {source}: correct --decode.choices.")
-    else:
-        for number, line in data.read_lines(source, data.InvalidExamples("stop")):
-            yield f"{source}:{number}", line.rstrip("\r\n")
+    rows, _ = pad_batch([[*output, data.EOS] for output in outputs])
+    rows = np.unique(rows, axis=0)  # sorted, so that equal prefixes follow each other
+    # Element [n, i] is True if the first n + 1 ids of output i differ from those of
+    # output i - 1. Then they lead to a new node, and their last id is a new edge.
+    differs = np.logical_or.accumulate(rows[1:] != rows[:-1], axis=1)
+    is_new = (np.vstack([rows[:1] > 0, differs]) & (rows > 0)).T
+    nodes = np.cumsum(is_new).reshape(is_new.shape)
+    parents = np.vstack([0 * nodes[:1], nodes[:-1]])[is_new]
+    counts = np.bincount(parents, minlength=nodes.max() + 1)
+    first = np.cumsum([0, *counts], dtype=np.int32)
+    return Trie(first, ids=rows.T[is_new], slots=np.arange(counts.max()))
 
 
 def read_choices(cfg, tokenizer, task=None):
     """Return the Trie of the outputs that --decode.choices allows, or None without it.
 
-    task: the task that is decoded, or None. Its choices are the allowed outputs if the
-    option is "task". Raises UserError if an output is too long, or if the vocabulary
-    cannot express it.
+    task: the data.Task that is decoded, or None. With --decode.choices task, the choices
+        of this task are the allowed outputs.
+
+    Raises UserError if an output is too long, or if the vocabulary cannot express it.
     """
-    if not cfg.decode.choices:
+    source = cfg.decode.choices
+    if not source:
         return None
+    check_vocabulary(tokenizer)
+    texts = task.choices if task else ()
+    if source != "task":
+        report = data.InvalidExamples("stop")
+        found = (read_texts(path, report) for path, _ in data.find_files(source))
+        texts = [line["inputs"] for lines in found for _, line in lines]
     length = cfg.decode.max_len or cfg.data.targets_length
     outputs = []
-    for place, text in choice_texts(cfg.decode.choices, task):
-        if not text:
-            continue
-        ids = tokenizer.encode(text)
-        if tokenizer.decode(ids) != text:
+    for text in filter(None, texts):
+        outputs.append(tokenizer.encode(text)[: length - 1])  # leave room for EOS
+        found = tokenizer.decode(outputs[-1])
+        if found != text:
             raise UserError(
-                f"{place} is not a possible output, because the vocabulary turns "
-                f"{text!r} into {tokenizer.decode(ids)!r}: correct this text."
+                f"--decode.choices {source} has the output {text!r}, which becomes "
+                f"{found!r} with this vocabulary and --decode.max_len {length}: correct "
+                f"this output, or increase --decode.max_len."
             )
-        if len(ids) >= length:
-            raise UserError(
-                f"{place} has {len(ids) + 1} tokens, including EOS: set "
-                f"--decode.max_len to at least {len(ids) + 1}."
-            )
-        outputs.append(ids)
     if not outputs:
         raise UserError(
-            f"--decode.choices {cfg.decode.choices} gives no outputs: name a file with one "
-            f"output on each line, or use a task that has choices."
+            f"--decode.choices {source} gives no outputs: name a file with one output on "
+            f"each line, or use a task that has choices."
         )
     return build_trie(outputs)
 
@@ -821,17 +773,9 @@ class RestrictedState(NamedTuple):
     inner: GreedyState | BeamState
     nodes: jax.Array  # the node of the trie that each output has reached, [B, N]
 
-    @property
-    def ids(self):
-        return self.inner.ids
-
-    @property
-    def done(self):
-        return self.inner.done
-
-    @property
-    def ancestors(self):
-        return self.inner.ancestors
+    def __getattr__(self, name):
+        # All other fields, such as `ids` and `done`, are those of the method.
+        return getattr(self.inner, name)
 
 
 def restricted(start, step, result, trie):
@@ -844,36 +788,50 @@ def restricted(start, step, result, trie):
     """
 
     def start_at_root(rows, N, length):
-        return RestrictedState(
-            start(rows, N, length), jnp.zeros((len(rows), N), jnp.int32)
-        )
+        nodes = jnp.zeros((len(rows), N), jnp.int32)
+        return RestrictedState(start(rows, N, length), nodes)
 
     def step_in_trie(state, logits, at):
         inner, nodes = state
-        allowed = trie.allowed(nodes, logits.shape[-1])
-        log_probs = jax.nn.log_softmax(logits)
-        masked = jnp.where(allowed, log_probs, -1e9)
+
+        def mark(ids):
+            return jnp.zeros(logits.shape[-1], bool).at[ids].set(True, mode="drop")
+
+        # Find the edges of each node and their ids, of shape [B, N, slots]. A node with
+        # few edges does not need all slots. The other slots get an id above all others.
+        edges = trie.first[nodes][..., None] + trie.slots
+        exist = edges < trie.first[nodes + 1][..., None]
+        ids = jnp.where(exist, trie.ids[edges], 2**31 - 1)
+        allowed = jax.vmap(jax.vmap(mark))(ids)
+        masked = jnp.where(allowed, jax.nn.log_softmax(logits), -1e9)
         # The method normalizes the probabilities of the allowed ids to the sum 1. Adding
-        # the logarithm of their true sum to the score reverses this. An output that has
-        # ended has no allowed ids, and its score does not change.
+        # the logarithm of their true sum to the score reverses this.
         total = jax.nn.logsumexp(masked, axis=-1)
-        total = jnp.where(allowed.any(-1), total, 0.0)
-        is_beam_search = isinstance(inner, BeamState)
-        if is_beam_search:
+        if isinstance(inner, BeamState):
             inner = inner._replace(live_scores=inner.live_scores + total)
+            inner = step(inner, masked, at)
+            parents = inner.ancestors[:, :, at]
+            edges, ids = take_beams(edges, parents), take_beams(ids, parents)
         else:
-            inner = inner._replace(scores=inner.scores + total)
-        inner = step(inner, masked, at)
-        if is_beam_search:
-            nodes = take_beams(nodes, inner.ancestors[:, :, at])
-        return RestrictedState(inner, trie.follow(nodes, inner.ids[:, :, at]))
+            total = jnp.where(inner.done, 0.0, total)
+            inner = step(inner._replace(scores=inner.scores + total), masked, at)
+        # Follow the edge with the chosen id. Ended outputs return to the root.
+        chosen = ids == inner.ids[:, :, at, None]
+        return RestrictedState(inner, jnp.where(chosen, edges + 1, 0).max(axis=-1))
 
     def allowed_result(state):
         ids, scores = result(state.inner)
-        # A lower score means that the output has left the tree, or was never begun.
-        return jnp.where(scores[..., None] > MASKED_SCORE / 100, ids, data.PAD), scores
+        return jnp.where(is_output(scores)[..., None], ids, data.PAD), scores
 
     return start_at_root, step_in_trie, allowed_result
+
+
+def is_output(scores):
+    """Return an array that is True for the scores of complete or unfinished outputs.
+
+    If beam search finds fewer outputs than beams, the other beams have very low scores.
+    """
+    return scores > MASKED_SCORE / 1000
 
 
 # ---- batches of examples ---------------------------------------------------------------
@@ -897,68 +855,6 @@ class Example(NamedTuple):
 # The field of an output line for each --pool. For example, --pool none writes "vectors".
 VECTOR_FIELD = {"mean": "mean", "first": "first", "none": "vectors", "model": "vector"}
 
-# The poolings of sentence-transformers, as values of --pool.
-POOLING_MODES = {
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_cls_token": "first",
-    "mean": "mean",
-    "cls": "first",
-}
-
-
-def read_vector_head(folder):
-    """Return the layers of sentence-transformers that a run has, or {} without any.
-
-    The dict has the keys "pool" (the value of --pool for the encoder's vectors), "dense"
-    (matrices [outputs, inputs] that are applied one after another) and "normalize".
-    Raises UserError for layers that plain T5 does not support, or for damaged files.
-    """
-    path = configs.to_path(folder) / "modules.json"
-    if not path.exists():
-        return {}
-    head = {"pool": "", "dense": [], "normalize": False}
-    try:
-        for module in configs.read_json(path, [{"type": str, "path": str}]):
-            kind = module["type"].rsplit(".")[-1]
-            part = path.parent / module["path"]
-            if kind == "Pooling":
-                config = json.loads((part / "config.json").read_text())
-                # Old files have one field for each mode, such as pooling_mode_cls_token.
-                modes = {mode for mode in config if config[mode] is True}
-                modes |= {config.get("pooling_mode")}
-                # The models instructor leave their instructions out of the mean.
-                if config.get("include_prompt", True):
-                    (head["pool"],) = {POOLING_MODES[x] for x in modes & {*POOLING_MODES}}
-            elif kind == "Dense":
-                config = json.loads((part / "config.json").read_text())
-                file = safetensors.numpy.load_file(part / "model.safetensors")
-                (matrix,) = file.values()
-                if not config["activation_function"].endswith("Identity"):
-                    raise ValueError(config["activation_function"])
-                head["dense"].append(matrix)
-            elif kind == "Normalize":
-                head["normalize"] = True
-            elif kind != "Transformer":
-                raise ValueError(kind)
-        if not head["pool"]:
-            raise ValueError("no supported pooling")
-    except Exception as error:  # safetensors has its own exception classes
-        raise UserError(
-            f"{path} describes layers that plain T5 does not support, or a file is damaged "
-            f"({type(error).__name__}: {error}): remove modules.json to use only the "
-            f"encoder."
-        ) from error
-    return head
-
-
-def apply_vector_head(head, vector):
-    """Apply the dense layers and the normalization of a model to a pooled vector."""
-    for matrix in head["dense"]:
-        vector = matrix @ vector
-    if head["normalize"]:
-        vector = vector / max(np.linalg.norm(vector), 1e-12)
-    return vector.astype(np.float32)
-
 
 def padded_length(length):
     """Round up the length of a sequence, for example 40 to 64, and 600 to 1,024.
@@ -979,11 +875,11 @@ def pad_batch(sequences):
     [7, 1, 0, 0, ...]. The number of columns is the padded_length of the longest list.
     Returns a pair (ids, mask). The mask has the shape of the ids and is False at padding.
     """
-    lengths = [len(sequence) for sequence in sequences]
-    ids = np.zeros((len(sequences), padded_length(max(lengths))), np.int32)
-    for row, sequence in zip(ids, sequences):
-        row[: len(sequence)] = sequence
-    return ids, np.arange(ids.shape[1]) < np.array(lengths)[:, None]
+    lengths = list(map(len, sequences))
+    mask = np.arange(padded_length(max(lengths))) < np.array(lengths)[:, None]
+    ids = np.zeros(mask.shape, np.int32)
+    ids[mask] = list(itertools.chain(*sequences))
+    return ids, mask
 
 
 def run_examples(params, cfg, mesh, examples, mode="predict", trie=None):
@@ -1007,7 +903,8 @@ def run_examples(params, cfg, mesh, examples, mode="predict", trie=None):
     bar = data.progress_bar(mode, "example")
     numbered = enumerate(examples)
     while window := list(itertools.islice(numbered, 16 * most)):
-        window.sort(key=lambda item: (len(item[1].inputs), len(item[1].targets)))
+        # Sort by the lengths of the inputs and the targets.
+        window.sort(key=lambda item: list(map(len, item[1][:2])))
         results = {}
         while window:
             # `window` is sorted by length. The longest examples, which are at its end,
@@ -1024,7 +921,7 @@ def run_examples(params, cfg, mesh, examples, mode="predict", trie=None):
             batch_results = run_batch(params, cfg, mesh, group, mode, rows, trie)
             results |= zip(numbers, batch_results)
             bar.update(len(group))
-        yield from (results[number] for number in sorted(results))
+        yield from map(results.get, sorted(results))
     bar.close()
 
 
@@ -1038,23 +935,23 @@ def run_batch(params, cfg, mesh, group, mode, B, trie=None):
     group: a list of at most B Examples.
     mode: the name of the wanted result.
         - "predict" returns a pair (ids, scores) for each example. `ids` is a list of
-          decode.num_return outputs, and `scores` is the list of their scores. The output
-          with the highest score comes first. An output is a list of ids without EOS.
+          decode.num_return outputs, or fewer if beam search has found fewer. `scores` is
+          the list of their scores. The output with the highest score comes first. An
+          output is a list of ids without EOS.
         - "score" returns the sum of the log-probabilities of the targets.
         - "mean", "first" and "none" return vectors of the encoder. encoder_vectors
           explains these vectors.
     B: the number of rows of the batch.
-    trie: a Trie with the only outputs that are allowed, or None. If it has fewer outputs
-        than decode.num_return, an example gets fewer outputs.
+    trie: a Trie with the only outputs that are allowed, or None.
     """
     group = [*group, *[group[-1]] * (B - len(group))]
-    inputs, input_segments = pad_batch([x.inputs for x in group])
-    targets, target_segments = pad_batch([x.targets for x in group])
-    numbers = np.array([x.number for x in group], np.uint32)
+    inputs, targets, numbers = zip(*group)
+    inputs, input_segments = pad_batch(inputs)
+    targets, target_segments = pad_batch(targets)
+    numbers = np.uint32(numbers)
     length = cfg.decode.max_len or cfg.data.targets_length
-    T, beams = targets.shape[1], 0
-    if mode == "predict":
-        T, beams = length, max(cfg.decode.beams, cfg.decode.num_return)
+    beams = max(cfg.decode.beams, cfg.decode.num_return) if mode == "predict" else 0
+    T = length if beams else targets.shape[1]
     partition.check_memory(
         model.minimum_memory(cfg.model, B, inputs.shape[1], T, beams=beams),
         "--decode.batch_size, --decode.beams, --decode.max_len or the input length",
@@ -1077,11 +974,12 @@ def run_batch(params, cfg, mesh, group, mode, B, trie=None):
         params, *inputs, cfg.model, length, cfg.decode, numbers, cfg.train.seed, trie
     )
     kept = cfg.decode.num_return
-    ids, scores = (to_numpy(array)[:, :kept].tolist() for array in outputs)
-    if trie is not None:  # leave out the empty outputs, which begin with padding
-        counts = [sum(output[0] != data.PAD for output in row) for row in ids]
-        ids, scores = ([x[:n] for x, n in zip(a, counts)] for a in (ids, scores))
-    return [([cut_at_eos(x) for x in row], score) for row, score in zip(ids, scores)]
+    ids, scores = (to_numpy(array)[:, :kept] for array in outputs)
+    counts = is_output(scores).sum(axis=1)
+    return [
+        (list(map(cut_at_eos, outputs[:n])), row[:n].tolist())
+        for outputs, row, n in zip(ids, scores, counts)
+    ]
 
 
 def to_numpy(array):
@@ -1130,11 +1028,8 @@ def fill_blanks(inputs, targets, tokenizer):
     text = tokenizer.raw_text(words)
     for number, words in blanks:
         if number in spans:
-            span = tokenizer.raw_text(spans[number])
-            # Put the space before the bracket, as in "a [b]", and not "a[ b]".
-            if span.startswith(" "):
-                text += " "
-            text += f"[{span.removeprefix(' ')}]"
+            # Put a space before the bracket, as in "a [b]", and not "a[ b]".
+            text += re.sub("^( ?)", r"\1[", tokenizer.raw_text(spans[number])) + "]"
         else:
             text += " ____ "
         text += tokenizer.raw_text(words)
@@ -1142,6 +1037,15 @@ def fill_blanks(inputs, targets, tokenizer):
 
 
 # ---- reading examples ------------------------------------------------------------------
+
+
+def check_vocabulary(tokenizer):
+    """Raise UserError if a run has no vocabulary, because it then cannot read texts."""
+    if tokenizer is None:
+        raise UserError(
+            "This run has no vocabulary, so it cannot read texts: copy the file "
+            "spiece.model into the run directory, or use lists of ids as inputs."
+        )
 
 
 @dataclass
@@ -1157,8 +1061,8 @@ class ExampleEncoder:
     tokenizer: data.Tokenizer | None
     # Whether each line must have the field "targets" in addition to "inputs".
     scoring: bool
-    # The task from which the lines come, or None if they come from a file or from standard
-    # input. The task says whether the inputs end with EOS.
+    # The task from which the lines come, or None if they come from a file or from
+    # standard input. The task says whether the inputs end with EOS.
     task: data.Task | None = None
     # The number of texts that have been truncated so far.
     cut: int = 0
@@ -1181,18 +1085,13 @@ class ExampleEncoder:
             raise ValueError(
                 f"has {problem} in the field {key} (the fields are {', '.join(line)})"
             )
-        is_text = isinstance(value, str)
-        if not is_text and self.task is None:
+        if isinstance(value, str):
+            check_vocabulary(self.tokenizer)
+        elif self.task is None:
             return list(map(int, value))
-        if is_text and self.tokenizer is None:
-            raise UserError(
-                "This run has no vocabulary, so it cannot read texts: copy the file "
-                "spiece.model into the run directory, or use lists of ids as inputs."
-            )
         (ids,) = data.encode_texts([value], self.tokenizer)
-        rule = (key, self.task or data.Task(), self.cfg.data)
-        _, _, kept = data.truncated_length(*rule)
-        self.cut += kept < len(ids)
+        rule = key, self.task or data.Task(), self.cfg.data
+        self.cut += len(ids) > data.truncated_length(*rule)[2]
         (ids,) = data.truncate([ids], *rule)
         return ids.tolist()
 
@@ -1210,53 +1109,74 @@ class ExampleEncoder:
         return Example(inputs, targets, number)
 
 
+def read_texts(path, bad):
+    """Yield each line of a text file as an example, without its line end.
+
+    A result is a pair such as ("a.txt:3", {"inputs": "some text"}). A line that is not
+    UTF-8 is reported to the function `bad`.
+    """
+    for number, line in data.read_lines(path, bad):
+        yield f"{path}:{number}", {"inputs": line.rstrip("\r\n")}
+
+
+# For each kind of file, the function that reads it. data.file_kind finds out the kind.
+READERS = {
+    "jsonl": data.read_jsonl,
+    "parquet": data.read_parquet,
+    "csv": functools.partial(data.read_table, ",", True),
+    "tsv": functools.partial(data.read_table, "\t", True),
+    "text": read_texts,
+}
+
+
+def read_files(files, bad, fields=()):
+    """Yield the lines of files as pairs such as ("a.jsonl:3", {"inputs": "x"}).
+
+    files: a list of data.SourceFiles.
+    bad: a function that is called for each unreadable line, with its place and a reason.
+    fields: pairs (new name, old name). The value of the field with the old name also gets
+        the new name. The flag --data.fields gives these pairs.
+    """
+    for file in files:
+        for where, line in file.read(bad):
+            yield where, line | {new: line[old] for new, old in fields if old in line}
+
+
 def open_input(name, cfg):
-    """Open the file, the data source or the task that --input names.
+    """Open the files, the data source or the task that --input names.
 
     Returns a tuple (task, read, identity). `task` is the data.Task, or None if --input
-    names a file. The function `read` reads the lines of the input. read(bad) yields pairs
-    such as ("a.jsonl:3", {"inputs": "some text"}). For an unreadable line, read(bad)
-    calls bad("a.jsonl:3", "is not JSON") instead. `identity` is a JSON value that changes
-    when the input changes, such as the sizes and times of the files.
+    names no task. The function `read` reads the lines of the input. read(bad) yields
+    pairs such as ("a.jsonl:3", {"inputs": "some text"}). For an unreadable line,
+    read(bad) calls bad("a.jsonl:3", "is not JSON") instead. `identity` is a JSON value
+    that changes when the input changes, such as the sizes and times of the files.
 
     name: task:NAME[:SPLIT], a data source such as lines:de.txt,en.txt, or the path of a
     JSONL, CSV, TSV, parquet or text file.
     """
-    kind = name.partition(":")[0]
-    if kind == "task" or kind in data.SOURCES:
-        if kind == "task":
-            name, _, split = name.removeprefix("task:").partition(":")
-            cfg = data.evaluation_config(name, cfg)
-        else:  # read the complete data source
-            cfg = configs.override(cfg, {"data.validation_source": name})
-            split = ""
-        split = split or "validation"
+    kind, _, rest = name.partition(":")
+    if kind == "task":
+        name, split = f"{rest}:validation".split(":")[:2]
+        cfg = data.evaluation_config(name, cfg)
         task, files = data.open_task(name, split, cfg)
         read = functools.partial(data.read_task, name, split, cfg)
         return task, read, data.source_identity(name, task, files, cfg)
-
-    files = data.find_files(name, pipes=True)
-
-    kind = data.file_kind(name)
-    read_file = data.read_jsonl
-    if kind == "parquet":
-        read_file = data.read_parquet
-    elif kind in data.DELIMITERS:
-        read_file = functools.partial(data.read_table, data.DELIMITERS[kind], True)
-
-    def read(bad):
-        if kind == "text":
-            for path, _ in files:
-                for number, line in data.read_lines(path, bad):
-                    yield f"{path}:{number}", {"inputs": line.rstrip("\r\n")}
-        else:
-            for file in data.group_files(files, read_file):
-                yield from file.read(bad)
-
-    return None, read, files
+    if kind in data.SOURCES:
+        files = data.open_source(name, "validation", cfg, whole=True)
+    else:
+        read = READERS[data.file_kind(name)]
+        files = data.group_files(data.find_files(name, pipes=True), read)
+    if not files:
+        raise UserError(
+            f"No file matches --input {name}: correct the path, or name a data source "
+            f"such as lines:de.txt,en.txt or csv:FILE."
+        )
+    fields = data.source_fields(cfg).items()
+    read = functools.partial(read_files, files, fields=fields)
+    return None, read, [file.stamp for file in files]
 
 
-def read_examples(read, encode):
+def read_examples(read, encode, skip_empty):
     """Yield a pair (line, example) for each line of --input.
 
     `line` is a dict, and `example` is the Example made from this dict. An invalid line
@@ -1265,6 +1185,8 @@ def read_examples(read, encode):
 
     read: the function that open_input returns.
     encode: an ExampleEncoder.
+    skip_empty: whether a line with an empty text gets an empty prediction. The example of
+        this line is then None. The model would invent a text for it.
     """
     report_invalid = data.InvalidExamples(encode.cfg.data.on_error)
     unread = []
@@ -1279,11 +1201,14 @@ def read_examples(read, encode):
         yield from unread
         unread.clear()
         example = None
-        try:
-            example = encode(line, number)
-        except ValueError as error:
-            report_invalid(where, str(error))
-            line["error"] = f"{where} {error}"
+        if skip_empty and not line["inputs"].strip():
+            line["prediction"] = ""
+        else:
+            try:
+                example = encode(line, number)
+            except ValueError as error:
+                report_invalid(where, str(error))
+                line["error"] = f"{where} {error}"
         yield line, example
     yield from unread
 
@@ -1305,12 +1230,10 @@ def json_default(value):
     Any other value is converted to text. json.dumps calls this function for each value
     that it cannot write itself.
     """
-    if isinstance(value, np.generic | np.ndarray):
-        return value.tolist()
-    return str(value)
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
-def result_fields(result, example, line, mode, cfg, tokenizer):
+def result_fields(result, example, line, field, cfg, tokenizer):
     """Return a dict of the new fields of an output line, for instance "prediction".
 
     A prediction is a text if the inputs of the line are a text, and a list of ids if the
@@ -1319,21 +1242,22 @@ def result_fields(result, example, line, mode, cfg, tokenizer):
     result: the result that run_batch returns for the example.
     example: the Example that was made from the line.
     line: the line of --input, as a dict.
-    mode: the mode, as in run_batch.
+    field: the name of the field for vectors, or "" unless the mode is encode.
     """
-    if mode == "score":
+    if isinstance(result, float):
         return {"score": result}
-    if mode != "predict":
+    if field:
         # Write each float32 with as few digits as possible. For example, write 0.1 and
         # not 0.10000000149011612.
         vectors = result.astype(str).astype(float).tolist()
-        return {"ids": example.inputs, VECTOR_FIELD[mode]: vectors}
+        return {"ids": example.inputs, field: vectors}
     outputs, scores = result
     if isinstance(line["inputs"], str):
-        outputs = [tokenizer.decode(ids) for ids in outputs]
+        outputs = list(map(tokenizer.decode, outputs))
+    fields = {"prediction": outputs[0]}
     if cfg.decode.return_all or len(outputs) > 1:
-        return {"prediction": outputs[0], "predictions": outputs, "scores": scores}
-    return {"prediction": outputs[0]}
+        fields |= {"predictions": outputs, "scores": scores}
+    return fields
 
 
 def describe_job(args, cfg, step, tokenizer, identity):
@@ -1346,14 +1270,12 @@ def describe_job(args, cfg, step, tokenizer, identity):
     step: the step of the checkpoint that was loaded.
     identity: a JSON value that changes when the input changes, from open_input.
     """
-    job = {f"--{name}": value for name, value in vars(args).items() if name != "output"}
-    # Add all options except the following ones, which do not affect the results. The seed
-    # is added below.
-    job |= configs.settings(
-        cfg, {"train", "mesh", "distributed", "decode.batch_size", "data.on_error"}
-    )
+    flags = {f"--{name}": vars(args)[name] for name in vars(args) if name != "output"}
+    # The following options do not affect the results. Of the section train, only the seed
+    # does, which is added below.
+    neutral = {"train", "mesh", "distributed", "decode.batch_size", "data.on_error"}
     manifest = partition.Checkpoints(args.run_dir).path(step) / "manifest.json"
-    job |= {
+    facts = {
         "--train.seed": cfg.train.seed,
         "the step": step,
         # A new run in the same folder can have a checkpoint of the same step. Therefore
@@ -1366,44 +1288,36 @@ def describe_job(args, cfg, step, tokenizer, identity):
         # A GPU computes in bfloat16 by default, and a CPU in float32.
         "the number format": partition.default_compute_dtype(),
     }
-    return job
+    return flags | configs.settings(cfg, neutral) | facts
 
 
 def begun_job(output):
     """Return the dict that describe_job made for the command that began an output file.
 
     The dict is read from OUTPUT.partial.json. If no line has been written yet, the dict
-    is empty. If the description of the lines is missing or damaged, raise UserError.
+    is empty. If the output file is complete, or if the description of its lines is
+    missing or damaged, raise UserError.
     """
+    if os.path.exists(output):
+        raise UserError(
+            f"{output} already exists: name another --output, or move the file away."
+        )
     path = configs.to_path(f"{output}.partial")
     if not path.exists() or not path.stat().st_size:
         return {}
     return configs.read_json(configs.to_path(f"{path}.json"), {}, f"remove {path}")
 
 
-def resumed_step(args, step):
-    """Return the step of the checkpoint that a command loads, or None for the latest.
-
-    If a command is repeated while train.py is running, --step latest or --step best may
-    mean another checkpoint. All lines of an output file must come from one checkpoint.
-    Therefore a resumed command loads the checkpoint with which its file was begun.
-
-    step: the step that --step means now, or None for the latest.
-    """
-    begun = partition.run_on_all(lambda: begun_job(args.output))
-    begun = partition.from_main_process(begun)
-    return begun["the step"] if begun.get("--step") == args.step else step
-
-
-def open_partial(output, job):
+def open_partial(output, job, begun):
     """Open the unfinished output file OUTPUT.partial, so that a command can append lines.
 
     Returns the file and the number of complete lines in it. The file stays locked until
     it is closed. An incomplete last line is removed.
 
     output: the path of OUTPUT.
-    job: the dict that describe_job returns. OUTPUT.partial.json stores the dict of the
-        command that began the file. If an item differs, a UserError names this item.
+    job: the dict that describe_job returns. OUTPUT.partial.json stores this dict.
+    begun: the dict of the command that began the file, from begun_job. If an item
+        differs, a UserError names this item.
     """
     path = f"{output}.partial"
     # Only the main process writes. os.devnull discards the lines of other processes.
@@ -1411,7 +1325,7 @@ def open_partial(output, job):
         return open(os.devnull, "ab"), 0
     configs.refuse_differences(
         job,
-        begun_job(output),
+        begun,
         f"{path} was begun by another command or with other data",
         "repeat the command that began it, or remove the file",
     )
@@ -1435,145 +1349,125 @@ def open_partial(output, job):
     return file, lines
 
 
-def write_vectors(lines, path, field, width):
-    """Convert a JSONL file with ids and vectors to an .npz file. Remove the JSONL file.
+def finish_output(partial, path, field):
+    """Convert OUTPUT.partial, a JSONL file, to the kind of file that --output names.
 
-    If a line has an error, it has no vector. With --pool mean or --pool first, the .npz
-    file then has a vector of nan for this line.
+    An .npz file gets the ids and the vectors of all lines. If a line has an error, it has
+    no vector. With --pool mean or --pool first, the .npz file then has a vector of nan
+    for this line.
 
-    lines: the path of the JSONL file.
-    path: the path of the .npz file.
-    field: the name of the field of a line that holds the vectors.
-    width: the number of elements of a vector.
-    """
-    ids, vectors = [], []
-    missing = [] if field == "vectors" else [math.nan] * width
-    with open(lines) as file:
-        for line in map(json.loads, file):
-            ids.append(np.int32(line.get("ids", [])))
-            vectors.append(np.float32(line.get(field, missing)).reshape(-1, width))
-    content = io.BytesIO()
-    np.savez(
-        content,
-        ids=np.concatenate(ids),
-        lengths=[len(row) for row in ids],
-        vectors=np.concatenate(vectors),
-    )
-    configs.write_file(path, content.getvalue())
-    os.remove(lines)
-
-
-def write_table(lines, path):
-    """Convert a JSONL file to a CSV or TSV file. Remove the JSONL file.
-
-    The first line of the table names the columns. A value that is not a text, such as a
+    The first line of a table names the columns. A value that is not a text, such as a
     list of outputs, is written as JSON.
 
-    lines: the path of the JSONL file.
-    path: the path of the table, which ends with .csv or .tsv.
+    A .txt file gets the prediction or the score of each line. Line ends inside a result
+    become spaces, so that line n of the file belongs to example n. If an example has an
+    error, its line is empty.
+
+    partial: the path of the JSONL file. path: the path of OUTPUT.
+    field: the name of the field of a line that holds the vectors.
     """
-    with open(lines) as file:
-        names = list(dict.fromkeys(name for line in file for name in json.loads(line)))
+
+    def read_lines():
+        with open(partial) as file:
+            yield from map(json.loads, file)
+
+    kind = data.file_kind(path)
     content = io.StringIO(newline="")
-    delimiter = data.DELIMITERS[data.file_kind(path)]
-    table = csv.DictWriter(content, names, delimiter=delimiter, lineterminator="\n")
-    table.writeheader()
-    with open(lines) as file:
-        for line in map(json.loads, file):
+    if path.endswith(".npz"):
+        ids = [np.int32(line.get("ids", [])) for line in read_lines()]
+        vectors = [np.float32(line.get(field, [])) for line in read_lines()]
+        width = max(array.shape[-1] for array in vectors)
+        missing = np.full((int(field != "vectors"), width), np.float32(np.nan))
+        rows = [x.reshape(-1, width) if x.size else missing for x in vectors]
+        content = io.BytesIO()
+        np.savez(
+            content,
+            ids=np.concatenate(ids),
+            lengths=list(map(len, ids)),
+            vectors=np.concatenate(rows),
+        )
+    elif kind in data.DELIMITERS:
+        names = dict.fromkeys(name for line in read_lines() for name in line)
+        delimiter = data.DELIMITERS[kind]
+        table = csv.DictWriter(content, names, delimiter=delimiter, lineterminator="\n")
+        table.writeheader()
+        for line in read_lines():
             table.writerow(
                 {
                     name: value if isinstance(value, str) else json.dumps(value)
                     for name, value in line.items()
                 }
             )
+    elif kind == "text":
+        for line in read_lines():
+            result = line.get("prediction", line.get("score", ""))
+            content.write(" ".join(str(result).splitlines()) + "\n")
+    else:
+        os.replace(partial, path)
+        return
     configs.write_file(path, content.getvalue())
-    os.remove(lines)
+    os.remove(partial)
 
 
-def write_text(lines, path):
-    """Convert a JSONL file to a text file with one result on each line, and remove it.
-
-    The result is the field `prediction` or `score`. Line ends inside a result become
-    spaces, so that line n of the text file belongs to example n. If an example has an
-    error, its line is empty.
-
-    lines: the path of the JSONL file.
-    path: the path of the text file.
-    """
-    with open(lines) as file:
-        examples = [json.loads(line) for line in file]
-    results = [line.get("prediction", line.get("score", "")) for line in examples]
-    texts = [" ".join(str(result).splitlines()) + "\n" for result in results]
-    configs.write_file(path, "".join(texts))
-    os.remove(lines)
-
-
-def run_file(args, cfg, mesh, tokenizer, params, step):
+def run_file(args, cfg, mesh, tokenizer):
     """Run the model on each line of --input, and write the results to --output.
 
-    The results are first written to OUTPUT.partial, which is renamed to OUTPUT at the
-    end. If the command is killed, the same command resumes after the last complete line.
-    All processes run the model, but only the main process writes.
+    The results are first written to OUTPUT.partial, which becomes OUTPUT at the end. If
+    the command is killed, the same command resumes after the last complete line. All
+    processes run the model, but only the main process writes.
     """
-    mode, head = args.mode, read_vector_head(args.run_dir)
-    if mode == "encode":
-        mode = args.pool or ("model" if head else "mean")
-    if mode == "model" and not head:
-        raise UserError(
-            f"{args.run_dir} has no layers of sentence-transformers: use --pool mean."
-        )
-    task, read, identity = open_input(args.input, cfg)
-    encode = ExampleEncoder(cfg, tokenizer, mode == "score", task)
-    partial = f"{args.output}.partial"
-    job = describe_job(args, cfg, step, tokenizer, identity)
-    file, done = partition.run_on_main_first(lambda: open_partial(args.output, job))
-    done = partition.from_main_process(done)
     shard, shards = configs.parse_shard(args.shard)
-    lines = read_examples(read, encode)
+    mode, field, layers = args.mode, "", []
+    if mode == "encode":
+        has_layers = (configs.to_path(args.run_dir) / "modules.json").exists()
+        mode = args.pool or ("model" if has_layers else "mean")
+        field = VECTOR_FIELD[mode]
+        if mode == "model":
+            mode, layers = read_vector_head(args.run_dir)
+    task, read, identity = partition.run_on_all(lambda: open_input(args.input, cfg))
+    trie = read_choices(cfg, tokenizer, task) if mode == "predict" else None
+    # While train.py is running, --step latest or --step best may mean another checkpoint
+    # when a command is repeated. All lines of a file must come from one checkpoint, so
+    # a resumed command loads the checkpoint with which its file was begun.
+    begun = partition.run_on_all(lambda: begun_job(args.output))
+    begun = partition.from_main_process(begun)
+    step = partition.resolve_step(args.run_dir, args.step)
+    if begun.get("--step") == args.step:
+        step = begun["the step"]
+    step, params = load_params(cfg, args.run_dir, step)
+    job = describe_job(args, cfg, step, tokenizer, identity)
+    file, done = partition.run_on_main_first(
+        lambda: open_partial(args.output, job, begun)
+    )
+    done = partition.from_main_process(done)
+
+    encode = ExampleEncoder(cfg, tokenizer, mode == "score", task)
+    is_text = args.input.startswith("lines:") or data.file_kind(args.input) == "text"
+    lines = read_examples(read, encode, skip_empty=is_text and mode == "predict")
     lines = itertools.islice(lines, shard + done * shards, None, shards)
     # run_examples reads many examples before the first result is ready. Until then,
     # itertools.tee stores the lines, which are written together with the results.
     lines, ahead = itertools.tee(lines)
-    # For an empty line, the model would invent a text. Therefore an empty line of a text
-    # file gets an empty prediction, as on standard input.
-    nothing = [[]] * cfg.decode.num_return, [0.0] * cfg.decode.num_return
-    is_text = args.input.startswith("lines:") or data.file_kind(args.input) == "text"
-    skips = mode == "predict" and is_text
-
-    def is_blank(line):
-        return skips and not line["inputs"].strip()
-
-    examples = (x for line, x in ahead if x and not is_blank(line))
-    trie = read_choices(cfg, tokenizer, task) if mode == "predict" else None
-    width = cfg.model.d_model
-    if mode == "model":
-        results = run_examples(params, cfg, mesh, examples, head["pool"])
-        results = (apply_vector_head(head, vector) for vector in results)
-        width = len(head["dense"][-1]) if head["dense"] else width
-    else:
-        results = run_examples(params, cfg, mesh, examples, mode, trie)
+    examples = (example for _, example in ahead if example)
+    results = run_examples(params, cfg, mesh, examples, mode, trie)
     count = 0
     start = time.perf_counter()
-    with configs.naming_file(partial), file:
+    with configs.naming_file(file.name), file:
         for count, (line, example) in enumerate(lines, 1):
             if example:
-                result = nothing if is_blank(line) else next(results)
-                line |= result_fields(result, example, line, mode, cfg, tokenizer)
+                result = next(results)
+                for layer in layers:
+                    result = layer(result)
+                line |= result_fields(result, example, line, field, cfg, tokenizer)
             file.write(json_line(line).encode())
             file.flush()
         if partition.is_main_process():
             os.fsync(file.fileno())
-            if not done + count:
-                os.remove(partial)
-            elif args.output.endswith(".npz"):
-                write_vectors(partial, args.output, VECTOR_FIELD[mode], width)
-            elif data.file_kind(args.output) in data.DELIMITERS:
-                write_table(partial, args.output)
-            elif data.file_kind(args.output) == "text":
-                write_text(partial, args.output)
+            if done + count:
+                finish_output(file.name, args.output, field)
             else:
-                os.replace(partial, args.output)
-            os.remove(f"{partial}.json")
+                os.remove(file.name)
+            os.remove(f"{file.name}.json")
     if not done + count:
         raise UserError(
             f"{args.input} has no lines for --shard {args.shard}: check --input and "
@@ -1615,7 +1509,7 @@ def run_lines(lines, cfg, mesh, tokenizer, params, raw):
     lines: an iterable of texts, as bytes in UTF-8.
     raw: whether to print only the generated text. If `raw` is False, and a text has
         sentinels such as <extra_id_0>, the text is printed with its masked spans filled
-        in.
+        in. Outputs from a list (--decode.choices) are always printed as they are.
     """
     encode = ExampleEncoder(cfg, tokenizer, False)
     trie = read_choices(cfg, tokenizer)
@@ -1625,14 +1519,13 @@ def run_lines(lines, cfg, mesh, tokenizer, params, raw):
             print(flush=True)
             continue
         example = encode({"inputs": text}, number)
-        results = run_examples(params, cfg, mesh, [example], trie=trie)
-        ((outputs, scores),) = results
-        fill = not raw and len(split_spans(example.inputs, tokenizer)) > 1
+        ((outputs, scores),) = run_examples(params, cfg, mesh, [example], trie=trie)
+        has_blanks = len(split_spans(example.inputs, tokenizer)) > 1
+        fill = has_blanks and not raw and trie is None
         for ids, score in zip(outputs, scores):
+            text = tokenizer.decode(ids)
             if fill:
                 text = fill_blanks(example.inputs, ids, tokenizer)
-            else:
-                text = tokenizer.decode(ids)
             text = configs.escape_controls(text.replace("\n", " "))
             print(f"{score:.4f}\t{text}" if cfg.decode.return_all else text, flush=True)
     note_differences(encode)
@@ -1650,10 +1543,9 @@ def load_params(cfg, run_dir, step=None):
     run_dir: the directory of the run.
     step: the step of the checkpoint. None means the newest complete checkpoint.
     """
-    mesh = jax.sharding.get_mesh()
 
     def template(p):
-        sharding = jax.NamedSharding(mesh, partition.spec(p.axes))
+        sharding = jax.NamedSharding(jax.sharding.get_mesh(), partition.spec(p.axes))
         return jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=sharding)
 
     table = model.param_table(cfg.model)
@@ -1701,27 +1593,10 @@ def open_model(args, changes, recipe=False):
     partition.start_jax(cfg)
     partition.check_same_command(cfg, args)
     mesh = partition.set_mesh(cfg)
-    has_vocabulary = (configs.to_path(args.run_dir) / "spiece.model").exists()
-    return cfg, mesh, data.load_run_tokenizer(args.run_dir) if has_vocabulary else None
-
-
-def check_files(args):
-    """Raise UserError if --output already exists, or if no file matches --input.
-
-    Also raise UserError if several processes would read standard input, because they
-    cannot share it.
-    """
-    if os.path.exists(args.output):
-        raise UserError(
-            f"{args.output} already exists: name another --output, or move the file away."
-        )
-    is_file = args.input and args.input.partition(":")[0] not in ("task", *data.SOURCES)
-    if is_file and not data.find_files(args.input, pipes=True):
-        raise UserError(f"No file matches --input {args.input}: check the path.")
-    if not args.input and args.text is None and jax.process_count() > 1:
-        raise UserError(
-            "Several processes cannot share standard input: give --input and --output."
-        )
+    tokenizer = None
+    if (configs.to_path(args.run_dir) / "spiece.model").exists():
+        tokenizer = data.load_run_tokenizer(args.run_dir)
+    return cfg, mesh, tokenizer
 
 
 def main(argv):
@@ -1766,10 +1641,8 @@ def main(argv):
             "infer.py reads either a file or a text: give both --input and --output, or "
             "give only a text (or standard input) with --mode predict."
         )
-    configs.parse_shard(args.shard)
-    endings = (".jsonl", ".csv", ".tsv", ".txt")
-    if args.mode == "encode":
-        endings = (".jsonl", ".npz")
+    other = (".npz",) if args.mode == "encode" else (".csv", ".tsv", ".txt")
+    endings = (".jsonl", *other)
     if args.output and not args.output.endswith(endings):
         raise UserError(
             f"With --mode {args.mode}, --output must end with {' or '.join(endings)}, "
@@ -1779,16 +1652,17 @@ def main(argv):
     cfg, mesh, tokenizer = open_model(
         args, changes, recipe=args.input.startswith("task:")
     )
-    partition.run_on_main_first(lambda: check_files(args))
-    step = partition.resolve_step(args.run_dir, args.step)
-    if args.output:
-        step = resumed_step(args, step)
-    step, params = load_params(cfg, args.run_dir, step)
     if args.input:
-        return run_file(args, cfg, mesh, tokenizer, params, step)
+        return run_file(args, cfg, mesh, tokenizer)
     lines = sys.stdin.buffer
     if args.text is not None:
         lines = [args.text.encode(errors="surrogateescape")]
+    elif jax.process_count() > 1:
+        raise UserError(
+            "Several processes cannot share standard input: give --input and --output."
+        )
+    step = partition.resolve_step(args.run_dir, args.step)
+    _, params = load_params(cfg, args.run_dir, step)
     run_lines(lines, cfg, mesh, tokenizer, params, args.raw)
 
 

@@ -53,6 +53,7 @@ import configs
 import jax
 import msgpack
 import numpy as np
+import safetensors.numpy
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import NamedSharding, P
 from jax.experimental.multihost_utils import broadcast_one_to_all, process_allgather
@@ -619,6 +620,64 @@ def read_checkpoint(folder, template, identity):
 
     arrays = {name: read(name, wanted) for name, wanted in flatten(template).items()}
     return manifest["step"], unflatten_dict(arrays, sep="/")
+
+
+# ---- layers of sentence-transformers ---------------------------------------------------
+# A model of sentence-transformers is a T5 encoder with a few more layers, which turn its
+# vectors into one vector for each text. convert.py copies the files of these layers to
+# the run directory. The file modules.json lists the layers.
+
+# For each supported pooling of sentence-transformers, the equal value of --pool of
+# infer.py. Older models have the names that begin with "pooling_mode".
+POOLING_MODES = {
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "first",
+    "mean": "mean",
+    "cls": "first",
+}
+
+
+def read_vector_head(folder):
+    """Read the layers of sentence-transformers that follow the encoder of a run.
+
+    The result is a pair (pool, layers). `pool` is "mean" or "first" and says how the
+    vectors of all tokens become one vector. `layers` is a list of functions that are
+    applied to this vector, one after another. Such a layer is a dense layer without
+    activation function, or a division by the length of the vector.
+
+    folder: the run directory, or the folder of a model in the format of Hugging Face.
+    Raises UserError if plain T5 does not support a layer, or if a file is missing or
+    damaged.
+    """
+    path = to_path(folder) / "modules.json"
+    pools, layers = [], []
+    try:
+        for module in json.loads(path.read_text()):
+            kind = module["type"].rpartition(".")[2]
+            part = path.parent / module["path"]
+            if kind in ("Pooling", "Dense"):
+                config = json.loads((part / "config.json").read_text())
+            if kind == "Pooling" and config.get("include_prompt", True):
+                modes = [x for x in config if x.startswith("pooling_mode_") and config[x]]
+                (mode,) = modes or [config["pooling_mode"]]
+                pools.append(POOLING_MODES[mode])
+            elif kind == "Dense" and config["activation_function"].endswith("Identity"):
+                file = safetensors.numpy.load_file(part / "model.safetensors")
+                (matrix,) = file.values()
+                layers.append(np.float32(matrix).dot)
+            elif kind == "Normalize":
+                layers.append(lambda vector: vector / max(np.linalg.norm(vector), 1e-12))
+            elif kind != "Transformer":
+                # For example, the models instructor leave their prompts out of the mean.
+                raise ValueError(f"unknown options of {kind}")
+        (pool,) = pools
+    except Exception as error:  # safetensors has its own exception classes
+        raise UserError(
+            f"{path} describes layers that plain T5 does not support, or a file is "
+            f"missing or damaged ({error!r}): to use only the encoder, add --pool mean, "
+            f"or remove modules.json."
+        ) from error
+    return pool, layers
 
 
 # ---- several processes -----------------------------------------------------------------

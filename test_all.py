@@ -2139,12 +2139,13 @@ def test_infer_reads_and_writes_tables(trained, tmp_path, capsys, monkeypatch):
             outputs[target] = list(csv.DictReader(io.StringIO(text), delimiter=delimiter))
     # Parallel lines give the same predictions as a text file of their first side, and a
     # text file of scores has one score for each pair.
-    (tmp_path / "a").write_text("alpha, beta\n\ngamma\n")
-    (tmp_path / "b").write_text("one\ntwo\nthree\n")
+    (tmp_path / "a").write_text("alpha, beta\n\n\ngamma\n")
+    (tmp_path / "b").write_text("one\ntwo\n\nthree\n")
     (tmp_path / "in.txt").write_text((tmp_path / "a").read_text())
     pairs = [
         {"inputs": "alpha, beta", "targets": "one"},
         {"inputs": "", "targets": "two"},
+        {"inputs": "", "targets": ""},
         {"inputs": "gamma", "targets": "three"},
     ]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(x) + "\n" for x in pairs))
@@ -2156,24 +2157,40 @@ def test_infer_reads_and_writes_tables(trained, tmp_path, capsys, monkeypatch):
         ("score", f"{tmp_path}/pairs.jsonl", "scores.jsonl"),
         ("score", f"lines:{tmp_path}/b,{tmp_path}/a", "swapped.txt"),
         ("score", f"lines:{tmp_path}/a,{tmp_path}/b", "fields.txt"),
+        ("score", f"{tmp_path}/pairs.jsonl", "renamed.txt"),
     ):
         flags = ["--mode", mode, "--input", source, "--output", tmp_path / target]
-        if target == "fields.txt":
+        if target in ("fields.txt", "renamed.txt"):
             flags += ["--data.fields", "inputs=targets,targets=inputs"]
         status, _, err = run(infer, capsys, monkeypatch, "--run_dir", trained[0], *flags)
         assert status == 0, err
         found[target] = (tmp_path / target).read_text().split("\n")[:-1]
     texts = [json.loads(line)["prediction"] for line in found["text.jsonl"]]
     assert_same(found["lines.txt"], texts, "Predictions of the first side.")
-    assert found["lines.txt"][1] == ""
+    sentence = "Each line gets a result, also an empty pair."
+    assert_same([i for i, x in enumerate(found["lines.txt"]) if not x], [1, 2], sentence)
     scores = [json.loads(line)["score"] for line in found["scores.jsonl"]]
     assert_same([*map(float, found["scores.txt"])], scores, "Scores of pairs.")
     assert found["swapped.txt"] == found["fields.txt"] != found["scores.txt"]
+    assert_same(found["renamed.txt"], found["fields.txt"], "A file with renamed fields.")
     expected = [{**line, "prediction": line["prediction"]} for line in outputs["jsonl"]]
     for target in ("csv", "tsv"):
         assert outputs[target] == expected, (
             f"The {target} file should have the same lines."
         )
+
+    # A command that was interrupted after the first line resumes, and writes the table.
+    def resume():
+        flags = ["--input", tmp_path / "in.tsv", "--output", tmp_path / "again.csv"]
+        return run(infer, capsys, monkeypatch, "--run_dir", trained[0], *flags)
+
+    interrupt_after(monkeypatch, 1, resume)
+    assert "already has 1 lines" in resume()[2]
+    assert (tmp_path / "again.csv").read_text() == (tmp_path / "o.csv").read_text()
+    for source in (f"{tmp_path}/a,{tmp_path}/b", tmp_path / "missing.csv"):
+        flags = ["--input", source, "--output", tmp_path / "none.jsonl"]
+        status, _, err = run(infer, capsys, monkeypatch, "--run_dir", trained[0], *flags)
+        assert status == 2 and "such as lines:de.txt,en.txt or csv:FILE" in err, err
 
 
 def test_long_lines_are_named(corpus, tmp_path, monkeypatch):
@@ -6435,6 +6452,47 @@ def test_unigram_baseline_is_the_cross_entropy_of_the_counts(corpus):
     assert abs(data.unigram_loss(found, batches, tokenizer) - expected) < 1e-9
 
 
+def test_a_trie_by_hand():
+    """The outputs [5, 6], [7] and [] share the root. Nodes are numbered by level."""
+    trie = infer.build_trie([[7], [5, 6], [], [7]])
+    assert_same(trie.ids, [1, 5, 7, 6, 1, 1], "The ids of the edges of three levels.")
+    sentence = "The root has three edges, and nodes 2, 3 and 4 have one edge each."
+    assert_same(trie.first, [0, 3, 3, 4, 5, 6, 6, 6], sentence)
+    assert_same(trie.slots, [0, 1, 2], "No node has more than three edges.")
+
+
+def test_allowed_outputs_are_read_from_a_file_or_a_task(tokenizer, tmp_path):
+    path = tmp_path / "outputs.txt"
+    path.write_bytes(b"alpha beta\r\n\ngamma\n")
+
+    def read(source=path, task=None, **decode):
+        cfg = change(decode=dict(choices=str(source), **decode))
+        return infer.read_choices(cfg, tokenizer, task)
+
+    outputs = list(map(tokenizer.encode, ["gamma", "alpha beta"]))
+    sentence = "Empty lines are left out."
+    assert_same(read()._asdict(), infer.build_trie(outputs)._asdict(), sentence)
+    task = data.Task("jsonl:x", choices=("alpha beta", "gamma"))
+    assert_same(read("task", task)._asdict(), read()._asdict(), "A task's choices.")
+    assert infer.read_choices(change(), tokenizer) is None
+    for options, message in (
+        (
+            dict(max_len=len(tokenizer.encode("alpha beta"))),
+            "'alpha beta', which becomes",
+        ),
+        (dict(source=tmp_path / "missing"), "gives no outputs: name a file"),
+        (dict(source="task"), "gives no outputs"),
+    ):
+        with pytest.raises(configs.UserError, match=message):
+            read(**options)
+    path.write_text("alpha\n\u4e2d\n")
+    with pytest.raises(configs.UserError, match="correct this output"):
+        read()
+    tokenizer = None
+    with pytest.raises(configs.UserError, match="has no vocabulary"):
+        read()
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (2, 2)])
 def test_restricted_decoding_equals_an_exhaustive_search(shape):
     """All outputs are in the list. A wide beam search ranks 1,000 outputs as their scores
@@ -6605,6 +6663,31 @@ def test_unknown_metrics_and_missing_libraries_are_refused(
     evaluate.check_metrics({"known": SMALL})
     with pytest.raises(configs.UserError, match=sentence):
         evaluate.check_metrics({"known": SMALL, "refused": SMALL})
+
+
+def test_recall_and_hit_rate_compare_all_outputs_with_the_target():
+    """The first example has one relevant item, in third place. The second example has two
+    relevant items, in first and sixth place."""
+    task = data.Task("jsonl:x", metrics=("recall",))
+    ranked = ["u", "v", "a", "w", "x", "y"], ["b", "v", "w", "x", "y", "c"]
+    lines = [
+        {"target": target, "prediction": outputs[0], "predictions": outputs}
+        for target, outputs in zip(["a", ["b", "c"]], ranked)
+    ]
+    expected = {
+        "recall@1": 25.0,
+        "hit_rate@1": 50.0,
+        "recall@5": 75.0,
+        "hit_rate@5": 100.0,
+    }
+    found = evaluate.compute_metrics("t", task, lines)
+    assert_same(found, expected, "With six outputs, k is 1 and 5.")
+    single = [
+        {"target": line["target"], "prediction": line["prediction"]} for line in lines
+    ]
+    expected = {"recall@1": 25.0, "hit_rate@1": 50.0}
+    sentence = "Without a list of outputs, the best output is the only one."
+    assert_same(evaluate.compute_metrics("t", task, single), expected, sentence)
 
 
 def wrong_metric(targets, predictions):
