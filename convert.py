@@ -238,7 +238,7 @@ def parameter_entries(cfg, form):
     return entries
 
 
-# The name of the array in which T5X stores the step number.
+# T5X stores the step number in an array with this name.
 STEP = "state/step"
 
 
@@ -305,7 +305,8 @@ class Weights(NamedTuple):
     # state is included if convert.py supports the optimizer.
     arrays: dict
     vocabulary: data.Tokenizer | None  # None if the model has no vocabulary
-    # {path: content} of other files that are copied to the new model, such as recipe.py
+    # {path: content} of the other files that are copied to the new model, such as
+    # recipe.py
     files: dict = {}
 
 
@@ -360,9 +361,9 @@ def check_arrays(source, required, found):
     """
     if unknown := found.keys() - required.keys():
         raise UserError(
-            f"{source} has arrays that no T5 model has ({listed(unknown)}), or that contradict "
-            f"its configuration: convert a T5 1.0, T5 1.1, mT5, UMT5 or ByT5 model, or a "
-            f"model derived from one of these."
+            f"{source} has arrays that no T5 model has ({listed(unknown)}), or that "
+            f"contradict its configuration: convert a T5 1.0, T5 1.1, mT5, UMT5 or ByT5 "
+            f"model, or a model derived from one of these."
         )
     for name, shape in required.items():
         if found.get(name) != shape:
@@ -397,7 +398,8 @@ def model_from_shapes(tensors, form, source):
         shape = tensors[name(path)].shape
         return shape[::-1] if form == HF and path != "embed" else shape
 
-    # A model has a layer if it has the normalization before the MLP of this layer.
+    # Count the layers by the scales of the normalization before the MLP. Every layer has
+    # one such array.
     num_layers, num_decoder_layers = (
         sum(name(f"{stack}/layers/mlp/norm", i) in tensors for i in range(1000))
         for stack in ("encoder", "decoder")
@@ -530,8 +532,9 @@ def read_vocabulary(folders, cfg, order=None):
     sentinels = config.get("extra_ids") or data.SENTINELS
     if not 0 < sentinels <= max(cfg.vocab_size, data.SENTINELS):
         raise UserError(
-            f"{config_path} sets extra_ids, the number of sentinels, to {sentinels}, but "
-            f"the model has {cfg.vocab_size} embeddings: download this file again."
+            f"{config_path} sets extra_ids to {sentinels}, but the model has "
+            f"{cfg.vocab_size} embeddings. The field extra_ids is the number of "
+            f"sentinels, and each sentinel needs an embedding: download this file again."
         )
     names = ("spiece.model", "tokenizer.json")
     paths = [folder / name for name in names for folder in folders]
@@ -630,7 +633,7 @@ def read_pieces(path, sentinels, vocab_size=math.inf, order=None):
         norm_map = decompile(proto.normalizer_spec.precompiled_charsmap)
         # Hugging Face's T5Tokenizer begins a new word after each added token.
         space = " "
-    # Special tokens, such as </s>, are pieces already.
+    # The files also list special tokens, such as </s>, which are already pieces.
     known = {
         (i, piece.piece) for i, piece in enumerate(proto.pieces) if is_special(piece)
     }
@@ -683,7 +686,7 @@ def read_pieces(path, sentinels, vocab_size=math.inf, order=None):
     return tokenizer
 
 
-# The pieces with the ids 0, 1 and 2.
+# In T5, the special tokens with the ids 0, 1 and 2 have these names.
 SPECIAL_PIECES = ("<pad>", "</s>", "<unk>")
 
 
@@ -750,10 +753,9 @@ WHITE_SPACE = (
     "\t\n\v\f\r\x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009"
     "\u200a\u2028\u2029\u202f\u205f\u3000"
 )
-# The processing steps in a tokenizer.json that a SentencePiece model can reproduce. Each
-# string is the type of a step, followed by its options that matter. SentencePiece merges
-# spaces by itself, and removes them at the end of a text. SPACE_STEPS do this in a
-# tokenizer.json. Files of older versions have add_prefix_space instead of prepend_scheme.
+# A tokenizer.json describes each step by its type and by options. The ids depend only on
+# the following options. Files of older versions have the option add_prefix_space instead
+# of prepend_scheme.
 STEP_OPTIONS = (
     "pattern",
     "content",
@@ -762,7 +764,9 @@ STEP_OPTIONS = (
     "add_prefix_space",
     "byte_fallback",
 )
-# The effects of each step that is needed in every tokenizer.json, as words.
+# The keys are the supported steps. The values say which effects a step has: "prepend" (a
+# space is put before the text), "strip" (spaces at the end of the text are removed) and
+# "merge" (several spaces become one). A tokenizer.json must have all three effects.
 STEPS = {
     "Metaspace prepend_scheme=always": "prepend ",
     "Metaspace prepend_scheme=always add_prefix_space=True": "prepend ",
@@ -780,7 +784,7 @@ STEPS = {
     "NFC": "",
     "Precompiled": "",
 }
-# The effects that every tokenizer.json needs, and what is reported without one of them.
+# The messages about a tokenizer.json in which no step has one of the three effects.
 MISSING_STEPS = {
     "prepend": "no Metaspace that puts a space before a text",
     "strip": "no step that strips spaces",
@@ -823,9 +827,9 @@ def tokenizer_json_to_sentencepiece(path):
     problems += [text for effect, text in MISSING_STEPS.items() if effect not in effects]
     if problems:
         raise UserError(
-            f"{path} is not a tokenizer that a SentencePiece unigram model can reproduce, "
-            f"because it has {', '.join(problems):.200}: download the model's spiece.model "
-            f"into the same folder."
+            f"{path} contains what a SentencePiece unigram model cannot reproduce "
+            f"({', '.join(problems):.200}): download the model's spiece.model into the "
+            f"same folder."
         )
     proto = sentencepiece_model_pb2.ModelProto()
     types = {0: "CONTROL", 1: "CONTROL", unigram["unk_id"]: "UNKNOWN"}
@@ -884,7 +888,8 @@ def compare_ids(tokenizer, encode, path):
         if theirs != ours:
             raise UserError(
                 f"For the text {text!r}, {path} gives the ids {theirs!s:.60}, but the "
-                f"vocabulary of plain T5 gives {ours!s:.60}."
+                f"vocabulary of plain T5 gives the ids {ours!s:.60}: convert only the "
+                f"weights, or report this text as a mistake of convert.py."
             )
     return len(texts)
 
@@ -1040,9 +1045,9 @@ HF_FIELDS = {
     "relative_attention_max_distance": "relative_max_distance",
     "dropout_rate": "dropout",
 }
-# The values of feed_forward_proj in Hugging Face's config.json, and the same activations in
-# plain T5. The name gelu_new means the approximation of GELU that T5 uses. "gelu" without a
-# gate is the exact GELU, which T5 does not use.
+# The values of feed_forward_proj in Hugging Face's config.json, and the same activations
+# in plain T5. The name gelu_new means the approximation of GELU that T5 uses. "gelu"
+# without a gate is the exact GELU, which T5 does not use.
 HF_ACTIVATIONS = {
     "relu": "relu",
     "gelu_new": "gelu",
@@ -1099,26 +1104,28 @@ def hf_config(cfg):
 def open_hf(folder, file=None):
     """Return the Weights of the model in a Hugging Face directory.
 
-    file: a single safetensors file without a config.json, such as t5xxl_fp16.safetensors,
-        or None. Such a file usually contains the encoder of an image model. The vocabulary
-        is then read from the folder of the file.
+    file: a single safetensors file in the directory, such as t5xxl_fp16.safetensors, or
+        None. Such a file usually contains the encoder of an image model, and may lie in a
+        directory without config.json.
 
     Raises a UserError if a file is damaged or plain T5 does not support the model.
     """
     tensors = remove_heads(read_safetensors(file) if file else read_hf(folder))
-    config = {} if file else configs.read_json(folder / "config.json", HF_TYPES)
+    path = folder / "config.json"
+    is_stated = path.exists() or not file
+    config = configs.read_json(path, HF_TYPES) if is_stated else {}
     model_type = config.get("model_type", "t5")
     if model_type not in ("t5", "mt5", "umt5"):
         raise UserError(
-            f"{folder} contains a model of type {model_type}: use a model of type t5, "
-            f"mt5 or umt5."
+            f"{folder} contains a model of type {model_type}, which is another network "
+            f"than T5: use a model of type t5, mt5 or umt5."
         )
     tensors = unify_embeddings(tensors, config, folder)
     cfg = apply_hf_config(model_from_shapes(tensors, HF, folder), config, folder)
-    if file:
+    if not is_stated:
         note(
-            f"{file} has no config.json: the activation function {cfg.activation} and the "
-            f"dropout rate {cfg.dropout} are assumed."
+            f"{file} has no config.json: the activation function {cfg.activation} and "
+            f"the dropout rate {cfg.dropout} are assumed."
         )
     settings = config | read_optional(folder / "generation_config.json", dict)
     note_unused(folder, settings)
@@ -1134,15 +1141,16 @@ def open_hf(folder, file=None):
     return weights._replace(files=read_files(folder))
 
 
-# The first parts of the names of arrays that plain T5 does not use: the output layers of
-# classifiers and of models for question answering.
+# The names of the arrays that only classifiers and models for question answering have
+# begin with these texts. Plain T5 does not use these arrays, which are output layers.
 TASK_HEADS = ("classification_head.", "classifier.", "qa_outputs.")
 
 
 def remove_heads(tensors):
     """Return the arrays of a Hugging Face model without the output layer of a task.
 
-    The names of a T5ForSequenceClassification begin with "transformer.", which is removed.
+    In a T5ForSequenceClassification, the names begin with "transformer.", which is
+    removed.
     """
     if dropped := [name for name in tensors if name.startswith(TASK_HEADS)]:
         note(
@@ -1159,8 +1167,8 @@ def remove_heads(tensors):
 def find_id_order(settings, vocab_size, folder):
     """Return the order of token ids that gives the special tokens T5's ids, or None.
 
-    The decoder of T5 starts with id 0, and an output ends with id 1. Other models, such as
-    MADLAD-400, use other ids. The result is a list: element i is the old id of the new
+    The decoder of T5 starts with id 0, and an output ends with id 1. Other models, such
+    as MADLAD-400, use other ids. The result is a list: element i is the old id of the new
     id i. None means that the model already uses T5's ids. The id of padding does not
     matter, because padding never influences an output.
 
@@ -1178,15 +1186,15 @@ def find_id_order(settings, vocab_size, folder):
     if start == end or start not in order or end not in order:
         raise UserError(
             f"The configuration in {folder} sets decoder_start_token_id to {start} and "
-            f"eos_token_id to {end}: plain T5 needs two different tokens here. Use the "
-            f"model with the library transformers."
+            f"eos_token_id to {end}, but plain T5 needs two different tokens of the "
+            f"vocabulary: use the model with the library transformers."
         )
     for new, old in enumerate((start, end)):
         other = order.index(old)
         order[new], order[other] = old, order[new]
     note(
-        f"The ids of some tokens change, because plain T5 starts the decoder with id 0 and "
-        f"ends an output with id 1. In this model, these ids were {start} and {end}."
+        f"The ids of some tokens change, because plain T5 starts the decoder with id 0 "
+        f"and ends an output with id 1. In this model, these ids were {start} and {end}."
     )
     return order
 
@@ -1213,8 +1221,8 @@ def read_files(folder, *patterns):
     }
 
 
-# Settings of generation in Hugging Face's JSON files that convert.py does not convert,
-# and the values that mean that a setting has no effect.
+# convert.py does not convert these settings, which Hugging Face's JSON files contain for
+# the generation of text. A setting with the value in this table has no effect.
 GENERATION_DEFAULTS = {
     "forced_bos_token_id": None,
     "forced_eos_token_id": None,
@@ -1283,9 +1291,9 @@ def unify_embeddings(tensors, config, folder):
 
     if not tables or not all(map(equals_embedding, tables)):
         raise UserError(
-            f"{folder} must contain one embedding, {embed}, which the encoder and the "
-            f"decoder share, but it contains {len(tables)} different arrays: use a "
-            f"complete model."
+            f"{folder} has {'different embeddings' if tables else 'no embedding'} "
+            f"({', '.join(copies)}): use a complete model whose encoder and decoder "
+            f"share one embedding."
         )
     head = tensors.get(head_name, tables[0])
     shared = equals_embedding(head)
@@ -1345,13 +1353,13 @@ def apply_hf_config(cfg, config, folder):
     plain T5 does not support.
     """
     stated = {name: value for name, value in config.items() if value is not None}
-    # config.json may leave out the number of decoder layers. It states any such number if
-    # the model is only an encoder.
+    # If config.json leaves out the number of decoder layers, it equals the number of
+    # encoder layers. If the model is only an encoder, ignore the number in config.json.
     layers = {"num_decoder_layers": stated.get("num_layers", cfg.num_decoder_layers)}
     stated = (
         layers | stated if cfg.num_decoder_layers else stated | {"num_decoder_layers": 0}
     )
-    # Weights with different activation functions have the same shapes.
+    # The weights do not show the activation function, but config.json does.
     activation = HF_ACTIVATIONS.get(stated.get("feed_forward_proj"))
     if activation:
         del stated["feed_forward_proj"]
@@ -1364,7 +1372,7 @@ def apply_hf_config(cfg, config, folder):
     configs.refuse_differences(
         stated,
         hf_config(cfg),
-        f"The config.json in {folder} contradicts the weights, or describes another network",
+        f"{folder}/config.json contradicts the weights, or describes another network",
         "download the model again, or use it with the library transformers",
     )
     return cfg
@@ -1456,8 +1464,9 @@ def open_zarr(kvstore, part=None, dtype=None):
 
 # The names of Adafactor's arrays in Mesh TensorFlow, and their names in T5X.
 MTF_SLOTS = {"v": "v", "vr": "v_row", "vc": "v_col", "m": "m"}
-# The parts of names in Mesh TensorFlow that Hugging Face writes in another way, as regular
-# expressions. Some versions of Mesh TensorFlow write "rms_norm" instead of "layer_norm".
+# Replacing these regular expressions, one after another, turns the name of an array in
+# Mesh TensorFlow into its name in Hugging Face. Some versions of Mesh TensorFlow write
+# "rms_norm" instead of "layer_norm".
 MTF_NAMES = {
     "/(embedding|kernel|scale)$": "",
     "rms_norm": "layer_norm",
@@ -1589,8 +1598,8 @@ def read_gin(folders):
                 stated[field] = convert_value(value)
             except (KeyError, ValueError) as error:
                 raise UserError(
-                    f"The Gin file of {folders[0]} sets {field} to {value}, which plain T5 "
-                    f"cannot use: copy the file again, or convert another model."
+                    f"The Gin file of {folders[0]} sets {field} to {value}, which plain "
+                    f"T5 cannot use: copy the file again, or convert another model."
                 ) from error
     return stated
 
@@ -1708,8 +1717,9 @@ def open_any(source, step=None):
         )
 
 
-# What to do about a SRC with a file that has one of these suffixes, as the end of a
-# sentence.
+# The advice that is printed if SRC cannot be read and is, or contains, a file with one of
+# these suffixes. {file} stands for the name of this file, and {path} stands for its path
+# without the suffix.
 ADVICE = {
     ".index": "name one checkpoint of Mesh TensorFlow, such as {path}",
     ".gguf": (
@@ -1717,8 +1727,8 @@ ADVICE = {
         "has a config.json and a model.safetensors"
     ),
     ".safetensors": (
-        "use a folder with the weights and their config.json as SRC, or the path of {file} "
-        "if it contains a complete encoder"
+        "use a folder with the weights and their config.json as SRC, or the path of "
+        "{file} if it contains a complete encoder"
     ),
     ".bin": (
         "use a folder with the weights and their config.json as SRC. Rename {file} to "
@@ -1741,7 +1751,7 @@ def advice(path):
         )
 
     def is_model(folder):
-        """Return whether a folder contains a model that convert.py may be able to read."""
+        """Return whether a folder contains a model, which may still be damaged."""
         config = folder / "config.json"
         if find_checkpoints(folder) or (folder / "manifest.json").exists():
             return True
@@ -1802,8 +1812,8 @@ def write_plain(folder, weights, dtype):
 
 # ---- writing Hugging Face --------------------------------------------------------------
 
-# The size of a safetensors file in bytes, without its last array. A larger model is split
-# into several files.
+# A model of more than 5 GB is split into several safetensors files. If the arrays in a
+# file have reached this size in bytes, the next array begins a new file.
 SHARD_BYTES = 5_000_000_000
 
 
@@ -1849,7 +1859,7 @@ def write_safetensors(folder, weights, dtype):
     weights: the Weights of the model.
     dtype: the NumPy type in which the parameters are written.
     """
-    # The parameters that begin in the first 5 GB are in the first file, and so on.
+    # An array belongs to the first file if it begins in the first 5 GB of the model.
     files, total_size = {}, 0
     for entry in parameter_entries(weights.cfg.model, HF):
         files.setdefault(total_size // SHARD_BYTES, []).append(entry)
@@ -1875,11 +1885,11 @@ def write_json(path, value):
 
 
 EXPORT_NOTE = (
-    "The exported tokenizer gives the same ids as plain T5, with few exceptions. Plain T5 "
-    "reads a sentinel without a space before it as ordinary text. Plain T5 also reads </s>, "
-    "<pad>, <unk> and names of bytes, such as <0x41>, as ordinary text. Some rare characters "
-    "that are made of several code points, such as half-width kana with a voicing mark, also "
-    "get other ids."
+    "The exported tokenizer gives the same ids as plain T5, with few exceptions. Plain "
+    "T5 reads a sentinel without a space before it as ordinary text. Plain T5 also "
+    "reads </s>, <pad>, <unk> and names of bytes, such as <0x41>, as ordinary text. "
+    "Some rare characters that are made of several code points, such as half-width kana "
+    "with a voicing mark, also get other ids."
 )
 
 
@@ -1941,8 +1951,8 @@ def write_tokenizer(folder, vocabulary, cfg):
     write_json(folder / "tokenizer_config.json", config)
 
 
-# The parts of a tokenizer.json that all vocabularies share. The last step of reading a text
-# adds EOS.
+# The parts of a tokenizer.json that are the same for all vocabularies. The post_processor
+# adds EOS to the ids of a text.
 TOKENIZER_JSON = json.loads("""
 {
   "version": "1.0",
@@ -1960,8 +1970,8 @@ TOKENIZER_JSON = json.loads("""
   }
 }
 """)
-# The steps of a tokenizer.json that remove spaces at the end of a text and merge adjacent
-# spaces, as SentencePiece does. The step "Metaspace" replaces every space by "\u2581".
+# Two steps of a tokenizer.json. The first step removes the spaces at the end of a text.
+# The second step merges adjacent spaces. SentencePiece does both by itself.
 SPACE_STEPS = json.loads(r"""
 [
   {"type": "Replace", "pattern": {"Regex": "[ \u2581]+$"}, "content": ""},
@@ -2246,7 +2256,8 @@ def merge_lora(weights, folder):
     return weights._replace(arrays=arrays)
 
 
-# Settings of a LoRA adapter, and the values that plain T5 supports.
+# The settings of a LoRA adapter that must have these values, because plain T5 merges only
+# matrices of the usual form.
 LORA_DEFAULTS = {
     "peft_type": "LORA",
     "bias": "none",
@@ -2292,8 +2303,10 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False, lora=
             files = {**files, "spiece.model": weights.vocabulary.serialized}
         else:
             note(
-                f"warning: {source} has no vocabulary. The converted model reads only "
-                f"token ids until you copy the model's spiece.model into {destination}."
+                f"warning: {source} has no vocabulary in a file spiece.model or "
+                f"tokenizer.json. Plain T5 does not read other files, such as the "
+                f"vocab.json of CodeT5. The converted model reads only token ids until "
+                f"you copy the model's spiece.model into {destination}."
             )
         try:
             for name, content in files.items():
@@ -2307,7 +2320,10 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False, lora=
         written = open_any(folder)
         count = compare(weights, written, dtype)
         if not written.files.items() <= weights.files.items():
-            raise OSError(f"a copy of {', '.join(weights.files)} has another content")
+            raise OSError(
+                f"the copies of {', '.join(weights.files)} differ from the files in SRC, "
+                f"so the disk may be faulty"
+            )
         print(f"compared {count:,} arrays with the source: all are equal in {dtype}")
         if weights.vocabulary and written.vocabulary:
             encode = written.vocabulary.encode
