@@ -808,7 +808,7 @@ def tokenizer_json_to_sentencepiece(path):
     Raises a UserError if the tokenizer.json contains a step that a SentencePiece unigram
     model does not support.
     """
-    tokenizer = configs.read_json(path, {"model": {"vocab": list, "unk_id": int}})
+    tokenizer = configs.read_json(path, {"model": dict})
     unigram = tokenizer["model"]
     steps = [{"type": "Unigram", **unigram}]
     for key, inside in ("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers"):
@@ -827,9 +827,9 @@ def tokenizer_json_to_sentencepiece(path):
     problems += [text for effect, text in MISSING_STEPS.items() if effect not in effects]
     if problems:
         raise UserError(
-            f"{path} contains what a SentencePiece unigram model cannot reproduce "
-            f"({', '.join(problems):.200}): download the model's spiece.model into the "
-            f"same folder."
+            f"{path} cannot be converted to a SentencePiece unigram model, because of "
+            f"its steps ({', '.join(problems):.200}): download the model's spiece.model "
+            f"into the same folder, if the model has this file."
         )
     proto = sentencepiece_model_pb2.ModelProto()
     types = {0: "CONTROL", 1: "CONTROL", unigram["unk_id"]: "UNKNOWN"}
@@ -2236,7 +2236,7 @@ def merge_lora(weights, folder):
     for entry in parameter_entries(weights.cfg.model, HF):
         stem = f"base_model.model.{entry.external_name.removesuffix('weight')}"
         pair = [tensors.pop(f"{stem}lora_{x}.weight", None) for x in "AB"]
-        if None in pair:
+        if not any(pair):
             continue
         key = entry.name, entry.layer
 

@@ -9559,6 +9559,13 @@ def test_another_start_token_becomes_id_0(tmp_path, capsys, monkeypatch, tokeniz
     "change_it, expected",
     [
         (lambda t: t["model"].update(type="BPE"), "BPE"),
+        (  # a byte-level BPE, as in CodeT5
+            lambda t: t.update(
+                model={"type": "BPE", "vocab": {"a": 0}, "merges": []},
+                pre_tokenizer={"type": "ByteLevel"},
+            ),
+            "(BPE, ByteLevel, no Metaspace",
+        ),
         (lambda t: t["model"].update(byte_fallback=True), "byte_fallback"),
         (lambda t: t.update(normalizer={"type": "Lowercase"}), "Lowercase"),
         (lambda t: t.update(pre_tokenizer={"type": "Digits"}), "Digits, no Metaspace"),
@@ -9585,6 +9592,7 @@ def test_unsupported_tokenizer_json_is_refused(
     (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps(about))
     status, _, err = run(convert, capsys, monkeypatch, tmp_path / "hf", tmp_path / "run")
     assert status == 2 and expected in err and "Traceback" not in err, err
+    assert "To convert only the weights" in err or "is missing, damaged" in err
 
 
 def test_input_from_a_pipe_is_read_once(trained, tmp_path, capsys, monkeypatch):
