@@ -70,7 +70,6 @@ import tensorstore
 from sentencepiece import sentencepiece_model_pb2
 
 import data
-import infer
 import model
 import partition
 from configs import Config, DataConfig, ModelConfig, TrainConfig, UserError, note
@@ -1199,6 +1198,10 @@ def find_id_order(settings, vocab_size, folder):
     return order
 
 
+# The layers of the library sentence-transformers that infer.py supports.
+MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
+
+
 def read_files(folder, *patterns):
     """Return {path: content} of the files in a folder that fit one of some patterns.
 
@@ -1207,8 +1210,21 @@ def read_files(folder, *patterns):
 
     folder: a Hugging Face directory or a run directory.
     patterns: the names of other files, such as "recipe.py".
+
+    Raises a UserError if modules.json describes a layer that infer.py does not know.
+    infer.py checks the options of the layers.
     """
-    infer.read_vector_head(folder)  # raise a UserError for unknown layers in modules.json
+    form = [{"type": str, "path": str}]
+    for module in read_optional(folder / "modules.json", form):
+        kind = module["type"]
+        config = read_optional(folder / module["path"] / "config.json", dict)
+        # The models instructor leave their instructions out of the mean.
+        includes_prompt = config.get("include_prompt", True)
+        if kind.rsplit(".")[-1] not in MODULES or not includes_prompt:
+            raise UserError(
+                f"{folder}/modules.json describes a layer {kind} that plain T5 does not "
+                f"support: remove modules.json to convert only the encoder."
+            )
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for pattern in (

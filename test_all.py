@@ -9362,6 +9362,12 @@ def test_the_vectors_of_sentence_transformers(tmp_path, capsys, monkeypatch, tok
             np.testing.assert_allclose(
                 again.encode(texts), theirs.encode(texts), atol=1e-5
             )
+    pooling = tmp_path / "st5" / "1_Pooling" / "config.json"
+    usual = pooling.read_text()
+    pooling.write_text(json.dumps(json.loads(usual) | {"include_prompt": False}))
+    status, _, err = run(convert, capsys, monkeypatch, tmp_path / "st5", tmp_path / "no")
+    assert status == 2 and "does not support" in err and "Pooling" in err
+    pooling.write_text(usual)
     modules = json.loads((tmp_path / "st5" / "modules.json").read_text())
     modules[3]["type"] = "sentence_transformers.models.LSTM"
     (tmp_path / "st5" / "modules.json").write_text(json.dumps(modules))
