@@ -887,8 +887,8 @@ def compare_ids(tokenizer, encode, path):
         if theirs != ours:
             raise UserError(
                 f"For the text {text!r}, {path} gives the ids {theirs!s:.60}, but the "
-                f"vocabulary of plain T5 gives the ids {ours!s:.60}: convert only the "
-                f"weights, or report this text as a mistake of convert.py."
+                f"vocabulary of plain T5 gives the ids {ours!s:.60}: report this text as "
+                f"a mistake of convert.py."
             )
     return len(texts)
 
@@ -1322,8 +1322,8 @@ def unify_embeddings(tensors, config, folder):
     flags = {"tie_word_embeddings", "scale_decoder_outputs"} & config.keys()
     tied = config.get("tie_word_embeddings", True)
     tied_4 = config.get("tie_word_embeddings", family != "mt5")
-    scaled_5 = config.get("scale_decoder_outputs", tied)
-    scaled_5 = {"mt5": False, "umt5": True}.get(family, scaled_5)
+    stated = config.get("scale_decoder_outputs", tied)
+    scaled_5 = {"mt5": False, "umt5": True}.get(family, stated)
     scaled = tied if family == "umt5" else scaled_5
     if head_name not in tensors and not any("decoder" in name for name in rest):
         # A model without a decoder needs no output layer. If `scaled` is True, the code
@@ -1775,7 +1775,7 @@ def advice(path):
         is_t5 = config.is_file() and "t5" in config.read_text().lower()
         return is_t5 and find_hf_weights(folder)
 
-    for pattern in ("*", "*/*", "*/*/*"):
+    for pattern in ("*/", "*/*/", "*/*/*/"):
         if models := [str(folder) for folder in path.glob(pattern) if is_model(folder)]:
             return f"use one of its subfolders, {', '.join(sorted(models))}"
     files = sorted(path.iterdir()) if path.is_dir() else [path]
