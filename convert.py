@@ -70,7 +70,6 @@ import tensorstore
 from sentencepiece import sentencepiece_model_pb2
 
 import data
-import infer
 import model
 import partition
 from configs import Config, DataConfig, ModelConfig, TrainConfig, UserError, note
@@ -194,9 +193,12 @@ class Tensor(NamedTuple):
     shape: tuple
     read: Callable  # read() returns the values as a NumPy array
 
-    def transpose(self):
-        """Return the transposed matrix as a Tensor, without reading its values yet."""
-        return Tensor(self.shape[::-1], lambda: self.read().T)
+    def transpose(self, needed=True):
+        """Return the transposed matrix as a Tensor, without reading its values yet.
+
+        If `needed` is False, the Tensor itself is returned.
+        """
+        return Tensor(self.shape[::-1], lambda: self.read().T) if needed else self
 
 
 class Entry(NamedTuple):
@@ -235,7 +237,7 @@ def parameter_entries(cfg, form):
     return entries
 
 
-# The name of the array in which T5X stores the step number.
+# T5X stores the step number in an array with this name.
 STEP = "state/step"
 
 
@@ -275,17 +277,16 @@ def slot_entries(parameters, factored):
         "params/encoder/layers/mlp/up".
     """
     entries = []
-    for parameter in parameters:
-        slots = {"full": ("v", parameter.shape)}
-        if parameter.name in factored:
-            rows, columns = parameter.shape
-            slots = {"row": ("v_row", (rows,)), "column": ("v_col", (columns,))}
-            if rows > columns:
-                slots = {"row": ("v_col", (rows,)), "column": ("v_row", (columns,))}
-        for slot, (t5x_slot, shape) in slots.items():
-            external_name = slot_name(parameter.external_name, t5x_slot)
-            name = parameter.name.replace("params/", "slots/", 1) + "/" + slot
-            entries.append(Entry(external_name, name, parameter.layer, shape, False))
+    for external_name, name, layer, shape, _ in parameters:
+        slots = [("full", "v", shape)]
+        if name in factored:
+            rows, columns = shape
+            first, second = ("v_col", "v_row") if rows > columns else ("v_row", "v_col")
+            slots = [("row", first, (rows,)), ("column", second, (columns,))]
+        for slot, t5x_slot, slot_shape in slots:
+            own_name = f"{name.replace('params/', 'slots/', 1)}/{slot}"
+            t5x_name = slot_name(external_name, t5x_slot)
+            entries.append(Entry(t5x_name, own_name, layer, slot_shape, False))
     return entries
 
 
@@ -303,8 +304,9 @@ class Weights(NamedTuple):
     # state is included if convert.py supports the optimizer.
     arrays: dict
     vocabulary: data.Tokenizer | None  # None if the model has no vocabulary
-    recipe: bytes | None = None  # the content of recipe.py, or None without such a file
-    modules: dict = {}  # the files of sentence-transformers, from read_modules
+    # {path: content} of the other files that are copied to the new model, such as
+    # recipe.py
+    files: dict = {}
 
 
 def in_memory(array):
@@ -342,8 +344,13 @@ def explain_errors(path, kind="in the format that its name and folder suggest"):
         ) from error
 
 
-def check_shapes(source, required, found):
-    """Raise a UserError if an array of a model is missing or has the wrong shape.
+def listed(names):
+    """Return the beginning of a sorted list of names, for a message."""
+    return f"{', '.join(sorted(names)):.200}"
+
+
+def check_arrays(source, required, found):
+    """Raise a UserError unless a model has exactly the required arrays.
 
     This check finds a damaged model before anything is converted.
 
@@ -351,6 +358,12 @@ def check_shapes(source, required, found):
     required: {name: shape} of the arrays that the model must have.
     found: {name: shape} of the arrays that the model has.
     """
+    if unknown := found.keys() - required.keys():
+        raise UserError(
+            f"{source} has arrays that no T5 model has ({listed(unknown)}), or that "
+            f"contradict its configuration: convert a T5 1.0, T5 1.1, mT5, UMT5 or ByT5 "
+            f"model, or a model derived from one of these."
+        )
     for name, shape in required.items():
         if found.get(name) != shape:
             raise UserError(
@@ -363,36 +376,34 @@ def model_from_shapes(tensors, form, source):
     """Return the ModelConfig of a model, computed from the shapes of its weights.
 
     For example, the embedding has the shape [vocab_size, d_model]. The number of layers
-    follows from the names of the arrays. Values that are not in the weights, such as the
-    dropout rate, keep their defaults.
+    follows from the names of the arrays. The weights do not show the activation function,
+    the dropout rate and the maximum distance of relative positions. These fields get
+    default values.
 
     tensors: {name in Hugging Face or T5X: Tensor} for all arrays of the model.
     form: HF if the names in `tensors` are those of Hugging Face, or T5X.
     source: the path of the model, for error messages.
 
-    Raises a UserError if the encoder has no layers. Raises a UserError if the model has
-    an output layer, but no decoder layers.
+    Raises a UserError if the model has no layers.
     """
     gated = parameter_names("encoder/layers/mlp/gate", 0, True)[form] in tensors
 
+    def name(path, layer=0):
+        """Return the external name of a parameter."""
+        return parameter_names(path, layer, gated)[form]
+
     def shape(path):
         """Return the shape of a parameter in plain T5, without the layer axis."""
-        rows, columns = tensors[parameter_names(path, 0, gated)[form]].shape
-        if form == HF and path != "embed":
-            return columns, rows
-        return rows, columns
+        shape = tensors[name(path)].shape
+        return shape[::-1] if form == HF and path != "embed" else shape
 
-    def count_layers(stack):
-        """Return the number of layers of a stack, which is "encoder" or "decoder".
-
-        If the largest layer number in the names of the arrays is 11, the result is 12.
-        """
-        pattern = rf"{stack}[./](?:block\.|layers_)(\d{{1,3}})\D"
-        numbers = re.findall(pattern, " ".join(tensors))
-        return max(map(int, numbers), default=-1) + 1
-
-    num_layers, num_decoder_layers = count_layers("encoder"), count_layers("decoder")
-    tied = UNSTACKED["unembed"][form] not in tensors
+    # Count the layers by the scales of the normalization before the MLP. Every layer has
+    # one such array.
+    num_layers, num_decoder_layers = (
+        sum(name(f"{stack}/layers/mlp/norm", i) in tensors for i in range(1000))
+        for stack in ("encoder", "decoder")
+    )
+    tied = name("unembed") not in tensors
     if not num_layers or not num_decoder_layers and not tied:
         raise UserError(
             f"{source} has {num_layers} encoder layers, {num_decoder_layers} decoder "
@@ -401,7 +412,6 @@ def model_from_shapes(tensors, form, source):
         )
     num_heads, relative_buckets = shape("encoder/relative_bias")
     vocab_size, d_model = shape("embed")
-    bias_of_layer_1 = parameter_names("encoder/layers/attention/relative_bias", 1, gated)
     return ModelConfig(
         vocab_size=vocab_size,
         d_model=d_model,
@@ -411,7 +421,7 @@ def model_from_shapes(tensors, form, source):
         num_layers=num_layers,
         num_decoder_layers=num_decoder_layers,
         relative_buckets=relative_buckets,
-        layer_biases=bias_of_layer_1[form] in tensors,
+        layer_biases=name("encoder/layers/attention/relative_bias", 1) in tensors,
         activation="gated_gelu" if gated else "relu",
         tied=tied,
     )
@@ -426,7 +436,8 @@ def read_floats(tensor, name, source):
     Raises a UserError if the values are damaged, or if they are integers. Integers are
     quantized weights, or come from a damaged description of the array.
     """
-    values = explain_errors(source)(tensor.read)()
+    with explain_errors(f"The array {name} of {source}", "complete"):
+        values = tensor.read()
     if not jnp.issubdtype(values.dtype, jnp.floating):
         raise UserError(
             f"{source} is damaged or quantized, because {name} has the type "
@@ -452,31 +463,24 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5"):
     Raises a UserError if an array is missing or unknown, or has a wrong shape.
     """
     entries = parameter_entries(cfg, form)
-    required = {}
-    for entry in entries:
-        shape = entry.shape[::-1] if entry.transposed else entry.shape
-        required[entry.external_name] = shape
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    check_shapes(source, required, shapes)
-    optimizer, unknown = {}, []
-    for external_name in sorted(shapes.keys() - required.keys()):
+    required = {
+        entry.external_name: entry.shape[::-1] if entry.transposed else entry.shape
+        for entry in entries
+    }
+    # The names of the step and of the optimizer arrays begin with "state/".
+    found, optimizer = {}, {}
+    for external_name, tensor in tensors.items():
         if not external_name.startswith("state/"):
-            unknown.append(external_name)
+            found[external_name] = tensor.shape
         # Skip unused optimizer arrays. T5X stores a single zero for each of them.
-        elif math.prod(shapes[external_name]) > 1:
-            optimizer[external_name] = shapes[external_name]
-    if unknown:
-        raise UserError(
-            f"{source} has arrays that no T5 model has ({', '.join(unknown):.200}): "
-            f"convert a T5 1.0, T5 1.1, mT5, UMT5 or ByT5 model, or a model derived from "
-            f"one of these."
-        )
+        elif math.prod(tensor.shape) > 1:
+            optimizer[external_name] = tensor.shape
+    check_arrays(source, required, found)
     step = int(tensors[STEP].read()) if STEP in tensors else 0
-    factored = set()
-    for entry in entries:
-        if slot_name(entry.external_name, "v_row") in optimizer:
-            factored.add(entry.name)
-    slots = slot_entries(entries, factored)
+    slots = slot_entries(
+        entries,
+        {x.name for x in entries if slot_name(x.external_name, "v_row") in optimizer},
+    )
     arrays = {}
     # Convert the optimizer state only if its arrays are exactly those of Adafactor
     # without momentum.
@@ -492,9 +496,7 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5"):
             f"supports only Adafactor without momentum. The parameters are converted."
         )
     for entry in entries:
-        tensor = tensors[entry.external_name]
-        if entry.transposed:
-            tensor = tensor.transpose()
+        tensor = tensors[entry.external_name].transpose(entry.transposed)
         read = functools.partial(read_floats, tensor, entry.external_name, source)
         arrays[entry.name, entry.layer] = Tensor(entry.shape, read)
     data_config = DataConfig("python:", vocab="spiece.model")
@@ -518,7 +520,7 @@ def read_vocabulary(folders, cfg, order=None):
 
     folders: the folders to search. The first folder that contains the file is used.
     cfg: the ModelConfig of the model.
-    order: the array that find_id_order returns, or None.
+    order: the list that find_id_order returns, or None.
 
     Raises a UserError if plain T5 cannot use the vocabulary, or if the vocabulary has
     more pieces than the model has embeddings.
@@ -530,7 +532,8 @@ def read_vocabulary(folders, cfg, order=None):
     if not 0 < sentinels <= max(cfg.vocab_size, data.SENTINELS):
         raise UserError(
             f"{config_path} sets extra_ids to {sentinels}, but the model has "
-            f"{cfg.vocab_size} embeddings: download this file again."
+            f"{cfg.vocab_size} embeddings. The field extra_ids is the number of "
+            f"sentinels, and each sentinel needs an embedding: download this file again."
         )
     names = ("spiece.model", "tokenizer.json")
     paths = [folder / name for name in names for folder in folders]
@@ -546,17 +549,17 @@ def read_vocabulary(folders, cfg, order=None):
             tokenizer = data.load_tokenizer(path)
         else:
             tokenizer = read_pieces(path, sentinels, cfg.vocab_size, order)
+        if tokenizer.size > cfg.vocab_size:
+            raise UserError(
+                f"{path} has {tokenizer.size:,} pieces, including the sentinels, but the "
+                f"model has only {cfg.vocab_size:,} embeddings: replace this file by the "
+                f"vocabulary of the model."
+            )
     except UserError as error:
         raise UserError(
             f"{error} To convert only the weights, move spiece.model and tokenizer.json "
             f"out of the folder of the model."
         ) from error
-    if tokenizer.size > cfg.vocab_size:
-        raise UserError(
-            f"{path} has {tokenizer.size:,} pieces, including the sentinels, but the "
-            f"model has only {cfg.vocab_size:,} embeddings: replace this file by the "
-            f"vocabulary of the model."
-        )
     return tokenizer
 
 
@@ -574,7 +577,7 @@ def byte_vocabulary(folder):
     Raises a UserError if the tokenizer has added tokens other than sentinels.
     """
     for _, text in read_added_tokens(folder):
-        if "<extra_id_" not in text:
+        if text not in SPECIAL_PIECES and "<extra_id_" not in text:
             raise UserError(
                 f"The tokenizer in {folder} adds {text} to the bytes of ByT5, which "
                 f"plain T5 does not support: to convert only the weights, move the "
@@ -593,25 +596,20 @@ def read_optional(path, form):
 
 
 def read_added_tokens(folder):
-    """Return a sorted list of (id, text) for the tokens that were added to a tokenizer.
+    """Return a list of (id, text) for the tokens that were added to a tokenizer.
 
     An example of an element is (32100, "<hl>"). Hugging Face stores these tokens in up to
-    three files. The tokens <pad>, </s> and <unk> of T5 are left out.
+    three files, which also list special tokens such as </s>.
 
     folder: the folder with the tokenizer files of Hugging Face.
     """
-    form = {"content": str}
-    ids = read_optional(folder / "added_tokens.json", {str: int})
-    added = {(number, text) for text, number in ids.items()}
-    tokenizer_form = {"added_tokens?": [{"id": int, **form}]}
-    tokenizer = read_optional(folder / "tokenizer.json", tokenizer_form)
-    for token in tokenizer.get("added_tokens", []):
-        added.add((token["id"], token["content"]))
-    config_form = {"added_tokens_decoder?": {str: form}}
-    config = read_optional(folder / "tokenizer_config.json", config_form)
-    for number, token in config.get("added_tokens_decoder", {}).items():
-        added.add((int(number), token["content"]))
-    return sorted(added - {(0, "<pad>"), (1, "</s>"), (2, "<unk>")})
+    names = ("added_tokens.json", "tokenizer.json", "tokenizer_config.json")
+    ids, tokenizer, config = (read_optional(folder / name, dict) for name in names)
+    decoder = config.get("added_tokens_decoder", {})
+    tokens = [(number, text) for text, number in ids.items()]
+    tokens += [(x["id"], x["content"]) for x in tokenizer.get("added_tokens", [])]
+    tokens += [(int(number), x["content"]) for number, x in decoder.items()]
+    return sorted(set(tokens))
 
 
 def read_pieces(path, sentinels, vocab_size=math.inf, order=None):
@@ -634,44 +632,41 @@ def read_pieces(path, sentinels, vocab_size=math.inf, order=None):
         norm_map = decompile(proto.normalizer_spec.precompiled_charsmap)
         # Hugging Face's T5Tokenizer begins a new word after each added token.
         space = " "
-    renamed = {}
+    # The files also list special tokens, such as </s>, which are already pieces.
+    known = {
+        (i, piece.piece) for i, piece in enumerate(proto.pieces) if is_special(piece)
+    }
+    added = [token for token in read_added_tokens(path.parent) if token not in known]
     if order is not None:
-        renamed = reorder_pieces(proto, order)
+        reorder_pieces(proto, order)
         vocabulary = proto.SerializeToString()
-    has_sentinels = any("<extra_id_" in piece.piece for piece in proto.pieces)
-    if not has_sentinels and len(proto.pieces) + sentinels > vocab_size:
-        proto.trainer_spec.model_prefix = data.NO_SENTINELS
-        vocabulary = proto.SerializeToString()
-    elif not has_sentinels:
+        added = [(order.index(number), text) for number, text in added]
+    if not any("<extra_id_" in piece.piece for piece in proto.pieces):
+        if len(proto.pieces) + sentinels > vocab_size:
+            proto.trainer_spec.model_prefix, sentinels = data.NO_SENTINELS, 0
         data.add_sentinels(proto, sentinels)
         # Store the sentinels in the file only if their number is not 100. Otherwise,
         # data.parse_vocabulary adds 100 sentinels when it reads the file.
         if sentinels != data.SENTINELS:
             vocabulary = proto.SerializeToString()
-    added = read_added_tokens(path.parent)
-    if order is not None:
-        new_ids = {int(old): new for new, old in enumerate(order)}
-        added = [(new_ids[i], text) for i, text in added if text not in renamed]
-    tokens = {}
     for number, text in added:
-        if number == len(proto.pieces):
+        if text and number == len(proto.pieces):
             proto.pieces.add(piece=text)
-        if text and number in range(len(proto.pieces)):
-            piece = proto.pieces[number]
-            if piece.type == piece.NORMAL and piece.piece.removeprefix(SPACE) == text:
-                tokens[number] = text
+    extra = [piece for piece in proto.pieces if "<extra_id_" in piece.piece]
+    tokens = [
+        piece
+        for number, piece in enumerate(proto.pieces)
+        if piece.type == piece.NORMAL
+        and (number, piece.piece.removeprefix(SPACE)) in added
+    ]
     if tokens or is_json:
-        for number, piece in enumerate(proto.pieces):
-            if "<extra_id_" in piece.piece:
-                tokens[number] = piece.piece.removeprefix(SPACE)
         # A Hugging Face tokenizer recognizes sentinels and added tokens even inside a
         # word. SentencePiece needs a space before such a token, because the text of its
         # piece begins with a space. So a normalization rule inserts this space.
-        for number, text in tokens.items():
+        for piece in tokens + extra:
+            text = piece.piece.removeprefix(SPACE)
             norm_map[text] = f" {text}{space}"
-            piece = proto.pieces[number]
-            piece.piece = SPACE + text
-            piece.score, piece.type = 0.0, piece.USER_DEFINED
+            piece.piece, piece.score, piece.type = SPACE + text, 0.0, piece.USER_DEFINED
         rules = sentencepiece.SentencePieceNormalizer(norm_map=list(norm_map.items()))
         proto.normalizer_spec.MergeFromString(rules.serialized_normalizer_spec())
         vocabulary = proto.SerializeToString()
@@ -680,39 +675,44 @@ def read_pieces(path, sentinels, vocab_size=math.inf, order=None):
         ids = tokenizer.encode(text)
         if ids != [number]:
             raise UserError(
-                f"The added token {text!r} has the id {number}, but plain T5 reads the "
-                f"ids {ids!s:.60} with {path}: download the files of the tokenizer "
-                f"again, or use the model with the library transformers."
+                f"The files beside {path} say that the added token {text!r} has the id "
+                f"{number}, but plain T5 would give the ids {ids!s:.60} to this text: "
+                f"download the files of the tokenizer again, or use the model with the "
+                f"library transformers."
             )
     if is_json:
         compare_with_library(path, tokenizer)
     return tokenizer
 
 
-def reorder_pieces(proto, order):
-    """Change the order of the pieces of a ModelProto, and return the old special pieces.
+# In T5, the special tokens with the ids 0, 1 and 2 have these names.
+SPECIAL_PIECES = ("<pad>", "</s>", "<unk>")
 
-    The first three pieces get T5's names. Old pieces with such a role become unused.
+
+def is_special(piece):
+    """Return whether a piece of a ModelProto stands for no text, such as </s>."""
+    return piece.type in (piece.CONTROL, piece.UNKNOWN)
+
+
+def reorder_pieces(proto, order):
+    """Change the order of the pieces of a ModelProto, and rename the special pieces.
+
+    The first three pieces become <pad>, </s> and <unk>. The model does not use its other
+    special pieces, such as <s>, and they become unused pieces.
 
     order: for each new id, its old id.
     """
-    pieces = [proto.pieces[old] for old in order[: len(proto.pieces)]]
-    copies = [type(piece).FromString(piece.SerializeToString()) for piece in pieces]
-    del proto.pieces[:]
-    renamed = set()
-    for number, piece in enumerate(copies):
-        if piece.type in (piece.CONTROL, piece.UNKNOWN) or number < 3:
-            renamed.add(piece.piece)
-            piece.piece = f"<unused_{number}>"
-            piece.type = piece.UNUSED
-        if number < 3:
-            piece.piece = ("<pad>", "</s>", "<unk>")[number]
-            piece.type = piece.UNKNOWN if number == data.UNK else piece.CONTROL
-        proto.pieces.append(piece)
+    old = type(proto).FromString(proto.SerializeToString()).pieces
+    for number, piece in enumerate(proto.pieces):
+        piece.CopyFrom(old[order[number]])
+        if is_special(piece):
+            piece.piece, piece.type = f"<unused_{number}>", piece.UNUSED
+    for piece, text in zip(proto.pieces, SPECIAL_PIECES):
+        piece.piece, piece.type = text, piece.CONTROL
+    proto.pieces[data.UNK].type = piece.UNKNOWN
     trainer = proto.trainer_spec
     trainer.pad_id, trainer.eos_id, trainer.unk_id, trainer.bos_id = 0, 1, 2, -1
-    trainer.pad_piece, trainer.eos_piece, trainer.unk_piece = "<pad>", "</s>", "<unk>"
-    return renamed
+    trainer.pad_piece, trainer.eos_piece, trainer.unk_piece = SPECIAL_PIECES
 
 
 def parse_sentencepiece(vocabulary, path="spiece.model"):
@@ -752,10 +752,9 @@ WHITE_SPACE = (
     "\t\n\v\f\r\x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009"
     "\u200a\u2028\u2029\u202f\u205f\u3000"
 )
-# The processing steps in a tokenizer.json that a SentencePiece model can reproduce. Each
-# string is the type of a step, followed by its options that matter. SentencePiece merges
-# spaces by itself, and removes them at the end of a text. SPACE_STEPS do this in a
-# tokenizer.json. Files of older versions have add_prefix_space instead of prepend_scheme.
+# A tokenizer.json describes each step by its type and by options. The ids depend only on
+# the following options. Files of older versions have the option add_prefix_space instead
+# of prepend_scheme.
 STEP_OPTIONS = (
     "pattern",
     "content",
@@ -764,26 +763,31 @@ STEP_OPTIONS = (
     "add_prefix_space",
     "byte_fallback",
 )
-METASPACE_STEPS = {
-    "Metaspace prepend_scheme=always",
-    "Metaspace prepend_scheme=always add_prefix_space=True",
-    "Metaspace prepend_scheme=first",
-    "Metaspace prepend_scheme=first add_prefix_space=True",
-    "Metaspace add_prefix_space=True",
+# The keys are the supported steps. The values say which effects a step has: "prepend" (a
+# space is put before the text), "strip" (spaces at the end of the text are removed) and
+# "merge" (several spaces become one). A tokenizer.json must have all three effects.
+STEPS = {
+    "Metaspace prepend_scheme=always": "prepend ",
+    "Metaspace prepend_scheme=always add_prefix_space=True": "prepend ",
+    "Metaspace prepend_scheme=first": "prepend ",
+    "Metaspace prepend_scheme=first add_prefix_space=True": "prepend ",
+    "Metaspace add_prefix_space=True": "prepend ",
+    "Strip strip_right=True": "strip ",
+    "Replace pattern={'Regex': '[ \u2581]+$'} content=": "strip ",
+    "Replace pattern={'Regex': ' {2,}'} content= ": "merge ",
+    "Replace pattern={'Regex': ' {2,}'} content=\u2581": "merge ",
+    "Replace pattern={'Regex': '[ \u2581]{2,}'} content= ": "merge ",
+    "WhitespaceSplit": "strip merge ",
+    "Unigram": "",
+    "Unigram byte_fallback=False": "",
+    "NFC": "",
+    "Precompiled": "",
 }
-SPACE_STEPS = {
-    "Strip strip_right=True",
-    "Replace pattern={'Regex': '[ \u2581]+$'} content=",
-    "Replace pattern={'Regex': ' {2,}'} content= ",
-    "Replace pattern={'Regex': ' {2,}'} content=\u2581",
-    "Replace pattern={'Regex': '[ \u2581]{2,}'} content= ",
-}
-OTHER_STEPS = {
-    "Unigram",
-    "Unigram byte_fallback=False",
-    "NFC",
-    "Precompiled",
-    "WhitespaceSplit",
+# The messages about a tokenizer.json in which no step has one of the three effects.
+MISSING_STEPS = {
+    "prepend": "no Metaspace that puts a space before a text",
+    "strip": "no step that strips spaces",
+    "merge": "no step that merges spaces",
 }
 
 
@@ -803,8 +807,7 @@ def tokenizer_json_to_sentencepiece(path):
     Raises a UserError if the tokenizer.json contains a step that a SentencePiece unigram
     model does not support.
     """
-    form = {"model": {"vocab": list, "unk_id": int}}
-    tokenizer = configs.read_json(path, form)
+    tokenizer = configs.read_json(path, {"model": dict})
     unigram = tokenizer["model"]
     steps = [{"type": "Unigram", **unigram}]
     for key, inside in ("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers"):
@@ -818,16 +821,14 @@ def tokenizer_json_to_sentencepiece(path):
             norm_map |= dict.fromkeys(WHITE_SPACE, " ")
         if step["type"] == "Precompiled":
             norm_map |= decompile(base64.b64decode(step["precompiled_charsmap"]))
-    if not used & METASPACE_STEPS:
-        used.add("no supported Metaspace")
-    # One step must strip spaces and another must merge them, or one step must do both.
-    elif "WhitespaceSplit" not in used and len(used & SPACE_STEPS) < 2:
-        used.add("Metaspace without steps that strip and merge spaces")
-    if unsupported := used - OTHER_STEPS - METASPACE_STEPS - SPACE_STEPS:
+    effects = "".join(STEPS.get(step, "") for step in used)
+    problems = sorted(used - STEPS.keys())
+    problems += [text for effect, text in MISSING_STEPS.items() if effect not in effects]
+    if problems:
         raise UserError(
-            f"{path} uses {', '.join(sorted(unsupported)):.200}, which SentencePiece "
-            f"unigram models do not support: download the model's spiece.model into the "
-            f"same folder."
+            f"{path} cannot be converted to a SentencePiece unigram model, because of "
+            f"its steps ({', '.join(problems):.200}): download the model's spiece.model "
+            f"into the same folder, if the model has this file."
         )
     proto = sentencepiece_model_pb2.ModelProto()
     types = {0: "CONTROL", 1: "CONTROL", unigram["unk_id"]: "UNKNOWN"}
@@ -856,14 +857,10 @@ def hard_texts(tokenizer):
         "\xe9 e\u0301 \xdf \ufb01 \u2460 \uff5e",
         "\u4e2d\u6587 \ud55c\uad6d \u0639\u0631\u0628 \U0001f642\u200b",
         "x" * 300,
+        "a <extra_id_0>, b",
+        "<extra_id_1> a <extra_id_0>",
+        "a <extra_id_2> ",
     ]
-    if isinstance(tokenizer, data.PatternTokenizer):
-        pieces = tokenizer.pieces[3:]
-        texts += [a + b for a, b in zip(pieces, pieces[::-1])]
-        texts += [f"a{piece} {piece}\n" for piece in pieces]
-    if tokenizer.processor is None:
-        return texts
-    texts += ["a <extra_id_0>, b", "<extra_id_1> a <extra_id_0>", "a <extra_id_2> "]
     count = tokenizer.sentinel_ids.start
     # Decode about 200 pairs of pieces, which are spread over the complete vocabulary.
     for number in range(data.UNK + 1, count - 1, 1 + count // 200):
@@ -890,7 +887,8 @@ def compare_ids(tokenizer, encode, path):
         if theirs != ours:
             raise UserError(
                 f"For the text {text!r}, {path} gives the ids {theirs!s:.60}, but the "
-                f"vocabulary of plain T5 gives {ours!s:.60}."
+                f"vocabulary of plain T5 gives the ids {ours!s:.60}: report this text as "
+                f"a mistake of convert.py."
             )
     return len(texts)
 
@@ -925,13 +923,13 @@ def compare_with_library(path, tokenizer):
 
 def read_safetensors(file):
     """Return {name: Tensor} for all arrays in a safetensors file."""
-    tensors = {}
     with explain_errors(file, "a complete safetensors file"):
         opened = safetensors.safe_open(file, "numpy")
-        for name in opened.keys():
-            shape = tuple(opened.get_slice(name).get_shape())
-            tensors[name] = Tensor(shape, functools.partial(opened.get_tensor, name))
-    return tensors
+        shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}
+    return {
+        name: Tensor(tuple(shape), functools.partial(opened.get_tensor, name))
+        for name, shape in shapes.items()
+    }
 
 
 def read_pickle(file):
@@ -946,15 +944,15 @@ def read_pickle(file):
         # another format, which cannot be memory-mapped.
         mmap = zipfile.is_zipfile(file)
         arrays = torch.load(file, "cpu", weights_only=True, mmap=mmap)
-    tensors = {}
-    for name, array in arrays.items():
 
-        def read(array=array):
-            """Return the values as a NumPy array, after a cast of bfloat16 to float32."""
-            return (array.float() if array.is_floating_point() else array).numpy()
+    def read(array):
+        """Return the values as a NumPy array, after a cast of bfloat16 to float32."""
+        return (array.float() if array.is_floating_point() else array).numpy()
 
-        tensors[name] = Tensor(tuple(array.shape), read)
-    return tensors
+    return {
+        name: Tensor(tuple(array.shape), functools.partial(read, array))
+        for name, array in arrays.items()
+    }
 
 
 def restore_msgpack(file):
@@ -980,12 +978,10 @@ def read_flax(file):
     Arrays with the name "kernel" are transposed to [outputs, inputs], as in PyTorch. Flax
     reads the complete file at once, which needs twice the size of the file in memory.
     """
-    tensors = {}
-    for name, array in partition.flatten(restore_msgpack(file)).items():
-        if name.endswith("kernel"):
-            array = array.T
-        tensors[pytorch_name(name)] = in_memory(array)
-    return tensors
+    return {
+        pytorch_name(name): in_memory(array).transpose(name.endswith("kernel"))
+        for name, array in partition.flatten(restore_msgpack(file)).items()
+    }
 
 
 # The weight files of Hugging Face, and the functions that read them. If a folder contains
@@ -1017,20 +1013,18 @@ def read_hf(folder):
     a UserError if the index file lists an array that no file contains.
     """
     name = find_hf_weights(folder)
-    weight_map = {}
-    files = {name}
-    if not (folder / name).exists():
-        form = {"weight_map": {str: str}}
-        weight_map = configs.read_json(folder / f"{name}.index.json", form)["weight_map"]
-        files = {Path(file).name for file in weight_map.values()}
+    if (folder / name).exists():
+        return HF_READERS[name](folder / name)
+    form = {"weight_map": {str: str}}
+    files = configs.read_json(folder / f"{name}.index.json", form)["weight_map"]
     tensors = {}
-    for file in sorted(files):
-        tensors |= HF_READERS[name](folder / file)
+    for file in sorted(set(files.values())):
+        tensors |= HF_READERS[name](folder / Path(file).name)
     # All arrays in the index file must exist. Otherwise a model that has lost its output
     # layer would look like a tied model.
-    if missing := set(map(pytorch_name, weight_map)) - tensors.keys():
+    if missing := set(map(pytorch_name, files)) - tensors.keys():
         raise UserError(
-            f"No file in {folder} contains {', '.join(sorted(missing)):.200}, which the "
+            f"No file in {folder} contains {listed(missing)}, which the "
             f"index file lists: download the directory again."
         )
     return tensors
@@ -1050,6 +1044,18 @@ HF_FIELDS = {
     "relative_attention_max_distance": "relative_max_distance",
     "dropout_rate": "dropout",
 }
+# The values of feed_forward_proj in Hugging Face's config.json, and the same activations
+# in plain T5. The name gelu_new means the approximation of GELU that T5 uses. "gelu"
+# without a gate is the exact GELU, which T5 does not use.
+HF_ACTIVATIONS = {
+    "relu": "relu",
+    "gelu_new": "gelu",
+    "silu": "silu",
+    "gated-relu": "gated_relu",
+    "gated-gelu": "gated_gelu",
+    "gated-gelu_new": "gated_gelu",
+    "gated-silu": "gated_silu",
+}
 # The types of the fields that are read from Hugging Face's config.json. A "?" marks a
 # field that may be missing. Dimensions such as d_model are not listed, because they
 # follow from the shapes of the weights.
@@ -1066,6 +1072,22 @@ HF_TYPES = {
 SPECIAL_TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
 
 
+def external_activation(names, cfg):
+    """Return the name of a model's activation in Hugging Face or T5X.
+
+    names: HF_ACTIVATIONS or T5X_ACTIVATIONS. The first suitable name is returned.
+
+    Raises a UserError if the activation has no name there.
+    """
+    for name, own_name in names.items():
+        if own_name == cfg.activation:
+            return name
+    raise UserError(
+        f"The activation {cfg.activation} exists only in plain T5: leave out --to, or "
+        f"convert a model with one of {listed(names.values())}."
+    )
+
+
 def hf_config(cfg):
     """Return the fields of Hugging Face's config.json that describe a model, as a dict.
 
@@ -1074,83 +1096,80 @@ def hf_config(cfg):
     cfg: the ModelConfig of the model.
     """
     fields = {name: getattr(cfg, own_name) for name, own_name in HF_FIELDS.items()}
-    names = {"gelu": "gelu_new"}  # the approximation of GELU by tanh
-    name = names.get(cfg.activation, cfg.activation.replace("_", "-"))
-    fields["feed_forward_proj"] = name
-    fields["layer_norm_epsilon"] = 1e-6
-    return fields | SPECIAL_TOKENS
+    name = external_activation(HF_ACTIVATIONS, cfg)
+    return {**fields, "feed_forward_proj": name, "layer_norm_epsilon": 1e-6}
 
 
 def open_hf(folder, file=None):
     """Return the Weights of the model in a Hugging Face directory.
 
-    file: a single safetensors file without a config.json, such as t5xxl_fp16.safetensors,
-        or None. Such a file usually contains the encoder of an image model. The vocabulary
-        is then read from the folder of the file.
+    file: a single safetensors file in the directory, such as t5xxl_fp16.safetensors, or
+        None. Such a file usually contains the encoder of an image model, and may lie in a
+        directory without config.json.
 
     Raises a UserError if a file is damaged or plain T5 does not support the model.
     """
-    if file:
-        arrays = read_safetensors(file)
-        gated = any("wi_0" in name for name in arrays)
-        config = {"feed_forward_proj": "gated-gelu" if gated else "relu"}
-        note(
-            f"{file} has no config.json: the activation function "
-            f"{config['feed_forward_proj']} and the dropout rate 0.1 are assumed."
-        )
-    else:
-        arrays = read_hf(folder)
-        config = configs.read_json(folder / "config.json", HF_TYPES)
-    generation = read_optional(folder / "generation_config.json", dict)
+    tensors = remove_heads(read_safetensors(file) if file else read_hf(folder))
+    path = folder / "config.json"
+    is_stated = path.exists() or not file
+    config = configs.read_json(path, HF_TYPES) if is_stated else {}
     model_type = config.get("model_type", "t5")
     if model_type not in ("t5", "mt5", "umt5"):
         raise UserError(
-            f"{folder} contains a model of type {model_type}: use a model of type t5, "
-            f"mt5 or umt5."
+            f"{folder} contains a model of type {model_type}, which is another network "
+            f"than T5: use a model of type t5, mt5 or umt5."
         )
-    tensors = unify_embeddings(remove_heads(arrays), config, folder)
-    cfg = model_from_shapes(tensors, HF, folder)
-    order = find_id_order(config | generation, cfg.vocab_size, folder)
-    for name in ("shared.weight", "lm_head.weight"):
-        if order is not None and name in tensors:
-            tensors[name] = reorder_rows(tensors[name], order)
-    if order is not None:
-        config, generation = ({**x, **SPECIAL_TOKENS} for x in (config, generation))
-    cfg = apply_hf_config(cfg, config, generation, folder)
-    note_unused(folder, config | generation)
+    tensors = unify_embeddings(tensors, config, folder)
+    cfg = apply_hf_config(model_from_shapes(tensors, HF, folder), config, folder)
+    if not is_stated:
+        note(
+            f"{file} has no config.json: the activation function {cfg.activation} and "
+            f"the dropout rate {cfg.dropout} are assumed."
+        )
+    settings = config | read_optional(folder / "generation_config.json", dict)
+    note_unused(folder, settings)
+    order = find_id_order(settings, cfg.vocab_size, folder)
+    for name in {"shared.weight", "lm_head.weight"} & tensors.keys():
+        if order is not None:
+            shape, read = tensors[name]
+            tensors[name] = Tensor(shape, lambda read=read: read()[order])
     # The tokenizer of the folder text_encoder_2 of diffusers is in tokenizer_2.
     beside = folder.parent / folder.name.replace("text_encoder", "tokenizer")
     vocabulary = read_vocabulary([folder, beside], cfg, order)
     weights = to_weights(tensors, HF, folder, cfg, vocabulary, model_type)
-    return weights._replace(modules=read_modules(folder))
+    return weights._replace(files=read_files(folder))
 
 
-# The first parts of the names of arrays that plain T5 does not use: the output layers of
-# classifiers and of models for question answering.
+# The names of the arrays that only classifiers and models for question answering have
+# begin with these texts. Plain T5 does not use these arrays, which are output layers.
 TASK_HEADS = ("classification_head.", "classifier.", "qa_outputs.")
 
 
 def remove_heads(tensors):
     """Return the arrays of a Hugging Face model without the output layer of a task.
 
-    The names of a T5ForSequenceClassification begin with "transformer.", which is removed.
+    In a T5ForSequenceClassification, the names begin with "transformer.", which is
+    removed.
     """
-    names = {name: name.removeprefix("transformer.") for name in tensors}
-    dropped = [name for name in tensors if name.startswith(TASK_HEADS)]
-    if dropped:
+    if dropped := [name for name in tensors if name.startswith(TASK_HEADS)]:
         note(
-            f"The output layer of a task is not converted ({', '.join(dropped):.200}): "
+            f"The output layer of a task is not converted ({listed(dropped)}): "
             f"the result is the encoder, or the encoder and decoder, of the model."
         )
-    return {names[name]: tensors[name] for name in tensors if name not in dropped}
+    return {
+        name.removeprefix("transformer."): tensor
+        for name, tensor in tensors.items()
+        if name not in dropped
+    }
 
 
 def find_id_order(settings, vocab_size, folder):
     """Return the order of token ids that gives the special tokens T5's ids, or None.
 
-    The decoder of T5 starts with id 0, and an output ends with id 1. Other models, such as
-    MADLAD-400, use other ids. The result is an array: element i is the old id of the new
-    id i. None means that the model already uses T5's ids.
+    The decoder of T5 starts with id 0, and an output ends with id 1. Other models, such
+    as MADLAD-400, use other ids. The result is a list: element i is the old id of the new
+    id i. None means that the model already uses T5's ids. The id of padding does not
+    matter, because padding never influences an output.
 
     settings: the content of config.json and generation_config.json as one dict.
 
@@ -1159,59 +1178,67 @@ def find_id_order(settings, vocab_size, folder):
     start = settings.get("decoder_start_token_id") or 0
     end = settings.get("eos_token_id", 1)
     if isinstance(end, list) and len(end) == 1:
-        (end,) = end
-    if (start, end) == (0, 1) or end is None:
+        end = end[0]
+    if start == 0 and end in (1, None):
         return None
-    if start == end or end not in range(vocab_size) or start not in range(vocab_size):
+    order = list(range(vocab_size))
+    if start == end or start not in order or end not in order:
         raise UserError(
             f"The configuration in {folder} sets decoder_start_token_id to {start} and "
-            f"eos_token_id to {end}: plain T5 needs two different tokens here. Use the "
-            f"model with the library transformers."
+            f"eos_token_id to {end}, but plain T5 needs two different tokens of the "
+            f"vocabulary: use the model with the library transformers."
         )
-    order = np.arange(vocab_size)
     for new, old in enumerate((start, end)):
-        other = np.flatnonzero(order == old)[0]
-        order[[new, other]] = order[[other, new]]
+        other = order.index(old)
+        order[new], order[other] = old, order[new]
     note(
-        f"The ids of some tokens change, because plain T5 starts the decoder with id 0 and "
-        f"ends an output with id 1. In this model, these ids were {start} and {end}."
+        f"The ids of some tokens change, because plain T5 starts the decoder with id 0 "
+        f"and ends an output with id 1. In this model, these ids were {start} and {end}."
     )
     return order
 
 
-def reorder_rows(tensor, order):
-    """Return a Tensor whose row i is row order[i] of the given Tensor."""
-    return Tensor(tensor.shape, lambda: tensor.read()[order])
+# The layers of the library sentence-transformers that infer.py supports.
+MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
 
 
-def read_modules(folder):
-    """Return the files of the library sentence-transformers in a folder of a model.
+def read_files(folder, *patterns):
+    """Return {path: content} of the files in a folder that fit one of some patterns.
 
-    The files describe how one vector is computed from the vectors of the encoder. The
-    result is a dict from relative paths, such as "1_Pooling/config.json", to bytes. It is
-    empty for other models.
+    The files of the library sentence-transformers are included. They describe how one
+    vector is computed from the vectors of the encoder.
 
-    folder: a Hugging Face directory, or the run directory of a converted model.
+    folder: a Hugging Face directory or a run directory.
+    patterns: the names of other files, such as "recipe.py".
+
+    Raises a UserError if modules.json describes a layer that infer.py does not know.
+    infer.py checks the options of the layers.
     """
-    modules = read_optional(folder / "modules.json", [{"type": str, "path": str}])
-    folders = [folder / module["path"] for module in modules if module["path"]]
-    paths = [path for part in folders for path in part.iterdir() if path.is_file()]
-    paths = [path for path in paths if path.suffix in (".json", ".safetensors")]
-    if modules:
-        paths.append(folder / "modules.json")
-        infer.read_vector_head(folder)  # raise a UserError for unknown modules
-    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+    form = [{"type": str, "path": str}]
+    for module in read_optional(folder / "modules.json", form):
+        kind = module["type"]
+        config = read_optional(folder / module["path"] / "config.json", dict)
+        # The models instructor leave their instructions out of the mean.
+        includes_prompt = config.get("include_prompt", True)
+        if kind.rsplit(".")[-1] not in MODULES or not includes_prompt:
+            raise UserError(
+                f"{folder}/modules.json describes a layer {kind} that plain T5 does not "
+                f"support: remove modules.json to convert only the encoder."
+            )
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for pattern in (
+            "modules.json",
+            "[1-9]_*/*.json",
+            "[1-9]_*/*.safetensors",
+            *patterns,
+        )
+        for path in folder.glob(pattern)
+    }
 
 
-def write_modules(folder, weights):
-    """Write the files that read_modules returned into a folder."""
-    for name, content in weights.modules.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        configs.write_file(folder / name, content)
-
-
-# Settings of generation in Hugging Face's JSON files that convert.py does not convert,
-# and the values that mean that a setting has no effect.
+# convert.py does not convert these settings, which Hugging Face's JSON files contain for
+# the generation of text. A setting with the value in this table has no effect.
 GENERATION_DEFAULTS = {
     "forced_bos_token_id": None,
     "forced_eos_token_id": None,
@@ -1234,15 +1261,16 @@ def note_unused(folder, settings):
     folder: the Hugging Face directory.
     settings: the content of config.json and generation_config.json as one dict.
     """
-    unused = []
-    for name, default in GENERATION_DEFAULTS.items():
-        if settings.get(name) not in (None, [], default):
-            unused.append(f"{name} {settings[name]}")
+    unused = [
+        f"{name} {settings[name]}"
+        for name, default in GENERATION_DEFAULTS.items()
+        if settings.get(name) not in (None, [], default)
+    ]
     if unused:
         note(
-            f"convert.py does not convert these parts of {folder}: "
-            f"{', '.join(unused):.300}. Without them the outputs may differ. Choose beam "
-            f"search or sampling with flags such as --decode.beams."
+            f"convert.py does not convert these parts of {folder}: {listed(unused)}. "
+            f"Without them the outputs may differ. Choose beam search or sampling with "
+            f"flags such as --decode.beams."
         )
 
 
@@ -1265,9 +1293,13 @@ def unify_embeddings(tensors, config, folder):
     Raises a UserError if the output layer is missing, or if config.json does not say
     whether its logits are scaled.
     """
-    embed, head = "shared.weight", "lm_head.weight"
-    copies = ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
-    tables = [tensors[name] for name in (embed, *copies) if name in tensors]
+    embed, head_name = "shared.weight", "lm_head.weight"
+    copies = [embed, "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
+    # The published T5 1.0 files contain position biases for cross-attention. T5 does not
+    # use them.
+    unused = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+    rest = {k: x for k, x in tensors.items() if k not in (head_name, unused, *copies)}
+    tables = [tensors[name] for name in copies if name in tensors]
 
     def equals_embedding(tensor):
         """Return whether an array has the same values as the embedding."""
@@ -1275,105 +1307,90 @@ def unify_embeddings(tensors, config, folder):
 
     if not tables or not all(map(equals_embedding, tables)):
         raise UserError(
-            f"{folder} has no embedding {embed}, or several different ones: use a "
-            f"complete model whose encoder and decoder share one embedding."
+            f"{folder} has {'different embeddings' if tables else 'no embedding'} "
+            f"({', '.join(copies)}): use a complete model whose encoder and decoder "
+            f"share one embedding."
         )
-    head_tensor = tensors.get(head, tables[0])
-    shared = equals_embedding(head_tensor)
+    head = tensors.get(head_name, tables[0])
+    shared = equals_embedding(head)
     # tie_word_embeddings is true by default. In version 4 of transformers, it is false by
     # default for mT5. A true value means two things: the embedding is the output layer,
     # and the logits are scaled. Version 5 always uses lm_head.weight if the file contains
     # it. The value then only means that the logits of T5 are scaled. Version 5 never
     # scales the logits of mT5, and always scales those of UMT5, which is a mistake.
     family = config.get("model_type", "t5")
-    flags = {"tie_word_embeddings", "scale_decoder_outputs"}
+    flags = {"tie_word_embeddings", "scale_decoder_outputs"} & config.keys()
     tied = config.get("tie_word_embeddings", True)
     tied_4 = config.get("tie_word_embeddings", family != "mt5")
-    scaled_5 = config.get("scale_decoder_outputs", tied)
-    scaled_5 = {"mt5": False, "umt5": True}.get(family, scaled_5)
+    stated = config.get("scale_decoder_outputs", tied)
+    scaled_5 = {"mt5": False, "umt5": True}.get(family, stated)
     scaled = tied if family == "umt5" else scaled_5
-    if not any(name.startswith(("decoder", head)) for name in tensors):
+    if head_name not in tensors and not any("decoder" in name for name in rest):
         # A model without a decoder needs no output layer. If `scaled` is True, the code
         # below adds none.
         scaled = True
-    elif not (head in tensors or tied or "scale_decoder_outputs" in config):
+    elif head_name not in tensors and not tied and "scale_decoder_outputs" not in flags:
         raise UserError(
-            f"{folder} has no {head} (the output layer), although tie_word_embeddings is "
-            f"false in config.json: download the model again."
+            f"{folder} has no {head_name} (the output layer), although "
+            f"tie_word_embeddings is false in config.json: download the model again."
         )
-    elif not shared and family != "mt5" and not flags & config.keys():
+    elif not shared and family != "mt5" and not flags:
         raise UserError(
-            f"{folder} has an output layer {head} that differs from the embedding, but "
-            f"config.json does not say whether the logits are scaled: add "
+            f"{folder} has an output layer {head_name} that differs from the embedding, "
+            f"but config.json does not say whether the logits are scaled: add "
             f'"tie_word_embeddings": false for a model without scaling, such as T5 1.1.'
         )
     elif scaled_5 != tied_4 or tied_4 and not shared:
         note(
             f"Versions 4 and 5 of transformers compute different logits for this model. "
             f"convert.py follows version {5 if scaled == scaled_5 else 4}: the output "
-            f"layer is {'the embedding' if shared else head}, and the logits are "
+            f"layer is {'the embedding' if shared else head_name}, and the logits are "
             f"{'multiplied by d_model^-0.5' if scaled else 'not scaled'}."
         )
-    # Drop the position biases for cross-attention. The published T5 1.0 files contain
-    # them, but T5 does not use them.
-    unused = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
-    tensors = {k: v for k, v in tensors.items() if k not in (head, *copies, unused)}
-    tensors[embed] = tables[0]
+    rest[embed] = tables[0]
     if not (shared and scaled):
-        scale = np.float32(tables[0].shape[1] ** -0.5 if scaled else 1)
-        tensors[head] = Tensor(head_tensor.shape, lambda: scale * head_tensor.read())
-    return tensors
+        scale = np.float32(head.shape[1] ** -0.5 if scaled else 1)
+        rest[head_name] = Tensor(head.shape, lambda: scale * head.read())
+    return rest
 
 
-def apply_hf_config(cfg, config, generation, folder):
+def apply_hf_config(cfg, config, folder):
     """Return a ModelConfig that also has the values that only config.json contains.
 
     These values are the dropout rate, the maximum distance of relative positions, and the
     activation function. All other values are already known from the shapes of the
-    weights. If config.json states other sizes than the weights have, the function raises
-    an error.
+    weights.
 
     cfg: the ModelConfig that model_from_shapes returned.
     config: the content of config.json as a dict.
-    generation: the content of generation_config.json as a dict.
     folder: the Hugging Face directory, for error messages.
 
-    Raises a UserError if a JSON file contradicts the weights, or contains a value that
+    Raises a UserError if config.json contradicts the weights, or contains a value that
     plain T5 does not support.
     """
-    config = {
-        "num_decoder_layers": config.get("num_layers"),
-        "feed_forward_proj": "relu",
-        "dropout_rate": 0.1,
-        "relative_attention_max_distance": 128,
-        **config,
-    }
-    # Ignore the number of decoder layers if the model is only an encoder. config.json
-    # states such a number even for encoders.
-    if not cfg.num_decoder_layers:
-        del config["num_decoder_layers"]
-    # Weights with different activation functions have the same shapes, so config.json
-    # decides. The name gelu_new means the approximation of GELU that T5 uses.
-    activation = config["feed_forward_proj"].replace("gelu_new", "gelu").replace("-", "_")
-    gated = cfg.activation.startswith("gated_")
-    # In Hugging Face, "gelu" without a gate is the exact GELU, which T5 does not use.
-    is_known = activation in T5X_ACTIVATIONS and config["feed_forward_proj"] != "gelu"
-    if is_known and activation.startswith("gated_") == gated:
-        cfg = replace(cfg, activation=activation)
-        config["feed_forward_proj"] = hf_config(cfg)["feed_forward_proj"]
+    stated = {name: value for name, value in config.items() if value is not None}
+    # If config.json leaves out the number of decoder layers, it equals the number of
+    # encoder layers. If the model is only an encoder, ignore the number in config.json.
+    layers = {"num_decoder_layers": stated.get("num_layers", cfg.num_decoder_layers)}
+    stated = (
+        layers | stated if cfg.num_decoder_layers else stated | {"num_decoder_layers": 0}
+    )
+    # The weights do not show the activation function, but config.json does.
+    activation = HF_ACTIVATIONS.get(stated.get("feed_forward_proj"))
+    if activation:
+        del stated["feed_forward_proj"]
     cfg = replace(
         cfg,
-        dropout=config["dropout_rate"],
-        relative_max_distance=config["relative_attention_max_distance"],
+        activation=activation or cfg.activation,
+        dropout=stated.get("dropout_rate", 0.1),
+        relative_max_distance=stated.get("relative_attention_max_distance", 128),
     )
-    for name, value in hf_config(cfg).items():
-        for found in (config.get(name), generation.get(name)):
-            if found not in (None, value, [value]):
-                raise UserError(
-                    f"The configuration in {folder} sets {name} to {found}, but plain T5 "
-                    f"needs {value} for these weights: download the model again, or use "
-                    f"it with the library transformers."
-                )
+    configs.refuse_differences(
+        stated,
+        hf_config(cfg),
+        f"{folder}/config.json contradicts the weights, or describes another network",
+        "download the model again, or use it with the library transformers",
+    )
     return cfg
 
 
@@ -1419,12 +1436,7 @@ def read_orbax(folder):
     The file _METADATA lists the names of the arrays. It also lists the shape of the part
     that each process has written, but files of older versions of Orbax do not.
     """
-    entry_form = {
-        "key_metadata": [{"key": str}],
-        "value_metadata?": {"write_shape?": [int]},
-    }
-    form = {"tree_metadata": {str: entry_form}}
-    metadata = configs.read_json(folder / "_METADATA", form)
+    metadata = configs.read_json(folder / "_METADATA", {"tree_metadata": {str: dict}})
     database = {"driver": "ocdbt", "base": f"file://{folder.resolve()}/"}
     tensors = {}
     for entry in metadata["tree_metadata"].values():
@@ -1446,19 +1458,13 @@ def open_zarr(kvstore, part=None, dtype=None):
 
     zarr splits an array into chunks, which are separate files. If a chunk is missing or
     the file .zarray contradicts the checkpoint, this function or the reading of the
-    values raises a UserError.
+    values raises an error.
     """
-    explain = explain_errors(
-        kvstore.get("base", "") + kvstore["path"], "a complete array"
-    )
     # Raise an error if a chunk is missing. By default, TensorStore returns zeros instead.
     options = {"driver": "zarr", "fill_missing_data_reads": False}
     # T5X and Orbax always write in C order and in little-endian format.
     spec = {**options, "kvstore": kvstore, "metadata": {"order": "C"}}
-
-    @explain
-    def open_array():
-        """Open the array with TensorStore, and check the shape in its .zarray file."""
+    with explain_errors(kvstore.get("base", "") + kvstore["path"], "a complete array"):
         array = tensorstore.open(spec, dtype=dtype, open=True).result()
         stored = array.spec().to_json()["metadata"]
         # If .zarray is damaged and states a huge shape, reading the array could use up
@@ -1469,14 +1475,22 @@ def open_zarr(kvstore, part=None, dtype=None):
         is_multiple = not np.mod(array.shape, part or array.shape).any()
         if files <= chunks or not is_multiple or stored["dtype"].startswith(">"):
             raise ValueError(f"its file .zarray says {stored}")
-        return array
-
-    array = open_array()
-    return Tensor(array.shape, explain(lambda: array.read().result()))
+    return Tensor(array.shape, lambda: array.read().result())
 
 
 # The names of Adafactor's arrays in Mesh TensorFlow, and their names in T5X.
 MTF_SLOTS = {"v": "v", "vr": "v_row", "vc": "v_col", "m": "m"}
+# Replacing these regular expressions, one after another, turns the name of an array in
+# Mesh TensorFlow into its name in Hugging Face. Some versions of Mesh TensorFlow write
+# "rms_norm" instead of "layer_norm".
+MTF_NAMES = {
+    "/(embedding|kernel|scale)$": "",
+    "rms_norm": "layer_norm",
+    "^(encoder|decoder)/(final_)?layer_norm": r"\1/final_layer_norm",
+    r"(block|layer)_0*(\d+)": r"\1/\2",
+    "decoder/logits": "lm_head",
+    "/": ".",
+}
 
 
 def read_mtf(prefix):
@@ -1497,12 +1511,9 @@ def read_mtf(prefix):
     tensors = {}
     for variable, shape in reader.get_variable_to_shape_map().items():
         name, _, slot = variable.partition("_slot_")
-        name = re.sub(r"/(embedding|kernel|scale)$", "", name)
-        # Some versions of Mesh TensorFlow write "rms_norm" instead of "layer_norm".
-        name = name.replace("rms_norm", "layer_norm").replace("final_", "")
-        name = re.sub(r"^(encoder|decoder)/layer_norm", r"\1/final_layer_norm", name)
-        name = re.sub(r"(block|layer)_0*(\d+)", r"\1/\2", name)
-        name = name.replace("decoder/logits", "lm_head").replace("/", ".") + ".weight"
+        for pattern, replacement in MTF_NAMES.items():
+            name = re.sub(pattern, replacement, name)
+        name = f"{name}.weight"
         tensor = Tensor(tuple(shape), functools.partial(reader.get_tensor, variable))
         if slot:
             name = slot_name(name, MTF_SLOTS.get(slot, slot))
@@ -1533,25 +1544,25 @@ def open_google(source, tensors, form):
     cfg = replace(model_from_shapes(tensors, form, source), **stated)
     missing = GIN_FIELDS.keys() - stated.keys()
     if missing:
-        assumed = [f"{name} {getattr(cfg, name)}" for name in sorted(missing)]
         note(
             f"No config.gin or operative_config.gin of {source} states all values that "
-            f"the weights do not show. convert.py assumes {', '.join(assumed)}. If the "
+            f"the weights do not show. convert.py assumes "
+            f"{listed(f'{name} {getattr(cfg, name)}' for name in missing)}. If the "
             f"model has other values, copy its config.gin into {folders[-1]} and convert "
             f"the checkpoint again."
         )
     return to_weights(tensors, form, source, cfg, read_vocabulary(folders, cfg))
 
 
-# The activations that Hugging Face, T5X and plain T5 compute in the same way. For a gated
-# MLP, T5X lists the activations of both branches.
+# The activations of T5X, and the same activations in plain T5. For a gated MLP, T5X lists
+# the activations of both branches.
 T5X_ACTIVATIONS = {
-    "gated_gelu": ["gelu", "linear"],
-    "gated_silu": ["silu", "linear"],
-    "relu": ["relu"],
-    "gelu": ["gelu"],
-    "silu": ["silu"],
-    "gated_relu": ["relu", "linear"],
+    "relu": "relu",
+    "gelu": "gelu",
+    "silu": "silu",
+    "relu linear": "gated_relu",
+    "gelu linear": "gated_gelu",
+    "silu linear": "gated_silu",
 }
 
 
@@ -1560,13 +1571,10 @@ def gin_activation(value):
 
     value: the text of the value in the Gin file, such as "('gelu', 'linear')".
 
-    Raises a ValueError if plain T5 does not support the activation.
+    Raises a KeyError if plain T5 does not support the activation.
     """
     words = re.findall(r"\w+", value.replace("swish", "silu"))
-    for activation, branches in T5X_ACTIVATIONS.items():
-        if words == branches:
-            return activation
-    raise ValueError(f"{value} is none of {', '.join(T5X_ACTIVATIONS)}")
+    return T5X_ACTIVATIONS[" ".join(words)]
 
 
 # The fields of ModelConfig that the weights do not show. For each field, a regular
@@ -1601,13 +1609,13 @@ def read_gin(folders):
     text = re.sub(" *#.*", "", text)
     stated = {}
     for field, (pattern, convert_value) in GIN_FIELDS.items():
-        if values := re.findall(pattern, text):
+        for value in re.findall(pattern, text)[-1:]:
             try:
-                stated[field] = convert_value(values[-1])
-            except ValueError as error:
+                stated[field] = convert_value(value)
+            except (KeyError, ValueError) as error:
                 raise UserError(
-                    f"The Gin file of {folders[0]} has an invalid {field} ({error}): "
-                    f"copy the file again, or convert another model."
+                    f"The Gin file of {folders[0]} sets {field} to {value}, which plain "
+                    f"T5 cannot use: copy the file again, or convert another model."
                 ) from error
     return stated
 
@@ -1628,35 +1636,33 @@ def open_plain(checkpoint, run_dir):
     cfg, run = configs.read_run(run_dir)
     identity = configs.weights_identity(cfg, run["vocabulary_sha256"])
     partition.check_owner(checkpoint, manifest, identity)
-    stored = manifest["arrays"]
-    shapes = {name: tuple(array["shape"]) for name, array in stored.items()}
     params = partition.flatten({"params": model.param_table(cfg.model)})
-    check_shapes(checkpoint, {name: params[name].shape for name in params}, shapes)
-    # Cache the shards of each array, so that each checksum is verified only once. The
-    # shards are memory-mapped, so the cache needs almost no memory.
-    verified = {name: {} for name in stored}
+    required = {name: param.shape for name, param in params.items()}
 
     @explain_errors(checkpoint)
-    def read_layer(name, layer):
+    def read(stored, verified, layer, shape):
         """Return one layer of an array, or the complete array if `layer` is None."""
-        index = [slice(None)] * len(shapes[name])
+        index = [slice(None)] * len(shape)
         if layer is not None:
-            index[0] = slice(layer, layer + 1)
-        array = partition.read_slice(checkpoint, stored[name], index, verified[name])
-        return array if layer is None else array[0]
+            index.insert(0, slice(layer, layer + 1))
+        return partition.read_slice(checkpoint, stored, index, verified).reshape(shape)
 
-    arrays = {}
-    for name, array_shape in shapes.items():
-        layers, shape = split_layers(name, array_shape)
+    arrays, found = {}, {}
+    for name, stored in manifest["arrays"].items():
+        layers, shape = split_layers(name, tuple(stored["shape"]))
+        if name.startswith("params/"):
+            found[name] = tuple(stored["shape"])
+        # Cache the shards of each array, so that each checksum is verified only once. The
+        # shards are memory-mapped, so the cache needs almost no memory.
+        verified = {}
         for layer in layers:
-            read = functools.partial(read_layer, name, layer)
-            arrays[name, layer] = Tensor(shape, read)
-    vocabulary, recipe = None, run_dir / "recipe.py"
-    if (run_dir / "spiece.model").exists():
-        vocabulary = data.load_run_tokenizer(run_dir)
-    recipe = recipe.read_bytes() if recipe.exists() else None
-    modules = read_modules(run_dir)
-    return Weights(cfg, manifest["step"], arrays, vocabulary, recipe, modules)
+            read_layer = functools.partial(read, stored, verified, layer, shape)
+            arrays[name, layer] = Tensor(shape, read_layer)
+    check_arrays(checkpoint, required, found)
+    has_vocabulary = (run_dir / "spiece.model").exists()
+    vocabulary = data.load_run_tokenizer(run_dir) if has_vocabulary else None
+    files = read_files(run_dir, "recipe.py")
+    return Weights(cfg, manifest["step"], arrays, vocabulary, files)
 
 
 def find_checkpoints(folder):
@@ -1727,8 +1733,9 @@ def open_any(source, step=None):
         )
 
 
-# What to do about a SRC with a file that has one of these suffixes, as the end of a
-# sentence.
+# The advice that is printed if SRC cannot be read and is, or contains, a file with one of
+# these suffixes. {file} stands for the name of this file, and {path} stands for its path
+# without the suffix.
 ADVICE = {
     ".index": "name one checkpoint of Mesh TensorFlow, such as {path}",
     ".gguf": (
@@ -1736,8 +1743,8 @@ ADVICE = {
         "has a config.json and a model.safetensors"
     ),
     ".safetensors": (
-        "use a folder with the weights and their config.json as SRC, or the path of {file} "
-        "if it contains a complete encoder"
+        "use a folder with the weights and their config.json as SRC, or the path of "
+        "{file} if it contains a complete encoder"
     ),
     ".bin": (
         "use a folder with the weights and their config.json as SRC. Rename {file} to "
@@ -1758,16 +1765,18 @@ def advice(path):
             f"Face hub, download it with `hf download {path} --local-dir {path.name}`, "
             f"and use {path.name} as SRC"
         )
-    for pattern in ("*", "*/*", "*/*/*"):
-        models = set()
-        for file in path.glob(f"{pattern}/*.json"):
-            is_config = file.name == "config.json" and file.is_file()
-            # Other folders of diffusers have a config.json and weights too.
-            is_t5 = is_config and "t5" in file.read_text().lower()
-            is_model = is_t5 and find_hf_weights(file.parent)
-            if is_model or find_checkpoints(file.parent) or file.name == "manifest.json":
-                models.add(str(file.parent))
-        if models:
+
+    def is_model(folder):
+        """Return whether a folder contains a model, which may still be damaged."""
+        config = folder / "config.json"
+        if find_checkpoints(folder) or (folder / "manifest.json").exists():
+            return True
+        # Other folders of diffusers have a config.json and weights too.
+        is_t5 = config.is_file() and "t5" in config.read_text().lower()
+        return is_t5 and find_hf_weights(folder)
+
+    for pattern in ("*/", "*/*/", "*/*/*/"):
+        if models := [str(folder) for folder in path.glob(pattern) if is_model(folder)]:
             return f"use one of its subfolders, {', '.join(sorted(models))}"
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     for suffix, sentence in ADVICE.items():
@@ -1792,49 +1801,35 @@ def write_plain(folder, weights, dtype):
     weights: the Weights of the model.
     dtype: not used, because plain T5 always stores float32.
     """
-    arrays = {}
+    arrays, parts = {}, []
     for (name, layer), tensor in weights.arrays.items():
-        # Axis 0 of a stacked array is the layer. Every layer overwrites the shape, and
-        # the last layer leaves the correct number of layers.
-        shape = tensor.shape if layer is None else (layer + 1, *tensor.shape)
+        shape, bounds = tensor.shape, [[0, size] for size in tensor.shape]
+        if layer is not None:
+            # Axis 0 of a stacked array is the layer. For example, layer 3 of an array
+            # [8, 512, 384] has the bounds [[3, 4], [0, 512], [0, 384]]. Every layer
+            # overwrites the shape, and the last layer leaves the right one.
+            shape, bounds = (layer + 1, *shape), [[layer, layer + 1], *bounds]
         # Arrays without axes are counters, such as the step. Store them as integers.
-        arrays[name] = {"shape": shape, "dtype": "float32" if shape else "int32"}
-
-    def shards():
-        """Yield (name, bounds, values) for every layer of every array.
-
-        For example, layer 3 of an array [8, 512, 384] has the bounds [[3, 4], [0, 512],
-        [0, 384]].
-
-        name: the name of the array in plain T5.
-        bounds: the [start, stop] of every axis of the array.
-        values: the layer as a NumPy array.
-        """
-        for (name, layer), tensor in weights.arrays.items():
-            shard = np.asarray(tensor.read(), arrays[name]["dtype"], order="C")
-            bounds = [[0, size] for size in shard.shape]
-            if layer is not None:
-                bounds.insert(0, [layer, layer + 1])
-            # A layer must not exceed 4 GiB, the largest value that msgpack can store.
-            yield name, bounds, shard
-
-    digest = ""
-    if weights.vocabulary:
-        configs.write_file(folder / "spiece.model", weights.vocabulary.serialized)
-        digest = weights.vocabulary.sha256
+        kind = "float32" if shape else "int32"
+        arrays[name] = {"shape": shape, "dtype": kind}
+        parts.append((name, bounds, tensor, kind))
+    # Read a layer only when it is written. A layer must not exceed 4 GiB, the largest
+    # value that msgpack can store.
+    shards = (
+        (name, bounds, np.asarray(tensor.read(), kind, order="C"))
+        for name, bounds, tensor, kind in parts
+    )
+    digest = weights.vocabulary.sha256 if weights.vocabulary else ""
     path = partition.Checkpoints(folder).path(weights.step)
     identity = configs.weights_identity(weights.cfg, digest)
-    partition.write_checkpoint(path, arrays, shards(), weights.step, identity)
+    partition.write_checkpoint(path, arrays, shards, weights.step, identity)
     configs.save_run(weights.cfg, folder, digest)
-    if weights.recipe:
-        configs.write_file(folder / "recipe.py", weights.recipe)
-    write_modules(folder, weights)
 
 
 # ---- writing Hugging Face --------------------------------------------------------------
 
-# The size of a safetensors file in bytes, without its last array. A larger model is split
-# into several files.
+# A model of more than 5 GB is split into several safetensors files. If the arrays in a
+# file have reached this size in bytes, the next array begins a new file.
 SHARD_BYTES = 5_000_000_000
 
 
@@ -1850,13 +1845,9 @@ def write_hf(folder, weights, dtype):
     write_safetensors(folder, weights, dtype)
     cfg = weights.cfg.model
     is_mt5 = weights.cfg.name.startswith("mt5") or cfg.vocab_size == 250112
-    family = "t5"
-    if cfg.layer_biases:
-        family = "umt5"
     # Version 5 of transformers never scales the logits of mT5. A tied model of plain T5
     # needs scaled logits, so write a tied mT5 as T5.
-    elif is_mt5 and not cfg.tied:
-        family = "mt5"
+    family = "umt5" if cfg.layer_biases else "mt5" if is_mt5 and not cfg.tied else "t5"
     has_decoder = cfg.num_decoder_layers > 0
     architecture = "ForConditionalGeneration" if has_decoder else "EncoderModel"
     config = {
@@ -1867,11 +1858,11 @@ def write_hf(folder, weights, dtype):
         "dtype": dtype.name,
         "tie_word_embeddings": cfg.tied,
         **hf_config(cfg),
+        **SPECIAL_TOKENS,
     }
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", SPECIAL_TOKENS)
     write_tokenizer(folder, weights.vocabulary, cfg)
-    write_modules(folder, weights)
 
 
 def write_safetensors(folder, weights, dtype):
@@ -1884,25 +1875,22 @@ def write_safetensors(folder, weights, dtype):
     weights: the Weights of the model.
     dtype: the NumPy type in which the parameters are written.
     """
-    # The parameters that begin in the first 5 GB are in the first file, and so on.
+    # An array belongs to the first file if it begins in the first 5 GB of the model.
     files, total_size = {}, 0
     for entry in parameter_entries(weights.cfg.model, HF):
         files.setdefault(total_size // SHARD_BYTES, []).append(entry)
         total_size += math.prod(entry.shape) * dtype.itemsize
-    weight_map = {}
+    weight_map, count = {}, len(files)
     for number, entries in enumerate(files.values(), 1):
-        name = f"model-{number:05}-of-{len(files):05}.safetensors"
-        if len(files) == 1:
-            name = "model.safetensors"
+        name = f"model-{number:05}-of-{count:05}.safetensors"
         arrays = {}
         for entry in entries:
-            tensor = weights.arrays[entry.name, entry.layer]
-            if entry.transposed:
-                tensor = tensor.transpose()
+            tensor = weights.arrays[entry.name, entry.layer].transpose(entry.transposed)
             arrays[entry.external_name] = np.ascontiguousarray(tensor.read(), dtype)
-        safetensors.numpy.save_file(arrays, folder / name, {"format": "pt"})
+        path = folder / (name if count > 1 else "model.safetensors")
+        safetensors.numpy.save_file(arrays, path, {"format": "pt"})
         weight_map |= dict.fromkeys(arrays, name)
-    if len(files) > 1:
+    if count > 1:
         index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         write_json(folder / "model.safetensors.index.json", index)
 
@@ -1910,6 +1898,40 @@ def write_safetensors(folder, weights, dtype):
 def write_json(path, value):
     """Write a dict to an indented JSON file."""
     path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+EXPORT_NOTE = (
+    "The exported tokenizer gives the same ids as plain T5, with few exceptions. Plain "
+    "T5 reads a sentinel without a space before it as ordinary text. Plain T5 also "
+    "reads </s>, <pad>, <unk> and names of bytes, such as <0x41>, as ordinary text. "
+    "Some rare characters that are made of several code points, such as half-width kana "
+    "with a voicing mark, also get other ids."
+)
+
+
+def refuse_vocabulary(proto):
+    """Raise a UserError if a tokenizer.json cannot express a SentencePiece model.
+
+    proto: the ModelProto of the SentencePiece model.
+    """
+    trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
+    reasons = {
+        "is not a unigram model": trainer.model_type != trainer.UNIGRAM,
+        "keeps repeated white space": not normalizer.remove_extra_whitespaces,
+        "stores spaces as spaces": not normalizer.escape_whitespaces,
+        "puts no space before a text": not normalizer.add_dummy_prefix,
+        "puts spaces at the end of a piece": trainer.treat_whitespace_as_suffix,
+        "has user-defined pieces inside of words": any(
+            piece.type == piece.USER_DEFINED and not piece.piece.startswith(SPACE)
+            for piece in proto.pieces
+        ),
+    }
+    if found := [reason for reason, applies in reasons.items() if applies]:
+        raise UserError(
+            f"The vocabulary {' and '.join(found)}, which Hugging Face's T5 "
+            f"tokenizer cannot express. To convert only the weights, move "
+            f"spiece.model out of SRC."
+        )
 
 
 def write_tokenizer(folder, vocabulary, cfg):
@@ -1928,67 +1950,31 @@ def write_tokenizer(folder, vocabulary, cfg):
     # A model that reads only token ids needs no tokenizer.
     if vocabulary is None or isinstance(vocabulary, data.IdTokenizer):
         return
-    config = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    config = dict(zip(("pad_token", "eos_token", "unk_token"), SPECIAL_PIECES))
     if isinstance(vocabulary, data.ByteTokenizer):
         config["tokenizer_class"] = "ByT5Tokenizer"
         config["extra_ids"] = max(0, cfg.vocab_size - 259)
         note(BYT5_WARNING)
-    elif isinstance(vocabulary, data.PatternTokenizer):
-        config["tokenizer_class"] = "PreTrainedTokenizerFast"
-        # convert.py reads spiece.model, and the library transformers reads tokenizer.json.
-        (folder / "spiece.model").write_bytes(vocabulary.serialized)
-        write_json(folder / "tokenizer.json", pattern_tokenizer_json(vocabulary))
-        compare_with_library(folder / "tokenizer.json", vocabulary)
     else:
-        proto = parse_sentencepiece(vocabulary.serialized)
-        trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
-        reasons = {
-            "is not a unigram model": trainer.model_type != trainer.UNIGRAM,
-            "keeps repeated white space": not normalizer.remove_extra_whitespaces,
-            "stores spaces as spaces": not normalizer.escape_whitespaces,
-            "puts no space before a text": not normalizer.add_dummy_prefix,
-            "puts spaces at the end of a piece": trainer.treat_whitespace_as_suffix,
-            "has user-defined pieces inside of words": any(
-                piece.type == piece.USER_DEFINED and not piece.piece.startswith(SPACE)
-                for piece in proto.pieces
-            ),
-        }
-        if found := [reason for reason, applies in reasons.items() if applies]:
-            raise UserError(
-                f"The vocabulary {' and '.join(found):.200}, which Hugging Face's T5 "
-                f"tokenizer cannot express. To convert only the weights, move "
-                f"spiece.model out of SRC."
-            )
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
-        (folder / "spiece.model").write_bytes(vocabulary.serialized)
-        write_json(folder / "tokenizer.json", tokenizer_json(vocabulary))
+        is_pattern = isinstance(vocabulary, data.PatternTokenizer)
+        describe = pattern_tokenizer_json if is_pattern else tokenizer_json
+        if not is_pattern:
+            refuse_vocabulary(parse_sentencepiece(vocabulary.serialized))
+            note(EXPORT_NOTE)
+        write_json(folder / "tokenizer.json", describe(vocabulary))
         compare_with_library(folder / "tokenizer.json", vocabulary)
-        note(
-            "The exported tokenizer gives the same ids as plain T5, with few exceptions. "
-            "Plain T5 reads a sentinel without a space before it as ordinary text. Plain "
-            "T5 also reads </s>, <pad>, <unk> and names of bytes, such as <0x41>, as "
-            "ordinary text. Some rare characters that are made of several code points, "
-            "such as half-width kana with a voicing mark, also get other ids."
-        )
     write_json(folder / "tokenizer_config.json", config)
 
 
-# A template for tokenizer.json, without the pieces of the vocabulary. The "Replace" steps
-# remove spaces at the end of a text and merge adjacent spaces, as SentencePiece does. The
-# "Metaspace" step replaces every space by "\u2581".
-TOKENIZER_JSON = r"""
+# The parts of a tokenizer.json that are the same for all vocabularies. The post_processor
+# adds EOS to the ids of a text.
+TOKENIZER_JSON = json.loads("""
 {
   "version": "1.0",
   "truncation": null,
   "padding": null,
-  "normalizer": {
-    "type": "Sequence",
-    "normalizers": [
-      {"type": "Replace", "pattern": {"Regex": "[ \u2581]+$"}, "content": ""},
-      {"type": "Replace", "pattern": {"Regex": "[ \u2581]{2,}"}, "content": " "}
-    ]
-  },
-  "pre_tokenizer": {"type": "Metaspace", "replacement": "\u2581", "split": true},
+  "normalizer": null,
   "post_processor": {
     "type": "TemplateProcessing",
     "pair": [],
@@ -1997,12 +1983,17 @@ TOKENIZER_JSON = r"""
       {"SpecialToken": {"id": "</s>", "type_id": 0}}
     ],
     "special_tokens": {"</s>": {"id": "</s>", "ids": [1], "tokens": ["</s>"]}}
-  },
-  "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}]},
-  "model": {"type": "Unigram", "unk_id": 2, "vocab": []},
-  "added_tokens": []
+  }
 }
-"""
+""")
+# Two steps of a tokenizer.json. The first step removes the spaces at the end of a text.
+# The second step merges adjacent spaces. SentencePiece does both by itself.
+SPACE_STEPS = json.loads(r"""
+[
+  {"type": "Replace", "pattern": {"Regex": "[ \u2581]+$"}, "content": ""},
+  {"type": "Replace", "pattern": {"Regex": "[ \u2581]{2,}"}, "content": " "}
+]
+""")
 
 
 def tokenizer_json(vocabulary):
@@ -2012,39 +2003,54 @@ def tokenizer_json(vocabulary):
 
     vocabulary: the data.Tokenizer of a SentencePiece unigram model.
     """
-    processor = vocabulary.processor
     # Take the pieces from the processor. If the file contains no sentinels,
     # parse_vocabulary has added 100 sentinels to the processor.
+    processor = vocabulary.processor
     proto = parse_sentencepiece(processor.serialized_model_proto())
-    content = json.loads(TOKENIZER_JSON)
+    vocab, added = [], []
     for number, piece in enumerate(proto.pieces):
         text, is_sentinel = piece.piece, "<extra_id_" in piece.piece
         is_added = is_sentinel or piece.type == piece.USER_DEFINED
         if is_added:
             text = text.removeprefix(SPACE)
-        content["model"]["vocab"].append([text, piece.score])
+        vocab.append([text, piece.score])
         if number < 3 or is_added:
             # Sentinels and added tokens absorb the space before them. The tokens <pad>,
             # </s> and <unk>, with the ids 0 to 2, do not.
-            token = added_token(number, text, is_sentinel or not is_added, is_added)
-            content["added_tokens"].append(token)
-    content["model"]["byte_fallback"] = proto.trainer_spec.byte_fallback
+            added.append(added_token(number, text, is_sentinel or not is_added, is_added))
     # Some SentencePiece models insert a space after a sentinel, here between
     # "<extra_id_0>" and ",". In tokenizer.json, prepend_scheme "always" does the same.
-    metaspace = content["pre_tokenizer"]
     inserts = processor.normalize("<extra_id_0>,").endswith(f"{SPACE},")
-    metaspace["prepend_scheme"] = "always" if inserts else "first"
-    # Do not split a text into words if a piece contains several words.
-    metaspace["split"] = not any(SPACE in p.piece[1:] for p in proto.pieces)
-    content["decoder"]["decoders"].append(metaspace)
+    metaspace = {
+        "type": "Metaspace",
+        "replacement": SPACE,
+        "prepend_scheme": "always" if inserts else "first",
+        # Do not split a text into words if a piece contains several words.
+        "split": not any(SPACE in piece.piece[1:] for piece in proto.pieces),
+    }
+    steps = list(SPACE_STEPS)
     if charsmap := proto.normalizer_spec.precompiled_charsmap:
         charsmap = base64.b64encode(charsmap).decode()
-        normalizer = {"type": "Precompiled", "precompiled_charsmap": charsmap}
-        content["normalizer"]["normalizers"].insert(0, normalizer)
+        steps.insert(0, {"type": "Precompiled", "precompiled_charsmap": charsmap})
         # "Precompiled" drops the second of several accents, which NFC avoids.
         if processor.normalize("e\u0301") == processor.normalize("\xe9"):
-            content["normalizer"]["normalizers"].insert(0, {"type": "NFC"})
-    return content
+            steps.insert(0, {"type": "NFC"})
+    fallback = proto.trainer_spec.byte_fallback
+    return TOKENIZER_JSON | {
+        "normalizer": {"type": "Sequence", "normalizers": steps},
+        "pre_tokenizer": metaspace,
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [{"type": "ByteFallback"}, metaspace],
+        },
+        "model": {
+            "type": "Unigram",
+            "unk_id": data.UNK,
+            "vocab": vocab,
+            "byte_fallback": fallback,
+        },
+        "added_tokens": added,
+    }
 
 
 def pattern_tokenizer_json(vocabulary):
@@ -2053,22 +2059,19 @@ def pattern_tokenizer_json(vocabulary):
     The step "Split" with "Isolated" cuts a text before and after each match of the
     pattern, and the model "WordLevel" looks up the id of each part.
     """
-    content = json.loads(TOKENIZER_JSON)
     pattern = json.loads(vocabulary.serialized)["pattern"]
-    content["normalizer"] = None
-    content["pre_tokenizer"] = {
-        "type": "Split",
-        "pattern": {"Regex": pattern},
-        "behavior": "Isolated",
-        "invert": False,
+    special = [0, 1, 2, *vocabulary.sentinel_ids]
+    return TOKENIZER_JSON | {
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"Regex": pattern},
+            "behavior": "Isolated",
+            "invert": False,
+        },
+        "decoder": {"type": "Fuse"},  # write the tokens without spaces between them
+        "model": {"type": "WordLevel", "vocab": vocabulary.ids, "unk_token": "<unk>"},
+        "added_tokens": [added_token(i, vocabulary.pieces[i]) for i in special],
     }
-    content["decoder"] = {"type": "Fuse"}  # write the tokens without spaces between them
-    vocab = {"type": "WordLevel", "vocab": vocabulary.ids, "unk_token": "<unk>"}
-    content["model"] = vocab
-    for number in [0, 1, 2, *vocabulary.sentinel_ids]:
-        text = vocabulary.pieces[number]
-        content["added_tokens"].append(added_token(number, text))
-    return content
 
 
 def added_token(number, text, special=True, absorbs_space=False):
@@ -2124,17 +2127,16 @@ def write_t5x(folder, weights, dtype):
     weights: the Weights of the model.
     dtype: the NumPy type in which the parameters are written.
     """
-    if weights.cfg.model.layer_biases:
+    cfg = weights.cfg.model
+    if cfg.layer_biases:
         raise UserError(
             "T5X does not support UMT5, which has position biases in every layer: use "
             "--to hf."
         )
-    entries = parameter_entries(weights.cfg.model, T5X)
+    entries = parameter_entries(cfg, T5X)
     tree = {STEP: np.array(weights.step, np.int32)}
-    factored = set()
-    for name, _ in weights.arrays:
-        if name.endswith("/row"):
-            factored.add(name.replace("slots", "params", 1).removesuffix("/row"))
+    rows = {name for name, _ in weights.arrays if name.endswith("/row")}
+    factored = {f"params{name[len('slots') : -len('/row')]}" for name in rows}
     slots = slot_entries(entries, factored)
     if all((slot.name, slot.layer) in weights.arrays for slot in slots):
         # T5X expects the optimizer arrays m, v, v_row and v_col for every parameter. An
@@ -2149,30 +2151,25 @@ def write_t5x(folder, weights, dtype):
             "checkpoint. To fine-tune it in T5X, set fallback_to_scratch = True in the "
             "Gin configuration."
         )
-    for entry in entries:
-        array = weights.arrays[entry.name, entry.layer].read()
+    for external_name, name, layer, _, _ in entries:
+        kind = dtype if name.startswith("params/") else np.float32
+        array = np.array(weights.arrays[name, layer].read(), kind)
         # v_row and v_col are small, so T5X stores them in the msgpack file.
-        if entry.external_name.endswith(("v_row", "v_col")):
-            tree[entry.external_name] = np.array(array)
-        else:
-            kind = dtype if entry.name.startswith("params/") else np.float32
-            file = entry.external_name.replace("/", ".")
-            tree[entry.external_name] = write_zarr(folder, file, np.asarray(array, kind))
+        if not external_name.endswith(("v_row", "v_col")):
+            array = write_zarr(folder, external_name.replace("/", "."), array)
+        tree[external_name] = array
     tree = flax.traverse_util.unflatten_dict(tree, sep="/")
     content = flax.serialization.msgpack_serialize({"version": 3, "optimizer": tree})
     configs.write_file(folder / "checkpoint", content)
-    cfg = weights.cfg.model
     if (cfg.relative_buckets, cfg.relative_max_distance) != (32, 128):
         note(
             f"warning: the file network.py of T5X always uses 32 buckets of relative "
             f"positions and a largest distance of 128. To use this model in T5X, change "
             f"these numbers to {cfg.relative_buckets} and {cfg.relative_max_distance}."
         )
-    activations = tuple(T5X_ACTIVATIONS[cfg.activation])
+    activations = tuple(external_activation(T5X_ACTIVATIONS, cfg).split())
     gin = CONFIG_GIN.format(activations=activations, **vars(cfg))
     configs.write_file(folder / "config.gin", gin)
-    if weights.vocabulary:
-        configs.write_file(folder / "spiece.model", weights.vocabulary.serialized)
 
 
 def write_zarr(folder, name, array):
@@ -2233,7 +2230,8 @@ def merge_lora(weights, folder):
     """Return the Weights of a model into which a LoRA adapter is merged.
 
     LoRA (Hu et al. 2021) adds a product of two small matrices, A and B, to a matrix of
-    the model. Merging computes W + (alpha / rank) A B. The optimizer state is left out.
+    the model. Merging computes W + (alpha / rank) B A, where W, A and B are matrices of
+    PyTorch. The optimizer state is left out.
 
     folder: a folder that the library peft wrote, with adapter_config.json.
 
@@ -2241,46 +2239,41 @@ def merge_lora(weights, folder):
     """
     form = {"peft_type": str, "r": int, "lora_alpha": (int, float)}
     config = configs.read_json(folder / "adapter_config.json", form)
-    for name, usual in LORA_DEFAULTS.items():
-        if config.get(name, usual) not in (usual, None, [], {}):
-            raise UserError(
-                f"{folder} is an adapter with {name} {config[name]}, which plain T5 does "
-                f"not support: merge it with the library peft (merge_and_unload), and "
-                f"convert the result."
-            )
+    configs.refuse_differences(
+        {name: value for name, value in config.items() if value},
+        LORA_DEFAULTS,
+        f"Plain T5 does not support the adapter {folder}",
+        "merge it with the library peft (merge_and_unload), and convert the result",
+    )
     root = config["r"] ** (0.5 if config.get("use_rslora") else 1)
     scale = np.float32(config["lora_alpha"] / root)
-    factors = {
-        name.removeprefix("base_model.model."): tensor
-        for name, tensor in read_safetensors(folder / "adapter_model.safetensors").items()
-    }
+    tensors = read_safetensors(folder / "adapter_model.safetensors")
     arrays = {key: x for key, x in weights.arrays.items() if key[0].startswith("params/")}
     for entry in parameter_entries(weights.cfg.model, HF):
-        stem = entry.external_name.removesuffix(".weight")
-        pair = [factors.pop(f"{stem}.lora_{x}.weight", None) for x in "AB"]
-        if None in pair:
+        stem = f"base_model.model.{entry.external_name.removesuffix('weight')}"
+        pair = [tensors.pop(f"{stem}lora_{x}.weight", None) for x in "AB"]
+        if not any(pair):
             continue
         key = entry.name, entry.layer
-        a, b = (tensor.transpose() for tensor in pair)  # [inputs, rank], [rank, outputs]
-        if (a.shape[0], b.shape[1]) != entry.shape or a.shape[1] != b.shape[0]:
-            raise UserError(
-                f"{folder} does not fit the model, because {stem} has the shape "
-                f"{entry.shape}: use the base model of this adapter as SRC."
-            )
 
-        def read(old=arrays[key], a=a, b=b):
-            return old.read() + scale * (np.float32(a.read()) @ np.float32(b.read()))
+        @explain_errors(folder, "a LoRA adapter of this model")
+        def read(old=arrays[key], pair=pair):
+            """Return the sum of a matrix and the product of the adapter."""
+            a, b = (np.float32(tensor.read()) for tensor in pair)
+            # np.stack raises an error if the two shapes differ.
+            return np.stack([old.read(), scale * (b @ a).T]).sum(0)
 
         arrays[key] = Tensor(entry.shape, read)
-    if factors:
+    if tensors:
         raise UserError(
-            f"{folder} changes {', '.join(sorted(factors)):.200}, which this model lacks "
+            f"{folder} changes {listed(tensors)}, which this model lacks "
             f"or plain T5 cannot merge: use the base model of this adapter as SRC."
         )
     return weights._replace(arrays=arrays)
 
 
-# Settings of a LoRA adapter, and the values that plain T5 supports.
+# The settings of a LoRA adapter that must have these values, because plain T5 merges only
+# matrices of the usual form.
 LORA_DEFAULTS = {
     "peft_type": "LORA",
     "bias": "none",
@@ -2318,21 +2311,23 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False, lora=
         weights = open_any(source, step)
         if lora:
             weights = merge_lora(weights, Path(lora))
-        activation = weights.cfg.model.activation
-        if to != "plain" and activation not in T5X_ACTIVATIONS:
-            raise UserError(
-                f"The model has the activation {activation}, which --to {to} cannot "
-                f"store: convert a model with {', '.join(T5X_ACTIVATIONS)}."
-            )
         params = model.count_params(model.param_table(weights.cfg.model))
         print(f"source   {source}: {params:,} parameters, step {weights.step:,}")
         print(f"writing  {destination}", flush=True)
-        if weights.vocabulary is None:
+        files = weights.files
+        if weights.vocabulary:
+            files = {**files, "spiece.model": weights.vocabulary.serialized}
+        else:
             note(
-                f"warning: {source} has no vocabulary. The converted model reads only "
-                f"token ids until you copy the model's spiece.model into {destination}."
+                f"warning: {source} has no vocabulary in a file spiece.model or "
+                f"tokenizer.json. Plain T5 does not read other files, such as the "
+                f"vocab.json of CodeT5. The converted model reads only token ids until "
+                f"you copy the model's spiece.model into {destination}."
             )
         try:
+            for name, content in files.items():
+                if to == "plain" or name != "recipe.py":
+                    configs.write_file(folder / name, content)
             WRITERS[to](folder, weights, dtype)
         # On a full disk, Python raises an OSError, TensorStore a ValueError and
         # safetensors a SafetensorError.
@@ -2340,8 +2335,11 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False, lora=
             raise OSError(errno.EIO, str(error)[:200], str(destination)) from error
         written = open_any(folder)
         count = compare(weights, written, dtype)
-        if to != "t5x" and weights.modules != written.modules:
-            raise OSError("the files of sentence-transformers have different contents")
+        if not written.files.items() <= weights.files.items():
+            raise OSError(
+                f"the copies of {', '.join(weights.files)} differ from the files in SRC, "
+                f"so the disk may be faulty"
+            )
         print(f"compared {count:,} arrays with the source: all are equal in {dtype}")
         if weights.vocabulary and written.vocabulary:
             encode = written.vocabulary.encode
@@ -2368,29 +2366,28 @@ def compare(weights, written, dtype):
         "The written files describe another model",
         "report this error, because convert.py has a mistake",
     )
-    count, infinite = 0, set()
-    for (name, layer), tensor in written.arrays.items():
-        # Skip counters, such as the step. T5X does not store all of them.
-        if not tensor.shape:
-            continue
+    # Skip counters, such as the step. T5X does not store all of them.
+    keys = [key for key, tensor in written.arrays.items() if tensor.shape]
+    infinite = set()
+    for key in keys:
+        name = key[0]
         kind = dtype if name.startswith("params/") else np.float32
-        expected = np.asarray(weights.arrays[name, layer].read(), kind)
-        if not np.array_equal(expected, tensor.read(), equal_nan=True):
+        expected = np.asarray(weights.arrays[key].read(), kind)
+        if not np.array_equal(expected, written.arrays[key].read(), equal_nan=True):
             raise OSError(
                 f"{name} has different values after it was written and read again, so "
                 f"the disk or the memory may be faulty"
             )
         if not np.isfinite(expected).all():
             infinite.add(name)
-        count += 1
     if infinite:
         note(
-            f"warning: some values of {', '.join(sorted(infinite)):.200} are infinite or "
+            f"warning: some values of {listed(infinite)} are infinite or "
             f"NaN. The converted model has the same values, and its outputs may be NaN. "
             f"Use another copy of the model, or train with a lower "
             f"--train.learning_rate."
         )
-    return count
+    return len(keys)
 
 
 def main(argv):
@@ -2424,7 +2421,7 @@ def main(argv):
             "convert.py reads the model's configuration from SRC: leave out --config, "
             "--run_dir and flags such as --model.d_ff."
         )
-    if configs.is_remote(args.src) or configs.is_remote(args.dst):
+    if any(map(configs.is_remote, (args.src, args.dst))):
         raise UserError(
             f"{args.src} and {args.dst} must both be local folders: copy a remote folder "
             f"to this machine first. To copy a model of the Hugging Face hub, use "
