@@ -57,4 +57,4 @@ TASKS = {"series": Task("series:20000", to_ids, (errors,), postprocess=to_error)
 DATA = {"data.task": "series", "data.vocab": "ids:128", "model.vocab_size": 128}
 LENGTHS = {"data.inputs_length": KNOWN + 1, "data.targets_length": NEW + 1}  # with EOS
 TRAIN = {"train.learning_rate": 0.02, "train.infer_every": 1500, "train.eval_batches": 0}
-CONFIG = override(RECIPES["tiny"], DATA | LENGTHS | TRAIN)
+CONFIG = override(RECIPES["tiny"], DATA | LENGTHS | TRAIN | {"train.batch_size": 16})

