@@ -52,6 +52,6 @@ SOURCES = {"molecules": open_molecules}
 VOCABULARIES = {"atoms": PatternTokenizer(PATTERN, PIECES, sentinels=0)}
 TASKS = {"formula": Task("molecules:", metrics=("accuracy",))}
 DATA = {"data.task": "formula", "data.vocab": "atoms", "model.vocab_size": 128}
-LENGTHS = {"data.inputs_length": 64, "data.targets_length": 32, "train.batch_size": 32}
+LENGTHS = {"data.inputs_length": 64, "data.targets_length": 32, "train.batch_size": 16}
 TRAIN = {"train.infer_every": 1500, "train.eval_batches": 0}
 CONFIG = override(RECIPES["tiny"], DATA | LENGTHS | TRAIN)

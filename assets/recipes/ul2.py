@@ -36,5 +36,5 @@ KINDS += [("[NLG] ", *kind) for kind in [(0.5, 3), (0.5, 8), (0.15, 64), (0.5, 6
 OBJECTIVES = {f"ul2_{number}": Denoiser(*kind) for number, kind in enumerate(KINDS)}
 TASKS = {x: Task("python:", as_it_is, objective=OBJECTIVES[x]) for x in OBJECTIVES}
 MIXTURES = {"ul2": dict(zip(TASKS, [6, 4, 4, 4, 4, 4, 4]))}  # 20 % for [S2S]
-LENGTHS = {"data.inputs_length": 64, "data.targets_length": 64, "train.batch_size": 16}
+LENGTHS = {"data.inputs_length": 64, "data.targets_length": 64, "train.batch_size": 8}
 CONFIG = override(RECIPES["tiny"], {"data.task": "ul2"} | LENGTHS)
