@@ -10356,7 +10356,7 @@ def test_recipes_for_other_systems_are_short_and_described():
     rows = table_of(RECIPES_PAGE, "recipe")
     names = [path.name for path in EXTRA_RECIPES]
     assert [row[0] for row in rows] == [f"[{name}]({name})" for name in names]
-    for path, (_, learned, result, baseline, time) in zip(EXTRA_RECIPES, rows):
+    for path, (_, learned, result, baseline, minutes) in zip(EXTRA_RECIPES, rows):
         text = path.read_text()
         lines = text.splitlines()
         assert len(lines) <= (60 if path.stem in SYSTEMS else 40), path
@@ -10366,7 +10366,7 @@ def test_recipes_for_other_systems_are_short_and_described():
         figure = re.search(r"\d+\.\d+", result)
         assert figure and figure[0] in docstring, f"{path} does not say its result"
         assert learned and re.search(r"\d", baseline), f"the baseline of {path.name}"
-        assert re.fullmatch(r"\d+(\.\d+)?", time), f"the minutes of {path.name}"
+        assert re.fullmatch(r"\d+(\.\d+)?", minutes), f"the minutes of {path.name}"
         placeholders = re.findall(r"\b(?:RESULT|BASELINE|TIME|TODO|XXX)\b", text)
         placeholders += re.findall(r"\b[A-Z0-9]+_(?:BASE|TIME)\b", text + RECIPES_PAGE)
         assert not placeholders, path

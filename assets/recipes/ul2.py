@@ -30,7 +30,7 @@ class Denoiser(SpanCorruption):
         return [(np.concatenate([mode, inputs]), targets) for inputs, targets in pairs]
 
 
-# The mode, the fraction of the tokens to remove, and the mean span length (1e9: one span).
+# The mode, the fraction of removed tokens, and the mean length of a span (1e9: one span).
 KINDS = [("[S2S] ", 0.25, 1e9), ("[NLU] ", 0.15, 3), ("[NLU] ", 0.15, 8)]
 KINDS += [("[NLG] ", *kind) for kind in [(0.5, 3), (0.5, 8), (0.15, 64), (0.5, 64)]]
 OBJECTIVES = {f"ul2_{number}": Denoiser(*kind) for number, kind in enumerate(KINDS)}
