@@ -10587,15 +10587,53 @@ def test_job_translation(pretrained, compiled, tmp_path, capsys, monkeypatch):
 
 
 EXTRA_RECIPES = sorted((HERE / "assets/recipes").glob("*.py"))
+RECIPES_PAGE = (HERE / "assets/recipes/README.md").read_text()
+# Recipes that replace another program may have 60 lines, and all other recipes 40.
+SYSTEMS = "chronos languages pronunciation prott5 smiles tiger".split()
+# A metric that each recipe computes on its held-out examples.
+RECIPE_METRICS = {
+    "chronos": "inference_eval/series/error",
+    "languages": "training_eval/kab/loss",
+    "pronunciation": "inference_eval/words/word_error_rate",
+    "prott5": "training_eval/proteins/loss",
+    "smiles": "inference_eval/formula/accuracy",
+    "tiger": "inference_eval/items/recall@10",
+    "ul2": "training_eval/ul2_0/loss",
+}
 
 
 def test_recipes_for_other_systems_are_short_and_described():
-    table = (HERE / "assets/recipes/README.md").read_text()
-    for path in EXTRA_RECIPES:
-        lines = path.read_text().splitlines()
-        assert len(lines) <= 60 and max(map(len, lines)) <= 90, path
-        assert f"[{path.name}]({path.name})" in table, f"README.md lacks {path.name}"
-        assert f"--config assets/recipes/{path.name}" in path.read_text()
+    """Each recipe file has a row in the table, with figures that its docstring repeats."""
+    rows = table_of(RECIPES_PAGE, "recipe")
+    names = [path.name for path in EXTRA_RECIPES]
+    assert [row[0] for row in rows] == [f"[{name}]({name})" for name in names]
+    for path, (_, learned, result, baseline, minutes) in zip(EXTRA_RECIPES, rows):
+        text = path.read_text()
+        lines = text.splitlines()
+        assert len(lines) <= (60 if path.stem in SYSTEMS else 40), path
+        assert max(map(len, lines)) <= 90, path
+        assert f"--config assets/recipes/{path.name} --run_dir runs/{path.stem}\n" in text
+        docstring = ast.get_docstring(ast.parse(text))
+        figure = re.search(r"\d+\.\d+", result)
+        assert figure and figure[0] in docstring, f"{path} does not say its result"
+        assert learned and re.search(r"\d", baseline), f"the baseline of {path.name}"
+        assert re.fullmatch(r"\d+(\.\d+)?", minutes), f"the minutes of {path.name}"
+        placeholders = re.findall(r"\b(?:RESULT|BASELINE|TIME|TODO|XXX)\b", text)
+        placeholders += re.findall(r"\b[A-Z0-9]+_(?:BASE|TIME)\b", text + RECIPES_PAGE)
+        assert not placeholders, path
+
+
+def test_the_page_of_recipes_names_existing_code():
+    """Each name of code in the section on what recipes cannot express exists."""
+    _, section = RECIPES_PAGE.split("## What recipes cannot express")
+    names = re.findall(
+        r"`(configs|data|model|train|evaluate)\.(\w+)((?:\.\w+)*)`", section
+    )
+    assert ("data", "Batch", "") in names and ("model", "embed", "") in names
+    for module, name, rest in names:
+        value = getattr(sys.modules[module], name)
+        for part in rest.split(".")[1:]:
+            value = getattr(value, part)
 
 
 @pytest.mark.slow
@@ -10617,40 +10655,77 @@ def test_recipes_for_other_systems_train(path, tmp_path):
         float(x) for x in re.findall(r"step \d+/20 .*?loss ([\d.]+)", result.stdout)
     ]
     assert len(logged) == 2 and logged[1] < logged[0], result.stdout
+    names = set()
+    for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines():
+        names.update(json.loads(line))
+    assert RECIPE_METRICS[path.stem] in names, f"{path} computes only {sorted(names)}"
 
 
-def test_the_recipe_of_the_readme_is_the_mixture_of_ul2(tmp_path, monkeypatch):
-    """The seven denoisers of UL2 have their modes, noise densities, spans and rates."""
-    for table in ("TASKS", "MIXTURES", "ACTIVATIONS", "OPTIMIZERS"):
+# The seven denoisers of UL2: mode, removed tokens of 100, and number of spans.
+UL2_DENOISERS = {
+    ("[S2S] ", 25, 1),
+    ("[NLU] ", 15, 5),
+    ("[NLU] ", 15, 2),
+    ("[NLG] ", 50, 17),
+    ("[NLG] ", 50, 6),
+    ("[NLG] ", 15, 1),
+    ("[NLG] ", 50, 1),
+}
+
+
+@pytest.fixture
+def recipe_tables(monkeypatch):
+    """Forget after the test what recipe files have added to the tables of names."""
+    for table in configs.RECIPE_TABLES:
         monkeypatch.setattr(configs, table, dict(getattr(configs, table)))
     monkeypatch.setattr(data, "TASKS", configs.TASKS)
-    (tmp_path / "mine.py").write_text(OWN)
-    cfg = configs.load_recipe(str(tmp_path / "mine.py"))
+
+
+def denoise(objective, cfg):
+    """Corrupt 100 tokens 3,000 times. Count the kinds of examples as in UL2_DENOISERS."""
     tokenizer, ids = data.load_tokenizer("bytes:100"), np.arange(3, 103, dtype=np.int32)
     keys = data.random_bits(np.arange(3000, dtype=np.uint64), 7)
-    rows = configs.TASKS["ul2"].objective.make([(ids,)] * 3000, keys, tokenizer, cfg.data)
     modes = {
         mode: tuple(tokenizer.encode(mode)) for mode in ("[S2S] ", "[NLU] ", "[NLG] ")
     }
     kinds = collections.Counter()
-    for inputs, targets in rows:
+    for inputs, targets in objective.make([(ids,)] * 3000, keys, tokenizer, cfg.data):
         (mode,) = [m for m, head in modes.items() if tuple(inputs[: len(head)]) == head]
         body = inputs[len(modes[mode]) :]
         removed, spans = sum(targets < 103), sum(targets >= 103)
         assert sum(body < 103) + removed == 100 and sum(body >= 103) == spans
         kinds[mode, removed, spans] += 1
-    seven = {
-        ("[S2S] ", 25, 1),
-        ("[NLU] ", 15, 5),
-        ("[NLU] ", 15, 2),
-        ("[NLG] ", 50, 17),
-        ("[NLG] ", 50, 6),
-        ("[NLG] ", 15, 1),
-        ("[NLG] ", 50, 1),
-    }
-    assert set(kinds) == seven
+    return kinds
+
+
+def test_the_recipe_of_the_readme_is_the_mixture_of_ul2(tmp_path, recipe_tables):
+    """The seven denoisers of UL2 have their modes, noise densities, spans and rates."""
+    (tmp_path / "mine.py").write_text(OWN)
+    cfg = configs.load_recipe(str(tmp_path / "mine.py"))
+    kinds = denoise(configs.TASKS["ul2"].objective, cfg)
+    assert set(kinds) == UL2_DENOISERS
     for (mode, *_), count in kinds.items():
         assert abs(count / 3000 - (0.2 if mode == "[S2S] " else 4 / 30)) < 0.03
+
+
+def test_the_recipe_ul2_is_the_mixture_of_ul2(recipe_tables):
+    """Each of its seven tasks is one of the seven denoisers, and has its rate."""
+    cfg = configs.load_recipe(str(HERE / "assets/recipes/ul2.py"))
+    rates = {}
+    for name, rate in configs.MIXTURES[cfg.data.task].items():
+        objective = configs.TASKS[name].objective
+        kinds = denoise(objective, cfg)
+        (kind,) = kinds  # a task always applies the same denoiser
+        rates[kind] = rate / 30
+        # 100 tokens become as many inputs and targets as `sizes` predicts for packing.
+        keys, tokenizer = np.arange(1, dtype=np.uint64), data.load_tokenizer("bytes:100")
+        sizes = objective.sizes(np.array([[100]]), keys, tokenizer, cfg.data)
+        mode, removed, spans = kind
+        inputs = len(tokenizer.encode(mode)) + 100 - removed + spans
+        assert sizes.tolist() == [[inputs], [removed + spans]]
+    assert set(rates) == UL2_DENOISERS
+    for (mode, *_), rate in rates.items():
+        assert rate == (0.2 if mode == "[S2S] " else 4 / 30)
 
 
 REFERENCE = (HERE / "assets/reference.md").read_text()
