@@ -2149,6 +2149,7 @@ def test_infer_reads_and_writes_tables(trained, tmp_path, capsys, monkeypatch):
         {"inputs": "gamma", "targets": "three"},
     ]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(x) + "\n" for x in pairs))
+    (tmp_path / "ids.jsonl").write_text('{"inputs": [5, 6]}\n')
     found = {}
     for mode, source, target in (
         ("predict", f"lines:{tmp_path}/a,{tmp_path}/b", "lines.txt"),
@@ -2158,6 +2159,8 @@ def test_infer_reads_and_writes_tables(trained, tmp_path, capsys, monkeypatch):
         ("score", f"lines:{tmp_path}/b,{tmp_path}/a", "swapped.txt"),
         ("score", f"lines:{tmp_path}/a,{tmp_path}/b", "fields.txt"),
         ("score", f"{tmp_path}/pairs.jsonl", "renamed.txt"),
+        ("predict", f"{tmp_path}/ids.jsonl", "path.jsonl"),
+        ("predict", f"jsonl:{tmp_path}/ids.jsonl", "source.jsonl"),
     ):
         flags = ["--mode", mode, "--input", source, "--output", tmp_path / target]
         if target in ("fields.txt", "renamed.txt"):
@@ -2173,6 +2176,7 @@ def test_infer_reads_and_writes_tables(trained, tmp_path, capsys, monkeypatch):
     assert_same([*map(float, found["scores.txt"])], scores, "Scores of pairs.")
     assert found["swapped.txt"] == found["fields.txt"] != found["scores.txt"]
     assert_same(found["renamed.txt"], found["fields.txt"], "A file with renamed fields.")
+    assert_same(found["source.jsonl"], found["path.jsonl"], "Ids stay as they are.")
     expected = [{**line, "prediction": line["prediction"]} for line in outputs["jsonl"]]
     for target in ("csv", "tsv"):
         assert outputs[target] == expected, (
