@@ -1377,8 +1377,8 @@ def apply_hf_config(cfg, config, folder):
     stated = (
         layers | stated if cfg.num_decoder_layers else stated | {"num_decoder_layers": 0}
     )
-    # The weights do not show the activation function, but config.json does. The default is
-    # ReLU.
+    # The weights do not show the activation function, but config.json does. ReLU is the
+    # default.
     activation = HF_ACTIVATIONS.get(stated.setdefault("feed_forward_proj", "relu"))
     if activation:
         del stated["feed_forward_proj"]
