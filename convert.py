@@ -1120,12 +1120,14 @@ def open_hf(folder, file=None):
             f"than T5: use a model of type t5, mt5 or umt5."
         )
     tensors = unify_embeddings(tensors, config, folder)
-    cfg = apply_hf_config(model_from_shapes(tensors, HF, folder), config, folder)
+    cfg = model_from_shapes(tensors, HF, folder)
     if not is_stated:
+        config["feed_forward_proj"] = external_activation(HF_ACTIVATIONS, cfg)
         note(
             f"{file} has no config.json: the activation function {cfg.activation} and "
-            f"the dropout rate {cfg.dropout} are assumed."
+            f"the dropout rate 0.1 are assumed."
         )
+    cfg = apply_hf_config(cfg, config, folder)
     settings = config | read_optional(folder / "generation_config.json", dict)
     note_unused(folder, settings)
     order = find_id_order(settings, cfg.vocab_size, folder)
@@ -1375,8 +1377,9 @@ def apply_hf_config(cfg, config, folder):
     stated = (
         layers | stated if cfg.num_decoder_layers else stated | {"num_decoder_layers": 0}
     )
-    # The weights do not show the activation function, but config.json does.
-    activation = HF_ACTIVATIONS.get(stated.get("feed_forward_proj"))
+    # The weights do not show the activation function, but config.json does. ReLU is the
+    # default.
+    activation = HF_ACTIVATIONS.get(stated.setdefault("feed_forward_proj", "relu"))
     if activation:
         del stated["feed_forward_proj"]
     cfg = replace(

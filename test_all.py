@@ -10178,6 +10178,15 @@ BAD_WEIGHTS = {
         {"feed_forward_proj": None},
         "feed_forward_proj is null",
     ),
+    "no activation": (
+        "safetensors",
+        None,
+        lambda f: (f / "config.json").write_text(
+            (f / "config.json").read_text().replace("feed_forward_proj", "other")
+        ),
+        {},
+        "contradict its configuration",
+    ),
     "dropout": ("safetensors", None, None, {"dropout_rate": -3}, "--model.dropout"),
     "a list": (
         "safetensors",
