@@ -11920,6 +11920,53 @@ def test_the_held_out_loss_is_a_mean_over_all_tokens(tmp_path, one_device):
     )
 
 
+def test_bits_per_byte_compare_vocabularies(tokenizer, one_device):
+    """A model with equal logits needs log2(V) bits for each content token.
+
+    Its bits per byte are therefore log2(V) times the content tokens of the targets,
+    divided by the UTF-8 bytes of their text.
+    """
+    found = evaluate.token_bytes(data.ByteTokenizer())
+    sentence = "Of 259 ids, the ids 3 to 247 are bytes, and the last 11 are sentinels."
+    assert_same(found, [0] * 3 + [1] * 245 + [0] * 11, sentence)
+    pieces = data.PatternTokenizer("<0x..>|.", ["<0xC3>", "ä", "n"], sentinels=0)
+    sentence = "The piece <0xC3> is one byte, and the letter ä is two bytes."
+    assert_same(evaluate.token_bytes(pieces), [0, 0, 0, 1, 2, 1], sentence)
+
+    cfg = change(
+        model=dict(vocab_size=512), data=dict(targets_length=32), train=dict(batch_size=1)
+    )
+    params = make_params(cfg)
+    params["unembed"] *= 0
+    text = "alpha gamma <extra_id_0> beta"
+    # SentencePiece puts a space before the first word, and the sentinel takes the space
+    # before itself. The letter ß is not in this vocabulary, so it is an unknown token.
+    pieces = tokenizer.encode(text + "ß")
+    assert pieces.count(data.UNK) == 1
+    words = len(" alpha gamma beta".encode())
+    # In a byte vocabulary, each byte is a content token, and ß has two of them.
+    for vocabulary, text, count, size in (
+        (tokenizer, text + "ß", len(pieces) - 1, words),
+        (data.ByteTokenizer(100), "alpha gamma<extra_id_0>betaß", 17, 17),
+    ):
+        targets = np.zeros((1, 32), int)
+        ids = [*vocabulary.encode(text), data.EOS]
+        targets[0, : len(ids)] = ids
+        batch = to_batch(np.full((1, 36), 5), targets, np.ones((1, 36)), targets > 0)
+        sums = evaluate.loss_sums(params, batch, cfg, vocabulary)
+        assert_same(sums["content_tokens"], count, "EOS and the sentinel do not count.")
+        sentence = "Count the bytes of the content tokens, except unknown tokens."
+        assert_same(sums["content_bytes"], size, sentence)
+        dataset = types.SimpleNamespace(
+            tasks=[types.SimpleNamespace(tokenizer=vocabulary)],
+            batch=lambda i, rows: jax.tree.map(np.asarray, batch),
+        )
+        metrics = evaluate.evaluate_loss(params, cfg, one_device, dataset, 1)
+        sentence = "Divide the loss of the content tokens in bits by their bytes."
+        expected = count * math.log2(512) / size
+        assert_same(metrics["bits_per_byte"], expected, sentence, 1e-6)
+
+
 def test_a_text_becomes_a_value_and_the_values_become_metrics():
     """A postprocessor converts target and prediction, and the metrics compare the values."""
     task = data.TASKS["text_to_text"]._replace(metrics=("accuracy",))
@@ -12319,6 +12366,7 @@ EXERCISES = {
     ),
     "infer.score": "test_scores_and_vectors_leave_out_padding",
     "infer.encoder_vectors": "test_scores_and_vectors_leave_out_padding",
+    "evaluate.token_bytes": "test_bits_per_byte_compare_vocabularies",
     "evaluate.loss_sums": "test_the_held_out_loss_is_a_mean_over_all_tokens",
     "evaluate.evaluate_loss": "test_the_held_out_loss_is_a_mean_over_all_tokens",
     "evaluate.read_examples": "test_tasks_are_evaluated_on_text_and_by_rank",
