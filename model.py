@@ -1041,12 +1041,31 @@ def bias_of_buckets(table, bucket):
     # The gradient of a lookup would be a slow scatter-add. The gradient of this matmul is
     # another matmul. The gain was not measured by itself.
     one_hot = jax.nn.one_hot(bucket, table.shape[1], axis=0, dtype=jnp.float32)
-    # Each part of the batch gets its own copy of the table. The gradients of all layers
-    # are added up in this copy, and one all-reduce over the devices is enough. With a
-    # single table, every layer would need an all-reduce.
+    return jnp.einsum("nhr,rqk->nhqk", copy_for_each_part(table), one_hot)
+
+
+def copy_for_each_part(x):
+    """Return N copies [N, ...] of an array, one for each part of the batch.
+
+    N is the size of the mesh axis "data". The gradients of all layers are added up in the
+    copy, and one all-reduce over the devices is enough. Without copies, every layer would
+    need an all-reduce.
+    """
     data_shards = jax.sharding.get_abstract_mesh().shape["data"]
-    ones = jnp.ones((data_shards, 1, 1), out_sharding=P("data"))
-    return jnp.einsum("nhr,rqk->nhqk", ones * table, one_hot)
+    ones = jnp.ones((data_shards, *[1] * x.ndim), out_sharding=P("data"))
+    return ones * x
+
+
+@tuned(position_bias)
+def position_bias(w, Q, K, bidirectional, cfg, shared=None):
+    """Return the position bias as the tuned attention needs it, [N, H, Q, K], or None.
+
+    As in bias_of_buckets, each of the N parts of the batch gets a copy of the bias.
+    """
+    bias = POSITIONS[cfg.positions].bias(w, Q, K, bidirectional, cfg, shared)
+    if bias is None or "data" in sharding_of(bias):
+        return bias
+    return copy_for_each_part(bias[0])
 
 
 # Attention. The function fused_attention has a hand-written gradient, and uses two ideas

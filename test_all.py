@@ -8882,7 +8882,7 @@ def test_only_plain_t5_stores_other_position_encodings(tmp_path, capsys, monkeyp
     status, _, err = run(convert, capsys, monkeypatch, *command)
     assert status == 0, err
     copied, again = params_of(tmp_path / "copy")
-    assert copied.model.positions == "rotary"
+    assert copied.positions == "rotary"
     assert_equal(again, params)
     command = tmp_path / "mine", tmp_path / "new", "--to", "plain"
     status, _, err = run(convert, capsys, monkeypatch, *command)
@@ -11507,7 +11507,7 @@ def test_position_encodings_depend_only_on_the_distance():
     distance = np.array([[0, 1, 2, 3], [1, 0, 1, 2], [2, 1, 0, 1]])
     sentence = "With two heads, the bias is -1/16 and -1/256 times the distance."
     assert_same(bias, [[-distance / 16, -distance / 256]], sentence)
-    assert model.position_bias({}, 3, 4, True, cfg, bias) is bias, "The shared bias."
+    assert model.alibi_bias({}, 3, 4, True, cfg, bias) is bias, "The shared bias."
     rows = model.position_bias({}, 3, 4, True, cfg)
     assert_same(rows, bias, "position_bias should call alibi_bias.")
 
