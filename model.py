@@ -558,6 +558,10 @@ def add_loss(name, value):
     Each function that a layer calls may call add_loss, except a function inside of
     jax.shard_map or with a hand-written gradient, such as fused_attention. Losses with
     the same name are added up. Evaluation and decoding ignore all auxiliary losses.
+
+    If a loss counts padding, train with PLAIN_T5_TUNED=0. A padding query may have no key
+    to attend to, and fused_attention has a wrong gradient for a query without keys. The
+    loss of T5 never uses this gradient.
     """
     if name not in LOSS_WEIGHTS:
         raise configs.UserError(
