@@ -349,8 +349,11 @@ def alibi_bias(w, Q, K, bidirectional, cfg, shared=None):
     """Return the position bias of ALiBi, [1, H, Q, K] (Press et al. 2022).
 
     The bias is -slope * distance, and is not learned. Head h = 1, 2, ..., H has the slope
-    2^(-8 h / H). With two heads, the slopes are 1/16 and 1/256. The arguments are those
-    of relative_bias. ALiBi has no weights, so all layers use the same bias `shared`.
+    2^(-8 h / H). With two heads, the slopes are 1/16 and 1/256. In the encoder, a key
+    before the query and a key after the query have the same bias at the same distance.
+
+    The arguments are those of relative_bias. ALiBi has no weights, so all layers use the
+    same bias `shared`.
     """
     if shared is not None:
         return shared
