@@ -4,7 +4,6 @@ A router chooses the expert (Fedus et al. 2022). The balance loss of a layer is 
 experts get equally many tokens. For simplicity, each expert computes all tokens.
 
     python train.py --config assets/recipes/experts.py --run_dir runs/experts
-    python infer.py --config runs/experts/recipe.py --run_dir runs/experts "A <extra_id_0>"
 """
 
 import jax
