@@ -110,6 +110,10 @@ class ModelConfig:
     # Whether the output layer uses the weights of the embedding table, as in T5 1.0.
     # If true, the logits are multiplied by d_model^-0.5.
     tied: bool = False
+    # How self-attention knows positions: t5_bias, none, alibi, rotary, or one from your
+    # recipe file. T5 learns a bias for each distance (t5_bias). The next three settings
+    # belong to t5_bias.
+    positions: str = "t5_bias"
     # Number of buckets for relative positions (key position minus query position).
     # Each attention head learns one bias for each bucket.
     relative_buckets: int = at_least(4, 32)
@@ -361,6 +365,7 @@ MIXTURES = {}  # "glue_v002_proportional" -> {name of a task: sampling rate}
 ACTIVATIONS = {}  # "relu" -> jax.nn.relu
 METRICS = {}  # "bleu" -> function(targets, predictions) that returns {"bleu": 27.5}
 OPTIMIZERS = {}  # "adafactor" -> train.Optimizer
+POSITIONS = {}  # "rotary" -> model.PositionEncoding
 SOURCES = {}  # "jsonl" -> function(name, split, cfg, whole) that opens a data source
 VOCABULARIES = {}  # "smiles" -> data.Tokenizer, such as a data.PatternTokenizer
 RECIPE_TABLES = (
@@ -369,6 +374,7 @@ RECIPE_TABLES = (
     "ACTIVATIONS",
     "METRICS",
     "OPTIMIZERS",
+    "POSITIONS",
     "SOURCES",
     "VOCABULARIES",
 )
@@ -1326,16 +1332,22 @@ def check(cfg):
     m, d, t = cfg.model, cfg.data, cfg.train
     for name, value, table in (
         ("model.activation", m.activation.removeprefix("gated_"), ACTIVATIONS),
+        ("model.positions", m.positions, POSITIONS),
         ("train.optimizer", t.optimizer, OPTIMIZERS),
     ):
-        # ACTIVATIONS is empty in a command that does not import model.py, and OPTIMIZERS
-        # is empty without train.py. Then the name cannot be checked.
+        # ACTIVATIONS and POSITIONS are empty in a command that does not import model.py,
+        # and OPTIMIZERS is empty without train.py. Then the name cannot be checked.
         if table and value not in table:
             raise UserError(
                 f"--{name} {value} is unknown{nearest(value, table) or '.'} The known "
                 f"names are {', '.join(table)}. A recipe file may define other names: if "
                 f"you trust the file, execute it with --config RUN/recipe.py."
             )
+    if m.positions == "rotary" and m.d_kv % 2:
+        raise UserError(
+            f"--model.positions rotary rotates pairs of channels, but --model.d_kv "
+            f"{m.d_kv} is odd: use an even number."
+        )
     if m.relative_max_distance <= m.relative_buckets // 2:
         raise UserError(
             f"--model.relative_max_distance must be greater than "

@@ -1639,6 +1639,13 @@ def open_plain(checkpoint, run_dir):
     cfg, run = configs.read_run(run_dir)
     identity = configs.weights_identity(cfg, run["vocabulary_sha256"])
     partition.check_owner(checkpoint, manifest, identity)
+    positions = cfg.model.positions
+    if positions not in model.POSITIONS:
+        raise UserError(
+            f"The recipe file of {run_dir} defines --model.positions {positions}. "
+            f"convert.py executes no recipe file: convert a model with "
+            f"{', '.join(model.POSITIONS)}."
+        )
     params = partition.flatten({"params": model.param_table(cfg.model)})
     required = {name: param.shape for name, param in params.items()}
 
@@ -2314,6 +2321,12 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False, lora=
         weights = open_any(source, step)
         if lora:
             weights = merge_lora(weights, Path(lora))
+        positions = weights.cfg.model.positions
+        if to != "plain" and positions != "t5_bias":
+            raise UserError(
+                f"The model has --model.positions {positions}, which --to {to} cannot "
+                f"store: use --to plain, or convert a model with t5_bias."
+            )
         params = model.count_params(model.param_table(weights.cfg.model))
         print(f"source   {source}: {params:,} parameters, step {weights.step:,}")
         print(f"writing  {destination}", flush=True)

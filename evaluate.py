@@ -71,6 +71,25 @@ POSTPROCESSORS = {}
 # ---- teacher-forced loss ---------------------------------------------------------------
 
 
+def token_bytes(tokenizer):
+    """Return how many UTF-8 bytes of text each token id stands for, as an int32 array.
+
+    In a byte vocabulary, each token stands for 1 byte. In a SentencePiece vocabulary, the
+    token "▁the" stands for the 4 bytes of " the". Padding, EOS, sentinels and the unknown
+    token get the number 0. The shape is [number of ids].
+    """
+    counts = np.zeros(tokenizer.size, np.int32)
+    for i in range(data.UNK + 1, tokenizer.size):
+        piece = tokenizer.raw_text([i])
+        # Some vocabularies write the bytes of rare characters as the pieces <0x00> to
+        # <0xFF>. The text of a single byte of a longer character is empty.
+        is_byte = re.fullmatch("<0x[0-9A-F]{2}>", piece)
+        counts[i] = 1 if is_byte else max(1, len(piece.encode()))
+    sentinels = tokenizer.sentinel_ids
+    counts[sentinels.start : sentinels.stop] = 0
+    return counts
+
+
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def loss_sums(params, batch, cfg, tokenizer):
     """Sum the losses of a batch over all target tokens, and over content tokens alone.
@@ -80,6 +99,9 @@ def loss_sums(params, batch, cfg, tokenizer):
     can be compared with the unigram baseline that train.py prints, which counts content
     tokens only.
 
+    The UTF-8 bytes of the content tokens are counted too. The bytes of an unknown token
+    are not known, so an unknown token counts as 0 bytes, and its loss counts in full.
+
     params: the parameters of the model.
     batch: a data.Batch.
     tokenizer: the Tokenizer of the run, which says which ids are sentinels.
@@ -88,17 +110,23 @@ def loss_sums(params, batch, cfg, tokenizer):
     losses = model.token_losses(params, batch, cfg)
     cross_entropy = losses[0]
     is_content = data.is_content(batch.targets, tokenizer)
+    sharding = model.sharding_of(batch.targets)
+    counts = jnp.array(token_bytes(tokenizer))
+    counts = counts.at[batch.targets].get(out_sharding=sharding)
     return {
         **model.sum_over_tokens(losses, batch),
         "content_loss": jnp.sum(cross_entropy * is_content),
         "content_tokens": jnp.sum(is_content),
+        "content_bytes": jnp.sum(counts * is_content),
     }
 
 
 def evaluate_loss(params, cfg, mesh, dataset, batches):
     """Return the mean loss and accuracy over the first batches of a held-out dataset.
 
-    The losses are in nats per token, and the accuracy is between 0 and 1.
+    The losses are in nats per token, and the accuracy is between 0 and 1. bits_per_byte
+    is the summed cross entropy of the content tokens in bits, divided by the number of
+    UTF-8 bytes that these tokens stand for. Vocabularies can be compared by this number.
 
     dataset: a held-out data.Dataset, in which each example occurs once.
     batches: the number of batches.
@@ -118,6 +146,9 @@ def evaluate_loss(params, cfg, mesh, dataset, batches):
     # if some batches have fewer tokens than others.
     metrics = model.mean_metrics(totals)
     metrics["content_loss"] = totals["content_loss"] / max(totals["content_tokens"], 1)
+    # A nat is 1 / log(2) = 1.44 bits.
+    bits = totals["content_loss"] / math.log(2)
+    metrics["bits_per_byte"] = bits / max(totals["content_bytes"], 1)
     return {name: float(value) for name, value in jax.device_get(metrics).items()}
 
 

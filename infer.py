@@ -140,13 +140,14 @@ def init_cache(params, cfg, encoded, length, beams=1):
     - The weights of the layer, in the dtype of `encoded`.
     - The pair (keys, values) for cross-attention. Keys and values have the shape
       [B, H, S, C], and all beams share them.
-    - The position bias of self-attention, from model.relative_bias. The bias has the
+    - The position bias of self-attention, from model.position_bias. The bias has the
       shape [1, H, length, length]. On a mesh, axis 0 may instead hold one copy for each
-      device of the "data" axis, because training needs the bias in this form.
+      device of the "data" axis, because training needs the bias in this form. The item is
+      None if --model.positions selects an encoding without a bias, such as rotary.
     """
     stack = params["decoder"]
     table = model.param_table(cfg)["decoder"]["layers"]
-    shared = model.relative_bias(stack, length, length, False, cfg)
+    shared = model.position_bias(stack, length, length, False, cfg)
     cache = []
     fixed = []
     # Slice the weights of each layer from the stacked arrays once, before the decoding
@@ -155,7 +156,7 @@ def init_cache(params, cfg, encoded, length, beams=1):
         weights = jax.tree.map(lambda w: w[i].astype(encoded.dtype), stack["layers"])
         weights = model.reshard_for_compute(weights, table)
         cross = model.keys_values(weights["cross_attention"], encoded, cfg)
-        bias = model.relative_bias(
+        bias = model.position_bias(
             weights["self_attention"], length, length, False, cfg, shared
         )
         B, H, _, C = cross[0].shape
@@ -187,6 +188,7 @@ def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=No
     then hides the keys that the beam must not read.
     """
     N = ids.shape[1]
+    positions = jnp.full(N, at)  # the newest tokens of all beams have the same position
     length = cache[0][0].shape[2] // N
     if ancestors is None:
         ancestors = jnp.arange(N)[None, :, None]
@@ -205,14 +207,15 @@ def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=No
 
     x = model.embed(params, ids, cfg, None)
     new_cache = []
-    for stored, (weights, cross, biases) in zip(cache, fixed):
-        # Select the position bias of the query at position `at`. Repeat each number N
-        # times, because each position has N keys, one for each beam.
-        bias = lax.dynamic_slice_in_dim(biases, at, 1, axis=2)
-        bias = jnp.repeat(bias, N, axis=3)
+    for stored, (weights, cross, bias) in zip(cache, fixed):
+        if bias is not None:
+            # Select the position bias of the query at position `at`. Repeat each number N
+            # times, because each position has N keys, one for each beam.
+            bias = lax.dynamic_slice_in_dim(bias, at, 1, axis=2)
+            bias = jnp.repeat(bias, N, axis=3)
         h = model.rms_norm(x, weights["self_attention"]["norm"])
         # Write the keys and values of this position into the cache.
-        added = model.keys_values(weights["self_attention"], h, cfg)
+        added = model.keys_values(weights["self_attention"], h, cfg, positions)
         keys, values = (
             lax.dynamic_update_slice_in_dim(old, new, at * N, axis=2)
             for old, new in zip(stored, added)
@@ -232,6 +235,7 @@ def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=No
             cross_mask,
             cfg,
             core=attend,
+            positions=positions,
         )
     x = model.final_norm(x, params["decoder"])
     return model.unembed(params, cfg, x), new_cache

@@ -38,10 +38,12 @@ Example:
 `pytest -k lesson_model` runs the lessons about this file, which are in test_all.py.
 """
 
+import contextlib
+import contextvars
 import functools
 import math
 import os
-from typing import NamedTuple
+from typing import Callable, NamedTuple
 
 # Import configs before JAX, because the module configs also sets up Ctrl-C and UTF-8.
 import configs
@@ -85,13 +87,11 @@ def param_table(cfg):
     For example, table["embed"] is the Param of the embedding matrix [V, D]. The code for
     initialization, sharding, checkpoints and conversion reads this table.
     """
-    D, F, V, R = cfg.d_model, cfg.d_ff, cfg.vocab_size, cfg.relative_buckets
+    D, F, V = cfg.d_model, cfg.d_ff, cfg.vocab_size
     H, C = cfg.num_heads, cfg.d_kv
 
     norm = Param((D,), ("embed",))
-    bias_scale = (6 / (H + R)) ** 0.5
-    bias_table = Param((H, R), ("heads", "buckets"), "uniform", bias_scale)
-    bias = {"relative_bias": bias_table}
+    bias = POSITIONS[cfg.positions].params(cfg)
 
     # In T5, all layers of the encoder share one table of relative position biases, and
     # so do all layers of the decoder. In UMT5, each layer has a table of its own.
@@ -322,6 +322,13 @@ def bias_of_buckets(table, bucket):
     return table[None, :, bucket]
 
 
+def relative_bias_params(cfg):
+    """Return the Param of the table of position biases, in a dict."""
+    H, R = cfg.num_heads, cfg.relative_buckets
+    scale = (6 / (H + R)) ** 0.5
+    return {"relative_bias": Param((H, R), ("heads", "buckets"), "uniform", scale)}
+
+
 def relative_bias(w, Q, K, bidirectional, cfg, shared=None):
     """Return the relative position bias [1, H, Q, K] of all pairs of query and key.
 
@@ -336,6 +343,92 @@ def relative_bias(w, Q, K, bidirectional, cfg, shared=None):
     distance = np.arange(K) - np.arange(Q)[:, None]
     bucket = relative_bucket(distance, bidirectional, cfg)
     return bias_of_buckets(w["relative_bias"], bucket)
+
+
+def alibi_bias(w, Q, K, bidirectional, cfg, shared=None):
+    """Return the position bias of ALiBi, [1, H, Q, K] (Press et al. 2022).
+
+    The bias is -slope * distance, and is not learned. Head h = 1, 2, ..., H has the slope
+    2^(-8 h / H). With two heads, the slopes are 1/16 and 1/256. In the encoder, a key
+    before the query and a key after the query have the same bias at the same distance.
+
+    The arguments are those of relative_bias. ALiBi has no weights, so all layers use the
+    same bias `shared`.
+    """
+    if shared is not None:
+        return shared
+    distance = np.abs(np.arange(K) - np.arange(Q)[:, None])
+    H = cfg.num_heads
+    slopes = 2.0 ** (-8 * np.arange(1, H + 1) / H)
+    bias = -jnp.float32(slopes)[None, :, None, None] * jnp.float32(distance)
+    return jax.reshard(bias, P(None, "model"))
+
+
+def rotary(x, positions):
+    """Rotate pairs of channels by angles that grow with the position (RoPE).
+
+    Channel i and channel i + C/2 are the coordinates of a point in a plane. At position
+    p, this point is rotated by the angle p * 10000^(-2 i / C). The dot product of a
+    rotated query and a rotated key depends only on the difference of their positions
+    (Su et al. 2021).
+
+    x: queries or keys [B, H, Q, C]. positions [Q]. Returns an array like x.
+    """
+    C = x.shape[-1]
+    frequencies = 10_000 ** (-np.arange(0, C, 2) / C)
+    angles = jnp.float32(positions)[:, None] * jnp.float32(frequencies)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+    return rotated.astype(x.dtype)
+
+
+class PositionEncoding(NamedTuple):
+    """Define how self-attention knows the positions of queries and keys.
+
+    The scores of a position encoding must depend only on the distance between query and
+    key. A packed row then needs nothing special. Positions are counted from the start of
+    the row, but attention stays within one example, whose distances are the same in any
+    place of the row. Cross-attention knows no positions.
+    """
+
+    # A function of the ModelConfig that returns a dict with the Param of each weight.
+    params: Callable = lambda cfg: {}
+    # A function with the arguments of relative_bias. Returns a bias that is added to the
+    # attention scores, or None. The bias has the shape [1, H, Q, K], and the mesh axis
+    # "model" splits the heads H.
+    bias: Callable = lambda w, Q, K, bidirectional, cfg, shared: None
+    # A function of queries or keys [B, H, Q, C] and their positions [Q]. Returns the
+    # queries or keys with which attention computes the scores.
+    rotate: Callable = lambda x, positions: x
+
+
+# Map names to position encodings for --model.positions. A recipe file can add more.
+POSITIONS = configs.POSITIONS
+POSITIONS |= {
+    "t5_bias": PositionEncoding(params=relative_bias_params, bias=relative_bias),
+    "none": PositionEncoding(),
+    "alibi": PositionEncoding(bias=alibi_bias),
+    "rotary": PositionEncoding(rotate=rotary),
+}
+
+
+def position_bias(w, Q, K, bidirectional, cfg, shared=None):
+    """Return the position bias that --model.positions selects, or None if it has none.
+
+    The arguments are those of relative_bias.
+    """
+    return POSITIONS[cfg.positions].bias(w, Q, K, bidirectional, cfg, shared)
+
+
+def rotate(x, positions, cfg):
+    """Rotate queries or keys [B, H, Q, C] as --model.positions says.
+
+    positions [Q], or None to return x unchanged, as in cross-attention.
+    """
+    if positions is None:
+        return x
+    return POSITIONS[cfg.positions].rotate(x, positions)
 
 
 def attention_mask(query_segments, key_segments, causal=False):
@@ -372,14 +465,15 @@ def join_heads(x):
     return x.reshape(B, Q, H * C, out_sharding=P(rows, None, heads))
 
 
-def keys_values(w, x, cfg):
+def keys_values(w, x, cfg, positions=None):
     """Project activations [B, K, D] to the keys and values of all heads.
 
     Returns a pair (keys, values). Both arrays have the shape [B, H, K, C].
+    positions [K]: the positions of x in self-attention, and None in cross-attention.
     """
     k = split_heads(dense(x, w["key"]), cfg)
     v = split_heads(dense(x, w["value"]), cfg)
-    return k, v
+    return rotate(k, positions, cfg), v
 
 
 def attend(q, k, v, bias, mask):
@@ -401,15 +495,16 @@ def attend(q, k, v, bias, mask):
 
 # named_scope labels these operations "attention" in a profile.
 @jax.named_scope("attention")
-def attention(w, x, kv, bias, mask, cfg, key=None, core=None):
+def attention(w, x, kv, bias, mask, cfg, key=None, core=None, positions=None):
     """Compute multi-head attention, followed by dropout. Returns [B, Q, D].
 
     x: normalized activations [B, Q, D], which are projected to queries.
     kv: keys and values, from the same sequence or from the encoder.
     core: a function that replaces `attend`. infer.py uses this for decoding.
+    positions [Q]: the positions of x in self-attention, and None in cross-attention.
     """
     key_probabilities, key_out = split_key(key, 2)
-    q = split_heads(dense(x, w["query"]), cfg)
+    q = rotate(split_heads(dense(x, w["query"]), cfg), positions, cfg)
     k, v = kv
     if key is not None and cfg.dropout:
         # Apply dropout to the attention probabilities. T5 drops a key for all queries of
@@ -447,6 +542,49 @@ def mlp(w, x, cfg, key=None):
         hidden = activation(dense(x, w["up"]))
     hidden = dropout(hidden, cfg.dropout, key_hidden)
     return dropout(dense(hidden, w["down"]), cfg.dropout, key_out)
+
+
+# ---- auxiliary losses ------------------------------------------------------------------
+# T5 has no auxiliary losses. In your experiment, a function of a layer may add one with
+# add_loss. A mixture of experts, for example, needs a loss that balances the experts.
+
+# The weight of each auxiliary loss in the training loss. With {"balance": 0.01}, training
+# minimizes loss + 0.01 * balance, where the balance loss is summed over all layers.
+LOSS_WEIGHTS = {}
+# The dict to which add_loss adds, or None outside of training.
+COLLECTED = contextvars.ContextVar("losses", default=None)
+
+
+def add_loss(name, value):
+    """Add an auxiliary loss, which is a float32 scalar, to the training loss.
+
+    Each function that a layer calls may call add_loss, except a function inside of
+    jax.shard_map or with a hand-written gradient, such as fused_attention. Losses with
+    the same name are added up. Evaluation and decoding ignore all auxiliary losses.
+
+    If a loss counts padding, train with PLAIN_T5_TUNED=0. A padding query may have no key
+    to attend to, and fused_attention has a wrong gradient for a query without keys. The
+    loss of T5 never uses this gradient.
+    """
+    if name not in LOSS_WEIGHTS:
+        raise configs.UserError(
+            f"The auxiliary loss {name} has no weight: set model.LOSS_WEIGHTS[{name!r}] "
+            f"in the recipe file."
+        )
+    losses = COLLECTED.get()
+    if losses is not None:
+        losses[name] = losses.get(name, 0.0) + value
+
+
+@contextlib.contextmanager
+def collect_losses():
+    """Yield a dict of the auxiliary losses that are added inside of the `with` block."""
+    losses = {}
+    outside = COLLECTED.set(losses)
+    try:
+        yield losses
+    finally:
+        COLLECTED.reset(outside)
 
 
 # ---- encoder and decoder ---------------------------------------------------------------
@@ -487,23 +625,23 @@ def scan_layers(layer, x, weights, keys, cfg):
 
     JAX compiles the body of the loop only once, whether there are 8 layers or 24.
 
-    layer: a function (weights, x, key) -> x. x [B, Q, D]. weights: a nested dict of
-    arrays with a leading axis L. keys: L PRNG keys, or None for no dropout.
+    layer: a function (weights, x, key) -> (x, losses). x [B, Q, D]. losses: a dict of the
+    auxiliary losses of the layer. weights: a nested dict of arrays with a leading axis L.
+    keys: L PRNG keys, or None for no dropout. Returns x, and a dict of losses [L].
     """
 
     def step(x, weights_and_key):
         weights, key = weights_and_key
-        return layer(weights, x, key), None
+        return layer(weights, x, key)
 
-    x, _ = lax.scan(step, x, (weights, keys))
-    return x
+    return lax.scan(step, x, (weights, keys))
 
 
 def run_layers(layer, x, stack, params, cfg, key):
     """Apply all layers of the encoder or the decoder to activations x [B, Q, D].
 
     `stack` is "encoder" or "decoder". `layer` is a function (weights, x, key) -> x that
-    applies one layer.
+    applies one layer. The auxiliary losses of all layers are added up.
     """
     table = param_table(cfg)[stack]["layers"]
     depth = cfg.num_layers if stack == "encoder" else cfg.num_decoder_layers
@@ -513,10 +651,15 @@ def run_layers(layer, x, stack, params, cfg, key):
     # training step of T5 large on TPU v5p 3 % slower.
     weights = jax.tree.map(lambda w: w.astype(x.dtype), params[stack]["layers"])
 
-    def resharded_layer(weights, x, key):
-        return layer(reshard_for_compute(weights, table), x, key)
+    def layer_and_losses(weights, x, key):
+        with collect_losses() as losses:
+            x = layer(reshard_for_compute(weights, table), x, key)
+        return x, losses
 
-    return scan_layers(resharded_layer, x, weights, keys, cfg)
+    x, losses = scan_layers(layer_and_losses, x, weights, keys, cfg)
+    for name, values in losses.items():
+        add_loss(name, jnp.sum(values))
+    return x
 
 
 def encode(params, cfg, inputs, segments, key=None):
@@ -527,16 +670,27 @@ def encode(params, cfg, inputs, segments, key=None):
     """
     key_embed, key_layers, key_end = split_key(key, 3)
     S = inputs.shape[1]
+    positions = np.arange(S)
     mask = attention_mask(segments, segments)
-    shared_bias = relative_bias(params["encoder"], S, S, True, cfg)
+    shared_bias = position_bias(params["encoder"], S, S, True, cfg)
 
     def layer(w, x, key):
         key_attention, key_mlp = split_key(key, 2)
         # Attention and MLP are residual blocks, which compute x + f(norm(x)).
-        normalized = rms_norm(x, w["attention"]["norm"])
-        kv = keys_values(w["attention"], normalized, cfg)
-        bias = relative_bias(w["attention"], S, S, True, cfg, shared_bias)
-        x += attention(w["attention"], normalized, kv, bias, mask, cfg, key_attention)
+        w_attention = w["attention"]
+        normalized = rms_norm(x, w_attention["norm"])
+        kv = keys_values(w_attention, normalized, cfg, positions)
+        bias = position_bias(w_attention, S, S, True, cfg, shared_bias)
+        x += attention(
+            w_attention,
+            normalized,
+            kv,
+            bias,
+            mask,
+            cfg,
+            key_attention,
+            positions=positions,
+        )
         return x + mlp(w["mlp"], rms_norm(x, w["mlp"]["norm"]), cfg, key_mlp)
 
     x = embed(params, inputs, cfg, key_embed)
@@ -566,6 +720,7 @@ def decoder_layer(
     cfg,
     key=None,
     core=None,
+    positions=None,
 ):
     """Apply self-attention, cross-attention and MLP, the three blocks of a decoder layer.
 
@@ -576,10 +731,13 @@ def decoder_layer(
     self_kv: the keys and values of the targets.
     cross_kv: the keys and values of the encoder's output.
     core: a function that replaces `attend`, as in `attention`.
+    positions [T]: the positions of the targets in their rows.
     """
     key_self, key_cross, key_mlp = split_key(key, 3)
     w_self, w_cross, w_mlp = w["self_attention"], w["cross_attention"], w["mlp"]
-    x += attention(w_self, normalized, self_kv, bias, self_mask, cfg, key_self, core)
+    x += attention(
+        w_self, normalized, self_kv, bias, self_mask, cfg, key_self, core, positions
+    )
     # Cross-attention uses no position bias, so its bias is None.
     normalized = rms_norm(x, w_cross["norm"])
     x += attention(w_cross, normalized, cross_kv, None, cross_mask, cfg, key_cross, core)
@@ -597,17 +755,28 @@ def decode(params, cfg, decoder_inputs, segments, encoded, input_segments, key=N
     """
     key_embed, key_layers, key_end = split_key(key, 3)
     T = decoder_inputs.shape[1]
+    positions = np.arange(T)
     self_mask = attention_mask(segments, segments, causal=True)
     cross_mask = attention_mask(segments, input_segments)
-    shared_bias = relative_bias(params["decoder"], T, T, False, cfg)
+    shared_bias = position_bias(params["decoder"], T, T, False, cfg)
 
     def layer(w, x, key):
         normalized = rms_norm(x, w["self_attention"]["norm"])
-        self_kv = keys_values(w["self_attention"], normalized, cfg)
+        self_kv = keys_values(w["self_attention"], normalized, cfg, positions)
         cross_kv = keys_values(w["cross_attention"], encoded, cfg)
-        bias = relative_bias(w["self_attention"], T, T, False, cfg, shared_bias)
+        bias = position_bias(w["self_attention"], T, T, False, cfg, shared_bias)
         return decoder_layer(
-            w, x, normalized, self_kv, bias, self_mask, cross_kv, cross_mask, cfg, key
+            w,
+            x,
+            normalized,
+            self_kv,
+            bias,
+            self_mask,
+            cross_kv,
+            cross_mask,
+            cfg,
+            key,
+            positions=positions,
         )
 
     x = embed(params, decoder_inputs, cfg, key_embed)
@@ -721,33 +890,55 @@ def sum_over_tokens(losses, batch):
     }
 
 
+def total_loss(sums):
+    """Add up the cross entropy, the z-loss and the weighted auxiliary losses.
+
+    sums: the dict that loss_fn returns.
+    """
+    total = sums["cross_ent_loss"] + sums["z_loss"]
+    for name, weight in LOSS_WEIGHTS.items():
+        if name in sums:
+            total += weight * sums[name]
+    return total
+
+
 def mean_metrics(sums):
     """Divide the sums over tokens by the number of tokens. Returns a dict of means.
 
     The losses are in nats per token. If 30 of 40 tokens are correct, the accuracy is
     0.75.
 
-    sums: the dict that sum_over_tokens returns.
+    sums: the dict that loss_fn returns.
     """
     tokens = jnp.maximum(sums["tokens"], 1)
+    auxiliary = {name: sums[name] / tokens for name in LOSS_WEIGHTS if name in sums}
     return {
-        "loss": (sums["cross_ent_loss"] + sums["z_loss"]) / tokens,
+        "loss": total_loss(sums) / tokens,
         "cross_ent_loss": sums["cross_ent_loss"] / tokens,
         "z_loss": sums["z_loss"] / tokens,
         "accuracy": sums["correct"] / tokens,
+        **auxiliary,
     }
 
 
 def loss_fn(params, batch, cfg, key=None):
-    """Return the training loss of a batch, and the dict that sum_over_tokens returns.
+    """Return the training loss of a batch, and a dict of its sums over target tokens.
 
-    The loss is the cross entropy plus the z-loss, in nats. It is summed over all target
-    tokens. To get a mean, the caller divides the loss by the number of tokens.
+    The loss is the cross entropy plus the z-loss, in nats, plus the weighted auxiliary
+    losses. It is summed over all target tokens. To get a mean, the caller divides the
+    loss by the number of tokens. The dict is that of sum_over_tokens, with the auxiliary
+    losses.
 
     cfg: a Config. key: the PRNG key of dropout, or None for no dropout.
     """
-    sums = sum_over_tokens(token_losses(params, batch, cfg, key), batch)
-    return sums["cross_ent_loss"] + sums["z_loss"], sums
+    with collect_losses() as auxiliary:
+        losses = token_losses(params, batch, cfg, key)
+    sums = sum_over_tokens(losses, batch)
+    # An auxiliary loss is a number for the complete batch. Multiply it by the number of
+    # tokens, because the caller divides by this number.
+    for name, value in auxiliary.items():
+        sums[name] = value * sums["tokens"]
+    return total_loss(sums), sums
 
 
 # ====== below: compiler optimizations, sizes, the command ===============================
@@ -857,12 +1048,31 @@ def bias_of_buckets(table, bucket):
     # The gradient of a lookup would be a slow scatter-add. The gradient of this matmul is
     # another matmul. The gain was not measured by itself.
     one_hot = jax.nn.one_hot(bucket, table.shape[1], axis=0, dtype=jnp.float32)
-    # Each part of the batch gets its own copy of the table. The gradients of all layers
-    # are added up in this copy, and one all-reduce over the devices is enough. With a
-    # single table, every layer would need an all-reduce.
+    return jnp.einsum("nhr,rqk->nhqk", copy_for_each_part(table), one_hot)
+
+
+def copy_for_each_part(x):
+    """Return N copies [N, ...] of an array, one for each part of the batch.
+
+    N is the size of the mesh axis "data". The gradients of all layers are added up in the
+    copy, and one all-reduce over the devices is enough. Without copies, every layer would
+    need an all-reduce.
+    """
     data_shards = jax.sharding.get_abstract_mesh().shape["data"]
-    ones = jnp.ones((data_shards, 1, 1), out_sharding=P("data"))
-    return jnp.einsum("nhr,rqk->nhqk", ones * table, one_hot)
+    ones = jnp.ones((data_shards, *[1] * x.ndim), out_sharding=P("data"))
+    return ones * x
+
+
+@tuned(position_bias)
+def position_bias(w, Q, K, bidirectional, cfg, shared=None):
+    """Return the position bias as the tuned attention needs it, [N, H, Q, K], or None.
+
+    As in bias_of_buckets, each of the N parts of the batch gets a copy of the bias.
+    """
+    bias = POSITIONS[cfg.positions].bias(w, Q, K, bidirectional, cfg, shared)
+    if bias is None or "data" in sharding_of(bias):
+        return bias
+    return copy_for_each_part(bias[0])
 
 
 # Attention. The function fused_attention has a hand-written gradient, and uses two ideas
@@ -1126,10 +1336,9 @@ def scan_layers(layer, x, weights, keys, cfg):
         # reduced a training step of T5 base from 240 to 236 million cycles.
         if unroll:
             weights = lax.optimization_barrier(weights)
-        return rematerialized(weights, x, key), None
+        return rematerialized(weights, x, key)
 
-    x, _ = lax.scan(step, x, (weights, keys), unroll=unroll)
-    return x
+    return lax.scan(step, x, (weights, keys), unroll=unroll)
 
 
 @tuned(cross_entropy)
@@ -1211,7 +1420,8 @@ def minimum_memory(cfg, rows, S, T, copies=1, beams=0):
         cache = 2 * size * rows * cfg.num_decoder_layers * A * (S + beams * T)
     # Count the arrays of shape [Q, K]: one bias for each head, one row of the one-hot
     # matrix for each bucket, and four to compute the buckets.
-    bias_arrays = cfg.num_heads + cfg.relative_buckets + 4
+    t5_arrays = cfg.num_heads + cfg.relative_buckets + 4
+    bias_arrays = {"t5_bias": t5_arrays, "alibi": cfg.num_heads}.get(cfg.positions, 0)
     return {
         "parameters": 4 * copies * count_params(param_table(cfg)),
         "attention scores of a layer": size * rows * cfg.num_heads * largest_scores,

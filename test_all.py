@@ -477,12 +477,17 @@ def test_lesson_model_a_scan_over_layers_equals_a_loop():
     start = x = jax.random.normal(jax.random.key(0), (2, 5, SMALL.model.d_model))
 
     def layer(w, x, key):
-        return x + model.mlp(w["mlp"], model.rms_norm(x, w["mlp"]["norm"]), SMALL.model)
+        x += model.mlp(w["mlp"], model.rms_norm(x, w["mlp"]["norm"]), SMALL.model)
+        return x, {"first": x[0, 0, 0]}
 
+    firsts = []
     for i in range(SMALL.model.num_layers):
-        x = layer(jax.tree.map(lambda stacked: stacked[i], layers), x, None)
-    scanned = model.scan_layers(layer, start, layers, None, SMALL.model)
+        x, losses = layer(jax.tree.map(lambda stacked: stacked[i], layers), x, None)
+        firsts.append(losses["first"])
+    scanned, losses = model.scan_layers(layer, start, layers, None, SMALL.model)
     assert_same(scanned, x, "The scan should apply layer 0, and then layer 1.", 1e-5)
+    sentence = "The scan should also return the dict of losses, one for each layer."
+    assert_same(losses, {"first": firsts}, sentence, 1e-5)
 
 
 def test_lesson_model_the_loss_of_two_tokens_by_hand():
@@ -5028,14 +5033,27 @@ def test_attention_equals_softmax_times_values():
     assert_close(model.attend(q, k, v, None, mask), plain(q, k, v, 0), 1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("side", [1, 2])
-def test_tuned_forms_equal_the_plain_equations(dtype, side, monkeypatch):
+@pytest.mark.parametrize(
+    "positions, dtype, side",
+    [
+        ("t5_bias", "float32", 1),
+        ("t5_bias", "float32", 2),
+        ("t5_bias", "bfloat16", 1),
+        ("t5_bias", "bfloat16", 2),
+        ("none", "float32", 2),
+        ("alibi", "float32", 1),
+        ("alibi", "float32", 2),
+        ("alibi", "bfloat16", 2),
+        ("rotary", "float32", 2),
+        ("rotary", "bfloat16", 2),
+    ],
+)
+def test_tuned_forms_equal_the_plain_equations(positions, dtype, side, monkeypatch):
     """Loss and gradients of the equations above model.py's banner, differentiated by JAX,
     equal those of the tuned forms for a CPU, a GPU and a TPU, on one device and on a 2 x
     2 mesh."""
     cfg = change(
-        model=dict(dtype=dtype, dropout=0.1, num_decoder_layers=1),
+        model=dict(dtype=dtype, dropout=0.1, num_decoder_layers=1, positions=positions),
         mesh=dict(model=side),
         train=dict(z_loss=1e-2, label_smoothing=0.1),
     )
@@ -6066,14 +6084,23 @@ def test_an_error_in_the_background_is_not_lost(tmp_path, monkeypatch):
 # ---- infer and evaluate --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layer_biases", [False, True])
-def test_cached_decoding_equals_uncached(layer_biases):
+@pytest.mark.parametrize(
+    "positions, layer_biases",
+    [
+        ("t5_bias", False),
+        ("t5_bias", True),
+        ("none", False),
+        ("alibi", True),
+        ("rotary", False),
+    ],
+)
+def test_cached_decoding_equals_uncached(positions, layer_biases):
     """Greedy decoding with a cache equals decoding without a cache.
 
     Without a cache, this test runs the complete decoder for each token. The outputs and
-    the logits of each step are compared.
+    the logits of each step are compared. For beam search, the scores are compared.
     """
-    cfg = change(model=dict(layer_biases=layer_biases))
+    cfg = change(model=dict(positions=positions, layer_biases=layer_biases))
     params = make_params(cfg, seed=4)
     T, B = 10, 3
     batch = make_batch(change(data=dict(targets_length=T)), [(30, T), (12, T), (1, T)])
@@ -6102,10 +6129,20 @@ def test_cached_decoding_equals_uncached(layer_biases):
         ids[:, t + 1] = np.where(done, 0, np.argmax(logits, -1))
         done |= ids[:, t + 1] == data.EOS
     assert_equal(written[:, 0], ids[:, 1:])
-    answers = to_batch(batch.inputs, ids[:, 1:], batch.input_segments, ids[:, 1:] > 0)
-    np.testing.assert_allclose(
-        scores[:, 0], infer.score(params, answers, cfg.model), rtol=1e-5
+    # With alpha 0, the score of a beam is its log-probability.
+    beams, beam_scores = infer.generate(
+        params,
+        batch.inputs,
+        batch.input_segments,
+        cfg.model,
+        T,
+        DecodeConfig(beams=3, alpha=0.0),
     )
+    for output, found in ((ids[:, 1:], scores), (np.asarray(beams[:, 0]), beam_scores)):
+        answers = to_batch(batch.inputs, output, batch.input_segments, output > 0)
+        np.testing.assert_allclose(
+            found[:, 0], infer.score(params, answers, cfg.model), rtol=1e-5
+        )
 
 
 def test_generation_ends_at_eos():
@@ -6366,12 +6403,21 @@ def test_outputs_do_not_depend_on_the_batch(decode):
         np.testing.assert_allclose(scores, results[0][1], rtol=1e-4)
 
 
-@pytest.mark.parametrize("devices, axes", [(1, {}), (4, dict(model=2))])
-def test_tuned_decoding_equals_plain_decoding(monkeypatch, devices, axes):
+@pytest.mark.parametrize(
+    "devices, axes, positions",
+    [
+        (1, {}, "t5_bias"),
+        (4, dict(model=2), "t5_bias"),
+        (4, dict(model=2), "alibi"),
+        (4, dict(model=2), "rotary"),
+    ],
+)
+def test_tuned_decoding_equals_plain_decoding(monkeypatch, devices, axes, positions):
     """Decoding has equal results with and without the tuned functions."""
-    cfg = change(mesh=axes)
+    cfg = change(mesh=axes, model=dict(positions=positions))
+    params = jax.device_get(make_params(cfg, seed=4))
     partition.set_mesh(cfg, jax.devices()[:devices])
-    params = place(jax.device_get(make_params(SMALL, seed=4)), SMALL.model)
+    params = place(params, cfg.model)
     batch = make_batch(SMALL, [(30, 8), (12, 8), (1, 8), (7, 8)])
     for decode in (DecodeConfig(), DecodeConfig(beams=3)):
         results = []
@@ -8963,6 +9009,37 @@ def test_a_file_in_place_of_the_newest_checkpoint_is_not_converted(trained, tmp_
     assert convert.open_any(tmp_path / "run", 3).step == 3
 
 
+def test_only_plain_t5_stores_other_position_encodings(tmp_path, capsys, monkeypatch):
+    """Hugging Face and T5X have no other encoding than T5's biases, and a message says so."""
+    cfg = change(model=dict(positions="rotary"))
+    for positions in ("rotary", "mine"):
+        folder = tmp_path / positions
+        params = make_params(cfg)
+        partition.Checkpoints(folder, background=False).save({"params": params}, 3)
+        configs.save_run(change(cfg, model=dict(positions=positions)), folder)
+    for to in ("hf", "t5x"):
+        status, _, err = run(
+            convert, capsys, monkeypatch, tmp_path / "rotary", tmp_path / to, "--to", to
+        )
+        assert status == 2 and f"positions rotary, which --to {to} cannot store" in err
+        assert not (tmp_path / to).exists()
+    command = tmp_path / "rotary", tmp_path / "copy", "--to", "plain"
+    status, _, err = run(convert, capsys, monkeypatch, *command)
+    assert status == 0, err
+    copied, again = params_of(tmp_path / "copy")
+    assert copied.positions == "rotary"
+    assert_equal(again, params)
+    command = tmp_path / "mine", tmp_path / "new", "--to", "plain"
+    status, _, err = run(convert, capsys, monkeypatch, *command)
+    assert status == 2 and "defines --model.positions mine" in err
+    for changes, message in (
+        (dict(positions="rotery"), "rotery is unknown.*rotary"),
+        (dict(positions="rotary", d_kv=5), "--model.d_kv 5 is odd"),
+    ):
+        with pytest.raises(configs.UserError, match=message):
+            configs.check(change(model=changes))
+
+
 def test_run_to_hugging_face_and_back(trained, tmp_path, capsys, monkeypatch):
     """A run equals the run that is exported to Hugging Face and imported again.
 
@@ -10872,7 +10949,7 @@ RECIPE_FILES = {
 @pytest.fixture
 def load_page(tmp_path, monkeypatch):
     """Return a function that loads a recipe file of the two pages in an empty folder."""
-    modules = (data, data, model, evaluate, train, data, data)
+    modules = (data, data, model, evaluate, train, model, data, data)
     for module, table in zip(modules, configs.RECIPE_TABLES, strict=True):
         monkeypatch.setattr(configs, table, dict(getattr(configs, table)))
         monkeypatch.setattr(module, table, getattr(configs, table))
@@ -10887,7 +10964,12 @@ def load_page(tmp_path, monkeypatch):
 
 def train_a_step(cfg, task, **settings):
     """Train a small model with the data, the optimizer and the activation of a recipe."""
-    small = replace(SMALL.model, vocab_size=384, activation=cfg.model.activation)
+    small = replace(
+        SMALL.model,
+        vocab_size=384,
+        activation=cfg.model.activation,
+        positions=cfg.model.positions,
+    )
     vocab = "digits" if cfg.data.vocab == "digits" else "bytes:100"
     settings = dict(task=task, vocab=vocab, prepared_dir="prepared") | settings
     cfg = change(replace(cfg, model=small), data=settings, train=dict(start_step=0))
@@ -10935,6 +11017,8 @@ def test_the_recipe_of_the_reference_defines_one_object_of_each_kind(load_page):
     tokenizer = data.load_tokenizer("digits")
     assert tokenizer.decode(tokenizer.encode("add one: 41")) == "add one: 41"
     assert cfg.model.activation == "gated_squared_relu"
+    bias = model.position_bias({}, 1, 3, True, cfg.model)
+    assert_equal(bias, np.broadcast_to([0, -1, -2], (1, cfg.model.num_heads, 1, 3)))
     assert cfg.train.optimizer == "momentum"
 
 
@@ -11764,6 +11848,73 @@ def test_the_position_bias_depends_only_on_the_distance():
     assert result is shared, "Without a table of its own, a layer uses the shared bias."
 
 
+def test_position_encodings_depend_only_on_the_distance():
+    """ALiBi adds a bias, rotary rotates queries and keys, and `none` does neither."""
+    cfg = change(model=dict(num_heads=2, positions="alibi")).model
+    bias = np.asarray(model.alibi_bias({}, 3, 4, True, cfg))
+    distance = np.array([[0, 1, 2, 3], [1, 0, 1, 2], [2, 1, 0, 1]])
+    sentence = "With two heads, the bias is -1/16 and -1/256 times the distance."
+    assert_same(bias, [[-distance / 16, -distance / 256]], sentence)
+    assert model.alibi_bias({}, 3, 4, True, cfg, bias) is bias, "The shared bias."
+    rows = model.position_bias({}, 3, 4, True, cfg)
+    assert_same(rows, bias, "position_bias should call alibi_bias.")
+
+    cfg = change(model=dict(positions="rotary")).model
+    assert model.position_bias({}, 3, 4, True, cfg) is None, "Rotary has no bias."
+    x = jnp.array([1.0, 0, 0, 2]).reshape(1, 1, 1, 4)  # the channels of the pairs 0 and 1
+    cos, sin = math.cos, math.sin
+    expected = [cos(3), -2 * sin(3 / 100), sin(3), 2 * cos(3 / 100)]
+    sentence = "At position 3, rotate the pairs by the angles 3 and 3 / 100."
+    rotated = model.rotary(x, np.array([3]))
+    assert_same(rotated[0, 0, 0], expected, sentence, 1e-6)
+    assert_same(model.rotate(x, np.array([3]), cfg), rotated, "rotate calls rotary.")
+    assert model.rotate(x, None, cfg) is x, "Cross-attention has no positions."
+    none = replace(cfg, positions="none")
+    assert model.rotate(x, np.array([3]), none) is x, "`none` should not rotate."
+    assert model.rotary(x.astype("bfloat16"), np.array([3])).dtype == jnp.bfloat16
+    q, k = np.random.default_rng(0).normal(size=(2, 1, 1, 1, 6)).astype("f")
+    scores = [
+        float(jnp.vdot(model.rotary(q, np.array([m])), model.rotary(k, np.array([n]))))
+        for m, n in ((0, 5), (2, 7), (100, 105), (0, 6))
+    ]
+    sentence = "The score should depend only on the distance of query and key."
+    assert_same(scores[1:3], [scores[0]] * 2, sentence, 1e-4)
+    assert abs(scores[3] - scores[0]) > 0.01, "Another distance has another score."
+
+    w = model.relative_bias_params(SMALL.model)["relative_bias"]
+    assert w.shape == (4, 32) and w.init == "uniform" and w.scale == (6 / 36) ** 0.5
+    sizes = {}
+    for positions in ("t5_bias", "none", "alibi", "rotary"):
+        cfg = change(model=dict(positions=positions))
+        sizes[positions] = model.count_params(model.param_table(cfg.model))
+        params = make_params(cfg)
+        # Two examples in one row have the same logits as in rows of their own.
+        (n, t), (m, u) = (9, 3), (14, 4)
+        one, two = make_batch(cfg, [(n, t)], seed=1), make_batch(cfg, [(m, u)], seed=2)
+        packed = to_batch(
+            np.concatenate([one.inputs[:, :n], two.inputs[:, :m]], axis=1),
+            np.concatenate([one.targets[:, :t], two.targets[:, :u]], axis=1),
+            np.array([[1] * n + [2] * m]),
+            np.array([[1] * t + [2] * u]),
+        )
+        logits, first, second = (
+            forward(params, x, cfg.model)[0] for x in (packed, one, two)
+        )
+        assert_same(logits[:t], first[:t], f"{positions}: example 1.", 2e-5)
+        assert_same(logits[t:], second[:u], f"{positions}: example 2.", 2e-5)
+        # Without positions, an encoder output does not depend on the order of the inputs.
+        ids = np.asarray(one.inputs[:, :n])
+        order = np.random.default_rng(0).permutation(n)
+        both = np.concatenate([ids, ids[:, order]])
+        encode = jax.jit(model.encode, static_argnums=1)
+        vectors = np.asarray(encode(params, cfg.model, both, np.ones_like(both)))
+        difference = np.abs(vectors[0][order] - vectors[1]).max()
+        is_same = difference < 1e-4
+        assert is_same == (positions == "none"), f"{positions} differs by {difference}."
+    without = sizes.pop("t5_bias") - 2 * 4 * 32
+    assert set(sizes.values()) == {without}, "Only T5's biases are parameters."
+
+
 def test_a_mask_separates_examples_and_hides_the_future():
     queries, keys = np.array([[1, 1, 2]]), np.array([[1, 2, 2]])
     sentence = "A query of segment 1 should see only keys of segment 1."
@@ -11968,6 +12119,91 @@ def test_sums_and_means_of_the_loss_leave_out_padding():
     )
     total = wanted["cross_ent_loss"] + wanted["z_loss"]
     assert_same(loss, total, "The loss should be cross entropy + z-loss, summed.", 1e-4)
+
+
+@pytest.mark.parametrize("tuned", [False, True])
+def test_auxiliary_losses_of_all_layers_are_added_up(tuned, monkeypatch):
+    """A z-loss on the attention scores is one function, which replaces `attend`.
+
+    Its value and its gradient equal those of a Python loop over the layers, without
+    lax.scan, rematerialization and add_loss. Without the tuned attention, they are also
+    equal if a z-loss counts padding.
+    """
+    monkeypatch.setattr(model, "TUNED", tuned)
+    monkeypatch.setitem(model.LOSS_WEIGHTS, "attention_z", 0.1)
+    cfg, params = change(train=dict(batch_size=8)), make_params(SMALL)
+    batch = make_batch(cfg, [(36, 9)] * 8 if tuned else UNEVEN)
+    attend, by_hand = model.attend, []
+    plain_loss, plain_sums = jax.jit(lambda p: model.loss_fn(p, batch, cfg))(params)
+
+    def attend_with(add):
+        def attend_and_add(q, k, v, bias, mask):
+            scores = jnp.einsum("bhqc,bhkc->bhqk", q, k)
+            scores = jnp.where(mask, scores if bias is None else scores + bias, -1e10)
+            log_z = jax.nn.logsumexp(scores, axis=-1)
+            add("attention_z", jnp.mean(jnp.where(mask.any(-1), log_z, 0) ** 2))
+            return attend(q, k, v, bias, mask)
+
+        return attend_and_add
+
+    def loop(layer, x, weights, keys, cfg):
+        for i in range(len(weights["mlp"]["norm"])):
+            x, _ = layer(jax.tree.map(lambda w: w[i], weights), x, None)
+        return x, {}
+
+    def loss_by_hand(params):
+        by_hand.clear()
+        loss, sums = model.loss_fn(params, batch, cfg)
+        z = sum(value for _, value in by_hand)
+        return loss + 0.1 * sums["tokens"] * z, z
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "attend", attend_with(lambda *pair: by_hand.append(pair)))
+        patch.setattr(model, "scan_layers", loop)
+        program = jax.jit(jax.value_and_grad(loss_by_hand, has_aux=True))
+        (wanted, z), wanted_gradients = program(params)
+        assert len(by_hand) == 2 + 2 * 3, "An encoder layer has one attention, not two."
+    monkeypatch.setattr(model, "attend", attend_with(model.add_loss))
+    # A function of its own, so that jit traces the new `attend`.
+    program = jax.jit(
+        jax.value_and_grad(lambda p: model.loss_fn(p, batch, cfg), has_aux=True)
+    )
+    (loss, sums), gradients = program(params)
+    assert_same(loss, wanted, "Add 0.1 times the z-losses of all layers.", 1e-5)
+    assert abs(loss / plain_loss - 1) > 0.01, "The loss without z-losses is smaller."
+    assert_close(gradients, wanted_gradients, 1e-4)
+
+    # The gradient is the slope of the loss along a random direction.
+    leaves, tree = jax.tree.flatten(gradients)
+    rng = np.random.default_rng(0)
+    step = [1e-3 * rng.normal(size=leaf.shape).astype("f") for leaf in leaves]
+    step = jax.tree.unflatten(tree, step)
+    both = [jax.tree.map(move, params, step) for move in (jnp.add, jnp.subtract)]
+    after, before = (float(program(x)[0][0]) for x in both)
+    pairs = jax.device_get([*zip(leaves, jax.tree.leaves(step))])
+    slope = sum(np.sum(a * b) for a, b in pairs)
+    assert after - before == pytest.approx(2 * slope, rel=0.02)
+
+    metrics = model.mean_metrics(sums)
+    assert_same(metrics["attention_z"], z, "The metric has no weight.", 1e-5)
+    sentence = "The metric loss should include the weighted z-loss."
+    plain = model.mean_metrics(plain_sums)["loss"]
+    assert_same(metrics["loss"], plain + 0.1 * metrics["attention_z"], sentence, 1e-5)
+    state = train.init_state(cfg)
+    for n in (1, 2):
+        with_microbatches = change(cfg, train=dict(microbatches=n))
+        step = jax.jit(lambda *args: train.train_step(with_microbatches, *args))
+        _, metrics = step(state, batch)
+        names = "cross_ent_loss", "z_loss", "attention_z"
+        parts = [float(metrics[name]) for name in names]
+        expected = parts[0] + parts[1] + 0.1 * parts[2]
+        assert_same(metrics["loss"], expected, "Microbatches add up.", 1e-5)
+    logits = jax.jit(lambda p: model.forward(p, batch, cfg.model))(params)
+    sentence = "Decoding and evaluation should ignore auxiliary losses."
+    assert_same(logits, forward(params, batch, cfg.model), sentence, 1e-5)
+    monkeypatch.delitem(model.LOSS_WEIGHTS, "attention_z")
+    with pytest.raises(configs.UserError, match=r"set model.LOSS_WEIGHTS\['attention_z"):
+        model.loss_fn(params, batch, cfg)
 
 
 def test_adafactor_factors_only_large_matrices():
@@ -12257,6 +12493,53 @@ def test_the_held_out_loss_is_a_mean_over_all_tokens(tmp_path, one_device):
     assert_same(
         metrics["content_loss"], content / counts[1], "The same for content.", 1e-4
     )
+
+
+def test_bits_per_byte_compare_vocabularies(tokenizer, one_device):
+    """A model with equal logits needs log2(V) bits for each content token.
+
+    Its bits per byte are therefore log2(V) times the content tokens of the targets,
+    divided by the UTF-8 bytes of their text.
+    """
+    found = evaluate.token_bytes(data.ByteTokenizer())
+    sentence = "Of 259 ids, the ids 3 to 247 are bytes, and the last 11 are sentinels."
+    assert_same(found, [0] * 3 + [1] * 245 + [0] * 11, sentence)
+    pieces = data.PatternTokenizer("<0x..>|.", ["<0xC3>", "ä", "n"], sentinels=0)
+    sentence = "The piece <0xC3> is one byte, and the letter ä is two bytes."
+    assert_same(evaluate.token_bytes(pieces), [0, 0, 0, 1, 2, 1], sentence)
+
+    cfg = change(
+        model=dict(vocab_size=512), data=dict(targets_length=32), train=dict(batch_size=1)
+    )
+    params = make_params(cfg)
+    params["unembed"] *= 0
+    text = "alpha gamma <extra_id_0> beta"
+    # SentencePiece puts a space before the first word, and the sentinel takes the space
+    # before itself. The letter ß is not in this vocabulary, so it is an unknown token.
+    pieces = tokenizer.encode(text + "ß")
+    assert pieces.count(data.UNK) == 1
+    words = len(" alpha gamma beta".encode())
+    # In a byte vocabulary, each byte is a content token, and ß has two of them.
+    for vocabulary, text, count, size in (
+        (tokenizer, text + "ß", len(pieces) - 1, words),
+        (data.ByteTokenizer(100), "alpha gamma<extra_id_0>betaß", 17, 17),
+    ):
+        targets = np.zeros((1, 32), int)
+        ids = [*vocabulary.encode(text), data.EOS]
+        targets[0, : len(ids)] = ids
+        batch = to_batch(np.full((1, 36), 5), targets, np.ones((1, 36)), targets > 0)
+        sums = evaluate.loss_sums(params, batch, cfg, vocabulary)
+        assert_same(sums["content_tokens"], count, "EOS and the sentinel do not count.")
+        sentence = "Count the bytes of the content tokens, except unknown tokens."
+        assert_same(sums["content_bytes"], size, sentence)
+        dataset = types.SimpleNamespace(
+            tasks=[types.SimpleNamespace(tokenizer=vocabulary)],
+            batch=lambda i, rows: jax.tree.map(np.asarray, batch),
+        )
+        metrics = evaluate.evaluate_loss(params, cfg, one_device, dataset, 1)
+        sentence = "Divide the loss of the content tokens in bits by their bytes."
+        expected = count * math.log2(512) / size
+        assert_same(metrics["bits_per_byte"], expected, sentence, 1e-6)
 
 
 def test_a_text_becomes_a_value_and_the_values_become_metrics():
@@ -12568,7 +12851,12 @@ EXERCISES = {
         "test_relative_buckets_equal_those_of_t5x"
     ),
     "model.bias_of_buckets": "test_the_position_bias_depends_only_on_the_distance",
+    "model.relative_bias_params": "test_position_encodings_depend_only_on_the_distance",
     "model.relative_bias": "test_the_position_bias_depends_only_on_the_distance",
+    "model.alibi_bias": "test_position_encodings_depend_only_on_the_distance",
+    "model.rotary": "test_position_encodings_depend_only_on_the_distance",
+    "model.position_bias": "test_position_encodings_depend_only_on_the_distance",
+    "model.rotate": "test_position_encodings_depend_only_on_the_distance",
     "model.attention_mask": "test_a_mask_separates_examples_and_hides_the_future",
     "model.split_heads": "test_heads_are_split_and_joined",
     "model.join_heads": "test_heads_are_split_and_joined",
@@ -12579,6 +12867,8 @@ EXERCISES = {
     ),
     "model.gated_unit": "test_the_feed_forward_layer_equals_numpy",
     "model.mlp": "test_the_feed_forward_layer_equals_numpy",
+    "model.add_loss": "test_auxiliary_losses_of_all_layers_are_added_up",
+    "model.collect_losses": "test_auxiliary_losses_of_all_layers_are_added_up",
     "model.embed": "test_embeddings_and_logits_equal_numpy",
     "model.reshard_for_compute": "test_fsdp_gathers_the_weights_of_a_layer_before_use",
     "model.scan_layers": "test_lesson_model_a_scan_over_layers_equals_a_loop",
@@ -12599,6 +12889,10 @@ EXERCISES = {
     ),
     "model.token_losses": "test_sums_and_means_of_the_loss_leave_out_padding",
     "model.sum_over_tokens": "test_sums_and_means_of_the_loss_leave_out_padding",
+    "model.total_loss": (
+        "test_auxiliary_losses_of_all_layers_are_added_up "
+        "test_sums_and_means_of_the_loss_leave_out_padding"
+    ),
     "model.mean_metrics": "test_sums_and_means_of_the_loss_leave_out_padding",
     "model.loss_fn": "test_sums_and_means_of_the_loss_leave_out_padding",
     "train.learning_rate": (
@@ -12649,6 +12943,7 @@ EXERCISES = {
     ),
     "infer.score": "test_scores_and_vectors_leave_out_padding",
     "infer.encoder_vectors": "test_scores_and_vectors_leave_out_padding",
+    "evaluate.token_bytes": "test_bits_per_byte_compare_vocabularies",
     "evaluate.loss_sums": "test_the_held_out_loss_is_a_mean_over_all_tokens",
     "evaluate.evaluate_loss": "test_the_held_out_loss_is_a_mean_over_all_tokens",
     "evaluate.read_examples": "test_tasks_are_evaluated_on_text_and_by_rank",

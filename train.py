@@ -874,7 +874,7 @@ class Progress:
 # braces is replaced by a value.
 HELD_OUT_LINE = (
     "step {step:,}: {task}: held-out loss {loss:.3f}, accuracy {accuracy:.3f}, "
-    "{content_loss:.3f} nats per content token"
+    "{content_loss:.3f} nats per content token, {bits_per_byte:.3f} bits per byte"
 )
 
 
@@ -1108,7 +1108,7 @@ def check_keep_best(t, tasks):
     t: a TrainConfig.
     tasks: the names of the tasks that are evaluated.
     """
-    losses = [*model.mean_metrics(collections.Counter()), "content_loss"]
+    losses = [*model.mean_metrics(collections.Counter()), "content_loss", "bits_per_byte"]
     known = []
     for task in tasks:
         if t.eval_every:
