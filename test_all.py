@@ -3025,6 +3025,18 @@ def test_compositions_are_equally_likely():
     )
 
 
+def test_compositions_cut_the_line_at_the_gaps_with_the_lowest_numbers():
+    """argpartition finds the same gaps as sorting, also if the line is long."""
+    total, parts, keys = 1200, 600, np.arange(400, dtype=np.uint64)
+    bits = data.random_bits(keys[:, None], np.arange(total // 2))
+    numbers = bits.view(np.uint32)[:, : total - 1]  # one number for each gap
+    gaps = np.argsort(numbers, axis=1, kind="stable")[:, : parts - 1]
+    cuts = np.sort(gaps + 1, axis=1)
+    expected = np.diff(cuts, axis=1, prepend=0, append=total)
+    sentence = "The line should be cut at the 599 gaps with the lowest random numbers."
+    assert_same(data.random_compositions(total, parts, keys), expected, sentence)
+
+
 # ---- data: the batch of a step -------------------------------------------------------------------
 
 
@@ -3329,6 +3341,16 @@ def test_packing_equals_a_slow_best_fit(limits):
         ), "pack should put each example into the row of the slow best fit."
 
 
+def test_examples_without_inputs_are_packed():
+    """A task without EOS in its inputs may have examples with 0 input tokens."""
+    sizes, limits = np.array([[0, 3, 0, 2, 0], [2, 1, 3, 2, 1]]), (4, 5)
+    steps = list(itertools.islice(data.pack_in_steps(sizes, limits), 10))
+    assert steps[-1] == 1.0, f"Ten rows should suffice for five examples, got {steps}."
+    expected = slow_best_fit(sizes.tolist(), limits)
+    sentence = "Examples with 0 input tokens should be packed as in the slow best fit."
+    assert_same(data.pack(sizes, limits), expected, sentence)
+
+
 def test_truncating_a_list_equals_truncating_each_array():
     rng = np.random.default_rng(2)
     arrays = [np.arange(n, dtype=np.uint16) for n in rng.integers(0, 30, 50)]
@@ -3380,6 +3402,22 @@ def test_each_batch_plans_a_part_of_the_next_block(pairs, monkeypatch):
         if block:  # one row takes at most 3 of 512 examples
             sentence = f"Batch {step} should pack only a part of block {block}."
             assert fraction <= 8 * 1.25 / rows + 2 * 3 / 512, sentence
+
+
+def test_the_next_block_is_packed_after_a_sixteenth_of_a_block():
+    """Block 0 has 32 rows. Packing block 1 begins at row 3, with 1.25 rows at a time."""
+    plan = object.__new__(data.TrainingPlan)
+    plan.row_starts = [0, 32]
+    plan.plan_block = lambda block: (np.arange(32), np.arange(32), np.arange(33))
+    asked, ready = [], types.SimpleNamespace(done=lambda: True)
+    plan.begin = lambda block: ready
+    for done in (0.0, 0.5):  # the packed fraction of block 1: too little, or enough
+        following = types.SimpleNamespace(done=done, run=asked.append)
+        plan.steps = {1: following}.get
+        for row in (1, 2, 3):
+            plan.samples(row)
+    sentence = "Row 3 should ask for 1.25 of 32 rows, or for 3 of 32 if these are packed."
+    assert_same(asked, [1.25 / 32, 3 / 32], sentence)
 
 
 def test_work_in_steps_raises_its_exception_when_its_result_is_needed():
@@ -5818,6 +5856,28 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path, one_device):
         configs.UserError, match=f"has format 99, .* reads format {partition.FORMAT}"
     ):
         checkpoints.load(template_of(some_arrays(), one_device))
+
+
+def test_a_checkpoint_that_is_written_by_hand_is_read(tmp_path, one_device):
+    """A checkpoint of format 3 consists of these two files. Existing runs have such files,
+    so this test has to change together with partition.FORMAT."""
+    checkpoints = partition.Checkpoints(tmp_path, background=False)
+    numbers = np.int32([[1, 2, 3], [4, 5, 6]])
+    shard = {"bounds": [[0, 2], [0, 3]], "crc32": zlib.crc32(numbers)}
+    start = msgpack.packb({"name": "a/b", "dtype": "int32", **shard})
+    start += b"\xc6" + numbers.nbytes.to_bytes(4, "big")
+    folder = checkpoints.path(7)
+    folder.mkdir(parents=True)
+    (folder / "pieces-00000-of-00001.msgpack").write_bytes(start + numbers.tobytes())
+    piece = {"file": "pieces-00000-of-00001.msgpack", "offset": len(start), **shard}
+    array = {"shape": [2, 3], "dtype": "int32", "pieces": [piece]}
+    manifest = {"format": 3, "step": 7, "arrays": {"a/b": array}}
+    configs.write_checked(folder / "manifest.json", manifest)
+    template = template_of({"a": {"b": numbers}}, one_device)
+    step, arrays = checkpoints.load(template)
+    assert step == 7, f"The manifest says step 7, but load returned step {step}."
+    sentence = "load should return the array a/b with the numbers of the shard."
+    assert_same(arrays["a"]["b"], numbers, sentence)
 
 
 def test_a_flipped_bit_in_a_manifest_never_looks_like_another_format(tmp_path):
@@ -11280,6 +11340,24 @@ def test_objectives_predict_the_lengths_of_their_examples():
     assert_same(sizes, both, "Pairs should not change the lengths of inputs and targets.")
 
 
+def test_an_objective_keeps_chunks_of_one_token():
+    """Only an objective that needs more tokens in a chunk, such as span corruption, drops
+    them. A document of 10 tokens becomes chunks of 3, 3, 3 and 1 tokens."""
+
+    class Threes(data.Objective):
+        def length(self, data):
+            return 3
+
+    class ThreesOrTwos(Threes):
+        min_length = 2
+
+    ends, expected = np.array([[10]]), [[0, 3], [3, 6], [6, 9], [9, 10]]
+    bounds = data.split_into_chunks(ends, Threes(), SMALL.data)
+    assert_same(bounds, expected, "The last chunk should keep its single token.")
+    bounds = data.split_into_chunks(ends, ThreesOrTwos(), SMALL.data)
+    assert_same(bounds, expected[:3], "With min_length 2, the last chunk is dropped.")
+
+
 def test_truncation_leaves_room_for_eos():
     """T5 cuts a text so that EOS still fits. Two settings of a task change this."""
     task = data.TASKS["text_to_text"]
@@ -11673,6 +11751,8 @@ def test_actions_are_due_at_regular_steps_and_at_the_end():
     assert_same(due, [10, 20, 25], "Every 10 steps, and after the last step 25.")
     never = [step for step in range(1, 26) if train.is_due(0, step, cfg)]
     assert_same(never, [], "With every = 0, an action should never be due.")
+    always = [step for step in range(1, 26) if train.is_due(1, step, cfg)]
+    assert_same(always, range(1, 26), "With every = 1, every step should be due.")
 
 
 def test_three_skipped_updates_in_a_row_end_a_run():
