@@ -4956,6 +4956,15 @@ def test_padding_changes_nothing():
     )
 
 
+def test_rms_norm_adds_a_millionth_to_the_mean_square():
+    """The addend decides the result for vectors near 0, and avoids a division by 0."""
+    x = jnp.array([[0.0, 0.0], [1e-3, -1e-3], [2e-3, 2e-3]])  # mean squares 0, 1e-6, 4e-6
+    result = model.rms_norm(x, jnp.ones(2))
+    expected = [[0, 0], [1 / 2**0.5, -1 / 2**0.5], [2 / 5**0.5, 2 / 5**0.5]]
+    sentence = "A vector x with the mean square m should become x / sqrt(m + 1e-6)."
+    assert_same(result, expected, sentence, 1e-5)
+
+
 def test_scan_equals_a_loop_and_rematerialization_changes_no_gradient(monkeypatch):
     params, batch = make_params(SMALL), make_batch(SMALL, [(30, 8), (12, 5)])
     cfg = {remat: change(model=dict(remat=remat)) for remat in ("dots", "full", "none")}
@@ -12057,6 +12066,9 @@ def test_each_answer_choice_becomes_an_example():
     assert choice == {**p3, "idx": (4, 1), "is_correct": True, "weight": 2.0}, (
         f"An example of P3 already is an answer choice. Got {choice}."
     )
+    del p3["weight"]
+    (choice,) = evaluate.answer_choices(task, 0, p3)
+    assert_same(choice["weight"], 1.0, "Without a weight, an example should count once.")
     with pytest.raises(ValueError, match="idx"):
         evaluate.answer_choices(task, 0, {**p3, "idx": "x"})
     with pytest.raises(configs.UserError, match="answer choices"):
