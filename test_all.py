@@ -4965,6 +4965,25 @@ def test_rms_norm_adds_a_millionth_to_the_mean_square():
     assert_same(result, expected, sentence, 1e-5)
 
 
+@pytest.mark.parametrize("layer_biases", [False, True])
+def test_only_the_encoder_has_buckets_for_later_positions(layer_biases, monkeypatch):
+    """A decoder position never sees later positions, so their buckets would be wasted."""
+    cfg = change(model=dict(layer_biases=layer_biases))
+    batch, original, seen = make_batch(cfg, UNEVEN), model.relative_bias, set()
+
+    def relative_bias(w, Q, K, bidirectional, *rest):
+        seen.add((Q, K, bidirectional))
+        return original(w, Q, K, bidirectional, *rest)
+
+    monkeypatch.setattr(model, "relative_bias", relative_bias)
+    jax.eval_shape(lambda: model.forward(make_params(cfg), batch, cfg.model))
+    expected = {(36, 36, True), (9, 9, False)}
+    assert seen == expected, (
+        f"The encoder has 36 positions and both directions, the decoder has 9 positions "
+        f"and one direction. Got {seen}."
+    )
+
+
 def test_scan_equals_a_loop_and_rematerialization_changes_no_gradient(monkeypatch):
     params, batch = make_params(SMALL), make_batch(SMALL, [(30, 8), (12, 5)])
     cfg = {remat: change(model=dict(remat=remat)) for remat in ("dots", "full", "none")}
@@ -5436,6 +5455,16 @@ def test_adafactor_equals_recorded_updates_of_t5x():
     assert compared == 10 - 2 * (len(order) - len(paths)), (
         "Each matrix should have a row and a column slot, and other parameters a full slot."
     )
+
+
+def test_weight_decay_of_adafactor_does_not_depend_on_the_learning_rate():
+    """Each update subtracts the fraction --train.weight_decay of a weight, as in T5X."""
+    param, w, zero = model.Param((3,), ("embed",)), jnp.array([1.0, -2, 4]), jnp.zeros(3)
+    cfg = change(train=dict(weight_decay=0.25)).train
+    for rate in (0.01, 1.0):
+        new, _ = train.adafactor_update(param, w, zero, {"full": zero}, 0, rate, cfg)
+        sentence = f"With rate {rate} and gradient 0, each weight should lose a quarter."
+        assert_same(new, [0.75, -1.5, 3], sentence, 1e-6)
 
 
 def test_adafactor_equals_optax_layer_by_layer():
