@@ -6136,6 +6136,22 @@ def test_cached_decoding_equals_uncached(layer_biases):
     )
 
 
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_decoder_of_any_depth_generates(layers):
+    """JAX only traces the program here, which finds the shapes of the results."""
+    cfg = change(model=dict(num_decoder_layers=layers)).model
+    batch, decode = make_batch(SMALL, UNEVEN), DecodeConfig(beams=3)
+    table = jax.eval_shape(lambda: model.init_params(cfg, jax.random.key(0)))
+    ids, scores = jax.eval_shape(
+        lambda params: infer.generate(
+            params, batch.inputs, batch.input_segments, cfg, 5, decode
+        ),
+        table,
+    )
+    sentence = "Each of 8 examples should have 3 outputs of 5 ids, and 3 scores."
+    assert (ids.shape, scores.shape) == ((8, 3, 5), (8, 3)), sentence
+
+
 def test_generation_ends_at_eos():
     """A model that always prefers EOS generates EOS once, followed by padding."""
     params = jax.device_get(make_params(SMALL))
@@ -6898,6 +6914,27 @@ def test_tasks_are_evaluated_on_text_and_by_rank(mixture, tmp_path, one_device, 
                 "validation",
                 tokenizer,
             )
+
+
+def test_evaluation_reports_skipped_examples_and_truncated_texts(tmp_path, capsys):
+    """A note appears if examples were skipped, if texts were truncated, or both."""
+    good, long = (json.dumps({"inputs": ids, "targets": "7"}) for ids in ("5", "5 6 7 8"))
+    vocabulary = data.IdTokenizer(256, sentinels=100)
+    for number, (lines, expected) in enumerate(
+        (
+            ([good, good], None),
+            ([good, "{"], "1 examples were skipped and 0 texts were truncated."),
+            ([long, good], "0 examples were skipped and 1 texts were truncated."),
+            ([long, "{"], "1 examples were skipped and 1 texts were truncated."),
+        )
+    ):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text("\n".join([good, *lines]))  # the first line is held out
+        settings = dict(task="text_to_text", source=f"jsonl:{path}", on_error="skip")
+        cfg = change(data=dict(**settings, inputs_length=3))
+        evaluate.read_examples(cfg, vocabulary, "train")
+        found = re.search(r"split train: (.*)\n", capsys.readouterr().err)
+        assert (found and found[1]) == expected, f"{lines}: expected {expected}."
 
 
 def test_damaged_checkpoints_are_skipped(trained, tmp_path, capsys, monkeypatch):
@@ -11895,6 +11932,15 @@ def test_outputs_are_selected_and_sorted_by_score():
     ids, scores = infer.greedy_result(state)
     assert_same(ids, [[[3, 4], [5, 6], [1, 2]]], "The best output should come first.")
     assert_same(scores, [[-1, -2, -3]], "The scores should be in the same order.")
+
+
+def test_a_search_begins_with_one_beam_and_each_beam_reads_its_own_keys():
+    state = infer.start_beams(jnp.arange(2), 3, 2)
+    sentence = "All beams are empty, so only the first one should count."
+    assert_same(state.live_scores, [[0, -1e7, -1e7]] * 2, sentence)
+    sentence = "At both positions, beam n should read the keys of beam n."
+    assert_same(state.ancestors, [[[0, 0], [1, 1], [2, 2]]] * 2, sentence)
+    assert not state.finished.any() and not state.done.any(), "Nothing is finished yet."
 
 
 def test_top_k_and_top_p_filter_logits():
