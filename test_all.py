@@ -3404,6 +3404,16 @@ def test_each_batch_plans_a_part_of_the_next_block(pairs, monkeypatch):
             assert fraction <= 8 * 1.25 / rows + 2 * 3 / 512, sentence
 
 
+def test_a_block_has_16384_samples():
+    """Another number would change the batches of every run that packs its examples."""
+    plan = object.__new__(data.TrainingPlan)
+    plan.rates = np.array([0.75, 0.25])
+    sentence = (
+        "Of 16,384 samples, three quarters belong to task 0 and the rest to task 1."
+    )
+    assert_same(plan.samples_before(1), [12_288, 4_096], sentence)
+
+
 def test_the_next_block_is_packed_after_a_sixteenth_of_a_block():
     """Block 0 has 32 rows. Packing block 1 begins at row 3, with 1.25 rows at a time."""
     plan = object.__new__(data.TrainingPlan)
@@ -12470,7 +12480,10 @@ EXERCISES = {
     "infer.take_beams": "test_outputs_are_selected_and_sorted_by_score",
     "infer.sampling_step": "test_samples_depend_on_the_example_and_not_on_its_place",
     "infer.filter_logits": "test_top_k_and_top_p_filter_logits",
-    "infer.start_beams": "test_lesson_infer_a_wide_beam_search_is_exhaustive",
+    "infer.start_beams": (
+        "test_a_search_begins_with_one_beam_and_each_beam_reads_its_own_keys "
+        "test_lesson_infer_a_wide_beam_search_is_exhaustive"
+    ),
     "infer.length_penalty": "test_length_penalties_by_hand",
     "infer.beam_step": (
         "test_lesson_infer_a_wide_beam_search_is_exhaustive "
