@@ -5907,8 +5907,8 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path, one_device):
 
 
 def test_a_checkpoint_that_is_written_by_hand_is_read(tmp_path, one_device):
-    """A checkpoint of format 3 consists of these two files. Existing runs have such files,
-    so this test has to change together with partition.FORMAT."""
+    """Format 3 consists of these two files, which existing runs contain. If the format
+    changes, partition.FORMAT and this test have to change, too."""
     checkpoints = partition.Checkpoints(tmp_path, background=False)
     numbers = np.int32([[1, 2, 3], [4, 5, 6]])
     shard = {"bounds": [[0, 2], [0, 3]], "crc32": zlib.crc32(numbers)}
