@@ -3056,6 +3056,18 @@ def test_compositions_are_equally_likely():
     )
 
 
+def test_compositions_cut_the_line_at_the_gaps_with_the_lowest_numbers():
+    """argpartition finds the same gaps as sorting, also if the line is long."""
+    total, parts, keys = 1200, 600, np.arange(400, dtype=np.uint64)
+    bits = data.random_bits(keys[:, None], np.arange(total // 2))
+    numbers = bits.view(np.uint32)[:, : total - 1]  # one number for each gap
+    gaps = np.argsort(numbers, axis=1, kind="stable")[:, : parts - 1]
+    cuts = np.sort(gaps + 1, axis=1)
+    expected = np.diff(cuts, axis=1, prepend=0, append=total)
+    sentence = "The line should be cut at the 599 gaps with the lowest random numbers."
+    assert_same(data.random_compositions(total, parts, keys), expected, sentence)
+
+
 # ---- data: the batch of a step -------------------------------------------------------------------
 
 
@@ -3369,6 +3381,16 @@ def test_packing_equals_a_slow_best_fit(limits):
         ), "pack should put each example into the row of the slow best fit."
 
 
+def test_examples_without_inputs_are_packed():
+    """A task without EOS in its inputs may have examples with 0 input tokens."""
+    sizes, limits = np.array([[0, 3, 0, 2, 0], [2, 1, 3, 2, 1]]), (4, 5)
+    steps = list(itertools.islice(data.pack_in_steps(sizes, limits), 10))
+    assert steps[-1] == 1.0, f"Ten rows should suffice for five examples, got {steps}."
+    expected = slow_best_fit(sizes.tolist(), limits)
+    sentence = "Examples with 0 input tokens should be packed as in the slow best fit."
+    assert_same(data.pack(sizes, limits), expected, sentence)
+
+
 def test_truncating_a_list_equals_truncating_each_array():
     rng = np.random.default_rng(2)
     arrays = [np.arange(n, dtype=np.uint16) for n in rng.integers(0, 30, 50)]
@@ -3414,6 +3436,16 @@ def test_each_batch_plans_a_part_of_the_next_block(pairs, monkeypatch):
             # Each row packs 1.25 rows. The last batch of a block also packs the rows
             # that the next block has more than this block, and one for None.
             assert count <= 8 * 1.25 + 2 + rows.max() - rows.min(), sentence
+
+
+def test_a_block_has_16384_samples():
+    """Another number would change the batches of every run that packs its examples."""
+    plan = object.__new__(data.TrainingPlan)
+    plan.rates = np.array([0.75, 0.25])
+    sentence = (
+        "Of 16,384 samples, three quarters belong to task 0 and the rest to task 1."
+    )
+    assert_same(plan.samples_before(1), [12_288, 4_096], sentence)
 
 
 def test_rows_of_the_next_block_are_packed_only_if_its_text_exists(pairs, monkeypatch):
@@ -4993,6 +5025,34 @@ def test_padding_changes_nothing():
     )
 
 
+def test_rms_norm_adds_a_millionth_to_the_mean_square():
+    """The addend decides the result for vectors near 0, and avoids a division by 0."""
+    x = jnp.array([[0.0, 0.0], [1e-3, -1e-3], [2e-3, 2e-3]])  # mean squares 0, 1e-6, 4e-6
+    result = model.rms_norm(x, jnp.ones(2))
+    expected = [[0, 0], [1 / 2**0.5, -1 / 2**0.5], [2 / 5**0.5, 2 / 5**0.5]]
+    sentence = "A vector x with the mean square m should become x / sqrt(m + 1e-6)."
+    assert_same(result, expected, sentence, 1e-5)
+
+
+@pytest.mark.parametrize("layer_biases", [False, True])
+def test_only_the_encoder_has_buckets_for_later_positions(layer_biases, monkeypatch):
+    """A decoder position never sees later positions, so their buckets would be wasted."""
+    cfg = change(model=dict(layer_biases=layer_biases))
+    batch, original, seen = make_batch(cfg, UNEVEN), model.relative_bias, set()
+
+    def relative_bias(w, Q, K, bidirectional, *rest):
+        seen.add((Q, K, bidirectional))
+        return original(w, Q, K, bidirectional, *rest)
+
+    monkeypatch.setattr(model, "relative_bias", relative_bias)
+    jax.eval_shape(lambda: model.forward(make_params(cfg), batch, cfg.model))
+    expected = {(36, 36, True), (9, 9, False)}
+    assert seen == expected, (
+        f"The encoder has 36 positions and both directions, the decoder has 9 positions "
+        f"and one direction. Got {seen}."
+    )
+
+
 def test_scan_equals_a_loop_and_rematerialization_changes_no_gradient(monkeypatch):
     params, batch = make_params(SMALL), make_batch(SMALL, [(30, 8), (12, 5)])
     cfg = {remat: change(model=dict(remat=remat)) for remat in ("dots", "full", "none")}
@@ -5479,6 +5539,16 @@ def test_adafactor_equals_recorded_updates_of_t5x():
     )
 
 
+def test_weight_decay_of_adafactor_does_not_depend_on_the_learning_rate():
+    """Each update subtracts the fraction --train.weight_decay of a weight, as in T5X."""
+    param, w, zero = model.Param((3,), ("embed",)), jnp.array([1.0, -2, 4]), jnp.zeros(3)
+    cfg = change(train=dict(weight_decay=0.25)).train
+    for rate in (0.01, 1.0):
+        new, _ = train.adafactor_update(param, w, zero, {"full": zero}, 0, rate, cfg)
+        sentence = f"With rate {rate} and gradient 0, each weight should lose a quarter."
+        assert_same(new, [0.75, -1.5, 3], sentence, 1e-6)
+
+
 def test_adafactor_equals_optax_layer_by_layer():
     """Compare stacked layers with optax.adafactor, applied to each layer by itself."""
     table = {
@@ -5908,6 +5978,28 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path, one_device):
         checkpoints.load(template_of(some_arrays(), one_device))
 
 
+def test_a_checkpoint_that_is_written_by_hand_is_read(tmp_path, one_device):
+    """Format 3 consists of these two files, which existing runs contain. If the format
+    changes, partition.FORMAT and this test have to change, too."""
+    checkpoints = partition.Checkpoints(tmp_path, background=False)
+    numbers = np.int32([[1, 2, 3], [4, 5, 6]])
+    shard = {"bounds": [[0, 2], [0, 3]], "crc32": zlib.crc32(numbers)}
+    start = msgpack.packb({"name": "a/b", "dtype": "int32", **shard})
+    start += b"\xc6" + numbers.nbytes.to_bytes(4, "big")
+    folder = checkpoints.path(7)
+    folder.mkdir(parents=True)
+    (folder / "pieces-00000-of-00001.msgpack").write_bytes(start + numbers.tobytes())
+    piece = {"file": "pieces-00000-of-00001.msgpack", "offset": len(start), **shard}
+    array = {"shape": [2, 3], "dtype": "int32", "pieces": [piece]}
+    manifest = {"format": 3, "step": 7, "arrays": {"a/b": array}}
+    configs.write_checked(folder / "manifest.json", manifest)
+    template = template_of({"a": {"b": numbers}}, one_device)
+    step, arrays = checkpoints.load(template)
+    assert step == 7, f"The manifest says step 7, but load returned step {step}."
+    sentence = "load should return the array a/b with the numbers of the shard."
+    assert_same(arrays["a"]["b"], numbers, sentence)
+
+
 def test_a_flipped_bit_in_a_manifest_never_looks_like_another_format(tmp_path):
     """The checksum is compared first, so that the checkpoint before can be used."""
     checkpoints = partition.Checkpoints(tmp_path, background=False)
@@ -6143,6 +6235,22 @@ def test_cached_decoding_equals_uncached(positions, layer_biases):
         np.testing.assert_allclose(
             found[:, 0], infer.score(params, answers, cfg.model), rtol=1e-5
         )
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_decoder_of_any_depth_generates(layers):
+    """JAX only traces the program here, which finds the shapes of the results."""
+    cfg = change(model=dict(num_decoder_layers=layers)).model
+    batch, decode = make_batch(SMALL, UNEVEN), DecodeConfig(beams=3)
+    table = jax.eval_shape(lambda: model.init_params(cfg, jax.random.key(0)))
+    ids, scores = jax.eval_shape(
+        lambda params: infer.generate(
+            params, batch.inputs, batch.input_segments, cfg, 5, decode
+        ),
+        table,
+    )
+    sentence = "Each of 8 examples should have 3 outputs of 5 ids, and 3 scores."
+    assert (ids.shape, scores.shape) == ((8, 3, 5), (8, 3)), sentence
 
 
 def test_generation_ends_at_eos():
@@ -6982,6 +7090,27 @@ def test_tasks_are_evaluated_on_text_and_by_rank(mixture, tmp_path, one_device, 
                 "validation",
                 tokenizer,
             )
+
+
+def test_evaluation_reports_skipped_examples_and_truncated_texts(tmp_path, capsys):
+    """A note appears if examples were skipped, if texts were truncated, or both."""
+    good, long = (json.dumps({"inputs": ids, "targets": "7"}) for ids in ("5", "5 6 7 8"))
+    vocabulary = data.IdTokenizer(256, sentinels=100)
+    for number, (lines, expected) in enumerate(
+        (
+            ([good, good], None),
+            ([good, "{"], "1 examples were skipped and 0 texts were truncated."),
+            ([long, good], "0 examples were skipped and 1 texts were truncated."),
+            ([long, "{"], "1 examples were skipped and 1 texts were truncated."),
+        )
+    ):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text("\n".join([good, *lines]))  # the first line is held out
+        settings = dict(task="text_to_text", source=f"jsonl:{path}", on_error="skip")
+        cfg = change(data=dict(**settings, inputs_length=3))
+        evaluate.read_examples(cfg, vocabulary, "train")
+        found = re.search(r"split train: (.*)\n", capsys.readouterr().err)
+        assert (found and found[1]) == expected, f"{lines}: expected {expected}."
 
 
 def test_damaged_checkpoints_are_skipped(trained, tmp_path, capsys, monkeypatch):
@@ -11703,6 +11832,24 @@ def test_objectives_predict_the_lengths_of_their_examples():
     assert_same(sizes, both, "Pairs should not change the lengths of inputs and targets.")
 
 
+def test_an_objective_keeps_chunks_of_one_token():
+    """Only an objective that needs more tokens in a chunk, such as span corruption, drops
+    them. A document of 10 tokens becomes chunks of 3, 3, 3 and 1 tokens."""
+
+    class Threes(data.Objective):
+        def length(self, data):
+            return 3
+
+    class ThreesOrTwos(Threes):
+        min_length = 2
+
+    ends, expected = np.array([[10]]), [[0, 3], [3, 6], [6, 9], [9, 10]]
+    bounds = data.split_into_chunks(ends, Threes(), SMALL.data)
+    assert_same(bounds, expected, "The last chunk should keep its single token.")
+    bounds = data.split_into_chunks(ends, ThreesOrTwos(), SMALL.data)
+    assert_same(bounds, expected[:3], "With min_length 2, the last chunk is dropped.")
+
+
 def test_truncation_leaves_room_for_eos():
     """T5 cuts a text so that EOS still fits. Two settings of a task change this."""
     task = data.TASKS["text_to_text"]
@@ -12248,6 +12395,8 @@ def test_actions_are_due_at_regular_steps_and_at_the_end():
     assert_same(due, [10, 20, 25], "Every 10 steps, and after the last step 25.")
     never = [step for step in range(1, 26) if train.is_due(0, step, cfg)]
     assert_same(never, [], "With every = 0, an action should never be due.")
+    always = [step for step in range(1, 26) if train.is_due(1, step, cfg)]
+    assert_same(always, range(1, 26), "With every = 1, every step should be due.")
 
 
 def test_three_skipped_updates_in_a_row_end_a_run():
@@ -12352,6 +12501,15 @@ def test_outputs_are_selected_and_sorted_by_score():
     ids, scores = infer.greedy_result(state)
     assert_same(ids, [[[3, 4], [5, 6], [1, 2]]], "The best output should come first.")
     assert_same(scores, [[-1, -2, -3]], "The scores should be in the same order.")
+
+
+def test_a_search_begins_with_one_beam_and_each_beam_reads_its_own_keys():
+    state = infer.start_beams(jnp.arange(2), 3, 2)
+    sentence = "All beams are empty, so only the first one should count."
+    assert_same(state.live_scores, [[0, -1e7, -1e7]] * 2, sentence)
+    sentence = "At both positions, beam n should read the keys of beam n."
+    assert_same(state.ancestors, [[[0, 0], [1, 1], [2, 2]]] * 2, sentence)
+    assert not state.finished.any() and not state.done.any(), "Nothing is finished yet."
 
 
 def test_top_k_and_top_p_filter_logits():
@@ -12599,6 +12757,9 @@ def test_each_answer_choice_becomes_an_example():
     assert choice == {**p3, "idx": (4, 1), "is_correct": True, "weight": 2.0}, (
         f"An example of P3 already is an answer choice. Got {choice}."
     )
+    del p3["weight"]
+    (choice,) = evaluate.answer_choices(task, 0, p3)
+    assert_same(choice["weight"], 1.0, "Without a weight, an example should count once.")
     with pytest.raises(ValueError, match="idx"):
         evaluate.answer_choices(task, 0, {**p3, "idx": "x"})
     with pytest.raises(configs.UserError, match="answer choices"):
@@ -12927,7 +13088,10 @@ EXERCISES = {
     "infer.take_beams": "test_outputs_are_selected_and_sorted_by_score",
     "infer.sampling_step": "test_samples_depend_on_the_example_and_not_on_its_place",
     "infer.filter_logits": "test_top_k_and_top_p_filter_logits",
-    "infer.start_beams": "test_lesson_infer_a_wide_beam_search_is_exhaustive",
+    "infer.start_beams": (
+        "test_a_search_begins_with_one_beam_and_each_beam_reads_its_own_keys "
+        "test_lesson_infer_a_wide_beam_search_is_exhaustive"
+    ),
     "infer.length_penalty": "test_length_penalties_by_hand",
     "infer.beam_step": (
         "test_lesson_infer_a_wide_beam_search_is_exhaustive "
