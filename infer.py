@@ -575,7 +575,7 @@ def generate(
     rows: the number of each example, of shape [B]. The random samples of an example
         depend on this number and on the seed, but not on the other examples in the batch.
     seed: the seed of the random samples.
-    trie: a Trie with the only outputs that are allowed, or None.
+    trie: a Trie, which is a tree of the only outputs that are allowed, or None.
 
     Returns a pair (ids, scores). The ids have the shape [B, N, length], and are 0 after
     EOS. The scores have the shape [B, N]. The output with the highest score comes first.
@@ -594,7 +594,7 @@ def generate(
         N = 1
         start, step, result = start_greedy, greedy_step, greedy_result
     if trie is not None:
-        start, step, result = restricted(start, step, result, trie)
+        start, step, result = trie.restrict(start, step, result)
 
     B = len(inputs)
     rows = jnp.zeros(B) if rows is None else rows
@@ -719,6 +719,53 @@ class Trie(NamedTuple):
     ids: jax.Array  # [edges]
     slots: jax.Array  # the numbers 0, 1, ... for the edges of the node with most edges
 
+    def restrict(self, start, step, result):
+        """Restrict a decoding method to the outputs of this Trie.
+
+        The scores stay the log-probabilities of the model, which also gives probability to
+        other outputs. With more beams than outputs, the remaining outputs are empty.
+
+        start, step, result: the three functions of the method. Returns three such functions.
+        """
+
+        def start_at_root(rows, N, length):
+            nodes = jnp.zeros((len(rows), N), jnp.int32)
+            return RestrictedState(start(rows, N, length), nodes)
+
+        def step_in_trie(state, logits, at):
+            inner, nodes = state
+
+            def mark(ids):
+                return jnp.zeros(logits.shape[-1], bool).at[ids].set(True, mode="drop")
+
+            # Find the edges of each node and their ids, of shape [B, N, slots]. A node with
+            # few edges does not need all slots. The other slots get an id above all others.
+            edges = self.first[nodes][..., None] + self.slots
+            exist = edges < self.first[nodes + 1][..., None]
+            ids = jnp.where(exist, self.ids[edges], 2**31 - 1)
+            allowed = jax.vmap(jax.vmap(mark))(ids)
+            masked = jnp.where(allowed, jax.nn.log_softmax(logits), -1e9)
+            # The method normalizes the probabilities of the allowed ids to the sum 1. Adding
+            # the logarithm of their true sum to the score reverses this.
+            total = jax.nn.logsumexp(masked, axis=-1)
+            if isinstance(inner, BeamState):
+                inner = inner._replace(live_scores=inner.live_scores + total)
+                inner = step(inner, masked, at)
+                parents = inner.ancestors[:, :, at]
+                edges, ids = take_beams(edges, parents), take_beams(ids, parents)
+            else:
+                total = jnp.where(inner.done, 0.0, total)
+                inner = step(inner._replace(scores=inner.scores + total), masked, at)
+            # Follow the edge with the chosen id. Ended outputs return to the root.
+            chosen = ids == inner.ids[:, :, at, None]
+            return RestrictedState(inner, jnp.where(chosen, edges + 1, 0).max(axis=-1))
+
+        def allowed_result(state):
+            ids, scores = result(state.inner)
+            return jnp.where(is_output(scores)[..., None], ids, data.PAD), scores
+
+        return start_at_root, step_in_trie, allowed_result
+
 
 def build_trie(outputs):
     """Return the Trie of a list of outputs. An output is a list of ids, without EOS."""
@@ -780,54 +827,6 @@ class RestrictedState(NamedTuple):
     def __getattr__(self, name):
         # All other fields, such as `ids` and `done`, are those of the method.
         return getattr(self.inner, name)
-
-
-def restricted(start, step, result, trie):
-    """Restrict a decoding method to the outputs of a Trie.
-
-    The scores stay the log-probabilities of the model, which also gives probability to
-    other outputs. With more beams than outputs, the remaining outputs are empty.
-
-    start, step, result: the three functions of the method. Returns three such functions.
-    """
-
-    def start_at_root(rows, N, length):
-        nodes = jnp.zeros((len(rows), N), jnp.int32)
-        return RestrictedState(start(rows, N, length), nodes)
-
-    def step_in_trie(state, logits, at):
-        inner, nodes = state
-
-        def mark(ids):
-            return jnp.zeros(logits.shape[-1], bool).at[ids].set(True, mode="drop")
-
-        # Find the edges of each node and their ids, of shape [B, N, slots]. A node with
-        # few edges does not need all slots. The other slots get an id above all others.
-        edges = trie.first[nodes][..., None] + trie.slots
-        exist = edges < trie.first[nodes + 1][..., None]
-        ids = jnp.where(exist, trie.ids[edges], 2**31 - 1)
-        allowed = jax.vmap(jax.vmap(mark))(ids)
-        masked = jnp.where(allowed, jax.nn.log_softmax(logits), -1e9)
-        # The method normalizes the probabilities of the allowed ids to the sum 1. Adding
-        # the logarithm of their true sum to the score reverses this.
-        total = jax.nn.logsumexp(masked, axis=-1)
-        if isinstance(inner, BeamState):
-            inner = inner._replace(live_scores=inner.live_scores + total)
-            inner = step(inner, masked, at)
-            parents = inner.ancestors[:, :, at]
-            edges, ids = take_beams(edges, parents), take_beams(ids, parents)
-        else:
-            total = jnp.where(inner.done, 0.0, total)
-            inner = step(inner._replace(scores=inner.scores + total), masked, at)
-        # Follow the edge with the chosen id. Ended outputs return to the root.
-        chosen = ids == inner.ids[:, :, at, None]
-        return RestrictedState(inner, jnp.where(chosen, edges + 1, 0).max(axis=-1))
-
-    def allowed_result(state):
-        ids, scores = result(state.inner)
-        return jnp.where(is_output(scores)[..., None], ids, data.PAD), scores
-
-    return start_at_root, step_in_trie, allowed_result
 
 
 def is_output(scores):

@@ -3384,11 +3384,11 @@ def test_packing_equals_a_slow_best_fit(limits):
 def test_examples_without_inputs_are_packed():
     """A task without EOS in its inputs may have examples with 0 input tokens."""
     sizes, limits = np.array([[0, 3, 0, 2, 0], [2, 1, 3, 2, 1]]), (4, 5)
-    steps = list(itertools.islice(data.pack_in_steps(sizes, limits), 10))
-    assert steps[-1] == 1.0, f"Ten rows should suffice for five examples, got {steps}."
+    rows = list(itertools.islice(data.pack(sizes, limits), 10))
+    assert len(rows) <= 5, f"Five rows should suffice for five examples, got {rows}."
     expected = slow_best_fit(sizes.tolist(), limits)
     sentence = "Examples with 0 input tokens should be packed as in the slow best fit."
-    assert_same(data.pack(sizes, limits), expected, sentence)
+    assert_same(row_numbers(sizes, limits), expected, sentence)
 
 
 def test_truncating_a_list_equals_truncating_each_array():
