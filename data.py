@@ -628,14 +628,16 @@ def fill_rows(examples, rows, count, limits):
     # is in the same row.
     segment = np.arange(len(rows)) - np.searchsorted(rows, rows) + 1
     sides = []
-    for arrays, limit in zip(zip(*examples), limits):
+    for side, limit in enumerate(limits):
+        arrays = [pair[side] for pair in examples]
         sizes = [len(ids) for ids in arrays]
         used = np.bincount(rows, sizes, count)  # the number of tokens in each row
         filled = np.arange(limit) < used[:, None]  # True where a row holds a token
         tokens = np.zeros((count, limit), np.int32)
         segments = np.zeros((count, limit), np.int32)
-        tokens[filled] = np.concatenate(arrays)
-        segments[filled] = np.repeat(segment, sizes)
+        if examples:  # The rows after the last held-out example have no examples.
+            tokens[filled] = np.concatenate(arrays)
+            segments[filled] = np.repeat(segment, sizes)
         sides.append((tokens, segments))
     (inputs, input_segments), (targets, target_segments) = sides
     return complete_batch(inputs, targets, input_segments, target_segments)
@@ -1022,8 +1024,8 @@ class PatternTokenizer(Tokenizer):
         for i, piece in enumerate(pieces, 3):
             if self.encode(piece) != [i]:
                 raise UserError(
-                    f"A vocabulary cannot encode its piece {piece!r}: in the recipe file, "
-                    f"list each piece once, and correct the pattern {pattern!r} if it "
+                    f"A vocabulary cannot encode its piece {piece!r}: in the recipe "
+                    f"file, list each piece once, and correct the pattern {pattern!r} if it "
                     f"does not match the complete piece."
                 )
 

@@ -4550,7 +4550,7 @@ def test_a_task_has_the_same_ids_in_training_and_decoding(
         pairs_read = evaluate.read_examples(
             cfg, tokenizer, "validation", lambda _, example: [example]
         )
-        for found in (infer.read_examples(read, encode), pairs_read):
+        for found in (infer.read_examples(read, encode, False), pairs_read):
             assert [(tuple(x.inputs), tuple(x.targets)) for _, x in found] == trained
     # A list of ids in a file is used unchanged.
     file = infer.ExampleEncoder(cfg, tokenizer, True)
@@ -8448,9 +8448,9 @@ def test_batches_shrink_for_long_inputs(trained, monkeypatch):
     ]
     sizes, answer_batch = [], infer.run_batch
 
-    def counted(params, cfg, mesh, group, mode, B):
+    def counted(params, cfg, mesh, group, mode, B, trie):
         sizes.append((B, infer.padded_length(max(len(one.inputs) for one in group))))
-        return answer_batch(params, cfg, mesh, group, mode, B)
+        return answer_batch(params, cfg, mesh, group, mode, B, trie)
 
     monkeypatch.setattr(infer, "run_batch", counted)
     together = list(infer.run_examples(params, cfg, mesh, examples))
