@@ -1025,8 +1025,8 @@ class PatternTokenizer(Tokenizer):
             if self.encode(piece) != [i]:
                 raise UserError(
                     f"A vocabulary cannot encode its piece {piece!r}: in the recipe "
-                    f"file, list each piece once, and correct the pattern {pattern!r} if it "
-                    f"does not match the complete piece."
+                    f"file, list each piece once, and correct the pattern {pattern!r} "
+                    f"if it does not match the complete piece."
                 )
 
     def encode(self, text):
