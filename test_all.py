@@ -12057,11 +12057,11 @@ def test_the_training_loop_calls_each_part_at_its_step():
             self.events.append(f"save {step}: {state.params}")
 
     def program(state, batch):
-        state = types.SimpleNamespace(params=state.params + batch, skipped=0)
+        state = types.SimpleNamespace(params=state.params + batch, skipped=0, ema={})
         return state, f"sum {state.params}"
 
     cfg = change(train=dict(steps=4, log_every=3, save_every=2))
-    begin = types.SimpleNamespace(params=0, skipped=0)
+    begin = types.SimpleNamespace(params=0, skipped=0, ema={})
     batches = [1, 1, 2, 3]
     for stop_at, expected, total in (
         (
@@ -12083,7 +12083,7 @@ def test_the_training_loop_calls_each_part_at_its_step():
         assert_same(state.params, total, "run should return the state.")
 
     def failing_program(state, batch):
-        return types.SimpleNamespace(params=0, skipped=3), "sum"
+        return types.SimpleNamespace(params=0, skipped=3, ema={}), "sum"
 
     for changes, step in ((dict(log_every=0), 2), (dict(save_every=0), 3)):
         loop, changed = Loop(), change(cfg, train=changes)
