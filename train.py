@@ -463,9 +463,9 @@ def train_step(cfg, state, batch):
     shardings = jax.tree.map(
         lambda a: jax.typeof(a).sharding.spec, (trained, state.slots)
     )
-    loss = model.mean_metrics(sums)["loss"]
+    means = model.mean_metrics(sums)
     trained, slots = auto_axes(update, out_sharding=shardings)(
-        trained, grads, state.slots, state.count, rate, loss
+        trained, grads, state.slots, state.count, rate, means["loss"]
     )
     params = with_trained_part(state.params, trained)
     ema = state.ema
@@ -484,7 +484,7 @@ def train_step(cfg, state, batch):
         (state.params, state.slots, state.ema),
     )
     metrics = {
-        **model.mean_metrics(sums),
+        **means,
         "learning_rate": rate,
         "gradient_norm": grad_norm,
         "non_padding_fraction/inputs": jnp.mean(batch.input_segments > 0),
@@ -619,13 +619,11 @@ def split_layers(params):
     """
 
     def split(path, w):
-        if "layers" not in path:
+        if "['layers']" not in keystr(path):
             return w
         return {f"layer_{i:03}": w[i] for i in range(len(w))}
 
-    return unflatten_dict(
-        {path: split(path, w) for path, w in flatten_dict(params).items()}
-    )
+    return jax.tree.map_with_path(split, params)
 
 
 def named_leaves(tree):
