@@ -318,7 +318,14 @@ class TrainState:
     params: dict
     # The optimizer state, as a nested dict of arrays, such as averages of gradients.
     slots: dict
-    # The exponential moving average of the parameters, or {} if --train.ema is 0.
+    # Without --train.ema, there is no moving average of the parameters.
+    ema = None
+
+
+@flax.struct.dataclass
+class AveragedState(TrainState):
+    """Also hold the exponential moving average of the parameters, for --train.ema."""
+
     ema: dict
 
 
@@ -346,8 +353,10 @@ def init_state(cfg):
         init = functools.partial(optimizer.init, train=cfg.train)
         slots = auto_axes(init, out_sharding=shardings)(trained_part(cfg, params))
     zero = jnp.zeros((), jnp.int32, out_sharding=jax.P())
-    ema = jax.tree.map(jnp.copy, params) if cfg.train.ema else {}
-    return TrainState(zero + cfg.train.start_step, zero, zero, params, slots, ema)
+    arrays = zero + cfg.train.start_step, zero, zero, params, slots
+    if cfg.train.ema:
+        return AveragedState(*arrays, ema=jax.tree.map(jnp.copy, params))
+    return TrainState(*arrays)
 
 
 def trained_part(cfg, tree):
@@ -468,20 +477,22 @@ def train_step(cfg, state, batch):
         trained, grads, state.slots, state.count, rate, means["loss"]
     )
     params = with_trained_part(state.params, trained)
-    ema = state.ema
+    new = {"params": params, "slots": slots}
     if cfg.train.ema:
         # After a few updates, average only these updates, and not the initial weights.
         decay = jnp.minimum(cfg.train.ema, (1 + state.count) / (10 + state.count))
-        ema = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, ema, params)
+        new["ema"] = jax.tree.map(
+            lambda old, w: decay * old + (1 - decay) * w, state.ema, params
+        )
 
     # If the loss or a gradient is infinite or NaN, keep the old parameters and slots. A
     # compiled function cannot use a Python `if` on computed values, so use jnp.where.
     grad_norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums["cross_ent_loss"])
-    params, slots, ema = jax.tree.map(
+    new = jax.tree.map(
         lambda new, old: jnp.where(finite, new, old),
-        (params, slots, ema),
-        (state.params, state.slots, state.ema),
+        new,
+        {name: getattr(state, name) for name in new},
     )
     metrics = {
         **means,
@@ -491,7 +502,9 @@ def train_step(cfg, state, batch):
         "non_padding_fraction/targets": jnp.mean(batch.target_segments > 0),
     }
     skipped = jnp.where(finite, 0, state.skipped + 1)
-    state = TrainState(state.step + 1, state.count + finite, skipped, params, slots, ema)
+    state = state.replace(
+        step=state.step + 1, count=state.count + finite, skipped=skipped, **new
+    )
     return state, metrics
 
 
