@@ -5,6 +5,9 @@ optimizer is `train.OPTIMIZERS["muon"]`. The entry "muon_everywhere" shows how a
 adds an optimizer of optax in one line: there, Muon also updates the embeddings.
 
     python train.py --config assets/recipes/muon.py --run_dir runs/muon
+
+In a run of 300 steps with one seed, 0.004 was the best of the learning rates 0.002, 0.004,
+0.01 and 0.02. The held-out loss was 5.845 nats per content token (Adafactor: 5.648).
 """
 
 from optax.contrib import muon
@@ -13,5 +16,5 @@ from configs import RECIPES, override
 from train import from_optax
 
 OPTIMIZERS = {"muon_everywhere": from_optax(lambda rate, train: muon(rate))}
-TRAIN = {"train.optimizer": "muon", "train.learning_rate": 0.01}
+TRAIN = {"train.optimizer": "muon", "train.learning_rate": 0.004}
 CONFIG = override(RECIPES["tiny"], TRAIN)
