@@ -6,8 +6,9 @@ adds an optimizer of optax in one line: there, Muon also updates the embeddings.
 
     python train.py --config assets/recipes/muon.py --run_dir runs/muon
 
-In a run of 300 steps with one seed, 0.004 was the best of the learning rates 0.002, 0.004,
-0.01 and 0.02. The held-out loss was 5.845 nats per content token (Adafactor: 5.648).
+In runs of 300 steps with one seed, 0.004 was the best of four learning rates from 0.002
+to 0.02. The held-out loss was 5.845 nats per content token, and
+5.648 with Adafactor.
 """
 
 from optax.contrib import muon
