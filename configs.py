@@ -206,7 +206,8 @@ class TrainConfig:
     # Number of microbatches into which each batch is split to save memory.
     # Their gradients are added up before the weights are updated.
     microbatches: int = 1
-    # Name of the optimizer: adafactor, adamw, or one from your recipe file.
+    # Name of the optimizer: adafactor, adamw, rms_scaled_adamw, lion, muon, or one from
+    # your recipe file.
     optimizer: str = "adafactor"
     # Base learning rate: the value of "constant", one of the factors of the schedule.
     # The next setting lists the factors that are multiplied.
@@ -229,10 +230,18 @@ class TrainConfig:
     # Number of steps in which the schedule factor cosine_decay falls from 1 to 0.
     # After these steps, cosine_decay starts again at 1.
     steps_per_cycle: int = 100_000
+    # Number of steps at the end of the run in which linear_cooldown falls from 1 to 0.
+    cooldown_steps: int = 1000
     # Fraction of each weight that every update subtracts.
     # adamw first multiplies this fraction by the learning rate.
     # adafactor uses the fraction itself, as in T5X.
     weight_decay: float = at_least(0, 0.0)
+    # Decay of the exponential moving average of the weights, such as 0.999.
+    # The average is used for evaluation and generation. 0 means no average.
+    ema: float = between(0, 0.999999, 0.0)
+    # Regular expression for the names of parameters that training does not change.
+    # For example, encoder/.* freezes the encoder. Empty means none.
+    freeze: str = ""
     # Weight of the z-loss, which keeps the logits near zero.
     # The z-loss is log(Z)^2, where Z is the denominator of the softmax.
     z_loss: float = at_least(0, 1e-4)
@@ -759,7 +768,7 @@ CHANGEABLE = set(
     "mesh distributed decode data.keep_tokens train.steps train.log_every "
     "train.eval_every train.infer_every train.eval_batches train.save_every "
     "train.async_save train.keep train.keep_best train.microbatches "
-    "train.profile".split()
+    "train.profile train.cooldown_steps".split()
 )
 # Version number of the training batches. A new version of plain T5 increases this number
 # if it makes different batches from the same text. A run is never resumed with a version

@@ -1556,13 +1556,15 @@ def load_params(cfg, run_dir, step=None):
     vocabulary = configs.read_run(run_dir)[1]["vocabulary_sha256"]
     identity = configs.weights_identity(cfg, vocabulary)
     checkpoints = partition.Checkpoints(run_dir, identity=identity)
-    found = checkpoints.load({"params": params}, step)
+    # With --train.ema, use the moving average of the weights instead of the weights.
+    name = "ema" if cfg.train.ema else "params"
+    found = checkpoints.load({name: params}, step)
     if not found:
         raise UserError(
             f"{run_dir} has no complete checkpoint yet: train the model with train.py."
         )
     step, tree = found
-    return step, tree["params"]
+    return step, tree[name]
 
 
 def check_decoder(cfg, mode=None):

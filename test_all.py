@@ -1153,6 +1153,7 @@ LIMITS = {
     "train.learning_rate": (0, 1e30),
     "train.schedule_offset": (0, 2**31 - 1),
     "train.weight_decay": (0, 1e30),
+    "train.ema": (0, 0.999999),
     "train.z_loss": (0, 1e30),
     "train.label_smoothing": (0, 0.99),
     "train.loss_divisor": (1e-6, 1e30),
@@ -5627,6 +5628,264 @@ def test_from_optax_gives_the_updates_of_optax(name, monkeypatch):
     assert_close(state.params, theirs, 1e-6)
 
 
+# Optimizers of optax, each in one line. Some store more than moving averages.
+OPTAX = {
+    "adabelief": lambda rate, train: optax.adabelief(rate),
+    "adafactor": lambda rate, train: optax.adafactor(rate, min_dim_size_to_factor=8),
+    "adan": lambda rate, train: optax.adan(rate),
+    "amsgrad": lambda rate, train: optax.amsgrad(rate),
+    "lamb": lambda rate, train: optax.lamb(rate),
+    "lars": lambda rate, train: optax.lars(rate),
+    # Some layers have momentum, and others have none.
+    "masked": lambda rate, train: optax.chain(
+        optax.masked(
+            optax.scale_by_adam(),
+            lambda params: jax.tree.map_with_path(
+                lambda path, w: "layer_001" not in jax.tree_util.keystr(path), params
+            ),
+        ),
+        optax.scale_by_learning_rate(rate),
+    ),
+    "momo": lambda rate, train: optax.contrib.momo(rate),  # needs the loss
+    # Empty nodes of the state take the place of the parameters of the other optimizer.
+    "multi_transform": lambda rate, train: optax.multi_transform(
+        {"adam": optax.adam(rate), "sgd": optax.sgd(rate)},
+        lambda params: {name: "adam" if name == "embed" else "sgd" for name in params},
+    ),
+    "muon": lambda rate, train: optax.contrib.muon(rate),
+    "noisy_sgd": lambda rate, train: optax.noisy_sgd(rate, key=0),  # stores a PRNG key
+    "novograd": lambda rate, train: optax.novograd(rate),  # a number for each matrix
+    "polyak_sgd": lambda rate, train: optax.polyak_sgd(rate),  # needs the loss
+    "radam": lambda rate, train: optax.radam(rate),
+    # The first step size is the learning rate.
+    "rprop": lambda rate, train: optax.rprop(rate),
+    "schedule_free": lambda rate, train: optax.contrib.schedule_free_adamw(rate),
+    "sgd": lambda rate, train: optax.sgd(rate),  # no slots
+    "sm3": lambda rate, train: optax.sm3(rate),  # a list of vectors for each matrix
+}
+
+
+@pytest.fixture
+def four_arrays(monkeypatch):
+    """Replace the model by four arrays, and its loss by a function that compiles fast."""
+    P = model.Param
+    table = {
+        "embed": P((16, 8), ("vocab", "embed"), "normal"),
+        "encoder": {
+            "layers": {
+                "norm": P((2, 8), ("layers", "embed")),
+                "up": P((2, 8, 12), ("layers", "embed", "mlp"), "normal"),
+            },
+            "norm": P((8,), ("embed",)),
+        },
+    }
+
+    def simple_gradients(cfg, params, batch, key):
+        """The gradients of the sum of (w - 2)^2 over all weights w."""
+
+        def loss(trained):
+            params_now = train.with_trained_part(params, trained)
+            return sum(jnp.sum((w - 2) ** 2) for w in jax.tree.leaves(params_now))
+
+        loss, grads = jax.value_and_grad(loss)(train.trained_part(cfg, params))
+        names = ("tokens", "z_loss", "correct")
+        return {"cross_ent_loss": loss, **dict.fromkeys(names, jnp.float32(1))}, grads
+
+    monkeypatch.setattr(model, "param_table", lambda cfg: table)
+    monkeypatch.setattr(train, "gradients", simple_gradients)
+    return table
+
+
+def start_on(devices, cfg, checkpoints):
+    """Load or create a TrainState on a mesh. Return (state, compiled step, batch)."""
+    mesh = partition.set_mesh(cfg, jax.devices()[:devices])
+    template = train.state_template(cfg, mesh)
+    state, _ = train.load_state(cfg, template, checkpoints, "")
+    rows = jax.NamedSharding(mesh, jax.P("data"))
+    batch = jax.device_put(make_batch(cfg, UNEVEN), rows)
+    return state, jax.jit(functools.partial(train.train_step, cfg)), batch
+
+
+# The optimizers that multiply matrices or have an unusual state.
+SPECIAL = "adafactor multi_transform muon noisy_sgd novograd sm3".split()
+
+
+@pytest.mark.parametrize(
+    "name,devices",
+    [(name, 1) for name in OPTAX]
+    + [pytest.param(name, 8, marks=[] if name in SPECIAL else slow) for name in OPTAX],
+)
+def test_each_optimizer_of_optax_trains_and_resumes(
+    name, devices, four_arrays, monkeypatch, tmp_path
+):
+    """After a restart, the parameters and the state equal those without a restart."""
+    monkeypatch.setitem(train.OPTIMIZERS, name, train.from_optax(OPTAX[name]))
+    mesh = dict(model=4) if devices == 8 else {}
+    cfg = change(
+        train=dict(optimizer=name, learning_rate=0.01, schedule="constant"), mesh=mesh
+    )
+    checkpoints = partition.Checkpoints(tmp_path, 3, False)
+    state, step, batch = start_on(devices, cfg, checkpoints)
+    declared = train.OPTIMIZERS[name].slots(four_arrays)
+    assert_same(
+        {k: a.shape for k, a in partition.flatten(state.slots).items()},
+        {k: p.shape for k, p in partition.flatten(declared).items()},
+        "The optimizer should declare the shape of each slot.",
+    )
+    losses = []
+    for _ in range(2):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    checkpoints.save(flax.serialization.to_state_dict(state), 2)
+    resumed, _, _ = start_on(devices, cfg, checkpoints)
+    for _ in range(2):
+        state, metrics = step(state, batch)
+        resumed, _ = step(resumed, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[0] and int(state.count) == 4
+    assert_equal(resumed, state)
+    up = state.params["encoder"]["layers"]["up"]
+    assert up.sharding.spec == partition.spec(("layers", "embed", "mlp"))
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_muon_of_stacked_layers_equals_a_loop_over_layers(devices, monkeypatch):
+    """Each layer is one matrix, also if the matrix is split over several devices."""
+    cfg = change(mesh=dict(model=4) if devices == 8 else {})
+    partition.set_mesh(cfg, jax.devices()[:devices])
+    table = {"layers": {"up": model.Param((3, 8, 12), ("layers", "embed", "mlp"))}}
+    rng = np.random.default_rng(0)
+    start, *all_grads = np.float32(rng.standard_normal((4, 3, 8, 12)))
+    expected = []
+    for layer, w in enumerate(start):
+        loop = optax.contrib.muon(0.1, weight_decay=0.1, consistent_rms=0.2)
+        memory = loop.init(w)
+        for grads in all_grads:
+            updates, memory = loop.update(grads[layer], memory, w)
+            w = optax.apply_updates(w, updates)
+        expected.append(w)
+
+    def one_line(rate, train):
+        return optax.contrib.muon(
+            rate, weight_decay=train.weight_decay, consistent_rms=0.2
+        )
+
+    sharding = jax.NamedSharding(jax.sharding.get_mesh(), jax.P(None, None, "model"))
+    t = TrainConfig(weight_decay=0.1)
+    for optimizer in (train.OPTIMIZERS["muon"], train.from_optax(one_line)):
+        # As train_step does, let JAX choose the shardings in the optimizer.
+        init = jax.sharding.auto_axes(
+            functools.partial(optimizer.init, train=t), out_sharding=jax.P()
+        )
+        update = jax.sharding.auto_axes(
+            lambda *args: optimizer.update(table, *args, 0, 0.1, t), out_sharding=jax.P()
+        )
+        up = jax.device_put(start, sharding)
+        slots = jax.jit(init)({"layers": {"up": up}})
+        for grads in all_grads:
+            grads = {"layers": {"up": jax.device_put(grads, sharding)}}
+            params = {"layers": {"up": jax.device_put(up, sharding)}}
+            params, slots = jax.jit(update)(params, grads, slots)
+            up = params["layers"]["up"]
+        sentence = "Muon should update each layer as a matrix of its own."
+        assert_same(up, np.stack(expected), sentence, 1e-6)
+
+
+def test_muon_updates_only_the_matrices_of_the_layers():
+    """AdamW updates the embeddings, the position biases and the layer norms."""
+    slots = train.OPTIMIZERS["muon"].slots(model.param_table(SMALL.model))
+    paths = [name.split("/mu/") for name in partition.flatten(slots) if "/mu/" in name]
+    by_muon = {name for optimizer, name in paths if "/muon/" in optimizer}
+    by_adam = {name for optimizer, name in paths if "/adam/" in optimizer}
+    names = set(partition.flatten(model.param_table(SMALL.model)))
+    is_matrix = re.compile(".*/(query|key|value|out|gate|up|down)")
+    assert by_muon == {name for name in names if is_matrix.fullmatch(name)}
+    assert by_adam == names - by_muon
+
+
+def test_rms_scaled_adamw_multiplies_the_update_by_the_size_of_the_weights():
+    """The first update of Adam is 1, so the step is rate * max(1e-3, RMS(w))."""
+    table = {"layers": {"norm": model.Param((3, 8), ("layers", "embed"))}}
+    params = {"layers": {"norm": jnp.outer(jnp.float32([0, 0.5, 2]), jnp.ones(8))}}
+    grads = {"layers": {"norm": jnp.ones((3, 8))}}
+    optimizer, t = train.OPTIMIZERS["rms_scaled_adamw"], TrainConfig()
+    slots = optimizer.init(params, t)
+    new, _ = optimizer.update(table, params, grads, slots, 0, 0.1, t)
+    steps = (params["layers"]["norm"] - new["layers"]["norm"])[:, 0]
+    sentence = "Each layer should change by the rate times the RMS of its weights."
+    assert_same(steps, [0.1 * 1e-3, 0.1 * 0.5, 0.1 * 2], sentence, 1e-5)
+
+
+def test_a_moving_average_of_the_weights_by_hand(four_arrays, tmp_path):
+    """The average uses the decay min(ema, (1 + n) / (10 + n)) after n earlier updates."""
+    cfg = change(train=dict(ema=0.15, learning_rate=0.1, schedule="constant"))
+    checkpoints = partition.Checkpoints(tmp_path, 3, False)
+    state, step, batch = start_on(1, cfg, checkpoints)
+    average = float(state.params["embed"][0, 0])
+    assert float(state.ema["embed"][0, 0]) == average
+    for decay in (0.1, 0.15, 0.15):  # 1 / 10 and 2 / 11 are the first two of the formula
+        state, _ = step(state, batch)
+        average = decay * average + (1 - decay) * float(state.params["embed"][0, 0])
+        sentence = "The average should move towards the new weights."
+        assert_same(state.ema["embed"][0, 0], average, sentence, 1e-6)
+    checkpoints.save(flax.serialization.to_state_dict(state), 3)
+    resumed, _, _ = start_on(1, cfg, checkpoints)
+    assert_equal(resumed, state)
+    # Without --train.ema, a checkpoint contains no average.
+    assert "ema" not in partition.flatten(
+        flax.serialization.to_state_dict(train.init_state(SMALL))
+    )
+
+
+@pytest.mark.parametrize("name", ["adafactor", "adamw", "muon"])
+def test_frozen_parameters_have_no_slots_and_do_not_change(name, four_arrays):
+    """All other parameters get the updates of a complete step."""
+    results, batch = [], make_batch(SMALL, UNEVEN)
+    for freeze in ("embed|encoder/norm", ""):
+        cfg = change(train=dict(optimizer=name, freeze=freeze))
+        before = train.init_state(cfg)
+        after, _ = jax.jit(functools.partial(train.train_step, cfg))(before, batch)
+        results.append(after)
+    assert not [name for name in partition.flatten(results[0].slots) if "embed" in name]
+    new, complete = (partition.flatten(state.params) for state in results)
+    for key, old in partition.flatten(before.params).items():
+        if key in ("embed", "encoder/norm"):
+            assert_equal(new[key], old)
+        else:
+            assert_same(new[key], complete[key], "This should be a usual update.", 1e-6)
+            assert not np.array_equal(new[key], old)
+
+
+def test_no_gradients_of_frozen_parameters_are_computed():
+    complete_cfg = change(model=dict(num_layers=1, num_decoder_layers=1))
+    cfg = change(complete_cfg, train=dict(freeze="encoder/.*|embed"))
+    params, batch = make_params(cfg), make_batch(cfg, UNEVEN)
+    _, complete = gradients(complete_cfg, params, batch, None)
+    _, grads = gradients(cfg, params, batch, None)
+    assert set(grads) == {"decoder", "unembed"}
+    assert_close(grads, {name: complete[name] for name in grads})
+
+
+@pytest.mark.parametrize("pattern", ["nothing", ".*", "("])
+def test_a_pattern_that_freezes_nothing_or_everything_is_refused(pattern):
+    with pytest.raises(configs.UserError, match="such as 'encoder/.*'. The names are em"):
+        train.check_freeze(change(train=dict(freeze=pattern)))
+
+
+def test_warmup_stable_decay_by_hand():
+    """The learning rate rises for 4 steps, is constant, and falls in the last 5 steps."""
+    cfg = TrainConfig(
+        steps=12,
+        learning_rate=2.0,
+        schedule="constant * linear_warmup * linear_cooldown",
+        warmup_steps=4,
+        cooldown_steps=5,
+    )
+    rates = [float(train.learning_rate(jnp.int32(step), cfg)) for step in range(13)]
+    expected = [1e-8, 0.5, 1, 1.5, 2, 2, 2, 2, 1.6, 1.2, 0.8, 0.4, 1e-8]
+    assert_same(rates, expected, "The rate should fall linearly to 0 at step 12.", 1e-6)
+
+
 # ---- train: the step -----------------------------------------------------------------------------
 
 
@@ -7746,30 +8005,128 @@ SHORT = {
 def test_the_suggested_command_trains_longer_without_a_jump(
     trained, tmp_path, monkeypatch, capsys
 ):
-    """With cosine_decay, the suggestion is a new run with a schedule of twice the length.
-    Otherwise, it continues the run. The test runs both suggestions.
+    """If the rate has fallen to 0, the suggestion is a new run with a longer schedule.
+
+    With linear_cooldown, the new run starts from a checkpoint before the cooldown. Its
+    result then equals that of a run which had the longer schedule from the beginning.
+    With other schedules, the suggestion continues the run. The test runs all suggestions.
     """
     _, flags = trained
     monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
     monkeypatch.setattr(partition, "start_jax", lambda cfg: None)
-    schedule = "constant * linear_warmup * cosine_decay"
-    cosine = ["--train.schedule", schedule, "--train.steps_per_cycle", "6"]
-    cosine += ["--train.warmup_steps", "2"]
-    for name, more in (("constant", []), ("cosine", cosine)):
+    warmup = ["--train.warmup_steps", "2", "--train.schedule"]
+    cosine = [*warmup, "constant * linear_warmup * cosine_decay"]
+    cosine += ["--train.steps_per_cycle", "6"]
+    linear = [*warmup, "linear_decay", "--train.decay_factor", "0.2"]
+    wsd = [*warmup, "constant * linear_warmup * linear_cooldown"]
+    wsd += ["--train.cooldown_steps", "2"]
+    schedules = {"constant": [], "cosine": cosine, "linear": linear, "wsd": wsd}
+    for name, more in schedules.items():
         folder = tmp_path / name
         assert train.main(["--run_dir", str(folder), *flags, *more]) == 0
         lines = capsys.readouterr().out.splitlines()
         command = [line for line in lines if line.startswith("  python train.py")][-1]
         assert train.main(shlex.split(command)[2:]) == 0
-        run_dirs = {"constant": folder, "cosine": tmp_path / "cosine_12"}
         rates = [
             line["train/learning_rate"]
-            for line in metrics_of(run_dirs[name])
+            for line in metrics_of(
+                folder if name == "constant" else tmp_path / f"{name}_12"
+            )
             if "train/loss" in line
         ]
-        assert len(rates) == 12
-        # After the warmup, the learning rate never rises.
+        # The last checkpoint before the cooldown is that of step 3.
+        assert len(rates) == (9 if name == "wsd" else 12)
+        # After the warmup, the learning rate never rises, and it is not 0 too early.
         assert all(a >= b for a, b in zip(rates[2:], rates[3:])), rates
+        assert min(rates[1:-2]) > 1e-8
+    at_once = ["--run_dir", str(tmp_path / "at_once"), *flags, *wsd]
+    assert train.main([*at_once, "--train.steps", "12"]) == 0
+    cfg = configs.load_run(tmp_path / "at_once")
+    results = [
+        infer.load_params(cfg, tmp_path / name)[1] for name in ("wsd_12", "at_once")
+    ]
+    assert_equal(*results)
+    # Running the longer schedule in the finished run would raise the learning rate.
+    capsys.readouterr()
+    again = ["--run_dir", str(tmp_path / "wsd"), "--train.steps"]
+    assert train.main([*again, "12"]) == 0
+    assert f"`python train.py {shlex.join(again)} 6`" in capsys.readouterr().err
+
+
+def test_a_run_that_resumes_after_the_end_of_its_schedule_warns(tmp_path, capsys):
+    """A restart of the schedule raises the learning rate. A schedule that ended is 0."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        json.dumps({"step": 99, "train/learning_rate": 0.01})
+        + "\n"
+        + json.dumps({"step": 100, "training_eval/span_corruption/loss": 2.0})
+    )
+    t = TrainConfig(
+        steps=200,
+        learning_rate=1.0,
+        warmup_steps=20,
+        steps_per_cycle=80,
+        schedule="constant * cosine_decay",
+    )
+    linear = replace(t, schedule="linear_decay", decay_factor=1 / 80)
+    longer = replace(t, steps_per_cycle=90)  # the rate at step 100 is only 0.03
+    for other, warns in (
+        (t, "from 0.01 to 1. "),
+        (linear, "from 0.01 to 1e-08. "),
+        (replace(t, schedule="constant", learning_rate=0.01), None),
+        (replace(longer, learning_rate=0.5), None),  # the rate is 0.015
+        (replace(t, warmup_steps=100), None),  # the rate may rise after the warmup
+        (replace(t, steps=100), None),
+    ):
+        train.warn_about_schedule(other, path, "runs/a", 100)
+        err = capsys.readouterr().err
+        assert (warns in err) if warns else not err, err
+        assert ("--run_dir runs/a --train.steps 100`" in err) == bool(warns)
+
+
+def test_the_moving_average_is_used_for_generation(tmp_path):
+    """infer.py and evaluate.py load the average of a run with --train.ema."""
+    cfg = change(train=dict(ema=0.9))
+    configs.save_run(cfg, tmp_path)
+    trees = {"params": make_params(cfg, 0), "ema": make_params(cfg, 1)}
+    identity = configs.weights_identity(cfg, "")
+    partition.Checkpoints(tmp_path, 1, False, identity).save(trees, 5)
+    assert_equal(infer.load_params(cfg, tmp_path)[1], trees["ema"])
+    without = change(cfg, train=dict(ema=0.0))
+    assert_equal(infer.load_params(without, tmp_path)[1], trees["params"])
+
+
+@slow
+@pytest.mark.parametrize("name", ["muon", "rms_scaled_adamw", "lion"])
+def test_a_run_on_eight_devices_resumes_exactly(name, trained, tmp_path, monkeypatch):
+    """The run has a moving average and a frozen encoder, and begins with weights."""
+    run_dir, flags = trained
+    monkeypatch.setattr(partition, "start_jax", lambda cfg: None)
+    more = ["--train.optimizer", name, "--train.ema", "0.9", "--mesh.model", "4"]
+    more += ["--train.freeze", "encoder/.*", "--init_from", str(run_dir)]
+    results = []
+    for folder, ends in (("resumed", ("3", "6")), ("at_once", ("6",))):
+        for steps in ends:
+            command = ["--run_dir", str(tmp_path / folder), *flags, *more]
+            assert train.main([*command, "--train.steps", steps]) == 0
+        cfg = configs.load_run(tmp_path / folder)
+        state = train.state_template(cfg, partition.set_mesh(cfg))
+        state = flax.serialization.to_state_dict(state)
+        saved = partition.Checkpoints(tmp_path / folder)
+        saved.identity = configs.weights_identity(
+            cfg, configs.read_run(tmp_path / folder)[1]["vocabulary_sha256"]
+        )
+        results.append(saved.load(state)[1])
+    assert_equal(*results)
+    _, before = infer.load_params(configs.load_run(run_dir), run_dir)
+    for tree in (results[0]["params"], results[0]["ema"]):
+        assert_close(tree["encoder"], before["encoder"], 1e-6)
+        assert not np.array_equal(tree["unembed"], before["unembed"])
+    logged = [
+        [line for line in metrics_of(tmp_path / folder) if "train/loss" in line]
+        for folder in ("resumed", "at_once")
+    ]
+    assert len(logged[0]) == 6 and logged[0] == logged[1]
 
 
 def test_a_share_of_more_than_100_percent_is_not_printed(monkeypatch, tmp_path, capsys):
@@ -11279,7 +11636,7 @@ def test_the_recipe_beside_seq2seqtrainer_has_its_settings(load_page):
     for norm in (0.5, 1.0, 30.0):
         grads = {"embed": jnp.full((4, 8), norm / 32**0.5)}
         _, slots = optimizer.update(
-            table, params, grads, optimizer.init(params), 0, 0.1, t
+            table, params, grads, optimizer.init(params, t), 0, 0.1, t
         )
         momentum = next(x for x in jax.tree.leaves(slots) if x.shape == (4, 8))
         found = float(jnp.linalg.norm(momentum))
@@ -12434,11 +12791,11 @@ def test_the_training_loop_calls_each_part_at_its_step():
             self.events.append(f"save {step}: {state.params}")
 
     def program(state, batch):
-        state = types.SimpleNamespace(params=state.params + batch, skipped=0)
+        state = types.SimpleNamespace(params=state.params + batch, skipped=0, ema={})
         return state, f"sum {state.params}"
 
     cfg = change(train=dict(steps=4, log_every=3, save_every=2))
-    begin = types.SimpleNamespace(params=0, skipped=0)
+    begin = types.SimpleNamespace(params=0, skipped=0, ema={})
     batches = [1, 1, 2, 3]
     for stop_at, expected, total in (
         (
@@ -12460,7 +12817,7 @@ def test_the_training_loop_calls_each_part_at_its_step():
         assert_same(state.params, total, "run should return the state.")
 
     def failing_program(state, batch):
-        return types.SimpleNamespace(params=0, skipped=3), "sum"
+        return types.SimpleNamespace(params=0, skipped=3, ema={}), "sum"
 
     for changes, step in ((dict(log_every=0), 2), (dict(save_every=0), 3)):
         loop, changed = Loop(), change(cfg, train=changes)
@@ -13068,6 +13425,8 @@ EXERCISES = {
         "test_adafactor_equals_recorded_updates_of_t5x"
     ),
     "train.init_state": "test_a_new_run_begins_at_its_start_step_with_zero_slots",
+    "train.trained_part": "test_frozen_parameters_have_no_slots_and_do_not_change",
+    "train.with_trained_part": "test_frozen_parameters_have_no_slots_and_do_not_change",
     "train.gradients": "test_lesson_train_microbatches_equal_one_batch",
     "train.train_step": (
         "test_updates_that_are_not_finite_are_skipped_and_counted "

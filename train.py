@@ -27,6 +27,7 @@ import functools
 import json
 import math
 import os
+import re
 import shlex
 import signal
 import sys
@@ -48,6 +49,8 @@ from flax.serialization import from_state_dict, to_state_dict
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 from jax.experimental import multihost_utils
+from jax.sharding import auto_axes
+from jax.tree_util import keystr, tree_leaves_with_path
 from tqdm import tqdm
 
 import data
@@ -73,13 +76,15 @@ def learning_rate(step, cfg):
     The schedule is a product of factors. The schedule of T5 is "constant * rsqrt_decay".
     With --train.learning_rate 1.0 and 10,000 warmup steps, this product is 0.01 at step
     10,000 and 0.005 at step 40,000. The learning rate is never below 1e-8. All factors
-    are those of T5X (create_learning_rate_scheduler in t5x/utils.py).
+    except linear_cooldown are those of T5X (create_learning_rate_scheduler in
+    t5x/utils.py).
     assets/schedules.svg shows six schedules.
 
     step: the step number, counted from 0.
     cfg: a TrainConfig. The string cfg.schedule names the factors.
     Raises UserError if a name in cfg.schedule is unknown.
     """
+    steps_left = cfg.steps - step
     step = jnp.maximum(0.0, step - cfg.schedule_offset)
     warmup = cfg.warmup_steps
     after_warmup = jnp.maximum(step, warmup)
@@ -106,6 +111,10 @@ def learning_rate(step, cfg):
         # Stay at 1 during the warmup. Then fall from 1 to 0 along half a cosine wave, and
         # repeat this fall every steps_per_cycle steps.
         "cosine_decay": jnp.maximum(0.0, 0.5 * (1 + jnp.cos(jnp.pi * (cycle % 1.0)))),
+        # Stay at 1, and then fall linearly to 0 in the last cooldown_steps steps of the
+        # run. "constant * linear_warmup * linear_cooldown" is the schedule
+        # warmup-stable-decay (WSD).
+        "linear_cooldown": jnp.minimum(1.0, steps_left / cfg.cooldown_steps),
     }
     rate = 1.0
     for name in cfg.schedule.split("*"):
@@ -141,13 +150,19 @@ class Optimizer(NamedTuple):
         slot. The argument is the result of model.param_table.
     update(table, params, grads, slots, count, rate, train): Return (new params, new
         slots). `grads` are the gradients, `count` is the number of earlier updates,
-        `rate` is the learning rate, and `train` is the TrainConfig.
-    init(params): Return the initial slots. If `init` is None, all slots start as zeros.
+        `rate` is the learning rate, and `train` is the TrainConfig. If `takes_loss` is
+        True, `update` also has the argument `loss`, the mean loss of the batch.
+    init(params, train): Return the initial slots. If `init` is None, all slots start as
+        zeros.
+
+    JAX chooses the shardings inside of `update` and `init` automatically. Matmuls in an
+    optimizer therefore need no sharding, and see complete arrays.
     """
 
     slots: Callable
     update: Callable
     init: Callable | None = None
+    takes_loss: bool = False
 
 
 # Adafactor (Shazeer and Stern 2018, arXiv:1804.04235) works like Adam, but needs much
@@ -303,6 +318,15 @@ class TrainState:
     params: dict
     # The optimizer state, as a nested dict of arrays, such as averages of gradients.
     slots: dict
+    # Without --train.ema, there is no moving average of the parameters.
+    ema = None
+
+
+@flax.struct.dataclass
+class AveragedState(TrainState):
+    """Also hold the exponential moving average of the parameters, for --train.ema."""
+
+    ema: dict
 
 
 def init_state(cfg):
@@ -321,13 +345,38 @@ def init_state(cfg):
     def zeros(p):
         return jnp.zeros(p.shape, out_sharding=partition.spec(p.axes, rules))
 
+    table = optimizer.slots(trained_part(cfg, model.param_table(cfg.model)))
+    slots = jax.tree.map(zeros, table, is_leaf=model.is_param)
     if optimizer.init:
-        slots = optimizer.init(params)
-    else:
-        table = optimizer.slots(model.param_table(cfg.model))
-        slots = jax.tree.map(zeros, table, is_leaf=model.is_param)
+        # Shard the initial slots in the same way as the zeros.
+        shardings = jax.tree.map(lambda a: jax.typeof(a).sharding.spec, slots)
+        init = functools.partial(optimizer.init, train=cfg.train)
+        slots = auto_axes(init, out_sharding=shardings)(trained_part(cfg, params))
     zero = jnp.zeros((), jnp.int32, out_sharding=jax.P())
-    return TrainState(zero + cfg.train.start_step, zero, zero, params, slots)
+    arrays = zero + cfg.train.start_step, zero, zero, params, slots
+    if cfg.train.ema:
+        return AveragedState(*arrays, ema=jax.tree.map(jnp.copy, params))
+    return TrainState(*arrays)
+
+
+def trained_part(cfg, tree):
+    """Leave out the frozen parameters, whose names match --train.freeze.
+
+    With --train.freeze 'encoder/.*', for example, the encoder keeps its weights.
+    tree: a nested dict with the keys of model.param_table.
+    Returns a nested dict of the entries that training changes.
+    """
+    trained = {
+        name: entry
+        for name, entry in partition.flatten(tree).items()
+        if not re.fullmatch(cfg.train.freeze, name)
+    }
+    return unflatten_dict(trained, sep="/")
+
+
+def with_trained_part(params, trained):
+    """Return the parameters, with the trained ones replaced by those in `trained`."""
+    return unflatten_dict(flatten_dict(params) | flatten_dict(trained))
 
 
 def gradients(cfg, params, batch, key):
@@ -340,7 +389,8 @@ def gradients(cfg, params, batch, key):
 
     batch: a data.Batch with arrays of the shape [rows, length]. Segment 0 is padding.
     key: the PRNG key for dropout, or None for no dropout.
-    Returns (the sums that model.loss_fn returns, the gradients of the parameters).
+    Returns (the sums that model.loss_fn returns, the gradients of the parameters). There
+    are no gradients of frozen parameters.
     """
     # Divide by the number of target tokens in the complete batch, not in one microbatch.
     # The gradients of the microbatches then add up to the gradient of the mean loss. The
@@ -348,12 +398,15 @@ def gradients(cfg, params, batch, key):
     tokens = jnp.sum(batch.target_segments > 0)
     divisor = cfg.train.loss_divisor or jnp.maximum(tokens, 1).astype(jnp.float32)
 
-    def loss(params, microbatch, key):
-        loss, sums = model.loss_fn(params, microbatch, cfg, key)
+    trained = trained_part(cfg, params)
+
+    def loss(trained, microbatch, key):
+        complete = with_trained_part(params, trained)
+        loss, sums = model.loss_fn(complete, microbatch, cfg, key)
         return loss / divisor, sums
 
     def sums_and_gradients(microbatch, key):
-        grads, sums = jax.grad(loss, has_aux=True)(params, microbatch, key)
+        grads, sums = jax.grad(loss, has_aux=True)(trained, microbatch, key)
         return sums, grads
 
     n = cfg.train.microbatches
@@ -405,29 +458,53 @@ def train_step(cfg, state, batch):
     sums, grads = gradients(cfg, state.params, batch, key)
     rate = learning_rate(state.step, cfg.train)
     optimizer = OPTIMIZERS[cfg.train.optimizer]
-    table = model.param_table(cfg.model)
-    params, slots = optimizer.update(
-        table, state.params, grads, state.slots, state.count, rate, cfg.train
+    table = trained_part(cfg, model.param_table(cfg.model))
+    trained = trained_part(cfg, state.params)
+
+    def update(params, grads, slots, count, rate, loss):
+        more = {"loss": loss} if optimizer.takes_loss else {}
+        return optimizer.update(
+            table, params, grads, slots, count, rate, cfg.train, **more
+        )
+
+    # The new parameters and slots are sharded in the same way as the old ones. With
+    # auto_axes, JAX chooses the shardings of all other arrays in the optimizer.
+    shardings = jax.tree.map(
+        lambda a: jax.typeof(a).sharding.spec, (trained, state.slots)
     )
+    means = model.mean_metrics(sums)
+    trained, slots = auto_axes(update, out_sharding=shardings)(
+        trained, grads, state.slots, state.count, rate, means["loss"]
+    )
+    params = with_trained_part(state.params, trained)
+    new = {"params": params, "slots": slots}
+    if cfg.train.ema:
+        # After a few updates, average only these updates, and not the initial weights.
+        decay = jnp.minimum(cfg.train.ema, (1 + state.count) / (10 + state.count))
+        new["ema"] = jax.tree.map(
+            lambda old, w: decay * old + (1 - decay) * w, state.ema, params
+        )
 
     # If the loss or a gradient is infinite or NaN, keep the old parameters and slots. A
     # compiled function cannot use a Python `if` on computed values, so use jnp.where.
     grad_norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums["cross_ent_loss"])
-    params, slots = jax.tree.map(
+    new = jax.tree.map(
         lambda new, old: jnp.where(finite, new, old),
-        (params, slots),
-        (state.params, state.slots),
+        new,
+        {name: getattr(state, name) for name in new},
     )
     metrics = {
-        **model.mean_metrics(sums),
+        **means,
         "learning_rate": rate,
         "gradient_norm": grad_norm,
         "non_padding_fraction/inputs": jnp.mean(batch.input_segments > 0),
         "non_padding_fraction/targets": jnp.mean(batch.target_segments > 0),
     }
     skipped = jnp.where(finite, 0, state.skipped + 1)
-    state = TrainState(state.step + 1, state.count + finite, skipped, params, slots)
+    state = state.replace(
+        step=state.step + 1, count=state.count + finite, skipped=skipped, **new
+    )
     return state, metrics
 
 
@@ -526,7 +603,7 @@ def run(cfg, program, state, start, load_batch, progress, evaluations, save, aft
             save(step, state)
         try:
             for evaluation in due:
-                evaluation(step, state.params)
+                evaluation(step, state.ema or state.params)
         except Interrupted:
             # The resumed run makes this evaluation again.
             stop = step < t.steps
@@ -546,46 +623,170 @@ def run(cfg, program, state, start, load_batch, progress, evaluations, save, aft
 # ---- optimizers from optax -------------------------------------------------------------
 
 
-def from_optax(make):
+def split_layers(params):
+    """Return parameters in which each layer has arrays of its own.
+
+    For example, the array encoder/layers/mlp/up of the shape [2, 512, 1024] becomes two
+    matrices, encoder/layers/mlp/up/layer_000 and encoder/layers/mlp/up/layer_001.
+    params: a nested dict of arrays. The arrays below a key "layers" are stacked.
+    """
+
+    def split(path, w):
+        if "['layers']" not in keystr(path):
+            return w
+        return {f"layer_{i:03}": w[i] for i in range(len(w))}
+
+    return jax.tree.map_with_path(split, params)
+
+
+def named_leaves(tree):
+    """Yield each leaf of a pytree as a tuple (name, is_layer, leaf).
+
+    In the state of an optax optimizer, the name of a leaf is "0/mu/encoder/norm", for
+    example. If the leaf belongs to a single layer, is_layer is True, and the name does
+    not contain the number of the layer.
+    """
+    for path, leaf in tree_leaves_with_path(tree):
+        full_name = keystr(path, simple=True, separator="/")
+        name = re.sub(r"/layer_\d+", "", full_name)
+        yield name, name != full_name, leaf
+
+
+def stack_layers(tree):
+    """Return a nested dict of all arrays of a pytree, with the layers stacked again.
+
+    A checkpoint stores such a dict. It contains the integers of each PRNG key.
+    """
+    groups = collections.defaultdict(list)
+    for name, is_layer, array in named_leaves(tree):
+        if is_prng_key(array):
+            array = jax.random.key_data(array)
+        groups[name].append(array[None] if is_layer else array)
+    stacked = {
+        name: group[0] if len(group) == 1 else jnp.concatenate(group)
+        for name, group in groups.items()
+    }
+    return unflatten_dict(stacked, sep="/")
+
+
+def is_prng_key(array):
+    """Return whether an array contains PRNG keys, which optax.noisy_sgd needs."""
+    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+
+
+def unstack_layers(stacked, shapes):
+    """Invert stack_layers. The argument `shapes` has the structure of the result."""
+    arrays = partition.flatten(stacked)
+    used = collections.Counter()  # how many layers of each array are already used
+    leaves = []
+    for name, is_layer, like in named_leaves(shapes):
+        array = arrays[name][used[name]] if is_layer else arrays[name]
+        leaves.append(jax.random.wrap_key_data(array) if is_prng_key(like) else array)
+        used[name] += 1
+    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+
+def from_optax(make, split=True):
     """Convert an optimizer of the library optax to an Optimizer.
 
     For example, `from_optax(lambda rate, train: optax.lion(rate))` returns the optimizer
     Lion. The state of the optax optimizer, such as the momentum, becomes the optimizer
     state of the run.
+
+    An optimizer that needs the loss, such as optax.polyak_sgd, gets the mean loss of the
+    batch. Optimizers that call the loss function, such as optax.lbfgs, cannot be used.
+
     make(rate, train): A function that returns an optax.GradientTransformation for a
         learning rate and a TrainConfig.
+    split: whether optax sees the parameters of each layer as separate arrays. With False,
+        optax sees the stacked parameters of all layers, which is faster. This is right
+        for optimizers such as AdamW, which treat each element of an array by itself.
     """
+    separate = split_layers if split else lambda params: params
 
-    def init(params):
-        return make(0.0, configs.TrainConfig()).init(params)
+    def init(params, train):
+        rate = learning_rate(train.start_step, train)
+        return stack_layers(make(rate, train).init(separate(params)))
 
     def slots(table):
-        params = jax.tree.map(lambda p: jnp.zeros(p.shape), table, is_leaf=model.is_param)
-        state = to_state_dict(jax.eval_shape(init, params))
-        declared = flatten_dict(state)
+        params = jax.tree.map(
+            lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32),
+            table,
+            is_leaf=model.is_param,
+        )
+        start = functools.partial(init, train=configs.TrainConfig())
+        declared = partition.flatten(jax.eval_shape(start, params))
         for path, slot in declared.items():
             axes = (None,) * len(slot.shape)
             # The optax array "0/mu/encoder/norm", for example, belongs to the parameter
             # "encoder/norm". If the array and the parameter have the same shape, they
             # also get the same axes, and therefore the same sharding.
             for name, p in partition.flatten(table).items():
-                if "/".join(path).endswith(f"/{name}") and p.shape == slot.shape:
+                if path.endswith(f"/{name}") and p.shape == slot.shape:
                     axes = p.axes
             declared[path] = model.Param(slot.shape, axes)
-        return unflatten_dict(declared)
+        return unflatten_dict(declared, sep="/")
 
-    def update(table, params, grads, slots, count, rate, train):
+    def update(table, params, grads, slots, count, rate, train, loss=None):
         # An optax optimizer is created with a fixed learning rate. Our learning rate
         # changes in every step, so create the optimizer with the current learning rate.
-        updates, slots = make(rate, train).update(grads, slots, params)
-        return optax.apply_updates(params, updates), slots
+        optimizer = optax.with_extra_args_support(make(rate, train))
+        params, grads = separate(params), separate(grads)
+        state = unstack_layers(slots, jax.eval_shape(optimizer.init, params))
+        updates, state = optimizer.update(grads, state, params, value=loss)
+        return stack_layers(optax.apply_updates(params, updates)), stack_layers(state)
 
-    return Optimizer(slots, update, init)
+    return Optimizer(slots, update, init, takes_loss=True)
+
+
+def rms_scaled_adamw(rate, train):
+    """Return the AdamW of nanoT5, whose steps are relative to the size of the weights.
+
+    The update of each matrix or vector w is multiplied by max(1e-3, RMS(w)), as in
+    Adafactor. RMS(w) is the root mean square of all elements of w.
+    """
+    return optax.chain(
+        optax.scale_by_adam(eps=1e-6),
+        optax.scale_by_param_block_rms(1e-3),
+        optax.add_decayed_weights(train.weight_decay),
+        optax.scale_by_learning_rate(rate),
+    )
+
+
+def muon(rate, train):
+    """Return Muon for the weight matrices of the layers, and AdamW for all other weights.
+
+    Muon (Jordan 2024) replaces the momentum of a matrix by the nearest orthogonal matrix.
+    AdamW updates the embeddings, the position biases and the scales of the layer norms.
+    The factor 0.2 gives the updates of Muon about the same RMS as those of AdamW (Liu et
+    al. 2025, arXiv:2502.16982). One learning rate therefore suits both.
+    """
+
+    def dimensions(path, w):
+        # The matrices of all layers are stacked in an array [layers, rows, columns]. The
+        # first axis is a batch axis.
+        is_matrix = w.ndim == 3 and "relative_bias" not in keystr(path)
+        return optax.contrib.MuonDimensionNumbers(1, 2) if is_matrix else None
+
+    return optax.contrib.muon(
+        rate,
+        weight_decay=train.weight_decay,
+        adam_weight_decay=train.weight_decay,
+        muon_weight_dimension_numbers=lambda params: jax.tree.map_with_path(
+            dimensions, params
+        ),
+        consistent_rms=0.2,
+    )
 
 
 OPTIMIZERS["adamw"] = from_optax(
-    lambda rate, train: optax.adamw(rate, weight_decay=train.weight_decay)
+    lambda rate, train: optax.adamw(rate, weight_decay=train.weight_decay), split=False
 )
+OPTIMIZERS["rms_scaled_adamw"] = from_optax(rms_scaled_adamw)
+OPTIMIZERS["lion"] = from_optax(
+    lambda rate, train: optax.lion(rate, weight_decay=train.weight_decay), split=False
+)
+OPTIMIZERS["muon"] = from_optax(muon, split=False)
 
 
 # ---- the metrics file ------------------------------------------------------------------
@@ -1265,6 +1466,24 @@ def check_minimum_memory(cfg):
     partition.check_memory(memory, SMALLER_STEP)
 
 
+def check_freeze(cfg):
+    """Raise UserError if --train.freeze matches no parameter or all parameters.
+
+    The function also raises UserError if --train.freeze is not a regular expression.
+    """
+    names = partition.flatten(model.param_table(cfg.model))
+    try:
+        frozen = [name for name in names if re.fullmatch(cfg.train.freeze, name)]
+    except re.error:
+        frozen = []
+    if cfg.train.freeze and len(frozen) in (0, len(names)):
+        raise UserError(
+            f"--train.freeze {cfg.train.freeze} must match some parameters, but not all: "
+            f"write a regular expression for complete names, such as 'encoder/.*'. The "
+            f"names are {', '.join(names)}."
+        )
+
+
 def compile_step(step, mesh):
     """Compile the training step, and check that the compiled program fits in memory.
 
@@ -1328,9 +1547,12 @@ def load_state(cfg, template, checkpoints, source):
                 source, parameters, checkpoints.identity
             )
             print(f"started  from {source}, with the weights of step {source_step:,}")
-    # Replace the arrays of `state` by the loaded arrays. The state of some optax
-    # optimizers has empty entries, which a checkpoint does not contain. Keep the empty
-    # entries.
+            if t.ema:
+                # The average begins with the loaded weights. Copy them, because each
+                # array of a TrainState needs memory of its own.
+                arrays["ema"] = jax.tree.map(jnp.copy, arrays["params"])
+    # Replace the arrays of `state` by the loaded arrays. Keep the empty dict of an
+    # optimizer without slots, such as optax.sgd. A checkpoint does not contain it.
     arrays = flatten_dict(state, keep_empty_nodes=True) | flatten_dict(arrays)
     return from_state_dict(template, unflatten_dict(arrays)), step
 
@@ -1354,6 +1576,7 @@ def train(cfg, run_dir, recipe, config, source):
     # Before any file is written, check that the schedule is valid and the memory
     # suffices.
     learning_rate(0, t)
+    check_freeze(cfg)
     check_minimum_memory(cfg)
     print(f"recipe {cfg.name}")
     for name, (new, old) in configs.differences(cfg, recipe).items():
@@ -1420,6 +1643,8 @@ def train_locked(cfg, run_dir, recipe, config, source, mesh, checkpoints, lock):
                 f"{longer_training(cfg, recipe, run_dir, source, start)}"
             )
             return 0
+        if resumes:
+            warn_about_schedule(t, metrics_file.path, run_dir, start)
         progress = Progress(cfg, metrics_file, start)
         counts = np.bincount(dataset.sample(1 << 20), minlength=cfg.model.vocab_size)
         evaluations.print_baseline(counts)
@@ -1466,7 +1691,7 @@ def train_locked(cfg, run_dir, recipe, config, source, mesh, checkpoints, lock):
 
         try:
             for evaluation in missing:
-                evaluation(start, state.params)
+                evaluation(start, state.ema or state.params)
             profile(start, state)
             progress.restart_clock(start)
             stop.training = True
@@ -1603,12 +1828,37 @@ class StopSignal:
         return 0 if self.name == "SIGTERM" else 128 + self.number
 
 
+def warn_about_schedule(t, metrics_path, run_dir, start):
+    """Print a warning if a resumed run continues after the end of its schedule.
+
+    The learning rate is then 0, or at least twice as high as before.
+    t: the TrainConfig of the run.
+    metrics_path: the path of metrics.jsonl, which contains earlier learning rates.
+    start: the step at which the run resumes.
+    """
+    rates = [
+        line["train/learning_rate"]
+        for line in partition.read_metrics_file(metrics_path)
+        if line["step"] > t.schedule_offset + t.warmup_steps
+        and "train/learning_rate" in line
+    ]
+    now = float(learning_rate(start, t))
+    if rates and start < t.steps and not 1e-8 < now < 2 * rates[-1]:
+        note(
+            f"warning: the schedule of this run has ended, so the learning rate changes "
+            f"from {rates[-1]:.2g} to {now:.2g}. To train longer with a longer "
+            f"schedule, stop this run. Then run `python train.py --run_dir {run_dir} "
+            f"--train.steps {start}`, which prints the right command."
+        )
+
+
 def longer_training(cfg, recipe, run_dir, source, step):
     """Return a shell command that doubles the number of steps of a finished run.
 
-    Usually, the command continues the run. With the schedule cosine_decay, the learning
-    rate may become high again, which destroys much of what the model has learned. In this
-    case, the command starts a new run with a schedule of twice the length.
+    Usually, the command continues the run. If the learning rate has fallen to 0, it would
+    stay at 0 or become high again, which destroys much of what the model has learned. In
+    this case, the command starts a new run with a schedule of twice the length. With the
+    factor linear_cooldown, the new run can start from a checkpoint before the cooldown.
 
     step: the step that the run has reached. The function train explains the other
         arguments.
@@ -1616,8 +1866,15 @@ def longer_training(cfg, recipe, run_dir, source, step):
     t = cfg.train
     steps = 2 * step - t.start_step
     flags = {"--run_dir": run_dir, "--train.steps": steps}
-    cycle_end = t.schedule_offset + t.warmup_steps + t.steps_per_cycle
-    if "cosine_decay" in t.schedule and cycle_end < steps:
+    warmup_end = t.schedule_offset + t.warmup_steps
+    # New settings for a schedule of twice the length, if the schedule ends too early.
+    longer = {}
+    if "cosine_decay" in t.schedule and warmup_end + t.steps_per_cycle < steps:
+        longer["--train.steps_per_cycle"] = 2 * t.steps_per_cycle
+    # The factor linear_decay is 0 after 1 / decay_factor steps.
+    if "linear_decay" in t.schedule and t.decay_factor * (steps - warmup_end) > 1:
+        longer["--train.decay_factor"] = t.decay_factor / 2
+    if longer or "linear_cooldown" in t.schedule:
         stored = run_dir / "recipe.py"
         flags = {"--config": stored if stored.exists() else cfg.name}
         if source:
@@ -1626,7 +1883,12 @@ def longer_training(cfg, recipe, run_dir, source, step):
             flags[f"--{name}"] = value
         flags["--run_dir"] = f"{run_dir}_{steps}"
         flags["--train.steps"] = steps
-        flags["--train.steps_per_cycle"] = 2 * t.steps_per_cycle
+        flags |= longer
+        checkpoints = partition.Checkpoints(run_dir)
+        before = [s for s in checkpoints.steps() if s <= t.steps - t.cooldown_steps]
+        if before and not longer:
+            flags["--init_from"] = checkpoints.path(before[-1])
+            flags["--train.restore"] = "all"
     words = [str(word) for flag in flags.items() for word in flag]
     return shlex.join(["python", "train.py", *words])
 
@@ -1638,7 +1900,7 @@ def model_info(cfg, mesh):
     format is the same as in the file model-info.txt of T5X.
     """
     table = model.param_table(cfg.model)
-    slots = OPTIMIZERS[cfg.train.optimizer].slots(table)
+    slots = OPTIMIZERS[cfg.train.optimizer].slots(trained_part(cfg, table))
     declared = partition.flatten({"params": table, "slots": slots})
     arrays = partition.flatten(to_state_dict(state_template(cfg, mesh)))
     text = ""
@@ -1689,7 +1951,7 @@ def memory_table(cfg, mesh):
     batch = batch_template(cfg, mesh, cfg.train.batch_size // cfg.train.microbatches)
     parameters = partition.bytes_on_device(template.params)
     return {
-        "parameters": parameters,
+        "parameters": parameters + partition.bytes_on_device(template.ema),
         "optimizer": partition.bytes_on_device(template.slots),
         "gradients": parameters,
         "activations": activation_bytes(cfg, template.params, batch),
