@@ -117,8 +117,9 @@ class ModelConfig:
     # Number of buckets for relative positions (key position minus query position).
     # Each attention head learns one bias for each bucket.
     relative_buckets: int = at_least(4, 32)
-    # Distances of this many tokens or more always share the last bucket of relative
-    # positions. The last bucket also takes some smaller distances.
+    # All distances of this many tokens or more share the last bucket of relative
+    # positions. The last bucket begins at a somewhat smaller distance. With the default
+    # settings, the last bucket begins at 91 in the encoder and at 113 in the decoder.
     relative_max_distance: int = 128
     # Whether each layer learns its own relative-position biases, as in UMT5.
     # If false, all encoder layers share one table, and all decoder layers another.
@@ -147,7 +148,8 @@ class DataConfig:
     source: str = ""
     # Where the held-out examples for evaluation are read.
     # Empty means the validation split of the training source.
-    # If this source has no splits, its first 1 % is held out from training.
+    # If this source has no splits, its first 1 %, but at most 32 MiB, is held out from
+    # training.
     validation_source: str = ""
     # Name of the task or mixture of tasks to train on.
     # `python data.py --list` prints all names.
@@ -209,8 +211,8 @@ class TrainConfig:
     # Name of the optimizer: adafactor, adamw, rms_scaled_adamw, lion, muon, or one from
     # your recipe file.
     optimizer: str = "adafactor"
-    # Base learning rate: the value of "constant", one of the factors of the schedule.
-    # The next setting lists the factors that are multiplied.
+    # Base learning rate. The learning rate of a step is a product of factors, which the
+    # next setting lists. The base learning rate is the value of the factor "constant".
     learning_rate: float = at_least(0, 1.0)
     # Learning rate schedule: a product of factors, such as "constant * linear_warmup".
     # The function learning_rate in train.py defines all factors.
@@ -375,7 +377,9 @@ ACTIVATIONS = {}  # "relu" -> jax.nn.relu
 METRICS = {}  # "bleu" -> function(targets, predictions) that returns {"bleu": 27.5}
 OPTIMIZERS = {}  # "adafactor" -> train.Optimizer
 POSITIONS = {}  # "rotary" -> model.PositionEncoding
-SOURCES = {}  # "jsonl" -> function(name, split, cfg, whole) that opens a data source
+# "jsonl" -> function(name, split, cfg, whole) that opens a data source. If `whole` is
+# true, the function holds out no examples for validation.
+SOURCES = {}
 VOCABULARIES = {}  # "smiles" -> data.Tokenizer, such as a data.PatternTokenizer
 RECIPE_TABLES = (
     "TASKS",
@@ -388,11 +392,13 @@ RECIPE_TABLES = (
     "VOCABULARIES",
 )
 
-# For each recipe file that was executed, the checksums of this file and of the files that
-# it imports. If one of them changes, the tasks of the recipe are tokenized again.
+# RECIPE_CODE maps the name of each recipe file that was executed to a list of checksums:
+# that of this file and those of the files that it imports. If one of these files changes,
+# the tasks of the recipe are tokenized again.
 RECIPE_CODE = {}
-# For each task and each kind of source that a recipe file defines, the checksums of this
-# recipe file. The name of a kind ends with a colon, as in "numbers:".
+# TASK_CODE maps the name of each task that a recipe file defines to the checksums in
+# RECIPE_CODE of this file. A kind of source that a recipe file defines has an entry, too.
+# The name of a kind ends with a colon, as in "numbers:".
 TASK_CODE = {}
 
 # ---- messages --------------------------------------------------------------------------

@@ -245,9 +245,11 @@ def slot_name(parameter, slot):
     """Return the name of an Adafactor array in a T5X checkpoint.
 
     For example, the array v of the parameter "target/decoder/decoder_norm/scale" is
-    "state/param_states/decoder/decoder_norm/scale/v".
+    "state/param_states/decoder/decoder_norm/scale/v". The name of the parameter loses its
+    prefix "target/".
 
-    parameter: the name of the parameter in T5X.
+    parameter: the name of the parameter in T5X, such as
+        "target/decoder/decoder_norm/scale".
     slot: "v", "v_row" or "v_col", the averages of Adafactor, or "m", the momentum, which
     T5X stores and plain T5 does not use.
     """
@@ -261,16 +263,16 @@ def slot_entries(parameters, factored):
     of each parameter. To save memory, it stores only the row means and column means of V
     for a large matrix. For other parameters it stores the complete V.
 
-    These arrays are called slots. Their names are:
+    These arrays are called slots. For a matrix, T5X calls the shorter slot v_row and the
+    longer slot v_col. The names of all slots are:
 
         slot                       shape             in plain T5    in T5X
         complete V                 as the parameter  "full"         v
         row means of a matrix      [rows]            "row"          v_row, or v_col
         column means of a matrix   [columns]         "column"       v_col, or v_row
 
-    T5X calls the shorter slot v_row and the longer slot v_col. For a matrix [512, 1024]
-    or [512, 512], "row" is v_row. For a matrix [1024, 512], "row" is v_col. Source:
-    t5x/adafactor.py.
+    For a matrix [512, 1024] or [512, 512], "row" is v_row. For a matrix [1024, 512],
+    "row" is v_col. Source: t5x/adafactor.py.
 
     parameters: the list of entries that parameter_entries returns.
     factored: the names of the parameters whose slots are "row" and "column", such as
@@ -1220,7 +1222,7 @@ def read_files(folder, *patterns):
     for module in read_optional(folder / "modules.json", form):
         kind = module["type"]
         config = read_optional(folder / module["path"] / "config.json", dict)
-        # The models instructor leave their instructions out of the mean.
+        # The Instructor models leave their instructions out of the mean.
         includes_prompt = config.get("include_prompt", True)
         if kind.rsplit(".")[-1] not in MODULES or not includes_prompt:
             raise UserError(

@@ -122,7 +122,12 @@ class Tokenizer:
     size: the number of all ids, including the sentinels and the added tokens.
     sentinels: the number of sentinels.
     processor: the SentencePieceProcessor of the model. The model includes the sentinels.
+        A subclass that does not use SentencePiece has the processor None.
     added: the number of added tokens.
+
+    The attributes serialized, size, sentinels and processor hold these arguments. There
+    are two more attributes. `sha256` is the SHA-256 checksum of `serialized`, in
+    hexadecimal digits. `sentinel_ids` is the range of the ids of all sentinels.
     """
 
     def __init__(self, serialized, size, sentinels, processor=None, added=0):
@@ -139,7 +144,7 @@ class Tokenizer:
 
         A sentinel, such as "<extra_id_0>", becomes one id if the sentinel begins the text
         or follows a space. This space adds no id. In "a<extra_id_0>", the sentinel is not
-        recognized.
+        recognized. The SentencePieceProcessor self.processor computes the ids.
         """
         return self.processor.encode(text)
 
@@ -465,6 +470,8 @@ class Examples:
         lengths returns the lengths of chunks, and the method chunks returns token ids.
         The method is_tokenized returns whether a number of chunks is stored already.
     shuffled: whether the chunks are shuffled. Held-out splits are not shuffled.
+
+    The attributes task, corpus, tokenizer, cfg and shuffled hold the arguments.
     """
 
     def __init__(self, task, corpus, tokenizer, cfg, shuffled=True):
@@ -486,9 +493,10 @@ class Examples:
         exists.
         """
         # shard_starts tokenizes text until it has enough chunks, or until the source
-        # ends. starts[-1] is the number of chunks so far. If a sample number is not below
-        # starts[-1], the source has ended. Then starts[-1] is the number of all chunks,
-        # and the sample is in a later epoch.
+        # ends. starts[-1] is the number of chunks so far. A sample number below
+        # starts[-1] is in epoch 0. A larger sample number means that the source has
+        # ended. Then starts[-1] is the number of all chunks, so the division gives the
+        # right epoch.
         starts = np.array(self.corpus.shard_starts(int(samples.max()) + 1))
         epochs, chunks = np.divmod(samples, starts[-1])
         if not self.shuffled:
@@ -513,7 +521,9 @@ class Examples:
         """Return the lengths of inputs and targets after truncation, including EOS.
 
         The result is a list of two arrays. The first array [N] is for the inputs of the N
-        examples, and the second array [N] is for the targets.
+        examples, and the second array [N] is for the targets. The method sizes returns
+        the lengths before truncation, and truncated_length returns the limits of a side
+        for self.task and self.cfg.data.
         """
         sizes = []
         for size, side in zip(self.sizes(epochs, chunks), SIDES):
@@ -557,8 +567,9 @@ def pack(sizes, limits):
         waiting.setdefault(kind, []).append(example)
     # Of the kinds with the same number of target tokens, the kind with the most input
     # tokens that fit leaves the least room. largest[n, t] is the largest number of input
-    # tokens, up to n, of a waiting kind with t target tokens. If there is no such kind,
-    # it is -1.
+    # tokens, up to n, of a waiting kind with t target tokens. For example, if the kinds
+    # (3, 2) and (6, 2) are waiting, largest[5, 2] is 3. If there is no such kind, the
+    # entry is -1.
     largest = np.full(np.add(limits, 1), -1)
     largest[*sizes] = sizes[0]
     np.maximum.accumulate(largest, out=largest)
@@ -573,7 +584,8 @@ def pack(sizes, limits):
     load = sizes.sum(1) / limits
     average = limits * load / load.max()
     # taken[side][n] is the room that n tokens take. free[side][n] is the room in a row in
-    # which n more tokens fit. In an empty row, this is 1.
+    # which n more tokens fit. An empty row has the room 1. A row with as many tokens as
+    # the average row has the room 0, and a row with more tokens has negative room.
     parts = [np.arange(limit + 1) / size for limit, size in zip(limits, average)]
     taken = [np.float32(part) for part in parts]
     free = [np.float32(1 - part[::-1]) for part in parts]
@@ -743,6 +755,20 @@ class TrainingPlan:
     """
 
     def __init__(self, tasks, rates, cfg, path):
+        """Set the attributes that the other methods use.
+
+        `tasks`, `cfg` and `path` hold the arguments. `rates` is an array of the rates,
+        divided by their sum. `packs` says whether a row may hold several examples. It is
+        true if cfg.data.pack is true, and the attribute `packs` of at least one objective
+        is true.
+        `row_starts` lists the number of the first row in each block. `packing` is a
+        function of a block, which returns the rows that are packed so far, and a
+        generator of the other rows. The method plan_block is replaced by a version that
+        caches its last three results.
+
+        The JSON file at `path` holds a dict such as {"starts": [0, 2100, 4187]}, which is
+        row_starts. The function configs.write_checked adds a checksum to this dict.
+        """
         self.tasks = tasks
         self.cfg = cfg
         self.rates = np.array(rates) / sum(rates)
@@ -1279,8 +1305,8 @@ def progress_bar(what, unit):
 #
 # - name is the part after the colon, such as books/*.txt.
 # - split is the name of a split, such as "train" or "validation".
-# - whole: a source without splits usually holds out its first 1 % for validation. If
-#   `whole` is true, nothing is held out.
+# - whole: a source without splits usually holds out its first 1 %, but at most 32 MiB,
+#   for validation. If `whole` is true, nothing is held out.
 # - SourceFile.read(bad) yields pairs (where, example). The example is a dict of fields.
 #   `where` is the place of the example for messages, such as "books/a.txt:3".
 # - If an example cannot be read, the reader calls bad(where, what), such as
@@ -1614,10 +1640,10 @@ def file_source(read, pattern, split, cfg, whole, partners=()):
     """Open the files that match a glob pattern as a data source.
 
     The files are read in alphabetical order. If the pattern contains "{split}", the name
-    of the split is filled in. Otherwise, the first 1 % of the text is held out for
-    validation, and the rest is for training. At least one example is held out. The
-    held-out examples are consecutive, so only the last of them are close to training
-    text.
+    of the split is filled in. Otherwise, the first 1 % of the text, but at most 32 MiB,
+    is held out for validation, and the rest is for training. At least one example is held
+    out. The held-out examples are consecutive, so only the last of them are close to
+    training text.
 
     read: a function that yields the examples of one file. pattern: the glob pattern.
     split: the name of the split. whole: whether to read all text and hold out nothing.

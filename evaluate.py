@@ -245,7 +245,10 @@ def result_line(name, task, example, target, output, *more):
 
     The fields target and prediction hold the values that the metrics compare. The field
     output holds the text that the model has generated. If there are several texts, the
-    field predictions holds all of their values.
+    field predictions holds the values of all texts, beginning with the value of `output`.
+
+    If the postprocessor fails, the UserError names the task and the postprocessor.
+    configs.naming_task creates this error.
 
     name: the name of the task, for error messages.
     target: the text of the target.
@@ -449,8 +452,8 @@ def rank(params, cfg, mesh, split, tokenizer, normalize=False):
     ]
     lines = [{**choice, "score": score} for choice, score in zip(choices, scores)]
     # Count the answer choices if all examples have the same choices. Otherwise,
-    # num_classes is None. In P3, each example is a single answer choice and has no list
-    # of choices. In this case num_classes is 0, which has the same effect as None.
+    # num_classes is None. If neither the examples nor the task list choices, as in P3,
+    # num_classes is 0, which has the same effect as None.
     texts = {tuple(choice.get("answer_choices", task.choices)) for choice in choices}
     num_classes = len(texts.pop()) if len(texts) == 1 else None
     if num_classes and not importlib.util.find_spec("sklearn"):

@@ -106,9 +106,12 @@ def cached_attention(q, k, v, bias, mask):
     q: the queries, of shape [B, H, N, C].
     k, v: the keys and the values, of shape [B, H, K, C].
     bias: None, or the position bias, which can be broadcast to [B, H, N, K].
-    mask: a boolean array that is True where a query may attend to a key.
+    mask: a boolean array that is True where a query may attend to a key. The mask can be
+        broadcast to [B, H, N, K].
 
-    The result has the shape [B, H, N, C] and the dtype of `v`.
+    The scores and the softmax are computed in float32. Before the matmul with `v`, the
+    softmax weights are rounded to the dtype of `v`. The result has the shape [B, H, N, C]
+    and the dtype of `v`.
     """
     scores = einsum("bhqc,bhkc->bhqk", q, k)
     if bias is not None:
@@ -134,16 +137,19 @@ def init_cache(params, cfg, encoded, length, beams=1):
 
     Returns a pair of lists (cache, fixed) with one element for each decoder layer. An
     element of `cache` is a pair (keys, values) for self-attention. Both arrays have the
-    shape [B, H, length * beams, C] and are filled with zeros.
+    shape [B, H, length * beams, C] and are filled with zeros. The key of position t of
+    beam m belongs at the index t * beams + m of axis 2.
 
     An element of `fixed` is a tuple of three items:
     - The weights of the layer, in the dtype of `encoded`.
     - The pair (keys, values) for cross-attention. Keys and values have the shape
       [B, H, S, C], and all beams share them.
     - The position bias of self-attention, from model.position_bias. The bias has the
-      shape [1, H, length, length]. On a mesh, axis 0 may instead hold one copy for each
-      device of the "data" axis, because training needs the bias in this form. The item is
-      None if --model.positions selects an encoding without a bias, such as rotary.
+      shape [1, H, length, length]. The optimized version of model.position_bias instead
+      returns equal copies on axis 0, one for each part of the batch. Training needs these
+      copies, and decoding does not. Axis 0 is then split over the mesh axis "data", so
+      that each device has one copy in the shape [1, H, length, length]. The item is None
+      if --model.positions selects an encoding without a bias, such as rotary.
     """
     stack = params["decoder"]
     table = model.param_table(cfg)["decoder"]["layers"]
@@ -181,7 +187,8 @@ def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=No
         values.
 
     Returns a pair (logits, cache). The logits are float32 and have the shape [B, N, V].
-    The returned cache includes the keys and values of position `at`.
+    The returned cache includes the keys and values of position `at`. The key of position
+    t of beam m is at the index t * N + m of axis 2.
 
     When beam search reorders the beams, only `ancestors` changes, and the cache is not
     copied. This works because each query is compared with the keys of all N beams. A mask
@@ -260,8 +267,9 @@ class GreedyState(NamedTuple):
     scores: jax.Array
     # True for each output that has ended with EOS. Shape [B, N].
     done: jax.Array
-    # The number of each example, of shape [B]. Sampling makes its random key from this
-    # number, among others.
+    # The number of each example, such as its index in the input file, of shape [B]. The
+    # random key of sampling depends on the seed, this number, the sample and the
+    # position.
     rows: jax.Array
 
 
@@ -374,7 +382,8 @@ def filter_logits(logits, top_k, top_p):
     With top_k = 2, only the two most probable ids are kept: the logits [1, 4, 3] become
     [-inf, 4, 3]. With top_p = 0.9, the fewest ids are kept whose probabilities add up to
     at least 0.9. This is nucleus sampling (Holtzman et al. 2020). With 0, both options
-    keep all ids.
+    keep all ids. If both options are set, top_k is applied first. The probabilities of
+    the ids that remain are normalized to the sum 1 before top_p is applied.
     """
     if top_k:
         top = lax.top_k(logits, min(top_k, logits.shape[-1]))[0]
@@ -480,6 +489,15 @@ def beam_step(state, logits, at, *, decode):
     """Extend the live (unfinished) beams by one id, and return the new BeamState.
 
     Beams that now end with EOS become finished outputs, and the N best others stay live.
+    Selecting 2N extended beams is enough for both. At most N of them end with EOS,
+    because each live beam has only one extension by EOS. At least N others remain.
+
+    The search of an example ends when N outputs are finished, and no live beam can get a
+    better score than the worst of the N best finished outputs.
+
+    After this step, ancestors[b, n, at] is the parent of the new live beam n. The parent
+    is the old beam that beam n extends. ancestors[b, n, at + 1] is n. Later positions
+    have no meaning yet.
 
     logits: the logits for position `at`, of shape [B, N, V].
     decode: a DecodeConfig, which selects the length penalty.
@@ -505,7 +523,9 @@ def beam_step(state, logits, at, *, decode):
     parents = take_beams(parents, best)
 
     # Extended beams that end with EOS are finished outputs. Of all finished outputs, old
-    # and new, keep the N best.
+    # and new, keep the N best. The other extended beams get a score near MASKED_SCORE. If
+    # they are selected because fewer than N outputs are finished, the array `finished`
+    # is False for them.
     scores = scores / length_penalty(at + 1.0, decode)
     scores = scores + jnp.where(ends, 0.0, MASKED_SCORE)
     finished_scores = jnp.concatenate([state.finished_scores, scores], axis=1)
@@ -516,7 +536,8 @@ def beam_step(state, logits, at, *, decode):
     # The search ends when N outputs are finished and no live beam can beat any of them.
     # The log-probability of a live beam is negative, and each further id lowers it. The
     # final score of the beam is therefore at most this log-probability, divided by the
-    # largest possible penalty. No output has more than length + 1 ids.
+    # largest possible penalty. An output has at most `length` ids. Like T5X, use the
+    # penalty of length + 1 ids, which is at least as large.
     bound = live_scores[:, :1] / length_penalty(length + 1.0, decode)
     done = finished.all(1, keepdims=True) & (finished_scores[:, -1:] > bound)
 
@@ -567,6 +588,14 @@ def generate(
     N is 1 in greedy decoding, decode.num_return in sampling, and decode.beams in beam
     search.
 
+    The first input id of the decoder is PAD (0). Each later input id is the id that was
+    generated last. The loop ends after `length` ids, or as soon as `done` is true for all
+    outputs (in beam search, for all examples).
+
+    The functions that start, extend and finish the outputs run inside jax.shard_map over
+    the mesh axis "data". Each device therefore processes only its own examples, and gets
+    their logits for the whole vocabulary.
+
     inputs: the input ids, of shape [B, S].
     input_segments: an array of shape [B, S], which is 0 at padding.
     cfg: a ModelConfig.
@@ -574,8 +603,11 @@ def generate(
     decode: a DecodeConfig, which selects the decoding method.
     rows: the number of each example, of shape [B]. The random samples of an example
         depend on this number and on the seed, but not on the other examples in the batch.
+        None gives the number 0 to all examples, so equal inputs get equal samples.
     seed: the seed of the random samples.
-    trie: a Trie, which is a tree of the only outputs that are allowed, or None.
+    trie: None, or a Trie (in the lower part of this file). A Trie is a tree of the only
+        outputs that are allowed. Its method `restrict` returns versions of the functions
+        start, step and result that generate only these outputs.
 
     Returns a pair (ids, scores). The ids have the shape [B, N, length], and are 0 after
     EOS. The scores have the shape [B, N]. The output with the highest score comes first.
@@ -601,7 +633,8 @@ def generate(
     rows = jax.reshard(rows.astype(jnp.uint32), P("data"))
     encoded = model.encode(params, cfg, inputs, input_segments)
     cache, fixed = init_cache(params, cfg, encoded, length, N)
-    # A function wrapped in for_own_rows runs on each device, for that device's rows only.
+    # A function wrapped in for_own_rows runs on each device, for that device's rows of
+    # the batch only.
     for_own_rows = functools.partial(jax.shard_map, out_specs=P("data"))
 
     @for_own_rows
@@ -722,10 +755,11 @@ class Trie(NamedTuple):
     def restrict(self, start, step, result):
         """Restrict a decoding method to the outputs of this Trie.
 
-        The scores stay the log-probabilities of the model, which also gives probability to
-        other outputs. With more beams than outputs, the remaining outputs are empty.
+        The scores stay the log-probabilities of the model, which also gives probability
+        to other outputs. With more beams than outputs, the remaining outputs are empty.
 
-        start, step, result: the three functions of the method. Returns three such functions.
+        start, step, result: the three functions of the method. Returns three such
+        functions.
         """
 
         def start_at_root(rows, N, length):
@@ -738,15 +772,16 @@ class Trie(NamedTuple):
             def mark(ids):
                 return jnp.zeros(logits.shape[-1], bool).at[ids].set(True, mode="drop")
 
-            # Find the edges of each node and their ids, of shape [B, N, slots]. A node with
-            # few edges does not need all slots. The other slots get an id above all others.
+            # Find the edges of each node and their ids, of shape [B, N, slots]. A node
+            # with few edges does not need all slots. The other slots get an id above all
+            # others.
             edges = self.first[nodes][..., None] + self.slots
             exist = edges < self.first[nodes + 1][..., None]
             ids = jnp.where(exist, self.ids[edges], 2**31 - 1)
             allowed = jax.vmap(jax.vmap(mark))(ids)
             masked = jnp.where(allowed, jax.nn.log_softmax(logits), -1e9)
-            # The method normalizes the probabilities of the allowed ids to the sum 1. Adding
-            # the logarithm of their true sum to the score reverses this.
+            # The method normalizes the probabilities of the allowed ids to the sum 1.
+            # Adding the logarithm of their true sum to the score reverses this.
             total = jax.nn.logsumexp(masked, axis=-1)
             if isinstance(inner, BeamState):
                 inner = inner._replace(live_scores=inner.live_scores + total)

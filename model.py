@@ -166,7 +166,9 @@ def is_param(x):
 def init_params(cfg, key, rules=RULES):
     """Sample the initial parameters, as a nested dict of float32 arrays.
 
-    The same PRNG key gives the same values on any number of devices.
+    The same PRNG key gives the same values on any number of devices. A truncated normal
+    distribution is cut at two standard deviations. Its samples are then scaled, so that
+    their standard deviation is the `scale` of the Param.
 
     rules: how to shard the parameters over the mesh. partition.STORAGE_RULES splits them
     over the mesh axis "data" too (fully sharded data parallelism). partition.RULES does
@@ -284,13 +286,18 @@ def relative_bucket(distance, bidirectional, cfg):
     """Map each relative position, key minus query, to one of the 32 buckets of T5.
 
     In the encoder (bidirectional), keys up to the query use buckets 0 to 15, and later
-    keys use buckets 16 to 31. For example, -1, 0, 1 and 200 become 1, 0, 17 and 31.
-    Each small distance has its own bucket. Larger distances share buckets, which have
-    equal widths on a logarithmic scale up to relative_max_distance, 128 in T5. The last
-    bucket begins at the distance 91, and also takes all distances above 128. In the
-    decoder, all 32 buckets are for keys before the query, and the last bucket begins at
-    113. Later keys are masked, and get bucket 0. assets/buckets.svg shows the buckets of
-    both directions.
+    keys use buckets 17 to 31. Bucket 16 is never used, because it would be for a later
+    key at the distance 0. For example, -1, 0, 1 and 200 become 1, 0, 17 and 31.
+
+    In each direction, the distances below half the number of buckets (8 in the encoder)
+    have a bucket of their own. Larger distances share buckets, which have equal widths on
+    a logarithmic scale up to relative_max_distance, 128 in T5. The number of the bucket
+    is rounded down. The last bucket begins at the distance 91, and also takes all
+    distances above 128.
+
+    In the decoder, all 32 buckets are for keys up to the query. The distances below 16
+    have a bucket of their own, and the last bucket begins at 113. Later keys are masked,
+    and get bucket 0. assets/buckets.svg shows the buckets of both directions.
 
     distance: NumPy array of any shape. Returns an integer array of the same shape.
     """
@@ -832,6 +839,9 @@ def smoothed_target(label_smoothing, V):
     The target token gets the probability `on`, which is 0.9 if label_smoothing is 0.1.
     The other V - 1 tokens share the remaining 0.1 equally, and each of them gets `off`.
     The entropy is in nats.
+
+    Returns the tuple (on, off, entropy). Without label smoothing, `on` is 1, and `off`
+    and the entropy are 0.
     """
     on = 1 - label_smoothing
     off = label_smoothing / (V - 1)

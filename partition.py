@@ -286,7 +286,9 @@ def flatten(tree):
 def local_shards(tree):
     """Yield the array shards that this process must write to a checkpoint.
 
-    If several devices hold copies of the same shard, only one copy is written.
+    If several devices hold copies of the same shard, only one copy is written. A shard of
+    more than MAX_SHARD_BYTES is yielded in parts. A part has as many rows (entries of
+    axis 0) as fit into MAX_SHARD_BYTES, but at least one row.
 
     tree: a nested dict of jax.Arrays.
     Yields (array name, bounds, data) for each shard. The bounds are [start, stop] of each
@@ -430,6 +432,9 @@ def write_checkpoint(folder, arrays, shards, step, identity):
 
 def wait_and_read(path, seconds=600):
     """Wait until another process has written a file, and return the text of the file.
+
+    The file is complete as soon as it exists, because the other process writes it with
+    configs.write_file. The path is a path object, and may be remote.
 
     Raises CheckpointError if the file does not appear within the given number of seconds.
     """
