@@ -2372,8 +2372,7 @@ def open_source(source, split, cfg, whole=False):
         raise UserError(
             f"{source!r} is not a data source, because it does not begin with the kind "
             f"of the source: set --data.source to KIND:NAME, such as "
-            f"{likely}:{name or source}. "
-            f"The kinds are {', '.join(SOURCES)}."
+            f"{likely}:{name or source or 'FILE'}. The kinds are {':, '.join(SOURCES)}:."
         )
     has_splits = kind in OWN_SPLITS or "{split}" in name
     if not has_splits and split not in ("train", "validation"):
