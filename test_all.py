@@ -11171,12 +11171,16 @@ SYSTEMS = "chronos languages pronunciation prott5 smiles tiger".split()
 # A metric that each recipe computes on its held-out examples.
 RECIPE_METRICS = {
     "chronos": "inference_eval/series/error",
+    "experts": "train/balance",
     "languages": "training_eval/kab/loss",
+    "muon": "training_eval/span_corruption/bits_per_byte",
     "pronunciation": "inference_eval/words/word_error_rate",
     "prott5": "training_eval/proteins/loss",
+    "rotary": "training_eval/span_corruption/bits_per_byte",
     "smiles": "inference_eval/formula/accuracy",
     "tiger": "inference_eval/items/recall@10",
     "ul2": "training_eval/ul2_0/loss",
+    "wsd": "training_eval/span_corruption/bits_per_byte",
 }
 
 
