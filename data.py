@@ -69,7 +69,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Callable, NamedTuple
 
-# Import configs before JAX, because the module configs also sets up Ctrl-C and UTF-8.
+# Import configs before the large libraries, because importing configs prepares the
+# process. For example, Ctrl-C then ends a command without a traceback.
 import configs
 
 import numpy as np
@@ -79,7 +80,8 @@ from tqdm import tqdm
 
 from configs import UserError, note
 
-# T5's ids of padding, of the end of a sequence, and of unknown tokens.
+# T5 reserves three token ids. PAD fills the end of a row, EOS marks the end of a
+# sequence, and UNK stands for an unknown token.
 PAD = 0
 EOS = 1
 UNK = 2
@@ -90,11 +92,11 @@ SIDES = ("inputs", "targets")  # an example is a pair of inputs and targets
 class Batch(NamedTuple):
     """The batch of one training step, as five int32 arrays.
 
-    One row may hold several short examples, followed by padding. The segments number the
-    examples of a row from 1, and padding has segment 0. For example, the inputs
-    [5, 9, 1, 4, 1, 0] with the segments [1, 1, 1, 2, 2, 0] are two examples. The targets
-    have their own segments. `decoder_inputs` holds the targets of each example, shifted
-    right by one position, with token 0 (PAD) in front.
+    One row may hold several short examples, followed by padding. The segment of a token
+    is the number of its example in the row, counted from 1, and padding has segment 0.
+    For example, the inputs [5, 9, 1, 4, 1, 0] with the segments [1, 1, 1, 2, 2, 0] are
+    two examples. The targets have their own segments. `decoder_inputs` holds the targets
+    of each example, shifted right by one position, with token 0 (PAD) in front.
 
     `inputs` and `input_segments` have the shape [rows, inputs_length]. The other three
     arrays have the shape [rows, targets_length].
@@ -178,11 +180,11 @@ class Tokenizer:
 
 
 def is_content(ids, tokenizer):
-    """Return which ids are content tokens, as an array of booleans.
+    """Return a boolean array that is True where an id is a content token.
 
     Content tokens are all tokens except padding, EOS and sentinels. A sentinel, such as
-    <extra_id_0>, stands for a removed span. EOS and sentinels carry no text, and
-    sentinels come in a fixed order, so they are easy to predict.
+    <extra_id_0>, stands for a removed span. EOS and sentinels are excluded, because they
+    carry no text. Sentinels are also easy to predict, because they come in a fixed order.
 
     ids: an array of NumPy or JAX.
     """
@@ -222,12 +224,13 @@ def noise_counts(length, data):
     noise = int(np.round(np.float32(length) * np.float32(data.noise_density)))
     noise = min(max(noise, 1), length - 1)
     spans = int(np.round(np.float32(noise) / np.float32(data.mean_span_length)))
-    # Each span follows a kept token, so the spans cannot outnumber the kept tokens.
+    # Each removed span follows at least one kept token. So there are at most as many
+    # spans as kept tokens.
     return noise, min(max(spans, 1), length - noise)
 
 
 def raw_length(data):
-    """Return the length of the longest text that fits into the inputs after corruption.
+    """Return how long a text may be to fit into the inputs after span corruption.
 
     The text may be longer than the inputs, because one sentinel replaces a span of
     several tokens. With T5's settings, 568 tokens of text become 512 input tokens.
@@ -247,13 +250,14 @@ def random_compositions(total, parts, keys):
     compositions of `total`) are equally likely. Each of the N random integers in `keys`
     gives one row of the result, an array [N, parts].
     """
-    # Write 5 as the line 1 1 1 1 1, which has 4 gaps. If the line is cut at the first and
-    # the third gap, the result is 1 + 2 + 2. Each gap gets a random number of 32 bits,
-    # and the line is cut at the parts - 1 gaps with the lowest numbers.
+    # To split the integer 5, write it as five ones, 1 1 1 1 1, with 4 gaps between them.
+    # Cutting at the first and the third gap gives 1 + 2 + 2. Each gap gets a random
+    # number of 32 bits, and the parts - 1 gaps with the lowest numbers are cut.
     bits = random_bits(keys[:, None], np.arange(total // 2))  # 64 bits for every two gaps
     gaps = bits.view(np.uint32)[:, : total - 1]
-    # argpartition moves the parts - 1 lowest numbers to the front. If parts equals total,
-    # every gap is cut. Then `min` keeps the second argument a valid index.
+    # argpartition puts the parts - 1 gaps with the lowest numbers first. If `parts`
+    # equals `total`, all total - 1 gaps are cut. Then `min` gives the index of the last
+    # gap, because parts - 1 would be out of range.
     order = np.argpartition(gaps, min(parts - 1, total - 2), axis=1)
     cuts = np.sort(order[:, : parts - 1] + 1, axis=1)
     return np.diff(cuts, axis=1, prepend=0, append=total)
@@ -284,8 +288,9 @@ def span_corruption(tokens, keys, sentinel, data):
     lengths = np.stack([kept_lengths, span_lengths], axis=2)  # [N, spans, 2]
     removed = np.tile([False, True], rows * spans).repeat(lengths.ravel())
     removed = removed.reshape(rows, length)  # True where a token is removed
-    # In the inputs, the sentinel overwrites the first token of its span. In the targets,
-    # the sentinel overwrites the kept token before its span, so that the span stays.
+    # In the inputs, a sentinel overwrites the first token of each removed span. In the
+    # targets, a sentinel overwrites the kept token before each removed span, so that the
+    # complete span stays.
     span_start = removed & ~np.roll(removed, 1, axis=1)
     before_span = np.roll(span_start, -1, axis=1)
     sentinels = np.tile(sentinel - np.arange(spans), rows)
@@ -343,9 +348,10 @@ class Objective:
         """Return the lengths of the inputs and targets of N examples, without EOS.
 
         The result is an array [2, N]. The first row is for the inputs, and the second row
-        is for the targets. `lengths` is an array [features, N] with the length of each
-        chunk. The base class creates examples from chunks of zeros and measures their
-        lengths. A subclass that computes the lengths directly makes packing faster.
+        is for the targets. `lengths` is an array [features, N] with the number of tokens
+        of each feature of each chunk. The base class creates examples from chunks of
+        zeros and measures their lengths. A subclass that computes the lengths directly
+        makes packing faster.
         """
         chunks = [[np.zeros(n, np.int32) for n in chunk] for chunk in lengths.T]
         pairs = self.make(chunks, keys, tokenizer, data)
@@ -354,28 +360,28 @@ class Objective:
     def make(self, chunks, keys, tokenizer, data):
         """Return a pair of arrays (inputs, targets) for each chunk, without EOS.
 
-        The base class returns the chunks unchanged. This is right if each chunk already
-        is a pair of inputs and targets.
+        The base class returns the chunks unchanged. This default is right if each chunk
+        already is a pair of inputs and targets.
         """
         return chunks
 
 
 class Pairs(Objective):
-    """Use documents that already are pairs of inputs and targets, as in translation."""
+    """Train on given pairs of inputs and targets, such as sentences and translations."""
 
     features = ("inputs", "targets")
 
     def sizes(self, lengths, keys, tokenizer, data):
-        """Return `lengths`, because the inputs and targets are not changed."""
+        """Return the given lengths, because Pairs does not change inputs and targets."""
         return lengths
 
 
 class SpanCorruption(Objective):
     """Remove random spans of tokens from a text, and let the model predict the spans.
 
-    The documents of a shard are joined into one long text. This text is cut into chunks
-    that are just long enough to fill the inputs. So a chunk may hold the end of one
-    document and the start of the next document.
+    Many consecutive documents (a shard) are joined into one long text. This text is cut
+    into chunks that are just long enough to fill the inputs. So a chunk may hold the end
+    of one document and the start of the next document.
     """
 
     across_documents = True
@@ -383,7 +389,7 @@ class SpanCorruption(Objective):
     packs = False  # nearly every example fills a row
 
     def length(self, data):
-        """Return how many tokens a chunk needs to fill the inputs after corruption."""
+        """Return how many tokens of text fill the inputs after span corruption."""
         return raw_length(data)
 
     def sizes(self, lengths, keys, tokenizer, data):
@@ -423,7 +429,8 @@ def truncated_length(side, task, data):
     """Return how long the inputs or the targets may be, as three integers.
 
     The integers are the maximum length with EOS, the number of EOS tokens (0 or 1), and
-    the maximum number of tokens before EOS. An example is (512, 1, 511).
+    the maximum number of tokens before EOS. For example, (512, 1, 511) means that up to
+    511 tokens and one EOS fit into 512 positions.
 
     EOS is appended to all targets, and to the inputs unless task.inputs_eos is False.
     Usually, long examples are truncated so that EOS still fits, as in the t5 library. In
@@ -447,7 +454,7 @@ def truncate(arrays, side, task, data):
     """
     limit, eos, kept = truncated_length(side, task, data)
     end = np.full(eos, EOS, np.int32)
-    # The limit removes EOS if the tokens before EOS already fill the maximum length.
+    # If the tokens before EOS already fill the maximum length, [:limit] removes EOS.
     types = dict(dtype=np.int32, casting="unsafe")
     return [np.concatenate([ids[:kept], end], **types)[:limit] for ids in arrays]
 
@@ -560,8 +567,8 @@ def pack(sizes, limits):
     sizes: an array [2, N] with the numbers of input tokens and target tokens.
     limits: the maximum numbers of input tokens and target tokens in a row.
     """
-    # Group the examples that have the same number of input tokens and the same number of
-    # target tokens. Each group is called a kind. A kind is a pair of these two numbers.
+    # Group the examples by kind. The kind of an example is the pair (number of input
+    # tokens, number of target tokens).
     waiting = {}  # the examples of each kind that are not packed yet
     for example, kind in enumerate(zip(*sizes.tolist())):
         waiting.setdefault(kind, []).append(example)
@@ -589,20 +596,23 @@ def pack(sizes, limits):
     parts = [np.arange(limit + 1) / size for limit, size in zip(limits, average)]
     taken = [np.float32(part) for part in parts]
     free = [np.float32(1 - part[::-1]) for part in parts]
-    # NumPy takes the last element for the index -1, which means that nothing fits.
+    # The entry -1 of `largest` means that no example fits. As an index, -1 selects the
+    # last element of taken[0]. The value -inf of this element makes the free room
+    # infinite, so the loop below chooses such an entry only if nothing fits.
     taken[0] = np.append(taken[0], np.float32(-np.inf))
 
     input_room, target_room = limits  # how many tokens still fit into the row
     row = []  # the examples in the row
     while waiting:
-        # For each number of targets that fits, take the kind with the most inputs that
-        # fit. `a` and `b` are the room that this kind leaves for inputs and for targets.
+        # For each number of target tokens that fits, consider the kind with the most
+        # input tokens that fit. `a` is the room that this kind leaves for inputs, and `b`
+        # is the room that it leaves for targets.
         inputs = largest[input_room, : target_room + 1]
         a = free[0][input_room] - taken[0].take(inputs)
         b = free[1][target_room] - taken[1][: len(inputs)]
         # Choose the kind that leaves the least room. The term |a - b| / 2 is a penalty
         # for rows in which only the inputs or only the targets fill up. Of equally good
-        # kinds, choose the last, which has the fewest inputs.
+        # kinds, choose the last, which has the most target tokens.
         remaining = a + b + np.abs(a - b) / 2
         targets = target_room - int(remaining[::-1].argmin())
         best = int(inputs[targets])
@@ -616,7 +626,8 @@ def pack(sizes, limits):
         input_room -= best
         target_room -= targets
         if not waiting[kind]:
-            # The kind with the next smaller number of inputs takes its place.
+            # No example of this kind is left. In `largest`, replace this kind by the kind
+            # with the next smaller number of input tokens.
             del waiting[kind]
             column = largest[:, targets]
             smaller = column[best - 1] if best else -1
@@ -627,8 +638,9 @@ def pack(sizes, limits):
 def fill_rows(examples, rows, count, limits):
     """Write examples one after the other into the rows of a Batch, and return the Batch.
 
-    For example, the inputs [5, 9, 1] and [4, 1] become the row [5, 9, 1, 4, 1, 0, 0, 0],
-    if both examples are in this row. The input segments are [1, 1, 1, 2, 2, 0, 0, 0].
+    For example, two examples with the inputs [5, 9, 1] and [4, 1] may share a row of 8
+    tokens. The inputs of this row are [5, 9, 1, 4, 1, 0, 0, 0], and its input segments
+    are [1, 1, 1, 2, 2, 0, 0, 0].
     assets/packed.svg shows a row with three examples.
 
     examples: a list of N pairs of arrays (inputs, targets).
@@ -797,8 +809,8 @@ class TrainingPlan:
         row = row_number - self.row_starts[block]
         rows = self.plan_block(block)
         # Pack some rows of the next block now, so that no batch has to wait until a
-        # complete block is packed. `count` is chosen so that packing begins when a fifth
-        # of this block is used, and ends with the last row of this block.
+        # complete block is packed. Packing the next block begins when a fifth of the
+        # current block is used, and ends with the last row of the current block.
         packed, packing = self.packing(block + 1)
         count = (5 * row - len(rows)) // 4 - len(packed)
         if count > 0 and self.is_tokenized(block + 1):
@@ -806,7 +818,7 @@ class TrainingPlan:
         return rows[row]
 
     def extend_row_starts(self, row_number):
-        """Extend the list row_starts until it shows which block holds the given row."""
+        """Extend the list row_starts until it includes the block of the given row."""
         while self.row_starts[-1] <= row_number:
             block = len(self.row_starts) - 1
             if self.packs:
@@ -817,16 +829,16 @@ class TrainingPlan:
                 self.row_starts.append(int(sum(self.samples_before(block + 1))))
 
     def plan_block(self, block):
-        """Return the samples of all rows of a block, in shuffled order.
+        """Return a list with the samples of each row of a block, in shuffled order.
 
-        The result is a list. For each row, it holds the pair of arrays that the method
-        `samples` returns.
+        Each element of the list is a pair of arrays (tasks, sample numbers) for one row.
         """
         packed, packing = self.packing(block)
         packed.extend(packing)  # pack the remaining rows
         rows = [row for row in packed if row]
         if not rows:
-            # The generator has raised an exception in an earlier call, so begin again.
+            # A generator that has raised an exception yields nothing more. So discard the
+            # generator, and pack the block again.
             self.packing.cache_clear()
             return self.plan_block(block)
         if self.packs:
@@ -838,7 +850,7 @@ class TrainingPlan:
         return rows
 
     def is_tokenized(self, block):
-        """Return whether the texts of all samples of a block are tokenized already."""
+        """Return whether all texts that a block needs are tokenized already."""
         counts = self.samples_before(block + 1)
         return all(
             examples.corpus.is_tokenized(count)
@@ -855,7 +867,7 @@ class TrainingPlan:
         # `count` holds the number of samples of each task in this block.
         count = self.samples_before(block + 1) - first
         task = np.repeat(np.arange(len(count)), count)
-        # Number the samples of each task from 0.
+        # Number the samples of each task in this block from 0.
         number = np.concatenate([np.arange(n) for n in count])
         # Spread the samples of each task evenly over the block. For example, 4 samples of
         # task 0 and 2 samples of task 1 have the order 0, 1, 0, 0, 1, 0.
@@ -876,8 +888,10 @@ class TrainingPlan:
             yield task[row], sample[row]
 
     def samples_before(self, block):
-        """Return the number of samples of each task in all blocks before the given
-        block."""
+        """Return the number of samples of each task in all blocks before a block.
+
+        A block is a group of about 16,384 samples that are packed together.
+        """
         # Add a different fraction for each task before rounding down. Otherwise, tasks
         # with the same low rate would all get their next sample in the same block.
         phase = (np.arange(len(self.rates)) + 0.5) / len(self.rates)
@@ -1040,7 +1054,8 @@ class PatternTokenizer(Tokenizer):
         self.pieces = ["<pad>", "</s>", "<unk>", *pieces, *names]
         self.ids = {piece: i for i, piece in enumerate(self.pieces)}
         try:
-            # Look for sentinels first, because they are not part of the pattern.
+            # Put the sentinels before the pattern, because a regular expression prefers
+            # the first alternative that matches.
             self.pattern = re.compile("|".join([*names, pattern]))
         except re.error as error:
             raise UserError(
@@ -1056,7 +1071,8 @@ class PatternTokenizer(Tokenizer):
                 )
 
     def encode(self, text):
-        # Mark the ends of each match with a code point that no valid text contains.
+        # Insert U+D800 before and after each match, then split the text at U+D800. No
+        # valid text contains this code point.
         parts = self.pattern.sub("\ud800\\g<0>\ud800", text).split("\ud800")
         return [self.ids.get(part, UNK) for part in parts if part]
 
@@ -1098,8 +1114,9 @@ class LongTextTokenizer(Tokenizer):
 
     def encode_batch(self, texts):
         part = f".{{1,{PART_CHARACTERS}}}"
-        # A part ends at the end of the text, or after its last space or newline. A part
-        # that has neither is cut after PART_CHARACTERS characters.
+        # A part has at most PART_CHARACTERS characters. It ends at the end of the text,
+        # or after its last space or newline. A part without spaces and newlines may end
+        # inside a word.
         find_parts = re.compile(rf"{part}(?:\Z|(?<=[ \n]))|{part}", re.DOTALL).findall
         parts = [find_parts(text) or [""] for text in texts]
         # SentencePiece uses a thread for each CPU core. If several processes tokenize at
@@ -1109,8 +1126,9 @@ class LongTextTokenizer(Tokenizer):
         return [np.concatenate([next(encoded) for _ in found]) for found in parts]
 
 
-# convert.py writes this text into the field model_prefix of a SentencePiece model whose
-# network has no rows for sentinels, such as MADLAD-400.
+# This text marks the vocabulary of a network that has no embeddings for sentinels, such
+# as MADLAD-400. convert.py writes the text into the field model_prefix of the
+# SentencePiece model.
 NO_SENTINELS = "plain T5: no sentinels"
 PATTERN_FILE = b'{"pattern": '  # the first bytes of a serialized PatternTokenizer
 
@@ -1120,11 +1138,11 @@ PATTERN_FILE = b'{"pattern": '  # the first bytes of a serialized PatternTokeniz
 def parse_vocabulary(serialized, name="the vocabulary"):
     """Build a Tokenizer from the bytes of a SentencePiece model file.
 
-    If the model has no sentinels, 100 sentinels such as <extra_id_0> are added, unless
-    the file says that the network has no rows for them. Pieces after the sentinels are
-    added tokens. The ids 0, 1 and 2 must be <pad>, </s> and <unk>, and the sentinels must
-    be in descending order. Otherwise, or if the bytes are not a SentencePiece model, the
-    function raises UserError.
+    If the file has no sentinels, 100 sentinels such as <extra_id_0> are added. They are
+    not added if the file says that the network has no embeddings for sentinels. Pieces
+    after the sentinels are added tokens. The ids 0, 1 and 2 must be <pad>, </s> and
+    <unk>, and the sentinels must be in descending order. Otherwise, or if the bytes are
+    not a SentencePiece model, the function raises UserError.
 
     serialized: the bytes of the file. name: the name of the file in error messages.
     """
@@ -1149,16 +1167,17 @@ def parse_vocabulary(serialized, name="the vocabulary"):
             )
         sentinels = sum("<extra_id_" in piece for piece in pieces)
         expected = [f"<extra_id_{k}>" for k in reversed(range(sentinels))]
-        # The sentinels end with <extra_id_0>. Any pieces after it are added tokens.
+        # The last sentinel is <extra_id_0>. Any pieces after this sentinel are added
+        # tokens.
         end = 1 + pieces.index("<extra_id_0>") if sentinels else len(pieces)
         if pieces[max(end - sentinels, 0) : end] != expected:
             raise ValueError(
                 "its sentinels are not in descending order, without a gap, from "
                 "<extra_id_N> to <extra_id_0>"
             )
-    # Catch all exceptions. SentencePiece raises RuntimeError. protobuf raises
-    # DecodeError, which is defined in different modules in different versions of
-    # protobuf.
+    # Catch all exceptions, because the libraries raise different types of exceptions.
+    # SentencePiece raises RuntimeError. protobuf raises DecodeError, whose module depends
+    # on the version of protobuf.
     except Exception as error:
         raise UserError(
             f"{name} is not a valid SentencePiece model for T5 ({error}): set "
@@ -1209,9 +1228,9 @@ def load_tokenizer(path):
 def load_run_tokenizer(run_dir):
     """Load the vocabulary of a run, the file spiece.model, and return its Tokenizer.
 
-    The function raises UserError if the run was trained with another vocabulary. To
-    notice this, it compares the file with the SHA-256 digest in config.json. A run that
-    was converted from a model without a vocabulary has no digest. Then the function only
+    The file must have the SHA-256 digest that config.json stores. Otherwise, the run was
+    trained with another vocabulary, and the function raises UserError. A run that was
+    converted from a model without a vocabulary has no digest. Then the function only
     checks that the vocabulary is not too large for the model.
     """
     path = f"{run_dir}/spiece.model"
@@ -1508,7 +1527,7 @@ def open_file(path):
 
 
 def check_regular(path):
-    """Raise UserError if a local path is a FIFO, a socket or a device."""
+    """Raise UserError if a local path is a FIFO (a named pipe), a socket or a device."""
     file = Path(path)
     if file.exists() and not file.is_file() and not file.is_dir():
         # Opening a FIFO would wait forever if no program writes to it. Also, a FIFO can
@@ -1523,8 +1542,8 @@ def check_regular(path):
 def check_loop(folder):
     """Raise UserError if the path of a folder goes through the same folder twice.
 
-    For example, if the link books/again points to books, then the path books/again is the
-    folder books once more. The pattern "**" would follow this link 40 times, and find the
+    For example, the path books/again goes through the folder books twice if books/again
+    is a link to books. The pattern "**" would follow this link 40 times, and find the
     same files 41 times.
     """
     paths = Path(folder, "file").parents  # the folder and all folders above it
@@ -1539,9 +1558,9 @@ def find_files(pattern, pipes=False):
     """Return the files that match a glob pattern, as pairs (path, [size, time]).
 
     The pattern is local, such as "books/*.txt", or remote, such as "gs://bucket/*.gz".
-    The pairs are sorted by path. The time is when a local file was last changed. For a
-    remote file, the time is a hash of everything that the file system says about the
-    file. If a remote file system cannot be read, the function raises UserError.
+    The pairs are sorted by path. The time is the time of the last change of a local file.
+    In place of the time, a remote file has a hash of the metadata that the file system
+    stores. If a remote file system cannot be read, the function raises UserError.
 
     pipes: whether a path may be a FIFO or a device. If not, such a path is a UserError.
     """
@@ -1582,7 +1601,8 @@ HELD_OUT_BYTES = 1 << 25  # 32 MiB: at most this much text is held out for valid
 def check_unchanged(path, stamp):
     """Raise UserError if a local file has changed since its size and time were read.
 
-    The name of the token files is a hash of the old size and time, so it would be wrong.
+    The folder of the token files is named after a hash of the size and time. If the file
+    has changed, the name of the folder does not match the tokens.
 
     stamp: the size and the time of the file, as find_files returns them.
     """
@@ -1605,7 +1625,8 @@ def group_files(files, read):
         bad) yields pairs (where, example) and reports invalid examples to `bad`.
     """
     groups = []
-    # The number of bytes in the last group. Infinity makes the first file begin a group.
+    # `size` is the number of bytes in the last group. Start with infinity, so that the
+    # first file begins a new group.
     size = math.inf
     for path, stamp in files:
         if size >= GROUP_BYTES:
@@ -1682,18 +1703,19 @@ def file_source(read, pattern, split, cfg, whole, partners=()):
                 if isinstance(value, str | list):
                     seen += len(value)
 
-    # Add the size of the held-out text to the stamp. Another run may read the complete
-    # file, and must not use the token files of this run.
+    # Add the size of the held-out text to the stamp, because runs with equal stamps share
+    # their token files. A run that reads the complete file must have another stamp.
     first = files[0]._replace(read=read_first, stamp=[files[0].stamp, held_out])
     return [first] if split == "validation" else [first, *files[1:]]
 
 
-# These limits bound the memory. A line of a text file has fewer than LINE_BYTES bytes. A
-# document of several lines has at most DOCUMENT_CHARACTERS characters. A text is
-# tokenized in parts of at most PART_CHARACTERS characters.
+# These limits bound the memory that reading and tokenizing need. A line of a text file
+# has fewer than LINE_BYTES bytes. A document of several lines has at most
+# DOCUMENT_CHARACTERS characters. A text is tokenized in parts of at most PART_CHARACTERS
+# characters.
 LINE_BYTES, DOCUMENT_CHARACTERS, PART_CHARACTERS = 1 << 27, 1 << 24, 1 << 20
-# Files that are not text begin with these bytes. For each format, an error message names
-# the format and says what to do.
+# This table helps to explain why a file cannot be read as text. Each key holds the first
+# bytes of another file format. The value names the format and says what to do.
 OTHER_FILES = {
     b"\x04\x22\x4d\x18": "compressed with lz4: decompress it with `lz4 -d`",
     b"PK\3\4": "a zip archive: unpack it with `unzip`",
@@ -1704,14 +1726,14 @@ OTHER_FILES = {
 
 
 def open_zstd(file):
-    """Return a file that decompresses a binary file in the format zstd."""
+    """Return a file object that decompresses an open file in the format zstd."""
     import pyarrow  # only when needed: the import takes 0.1 s
 
     return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"))
 
 
-# The formats of compressed text. For each suffix of a file name, the table gives the
-# first bytes of such a file, and the function that opens it.
+# This table lists the formats of compressed text. Each suffix of a file name is mapped to
+# the first bytes of the format, and to the function that opens a file of the format.
 COMPRESSED = {
     ".gz": (b"\x1f\x8b", gzip.open),
     ".zst": (b"\x28\xb5\x2f\xfd", open_zstd),
@@ -1744,7 +1766,7 @@ def open_text(path):
 def text_size(files, enough):
     """Return the number of bytes of all files, after decompression.
 
-    Decompressing many files takes long, so stop counting at `enough` bytes.
+    Decompressing many files takes long, so the function stops counting at `enough` bytes.
 
     files: pairs (path, [size, time]), as find_files returns them.
     """
@@ -1887,7 +1909,8 @@ def read_table(delimiter, has_header, path, bad):
         if not row:  # a blank line
             continue
         if names is None:
-            # Some programs write U+FEFF, the byte order mark, before the first name.
+            # Some programs write U+FEFF (the byte order mark) at the start of a file.
+            # Remove U+FEFF, because it is not part of the first column name.
             row[0] = row[0].removeprefix("\ufeff")
             names = row if has_header else [str(i) for i in range(len(row))]
             if len(set(names)) < len(names):
@@ -1925,8 +1948,8 @@ def lines_source(name, split, cfg, whole):
     """Open the data source `lines:GLOB,GLOB`, which reads two files of parallel lines.
 
     Line 7 of the first file and line 7 of the second file are the inputs and the targets
-    of one example. This is the usual form of texts for translation. If the patterns match
-    several files, the first file of one pattern belongs to the first file of the other.
+    of one example. Translations are usually published in this form. If each pattern
+    matches several files, the files are paired in alphabetical order.
     The function raises UserError if two files do not have equally many lines.
 
     name: the two patterns with a comma between them, such as "{split}.de,{split}.en".
@@ -2170,7 +2193,7 @@ def hf_source(name, split, cfg, whole):
 
 @functools.cache
 def crc32c_table():
-    """Return a list of 256 integers, with which crc32c adds a byte to a checksum."""
+    """Return the lookup table of CRC-32C, with one integer for each of the 256 bytes."""
     # A CRC is the remainder of a polynomial division. Entry b of the list is the
     # remainder of the byte b. Each step of the division handles one bit.
     # 0x82F63B78 is the polynomial of CRC-32C, with its bits in reverse order.
@@ -2183,8 +2206,8 @@ def crc32c_table():
 def crc32c(content):
     """Return the CRC-32C checksum of bytes, an integer of 32 bits.
 
-    Records of tfrecord files have this checksum. Python's zlib.crc32 computes a different
-    checksum.
+    tfrecord files store a CRC-32C checksum for each record. Python's zlib.crc32 computes
+    a different checksum.
 
     >>> hex(crc32c(b"123456789"))
     '0xe3069283'
@@ -2213,7 +2236,7 @@ def read_tfrecords(path):
 
 
 def check_record(record, checksum):
-    """Return the bytes of a record of a tfrecord file, or raise ValueError if damaged."""
+    """Return a tfrecord record, or raise ValueError if its checksum is wrong."""
     crc = crc32c(record)
     # tfrecord files do not store the CRC itself. They rotate its 32 bits by 15 places,
     # and add a constant.
@@ -2225,11 +2248,11 @@ def check_record(record, checksum):
 def read_tfds_records(shards, start):
     """Yield the records of a TFDS dataset in tfrecord format, from number `start` on.
 
-    Each result is a pair (record, checksum). Shards before this record are not opened. If
-    a shard is cut off or has fewer records than TFDS has noted, None takes the place of
-    the missing records, so that the records of the next shards keep their numbers.
+    Each result is a pair (record, checksum). Shards that end before record `start` are
+    not opened. If a shard is cut off or too short, the function yields None for each
+    missing record. So the records of the next shards keep their numbers.
 
-    shards: a list of pairs (path, number of records).
+    shards: a list of pairs (path, number of records that TFDS has noted).
     """
 
     def read(path):
@@ -2244,7 +2267,7 @@ def read_tfds_records(shards, start):
 
 
 def read_seqio(features, path, bad):
-    """Yield the examples of a tfrecord file that SeqIO has cached.
+    """Yield the examples of a tfrecord file in a cache of the library SeqIO.
 
     A damaged record is reported to the function `bad` and skipped.
 
@@ -2269,7 +2292,8 @@ def read_seqio(features, path, bad):
                 if features.get(key, {}).get("shape") == []:
                     (values,) = values
                 example[key] = values
-        # The exception may come from protobuf, bytes.decode or `(values,) = values`.
+        # Catch all exceptions. A damaged record may cause an exception in protobuf, in
+        # bytes.decode, or in `(values,) = values`.
         except Exception as error:
             bad(where, f"is damaged ({error})")
         else:
@@ -2277,9 +2301,9 @@ def read_seqio(features, path, bad):
 
 
 def seqio_source(name, split, cfg, whole):
-    """Open the folder of a task that SeqIO has cached.
+    """Open a folder in which the library SeqIO has cached the examples of a task.
 
-    P3, the dataset of T0 (Sanh et al. 2022), is published as many such folders. The
+    For example, the datasets of T0 (Sanh et al. 2022) are published as such folders. The
     folder must contain info.SPLIT.json, all tfrecord files of the split, and the file
     COMPLETED, which SeqIO writes last. Otherwise, the function raises MissingSource,
     MissingSplit or UserError.
@@ -2333,7 +2357,8 @@ SOURCES |= {
     "reverse": reverse_source,
     "random": random_source,
 }
-# The kind of source that a file with one of these suffixes usually needs.
+# This table maps the suffix of a file name to the kind of data source that usually reads
+# such a file. For example, the source for a.csv is csv:a.csv.
 SUFFIX_KINDS = {
     ".jsonl": "jsonl",
     ".json": "jsonl",
@@ -2345,9 +2370,10 @@ SUFFIX_KINDS = {
 
 
 def file_kind(path):
-    """Return the kind of a file by its suffix, such as "csv" for "a.csv.gz".
+    """Return the kind of data source that reads a file, such as "csv" for "a.csv.gz".
 
-    The kind of a file without a known suffix is "jsonl".
+    The kind follows from the suffix of the file name. Without a known suffix, it is
+    "jsonl".
     """
     suffixes = [suffix for suffix in Path(path).suffixes if suffix in SUFFIX_KINDS]
     return SUFFIX_KINDS[suffixes[-1]] if suffixes else "jsonl"
@@ -2378,7 +2404,8 @@ def open_source(source, split, cfg, whole=False):
     if not has_splits and split not in ("train", "validation"):
         raise MissingSplit(f"{source} has no {split} split.")
     files = SOURCES[kind](name, split, cfg, whole)
-    # If a recipe file defines this kind of source, its code is a part of the content.
+    # If a recipe file defines this kind of source, its code decides which texts are read.
+    # So add a hash of the code to each stamp.
     code = configs.TASK_CODE.get(f"{kind}:", [])
     return [file._replace(stamp=[*file.stamp, *code]) for file in files]
 
@@ -2454,8 +2481,8 @@ def text_to_text(example):
     """Format an example that already has the fields inputs and targets.
 
     The two fields may be texts or lists of token ids. A SeqIO cache may also hold the
-    texts of these ids, in inputs_pretokenized and targets_pretokenized. The texts are
-    then used, because they can be tokenized with any vocabulary.
+    texts of these ids, in inputs_pretokenized and targets_pretokenized. Then the texts
+    replace the ids, because texts can be tokenized with any vocabulary.
     """
     texts = {
         key: example[f"{key}_pretokenized"]
@@ -2536,7 +2563,8 @@ def format_record(example):
     the passage, the marker @highlight precedes each bullet point. The bullet points
     become sentences.
     """
-    # Join the bullet points. Add a period where no punctuation ends the sentence.
+    # Remove the markers @highlight. Write a period in place of a marker if no punctuation
+    # ends the text before the marker.
     passage = re.sub(r"([.?!\"'])\n@highlight\n", r"\1 ", example["passage"])
     passage = passage.replace("\n@highlight\n", ". ")
     entities = ", ".join(example["entities"])
@@ -2569,8 +2597,8 @@ def format_wsc(only_true, example):
     words = example["text"].split(" ")
     position = example["span2_index"]
     pronoun = example["span2_text"]
-    # In one published example, span2_index is one word too small. So search for the
-    # pronoun from this position on.
+    # In one published example, span2_index is the index of the word before the pronoun.
+    # So search for the pronoun from this word on.
     position += [word.startswith(pronoun) for word in words[position:]].index(True)
     before = " ".join(words[:position])
     after = " ".join(words[position:]).removeprefix(pronoun)
@@ -2645,11 +2673,12 @@ class Task(NamedTuple):
     """
 
     source: str = ""  # such as "tfds:glue/rte:1.0.0"
-    # The function that turns an example of the source into a list of dicts, each with the
+    # This function turns an example of the source into a list of dicts, each with the
     # fields inputs and targets.
     format: Callable = text_to_text
-    # The metrics, such as ("bleu",). Each metric is a name in evaluate.METRICS, or a
-    # function (targets, predictions) that returns a dict of numbers.
+    # These metrics evaluate the task, for example ("bleu",). Each metric is a name in
+    # evaluate.METRICS, or a function (targets, predictions) that returns a dict of
+    # numbers.
     metrics: tuple = ()
     choices: tuple = ()  # the words for classes 0, 1, ..., such as ("no", "yes")
     # This function is applied to targets and predictions before the metrics compare them.
@@ -2662,7 +2691,7 @@ class Task(NamedTuple):
     eos_after_trim: bool = True
 
 
-# The tasks whose format is a template. Each task has three lines:
+# This text defines the tasks whose format is a template. Each task has three lines:
 #
 #     name   source   metrics (separated by commas, or -)   splits (if not all three)
 #         template of the inputs
@@ -2935,9 +2964,9 @@ def unimax(sizes, budget, epochs=1):
     """Return the sampling rates of UniMax, as a dict from task to rate.
 
     UniMax (Chung et al. 2023) samples all languages equally often, but repeats no
-    language more than `epochs` times. What small languages cannot use is divided equally
-    among the larger languages. The rate of a language is the number of its tokens that
-    training uses.
+    language more than `epochs` times. If a small language cannot use its equal share of
+    the budget, the rest of this share is divided among the larger languages. The rate of
+    a language is the number of its tokens that training uses.
 
     >>> unimax({"german": 900, "welsh": 100, "swiss": 400}, budget=1000, epochs=2)
     {'welsh': 200, 'swiss': 400.0, 'german': 400.0}
@@ -2952,10 +2981,10 @@ def unimax(sizes, budget, epochs=1):
     return rates
 
 
-# The datasets of T0 (Sanh et al. 2022). Each line has the name of a dataset, the number
-# of training examples, and its groups. For example, glue_mrpc has 3668 examples and is in
-# the group train. The list agrees with t0/datasets.csv in the repository
-# bigscience-workshop/t-zero.
+# This table lists the datasets of T0 (Sanh et al. 2022). Each line has the name of a
+# dataset, the number of its training examples, and its groups. For example, glue_mrpc has
+# 3668 examples and is in the group train. The list agrees with t0/datasets.csv in the
+# repository bigscience-workshop/t-zero.
 T0_DATASETS = """
 glue_mrpc                     3668  train
 glue_qqp                    363846  train
@@ -3073,16 +3102,17 @@ def t0_mixture(name, cfg):
             rate = T0_CAP // len(templates)
         if set(roles) & set(T0_MIXTURES[name].split()):
             rates |= dict.fromkeys(templates, rate)
-    # Leave out this task, as in T0, because its published cache is broken. Remove it only
-    # after T0_CAP is divided, because T0 counts it as one of the templates.
+    # T0 leaves out the task gigaword_summarize_, because the published cache of this task
+    # is broken. Remove the task only now, because T0 counts it as a template when T0_CAP
+    # is divided among the templates.
     rates.pop("gigaword_summarize_", None)
     return dict(sorted(rates.items()))
 
 
 # The dataset collection P3 may be stored as SeqIO caches or as parquet files. Each inner
-# dict maps a glob pattern to an ending. If a folder such as data/p3/trec_a has files that
-# match the pattern, then the path of the folder and the ending form a data source. For
-# example, this source is "parquet:data/p3/trec_a/{split}/*.parquet".
+# dict maps a glob pattern to an ending. If the files of a folder match the pattern, the
+# path of the folder and the ending form a data source. For example, the folder
+# data/p3/trec_a may form "parquet:data/p3/trec_a/{split}/*.parquet".
 P3_FILES = {
     "seqio": {"info.*.json": ""},
     "parquet": {"*.parquet": "/*{split}*.parquet", "*/*.parquet": "/{split}/*.parquet"},
@@ -3092,8 +3122,8 @@ P3_FILES = {
 def p3_root(cfg):
     """Return the path of the folder that contains the dataset collection P3.
 
-    For example, --data.source "seqio:data/p3/*" gives "data/p3". If the source does not
-    begin with seqio: or parquet:, the result is "".
+    For example, --data.source "seqio:data/p3/*" gives "data/p3". If the kind of the
+    source is neither seqio nor parquet, the result is "".
     """
     kind, _, name = cfg.data.source.partition(":")
     return name.removesuffix("*").rstrip("/") if kind in P3_FILES else ""
@@ -3103,8 +3133,8 @@ def p3_sources(cfg, folder="*"):
     """Return a dict from the names of P3 folders to their data sources.
 
     P3 is a collection of datasets with a folder for each task. For example, the folder
-    trec_a may have the data source "seqio:data/p3/trec_a". If --data.source does not
-    begin with seqio: or parquet:, the dict is empty.
+    trec_a may have the data source "seqio:data/p3/trec_a". If the kind of --data.source
+    is neither seqio nor parquet, the dict is empty.
 
     folder: the name of a P3 folder, or "*" for all folders.
     """
@@ -3249,8 +3279,9 @@ def find_task(name, cfg):
 def check_tasks(cfg):
     """Raise UserError if a task is unknown, or --data.source is set for a mixture."""
     data = cfg.data
-    # The tasks of a mixture have their own sources, so --data.source is an error. Only
-    # the mixtures of T0 need this flag, for the folder of P3.
+    # The tasks of a mixture have their own sources, so --data.source must not be set.
+    # Only the mixtures of T0 need --data.source, which names the folder of P3 (T0's
+    # datasets).
     other_source = data.validation_source or data.source and not p3_root(cfg)
     if data.task in MIXTURES and other_source:
         raise UserError(
@@ -3265,10 +3296,10 @@ def check_tasks(cfg):
 def open_task(name, split, cfg):
     """Return the Task with a given name and the SourceFiles of one split.
 
-    With --data.validation_source, the validation split comes from that source, and all of
-    the task's own source can be used for training. If the split does not exist, the
-    function raises MissingSplit. If the data source does not exist, the function raises
-    MissingSource.
+    If --data.validation_source is set, the validation split comes from this source. Then
+    the complete source of the task can be used for training. If the split does not exist,
+    the function raises MissingSplit. If the data source does not exist, the function
+    raises MissingSource.
     """
     task = find_task(name, cfg)
     validation_source = cfg.data.validation_source
@@ -3460,7 +3491,7 @@ PREFETCH_LOCK = threading.Semaphore()
 
 
 def prepared_path(source, identity, cfg):
-    """Return the path that stores the tokens or the vocabulary of a source.
+    """Return the path at which the tokens or the vocabulary of a source are stored.
 
     For example, the tokens of jsonl:a.jsonl are in the folder
     prepared/jsonl-a.jsonl-52b6c81f0e. The name ends with a hash of `source` and
@@ -3520,7 +3551,8 @@ def with_vocab_size(changes):
 def check_vocab_size(size, cfg):
     """Raise a UserError if a vocabulary with `size` ids is too large for the model.
 
-    A model may have more ids than its vocabulary. Some published models do.
+    A model may have more ids than its vocabulary. For example, T5's models have 32,128
+    ids for a vocabulary of 32,100 ids.
     """
     if size > cfg.model.vocab_size:
         raise UserError(
@@ -3597,15 +3629,15 @@ def encode_in_background(examples, tokenizer, characters):
         return [(number, [next(encoded) for _ in texts]) for number, texts in batch]
 
     # Do not write `with ThreadPoolExecutor(1)`, because `with` waits for the thread at
-    # its end. If the caller stops early, the garbage collector closes this generator.
-    # This can happen while another thread starts, and waiting would then be a deadlock.
+    # its end. If the caller stops early, the garbage collector closes this generator. If
+    # another thread is just starting at this moment, waiting would cause a deadlock.
     thread = ThreadPoolExecutor(1)
     future = thread.submit(encode, [])
     batch = []
     size = 0
     for example in examples:
         batch.append(example)
-        # Each text also needs memory that does not depend on its length.
+        # Add TEXT_OVERHEAD, because even a short text needs memory for Python objects.
         size += sum(map(len, example[1])) + TEXT_OVERHEAD
         if size > ENCODE_CHARACTERS:
             previous, future = future, thread.submit(encode, batch)
@@ -3653,7 +3685,8 @@ def split_into_chunks(ends, objective, data):
 
     ends: an array [documents, features] with the position at which each text ends.
     """
-    # Each document starts where the previous document ends. The first starts at 0.
+    # The first document starts at token 0. Every other document starts where the previous
+    # document ends.
     first_starts = np.append(0, ends[:-1, -1])[: len(ends)]
     if len(objective.features) > 1:
         return np.column_stack([first_starts, ends])
@@ -3700,8 +3733,8 @@ class Corpus:
         self.folder = prepared_path(self.task.source, identity, cfg)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.shards = []  # the metadata and position of each prepared shard
-        # The index of the first chunk in each shard, then the number of all chunks so
-        # far. For example, two shards with 7 and 5 chunks give [0, 7, 12].
+        # This list holds the index of the first chunk in each shard, then the number of
+        # all chunks so far. For example, two shards with 7 and 5 chunks give [0, 7, 12].
         self.starts = [0]
         self.next_position = [0, 0, 0] if self.files else []  # [] is the end
         self.chunk_bounds = functools.lru_cache(3)(self.chunk_bounds)
@@ -3736,7 +3769,8 @@ class Corpus:
         least `count` chunks, or until the source ends.
         """
         if self.starts[-1] < count:
-            # Another thread may have prepared shards while this thread waits.
+            # The loop checks the count again, because another thread may prepare shards
+            # while this thread waits for the lock.
             with self.lock:
                 while self.starts[-1] < count and self.shard(len(self.starts) - 1):
                     bounds = self.chunk_bounds(len(self.starts) - 1)
@@ -3748,7 +3782,10 @@ class Corpus:
         return self.starts[-1] >= count or not self.next_position
 
     def count(self, what):
-        """Tokenize the complete source, and count its "documents" or its "tokens"."""
+        """Tokenize the complete source, and return its number of documents or tokens.
+
+        what: "documents" or "tokens".
+        """
         self.shard_starts()
         return sum(shard[what] for shard in self.shards)
 
@@ -3764,7 +3801,7 @@ class Corpus:
         else:
             ends = self.load(number, "ends")
         ends = ends.reshape(-1, len(objective.features))
-        # The cache keeps these arrays, so store the integers in 32 bits.
+        # Use 32 bits for each integer to save memory, because the arrays stay in a cache.
         return split_into_chunks(ends, objective, self.cfg.data).astype(np.uint32)
 
     def shard_ids(self, number):
@@ -3828,8 +3865,8 @@ class Corpus:
     def path(self, position, kind):
         """Return the path of a file of a shard, such as "00000-003.ids".
 
-        This file holds the token ids of shard 3 of the first SourceFile, because both are
-        counted from 0.
+        For example, the file 00000-003.ids holds the token ids of shard 3 of SourceFile
+        0. SourceFiles and their shards are counted from 0.
 
         position: the list [file, shard, example] that says where the shard begins.
         kind: the ending of the file name, which is "ids", "ends" or "json".
@@ -3849,7 +3886,7 @@ class Corpus:
         path = self.path(shard["position"], kind)
         for _ in range(2):
             try:
-                # Indexing a plain array is faster than indexing a memmap.
+                # Convert the memmap to a plain array, which is faster to index.
                 array = np.memmap(path, self.dtypes[kind], "r").view(np.ndarray)
             except (OSError, ValueError):  # if the file is missing, empty or cut off
                 array = np.zeros(0, self.dtypes[kind])
@@ -3878,9 +3915,8 @@ class Corpus:
                 return configs.read_checked(path, SHARD_METADATA)
             reader = self.readers.pop(tuple(position), None) or self.tokenize(*position)
             ids, lengths, next_position = next(reader)
-            # A next shard with the number 0 begins a new SourceFile. Otherwise, the next
-            # shard is in the same SourceFile. Then keep the generator, which will yield
-            # the next shard.
+            # If the number of the next shard is above 0, the next shard is in the same
+            # SourceFile. Then keep the generator, which will yield the next shard.
             if next_position and next_position[1]:
                 self.readers = {tuple(next_position): reader}
             ends = np.cumsum(lengths, dtype=np.int64)
@@ -3931,9 +3967,9 @@ class Corpus:
                 limit = SHARD_TOKENS
                 if file == 0:
                     limit = min(limit, FIRST_SHARD_TOKENS << shard)
-                # One example of the source may give several documents. Keep them in one
-                # shard, so begin a new shard only if the next document comes from another
-                # example.
+                # One example of the source may give several documents, which must be in
+                # the same shard. So begin a new shard only if the next document comes
+                # from another example.
                 if len(ids) >= limit * dtype().itemsize and number != last:
                     shard += 1
                     yield np.frombuffer(ids, dtype), lengths, [file, shard, number]
@@ -4039,8 +4075,9 @@ class Dataset:
             number = 0
             while left > 0 and corpus.shard(number):
                 ids = corpus.shard_ids(number)
-                # The last two boundaries are the start and the end of the targets. If the
-                # task has only plain text, they are the start and the end of the text.
+                # The last two boundaries of a chunk are the start and the end of the
+                # targets. In a task with plain text, they are the start and the end of
+                # the text.
                 bounds = corpus.chunk_bounds(number)[:left, -2:].tolist()
                 targets = [ids[start:stop] for start, stop in bounds]
                 tokens.append(np.concatenate([ids[:0], *targets])[:left])
@@ -4052,9 +4089,10 @@ class Dataset:
     def digest(self):
         """Return a string that changes when the source of a task changes.
 
-        A resumed run compares this string, to notice that its data have changed. The
-        string is a hash of the names and stamps of all source files, and of the checksum
-        of the first token file of each task.
+        A resumed run compares this string with the string that the earlier run has
+        stored, and so notices whether the data have changed. The string is a hash of the
+        names and stamps of all source files, and of the checksum of the first token file
+        of each task.
         """
         contents = []
         for task in self.tasks:
@@ -4123,9 +4161,9 @@ def check_lengths(tasks, data, title):
     """Check before training whether the examples are short enough.
 
     If inputs or targets are longer than --data.inputs_length or --data.targets_length,
-    they are cut, and a note says how many. Span corruption is stricter, because it makes
-    chunks that should fit exactly. If a chunk does not fit, the function raises
-    UserError. The same is true for every objective with `across_documents`.
+    they are cut, and a note says how many. Span corruption makes chunks that should fit
+    exactly, so a chunk that does not fit raises UserError. The same is true for every
+    objective with `across_documents`.
 
     tasks: a list with the Examples object of each task. Only the examples that are
         already tokenized are checked.
@@ -4326,8 +4364,8 @@ def first_split(cfg):
         with contextlib.suppress(MissingSplit):
             open_tasks(cfg, split)
             return split
-    # If there is no split, return "train". Then the caller raises MissingSplit when it
-    # opens this split.
+    # If the source has none of these splits, return "train". The caller then raises
+    # MissingSplit when it opens the training split.
     return "train"
 
 
