@@ -56,7 +56,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Callable, NamedTuple
 
-# Import configs before JAX, because the module configs also sets up Ctrl-C and UTF-8.
+# Import configs before large libraries such as JAX. The module configs makes Ctrl-C end
+# the command without a traceback, and makes Python read text as UTF-8.
 import configs
 
 import flax
@@ -78,8 +79,9 @@ from configs import Config, DataConfig, ModelConfig, TrainConfig, UserError, not
 # Three dicts translate the names of parameters. Each key is a name in plain T5, or a part
 # of such a name. Each value is a pair (name in Hugging Face, name in T5X).
 
-# The names of the attention and MLP sublayers in plain T5, Hugging Face and T5X. For
-# example, Hugging Face calls the first sublayer of a layer "layer.0.SelfAttention".
+# Each key is the name of an attention or MLP sublayer in plain T5. The value has the
+# names of this sublayer in Hugging Face and in T5X. For example, Hugging Face calls the
+# attention of the encoder "layer.0.SelfAttention".
 SUBLAYERS = {
     "encoder/layers/attention": ("layer.0.SelfAttention", "attention"),
     "encoder/layers/mlp": ("layer.1.DenseReluDense", "mlp"),
@@ -90,23 +92,26 @@ SUBLAYERS = {
     ),
     "decoder/layers/mlp": ("layer.2.DenseReluDense", "mlp"),
 }
-# The names of the matrices of a sublayer in plain T5, Hugging Face and T5X. For example,
-# the query matrix is "query" in plain T5, "q" in Hugging Face and "query" in T5X.
+# Each key is the name of a weight matrix in plain T5. The value has the names of this
+# matrix in Hugging Face and in T5X. For example, Hugging Face calls the query matrix "q".
 MATRICES = {
     "query": ("q", "query"),
     "key": ("k", "key"),
     "value": ("v", "value"),
     "out": ("o", "out"),
     "gate": ("wi_0", "wi_0"),
-    # If the MLP has no gate, "up" is called "wi" in Hugging Face and in T5X.
+    # The name "wi_1" is used in a gated MLP. In an MLP without a gate, Hugging Face and
+    # T5X call this matrix "wi".
     "up": ("wi_1", "wi_1"),
     "down": ("wo", "wo"),
-    # Only UMT5 has position biases in every layer. T5X does not support UMT5.
+    # Only UMT5 has a table of relative position biases in every layer. T5X does not
+    # support UMT5, so no T5X checkpoint contains the second name.
     "relative_bias": ("relative_attention_bias", "relative_attention_bias"),
 }
-# The names of the parameters that are not repeated in every layer, such as the embedding.
-# In T5, all layers of the encoder share one table of relative position biases. Hugging
-# Face stores this table in the first layer, "block.0".
+# Each key is a parameter that exists only once in a model, such as the embedding, and not
+# in every layer. The value has its names in Hugging Face and in T5X. In T5, all layers of
+# the encoder share one table of relative position biases. Hugging Face stores this table
+# in the first layer, "block.0".
 UNSTACKED = {
     "embed": ("shared.weight", "target/token_embedder/embedding"),
     "unembed": ("lm_head.weight", "target/decoder/logits_dense/kernel"),
@@ -130,9 +135,10 @@ UNSTACKED = {
 
 
 def parameter_names(path, layer, gated):
-    """Return the pair of names that a parameter has in Hugging Face (PyTorch) and in T5X.
+    """Return the names of a parameter in Hugging Face (PyTorch) and in T5X, as a pair.
 
-    For example, "embed" becomes "shared.weight" and "target/token_embedder/embedding".
+    For example, the embedding is called "embed" in plain T5. Its other names are
+    "shared.weight" in Hugging Face and "target/token_embedder/embedding" in T5X.
 
     path: the name of the parameter in `model.param_table`.
     layer: the layer number. It is ignored if the parameter does not belong to a layer.
@@ -160,8 +166,8 @@ def parameter_names(path, layer, gated):
     )
 
 
-# Indices into the pair that parameter_names returns. For example,
-# parameter_names(path, layer, gated)[HF] is the name in Hugging Face.
+# The function parameter_names returns a pair of names. HF is the index of the name in
+# Hugging Face, and T5X is the index of the name in T5X.
 HF, T5X = 0, 1
 
 
@@ -169,11 +175,12 @@ HF, T5X = 0, 1
 
 
 def split_layers(name, shape):
-    """Return the layer numbers of an array, and the shape of one layer.
+    """Return the numbers of the layers in an array, and the shape of one layer.
 
     Plain T5 stacks a parameter of all layers into one array, whose axis 0 is the layer.
-    For example, the shape (8, 512, 384) gives layers 0 to 7 of the shape (512, 384). An
-    array that is not stacked, such as the embedding, gives ([None], shape).
+    For example, an array of shape (8, 512, 384) has the layers 0 to 7, and one layer has
+    the shape (512, 384). For an array without a layer axis, such as the embedding, the
+    result is the list [None] and the shape of the array.
 
     name: the name of the array, such as "params/encoder/layers/mlp/up".
     shape: the shape of the array.
@@ -186,8 +193,9 @@ def split_layers(name, shape):
 class Tensor(NamedTuple):
     """An array that is read from disk only when its values are needed.
 
-    The shape is known from the start. Calling read() returns the values as a NumPy array.
-    In this file, `tensors` is always a dict {name in Hugging Face or T5X: Tensor}.
+    The shape is known before the values are read. Calling read() returns the values as a
+    NumPy array. In this file, the variable `tensors` is always a dict from names in
+    Hugging Face or T5X to Tensors.
     """
 
     shape: tuple
@@ -196,16 +204,17 @@ class Tensor(NamedTuple):
     def transpose(self, needed=True):
         """Return the transposed matrix as a Tensor, without reading its values yet.
 
-        If `needed` is False, the Tensor itself is returned.
+        If `needed` is False, the Tensor is returned unchanged.
         """
         return Tensor(self.shape[::-1], lambda: self.read().T) if needed else self
 
 
 class Entry(NamedTuple):
-    """The place where plain T5 stores one array of Hugging Face or T5X.
+    """An Entry says where plain T5 stores one array of a Hugging Face or T5X model.
 
     Hugging Face and T5X store one array per layer. Plain T5 stacks the arrays of all
-    layers into one. With 12 layers, 12 entries therefore have the same `name`.
+    layers into one array. In a model with 12 layers, 12 entries therefore have the same
+    `name`, and each of them has another `layer`.
     """
 
     external_name: str  # the name in Hugging Face or T5X
@@ -218,9 +227,10 @@ class Entry(NamedTuple):
 def parameter_entries(cfg, form):
     """Return a list with one Entry for every parameter array in Hugging Face or T5X.
 
-    PyTorch stores a matrix as [outputs, inputs], and plain T5 stores it as [inputs,
-    outputs]. The position biases are [buckets, heads] in PyTorch and [heads, buckets] in
-    plain T5. Every Hugging Face matrix is therefore transposed, except the embedding.
+    PyTorch stores a matrix as [outputs, inputs], and plain T5 stores the matrix as
+    [inputs, outputs]. The table of position biases is [buckets, heads] in PyTorch and
+    [heads, buckets] in plain T5. Every Hugging Face matrix is therefore transposed,
+    except the embedding.
 
     cfg: the ModelConfig of the model.
     form: HF for the names in Hugging Face, or T5X for the names in T5X.
@@ -237,7 +247,7 @@ def parameter_entries(cfg, form):
     return entries
 
 
-# T5X stores the step number in an array with this name.
+# The name of the array in which T5X stores the number of training steps.
 STEP = "state/step"
 
 
@@ -302,8 +312,9 @@ class Weights(NamedTuple):
 
     cfg: Config
     step: int
-    # {(name in plain T5, layer number or None): Tensor} for all parameters. The optimizer
-    # state is included if convert.py supports the optimizer.
+    # A dict from the pair (name in plain T5, layer number or None) to a Tensor. The dict
+    # contains all parameters. If convert.py supports the optimizer, the dict also
+    # contains the optimizer state.
     arrays: dict
     vocabulary: data.Tokenizer | None  # None if the model has no vocabulary
     # {path: content} of the other files that are copied to the new model, such as
@@ -321,7 +332,7 @@ def in_memory(array):
 
 @contextlib.contextmanager
 def explain_errors(path, kind="in the format that its name and folder suggest"):
-    """Turn any exception into a UserError that names the file.
+    """Turn any exception into a UserError whose message names the file.
 
     For example, a truncated file gives the message "model.safetensors is missing, damaged
     or not a complete safetensors file". A UserError passes unchanged. The function works
@@ -338,7 +349,8 @@ def explain_errors(path, kind="in the format that its name and folder suggest"):
         ) from error
     except UserError:
         raise
-    except Exception as error:  # Every library has its own exception classes.
+    # Catch all other exceptions, because each library raises its own exception classes.
+    except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
         raise UserError(
             f"{path} is missing, damaged or not {kind} ({reason}): download the model "
@@ -347,14 +359,18 @@ def explain_errors(path, kind="in the format that its name and folder suggest"):
 
 
 def listed(names):
-    """Return the beginning of a sorted list of names, for a message."""
+    """Return names as one sorted text for a message, such as "bias, scale".
+
+    The text is truncated to 200 characters.
+    """
     return f"{', '.join(sorted(names)):.200}"
 
 
 def check_arrays(source, required, found):
     """Raise a UserError unless a model has exactly the required arrays.
 
-    This check finds a damaged model before anything is converted.
+    The shapes of the arrays must also be the required shapes. This check finds a damaged
+    model before anything is converted.
 
     source: the path of the model, for the error message.
     required: {name: shape} of the arrays that the model must have.
@@ -391,7 +407,7 @@ def model_from_shapes(tensors, form, source):
     gated = parameter_names("encoder/layers/mlp/gate", 0, True)[form] in tensors
 
     def name(path, layer=0):
-        """Return the external name of a parameter."""
+        """Return the name of a parameter in the format of the model."""
         return parameter_names(path, layer, gated)[form]
 
     def shape(path):
@@ -399,8 +415,8 @@ def model_from_shapes(tensors, form, source):
         shape = tensors[name(path)].shape
         return shape[::-1] if form == HF and path != "embed" else shape
 
-    # Count the layers by the scales of the normalization before the MLP. Every layer has
-    # one such array.
+    # Every layer has one array with the scales of the normalization before the MLP. Count
+    # these arrays to get the number of layers.
     num_layers, num_decoder_layers = (
         sum(name(f"{stack}/layers/mlp/norm", i) in tensors for i in range(1000))
         for stack in ("encoder", "decoder")
@@ -430,7 +446,7 @@ def model_from_shapes(tensors, form, source):
 
 
 def read_floats(tensor, name, source):
-    """Return the values of a Tensor, which must be floating-point numbers.
+    """Return the values of a Tensor, and check that they are floating-point numbers.
 
     name: the name of the array in Hugging Face or T5X, for the error message.
     source: the path of the model, for error messages.
@@ -449,7 +465,7 @@ def read_floats(tensor, name, source):
 
 
 def to_weights(tensors, form, source, cfg, vocabulary, name="t5"):
-    """Return the Weights of a model, given its Hugging Face or T5X arrays.
+    """Convert the arrays of a Hugging Face or T5X model to the Weights of plain T5.
 
     First check that all arrays exist and have the right shapes. Then give the arrays the
     names of plain T5, and transpose matrices if necessary. The optimizer state is
@@ -469,12 +485,14 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5"):
         entry.external_name: entry.shape[::-1] if entry.transposed else entry.shape
         for entry in entries
     }
-    # The names of the step and of the optimizer arrays begin with "state/".
+    # The name of an optimizer array begins with "state/", and the name of a parameter
+    # does not.
     found, optimizer = {}, {}
     for external_name, tensor in tensors.items():
         if not external_name.startswith("state/"):
             found[external_name] = tensor.shape
-        # Skip unused optimizer arrays. T5X stores a single zero for each of them.
+        # T5X stores a single zero in place of each unused optimizer array. Skip these
+        # arrays.
         elif math.prod(tensor.shape) > 1:
             optimizer[external_name] = tensor.shape
     check_arrays(source, required, found)
@@ -488,8 +506,8 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5"):
     # without momentum.
     if optimizer == {slot.external_name: slot.shape for slot in slots}:
         entries += slots
-        # T5X stores only the step. Plain T5 also stores the number of updates (count) and
-        # the number of updates skipped in a row (skipped).
+        # T5X stores only the number of training steps. Plain T5 also stores the number of
+        # updates ("count") and the number of updates skipped in a row ("skipped").
         for counter, value in {"step": step, "count": step, "skipped": 0}.items():
             arrays[counter, None] = in_memory(value)
     elif optimizer:
@@ -514,11 +532,11 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5"):
 
 
 def read_vocabulary(folders, cfg, order=None):
-    """Return the vocabulary of a model as a data.Tokenizer, or None without a vocabulary.
+    """Return the vocabulary of a model as a data.Tokenizer, or None if it is missing.
 
     The vocabulary is read from spiece.model, or from tokenizer.json if there is no
-    spiece.model. Added tokens become pieces of the vocabulary. If both files are missing,
-    a model with 384 embeddings is taken for ByT5.
+    spiece.model. Tokens that were added to the tokenizer become pieces of the vocabulary.
+    If both files are missing, a model with 384 embeddings is assumed to be ByT5.
 
     folders: the folders to search. The first folder that contains the file is used.
     cfg: the ModelConfig of the model.
@@ -529,7 +547,8 @@ def read_vocabulary(folders, cfg, order=None):
     """
     config_path = folders[0] / "tokenizer_config.json"
     config = read_optional(config_path, {"extra_ids?": (int, type(None))})
-    # The number of sentinels, such as <extra_id_0>, for a vocabulary that has none.
+    # If a vocabulary has no sentinels, such as <extra_id_0>, this number of sentinels is
+    # added.
     sentinels = config.get("extra_ids") or data.SENTINELS
     if not 0 < sentinels <= max(cfg.vocab_size, data.SENTINELS):
         raise UserError(
@@ -545,8 +564,10 @@ def read_vocabulary(folders, cfg, order=None):
         return byte_vocabulary(folders[0]) if is_byt5 else None
     data.check_regular(str(path))
     try:
-        # If a model reads bytes or token ids, its spiece.model is a single line, such as
-        # "bytes:0" or "ids:32128:100". The vocabulary of a recipe file is a JSON object.
+        # In plain T5, spiece.model may contain a vocabulary of another kind. A vocabulary
+        # of bytes is a line such as "bytes:0", and a vocabulary of token ids is a line
+        # such as "ids:32128:100". A vocabulary that a recipe file defines is a JSON
+        # object.
         if path.read_bytes().startswith((b"bytes", b"ids:", data.PATTERN_FILE)):
             tokenizer = data.load_tokenizer(path)
         else:
@@ -598,10 +619,10 @@ def read_optional(path, form):
 
 
 def read_added_tokens(folder):
-    """Return a list of (id, text) for the tokens that were added to a tokenizer.
+    """Return the tokens that were added to a tokenizer, as a list of pairs (id, text).
 
-    An example of an element is (32100, "<hl>"). Hugging Face stores these tokens in up to
-    three files, which also list special tokens such as </s>.
+    For example, a pair is (32100, "<hl>"). Hugging Face stores added tokens in up to
+    three files. These files also list special tokens such as </s>.
 
     folder: the folder with the tokenizer files of Hugging Face.
     """
@@ -615,13 +636,15 @@ def read_added_tokens(folder):
 
 
 def read_pieces(path, sentinels, vocab_size=math.inf, order=None):
-    """Return the data.Tokenizer of a vocabulary, in which all added tokens are pieces.
+    """Read a SentencePiece vocabulary or a tokenizer.json, and return a data.Tokenizer.
+
+    The tokens that were added to the tokenizer become pieces of the vocabulary.
 
     path: the path of a spiece.model or tokenizer.json.
     sentinels: the number of sentinels for a vocabulary that has none.
     vocab_size: the number of embeddings of the model. A vocabulary gets no sentinels if
         the model has no embeddings for them.
-    order: the old id of each id, if the model gets other ids, or None.
+    order: the list that find_id_order returns, or None.
 
     Raises a UserError if plain T5 cannot use the vocabulary or an added token.
     """
@@ -632,9 +655,11 @@ def read_pieces(path, sentinels, vocab_size=math.inf, order=None):
     else:
         proto = parse_sentencepiece(vocabulary, path)
         norm_map = decompile(proto.normalizer_spec.precompiled_charsmap)
-        # Hugging Face's T5Tokenizer begins a new word after each added token.
+        # In Hugging Face's T5Tokenizer, a new word begins after each added token. So a
+        # space must be inserted after an added token.
         space = " "
-    # The files also list special tokens, such as </s>, which are already pieces.
+    # Hugging Face also lists special tokens, such as </s>, as added tokens. Leave out the
+    # special tokens that are already pieces of the vocabulary.
     known = {
         (i, piece.piece) for i, piece in enumerate(proto.pieces) if is_special(piece)
     }
@@ -647,8 +672,9 @@ def read_pieces(path, sentinels, vocab_size=math.inf, order=None):
         if len(proto.pieces) + sentinels > vocab_size:
             proto.trainer_spec.model_prefix, sentinels = data.NO_SENTINELS, 0
         data.add_sentinels(proto, sentinels)
-        # Store the sentinels in the file only if their number is not 100. Otherwise,
-        # data.parse_vocabulary adds 100 sentinels when it reads the file.
+        # If a file has no sentinels, data.parse_vocabulary adds 100 sentinels when it
+        # reads the file. So store the sentinels in the file only if their number is not
+        # 100.
         if sentinels != data.SENTINELS:
             vocabulary = proto.SerializeToString()
     for number, text in added:
@@ -662,9 +688,9 @@ def read_pieces(path, sentinels, vocab_size=math.inf, order=None):
         and (number, piece.piece.removeprefix(SPACE)) in added
     ]
     if tokens or is_json:
-        # A Hugging Face tokenizer recognizes sentinels and added tokens even inside a
-        # word. SentencePiece needs a space before such a token, because the text of its
-        # piece begins with a space. So a normalization rule inserts this space.
+        # A Hugging Face tokenizer finds sentinels and added tokens even inside a word.
+        # SentencePiece finds such a token only after a space, because its piece begins
+        # with a space. So add a normalization rule that inserts a space before the token.
         for piece in tokens + extra:
             text = piece.piece.removeprefix(SPACE)
             norm_map[text] = f" {text}{space}"
@@ -687,22 +713,29 @@ def read_pieces(path, sentinels, vocab_size=math.inf, order=None):
     return tokenizer
 
 
-# In T5, the special tokens with the ids 0, 1 and 2 have these names.
+# The names of T5's special tokens for padding (id 0), end of sequence (id 1) and unknown
+# text (id 2).
 SPECIAL_PIECES = ("<pad>", "</s>", "<unk>")
 
 
 def is_special(piece):
-    """Return whether a piece of a ModelProto stands for no text, such as </s>."""
+    """Return whether a piece of a SentencePiece vocabulary is a special token.
+
+    A special token, such as </s>, stands for no text.
+
+    piece: a piece of a SentencePiece ModelProto.
+    """
     return piece.type in (piece.CONTROL, piece.UNKNOWN)
 
 
 def reorder_pieces(proto, order):
-    """Change the order of the pieces of a ModelProto, and rename the special pieces.
+    """Reorder the pieces of a SentencePiece vocabulary, and rename its special pieces.
 
-    The first three pieces become <pad>, </s> and <unk>. The model does not use its other
-    special pieces, such as <s>, and they become unused pieces.
+    The first three pieces get the names <pad>, </s> and <unk>. The model does not use its
+    other special pieces, such as <s>, so these pieces are marked as unused.
 
-    order: for each new id, its old id.
+    proto: the ModelProto of the vocabulary, which is changed in place.
+    order: a list. Element i is the old id of the piece that gets the id i.
     """
     old = type(proto).FromString(proto.SerializeToString()).pieces
     for number, piece in enumerate(proto.pieces):
@@ -728,17 +761,18 @@ def parse_sentencepiece(vocabulary, path="spiece.model"):
     proto = sentencepiece_model_pb2.ModelProto()
     with explain_errors(path, "a SentencePiece model"):
         proto.ParseFromString(vocabulary)
-        # An empty file can be parsed too, so check that the vocabulary has a piece.
+        # ParseFromString accepts even an empty file. This line raises an error if the
+        # vocabulary has no pieces.
         proto.pieces[0]
     return proto
 
 
 def decompile(charsmap):
-    """Return a dict of the replacements that SentencePiece makes in a text.
+    """Return the normalization rules of a SentencePiece model as a dict of replacements.
 
-    For example, {"\\t": " "} replaces every tab by a space.
+    For example, {"\\t": " "} replaces every tab in a text by a space.
 
-    charsmap: the compiled replacements of a SentencePiece model, or b"" without any.
+    charsmap: the compiled rules of a SentencePiece model, or b"" if it has no rules.
     """
     if not charsmap:
         return {}
@@ -754,9 +788,9 @@ WHITE_SPACE = (
     "\t\n\v\f\r\x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009"
     "\u200a\u2028\u2029\u202f\u205f\u3000"
 )
-# A tokenizer.json describes each step by its type and by options. The ids depend only on
-# the following options. Files of older versions have the option add_prefix_space instead
-# of prepend_scheme.
+# A tokenizer.json lists the steps of a tokenizer, such as the removal of spaces. Each
+# step has a type and options. Only the following options influence the token ids. Older
+# files have the option add_prefix_space instead of prepend_scheme.
 STEP_OPTIONS = (
     "pattern",
     "content",
@@ -765,9 +799,10 @@ STEP_OPTIONS = (
     "add_prefix_space",
     "byte_fallback",
 )
-# The keys are the supported steps. The values say which effects a step has: "prepend" (a
-# space is put before the text), "strip" (spaces at the end of the text are removed) and
-# "merge" (several spaces become one). A tokenizer.json must have all three effects.
+# Each key is a step of a tokenizer.json that convert.py supports. The value names what
+# the step does with spaces. A step can put a space before the text ("prepend"), remove
+# spaces at the end ("strip"), or replace several spaces by one ("merge"). The steps of a
+# tokenizer.json together must do all three.
 STEPS = {
     "Metaspace prepend_scheme=always": "prepend ",
     "Metaspace prepend_scheme=always add_prefix_space=True": "prepend ",
@@ -785,7 +820,8 @@ STEPS = {
     "NFC": "",
     "Precompiled": "",
 }
-# The messages about a tokenizer.json in which no step has one of the three effects.
+# Each key is an effect that some step of a tokenizer.json must have. The value is the
+# text for the error message if no step has this effect.
 MISSING_STEPS = {
     "prepend": "no Metaspace that puts a space before a text",
     "strip": "no step that strips spaces",
@@ -794,10 +830,11 @@ MISSING_STEPS = {
 
 
 def tokenizer_json_to_sentencepiece(path):
-    """Convert the ordinary pieces of Hugging Face's tokenizer.json to SentencePiece.
+    """Convert the vocabulary in Hugging Face's tokenizer.json to a SentencePiece model.
 
-    Returns the ModelProto, a dict with the replacements that it needs, and the text that
-    Hugging Face inserts after an added token.
+    Returns a SentencePiece ModelProto, a dict of the replacements for normalizing a text,
+    and the text that Hugging Face inserts after an added token. The list of added tokens
+    is not converted here.
 
     Both tokenizers give the same ids for almost all texts. The ids may differ if a text
     contains "</s>", "<pad>" or "<unk>". They may also differ if a text ends with white
@@ -843,8 +880,8 @@ def hard_texts(tokenizer):
     """Return a list of short texts on which different tokenizers often disagree.
 
     The texts contain white space, accents, rare characters, sentinels, and pieces of the
-    vocabulary. No text contains "</s>" or a sentinel without a space before it, because
-    Hugging Face always treats these as special tokens.
+    vocabulary. No text contains "</s>" or a sentinel without a space before it. Hugging
+    Face always treats these as special tokens, and plain T5 reads them as ordinary text.
 
     tokenizer: the data.Tokenizer that reads the texts.
     """
@@ -864,7 +901,8 @@ def hard_texts(tokenizer):
         "a <extra_id_2> ",
     ]
     count = tokenizer.sentinel_ids.start
-    # Decode about 200 pairs of pieces, which are spread over the complete vocabulary.
+    # Add about 200 texts of two pieces each. The pieces are spread over the complete
+    # vocabulary.
     for number in range(data.UNK + 1, count - 1, 1 + count // 200):
         texts.append(tokenizer.decode([number, count + data.UNK - number]))
     for number in range(tokenizer.sentinel_ids.stop, tokenizer.size):
@@ -874,11 +912,13 @@ def hard_texts(tokenizer):
 
 
 def compare_ids(tokenizer, encode, path):
-    """Check that another reader of a vocabulary gives the same ids as plain T5.
+    """Check that another tokenizer gives the same ids as the tokenizer of plain T5.
+
+    The two tokenizers are compared on the texts that the function hard_texts returns.
 
     tokenizer: the data.Tokenizer of plain T5.
-    encode: a function that returns the ids of a text as the other reader sees them.
-    path: what the other reader reads, for the error message.
+    encode: a function that returns the ids that the other tokenizer gives to a text.
+    path: the file or folder of the other tokenizer, for the error message.
 
     Returns the number of compared texts. Raises a UserError that names the first text
     with different ids.
@@ -896,9 +936,10 @@ def compare_ids(tokenizer, encode, path):
 
 
 def compare_with_library(path, tokenizer):
-    """Check that Hugging Face's library tokenizers reads the same ids as plain T5.
+    """Check that Hugging Face's library `tokenizers` gives the same ids as plain T5.
 
-    If the library is not installed, print a note. Raises a UserError if the ids differ.
+    If the library is not installed, a note is printed instead. Raises a UserError if the
+    ids of a text differ.
 
     path: the path of the tokenizer.json that the library reads.
     tokenizer: the data.Tokenizer of plain T5.
@@ -924,7 +965,7 @@ def compare_with_library(path, tokenizer):
 
 
 def read_safetensors(file):
-    """Return {name: Tensor} for all arrays in a safetensors file."""
+    """Return the arrays of a safetensors file as a dict {name: Tensor}."""
     with explain_errors(file, "a complete safetensors file"):
         opened = safetensors.safe_open(file, "numpy")
         shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}
@@ -935,7 +976,7 @@ def read_safetensors(file):
 
 
 def read_pickle(file):
-    """Return {name: Tensor} for all arrays in a pytorch_model.bin.
+    """Return the arrays of a file pytorch_model.bin as a dict {name: Tensor}.
 
     This function needs the library torch.
     """
@@ -975,7 +1016,7 @@ def pytorch_name(name):
 
 
 def read_flax(file):
-    """Return {PyTorch name: Tensor} for all arrays in a flax_model.msgpack.
+    """Return the arrays of a file flax_model.msgpack as a dict {PyTorch name: Tensor}.
 
     Arrays with the name "kernel" are transposed to [outputs, inputs], as in PyTorch. Flax
     reads the complete file at once, which needs twice the size of the file in memory.
@@ -986,8 +1027,9 @@ def read_flax(file):
     }
 
 
-# The weight files of Hugging Face, and the functions that read them. If a folder contains
-# several of these files, the first one in this order is read.
+# Each key is the name of a weight file of Hugging Face. The value is the function that
+# reads the file. If a folder contains several weight files, the first file in this order
+# is read.
 HF_READERS = {
     "model.safetensors": read_safetensors,
     "flax_model.msgpack": read_flax,
@@ -999,8 +1041,8 @@ def find_hf_weights(folder):
     """Return the name of the weight file in a Hugging Face directory, or None.
 
     The name is "model.safetensors", "flax_model.msgpack" or "pytorch_model.bin". A large
-    model is split into several files, which model.safetensors.index.json lists. The
-    result is then also "model.safetensors".
+    model is split into several files, which an index file such as
+    model.safetensors.index.json lists. The result is then the name without ".index.json".
     """
     for name in HF_READERS:
         if (folder / name).exists() or (folder / f"{name}.index.json").exists():
@@ -1009,7 +1051,7 @@ def find_hf_weights(folder):
 
 
 def read_hf(folder):
-    """Return {PyTorch name: Tensor} for all weights in a Hugging Face directory.
+    """Return the weights in a Hugging Face directory as a dict {PyTorch name: Tensor}.
 
     A large model is split into several files, and an index file lists all arrays. Raises
     a UserError if the index file lists an array that no file contains.
@@ -1022,8 +1064,8 @@ def read_hf(folder):
     tensors = {}
     for file in sorted(set(files.values())):
         tensors |= HF_READERS[name](folder / Path(file).name)
-    # All arrays in the index file must exist. Otherwise a model that has lost its output
-    # layer would look like a tied model.
+    # Check that every array in the index file exists. Without this check, a model whose
+    # output layer is missing would look like a tied model.
     if missing := set(map(pytorch_name, files)) - tensors.keys():
         raise UserError(
             f"No file in {folder} contains {listed(missing)}, which the "
@@ -1032,8 +1074,9 @@ def read_hf(folder):
     return tensors
 
 
-# Fields of Hugging Face's config.json, and the fields of ModelConfig with the same value.
-# For example, relative_attention_num_buckets is called relative_buckets in plain T5.
+# Each key is a field of Hugging Face's config.json. The value is the field of ModelConfig
+# with the same meaning. For example, relative_attention_num_buckets is called
+# relative_buckets in plain T5.
 HF_FIELDS = {
     "vocab_size": "vocab_size",
     "d_model": "d_model",
@@ -1046,9 +1089,10 @@ HF_FIELDS = {
     "relative_attention_max_distance": "relative_max_distance",
     "dropout_rate": "dropout",
 }
-# The values of feed_forward_proj in Hugging Face's config.json, and the same activations
-# in plain T5. The name gelu_new means the approximation of GELU that T5 uses. "gelu"
-# without a gate is the exact GELU, which T5 does not use.
+# Each key is an activation that config.json of Hugging Face may name in
+# feed_forward_proj. The value is the name of this activation in plain T5. "gelu_new" is
+# the approximation of GELU that T5 uses. The name "gelu" is not listed, because it means
+# the exact GELU, which T5 does not use.
 HF_ACTIVATIONS = {
     "relu": "relu",
     "gelu_new": "gelu",
@@ -1069,17 +1113,20 @@ HF_TYPES = {
     "dropout_rate?": (int, float),
     "relative_attention_max_distance?": int,
 }
-# The ids of T5's special tokens, as fields of Hugging Face's config.json. T5 starts the
-# decoder with the padding token.
+# The ids of T5's special tokens, as fields of Hugging Face's config.json. The decoder of
+# T5 starts with the padding token, so decoder_start_token_id is 0 too.
 SPECIAL_TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
 
 
 def external_activation(names, cfg):
-    """Return the name of a model's activation in Hugging Face or T5X.
+    """Return the name that Hugging Face or T5X has for the activation of a model.
 
-    names: HF_ACTIVATIONS or T5X_ACTIVATIONS. The first suitable name is returned.
+    For example, Hugging Face calls the activation "gated_gelu" of plain T5 "gated-gelu".
 
-    Raises a UserError if the activation has no name there.
+    names: HF_ACTIVATIONS for the name in Hugging Face, or T5X_ACTIVATIONS.
+    cfg: the ModelConfig of the model.
+
+    Raises a UserError if the activation exists only in plain T5.
     """
     for name, own_name in names.items():
         if own_name == cfg.activation:
@@ -1103,7 +1150,7 @@ def hf_config(cfg):
 
 
 def open_hf(folder, file=None):
-    """Return the Weights of the model in a Hugging Face directory.
+    """Open the model in a Hugging Face directory, and return it as Weights.
 
     file: a single safetensors file in the directory, such as t5xxl_fp16.safetensors, or
         None. Such a file usually contains the encoder of an image model, and may lie in a
@@ -1137,23 +1184,24 @@ def open_hf(folder, file=None):
         if order is not None:
             shape, read = tensors[name]
             tensors[name] = Tensor(shape, lambda read=read: read()[order])
-    # The tokenizer of the folder text_encoder_2 of diffusers is in tokenizer_2.
+    # The library diffusers stores a T5 encoder in a folder such as text_encoder_2, and
+    # its tokenizer beside this folder, in tokenizer_2.
     beside = folder.parent / folder.name.replace("text_encoder", "tokenizer")
     vocabulary = read_vocabulary([folder, beside], cfg, order)
     weights = to_weights(tensors, HF, folder, cfg, vocabulary, model_type)
     return weights._replace(files=read_files(folder))
 
 
-# The names of the arrays that only classifiers and models for question answering have
-# begin with these texts. Plain T5 does not use these arrays, which are output layers.
+# Classifiers and models for question answering have a special output layer. The names of
+# its arrays begin with one of these texts. Plain T5 does not use these arrays.
 TASK_HEADS = ("classification_head.", "classifier.", "qa_outputs.")
 
 
 def remove_heads(tensors):
-    """Return the arrays of a Hugging Face model without the output layer of a task.
+    """Remove the output layer of a classifier or question-answering model.
 
-    In a T5ForSequenceClassification, the names begin with "transformer.", which is
-    removed.
+    Returns the other arrays of the Hugging Face model. In a T5ForSequenceClassification,
+    the names of the other arrays begin with "transformer.". This prefix is removed too.
     """
     if dropped := [name for name in tensors if name.startswith(TASK_HEADS)]:
         note(
@@ -1168,12 +1216,12 @@ def remove_heads(tensors):
 
 
 def find_id_order(settings, vocab_size, folder):
-    """Return the order of token ids that gives the special tokens T5's ids, or None.
+    """Return a new order of the token ids, in which the special tokens have T5's ids.
 
     The decoder of T5 starts with id 0, and an output ends with id 1. Other models, such
-    as MADLAD-400, use other ids. The result is a list: element i is the old id of the new
-    id i. None means that the model already uses T5's ids. The id of padding does not
-    matter, because padding never influences an output.
+    as MADLAD-400, use other ids. Element i of the returned list is the old id of the
+    token that gets the id i. The result is None if the model already uses T5's ids. The
+    id of padding does not matter, because padding never influences an output.
 
     settings: the content of config.json and generation_config.json as one dict.
 
@@ -1202,15 +1250,16 @@ def find_id_order(settings, vocab_size, folder):
     return order
 
 
-# The layers of the library sentence-transformers that infer.py supports.
+# The types of sentence-transformers layers that infer.py supports.
 MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
 
 
 def read_files(folder, *patterns):
-    """Return {path: content} of the files in a folder that fit one of some patterns.
+    """Return the files that are copied to the new model, as a dict {path: content}.
 
-    The files of the library sentence-transformers are included. They describe how one
-    vector is computed from the vectors of the encoder.
+    These are the files of the library sentence-transformers, and the files whose names
+    match one of the patterns. The files of sentence-transformers describe how one vector
+    is computed from the vectors of the encoder.
 
     folder: a Hugging Face directory or a run directory.
     patterns: the names of other files, such as "recipe.py".
@@ -1222,7 +1271,8 @@ def read_files(folder, *patterns):
     for module in read_optional(folder / "modules.json", form):
         kind = module["type"]
         config = read_optional(folder / module["path"] / "config.json", dict)
-        # The Instructor models leave their instructions out of the mean.
+        # The Instructor models leave the vectors of their instruction out of the mean,
+        # which plain T5 does not support. In their files, include_prompt is false.
         includes_prompt = config.get("include_prompt", True)
         if kind.rsplit(".")[-1] not in MODULES or not includes_prompt:
             raise UserError(
@@ -1241,8 +1291,8 @@ def read_files(folder, *patterns):
     }
 
 
-# convert.py does not convert these settings, which Hugging Face's JSON files contain for
-# the generation of text. A setting with the value in this table has no effect.
+# These settings in Hugging Face's JSON files control the generation of text. convert.py
+# does not convert these settings. Each value is the default, which has no effect.
 GENERATION_DEFAULTS = {
     "forced_bos_token_id": None,
     "forced_eos_token_id": None,
@@ -1260,7 +1310,9 @@ GENERATION_DEFAULTS = {
 
 
 def note_unused(folder, settings):
-    """Print a note about each part of a Hugging Face model that is not converted.
+    """Print a note about the generation settings that convert.py does not convert.
+
+    For example, config.json may set the number of beams for beam search.
 
     folder: the Hugging Face directory.
     settings: the content of config.json and generation_config.json as one dict.
@@ -1299,8 +1351,8 @@ def unify_embeddings(tensors, config, folder):
     """
     embed, head_name = "shared.weight", "lm_head.weight"
     copies = [embed, "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
-    # The published T5 1.0 files contain position biases for cross-attention. T5 does not
-    # use them.
+    # The published T5 1.0 files contain position biases for cross-attention, which T5
+    # does not use. Leave out this array.
     unused = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
     rest = {k: x for k, x in tensors.items() if k not in (head_name, unused, *copies)}
     tables = [tensors[name] for name in copies if name in tensors]
@@ -1317,11 +1369,12 @@ def unify_embeddings(tensors, config, folder):
         )
     head = tensors.get(head_name, tables[0])
     shared = equals_embedding(head)
-    # tie_word_embeddings is true by default. In version 4 of transformers, it is false by
-    # default for mT5. A true value means two things: the embedding is the output layer,
-    # and the logits are scaled. Version 5 always uses lm_head.weight if the file contains
-    # it. The value then only means that the logits of T5 are scaled. Version 5 never
-    # scales the logits of mT5, and always scales those of UMT5, which is a mistake.
+    # In version 4 of the library transformers, the setting tie_word_embeddings means two
+    # things. If the setting is true, the output layer is the embedding, and the logits
+    # are scaled. In version 5, the output layer is lm_head.weight if the file contains
+    # this array. The setting then says only whether the logits of T5 are scaled. Version
+    # 5 never scales the logits of mT5, and always scales those of UMT5, which is a
+    # mistake. The default of the setting is true, except for mT5 in version 4.
     family = config.get("model_type", "t5")
     flags = {"tie_word_embeddings", "scale_decoder_outputs"} & config.keys()
     tied = config.get("tie_word_embeddings", True)
@@ -1331,7 +1384,7 @@ def unify_embeddings(tensors, config, folder):
     scaled = tied if family == "umt5" else scaled_5
     if head_name not in tensors and not any("decoder" in name for name in rest):
         # A model without a decoder needs no output layer. If `scaled` is True, the code
-        # below adds none.
+        # below adds no output layer.
         scaled = True
     elif head_name not in tensors and not tied and "scale_decoder_outputs" not in flags:
         raise UserError(
@@ -1359,11 +1412,11 @@ def unify_embeddings(tensors, config, folder):
 
 
 def apply_hf_config(cfg, config, folder):
-    """Return a ModelConfig that also has the values that only config.json contains.
+    """Add the values that only Hugging Face's config.json contains to a ModelConfig.
 
     These values are the dropout rate, the maximum distance of relative positions, and the
     activation function. All other values are already known from the shapes of the
-    weights.
+    weights. Returns a new ModelConfig.
 
     cfg: the ModelConfig that model_from_shapes returned.
     config: the content of config.json as a dict.
@@ -1373,14 +1426,14 @@ def apply_hf_config(cfg, config, folder):
     plain T5 does not support.
     """
     stated = {name: value for name, value in config.items() if value is not None}
-    # If config.json leaves out the number of decoder layers, it equals the number of
-    # encoder layers. If the model is only an encoder, ignore the number in config.json.
+    # If config.json has no num_decoder_layers, the decoder has as many layers as the
+    # encoder. If the model is only an encoder, ignore num_decoder_layers.
     layers = {"num_decoder_layers": stated.get("num_layers", cfg.num_decoder_layers)}
     stated = (
         layers | stated if cfg.num_decoder_layers else stated | {"num_decoder_layers": 0}
     )
-    # The weights do not show the activation function, but config.json does. ReLU is the
-    # default.
+    # The weights do not show the activation function. config.json names the activation in
+    # feed_forward_proj, and the default is ReLU.
     activation = HF_ACTIVATIONS.get(stated.setdefault("feed_forward_proj", "relu"))
     if activation:
         del stated["feed_forward_proj"]
@@ -1403,7 +1456,7 @@ def apply_hf_config(cfg, config, folder):
 
 
 def read_t5x(folder):
-    """Return {T5X name: Tensor} for all arrays in a T5X checkpoint.
+    """Return the arrays of a T5X checkpoint as a dict {T5X name: Tensor}.
 
     A T5X checkpoint consists of a msgpack file and zarr arrays. The msgpack file contains
     the small arrays, and the path of a zarr array for every large array.
@@ -1424,8 +1477,8 @@ def read_t5x(folder):
     tensors = {}
     for name, leaf in leaves.items():
         if isinstance(leaf, dict):
-            # TensorStore stores the path in leaf["kvstore"]. Versions before 0.1.14
-            # stored the path directly in leaf.
+            # TensorStore stores the path of an array in leaf["kvstore"]. Versions of
+            # TensorStore before 0.1.14 stored the path directly in `leaf`.
             relative_path = {**leaf, **leaf["kvstore"]}["path"]
             kvstore = {"driver": "file", "path": str(folder / relative_path)}
             tensors[name] = open_zarr(kvstore, leaf["metadata"]["shape"], leaf["dtype"])
@@ -1435,7 +1488,7 @@ def read_t5x(folder):
 
 
 def read_orbax(folder):
-    """Return {T5X name: Tensor} for all arrays in an Orbax checkpoint of T5X.
+    """Return the arrays of an Orbax checkpoint of T5X as a dict {T5X name: Tensor}.
 
     The library Orbax stores zarr arrays in OCDBT, the key-value database of TensorStore.
     The file _METADATA lists the names of the arrays. It also lists the shape of the part
@@ -1467,14 +1520,15 @@ def open_zarr(kvstore, part=None, dtype=None):
     """
     # Raise an error if a chunk is missing. By default, TensorStore returns zeros instead.
     options = {"driver": "zarr", "fill_missing_data_reads": False}
-    # T5X and Orbax always write in C order and in little-endian format.
+    # T5X and Orbax always write arrays in C order and in little-endian format. If the
+    # file .zarray says otherwise, raise an error.
     spec = {**options, "kvstore": kvstore, "metadata": {"order": "C"}}
     with explain_errors(kvstore.get("base", "") + kvstore["path"], "a complete array"):
         array = tensorstore.open(spec, dtype=dtype, open=True).result()
         stored = array.spec().to_json()["metadata"]
-        # If .zarray is damaged and states a huge shape, reading the array could use up
-        # the memory. So check that there is a file for each chunk. The file .zarray is
-        # also counted, so the number of files must be greater than the number of chunks.
+        # If the file .zarray is damaged and states a huge shape, reading the array could
+        # use up the memory. So check that there is a file for each chunk. The file
+        # .zarray is counted too, so there must be more files than chunks.
         chunks = np.ceil(np.divide(array.shape, stored["chunks"])).prod()
         files = len(array.kvstore.list().result())
         is_multiple = not np.mod(array.shape, part or array.shape).any()
@@ -1483,11 +1537,12 @@ def open_zarr(kvstore, part=None, dtype=None):
     return Tensor(array.shape, lambda: array.read().result())
 
 
-# The names of Adafactor's arrays in Mesh TensorFlow, and their names in T5X.
+# The names of Adafactor's arrays in Mesh TensorFlow, and their names in T5X. For example,
+# the array "vr" in Mesh TensorFlow is called "v_row" in T5X.
 MTF_SLOTS = {"v": "v", "vr": "v_row", "vc": "v_col", "m": "m"}
-# Replacing these regular expressions, one after another, turns the name of an array in
-# Mesh TensorFlow into its name in Hugging Face. Some versions of Mesh TensorFlow write
-# "rms_norm" instead of "layer_norm".
+# Each key is a regular expression, and the value is its replacement. All replacements,
+# one after another, turn the name of an array in Mesh TensorFlow into its name in Hugging
+# Face. Some versions of Mesh TensorFlow write "rms_norm" instead of "layer_norm".
 MTF_NAMES = {
     "/(embedding|kernel|scale)$": "",
     "rms_norm": "layer_norm",
@@ -1499,7 +1554,7 @@ MTF_NAMES = {
 
 
 def read_mtf(prefix):
-    """Return {name: Tensor} for all arrays in a Mesh TensorFlow checkpoint.
+    """Return the arrays of a Mesh TensorFlow checkpoint as a dict {name: Tensor}.
 
     Parameters get the names and shapes of Hugging Face. For example,
     "encoder/block_000/layer_000/SelfAttention/q" becomes
@@ -1533,7 +1588,7 @@ def read_mtf(prefix):
 
 
 def open_google(source, tensors, form):
-    """Return the Weights of a T5X or Mesh TensorFlow checkpoint.
+    """Open a T5X or Mesh TensorFlow checkpoint, and return it as Weights.
 
     The vocabulary and the configuration (Gin file) may be in the folder of the checkpoint
     or in its parent folder.
@@ -1559,8 +1614,8 @@ def open_google(source, tensors, form):
     return to_weights(tensors, form, source, cfg, read_vocabulary(folders, cfg))
 
 
-# The activations of T5X, and the same activations in plain T5. For a gated MLP, T5X lists
-# the activations of both branches.
+# Each key is an activation of T5X, and the value is its name in plain T5. For a gated
+# MLP, T5X names the activations of both branches, such as "gelu" and "linear".
 T5X_ACTIVATIONS = {
     "relu": "relu",
     "gelu": "gelu",
@@ -1590,8 +1645,9 @@ GIN_FIELDS = {
         gin_activation,
     ),
     "relative_max_distance": (r"RelativePositionBiases\.max_distance = ([^%\s]\S*)", int),
-    # T5X's own Gin files set the dropout rate by the macro DROPOUT_RATE. A value such as
-    # %DROPOUT_RATE stands for a macro, whose value is in another line.
+    # The Gin files of T5X set the dropout rate in a line such as "DROPOUT_RATE = 0.1".
+    # Other lines refer to this value as %DROPOUT_RATE, so values that begin with % are
+    # skipped.
     "dropout": (r"(?:T5Config\.dropout_rate|\bDROPOUT_RATE) = ([^%\s]\S*)", float),
 }
 
@@ -1599,9 +1655,9 @@ GIN_FIELDS = {
 def read_gin(folders):
     """Return the fields of ModelConfig that Gin files set, such as {"dropout": 0.1}.
 
-    Gin files are the configuration files of T5X and Mesh TensorFlow. They are needed
-    because the weights do not show all values. For example, weights for gated GELU and
-    gated SiLU have the same shapes.
+    Gin files are the configuration files of T5X and Mesh TensorFlow. convert.py needs Gin
+    files, because the weights do not show all values. For example, weights for gated GELU
+    and gated SiLU have the same shapes.
 
     folders: the folders that may contain a Gin file. If several Gin files set a field,
         the file in the first folder counts.
@@ -1629,7 +1685,7 @@ def read_gin(folders):
 
 
 def open_plain(checkpoint, run_dir):
-    """Return the Weights of a checkpoint that plain T5 wrote.
+    """Open a checkpoint that plain T5 wrote, and return it as Weights.
 
     The arrays come from the checkpoint. The configuration, the vocabulary and the recipe
     file come from the run directory. Raises a UserError if an array is missing.
@@ -1678,7 +1734,7 @@ def open_plain(checkpoint, run_dir):
 
 
 def find_checkpoints(folder):
-    """Return {step: path} for the checkpoints that plain T5 or T5X saved in a folder.
+    """Return the checkpoints that plain T5 or T5X saved in a folder, as {step: path}.
 
     Step 1000 is in the folder step_00001000 of plain T5, or in checkpoint_1000 of T5X.
 
@@ -1694,11 +1750,11 @@ def find_checkpoints(folder):
 
 
 def open_any(source, step=None):
-    """Return the Weights of a model in any supported format.
+    """Open a model in any supported format, and return it as Weights.
 
     The format is recognized by file names. For example, a folder with model.safetensors
-    is a Hugging Face model. If a folder contains several checkpoints, the newest one is
-    read, unless `step` names another.
+    is a Hugging Face model. If a folder contains several checkpoints, the newest
+    checkpoint is read, unless `step` names another checkpoint.
 
     source: the path of the model.
     step: the step of the checkpoint to read, or None to read the newest checkpoint.
@@ -1717,8 +1773,9 @@ def open_any(source, step=None):
                 f"choose one of {sorted(checkpoints)}."
             )
         path = checkpoints.get(step, path)
+        # Raise an error for a named pipe, because reading a pipe could take forever.
         for file in path.glob("*"):
-            data.check_regular(str(file))  # Reading a pipe could take forever.
+            data.check_regular(str(file))
         if (path / "adapter_config.json").exists():
             raise UserError(
                 f"{path} contains a LoRA adapter: name its base model as SRC, and add "
@@ -1726,7 +1783,8 @@ def open_any(source, step=None):
             )
         if path.is_file() and path.suffix == ".safetensors":
             return open_hf(path.parent, path)
-        # Also open a checkpoint of plain T5 without a manifest, to report the damage.
+        # A checkpoint of plain T5 without a manifest is damaged. Open the checkpoint
+        # anyway, so that open_plain reports the damage.
         if (path / "manifest.json").exists() or path.match("checkpoints/step_*"):
             return open_plain(path, path.resolve().parent.parent)
         if find_hf_weights(path):
@@ -1736,7 +1794,8 @@ def open_any(source, step=None):
         for folder in (path / "state", path):
             if (folder / "_METADATA").exists():
                 return open_google(path, read_orbax(folder), T5X)
-        # TensorFlow writes a text file with the same name beside its checkpoints.
+        # A T5X checkpoint has a file named "checkpoint". TensorFlow also writes a file
+        # with this name, beside the ".index" files of its checkpoints.
         if (path / "checkpoint").is_file() and not any(path.glob("*.index")):
             return open_google(path, read_t5x(path), T5X)
         raise UserError(
@@ -1745,9 +1804,9 @@ def open_any(source, step=None):
         )
 
 
-# The advice that is printed if SRC cannot be read and is, or contains, a file with one of
-# these suffixes. {file} stands for the name of this file, and {path} stands for its path
-# without the suffix.
+# If convert.py cannot read SRC, it prints advice that depends on the files in SRC. Each
+# key is the suffix of a file, and the value is the advice. {file} stands for the name of
+# the file, and {path} stands for the path of the file without the suffix.
 ADVICE = {
     ".index": "name one checkpoint of Mesh TensorFlow, such as {path}",
     ".gguf": (
@@ -1766,10 +1825,11 @@ ADVICE = {
 
 
 def advice(path):
-    """Return what to do about a SRC that is not a model, as the end of a sentence.
+    """Return advice for an error message if the path SRC is not a model.
 
     For example, SRC may be a folder that contains models, such as a cache of the Hugging
-    Face hub, a folder of diffusers or the output folder of Hugging Face's Trainer.
+    Face hub, a folder of diffusers or the output folder of Hugging Face's Trainer. The
+    advice is then to use one of the subfolders. The advice is the end of a sentence.
     """
     if not path.exists():
         return (
@@ -1783,7 +1843,8 @@ def advice(path):
         config = folder / "config.json"
         if find_checkpoints(folder) or (folder / "manifest.json").exists():
             return True
-        # Other folders of diffusers have a config.json and weights too.
+        # A folder of the library diffusers may contain another model, which also has a
+        # config.json and weights. So look for the text "t5" in config.json.
         is_t5 = config.is_file() and "t5" in config.read_text().lower()
         return is_t5 and find_hf_weights(folder)
 
@@ -1817,16 +1878,16 @@ def write_plain(folder, weights, dtype):
     for (name, layer), tensor in weights.arrays.items():
         shape, bounds = tensor.shape, [[0, size] for size in tensor.shape]
         if layer is not None:
-            # Axis 0 of a stacked array is the layer. For example, layer 3 of an array
-            # [8, 512, 384] has the bounds [[3, 4], [0, 512], [0, 384]]. Every layer
-            # overwrites the shape, and the last layer leaves the right one.
+            # Axis 0 of a stacked array is the layer. For example, layer 3 of an array of
+            # shape [8, 512, 384] has the bounds [[3, 4], [0, 512], [0, 384]]. The shape
+            # grows with every layer, and is complete after the last layer.
             shape, bounds = (layer + 1, *shape), [[layer, layer + 1], *bounds]
         # Arrays without axes are counters, such as the step. Store them as integers.
         kind = "float32" if shape else "int32"
         arrays[name] = {"shape": shape, "dtype": kind}
         parts.append((name, bounds, tensor, kind))
-    # Read a layer only when it is written. A layer must not exceed 4 GiB, the largest
-    # value that msgpack can store.
+    # This generator reads a layer only when the layer is written. A layer must not exceed
+    # 4 GiB, because msgpack cannot store larger values.
     shards = (
         (name, bounds, np.asarray(tensor.read(), kind, order="C"))
         for name, bounds, tensor, kind in parts
@@ -1840,8 +1901,8 @@ def write_plain(folder, weights, dtype):
 
 # ---- writing Hugging Face --------------------------------------------------------------
 
-# A model of more than 5 GB is split into several safetensors files. If the arrays in a
-# file have reached this size in bytes, the next array begins a new file.
+# A model of more than 5 GB is split into several safetensors files, of about this size in
+# bytes.
 SHARD_BYTES = 5_000_000_000
 
 
@@ -1857,8 +1918,8 @@ def write_hf(folder, weights, dtype):
     write_safetensors(folder, weights, dtype)
     cfg = weights.cfg.model
     is_mt5 = weights.cfg.name.startswith("mt5") or cfg.vocab_size == 250112
-    # Version 5 of transformers never scales the logits of mT5. A tied model of plain T5
-    # needs scaled logits, so write a tied mT5 as T5.
+    # Version 5 of transformers never scales the logits of a model of type "mt5". A tied
+    # model of plain T5 needs scaled logits, so write a tied mT5 model with the type "t5".
     family = "umt5" if cfg.layer_biases else "mt5" if is_mt5 and not cfg.tied else "t5"
     has_decoder = cfg.num_decoder_layers > 0
     architecture = "ForConditionalGeneration" if has_decoder else "EncoderModel"
@@ -1887,7 +1948,8 @@ def write_safetensors(folder, weights, dtype):
     weights: the Weights of the model.
     dtype: the NumPy type in which the parameters are written.
     """
-    # An array belongs to the first file if it begins in the first 5 GB of the model.
+    # The arrays that begin in the first 5 GB of the model belong to the first file, the
+    # arrays that begin in the next 5 GB belong to the second file, and so on.
     files, total_size = {}, 0
     for entry in parameter_entries(weights.cfg.model, HF):
         files.setdefault(total_size // SHARD_BYTES, []).append(entry)
@@ -1923,6 +1985,8 @@ EXPORT_NOTE = (
 
 def refuse_vocabulary(proto):
     """Raise a UserError if a tokenizer.json cannot express a SentencePiece model.
+
+    For example, the vocabulary is refused if it puts no space before a text.
 
     proto: the ModelProto of the SentencePiece model.
     """
@@ -1980,7 +2044,7 @@ def write_tokenizer(folder, vocabulary, cfg):
 
 
 # The parts of a tokenizer.json that are the same for all vocabularies. The post_processor
-# adds EOS to the ids of a text.
+# appends the id of </s>, the end of a sequence, to the ids of a text.
 TOKENIZER_JSON = json.loads("""
 {
   "version": "1.0",
@@ -1998,8 +2062,9 @@ TOKENIZER_JSON = json.loads("""
   }
 }
 """)
-# Two steps of a tokenizer.json. The first step removes the spaces at the end of a text.
-# The second step merges adjacent spaces. SentencePiece does both by itself.
+# These two steps of a tokenizer.json imitate how SentencePiece treats spaces. The first
+# step removes the spaces at the end of a text. The second step replaces several adjacent
+# spaces by one space.
 SPACE_STEPS = json.loads(r"""
 [
   {"type": "Replace", "pattern": {"Regex": "[ \u2581]+$"}, "content": ""},
@@ -2015,8 +2080,8 @@ def tokenizer_json(vocabulary):
 
     vocabulary: the data.Tokenizer of a SentencePiece unigram model.
     """
-    # Take the pieces from the processor. If the file contains no sentinels,
-    # parse_vocabulary has added 100 sentinels to the processor.
+    # Take the pieces from the SentencePiece processor and not from the file. If the file
+    # has no sentinels, parse_vocabulary has added 100 sentinels to the processor.
     processor = vocabulary.processor
     proto = parse_sentencepiece(processor.serialized_model_proto())
     vocab, added = [], []
@@ -2027,11 +2092,12 @@ def tokenizer_json(vocabulary):
             text = text.removeprefix(SPACE)
         vocab.append([text, piece.score])
         if number < 3 or is_added:
-            # Sentinels and added tokens absorb the space before them. The tokens <pad>,
-            # </s> and <unk>, with the ids 0 to 2, do not.
+            # A sentinel or an added token absorbs the space before it. The tokens <pad>,
+            # </s> and <unk> have the ids 0 to 2, and do not absorb a space.
             added.append(added_token(number, text, is_sentinel or not is_added, is_added))
-    # Some SentencePiece models insert a space after a sentinel, here between
-    # "<extra_id_0>" and ",". In tokenizer.json, prepend_scheme "always" does the same.
+    # Some SentencePiece models insert a space after a sentinel. Test whether a space is
+    # inserted between "<extra_id_0>" and ",". In tokenizer.json, prepend_scheme "always"
+    # inserts such a space.
     inserts = processor.normalize("<extra_id_0>,").endswith(f"{SPACE},")
     metaspace = {
         "type": "Metaspace",
@@ -2044,7 +2110,8 @@ def tokenizer_json(vocabulary):
     if charsmap := proto.normalizer_spec.precompiled_charsmap:
         charsmap = base64.b64encode(charsmap).decode()
         steps.insert(0, {"type": "Precompiled", "precompiled_charsmap": charsmap})
-        # "Precompiled" drops the second of several accents, which NFC avoids.
+        # If a letter has two accents, the step "Precompiled" drops the second accent. The
+        # step "NFC" avoids this, because it first joins letters and accents.
         if processor.normalize("e\u0301") == processor.normalize("\xe9"):
             steps.insert(0, {"type": "NFC"})
     fallback = proto.trainer_spec.byte_fallback
@@ -2068,8 +2135,9 @@ def tokenizer_json(vocabulary):
 def pattern_tokenizer_json(vocabulary):
     """Return the content of Hugging Face's tokenizer.json for a data.PatternTokenizer.
 
-    The step "Split" with "Isolated" cuts a text before and after each match of the
-    pattern, and the model "WordLevel" looks up the id of each part.
+    A data.PatternTokenizer cuts a text into the matches of a regular expression. In
+    tokenizer.json, the step "Split" with "Isolated" cuts a text before and after each
+    match. The model "WordLevel" then looks up the id of each part.
     """
     pattern = json.loads(vocabulary.serialized)["pattern"]
     special = [0, 1, 2, *vocabulary.sentinel_ids]
@@ -2087,7 +2155,10 @@ def pattern_tokenizer_json(vocabulary):
 
 
 def added_token(number, text, special=True, absorbs_space=False):
-    """Return a token that a tokenizer.json finds before it cuts a text into pieces.
+    """Return a dict that describes an added token in Hugging Face's tokenizer.json.
+
+    A tokenizer first finds the added tokens in a text. It then cuts the text between the
+    added tokens into pieces.
 
     special: whether decoding with skip_special_tokens leaves out the token.
     absorbs_space: whether the token includes the space before it.
@@ -2106,8 +2177,8 @@ def added_token(number, text, special=True, absorbs_space=False):
 # ---- writing T5X -----------------------------------------------------------------------
 
 
-# A template for config.gin, which T5X and convert.py read. Each name in braces is a field
-# of ModelConfig.
+# This is a template for config.gin, a file that describes a model to T5X and convert.py.
+# A name in braces, such as {d_model}, is replaced by its value.
 CONFIG_GIN = """\
 from __gin__ import dynamic_registration
 from t5x.examples.t5 import layers
@@ -2212,7 +2283,8 @@ def write_zarr(folder, name, array):
 
 # ---- the command -----------------------------------------------------------------------
 
-# The values of the option --to, and the functions that write these formats.
+# Each key is a value of the option --to. The value is the function that writes this
+# format.
 WRITERS = {"plain": write_plain, "hf": write_hf, "t5x": write_t5x}
 
 
@@ -2239,7 +2311,7 @@ def atomic_destination(destination):
 
 
 def merge_lora(weights, folder):
-    """Return the Weights of a model into which a LoRA adapter is merged.
+    """Merge a LoRA adapter into a model, and return the result as Weights.
 
     LoRA (Hu et al. 2021) adds a product of two small matrices, A and B, to a matrix of
     the model. Merging computes W + (alpha / rank) B A, where W, A and B are matrices of
@@ -2270,9 +2342,9 @@ def merge_lora(weights, folder):
 
         @explain_errors(folder, "a LoRA adapter of this model")
         def read(old=arrays[key], pair=pair):
-            """Return the sum of a matrix and the product of the adapter."""
+            """Return a matrix of the model into which the LoRA adapter is merged."""
             a, b = (np.float32(tensor.read()) for tensor in pair)
-            # np.stack raises an error if the two shapes differ.
+            # Unlike the operator +, np.stack raises an error if the two shapes differ.
             return np.stack([old.read(), scale * (b @ a).T]).sum(0)
 
         arrays[key] = Tensor(entry.shape, read)
@@ -2284,8 +2356,8 @@ def merge_lora(weights, folder):
     return weights._replace(arrays=arrays)
 
 
-# The settings of a LoRA adapter that must have these values, because plain T5 merges only
-# matrices of the usual form.
+# Plain T5 can merge a LoRA adapter only if its settings have these values. Other values
+# stand for variants of LoRA, such as DoRA.
 LORA_DEFAULTS = {
     "peft_type": "LORA",
     "bias": "none",
@@ -2384,7 +2456,8 @@ def compare(weights, written, dtype):
         "The written files describe another model",
         "report this error, because convert.py has a mistake",
     )
-    # Skip counters, such as the step. T5X does not store all of them.
+    # Skip counters, such as the number of training steps, because T5X does not store all
+    # counters. A counter has no axes, so its shape is empty.
     keys = [key for key, tensor in written.arrays.items() if tensor.shape]
     infinite = set()
     for key in keys:
@@ -2409,7 +2482,7 @@ def compare(weights, written, dtype):
 
 
 def main(argv):
-    """Convert a model as the command-line arguments say.
+    """Run the command convert.py with the given command-line arguments.
 
     For example, main(["t5_small", "runs/t5_small"]) imports the model in the folder
     t5_small as a run of plain T5.

@@ -46,7 +46,8 @@ import re
 import string
 import time
 
-# Import configs before JAX, because the module configs also sets up Ctrl-C and UTF-8.
+# Import configs before large libraries such as JAX. The module configs makes Ctrl-C end
+# the command without a traceback, and makes Python read text as UTF-8.
 import configs
 
 import jax
@@ -81,8 +82,9 @@ def token_bytes(tokenizer):
     counts = np.zeros(tokenizer.size, np.int32)
     for i in range(data.UNK + 1, tokenizer.size):
         piece = tokenizer.raw_text([i])
-        # Some vocabularies write the bytes of rare characters as the pieces <0x00> to
-        # <0xFF>. The text of a single byte of a longer character is empty.
+        # A SentencePiece vocabulary may have the pieces <0x00> to <0xFF>, which stand for
+        # 1 byte each. In a byte vocabulary, one byte of a character with several bytes
+        # has an empty text, but it also counts as 1 byte.
         is_byte = re.fullmatch("<0x[0-9A-F]{2}>", piece)
         counts[i] = 1 if is_byte else max(1, len(piece.encode()))
     sentinels = tokenizer.sentinel_ids
@@ -95,9 +97,9 @@ def loss_sums(params, batch, cfg, tokenizer):
     """Sum the losses of a batch over all target tokens, and over content tokens alone.
 
     Content tokens are all target tokens except EOS and sentinels, which carry no text.
-    The loss over content tokens measures how well the model predicts the text itself. It
-    can be compared with the unigram baseline that train.py prints, which counts content
-    tokens only.
+    The loss over content tokens measures how well the model predicts the text itself.
+    This loss can be compared with the unigram baseline of train.py, which is also
+    computed over content tokens.
 
     The UTF-8 bytes of the content tokens are counted too. The bytes of an unknown token
     are not known, so an unknown token counts as 0 bytes, and its loss counts in full.
@@ -126,7 +128,8 @@ def evaluate_loss(params, cfg, mesh, dataset, batches):
 
     The losses are in nats per token, and the accuracy is between 0 and 1. bits_per_byte
     is the summed cross entropy of the content tokens in bits, divided by the number of
-    UTF-8 bytes that these tokens stand for. Vocabularies can be compared by this number.
+    UTF-8 bytes in the text of these tokens. Models with different vocabularies can be
+    compared by bits_per_byte.
 
     dataset: a held-out data.Dataset, in which each example occurs once.
     batches: the number of batches.
@@ -156,11 +159,11 @@ def evaluate_loss(params, cfg, mesh, dataset, batches):
 
 
 def read_examples(cfg, tokenizer, split, expand=None, most=None):
-    """Return a list of the examples of a split, each as text and as token ids.
+    """Return the examples of a split as a list of pairs (dict, infer.Example).
 
-    An element is a pair (dict, infer.Example). The dict has the texts in the fields
-    "inputs" and "targets". The infer.Example has the token ids. An invalid example stops
-    the evaluation, or is skipped with --data.on_error skip.
+    The dict has the texts of an example in the fields "inputs" and "targets". The
+    infer.Example has the token ids of these texts. An invalid example stops the
+    evaluation, or is skipped with --data.on_error skip.
 
     cfg: a Config whose data.task is the task.
     expand: None, or a function for rank classification. expand(number, example) returns
@@ -178,7 +181,7 @@ def read_examples(cfg, tokenizer, split, expand=None, most=None):
     encode = infer.ExampleEncoder(cfg, tokenizer, expand is not None, task)
     examples = data.read_task(task_name, split, cfg, report_invalid, tokenizer.size)
     pairs = []
-    # `where` is the place of an example, such as "a.jsonl:3". Error messages show it.
+    # `where` says where an example was read, such as "a.jsonl:3", for error messages.
     for number, (where, example) in enumerate(itertools.islice(examples, most)):
         try:
             dicts = expand(number, example) if expand else [example]
@@ -201,8 +204,9 @@ def read_examples(cfg, tokenizer, split, expand=None, most=None):
 def postprocess(task, text, example, is_target):
     """Convert a text to the value that the metrics of a task compare.
 
-    For example, the postprocessor "label" converts the text "entailment" to the number 0.
-    Without a postprocessor, the metrics compare the text itself.
+    For example, the postprocessor "label" converts the text "entailment" to the number 0
+    if "entailment" is the first of the task's choices. If a task has no postprocessor,
+    its metrics compare the texts.
 
     task: a Task. task.postprocess is a function, a name in POSTPROCESSORS, or empty.
     is_target: True if the text is a target, and False if the text is a prediction.
@@ -271,7 +275,7 @@ def result_line(name, task, example, target, output, *more):
 def compute_metrics(name, task, lines):
     """Return the metrics of a task as a dict such as {"accuracy": 50.0}.
 
-    A task without metrics gets the accuracy.
+    If the task has no metrics, the accuracy is computed.
 
     name: the name of the task, for error messages.
     lines: a list with the dict that result_line returns for each example.
@@ -279,7 +283,7 @@ def compute_metrics(name, task, lines):
     targets = [line["target"] for line in lines]
     metrics = {}
     for metric in task.metrics or ("accuracy",):
-        # A metric of a task is a name in METRICS, or a function.
+        # Each metric of a task is either a name in METRICS or a function.
         function = METRICS.get(metric, metric)
         # Most metrics compare the best output of an example with the target. A metric
         # with the decorator `ranking` compares the list of all outputs.
@@ -353,9 +357,10 @@ def percent(values):
 
 
 def rank_classification(targets, scores, num_classes=None, normalize=False):
-    """Take the choice with the highest score as the answer, and compute the accuracy.
+    """Compute how often the answer choice with the highest score is the correct one.
 
-    The accuracy is the percentage of examples whose answer is correct.
+    In each example, the choice with the highest score is the model's answer. The accuracy
+    is the percentage of examples whose answer is correct.
 
     targets: a tuple (index, is_correct, weight, length in tokens) for each answer choice,
         in any order. The index is the pair (number of the example, number of the choice).
@@ -395,11 +400,11 @@ def rank_classification(targets, scores, num_classes=None, normalize=False):
 def fixed_choice_metrics(scores, correct, weights):
     """Compute metrics that are defined only if all examples have the same answer choices.
 
-    Each choice then is a class, as in ordinary classification. For two choices, the
-    metrics are the F1, the area under the ROC curve and the area under the
+    Each choice is then a class, as in ordinary classification. For two choices, the
+    metrics are the F1 score, the area under the ROC curve and the area under the
     precision-recall curve. The second choice is the positive class. For more choices, the
-    metric is the mean F1 of all choices. If an example has several correct choices, no
-    metric is computed.
+    metric is the mean F1 score of all choices. If an example has several correct choices,
+    no metric is computed.
 
     scores, correct: arrays of shape [examples, choices].
     weights: an array of shape [examples].
@@ -451,9 +456,9 @@ def rank(params, cfg, mesh, split, tokenizer, normalize=False):
         for choice, example in zip(choices, encoded)
     ]
     lines = [{**choice, "score": score} for choice, score in zip(choices, scores)]
-    # Count the answer choices if all examples have the same choices. Otherwise,
-    # num_classes is None. If neither the examples nor the task list choices, as in P3,
-    # num_classes is 0, which has the same effect as None.
+    # If all examples have the same answer choices, num_classes is the number of these
+    # choices. Otherwise, num_classes is None. If neither the examples nor the task list
+    # choices, as in P3, num_classes is 0, which has the same effect as None.
     texts = {tuple(choice.get("answer_choices", task.choices)) for choice in choices}
     num_classes = len(texts.pop()) if len(texts) == 1 else None
     if num_classes and not importlib.util.find_spec("sklearn"):
@@ -474,8 +479,8 @@ def rank(params, cfg, mesh, split, tokenizer, normalize=False):
 def accuracy(targets, predictions):
     """Return the percentage of predictions that equal their targets.
 
-    A list and a text can never be equal. If a target and its prediction are of different
-    kinds, such as a list and a text, TypeError is raised.
+    If a target and its prediction are of different kinds, such as a list and a text, they
+    can never be equal. In this case, TypeError is raised.
     """
 
     def kind(value):
@@ -493,9 +498,10 @@ def bleu(targets, predictions):
     """Return the BLEU score of all predictions together, computed by sacrebleu.
 
     The options of sacrebleu are the same as in the t5 library. `targets` is a list of
-    texts. As in t5, `targets` may also be a list of reference lists, with one text in
-    each list for each prediction. If a reference list has another length, ValueError is
-    raised. For example, a list with all references of one example is not valid.
+    texts. As in t5, `targets` may also be a list of several such lists, if each
+    prediction has several references. ValueError is raised unless each list has one text
+    for each prediction. For example, a list with all references of one example is not
+    valid.
     """
     import sacrebleu  # an optional library
 
@@ -586,9 +592,10 @@ def correlation(name, targets, predictions):
 
 
 def normalize_answer(text):
-    """Simplify an answer as SQuAD does, for example "The  Cat!" to "cat".
+    """Simplify an answer as the metrics of SQuAD do.
 
-    The result has no upper case, no punctuation, no articles and no repeated spaces.
+    For example, "The  Cat!" becomes "cat". The result has no upper case, no punctuation,
+    no articles and no repeated spaces.
     """
     text = "".join(c for c in text.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
@@ -659,7 +666,8 @@ def exact_match(targets, predictions):
 def ranking(function):
     """Mark a metric that compares each target with the list of all generated outputs.
 
-    The outputs in the list are ordered from best to worst.
+    The outputs in the list are ordered from best to worst. The function `ranking` is used
+    as a decorator of a metric such as `recall`.
     """
     function.is_ranking = True
     return function
@@ -670,8 +678,9 @@ def recall(targets, predictions):
     """Return recall@k and the hit rate@k for k = 1, 5, 10, 50 and 100, in percent.
 
     Recall@k is the part of the relevant items that is among the first k predictions. The
-    hit rate@k is the part of the examples with a relevant item among the first k. The
-    largest k is the number of predictions, which --decode.num_return sets.
+    hit rate@k is the part of the examples for which at least one of the first k
+    predictions is relevant. No k is greater than the number of predictions, which
+    --decode.num_return sets.
 
     targets: for each example, a list of relevant items, or a single item.
     predictions: for each example, a list of items, ordered from best to worst.
@@ -706,7 +715,8 @@ METRICS |= {
     "recall": recall,
 }
 
-# The optional Python library that each metric needs. Other metrics need none.
+# Each key is a metric that needs an optional Python library. The value is the name of
+# this library.
 LIBRARIES = {
     "bleu": "sacrebleu",
     "rouge": "rouge_score",
@@ -720,8 +730,8 @@ LIBRARIES = {
 def note_unknown_targets(name, task, lines):
     """Print a warning if some targets of a task are not in the list task.choices.
 
-    Such targets become the label -1. A wrong prediction also becomes -1, so it would
-    count as correct.
+    Such a target becomes the label -1. A prediction that is not in the list also becomes
+    -1, so this prediction would count as correct.
 
     lines: a list with the dict that result_line returns for each example.
     """
@@ -736,16 +746,17 @@ def note_unknown_targets(name, task, lines):
         )
 
 
-# The number of examples on which the metrics of a task are tried before an evaluation.
+# Before an evaluation, the metrics of a task are tried on this number of examples.
 TRIED_EXAMPLES = 100
 
 
 def try_metrics(name, task, split, cfg):
     """Raise UserError if the metrics do not fit the targets of a task.
 
-    The metrics are computed for the first examples of a split, with the targets
-    themselves as predictions. Examples that consist of token ids are left out, because
-    they have no text yet.
+    For example, the metric "squad" does not fit targets that are texts. To find such
+    errors, the metrics are computed for the first examples of a split, with the targets
+    as predictions. Examples that consist of token ids are left out, because they have no
+    texts.
 
     cfg: a Config whose data.task is the task.
     """
@@ -788,8 +799,9 @@ def check_metrics(tasks, split="validation"):
                     f"The metric {value} needs the Python library {library}: pip install "
                     f"'.[metrics]'."
                 )
-        # A task without metrics and postprocessor gets the accuracy of the texts, which
-        # fits every task.
+        # If a task has neither metrics nor a postprocessor, the accuracy of its texts is
+        # computed. The accuracy fits every task, so only the metrics of other tasks are
+        # tried.
         used_values = task.metrics or task.postprocess
         if used_values and len(task.objective.features) > 1:
             try_metrics(name, task, split, cfg)
@@ -815,15 +827,18 @@ def number(task, text, example, is_target):
 
 
 def all_answers(task, text, example, is_target):
-    """Return the list of correct answers for a target, and the text for a prediction."""
+    """Return all correct answers for a target, and the unchanged text for a prediction.
+
+    The example has the list of correct answers in its field "answers".
+    """
     return list(example["answers"]) if is_target else text
 
 
 def multirc(task, text, example, is_target):
-    """Return the label of a candidate answer in a dict, such as {"value": 1}.
+    """Return the label of a candidate answer as a dict, such as {"value": 1}.
 
-    For a target, the dict also has the number of the question in the field "group".
-    exact_match uses this number to find the candidate answers to the same question.
+    For a target, the dict also has the number of the question in the field "group". The
+    metric exact_match uses this number to find all candidate answers to a question.
     """
     value = {"value": label(task, text, example, is_target)}
     if is_target:
@@ -832,10 +847,11 @@ def multirc(task, text, example, is_target):
 
 
 def record_answers(task, text, example, is_target):
-    """Return a prediction, or the list of correct answers to a query, in a dict.
+    """Return a dict for the metric `record`, which compares predictions with targets.
 
-    A prediction gives {"value": text}. For a target, "value" is the list of correct
-    answers, and "group" identifies the query, so that `record` can count each query once.
+    For a prediction, the dict is {"value": text}. For a target, the field "value" is the
+    list of correct answers to a query. The field "group" identifies the query, so that
+    the metric can count each query once.
     """
     value = {"value": all_answers(task, text, example, is_target)}
     if is_target:
@@ -900,7 +916,8 @@ def split_loss(params, cfg, mesh, split, tokenizer):
 
     Returns a pair (metrics, []). The list is empty, because there are no predictions.
     """
-    # In a training split, a row holds several examples, and the examples repeat forever.
+    # The loss of the split train cannot be averaged over all examples, because the
+    # batches of this split repeat the examples forever.
     if split == "train":
         raise UserError(
             "--mode loss cannot evaluate the split train: use --mode predict, or name a "
@@ -917,7 +934,7 @@ def split_loss(params, cfg, mesh, split, tokenizer):
         "--train.batch_size, --data.inputs_length or --data.targets_length",
     )
     metrics = evaluate_loss(params, cfg, mesh, dataset, dataset.batches())
-    # exp overflows above 709, so the loss of a diverged model is limited to 700.
+    # math.exp overflows above 709, so limit the loss of a diverged model to 700.
     metrics["perplexity"] = math.exp(min(metrics["cross_ent_loss"], 700))
     return metrics, []
 
@@ -925,8 +942,8 @@ def split_loss(params, cfg, mesh, split, tokenizer):
 def write_lines(folder, name, step, lines):
     """Write the predictions for a task and a step to a JSONL file in a folder.
 
-    The name of the file is for example glue_rte_v002-00001500.jsonl. Only the main
-    process writes the file.
+    For example, the file is called glue_rte_v002-00001500.jsonl for the task
+    glue_rte_v002 and step 1500. Only the main process writes the file.
     """
     # Replace characters that are unsafe in file names, and shorten long names.
     name = re.sub(r"[^\w.+-]+", "-", name)[-200:]
@@ -937,9 +954,9 @@ def write_lines(folder, name, step, lines):
 
 # ---- tables and plots ------------------------------------------------------------------
 
-# The metrics that make up the averages of GLUE and SuperGLUE. Each string lists the
-# metrics of one benchmark. First the metrics of each benchmark are averaged, and then the
-# means of all benchmarks.
+# The scores of GLUE and SuperGLUE are averages over several benchmarks. Each string lists
+# the metrics of one benchmark. The metrics of each benchmark are averaged first. Then the
+# means of all benchmarks are averaged.
 AVERAGES = {
     "glue_average": (
         "glue_cola_v002/matthews_corrcoef",
@@ -983,12 +1000,12 @@ def read_metrics(folders, prefix=""):
 
 
 def mean_of(values, columns):
-    """Return the mean of the given columns, without the columns that have no value.
+    """Return the mean of several metrics at one step, and skip metrics without a value.
 
-    The columns are those of the table that write_csv writes, for one step.
+    Each metric is a column of the table that write_csv writes.
 
     values: a dict from the name of each column to its value.
-    columns: a list of names.
+    columns: a list of the names of the columns to average.
     """
     return np.mean([values[column] for column in columns if column in values])
 
@@ -1006,7 +1023,8 @@ def write_csv(path, table):
 
     table: the dict that read_metrics returns.
     """
-    # A dict from each column to the list of all columns of the same benchmark.
+    # A dict from the column of each metric to a list with all columns of the same
+    # benchmark. For example, F1 and accuracy are two columns of the benchmark MRPC.
     benchmark_of = {}
     for average, benchmarks in AVERAGES.items():
         benchmarks = [benchmark.split() for benchmark in benchmarks]
@@ -1032,14 +1050,14 @@ def write_csv(path, table):
         writer.writerow({"step": "step", **best_steps})
 
 
-# The plot has one panel for each of these metrics. The values label the y axes.
+# The plot has one panel for each of these metrics. The value is the label of the y axis.
 Y_LABELS = {
     "loss": "loss (nats per token)",
     "accuracy": "accuracy (%)",
     "learning_rate": "learning rate",
 }
-# The name of a metric in metrics.jsonl begins with one of these words, as in
-# "train/loss". The legend of the plot shows the text on the right.
+# The name of a metric in metrics.jsonl begins with one of these keys, as in "train/loss".
+# The value is the text that the legend of the plot shows.
 LEGEND = {
     "train": "training",
     "training_eval": "held-out, teacher-forced",
@@ -1067,10 +1085,11 @@ def write_plot(path, folders):
             continue
         steps = [step for step in table if name in table[step]]
         points = np.array([table[step][name] for step in steps])
-        # Convert fractions to percent. The accuracy of predictions already is in percent.
+        # Convert the accuracy from a fraction to percent. The accuracy of generated
+        # predictions is already in percent.
         if metric == "accuracy" and kind != "inference_eval":
             points *= 100
-        # The style "-" draws a solid line, and ".--" draws dots and dashes.
+        # The style "-" draws a solid line, and ".--" draws a dashed line with dots.
         style = "-" if kind == "train" else ".--"
         label = ": ".join([LEGEND[kind], *task])
         axes[metric].plot(steps, points, style, label=label)
@@ -1086,8 +1105,8 @@ def write_plot(path, folders):
 
 # ---- the command -----------------------------------------------------------------------
 
-# The sections and options of a Config that do not change the metrics of a task. The
-# option data.task is among them, because each metric is recorded under its task's name.
+# These sections and options of a Config do not change the metrics of a task. The option
+# data.task is among them, because each metric is recorded under the name of its task.
 NEUTRAL = set(
     "mesh distributed train model.remat decode.batch_size decode.return_all "
     "data.eval_tasks data.on_error data.keep_tokens data.prepared_dir data.tfds_dir "
@@ -1121,7 +1140,10 @@ def recorded_name(name, mode, args, changed):
 
 
 def main(argv):
-    """Evaluate the checkpoints of a run, and record the metrics."""
+    """Evaluate the checkpoints of a run, print the metrics, and write them to a file.
+
+    argv: the command-line arguments as a list of strings.
+    """
     args, changes = configs.parse_args(
         __doc__,
         argv,
@@ -1177,7 +1199,8 @@ def main(argv):
     }
     for path in (args.csv, args.plot):
         if path:
-            # If the file cannot be written, stop now and not after a long evaluation.
+            # Open the file before the long evaluation. If the file cannot be written, the
+            # error is then raised at once.
             open(path, "a").close()
     all_steps = args.step == "all"
     if all_steps:
@@ -1192,7 +1215,8 @@ def main(argv):
         except UserError as error:
             if not all_steps:
                 raise
-            # A checkpoint can be damaged. A running train.py can also have deleted it.
+            # The checkpoint may be damaged, or a running train.py may have deleted it.
+            # With --step all, evaluate the other checkpoints.
             note(f"Step {wanted:,} is skipped. {error}")
             continue
         evaluated = True
@@ -1203,8 +1227,8 @@ def main(argv):
             metrics, lines = evaluation(params, task_cfg, mesh, args.split, tokenizer)
             seconds = time.perf_counter() - start
             title = f"{args.run_dir}, step {step:,}, {name}, {args.split}, {mode}"
-            # With --mode rank, an example has one line for each answer choice. Count
-            # each example once.
+            # With --mode rank, an example has one line for each answer choice. So count
+            # the examples and not the lines.
             examples = {line["idx"][0] for line in lines} if mode == "rank" else lines
             count = f"{len(examples):,} examples in " if lines else ""
             print(f"{title}: {count}{seconds:.3g} s")
@@ -1222,8 +1246,8 @@ def main(argv):
             f"{args.run_dir} has no complete checkpoint: train the model with train.py."
         )
     if partition.is_main_process():
-        # Show the metrics that train.py has written to the run directory, and the metrics
-        # that evaluate.py has written to its own folder.
+        # The table and the plot show the metrics that train.py has written to the run
+        # directory, and the metrics that evaluate.py has written to its own folder.
         folders = [args.run_dir, folder]
         if args.csv:
             write_csv(args.csv, read_metrics(folders, "inference_eval/"))
