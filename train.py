@@ -312,15 +312,14 @@ class TrainState:
     A checkpoint contains all of these arrays.
     """
 
-    # The number of finished training steps. In a new run, the number starts at
+    # The number of the last finished training step. In a new run, the number starts at
     # --train.start_step, which is usually 0.
     step: jax.Array
     # The number of updates that the optimizer has made. Skipped updates do not count.
     # Adafactor uses this number to compute moving averages.
     count: jax.Array
-    # The number of updates in a row that were skipped, counted back from the last step.
-    # The number is 0 if the last update was not skipped. An update is skipped if the loss
-    # or a gradient is infinite or NaN.
+    # The number of updates that were skipped since the last applied update. An update is
+    # skipped if the loss or a gradient is infinite or NaN.
     skipped: jax.Array
     # The parameters of the model, as a nested dict of arrays. The function
     # model.param_table describes all parameters.
@@ -717,7 +716,7 @@ def unstack_layers(stacked, shapes):
 
 
 def from_optax(make, split=True):
-    """Convert an optimizer of the library optax to an Optimizer.
+    """Convert an optimizer of the library optax to an Optimizer of this file.
 
     For example, `from_optax(lambda rate, train: optax.lion(rate))` returns the optimizer
     Lion. The state of the optax optimizer, such as the momentum, becomes the optimizer
@@ -1091,7 +1090,7 @@ class Progress:
         share = ""
         # If other programs used the machine while the peak speed was measured, the
         # measured peak is too low. The training speed can then be above 100 % of the
-        # peak. Do not report such a share.
+        # peak. Do not report a share above 100 %.
         if flops <= self.peak:
             timing["model_flops_fraction"] = flops / self.peak
             share = f" ({flops / self.peak:.0%} of peak)"
@@ -1484,8 +1483,8 @@ def lower_step(cfg, mesh):
     return template, step.lower(template, batch_template(cfg, mesh, cfg.train.batch_size))
 
 
-# If a training step needs too much memory, the error message advises the user to "lower"
-# the sizes in this text.
+# If a training step needs too much memory, the error message contains this text, after
+# the word "lower".
 SMALLER_STEP = (
     "--train.batch_size, --data.inputs_length, --data.targets_length or the model's "
     "sizes, raise --train.microbatches, add --model.remat full"
@@ -1915,8 +1914,8 @@ def longer_training(cfg, recipe, run_dir, source, step):
     steps = 2 * step - t.start_step
     flags = {"--run_dir": run_dir, "--train.steps": steps}
     warmup_end = t.schedule_offset + t.warmup_steps
-    # If the schedule ends before the doubled number of steps, make the schedule twice as
-    # long with these settings.
+    # The dict `longer` contains settings that make the schedule twice as long. They are
+    # needed if the schedule ends before the doubled number of steps.
     longer = {}
     if "cosine_decay" in t.schedule and warmup_end + t.steps_per_cycle < steps:
         longer["--train.steps_per_cycle"] = 2 * t.steps_per_cycle
@@ -2190,8 +2189,8 @@ def main(argv):
         ),
     )
     if not args.init_from:
-        # A new run with another vocabulary also needs another vocabulary size of the
-        # model. With --init_from, the vocabulary size is that of the loaded weights.
+        # In a new run, the vocabulary determines the vocabulary size of the model. With
+        # --init_from, the loaded weights determine the vocabulary size.
         changes = data.with_vocab_size(changes)
     cfg, run_dir, recipe, source = configs.resolve_run(args, changes)
     infer.check_decoder(cfg)
