@@ -663,8 +663,8 @@ def packed():
     cell = 15
     for title, query, key, causal, x in masks:
         seen = model.attention_mask(segments_of[query], segments_of[key], causal)
-        # If a query sees a key, their square gets the color of the query's segment. All
-        # other squares get the last color, which has the index 4.
+        # If a query sees a key, the square of this pair gets the color of the query's
+        # segment. All other squares get the last color, which has the index 4.
         value = np.where(np.asarray(seen)[0, 0], segments_of[query][0][:, None], 4)
         picture.text(x, y + 8, title, bold=True)
         strong = ("#a5abb3", BLUE, ORANGE, GREEN, "#eef0f2")
