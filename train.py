@@ -36,7 +36,8 @@ import timeit
 from concurrent.futures import ThreadPoolExecutor
 from typing import Callable, NamedTuple
 
-# Import configs before JAX, because the module configs also sets up Ctrl-C and UTF-8.
+# Import configs before JAX. The module configs makes Python use UTF-8, and lets Ctrl-C
+# end the process even while JAX is being imported.
 import configs
 
 import flax
@@ -64,7 +65,7 @@ try:
     from tensorboardX import summary
     from tensorboardX.event_file_writer import EventsWriter
     from tensorboardX.proto.event_pb2 import Event, SessionLog
-except ImportError:  # Without tensorboardX, write no files for TensorBoard.
+except ImportError:  # The optional library tensorboardX is not installed.
     EventsWriter = None
 
 # ---- learning rate ---------------------------------------------------------------------
@@ -73,11 +74,11 @@ except ImportError:  # Without tensorboardX, write no files for TensorBoard.
 def learning_rate(step, cfg):
     """Return the learning rate of one training step.
 
-    The schedule is a product of factors. The schedule of T5 is "constant * rsqrt_decay".
-    With --train.learning_rate 1.0 and 10,000 warmup steps, this product is 0.01 at step
-    10,000 and 0.005 at step 40,000. The learning rate is never below 1e-8. All factors
-    except linear_cooldown are those of T5X (create_learning_rate_scheduler in
-    t5x/utils.py).
+    The learning rate follows a schedule, which is a product of factors. For example, the
+    schedule of T5 is "constant * rsqrt_decay". With --train.learning_rate 1.0 and 10,000
+    warmup steps, the learning rate is 0.01 at step 10,000 and 0.005 at step 40,000. The
+    learning rate is never below 1e-8. All factors except linear_cooldown are those of T5X
+    (create_learning_rate_scheduler in t5x/utils.py).
     assets/schedules.svg shows six schedules.
 
     step: the step number, counted from 0.
@@ -90,30 +91,32 @@ def learning_rate(step, cfg):
     after_warmup = jnp.maximum(step, warmup)
     cycle = jnp.maximum(0.0, (step - warmup) / cfg.steps_per_cycle)
     # Compute every factor, including factors that the schedule does not use. The compiler
-    # removes the unused factors.
+    # removes the computation of unused factors.
     factors = {
-        # Keep the value of --train.learning_rate in every step.
+        # The factor is the value of --train.learning_rate in every step.
         "constant": cfg.learning_rate,
-        # Rise linearly from 0 to 1 during the warmup, and then stay at 1.
+        # The factor rises linearly from 0 to 1 during the warmup, and then stays at 1.
         "linear_warmup": jnp.minimum(1.0, step / warmup),
-        # Rise linearly from 0 to learning_rate during the warmup. Then fall by
-        # decay_factor * learning_rate in each step. Use this factor without "constant",
-        # which would multiply by learning_rate again.
+        # The factor rises linearly from 0 to learning_rate during the warmup. Then it
+        # falls by decay_factor * learning_rate in each step. Use "linear_decay" without
+        # "constant", which would multiply by learning_rate again.
         "linear_decay": cfg.learning_rate
         * jnp.minimum(step / warmup, 1 + cfg.decay_factor * (warmup - step)),
-        # Stay at 1 / sqrt(warmup) during the warmup, and then fall as 1 / sqrt(step).
+        # The factor stays at 1 / sqrt(warmup) during the warmup. Then it falls as 1 /
+        # sqrt(step).
         "rsqrt_decay": 1 / jnp.sqrt(after_warmup),
-        # Stay at 1 during the warmup, and then fall as sqrt(warmup) / sqrt(step).
+        # The factor stays at 1 during the warmup. Then it falls as sqrt(warmup / step).
         "rsqrt_normalized_decay": math.sqrt(warmup) / jnp.sqrt(after_warmup),
-        # Start at 1, and multiply by decay_factor after every steps_per_decay steps. With
-        # decay_factor 0.5, the values are 1, 0.5, 0.25 and so on.
+        # The factor starts at 1, and is multiplied by decay_factor after every
+        # steps_per_decay steps. With decay_factor 0.5, the values are 1, 0.5, 0.25 and so
+        # on.
         "decay_every": cfg.decay_factor ** (step // cfg.steps_per_decay),
-        # Stay at 1 during the warmup. Then fall from 1 to 0 along half a cosine wave, and
-        # repeat this fall every steps_per_cycle steps.
+        # The factor stays at 1 during the warmup. Then it falls from 1 to 0 along half a
+        # cosine wave, and repeats this fall every steps_per_cycle steps.
         "cosine_decay": jnp.maximum(0.0, 0.5 * (1 + jnp.cos(jnp.pi * (cycle % 1.0)))),
-        # Stay at 1, and then fall linearly to 0 in the last cooldown_steps steps of the
-        # run. "constant * linear_warmup * linear_cooldown" is the schedule
-        # warmup-stable-decay (WSD).
+        # The factor stays at 1, and falls linearly to 0 in the last cooldown_steps steps
+        # of the run. The schedule warmup-stable-decay (WSD) is "constant * linear_warmup
+        # * linear_cooldown".
         "linear_cooldown": jnp.minimum(1.0, steps_left / cfg.cooldown_steps),
     }
     rate = 1.0
@@ -134,8 +137,9 @@ def learning_rate(step, cfg):
 # Adam, for example, has two slots for each parameter: the moving average of the gradient,
 # and the moving average of the squared gradient.
 #
-# A slot is declared by a model.Param, just like a parameter. The code that shards and
-# saves parameters therefore also works for slots.
+# An object of the class model.Param describes the shape and the axes of an array. Both
+# parameters and slots are described by a model.Param. The code that shards and saves
+# parameters therefore also works for slots.
 
 
 class Optimizer(NamedTuple):
@@ -199,9 +203,9 @@ class Optimizer(NamedTuple):
 def axes_of_one_layer(p):
     """Return the indices of all axes of a parameter except the axis "layers".
 
-    For example, a parameter with the axes ("layers", "embed", "mlp") gives (1, 2). A mean
-    over the axes 1 and 2 is computed for each layer separately. The argument p is the
-    model.Param that declares the parameter.
+    For example, a parameter with the axes ("layers", "embed", "mlp") gives (1, 2).
+    Adafactor computes means over the axes 1 and 2, so that each layer has a mean of its
+    own. The argument p is the model.Param that describes the parameter.
     """
     first = 1 if p.axes[0] == "layers" else 0
     return tuple(range(first, len(p.shape)))
@@ -213,26 +217,27 @@ def is_factored(p):
     As in T5X, the result is True for a matrix with at least 128 rows and 128 columns. The
     result is also True for a stack of such matrices, one for each layer. For a smaller
     matrix or a vector, Adafactor stores one average for each element.
-    p: the model.Param that declares the parameter.
+    p: the model.Param that describes the parameter.
     """
     shape = [p.shape[axis] for axis in axes_of_one_layer(p)]
     return len(shape) == 2 and min(shape) >= 128
 
 
 def adafactor_slots(table):
-    """Declare the arrays that Adafactor stores for each parameter, called slots.
+    """Describe the slots, which are the arrays that Adafactor stores for each parameter.
 
-    A large matrix of shape [512, 1024] has two slots. The slot "row" stores 512 row
-    averages, and the slot "column" stores 1,024 column averages. Every other parameter
-    has one slot "full", which stores an average for each element.
-    table: a nested dict of model.Param, which declares the parameters.
+    A matrix of shape [512, 1024], for example, has two slots. The slot "row" stores 512
+    row averages, and the slot "column" stores 1,024 column averages. A vector or a small
+    matrix has one slot "full", which stores an average for each element.
+    table: a nested dict of model.Param, which describes the parameters.
+    Returns a nested dict of model.Param, which describes the slots.
     """
 
     def slots(p):
         if not is_factored(p):
             return {"full": p}
-        # If p has the shape [layers, 512, 1024], then "row" has the shape [layers, 512],
-        # and "column" has the shape [layers, 1024].
+        # If p has the shape [layers, 512, 1024], then the slot "row" has the shape
+        # [layers, 512], and the slot "column" has the shape [layers, 1024].
         return {
             "row": model.Param(p.shape[:-1], p.axes[:-1]),
             "column": model.Param(p.shape[:-2] + p.shape[-1:], p.axes[:-2] + p.axes[-1:]),
@@ -244,9 +249,10 @@ def adafactor_slots(table):
 def adafactor_update(table, params, grads, slots, count, rate, train):
     """Update all parameters once with Adafactor, and return (new params, new slots).
 
-    Adafactor divides each gradient by the root mean square of past gradients. The comment
-    above axes_of_one_layer explains the equations. The class Optimizer explains the
-    arguments.
+    Adafactor divides each gradient by the root mean square of past gradients. For a large
+    matrix, the root mean squares are approximated by averages of rows and columns. The
+    equations are in the comment above axes_of_one_layer. The arguments are those of
+    `update` in the class Optimizer.
     """
     beta = 1 - (count + 1.0) ** -0.8
 
@@ -269,8 +275,8 @@ def adafactor_update(table, params, grads, slots, count, rate, train):
                 "column": moving_average(s["column"], squared.mean(-2)),
             }
             # Compute g / sqrt(V) for V = row * column / mean(row), without storing the
-            # large matrix V. First divide the rows of g by sqrt(row / mean(row)), and
-            # then divide the columns by sqrt(column).
+            # large matrix V. First divide the rows of g by sqrt(row / mean(row)). Then
+            # divide the columns by sqrt(column).
             row = s["row"] / s["row"].mean(-1, keepdims=True)
             u = g * lax.rsqrt(row)[..., None] * lax.rsqrt(s["column"])[..., None, :]
         step_size = rate * jnp.maximum(rms(w), 1e-3)
@@ -289,8 +295,9 @@ def adafactor_update(table, params, grads, slots, count, rate, train):
     return new_params, new_slots
 
 
-# The option --train.optimizer NAME uses OPTIMIZERS[NAME]. A recipe file (a Python file of
-# the user) can add optimizers, for example Lion from the library optax.
+# The dict OPTIMIZERS contains all optimizers by name. The option --train.optimizer
+# adafactor chooses OPTIMIZERS["adafactor"]. A recipe file (a Python file of the user) can
+# add optimizers, for example Lion from the library optax.
 OPTIMIZERS = configs.OPTIMIZERS
 OPTIMIZERS["adafactor"] = Optimizer(adafactor_slots, adafactor_update)
 
@@ -305,26 +312,32 @@ class TrainState:
     A checkpoint contains all of these arrays.
     """
 
-    # The number of the last finished step. A new run begins with --train.start_step.
+    # The number of the last finished training step. In a new run, the number starts at
+    # --train.start_step, which is usually 0.
     step: jax.Array
-    # The number of updates that the optimizer has made, without skipped updates.
-    # Adafactor needs this number to compute moving averages.
+    # The number of updates that the optimizer has made. Skipped updates do not count.
+    # Adafactor uses this number to compute moving averages.
     count: jax.Array
-    # The number of updates that were skipped in a row, up to the last finished step. The
-    # number is 0 if the last update was applied. An update is skipped if the loss or a
-    # gradient is infinite or NaN.
+    # The number of updates that were skipped since the last applied update. An update is
+    # skipped if the loss or a gradient is infinite or NaN.
     skipped: jax.Array
-    # The parameters, as a nested dict of arrays with the keys of model.param_table.
+    # The parameters of the model, as a nested dict of arrays. The function
+    # model.param_table describes all parameters.
     params: dict
-    # The optimizer state, as a nested dict of arrays, such as averages of gradients.
+    # The state of the optimizer, as a nested dict of arrays. For Adafactor, these arrays
+    # are averages of squared gradients.
     slots: dict
-    # Without --train.ema, there is no moving average of the parameters.
+    # A TrainState has no moving average of the parameters. The class AveragedState has
+    # one.
     ema = None
 
 
 @flax.struct.dataclass
 class AveragedState(TrainState):
-    """Also hold the exponential moving average of the parameters, for --train.ema."""
+    """Hold a TrainState and the exponential moving average of the parameters.
+
+    Training uses this class instead of TrainState if --train.ema is set.
+    """
 
     ema: dict
 
@@ -332,7 +345,7 @@ class AveragedState(TrainState):
 def init_state(cfg):
     """Return the TrainState of a new run, with random parameters.
 
-    The optimizer state is in its initial state, which is zero for Adafactor. The step
+    The optimizer state has its initial values, which are zero for Adafactor. The step
     number is the value of --train.start_step, which is usually 0.
     """
     # With FSDP (ZeRO-3), each device along the mesh axis "data" stores only a shard of
@@ -348,7 +361,8 @@ def init_state(cfg):
     table = optimizer.slots(trained_part(cfg, model.param_table(cfg.model)))
     slots = jax.tree.map(zeros, table, is_leaf=model.is_param)
     if optimizer.init:
-        # Shard the initial slots in the same way as the zeros.
+        # The optimizer computes initial values for the slots. Shard these values like the
+        # zeros that they replace.
         shardings = jax.tree.map(lambda a: jax.typeof(a).sharding.spec, slots)
         init = functools.partial(optimizer.init, train=cfg.train)
         slots = auto_axes(init, out_sharding=shardings)(trained_part(cfg, params))
@@ -360,9 +374,10 @@ def init_state(cfg):
 
 
 def trained_part(cfg, tree):
-    """Leave out the frozen parameters, whose names match --train.freeze.
+    """Keep only the parameters that are trained, and leave out the frozen parameters.
 
-    With --train.freeze 'encoder/.*', for example, the encoder keeps its weights.
+    A parameter is frozen if its name matches --train.freeze. For example, --train.freeze
+    'encoder/.*' freezes the complete encoder.
     tree: a nested dict with the keys of model.param_table.
     Returns a nested dict of the entries that training changes.
     """
@@ -375,26 +390,30 @@ def trained_part(cfg, tree):
 
 
 def with_trained_part(params, trained):
-    """Return the parameters, with the trained ones replaced by those in `trained`."""
+    """Return all parameters of a model, with new values for the trained parameters.
+
+    params: a nested dict of all parameters, including the frozen parameters.
+    trained: a nested dict of the new values. It does not contain frozen parameters.
+    """
     return unflatten_dict(flatten_dict(params) | flatten_dict(trained))
 
 
 def gradients(cfg, params, batch, key):
     """Compute the gradients of the mean loss per target token of a batch.
 
-    Padding is not counted. To save memory, a batch can be split into microbatches, which
-    the model processes one after another. The gradients of all microbatches are added up.
-    Without dropout, the result is the same as without microbatches, up to rounding. With
-    dropout, the random masks differ.
+    Padding tokens are not counted. To save memory, a batch can be split into
+    microbatches, which the model processes one after another. The gradients of all
+    microbatches are added up. Without dropout, the result is the same as without
+    microbatches, up to rounding. With dropout, the random masks differ.
 
     batch: a data.Batch with arrays of the shape [rows, length]. Segment 0 is padding.
     key: the PRNG key for dropout, or None for no dropout.
     Returns (the sums that model.loss_fn returns, the gradients of the parameters). There
     are no gradients of frozen parameters.
     """
-    # Divide by the number of target tokens in the complete batch, not in one microbatch.
-    # The gradients of the microbatches then add up to the gradient of the mean loss. The
-    # option --train.loss_divisor replaces this number.
+    # Divide the loss by the number of target tokens in the complete batch, not in one
+    # microbatch. The gradients of the microbatches then add up to the gradient of the
+    # mean loss. The option --train.loss_divisor replaces this divisor.
     tokens = jnp.sum(batch.target_segments > 0)
     divisor = cfg.train.loss_divisor or jnp.maximum(tokens, 1).astype(jnp.float32)
 
@@ -425,7 +444,7 @@ def gradients(cfg, params, batch, key):
         new = sums_and_gradients(*microbatch_and_key)
         return jax.tree.map(jnp.add, total, new), None
 
-    # The gradients of all microbatches are summed, beginning with zeros. The function
+    # Sum the gradients of all microbatches, beginning with zeros. The function
     # jax.eval_shape finds the shapes and shardings of the sums without running the model.
     first = jax.tree.map(lambda a: a[0], (microbatches, keys))
     zeros = jax.tree.map(
@@ -451,9 +470,9 @@ def train_step(cfg, state, batch):
     """
     key = None
     if cfg.model.dropout:
-        # The seed and the step number determine the dropout masks. A resumed run
-        # therefore has the same masks as an uninterrupted run. The initial weights were
-        # sampled with the key of the seed. Use seed + 1 here to get other random numbers.
+        # The dropout masks depend only on the seed and the step number. A resumed run
+        # therefore has the same masks as an uninterrupted run. The seed itself was used
+        # to sample the initial weights, so the dropout masks use seed + 1.
         key = jax.random.fold_in(jax.random.key(cfg.train.seed + 1), state.step)
     sums, grads = gradients(cfg, state.params, batch, key)
     rate = learning_rate(state.step, cfg.train)
@@ -467,7 +486,7 @@ def train_step(cfg, state, batch):
             table, params, grads, slots, count, rate, cfg.train, **more
         )
 
-    # The new parameters and slots are sharded in the same way as the old ones. With
+    # Give the new parameters and slots the same shardings as the old ones. With
     # auto_axes, JAX chooses the shardings of all other arrays in the optimizer.
     shardings = jax.tree.map(
         lambda a: jax.typeof(a).sharding.spec, (trained, state.slots)
@@ -479,14 +498,15 @@ def train_step(cfg, state, batch):
     params = with_trained_part(state.params, trained)
     new = {"params": params, "slots": slots}
     if cfg.train.ema:
-        # After a few updates, average only these updates, and not the initial weights.
+        # Use a smaller decay during the first updates. Otherwise the average would
+        # contain a large share of the initial weights for a long time.
         decay = jnp.minimum(cfg.train.ema, (1 + state.count) / (10 + state.count))
         new["ema"] = jax.tree.map(
             lambda old, w: decay * old + (1 - decay) * w, state.ema, params
         )
 
-    # If the loss or a gradient is infinite or NaN, keep the old parameters and slots. A
-    # compiled function cannot use a Python `if` on computed values, so use jnp.where.
+    # If the loss or a gradient is infinite or NaN, keep the old parameters and slots. Use
+    # jnp.where, because a compiled function cannot use a Python `if` on computed values.
     grad_norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums["cross_ent_loss"])
     new = jax.tree.map(
@@ -516,7 +536,7 @@ class NotFinite(Exception):
 
 
 class Interrupted(Exception):
-    """Raised during an evaluation if a signal, such as Ctrl-C, ends the run."""
+    """Raised to end an evaluation early when a signal, such as Ctrl-C, ends the run."""
 
 
 def check_finite(cfg, step, skipped):
@@ -529,8 +549,9 @@ def check_finite(cfg, step, skipped):
     if skipped < 3:
         return
     t = cfg.train
-    # The number of steps of this run before the first skipped update. With batch size 64
-    # and before = 10, the skipped batches begin with row 640 of the training data.
+    # The variable `before` is the number of steps of this run before the first skipped
+    # update. With batch size 64 and before = 10, the skipped batches begin with row 640
+    # of the training data.
     before = step - skipped - t.start_step
     raise NotFinite(
         f"The loss or a gradient was infinite or NaN in steps {step - skipped + 1:,} to "
@@ -542,7 +563,7 @@ def check_finite(cfg, step, skipped):
 
 
 def is_due(every, step, cfg):
-    """Return whether an action that runs every `every` steps is due after a step.
+    """Return whether a repeated action, such as saving a checkpoint, is due after a step.
 
     With every = 100, the action is due after the steps 100, 200, 300 and so on, and after
     the last step. With every = 0, the action is never due. The argument cfg is a
@@ -589,12 +610,12 @@ def run(cfg, program, state, start, load_batch, progress, evaluations, save, aft
         logs = is_due(t.log_every, step, t)
         saves = is_due(t.save_every, step, t) or (stop and t.save_every > 0)
         # If the run must stop now, skip the evaluations of this step. The resumed run
-        # makes these evaluations.
+        # will make the skipped evaluations.
         due = [] if stop else evaluations.due(step)
         if logs:
             progress.log(step, metrics)
-        # Raise NotFinite if several updates in a row were skipped. This check comes
-        # before `save`, because the state of such a run must not be saved.
+        # Raise NotFinite if several updates in a row were skipped. Check this before
+        # calling `save`, because the state of such a run must not be saved.
         if logs or saves:
             check_finite(cfg, step, int(state.skipped))
         # Save the checkpoint before the evaluations, so that no training is lost if an
@@ -605,7 +626,8 @@ def run(cfg, program, state, start, load_batch, progress, evaluations, save, aft
             for evaluation in due:
                 evaluation(step, state.ema or state.params)
         except Interrupted:
-            # The resumed run makes this evaluation again.
+            # A signal has interrupted the evaluation, so the run must stop. The resumed
+            # run will repeat the evaluation.
             stop = step < t.steps
             if stop and t.save_every and not saves:
                 save(step, state)
@@ -624,7 +646,7 @@ def run(cfg, program, state, start, load_batch, progress, evaluations, save, aft
 
 
 def split_layers(params):
-    """Return parameters in which each layer has arrays of its own.
+    """Split the stacked arrays of all layers into separate arrays, one for each layer.
 
     For example, the array encoder/layers/mlp/up of the shape [2, 512, 1024] becomes two
     matrices, encoder/layers/mlp/up/layer_000 and encoder/layers/mlp/up/layer_001.
@@ -642,9 +664,9 @@ def split_layers(params):
 def named_leaves(tree):
     """Yield each leaf of a pytree as a tuple (name, is_layer, leaf).
 
-    In the state of an optax optimizer, the name of a leaf is "0/mu/encoder/norm", for
-    example. If the leaf belongs to a single layer, is_layer is True, and the name does
-    not contain the number of the layer.
+    The name is the path of the leaf. In the state of an optax optimizer, for example, a
+    leaf has the name "0/mu/encoder/norm". If the leaf belongs to a single layer, is_layer
+    is True, and the name does not contain the number of the layer.
     """
     for path, leaf in tree_leaves_with_path(tree):
         full_name = keystr(path, simple=True, separator="/")
@@ -655,7 +677,9 @@ def named_leaves(tree):
 def stack_layers(tree):
     """Return a nested dict of all arrays of a pytree, with the layers stacked again.
 
-    A checkpoint stores such a dict. It contains the integers of each PRNG key.
+    For example, the two matrices mlp/up/layer_000 and mlp/up/layer_001 become one array
+    mlp/up with a first axis of size 2. A checkpoint stores the resulting dict. Each PRNG
+    key is replaced by its integers.
     """
     groups = collections.defaultdict(list)
     for name, is_layer, array in named_leaves(tree):
@@ -670,14 +694,19 @@ def stack_layers(tree):
 
 
 def is_prng_key(array):
-    """Return whether an array contains PRNG keys, which optax.noisy_sgd needs."""
+    """Return whether an array contains PRNG keys, such as those of optax.noisy_sgd."""
     return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 
 def unstack_layers(stacked, shapes):
-    """Invert stack_layers. The argument `shapes` has the structure of the result."""
+    """Convert the result of stack_layers back to a pytree with separate layers.
+
+    stacked: the nested dict of arrays that stack_layers has returned.
+    shapes: a pytree with the structure of the result.
+    """
     arrays = partition.flatten(stacked)
-    used = collections.Counter()  # how many layers of each array are already used
+    # Count how many layers of each stacked array are already used.
+    used = collections.Counter()
     leaves = []
     for name, is_layer, like in named_leaves(shapes):
         array = arrays[name][used[name]] if is_layer else arrays[name]
@@ -687,7 +716,7 @@ def unstack_layers(stacked, shapes):
 
 
 def from_optax(make, split=True):
-    """Convert an optimizer of the library optax to an Optimizer.
+    """Convert an optimizer of the library optax to an Optimizer of this file.
 
     For example, `from_optax(lambda rate, train: optax.lion(rate))` returns the optimizer
     Lion. The state of the optax optimizer, such as the momentum, becomes the optimizer
@@ -718,9 +747,10 @@ def from_optax(make, split=True):
         declared = partition.flatten(jax.eval_shape(start, params))
         for path, slot in declared.items():
             axes = (None,) * len(slot.shape)
-            # The optax array "0/mu/encoder/norm", for example, belongs to the parameter
-            # "encoder/norm". If the array and the parameter have the same shape, they
-            # also get the same axes, and therefore the same sharding.
+            # The name of a slot ends with the name of its parameter. For example, the
+            # slot "0/mu/encoder/norm" belongs to the parameter "encoder/norm". If the
+            # slot and the parameter have the same shape, give the slot the same axes, and
+            # therefore the same sharding.
             for name, p in partition.flatten(table).items():
                 if path.endswith(f"/{name}") and p.shape == slot.shape:
                     axes = p.axes
@@ -728,8 +758,9 @@ def from_optax(make, split=True):
         return unflatten_dict(declared, sep="/")
 
     def update(table, params, grads, slots, count, rate, train, loss=None):
-        # An optax optimizer is created with a fixed learning rate. Our learning rate
-        # changes in every step, so create the optimizer with the current learning rate.
+        # The learning rate of an optax optimizer is fixed when the optimizer is created.
+        # Our learning rate changes in every step. Therefore create the optimizer again in
+        # each step, with the current learning rate.
         optimizer = optax.with_extra_args_support(make(rate, train))
         params, grads = separate(params), separate(grads)
         state = unstack_layers(slots, jax.eval_shape(optimizer.init, params))
@@ -742,8 +773,9 @@ def from_optax(make, split=True):
 def rms_scaled_adamw(rate, train):
     """Return the AdamW of nanoT5, whose steps are relative to the size of the weights.
 
-    The update of each matrix or vector w is multiplied by max(1e-3, RMS(w)), as in
-    Adafactor. RMS(w) is the root mean square of all elements of w.
+    RMS(w) is the root mean square of all elements of a matrix or vector w. As in
+    Adafactor, the update of w is multiplied by max(1e-3, RMS(w)). The library nanoT5
+    trains T5 with this optimizer.
     """
     return optax.chain(
         optax.scale_by_adam(eps=1e-6),
@@ -763,8 +795,8 @@ def muon(rate, train):
     """
 
     def dimensions(path, w):
-        # The matrices of all layers are stacked in an array [layers, rows, columns]. The
-        # first axis is a batch axis.
+        # The matrices of all layers are stacked in an array [layers, rows, columns]. Muon
+        # updates each of the stacked matrices separately.
         is_matrix = w.ndim == 3 and "relative_bias" not in keystr(path)
         return optax.contrib.MuonDimensionNumbers(1, 2) if is_matrix else None
 
@@ -820,15 +852,16 @@ class MetricsFile:
                 f"checkpoint of step {step:,}. If the run directory was copied during "
                 f"training, stop this run and copy the directory again."
             )
-        # The evaluations whose results are already in metrics.jsonl, as a set of pairs
-        # (step, name). An example is (100, "training_eval/span_corruption").
+        # Find the evaluations whose results are already in metrics.jsonl, as a set of
+        # pairs (step, name). For example, (100, "training_eval/span_corruption") is an
+        # evaluation after step 100.
         self.evaluated = {
             (line["step"], name.rpartition("/")[0]) for line in lines for name in line
         }
         self.lines = [json.dumps(line) + "\n" for line in lines]
         self.writers = {}
-        # A resumed run repeats the steps after its last checkpoint. The argument
-        # purge_step tells TensorBoard to hide the older metrics of these steps.
+        # A resumed run repeats the steps after its last checkpoint. TensorBoard hides the
+        # older metrics of all steps from purge_step on.
         self.purge_step = step + 1
         if partition.is_main_process():
             configs.write_file(path, "".join(self.lines))
@@ -841,9 +874,10 @@ class MetricsFile:
     def write(self, step, **groups):
         """Add a line with metrics of one step to the file.
 
-        Every process calls this method, but only the main process writes. The metrics are
-        also written for TensorBoard, if this is possible. For example, the call
-        write(100, train={"loss": 2.5}) adds the line {"step": 100, "train/loss": 2.5}.
+        For example, the call write(100, train={"loss": 2.5}) adds the line {"step": 100,
+        "train/loss": 2.5}. Every process calls this method, but only the main process
+        writes. If tensorboardX is installed and the file is local, the method also writes
+        the metrics for TensorBoard.
         step: the number of the step.
         groups: Each keyword, such as `train`, is the name of a group of metrics. Its
             value is a dict from the name of a metric to a number.
@@ -858,7 +892,7 @@ class MetricsFile:
         check_run_dir(self.path.parent, self.lock)
         if self.is_remote:
             # Remote storage cannot append a line to a file. Therefore collect all lines
-            # in memory. The method sync writes the complete file.
+            # in memory. The method sync later writes the complete file.
             self.lines.append(line)
         else:
             configs.append_file(self.path, line)
@@ -886,8 +920,8 @@ class MetricsFile:
                 Event(wall_time=now, step=self.purge_step, session_log=start)
             )
         for name, value in metrics.items():
-            # SeqIO adds "eval/" to the names of metrics of generated text, for example
-            # "eval/bleu". Use the same names.
+            # For metrics of generated text, SeqIO adds "eval/" to the names, for example
+            # "eval/bleu". Use the same names as SeqIO.
             tag = f"eval/{name}" if group.startswith("inference_eval/") else name
             values = summary.scalar(tag, float(value))
             self.writers[group].write_event(
@@ -905,7 +939,7 @@ class MetricsFile:
             return
         if self.is_remote:
             configs.write_file(self.path, "".join(self.lines))
-        # The file does not exist at this path if the run directory was moved.
+        # If the run directory was moved, the file is no longer at this path.
         elif self.path.exists():
             with open(self.path) as file:
                 os.fsync(file.fileno())
@@ -972,7 +1006,8 @@ def step_flops(cfg):
     )
 
 
-# A line of the progress output. Each name in braces is replaced by the value of a metric.
+# Training prints a line like this at regular intervals. Each name in braces is replaced
+# by the value of a metric.
 PROGRESS_LINE = (
     "loss {loss:.3f}  accuracy {accuracy:.3f}  learning rate {learning_rate:.1e}  "
     "{seqs_per_second:.4g} examples/s  {gigaflops:.4g} GFLOP/s{share}  "
@@ -981,10 +1016,11 @@ PROGRESS_LINE = (
 
 
 def report(text):
-    """Print a text of the progress output, above the progress bar if there is one.
+    """Print a text. If there is a progress bar, the text appears above the bar.
 
-    If the terminal is closed, or the program that reads the output has ended, stop the
-    run as the signal SIGHUP does. The run then saves a checkpoint.
+    Printing fails if the terminal is closed, or if the program that reads the output has
+    ended. In this case, send the signal SIGHUP to this process. The run then saves a
+    checkpoint and stops.
     """
     try:
         tqdm.write(text)
@@ -1012,7 +1048,7 @@ class Progress:
         self.restart_clock(start)
 
     def restart_clock(self, step):
-        """Restart the measurement of the training speed after a given step."""
+        """Start a new measurement of the training speed after a given step."""
         self.step = step
         self.clock = time.perf_counter()
         self.waited = 0.0
@@ -1020,7 +1056,8 @@ class Progress:
     def wait(self, batch):
         """Wait until a batch is loaded, and return the batch.
 
-        The waiting time is recorded, because a long time means that loading is too slow.
+        The method also measures the waiting time. A long waiting time means that loading
+        data is slower than training.
         batch: a concurrent.futures.Future whose result is the batch.
         """
         began = time.perf_counter()
@@ -1051,9 +1088,9 @@ class Progress:
             "data_wait_fraction": self.waited / seconds,
         }
         share = ""
-        # The measured peak is too low if other programs used the machine during the
-        # measurement. A share of more than 100 % cannot be true. Do not report the share
-        # in this case.
+        # If other programs used the machine while the peak speed was measured, the
+        # measured peak is too low. The training speed can then be above 100 % of the
+        # peak. Do not report a share above 100 %.
         if flops <= self.peak:
             timing["model_flops_fraction"] = flops / self.peak
             share = f" ({flops / self.peak:.0%} of peak)"
@@ -1071,8 +1108,8 @@ class Progress:
 # ---- evaluations during training -------------------------------------------------------
 
 
-# The line that reports how well the model predicts held-out data of a task. Each name in
-# braces is replaced by a value.
+# Evaluations print a line like this for the held-out data of a task. Each name in braces
+# is replaced by a value, such as the name of the task.
 HELD_OUT_LINE = (
     "step {step:,}: {task}: held-out loss {loss:.3f}, accuracy {accuracy:.3f}, "
     "{content_loss:.3f} nats per content token, {bits_per_byte:.3f} bits per byte"
@@ -1080,7 +1117,7 @@ HELD_OUT_LINE = (
 
 
 class Evaluations:
-    """Evaluate the model during training, on held-out data that it is not trained on.
+    """Evaluate the model during training, on held-out data that are never trained on.
 
     The results are printed and written to metrics.jsonl.
 
@@ -1099,7 +1136,8 @@ class Evaluations:
     def print_baseline(self, counts):
         """Print the loss of a unigram model on the held-out data of each task.
 
-        This model knows only how often each token occurs.
+        A unigram model knows only how often each token occurs. Its loss is a baseline:
+        the trained model should have a lower loss.
         counts: how often each token occurs in a sample of the training data, as an array
             of integers of the shape [vocabulary size].
         """
@@ -1124,8 +1162,8 @@ class Evaluations:
         for name, (cfg, dataset) in self.held_out.items():
             t = cfg.train
             kinds = [("training_eval", t.eval_every, self.evaluate)]
-            # Generate outputs only for a task whose documents have inputs and targets. In
-            # a pretraining task, a document is only a text.
+            # Generate outputs only if the documents of the task are pairs of inputs and
+            # targets. In a pretraining task, a document is only a text.
             if len(dataset.tasks[0].task.objective.features) > 1:
                 kinds.append(("inference_eval", t.infer_every, self.predict))
             for group, every, evaluation in kinds:
@@ -1135,9 +1173,9 @@ class Evaluations:
         return found
 
     def run(self, evaluation, name, step, params):
-        """Call the function `evaluation`, which is a method of this class.
+        """Run an evaluation. A signal, such as Ctrl-C, may interrupt the evaluation.
 
-        While it runs, a signal such as Ctrl-C may interrupt it.
+        evaluation: the method `evaluate` or the method `predict` of this class.
         """
         self.stop.evaluating = True
         try:
@@ -1148,8 +1186,8 @@ class Evaluations:
     def evaluate(self, name, step, params):
         """Compute the loss and the accuracy of the model on held-out data of a task.
 
-        The results are printed and written to metrics.jsonl. For the first of all tasks,
-        the model also generates the output of one example, which is printed.
+        The results are printed and written to metrics.jsonl. If the task is the first of
+        all tasks, the method also prints the output of the model for one example.
         """
         cfg, dataset = self.held_out[name]
         number = dataset.batches(cfg.train.eval_batches)
@@ -1194,16 +1232,16 @@ def held_out_example(params, cfg, mesh, dataset):
     inputs = batch.inputs[0][batch.input_segments[0] > 0]
     targets = batch.targets[0]
     # The devices along the mesh axis "data" share the rows of a batch. The batch
-    # therefore needs at least one row for each of these devices. Only the first row is
-    # used.
+    # therefore needs at least one row for each of these devices, although only the first
+    # row is used.
     rows = mesh.shape["data"]
     trie = infer.read_choices(cfg, tokenizer, data.TASKS.get(cfg.data.task))
     example = infer.Example(inputs)
     results = infer.run_batch(params, cfg, mesh, [example], "predict", rows, trie)
     (outputs, _), *_ = results
     if data.is_span_corruption(cfg):
-        # Show the same text three times: with gaps, with the true tokens in the gaps, and
-        # with the tokens that the model writes.
+        # Show the text of the example three times: with gaps, with the true tokens in the
+        # gaps, and with the tokens that the model writes.
         texts = [
             infer.fill_blanks(inputs, ids, tokenizer) for ids in ([], targets, outputs[0])
         ]
@@ -1220,7 +1258,7 @@ def lock_run(run_dir, checkpoints):
     """Lock a run directory, so that only one run at a time can use it.
 
     Returns the open lock file. Closing this file releases the lock. A remote directory
-    cannot be locked, so the result is None.
+    cannot be locked, so the result for a remote directory is None.
 
     Only the main process locks the directory. All other processes return None. The main
     process also deletes checkpoints that were not completely written.
@@ -1315,8 +1353,8 @@ def check_keep_best(t, tasks):
         if t.eval_every:
             known += [f"training_eval/{task}/{name}" for name in losses]
         if t.infer_every:
-            # The metric functions choose the names of their results, so the names are not
-            # known yet. Accept every name.
+            # The metric functions of a task choose the names of their results. These
+            # names are not known before the first evaluation, so accept every name.
             known.append(f"inference_eval/{task}/*")
     if t.keep_best and not any(fnmatch.fnmatch(t.keep_best, name) for name in known):
         raise UserError(
@@ -1339,15 +1377,15 @@ def open_data(cfg, run_dir, resumes, source, config):
     of an evaluated task to a tuple (Config, Dataset).
     """
     t = cfg.train
-    # The main process runs this function before all other processes, and writes
-    # config.json. If another process does not find this file, the processes do not share
-    # the directory.
+    # The main process runs this function first, and writes config.json. If another
+    # process then does not find config.json, the processes do not share the run
+    # directory.
     if not partition.is_main_process() and not (run_dir / "config.json").exists():
         raise UserError(
             f"The processes of this run do not share --run_dir {run_dir}: choose a "
             f"directory that all machines can read and write."
         )
-    # Check the names of metrics before the text is tokenized, which can take long.
+    # Check the names of the metrics before tokenizing the text, which can take long.
     tasks = data.evaluation_configs(cfg) if t.eval_every or t.infer_every else {}
     if t.infer_every:
         evaluate.check_metrics(tasks)
@@ -1387,7 +1425,8 @@ def open_data(cfg, run_dir, resumes, source, config):
 def state_template(cfg, mesh):
     """Return the shapes, dtypes and shardings of a TrainState without creating arrays.
 
-    The result is a TrainState of jax.ShapeDtypeStructs.
+    The result is a TrainState that contains a jax.ShapeDtypeStruct for each array. The
+    training step can be compiled for these shapes before any array exists.
     """
 
     def with_sharding(a):
@@ -1404,7 +1443,7 @@ def state_template(cfg, mesh):
 def batch_template(cfg, mesh, rows):
     """Return the shapes, dtypes and shardings of a batch without creating arrays.
 
-    The result is a data.Batch of jax.ShapeDtypeStructs.
+    The result is a data.Batch that contains a jax.ShapeDtypeStruct for each array.
     rows: the number of rows on all devices together.
     """
     sharding = jax.NamedSharding(mesh, jax.P("data"))
@@ -1412,7 +1451,7 @@ def batch_template(cfg, mesh, rows):
         jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=sharding)
         for length in (cfg.data.inputs_length, cfg.data.targets_length)
     )
-    # The fields of a Batch are inputs, input_segments, decoder_inputs, targets and
+    # Fill the five fields of a Batch: inputs, input_segments, decoder_inputs, targets and
     # target_segments.
     return data.Batch(inputs, inputs, targets, targets, targets)
 
@@ -1428,24 +1467,24 @@ def lower_step(cfg, mesh):
     template = state_template(cfg, mesh)
     options = None
     if partition.platform() == "tpu":
-        # Choose the compiler options that make training faster on this kind of TPU. The
-        # comments above these options in partition.py explain them.
+        # Choose compiler options that make training faster on this kind of TPU. Comments
+        # in partition.py explain the options.
         kind = mesh.devices.flat[0].device_kind
         options = dict(partition.ASYNC_GATHER_OPTIONS)
         if kind not in ("TPU v3", "TPU v4"):
             options |= partition.ASYNC_REDUCE_OPTIONS
         if kind.startswith("TPU v5"):
             options |= partition.FUSION_MEMORY_OPTIONS
-    # With donate_argnums=0, the new TrainState reuses the memory of the old TrainState.
-    # This saves the memory of a second TrainState.
+    # With donate_argnums=0, the new TrainState overwrites the memory of the old
+    # TrainState. Otherwise the step would need memory for two TrainStates.
     step = jax.jit(
         functools.partial(train_step, cfg), donate_argnums=0, compiler_options=options
     )
     return template, step.lower(template, batch_template(cfg, mesh, cfg.train.batch_size))
 
 
-# An error message about too little memory contains the word "lower", followed by this
-# text.
+# If a training step needs too much memory, the error message contains this text, after
+# the word "lower".
 SMALLER_STEP = (
     "--train.batch_size, --data.inputs_length, --data.targets_length or the model's "
     "sizes, raise --train.microbatches, add --model.remat full"
@@ -1455,13 +1494,14 @@ SMALLER_STEP = (
 def check_minimum_memory(cfg):
     """Raise UserError if the largest arrays of a training step do not fit in memory.
 
-    This check is a quick estimate, which runs before JAX traces the model. Tracing itself
-    already needs memory for matrices of the shape [inputs_length, inputs_length].
+    The required memory is only estimated, so that the check is quick. The check runs
+    before JAX traces the model. Tracing itself already needs memory for matrices of the
+    shape [inputs_length, inputs_length].
     """
     rows = cfg.train.batch_size // cfg.train.microbatches
     lengths = cfg.data.inputs_length, cfg.data.targets_length
-    # With copies=2, the parameters are counted twice, because the gradients have the same
-    # size as the parameters.
+    # Use copies=2 to count the parameters twice, because the gradients have the same size
+    # as the parameters.
     memory = model.minimum_memory(cfg.model, rows, *lengths, copies=2)
     partition.check_memory(memory, SMALLER_STEP)
 
@@ -1487,9 +1527,9 @@ def check_freeze(cfg):
 def compile_step(step, mesh):
     """Compile the training step, and check that the compiled program fits in memory.
 
-    Raises UserError if the program is too large. This check comes before the program
-    allocates memory. Without this check, a machine without accelerators would start to
-    swap, or the kernel would kill the process.
+    Raises UserError if the program needs too much memory. The check is made before the
+    program allocates memory. Without the check, a machine without accelerators would
+    start to swap, or the kernel would kill the process.
     step: a jax.stages.Lowered from lower_step.
     """
     program = step.compile()
@@ -1502,8 +1542,8 @@ def compile_step(step, mesh):
 def load_state(cfg, template, checkpoints, source):
     """Return the TrainState with which a run starts, and the number of its step.
 
-    If the run already has checkpoints, the newest checkpoint is loaded. Otherwise, the
-    parameters of `source` are loaded if --init_from is given. In all other cases, the
+    If the run already has checkpoints, the newest checkpoint is loaded. Otherwise, if
+    --init_from is given, the parameters of `source` are loaded. In all other cases, the
     parameters are random. With --train.restore all, the optimizer state and the step of
     `source` are loaded too.
     template: the result of state_template.
@@ -1531,8 +1571,8 @@ def load_state(cfg, template, checkpoints, source):
             )
         print(f"started  from {source}, with weights and optimizer of step {step:,}")
     else:
-        # The initialization runs only once, so compile it quickly instead of making it
-        # fast. On a CPU, optimization level 1 halves the compile time.
+        # Compile the initialization quickly. The compiled program may be slow, because it
+        # runs only once. On a CPU, optimization level 1 halves the compile time.
         options = None
         if partition.platform() == "cpu":
             options = {"xla_backend_optimization_level": "1"}
@@ -1548,11 +1588,12 @@ def load_state(cfg, template, checkpoints, source):
             )
             print(f"started  from {source}, with the weights of step {source_step:,}")
             if t.ema:
-                # The average begins with the loaded weights. Copy them, because each
-                # array of a TrainState needs memory of its own.
+                # The moving average begins with the loaded weights. Copy the weights,
+                # because each array of a TrainState needs memory of its own.
                 arrays["ema"] = jax.tree.map(jnp.copy, arrays["params"])
-    # Replace the arrays of `state` by the loaded arrays. Keep the empty dict of an
-    # optimizer without slots, such as optax.sgd. A checkpoint does not contain it.
+    # Replace the arrays of `state` by the loaded arrays. An optimizer without slots, such
+    # as optax.sgd, has an empty dict as its state. Keep the empty dict, which a
+    # checkpoint does not contain.
     arrays = flatten_dict(state, keep_empty_nodes=True) | flatten_dict(arrays)
     return from_state_dict(template, unflatten_dict(arrays)), step
 
@@ -1573,8 +1614,7 @@ def train(cfg, run_dir, recipe, config, source):
     """
     t = cfg.train
     mesh = partition.set_mesh(cfg)
-    # Before any file is written, check that the schedule is valid and the memory
-    # suffices.
+    # Check that the settings are valid and the memory suffices before writing any file.
     learning_rate(0, t)
     check_freeze(cfg)
     check_minimum_memory(cfg)
@@ -1593,16 +1633,17 @@ def train(cfg, run_dir, recipe, config, source):
 
 
 def train_locked(cfg, run_dir, recipe, config, source, mesh, checkpoints, lock):
-    """Train a model in a run directory that this process has locked.
+    """Train a model in a run directory that is already locked.
 
-    The first five arguments and the result are those of the function `train`.
+    The function `train` calls this function, and has the same first five arguments and
+    the same result.
     checkpoints: the partition.Checkpoints of the run.
     lock: the result of lock_run.
     """
     t = cfg.train
     resumes = bool(partition.from_main_process(checkpoints.steps()))
-    # Warn if a recipe for fine-tuning starts with random weights. Such a recipe has
-    # "finetune" in its name, or begins at a step after 0.
+    # Warn if a recipe for fine-tuning starts with random weights. A recipe is for
+    # fine-tuning if its name contains "finetune", or if it begins at a step after 0.
     if not (resumes or source) and (t.start_step or "finetune" in cfg.name):
         note(
             f"warning: the recipe {cfg.name} continues the training of a model, but this "
@@ -1618,8 +1659,8 @@ def train_locked(cfg, run_dir, recipe, config, source, mesh, checkpoints, lock):
     )
     checkpoints.identity = configs.weights_identity(cfg, vocabulary)
     stop = StopSignal(t)
-    # Handle SIGTERM here only if there is one process. With several processes, JAX
-    # handles SIGTERM, so that all processes stop after the same step.
+    # A single process handles SIGTERM here. With several processes, JAX handles SIGTERM,
+    # so that all processes stop after the same step.
     names = ["SIGINT", "SIGHUP", "SIGTERM"][: 2 + (jax.process_count() == 1)]
     with configs.watch_signals(names, stop.interrupt, stop.receive):
         template, step = lower_step(cfg, mesh)
@@ -1629,9 +1670,9 @@ def train_locked(cfg, run_dir, recipe, config, source, mesh, checkpoints, lock):
             compiling = thread.submit(compile_step, step, mesh)
             state, start = load_state(cfg, template, checkpoints, source)
             program = compiling.result()
-        # The compiler no longer needs much of its memory, but the C library glibc keeps
-        # it. Return this memory to the operating system. For T5 1.1 small on a CPU, this
-        # saves 280 MB.
+        # The compiler no longer needs much of its memory, but the C library glibc has not
+        # returned this memory to the operating system. Return it now. For T5 1.1 small on
+        # a CPU, this saves 280 MB.
         if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
             trim(0)
         metrics_file = MetricsFile(run_dir / "metrics.jsonl", start, lock, t.log_every)
@@ -1654,8 +1695,8 @@ def train_locked(cfg, run_dir, recipe, config, source, mesh, checkpoints, lock):
             batch = dataset.batch(step - t.start_step, rows)
             return partition.put_batch(batch, t.batch_size, mesh)
 
-        # The flag --train.profile 10:12 records the steps 10, 11 and 12 with
-        # jax.profiler. The value 0:0 records no step.
+        # With --train.profile 10:12, jax.profiler records the steps 10, 11 and 12. The
+        # value 0:0 records no step.
         first, last = map(int, (t.profile or "0:0").split(":"))
 
         def profile(step, state):
@@ -1684,8 +1725,8 @@ def train_locked(cfg, run_dir, recipe, config, source, mesh, checkpoints, lock):
         def save(step, state):
             check_run_dir(run_dir, lock)
             metrics_file.sync()
-            # Wait until the previous checkpoint is complete. Only complete checkpoints
-            # are compared to find the best one.
+            # Wait until the previous checkpoint is complete, because the function `best`
+            # compares only complete checkpoints.
             checkpoints.wait()
             checkpoints.save(to_state_dict(state), step, best())
 
@@ -1712,14 +1753,14 @@ def train_locked(cfg, run_dir, recipe, config, source, mesh, checkpoints, lock):
         finally:
             progress.bar.close()
             metrics_file.sync()
-            # After an error, a background thread may still write a checkpoint. Wait for
-            # this thread before another command can lock the run directory. With several
-            # processes, do not wait, because the other processes may never write their
-            # parts of the checkpoint.
+            # After an error, a background thread may still be writing a checkpoint. Wait
+            # for the thread before another command can lock the run directory. With
+            # several processes, do not wait, because the other processes may never write
+            # their parts of the checkpoint.
             checkpoints.executor.shutdown(wait=jax.process_count() == 1)
         checkpoints.wait()
-        # The last evaluation may have changed which checkpoint is the best. Therefore
-        # remove old checkpoints once more.
+        # The last evaluation may have changed which checkpoint is the best. Remove the
+        # checkpoints that are no longer needed.
         if partition.is_main_process():
             checkpoints.remove_old(step, best())
     if step < t.steps:
@@ -1732,8 +1773,8 @@ def train_locked(cfg, run_dir, recipe, config, source, mesh, checkpoints, lock):
             f"command again: {command}"
         )
         if jax.process_count() > 1:
-            # Wait for the other processes here. The function run_command, which ends the
-            # command, waits for other processes only if the status is 0.
+            # Wait for the other processes before this process ends. The function
+            # run_command, which ends the process, waits only if the status is 0.
             jax.distributed.shutdown()
         return stop.status
     print(f"done     {run_dir}: {step:,} steps.")
@@ -1764,14 +1805,16 @@ class StopSignal:
         self.t = t
         self.training = False
         self.evaluating = False
-        self.number = None  # the first signal
-        self.time = None  # the time of the first signal
+        # The first signal that the run has received, and the time of this signal.
+        self.number = None
+        self.time = None
 
     def interrupt(self, *_):
         """Raise Interrupted if the run is evaluating the model.
 
-        Python calls this signal handler in the main thread. Several processes must stop
-        after the same step, so they finish their evaluation instead.
+        Python calls this signal handler in the main thread. If there are several
+        processes, the evaluation is not interrupted, because all processes must stop
+        after the same step.
         """
         if self.training and self.evaluating and jax.process_count() == 1:
             raise Interrupted
@@ -1779,8 +1822,9 @@ class StopSignal:
     def receive(self, number):
         """Make the run stop after a signal, or end the process at once.
 
-        The function configs.watch_signals calls this method in a separate thread, so the
-        main thread may be busy. The argument `number` is a signal.Signals.
+        The process ends at once if training has not started, or if the signal is the
+        second one. The function configs.watch_signals calls this method in a separate
+        thread, so the main thread may be busy. The argument `number` is a signal.Signals.
         """
         now = time.monotonic()
         if not self.training:
@@ -1799,8 +1843,8 @@ class StopSignal:
             )
             if jax.process_count() > 1:
                 signal.raise_signal(signal.SIGTERM)
-        # Programs such as `timeout` send a signal twice at the same time. Ignore a signal
-        # that arrives within one second after the first signal.
+        # Programs such as `timeout` send a signal twice at the same time. Ignore a second
+        # signal within one second of the first signal.
         elif now > self.time + 1:
             note(
                 "A second signal ended this run at once. Its last complete checkpoint "
@@ -1813,8 +1857,9 @@ class StopSignal:
     def name(self):
         """Return the name of the signal that stops the run, such as "SIGINT".
 
-        With several processes, JAX receives SIGTERM instead of this class. The name is
-        therefore "SIGTERM" if this class has received no signal.
+        If there are several processes, JAX handles SIGTERM, and this class does not
+        receive the signal. If this class has received no signal, the name is therefore
+        "SIGTERM".
         """
         return self.number.name if self.number else "SIGTERM"
 
@@ -1831,7 +1876,8 @@ class StopSignal:
 def warn_about_schedule(t, metrics_path, run_dir, start):
     """Print a warning if a resumed run continues after the end of its schedule.
 
-    The learning rate is then 0, or at least twice as high as before.
+    After the end of a schedule, the learning rate is 0, or at least twice as high as
+    before.
     t: the TrainConfig of the run.
     metrics_path: the path of metrics.jsonl, which contains earlier learning rates.
     start: the step at which the run resumes.
@@ -1855,10 +1901,11 @@ def warn_about_schedule(t, metrics_path, run_dir, start):
 def longer_training(cfg, recipe, run_dir, source, step):
     """Return a shell command that doubles the number of steps of a finished run.
 
-    Usually, the command continues the run. If the learning rate has fallen to 0, it would
-    stay at 0 or become high again, which destroys much of what the model has learned. In
-    this case, the command starts a new run with a schedule of twice the length. With the
-    factor linear_cooldown, the new run can start from a checkpoint before the cooldown.
+    Usually, the command continues the finished run. If the learning rate has fallen to 0
+    at the end of the schedule, the command starts a new run instead, with a schedule of
+    twice the length. In the finished run, the learning rate would stay at 0 or become
+    high again, which destroys much of what the model has learned. With the factor
+    linear_cooldown, the new run can start from a checkpoint before the cooldown.
 
     step: the step that the run has reached. The function train explains the other
         arguments.
@@ -1867,11 +1914,12 @@ def longer_training(cfg, recipe, run_dir, source, step):
     steps = 2 * step - t.start_step
     flags = {"--run_dir": run_dir, "--train.steps": steps}
     warmup_end = t.schedule_offset + t.warmup_steps
-    # New settings for a schedule of twice the length, if the schedule ends too early.
+    # The dict `longer` contains settings that make the schedule twice as long. They are
+    # needed if the schedule ends before the doubled number of steps.
     longer = {}
     if "cosine_decay" in t.schedule and warmup_end + t.steps_per_cycle < steps:
         longer["--train.steps_per_cycle"] = 2 * t.steps_per_cycle
-    # The factor linear_decay is 0 after 1 / decay_factor steps.
+    # The factor linear_decay reaches 0 at 1 / decay_factor steps after the warmup.
     if "linear_decay" in t.schedule and t.decay_factor * (steps - warmup_end) > 1:
         longer["--train.decay_factor"] = t.decay_factor / 2
     if longer or "linear_cooldown" in t.schedule:
@@ -1929,14 +1977,15 @@ def activation_bytes(cfg, params, batch):
         def loss(params):
             return model.loss_fn(params, batch, cfg, key)[0]
 
-        # The function jax.vjp returns the backward pass as a pytree of arrays. These
-        # arrays include the saved activations.
+        # The function jax.vjp returns the backward pass as a pytree of arrays, which
+        # include the saved activations.
         _, backward_pass = jax.vjp(loss, params)
         return backward_pass
 
     program = jax.make_jaxpr(backward)(params, batch).jaxpr
     saved = {v for v in program.outvars if isinstance(v, jax.extend.core.Var)}
-    # The arrays also include parameters and the batch, which are not activations.
+    # Leave out the parameters and the batch, which the backward pass also uses. They are
+    # not activations.
     saved -= set(program.invars)
     return partition.bytes_on_device([v.aval for v in saved])
 
@@ -1961,9 +2010,9 @@ def memory_table(cfg, mesh):
 def memory_savings(cfg):
     """Return a list of the flags that reduce the memory of a training step.
 
-    Each element of the list is a tuple (flag, bytes, cost). An example is
-    ("--model.remat full", 2e9, "a third more arithmetic"). The bytes are the memory of
-    one device with this flag and all earlier flags in the list.
+    Each element of the list is a tuple (flag, bytes, cost). An example is ("--model.remat
+    full", 2e9, "a third more arithmetic"). The number of bytes is the memory that one
+    device needs with this flag and all earlier flags in the list.
     """
     mesh = jax.sharding.get_mesh()
     least = sum(memory_table(cfg, mesh).values())
@@ -1980,8 +2029,8 @@ def memory_savings(cfg):
             configs.check(changed)
             changed_mesh = partition.set_mesh(changed, mesh.devices.ravel())
         except UserError:
-            # Leave out a flag that this run cannot use. For example, --mesh.model 2 needs
-            # an even number of devices.
+            # Leave out a flag that is not possible for this run. For example,
+            # --mesh.model 2 needs an even number of devices.
             continue
         size = sum(memory_table(changed, changed_mesh).values())
         if size < least:
@@ -2019,13 +2068,13 @@ def memory_report(cfg):
 
 
 def plan_mesh(cfg, where):
-    """Return a mesh of simulated devices, so that --plan can estimate a run on them.
+    """Return a mesh of simulated devices, for which --plan estimates time and memory.
 
     where: the number of devices, such as "512", or a TPU topology, such as "v5e:2x4".
     """
     jax.config.update("jax_platforms", "cpu")
-    # Turn off the compilation cache. With a cached program, the compiler would not write
-    # the files that count_collectives reads.
+    # Turn off the compilation cache. If a program came from the cache, the compiler would
+    # not write the files that count_collectives reads.
     jax.config.update("jax_enable_compilation_cache", False)
     if where.isdecimal():
         if not 1 <= int(where) <= 2048:
@@ -2037,13 +2086,13 @@ def plan_mesh(cfg, where):
         return partition.set_mesh(cfg)
     from jax.experimental import topologies
 
-    # Keep libtpu, which contains the TPU compiler, from searching for a TPU on this
-    # machine.
+    # The library libtpu contains the TPU compiler. Keep libtpu from searching for a TPU
+    # on this machine.
     os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost")
     chips = {"chip_config_name": "megacore"} if where.startswith("v4") else {}
     try:
         devices = topologies.get_topology_desc(where, "tpu", **chips).devices
-    # If the library libtpu is missing or fails, exceptions of many types are possible.
+    # Catch all exceptions, because a missing or failing libtpu can raise many types.
     except Exception as error:
         raise UserError(
             f"--plan {where} did not work ({str(error).splitlines()[0]:.120}). For a "
@@ -2072,8 +2121,8 @@ def plan(cfg, where):
     name = find_chip(mesh.devices.flat[0])
     if name:
         program = step.compile()
-        # The needed memory in GB. The TPU runtime takes about 5 % of the memory, so the
-        # program can use 95 %.
+        # Compute the needed memory in GB. The TPU runtime takes about 5 % of the memory,
+        # so the program can use only 95 %.
         needed = program.memory_analysis().peak_memory_in_bytes / 0.95e9
         cycles, counts, sent = partition.estimated_cycles(program.as_text())
         rows = [(part, number / 1e6, "million") for part, number in cycles.most_common(6)]
@@ -2085,14 +2134,14 @@ def plan(cfg, where):
         ]
         exposed = sum(size for kind, size, _ in rows if "overlapped" not in kind)
     else:
-        # The needed memory in GB. About 10 % of the memory is used by temporary arrays,
-        # which memory_table does not count.
+        # Compute the needed memory in GB. Temporary arrays, which memory_table does not
+        # count, take about 10 % of the memory.
         needed = sum(memory_table(cfg, mesh).values()) / 0.9e9
         computed = step_flops(cfg) / mesh.size
         if cfg.model.remat == "full":
             # The backward pass costs twice as much as the forward pass. With full
-            # rematerialization, the forward pass runs twice, so a step costs 4 instead of
-            # 3 forward passes.
+            # rematerialization, a step runs the forward pass twice. A step then costs as
+            # much as 4 forward passes, instead of 3.
             computed *= 4 / 3
         arithmetic = {
             name: computed / chip.teraflops / 1e12
@@ -2103,8 +2152,8 @@ def plan(cfg, where):
             (f"{kind} over {axis}", size / 1e9, f"GB, {count:,} times")
             for kind, axis, count, size in collectives
         ]
-        # Assume that the devices compute during all communication, so that no time is
-        # spent on communication alone.
+        # Assume that all communication overlaps with arithmetic. Communication then adds
+        # no time to the arithmetic.
         exposed = 0
     print(format_table("communication, sent by each device in a step", rows))
     sent = sum(size for _, size, _ in rows)
@@ -2140,8 +2189,8 @@ def main(argv):
         ),
     )
     if not args.init_from:
-        # A new vocabulary also changes the vocabulary size of the model. With
-        # --init_from, the size stays the same as in the loaded weights.
+        # In a new run, the vocabulary determines the vocabulary size of the model. With
+        # --init_from, the loaded weights determine the vocabulary size.
         changes = data.with_vocab_size(changes)
     cfg, run_dir, recipe, source = configs.resolve_run(args, changes)
     infer.check_decoder(cfg)
@@ -2158,7 +2207,8 @@ def main(argv):
             f"some space. Then run the same command again to continue from the previous "
             f"checkpoint."
         )
-    # JAX reports a failed communication by one of these two classes.
+    # JAX raises one of these two exceptions if the communication between processes fails.
+    # A JaxRuntimeError is also raised if the memory does not suffice.
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         reason = str(error)
         if isinstance(error, ValueError) and "Gloo" not in reason:

@@ -38,7 +38,8 @@ import train
 WIDTH = 830
 BLACK, GRAY, LIGHT, WHITE = "#222222", "#5f6368", "#d9dce0", "#ffffff"
 BLUE, ORANGE, GREEN, PURPLE = "#2f6db3", "#c8581a", "#2c8a4b", "#8a4fa3"
-# A light version of each color, on which black text is readable.
+# PALE maps each color to a light version of the color. Black text is readable on the
+# light colors.
 PALE = {
     BLUE: "#d3e3f5",
     ORANGE: "#fbdcc4",
@@ -59,7 +60,8 @@ def number(x):
 class Picture:
     """Collect the SVG elements of one picture.
 
-    The method `svg` returns the text of the SVG file.
+    The methods add elements, such as lines and texts. The method `svg` returns the text
+    of the SVG file.
     title: the heading of the picture.
     caption: one line of text below the heading.
     height: the height of the picture in pixels.
@@ -75,9 +77,9 @@ class Picture:
     def add(self, name, **attributes):
         """Add one SVG element, such as <rect x="5" y="5" width="20" height="9"/>.
 
-        The arguments are the name and the attributes of the element. An underscore in the
-        name of an attribute becomes a hyphen. An attribute with the value None is left
-        out.
+        For example, add("rect", x=5, y=5, width=20, height=9) adds this element. An
+        underscore in the name of an attribute becomes a hyphen, so stroke_width becomes
+        stroke-width. An attribute with the value None is left out.
         """
         words = [f"<{name}"]
         for key, value in attributes.items():
@@ -106,7 +108,9 @@ class Picture:
         angle=0,
         fit=None,
     ):
-        """Write one line of text. The baseline of the text has the coordinate y.
+        """Write one line of text at the coordinates (x, y).
+
+        y: the vertical position of the baseline, which is the line below the letters.
 
         anchor: "start", "middle" or "end". This part of the text has the coordinate x.
         mono: whether to use a font in which all letters have the same width.
@@ -133,19 +137,22 @@ class Picture:
     def box(
         self, x, y, width, height, text="", color=GRAY, size=12, strong=False, **more
     ):
-        """Draw a box with a text in its center. A strong box has a thick border."""
+        """Draw a box with a text in its center.
+
+        strong: whether the box has a thick border and the text is bold.
+        """
         more = {"fill": PALE[color], "stroke": color, "rx": 3, **more}
         self.rect(x, y, width, height, stroke_width="2.5" if strong else None, **more)
         if text:
             baseline = y + height / 2 + 0.36 * size
-            # If the text may be too wide for the box in some fonts, fit the text to the
-            # width of the box.
+            # In some fonts, a long text would be wider than the box. Shrink or stretch
+            # such a text to the width of the box.
             fit = width - 8 if 0.53 * size * len(text) > width - 8 else None
             middle = x + width / 2
             self.text(middle, baseline, text, size, "middle", bold=strong, fit=fit)
 
     def line(self, *points, color=GRAY, width=1.5, dash=None, arrow=False):
-        """Draw a line through points (x, y).
+        """Draw a line through several points (x, y).
 
         If `arrow` is True, the line ends with an arrowhead at the last point.
         dash: the lengths of dashes and gaps, such as "4 3", or None for a solid line.
@@ -173,7 +180,7 @@ class Picture:
             self.add("polygon", points=head, fill=color)
 
     def paragraph(self, y, text):
-        """Write a text in several lines, and return the y coordinate below these lines.
+        """Write a text in several lines, and return the y coordinate below the last line.
 
         y: the baseline of the first line.
         """
@@ -183,9 +190,9 @@ class Picture:
         return y
 
     def cells(self, x, y, values, cell, colors, gap=1):
-        """Draw a matrix of small squares.
+        """Draw a matrix of integers as small squares, with one color for each integer.
 
-        values: a matrix of integers. The integer i stands for the color colors[i].
+        values: the matrix. The integer i is drawn in the color colors[i].
         """
         for value, color in enumerate(colors):
             path = "".join(
@@ -197,9 +204,9 @@ class Picture:
                 self.elements.append(f'<path fill="{color}" d="{path}"/>')
 
     def legend(self, x, y, items):
-        """Draw a legend that explains the colors of the picture.
+        """Draw a legend, which explains the meaning of the colors in the picture.
 
-        items: a tuple (color, text) for each color.
+        items: a list of tuples (color, meaning), such as ("#2f6db3", "example 1").
         """
         for color, text in items:
             self.rect(x, y - 10, 12, 12, fill=color, stroke=GRAY)
@@ -224,7 +231,7 @@ class Picture:
 
 WORDS = "Thank you for inviting me to your party last week".split()
 SENTINELS = 99, 98  # <extra_id_0> and <extra_id_1>
-# NAMES maps each token id of the example to the text of the token.
+# NAMES maps the id of each token in the example to the text of the token.
 NAMES = {
     data.PAD: "start",
     data.EOS: "EOS",
@@ -235,10 +242,11 @@ NAMES = {
 
 
 def corrupted_example():
-    """Apply span corruption to the sentence that README.md uses as its example.
+    """Apply span corruption to the sentence that README.md uses as an example.
 
-    Returns three arrays of token ids: the tokens of the sentence, the inputs and the
-    targets.
+    Span corruption replaces spans of tokens in the inputs by sentinels. The targets
+    contain the removed spans. Returns three arrays of token ids: the tokens of the
+    sentence, the inputs and the targets.
     """
     tokens = np.arange(10, 10 + len(WORDS))
     settings = configs.DataConfig(noise_density=0.4, mean_span_length=2)
@@ -249,9 +257,10 @@ def corrupted_example():
 
 
 def one_row(inputs, targets):
-    """Return a data.Batch with one row, which contains one example without padding.
+    """Return a batch with one row, which contains one example without padding.
 
     inputs, targets: the token ids of the example.
+    Returns a data.Batch.
     """
     limits = len(inputs), len(targets)
     return data.fill_rows([(inputs, targets)], np.array([0]), 1, limits)
@@ -274,8 +283,8 @@ def span_corruption():
         478,
     )
     step, left = 72, 20
-    # Choose a color for each token id. The tokens of a removed span get the same color as
-    # the sentinel that replaces the span.
+    # Choose a color for each token id. All tokens of a removed span get the color of the
+    # sentinel that replaces the span.
     color, span_color = {}, GRAY
     for token in targets[:-1].tolist():
         if token in SENTINELS:
@@ -298,7 +307,7 @@ def span_corruption():
     place = {token: i for i, token in enumerate(tokens.tolist())}
     column = 0
     for token in inputs.tolist():
-        # Draw a sentinel as wide as the span that the sentinel replaces.
+        # In the picture, a sentinel is as wide as the span that the sentinel replaces.
         width = 1
         if token in SENTINELS:
             width = sum(color.get(t) == color[token] for t in tokens.tolist())
@@ -344,7 +353,8 @@ def span_corruption():
 def draw_mask(picture, x, y, mask, cell, colors, queries, keys, size=11):
     """Draw an attention mask as a matrix of squares.
 
-    Each row is a query, and each column is a key.
+    Each row is a query, and each column is a key. The color of a square shows whether the
+    query sees the key.
 
     x, y: the upper left corner of the matrix.
     mask: an array [queries, keys] of indices into `colors`.
@@ -432,8 +442,9 @@ def attention():
     )
     picture.text(output[0] + 8, 156, "keys and values", 12, color=GREEN)
 
-    # Describe the three masks by tuples (segments of the queries, segments of the keys,
-    # whether the mask is causal, color). The function model.attention_mask computes them.
+    # Collect the arguments of model.attention_mask and the color for each of the three
+    # masks. The arguments are the segments of the queries, the segments of the keys, and
+    # whether the mask is causal.
     segments, target_segments = batch.input_segments, batch.target_segments
     masks = [
         (segments, segments, False, BLUE),
@@ -474,7 +485,7 @@ def attention():
 
 
 def buckets():
-    """Draw the bucket of each relative position, in the encoder and in the decoder."""
+    """Draw which bucket each relative position belongs to, in encoder and decoder."""
     cfg = configs.RECIPES["small_c4"].model
     far = cfg.relative_max_distance
     picture = Picture(
@@ -498,9 +509,9 @@ def buckets():
         everywhere = np.arange(-1000, 1001 if bidirectional else 1)
         all_buckets = model.relative_bucket(everywhere, bidirectional, cfg)
         shared = np.bincount(all_buckets) > 1
-        # Count the buckets of the keys before the query (or at the query itself), and of
-        # the keys after the query. All keys at the distance `last` or farther before the
-        # query share one bucket.
+        # Count the buckets of all keys up to the position of the query, and the buckets
+        # of all keys after the query. The last bucket contains all keys that are at least
+        # `last` positions before the query.
         before = len(np.unique(all_buckets[everywhere <= 0]))
         after = len(np.unique(all_buckets[everywhere > 0]))
         last = -int(everywhere[all_buckets == all_buckets[0]].max())
@@ -526,7 +537,8 @@ def buckets():
         ],
     )
 
-    # Draw the buckets of all relative positions as a staircase. Each stair is a bucket.
+    # Draw the bucket of every relative position as a line in the shape of a staircase.
+    # Each stair is one bucket.
     picture.text(20, 240, "All positions", bold=True)
     x0, y0, width, height = 70, 455, 720, 190
     reach = far + 22
@@ -576,7 +588,8 @@ def buckets():
     ]
     for distance, bucket, text, color in notes:
         x, y = place(distance, bucket)
-        # Hide the grid behind the text by a rectangle in the color of the background.
+        # Hide the grid lines behind the text. To hide them, draw a rectangle in the color
+        # of the background.
         picture.rect(x, y - 10, 5.4 * len(text), 13, fill="#fcfcfb")
         picture.text(x, y, text, 12, color=color)
     assert 16 not in model.relative_bucket(np.arange(-far, far), True, cfg)
@@ -651,7 +664,7 @@ def packed():
     for title, query, key, causal, x in masks:
         seen = model.attention_mask(segments_of[query], segments_of[key], causal)
         # If a query sees a key, the square of this pair gets the color of the query's
-        # segment. All other squares get color 4, the last color.
+        # segment. All other squares get the last color, which has the index 4.
         value = np.where(np.asarray(seen)[0, 0], segments_of[query][0][:, None], 4)
         picture.text(x, y + 8, title, bold=True)
         strong = ("#a5abb3", BLUE, ORANGE, GREEN, "#eef0f2")
@@ -687,7 +700,7 @@ def packed():
 
 
 def random_normal(*shape, seed):
-    """Return random numbers with mean 0 and variance 1 from a normal distribution.
+    """Return random numbers from a normal distribution with mean 0 and variance 1.
 
     The Box-Muller transform computes the numbers from uniformly distributed random bits.
     Equal seeds give equal numbers.
@@ -700,19 +713,21 @@ def random_normal(*shape, seed):
 def second_moments(shape, steps):
     """Update a weight matrix with Adafactor, and return averages of squared gradients.
 
-    The first result is the complete matrix V, which has one average for each weight. The
-    other results are the arrays "row" and "column", which Adafactor stores instead of V.
-    The function train.adafactor_update computes all three arrays.
+    The first result is the complete matrix V of averages, with one average for each
+    weight. The other two results are the arrays "row" and "column", which Adafactor
+    stores instead of V. The function train.adafactor_update computes all three arrays.
     shape: the shape of the weight matrix.
     steps: the number of updates.
     """
     rows, columns = shape
-    # The gradient of a weight matrix is a sum over tokens: activation times error. Some
-    # channels have large activations or errors, and some have small ones.
+    # The gradient of a weight matrix is a sum over tokens of products of an activation
+    # and an error. Some channels have large activations or errors, and some have small
+    # ones.
     row_scale = np.exp(0.9 * random_normal(rows, seed=1))
     column_scale = np.exp(0.9 * random_normal(columns, seed=2))
-    # Declare the weights twice. For a matrix, Adafactor stores only row and column
-    # averages. For the same weights with a third axis of size 1, it stores all averages.
+    # Describe the same weights in two ways. For a matrix, Adafactor stores only row and
+    # column averages. With a third axis of size 1, the weights are not a matrix, so
+    # Adafactor stores all averages.
     matrix = model.Param(shape, ("embed", "mlp"))
     full = model.Param((*shape, 1), ("embed", "mlp", None))
     table = {"matrix": matrix, "full": full}
@@ -750,14 +765,15 @@ def adafactor():
     shades += ["#4b7cb6", "#31609c", "#1e467c", "#102d57"]
 
     def levels(values):
-        # Convert each value to a level from 0 to 8. The next level means a value that is
-        # four times as large.
+        # Convert each value to a level from 0 to 8. The values of each level are four
+        # times as large as those of the level before.
         return np.clip(np.floor(np.log2(values) / 2 + 3.2), 0, 8).astype(int)
 
     def heat_map(x, y, values, cell=8):
         """Draw a matrix of numbers as a heat map, in which large numbers are dark.
 
-        Neighboring cells of the same shade are drawn as one thick horizontal line.
+        If neighboring cells of a row have the same shade, they are drawn as one thick
+        line.
         """
         found = levels(values)
         for level, shade in enumerate(shades):
@@ -809,7 +825,7 @@ def adafactor():
 
 
 def schedules():
-    """Draw the learning rate of six schedules, as train.learning_rate computes it."""
+    """Draw the learning rates of six schedules, computed by train.learning_rate."""
     recipes = {name: cfg.train for name, cfg in configs.RECIPES.items()}
     base = recipes["small_c4"]
     panels = [
@@ -848,9 +864,9 @@ def schedules():
         width, height = 192, 112
         start = cfg.start_step
         step = np.linspace(start, start + steps - 1, 97)
-        # With the factor "decay_every", the learning rate falls suddenly. Draw a point
-        # for the step before each fall and for the step of the fall itself. The line
-        # between these two points is almost vertical.
+        # With the factor "decay_every", the learning rate falls suddenly. Draw one point
+        # for the step before each fall, and one point for the step of the fall. The line
+        # between the two points is almost vertical.
         if "decay_every" in cfg.schedule:
             falls = np.arange(cfg.steps_per_decay, steps, cfg.steps_per_decay)
             after = np.searchsorted(step, falls)
@@ -893,10 +909,10 @@ def schedules():
 def cache_of_steps(steps):
     """Run decoding steps with a small model, and find out how each step uses the cache.
 
-    Returns a data.Batch with the example, and three boolean arrays for each step. Each
-    array has one element for each position of the cache. The first two arrays say which
-    positions contain keys before the step, and after the step. The third array says on
-    which earlier positions the logits of the step depend.
+    Returns a data.Batch with the example, and a list with three boolean arrays for each
+    step. Each array has one element for each position of the cache. The first two arrays
+    say which positions contain keys before the step, and after the step. The third array
+    says on which earlier positions the logits of the step depend.
     """
     cfg = configs.ModelConfig(
         vocab_size=SENTINELS[0] + 1,
@@ -926,8 +942,8 @@ def cache_of_steps(steps):
             )
             return logits.sum(), cache
 
-        # Differentiate the logits with respect to the cache. The logits depend on those
-        # keys and values for which the derivative is not zero.
+        # Compute the derivative of the logits with respect to the cache. The derivative
+        # is not zero for those keys and values on which the logits depend.
         derivative, cache = jax.grad(sum_of_logits, has_aux=True)(cache)
         return derivative, cache
 
@@ -944,7 +960,7 @@ def cache_of_steps(steps):
 
 
 def kv_cache():
-    """Draw which keys and values each of three decoding steps reads and writes."""
+    """Draw which cached keys and values three decoding steps read and write."""
     batch, found = cache_of_steps(3)
     length = batch.targets.shape[1]
     picture = Picture(
@@ -980,7 +996,8 @@ def kv_cache():
                     color=ORANGE if new else BLUE,
                     width=2,
                 )
-        # Draw a line below the positions whose keys the query of this step reads.
+        # The query of this step reads the keys of some positions. Draw a line below these
+        # positions.
         visible = np.flatnonzero(read | (after & ~before))
         first, last = (left + cell * i + cell / 2 - 2 for i in visible[[0, -1]])
         picture.line((first, y + 61), (last, y + 61), color=BLUE, width=2)
@@ -1024,8 +1041,8 @@ def kv_cache():
 
 # ---- beam search -----------------------------------------------------------------------
 
-# NEXT is a tiny language model. NEXT maps each prefix, such as "good day", to the
-# probabilities of the next word.
+# NEXT is a tiny language model for the picture of beam search. NEXT maps the words so
+# far, such as "good day", to the probabilities of the next word.
 NEXT = {
     "": {"good": 0.45, "hello": 0.35, "hi": 0.2},
     "good": {"day": 0.5, "morning": 0.35, "EOS": 0.15},
@@ -1037,9 +1054,10 @@ VOCABULARY = ["PAD", "EOS", "good", "hello", "hi", "day", "morning", "there"]
 
 
 def next_logits(ids):
-    """Return the logits of the next word after the words of each beam.
+    """Return the logits of the next word for each beam, according to the model NEXT.
 
-    ids: the words of each beam, as an array of ids of the shape [1, beams, words].
+    ids: the earlier words of each beam, as an array of ids of the shape [1, beams,
+        words].
     Returns an array [1, beams, size of the vocabulary].
     """
     logits = np.full((*ids.shape[:2], len(VOCABULARY)), -1e4, np.float32)
@@ -1056,10 +1074,10 @@ def words_of(ids):
 
 
 def search(beams, length):
-    """Run beam search and greedy decoding with the language model NEXT.
+    """Run beam search and greedy decoding with the tiny language model NEXT.
 
-    Returns the infer.BeamState after each step of beam search, and the output and the
-    score of greedy decoding.
+    Returns three values: a list with the infer.BeamState after each step of beam search,
+    the output of greedy decoding, and the score of the output of greedy decoding.
     beams: the number of beams.
     length: the maximum number of words of an output.
     """
@@ -1079,12 +1097,12 @@ def search(beams, length):
 
 
 def beam_search():
-    """Draw the tree of outputs that beam search explores with two beams, with scores."""
+    """Draw a beam search with two beams as a tree of all explored outputs with scores."""
     beams = 2
     states, greedy, greedy_score = search(beams, 5)
     assert states[-1].done.all(), "the search must end"
-    # Collect the live outputs of each step, and all finished outputs. An output that is
-    # neither live nor finished was not kept by the search.
+    # Collect the live outputs of each step, and all finished outputs. Beam search has
+    # dropped every output that is neither live nor finished.
     live, finished = [], {}
     for state in states:
         live.append(
@@ -1110,9 +1128,10 @@ def beam_search():
     y_of, next_y = {}, [112]
 
     def place(prefix):
-        """Choose the vertical position of an output and of all its extensions.
+        """Choose the vertical positions of an output and of all its continuations.
 
-        prefix: the words of the output. Returns the vertical position of the output.
+        prefix: the words of the output.
+        Returns the vertical position of the output.
         """
         parents = [(), *live[len(prefix) - 1]] if prefix else [()]
         children = NEXT.get(" ".join(prefix), {}) if prefix in parents else {}
@@ -1141,7 +1160,7 @@ def beam_search():
         x = columns[depth - 1]
         x_parent = 76 if depth == 1 else columns[depth - 2] + width
         is_live = output in live[depth - 1]
-        # The score in the picture must be the score that infer.beam_step has computed.
+        # Check that infer.beam_step has computed the score that the picture shows.
         if is_live:
             assert abs(live[depth - 1][output] - log_prob[output]) < 1e-4
         color = GREEN if output in finished else BLUE if is_live else GRAY
@@ -1162,8 +1181,8 @@ def beam_search():
             assert abs(log_prob[output] / penalty - finished[output]) < 1e-4
             final = f"{finished[output]:.2f}".replace("-", "−")
             text = f"÷ {penalty:.2f} = {final}"
-            # The search keeps only the best finished outputs. Find the step, if there is
-            # one, in which better outputs replace this output.
+            # Beam search keeps only the best finished outputs. Find the step in which
+            # better outputs replace this output, if there is such a step.
             for later in range(depth, len(states)):
                 if output not in map(words_of, states[later].finished_ids[0]):
                     text += f", dropped in step {later}"
@@ -1202,9 +1221,10 @@ def beam_search():
 def devices():
     """Draw what each of eight devices stores, and what the devices send to each other.
 
-    The picture shows three meshes of devices: data parallelism, FSDP and tensor
-    parallelism. The slow test test_shardings_communicate_what_they_must checks that the
-    devices send what the picture says.
+    The picture shows data parallelism, FSDP and tensor parallelism. Each of the three
+    uses the eight devices in a different way. The slow test
+    test_shardings_communicate_what_they_must checks that the devices send what the
+    picture says.
     """
     base = configs.RECIPES["base_c4"]
     picture = Picture(
@@ -1271,10 +1291,11 @@ def devices():
             picture.text(x + 88, y + 25, place, 11, "end", GRAY)
 
             def part(x, y, width, height, sharding, shape, color):
-                """Draw the shard of an array that the device holds.
+                """Draw the shard of an array that one device holds.
 
-                A rectangle of the given position and size stands for the whole array. The
-                function fills the part of this rectangle that stands for the shard.
+                A rectangle stands for the complete array. The function fills the part of
+                the rectangle that stands for the shard.
+                x, y, width, height: the position and the size of the rectangle.
                 """
                 bounds = [
                     index.indices(size)[:2]
@@ -1330,15 +1351,15 @@ def devices():
 
 
 class Killed(BaseException):
-    """Raised to stop a save in the middle, as `kill -9` would do."""
+    """Raised to interrupt the saving of a checkpoint, as `kill -9` would do."""
 
 
 def save_and_kill(when):
-    """Save two checkpoints, and interrupt the second save as if the process was killed.
+    """Save two checkpoints, and interrupt the second save, as a kill would do.
 
     The first checkpoint is of step 1000, and the second checkpoint is of step 2000. The
-    function then restarts the run, which deletes incomplete checkpoints. The function
-    checkpoint draws the files of each moment.
+    function then restarts the run, which deletes incomplete checkpoints. The picture
+    shows the files before the second save, at the interruption and after the restart.
     when: "shards", "manifest" or "rename". The save is interrupted while the shards are
         written, after the manifest is written, or after the folder is renamed.
     Returns (found, step). The list `found` has the result of the inner function `files`
@@ -1353,9 +1374,10 @@ def save_and_kill(when):
     )
 
     def files():
-        """Return a dict from the path of each file to its size in bytes.
+        """Return a dict from the path of each file to the size of the file in bytes.
 
-        A folder has the size -1. All paths are relative to the folder of checkpoints.
+        A folder has the size -1. All paths are relative to the folder that contains the
+        checkpoints.
         """
         return {
             str(path.relative_to(folder)): path.stat().st_size if path.is_file() else -1
@@ -1367,8 +1389,9 @@ def save_and_kill(when):
         raise Killed
 
     def interrupted_sync(path):
-        # Saving a checkpoint calls sync_folder twice: with the folder of the checkpoint
-        # after the manifest is written, and with its parent after the folder is renamed.
+        # A save calls sync_folder twice. The first call, after the manifest is written,
+        # gets the folder of the checkpoint. The second call, after this folder is
+        # renamed, gets the parent folder.
         if (path == folder) == (when == "rename"):
             raise Killed
 
@@ -1393,7 +1416,7 @@ def save_and_kill(when):
 
 
 def checkpoint():
-    """Draw the files of a run's checkpoints before, during and after a killed save."""
+    """Draw the files of checkpoints before, during and after a save that is killed."""
     picture = Picture(
         "A checkpoint folder before, during and after a kill",
         "The save of step 2000 is killed at three different moments. A local folder "
@@ -1475,7 +1498,10 @@ PICTURES = {
 
 
 def draw_all(folder):
-    """Draw all pictures, and write them to a folder as SVG files."""
+    """Draw all pictures of the project, and write each picture to an SVG file.
+
+    folder: the folder for the files.
+    """
     partition.set_mesh(configs.RECIPES["tiny"], jax.devices()[:1])
     for name, draw in PICTURES.items():
         (Path(folder) / f"{name}.svg").write_text(draw().svg(), encoding="utf-8")

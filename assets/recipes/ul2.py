@@ -15,14 +15,14 @@ from data import Objective, SpanCorruption, Task, as_it_is
 
 
 class Denoiser(SpanCorruption):
-    sizes = Objective.sizes  # measures the examples that `make` returns
+    sizes = Objective.sizes  # compute the lengths from the result of `make`
 
     def __init__(self, mode, density, span_length):
         self.mode = mode
         self.options = {"noise_density": density, "mean_span_length": span_length}
 
     def length(self, data):
-        return data.inputs_length - 12  # leaves room for the mode and EOS
+        return data.inputs_length - 12  # leave 12 tokens for the mode and EOS
 
     def make(self, chunks, keys, tokenizer, data):
         pairs = super().make(chunks, keys, tokenizer, replace(data, **self.options))
@@ -30,7 +30,7 @@ class Denoiser(SpanCorruption):
         return [(np.concatenate([mode, inputs]), targets) for inputs, targets in pairs]
 
 
-# The mode, the fraction of removed tokens, and the mean length of a span (1e9: one span).
+# The arguments of each Denoiser. With the span length 1e9, one long span is removed.
 KINDS = [("[S2S] ", 0.25, 1e9), ("[NLU] ", 0.15, 3), ("[NLU] ", 0.15, 8)]
 KINDS += [("[NLG] ", *kind) for kind in [(0.5, 3), (0.5, 8), (0.15, 64), (0.5, 64)]]
 OBJECTIVES = {f"ul2_{number}": Denoiser(*kind) for number, kind in enumerate(KINDS)}
