@@ -110,9 +110,9 @@ class ModelConfig:
     # Whether the output layer uses the weights of the embedding table, as in T5 1.0.
     # If true, the logits are multiplied by d_model^-0.5.
     tied: bool = False
-    # How self-attention knows positions: t5_bias, none, alibi, rotary, or one from your
-    # recipe file. T5 learns a bias for each distance (t5_bias). The next three settings
-    # belong to t5_bias.
+    # How self-attention knows the positions of tokens: t5_bias, none, alibi, rotary, or a
+    # name from your recipe file. With t5_bias, the model learns a bias for each distance,
+    # and relative_buckets, relative_max_distance and layer_biases configure this bias.
     positions: str = "t5_bias"
     # Number of buckets for relative positions (key position minus query position).
     # Each attention head learns one bias for each bucket.
@@ -157,9 +157,9 @@ class DataConfig:
     # Names of the tasks or mixtures to evaluate during training, separated by commas.
     # Empty means the training task.
     eval_tasks: str = ""
-    # Which field of the source to read for each field of the task.
-    # For example, text=content reads the texts from the field "content".
-    # Pairs are separated by commas: inputs=question,targets=answer.
+    # Names of the fields of the source that are read for the fields of the task. For
+    # example, text=content reads the texts from the field "content". Pairs are separated
+    # by commas: inputs=question,targets=answer.
     fields: str = ""
     # Vocabulary that maps text to token ids. A path names a SentencePiece model.
     # "train:N" trains a SentencePiece model with N tokens on the source.
@@ -300,7 +300,7 @@ class DecodeConfig:
     # Temperature of sampling.
     # 0 means greedy decoding, or temperature 1 if top_k or top_p is set.
     temperature: float = at_least(0, 0.0)
-    # Sample only from the k most probable tokens. 0 means all tokens.
+    # Number of the most probable tokens from which sampling draws. 0 means all tokens.
     top_k: int = at_least(0, 0)
     # Sample only from the most probable tokens whose probabilities add up to top_p
     # (nucleus sampling). 0 means all tokens.
@@ -340,7 +340,7 @@ class DistributedConfig:
     processes: int | None = None
     # Index of this process, counted from 0. "none" means that JAX asks the cluster.
     process: int | None = at_least(0, None)
-    # Number of seconds to wait for a process that does not respond. Then the run ends.
+    # Number of seconds to wait for a process that does not respond, before the run ends.
     timeout: int = 100
 
 
@@ -392,22 +392,21 @@ RECIPE_TABLES = (
     "VOCABULARIES",
 )
 
-# RECIPE_CODE maps the name of each recipe file that was executed to a list of checksums:
-# that of this file and those of the files that it imports. If one of these files changes,
-# the tasks of the recipe are tokenized again.
+# RECIPE_CODE maps the path of each executed recipe file to the checksums of this file and
+# of the files that it imports. If a checksum changes, the tasks of the recipe file are
+# tokenized again.
 RECIPE_CODE = {}
-# TASK_CODE maps the name of each task that a recipe file defines to the checksums in
-# RECIPE_CODE of this file. A kind of source that a recipe file defines has an entry, too.
-# The name of a kind ends with a colon, as in "numbers:".
+# TASK_CODE maps each task and each kind of data source that a recipe file defines to the
+# checksums of this recipe file. The key of a source ends with a colon, as in "numbers:".
 TASK_CODE = {}
 
 # ---- messages --------------------------------------------------------------------------
 
 # Whether this process prints messages. If a run has several processes, only the main
-# process prints, and partition.start_jax sets this variable to False in the others.
+# process prints. In all other processes, partition.start_jax sets this variable to False.
 prints_progress = True
-# Whether the run has only one process. Otherwise, partition.start_jax sets this variable
-# to False.
+# Whether the run has only one process. If the run has several processes,
+# partition.start_jax sets this variable to False.
 single_process = True
 
 
@@ -426,8 +425,8 @@ def escape_controls(text):
 def discard_output(stream):
     """Send all further output of a stream to /dev/null.
 
-    This is needed if a write has failed, because the terminal is closed, or because the
-    program that reads the output, such as `head`, has ended.
+    This is needed after a failed write. A write fails if the terminal is closed, or if
+    the program that reads the output, such as `head`, has ended.
     """
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
@@ -607,8 +606,10 @@ RECIPES = {
                 batch_size=32,
                 learning_rate=0.01,
                 schedule="constant",
-                # The loss is a sum, as in T5X. The scale of the loss changes little in
-                # Adafactor, except for gradients close to its epsilon (unused token ids).
+                # With divisor 1, the loss is the sum over all tokens, as in T5X. The
+                # updates of Adafactor hardly depend on the scale of the loss, except for
+                # gradients close to Adafactor's epsilon, such as those of unused token
+                # ids.
                 loss_divisor=1.0,
                 log_every=50,
                 eval_every=200,
@@ -649,9 +650,9 @@ RECIPES = {
             replace(C4, task="prefix_lm", targets_length=512),
             TrainConfig(start_step=1_000_000, steps=1_100_000, batch_size=256),
         ),
-        # Translate English to German. These three recipes have the settings of
-        # {base_wmt_from_scratch,small_wmt_finetune,base_wmt_finetune}.gin in the folder
-        # t5x/examples/t5/t5_1_1/examples of T5X.
+        # Translate English to German. The recipes with "wmt" in their names have the
+        # settings of {base_wmt_from_scratch,small_wmt_finetune,base_wmt_finetune}.gin in
+        # the folder t5x/examples/t5/t5_1_1/examples of T5X.
         Config(
             "base_wmt_scratch",
             SIZES["base"],
@@ -677,8 +678,8 @@ RECIPES = {
             BEAMS,
         ),
         # Train on all tasks of GLUE, and evaluate the task STS-B, as in
-        # t5x/docs/usage/finetune.md. The values of targets_length in this recipe and the
-        # next three are those of t5/models/gin/sequence_lengths/*.gin.
+        # t5x/docs/usage/finetune.md. In this recipe and the next three recipes, the
+        # values of targets_length are those of t5/models/gin/sequence_lengths/*.gin.
         Config(
             "small_glue_finetune",
             T5_1_0_SMALL,
@@ -743,10 +744,10 @@ RECIPES = {
                 keep=3,
             ),
         ),
-        # Fine-tune on your own pairs of inputs and targets. Add
-        # --data.source jsonl:pairs.jsonl, and name a run to start from with --init_from.
-        # This run has weights of T5 1.1, FLAN-T5, T0 or the LM-adapted T5. For the recipe
-        # umt5_small, it has weights of UMT5 (Chung et al. 2023).
+        # Fine-tune on your own pairs of inputs and targets. Add --data.source
+        # jsonl:pairs.jsonl, and name a run to start from with --init_from. The run to
+        # start from has weights of T5 1.1, FLAN-T5, T0 or the LM-adapted T5. For the
+        # recipe umt5_small, the run has weights of UMT5 (Chung et al. 2023).
         *(
             Config(
                 f"{size}_pairs",
@@ -871,7 +872,8 @@ def parse_value(kind, text):
 
     kind: the type of the field, such as bool, str or int | None.
     """
-    # If kind is int | None, then kinds is (int, NoneType). If kind is int, it is (int,).
+    # If kind is int | None, then kinds is (int, NoneType). If kind is int, then kinds is
+    # (int,).
     kinds = getattr(kind, "__args__", (kind,))
     value = {"none": None, "true": True, "false": False}.get(text.lower(), text)
     if type(value) in kinds or bool in kinds:
@@ -903,7 +905,7 @@ def field_help(section):
 
 
 def refuse_flags(message):
-    """Raise a UserError if argparse finds a mistake in the command line."""
+    """Raise a UserError with the message of argparse about a wrong command line."""
     raise UserError(f"{message}. --help lists all flags.")
 
 
@@ -1007,8 +1009,8 @@ def imported_code(defined):
     """
     code = []
     for value in defined.values():
-        # A function or a class names its module in __module__. A module itself has no
-        # __module__, but its own name in __name__.
+        # The attribute __module__ of a function or a class is the name of its module. A
+        # module itself has no __module__, but has its own name in __name__.
         name = str(getattr(value, "__module__", getattr(value, "__name__", "")))
         path = Path(getattr(sys.modules.get(name), "__file__", None) or "")
         is_installed = {"site-packages", "dist-packages"} & {*path.parts}
@@ -1145,7 +1147,8 @@ def source_run(source):
     path = to_path(source)
     if not (path / "manifest.json").exists():
         return path
-    # A relative path such as "step_00001000" does not contain the names of its parents.
+    # Resolve a relative path such as "step_00001000", because it does not contain the
+    # names of its parent folders.
     return (path if is_remote(path) else path.resolve()).parent.parent
 
 
@@ -1169,8 +1172,9 @@ def resolve_run(args, changes):
     resumes = False
     if (folder / "config.json").exists():
         old, stored = read_run(run_dir)
-        # A local checkpoint counts even if it is damaged. A remote checkpoint without a
-        # manifest is the result of an interrupted save.
+        # A run with a checkpoint is resumed. A local checkpoint counts even if it is
+        # damaged. A remote checkpoint counts only with a manifest. Without a manifest,
+        # its save was interrupted.
         saved = "step_*/manifest.json" if is_remote(folder) else "step_*"
         resumes = any(folder.glob(f"checkpoints/{saved}"))
         if not args.config:
@@ -1254,7 +1258,7 @@ def check_json(value, form, at="it"):
 
 
 def read_json(path, form, remedy="fetch this file again"):
-    """Return the content of a JSON file, after a check of its form.
+    """Read a JSON file, and return its content if the content has the expected form.
 
     form: the expected form of the content, as check_json describes forms.
     remedy: what the user should do if the file is damaged, for the message.
@@ -1270,7 +1274,7 @@ def read_json(path, form, remedy="fetch this file again"):
 
 
 def parse_json(content, form, path, remedy="fetch this file again"):
-    """Return the value of a JSON text, after a check of its form.
+    """Parse a JSON text, and return its value if the value has the expected form.
 
     path: the place of the text, for the message. The other arguments and the errors are
     those of read_json.
@@ -1297,7 +1301,7 @@ def write_checked(path, value):
 
 
 def read_checked(path, form, remedy="remove this file, and it will be written again"):
-    """Return the dict in a file of write_checked, after a check of its checksum.
+    """Read a file from write_checked, verify its checksum, and return its dict.
 
     Raises UserError if the file is damaged.
     """
@@ -1322,7 +1326,8 @@ def check_fields(cfg):
         # For the type int | None, kinds is (int, NoneType). For int, kinds is (int,).
         kinds = getattr(item.type, "__args__", (item.type,))
         is_number = type(value) in (int, float)
-        # Limits for fields that are declared without between or at_least.
+        # These limits are for number fields that are declared without between and without
+        # at_least.
         least, most = (1, 2**31 - 1) if int in kinds else (-1e30, 1e30)
         low = item.metadata.get("low", least)
         high = item.metadata.get("high", most)
@@ -1351,7 +1356,8 @@ def check(cfg):
         ("train.optimizer", t.optimizer, OPTIMIZERS),
     ):
         # ACTIVATIONS and POSITIONS are empty in a command that does not import model.py,
-        # and OPTIMIZERS is empty without train.py. Then the name cannot be checked.
+        # and OPTIMIZERS is empty without train.py. If a table is empty, no name can be
+        # checked.
         if table and value not in table:
             raise UserError(
                 f"--{name} {value} is unknown{nearest(value, table) or '.'} The known "
@@ -1430,13 +1436,13 @@ def check_decoding(cfg):
 
 @functools.cache  # read the file only once, although each decoded batch needs the result
 def machine_memory():
-    """Return the memory of this machine or container in bytes."""
+    """Return the memory of this machine in bytes, or the limit of its container."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     except (OSError, ValueError):
-        # Only Linux has the file memory.max. Its content is the word "max" if the memory
-        # of the container is not limited.
+        # The file memory.max exists only on Linux. If the memory of the container is not
+        # limited, the file contains the word "max".
         return memory
 
 
@@ -1498,7 +1504,8 @@ def to_path(name):
 def naming_file(path):
     """Add the path of a file to each OSError inside a `with naming_file(path)` block.
 
-    Errors such as "No space left on device" would otherwise not say which file it was.
+    Otherwise, an error such as "No space left on device" would not say which file it
+    concerns.
     """
     try:
         yield
@@ -1511,9 +1518,8 @@ def naming_file(path):
 def naming_task(name, kind, function):
     """Convert an error inside a `with` block to a UserError that names the task.
 
-    The block calls a metric or a postprocessor of the task.
-
-    The function may be defined in a recipe file, so it may raise any exception.
+    The block calls a metric or a postprocessor of the task. A recipe file may define such
+    a function, so the function may raise any exception.
 
     kind: "metric" or "postprocessor".
     function: the function, or its name.
@@ -1531,8 +1537,8 @@ def naming_task(name, kind, function):
 def write_file(path, content):
     """Write bytes or text to a file, completely or not at all.
 
-    The content is first written to a temporary file, which then gets the name `path`. So
-    a kill or a full disk never leaves an incomplete file under this name.
+    The content is first written to a temporary file, which then gets the name `path`.
+    Therefore a kill or a full disk never leaves an incomplete file under this name.
     """
     path = to_path(path)
     if isinstance(content, str):
@@ -1585,7 +1591,10 @@ def lock(path, wait=False):
 
 
 def prepare_script():
-    """Prepare the process of a command, before the command imports large libraries."""
+    """Prepare the process of a command, before the command imports large libraries.
+
+    The function replaces closed streams, turns on UTF-8 and lets Ctrl-C end the process.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         # A stream is None if the shell has closed it, for example with `>&-`.
         if getattr(sys, name) is None:
@@ -1605,8 +1614,8 @@ OWN_FILES = [
     for name in "configs data partition model infer evaluate train convert".split()
 ]
 
-# Every command imports this file first. A notebook or pytest may import this file too,
-# but then it must not change their process.
+# Prepare the process if it runs a command of plain T5. If a notebook or pytest imports
+# this file, do not change its process.
 if Path(sys.argv[0]).absolute() in OWN_FILES:
     prepare_script()
 
@@ -1649,8 +1658,9 @@ def watch_signals(names, handler, act):
 def interrupt(number):
     """End the command after Ctrl-C.
 
-    The main thread receives a KeyboardInterrupt and removes temporary files. If it is
-    still busy after two seconds, for example in the compiler, end the process anyway.
+    The main thread receives a KeyboardInterrupt, and removes temporary files. If the main
+    thread is still busy after two seconds, for example in the compiler, the process ends
+    anyway.
     """
     note("interrupted")
     time.sleep(2)
@@ -1668,8 +1678,9 @@ def run_command(main):
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     script = os.path.basename(sys.argv[0])
     if main.__module__ == "__main__":
-        # A recipe file may import this script, for example `import train`. The import
-        # must return the running module. Otherwise Python would load a second copy.
+        # A recipe file may import the running script, for example with `import train`.
+        # This import must return the running module. Otherwise Python would load a second
+        # copy of the module.
         sys.modules[script.removesuffix(".py")] = sys.modules["__main__"]
     try:
         with watch_signals(["SIGINT"], signal.default_int_handler, interrupt):
@@ -1696,8 +1707,8 @@ def run_command(main):
         traceback.print_exc()
         status = 1
     if status and not single_process:
-        # Do not call sys.exit here. It would wait for the other processes of the run, and
-        # they would wait for this process.
+        # Do not call sys.exit here. sys.exit would wait for the other processes of the
+        # run, and the other processes would wait for this process.
         sys.stderr.flush()
         os._exit(status)
     sys.exit(status)

@@ -68,7 +68,8 @@ import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Import configs before JAX, because the module configs also sets up Ctrl-C and UTF-8.
+# Importing configs also prepares the process for Ctrl-C and for UTF-8 texts. Do this
+# before the slow import of JAX.
 import configs
 
 import jax
@@ -92,8 +93,8 @@ from partition import read_vector_head
 # An example has N outputs, which are samples or beams. This section calls them beams.
 
 
-# Compute jnp.einsum with a float32 result, even for bfloat16 arrays. The lower part of
-# this file replaces this function by a version that is faster on a TPU.
+# The function einsum is jnp.einsum with a float32 result, even for bfloat16 arrays. The
+# lower part of this file replaces this function by a version that is faster on a TPU.
 einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
@@ -117,11 +118,13 @@ def cached_attention(q, k, v, bias, mask):
     if bias is not None:
         scores = scores + bias
     scores = jnp.where(mask, scores, -1e10)
-    # Subtract the maximum, so that exp does not overflow. The softmax does not change.
+    # Subtract the largest score, so that exp does not overflow. The result of softmax
+    # stays the same.
     weights = jnp.exp(scores - scores.max(-1, keepdims=True))
     out = einsum("bhqk,bhkc->bhqc", weights.astype(v.dtype), v)
-    # Divide by the sum of the softmax weights after the matmul. The result is the same,
-    # and `out` usually has fewer numbers to divide than `weights`.
+    # Softmax divides the weights by their sum. Divide the output of the matmul by this
+    # sum instead: the result is the same, and `out` usually has fewer numbers than
+    # `weights`.
     return (out / weights.sum(-1, keepdims=True)).astype(v.dtype)
 
 
@@ -156,8 +159,9 @@ def init_cache(params, cfg, encoded, length, beams=1):
     shared = model.position_bias(stack, length, length, False, cfg)
     cache = []
     fixed = []
-    # Slice the weights of each layer from the stacked arrays once, before the decoding
-    # loop. With lax.scan over the layers, XLA would copy each slice in every step.
+    # The arrays in stack["layers"] hold the weights of all layers. Select the weights of
+    # each layer once, before the decoding loop. With lax.scan over the layers, XLA would
+    # copy the weights of each layer in every decoding step.
     for i in range(cfg.num_decoder_layers):
         weights = jax.tree.map(lambda w: w[i].astype(encoded.dtype), stack["layers"])
         weights = model.reshard_for_compute(weights, table)
@@ -199,16 +203,18 @@ def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=No
     length = cache[0][0].shape[2] // N
     if ancestors is None:
         ancestors = jnp.arange(N)[None, :, None]
-    # visible[b, n, t, m] is True if beam n reads the key that beam m computed at position
-    # t. Position t must not be in the future, and ancestors[b, n, t] must be m.
+    # visible[b, n, t, m] is True if beam n of example b may read the key that beam m
+    # computed at position t. Position t must not be in the future, and ancestors[b, n, t]
+    # must be m.
     not_future = (jnp.arange(length) <= at)[:, None]
     visible = not_future & (ancestors[..., None] == jnp.arange(N))
     rows = model.sharding_of(visible)[0]
-    # Merge the axes of positions and beams, because the cache has the N keys of position
-    # 0 first, then the N keys of position 1, and so on.
+    # Merge the two axes of positions and beams into one axis of keys. The cache stores
+    # the N keys of position 0 first, then the N keys of position 1, and so on.
     self_mask = visible.reshape(len(visible), 1, N, length * N, out_sharding=P(rows))
-    # Cross-attention reads all input ids except padding. A query reads the keys with its
-    # own segment number. Queries and input ids have the number 1, and padding has 0.
+    # Cross-attention reads all input ids except padding. In attention_mask, a query reads
+    # the keys that have the same segment number. All queries and input ids get the number
+    # 1 here, and padding gets 0.
     query_segments = jnp.ones_like(input_segments[:, :1])
     cross_mask = model.attention_mask(query_segments, input_segments > 0)
 
@@ -216,12 +222,13 @@ def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=No
     new_cache = []
     for stored, (weights, cross, bias) in zip(cache, fixed):
         if bias is not None:
-            # Select the position bias of the query at position `at`. Repeat each number N
-            # times, because each position has N keys, one for each beam.
+            # Select the position biases of the query at position `at`, one for each
+            # position of a key. Repeat each bias N times, because each position has N
+            # keys, one for each beam.
             bias = lax.dynamic_slice_in_dim(bias, at, 1, axis=2)
             bias = jnp.repeat(bias, N, axis=3)
         h = model.rms_norm(x, weights["self_attention"]["norm"])
-        # Write the keys and values of this position into the cache.
+        # Write the keys and values of position `at` into the cache.
         added = model.keys_values(weights["self_attention"], h, cfg, positions)
         keys, values = (
             lax.dynamic_update_slice_in_dim(old, new, at * N, axis=2)
@@ -263,7 +270,8 @@ class GreedyState(NamedTuple):
 
     # The generated ids, of shape [B, N, T]. The ids after EOS are 0.
     ids: jax.Array
-    # The log-probability of each output, which is the sum over its ids. Shape [B, N].
+    # The log-probability of each output: the sum of the log-probabilities of its ids.
+    # Shape [B, N].
     scores: jax.Array
     # True for each output that has ended with EOS. Shape [B, N].
     done: jax.Array
@@ -304,7 +312,7 @@ def append_ids(state, ids, logits, at):
     """Append one id to each output, and return the new GreedyState.
 
     The log-probability of the id is added to the score of the output. An output that has
-    already ended with EOS gets padding, and its score does not change.
+    already ended with EOS gets the padding id 0 instead, and its score does not change.
 
     ids: the ids to append, at position `at`, of shape [B, N].
     logits: the logits for position `at`, of shape [B, N, V].
@@ -330,7 +338,7 @@ def greedy_result(state):
 
 
 def take_beams(array, beams):
-    """Select some beams of each example by their numbers, and return these beams.
+    """Return some beams of each example, which are selected by their numbers.
 
     For example, if beams[b] is [2, 0], row b of the result has beam 2 and then beam 0.
 
@@ -387,14 +395,14 @@ def filter_logits(logits, top_k, top_p):
     """
     if top_k:
         top = lax.top_k(logits, min(top_k, logits.shape[-1]))[0]
-        # `top[..., -1:]` is the k-th largest logit. If several ids have this same logit,
-        # all of them are kept, as in T5X.
+        # `top[..., -1:]` is the k-th largest logit. If several ids have the k-th largest
+        # logit, all of them are kept, as in T5X.
         logits = jnp.where(logits < top[..., -1:], -jnp.inf, logits)
     if 0 < top_p < 1:
         ordered = -jnp.sort(-logits, axis=-1)
         probs = jax.nn.softmax(ordered)
         # The ids are ordered from most to least probable. Keep an id if the probabilities
-        # of the ids before it add up to less than top_p.
+        # of all ids before it add up to less than top_p.
         kept = jnp.cumsum(probs, axis=-1) - probs < top_p
         smallest = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
         logits = jnp.where(logits < smallest, -jnp.inf, logits)
@@ -415,8 +423,8 @@ def filter_logits(logits, top_k, top_p):
 #
 # assets/beam_search.svg shows a search with two beams and all of its scores.
 
-# Adding this number to the score of an output makes the output worse than all others.
-# T5X uses the same number.
+# Beam search adds MASKED_SCORE to the score of an output that must not be selected. The
+# output is then worse than all others. T5X uses the same number.
 MASKED_SCORE = -1e7
 
 
@@ -436,11 +444,12 @@ class BeamState(NamedTuple):
     finished_ids: jax.Array
     # The scores of the finished outputs, of shape [B, N].
     finished_scores: jax.Array
-    # True where finished_ids holds an output, False where it is empty. Shape [B, N].
+    # True where finished_ids holds a finished output, and False where there is none yet.
+    # Shape [B, N].
     finished: jax.Array
-    # The beams whose keys and values each live beam reads, of shape [B, N, T]. For
-    # example, if ancestors[b, 2, 5] is 0, live beam 2 reads the key of position 5 that
-    # beam 0 computed.
+    # For each live beam and each position, the number of the beam whose key and value the
+    # live beam reads. Shape [B, N, T]. For example, if ancestors[b, 2, 5] is 0, live beam
+    # 2 of example b reads the key and the value that beam 0 computed at position 5.
     ancestors: jax.Array
     # True for each example whose search has ended. Shape [B, 1].
     done: jax.Array
@@ -449,9 +458,9 @@ class BeamState(NamedTuple):
 def start_beams(rows, N, length):
     """Return a BeamState with N empty beams (unfinished outputs) for each example.
 
-    Only the first beam gets the score 0. If all beams had this score, the first step
-    would find the same outputs N times. The other beams get the very low score
-    MASKED_SCORE, so the first step ignores them.
+    The first beam gets the score 0. The other beams get the very low score MASKED_SCORE,
+    so the first step ignores them. If all beams had the score 0, the first step would
+    find each output N times.
 
     rows: an array with one number for each example.
     length: the maximum number of ids that the decoder generates.
@@ -505,13 +514,14 @@ def beam_step(state, logits, at, *, decode):
     B, N, V = logits.shape
     length = state.ids.shape[-1]
 
-    # Find the 2N best next ids of each live beam. Then select the 2N best extended beams
-    # of each example.
+    # Find the 2N best next ids of each live beam. Of all these extensions of an example,
+    # select the 2N best.
     scores = jax.nn.log_softmax(logits) + state.live_scores[..., None]
     scores, ids = lax.top_k(scores, min(2 * N, V))
     width = scores.shape[-1]
     scores, best = lax.top_k(scores.reshape(B, -1), 2 * N)
-    # parents[b, i] is the live beam that the extended beam i continues.
+    # parents[b, i] is the number of the live beam to which the i-th best extension of
+    # example b appends an id.
     parents = best // width
     ids = take_beams(ids.reshape(B, -1), best)
     extended = take_beams(state.ids, parents).at[:, :, at].set(ids)
@@ -541,9 +551,9 @@ def beam_step(state, logits, at, *, decode):
     bound = live_scores[:, :1] / length_penalty(length + 1.0, decode)
     done = finished.all(1, keepdims=True) & (finished_scores[:, -1:] > bound)
 
-    # A new live beam reads the same keys as its parent, the old beam that it extends. The
-    # parent computed the key of position `at`. The new beam will compute the key of
-    # position `at + 1`.
+    # The parent of a new live beam is the old beam that it extends. Before position `at`,
+    # the new beam reads the same keys as its parent. At position `at`, it reads the key
+    # of its parent. At position `at + 1`, it will read its own key.
     ancestors = take_beams(state.ancestors, parents).at[:, :, at].set(parents)
     ancestors = ancestors.at[:, :, at + 1].set(jnp.arange(N))
     return BeamState(
@@ -652,8 +662,8 @@ def generate(
         logits, cache = decode_step(
             params, cfg, ids, at, cache, fixed, input_segments, ancestors
         )
-        # Gather the logits of the whole vocabulary, which may be split over devices. The
-        # next id is chosen among all of them.
+        # The vocabulary may be split over several devices. Gather the logits of the whole
+        # vocabulary, because the next id is chosen from all ids.
         logits = jax.reshard(logits, P("data", None, None))
         ids, state = next_ids(state, logits, at)
         return at + 1, ids, state, cache
@@ -755,11 +765,12 @@ class Trie(NamedTuple):
     def restrict(self, start, step, result):
         """Restrict a decoding method to the outputs of this Trie.
 
-        The scores stay the log-probabilities of the model, which also gives probability
-        to other outputs. With more beams than outputs, the remaining outputs are empty.
+        An output keeps the score that it would have without the restriction: its
+        log-probability under the model. If there are more beams than allowed outputs, the
+        remaining beams stay empty.
 
-        start, step, result: the three functions of the method. Returns three such
-        functions.
+        start, step, result: the three functions of the method.
+        Returns three functions that replace them.
         """
 
         def start_at_root(rows, N, length):
@@ -772,16 +783,17 @@ class Trie(NamedTuple):
             def mark(ids):
                 return jnp.zeros(logits.shape[-1], bool).at[ids].set(True, mode="drop")
 
-            # Find the edges of each node and their ids, of shape [B, N, slots]. A node
-            # with few edges does not need all slots. The other slots get an id above all
-            # others.
+            # List the edges of each node, and the id of each edge, in arrays of shape [B,
+            # N, slots]. If a node has fewer edges than slots, the unused slots get an id
+            # that no vocabulary has.
             edges = self.first[nodes][..., None] + self.slots
             exist = edges < self.first[nodes + 1][..., None]
             ids = jnp.where(exist, self.ids[edges], 2**31 - 1)
             allowed = jax.vmap(jax.vmap(mark))(ids)
             masked = jnp.where(allowed, jax.nn.log_softmax(logits), -1e9)
-            # The method normalizes the probabilities of the allowed ids to the sum 1.
-            # Adding the logarithm of their true sum to the score reverses this.
+            # The function `step` normalizes the probabilities of the allowed ids, so that
+            # their sum is 1. Add the logarithm of the original sum to the score, so that
+            # the score is the log-probability without this normalization.
             total = jax.nn.logsumexp(masked, axis=-1)
             if isinstance(inner, BeamState):
                 inner = inner._replace(live_scores=inner.live_scores + total)
@@ -791,7 +803,8 @@ class Trie(NamedTuple):
             else:
                 total = jnp.where(inner.done, 0.0, total)
                 inner = step(inner._replace(scores=inner.scores + total), masked, at)
-            # Follow the edge with the chosen id. Ended outputs return to the root.
+            # Each output moves along the edge with its chosen id to the next node. An
+            # output that has already ended returns to the root.
             chosen = ids == inner.ids[:, :, at, None]
             return RestrictedState(inner, jnp.where(chosen, edges + 1, 0).max(axis=-1))
 
@@ -803,11 +816,14 @@ class Trie(NamedTuple):
 
 
 def build_trie(outputs):
-    """Return the Trie of a list of outputs. An output is a list of ids, without EOS."""
+    """Build the Trie of a list of allowed outputs, such as [[5, 6], [7]].
+
+    An output is a list of ids without EOS. The Trie adds EOS to each output.
+    """
     rows, _ = pad_batch([[*output, data.EOS] for output in outputs])
     rows = np.unique(rows, axis=0)  # sorted, so that equal prefixes follow each other
-    # Element [n, i] is True if the first n + 1 ids of output i differ from those of
-    # output i - 1. Then they lead to a new node, and their last id is a new edge.
+    # is_new[n, i] is True if the first n + 1 ids of output i differ from those of output
+    # i - 1. Id n of output i then becomes a new edge, which leads to a new node.
     differs = np.logical_or.accumulate(rows[1:] != rows[:-1], axis=1)
     is_new = (np.vstack([rows[:1] > 0, differs]) & (rows > 0)).T
     nodes = np.cumsum(is_new).reshape(is_new.shape)
@@ -818,7 +834,10 @@ def build_trie(outputs):
 
 
 def read_choices(cfg, tokenizer, task=None):
-    """Return the Trie of the outputs that --decode.choices allows, or None without it.
+    """Return the Trie of the outputs that --decode.choices allows.
+
+    The Trie is a tree of the allowed outputs. Returns None if --decode.choices is empty,
+    because all outputs are then allowed.
 
     task: the data.Task that is decoded, or None. With --decode.choices task, the choices
         of this task are the allowed outputs.
@@ -854,20 +873,25 @@ def read_choices(cfg, tokenizer, task=None):
 
 
 class RestrictedState(NamedTuple):
-    """The state of a decoding method that follows a Trie."""
+    """The state of a decoding method whose outputs follow a Trie.
+
+    The state combines the state of the method itself, such as a BeamState, with the node
+    of the Trie that each output has reached.
+    """
 
     inner: GreedyState | BeamState
     nodes: jax.Array  # the node of the trie that each output has reached, [B, N]
 
     def __getattr__(self, name):
-        # All other fields, such as `ids` and `done`, are those of the method.
+        # All fields except `nodes`, such as `ids` and `done`, are the fields of `inner`.
         return getattr(self.inner, name)
 
 
 def is_output(scores):
-    """Return an array that is True for the scores of complete or unfinished outputs.
+    """Return a boolean array that is True for each score that belongs to an output.
 
-    If beam search finds fewer outputs than beams, the other beams have very low scores.
+    If beam search finds fewer outputs than beams, the other beams are empty. The score of
+    an empty beam is very low, and the array is False there.
     """
     return scores > MASKED_SCORE / 1000
 
@@ -890,7 +914,8 @@ class Example(NamedTuple):
     number: int = 0
 
 
-# The field of an output line for each --pool. For example, --pool none writes "vectors".
+# For each value of --pool, the name of the field that holds the vectors in an output
+# line. For example, --pool none writes the field "vectors".
 VECTOR_FIELD = {"mean": "mean", "first": "first", "none": "vectors", "model": "vector"}
 
 
@@ -941,7 +966,8 @@ def run_examples(params, cfg, mesh, examples, mode="predict", trie=None):
     bar = data.progress_bar(mode, "example")
     numbered = enumerate(examples)
     while window := list(itertools.islice(numbered, 16 * most)):
-        # Sort by the lengths of the inputs and the targets.
+        # Sort the examples by the number of input ids, and then by the number of target
+        # ids.
         window.sort(key=lambda item: list(map(len, item[1][:2])))
         results = {}
         while window:
@@ -951,9 +977,9 @@ def run_examples(params, cfg, mesh, examples, mode="predict", trie=None):
             rows = max(1, most * cfg.data.inputs_length // length)
             numbers, group = zip(*window[-rows:])
             del window[-rows:]
-            # A small group gets a small batch. The number of rows is rounded up to a
-            # power of two, and then to a multiple of the number of devices. For example,
-            # 5 examples on one device get 8 rows.
+            # A group of few examples gets a batch with few rows. The number of examples
+            # is rounded up to a power of two, and then to a multiple of the number of
+            # devices. For example, 5 examples on one device get 8 rows.
             rows = min(rows, 1 << (len(group) - 1).bit_length())
             rows = -(-rows // devices) * devices
             batch_results = run_batch(params, cfg, mesh, group, mode, rows, trie)
@@ -966,9 +992,9 @@ def run_examples(params, cfg, mesh, examples, mode="predict", trie=None):
 def run_batch(params, cfg, mesh, group, mode, B, trie=None):
     """Run the model on one batch, and return a list with the result of each example.
 
-    If the group has fewer than B examples, copies of its last example fill the batch. A
-    copy ends when the example ends, so the copies do not make decoding longer. Their
-    results are at the end of the returned list.
+    If the group has fewer than B examples, copies of the last example fill the batch.
+    Decoding ends for a copy when it ends for the last example, so the copies take no
+    additional steps. The returned list has the results of the copies at its end.
 
     group: a list of at most B Examples.
     mode: the name of the wanted result.
@@ -995,7 +1021,8 @@ def run_batch(params, cfg, mesh, group, mode, B, trie=None):
         "--decode.batch_size, --decode.beams, --decode.max_len or the input length",
     )
     batch = data.complete_batch(inputs, targets, input_segments, target_segments)
-    # Each process provides the rows of the batch that the devices of this process hold.
+    # Each device holds some rows of the batch. Each process passes only the rows that its
+    # own devices hold.
     local = partition.local_rows(B, mesh)
     batch, numbers = partition.put_batch(
         jax.tree.map(lambda a: a[local], (batch, numbers)), B, mesh
@@ -1043,7 +1070,8 @@ def split_spans(ids, tokenizer):
     spans = [(None, [])]
     for i in cut_at_eos(ids):
         if i in tokenizer.sentinel_ids:
-            # The sentinels count down. If <extra_id_0> has id 999, <extra_id_1> has 998.
+            # The ids of the sentinels count down. For example, if <extra_id_0> has the id
+            # 999, then <extra_id_1> has the id 998.
             spans.append((tokenizer.sentinel_ids[-1] - i, []))
         else:
             # A model can generate ids that the vocabulary does not have. Such an id is
@@ -1061,12 +1089,14 @@ def fill_blanks(inputs, targets, tokenizer):
     lists of token ids.
     """
     (_, words), *blanks = split_spans(inputs, tokenizer)
-    # Leave out the ids before the first sentinel, because they fill no span.
+    # In the targets, leave out the ids before the first sentinel, because these ids
+    # belong to no masked span.
     spans = dict(split_spans(targets, tokenizer)[1:])
     text = tokenizer.raw_text(words)
     for number, words in blanks:
         if number in spans:
-            # Put a space before the bracket, as in "a [b]", and not "a[ b]".
+            # If the text of a span begins with a space, put the space before the bracket:
+            # write "a [b]", and not "a[ b]".
             text += re.sub("^( ?)", r"\1[", tokenizer.raw_text(spans[number])) + "]"
         else:
             text += " ____ "
@@ -1078,7 +1108,7 @@ def fill_blanks(inputs, targets, tokenizer):
 
 
 def check_vocabulary(tokenizer):
-    """Raise UserError if a run has no vocabulary, because it then cannot read texts."""
+    """Raise UserError if a run has no vocabulary, which is needed to tokenize texts."""
     if tokenizer is None:
         raise UserError(
             "This run has no vocabulary, so it cannot read texts: copy the file "
@@ -1088,7 +1118,7 @@ def check_vocabulary(tokenizer):
 
 @dataclass
 class ExampleEncoder:
-    """A callable object that converts a line of --input to an Example.
+    """A callable object that converts a line of --input to an Example with token ids.
 
     A line is a dict such as {"inputs": "number: 4711"}. With --mode score, the line also
     has the field "targets".
@@ -1097,7 +1127,7 @@ class ExampleEncoder:
     cfg: configs.Config
     # The Tokenizer, or None if the run has no vocabulary.
     tokenizer: data.Tokenizer | None
-    # Whether each line must have the field "targets" in addition to "inputs".
+    # Whether each line must have the field "targets" in addition to the field "inputs".
     scoring: bool
     # The task from which the lines come, or None if they come from a file or from
     # standard input. The task says whether the inputs end with EOS.
@@ -1148,16 +1178,17 @@ class ExampleEncoder:
 
 
 def read_texts(path, bad):
-    """Yield each line of a text file as an example, without its line end.
+    """Yield each line of a text file as an example, without the line break.
 
-    A result is a pair such as ("a.txt:3", {"inputs": "some text"}). A line that is not
-    UTF-8 is reported to the function `bad`.
+    For example, line 3 of a.txt gives the pair ("a.txt:3", {"inputs": "some text"}). For
+    a line that is not UTF-8, the function `bad` is called instead.
     """
     for number, line in data.read_lines(path, bad):
         yield f"{path}:{number}", {"inputs": line.rstrip("\r\n")}
 
 
-# For each kind of file, the function that reads it. data.file_kind finds out the kind.
+# For each kind of input file, the function that reads the file. data.file_kind returns
+# the kind, such as "jsonl".
 READERS = {
     "jsonl": data.read_jsonl,
     "parquet": data.read_parquet,
@@ -1168,7 +1199,9 @@ READERS = {
 
 
 def read_files(files, bad, fields=()):
-    """Yield the lines of files as pairs such as ("a.jsonl:3", {"inputs": "x"}).
+    """Yield each line of some files as a pair such as ("a.jsonl:3", {"inputs": "x"}).
+
+    The pair contains the place of the line (file and line number) and its fields.
 
     files: a list of data.SourceFiles.
     bad: a function that is called for each unreadable line, with its place and a reason.
@@ -1234,8 +1267,8 @@ def read_examples(read, encode, skip_empty):
         unread.append(({"error": f"{where} {problem}"}, None))
 
     for number, (where, line) in enumerate(read(bad)):
-        # First yield the unreadable lines before this line, to keep the order of the
-        # input.
+        # The list `unread` has the unreadable lines that stand before this line. Yield
+        # them first, to keep the order of the input.
         yield from unread
         unread.clear()
         example = None
@@ -1257,13 +1290,13 @@ def read_examples(read, encode, skip_empty):
 def json_line(line):
     """Return a dict as one line of JSON. Characters outside ASCII are not escaped."""
     text = json.dumps(line, ensure_ascii=False, default=json_default)
-    # UTF-8 cannot encode a lone surrogate, which is half of a character. Write it as an
-    # escape sequence such as \ud83d, which JSON allows.
+    # UTF-8 cannot encode a lone surrogate, which is half of a character. Write a lone
+    # surrogate as an escape sequence such as \ud83d, which JSON allows.
     return text.encode(errors="backslashreplace").decode() + "\n"
 
 
 def json_default(value):
-    """Convert a NumPy array to a list, and a NumPy number to a number of Python.
+    """Convert a NumPy array to a Python list, and a NumPy number to a Python number.
 
     Any other value is converted to text. json.dumps calls this function for each value
     that it cannot write itself.
@@ -1272,8 +1305,9 @@ def json_default(value):
 
 
 def result_fields(result, example, line, field, cfg, tokenizer):
-    """Return a dict of the new fields of an output line, for instance "prediction".
+    """Return a dict of the fields that a result adds to an output line.
 
+    For example, with --mode predict, the dict is {"prediction": "four"}.
     A prediction is a text if the inputs of the line are a text, and a list of ids if the
     inputs are a list of ids.
 
@@ -1309,21 +1343,22 @@ def describe_job(args, cfg, step, tokenizer, identity):
     identity: a JSON value that changes when the input changes, from open_input.
     """
     flags = {f"--{name}": vars(args)[name] for name in vars(args) if name != "output"}
-    # The following options do not affect the results. Of the section train, only the seed
-    # does, which is added below.
+    # The options in `neutral` do not affect the results. Of the section train, only the
+    # seed affects the results, and it is added below.
     neutral = {"train", "mesh", "distributed", "decode.batch_size", "data.on_error"}
     manifest = partition.Checkpoints(args.run_dir).path(step) / "manifest.json"
     facts = {
         "--train.seed": cfg.train.seed,
         "the step": step,
-        # A new run in the same folder can have a checkpoint of the same step. Therefore
-        # compare the checksums of all arrays.
+        # Another run in the same folder can have a different checkpoint of the same step.
+        # The checksums of its arrays show the difference.
         "the checkpoint": configs.checksum(configs.read_json(manifest, {})["arrays"]),
         "the vocabulary": tokenizer and tokenizer.sha256,
         "the file of --decode.choices": data.find_files(cfg.decode.choices),
         "the checksum of the input": configs.checksum(identity),
         "the recipe file": list(configs.RECIPE_CODE.values()),
-        # A GPU computes in bfloat16 by default, and a CPU in float32.
+        # The results depend on the number format. By default, a GPU computes in bfloat16,
+        # and a CPU in float32.
         "the number format": partition.default_compute_dtype(),
     }
     return flags | configs.settings(cfg, neutral) | facts
@@ -1333,8 +1368,8 @@ def begun_job(output):
     """Return the dict that describe_job made for the command that began an output file.
 
     The dict is read from OUTPUT.partial.json. If no line has been written yet, the dict
-    is empty. If the output file is complete, or if the description of its lines is
-    missing or damaged, raise UserError.
+    is empty. Raises UserError if the output file is already complete, or if
+    OUTPUT.partial.json is missing or damaged.
     """
     if os.path.exists(output):
         raise UserError(
@@ -1358,7 +1393,8 @@ def open_partial(output, job, begun):
         differs, a UserError names this item.
     """
     path = f"{output}.partial"
-    # Only the main process writes. os.devnull discards the lines of other processes.
+    # Only the main process writes the output file. All other processes write to
+    # os.devnull, which discards their lines.
     if not partition.is_main_process():
         return open(os.devnull, "ab"), 0
     configs.refuse_differences(
@@ -1390,9 +1426,9 @@ def open_partial(output, job, begun):
 def finish_output(partial, path, field):
     """Convert OUTPUT.partial, a JSONL file, to the kind of file that --output names.
 
-    An .npz file gets the ids and the vectors of all lines. If a line has an error, it has
-    no vector. With --pool mean or --pool first, the .npz file then has a vector of nan
-    for this line.
+    An .npz file gets the ids and the vectors of all lines. A line with an error has no
+    vector. With --pool mean or --pool first, the .npz file has a vector of nan for such a
+    line.
 
     The first line of a table names the columns. A value that is not a text, such as a
     list of outputs, is written as JSON.
@@ -1483,8 +1519,9 @@ def run_file(args, cfg, mesh, tokenizer):
     is_text = args.input.startswith("lines:") or data.file_kind(args.input) == "text"
     lines = read_examples(read, encode, skip_empty=is_text and mode == "predict")
     lines = itertools.islice(lines, shard + done * shards, None, shards)
-    # run_examples reads many examples before the first result is ready. Until then,
-    # itertools.tee stores the lines, which are written together with the results.
+    # run_examples reads many examples before it yields the first result. Meanwhile,
+    # itertools.tee stores the lines that belong to these examples. Each line is later
+    # written together with its result.
     lines, ahead = itertools.tee(lines)
     examples = (example for _, example in ahead if example)
     results = run_examples(params, cfg, mesh, examples, mode, trie)
@@ -1519,9 +1556,10 @@ def run_file(args, cfg, mesh, tokenizer):
 def note_differences(encode):
     """Print how many texts were truncated, and how many inputs do not end with EOS.
 
-    A number that is 0 is not printed. Models such as T5 were trained on inputs that end
-    with EOS. For inputs without EOS, these models often generate wrong text. T0 was
-    trained on inputs without EOS, so nothing is printed about EOS for T0.
+    A number that is 0 is not printed. The inputs without EOS matter, because models such
+    as T5 were trained on inputs that end with EOS. For inputs without EOS, these models
+    often generate wrong text. T0 was trained on inputs without EOS, so nothing is printed
+    about EOS for T0.
 
     encode: the ExampleEncoder that has converted all lines.
     """
@@ -1591,7 +1629,8 @@ def load_params(cfg, run_dir, step=None):
     vocabulary = configs.read_run(run_dir)[1]["vocabulary_sha256"]
     identity = configs.weights_identity(cfg, vocabulary)
     checkpoints = partition.Checkpoints(run_dir, identity=identity)
-    # With --train.ema, use the moving average of the weights instead of the weights.
+    # A run with --train.ema also stores a moving average of the weights. Use the average
+    # instead of the weights.
     name = "ema" if cfg.train.ema else "params"
     found = checkpoints.load({name: params}, step)
     if not found:
@@ -1603,9 +1642,9 @@ def load_params(cfg, run_dir, step=None):
 
 
 def check_decoder(cfg, mode=None):
-    """Raise UserError if the model has no decoder, unless the mode is "encode".
+    """Raise UserError if the model has no decoder, but the mode needs one.
 
-    All other modes need a decoder.
+    Only the mode "encode" needs no decoder, because it writes the encoder's vectors.
     """
     if not cfg.model.num_decoder_layers and mode != "encode":
         raise UserError(

@@ -45,7 +45,8 @@ import math
 import os
 from typing import Callable, NamedTuple
 
-# Import configs before JAX, because the module configs also sets up Ctrl-C and UTF-8.
+# Importing configs also prepares the process for Ctrl-C and for UTF-8 texts. Do this
+# before the slow import of JAX.
 import configs
 
 import jax
@@ -74,7 +75,8 @@ class Param(NamedTuple):
     # The name of each dimension (its logical axis), such as ("embed", "mlp").
     # partition.RULES maps each name to the mesh axis that splits the dimension.
     axes: tuple
-    # The initialization: "ones", "normal", "truncated_normal" or "uniform".
+    # The distribution of the initial values: "normal", "truncated_normal", "uniform", or
+    # "ones", which sets all values to 1.
     init: str = "ones"
     # The standard deviation of the initial values. For "uniform", the initial values lie
     # between -scale and scale.
@@ -98,8 +100,8 @@ def param_table(cfg):
     stack_bias, layer_bias = ({}, bias) if cfg.layer_biases else (bias, {})
 
     def attention(bias):
-        # The weights of all heads form one matrix. Adafactor can then store row means and
-        # column means of the squared gradient of this matrix.
+        # The weights of all heads form one matrix. For one matrix, the optimizer
+        # Adafactor stores only row means and column means of the squared gradient.
         return {
             "norm": norm,
             # The scale of the initial values contains the factor 1 / sqrt(C). T5
@@ -156,9 +158,9 @@ def param_table(cfg):
 
 
 def is_param(x):
-    """Return whether x is a Param. Functions such as jax.tree.map use this as `is_leaf`.
+    """Return whether x is a Param. Calls of jax.tree.map pass this function as `is_leaf`.
 
-    A Param is a tuple, and jax.tree.map would otherwise visit the fields of the tuple.
+    A Param is a tuple. Without is_leaf, jax.tree.map would visit each field of the tuple.
     """
     return isinstance(x, Param)
 
@@ -176,7 +178,7 @@ def init_params(cfg, key, rules=RULES):
     """
 
     def sample(p, key):
-        # The function spec looks up the mesh axis of each named dimension. For example,
+        # The function spec returns the mesh axis that splits each dimension. For example,
         # ("embed", "mlp") becomes P(None, "model").
         shape, sharding = p.shape, spec(p.axes, rules)
         if p.init == "ones":
@@ -251,8 +253,8 @@ def rms_norm(x, scale):
 def dropout_mask(key, rate, shape, sharding, dtype):
     """Sample a random dropout mask. The caller multiplies its activations by this mask.
 
-    At rate 0.1, a tenth of the entries are 0, and all others are 1 / 0.9. The activations
-    therefore keep their expected value.
+    At rate 0.1, about a tenth of the entries are 0, and all others are 1 / 0.9. The
+    activations therefore keep their expected value.
     """
     keep = jax.random.bernoulli(key, 1 - rate, shape, out_sharding=sharding)
     return keep.astype(dtype) / (1 - rate)
@@ -273,7 +275,10 @@ def dropout(x, rate, key, shared_length=True):
 
 
 def split_key(key, n):
-    """Split a PRNG key into n keys. If the key is None, return a tuple of n Nones."""
+    """Split a PRNG key into n keys. If the key is None, return a tuple of n Nones.
+
+    Without a key, no dropout is applied.
+    """
     if key is None:
         return (None,) * n
     return jax.random.split(key, n)
@@ -330,7 +335,10 @@ def bias_of_buckets(table, bucket):
 
 
 def relative_bias_params(cfg):
-    """Return the Param of the table of position biases, in a dict."""
+    """Return a dict with the Param of T5's table of position biases, of shape [H, R].
+
+    The table has one bias for each of the H heads and each of the R distance buckets.
+    """
     H, R = cfg.num_heads, cfg.relative_buckets
     scale = (6 / (H + R)) ** 0.5
     return {"relative_bias": Param((H, R), ("heads", "buckets"), "uniform", scale)}
@@ -393,20 +401,21 @@ def rotary(x, positions):
 class PositionEncoding(NamedTuple):
     """Define how self-attention knows the positions of queries and keys.
 
-    The scores of a position encoding must depend only on the distance between query and
-    key. A packed row then needs nothing special. Positions are counted from the start of
-    the row, but attention stays within one example, whose distances are the same in any
-    place of the row. Cross-attention knows no positions.
+    Positions must change an attention score only by the distance between query and key.
+    Examples that are packed into one row then need no special treatment. Positions are
+    counted from the start of the row, but the distances within an example are the same at
+    any place in the row. Cross-attention knows no positions.
     """
 
-    # A function of the ModelConfig that returns a dict with the Param of each weight.
+    # A function that takes a ModelConfig, and returns a dict with the Param of each
+    # weight of the position encoding.
     params: Callable = lambda cfg: {}
-    # A function with the arguments of relative_bias. Returns a bias that is added to the
-    # attention scores, or None. The bias has the shape [1, H, Q, K], and the mesh axis
+    # A function that returns a bias for the attention scores, or None. Its arguments are
+    # those of relative_bias. The bias has the shape [1, H, Q, K], and the mesh axis
     # "model" splits the heads H.
     bias: Callable = lambda w, Q, K, bidirectional, cfg, shared: None
-    # A function of queries or keys [B, H, Q, C] and their positions [Q]. Returns the
-    # queries or keys with which attention computes the scores.
+    # A function that takes queries or keys [B, H, Q, C] and their positions [Q], and
+    # returns rotated queries or keys of the same shape. By default, nothing is rotated.
     rotate: Callable = lambda x, positions: x
 
 
@@ -421,17 +430,21 @@ POSITIONS |= {
 
 
 def position_bias(w, Q, K, bidirectional, cfg, shared=None):
-    """Return the position bias that --model.positions selects, or None if it has none.
+    """Return the bias of the position encoding that --model.positions selects.
 
+    The result is None if the encoding adds no bias to the attention scores, as in rotary.
     The arguments are those of relative_bias.
     """
     return POSITIONS[cfg.positions].bias(w, Q, K, bidirectional, cfg, shared)
 
 
 def rotate(x, positions, cfg):
-    """Rotate queries or keys [B, H, Q, C] as --model.positions says.
+    """Rotate queries or keys [B, H, Q, C] if --model.positions selects a rotary encoding.
 
-    positions [Q], or None to return x unchanged, as in cross-attention.
+    With any other encoding, such as t5_bias, x is returned unchanged.
+
+    positions [Q]: the positions of x, or None to return x unchanged, as in
+    cross-attention.
     """
     if positions is None:
         return x
@@ -456,7 +469,7 @@ def attention_mask(query_segments, key_segments, causal=False):
 
 
 def split_heads(x, cfg):
-    """Split activations [B, K, H*C] into heads. Returns [B, H, K, C]."""
+    """Split activations into heads: [B, K, H*C] becomes [B, H, K, C]."""
     rows, _, heads = sharding_of(x)
     B, K, _ = x.shape
     sharding = P(rows, None, heads, None)
@@ -465,7 +478,7 @@ def split_heads(x, cfg):
 
 
 def join_heads(x):
-    """Concatenate the heads [B, H, Q, C] at each position. Returns [B, Q, H*C]."""
+    """Concatenate the heads at each position: [B, H, Q, C] becomes [B, Q, H*C]."""
     rows, heads, *_ = sharding_of(x)
     B, H, Q, C = x.shape
     x = x.transpose(0, 2, 1, 3)
@@ -486,8 +499,8 @@ def keys_values(w, x, cfg, positions=None):
 def attend(q, k, v, bias, mask):
     """Compute attention for all heads, softmax(q k^T + bias) v. Returns [B, H, Q, C].
 
-    The softmax is computed in float32. T5 does not divide the scores by sqrt(C), and
-    param_table explains why.
+    The softmax is computed in float32. T5 does not divide the scores by sqrt(C), because
+    the initial query weights contain the factor 1 / sqrt(C).
 
     q [B, H, Q, C], k and v [B, H, K, C]. bias [1, H, Q, K] or None.
     mask [B, 1, Q, K]: True where a query attends to a key.
@@ -500,7 +513,7 @@ def attend(q, k, v, bias, mask):
     return jnp.einsum("bhqk,bhkc->bhqc", probabilities, v)
 
 
-# named_scope labels these operations "attention" in a profile.
+# In a profile, the operations of the function `attention` get the label "attention".
 @jax.named_scope("attention")
 def attention(w, x, kv, bias, mask, cfg, key=None, core=None, positions=None):
     """Compute multi-head attention, followed by dropout. Returns [B, Q, D].
@@ -515,8 +528,8 @@ def attention(w, x, kv, bias, mask, cfg, key=None, core=None, positions=None):
     k, v = kv
     if key is not None and cfg.dropout:
         # Apply dropout to the attention probabilities. T5 drops a key for all queries of
-        # a head at once. Setting the value of this key to zero has the same effect, and
-        # needs a smaller random mask.
+        # a head at once. Setting the value vector of this key to zero has the same
+        # effect, and needs a smaller random mask.
         mask_shape = (*v.shape[:-1], 1)
         v = v * dropout_mask(
             key_probabilities, cfg.dropout, mask_shape, sharding_of(v), v.dtype
@@ -558,7 +571,7 @@ def mlp(w, x, cfg, key=None):
 # The weight of each auxiliary loss in the training loss. With {"balance": 0.01}, training
 # minimizes loss + 0.01 * balance, where the balance loss is summed over all layers.
 LOSS_WEIGHTS = {}
-# The dict to which add_loss adds, or None outside of training.
+# The dict in which add_loss collects auxiliary losses. Outside of training, it is None.
 COLLECTED = contextvars.ContextVar("losses", default=None)
 
 
@@ -628,7 +641,7 @@ def reshard_for_compute(weights, table):
 
 
 def scan_layers(layer, x, weights, keys, cfg):
-    """Apply the layers to x one after another, by a loop over their stacked weights.
+    """Apply the layers to x one after another, with a loop over their stacked weights.
 
     JAX compiles the body of the loop only once, whether there are 8 layers or 24.
 
@@ -889,7 +902,8 @@ def sum_over_tokens(losses, batch):
     `losses` are the three arrays [B, T] from token_losses. Returns a dict of the float32
     scalars cross_ent_loss, z_loss, correct and tokens.
     """
-    # Padding has the segment number 0. It gets the weight 0, so it does not count.
+    # Padding has the segment number 0. Give padding the weight 0, so that the sums leave
+    # out padding.
     weight = (batch.target_segments > 0).astype(jnp.float32)
     cross_ent_loss, z_loss, correct = (jnp.sum(x * weight) for x in losses)
     return {
@@ -944,8 +958,8 @@ def loss_fn(params, batch, cfg, key=None):
     with collect_losses() as auxiliary:
         losses = token_losses(params, batch, cfg, key)
     sums = sum_over_tokens(losses, batch)
-    # An auxiliary loss is a number for the complete batch. Multiply it by the number of
-    # tokens, because the caller divides by this number.
+    # An auxiliary loss is a number for the complete batch. Multiply the loss by the
+    # number of tokens, because the caller later divides by this number.
     for name, value in auxiliary.items():
         sums[name] = value * sums["tokens"]
     return total_loss(sums), sums
@@ -990,7 +1004,8 @@ def tuned(plain):
     return decorate
 
 
-# Dense layers. The fastest way to multiply by a weight matrix differs between platforms.
+# The fastest way to multiply by a weight matrix differs between platforms. The function
+# dense chooses a way for each platform.
 @tuned(dense)
 def dense(x, w):
     """Multiply activations [B, Q, D] by a weight matrix [D, F], fast on each platform."""
@@ -998,9 +1013,9 @@ def dense(x, w):
     # product of two matrices. With separate axes, it would take 1.4 times as long.
     if partition.platform() == "cpu":
         return merged_dense(x, w)
-    # On a GPU or TPU, keep batch and length as separate axes. If they are merged, a TPU
-    # copies the activations. A training step then takes 214 instead of 139 million
-    # cycles.
+    # On a GPU or TPU, keep batch and length as separate axes. With a merged axis, a TPU
+    # would copy the activations, and a training step would take 214 instead of 139
+    # million cycles.
     return batched_dense(x, w)
 
 
@@ -1014,11 +1029,11 @@ def merged_dense(x, w):
 
 @jax.custom_gradient
 def batched_dense(x, w):
-    """Multiply activations [B, Q, D] by w [D, F], with hand-written gradients of both."""
+    """Multiply activations x [B, Q, D] by w [D, F], with hand-written gradients."""
 
     def gradient(d_y):
         d_x = jnp.einsum("bqf,df->bqd", d_y, w, out_sharding=sharding_of(x))
-        # Compute this gradient as [D, F], which is the axis order of the stored weights.
+        # Compute the gradient of w with the axis order [D, F], as the weights are stored.
         d_w = jnp.einsum("bqd,bqf->df", x, d_y, out_sharding=sharding_of(w))
         return d_x, d_w
 
@@ -1029,7 +1044,7 @@ def batched_dense(x, w):
 
 @tuned(gated_unit)
 def gated_unit(gate, up, activation):
-    """Return activation(gate) * up, with an optimization barrier for the gradients."""
+    """Return activation(gate) * up. An optimization barrier speeds up the gradients."""
     # In the backward pass, two matmuls read the gradients of `gate` and `up`. XLA would
     # compute the gradients again for each matmul. With the barrier, XLA computes them
     # once, and writes them to memory. Together with the barrier in output_logits, this
@@ -1040,7 +1055,10 @@ def gated_unit(gate, up, activation):
 
 @tuned(output_logits)
 def output_logits(x, w):
-    """Multiply the decoder's output by the output matrix. A barrier saves memory."""
+    """Multiply the decoder's output by the output matrix, with an optimization barrier.
+
+    The barrier saves memory, because XLA then frees the memory of the logits earlier.
+    """
     # XLA would compute the gradient of the output matrix last, and keep the logits in
     # memory until the end of the backward pass. The barrier makes XLA compute this
     # gradient first. XLA can then free the memory of the logits, which saves 0.24 GB.
@@ -1055,8 +1073,8 @@ def bias_of_buckets(table, bucket):
     part of the batch. `table` [H, R] has one number for each head and bucket. `bucket`
     [Q, K] has the bucket of each pair of query and key.
     """
-    # The gradient of a lookup would be a slow scatter-add. The gradient of this matmul is
-    # another matmul. The gain was not measured by itself.
+    # A lookup in the table would have a slow scatter-add as its gradient. The gradient of
+    # a matmul is another matmul. The gain of this matmul alone was not measured.
     one_hot = jax.nn.one_hot(bucket, table.shape[1], axis=0, dtype=jnp.float32)
     return jnp.einsum("nhr,rqk->nhqk", copy_for_each_part(table), one_hot)
 
@@ -1064,9 +1082,9 @@ def bias_of_buckets(table, bucket):
 def copy_for_each_part(x):
     """Return N copies [N, ...] of an array, one for each part of the batch.
 
-    N is the size of the mesh axis "data". The gradients of all layers are added up in the
-    copy, and one all-reduce over the devices is enough. Without copies, every layer would
-    need an all-reduce.
+    N is the size of the mesh axis "data". In the backward pass, each part of the batch
+    adds up the gradients of all layers in its own copy. A single all-reduce then adds up
+    the copies. Without copies, every layer would need an all-reduce.
     """
     data_shards = jax.sharding.get_abstract_mesh().shape["data"]
     ones = jnp.ones((data_shards, *[1] * x.ndim), out_sharding=P("data"))
@@ -1075,9 +1093,10 @@ def copy_for_each_part(x):
 
 @tuned(position_bias)
 def position_bias(w, Q, K, bidirectional, cfg, shared=None):
-    """Return the position bias as the tuned attention needs it, [N, H, Q, K], or None.
+    """Return the position bias with one copy for each part of the batch, [N, H, Q, K].
 
-    As in bias_of_buckets, each of the N parts of the batch gets a copy of the bias.
+    N is the size of the mesh axis "data". The result is None if --model.positions selects
+    an encoding without a bias. The arguments are those of relative_bias.
     """
     bias = POSITIONS[cfg.positions].bias(w, Q, K, bidirectional, cfg, shared)
     if bias is None or "data" in sharding_of(bias):
@@ -1085,16 +1104,16 @@ def position_bias(w, Q, K, bidirectional, cfg, shared=None):
     return copy_for_each_part(bias[0])
 
 
-# Attention. The function fused_attention has a hand-written gradient, and uses two ideas
-# of FlashAttention (Rabe and Staats 2021, Dao et al. 2022). First, the division by the
-# softmax denominator comes last, after the matmul with the values. Second, the
+# The function fused_attention computes attention with a hand-written gradient. It uses
+# two ideas of FlashAttention (Rabe and Staats 2021, Dao et al. 2022). First, the division
+# by the softmax denominator comes last, after the matmul with the values. Second, the
 # probabilities are not stored. The backward pass recomputes them from the scores and the
 # logarithm of the denominator.
 @tuned(attend)
 def attend(q, k, v, bias, mask):
     """Compute attention, softmax(q k^T + bias) v, with the function fused_attention."""
-    # With shard_map, each device computes its own rows and heads. XLA then inserts no
-    # communication into the attention.
+    # With shard_map, each device computes attention for its own rows and heads. XLA then
+    # adds no communication between the devices.
     return jax.shard_map(fused_attention, out_specs=sharding_of(v))(q, k, v, bias, mask)
 
 
@@ -1116,7 +1135,7 @@ def masked_scores(q, k, bias, mask):
     A masked key gets the score -1e10, so that softmax ignores this key.
     """
     # A GPU writes the result of this matmul to memory. In the dtype of q, which is
-    # usually bfloat16 on a GPU, the result has half of the bytes.
+    # usually bfloat16 on a GPU, the result has half as many bytes as in float32.
     dtype = q.dtype if partition.platform() == "gpu" else jnp.float32
     scores = jnp.einsum("bhqc,bhkc->bhqk", q, k, preferred_element_type=dtype)
     if bias is not None:
@@ -1156,15 +1175,15 @@ def normalize(sums, dtype):
 def fused_attention_forward(q, k, v, bias, mask):
     """Compute attention, and return its result and the arrays for the backward pass.
 
-    checkpoint_name gives these arrays names. remat_policy decides by name which arrays
-    are saved.
+    The function checkpoint_name gives names to these arrays. By these names, remat_policy
+    decides which arrays are saved and which are recomputed.
     """
     n = count_head_groups(q, k)
     q_groups, k_groups, v_groups = (split_heads_into(n, x) for x in (q, k, v))
     bias_groups = split_heads_into(n, bias)
     if n > 1 and bias is not None:
-        # Store the bias in the memory layout of the scores, in which the axes Q and K are
-        # swapped. Otherwise each layer would transpose the bias again.
+        # Store the bias with the axes Q and K swapped, which is the memory layout of the
+        # scores. Otherwise each layer would transpose the bias again.
         layout = Layout((0, 1, 3, 2))
         bias_groups = [with_layout_constraint(x, layout) for x in bias_groups]
 
@@ -1173,18 +1192,21 @@ def fused_attention_forward(q, k, v, bias, mask):
 
     groups = [*zip(q_groups, k_groups, v_groups, bias_groups)]
     sums, maximum = run_in_sequence(group_sums, groups)
-    # Give an array its name only after its last use in this function. XLA would copy a
+    # The function checkpoint_name gives an array a name for remat_policy. Give a name
+    # only after the last use of the array in this function, because XLA would copy a
     # named array at every later use.
     out = checkpoint_name(normalize(sums, v.dtype), "attended")
     # log_z is the logarithm of the softmax denominator. The backward pass recomputes the
     # probability of a key as exp(score - log_z).
     log_z = checkpoint_name(maximum + jnp.log(sums[..., -1:]), "attended")
-    # TPUs that process all heads at once save the scores of self-attention, which has a
-    # bias, and recompute those of cross-attention. On v5p, recomputing the scores of
-    # cross-attention saved 5 % of the memory for 1 % more time.
+    # For the backward pass, a TPU that processes all heads at once saves the scores of
+    # attention with a bias (self-attention). It recomputes the scores of cross-attention.
+    # On v5p, recomputing the scores of cross-attention saved 5 % of the memory for 1 %
+    # more time.
     saves_scores = n == 1 and bias is not None and partition.platform() == "tpu"
-    # Compute the scores a second time, and give only this second array a name. XLA would
-    # copy a named array at each use. XLA merges the two equal computations into one.
+    # Compute the scores a second time, and give a name only to this second array, because
+    # XLA would copy a named array at each use. XLA notices that the two computations are
+    # equal, and runs only one.
     scores = masked_scores(q, k, bias, mask) if saves_scores else None
     inputs = (q_groups, k, v, bias_groups, scores)
     inputs = jax.tree.map(lambda x: checkpoint_name(x, "attention inputs"), inputs)
@@ -1259,7 +1281,7 @@ def count_head_groups(q, k):
 
 
 def split_heads_into(n, x):
-    """Split an array [B, H, ...] into n arrays [B, H/n, ...], one for each group."""
+    """Split an array [B, H, ...] into n arrays [B, H/n, ...], one for each head group."""
     if x is None:
         return [None] * n
     return jnp.split(x, n, axis=1)
@@ -1279,8 +1301,8 @@ def run_in_sequence(function, groups):
         if joined is not None:
             first, joined = lax.optimization_barrier((first, joined))
         results = function(first, *others)
-        # Write the results of all groups into one large array. A concatenation at the end
-        # would copy all results.
+        # Write the results of each group into one large array for all groups. A
+        # concatenation at the end would copy all results again.
         if joined is None:
             joined = jax.tree.map(
                 lambda x: lax.empty((x.shape[0], n * x.shape[1], *x.shape[2:]), x.dtype),
@@ -1294,8 +1316,9 @@ def run_in_sequence(function, groups):
     return joined
 
 
-# Layers. Rematerialization reduces memory: the forward pass saves only some activations,
-# and the backward pass recomputes the others. The function jax.checkpoint does this.
+# Rematerialization saves memory. The forward pass keeps only some activations, and the
+# backward pass recomputes the others. The function jax.checkpoint implements
+# rematerialization.
 def remat_policy(remat):
     """Return the jax.checkpoint policy for a value of --model.remat.
 
@@ -1324,8 +1347,9 @@ def scan_layers(layer, x, weights, keys, cfg):
     On GPUs and TPUs, the loop over the layers is unrolled, for models up to T5 large.
     """
     depth = len(weights["mlp"]["norm"])
-    # A loop that is not unrolled copies the slices of each layer into and out of stacked
-    # arrays. On a TPU, unrolling reduced a training step from 125 to 95 million cycles.
+    # The weights and activations of all layers are stacked in large arrays. A loop that
+    # is not unrolled copies the slices of each layer out of these arrays and into them.
+    # On a TPU, unrolling reduced a training step from 125 to 95 million cycles.
     unroll = partition.platform() != "cpu" and depth <= 24 and cfg.d_model <= 1024
     needs_all_gather = "data" in sharding_of(weights["mlp"]["up"])
     # In an unrolled loop, XLA would notice that the backward pass repeats computations of
@@ -1334,7 +1358,7 @@ def scan_layers(layer, x, weights, keys, cfg):
     prevent_cse = unroll
     if cfg.remat != "full" and not needs_all_gather:
         # Set one flag for each argument of a layer (weights, x, key). Weights that need
-        # no all-gather stay in memory anyway, so only x needs the protection from CSE.
+        # no all-gather stay in memory anyway. Therefore CSE must be prevented only for x.
         prevent_cse = (False, unroll, False)
     policy = remat_policy(cfg.remat)
     rematerialized = jax.checkpoint(layer, policy=policy, prevent_cse=prevent_cse)
@@ -1354,8 +1378,9 @@ def scan_layers(layer, x, weights, keys, cfg):
 @tuned(cross_entropy)
 @jax.named_scope("logits and loss")
 def cross_entropy(logits, targets, z_loss=0.0, label_smoothing=0.0):
-    """Return cross entropy, z-loss and correctness of each target token, each [B, T].
+    """Return the cross entropy, z-loss and correctness of each target token.
 
+    The result consists of three arrays [B, T], as in the plain function cross_entropy.
     XLA fuses all sums over the vocabulary into one pass over the logits. If devices split
     the vocabulary, they exchange only sums of shape [B, T].
     """
@@ -1368,9 +1393,9 @@ def cross_entropy(logits, targets, z_loss=0.0, label_smoothing=0.0):
         jnp.int32, logits.shape, 2, out_sharding=sharding_of(logits)
     )
     target = targets[..., None]
-    # To get the logit of each target, compare all token ids with the target, and sum over
-    # the vocabulary. A lookup would have a slow scatter-add as its gradient, and the loss
-    # would take 1.2 times as long on a CPU.
+    # To get the logit of each target, set the logits of all other token ids to 0, and sum
+    # over the vocabulary. A lookup would have a slow scatter-add as its gradient, and the
+    # loss would take 1.2 times as long on a CPU.
     target_logit = jnp.where(column == target, logits, 0).sum(-1)
     # If two tokens have the same largest logit, argmax takes the one with the lower id.
     # A target is then correct only if no token with a lower id has this logit.
@@ -1387,7 +1412,10 @@ def cross_entropy(logits, targets, z_loss=0.0, label_smoothing=0.0):
 
 
 def count_params(table):
-    """Count the numbers in all arrays of a nested dict of Params."""
+    """Return the number of weights in a nested dict of Params.
+
+    For example, a Param of shape (512, 1024) counts as 524,288 weights.
+    """
     return sum(math.prod(p.shape) for p in jax.tree.leaves(table, is_leaf=is_param))
 
 
@@ -1407,8 +1435,8 @@ def train_flops(cfg, S, T):
     decoder += 2 * T * T * A + 2 * T * S * A
     logits = T * D * cfg.vocab_size
     multiply_adds = cfg.num_layers * encoder + cfg.num_decoder_layers * decoder + logits
-    # A multiply-add is 2 FLOPs. Each matmul runs once in the forward pass, and its two
-    # gradients take twice as long.
+    # A multiply-add counts as 2 FLOPs. Each matmul runs once in the forward pass. In the
+    # backward pass, its two gradients need two more matmuls of the same size.
     return 3 * 2 * multiply_adds
 
 

@@ -47,7 +47,8 @@ from collections import Counter, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-# Import configs before JAX, because the module configs also sets up Ctrl-C and UTF-8.
+# Importing configs also prepares the process for Ctrl-C and for UTF-8 texts. Do this
+# before the slow import of JAX.
 import configs
 
 import jax
@@ -95,11 +96,11 @@ RULES = {
     "vocab": "model",
     "heads": "model",
     "mlp": "model",
-    # None means that the dimension is not split. Every device holds all of it.
+    # The value None means that a dimension is not split: every device holds all of it.
     "embed": None,
     "layers": None,
     "buckets": None,
-    # A dimension without a name has the key None here. This dimension is not split.
+    # The key None stands for a dimension without a name. Such a dimension is not split.
     None: None,
 }
 
@@ -166,7 +167,8 @@ def set_mesh(cfg, devices=None):
             devices=devices,
             axis_types=(AxisType.Explicit,) * 2,
         )
-    # JAX raises this error if the TPU chips cannot form a grid of data_size x model_size.
+    # jax.make_mesh raises NotImplementedError if the TPU chips cannot form a grid of
+    # data_size x model_size.
     except NotImplementedError as error:
         raise UserError(
             f"--mesh.model {model_size} does not fit the TPU topology: use a product of "
@@ -270,7 +272,7 @@ MAX_SHARD_BYTES = 1 << 30
 
 
 class CheckpointError(Exception):
-    """Raised if a file of a checkpoint is missing, is damaged or cannot be written."""
+    """An error in a checkpoint: a file is missing, is damaged or cannot be written."""
 
 
 def is_main_process():
@@ -333,7 +335,8 @@ def write_shards(path, shards):
     with path.open("wb") as file:
         for name, bounds, data in shards:
             crc = zlib.crc32(data)
-            # The header contains no timestamp, so equal shards give equal files.
+            # The header of a shard contains no timestamp, so that equal shards give equal
+            # files.
             header = msgpack.packb(
                 {
                     "name": name,
@@ -343,7 +346,8 @@ def write_shards(path, shards):
                 }
             )
             # In msgpack, binary data begins with the byte C6 and a 4-byte length. Write
-            # both without msgpack.packb, which would copy the whole array.
+            # the byte and the length directly, because msgpack.packb would copy the whole
+            # array.
             file.write(header + b"\xc6" + struct.pack(">I", data.nbytes))
             entry = {
                 "file": path.name,
@@ -353,7 +357,8 @@ def write_shards(path, shards):
             }
             entries.setdefault(name, []).append(entry)
             file.write(data.reshape(-1).view(np.uint8).data)
-        # A local file must be flushed to disk. A remote file is stored when it is closed.
+        # Flush a local file to disk. A remote file needs no flush, because it is stored
+        # when it is closed.
         if not is_remote(path):
             file.flush()
             os.fsync(file.fileno())
@@ -388,25 +393,27 @@ def write_checkpoint(folder, arrays, shards, step, identity):
     temporary = folder if is_remote(folder) else folder.with_name(f"tmp-{folder.name}")
     temporary.mkdir(parents=True, exist_ok=True)
     if is_main_process():
-        # An earlier save of this step may have left a manifest. Remove this manifest,
-        # because it does not describe the new shards.
+        # An interrupted save of the same step may have left a manifest. Remove this
+        # manifest, because it does not describe the new shards.
         (temporary / "manifest.json").unlink(missing_ok=True)
     count = jax.process_count()
     files = [temporary / f"pieces-{i:05}-of-{count:05}.msgpack" for i in range(count)]
     own_file = files[jax.process_index()]
     entries = write_shards(own_file, shards)
     if not is_main_process():
-        # List the shards of this process in a JSON file, which process 0 waits for.
+        # List the shards of this process in a JSON file. Process 0 waits for this file,
+        # and copies the list to the manifest.
         write_file(own_file.with_suffix(".json"), json.dumps(entries))
         return
-    # Wait for the JSON file of each other process, and collect the shards listed there.
+    # Wait for the JSON file of each other process, and collect the lists of their shards.
     for file in files[1:]:
         index = file.with_suffix(".json")
         for name, more in json.loads(wait_and_read(index)).items():
             entries.setdefault(name, []).extend(more)
         index.unlink()
-    # The method stat raises an error if the run directory was moved during the save.
-    # Without this error, write_checked would create a new folder without shard files.
+    # If the run directory was moved during the save, the method stat raises an error
+    # here. Otherwise write_checked would create a new folder with a manifest, but without
+    # shards.
     own_file.stat()
     manifest = {
         "format": FORMAT,
@@ -482,8 +489,8 @@ def read_manifest(folder):
     except UserError as error:
         reason = error.__cause__ or "its checksum is wrong"
         raise CheckpointError(f"{path} is missing or damaged ({reason})") from error
-    # The checksum of the manifest is right, so the manifest is not damaged. If the format
-    # differs, another version of plain T5 has written the checkpoint.
+    # The checksum of the manifest is right, so the manifest is not damaged. A different
+    # format number means that another version of plain T5 has written the checkpoint.
     if manifest["format"] != FORMAT:
         raise UserError(
             f"{path} has format {manifest['format']}, but this version of plain T5 reads "
@@ -632,8 +639,9 @@ def read_checkpoint(folder, template, identity):
 # vectors into one vector for each text. convert.py copies the files of these layers to
 # the run directory. The file modules.json lists the layers.
 
-# For each supported pooling of sentence-transformers, the equal value of --pool of
-# infer.py. Older models have the names that begin with "pooling_mode".
+# POOLING_MODES maps the name of a pooling in sentence-transformers to the value of the
+# flag --pool of infer.py that does the same. Older models of sentence-transformers use
+# the names that begin with "pooling_mode".
 POOLING_MODES = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_cls_token": "first",
@@ -673,7 +681,8 @@ def read_vector_head(folder):
             elif kind == "Normalize":
                 layers.append(lambda vector: vector / max(np.linalg.norm(vector), 1e-12))
             elif kind != "Transformer":
-                # For example, the models instructor leave their prompts out of the mean.
+                # For example, the instructor models set include_prompt to false: the mean
+                # of their vectors leaves out the prompt.
                 raise ValueError(f"unknown options of {kind}")
         (pool,) = pools
     except Exception as error:  # safetensors has its own exception classes
@@ -707,8 +716,9 @@ def start_jax(cfg):
         )
         os._exit(2)
 
-    # Print a clear message and exit after --distributed.timeout seconds. JAX would wait
-    # 60 s longer, and would then abort with a stack trace.
+    # If the processes have not connected after --distributed.timeout seconds, print a
+    # clear message and exit. JAX would wait 60 s longer, and would then abort with a
+    # stack trace.
     timer = threading.Timer(d.timeout, give_up)
     timer.start()
     hide_stack_trace()
@@ -722,14 +732,16 @@ def start_jax(cfg):
         )
     except ValueError:
         # Without --distributed.coordinator, ValueError means that JAX found no cluster.
+        # This process then runs alone.
         if d.coordinator:
             raise
     finally:
         timer.cancel()
     if jax.process_count() > 1:
         configs.single_process = False
-        # If another process is lost, JAX may abort this process. The handler then prints
-        # a message. Python would call a handler too late, so register a C function.
+        # If another process ends or freezes, JAX may abort this process. The signal
+        # handler on_abort then prints a message. Python would call a Python handler too
+        # late, so register a C function.
         ctypes.CDLL(None).signal(signal.SIGABRT, on_abort)
         if not is_main_process():
             # Only process 0 prints progress and results.
@@ -765,13 +777,13 @@ on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(report_lost_process)
 def hide_stack_trace():
     """Keep JAX from printing a stack trace if another process ends or freezes.
 
-    In such a case, JAX calls report_lost_process, which prints a short message. JAX 0.10
-    cannot convert the argument of this call to a Python object. JAX 0.10 therefore calls
-    the C function abort, and the signal handler on_abort prints the message.
+    JAX then calls report_lost_process instead, which prints a short message. JAX 0.10
+    fails to make this call, because it cannot convert an argument to a Python object. JAX
+    0.10 therefore aborts the process, and the signal handler on_abort prints the message.
     """
     connect = runtime.get_distributed_runtime_client
-    # The function get_distributed_runtime_client is not public. In some versions of JAX,
-    # the function may not have the argument missed_heartbeat_callback.
+    # The function get_distributed_runtime_client is not part of JAX's public API. In some
+    # versions of JAX, it may not have the argument missed_heartbeat_callback.
     if "missed_heartbeat_callback" in connect.__doc__:
         runtime.get_distributed_runtime_client = functools.partial(
             connect, missed_heartbeat_callback=report_lost_process
@@ -793,8 +805,9 @@ def from_main_process(value):
     other processes pass are ignored.
     """
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    # In a broadcast, all processes must pass an array of the same length. The first
-    # broadcast therefore sends the length.
+    # In a broadcast, all processes must pass an array of the same length. Therefore the
+    # first broadcast sends the length of the text, and the second broadcast sends the
+    # text.
     size = int(broadcast_one_to_all(len(text)))
     text = broadcast_one_to_all(np.resize(text, size))
     return json.loads(bytes(text))
@@ -819,7 +832,7 @@ def run_on_all(work, elsewhere=UserError):
 
 
 def check_same(own):
-    """Raise UserError if a value of this process differs from that of process 0.
+    """Raise UserError if a value of this process differs from the value on process 0.
 
     own: the values of this process, as a dict such as {"--train.seed": 0}.
     """
@@ -842,8 +855,8 @@ def check_same_command(cfg, args):
     cfg: the Config of this process.
     args: the other options of the command, from configs.parse_args.
     """
-    # Leave out --distributed.process, the number of the process. All other settings must
-    # be the same.
+    # Leave out --distributed.process, because each process has its own number. All other
+    # settings must be the same.
     own = configs.settings(cfg, {"distributed.process"})
     own |= {f"--{name}": value for name, value in vars(args).items()}
     own["the recipe file"] = list(configs.RECIPE_CODE.values())
@@ -963,7 +976,7 @@ class Checkpoints:
                 self.commit, arrays, list(shards), step, best
             )
         else:
-            # Write the files now, and continue training when they are complete.
+            # Write the files now. Training continues when the files are complete.
             self.commit(arrays, shards, step, best)
 
     def commit(self, arrays, shards, step, best):
@@ -1064,7 +1077,7 @@ def load_newest(source, template, identity):
 
 
 def read_metrics_file(path):
-    """Return the lines of metrics.jsonl as a list of dicts. Skip damaged lines."""
+    """Return the lines of metrics.jsonl as a list of dicts, without damaged lines."""
     lines = []
     if not path.exists():
         return lines
@@ -1145,12 +1158,12 @@ TPU v6 lite    918   32  224  1.75
     name, *numbers = re.split(" {2,}", row)
     CHIPS[name] = Chip(*map(json.loads, numbers))
 
-# With the following options, the TPU compiler makes faster programs. In train.py, the
-# function lower_step chooses the options that help on each TPU.
+# Each of the next three constants contains options that make programs for TPUs faster. In
+# train.py, the function lower_step chooses the options that help on each TPU.
 
-# FSDP must all-gather the weights of each layer before use. With all six options, a TPU
-# computes during an all-gather. By default, the compiler gathers the weights by
-# all-reduces, and the TPU waits until each all-reduce is finished.
+# FSDP must all-gather the weights of each layer before use. With the following six
+# options, a TPU computes during an all-gather. By default, the compiler gathers the
+# weights by all-reduces, and the TPU waits until each all-reduce is finished.
 ASYNC_GATHER_OPTIONS = dict.fromkeys(
     "xla_enable_async_all_gather "
     "xla_tpu_prefer_async_allgather_to_allreduce "
@@ -1252,7 +1265,8 @@ def hlo_instructions(text):
     computations = dict(
         re.findall(r"^(?:ENTRY )?%(\S+) \(.*?\{\n(.*?)^\}", text, re.M | re.S)
     )
-    # Begin with the last function in the text, which is the program itself.
+    # Begin with the last function in the HLO text, which is the entry point of the
+    # program.
     unvisited = [(list(computations)[-1], 1)]
     while unvisited:
         name, times = unvisited.pop()
@@ -1270,9 +1284,9 @@ def hlo_instructions(text):
             condition, function = inner.groups()
             counts = [1]
             if condition:
-                # Find the number of iterations of the loop. For 3 iterations, the line of
-                # the loop contains known_trip_count":{"n":"3"}, or the condition of the
-                # loop contains constant(3).
+                # Find the number of iterations of the loop. If a loop has 3 iterations,
+                # its line contains known_trip_count":{"n":"3"}, or its condition contains
+                # constant(3).
                 counts = re.findall(
                     r'known_trip_count":\{"n":"(\d+)"', line
                 ) or re.findall(r"constant\((\d+)\)", computations[condition])
@@ -1317,9 +1331,9 @@ def find_collectives(instructions):
             kind = kind or fused_kind or "collectives"
             if start or fused_start:
                 kind += ", overlapped"
-            # Keep only the types of the results, which come before the operands in the
-            # line. The operands begin with "(%". A fusion also returns counters of the
-            # type s32[2], which are not counted.
+            # Keep only the types of the instruction's results, which come before the
+            # operands in the line. The operands begin with "(%". A fusion also returns
+            # counters of the type s32[2], which are not counted.
             types = re.split(r"\(%| s32\[2\]", line)[0]
             yield kind, hlo_bytes(types), line, times
 
@@ -1374,8 +1388,9 @@ def first_device_group(line, count):
     if mesh:
         axes = re.findall(r"('\w+')=(\d+)", mesh[1])
         devices = devices.reshape([int(size) for _, size in axes])
-        # The devices of a group differ only in their positions on the axes in braces. In
-        # the first group, the position on each other axis is 0.
+        # The line names some mesh axes in braces, such as {'axis_0'}. The devices of a
+        # group differ only in their positions on these axes. In the first group, the
+        # position on each other axis is 0.
         devices = devices[
             tuple(slice(None) if name in mesh[2] else 0 for name, _ in axes)
         ]
@@ -1398,7 +1413,8 @@ def count_collectives(lowered):
     with tempfile.TemporaryDirectory() as folder:
         options = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning"}
         if platform() == "cpu":
-            # Compile without optimization, because this program is never run.
+            # Compile without optimization, to save time. The compiled program is never
+            # run.
             options["xla_backend_optimization_level"] = "0"
         program = lowered.compile(options)
         if mesh.size == 1:
@@ -1476,7 +1492,10 @@ def estimated_cycles(text):
 
 
 def verify(folder):
-    """Check every array shard of a checkpoint, and return a list of error messages."""
+    """Check every array shard of a checkpoint, and return a list of error messages.
+
+    If the list is empty, the checkpoint is valid.
+    """
     problems = []
     for name, array in read_manifest(folder)["arrays"].items():
         for entry in array["pieces"]:
