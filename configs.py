@@ -117,9 +117,9 @@ class ModelConfig:
     # Number of buckets for relative positions (key position minus query position).
     # Each attention head learns one bias for each bucket.
     relative_buckets: int = at_least(4, 32)
-    # All distances of this many tokens or more share the last bucket of relative
-    # positions. The last bucket begins at a somewhat smaller distance. With the default
-    # settings, the last bucket begins at 91 in the encoder and at 113 in the decoder.
+    # Buckets of relative positions become wider up to this distance, and all larger
+    # distances share the last bucket. Bucket numbers are rounded down, so the last bucket
+    # already begins at 91 in the encoder and at 113 in the decoder, by default.
     relative_max_distance: int = 128
     # Whether each layer learns its own relative-position biases, as in UMT5.
     # If false, all encoder layers share one table, and all decoder layers another.
@@ -396,8 +396,9 @@ RECIPE_TABLES = (
 # of the files that it imports. If a checksum changes, the tasks of the recipe file are
 # tokenized again.
 RECIPE_CODE = {}
-# TASK_CODE maps each task and each kind of data source that a recipe file defines to the
-# checksums of this recipe file. The key of a source ends with a colon, as in "numbers:".
+# A recipe file may define tasks and kinds of data sources. For each of them, TASK_CODE
+# holds the checksums of the recipe file. The key of a kind of source ends with a colon, as
+# in "numbers:".
 TASK_CODE = {}
 
 # ---- messages --------------------------------------------------------------------------

@@ -865,9 +865,9 @@ def tokenizer_json_to_sentencepiece(path):
     problems += [text for effect, text in MISSING_STEPS.items() if effect not in effects]
     if problems:
         raise UserError(
-            f"{path} cannot be converted to a SentencePiece unigram model, because of "
-            f"its steps ({', '.join(problems):.200}): download the model's spiece.model "
-            f"into the same folder, if the model has this file."
+            f"{path} cannot be converted to a SentencePiece unigram model, because plain "
+            f"T5 does not support these of its steps: {', '.join(problems):.200}. If the "
+            f"model has a file spiece.model, download it into the same folder."
         )
     proto = sentencepiece_model_pb2.ModelProto()
     types = {0: "CONTROL", 1: "CONTROL", unigram["unk_id"]: "UNKNOWN"}
@@ -1324,9 +1324,9 @@ def note_unused(folder, settings):
     ]
     if unused:
         note(
-            f"convert.py does not convert these parts of {folder}: {listed(unused)}. "
-            f"Without them the outputs may differ. Choose beam search or sampling with "
-            f"flags such as --decode.beams."
+            f"convert.py ignores these settings for text generation in {folder}: "
+            f"{listed(unused)}. Without them the outputs may differ. Set beam search or "
+            f"sampling yourself, with flags such as --decode.beams."
         )
 
 

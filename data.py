@@ -475,7 +475,7 @@ class Examples:
     corpus: a Corpus (in the lower part of this file), which stores the chunks. The method
         shard_starts returns the index of the first chunk in each shard. The method
         lengths returns the lengths of chunks, and the method chunks returns token ids.
-        The method is_tokenized returns whether a number of chunks is stored already.
+        is_tokenized(n) returns whether the first n chunks are tokenized already.
     shuffled: whether the chunks are shuffled. Held-out splits are not shuffled.
 
     The attributes task, corpus, tokenizer, cfg and shuffled hold the arguments.
@@ -572,8 +572,8 @@ def pack(sizes, limits):
     waiting = {}  # the examples of each kind that are not packed yet
     for example, kind in enumerate(zip(*sizes.tolist())):
         waiting.setdefault(kind, []).append(example)
-    # Of the kinds with the same number of target tokens, the kind with the most input
-    # tokens that fit leaves the least room. largest[n, t] is the largest number of input
+    # Among the kinds that fit and have the same number of target tokens, the kind with the
+    # most input tokens leaves the least room. largest[n, t] is the largest number of input
     # tokens, up to n, of a waiting kind with t target tokens. For example, if the kinds
     # (3, 2) and (6, 2) are waiting, largest[5, 2] is 3. If there is no such kind, the
     # entry is -1.
@@ -590,9 +590,10 @@ def pack(sizes, limits):
     # rows.
     load = sizes.sum(1) / limits
     average = limits * load / load.max()
-    # taken[side][n] is the room that n tokens take. free[side][n] is the room in a row in
-    # which n more tokens fit. An empty row has the room 1. A row with as many tokens as
-    # the average row has the room 0, and a row with more tokens has negative room.
+    # Room is measured relative to an average row, so n tokens take the room n / average,
+    # which is taken[side][n]. If n more tokens fit into a row, its free room is
+    # free[side][n]: 1 for an empty row, 0 for a row that is filled to the average, and
+    # less than 0 for a fuller row, which may still have space up to the limit.
     parts = [np.arange(limit + 1) / size for limit, size in zip(limits, average)]
     taken = [np.float32(part) for part in parts]
     free = [np.float32(1 - part[::-1]) for part in parts]
@@ -1065,9 +1066,9 @@ class PatternTokenizer(Tokenizer):
         for i, piece in enumerate(pieces, 3):
             if self.encode(piece) != [i]:
                 raise UserError(
-                    f"A vocabulary cannot encode its piece {piece!r}: in the recipe "
-                    f"file, list each piece once, and correct the pattern {pattern!r} "
-                    f"if it does not match the complete piece."
+                    f"The vocabulary of the recipe file can never produce its piece "
+                    f"{piece!r}: list each piece only once, and write a pattern that "
+                    f"matches the complete piece. The pattern is {pattern!r}."
                 )
 
     def encode(self, text):

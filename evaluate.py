@@ -83,8 +83,8 @@ def token_bytes(tokenizer):
     for i in range(data.UNK + 1, tokenizer.size):
         piece = tokenizer.raw_text([i])
         # A SentencePiece vocabulary may have the pieces <0x00> to <0xFF>, which stand for
-        # 1 byte each. In a byte vocabulary, one byte of a character with several bytes
-        # has an empty text, but it also counts as 1 byte.
+        # 1 byte each. In a byte vocabulary, a single byte of a character such as "é" has
+        # no text of its own, so raw_text returns "". `max` counts this as 1 byte.
         is_byte = re.fullmatch("<0x[0-9A-F]{2}>", piece)
         counts[i] = 1 if is_byte else max(1, len(piece.encode()))
     sentinels = tokenizer.sentinel_ids
@@ -295,7 +295,9 @@ def compute_metrics(name, task, lines):
         with configs.naming_task(name, "metric", metric):
             for key, value in function(targets, predictions).items():
                 if key in metrics:
-                    raise ValueError(f"another metric also returns the name {key}")
+                    raise ValueError(
+                        f"two metrics return the name {key}: rename it in one of them"
+                    )
                 metrics[key] = float(value)
     return metrics
 

@@ -544,10 +544,11 @@ def beam_step(state, logits, at, *, decode):
     finished = take_beams(jnp.concatenate([state.finished, ends], axis=1), best)
 
     # The search ends when N outputs are finished and no live beam can beat any of them.
-    # The log-probability of a live beam is negative, and each further id lowers it. The
-    # final score of the beam is therefore at most this log-probability, divided by the
-    # largest possible penalty. An output has at most `length` ids. Like T5X, use the
-    # penalty of length + 1 ids, which is at least as large.
+    # The log-probability of a live beam is negative, and each further id lowers it.
+    # Dividing a negative number by a larger penalty makes it larger. The final score of
+    # the beam is therefore at most this log-probability divided by the penalty of the
+    # longest output, which has `length` ids. Like T5X, use the penalty of length + 1 ids.
+    # It is not smaller, so the bound still holds.
     bound = live_scores[:, :1] / length_penalty(length + 1.0, decode)
     done = finished.all(1, keepdims=True) & (finished_scores[:, -1:] > bound)
 
@@ -860,9 +861,9 @@ def read_choices(cfg, tokenizer, task=None):
         found = tokenizer.decode(outputs[-1])
         if found != text:
             raise UserError(
-                f"--decode.choices {source} has the output {text!r}, which becomes "
-                f"{found!r} with this vocabulary and --decode.max_len {length}: correct "
-                f"this output, or increase --decode.max_len."
+                f"--decode.choices {source} has the output {text!r}. With this vocabulary "
+                f"and --decode.max_len {length}, the model could only write {found!r}: "
+                f"correct this output, or increase --decode.max_len."
             )
     if not outputs:
         raise UserError(

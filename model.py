@@ -294,8 +294,8 @@ def relative_bucket(distance, bidirectional, cfg):
     keys use buckets 17 to 31. Bucket 16 is never used, because it would be for a later
     key at the distance 0. For example, -1, 0, 1 and 200 become 1, 0, 17 and 31.
 
-    In each direction, the distances below half the number of buckets (8 in the encoder)
-    have a bucket of their own. Larger distances share buckets, which have equal widths on
+    In the encoder, each direction has 16 buckets, and the distances 0 to 7 have a bucket
+    of their own. Larger distances share buckets, which have equal widths on
     a logarithmic scale up to relative_max_distance, 128 in T5. The number of the bucket
     is rounded down. The last bucket begins at the distance 91, and also takes all
     distances above 128.
@@ -579,12 +579,14 @@ def add_loss(name, value):
     """Add an auxiliary loss, which is a float32 scalar, to the training loss.
 
     Each function that a layer calls may call add_loss, except a function inside of
-    jax.shard_map or with a hand-written gradient, such as fused_attention. Losses with
+    jax.shard_map or with a hand-written gradient, such as fused_attention, which replaces
+    `attend` in the lower part of this file. Losses with
     the same name are added up. Evaluation and decoding ignore all auxiliary losses.
 
-    If a loss counts padding, train with PLAIN_T5_TUNED=0. A padding query may have no key
-    to attend to, and fused_attention has a wrong gradient for a query without keys. The
-    loss of T5 never uses this gradient.
+    If a loss counts padding, train with PLAIN_T5_TUNED=0. For example, if the targets of
+    a row have padding but its inputs have none, a padding query has no key in
+    cross-attention. fused_attention has a wrong gradient for such a query. The loss of T5
+    never uses this gradient.
     """
     if name not in LOSS_WEIGHTS:
         raise configs.UserError(

@@ -412,8 +412,8 @@ def write_checkpoint(folder, arrays, shards, step, identity):
             entries.setdefault(name, []).extend(more)
         index.unlink()
     # If the run directory was moved during the save, the method stat raises an error
-    # here. Otherwise write_checked would create a new folder with a manifest, but without
-    # shards.
+    # here. Without this check, write_checked would create a new folder with a manifest,
+    # but without shards.
     own_file.stat()
     manifest = {
         "format": FORMAT,
@@ -499,7 +499,8 @@ def read_manifest(folder):
     step = manifest["step"]
     if folder.name.startswith("step_") and folder.name != f"step_{step:08}":
         raise CheckpointError(
-            f"{folder} contains step {step:,}: rename this folder to step_{step:08}"
+            f"{folder} contains step {step:,}, and its name does not match this step: "
+            f"rename this folder to step_{step:08}"
         )
     for name, array in manifest["arrays"].items():
         # The shards of an array never overlap, so their sizes must add up to the size of

@@ -6312,7 +6312,7 @@ def test_restoring_onto_another_mesh(tmp_path, monkeypatch):
         ("no shards", "cannot be read"),
         ("no manifest", "manifest.json is missing or damaged"),
         ("half manifest", "manifest.json is missing or damaged"),
-        ("other step", "contains step 1: rename this folder to step_00000001"),
+        ("other step", "rename this folder to step_00000001"),
         ("no entry", "does not list all shards of the array a/b"),
         ("a file", "Not a directory"),
     ],
@@ -6897,7 +6897,7 @@ def test_allowed_outputs_are_read_from_a_file_or_a_task(tokenizer, tmp_path):
     for options, message in (
         (
             dict(max_len=len(tokenizer.encode("alpha beta"))),
-            "'alpha beta', which becomes",
+            "the output 'alpha beta'. With this vocabulary",
         ),
         (dict(source=tmp_path / "missing"), "gives no outputs: name a file"),
         (dict(source="task"), "gives no outputs"),
@@ -7140,7 +7140,7 @@ def test_metrics_that_do_not_fit_their_task_are_named(
         ),
         (
             dict(metrics=(evaluate.accuracy, "accuracy")),
-            "another metric also returns the name accuracy",
+            "two metrics return the name accuracy",
         ),
     ):
         changes = dict(metrics=("accuracy",)) | changes
@@ -10038,7 +10038,7 @@ def test_the_vectors_of_sentence_transformers(tmp_path, capsys, monkeypatch, tok
     )
     theirs.save(str(tmp_path / "st5"))
     status, _, err = run(convert, capsys, monkeypatch, tmp_path / "st5", tmp_path / "run")
-    assert status == 0 and "does not convert" not in err, err
+    assert status == 0 and "ignores these settings" not in err, err
     texts = ["alpha beta", "gamma", "delta theta alpha beta"]
     (tmp_path / "in.jsonl").write_text(
         "".join(json.dumps({"inputs": text}) + "\n" for text in texts)
