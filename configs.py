@@ -397,8 +397,8 @@ RECIPE_TABLES = (
 # tokenized again.
 RECIPE_CODE = {}
 # A recipe file may define tasks and kinds of data sources. For each of them, TASK_CODE
-# holds the checksums of the recipe file. The key of a kind of source ends with a colon, as
-# in "numbers:".
+# holds the checksums of the recipe file. The key of a kind of source ends with a colon,
+# as in "numbers:".
 TASK_CODE = {}
 
 # ---- messages --------------------------------------------------------------------------

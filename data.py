@@ -572,11 +572,11 @@ def pack(sizes, limits):
     waiting = {}  # the examples of each kind that are not packed yet
     for example, kind in enumerate(zip(*sizes.tolist())):
         waiting.setdefault(kind, []).append(example)
-    # Among the kinds that fit and have the same number of target tokens, the kind with the
-    # most input tokens leaves the least room. largest[n, t] is the largest number of input
-    # tokens, up to n, of a waiting kind with t target tokens. For example, if the kinds
-    # (3, 2) and (6, 2) are waiting, largest[5, 2] is 3. If there is no such kind, the
-    # entry is -1.
+    # Among the kinds that fit and have the same number of target tokens, the kind with
+    # the most input tokens leaves the least room. largest[n, t] is the largest number of
+    # input tokens, up to n, of a waiting kind with t target tokens. For example, if the
+    # kinds (3, 2) and (6, 2) are waiting, largest[5, 2] is 3. If there is no such kind,
+    # the entry is -1.
     largest = np.full(np.add(limits, 1), -1)
     largest[*sizes] = sizes[0]
     np.maximum.accumulate(largest, out=largest)
@@ -774,9 +774,9 @@ class TrainingPlan:
         divided by their sum. `packs` says whether a row may hold several examples. It is
         true if cfg.data.pack is true, and the attribute `packs` of at least one objective
         is true.
-        `row_starts` lists the number of the first row in each block. `packing` is a
-        function of a block, which returns the rows that are packed so far, and a
-        generator of the other rows. The method plan_block is replaced by a version that
+        `row_starts` lists the number of the first row in each block. `packing(block)`
+        returns a pair: the list of rows that are packed so far, and a generator that packs
+        the other rows. The method plan_block is replaced by a version that
         caches its last three results.
 
         The JSON file at `path` holds a dict such as {"starts": [0, 2100, 4187]}, which is

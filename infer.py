@@ -861,8 +861,9 @@ def read_choices(cfg, tokenizer, task=None):
         found = tokenizer.decode(outputs[-1])
         if found != text:
             raise UserError(
-                f"--decode.choices {source} has the output {text!r}. With this vocabulary "
-                f"and --decode.max_len {length}, the model could only write {found!r}: "
+                f"--decode.choices {source} has the output {text!r}. With this "
+                f"vocabulary and --decode.max_len {length}, the model could only write "
+                f"{found!r}: "
                 f"correct this output, or increase --decode.max_len."
             )
     if not outputs:

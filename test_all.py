@@ -6897,7 +6897,7 @@ def test_allowed_outputs_are_read_from_a_file_or_a_task(tokenizer, tmp_path):
     for options, message in (
         (
             dict(max_len=len(tokenizer.encode("alpha beta"))),
-            "the output 'alpha beta'. With this vocabulary",
+            "the output 'alpha beta'. With this",
         ),
         (dict(source=tmp_path / "missing"), "gives no outputs: name a file"),
         (dict(source="task"), "gives no outputs"),
