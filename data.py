@@ -775,9 +775,9 @@ class TrainingPlan:
         true if cfg.data.pack is true, and the attribute `packs` of at least one objective
         is true.
         `row_starts` lists the number of the first row in each block. `packing(block)`
-        returns a pair: the list of rows that are packed so far, and a generator that packs
-        the other rows. The method plan_block is replaced by a version that
-        caches its last three results.
+        returns a pair: the list of rows that are packed so far, and a generator that
+        packs the other rows. The method plan_block is replaced by a version that caches
+        its last three results.
 
         The JSON file at `path` holds a dict such as {"starts": [0, 2100, 4187]}, which is
         row_starts. The function configs.write_checked adds a checksum to this dict.
