@@ -1121,7 +1121,8 @@ SPECIAL_TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id"
 def external_activation(names, cfg):
     """Return the name that Hugging Face or T5X has for the activation of a model.
 
-    For example, Hugging Face calls the activation "gated_gelu" of plain T5 "gated-gelu".
+    For example, plain T5 has the activation "gated_gelu". Its name in Hugging Face is
+    "gated-gelu".
 
     names: HF_ACTIVATIONS for the name in Hugging Face, or T5X_ACTIVATIONS.
     cfg: the ModelConfig of the model.

@@ -3110,10 +3110,10 @@ def t0_mixture(name, cfg):
     return dict(sorted(rates.items()))
 
 
-# The dataset collection P3 may be stored as SeqIO caches or as parquet files. Each inner
-# dict maps a glob pattern to an ending. If the files of a folder match the pattern, the
-# path of the folder and the ending form a data source. For example, the folder
-# data/p3/trec_a may form "parquet:data/p3/trec_a/{split}/*.parquet".
+# The dataset collection P3 may be stored as SeqIO caches or as parquet files. For both
+# formats, a dict says which files to look for, and what to append to the path of their
+# folder to get a data source. For example, if the folder data/p3/trec_a has parquet
+# files, the data source is "parquet:data/p3/trec_a/{split}/*.parquet".
 P3_FILES = {
     "seqio": {"info.*.json": ""},
     "parquet": {"*.parquet": "/*{split}*.parquet", "*/*.parquet": "/{split}/*.parquet"},
@@ -3448,7 +3448,7 @@ def invalid_reason(value, size):
         return None
     try:
         ids = np.asarray(value)
-    except (ValueError, OverflowError):  # from nested lists or a very large number
+    except (ValueError, OverflowError):  # lists of different lengths, or a huge number
         return "no text"
     if ids.ndim != 1 or len(ids) and ids.dtype.kind not in "iu":
         return "no text"
