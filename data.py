@@ -1266,6 +1266,11 @@ def train_tokenizer(texts, pieces, max_characters=1 << 27):
             if bar.n >= max_characters:
                 break
         note(f"training a vocabulary of {pieces:,} pieces on {bar.n:,} characters")
+    if not lines:
+        raise UserError(
+            "The source has no text for a vocabulary. At least one document is held out, so "
+            "provide at least two documents. With text:FILE:lines, each line is a document."
+        )
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(

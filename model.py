@@ -243,7 +243,8 @@ def dense(x, w):
 def rms_norm(x, scale):
     """Divide each vector by its root mean square, and multiply it by a learned scale [D].
 
-    RMSNorm is a layer norm without mean and bias (Zhang and Sennrich 2019).
+    RMSNorm is a layer norm without mean and bias (Zhang and Sennrich 2019). The number
+    1e-6 is added to the mean square, so that a vector of zeros does not divide by 0.
     """
     x32 = x.astype(jnp.float32)
     mean_square = jnp.mean(x32 * x32, axis=-1, keepdims=True)

