@@ -1268,8 +1268,9 @@ def train_tokenizer(texts, pieces, max_characters=1 << 27):
         note(f"training a vocabulary of {pieces:,} pieces on {bar.n:,} characters")
     if not lines:
         raise UserError(
-            "The source has no text for a vocabulary. At least one document is held out, so "
-            "provide at least two documents. With text:FILE:lines, each line is a document."
+            "The source has no text for a vocabulary. At least one document is held out, "
+            "so provide at least two documents. With text:FILE:lines, each line is a "
+            "document."
         )
     model = io.BytesIO()
     try:

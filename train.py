@@ -1907,9 +1907,9 @@ def longer_training(cfg, recipe, run_dir, source, step):
 
     Usually, the command continues the finished run. If the schedule of the learning rate
     ends before the doubled number of steps, the command starts a new run instead, with a
-    schedule of twice the length. In the finished run, the learning rate would stay at 0 or become
-    high again, which destroys much of what the model has learned. With the factor
-    linear_cooldown, the new run can start from a checkpoint before the cooldown.
+    schedule of twice the length. In the finished run, the learning rate would stay at 0
+    or become high again, which destroys much of what the model has learned. With the
+    factor linear_cooldown, the new run can start from a checkpoint before the cooldown.
 
     step: the step that the run has reached. The function train explains the other
         arguments.
