@@ -6,8 +6,9 @@ steps. In contrast to a cosine, the length of the run need not be known at the b
     python train.py --config assets/recipes/wsd.py --run_dir runs/wsd
 
 With one seed, the run reaches 4.655 nats per content token. With the cosine schedule of
-tiny, it reaches 4.722. The finished run prints a command that trains twice as long. This command continues from
-the last checkpoint before the cooldown, so that only the cooldown is repeated.
+tiny, it reaches 4.722. The finished run prints a command that trains twice as long. This
+command continues from the last checkpoint before the cooldown, so that only the cooldown
+is repeated.
 """
 
 from configs import RECIPES, override
