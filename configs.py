@@ -117,9 +117,10 @@ class ModelConfig:
     # Number of buckets for relative positions (key position minus query position).
     # Each attention head learns one bias for each bucket.
     relative_buckets: int = at_least(4, 32)
-    # Buckets of relative positions become wider up to this distance, and all larger
-    # distances share the last bucket. Bucket numbers are rounded down, so the last bucket
-    # already begins at 91 in the encoder and at 113 in the decoder, by default.
+    # All distances above this number share the last bucket of relative positions. For
+    # smaller distances, the bucket number is a logarithm of the distance, rounded down.
+    # With the default values, the last bucket therefore begins before 128: at distance 91
+    # in the encoder, and at distance 113 in the decoder.
     relative_max_distance: int = 128
     # Whether each layer learns its own relative-position biases, as in UMT5.
     # If false, all encoder layers share one table, and all decoder layers another.
@@ -157,7 +158,7 @@ class DataConfig:
     # Names of the tasks or mixtures to evaluate during training, separated by commas.
     # Empty means the training task.
     eval_tasks: str = ""
-    # Names of the fields of the source that are read for the fields of the task. For
+    # For each field of the task, the name of the field of the source that is read. For
     # example, text=content reads the texts from the field "content". Pairs are separated
     # by commas: inputs=question,targets=answer.
     fields: str = ""
@@ -247,7 +248,8 @@ class TrainConfig:
     # Weight of the z-loss, which keeps the logits near zero.
     # The z-loss is log(Z)^2, where Z is the denominator of the softmax.
     z_loss: float = at_least(0, 1e-4)
-    # Probability that label smoothing moves from the target token to all other tokens.
+    # Label smoothing takes this much probability from the target token, and shares it
+    # equally among all other tokens.
     label_smoothing: float = between(0, 0.99, 0.0)
     # Number by which the summed loss of a batch is divided before its gradient is taken.
     # "none" means the number of target tokens, which gives the mean loss per token.

@@ -15,7 +15,7 @@ Example:
     The words of "Thank you for inviting me to your party last week" are tokens 10 to 19.
     Span corruption turns this text into the inputs "Thank you <X> me to your party <Y>"
     and the targets "<X> for inviting <Y> last week". The sentinel <X> is token 99, the
-    sentinel <Y> is token 98, and EOS is token 1.
+    sentinel <Y> is token 98, and EOS is token 1. The key 0 selects the random spans.
 
     >>> import numpy as np
     >>> from configs import DataConfig
@@ -499,11 +499,10 @@ class Examples:
         visits the chunks in random order. Training can begin as soon as the first shard
         exists.
         """
-        # shard_starts tokenizes text until it has enough chunks, or until the source
-        # ends. starts[-1] is the number of chunks so far. A sample number below
-        # starts[-1] is in epoch 0. A larger sample number means that the source has
-        # ended. Then starts[-1] is the number of all chunks, so the division gives the
-        # right epoch.
+        # shard_starts tokenizes text until it has enough chunks for the samples, or until
+        # the source ends. starts[-1] is the number of chunks so far. If it is above a
+        # sample number, the sample is in epoch 0. Otherwise the source has ended, so
+        # starts[-1] is the number of all chunks, and the division gives the right epoch.
         starts = np.array(self.corpus.shard_starts(int(samples.max()) + 1))
         epochs, chunks = np.divmod(samples, starts[-1])
         if not self.shuffled:
@@ -598,8 +597,9 @@ def pack(sizes, limits):
     taken = [np.float32(part) for part in parts]
     free = [np.float32(1 - part[::-1]) for part in parts]
     # The entry -1 of `largest` means that no example fits. As an index, -1 selects the
-    # last element of taken[0]. The value -inf of this element makes the free room
-    # infinite, so the loop below chooses such an entry only if nothing fits.
+    # last element of taken[0], which is -inf. Such an entry would leave infinite room.
+    # The loop below chooses the entry that leaves the least room, so it chooses such an
+    # entry only if nothing fits.
     taken[0] = np.append(taken[0], np.float32(-np.inf))
 
     input_room, target_room = limits  # how many tokens still fit into the row
@@ -838,8 +838,9 @@ class TrainingPlan:
         packed.extend(packing)  # pack the remaining rows
         rows = [row for row in packed if row]
         if not rows:
-            # A generator that has raised an exception yields nothing more. So discard the
-            # generator, and pack the block again.
+            # No rows mean that the generator raised an exception in an earlier call, for
+            # example because a file could not be read. Such a generator yields nothing
+            # more, so discard the generator, and pack the block again.
             self.packing.cache_clear()
             return self.plan_block(block)
         if self.packs:

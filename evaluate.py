@@ -459,8 +459,8 @@ def rank(params, cfg, mesh, split, tokenizer, normalize=False):
     ]
     lines = [{**choice, "score": score} for choice, score in zip(choices, scores)]
     # If all examples have the same answer choices, num_classes is the number of these
-    # choices. Otherwise, num_classes is None. If neither the examples nor the task list
-    # choices, as in P3, num_classes is 0, which has the same effect as None.
+    # choices. Otherwise, num_classes is None. In P3, neither a field of the examples
+    # nor the task gives choices. Then num_classes is 0, which has the effect of None.
     texts = {tuple(choice.get("answer_choices", task.choices)) for choice in choices}
     num_classes = len(texts.pop()) if len(texts) == 1 else None
     if num_classes and not importlib.util.find_spec("sklearn"):

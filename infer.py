@@ -148,10 +148,10 @@ def init_cache(params, cfg, encoded, length, beams=1):
     - The pair (keys, values) for cross-attention. Keys and values have the shape
       [B, H, S, C], and all beams share them.
     - The position bias of self-attention, from model.position_bias. The bias has the
-      shape [1, H, length, length]. The optimized version of model.position_bias instead
-      returns equal copies on axis 0, one for each part of the batch. Training needs these
-      copies, and decoding does not. Axis 0 is then split over the mesh axis "data", so
-      that each device has one copy in the shape [1, H, length, length]. The item is None
+      shape [1, H, length, length]. The optimized version of model.position_bias,
+      which is written for training, returns one equal copy for each device along the mesh
+      axis "data". Axis 0 holds the copies and is split over "data", so each device again
+      has the shape [1, H, length, length]. The item is None
       if --model.positions selects an encoding without a bias, such as rotary.
     """
     stack = params["decoder"]
@@ -286,7 +286,7 @@ def start_greedy(rows, N, length):
 
     Nothing has been generated yet, so all ids and all scores are 0.
 
-    rows: the number of each example, of shape [B].
+    rows: a number that identifies each example, of shape [B].
     length: the maximum number of ids that the decoder generates.
     """
     shape = (len(rows), N)
@@ -612,9 +612,10 @@ def generate(
     cfg: a ModelConfig.
     length: the maximum number of generated ids, including EOS.
     decode: a DecodeConfig, which selects the decoding method.
-    rows: the number of each example, of shape [B]. The random samples of an example
-        depend on this number and on the seed, but not on the other examples in the batch.
-        None gives the number 0 to all examples, so equal inputs get equal samples.
+    rows: a number that identifies each example, of shape [B]. The random samples of an
+        example depend on this number and on the seed, but not on the other examples in
+        the batch. None gives the number 0 to all examples, so equal inputs get equal
+        samples.
     seed: the seed of the random samples.
     trie: None, or a Trie (in the lower part of this file). A Trie is a tree of the only
         outputs that are allowed. Its method `restrict` returns versions of the functions

@@ -403,7 +403,8 @@ def rotary(x, positions):
 class PositionEncoding(NamedTuple):
     """Define how self-attention knows the positions of queries and keys.
 
-    Positions must change an attention score only by the distance between query and key.
+    The effect of positions on an attention score may depend only on the distance between
+    query and key.
     Examples that are packed into one row then need no special treatment. Positions are
     counted from the start of the row, but the distances within an example are the same at
     any place in the row. Cross-attention knows no positions.
@@ -580,14 +581,14 @@ COLLECTED = contextvars.ContextVar("losses", default=None)
 def add_loss(name, value):
     """Add an auxiliary loss, which is a float32 scalar, to the training loss.
 
-    Each function that a layer calls may call add_loss, except a function inside of
-    jax.shard_map or with a hand-written gradient, such as fused_attention, which replaces
-    `attend` in the lower part of this file. Losses with
-    the same name are added up. Evaluation and decoding ignore all auxiliary losses.
+    Each function that a layer calls may call add_loss, with two exceptions: functions
+    inside of jax.shard_map, and functions with a hand-written gradient. Losses with the
+    same name are added up. Evaluation and decoding ignore all auxiliary losses.
 
-    If a loss counts padding, train with PLAIN_T5_TUNED=0. For example, if the targets of
-    a row have padding but its inputs have none, a padding query has no key in
-    cross-attention. fused_attention has a wrong gradient for such a query. The loss of T5
+    If a loss counts padding, train with PLAIN_T5_TUNED=0. Padding has segment 0, and
+    attends only to padding. If a row has padding in its targets but not in its inputs,
+    the padding queries of cross-attention have no key at all. The faster attention in the
+    lower part of this file has a wrong gradient for a query without keys. The loss of T5
     never uses this gradient.
     """
     if name not in LOSS_WEIGHTS:

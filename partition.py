@@ -266,8 +266,8 @@ def put_batch(batch, batch_size, mesh):
 # The version of the checkpoint format. Every manifest.json contains this number.
 FORMAT = 3
 
-# An array shard of more than 1 GiB is split before it is written to a file. The reason is
-# the file format msgpack, in which no single value can have more than 4 GiB.
+# An array shard of more than 1 GiB is split before it is written to a file. In the file
+# format msgpack, a single value can have at most 4 GiB. Parts of 1 GiB stay well below.
 MAX_SHARD_BYTES = 1 << 30
 
 

@@ -159,8 +159,8 @@ class Optimizer(NamedTuple):
     init(params, train): Return the initial slots. If `init` is None, all slots start as
         zeros.
 
-    JAX chooses the shardings inside of `update` and `init` automatically. Matmuls in an
-    optimizer therefore need no sharding, and see complete arrays.
+    JAX chooses the shardings inside of `update` and `init` automatically. An optimizer is
+    therefore written as if each array were on one device.
     """
 
     slots: Callable
