@@ -3416,14 +3416,14 @@ def formatted_examples(source_file, bad, task, cfg, size=math.inf):
         try:
             for row in task.format(example):
                 texts = tuple(row.get(feature) for feature in features)
-                reasons = filter(None, [invalid_reason(text, size) for text in texts])
-                reason = next(reasons, None)  # the first reason
-                if reason:
+                reasons = [invalid_reason(text, size) for text in texts]
+                invalid = [pair for pair in zip(features, reasons) if pair[1]]
+                if invalid:
+                    feature, reason = invalid[0]
                     bad(
                         where,
-                        f"has {reason} in {' and '.join(features)} (its fields are "
-                        f"{', '.join(row)}; choose one with --data.fields "
-                        f"{features[0]}=NAME)",
+                        f"has {reason} in {feature} (its fields are {', '.join(row)}; "
+                        f"choose one with --data.fields {feature}=NAME)",
                     )
                 elif any(
                     text.strip() if isinstance(text, str) else len(text) for text in texts

@@ -293,7 +293,10 @@ def compute_metrics(name, task, lines):
                 line.get("predictions", [line["prediction"]]) for line in lines
             ]
         with configs.naming_task(name, "metric", metric):
-            for key, value in function(targets, predictions).items():
+            results = function(targets, predictions)
+            if not isinstance(results, dict):
+                raise TypeError("a metric must return a dict of numbers")
+            for key, value in results.items():
                 if key in metrics:
                     raise ValueError(
                         f"two metrics return the name {key}: rename it in one of them"
