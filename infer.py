@@ -894,9 +894,10 @@ def is_output(scores):
     """Return a boolean array that is True for each score that belongs to an output.
 
     If beam search finds fewer outputs than beams, the other beams are empty. The score of
-    an empty beam is very low, and the array is False there.
+    an empty beam is very low, and the array is False there. If a model computes NaN, the
+    output remains, and its score is NaN.
     """
-    return scores > MASKED_SCORE / 1000
+    return ~(scores <= MASKED_SCORE / 1000)
 
 
 # ---- batches of examples ---------------------------------------------------------------
