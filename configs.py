@@ -1670,6 +1670,16 @@ def interrupt(number):
     os._exit(130)
 
 
+def report_unraisable(unraisable):
+    """Report an error that Python cannot pass on, except for Ctrl-C.
+
+    Ctrl-C may arrive while a callback runs, for example the callback of JAX that frees
+    memory. Python then discards the KeyboardInterrupt, and `interrupt` ends the process.
+    """
+    if unraisable.exc_type is not KeyboardInterrupt:
+        sys.__unraisablehook__(unraisable)
+
+
 def run_command(main):
     """Run the function main of a script, and exit with the status that main returns.
 
@@ -1685,6 +1695,7 @@ def run_command(main):
         # This import must return the running module. Otherwise Python would load a second
         # copy of the module.
         sys.modules[script.removesuffix(".py")] = sys.modules["__main__"]
+    sys.unraisablehook = report_unraisable
     try:
         with watch_signals(["SIGINT"], signal.default_int_handler, interrupt):
             status = main(sys.argv[1:])
