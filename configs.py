@@ -117,10 +117,10 @@ class ModelConfig:
     # Number of buckets for relative positions (key position minus query position).
     # Each attention head learns one bias for each bucket.
     relative_buckets: int = at_least(4, 32)
-    # All distances above this number share the last bucket of relative positions. For
-    # smaller distances, the bucket number is a logarithm of the distance, rounded down.
-    # With the default values, the last bucket therefore begins before 128: at distance 91
-    # in the encoder, and at distance 113 in the decoder.
+    # Half of the buckets hold one small distance each. The other buckets become wider as
+    # the distance grows, and all distances above this number share the last bucket. Some
+    # smaller distances are in the last bucket too: with the default values, it begins at
+    # distance 91 in the encoder, and at distance 113 in the decoder.
     relative_max_distance: int = 128
     # Whether each layer learns its own relative-position biases, as in UMT5.
     # If false, all encoder layers share one table, and all decoder layers another.
@@ -226,7 +226,8 @@ class TrainConfig:
     schedule_offset: int = at_least(0, 0)
     # How much the schedule factors decay_every and linear_decay lower the learning rate.
     # decay_every multiplies the rate by this number every steps_per_decay steps.
-    # linear_decay subtracts this fraction of learning_rate in each step after the warmup.
+    # linear_decay subtracts this fraction of learning_rate in each step after the warmup,
+    # so it needs a small value, such as 1e-5.
     decay_factor: float = 0.5
     # Number of steps between two decays of the schedule factor decay_every.
     steps_per_decay: int = 20_000
@@ -526,7 +527,9 @@ T0 = TrainConfig(
     start_step=1_100_000,
     steps=1_112_200,
     batch_size=1024,
-    microbatches=8,  # as in the original run: 2 rows on each of 64 copies of the model
+    # The original run had 64 copies of the model, and each copy computed 2 rows at a
+    # time: 1024 / (64 * 2) = 8.
+    microbatches=8,
     learning_rate=1e-3,
     schedule="constant",
     eval_every=0,
@@ -1200,8 +1203,8 @@ def resolve_run(args, changes):
     check(cfg)
     if cfg.train.restore == "all" and not source:
         raise UserError(
-            "--train.restore all needs the optimizer state of another run: name this run "
-            "with --init_from, or leave out --train.restore."
+            "--train.restore all reads the optimizer state of a finished run: name that "
+            "run with --init_from, or leave out --train.restore."
         )
     if resumes:
         refuse_differences(

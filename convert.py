@@ -866,8 +866,9 @@ def tokenizer_json_to_sentencepiece(path):
     if problems:
         raise UserError(
             f"{path} cannot be converted to a SentencePiece unigram model, because plain "
-            f"T5 does not support these of its steps: {', '.join(problems):.200}. If the "
-            f"model has a file spiece.model, download it into the same folder."
+            f"T5 does not support all steps of this tokenizer. It does not support: "
+            f"{', '.join(problems):.200}. If the model has a file spiece.model, download "
+            f"it into the same folder."
         )
     proto = sentencepiece_model_pb2.ModelProto()
     types = {0: "CONTROL", 1: "CONTROL", unigram["unk_id"]: "UNKNOWN"}
@@ -1400,9 +1401,10 @@ def unify_embeddings(tensors, config, folder):
         )
     elif scaled_5 != tied_4 or tied_4 and not shared:
         note(
-            f"Versions 4 and 5 of transformers compute different logits for this model. "
-            f"convert.py follows version {5 if scaled == scaled_5 else 4}: the output "
-            f"layer is {'the embedding' if shared else head_name}, and the logits are "
+            f"Versions 4 and 5 of transformers read the config.json of this model in "
+            f"different ways, and compute different logits. convert.py follows version "
+            f"{5 if scaled == scaled_5 else 4}: the output layer is "
+            f"{'the embedding' if shared else head_name}, and the logits are "
             f"{'multiplied by d_model^-0.5' if scaled else 'not scaled'}."
         )
     rest[embed] = tables[0]
@@ -1701,9 +1703,9 @@ def open_plain(checkpoint, run_dir):
     positions = cfg.model.positions
     if positions not in model.POSITIONS:
         raise UserError(
-            f"The recipe file of {run_dir} defines --model.positions {positions}. "
-            f"convert.py executes no recipe file: convert a model with "
-            f"{', '.join(model.POSITIONS)}."
+            f"{run_dir} uses --model.positions {positions}, which its recipe file "
+            f"defines. convert.py cannot convert this run, because it does not execute "
+            f"recipe files. It converts runs with {', '.join(model.POSITIONS)}."
         )
     params = partition.flatten({"params": model.param_table(cfg.model)})
     required = {name: param.shape for name, param in params.items()}

@@ -253,11 +253,11 @@ def random_compositions(total, parts, keys):
     # To split the integer 5, write it as five ones, 1 1 1 1 1, with 4 gaps between them.
     # Cutting at the first and the third gap gives 1 + 2 + 2. Each gap gets a random
     # number of 32 bits, and the parts - 1 gaps with the lowest numbers are cut.
-    bits = random_bits(keys[:, None], np.arange(total // 2))  # 64 bits for every two gaps
+    # Each random number of 64 bits is used as two numbers of 32 bits, one for each gap.
+    bits = random_bits(keys[:, None], np.arange(total // 2))
     gaps = bits.view(np.uint32)[:, : total - 1]
-    # argpartition puts the parts - 1 gaps with the lowest numbers first. If `parts`
-    # equals `total`, all total - 1 gaps are cut. Then `min` gives the index of the last
-    # gap, because parts - 1 would be out of range.
+    # argpartition puts the parts - 1 gaps with the lowest numbers first. Its second
+    # argument must be the index of a gap. The last gap has the index total - 2.
     order = np.argpartition(gaps, min(parts - 1, total - 2), axis=1)
     cuts = np.sort(order[:, : parts - 1] + 1, axis=1)
     return np.diff(cuts, axis=1, prepend=0, append=total)
@@ -499,10 +499,10 @@ class Examples:
         visits the chunks in random order. Training can begin as soon as the first shard
         exists.
         """
-        # shard_starts tokenizes text until it has enough chunks for the samples, or until
-        # the source ends. starts[-1] is the number of chunks so far. If it is above a
-        # sample number, the sample is in epoch 0. Otherwise the source has ended, so
-        # starts[-1] is the number of all chunks, and the division gives the right epoch.
+        # shard_starts tokenizes text until it has a chunk for each sample of epoch 0, or
+        # until the source ends. starts[-1] is the number of chunks so far. If the source
+        # has not ended, starts[-1] is above all sample numbers, and the division gives
+        # epoch 0. If the source has ended, starts[-1] is the number of all its chunks.
         starts = np.array(self.corpus.shard_starts(int(samples.max()) + 1))
         epochs, chunks = np.divmod(samples, starts[-1])
         if not self.shuffled:
@@ -571,28 +571,26 @@ def pack(sizes, limits):
     waiting = {}  # the examples of each kind that are not packed yet
     for example, kind in enumerate(zip(*sizes.tolist())):
         waiting.setdefault(kind, []).append(example)
-    # Among the kinds that fit and have the same number of target tokens, the kind with
-    # the most input tokens leaves the least room. largest[n, t] is the largest number of
-    # input tokens, up to n, of a waiting kind with t target tokens. For example, if the
-    # kinds (3, 2) and (6, 2) are waiting, largest[5, 2] is 3. If there is no such kind,
-    # the entry is -1.
+    # largest[n, t] is the largest number of input tokens, up to n, of a waiting example
+    # with t target tokens. For example, if examples of the kinds (3, 2) and (6, 2) are
+    # waiting, largest[5, 2] is 3. If no such example is waiting, the entry is -1. Of all
+    # examples with t target tokens that fit, the example with the most input tokens
+    # leaves the least room, so the loop below needs no others.
     largest = np.full(np.add(limits, 1), -1)
     largest[*sizes] = sizes[0]
     np.maximum.accumulate(largest, out=largest)
 
-    # Measure the free room of a row as a fraction of an average row. Otherwise the inputs
-    # would count more than the targets, because inputs are often longer.
-    #
-    # `load` holds two numbers: how many rows all inputs fill, and how many rows all
-    # targets fill. At least max(load) rows are needed. `average` holds the numbers of
-    # input and target tokens in a row if all tokens are spread evenly over max(load)
-    # rows.
+    # Inputs are often longer than targets. To give both the same weight, measure their
+    # tokens in units of `average`: the average number of input tokens in a row, and the
+    # average number of target tokens. `load` holds the number of rows that all inputs
+    # fill, and the number of rows that all targets fill. At least max(load) rows are
+    # needed, and `average` spreads all tokens evenly over this many rows.
     load = sizes.sum(1) / limits
     average = limits * load / load.max()
-    # Room is measured relative to an average row, so n tokens take the room n / average,
-    # which is taken[side][n]. If n more tokens fit into a row, its free room is
-    # free[side][n]: 1 for an empty row, 0 for a row that is filled to the average, and
-    # less than 0 for a fuller row, which may still have space up to the limit.
+    # taken[side][n] is the room that n tokens take: n / average. free[side][n] is the
+    # room of a row into which n more tokens fit: 1 - (tokens in the row) / average. The
+    # room of an empty row is 1. The room of a row with more tokens than the average is
+    # negative, but more tokens may still fit.
     parts = [np.arange(limit + 1) / size for limit, size in zip(limits, average)]
     taken = [np.float32(part) for part in parts]
     free = [np.float32(1 - part[::-1]) for part in parts]
@@ -627,8 +625,8 @@ def pack(sizes, limits):
         input_room -= best
         target_room -= targets
         if not waiting[kind]:
-            # No example of this kind is left. In `largest`, replace this kind by the kind
-            # with the next smaller number of input tokens.
+            # This was the last example of its kind. In the entries of `largest` that name
+            # its number of input tokens, write the next smaller number.
             del waiting[kind]
             column = largest[:, targets]
             smaller = column[best - 1] if best else -1
@@ -775,9 +773,10 @@ class TrainingPlan:
         true if cfg.data.pack is true, and the attribute `packs` of at least one objective
         is true.
         `row_starts` lists the number of the first row in each block. `packing(block)`
-        returns a pair: the list of rows that are packed so far, and a generator that
-        packs the other rows. The method plan_block is replaced by a version that caches
-        its last three results.
+        returns a pair: a list, which is empty at first, and the generator
+        pack_block(block). A method that takes rows from the generator appends them to the
+        list. `packing` and the method plan_block cache their results for the last three
+        blocks.
 
         The JSON file at `path` holds a dict such as {"starts": [0, 2100, 4187]}, which is
         row_starts. The function configs.write_checked adds a checksum to this dict.
@@ -794,8 +793,8 @@ class TrainingPlan:
         self.row_starts = [0]
         with contextlib.suppress(UserError):  # ignore a missing or damaged file
             self.row_starts = configs.read_checked(path, {"starts": [int]})["starts"]
-        # For each block, `packing` returns a list of the rows that are packed so far, and
-        # a generator that packs the other rows. The caches keep the last three blocks.
+        # For each block, `packing` returns the list of its rows that are packed so far,
+        # and the generator that packs its other rows.
         self.packing = functools.lru_cache(3)(lambda block: ([], self.pack_block(block)))
         self.plan_block = functools.lru_cache(3)(self.plan_block)
 
@@ -1157,7 +1156,7 @@ def parse_vocabulary(serialized, name="the vocabulary"):
         # SentencePiece rejects empty pieces and duplicates, but it may accept a score
         # that is not a number (NaN).
         if not all(math.isfinite(piece.score) for piece in model.pieces):
-            raise ValueError("it contains pieces whose scores are not finite")
+            raise ValueError("some pieces have a score that is infinite or not a number")
         processor = sentencepiece.SentencePieceProcessor(
             model_proto=model.SerializeToString()
         )
@@ -1214,9 +1213,9 @@ def load_tokenizer(path):
                 serialized = file.read()
         except (OSError, ValueError) as error:
             raise UserError(
-                f"There is no vocabulary at {path} ({error}): copy this file there, or "
-                f"set --data.vocab to the path of a SentencePiece model. To train a "
-                f"vocabulary on the source, use --data.vocab train:32000."
+                f"There is no vocabulary at {path} ({error}): set --data.vocab to the "
+                f"path of a SentencePiece model. To train a vocabulary on the source, "
+                f"use --data.vocab train:32000."
             ) from error
     if is_name(serialized):
         kind = ByteTokenizer if serialized.startswith(b"bytes") else IdTokenizer
@@ -4403,19 +4402,19 @@ def show(cfg, count):
     for i in range(min(count, filled)):
         for side, ids, segments in sides:
             lengths = " + ".join(map(str, np.bincount(segments[i])[1:]))
-            print(f"\nrow {i}, {side}: {lengths} of {ids.shape[1]} positions are filled")
+            print(f"\nrow {i}, {side}: {lengths} tokens in {ids.shape[1]} positions")
             print(f"  {color_row(ids[i], segments[i], tokenizer)}")
     tokens = sum(np.count_nonzero(segments) for *_, segments in sides)
     calls, seconds = timeit.Timer(lambda: dataset.batch(0)).autorange()
     speed = calls * tokens / seconds / 1e6
-    print(f"\nspeed    {speed:.1f} million tokens per second on one core, for batches")
+    print(f"\nbatches  {speed:.1f} million tokens per second on one core, after packing")
     if split == "train":
         rows = dataset.plan.row_starts[1]
         seconds = timeit.timeit(lambda: [*dataset.plan.pack_block(0)], number=1)
         speed = rows * tokens / filled / seconds / 1e6
         print(
-            f"planning {speed:.1f} million tokens per second, to assign a block of "
-            f"samples to {rows:,} rows"
+            f"packing  {speed:.1f} million tokens per second on one core, for a block of "
+            f"{rows:,} rows"
         )
 
 

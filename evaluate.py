@@ -25,7 +25,7 @@ Example:
     the first example and the wrong choice of the second example.
 
     >>> from evaluate import rank_classification
-    >>> choices = [  # (index, is_correct, weight, length in tokens)
+    >>> choices = [  # ((example, choice), is_correct, weight of the example, length)
     ...     ((0, 0), True, 1.0, 2), ((0, 1), False, 1.0, 2),
     ...     ((1, 0), True, 1.0, 2), ((1, 1), False, 1.0, 2)]
     >>> rank_classification(choices, scores=[-1.5, -4.0, -3.0, -2.0])
@@ -462,8 +462,8 @@ def rank(params, cfg, mesh, split, tokenizer, normalize=False):
     ]
     lines = [{**choice, "score": score} for choice, score in zip(choices, scores)]
     # If all examples have the same answer choices, num_classes is the number of these
-    # choices. Otherwise, num_classes is None. In P3, neither a field of the examples
-    # nor the task gives choices. Then num_classes is 0, which has the effect of None.
+    # choices. Otherwise, num_classes is None. In P3, each example is one answer choice,
+    # and no list of choices exists. Then num_classes is 0, which has the effect of None.
     texts = {tuple(choice.get("answer_choices", task.choices)) for choice in choices}
     num_classes = len(texts.pop()) if len(texts) == 1 else None
     if num_classes and not importlib.util.find_spec("sklearn"):
@@ -513,8 +513,8 @@ def bleu(targets, predictions):
     references = targets if isinstance(targets[0], list) else [targets]
     if any(len(texts) != len(predictions) for texts in references):
         raise ValueError(
-            f"bleu needs a text as the target of each of the {len(predictions)} "
-            f"predictions, or lists of {len(predictions)} texts"
+            f"bleu needs one target text for each of the {len(predictions)} predictions, "
+            f"or several lists with {len(predictions)} target texts each"
         )
     score = sacrebleu.corpus_bleu(
         predictions, references, smooth_method="exp", smooth_value=0.0, tokenize="intl"

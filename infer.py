@@ -147,12 +147,11 @@ def init_cache(params, cfg, encoded, length, beams=1):
     - The weights of the layer, in the dtype of `encoded`.
     - The pair (keys, values) for cross-attention. Keys and values have the shape
       [B, H, S, C], and all beams share them.
-    - The position bias of self-attention, from model.position_bias. The bias has the
-      shape [1, H, length, length]. The optimized version of model.position_bias,
-      which is written for training, returns one equal copy for each device along the mesh
-      axis "data". Axis 0 holds the copies and is split over "data", so each device again
-      has the shape [1, H, length, length]. The item is None
-      if --model.positions selects an encoding without a bias, such as rotary.
+    - The position bias of self-attention, from model.position_bias. On each device, it
+      has the shape [1, H, length, length]. The optimized version of model.position_bias
+      makes one copy for each device along the mesh axis "data" and splits axis 0, the
+      copies, over these devices. If --model.positions selects an encoding without a bias,
+      such as rotary, the item is None.
     """
     stack = params["decoder"]
     table = model.param_table(cfg)["decoder"]["layers"]
@@ -544,11 +543,10 @@ def beam_step(state, logits, at, *, decode):
     finished = take_beams(jnp.concatenate([state.finished, ends], axis=1), best)
 
     # The search ends when N outputs are finished and no live beam can beat any of them.
-    # The log-probability of a live beam is negative, and each further id lowers it.
-    # Dividing a negative number by a larger penalty makes it larger. The final score of
-    # the beam is therefore at most this log-probability divided by the penalty of the
-    # longest output, which has `length` ids. Like T5X, use the penalty of length + 1 ids.
-    # It is not smaller, so the bound still holds.
+    # Each further id lowers the log-probability of a live beam. Therefore the final score
+    # of the beam is at most its present log-probability divided by the largest penalty.
+    # The longest output has `length` ids. T5X uses the penalty of length + 1 ids, which
+    # is at least as large, and so does this line.
     bound = live_scores[:, :1] / length_penalty(length + 1.0, decode)
     done = finished.all(1, keepdims=True) & (finished_scores[:, -1:] > bound)
 
@@ -762,7 +760,7 @@ class Trie(NamedTuple):
 
     first: jax.Array  # [nodes + 1]
     ids: jax.Array  # [edges]
-    slots: jax.Array  # the numbers 0, 1, ... for the edges of the node with most edges
+    slots: jax.Array  # 0, 1, ..., a number for each edge that a node of the trie can have
 
     def restrict(self, start, step, result):
         """Restrict a decoding method to the outputs of this Trie.
@@ -862,15 +860,14 @@ def read_choices(cfg, tokenizer, task=None):
         found = tokenizer.decode(outputs[-1])
         if found != text:
             raise UserError(
-                f"--decode.choices {source} has the output {text!r}. With this "
-                f"vocabulary and --decode.max_len {length}, the model could only write "
-                f"{found!r}: "
-                f"correct this output, or increase --decode.max_len."
+                f"--decode.choices {source} allows the output {text!r}. But this "
+                f"vocabulary and --decode.max_len {length} turn this output into "
+                f"{found!r}: correct the output, or increase --decode.max_len."
             )
     if not outputs:
         raise UserError(
-            f"--decode.choices {source} gives no outputs: name a file with one output on "
-            f"each line, or use a task that has choices."
+            f"--decode.choices {source} allows no output at all: name a file with one "
+            f"output on each line, or use a task that has choices."
         )
     return build_trie(outputs)
 
@@ -1155,7 +1152,8 @@ class ExampleEncoder:
         problem = data.invalid_reason(value, self.cfg.model.vocab_size)
         if problem:
             raise ValueError(
-                f"has {problem} in the field {key} (the fields are {', '.join(line)})"
+                f"has {problem} in the field {key} (this line has the fields "
+                f"{', '.join(line)})"
             )
         if isinstance(value, str):
             check_vocabulary(self.tokenizer)

@@ -1359,7 +1359,7 @@ def test_added_tokens_may_follow_the_sentinels(tokenizer):
 
 
 BAD_VOCABULARIES = {
-    "NaN": (lambda p: setattr(p[9], "score", math.nan), "scores are not finite"),
+    "NaN": (lambda p: setattr(p[9], "score", math.nan), "infinite or not a number"),
     "duplicate": (lambda p: setattr(p[9], "piece", p[8].piece), "already defined"),
     "empty": (lambda p: setattr(p[9], "piece", ""), "must not be empty"),
     "no unknown": (lambda p: setattr(p[2], "type", 1), "unk is not defined"),
@@ -3548,9 +3548,9 @@ def test_show_prints_rows_and_speed(corpus, capsys, monkeypatch):
         data, capsys, monkeypatch, "--show", 2, "--model.vocab_size", 256, *flags
     )
     assert status == 0 and out.count("<extra_id_0>") == 4
-    assert re.search(r"(?m)^speed +\d+\.\d million tokens per second", out)
+    assert re.search(r"(?m)^batches  \d+\.\d million tokens per second", out)
     (count,) = re.findall(
-        r"(?m)^planning \d+\.\d million tokens .* to ([\d,]+) rows", out
+        r"(?m)^packing  \d+\.\d million tokens .* of ([\d,]+) rows", out
     )
     assert count == f"{data.BLOCK_SAMPLES:,}", "Span corruption has one example in a row."
     assert "row 1, targets" in out and "row 2" not in out
@@ -6907,8 +6907,8 @@ def test_allowed_outputs_are_read_from_a_file_or_a_task(tokenizer, tmp_path):
             dict(max_len=len(tokenizer.encode("alpha beta"))),
             "the output 'alpha beta'. With this",
         ),
-        (dict(source=tmp_path / "missing"), "gives no outputs: name a file"),
-        (dict(source="task"), "gives no outputs"),
+        (dict(source=tmp_path / "missing"), "allows no output at all: name a file"),
+        (dict(source="task"), "allows no output"),
     ):
         with pytest.raises(configs.UserError, match=message):
             read(**options)
@@ -10300,7 +10300,10 @@ def test_another_start_token_becomes_id_0(tmp_path, capsys, monkeypatch, tokeniz
         (lambda t: t["normalizer"]["normalizers"].pop(), "no step that merges spaces"),
         (lambda t: t["added_tokens"][-1].update(id=500), "has the id 500, but plain T5"),
         (lambda t: t["model"].update(unk_id=500), "unk is not defined"),
-        (lambda t: t["model"]["vocab"][9].__setitem__(1, math.nan), "not finite"),
+        (
+            lambda t: t["model"]["vocab"][9].__setitem__(1, math.nan),
+            "infinite or not a number",
+        ),
         (lambda t: t["model"]["vocab"][9].__setitem__(0, ""), "must not be empty"),
         (lambda t: t["model"].pop("vocab"), "vocab"),
         (lambda t: t["model"]["vocab"].insert(5, 7), "damaged"),

@@ -1569,9 +1569,9 @@ def load_state(cfg, template, checkpoints, source):
         step, arrays = partition.load_newest(source, state, checkpoints.identity)
         if not t.start_step <= step < t.steps:
             raise UserError(
-                f"--train.restore all continues {source} at step {step:,}: set "
-                f"--train.start_step to at most {step}, and --train.steps to more than "
-                f"{step}."
+                f"With --train.restore all, training would continue at step {step:,} of "
+                f"{source}, but this step is not between --train.start_step "
+                f"{t.start_step} and --train.steps {t.steps}: change these options."
             )
         print(f"started  from {source}, with weights and optimizer of step {step:,}")
     else:
