@@ -399,9 +399,9 @@ RECIPE_TABLES = (
 # of the files that it imports. If a checksum changes, the tasks of the recipe file are
 # tokenized again.
 RECIPE_CODE = {}
-# A recipe file may define tasks and kinds of data sources. For each of them, TASK_CODE
-# holds the checksums of the recipe file. The key of a kind of source ends with a colon,
-# as in "numbers:".
+# TASK_CODE maps each task and each kind of data source that a recipe file defines to the
+# checksums of this recipe file. The name of a kind of source ends with a colon, as in
+# "numbers:".
 TASK_CODE = {}
 
 # ---- messages --------------------------------------------------------------------------

@@ -658,7 +658,8 @@ def fill_rows(examples, rows, count, limits):
         filled = np.arange(limit) < used[:, None]  # True where a row holds a token
         tokens = np.zeros((count, limit), np.int32)
         segments = np.zeros((count, limit), np.int32)
-        if examples:  # The rows after the last held-out example have no examples.
+        # The batch is empty if all its rows lie after the last held-out example.
+        if examples:
             tokens[filled] = np.concatenate(arrays)
             segments[filled] = np.repeat(segment, sizes)
         sides.append((tokens, segments))
@@ -837,9 +838,10 @@ class TrainingPlan:
         packed.extend(packing)  # pack the remaining rows
         rows = [row for row in packed if row]
         if not rows:
-            # No rows mean that the generator raised an exception in an earlier call, for
-            # example because a file could not be read. Such a generator yields nothing
-            # more, so discard the generator, and pack the block again.
+            # An earlier call raised an exception, for example because a file could not be
+            # read. pack_block reads all files before it yields the first row, so there is
+            # no row. After an exception, a generator yields nothing more. Discard the
+            # generator, and pack the block again.
             self.packing.cache_clear()
             return self.plan_block(block)
         if self.packs:

@@ -503,9 +503,10 @@ def beam_step(state, logits, at, *, decode):
     The search of an example ends when N outputs are finished, and no live beam can get a
     better score than the worst of the N best finished outputs.
 
-    After this step, ancestors[b, n, at] is the parent of the new live beam n. The parent
-    is the old beam that beam n extends. ancestors[b, n, at + 1] is n. Later positions
-    have no meaning yet.
+    The parent of a new live beam n is the old beam that beam n extends. The parent has
+    computed the key of position `at`, so ancestors[b, n, at] is the parent. Beam n itself
+    will compute the key of position at + 1, so ancestors[b, n, at + 1] is n. Later
+    positions have no meaning yet.
 
     logits: the logits for position `at`, of shape [B, N, V].
     decode: a DecodeConfig, which selects the length penalty.

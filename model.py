@@ -352,8 +352,13 @@ def relative_bias(w, Q, K, bidirectional, cfg, shared=None):
     T5 has no position embeddings. Instead, each head learns a bias for each distance
     between query and key. The bias is added to the attention score of the pair.
 
-    w: the weights of the encoder, of the decoder or of one layer. If w contains no bias
-    table, return `shared`. In T5, `shared` is the bias that all layers use.
+    w: the weights of the encoder, of the decoder or of one layer.
+    shared: the bias to return if w contains no bias table.
+
+    This function is called once with the weights of the encoder or decoder, and then in
+    each layer with the weights of the layer and with the first result as `shared`. In T5,
+    the encoder and the decoder have one table each, so each layer returns `shared`. In
+    UMT5, each layer has its own table.
     """
     if "relative_bias" not in w:
         return shared

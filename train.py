@@ -312,8 +312,8 @@ class TrainState:
     A checkpoint contains all of these arrays.
     """
 
-    # The number of the last finished training step. In a new run, the number starts at
-    # --train.start_step, which is usually 0.
+    # The number of the next training step. Steps are counted from --train.start_step,
+    # which is usually 0. After 10 steps, for example, the number is 10.
     step: jax.Array
     # The number of updates that the optimizer has made. Skipped updates do not count.
     # Adafactor uses this number to compute moving averages.
