@@ -95,6 +95,13 @@ CASES = (
     else None
 )
 slow = pytest.mark.slow  # kills and starves processes, or takes its time: pytest -m slow
+
+
+def long(test):
+    """Mark a test that takes minutes: `pytest -m slow` runs the test, but CI does not."""
+    return slow(pytest.mark.long(test))
+
+
 needs_cases = pytest.mark.skipif(
     CASES is None, reason="PLAIN_T5_CASES names no checkpoints of T5X"
 )
@@ -964,7 +971,7 @@ def test_the_notebook_can_be_read_without_running_it():
             assert len(line) <= 90, f"this line of the notebook is too wide: {line}"
 
 
-@slow
+@long
 def test_the_notebook_runs(tmp_path):
     """Run the code cells of the notebook in order, in one new process.
 
@@ -5109,10 +5116,10 @@ def test_attention_equals_softmax_times_values():
         ("t5_bias", "float32", 1),
         ("t5_bias", "float32", 2),
         ("t5_bias", "bfloat16", 1),
-        ("t5_bias", "bfloat16", 2),
+        pytest.param("t5_bias", "bfloat16", 2, marks=slow),
         pytest.param("none", "float32", 2, marks=slow),
         pytest.param("alibi", "float32", 1, marks=slow),
-        ("alibi", "float32", 2),
+        pytest.param("alibi", "float32", 2, marks=slow),
         pytest.param("alibi", "bfloat16", 2, marks=slow),
         pytest.param("rotary", "float32", 2, marks=slow),
         pytest.param("rotary", "bfloat16", 2, marks=slow),
@@ -5192,7 +5199,7 @@ def test_a_tpu_saves_the_scores_of_self_attention(platform, bias, saved, monkeyp
     assert (scores in {x.shape for x in jax.tree.leaves(residuals)}) is saved
 
 
-@pytest.mark.parametrize("groups, side", [(4, 2), (4, 4)])
+@pytest.mark.parametrize("groups, side", [(4, 2), pytest.param(4, 4, marks=slow)])
 def test_groups_of_heads_equal_all_heads_at_once(groups, side, monkeypatch):
     """Attention by groups of heads, whose scores are recomputed, gives the same gradients
     as attention of all heads at once, whose scores a TPU saves; each device has its own
@@ -6581,7 +6588,9 @@ def test_decoding_equals_t5xs():
 
 # With these sizes, random weights give outputs of different kinds: some end with EOS, and
 # some are equal to those of Hugging Face.
-@pytest.mark.parametrize("layer_biases, d_model", [(False, 56), (True, 44)])
+@pytest.mark.parametrize(
+    "layer_biases, d_model", [pytest.param(False, 56, marks=slow), (True, 44)]
+)
 def test_decoding_beside_hugging_faces(layer_biases, d_model):
     """Outputs are compared with the outputs of Hugging Face.
 
@@ -11237,7 +11246,7 @@ def test_the_page_of_recipes_names_existing_code():
             value = getattr(value, part)
 
 
-@pytest.mark.slow
+@long
 @pytest.mark.parametrize("path", EXTRA_RECIPES, ids=lambda path: path.stem)
 def test_recipes_for_other_systems_train(path, tmp_path):
     """Each recipe trains for a few steps as a command, and its metrics are computed."""
@@ -13762,7 +13771,7 @@ def test_an_exercise_is_blanked_tested_and_solved(tmp_path, capfd):
     assert "model.rms_norm" in capfd.readouterr().out
 
 
-@slow
+@long
 def test_a_sample_of_exercises_fails_blank_and_passes_restored(tmp_path, capfd):
     """Ten exercises fail with an error that names the function, and then pass."""
     sample = np.random.default_rng(33).choice(sorted(EXERCISES), 10, replace=False)
@@ -15301,7 +15310,7 @@ def make_fuzz_data(folder, tokenizer):
     shutil.copytree(folder / "tokens", folder / "_tokens")
 
 
-@slow
+@long
 @pytest.mark.parametrize("kind", FUZZ)
 def test_random_damage_is_refused_or_changes_no_answer(
     kind, trained, tokenizer, tmp_path
