@@ -60,7 +60,7 @@ class UserError(Exception):
 
 
 def one_of(default, *others):
-    """Declare a field with a fixed set of allowed values.
+    """Declare a dataclass field that allows only a fixed set of values.
 
     For example, one_of("stop", "skip") allows "stop" and "skip". The first value is the
     default.
@@ -69,33 +69,34 @@ def one_of(default, *others):
 
 
 def between(low, high, default):
-    """Declare a number field with a lower and an upper limit.
+    """Declare a dataclass field for a number with a lower and an upper limit.
 
-    For example, between(0, 1, 0.5) allows 0 to 1, and the default is 0.5.
+    For example, between(0, 1, 0.5) allows numbers from 0 to 1, and the default is 0.5.
     """
     return field(default=default, metadata={"low": low, "high": high})
 
 
 def at_least(low, default):
-    """Declare a number field with a lower limit.
+    """Declare a dataclass field for a number with a lower limit.
 
-    For example, at_least(0, 10) allows 0 and more, and the default is 10.
+    For example, at_least(0, 10) allows 0 and larger numbers, and the default is 10.
     """
     return field(default=default, metadata={"low": low})
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The size and the architecture of the model."""
+    """These settings define the size and the architecture of the model."""
 
     # Number of rows of the embedding table: the number of token ids, rounded up to a
     # multiple of 128.
     vocab_size: int = 32128
     # Width of the residual stream: the length of the vector that represents a token.
     d_model: int = 512
-    # Width of the hidden layer of each MLP.
+    # Width of the hidden layer of each MLP (feed-forward network).
     d_ff: int = 1024
-    # Width of one attention head. num_heads * d_kv may differ from d_model.
+    # Width of each attention head: the length of its query, key and value vectors.
+    # num_heads * d_kv may differ from d_model.
     d_kv: int = 64
     # Number of attention heads in each layer.
     num_heads: int = 6
@@ -103,31 +104,34 @@ class ModelConfig:
     num_layers: int = 8
     # Number of decoder layers. 0 means an encoder-only model.
     num_decoder_layers: int = at_least(0, 8)
-    # Activation function of the MLP: relu, gelu, silu, or one from your recipe file.
-    # The prefix "gated_" selects a gated MLP (GLU), as in gated_gelu.
+    # Activation function of the MLP: relu, gelu, silu, or one that your recipe file (a
+    # Python file with settings) defines. The prefix "gated_" selects a gated MLP (GLU).
     # T5 1.0 uses relu, and T5 1.1 uses gated_gelu.
     activation: str = "gated_gelu"
     # Whether the output layer uses the weights of the embedding table, as in T5 1.0.
     # If true, the logits are multiplied by d_model^-0.5.
     tied: bool = False
     # How self-attention knows the positions of tokens: t5_bias, none, alibi, rotary, or a
-    # name from your recipe file. With t5_bias, the model learns a bias for each distance,
-    # and relative_buckets, relative_max_distance and layer_biases configure this bias.
+    # method that your recipe file (a Python file with settings) defines. With t5_bias,
+    # the model learns an attention bias for each range of distances. The settings
+    # relative_buckets, relative_max_distance and layer_biases configure this bias.
     positions: str = "t5_bias"
-    # Number of buckets for relative positions (key position minus query position).
-    # Each attention head learns one bias for each bucket.
+    # Number of buckets (ranges) of relative positions, which are key position minus query
+    # position. Each attention head learns one bias for each bucket.
     relative_buckets: int = at_least(4, 32)
-    # Half of the buckets hold one small distance each. The other buckets become wider as
-    # the distance grows, and all distances above this number share the last bucket. Some
-    # smaller distances are in the last bucket too: with the default values, it begins at
-    # distance 91 in the encoder, and at distance 113 in the decoder.
+    # All distances above this number share the last bucket of relative positions. Half of
+    # the buckets hold one small distance each, and the other buckets become wider as the
+    # distance grows. With the default values, the last bucket already begins at distance
+    # 91 in the encoder, and at distance 113 in the decoder.
     relative_max_distance: int = 128
     # Whether each layer learns its own relative-position biases, as in UMT5.
-    # If false, all encoder layers share one table, and all decoder layers another.
+    # If false, all encoder layers share one table of biases, and all decoder layers share
+    # another table.
     layer_biases: bool = False
-    # Dropout rate. T5 1.1 uses 0 for pretraining and 0.1 for fine-tuning.
+    # Dropout rate: the fraction of the activations that training sets to zero at random.
+    # T5 1.1 uses 0 for pretraining and 0.1 for fine-tuning.
     dropout: float = between(0, 0.99, 0.0)
-    # Number format of the activations. The stored weights are always float32.
+    # Number format (dtype) of the activations. The stored weights are always float32.
     # "auto" means float32 on a CPU, and bfloat16 on a GPU or TPU.
     dtype: str = one_of("auto", "float32", "bfloat16")
     # Which activations the forward pass saves. The backward pass recomputes the others
@@ -141,26 +145,27 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where text is read, and how it becomes examples for training."""
+    """These settings say where text is read, and how it becomes training examples."""
 
     # Where examples are read, such as text:books/*.txt or jsonl:pairs.jsonl.
-    # README lists all kinds of sources. Empty means the source of the task.
-    # For span_corruption this is "python:", the manual and the docstrings of Python.
+    # README lists all kinds of sources. Empty means the source that the task names. The
+    # task span_corruption names "python:", the manual and the docstrings of Python.
     source: str = ""
     # Where the held-out examples for evaluation are read.
     # Empty means the validation split of the training source.
-    # If this source has no splits, its first 1 %, but at most 32 MiB, is held out from
+    # If this source has no splits, its first 1 % (at most 32 MiB) is held out from
     # training.
     validation_source: str = ""
-    # Name of the task or mixture of tasks to train on.
+    # Name of the task, or of the mixture of tasks, to train on.
     # `python data.py --list` prints all names.
     task: str = "span_corruption"
     # Names of the tasks or mixtures to evaluate during training, separated by commas.
     # Empty means the training task.
     eval_tasks: str = ""
-    # For each field of the task, the name of the field of the source that is read. For
-    # example, text=content reads the texts from the field "content". Pairs are separated
-    # by commas: inputs=question,targets=answer.
+    # Pairs TASK_FIELD=SOURCE_FIELD, for a source that names its fields differently from
+    # the task. For example, text=content reads the field "text" of the task from the
+    # field "content" of the source. Commas separate the pairs, as in
+    # inputs=question,targets=answer.
     fields: str = ""
     # Vocabulary that maps text to token ids. A path names a SentencePiece model.
     # "train:N" trains a SentencePiece model with N tokens on the source.
@@ -168,11 +173,14 @@ class DataConfig:
     # "ids:N" is for texts that are already token ids below N, separated by spaces.
     # A recipe file can define other vocabularies.
     vocab: str = "train:32000"
-    # Number of tokens in a row of inputs, including EOS. Longer examples are cut.
+    # Number of input tokens in each row of a batch, including EOS and padding. Longer
+    # examples are cut.
     inputs_length: int = 512
-    # Number of tokens in a row of targets, including EOS. Longer examples are cut.
+    # Number of target tokens in each row of a batch, including EOS and padding. Longer
+    # examples are cut.
     targets_length: int = 114
-    # Whether several short examples may share one row of a training batch.
+    # Whether several short examples may share one row of a training batch (packing). This
+    # reduces padding.
     pack: bool = True
     # Whether the token files (the tokenized text) stay on disk after training has used
     # them. "false" saves disk space when the text is very large.
@@ -183,68 +191,71 @@ class DataConfig:
     mean_span_length: float = between(1, 1000, 3.0)
     # Local folder for tokenized texts and trained vocabularies.
     prepared_dir: str = "prepared"
-    # Folder of the TensorFlow Datasets (TFDS).
-    # Empty means the environment variable TFDS_DATA_DIR, or ~/tensorflow_datasets.
+    # Folder of the TensorFlow Datasets (TFDS). Empty means the folder in the environment
+    # variable TFDS_DATA_DIR, or ~/tensorflow_datasets if this variable is not set.
     tfds_dir: str = ""
     # What to do with an example or a file that cannot be read.
-    # "stop" ends the command with a message. "skip" leaves out and counts the example.
+    # "stop" ends the command with a message. "skip" leaves out the example, and
+    # counts how many examples are left out.
     on_error: str = one_of("stop", "skip")
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Batches, optimizer, learning rate, evaluation and checkpoints of a training run."""
+    """These settings say how a model is trained, evaluated and saved."""
 
     # Step at which training ends. A run from step 1,000 to step 1,500 takes 500 steps.
     steps: int = 10_000
-    # Step at which a new run begins.
-    # To continue a published checkpoint, recipes begin at its step, such as 1,000,000.
+    # Step at which a new run begins. A recipe that continues a published checkpoint
+    # begins at the step of this checkpoint, such as 1,000,000.
     start_step: int = at_least(0, 0)
-    # What a new run takes from the run that --init_from names.
-    # "params" takes only the weights.
-    # "all" takes the weights, the optimizer state and the step.
+    # What a new run loads from the run that --init_from names.
+    # "params" loads only the weights.
+    # "all" loads the weights, the optimizer state and the step.
     restore: str = one_of("params", "all")
-    # Number of rows in a batch, over all devices and microbatches together.
+    # Number of rows in a batch, counted over all devices and microbatches together.
     batch_size: int = 128
     # Number of microbatches into which each batch is split to save memory.
-    # Their gradients are added up before the weights are updated.
+    # The gradients of the microbatches are added up before the weights are updated.
     microbatches: int = 1
-    # Name of the optimizer: adafactor, adamw, rms_scaled_adamw, lion, muon, or one from
-    # your recipe file.
+    # Name of the optimizer: adafactor, adamw, rms_scaled_adamw, lion, muon, or one that
+    # your recipe file (a Python file with settings) defines.
     optimizer: str = "adafactor"
-    # Base learning rate. The learning rate of a step is a product of factors, which the
-    # next setting lists. The base learning rate is the value of the factor "constant".
+    # Base learning rate. The learning rate of a step is the product of the factors that
+    # the setting `schedule` lists. The base learning rate is the factor "constant".
     learning_rate: float = at_least(0, 1.0)
     # Learning rate schedule: a product of factors, such as "constant * linear_warmup".
     # The function learning_rate in train.py defines all factors.
     schedule: str = "constant * rsqrt_decay"
-    # Number of warmup steps of the schedule.
-    # In these steps, linear_warmup rises from 0 to 1, and rsqrt_decay stays constant.
+    # Number of warmup steps of the learning rate schedule. In these steps, the factor
+    # linear_warmup rises from 0 to 1, and the factor rsqrt_decay stays constant.
     warmup_steps: int = 10_000
-    # Step that the schedule treats as step 0.
+    # Step that the learning rate schedule treats as step 0.
     # A run that continues a checkpoint can start its schedule anew with this setting.
     schedule_offset: int = at_least(0, 0)
     # How much the schedule factors decay_every and linear_decay lower the learning rate.
-    # decay_every multiplies the rate by this number every steps_per_decay steps.
+    # decay_every multiplies the learning rate by this number every steps_per_decay steps.
     # linear_decay subtracts this fraction of learning_rate in each step after the warmup,
     # so it needs a small value, such as 1e-5.
     decay_factor: float = 0.5
-    # Number of steps between two decays of the schedule factor decay_every.
+    # Number of steps after which the schedule factor decay_every lowers the learning rate
+    # again.
     steps_per_decay: int = 20_000
     # Number of steps in which the schedule factor cosine_decay falls from 1 to 0.
     # After these steps, cosine_decay starts again at 1.
     steps_per_cycle: int = 100_000
-    # Number of steps at the end of the run in which linear_cooldown falls from 1 to 0.
+    # Number of steps at the end of the run in which the schedule factor linear_cooldown
+    # falls from 1 to 0.
     cooldown_steps: int = 1000
-    # Fraction of each weight that every update subtracts.
+    # Fraction of each weight that every update subtracts from the weight.
     # adamw first multiplies this fraction by the learning rate.
-    # adafactor uses the fraction itself, as in T5X.
+    # adafactor subtracts the fraction itself, as in T5X.
     weight_decay: float = at_least(0, 0.0)
-    # Decay of the exponential moving average of the weights, such as 0.999.
-    # The average is used for evaluation and generation. 0 means no average.
+    # Decay rate of an exponential moving average of the weights, such as 0.999. The
+    # averaged weights are used for evaluation and generation. 0 means no average.
     ema: float = between(0, 0.999999, 0.0)
     # Regular expression for the names of parameters that training does not change.
-    # For example, encoder/.* freezes the encoder. Empty means none.
+    # For example, encoder/.* freezes the encoder. Empty means that all parameters change.
     freeze: str = ""
     # Weight of the z-loss, which keeps the logits near zero.
     # The z-loss is log(Z)^2, where Z is the denominator of the softmax.
@@ -254,7 +265,7 @@ class TrainConfig:
     label_smoothing: float = between(0, 0.99, 0.0)
     # Number by which the summed loss of a batch is divided before its gradient is taken.
     # "none" means the number of target tokens, which gives the mean loss per token.
-    # T5X pretrains with 233472.
+    # T5X uses 233472 for pretraining.
     loss_divisor: float | None = at_least(1e-6, None)
     # Log the training metrics every N steps. 0 means never.
     log_every: int = at_least(0, 10)
@@ -272,8 +283,9 @@ class TrainConfig:
     async_save: bool = True
     # Number of checkpoints to keep. Older checkpoints are deleted.
     keep: int = 3
-    # Name of a metric in metrics.jsonl. The checkpoint with its best value is also kept.
-    # An example is training_eval/span_corruption/loss. Empty means none.
+    # Name of a metric in metrics.jsonl, such as training_eval/span_corruption/loss. The
+    # checkpoint with the best value of this metric is kept, even if it is old. Empty
+    # means that only the newest checkpoints are kept.
     keep_best: str = ""
     # Steps to trace with jax.profiler, as FIRST:LAST, such as 10:13.
     # The trace is written to RUN_DIR/profile. Empty means no trace.
@@ -285,7 +297,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """How a trained model generates text."""
+    """These settings say how a trained model generates text."""
 
     # Number of beams of beam search. 0 means no beam search.
     # Without beam search, the model decodes greedily or samples.
@@ -298,32 +310,35 @@ class DecodeConfig:
     # "gnmt" means ((5 + n) / 6) ** alpha, as in T5X.
     # "length" means n ** alpha, as in Hugging Face.
     penalty: str = one_of("gnmt", "length")
-    # Maximum number of generated tokens, including EOS. "none" means data.targets_length.
+    # Maximum number of generated tokens, including EOS. "none" means the value of
+    # --data.targets_length.
     max_len: int | None = None
-    # Temperature of sampling.
+    # Temperature of sampling. A higher temperature gives more varied outputs.
     # 0 means greedy decoding, or temperature 1 if top_k or top_p is set.
     temperature: float = at_least(0, 0.0)
-    # Number of the most probable tokens from which sampling draws. 0 means all tokens.
+    # Sample each token only from this number of most probable tokens (top-k sampling).
+    # 0 means all tokens.
     top_k: int = at_least(0, 0)
-    # Sample only from the most probable tokens whose probabilities add up to top_p
-    # (nucleus sampling). 0 means all tokens.
+    # Sample each token only from the most probable tokens whose probabilities add up to
+    # this number (nucleus sampling). 0 means all tokens.
     top_p: float = between(0, 1, 0.0)
-    # Number of outputs for each example: random samples, or the best beams.
+    # Number of outputs for each example. These are random samples or the best beams.
     num_return: int = 1
-    # File with the allowed outputs, one on each line (constrained decoding).
-    # "task" means the choices of the task. Empty means that every output is allowed.
+    # File with the allowed outputs, one on each line (constrained decoding). "task" means
+    # the outputs that the task lists, such as "yes" and "no". Empty means that every
+    # output is allowed.
     choices: str = ""
-    # Whether to write the list of all outputs of an example with their scores.
-    # With num_return above 1, this list is always written.
+    # Whether to write, for each example, a list of all outputs with their scores. With
+    # num_return above 1, this list is always written.
     return_all: bool = False
-    # Number of examples that are decoded together.
-    # The outputs do not depend on this number.
+    # Number of examples that are decoded together in a batch. The outputs do not depend
+    # on this number.
     batch_size: int = 32
 
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """How the model is split over the devices."""
+    """These settings say how the model is split over the devices."""
 
     # Number of devices over which each copy of the model is split (tensor parallelism).
     model: int = 1
@@ -334,14 +349,16 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class DistributedConfig:
-    """How the processes of one run on several machines find each other."""
+    """These settings say how the processes of a run on several machines connect."""
 
-    # Address HOST:PORT of process 0.
+    # Address HOST:PORT of process 0, to which all processes connect.
     # Empty means a single process, or a cluster (such as SLURM) that JAX detects.
     coordinator: str = ""
-    # Number of processes. "none" means that JAX asks the cluster.
+    # Number of processes of the run. "none" means that the cluster, such as SLURM, tells
+    # JAX this number.
     processes: int | None = None
-    # Index of this process, counted from 0. "none" means that JAX asks the cluster.
+    # Index of this process, counted from 0. "none" means that the cluster, such as SLURM,
+    # tells JAX this index.
     process: int | None = at_least(0, None)
     # Number of seconds to wait for a process that does not respond, before the run ends.
     timeout: int = 100
@@ -349,7 +366,7 @@ class DistributedConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """All settings of a run, in six sections, and the name of its recipe."""
+    """A Config contains all settings of a run, in six sections, and a recipe's name."""
 
     name: str
     model: ModelConfig = ModelConfig()
@@ -374,16 +391,22 @@ SECTIONS = {
 # train.py add. A recipe file is a Python file of the user that defines CONFIG. The file
 # may also define dicts with these names, and load_recipe adds their entries.
 
-TASKS = {}  # "squad_v010_allanswers" -> data.Task
-MIXTURES = {}  # "glue_v002_proportional" -> {name of a task: sampling rate}
-ACTIVATIONS = {}  # "relu" -> jax.nn.relu
-METRICS = {}  # "bleu" -> function(targets, predictions) that returns {"bleu": 27.5}
-OPTIMIZERS = {}  # "adafactor" -> train.Optimizer
-POSITIONS = {}  # "rotary" -> model.PositionEncoding
-# "jsonl" -> function(name, split, cfg, whole) that opens a data source. If `whole` is
-# true, the function holds out no examples for validation.
+TASKS = {}  # maps "squad_v010_allanswers" to a data.Task
+# MIXTURES maps the name of a mixture of tasks to {name of a task: sampling rate}.
+MIXTURES = {}
+ACTIVATIONS = {}  # maps "relu" to jax.nn.relu
+# METRICS maps "bleu" to a function(targets, predictions), which returns {"bleu": 27.5}.
+METRICS = {}
+OPTIMIZERS = {}  # maps "adafactor" to a train.Optimizer
+POSITIONS = {}  # maps "rotary" to a model.PositionEncoding
+# SOURCES maps the kind of a data source, such as "jsonl", to a function that opens the
+# source: function(name, split, cfg, whole). If `whole` is true, the function holds out no
+# examples for validation.
 SOURCES = {}
-VOCABULARIES = {}  # "smiles" -> data.Tokenizer, such as a data.PatternTokenizer
+# VOCABULARIES maps a name, such as "smiles", to a data.Tokenizer, which splits texts into
+# tokens.
+VOCABULARIES = {}
+# RECIPE_TABLES lists the names of these dicts.
 RECIPE_TABLES = (
     "TASKS",
     "MIXTURES",
@@ -395,29 +418,30 @@ RECIPE_TABLES = (
     "VOCABULARIES",
 )
 
-# RECIPE_CODE maps the path of each executed recipe file to the checksums of this file and
-# of the files that it imports. If a checksum changes, the tasks of the recipe file are
-# tokenized again.
+# RECIPE_CODE maps the path of each executed recipe file to a list of checksums, one for
+# the recipe file and one for each file that it imports. If a checksum changes, the tasks
+# of the recipe file are tokenized again.
 RECIPE_CODE = {}
-# TASK_CODE maps each task and each kind of data source that a recipe file defines to the
-# checksums of this recipe file. The name of a kind of source ends with a colon, as in
-# "numbers:".
+# TASK_CODE maps the name of each task that a recipe file defines to the checksums of this
+# recipe file. TASK_CODE also contains each kind of data source that a recipe file
+# defines. A name that ends with a colon, such as "numbers:", is a kind of data source.
 TASK_CODE = {}
 
 # ---- messages --------------------------------------------------------------------------
 
-# Whether this process prints messages. If a run has several processes, only the main
-# process prints. In all other processes, partition.start_jax sets this variable to False.
+# This variable says whether this process prints messages. If a run has several processes,
+# only process 0 prints. In the other processes, partition.start_jax sets this variable to
+# False.
 prints_progress = True
-# Whether the run has only one process. If the run has several processes,
-# partition.start_jax sets this variable to False.
+# This variable says whether the run has only one process. If the run has several
+# processes, partition.start_jax sets this variable to False.
 single_process = True
 
 
 def escape_controls(text):
     """Replace each control character by a visible escape sequence such as \\x1b.
 
-    A printed text, such as a line of a file, then cannot control the terminal.
+    A printed text, such as a line of a file, then cannot change the terminal's state.
     """
     return re.sub(
         r"[^\n\t\x20-\x7e\xa0-\U0010ffff]",
@@ -438,8 +462,8 @@ def discard_output(stream):
 def note(text, always=False):
     """Print a message to standard error.
 
-    If a run has several processes, only the main process prints the message. With
-    always=True, every process prints the message.
+    If a run has several processes, only process 0 prints the message. With always=True,
+    every process prints its message.
     """
     if prints_progress or always:
         try:
@@ -452,7 +476,8 @@ def note(text, always=False):
 
 # ---- recipes ---------------------------------------------------------------------------
 
-# The five sizes of T5 1.1, as in the T5X files t5x/examples/t5/t5_1_1/{size}.gin.
+# SIZES contains the five sizes of T5 1.1. The values are those of the files
+# t5x/examples/t5/t5_1_1/{size}.gin in T5X.
 SIZES = {
     size: ModelConfig(
         d_model=d_model,
@@ -470,7 +495,8 @@ SIZES = {
     )
 }
 
-# T5 1.0 small, as in the T5X file t5x/examples/t5/t5_1_0/small.gin.
+# T5_1_0_SMALL is the model T5 1.0 small. The values are those of the file
+# t5x/examples/t5/t5_1_0/small.gin in T5X.
 T5_1_0_SMALL = ModelConfig(
     d_ff=2048,
     num_heads=8,
@@ -494,8 +520,8 @@ BASE_DROPOUT = replace(SIZES["base"], dropout=0.1)
 C4 = DataConfig(source="tfds:c4/en")
 WMT = DataConfig(task="wmt_t2t_ende_v003", inputs_length=256, targets_length=256)
 P3 = DataConfig(task="t0_train", inputs_length=1024, targets_length=256)
-# The data of the Romanian recipes, such as base_ro. The vocabulary of base_ro has 64,000
-# token ids: 63,900 trained tokens and 100 sentinels.
+# The Romanian recipes, such as base_ro, read these data. The vocabulary of base_ro has
+# 64,000 token ids: 63,900 trained tokens and 100 sentinels.
 RO = DataConfig(
     source="hf:dumitrescustefan/rlm",
     vocab="train:63900",
@@ -517,18 +543,18 @@ FINETUNE = TrainConfig(
     eval_batches=0,
     save_every=5000,
 )
-# Fine-tune for 2^18 steps, as in Raffel et al. 2020, section 3.1.3. This paper reports
-# the results of the best checkpoint.
+# Fine-tune for 2^18 steps, as in Raffel et al. 2020, section 3.1.3. This paper saves a
+# checkpoint every 5,000 steps, and reports the results of the best checkpoint.
 PAPER = replace(FINETUNE, steps=1_000_000 + 2**18, eval_every=5000, infer_every=5000)
-# Train T0 as in Sanh et al. 2022: 12,200 more steps for the LM-adapted T5 of step
-# 1,100,000. A batch has 2^20 input tokens. The settings are from training/README.md in
-# the GitHub repository bigscience-workshop/t-zero.
+# Train T0 as in Sanh et al. 2022, for 12,200 steps that follow step 1,100,000 of the
+# LM-adapted T5. A batch has 2^20 input tokens. The settings are from training/README.md
+# in the GitHub repository bigscience-workshop/t-zero.
 T0 = TrainConfig(
     start_step=1_100_000,
     steps=1_112_200,
     batch_size=1024,
-    # The original run had 64 copies of the model, and each copy computed 2 rows at a
-    # time: 1024 / (64 * 2) = 8.
+    # In the original run, each of 64 copies of the model computed 2 rows at a time. A
+    # batch of 1024 rows therefore had 1024 / (64 * 2) = 8 microbatches.
     microbatches=8,
     learning_rate=1e-3,
     schedule="constant",
@@ -560,7 +586,7 @@ RECIPES = {
             ),
         ),
         # Fine-tune the tiny T5 on simple tasks, such as writing numbers as words. The
-        # model learns to solve these tasks without a mistake. The command is
+        # model learns to solve these tasks without a mistake. Run this recipe with
         # python train.py --config tiny_finetune --init_from runs/tiny
         Config(
             "tiny_finetune",
@@ -613,9 +639,9 @@ RECIPES = {
                 learning_rate=0.01,
                 schedule="constant",
                 # With divisor 1, the loss is the sum over all tokens, as in T5X. The
-                # updates of Adafactor hardly depend on the scale of the loss, except for
-                # gradients close to Adafactor's epsilon, such as those of unused token
-                # ids.
+                # updates of Adafactor hardly depend on the scale of the loss. Gradients
+                # close to Adafactor's epsilon, such as the gradients of unused token ids,
+                # are an exception.
                 loss_divisor=1.0,
                 log_every=50,
                 eval_every=200,
@@ -635,8 +661,8 @@ RECIPES = {
         # Pretrain T5 1.1 on C4. The learning rate is 0.01 for 10,000 steps, and then
         # 1 / sqrt(step). To read the files of C4 that allenai publishes, add
         # --data.source 'jsonl:en/c4-{split}.*.json.gz'. The settings are those of
-        # {small,base}_c4_pretrain.gin in t5x/examples/t5/t5_1_1/examples, and the larger
-        # sizes use the settings of base.
+        # {small,base}_c4_pretrain.gin in t5x/examples/t5/t5_1_1/examples. The sizes
+        # larger than base use the settings of base.
         Config("small_c4", SIZES["small"], C4, TrainConfig(steps=10_000, batch_size=256)),
         *(
             Config(
@@ -647,9 +673,10 @@ RECIPES = {
             )
             for size in ("base", "large", "xl", "xxl")
         ),
-        # Train T5 1.1 for 100,000 more steps to continue a text from its beginning. This
-        # is the LM adaptation of Lester et al. 2021, section 3.1. The learning rate is
-        # that of pretraining. Name a run of T5 1.1 at step 1,000,000 with --init_from.
+        # Train T5 1.1 for 100,000 more steps. The input is the beginning of a text, and
+        # the target is the rest of the text. This is the LM adaptation of Lester et al.
+        # 2021, section 3.1. The learning rate is that of pretraining. With --init_from,
+        # name a run of T5 1.1 at step 1,000,000.
         Config(
             "small_lm_adapt",
             SIZES["small"],
@@ -719,9 +746,9 @@ RECIPES = {
             replace(PAPER, keep_best="inference_eval/cnn_dailymail_v002/rougeLsum"),
             BEAMS,
         ),
-        # Train T0 on the dataset collection P3. Name the folder of P3 with
-        # --data.source seqio:FOLDER or --data.source parquet:FOLDER. To train T0+ or
-        # T0++, also add --data.task t0+_train or --data.task t0++_train.
+        # Train T0 on the dataset collection P3 (Public Pool of Prompts). Name the folder
+        # of P3 with --data.source seqio:FOLDER or --data.source parquet:FOLDER. To train
+        # T0+ or T0++, also add --data.task t0+_train or --data.task t0++_train.
         *(
             Config(f"{size}_t0", replace(SIZES[size], dropout=0.1), P3, T0)
             for size in ("small", "xxl")
@@ -736,8 +763,8 @@ RECIPES = {
             RO_TRAIN,
         ),
         # Continue the pretraining of mT5 on Romanian text, with the learning rate
-        # 0.4 / sqrt(step). Name a run with the weights and the vocabulary of mT5 with
-        # --init_from.
+        # 0.4 / sqrt(step). With --init_from, name a run that has the weights and the
+        # vocabulary of mT5.
         Config(
             "mt5_base_ro",
             replace(SIZES["base"], vocab_size=250_112),
@@ -751,9 +778,9 @@ RECIPES = {
             ),
         ),
         # Fine-tune on your own pairs of inputs and targets. Add --data.source
-        # jsonl:pairs.jsonl, and name a run to start from with --init_from. The run to
-        # start from has weights of T5 1.1, FLAN-T5, T0 or the LM-adapted T5. For the
-        # recipe umt5_small, the run has weights of UMT5 (Chung et al. 2023).
+        # jsonl:pairs.jsonl. With --init_from, name a run that has the weights of T5 1.1,
+        # FLAN-T5, T0 or the LM-adapted T5. For the recipe umt5_small, name a run that has
+        # the weights of UMT5 (Chung et al. 2023).
         *(
             Config(
                 f"{size}_pairs",
@@ -775,7 +802,7 @@ RECIPES = {
 
 # ---- fields and flags ------------------------------------------------------------------
 
-# The sections and settings that a resumed run may change. Other changes, such as another
+# A resumed run may change these sections and settings. Other changes, such as another
 # model.d_model, are refused, because they would make the run a different experiment.
 CHANGEABLE = set(
     "mesh distributed decode data.keep_tokens train.steps train.log_every "
@@ -783,13 +810,13 @@ CHANGEABLE = set(
     "train.async_save train.keep train.keep_best train.microbatches "
     "train.profile train.cooldown_steps".split()
 )
-# Version number of the training batches. A new version of plain T5 increases this number
-# if it makes different batches from the same text. A run is never resumed with a version
-# that makes different batches.
+# DATA_FORMAT is the version of the training batches. A new version of plain T5 increases
+# this number if it makes different batches from the same text. A run that began
+# with another number cannot be resumed.
 DATA_FORMAT = 3
-# The sections and settings that do not change what a model computes from its weights. A
-# run that starts from the weights of another run may change these settings. All other
-# settings must be equal in both runs.
+# These sections and settings do not change what a model computes from its weights. A run
+# that starts from the weights of another run may therefore change these settings. All
+# other settings must be equal in both runs.
 FREE_FOR_WEIGHTS = set(
     "data train decode mesh distributed model.dropout model.dtype model.remat".split()
 )
@@ -819,7 +846,7 @@ def differences(cfg, other):
 def settings(cfg, free=()):
     """Return a dict with the flag and the value of each setting of a Config.
 
-    An example of an element is {"--train.steps": 1500}.
+    For example, the dict maps "--train.steps" to 1500.
 
     free: sections and settings to leave out, such as {"data", "train.steps"}.
     """
@@ -833,7 +860,7 @@ def settings(cfg, free=()):
 def refuse_differences(values, expected, problem, remedy):
     """Raise UserError if two dicts differ, and name the values that differ.
 
-    Only names that both dicts contain are compared.
+    A name that only one of the two dicts contains is ignored.
 
     values, expected: dicts of names and values, such as {"--model.d_ff": 1024}.
     problem, remedy: the beginning and the end of the message.
@@ -871,7 +898,7 @@ def override(cfg, changes):
 
 
 def parse_value(kind, text):
-    """Convert the text of a flag to the type of its field.
+    """Convert the text after a flag to the type of the setting that the flag changes.
 
     For example, "500" becomes 500, "true" becomes True, and "none" becomes None. A text
     that cannot be converted is returned unchanged, and check_fields refuses this text.
@@ -911,8 +938,8 @@ def field_help(section):
 
 
 def refuse_flags(message):
-    """Raise a UserError with the message of argparse about a wrong command line."""
-    raise UserError(f"{message}. --help lists all flags.")
+    """Raise a UserError that contains argparse's message about a wrong command line."""
+    raise UserError(f"{message}. Add --help to list all flags.")
 
 
 def parse_args(description, argv, **flags):
@@ -955,7 +982,7 @@ def parse_args(description, argv, **flags):
         known = [*settings(Config("")), *(f"--{name}" for name in flags)]
         hint = nearest(unknown[0].split("=")[0], known)
         raise UserError(
-            f"Unknown argument {unknown[0]}{hint or '. --help lists all flags.'}"
+            f"Unknown argument {unknown[0]}{hint or '. Add --help to list all flags.'}"
         )
     changes = {}
     for name, item, _ in fields(Config("")):
@@ -1084,15 +1111,17 @@ def load_run_recipe(run_dir):
     path = to_path(run_dir) / "recipe.py"
     if not path.exists():
         return None
-    note(f"This command executes {path}, the recipe file of the run.")
+    note(f"This command executes the Python program {path}, the recipe file of the run.")
     return load_recipe(str(path))
 
 
 def save_run(cfg, run_dir, vocabulary="", corpus="", source=""):
-    """Write the Config of a run to RUN_DIR/config.json, with DATA_FORMAT.
+    """Write the Config of a run to RUN_DIR/config.json.
+
+    The file also contains DATA_FORMAT, the version of the training batches.
 
     vocabulary: the SHA-256 digest of the run's vocabulary, or "" without a vocabulary.
-        All commands compare it with the file spiece.model of the run.
+        All commands compare this digest with the file spiece.model of the run.
     corpus: a checksum of the training tokens. If this checksum has changed when the run
         is resumed, train.py warns.
     source: the value of --init_from with which the run began, or "".
@@ -1125,13 +1154,13 @@ def resolve(args, changes, recipe=False):
     elif args.config and not args.config.endswith(".py"):
         raise UserError(
             "--run_dir cannot be combined with the name of a recipe, because the run has "
-            "its own settings: leave out --config. Only a recipe file, such as "
-            "--config RUN/recipe.py, is allowed."
+            "its own settings: leave out --config, or name a recipe file, such as "
+            "--config RUN/recipe.py."
         )
     else:
         cfg = load_run(args.run_dir)
         if args.config:
-            load_recipe(args.config)  # for the tasks of the recipe file, not its CONFIG
+            load_recipe(args.config)  # Add the file's tasks, but ignore its CONFIG.
         elif recipe:
             load_run_recipe(args.run_dir)
         if changes.get("data.vocab", cfg.data.vocab) != cfg.data.vocab:
@@ -1159,8 +1188,9 @@ def source_run(source):
 
 
 def resolve_run(args, changes):
-    """Return (Config, run directory, recipe without flags, source of the weights).
+    """Determine the settings of a training run from the command line of train.py.
 
+    Returns (Config, run directory, recipe without flags, source of the weights).
     A new run starts from the recipe in --config. A resumed run without --config starts
     from its own config.json. Flags such as --train.steps 500 then change single settings.
     With --init_from, the model of the recipe is replaced by the model of the named run.
@@ -1179,8 +1209,8 @@ def resolve_run(args, changes):
     if (folder / "config.json").exists():
         old, stored = read_run(run_dir)
         # A run with a checkpoint is resumed. A local checkpoint counts even if it is
-        # damaged. A remote checkpoint counts only with a manifest. Without a manifest,
-        # its save was interrupted.
+        # damaged. A remote checkpoint without manifest.json does not count, because its
+        # save was interrupted.
         saved = "step_*/manifest.json" if is_remote(folder) else "step_*"
         resumes = any(folder.glob(f"checkpoints/{saved}"))
         if not args.config:
@@ -1203,7 +1233,7 @@ def resolve_run(args, changes):
     check(cfg)
     if cfg.train.restore == "all" and not source:
         raise UserError(
-            "--train.restore all reads the optimizer state of a finished run: name that "
+            "--train.restore all reads the optimizer state of another run: name that "
             "run with --init_from, or leave out --train.restore."
         )
     if resumes:
@@ -1272,7 +1302,7 @@ def read_json(path, form, remedy="fetch this file again"):
     """
     try:
         if path.exists() and not path.is_file():  # Reading a pipe could take forever.
-            raise OSError("it is not a file")
+            raise OSError("the path is not a file")
         content = path.read_text()
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be used ({error}): {remedy}.") from error
@@ -1282,8 +1312,8 @@ def read_json(path, form, remedy="fetch this file again"):
 def parse_json(content, form, path, remedy="fetch this file again"):
     """Parse a JSON text, and return its value if the value has the expected form.
 
-    path: the place of the text, for the message. The other arguments and the errors are
-    those of read_json.
+    path: the path or URL of the text, for the error message. The other arguments and the
+    errors are the same as in read_json.
     """
     try:
         value = json.loads(content)
@@ -1307,7 +1337,7 @@ def write_checked(path, value):
 
 
 def read_checked(path, form, remedy="remove this file, and it will be written again"):
-    """Read a file from write_checked, verify its checksum, and return its dict.
+    """Read a dict that write_checked has written to a file, and verify its checksum.
 
     Raises UserError if the file is damaged.
     """
@@ -1332,8 +1362,8 @@ def check_fields(cfg):
         # For the type int | None, kinds is (int, NoneType). For int, kinds is (int,).
         kinds = getattr(item.type, "__args__", (item.type,))
         is_number = type(value) in (int, float)
-        # These limits are for number fields that are declared without between and without
-        # at_least.
+        # These are the limits of a number field that is declared without the functions
+        # between and at_least.
         least, most = (1, 2**31 - 1) if int in kinds else (-1e30, 1e30)
         low = item.metadata.get("low", least)
         high = item.metadata.get("high", most)
@@ -1393,7 +1423,8 @@ def check(cfg):
     steps = re.fullmatch(r"(\d{1,9}):(\d{1,9})", t.profile)
     if t.profile and not (steps and 1 <= int(steps[1]) <= int(steps[2])):
         raise UserError(
-            f"--train.profile {t.profile} is not valid. Write FIRST:LAST, such as 10:13."
+            f"--train.profile {t.profile} is not valid: write FIRST:LAST, such as 10:13, "
+            f"to trace the steps 10 to 13."
         )
     check_processes(cfg.distributed)
     check_decoding(cfg.decode)
@@ -1442,7 +1473,7 @@ def check_decoding(cfg):
 
 @functools.cache  # read the file only once, although each decoded batch needs the result
 def machine_memory():
-    """Return the memory of this machine in bytes, or the limit of its container."""
+    """Return the memory of this machine, or of its container if smaller, in bytes."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -1479,7 +1510,7 @@ def parse_shard(text):
     index, number = map(int, match.groups()) if match else (0, 0)
     if index >= number:
         raise UserError(
-            f"--shard {text} is not valid. For 4 machines, write 0/4, 1/4, 2/4 or 3/4."
+            f"--shard {text} is not valid: for 4 machines, write 0/4, 1/4, 2/4 or 3/4."
         )
     return index, number
 
@@ -1500,7 +1531,7 @@ def to_path(name):
     """
     if not is_remote(name):
         return Path(name)
-    # Import etils only here, because it is not in the standard library.
+    # Import etils only for remote paths, because it is not in the standard library.
     from etils import epath
 
     return epath.Path(name)
@@ -1524,8 +1555,8 @@ def naming_file(path):
 def naming_task(name, kind, function):
     """Convert an error inside a `with` block to a UserError that names the task.
 
-    The block calls a metric or a postprocessor of the task. A recipe file may define such
-    a function, so the function may raise any exception.
+    The block calls a metric or a postprocessor of the task. The user's recipe file may
+    define this function, so the function may raise any exception.
 
     kind: "metric" or "postprocessor".
     function: the function, or its name.
@@ -1550,7 +1581,7 @@ def write_file(path, content):
     if isinstance(content, str):
         content = content.encode()
     if is_remote(path):
-        path.write_bytes(content)  # A remote file appears only when complete.
+        path.write_bytes(content)  # A remote file appears only when it is complete.
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
@@ -1567,7 +1598,7 @@ def write_file(path, content):
 def append_file(path, text):
     """Append text to a file.
 
-    A remote file cannot be extended, so it is read and written again as a whole.
+    A remote file cannot be extended. The whole file is therefore read and written again.
     """
     if is_remote(path):
         return write_file(path, (path.read_text() if path.exists() else "") + text)
@@ -1589,7 +1620,10 @@ def lock(path, wait=False):
     except BlockingIOError:
         raise
     except OSError as error:  # The filesystem does not support locks, so only warn.
-        note(f"{path} cannot be locked ({error}): let only one command use this folder.")
+        note(
+            f"{path} cannot be locked ({error}): make sure that only one command at a "
+            f"time uses this folder."
+        )
     return file
 
 
@@ -1614,25 +1648,25 @@ def prepare_script():
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-# The paths of the eight Python files of plain T5.
+# OWN_FILES contains the paths of the eight Python files of plain T5.
 OWN_FILES = [
     Path(__file__).with_name(f"{name}.py")
     for name in "configs data partition model infer evaluate train convert".split()
 ]
 
 # Prepare the process if it runs a command of plain T5. If a notebook or pytest imports
-# this file, do not change its process.
+# this file, do not change the process of the notebook or of pytest.
 if Path(sys.argv[0]).absolute() in OWN_FILES:
     prepare_script()
 
 
 @contextlib.contextmanager
 def watch_signals(names, handler, act):
-    """Call act(number) in a thread when this process receives one of some signals.
+    """Call act(number) in a thread when this process receives one of the named signals.
 
-    Python calls a signal handler only in the main thread, which the compiler or the wait
-    for another process can block for minutes. The thread reacts at once. A signal that
-    the process ignores, as under nohup, stays ignored.
+    Python calls a signal handler only in the main thread. The main thread can be blocked
+    for minutes, for example in the compiler, but the new thread reacts at once. A signal
+    that the process ignores, as under nohup, stays ignored.
 
     names: the names of the signals, such as "SIGINT".
     handler: the signal handler that Python calls in the main thread.
@@ -1674,10 +1708,11 @@ def interrupt(number):
 
 
 def report_unraisable(unraisable):
-    """Report an error that Python cannot pass on, except for Ctrl-C.
+    """Report an exception that Python cannot pass to any caller, except for Ctrl-C.
 
     Ctrl-C may arrive while a callback runs, for example the callback of JAX that frees
-    memory. Python then discards the KeyboardInterrupt, and `interrupt` ends the process.
+    memory. Python then discards the KeyboardInterrupt, and the function `interrupt` ends
+    the process.
     """
     if unraisable.exc_type is not KeyboardInterrupt:
         sys.__unraisablehook__(unraisable)
@@ -1687,10 +1722,11 @@ def run_command(main):
     """Run the function main of a script, and exit with the status that main returns.
 
     main gets the command-line arguments. If main raises a UserError, print only its
-    message, without a traceback, and exit with status 2. Other errors give status 1.
+    message, without a traceback, and exit with status 2. After other errors, exit with
+    status 1.
     """
-    # Print each line immediately, even if the output goes to a file or a pipe. A path may
-    # contain bytes that are not UTF-8.
+    # Print each line immediately, even if the output goes to a file or a pipe. Print
+    # bytes that are not UTF-8, for example in a path, as escape sequences.
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     script = os.path.basename(sys.argv[0])
     if main.__module__ == "__main__":

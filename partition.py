@@ -47,8 +47,8 @@ from collections import Counter, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-# Importing configs also prepares the process for Ctrl-C and for UTF-8 texts. Do this
-# before the slow import of JAX.
+# Import configs before JAX, because the import of JAX is slow. In a command, the import
+# of configs turns on UTF-8, and lets Ctrl-C end the process at once.
 import configs
 
 import jax
@@ -88,7 +88,7 @@ from configs import (
 # assets/devices.svg shows what each of eight devices holds in these three ways.
 
 # RULES maps the name of each array dimension to the mesh axis that splits this dimension.
-# Example: a weight matrix of an MLP has the dimensions ("embed", "mlp") and the shape
+# For example, a weight matrix of an MLP has the dimensions ("embed", "mlp") and the shape
 # [512, 1024]. RULES splits "mlp" over the mesh axis "model". If this axis has 4 devices,
 # each device uses a shard of shape [512, 256].
 RULES = {
@@ -100,14 +100,14 @@ RULES = {
     "embed": None,
     "layers": None,
     "buckets": None,
-    # The key None stands for a dimension without a name. Such a dimension is not split.
+    # A dimension without a name has the key None, and is not split.
     None: None,
 }
 
 # With --mesh.fsdp, STORAGE_RULES splits the stored weights and the optimizer state. These
-# rules also split "embed" over the mesh axis "data". Example: on a mesh of 2 x 4 devices,
-# a weight matrix of shape [512, 1024] is stored as 8 shards of shape [256, 256]. Before
-# each matmul, an all-gather over "data" joins two shards to one of shape [512, 256].
+# rules also split "embed" over the mesh axis "data". For example, a mesh of 2 x 4 devices
+# stores a weight matrix of shape [512, 1024] as 8 shards of shape [256, 256]. Before each
+# matmul, an all-gather over "data" joins two shards to one shard of shape [512, 256].
 STORAGE_RULES = {**RULES, "embed": "data"}
 
 
@@ -142,7 +142,7 @@ def set_mesh(cfg, devices=None):
     model_parts = f"--mesh.model {model_size}"
     data_parts = f"the number of data-parallel devices ({data_size})"
     # List all sizes that the mesh must split evenly. Each tuple is (name of the divisor,
-    # divisor, size, name of the size). The size must be divisible by the divisor. For
+    # divisor, size, name of the size). The divisor is the size of a mesh axis. For
     # example, --mesh.model 4 can split 8 heads, but cannot split 6 heads.
     splits = [
         (model_parts, model_size, len(devices), "devices"),
@@ -167,12 +167,12 @@ def set_mesh(cfg, devices=None):
             devices=devices,
             axis_types=(AxisType.Explicit,) * 2,
         )
-    # jax.make_mesh raises NotImplementedError if the TPU chips cannot form a grid of
-    # data_size x model_size.
+    # jax.make_mesh raises NotImplementedError if the TPU chips cannot be arranged as a
+    # grid of data_size x model_size devices.
     except NotImplementedError as error:
         raise UserError(
             f"--mesh.model {model_size} does not fit the TPU topology: use a product of "
-            f"its side lengths, such as 4 or 16 for a TPU with 4 x 4 x 4 chips."
+            f"side lengths of the topology, such as 4 or 16 for 4 x 4 x 4 chips."
         ) from error
     jax.set_mesh(mesh)
     return mesh
@@ -181,7 +181,7 @@ def set_mesh(cfg, devices=None):
 def platform():
     """Return "cpu", "gpu" or "tpu", the platform of the devices in the current mesh.
 
-    The devices of the mesh may differ from the devices of this machine, which
+    This platform may differ from the platform of this machine, which
     jax.default_backend() returns. For example, `train.py --plan v5e:2x4` runs on a CPU,
     but compiles the training step for a mesh of TPUs.
     """
@@ -207,7 +207,7 @@ def local_rows(batch_size, mesh):
     [0, 1, 2, 3], and the other process loads the rows [4, 5, 6, 7].
     """
     # JAX chooses the order of the devices in a mesh, so process 0 may not hold the first
-    # rows. The sharding says which rows a device holds.
+    # rows. Ask the sharding which rows each device of this process holds.
     sharding = NamedSharding(mesh, P("data"))
     indices = sharding.addressable_devices_indices_map((batch_size,)).values()
     # Devices along the axis "model" hold the same rows, so np.unique removes duplicates.
@@ -263,11 +263,12 @@ def put_batch(batch, batch_size, mesh):
 # valid if the checksums of the manifest and of all shards are correct.
 # assets/checkpoint.svg shows the files before, during and after a kill.
 
-# The version of the checkpoint format. Every manifest.json contains this number.
+# FORMAT is the version of the checkpoint format, which every manifest.json contains. A
+# checkpoint with another version cannot be loaded.
 FORMAT = 3
 
-# An array shard of more than 1 GiB is split before it is written to a file. In the file
-# format msgpack, a single value can have at most 4 GiB. Parts of 1 GiB stay well below.
+# An array shard of more than 1 GiB is split before it is written to a file. The file
+# format msgpack limits each value to 4 GiB, and 1 GiB is well below this limit.
 MAX_SHARD_BYTES = 1 << 30
 
 
@@ -289,7 +290,7 @@ def local_shards(tree):
     """Yield the array shards that this process must write to a checkpoint.
 
     If several devices hold copies of the same shard, only one copy is written. A shard of
-    more than MAX_SHARD_BYTES is yielded in parts. A part has as many rows (entries of
+    more than MAX_SHARD_BYTES is yielded in parts. Each part has as many rows (entries of
     axis 0) as fit into MAX_SHARD_BYTES, but at least one row.
 
     tree: a nested dict of jax.Arrays.
@@ -297,12 +298,12 @@ def local_shards(tree):
     dimension, and data is a NumPy array. On a CPU, data is a view of the device's memory.
     On other devices, data is a copy. Training never changes the numbers in data.
     """
-    # Start to copy all arrays from the devices to the host. The copies run in the
-    # background, and the loop below waits for one shard at a time.
+    # Start to copy all arrays from the devices to the host in the background. The loop
+    # below then waits for the copy of one shard at a time.
     jax.copy_to_host_async(tree)
     for name, array in sorted(flatten(tree).items()):
         for shard in array.addressable_shards:
-            # Devices can hold copies of the same shard. Only copy number 0 is written.
+            # Several devices can hold copies of the same shard. Write only copy number 0.
             if shard.replica_id != 0:
                 continue
             bounds = [
@@ -335,8 +336,8 @@ def write_shards(path, shards):
     with path.open("wb") as file:
         for name, bounds, data in shards:
             crc = zlib.crc32(data)
-            # The header of a shard contains no timestamp, so that equal shards give equal
-            # files.
+            # The header of a shard contains no timestamp. Files with equal shards are
+            # therefore equal.
             header = msgpack.packb(
                 {
                     "name": name,
@@ -357,8 +358,8 @@ def write_shards(path, shards):
             }
             entries.setdefault(name, []).append(entry)
             file.write(data.reshape(-1).view(np.uint8).data)
-        # Flush a local file to disk. A remote file needs no flush, because it is stored
-        # when it is closed.
+        # Flush a local file to disk. A remote file is stored when it is closed, so a
+        # remote file needs no flush.
         if not is_remote(path):
             file.flush()
             os.fsync(file.fileno())
@@ -387,9 +388,9 @@ def write_checkpoint(folder, arrays, shards, step, identity):
     identity: the model and the vocabulary of the run, as configs.weights_identity returns
         them.
     """
-    # A local checkpoint is written to a folder tmp-..., which is renamed when it is
-    # complete. A remote folder cannot be renamed. A remote checkpoint is complete when it
-    # contains manifest.json, which is written last.
+    # Write a local checkpoint to a folder tmp-..., and rename this folder at the end. A
+    # remote folder cannot be renamed, so write to the final folder. A remote checkpoint
+    # is complete when it contains manifest.json, which is written last.
     temporary = folder if is_remote(folder) else folder.with_name(f"tmp-{folder.name}")
     temporary.mkdir(parents=True, exist_ok=True)
     if is_main_process():
@@ -405,15 +406,15 @@ def write_checkpoint(folder, arrays, shards, step, identity):
         # and copies the list to the manifest.
         write_file(own_file.with_suffix(".json"), json.dumps(entries))
         return
-    # Wait for the JSON file of each other process, and collect the lists of their shards.
+    # Wait for the JSON file of each other process, and add the shards that it lists.
     for file in files[1:]:
         index = file.with_suffix(".json")
         for name, more in json.loads(wait_and_read(index)).items():
             entries.setdefault(name, []).extend(more)
         index.unlink()
-    # If the run directory was moved during the save, the method stat raises an error
-    # here. Without this check, write_checked would create a new folder with a manifest,
-    # but without shards.
+    # Raise an error if the shard file is gone, because the run directory was moved during
+    # the save. Otherwise, write_checked would create a new folder with a manifest, but
+    # without shards.
     own_file.stat()
     manifest = {
         "format": FORMAT,
@@ -426,12 +427,12 @@ def write_checkpoint(folder, arrays, shards, step, identity):
         },
     }
     # Write the manifest with a checksum. If the file is damaged later, the checksum is
-    # wrong, and read_manifest reports this.
+    # wrong, and read_manifest reports the damage.
     configs.write_checked(temporary / "manifest.json", manifest)
     if not is_remote(folder):
         sync_folder(temporary)
-        # If a damaged checkpoint of the same step exists, delete that checkpoint. The new
-        # checkpoint takes its place.
+        # Delete an older, damaged checkpoint of the same step, if one exists. Otherwise,
+        # the new folder could not get the name of this step.
         remove_checkpoint(folder)
         temporary.rename(folder)
         sync_folder(folder.parent)
@@ -440,8 +441,8 @@ def write_checkpoint(folder, arrays, shards, step, identity):
 def wait_and_read(path, seconds=600):
     """Wait until another process has written a file, and return the text of the file.
 
-    The file is complete as soon as it exists, because the other process writes it with
-    configs.write_file. The path is a path object, and may be remote.
+    The other process writes the file with configs.write_file, so the file appears only
+    when it is complete. The path is a path object, and may be remote.
 
     Raises CheckpointError if the file does not appear within the given number of seconds.
     """
@@ -457,7 +458,7 @@ def wait_and_read(path, seconds=600):
 
 
 def remove_checkpoint(path):
-    """Delete a checkpoint, or any other file or folder at this path."""
+    """Delete whatever is at a path: a checkpoint, another folder or a file."""
     if is_remote(path):
         # Delete the manifest first. The folder then no longer counts as a checkpoint,
         # even if the deletion of the other files is interrupted.
@@ -477,8 +478,8 @@ def remove_checkpoint(path):
 def read_manifest(folder):
     """Return the content of manifest.json, which lists all array shards of a checkpoint.
 
-    Raises CheckpointError if the file is missing or damaged, or if the folder has the
-    name of another step. Raises UserError if another version of plain T5 has written the
+    Raises CheckpointError if the file is missing or damaged, or if the folder is named
+    after another step. Raises UserError if another version of plain T5 has written the
     checkpoint in another format.
     """
     path = folder / "manifest.json"
@@ -514,6 +515,8 @@ def read_manifest(folder):
 def shard_shape(entry):
     """Return the shape of an array shard, computed from the bounds of the shard.
 
+    For example, the bounds [[0, 512], [256, 512]] give the shape [512, 256].
+
     entry: the dict in manifest.json that describes the shard.
     """
     return [stop - start for start, stop in entry["bounds"]]
@@ -539,7 +542,7 @@ def read_shard(folder, entry, dtype):
                 data = file.read(size)
         else:
             # Map the local file into memory. The operating system then reads only the
-            # bytes of this shard, and does not copy the bytes.
+            # bytes of this shard from the disk, and does not copy these bytes.
             data = np.memmap(path, np.uint8, "r")[offset : offset + size]
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error})") from error
@@ -560,8 +563,8 @@ def read_slice(folder, array, index, verified):
     wanted = [cut.indices(size)[:2] for cut, size in zip(index, array["shape"])]
     out = np.empty([stop - start for start, stop in wanted], array["dtype"])
     for number, entry in enumerate(array["pieces"]):
-        # Find the overlap of this shard and the wanted slice. The overlapping part of the
-        # shard, shard[source], is copied to out[target].
+        # Find the part of this shard that overlaps with the wanted slice. This part,
+        # shard[source], is copied to out[target].
         source, target = [], []
         for (start, stop), (first, last) in zip(wanted, entry["bounds"]):
             low, high = max(start, first), min(stop, last)
@@ -576,9 +579,10 @@ def read_slice(folder, array, index, verified):
 
 
 def check_owner(folder, manifest, identity):
-    """Raise UserError if a checkpoint belongs to another model or another vocabulary.
+    """Raise UserError if a checkpoint has another model or vocabulary than the run.
 
-    The model and the vocabulary in the manifest are compared with those of the run.
+    The manifest of the checkpoint describes the model and the vocabulary to which the
+    weights belong. This description is compared with the model and vocabulary of the run.
 
     folder: the folder of the checkpoint.
     manifest: the content of manifest.json in this folder.
@@ -624,7 +628,8 @@ def read_checkpoint(folder, template, identity):
                 f"{asked}: use the configuration of the run that wrote this checkpoint."
             )
         verified = {}
-        # JAX calls the lambda for each slice that a device of this process needs.
+        # Each device needs one slice of the array. JAX calls the lambda for each slice
+        # that a device of this process needs.
         return jax.make_array_from_callback(
             wanted.shape,
             wanted.sharding,
@@ -640,9 +645,9 @@ def read_checkpoint(folder, template, identity):
 # vectors into one vector for each text. convert.py copies the files of these layers to
 # the run directory. The file modules.json lists the layers.
 
-# POOLING_MODES maps the name of a pooling in sentence-transformers to the value of the
-# flag --pool of infer.py that does the same. Older models of sentence-transformers use
-# the names that begin with "pooling_mode".
+# A pooling computes one vector of a text from the vectors of its tokens. POOLING_MODES
+# maps the name of a pooling in sentence-transformers to the value for --pool of infer.py.
+# Older models of sentence-transformers use the names that begin with "pooling_mode".
 POOLING_MODES = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_cls_token": "first",
@@ -652,11 +657,11 @@ POOLING_MODES = {
 
 
 def read_vector_head(folder):
-    """Read the layers of sentence-transformers that follow the encoder of a run.
+    """Read the layers that a sentence-transformers model applies after its T5 encoder.
 
     The result is a pair (pool, layers). `pool` is "mean" or "first" and says how the
     vectors of all tokens become one vector. `layers` is a list of functions that are
-    applied to this vector, one after another. Such a layer is a dense layer without
+    applied to this vector, one after another. Each function is a dense layer without
     activation function, or a division by the length of the vector.
 
     folder: the run directory, or the folder of a model in the format of Hugging Face.
@@ -682,15 +687,16 @@ def read_vector_head(folder):
             elif kind == "Normalize":
                 layers.append(lambda vector: vector / max(np.linalg.norm(vector), 1e-12))
             elif kind != "Transformer":
-                # For example, the instructor models set include_prompt to false: the mean
-                # of their vectors leaves out the prompt.
+                # plain T5 supports no other layers and options. One such option is
+                # "include_prompt": false, which leaves out the prompt from the mean.
                 raise ValueError(f"unknown options of {kind}")
         (pool,) = pools
-    except Exception as error:  # safetensors has its own exception classes
+    # Catch every exception, because safetensors raises exceptions of its own class.
+    except Exception as error:
         raise UserError(
-            f"{path} describes layers that plain T5 does not support, or a file is "
-            f"missing or damaged ({error!r}): to use only the encoder, add --pool mean, "
-            f"or remove modules.json."
+            f"{path} describes layers that plain T5 does not support, or a file of these "
+            f"layers is missing or damaged ({error!r}): to use only the encoder, add "
+            f"--pool mean, or remove modules.json."
         ) from error
     return pool, layers
 
@@ -707,7 +713,7 @@ def start_jax(cfg):
     """
     d = cfg.distributed
     if d.process == 0:
-        note(f"{d.processes} processes must connect to {d.coordinator}. Please wait.")
+        note(f"Waiting until {d.processes} processes have connected to {d.coordinator}.")
 
     def give_up():
         note(
@@ -718,8 +724,8 @@ def start_jax(cfg):
         os._exit(2)
 
     # If the processes have not connected after --distributed.timeout seconds, print a
-    # clear message and exit. JAX would wait 60 s longer, and would then abort with a
-    # stack trace.
+    # clear message and exit. JAX alone would wait 60 s longer, and would then abort with
+    # a stack trace.
     timer = threading.Timer(d.timeout, give_up)
     timer.start()
     hide_stack_trace()
@@ -741,16 +747,16 @@ def start_jax(cfg):
     if jax.process_count() > 1:
         configs.single_process = False
         # If another process ends or freezes, JAX may abort this process. The signal
-        # handler on_abort then prints a message. Python would call a Python handler too
-        # late, so register a C function.
+        # handler on_abort then prints a message. It is a C function, because Python would
+        # call a Python function too late.
         ctypes.CDLL(None).signal(signal.SIGABRT, on_abort)
         if not is_main_process():
             # Only process 0 prints progress and results.
             configs.prints_progress = False
             sys.stdout = open(os.devnull, "w")
         # Connect all processes with Gloo, JAX's communication library for CPUs. Gloo
-        # waits at most 30 s in its first operation, and longer in later operations. So
-        # run the first operation now, because all processes are here at the same time.
+        # waits at most 30 s in its first operation, and longer in later operations. Run
+        # the first operation now, while no process is far behind the others.
         all_processes_agree(True)
     # Cache compiled programs on disk, unless the user has already chosen a folder.
     if not jax.config.jax_compilation_cache_dir:
@@ -760,7 +766,7 @@ def start_jax(cfg):
 
 
 def report_lost_process(*_):
-    """Print a message that another process of the run has ended, and end this process."""
+    """Report that another process of the run has ended, and end this process too."""
     note(
         "Another process of this run has ended or does not respond. The lines above this "
         "message may show the reason. To continue from the last checkpoint, run the same "
@@ -770,21 +776,21 @@ def report_lost_process(*_):
     os._exit(1)
 
 
-# Convert report_lost_process to a function that C code can call. The function is kept in
-# a global variable, because Python would otherwise delete it while C code needs it.
+# Convert report_lost_process to a function that C code can call. The global variable
+# keeps Python from deleting the function while C code still needs it.
 on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(report_lost_process)
 
 
 def hide_stack_trace():
     """Keep JAX from printing a stack trace if another process ends or freezes.
 
-    JAX then calls report_lost_process instead, which prints a short message. JAX 0.10
-    fails to make this call, because it cannot convert an argument to a Python object. JAX
-    0.10 therefore aborts the process, and the signal handler on_abort prints the message.
+    JAX then calls report_lost_process instead, which prints a short message. In JAX 0.10,
+    this call fails, because JAX cannot convert an argument to a Python object. JAX 0.10
+    therefore aborts the process, and the signal handler on_abort prints the message.
     """
     connect = runtime.get_distributed_runtime_client
-    # The function get_distributed_runtime_client is not part of JAX's public API. In some
-    # versions of JAX, it may not have the argument missed_heartbeat_callback.
+    # The function get_distributed_runtime_client is not part of JAX's public API. A
+    # version of JAX may therefore lack its argument missed_heartbeat_callback.
     if "missed_heartbeat_callback" in connect.__doc__:
         runtime.get_distributed_runtime_client = functools.partial(
             connect, missed_heartbeat_callback=report_lost_process
@@ -833,7 +839,7 @@ def run_on_all(work, elsewhere=UserError):
 
 
 def check_same(own):
-    """Raise UserError if a value of this process differs from the value on process 0.
+    """Raise UserError on all processes if one process has other values than process 0.
 
     own: the values of this process, as a dict such as {"--train.seed": 0}.
     """
@@ -894,10 +900,10 @@ def is_complete(path):
 
 
 def read_first_valid(paths, template, identity):
-    """Load the first checkpoint of a list that is not damaged.
+    """Load the first undamaged checkpoint of a list.
 
-    If one process finds damage, all processes print a message and try the next
-    checkpoint.
+    If one process finds damage in a checkpoint, all processes print a message. All
+    processes then try the next checkpoint of the list.
 
     template: a nested dict of ShapeDtypeStructs with shardings.
     identity: the model and the vocabulary of the run (see check_owner).
@@ -911,7 +917,7 @@ def read_first_valid(paths, template, identity):
             )
         except CheckpointError as error:
             problem = error
-            note(f"This checkpoint cannot be used: {problem}", always=True)
+            note(f"A checkpoint is skipped, because {problem}.", always=True)
     raise UserError(
         f"None of the checkpoints can be used ({problem}): name another checkpoint, or "
         f"restore one from a backup. To start the run from the beginning, move "
@@ -922,7 +928,7 @@ def read_first_valid(paths, template, identity):
 class Checkpoints:
     """Save, list and load the checkpoints of one run.
 
-    At most one checkpoint is being written at any time.
+    Checkpoints are written one at a time, in the background if `background` is true.
 
     run_dir: the directory of the run, such as runs/tiny.
     keep: how many of the newest checkpoints to keep.
@@ -937,10 +943,10 @@ class Checkpoints:
         self.background = background
         self.identity = identity or {}
         self.executor = ThreadPoolExecutor(1)
-        self.unfinished = None  # the Future of the latest save in the background
+        self.unfinished = None  # This becomes the Future of the latest background save.
 
     def folders(self):
-        """Return the folders of all checkpoints, including those of interrupted saves."""
+        """Return the folders of all checkpoints and of interrupted saves."""
         # Use only the names of the paths that glob finds. For some remote folders, glob
         # returns paths with wrong parent folders.
         names = [path.name for path in self.folder.glob("*step_*")]
@@ -977,7 +983,7 @@ class Checkpoints:
                 self.commit, arrays, list(shards), step, best
             )
         else:
-            # Write the files now. Training continues when the files are complete.
+            # Write the files now. Training continues only when the files are complete.
             self.commit(arrays, shards, step, best)
 
     def commit(self, arrays, shards, step, best):
@@ -998,8 +1004,8 @@ class Checkpoints:
     def remove_old(self, step, best):
         """Remove old checkpoints, so that only the newest `keep` checkpoints remain.
 
-        Checkpoints of steps after `step` are ignored. The checkpoint of the step `best`
-        is never removed.
+        Checkpoints of steps after `step` are neither counted nor removed. The checkpoint
+        of the step `best` is never removed.
         """
         written = [other for other in self.steps() if other <= step]
         for old in written[: -self.keep]:
@@ -1026,8 +1032,8 @@ class Checkpoints:
     def load(self, template, step=None):
         """Load the newest valid checkpoint, or the checkpoint of a given step.
 
-        If the newest checkpoint is damaged, print a message and try the checkpoint before
-        it.
+        If the newest checkpoint is damaged, print a message and try the next older
+        checkpoint.
 
         template: a nested dict of ShapeDtypeStructs with shardings.
         Returns (step, nested dict of jax.Arrays like template). Returns None if there is
@@ -1058,7 +1064,7 @@ def is_run(source):
     if not Checkpoints(source).steps():
         raise UserError(
             f"{source} is not a checkpoint and not a run with checkpoints: name another "
-            f"path, or convert these weights with convert.py first."
+            f"path. The weights of another library must first be converted by convert.py."
         )
     return True
 
@@ -1066,8 +1072,7 @@ def is_run(source):
 def load_newest(source, template, identity):
     """Load a given checkpoint, or the newest valid checkpoint of a given run.
 
-    The path `source` is a checkpoint or a run directory.
-
+    source: the path of a checkpoint or of a run directory.
     template: a nested dict of ShapeDtypeStructs with shardings.
     identity: the model and the vocabulary of the new run (see check_owner).
     Returns (step, nested dict of jax.Arrays like template).
@@ -1087,7 +1092,7 @@ def read_metrics_file(path):
             line = json.loads(text)
             configs.check_json(line, {"step": int, str: (int, float)})
         except (ValueError, RecursionError):
-            continue  # A run that was killed can leave an incomplete line.
+            continue  # A killed run can leave an incomplete line, which is skipped.
         lines.append(line)
     return lines
 
@@ -1137,9 +1142,9 @@ def resolve_step(run_dir, name):
 # ---- the cost of a sharding: chips and memory ------------------------------------------
 
 
-# A Chip contains four numbers from the data sheet of an accelerator. `teraflops` is the
+# A Chip contains four numbers from the data sheet of a GPU or TPU. `teraflops` is the
 # speed of a bfloat16 matmul, in 10^12 operations per second. `memory` is in GB. `links`
-# is the speed at which the accelerator sends to all neighbors together, in GB per second.
+# is the speed at which the chip sends data to all its neighbors together, in GB/s.
 # `clock` is the clock rate of a TPU in GHz, and 0 for a GPU.
 Chip = namedtuple("Chip", "teraflops memory links clock")
 
@@ -1159,12 +1164,12 @@ TPU v6 lite    918   32  224  1.75
     name, *numbers = re.split(" {2,}", row)
     CHIPS[name] = Chip(*map(json.loads, numbers))
 
-# Each of the next three constants contains options that make programs for TPUs faster. In
-# train.py, the function lower_step chooses the options that help on each TPU.
+# The next three constants contain options of the XLA compiler that make programs for TPUs
+# faster. The function lower_step in train.py chooses the options that help on each TPU.
 
 # FSDP must all-gather the weights of each layer before use. With the following six
-# options, a TPU computes during an all-gather. By default, the compiler gathers the
-# weights by all-reduces, and the TPU waits until each all-reduce is finished.
+# options, a TPU continues to compute during an all-gather. By default, the compiler
+# gathers the weights by all-reduces, and the TPU waits until each all-reduce is finished.
 ASYNC_GATHER_OPTIONS = dict.fromkeys(
     "xla_enable_async_all_gather "
     "xla_tpu_prefer_async_allgather_to_allreduce "
@@ -1186,7 +1191,8 @@ ASYNC_REDUCE_OPTIONS = {
 }
 
 # With this option, each fused operation may use 24 MiB of on-chip memory (VMEM) instead
-# of 16 MiB. A TPU v4 has too little VMEM for this option, and a TPU v6e becomes slower.
+# of 16 MiB. A TPU v4 has too little VMEM for this option, and on a TPU v6e the option
+# makes programs slower.
 FUSION_MEMORY_OPTIONS = {"xla_tpu_scoped_vmem_limit_kib": 24 * 1024}
 
 
@@ -1200,8 +1206,8 @@ def check_memory(parts, levers):
     """
     device = jax.local_devices()[0]
     if device.platform == "cpu":
-        # The CPU devices of a process share the memory of one machine. Count this memory
-        # once for each process.
+        # All CPU devices of a process share the memory of one machine. Count this memory
+        # once for each process, and not once for each device.
         available = configs.machine_memory() * jax.process_count()
     else:
         stats = device.memory_stats() or {"bytes_limit": math.inf}
@@ -1239,8 +1245,8 @@ def bytes_on_device(tree):
 # shape [4, 8] on one device, and the order of the dimensions in memory.
 
 # This pattern finds each instruction in an HLO text that sends data to other devices. The
-# comments in the pattern show examples of such instructions. "-start" in the name of an
-# operation means that the device can compute during the operation.
+# comments in the pattern show examples of these instructions. The ending "-start" in the
+# name of an operation means that the device can compute during the operation.
 COLLECTIVE = re.compile(
     r"""
     # %a = f32[8]{0} all-reduce(%p), replica_groups=...
@@ -1295,12 +1301,12 @@ def hlo_instructions(text):
 
 
 def hlo_bytes(text):
-    """Return the total number of bytes of all array types in an HLO text.
+    """Return the total size in bytes of all arrays whose types appear in an HLO text.
 
     For example, "(f32[2,3], pred[4])" has 24 + 4 = 28 bytes.
     """
-    # The number in a dtype such as f32 is its size in bits. The dtype pred (bool) has no
-    # number, and has 8 bits.
+    # The number in the name of a dtype is its size in bits: f32 has 32 bits. The name of
+    # the dtype pred (bool) contains no number, and the dtype has 8 bits.
     return sum(
         int(bits or 8) // 8 * math.prod(integers(shape))
         for bits, shape in re.findall(r"\b[a-z]+(\d*)\w*\[([\d,]*)\]", text)
@@ -1342,9 +1348,10 @@ def find_collectives(instructions):
 def ring_bytes(kind, result_bytes, devices):
     """Estimate how many bytes each device sends in a collective operation on a ring.
 
-    If each of 4 devices gets a result of 100 bytes, an all-gather sends 100 bytes, an
-    all-reduce 200 and a reduce-scatter 400. The input of a reduce-scatter is 4 times as
-    large as its result. An all-reduce is a reduce-scatter and then an all-gather.
+    If each of 4 devices gets a result of 100 bytes, each device sends 100 bytes in an
+    all-gather, 200 in an all-reduce and 400 in a reduce-scatter. The input of a
+    reduce-scatter is 4 times as large as its result. An all-reduce is a reduce-scatter
+    and then an all-gather.
 
     The exact number is smaller by the factor 1 - 1 / devices, because no device sends its
     own share.
@@ -1408,14 +1415,14 @@ def count_collectives(lowered):
     lowered: a jax.stages.Lowered for the current mesh.
     """
     mesh = get_mesh()
-    # Save the HLO text of the program after XLA's partitioner, which adds the collective
-    # operations. The compiler for CPUs later replaces bfloat16 by float32, which would
-    # double the bytes.
+    # Save the HLO text directly after XLA's partitioner has added the collective
+    # operations. Later, the compiler for CPUs replaces bfloat16 by float32, which would
+    # double the counted bytes.
     with tempfile.TemporaryDirectory() as folder:
         options = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning"}
         if platform() == "cpu":
-            # Compile without optimization, to save time. The compiled program is never
-            # run.
+            # Compile without optimization to save time, because the compiled program is
+            # never run.
             options["xla_backend_optimization_level"] = "0"
         program = lowered.compile(options)
         if mesh.size == 1:
@@ -1425,8 +1432,8 @@ def count_collectives(lowered):
     counts, sent = Counter(), Counter()
     for kind, size, line, times in find_collectives(hlo_instructions(text)):
         group = first_device_group(line, mesh.size)
-        # The devices are numbered row by row. In a mesh of 2 x 4 devices, for example,
-        # device 6 has the position (1, 2).
+        # The devices of the mesh are numbered row by row. In a mesh of 2 x 4 devices, for
+        # example, device 6 has the position (1, 2).
         positions = np.divmod(group, mesh.shape["model"])
         axes = [axis for axis, x in zip(mesh.axis_names, positions) if np.ptp(x) > 0]
         if not axes:
@@ -1469,9 +1476,10 @@ def part_of_step(line):
 def estimated_cycles(text):
     """Return the TPU compiler's estimate of how many clock cycles a training step takes.
 
-    Returns three Counters. The first maps each part of the step, such as "attention", to
-    clock cycles. The other two map each kind of communication, such as "all-reduce", to a
-    count and to the bytes that each device sends.
+    Returns three Counters. The first Counter maps each part of the step, such as
+    "attention", to its clock cycles. The second one maps each kind of communication, such
+    as "all-reduce", to the number of these operations. The third one maps each kind of
+    communication to the number of bytes that each device sends.
 
     text: the HLO text of a program that was compiled for a TPU. Most instructions contain
     an estimate, such as backend_config={"window_config":{"estimated_cycles":"2439", ...}}
@@ -1508,7 +1516,7 @@ def verify(folder):
 
 
 def main(argv):
-    """Check the checkpoint that --verify names, and print all damaged parts.
+    """Check the checkpoint that --verify names, and print a line for each damaged part.
 
     Returns the exit status, which is 0 for a valid and 1 for a damaged checkpoint.
     """

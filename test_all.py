@@ -10999,7 +10999,7 @@ def test_folders_and_files_that_are_not_models_get_advice(
         status, _, err = run(infer, capsys, monkeypatch, "--run_dir", source, "text")
         assert status == 2 and "python convert.py MODEL runs/NAME" in err, err
     os.mkfifo("config.json")
-    with pytest.raises(configs.UserError, match="it is not a file"):
+    with pytest.raises(configs.UserError, match="the path is not a file"):
         configs.load_run(tmp_path)
 
 
