@@ -1584,7 +1584,7 @@ def load_state(cfg, template, checkpoints, source):
                 f"With --train.restore all, training continues at step {step:,} of "
                 f"{source}. This step is not between --train.start_step {t.start_step} "
                 f"and --train.steps {t.steps}. Set --train.start_step to at most {step}, "
-                f"and --train.steps to a larger number than {step}."
+                f"and --train.steps to more than {step}."
             )
         print(f"started  with the weights and optimizer of step {step:,} of {source}")
     else:
