@@ -72,8 +72,8 @@ class Param(NamedTuple):
     """
 
     shape: tuple
-    # The name of each dimension (its logical axis), such as ("embed", "mlp").
-    # partition.RULES maps each name to the mesh axis that splits the dimension.
+    # The name of each dimension, such as ("embed", "mlp"). partition.RULES maps each name
+    # to the mesh axis that splits the dimension. None means that nothing is split.
     axes: tuple
     # The distribution of the initial values: "normal", "truncated_normal", "uniform", or
     # "ones", which sets all values to 1.
@@ -101,8 +101,8 @@ def param_table(cfg):
 
     def attention(bias):
         # The weights of all heads are stored as one matrix, and not as an array with
-        # three axes. This matters for the optimizer Adafactor, which stores only the row
-        # means and the column means of the squared gradient of each matrix.
+        # three axes. This matters for the optimizer Adafactor. For each matrix, Adafactor
+        # stores only the row means and the column means of the squared gradient.
         return {
             "norm": norm,
             # The scale of the initial values contains the factor 1 / sqrt(C). T5
@@ -169,9 +169,9 @@ def is_param(x):
 def init_params(cfg, key, rules=RULES):
     """Sample the initial parameters, as a nested dict of float32 arrays.
 
-    The same PRNG key gives the same values on any number of devices. A truncated normal
-    distribution is cut at two standard deviations. Its samples are then scaled, so that
-    their standard deviation is the `scale` of the Param.
+    The same PRNG key gives the same values on any number of devices. The distribution
+    "truncated_normal" is cut at two standard deviations. The samples are then scaled, so
+    that their standard deviation is the `scale` of the Param.
 
     rules: how to shard the parameters over the mesh. partition.STORAGE_RULES splits them
     over the mesh axis "data" too (fully sharded data parallelism). partition.RULES does
@@ -204,8 +204,9 @@ def init_params(cfg, key, rules=RULES):
 
 # ---- building blocks -------------------------------------------------------------------
 
-# Map names to activation functions for --model.activation. Your recipe file can add more.
-# Like T5X, jax.nn.gelu computes the tanh approximation of GELU.
+# The option --model.activation chooses one of these activation functions by name. A
+# recipe file (a Python file of the user) can add functions. Like T5X, jax.nn.gelu
+# computes the tanh approximation of GELU.
 ACTIVATIONS = configs.ACTIVATIONS
 ACTIVATIONS |= {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "silu": jax.nn.silu}
 
@@ -241,7 +242,7 @@ def dense(x, w):
 
 
 def rms_norm(x, scale):
-    """Divide each vector by its root mean square, and multiply it by a learned scale [D].
+    """Divide each vector by its root mean square, and multiply by a learned scale [D].
 
     RMSNorm is a layer norm without mean and bias (Zhang and Sennrich 2019). The number
     1e-6 is added to the mean square, so that a vector of zeros does not divide by 0.
@@ -279,7 +280,7 @@ def dropout(x, rate, key, shared_length=True):
 def split_key(key, n):
     """Split a PRNG key into n keys. If the key is None, return a tuple of n Nones.
 
-    Without a key, no dropout is applied.
+    A key of None means that no dropout is applied.
     """
     if key is None:
         return (None,) * n
@@ -292,15 +293,18 @@ def split_key(key, n):
 def relative_bucket(distance, bidirectional, cfg):
     """Map each relative position, key minus query, to one of the 32 buckets of T5.
 
-    In the encoder (bidirectional), keys up to the query use buckets 0 to 15, and later
-    keys use buckets 17 to 31. Bucket 16 is never used, because it would be for a later
-    key at the distance 0. For example, -1, 0, 1 and 200 become 1, 0, 17 and 31.
+    T5 learns one position bias for each bucket. Each small distance has a bucket of its
+    own, and the larger distances share buckets. For example, in the encoder
+    (bidirectional), the relative positions -1, 0, 1 and 200 belong to the buckets 1, 0,
+    17 and 31.
 
-    In the encoder, each direction has 16 buckets, and the distances 0 to 7 have a bucket
-    of their own. Larger distances share buckets, which have equal widths on
-    a logarithmic scale up to relative_max_distance, 128 in T5. The number of the bucket
-    is rounded down. The last bucket begins at the distance 91, and also takes all
-    distances above 128.
+    In the encoder, keys up to the query use buckets 0 to 15, and later keys use buckets
+    17 to 31. Bucket 16 is never used, because it would be for a later key at the distance
+    0. The distances 0 to 7 have a bucket of their own in each direction. The buckets of
+    larger distances have equal widths on a logarithmic scale. This scale ends at
+    relative_max_distance, which is 128 in T5. The number of the bucket is rounded down,
+    so the last bucket begins at the distance 91. The last bucket also takes all distances
+    above 128.
 
     In the decoder, all 32 buckets are for keys up to the query. The distances below 16
     have a bucket of their own, and the last bucket begins at 113. Later keys are masked,
@@ -316,11 +320,11 @@ def relative_bucket(distance, bidirectional, cfg):
         distance = np.abs(distance)
     else:
         distance = np.maximum(-distance, 0)
-    # Each bucket in the first half holds a single distance: 0, 1, 2 and so on.
+    # Each bucket in the first half is for a single distance: 0, 1, 2 and so on.
     exact = buckets // 2
-    # The other buckets share the larger distances. They have equal widths on a
-    # logarithmic scale. Compute in float32 and add a small epsilon, like T5X. Other
-    # rounding could move a distance at the edge of a bucket into the next bucket.
+    # The buckets of the second half share the larger distances. The number of a bucket
+    # grows with the logarithm of the distance. Like T5X, compute in float32 and add a
+    # small epsilon. With other rounding, some distances would be in the next bucket.
     position = np.log(np.float32(distance) / exact + np.finfo(np.float32).eps)
     position = position / np.log(cfg.relative_max_distance / exact) * (buckets - exact)
     logarithmic = np.minimum(exact + position.astype(np.int32), buckets - 1)
@@ -337,7 +341,7 @@ def bias_of_buckets(table, bucket):
 
 
 def relative_bias_params(cfg):
-    """Return a dict with the Param of T5's table of position biases, of shape [H, R].
+    """Describe T5's table of position biases [H, R], as a dict with one Param.
 
     The table has one bias for each of the H heads and each of the R distance buckets.
     """
@@ -406,13 +410,13 @@ def rotary(x, positions):
 
 
 class PositionEncoding(NamedTuple):
-    """Define how self-attention knows the positions of queries and keys.
+    """Define how self-attention uses the positions of queries and keys.
 
-    The effect of positions on an attention score may depend only on the distance between
-    query and key.
-    Examples that are packed into one row then need no special treatment. Positions are
-    counted from the start of the row, but the distances within an example are the same at
-    any place in the row. Cross-attention knows no positions.
+    The encoding of T5, for example, adds a learned bias to each attention score. The
+    effect on a score may depend only on the distance between query and key. Examples that
+    are packed into one row then need no special treatment, although positions are counted
+    from the start of the row. The distances within an example are the same at any place
+    in the row. Cross-attention uses no positions.
     """
 
     # A function that takes a ModelConfig, and returns a dict with the Param of each
@@ -422,12 +426,14 @@ class PositionEncoding(NamedTuple):
     # those of relative_bias. The bias has the shape [1, H, Q, K], and the mesh axis
     # "model" splits the heads H.
     bias: Callable = lambda w, Q, K, bidirectional, cfg, shared: None
-    # A function that takes queries or keys [B, H, Q, C] and their positions [Q], and
-    # returns rotated queries or keys of the same shape. By default, nothing is rotated.
+    # A function that rotates queries or keys, as in RoPE. The arguments are queries or
+    # keys x [B, H, Q, C] and their positions [Q]. The default function returns x
+    # unchanged.
     rotate: Callable = lambda x, positions: x
 
 
-# Map names to position encodings for --model.positions. A recipe file can add more.
+# The option --model.positions chooses one of these position encodings by name. A recipe
+# file (a Python file of the user) can add encodings.
 POSITIONS = configs.POSITIONS
 POSITIONS |= {
     "t5_bias": PositionEncoding(params=relative_bias_params, bias=relative_bias),
@@ -440,8 +446,8 @@ POSITIONS |= {
 def position_bias(w, Q, K, bidirectional, cfg, shared=None):
     """Return the bias of the position encoding that --model.positions selects.
 
-    The result is None if the encoding adds no bias to the attention scores, as in rotary.
-    The arguments are those of relative_bias.
+    The result is None if the encoding, such as "rotary", adds no bias to the attention
+    scores. The arguments are those of relative_bias.
     """
     return POSITIONS[cfg.positions].bias(w, Q, K, bidirectional, cfg, shared)
 
@@ -464,7 +470,7 @@ def attention_mask(query_segments, key_segments, causal=False):
 
     A query attends only to keys of its own example. The segments number the examples of a
     row: [1, 1, 2, 0] means two tokens of example 1, one token of example 2, and padding.
-    With `causal`, a query attends only to its own position and earlier ones.
+    With `causal`, a query attends only to its own position and earlier positions.
     assets/packed.svg shows the masks of a packed row.
 
     query_segments [B, Q], key_segments [B, K].
@@ -524,7 +530,10 @@ def attend(q, k, v, bias, mask):
 # In a profile, the operations of the function `attention` get the label "attention".
 @jax.named_scope("attention")
 def attention(w, x, kv, bias, mask, cfg, key=None, core=None, positions=None):
-    """Compute multi-head attention, followed by dropout. Returns [B, Q, D].
+    """Compute multi-head attention and dropout, as in Vaswani et al. 2017.
+
+    Each head computes softmax(q k^T + bias) v. The outputs of all heads are concatenated
+    and multiplied by the output matrix. The result has the shape [B, Q, D].
 
     x: normalized activations [B, Q, D], which are projected to queries.
     kv: keys and values, from the same sequence or from the encoder.
@@ -573,13 +582,15 @@ def mlp(w, x, cfg, key=None):
 
 
 # ---- auxiliary losses ------------------------------------------------------------------
-# T5 has no auxiliary losses. In your experiment, a function of a layer may add one with
-# add_loss. A mixture of experts, for example, needs a loss that balances the experts.
+# T5 has no auxiliary losses. In an experiment, a function of a layer may call add_loss to
+# add an auxiliary loss. A mixture of experts, for example, needs a loss that balances the
+# experts.
 
 # The weight of each auxiliary loss in the training loss. With {"balance": 0.01}, training
 # minimizes loss + 0.01 * balance, where the balance loss is summed over all layers.
 LOSS_WEIGHTS = {}
-# The dict in which add_loss collects auxiliary losses. Outside of training, it is None.
+# Inside of collect_losses, this variable holds a dict in which add_loss collects the
+# auxiliary losses. Outside of collect_losses, the variable is None.
 COLLECTED = contextvars.ContextVar("losses", default=None)
 
 
@@ -599,7 +610,7 @@ def add_loss(name, value):
     if name not in LOSS_WEIGHTS:
         raise configs.UserError(
             f"The auxiliary loss {name} has no weight: set model.LOSS_WEIGHTS[{name!r}] "
-            f"in the recipe file."
+            f"in the recipe file, for example to 0.01."
         )
     losses = COLLECTED.get()
     if losses is not None:
@@ -608,7 +619,10 @@ def add_loss(name, value):
 
 @contextlib.contextmanager
 def collect_losses():
-    """Yield a dict of the auxiliary losses that are added inside of the `with` block."""
+    """Yield a dict of the auxiliary losses that are added inside of the `with` block.
+
+    Each key is the name of a loss, such as "balance".
+    """
     losses = {}
     outside = COLLECTED.set(losses)
     try:
@@ -754,8 +768,8 @@ def decoder_layer(
 ):
     """Apply self-attention, cross-attention and MLP, the three blocks of a decoder layer.
 
-    The caller provides the keys and values, because infer.py takes them from a cache.
-    Returns the new activations [B, T, D].
+    The caller provides all keys and values. In this way, infer.py can read the keys and
+    values of earlier tokens from a cache. Returns the new activations [B, T, D].
 
     x [B, T, D]: the activations. normalized: x after the norm of self-attention.
     self_kv: the keys and values of the targets.
@@ -874,14 +888,14 @@ def smoothed_target(label_smoothing, V):
 
 @jax.named_scope("logits and loss")
 def cross_entropy(logits, targets, z_loss=0.0, label_smoothing=0.0):
-    """Return cross entropy, z-loss and whether the prediction is right, for each target.
+    """Return the losses of each target token, and whether the prediction is correct.
 
-    Without label smoothing, the cross entropy is log Z - logit[target]. Here Z is
-    sum(exp(logits)). The z-loss is z_loss * (log Z)^2, which keeps the logits near zero.
-    A prediction is right if the target has the largest logit.
+    The losses are the cross entropy and the z-loss, in nats. Without label smoothing, the
+    cross entropy is log Z - logit[target]. Here Z is sum(exp(logits)). The z-loss is
+    z_loss * (log Z)^2, which keeps the logits near zero. A prediction is correct if the
+    target has the largest logit.
 
-    logits [B, T, V] float32, targets [B, T]. Returns three arrays [B, T]. The losses are
-    in nats.
+    logits [B, T, V] float32, targets [B, T]. Returns three arrays [B, T].
     """
     V = logits.shape[-1]
     on, off, entropy = smoothed_target(label_smoothing, V)
@@ -898,8 +912,8 @@ def cross_entropy(logits, targets, z_loss=0.0, label_smoothing=0.0):
 def token_losses(params, batch, cfg, key=None):
     """Run the model on a batch, and return the losses of each target token.
 
-    Returns the cross entropy, the z-loss, and whether the prediction is right. Each of
-    the three arrays has the shape [B, T]. cfg: a Config.
+    The result is a tuple of three arrays [B, T]. The arrays contain the cross entropy,
+    the z-loss, and whether the prediction is right. cfg: a Config.
     """
     logits = forward(params, batch, cfg.model, key)
     z_loss, label_smoothing = cfg.train.z_loss, cfg.train.label_smoothing
@@ -927,6 +941,7 @@ def sum_over_tokens(losses, batch):
 def total_loss(sums):
     """Add up the cross entropy, the z-loss and the weighted auxiliary losses.
 
+    The result is the training loss, summed over the target tokens of a batch.
     sums: the dict that loss_fn returns.
     """
     total = sums["cross_ent_loss"] + sums["z_loss"]
@@ -956,12 +971,12 @@ def mean_metrics(sums):
 
 
 def loss_fn(params, batch, cfg, key=None):
-    """Return the training loss of a batch, and a dict of its sums over target tokens.
+    """Return the training loss of a batch, and a dict of sums over its target tokens.
 
     The loss is the cross entropy plus the z-loss, in nats, plus the weighted auxiliary
-    losses. It is summed over all target tokens. To get a mean, the caller divides the
-    loss by the number of tokens. The dict is that of sum_over_tokens, with the auxiliary
-    losses.
+    losses. The loss is summed over all target tokens. To get a mean, the caller divides
+    the loss by the number of tokens. The dict contains the sums of sum_over_tokens and
+    the auxiliary losses.
 
     cfg: a Config. key: the PRNG key of dropout, or None for no dropout.
     """

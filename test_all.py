@@ -8750,7 +8750,7 @@ def test_init_from_starts_a_run_with_the_weights_of_another(
         "--train.eval_every",
         0,
     )
-    assert status == 0 and f"with weights and optimizer of step {newest}" in out
+    assert status == 0 and f"the weights and optimizer of step {newest}" in out
     assert [line["step"] for line in metrics_of(tmp_path / "all")][-1] == newest + 1
     (tmp_path / "other.model").write_bytes(
         data.train_tokenizer(sentences(50, seed=7), 50).serialized

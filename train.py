@@ -97,26 +97,26 @@ def learning_rate(step, cfg):
         "constant": cfg.learning_rate,
         # The factor rises linearly from 0 to 1 during the warmup, and then stays at 1.
         "linear_warmup": jnp.minimum(1.0, step / warmup),
-        # The factor rises linearly from 0 to learning_rate during the warmup. Then it
-        # falls by decay_factor * learning_rate in each step. Use "linear_decay" without
-        # "constant", which would multiply by learning_rate again.
+        # The factor rises linearly from 0 to learning_rate during the warmup. Afterwards,
+        # the factor falls linearly. With decay_factor 0.001, for example, the factor is 0
+        # after 1,000 more steps. Do not combine this factor with "constant", because both
+        # factors contain learning_rate.
         "linear_decay": cfg.learning_rate
         * jnp.minimum(step / warmup, 1 + cfg.decay_factor * (warmup - step)),
-        # The factor stays at 1 / sqrt(warmup) during the warmup. Then it falls as 1 /
-        # sqrt(step).
+        # The factor is 1 / sqrt(warmup) during the warmup, and 1 / sqrt(step) afterwards.
         "rsqrt_decay": 1 / jnp.sqrt(after_warmup),
-        # The factor stays at 1 during the warmup. Then it falls as sqrt(warmup / step).
+        # The factor is 1 during the warmup, and sqrt(warmup / step) afterwards.
         "rsqrt_normalized_decay": math.sqrt(warmup) / jnp.sqrt(after_warmup),
         # The factor starts at 1, and is multiplied by decay_factor after every
         # steps_per_decay steps. With decay_factor 0.5, the values are 1, 0.5, 0.25 and so
         # on.
         "decay_every": cfg.decay_factor ** (step // cfg.steps_per_decay),
-        # The factor stays at 1 during the warmup. Then it falls from 1 to 0 along half a
-        # cosine wave, and repeats this fall every steps_per_cycle steps.
+        # The factor is 1 during the warmup. Afterwards, the factor falls from 1 to 0
+        # along half a cosine wave. This fall starts again every steps_per_cycle steps.
         "cosine_decay": jnp.maximum(0.0, 0.5 * (1 + jnp.cos(jnp.pi * (cycle % 1.0)))),
-        # The factor stays at 1, and falls linearly to 0 in the last cooldown_steps steps
-        # of the run. The schedule warmup-stable-decay (WSD) is "constant * linear_warmup
-        # * linear_cooldown".
+        # The factor is 1 in most steps, and falls linearly to 0 in the last
+        # cooldown_steps steps of the run. The schedule warmup-stable-decay (WSD) is
+        # "constant * linear_warmup * linear_cooldown".
         "linear_cooldown": jnp.minimum(1.0, steps_left / cfg.cooldown_steps),
     }
     rate = 1.0
@@ -236,8 +236,8 @@ def adafactor_slots(table):
     def slots(p):
         if not is_factored(p):
             return {"full": p}
-        # If p has the shape [layers, 512, 1024], then the slot "row" has the shape
-        # [layers, 512], and the slot "column" has the shape [layers, 1024].
+        # For example, let p have the shape [layers, 512, 1024]. The slot "row" then has
+        # the shape [layers, 512], and the slot "column" has the shape [layers, 1024].
         return {
             "row": model.Param(p.shape[:-1], p.axes[:-1]),
             "column": model.Param(p.shape[:-2] + p.shape[-1:], p.axes[:-2] + p.axes[-1:]),
@@ -312,8 +312,8 @@ class TrainState:
     A checkpoint contains all of these arrays.
     """
 
-    # The number of the next training step. Steps are counted from --train.start_step,
-    # which is usually 0. After 10 steps, for example, the number is 10.
+    # The number of the current training step. A run begins with --train.start_step, which
+    # is usually 0, and each step adds 1. After 10 steps, for example, the number is 10.
     step: jax.Array
     # The number of updates that the optimizer has made. Skipped updates do not count.
     # Adafactor uses this number to compute moving averages.
@@ -327,8 +327,8 @@ class TrainState:
     # The state of the optimizer, as a nested dict of arrays. For Adafactor, these arrays
     # are averages of squared gradients.
     slots: dict
-    # A TrainState has no moving average of the parameters. The class AveragedState has
-    # one.
+    # The moving average of the parameters. A TrainState has no moving average, so the
+    # value is None. The subclass AveragedState has a moving average.
     ema = None
 
 
@@ -432,9 +432,9 @@ def gradients(cfg, params, batch, key):
     if n == 1:
         return sums_and_gradients(batch, key)
 
-    # With n = 2, one microbatch has the rows 0, 2, 4, ..., and the other has the rows
-    # 1, 3, 5, ... Each device holds a block of neighboring rows, so every microbatch has
-    # rows on every device. No row has to move to another device.
+    # With n = 2, one microbatch has the even rows 0, 2, 4 and so on, and the other
+    # microbatch has the odd rows. Each device holds neighboring rows, so every microbatch
+    # has rows on every device. No row has to move to another device.
     microbatches = jax.tree.map(
         lambda a: a.reshape(-1, n, a.shape[1]).swapaxes(0, 1), batch
     )
@@ -532,7 +532,10 @@ def train_step(cfg, state, batch):
 
 
 class NotFinite(Exception):
-    """Raised if the loss or a gradient is infinite or NaN in several steps in a row."""
+    """Raised to stop a run if the loss or a gradient is not finite three times in a row.
+
+    A number is not finite if it is infinite or NaN.
+    """
 
 
 class Interrupted(Exception):
@@ -665,8 +668,8 @@ def named_leaves(tree):
     """Yield each leaf of a pytree as a tuple (name, is_layer, leaf).
 
     The name is the path of the leaf. In the state of an optax optimizer, for example, a
-    leaf has the name "0/mu/encoder/norm". If the leaf belongs to a single layer, is_layer
-    is True, and the name does not contain the number of the layer.
+    leaf has the name "0/mu/encoder/norm". For the array of a single layer, is_layer is
+    True. The name then leaves out the number of the layer.
     """
     for path, leaf in tree_leaves_with_path(tree):
         full_name = keystr(path, simple=True, separator="/")
@@ -675,11 +678,11 @@ def named_leaves(tree):
 
 
 def stack_layers(tree):
-    """Return a nested dict of all arrays of a pytree, with the layers stacked again.
+    """Stack the arrays of all layers, and return all arrays of a pytree as a nested dict.
 
     For example, the two matrices mlp/up/layer_000 and mlp/up/layer_001 become one array
     mlp/up with a first axis of size 2. A checkpoint stores the resulting dict. Each PRNG
-    key is replaced by its integers.
+    key is replaced by its integers, because a checkpoint can store only numbers.
     """
     groups = collections.defaultdict(list)
     for name, is_layer, array in named_leaves(tree):
@@ -701,11 +704,13 @@ def is_prng_key(array):
 def unstack_layers(stacked, shapes):
     """Convert the result of stack_layers back to a pytree with separate layers.
 
+    For example, an array mlp/up with a first axis of size 2 becomes two matrices, one for
+    each layer.
     stacked: the nested dict of arrays that stack_layers has returned.
     shapes: a pytree with the structure of the result.
     """
     arrays = partition.flatten(stacked)
-    # Count how many layers of each stacked array are already used.
+    # For each stacked array, count the layers that the loop has already taken.
     used = collections.Counter()
     leaves = []
     for name, is_layer, like in named_leaves(shapes):
@@ -790,8 +795,8 @@ def muon(rate, train):
 
     Muon (Jordan 2024) replaces the momentum of a matrix by the nearest orthogonal matrix.
     AdamW updates the embeddings, the position biases and the scales of the layer norms.
-    The factor 0.2 gives the updates of Muon about the same RMS as those of AdamW (Liu et
-    al. 2025, arXiv:2502.16982). One learning rate therefore suits both.
+    With consistent_rms=0.2, the updates of Muon have about the same RMS as those of AdamW
+    (Liu et al. 2025, arXiv:2502.16982). One learning rate therefore suits both.
     """
 
     def dimensions(path, w):
@@ -848,9 +853,10 @@ class MetricsFile:
         lines = [line for line in lines if line["step"] <= step]
         if lines and log_every and step - lines[-1]["step"] >= log_every:
             note(
-                f"warning: {path} has no line between step {lines[-1]['step']:,} and the "
-                f"checkpoint of step {step:,}. If the run directory was copied during "
-                f"training, stop this run and copy the directory again."
+                f"warning: {path} contains no metrics between step "
+                f"{lines[-1]['step']:,} and step {step:,}, where this run resumes. If "
+                f"the run directory was copied during training, stop this run and copy "
+                f"the directory again."
             )
         # Find the evaluations whose results are already in metrics.jsonl, as a set of
         # pairs (step, name). For example, (100, "training_eval/span_corruption") is an
@@ -861,22 +867,24 @@ class MetricsFile:
         self.lines = [json.dumps(line) + "\n" for line in lines]
         self.writers = {}
         # A resumed run repeats the steps after its last checkpoint. TensorBoard hides the
-        # older metrics of all steps from purge_step on.
+        # earlier metrics of the repeated steps, which begin at purge_step.
         self.purge_step = step + 1
         if partition.is_main_process():
             configs.write_file(path, "".join(self.lines))
             if self.is_remote:
                 note(
-                    "No metrics are written for TensorBoard, because --run_dir is remote."
+                    "No metrics are written for TensorBoard, because --run_dir is "
+                    "remote. The file metrics.jsonl contains all metrics."
                 )
             elif not EventsWriter:
                 note(
-                    "No metrics are written for TensorBoard. To write them, run pip "
-                    "install '.[tensorboard]'."
+                    "No metrics are written for TensorBoard, because tensorboardX is not "
+                    "installed. To install this library, run pip install "
+                    "'.[tensorboard]'."
                 )
 
     def write(self, step, **groups):
-        """Add a line with metrics of one step to the file.
+        """Add a line with metrics of one step to the file metrics.jsonl.
 
         For example, the call write(100, train={"loss": 2.5}) adds the line {"step": 100,
         "train/loss": 2.5}. Every process calls this method, but only the main process
@@ -934,7 +942,7 @@ class MetricsFile:
         self.writers[group].flush()
 
     def sync(self):
-        """Make sure that all metrics written so far are stored in the file.
+        """Make sure that all metrics written so far are stored in metrics.jsonl.
 
         For a local file, wait until the operating system has written the file to disk.
         For a remote file, write all lines.
@@ -943,7 +951,8 @@ class MetricsFile:
             return
         if self.is_remote:
             configs.write_file(self.path, "".join(self.lines))
-        # If the run directory was moved, the file is no longer at this path.
+        # If the run directory was moved, the file is no longer at this path. In this
+        # case, do nothing.
         elif self.path.exists():
             with open(self.path) as file:
                 os.fsync(file.fileno())
@@ -955,8 +964,9 @@ class MetricsFile:
 def describe_mesh(cfg, mesh):
     """Return a text that describes how a run uses its devices.
 
-    An example is "mesh data 1 x model 1, fsdp False, float32, remat dots, batch 64 =
-    64 rows on each device, microbatches 1".
+    The text contains the shape of the mesh, the dtype and the batch size. An example is
+    "mesh data 1 x model 1, fsdp False, float32, remat dots, batch 64 = 64 rows on each
+    device, microbatches 1".
     """
     t = cfg.train
     dtype = model.compute_dtype(cfg.model).name
@@ -980,9 +990,9 @@ def find_chip(device):
 def peak_flops():
     """Return the peak speed of all devices together, in operations per second.
 
-    Only floating-point operations are counted. For a known GPU or TPU, the peak comes
-    from the data sheet. For all other devices, the speed of a matmul is measured. This
-    function also prints the peak.
+    Only floating-point operations are counted. For the GPUs and TPUs in partition.CHIPS,
+    the peak comes from the data sheet. For all other devices, the speed of a matmul is
+    measured. This function also prints the peak.
     """
     name = find_chip(jax.devices()[0])
     if name:
@@ -1003,7 +1013,7 @@ def peak_flops():
 def step_flops(cfg):
     """Return how many floating-point operations a training step needs.
 
-    The result is the total for all devices.
+    The result is the sum over all devices.
     """
     return cfg.train.batch_size * model.train_flops(
         cfg.model, cfg.data.inputs_length, cfg.data.targets_length
@@ -1177,7 +1187,7 @@ class Evaluations:
         return found
 
     def run(self, evaluation, name, step, params):
-        """Run an evaluation. A signal, such as Ctrl-C, may interrupt the evaluation.
+        """Run an evaluation, which a signal such as Ctrl-C may interrupt.
 
         evaluation: the method `evaluate` or the method `predict` of this class.
         """
@@ -1190,8 +1200,8 @@ class Evaluations:
     def evaluate(self, name, step, params):
         """Compute the loss and the accuracy of the model on held-out data of a task.
 
-        The results are printed and written to metrics.jsonl. If the task is the first of
-        all tasks, the method also prints the output of the model for one example.
+        The results are printed and written to metrics.jsonl. For the first evaluated task
+        of the run, the method also prints the output of the model for one example.
         """
         cfg, dataset = self.held_out[name]
         number = dataset.batches(cfg.train.eval_batches)
@@ -1207,8 +1217,8 @@ class Evaluations:
         The outputs are written to RUN_DIR/eval, and the metrics to metrics.jsonl.
         """
         cfg, dataset = self.held_out[name]
-        # The variable `limit` is the maximum number of examples. If --train.eval_batches
-        # is 0, the limit is None, so that all examples are used.
+        # Use only as many examples as eval_batches batches contain. If
+        # --train.eval_batches is 0, the limit is None, and all examples are used.
         limit = cfg.train.eval_batches * cfg.train.batch_size or None
         metrics, lines = evaluate.predict(
             params, cfg, self.mesh, "validation", dataset.tasks[0].tokenizer, limit
@@ -1217,8 +1227,9 @@ class Evaluations:
         group, _, best = cfg.train.keep_best.rpartition("/")
         if group == f"inference_eval/{name}" and best not in metrics:
             note(
-                f"warning: --train.keep_best {best} is not a metric of {name}, so no "
-                f"best checkpoint is kept. The metrics are {', '.join(metrics)}."
+                f"warning: --train.keep_best does not keep the best checkpoint, because "
+                f"{best} is not a metric of {name}. To keep the best checkpoint, stop "
+                f"this run and choose one of these metrics: {', '.join(metrics)}."
             )
         evaluate.write_lines(self.run_dir / "eval", name, step, lines)
         values = ", ".join(f"{metric} {value:.2f}" for metric, value in metrics.items())
@@ -1235,9 +1246,9 @@ def held_out_example(params, cfg, mesh, dataset):
     batch = dataset.batch(0)
     inputs = batch.inputs[0][batch.input_segments[0] > 0]
     targets = batch.targets[0]
-    # The devices along the mesh axis "data" share the rows of a batch. The batch
-    # therefore needs at least one row for each of these devices, although only the first
-    # row is used.
+    # The mesh axis "data" splits the rows of a batch over devices, so the batch needs at
+    # least one row for each of these devices. The function run_batch fills all rows after
+    # the first row with copies of the example.
     rows = mesh.shape["data"]
     trie = infer.read_choices(cfg, tokenizer, data.TASKS.get(cfg.data.task))
     example = infer.Example(inputs)
@@ -1274,8 +1285,8 @@ def lock_run(run_dir, checkpoints):
         run_dir.mkdir(parents=True, exist_ok=True)
         if configs.is_remote(run_dir):
             note(
-                f"{run_dir} cannot be locked, because it is remote: do not start two "
-                f"runs in this directory at the same time."
+                f"Do not start two runs in {run_dir} at the same time, because a remote "
+                f"directory cannot be locked."
             )
         else:
             lock = configs.lock(run_dir / ".lock")
@@ -1310,8 +1321,8 @@ def check_run_dir(run_dir, lock):
     if not is_same:
         raise UserError(
             f"Training stops, because {run_dir} or its file .lock was moved, deleted or "
-            f"replaced. To continue from the last checkpoint, run train.py again, with "
-            f"--run_dir set to the new path of the run."
+            f"replaced. To continue from the last checkpoint, run train.py with "
+            f"--run_dir set to the directory that now contains the checkpoints."
         )
 
 
@@ -1323,7 +1334,7 @@ def run_tokenizer(cfg, run_dir, resumes, source):
     vocabulary of --data.vocab. The value "train:8000", for example, first trains a
     vocabulary of 8,000 tokens.
     resumes: whether the run resumes from its own checkpoint.
-    source: the run or checkpoint with which the run begins or began, or "".
+    source: the run or checkpoint whose weights the run starts with, or "".
     """
     if resumes or not partition.is_main_process():
         return data.load_run_tokenizer(run_dir)
@@ -1337,8 +1348,8 @@ def run_tokenizer(cfg, run_dir, resumes, source):
     exists = (folder / "spiece.model").exists()
     if exists and tokenizer.sha256 != data.load_run_tokenizer(folder).sha256:
         raise UserError(
-            f"--data.vocab is not the vocabulary of {source}. Leave out --data.vocab to "
-            f"use the right vocabulary."
+            f"--data.vocab is not the vocabulary of {source}, whose weights this run "
+            f"loads. Leave out --data.vocab to use the vocabulary of {source}."
         )
     return tokenizer
 
@@ -1363,8 +1374,8 @@ def check_keep_best(t, tasks):
     if t.keep_best and not any(fnmatch.fnmatch(t.keep_best, name) for name in known):
         raise UserError(
             f"--train.keep_best {t.keep_best} names a metric that this run does not "
-            f"compute: choose from {', '.join(known) or 'none'}, or set "
-            f"--train.eval_every or --train.infer_every."
+            f"compute. To compute more metrics, set --train.eval_every or "
+            f"--train.infer_every. This run computes {', '.join(known) or 'no metrics'}."
         )
 
 
@@ -1375,7 +1386,7 @@ def open_data(cfg, run_dir, resumes, source, config):
     also writes the files spiece.model, config.json, model-info.txt and recipe.py. These
     files describe the run.
     resumes: whether the run resumes from its own checkpoint.
-    source: the run or checkpoint with which the run begins or began, or "".
+    source: the run or checkpoint whose weights the run starts with, or "".
     config: the value of --config, or None.
     Returns (training Dataset, held-out data). The held-out data are a dict from the name
     of an evaluated task to a tuple (Config, Dataset).
@@ -1420,7 +1431,8 @@ def open_data(cfg, run_dir, resumes, source, config):
             if stored.exists() and stored.read_text() != recipe:
                 note(
                     f"warning: the recipe file {config} has changed since the run began. "
-                    f"Training continues with the tasks and functions of the new file."
+                    f"Training continues with the tasks and functions of the new file. "
+                    f"To use the old file, stop this run and restore the file."
                 )
             configs.write_file(stored, recipe)
     return dataset, held_out
@@ -1455,8 +1467,8 @@ def batch_template(cfg, mesh, rows):
         jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=sharding)
         for length in (cfg.data.inputs_length, cfg.data.targets_length)
     )
-    # Fill the five fields of a Batch: inputs, input_segments, decoder_inputs, targets and
-    # target_segments.
+    # The five arguments stand for the arrays inputs, input_segments, decoder_inputs,
+    # targets and target_segments. Arrays of the same shape have the same template.
     return data.Batch(inputs, inputs, targets, targets, targets)
 
 
@@ -1522,9 +1534,9 @@ def check_freeze(cfg):
         frozen = []
     if cfg.train.freeze and len(frozen) in (0, len(names)):
         raise UserError(
-            f"--train.freeze {cfg.train.freeze} must match some parameters, but not all: "
-            f"write a regular expression for complete names, such as 'encoder/.*'. The "
-            f"names are {', '.join(names)}."
+            f"--train.freeze {cfg.train.freeze} must match the names of some parameters, "
+            f"but not of all parameters. Write a regular expression for complete names, "
+            f"such as 'encoder/.*'. The names are {', '.join(names)}."
         )
 
 
@@ -1552,7 +1564,7 @@ def load_state(cfg, template, checkpoints, source):
     `source` are loaded too.
     template: the result of state_template.
     checkpoints: the partition.Checkpoints of the run.
-    source: the run or checkpoint with which the run begins or began, or "".
+    source: the run or checkpoint whose weights the run starts with, or "".
     """
     t = cfg.train
     state = to_state_dict(template)
@@ -1569,11 +1581,12 @@ def load_state(cfg, template, checkpoints, source):
         step, arrays = partition.load_newest(source, state, checkpoints.identity)
         if not t.start_step <= step < t.steps:
             raise UserError(
-                f"With --train.restore all, training would continue at step {step:,} of "
-                f"{source}, but this step is not between --train.start_step "
-                f"{t.start_step} and --train.steps {t.steps}: change these options."
+                f"With --train.restore all, training continues at step {step:,} of "
+                f"{source}. This step is not between --train.start_step {t.start_step} "
+                f"and --train.steps {t.steps}. Set --train.start_step to at most {step}, "
+                f"and --train.steps to more than {step}."
             )
-        print(f"started  from {source}, with weights and optimizer of step {step:,}")
+        print(f"started  with the weights and optimizer of step {step:,} of {source}")
     else:
         # Compile the initialization quickly. The compiled program may be slow, because it
         # runs only once. On a CPU, optimization level 1 halves the compile time.
@@ -1590,10 +1603,10 @@ def load_state(cfg, template, checkpoints, source):
             source_step, arrays = partition.load_newest(
                 source, parameters, checkpoints.identity
             )
-            print(f"started  from {source}, with the weights of step {source_step:,}")
+            print(f"started  with the weights of step {source_step:,} of {source}")
             if t.ema:
                 # The moving average begins with the loaded weights. Copy the weights,
-                # because each array of a TrainState needs memory of its own.
+                # because a training step overwrites both the weights and the average.
                 arrays["ema"] = jax.tree.map(jnp.copy, arrays["params"])
     # Replace the arrays of `state` by the loaded arrays. An optimizer without slots, such
     # as optax.sgd, has an empty dict as its state. Keep the empty dict, which a
@@ -1614,7 +1627,7 @@ def train(cfg, run_dir, recipe, config, source):
     cfg: the Config of the run.
     recipe: the Config before the flags of the command line changed any field.
     config: the value of --config, or None.
-    source: the run or checkpoint with which the run begins or began, or "".
+    source: the run or checkpoint whose weights the run starts with, or "".
     """
     t = cfg.train
     mesh = partition.set_mesh(cfg)
@@ -1624,7 +1637,7 @@ def train(cfg, run_dir, recipe, config, source):
     check_minimum_memory(cfg)
     print(f"recipe {cfg.name}")
     for name, (new, old) in configs.differences(cfg, recipe).items():
-        print(f"  {name} {new} (the recipe has {old!r})")
+        print(f"  with --{name} {new} instead of {old!r}")
     print(f"model    {model.describe_model(cfg)}")
     device = jax.devices()[0].device_kind
     print(f"devices  {mesh.size} x {device}, {describe_mesh(cfg, mesh)}")
@@ -1639,8 +1652,8 @@ def train(cfg, run_dir, recipe, config, source):
 def train_locked(cfg, run_dir, recipe, config, source, mesh, checkpoints, lock):
     """Train a model in a run directory that is already locked.
 
-    The function `train` calls this function, and has the same first five arguments and
-    the same result.
+    The function `train` locks the directory and then calls this function. The first five
+    arguments and the result are those of `train`.
     checkpoints: the partition.Checkpoints of the run.
     lock: the result of lock_run.
     """
@@ -1652,7 +1665,8 @@ def train_locked(cfg, run_dir, recipe, config, source, mesh, checkpoints, lock):
         note(
             f"warning: the recipe {cfg.name} continues the training of a model, but this "
             f"run starts at step {t.start_step:,} with random weights. To start with "
-            f"trained weights, stop this run and add --init_from RUN."
+            f"trained weights, stop this run and add --init_from with the directory of a "
+            f"trained model."
         )
     dataset, held_out = partition.run_on_main_first(
         lambda: open_data(cfg, run_dir, resumes, source, config)
@@ -1674,9 +1688,9 @@ def train_locked(cfg, run_dir, recipe, config, source, mesh, checkpoints, lock):
             compiling = thread.submit(compile_step, step, mesh)
             state, start = load_state(cfg, template, checkpoints, source)
             program = compiling.result()
-        # The compiler no longer needs much of its memory, but the C library glibc has not
-        # returned this memory to the operating system. Return it now. For T5 1.1 small on
-        # a CPU, this saves 280 MB.
+        # The compiler has freed much memory, but the C library glibc still holds this
+        # memory. Return the memory to the operating system now. For T5 1.1 small on a
+        # CPU, this saves 280 MB.
         if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
             trim(0)
         metrics_file = MetricsFile(run_dir / "metrics.jsonl", start, lock, t.log_every)
@@ -1809,7 +1823,8 @@ class StopSignal:
         self.t = t
         self.training = False
         self.evaluating = False
-        # The first signal that the run has received, and the time of this signal.
+        # The first signal that the run has received, and the time of this signal. Both
+        # are None until the run receives a signal.
         self.number = None
         self.time = None
 
@@ -1834,16 +1849,16 @@ class StopSignal:
         if not self.training:
             self.number = number
             note(
-                f"stopped on {number.name} before the first training step, so there is "
-                f"nothing to save. To continue, run the same command again."
+                f"This run stopped on {number.name} before the first training step, so "
+                f"there is nothing to save. To continue, run the same command again."
             )
             os._exit(self.status)
         if self.number is None:
             self.number, self.time = number, now
-            then = "saves a checkpoint and stops" if self.t.save_every else "stops"
+            then = ", saves a checkpoint and stops" if self.t.save_every else " and stops"
             note(
-                f"{number.name}: this run finishes the current step, {then}. A second "
-                f"signal ends the run at once."
+                f"This run has received {number.name}. Now the run finishes the current "
+                f"step{then}. A second signal ends the run at once."
             )
             if jax.process_count() > 1:
                 signal.raise_signal(signal.SIGTERM)
@@ -1851,8 +1866,9 @@ class StopSignal:
         # signal within one second of the first signal.
         elif now > self.time + 1:
             note(
-                "A second signal ended this run at once. Its last complete checkpoint "
-                "is kept. To continue, run the same command again.",
+                "A second signal ended this run at once. The last complete checkpoint of "
+                "the run is kept. To continue from this checkpoint, run the same command "
+                "again.",
                 always=True,
             )
             os._exit(128 + number)
@@ -1871,8 +1887,9 @@ class StopSignal:
     def status(self):
         """Return the exit status of a run that was stopped by a signal.
 
-        The exit status is 0 for SIGTERM. For any other signal, the exit status is 128
-        plus the number of the signal, as in a shell.
+        For SIGTERM, the exit status is 0. For any other signal, the exit status is 128
+        plus the number of the signal, as in a shell. For example, Ctrl-C (SIGINT, number
+        2) gives 130.
         """
         return 0 if self.name == "SIGTERM" else 128 + self.number
 
@@ -1906,9 +1923,9 @@ def longer_training(cfg, recipe, run_dir, source, step):
     """Return a shell command that doubles the number of steps of a finished run.
 
     Usually, the command continues the finished run. If the schedule of the learning rate
-    ends before the doubled number of steps, the command starts a new run instead, with a
-    schedule of twice the length. In the finished run, the learning rate would stay at 0
-    or become high again, which destroys much of what the model has learned. With the
+    ends too early for this, the command starts a new run with a schedule of twice the
+    length. In the finished run, the learning rate would stay at 0 or become high again. A
+    high learning rate would destroy much of what the model has learned. With the
     factor linear_cooldown, the new run can start from a checkpoint before the cooldown.
 
     step: the step that the run has reached. The function train explains the other
@@ -1918,8 +1935,8 @@ def longer_training(cfg, recipe, run_dir, source, step):
     steps = 2 * step - t.start_step
     flags = {"--run_dir": run_dir, "--train.steps": steps}
     warmup_end = t.schedule_offset + t.warmup_steps
-    # The dict `longer` contains settings that make the schedule twice as long. They are
-    # needed if the schedule ends before the doubled number of steps.
+    # The dict `longer` contains settings that make the schedule twice as long. The dict
+    # stays empty if the schedule does not end before the doubled number of steps.
     longer = {}
     if "cosine_decay" in t.schedule and warmup_end + t.steps_per_cycle < steps:
         longer["--train.steps_per_cycle"] = 2 * t.steps_per_cycle
@@ -1988,8 +2005,8 @@ def activation_bytes(cfg, params, batch):
 
     program = jax.make_jaxpr(backward)(params, batch).jaxpr
     saved = {v for v in program.outvars if isinstance(v, jax.extend.core.Var)}
-    # Leave out the parameters and the batch, which the backward pass also uses. They are
-    # not activations.
+    # Leave out the parameters and the batch. The backward pass uses these arrays too, but
+    # they are not activations.
     saved -= set(program.invars)
     return partition.bytes_on_device([v.aval for v in saved])
 
@@ -2096,7 +2113,8 @@ def plan_mesh(cfg, where):
     chips = {"chip_config_name": "megacore"} if where.startswith("v4") else {}
     try:
         devices = topologies.get_topology_desc(where, "tpu", **chips).devices
-    # Catch all exceptions, because a missing or failing libtpu can raise many types.
+    # Catch exceptions of any type. If libtpu is missing or fails, get_topology_desc can
+    # raise exceptions of many different types.
     except Exception as error:
         raise UserError(
             f"--plan {where} did not work ({str(error).splitlines()[0]:.120}). For a "
