@@ -46,8 +46,8 @@ import re
 import string
 import time
 
-# Import configs before large libraries such as JAX. The module configs makes Ctrl-C end
-# the command without a traceback, and makes Python read text as UTF-8.
+# Import configs before JAX and other large libraries. After this import, Ctrl-C ends the
+# command without a traceback, and Python reads text as UTF-8.
 import configs
 
 import jax
@@ -60,31 +60,31 @@ import model
 import partition
 from configs import UserError, note
 
-# A dict from the name of each metric to its function. For example,
-# METRICS["accuracy"]([1, 0], [1, 1]) returns {"accuracy": 50.0}. The lower part of this
-# file defines the metrics, and a recipe file may add more.
+# METRICS maps the name of each metric to a function of targets and predictions. For
+# example, METRICS["accuracy"]([1, 0], [1, 1]) returns {"accuracy": 50.0}. The lower part
+# of this file adds the metrics of T5, and a user's recipe file may add more.
 METRICS = configs.METRICS
-# A dict from the name of each postprocessor to its function. A postprocessor converts a
-# text to the value that the metrics compare. For example, the postprocessor "number"
-# converts the text "4.5" to the number 4.5.
+# POSTPROCESSORS maps the name of each postprocessor to its function. A postprocessor
+# converts a target or an output of the model from text to the value that the metrics
+# compare. For example, the postprocessor "number" converts the text "4.5" to 4.5.
 POSTPROCESSORS = {}
 
 # ---- teacher-forced loss ---------------------------------------------------------------
 
 
 def token_bytes(tokenizer):
-    """Return how many UTF-8 bytes of text each token id stands for, as an int32 array.
+    """Return an array with the number of UTF-8 bytes of text for each token id.
 
     In a byte vocabulary, each token stands for 1 byte. In a SentencePiece vocabulary, the
     token "▁the" stands for the 4 bytes of " the". Padding, EOS, sentinels and the unknown
-    token get the number 0. The shape is [number of ids].
+    token count as 0 bytes. The result is an int32 array of shape [number of ids].
     """
     counts = np.zeros(tokenizer.size, np.int32)
     for i in range(data.UNK + 1, tokenizer.size):
         piece = tokenizer.raw_text([i])
-        # A SentencePiece vocabulary may have the pieces <0x00> to <0xFF>, which stand for
-        # 1 byte each. In a byte vocabulary, a single byte of a character such as "é" has
-        # no text of its own, so raw_text returns "". `max` counts this as 1 byte.
+        # A SentencePiece vocabulary may have the tokens <0x00> to <0xFF>, which stand for
+        # 1 byte each. In a byte vocabulary, the text of a token may be empty, because a
+        # single byte of "é" is not a valid text. `max` counts an empty text as 1 byte.
         is_byte = re.fullmatch("<0x[0-9A-F]{2}>", piece)
         counts[i] = 1 if is_byte else max(1, len(piece.encode()))
     sentinels = tokenizer.sentinel_ids
@@ -97,9 +97,9 @@ def loss_sums(params, batch, cfg, tokenizer):
     """Sum the losses of a batch over all target tokens, and over content tokens alone.
 
     Content tokens are all target tokens except EOS and sentinels, which carry no text.
-    The loss over content tokens measures how well the model predicts the text itself.
-    This loss can be compared with the unigram baseline of train.py, which is also
-    computed over content tokens.
+    The loss over content tokens therefore measures how well the model predicts the text
+    itself. train.py computes the loss of a unigram model over the same tokens, so the two
+    losses can be compared.
 
     The UTF-8 bytes of the content tokens are counted too. The bytes of an unknown token
     are not known, so an unknown token counts as 0 bytes, and its loss counts in full.
@@ -126,10 +126,10 @@ def loss_sums(params, batch, cfg, tokenizer):
 def evaluate_loss(params, cfg, mesh, dataset, batches):
     """Return the mean loss and accuracy over the first batches of a held-out dataset.
 
-    The losses are in nats per token, and the accuracy is between 0 and 1. bits_per_byte
-    is the summed cross entropy of the content tokens in bits, divided by the number of
-    UTF-8 bytes in the text of these tokens. Models with different vocabularies can be
-    compared by bits_per_byte.
+    The losses are in nats per token, and the accuracy is between 0 and 1. The metric
+    bits_per_byte is the cross entropy of the target text in bits, divided by the number
+    of UTF-8 bytes of this text. Even models with different vocabularies can be compared
+    by bits_per_byte. EOS and sentinels do not belong to the text.
 
     dataset: a held-out data.Dataset, in which each example occurs once.
     batches: the number of batches.
@@ -138,18 +138,19 @@ def evaluate_loss(params, cfg, mesh, dataset, batches):
     """
     batch_size = cfg.train.batch_size
     tokenizer = dataset.tasks[0].tokenizer
-    # Each process prepares only the rows of a batch that its own devices hold.
+    # Each process prepares only those rows of a batch that its own devices hold.
     rows = partition.local_rows(batch_size, mesh)
-    # Counter.update adds numbers to a Counter, so `totals` has the sums over all batches.
+    # Counter.update adds the new numbers to the old ones. So `totals` holds the sums over
+    # all batches.
     totals = collections.Counter()
     for i in range(batches):
         batch = partition.put_batch(dataset.batch(i, rows), batch_size, mesh)
         totals.update(loss_sums(params, batch, cfg, tokenizer))
-    # Divide only once, at the end. Every token then has the same weight in the mean, even
-    # if some batches have fewer tokens than others.
+    # Divide the sums only once, after the last batch. Every token then has the same
+    # weight in the mean, even if some batches have fewer tokens than others.
     metrics = model.mean_metrics(totals)
     metrics["content_loss"] = totals["content_loss"] / max(totals["content_tokens"], 1)
-    # A nat is 1 / log(2) = 1.44 bits.
+    # Convert nats to bits. One nat is 1 / log(2) = 1.44 bits.
     bits = totals["content_loss"] / math.log(2)
     metrics["bits_per_byte"] = bits / max(totals["content_bytes"], 1)
     return {name: float(value) for name, value in jax.device_get(metrics).items()}
@@ -159,11 +160,11 @@ def evaluate_loss(params, cfg, mesh, dataset, batches):
 
 
 def read_examples(cfg, tokenizer, split, expand=None, most=None):
-    """Return the examples of a split as a list of pairs (dict, infer.Example).
+    """Read the examples of a split, and return a list of pairs (dict, infer.Example).
 
     The dict has the texts of an example in the fields "inputs" and "targets". The
     infer.Example has the token ids of these texts. An invalid example stops the
-    evaluation, or is skipped with --data.on_error skip.
+    evaluation, or is skipped if --data.on_error is skip.
 
     cfg: a Config whose data.task is the task.
     expand: None, or a function for rank classification. expand(number, example) returns
@@ -174,14 +175,15 @@ def read_examples(cfg, tokenizer, split, expand=None, most=None):
     task = data.find_task(task_name, cfg)
     if len(task.objective.features) < 2:
         raise UserError(
-            f"The task {task_name} has no inputs and targets: evaluate it with --mode "
-            f"loss."
+            f"The examples of the task {task_name} are not pairs of inputs and targets: "
+            f"evaluate the task with --mode loss."
         )
     report_invalid = data.InvalidExamples(cfg.data.on_error)
     encode = infer.ExampleEncoder(cfg, tokenizer, expand is not None, task)
     examples = data.read_task(task_name, split, cfg, report_invalid, tokenizer.size)
     pairs = []
-    # `where` says where an example was read, such as "a.jsonl:3", for error messages.
+    # `where` is the place of an example, which error messages name. For example,
+    # "a.jsonl:3" is line 3 of the file a.jsonl.
     for number, (where, example) in enumerate(itertools.islice(examples, most)):
         try:
             dicts = expand(number, example) if expand else [example]
@@ -191,12 +193,13 @@ def read_examples(cfg, tokenizer, split, expand=None, most=None):
     if not pairs:
         raise UserError(
             f"The task {task_name} has no valid examples in the split {split}: choose "
-            f"another --split, or other --tasks."
+            f"another split with --split, or other tasks with --tasks."
         )
     if report_invalid.count or encode.cut:
         note(
-            f"{task_name}, split {split}: {report_invalid.count:,} examples were skipped "
-            f"and {encode.cut:,} texts were truncated."
+            f"{task_name}, split {split}: {report_invalid.count:,} invalid examples were "
+            f"skipped, and {encode.cut:,} texts were truncated to the maximum length "
+            f"(--data.inputs_length or --data.targets_length)."
         )
     return pairs
 
@@ -204,9 +207,9 @@ def read_examples(cfg, tokenizer, split, expand=None, most=None):
 def postprocess(task, text, example, is_target):
     """Convert a text to the value that the metrics of a task compare.
 
-    For example, the postprocessor "label" converts the text "entailment" to the number 0
-    if "entailment" is the first of the task's choices. If a task has no postprocessor,
-    its metrics compare the texts.
+    For example, the postprocessor "label" converts a text to its index in the list of the
+    task's answer choices. If the choices are "no" and "yes", the text "yes" becomes 1. If
+    a task has no postprocessor, its metrics compare the texts themselves.
 
     task: a Task. task.postprocess is a function, a name in POSTPROCESSORS, or empty.
     is_target: True if the text is a target, and False if the text is a prediction.
@@ -222,12 +225,13 @@ def postprocess(task, text, example, is_target):
 def predict(params, cfg, mesh, split, tokenizer, most=None):
     """Generate a text for each example of a split, and compute the metrics of the task.
 
-    most: the maximum number of examples, or None to use all examples.
+    The function returns a pair (metrics, lines). `metrics` is a dict such as
+    {"accuracy": 50.0}. Each element of the list `lines` is the dict of an example with
+    more fields. "output" is the generated text. "prediction" and "target" are the values
+    that the metrics compare. If there are several outputs, "predictions" is the list of
+    the values of all outputs.
 
-    Returns a pair (metrics, lines). `metrics` is a dict such as {"accuracy": 50.0}. Each
-    line is the dict of an example with more fields. "output" is the generated text.
-    "prediction" and "target" are the values that the metrics compare. If there are
-    several outputs, "predictions" is the list of the values of all outputs.
+    most: the maximum number of examples, or None to use all examples.
     """
     task = data.find_task(cfg.data.task, cfg)
     pairs = read_examples(cfg, tokenizer, split, most=most)
@@ -237,7 +241,7 @@ def predict(params, cfg, mesh, split, tokenizer, most=None):
     lines = []
     for (example, _), (answers, _) in zip(pairs, results):
         target = example["targets"]
-        if not isinstance(target, str):  # The target is a list of token ids.
+        if not isinstance(target, str):  # This target is a list of token ids.
             target = tokenizer.decode(target)
         outputs = list(map(tokenizer.decode, answers))
         lines.append(result_line(cfg.data.task, task, example, target, *outputs))
@@ -245,11 +249,12 @@ def predict(params, cfg, mesh, split, tokenizer, most=None):
 
 
 def result_line(name, task, example, target, output, *more):
-    """Return the dict of an example with the fields target, output and prediction.
+    """Add the fields target, output and prediction to the dict of an example.
 
-    The fields target and prediction hold the values that the metrics compare. The field
-    output holds the text that the model has generated. If there are several texts, the
-    field predictions holds the values of all texts, beginning with the value of `output`.
+    The field output holds the text that the model has generated. The fields target and
+    prediction hold the values that the metrics compare. If the model has generated
+    several texts, the field predictions holds the values of all these texts, beginning
+    with the value of `output`. The function returns a new dict.
 
     If the postprocessor fails, the UserError names the task and the postprocessor.
     configs.naming_task creates this error.
@@ -273,9 +278,9 @@ def result_line(name, task, example, target, output, *more):
 
 
 def compute_metrics(name, task, lines):
-    """Return the metrics of a task as a dict such as {"accuracy": 50.0}.
+    """Compute the metrics of a task, and return a dict such as {"accuracy": 50.0}.
 
-    If the task has no metrics, the accuracy is computed.
+    If the definition of the task names no metrics, the accuracy is computed.
 
     name: the name of the task, for error messages.
     lines: a list with the dict that result_line returns for each example.
@@ -283,10 +288,11 @@ def compute_metrics(name, task, lines):
     targets = [line["target"] for line in lines]
     metrics = {}
     for metric in task.metrics or ("accuracy",):
-        # Each metric of a task is either a name in METRICS or a function.
+        # A task defines a metric by a name in METRICS, or directly as a function. `get`
+        # returns the function in both cases.
         function = METRICS.get(metric, metric)
-        # Most metrics compare the best output of an example with the target. A metric
-        # with the decorator `ranking` compares the list of all outputs.
+        # Most metrics compare the target of an example with the best output of the model.
+        # A metric with the decorator `ranking` compares the target with all outputs.
         predictions = [line["prediction"] for line in lines]
         if hasattr(function, "is_ranking"):
             predictions = [
@@ -295,11 +301,14 @@ def compute_metrics(name, task, lines):
         with configs.naming_task(name, "metric", metric):
             results = function(targets, predictions)
             if not isinstance(results, dict):
-                raise TypeError("a metric must return a dict of numbers")
+                raise TypeError(
+                    'a metric must return a dict of numbers, such as {"accuracy": 50.0}'
+                )
             for key, value in results.items():
                 if key in metrics:
                     raise ValueError(
-                        f"two metrics return the name {key}: rename it in one of them"
+                        f"two metrics return the name {key}: rename {key} in one of the "
+                        f"two metrics"
                     )
                 metrics[key] = float(value)
     return metrics
@@ -316,9 +325,9 @@ def compute_metrics(name, task, lines):
 def answer_choices(task, number, example):
     """Return the answer choices of an example as a list with one dict for each choice.
 
-    Each dict is a copy of the example in which one choice, such as "yes", is the value of
-    "targets". The choices come from the field answer_choices of the example. If the
-    example has no such field, the choices come from task.choices.
+    Each dict is a copy of the example, with one choice such as "yes" as its "targets".
+    The choices come from the field answer_choices of the example. An example without this
+    field has the choices of its task, which are in task.choices.
 
     Each dict has three more fields. "idx" is the pair (number of the example, number of
     the choice). "is_correct" tells whether the choice is correct. "weight" is the weight
@@ -334,16 +343,16 @@ def answer_choices(task, number, example):
             weight = float(example.get("weight", 1))
         except (TypeError, ValueError):
             raise ValueError(
-                "needs two integers as its idx, such as [3, 0], and a number as its "
-                "weight"
+                "needs two integers in the field idx, such as [3, 0], and a number in "
+                "the field weight"
             ) from None
         choice = {"idx": (example_number, choice_number), "weight": weight}
         return [{**example, **choice, "is_correct": bool(example["is_correct"])}]
     texts = example.get("answer_choices", task.choices)
     if not isinstance(texts, list | tuple | np.ndarray) or not len(texts):
         raise UserError(
-            "--mode rank needs answer choices: define `choices` in the task, or add a "
-            "field answer_choices to its examples."
+            "--mode rank needs answer choices: define `choices` in the task, or add the "
+            "field answer_choices to each example."
         )
     target = str(example["targets"]).strip()
     choices = []
@@ -356,16 +365,16 @@ def answer_choices(task, number, example):
 def percent(values):
     """Return the mean of a list of numbers in percent. For example, [0, 1] gives 50.0.
 
-    `values` may also be a single number, so that 0.5 gives 50.0.
+    `values` may also be a single number. For example, 0.5 gives 50.0.
     """
     return 100 * float(np.mean(values))
 
 
 def rank_classification(targets, scores, num_classes=None, normalize=False):
-    """Compute how often the answer choice with the highest score is the correct one.
+    """Compute how often the model gives the highest score to the correct answer choice.
 
     In each example, the choice with the highest score is the model's answer. The accuracy
-    is the percentage of examples whose answer is correct.
+    is the percentage of examples in which this answer is correct.
 
     targets: a tuple (index, is_correct, weight, length in tokens) for each answer choice,
         in any order. The index is the pair (number of the example, number of the choice).
@@ -381,20 +390,22 @@ def rank_classification(targets, scores, num_classes=None, normalize=False):
     indices, correct, weights, lengths = map(np.array, zip(*targets))
     if len(np.unique(indices, axis=0)) < len(indices):
         raise ValueError(
-            "Two answer choices have the same index: give each choice its own index."
+            "Two answer choices have the same index (number of the example, number of "
+            "the choice): give each choice its own index."
         )
     scores = np.float32(np.divide(scores, lengths) if normalize else scores)
-    # For each example, list the positions of its choices in `targets`. For instance, the
-    # group [4, 5] means that targets[4] and targets[5] are the choices of one example.
+    # For each example, make a list of the positions of its choices in `targets`. The list
+    # [4, 5] means that targets[4] and targets[5] are the choices of one example.
     groups = collections.defaultdict(list)
     for position in np.lexsort(indices.T[::-1]):
         groups[indices[position][0]].append(position)
     groups = list(groups.values())
-    # If two choices have the same highest score, argmax takes the first one.
+    # The answer to each example is the choice with the highest score. If several choices
+    # have this score, argmax takes the first of them.
     answers = [group[np.argmax(scores[group])] for group in groups]
-    # The choices of an example can have different weights. As in t5, the example has the
-    # weight of its first choice if num_classes is given. Otherwise, the example has the
-    # weight of the choice that is the model's answer.
+    # The choices of an example can have different weights, but an example needs a single
+    # weight. As in t5, this is the weight of the first choice if num_classes is given.
+    # Otherwise, this is the weight of the choice that is the model's answer.
     weights = weights[[group[0] for group in groups] if num_classes else answers]
     metrics = {"accuracy": percent(np.average(correct[answers], weights=weights))}
     if num_classes:
@@ -406,8 +417,8 @@ def fixed_choice_metrics(scores, correct, weights):
     """Compute metrics that are defined only if all examples have the same answer choices.
 
     Each choice is then a class, as in ordinary classification. For two choices, the
-    metrics are the F1 score, the area under the ROC curve and the area under the
-    precision-recall curve. The second choice is the positive class. For more choices, the
+    metrics are the F1 score and the areas under the ROC curve and the precision-recall
+    curve. The second of the two choices is the positive class. For more choices, the
     metric is the mean F1 score of all choices. If an example has several correct choices,
     no metric is computed.
 
@@ -416,8 +427,9 @@ def fixed_choice_metrics(scores, correct, weights):
 
     Returns a dict from the name of each metric to a number between 0 and 100.
     """
+    # Import scikit-learn only in this function, because scikit-learn is optional.
     from scipy import special
-    from sklearn import metrics  # scikit-learn is an optional library
+    from sklearn import metrics
 
     count = scores.shape[1]
     if count < 2 or (correct.sum(axis=1) > 1).any():
@@ -439,8 +451,9 @@ def fixed_choice_metrics(scores, correct, weights):
 def rank(params, cfg, mesh, split, tokenizer, normalize=False):
     """Score the answer choices of each example, and compute the accuracy of the answers.
 
-    The score of a choice is its log-probability. The choice with the best score is the
-    model's answer to the example.
+    The score of a choice is the log-probability that the model gives to the choice. The
+    choice with the highest score is the model's answer to the example. The accuracy is
+    the percentage of correct answers.
 
     normalize: whether to divide each score by the number of tokens of its choice.
 
@@ -452,8 +465,8 @@ def rank(params, cfg, mesh, split, tokenizer, normalize=False):
     choices, encoded = zip(*read_examples(cfg, tokenizer, split, expand))
     if len({choice["idx"] for choice in choices}) < len(choices):
         raise UserError(
-            f"The task {cfg.data.task} has two answer choices with the same idx in the "
-            f"split {split}: give each choice its own idx."
+            f"In the split {split} of the task {cfg.data.task}, two answer choices have "
+            f"the same value in the field idx: give each choice its own idx."
         )
     scores = list(infer.run_examples(params, cfg, mesh, encoded, "score"))
     rows = [
@@ -462,14 +475,14 @@ def rank(params, cfg, mesh, split, tokenizer, normalize=False):
     ]
     lines = [{**choice, "score": score} for choice, score in zip(choices, scores)]
     # If all examples have the same answer choices, num_classes is the number of these
-    # choices. Otherwise, num_classes is None. In P3, each example is one answer choice,
-    # and no list of choices exists. Then num_classes is 0, which has the effect of None.
+    # choices. Otherwise, num_classes is None. The dataset P3 stores each answer choice as
+    # an example, without a list of choices. Then num_classes is 0, which acts like None.
     texts = {tuple(choice.get("answer_choices", task.choices)) for choice in choices}
     num_classes = len(texts.pop()) if len(texts) == 1 else None
     if num_classes and not importlib.util.find_spec("sklearn"):
         note(
-            "Only the accuracy is computed, because F1 and the areas under curves need "
-            "scikit-learn: pip install '.[metrics]'."
+            "Only the accuracy is computed. The F1 score and the areas under the ROC and "
+            "precision-recall curves need scikit-learn: pip install '.[metrics]'."
         )
         num_classes = None
     return rank_classification(rows, scores, num_classes, normalize), lines
@@ -477,15 +490,15 @@ def rank(params, cfg, mesh, split, tokenizer, normalize=False):
 
 # ====== below: metrics, postprocessors, tables and plots, the command ===================
 # The metrics are those of t5/evaluation/metrics.py. Each metric takes two lists of equal
-# length, the postprocessed targets and predictions. It returns a dict such as
+# length, the postprocessed targets and predictions. Each metric returns a dict such as
 # {"accuracy": 50.0}, with numbers between 0 and 100.
 
 
 def accuracy(targets, predictions):
     """Return the percentage of predictions that equal their targets.
 
-    If a target and its prediction are of different kinds, such as a list and a text, they
-    can never be equal. In this case, TypeError is raised.
+    If a target is a list and its prediction is a text, for example, the two can never be
+    equal. In such a case, TypeError is raised.
     """
 
     def kind(value):
@@ -493,8 +506,9 @@ def accuracy(targets, predictions):
 
     if list(map(kind, targets)) != list(map(kind, predictions)):
         raise TypeError(
-            "accuracy needs targets of the same kind as the predictions: use a "
-            "postprocessor that returns the same kind of value for both"
+            "accuracy needs targets of the same kind as the predictions, such as texts: "
+            "use a postprocessor that returns the same kind of value for targets and "
+            "predictions"
         )
     return {"accuracy": percent([t == p for t, p in zip(targets, predictions)])}
 
@@ -502,19 +516,19 @@ def accuracy(targets, predictions):
 def bleu(targets, predictions):
     """Return the BLEU score of all predictions together, computed by sacrebleu.
 
-    The options of sacrebleu are the same as in the t5 library. `targets` is a list of
-    texts. As in t5, `targets` may also be a list of several such lists, if each
-    prediction has several references. ValueError is raised unless each list has one text
-    for each prediction. For example, a list with all references of one example is not
-    valid.
+    The options of sacrebleu are the same as in the t5 library. `targets` is a list with
+    one correct text (reference) for each prediction. If each prediction has several
+    references, `targets` is a list of several such lists, as in t5. ValueError is raised
+    unless each list has one text for each prediction. For example, a list with all
+    references of one example is not valid.
     """
     import sacrebleu  # an optional library
 
     references = targets if isinstance(targets[0], list) else [targets]
     if any(len(texts) != len(predictions) for texts in references):
         raise ValueError(
-            f"bleu needs one target text for each of the {len(predictions)} predictions, "
-            f"or several lists with {len(predictions)} target texts each"
+            f"bleu needs one list of {len(predictions)} target texts, one text for each "
+            f"prediction, or several such lists: correct the targets of the task"
         )
     score = sacrebleu.corpus_bleu(
         predictions, references, smooth_method="exp", smooth_value=0.0, tokenize="intl"
@@ -523,17 +537,18 @@ def bleu(targets, predictions):
 
 
 def rouge(targets, predictions):
-    """Return the mean F1 of ROUGE-1, ROUGE-2 and ROUGE-Lsum, computed by rouge-score.
+    """Return the mean F1 scores of ROUGE-1, ROUGE-2 and ROUGE-Lsum, in percent.
 
-    Words are not stemmed. The numbers can differ slightly from those of t5, because t5
-    takes the median of random bootstrap samples.
+    The library rouge-score computes the scores, without stemming of words. The scores can
+    differ slightly from those of the t5 library, which takes the median of random
+    bootstrap samples.
     """
     from rouge_score import rouge_scorer  # an optional library
 
     names = "rouge1", "rouge2", "rougeLsum"
     scorer = rouge_scorer.RougeScorer(names)
     # ROUGE-Lsum compares texts sentence by sentence, and expects each sentence on its own
-    # line.
+    # line. So begin a new line after each period that has a space on both sides.
     targets = [text.replace(" . ", " .\n") for text in targets]
     predictions = [text.replace(" . ", " .\n") for text in predictions]
     scores = list(map(scorer.score, targets, predictions))
@@ -541,9 +556,9 @@ def rouge(targets, predictions):
 
 
 def f1(targets, predictions):
-    """Return the F1 score of class 1 for targets that are 0 or 1.
+    """Return the F1 score of class 1, in percent. Each target is 0 or 1.
 
-    An invalid prediction, such as -1, counts as the wrong class.
+    An invalid prediction, such as -1, counts as the class that is not the target.
     """
     from sklearn import metrics
 
@@ -556,13 +571,17 @@ def f1(targets, predictions):
 def mean_3class_f1(targets, predictions):
     """Return the mean of the F1 scores of the classes 0, 1 and 2.
 
-    An invalid prediction is -1, which lowers only the F1 score of the correct class. If a
-    target is neither a class nor -1, TypeError is raised.
+    The prediction -1 means that an output is not a class. Such a prediction lowers only
+    the F1 score of the correct class. If a target is not 0, 1, 2 or -1, TypeError is
+    raised.
     """
     from sklearn import metrics
 
     if not set(targets) <= {-1, 0, 1, 2}:
-        raise TypeError("mean_3class_f1 needs the numbers 0, 1 and 2 as targets")
+        raise TypeError(
+            "mean_3class_f1 needs the numbers 0, 1 and 2 as targets: use the "
+            "postprocessor label in a task with three choices"
+        )
     score = metrics.f1_score(
         targets, predictions, labels=range(3), average="macro", zero_division=0
     )
@@ -572,7 +591,8 @@ def mean_3class_f1(targets, predictions):
 def matthews_corrcoef(targets, predictions):
     """Return the Matthews correlation coefficient of targets and predictions, in percent.
 
-    An invalid prediction is -1, which counts as one more class.
+    The prediction -1 means that an output is not a class. This prediction counts as one
+    more class.
     """
     from sklearn import metrics
 
@@ -582,8 +602,10 @@ def matthews_corrcoef(targets, predictions):
 def correlation(name, targets, predictions):
     """Return the Pearson or Spearman correlation of two lists of numbers, in percent.
 
-    name: "pearson" or "spearman". If all targets or all predictions are equal, the
-        correlation is nan.
+    If all targets are equal, or all predictions are equal, the correlation is not
+    defined, and the result is nan.
+
+    name: "pearson" or "spearman".
     """
     # Import scipy only where it is needed, because the import takes half a second.
     from scipy import stats
@@ -597,7 +619,7 @@ def correlation(name, targets, predictions):
 
 
 def normalize_answer(text):
-    """Simplify an answer as the metrics of SQuAD do.
+    """Simplify the text of an answer before it is compared, as the metrics of SQuAD do.
 
     For example, "The  Cat!" becomes "cat". The result has no upper case, no punctuation,
     no articles and no repeated spaces.
@@ -607,9 +629,10 @@ def normalize_answer(text):
 
 
 def word_f1(target, prediction):
-    """Return the F1 of the words that two texts have in common, between 0 and 1.
+    """Return the F1 score of the words in a prediction, as a number between 0 and 1.
 
-    F1 is the harmonic mean of precision and recall. The order of words does not matter.
+    F1 is the harmonic mean of precision and recall. For example, the target "a red car"
+    and the prediction "red car" give 0.8. The order of words does not matter.
     """
     target, prediction = target.split(), prediction.split()
     common = collections.Counter(target) & collections.Counter(prediction)
@@ -619,12 +642,15 @@ def word_f1(target, prediction):
 def squad(targets, predictions):
     """Return the percentage of exact matches and the mean word F1, as SQuAD does.
 
-    A target is the list of correct answers to a question. A prediction is compared with
-    each of these answers, and the best result counts. If a target is a text, TypeError is
-    raised, because the text would be read as a list of characters.
+    A target is the list of all correct answers to a question. A prediction is compared
+    with each of these answers, and the best result counts. If a target is a text,
+    TypeError is raised, because Python would read the text as a list of characters.
     """
     if any(isinstance(answers, str) for answers in targets):
-        raise TypeError("squad needs a list of correct answers, not a text, as target")
+        raise TypeError(
+            "squad needs a list of correct answers as target, but got a text: use the "
+            "postprocessor answers, or another one that returns a list"
+        )
     exact, f1s = [], []
     for answers, prediction in zip(targets, predictions):
         answers = [normalize_answer(answer) for answer in answers]
@@ -637,8 +663,9 @@ def squad(targets, predictions):
 def record(targets, predictions):
     """Return the percentage of exact matches and the mean word F1 for the dataset ReCoRD.
 
-    ReCoRD repeats a query for each correct answer. Only the first copy of a query counts.
-    The function `squad` then computes the metrics.
+    ReCoRD contains one copy of a query for each correct answer to the query. Each query
+    must count once, so only its first copy is used. The function `squad` computes the
+    metrics.
     """
     queries = {}  # {query: (correct answers, prediction)}
     for target, prediction in zip(targets, predictions):
@@ -671,8 +698,8 @@ def exact_match(targets, predictions):
 def ranking(function):
     """Mark a metric that compares each target with the list of all generated outputs.
 
-    The outputs in the list are ordered from best to worst. The function `ranking` is used
-    as a decorator of a metric such as `recall`.
+    The outputs in the list are ordered from best to worst. A metric without this
+    decorator gets only the best output. The metric `recall` has this decorator.
     """
     function.is_ranking = True
     return function
@@ -682,10 +709,10 @@ def ranking(function):
 def recall(targets, predictions):
     """Return recall@k and the hit rate@k for k = 1, 5, 10, 50 and 100, in percent.
 
-    Recall@k is the part of the relevant items that is among the first k predictions. The
-    hit rate@k is the part of the examples for which at least one of the first k
-    predictions is relevant. No k is greater than the number of predictions, which
-    --decode.num_return sets.
+    Recall@k is the share of the relevant items that are among the first k predictions.
+    The hit rate@k is the share of the examples with a relevant item among the first k
+    predictions. A k that exceeds the number of predictions (--decode.num_return) is left
+    out.
 
     targets: for each example, a list of relevant items, or a single item.
     predictions: for each example, a list of items, ordered from best to worst.
@@ -720,8 +747,8 @@ METRICS |= {
     "recall": recall,
 }
 
-# Each key is a metric that needs an optional Python library. The value is the name of
-# this library.
+# LIBRARIES maps each metric that needs an optional Python library to the name of this
+# library.
 LIBRARIES = {
     "bleu": "sacrebleu",
     "rouge": "rouge_score",
@@ -735,8 +762,8 @@ LIBRARIES = {
 def note_unknown_targets(name, task, lines):
     """Print a warning if some targets of a task are not in the list task.choices.
 
-    Such a target becomes the label -1. A prediction that is not in the list also becomes
-    -1, so this prediction would count as correct.
+    A text that is not in this list gets the label -1. If a target has the label -1, every
+    invalid prediction would count as correct, so the metrics would be wrong.
 
     lines: a list with the dict that result_line returns for each example.
     """
@@ -746,22 +773,24 @@ def note_unknown_targets(name, task, lines):
     if count:
         note(
             f"warning: {count:,} of the first {len(lines):,} targets of the task {name} "
-            f"are not among its choices ({', '.join(task.choices)}), so its metrics are "
-            f"wrong. Correct the choices, or evaluate a split that has targets."
+            f"are not among the choices of the task ({', '.join(task.choices)}), so the "
+            f"metrics are wrong. Correct the choices of the task, or choose a --split "
+            f"that has targets."
         )
 
 
-# Before an evaluation, the metrics of a task are tried on this number of examples.
+# Before an evaluation, the metrics of a task are tried on this number of examples. An
+# error in a metric is then found early.
 TRIED_EXAMPLES = 100
 
 
 def try_metrics(name, task, split, cfg):
     """Raise UserError if the metrics do not fit the targets of a task.
 
-    For example, the metric "squad" does not fit targets that are texts. To find such
-    errors, the metrics are computed for the first examples of a split, with the targets
-    as predictions. Examples that consist of token ids are left out, because they have no
-    texts.
+    For example, the metric "squad" needs lists of answers, and fails if the targets are
+    texts. To find such an error before the evaluation, the metrics are computed for the
+    first examples of a split. The targets then serve as predictions. Examples that
+    consist of token ids are left out, because they have no texts.
 
     cfg: a Config whose data.task is the task.
     """
@@ -791,8 +820,8 @@ def check_metrics(tasks, split="validation"):
         used = [("postprocessor", task.postprocess, POSTPROCESSORS)]
         used += [("metric", metric, METRICS) for metric in task.metrics]
         for kind, value, known in used:
-            # `value` is a function or a name. Only a name has to be in the table `known`.
-            # The empty name means that the task has no postprocessor.
+            # A task may use any function, or a name from the dict `known`. The empty name
+            # means that the task has no postprocessor.
             if isinstance(value, str) and value not in ("", *known):
                 raise UserError(
                     f"The task {name} has the unknown {kind} {value}: use a function or "
@@ -804,9 +833,8 @@ def check_metrics(tasks, split="validation"):
                     f"The metric {value} needs the Python library {library}: pip install "
                     f"'.[metrics]'."
                 )
-        # If a task has neither metrics nor a postprocessor, the accuracy of its texts is
-        # computed. The accuracy fits every task, so only the metrics of other tasks are
-        # tried.
+        # For a task with neither metrics nor a postprocessor, the accuracy of the output
+        # texts is computed. This accuracy never fails, so it need not be tried.
         used_values = task.metrics or task.postprocess
         if used_values and len(task.objective.features) > 1:
             try_metrics(name, task, split, cfg)
@@ -819,7 +847,10 @@ def check_metrics(tasks, split="validation"):
 
 
 def label(task, text, example, is_target):
-    """Return the index of the text in the list task.choices, or -1 if it is not there."""
+    """Return the index of a text in the list task.choices.
+
+    If the text is not in the list, the result is -1.
+    """
     return task.choices.index(text) if text in task.choices else -1
 
 
@@ -834,13 +865,14 @@ def number(task, text, example, is_target):
 def all_answers(task, text, example, is_target):
     """Return all correct answers for a target, and the unchanged text for a prediction.
 
-    The example has the list of correct answers in its field "answers".
+    The correct answers are the list in the field "answers" of the example. The metric
+    squad compares each prediction with all of these answers.
     """
     return list(example["answers"]) if is_target else text
 
 
 def multirc(task, text, example, is_target):
-    """Return the label of a candidate answer as a dict, such as {"value": 1}.
+    """Return the label of a candidate answer of MultiRC as a dict, such as {"value": 1}.
 
     For a target, the dict also has the number of the question in the field "group". The
     metric exact_match uses this number to find all candidate answers to a question.
@@ -852,7 +884,7 @@ def multirc(task, text, example, is_target):
 
 
 def record_answers(task, text, example, is_target):
-    """Return a dict for the metric `record`, which compares predictions with targets.
+    """Return a dict for the metric `record`, which evaluates the dataset ReCoRD.
 
     For a prediction, the dict is {"value": text}. For a target, the field "value" is the
     list of correct answers to a query. The field "group" identifies the query, so that
@@ -880,12 +912,13 @@ def content_words(text):
 
 
 def wsc(task, text, example, is_target):
-    """Return 1 if the text names the same noun phrase as the WSC example, else 0.
+    """Return 1 if a text names the same noun phrase as an example of WSC, else 0.
 
     For example, the texts "dog" and "the black dog" both name the phrase "the dog". A
-    text names a phrase if all words of the text occur in the phrase, or the other way
-    round. Upper case and determiners, such as "the", are ignored. The result for an empty
-    text is -1. If is_target is true, the result is the label of the example, 0 or 1.
+    text names a phrase if all words of the text occur in the phrase, or if all words of
+    the phrase occur in the text. Upper case and determiners, such as "the", are ignored.
+    The result for an empty text is -1. If is_target is true, the result is the label of
+    the example, 0 or 1.
     """
     if is_target:
         return example["label"]
@@ -893,8 +926,8 @@ def wsc(task, text, example, is_target):
     answer, candidate = content_words(text), content_words(candidate_text)
     if not any(answer):
         return -1
-    # If only one of the two texts has an apostrophe, they name different things. For
-    # example, "Bob's dog" does not name "the dog".
+    # If only one of the two texts has an apostrophe, the two texts name different things.
+    # For example, "Bob's dog" does not name "the dog".
     if ("'" in text) != ("'" in candidate_text):
         return 0
     return int(answer <= candidate or candidate <= answer)
@@ -921,8 +954,8 @@ def split_loss(params, cfg, mesh, split, tokenizer):
 
     Returns a pair (metrics, []). The list is empty, because there are no predictions.
     """
-    # The loss of the split train cannot be averaged over all examples, because the
-    # batches of this split repeat the examples forever.
+    # The batches of the split train repeat the examples forever. Therefore the loss of
+    # this split cannot be averaged over all examples.
     if split == "train":
         raise UserError(
             "--mode loss cannot evaluate the split train: use --mode predict, or name a "
@@ -939,7 +972,8 @@ def split_loss(params, cfg, mesh, split, tokenizer):
         "--train.batch_size, --data.inputs_length or --data.targets_length",
     )
     metrics = evaluate_loss(params, cfg, mesh, dataset, dataset.batches())
-    # math.exp overflows above 709, so limit the loss of a diverged model to 700.
+    # The perplexity is exp(loss). math.exp overflows above 709, so limit the loss of a
+    # diverged model to 700.
     metrics["perplexity"] = math.exp(min(metrics["cross_ent_loss"], 700))
     return metrics, []
 
@@ -947,8 +981,8 @@ def split_loss(params, cfg, mesh, split, tokenizer):
 def write_lines(folder, name, step, lines):
     """Write the predictions for a task and a step to a JSONL file in a folder.
 
-    For example, the file is called glue_rte_v002-00001500.jsonl for the task
-    glue_rte_v002 and step 1500. Only the main process writes the file.
+    For example, step 1500 of the task glue_rte_v002 gets the file
+    glue_rte_v002-00001500.jsonl. Only the main process writes the file.
     """
     # Replace characters that are unsafe in file names, and shorten long names.
     name = re.sub(r"[^\w.+-]+", "-", name)[-200:]
@@ -959,9 +993,9 @@ def write_lines(folder, name, step, lines):
 
 # ---- tables and plots ------------------------------------------------------------------
 
-# The scores of GLUE and SuperGLUE are averages over several benchmarks. Each string lists
-# the metrics of one benchmark. The metrics of each benchmark are averaged first. Then the
-# means of all benchmarks are averaged.
+# The scores of GLUE and SuperGLUE are averages over several benchmarks. Each string below
+# lists the metrics of one benchmark. The metrics of each benchmark are averaged first.
+# Then the means of all benchmarks are averaged.
 AVERAGES = {
     "glue_average": (
         "glue_cola_v002/matthews_corrcoef",
@@ -989,9 +1023,10 @@ AVERAGES = {
 def read_metrics(folders, prefix=""):
     """Read the file metrics.jsonl of each folder, and return the metrics of each step.
 
-    The result is a dict such as {100: {"glue_rte_v002/accuracy": 50.0}}, sorted by step.
-    Only metrics whose names begin with `prefix` are read, and the prefix is removed. A
-    metric that is nan, such as an undefined correlation, is left out.
+    The result is a dict of dicts, sorted by step. An example with step 100 is
+    {100: {"glue_rte_v002/accuracy": 50.0}}. Only metrics whose names begin with `prefix`
+    are read, and the prefix is removed. A metric that is nan, such as an undefined
+    correlation, is left out.
     """
     table = collections.defaultdict(dict)
     for folder in folders:
@@ -1007,7 +1042,7 @@ def read_metrics(folders, prefix=""):
 def mean_of(values, columns):
     """Return the mean of several metrics at one step, and skip metrics without a value.
 
-    Each metric is a column of the table that write_csv writes.
+    In the table that write_csv writes, each metric is a column and each step is a row.
 
     values: a dict from the name of each column to its value.
     columns: a list of the names of the columns to average.
@@ -1028,8 +1063,8 @@ def write_csv(path, table):
 
     table: the dict that read_metrics returns.
     """
-    # A dict from the column of each metric to a list with all columns of the same
-    # benchmark. For example, F1 and accuracy are two columns of the benchmark MRPC.
+    # benchmark_of maps the column of each metric to the list of all columns of the same
+    # benchmark. For example, the benchmark MRPC has the columns F1 and accuracy.
     benchmark_of = {}
     for average, benchmarks in AVERAGES.items():
         benchmarks = [benchmark.split() for benchmark in benchmarks]
@@ -1055,14 +1090,15 @@ def write_csv(path, table):
         writer.writerow({"step": "step", **best_steps})
 
 
-# The plot has one panel for each of these metrics. The value is the label of the y axis.
+# The plot has one panel for each of these metrics. The value of each key is the label of
+# the panel's y axis.
 Y_LABELS = {
     "loss": "loss (nats per token)",
     "accuracy": "accuracy (%)",
     "learning_rate": "learning rate",
 }
-# The name of a metric in metrics.jsonl begins with one of these keys, as in "train/loss".
-# The value is the text that the legend of the plot shows.
+# The name of each metric in metrics.jsonl begins with one of these keys. For example, the
+# name "train/loss" begins with "train", and the legend of the plot shows "training".
 LEGEND = {
     "train": "training",
     "training_eval": "held-out, teacher-forced",
@@ -1083,18 +1119,19 @@ def write_plot(path, folders):
     axes = dict(zip(Y_LABELS, plot.subplots(len(Y_LABELS), sharex=True)))
     table = read_metrics(folders)
     for name in sorted(set().union(*table.values())):
-        # A name has two or three parts, such as "train/loss" (without a task) and
-        # "training_eval/span_corruption/loss".
+        # The name of a metric has two or three parts. "train/loss" has no task, and
+        # "training_eval/span_corruption/loss" has the task span_corruption.
         kind, *task, metric = name.split("/")
         if metric not in axes:
             continue
         steps = [step for step in table if name in table[step]]
         points = np.array([table[step][name] for step in steps])
         # Convert the accuracy from a fraction to percent. The accuracy of generated
-        # predictions is already in percent.
+        # predictions (inference_eval) is already in percent.
         if metric == "accuracy" and kind != "inference_eval":
             points *= 100
-        # The style "-" draws a solid line, and ".--" draws a dashed line with dots.
+        # The style "-" draws a solid line for training batches. The style ".--" draws a
+        # dashed line with dots for held-out examples.
         style = "-" if kind == "train" else ".--"
         label = ": ".join([LEGEND[kind], *task])
         axes[metric].plot(steps, points, style, label=label)
@@ -1110,8 +1147,9 @@ def write_plot(path, folders):
 
 # ---- the command -----------------------------------------------------------------------
 
-# These sections and options of a Config do not change the metrics of a task. The option
-# data.task is among them, because each metric is recorded under the name of its task.
+# recorded_name leaves out these sections and options of a Config, because they do not
+# change the metrics of a task. The option data.task is left out too, because each metric
+# is recorded under the name of its task anyway.
 NEUTRAL = set(
     "mesh distributed train model.remat decode.batch_size decode.return_all "
     "data.eval_tasks data.on_error data.keep_tokens data.prepared_dir data.tfds_dir "
@@ -1123,9 +1161,9 @@ def recorded_name(name, mode, args, changed):
     """Return the name under which metrics.jsonl records the metrics of a task.
 
     For example, glue_rte_v002 with --decode.beams 4 is recorded as glue_rte_v002-beams=4.
-    The metrics of different options thus get different columns in a table. The name has
-    each option that differs from the run and may change the metrics. The name also shows
-    --mode rank and a --split other than validation.
+    Results with different options thus get different columns in a table. The name has
+    each option that may change the metrics and differs from the training run. The name
+    also shows --mode rank and a --split other than validation.
 
     changed: a dict of the fields that differ from those of the run. For example,
         {"decode.beams": (4, 0)} means 4 beams now and 0 in the run.
@@ -1145,7 +1183,7 @@ def recorded_name(name, mode, args, changed):
 
 
 def main(argv):
-    """Evaluate the checkpoints of a run, print the metrics, and write them to a file.
+    """Evaluate the checkpoints of a training run, and print and record the metrics.
 
     argv: the command-line arguments as a list of strings.
     """
@@ -1185,7 +1223,8 @@ def main(argv):
     cfg, mesh, tokenizer = infer.open_model(args, changes, recipe=True)
     if tokenizer is None:
         raise UserError(
-            f"{args.run_dir} has no vocabulary: copy the file spiece.model there."
+            f"The run directory {args.run_dir} has no vocabulary: copy the file "
+            f"spiece.model of the model to this directory."
         )
     folder = configs.to_path(args.output or os.path.join(args.run_dir, "eval"))
     tasks = data.evaluation_configs(cfg, args.split)
@@ -1204,8 +1243,8 @@ def main(argv):
     }
     for path in (args.csv, args.plot):
         if path:
-            # Open the file before the long evaluation. If the file cannot be written, the
-            # error is then raised at once.
+            # Open the output file before the long evaluation. If the file cannot be
+            # written, the command then fails at once, and not at the end.
             open(path, "a").close()
     all_steps = args.step == "all"
     if all_steps:
@@ -1220,8 +1259,8 @@ def main(argv):
         except UserError as error:
             if not all_steps:
                 raise
-            # The checkpoint may be damaged, or a running train.py may have deleted it.
-            # With --step all, evaluate the other checkpoints.
+            # This checkpoint may be damaged, or a running train.py may have deleted it.
+            # Continue with the next checkpoint, because --step all evaluates all of them.
             note(f"Step {wanted:,} is skipped. {error}")
             continue
         evaluated = True
@@ -1232,8 +1271,8 @@ def main(argv):
             metrics, lines = evaluation(params, task_cfg, mesh, args.split, tokenizer)
             seconds = time.perf_counter() - start
             title = f"{args.run_dir}, step {step:,}, {name}, {args.split}, {mode}"
-            # With --mode rank, an example has one line for each answer choice. So count
-            # the examples and not the lines.
+            # With --mode rank, `lines` has one element for each answer choice of an
+            # example. So count the examples, and not the elements of `lines`.
             examples = {line["idx"][0] for line in lines} if mode == "rank" else lines
             count = f"{len(examples):,} examples in " if lines else ""
             print(f"{title}: {count}{seconds:.3g} s")
@@ -1248,11 +1287,12 @@ def main(argv):
                 configs.append_file(folder / "metrics.jsonl", text)
     if not evaluated:
         raise UserError(
-            f"{args.run_dir} has no complete checkpoint: train the model with train.py."
+            f"The run directory {args.run_dir} has no complete checkpoint: train the "
+            f"model with train.py first."
         )
     if partition.is_main_process():
-        # The table and the plot show the metrics that train.py has written to the run
-        # directory, and the metrics that evaluate.py has written to its own folder.
+        # The table and the plot show metrics from two folders. train.py has written its
+        # metrics to the run directory, and evaluate.py has written metrics to `folder`.
         folders = [args.run_dir, folder]
         if args.csv:
             write_csv(args.csv, read_metrics(folders, "inference_eval/"))

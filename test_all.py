@@ -7380,9 +7380,9 @@ def test_evaluation_reports_skipped_examples_and_truncated_texts(tmp_path, capsy
     for number, (lines, expected) in enumerate(
         (
             ([good, good], None),
-            ([good, "{"], "1 examples were skipped and 0 texts were truncated."),
-            ([long, good], "0 examples were skipped and 1 texts were truncated."),
-            ([long, "{"], "1 examples were skipped and 1 texts were truncated."),
+            ([good, "{"], "1 invalid examples were skipped, and 0 texts were truncated"),
+            ([long, good], "0 invalid examples were skipped, and 1 texts were truncated"),
+            ([long, "{"], "1 invalid examples were skipped, and 1 texts were truncated"),
         )
     ):
         path = tmp_path / f"{number}.jsonl"
@@ -7390,7 +7390,8 @@ def test_evaluation_reports_skipped_examples_and_truncated_texts(tmp_path, capsy
         settings = dict(task="text_to_text", source=f"jsonl:{path}", on_error="skip")
         cfg = change(data=dict(**settings, inputs_length=3))
         evaluate.read_examples(cfg, vocabulary, "train")
-        found = re.search(r"split train: (.*)\n", capsys.readouterr().err)
+        err = capsys.readouterr().err
+        found = re.search(r"split train: (.*) to the maximum length", err)
         assert (found and found[1]) == expected, f"{lines}: expected {expected}."
 
 

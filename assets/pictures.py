@@ -38,8 +38,8 @@ import train
 WIDTH = 830
 BLACK, GRAY, LIGHT, WHITE = "#222222", "#5f6368", "#d9dce0", "#ffffff"
 BLUE, ORANGE, GREEN, PURPLE = "#2f6db3", "#c8581a", "#2c8a4b", "#8a4fa3"
-# PALE maps each color to a light version of the color. Black text is readable on the
-# light colors.
+# PALE maps each color to a lighter version of this color. The lighter colors fill boxes,
+# because black text is readable on them.
 PALE = {
     BLUE: "#d3e3f5",
     ORANGE: "#fbdcc4",
@@ -60,8 +60,9 @@ def number(x):
 class Picture:
     """Collect the SVG elements of one picture.
 
-    The methods add elements, such as lines and texts. The method `svg` returns the text
-    of the SVG file.
+    Most methods, such as `line` and `text`, add elements to the picture. The method `svg`
+    returns the picture as the text of an SVG file.
+
     title: the heading of the picture.
     caption: one line of text below the heading.
     height: the height of the picture in pixels.
@@ -77,7 +78,7 @@ class Picture:
     def add(self, name, **attributes):
         """Add one SVG element, such as <rect x="5" y="5" width="20" height="9"/>.
 
-        For example, add("rect", x=5, y=5, width=20, height=9) adds this element. An
+        The call add("rect", x=5, y=5, width=20, height=9) adds this example. An
         underscore in the name of an attribute becomes a hyphen, so stroke_width becomes
         stroke-width. An attribute with the value None is left out.
         """
@@ -89,9 +90,9 @@ class Picture:
         self.elements.append(" ".join(words) + "/>")
 
     def rect(self, x, y, width, height, **look):
-        """Draw a rectangle with the upper left corner (x, y).
+        """Draw a rectangle whose upper left corner is the point (x, y).
 
-        look: further SVG attributes, such as fill="#ffffff".
+        look: further SVG attributes of the rectangle, such as fill="#ffffff".
         """
         self.add("rect", x=x, y=y, width=width, height=height, **look)
 
@@ -108,9 +109,10 @@ class Picture:
         angle=0,
         fit=None,
     ):
-        """Write one line of text at the coordinates (x, y).
+        """Write one line of text at the point (x, y).
 
-        y: the vertical position of the baseline, which is the line below the letters.
+        The letters stand on a horizontal line at the height y, which is called the
+        baseline.
 
         anchor: "start", "middle" or "end". This part of the text has the coordinate x.
         mono: whether to use a font in which all letters have the same width.
@@ -139,14 +141,14 @@ class Picture:
     ):
         """Draw a box with a text in its center.
 
-        strong: whether the box has a thick border and the text is bold.
+        strong: whether to draw a thick border and bold text.
         """
         more = {"fill": PALE[color], "stroke": color, "rx": 3, **more}
         self.rect(x, y, width, height, stroke_width="2.5" if strong else None, **more)
         if text:
             baseline = y + height / 2 + 0.36 * size
-            # In some fonts, a long text would be wider than the box. Shrink or stretch
-            # such a text to the width of the box.
+            # A long text may be wider than the box in some fonts. Therefore a long text
+            # is shrunk or stretched to the width of the box, with a small margin.
             fit = width - 8 if 0.53 * size * len(text) > width - 8 else None
             middle = x + width / 2
             self.text(middle, baseline, text, size, "middle", bold=strong, fit=fit)
@@ -155,6 +157,7 @@ class Picture:
         """Draw a line through several points (x, y).
 
         If `arrow` is True, the line ends with an arrowhead at the last point.
+
         dash: the lengths of dashes and gaps, such as "4 3", or None for a solid line.
         """
         path = " ".join(f"{number(x)},{number(y)}" for x, y in points)
@@ -169,7 +172,8 @@ class Picture:
         if arrow:
             (x0, y0), (x, y) = points[-2:]
             length = ((x - x0) ** 2 + (y - y0) ** 2) ** 0.5
-            # The vector (a, b) has the direction of the arrow and a length of 7 pixels.
+            # The vector (a, b) points in the direction of the arrow. Its length of 7
+            # pixels is the length of the arrowhead.
             a, b = 7 * (x - x0) / length, 7 * (y - y0) / length
             corners = [
                 (x, y),
@@ -180,7 +184,7 @@ class Picture:
             self.add("polygon", points=head, fill=color)
 
     def paragraph(self, y, text):
-        """Write a text in several lines, and return the y coordinate below the last line.
+        """Write a text in several lines, and return the y coordinate of the next line.
 
         y: the baseline of the first line.
         """
@@ -204,7 +208,7 @@ class Picture:
                 self.elements.append(f'<path fill="{color}" d="{path}"/>')
 
     def legend(self, x, y, items):
-        """Draw a legend, which explains the meaning of the colors in the picture.
+        """Draw a legend, which explains what the colors in the picture mean.
 
         items: a list of tuples (color, meaning), such as ("#2f6db3", "example 1").
         """
@@ -231,7 +235,7 @@ class Picture:
 
 WORDS = "Thank you for inviting me to your party last week".split()
 SENTINELS = 99, 98  # <extra_id_0> and <extra_id_1>
-# NAMES maps the id of each token in the example to the text of the token.
+# NAMES maps each token id of the example to the text that stands for this token.
 NAMES = {
     data.PAD: "start",
     data.EOS: "EOS",
@@ -244,9 +248,9 @@ NAMES = {
 def corrupted_example():
     """Apply span corruption to the sentence that README.md uses as an example.
 
-    Span corruption replaces spans of tokens in the inputs by sentinels. The targets
-    contain the removed spans. Returns three arrays of token ids: the tokens of the
-    sentence, the inputs and the targets.
+    Span corruption replaces spans of tokens in the inputs by special tokens, called
+    sentinels. The targets contain the removed spans. The function returns three arrays of
+    token ids: the tokens of the sentence, the inputs and the targets.
     """
     tokens = np.arange(10, 10 + len(WORDS))
     settings = configs.DataConfig(noise_density=0.4, mean_span_length=2)
@@ -257,17 +261,16 @@ def corrupted_example():
 
 
 def one_row(inputs, targets):
-    """Return a batch with one row, which contains one example without padding.
+    """Return a data.Batch with a single row, which holds one example without padding.
 
     inputs, targets: the token ids of the example.
-    Returns a data.Batch.
     """
     limits = len(inputs), len(targets)
     return data.fill_rows([(inputs, targets)], np.array([0]), 1, limits)
 
 
 def short(token):
-    """Return the text of a token id. The sentinel <extra_id_0> is shortened to <0>."""
+    """Return a short text for a token id. For example, <extra_id_0> becomes <0>."""
     return NAMES[token].replace("extra_id_", "")
 
 
@@ -283,8 +286,8 @@ def span_corruption():
         478,
     )
     step, left = 72, 20
-    # Choose a color for each token id. All tokens of a removed span get the color of the
-    # sentinel that replaces the span.
+    # Choose a color for each token id in the targets. All tokens of a removed span get
+    # the same color as the sentinel that replaces the span.
     color, span_color = {}, GRAY
     for token in targets[:-1].tolist():
         if token in SENTINELS:
@@ -307,7 +310,7 @@ def span_corruption():
     place = {token: i for i, token in enumerate(tokens.tolist())}
     column = 0
     for token in inputs.tolist():
-        # In the picture, a sentinel is as wide as the span that the sentinel replaces.
+        # Draw a sentinel as wide as the span of tokens that it replaces.
         width = 1
         if token in SENTINELS:
             width = sum(color.get(t) == color[token] for t in tokens.tolist())
@@ -354,7 +357,7 @@ def draw_mask(picture, x, y, mask, cell, colors, queries, keys, size=11):
     """Draw an attention mask as a matrix of squares.
 
     Each row is a query, and each column is a key. The color of a square shows whether the
-    query sees the key.
+    query may attend to the key.
 
     x, y: the upper left corner of the matrix.
     mask: an array [queries, keys] of indices into `colors`.
@@ -370,7 +373,7 @@ def draw_mask(picture, x, y, mask, cell, colors, queries, keys, size=11):
 
 
 def attention():
-    """Draw the layers of encoder and decoder, and the masks of the three attentions."""
+    """Draw the layers of the encoder and the decoder, and the three attention masks."""
     _, inputs, targets = corrupted_example()
     batch = one_row(inputs, targets)
     cfg = configs.RECIPES["small_c4"].model
@@ -442,9 +445,9 @@ def attention():
     )
     picture.text(output[0] + 8, 156, "keys and values", 12, color=GREEN)
 
-    # Collect the arguments of model.attention_mask and the color for each of the three
-    # masks. The arguments are the segments of the queries, the segments of the keys, and
-    # whether the mask is causal.
+    # Each tuple in `masks` has the arguments of model.attention_mask and the color of one
+    # mask. The arguments are the segments (numbers of examples) of the queries, the
+    # segments of the keys, and whether the mask is causal.
     segments, target_segments = batch.input_segments, batch.target_segments
     masks = [
         (segments, segments, False, BLUE),
@@ -485,7 +488,10 @@ def attention():
 
 
 def buckets():
-    """Draw which bucket each relative position belongs to, in encoder and decoder."""
+    """Draw the buckets of relative positions in the encoder and in the decoder.
+
+    T5 learns one attention bias for each bucket, which holds one or more positions.
+    """
     cfg = configs.RECIPES["small_c4"].model
     far = cfg.relative_max_distance
     picture = Picture(
@@ -509,9 +515,9 @@ def buckets():
         everywhere = np.arange(-1000, 1001 if bidirectional else 1)
         all_buckets = model.relative_bucket(everywhere, bidirectional, cfg)
         shared = np.bincount(all_buckets) > 1
-        # Count the buckets of all keys up to the position of the query, and the buckets
-        # of all keys after the query. The last bucket contains all keys that are at least
-        # `last` positions before the query.
+        # Count the buckets for keys at or before the position of the query, and the
+        # buckets for keys after the query. The last bucket contains all keys that are at
+        # least `last` positions before the query.
         before = len(np.unique(all_buckets[everywhere <= 0]))
         after = len(np.unique(all_buckets[everywhere > 0]))
         last = -int(everywhere[all_buckets == all_buckets[0]].max())
@@ -537,8 +543,8 @@ def buckets():
         ],
     )
 
-    # Draw the bucket of every relative position as a line in the shape of a staircase.
-    # Each stair is one bucket.
+    # Plot the number of the bucket against the relative position. The curve looks like a
+    # staircase, in which each stair is one bucket.
     picture.text(20, 240, "All positions", bold=True)
     x0, y0, width, height = 70, 455, 720, 190
     reach = far + 22
@@ -588,8 +594,8 @@ def buckets():
     ]
     for distance, bucket, text, color in notes:
         x, y = place(distance, bucket)
-        # Hide the grid lines behind the text. To hide them, draw a rectangle in the color
-        # of the background.
+        # Hide the grid lines behind the text. A rectangle in the color of the background
+        # covers these lines.
         picture.rect(x, y - 10, 5.4 * len(text), 13, fill="#fcfcfb")
         picture.text(x, y, text, 12, color=color)
     assert 16 not in model.relative_bucket(np.arange(-far, far), True, cfg)
@@ -606,7 +612,7 @@ PAIRS = [
 
 
 def packed():
-    """Draw the arrays and the attention masks of a row that contains three examples."""
+    """Draw the arrays and the attention masks of a packed row with three examples."""
     names = {data.PAD: "0", data.EOS: "EOS"}
 
     def ids(text):
@@ -663,8 +669,9 @@ def packed():
     cell = 15
     for title, query, key, causal, x in masks:
         seen = model.attention_mask(segments_of[query], segments_of[key], causal)
-        # If a query sees a key, the square of this pair gets the color of the query's
-        # segment. All other squares get the last color, which has the index 4.
+        # If a query sees a key, their square gets the color of the query's segment (the
+        # number of its example). All other squares get the color with the index 4, which
+        # means "masked".
         value = np.where(np.asarray(seen)[0, 0], segments_of[query][0][:, None], 4)
         picture.text(x, y + 8, title, bold=True)
         strong = ("#a5abb3", BLUE, ORANGE, GREEN, "#eef0f2")
@@ -703,7 +710,7 @@ def random_normal(*shape, seed):
     """Return random numbers from a normal distribution with mean 0 and variance 1.
 
     The Box-Muller transform computes the numbers from uniformly distributed random bits.
-    Equal seeds give equal numbers.
+    Equal seeds give equal numbers, so that the pictures stay the same.
     """
     bits = data.random_bits(seed, np.arange(2 * np.prod(shape)))
     first, second = ((bits >> 11) + 1).astype(np.float64).reshape(2, *shape) / 2**53
@@ -714,20 +721,22 @@ def second_moments(shape, steps):
     """Update a weight matrix with Adafactor, and return averages of squared gradients.
 
     The first result is the complete matrix V of averages, with one average for each
-    weight. The other two results are the arrays "row" and "column", which Adafactor
-    stores instead of V. The function train.adafactor_update computes all three arrays.
+    weight. The other two results are the averages of each row and of each column, which
+    Adafactor stores instead of V. The function train.adafactor_update computes all three
+    results.
+
     shape: the shape of the weight matrix.
     steps: the number of updates.
     """
     rows, columns = shape
-    # The gradient of a weight matrix is a sum over tokens of products of an activation
-    # and an error. Some channels have large activations or errors, and some have small
-    # ones.
+    # Simulate realistic gradients. The gradient of a weight matrix sums, over all tokens,
+    # the products of activations and errors. Some channels have much larger activations
+    # or errors than others, so each channel gets its own random scale.
     row_scale = np.exp(0.9 * random_normal(rows, seed=1))
     column_scale = np.exp(0.9 * random_normal(columns, seed=2))
-    # Describe the same weights in two ways. For a matrix, Adafactor stores only row and
-    # column averages. With a third axis of size 1, the weights are not a matrix, so
-    # Adafactor stores all averages.
+    # Describe the same weights in two ways. For `matrix`, Adafactor stores only row and
+    # column averages. The third axis of `full` has size 1. Therefore Adafactor does not
+    # treat `full` as a matrix, and stores all averages.
     matrix = model.Param(shape, ("embed", "mlp"))
     full = model.Param((*shape, 1), ("embed", "mlp", None))
     table = {"matrix": matrix, "full": full}
@@ -752,7 +761,11 @@ def second_moments(shape, steps):
 
 
 def adafactor():
-    """Draw Adafactor's row and column averages beside the complete matrix of averages."""
+    """Draw the averages of squared gradients that Adam and Adafactor store.
+
+    Adam stores one average for each weight. Adafactor stores one average for each row and
+    one for each column of the weight matrix.
+    """
     shape, rows, columns = (512, 1024), 22, 40
     full, row, column = second_moments(shape, 8)
     approximation = np.outer(row, column) / row.mean()
@@ -765,15 +778,15 @@ def adafactor():
     shades += ["#4b7cb6", "#31609c", "#1e467c", "#102d57"]
 
     def levels(values):
-        # Convert each value to a level from 0 to 8. The values of each level are four
-        # times as large as those of the level before.
+        # Convert each value to a level from 0 to 8, which selects the shade of its cell.
+        # Each level stands for values four times as large as the level before.
         return np.clip(np.floor(np.log2(values) / 2 + 3.2), 0, 8).astype(int)
 
     def heat_map(x, y, values, cell=8):
         """Draw a matrix of numbers as a heat map, in which large numbers are dark.
 
-        If neighboring cells of a row have the same shade, they are drawn as one thick
-        line.
+        Neighboring cells of a row with the same shade are drawn as one thick line, which
+        keeps the SVG file small.
         """
         found = levels(values)
         for level, shade in enumerate(shades):
@@ -864,9 +877,9 @@ def schedules():
         width, height = 192, 112
         start = cfg.start_step
         step = np.linspace(start, start + steps - 1, 97)
-        # With the factor "decay_every", the learning rate falls suddenly. Draw one point
-        # for the step before each fall, and one point for the step of the fall. The line
-        # between the two points is almost vertical.
+        # With the factor "decay_every", the learning rate falls suddenly at some steps.
+        # Draw one point for the step before each fall, and one point for the step of the
+        # fall. The line between the two points is then almost vertical.
         if "decay_every" in cfg.schedule:
             falls = np.arange(cfg.steps_per_decay, steps, cfg.steps_per_decay)
             after = np.searchsorted(step, falls)
@@ -909,10 +922,11 @@ def schedules():
 def cache_of_steps(steps):
     """Run decoding steps with a small model, and find out how each step uses the cache.
 
-    Returns a data.Batch with the example, and a list with three boolean arrays for each
-    step. Each array has one element for each position of the cache. The first two arrays
-    say which positions contain keys before the step, and after the step. The third array
-    says on which earlier positions the logits of the step depend.
+    The function returns a data.Batch with the example, and a list with three boolean
+    arrays for each step. Each array has one element for each position of the cache. The
+    first array says which positions contain keys before the step, and the second array
+    says the same for the time after the step. The third array says on which earlier
+    positions the logits of the step depend.
     """
     cfg = configs.ModelConfig(
         vocab_size=SENTINELS[0] + 1,
@@ -942,8 +956,9 @@ def cache_of_steps(steps):
             )
             return logits.sum(), cache
 
-        # Compute the derivative of the logits with respect to the cache. The derivative
-        # is not zero for those keys and values on which the logits depend.
+        # To find the keys and values on which the logits depend, compute the derivative
+        # of the logits with respect to the cache. The derivative is zero for all other
+        # keys and values.
         derivative, cache = jax.grad(sum_of_logits, has_aux=True)(cache)
         return derivative, cache
 
@@ -996,8 +1011,7 @@ def kv_cache():
                     color=ORANGE if new else BLUE,
                     width=2,
                 )
-        # The query of this step reads the keys of some positions. Draw a line below these
-        # positions.
+        # Draw a line below all positions of the cache whose keys this step reads.
         visible = np.flatnonzero(read | (after & ~before))
         first, last = (left + cell * i + cell / 2 - 2 for i in visible[[0, -1]])
         picture.line((first, y + 61), (last, y + 61), color=BLUE, width=2)
@@ -1041,7 +1055,7 @@ def kv_cache():
 
 # ---- beam search -----------------------------------------------------------------------
 
-# NEXT is a tiny language model for the picture of beam search. NEXT maps the words so
+# NEXT is a tiny language model for the picture of beam search. The dict maps the words so
 # far, such as "good day", to the probabilities of the next word.
 NEXT = {
     "": {"good": 0.45, "hello": 0.35, "hi": 0.2},
@@ -1056,9 +1070,10 @@ VOCABULARY = ["PAD", "EOS", "good", "hello", "hi", "day", "morning", "there"]
 def next_logits(ids):
     """Return the logits of the next word for each beam, according to the model NEXT.
 
-    ids: the earlier words of each beam, as an array of ids of the shape [1, beams,
-        words].
-    Returns an array [1, beams, size of the vocabulary].
+    The dict NEXT is a tiny language model. The result is an array of shape [1, beams,
+    size of the vocabulary].
+
+    ids: the ids of the earlier words of each beam, an array of shape [1, beams, words].
     """
     logits = np.full((*ids.shape[:2], len(VOCABULARY)), -1e4, np.float32)
     for beam, words in enumerate(ids[0].tolist()):
@@ -1069,15 +1084,17 @@ def next_logits(ids):
 
 
 def words_of(ids):
-    """Convert a sequence of ids to a tuple of words, and leave out padding."""
+    """Convert a sequence of word ids to a tuple of words, and leave out padding."""
     return tuple(VOCABULARY[i] for i in ids if i != data.PAD)
 
 
 def search(beams, length):
     """Run beam search and greedy decoding with the tiny language model NEXT.
 
-    Returns three values: a list with the infer.BeamState after each step of beam search,
-    the output of greedy decoding, and the score of the output of greedy decoding.
+    The function returns three values. The first value is a list with the infer.BeamState
+    after each step of beam search. The other two values are the output of greedy decoding
+    and its score.
+
     beams: the number of beams.
     length: the maximum number of words of an output.
     """
@@ -1097,12 +1114,16 @@ def search(beams, length):
 
 
 def beam_search():
-    """Draw a beam search with two beams as a tree of all explored outputs with scores."""
+    """Draw a beam search with two beams as a tree.
+
+    Each node of the tree is an output that the search has explored, with its score.
+    """
     beams = 2
     states, greedy, greedy_score = search(beams, 5)
     assert states[-1].done.all(), "the search must end"
-    # Collect the live outputs of each step, and all finished outputs. Beam search has
-    # dropped every output that is neither live nor finished.
+    # Collect the live outputs of each step, and all finished outputs. A live output can
+    # still be extended, and a finished output ends with EOS. Beam search has dropped all
+    # other outputs.
     live, finished = [], {}
     for state in states:
         live.append(
@@ -1130,8 +1151,10 @@ def beam_search():
     def place(prefix):
         """Choose the vertical positions of an output and of all its continuations.
 
+        An output is placed at the mean height of its continuations. The function returns
+        the vertical position of the output.
+
         prefix: the words of the output.
-        Returns the vertical position of the output.
         """
         parents = [(), *live[len(prefix) - 1]] if prefix else [()]
         children = NEXT.get(" ".join(prefix), {}) if prefix in parents else {}
@@ -1160,7 +1183,7 @@ def beam_search():
         x = columns[depth - 1]
         x_parent = 76 if depth == 1 else columns[depth - 2] + width
         is_live = output in live[depth - 1]
-        # Check that infer.beam_step has computed the score that the picture shows.
+        # Check that infer.beam_step has computed the same score as the picture shows.
         if is_live:
             assert abs(live[depth - 1][output] - log_prob[output]) < 1e-4
         color = GREEN if output in finished else BLUE if is_live else GRAY
@@ -1181,8 +1204,8 @@ def beam_search():
             assert abs(log_prob[output] / penalty - finished[output]) < 1e-4
             final = f"{finished[output]:.2f}".replace("-", "−")
             text = f"÷ {penalty:.2f} = {final}"
-            # Beam search keeps only the best finished outputs. Find the step in which
-            # better outputs replace this output, if there is such a step.
+            # Beam search keeps only the best finished outputs. If a later step drops this
+            # output, write the number of that step beside the output.
             for later in range(depth, len(states)):
                 if output not in map(words_of, states[later].finished_ids[0]):
                     text += f", dropped in step {later}"
@@ -1221,8 +1244,8 @@ def beam_search():
 def devices():
     """Draw what each of eight devices stores, and what the devices send to each other.
 
-    The picture shows data parallelism, FSDP and tensor parallelism. Each of the three
-    uses the eight devices in a different way. The slow test
+    The picture compares data parallelism, FSDP and tensor parallelism, which use the
+    eight devices in different ways. The slow test
     test_shardings_communicate_what_they_must checks that the devices send what the
     picture says.
     """
@@ -1295,6 +1318,7 @@ def devices():
 
                 A rectangle stands for the complete array. The function fills the part of
                 the rectangle that stands for the shard.
+
                 x, y, width, height: the position and the size of the rectangle.
                 """
                 bounds = [
@@ -1351,20 +1375,21 @@ def devices():
 
 
 class Killed(BaseException):
-    """Raised to interrupt the saving of a checkpoint, as `kill -9` would do."""
+    """This exception interrupts the saving of a checkpoint, as `kill -9` would do."""
 
 
 def save_and_kill(when):
     """Save two checkpoints, and interrupt the second save, as a kill would do.
 
-    The first checkpoint is of step 1000, and the second checkpoint is of step 2000. The
-    function then restarts the run, which deletes incomplete checkpoints. The picture
-    shows the files before the second save, at the interruption and after the restart.
+    The two checkpoints have the step numbers 1000 and 2000. The function then restarts
+    the run, which deletes incomplete checkpoints. The picture shows the files before the
+    second save, at the interruption and after the restart.
+
+    The function returns (found, step). The list `found` has the result of the inner
+    function `files` at these three times. The restarted run resumes from `step`.
+
     when: "shards", "manifest" or "rename". The save is interrupted while the shards are
         written, after the manifest is written, or after the folder is renamed.
-    Returns (found, step). The list `found` has the result of the inner function `files`
-    before the second save, at the interruption and after the restart. The restarted run
-    resumes from `step`.
     """
     mesh = partition.set_mesh(configs.RECIPES["tiny"], jax.devices()[:1])
     sharding = jax.NamedSharding(mesh, jax.P())
@@ -1376,8 +1401,8 @@ def save_and_kill(when):
     def files():
         """Return a dict from the path of each file to the size of the file in bytes.
 
-        A folder has the size -1. All paths are relative to the folder that contains the
-        checkpoints.
+        Folders are included, with the size -1. All paths are relative to the folder that
+        contains the checkpoints.
         """
         return {
             str(path.relative_to(folder)): path.stat().st_size if path.is_file() else -1
@@ -1389,9 +1414,9 @@ def save_and_kill(when):
         raise Killed
 
     def interrupted_sync(path):
-        # A save calls sync_folder twice. The first call, after the manifest is written,
-        # gets the folder of the checkpoint. The second call, after this folder is
-        # renamed, gets the parent folder.
+        # Saving a checkpoint calls sync_folder twice. The first call follows the writing
+        # of the manifest, and `path` is the folder of the checkpoint. The second call
+        # follows the renaming of this folder, and `path` is its parent folder.
         if (path == folder) == (when == "rename"):
             raise Killed
 
@@ -1416,7 +1441,10 @@ def save_and_kill(when):
 
 
 def checkpoint():
-    """Draw the files of checkpoints before, during and after a save that is killed."""
+    """Draw the files of a checkpoint folder before, during and after a killed save.
+
+    The picture shows that a kill at any moment leaves at least one complete checkpoint.
+    """
     picture = Picture(
         "A checkpoint folder before, during and after a kill",
         "The save of step 2000 is killed at three different moments. A local folder "
@@ -1500,7 +1528,7 @@ PICTURES = {
 def draw_all(folder):
     """Draw all pictures of the project, and write each picture to an SVG file.
 
-    folder: the folder for the files.
+    folder: the folder in which the SVG files are written.
     """
     partition.set_mesh(configs.RECIPES["tiny"], jax.devices()[:1])
     for name, draw in PICTURES.items():

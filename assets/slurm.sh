@@ -1,9 +1,10 @@
 #!/bin/bash
 # Train on two nodes with eight GPUs each. Submit this job with `sbatch assets/slurm.sh`.
-# There is one task for each GPU. JAX reads SLURM's environment variables, so that the
-# processes find each other and each process uses one GPU.
-# One minute before the time limit, SLURM sends SIGTERM to all processes. They save a checkpoint
-# and exit. The next job of the array resumes the run from this checkpoint.
+# SLURM starts one process for each GPU. JAX reads SLURM's environment variables, so the
+# processes find each other, and each process uses its own GPU.
+# One minute before the time limit, SLURM sends SIGTERM to all processes. The processes
+# then save a checkpoint and exit. The next job of the array resumes the run from this
+# checkpoint.
 #SBATCH --job-name=plain-t5
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8

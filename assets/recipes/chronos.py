@@ -12,12 +12,12 @@ import numpy as np
 from configs import RECIPES, override
 from data import SourceFile, Task
 
-KNOWN, NEW = 48, 12  # the model reads 48 values and predicts the next 12
-LEVELS = np.linspace(-4, 4, 100)
-FIRST_ID = 3  # the token id of the first level (ids 0 to 2 are reserved)
+KNOWN, NEW = 48, 12  # The model reads 48 values of a series, and predicts the next 12.
+LEVELS = np.linspace(-4, 4, 100)  # Each value is rounded to one of these 100 levels.
+FIRST_ID = 3  # The first level has the token id 3, because ids 0 to 2 are reserved.
 
 
-# Generate series with a season, a linear trend and noise. One series in 20 is held out.
+# Generate time series with a season, a trend and noise. One series of 20 is held out.
 def open_series(name, split, cfg, whole):
     def read(bad):
         for number in range(int(name)):
@@ -39,9 +39,9 @@ def to_ids(example):
 
 
 def to_error(text, example, is_target):
-    """Return the mean error of a forecast, or of the last season if is_target is True."""
+    """Return the error of a forecast. For a target, the forecast is the last season."""
     known, new = np.split(example["values"], [KNOWN])
-    # If the output has too few or too many token ids, extend or cut it to 12 ids.
+    # If the model has written too few or too many token ids, extend or cut them to 12.
     ids = np.array([int(word) for word in text.split()] + [FIRST_ID] * NEW)[:NEW]
     forecast = np.abs(known).mean() * LEVELS[np.clip(ids - FIRST_ID, 0, len(LEVELS) - 1)]
     last_season = np.resize(known[-example["period"] :], NEW)  # repeated to 12 values

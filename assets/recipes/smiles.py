@@ -23,13 +23,13 @@ from data import PatternTokenizer, SourceFile, Task
 FOLDER = Path(importlib.util.find_spec("chemicals").origin).parent
 TABLE = FOLDER / "Identifiers/chemical identifiers pubchem large.tsv"
 VERSION = importlib.metadata.version("chemicals")
-# The pattern matches one token: an atom in brackets such as [NH4+], another atom, a bond
-# or other sign, or a number. Schwaller et al. (2019) use a similar pattern.
+# The pattern matches one token. A token is an atom in brackets such as [NH4+], another
+# atom, a bond, another sign or a number. Schwaller et al. (2019) use a similar pattern.
 PATTERN = r"\[[^\]]+\]|Br|Cl|[BCHNOPSFIbcnops]|[=#+\\/():.@?>*$-]|%[0-9]{2}|[0-9]"
 
 
 def read_molecules():
-    """Yield (SMILES, formula) for molecules of common elements, up to 40 characters."""
+    """Yield the SMILES notation and formula of molecules, such as ("CCO", "C2H6O")."""
     with open(TABLE, encoding="utf-8") as file:
         for row in csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE):
             formula, smiles = row[2], row[4]

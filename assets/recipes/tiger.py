@@ -18,23 +18,23 @@ from data import SourceFile, Task
 ITEMS, CLUSTERS, SEEN = 1000, 16, 8
 VECTORS = np.random.default_rng(0).normal(size=(ITEMS, 4))
 
-# Residual k-means assigns each item to three clusters, one after another. Each time, the
-# center of the cluster is subtracted from the vector of the item.
+# Residual k-means assigns each item to three clusters, one after another. After each
+# assignment, the center of the cluster is subtracted from the vector of the item.
 remainder, levels = VECTORS, []
 for seed in range(3):
     centers, nearest = kmeans2(remainder, CLUSTERS, iter=20, minit="++", seed=seed)
     remainder = remainder - centers[nearest]
     levels.append(nearest)
-triples = list(zip(*levels))  # the three cluster numbers of each item
+triples = list(zip(*levels))  # Each item has three cluster numbers.
 # Items in the same three clusters get different fourth numbers: 0, 1, 2 and so on.
 CODES = np.array([[*x, triples[:i].count(x)] for i, x in enumerate(triples)])
 # In a semantic id, the first number becomes a token id from 3 to 18, the second number
-# from 19 to 34, and so on. Ids 0 to 2 are reserved for padding, EOS and unknown.
+# from 19 to 34, and so on. Ids 0 to 2 mean padding, EOS and an unknown token.
 IDS = 3 + CLUSTERS * np.arange(4) + CODES
-TEXTS = tuple(" ".join(map(str, ids)) for ids in IDS)  # such as "5 20 44 51"
+TEXTS = tuple(" ".join(map(str, ids)) for ids in IDS)  # A text looks like "5 20 44 51".
 
 
-# Simulate users, whose interests drift through the space of vectors in small steps.
+# Simulate users. Each user moves in a constant direction through the item vectors.
 def open_users(name, split, cfg, whole):
     def read(bad):
         for number in range(int(name)):
@@ -44,7 +44,7 @@ def open_users(name, split, cfg, whole):
                 while len(items) <= SEEN:
                     wish = VECTORS[items[-1]] + 0.5 * drift + 0.2 * random.normal(size=4)
                     distance = np.linalg.norm(VECTORS - wish, axis=1)
-                    distance[items] = np.inf  # no user sees an item twice
+                    distance[items] = np.inf  # No user sees an item twice.
                     items.append(distance.argmin())
                 *seen, new = (TEXTS[item] for item in items)
                 yield f"user {number}", {"inputs": " ".join(seen), "targets": new}

@@ -15,14 +15,14 @@ from data import Objective, SpanCorruption, Task, as_it_is
 
 
 class Denoiser(SpanCorruption):
-    sizes = Objective.sizes  # compute the lengths from the result of `make`
+    sizes = Objective.sizes  # This method measures the examples that `make` returns.
 
     def __init__(self, mode, density, span_length):
         self.mode = mode
         self.options = {"noise_density": density, "mean_span_length": span_length}
 
     def length(self, data):
-        return data.inputs_length - 12  # leave 12 tokens for the mode and EOS
+        return data.inputs_length - 12  # This leaves 12 tokens for the mode and EOS.
 
     def make(self, chunks, keys, tokenizer, data):
         pairs = super().make(chunks, keys, tokenizer, replace(data, **self.options))
@@ -30,7 +30,7 @@ class Denoiser(SpanCorruption):
         return [(np.concatenate([mode, inputs]), targets) for inputs, targets in pairs]
 
 
-# The arguments of each Denoiser. With the span length 1e9, one long span is removed.
+# Each tuple has a mode, a density and a span length. With 1e9, one long span is removed.
 KINDS = [("[S2S] ", 0.25, 1e9), ("[NLU] ", 0.15, 3), ("[NLU] ", 0.15, 8)]
 KINDS += [("[NLG] ", *kind) for kind in [(0.5, 3), (0.5, 8), (0.15, 64), (0.5, 64)]]
 OBJECTIVES = {f"ul2_{number}": Denoiser(*kind) for number, kind in enumerate(KINDS)}
