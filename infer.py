@@ -41,8 +41,8 @@ Example:
     >>> import jax, infer
     >>> state = infer.start_greedy(rows=[0], N=1, length=3)
     >>> for at, most_probable in enumerate([7, 1, 9]):
-    ...     logits = jax.nn.one_hot([[most_probable]], 10)
-    ...     state = infer.greedy_step(state, logits, at)
+    ...     log_probs = jax.nn.log_softmax(jax.nn.one_hot([[most_probable]], 10))
+    ...     state = infer.greedy_step(state, log_probs, at)
     >>> state.ids.tolist()
     [[[7, 1, 0]]]
 
@@ -256,9 +256,10 @@ def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=No
 
 # ---- greedy decoding -------------------------------------------------------------------
 # A decoding method consists of three functions. `start` creates a state with empty
-# outputs. `step` chooses the next ids from the logits, and appends them. `result` returns
-# the ids and the scores of all outputs. The function `generate` below calls the three
-# functions. On several devices, each device calls them for its own rows of the batch.
+# outputs. `step` chooses the next ids from their log-probabilities (the log_softmax of the
+# logits), and appends them. `result` returns the ids and the scores of all outputs. The
+# function `generate` below calls the three functions. On several devices, each device
+# calls them for its own rows of the batch.
 
 
 class GreedyState(NamedTuple):
@@ -297,27 +298,24 @@ def start_greedy(rows, N, length):
     )
 
 
-def greedy_step(state, logits, at):
+def greedy_step(state, log_probs, at):
     """Append the most probable id to each output, and return the new GreedyState.
 
-    The most probable id is the id with the largest logit.
-
-    logits: the logits for position `at`, of shape [B, N, V].
+    log_probs: the log-probabilities of all ids for position `at`, of shape [B, N, V].
     """
-    return append_ids(state, jnp.argmax(logits, axis=-1), logits, at)
+    return append_ids(state, jnp.argmax(log_probs, axis=-1), log_probs, at)
 
 
-def append_ids(state, ids, logits, at):
+def append_ids(state, ids, log_probs, at):
     """Append one id to each output, and return the new GreedyState.
 
     The log-probability of the id is added to the score of the output. An output that has
     already ended with EOS gets the padding id 0 instead, and its score does not change.
 
     ids: the ids to append, at position `at`, of shape [B, N].
-    logits: the logits for position `at`, of shape [B, N, V].
+    log_probs: the log-probabilities of all ids for position `at`, of shape [B, N, V].
     """
     ids = jnp.where(state.done, data.PAD, ids).astype(jnp.int32)
-    log_probs = jax.nn.log_softmax(logits)
     chosen = jnp.take_along_axis(log_probs, ids[..., None], axis=-1)[..., 0]
     return state._replace(
         ids=state.ids.at[:, :, at].set(ids),
@@ -356,18 +354,20 @@ def take_beams(array, beams):
 # GreedyState holds the outputs.
 
 
-def sampling_step(state, logits, at, *, decode, seed):
+def sampling_step(state, log_probs, at, *, decode, seed):
     """Append a randomly drawn id to each sample, and return the new GreedyState.
 
     The options `temperature`, `top_k` and `top_p` change how often each id is drawn. They
     do not change the score of a sample, which is its log-probability under the model.
 
-    logits: the logits for position `at`, of shape [B, N, V].
+    log_probs: the log-probabilities of all ids for position `at`, of shape [B, N, V].
     decode: a DecodeConfig with the three options.
     seed: the seed of the random numbers.
     """
+    # Log-probabilities are logits that were shifted by a constant, which does not change
+    # how often each id is drawn.
     temperature = max(decode.temperature or 1.0, 1e-4)
-    filtered = filter_logits(logits / temperature, decode.top_k, decode.top_p)
+    filtered = filter_logits(log_probs / temperature, decode.top_k, decode.top_p)
 
     # The random key depends on the seed, the example, the sample and the position. It
     # does not depend on the batch, so an example gets the same samples in every batch.
@@ -377,10 +377,10 @@ def sampling_step(state, logits, at, *, decode, seed):
             key = jax.random.fold_in(key, number)
         return jax.random.categorical(key, logits)
 
-    samples = jnp.arange(logits.shape[1], dtype=jnp.uint32)
+    samples = jnp.arange(log_probs.shape[1], dtype=jnp.uint32)
     draw_samples = jax.vmap(draw, (None, 0, 0))
     ids = jax.vmap(draw_samples, (0, None, 0))(state.rows, samples, filtered)
-    return append_ids(state, ids, logits, at)
+    return append_ids(state, ids, log_probs, at)
 
 
 def filter_logits(logits, top_k, top_p):
@@ -493,7 +493,7 @@ def length_penalty(tokens, decode):
     return tokens**decode.alpha
 
 
-def beam_step(state, logits, at, *, decode):
+def beam_step(state, log_probs, at, *, decode):
     """Extend the live (unfinished) beams by one id, and return the new BeamState.
 
     Beams that now end with EOS become finished outputs, and the N best others stay live.
@@ -508,15 +508,15 @@ def beam_step(state, logits, at, *, decode):
     will compute the key of position at + 1, so ancestors[b, n, at + 1] is n. Later
     positions have no meaning yet.
 
-    logits: the logits for position `at`, of shape [B, N, V].
+    log_probs: the log-probabilities of all ids for position `at`, of shape [B, N, V].
     decode: a DecodeConfig, which selects the length penalty.
     """
-    B, N, V = logits.shape
+    B, N, V = log_probs.shape
     length = state.ids.shape[-1]
 
     # Find the 2N best next ids of each live beam. Of all these extensions of an example,
     # select the 2N best.
-    scores = jax.nn.log_softmax(logits) + state.live_scores[..., None]
+    scores = log_probs + state.live_scores[..., None]
     scores, ids = lax.top_k(scores, min(2 * N, V))
     width = scores.shape[-1]
     scores, best = lax.top_k(scores.reshape(B, -1), 2 * N)
@@ -650,7 +650,7 @@ def generate(
 
     @for_own_rows
     def next_ids(state, logits, at):
-        state = step(state, logits, at)
+        state = step(state, jax.nn.log_softmax(logits), at)
         return state.ids[:, :, at], state
 
     def unfinished(carry):
@@ -778,11 +778,12 @@ class Trie(NamedTuple):
             nodes = jnp.zeros((len(rows), N), jnp.int32)
             return RestrictedState(start(rows, N, length), nodes)
 
-        def step_in_trie(state, logits, at):
+        def step_in_trie(state, log_probs, at):
             inner, nodes = state
 
             def mark(ids):
-                return jnp.zeros(logits.shape[-1], bool).at[ids].set(True, mode="drop")
+                none = jnp.zeros(log_probs.shape[-1], bool)
+                return none.at[ids].set(True, mode="drop")
 
             # List the edges of each node, and the id of each edge, in arrays of shape [B,
             # N, slots]. If a node has fewer edges than slots, the unused slots get an id
@@ -791,19 +792,10 @@ class Trie(NamedTuple):
             exist = edges < self.first[nodes + 1][..., None]
             ids = jnp.where(exist, self.ids[edges], 2**31 - 1)
             allowed = jax.vmap(jax.vmap(mark))(ids)
-            masked = jnp.where(allowed, jax.nn.log_softmax(logits), -1e9)
-            # The function `step` normalizes the probabilities of the allowed ids, so that
-            # their sum is 1. Add the logarithm of the original sum to the score, so that
-            # the score is the log-probability without this normalization.
-            total = jax.nn.logsumexp(masked, axis=-1)
+            inner = step(inner, jnp.where(allowed, log_probs, -1e9), at)
             if isinstance(inner, BeamState):
-                inner = inner._replace(live_scores=inner.live_scores + total)
-                inner = step(inner, masked, at)
                 parents = inner.ancestors[:, :, at]
                 edges, ids = take_beams(edges, parents), take_beams(ids, parents)
-            else:
-                total = jnp.where(inner.done, 0.0, total)
-                inner = step(inner._replace(scores=inner.scores + total), masked, at)
             # Each output moves along the edge with its chosen id to the next node. An
             # output that has already ended returns to the root.
             chosen = ids == inner.ids[:, :, at, None]
@@ -1201,21 +1193,6 @@ READERS = {
 }
 
 
-def read_files(files, bad, fields=()):
-    """Yield each line of some files as a pair such as ("a.jsonl:3", {"inputs": "x"}).
-
-    The pair contains the place of the line (file and line number) and its fields.
-
-    files: a list of data.SourceFiles.
-    bad: a function that is called for each unreadable line, with its place and a reason.
-    fields: pairs (new name, old name). The value of the field with the old name also gets
-        the new name. The flag --data.fields gives these pairs.
-    """
-    for file in files:
-        for where, line in file.read(bad):
-            yield where, line | {new: line[old] for new, old in fields if old in line}
-
-
 def open_input(name, cfg):
     """Open the files, the data source or the task that --input names.
 
@@ -1240,14 +1217,18 @@ def open_input(name, cfg):
     else:
         read = READERS[data.file_kind(name)]
         files = data.group_files(data.find_files(name, pipes=True), read)
+        files = data.rename_fields(files, cfg)
     if not files:
         raise UserError(
             f"No file matches --input {name}: correct the path, or name a data source "
             f"such as lines:de.txt,en.txt or csv:FILE."
         )
-    fields = data.source_fields(cfg).items()
-    read = functools.partial(read_files, files, fields=fields)
-    return None, read, [file.stamp for file in files]
+
+    def read_files(bad):
+        for file in files:
+            yield from file.read(bad)
+
+    return None, read_files, [file.stamp for file in files]
 
 
 def read_examples(read, encode, skip_empty):

@@ -12899,13 +12899,13 @@ def test_one_step_of_greedy_decoding_by_hand():
     assert shapes == [(2, 1, 3), (2, 1), (2, 1)], (
         f"Shapes of ids, scores, done: {shapes}."
     )
-    logits = jnp.log(jnp.array([[[0.1, 0.6, 0.3]], [[0.2, 0.3, 0.5]]]))
-    state = infer.greedy_step(state, logits, 0)
+    log_probs = jnp.log(jnp.array([[[0.1, 0.6, 0.3]], [[0.2, 0.3, 0.5]]]))
+    state = infer.greedy_step(state, log_probs, 0)
     sentence = "The most probable ids of the two examples are 1 and 2."
     assert_same(state.ids[:, 0], [[1, 0, 0], [2, 0, 0]], sentence)
     assert_same(state.scores[:, 0], np.log([0.6, 0.5]), "The scores add log p(id).", 1e-6)
     assert_same(state.done[:, 0], [True, False], "An output should end at EOS, the id 1.")
-    state = infer.append_ids(state, jnp.array([[2], [1]]), logits, 1)
+    state = infer.append_ids(state, jnp.array([[2], [1]]), log_probs, 1)
     assert_same(state.ids[:, 0], [[1, 0, 0], [2, 1, 0]], "After EOS, append padding.")
     expected = np.log([0.6, 0.5 * 0.3])
     assert_same(state.scores[:, 0], expected, "After EOS, the score stays.", 1e-6)
@@ -12979,11 +12979,12 @@ def test_beam_search_continues_while_a_live_beam_can_win():
     """A live beam can still win if its best possible final score is high enough."""
     decode = DecodeConfig(beams=1, alpha=1.0, penalty="length")
     logits = jnp.zeros((1, 1, 6)).at[..., 5].set(50.0)  # the next id is 5, almost surely
+    log_probs = jax.nn.log_softmax(logits)
     state = infer.start_beams(jnp.arange(1), 1, 8)
     finished = dict(finished=jnp.array([[True]]), finished_scores=jnp.array([[-1.0]]))
     for live, done in ((-8.9, False), (-9.1, True)):
         begun = state._replace(live_scores=jnp.array([[live]]), **finished)
-        result = infer.beam_step(begun, logits, 2, decode=decode).done
+        result = infer.beam_step(begun, log_probs, 2, decode=decode).done
         sentence = f"The best possible score is {live} / 9, and the finished one is -1."
         assert_same(result, [[done]], sentence)
 
