@@ -1385,7 +1385,9 @@ def check(cfg):
     The commands call this function before they begin to work.
     """
     check_fields(cfg)
-    m, d, t = cfg.model, cfg.data, cfg.train
+    m = cfg.model
+    d = cfg.data
+    t = cfg.train
     for name, value, table in (
         ("model.activation", m.activation.removeprefix("gated_"), ACTIVATIONS),
         ("model.positions", m.positions, POSITIONS),

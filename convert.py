@@ -42,9 +42,7 @@ Example:
 """
 
 import base64
-import contextlib
 import errno
-import functools
 import json
 import math
 import os
@@ -52,7 +50,9 @@ import re
 import shutil
 import time
 import zipfile
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -330,7 +330,7 @@ def in_memory(array):
 # ====== below: readers, writers, the command ============================================
 
 
-@contextlib.contextmanager
+@contextmanager
 def explain_errors(path, kind="in the format that its name and folder suggest"):
     """Turn any exception into a UserError whose message names the file.
 
@@ -487,7 +487,8 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5"):
     }
     # The name of an optimizer array begins with "state/", and the name of a parameter
     # does not.
-    found, optimizer = {}, {}
+    found = {}
+    optimizer = {}
     for external_name, tensor in tensors.items():
         if not external_name.startswith("state/"):
             found[external_name] = tensor.shape
@@ -517,7 +518,7 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5"):
         )
     for entry in entries:
         tensor = tensors[entry.external_name].transpose(entry.transposed)
-        read = functools.partial(read_floats, tensor, entry.external_name, source)
+        read = partial(read_floats, tensor, entry.external_name, source)
         arrays[entry.name, entry.layer] = Tensor(entry.shape, read)
     data_config = DataConfig("python:", vocab="spiece.model")
     run = Config(name, cfg, data_config, TrainConfig(steps=max(step, 1)))
@@ -635,7 +636,7 @@ def read_added_tokens(folder):
     return sorted(set(tokens))
 
 
-def read_pieces(path, sentinels, vocab_size=math.inf, order=None):
+def read_pieces(path, sentinels, vocab_size, order):
     """Read a SentencePiece vocabulary or a tokenizer.json, and return a data.Tokenizer.
 
     The tokens that were added to the tokenizer become pieces of the vocabulary.
@@ -670,7 +671,8 @@ def read_pieces(path, sentinels, vocab_size=math.inf, order=None):
         added = [(order.index(number), text) for number, text in added]
     if not any("<extra_id_" in piece.piece for piece in proto.pieces):
         if len(proto.pieces) + sentinels > vocab_size:
-            proto.trainer_spec.model_prefix, sentinels = data.NO_SENTINELS, 0
+            proto.trainer_spec.model_prefix = data.NO_SENTINELS
+            sentinels = 0
         data.add_sentinels(proto, sentinels)
         # If a file has no sentinels, data.parse_vocabulary adds 100 sentinels when it
         # reads the file. So store the sentinels in the file only if their number is not
@@ -694,7 +696,9 @@ def read_pieces(path, sentinels, vocab_size=math.inf, order=None):
         for piece in tokens + extra:
             text = piece.piece.removeprefix(SPACE)
             norm_map[text] = f" {text}{space}"
-            piece.piece, piece.score, piece.type = SPACE + text, 0.0, piece.USER_DEFINED
+            piece.piece = SPACE + text
+            piece.score = 0.0
+            piece.type = piece.USER_DEFINED
         rules = sentencepiece.SentencePieceNormalizer(norm_map=list(norm_map.items()))
         proto.normalizer_spec.MergeFromString(rules.serialized_normalizer_spec())
         vocabulary = proto.SerializeToString()
@@ -741,12 +745,17 @@ def reorder_pieces(proto, order):
     for number, piece in enumerate(proto.pieces):
         piece.CopyFrom(old[order[number]])
         if is_special(piece):
-            piece.piece, piece.type = f"<unused_{number}>", piece.UNUSED
+            piece.piece = f"<unused_{number}>"
+            piece.type = piece.UNUSED
     for piece, text in zip(proto.pieces, SPECIAL_PIECES):
-        piece.piece, piece.type = text, piece.CONTROL
+        piece.piece = text
+        piece.type = piece.CONTROL
     proto.pieces[data.UNK].type = piece.UNKNOWN
     trainer = proto.trainer_spec
-    trainer.pad_id, trainer.eos_id, trainer.unk_id, trainer.bos_id = 0, 1, 2, -1
+    trainer.pad_id = 0
+    trainer.eos_id = 1
+    trainer.unk_id = 2
+    trainer.bos_id = -1
     trainer.pad_piece, trainer.eos_piece, trainer.unk_piece = SPECIAL_PIECES
 
 
@@ -852,7 +861,8 @@ def tokenizer_json_to_sentencepiece(path):
     for key, inside in ("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers"):
         step = tokenizer.get(key) or {inside: []}
         steps += step.get(inside, [step])
-    used, norm_map = set(), {}
+    used = set()
+    norm_map = {}
     for step in steps:
         options = [f" {name}={step[name]}" for name in STEP_OPTIONS if name in step]
         used.add(step["type"] + "".join(options))
@@ -926,7 +936,8 @@ def compare_ids(tokenizer, encode, path):
     """
     texts = hard_texts(tokenizer)
     for text in texts:
-        ours, theirs = tokenizer.encode(text), encode(text)
+        ours = tokenizer.encode(text)
+        theirs = encode(text)
         if theirs != ours:
             raise UserError(
                 f"For the text {text!r}, {path} gives the ids {theirs!s:.60}, but the "
@@ -969,11 +980,11 @@ def read_safetensors(file):
     """Return the arrays of a safetensors file as a dict {name: Tensor}."""
     with explain_errors(file, "a complete safetensors file"):
         opened = safetensors.safe_open(file, "numpy")
-        shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}
-    return {
-        name: Tensor(tuple(shape), functools.partial(opened.get_tensor, name))
-        for name, shape in shapes.items()
-    }
+        tensors = {}
+        for name in opened.keys():
+            shape = tuple(opened.get_slice(name).get_shape())
+            tensors[name] = Tensor(shape, partial(opened.get_tensor, name))
+    return tensors
 
 
 def read_pickle(file):
@@ -994,7 +1005,7 @@ def read_pickle(file):
         return (array.float() if array.is_floating_point() else array).numpy()
 
     return {
-        name: Tensor(tuple(array.shape), functools.partial(read, array))
+        name: Tensor(tuple(array.shape), partial(read, array))
         for name, array in arrays.items()
     }
 
@@ -1351,7 +1362,8 @@ def unify_embeddings(tensors, config, folder):
     Raises a UserError if the output layer is missing, or if config.json does not say
     whether its logits are scaled.
     """
-    embed, head_name = "shared.weight", "lm_head.weight"
+    embed = "shared.weight"
+    head_name = "lm_head.weight"
     copies = [embed, "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
     # The published T5 1.0 files contain position biases for cross-attention, which T5
     # does not use. Leave out this array.
@@ -1577,7 +1589,7 @@ def read_mtf(prefix):
         for pattern, replacement in MTF_NAMES.items():
             name = re.sub(pattern, replacement, name)
         name = f"{name}.weight"
-        tensor = Tensor(tuple(shape), functools.partial(reader.get_tensor, variable))
+        tensor = Tensor(tuple(shape), partial(reader.get_tensor, variable))
         if slot:
             name = slot_name(name, MTF_SLOTS.get(slot, slot))
         elif variable == "global_step":
@@ -1718,7 +1730,8 @@ def open_plain(checkpoint, run_dir):
             index.insert(0, slice(layer, layer + 1))
         return partition.read_slice(checkpoint, stored, index, verified).reshape(shape)
 
-    arrays, found = {}, {}
+    arrays = {}
+    found = {}
     for name, stored in manifest["arrays"].items():
         layers, shape = split_layers(name, tuple(stored["shape"]))
         if name.startswith("params/"):
@@ -1727,7 +1740,7 @@ def open_plain(checkpoint, run_dir):
         # shards are memory-mapped, so the cache needs almost no memory.
         verified = {}
         for layer in layers:
-            read_layer = functools.partial(read, stored, verified, layer, shape)
+            read_layer = partial(read, stored, verified, layer, shape)
             arrays[name, layer] = Tensor(shape, read_layer)
     check_arrays(checkpoint, required, found)
     has_vocabulary = (run_dir / "spiece.model").exists()
@@ -1877,14 +1890,17 @@ def write_plain(folder, weights, dtype):
     weights: the Weights of the model.
     dtype: not used, because plain T5 always stores float32.
     """
-    arrays, parts = {}, []
+    arrays = {}
+    parts = []
     for (name, layer), tensor in weights.arrays.items():
-        shape, bounds = tensor.shape, [[0, size] for size in tensor.shape]
+        shape = tensor.shape
+        bounds = [[0, size] for size in tensor.shape]
         if layer is not None:
             # Axis 0 of a stacked array is the layer. For example, layer 3 of an array of
             # shape [8, 512, 384] has the bounds [[3, 4], [0, 512], [0, 384]]. The shape
             # grows with every layer, and is complete after the last layer.
-            shape, bounds = (layer + 1, *shape), [[layer, layer + 1], *bounds]
+            shape = (layer + 1, *shape)
+            bounds = [[layer, layer + 1], *bounds]
         # Arrays without axes are counters, such as the step. Store them as integers.
         kind = "float32" if shape else "int32"
         arrays[name] = {"shape": shape, "dtype": kind}
@@ -1953,11 +1969,13 @@ def write_safetensors(folder, weights, dtype):
     """
     # The arrays that begin in the first 5 GB of the model belong to the first file, the
     # arrays that begin in the next 5 GB belong to the second file, and so on.
-    files, total_size = {}, 0
+    files = {}
+    total_size = 0
     for entry in parameter_entries(weights.cfg.model, HF):
         files.setdefault(total_size // SHARD_BYTES, []).append(entry)
         total_size += math.prod(entry.shape) * dtype.itemsize
-    weight_map, count = {}, len(files)
+    weight_map = {}
+    count = len(files)
     for number, entries in enumerate(files.values(), 1):
         name = f"model-{number:05}-of-{count:05}.safetensors"
         arrays = {}
@@ -1993,7 +2011,8 @@ def refuse_vocabulary(proto):
 
     proto: the ModelProto of the SentencePiece model.
     """
-    trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
+    trainer = proto.trainer_spec
+    normalizer = proto.normalizer_spec
     reasons = {
         "is not a unigram model": trainer.model_type != trainer.UNIGRAM,
         "keeps repeated white space": not normalizer.remove_extra_whitespaces,
@@ -2087,9 +2106,11 @@ def tokenizer_json(vocabulary):
     # has no sentinels, parse_vocabulary has added 100 sentinels to the processor.
     processor = vocabulary.processor
     proto = parse_sentencepiece(processor.serialized_model_proto())
-    vocab, added = [], []
+    vocab = []
+    added = []
     for number, piece in enumerate(proto.pieces):
-        text, is_sentinel = piece.piece, "<extra_id_" in piece.piece
+        text = piece.piece
+        is_sentinel = "<extra_id_" in piece.piece
         is_added = is_sentinel or piece.type == piece.USER_DEFINED
         if is_added:
             text = text.removeprefix(SPACE)
@@ -2221,8 +2242,11 @@ def write_t5x(folder, weights, dtype):
         )
     entries = parameter_entries(cfg, T5X)
     tree = {STEP: np.array(weights.step, np.int32)}
-    rows = {name for name, _ in weights.arrays if name.endswith("/row")}
-    factored = {f"params{name[len('slots') : -len('/row')]}" for name in rows}
+    factored = {
+        name.replace("slots/", "params/", 1).removesuffix("/row")
+        for name, _ in weights.arrays
+        if name.endswith("/row")
+    }
     slots = slot_entries(entries, factored)
     if all((slot.name, slot.layer) in weights.arrays for slot in slots):
         # T5X expects the optimizer arrays m, v, v_row and v_col for every parameter. An
@@ -2291,7 +2315,7 @@ def write_zarr(folder, name, array):
 WRITERS = {"plain": write_plain, "hf": write_hf, "t5x": write_t5x}
 
 
-@contextlib.contextmanager
+@contextmanager
 def atomic_destination(destination):
     """Yield a temporary folder that is renamed to `destination` at the end.
 

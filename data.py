@@ -46,9 +46,7 @@ import array
 import ast
 import bisect
 import bz2
-import contextlib
 import csv
-import functools
 import glob
 import gzip
 import hashlib
@@ -66,6 +64,8 @@ import timeit
 import zlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -164,19 +164,18 @@ class Tokenizer:
         return words.replace("\u2581", " ")  # SentencePiece stores a space as U+2581
 
     def content(self, ids):
-        """Return the token ids before the first EOS, without padding, as a list."""
-        ids = itertools.takewhile(lambda i: i != EOS, map(int, ids))
-        return [i for i in ids if i != PAD]
-
-    def decode(self, ids):
-        """Return the text of the token ids before the first EOS, without padding.
+        """Return the token ids before the first EOS, without padding, as a list.
 
         An id that is not in the vocabulary becomes the unknown token. A model can predict
         such an id. For example, T5's embedding table has 32,128 rows, but T5's vocabulary
         has only 32,100 tokens.
         """
-        known = [i if i < self.size else UNK for i in self.content(ids)]
-        return self.processor.decode(known)
+        ids = itertools.takewhile(lambda i: i != EOS, map(int, ids))
+        return [i if i < self.size else UNK for i in ids if i != PAD]
+
+    def decode(self, ids):
+        """Return the text of the token ids before the first EOS, without padding."""
+        return self.processor.decode(self.content(ids))
 
 
 def is_content(ids, tokenizer):
@@ -792,12 +791,12 @@ class TrainingPlan:
         # row_starts[b] is the number of the first row of block b. Block 0 begins with row
         # 0. If an earlier run has saved a longer list, read the saved list.
         self.row_starts = [0]
-        with contextlib.suppress(UserError):  # ignore a missing or damaged file
+        with suppress(UserError):  # ignore a missing or damaged file
             self.row_starts = configs.read_checked(path, {"starts": [int]})["starts"]
         # For each block, `packing` returns the list of its rows that are packed so far,
         # and the generator that packs its other rows.
-        self.packing = functools.lru_cache(3)(lambda block: ([], self.pack_block(block)))
-        self.plan_block = functools.lru_cache(3)(self.plan_block)
+        self.packing = lru_cache(3)(lambda block: ([], self.pack_block(block)))
+        self.plan_block = lru_cache(3)(self.plan_block)
 
     def samples(self, row_number):
         """Return which samples are in a row, as two arrays: tasks and sample numbers.
@@ -963,17 +962,15 @@ class ByteTokenizer(Tokenizer):
         for text in texts:
             # re.split separates the sentinels from the text between them. For example,
             # "a<extra_id_7>b" becomes ["a", "<extra_id_7>", "b"].
-            parts = re.split(r"(<extra_id_\d{1,9}>)", text)
-            ids = [self.encode_part(part) for part in parts]
+            ids = []
+            for part in re.split(r"(<extra_id_\d{1,9}>)", text):
+                sentinel = re.fullmatch("<extra_id_(0|[1-9][0-9]*)>", part)
+                if sentinel and int(sentinel[1]) < self.sentinels:
+                    ids.append([self.size - 1 - int(sentinel[1])])
+                else:
+                    ids.append(np.frombuffer(part.encode(), np.uint8) + 3)
             encoded.append(np.concatenate(ids, dtype=np.int32))
         return encoded
-
-    def encode_part(self, part):
-        """Return one id for a sentinel, or one id for each byte of any other text."""
-        sentinel = re.fullmatch("<extra_id_(0|[1-9][0-9]*)>", part)
-        if sentinel and int(sentinel[1]) < self.sentinels:
-            return [self.size - 1 - int(sentinel[1])]
-        return np.frombuffer(part.encode(), np.uint8) + 3
 
     def raw_text(self, ids):
         """Turn token ids into text that shows the special tokens.
@@ -996,8 +993,8 @@ class ByteTokenizer(Tokenizer):
         Padding, sentinels and UNK are left out, and so are bytes that are not valid
         UTF-8.
         """
-        content = self.content(ids)
-        return self.raw_text(i for i in content if 3 <= i < self.sentinel_ids.start)
+        ids = self.content(ids)
+        return self.raw_text(i for i in ids if 3 <= i < self.sentinel_ids.start)
 
 
 class IdTokenizer(Tokenizer):
@@ -1087,7 +1084,7 @@ class PatternTokenizer(Tokenizer):
 
         An id that is not in the vocabulary becomes "<unk>".
         """
-        return self.raw_text(i if i < self.size else UNK for i in self.content(ids))
+        return self.raw_text(self.content(ids))
 
 
 def add_sentinels(model, number):
@@ -1137,7 +1134,7 @@ PATTERN_FILE = b'{"pattern": '  # the first bytes of a serialized PatternTokeniz
 
 
 # Cache the result, because hundreds of tasks in a mixture may use the same vocabulary.
-@functools.lru_cache(maxsize=4)
+@lru_cache(maxsize=4)
 def parse_vocabulary(serialized, name="the vocabulary"):
     """Build a Tokenizer from the bytes of a SentencePiece model file.
 
@@ -1248,12 +1245,15 @@ def load_run_tokenizer(run_dir):
     return tokenizer
 
 
-def train_tokenizer(texts, pieces, max_characters=1 << 27):
+# A vocabulary is trained on at most this many characters, which takes one or two minutes.
+VOCABULARY_CHARACTERS = 1 << 27
+
+
+def train_tokenizer(texts, pieces):
     """Train a SentencePiece unigram model on texts and return its Tokenizer.
 
-    At most `max_characters` characters are read. With the default, training takes one or
-    two minutes. If the texts are too short for a vocabulary of this size, the function
-    raises UserError.
+    At most VOCABULARY_CHARACTERS characters are read. If the texts are too short for a
+    vocabulary of this size, the function raises UserError.
 
     texts: an iterable of strings. pieces: the size of the vocabulary without its
     sentinels.
@@ -1265,7 +1265,7 @@ def train_tokenizer(texts, pieces, max_characters=1 << 27):
             # 4,000 characters, because a UTF-8 character has at most 4 bytes.
             lines += re.findall(".{1,4000}", "\n".join(text.splitlines()))
             bar.update(len(text))
-            if bar.n >= max_characters:
+            if bar.n >= VOCABULARY_CHARACTERS:
                 break
         note(f"training a vocabulary of {pieces:,} pieces on {bar.n:,} characters")
     if not lines:
@@ -1380,7 +1380,7 @@ def digest(value):
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-@functools.cache
+@cache
 def python_documents():
     """Return texts from the local Python installation as a list of strings.
 
@@ -1420,8 +1420,7 @@ def generated_source(name, stamp, examples, splits):
             yield f"{name} {split} {number}", example
 
     return [
-        SourceFile(f"{name} {split}", stamp, functools.partial(read, split))
-        for split in splits
+        SourceFile(f"{name} {split}", stamp, partial(read, split)) for split in splits
     ]
 
 
@@ -1547,7 +1546,7 @@ def check_regular(path):
         )
 
 
-@functools.cache
+@cache
 def check_loop(folder):
     """Raise UserError if the path of a folder goes through the same folder twice.
 
@@ -1573,17 +1572,17 @@ def find_files(pattern, pipes=False):
 
     pipes: whether a path may be a FIFO or a device. If not, such a path is a UserError.
     """
-    found = {}
+    found = []
     if "://" not in pattern:
-        for path in glob.iglob(os.path.expanduser(pattern), recursive=True):
+        for path in sorted({*glob.iglob(os.path.expanduser(pattern), recursive=True)}):
             if "**" in pattern:
                 check_loop(os.path.dirname(os.path.abspath(path)))
             if not pipes:
                 check_regular(path)
             if not os.path.isdir(path):
                 stat = os.stat(path)
-                found[path] = [stat.st_size, stat.st_mtime_ns]
-        return sorted(found.items())
+                found.append((path, [stat.st_size, stat.st_mtime_ns]))
+        return found
     import fsspec
 
     try:
@@ -1593,14 +1592,14 @@ def find_files(pattern, pipes=False):
         raise UserError(
             f"{pattern} cannot be read ({error}): check the path and your access to it."
         ) from error
-    for path, info in infos.items():
+    for path, info in sorted(infos.items()):
         if info["type"] == "file":
             # Each remote file system has its own entry for the version of a file, such as
             # "etag", "ETag", "updated" or "LastModified". So hash all entries except
             # "time". In some file systems, "time" is when the file was last read.
             version = digest(info | {"time": None})
-            found[system.unstrip_protocol(path)] = [info["size"], version]
-    return sorted(found.items())
+            found.append((system.unstrip_protocol(path), [info["size"], version]))
+    return found
 
 
 GROUP_BYTES = 1 << 26  # 64 MiB: the size at which a group of small files is complete
@@ -1661,8 +1660,7 @@ def group_files(files, read):
                 bad(path, f"is damaged ({error})")
 
     return [
-        SourceFile(group[0][0], group, functools.partial(read_group, group))
-        for group in groups
+        SourceFile(group[0][0], group, partial(read_group, group)) for group in groups
     ]
 
 
@@ -1694,8 +1692,7 @@ def file_source(read, pattern, split, cfg, whole, partners=()):
     if whole or "{split}" in pattern:
         return files
     # Count decompressed bytes, so that compression does not change what is held out.
-    size = text_size([*found, *partners], 100 * HELD_OUT_BYTES)
-    held_out = min(HELD_OUT_BYTES, size // 100)
+    held_out = min(HELD_OUT_BYTES, text_size([*found, *partners]) // 100)
 
     def read_first(bad):
         seen = 0  # how many characters or token ids all examples had so far
@@ -1722,7 +1719,9 @@ def file_source(read, pattern, split, cfg, whole, partners=()):
 # has fewer than LINE_BYTES bytes. A document of several lines has at most
 # DOCUMENT_CHARACTERS characters. A text is tokenized in parts of at most PART_CHARACTERS
 # characters.
-LINE_BYTES, DOCUMENT_CHARACTERS, PART_CHARACTERS = 1 << 27, 1 << 24, 1 << 20
+LINE_BYTES = 1 << 27
+DOCUMENT_CHARACTERS = 1 << 24
+PART_CHARACTERS = 1 << 20
 # This table helps to explain why a file cannot be read as text. Each key holds the first
 # bytes of another file format. The value names the format and says what to do.
 OTHER_FILES = {
@@ -1772,19 +1771,21 @@ def open_text(path):
     return file
 
 
-def text_size(files, enough):
+def text_size(files):
     """Return the number of bytes of all files, after decompression.
 
-    Decompressing many files takes long, so the function stops counting at `enough` bytes.
+    Decompressing many files takes long. So the function stops counting at 100 times
+    HELD_OUT_BYTES, because more bytes do not change which text is held out.
 
     files: pairs (path, [size, time]), as find_files returns them.
     """
+    enough = 100 * HELD_OUT_BYTES
     total = 0
     for path, (size, _) in files:
         if total >= enough:
             return total
         if path.endswith(tuple(COMPRESSED)):
-            with contextlib.suppress(EOFError, OSError, lzma.LZMAError, zlib.error):
+            with suppress(EOFError, OSError, lzma.LZMAError, zlib.error):
                 with open_text(path) as file:
                     while total < enough and (part := file.read(1 << 20)):
                         total += len(part)
@@ -1949,7 +1950,7 @@ def table_source(kind, pattern, split, cfg, whole):
     kind: "csv" or "tsv".
     """
     has_header = not any(column.isdecimal() for column in source_fields(cfg).values())
-    read = functools.partial(read_table, DELIMITERS[kind], has_header)
+    read = partial(read_table, DELIMITERS[kind], has_header)
     return file_source(read, pattern, split, cfg, whole)
 
 
@@ -2062,7 +2063,7 @@ def find_tfds(name, cfg):
     raise MissingSource(problem, TFDS_REMEDY)
 
 
-@functools.cache
+@cache
 def import_tfds():
     """Import TensorFlow Datasets (TFDS), and prevent TFDS from running foreign code.
 
@@ -2149,7 +2150,7 @@ def tfds_source(name, split, cfg, whole):
                 bad(where, f"is missing or damaged ({problem})")
 
     return [
-        SourceFile(f"{folder} {split} {start}", [stamp], functools.partial(read, start))
+        SourceFile(f"{folder} {split} {start}", [stamp], partial(read, start))
         for start in range(0, count, TFDS_RANGE)
     ]
 
@@ -2195,21 +2196,17 @@ def hf_source(name, split, cfg, whole):
     files = (builder.config.data_files or {}).values()
     stamp = [digest([[list(paths), paths.origin_metadata] for paths in files])]
     return [
-        SourceFile(f"shard {shard}", stamp, functools.partial(read, shard))
+        SourceFile(f"shard {shard}", stamp, partial(read, shard))
         for shard in range(stream.num_shards)
     ]
 
 
-@functools.cache
-def crc32c_table():
-    """Return the lookup table of CRC-32C, with one integer for each of the 256 bytes."""
-    # A CRC is the remainder of a polynomial division. Entry b of the list is the
-    # remainder of the byte b. Each step of the division handles one bit.
-    # 0x82F63B78 is the polynomial of CRC-32C, with its bits in reverse order.
-    table = np.arange(256)
-    for _ in range(8):
-        table = table >> 1 ^ (table & 1) * 0x82F63B78
-    return table.tolist()
+# A CRC is the remainder of a polynomial division. Entry b of this lookup table is the
+# remainder of the byte b. Each step of the division handles one bit. 0x82F63B78 is the
+# polynomial of CRC-32C, with its bits in reverse order.
+CRC32C_TABLE = np.arange(256)
+for _ in range(8):
+    CRC32C_TABLE = CRC32C_TABLE >> 1 ^ (CRC32C_TABLE & 1) * 0x82F63B78
 
 
 def crc32c(content):
@@ -2221,7 +2218,7 @@ def crc32c(content):
     >>> hex(crc32c(b"123456789"))
     '0xe3069283'
     """
-    table = crc32c_table()
+    table = CRC32C_TABLE.tolist()
     crc = 0xFFFFFFFF
     for byte in content:
         crc = crc >> 8 ^ table[crc & 255 ^ byte]
@@ -2265,7 +2262,7 @@ def read_tfds_records(shards, start):
     """
 
     def read(path):
-        with contextlib.suppress(EOFError):
+        with suppress(EOFError):
             yield from read_tfrecords(str(path))
         yield from itertools.repeat(None)
 
@@ -2347,7 +2344,7 @@ def seqio_source(name, split, cfg, whole):
                     f"warning: {shard} is empty, so it contains no examples. If the "
                     f"original file is not empty, copy it again."
                 )
-        files += group_files(shards, functools.partial(read_seqio, info["features"]))
+        files += group_files(shards, partial(read_seqio, info["features"]))
     return files
 
 
@@ -2357,10 +2354,10 @@ SOURCES |= {
     "text": text_source,
     "tfds": tfds_source,
     "hf": hf_source,
-    "jsonl": functools.partial(file_source, read_jsonl),
-    "parquet": functools.partial(file_source, read_parquet),
-    "csv": functools.partial(table_source, "csv"),
-    "tsv": functools.partial(table_source, "tsv"),
+    "jsonl": partial(file_source, read_jsonl),
+    "parquet": partial(file_source, read_parquet),
+    "csv": partial(table_source, "csv"),
+    "tsv": partial(table_source, "tsv"),
     "lines": lines_source,
     "seqio": seqio_source,
     "reverse": reverse_source,
@@ -2416,7 +2413,24 @@ def open_source(source, split, cfg, whole=False):
     # If a recipe file defines this kind of source, its code decides which texts are read.
     # So add a hash of the code to each stamp.
     code = configs.TASK_CODE.get(f"{kind}:", [])
-    return [file._replace(stamp=[*file.stamp, *code]) for file in files]
+    files = [file._replace(stamp=[*file.stamp, *code]) for file in files]
+    return rename_fields(files, cfg)
+
+
+def rename_fields(files, cfg):
+    """Return SourceFiles whose examples have the fields that --data.fields names.
+
+    For example, --data.fields text=content gives each example the field `text`, with the
+    value of its field `content`.
+    """
+    fields = source_fields(cfg).items()
+
+    def read(file, bad):
+        for where, example in file.read(bad):
+            example |= {new: example[old] for new, old in fields if old in example}
+            yield where, example
+
+    return [file._replace(read=partial(read, file)) for file in files]
 
 
 class InvalidExamples:
@@ -2430,7 +2444,8 @@ class InvalidExamples:
     """
 
     def __init__(self, on_error):
-        self.stop, self.count = on_error == "stop", 0
+        self.stop = on_error == "stop"
+        self.count = 0
 
     def __call__(self, where, what):
         if self.stop:
@@ -2539,8 +2554,8 @@ def format_stsb(example):
     becomes "3.8". The similarity is between 0 and 5.
     """
     score = np.round(np.float32(example["label"]) * 5) / 5
-    fill = template("stsb sentence1: {sentence1} sentence2: {sentence2}", f"{score:.1f}")
-    return fill(example)
+    fill = template("stsb sentence1: {sentence1} sentence2: {sentence2}", "{label:.1f}")
+    return fill(example | {"label": score})
 
 
 def format_multirc(example):
@@ -2864,7 +2879,8 @@ def read_catalogue(text):
     for entry in text.strip().split("\n\n"):
         first_line, inputs, targets = map(str.strip, entry.split("\n"))
         name, source, metrics, *splits = first_line.split()
-        metrics, splits = re.findall(r"\w+", metrics), tuple(splits) or Task().splits
+        metrics = re.findall(r"\w+", metrics)
+        splits = tuple(splits) or Task().splits
         task = Task(source, template(inputs, targets), tuple(metrics), splits=splits)
         labels = tuple(targets.split(" | "))
         if len(labels) > 1:
@@ -2909,12 +2925,12 @@ TASKS |= {
     ),
     "super_glue_wsc_v102_simple_train": Task(
         "tfds:super_glue/wsc.fixed:1.0.2",
-        functools.partial(format_wsc, True),
+        partial(format_wsc, True),
         splits=("train",),
     ),
     "super_glue_wsc_v102_simple_eval": Task(
         "tfds:super_glue/wsc.fixed:1.0.2",
-        functools.partial(format_wsc, False),
+        partial(format_wsc, False),
         ("accuracy",),
         postprocess="wsc",
         splits=("validation", "test"),
@@ -2957,7 +2973,7 @@ class BySizes(NamedTuple):
     """A mixture whose rates are a function of the sizes of all its tasks at once.
 
     The size of a task is the number of its training tokens. For example,
-    BySizes(("german", "welsh"), functools.partial(unimax, budget=1e9)) samples two tasks
+    BySizes(("german", "welsh"), partial(unimax, budget=1e9)) samples two tasks
     by UniMax.
 
     tasks: the names of the tasks, which are not mixtures.
@@ -3088,11 +3104,11 @@ def t0_mixture(name, cfg):
 
     name: a key of T0_MIXTURES. cfg: the Config.
     """
-    ending = "_score_eval"
+    is_scored = name.endswith("_score_eval")
     folders = [
         folder
         for folder in sorted(p3_sources(cfg))
-        if folder.endswith(ending) == name.endswith(ending)
+        if folder.endswith("_score_eval") == is_scored
     ]
     if not folders:
         raise UserError(
@@ -3105,7 +3121,7 @@ def t0_mixture(name, cfg):
         dataset, size, *roles = row.split()
         templates = [folder for folder in folders if folder.startswith(f"{dataset}_")]
         rate = int(size)
-        if name.endswith(ending):
+        if is_scored:
             rate = 1
         elif rate > T0_CAP and templates:
             rate = T0_CAP // len(templates)
@@ -3128,14 +3144,9 @@ P3_FILES = {
 }
 
 
-def p3_root(cfg):
-    """Return the path of the folder that contains the dataset collection P3.
-
-    For example, --data.source "seqio:data/p3/*" gives "data/p3". If the kind of the
-    source is neither seqio nor parquet, the result is "".
-    """
-    kind, _, name = cfg.data.source.partition(":")
-    return name.removesuffix("*").rstrip("/") if kind in P3_FILES else ""
+def names_p3(cfg):
+    """Return whether --data.source may name the folder of the dataset collection P3."""
+    return cfg.data.source.partition(":")[0] in P3_FILES
 
 
 def p3_sources(cfg, folder="*"):
@@ -3147,8 +3158,8 @@ def p3_sources(cfg, folder="*"):
 
     folder: the name of a P3 folder, or "*" for all folders.
     """
-    kind = cfg.data.source.partition(":")[0]
-    root = p3_root(cfg)
+    kind, _, name = cfg.data.source.partition(":")
+    root = name.removesuffix("*").rstrip("/")
     sources = {}
     for files, splits in P3_FILES.get(kind, {}).items():
         for path, _ in find_files(f"{root}/{folder}/{files}"):
@@ -3195,7 +3206,7 @@ MIXTURES |= {
         "by_rule_even": 1,
     },
 }
-MIXTURES |= {name: functools.partial(t0_mixture, name) for name in T0_MIXTURES}
+MIXTURES |= {name: partial(t0_mixture, name) for name in T0_MIXTURES}
 
 
 def mixture_rates(name, cfg, count=lambda task, what: 1, within=()):
@@ -3291,7 +3302,7 @@ def check_tasks(cfg):
     # The tasks of a mixture have their own sources, so --data.source must not be set.
     # Only the mixtures of T0 need --data.source, which names the folder of P3 (T0's
     # datasets).
-    other_source = data.validation_source or data.source and not p3_root(cfg)
+    other_source = data.validation_source or data.source and not names_p3(cfg)
     if data.task in MIXTURES and other_source:
         raise UserError(
             f"--data.source and --data.validation_source cannot be used with the mixture "
@@ -3395,7 +3406,7 @@ def source_fields(cfg):
         ) from None
 
 
-def formatted_examples(source_file, bad, task, cfg, size=math.inf):
+def formatted_examples(source_file, bad, task, size=math.inf):
     """Read the examples of a SourceFile, and yield them in the format of a task.
 
     Each result is a tuple (where, number, row, texts). `where` is the place of the
@@ -3407,13 +3418,8 @@ def formatted_examples(source_file, bad, task, cfg, size=math.inf):
     bad: a function to which invalid examples are reported. size: the size of the
     vocabulary. Token ids must be below this size.
     """
-    names = source_fields(cfg)
     features = task.objective.features
     for number, (where, example) in enumerate(source_file.read(bad)):
-        if names:
-            example |= {
-                key: example[name] for key, name in names.items() if name in example
-            }
         try:
             for row in task.format(example):
                 texts = tuple(row.get(feature) for feature in features)
@@ -3481,7 +3487,8 @@ def invalid_reason(value, size):
 # depends only on the source and the vocabulary.
 
 # The first shard has about 262,000 tokens. Later shards grow to about 34 million tokens.
-FIRST_SHARD_TOKENS, SHARD_TOKENS = 1 << 18, 1 << 25
+FIRST_SHARD_TOKENS = 1 << 18
+SHARD_TOKENS = 1 << 25
 ENCODE_CHARACTERS = 1 << 21  # tokenize texts in batches of about two million characters
 TEXT_OVERHEAD = 100  # a text of n characters counts as n + 100 characters
 SHARD_METADATA = {
@@ -3536,7 +3543,7 @@ def source_identity(name, task, files, cfg):
     identity = [stamps, task.objective.features, cfg.data.fields]
     if task.format in (as_it_is, text_to_text) or not files:
         return identity
-    examples = formatted_examples(files[0], InvalidExamples("skip"), task, cfg)
+    examples = formatted_examples(files[0], InvalidExamples("skip"), task)
     texts = [texts for *_, texts in itertools.islice(examples, 100)]
     code = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
     return [*identity, str(texts), code, configs.TASK_CODE.get(name)]
@@ -3590,7 +3597,7 @@ def prepare_vocabulary(cfg, split="train"):
     identity = [source_identity(name, *opened[name], cfg) for name in opened]
     folder = prepared_path(cfg.data.task, [pieces, *identity], cfg)
     path = Path(f"{folder}.vocabulary.json")
-    with contextlib.suppress(UserError):  # train again if the file is missing or damaged
+    with suppress(UserError):  # train again if the file is missing or damaged
         model = configs.read_checked(path, {"model": str})["model"]
         return parse_vocabulary(bytes.fromhex(model))
     tokenizer = train_tokenizer(vocabulary_texts(opened.values(), cfg), pieces)
@@ -3608,7 +3615,7 @@ def vocabulary_texts(opened, cfg):
 
     def texts_of(task, files):
         for file in files:
-            for *_, texts in formatted_examples(file, invalid, task, cfg):
+            for *_, texts in formatted_examples(file, invalid, task):
                 yield from (text for text in texts if isinstance(text, str))
 
     texts = [texts_of(task, files) for task, files in opened]
@@ -3699,7 +3706,8 @@ def split_into_chunks(ends, objective, data):
     first_starts = np.append(0, ends[:-1, -1])[: len(ends)]
     if len(objective.features) > 1:
         return np.column_stack([first_starts, ends])
-    ends, length = ends[:, 0], objective.length(data)
+    ends = ends[:, 0]
+    length = objective.length(data)
     # `count` is how many chunks each document has, and `number` numbers the chunks within
     # each document. For example, if `count` is [3, 2], `number` is [0, 1, 2, 0, 1].
     count = -(-(ends - first_starts) // length)
@@ -3746,8 +3754,8 @@ class Corpus:
         # all chunks so far. For example, two shards with 7 and 5 chunks give [0, 7, 12].
         self.starts = [0]
         self.next_position = [0, 0, 0] if self.files else []  # [] is the end
-        self.chunk_bounds = functools.lru_cache(3)(self.chunk_bounds)
-        self.shard_ids = functools.lru_cache(8)(self.shard_ids)
+        self.chunk_bounds = lru_cache(3)(self.chunk_bounds)
+        self.shard_ids = lru_cache(8)(self.shard_ids)
         # This dict maps the position of the next shard to the generator that will yield
         # the tokens of this shard. The generator continues where the previous shard has
         # ended, so no text is read twice.
@@ -3832,7 +3840,7 @@ class Corpus:
 
         An error is raised again later, when the shard is needed.
         """
-        with PREFETCH_LOCK, contextlib.suppress(Exception):
+        with PREFETCH_LOCK, suppress(Exception):
             self.shard(number)
 
     def find_chunks(self, numbers):
@@ -3920,7 +3928,7 @@ class Corpus:
         """
         path = self.path(position, "json")
         with self.lock, configs.lock(path.with_suffix(".lock"), wait=True):
-            with contextlib.suppress(UserError):  # metadata missing or damaged
+            with suppress(UserError):  # metadata missing or damaged
                 return configs.read_checked(path, SHARD_METADATA)
             reader = self.readers.pop(tuple(position), None) or self.tokenize(*position)
             ids, lengths, next_position = next(reader)
@@ -3961,13 +3969,14 @@ class Corpus:
         first: the number of the example at which the first yielded shard begins.
         """
         examples = formatted_examples(
-            self.files[file], self.invalid, self.task, self.cfg, self.tokenizer.size
+            self.files[file], self.invalid, self.task, self.tokenizer.size
         )
         texts = ((number, texts) for _, number, _, texts in examples if number >= first)
         dtype = self.dtypes["ids"]
         # Collect bytes and integers, which need much less memory than one NumPy array for
         # each text.
-        ids, lengths = bytearray(), array.array("i")
+        ids = bytearray()
+        lengths = array.array("i")
         last = None  # the number of the example that gave the previous document
         with progress_bar(f"tokenizing {self.title}", "token") as bar:
             for number, document in encode_in_background(
@@ -3982,7 +3991,8 @@ class Corpus:
                 if len(ids) >= limit * dtype().itemsize and number != last:
                     shard += 1
                     yield np.frombuffer(ids, dtype), lengths, [file, shard, number]
-                    ids, lengths = bytearray(), array.array("i")
+                    ids = bytearray()
+                    lengths = array.array("i")
                 for text in document:
                     ids += text.astype(dtype).data
                     lengths.append(len(text))
@@ -4021,14 +4031,13 @@ class Corpus:
             )
 
 
-class HeldOutPlan:
+class HeldOutPlan(NamedTuple):
     """Place held-out examples in the rows of batches, one example in each row.
 
     Examples are neither shuffled nor packed, so row 7 holds example 7.
     """
 
-    def __init__(self, examples):
-        self.corpus = examples.corpus
+    corpus: Corpus
 
     def samples(self, row_number):
         """Return the index of the task and the number of the example in a row.
@@ -4041,17 +4050,15 @@ class HeldOutPlan:
         return np.zeros_like(sample), sample
 
 
-class Dataset:
+class Dataset(NamedTuple):
     """Make the batches of one split of a task or mixture.
 
     For example, dataset.batch(7) returns the Batch of step 7.
-
-    tasks: a list with the Examples object of each task.
-    plan: a TrainingPlan or HeldOutPlan, which assigns examples to rows.
     """
 
-    def __init__(self, tasks, plan, cfg):
-        self.tasks, self.plan, self.cfg = tasks, plan, cfg
+    tasks: list  # the Examples object of each task
+    plan: TrainingPlan | HeldOutPlan  # assigns examples to rows
+    cfg: configs.Config
 
     def batch(self, step, rows=None):
         """Return the Batch of a step.
@@ -4121,7 +4128,7 @@ def prepare(cfg, split, tokenizer):
     check_vocab_size(tokenizer.size, cfg)
     opened = open_tasks(cfg, split)
 
-    @functools.cache
+    @cache
     def open_corpus(name):
         corpus = Corpus(name, split, tokenizer, cfg, opened.get(name))
         if not corpus.shard_starts(1)[-1]:
@@ -4141,7 +4148,7 @@ def prepare(cfg, split, tokenizer):
     ]
     check_lengths(tasks, cfg.data, f"{cfg.data.task}, {split}")
     if split != "train":
-        return Dataset(tasks, HeldOutPlan(tasks[0]), cfg)
+        return Dataset(tasks, HeldOutPlan(tasks[0].corpus), cfg)
     rates = list(rates.values())
     plan = TrainingPlan(tasks, rates, cfg, plan_path(tasks, rates, cfg))
     return Dataset(tasks, plan, cfg)
@@ -4219,7 +4226,7 @@ def read_task(name, split, cfg, bad, size=math.inf):
     """
     task, files = open_task(name, split, cfg)
     for file in files:
-        for where, _, example, _ in formatted_examples(file, bad, task, cfg, size):
+        for where, _, example, _ in formatted_examples(file, bad, task, size):
             yield where, example
 
 
@@ -4250,7 +4257,7 @@ def evaluation_config(task, cfg):
     }
     if is_file and "{split}" not in source and source not in trained:
         changes["data.validation_source"] = source
-    if task not in TASKS and p3_root(cfg):
+    if task not in TASKS and names_p3(cfg):
         # The task belongs to P3, and --data.source says where P3 is stored.
         changes["data.source"] = cfg.data.source
     return configs.override(cfg, changes)
@@ -4370,7 +4377,7 @@ def color_row(ids, segments, tokenizer):
 def first_split(cfg):
     """Return "train" if this split exists, otherwise "validation" or "test"."""
     for split in Task().splits:
-        with contextlib.suppress(MissingSplit):
+        with suppress(MissingSplit):
             open_tasks(cfg, split)
             return split
     # If the source has none of these splits, return "train". The caller then raises

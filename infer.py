@@ -57,7 +57,6 @@ The shapes in this file use the following letters:
 """
 
 import csv
-import functools
 import io
 import itertools
 import json
@@ -66,6 +65,7 @@ import re
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 # Importing configs also prepares the process for Ctrl-C and for UTF-8 texts. Do this
@@ -95,7 +95,7 @@ from partition import read_vector_head
 
 # The function einsum is jnp.einsum with a float32 result, even for bfloat16 arrays. The
 # lower part of this file replaces this function by a version that is faster on a TPU.
-einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def cached_attention(q, k, v, bias, mask):
@@ -626,13 +626,13 @@ def generate(
     if decode.beams:
         N = decode.beams
         start, result = start_beams, beam_result
-        step = functools.partial(beam_step, decode=decode)
+        step = partial(beam_step, decode=decode)
     elif decode.temperature > 1e-4 or decode.top_k or decode.top_p:
         # A temperature of at most 1e-4 means greedy decoding, as in T5X, unless top_k or
         # top_p is set.
         N = decode.num_return
         start, result = start_greedy, greedy_result
-        step = functools.partial(sampling_step, decode=decode, seed=seed)
+        step = partial(sampling_step, decode=decode, seed=seed)
     else:
         N = 1
         start, step, result = start_greedy, greedy_step, greedy_result
@@ -646,7 +646,7 @@ def generate(
     cache, fixed = init_cache(params, cfg, encoded, length, N)
     # A function wrapped in for_own_rows runs on each device, for that device's rows of
     # the batch only.
-    for_own_rows = functools.partial(jax.shard_map, out_specs=P("data"))
+    for_own_rows = partial(jax.shard_map, out_specs=P("data"))
 
     @for_own_rows
     def next_ids(state, logits, at):
@@ -795,7 +795,8 @@ class Trie(NamedTuple):
             inner = step(inner, jnp.where(allowed, log_probs, -1e9), at)
             if isinstance(inner, BeamState):
                 parents = inner.ancestors[:, :, at]
-                edges, ids = take_beams(edges, parents), take_beams(ids, parents)
+                edges = take_beams(edges, parents)
+                ids = take_beams(ids, parents)
             # Each output moves along the edge with its chosen id to the next node. An
             # output that has already ended returns to the root.
             chosen = ids == inner.ids[:, :, at, None]
@@ -1059,18 +1060,17 @@ def split_spans(ids, tokenizer):
 
     For example, [8, <extra_id_0>, 5, 6] becomes [(None, [8]), (0, [5, 6])]. Each pair has
     the number of a sentinel and the ids after this sentinel. The first pair has None and
-    the ids before the first sentinel. EOS and all later ids are left out.
+    the ids before the first sentinel. EOS and all later ids are left out. An id that is
+    not in the vocabulary becomes UNK, the unknown token.
     """
     spans = [(None, [])]
-    for i in cut_at_eos(ids):
+    for i in tokenizer.content(ids):
         if i in tokenizer.sentinel_ids:
             # The ids of the sentinels count down. For example, if <extra_id_0> has the id
             # 999, then <extra_id_1> has the id 998.
             spans.append((tokenizer.sentinel_ids[-1] - i, []))
         else:
-            # A model can generate ids that the vocabulary does not have. Such an id is
-            # replaced by UNK, the unknown token.
-            spans[-1][1].append(i if i < tokenizer.size else data.UNK)
+            spans[-1][1].append(i)
     return spans
 
 
@@ -1187,8 +1187,8 @@ def read_texts(path, bad):
 READERS = {
     "jsonl": data.read_jsonl,
     "parquet": data.read_parquet,
-    "csv": functools.partial(data.read_table, ",", True),
-    "tsv": functools.partial(data.read_table, "\t", True),
+    "csv": partial(data.read_table, ",", True),
+    "tsv": partial(data.read_table, "\t", True),
     "text": read_texts,
 }
 
@@ -1210,7 +1210,7 @@ def open_input(name, cfg):
         name, split = f"{rest}:validation".split(":")[:2]
         cfg = data.evaluation_config(name, cfg)
         task, files = data.open_task(name, split, cfg)
-        read = functools.partial(data.read_task, name, split, cfg)
+        read = partial(data.read_task, name, split, cfg)
         return task, read, data.source_identity(name, task, files, cfg)
     if kind in data.SOURCES:
         files = data.open_source(name, "validation", cfg, whole=True)
@@ -1407,7 +1407,7 @@ def open_partial(output, job, begun):
     return file, lines
 
 
-def finish_output(partial, path, field):
+def finish_output(unfinished, path, field):
     """Convert OUTPUT.partial, a JSONL file, to the kind of file that --output names.
 
     An .npz file gets the ids and the vectors of all lines. A line with an error has no
@@ -1421,12 +1421,12 @@ def finish_output(partial, path, field):
     become spaces, so that line n of the file belongs to example n. If an example has an
     error, its line is empty.
 
-    partial: the path of the JSONL file. path: the path of OUTPUT.
+    unfinished: the path of the JSONL file. path: the path of OUTPUT.
     field: the name of the field of a line that holds the vectors.
     """
 
     def read_lines():
-        with open(partial) as file:
+        with open(unfinished) as file:
             yield from map(json.loads, file)
 
     kind = data.file_kind(path)
@@ -1446,25 +1446,20 @@ def finish_output(partial, path, field):
         )
     elif kind in data.DELIMITERS:
         names = dict.fromkeys(name for line in read_lines() for name in line)
-        delimiter = data.DELIMITERS[kind]
-        table = csv.DictWriter(content, names, delimiter=delimiter, lineterminator="\n")
-        table.writeheader()
+        table = csv.writer(content, delimiter=data.DELIMITERS[kind], lineterminator="\n")
+        table.writerow(names)
         for line in read_lines():
-            table.writerow(
-                {
-                    name: value if isinstance(value, str) else json.dumps(value)
-                    for name, value in line.items()
-                }
-            )
+            values = [line.get(name, "") for name in names]
+            table.writerow(x if isinstance(x, str) else json.dumps(x) for x in values)
     elif kind == "text":
         for line in read_lines():
             result = line.get("prediction", line.get("score", ""))
             content.write(" ".join(str(result).splitlines()) + "\n")
     else:
-        os.replace(partial, path)
+        os.replace(unfinished, path)
         return
     configs.write_file(path, content.getvalue())
-    os.remove(partial)
+    os.remove(unfinished)
 
 
 def run_file(args, cfg, mesh, tokenizer):
@@ -1475,7 +1470,9 @@ def run_file(args, cfg, mesh, tokenizer):
     processes run the model, but only the main process writes.
     """
     shard, shards = configs.parse_shard(args.shard)
-    mode, field, layers = args.mode, "", []
+    mode = args.mode
+    field = ""
+    layers = []
     if mode == "encode":
         has_layers = (configs.to_path(args.run_dir) / "modules.json").exists()
         mode = args.pool or ("model" if has_layers else "mean")

@@ -23,7 +23,6 @@ import collections
 import contextlib
 import ctypes
 import fnmatch
-import functools
 import json
 import math
 import os
@@ -34,6 +33,7 @@ import sys
 import time
 import timeit
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Callable, NamedTuple
 
 # Import configs before JAX. The module configs makes Python use UTF-8, and lets Ctrl-C
@@ -364,7 +364,7 @@ def init_state(cfg):
         # The optimizer computes initial values for the slots. Shard these values like the
         # zeros that they replace.
         shardings = jax.tree.map(lambda a: jax.typeof(a).sharding.spec, slots)
-        init = functools.partial(optimizer.init, train=cfg.train)
+        init = partial(optimizer.init, train=cfg.train)
         slots = auto_axes(init, out_sharding=shardings)(trained_part(cfg, params))
     zero = jnp.zeros((), jnp.int32, out_sharding=jax.P())
     arrays = zero + cfg.train.start_step, zero, zero, params, slots
@@ -748,7 +748,7 @@ def from_optax(make, split=True):
             table,
             is_leaf=model.is_param,
         )
-        start = functools.partial(init, train=configs.TrainConfig())
+        start = partial(init, train=configs.TrainConfig())
         declared = partition.flatten(jax.eval_shape(start, params))
         for path, slot in declared.items():
             axes = (None,) * len(slot.shape)
@@ -767,7 +767,8 @@ def from_optax(make, split=True):
         # Our learning rate changes in every step. Therefore create the optimizer again in
         # each step, with the current learning rate.
         optimizer = optax.with_extra_args_support(make(rate, train))
-        params, grads = separate(params), separate(grads)
+        params = separate(params)
+        grads = separate(grads)
         state = unstack_layers(slots, jax.eval_shape(optimizer.init, params))
         updates, state = optimizer.update(grads, state, params, value=loss)
         return stack_layers(optax.apply_updates(params, updates)), stack_layers(state)
@@ -1183,7 +1184,7 @@ class Evaluations:
             for group, every, evaluation in kinds:
                 is_written = (step, f"{group}/{name}") in self.evaluated
                 if is_due(every, step, t) and not is_written:
-                    found.append(functools.partial(self.run, evaluation, name))
+                    found.append(partial(self.run, evaluation, name))
         return found
 
     def run(self, evaluation, name, step, params):
@@ -1452,7 +1453,7 @@ def state_template(cfg, mesh):
         sharding = jax.NamedSharding(mesh, spec)
         return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
 
-    shapes = jax.eval_shape(functools.partial(init_state, cfg))
+    shapes = jax.eval_shape(partial(init_state, cfg))
     return jax.tree.map(with_sharding, shapes)
 
 
@@ -1493,9 +1494,7 @@ def lower_step(cfg, mesh):
             options |= partition.FUSION_MEMORY_OPTIONS
     # With donate_argnums=0, the new TrainState overwrites the memory of the old
     # TrainState. Otherwise the step would need memory for two TrainStates.
-    step = jax.jit(
-        functools.partial(train_step, cfg), donate_argnums=0, compiler_options=options
-    )
+    step = jax.jit(partial(train_step, cfg), donate_argnums=0, compiler_options=options)
     return template, step.lower(template, batch_template(cfg, mesh, cfg.train.batch_size))
 
 
@@ -1594,7 +1593,7 @@ def load_state(cfg, template, checkpoints, source):
         if partition.platform() == "cpu":
             options = {"xla_backend_optimization_level": "1"}
         shardings = jax.tree.map(lambda a: a.sharding, template)
-        init = jax.jit(functools.partial(init_state, cfg), out_shardings=shardings)
+        init = jax.jit(partial(init_state, cfg), out_shardings=shardings)
         parameters = {"params": state["params"]}
         state = to_state_dict(init.lower().compile(options)())
         step = t.start_step
@@ -1854,7 +1853,8 @@ class StopSignal:
             )
             os._exit(self.status)
         if self.number is None:
-            self.number, self.time = number, now
+            self.number = number
+            self.time = now
             then = ", saves a checkpoint and stops" if self.t.save_every else " and stops"
             note(
                 f"This run has received {number.name}. Now the run finishes the current "
@@ -2056,7 +2056,8 @@ def memory_savings(cfg):
         size = sum(memory_table(changed, changed_mesh).values())
         if size < least:
             savings.append((f"--{name} {str(value).lower()}", size, cost))
-            cfg, least = changed, size
+            cfg = changed
+            least = size
     jax.set_mesh(mesh)
     return savings
 
