@@ -24,11 +24,9 @@ Example: change one setting of a recipe. The recipe itself does not change.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import difflib
 import fcntl
-import functools
 import inspect
 import json
 import os
@@ -40,7 +38,9 @@ import threading
 import time
 import traceback
 import zlib
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 
 
@@ -926,7 +926,7 @@ def nearest(word, known):
     return f"; did you mean {close[0]}?" if close else ""
 
 
-@functools.cache  # inspect.getsource takes 20 ms
+@cache  # inspect.getsource takes 20 ms
 def field_help(section):
     """Return the help text of each field of a class such as TrainConfig, as a dict.
 
@@ -1473,7 +1473,7 @@ def check_decoding(cfg):
         )
 
 
-@functools.cache  # read the file only once, although each decoded batch needs the result
+@cache  # read the file only once, although each decoded batch needs the result
 def machine_memory():
     """Return the memory of this machine, or of its container if smaller, in bytes."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -1539,7 +1539,7 @@ def to_path(name):
     return epath.Path(name)
 
 
-@contextlib.contextmanager
+@contextmanager
 def naming_file(path):
     """Add the path of a file to each OSError inside a `with naming_file(path)` block.
 
@@ -1553,7 +1553,7 @@ def naming_file(path):
         raise
 
 
-@contextlib.contextmanager
+@contextmanager
 def naming_task(name, kind, function):
     """Convert an error inside a `with` block to a UserError that names the task.
 
@@ -1662,7 +1662,7 @@ if Path(sys.argv[0]).absolute() in OWN_FILES:
     prepare_script()
 
 
-@contextlib.contextmanager
+@contextmanager
 def watch_signals(names, handler, act):
     """Call act(number) in a thread when this process receives one of the named signals.
 

@@ -2138,7 +2138,6 @@ def tokenizer_json(vocabulary):
         # step "NFC" avoids this, because it first joins letters and accents.
         if processor.normalize("e\u0301") == processor.normalize("\xe9"):
             steps.insert(0, {"type": "NFC"})
-    fallback = proto.trainer_spec.byte_fallback
     return TOKENIZER_JSON | {
         "normalizer": {"type": "Sequence", "normalizers": steps},
         "pre_tokenizer": metaspace,
@@ -2150,7 +2149,7 @@ def tokenizer_json(vocabulary):
             "type": "Unigram",
             "unk_id": data.UNK,
             "vocab": vocab,
-            "byte_fallback": fallback,
+            "byte_fallback": proto.trainer_spec.byte_fallback,
         },
         "added_tokens": added,
     }

@@ -1035,10 +1035,9 @@ def run_batch(params, cfg, mesh, group, mode, B, trie=None):
     )
     kept = cfg.decode.num_return
     ids, scores = (to_numpy(array)[:, :kept] for array in outputs)
-    counts = is_output(scores).sum(axis=1)
     return [
         (list(map(cut_at_eos, outputs[:n])), row[:n].tolist())
-        for outputs, row, n in zip(ids, scores, counts)
+        for outputs, row, n in zip(ids, scores, is_output(scores).sum(axis=1))
     ]
 
 
@@ -1326,7 +1325,8 @@ def describe_job(args, cfg, step, tokenizer, identity):
     step: the step of the checkpoint that was loaded.
     identity: a JSON value that changes when the input changes, from open_input.
     """
-    flags = {f"--{name}": vars(args)[name] for name in vars(args) if name != "output"}
+    flags = {f"--{name}": value for name, value in vars(args).items()}
+    del flags["--output"]
     # The options in `neutral` do not affect the results. Of the section train, only the
     # seed affects the results, and it is added below.
     neutral = {"train", "mesh", "distributed", "decode.batch_size", "data.on_error"}
@@ -1578,11 +1578,11 @@ def run_lines(lines, cfg, mesh, tokenizer, params, raw):
         example = encode({"inputs": text}, number)
         ((outputs, scores),) = run_examples(params, cfg, mesh, [example], trie=trie)
         has_blanks = len(split_spans(example.inputs, tokenizer)) > 1
-        fill = has_blanks and not raw and trie is None
         for ids, score in zip(outputs, scores):
-            text = tokenizer.decode(ids)
-            if fill:
+            if has_blanks and not raw and trie is None:
                 text = fill_blanks(example.inputs, ids, tokenizer)
+            else:
+                text = tokenizer.decode(ids)
             text = configs.escape_controls(text.replace("\n", " "))
             print(f"{score:.4f}\t{text}" if cfg.decode.return_all else text, flush=True)
     note_differences(encode)
@@ -1605,8 +1605,7 @@ def load_params(cfg, run_dir, step=None):
         sharding = jax.NamedSharding(jax.sharding.get_mesh(), partition.spec(p.axes))
         return jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=sharding)
 
-    table = model.param_table(cfg.model)
-    params = jax.tree.map(template, table, is_leaf=model.is_param)
+    params = jax.tree.map(template, model.param_table(cfg.model), is_leaf=model.is_param)
     vocabulary = configs.read_run(run_dir)[1]["vocabulary_sha256"]
     identity = configs.weights_identity(cfg, vocabulary)
     checkpoints = partition.Checkpoints(run_dir, identity=identity)

@@ -19,7 +19,6 @@ Example: T5's learning rate is constant for 10,000 steps and then falls as 1 / s
 `pytest -k lesson_train` runs the lessons about this file, which are in test_all.py.
 """
 
-import collections
 import contextlib
 import ctypes
 import fnmatch
@@ -32,6 +31,7 @@ import signal
 import sys
 import time
 import timeit
+from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Callable, NamedTuple
@@ -684,7 +684,7 @@ def stack_layers(tree):
     mlp/up with a first axis of size 2. A checkpoint stores the resulting dict. Each PRNG
     key is replaced by its integers, because a checkpoint can store only numbers.
     """
-    groups = collections.defaultdict(list)
+    groups = defaultdict(list)
     for name, is_layer, array in named_leaves(tree):
         if is_prng_key(array):
             array = jax.random.key_data(array)
@@ -711,7 +711,7 @@ def unstack_layers(stacked, shapes):
     """
     arrays = partition.flatten(stacked)
     # For each stacked array, count the layers that the loop has already taken.
-    used = collections.Counter()
+    used = Counter()
     leaves = []
     for name, is_layer, like in named_leaves(shapes):
         array = arrays[name][used[name]] if is_layer else arrays[name]
@@ -1363,7 +1363,7 @@ def check_keep_best(t, tasks):
     t: a TrainConfig.
     tasks: the names of the tasks that are evaluated.
     """
-    losses = [*model.mean_metrics(collections.Counter()), "content_loss", "bits_per_byte"]
+    losses = [*model.mean_metrics(Counter()), "content_loss", "bits_per_byte"]
     known = []
     for task in tasks:
         if t.eval_every:
@@ -2222,8 +2222,7 @@ def main(argv):
     partition.start_jax(cfg)
     partition.check_same_command(cfg, args)
     try:
-        folder = configs.to_path(run_dir)
-        return train(cfg, folder, recipe, args.config, source)
+        return train(cfg, configs.to_path(run_dir), recipe, args.config, source)
     except partition.CheckpointError as error:
         problem = (
             f"Training stopped, because {error}. Solve this problem, for example free "
