@@ -119,10 +119,10 @@ class ModelConfig:
     # Number of buckets (ranges) of relative positions, which are key position minus query
     # position. Each attention head learns one bias for each bucket.
     relative_buckets: int = at_least(4, 32)
-    # All distances above this number share the last bucket of relative positions. Half of
-    # the buckets hold one small distance each, and the other buckets become wider as the
-    # distance grows. With the default values, the last bucket already begins at distance
-    # 91 in the encoder, and at distance 113 in the decoder.
+    # From this distance on, all distances share the last bucket of relative positions.
+    # Half of the buckets hold one small distance each, and the other buckets become wider
+    # as the distance grows. Because of rounding, the last bucket begins a little earlier:
+    # by default at distance 91 in the encoder, and at distance 113 in the decoder.
     relative_max_distance: int = 128
     # Whether each layer learns its own relative-position biases, as in UMT5.
     # If false, all encoder layers share one table of biases, and all decoder layers share
@@ -218,8 +218,9 @@ class TrainConfig:
     # Number of microbatches into which each batch is split to save memory.
     # The gradients of the microbatches are added up before the weights are updated.
     microbatches: int = 1
-    # Name of the optimizer: adafactor, adamw, rms_scaled_adamw, lion, muon, or one that
-    # your recipe file (a Python file with settings) defines.
+    # Name of the optimizer: adafactor, adamw, rms_scaled_adamw (AdamW with steps relative
+    # to the size of the weights), lion, muon, or a name that your recipe file (a Python
+    # file with settings) defines.
     optimizer: str = "adafactor"
     # Base learning rate. The learning rate of a step is the product of the factors that
     # the setting `schedule` lists. The base learning rate is the factor "constant".

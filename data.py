@@ -498,10 +498,11 @@ class Examples:
         visits the chunks in random order. Training can begin as soon as the first shard
         exists.
         """
-        # shard_starts tokenizes text until it has a chunk for each sample of epoch 0, or
-        # until the source ends. starts[-1] is the number of chunks so far. If the source
-        # has not ended, starts[-1] is above all sample numbers, and the division gives
-        # epoch 0. If the source has ended, starts[-1] is the number of all its chunks.
+        # shard_starts tokenizes text until there are more chunks than the largest sample
+        # number, or until the source ends. starts[-1] is the number of chunks so far. If
+        # the source has not ended, starts[-1] is above all sample numbers, and the
+        # division gives epoch 0. If the source has ended, starts[-1] is the number of all
+        # its chunks.
         starts = np.array(self.corpus.shard_starts(int(samples.max()) + 1))
         epochs, chunks = np.divmod(samples, starts[-1])
         if not self.shuffled:
@@ -579,11 +580,11 @@ def pack(sizes, limits):
     largest[*sizes] = sizes[0]
     np.maximum.accumulate(largest, out=largest)
 
-    # Inputs are often longer than targets. To give both the same weight, measure their
-    # tokens in units of `average`: the average number of input tokens in a row, and the
-    # average number of target tokens. `load` holds the number of rows that all inputs
-    # fill, and the number of rows that all targets fill. At least max(load) rows are
-    # needed, and `average` spreads all tokens evenly over this many rows.
+    # `load` holds two numbers: how many rows all inputs fill, and how many rows all
+    # targets fill. At least max(load) rows are needed. If all tokens are spread evenly
+    # over this many rows, a row holds average[0] input tokens and average[1] target
+    # tokens. Tokens are measured in these units, so that inputs and targets have the same
+    # weight, although inputs are often longer.
     load = sizes.sum(1) / limits
     average = limits * load / load.max()
     # taken[side][n] is the room that n tokens take: n / average. free[side][n] is the
@@ -624,8 +625,9 @@ def pack(sizes, limits):
         input_room -= best
         target_room -= targets
         if not waiting[kind]:
-            # This was the last example of its kind. In the entries of `largest` that name
-            # its number of input tokens, write the next smaller number.
+            # This was the last example of its kind, so remove the kind from `largest`. In
+            # the column of its number of target tokens, replace `best` by the next
+            # smaller number of input tokens that is still waiting, or by -1.
             del waiting[kind]
             column = largest[:, targets]
             smaller = column[best - 1] if best else -1

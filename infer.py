@@ -147,11 +147,11 @@ def init_cache(params, cfg, encoded, length, beams=1):
     - The weights of the layer, in the dtype of `encoded`.
     - The pair (keys, values) for cross-attention. Keys and values have the shape
       [B, H, S, C], and all beams share them.
-    - The position bias of self-attention, from model.position_bias. On each device, it
-      has the shape [1, H, length, length]. The optimized version of model.position_bias
-      makes one copy for each device along the mesh axis "data" and splits axis 0, the
-      copies, over these devices. If --model.positions selects an encoding without a bias,
-      such as rotary, the item is None.
+    - The position bias of self-attention, from model.position_bias. The bias has the
+      shape [1, H, length, length]. With the compiler optimizations of model.py, axis 0
+      has one equal copy for each device along the mesh axis "data", and each device holds
+      its own copy. If --model.positions selects an encoding without a bias, such as
+      rotary, the item is None.
     """
     stack = params["decoder"]
     table = model.param_table(cfg)["decoder"]["layers"]
@@ -256,10 +256,10 @@ def decode_step(params, cfg, ids, at, cache, fixed, input_segments, ancestors=No
 
 # ---- greedy decoding -------------------------------------------------------------------
 # A decoding method consists of three functions. `start` creates a state with empty
-# outputs. `step` chooses the next ids from their log-probabilities (the log_softmax of the
-# logits), and appends them. `result` returns the ids and the scores of all outputs. The
-# function `generate` below calls the three functions. On several devices, each device
-# calls them for its own rows of the batch.
+# outputs. `step` chooses the next ids from their log-probabilities, which are the
+# log_softmax of the logits, and appends the ids. `result` returns the ids and the scores
+# of all outputs. The function `generate` below calls the three functions. On several
+# devices, each device calls them for its own rows of the batch.
 
 
 class GreedyState(NamedTuple):
@@ -546,8 +546,9 @@ def beam_step(state, log_probs, at, *, decode):
     # The search ends when N outputs are finished and no live beam can beat any of them.
     # Each further id lowers the log-probability of a live beam. Therefore the final score
     # of the beam is at most its present log-probability divided by the largest penalty.
-    # The longest output has `length` ids. T5X uses the penalty of length + 1 ids, which
-    # is at least as large, and so does this line.
+    # The longest output has `length` ids, so the penalty of `length` ids would be enough.
+    # Like T5X, use the penalty of length + 1 ids. This penalty is at least as large, so
+    # the bound still holds.
     bound = live_scores[:, :1] / length_penalty(length + 1.0, decode)
     done = finished.all(1, keepdims=True) & (finished_scores[:, -1:] > bound)
 
