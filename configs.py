@@ -1027,9 +1027,12 @@ def load_recipe(name):
         new += [f"{x}:" for x in SOURCES if SOURCES[x] is not known[1].get(x)]
         TASK_CODE.update(dict.fromkeys(new, RECIPE_CODE[name]))
     except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == name]
+        where = f", line {lines[-1]}" if lines else ""
         raise UserError(
-            f"The recipe file {name} cannot be loaded ({type(error).__name__}: {error}). "
-            f"Fix this file, or name another recipe with --config."
+            f"The recipe file {name} cannot be loaded ({type(error).__name__}: "
+            f"{error}{where}). Fix this file, or name another recipe with --config."
         ) from error
     return cfg
 

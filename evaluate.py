@@ -1295,7 +1295,13 @@ def main(argv):
         # metrics to the run directory, and evaluate.py has written metrics to `folder`.
         folders = [args.run_dir, folder]
         if args.csv:
-            write_csv(args.csv, read_metrics(folders, "inference_eval/"))
+            table = read_metrics(folders, "inference_eval/")
+            if not table:
+                note(
+                    f"{args.csv} has no metrics, because this run has no predictions "
+                    f"yet: add --mode predict or --mode rank, or choose other --tasks."
+                )
+            write_csv(args.csv, table)
         if args.plot:
             write_plot(args.plot, folders)
 

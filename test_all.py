@@ -1250,6 +1250,9 @@ def test_a_python_file_is_a_recipe(tmp_path):
         cwd=HERE,
     )
     assert printed.returncode == 0 and "d_model                128" in printed.stdout
+    path.write_text("import configs\n\nCONFIG = configs.RECIPES['tinny']\n")
+    with pytest.raises(configs.UserError, match="KeyError: 'tinny', line 3"):
+        configs.load_recipe(str(path))
 
 
 # ---- data: random numbers ------------------------------------------------------------------------
@@ -8026,7 +8029,7 @@ SHORT = {
 
 @slow
 def test_the_suggested_command_trains_longer_without_a_jump(
-    trained, tmp_path, monkeypatch, capsys
+    trained, tmp_path, monkeypatch, capsys, recipe_tables
 ):
     """If the rate has fallen to 0, the suggestion is a new run with a longer schedule.
 
@@ -8043,18 +8046,26 @@ def test_the_suggested_command_trains_longer_without_a_jump(
     linear = [*warmup, "linear_decay", "--train.decay_factor", "0.2"]
     wsd = [*warmup, "constant * linear_warmup * linear_cooldown"]
     wsd += ["--train.cooldown_steps", "2"]
+    recipe = tmp_path / "mine.py"
+    recipe.write_text(
+        "from configs import RECIPES, override\n"
+        "ACTIVATIONS = {'square': lambda x: x * x}\n"
+        "CONFIG = override(RECIPES['tiny'], {'model.activation': 'square'})\n"
+    )
     schedules = {"constant": [], "cosine": cosine, "linear": linear, "wsd": wsd}
+    schedules["recipe"] = ["--config", str(recipe)]
     for name, more in schedules.items():
         folder = tmp_path / name
         assert train.main(["--run_dir", str(folder), *flags, *more]) == 0
         lines = capsys.readouterr().out.splitlines()
         command = [line for line in lines if line.startswith("  python train.py")][-1]
+        # The function `square` is known only if the recipe file is executed again.
+        assert (f"--config {folder}/recipe.py" in command) == (name == "recipe")
         assert train.main(shlex.split(command)[2:]) == 0
+        resumed = name in ("constant", "recipe")
         rates = [
             line["train/learning_rate"]
-            for line in metrics_of(
-                folder if name == "constant" else tmp_path / f"{name}_12"
-            )
+            for line in metrics_of(folder if resumed else tmp_path / f"{name}_12")
             if "train/loss" in line
         ]
         # The last checkpoint before the cooldown is that of step 3.
@@ -11312,6 +11323,7 @@ def recipe_tables(monkeypatch):
     for table in configs.RECIPE_TABLES:
         monkeypatch.setattr(configs, table, dict(getattr(configs, table)))
     monkeypatch.setattr(data, "TASKS", configs.TASKS)
+    monkeypatch.setattr(model, "ACTIVATIONS", configs.ACTIVATIONS)
 
 
 def denoise(objective, cfg):

@@ -1933,7 +1933,13 @@ def longer_training(cfg, recipe, run_dir, source, step):
     """
     t = cfg.train
     steps = 2 * step - t.start_step
+    changes = configs.differences(cfg, recipe).items()
+    changes = {f"--{name}": value for name, (value, _) in changes}
     flags = {"--run_dir": run_dir, "--train.steps": steps}
+    stored = run_dir / "recipe.py"
+    if stored.exists():
+        # The run may need a function of its recipe file, so execute this file again.
+        flags = {"--config": stored} | changes | flags
     warmup_end = t.schedule_offset + t.warmup_steps
     # The dict `longer` contains settings that make the schedule twice as long. The dict
     # stays empty if the schedule does not end before the doubled number of steps.
@@ -1944,12 +1950,10 @@ def longer_training(cfg, recipe, run_dir, source, step):
     if "linear_decay" in t.schedule and t.decay_factor * (steps - warmup_end) > 1:
         longer["--train.decay_factor"] = t.decay_factor / 2
     if longer or "linear_cooldown" in t.schedule:
-        stored = run_dir / "recipe.py"
         flags = {"--config": stored if stored.exists() else cfg.name}
         if source:
             flags["--init_from"] = source
-        for name, (value, _) in configs.differences(cfg, recipe).items():
-            flags[f"--{name}"] = value
+        flags |= changes
         flags["--run_dir"] = f"{run_dir}_{steps}"
         flags["--train.steps"] = steps
         flags |= longer
