@@ -74,6 +74,7 @@ BASELINE = override(RECIPES["tiny"], {"data.source": CORPUS, "data.vocab": VOCAB
 STANDARD = data.TASKS["span_corruption"]
 READERS = dict(data.SOURCES)
 MAX_LINES = 40
+SCALARS = (str, int, float, bool)  # the types of a setting in a table of ideas
 TABLE = ROOT / "assets/speedrun.csv"
 COLUMNS = (
     "date name steps seeds mean_loss losses p parameters gflops_per_step minutes "
@@ -106,17 +107,21 @@ def p_value(losses, target):
     return (1 + math.sin(angle) * total) / 2
 
 
-def judge(losses, steps, record):
-    """Return the verdict on an entry: "record", "no record" or "screened".
+def judge(losses, steps, record, track="steps"):
+    """Return the verdict on an entry as a text.
 
-    A record needs five seeds, a mean loss below the target with p < 0.01, and fewer steps
-    than the last record.
+    With fewer than five seeds, the verdict is "screened". With five seeds, it is "record"
+    if the mean loss is below the target with p < 0.01 and the entry needs fewer steps
+    than the last record. Otherwise it is "no record". On track "time", the verdict is
+    "reached" or "not reached", which says whether the mean loss is below the target.
 
-    losses: the held-out loss of each seed. record: the steps of the last record.
+    losses: the held-out loss of each seed. record: the number of steps of the last record.
     """
+    is_below = statistics.mean(losses) < TARGET and p_value(losses, TARGET) < 0.01
     if len(losses) < 5:
         return "screened"
-    is_below = statistics.mean(losses) < TARGET and p_value(losses, TARGET) < 0.01
+    if track == "time":
+        return "reached" if is_below else "not reached"
     return "record" if is_below and steps < record else "no record"
 
 
@@ -189,7 +194,7 @@ def step_flops(cfg):
 
     The backward pass counts as two forward passes. The optimizer does not count.
     """
-    mesh = partition.set_mesh(cfg)
+    mesh = partition.set_mesh(cfg, jax.devices()[:1])
     params = train.state_template(cfg, mesh).params
     batch = train.batch_template(cfg, mesh, cfg.train.batch_size)
     key = jax.random.key(0) if cfg.model.dropout else None
@@ -404,18 +409,51 @@ def held_out():
     return cfg, dataset
 
 
+def evaluation_config(cfg):
+    """Return the Config with which an entry is evaluated.
+
+    The section model is that of the entry. All other sections are those of the speedrun.
+    """
+    model_settings = {f"model.{name}": value for name, value in vars(cfg.model).items()}
+    return override(held_out()[0], model_settings)
+
+
 def held_out_loss(cfg, run_dir):
     """Return the loss of a finished run on all held-out examples.
 
-    The loss is in nats per content token, rounded to four decimals. It is computed with
-    the model of the entry, and with the data and the loss of the speedrun.
+    The loss is in nats per content token, rounded to four decimals.
     """
-    mesh = partition.set_mesh(cfg)
-    fixed, dataset = held_out()
+    mesh = partition.set_mesh(cfg, jax.devices()[:1])
     _, params = infer.load_params(cfg, run_dir, cfg.train.steps)
-    fixed = override(fixed, {f"model.{k}": v for k, v in vars(cfg.model).items()})
+    fixed, (_, dataset) = evaluation_config(cfg), held_out()
     metrics = evaluate.evaluate_loss(params, fixed, mesh, dataset, dataset.batches())
     return round(metrics["content_loss"], 4)
+
+
+def check_probabilities(cfg, run_dir):
+    """Raise UserError if the loss of an entry is not the loss of a language model.
+
+    The function replaces one target token of a held-out example by each token of the
+    vocabulary. The probabilities of these tokens must add up to 1. The losses of earlier
+    target tokens must not change, because the decoder must not see later tokens. This
+    check finds mistakes such as a missing causal mask.
+    """
+    mesh = partition.set_mesh(cfg, jax.devices()[:1])
+    _, params = infer.load_params(cfg, run_dir, cfg.train.steps)
+    fixed, (_, dataset) = evaluation_config(cfg), held_out()
+    V, at = cfg.model.vocab_size, 2
+    batch = data.Batch(*(np.repeat(a, V, 0) for a in dataset.batch(0, np.arange(1))))
+    batch.targets[:, at] = batch.decoder_inputs[:, at + 1] = np.arange(V)
+    token_losses = jax.jit(lambda *args: model.token_losses(*args, fixed)[0])
+    losses = token_losses(params, partition.put_batch(batch, V, mesh))
+    losses = np.asarray(losses, np.float64)
+    total, change = np.exp(-losses[:, at]).sum(), np.ptp(losses[:, :at], axis=0).max()
+    if not (abs(total - 1) < 0.01 and change < 0.01):
+        raise UserError(
+            f"The loss of the entry is not the loss of a language model: the "
+            f"probabilities of all tokens add up to {total:.3f} instead of 1, or a later "
+            f"token changes an earlier loss (by {change:.3f}). Correct the model."
+        )
 
 
 # ---- the table of results --------------------------------------------------------------
@@ -429,7 +467,8 @@ def read_table():
 
 def last_record(rows):
     """Return the number of steps of the last record, or of the baseline."""
-    return min(int(r["steps"]) for r in rows if r["verdict"] in ("baseline", "record"))
+    steps = [int(row["steps"]) for row in rows if row["verdict"] == "record"]
+    return min(steps, default=RECIPES["tiny"].train.steps)
 
 
 def make_row(name, cfg, losses, sizes, minutes, **more):
@@ -529,21 +568,36 @@ def run_entry(path, args):
             for job in jobs:
                 job.result()
     losses = [held_out_loss(*run) for run in runs]
+    check_probabilities(*runs[0])
     minutes = statistics.mean(training_minutes(run_dir) for _, run_dir in runs)
-    verdict = judge(losses, recipe.train.steps, last_record(read_table()))
-    notes = {"verdict": verdict, "notes": note_of(recipe), "time_ratio": ratio}
-    return make_row(path.stem, recipe, losses, sizes, minutes, **notes)
+    record = last_record(read_table())
+    return make_row(
+        path.stem,
+        recipe,
+        losses,
+        sizes,
+        minutes,
+        time_ratio=ratio,
+        verdict=judge(losses, recipe.train.steps, record, args.track),
+        notes=note_of(recipe),
+    )
 
 
 def write_ideas(path):
     """Write a recipe file for each idea of a table, and return the paths of these files.
 
     path: a JSON file with the settings of each idea, such as
-        {"adamw": {"train.optimizer": "adamw", "train.learning_rate": 0.002}}.
+        {"adamw": {"train.optimizer": "adamw", "train.learning_rate": 0.002}}. The
+        settings of "every idea" hold for each idea that does not set them itself.
     """
+    table = configs.read_json(path, {str: {str: SCALARS}}, "correct this file")
+    common = table.pop("every idea", {})
     paths = []
-    for name, settings in configs.read_json(path, {str: dict}).items():
-        lines = [f"    {setting!r}: {value!r},\n" for setting, value in settings.items()]
+    for name, settings in table.items():
+        lines = [
+            f"    {setting!r}: {value!r},\n"
+            for setting, value in {**common, **settings}.items()
+        ]
         text = (
             "from configs import RECIPES, override\n\n"
             f"CHANGES = {{\n{''.join(lines)}}}\n"
