@@ -12117,6 +12117,348 @@ def test_toy_reverse_is_learned_as_fast_as_by_t5x(compiled, tmp_path):
         assert reached[step] >= least
 
 
+# ---- the speedrun ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def speedrun(monkeypatch, recipe_tables):
+    """Import assets/speedrun.py, and change to the main folder, whose files it reads."""
+    for table in ("MIXTURES", "SOURCES"):
+        monkeypatch.setattr(data, table, getattr(configs, table))
+    monkeypatch.chdir(HERE)
+    monkeypatch.syspath_prepend(HERE / "assets")
+    import speedrun
+
+    return speedrun
+
+
+@pytest.mark.parametrize("seeds", [3, 5, 7, 11])
+def test_the_p_value_of_the_speedrun_is_that_of_scipy(speedrun, seeds):
+    stats = pytest.importorskip("scipy.stats")
+    for seed in range(20):
+        random = np.random.default_rng([seeds, seed])
+        losses = (4.7 + 0.02 * random.standard_normal(seeds)).tolist()
+        target = 4.7 + 0.05 * random.standard_normal()
+        expected = stats.ttest_1samp(losses, target, alternative="less").pvalue
+        np.testing.assert_allclose(
+            speedrun.p_value(losses, target), expected, 1e-6, 1e-14
+        )
+
+
+def test_the_p_value_of_the_speedrun_has_the_published_quantiles(speedrun):
+    """Tables of Student's t give these quantiles for 2 and 4 degrees of freedom."""
+    quantiles = {3: {0.05: 2.920, 0.01: 6.965}, 5: {0.05: 2.132, 0.01: 3.747}}
+    for seeds, points in quantiles.items():
+        losses = np.linspace(-1, 1, seeds)
+        error = losses.std(ddof=1) / math.sqrt(seeds)
+        for p, t in points.items():
+            got = speedrun.p_value(losses.tolist(), t * error)
+            assert abs(got - p) < 1e-5 + 1e-3 * p
+    assert speedrun.p_value([1.0, 1.0, 1.0], 2.0) == 0
+    assert speedrun.p_value([2.0, 2.0, 2.0], 1.0) == 1
+
+
+def test_the_verdict_of_the_speedrun(speedrun, monkeypatch):
+    """A record needs five seeds, a mean clearly below the target, and fewer steps."""
+    monkeypatch.setattr(speedrun, "TARGET", 4.7)
+    below = [4.690, 4.685, 4.692, 4.688, 4.691]
+    assert speedrun.judge(below, 900, 1000) == "record"
+    assert speedrun.judge(below, 1000, 1000) == "no record"
+    assert speedrun.judge(below[:3], 900, 1000) == "screened"
+    assert speedrun.judge([*below[:4], 4.75], 900, 1000) == "no record"  # p is too high
+    assert speedrun.judge([x + 0.02 for x in below], 900, 1000) == "no record"
+    assert speedrun.judge(below, 1500, 1000, "time") == "reached"
+    assert speedrun.judge([x + 0.02 for x in below], 900, 1000, "time") == "not reached"
+
+
+OTHER_TASK = """
+from data import SpanCorruption, Task, as_it_is
+TASKS = {"more": Task("python:", as_it_is, objective=SpanCorruption())}
+MIXTURES = {"both": {"more": 1}}
+"""
+# Each entry breaks one rule: its changes of tiny, more code, and words of the message.
+BROKEN_RULES = {
+    "parameters": ({"model.d_ff": 320}, "", "1,443,584, but .* 1,412,544 parameters"),
+    "flops": ({"model.num_layers": 3, "model.num_decoder_layers": 1}, "", "operations"),
+    "batch": ({"train.batch_size": 65}, "", "2,600, but .* 2,560 tokens in a batch"),
+    "length": ({"data.inputs_length": 33}, "", "2,624, but .* 2,560 tokens in a batch"),
+    "vocabulary": ({"data.vocab": "bytes"}, "", "data.vocab to bytes, but .* is fixed"),
+    "source": ({"data.source": "python:"}, "", "sets data.source .* is fixed"),
+    "held_out": ({"data.validation_source": "python:"}, "", "validation_source"),
+    "start": ({"train.start_step": 500}, "", "sets train.start_step"),
+    "mixture": ({"data.task": "both"}, OTHER_TASK, "trains on the source python:"),
+    "reader": (
+        {},
+        "SOURCES = {'jsonl': None}",
+        "replaces the reader of the source jsonl",
+    ),
+    "lines": ({}, "a = 1\n" * 39, "41, but .* 40 lines of code"),
+    "columns": ({}, f"a = {'1' * 90}", "more than 90 columns"),
+}
+
+
+@pytest.mark.parametrize("rule", BROKEN_RULES)
+def test_the_speedrun_refuses_an_entry_that_breaks_a_rule(speedrun, tmp_path, rule):
+    """The message says what is wrong. Without its last change, the entry is accepted."""
+    changes, code, message = BROKEN_RULES[rule]
+    limit = speedrun.limits()
+    head = "from configs import RECIPES, override\n"
+    for allowed in (True, False):
+        path = tmp_path / f"{allowed}.py"
+        wanted, more = ({}, "") if allowed else (changes, code)
+        text = f'{head}CONFIG = override(RECIPES["tiny"], {wanted})\n{more}'
+        path.write_text(text)
+        cfg = configs.load_recipe(str(path))
+        if allowed:
+            sizes = speedrun.check_rules(cfg, text, limit, "steps")
+            assert sizes["lines"] == 2 and sizes["tokens"] == 2560
+        else:
+            with pytest.raises(configs.UserError, match=message):
+                speedrun.check_rules(cfg, text, limit, "steps")
+            free = rule in ("parameters", "flops", "batch", "length")
+            if free:  # The track "time" does not limit these sizes.
+                speedrun.check_rules(cfg, text, limit, "time")
+
+
+def test_the_speedrun_counts_the_matmuls_of_an_entry_that_changes_the_model(
+    speedrun, monkeypatch
+):
+    """For tiny, the count agrees with model.train_flops. The recipe experts.py computes
+    four MLPs in place of one, which model.train_flops does not know."""
+    tiny = configs.RECIPES["tiny"]
+    counted = speedrun.measure(tiny)["flops"]
+    assert abs(counted / train.step_flops(tiny) - 1) < 0.001
+    limit = speedrun.limits()
+    for name in ("param_table", "mlp"):
+        monkeypatch.setattr(model, name, getattr(model, name))
+    monkeypatch.setattr(model, "LOSS_WEIGHTS", dict(model.LOSS_WEIGHTS))
+    path = HERE / "assets/recipes/experts.py"
+    cfg = configs.load_recipe(str(path))
+    mlp = 64 * 3 * 2 * 3 * 128 * 256 * (2 * 32 + 2 * 8)
+    router = 64 * 3 * 2 * 4 * 128 * (2 * 32 + 2 * 8)
+    assert speedrun.measure(cfg)["flops"] == counted + 3 * mlp + router
+    with pytest.raises(configs.UserError, match="parameters"):
+        speedrun.check_rules(cfg, path.read_text(), limit, "steps")
+
+
+def test_matmuls_in_loops_and_conditions_are_counted(speedrun):
+    a = jnp.ones((3, 5, 5))
+
+    def count(function):
+        return speedrun.matmul_flops(jax.make_jaxpr(function)(a).jaxpr)
+
+    one = 2 * 5**3
+    assert count(lambda a: a[0] @ a[1]) == one
+    assert count(lambda a: jnp.einsum("bij,bjk->bik", a, a)) == 3 * one
+    assert count(lambda a: jax.lax.scan(lambda x, w: (x @ w, None), a[0], a)) == 3 * one
+    assert count(jax.jit(jax.checkpoint(lambda a: a[0] @ a[1]))) == one
+    branches = [lambda a: a[0], lambda a: a[0] @ a[1] @ a[2]]
+    assert count(lambda a: jax.lax.cond(a[0, 0, 0] > 0, *branches, a)) == 2 * one
+    loop = functools.partial(
+        jax.lax.while_loop, lambda a: a[0, 0, 0] < 9, lambda a: a + a @ a
+    )
+    with pytest.raises(configs.UserError, match="use jax.lax.scan"):
+        count(loop)
+
+
+def test_the_corpus_and_the_held_out_examples_of_the_speedrun_are_fixed(
+    speedrun, monkeypatch
+):
+    """A changed file, another task and other lengths give other digests."""
+    speedrun.check_files()
+    monkeypatch.setitem(speedrun.DIGESTS, "spiece.model", "0" * 32)
+    with pytest.raises(configs.UserError, match="git checkout .*spiece.model"):
+        speedrun.check_files()
+    speedrun.held_out.cache_clear()
+    cfg, dataset = speedrun.held_out()
+    assert dataset.batches() == 16 and cfg.data.task == "speedrun"
+    wrong = {
+        "data.mean_span_length": 5,
+        "data.targets_length": 9,
+        "train.batch_size": 32,
+    }
+    for name, value in wrong.items():
+        changed = configs.override(speedrun.BASELINE, {name: value})
+        with monkeypatch.context() as patch:
+            patch.setattr(speedrun, "BASELINE", changed)
+            speedrun.held_out.cache_clear()
+            with pytest.raises(configs.UserError, match="are not those of the speedrun"):
+                speedrun.held_out()
+    speedrun.held_out.cache_clear()
+
+
+def test_the_speedrun_refuses_a_model_that_sees_later_tokens(speedrun, monkeypatch):
+    """The loss must be that of a language model: a causal mask, and a softmax."""
+    sizes = {"d_model": 16, "d_ff": 16, "num_layers": 1, "num_decoder_layers": 1}
+    small = {f"model.{name}": size for name, size in sizes.items()}
+    cfg = configs.override(speedrun.run_config(configs.RECIPES["tiny"], 0), small)
+    partition.set_mesh(cfg, jax.devices()[:1])
+    params = model.init_params(cfg.model, jax.random.key(0))
+    monkeypatch.setattr(infer, "load_params", lambda *_: (1500, params))
+    speedrun.held_out.cache_clear()
+    speedrun.check_probabilities(cfg, None)
+    mask, losses = model.attention_mask, model.token_losses
+    for name, function in (
+        ("attention_mask", lambda q, k, causal=False: mask(q, k)),
+        ("token_losses", lambda *args: [0.9 * x for x in losses(*args)]),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(model, name, function)
+            with pytest.raises(configs.UserError, match="not the loss of a language"):
+                speedrun.check_probabilities(cfg, None)
+
+
+def test_the_entries_and_the_ideas_of_the_speedrun_obey_its_rules(speedrun, tmp_path):
+    """At least 25 ideas are in the table, and each of them is a valid recipe file."""
+    limit = speedrun.limits()
+    entries = sorted((HERE / "assets/speedrun").glob("*.py"))
+    assert {"tiny", "wsd"} <= {path.stem for path in entries}
+    for path in entries:
+        command = f"python assets/speedrun.py assets/speedrun/{path.name}\n"
+        assert command in path.read_text()
+        cfg = configs.load_recipe(str(path))
+        speedrun.check_rules(cfg, path.read_text(), limit, "steps")
+    table = json.loads((HERE / "assets/speedrun/ideas.json").read_text())
+    assert len(table) > 25
+    os.chdir(tmp_path)
+    paths = speedrun.write_ideas(HERE / "assets/speedrun/ideas.json")
+    names = [name for name in table if name != "every idea"]
+    assert [path.stem for path in paths] == names
+    os.chdir(HERE)
+    for path in paths:
+        text = (tmp_path / path).read_text()
+        cfg = configs.load_recipe(str(tmp_path / path))
+        configs.check(cfg)
+        assert cfg.train.steps == 750
+        speedrun.check_data(cfg)
+        speedrun.check_rules(cfg, text, limit, "steps")
+        expected = configs.override(
+            configs.RECIPES["tiny"], table["every idea"] | table[path.stem]
+        )
+        assert cfg == expected
+        # The objective of the idea fits into its lengths.
+        examples = data.noise_counts(data.raw_length(cfg.data), cfg.data)
+        assert sum(examples) + 1 <= cfg.data.targets_length, path.stem
+
+
+def test_the_table_of_the_speedrun_is_consistent(speedrun):
+    """The statistics of each row follow from its losses, and each record needs fewer steps
+    than the records before it. README shows the baseline and all records."""
+    rows = speedrun.read_table()
+    assert (HERE / "assets/speedrun.csv").read_text().splitlines()[0] == ",".join(
+        speedrun.COLUMNS
+    )
+    record, shown = 1500, []
+    for row in rows:
+        losses = [float(loss) for loss in row["losses"].split()]
+        assert all(re.fullmatch(r"\d\.\d{4}", loss) for loss in row["losses"].split())
+        assert len(losses) == int(row["seeds"]) and len(losses) in (3, 5)
+        assert abs(float(row["mean_loss"]) - np.mean(losses)) < 6e-5
+        p = speedrun.p_value(losses, speedrun.TARGET)
+        assert f"{p:.2g}" == row["p"], row["name"]
+        assert re.fullmatch(r"20\d\d-\d\d-\d\d", row["date"])
+        assert int(row["parameters"]) > 0 and float(row["gflops_per_step"]) > 0
+        assert float(row["minutes"]) > 0
+        track = "time" if row["time_ratio"] else "steps"
+        verdict = speedrun.judge(losses, int(row["steps"]), record, track)
+        assert row["verdict"] == ("baseline" if not shown else verdict), row["name"]
+        if row["verdict"] in ("baseline", "record"):
+            record = int(row["steps"])
+            shown.append([row["date"], row["name"], f"{record:,}", row["mean_loss"]])
+    baseline = rows[0]
+    assert baseline["name"] == "tiny" and baseline["steps"] == "1500"
+    assert round(float(baseline["mean_loss"]), 4) == speedrun.TARGET
+    displayed = [row[:4] for row in table_of(README, "date")]
+    displayed = [
+        [date, name.split("]")[0].strip("[`"), *x] for date, name, *x in displayed
+    ]
+    assert displayed == shown
+
+
+def test_the_track_time_of_the_speedrun_trains_in_turns(speedrun, monkeypatch):
+    """Each seed of tiny is followed by the same seed of the entry, both on two threads.
+    The ratio is the time of the entry, divided by the time of tiny."""
+    trained = []
+
+    def train_run(path, recipe, cfg, run_dir, threads):
+        assert threads == 2 and cfg == speedrun.run_config(recipe, cfg.train.seed)
+        trained.append((path.stem, cfg.train.seed, str(run_dir)))
+
+    minutes = {"tiny": 2.0, "wsd": 1.5}
+    monkeypatch.setattr(speedrun, "train_run", train_run)
+    monkeypatch.setattr(
+        speedrun,
+        "training_minutes",
+        lambda path: minutes["tiny" if path.stem.startswith("tiny") else "wsd"],
+    )
+    monkeypatch.setattr(speedrun, "TARGET", 4.7)
+    monkeypatch.setattr(
+        speedrun, "held_out_loss", lambda cfg, _: 4.6 + cfg.train.seed / 100
+    )
+    monkeypatch.setattr(speedrun, "check_probabilities", lambda *_: None)
+    args = types.SimpleNamespace(track="time", seeds=3, jobs=1)
+    row = speedrun.run_entry(HERE / "assets/speedrun/wsd.py", args)
+    folder = "runs/speedrun/wsd/time"
+    assert trained == [
+        entry
+        for seed in range(3)
+        for entry in (
+            ("tiny", seed, f"{folder}/tiny_{seed}"),
+            ("wsd", seed, f"{folder}/seed_{seed}"),
+        )
+    ]
+    assert row["time_ratio"] == "0.750" and row["minutes"] == "1.50"
+    assert row["losses"] == "4.6000 4.6100 4.6200" and row["verdict"] == "screened"
+    assert "0.750 of the time of tiny" in speedrun.describe(row)
+
+
+@pytest.mark.slow
+def test_a_speedrun_of_a_few_steps(tmp_path):
+    """The command trains, evaluates and judges. A repeated command trains no seed again,
+    and a changed entry is refused."""
+    for path in HERE.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    shutil.copytree(HERE / "assets/speedrun", tmp_path / "assets/speedrun")
+    for name in ("speedrun.py", "speedrun.csv"):
+        shutil.copy(HERE / "assets" / name, tmp_path / "assets")
+    table = tmp_path / "assets/speedrun.csv"
+    rows = len(table.read_text().splitlines())
+    entry = tmp_path / "short.py"
+    text = (
+        'from configs import RECIPES, override\nCONFIG = override(RECIPES["tiny"], {})\n'
+    )
+    entry.write_text(text.replace("{}", '{"train.steps": 20, "train.ema": 0.9}'))
+
+    def command(*args):
+        command = [sys.executable, tmp_path / "assets/speedrun.py", *args]
+        return subprocess.run(
+            list(map(str, command)), capture_output=True, text=True, cwd=HERE
+        )
+
+    first = command(entry, "--seeds", 3, "--jobs", 2, "--save")
+    assert first.returncode == 0, first.stderr
+    assert re.search(r"losses +\d\.\d{4} \d\.\d{4} \d\.\d{4}\n", first.stdout)
+    assert "short: 20 steps, 1,345,280 parameters" in first.stdout
+    assert "verdict  screened" in first.stdout
+    logs = sorted((tmp_path / "runs/speedrun/short").glob("*.log"))
+    times = [log.stat().st_mtime_ns for log in logs]
+    again = command(entry, "--seeds", 3, "--save")
+    assert (again.returncode, again.stdout) == (0, first.stdout), again.stderr
+    assert len(logs) == 3 and times == [log.stat().st_mtime_ns for log in logs]
+    # The same result is not appended a second time.
+    assert len(table.read_text().splitlines()) == rows + 1
+    entry.write_text(entry.read_text() + "# a comment\n")
+    changed = command(entry, "--seeds", 3)
+    assert changed.returncode == 2 and "has changed since" in changed.stderr
+    ideas = tmp_path / "ideas.json"
+    ideas.write_text(
+        '{"every idea": {"train.steps": 10}, "a": {}, "b": {"data.vocab": "x"}}'
+    )
+    several = command(ideas, "--seeds", 3)
+    assert several.returncode == 2 and "a: 10 steps" in several.stdout, several.stderr
+    assert "b: speedrun.py: The entry sets data.vocab to x" in several.stdout
+
+
 # ---- one function at a time --------------------------------------------------------------
 # Each test checks a few functions with the smallest examples. The exercises use these tests.
 
