@@ -1237,8 +1237,8 @@ def resolve_run(args, changes):
     check(cfg)
     if cfg.train.restore == "all" and not source:
         raise UserError(
-            "--train.restore all reads the optimizer state of another run: name that "
-            "run with --init_from, or leave out --train.restore."
+            "--train.restore all needs a run whose optimizer state it can read, but "
+            "--init_from names no run: add --init_from RUN, or leave out --train.restore."
         )
     if resumes:
         refuse_differences(
@@ -1403,8 +1403,9 @@ def check(cfg):
         if table and value not in table:
             raise UserError(
                 f"--{name} {value} is unknown{nearest(value, table) or '.'} The known "
-                f"names are {', '.join(table)}. A recipe file may define other names: if "
-                f"you trust the file, execute it with --config RUN/recipe.py."
+                f"names are {', '.join(table)}. The recipe file of a run can define more "
+                f"names: if you trust this file, add --config RUN/recipe.py, which "
+                f"executes it."
             )
     if m.positions == "rotary" and m.d_kv % 2:
         raise UserError(

@@ -56,8 +56,9 @@ from functools import partial
 from pathlib import Path
 from typing import Callable, NamedTuple
 
-# Import configs before large libraries such as JAX. The module configs makes Ctrl-C end
-# the command without a traceback, and makes Python read text as UTF-8.
+# The module configs makes Ctrl-C end the command without a traceback. Import it first, so
+# that Ctrl-C has this effect even during the slow import of libraries such as JAX. The
+# module also makes Python read text as UTF-8.
 import configs
 
 import flax
@@ -100,8 +101,8 @@ MATRICES = {
     "value": ("v", "value"),
     "out": ("o", "out"),
     "gate": ("wi_0", "wi_0"),
-    # The name "wi_1" is used in a gated MLP. In an MLP without a gate, Hugging Face and
-    # T5X call this matrix "wi".
+    # Hugging Face and T5X call this matrix "wi_1" in an MLP with a gate, and "wi" in an
+    # MLP without a gate.
     "up": ("wi_1", "wi_1"),
     "down": ("wo", "wo"),
     # Only UMT5 has a table of relative position biases in every layer. T5X does not
@@ -214,7 +215,7 @@ class Entry(NamedTuple):
 
     Hugging Face and T5X store one array per layer. Plain T5 stacks the arrays of all
     layers into one array. In a model with 12 layers, 12 entries therefore have the same
-    `name`, and each of them has another `layer`.
+    `name` and different values of `layer`.
     """
 
     external_name: str  # the name in Hugging Face or T5X
@@ -230,7 +231,7 @@ def parameter_entries(cfg, form):
     PyTorch stores a matrix as [outputs, inputs], and plain T5 stores the matrix as
     [inputs, outputs]. The table of position biases is [buckets, heads] in PyTorch and
     [heads, buckets] in plain T5. Every Hugging Face matrix is therefore transposed,
-    except the embedding.
+    except the embedding, which has the same axes in both.
 
     cfg: the ModelConfig of the model.
     form: HF for the names in Hugging Face, or T5X for the names in T5X.
@@ -247,12 +248,12 @@ def parameter_entries(cfg, form):
     return entries
 
 
-# The name of the array in which T5X stores the number of training steps.
+# T5X stores the number of training steps in the array with this name.
 STEP = "state/step"
 
 
 def slot_name(parameter, slot):
-    """Return the name of an Adafactor array in a T5X checkpoint.
+    """Return the name of an array of the optimizer Adafactor in a T5X checkpoint.
 
     For example, the array v of the parameter "target/decoder/decoder_norm/scale" is
     "state/param_states/decoder/decoder_norm/scale/v". The name of the parameter loses its
@@ -379,8 +380,8 @@ def check_arrays(source, required, found):
     if unknown := found.keys() - required.keys():
         raise UserError(
             f"{source} has arrays that no T5 model has ({listed(unknown)}), or that "
-            f"contradict its configuration: convert a T5 1.0, T5 1.1, mT5, UMT5 or ByT5 "
-            f"model, or a model derived from one of these."
+            f"contradict the configuration of this model: convert a T5 1.0, T5 1.1, mT5, "
+            f"UMT5 or ByT5 model, or a model derived from one of these."
         )
     for name, shape in required.items():
         if found.get(name) != shape:
@@ -407,7 +408,7 @@ def model_from_shapes(tensors, form, source):
     gated = parameter_names("encoder/layers/mlp/gate", 0, True)[form] in tensors
 
     def name(path, layer=0):
-        """Return the name of a parameter in the format of the model."""
+        """Return the name that a parameter has in Hugging Face or T5X."""
         return parameter_names(path, layer, gated)[form]
 
     def shape(path):
@@ -458,8 +459,9 @@ def read_floats(tensor, name, source):
         values = tensor.read()
     if not jnp.issubdtype(values.dtype, jnp.floating):
         raise UserError(
-            f"{source} is damaged or quantized, because {name} has the type "
-            f"{values.dtype}: convert another copy with floating-point weights."
+            f"{source} is damaged or quantized: the array {name} has the type "
+            f"{values.dtype}, but plain T5 needs floating-point numbers. Convert another "
+            f"copy of the model."
         )
     return values
 
@@ -485,8 +487,7 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5"):
         entry.external_name: entry.shape[::-1] if entry.transposed else entry.shape
         for entry in entries
     }
-    # The name of an optimizer array begins with "state/", and the name of a parameter
-    # does not.
+    # Separate the parameters from the optimizer arrays, whose names begin with "state/".
     found = {}
     optimizer = {}
     for external_name, tensor in tensors.items():
@@ -514,7 +515,8 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5"):
     elif optimizer:
         note(
             f"The optimizer state of {source} is not converted, because convert.py "
-            f"supports only Adafactor without momentum. The parameters are converted."
+            f"supports only Adafactor without momentum. Only the parameters are "
+            f"converted."
         )
     for entry in entries:
         tensor = tensors[entry.external_name].transpose(entry.transposed)
@@ -525,7 +527,10 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5"):
     try:
         configs.check(run)
     except UserError as error:
-        raise UserError(f"{source} cannot be converted. {error}") from error
+        raise UserError(
+            f"{source} cannot be converted, because plain T5 does not support its "
+            f"configuration. {error}"
+        ) from error
     return Weights(run, step, arrays, vocabulary)
 
 
@@ -533,7 +538,7 @@ def to_weights(tensors, form, source, cfg, vocabulary, name="t5"):
 
 
 def read_vocabulary(folders, cfg, order=None):
-    """Return the vocabulary of a model as a data.Tokenizer, or None if it is missing.
+    """Return the vocabulary of a model as a data.Tokenizer, or None if it has none.
 
     The vocabulary is read from spiece.model, or from tokenizer.json if there is no
     spiece.model. Tokens that were added to the tokenizer become pieces of the vocabulary.
@@ -548,8 +553,8 @@ def read_vocabulary(folders, cfg, order=None):
     """
     config_path = folders[0] / "tokenizer_config.json"
     config = read_optional(config_path, {"extra_ids?": (int, type(None))})
-    # If a vocabulary has no sentinels, such as <extra_id_0>, this number of sentinels is
-    # added.
+    # If a vocabulary has no sentinels (tokens such as <extra_id_0>), sentinels are added
+    # to it. The variable `sentinels` is the number of added sentinels.
     sentinels = config.get("extra_ids") or data.SENTINELS
     if not 0 < sentinels <= max(cfg.vocab_size, data.SENTINELS):
         raise UserError(
@@ -565,10 +570,10 @@ def read_vocabulary(folders, cfg, order=None):
         return byte_vocabulary(folders[0]) if is_byt5 else None
     data.check_regular(str(path))
     try:
-        # In plain T5, spiece.model may contain a vocabulary of another kind. A vocabulary
-        # of bytes is a line such as "bytes:0", and a vocabulary of token ids is a line
-        # such as "ids:32128:100". A vocabulary that a recipe file defines is a JSON
-        # object.
+        # In a run of plain T5, the file spiece.model may contain a vocabulary that is not
+        # a SentencePiece model. A vocabulary of bytes is a line such as "bytes:0". A
+        # vocabulary of token ids is a line such as "ids:32128:100". A vocabulary that a
+        # recipe file defines is a JSON object.
         if path.read_bytes().startswith((b"bytes", b"ids:", data.PATTERN_FILE)):
             tokenizer = data.load_tokenizer(path)
         else:
@@ -581,8 +586,9 @@ def read_vocabulary(folders, cfg, order=None):
             )
     except UserError as error:
         raise UserError(
-            f"{error} To convert only the weights, move spiece.model and tokenizer.json "
-            f"out of the folder of the model."
+            f"{error} The command stops because of this problem with the vocabulary. To "
+            f"convert only the weights, move spiece.model and tokenizer.json out of the "
+            f"folder of the model."
         ) from error
     return tokenizer
 
@@ -594,7 +600,7 @@ BYT5_WARNING = (
 
 
 def byte_vocabulary(folder):
-    """Return the data.Tokenizer of ByT5, which reads bytes.
+    """Return the data.Tokenizer of ByT5, which gives an id to each byte of a text.
 
     folder: the folder that may contain the tokenizer files of Hugging Face.
 
@@ -603,9 +609,9 @@ def byte_vocabulary(folder):
     for _, text in read_added_tokens(folder):
         if text not in SPECIAL_PIECES and "<extra_id_" not in text:
             raise UserError(
-                f"The tokenizer in {folder} adds {text} to the bytes of ByT5, which "
-                f"plain T5 does not support: to convert only the weights, move the "
-                f"tokenizer files out of the folder."
+                f"The ByT5 tokenizer in {folder} adds {text} to the bytes and sentinels. "
+                f"Plain T5 supports no added tokens for ByT5: to convert only the "
+                f"weights, move the tokenizer files out of the folder."
             )
     note(BYT5_WARNING)
     return data.ByteTokenizer()
@@ -707,18 +713,17 @@ def read_pieces(path, sentinels, vocab_size, order):
         ids = tokenizer.encode(text)
         if ids != [number]:
             raise UserError(
-                f"The files beside {path} say that the added token {text!r} has the id "
-                f"{number}, but plain T5 would give the ids {ids!s:.60} to this text: "
-                f"download the files of the tokenizer again, or use the model with the "
-                f"library transformers."
+                f"The added token {text!r} has the id {number}, but plain T5 would give "
+                f"the ids {ids!s:.60} to this token: download {path} and the files "
+                f"beside it again, or use the model with the library transformers."
             )
     if is_json:
         compare_with_library(path, tokenizer)
     return tokenizer
 
 
-# The names of T5's special tokens for padding (id 0), end of sequence (id 1) and unknown
-# text (id 2).
+# T5 has three special tokens: <pad> for padding (id 0), </s> for the end of a sequence
+# (id 1), and <unk> for unknown text (id 2).
 SPECIAL_PIECES = ("<pad>", "</s>", "<unk>")
 
 
@@ -733,10 +738,11 @@ def is_special(piece):
 
 
 def reorder_pieces(proto, order):
-    """Reorder the pieces of a SentencePiece vocabulary, and rename its special pieces.
+    """Give the special pieces of a SentencePiece vocabulary the ids and names of T5.
 
-    The first three pieces get the names <pad>, </s> and <unk>. The model does not use its
-    other special pieces, such as <s>, so these pieces are marked as unused.
+    All pieces get a new order. The first three pieces get the names <pad>, </s> and
+    <unk>. The model does not use its other special pieces, such as <s>, so these pieces
+    are marked as unused.
 
     proto: the ModelProto of the vocabulary, which is changed in place.
     order: a list. Element i is the old id of the piece that gets the id i.
@@ -790,9 +796,9 @@ def decompile(charsmap):
     return dict(rules)
 
 
-SPACE = "\u2581"  # the character that stands for a space in the pieces of SentencePiece
-# The characters that the tokenizer.json step "WhitespaceSplit" treats as white space. The
-# converted SentencePiece model replaces each of these characters by a space.
+SPACE = "\u2581"  # SentencePiece writes this character in place of a space
+# The step "WhitespaceSplit" of a tokenizer.json treats these characters as white space.
+# The converted SentencePiece model replaces each of these characters by a space.
 WHITE_SPACE = (
     "\t\n\v\f\r\x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009"
     "\u200a\u2028\u2029\u202f\u205f\u3000"
@@ -841,9 +847,10 @@ MISSING_STEPS = {
 def tokenizer_json_to_sentencepiece(path):
     """Convert the vocabulary in Hugging Face's tokenizer.json to a SentencePiece model.
 
-    Returns a SentencePiece ModelProto, a dict of the replacements for normalizing a text,
-    and the text that Hugging Face inserts after an added token. The list of added tokens
-    is not converted here.
+    Returns a tuple of three items. The first item is a SentencePiece ModelProto. The
+    second item is a dict of the replacements that normalize a text. The third item is the
+    text that Hugging Face inserts after an added token. The list of added tokens is not
+    converted here.
 
     Both tokenizers give the same ids for almost all texts. The ids may differ if a text
     contains "</s>", "<pad>" or "<unk>". They may also differ if a text ends with white
@@ -891,8 +898,9 @@ def hard_texts(tokenizer):
     """Return a list of short texts on which different tokenizers often disagree.
 
     The texts contain white space, accents, rare characters, sentinels, and pieces of the
-    vocabulary. No text contains "</s>" or a sentinel without a space before it. Hugging
-    Face always treats these as special tokens, and plain T5 reads them as ordinary text.
+    vocabulary. No text contains "</s>" or a sentinel without a space before it, because
+    their ids always differ. Hugging Face reads them as special tokens, and plain T5 reads
+    them as ordinary text.
 
     tokenizer: the data.Tokenizer that reads the texts.
     """
@@ -1001,7 +1009,7 @@ def read_pickle(file):
         arrays = torch.load(file, "cpu", weights_only=True, mmap=mmap)
 
     def read(array):
-        """Return the values as a NumPy array, after a cast of bfloat16 to float32."""
+        """Return the values as a NumPy array, with floating-point values in float32."""
         return (array.float() if array.is_floating_point() else array).numpy()
 
     return {
@@ -1077,11 +1085,11 @@ def read_hf(folder):
     for file in sorted(set(files.values())):
         tensors |= HF_READERS[name](folder / Path(file).name)
     # Check that every array in the index file exists. Without this check, a model whose
-    # output layer is missing would look like a tied model.
+    # output layer is missing would look like a tied model, which needs no output layer.
     if missing := set(map(pytorch_name, files)) - tensors.keys():
         raise UserError(
-            f"No file in {folder} contains {listed(missing)}, which the "
-            f"index file lists: download the directory again."
+            f"{folder} is incomplete. No file in it contains {listed(missing)}, which "
+            f"the index file lists: download the directory again."
         )
     return tensors
 
@@ -1114,9 +1122,9 @@ HF_ACTIVATIONS = {
     "gated-gelu_new": "gated_gelu",
     "gated-silu": "gated_silu",
 }
-# The types of the fields that are read from Hugging Face's config.json. A "?" marks a
-# field that may be missing. Dimensions such as d_model are not listed, because they
-# follow from the shapes of the weights.
+# convert.py reads these fields of Hugging Face's config.json. Each value is the type of
+# the field. A "?" marks a field that may be missing. Dimensions such as d_model are not
+# listed, because they follow from the shapes of the weights.
 HF_TYPES = {
     "model_type?": str,
     "feed_forward_proj?": str,
@@ -1125,8 +1133,8 @@ HF_TYPES = {
     "dropout_rate?": (int, float),
     "relative_attention_max_distance?": int,
 }
-# The ids of T5's special tokens, as fields of Hugging Face's config.json. The decoder of
-# T5 starts with the padding token, so decoder_start_token_id is 0 too.
+# These fields of Hugging Face's config.json say which ids T5's special tokens have. The
+# decoder of T5 starts with the padding token, so decoder_start_token_id is 0 too.
 SPECIAL_TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
 
 
@@ -1146,7 +1154,7 @@ def external_activation(names, cfg):
             return name
     raise UserError(
         f"The activation {cfg.activation} exists only in plain T5: leave out --to, or "
-        f"convert a model with one of {listed(names.values())}."
+        f"convert a model with one of the activations {listed(names.values())}."
     )
 
 
@@ -1178,16 +1186,17 @@ def open_hf(folder, file=None):
     model_type = config.get("model_type", "t5")
     if model_type not in ("t5", "mt5", "umt5"):
         raise UserError(
-            f"{folder} contains a model of type {model_type}, which is another network "
-            f"than T5: use a model of type t5, mt5 or umt5."
+            f"{folder} contains a model of type {model_type}, but plain T5 supports only "
+            f"the types t5, mt5 and umt5: use a model of one of these types."
         )
     tensors = unify_embeddings(tensors, config, folder)
     cfg = model_from_shapes(tensors, HF, folder)
     if not is_stated:
         config["feed_forward_proj"] = external_activation(HF_ACTIVATIONS, cfg)
         note(
-            f"{file} has no config.json: the activation function {cfg.activation} and "
-            f"the dropout rate 0.1 are assumed."
+            f"There is no config.json beside {file}. convert.py assumes the activation "
+            f"function {cfg.activation} and the dropout rate 0.1. If the model has other "
+            f"values, copy its config.json beside the file, and convert again."
         )
     cfg = apply_hf_config(cfg, config, folder)
     settings = config | read_optional(folder / "generation_config.json", dict)
@@ -1218,8 +1227,9 @@ def remove_heads(tensors):
     """
     if dropped := [name for name in tensors if name.startswith(TASK_HEADS)]:
         note(
-            f"The output layer of a task is not converted ({listed(dropped)}): "
-            f"the result is the encoder, or the encoder and decoder, of the model."
+            f"The output layer of a task is not converted ({listed(dropped)}), because "
+            f"plain T5 has no such layer. The encoder is converted, and the decoder if "
+            f"the model has one."
         )
     return {
         name.removeprefix("transformer."): tensor
@@ -1263,7 +1273,8 @@ def find_id_order(settings, vocab_size, folder):
     return order
 
 
-# The types of sentence-transformers layers that infer.py supports.
+# The library sentence-transformers applies layers to the vectors of an encoder. infer.py
+# supports these types of layers.
 MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
 
 
@@ -1377,18 +1388,19 @@ def unify_embeddings(tensors, config, folder):
 
     if not tables or not all(map(equals_embedding, tables)):
         raise UserError(
-            f"{folder} has {'different embeddings' if tables else 'no embedding'} "
-            f"({', '.join(copies)}): use a complete model whose encoder and decoder "
-            f"share one embedding."
+            f"Plain T5 needs one embedding for the encoder and the decoder, but {folder} "
+            f"has {'different embeddings' if tables else 'no embedding'} (searched in "
+            f"{', '.join(copies)}): use a complete model with one shared embedding."
         )
     head = tensors.get(head_name, tables[0])
     shared = equals_embedding(head)
-    # In version 4 of the library transformers, the setting tie_word_embeddings means two
-    # things. If the setting is true, the output layer is the embedding, and the logits
-    # are scaled. In version 5, the output layer is lm_head.weight if the file contains
-    # this array. The setting then says only whether the logits of T5 are scaled. Version
-    # 5 never scales the logits of mT5, and always scales those of UMT5, which is a
-    # mistake. The default of the setting is true, except for mT5 in version 4.
+    # Find out whether the logits are scaled. Versions 4 and 5 of the library transformers
+    # interpret tie_word_embeddings in different ways. In version 4, true means that the
+    # output layer is the embedding, and that the logits are scaled. In version 5, true
+    # means only that the logits of T5 are scaled. The output layer is lm_head.weight if
+    # the file contains this array. Version 5 never scales the logits of mT5. It always
+    # scales the logits of UMT5, which is a mistake of version 5. The default of
+    # tie_word_embeddings is true, except for mT5 in version 4.
     family = config.get("model_type", "t5")
     flags = {"tie_word_embeddings", "scale_decoder_outputs"} & config.keys()
     tied = config.get("tie_word_embeddings", True)
@@ -1408,8 +1420,9 @@ def unify_embeddings(tensors, config, folder):
     elif not shared and family != "mt5" and not flags:
         raise UserError(
             f"{folder} has an output layer {head_name} that differs from the embedding, "
-            f"but config.json does not say whether the logits are scaled: add "
-            f'"tie_word_embeddings": false for a model without scaling, such as T5 1.1.'
+            f"but config.json does not say whether the logits are scaled. For a model "
+            f"without scaling, such as T5 1.1, add this line to config.json: "
+            f'"tie_word_embeddings": false'
         )
     elif scaled_5 != tied_4 or tied_4 and not shared:
         note(
@@ -1548,16 +1561,18 @@ def open_zarr(kvstore, part=None, dtype=None):
         files = len(array.kvstore.list().result())
         is_multiple = not np.mod(array.shape, part or array.shape).any()
         if files <= chunks or not is_multiple or stored["dtype"].startswith(">"):
-            raise ValueError(f"its file .zarray says {stored}")
+            raise ValueError(
+                f"the file .zarray does not describe the array correctly: {stored}"
+            )
     return Tensor(array.shape, lambda: array.read().result())
 
 
-# The names of Adafactor's arrays in Mesh TensorFlow, and their names in T5X. For example,
-# the array "vr" in Mesh TensorFlow is called "v_row" in T5X.
+# Each key is the name that an array of Adafactor has in Mesh TensorFlow. The value is its
+# name in T5X. For example, the array "vr" is called "v_row" in T5X.
 MTF_SLOTS = {"v": "v", "vr": "v_row", "vc": "v_col", "m": "m"}
-# Each key is a regular expression, and the value is its replacement. All replacements,
-# one after another, turn the name of an array in Mesh TensorFlow into its name in Hugging
-# Face. Some versions of Mesh TensorFlow write "rms_norm" instead of "layer_norm".
+# Each key is a regular expression, and the value is its replacement. Applied one after
+# another, the replacements turn the name of an array in Mesh TensorFlow into its name in
+# Hugging Face. Some versions of Mesh TensorFlow write "rms_norm" instead of "layer_norm".
 MTF_NAMES = {
     "/(embedding|kernel|scale)$": "",
     "rms_norm": "layer_norm",
@@ -1652,8 +1667,8 @@ def gin_activation(value):
     return T5X_ACTIVATIONS[" ".join(words)]
 
 
-# The fields of ModelConfig that the weights do not show. For each field, a regular
-# expression finds its value in a Gin file, and a function converts the value.
+# These fields of ModelConfig cannot be computed from the weights. For each field, a
+# regular expression finds the value in a Gin file, and a function converts the value.
 GIN_FIELDS = {
     "activation": (
         r"(?:mlp_activations|DenseReluDense\.activation) = (.*)",
@@ -1690,8 +1705,9 @@ def read_gin(folders):
                 stated[field] = convert_value(value)
             except (KeyError, ValueError) as error:
                 raise UserError(
-                    f"The Gin file of {folders[0]} sets {field} to {value}, which plain "
-                    f"T5 cannot use: copy the file again, or convert another model."
+                    f"The Gin file of {folders[0]} sets {field} to {value}. Plain T5 "
+                    f"does not support this value. If the file is damaged, copy it "
+                    f"again. Otherwise, convert another model."
                 ) from error
     return stated
 
@@ -1736,8 +1752,9 @@ def open_plain(checkpoint, run_dir):
         layers, shape = split_layers(name, tuple(stored["shape"]))
         if name.startswith("params/"):
             found[name] = tuple(stored["shape"])
-        # Cache the shards of each array, so that each checksum is verified only once. The
-        # shards are memory-mapped, so the cache needs almost no memory.
+        # A checkpoint stores an array in one or more parts, which are called shards. Keep
+        # the shards that have been read, so that each checksum is verified only once. The
+        # shards are memory-mapped, so keeping them needs almost no memory.
         verified = {}
         for layer in layers:
             read_layer = partial(read, stored, verified, layer, shape)
@@ -1799,7 +1816,7 @@ def open_any(source, step=None):
             )
         if path.is_file() and path.suffix == ".safetensors":
             return open_hf(path.parent, path)
-        # A checkpoint of plain T5 without a manifest is damaged. Open the checkpoint
+        # A checkpoint of plain T5 without manifest.json is damaged. Open the checkpoint
         # anyway, so that open_plain reports the damage.
         if (path / "manifest.json").exists() or path.match("checkpoints/step_*"):
             return open_plain(path, path.resolve().parent.parent)
@@ -1820,7 +1837,7 @@ def open_any(source, step=None):
         )
 
 
-# If convert.py cannot read SRC, it prints advice that depends on the files in SRC. Each
+# If SRC is not a model, convert.py prints advice that depends on the files in SRC. Each
 # key is the suffix of a file, and the value is the advice. {file} stands for the name of
 # the file, and {path} stands for the path of the file without the suffix.
 ADVICE = {
@@ -1859,8 +1876,8 @@ def advice(path):
         config = folder / "config.json"
         if find_checkpoints(folder) or (folder / "manifest.json").exists():
             return True
-        # A folder of the library diffusers may contain another model, which also has a
-        # config.json and weights. So look for the text "t5" in config.json.
+        # A folder of the library diffusers also contains models that are not T5. They
+        # have a config.json and weights too, so look for the text "t5" in config.json.
         is_t5 = config.is_file() and "t5" in config.read_text().lower()
         return is_t5 and find_hf_weights(folder)
 
@@ -1967,8 +1984,8 @@ def write_safetensors(folder, weights, dtype):
     weights: the Weights of the model.
     dtype: the NumPy type in which the parameters are written.
     """
-    # The arrays that begin in the first 5 GB of the model belong to the first file, the
-    # arrays that begin in the next 5 GB belong to the second file, and so on.
+    # Put the arrays that begin in the first 5 GB of the model into the first file. Put
+    # the arrays that begin in the next 5 GB into the second file, and so on.
     files = {}
     total_size = 0
     for entry in parameter_entries(weights.cfg.model, HF):
@@ -2065,7 +2082,7 @@ def write_tokenizer(folder, vocabulary, cfg):
     write_json(folder / "tokenizer_config.json", config)
 
 
-# The parts of a tokenizer.json that are the same for all vocabularies. The post_processor
+# These parts of a tokenizer.json are the same for all vocabularies. The post_processor
 # appends the id of </s>, the end of a sequence, to the ids of a text.
 TOKENIZER_JSON = json.loads("""
 {
@@ -2368,7 +2385,7 @@ def merge_lora(weights, folder):
 
         @explain_errors(folder, "a LoRA adapter of this model")
         def read(old=arrays[key], pair=pair):
-            """Return a matrix of the model into which the LoRA adapter is merged."""
+            """Return a matrix of the model after the change by the LoRA adapter."""
             a, b = (np.float32(tensor.read()) for tensor in pair)
             # Unlike the operator +, np.stack raises an error if the two shapes differ.
             return np.stack([old.read(), scale * (b @ a).T]).sum(0)
@@ -2376,8 +2393,9 @@ def merge_lora(weights, folder):
         arrays[key] = Tensor(entry.shape, read)
     if tensors:
         raise UserError(
-            f"{folder} changes {listed(tensors)}, which this model lacks "
-            f"or plain T5 cannot merge: use the base model of this adapter as SRC."
+            f"The LoRA adapter {folder} changes {listed(tensors)}. These arrays do not "
+            f"exist in SRC, or plain T5 cannot merge them: use the base model of this "
+            f"adapter as SRC."
         )
     return weights._replace(arrays=arrays)
 
@@ -2425,10 +2443,14 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False, lora=
         if to != "plain" and positions != "t5_bias":
             raise UserError(
                 f"The model has --model.positions {positions}, which --to {to} cannot "
-                f"store: use --to plain, or convert a model with t5_bias."
+                f"store: use --to plain, or convert a model with --model.positions "
+                f"t5_bias."
             )
         params = model.count_params(model.param_table(weights.cfg.model))
-        print(f"source   {source}: {params:,} parameters, step {weights.step:,}")
+        print(
+            f"reading  {source}, a model with {params:,} parameters, from training step "
+            f"{weights.step:,}"
+        )
         print(f"writing  {destination}", flush=True)
         files = weights.files
         if weights.vocabulary:
@@ -2454,7 +2476,7 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False, lora=
         if not written.files.items() <= weights.files.items():
             raise OSError(
                 f"the copies of {', '.join(weights.files)} differ from the files in SRC, "
-                f"so the disk may be faulty"
+                f"so the disk may be faulty: convert the model again, to another disk"
             )
         print(f"compared {count:,} arrays with the source: all are equal in {dtype}")
         if weights.vocabulary and written.vocabulary:
@@ -2493,7 +2515,8 @@ def compare(weights, written, dtype):
         if not np.array_equal(expected, written.arrays[key].read(), equal_nan=True):
             raise OSError(
                 f"{name} has different values after it was written and read again, so "
-                f"the disk or the memory may be faulty"
+                f"the disk or the memory may be faulty: convert the model again, to "
+                f"another disk or on another machine"
             )
         if not np.isfinite(expected).all():
             infinite.add(name)
@@ -2546,8 +2569,8 @@ def main(argv):
         )
     if args.to == "plain" and args.dtype != "float32":
         raise UserError(
-            "A run of plain T5 stores its weights in float32: leave out --dtype, or add "
-            "--to hf."
+            "--dtype bfloat16 needs --to hf or --to t5x, because a run of plain T5 "
+            "stores its weights in float32: add one of these, or leave out --dtype."
         )
     convert(
         args.src,

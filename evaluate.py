@@ -343,8 +343,8 @@ def answer_choices(task, number, example):
             weight = float(example.get("weight", 1))
         except (TypeError, ValueError):
             raise ValueError(
-                "needs two integers in the field idx, such as [3, 0], and a number in "
-                "the field weight"
+                "has an invalid field idx or weight. The field idx must contain two "
+                "integers, such as [3, 0], and the field weight must contain a number"
             ) from None
         choice = {"idx": (example_number, choice_number), "weight": weight}
         return [{**example, **choice, "is_correct": bool(example["is_correct"])}]
@@ -527,8 +527,9 @@ def bleu(targets, predictions):
     references = targets if isinstance(targets[0], list) else [targets]
     if any(len(texts) != len(predictions) for texts in references):
         raise ValueError(
-            f"bleu needs one list of {len(predictions)} target texts, one text for each "
-            f"prediction, or several such lists: correct the targets of the task"
+            f"the metric bleu needs a list of {len(predictions)} target texts, one text "
+            f"for each prediction, or several lists of this length: correct the targets "
+            f"of the task"
         )
     score = sacrebleu.corpus_bleu(
         predictions, references, smooth_method="exp", smooth_value=0.0, tokenize="intl"
@@ -579,8 +580,8 @@ def mean_3class_f1(targets, predictions):
 
     if not set(targets) <= {-1, 0, 1, 2}:
         raise TypeError(
-            "mean_3class_f1 needs the numbers 0, 1 and 2 as targets: use the "
-            "postprocessor label in a task with three choices"
+            "the metric mean_3class_f1 needs targets that are 0, 1 or 2: use the "
+            'postprocessor "label" in a task with three choices'
         )
     score = metrics.f1_score(
         targets, predictions, labels=range(3), average="macro", zero_division=0
@@ -648,8 +649,8 @@ def squad(targets, predictions):
     """
     if any(isinstance(answers, str) for answers in targets):
         raise TypeError(
-            "squad needs a list of correct answers as target, but got a text: use the "
-            "postprocessor answers, or another one that returns a list"
+            "the metric squad needs a list of correct answers as target, but got a text: "
+            'use the postprocessor "answers", or another function that returns a list'
         )
     exact, f1s = [], []
     for answers, prediction in zip(targets, predictions):

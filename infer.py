@@ -68,8 +68,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-# Importing configs also prepares the process for Ctrl-C and for UTF-8 texts. Do this
-# before the slow import of JAX.
+# The module configs makes Ctrl-C end the command without a traceback. Import it first, so
+# that Ctrl-C has this effect even during the slow import of JAX. The module also makes
+# Python read text as UTF-8.
 import configs
 
 import jax
@@ -335,7 +336,7 @@ def greedy_result(state):
 
 
 def take_beams(array, beams):
-    """Return some beams of each example, which are selected by their numbers.
+    """Select beams of each example by their numbers, and return them.
 
     For example, if beams[b] is [2, 0], row b of the result has beam 2 and then beam 0.
 
@@ -364,8 +365,8 @@ def sampling_step(state, log_probs, at, *, decode, seed):
     decode: a DecodeConfig with the three options.
     seed: the seed of the random numbers.
     """
-    # Log-probabilities are logits that were shifted by a constant, which does not change
-    # how often each id is drawn.
+    # The log-probabilities of an output differ from its logits only by a constant. The
+    # constant does not change how often each id is drawn.
     temperature = max(decode.temperature or 1.0, 1e-4)
     filtered = filter_logits(log_probs / temperature, decode.top_k, decode.top_p)
 
@@ -446,9 +447,9 @@ class BeamState(NamedTuple):
     # True where finished_ids holds a finished output, and False where there is none yet.
     # Shape [B, N].
     finished: jax.Array
-    # For each live beam and each position, the number of the beam whose key and value the
-    # live beam reads. Shape [B, N, T]. For example, if ancestors[b, 2, 5] is 0, live beam
-    # 2 of example b reads the key and the value that beam 0 computed at position 5.
+    # The number of the beam that computed the key and the value which a live beam reads
+    # at a position. For example, if ancestors[b, 2, 5] is 0, live beam 2 of example b
+    # reads the key and the value that beam 0 computed at position 5. Shape [B, N, T].
     ancestors: jax.Array
     # True for each example whose search has ended. Shape [B, 1].
     done: jax.Array
@@ -496,9 +497,9 @@ def length_penalty(tokens, decode):
 def beam_step(state, log_probs, at, *, decode):
     """Extend the live (unfinished) beams by one id, and return the new BeamState.
 
-    Beams that now end with EOS become finished outputs, and the N best others stay live.
-    Selecting 2N extended beams is enough for both. At most N of them end with EOS,
-    because each live beam has only one extension by EOS. At least N others remain.
+    Of all extended beams, the 2N best are selected. Those that end with EOS become
+    finished outputs, and the N best of the others stay live. Each live beam has only one
+    extension by EOS, so at most N of the 2N beams end with EOS. At least N others remain.
 
     The search of an example ends when N outputs are finished, and no live beam can get a
     better score than the worst of the N best finished outputs.
@@ -514,7 +515,7 @@ def beam_step(state, log_probs, at, *, decode):
     B, N, V = log_probs.shape
     length = state.ids.shape[-1]
 
-    # Find the 2N best next ids of each live beam. Of all these extensions of an example,
+    # Extend each live beam by its 2N best next ids. Of all extended beams of an example,
     # select the 2N best.
     scores = log_probs + state.live_scores[..., None]
     scores, ids = lax.top_k(scores, min(2 * N, V))
@@ -533,9 +534,9 @@ def beam_step(state, log_probs, at, *, decode):
     parents = take_beams(parents, best)
 
     # Extended beams that end with EOS are finished outputs. Of all finished outputs, old
-    # and new, keep the N best. The other extended beams get a score near MASKED_SCORE. If
-    # they are selected because fewer than N outputs are finished, the array `finished`
-    # is False for them.
+    # and new, keep the N best. Extended beams without EOS get a score near MASKED_SCORE,
+    # which is very low. If they are selected because fewer than N outputs are finished,
+    # the array `finished` is False for them.
     scores = scores / length_penalty(at + 1.0, decode)
     scores = scores + jnp.where(ends, 0.0, MASKED_SCORE)
     finished_scores = jnp.concatenate([state.finished_scores, scores], axis=1)
@@ -552,9 +553,10 @@ def beam_step(state, log_probs, at, *, decode):
     bound = live_scores[:, :1] / length_penalty(length + 1.0, decode)
     done = finished.all(1, keepdims=True) & (finished_scores[:, -1:] > bound)
 
-    # The parent of a new live beam is the old beam that it extends. Before position `at`,
-    # the new beam reads the same keys as its parent. At position `at`, it reads the key
-    # of its parent. At position `at + 1`, it will read its own key.
+    # The parent of a new live beam is the old beam that the new beam extends. Before
+    # position `at`, the new beam reads the same keys as its parent. At position `at`, the
+    # new beam reads the key that its parent has computed. At position `at + 1`, the new
+    # beam will read its own key.
     ancestors = take_beams(state.ancestors, parents).at[:, :, at].set(parents)
     ancestors = ancestors.at[:, :, at + 1].set(jnp.arange(N))
     return BeamState(
@@ -762,7 +764,8 @@ class Trie(NamedTuple):
 
     first: jax.Array  # [nodes + 1]
     ids: jax.Array  # [edges]
-    slots: jax.Array  # 0, 1, ..., a number for each edge that a node of the trie can have
+    # The numbers 0, 1, ..., E - 1. E is the largest number of edges that leave one node.
+    slots: jax.Array
 
     def restrict(self, start, step, result):
         """Restrict a decoding method to the outputs of this Trie.
@@ -786,9 +789,9 @@ class Trie(NamedTuple):
                 none = jnp.zeros(log_probs.shape[-1], bool)
                 return none.at[ids].set(True, mode="drop")
 
-            # List the edges of each node, and the id of each edge, in arrays of shape [B,
-            # N, slots]. If a node has fewer edges than slots, the unused slots get an id
-            # that no vocabulary has.
+            # For the node of each output, list the edges and their ids in arrays of shape
+            # [B, N, E]. E is the largest number of edges that leave one node. If a node
+            # has fewer edges, the last items of `ids` get an id that no vocabulary has.
             edges = self.first[nodes][..., None] + self.slots
             exist = edges < self.first[nodes + 1][..., None]
             ids = jnp.where(exist, self.ids[edges], 2**31 - 1)
@@ -816,7 +819,7 @@ def build_trie(outputs):
     An output is a list of ids without EOS. The Trie adds EOS to each output.
     """
     rows, _ = pad_batch([[*output, data.EOS] for output in outputs])
-    rows = np.unique(rows, axis=0)  # sorted, so that equal prefixes follow each other
+    rows = np.unique(rows, axis=0)  # sort the rows: equal prefixes become neighbors
     # is_new[n, i] is True if the first n + 1 ids of output i differ from those of output
     # i - 1. Id n of output i then becomes a new edge, which leads to a new node.
     differs = np.logical_or.accumulate(rows[1:] != rows[:-1], axis=1)
@@ -855,9 +858,10 @@ def read_choices(cfg, tokenizer, task=None):
         found = tokenizer.decode(outputs[-1])
         if found != text:
             raise UserError(
-                f"--decode.choices {source} allows the output {text!r}. But this "
-                f"vocabulary and --decode.max_len {length} turn this output into "
-                f"{found!r}: correct the output, or increase --decode.max_len."
+                f"--decode.choices {source} allows the output {text!r}. But with the "
+                f"vocabulary of the run and --decode.max_len {length}, the model could "
+                f"only generate {found!r}: correct the output, or increase "
+                f"--decode.max_len."
             )
     if not outputs:
         raise UserError(
@@ -868,10 +872,10 @@ def read_choices(cfg, tokenizer, task=None):
 
 
 class RestrictedState(NamedTuple):
-    """The state of a decoding method whose outputs follow a Trie.
+    """The state of decoding with a Trie, which is a tree of all allowed outputs.
 
-    The state combines the state of the method itself, such as a BeamState, with the node
-    of the Trie that each output has reached.
+    This class combines the state of the decoding method, such as a BeamState, with the
+    node of the Trie that each output has reached.
     """
 
     inner: GreedyState | BeamState
@@ -883,11 +887,11 @@ class RestrictedState(NamedTuple):
 
 
 def is_output(scores):
-    """Return a boolean array that is True for each score that belongs to an output.
+    """Return for each score whether it is the score of an output, as a boolean array.
 
-    If beam search finds fewer outputs than beams, the other beams are empty. The score of
-    an empty beam is very low, and the array is False there. If a model computes NaN, the
-    output remains, and its score is NaN.
+    If beam search finds fewer than N outputs, the other beams are empty. An empty beam
+    has a very low score, for which the result is False. If a model computes NaN, the
+    score of an output is NaN, for which the result is True.
     """
     return ~(scores <= MASKED_SCORE / 1000)
 
@@ -910,8 +914,8 @@ class Example(NamedTuple):
     number: int = 0
 
 
-# For each value of --pool, the name of the field that holds the vectors in an output
-# line. For example, --pool none writes the field "vectors".
+# Each key is a value of --pool. The value is the name of the field that holds the vectors
+# in an output line. For example, --pool none writes the field "vectors".
 VECTOR_FIELD = {"mean": "mean", "first": "first", "none": "vectors", "model": "vector"}
 
 
@@ -1121,7 +1125,7 @@ class ExampleEncoder:
     cfg: configs.Config
     # The Tokenizer, or None if the run has no vocabulary.
     tokenizer: data.Tokenizer | None
-    # Whether each line must have the field "targets" in addition to the field "inputs".
+    # True if each line must have the field "targets" in addition to the field "inputs".
     scoring: bool
     # The task from which the lines come, or None if they come from a file or from
     # standard input. The task says whether the inputs end with EOS.
@@ -1145,7 +1149,7 @@ class ExampleEncoder:
         problem = data.invalid_reason(value, self.cfg.model.vocab_size)
         if problem:
             raise ValueError(
-                f"has {problem} in the field {key} (this line has the fields "
+                f"has {problem} in the field {key} (the fields of this line are "
                 f"{', '.join(line)})"
             )
         if isinstance(value, str):
@@ -1182,8 +1186,8 @@ def read_texts(path, bad):
         yield f"{path}:{number}", {"inputs": line.rstrip("\r\n")}
 
 
-# For each kind of input file, the function that reads the file. data.file_kind returns
-# the kind, such as "jsonl".
+# Each key is a kind of input file, such as "jsonl". The value is the function that reads
+# the file. data.file_kind returns the kind of a file.
 READERS = {
     "jsonl": data.read_jsonl,
     "parquet": data.read_parquet,
@@ -1335,8 +1339,8 @@ def describe_job(args, cfg, step, tokenizer, identity):
     facts = {
         "--train.seed": cfg.train.seed,
         "the step": step,
-        # Another run in the same folder can have a different checkpoint of the same step.
-        # The checksums of its arrays show the difference.
+        # If the run was deleted and trained again, it can have a different checkpoint of
+        # the same step. The checksums of the arrays show the difference.
         "the checkpoint": configs.checksum(configs.read_json(manifest, {})["arrays"]),
         "the vocabulary": tokenizer and tokenizer.sha256,
         "the file of --decode.choices": data.find_files(cfg.decode.choices),
@@ -1482,9 +1486,9 @@ def run_file(args, cfg, mesh, tokenizer):
             mode, layers = read_vector_head(args.run_dir)
     task, read, identity = partition.run_on_all(lambda: open_input(args.input, cfg))
     trie = read_choices(cfg, tokenizer, task) if mode == "predict" else None
-    # While train.py is running, --step latest or --step best may mean another checkpoint
-    # when a command is repeated. All lines of a file must come from one checkpoint, so
-    # a resumed command loads the checkpoint with which its file was begun.
+    # While train.py is running, --step latest or --step best may mean a newer checkpoint
+    # when a command is repeated. But all lines of a file must come from one checkpoint.
+    # A resumed command therefore loads the checkpoint with which its file was begun.
     begun = partition.run_on_all(lambda: begun_job(args.output))
     begun = partition.from_main_process(begun)
     step = partition.resolve_step(args.run_dir, args.step)
@@ -1549,8 +1553,8 @@ def note_differences(encode):
     if is_file and encode.without_eos and False not in data.trained_ends(encode.cfg):
         note(
             f"warning: {encode.without_eos:,} inputs do not end with EOS (id 1), unlike "
-            f"the inputs of T5's tasks. Lists of token ids are used unchanged: append 1 "
-            f"to each list."
+            f"the inputs of T5's tasks, so the outputs may be wrong. infer.py uses lists "
+            f"of token ids unchanged: append the id 1 to each list."
         )
     if encode.cut:
         note(
@@ -1610,13 +1614,14 @@ def load_params(cfg, run_dir, step=None):
     vocabulary = configs.read_run(run_dir)[1]["vocabulary_sha256"]
     identity = configs.weights_identity(cfg, vocabulary)
     checkpoints = partition.Checkpoints(run_dir, identity=identity)
-    # A run with --train.ema also stores a moving average of the weights. Use the average
-    # instead of the weights.
+    # A run with --train.ema also stores a moving average of the weights. Load this
+    # average instead of the weights.
     name = "ema" if cfg.train.ema else "params"
     found = checkpoints.load({name: params}, step)
     if not found:
         raise UserError(
-            f"{run_dir} has no complete checkpoint yet: train the model with train.py."
+            f"{run_dir} has no complete checkpoint yet: train the model with train.py "
+            f"--run_dir {run_dir}."
         )
     step, tree = found
     return step, tree[name]
@@ -1705,8 +1710,8 @@ def main(argv):
     endings = (".jsonl", *other)
     if args.output and not args.output.endswith(endings):
         raise UserError(
-            f"With --mode {args.mode}, --output must end with {' or '.join(endings)}, "
-            f"not {args.output}: name another file."
+            f"With --mode {args.mode}, the name of the output file must end with "
+            f"{' or '.join(endings)}, but --output is {args.output}: choose another name."
         )
     # If --input names a task, execute recipe.py of the run, which may define this task.
     cfg, mesh, tokenizer = open_model(
@@ -1719,7 +1724,8 @@ def main(argv):
         lines = [args.text.encode(errors="surrogateescape")]
     elif jax.process_count() > 1:
         raise UserError(
-            "Several processes cannot share standard input: give --input and --output."
+            "Several processes cannot share standard input: give a file of inputs with "
+            "--input, and the file to write with --output."
         )
     step = partition.resolve_step(args.run_dir, args.step)
     _, params = load_params(cfg, args.run_dir, step)

@@ -694,9 +694,9 @@ def read_vector_head(folder):
     # Catch every exception, because safetensors raises exceptions of its own class.
     except Exception as error:
         raise UserError(
-            f"{path} describes layers that plain T5 does not support, or a file of these "
-            f"layers is missing or damaged ({error!r}): to use only the encoder, add "
-            f"--pool mean, or remove modules.json."
+            f"{path} describes layers that plain T5 cannot load ({error!r}). Either "
+            f"plain T5 does not support one of these layers, or a file is missing or "
+            f"damaged. To use only the encoder, add --pool mean, or remove modules.json."
         ) from error
     return pool, layers
 

@@ -6917,7 +6917,7 @@ def test_allowed_outputs_are_read_from_a_file_or_a_task(tokenizer, tmp_path):
     for options, message in (
         (
             dict(max_len=len(tokenizer.encode("alpha beta"))),
-            "the output 'alpha beta'. With this",
+            "the output 'alpha beta'. But with the vocabulary",
         ),
         (dict(source=tmp_path / "missing"), "allows no output at all: name a file"),
         (dict(source="task"), "allows no output"),
@@ -6925,7 +6925,7 @@ def test_allowed_outputs_are_read_from_a_file_or_a_task(tokenizer, tmp_path):
         with pytest.raises(configs.UserError, match=message):
             read(**options)
     path.write_text("alpha\n\u4e2d\n")
-    with pytest.raises(configs.UserError, match="correct this output"):
+    with pytest.raises(configs.UserError, match="correct the output"):
         read()
     tokenizer = None
     with pytest.raises(configs.UserError, match="has no vocabulary"):
@@ -7364,7 +7364,7 @@ def test_tasks_are_evaluated_on_text_and_by_rank(mixture, tmp_path, one_device, 
     )  # the inputs of T0 have no EOS
     for task, sentence in (
         ("few", "needs answer choices"),
-        ("documents", "no inputs and targets"),
+        ("documents", "not pairs of inputs and targets"),
     ):
         with pytest.raises(configs.UserError, match=sentence):
             evaluate.rank(
@@ -7663,7 +7663,9 @@ def test_a_resumed_output_file_keeps_its_checkpoint_and_its_input(
     assert lines == [whole[0], "", "", whole[1]]
     for name in ("out.parquet", "out.json", "out.jsonl.gz"):
         status, _, err = answer(output=name)
-        assert status == 2 and f"not {name}" in err and not Path(name).exists(), err
+        assert (
+            status == 2 and f"--output is {name}:" in err and not Path(name).exists()
+        ), err
 
 
 def test_inputs_that_end_unlike_those_of_training_are_reported(
@@ -7867,10 +7869,10 @@ def test_lines_that_metrics_jsonl_lacks_are_reported(tmp_path, capsys):
     """A copy of a run that trains may have an older metrics.jsonl than its checkpoints."""
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": step, "train/loss": 1.0}) for step in range(1, 8)]
-    for step, message in ((7, ""), (9, "no line between step 7 and the checkpoint of")):
+    for step, message in ((7, ""), (9, "no metrics between step 7 and step 9,")):
         path.write_text("\n".join(lines))
         train.MetricsFile(path, step, log_every=1)
-        err = capsys.readouterr().err
+        err = " ".join(capsys.readouterr().err.split())
         assert message in err and ("warning" in err) == bool(message)
 
 
@@ -8299,7 +8301,7 @@ BAD = {
         ["--config", "tiny_finetune", *UNFIT_VOCABULARY],
         "the recipe tiny_finetune continues",
     ),
-    "optimizer state of nothing": (["--train.restore", "all"], "with --init_from"),
+    "optimizer state of nothing": (["--train.restore", "all"], "add --init_from RUN"),
     "bad schedule": (
         ["--data.source", "random:", "--train.schedule", "constant * magic"],
         "magic",
@@ -9556,7 +9558,7 @@ def test_only_plain_t5_stores_other_position_encodings(tmp_path, capsys, monkeyp
     assert_equal(again, params)
     command = tmp_path / "mine", tmp_path / "new", "--to", "plain"
     status, _, err = run(convert, capsys, monkeypatch, *command)
-    assert status == 2 and "defines --model.positions mine" in err
+    assert status == 2 and "uses --model.positions mine" in err
     for changes, message in (
         (dict(positions="rotery"), "rotery is unknown.*rotary"),
         (dict(positions="rotary", d_kv=5), "--model.d_kv 5 is odd"),
@@ -10790,7 +10792,7 @@ BAD_WEIGHTS = {
             (f / "config.json").read_text().replace("feed_forward_proj", "other")
         ),
         {},
-        "contradict its configuration",
+        "contradict the configuration",
     ),
     "dropout": ("safetensors", None, None, {"dropout_rate": -3}, "--model.dropout"),
     "a list": (

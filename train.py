@@ -2122,9 +2122,10 @@ def plan_mesh(cfg, where):
     # raise exceptions of many different types.
     except Exception as error:
         raise UserError(
-            f"--plan {where} did not work ({str(error).splitlines()[0]:.120}). For a "
-            f"TPU topology such as v5e:2x4, first run pip install '.[tpu]' on Linux. "
-            f"For N devices of any kind, use --plan N."
+            f"JAX cannot simulate the devices of --plan {where} "
+            f"({str(error).splitlines()[0]:.120}). For a TPU topology such as v5e:2x4, "
+            f"first run pip install '.[tpu]' on Linux. For N devices of any kind, use "
+            f"--plan N."
         ) from error
     return partition.set_mesh(cfg, devices)
 
@@ -2142,7 +2143,10 @@ def plan(cfg, where):
     if cfg.model.dtype == "auto":
         cfg = configs.override(cfg, {"model.dtype": "bfloat16"})
     mesh = plan_mesh(cfg, where)
-    print(f"plan     {mesh.size} devices, {describe_mesh(cfg, mesh)}")
+    print(
+        f"plan     estimates for a training step on {mesh.size} devices, "
+        f"{describe_mesh(cfg, mesh)}"
+    )
     print(memory_report(cfg))
     _, step = lower_step(cfg, mesh)
     name = find_chip(mesh.devices.flat[0])
