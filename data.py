@@ -252,7 +252,7 @@ def random_compositions(total, parts, keys):
     # To split the integer 5, write it as five ones, 1 1 1 1 1, with 4 gaps between them.
     # Cutting at the first and the third gap gives 1 + 2 + 2. Each gap gets a random
     # number of 32 bits, and the parts - 1 gaps with the lowest numbers are cut.
-    # Each random number of 64 bits is used as two numbers of 32 bits, one for each gap.
+    # A random number of 64 bits is used as two numbers of 32 bits, for two gaps.
     bits = random_bits(keys[:, None], np.arange(total // 2))
     gaps = bits.view(np.uint32)[:, : total - 1]
     # argpartition puts the parts - 1 gaps with the lowest numbers first. Its second
@@ -325,8 +325,8 @@ class Objective:
     """Turn tokens of text into examples, which are pairs of inputs and targets.
 
     The objectives in this file are SpanCorruption, PrefixLM and Pairs. A recipe file may
-    define more objectives as subclasses of Objective. Every objective receives the tokens
-    in chunks, and turns each chunk into one example.
+    define more objectives as subclasses of Objective. Every objective turns each chunk,
+    which is a run of consecutive tokens, into one example.
 
     `features` names the fields of a document that are tokenized. With one feature (plain
     text), documents are split into chunks. The objective then needs a method
@@ -340,17 +340,17 @@ class Objective:
 
     features = ("text",)  # the names of the fields of a document that are tokenized
     across_documents = False  # whether a chunk may hold tokens of several documents
-    min_length = 1  # chunks with fewer tokens are dropped
+    min_length = 1  # chunks of text with fewer tokens than this are left out
     packs = True  # whether examples may be so short that several fit into one row
 
     def sizes(self, lengths, keys, tokenizer, data):
         """Return the lengths of the inputs and targets of N examples, without EOS.
 
         The result is an array [2, N]. The first row is for the inputs, and the second row
-        is for the targets. `lengths` is an array [features, N] with the number of tokens
-        of each feature of each chunk. The base class creates examples from chunks of
-        zeros and measures their lengths. A subclass that computes the lengths directly
-        makes packing faster.
+        is for the targets. `lengths` [features, N] has the numbers of tokens in each
+        chunk, separately for each field, such as inputs and targets. The base class
+        creates examples from chunks of zeros and measures their lengths. A subclass that
+        computes the lengths directly makes packing faster.
         """
         chunks = [[np.zeros(n, np.int32) for n in chunk] for chunk in lengths.T]
         pairs = self.make(chunks, keys, tokenizer, data)
@@ -384,8 +384,8 @@ class SpanCorruption(Objective):
     """
 
     across_documents = True
-    min_length = 2  # at least one token is removed, and at least one token is kept
-    packs = False  # nearly every example fills a row
+    min_length = 2  # every text needs a token to remove and a token to keep
+    packs = False  # nearly every example fills a row, so packing would save nothing
 
     def length(self, data):
         """Return how many tokens of text fill the inputs after span corruption."""
@@ -400,7 +400,7 @@ class SpanCorruption(Objective):
 
     def make(self, chunks, keys, tokenizer, data):
         pairs = [None] * len(chunks)
-        # Each chunk is a list with a single array of ids.
+        # Each chunk of text is a list with a single array of token ids.
         lengths = np.array([len(ids) for (ids,) in chunks])
         # Process chunks of equal length together, because span_corruption takes an array
         # with one chunk in each row.
@@ -408,9 +408,10 @@ class SpanCorruption(Objective):
             _, spans = noise_counts(length, data)
             if spans > tokenizer.sentinels:
                 raise UserError(
-                    f"Span corruption makes {spans} spans in {length} tokens of text, "
-                    f"but the vocabulary has only {tokenizer.sentinels} sentinels: raise "
-                    f"--data.mean_span_length to make fewer spans."
+                    f"Span corruption needs {spans} sentinels for {length} tokens of "
+                    f"text, one for each removed span. But the vocabulary has only "
+                    f"{tokenizer.sentinels} sentinels: raise --data.mean_span_length, so "
+                    f"that fewer and longer spans are removed."
                 )
             here = np.flatnonzero(lengths == length)
             tokens = np.stack([chunks[i][0] for i in here])
@@ -458,8 +459,9 @@ def truncate(arrays, side, task, data):
     return [np.concatenate([ids[:kept], end], **types)[:limit] for ids in arrays]
 
 
-# Random bits shuffle chunks, choose the removed spans, and shuffle packed rows. The keys
-# of these three uses begin with different numbers, so that no bits are used twice.
+# Random bits have three uses: they shuffle chunks of text, choose the removed spans, and
+# shuffle packed rows. For each use, the keys of the random bits begin with a different
+# one of these numbers, so that no bits are used twice.
 ORDER = 1
 NOISE = 2
 PACKING = 3
@@ -490,25 +492,23 @@ class Examples:
     def locate(self, samples):
         """Return the epoch and the chunk of each sample number.
 
-        For example, if a task has 100 chunks, then sample 250 uses a chunk in epoch 2,
-        because epochs 0 and 1 take 100 samples each. `samples` and both results are
-        arrays [N].
+        A sample is one use of a chunk, and samples are numbered from 0. For example, if a
+        task has 100 chunks, then sample 250 uses a chunk in epoch 2, because epochs 0 and
+        1 take 100 samples each. `samples` and both results are arrays [N].
 
         An epoch visits the shards (files of tokens) in order. Within a shard, training
         visits the chunks in random order. Training can begin as soon as the first shard
         exists.
         """
-        # shard_starts tokenizes text until there are more chunks than the largest sample
-        # number, or until the source ends. starts[-1] is the number of chunks so far. If
-        # the source has not ended, starts[-1] is above all sample numbers, and the
-        # division gives epoch 0. If the source has ended, starts[-1] is the number of all
-        # its chunks.
+        # shard_starts tokenizes text until starts[-1], the number of chunks so far, is
+        # above all sample numbers. Then the division gives epoch 0. If the source ends
+        # earlier, starts[-1] is the number of all chunks in an epoch.
         starts = np.array(self.corpus.shard_starts(int(samples.max()) + 1))
         epochs, chunks = np.divmod(samples, starts[-1])
         if not self.shuffled:
             return epochs, chunks
         shards = np.searchsorted(starts, chunks, "right") - 1
-        first = starts[shards]  # the first chunk of each chunk's shard
+        first = starts[shards]  # the index of the first chunk in each of these shards
         size = starts[shards + 1] - first
         key = ORDER, self.cfg.train.seed, epochs, shards
         return epochs, first + permute(chunks - first, size, *key)
@@ -539,7 +539,10 @@ class Examples:
         return sizes
 
     def make(self, epochs, chunks):
-        """Return N examples as pairs (inputs, targets), truncated and with EOS."""
+        """Return N examples as pairs (inputs, targets), truncated and with EOS.
+
+        `epochs` and `chunks` are arrays [N], as the method locate returns them.
+        """
         keys = random_bits(NOISE, self.cfg.train.seed, epochs, chunks)
         pairs = self.task.objective.make(
             self.corpus.chunks(chunks), keys, self.tokenizer, self.cfg.data
@@ -566,14 +569,14 @@ def pack(sizes, limits):
     sizes: an array [2, N] with the numbers of input tokens and target tokens.
     limits: the maximum numbers of input tokens and target tokens in a row.
     """
-    # Group the examples by kind. The kind of an example is the pair (number of input
-    # tokens, number of target tokens).
-    waiting = {}  # the examples of each kind that are not packed yet
+    # Group the examples by their lengths. The variable `kind` stands for the pair of
+    # lengths (number of input tokens, number of target tokens).
+    waiting = {}  # for each pair of lengths, the examples that are not packed yet
     for example, kind in enumerate(zip(*sizes.tolist())):
         waiting.setdefault(kind, []).append(example)
     # largest[n, t] is the largest number of input tokens, up to n, of a waiting example
-    # with t target tokens. For example, if examples of the kinds (3, 2) and (6, 2) are
-    # waiting, largest[5, 2] is 3. If no such example is waiting, the entry is -1. Of all
+    # with t target tokens. For example, if examples with the lengths (3, 2) and (6, 2)
+    # wait, largest[5, 2] is 3. If no example is small enough, the entry is -1. Of all
     # examples with t target tokens that fit, the example with the most input tokens
     # leaves the least room, so the loop below needs no others.
     largest = np.full(np.add(limits, 1), -1)
@@ -594,24 +597,24 @@ def pack(sizes, limits):
     parts = [np.arange(limit + 1) / size for limit, size in zip(limits, average)]
     taken = [np.float32(part) for part in parts]
     free = [np.float32(1 - part[::-1]) for part in parts]
-    # The entry -1 of `largest` means that no example fits. As an index, -1 selects the
-    # last element of taken[0], which is -inf. Such an entry would leave infinite room.
-    # The loop below chooses the entry that leaves the least room, so it chooses such an
-    # entry only if nothing fits.
+    # An entry of -1 in `largest` means that no example fits. As an index, -1 selects the
+    # last element of taken[0], which is -inf, so the row would keep infinite room. The
+    # loop below chooses the entry that leaves the least room. So the loop chooses an
+    # entry of -1 only if nothing fits.
     taken[0] = np.append(taken[0], np.float32(-np.inf))
 
     input_room, target_room = limits  # how many tokens still fit into the row
-    row = []  # the examples in the row
+    row = []  # the indices of the examples in the row
     while waiting:
-        # For each number of target tokens that fits, consider the kind with the most
-        # input tokens that fit. `a` is the room that this kind leaves for inputs, and `b`
-        # is the room that it leaves for targets.
+        # For each number of target tokens that fits, consider the example with the most
+        # input tokens that fit. `a` is the room that this example leaves for inputs, and
+        # `b` is the room that this example leaves for targets.
         inputs = largest[input_room, : target_room + 1]
         a = free[0][input_room] - taken[0].take(inputs)
         b = free[1][target_room] - taken[1][: len(inputs)]
-        # Choose the kind that leaves the least room. The term |a - b| / 2 is a penalty
+        # Choose the example that leaves the least room. The term |a - b| / 2 is a penalty
         # for rows in which only the inputs or only the targets fill up. Of equally good
-        # kinds, choose the last, which has the most target tokens.
+        # examples, choose the last, which has the most target tokens.
         remaining = a + b + np.abs(a - b) / 2
         targets = target_room - int(remaining[::-1].argmin())
         best = int(inputs[targets])
@@ -625,9 +628,9 @@ def pack(sizes, limits):
         input_room -= best
         target_room -= targets
         if not waiting[kind]:
-            # This was the last example of its kind, so remove the kind from `largest`. In
-            # the column of its number of target tokens, replace `best` by the next
-            # smaller number of input tokens that is still waiting, or by -1.
+            # No more examples of these lengths are waiting, so remove the lengths from
+            # `largest`. In the column for this number of target tokens, replace `best` by
+            # the next smaller number of input tokens that is still waiting, or by -1.
             del waiting[kind]
             column = largest[:, targets]
             smaller = column[best - 1] if best else -1
@@ -659,7 +662,8 @@ def fill_rows(examples, rows, count, limits):
         filled = np.arange(limit) < used[:, None]  # True where a row holds a token
         tokens = np.zeros((count, limit), np.int32)
         segments = np.zeros((count, limit), np.int32)
-        # The batch is empty if all its rows lie after the last held-out example.
+        # There are no examples if all rows come after the last example of a held-out
+        # split. Then the rows keep their zeros, which are padding.
         if examples:
             tokens[filled] = np.concatenate(arrays)
             segments[filled] = np.repeat(segment, sizes)
@@ -750,7 +754,7 @@ def permute(index, size, *key, start=0):
 
 # ---- the batch of a step ---------------------------------------------------------------
 
-BLOCK_SAMPLES = 1 << 14  # how many samples, of all tasks together, are packed at once
+BLOCK_SAMPLES = 1 << 14  # the number of samples, of all tasks, that are packed at once
 
 
 class TrainingPlan:
@@ -772,8 +776,7 @@ class TrainingPlan:
 
         `tasks`, `cfg` and `path` hold the arguments. `rates` is an array of the rates,
         divided by their sum. `packs` says whether a row may hold several examples. It is
-        true if cfg.data.pack is true, and the attribute `packs` of at least one objective
-        is true.
+        True if cfg.data.pack is True and at least one objective has packs = True.
         `row_starts` lists the number of the first row in each block. `packing(block)`
         returns a pair: a list, which is empty at first, and the generator
         pack_block(block). A method that takes rows from the generator appends them to the
@@ -790,29 +793,31 @@ class TrainingPlan:
             examples.task.objective.packs for examples in tasks
         )
         self.path = path
-        # row_starts[b] is the number of the first row of block b. Block 0 begins with row
-        # 0. If an earlier run has saved a longer list, read the saved list.
+        # row_starts[b] is the number of the first row of block b, the group of samples
+        # that are packed together. Block 0 begins with row 0. If an earlier run has saved
+        # a longer list, read the saved list.
         self.row_starts = [0]
         with suppress(UserError):  # ignore a missing or damaged file
             self.row_starts = configs.read_checked(path, {"starts": [int]})["starts"]
-        # For each block, `packing` returns the list of its rows that are packed so far,
-        # and the generator that packs its other rows.
+        # For each block (a group of samples), `packing` returns the list of the rows that
+        # are packed so far, and the generator that packs the other rows of the block.
         self.packing = lru_cache(3)(lambda block: ([], self.pack_block(block)))
         self.plan_block = lru_cache(3)(self.plan_block)
 
     def samples(self, row_number):
-        """Return which samples are in a row, as two arrays: tasks and sample numbers.
+        """Return which samples are in a row, as two arrays of integers.
 
-        For example, the arrays [0, 2] and [57, 8] mean sample 57 of task 0 and sample 8
-        of task 2.
+        The first array has the indices of tasks, and the second array has the numbers of
+        samples of these tasks. For example, the arrays [0, 2] and [57, 8] mean sample 57
+        of task 0 and sample 8 of task 2.
         """
         self.extend_row_starts(row_number)
         block = bisect.bisect_right(self.row_starts, row_number) - 1
         row = row_number - self.row_starts[block]
         rows = self.plan_block(block)
-        # Pack some rows of the next block now, so that no batch has to wait until a
-        # complete block is packed. Packing the next block begins when a fifth of the
-        # current block is used, and ends with the last row of the current block.
+        # Pack some rows of the next block (a group of samples) now, so that no batch has
+        # to wait until a complete block is packed. Packing the next block begins when a
+        # fifth of the current block is used, and ends with the last row of this block.
         packed, packing = self.packing(block + 1)
         count = (5 * row - len(rows)) // 4 - len(packed)
         if count > 0 and self.is_tokenized(block + 1):
@@ -820,7 +825,12 @@ class TrainingPlan:
         return rows[row]
 
     def extend_row_starts(self, row_number):
-        """Extend the list row_starts until it includes the block of the given row."""
+        """Extend the list row_starts until its last entry is above a given row number.
+
+        The list holds the number of the first row in each block. A block is a group of
+        samples that are packed together. To count its rows, a block is packed, unless
+        every row holds one sample.
+        """
         while self.row_starts[-1] <= row_number:
             block = len(self.row_starts) - 1
             if self.packs:
@@ -831,9 +841,10 @@ class TrainingPlan:
                 self.row_starts.append(int(sum(self.samples_before(block + 1))))
 
     def plan_block(self, block):
-        """Return a list with the samples of each row of a block, in shuffled order.
+        """Return the rows of a block in shuffled order, as a list.
 
-        Each element of the list is a pair of arrays (tasks, sample numbers) for one row.
+        A block is a group of about 16,384 samples that are packed together. Each row is a
+        pair of arrays (tasks, sample numbers), which names the samples in the row.
         """
         packed, packing = self.packing(block)
         packed.extend(packing)  # pack the remaining rows
@@ -854,7 +865,10 @@ class TrainingPlan:
         return rows
 
     def is_tokenized(self, block):
-        """Return whether all texts that a block needs are tokenized already."""
+        """Return whether all texts that a block needs are tokenized already.
+
+        A block is a group of about 16,384 samples that are packed together.
+        """
         counts = self.samples_before(block + 1)
         return all(
             examples.corpus.is_tokenized(count)
@@ -864,8 +878,9 @@ class TrainingPlan:
     def pack_block(self, block):
         """Pack the samples of a block into rows, and yield the samples of each row.
 
-        Before the first row, the generator looks up the lengths of the examples of each
-        task. It yields None after each task, so that the caller can pause between tasks.
+        A block is a group of about 16,384 samples that are packed together. Before the
+        first row, the generator looks up the lengths of the examples of each task. After
+        each task, it yields None, so that the caller can pause between tasks.
         """
         first = self.samples_before(block)
         # `count` holds the number of samples of each task in this block.
@@ -1011,8 +1026,9 @@ class IdTokenizer(Tokenizer):
     def __init__(self, size, sentinels=0):
         if size < sentinels + 3:
             raise UserError(
-                f"A vocabulary of {size} ids is too small for {sentinels} sentinels: use "
-                f"more ids."
+                f"A vocabulary of {size} ids is too small for {sentinels} sentinels and "
+                f"the 3 special tokens of T5: choose more ids, as in --data.vocab "
+                f"ids:512:100."
             )
         super().__init__(f"ids:{size}:{sentinels}\n".encode(), size, sentinels)
 
@@ -1121,8 +1137,9 @@ class LongTextTokenizer(Tokenizer):
         # inside a word.
         find_parts = re.compile(rf"{part}(?:\Z|(?<=[ \n]))|{part}", re.DOTALL).findall
         parts = [find_parts(text) or [""] for text in texts]
-        # SentencePiece uses a thread for each CPU core. If several processes tokenize at
-        # the same time, the operating system divides the cores among their threads.
+        # Encode the parts of all texts in one call, because SentencePiece then uses a
+        # thread for each CPU core. If several processes tokenize at the same time, the
+        # operating system divides the cores among their threads.
         joined = [*itertools.chain(*parts)]
         encoded = iter(self.processor.encode(joined, return_type="numpy"))
         return [np.concatenate([next(encoded) for _ in found]) for found in parts]
@@ -1132,7 +1149,7 @@ class LongTextTokenizer(Tokenizer):
 # as MADLAD-400. convert.py writes the text into the field model_prefix of the
 # SentencePiece model.
 NO_SENTINELS = "plain T5: no sentinels"
-PATTERN_FILE = b'{"pattern": '  # the first bytes of a serialized PatternTokenizer
+PATTERN_FILE = b'{"pattern": '  # the file of a PatternTokenizer begins with these bytes
 
 
 # Cache the result, because hundreds of tasks in a mixture may use the same vocabulary.
@@ -1140,11 +1157,11 @@ PATTERN_FILE = b'{"pattern": '  # the first bytes of a serialized PatternTokeniz
 def parse_vocabulary(serialized, name="the vocabulary"):
     """Build a Tokenizer from the bytes of a SentencePiece model file.
 
-    If the file has no sentinels, 100 sentinels such as <extra_id_0> are added. They are
-    not added if the file says that the network has no embeddings for sentinels. Pieces
-    after the sentinels are added tokens. The ids 0, 1 and 2 must be <pad>, </s> and
-    <unk>, and the sentinels must be in descending order. Otherwise, or if the bytes are
-    not a SentencePiece model, the function raises UserError.
+    If the file has no sentinels, 100 sentinels such as <extra_id_0> are added, unless the
+    file says that the network has no embeddings for sentinels. Pieces after the sentinels
+    are tokens that someone has added to a trained model. The ids 0, 1 and 2 must be
+    <pad>, </s> and <unk>, and the sentinels must be in descending order. Otherwise, or if
+    the bytes are not a SentencePiece model, the function raises UserError.
 
     serialized: the bytes of the file. name: the name of the file in error messages.
     """
@@ -1157,15 +1174,15 @@ def parse_vocabulary(serialized, name="the vocabulary"):
         # SentencePiece rejects empty pieces and duplicates, but it may accept a score
         # that is not a number (NaN).
         if not all(math.isfinite(piece.score) for piece in model.pieces):
-            raise ValueError("some pieces have a score that is infinite or not a number")
+            raise ValueError("the score of a piece is infinite or not a number")
         processor = sentencepiece.SentencePieceProcessor(
             model_proto=model.SerializeToString()
         )
         if pieces[:3] != ["<pad>", "</s>", "<unk>"] or processor.unk_id() != UNK:
             raise ValueError(
-                f"it begins with {pieces[:3]}, but T5 needs <pad>, </s> and <unk> as ids "
-                f"0, 1 and 2. To get these ids, train the model with pad_id=0, eos_id=1, "
-                f"unk_id=2 and bos_id=-1"
+                f"the vocabulary begins with the pieces {pieces[:3]}, but T5 needs the "
+                f"pieces <pad>, </s> and <unk> as ids 0, 1 and 2. To get these ids, "
+                f"train the model with pad_id=0, eos_id=1, unk_id=2 and bos_id=-1"
             )
         sentinels = sum("<extra_id_" in piece for piece in pieces)
         expected = [f"<extra_id_{k}>" for k in reversed(range(sentinels))]
@@ -1174,8 +1191,8 @@ def parse_vocabulary(serialized, name="the vocabulary"):
         end = 1 + pieces.index("<extra_id_0>") if sentinels else len(pieces)
         if pieces[max(end - sentinels, 0) : end] != expected:
             raise ValueError(
-                "its sentinels are not in descending order, without a gap, from "
-                "<extra_id_N> to <extra_id_0>"
+                "the sentinels in the vocabulary must have descending numbers without a "
+                "gap, such as <extra_id_2>, <extra_id_1>, <extra_id_0>"
             )
     # Catch all exceptions, because the libraries raise different types of exceptions.
     # SentencePiece raises RuntimeError. protobuf raises DecodeError, whose module depends
@@ -1192,9 +1209,9 @@ def parse_vocabulary(serialized, name="the vocabulary"):
 def load_tokenizer(path):
     """Load the vocabulary that --data.vocab names, and return its Tokenizer.
 
-    The argument is the local or remote path of a SentencePiece model, a name in
-    VOCABULARIES, or the name of a tokenizer that needs no model file. For example,
-    "bytes:100" is a ByteTokenizer with 100 extra ids for sentinels. The name
+    The argument is the local or remote path of a SentencePiece model, or a name that a
+    recipe file defines. It may also be the name of a tokenizer that needs no model file.
+    For example, "bytes:100" is a ByteTokenizer with 100 extra ids for sentinels. The name
     "ids:512:100" is an IdTokenizer with 512 ids, of which 100 are sentinels. The last
     number can be left out, as in "bytes" and "ids:512".
 
@@ -1215,8 +1232,8 @@ def load_tokenizer(path):
         except (OSError, ValueError) as error:
             raise UserError(
                 f"There is no vocabulary at {path} ({error}): set --data.vocab to the "
-                f"path of a SentencePiece model. To train a vocabulary on the source, "
-                f"use --data.vocab train:32000."
+                f"path of a SentencePiece model. To train a vocabulary on the text of "
+                f"the data source, use --data.vocab train:32000."
             ) from error
     if is_name(serialized):
         kind = ByteTokenizer if serialized.startswith(b"bytes") else IdTokenizer
@@ -1241,13 +1258,14 @@ def load_run_tokenizer(run_dir):
     if stored["vocabulary_sha256"] not in ("", tokenizer.sha256):
         raise UserError(
             f"{path} is not the vocabulary with which {run_dir} was trained: restore "
-            f"this file from a copy (config.json has its SHA-256 digest)."
+            f"the original file (config.json has the SHA-256 digest of the original)."
         )
     check_vocab_size(tokenizer.size, cfg)
     return tokenizer
 
 
-# A vocabulary is trained on at most this many characters, which takes one or two minutes.
+# A vocabulary is trained on at most this many characters of text. Training on so much
+# text takes one or two minutes.
 VOCABULARY_CHARACTERS = 1 << 27
 
 
@@ -1272,9 +1290,10 @@ def train_tokenizer(texts, pieces):
         note(f"training a vocabulary of {pieces:,} pieces on {bar.n:,} characters")
     if not lines:
         raise UserError(
-            "The source has no text for a vocabulary. At least one document is held out, "
-            "so provide at least two documents. With text:FILE:lines, each line is a "
-            "document."
+            "The training split of the data source has no text on which a vocabulary "
+            "can be trained: provide at least two documents, because at least one "
+            "document is usually held out for validation. With text:FILE:lines, each "
+            "line is a document."
         )
     model = io.BytesIO()
     try:
@@ -1297,8 +1316,8 @@ def train_tokenizer(texts, pieces):
         # possible size, as in "Please set it to a value <= 1234".
         bounds = re.findall(r"<= (\d+)", str(error)) or ["N"]
         raise UserError(
-            f"The source has too little text for a vocabulary of {pieces} pieces: add "
-            f"text, or set --data.vocab train:{bounds[0]} or a smaller number."
+            f"The data source has too little text for a vocabulary of {pieces} pieces: "
+            f"add text, or set --data.vocab train:{bounds[0]} or a smaller number."
         ) from error
     return parse_vocabulary(model.getvalue())
 
@@ -1354,7 +1373,8 @@ class SourceFile(NamedTuple):
     """
 
     name: str
-    # A list that changes when the content changes, such as file sizes and times.
+    # This list changes when the content changes. It holds, for example, the sizes and
+    # times of files.
     stamp: list
     # read(bad) yields pairs such as ("a.txt:3", {"text": "Hello"}). If an example is
     # invalid, read calls bad, as in bad("a.txt:4", "is not UTF-8").
@@ -1408,9 +1428,9 @@ def python_documents():
 
 
 def generated_source(name, stamp, examples, splits):
-    """Return the SourceFiles of a data source whose examples a function generates.
+    """Open a data source whose examples are generated by a function, not read from files.
 
-    There is one SourceFile for each split.
+    The result is a list with one SourceFile for each split, such as "train".
 
     name: the name of the data source in messages. stamp: a list that changes when the
     examples change. examples: a function that takes the name of a split and yields the
@@ -1467,16 +1487,16 @@ def number_example(n):
 def python_source(name, split, cfg, whole):
     """Open the data source `python:` or `python:COUNT`, which needs no data files.
 
-    The examples of `python:` are texts from the local Python installation. The examples
-    of `python:COUNT` are the numbers from 0 to COUNT - 1, each with its name in words and
-    a date. The examples are shuffled. The first 1 % is the validation split, and the rest
-    is the training split.
+    The examples of `python:` are the docstrings and the manual of the local Python
+    installation. The examples of `python:COUNT` are the numbers from 0 to COUNT - 1, each
+    with its name in words and a date. The examples are shuffled. The first 1 % is the
+    validation split, and the rest is the training split.
     """
     if name and not re.fullmatch(r"[1-9]\d{1,5}", name):
         raise UserError(
-            f"python:{name} is not a data source: use python: to read the texts that "
-            f"come with Python, or python:COUNT to generate examples from the numbers "
-            f"below COUNT (10 to 999999)."
+            f"python:{name} is not a data source: use python: to read the manual and "
+            f"the docstrings that come with Python. To generate one example for each "
+            f"number below COUNT, use python:COUNT with a COUNT from 10 to 999999."
         )
 
     def examples(split):
@@ -1487,8 +1507,8 @@ def python_source(name, split, cfg, whole):
             yield number_example(n) if name else {"text": documents[n]}
 
     splits = ("train", "validation") if whole else (split,)
-    # The stamp must change when the texts change. Python's version alone is not enough,
-    # because some systems install parts of the standard library separately.
+    # The list `stamp` must change when the texts change. Python's version alone is not
+    # enough, because some systems install parts of the standard library separately.
     stamp = [sys.version, digest(sorted(os.listdir(Path(os.__file__).parent)))]
     return generated_source(f"python:{name}", stamp, examples, splits)
 
@@ -1531,7 +1551,7 @@ def open_file(path):
     """Open a local or remote file for reading bytes."""
     if "://" not in path:
         return open(path, "rb")
-    import fsspec  # only when needed, because the import takes 0.1 s
+    import fsspec  # imported only when needed, because the import takes 0.1 s
 
     return fsspec.open(path, "rb").open()
 
@@ -1543,8 +1563,8 @@ def check_regular(path):
         # Opening a FIFO would wait forever if no program writes to it. Also, a FIFO can
         # be read only once, but every start of a run reads the data again.
         raise UserError(
-            f"{path} is a FIFO, a socket or a device: write its content to a file, and "
-            f"name this file."
+            f"{path} is a FIFO, a socket or a device, and not a regular file: write the "
+            f"data to a regular file, and give the path of this file instead."
         )
 
 
@@ -1559,7 +1579,8 @@ def check_loop(folder):
     paths = Path(folder, "file").parents  # the folder and all folders above it
     if len({path.resolve() for path in paths}) < len(paths):
         raise UserError(
-            f"{folder} contains a link that leads back to a folder above it: remove this "
+            f"The path {folder} contains a symbolic link that leads back to a folder "
+            f"above this link, so ** would find the same files many times: remove the "
             f"link, or name the files without **."
         )
 
@@ -1572,7 +1593,8 @@ def find_files(pattern, pipes=False):
     In place of the time, a remote file has a hash of the metadata that the file system
     stores. If a remote file system cannot be read, the function raises UserError.
 
-    pipes: whether a path may be a FIFO or a device. If not, such a path is a UserError.
+    pipes: whether a path may be a FIFO or a device. If not, a FIFO or a device causes a
+        UserError.
     """
     found = []
     if "://" not in pattern:
@@ -1592,7 +1614,8 @@ def find_files(pattern, pipes=False):
         infos = system.glob(path, detail=True)
     except (ImportError, ValueError, OSError) as error:
         raise UserError(
-            f"{pattern} cannot be read ({error}): check the path and your access to it."
+            f"{pattern} cannot be read ({error}): check whether the path is right, and "
+            f"whether you have permission to read it."
         ) from error
     for path, info in sorted(infos.items()):
         if info["type"] == "file":
@@ -1604,8 +1627,8 @@ def find_files(pattern, pipes=False):
     return found
 
 
-GROUP_BYTES = 1 << 26  # 64 MiB: the size at which a group of small files is complete
-HELD_OUT_BYTES = 1 << 25  # 32 MiB: at most this much text is held out for validation
+GROUP_BYTES = 1 << 26  # a group of small files is complete when it has 64 MiB or more
+HELD_OUT_BYTES = 1 << 25  # at most 32 MiB of text are held out for validation
 
 
 def check_unchanged(path, stamp):
@@ -1618,7 +1641,7 @@ def check_unchanged(path, stamp):
     """
     if os.path.isfile(path) and find_files(glob.escape(path)) != [(path, stamp)]:
         raise UserError(
-            f"{path} has changed while it was read: repeat the command when no other "
+            f"{path} has changed while it was read: run the command again when no other "
             f"program writes to this file."
         )
 
@@ -1697,7 +1720,7 @@ def file_source(read, pattern, split, cfg, whole, partners=()):
     held_out = min(HELD_OUT_BYTES, text_size([*found, *partners]) // 100)
 
     def read_first(bad):
-        seen = 0  # how many characters or token ids all examples had so far
+        seen = 0  # the number of characters or token ids in all examples so far
         examples = files[0].read(bad)
         for where, example in examples:
             if seen > held_out:  # all held-out examples have been read
@@ -1711,8 +1734,9 @@ def file_source(read, pattern, split, cfg, whole, partners=()):
                 if isinstance(value, str | list):
                     seen += len(value)
 
-    # Add the size of the held-out text to the stamp, because runs with equal stamps share
-    # their token files. A run that reads the complete file must have another stamp.
+    # The stamp is a list that changes when the text changes. Runs with equal stamps share
+    # their token files. So add the size of the held-out text to the stamp, because a run
+    # that reads the complete file needs other token files.
     first = files[0]._replace(read=read_first, stamp=[files[0].stamp, held_out])
     return [first] if split == "validation" else [first, *files[1:]]
 
@@ -1737,7 +1761,7 @@ OTHER_FILES = {
 
 def open_zstd(file):
     """Return a file object that decompresses an open file in the format zstd."""
-    import pyarrow  # only when needed: the import takes 0.1 s
+    import pyarrow  # imported only when needed, because the import takes 0.1 s
 
     return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"))
 
@@ -1757,15 +1781,15 @@ def open_text(path):
 
     The function raises UserError if the file has a format that is not text, such as zip.
     """
-    # With a large buffer, reading rarely waits for Python's global lock, which the thread
-    # that tokenizes holds most of the time.
+    # Another thread tokenizes, and holds Python's global lock (the GIL) most of the time.
+    # With a large buffer, reading rarely has to wait for this lock.
     file = io.BufferedReader(open_file(path), 1 << 20)
     start = file.peek(8)[:8]
     for first_bytes, kind in OTHER_FILES.items():
         if start.startswith(first_bytes):
             raise UserError(
-                f"{path} is {kind}. Only text can be read, also if it is compressed with "
-                f"gzip, zstd, bzip2 or xz."
+                f"{path} is {kind}. This data source can read only text files, which may "
+                f"be compressed with gzip, zstd, bzip2 or xz."
             )
     for suffix, (first_bytes, opener) in COMPRESSED.items():
         if start.startswith(first_bytes) or (start and path.endswith(suffix)):
@@ -1776,8 +1800,9 @@ def open_text(path):
 def text_size(files):
     """Return the number of bytes of all files, after decompression.
 
-    Decompressing many files takes long. So the function stops counting at 100 times
-    HELD_OUT_BYTES, because more bytes do not change which text is held out.
+    The caller holds out 1 % of the bytes, but at most HELD_OUT_BYTES. So more than 100
+    times HELD_OUT_BYTES make no difference, and the function stops counting there,
+    because decompressing many files takes long.
 
     files: pairs (path, [size, time]), as find_files returns them.
     """
@@ -1810,8 +1835,9 @@ def read_lines(path, bad, keep_place=False):
         for number, line in enumerate(lines, 1):
             if len(line) == LINE_BYTES:
                 raise UserError(
-                    f"{path}:{number} has {LINE_BYTES:,} bytes or more in one line: "
-                    f"divide this line, or remove it."
+                    f"{path}:{number} has {LINE_BYTES:,} bytes or more in one line, "
+                    f"which would need too much memory: divide this line into shorter "
+                    f"lines, or remove the line."
                 )
             try:
                 yield number, line.decode()
@@ -1877,12 +1903,12 @@ def read_jsonl(path, bad):
         where = f"{path}:{number}"
         if number == 1 and not line.startswith("{"):
             raise UserError(
-                f"{path} is not a JSONL file, because it begins with "
-                f"{line!r:.60}: name a file with lines such as "
-                f'{{"inputs": "a", "targets": "b"}}. Convert a JSON list to this '
-                f"form. To read a table, use --data.source csv:FILE or tsv:FILE. To read "
-                f"plain text, use --data.source text:FILE:lines, or infer.py --input "
-                f"FILE.txt."
+                f"{path} is not a JSONL file, because the file begins with "
+                f"{line!r:.60}: name a file in which each line is a JSON object, such as "
+                f'{{"inputs": "a", "targets": "b"}}. If the file is a JSON list, write '
+                f"each element of the list on its own line. To read a table, use "
+                f"--data.source csv:FILE or tsv:FILE. To read plain text, use "
+                f"--data.source text:FILE:lines, or infer.py --input FILE.txt."
             )
         try:
             example = json.loads(line)
@@ -1928,9 +1954,9 @@ def read_table(delimiter, has_header, path, bad):
             if len(set(names)) < len(names):
                 raise UserError(
                     f"{path} has two columns with the same name in its first line "
-                    f"({', '.join(names):.200}): rename a column. If a data source has "
-                    f"no names of columns, give their numbers, such as --data.fields "
-                    f"inputs=0,targets=1."
+                    f"({', '.join(names):.200}): rename one of these columns. If the "
+                    f"first line does not name the columns, give the numbers of the "
+                    f"columns, such as --data.fields inputs=0,targets=1."
                 )
             if has_header:
                 continue
@@ -1969,14 +1995,15 @@ def lines_source(name, split, cfg, whole):
     patterns = name.split(",")
     if len(patterns) != 2:
         raise UserError(
-            f"lines:{name} is not a pair of files: name two files or two quoted globs, "
-            f"with one comma between them, such as lines:de.txt,en.txt."
+            f"lines:{name} is not a pair of files: name two files or two quoted glob "
+            f"patterns, with one comma between them, such as lines:de.txt,en.txt."
         )
     inputs, targets = [find_files(one.replace("{split}", split)) for one in patterns]
     if inputs and len(inputs) != len(targets):
         raise UserError(
-            f"lines:{name} matches {len(inputs)} and {len(targets)} files: name two "
-            f"globs that match equally many files."
+            f"The first pattern of lines:{name} matches {len(inputs)} files, but the "
+            f"second pattern matches {len(targets)} files: name two patterns that match "
+            f"equally many files."
         )
     partners = {path: target for (path, _), target in zip(inputs, targets)}
 
@@ -1987,10 +2014,11 @@ def lines_source(name, split, cfg, whole):
         for (number, source), (_, target) in pairs:
             if source is None or target is None:
                 raise UserError(
-                    f"{path} and {other} do not have equally many lines, so their lines "
-                    f"do not belong together: name other files."
+                    f"{path} and {other} do not have equally many lines, so the lines of "
+                    f"the two files cannot be paired: name two files with equally many "
+                    f"lines."
                 )
-            if source and target:  # only the place of a skipped line is empty
+            if source and target:  # an empty text stands for a line that was skipped
                 texts = source.rstrip("\r\n"), target.rstrip("\r\n")
                 yield f"{path}:{number}", dict(zip(SIDES, texts))
         check_unchanged(other, stamp)
@@ -2004,7 +2032,7 @@ def read_parquet(path, bad):
 
     Each example is a dict that maps the names of the columns to the values in the row.
     """
-    import pyarrow.parquet  # only when needed: the import takes 0.2 s
+    import pyarrow.parquet  # imported only when needed, because this takes 0.2 s
 
     with open_file(path) as file:
         opened = pyarrow.parquet.ParquetFile(file, page_checksum_verification=True)
@@ -2045,7 +2073,7 @@ def find_tfds(name, cfg):
     Without a version, as in "c4/en", the newest version is used. The name may also be the
     path of a folder. If there is no such folder, the function raises MissingSource.
     """
-    from etils import epath  # for local and remote folders
+    from etils import epath  # epath.Path opens local and remote folders
 
     home = cfg.data.tfds_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
     # The name "c4/en:2.2.0" becomes the path "c4/en/2.2.0". The colon of "gs://" stays.
@@ -2069,11 +2097,12 @@ def find_tfds(name, cfg):
 def import_tfds():
     """Import TensorFlow Datasets (TFDS), and prevent TFDS from running foreign code.
 
-    The file features.json of a dataset names a Python class for each field. TFDS itself
-    would import, and so execute, the module of any such class. After import_tfds has run,
-    a class that is not part of TFDS causes a UserError instead.
+    The file features.json of a dataset names a Python class for each field. Without this
+    function, TFDS would import the module of every class that is named there, and so run
+    the code of the module. After this function has run, a class that is not part of TFDS
+    causes a UserError instead.
     """
-    import tensorflow_datasets as tfds  # only when needed: the import takes 0.5 s
+    import tensorflow_datasets as tfds  # imported only when needed, as it takes 0.5 s
 
     connector = tfds.features.FeatureConnector
     find_class = connector.cls_from_name
@@ -2081,9 +2110,10 @@ def import_tfds():
     def find_own_class(name):
         if not re.fullmatch(r"tensorflow_datasets\.core\.features\.\w+\.\w+", name):
             raise UserError(
-                f"The features.json of a dataset needs the class {name}, which is not "
-                f"part of TFDS. Plain T5 does not run such code: prepare the dataset "
-                f"again with features of TFDS, such as Text."
+                f"The file features.json of a dataset names the Python class {name}, "
+                f"which is not part of TensorFlow Datasets (TFDS). Plain T5 never runs "
+                f"code that a dataset brings: prepare the dataset again with classes of "
+                f"TFDS only, such as tfds.features.Text."
             )
         return find_class(name)
 
@@ -2096,8 +2126,8 @@ def tfds_source(name, split, cfg, whole):
 
     The function never downloads a dataset. The dataset must be stored as array_record
     files or as tfrecord files, which can be read without TensorFlow. Examples that are
-    missing, damaged or not UTF-8 are reported to the function `bad`. Each SourceFile is a
-    range of examples.
+    missing, damaged or not UTF-8 are reported as invalid. Each SourceFile is a range of
+    examples.
 
     name: the name of the dataset, as NAME[/CONFIG][:VERSION], or the path of its folder.
     """
@@ -2109,8 +2139,8 @@ def tfds_source(name, split, cfg, whole):
         stored_as = info.file_format.value
         if stored_as not in ("array_record", "tfrecord"):
             raise UserError(
-                f"{folder} is stored as {stored_as}, which plain T5 cannot read: prepare "
-                f"the dataset again on a machine with TensorFlow. Run "
+                f"{folder} is stored in the format {stored_as}, which plain T5 cannot "
+                f"read: prepare the dataset again on a machine with TensorFlow. Run "
                 f"tfds.builder('NAME', file_format='array_record')"
                 f".download_and_prepare()."
             )
@@ -2125,7 +2155,7 @@ def tfds_source(name, split, cfg, whole):
         count = info.splits[split].num_examples
     except UserError:
         raise
-    except Exception as error:  # TFDS and protobuf raise many exceptions
+    except Exception as error:  # TFDS and protobuf raise many types of exceptions
         raise UserError(
             f"{folder / 'dataset_info.json'} is damaged ({error}): "
             f"copy the dataset again."
@@ -2140,7 +2170,7 @@ def tfds_source(name, split, cfg, whole):
             def load(number):
                 record = next(records)
                 if record is None:
-                    raise IndexError("its file is cut off")
+                    raise IndexError("the file of this example ends too early")
                 return info.features.deserialize_example_np(check_record(*record))
 
         for number in range(count)[start : start + TFDS_RANGE]:
@@ -2173,9 +2203,9 @@ def hf_source(name, split, cfg, whole):
             raise ImportError
     except ImportError:
         raise UserError(
-            "A source that begins with hf: needs version 4 or newer of the Python "
-            "library datasets, because older versions may run code of a dataset. Run "
-            "pip install '.[hf]' to install this library."
+            "A data source that begins with hf: needs version 4 or newer of the Python "
+            "library datasets, because older versions may run code from a dataset. To "
+            "install this library, run pip install '.[hf]'."
         ) from None
     dataset, _, config = name.partition(":")
     try:
@@ -2239,7 +2269,7 @@ def read_tfrecords(path):
             size = int.from_bytes(header[:8], "little")
             record = file.read(min(size, 1 << 31) + 4)
             if len(header) < 12 or len(record) != size + 4:
-                raise EOFError("it is cut off")
+                raise EOFError("the file ends inside a record")
             yield record[:-4], int.from_bytes(record[-4:], "little")
 
 
@@ -2249,7 +2279,7 @@ def check_record(record, checksum):
     # tfrecord files do not store the CRC itself. They rotate its 32 bits by 15 places,
     # and add a constant.
     if ((crc >> 15 | crc << 17) + 0xA282EAD8) % (1 << 32) != checksum:
-        raise ValueError("its checksum is wrong")
+        raise ValueError("the checksum is wrong")
     return record
 
 
@@ -2338,13 +2368,14 @@ def seqio_source(name, split, cfg, whole):
         if len(shards) != info["num_shards"]:
             raise UserError(
                 f"{folder} has {len(shards)} shards of {split}, but info.{split}.json "
-                f"promises {info['num_shards']}: copy the missing shards."
+                f"promises {info['num_shards']} shards: copy the missing files to this "
+                f"folder."
             )
         for shard, (size, _) in shards:
             if not size:
                 note(
-                    f"warning: {shard} is empty, so it contains no examples. If the "
-                    f"original file is not empty, copy it again."
+                    f"warning: the file {shard} is empty, so it gives no examples. If "
+                    f"the original of this file is not empty, copy the original again."
                 )
         files += group_files(shards, partial(read_seqio, info["features"]))
     return files
@@ -2380,7 +2411,7 @@ SUFFIX_KINDS = {
 def file_kind(path):
     """Return the kind of data source that reads a file, such as "csv" for "a.csv.gz".
 
-    The kind follows from the suffix of the file name. Without a known suffix, it is
+    The kind follows from the suffix of the file name. Without a known suffix, the kind is
     "jsonl".
     """
     suffixes = [suffix for suffix in Path(path).suffixes if suffix in SUFFIX_KINDS]
@@ -2412,8 +2443,9 @@ def open_source(source, split, cfg, whole=False):
     if not has_splits and split not in ("train", "validation"):
         raise MissingSplit(f"{source} has no {split} split.")
     files = SOURCES[kind](name, split, cfg, whole)
-    # If a recipe file defines this kind of source, its code decides which texts are read.
-    # So add a hash of the code to each stamp.
+    # If a recipe file defines this kind of source, the code of the recipe file decides
+    # which texts are read. So add a hash of this code to each stamp, the list that
+    # changes when the texts change.
     code = configs.TASK_CODE.get(f"{kind}:", [])
     files = [file._replace(stamp=[*file.stamp, *code]) for file in files]
     return rename_fields(files, cfg)
@@ -2438,8 +2470,9 @@ def rename_fields(files, cfg):
 class InvalidExamples:
     """Stop the program at an invalid example, or count the example and continue.
 
-    With --data.on_error stop, the first call raises UserError. With --data.on_error skip,
-    each call adds 1 to `count`. For example, call invalid("a.jsonl:3", "is not JSON").
+    An InvalidExamples object `bad` is called like a function, for example as in
+    bad("a.jsonl:3", "is not JSON"). With --data.on_error stop, the first call raises
+    UserError. With --data.on_error skip, each call adds 1 to `count`.
 
     where: the place of the example, such as "a.jsonl:3". what: the problem as the end of
     a sentence, such as "is not JSON".
@@ -2452,8 +2485,8 @@ class InvalidExamples:
     def __call__(self, where, what):
         if self.stop:
             raise UserError(
-                f"{where} {what}: fix the file, or skip such examples with "
-                f"--data.on_error skip."
+                f"{where} {what}: correct this part of the data, or skip all invalid "
+                f"examples with --data.on_error skip."
             )
         self.count += 1
 
@@ -2712,8 +2745,8 @@ class Task(NamedTuple):
     postprocess: str | Callable = ""
     splits: tuple = ("train", "validation", "test")  # splits of the source
     objective: Objective = Pairs()
-    inputs_eos: bool = True  # whether inputs end with EOS (T5 yes, T0 no)
-    # Whether a text still ends with EOS after it was truncated (T5 yes, T0 no).
+    inputs_eos: bool = True  # whether inputs end with EOS, as in T5 but not in T0
+    # This says whether a text still ends with EOS after truncation, as in T5 but not T0.
     eos_after_trim: bool = True
 
 
@@ -2873,9 +2906,10 @@ by_rule_even   python:10000   accuracy
 
 
 def read_catalogue(text):
-    """Parse a list of tasks that is written like CATALOGUE.
+    """Parse a text that defines tasks, such as CATALOGUE.
 
-    The result is a dict that maps the name of each task to its Task.
+    Each task has three lines, and a blank line separates two tasks. The result is a dict
+    that maps the name of each task to its Task.
     """
     tasks = {}
     for entry in text.strip().split("\n\n"):
@@ -3080,7 +3114,8 @@ wino_bias_type2_anti             0  bias
 wino_bias_type1_pro              0  bias
 wino_bias_type2_pro              0  bias
 """
-# Each mixture of T0 consists of all datasets in certain groups of T0_DATASETS.
+# The datasets of T0 belong to groups, such as "train" and "eval". Each mixture of T0
+# consists of all datasets in the groups that this dict names.
 T0_MIXTURES = {
     "t0_train": "train",
     "t0+_train": "train gpt",
@@ -3116,7 +3151,7 @@ def t0_mixture(name, cfg):
         raise UserError(
             "The mixtures of T0 need the dataset collection P3 (bigscience/P3): set "
             "--data.source to seqio:DIR or parquet:DIR. DIR is the folder that contains "
-            "the folders of all prompts of P3."
+            "one folder for each prompt of P3."
         )
     rates = {}
     for row in T0_DATASETS.strip().splitlines():
@@ -3136,10 +3171,10 @@ def t0_mixture(name, cfg):
     return dict(sorted(rates.items()))
 
 
-# The dataset collection P3 may be stored as SeqIO caches or as parquet files. For both
-# formats, a dict says which files to look for, and what to append to the path of their
-# folder to get a data source. For example, if the folder data/p3/trec_a has parquet
-# files, the data source is "parquet:data/p3/trec_a/{split}/*.parquet".
+# The dataset collection P3 may be stored as SeqIO caches or as parquet files. For each
+# format, a dict maps a glob pattern to a suffix. If a folder of P3 has files that match
+# the pattern, the path of the folder and the suffix form a data source. For example, the
+# data source may be "parquet:data/p3/trec_a/{split}/*.parquet".
 P3_FILES = {
     "seqio": {"info.*.json": ""},
     "parquet": {"*.parquet": "/*{split}*.parquet", "*/*.parquet": "/{split}/*.parquet"},
@@ -3147,7 +3182,10 @@ P3_FILES = {
 
 
 def names_p3(cfg):
-    """Return whether --data.source may name the folder of the dataset collection P3."""
+    """Return whether --data.source may name the folder of the dataset collection P3.
+
+    This is possible if the source is of the kind seqio or parquet, as in seqio:data/p3.
+    """
     return cfg.data.source.partition(":")[0] in P3_FILES
 
 
@@ -3241,8 +3279,8 @@ def mixture_rates(name, cfg, count=lambda task, what: 1, within=()):
         raise
     except Exception as error:  # a function of a recipe file may raise any exception
         raise UserError(
-            f"The mixture {name} is not a dict of rates ({error!r}): correct its entry "
-            f"in MIXTURES."
+            f"The entry of the mixture {name} in MIXTURES is not a dict of rates "
+            f"({error!r}): correct this entry, as in {{'task_a': 2, 'task_b': 1}}."
         ) from error
     rates = {}
     for member, rate in entries.items():
@@ -3251,8 +3289,8 @@ def mixture_rates(name, cfg, count=lambda task, what: 1, within=()):
         if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
             raise UserError(
                 f"The mixture {name} has the invalid rate {rate} for {member}: use a "
-                f"number that is 0 or higher. The rate of a single task may also be a "
-                f"BySize with a maximum."
+                f"finite number that is 0 or higher. The rate of a single task may also "
+                f"be a data.BySize with a maximum."
             )
         inner = mixture_rates(member, cfg, count, (*within, name))
         total = sum(inner.values())
@@ -3290,8 +3328,8 @@ def find_task(name, cfg):
         )
     if not isinstance(task, Task) or not isinstance(task.objective, Objective):
         raise UserError(
-            f"TASKS[{name!r}] is not a valid task ({task!r:.200}): give a data.Task "
-            f"whose objective is a data.Objective."
+            f"TASKS[{name!r}] is not a valid task ({task!r:.200}): in the recipe file, "
+            f"give a data.Task whose objective is a data.Objective."
         )
     if cfg.data.source and cfg.data.task == name:
         task = task._replace(source=cfg.data.source, splits=Task().splits)
@@ -3299,7 +3337,10 @@ def find_task(name, cfg):
 
 
 def check_tasks(cfg):
-    """Raise UserError if a task is unknown, or --data.source is set for a mixture."""
+    """Raise UserError if a task is unknown, or --data.source is set for a mixture.
+
+    The tasks of a mixture have their own data sources, except in the mixtures of T0.
+    """
     data = cfg.data
     # The tasks of a mixture have their own sources, so --data.source must not be set.
     # Only the mixtures of T0 need --data.source, which names the folder of P3 (T0's
@@ -3464,7 +3505,9 @@ def invalid_reason(value, size):
         return None
     try:
         ids = np.asarray(value)
-    except (ValueError, OverflowError):  # lists of different lengths, or a huge number
+    # NumPy raises ValueError if the value is a list of lists of different lengths, and
+    # OverflowError if a number is too large.
+    except (ValueError, OverflowError):
         return "no text"
     if ids.ndim != 1 or len(ids) and ids.dtype.kind not in "iu":
         return "no text"
@@ -3488,11 +3531,14 @@ def invalid_reason(value, size):
 # next shard is tokenized in the background. Where one shard ends and the next begins
 # depends only on the source and the vocabulary.
 
-# The first shard has about 262,000 tokens. Later shards grow to about 34 million tokens.
+# The first shard (a set of token files) has about 262,000 tokens. Later shards grow to
+# about 34 million tokens.
 FIRST_SHARD_TOKENS = 1 << 18
 SHARD_TOKENS = 1 << 25
 ENCODE_CHARACTERS = 1 << 21  # tokenize texts in batches of about two million characters
-TEXT_OVERHEAD = 100  # a text of n characters counts as n + 100 characters
+# Every text also needs memory for Python objects. So a text of n characters counts as
+# n + 100 characters.
+TEXT_OVERHEAD = 100
 SHARD_METADATA = {
     "documents": int,
     "tokens": int,
@@ -3520,8 +3566,9 @@ def prepared_path(source, identity, cfg):
     """
     if "://" in cfg.data.prepared_dir:
         raise UserError(
-            f"--data.prepared_dir {cfg.data.prepared_dir} is remote, but token files are "
-            f"memory-mapped: use a local folder."
+            f"--data.prepared_dir {cfg.data.prepared_dir} is a remote folder, but the "
+            f"token files in this folder are memory-mapped, which needs a local disk: "
+            f"set --data.prepared_dir to a local folder."
         )
     slug = re.sub(r"[^\w.]+", "-", source).strip("-")[-40:]
     return Path(cfg.data.prepared_dir, f"{slug}-{digest([source, identity])[:10]}")
@@ -3552,7 +3599,7 @@ def source_identity(name, task, files, cfg):
 
 
 def with_vocab_size(changes):
-    """Set model.vocab_size if the command line sets only data.vocab.
+    """Set a model.vocab_size that fits data.vocab, if the command line sets none.
 
     For example, the vocabulary "bytes" has 259 ids, so model.vocab_size becomes 384, the
     next multiple of 128. `changes` is a dict of the settings on the command line, such as
@@ -3751,7 +3798,7 @@ class Corpus:
         ]
         self.folder = prepared_path(self.task.source, identity, cfg)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.shards = []  # the metadata and position of each prepared shard
+        self.shards = []  # the metadata and the position of each shard so far
         # This list holds the index of the first chunk in each shard, then the number of
         # all chunks so far. For example, two shards with 7 and 5 chunks give [0, 7, 12].
         self.starts = [0]
@@ -3797,7 +3844,10 @@ class Corpus:
         return self.starts
 
     def is_tokenized(self, count):
-        """Return whether `count` chunks, or all chunks of the source, are tokenized."""
+        """Return whether `count` chunks, or all chunks of the source, are tokenized.
+
+        A chunk is a run of tokens that becomes one example.
+        """
         return self.starts[-1] >= count or not self.next_position
 
     def count(self, what):
@@ -3811,8 +3861,10 @@ class Corpus:
     def chunk_bounds(self, number):
         """Return the boundaries of all chunks in the token file of a shard.
 
-        Each row is [start, stop], or [start, middle, stop] if the objective has inputs
-        and targets. The result has the shape [chunks, features + 1].
+        A chunk is a run of tokens that becomes one example. Each row of the result has
+        the boundaries of one chunk as positions in the file: [start, stop], or
+        [start, middle, stop] if the chunk has inputs and targets. The result has the
+        shape [chunks, features + 1].
         """
         objective = self.task.objective
         if objective.across_documents:  # the whole shard is one long document
@@ -3826,9 +3878,9 @@ class Corpus:
     def shard_ids(self, number):
         """Return the token ids of a shard, and prepare the next shard in the background.
 
-        If data.keep_tokens is false, the token files of earlier shards are deleted. This
-        is safe even if another array still uses such a file, because a memory-mapped file
-        stays readable after it is deleted.
+        A shard is a set of files with the tokens of consecutive documents. If
+        data.keep_tokens is false, the token files of earlier shards are deleted. An array
+        that still uses a deleted file stays readable, because the file is memory-mapped.
         """
         ids = self.load(number, "ids")
         if not self.cfg.data.keep_tokens:
@@ -3846,11 +3898,12 @@ class Corpus:
             self.shard(number)
 
     def find_chunks(self, numbers):
-        """Return the shard and the boundaries of each given chunk.
+        """Return in which shard each given chunk is, and where it begins and ends.
 
-        `numbers` [N] holds the indices of the chunks. The first result [N] holds the
-        number of the shard that contains each chunk. The second result [N, features + 1]
-        holds the boundaries of each chunk in the token file of this shard.
+        A shard is a set of files with tokens. `numbers` [N] holds the indices of the
+        chunks. The first result [N] holds the number of the shard that contains each
+        chunk. The second result [N, features + 1] holds the boundaries of each chunk in
+        the token file of this shard.
         """
         shards = np.searchsorted(self.starts, numbers, "right") - 1
         bounds = np.zeros((len(numbers), len(self.task.objective.features) + 1), int)
@@ -3911,12 +3964,15 @@ class Corpus:
                 array = np.zeros(0, self.dtypes[kind])
             if zlib.crc32(array) == shard[kind]:
                 return array
-            note(f"{path} is missing or damaged, so its text is tokenized again")
+            note(
+                f"the token file {path} is missing or damaged: tokenizing the text again"
+            )
             self.path(shard["position"], "json").unlink(missing_ok=True)
             self.prepare_shard(shard["position"])
         raise UserError(
-            f"{path} was just written, but its content has changed: check the disk and "
-            f"the memory, and whether another program writes to this file."
+            f"The token file {path} was just written, but the content of the file has "
+            f"changed since then: check the disk and the memory, and whether another "
+            f"program writes to this file."
         )
 
     def prepare_shard(self, position):
@@ -4028,8 +4084,9 @@ class Corpus:
             ]
             note(
                 f"warning: more than 0.1 % of the tokens are unknown, because the "
-                f"vocabulary lacks {' '.join(characters[:12])}. Train a vocabulary on "
-                f"this text with --data.vocab train:32000, or use --data.vocab bytes."
+                f"vocabulary lacks the characters {' '.join(characters[:12])}. Train a "
+                f"vocabulary on this text with --data.vocab train:32000, or use "
+                f"--data.vocab bytes."
             )
 
 
@@ -4135,8 +4192,10 @@ def prepare(cfg, split, tokenizer):
         corpus = Corpus(name, split, tokenizer, cfg, opened.get(name))
         if not corpus.shard_starts(1)[-1]:
             raise UserError(
-                f"{corpus.task.source} holds no text for its {split} split: provide at "
-                f"least two documents. With text:FILE:lines, each line is a document."
+                f"The data source {corpus.task.source} holds no text for the {split} "
+                f"split: provide at least two documents, because at least one document "
+                f"is usually held out for validation. With text:FILE:lines, each line is "
+                f"a document."
             )
         return corpus
 
@@ -4192,7 +4251,8 @@ def check_lengths(tasks, data, title):
         objective = task.task.objective
         chunks = np.arange(task.corpus.starts[-1])
         epochs = np.zeros_like(chunks)
-        # Make one example now, because the objective may raise a UserError.
+        # Make one example now, so that a UserError of the objective is raised before the
+        # training begins.
         task.make(epochs[:1], chunks[:1])
         for side, sizes in zip(SIDES, task.sizes(epochs, chunks)):
             limit, eos, kept = truncated_length(side, task.task, data)
@@ -4208,8 +4268,8 @@ def check_lengths(tasks, data, title):
         if count:
             note(
                 f"{title}: {count:,} of the first {total:,} {side} are longer than "
-                f"--data.{side}_length {getattr(data, f'{side}_length')} and are cut. "
-                f"To keep them complete, raise --data.{side}_length."
+                f"--data.{side}_length {getattr(data, f'{side}_length')} and "
+                f"are cut. To keep all of their tokens, raise --data.{side}_length."
             )
 
 
@@ -4244,7 +4304,8 @@ def evaluation_config(task, cfg):
     """
     if task in MIXTURES:
         raise UserError(
-            f"{task} is a mixture, but a single task is needed: name one of its tasks."
+            f"{task} is a mixture of tasks, but this command needs a single task: name "
+            f"one of the tasks in the mixture."
         )
     if task == cfg.data.task:
         return cfg
@@ -4277,7 +4338,9 @@ def evaluation_configs(cfg, split="validation"):
     if not opened:
         raise MissingSplit(reasons)
     if reasons:
-        note(f"some tasks are not evaluated: {reasons}")
+        note(
+            f"some tasks are not evaluated, because they have no {split} split: {reasons}"
+        )
     return {task: alone[task] for task in opened}
 
 
@@ -4418,7 +4481,10 @@ def show(cfg, count):
     tokens = sum(np.count_nonzero(segments) for *_, segments in sides)
     calls, seconds = timeit.Timer(lambda: dataset.batch(0)).autorange()
     speed = calls * tokens / seconds / 1e6
-    print(f"\nbatches  {speed:.1f} million tokens per second on one core, after packing")
+    print(
+        f"\nbatches  {speed:.1f} million tokens per second on one core, if the rows of "
+        f"the batch are already packed"
+    )
     if split == "train":
         rows = dataset.plan.row_starts[1]
         seconds = timeit.timeit(lambda: [*dataset.plan.pack_block(0)], number=1)
