@@ -209,6 +209,9 @@ class TrainConfig:
     # Number of microbatches into which each batch is split to save memory.
     # Their gradients are added up before the weights are updated.
     microbatches: int = 1
+    # Name of the loss that training minimizes: cross_entropy, or one from your recipe
+    # file. cross_entropy is the loss of T5, to which z_loss and label_smoothing belong.
+    loss: str = "cross_entropy"
     # Name of the optimizer: adafactor, adamw, rms_scaled_adamw, lion, muon, or one from
     # your recipe file.
     optimizer: str = "adafactor"
@@ -378,6 +381,7 @@ MIXTURES = {}  # "glue_v002_proportional" -> {name of a task: sampling rate}
 ACTIVATIONS = {}  # "relu" -> jax.nn.relu
 METRICS = {}  # "bleu" -> function(targets, predictions) that returns {"bleu": 27.5}
 OPTIMIZERS = {}  # "adafactor" -> train.Optimizer
+LOSSES = {}  # "cross_entropy" -> model.loss_fn
 POSITIONS = {}  # "rotary" -> model.PositionEncoding
 # "jsonl" -> function(name, split, cfg, whole) that opens a data source. If `whole` is
 # true, the function holds out no examples for validation.
@@ -389,6 +393,7 @@ RECIPE_TABLES = (
     "ACTIVATIONS",
     "METRICS",
     "OPTIMIZERS",
+    "LOSSES",
     "POSITIONS",
     "SOURCES",
     "VOCABULARIES",
@@ -1357,10 +1362,11 @@ def check(cfg):
         ("model.activation", m.activation.removeprefix("gated_"), ACTIVATIONS),
         ("model.positions", m.positions, POSITIONS),
         ("train.optimizer", t.optimizer, OPTIMIZERS),
+        ("train.loss", t.loss, LOSSES),
     ):
-        # ACTIVATIONS and POSITIONS are empty in a command that does not import model.py,
-        # and OPTIMIZERS is empty without train.py. If a table is empty, no name can be
-        # checked.
+        # ACTIVATIONS and POSITIONS are empty in a command that does not import model.py.
+        # OPTIMIZERS is empty without train.py, and LOSSES without evaluate.py. If a table
+        # is empty, no name can be checked.
         if table and value not in table:
             raise UserError(
                 f"--{name} {value} is unknown{nearest(value, table) or '.'} The known "

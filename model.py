@@ -585,11 +585,9 @@ def add_loss(name, value):
     inside of jax.shard_map, and functions with a hand-written gradient. Losses with the
     same name are added up. Evaluation and decoding ignore all auxiliary losses.
 
-    If a loss counts padding, train with PLAIN_T5_TUNED=0. Padding has segment 0, and
-    attends only to padding. If a row has padding in its targets but not in its inputs,
-    the padding queries of cross-attention have no key at all. The faster attention in the
-    lower part of this file has a wrong gradient for a query without keys. The loss of T5
-    never uses this gradient.
+    If a loss counts padding, note that padding has segment 0, and attends only to
+    padding. If a row has padding in its targets but not in its inputs, the padding
+    queries of cross-attention have no key at all, and get the mean of all values.
     """
     if name not in LOSS_WEIGHTS:
         raise configs.UserError(
@@ -1243,13 +1241,19 @@ def head_group_gradients(q, k, v, out, log_z, d_out, bias, mask, scores):
     """
     if scores is None:
         scores = masked_scores(q, k, bias, mask)
-    p = jnp.exp(scores - log_z)
+    # A query whose keys are all masked has only scores of -1e10. Its result is the mean
+    # of all K values, and its scores have no gradient. Give this query the probabilities
+    # exp(-1e10) = 0, and add its share to the gradient of the values at the end.
+    has_no_key = log_z < -1e9
+    p = jnp.exp(scores - jnp.where(has_no_key, 0, log_z))
     d_p = jnp.einsum("bhqc,bhkc->bhqk", d_out, v, preferred_element_type=jnp.float32)
     row_sum = jnp.einsum("bhqc,bhqc->bhq", d_out, out, preferred_element_type=jnp.float32)
     d_scores = (p * (d_p - row_sum[..., None])).astype(v.dtype)
     d_q = jnp.einsum("bhqk,bhkc->bhqc", d_scores, k)
     d_k = jnp.einsum("bhqk,bhqc->bhkc", d_scores, q)
     d_v = jnp.einsum("bhqk,bhqc->bhkc", p.astype(v.dtype), d_out)
+    of_no_key = jnp.where(has_no_key, d_out, 0).sum(-2, keepdims=True)
+    d_v += of_no_key / v.shape[-2]
     if bias is None:
         return d_q, d_k, d_v, None
     if partition.platform() == "cpu":

@@ -5101,6 +5101,12 @@ def test_attention_equals_softmax_times_values():
     assert_close(ours, expected, 1e-5)
     assert_close(pull(g), pull_plain(g), 1e-5)
     assert_close(model.attend(q, k, v, None, mask), plain(q, k, v, 0), 1e-5)
+    # A query without keys gets the mean of all values. Its gradient is that of a mean.
+    mask = mask.at[1, 0, 2].set(False).at[2].set(False)
+    ours, pull = jax.vjp(lambda *args: model.attend(*args, mask), q, k, v, bias)
+    expected, pull_plain = jax.vjp(plain, q, k, v, bias)
+    assert_close(ours, expected, 1e-5)
+    assert_close(pull(g), pull_plain(g), 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -5874,6 +5880,86 @@ def test_no_gradients_of_frozen_parameters_are_computed():
     _, grads = gradients(cfg, params, batch, None)
     assert set(grads) == {"decoder", "unembed"}
     assert_close(grads, {name: complete[name] for name in grads})
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_training_minimizes_the_loss_of_its_name(microbatches, monkeypatch):
+    def doubled(params, batch, cfg, key=None):
+        loss, sums = model.loss_fn(params, batch, cfg, key)
+        return 2 * loss, sums | {"correct": sums["tokens"]}
+
+    monkeypatch.setitem(evaluate.LOSSES, "doubled", doubled)
+    cfg = change(train=dict(loss="doubled", microbatches=microbatches))
+    params, batch = make_params(SMALL), make_batch(SMALL, UNEVEN)
+    _, expected = gradients(SMALL, params, batch, None)
+    sums, grads = gradients(cfg, params, batch, None)
+    assert_close(grads, jax.tree.map(lambda g: 2 * g, expected))
+    assert sums["correct"] == sums["tokens"] == sum(m for _, m in UNEVEN)
+    held_out = evaluate.loss_sums(params, batch, cfg, data.IdTokenizer(256))
+    assert_same(held_out, sums, "Held-out examples should have the same loss.", 1e-6)
+
+
+OWN_LOSS = """
+import jax.numpy as jnp
+
+import model
+from configs import Config, DataConfig, ModelConfig, TrainConfig
+
+
+def distance_to_one(params, batch, cfg, key=None):
+    x = model.encode(params, cfg.model, batch.inputs, batch.input_segments, key)
+    distance = jnp.square(x - 1).mean((1, 2))[:, None]
+    sums = model.sum_over_tokens((distance, 0 * distance, distance < 1), batch)
+    return model.total_loss(sums), sums
+
+
+LOSSES = {"distance_to_one": distance_to_one}
+MODEL = ModelConfig(384, 40, 48, 6, 4, 2, num_decoder_layers=0)
+DATA = DataConfig("text:text.txt:lines", vocab="bytes", inputs_length=36, targets_length=9)
+TRAIN = TrainConfig(
+    steps=4, batch_size=8, loss="distance_to_one", log_every=1, eval_every=4
+)
+CONFIG = Config("own_loss", MODEL, DATA, TRAIN)
+"""
+
+
+def test_an_encoder_trains_with_the_loss_of_a_recipe_file(
+    tmp_path, capsys, monkeypatch, recipe_tables
+):
+    """Training, a resumed run, evaluation and vectors need no decoder."""
+    monkeypatch.setattr(evaluate, "LOSSES", configs.LOSSES)
+    monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
+    monkeypatch.chdir(tmp_path)
+    Path("own_loss.py").write_text(OWN_LOSS)
+    Path("text.txt").write_text("\n".join(sentences(150)))
+    command = ["--config", "own_loss.py"]
+    status, out, err = run(train, capsys, monkeypatch, *command)
+    assert status == 0 and "unigram" not in out, err
+    lines = partition.read_metrics_file(tmp_path / "runs/own_loss/metrics.jsonl")
+    assert values_of(lines, "train/loss")[-1] < values_of(lines, "train/loss")[0]
+    names = {name for line in lines for name in line}
+    held_out = "training_eval/span_corruption/loss"
+    assert held_out in names and held_out.replace("loss", "content_loss") not in names
+    (expected,) = values_of(lines, held_out)
+    flags = ["--run_dir", "runs/own_loss"]
+    status, out, err = run(evaluate, capsys, monkeypatch, *flags, "--mode", "loss")
+    assert status == 0 and f"{expected:.4f}" in out, err
+    Path("ids.jsonl").write_text('{"inputs": [5, 6, 7]}\n')
+    flags += ["--input", "ids.jsonl", "--output", "vectors.npz", "--mode", "encode"]
+    status, _, err = run(infer, capsys, monkeypatch, *flags)
+    assert status == 0 and Path("vectors.npz").exists(), err
+    # The command that the finished run prints trains twice as long.
+    more = ["--run_dir", "runs/own_loss", "--train.steps", 8]
+    status, out, err = run(train, capsys, monkeypatch, *more)
+    assert status == 0 and "resumed" in out, err
+    loss = ["--train.loss", "distance_to_two"]
+    for flags, message in (
+        ([*command, *loss], "did you mean distance_to_one?"),
+        (["--model.num_decoder_layers", 0], "This model has no decoder"),
+        (["--run_dir", "runs/own_loss", "--train.loss", "cross_entropy"], "not distance"),
+    ):
+        status, _, err = run(train, capsys, monkeypatch, *flags)
+        assert status == 2 and message in err
 
 
 @pytest.mark.parametrize("pattern", ["nothing", ".*", "("])
@@ -11479,7 +11565,7 @@ RECIPE_FILES = {
 @pytest.fixture
 def load_page(tmp_path, monkeypatch):
     """Return a function that loads a recipe file of the two pages in an empty folder."""
-    modules = (data, data, model, evaluate, train, model, data, data)
+    modules = (data, data, model, evaluate, train, evaluate, model, data, data)
     for module, table in zip(modules, configs.RECIPE_TABLES, strict=True):
         monkeypatch.setattr(configs, table, dict(getattr(configs, table)))
         monkeypatch.setattr(module, table, getattr(configs, table))
@@ -11550,6 +11636,12 @@ def test_the_recipe_of_the_reference_defines_one_object_of_each_kind(load_page):
     bias = model.position_bias({}, 1, 3, True, cfg.model)
     assert_equal(bias, np.broadcast_to([0, -1, -2], (1, cfg.model.num_heads, 1, 3)))
     assert cfg.train.optimizer == "momentum"
+    cfg, params = change(train=dict(loss="squared")), make_params(SMALL)
+    batch = make_batch(SMALL, UNEVEN)
+    losses = model.token_losses(params, batch, cfg)
+    sums = evaluate.loss_sums(params, batch, cfg, data.IdTokenizer(256))
+    expected = np.sum(np.square(losses[0])[np.asarray(batch.targets) > 0])
+    assert_same(sums["cross_ent_loss"], expected, "Squares should be added up.", 1e-5)
 
 
 def test_a_changed_source_of_a_recipe_is_tokenized_again(tmp_path, monkeypatch):
@@ -12679,13 +12771,13 @@ def test_auxiliary_losses_of_all_layers_are_added_up(tuned, monkeypatch):
     """A z-loss on the attention scores is one function, which replaces `attend`.
 
     Its value and its gradient equal those of a Python loop over the layers, without
-    lax.scan, rematerialization and add_loss. Without the tuned attention, they are also
-    equal if a z-loss counts padding.
+    lax.scan, rematerialization and add_loss. The z-losses of cross-attention count
+    padding.
     """
     monkeypatch.setattr(model, "TUNED", tuned)
     monkeypatch.setitem(model.LOSS_WEIGHTS, "attention_z", 0.1)
     cfg, params = change(train=dict(batch_size=8)), make_params(SMALL)
-    batch = make_batch(cfg, [(36, 9)] * 8 if tuned else UNEVEN)
+    batch = make_batch(cfg, UNEVEN)
     attend, by_hand = model.attend, []
     plain_loss, plain_sums = jax.jit(lambda p: model.loss_fn(p, batch, cfg))(params)
 
