@@ -125,6 +125,9 @@ class ModelConfig:
     # Whether each layer learns its own relative-position biases, as in UMT5.
     # If false, all encoder layers share one table, and all decoder layers another.
     layer_biases: bool = False
+    # Rank of the LoRA matrices of each query and value projection. 0 means no LoRA. To
+    # train only the LoRA matrices, add --train.freeze '(?!.*lora).*'.
+    lora: int = at_least(0, 0)
     # Dropout rate. T5 1.1 uses 0 for pretraining and 0.1 for fine-tuning.
     dropout: float = between(0, 0.99, 0.0)
     # Number format of the activations. The stored weights are always float32.
@@ -791,9 +794,10 @@ CHANGEABLE = set(
 DATA_FORMAT = 3
 # The sections and settings that do not change what a model computes from its weights. A
 # run that starts from the weights of another run may change these settings. All other
-# settings must be equal in both runs.
+# settings must be equal in both runs. A run without LoRA may become a run with LoRA.
 FREE_FOR_WEIGHTS = set(
-    "data train decode mesh distributed model.dropout model.dtype model.remat".split()
+    "data train decode mesh distributed "
+    "model.lora model.dropout model.dtype model.remat".split()
 )
 
 
@@ -1200,6 +1204,8 @@ def resolve_run(args, changes):
     if source:
         origin = old if resumes else load_run(source_run(source))
         same = weights_identity(origin, "")
+        if origin.model.lora:
+            same["--model.lora"] = origin.model.lora
         base = override(base, {flag[2:]: value for flag, value in same.items()})
     cfg = override(base, changes)
     check(cfg)

