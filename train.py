@@ -1170,7 +1170,7 @@ class Evaluations:
         for name, (cfg, dataset) in self.held_out.items():
             t = cfg.train
             kinds = [("training_eval", t.eval_every, self.evaluate)]
-            # Generate outputs only if the model has a decoder, and if the documents of the
+            # Generate outputs only if the model has a decoder, and the documents of the
             # task are pairs of inputs and targets. In a pretraining task, a document is
             # only a text.
             has_pairs = len(dataset.tasks[0].task.objective.features) > 1
