@@ -11411,7 +11411,7 @@ RECIPE_METRICS = {
     "distillation": "training_eval/span_corruption/loss",
     "experts": "train/balance",
     "languages": "training_eval/kab/loss",
-    "lora": "inference_eval/by_rule_words/accuracy",
+    "lora": "inference_eval/by_rule_even/accuracy",
     "muon": "training_eval/span_corruption/bits_per_byte",
     "pronunciation": "inference_eval/words/word_error_rate",
     "prott5": "training_eval/proteins/loss",
