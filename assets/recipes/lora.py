@@ -7,7 +7,8 @@ a small adapter cannot teach the tiny T5 to write the name of a number: all outp
 by_rule_words have a mistake. Training all weights (--config tiny_finetune) solves both.
 
     python train.py
-    python train.py --init_from runs/tiny --config assets/recipes/lora.py --run_dir runs/lora
+    python train.py --init_from runs/tiny \
+        --config assets/recipes/lora.py --run_dir runs/lora
     python convert.py runs/lora lora_hf --to hf
 """
 
