@@ -128,6 +128,9 @@ class ModelConfig:
     # If false, all encoder layers share one table of biases, and all decoder layers share
     # another table.
     layer_biases: bool = False
+    # Rank of the LoRA matrices of each query and value projection. 0 means no LoRA. To
+    # train only the LoRA matrices, add --train.freeze '(?!.*lora).*'.
+    lora: int = at_least(0, 0)
     # Dropout rate: the fraction of the activations that training sets to zero at random.
     # T5 1.1 uses 0 for pretraining and 0.1 for fine-tuning.
     dropout: float = between(0, 0.99, 0.0)
@@ -218,6 +221,9 @@ class TrainConfig:
     # Number of microbatches into which each batch is split to save memory.
     # The gradients of the microbatches are added up before the weights are updated.
     microbatches: int = 1
+    # Name of the loss that training minimizes: cross_entropy, or a loss that your recipe
+    # file defines. cross_entropy is the loss of T5. It uses z_loss and label_smoothing.
+    loss: str = "cross_entropy"
     # Name of the optimizer: adafactor, adamw, rms_scaled_adamw (AdamW with steps relative
     # to the size of the weights), lion, muon, or a name that your recipe file (a Python
     # file with settings) defines.
@@ -398,6 +404,7 @@ MIXTURES = {}
 ACTIVATIONS = {}  # maps "relu" to jax.nn.relu
 # METRICS maps "bleu" to a function(targets, predictions), which returns {"bleu": 27.5}.
 METRICS = {}
+LOSSES = {}  # maps "cross_entropy" to model.loss_fn
 OPTIMIZERS = {}  # maps "adafactor" to a train.Optimizer
 POSITIONS = {}  # maps "rotary" to a model.PositionEncoding
 # SOURCES maps the kind of a data source, such as "jsonl", to a function that opens the
@@ -414,6 +421,7 @@ RECIPE_TABLES = (
     "ACTIVATIONS",
     "METRICS",
     "OPTIMIZERS",
+    "LOSSES",
     "POSITIONS",
     "SOURCES",
     "VOCABULARIES",
@@ -817,9 +825,11 @@ CHANGEABLE = set(
 DATA_FORMAT = 3
 # These sections and settings do not change what a model computes from its weights. A run
 # that starts from the weights of another run may therefore change these settings. All
-# other settings must be equal in both runs.
+# other settings must be equal in both runs. A run with LoRA may start from a run
+# without LoRA, so model.lora is in the list too.
 FREE_FOR_WEIGHTS = set(
-    "data train decode mesh distributed model.dropout model.dtype model.remat".split()
+    "data train decode mesh distributed "
+    "model.lora model.dropout model.dtype model.remat".split()
 )
 
 
@@ -1232,6 +1242,8 @@ def resolve_run(args, changes):
     if source:
         origin = old if resumes else load_run(source_run(source))
         same = weights_identity(origin, "")
+        if origin.model.lora:
+            same["--model.lora"] = origin.model.lora
         base = override(base, {flag[2:]: value for flag, value in same.items()})
     cfg = override(base, changes)
     check(cfg)
@@ -1396,10 +1408,11 @@ def check(cfg):
         ("model.activation", m.activation.removeprefix("gated_"), ACTIVATIONS),
         ("model.positions", m.positions, POSITIONS),
         ("train.optimizer", t.optimizer, OPTIMIZERS),
+        ("train.loss", t.loss, LOSSES),
     ):
-        # ACTIVATIONS and POSITIONS are empty in a command that does not import model.py,
-        # and OPTIMIZERS is empty without train.py. If a table is empty, no name can be
-        # checked.
+        # ACTIVATIONS and POSITIONS are empty in a command that does not import model.py.
+        # OPTIMIZERS is empty without train.py, and LOSSES without evaluate.py. If a table
+        # is empty, no name can be checked.
         if table and value not in table:
             raise UserError(
                 f"--{name} {value} is unknown{nearest(value, table) or '.'} The known "

@@ -2353,6 +2353,47 @@ def atomic_destination(destination):
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def only_parameters(weights, group="params"):
+    """Return Weights with the parameters alone, without the optimizer state.
+
+    If the model is a run with LoRA, its LoRA matrices are merged.
+
+    group: "params", or "ema" to use the exponential moving average of the parameters.
+
+    Raises a UserError if the model has no moving average.
+    """
+    arrays = {
+        (name.replace(group, "params", 1), layer): tensor
+        for (name, layer), tensor in weights.arrays.items()
+        if name.startswith(f"{group}/")
+    }
+    if not arrays:
+        raise UserError(
+            "--ema needs a moving average of the weights, which SRC does not have: leave "
+            "out --ema, or train with --train.ema."
+        )
+    for (name, layer), w in list(arrays.items()):
+        if a := arrays.pop((f"{name}_lora_a", layer), None):
+            b = arrays.pop((f"{name}_lora_b", layer))
+            arrays[name, layer] = add_product(w, a, b)
+    cfg = configs.override(weights.cfg, {"train.ema": 0.0, "model.lora": 0})
+    return weights._replace(cfg=cfg, arrays=arrays)
+
+
+def add_product(old, a, b, scale=1):
+    """Return the Tensor of a matrix to which LoRA adds scale * a @ b.
+
+    a, b: the Tensors of the two matrices of LoRA.
+    """
+
+    def read():
+        product = np.float32(a.read()) @ np.float32(b.read())
+        # Unlike the operator +, np.stack raises an error if the two shapes differ.
+        return np.stack([old.read(), scale * product]).sum(0)
+
+    return Tensor(old.shape, read)
+
+
 def merge_lora(weights, folder):
     """Merge a LoRA adapter into a model, and return the result as Weights.
 
@@ -2375,29 +2416,25 @@ def merge_lora(weights, folder):
     root = config["r"] ** (0.5 if config.get("use_rslora") else 1)
     scale = np.float32(config["lora_alpha"] / root)
     tensors = read_safetensors(folder / "adapter_model.safetensors")
-    arrays = {key: x for key, x in weights.arrays.items() if key[0].startswith("params/")}
+    weights = only_parameters(weights)
     for entry in parameter_entries(weights.cfg.model, HF):
         stem = f"base_model.model.{entry.external_name.removesuffix('weight')}"
         pair = [tensors.pop(f"{stem}lora_{x}.weight", None) for x in "AB"]
         if not any(pair):
             continue
         key = entry.name, entry.layer
-
-        @explain_errors(folder, "a LoRA adapter of this model")
-        def read(old=arrays[key], pair=pair):
-            """Return a matrix of the model after the change by the LoRA adapter."""
-            a, b = (np.float32(tensor.read()) for tensor in pair)
-            # Unlike the operator +, np.stack raises an error if the two shapes differ.
-            return np.stack([old.read(), scale * (b @ a).T]).sum(0)
-
-        arrays[key] = Tensor(entry.shape, read)
+        # PyTorch stores the transpose of each matrix.
+        a, b = (tensor and tensor.transpose() for tensor in pair)
+        merged = add_product(weights.arrays[key], a, b, scale)
+        explain = explain_errors(folder, "a LoRA adapter of this model")
+        weights.arrays[key] = merged._replace(read=explain(merged.read))
     if tensors:
         raise UserError(
             f"The LoRA adapter {folder} changes {listed(tensors)}. These arrays do not "
             f"exist in SRC, or plain T5 cannot merge them: use the base model of this "
             f"adapter as SRC."
         )
-    return weights._replace(arrays=arrays)
+    return weights
 
 
 # Plain T5 can merge a LoRA adapter only if its settings have these values. Other values
@@ -2413,7 +2450,9 @@ LORA_DEFAULTS = {
 }
 
 
-def convert(source, destination, to, dtype, step=None, allow_pickle=False, lora=""):
+def convert(
+    source, destination, to, dtype, step=None, allow_pickle=False, lora="", ema=False
+):
     """Convert a model to another format, and check the result.
 
     The check reads the new model from disk and compares its arrays with the source.
@@ -2425,6 +2464,7 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False, lora=
     step: the step of the checkpoint to read, or None to read the newest checkpoint.
     allow_pickle: True to allow reading a pickle file, which can run any code.
     lora: the folder of a LoRA adapter that is merged into the model, or "".
+    ema: True to convert the moving average of the weights, which --train.ema computes.
 
     Raises a UserError if the model cannot be read. Raises an OSError if the new model
     cannot be written or differs from the old model.
@@ -2437,6 +2477,8 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False, lora=
         )
     with atomic_destination(destination) as folder:
         weights = open_any(source, step)
+        if ema or weights.cfg.model.lora:
+            weights = only_parameters(weights, "ema" if ema else "params")
         if lora:
             weights = merge_lora(weights, Path(lora))
         positions = weights.cfg.model.positions
@@ -2555,6 +2597,10 @@ def main(argv):
         ),
         allow_pickle=dict(action="store_true", help="allow reading a pickle file"),
         lora=dict(default="", help="the folder of a LoRA adapter to merge into SRC"),
+        ema=dict(
+            action="store_true",
+            help="convert the moving average of the weights (of a run with --train.ema)",
+        ),
     )
     if changes or args.config or args.run_dir:
         raise UserError(
@@ -2580,6 +2626,7 @@ def main(argv):
         partition.resolve_step(args.src, args.step),
         args.allow_pickle,
         args.lora,
+        args.ema,
     )
 
 

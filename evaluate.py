@@ -69,6 +69,11 @@ METRICS = configs.METRICS
 # compare. For example, the postprocessor "number" converts the text "4.5" to 4.5.
 POSTPROCESSORS = {}
 
+# A dict from the name of each loss to its function, for --train.loss. Each function has
+# the arguments and the results of model.loss_fn. A recipe file may add more.
+LOSSES = configs.LOSSES
+LOSSES["cross_entropy"] = model.loss_fn
+
 # ---- teacher-forced loss ---------------------------------------------------------------
 
 
@@ -104,11 +109,17 @@ def loss_sums(params, batch, cfg, tokenizer):
     The UTF-8 bytes of the content tokens are counted too. The bytes of an unknown token
     are not known, so an unknown token counts as 0 bytes, and its loss counts in full.
 
+    If --train.loss names another loss than the cross entropy, the result is only the dict
+    of sums that the function of this loss returns.
+
     params: the parameters of the model.
     batch: a data.Batch.
     tokenizer: the Tokenizer of the run, which says which ids are sentinels.
     Returns a dict from the name of each sum to a float32 scalar.
     """
+    loss = LOSSES[cfg.train.loss]
+    if loss is not model.loss_fn:
+        return loss(params, batch, cfg)[1]
     losses = model.token_losses(params, batch, cfg)
     cross_entropy = losses[0]
     is_content = data.is_content(batch.targets, tokenizer)
@@ -149,10 +160,12 @@ def evaluate_loss(params, cfg, mesh, dataset, batches):
     # Divide the sums only once, after the last batch. Every token then has the same
     # weight in the mean, even if some batches have fewer tokens than others.
     metrics = model.mean_metrics(totals)
-    metrics["content_loss"] = totals["content_loss"] / max(totals["content_tokens"], 1)
-    # Convert nats to bits. One nat is 1 / log(2) = 1.44 bits.
-    bits = totals["content_loss"] / math.log(2)
-    metrics["bits_per_byte"] = bits / max(totals["content_bytes"], 1)
+    if "content_loss" in totals:
+        nats = totals["content_loss"]
+        metrics["content_loss"] = nats / max(totals["content_tokens"], 1)
+        # Convert nats to bits. One nat is 1 / log(2) = 1.44 bits.
+        bits = nats / math.log(2)
+        metrics["bits_per_byte"] = bits / max(totals["content_bytes"], 1)
     return {name: float(value) for name, value in jax.device_get(metrics).items()}
 
 

@@ -1630,12 +1630,14 @@ def load_params(cfg, run_dir, step=None):
 def check_decoder(cfg, mode=None):
     """Raise UserError if the model has no decoder, but the mode needs one.
 
-    Only the mode "encode" needs no decoder, because it writes the encoder's vectors.
+    The mode "encode" needs no decoder, because it writes the encoder's vectors. The mode
+    "loss" needs no decoder if --train.loss names a loss of a recipe file.
     """
-    if not cfg.model.num_decoder_layers and mode != "encode":
+    free = ["encode"] if cfg.train.loss == "cross_entropy" else ["encode", "loss"]
+    if not cfg.model.num_decoder_layers and mode not in free:
         raise UserError(
             "This model has no decoder: use infer.py --mode encode, which writes the "
-            "encoder's vectors."
+            "encoder's vectors. Training needs a --train.loss of a recipe file."
         )
 
 

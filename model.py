@@ -52,6 +52,7 @@ import configs
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
@@ -99,6 +100,14 @@ def param_table(cfg):
     # so do all layers of the decoder. In UMT5, each layer has a table of its own.
     stack_bias, layer_bias = ({}, bias) if cfg.layer_biases else (bias, {})
 
+    lora = {}
+    if cfg.lora:
+        a = Param((D, cfg.lora), ("embed", None), "normal", D**-0.5)
+        # All elements of b begin with 0, so that LoRA changes nothing at first.
+        b = Param((cfg.lora, H * C), (None, "heads"), "normal", 0.0)
+        lora = {"query_lora_a": a, "query_lora_b": b}
+        lora |= {"value_lora_a": a, "value_lora_b": b}
+
     def attention(bias):
         # The weights of all heads are stored as one matrix, and not as an array with
         # three axes. This matters for the optimizer Adafactor. For each matrix, Adafactor
@@ -112,6 +121,7 @@ def param_table(cfg):
             "value": Param((D, H * C), ("embed", "heads"), "normal", D**-0.5),
             "out": Param((H * C, D), ("heads", "embed"), "normal", (H * C) ** -0.5),
             **bias,
+            **lora,
         }
 
     up = Param((D, F), ("embed", "mlp"), "truncated_normal", D**-0.5)
@@ -601,11 +611,9 @@ def add_loss(name, value):
     inside of jax.shard_map, and functions with a hand-written gradient. Losses with the
     same name are added up. Evaluation and decoding ignore all auxiliary losses.
 
-    If a loss counts padding, train with PLAIN_T5_TUNED=0. Padding has segment 0, and
-    attends only to padding. If a row has padding in its targets but not in its inputs,
-    the padding queries of cross-attention have no key at all. The faster attention in the
-    lower part of this file has a wrong gradient for a query without keys. The loss of T5
-    never uses this gradient.
+    If a loss counts padding, note that padding has segment 0, and attends only to
+    padding. If a row has padding in its targets but not in its inputs, the padding
+    queries of cross-attention have no key at all, and get the mean of all values.
     """
     if name not in LOSS_WEIGHTS:
         raise configs.UserError(
@@ -647,8 +655,29 @@ def embed(params, ids, cfg, key):
     return dropout(x.astype(compute_dtype(cfg)), cfg.dropout, key)
 
 
+def merge_lora(weights):
+    """Add the LoRA matrices of one layer to its weight matrices.
+
+    LoRA (Hu et al. 2021) fine-tunes a model with few new parameters. A weight matrix W
+    [D, F] stays frozen, and training changes only two small matrices, A [D, R] and
+    B [R, F]. The model computes with W + A B. The rank R is --model.lora.
+
+    weights: a nested dict of arrays. The matrices of "query" are called "query_lora_a"
+    and "query_lora_b". The result has no LoRA matrices.
+    """
+    arrays = partition.flatten(weights)
+    for name, w in list(arrays.items()):
+        if f"{name}_lora_a" in arrays:
+            a, b = arrays.pop(f"{name}_lora_a"), arrays.pop(f"{name}_lora_b")
+            product = jnp.einsum("dr,rf->df", a, b, out_sharding=sharding_of(w))
+            arrays[name] = w + product
+    return unflatten_dict(arrays, sep="/")
+
+
 def reshard_for_compute(weights, table):
-    """Give the weights of one layer the sharding that the computation needs.
+    """Give the weights of one layer the sharding and form that the computation needs.
+
+    LoRA matrices are added to the weight matrices.
 
     Under FSDP (fully sharded data parallelism), the mesh axis "data" also splits the
     stored weights. This function is then an all-gather over that axis. Without FSDP, the
@@ -661,7 +690,7 @@ def reshard_for_compute(weights, table):
         axes = [axis for axis in p.axes if axis != "layers"]
         return jax.reshard(w, spec(axes))
 
-    return jax.tree.map(reshard, table, weights, is_leaf=is_param)
+    return merge_lora(jax.tree.map(reshard, table, weights, is_leaf=is_param))
 
 
 def scan_layers(layer, x, weights, keys, cfg):
@@ -1263,13 +1292,18 @@ def head_group_gradients(q, k, v, out, log_z, d_out, bias, mask, scores):
     """
     if scores is None:
         scores = masked_scores(q, k, bias, mask)
-    p = jnp.exp(scores - log_z)
+    # A query whose keys are all masked has only scores of -1e10. Its result is the mean
+    # of all K values, and its scores have no gradient. Give this query the probabilities
+    # exp(-1e10) = 0, and add its share to the gradient of the values at the end.
+    has_no_key = log_z < -1e9
+    p = jnp.exp(scores - jnp.where(has_no_key, 0, log_z))
     d_p = jnp.einsum("bhqc,bhkc->bhqk", d_out, v, preferred_element_type=jnp.float32)
     row_sum = jnp.einsum("bhqc,bhqc->bhq", d_out, out, preferred_element_type=jnp.float32)
     d_scores = (p * (d_p - row_sum[..., None])).astype(v.dtype)
     d_q = jnp.einsum("bhqk,bhkc->bhqc", d_scores, k)
     d_k = jnp.einsum("bhqk,bhqc->bhkc", d_scores, q)
     d_v = jnp.einsum("bhqk,bhqc->bhkc", p.astype(v.dtype), d_out)
+    d_v += jnp.where(has_no_key, d_out, 0).sum(-2, keepdims=True) / v.shape[-2]
     if bias is None:
         return d_q, d_k, d_v, None
     if partition.platform() == "cpu":

