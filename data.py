@@ -500,9 +500,9 @@ class Examples:
         visits the chunks in random order. Training can begin as soon as the first shard
         exists.
         """
-        # shard_starts tokenizes text until starts[-1], the number of chunks so far, is
-        # above all sample numbers. Then the division gives epoch 0. If the source ends
-        # earlier, starts[-1] is the number of all chunks in an epoch.
+        # shard_starts tokenizes text until the number of chunks, starts[-1], is above all
+        # sample numbers. All samples are then in epoch 0, and the division gives 0. If
+        # the source ends earlier, starts[-1] is the number of chunks in an epoch.
         starts = np.array(self.corpus.shard_starts(int(samples.max()) + 1))
         epochs, chunks = np.divmod(samples, starts[-1])
         if not self.shuffled:
@@ -590,10 +590,10 @@ def pack(sizes, limits):
     # weight, although inputs are often longer.
     load = sizes.sum(1) / limits
     average = limits * load / load.max()
-    # taken[side][n] is the room that n tokens take: n / average. free[side][n] is the
-    # room of a row into which n more tokens fit: 1 - (tokens in the row) / average. The
-    # room of an empty row is 1. The room of a row with more tokens than the average is
-    # negative, but more tokens may still fit.
+    # The room of a row compares the row with the average. It is 1 - tokens / average: 1
+    # for an empty row, and negative for a row with more tokens than the average, into
+    # which more tokens may still fit. taken[side][n] is the room that n tokens take, and
+    # free[side][n] is the room of a row in which n positions are still empty.
     parts = [np.arange(limit + 1) / size for limit, size in zip(limits, average)]
     taken = [np.float32(part) for part in parts]
     free = [np.float32(1 - part[::-1]) for part in parts]
@@ -603,30 +603,30 @@ def pack(sizes, limits):
     # entry of -1 only if nothing fits.
     taken[0] = np.append(taken[0], np.float32(-np.inf))
 
-    input_room, target_room = limits  # how many tokens still fit into the row
+    empty_inputs, empty_targets = limits  # how many tokens still fit into the row
     row = []  # the indices of the examples in the row
     while waiting:
         # For each number of target tokens that fits, consider the example with the most
         # input tokens that fit. `a` is the room that this example leaves for inputs, and
         # `b` is the room that this example leaves for targets.
-        inputs = largest[input_room, : target_room + 1]
-        a = free[0][input_room] - taken[0].take(inputs)
-        b = free[1][target_room] - taken[1][: len(inputs)]
+        inputs = largest[empty_inputs, : empty_targets + 1]
+        a = free[0][empty_inputs] - taken[0].take(inputs)
+        b = free[1][empty_targets] - taken[1][: len(inputs)]
         # Choose the example that leaves the least room. The term |a - b| / 2 is a penalty
         # for rows in which only the inputs or only the targets fill up. Of equally good
         # examples, choose the last, which has the most target tokens.
         remaining = a + b + np.abs(a - b) / 2
-        targets = target_room - int(remaining[::-1].argmin())
+        targets = empty_targets - int(remaining[::-1].argmin())
         best = int(inputs[targets])
         kind = best, targets
         if kind not in waiting:  # nothing fits, so begin the next row
             yield sorted(row)
             row = []
-            input_room, target_room = limits
+            empty_inputs, empty_targets = limits
             continue
         row.append(waiting[kind].pop())
-        input_room -= best
-        target_room -= targets
+        empty_inputs -= best
+        empty_targets -= targets
         if not waiting[kind]:
             # No more examples of these lengths are waiting, so remove the lengths from
             # `largest`. In the column for this number of target tokens, replace `best` by
@@ -4035,7 +4035,8 @@ class Corpus:
         # each text.
         ids = bytearray()
         lengths = array.array("i")
-        last = None  # the number of the example that gave the previous document
+        # The number of the example from which the previous document was made.
+        last = None
         with progress_bar(f"tokenizing {self.title}", "token") as bar:
             for number, document in encode_in_background(
                 texts, self.tokenizer, self.characters

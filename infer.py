@@ -149,10 +149,10 @@ def init_cache(params, cfg, encoded, length, beams=1):
     - The pair (keys, values) for cross-attention. Keys and values have the shape
       [B, H, S, C], and all beams share them.
     - The position bias of self-attention, from model.position_bias. The bias has the
-      shape [1, H, length, length]. With the compiler optimizations of model.py, axis 0
-      has one equal copy for each device along the mesh axis "data", and each device holds
-      its own copy. If --model.positions selects an encoding without a bias, such as
-      rotary, the item is None.
+      shape [1, H, length, length]. With the compiler optimizations of model.py, axis 0 is
+      not 1 but the number of devices along the mesh axis "data". The entries of axis 0
+      are equal, and each device holds one of them. If --model.positions selects an
+      encoding without a bias, such as rotary, the item is None.
     """
     stack = params["decoder"]
     table = model.param_table(cfg)["decoder"]["layers"]

@@ -711,7 +711,7 @@ def unstack_layers(stacked, shapes):
     shapes: a pytree with the structure of the result.
     """
     arrays = partition.flatten(stacked)
-    # For each stacked array, count the layers that the loop has already taken.
+    # For each stacked array, count the layers that the loop below has already returned.
     used = Counter()
     leaves = []
     for name, is_layer, like in named_leaves(shapes):

@@ -99,7 +99,8 @@ def p_value(losses, target):
     difference = statistics.mean(losses) - target
     # With t = difference / error, the angle is arctan(t / sqrt(freedom)).
     angle = math.atan2(difference, error * math.sqrt(freedom))
-    # The series 1 + 1/2 cos^2 + (1 * 3)/(2 * 4) cos^4 + ... has freedom / 2 terms.
+    # The distribution function contains the series 1 + 1/2 cos^2 + (1 * 3)/(2 * 4) cos^4
+    # + ... of the angle, with freedom / 2 terms.
     term = total = 1.0
     for k in range(1, freedom // 2):
         term *= (2 * k - 1) / (2 * k) * math.cos(angle) ** 2
