@@ -1596,17 +1596,19 @@ def find_files(pattern, pipes=False):
     pipes: whether a path may be a FIFO or a device. If not, a FIFO or a device causes a
         UserError.
     """
-    found = []
+    found = {}
     if "://" not in pattern:
-        for path in sorted({*glob.iglob(os.path.expanduser(pattern), recursive=True)}):
+        # glob.iglob never ends if a folder contains a link to itself, so check each path
+        # as soon as it is found.
+        for path in glob.iglob(os.path.expanduser(pattern), recursive=True):
             if "**" in pattern:
                 check_loop(os.path.dirname(os.path.abspath(path)))
             if not pipes:
                 check_regular(path)
             if not os.path.isdir(path):
                 stat = os.stat(path)
-                found.append((path, [stat.st_size, stat.st_mtime_ns]))
-        return found
+                found[path] = [stat.st_size, stat.st_mtime_ns]
+        return sorted(found.items())
     import fsspec
 
     try:
@@ -1617,14 +1619,14 @@ def find_files(pattern, pipes=False):
             f"{pattern} cannot be read ({error}): check whether the path is right, and "
             f"whether you have permission to read it."
         ) from error
-    for path, info in sorted(infos.items()):
+    for path, info in infos.items():
         if info["type"] == "file":
             # Each remote file system has its own entry for the version of a file, such as
             # "etag", "ETag", "updated" or "LastModified". So hash all entries except
             # "time". In some file systems, "time" is when the file was last read.
             version = digest(info | {"time": None})
-            found.append((system.unstrip_protocol(path), [info["size"], version]))
-    return found
+            found[system.unstrip_protocol(path)] = [info["size"], version]
+    return sorted(found.items())
 
 
 GROUP_BYTES = 1 << 26  # a group of small files is complete when it has 64 MiB or more
