@@ -102,9 +102,9 @@ def param_table(cfg):
 
     lora = {}
     if cfg.lora:
-        a = Param((D, cfg.lora), ("embed", None), "normal", D**-0.5)
+        a = Param((D, cfg.lora), ("embed", "rank"), "normal", D**-0.5)
         # All elements of b begin with 0, so that LoRA changes nothing at first.
-        b = Param((cfg.lora, H * C), (None, "heads"), "normal", 0.0)
+        b = Param((cfg.lora, H * C), ("rank", "heads"), "normal", 0.0)
         lora = {"query_lora_a": a, "query_lora_b": b}
         lora |= {"value_lora_a": a, "value_lora_b": b}
 

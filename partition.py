@@ -100,6 +100,7 @@ RULES = {
     "embed": None,
     "layers": None,
     "buckets": None,
+    "rank": None,  # the rank of the LoRA matrices
     # A dimension without a name has the key None, and is not split.
     None: None,
 }

@@ -1153,6 +1153,7 @@ def test_suggested_flags_have_dashes_also_if_help_is_colored(monkeypatch):
 LIMITS = {
     "model.num_decoder_layers": (0, 2**31 - 1),
     "model.relative_buckets": (4, 2**31 - 1),
+    "model.lora": (0, 2**31 - 1),
     "model.dropout": (0, 0.99),
     "data.noise_density": (0.001, 0.999),
     "data.mean_span_length": (1, 1000),
@@ -1775,7 +1776,7 @@ def test_the_code_of_a_tfds_folder_never_runs(tmp_path, corpus, monkeypatch, for
     path.write_text(json.dumps(stored))
     cfg = sourced(corpus, "tfds:x", tfds_dir=str(tmp_path))
     with pytest.raises(
-        configs.UserError, match=r"needs the class payload\.F, which is not"
+        configs.UserError, match=r"names the Python class payload\.F, which is not"
     ):
         documents_of(cfg)
     assert not (tmp_path / "ran").exists()
@@ -6127,7 +6128,7 @@ def test_a_run_with_longer_rows_continues_a_run_with_short_rows(
     flags += ["--train.restore", "all", "--train.steps", 8]
     flags += ["--data.inputs_length", 72, "--data.targets_length", 18]
     status, out, err = run(train, capsys, monkeypatch, *flags)
-    assert status == 0 and "with weights and optimizer of step 6" in out, err
+    assert status == 0 and "the weights and optimizer of step 6" in out, err
     assert configs.load_run(tmp_path / "long").data.inputs_length == 72
     lines = partition.read_metrics_file(tmp_path / "long/metrics.jsonl")
     assert {line["step"] for line in lines} == {7, 8}
@@ -8510,7 +8511,7 @@ BAD = {
             "--data.targets_length",
             "500",
         ],
-        "makes 111 spans",
+        "needs 111 sentinels",
     ),
     "absent C4": (
         ["--config", "small_c4", "--data.tfds_dir", "nowhere"],
@@ -8519,7 +8520,7 @@ BAD = {
     "no vocabulary": (["--data.vocab", "none.model"], "train:32000"),
     "unknown loss": (
         ["--train.keep_best", "training_eval/span_corruption/los", *UNFIT_VOCABULARY],
-        "choose from training_eval/span_corruption/loss, ",
+        "This run computes training_eval/span_corruption/loss, ",
     ),
     "unknown metric": (
         ["--train.keep_best", "inference_eval/wmt/bleu", *UNFIT_VOCABULARY],
@@ -9127,7 +9128,7 @@ def test_step_best_names_the_best_checkpoint(trained, tmp_path, capsys, monkeypa
         "--train.steps",
         9,
     )
-    assert status == 2 and "choose from training_eval/span_corruption/loss, " in err
+    assert status == 2 and "run computes training_eval/span_corruption/loss, " in err
 
 
 def test_csv_has_one_column_per_decoding(trained, tmp_path, capsys, monkeypatch):
@@ -12574,7 +12575,7 @@ def test_the_entries_and_the_ideas_of_the_speedrun_obey_its_rules(speedrun, tmp_
         text = (tmp_path / path).read_text()
         cfg = configs.load_recipe(str(tmp_path / path))
         configs.check(cfg)
-        assert cfg.train.steps == 750
+        assert cfg.train.steps == 300
         speedrun.check_data(cfg)
         speedrun.check_rules(cfg, text, limit, "steps")
         expected = configs.override(

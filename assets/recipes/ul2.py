@@ -30,8 +30,7 @@ class Denoiser(SpanCorruption):
         return [(np.concatenate([mode, inputs]), targets) for inputs, targets in pairs]
 
 
-# Each tuple has the text that names the denoiser, the fraction of the tokens to remove
-# and the mean length of a span. The length 1e9 removes one long span.
+# (text that names the denoiser, fraction of the tokens to remove, mean length of a span)
 KINDS = [("[S2S] ", 0.25, 1e9), ("[NLU] ", 0.15, 3), ("[NLU] ", 0.15, 8)]
 KINDS += [("[NLG] ", *kind) for kind in [(0.5, 3), (0.5, 8), (0.15, 64), (0.5, 64)]]
 OBJECTIVES = {f"ul2_{number}": Denoiser(*kind) for number, kind in enumerate(KINDS)}
