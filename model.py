@@ -1168,6 +1168,24 @@ def masked_scores(q, k, bias, mask):
     return jnp.where(mask, scores, -1e10).astype(q.dtype)
 
 
+def matmul(form, a, b):
+    """Multiply arrays as jnp.einsum does, and add up the products in float32."""
+    return jnp.einsum(form, a, b, preferred_element_type=jnp.float32)
+
+
+def normalize(sums, maximum, z):
+    """Divide the weighted sums of the values by z, the softmax denominator.
+
+    The weight of a key is exp(score - maximum). Also returns log_z, the logarithm of the
+    denominator of exp(score).
+    """
+    # A query without keys has only masked scores, which are -1e10. Its result is 0. Its
+    # log_z is infinite, so that the backward pass computes the probability 0 for all keys.
+    sees_a_key = maximum > -1e9
+    log_z = jnp.where(sees_a_key, maximum + jnp.log(z), jnp.inf)
+    return jnp.where(sees_a_key, sums / z, 0), log_z
+
+
 def fused_attention_forward(q, k, v, bias, mask):
     """Compute attention, and return its result and the arrays for the backward pass.
 
@@ -1176,18 +1194,11 @@ def fused_attention_forward(q, k, v, bias, mask):
     """
     scores = masked_scores(q, k, bias, mask)
     maximum = scores.max(-1, keepdims=True).astype(jnp.float32)
-    weights = jnp.exp(scores - maximum).astype(v.dtype)
-    # A column of ones beside the values yields the denominator in the same matmul.
-    ones = jnp.ones((*v.shape[:-1], 1), v.dtype)
-    values_and_ones = jnp.concatenate([v, ones], -1)
-    sums = jnp.einsum(
-        "bhqk,bhkc->bhqc", weights, values_and_ones, preferred_element_type=jnp.float32
-    )
-    # A query without keys has only masked scores, -1e10. Its result is 0. Its log_z is
-    # infinite, so that the backward pass computes the probability 0 for each key.
-    sees_a_key = maximum > -1e9
-    out = jnp.where(sees_a_key, sums[..., :-1] / sums[..., -1:], 0).astype(v.dtype)
-    log_z = jnp.where(sees_a_key, maximum + jnp.log(sums[..., -1:]), jnp.inf)
+    weights = jnp.exp(scores - maximum)
+    z = weights.sum(-1, keepdims=True)
+    sums = matmul("bhqk,bhkc->bhqc", weights.astype(v.dtype), v)
+    out, log_z = normalize(sums, maximum, z)
+    out = out.astype(v.dtype)
     # Give a name only after the last use of the array in this function, because XLA would
     # copy a named array at every later use.
     out, log_z = checkpoint_name((out, log_z), "attended")
@@ -1207,8 +1218,8 @@ def fused_attention_backward(saved, d_out):
     """
     (q, k, v, bias), mask, out, log_z = saved
     p = jnp.exp(masked_scores(q, k, bias, mask) - log_z)
-    d_p = jnp.einsum("bhqc,bhkc->bhqk", d_out, v, preferred_element_type=jnp.float32)
-    row_sum = jnp.einsum("bhqc,bhqc->bhq", d_out, out, preferred_element_type=jnp.float32)
+    d_p = matmul("bhqc,bhkc->bhqk", d_out, v)
+    row_sum = matmul("bhqc,bhqc->bhq", d_out, out)
     d_scores = (p * (d_p - row_sum[..., None])).astype(v.dtype)
     d_q = jnp.einsum("bhqk,bhkc->bhqc", d_scores, k)
     d_k = jnp.einsum("bhqk,bhqc->bhkc", d_scores, q)
@@ -1219,8 +1230,7 @@ def fused_attention_backward(saved, d_out):
         # Sum over the batch with a matmul by a row of ones. On a CPU, this is forty times
         # as fast as jnp.sum.
         ones = jnp.ones((1, len(q)), v.dtype)
-        form = "ab,bhqk->ahqk"
-        d_bias = jnp.einsum(form, ones, d_scores, preferred_element_type=jnp.float32)
+        d_bias = matmul("ab,bhqk->ahqk", ones, d_scores)
     else:
         d_bias = d_scores.astype(jnp.float32).sum(0, keepdims=True)
     return d_q, d_k, d_v, d_bias, None
@@ -1234,18 +1244,11 @@ fused_attention.defvjp(fused_attention_forward, fused_attention_backward)
 # attention for a few rows, heads and queries at a time, and keeps their scores in fast
 # on-chip memory. The arrays q, k, v and out have the shape [B, Q, H * C] here, as the
 # matmuls with weights produce and read them. Otherwise XLA would copy them.
-class KernelBlocks(NamedTuple):
-    """The numbers of rows, heads and queries that one step of the kernel processes."""
-
-    rows: int
-    heads: int
-    queries: int
-
-
 def kernel_blocks(shape, K):
-    """Choose the KernelBlocks for queries of shape [B, H, Q, C] and for K keys.
+    """Choose how many rows, heads and queries one step of the kernel processes.
 
-    Returns None if the shapes do not fit the kernel.
+    shape: the shape of the queries, [B, H, Q, C]. K: the number of keys.
+    Returns a tuple (rows, heads, queries), or None if the shapes do not fit the kernel.
     """
     B, H, Q, C = shape
 
@@ -1262,7 +1265,7 @@ def kernel_blocks(shape, K):
     if not queries:
         return None
     rows = max(n for n in divisors(B) if n == 1 or n * queries[0] <= fit)
-    return KernelBlocks(rows, heads, queries[0])
+    return rows, heads, queries[0]
 
 
 # The largest number of scores (rows * heads * queries * keys) in a step of the kernel.
@@ -1270,51 +1273,46 @@ MAX_KERNEL_SCORES = 1 << 19
 
 
 def head_columns(x, C):
-    """Yield a boolean mask [1, heads * C] for each head, which selects its channels."""
+    """Return a mask [1, heads * C] for each head, which is True at its channels.
+
+    x: an array [Q, heads * C]. C: the number of channels of a head.
+    """
     heads = lax.broadcasted_iota(jnp.int32, (1, x.shape[-1]), 1) // C
     return [heads == h for h in range(x.shape[-1] // C)]
 
 
-def kernel_scores(q, k, bias, mask):
+def kernel_scores(q, k, mask, bias_ref, head):
     """Compute the masked attention scores of one head, float32 [Q, K], in the kernel."""
     scores = matmul("qc,kc->qk", q, k)
-    if bias is not None:
-        scores = scores + bias
-    return jnp.where(mask, scores, -1e10)
-
-
-def matmul(form, a, b):
-    """Multiply two matrices, and add up the products in float32."""
-    return jnp.einsum(form, a, b, preferred_element_type=jnp.float32)
+    if bias_ref is not None:
+        scores += bias_ref[head]
+    # TPU v4 cannot compare numbers of 8 bits.
+    return jnp.where(mask.astype(jnp.int32) == 1, scores, -1e10)
 
 
 def forward_kernel(C, mask_ref, bias_ref, q_ref, k_ref, v_ref, out_ref, log_z_ref):
     """Compute attention for a block of rows, heads and queries.
 
-    C: the number of channels of a head. The other arguments refer to one block of each
-    array, in on-chip memory.
+    C: the number of channels of a head. The other arguments refer to the block of each
+    array, in on-chip memory. bias_ref is None if there is no bias.
     """
 
     def attend_in_row(row, _):
-        q, k, v, mask = (
-            q_ref[row],
-            k_ref[row],
-            v_ref[row],
-            mask_ref[row].astype(jnp.int32) != 0,
-        )
+        q, k, v, mask = q_ref[row], k_ref[row], v_ref[row], mask_ref[row]
         out = jnp.zeros(q.shape, jnp.float32)
         for head, columns in enumerate(head_columns(q, C)):
-            bias = None if bias_ref is None else bias_ref[head]
             # Set the channels of all other heads to 0. The matmul with k then adds only
             # the products of this head. A TPU multiplies 128 channels at once anyway.
-            scores = kernel_scores(jnp.where(columns, q, 0), k, bias, mask)
+            q_head = jnp.where(columns, q, 0)
+            scores = kernel_scores(q_head, k, mask, bias_ref, head)
             maximum = scores.max(-1, keepdims=True)
             weights = jnp.exp(scores - maximum)
             z = weights.sum(-1, keepdims=True)
-            weighted = matmul("qk,kc->qc", weights.astype(v.dtype), v)
-            sees_a_key = maximum > -1e9
-            out = jnp.where(columns & sees_a_key, weighted / z, out)
-            log_z = jnp.where(sees_a_key, maximum + jnp.log(z), jnp.inf)
+            sums = matmul("qk,kc->qc", weights.astype(v.dtype), v)
+            out_head, log_z = normalize(sums, maximum, z)
+            out = jnp.where(columns, out_head, out)
+            # Store the column log_z as a row. In memory, a column would need as much
+            # space as 128 columns.
             log_z_ref[row, head] = jnp.broadcast_to(log_z, (len(q), 128)).T[0]
         out_ref[row] = out.astype(out_ref.dtype)
 
@@ -1324,32 +1322,27 @@ def forward_kernel(C, mask_ref, bias_ref, q_ref, k_ref, v_ref, out_ref, log_z_re
 def backward_kernel(C, *refs):
     """Compute the gradients of a block, with the equations of fused_attention_backward.
 
-    The gradient of the bias is added up over all rows of the batch.
+    refs: the arguments of run_kernel, and then d_q, d_k, d_v and d_bias. Without a bias,
+    d_bias is missing.
     """
     from jax.experimental import pallas as pl
 
-    mask_ref, bias_ref, q_ref, k_ref, v_ref, out_ref, log_z_ref, d_out_ref, *results = (
-        refs
-    )
-    d_q_ref, d_k_ref, d_v_ref, *d_bias_ref = results
+    mask_ref, bias_ref, q_ref, k_ref, v_ref, out_ref, log_z_ref, d_out_ref = refs[:8]
+    d_q_ref, d_k_ref, d_v_ref, *d_bias_ref = refs[8:]
+    # All steps for the same heads and queries add up one gradient of the bias. The first
+    # of these steps sets the gradient to 0.
     for ref in d_bias_ref:
         ref[...] = jnp.where(pl.program_id(2) == 0, 0, ref[...])
 
     def gradients_in_row(row, _):
-        q, k, v, mask = (
-            q_ref[row],
-            k_ref[row],
-            v_ref[row],
-            mask_ref[row].astype(jnp.int32) != 0,
-        )
+        q, k, v, mask = q_ref[row], k_ref[row], v_ref[row], mask_ref[row]
         d_out = d_out_ref[row]
+        products = d_out.astype(jnp.float32) * out_ref[row].astype(jnp.float32)
         d_q = jnp.zeros(q.shape, jnp.float32)
         d_k = d_v = jnp.zeros(k.shape, jnp.float32)
-        products = d_out.astype(jnp.float32) * out_ref[row].astype(jnp.float32)
         for head, columns in enumerate(head_columns(q, C)):
-            bias = None if bias_ref is None else bias_ref[head]
             q_head, d_out_head = jnp.where(columns, q, 0), jnp.where(columns, d_out, 0)
-            scores = kernel_scores(q_head, k, bias, mask)
+            scores = kernel_scores(q_head, k, mask, bias_ref, head)
             log_z = jnp.broadcast_to(log_z_ref[row, head][None], (128, len(q))).T[:, :1]
             p = jnp.exp(scores - log_z)
             d_p = matmul("qc,kc->qk", d_out_head, v)
@@ -1388,29 +1381,26 @@ def run_kernel(kernel, blocks, C, arguments, results):
     # steps of all rows can add up the gradient of one block of the bias.
     specs = {
         "mask": pl.BlockSpec((rows, queries, K), lambda h, i, b: (b, i, 0)),
+        # To save memory, do not prefetch the next block of the bias.
         "bias": pl.BlockSpec(
-            (heads, queries, K),
-            lambda h, i, b: (h, i, 0),
-            # Save memory: do not read the next block while this block is processed.
-            pipeline_mode=pl.Buffered(1),
+            (heads, queries, K), lambda h, i, b: (h, i, 0), pipeline_mode=pl.Buffered(1)
         ),
         "queries": pl.BlockSpec((rows, queries, width), lambda h, i, b: (b, i, h)),
         "keys": pl.BlockSpec((rows, K, width), lambda h, i, b: (b, 0, h)),
         "log_z": pl.BlockSpec((rows, None, heads, queries), lambda h, i, b: (b, h, 0, i)),
         "d_keys": pl.BlockSpec((None, rows, K, width), lambda h, i, b: (i, b, 0, h)),
+        "d_bias": pl.BlockSpec((heads, queries, K), lambda h, i, b: (h, i, 0)),
     }
-    kinds = ["mask", "bias", "queries", "keys", "keys", "queries", "log_z", "queries"]
     if bias is None:
         specs["bias"] = None
-    # The forward pass has 2 matmuls, and the backward pass has 5. XLA and --plan read the
-    # number of floating-point operations, because XLA knows nothing else of a kernel.
+    kinds = ["mask", "bias", "queries", "keys", "keys", "queries", "log_z", "queries"]
+    # XLA and --plan need the cost of the kernel, which XLA cannot compute. The forward
+    # pass has 2 matmuls, and the backward pass has 5.
     matmuls = 2 if kernel == forward_kernel else 5
-    scores = mask.size * q.shape[-1] // C
-    arrays = jax.tree.leaves((arguments, [jax.ShapeDtypeStruct(*x) for _, *x in results]))
     cost = pl.CostEstimate(
-        flops=2 * matmuls * scores * C,
-        transcendentals=scores,
-        bytes_accessed=sum(x.size * x.dtype.itemsize for x in arrays),
+        flops=2 * matmuls * mask.size * q.shape[-1],
+        transcendentals=mask.size * q.shape[-1] // C,
+        bytes_accessed=sum(x.nbytes for x in arguments if x is not None),
     )
     device = jax.sharding.get_abstract_mesh().abstract_device
     call = pl.pallas_call(
@@ -1447,7 +1437,7 @@ def kernel_attention_forward(q, k, v, bias, mask):
     bias = None if bias is None else bias[0]
     mask = jnp.broadcast_to(mask[:, 0], (B, Q, k.shape[1])).astype(jnp.int8)
     inputs = (mask, bias, q, k, v)
-    log_z_shape = (B, H // blocks.heads, blocks.heads, Q)
+    log_z_shape = (B, H // blocks[1], blocks[1], Q)
     results = [("queries", q.shape, v.dtype), ("log_z", log_z_shape, jnp.float32)]
     out, log_z = run_kernel(forward_kernel, blocks, C, inputs, results)
     out, log_z = checkpoint_name((out, log_z), "attended")
@@ -1463,14 +1453,14 @@ def kernel_attention_backward(saved, d_out):
     mask, bias, q, k, v = inputs
     B, H, Q, C = d_out.shape
     blocks = kernel_blocks(d_out.shape, k.shape[1])
-    d_keys = (Q // blocks.queries, *k.shape)
+    d_keys = (Q // blocks[2], *k.shape)
     results = [
         ("queries", q.shape, q.dtype),
         ("d_keys", d_keys, k.dtype),
         ("d_keys", d_keys, v.dtype),
     ]
     if bias is not None:
-        results.append(("bias", bias.shape, jnp.float32))
+        results.append(("d_bias", bias.shape, jnp.float32))
     arguments = (*inputs, out, log_z, merge_heads(d_out))
     d_q, d_k, d_v, *d_bias = run_kernel(backward_kernel, blocks, C, arguments, results)
     # Each block of queries gives its own gradient of the keys and values. Add them up by
