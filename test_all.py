@@ -11871,7 +11871,8 @@ def gradients(q, k, v, bias, mask, d_out):
     attend = lambda *args: model.attend(*args, mask, form="kernel")
     return jax.vjp(attend, q, k, v, bias)[1](d_out)
 
-for B, H, Q, K in ((4, 6, 512, 512), (4, 6, 114, 512), (1, 2, 2048, 2048), (2, 3, 114, 114)):
+shapes = (4, 6, 512, 512), (4, 6, 114, 512), (1, 2, 2048, 2048), (2, 3, 114, 114)
+for B, H, Q, K in shapes:
     q, k = array(B * N, H, Q, 64), array(B * N, H, K, 64)
     bias = array(N, H, Q, K, dtype=jnp.float32) if Q == K else None
     mask = array(B * N, 1, Q, K, dtype=bool)
